@@ -1,0 +1,125 @@
+"""What runs inside one rank: joins the group, then does the jobs that come down the pipe."""
+
+from __future__ import annotations
+
+import datetime
+import faulthandler
+import gc
+import importlib
+import os
+import pickle
+import signal
+import sys
+import traceback
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any, Literal
+
+__all__ = ["BACKENDS", "Job", "Reply", "WorkerSpec", "main"]
+
+# On an accelerator gloo is there as well, for tensors that an engine keeps on the host.
+BACKENDS = {"cpu": "gloo", "cuda": "cpu:gloo,cuda:nccl", "npu": "cpu:gloo,npu:hccl"}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class WorkerSpec:
+    """Where one rank stands. ``folder`` holds the rendezvous file and the stack dumps."""
+
+    rank: int
+    world: int
+    device: str
+    folder: str
+    group_timeout: float
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Job:
+    """One call of ``"module:function"``, with the parent's ``sys.path``."""
+
+    function: str
+    kwargs: Mapping[str, Any]
+    path: tuple[str, ...]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Reply:
+    """What came of a job; ``died`` is said by the parent."""
+
+    kind: Literal["returned", "raised", "died"]
+    value: Any = field(default=None, repr=False)
+    text: str = ""
+    exception: str = ""
+
+
+def main(descriptor: int) -> None:
+    """Read the spec from the pipe ``descriptor``, join the group, do jobs until told None or left alone."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's to handle
+    pipe = Connection(descriptor)
+    spec: WorkerSpec = pickle.loads(pipe.recv_bytes())  # noqa: S301 (from our own parent)
+    # Kept open for the life of the process: faulthandler writes to the descriptor.
+    dump = (Path(spec.folder) / f"stack-{spec.rank}").open("w")
+    faulthandler.register(signal.SIGUSR1, file=dump, all_threads=True)
+    faulthandler.enable(file=dump)
+    pipe.send_bytes(_attempt(_join, {"spec": spec}))
+    while (job := _next_job(pipe)) is not None:
+        pipe.send_bytes(_attempt(_call, {"job": job}))
+    _leave()
+
+
+def _next_job(pipe: Connection) -> Job | None:
+    try:
+        return pickle.loads(pipe.recv_bytes())  # noqa: S301 (from our own parent)
+    except EOFError:
+        return None
+
+
+def _attempt(function: Any, kwargs: Mapping[str, Any]) -> bytes:
+    """A pickled Reply. Plain pickle: tensors travel by value, not as shared memory of a mortal rank."""
+    try:
+        return pickle.dumps(Reply(kind="returned", value=function(**kwargs)))
+    except Exception as error:  # noqa: BLE001 (the rank's boundary: whatever it is, the parent hears of it)
+        name = f"{type(error).__module__}.{type(error).__qualname__}"
+        return pickle.dumps(Reply(kind="raised", text=traceback.format_exc(), exception=name))
+
+
+def _join(spec: WorkerSpec) -> None:
+    rank = str(spec.rank)
+    os.environ.update(RANK=rank, LOCAL_RANK=rank, WORLD_SIZE=str(spec.world), LOCAL_WORLD_SIZE=str(spec.world))
+    import torch
+    import torch.distributed as dist
+
+    torch.set_num_threads(1)
+    store = dist.FileStore(str(Path(spec.folder) / "rendezvous"), spec.world)
+    device = None
+    if spec.device != "cpu":
+        device = torch.device(spec.device, spec.rank)
+        torch.get_device_module(spec.device).set_device(spec.rank)
+    dist.init_process_group(
+        BACKENDS[spec.device],
+        store=store,
+        rank=spec.rank,
+        world_size=spec.world,
+        timeout=datetime.timedelta(seconds=spec.group_timeout),
+        device_id=device,
+    )
+
+
+def _call(job: Job) -> Any:
+    import torch
+
+    sys.path.extend(entry for entry in job.path if entry not in sys.path)
+    module, _, name = job.function.partition(":")
+    torch.manual_seed(0)
+    try:
+        return getattr(importlib.import_module(module), name)(**job.kwargs)
+    finally:
+        gc.collect()  # an engine of the last case must not hold this one's memory
+
+
+def _leave() -> None:
+    import torch.distributed as dist
+
+    if dist.is_initialized():
+        dist.destroy_process_group()

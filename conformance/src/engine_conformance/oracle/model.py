@@ -1,0 +1,166 @@
+"""The oracle: a decoder in float64, document by document, from a Hugging Face folder.
+
+It packs nothing and batches nothing, so that what one document gets cannot depend on another.
+It shares no code with transformers or with any engine.
+
+Alignment: a per-token value at position t is about predicting token t from its own document
+before t. The first token of a document has none, and carries zero.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from engine_conformance.oracle.config import ModelConfig, read_config
+from engine_conformance.oracle.layers import decoder_layer, linear, rms_norm
+from engine_conformance.oracle.weights import Adapter, load_adapter, read_params
+
+__all__ = ["OracleModel", "OracleOutputs", "load_oracle"]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class OracleOutputs:
+    """Per-token outputs of a language model, float64 ``[T]``, in nats; zero at first tokens."""
+
+    log_probs: Tensor
+    entropy: Tensor
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class OracleModel:
+    """A checkpoint and its float64 forward pass.
+
+    ``params`` holds every parameter under its exact Hugging Face name (a tied head is absent);
+    with an ``adapter``, the forward pass uses the merged weights and only the adapter trains.
+    """
+
+    config: ModelConfig
+    params: dict[str, Tensor]
+    adapter: Adapter | None = None
+
+    @property
+    def trainable(self) -> dict[str, Tensor]:
+        """What an optimizer updates: the adapter's tensors if there is one, else all parameters."""
+        return self.params if self.adapter is None else self.adapter.params
+
+    def effective_params(self) -> dict[str, Tensor]:
+        """The weights that the forward pass uses: ``params``, with the adapter merged in."""
+        return self.params if self.adapter is None else self.adapter.merge(self.params)
+
+    def copy(self, *, requires_grad: bool = False) -> OracleModel:
+        """An independent copy whose trainable tensors are leaves; the others never need gradients."""
+        train_base = requires_grad and self.adapter is None
+        params = {n: p.detach().clone().requires_grad_(train_base) for n, p in self.params.items()}
+        if self.adapter is None:
+            return replace(self, params=params)
+        leaves = {n: p.detach().clone().requires_grad_(requires_grad) for n, p in self.adapter.params.items()}
+        return replace(self, params=params, adapter=replace(self.adapter, params=leaves))
+
+    def hidden(self, ids: Any) -> Tensor:
+        """Final hidden states ``[L, C]``, after the last norm, of one document ``ids [L]``."""
+        return _hidden(self.effective_params(), self.config, _ids(ids))
+
+    def logits(self, ids: Any) -> Tensor:
+        """Logits ``[L, V]`` of one document: row i is about token i + 1.
+
+        Raises:
+            ValueError: if this is a value model.
+        """
+        return _logits(self.effective_params(), self.config, _ids(ids))
+
+    def token_outputs(self, input_ids: Any, cu_seqlens: Any, temperature: float = 1.0) -> OracleOutputs:
+        """Log-probability of every token and entropy of the distribution that it came from.
+
+        Args:
+            input_ids: ``[T]`` integers, documents one after another.
+            cu_seqlens: ``[D + 1]`` integers, the documents' bounds: 0, ..., T.
+            temperature: divides the logits before both.
+
+        Raises:
+            ValueError: if this is a value model, or ``cu_seqlens`` does not cover ``input_ids``.
+        """
+        params = self.effective_params()
+
+        def outputs(ids: Tensor) -> Tensor:
+            # The last row predicts a token that the document does not have.
+            log_p = (_logits(params, self.config, ids)[:-1] / temperature).log_softmax(dim=-1)
+            chosen = log_p.gather(-1, ids[1:, None]).squeeze(-1)
+            return torch.stack((chosen, -(log_p.exp() * log_p).sum(dim=-1)), dim=-1)
+
+        both = _per_document(_ids(input_ids), cu_seqlens, outputs, width=2)
+        return OracleOutputs(log_probs=both[:, 0], entropy=both[:, 1])
+
+    def values(self, input_ids: Any, cu_seqlens: Any) -> Tensor:
+        """Values ``[T]``: at t, the head on the hidden state at t - 1; zero at first tokens.
+
+        Raises:
+            ValueError: if this is not a value model, or ``cu_seqlens`` does not cover ``input_ids``.
+        """
+        if not self.config.value_model:
+            raise ValueError("values() needs a *ForTokenClassification checkpoint with one label")
+        params = self.effective_params()
+
+        def outputs(ids: Tensor) -> Tensor:
+            return linear(params, "score", _hidden(params, self.config, ids)[:-1])
+
+        return _per_document(_ids(input_ids), cu_seqlens, outputs, width=1).squeeze(-1)
+
+
+def load_oracle(
+    folder: str | Path, *, adapter: str | Path | None = None, requires_grad: bool = False
+) -> OracleModel:
+    """Load a Hugging Face folder (``config.json``, ``*.safetensors``) as a float64 oracle.
+
+    Args:
+        folder: the checkpoint, whole or sharded with an index.
+        adapter: a PEFT LoRA folder to put on top; then only the adapter trains.
+        requires_grad: make the trainable tensors leaves that gather gradients.
+
+    Raises:
+        UnsupportedModel: if the checkpoint asks for what the oracle does not compute.
+        WeightMismatch: if names or shapes are not those of ``config.json``.
+    """
+    config = read_config(folder)
+    loaded = None if adapter is None else load_adapter(adapter)
+    model = OracleModel(config=config, params=read_params(folder, config), adapter=loaded)
+    return model.copy(requires_grad=requires_grad)
+
+
+def _hidden(params: dict[str, Tensor], config: ModelConfig, ids: Tensor) -> Tensor:
+    x = params["model.embed_tokens.weight"][ids]
+    for index in range(config.num_layers):
+        x = decoder_layer(params, config, index, x)
+    return rms_norm(x, params["model.norm.weight"], config.rms_norm_eps)
+
+
+def _logits(params: dict[str, Tensor], config: ModelConfig, ids: Tensor) -> Tensor:
+    if config.value_model:
+        raise ValueError("a value model has no logits: use values()")
+    head = params["model.embed_tokens.weight" if config.tied else "lm_head.weight"]
+    return _hidden(params, config, ids) @ head.T
+
+
+def _per_document(
+    ids: Tensor, cu_seqlens: Any, outputs: Callable[[Tensor], Tensor], *, width: int
+) -> Tensor:
+    """``outputs`` of each document alone, with a zero row in front of each: ``[T, width]``."""
+    first = torch.zeros(1, width, dtype=torch.float64)
+    return torch.cat([torch.cat((first, outputs(document))) for document in _documents(ids, cu_seqlens)])
+
+
+def _documents(ids: Tensor, cu_seqlens: Any) -> Iterator[Tensor]:
+    bounds = _ids(cu_seqlens).tolist()
+    lengths = [stop - start for start, stop in zip(bounds, bounds[1:], strict=False)]
+    if bounds[0] != 0 or bounds[-1] != len(ids) or min(lengths, default=0) < 1:
+        raise ValueError(f"cu_seqlens {bounds} must rise strictly from 0 to {len(ids)}")
+    return iter(ids.split(lengths))
+
+
+def _ids(array: Any) -> Tensor:
+    return torch.as_tensor(array).to(device="cpu", dtype=torch.int64)

@@ -1,0 +1,287 @@
+"""A pool of ranks: processes that share one process group, driven over pipes by name of function.
+
+The parent holds no process group. A rank that raises, dies or stalls fails the call with what
+every rank was doing; the pool is then killed, by its own process ids only, and the next call
+starts a fresh one: one failure never becomes many.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import os
+import pickle
+import shutil
+import signal
+import sys
+import tempfile
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from multiprocessing import Pipe
+from multiprocessing.connection import Connection, wait
+from pathlib import Path
+from subprocess import DEVNULL, Popen, TimeoutExpired
+from types import TracebackType
+from typing import Any, Literal, Self
+
+from engine_conformance._rank_worker import BACKENDS, Job, Reply, WorkerSpec, main
+
+__all__ = ["RankError", "RankFailure", "RankPool", "close_pools", "get_pool"]
+
+# A fresh interpreter, not multiprocessing's spawn, which imports the parent's main module again:
+# that fails for a notebook, and runs a script that has no guard.
+_COMMAND = "from engine_conformance._rank_worker import main; main({})"
+_START_SECONDS = 180.0  # importing torch from a cold disk, and the rendezvous
+_GRACE_SECONDS = 1.0  # after the first failure: who fails within it failed too, the rest are its victims
+_DUMP_SECONDS = 2.0  # for a rank to write its stack after the signal
+_CLOSE_SECONDS = 5.0
+
+FailureKind = Literal["raised", "died", "stalled"]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RankFailure:
+    """What happened to one rank.
+
+    ``kind``: ``raised`` (``text`` is the traceback, ``exception`` the class's full name), ``died``
+    (the exit code, and the stack of a crash), or ``stalled`` (the stack where it was).
+    """
+
+    rank: int
+    kind: FailureKind
+    text: str
+    exception: str = ""
+
+
+class RankError(AssertionError):
+    """A function failed on some rank. ``failures`` has every rank that did not return, by rank."""
+
+    def __init__(self, function: str, world: int, failures: Sequence[RankFailure], seconds: float) -> None:
+        self.function, self.world, self.failures = function, world, tuple(failures)
+        lines = [f"{function} failed on rank(s) {[f.rank for f in failures]} of {world} after {seconds:.1f} s"]
+        lines += [f"--- rank {f.rank} {f.kind}\n{f.text.rstrip()}" for f in failures]
+        super().__init__("\n".join(lines))
+
+
+class RankPool:
+    """``world`` processes in one process group: gloo on ``cpu``, NCCL on ``cuda``.
+
+    Functions are named ``"module:function"`` and imported in each rank, so they live in importable
+    modules; arguments and results are pickled. Ranks see RANK, LOCAL_RANK, WORLD_SIZE and
+    OMP_NUM_THREADS=1, are seeded with 0 before each call, and have one device each.
+
+    Args:
+        world: number of ranks; one rank has a process group of one.
+        device: ``cpu`` or an accelerator, with one device a rank.
+        deadline: seconds that a call may take unless it says otherwise.
+        group_timeout: seconds after which a collective gives up. Every deadline must be shorter, so
+            that a stall is reported by the pool, with all stacks, and not by one rank's collective.
+
+    Raises:
+        ValueError: if an argument is out of range.
+    """
+
+    def __init__(
+        self, world: int, *, device: str = "cpu", deadline: float = 60.0, group_timeout: float = 900.0
+    ) -> None:
+        if world < 1 or device not in BACKENDS:
+            raise ValueError(f"world {world} must be positive and device {device!r} one of {list(BACKENDS)}")
+        self.world, self.device = world, device
+        self._deadline, self._group_timeout = deadline, group_timeout
+        self._processes: list[Popen[bytes]] = []
+        self._pipes: list[Connection] = []
+        self._folder = Path()
+        self._check_deadline(deadline)
+
+    @property
+    def pids(self) -> tuple[int, ...]:
+        """The process ids of the running ranks; empty before the first call and after a failure."""
+        return tuple(process.pid for process in self._processes)
+
+    def start(self) -> None:
+        """Start the ranks and their process group; does nothing if they run.
+
+        Raises:
+            RankError: if a rank cannot start, as when there are fewer devices than ranks.
+        """
+        if self._processes:
+            return
+        self._folder = Path(tempfile.mkdtemp(prefix="ranks-"))
+        # Read when torch is imported, so it cannot be set from inside.
+        environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(sys.path)}
+        for rank in range(self.world):
+            ours, theirs = Pipe()
+            command = [sys.executable, "-P", "-c", _COMMAND.format(theirs.fileno())]
+            process = Popen(command, pass_fds=[theirs.fileno()], env=environment, stdin=DEVNULL)
+            theirs.close()
+            ours.send_bytes(pickle.dumps(self._spec(rank)))
+            self._pipes.append(ours)
+            self._processes.append(process)
+        self._collect("start", _START_SECONDS)
+
+    def run(
+        self,
+        function: str,
+        *,
+        deadline: float | None = None,
+        per_rank: Sequence[Mapping[str, Any]] | None = None,
+        **kwargs: Any,
+    ) -> list[Any]:
+        """Call ``"module:function"`` with ``kwargs`` on every rank; returns the results by rank.
+
+        Args:
+            function: importable by name in a rank; ``sys.path`` is the parent's.
+            deadline: seconds for this call; the pool's own if absent.
+            per_rank: one mapping a rank, of arguments that differ.
+
+        Raises:
+            RankError: if any rank raised, died, or did not return before the deadline.
+            ValueError: if the deadline is not shorter than the group's timeout.
+        """
+        limit = self._deadline if deadline is None else deadline
+        self._check_deadline(limit)
+        extra, path = per_rank or [{}] * self.world, tuple(sys.path)
+        jobs = [pickle.dumps(Job(function=function, kwargs=kwargs | dict(own), path=path)) for own in extra]
+        self.start()
+        for pipe, job in zip(self._pipes, jobs, strict=True):
+            # A rank that died while idle is found, and reported, where its reply is read.
+            with contextlib.suppress(BrokenPipeError):
+                pipe.send_bytes(job)
+        return self._collect(function, limit)
+
+    def close(self) -> None:
+        """Let the ranks leave, then make sure that they are gone. Idempotent."""
+        for pipe in self._pipes:
+            with contextlib.suppress(BrokenPipeError):
+                pipe.send_bytes(pickle.dumps(None))
+        end = time.monotonic() + _CLOSE_SECONDS
+        for process in self._processes:
+            _wait(process, end - time.monotonic())
+        self._kill()
+
+    def __enter__(self) -> Self:
+        self.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def _spec(self, rank: int) -> WorkerSpec:
+        return WorkerSpec(
+            rank=rank,
+            world=self.world,
+            device=self.device,
+            folder=str(self._folder),
+            group_timeout=self._group_timeout,
+        )
+
+    def _check_deadline(self, deadline: float) -> None:
+        if not 0 < deadline < self._group_timeout:
+            raise ValueError(f"deadline {deadline} s must be within the group's {self._group_timeout} s")
+
+    def _collect(self, function: str, deadline: float) -> list[Any]:
+        """One reply a rank; on any failure, the stacks of the others, and the end of this pool."""
+        began, replies, complete = time.monotonic(), dict[int, Reply](), False
+        try:
+            self._receive(replies, began + deadline)
+            failures = self._failures(replies)
+            complete = not failures
+        finally:
+            if not complete:  # also when the parent is interrupted: no rank outlives the call
+                self._kill()
+        if failures:
+            raise RankError(function, self.world, failures, time.monotonic() - began)
+        return [replies[rank].value for rank in range(self.world)]
+
+    def _receive(self, replies: dict[int, Reply], end: float) -> None:
+        """Fill ``replies`` until all ranks answered, ``end``, or the grace after a first failure."""
+        while len(replies) < self.world:
+            waiting = {self._pipes[rank]: rank for rank in range(self.world) if rank not in replies}
+            ready = wait(list(waiting), timeout=max(0.0, end - time.monotonic()))
+            if not ready:
+                return
+            for pipe in ready:
+                assert isinstance(pipe, Connection)
+                reply = replies[waiting[pipe]] = self._read(waiting[pipe])
+                if reply.kind != "returned":
+                    end = min(end, time.monotonic() + _GRACE_SECONDS)
+
+    def _read(self, rank: int) -> Reply:
+        try:
+            reply = pickle.loads(self._pipes[rank].recv_bytes())  # noqa: S301 (from our own child)
+        except (EOFError, ConnectionResetError):
+            process = self._processes[rank]
+            _wait(process, _GRACE_SECONDS)
+            return Reply(kind="died", text=f"exit code {process.returncode}\n{self._stack(rank)}")
+        assert isinstance(reply, Reply)
+        return reply
+
+    def _failures(self, replies: Mapping[int, Reply]) -> list[RankFailure]:
+        stalled = [rank for rank in range(self.world) if rank not in replies]
+        self._request_stacks(stalled)
+        failures = [RankFailure(rank=rank, kind="stalled", text=self._stack(rank)) for rank in stalled]
+        failures += [
+            RankFailure(rank=rank, kind=reply.kind, text=reply.text, exception=reply.exception)
+            for rank, reply in replies.items()
+            if reply.kind != "returned"
+        ]
+        return sorted(failures, key=lambda failure: failure.rank)
+
+    def _request_stacks(self, ranks: Sequence[int]) -> None:
+        for rank in ranks:
+            process = self._processes[rank]
+            if self._dump(rank).exists():  # as it does once the handler is there
+                process.send_signal(signal.SIGUSR1)
+        end = time.monotonic() + _DUMP_SECONDS
+        while time.monotonic() < end and not all(self._stack(rank) for rank in ranks):
+            time.sleep(0.02)
+        time.sleep(0.05 if ranks else 0.0)  # a stack is written line by line
+
+    def _dump(self, rank: int) -> Path:
+        return self._folder / f"stack-{rank}"
+
+    def _stack(self, rank: int) -> str:
+        return self._dump(rank).read_text() if self._dump(rank).exists() else ""
+
+    def _kill(self) -> None:
+        for process in self._processes:
+            process.kill()
+            process.wait()
+        for pipe in self._pipes:
+            pipe.close()
+        self._processes, self._pipes = [], []
+        if self._folder != Path():
+            shutil.rmtree(self._folder, ignore_errors=True)
+
+
+def _wait(process: Popen[bytes], seconds: float) -> None:
+    with contextlib.suppress(TimeoutExpired):
+        process.wait(max(0.0, seconds))
+
+
+_pools: dict[tuple[int, str], RankPool] = {}
+
+
+def get_pool(world: int, device: str = "cpu") -> RankPool:
+    """The pool of this world size and device, kept for the life of the process.
+
+    Only one world size stays alive on an accelerator, whose memory idle ranks would hold.
+    """
+    if device != "cpu":
+        for key in [key for key in _pools if key[1] == device and key[0] != world]:
+            _pools.pop(key).close()
+    if (world, device) not in _pools:
+        _pools[world, device] = RankPool(world, device=device)
+    return _pools[world, device]
+
+
+def close_pools() -> None:
+    """Close every pool that `get_pool` made."""
+    while _pools:
+        _pools.popitem()[1].close()
+
+
+atexit.register(close_pools)

@@ -1,0 +1,32 @@
+"""Fixtures shared by the suite's own tests."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from engine_conformance.fixtures import TinyModel, write_checkpoint
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+torch.set_num_threads(1)
+
+Checkpoint = Callable[..., Path]
+
+
+@pytest.fixture(scope="session")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Checkpoint:
+    """Writes a tiny checkpoint once a set of arguments and gives its folder."""
+    written: dict[TinyModel, Path] = {}
+
+    def write(**kwargs: Any) -> Path:
+        model = TinyModel(**kwargs)
+        if model not in written:
+            written[model] = write_checkpoint(tmp_path_factory.mktemp("model"), model)
+        return written[model]
+
+    return write

@@ -1,0 +1,171 @@
+"""The oracle against transformers in float64, and what it refuses."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from float64 import Float64Everywhere
+from safetensors.torch import save_file
+from torch import Tensor
+from transformers import AutoModelForCausalLM, AutoModelForTokenClassification
+
+from engine_conformance.fixtures import LENGTHS, packed_documents, write_adapter
+from engine_conformance.oracle import (
+    UnsupportedModel,
+    WeightMismatch,
+    expected_shapes,
+    load_oracle,
+    merge_adapter,
+    read_config,
+    read_safetensors,
+)
+
+FAMILIES = ["llama", "qwen2", "qwen3", "qwen3_moe"]
+# Both sides are float64; what is left is the order of sums.
+TIGHT = {"rtol": 0.0, "atol": 1e-9}
+
+
+def reference(folder: Path, ids: Tensor, *, value_model: bool = False) -> Tensor:
+    auto = AutoModelForTokenClassification if value_model else AutoModelForCausalLM
+    plain = {"attn_implementation": "eager", "experts_implementation": "eager"}
+    with Float64Everywhere(), torch.no_grad():
+        model = auto.from_pretrained(folder, dtype=torch.float64, **plain).eval()
+        return model(input_ids=ids[None]).logits[0]
+
+
+@pytest.fixture
+def ids() -> Tensor:
+    return torch.randint(0, 256, (11,), generator=torch.Generator().manual_seed(0))
+
+
+@pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_logits_equal_transformers(checkpoint: Any, ids: Tensor, family: str, tied: bool) -> None:
+    folder = checkpoint(family=family, tied=tied)
+    torch.testing.assert_close(load_oracle(folder).logits(ids), reference(folder, ids), **TIGHT)
+
+
+@pytest.mark.parametrize(
+    "kwargs",
+    [
+        {"family": "qwen3_moe", "norm_topk_prob": False},
+        {"family": "llama", "num_kv_heads": 4},
+        {"family": "qwen3", "num_kv_heads": 1, "head_dim": 32, "rope_theta": 1e6},
+        {"family": "qwen2", "old_config_keys": True, "rope_theta": 5e4},
+        {"family": "qwen3", "shards": 3, "num_layers": 3},
+    ],
+    ids=["moe-not-normed", "no-gqa", "mqa-wide", "old-keys", "sharded"],
+)
+def test_variants_equal_transformers(checkpoint: Any, ids: Tensor, kwargs: dict[str, Any]) -> None:
+    folder = checkpoint(**kwargs)
+    torch.testing.assert_close(load_oracle(folder).logits(ids), reference(folder, ids), **TIGHT)
+
+
+@pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_values_equal_transformers(checkpoint: Any, ids: Tensor, family: str, bias: bool) -> None:
+    folder = checkpoint(family=family, value_model=True, value_bias=bias)
+    oracle = load_oracle(folder)
+    assert ("score.bias" in oracle.params) is bias
+    want = reference(folder, ids, value_model=True)[:-1, 0]
+    got = oracle.values(ids, [0, len(ids)])
+    torch.testing.assert_close(got[1:], want, **TIGHT)
+    assert got[0] == 0
+
+
+def test_token_outputs_are_aligned_and_isolated(checkpoint: Any) -> None:
+    folder = checkpoint(family="qwen3")
+    oracle, batch = load_oracle(folder), packed_documents(0, LENGTHS["uneven"])
+    got = oracle.token_outputs(batch.input_ids, batch.cu_seqlens, temperature=0.7)
+    for start, stop in zip(batch.cu_seqlens, batch.cu_seqlens[1:], strict=False):
+        assert got.log_probs[start] == got.entropy[start] == 0
+        document = torch.as_tensor(batch.input_ids[start:stop])
+        if len(document) == 1:
+            continue
+        dist = torch.distributions.Categorical(logits=reference(folder, document)[:-1] / 0.7)
+        torch.testing.assert_close(got.log_probs[start + 1 : stop], dist.log_prob(document[1:]), **TIGHT)
+        torch.testing.assert_close(got.entropy[start + 1 : stop], dist.entropy(), **TIGHT)
+
+
+
+def test_every_parameter_matters(checkpoint: Any) -> None:
+    """Scaled weights: no parameter's gradient may be negligible, or its defects would hide."""
+    for family in FAMILIES:
+        oracle = load_oracle(checkpoint(family=family), requires_grad=True)
+        batch = packed_documents(0, LENGTHS["uneven"])
+        oracle.token_outputs(batch.input_ids, batch.cu_seqlens).log_probs.sum().backward()
+        sizes = {name: p.grad.norm().item() for name, p in oracle.params.items() if p.grad is not None}
+        assert sizes.keys() == oracle.params.keys()
+        negligible = {name for name, size in sizes.items() if size < 1e-3 * max(sizes.values())}
+        # A key bias adds the same to every score of a query, but for RoPE: small is its nature.
+        assert negligible <= {name for name in sizes if name.endswith("k_proj.bias")}
+
+
+def test_adapter_equals_merged_weights(checkpoint: Any, tmp_path: Path, ids: Tensor) -> None:
+    folder = checkpoint(family="qwen3")
+    adapter = write_adapter(tmp_path / "adapter", folder, rank=4, alpha=12.0)
+    raw = read_safetensors(folder)
+    stem = "model.layers.1.self_attn.q_proj"
+    oracle = load_oracle(folder, adapter=adapter, requires_grad=True)
+    a = oracle.trainable[f"base_model.model.{stem}.lora_A.weight"]
+    b = oracle.trainable[f"base_model.model.{stem}.lora_B.weight"]
+    merged = merge_adapter(load_oracle(folder).params, adapter)[f"{stem}.weight"]
+    torch.testing.assert_close(merged, raw[f"{stem}.weight"].double() + 3.0 * b @ a)
+    assert not torch.allclose(oracle.logits(ids), load_oracle(folder).logits(ids), atol=0.1)
+    oracle.logits(ids).sum().backward()
+    assert all(p.grad is not None for p in oracle.trainable.values())
+    assert not any(p.requires_grad for p in oracle.params.values())
+
+
+def test_names_are_exact_and_tied_head_absent(checkpoint: Any) -> None:
+    folder = checkpoint(family="qwen3", tied=True)
+    assert load_oracle(folder).params.keys() == expected_shapes(read_config(folder)).keys()
+    assert "lm_head.weight" not in load_oracle(folder).params
+
+
+@pytest.mark.parametrize(
+    ("change", "word"),
+    [
+        ({"rope_parameters": {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0}}, "yarn"),
+        ({"rope_scaling": {"type": "linear", "factor": 2.0}, "rope_parameters": None}, "linear"),
+        ({"model_type": "gpt2"}, "gpt2"),
+        ({"use_sliding_window": True}, "sliding"),
+        ({"hidden_act": "gelu"}, "gelu"),
+        ({"attention_dropout": 0.1}, "dropout"),
+        ({"architectures": ["Qwen3ForSequenceClassification"]}, "SequenceClassification"),
+    ],
+)
+def test_refuses_what_it_does_not_compute(
+    checkpoint: Any, tmp_path: Path, change: dict[str, Any], word: str
+) -> None:
+    raw = json.loads((checkpoint() / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(raw | change))
+    with pytest.raises(UnsupportedModel, match=word):
+        read_config(tmp_path)
+
+
+def test_refuses_wrong_weights(checkpoint: Any, tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text((checkpoint() / "config.json").read_text())
+    tensors = read_safetensors(checkpoint())
+    odd = dict(tensors)
+    odd["model.norm.wait"] = odd.pop("model.norm.weight")
+    save_file(odd, tmp_path / "model.safetensors")
+    with pytest.raises(WeightMismatch, match=r"missing \['model.norm.weight'\], unexpected"):
+        load_oracle(tmp_path)
+    save_file(tensors | {"model.norm.weight": torch.ones(3)}, tmp_path / "model.safetensors")
+    with pytest.raises(WeightMismatch, match=r"model.norm.weight is \(3,\), expected \(64,\)"):
+        load_oracle(tmp_path)
+
+
+def test_refuses_bad_bounds_and_wrong_heads(checkpoint: Any, ids: Tensor) -> None:
+    oracle = load_oracle(checkpoint())
+    with pytest.raises(ValueError, match="must rise strictly from 0 to 11"):
+        oracle.token_outputs(ids, [0, 5, 5, 11])
+    with pytest.raises(ValueError, match="ForTokenClassification"):
+        oracle.values(ids, [0, 11])
+    with pytest.raises(ValueError, match=r"use values\(\)"):
+        load_oracle(checkpoint(value_model=True)).logits(ids)

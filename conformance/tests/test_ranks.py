@@ -1,0 +1,109 @@
+"""The rank pool: results by rank, failures of every kind, and that the next call passes."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+from engine_conformance.ranks import RankError, RankPool, close_pools, get_pool
+
+
+@pytest.fixture(scope="module")
+def pool() -> Iterator[RankPool]:
+    with RankPool(2) as pool:
+        yield pool
+
+
+def running(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    return True
+
+
+def next_call_passes(pool: RankPool) -> None:
+    assert pool.run("rank_functions:total", value=1.0) == [3.0, 3.0]
+
+
+def test_results_are_by_rank(pool: RankPool) -> None:
+    assert pool.run("rank_functions:own", per_rank=[{"value": 5}, {"value": 6}]) == [5, 6]
+    next_call_passes(pool)
+
+
+def test_ranks_are_reused_seeded_and_single_threaded(pool: RankPool) -> None:
+    before = pool.pids
+    first, second = pool.run("rank_functions:surroundings"), pool.run("rank_functions:surroundings")
+    assert pool.pids == before
+    assert [seen["RANK"] for seen in first] == ["0", "1"]
+    assert first[0]["OMP_NUM_THREADS"] == "1"
+    assert first[0]["threads"] == 1
+    assert first[0]["backend"] == "gloo"
+    assert torch.equal(first[0]["random"], second[1]["random"])
+
+
+@pytest.mark.parametrize(
+    ("function", "kind", "text"),
+    [("exit_on", "died", "exit code 7"), ("crash_on", "died", "in crash_on")],
+)
+def test_rank_that_dies_is_reported(pool: RankPool, function: str, kind: str, text: str) -> None:
+    with pytest.raises(RankError, match=text) as caught:
+        pool.run(f"rank_functions:{function}", rank=1, deadline=30.0)
+    culprit = caught.value.failures[-1]
+    assert (culprit.rank, culprit.kind) == (1, kind)
+    assert pool.pids == ()
+    next_call_passes(pool)
+
+
+def test_rank_that_raises_is_told_from_its_victim(pool: RankPool) -> None:
+    with pytest.raises(RankError, match="odd one out") as caught:
+        pool.run("rank_functions:raise_on", rank=0)
+    assert caught.value.failures[0].kind == "raised"
+    assert caught.value.failures[0].exception == "builtins.KeyError"
+    victim = caught.value.failures[1]
+    assert victim.kind == "stalled"
+    assert "barrier" in victim.text
+    next_call_passes(pool)
+
+
+def test_stall_gives_every_stack_and_kills_own_processes(pool: RankPool) -> None:
+    pids = pool.pids
+    with pytest.raises(RankError, match=r"in stall_on") as caught:
+        pool.run("rank_functions:stall_on", rank=0, deadline=1.0)
+    assert [failure.kind for failure in caught.value.failures] == ["stalled", "stalled"]
+    assert "barrier" in caught.value.failures[1].text
+    assert not any(running(pid) for pid in pids)
+    next_call_passes(pool)
+
+
+def test_rank_that_died_while_idle_is_reported(pool: RankPool) -> None:
+    os.kill(pool.pids[1], 9)
+    with pytest.raises(RankError, match="rank 1 died\nexit code -9"):
+        pool.run("rank_functions:own", value=1)
+    next_call_passes(pool)
+
+
+def test_result_that_cannot_travel_is_an_error(pool: RankPool) -> None:
+    with pytest.raises(RankError, match="pickle"):
+        pool.run("rank_functions:unpicklable")
+
+
+def test_deadline_must_be_shorter_than_the_groups(pool: RankPool) -> None:
+    with pytest.raises(ValueError, match="within the group's 900"):
+        pool.run("rank_functions:own", value=1, deadline=1000.0)
+    with pytest.raises(ValueError, match="world 0"):
+        RankPool(0)
+
+
+def test_cached_pool_of_one_has_a_group() -> None:
+    pool = get_pool(1)
+    assert get_pool(1) is pool
+    assert pool.run("rank_functions:total", value=4.0) == [4.0]
+    pids = pool.pids
+    close_pools()
+    assert not any(running(pid) for pid in pids)
+    assert get_pool(1) is not pool
+    close_pools()

@@ -1,0 +1,99 @@
+"""``python -m engine_api list | explain | doctor``: what is there, why, and what is missing. Imports no torch."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import traceback
+from collections.abc import Sequence
+
+from engine_api.capabilities import Capability
+from engine_api.devices import cuda_devices, torch_version
+from engine_api.discovery import Found
+from engine_api.errors import PluginError
+from engine_api.plugin import CONTRACT
+from engine_api.registry import DEVICES, EngineRegistry, RolloutRegistry
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Exit 0: fine; 1: what was asked for cannot be used here; 2: usage."""
+    parser = argparse.ArgumentParser(prog="engine_api", description="Engines and rollouts of this environment.")
+    commands = parser.add_subparsers(dest="command", required=True)
+    listing = commands.add_parser("list", help="every row, and whether it can run here")
+    listing.add_argument("--capability", choices=[str(c) for c in Capability], help="only what declares it")
+    explain = commands.add_parser("explain", help="how a backend is resolved, candidate by candidate")
+    explain.add_argument("backend")
+    explain.add_argument("--model-type", default="language_model")
+    explain.add_argument("--device", default="auto")
+    explain.add_argument("--rollout", action="store_true", help="look among rollouts")
+    commands.add_parser("doctor", help="what is missing or broken in this environment")
+    options = parser.parse_args(arguments)
+    if options.command == "list":
+        return _list(options.capability)
+    if options.command == "explain":
+        return _explain(options.backend, options.model_type, options.device, rollout=options.rollout)
+    return _doctor()
+
+
+def _list(capability: str | None) -> int:
+    lines = [("model type", "backend", "device", "here", "by")]
+    for kind, registry in (("", EngineRegistry), ("rollout", RolloutRegistry)):
+        for found, row in registry.rows():
+            assert found.plugin is not None
+            if capability and capability not in found.plugin.capabilities:
+                continue
+            for device in row.devices:
+                here = "yes" if found.plugin.probe(device).ok else "no"
+                types = kind or ", ".join(row.model_types)
+                lines.append((types, ", ".join(row.backends), device, here, found.source.split(" ")[0]))
+    widths = [max(len(line[i]) for line in lines) for i in range(5)]
+    for line in lines:
+        print("  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip())
+    broken = _broken()
+    for found in broken:
+        print(f"broken: {found.name} from {found.source}: {found.problem}")
+    if len(lines) == 1:
+        print("nothing is installed that offers an engine; try: pip install engine-trainer[fsdp]")
+    return 0
+
+
+def _explain(backend: str, model_type: str, device: str, *, rollout: bool) -> int:
+    registry = RolloutRegistry if rollout else EngineRegistry
+    try:
+        resolution = registry.resolve(model_type=model_type, backend=backend, device=device)
+    except PluginError as error:
+        print(f"{type(error).__name__}: {error}")
+        return 1
+    for candidate in resolution.trace:
+        print(candidate)
+    print(f"-> {resolution.row.target} on {resolution.device}")
+    if not rollout:
+        print(f"   declares: {', '.join(sorted(resolution.plugin.capabilities)) or 'nothing optional'}")
+    return 0
+
+
+def _doctor() -> int:
+    print(f"python {sys.version.split()[0]}, contract {CONTRACT}")
+    print(f"torch: {torch_version() or 'not installed (pip install torch)'}")
+    print(f"cuda devices shown by the driver: {cuda_devices()}")
+    for registry in (EngineRegistry, RolloutRegistry):
+        for found, row in registry.rows():
+            assert found.plugin is not None
+            for device in (d for d in DEVICES if d in row.devices):
+                probe = found.plugin.probe(device)
+                verdict = "ok" if probe.ok else f"{probe.reason}; to do: {probe.remedy}"
+                print(f"{'/'.join(row.backends)} on {device} ({found.source}): {verdict}")
+    broken = _broken()
+    for found in broken:
+        print(f"\n{found.name} from {found.source} is broken: {found.problem}")
+        if found.cause is not None:
+            traceback.print_exception(found.cause, file=sys.stdout)
+    return 1 if broken else 0
+
+
+def _broken() -> list[Found]:
+    return [f for registry in (EngineRegistry, RolloutRegistry) for f in registry.found() if f.problem]
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,342 @@
+"""What backends share: state machine, micro-batching, loss normalisation, the optimizer step, checkpoints.
+
+A backend derives from ``BaseEngine`` and implements the hooks at the end of the class;
+a full engine adds ``forward_step``. A third party may derive from it, and need not.
+"""
+
+from __future__ import annotations
+
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import AbstractContextManager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from engine_api import checkpoint
+from engine_api.batch import Batch
+from engine_api.capabilities import Capability, refuse_undeclared, unsupported
+from engine_api.comm import Comm
+from engine_api.config import EngineConfig
+from engine_api.errors import CheckpointMismatch, ConfigError, EngineStateError
+from engine_api.losses import LossFn, needs_of
+from engine_api.prepare import MicroBatches, prepare
+from engine_api.results import (
+    CheckpointHandle,
+    CheckpointInfo,
+    ForwardBackwardOutput,
+    LossOutput,
+    StepOutput,
+    TokenOutputs,
+    Topology,
+    TrainOutput,
+)
+from engine_api.schedule import lr_factor
+from engine_api.weights import ShardSpec
+
+if TYPE_CHECKING:
+    import torch
+
+    from engine_api.registry import Resolution
+
+
+class BaseEngine(ABC):
+    """The infrastructure of an engine; see ``engine_api.contract.Engine`` for what the members promise."""
+
+    def __init__(self, config: EngineConfig, *, resolution: Resolution) -> None:
+        self.config = config
+        self.device_type = resolution.device
+        self.resolution = resolution
+        self._name = resolution.plugin.name
+        self._state = "created"
+        self._step = 0
+        self._pending: list[float] = []  # losses of the forward_backward calls since the last step
+        self._saving: Future[CheckpointInfo] | None = None
+        refuse_undeclared(config, self.capabilities, self._name)
+
+    # --- what a caller sees -------------------------------------------------------------------
+
+    @property
+    def capabilities(self) -> frozenset[Capability]:
+        """What the plug-in declares."""
+        return self.resolution.plugin.capabilities
+
+    @property
+    def weight_version(self) -> int:
+        """Optimizer steps applied."""
+        return self._step
+
+    def initialize(self) -> None:
+        """Build everything; once."""
+        self._expect("initialize", "created")
+        self._build()
+        self._state = "ready"
+
+    def train_batch(
+        self, batch: Batch, loss: LossFn, *, denominator: float | None = None, temperature: float = 1.0
+    ) -> TrainOutput:
+        """See ``Engine.train_batch``."""
+        self._expect("train_batch", "ready")
+        self._drop_gradients()
+        forward = self.forward_backward(batch, loss, denominator=denominator, temperature=temperature)
+        step = self.optimizer_step()
+        return TrainOutput(
+            loss=forward.loss, metrics=forward.metrics, denominator=forward.denominator,
+            num_tokens=forward.num_tokens, num_micro_batches=forward.num_micro_batches,
+            grad_norm=step.grad_norm, lr=step.lr, weight_version=step.weight_version, skipped=step.skipped,
+        )  # fmt: skip
+
+    def forward_backward(
+        self, batch: Batch, loss: LossFn, *, denominator: float | None = None, temperature: float = 1.0
+    ) -> ForwardBackwardOutput:
+        """See ``Engine.forward_backward``."""
+        self._expect("forward_backward", "ready")
+        self._require_optimizer("forward_backward")
+        _check_call(denominator, temperature)
+        micro_batches = self._prepare(batch, needs_weight=denominator is None)
+        total = micro_batches.loss_weight if denominator is None else denominator
+        if total == 0.0:  # nothing carries loss anywhere: no gradient, no collective, no NaN
+            self._pending.append(0.0)
+            return ForwardBackwardOutput(loss=0.0, metrics={}, denominator=0.0, num_tokens=micro_batches.num_tokens,
+                                         num_micro_batches=0)  # fmt: skip
+        try:
+            outputs = self._run_train(micro_batches.parts, loss, total, temperature)
+        except BaseException:
+            self._drop_gradients()
+            raise
+        sums = self._sum_over_data_parallel(outputs)
+        value = sums.pop("loss") / total
+        self._pending.append(value)
+        self._has_gradient = True
+        return ForwardBackwardOutput(loss=value, metrics=sums, denominator=total, num_tokens=micro_batches.num_tokens,
+                                     num_micro_batches=len(micro_batches.parts))  # fmt: skip
+
+    def optimizer_step(self) -> StepOutput:
+        """See ``Engine.optimizer_step``."""
+        self._expect("optimizer_step", "ready")
+        optimizer = self._require_optimizer("optimizer_step")
+        if not self._pending:
+            raise EngineStateError("optimizer_step", "without a gradient", "past a forward_backward")
+        lr = optimizer.lr * lr_factor(self.config.schedule, self._step)
+        norm = self._clip_gradients(optimizer.clip_norm) if self._has_gradient else 0.0
+        skipped = self._why_skip(norm)
+        if skipped is None:
+            self._apply_optimizer(lr)
+            self._step += 1
+        self._drop_gradients()
+        return StepOutput(grad_norm=norm, lr=lr, weight_version=self._step, skipped=skipped)
+
+    def infer_batch(
+        self, batch: Batch, *, temperature: float = 1.0, entropy: bool = False, adapter: bool = True
+    ) -> TokenOutputs:
+        """See ``Engine.infer_batch``."""
+        self._expect("infer_batch", "ready")
+        _check_call(None, temperature)
+        if not adapter and self.config.lora is None:
+            raise unsupported(Capability.LORA, self._name, self.capabilities) if Capability.LORA not in self.capabilities \
+                else ConfigError("lora", "adapter=False, but there is no adapter", remedy="set lora.rank, or leave adapter on")  # fmt: skip
+        micro_batches = self._prepare(batch, needs_weight=False)
+        needs = self._inference_needs(entropy)
+        with self._inference(adapter):
+            parts = [self.forward_step(part, needs=needs, temperature=temperature) for part in micro_batches.parts]
+        return micro_batches.merge(parts)
+
+    def save_checkpoint(self, directory: Path | str, *, extra: Mapping[str, Any] | None = None) -> CheckpointHandle:
+        """See ``Engine.save_checkpoint``."""
+        self._expect("save_checkpoint", "ready")
+        self._wait_for_save()
+        state = self.state_shards()
+        asynchronous = self.config.checkpoint.async_save
+        if asynchronous:  # training goes on and changes the tensors: the writer gets copies
+            state = {key: (tensor.detach().cpu().clone(), spec) for key, (tensor, spec) in state.items()}
+        arguments: dict[str, Any] = {
+            "comm": self._checkpoint_comm, "state": state, "rank_state": self._rng_state(), "step": self._step,
+            "engine": self._name, "topology": dict(self.topology.sizes), "extra": dict(extra or {}),
+        }  # fmt: skip
+        handle: Future[CheckpointInfo] = Future()
+        if asynchronous:
+            handle = self._writer.submit(checkpoint.write, Path(directory), **arguments)
+            self._saving = handle
+        else:
+            handle.set_result(checkpoint.write(Path(directory), **arguments))
+        return handle
+
+    def load_checkpoint(self, directory: Path | str) -> CheckpointInfo:
+        """See ``Engine.load_checkpoint``."""
+        self._expect("load_checkpoint", "ready")
+        self._wait_for_save()
+        state = self.state_shards()
+        wanted = {key: (spec, tensor.dtype) for key, (tensor, spec) in state.items()}
+        manifest, tensors, rank_state = checkpoint.read(
+            Path(directory), comm=self._checkpoint_comm, wanted=wanted, rank=self.topology.rank
+        )
+        same_world = manifest.world_size == self.topology.world_size
+        if same_world and rank_state is None:
+            raise CheckpointMismatch("this rank's file is missing", where=str(directory), remedy="use an earlier checkpoint")
+        # From here on nothing can fail: all is read and checked.
+        for key, value in tensors.items():
+            state[key][0].copy_(value)
+        self._after_load(manifest.step)
+        self._step = manifest.step
+        self._drop_gradients()
+        if same_world and rank_state is not None:
+            self._set_rng_state(rank_state)
+        return CheckpointInfo(path=checkpoint.locate(Path(directory)), step=manifest.step, extra=manifest.extra,
+                              num_bytes=manifest.num_bytes)  # fmt: skip
+
+    def close(self) -> None:
+        """Wait for a save that still runs, then give everything back; idempotent."""
+        if self._state == "closed":
+            return
+        was_ready = self._state == "ready"
+        self._state = "closed"
+        try:
+            self._wait_for_save()
+        finally:
+            if was_ready:
+                self._release()
+
+    # --- shared steps -------------------------------------------------------------------------
+
+    _has_gradient = False
+    _writer_pool: ThreadPoolExecutor | None = None
+
+    def _prepare(self, batch: Batch, *, needs_weight: bool) -> MicroBatches:
+        memory = self.config.memory
+        return prepare(batch, comm=self.comm, topology=self.topology, max_tokens=memory.max_tokens,
+                       vocab_size=self.vocab_size, needs_weight=needs_weight)  # fmt: skip
+
+    def _run_train(
+        self, parts: Sequence[Batch], loss: LossFn, denominator: float, temperature: float
+    ) -> list[LossOutput]:
+        """Forward and backward over the micro-batches. A pipeline engine overrides this."""
+        needs, results = needs_of(loss), []
+        for index, part in enumerate(parts):
+            with self._accumulation(last=index == len(parts) - 1):
+                outputs = self.forward_step(part, needs=needs, temperature=temperature)
+                result = loss(outputs, part) if part.num_tokens else _no_loss(outputs)
+                (result.loss / denominator).backward()
+                results.append(LossOutput(loss=result.loss.detach(), metrics=result.metrics))
+        return results
+
+    def _sum_over_data_parallel(self, outputs: Sequence[LossOutput]) -> dict[str, float]:
+        sums: dict[str, float] = {"loss": 0.0}
+        for output in outputs:
+            for name, value in {"loss": output.loss, **output.metrics}.items():
+                sums[name] = sums.get(name, 0.0) + float(value)
+        rows = self.comm.all_gather(sums if self.topology.is_primary else {})
+        names = sorted({name for row in rows for name in row})
+        return {name: math.fsum(row.get(name, 0.0) for row in rows) for name in names}
+
+    def _why_skip(self, norm: float) -> str | None:
+        if not self._has_gradient:
+            return "no token carries loss"
+        if not math.isfinite(norm):
+            return f"gradient norm is {norm}"
+        bad = [loss for loss in self._pending if not math.isfinite(loss)]
+        return f"loss is {bad[0]}" if bad else None
+
+    def _drop_gradients(self) -> None:
+        self._pending.clear()
+        self._has_gradient = False
+        self._zero_grad()
+
+    def _expect(self, called: str, state: str) -> None:
+        if self._state != state:
+            raise EngineStateError(called, self._state, state)
+
+    def _require_optimizer(self, called: str) -> Any:
+        if self.config.optimizer is None:
+            raise EngineStateError(called, "for inference only (optimizer: null)", "configured with an optimizer")
+        return self.config.optimizer
+
+    def _wait_for_save(self) -> None:
+        saving, self._saving = self._saving, None
+        if saving is not None:
+            saving.result()
+
+    @property
+    def _writer(self) -> ThreadPoolExecutor:
+        if self._writer_pool is None:
+            self._writer_pool = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
+        return self._writer_pool
+
+    # --- what a backend provides ---------------------------------------------------------------
+
+    comm: Comm  # control plane over all ranks; ready before _build returns
+    topology: Topology
+    vocab_size: int
+
+    @property
+    def _checkpoint_comm(self) -> Comm:
+        """The control plane of checkpoints; an engine that saves asynchronously gives them one of their own."""
+        return self.comm
+
+    @abstractmethod
+    def _build(self) -> None:
+        """Process groups, model, optimizer."""
+
+    @abstractmethod
+    def forward_step(self, batch: Batch, *, needs: Sequence[str], temperature: float) -> TokenOutputs:
+        """Run the model on one micro-batch; an empty one must take part in every collective.
+
+        Outputs are aligned, float32, the same on every model-parallel rank, with a gradient path to the weights.
+        """
+
+    @abstractmethod
+    def _accumulation(self, *, last: bool) -> AbstractContextManager[None]:
+        """Around one micro-batch; gradients need only be reduced over ranks in the last one, as sums."""
+
+    @abstractmethod
+    def _inference(self, adapter: bool) -> AbstractContextManager[None]:
+        """No gradient, evaluation mode; the adapter off when asked."""
+
+    @abstractmethod
+    def _inference_needs(self, entropy: bool) -> tuple[str, ...]:
+        """Which outputs ``infer_batch`` computes."""
+
+    @abstractmethod
+    def _clip_gradients(self, max_norm: float | None) -> float:
+        """Scale gradients to ``max_norm``; return their global norm before that."""
+
+    @abstractmethod
+    def _apply_optimizer(self, lr: float) -> None:
+        """One optimizer step at rate ``lr``."""
+
+    @abstractmethod
+    def _zero_grad(self) -> None:
+        """Drop all gradients."""
+
+    @abstractmethod
+    def state_shards(self) -> dict[str, tuple[torch.Tensor, ShardSpec]]:
+        """The training state as boxes of live tensors, under canonical keys (see docs/contract.md)."""
+
+    @abstractmethod
+    def _after_load(self, step: int) -> None:
+        """Bring in line what is derived from the loaded tensors."""
+
+    @abstractmethod
+    def _rng_state(self) -> dict[str, Any]:
+        """This rank's RNG as JSON."""
+
+    @abstractmethod
+    def _set_rng_state(self, state: Mapping[str, Any]) -> None:
+        """Restore what ``_rng_state`` gave."""
+
+    @abstractmethod
+    def _release(self) -> None:
+        """Give memory and process groups back."""
+
+
+def _no_loss(outputs: TokenOutputs) -> LossOutput:
+    # An empty micro-batch takes part in the backward collectives with a zero that depends on the weights.
+    tensors = [t for t in (outputs.log_probs, outputs.entropy, outputs.values) if t is not None]
+    return LossOutput(loss=sum((t.sum() for t in tensors[1:]), start=tensors[0].sum()) * 0.0)
+
+
+def _check_call(denominator: float | None, temperature: float) -> None:
+    if denominator is not None and not (math.isfinite(denominator) and denominator > 0):
+        raise ConfigError("denominator", f"{denominator} is not a positive number", remedy="leave it out for Σ loss_weight")
+    if not (math.isfinite(temperature) and temperature > 0):
+        raise ConfigError("temperature", f"{temperature} is not a positive number", remedy="use 1.0")

@@ -1,0 +1,221 @@
+"""A batch: packed documents, no padding, one tensor a field.
+
+``input_ids [T]`` int64 holds the documents one after another; ``cu_seqlens [D+1]``
+int64 holds where each begins (first 0, last T, strictly rising). Every other field
+has one value a token. By the alignment rule a value at position t is about
+predicting token t from its own document before t, so a document's first token
+carries no loss.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any
+
+from engine_api.errors import BatchError
+
+if TYPE_CHECKING:
+    import torch
+
+LOSS_WEIGHT = "loss_weight"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Batch:
+    """Packed documents with per-token fields.
+
+    Attributes:
+        input_ids: ``[T]`` int64 token ids.
+        cu_seqlens: ``[D+1]`` int64 document boundaries, ``0 = c0 < c1 < … < cD = T``.
+        fields: name → ``[T]`` floating or integer tensor (``loss_weight``, ``advantages``, …).
+
+    Raises:
+        BatchError: when the parts do not fit each other; it names field and index.
+    """
+
+    input_ids: torch.Tensor
+    cu_seqlens: torch.Tensor
+    fields: Mapping[str, torch.Tensor] = field(default_factory=dict[str, "torch.Tensor"])
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "fields", MappingProxyType(dict(self.fields)))
+        _check_ids(self.input_ids)
+        _check_boundaries(self.cu_seqlens, self.num_tokens)
+        for name, value in self.fields.items():
+            _check_field(name, value, self.num_tokens)
+        if LOSS_WEIGHT in self.fields:
+            _check_loss_weight(self)
+
+    @property
+    def num_tokens(self) -> int:
+        """T."""
+        return int(self.input_ids.shape[0])
+
+    @property
+    def num_documents(self) -> int:
+        """D."""
+        return int(self.cu_seqlens.shape[0]) - 1
+
+    @cached_property
+    def boundaries(self) -> tuple[int, ...]:
+        """``cu_seqlens`` as Python integers (one device sync at most)."""
+        return tuple(int(b) for b in self.cu_seqlens.tolist())
+
+    @property
+    def lengths(self) -> list[int]:
+        """Tokens in each document."""
+        return [b - a for a, b in zip(self.boundaries, self.boundaries[1:], strict=False)]
+
+    @property
+    def loss_weight(self) -> torch.Tensor:
+        """``[T]``; raises ``BatchError`` when the batch carries none."""
+        return self[LOSS_WEIGHT]
+
+    def __getitem__(self, name: str) -> torch.Tensor:
+        if name not in self.fields:
+            raise BatchError(name, "missing field", why=f"present: {', '.join(sorted(self.fields)) or 'none'}",
+                             remedy="add it where the batch is built: Batch(fields={...})")  # fmt: skip
+        return self.fields[name]
+
+    def token_index(self, documents: Sequence[int]) -> torch.Tensor:
+        """``[T']`` int64: positions of the tokens of ``documents``, in that order."""
+        import torch
+
+        spans = [torch.arange(self.boundaries[d], self.boundaries[d + 1]) for d in documents]
+        return torch.cat(spans) if spans else torch.zeros(0, dtype=torch.int64)
+
+    def select(self, documents: Sequence[int]) -> Batch:
+        """The batch of these documents alone, in this order."""
+        import torch
+
+        index = self.token_index(documents).to(self.input_ids.device)
+        ends = torch.tensor([0, *(self.lengths[d] for d in documents)], dtype=torch.int64).cumsum(0)
+        picked = {name: value[index] for name, value in self.fields.items()}
+        return Batch(input_ids=self.input_ids[index], cu_seqlens=ends.to(self.cu_seqlens.device), fields=picked)
+
+    def to(self, device: Any) -> Batch:
+        """The same batch on ``device``."""
+        moved = {name: value.to(device, non_blocking=True) for name, value in self.fields.items()}
+        copy = object.__new__(Batch)  # already validated
+        object.__setattr__(copy, "input_ids", self.input_ids.to(device, non_blocking=True))
+        object.__setattr__(copy, "cu_seqlens", self.cu_seqlens.to(device, non_blocking=True))
+        object.__setattr__(copy, "fields", MappingProxyType(moved))
+        copy.__dict__["boundaries"] = self.boundaries
+        return copy
+
+    def with_fields(self, **extra: torch.Tensor) -> Batch:
+        """The same documents with more (or replaced) fields."""
+        return Batch(input_ids=self.input_ids, cu_seqlens=self.cu_seqlens, fields={**self.fields, **extra})
+
+    def check_vocabulary(self, vocab_size: int) -> None:
+        """Raise ``BatchError`` for a token id outside ``[0, vocab_size)``."""
+        bad = ((self.input_ids < 0) | (self.input_ids >= vocab_size)).nonzero()
+        if bad.numel():
+            at = int(bad[0])
+            raise BatchError("input_ids", f"token id {int(self.input_ids[at])} is outside the vocabulary of {vocab_size}",
+                             index=at, remedy="use the tokenizer that belongs to this model")  # fmt: skip
+
+    @staticmethod
+    def pack(documents: Sequence[Mapping[str, Any]]) -> Batch:
+        """Pack documents given as mappings of per-token sequences; ``input_ids`` is one of them.
+
+        Raises ``BatchError`` when a field is missing in some documents or has another length.
+        """
+        import torch
+
+        if not documents:
+            return Batch(input_ids=torch.zeros(0, dtype=torch.int64), cu_seqlens=torch.zeros(1, dtype=torch.int64))
+        names = list(documents[0])
+        for index, document in enumerate(documents):
+            _check_document(index, document, names)
+        columns = {n: torch.cat([_column(d[n], n) for d in documents]) for n in names}
+        ends = torch.tensor([0, *(len(d["input_ids"]) for d in documents)], dtype=torch.int64).cumsum(0)
+        return Batch(input_ids=columns.pop("input_ids"), cu_seqlens=ends, fields=columns)
+
+    @staticmethod
+    def concat(batches: Sequence[Batch]) -> Batch:
+        """All documents of ``batches``, in order; their fields must be the same."""
+        import torch
+
+        names = set(batches[0].fields)
+        for index, batch in enumerate(batches):
+            if set(batch.fields) != names:
+                raise BatchError("fields", f"{sorted(batch.fields)} differ from {sorted(names)}", index=index)
+        lengths = [length for batch in batches for length in batch.lengths]
+        return Batch(
+            input_ids=torch.cat([b.input_ids for b in batches]),
+            cu_seqlens=torch.tensor([0, *lengths], dtype=torch.int64).cumsum(0).to(batches[0].cu_seqlens.device),
+            fields={n: torch.cat([b[n] for b in batches]) for n in batches[0].fields},
+        )
+
+
+def _column(value: Any, name: str) -> torch.Tensor:
+    import torch
+
+    if isinstance(value, torch.Tensor):
+        return value
+    return torch.as_tensor(value, dtype=torch.int64 if name == "input_ids" else torch.float32)
+
+
+def _check_document(index: int, document: Mapping[str, Any], names: Sequence[str]) -> None:
+    if set(document) != set(names):
+        raise BatchError("documents", f"fields {sorted(document)} differ from document 0's {sorted(names)}", index=index)
+    if "input_ids" not in document:
+        raise BatchError("documents", "input_ids is missing", index=index)
+    size = len(document["input_ids"])
+    for name in names:
+        if len(document[name]) != size:
+            raise BatchError(name, f"{len(document[name])} values for {size} tokens", index=index,
+                             remedy="give one value a token")  # fmt: skip
+
+
+def _check_ids(ids: torch.Tensor) -> None:
+    import torch
+
+    if ids.dim() != 1:
+        raise BatchError("input_ids", f"shape {tuple(ids.shape)}, not [T]", remedy="pack the documents, without padding")
+    if ids.dtype != torch.int64:
+        raise BatchError("input_ids", f"dtype {ids.dtype}, not torch.int64", remedy="convert with .long()")
+
+
+def _check_boundaries(cu: torch.Tensor, tokens: int) -> None:
+    import torch
+
+    if cu.dim() != 1 or cu.shape[0] < 1 or cu.dtype != torch.int64:
+        raise BatchError("cu_seqlens", f"shape {tuple(cu.shape)}, dtype {cu.dtype}", remedy="give [D+1] torch.int64")
+    if int(cu[0]) != 0:
+        raise BatchError("cu_seqlens", f"starts at {int(cu[0])}, not 0", index=0)
+    falls = (cu[1:] <= cu[:-1]).nonzero()
+    if falls.numel():
+        at = int(falls[0]) + 1
+        raise BatchError("cu_seqlens", f"{int(cu[at])} does not rise above {int(cu[at - 1])}", index=at,
+                         why="documents would be empty, overlap or be out of order",
+                         remedy="give sorted, distinct boundaries")  # fmt: skip
+    if int(cu[-1]) != tokens:
+        raise BatchError("cu_seqlens", f"ends at {int(cu[-1])}, but input_ids has {tokens} tokens", index=len(cu) - 1)
+
+
+def _check_field(name: str, value: torch.Tensor, tokens: int) -> None:
+    if not hasattr(value, "shape") or tuple(value.shape) != (tokens,):
+        shape = tuple(value.shape) if hasattr(value, "shape") else type(value).__name__
+        raise BatchError(name, f"{shape}, not [{tokens}]", remedy="give one value a token")
+    if value.is_floating_point() and not bool(value.isfinite().all()):
+        at = int((~value.isfinite()).nonzero()[0])
+        raise BatchError(name, f"{float(value[at])} is not finite", index=at)
+
+
+def _check_loss_weight(batch: Batch) -> None:
+    weight = batch.loss_weight
+    if not weight.is_floating_point():
+        raise BatchError(LOSS_WEIGHT, f"dtype {weight.dtype} is not floating", remedy="convert with .float()")
+    negative = (weight < 0).nonzero()
+    if negative.numel():
+        at = int(negative[0])
+        raise BatchError(LOSS_WEIGHT, f"{float(weight[at])} is negative", index=at)
+    first = batch.cu_seqlens[:-1][weight[batch.cu_seqlens[:-1]] != 0] if batch.num_tokens else weight[:0]
+    if first.numel():
+        raise BatchError(LOSS_WEIGHT, "a document's first token carries loss", index=int(first[0]),
+                         why="nothing comes before it, so it has no prediction", remedy="set it to 0")  # fmt: skip

@@ -1,0 +1,76 @@
+"""What an engine may say that it can do, and which configuration asks for it.
+
+A capability is declared in the plug-in's descriptor. What is declared is tested
+by the conformance suite; what is not declared must be refused with
+``UnsupportedCapability``, never ignored.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from enum import StrEnum
+
+from engine_api.config import EngineConfig
+from engine_api.errors import UnsupportedCapability
+
+
+class Capability(StrEnum):
+    """Something optional that an engine can do."""
+
+    DP = "dp"
+    HSDP = "hsdp"
+    TP = "tp"
+    PP = "pp"
+    CP = "cp"
+    EP = "ep"
+    ULYSSES = "ulysses"
+    LORA = "lora"
+    OFFLOAD = "offload"
+    RECOMPUTE = "recompute"
+    COMPILE = "compile"
+    BF16 = "bf16"
+    FP8 = "fp8"
+    MOE = "moe"
+    VALUE_HEAD = "value-head"
+    ASYNC_CHECKPOINT = "async-checkpoint"
+    PORTABLE_CHECKPOINT = "portable-checkpoint"
+    EXPORT_SHARDS = "export-shards"
+    SAVE_HF = "save-hf"
+
+
+# Which configuration asks for a capability. A capability that no configuration asks for is asked
+# for by a call (``to``, ``save_hf``, …) and refused there.
+REQUESTS: dict[Capability, Callable[[EngineConfig], bool]] = {
+    Capability.HSDP: lambda c: c.parallelism.dp_replicate > 1,
+    Capability.TP: lambda c: c.parallelism.tp > 1,
+    Capability.PP: lambda c: c.parallelism.pp > 1,
+    Capability.CP: lambda c: c.parallelism.cp > 1,
+    Capability.EP: lambda c: c.parallelism.ep > 1,
+    Capability.ULYSSES: lambda c: c.parallelism.ulysses > 1,
+    Capability.LORA: lambda c: c.lora is not None,
+    Capability.OFFLOAD: lambda c: c.memory.offload_params or c.memory.offload_optimizer,
+    Capability.RECOMPUTE: lambda c: c.memory.recompute != "none",
+    Capability.COMPILE: lambda c: c.memory.compile,
+    Capability.BF16: lambda c: "bfloat16" in (c.precision.compute, c.precision.master, c.precision.reduce),
+    Capability.FP8: lambda c: c.precision.compute == "float8",
+    Capability.ASYNC_CHECKPOINT: lambda c: c.checkpoint.async_save,
+}
+
+
+def refuse_undeclared(config: EngineConfig, declared: Iterable[str], engine: str) -> None:
+    """Raise ``UnsupportedCapability`` for the first thing that ``config`` asks for and ``declared`` lacks."""
+    have = set(declared)
+    for capability, asks in REQUESTS.items():
+        if asks(config) and capability not in have:
+            raise unsupported(capability, engine, have)
+
+
+def unsupported(capability: Capability, engine: str, declared: Iterable[str]) -> UnsupportedCapability:
+    """The error for an undeclared capability, with what the engine does declare."""
+    return UnsupportedCapability(
+        capability,
+        where=engine,
+        why=f"it declares only: {', '.join(sorted(declared)) or 'nothing'}",
+        remedy="turn it off in the configuration, or name a backend that declares it "
+        f"(`python -m engine_api list --capability {capability}`)",
+    )

@@ -1,0 +1,241 @@
+"""The portable checkpoint: safetensors shards keyed by Hugging Face names, and a manifest.
+
+::
+
+    step-000120/            written as step-000120.partial, renamed when complete
+      manifest.json         contract, engine, topology, tensors, sizes and checksums
+      state/00000.safetensors   rank 0's boxes of model.<name>, optim.<name>.exp_avg, …
+      rank-00000.json       rank 0's RNG
+    latest                  the newest folder's name, replaced atomically after the rename
+
+A reader asks for boxes; which rank (or engine, or layout) wrote them does not matter.
+Why not torch.distributed.checkpoint: its index is a pickle, and reading one runs code.
+"""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from engine_api.comm import Comm, together
+from engine_api.errors import CheckpointCorrupt, CheckpointMismatch, CheckpointMissing, CheckpointWriteError
+from engine_api.manifest import Entry, Manifest, Shard, fingerprint, read_manifest, verify_files
+from engine_api.results import CheckpointInfo
+from engine_api.weights import ShardSpec
+
+if TYPE_CHECKING:
+    import torch
+
+LATEST = "latest"
+State = Mapping[str, "tuple[torch.Tensor, ShardSpec]"]
+
+
+def write(
+    directory: Path, *, comm: Comm, state: State, rank_state: Mapping[str, Any], step: int, engine: str,
+    topology: Mapping[str, int], extra: Mapping[str, Any],
+) -> CheckpointInfo:  # fmt: skip
+    """Write a checkpoint on all ranks together and give it its final name.
+
+    Args:
+        directory: the final name; ``directory.partial`` is used until all is written.
+        state: key → (this rank's box on any device, where it belongs). Replicas are written once.
+        rank_state: what only this rank knows, JSON.
+        extra: the caller's own JSON, the same on all ranks.
+
+    Raises:
+        CheckpointWriteError: where it failed (``RankFailure`` on the other ranks); nothing half-written
+            stays under the final name, and the folder of an earlier checkpoint is untouched.
+    """
+    partial = directory.with_name(directory.name + ".partial")
+    try:
+        together(comm, lambda: _prepare(directory, partial) if comm.rank == 0 else None)
+        parts = together(comm, lambda: _write_rank(partial, comm.rank, state, rank_state))
+        manifest = _merge(parts, step=step, engine=engine, world_size=comm.world_size, topology=topology, extra=extra)
+        together(comm, lambda: _commit(directory, partial, manifest) if comm.rank == 0 else None)
+    except OSError as error:
+        raise _write_error(directory, error) from error
+    finally:
+        # Everybody is past its last write here, on success and on failure alike.
+        if comm.rank == 0:
+            shutil.rmtree(partial, ignore_errors=True)
+    return CheckpointInfo(path=directory, step=step, extra=dict(extra), num_bytes=manifest.num_bytes)
+
+
+def _prepare(directory: Path, partial: Path) -> None:
+    if directory.exists():
+        raise CheckpointWriteError("a checkpoint already stands there", where=str(directory),
+                                   remedy="choose another name, or remove it first")  # fmt: skip
+    shutil.rmtree(partial, ignore_errors=True)  # a killed save's remains
+    (partial / "state").mkdir(parents=True)
+
+
+def _write_rank(
+    partial: Path, rank: int, state: State, rank_state: Mapping[str, Any]
+) -> tuple[dict[str, Entry], dict[str, dict[str, Any]]]:
+    from safetensors import SafetensorError
+    from safetensors.torch import save_file
+
+    own = {key: (tensor, spec) for key, (tensor, spec) in state.items() if spec.replica == 0 and not spec.is_empty}
+    name = f"state/{rank:05d}.safetensors"
+    # A memory-mapped checkpoint on a full disk dies by SIGBUS; ask for the room first.
+    _require_room(partial, sum(tensor.numel() * tensor.element_size() for tensor, _ in own.values()))
+    try:
+        save_file({key: tensor.detach().cpu().contiguous() for key, (tensor, _) in own.items()}, partial / name)
+    except SafetensorError as error:  # its own type for every I/O error
+        raise OSError(errno.EIO, str(error), str(partial / name)) from error
+    (partial / f"rank-{rank:05d}.json").write_text(json.dumps(dict(rank_state)))
+    files = {n: fingerprint(partial / n) for n in (name, f"rank-{rank:05d}.json")}
+    for file in files:
+        _sync(partial / file)
+    return {key: _describe(name, tensor, spec) for key, (tensor, spec) in own.items()}, files
+
+
+def _describe(file: str, tensor: torch.Tensor, spec: ShardSpec) -> Entry:
+    shard = Shard(file=file, offset=spec.offset, shape=spec.shape)
+    return Entry(dtype=str(tensor.dtype).removeprefix("torch."), shape=spec.global_shape, shards=(shard,))
+
+
+def _require_room(folder: Path, need: int) -> None:
+    free = shutil.disk_usage(folder).free
+    if free < need:
+        raise OSError(errno.ENOSPC, f"{need} bytes needed, {free} free", str(folder))
+
+
+def _sync(path: Path) -> None:
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+def _merge(parts: list[tuple[dict[str, Entry], dict[str, dict[str, Any]]]], **about: Any) -> Manifest:
+    tensors: dict[str, Entry] = {}
+    files: dict[str, dict[str, Any]] = {}
+    for entries, written in parts:
+        files |= written
+        for key, entry in entries.items():
+            before = tensors[key].shards if key in tensors else ()
+            tensors[key] = Entry(dtype=entry.dtype, shape=entry.shape, shards=before + entry.shards)
+    return Manifest(tensors=tensors, files=files, **about)
+
+
+def _commit(directory: Path, partial: Path, manifest: Manifest) -> None:
+    manifest.write(partial)
+    _sync(partial / "manifest.json")
+    partial.rename(directory)
+    pointer = directory.parent / f".{LATEST}.{os.getpid()}"
+    pointer.write_text(directory.name)
+    pointer.replace(directory.parent / LATEST)
+    _sync(directory.parent)
+
+
+def _write_error(directory: Path, error: OSError) -> CheckpointWriteError:
+    full = error.errno == errno.ENOSPC
+    return CheckpointWriteError("the checkpoint could not be written", where=str(directory), why=str(error),
+                                remedy="free disk space; earlier checkpoints are untouched" if full else
+                                "check path and permissions; earlier checkpoints are untouched")  # fmt: skip
+
+
+def locate(directory: Path) -> Path:
+    """The checkpoint at ``directory``, or the latest of a folder of checkpoints.
+
+    Raises ``CheckpointMissing``.
+    """
+    pointer = directory / LATEST
+    if not pointer.is_file():
+        return directory
+    target = directory / pointer.read_text().strip()
+    if not target.is_dir():
+        raise CheckpointMissing(f"`latest` names {target.name}, which is not there", where=str(directory),
+                                remedy="name one of its step folders")  # fmt: skip
+    return target
+
+
+def read(
+    directory: Path, *, comm: Comm, wanted: Mapping[str, tuple[ShardSpec, torch.dtype]], rank: int | None = None
+) -> tuple[Manifest, dict[str, torch.Tensor], dict[str, Any] | None]:
+    """Read boxes into new CPU tensors; every check is made before anything is returned, on all ranks together.
+
+    Args:
+        wanted: key → (the box that this rank holds, the dtype it must have).
+        rank: whose rank file to read; None, or a rank that the checkpoint lacks, gives None.
+
+    Raises:
+        CheckpointError: missing, corrupt or of another model (``RankFailure`` on ranks that saw no fault).
+    """
+    folder = locate(directory)
+    manifest = together(comm, lambda: read_manifest(folder))[0]
+    together(comm, lambda: _check_keys(folder, manifest, wanted))
+    # Each file is checked by one rank, not by all of them.
+    mine = {name: f for i, (name, f) in enumerate(sorted(manifest.files.items())) if i % comm.world_size == comm.rank}
+    together(comm, lambda: verify_files(folder, mine))
+    tensors: dict[str, torch.Tensor] = {}
+    together(comm, lambda: tensors.update(_read_boxes(folder, manifest, wanted)))
+    name = f"rank-{rank:05d}.json"
+    rank_state = json.loads((folder / name).read_text()) if rank is not None and name in manifest.files else None
+    return manifest, tensors, rank_state
+
+
+def _check_keys(folder: Path, manifest: Manifest, wanted: Mapping[str, tuple[ShardSpec, torch.dtype]]) -> None:
+    missing = sorted(set(wanted) - set(manifest.tensors))
+    unknown = sorted(set(manifest.tensors) - set(wanted))
+    differ = [
+        f"{key}: checkpoint {tuple(manifest.tensors[key].shape)}, model {spec.global_shape}"
+        for key, (spec, _) in wanted.items()
+        if key in manifest.tensors and tuple(manifest.tensors[key].shape) != spec.global_shape
+    ]
+    problems = [f"missing: {_few(missing)}"] * bool(missing) + [f"unknown: {_few(unknown)}"] * bool(unknown)
+    problems += [f"shapes: {_few(differ)}"] * bool(differ)
+    if problems:
+        raise CheckpointMismatch("the checkpoint is of another model or set-up", where=str(folder),
+                                 why="; ".join(problems),
+                                 remedy="load it with the model and optimizer that it was saved with")  # fmt: skip
+
+
+def _few(names: list[str]) -> str:
+    return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
+
+
+def _read_boxes(
+    folder: Path, manifest: Manifest, wanted: Mapping[str, tuple[ShardSpec, torch.dtype]]
+) -> dict[str, torch.Tensor]:
+    import torch
+    from safetensors import safe_open
+
+    out = {key: torch.empty(spec.shape, dtype=dtype) for key, (spec, dtype) in wanted.items()}
+    by_file: dict[str, list[tuple[str, Shard]]] = {}
+    for key in wanted:
+        for shard in manifest.tensors[key].shards:
+            by_file.setdefault(shard.file, []).append((key, shard))
+    filled = dict.fromkeys(out, 0)
+    for file, shards in by_file.items():
+        with safe_open(folder / file, framework="pt") as handle:
+            for key, shard in shards:
+                filled[key] += _copy_overlap(handle, key, shard, wanted[key][0], out[key])
+    holes = sorted(key for key, count in filled.items() if count != out[key].numel())
+    if holes:
+        raise CheckpointCorrupt(f"the shards do not cover {_few(holes)} exactly once", where=str(folder),
+                                remedy="use an earlier checkpoint")  # fmt: skip
+    return out
+
+
+def _copy_overlap(handle: Any, key: str, shard: Shard, spec: ShardSpec, target: torch.Tensor) -> int:
+    source, destination, count = [], [], 1
+    for a, n, b, m in zip(shard.offset, shard.shape, spec.offset, spec.shape, strict=True):
+        low, high = max(a, b), min(a + n, b + m)
+        if high <= low:
+            return 0
+        source.append(slice(low - a, high - a))
+        destination.append(slice(low - b, high - b))
+        count *= high - low
+    if not source:  # a scalar
+        target.copy_(handle.get_tensor(key))
+        return 1
+    target[tuple(destination)] = handle.get_slice(key)[tuple(source)].to(target.dtype)
+    return count

@@ -1,0 +1,148 @@
+"""The error tree of the contract.
+
+::
+
+    EngineError
+    ├─ PluginError
+    │  ├─ PluginNotFound        no plug-in offers what was asked for
+    │  ├─ PluginUnavailable     one does, but not on this machine (carries the trace)
+    │  ├─ PluginConflict        two distributions offer the same row
+    │  ├─ PluginLoadError       its import failed (carries the cause)
+    │  └─ ContractMismatch      written for another contract version
+    ├─ ConfigError              a configuration key or value is wrong
+    ├─ BatchError               a batch breaks the contract
+    ├─ UnsupportedCapability    asked for something that was not declared
+    ├─ EngineStateError         called in the wrong order
+    ├─ CheckpointError
+    │  ├─ CheckpointMissing     nothing to load there
+    │  ├─ CheckpointCorrupt     sizes, checksums or contents are wrong
+    │  ├─ CheckpointMismatch    whole, but of another model or a newer contract
+    │  └─ CheckpointWriteError  could not be written (disk full, permission)
+    ├─ RolloutError             generation or a weight sync failed
+    └─ RankFailure              another rank failed, this one stops with it
+
+Every error says what is wrong, where, why, and what to do; the four parts are
+fields, so that a caller can act on them and a test can check them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+
+class EngineError(Exception):
+    """Base of every error that the contract raises on purpose."""
+
+    def __init__(self, what: str, *, where: str = "", why: str = "", remedy: str = "") -> None:
+        self.what, self.where, self.why, self.remedy = what, where, why, remedy
+        super().__init__(what, where, why, remedy)
+
+    def __str__(self) -> str:
+        parts = [f"{self.where}: {self.what}" if self.where else self.what]
+        parts += [f"  why: {self.why}"] if self.why else []
+        parts += [f"  to do: {self.remedy}"] if self.remedy else []
+        return "\n".join(parts)
+
+    def __reduce__(self) -> tuple[object, ...]:
+        # Errors travel between ranks; subclasses have their own signatures, so state is restored as it is.
+        return (_rebuild, (type(self), self.args, self.__dict__.copy()))
+
+
+def _rebuild(cls: type[EngineError], args: tuple[object, ...], state: dict[str, object]) -> EngineError:
+    error = cls.__new__(cls, *args)
+    error.__dict__.update(state)
+    return error
+
+
+class PluginError(EngineError):
+    """Something is wrong with finding or loading a plug-in."""
+
+
+class PluginNotFound(PluginError):
+    """No plug-in offers what was asked for."""
+
+
+class PluginUnavailable(PluginError):
+    """A plug-in offers it, but cannot run here; ``trace`` holds every candidate with its reason."""
+
+    def __init__(self, what: str, *, trace: Sequence[str] = (), where: str = "", why: str = "", remedy: str = "") -> None:
+        self.trace = tuple(trace)
+        super().__init__(what, where=where, why=why or "\n       ".join(self.trace), remedy=remedy)
+
+
+class PluginConflict(PluginError):
+    """Two distributions offer the same row."""
+
+
+class PluginLoadError(PluginError):
+    """A plug-in's descriptor or class could not be imported; ``__cause__`` is the original error."""
+
+
+class ContractMismatch(PluginError):
+    """The plug-in was written for a contract that this engine-api does not serve."""
+
+
+class ConfigError(EngineError):
+    """A configuration key or value is wrong; ``field`` is its dotted name."""
+
+    def __init__(self, field: str, what: str, *, why: str = "", remedy: str = "") -> None:
+        self.field = field
+        super().__init__(what, where=f"config {field}", why=why, remedy=remedy)
+
+
+class BatchError(EngineError):
+    """A batch breaks the contract; ``field`` and ``index`` say where."""
+
+    def __init__(self, field: str, what: str, *, index: int | None = None, why: str = "", remedy: str = "") -> None:
+        self.field, self.index = field, index
+        at = "" if index is None else f"[{index}]"
+        super().__init__(what, where=f"batch.{field}{at}", why=why, remedy=remedy)
+
+
+class UnsupportedCapability(EngineError):
+    """Asked for something that the engine does not declare; ``capability`` names it."""
+
+    def __init__(self, capability: str, *, where: str = "", why: str = "", remedy: str = "") -> None:
+        self.capability = str(capability)
+        super().__init__(f"capability {self.capability!r} is not supported", where=where, why=why, remedy=remedy)
+
+
+class EngineStateError(EngineError):
+    """A member was called in a state that does not allow it."""
+
+    def __init__(self, called: str, state: str, expected: str) -> None:
+        self.called, self.state, self.expected = called, state, expected
+        super().__init__(f"{called} was called while the engine is {state}", remedy=f"call it when the engine is {expected}")
+
+
+class CheckpointError(EngineError):
+    """Something is wrong with a checkpoint."""
+
+
+class CheckpointMissing(CheckpointError):
+    """There is no checkpoint at that place."""
+
+
+class CheckpointCorrupt(CheckpointError):
+    """A file is missing, truncated or altered."""
+
+
+class CheckpointMismatch(CheckpointError):
+    """The checkpoint is whole but belongs to another model, layout or a newer contract."""
+
+
+class CheckpointWriteError(CheckpointError):
+    """The checkpoint could not be written; nothing half-written is left under its final name."""
+
+
+class RolloutError(EngineError):
+    """Generation or a weight sync failed."""
+
+
+class RankFailure(EngineError):
+    """Another rank failed; this one stops with it. ``failures`` maps rank to its message."""
+
+    def __init__(self, failures: Mapping[int, str]) -> None:
+        self.failures = dict(failures)
+        text = "\n  ".join(f"rank {rank}: {message}" for rank, message in sorted(self.failures.items()))
+        super().__init__(f"{len(self.failures)} rank(s) failed, all ranks stop together\n  {text}")

@@ -1,0 +1,69 @@
+"""Splitting by token budget: documents to micro-batches, and documents to ranks.
+
+Pure functions of lengths, so that every rank computes the same split.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from engine_api.errors import BatchError
+
+Bins = list[list[int]]
+
+
+def least_bins(lengths: Sequence[int], max_tokens: int) -> Bins:
+    """First-fit-decreasing: few bins with at most ``max_tokens`` tokens each.
+
+    Raises ``BatchError`` for a document longer than the budget.
+    """
+    _check_budget(lengths, max_tokens)
+    bins: Bins = []
+    loads: list[int] = []
+    for index in _longest_first(lengths):
+        fits = next((b for b, load in enumerate(loads) if load + lengths[index] <= max_tokens), None)
+        if fits is None:
+            bins.append([index])
+            loads.append(lengths[index])
+        else:
+            bins[fits].append(index)
+            loads[fits] += lengths[index]
+    return [sorted(b) for b in bins]
+
+
+def split_micro_batches(lengths: Sequence[int], max_tokens: int, count: int) -> Bins:
+    """Exactly ``count`` bins within the budget, as even as possible; some may be empty.
+
+    ``count`` is at least ``len(least_bins(lengths, max_tokens))``: the largest need over all ranks.
+    """
+    least = least_bins(lengths, max_tokens)
+    assert count >= len(least), f"{len(least)} micro-batches needed, {count} agreed on"
+    even = balance(lengths, count)
+    if all(sum(lengths[i] for i in b) <= max_tokens for b in even):
+        return even
+    return least + [[] for _ in range(count - len(least))]
+
+
+def balance(lengths: Sequence[int], parts: int, cost: Callable[[int], float] = float) -> Bins:
+    """Longest-processing-time-first: ``parts`` bins of about equal summed ``cost(length)``.
+
+    Graham 1969: at most 4/3 of the optimum. Ties go to the lowest bin, so the result is the same everywhere.
+    """
+    bins: Bins = [[] for _ in range(parts)]
+    loads = [0.0] * parts
+    for index in _longest_first(lengths):
+        lightest = min(range(parts), key=lambda b: (loads[b], b))
+        bins[lightest].append(index)
+        loads[lightest] += cost(lengths[index])
+    return [sorted(b) for b in bins]
+
+
+def _longest_first(lengths: Sequence[int]) -> list[int]:
+    return sorted(range(len(lengths)), key=lambda i: (-lengths[i], i))
+
+
+def _check_budget(lengths: Sequence[int], max_tokens: int) -> None:
+    for index, length in enumerate(lengths):
+        if length > max_tokens:
+            raise BatchError("cu_seqlens", f"document {index} has {length} tokens, the budget is {max_tokens}", index=index,
+                             why="a document is never cut", remedy="raise memory.max_tokens or shorten the document")  # fmt: skip

@@ -1,0 +1,98 @@
+"""From one rank's batch to the micro-batches on which all ranks agree."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from engine_api.batch import LOSS_WEIGHT, Batch
+from engine_api.comm import Comm, together
+from engine_api.errors import BatchError
+from engine_api.microbatch import least_bins, split_micro_batches
+from engine_api.results import TokenOutputs, Topology
+
+if TYPE_CHECKING:
+    import torch
+
+
+@dataclass(frozen=True, kw_only=True)
+class MicroBatches:
+    """A batch, split; every rank has the same number of parts, some of them empty."""
+
+    batch: Batch
+    parts: list[Batch]
+    documents: list[list[int]]  # which documents of the batch each part holds
+    loss_weight: float  # sum over all data-parallel ranks, float64
+    num_tokens: int  # over all data-parallel ranks
+
+    def merge(self, outputs: Sequence[TokenOutputs]) -> TokenOutputs:
+        """The parts' outputs in the batch's token order, detached."""
+        return TokenOutputs(**{n: self._scatter([getattr(o, n) for o in outputs])
+                               for n in ("log_probs", "entropy", "values")})  # fmt: skip
+
+    def _scatter(self, values: Sequence[torch.Tensor | None]) -> torch.Tensor | None:
+        import torch
+
+        given = [v for v in values if v is not None]
+        if not given:
+            return None
+        whole = torch.zeros(self.batch.num_tokens, dtype=given[0].dtype, device=given[0].device)
+        for documents, value in zip(self.documents, given, strict=True):
+            index = self.batch.token_index(documents)
+            whole[index.to(whole.device)] = value[: len(index)].detach()
+        return whole
+
+
+@dataclass(frozen=True, slots=True)
+class _Row:
+    dp_rank: int
+    primary: bool
+    count: int
+    loss_weight: float
+    num_tokens: int
+    digest: str
+
+
+def prepare(
+    batch: Batch, *, comm: Comm, topology: Topology, max_tokens: int, vocab_size: int, needs_weight: bool
+) -> MicroBatches:
+    """Validate on every rank, agree on the number of micro-batches and on the denominator.
+
+    Raises ``BatchError`` (``RankFailure`` on ranks whose own batch is fine): all ranks together.
+    """
+    rows = together(comm, lambda: _examine(batch, topology, max_tokens, vocab_size, needs_weight))
+    together(comm, lambda: _same_inside_data_parallel_rank(rows))
+    primary = [row for row in rows if row.primary]
+    count = max(1, max(row.count for row in rows))
+    documents = split_micro_batches(batch.lengths, max_tokens, count)
+    return MicroBatches(
+        batch=batch, parts=[batch.select(d) for d in documents], documents=documents,
+        loss_weight=float(sum(row.loss_weight for row in primary)), num_tokens=sum(row.num_tokens for row in primary),
+    )  # fmt: skip
+
+
+def _examine(batch: Batch, topology: Topology, max_tokens: int, vocab_size: int, needs_weight: bool) -> _Row:
+    batch.check_vocabulary(vocab_size)
+    count = len(least_bins(batch.lengths, max_tokens))
+    if needs_weight and batch.num_tokens:
+        batch.loss_weight  # noqa: B018 - raises the error that names the field
+    weight = float(batch.loss_weight.double().sum()) if LOSS_WEIGHT in batch.fields else 0.0
+    return _Row(topology.dp_rank, topology.is_primary, count, weight, batch.num_tokens, _digest(batch, topology))
+
+
+def _digest(batch: Batch, topology: Topology) -> str:
+    if topology.dp_size == topology.world_size:
+        return ""  # nobody shares these documents
+    return hashlib.sha1(batch.input_ids.cpu().numpy().tobytes() + repr(batch.boundaries).encode()).hexdigest()  # noqa: S324 - not a secret
+
+
+def _same_inside_data_parallel_rank(rows: Sequence[_Row]) -> None:
+    first: dict[int, tuple[int, str]] = {}
+    for rank, row in enumerate(rows):
+        other, digest = first.setdefault(row.dp_rank, (rank, row.digest))
+        if digest != row.digest:
+            raise BatchError("input_ids", f"ranks {other} and {rank} were given different documents",
+                             why=f"both belong to data-parallel rank {row.dp_rank}",
+                             remedy="give the same batch to every rank with the same topology.dp_rank")  # fmt: skip

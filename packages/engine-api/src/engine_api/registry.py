@@ -1,0 +1,226 @@
+"""Which class serves (model type, backend, device), and why.
+
+Every resolution keeps its trace: each candidate accepted, or rejected with a reason
+and what to do. An explicit device is never replaced; ``auto`` takes an accelerator, and
+the CPU only where no candidate's accelerator is usable, and the trace says so.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any
+
+from engine_api.config import EngineConfig, near_matches
+from engine_api.discovery import Found, discover, import_target
+from engine_api.errors import ContractMismatch, PluginConflict, PluginLoadError, PluginNotFound, PluginUnavailable
+from engine_api.plugin import CONTRACT, ENGINE_GROUP, KNOWN_DISTRIBUTIONS, ROLLOUT_GROUP, EnginePlugin, Row
+
+ACCELERATORS = ("cuda", "npu")
+DEVICES = (*ACCELERATORS, "cpu")
+
+log = logging.getLogger("engine_api")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Candidate:
+    """One device of one plug-in that was looked at."""
+
+    source: str
+    device: str
+    accepted: bool
+    reason: str = ""
+    remedy: str = ""
+
+    def __str__(self) -> str:
+        verdict = "accepted" if self.accepted else f"rejected: {self.reason}"
+        return f"{self.device} by {self.source}: {verdict}" + (f" ({self.remedy})" if self.remedy else "")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Resolution:
+    """What was chosen, with the trace that led there."""
+
+    plugin: EnginePlugin
+    row: Row
+    device: str
+    source: str
+    trace: tuple[Candidate, ...]
+
+    def load(self) -> Any:
+        """Import and return the class."""
+        return import_target(self.row.target, self.source)
+
+
+class Registry:
+    """Plug-ins of one entry-point group, and rows registered in process."""
+
+    def __init__(self, group: str, kind: str) -> None:
+        self.group, self.kind = group, kind
+        self._in_process: list[Found] = []
+        self._discovered: list[Found] | None = None
+
+    def found(self) -> list[Found]:
+        """Every plug-in, usable or not; entry points are read once a process."""
+        if self._discovered is None:
+            self._discovered = discover(self.group)
+        return [*self._discovered, *self._in_process]
+
+    def refresh(self) -> None:
+        """Forget the entry points that were read (after an installation in the same process)."""
+        self._discovered = None
+
+    def register(
+        self, *, model_type: str = "language_model", backend: str, device: str, **plugin: Any
+    ) -> Callable[[type], type]:
+        """Class decorator: offer the class in this process, for a notebook or a test."""
+
+        def add(cls: type) -> type:
+            row = Row(model_types=(model_type,), backends=(backend,), devices=(device,),
+                      target=f"{cls.__module__}:{cls.__qualname__}")  # fmt: skip
+            descriptor = EnginePlugin(name=backend, contract=CONTRACT, rows=(row,), **plugin)
+            self._classes[row.target] = cls
+            self._in_process.append(Found(name=backend, source=f"in process ({row.target})", plugin=descriptor))
+            return cls
+
+        return add
+
+    @property
+    def _classes(self) -> dict[str, type]:
+        # A class defined inside a function cannot be imported by name; it is kept here.
+        return self.__dict__.setdefault("_class_table", {})
+
+    def unregister(self, backend: str) -> None:
+        """Take back what ``register`` offered under ``backend``."""
+        self._in_process = [f for f in self._in_process if f.name != backend]
+
+    def rows(self) -> list[tuple[Found, Row]]:
+        """Every row of every usable plug-in."""
+        return [(f, row) for f in self.found() if f.plugin and not f.problem for row in f.plugin.rows]
+
+    def resolve(self, *, model_type: str = "language_model", backend: str, device: str = "auto") -> Resolution:
+        """Choose; raises the ``PluginError`` that says what is wrong and what to do."""
+        offers = [(f, row) for f, row in self.rows() if model_type in row.model_types and backend in row.backends]
+        if not offers:
+            raise self._not_found(model_type, backend)
+        trace: list[Candidate] = []
+        for wanted in DEVICES if device == "auto" else (device,):
+            chosen = self._try_device(offers, wanted, trace)
+            if chosen:
+                return self._accept(chosen, wanted, trace, auto=device == "auto")
+        raise self._unavailable(model_type, backend, device, offers, trace)
+
+    def load(self, resolution: Resolution) -> Any:
+        """The class of a resolution; raises ``PluginLoadError``."""
+        return self._classes.get(resolution.row.target) or resolution.load()
+
+    def _try_device(
+        self, offers: list[tuple[Found, Row]], device: str, trace: list[Candidate]
+    ) -> tuple[Found, Row] | None:
+        accepted: list[tuple[Found, Row]] = []
+        for found, row in offers:
+            if device in row.devices:
+                assert found.plugin is not None
+                probe = found.plugin.probe(device)
+                trace.append(Candidate(source=found.source, device=device, accepted=probe.ok,
+                                       reason=probe.reason, remedy=probe.remedy))  # fmt: skip
+                accepted += [(found, row)] if probe.ok else []
+        if len(accepted) > 1:
+            names = " and ".join(f.source for f, _ in accepted)
+            raise PluginConflict(
+                f"{accepted[0][1].backends} on {device} is offered by {names}", where=self.group,
+                remedy="uninstall one of them",
+            )  # fmt: skip
+        return accepted[0] if accepted else None
+
+    def _accept(
+        self, chosen: tuple[Found, Row], device: str, trace: list[Candidate], *, auto: bool
+    ) -> Resolution:
+        found, row = chosen
+        assert found.plugin is not None
+        if auto:
+            rejected = "; ".join(str(c) for c in trace if not c.accepted)
+            log.info("device auto -> %s by %s%s", device, found.source, f" ({rejected})" if rejected else "")
+        return Resolution(plugin=found.plugin, row=row, device=device, source=found.source, trace=tuple(trace))
+
+    def _not_found(self, model_type: str, backend: str) -> Exception:
+        for found in self.found():
+            names = {found.name} | ({b for r in found.plugin.rows for b in r.backends} if found.plugin else set())
+            if backend in names and found.problem:
+                return self._broken(found)
+        served = sorted({t for _, row in self.rows() if backend in row.backends for t in row.model_types})
+        if served:
+            return PluginNotFound(f"{backend!r} has no {model_type!r}", where=self.group,
+                                  remedy=f"it serves: {', '.join(served)}")  # fmt: skip
+        if backend in KNOWN_DISTRIBUTIONS:
+            package = KNOWN_DISTRIBUTIONS[backend]
+            return PluginNotFound(f"{self.kind} {backend!r} is not installed", where=self.group,
+                                  remedy=f"pip install {package}")  # fmt: skip
+        known = sorted({b for _, row in self.rows() for b in row.backends} | set(KNOWN_DISTRIBUTIONS))
+        return PluginNotFound(f"no {self.kind} is called {backend!r}", where=self.group, remedy=near_matches(backend, known))
+
+    def _broken(self, found: Found) -> Exception:
+        if found.cause is None:
+            return ContractMismatch(f"{found.name!r} cannot be used", where=found.source, why=found.problem,
+                                    remedy="install versions of it and of engine-api that fit each other")  # fmt: skip
+        error = PluginLoadError(f"{found.name!r} is installed but broken", where=found.source, why=found.problem,
+                                remedy="`python -m engine_api doctor` shows the whole traceback")  # fmt: skip
+        error.__cause__ = found.cause
+        return error
+
+    def _unavailable(
+        self, model_type: str, backend: str, device: str, offers: Iterable[tuple[Found, Row]], trace: list[Candidate]
+    ) -> Exception:
+        devices = sorted({d for _, row in offers for d in row.devices})
+        if not trace:
+            return PluginUnavailable(f"{model_type} by {backend!r} has no row for device {device!r}", where=self.group,
+                                     why="an explicit device is never replaced",
+                                     remedy=f"it has rows for: {', '.join(devices)}")  # fmt: skip
+        remedies = {c.remedy for c in trace if c.remedy}
+        return PluginUnavailable(f"{model_type} by {backend!r} cannot run on device {device!r} here", where=self.group,
+                                 trace=[str(c) for c in trace],
+                                 remedy="; ".join(sorted(remedies)) or f"use one of: {', '.join(devices)}")  # fmt: skip
+
+
+_engines = Registry(ENGINE_GROUP, "engine")
+_rollouts = Registry(ROLLOUT_GROUP, "rollout")
+
+
+class EngineRegistry:
+    """The engines of this process; see ``Registry`` for the methods."""
+
+    register = staticmethod(_engines.register)
+    unregister = staticmethod(_engines.unregister)
+    resolve = staticmethod(_engines.resolve)
+    found = staticmethod(_engines.found)
+    rows = staticmethod(_engines.rows)
+    refresh = staticmethod(_engines.refresh)
+
+    @staticmethod
+    def create(*, model_type: str = "language_model", backend: str, device: str = "auto", config: EngineConfig) -> Any:
+        """Resolve, import and construct an engine (not yet initialized).
+
+        Raises:
+            PluginError: nothing fits; the subclass and the text say why and what to do.
+            UnsupportedCapability: ``config`` asks for what the engine does not declare.
+        """
+        resolution = _engines.resolve(model_type=model_type, backend=backend, device=device)
+        return _engines.load(resolution)(config, resolution=resolution)
+
+
+class RolloutRegistry:
+    """The rollouts of this process; a rollout's backend name is its name."""
+
+    register = staticmethod(_rollouts.register)
+    unregister = staticmethod(_rollouts.unregister)
+    resolve = staticmethod(_rollouts.resolve)
+    found = staticmethod(_rollouts.found)
+    rows = staticmethod(_rollouts.rows)
+    refresh = staticmethod(_rollouts.refresh)
+
+    @staticmethod
+    def create(*, name: str, device: str = "auto", **arguments: Any) -> Any:
+        """Resolve, import and construct a rollout; raises ``PluginError``."""
+        resolution = _rollouts.resolve(backend=name, device=device)
+        return _rollouts.load(resolution)(resolution=resolution, **arguments)

@@ -1,0 +1,76 @@
+"""Weight export: names, shards and where each shard belongs."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    import torch
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ShardSpec:
+    """The box of a whole tensor that one rank's shard covers.
+
+    ``shard == whole[offset[0]:offset[0]+shape[0], …]``. A rank that holds nothing of a tensor
+    has a shape with a zero in it. Ranks with the same box hold copies; ``replica`` counts them
+    from 0, so that the shards with ``replica == 0`` make the whole exactly once.
+    """
+
+    global_shape: tuple[int, ...]
+    offset: tuple[int, ...]
+    shape: tuple[int, ...]
+    replica: int = 0
+
+    def __post_init__(self) -> None:
+        assert len(self.global_shape) == len(self.offset) == len(self.shape), f"ranks differ in {self}"
+        for size, start, length in zip(self.global_shape, self.offset, self.shape, strict=True):
+            assert 0 <= start <= start + length <= size, f"the box leaves the tensor in {self}"
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether this rank holds nothing of the tensor."""
+        return 0 in self.shape and 0 not in self.global_shape
+
+    @property
+    def slices(self) -> tuple[slice, ...]:
+        """The box as slices into the whole tensor."""
+        return tuple(slice(o, o + s) for o, s in zip(self.offset, self.shape, strict=True))
+
+    @staticmethod
+    def whole(shape: Iterable[int], replica: int = 0) -> ShardSpec:
+        """The box that is all of a tensor of ``shape``."""
+        shape = tuple(int(s) for s in shape)
+        return ShardSpec(global_shape=shape, offset=(0,) * len(shape), shape=shape, replica=replica)
+
+    @staticmethod
+    def nothing(shape: Iterable[int]) -> ShardSpec:
+        """The empty box of a tensor of ``shape`` (``(0, …)`` in the first dimension)."""
+        shape = tuple(int(s) for s in shape)
+        return ShardSpec(global_shape=shape, offset=(0,) * len(shape), shape=(0, *shape[1:]))
+
+
+WeightExport = Iterator[tuple[str, "torch.Tensor"]]
+ShardExport = Iterator[tuple[str, "torch.Tensor", ShardSpec]]
+
+
+def assemble(shards: Iterable[tuple[torch.Tensor, ShardSpec]]) -> torch.Tensor:
+    """The whole tensor from the shards of all ranks.
+
+    Raises ``ValueError`` when the boxes of replica 0 do not cover the whole exactly once.
+    """
+    import torch
+
+    parts = list(shards)
+    shape = parts[0][1].global_shape
+    whole = torch.empty(shape, dtype=parts[0][0].dtype, device=parts[0][0].device)
+    seen = torch.zeros(shape, dtype=torch.uint8, device=whole.device)
+    for tensor, spec in parts:
+        if spec.replica == 0 and not spec.is_empty:
+            whole[spec.slices] = tensor
+            seen[spec.slices] += 1
+    if not bool((seen == 1).all()):
+        raise ValueError(f"shards do not cover {shape} exactly once: {[spec for _, spec in parts]}")
+    return whole
