@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import json
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from float64 import Float64Everywhere
 from safetensors.torch import save_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoModelForTokenClassification
@@ -23,6 +23,7 @@ from engine_conformance.oracle import (
     read_config,
     read_safetensors,
 )
+from float64 import Float64Everywhere
 
 FAMILIES = ["llama", "qwen2", "qwen3", "qwen3_moe"]
 # Both sides are float64; what is left is the order of sums.
@@ -81,7 +82,7 @@ def test_token_outputs_are_aligned_and_isolated(checkpoint: Any) -> None:
     folder = checkpoint(family="qwen3")
     oracle, batch = load_oracle(folder), packed_documents(0, LENGTHS["uneven"])
     got = oracle.token_outputs(batch.input_ids, batch.cu_seqlens, temperature=0.7)
-    for start, stop in zip(batch.cu_seqlens, batch.cu_seqlens[1:], strict=False):
+    for start, stop in pairwise(batch.cu_seqlens):
         assert got.log_probs[start] == got.entropy[start] == 0
         document = torch.as_tensor(batch.input_ids[start:stop])
         if len(document) == 1:
@@ -89,7 +90,6 @@ def test_token_outputs_are_aligned_and_isolated(checkpoint: Any) -> None:
         dist = torch.distributions.Categorical(logits=reference(folder, document)[:-1] / 0.7)
         torch.testing.assert_close(got.log_probs[start + 1 : stop], dist.log_prob(document[1:]), **TIGHT)
         torch.testing.assert_close(got.entropy[start + 1 : stop], dist.entropy(), **TIGHT)
-
 
 
 def test_every_parameter_matters(checkpoint: Any) -> None:
@@ -169,3 +169,17 @@ def test_refuses_bad_bounds_and_wrong_heads(checkpoint: Any, ids: Tensor) -> Non
         oracle.values(ids, [0, 11])
     with pytest.raises(ValueError, match=r"use values\(\)"):
         load_oracle(checkpoint(value_model=True)).logits(ids)
+
+
+def test_routing_margin_is_the_closest_choice_so_far(checkpoint: Any, ids: Tensor) -> None:
+    folder = checkpoint(family="qwen3_moe")
+    got = load_oracle(folder).routing_margin(ids, [0, len(ids)])
+    plain = {"attn_implementation": "eager", "experts_implementation": "eager"}
+    with Float64Everywhere(), torch.no_grad():
+        model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float64, **plain)
+        logits = torch.stack(model(input_ids=ids[None], output_router_logits=True).router_logits)
+    ordered = logits.sort(dim=-1, descending=True).values
+    gaps = (ordered[..., 1] - ordered[..., 2]).amin(dim=0).cummin(dim=0).values
+    assert got[0] == float("inf")
+    torch.testing.assert_close(got[1:], gaps[:-1], **TIGHT)
+    assert load_oracle(checkpoint()).routing_margin(ids, [0, len(ids)]).isinf().all()

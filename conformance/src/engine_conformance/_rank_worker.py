@@ -57,7 +57,7 @@ def main(descriptor: int) -> None:
     """Read the spec from the pipe ``descriptor``, join the group, do jobs until told None or left alone."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's to handle
     pipe = Connection(descriptor)
-    spec: WorkerSpec = pickle.loads(pipe.recv_bytes())  # noqa: S301 (from our own parent)
+    spec: WorkerSpec = pickle.loads(pipe.recv_bytes())
     # Kept open for the life of the process: faulthandler writes to the descriptor.
     dump = (Path(spec.folder) / f"stack-{spec.rank}").open("w")
     faulthandler.register(signal.SIGUSR1, file=dump, all_threads=True)
@@ -70,7 +70,7 @@ def main(descriptor: int) -> None:
 
 def _next_job(pipe: Connection) -> Job | None:
     try:
-        return pickle.loads(pipe.recv_bytes())  # noqa: S301 (from our own parent)
+        return pickle.loads(pipe.recv_bytes())
     except EOFError:
         return None
 
@@ -86,12 +86,15 @@ def _attempt(function: Any, kwargs: Mapping[str, Any]) -> bytes:
 
 def _join(spec: WorkerSpec) -> None:
     rank = str(spec.rank)
-    os.environ.update(RANK=rank, LOCAL_RANK=rank, WORLD_SIZE=str(spec.world), LOCAL_WORLD_SIZE=str(spec.world))
+    os.environ.update(
+        RANK=rank, LOCAL_RANK=rank, WORLD_SIZE=str(spec.world), LOCAL_WORLD_SIZE=str(spec.world)
+    )
     import torch
     import torch.distributed as dist
 
     torch.set_num_threads(1)
-    store = dist.FileStore(str(Path(spec.folder) / "rendezvous"), spec.world)
+    file = str(Path(spec.folder) / "rendezvous")
+    store = dist.FileStore(file, spec.world)  # pyright: ignore[reportPrivateImportUsage]
     device = None
     if spec.device != "cpu":
         device = torch.device(spec.device, spec.rank)

@@ -17,15 +17,15 @@ import sys
 import tempfile
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from subprocess import DEVNULL, Popen, TimeoutExpired
 from types import TracebackType
-from typing import Any, Literal, Self
+from typing import Any, Self
 
-from engine_conformance._rank_worker import BACKENDS, Job, Reply, WorkerSpec, main
+from engine_conformance._rank_worker import BACKENDS, Job, Reply, WorkerSpec
+from engine_conformance.rank_failure import RankError, RankFailure
 
 __all__ = ["RankError", "RankFailure", "RankPool", "close_pools", "get_pool"]
 
@@ -36,32 +36,6 @@ _START_SECONDS = 180.0  # importing torch from a cold disk, and the rendezvous
 _GRACE_SECONDS = 1.0  # after the first failure: who fails within it failed too, the rest are its victims
 _DUMP_SECONDS = 2.0  # for a rank to write its stack after the signal
 _CLOSE_SECONDS = 5.0
-
-FailureKind = Literal["raised", "died", "stalled"]
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class RankFailure:
-    """What happened to one rank.
-
-    ``kind``: ``raised`` (``text`` is the traceback, ``exception`` the class's full name), ``died``
-    (the exit code, and the stack of a crash), or ``stalled`` (the stack where it was).
-    """
-
-    rank: int
-    kind: FailureKind
-    text: str
-    exception: str = ""
-
-
-class RankError(AssertionError):
-    """A function failed on some rank. ``failures`` has every rank that did not return, by rank."""
-
-    def __init__(self, function: str, world: int, failures: Sequence[RankFailure], seconds: float) -> None:
-        self.function, self.world, self.failures = function, world, tuple(failures)
-        lines = [f"{function} failed on rank(s) {[f.rank for f in failures]} of {world} after {seconds:.1f} s"]
-        lines += [f"--- rank {f.rank} {f.kind}\n{f.text.rstrip()}" for f in failures]
-        super().__init__("\n".join(lines))
 
 
 class RankPool:
@@ -118,6 +92,7 @@ class RankPool:
             ours.send_bytes(pickle.dumps(self._spec(rank)))
             self._pipes.append(ours)
             self._processes.append(process)
+        _running.add(self)
         self._collect("start", _START_SECONDS)
 
     def run(
@@ -211,7 +186,7 @@ class RankPool:
 
     def _read(self, rank: int) -> Reply:
         try:
-            reply = pickle.loads(self._pipes[rank].recv_bytes())  # noqa: S301 (from our own child)
+            reply = pickle.loads(self._pipes[rank].recv_bytes())
         except (EOFError, ConnectionResetError):
             process = self._processes[rank]
             _wait(process, _GRACE_SECONDS)
@@ -253,6 +228,7 @@ class RankPool:
         for pipe in self._pipes:
             pipe.close()
         self._processes, self._pipes = [], []
+        _running.discard(self)
         if self._folder != Path():
             shutil.rmtree(self._folder, ignore_errors=True)
 
@@ -263,6 +239,7 @@ def _wait(process: Popen[bytes], seconds: float) -> None:
 
 
 _pools: dict[tuple[int, str], RankPool] = {}
+_running: set[RankPool] = set()
 
 
 def get_pool(world: int, device: str = "cpu") -> RankPool:
@@ -279,9 +256,10 @@ def get_pool(world: int, device: str = "cpu") -> RankPool:
 
 
 def close_pools() -> None:
-    """Close every pool that `get_pool` made."""
-    while _pools:
-        _pools.popitem()[1].close()
+    """Close every pool that still runs, and forget those that `get_pool` kept."""
+    _pools.clear()
+    for pool in list(_running):
+        pool.close()
 
 
 atexit.register(close_pools)

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from engine_conformance.oracle.adamw import AdamWConfig, AdamWState, adamw_step, global_norm
 from engine_conformance.oracle.config import ModelConfig, MoEConfig, UnsupportedModel, read_config
 from engine_conformance.oracle.model import OracleModel, OracleOutputs, load_oracle
 from engine_conformance.oracle.names import expected_shapes
+from engine_conformance.oracle.schedule import Schedule
+from engine_conformance.oracle.train import StepResult, TrainResult, loss_and_grads, sft, train_steps
 from engine_conformance.oracle.weights import (
     Adapter,
     WeightMismatch,
@@ -14,17 +17,27 @@ from engine_conformance.oracle.weights import (
 )
 
 __all__ = [
+    "AdamWConfig",
+    "AdamWState",
     "Adapter",
     "MoEConfig",
     "ModelConfig",
     "OracleModel",
     "OracleOutputs",
+    "Schedule",
+    "StepResult",
+    "TrainResult",
     "UnsupportedModel",
     "WeightMismatch",
+    "adamw_step",
     "expected_shapes",
+    "global_norm",
     "load_adapter",
     "load_oracle",
+    "loss_and_grads",
     "merge_adapter",
     "read_config",
     "read_safetensors",
+    "sft",
+    "train_steps",
 ]

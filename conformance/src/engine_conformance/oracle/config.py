@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-__all__ = ["FAMILIES", "ModelConfig", "MoEConfig", "UnsupportedModel", "read_config"]
+__all__ = ["FAMILIES", "MoEConfig", "ModelConfig", "UnsupportedModel", "read_config"]
 
 FAMILIES = ("llama", "qwen2", "qwen3", "qwen3_moe")
 

@@ -15,7 +15,7 @@ from torch.nn.functional import silu
 
 from engine_conformance.oracle.config import ModelConfig, MoEConfig
 
-__all__ = ["decoder_layer", "linear", "rms_norm"]
+__all__ = ["attention_block", "feed_forward_block", "linear", "rms_norm", "routing_gap"]
 
 Params = Mapping[str, Tensor]
 
@@ -32,15 +32,35 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     return weight * x / torch.sqrt(x.square().mean(dim=-1, keepdim=True) + eps)
 
 
-def decoder_layer(params: Params, config: ModelConfig, index: int, x: Tensor) -> Tensor:
-    """One pre-norm decoder layer: ``[L, C]`` to ``[L, C]``."""
-    prefix, eps = f"model.layers.{index}.", config.rms_norm_eps
-    normed = rms_norm(x, params[f"{prefix}input_layernorm.weight"], eps)
-    x = x + attention(params, config, f"{prefix}self_attn.", normed)
-    normed = rms_norm(x, params[f"{prefix}post_attention_layernorm.weight"], eps)
+def attention_block(params: Params, config: ModelConfig, index: int, x: Tensor) -> Tensor:
+    """The first half of a pre-norm decoder layer: ``[L, C]`` to ``[L, C]``."""
+    prefix = f"model.layers.{index}."
+    normed = rms_norm(x, params[f"{prefix}input_layernorm.weight"], config.rms_norm_eps)
+    return x + attention(params, config, f"{prefix}self_attn.", normed)
+
+
+def feed_forward_block(params: Params, config: ModelConfig, index: int, x: Tensor) -> Tensor:
+    """The second half, a dense or a mixture layer: ``[L, C]`` to ``[L, C]``."""
+    normed, prefix = feed_forward_input(params, config, index, x), f"model.layers.{index}.mlp."
     if config.moe is not None and index in config.moe.sparse_layers:
-        return x + mixture(params, config.moe, f"{prefix}mlp.", normed)
-    return x + mlp(params, f"{prefix}mlp.", normed)
+        return x + mixture(params, config.moe, prefix, normed)
+    return x + mlp(params, prefix, normed)
+
+
+def feed_forward_input(params: Params, config: ModelConfig, index: int, x: Tensor) -> Tensor:
+    """What experts and router of a layer see, ``[L, C]``."""
+    return rms_norm(x, params[f"model.layers.{index}.post_attention_layernorm.weight"], config.rms_norm_eps)
+
+
+def routing_gap(params: Params, config: ModelConfig, index: int, x: Tensor) -> Tensor:
+    """By how much the last chosen expert's router logit exceeds the next one's, ``[L]``."""
+    if config.moe is None or index not in config.moe.sparse_layers:
+        return torch.full(x.shape[:1], math.inf, dtype=torch.float64)
+    normed, k = feed_forward_input(params, config, index, x), config.moe.top_k
+    logits = linear(params, f"model.layers.{index}.mlp.gate", normed)
+    padded = torch.cat((logits, torch.full_like(logits[:, :1], -math.inf)), dim=-1)
+    ordered = padded.sort(dim=-1, descending=True).values
+    return ordered[:, k - 1] - ordered[:, k]
 
 
 def mlp(params: Params, prefix: str, x: Tensor) -> Tensor:

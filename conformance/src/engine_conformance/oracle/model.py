@@ -9,8 +9,10 @@ before t. The first token of a document has none, and carries zero.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +20,13 @@ import torch
 from torch import Tensor
 
 from engine_conformance.oracle.config import ModelConfig, read_config
-from engine_conformance.oracle.layers import decoder_layer, linear, rms_norm
+from engine_conformance.oracle.layers import (
+    attention_block,
+    feed_forward_block,
+    linear,
+    rms_norm,
+    routing_gap,
+)
 from engine_conformance.oracle.weights import Adapter, load_adapter, read_params
 
 __all__ = ["OracleModel", "OracleOutputs", "load_oracle"]
@@ -111,6 +119,22 @@ class OracleModel:
 
         return _per_document(_ids(input_ids), cu_seqlens, outputs, width=1).squeeze(-1)
 
+    def routing_margin(self, input_ids: Any, cu_seqlens: Any) -> Tensor:
+        """How far the value at t is from another choice of experts, in router logits, ``[T]``.
+
+        The smallest gap between the last chosen expert and the next, over all layers and all tokens of the
+        document before t; infinite for a dense model. Where an engine's router logits are off by more
+        than half of it, it may rightly choose other experts, and its values at t are not comparable.
+        """
+        params, config = self.effective_params(), self.config
+
+        def outputs(ids: Tensor) -> Tensor:
+            return _routing_gaps(params, config, ids)[:-1].cummin(dim=0).values.unsqueeze(-1)
+
+        margin = _per_document(_ids(input_ids), cu_seqlens, outputs, width=1).squeeze(-1)
+        margin[_ids(cu_seqlens)[:-1]] = math.inf  # first tokens carry no value
+        return margin
+
 
 def load_oracle(
     folder: str | Path, *, adapter: str | Path | None = None, requires_grad: bool = False
@@ -135,8 +159,18 @@ def load_oracle(
 def _hidden(params: dict[str, Tensor], config: ModelConfig, ids: Tensor) -> Tensor:
     x = params["model.embed_tokens.weight"][ids]
     for index in range(config.num_layers):
-        x = decoder_layer(params, config, index, x)
+        x = feed_forward_block(params, config, index, attention_block(params, config, index, x))
     return rms_norm(x, params["model.norm.weight"], config.rms_norm_eps)
+
+
+@torch.no_grad()
+def _routing_gaps(params: dict[str, Tensor], config: ModelConfig, ids: Tensor) -> Tensor:
+    x, gaps = params["model.embed_tokens.weight"][ids], [torch.full(ids.shape, math.inf, dtype=torch.float64)]
+    for index in range(config.num_layers):
+        x = attention_block(params, config, index, x)
+        gaps.append(routing_gap(params, config, index, x))
+        x = feed_forward_block(params, config, index, x)
+    return torch.stack(gaps).amin(dim=0)
 
 
 def _logits(params: dict[str, Tensor], config: ModelConfig, ids: Tensor) -> Tensor:
@@ -146,9 +180,7 @@ def _logits(params: dict[str, Tensor], config: ModelConfig, ids: Tensor) -> Tens
     return _hidden(params, config, ids) @ head.T
 
 
-def _per_document(
-    ids: Tensor, cu_seqlens: Any, outputs: Callable[[Tensor], Tensor], *, width: int
-) -> Tensor:
+def _per_document(ids: Tensor, cu_seqlens: Any, outputs: Callable[[Tensor], Tensor], *, width: int) -> Tensor:
     """``outputs`` of each document alone, with a zero row in front of each: ``[T, width]``."""
     first = torch.zeros(1, width, dtype=torch.float64)
     return torch.cat([torch.cat((first, outputs(document))) for document in _documents(ids, cu_seqlens)])
@@ -156,7 +188,7 @@ def _per_document(
 
 def _documents(ids: Tensor, cu_seqlens: Any) -> Iterator[Tensor]:
     bounds = _ids(cu_seqlens).tolist()
-    lengths = [stop - start for start, stop in zip(bounds, bounds[1:], strict=False)]
+    lengths = [stop - start for start, stop in pairwise(bounds)]
     if bounds[0] != 0 or bounds[-1] != len(ids) or min(lengths, default=0) < 1:
         raise ValueError(f"cu_seqlens {bounds} must rise strictly from 0 to {len(ids)}")
     return iter(ids.split(lengths))

@@ -56,7 +56,7 @@ _HOMES = {
 }  # fmt: skip
 _HOME = {name: module for module, names in _HOMES.items() for name in names}
 
-__all__ = sorted([*_HOME, "errors"])  # noqa: PLE0605 - the table above is the list
+__all__ = sorted([*_HOME, "errors"])  # noqa: PLE0605  # pyright: ignore[reportUnsupportedDunderAll] - the table is the list
 
 
 def __getattr__(name: str) -> Any:

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 
 from engine_api.capabilities import Capability
 from engine_api.devices import cuda_devices, torch_version
-from engine_api.discovery import Found
+from engine_api.discovery import Found, probe
 from engine_api.errors import PluginError
 from engine_api.plugin import CONTRACT
 from engine_api.registry import DEVICES, EngineRegistry, RolloutRegistry
@@ -43,7 +43,7 @@ def _list(capability: str | None) -> int:
             if capability and capability not in found.plugin.capabilities:
                 continue
             for device in row.devices:
-                here = "yes" if found.plugin.probe(device).ok else "no"
+                here = "yes" if probe(found, device).ok else "no"
                 types = kind or ", ".join(row.model_types)
                 lines.append((types, ", ".join(row.backends), device, here, found.source.split(" ")[0]))
     widths = [max(len(line[i]) for line in lines) for i in range(5)]
@@ -78,10 +78,9 @@ def _doctor() -> int:
     print(f"cuda devices shown by the driver: {cuda_devices()}")
     for registry in (EngineRegistry, RolloutRegistry):
         for found, row in registry.rows():
-            assert found.plugin is not None
             for device in (d for d in DEVICES if d in row.devices):
-                probe = found.plugin.probe(device)
-                verdict = "ok" if probe.ok else f"{probe.reason}; to do: {probe.remedy}"
+                result = probe(found, device)
+                verdict = "ok" if result.ok else f"{result.reason}; to do: {result.remedy}"
                 print(f"{'/'.join(row.backends)} on {device} ({found.source}): {verdict}")
     broken = _broken()
     for found in broken:

@@ -4,6 +4,9 @@ A backend derives from ``BaseEngine`` and implements the hooks at the end of the
 a full engine adds ``forward_step``. A third party may derive from it, and need not.
 """
 
+# torch's own annotations are partial.
+# pyright: reportUnknownMemberType=false
+
 from __future__ import annotations
 
 import math
@@ -19,8 +22,9 @@ from engine_api.batch import Batch
 from engine_api.capabilities import Capability, refuse_undeclared, unsupported
 from engine_api.comm import Comm
 from engine_api.config import EngineConfig
-from engine_api.errors import CheckpointMismatch, ConfigError, EngineStateError
+from engine_api.errors import ConfigError, EngineStateError
 from engine_api.losses import LossFn, needs_of
+from engine_api.manifest import Entry
 from engine_api.prepare import MicroBatches, prepare
 from engine_api.results import (
     CheckpointHandle,
@@ -102,7 +106,7 @@ class BaseEngine(ABC):
                                          num_micro_batches=0)  # fmt: skip
         try:
             outputs = self._run_train(micro_batches.parts, loss, total, temperature)
-        except BaseException:
+        except BaseException:  # Ctrl-C too: half a gradient must not meet the next step
             self._drop_gradients()
             raise
         sums = self._sum_over_data_parallel(outputs)
@@ -166,21 +170,14 @@ class BaseEngine(ABC):
         """See ``Engine.load_checkpoint``."""
         self._expect("load_checkpoint", "ready")
         self._wait_for_save()
-        state = self.state_shards()
-        wanted = {key: (spec, tensor.dtype) for key, (tensor, spec) in state.items()}
         manifest, tensors, rank_state = checkpoint.read(
-            Path(directory), comm=self._checkpoint_comm, wanted=wanted, rank=self.topology.rank
+            Path(directory), comm=self._checkpoint_comm, layout=self._state_layout, rank=self.topology.rank
         )
-        same_world = manifest.world_size == self.topology.world_size
-        if same_world and rank_state is None:
-            raise CheckpointMismatch("this rank's file is missing", where=str(directory), remedy="use an earlier checkpoint")
-        # From here on nothing can fail: all is read and checked.
-        for key, value in tensors.items():
-            state[key][0].copy_(value)
-        self._after_load(manifest.step)
+        # From here on nothing can fail: all is read and checked, on every rank.
+        self._install_state(tensors)
         self._step = manifest.step
         self._drop_gradients()
-        if same_world and rank_state is not None:
+        if rank_state is not None:
             self._set_rng_state(rank_state)
         return CheckpointInfo(path=checkpoint.locate(Path(directory)), step=manifest.step, extra=manifest.extra,
                               num_bytes=manifest.num_bytes)  # fmt: skip
@@ -194,6 +191,8 @@ class BaseEngine(ABC):
         try:
             self._wait_for_save()
         finally:
+            if self._writer_pool is not None:
+                self._writer_pool.shutdown()
             if was_ready:
                 self._release()
 
@@ -211,7 +210,8 @@ class BaseEngine(ABC):
         self, parts: Sequence[Batch], loss: LossFn, denominator: float, temperature: float
     ) -> list[LossOutput]:
         """Forward and backward over the micro-batches. A pipeline engine overrides this."""
-        needs, results = needs_of(loss), []
+        needs = needs_of(loss)
+        results: list[LossOutput] = []
         for index, part in enumerate(parts):
             with self._accumulation(last=index == len(parts) - 1):
                 outputs = self.forward_step(part, needs=needs, temperature=temperature)
@@ -308,13 +308,23 @@ class BaseEngine(ABC):
     def _zero_grad(self) -> None:
         """Drop all gradients."""
 
+    def _abort(self) -> None:
+        """A forward or backward was left half way by an exception; make the next one possible."""
+
     @abstractmethod
     def state_shards(self) -> dict[str, tuple[torch.Tensor, ShardSpec]]:
         """The training state as boxes of live tensors, under canonical keys (see docs/contract.md)."""
 
     @abstractmethod
-    def _after_load(self, step: int) -> None:
-        """Bring in line what is derived from the loaded tensors."""
+    def _state_layout(self, entries: Mapping[str, Entry]) -> dict[str, tuple[ShardSpec, torch.dtype]]:
+        """Which boxes this rank needs, given what a checkpoint holds; asked before anything is changed.
+
+        Every ``model.`` key of this engine must be in it; ``optim.`` keys follow what was saved.
+        """
+
+    @abstractmethod
+    def _install_state(self, tensors: Mapping[str, torch.Tensor]) -> None:
+        """Replace weights and the whole optimizer state by these CPU tensors."""
 
     @abstractmethod
     def _rng_state(self) -> dict[str, Any]:
@@ -337,6 +347,8 @@ def _no_loss(outputs: TokenOutputs) -> LossOutput:
 
 def _check_call(denominator: float | None, temperature: float) -> None:
     if denominator is not None and not (math.isfinite(denominator) and denominator > 0):
-        raise ConfigError("denominator", f"{denominator} is not a positive number", remedy="leave it out for Σ loss_weight")
+        raise ConfigError(
+            "denominator", f"{denominator} is not a positive number", remedy="leave it out for Σ loss_weight"
+        )
     if not (math.isfinite(temperature) and temperature > 0):
         raise ConfigError("temperature", f"{temperature} is not a positive number", remedy="use 1.0")

@@ -1,11 +1,14 @@
 """A batch: packed documents, no padding, one tensor a field.
 
 ``input_ids [T]`` int64 holds the documents one after another; ``cu_seqlens [D+1]``
-int64 holds where each begins (first 0, last T, strictly rising). Every other field
+(int32 or int64) holds where each begins (first 0, last T, strictly rising). Every other field
 has one value a token. By the alignment rule a value at position t is about
 predicting token t from its own document before t, so a document's first token
 carries no loss.
 """
+
+# torch's own annotations are partial.
+# pyright: reportUnknownMemberType=false
 
 from __future__ import annotations
 
@@ -23,13 +26,13 @@ if TYPE_CHECKING:
 LOSS_WEIGHT = "loss_weight"
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, eq=False)  # tensors have no truth value to compare by
 class Batch:
     """Packed documents with per-token fields.
 
     Attributes:
         input_ids: ``[T]`` int64 token ids.
-        cu_seqlens: ``[D+1]`` int64 document boundaries, ``0 = c0 < c1 < … < cD = T``.
+        cu_seqlens: ``[D+1]`` int32 or int64 document boundaries, ``0 = c0 < c1 < … < cD = T``.
         fields: name → ``[T]`` floating or integer tensor (``loss_weight``, ``advantages``, …).
 
     Raises:
@@ -42,12 +45,18 @@ class Batch:
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "fields", MappingProxyType(dict(self.fields)))
+        for name, value in {"input_ids": self.input_ids, "cu_seqlens": self.cu_seqlens, **self.fields}.items():
+            _check_tensor(name, value)
         _check_ids(self.input_ids)
         _check_boundaries(self.cu_seqlens, self.num_tokens)
         for name, value in self.fields.items():
             _check_field(name, value, self.num_tokens)
         if LOSS_WEIGHT in self.fields:
             _check_loss_weight(self)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        # A mapping proxy does not pickle, and batches travel between processes.
+        return (_unpickle, (self.input_ids, self.cu_seqlens, dict(self.fields)))
 
     @property
     def num_tokens(self) -> int:
@@ -62,7 +71,8 @@ class Batch:
     @cached_property
     def boundaries(self) -> tuple[int, ...]:
         """``cu_seqlens`` as Python integers (one device sync at most)."""
-        return tuple(int(b) for b in self.cu_seqlens.tolist())
+        rows: list[int] = self.cu_seqlens.tolist()  # pyright: ignore[reportUnknownVariableType]
+        return tuple(rows)
 
     @property
     def lengths(self) -> list[int]:
@@ -140,6 +150,8 @@ class Batch:
         """All documents of ``batches``, in order; their fields must be the same."""
         import torch
 
+        if not batches:
+            return Batch.pack([])
         names = set(batches[0].fields)
         for index, batch in enumerate(batches):
             if set(batch.fields) != names:
@@ -152,6 +164,17 @@ class Batch:
         )
 
 
+def _unpickle(input_ids: torch.Tensor, cu_seqlens: torch.Tensor, extra: dict[str, torch.Tensor]) -> Batch:
+    return Batch(input_ids=input_ids, cu_seqlens=cu_seqlens, fields=extra)
+
+
+def _check_tensor(name: str, value: object) -> None:
+    import torch
+
+    if not isinstance(value, torch.Tensor):
+        raise BatchError(name, f"{type(value).__name__}, not a tensor", remedy="convert with torch.as_tensor")
+
+
 def _column(value: Any, name: str) -> torch.Tensor:
     import torch
 
@@ -162,7 +185,9 @@ def _column(value: Any, name: str) -> torch.Tensor:
 
 def _check_document(index: int, document: Mapping[str, Any], names: Sequence[str]) -> None:
     if set(document) != set(names):
-        raise BatchError("documents", f"fields {sorted(document)} differ from document 0's {sorted(names)}", index=index)
+        raise BatchError(
+            "documents", f"fields {sorted(document)} differ from document 0's {sorted(names)}", index=index
+        )
     if "input_ids" not in document:
         raise BatchError("documents", "input_ids is missing", index=index)
     size = len(document["input_ids"])
@@ -176,7 +201,9 @@ def _check_ids(ids: torch.Tensor) -> None:
     import torch
 
     if ids.dim() != 1:
-        raise BatchError("input_ids", f"shape {tuple(ids.shape)}, not [T]", remedy="pack the documents, without padding")
+        raise BatchError(
+            "input_ids", f"shape {tuple(ids.shape)}, not [T]", remedy="pack the documents, without padding"
+        )
     if ids.dtype != torch.int64:
         raise BatchError("input_ids", f"dtype {ids.dtype}, not torch.int64", remedy="convert with .long()")
 
@@ -184,8 +211,8 @@ def _check_ids(ids: torch.Tensor) -> None:
 def _check_boundaries(cu: torch.Tensor, tokens: int) -> None:
     import torch
 
-    if cu.dim() != 1 or cu.shape[0] < 1 or cu.dtype != torch.int64:
-        raise BatchError("cu_seqlens", f"shape {tuple(cu.shape)}, dtype {cu.dtype}", remedy="give [D+1] torch.int64")
+    if cu.dim() != 1 or cu.shape[0] < 1 or cu.dtype not in (torch.int32, torch.int64):
+        raise BatchError("cu_seqlens", f"shape {tuple(cu.shape)}, dtype {cu.dtype}", remedy="give [D+1] int32 or int64")
     if int(cu[0]) != 0:
         raise BatchError("cu_seqlens", f"starts at {int(cu[0])}, not 0", index=0)
     falls = (cu[1:] <= cu[:-1]).nonzero()
@@ -199,9 +226,8 @@ def _check_boundaries(cu: torch.Tensor, tokens: int) -> None:
 
 
 def _check_field(name: str, value: torch.Tensor, tokens: int) -> None:
-    if not hasattr(value, "shape") or tuple(value.shape) != (tokens,):
-        shape = tuple(value.shape) if hasattr(value, "shape") else type(value).__name__
-        raise BatchError(name, f"{shape}, not [{tokens}]", remedy="give one value a token")
+    if tuple(value.shape) != (tokens,):
+        raise BatchError(name, f"shape {tuple(value.shape)}, not [{tokens}]", remedy="give one value a token")
     if value.is_floating_point() and not bool(value.isfinite().all()):
         at = int((~value.isfinite()).nonzero()[0])
         raise BatchError(name, f"{float(value[at])} is not finite", index=at)

@@ -18,13 +18,13 @@ import errno
 import json
 import os
 import shutil
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from engine_api.comm import Comm, together
 from engine_api.errors import CheckpointCorrupt, CheckpointMismatch, CheckpointMissing, CheckpointWriteError
-from engine_api.manifest import Entry, Manifest, Shard, fingerprint, read_manifest, verify_files
+from engine_api.manifest import MANIFEST, Entry, Manifest, Shard, fingerprint, read_manifest, verify_files
 from engine_api.results import CheckpointInfo
 from engine_api.weights import ShardSpec
 
@@ -78,7 +78,9 @@ def _write_rank(
     partial: Path, rank: int, state: State, rank_state: Mapping[str, Any]
 ) -> tuple[dict[str, Entry], dict[str, dict[str, Any]]]:
     from safetensors import SafetensorError
-    from safetensors.torch import save_file
+
+    # It annotates PathLike bare.
+    from safetensors.torch import save_file  # pyright: ignore[reportUnknownVariableType]
 
     own = {key: (tensor, spec) for key, (tensor, spec) in state.items() if spec.replica == 0 and not spec.is_empty}
     name = f"state/{rank:05d}.safetensors"
@@ -127,11 +129,12 @@ def _merge(parts: list[tuple[dict[str, Entry], dict[str, dict[str, Any]]]], **ab
 
 def _commit(directory: Path, partial: Path, manifest: Manifest) -> None:
     manifest.write(partial)
-    _sync(partial / "manifest.json")
+    # All that can meet a full disk comes before the rename.
+    (partial / LATEST).write_text(directory.name)
+    for name in (MANIFEST, LATEST):
+        _sync(partial / name)
     partial.rename(directory)
-    pointer = directory.parent / f".{LATEST}.{os.getpid()}"
-    pointer.write_text(directory.name)
-    pointer.replace(directory.parent / LATEST)
+    (directory / LATEST).replace(directory.parent / LATEST)
     _sync(directory.parent)
 
 
@@ -157,32 +160,46 @@ def locate(directory: Path) -> Path:
     return target
 
 
+Layout = Mapping[str, "tuple[ShardSpec, torch.dtype]"]
+
+
 def read(
-    directory: Path, *, comm: Comm, wanted: Mapping[str, tuple[ShardSpec, torch.dtype]], rank: int | None = None
+    directory: Path, *, comm: Comm, layout: Callable[[Mapping[str, Entry]], Layout], rank: int
 ) -> tuple[Manifest, dict[str, torch.Tensor], dict[str, Any] | None]:
     """Read boxes into new CPU tensors; every check is made before anything is returned, on all ranks together.
 
     Args:
-        wanted: key → (the box that this rank holds, the dtype it must have).
-        rank: whose rank file to read; None, or a rank that the checkpoint lacks, gives None.
+        layout: given what the checkpoint holds, key → (the box that this rank needs, its dtype).
+        rank: whose rank file to read; the result is None for another world size.
 
     Raises:
         CheckpointError: missing, corrupt or of another model (``RankFailure`` on ranks that saw no fault).
     """
-    folder = locate(directory)
+    folder = together(comm, lambda: locate(directory))[0]
     manifest = together(comm, lambda: read_manifest(folder))[0]
+    wanted: dict[str, tuple[ShardSpec, torch.dtype]] = {}
+    together(comm, lambda: wanted.update(layout(manifest.tensors)))
     together(comm, lambda: _check_keys(folder, manifest, wanted))
     # Each file is checked by one rank, not by all of them.
     mine = {name: f for i, (name, f) in enumerate(sorted(manifest.files.items())) if i % comm.world_size == comm.rank}
     together(comm, lambda: verify_files(folder, mine))
     tensors: dict[str, torch.Tensor] = {}
     together(comm, lambda: tensors.update(_read_boxes(folder, manifest, wanted)))
-    name = f"rank-{rank:05d}.json"
-    rank_state = json.loads((folder / name).read_text()) if rank is not None and name in manifest.files else None
+    rank_state: dict[str, Any] | None = None
+    if manifest.world_size == comm.world_size:
+        rank_state = together(comm, lambda: _read_rank_file(folder, manifest, rank))[comm.rank]
     return manifest, tensors, rank_state
 
 
-def _check_keys(folder: Path, manifest: Manifest, wanted: Mapping[str, tuple[ShardSpec, torch.dtype]]) -> None:
+def _read_rank_file(folder: Path, manifest: Manifest, rank: int) -> dict[str, Any]:
+    name = f"rank-{rank:05d}.json"
+    if name not in manifest.files:
+        raise CheckpointCorrupt(f"{name} is not in the manifest", where=str(folder), remedy="use an earlier checkpoint")
+    state: dict[str, Any] = json.loads((folder / name).read_text())
+    return state
+
+
+def _check_keys(folder: Path, manifest: Manifest, wanted: Layout) -> None:
     missing = sorted(set(wanted) - set(manifest.tensors))
     unknown = sorted(set(manifest.tensors) - set(wanted))
     differ = [
@@ -202,9 +219,7 @@ def _few(names: list[str]) -> str:
     return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
 
 
-def _read_boxes(
-    folder: Path, manifest: Manifest, wanted: Mapping[str, tuple[ShardSpec, torch.dtype]]
-) -> dict[str, torch.Tensor]:
+def _read_boxes(folder: Path, manifest: Manifest, wanted: Layout) -> dict[str, torch.Tensor]:
     import torch
     from safetensors import safe_open
 
@@ -215,7 +230,8 @@ def _read_boxes(
             by_file.setdefault(shard.file, []).append((key, shard))
     filled = dict.fromkeys(out, 0)
     for file, shards in by_file.items():
-        with safe_open(folder / file, framework="pt") as handle:
+        reader: Any = safe_open(folder / file, framework="pt")  # it is not annotated
+        with reader as handle:
             for key, shard in shards:
                 filled[key] += _copy_overlap(handle, key, shard, wanted[key][0], out[key])
     holes = sorted(key for key, count in filled.items() if count != out[key].numel())
@@ -226,7 +242,9 @@ def _read_boxes(
 
 
 def _copy_overlap(handle: Any, key: str, shard: Shard, spec: ShardSpec, target: torch.Tensor) -> int:
-    source, destination, count = [], [], 1
+    source: list[slice] = []
+    destination: list[slice] = []
+    count = 1
     for a, n, b, m in zip(shard.offset, shard.shape, spec.offset, spec.shape, strict=True):
         low, high = max(a, b), min(a + n, b + m)
         if high <= low:

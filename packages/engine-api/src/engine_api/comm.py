@@ -4,13 +4,16 @@ It runs on a gloo group of its own, so that agreeing costs no device synchroniza
 error on one rank becomes an error on all: no rank is left waiting in a collective.
 """
 
+# torch's own annotations are partial.
+# pyright: reportUnknownMemberType=false
+
 from __future__ import annotations
 
 import threading
 from collections.abc import Callable
 from typing import Any, Protocol, TypeVar
 
-from engine_api.errors import EngineError, RankFailure
+from engine_api.errors import RankFailure
 
 T = TypeVar("T")
 
@@ -51,7 +54,7 @@ class TorchComm:
         import torch.distributed as dist
 
         self.rank, self.world_size = dist.get_rank(), dist.get_world_size()
-        self._group = dist.new_group(backend="gloo")
+        self._group: Any = dist.new_group(backend="gloo")
         # One thread a time: an asynchronous save has a group of its own.
         self._lock = threading.Lock()
 
@@ -75,16 +78,17 @@ class TorchComm:
 def together(comm: Comm, work: Callable[[], T]) -> list[T]:
     """Run ``work`` on every rank and return everybody's results, by rank.
 
-    When it raises an ``EngineError`` (or an ``OSError``) anywhere, every rank raises: its own error
-    where it failed, ``RankFailure`` with the others' messages elsewhere.
+    When it raises anywhere, every rank raises: its own error where it failed, ``RankFailure`` with
+    the others' messages elsewhere.
     """
     mine: Any = None
-    error: EngineError | OSError | None = None
+    error: Exception | None = None
     try:
         mine = work()
-    except (EngineError, OSError) as caught:
+    except Exception as caught:  # noqa: BLE001 - whatever it is, nobody may be left waiting; raised below
         error = caught
-    rows = comm.all_gather((None if error is None else str(error), mine))
+    message = None if error is None else str(error) or type(error).__name__
+    rows = comm.all_gather((message, mine))
     if error is not None:
         raise error
     failures = {rank: message for rank, (message, _) in enumerate(rows) if message is not None}

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
-from typing import Any, Literal
+from typing import Any, Literal, cast, get_args, get_origin, get_type_hints
 
 from engine_api.errors import ConfigError
 
@@ -122,11 +122,19 @@ class EngineConfig:
     def __post_init__(self) -> None:
         _check_positive("memory", self.memory, ("max_tokens", "pad_to_multiple", "logit_chunk"))
         _check_positive("parallelism", self.parallelism, ("dp_replicate", "tp", "pp", "cp", "ep", "ulysses"))
+        if self.parallelism.dp_shard != -1:
+            _check_positive("parallelism", self.parallelism, ("dp_shard",))
+        for section in ("model", "schedule", "precision", "memory"):
+            _check_choices(section, getattr(self, section))
         _check_schedule(self.schedule)
         if self.optimizer and not self.optimizer.lr >= 0:
-            raise ConfigError("optimizer.lr", f"{self.optimizer.lr} is not a learning rate", remedy="give a number >= 0")
+            raise ConfigError(
+                "optimizer.lr", f"{self.optimizer.lr} is not a learning rate", remedy="give a number >= 0"
+            )
         if self.lora and self.lora.rank < 1:
-            raise ConfigError("lora.rank", f"{self.lora.rank} is not a rank", remedy="give an integer >= 1, or lora: null")
+            raise ConfigError(
+                "lora.rank", f"{self.lora.rank} is not a rank", remedy="give an integer >= 1, or lora: null"
+            )
 
 
 def build_options(options: Any, cls: type[Any]) -> Any:
@@ -141,10 +149,11 @@ def build_options(options: Any, cls: type[Any]) -> Any:
     if not isinstance(options, Mapping):
         raise ConfigError("options", f"{type(options).__name__} given", remedy=f"give a mapping or {cls.__name__}")
     known = [f.name for f in fields(cls)]
-    for key in options:
+    given = cast("Mapping[str, Any]", options)
+    for key in given:
         if key not in known:
             raise ConfigError(f"options.{key}", "unknown key", remedy=near_matches(str(key), known))
-    return cls(**options)
+    return cls(**given)
 
 
 def near_matches(name: str, known: Sequence[str]) -> str:
@@ -159,12 +168,21 @@ def _check_positive(section: str, part: object, names: Sequence[str]) -> None:
     for name in names:
         value = getattr(part, name)
         if not isinstance(value, int) or value < 1:
-            raise ConfigError(f"{section}.{name}", f"{value!r} is not a positive integer", remedy="give an integer >= 1")
+            raise ConfigError(
+                f"{section}.{name}", f"{value!r} is not a positive integer", remedy="give an integer >= 1"
+            )
+
+
+def _check_choices(section: str, part: object) -> None:
+    for name, hint in get_type_hints(type(part)).items():
+        value = getattr(part, name)
+        if get_origin(hint) is Literal and value not in get_args(hint):
+            remedy = near_matches(str(value), get_args(hint))
+            raise ConfigError(f"{section}.{name}", f"{value!r} is not a choice", remedy=remedy)
 
 
 def _check_schedule(schedule: ScheduleConfig) -> None:
-    if schedule.name not in ("constant", "linear", "cosine"):
-        known = ["constant", "linear", "cosine"]
-        raise ConfigError("schedule.name", f"unknown schedule {schedule.name!r}", remedy=near_matches(schedule.name, known))
     if schedule.name != "constant" and not schedule.total_steps:
-        raise ConfigError("schedule.total_steps", "missing", why=f"schedule {schedule.name} ends somewhere", remedy="set it")
+        raise ConfigError(
+            "schedule.total_steps", "missing", why=f"schedule {schedule.name} ends somewhere", remedy="set it"
+        )

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from engine_api.errors import PluginLoadError
-from engine_api.plugin import EnginePlugin, contract_problem
+from engine_api.plugin import EnginePlugin, ProbeResult, contract_problem
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,6 +60,16 @@ def _load(entry: importlib.metadata.EntryPoint, source: str) -> Found:
         return Found(name=entry.name, source=source, problem=f"it names a {type(plugin).__name__}, not an EnginePlugin")
     problem = contract_problem(plugin.contract)
     return Found(name=entry.name, source=source, plugin=plugin, problem=problem or "")
+
+
+def probe(found: Found, device: str) -> ProbeResult:
+    """Ask a plug-in whether it can run on ``device``; a probe that raises says no, with the reason."""
+    assert found.plugin is not None
+    try:
+        return found.plugin.probe(device)
+    except Exception as error:  # noqa: BLE001 - a stranger's code may raise anything
+        return ProbeResult(ok=False, reason=f"its probe failed: {_last_line(error)}",
+                           remedy=f"report it to the maintainers of {found.distribution}")  # fmt: skip
 
 
 def _last_line(error: BaseException) -> str:

@@ -65,7 +65,9 @@ class PluginNotFound(PluginError):
 class PluginUnavailable(PluginError):
     """A plug-in offers it, but cannot run here; ``trace`` holds every candidate with its reason."""
 
-    def __init__(self, what: str, *, trace: Sequence[str] = (), where: str = "", why: str = "", remedy: str = "") -> None:
+    def __init__(
+        self, what: str, *, trace: Sequence[str] = (), where: str = "", why: str = "", remedy: str = ""
+    ) -> None:
         self.trace = tuple(trace)
         super().__init__(what, where=where, why=why or "\n       ".join(self.trace), remedy=remedy)
 
@@ -112,7 +114,9 @@ class EngineStateError(EngineError):
 
     def __init__(self, called: str, state: str, expected: str) -> None:
         self.called, self.state, self.expected = called, state, expected
-        super().__init__(f"{called} was called while the engine is {state}", remedy=f"call it when the engine is {expected}")
+        super().__init__(
+            f"{called} was called while the engine is {state}", remedy=f"call it when the engine is {expected}"
+        )
 
 
 class CheckpointError(EngineError):

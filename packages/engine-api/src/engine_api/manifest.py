@@ -94,9 +94,7 @@ def _parse(raw: dict[str, Any], path: Path) -> Manifest:
 
 
 def _entry(raw: dict[str, Any]) -> Entry:
-    shards = tuple(
-        Shard(file=s["file"], offset=tuple(s["offset"]), shape=tuple(s["shape"])) for s in raw["shards"]
-    )
+    shards = tuple(Shard(file=s["file"], offset=tuple(s["offset"]), shape=tuple(s["shape"])) for s in raw["shards"])
     return Entry(dtype=raw["dtype"], shape=tuple(raw["shape"]), shards=shards)
 
 

@@ -65,7 +65,7 @@ def prepare(
     rows = together(comm, lambda: _examine(batch, topology, max_tokens, vocab_size, needs_weight))
     together(comm, lambda: _same_inside_data_parallel_rank(rows))
     primary = [row for row in rows if row.primary]
-    count = max(1, max(row.count for row in rows))
+    count = max(1, *(row.count for row in rows))
     documents = split_micro_batches(batch.lengths, max_tokens, count)
     return MicroBatches(
         batch=batch, parts=[batch.select(d) for d in documents], documents=documents,

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from engine_api.config import EngineConfig, near_matches
-from engine_api.discovery import Found, discover, import_target
+from engine_api.discovery import Found, discover, import_target, probe
 from engine_api.errors import ContractMismatch, PluginConflict, PluginLoadError, PluginNotFound, PluginUnavailable
 from engine_api.plugin import CONTRACT, ENGINE_GROUP, KNOWN_DISTRIBUTIONS, ROLLOUT_GROUP, EnginePlugin, Row
 
@@ -121,11 +121,10 @@ class Registry:
         accepted: list[tuple[Found, Row]] = []
         for found, row in offers:
             if device in row.devices:
-                assert found.plugin is not None
-                probe = found.plugin.probe(device)
-                trace.append(Candidate(source=found.source, device=device, accepted=probe.ok,
-                                       reason=probe.reason, remedy=probe.remedy))  # fmt: skip
-                accepted += [(found, row)] if probe.ok else []
+                result = probe(found, device)
+                trace.append(Candidate(source=found.source, device=device, accepted=result.ok,
+                                       reason=result.reason, remedy=result.remedy))  # fmt: skip
+                accepted += [(found, row)] if result.ok else []
         if len(accepted) > 1:
             names = " and ".join(f.source for f, _ in accepted)
             raise PluginConflict(
@@ -134,9 +133,7 @@ class Registry:
             )  # fmt: skip
         return accepted[0] if accepted else None
 
-    def _accept(
-        self, chosen: tuple[Found, Row], device: str, trace: list[Candidate], *, auto: bool
-    ) -> Resolution:
+    def _accept(self, chosen: tuple[Found, Row], device: str, trace: list[Candidate], *, auto: bool) -> Resolution:
         found, row = chosen
         assert found.plugin is not None
         if auto:
@@ -146,8 +143,9 @@ class Registry:
 
     def _not_found(self, model_type: str, backend: str) -> Exception:
         for found in self.found():
-            names = {found.name} | ({b for r in found.plugin.rows for b in r.backends} if found.plugin else set())
-            if backend in names and found.problem:
+            rows = found.plugin.rows if found.plugin else ()
+            names = {found.name, *(b for row in rows for b in row.backends)}
+            if found.problem and (backend in names or KNOWN_DISTRIBUTIONS.get(backend) == found.distribution):
                 return self._broken(found)
         served = sorted({t for _, row in self.rows() if backend in row.backends for t in row.model_types})
         if served:
@@ -158,7 +156,9 @@ class Registry:
             return PluginNotFound(f"{self.kind} {backend!r} is not installed", where=self.group,
                                   remedy=f"pip install {package}")  # fmt: skip
         known = sorted({b for _, row in self.rows() for b in row.backends} | set(KNOWN_DISTRIBUTIONS))
-        return PluginNotFound(f"no {self.kind} is called {backend!r}", where=self.group, remedy=near_matches(backend, known))
+        return PluginNotFound(
+            f"no {self.kind} is called {backend!r}", where=self.group, remedy=near_matches(backend, known)
+        )
 
     def _broken(self, found: Found) -> Exception:
         if found.cause is None:

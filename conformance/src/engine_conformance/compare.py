@@ -1,0 +1,221 @@
+"""Comparisons per token and per weight, never of means, whose failures say where and perhaps why.
+
+Each returns the margin: the worst error over its tolerance, so that 0.02 can be told from 0.97.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from engine_conformance.hints import Factors, ratio_hint, token_hints
+from engine_conformance.tolerances import Tolerance
+
+__all__ = [
+    "ConformanceFailure",
+    "assert_bitwise",
+    "assert_close_per_token",
+    "assert_names",
+    "assert_scalar_close",
+    "assert_weights_close",
+]
+
+
+class ConformanceFailure(AssertionError):
+    """A quantity is not what the contract says.
+
+    ``margin`` is the worst error over its tolerance (infinite for a wrong name, shape or bit),
+    ``where`` its location, ``hints`` likely causes.
+    """
+
+    def __init__(
+        self,
+        quantity: str,
+        problem: str,
+        *,
+        margin: float = math.inf,
+        where: str = "",
+        hints: Sequence[str] = (),
+    ) -> None:
+        self.quantity, self.margin, self.where, self.hints = quantity, margin, where, tuple(hints)
+        at = f" at {where}" if where else ""
+        super().__init__("\n  likely: ".join([f"{quantity}{at}: {problem}", *self.hints]))
+
+
+def assert_scalar_close(
+    name: str, got: float, want: float, tol: Tolerance, *, factors: Factors | None = None
+) -> float:
+    """One number, as a loss or a gradient norm.
+
+    Args:
+        name: the quantity, as the message has it.
+        got: the engine's.
+        want: the oracle's.
+        tol: see `engine_conformance.tolerances`.
+        factors: what a ratio may equal, by name: ``{"dp size": 2, "micro-batches": 3}``.
+
+    Raises:
+        ConformanceFailure: if they differ by more than the tolerance.
+    """
+    pair = _float64(got).reshape(1), _float64(want).reshape(1)
+    error, margins = _margins(*pair, tol.bound(pair[1]))
+    margin = margins.item()
+    if margin > 1:
+        hints = list(ratio_hint(*pair, tol.bound(pair[1]), factors or {}))
+        raise ConformanceFailure(name, _problem(got, want, error, margin), margin=margin, hints=hints)
+    return margin
+
+
+def assert_close_per_token(
+    name: str,
+    got: Any,
+    want: Any,
+    tol: Tolerance,
+    *,
+    cu_seqlens: Any = None,
+    keep: Any = None,
+    factors: Factors | None = None,
+) -> float:
+    """A per-token quantity ``[T]``; see `assert_scalar_close` for the other arguments.
+
+    Args:
+        cu_seqlens: ``[D + 1]``, to name the document and the position in it.
+        keep: boolean ``[T]``: tokens to compare; all if absent.
+
+    Raises:
+        ConformanceFailure: on another shape, or a token that differs by more than the tolerance.
+    """
+    got, want = _float64(got), _float64(want)
+    _assert_shape(name, got, want)
+    bound = tol.bound(want)
+    kept = torch.ones_like(want, dtype=torch.bool) if keep is None else torch.as_tensor(keep).cpu()
+    _, margins = _margins(got, want, bound)
+    margins = torch.where(kept, margins, 0.0)
+    worst = int(margins.argmax()) if len(margins) else 0
+    margin = margins[worst].item() if len(margins) else 0.0
+    if margin <= 1:
+        return margin
+    error = (got[worst] - want[worst]).abs()
+    wrong = margins > 1
+    problem = _problem(got[worst].item(), want[worst].item(), error, margin)
+    problem += f"; {int(wrong.sum())} of {int(kept.sum())} tokens differ"
+    hints = [*ratio_hint(got[kept], want[kept], bound[kept], factors or {})]
+    hints += token_hints(got, want, bound, wrong, _bounds(cu_seqlens))
+    where = _token_location(worst, _bounds(cu_seqlens))
+    raise ConformanceFailure(name, problem, margin=margin, where=where, hints=hints)
+
+
+def assert_weights_close(
+    got: Mapping[str, Any],
+    want: Mapping[str, Tensor],
+    tol: Tolerance | Mapping[str, Tensor],
+    *,
+    name: str = "weights",
+    start: Mapping[str, Any] | None = None,
+    factors: Factors | None = None,
+) -> float:
+    """Every element of every tensor; see `assert_scalar_close` for the other arguments.
+
+    Args:
+        tol: one tolerance, or the largest error of each element by name (`weight_tolerance`).
+        start: the weights before the steps; then hints speak of the update's size.
+
+    Raises:
+        ConformanceFailure: if names or shapes differ, or an element does by more than its tolerance.
+    """
+    assert_names(name, got, want)
+    worst, location, problem, hints = 0.0, "", "", list[str]()
+    for key, expected in want.items():
+        have, exact = _float64(got[key]), _float64(expected)
+        _assert_shape(f"{name} {key}", have, exact)
+        bound = tol.bound(exact) if isinstance(tol, Tolerance) else _float64(tol[key])
+        error, margins = _margins(have, exact, bound)
+        index = int(margins.argmax())
+        if (margin := margins.flatten()[index].item()) <= worst:
+            continue
+        worst, location = margin, f"{key}{_subscript(index, exact.shape)}"
+        flat = have.flatten()[index].item(), exact.flatten()[index].item(), error.flatten()[index]
+        problem = _problem(*flat, margin) + f"; {int((margins > 1).sum())} of {exact.numel()} elements differ"
+        origin = torch.zeros_like(exact) if start is None else _float64(start[key])
+        hints = [*ratio_hint(have - origin, exact - origin, bound, factors or {})]
+    if worst > 1:
+        raise ConformanceFailure(name, problem, margin=worst, where=location, hints=hints)
+    return worst
+
+
+def assert_bitwise(got: Mapping[str, Tensor], want: Mapping[str, Tensor], *, name: str = "export") -> float:
+    """Equal names, dtypes, shapes and bits (so that -0.0 differs from 0.0); returns 0.
+
+    Raises:
+        ConformanceFailure: at the first tensor that differs.
+    """
+    assert_names(name, got, want)
+    for key, expected in want.items():
+        have, exact = got[key].detach().cpu().contiguous(), expected.detach().cpu().contiguous()
+        if have.dtype != exact.dtype:
+            raise ConformanceFailure(name, f"dtype {have.dtype}, expected {exact.dtype}", where=key)
+        _assert_shape(f"{name} {key}", have, exact)
+        # As bytes, with an axis for the bytes of one element; a scalar has no axis to view.
+        differ = (have.reshape(-1, 1).view(torch.uint8) != exact.reshape(-1, 1).view(torch.uint8)).any(dim=-1)
+        if differ.any():
+            index = int(differ.nonzero()[0])
+            pair = have.flatten()[index].item(), exact.flatten()[index].item()
+            problem = (
+                f"got {pair[0]!r}, want {pair[1]!r}; {int(differ.sum())} of {differ.numel()} elements differ"
+            )
+            raise ConformanceFailure(name, problem, where=f"{key}{_subscript(index, exact.shape)}")
+    return 0.0
+
+
+def assert_names(name: str, got: Mapping[str, Any], want: Mapping[str, Any]) -> None:
+    """The same names, no more and no fewer.
+
+    Raises:
+        ConformanceFailure: naming what is missing and what is unexpected.
+    """
+    missing, unexpected = sorted(set(want) - set(got)), sorted(set(got) - set(want))
+    if missing or unexpected:
+        counts = f"{len(missing)} missing {missing[:5]}, {len(unexpected)} unexpected {unexpected[:5]}"
+        raise ConformanceFailure(f"{name} names", counts)
+
+
+def _margins(got: Tensor, want: Tensor, bound: Tensor) -> tuple[Tensor, Tensor]:
+    """Error, and error over tolerance: infinite where ``got`` is not finite, or no error is allowed."""
+    error = (got - want).abs()
+    margins = torch.where(error == 0, 0.0, error / bound)  # zero over zero would be NaN
+    return error, torch.where(margins.isnan(), math.inf, margins)
+
+
+def _problem(got: float, want: float, error: Any, margin: float) -> str:
+    return f"got {got:.9g}, want {want:.9g}, error {float(error):.2g} ({margin:.3g}x tolerance)"
+
+
+def _assert_shape(name: str, got: Tensor, want: Tensor) -> None:
+    if got.shape != want.shape:
+        raise ConformanceFailure(name, f"shape {tuple(got.shape)}, expected {tuple(want.shape)}")
+
+
+def _float64(array: Any) -> Tensor:
+    return torch.as_tensor(array).detach().to(device="cpu", dtype=torch.float64)
+
+
+def _bounds(cu_seqlens: Any) -> list[int]:
+    return [] if cu_seqlens is None else torch.as_tensor(cu_seqlens).tolist()
+
+
+def _token_location(token: int, bounds: Sequence[int]) -> str:
+    if not bounds:
+        return f"token {token}"
+    document = sum(bound <= token for bound in bounds) - 1
+    return f"token {token} (document {document}, position {token - bounds[document]})"
+
+
+def _subscript(index: int, shape: Sequence[int]) -> str:
+    if not shape:
+        return ""
+    place = torch.unravel_index(torch.tensor(index), tuple(shape))
+    return f"[{', '.join(str(int(i)) for i in place)}]"

@@ -1,0 +1,69 @@
+"""What a wrong answer looks like: ratios, shifts and places that tell a known defect."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import pairwise
+
+import torch
+from torch import Tensor
+
+__all__ = ["Factors", "ratio_hint", "token_hints"]
+
+Factors = Mapping[str, float]
+"""Sizes of the run by name, as ``{"dp size": 2, "micro-batches": 3}``."""
+
+_MOST = 0.9  # share of the elements that must agree for a pattern to be one
+_NEAR = 0.01  # relative distance within which two ratios are the same
+
+
+def ratio_hint(got: Tensor, want: Tensor, bound: Tensor, factors: Factors) -> Iterator[str]:
+    """A constant ratio of ``got`` to ``want``, with what of the run it equals."""
+    telling = want.abs() > 10 * bound  # elsewhere the ratio is noise
+    if not telling.any():
+        return
+    ratios = got[telling] / want[telling]
+    ratio = ratios.median().item()
+    same = (ratios - ratio).abs() <= _NEAR * max(abs(ratio), _NEAR)
+    if same.double().mean() < _MOST or abs(ratio - 1) < _NEAR:
+        return
+    known = [meaning for meaning, value in _known(factors) if abs(ratio / value - 1) < _NEAR]
+    if abs(ratio) < _NEAR:
+        known = ["nothing was added or updated"]
+    yield f"got / want is {ratio:.4g}" + (f" = {' = '.join(known)}" if known else "")
+
+
+def _known(factors: Factors) -> Iterator[tuple[str, float]]:
+    for name, value in factors.items():
+        if value not in (0, 1):
+            yield name, value
+            yield f"1 / {name}", 1 / value
+    yield from (("2", 2.0), ("1 / 2", 0.5), ("-1 (a sign)", -1.0))
+
+
+def token_hints(
+    got: Tensor, want: Tensor, bound: Tensor, wrong: Tensor, bounds: Sequence[int]
+) -> Iterator[str]:
+    """Shifts by one, and wrong tokens that keep to one kind of place."""
+    if _mostly_within(got[:-1] - want[1:], bound[1:]):
+        yield "got[t] equals want[t + 1]: values are one token early (alignment)"
+    if _mostly_within(got[1:] - want[:-1], bound[:-1]):
+        yield "got[t] equals want[t - 1]: values are one token late (alignment)"
+    if len(bounds) < 3:
+        return
+    first = torch.zeros_like(wrong)
+    first[torch.tensor(bounds[:-1])] = True
+    if not (wrong & ~first).any():
+        yield "only first tokens of documents differ: they predict nothing and carry 0"
+    elif not wrong[: bounds[1]].any() and _most_wrong(wrong & ~first, bounds[1:]):
+        yield "the first document is right and later ones are not: documents see one another"
+
+
+def _mostly_within(difference: Tensor, bound: Tensor) -> bool:
+    return len(difference) > 2 and (difference.abs() <= bound).double().mean().item() >= _MOST
+
+
+def _most_wrong(wrong: Tensor, bounds: Sequence[int]) -> bool:
+    """Whether nearly every document of two tokens or more within ``bounds`` has a wrong token."""
+    hit = [bool(wrong[start:stop].any()) for start, stop in pairwise(bounds) if stop - start > 1]
+    return bool(hit) and sum(hit) / len(hit) >= _MOST

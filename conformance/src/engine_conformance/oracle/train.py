@@ -1,0 +1,152 @@
+"""Training steps in float64: what an engine's loss, gradient norm and weights must equal."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from engine_conformance.fixtures.batches import PackedDocuments
+from engine_conformance.oracle.adamw import (
+    AdamWConfig,
+    AdamWState,
+    adamw_step,
+    clip_coefficient,
+    global_norm,
+    zero_state,
+)
+from engine_conformance.oracle.losses import sft_loss
+from engine_conformance.oracle.model import OracleModel
+from engine_conformance.oracle.schedule import Schedule
+
+__all__ = ["Loss", "StepResult", "TrainResult", "loss_and_grads", "sft", "train_steps"]
+
+Loss = Callable[[OracleModel, PackedDocuments, float], Tensor]
+"""``loss(oracle, batch, denominator)``: a scalar, already divided by the denominator."""
+
+
+def sft(oracle: OracleModel, batch: PackedDocuments, denominator: float) -> Tensor:
+    """The `Loss` of supervised fine-tuning."""
+    outputs = oracle.token_outputs(batch.input_ids, batch.cu_seqlens)
+    return sft_loss(outputs.log_probs, loss_weight=batch.loss_weight, denominator=denominator)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StepResult:
+    """One update: the loss before it, the global gradient norm before clipping, and its learning rate."""
+
+    loss: float
+    grad_norm: float
+    lr: float
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TrainResult:
+    """What a run of steps ended in.
+
+    ``oracle`` has the final parameters; ``optimizer`` Adam's moments and step; ``config`` what made
+    them. ``params`` are the trainable tensors by name: the adapter's if there is one.
+
+    ``sensitivity`` says how far a rounding error in the gradients can move each weight: to first
+    order, gradients off by r times the root mean square of their tensor move it by r * sensitivity.
+    Adam divides by a weight's own gradient history, so a weight whose gradients nearly vanish is
+    moved at full rate in a direction that rounding decides.
+    """
+
+    steps: tuple[StepResult, ...]
+    oracle: OracleModel
+    optimizer: AdamWState
+    config: AdamWConfig
+    sensitivity: dict[str, Tensor]
+
+    @property
+    def params(self) -> dict[str, Tensor]:
+        """The final trainable tensors by name, float64."""
+        return self.oracle.trainable
+
+    @property
+    def path_length(self) -> float:
+        """The sum of the learning rates: Adam moves no weight further than about this."""
+        return sum(step.lr for step in self.steps)
+
+
+def loss_and_grads(
+    oracle: OracleModel, batch: PackedDocuments, loss: Loss, denominator: float
+) -> tuple[float, dict[str, Tensor]]:
+    """The loss of one batch and its gradients by name; a tensor that the loss does not reach gets zeros."""
+    leaves = oracle.copy(requires_grad=True)
+    value = loss(leaves, batch, denominator)
+    names, tensors = list(leaves.trainable), list(leaves.trainable.values())
+    grads = torch.autograd.grad(value, tensors, allow_unused=True, materialize_grads=True)
+    return value.item(), dict(zip(names, grads, strict=True))
+
+
+def train_steps(
+    oracle: OracleModel,
+    batches: Sequence[PackedDocuments],
+    loss: Loss = sft,
+    *,
+    optimizer: AdamWConfig | None = None,
+    schedule: Schedule | None = None,
+    denominators: Sequence[float] | None = None,
+    start: TrainResult | None = None,
+) -> TrainResult:
+    """One update a batch; ``oracle`` itself is left as it was.
+
+    Args:
+        oracle: where training starts; not used when ``start`` is given.
+        batches: one a step. What an engine splits into ranks or micro-batches is one batch here:
+            sums over one denominator do not depend on the split.
+        loss: see `Loss`.
+        optimizer: AdamW's constants; the defaults if absent.
+        schedule: the learning rate; a constant 1e-3 if absent.
+        denominators: one a batch; the sum of its loss weights if absent.
+        start: an earlier result to continue from, with its optimizer state and step count.
+
+    Raises:
+        ValueError: if a denominator is not positive, or their number is not that of the batches.
+    """
+    config, schedule = optimizer or AdamWConfig(), schedule or Schedule()
+    model = oracle if start is None else start.oracle
+    state = zero_state(model.trainable) if start is None else start.optimizer
+    sensitivity = {name: torch.zeros_like(p) for name, p in model.trainable.items()}
+    if start is not None:
+        sensitivity = start.sensitivity
+    steps: list[StepResult] = []
+    divisors = denominators or [batch.denominator for batch in batches]
+    for batch, denominator in zip(batches, divisors, strict=True):
+        value, grads = loss_and_grads(model, batch, loss, denominator)
+        lr = schedule.at(state.step)
+        params, state = adamw_step(model.trainable, grads, state, config, lr=lr)
+        model = _with_trainable(model, params)
+        moved = _sensitivity(grads, state, config, lr)
+        sensitivity = {name: before + moved[name] for name, before in sensitivity.items()}
+        steps.append(StepResult(loss=value, grad_norm=global_norm(grads), lr=lr))
+    return TrainResult(
+        steps=tuple(steps), oracle=model, optimizer=state, config=config, sensitivity=sensitivity
+    )
+
+
+def _sensitivity(
+    grads: dict[str, Tensor], state: AdamWState, config: AdamWConfig, lr: float
+) -> dict[str, Tensor]:
+    """``lr * rms(g) / (sqrt(v) + eps)``: how an error of one rms in the gradient changes this update.
+
+    Zero where no gradient was ever seen: an absent token's embedding has no rounding error either.
+    """
+    scale = clip_coefficient(global_norm(grads), config.max_grad_norm)
+    unbias = 1 - config.betas[1] ** state.step
+    moved = dict[str, Tensor]()
+    for name, grad in grads.items():
+        root = (state.exp_avg_sq[name] / unbias).sqrt()
+        size = lr * scale * grad.square().mean().sqrt()
+        moved[name] = torch.where(root > 0, size / (root + config.eps), 0.0)
+    return moved
+
+
+def _with_trainable(oracle: OracleModel, params: dict[str, Tensor]) -> OracleModel:
+    if oracle.adapter is None:
+        return replace(oracle, params=params)
+    return replace(oracle, adapter=replace(oracle.adapter, params=params))

@@ -1,0 +1,36 @@
+"""What a rank's failure is reported as."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+__all__ = ["FailureKind", "RankError", "RankFailure"]
+
+FailureKind = Literal["raised", "died", "stalled"]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RankFailure:
+    """What happened to one rank.
+
+    ``kind``: ``raised`` (``text`` is the traceback, ``exception`` the class's full name), ``died``
+    (the exit code, and the stack of a crash), or ``stalled`` (the stack where it was).
+    """
+
+    rank: int
+    kind: FailureKind
+    text: str
+    exception: str = ""
+
+
+class RankError(AssertionError):
+    """A function failed on some rank. ``failures`` has every rank that did not return, by rank."""
+
+    def __init__(self, function: str, world: int, failures: Sequence[RankFailure], seconds: float) -> None:
+        self.function, self.world, self.failures = function, world, tuple(failures)
+        ranks = [failure.rank for failure in failures]
+        lines = [f"{function} failed on rank(s) {ranks} of {world} after {seconds:.1f} s"]
+        lines += [f"--- rank {f.rank} {f.kind}\n{f.text.rstrip()}" for f in failures]
+        super().__init__("\n".join(lines))

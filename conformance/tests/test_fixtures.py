@@ -1,0 +1,79 @@
+"""Fixtures: the same seed gives the same bytes, and batches are what they say."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from engine_conformance.fixtures import (
+    LENGTHS,
+    TinyModel,
+    concatenate,
+    nearby,
+    packed_documents,
+    write_checkpoint,
+)
+from engine_conformance.oracle import read_safetensors
+
+
+def test_checkpoint_depends_on_its_seed_only(tmp_path: Path) -> None:
+    folders = [write_checkpoint(tmp_path / str(i), TinyModel(seed=seed)) for i, seed in enumerate((3, 3, 4))]
+    files = [(folder / "model.safetensors").read_bytes() for folder in folders]
+    assert files[0] == files[1] != files[2]
+    configs = [(folder / "config.json").read_bytes() for folder in folders]
+    assert configs[0] == configs[2]
+
+
+def test_a_tensor_depends_on_its_name_and_the_seed(tmp_path: Path) -> None:
+    shallow = read_safetensors(write_checkpoint(tmp_path / "a", TinyModel()))
+    deep = read_safetensors(write_checkpoint(tmp_path / "b", TinyModel(num_layers=3, shards=2)))
+    assert shallow.keys() < deep.keys()
+    assert all(tensor.equal(deep[name]) for name, tensor in shallow.items())
+    norm = shallow["model.norm.weight"]
+    assert 0.1 < norm.std() < 0.3
+    assert abs(norm.mean() - 1) < 0.1
+
+
+@pytest.mark.parametrize("lengths", LENGTHS.values(), ids=LENGTHS.keys())
+def test_batches_are_packed_and_repeatable(lengths: tuple[int, ...]) -> None:
+    batch, again = packed_documents(5, lengths), packed_documents(5, lengths)
+    assert batch.lengths == list(lengths)
+    assert all(np.array_equal(value, again.arrays()[name]) for name, value in batch.arrays().items())
+    assert not batch.loss_weight[batch.cu_seqlens[:-1]].any()
+    assert batch.denominator > 0
+    assert all(value.shape == (sum(lengths),) for value in batch.per_token().values())
+    assert batch.per_token().keys() == batch.arrays().keys() - {"input_ids", "cu_seqlens"}
+
+
+def test_weights_are_masked_and_fractional() -> None:
+    weights = packed_documents(0, LENGTHS["uneven"]).loss_weight
+    assert {0.0, 1.0} < set(weights.tolist())
+    assert np.array_equal(weights * 4, np.round(weights * 4))
+
+
+def test_take_split_and_concatenate_keep_documents() -> None:
+    batch = packed_documents(0, LENGTHS["uneven"])
+    parts = batch.split(2)
+    assert [part.lengths for part in parts] == [[7, 12, 3], [1, 5, 9]]
+    back = concatenate(parts).take([0, 3, 1, 4, 2, 5])
+    assert all(np.array_equal(value, back.arrays()[name]) for name, value in batch.arrays().items())
+    assert sum(part.denominator for part in parts) == batch.denominator
+    with pytest.raises(ValueError, match="1 documents cannot be dealt to 2"):
+        packed_documents(0, [4]).split(2)
+
+
+def test_nearby_values_keep_off_the_clip_kinks() -> None:
+    distance = np.abs(nearby(np.full(1000, -3.0), seed=0) + 3.0)
+    small, large = distance < 0.16, distance > 0.34
+    assert np.all(small | large)
+    assert 300 < small.sum() < 700
+    batch = packed_documents(0, [5]).near(1, old_log_probs=np.zeros(5))
+    assert batch.old_log_probs.dtype == np.float32
+    assert np.abs(batch.old_log_probs).max() < 0.61
+
+
+def test_lengths_must_be_positive() -> None:
+    with pytest.raises(ValueError, match="must be positive"):
+        packed_documents(0, [3, 0])

@@ -1,0 +1,170 @@
+"""Sessions: `nox -l` lists them; `nox` alone runs what CI runs. Needs `pip install "nox[uv]"`."""
+
+from __future__ import annotations
+
+import os
+import sys
+import tomllib
+from pathlib import Path
+
+import nox
+
+ROOT = Path(__file__).parent
+sys.path.insert(0, str(ROOT / "tools"))  # scripts, not a package
+
+from matrix import engine_devices, load  # noqa: E402 - found through the line above
+
+PYTHONS = ((3, 11), (3, 12))
+CONSTRAINTS = "constraints/cpu.txt"
+PYTEST = ("hypothesis", "pytest", "pytest-benchmark", "pytest-timeout")
+TOOLS = ("import-linter", "nox", "pyright[nodejs]", "ruff", *PYTEST)
+API, FSDP, TRAINER, SUITE = "packages/engine-api", "packages/engine-fsdp", "packages/trainer", "conformance"
+# Extras that want a GPU, a server or an account.
+NOT_ON_CPU = {"cuda", "flash", "gpu", "megatron", "npu", "ray", "sglang", "vllm", "wandb"}
+
+nox.needs_version = ">=2025.5"
+nox.options.default_venv_backend = "uv"
+nox.options.sessions = ["tests"]
+nox.options.reuse_venv = "yes"
+# uv does not read pip's variable; without it a CPU-only host would get the CUDA build of torch.
+if "PIP_FIND_LINKS" in os.environ:
+    os.environ.setdefault("UV_FIND_LINKS", ",".join(os.environ["PIP_FIND_LINKS"].split()))
+
+
+def packages() -> list[str]:
+    """Folders of all packages in the tree."""
+    found = sorted(path.parent.relative_to(ROOT) for path in ROOT.glob("packages/*/pyproject.toml"))
+    return [*map(str, found), SUITE]
+
+
+def with_extras(folder: str) -> str:
+    """``folder[extra,…]`` with every extra that a CPU host can install."""
+    project = tomllib.loads((ROOT / folder / "pyproject.toml").read_text())["project"]
+    extras = sorted(set(project.get("optional-dependencies", {})) - NOT_ON_CPU)
+    return f"./{folder}[{','.join(extras)}]" if extras else f"./{folder}"
+
+
+def install(session: nox.Session, folders: list[str], *tools: str) -> None:
+    """Packages of the tree, editable, with the tested versions of everything else."""
+    if sys.version_info[:2] not in PYTHONS:
+        known = " and ".join(".".join(map(str, p)) for p in PYTHONS)
+        session.error(f"this is Python {sys.version.split()[0]}; the packages are tested with {known}: use one for nox")
+    editable = [part for folder in folders for part in ("-e", with_extras(folder))]
+    session.install("-c", CONSTRAINTS, *editable, *tools)
+
+
+def check_lint(session: nox.Session) -> None:
+    """Style and format."""
+    session.run("ruff", "check", ".")
+    session.run("ruff", "format", "--check", ".")
+
+
+def check_types(session: nox.Session) -> None:
+    """Types, strict in the contract."""
+    session.run("pyright", "--pythonpath", str(Path(session.bin, "python")))
+
+
+def check_imports(session: nox.Session) -> None:
+    """Who may import whom."""
+    session.run("lint-imports", "--no-cache")
+
+
+def check_docs(session: nox.Session) -> None:
+    """Generated pages are what their sources say."""
+    session.run("python", "tools/matrix.py", "--check")
+
+
+def check_unit(session: nox.Session) -> None:
+    """Tests of the repository, then of each package, one process at a time: many of them start ranks."""
+    codes = [0, 5] if session.posargs else [0]  # 5: `-k` picked nothing in this folder
+    for folder in [".", *packages()]:
+        if (ROOT / folder / "tests").is_dir():
+            session.run("pytest", "-q", f"{folder}/tests", *session.posargs,
+                        success_codes=codes, env={"OMP_NUM_THREADS": "1"})  # fmt: skip
+
+
+@nox.session
+def tests(session: nox.Session) -> None:
+    """All that CI runs: lint, types, imports, generated docs, every test; after `--`: pytest arguments."""
+    install(session, packages(), *TOOLS)
+    for check in (check_lint, check_types, check_imports, check_docs, check_unit):
+        check(session)
+
+
+@nox.session
+def lint(session: nox.Session) -> None:
+    """Style and format alone."""
+    session.install("-c", CONSTRAINTS, "ruff")
+    check_lint(session)
+
+
+@nox.session
+def types(session: nox.Session) -> None:
+    """Types alone."""
+    install(session, packages(), *TOOLS)
+    check_types(session)
+
+
+@nox.session
+def imports(session: nox.Session) -> None:
+    """Import rules alone."""
+    install(session, packages(), "import-linter")
+    check_imports(session)
+
+
+@nox.session
+def unit(session: nox.Session) -> None:
+    """Tests alone; after `--`: pytest arguments."""
+    install(session, packages(), *PYTEST)
+    check_unit(session)
+
+
+@nox.session
+def docs(session: nox.Session) -> None:
+    """Write the generated pages."""
+    session.run("python", "tools/matrix.py")
+
+
+@nox.session
+def quickstart(session: nox.Session) -> None:
+    """Train a small model end to end on this machine; after `--`: the recipe's arguments."""
+    install(session, [API, FSDP, TRAINER])
+    session.run("python", "recipes/quickstart/run.py", *session.posargs)
+
+
+@nox.session
+@nox.parametrize(("engine", "device"), engine_devices(load()))
+def conformance(session: nox.Session, engine: str, device: str) -> None:
+    """The conformance cases of one engine on one device; after `--`: pytest arguments."""
+    folder = next(e["package"] for e in load()["engines"] if e["backend"] == engine)
+    install(session, [API, folder, SUITE], *PYTEST)
+    environment = {"ENGINE_BACKEND": engine, "ENGINE_DEVICE": device, "OMP_NUM_THREADS": "1"}
+    # Exit 5, nothing ran, is a failure here.
+    session.run("pytest", "-q", "-m", "conformance", f"{folder}/tests", *session.posargs, env=environment)
+
+
+@nox.session
+def bench(session: nox.Session) -> None:
+    """Run benchmarks/ and write their table in docs/benchmarks.md; after `--`: its name there."""
+    install(session, packages(), *PYTEST)
+    name = session.posargs[0] if session.posargs else "cpu"
+    result = str(Path(session.create_tmp(), "benchmarks.json"))
+    session.run("pytest", "-q", "benchmarks", f"--benchmark-json={result}")
+    session.run("python", "tools/benchmarks.py", result, name, "--command", f"nox -s bench -- {name}")
+
+
+@nox.session
+def wheels(session: nox.Session) -> None:
+    """Build every wheel; install each alone in a fresh environment; import it and run the doctor."""
+    session.install("-c", CONSTRAINTS, "uv")
+    folder = Path(session.create_tmp(), "wheels")
+    for package in packages():
+        session.run("uv", "build", "--quiet", "--wheel", package, "--out-dir", str(folder))
+    found = {"UV_FIND_LINKS": ",".join(filter(None, [str(folder), os.environ.get("UV_FIND_LINKS")]))}
+    for wheel in sorted(folder.glob("*.whl")):
+        home = Path(session.create_tmp(), "alone", wheel.name.split("-")[0])
+        python = str(home / "bin" / "python")
+        session.run("uv", "venv", "--quiet", "--clear", "--python", sys.executable, str(home))
+        session.run("uv", "pip", "install", "--quiet", "--python", python, "-c", CONSTRAINTS, str(wheel), env=found)
+        session.run(python, "-c", f"import {home.name}", external=True)
+        session.run(python, "-m", "engine_api", "doctor", external=True)

@@ -1,0 +1,98 @@
+"""Hugging Face checkpoint names of the parameters of a transformers model.
+
+transformers 5 keeps the experts of most MoE families fused in memory
+(``experts.gate_up_proj [E, 2I, H]``) and splits them when it saves
+(``experts.3.gate_proj.weight [I, H]``). Exports, checkpoints and rollouts speak the
+saved names; this is the one place that knows how the two belong together. The table
+is transformers' own conversion mapping, read backwards.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+from engine_api.errors import ConfigError
+from engine_api.weights import ShardSpec
+
+if TYPE_CHECKING:
+    import torch
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Piece:
+    """One saved tensor, and the part of an in-memory parameter that it is.
+
+    ``expert is None``: the whole parameter. Else ``parameter[expert, rows[0]:rows[1]]``.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    expert: int | None = None
+    rows: tuple[int, int] = (0, 0)
+
+    def view(self, tensor: torch.Tensor, first: int = 0) -> torch.Tensor:
+        """The piece inside ``tensor``, the parameter's rows ``[first, first + len(tensor))`` of dimension 0.
+
+        A view; with a zero in its shape where ``tensor`` holds nothing of the piece.
+        """
+        if self.expert is None:
+            return tensor
+        if not first <= self.expert < first + tensor.shape[0]:
+            return tensor.new_empty((0, *self.shape[1:]))
+        return tensor[self.expert - first, self.rows[0] : self.rows[1]]
+
+    def spec(self, first: int, count: int, replica: int) -> ShardSpec:
+        """Where ``view`` belongs in the saved tensor when the rank holds rows ``[first, first + count)``."""
+        if self.expert is not None:
+            held = first <= self.expert < first + count
+            return ShardSpec.whole(self.shape, replica) if held else ShardSpec.nothing(self.shape)
+        offset = (first, *(0 for _ in self.shape[1:])) if self.shape else ()
+        shape = (count, *self.shape[1:]) if self.shape else ()
+        return ShardSpec(global_shape=self.shape, offset=offset, shape=shape, replica=replica)
+
+
+def pieces_of(model: Any) -> dict[str, list[Piece]]:
+    """In-memory parameter name → its saved tensors, in order; tied parameters once.
+
+    Args:
+        model: a transformers ``PreTrainedModel``, on any device (meta included), not yet wrapped.
+
+    Raises:
+        ConfigError: transformers converts a parameter in a way that is not a split into experts.
+    """
+    from transformers.conversion_mapping import get_model_conversion_mapping
+
+    # Loading applies the transforms in order; saving undoes them from the last to the first, converters before renamings.
+    transforms = [t.reverse_transform() for t in get_model_conversion_mapping(model, add_legacy=False)]
+    transforms.sort(key=lambda t: not hasattr(t, "operations"))
+    return {name: _pieces(name, tuple(p.shape), transforms) for name, p in model.named_parameters()}
+
+
+def _pieces(name: str, shape: tuple[int, ...], transforms: list[Any]) -> list[Piece]:
+    pieces = [Piece(name=name, shape=shape)]
+    for transform in transforms:
+        if hasattr(transform, "operations"):
+            renamed, pattern = transform.rename_source_key(name)
+            if pattern is not None:
+                pieces = _split(name, renamed, shape, transform)
+        else:
+            pieces = [replace(p, name=transform.rename_source_key(p.name)[0]) for p in pieces]
+    return pieces
+
+
+def _split(name: str, renamed: str, shape: tuple[int, ...], transform: Any) -> list[Piece]:
+    operations = [repr(o) for o in transform.operations]
+    targets = list(transform.target_patterns)
+    fused = operations == ["Chunk(dim=1)", "SplitModulelist(dim=0)"]
+    if len(shape) != 3 or not (fused or (operations == ["SplitModulelist(dim=0)"] and len(targets) == 1)):
+        raise ConfigError("model.path", f"no export for {name}: it is saved through {operations}",
+                          why="only splits into experts are known", remedy="report the model family")  # fmt: skip
+    experts, rows, columns = shape
+    part = rows // len(targets)
+    return [
+        Piece(name=renamed.replace(targets[0], target).replace("*", str(expert)), shape=(part, columns),
+              expert=expert, rows=(i * part, (i + 1) * part))
+        for expert in range(experts)
+        for i, target in enumerate(targets)
+    ]  # fmt: skip

@@ -1,0 +1,224 @@
+"""The portable checkpoint, written and read by several ranks: whole, atomic, checked."""
+
+from __future__ import annotations
+
+import errno
+import json
+import shutil
+from collections import namedtuple
+from pathlib import Path
+
+import pytest
+import torch
+
+from engine_api import checkpoint
+from engine_api.errors import (
+    CheckpointCorrupt,
+    CheckpointMismatch,
+    CheckpointMissing,
+    CheckpointWriteError,
+    RankFailure,
+)
+from engine_api.manifest import read_manifest
+from engine_api.weights import ShardSpec
+
+WHOLE = {
+    "model.a": torch.arange(35.0).view(7, 5),
+    "optim.a.exp_avg": torch.arange(35.0).view(7, 5) / 7,
+    "optim.a.step": torch.tensor(3.0),
+    "model.b": torch.arange(6, dtype=torch.bfloat16),
+}
+Usage = namedtuple("Usage", "total used free")
+
+
+def rows_of(key: str, rank: int, count: int) -> ShardSpec:
+    """Dimension 0 in equal pieces, the last ones empty or short; scalars are copies."""
+    shape = tuple(WHOLE[key].shape)
+    if not shape:
+        return ShardSpec.whole((), replica=rank)
+    size = -(-shape[0] // count)
+    low, high = min(rank * size, shape[0]), min(rank * size + size, shape[0])
+    return ShardSpec(global_shape=shape, offset=(low, *[0] * (len(shape) - 1)), shape=(high - low, *shape[1:]))
+
+
+def columns_of(key: str, rank: int, count: int) -> ShardSpec:
+    shape = tuple(WHOLE[key].shape)
+    if len(shape) < 2:
+        return ShardSpec.whole(shape)
+    low, high = shape[1] * rank // count, shape[1] * (rank + 1) // count
+    return ShardSpec(global_shape=shape, offset=(0, low), shape=(shape[0], high - low))
+
+
+def write(comm, folder: Path, step: int = 5, **extra):
+    state = {k: (v[s.slices], s) for k, v in WHOLE.items() for s in [rows_of(k, comm.rank, comm.world_size)]}
+    return checkpoint.write(folder, comm=comm, state=state, rank_state={"rank": comm.rank}, step=step, engine="test",
+                            topology={"dp": comm.world_size}, extra=extra)  # fmt: skip
+
+
+def read(comm, folder: Path, cut=columns_of, **changes):
+    wanted = {k: (cut(k, comm.rank, comm.world_size), v.dtype) for k, v in WHOLE.items()} | changes
+    return checkpoint.read(folder, comm=comm, layout=lambda entries: wanted, rank=comm.rank)
+
+
+@pytest.fixture
+def saved(tmp_path, ranks):
+    """A checkpoint of two ranks at ``<folder>/step-5``."""
+    assert [i.step for i in ranks(2, lambda comm: write(comm, tmp_path / "step-5", epoch=2))] == [5, 5]
+    return tmp_path
+
+
+@pytest.mark.parametrize(("writers", "readers"), [(1, 1), (2, 2), (2, 3), (3, 1), (4, 2)])
+@pytest.mark.parametrize("cut", [rows_of, columns_of])
+def test_any_layout_reads_what_any_layout_wrote(tmp_path, ranks, writers, readers, cut):
+    ranks(writers, lambda comm: write(comm, tmp_path / "x"))
+    for rank, (manifest, tensors, rank_state) in enumerate(ranks(readers, lambda comm: read(comm, tmp_path, cut))):
+        assert manifest.world_size == writers
+        assert rank_state == ({"rank": rank} if writers == readers else None)
+        for key, whole in WHOLE.items():
+            assert tensors[key].dtype == whole.dtype
+            assert torch.equal(tensors[key], whole[cut(key, rank, readers).slices])
+
+
+def test_what_a_checkpoint_leaves_on_disk(saved):
+    assert sorted(p.name for p in saved.iterdir()) == ["latest", "step-5"]
+    names = sorted(str(p.relative_to(saved / "step-5")) for p in (saved / "step-5").rglob("*") if p.is_file())
+    assert names == ["manifest.json", "rank-00000.json", "rank-00001.json",
+                     "state/00000.safetensors", "state/00001.safetensors"]  # fmt: skip
+    manifest = read_manifest(saved / "step-5")
+    assert (manifest.step, manifest.engine, manifest.extra) == (5, "test", {"epoch": 2})
+    assert manifest.num_bytes == sum((saved / "step-5" / n).stat().st_size for n in names[1:])
+
+
+def test_latest_follows_the_newest(saved, ranks):
+    ranks(1, lambda comm: write(comm, saved / "step-6", step=6))
+    assert checkpoint.locate(saved).name == "step-6"
+    assert ranks(1, lambda comm: read(comm, saved))[0][0].step == 6
+    assert ranks(1, lambda comm: read(comm, saved / "step-5"))[0][0].step == 5
+
+
+def test_a_checkpoint_is_never_overwritten(saved, ranks):
+    own, other = ranks(2, lambda comm: write(comm, saved / "step-5", step=9))
+    assert isinstance(own, CheckpointWriteError)
+    assert isinstance(other, RankFailure)
+    assert read_manifest(saved / "step-5").step == 5
+
+
+def shard_file(saved: Path) -> Path:
+    return saved / "step-5/state/00001.safetensors"
+
+
+def truncate(saved):
+    path = shard_file(saved)
+    path.write_bytes(path.read_bytes()[:-1])
+
+
+def flip(saved):
+    path = shard_file(saved)
+    data = bytearray(path.read_bytes())
+    data[-1] ^= 1
+    path.write_bytes(bytes(data))
+
+
+def edit(saved, **changes):
+    path = saved / "step-5/manifest.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), **changes}))
+
+
+def without(saved, part):
+    path = saved / "step-5/manifest.json"
+    path.write_text(json.dumps({k: v for k, v in json.loads(path.read_text()).items() if k != part}))
+
+
+def hole(saved):
+    path = saved / "step-5/manifest.json"
+    raw = json.loads(path.read_text())
+    del raw["tensors"]["model.a"]["shards"][0]
+    path.write_text(json.dumps(raw))
+
+
+DAMAGE = {
+    "truncated": (truncate, CheckpointCorrupt, "truncated"),
+    "altered": (flip, CheckpointCorrupt, "checksum differs"),
+    "a file is gone": (lambda s: shard_file(s).unlink(), CheckpointCorrupt, "a file is missing"),
+    "a shard is gone": (hole, CheckpointCorrupt, "model.a exactly once"),
+    "no manifest": (lambda s: (s / "step-5/manifest.json").unlink(), CheckpointMissing, "rank-00000.json"),
+    "no JSON": (lambda s: (s / "step-5/manifest.json").write_text("{"), CheckpointCorrupt, "cannot be read"),
+    "foreign JSON": (lambda s: (s / "step-5/manifest.json").write_text("[1]"), CheckpointCorrupt, "cannot be read"),
+    "lacks tensors": (lambda s: without(s, "tensors"), CheckpointCorrupt, "lacks parts"),
+    "has more": (lambda s: edit(s, colour="red"), CheckpointCorrupt, "lacks parts"),
+    "a newer format": (lambda s: edit(s, format=2), CheckpointMismatch, "upgrade engine-api"),
+    "a newer contract": (lambda s: edit(s, contract="1.99"), CheckpointMismatch, "upgrade engine-api"),
+    "a lost folder": (lambda s: shutil.rmtree(s / "step-5"), CheckpointMissing, "which is not there"),
+}
+
+
+@pytest.mark.parametrize(("damage", "error", "text"), DAMAGE.values(), ids=DAMAGE.keys())
+def test_damage_is_found_on_all_ranks_together(saved, ranks, damage, error, text):
+    damage(saved)
+    found = ranks(2, lambda comm: read(comm, saved))
+    assert any(isinstance(e, error) and text in str(e) for e in found)
+    assert all(isinstance(e, error | RankFailure) for e in found)
+
+
+def test_a_missing_folder_says_so(tmp_path, ranks):
+    (error,) = ranks(1, lambda comm: read(comm, tmp_path / "none"))
+    assert isinstance(error, CheckpointMissing)
+    assert "does not exist" in error.why
+
+
+def test_another_model_is_named_by_its_keys(saved, ranks):
+    changes = {"model.c": (ShardSpec.whole((2,)), torch.float32), "model.a": (ShardSpec.whole((7, 4)), torch.float32)}
+    (error,) = ranks(1, lambda comm: read(comm, saved, **changes))
+    assert isinstance(error, CheckpointMismatch)
+    assert "missing: model.c" in error.why
+    assert "model.a: checkpoint (7, 5), model (7, 4)" in error.why
+
+
+def refuse_room(monkeypatch):
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: Usage(10, 10, 0))
+
+
+def fail_in_writer(monkeypatch):
+    def save_file(*_):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr("safetensors.torch.save_file", save_file)
+
+
+def fail_in_manifest(monkeypatch):
+    def write(*_):
+        raise OSError(errno.EACCES, "Permission denied")
+
+    monkeypatch.setattr("engine_api.manifest.Manifest.write", write)
+
+
+@pytest.mark.parametrize("fail", [refuse_room, fail_in_writer, fail_in_manifest])
+def test_a_failed_save_leaves_nothing_and_the_old_one_intact(saved, ranks, monkeypatch, fail):
+    with monkeypatch.context() as patch:
+        fail(patch)
+        found = ranks(2, lambda comm: write(comm, saved / "step-6", step=6))
+    assert isinstance(found[0], CheckpointWriteError)
+    assert isinstance(found[1], CheckpointWriteError | RankFailure)
+    assert "earlier checkpoints are untouched" in found[0].remedy
+    assert sorted(p.name for p in saved.iterdir()) == ["latest", "step-5"]
+    assert ranks(2, lambda comm: read(comm, saved))[0][0].step == 5
+    assert ranks(2, lambda comm: write(comm, saved / "step-6", step=6))[0].step == 6
+
+
+def test_an_extra_that_is_not_json_stops_all_ranks(saved, ranks):
+    found = ranks(2, lambda comm: write(comm, saved / "step-6", what=object()))
+    assert isinstance(found[0], TypeError)
+    assert isinstance(found[1], RankFailure)
+    assert sorted(p.name for p in saved.iterdir()) == ["latest", "step-5"]
+
+
+def test_a_killed_save_is_not_a_checkpoint_and_the_next_one_clears_it(saved, ranks):
+    remains = saved / "step-6.partial"
+    (remains / "state").mkdir(parents=True)
+    (remains / "state/00007.safetensors").write_bytes(b"half")
+    assert checkpoint.locate(saved).name == "step-5"
+    (error,) = ranks(1, lambda comm: read(comm, remains))
+    assert isinstance(error, CheckpointMissing)
+    ranks(1, lambda comm: write(comm, saved / "step-6", step=6))
+    assert not remains.exists()
+    assert not (saved / "step-6/state/00007.safetensors").exists()

@@ -1,0 +1,133 @@
+"""Errors keep their fields between processes; configurations are checked where they are made."""
+
+from __future__ import annotations
+
+import pickle
+from dataclasses import dataclass
+
+import pytest
+
+import engine_api
+from engine_api import (
+    Capability,
+    CheckpointConfig,
+    EngineConfig,
+    LoraConfig,
+    Memory,
+    ModelSource,
+    OptimizerConfig,
+    Parallelism,
+    Precision,
+    ScheduleConfig,
+    errors,
+)
+from engine_api.capabilities import REQUESTS, refuse_undeclared
+from engine_api.config import build_options
+from engine_api.errors import ConfigError, UnsupportedCapability
+
+EVERY = [
+    errors.EngineError("what", where="here", why="so", remedy="do"),
+    errors.PluginNotFound("what"),
+    errors.PluginUnavailable("what", trace=["a", "b"], remedy="do"),
+    errors.ConfigError("a.b", "what"),
+    errors.BatchError("field", "what", index=3),
+    errors.UnsupportedCapability("tp", where="acme"),
+    errors.EngineStateError("train_batch", "closed", "ready"),
+    errors.CheckpointCorrupt("what", where="file"),
+    errors.RankFailure({1: "one", 0: "zero"}),
+]
+
+
+@pytest.mark.parametrize("error", EVERY, ids=lambda e: type(e).__name__)
+def test_errors_survive_pickling(error):
+    copy = pickle.loads(pickle.dumps(error))
+    assert type(copy) is type(error)
+    assert str(copy) == str(error)
+    assert copy.__dict__ == error.__dict__
+
+
+def test_an_error_says_what_where_why_and_what_to_do():
+    assert str(EVERY[0]) == "here: what\n  why: so\n  to do: do"
+    assert str(errors.RankFailure({1: "one", 0: "zero"})).index("rank 0") < str(EVERY[-1]).index("rank 1")
+
+
+def test_the_public_names_are_there():
+    for name in engine_api.__all__:
+        assert getattr(engine_api, name) is not None
+    with pytest.raises(AttributeError, match="no_such"):
+        _ = engine_api.no_such
+
+
+def config(**parts):
+    return EngineConfig(model=parts.pop("model", ModelSource(path="x")), **parts)
+
+
+BAD = {
+    "memory.max_tokens": {"memory": Memory(max_tokens=0)},
+    "memory.logit_chunk": {"memory": Memory(logit_chunk=-1)},
+    "memory.recompute": {"memory": Memory(recompute="some")},
+    "parallelism.tp": {"parallelism": Parallelism(tp=0)},
+    "parallelism.dp_shard": {"parallelism": Parallelism(dp_shard=0)},
+    "precision.compute": {"precision": Precision(compute="bf16")},
+    "schedule.name": {"schedule": ScheduleConfig(name="cosin")},
+    "schedule.total_steps": {"schedule": ScheduleConfig(name="linear")},
+    "model.init": {"model": ModelSource(path="x", init="zeros")},
+    "optimizer.lr": {"optimizer": OptimizerConfig(lr=float("nan"))},
+    "lora.rank": {"lora": LoraConfig(rank=0)},
+}
+
+
+@pytest.mark.parametrize(("field", "parts"), BAD.items(), ids=BAD.keys())
+def test_a_bad_value_is_refused_by_name(field, parts):
+    with pytest.raises(ConfigError) as caught:
+        config(**parts)
+    assert caught.value.field == field
+
+
+ASKS = {
+    Capability.HSDP: {"parallelism": Parallelism(dp_replicate=2)},
+    Capability.TP: {"parallelism": Parallelism(tp=2)},
+    Capability.PP: {"parallelism": Parallelism(pp=2)},
+    Capability.CP: {"parallelism": Parallelism(cp=2)},
+    Capability.EP: {"parallelism": Parallelism(ep=2)},
+    Capability.ULYSSES: {"parallelism": Parallelism(ulysses=2)},
+    Capability.LORA: {"lora": LoraConfig()},
+    Capability.OFFLOAD: {"memory": Memory(offload_optimizer=True)},
+    Capability.RECOMPUTE: {"memory": Memory(recompute="full")},
+    Capability.COMPILE: {"memory": Memory(compile=True)},
+    Capability.BF16: {"precision": Precision(compute="bfloat16")},
+    Capability.FP8: {"precision": Precision(compute="float8")},
+    Capability.ASYNC_CHECKPOINT: {"checkpoint": CheckpointConfig(async_save=True)},
+}
+
+
+def test_every_request_is_tried_here():
+    assert set(ASKS) == set(REQUESTS)
+
+
+@pytest.mark.parametrize(
+    ("capability", "parts"), ASKS.items(), ids=lambda v: str(v) if isinstance(v, Capability) else ""
+)
+def test_what_is_not_declared_is_refused_by_name(capability, parts):
+    refuse_undeclared(config(**parts), [capability], "acme")
+    refuse_undeclared(config(), [], "acme")
+    with pytest.raises(UnsupportedCapability, match="declares only: dp") as caught:
+        refuse_undeclared(config(**parts), ["dp"], "acme")
+    assert caught.value.capability == capability
+    assert caught.value.where == "acme"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Options:
+    prefetch: int = 1
+
+
+def test_options_of_a_plugin():
+    assert build_options(None, Options) == Options()
+    assert build_options({"prefetch": 2}, Options) == Options(prefetch=2)
+    assert build_options(Options(prefetch=3), Options).prefetch == 3
+    with pytest.raises(ConfigError, match="did you mean prefetch") as caught:
+        build_options({"prefech": 2}, Options)
+    assert caught.value.field == "options.prefech"
+    with pytest.raises(ConfigError, match="int given"):
+        build_options(3, Options)

@@ -1,0 +1,159 @@
+"""Finding and choosing plug-ins: absent, broken, conflicting, for another contract, on absent devices."""
+
+from __future__ import annotations
+
+import logging
+
+import pytest
+
+from engine_api.errors import ContractMismatch, PluginConflict, PluginLoadError, PluginNotFound, PluginUnavailable
+from engine_api.plugin import contract_problem
+from engine_api.registry import Registry
+
+GOOD = """
+from engine_api.plugin import CONTRACT, EnginePlugin, ProbeResult, Row
+
+def probe(device):
+    if device == "cuda":
+        return ProbeResult(ok=False, reason="no driver", remedy="install one")
+    return ProbeResult(ok=True)
+
+PLUGIN = EnginePlugin(name="acme", contract=CONTRACT, probe=probe, rows=(
+    Row(backends=("acme", "acme2"), devices=("cuda", "cpu"), target="{module}_engine:Engine"),
+    Row(backends=("acme-gpu",), devices=("cuda",), target="{module}_engine:Engine"),
+))
+"""
+ENGINE = "class Engine:\n    pass\n"
+
+
+@pytest.fixture
+def registry():
+    return Registry("test.engines", "engine")
+
+
+@pytest.fixture
+def acme(add_distribution):
+    add_distribution("acme", {"acme": "acme_plugin:PLUGIN"},
+                     {"acme_plugin": GOOD.format(module="acme"), "acme_engine": ENGINE})  # fmt: skip
+
+
+@pytest.mark.usefixtures("acme")
+class TestResolution:
+    def test_auto_falls_to_the_cpu_and_says_so(self, registry, caplog):
+        with caplog.at_level(logging.INFO, logger="engine_api"):
+            found = registry.resolve(backend="acme")
+        assert (found.device, found.row.target) == ("cpu", "acme_engine:Engine")
+        assert [(c.device, c.accepted) for c in found.trace] == [("cuda", False), ("cpu", True)]
+        assert "auto -> cpu" in caplog.text
+        assert "no driver" in caplog.text
+
+    def test_an_explicit_device_is_never_replaced(self, registry):
+        with pytest.raises(PluginUnavailable, match="no driver") as caught:
+            registry.resolve(backend="acme", device="cuda")
+        assert caught.value.remedy == "install one"
+        assert len(caught.value.trace) == 1
+
+    def test_a_device_without_a_row_is_named(self, registry):
+        with pytest.raises(PluginUnavailable, match="never replaced") as caught:
+            registry.resolve(backend="acme", device="npu")
+        assert "cpu, cuda" in caught.value.remedy
+
+    def test_auto_without_any_usable_device_shows_the_trace(self, registry):
+        with pytest.raises(PluginUnavailable, match=r"cuda by acme==1\.0"):
+            registry.resolve(backend="acme-gpu")
+
+    def test_the_class_is_imported_when_it_is_loaded(self, registry):
+        found = registry.resolve(backend="acme2", device="cpu")
+        assert registry.load(found).__name__ == "Engine"
+
+    def test_unknown_names_get_their_near_matches(self, registry):
+        with pytest.raises(PluginNotFound, match="did you mean acme"):
+            registry.resolve(backend="acne")
+
+    def test_known_but_absent_gets_the_install_line(self, registry):
+        with pytest.raises(PluginNotFound, match="pip install engine-fsdp"):
+            registry.resolve(backend="fsdp2")
+
+    def test_a_model_type_that_is_not_served(self, registry):
+        with pytest.raises(PluginNotFound, match="it serves: language_model"):
+            registry.resolve(backend="acme", model_type="value_model")
+
+
+def test_two_distributions_with_one_row_are_both_named(registry, acme, add_distribution):
+    other = GOOD.format(module="acme")
+    add_distribution("emca", {"emca": "emca_plugin:PLUGIN"}, {"emca_plugin": other})
+    with pytest.raises(PluginConflict, match=r"(?s)acme==1.0.*emca==1.0"):
+        registry.resolve(backend="acme")
+
+
+def test_a_broken_descriptor_is_kept_with_its_cause_and_breaks_nobody(registry, acme, add_distribution):
+    add_distribution("rotten", {"rotten": "rotten_plugin:PLUGIN"}, {"rotten_plugin": "import no_such_module"})
+    assert registry.resolve(backend="acme").device == "cpu"
+    with pytest.raises(PluginLoadError, match="no_such_module") as caught:
+        registry.resolve(backend="rotten")
+    assert isinstance(caught.value.__cause__, ModuleNotFoundError)
+    assert "rotten==1.0" in caught.value.where
+
+
+def test_a_broken_known_distribution_is_not_called_absent(registry, add_distribution):
+    add_distribution("engine-fsdp", {"fsdp": "broken_fsdp:PLUGIN"}, {"broken_fsdp": "1 / 0"})
+    with pytest.raises(PluginLoadError, match="ZeroDivisionError"):
+        registry.resolve(backend="fsdp2")
+
+
+def test_a_class_that_does_not_import_is_reported_with_its_cause(registry, add_distribution):
+    modules = {"half_plugin": GOOD.format(module="half"), "half_engine": "raise RuntimeError('boom')"}
+    add_distribution("half", {"half": "half_plugin:PLUGIN"}, modules)
+    with pytest.raises(PluginLoadError, match="boom") as caught:
+        registry.load(registry.resolve(backend="acme"))
+    assert isinstance(caught.value.__cause__, RuntimeError)
+
+
+def test_an_entry_point_that_is_no_plugin(registry, add_distribution):
+    add_distribution("odd", {"odd": "odd_plugin:PLUGIN"}, {"odd_plugin": "PLUGIN = 3"})
+    with pytest.raises(ContractMismatch, match="names a int"):
+        registry.resolve(backend="odd")
+
+
+def test_another_contract_is_refused_by_any_of_its_backends(registry, add_distribution):
+    text = GOOD.format(module="new").replace("contract=CONTRACT", "contract='1.99'")
+    add_distribution("new", {"new": "new_plugin:PLUGIN"}, {"new_plugin": text})
+    with pytest.raises(ContractMismatch, match=r"1\.99, newer"):
+        registry.resolve(backend="acme2")
+
+
+def test_a_probe_that_raises_says_no(registry, add_distribution):
+    text = GOOD.format(module="bad").replace("return ProbeResult(ok=True)", "raise OSError('fell over')")
+    add_distribution("bad", {"bad": "bad_plugin:PLUGIN"}, {"bad_plugin": text})
+    with pytest.raises(PluginUnavailable, match="fell over"):
+        registry.resolve(backend="acme")
+
+
+@pytest.mark.parametrize(
+    ("contract", "problem"),
+    [("1.2", None), ("1.0", None), ("1.3", "newer"), ("2.0", "serves 1.2"), ("0.9", "serves"), ("one", "MAJOR.MINOR")],
+)
+def test_contract_versions(contract, problem):
+    found = contract_problem(contract, ours="1.2")
+    assert (found is None) if problem is None else (problem in found)
+
+
+def test_registering_in_process(registry):
+    @registry.register(backend="mine", device="cpu")
+    class Mine:
+        pass
+
+    found = registry.resolve(backend="mine")
+    assert registry.load(found) is Mine
+    assert "in process" in found.source
+    registry.unregister("mine")
+    with pytest.raises(PluginNotFound):
+        registry.resolve(backend="mine")
+
+
+def test_entry_points_are_read_again_after_refresh(registry, add_distribution):
+    assert registry.found() == []
+    add_distribution("late", {"late": "late_plugin:PLUGIN"}, {"late_plugin": GOOD.format(module="late")})
+    assert registry.found() == []
+    registry.refresh()
+    assert [f.distribution for f in registry.found()] == ["late"]

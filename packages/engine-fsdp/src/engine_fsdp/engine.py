@@ -1,0 +1,248 @@
+"""The FSDP2 engine: Hugging Face models on ``fully_shard``, packed documents, Ulysses."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any, ClassVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.fsdp import FSDPModule
+
+from engine_api.base import BaseEngine
+from engine_api.batch import Batch
+from engine_api.comm import Comm, SingleComm, TorchComm
+from engine_api.config import EngineConfig
+from engine_api.contract import Adapter
+from engine_api.errors import ConfigError, EngineStateError
+from engine_api.manifest import Entry
+from engine_api.registry import Resolution
+from engine_api.results import TokenOutputs
+from engine_api.weights import ShardExport, ShardSpec, WeightExport
+from engine_fsdp import checkpoint, export, lora
+from engine_fsdp.attention import choose_kernel
+from engine_fsdp.model import Kind, PackedModel, blocks_of, build_model, pack_inputs
+from engine_fsdp.optimizer import build_optimizer, clip, move_state
+from engine_fsdp.options import fsdp_options
+from engine_fsdp.parallel import Layout, build_layout, ensure_process_group, reset_after_failure, shard_model
+from engine_fsdp.save_hf import save_hf
+from engine_fsdp.verify import verify_model
+from engine_fsdp.weights import ShardedParam, fill, parameter_table
+
+
+class FSDPEngine(BaseEngine):
+    """What the language and the value engine share; see ``engine_api.contract.Engine`` for the promises."""
+
+    kind: ClassVar[Kind]
+
+    def __init__(self, config: EngineConfig, *, resolution: Resolution) -> None:
+        super().__init__(config, resolution=resolution)
+        self.options = fsdp_options(config.options)
+        self._offloaded: set[str] = set()
+
+    # --- building ------------------------------------------------------------------------------
+
+    def _build(self) -> None:
+        config = self.config
+        self._owns_group = ensure_process_group(self.device_type, self.options.timeout_s)
+        self.device = torch.device(self.device_type, torch.cuda.current_device() if self.device_type == "cuda" else None)
+        self.layout: Layout = build_layout(config.parallelism, self.device_type)
+        self.topology = self.layout.topology
+        self.comm: Comm = TorchComm() if self.topology.world_size > 1 else SingleComm()
+        asynchronous = config.checkpoint.async_save and self.topology.world_size > 1
+        self._save_comm: Comm = TorchComm() if asynchronous else self.comm
+        self.kernel = choose_kernel(config.model.attention, self.device_type, config.precision.compute)
+        self._build_model()
+        self.optimizer = build_optimizer(config.optimizer, self.table) if config.optimizer else None
+
+    def _build_model(self) -> None:
+        config, layout = self.config, self.layout
+        built = build_model(config, self.kind, layout.ulysses)
+        lm, self.folder = built.lm, built.folder
+        self.vocab_size = int(lm.config.get_text_config().vocab_size)
+        if config.lora is not None:
+            lora.inject(lm, config.lora)
+        self.module = PackedModel(lm, kind=self.kind, logit_chunk=config.memory.logit_chunk, group=layout.ulysses_group)
+        self.module.eval()
+        blocks = blocks_of(lm)
+        shard_model(self.module, blocks, config, layout, self.options.prefetch_blocks)
+        home = torch.device("cpu") if config.memory.offload_params else self.device
+        if not built.materialized:
+            self._materialize(lm, home)
+        self.table: list[ShardedParam] = parameter_table(self.module, built.pieces, layout)
+        if not built.materialized:
+            fill(self.table, built.folder, config.seed, layout)
+        lora.initialize(self.table, config.seed)
+        if self.options.verify_model:
+            verify_model(self, [5, 8])
+        if config.memory.compile:
+            for block in blocks:
+                block.compile(mode=self.options.compile_mode)
+
+    def _materialize(self, lm: Any, home: torch.device) -> None:
+        self.module.to_empty(device=home)
+        lm.tie_weights()  # to_empty gave each module a parameter of its own
+        for module in lm.modules():
+            if any(True for _ in module.buffers(recurse=False)):
+                # Rotary frequencies and the like are no saved tensors; this hook is how transformers makes them.
+                lm._init_weights(module)  # noqa: SLF001
+        for name, buffer in list(lm.named_buffers()):
+            owner, _, leaf = name.rpartition(".")
+            lm.get_submodule(owner)._buffers[leaf] = buffer.to(self.device)  # noqa: SLF001
+
+    # --- running -------------------------------------------------------------------------------
+
+    def forward_step(self, batch: Batch, *, needs: Sequence[str], temperature: float) -> TokenOutputs:
+        """Run one micro-batch; see ``BaseEngine.forward_step``."""
+        inputs = pack_inputs(batch, layout=self.layout, kernel=self.kernel, device=self.device,
+                             multiple=self.config.memory.pad_to_multiple)  # fmt: skip
+        return self.module.outputs(inputs, needs, temperature)
+
+    @contextmanager
+    def _accumulation(self, *, last: bool) -> Iterator[None]:
+        self._expect_loaded("train")
+        assert isinstance(self.module, FSDPModule)
+        reduce = last or self.options.reduce_each_micro_batch
+        self.module.set_requires_gradient_sync(reduce)
+        self.module.set_is_last_backward(last)
+        self.module.train()
+        try:
+            yield
+        finally:
+            self.module.eval()
+
+    @contextmanager
+    def _inference(self, adapter: bool) -> Iterator[None]:
+        self._expect_loaded("infer")
+        with ExitStack() as stack:
+            stack.enter_context(torch.no_grad())
+            if not adapter:
+                stack.enter_context(lora.disabled(self.module))
+            yield
+        self._reshard()
+
+    def _reshard(self) -> None:
+        # The root keeps its weights gathered for a backward that never comes after inference.
+        assert isinstance(self.module, FSDPModule)
+        self.module.reshard()
+
+    def _clip_gradients(self, max_norm: float | None) -> float:
+        return clip(self.table, max_norm)
+
+    def _apply_optimizer(self, lr: float) -> None:
+        assert self.optimizer is not None
+        if self.config.memory.offload_optimizer:
+            move_state(self.optimizer, None)
+        for group in self.optimizer.param_groups:
+            group["lr"] = lr
+        self.optimizer.step()
+        if self.config.memory.offload_optimizer:
+            move_state(self.optimizer, torch.device("cpu"))
+
+    def _zero_grad(self) -> None:
+        for entry in self.table:
+            entry.param.grad = None
+
+    def _abort(self) -> None:
+        reset_after_failure(self.module)
+
+    # --- weights -------------------------------------------------------------------------------
+
+    def get_per_tensor_param(
+        self, *, dtype: torch.dtype | None = None, adapter: Adapter = "merged", bucket_bytes: int = 512 << 20
+    ) -> WeightExport:
+        """See ``Engine.get_per_tensor_param``."""
+        self._expect("get_per_tensor_param", "ready")
+        return export.export_whole(self.table, self.layout, self.config.lora, dtype, adapter, bucket_bytes, self.device)
+
+    def get_per_tensor_param_shard(self, *, dtype: torch.dtype | None = None) -> ShardExport:
+        """See ``Engine.get_per_tensor_param_shard``."""
+        self._expect("get_per_tensor_param_shard", "ready")
+        return export.export_shards(self.table, self.layout, self.config.lora, dtype, "merged")
+
+    def save_hf(self, directory: Path | str, *, dtype: torch.dtype | None = None) -> None:
+        """See ``Engine.save_hf``."""
+        self._expect("save_hf", "ready")
+        save_hf(self.get_per_tensor_param(dtype=dtype), Path(directory), comm=self.comm, source=self.folder,
+                hf_config=self.module.lm.config)  # fmt: skip
+
+    # --- state ---------------------------------------------------------------------------------
+
+    @property
+    def _checkpoint_comm(self) -> Comm:
+        return self._save_comm
+
+    def state_shards(self) -> dict[str, tuple[Tensor, ShardSpec]]:
+        """See ``BaseEngine.state_shards``."""
+        return checkpoint.state_of(self.table, self.optimizer, self.layout)
+
+    def _state_layout(self, entries: Mapping[str, Entry]) -> dict[str, tuple[ShardSpec, torch.dtype]]:
+        return checkpoint.layout_of(self.table, self.optimizer, entries, self.layout)
+
+    def _install_state(self, tensors: Mapping[str, Tensor]) -> None:
+        checkpoint.install(self.table, self.optimizer, tensors)
+
+    def _rng_state(self) -> dict[str, Any]:
+        return checkpoint.rng_state(self.device)
+
+    def _set_rng_state(self, state: Mapping[str, Any]) -> None:
+        checkpoint.set_rng_state(state, self.device)
+
+    def to(self, device: str, *, model: bool = True, optimizer: bool = True, grad: bool = True) -> None:
+        """See ``Engine.to``. Gradients live beside their weights and move with them."""
+        self._expect("to", "ready")
+        if device not in ("cpu", self.device_type):
+            raise ConfigError("device", f"{device!r} is neither cpu nor this engine's {self.device_type}",
+                              remedy=f"cpu or {self.device_type}")  # fmt: skip
+        if model and not grad and self._has_gradient:
+            raise EngineStateError("to(model=True, grad=False)", "holding gradients", "past optimizer_step")
+        away = device == "cpu" and self.device_type != "cpu"
+        if model and not self.config.memory.offload_params:
+            self.module.to(device)
+            self._mark("model", away)
+        if optimizer and self.optimizer is not None and not self.config.memory.offload_optimizer:
+            move_state(self.optimizer, torch.device("cpu") if away else None)
+            self._mark("optimizer", away)
+
+    def _mark(self, part: str, away: bool) -> None:
+        (self._offloaded.add if away else self._offloaded.discard)(part)
+
+    def _expect_loaded(self, called: str) -> None:
+        if "model" in self._offloaded or (called == "train" and "optimizer" in self._offloaded):
+            raise EngineStateError(called, f"offloaded ({', '.join(sorted(self._offloaded))})",
+                                   f"back on its device: call to({self.device_type!r})")  # fmt: skip
+
+    def _inference_needs(self, entropy: bool) -> tuple[str, ...]:
+        return ("log_probs", "entropy") if entropy else ("log_probs",)
+
+    def _release(self) -> None:
+        self.comm.close()
+        if self._save_comm is not self.comm:
+            self._save_comm.close()
+        self.optimizer = None
+        self.table.clear()
+        del self.module
+        if self.device.type == "cuda":
+            torch.cuda.empty_cache()
+        if self._owns_group and dist.is_initialized():
+            dist.destroy_process_group()
+
+
+class FSDPEngineWithLMHead(FSDPEngine):
+    """Log-probs and entropy of a causal language model."""
+
+    kind = "language_model"
+
+
+class FSDPEngineWithValueHead(FSDPEngine):
+    """A scalar a token, from a linear head on the model's last hidden states."""
+
+    kind = "value_model"
+
+    def _inference_needs(self, entropy: bool) -> tuple[str, ...]:
+        if entropy:
+            raise ConfigError("entropy", "a value model has none", remedy="leave entropy off")
+        return ("values",)

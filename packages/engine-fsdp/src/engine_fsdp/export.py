@@ -1,0 +1,106 @@
+"""Weight export under Hugging Face names: whole tensors in buckets, or this rank's shards."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from engine_api.config import LoraConfig
+from engine_api.contract import Adapter
+from engine_api.errors import ConfigError
+from engine_api.weights import ShardExport, WeightExport
+from engine_fsdp import lora as adapters
+from engine_fsdp.parallel import Layout
+from engine_fsdp.weights import ShardedParam
+
+
+def export_shards(
+    table: list[ShardedParam], layout: Layout, lora: LoraConfig | None, dtype: torch.dtype | None, adapter: Adapter
+) -> ShardExport:
+    """(name, shard, spec) in the model's order; one shard lives at a time."""
+    for entry, rows in _rows(table, layout, lora, dtype, adapter):
+        for piece in entry.pieces:
+            yield piece.name, piece.view(rows, entry.first), piece.spec(entry.first, _count(rows), layout.replica)
+
+
+def export_whole(
+    table: list[ShardedParam], layout: Layout, lora: LoraConfig | None, dtype: torch.dtype | None, adapter: Adapter,
+    bucket_bytes: int, device: torch.device,
+) -> WeightExport:  # fmt: skip
+    """(name, whole tensor) in the model's order, gathered in buckets of at most ``bucket_bytes``."""
+    bucket: list[tuple[ShardedParam, Tensor]] = []
+    size = 0
+    for entry, rows in _rows(table, layout, lora, dtype, adapter):
+        whole = entry.param.numel() * rows.element_size()
+        if bucket and (size + whole > bucket_bytes or rows.dtype != bucket[0][1].dtype):
+            yield from _gather(bucket, layout, device)
+            bucket, size = [], 0
+        bucket.append((entry, rows))
+        size += whole
+    if bucket:
+        yield from _gather(bucket, layout, device)
+
+
+def _count(rows: Tensor) -> int:
+    return rows.shape[0] if rows.dim() else 0
+
+
+def _rows(
+    table: list[ShardedParam], layout: Layout, lora: LoraConfig | None, dtype: torch.dtype | None, adapter: Adapter
+) -> Iterator[tuple[ShardedParam, Tensor]]:
+    """This rank's rows of every exported parameter, merged and cast, before any gather."""
+    if adapter not in ("merged", "only"):
+        raise ConfigError("adapter", f"unknown export {adapter!r}", remedy="merged or only")
+    if adapter == "only" and lora is None:
+        raise ConfigError("adapter", "only, but there is no adapter", remedy="export with adapter='merged'")
+    deltas = adapters.deltas(table, lora)
+    for entry in table:
+        if entry.adapter != (adapter == "only"):
+            continue
+        rows = entry.local.detach()
+        if entry.name in deltas and adapter == "merged":
+            a, b, scale = deltas[entry.name]
+            rows = adapters.merged_rows(rows, _whole(a, layout), b.local.detach(), scale)
+        yield entry, rows if dtype is None else rows.to(dtype)
+
+
+def _whole(entry: ShardedParam, layout: Layout) -> Tensor:
+    local = entry.local.detach()
+    gathered = next(iter(_gather([(entry, local)], layout, local.device)))
+    return gathered[1]
+
+
+def _gather(bucket: list[tuple[ShardedParam, Tensor]], layout: Layout, device: torch.device) -> Iterator[tuple[str, Tensor]]:
+    """One all-gather for the bucket; every rank's part is padded to the size of the first rank's."""
+    if layout.shard_size == 1:
+        for entry, rows in bucket:
+            yield from _split(entry, rows.to(device))
+        return
+    pads = [_padded_rows(entry, layout) for entry, _ in bucket]
+    sizes = [pad * _row_size(entry) for pad, (entry, _) in zip(pads, bucket, strict=True)]
+    send = torch.zeros(sum(sizes), dtype=bucket[0][1].dtype, device=device)
+    for part, (_, rows) in zip(send.split(sizes), bucket, strict=True):
+        part[: rows.numel()].copy_(rows.reshape(-1))
+    receive = send.new_empty(layout.shard_size, send.numel())
+    dist.all_gather_into_tensor(receive.view(-1), send, group=layout.shard_group)
+    for part, (entry, _) in zip(receive.split(sizes, dim=1), bucket, strict=True):
+        whole = part.reshape(-1)[: entry.param.numel()].view(entry.param.shape)
+        yield from _split(entry, whole)
+
+
+def _padded_rows(entry: ShardedParam, layout: Layout) -> int:
+    rows = entry.param.shape[0]
+    return -(-rows // layout.shard_size)
+
+
+def _row_size(entry: ShardedParam) -> int:
+    return entry.param.numel() // entry.param.shape[0]
+
+
+def _split(entry: ShardedParam, whole: Tensor) -> Iterator[tuple[str, Any]]:
+    for piece in entry.pieces:
+        yield piece.name, piece.view(whole)

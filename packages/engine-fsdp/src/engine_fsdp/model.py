@@ -1,0 +1,177 @@
+"""The Hugging Face model, wrapped so that one forward gives per-token outputs of a packed micro-batch."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+
+from engine_api.batch import Batch
+from engine_api.config import EngineConfig, near_matches
+from engine_api.errors import ConfigError, UnsupportedCapability
+from engine_api.hf_names import Piece, pieces_of
+from engine_api.results import TokenOutputs
+from engine_fsdp import attention
+from engine_fsdp.head import chunked_log_probs
+from engine_fsdp.parallel import DTYPES, Layout, gather_tokens
+
+Kind = Literal["language_model", "value_model"]
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class PackedInputs:
+    """One micro-batch on the device, padded to what the engine needs.
+
+    Attributes:
+        input_ids, position_ids: ``[1, T'/n]`` int64, this rank's slice under Ulysses.
+        targets: ``[T'/n]`` int64, the token after each.
+        first: ``[T']`` bool, true at the first token of each document.
+        size: T, the tokens of the batch without padding.
+    """
+
+    input_ids: Tensor
+    position_ids: Tensor
+    targets: Tensor
+    first: Tensor
+    packing: attention.Packing
+    size: int
+
+
+def pack_inputs(batch: Batch, *, layout: Layout, kernel: str, multiple: int, device: torch.device) -> PackedInputs:
+    """Pad (as documents of their own, at the end) to a multiple of ``multiple`` and of the Ulysses size."""
+    step = multiple * layout.ulysses
+    padding = -batch.num_tokens % step or (step if batch.num_tokens == 0 else 0)
+    lengths = [*batch.lengths, *([padding] if padding else [])]
+    ids = torch.cat([batch.input_ids.cpu(), torch.zeros(padding, dtype=torch.int64)])
+    ends = torch.tensor([0, *lengths]).cumsum(0)
+    positions = torch.arange(len(ids)) - torch.repeat_interleave(ends[:-1], torch.tensor(lengths))
+    mine = torch.arange(len(ids)).chunk(layout.ulysses)[layout.ulysses_rank]
+    return PackedInputs(
+        input_ids=ids[mine][None].to(device, non_blocking=True),
+        position_ids=positions[mine][None].to(device, non_blocking=True),
+        targets=ids.roll(-1)[mine].to(device, non_blocking=True),
+        first=(positions == 0).to(device, non_blocking=True),
+        packing=attention.build_packing(lengths, kernel, device, layout.ulysses_group),
+        size=batch.num_tokens,
+    )
+
+
+class PackedModel(nn.Module):
+    """The FSDP root: a Hugging Face model and the head that gives per-token outputs."""
+
+    def __init__(self, lm: Any, *, kind: Kind, logit_chunk: int, group: Any) -> None:
+        super().__init__()
+        self.lm = lm
+        self.kind, self.logit_chunk, self.group = kind, logit_chunk, group
+
+    def forward(self, inputs: PackedInputs | Tensor, needs: Sequence[str], temperature: float) -> tuple[Tensor, ...]:
+        """``[T]`` float32 outputs of the whole micro-batch, aligned, on every rank that shares it.
+
+        A tuple, because FSDP looks for tensors in tuples: (values,), or (log-probs,) or (log-probs, entropy).
+        Plain ids ``[1, L]`` run the model's own forward and give its logits (the check at start).
+        """
+        if isinstance(inputs, Tensor):
+            return (self.lm(input_ids=inputs, use_cache=False).logits,)
+        hidden = self.lm.base_model(
+            input_ids=inputs.input_ids, position_ids=inputs.position_ids, use_cache=False, packing=inputs.packing
+        ).last_hidden_state[0]
+        if self.kind == "value_model":
+            return (self._align(self.lm.score(hidden).squeeze(-1).float(), inputs),)
+        log_probs, entropy = chunked_log_probs(
+            hidden, self.lm.get_output_embeddings().weight, inputs.targets, temperature=temperature,
+            chunk=self.logit_chunk, entropy="entropy" in needs,
+        )  # fmt: skip
+        return tuple(self._align(x, inputs) for x in (log_probs, entropy) if x is not None)
+
+    def outputs(self, inputs: PackedInputs, needs: Sequence[str], temperature: float) -> TokenOutputs:
+        """The same by name."""
+        parts = self(inputs, needs, temperature)
+        names = ("values",) if self.kind == "value_model" else ("log_probs", "entropy")
+        return TokenOutputs(**dict(zip(names, parts, strict=False)))
+
+    def _align(self, about_next: Tensor, inputs: PackedInputs) -> Tensor:
+        """From "about the token after this one" to the contract's "about this token"; padding cut off."""
+        whole = about_next if self.group is None else gather_tokens(about_next, self.group)
+        # A copy: FSDP hangs its backward hook on the output, which a view would lose.
+        return whole.roll(1).masked_fill(inputs.first, 0.0)[: inputs.size].clone()
+
+
+@dataclass(frozen=True, kw_only=True)
+class BuiltModel:
+    """A model before sharding.
+
+    Attributes:
+        pieces: parameter name (without any adapter's or wrapper's prefix) → saved tensors.
+        folder: where its files are.
+        materialized: false when the parameters are on the meta device, to be read after sharding.
+    """
+
+    lm: Any
+    pieces: dict[str, list[Piece]]
+    folder: str
+    materialized: bool
+
+
+def build_model(config: EngineConfig, kind: Kind, ulysses: int) -> BuiltModel:
+    """The transformers model of ``config.model``, unsharded; raises ``ConfigError``."""
+    from engine_fsdp.weights import fetch
+
+    folder = fetch(config.model)
+    hf_config = _hf_config(folder, config, kind)
+    _refuse_unknown_head(hf_config)
+    attention.register()
+    attention.check_heads(hf_config.get_text_config(), ulysses)
+    random = config.model.init == "random"
+    with torch.random.fork_rng(devices=[]), torch.device("cpu" if random else "meta"):
+        torch.manual_seed(config.seed)
+        lm = _auto_class(kind).from_config(
+            hf_config, attn_implementation=attention.NAME, dtype=DTYPES[config.precision.master],
+            trust_remote_code=config.model.trust_remote_code,
+        )  # fmt: skip
+    if config.memory.recompute == "full":
+        lm.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    return BuiltModel(lm=lm, pieces=pieces_of(lm), folder=folder, materialized=random)
+
+
+def _auto_class(kind: Kind) -> Any:
+    from transformers import AutoModelForCausalLM, AutoModelForTokenClassification
+
+    return AutoModelForCausalLM if kind == "language_model" else AutoModelForTokenClassification
+
+
+def _hf_config(folder: str, config: EngineConfig, kind: Kind) -> Any:
+    from transformers import AutoConfig
+
+    hf_config = AutoConfig.from_pretrained(folder, trust_remote_code=config.model.trust_remote_code)
+    for key, value in config.model.config_overrides.items():
+        if not hasattr(hf_config, key):
+            known = [k for k in hf_config.to_dict() if not k.startswith("_")]
+            raise ConfigError(f"model.config_overrides.{key}", "the model's config has no such key",
+                              remedy=near_matches(key, known))  # fmt: skip
+        setattr(hf_config, key, value)
+    if kind == "value_model":
+        hf_config.num_labels = 1
+    return hf_config
+
+
+def _refuse_unknown_head(hf_config: Any) -> None:
+    # The chunked head computes h W^T. These would change the logits after it, and be lost in silence.
+    text = hf_config.get_text_config()
+    for key in ("final_logit_softcapping", "logit_scale", "logits_scaling"):
+        value = getattr(text, key, None)
+        if value is not None and value != 1.0:
+            raise UnsupportedCapability(f"{key}={value}", where="engine-fsdp", why="its head computes plain h W^T",
+                                        remedy="use another backend for this model family")  # fmt: skip
+
+
+def blocks_of(lm: Any) -> list[nn.Module]:
+    """The repeated blocks, by the model's own list of what must not be split."""
+    names = set(lm._no_split_modules or ())  # noqa: SLF001 - the attribute that transformers documents for this
+    blocks = [m for m in lm.modules() if type(m).__name__ in names]
+    if not blocks:
+        raise ConfigError("model.path", f"{type(lm).__name__} names no blocks (_no_split_modules)",
+                          remedy="use a transformers causal language model")  # fmt: skip
+    return blocks

@@ -1,0 +1,122 @@
+"""The optimizer: AdamW (fused) or any torch optimizer by path; clipping; its state as boxes."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from engine_api.config import OptimizerConfig
+from engine_api.errors import ConfigError
+from engine_api.hf_names import Piece
+from engine_api.manifest import Entry
+from engine_api.weights import ShardSpec
+from engine_fsdp.parallel import Layout
+from engine_fsdp.weights import ShardedParam, local_of, trainable
+
+State = dict[str, tuple[Tensor, ShardSpec]]
+BoxLayout = dict[str, tuple[ShardSpec, torch.dtype]]
+
+
+def build_optimizer(config: OptimizerConfig, table: list[ShardedParam]) -> torch.optim.Optimizer:
+    """The optimizer over the trainable shards, one group (weight decay on everything, as torch's own default)."""
+    params = [entry.param for entry in trainable(table)]
+    if config.name == "adamw":
+        return torch.optim.AdamW(params, lr=config.lr, betas=config.betas, eps=config.eps,
+                                 weight_decay=config.weight_decay, fused=True, **config.kwargs)  # fmt: skip
+    cls = _import(config.name)
+    try:
+        optimizer = cls(params, lr=config.lr, weight_decay=config.weight_decay, **config.kwargs)
+    except TypeError as error:
+        raise ConfigError("optimizer.kwargs", f"{config.name} refuses them", why=str(error),
+                          remedy="optimizer.lr, weight_decay and kwargs are passed to its constructor") from error  # fmt: skip
+    assert isinstance(optimizer, torch.optim.Optimizer)
+    return optimizer
+
+
+def _import(path: str) -> Any:
+    module, _, name = path.rpartition(".")
+    try:
+        return getattr(importlib.import_module(module), name)
+    except (ImportError, AttributeError, ValueError) as error:
+        raise ConfigError("optimizer.name", f"{path!r} is not adamw and cannot be imported", why=str(error),
+                          remedy="give adamw or a class by path, torch.optim.SGD") from error  # fmt: skip
+
+
+def clip(table: list[ShardedParam], max_norm: float | None) -> float:
+    """Scale the gradients to a global 2-norm of at most ``max_norm``; the norm before that."""
+    params = [entry.param for entry in trainable(table) if entry.param.grad is not None]
+    grads = [p.grad for p in params if p.grad is not None]
+    total = torch.nn.utils.get_total_norm(grads, norm_type=2.0)
+    norm = float(total.full_tensor() if isinstance(total, DTensor) else total)
+    if max_norm is not None and norm > max_norm and norm < float("inf"):
+        torch.nn.utils.clip_grads_with_norm_(params, max_norm, torch.tensor(norm, device=local_of(grads[0]).device))
+    return norm
+
+
+def optimizer_state(optimizer: torch.optim.Optimizer, table: list[ShardedParam], layout: Layout) -> State:
+    """``optim.<name>.<field>`` → live boxes; raises ``ConfigError`` for state that is no tensor of the parameter."""
+    boxes: State = {}
+    for entry in trainable(table):
+        for field, value in optimizer.state.get(entry.param, {}).items():
+            if not isinstance(value, Tensor):
+                raise ConfigError("optimizer.name", f"state {field!r} is a {type(value).__name__}, not a tensor",
+                                  remedy="this optimizer cannot be saved; use adamw")  # fmt: skip
+            for piece in entry.pieces:
+                boxes[f"optim.{piece.name}.{field}"] = _box(value, entry, piece, layout)
+    return boxes
+
+
+def _box(value: Tensor, entry: ShardedParam, piece: Piece, layout: Layout) -> tuple[Tensor, ShardSpec]:
+    if value.dim() == 0:
+        return local_of(value), ShardSpec.whole((), replica=layout.topology.rank)
+    local = local_of(value)
+    return piece.view(local, entry.first), piece.spec(entry.first, local.shape[0], layout.replica)
+
+
+def state_layout(table: list[ShardedParam], entries: Mapping[str, Entry], layout: Layout) -> BoxLayout:
+    """Which boxes of a checkpoint's optimizer state this rank needs; unknown keys are left to the caller's check."""
+    pieces = {piece.name: (entry, piece) for entry in trainable(table) for piece in entry.pieces}
+    wanted: BoxLayout = {}
+    for key, saved in entries.items():
+        name, _, _ = key.removeprefix("optim.").rpartition(".")
+        if key.startswith("optim.") and name in pieces:
+            entry, piece = pieces[name]
+            spec = piece.spec(entry.first, entry.local.shape[0] if piece.shape else 0, layout.replica)
+            wanted[key] = (spec if saved.shape else ShardSpec.whole(()), getattr(torch, saved.dtype))
+    return wanted
+
+
+def install_state(optimizer: torch.optim.Optimizer, table: list[ShardedParam], tensors: Mapping[str, Tensor]) -> None:
+    """Replace the whole state by loaded boxes."""
+    pieces = {piece.name: (entry, piece) for entry in trainable(table) for piece in entry.pieces}
+    optimizer.state.clear()
+    for key, value in tensors.items():
+        name, _, field = key.removeprefix("optim.").rpartition(".")
+        if key.startswith("optim."):
+            entry, piece = pieces[name]
+            state = optimizer.state[entry.param]
+            if value.dim() == 0:
+                state[field] = value.to(_scalar_device(optimizer, entry))
+                continue
+            if field not in state:
+                state[field] = torch.zeros_like(entry.param, dtype=value.dtype, requires_grad=False)
+            piece.view(local_of(state[field]), entry.first).copy_(value)
+
+
+def _scalar_device(optimizer: torch.optim.Optimizer, entry: ShardedParam) -> torch.device:
+    on_device = optimizer.defaults.get("fused") or optimizer.defaults.get("capturable")
+    return entry.local.device if on_device else torch.device("cpu")
+
+
+def move_state(optimizer: torch.optim.Optimizer, device: torch.device | None) -> None:
+    """Move the state to ``device``, or each back to its parameter's device (None)."""
+    for param, state in optimizer.state.items():
+        target = device or local_of(param).device
+        for field, value in state.items():
+            if isinstance(value, Tensor):
+                state[field] = value.to(target)

@@ -1,0 +1,37 @@
+"""What only this engine knows."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from engine_api.config import build_options
+from engine_api.errors import ConfigError
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class FSDPOptions:
+    """Options of engine-fsdp (``EngineConfig.options``)."""
+
+    # Reduce-scatter after every micro-batch: less memory than one unsharded gradient, more communication.
+    reduce_each_micro_batch: bool = False
+    # Blocks whose weights are gathered ahead of the one that computes.
+    prefetch_blocks: int = 1
+    # torch.compile mode of each block, when memory.compile is on.
+    compile_mode: str = "default"
+    # At start, compare packed log-probs with the model's own forward, document by document.
+    verify_model: bool = True
+    # Seconds after which a collective that does not end fails.
+    timeout_s: int = 1800
+
+    def __post_init__(self) -> None:
+        if self.prefetch_blocks < 0:
+            raise ConfigError("options.prefetch_blocks", f"{self.prefetch_blocks} is negative", remedy="give 0 or more")
+        if self.timeout_s < 1:
+            raise ConfigError("options.timeout_s", f"{self.timeout_s} is not positive", remedy="give seconds")
+
+
+def fsdp_options(options: Any) -> FSDPOptions:
+    """The options from what the configuration holds (None, a mapping or the dataclass)."""
+    result: FSDPOptions = build_options(options, FSDPOptions)
+    return result

@@ -1,0 +1,196 @@
+"""Process group, device mesh, fully_shard, and the collectives of Ulysses sequence parallelism."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+
+from engine_api.config import EngineConfig, Parallelism
+from engine_api.errors import ConfigError
+from engine_api.results import Topology
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+
+def ensure_process_group(device_type: str, timeout_s: int) -> bool:
+    """Join the process group that the launcher describes, or make one of a single rank.
+
+    Returns whether it was made here (and is this engine's to destroy).
+    """
+    if device_type == "cuda":
+        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
+    if dist.is_initialized():
+        return False
+    backend = "cpu:gloo,cuda:nccl" if device_type == "cuda" else "gloo"
+    timeout = timedelta(seconds=timeout_s)
+    if "RANK" in os.environ and "MASTER_ADDR" in os.environ:  # torchrun, or a launcher that speaks its variables
+        dist.init_process_group(backend, timeout=timeout)
+    else:
+        dist.init_process_group(backend, timeout=timeout, store=dist.HashStore(), rank=0, world_size=1)
+    return True
+
+
+@dataclass(frozen=True, kw_only=True)
+class Layout:
+    """The mesh and this rank's place in it."""
+
+    mesh: DeviceMesh  # what fully_shard shards over: (shard,), or (replicate, shard) for HSDP
+    topology: Topology
+    ulysses_group: Any  # None without sequence parallelism
+    ulysses: int
+    ulysses_rank: int
+    shard_group: Any
+    shard_rank: int
+    shard_size: int
+    replica: int  # which copy of the weights this rank belongs to
+
+
+def build_layout(parallelism: Parallelism, device_type: str) -> Layout:
+    """The layout for the current world; raises ``ConfigError`` when the sizes do not fit it.
+
+    Ulysses ranks are neighbours (the fastest links) and shard the weights together with the data-parallel ones.
+    """
+    world = dist.get_world_size()
+    replicate, ulysses = parallelism.dp_replicate, parallelism.ulysses
+    shard = _shard_size(parallelism, world)
+    names = ("replicate", "dp", "ulysses")
+    mesh = init_device_mesh(device_type, (replicate, shard // ulysses, ulysses), mesh_dim_names=names)
+    # Flattening registers the dimension under its name, so that HSDP can take it together with "replicate".
+    flat = mesh["dp", "ulysses"]._flatten("shard")  # noqa: SLF001 - there is no public name for it in torch 2.11
+    replica, dp, sp = mesh.get_coordinate() or (0, 0, 0)
+    topology = Topology(
+        rank=dist.get_rank(), world_size=world, dp_rank=replica * (shard // ulysses) + dp,
+        dp_size=replicate * shard // ulysses, is_primary=sp == 0,
+        sizes={"dp_replicate": replicate, "dp_shard": shard // ulysses, "ulysses": ulysses},
+    )  # fmt: skip
+    return Layout(
+        mesh=mesh["replicate", "shard"] if replicate > 1 else flat, topology=topology,
+        ulysses_group=mesh["ulysses"].get_group() if ulysses > 1 else None, ulysses=ulysses, ulysses_rank=sp,
+        shard_group=flat.get_group(), shard_rank=flat.get_local_rank(), shard_size=shard, replica=replica,
+    )  # fmt: skip
+
+
+def _shard_size(parallelism: Parallelism, world: int) -> int:
+    fixed = parallelism.dp_replicate * parallelism.ulysses
+    dp_shard = parallelism.dp_shard
+    if dp_shard == -1:
+        dp_shard = world // fixed
+    if dp_shard < 1 or dp_shard * fixed != world:
+        raise ConfigError(
+            "parallelism", f"dp_replicate {parallelism.dp_replicate} x dp_shard {parallelism.dp_shard} x ulysses "
+            f"{parallelism.ulysses} does not make a world of {world}",
+            remedy="choose sizes whose product is the number of ranks, or dp_shard: -1",
+        )  # fmt: skip
+    return dp_shard * parallelism.ulysses
+
+
+def shard_model(root: nn.Module, blocks: list[nn.Module], config: EngineConfig, layout: Layout, prefetch: int) -> None:
+    """``fully_shard`` each block and the root; gradients are reduced as sums."""
+    arguments: dict[str, Any] = {
+        "mesh": layout.mesh,
+        "mp_policy": MixedPrecisionPolicy(
+            param_dtype=DTYPES[config.precision.compute], reduce_dtype=DTYPES[config.precision.reduce]
+        ),
+        "offload_policy": _offload_policy(config),
+    }
+    for block in blocks:
+        fully_shard(block, reshard_after_forward=config.memory.reshard_after_forward, **arguments)
+    fully_shard(root, reshard_after_forward=False, **arguments)
+    for module in root.modules():
+        if isinstance(module, FSDPModule):
+            # The loss is already divided by the global denominator: ranks only ever add.
+            module.set_gradient_divide_factor(1.0)
+            module.set_force_sum_reduction_for_comms(True)
+    _prefetch(blocks, prefetch)
+
+
+def _offload_policy(config: EngineConfig) -> OffloadPolicy:
+    if not config.memory.offload_params:
+        return OffloadPolicy()
+    return CPUOffloadPolicy(pin_memory=torch.cuda.is_available())
+
+
+def _prefetch(blocks: list[nn.Module], count: int) -> None:
+    for index, block in enumerate(blocks):
+        assert isinstance(block, FSDPModule)
+        block.set_modules_to_forward_prefetch(blocks[index + 1 : index + 1 + count])  # type: ignore[arg-type]
+        block.set_modules_to_backward_prefetch(blocks[max(0, index - count) : index][::-1])  # type: ignore[arg-type]
+
+
+def reset_after_failure(root: nn.Module) -> None:
+    """Bring FSDP back to its state between iterations after an exception left one half way."""
+    assert isinstance(root, FSDPModule)
+    if hasattr(root, "reset_iter_state"):  # torch 2.13 and later
+        root.reset_iter_state()
+        return
+    for module in root.modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()
+            # torch 2.11 has no public reset; remove with it. Gradients kept between micro-batches must go too.
+            for group in [module._get_fsdp_state()._fsdp_param_group]:  # noqa: SLF001
+                for param in group.fsdp_params if group is not None else ():
+                    param.unsharded_accumulated_grad = None
+
+
+class _AllToAll(torch.autograd.Function):
+    """Scatter one dimension over the group and gather another; its own inverse is its gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: Any, scatter: int, gather: int) -> Tensor:
+        ctx.group, ctx.scatter, ctx.gather = group, scatter, gather
+        return _all_to_all(x, group, scatter, gather)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None]:
+        return _all_to_all(grads[0], ctx.group, ctx.gather, ctx.scatter), None, None, None
+
+
+def _all_to_all(x: Tensor, group: Any, scatter: int, gather: int) -> Tensor:
+    size = dist.get_world_size(group)
+    send = torch.stack(x.chunk(size, dim=scatter)).contiguous()
+    receive = torch.empty_like(send)
+    dist.all_to_all_single(receive, send, group=group)
+    return torch.cat(receive.unbind(0), dim=gather)
+
+
+def heads_to_sequence(x: Tensor, group: Any) -> Tensor:
+    """``[1, H, T/n, d]`` of this rank's tokens → ``[1, H/n, T, d]`` of all tokens (DeepSpeed-Ulysses, arXiv:2309.14509)."""
+    result: Tensor = _AllToAll.apply(x, group, 1, 2)  # type: ignore[no-untyped-call]
+    return result
+
+
+def sequence_to_heads(x: Tensor, group: Any) -> Tensor:
+    """``[1, H/n, T, d]`` → ``[1, H, T/n, d]``: the inverse."""
+    result: Tensor = _AllToAll.apply(x, group, 2, 1)  # type: ignore[no-untyped-call]
+    return result
+
+
+class _GatherTokens(torch.autograd.Function):
+    """``[T/n] → [T]`` over the group. Every rank computes the same loss on the whole, so the gradient is this
+    rank's slice, counted once."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: Any) -> Tensor:
+        ctx.group = group
+        parts = [torch.empty_like(x) for _ in range(dist.get_world_size(group))]
+        dist.all_gather(parts, x.contiguous(), group=group)
+        return torch.cat(parts)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        size, rank = dist.get_world_size(ctx.group), dist.get_rank(ctx.group)
+        return grads[0].chunk(size)[rank].contiguous(), None
+
+
+def gather_tokens(x: Tensor, group: Any) -> Tensor:
+    """Per-token values of this rank's slice ``[T/n]`` → of all tokens ``[T]``, with gradient."""
+    result: Tensor = _GatherTokens.apply(x, group)  # type: ignore[no-untyped-call]
+    return result

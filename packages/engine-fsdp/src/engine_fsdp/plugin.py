@@ -1,0 +1,29 @@
+"""The descriptor. Loading it imports no torch."""
+
+from __future__ import annotations
+
+from engine_api.capabilities import Capability
+from engine_api.devices import probe_torch
+from engine_api.plugin import EnginePlugin, Row
+
+# The older FullyShardedDataParallel wrapper is deprecated upstream: both names mean fully_shard.
+_BACKENDS = ("fsdp", "fsdp2")
+_DEVICES = ("cuda", "cpu")
+
+PLUGIN = EnginePlugin(
+    name="engine-fsdp",
+    contract="1.0",
+    rows=(
+        Row(model_types=("language_model",), backends=_BACKENDS, devices=_DEVICES,
+            target="engine_fsdp.engine:FSDPEngineWithLMHead"),
+        Row(model_types=("value_model",), backends=_BACKENDS, devices=_DEVICES,
+            target="engine_fsdp.engine:FSDPEngineWithValueHead"),
+    ),
+    capabilities=frozenset({
+        Capability.DP, Capability.HSDP, Capability.ULYSSES, Capability.LORA, Capability.OFFLOAD, Capability.RECOMPUTE,
+        Capability.COMPILE, Capability.BF16, Capability.MOE, Capability.VALUE_HEAD, Capability.ASYNC_CHECKPOINT,
+        Capability.PORTABLE_CHECKPOINT, Capability.EXPORT_SHARDS, Capability.SAVE_HF,
+    }),
+    options="engine_fsdp.options:FSDPOptions",
+    probe=probe_torch,
+)  # fmt: skip

@@ -1,0 +1,76 @@
+"""A folder that ``transformers.from_pretrained`` loads: safetensors, config, and the tokenizer that came with it."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from engine_api.comm import Comm, together
+from engine_api.weights import WeightExport
+
+_FILE_BYTES = 4 << 30
+_COMPANIONS = ("tokenizer*", "special_tokens_map.json", "vocab.*", "merges.txt", "*.jinja", "generation_config.json", "added_tokens.json")
+
+
+def save_hf(export: WeightExport, directory: Path, *, comm: Comm, source: str, hf_config: Any) -> None:
+    """Write on rank 0 while all ranks exhaust ``export``; files of at most 4 GiB (or one tensor)."""
+    together(comm, lambda: directory.mkdir(parents=True, exist_ok=True) if comm.rank == 0 else None)
+    writer = _Writer(directory) if comm.rank == 0 else None
+    for name, tensor in export:
+        if writer is not None:
+            writer.add(name, tensor)
+    together(comm, lambda: _finish(writer, directory, source, hf_config) if writer is not None else None)
+
+
+class _Writer:
+    """Collects tensors into numbered files."""
+
+    def __init__(self, directory: Path) -> None:
+        self.directory, self.files = directory, list[list[str]]()
+        self.pending, self.size, self.total, self.dtype = dict[str, Tensor](), 0, 0, "float32"
+
+    def add(self, name: str, tensor: Tensor) -> None:
+        """Keep a CPU copy; flush when the file is full."""
+        size = tensor.numel() * tensor.element_size()
+        if self.pending and self.size + size > _FILE_BYTES:
+            self.flush()
+        self.pending[name] = tensor.detach().to("cpu", copy=True).contiguous()
+        self.size += size
+        self.total += size
+        self.dtype = str(tensor.dtype).removeprefix("torch.")
+
+    def flush(self) -> None:
+        """Write what is pending under a provisional name."""
+        from safetensors.torch import save_file
+
+        self.files.append(list(self.pending))
+        save_file(self.pending, self.directory / f"part-{len(self.files):05d}.safetensors", metadata={"format": "pt"})
+        self.pending, self.size = {}, 0
+
+    def close(self) -> None:
+        """Give the files their final names and write the index."""
+        self.flush()
+        count, weight_map = len(self.files), dict[str, str]()
+        for index, names in enumerate(self.files, start=1):
+            final = "model.safetensors" if count == 1 else f"model-{index:05d}-of-{count:05d}.safetensors"
+            (self.directory / f"part-{index:05d}.safetensors").rename(self.directory / final)
+            weight_map |= dict.fromkeys(names, final)
+        if count > 1:
+            text = json.dumps({"metadata": {"total_size": self.total}, "weight_map": weight_map}, indent=1)
+            (self.directory / "model.safetensors.index.json").write_text(text)
+
+
+def _finish(writer: _Writer, directory: Path, source: str, hf_config: Any) -> None:
+    writer.close()
+    content = hf_config.to_dict() | {"dtype": writer.dtype}
+    # The attention function of this engine means nothing to whoever loads the folder.
+    content = {k: v for k, v in content.items() if not k.startswith("_")}
+    (directory / "config.json").write_text(json.dumps(content, indent=2, sort_keys=True, default=str))
+    for pattern in _COMPANIONS:
+        for file in Path(source).glob(pattern):
+            if not (directory / file.name).exists():
+                shutil.copy(file, directory / file.name)

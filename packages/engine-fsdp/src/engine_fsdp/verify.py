@@ -1,0 +1,57 @@
+"""At start: does the packed forward compute what the model itself computes, one document at a time?
+
+Catches what a structure check cannot: a head with more than h W^T, layers that mix tokens outside attention
+(state-space, linear attention) and would leak between documents, positions that are not reset.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from engine_api.batch import Batch
+from engine_api.errors import UnsupportedCapability
+from engine_fsdp import attention
+
+# Largest difference in nats or value units, for scores of ordinary size; float32 agrees to about 1e-5.
+_TOLERANCE = {"float32": 1e-3, "bfloat16": 0.5, "float16": 0.1}
+
+
+def verify_model(engine: Any, lengths: list[int]) -> None:
+    """Raise ``UnsupportedCapability`` when packed outputs differ from the model's own, per token."""
+    generator = torch.Generator().manual_seed(0)
+    documents = [torch.randint(0, engine.vocab_size, (n,), generator=generator) for n in lengths]
+    ends = torch.tensor([0, *lengths]).cumsum(0)
+    batch = Batch(input_ids=torch.cat(documents), cu_seqlens=ends)
+    value_model = engine.kind == "value_model"
+    with torch.no_grad():
+        outputs = engine.forward_step(batch, needs=("log_probs",), temperature=1.0)
+        got = outputs.values if value_model else outputs.log_probs
+        want = torch.cat([_reference(engine, d, value_model) for d in documents])
+    engine._reshard()  # noqa: SLF001 - the engine's own helper module
+    worst = float((got - want).abs().max())
+    scale = max(1.0, float(want.abs().max()))
+    if not worst <= _TOLERANCE[engine.config.precision.compute] * scale:
+        at = int((got - want).abs().argmax())
+        raise UnsupportedCapability(
+            "this model family", where=f"engine-fsdp with {type(engine.module.lm).__name__}",
+            why=f"packed outputs differ from the model's own by {worst:.3g} at token {at} of documents {lengths}",
+            remedy="report the model; options.verify_model: false skips this check at your own risk",
+        )  # fmt: skip
+
+
+def _reference(engine: Any, ids: Tensor, value_model: bool) -> Tensor:
+    """The model's own per-token outputs of one document, ``[L]``, by the contract's alignment."""
+    lm = engine.module.lm
+    lm.set_attn_implementation("sdpa")
+    try:
+        scores = engine.module(ids[None].to(engine.device), (), 1.0)[0][0].float()
+    finally:
+        lm.set_attn_implementation(attention.NAME)
+    first = scores.new_zeros(1)
+    if value_model:
+        return torch.cat([first, scores[:-1, 0]])
+    log_probs = scores[:-1].log_softmax(-1).gather(-1, ids[1:, None].to(scores.device))
+    return torch.cat([first, log_probs[:, 0]])

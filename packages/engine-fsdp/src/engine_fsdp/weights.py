@@ -1,0 +1,173 @@
+"""Reading a Hugging Face folder straight into this rank's shards, and the table of parameters.
+
+No rank ever holds the whole model: each reads only its own rows of each file.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from engine_api.config import ModelSource
+from engine_api.errors import ConfigError
+from engine_api.hf_names import Piece
+from engine_fsdp.parallel import Layout
+
+log = logging.getLogger("engine_fsdp")
+
+
+@dataclass(kw_only=True)
+class ShardedParam:
+    """One parameter of the model, sharded by rows over the layout's shard group."""
+
+    name: str  # under the wrapped model, adapters' prefixes included
+    pieces: list[Piece]
+    param: nn.Parameter
+    first: int  # this rank's first row
+    adapter: bool = False
+    trainable: bool = True
+    extra: dict[str, Any] = field(default_factory=dict[str, Any])
+
+    @property
+    def local(self) -> Tensor:
+        """This rank's rows; live memory."""
+        return local_of(self.param)
+
+
+def local_of(tensor: Tensor) -> Tensor:
+    """The local part of a DTensor (live memory), or the tensor itself."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def first_row(rows: int, layout: Layout) -> int:
+    """First row of this rank: dimension 0 in chunks of ``ceil(rows / ranks)``, as ``torch.chunk`` cuts."""
+    return min(layout.shard_rank * math.ceil(rows / layout.shard_size), rows)
+
+
+def parameter_table(root: nn.Module, pieces: dict[str, list[Piece]], layout: Layout) -> list[ShardedParam]:
+    """Every parameter under ``root.lm``, in the model's order, tied ones once."""
+    table: list[ShardedParam] = []
+    for full_name, param in root.named_parameters():
+        name = full_name.removeprefix("lm.")
+        plain = name.replace(".base_layer.", ".").replace(".default.", ".")
+        adapter = ".lora_" in name
+        shape = tuple(param.shape)
+        own = [Piece(name=f"base_model.model.{plain}", shape=shape)] if adapter else pieces[plain]
+        first = first_row(shape[0], layout) if shape else 0
+        table.append(ShardedParam(name=name, pieces=own, param=param, first=first, adapter=adapter,
+                                  trainable=param.requires_grad))  # fmt: skip
+    return table
+
+
+def fetch(model: ModelSource) -> str:
+    """The local folder of the model; a hub id is downloaded (weights only when they are wanted)."""
+    if Path(model.path).is_dir():
+        return model.path
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError, RepositoryNotFoundError
+
+    patterns = ["*.json", "*.model", "*.txt", "*.jinja"] + (["*.safetensors"] if model.init == "pretrained" else [])
+    try:
+        return str(snapshot_download(model.path, revision=model.revision, allow_patterns=patterns))
+    except (RepositoryNotFoundError, LocalEntryNotFoundError, HFValidationError, OSError) as error:
+        raise ConfigError("model.path", f"{model.path!r} is neither a folder here nor a model that can be downloaded",
+                          why=str(error).splitlines()[0], remedy="give a folder with config.json, or a hub id") from error  # fmt: skip
+
+
+def weight_files(folder: str) -> dict[str, str]:
+    """Tensor name → file name; raises ``ConfigError`` for a folder without safetensors weights."""
+    index = Path(folder) / "model.safetensors.index.json"
+    if index.is_file():
+        result: dict[str, str] = json.loads(index.read_text())["weight_map"]
+        return result
+    names = sorted(p.name for p in Path(folder).glob("*.safetensors"))
+    if not names:
+        pickled = sorted(p.name for p in Path(folder).glob("*.bin"))
+        raise ConfigError("model.path", f"{folder} holds no weights (*.safetensors)",
+                          why=f"{pickled[0]} is a pickle, which is never read" if pickled else "",
+                          remedy="convert it with transformers' save_pretrained, or set model.init: random")  # fmt: skip
+    return {name: file for file in names for name in _names_in(Path(folder) / file)}
+
+
+def _names_in(path: Path) -> list[str]:
+    from safetensors import SafetensorError, safe_open
+
+    try:
+        with safe_open(path, framework="pt") as handle:
+            return list(handle.keys())
+    except SafetensorError as error:
+        raise ConfigError("model.path", f"{path} cannot be read", why=str(error), remedy="fetch the file again") from error
+
+
+def fill(table: list[ShardedParam], folder: str, seed: int, layout: Layout) -> None:
+    """Fill the shards from the folder's files; what a base model lacks (a value head) is made from the seed."""
+    files = weight_files(folder)
+    missing: list[str] = []
+    opened = _Files(folder)
+    for entry in (e for e in table if not e.adapter):
+        if entry.name.startswith("score.") and entry.pieces[0].name not in files:
+            _new_head(entry, seed, layout)
+            continue
+        for piece in entry.pieces:
+            if piece.name in files:
+                _read_piece(opened.get(files[piece.name]), entry, piece, layout)
+            else:
+                missing.append(piece.name)
+    if missing:
+        raise ConfigError("model.path", f"{folder} lacks {len(missing)} tensors: {', '.join(missing[:3])} …",
+                          remedy="use the folder that save_pretrained wrote for this config.json")  # fmt: skip
+    wanted = {piece.name for entry in table for piece in entry.pieces}
+    if unused := sorted(set(files) - wanted):
+        log.warning("%s: %d tensors are not used: %s", folder, len(unused), ", ".join(unused[:4]))
+
+
+class _Files:
+    """Files of a folder, each opened once."""
+
+    def __init__(self, folder: str) -> None:
+        self.folder, self.open = Path(folder), dict[str, Any]()
+
+    def get(self, name: str) -> Any:
+        from safetensors import safe_open
+
+        if name not in self.open:
+            self.open[name] = safe_open(self.folder / name, framework="pt")
+        return self.open[name]
+
+
+def _read_piece(handle: Any, entry: ShardedParam, piece: Piece, layout: Layout) -> None:
+    rows = entry.local.shape[0] if piece.shape else 0
+    source = handle.get_slice(piece.name)
+    if tuple(source.get_shape()) != piece.shape:
+        raise ConfigError("model.path", f"{piece.name} is {tuple(source.get_shape())}, config.json says {piece.shape}",
+                          remedy="use files and config.json of the same model")  # fmt: skip
+    target = piece.view(entry.local.detach(), entry.first)
+    if piece.expert is None and piece.shape:
+        if rows:
+            target.copy_(source[entry.first : entry.first + rows])
+    elif target.numel():
+        target.copy_(handle.get_tensor(piece.name))
+
+
+def _new_head(entry: ShardedParam, seed: int, layout: Layout) -> None:
+    """A fresh value head: normal(0, 0.02) weight, zero bias; the same for every layout."""
+    log.warning("%s is not in the folder: a new one is made from seed %d", entry.name, seed)
+    generator = torch.Generator().manual_seed(seed)
+    shape = tuple(entry.param.shape)
+    whole = torch.zeros(shape) if entry.name.endswith("bias") else torch.randn(shape, generator=generator) * 0.02
+    rows = entry.local.shape[0]
+    entry.local.detach().copy_(whole[entry.first : entry.first + rows])
+
+
+def trainable(table: list[ShardedParam]) -> Iterator[ShardedParam]:
+    """The entries that the optimizer moves."""
+    return (entry for entry in table if entry.trainable)

@@ -1,0 +1,1 @@
+"""SFT and RL over any engine of the contract, by name."""

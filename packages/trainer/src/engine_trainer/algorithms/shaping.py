@@ -1,0 +1,59 @@
+"""DAPO's shaping of rewards, masks and groups (arXiv:2503.14476, sections 3.2 and 3.4)."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from engine_api.errors import ConfigError
+
+from engine_trainer.algorithms.advantages import is_flat
+
+if TYPE_CHECKING:
+    import torch
+
+
+def overlong_penalty(lengths: torch.Tensor, *, max_length: int, buffer: int, factor: float = 1.0) -> torch.Tensor:
+    """Soft overlong punishment (eq. 13): 0 up to ``max_length - buffer``, then falling in a line to ``-factor``.
+
+    Args:
+        lengths: ``[…]`` integer, tokens of each completion.
+        max_length: tokens at which the punishment is whole.
+        buffer: length of the slope in tokens.
+        factor: the whole punishment, a reward; DAPO's is 1.
+
+    Returns:
+        ``[…]`` float32, to be added to the rewards; in ``[-factor, 0]``.
+
+    Raises:
+        ConfigError: when the buffer does not fit.
+    """
+    if not 0 < buffer <= max_length:
+        raise ConfigError("algorithm.overlong_buffer", f"{buffer} tokens of a limit of {max_length}",
+                          remedy="give an integer from 1 to rollout.max_new_tokens")  # fmt: skip
+    exceeded = (lengths - (max_length - buffer)).clamp(0, buffer).float()
+    return -exceeded / buffer * factor
+
+
+def keep_finished(mask: torch.Tensor, finished: torch.Tensor) -> torch.Tensor:
+    """Overlong filtering: a completion that ran into the limit carries no loss (its end was never judged).
+
+    Args:
+        mask: ``[S]`` or ``[S, …]``, what counts of each completion.
+        finished: ``[S]`` bool, whether it came to a stop by itself.
+
+    Returns:
+        ``mask``'s shape and dtype, zero where not finished.
+    """
+    return mask * finished.reshape(-1, *[1] * (mask.dim() - 1)).to(mask.dtype)
+
+
+def informative(rewards: torch.Tensor) -> torch.Tensor:
+    """Dynamic sampling (eq. 11): which groups have completions that differ; the others have no gradient.
+
+    Args:
+        rewards: ``[P, n]``, before the overlong punishment: a group whose lengths differ has not been solved in part.
+
+    Returns:
+        ``[P]`` bool.
+    """
+    return ~is_flat(rewards)

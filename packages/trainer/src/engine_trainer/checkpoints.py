@@ -1,0 +1,118 @@
+"""Which checkpoints a run has, which it goes on from, which it keeps."""
+
+from __future__ import annotations
+
+import re
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from engine_api.checkpoint import LATEST, locate
+from engine_api.comm import Comm, together
+from engine_api.contract import Engine
+from engine_api.errors import CheckpointMismatch, ConfigError
+from engine_api.manifest import read_manifest
+from engine_api.results import CheckpointHandle
+
+_STEP = re.compile(r"step-(\d{6,})$")
+# What a run may not change between its parts; everything else may, and is named when it does.
+FIXED = ("kind", "run.seed", "batch_size", "engine.model", "engine.model_type", "engine.lora", "data")
+FREE = ("run.", "engine.memory", "engine.parallelism", "engine.checkpoint", "engine.device", "eval")
+
+
+class Checkpoints:
+    """``output_dir/checkpoints``: ``step-000120`` folders and ``latest``; keeps the newest ``keep`` (0: all)."""
+
+    def __init__(self, folder: Path, *, keep: int) -> None:
+        self.folder, self.keep = folder, keep
+        self.saved: int | None = None  # newest step that was saved or loaded
+        self._handle: CheckpointHandle | None = None
+
+    def steps(self) -> dict[int, Path]:
+        """Complete checkpoints by step, oldest first."""
+        found = {int(m[1]): path for path in self.folder.glob("step-*") if (m := _STEP.search(path.name))}
+        return {step: found[step] for step in sorted(found) if (found[step] / "manifest.json").is_file()}
+
+    def find(self, resume: str) -> Path | None:
+        """Where to go on from; None: begin anew. Raises ``ConfigError`` when that would mix two runs."""
+        own = self.steps()
+        if resume == "auto":
+            # A kill between the rename and the replacement of `latest` leaves a newer, complete folder.
+            return max(own.items())[1] if own else None
+        if resume == "never":
+            if own:
+                raise ConfigError("run.resume", "run.output_dir already holds a run", why=f"{max(own.items())[1]} is there",
+                                  remedy="use run.resume=auto to go on, or another run.output_dir")  # fmt: skip
+            return None
+        return self._given(Path(resume), own)
+
+    def save(self, engine: Engine, comm: Comm, step: int, extra: Mapping[str, Any]) -> None:
+        """Save after ``step``, unless that was done. Raises what the save, or the one before it, raises."""
+        if step == self.saved:
+            return
+        self.wait(comm)
+        together(comm, lambda: self.folder.mkdir(parents=True, exist_ok=True) if comm.rank == 0 else None)
+        self._handle = engine.save_checkpoint(self.folder / f"step-{step:06d}", extra=extra)
+        self.saved = step
+        if self._handle.done():
+            self.wait(comm)
+
+    def wait(self, comm: Comm) -> None:
+        """Wait for a save that still runs, then remove what is no longer kept."""
+        handle, self._handle = self._handle, None
+        if handle is not None:
+            handle.result()
+            together(comm, lambda: self._prune() if comm.rank == 0 else None)
+
+    def clean(self) -> None:
+        """Remove what a killed save left."""
+        for partial in self.folder.glob("step-*.partial"):
+            shutil.rmtree(partial)
+
+    def _given(self, path: Path, own: Mapping[int, Path]) -> Path:
+        if not path.is_dir():
+            raise ConfigError("run.resume", f"{str(path)!r} is not a checkpoint", remedy="auto, never, or a checkpoint folder")
+        path = locate(path)
+        step = read_manifest(path).step
+        later = [p.name for s, p in own.items() if s > step]
+        if later:
+            raise ConfigError("run.resume", f"run.output_dir holds later checkpoints than step {step}",
+                              why=f"{', '.join(later)} would be in the way",
+                              remedy="use another run.output_dir, or remove them")  # fmt: skip
+        return path
+
+    def _prune(self) -> None:
+        steps = list(self.steps().items())
+        for _, path in steps[: -self.keep] if self.keep else []:
+            shutil.rmtree(path)
+        assert not steps or (self.folder / LATEST).is_file()
+
+
+def read_extra(path: Path) -> Mapping[str, Any]:
+    """What ``Run`` gave to the save. Raises ``CheckpointMismatch`` when the checkpoint is not a run's."""
+    extra = read_manifest(path).extra
+    if "loop" not in extra or "config" not in extra:
+        raise CheckpointMismatch("the checkpoint was not saved by engine-train", where=str(path),
+                                 why="it does not say where the loop stood",
+                                 remedy="export it with save_hf, and name that as engine.model.path")  # fmt: skip
+    return extra
+
+
+def compare(then: Mapping[str, Any], now: Mapping[str, Any], where: str) -> list[str]:
+    """What changed since the checkpoint and may, as lines.
+
+    Raises ``ConfigError`` that names the first key that may not (model, data, batch size).
+    """
+    changed = [key for key in sorted({*then, *now}) if then.get(key) != now.get(key)]
+    fixed = [key for key in changed if _below(key, FIXED)]
+    if fixed:
+        key = fixed[0]
+        raise ConfigError(key, f"{now.get(key)!r}, but the checkpoint was made with {then.get(key)!r}",
+                          why=f"run.resume would go on from {where}" + (f"; also: {', '.join(fixed[1:])}" if fixed[1:] else ""),
+                          remedy="restore the value, or begin anew in another run.output_dir")  # fmt: skip
+    return [f"{key}: {then.get(key)!r} -> {now.get(key)!r}" for key in changed if not key.startswith(FREE)]
+
+
+def _below(key: str, sections: tuple[str, ...]) -> bool:
+    return any(key == s or key.startswith(f"{s}.") for s in sections)

@@ -1,0 +1,102 @@
+"""``engine-train sft|rl CONFIG [key.sub=value …]``. Exit status: 0 done, 1 the run failed, 2 wrong usage or input."""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import sys
+import traceback
+from collections.abc import Sequence
+
+from engine_api.errors import ConfigError, EngineError, RankFailure
+
+from engine_trainer.config import RLConfig, SFTConfig
+from engine_trainer.errors import DataError
+from engine_trainer.loading import load_config, to_yaml
+from engine_trainer.runtime import Outcome, global_rank, world_size
+
+DONE, FAILED, USAGE = 0, 1, 2
+CONFIGS: dict[str, type[SFTConfig] | type[RLConfig]] = {"sft": SFTConfig, "rl": RLConfig}
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command; errors that the contract knows are printed without a traceback (``--debug`` shows it)."""
+    options = _parser().parse_intermixed_args(argv)
+    _set_up_logging()
+    try:
+        return _run(options)
+    except EngineError as error:
+        _report(error, debug=options.debug)
+        return USAGE if isinstance(error, ConfigError | DataError) else FAILED
+    except KeyboardInterrupt:
+        _say("aborted; the last checkpoint stands, the same command goes on from there")
+        return FAILED
+
+
+def _run(options: argparse.Namespace) -> int:
+    config = load_config(CONFIGS[options.task], options.config, options.overrides)
+    if options.print_config:
+        if global_rank() == 0:
+            print(to_yaml(config), end="")
+        return DONE
+    outcome = _train(config)
+    if global_rank() == 0:
+        _close(outcome, report=config.run.report)
+    return DONE
+
+
+def _train(config: SFTConfig | RLConfig) -> Outcome:
+    # Imported here: --print-config and a wrong key answer at once, without loading torch.
+    if isinstance(config, SFTConfig):
+        from engine_trainer.sft import train_sft
+
+        return train_sft(config)
+    from engine_trainer.rl import train_rl
+
+    return train_rl(config)
+
+
+def _close(outcome: Outcome, *, report: bool) -> None:
+    from engine_trainer.report import summary
+
+    print(summary(outcome.folder))
+    if report:
+        print(f"  report: {outcome.folder / 'report.html'}   plots: {outcome.folder / 'plots'}")
+    if outcome.step < outcome.total_steps:
+        print(f"  stopped after step {outcome.step} of {outcome.total_steps}; the same command goes on from there")
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="engine-train", description="SFT and RL over any engine, by name.")
+    parser.add_argument("task", choices=sorted(CONFIGS), help="what to run")
+    parser.add_argument("config", help="a YAML file; recipes/ holds some")
+    parser.add_argument("overrides", nargs="*", metavar="key.sub=value", help="take the place of values in the file")
+    parser.add_argument("--print-config", action="store_true", help="print the whole configuration and stop")
+    parser.add_argument("--debug", action="store_true", help="show tracebacks")
+    return parser
+
+
+def _set_up_logging() -> None:
+    # Every rank says its warnings; what is the same on all of them is said by rank 0.
+    level = logging.INFO if global_rank() == 0 else logging.WARNING
+    logging.basicConfig(stream=sys.stderr, format=f"{_prefix()}%(message)s", level=logging.WARNING)
+    for name in ("engine_api", "engine_trainer"):
+        logging.getLogger(name).setLevel(level)
+
+
+def _report(error: EngineError, *, debug: bool) -> None:
+    if debug:
+        traceback.print_exception(error)
+    kind = "stopped" if isinstance(error, RankFailure) else "error"
+    _say(f"{kind}: {error}")
+
+
+def _say(text: str) -> None:
+    # One write a message: lines of several ranks do not run into each other.
+    prefix = _prefix()
+    sys.stderr.write("".join(f"{prefix}{line}\n" for line in text.splitlines()))
+    sys.stderr.flush()
+
+
+def _prefix() -> str:
+    return f"[rank {global_rank()}] " if world_size() > 1 else ""

@@ -1,0 +1,135 @@
+"""The configurations of ``engine-train sft`` and ``engine-train rl``, and RL's own parts.
+
+Every field has a reader; an unknown key or a value of a wrong type is refused by name (``binding``).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Literal
+
+from engine_api.errors import ConfigError
+from engine_api.losses import Aggregation
+
+from engine_trainer.sections import (
+    ColumnsSection,
+    DataSection,
+    EngineSection,
+    EvalSection,
+    GymDataset,
+    GymSection,
+    RewardSection,
+    RolloutSection,
+    RunSection,
+    at_least,
+)
+
+__all__ = [
+    "AlgorithmSection", "ColumnsSection", "DataSection", "DynamicSamplingSection", "EngineSection", "EvalSection",
+    "GymDataset", "GymSection", "KLSection", "OverlongSection", "RLConfig", "RewardSection", "RolloutSection",
+    "RunSection", "SFTConfig",
+]  # fmt: skip
+
+
+@dataclass(frozen=True, kw_only=True)
+class SFTConfig:
+    """``engine-train sft``."""
+
+    engine: EngineSection
+    data: DataSection
+    run: RunSection
+    batch_size: int = 64  # documents a step, over all ranks
+    eval: EvalSection | None = None
+    rollout: RolloutSection = field(default_factory=RolloutSection)  # only to measure accuracy
+    reward: RewardSection | None = None  # with eval: accuracy beside the loss
+
+    def __post_init__(self) -> None:
+        at_least("", self, 1, "batch_size")
+        _check_eval(self.eval, self.data)
+
+
+
+@dataclass(frozen=True, kw_only=True)
+class KLSection:
+    """KL to the reference, which is the model as the run began (with LoRA: the adapter off)."""
+
+    coefficient: float = 0.0  # 0: no reference model is loaded
+    estimator: Literal["k1", "k2", "k3"] = "k3"  # Schulman 2020, "Approximating KL divergence"
+    where: Literal["loss", "reward"] = "loss"
+
+    def __post_init__(self) -> None:
+        at_least("algorithm.kl", self, 0, "coefficient")
+
+
+@dataclass(frozen=True, kw_only=True)
+class DynamicSamplingSection:
+    """Groups whose rewards are all equal are replaced by new prompts (DAPO, arXiv:2503.14476, section 3.2)."""
+
+    enabled: bool = False
+    max_rounds: int = 4  # of generation a step; then the step takes what there is
+
+    def __post_init__(self) -> None:
+        at_least("algorithm.dynamic_sampling", self, 1, "max_rounds")
+
+
+@dataclass(frozen=True, kw_only=True)
+class OverlongSection:
+    """Completions at the length limit (DAPO, section 3.4): a soft penalty over the last ``buffer`` tokens, or no loss."""
+
+    buffer: int = 0  # tokens below rollout.max_new_tokens where the penalty begins; 0: none
+    penalty: float = 1.0  # taken from the reward at the limit, linearly less below it
+    filter: bool = False  # completions that were cut carry no loss
+
+    def __post_init__(self) -> None:
+        at_least("algorithm.overlong", self, 0, "buffer", "penalty")
+
+
+@dataclass(frozen=True, kw_only=True)
+class AlgorithmSection:
+    """How completions and rewards become an update."""
+
+    name: str = "grpo"
+    advantage: Literal["grpo", "dr_grpo"] = "grpo"  # dr_grpo: not divided by the group's standard deviation
+    clip_low: float = 0.2
+    clip_high: float = 0.2  # DAPO's clip-higher: 0.28
+    dual_clip: float | None = None  # c > 1 (arXiv:1912.09729); null: off
+    aggregation: Aggregation = "token-mean"
+    kl: KLSection = field(default_factory=KLSection)
+    entropy_coefficient: float = 0.0
+    prompts_per_step: int = 16
+    mini_batches: int = 1  # updates an epoch over the step's completions
+    epochs: int = 1
+    old_log_probs: Literal["engine", "rollout"] = "engine"  # whose log-probs the ratio is taken against
+    dynamic_sampling: DynamicSamplingSection = field(default_factory=DynamicSamplingSection)
+    overlong: OverlongSection = field(default_factory=OverlongSection)
+
+    def __post_init__(self) -> None:
+        at_least("algorithm", self, 0, "clip_low", "clip_high", "entropy_coefficient")
+        at_least("algorithm", self, 1, "prompts_per_step", "mini_batches", "epochs")
+        if self.dual_clip is not None and not self.dual_clip > 1:
+            raise ConfigError("algorithm.dual_clip", f"{self.dual_clip} is not above 1", remedy="use 3.0, or null for none")
+
+
+@dataclass(frozen=True, kw_only=True)
+class RLConfig:
+    """``engine-train rl``."""
+
+    engine: EngineSection
+    data: DataSection
+    run: RunSection
+    reward: RewardSection
+    rollout: RolloutSection = field(default_factory=RolloutSection)
+    algorithm: AlgorithmSection = field(default_factory=AlgorithmSection)
+    eval: EvalSection | None = None
+
+    def __post_init__(self) -> None:
+        _check_eval(self.eval, self.data)
+        if self.rollout.temperature == 0:
+            raise ConfigError("rollout.temperature", "0 is greedy", why="a group of equal completions teaches nothing",
+                              remedy="use 1.0; eval.temperature may be 0")  # fmt: skip
+
+
+def _check_eval(section: EvalSection | None, data: DataSection) -> None:
+    if section is not None and section.source is None and data.reasoning_gym is None:
+        raise ConfigError("eval.source", "missing", why="data.source has no held-out part of its own",
+                          remedy="name a file of problems that are not trained on, or leave eval out")  # fmt: skip

@@ -1,0 +1,23 @@
+"""Data: files and generated problems to examples, examples to tokens, tokens to an exact order."""
+
+from __future__ import annotations
+
+from engine_trainer.data.chat import ChatTokenizer, load_tokenizer
+from engine_trainer.data.datasets import (
+    Document,
+    Prompt,
+    PromptDataset,
+    SFTDataset,
+    order_of,
+    read_examples,
+    read_heldout,
+    warn_of_overlap,
+    without_limit,
+)
+from engine_trainer.data.layouts import Example
+from engine_trainer.data.order import SampleOrder
+
+__all__ = [
+    "ChatTokenizer", "Document", "Example", "Prompt", "PromptDataset", "SFTDataset", "SampleOrder", "load_tokenizer",
+    "order_of", "read_examples", "read_heldout", "warn_of_overlap", "without_limit",
+]  # fmt: skip

@@ -1,0 +1,204 @@
+"""Text to tokens: chat templates, and which tokens are the model's own turns.
+
+Each turn's text is tokenized on its own, cut where the template begins the assistant's turn.
+The prompt's tokens are then the very ids that a rollout is given, and no token lies across the border.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import jinja2
+from engine_api.config import ModelSource
+from engine_api.errors import ConfigError
+
+from engine_trainer.data.layouts import Example, Messages
+from engine_trainer.sections import DataSection
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Segment:
+    """A stretch of a document's text; ``learned``: an assistant turn that carries loss."""
+
+    text: str
+    learned: bool
+
+
+class ChatTokenizer:
+    """A tokenizer with its chat template and the settings of a ``DataSection``.
+
+    Without a template (neither in the tokenizer nor in ``data.chat_template``) a row must be one prompt
+    with one response: the two texts one after another, then EOS; what the tokenizer puts before a text
+    (BOS) comes before the prompt.
+
+    Attributes:
+        tokenizer: the Hugging Face tokenizer.
+        stop_token_ids: what ends a completion: the template's end-of-turn token and EOS.
+        pad_token_id: for rollouts that pad; EOS where the tokenizer has none.
+    """
+
+    def __init__(self, tokenizer: Any, section: DataSection) -> None:
+        self.tokenizer, self.section = tokenizer, section
+        if section.chat_template is not None:
+            tokenizer.chat_template = _template_text(section.chat_template)
+        self.has_template = bool(tokenizer.chat_template)
+        if tokenizer.eos_token_id is None:
+            raise ConfigError("data.tokenizer", "the tokenizer has no EOS token", why="completions could not end",
+                              remedy="set eos_token in its tokenizer_config.json")  # fmt: skip
+        self.eos_token_id = int(tokenizer.eos_token_id)
+        self.stop_token_ids = tuple(dict.fromkeys([*self._end_of_turn(), self.eos_token_id]))
+        self.pad_token_id = self.eos_token_id if tokenizer.pad_token_id is None else int(tokenizer.pad_token_id)
+
+    def decode(self, tokens: Sequence[int]) -> str:
+        """The text of a completion, without special tokens."""
+        return str(self.tokenizer.decode(list(tokens), skip_special_tokens=True))
+
+    def prompt_text(self, example: Example) -> str:
+        """What a rollout continues, as text."""
+        turns = self._dress(example.prompt, example)
+        return self._render(turns, example, ask=True) if self.has_template else turns[0]["content"]
+
+    def encode_prompts(self, examples: Sequence[Example]) -> list[tuple[str, list[int]]]:
+        """What a rollout continues, as text and as token ids, one pair an example."""
+        texts = [self.prompt_text(e) for e in examples]
+        ids = self._encode(texts) if self.has_template else [self._opening(t) for t in texts]
+        return list(zip(texts, ids, strict=True))
+
+    def document(self, example: Example) -> list[Segment]:
+        """The example's text, cut at the borders of the assistant's turns.
+
+        Raises ``DataError`` when nothing can be learned from it, or when the template does not render a
+        longer conversation as a continuation of the shorter one.
+        """
+        turns = self._dress(example.messages, example)
+        own = [i for i, turn in enumerate(turns) if turn["role"] == "assistant"]
+        if not own:
+            raise example.error("no assistant turn, nothing to learn", remedy="add a response to the row")
+        if not self.has_template:
+            return [Segment(text=turns[0]["content"], learned=False), Segment(text=turns[1]["content"], learned=True)]
+        return self._cut(turns, own if self.section.train_on == "all" else own[-1:], example)
+
+    def encode_documents(self, documents: Sequence[Sequence[Segment]]) -> list[tuple[list[int], list[float]]]:
+        """Token ids and loss weights (1 on learned tokens up to the one that ends the turn) of each document."""
+        ids = iter(self._encode([s.text for segments in documents for s in segments]))
+        return [self._join([(s, next(ids)) for s in segments]) for segments in documents]
+
+    # --- inside ---------------------------------------------------------------------------------
+
+    def _cut(self, turns: Messages, own: Sequence[int], example: Example) -> list[Segment]:
+        segments: list[Segment] = []
+        done = ""
+        for at in own:
+            asked = self._render(turns[:at], example, ask=True)
+            answered = self._render(turns[: at + 1], example, ask=False)
+            if not asked.startswith(done) or not answered.startswith(asked):
+                raise self._not_a_prefix(example, at, done if not asked.startswith(done) else asked)
+            segments.append(Segment(text=asked[len(done) :], learned=False))
+            segments.append(Segment(text=answered[len(asked) :], learned=True))
+            done = answered
+        return segments
+
+    def _not_a_prefix(self, example: Example, at: int, expected: str) -> Exception:
+        return example.error(
+            f"the chat template rewrites earlier text when message {at} is added, the assistant's tokens cannot be told",
+            why=f"the longer conversation does not begin with {expected[-80:]!r}",
+            remedy="set data.train_on=last (reasoning templates drop earlier thoughts), or another data.chat_template",
+        )
+
+    def _join(self, parts: Sequence[tuple[Segment, list[int]]]) -> tuple[list[int], list[float]]:
+        tokens: list[int] = []
+        weights: list[float] = []
+        for index, (segment, ids) in enumerate(parts):
+            if index == 0 and not self.has_template:
+                ids = self._opening(segment.text)
+            if segment.learned:
+                ids, own = self._end_turn(ids, last=index == len(parts) - 1)
+                weights += [1.0] * own + [0.0] * (len(ids) - own)
+            else:
+                weights += [0.0] * len(ids)
+            tokens += ids
+        if weights:
+            weights[0] = 0.0  # nothing comes before it
+        return tokens, weights
+
+    def _end_turn(self, ids: list[int], *, last: bool) -> tuple[list[int], int]:
+        """The turn's tokens, and how many of them are learned: all up to the one that ends the turn.
+
+        What a template writes after that (a line break) is never generated.
+        """
+        ends = [i for i, token in enumerate(ids) if token in self.stop_token_ids]
+        if ends:
+            return (ids[: ends[-1] + 1] if last else ids), ends[-1] + 1
+        return ([*ids, self.eos_token_id], len(ids) + 1) if last else (ids, len(ids))
+
+    def _dress(self, turns: Messages, example: Example) -> Messages:
+        """The turns with the system prompt and the prompt template put around them."""
+        turns = [dict(turn) for turn in turns]
+        if not self.has_template:
+            self._require_plain(turns, example)
+        asked = [t for t in turns if t["role"] == "user"]
+        if asked:
+            asked[-1]["content"] = self.section.prompt_template.replace("{prompt}", asked[-1]["content"])
+        if self.section.system_prompt is not None and (not turns or turns[0]["role"] != "system"):
+            turns.insert(0, {"role": "system", "content": self.section.system_prompt})
+        return turns
+
+    def _require_plain(self, turns: Messages, example: Example) -> None:
+        roles = [t["role"] for t in turns]
+        if roles not in (["user"], ["user", "assistant"]) or self.section.system_prompt is not None:
+            raise example.error("a conversation, but the tokenizer has no chat template", why=f"roles: {', '.join(roles)}",
+                                remedy="set data.chat_template, or give one prompt with one response")  # fmt: skip
+
+    def _render(self, turns: Messages, example: Example, *, ask: bool) -> str:
+        try:
+            return str(self.tokenizer.apply_chat_template(turns, tokenize=False, add_generation_prompt=ask,
+                                                          **self.section.chat_template_kwargs))  # fmt: skip
+        except (jinja2.TemplateError, TypeError, ValueError) as error:
+            raise example.error("the chat template cannot render this conversation", why=str(error),
+                                remedy="check the roles and their order, or set data.chat_template") from error  # fmt: skip
+
+    def _encode(self, texts: Sequence[str]) -> list[list[int]]:
+        filled = [t for t in texts if t]  # some tokenizers make a token of an empty text
+        ids = iter(self.tokenizer(filled, add_special_tokens=False)["input_ids"] if filled else [])
+        return [list(next(ids)) if t else [] for t in texts]
+
+    def _opening(self, text: str) -> list[int]:
+        ids = list(self.tokenizer(text)["input_ids"])
+        return ids[:-1] if ids and ids[-1] == self.eos_token_id else ids
+
+    def _end_of_turn(self) -> list[int]:
+        """The first special token that the template writes after an assistant's text."""
+        if not self.has_template:
+            return []
+        probe = Example(messages=[{"role": "user", "content": "1"}, {"role": "assistant", "content": "ANSWER"}])
+        tail = self._render(probe.messages, probe, ask=False).rpartition("ANSWER")[2]
+        special = set(self.tokenizer.all_special_ids)
+        special |= {i for i, token in self.tokenizer.added_tokens_decoder.items() if token.special}
+        return [i for i in self._encode([tail])[0] if i in special][:1]
+
+
+def load_tokenizer(section: DataSection, model: ModelSource) -> ChatTokenizer:
+    """The tokenizer of ``data.tokenizer``, or of the model. Raises ``ConfigError`` when there is none."""
+    from transformers import AutoTokenizer
+
+    path = section.tokenizer or model.path
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=model.trust_remote_code)
+    except (OSError, ValueError) as error:
+        raise ConfigError("data.tokenizer" if section.tokenizer else "engine.model.path", f"no tokenizer at {path!r}",
+                          why=(str(error).splitlines() or [""])[0],
+                          remedy="name a folder with tokenizer.json, or a hub id, in data.tokenizer") from error  # fmt: skip
+    return ChatTokenizer(tokenizer, section)
+
+
+def _template_text(value: str) -> str:
+    if "{%" in value or "{{" in value:
+        return value
+    path = Path(value)
+    if not path.is_file():
+        raise ConfigError("data.chat_template", f"{value!r} is neither a Jinja template nor a file",
+                          remedy="give the template's text, or the path of a .jinja file")  # fmt: skip
+    return path.read_text(encoding="utf-8")

@@ -1,0 +1,176 @@
+"""Data sets in memory: documents for SFT, prompts for RL."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, TypeVar
+
+import numpy as np
+from numpy.typing import NDArray
+
+from engine_trainer.data.chat import ChatTokenizer
+from engine_trainer.data.gym import gym_examples
+from engine_trainer.data.layouts import Example, Need, to_examples
+from engine_trainer.data.order import SampleOrder
+from engine_trainer.data.readers import read_rows
+from engine_trainer.errors import DataError
+from engine_trainer.sections import DataSection, EvalSection
+
+T = TypeVar("T")
+CHUNK = 1024  # examples tokenized in one call
+log = logging.getLogger("engine_trainer")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Document:
+    """One packed document of SFT: ``input_ids [t]`` int64, ``loss_weight [t]`` float32."""
+
+    input_ids: NDArray[np.int64]
+    loss_weight: NDArray[np.float32]
+
+    def __len__(self) -> int:
+        return len(self.input_ids)
+
+    def fields(self) -> dict[str, Any]:
+        """As ``Batch.pack`` takes it."""
+        return {"input_ids": self.input_ids.tolist(), "loss_weight": self.loss_weight.tolist()}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Prompt:
+    """One problem of RL: the tokens that a rollout continues, and what the reward needs.
+
+    ``metadata`` holds the row's other columns; ``metadata["entry"]`` reasoning-gym's record.
+    """
+
+    tokens: list[int]
+    rendered: str  # the text that the tokens stand for, chat template included
+    text: str  # the last user turn, as it stands in the data
+    answer: str | None
+    metadata: Mapping[str, Any] = field(default_factory=dict[str, Any])
+    file: str = ""
+    number: int = 0
+
+    def __len__(self) -> int:
+        return len(self.tokens)
+
+
+class SFTDataset:
+    """Tokenized documents. ``dropped`` counts those that were too long."""
+
+    def __init__(self, documents: Sequence[Document], dropped: int = 0) -> None:
+        self.documents, self.dropped = list(documents), dropped
+
+    @staticmethod
+    def build(examples: Sequence[Example], tokenizer: ChatTokenizer, section: DataSection) -> SFTDataset:
+        """Tokenize. Raises ``DataError`` for a row that teaches nothing or is too long."""
+        documents: list[Document] = []
+        for start in range(0, len(examples), CHUNK):
+            part = examples[start : start + CHUNK]
+            encoded = tokenizer.encode_documents([tokenizer.document(e) for e in part])
+            documents += [_document(e, ids, weights) for e, (ids, weights) in zip(part, encoded, strict=True)]
+        kept, dropped = _fit(examples, documents, section)
+        return SFTDataset(kept, dropped)
+
+    def __len__(self) -> int:
+        return len(self.documents)
+
+    def __getitem__(self, index: int) -> Document:
+        return self.documents[index]
+
+
+class PromptDataset:
+    """Tokenized prompts. ``dropped`` counts those that were too long."""
+
+    def __init__(self, prompts: Sequence[Prompt], dropped: int = 0) -> None:
+        self.prompts, self.dropped = list(prompts), dropped
+
+    @staticmethod
+    def build(examples: Sequence[Example], tokenizer: ChatTokenizer, section: DataSection) -> PromptDataset:
+        """Tokenize. Raises ``DataError`` for a prompt that is empty or too long."""
+        encoded = tokenizer.encode_prompts(examples)
+        prompts = [_prompt(e, text, ids) for e, (text, ids) in zip(examples, encoded, strict=True)]
+        kept, dropped = _fit(examples, prompts, section)
+        return PromptDataset(kept, dropped)
+
+    def __len__(self) -> int:
+        return len(self.prompts)
+
+    def __getitem__(self, index: int) -> Prompt:
+        return self.prompts[index]
+
+
+def read_examples(section: DataSection, need: Need) -> list[Example]:
+    """The training rows of a data section; ``need`` is ``response`` for SFT, ``prompt`` for RL."""
+    if section.reasoning_gym is not None:
+        return gym_examples(section.reasoning_gym, "train")
+    assert section.source is not None  # DataSection checks it
+    return to_examples(read_rows(section.source, section.split), section.columns, need)
+
+
+def read_heldout(section: DataSection, evaluation: EvalSection, need: Need) -> list[Example]:
+    """The held-out rows, at most ``eval.max_problems``; says so when some of them are trained on."""
+    if evaluation.source is None:
+        assert section.reasoning_gym is not None  # the configurations check it
+        examples = gym_examples(section.reasoning_gym, "heldout")
+    else:
+        examples = to_examples(read_rows(evaluation.source, evaluation.split), section.columns, need)
+    return examples[: evaluation.max_problems]
+
+
+def warn_of_overlap(train: Sequence[Example], heldout: Sequence[Example]) -> int:
+    """How many held-out prompts are trained on as well; logged when there are any."""
+    seen = {_question(e) for e in train}
+    shared = sum(_question(e) in seen for e in heldout)
+    if shared:
+        log.warning("%d of %d held-out prompts are also in the training data: their accuracy says nothing", shared, len(heldout))
+    return shared
+
+
+def without_limit(section: DataSection) -> DataSection:
+    """For held-out rows: too long ones are an error, never dropped, so that a score always means the same set."""
+    return replace(section, on_too_long="error")
+
+
+def order_of(dataset: SFTDataset | PromptDataset, section: DataSection, seed: int) -> SampleOrder:
+    """The order of a run's samples; ``seed`` is the run's, ``data.seed`` goes before it."""
+    return SampleOrder(len(dataset), seed=seed if section.seed is None else section.seed, shuffle=section.shuffle)
+
+
+def _document(example: Example, ids: list[int], weights: list[float]) -> Document:
+    if not any(weights):
+        raise example.error("the response is empty, nothing to learn", remedy="complete the row, or remove it")
+    return Document(input_ids=np.asarray(ids, dtype=np.int64), loss_weight=np.asarray(weights, dtype=np.float32))
+
+
+def _prompt(example: Example, text: str, ids: list[int]) -> Prompt:
+    if not ids:
+        raise example.error("the prompt is empty", remedy="complete the row, or remove it")
+    return Prompt(tokens=ids, rendered=text, text=_question(example), answer=example.answer, metadata=example.metadata,
+                  file=example.file, number=example.number)  # fmt: skip
+
+
+def _question(example: Example) -> str:
+    return str(next((t["content"] for t in reversed(example.prompt) if t["role"] == "user"), ""))
+
+
+def _fit(examples: Sequence[Example], items: Sequence[T], section: DataSection) -> tuple[list[T], int]:
+    limit = section.max_length
+    if limit is None:
+        return list(items), 0
+    kept: list[T] = []
+    for example, item in zip(examples, items, strict=True):
+        size = len(item)  # pyright: ignore[reportArgumentType] - documents and prompts have a length
+        if size <= limit:
+            kept.append(item)
+        elif section.on_too_long == "error":
+            raise example.error(f"{size} tokens, data.max_length is {limit}",
+                                remedy="raise data.max_length, or set data.on_too_long=drop")  # fmt: skip
+    dropped = len(items) - len(kept)
+    if not kept:
+        raise DataError(f"all {len(items)} rows are longer than data.max_length={limit}", remedy="raise data.max_length")
+    if dropped:
+        log.warning("%d of %d rows are longer than data.max_length=%d and were dropped", dropped, len(items), limit)
+    return kept, dropped

@@ -1,0 +1,86 @@
+"""Procedurally generated problems from reasoning-gym, split by their own text.
+
+A question is held out iff its SHA-256 falls into the held-out share: whatever the seed,
+the size or the order, no question can ever stand on both sides.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator
+from typing import Any, Literal
+
+from engine_api.config import near_matches
+from engine_api.errors import ConfigError
+
+from engine_trainer.data.layouts import Example
+from engine_trainer.data.worked import write_response
+from engine_trainer.errors import DataError
+from engine_trainer.sections import GymSection
+
+Side = Literal["train", "heldout"]
+# How many questions are drawn for one that is wanted, before the task is called too small.
+PATIENCE = 50
+
+
+def is_heldout(question: str, share: float) -> bool:
+    """Whether a question belongs to the held-out side; a function of its text alone."""
+    digest = hashlib.sha256(question.encode("utf-8")).digest()
+    return int.from_bytes(digest[:8], "big") < share * 2**64
+
+
+def gym_examples(section: GymSection, side: Side) -> list[Example]:
+    """The section's problems of one side, all different, each with its worked response.
+
+    ``metadata["entry"]`` is reasoning-gym's own record, which its scorer takes.
+
+    Raises:
+        ConfigError: an unknown task, or settings that it refuses.
+        DataError: the task has fewer different questions than asked for.
+    """
+    first, count = (section.skip, section.size) if side == "train" else (0, section.heldout_size)
+    chosen: list[Example] = []
+    seen: set[str] = set()
+    if count <= 0:
+        return chosen
+    for number, entry in enumerate(_stream(section, (first + count) * PATIENCE)):
+        question = str(entry["question"])
+        if question in seen or is_heldout(question, section.heldout_share) != (side == "heldout"):
+            continue
+        seen.add(question)
+        if len(seen) > first:
+            chosen.append(_example(entry, section.response, number))
+        if len(chosen) == count:
+            return chosen
+    raise DataError(f"only {len(seen)} different {side} questions, {first + count} asked for", file="reasoning_gym",
+                    why=f"{(first + count) * PATIENCE} were drawn", remedy="ask for fewer, or widen the tasks' settings")  # fmt: skip
+
+
+def _stream(section: GymSection, size: int) -> Iterator[dict[str, Any]]:
+    try:
+        import reasoning_gym
+        from reasoning_gym.composite import DatasetSpec
+        from reasoning_gym.factory import DATASETS
+    except ImportError as error:
+        raise ConfigError("data.reasoning_gym", "reasoning-gym is not installed",
+                          remedy="pip install engine-trainer[gym]") from error  # fmt: skip
+    for index, task in enumerate(section.datasets):
+        if task.name not in DATASETS:
+            raise ConfigError(f"data.reasoning_gym.datasets[{index}].name", f"unknown task {task.name!r}",
+                              remedy=near_matches(task.name, list(DATASETS)))  # fmt: skip
+    specs = [DatasetSpec(name=t.name, weight=t.weight, config=dict(t.config)) for t in section.datasets]
+    try:
+        # It draws item i from Random(seed + i), so near seeds would share most of their questions.
+        mixture = reasoning_gym.create_dataset("composite", seed=1_000_003 * (section.seed + 1), size=size, datasets=specs)
+    except (AssertionError, TypeError, ValueError) as error:
+        raise ConfigError("data.reasoning_gym.datasets", "reasoning-gym refuses the settings", why=str(error),
+                          remedy="see the tasks' own configuration classes") from error  # fmt: skip
+    return (mixture[i] for i in range(size))
+
+
+def _example(entry: dict[str, Any], response: str, number: int) -> Example:
+    task = str(entry["metadata"]["source_dataset"])
+    turns = [{"role": "user", "content": str(entry["question"])},
+             {"role": "assistant", "content": write_response(response, entry)}]  # fmt: skip
+    return Example(messages=turns, answer=str(entry["answer"]), file=f"reasoning_gym/{task}", number=number + 1,
+                   metadata={"entry": entry, "data_source": f"reasoning_gym/{task}"})  # fmt: skip

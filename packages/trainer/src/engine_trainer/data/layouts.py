@@ -1,0 +1,153 @@
+"""From rows with the field's usual columns to examples.
+
+| layout | columns |
+|---|---|
+| chat | ``messages``: list of {role, content} |
+| prompt and response | ``prompt`` (text or messages), ``response`` or ``completion`` |
+| GSM8K | ``question``, ``answer`` with the result after ``####`` |
+| verl, DAPO-17k, AIME-2024 | ``prompt`` (messages), ``reward_model.ground_truth``, ``data_source`` |
+| MATH, AIME | ``problem``, ``solution``, ``answer`` |
+
+``data.columns`` names others; a dot reaches into a nested column.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from engine_trainer.data.readers import Row
+from engine_trainer.errors import DataError
+from engine_trainer.sections import ColumnsSection
+
+Need = Literal["response", "prompt"]  # SFT: rows with a response; RL: rows with a prompt
+Messages = list[dict[str, Any]]
+
+PROMPTS = ("prompt", "question", "problem", "Problem", "instruction", "Question")
+RESPONSES = ("response", "completion", "solution", "output", "Solution", "answer")
+ANSWERS = ("reward_model.ground_truth", "ground_truth", "answer", "Answer", "solution", "Solution")
+ROLES = ("system", "user", "assistant", "tool", "developer")
+GSM8K_MARK = "####"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Example:
+    """One conversation; in SFT its assistant turns are learned, in RL it ends before the answer.
+
+    Attributes:
+        messages: ``{role, content}`` turns, as chat templates take them.
+        answer: what a reward compares with, or None.
+        metadata: the row's other columns, ``data_source`` among them where there is one.
+        file, number: where the row stands.
+    """
+
+    messages: Messages
+    answer: str | None = None
+    metadata: Mapping[str, Any] = field(default_factory=dict[str, Any])
+    file: str = ""
+    number: int = 0
+
+    def error(self, what: str, *, why: str = "", remedy: str = "") -> DataError:
+        """A ``DataError`` that names this example's row."""
+        return DataError(what, file=self.file, row=self.number, why=why, remedy=remedy)
+
+    @property
+    def prompt(self) -> Messages:
+        """The turns before a closing assistant turn."""
+        return self.messages[:-1] if self.messages and self.messages[-1]["role"] == "assistant" else self.messages
+
+
+def to_examples(rows: Sequence[Row], columns: ColumnsSection, need: Need) -> list[Example]:
+    """Every row as an example. Raises ``DataError`` that names file, row and column."""
+    layout = _Layout.of(rows[0], columns, need)
+    return [layout.example(row) for row in rows]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Layout:
+    messages: str | None
+    prompt: str | None
+    response: str | None
+    answer: str | None
+
+    @staticmethod
+    def of(first: Row, columns: ColumnsSection, need: Need) -> _Layout:
+        messages = columns.messages or _present(first, ("messages",))
+        if messages and not columns.prompt:
+            return _Layout(messages=messages, prompt=None, response=None, answer=columns.answer or _present(first, ANSWERS))
+        prompt = columns.prompt or _present(first, PROMPTS)
+        response = columns.response or _present(first, RESPONSES)
+        if prompt is None or (response is None and need == "response"):
+            missing = "prompt" if prompt is None else "response"
+            raise first.error(f"no {missing} column", column=missing, why=f"columns: {', '.join(map(str, first.values))}",
+                              remedy=f"name it with data.columns.{missing}, or see engine_trainer.data.layouts")  # fmt: skip
+        return _Layout(messages=None, prompt=prompt, response=response if need == "response" else None,
+                       answer=columns.answer or _present(first, ANSWERS))  # fmt: skip
+
+    def example(self, row: Row) -> Example:
+        turns = _messages(row, self.messages) if self.messages else self._turns(row)
+        used = {(c or "").split(".")[0] for c in (self.messages, self.prompt, self.response, self.answer)}
+        metadata = {name: value for name, value in row.values.items() if name not in used}
+        return Example(messages=turns, answer=self._answer(row), metadata=metadata, file=row.file, number=row.number)
+
+    def _turns(self, row: Row) -> Messages:
+        assert self.prompt is not None
+        value = _cell(row, self.prompt)
+        turns = _messages(row, self.prompt) if isinstance(value, list) else [_turn("user", _text(row, self.prompt))]
+        return [*turns, _turn("assistant", _text(row, self.response))] if self.response else turns
+
+    def _answer(self, row: Row) -> str | None:
+        if self.answer is None:
+            return None
+        value = _cell(row, self.answer)
+        if not isinstance(value, str | int | float) or isinstance(value, bool):
+            raise row.error(f"{type(value).__name__} is not an answer", column=self.answer, remedy="give text or a number")
+        text = str(value)
+        return text.rsplit(GSM8K_MARK, 1)[1].strip() if GSM8K_MARK in text else text
+
+
+def _present(row: Row, names: Sequence[str]) -> str | None:
+    return next((n for n in names if _reach(row.values, n) is not None), None)
+
+
+def _reach(values: Any, name: str) -> Any:
+    if isinstance(values, Mapping) and name in values:
+        return values[name]
+    for part in name.split("."):
+        values = values.get(part) if isinstance(values, Mapping) else None
+    return values
+
+
+def _cell(row: Row, name: str) -> Any:
+    value = _reach(row.values, name)
+    if value is None:
+        raise row.error("the column is missing or null", column=name, why=f"this row has: {', '.join(map(str, row.values))}",
+                        remedy="complete the row, or name another column below data.columns")  # fmt: skip
+    return value
+
+
+def _text(row: Row, name: str) -> str:
+    value = _cell(row, name)
+    if not isinstance(value, str):
+        raise row.error(f"{type(value).__name__}, not text", column=name, remedy="write the text as a string")
+    return value
+
+
+def _messages(row: Row, name: str) -> Messages:
+    value = _cell(row, name)
+    if not isinstance(value, list) or not value:
+        raise row.error(f"{type(value).__name__}, not a list of messages", column=name, remedy="write [{role, content}, …]")
+    for turn in value:
+        if not isinstance(turn, Mapping) or turn.get("role") not in ROLES:
+            raise row.error("a message without a known role", column=name, why=f"message: {str(turn)[:120]}",
+                            remedy=f"roles: {', '.join(ROLES)}")  # fmt: skip
+        if not isinstance(turn.get("content"), str) and not turn.get("tool_calls"):
+            raise row.error("a message without text", column=name, why=f"message: {str(turn)[:120]}",
+                            remedy="give each message a string `content`")  # fmt: skip
+    # Parquet pads every message to the same keys; a template would print those nulls.
+    return [{k: v for k, v in turn.items() if v is not None} for turn in value]
+
+
+def _turn(role: str, content: str) -> dict[str, Any]:
+    return {"role": role, "content": content}

@@ -1,0 +1,104 @@
+"""Rows of JSONL and parquet files, each with the place that it came from."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from engine_trainer.errors import DataError
+
+SUFFIXES = (".jsonl", ".parquet")
+# Folders as the Hugging Face hub lays them out hold these side by side; training on all of them is never meant.
+HELD_OUT_NAMES = ("test", "validation", "valid", "val", "dev", "eval")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Row:
+    """One record, and where it stands; ``number`` is the 1-based line (JSONL) or row (parquet)."""
+
+    values: Mapping[str, Any]
+    file: str
+    number: int
+
+    def error(self, what: str, *, column: str | None = None, why: str = "", remedy: str = "") -> DataError:
+        """A ``DataError`` that names this row."""
+        return DataError(what, file=self.file, row=self.number, column=column, why=why, remedy=remedy)
+
+
+def read_rows(source: str | Sequence[str], split: str | None = None) -> list[Row]:
+    """All rows of the files, or of the folders' files, in the order of their names.
+
+    Raises ``DataError``: no such file, no file of a known kind, a broken line, an empty file.
+    """
+    paths = [Path(source)] if isinstance(source, str) else [Path(s) for s in source]
+    return [row for path in paths for file in _files(path, split) for row in _read_file(file)]
+
+
+def _files(path: Path, split: str | None) -> list[Path]:
+    if path.is_dir():
+        return _folder(path, split)
+    if not path.is_file():
+        raise DataError("there is no such file or folder", file=str(path), remedy="check the path; see the recipe's comments")
+    if path.suffix not in SUFFIXES:
+        raise DataError(f"{path.suffix or 'no'} suffix", file=str(path), why=f"known: {', '.join(SUFFIXES)}",
+                        remedy="convert it to JSONL: one JSON object a line")  # fmt: skip
+    return [path]
+
+
+def _folder(path: Path, split: str | None) -> list[Path]:
+    files = sorted(f for f in path.rglob("*") if f.suffix in SUFFIXES and f.is_file())
+    chosen = [f for f in files if split is None or f.name.startswith(split)]
+    if not chosen:
+        names = ", ".join(str(f.relative_to(path)) for f in files[:5]) or "none"
+        raise DataError("the folder has no data file" + (f" of split {split!r}" if split else ""), file=str(path),
+                        why=f".jsonl and .parquet files there: {names}", remedy="check the path and the split")  # fmt: skip
+    mixed = [f.name for f in chosen if f.name.startswith(HELD_OUT_NAMES)]
+    if split is None and mixed and len(mixed) < len(chosen):
+        raise DataError("the folder holds several splits", file=str(path), why=f"{mixed[0]} looks held out",
+                        remedy="set split, for example data.split=train")  # fmt: skip
+    return chosen
+
+
+def _read_file(path: Path) -> list[Row]:
+    rows = list(_jsonl(path) if path.suffix == ".jsonl" else _parquet(path))
+    if not rows:
+        raise DataError("the file is empty", file=str(path), remedy="it needs at least one row")
+    return rows
+
+
+def _jsonl(path: Path) -> Iterator[Row]:
+    with path.open("rb") as lines:
+        for number, line in enumerate(lines, start=1):
+            if line.strip():
+                yield Row(values=_object(line, str(path), number), file=str(path), number=number)
+
+
+def _object(line: bytes, file: str, number: int) -> dict[str, Any]:
+    try:
+        value = json.loads(line)
+    except ValueError as error:  # bad JSON and bad UTF-8 alike
+        raise DataError("the line is not JSON", file=file, row=number, why=str(error),
+                        remedy="write one whole JSON object a line (a file cut short ends so)") from error  # fmt: skip
+    if not isinstance(value, dict):
+        raise DataError(f"the line is a {type(value).__name__}, not an object", file=file, row=number,
+                        remedy='write {"column": value, …}')  # fmt: skip
+    return value
+
+
+def _parquet(path: Path) -> Iterator[Row]:
+    try:
+        table = pq.read_table(path)
+    except (pa.ArrowException, OSError) as error:
+        raise DataError("the file is not readable parquet", file=str(path), why=str(error),
+                        remedy="write it again; a copy cut short reads so") from error  # fmt: skip
+    number = 0
+    for batch in table.to_batches(max_chunksize=4096):
+        for values in batch.to_pylist():
+            number += 1
+            yield Row(values=values, file=str(path), number=number)

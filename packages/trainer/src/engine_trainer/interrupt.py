@@ -1,0 +1,40 @@
+"""Ctrl-C and SIGTERM as a request: finish the step, save, end. A second one aborts."""
+
+from __future__ import annotations
+
+import signal
+import threading
+import time
+from types import FrameType, TracebackType
+from typing import Any
+
+# A terminal's Ctrl-C reaches a worker of torchrun twice: from the terminal and from its launcher.
+SAME_PRESS_S = 1.0
+SIGNALS = (signal.SIGINT, signal.SIGTERM)
+
+
+class Interrupt:
+    """Context manager; ``requested`` turns true at the first signal. Outside the main thread it does nothing."""
+
+    def __init__(self) -> None:
+        self.requested = False
+        self._since = 0.0
+        self._before: dict[signal.Signals, Any] = {}
+
+    def __enter__(self) -> Interrupt:
+        if threading.current_thread() is threading.main_thread():
+            self._before = {number: signal.signal(number, self._on_signal) for number in SIGNALS}
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
+        self._before = {}
+
+    def _on_signal(self, number: int, frame: FrameType | None) -> None:
+        del number, frame
+        now = time.monotonic()
+        if self.requested and now - self._since > SAME_PRESS_S:
+            raise KeyboardInterrupt
+        if not self.requested:
+            self.requested, self._since = True, now

@@ -1,0 +1,160 @@
+"""What a run writes while it runs: ``metrics.jsonl``, TensorBoard, wandb, the progress bar; and its clocks.
+
+Names of metrics are grouped by a slash: ``train/loss``, ``eval/accuracy``, ``time/generate``, ``perf/mfu``.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from engine_api.errors import ConfigError
+from tqdm import tqdm
+
+from engine_trainer.sections import RunSection
+
+METRICS = "metrics.jsonl"
+Metrics = Mapping[str, float]
+
+
+class Timers:
+    """Seconds by phase: ``with timers.phase("generate"): …``; phases of one name add up."""
+
+    def __init__(self) -> None:
+        self._seconds: dict[str, float] = {}
+        self._last: dict[str, float] = {}
+
+    @contextmanager
+    def phase(self, name: str) -> Iterator[None]:
+        """Count the block's wall time under ``name``."""
+        begin = time.perf_counter()
+        try:
+            yield
+        finally:
+            self._last[name] = time.perf_counter() - begin
+            self._seconds[name] = self._seconds.get(name, 0.0) + self._last[name]
+
+    def last(self, name: str) -> float:
+        """Seconds of the newest block of ``name``."""
+        return self._last.get(name, 0.0)
+
+    def take(self) -> dict[str, float]:
+        """``time/<phase>`` in seconds since the last ``take``; the clocks begin anew."""
+        taken, self._seconds = self._seconds, {}
+        return {f"time/{name}": value for name, value in taken.items()}
+
+
+class RunLog:
+    """Rank 0's log; on other ranks (``active=False``) every call does nothing."""
+
+    def __init__(
+        self, folder: Path, section: RunSection, *, active: bool, total_steps: int, config: Mapping[str, Any] | None = None
+    ) -> None:
+        self.folder, self.section, self.active, self.total_steps = folder, section, active, total_steps
+        self._config = dict(config or {})
+        self._bar: Any = None
+        self._board: Any = None
+        self._wandb: Any = None
+        self._file: Any = None
+        if section.wandb is not None:
+            _import_wandb()  # say it now, on every rank, not after the model is loaded
+
+    def open(self, step: int) -> None:
+        """Begin after ``step``: rows of later steps, left by a run that died, are removed."""
+        if not self.active:
+            return
+        self.folder.mkdir(parents=True, exist_ok=True)
+        truncate(self.folder / METRICS, step)
+        self._file = (self.folder / METRICS).open("a", encoding="utf-8")
+        if self.section.tensorboard:
+            from torch.utils.tensorboard.writer import SummaryWriter
+
+            self._board = SummaryWriter(str(self.folder / "tensorboard"), purge_step=step + 1 if step else None)
+        if self.section.wandb is not None:
+            self._wandb = self._start_wandb(self.section.wandb)
+        if self.section.progress:
+            self._bar = tqdm(total=self.total_steps, initial=step, unit="step", dynamic_ncols=True)
+
+    def write(self, step: int, metrics: Metrics) -> None:
+        """One row: ``{"step": …, "time": unix seconds, name: value, …}``; a value that is not finite is null."""
+        if self._file is None:
+            return
+        row = {"step": step, "time": round(time.time(), 3)}
+        row |= {name: float(v) if math.isfinite(v) else None for name, v in metrics.items()}
+        self._file.write(json.dumps(row) + "\n")
+        self._file.flush()
+        if self._board is not None:
+            for name, value in metrics.items():
+                self._board.add_scalar(name, value, step)
+        if self._wandb is not None:
+            self._wandb.log(dict(metrics), step=step)
+
+    def progress(self, step: int, metrics: Metrics, show: Sequence[str]) -> None:
+        """Move the bar to ``step``; ``show`` names the figures beside it."""
+        if self._bar is None:
+            return
+        figures = {name.rpartition("/")[2]: f"{metrics[name]:.4g}" for name in show if name in metrics}
+        self._bar.set_postfix(figures, refresh=False)
+        self._bar.update(step - self._bar.n)
+
+    def say(self, text: str) -> None:
+        """A line for the person who watches, past the bar."""
+        if self.active:
+            tqdm.write(text)
+
+    def close(self) -> None:
+        """Flush everything; idempotent."""
+        bar, board, run, file = self._bar, self._board, self._wandb, self._file
+        self._bar = self._board = self._wandb = self._file = None
+        for part in (bar, board, file):
+            if part is not None:
+                part.close()
+        if run is not None:
+            run.finish()
+
+    def _start_wandb(self, project: str) -> Any:
+        note = self.folder / "wandb.id"
+        name = note.read_text().strip() if note.is_file() else None
+        run = _import_wandb().init(project=project, dir=str(self.folder), id=name, resume="allow", config=self._config)
+        note.write_text(run.id)
+        return run
+
+
+def truncate(path: Path, step: int) -> int:
+    """Keep the rows up to ``step`` (of a new run, ``step == 0``: none); returns how many were removed. Atomic."""
+    if not path.is_file():
+        return 0
+    rows = path.read_text(encoding="utf-8").splitlines()
+    kept = [row for row in rows if 0 < step and _step_of(row) <= step]
+    if len(kept) != len(rows):
+        partial = path.with_name(path.name + ".partial")
+        partial.write_text("".join(row + "\n" for row in kept), encoding="utf-8")
+        partial.replace(path)
+    return len(rows) - len(kept)
+
+
+def read_metrics(path: Path) -> list[dict[str, Any]]:
+    """The rows of a ``metrics.jsonl``; a last line that a killed process left half-written is skipped."""
+    lines = path.read_text(encoding="utf-8").splitlines()
+    return [json.loads(line) for line in lines if _step_of(line) < math.inf]
+
+
+def _step_of(row: str) -> float:
+    try:
+        return float(json.loads(row)["step"])
+    except (ValueError, KeyError, TypeError):
+        return math.inf  # cut off by a kill
+
+
+def _import_wandb() -> Any:
+    try:
+        import wandb
+    except ImportError as error:
+        raise ConfigError("run.wandb", "wandb is not installed",
+                          remedy="pip install engine-trainer[wandb], or run.wandb: null") from error  # fmt: skip
+    return wandb

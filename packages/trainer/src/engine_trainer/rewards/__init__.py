@@ -1,0 +1,19 @@
+"""Rewards: functions by name that judge a completion.
+
+``registry`` finds them (entry-point group ``engine_trainer.rewards``, or ``register`` in
+process), ``scorer`` runs and combines them. A reward's name stands for a factory:
+``factory(**kwargs)`` returns a function of one ``Sample``.
+"""
+
+from __future__ import annotations
+
+from engine_trainer.rewards.registry import REWARD_GROUP as REWARD_GROUP
+from engine_trainer.rewards.registry import create as create
+from engine_trainer.rewards.registry import known as known
+from engine_trainer.rewards.registry import register as register
+from engine_trainer.rewards.sample import RewardError as RewardError
+from engine_trainer.rewards.sample import RewardFn as RewardFn
+from engine_trainer.rewards.sample import Sample as Sample
+from engine_trainer.rewards.scorer import Score as Score
+from engine_trainer.rewards.scorer import Scorer as Scorer
+from engine_trainer.rewards.scorer import WeightedReward as WeightedReward

@@ -1,0 +1,61 @@
+"""Mathematical answers, compared by math-verify (https://github.com/huggingface/Math-Verify)."""
+
+from __future__ import annotations
+
+import importlib.util
+from typing import Any
+
+from engine_api.errors import ConfigError
+
+from engine_trainer.rewards.sample import RewardError, RewardFn, Sample
+from engine_trainer.rewards.text import after_marker, expected, last_boxed
+
+
+def math(boxed_only: bool = False) -> RewardFn:
+    r"""1 when the completion's answer equals the expected one as mathematics, else 0.
+
+    The last ``\boxed{…}`` of a completion is its answer; without one, the last number or formula that math-verify
+    finds. The expected answer may be LaTeX, plain (``1/2``), or a solution that ends in ``\boxed{…}`` or ``#### …``.
+
+    Args:
+        boxed_only: a completion without a whole ``\boxed{…}`` gets 0.
+
+    Raises ``ConfigError`` when math-verify is not installed.
+    """
+    if importlib.util.find_spec("math_verify") is None:
+        raise ConfigError("reward.name", "'math' needs math-verify", remedy="pip install 'math-verify[antlr4_13_2]'")
+
+    def judge(sample: Sample) -> float:
+        answer = last_boxed(sample.completion)
+        if answer is None and boxed_only:
+            return 0.0
+        gold = _gold(sample)
+        given = _parse(_box(answer) if answer is not None else sample.completion)
+        return float(_verify(gold, given))
+
+    return judge
+
+
+def _gold(sample: Sample) -> list[Any]:
+    text = expected(sample, "math")
+    gold = _parse(_box(last_boxed(text) or after_marker(text) or text.strip().strip("$")))
+    if not gold:
+        raise RewardError("math", sample, f"math-verify cannot read the expected answer {text[-80:]!r}")
+    return gold
+
+
+def _box(text: str) -> str:
+    return f"\\boxed{{{text}}}"
+
+
+def _parse(text: str) -> list[Any]:
+    from math_verify import parse
+
+    # math-verify's own alarm would end the scorer's (there is one alarm a process): the scorer keeps the time.
+    return parse(text, parsing_timeout=0)
+
+
+def _verify(gold: list[Any], given: list[Any]) -> bool:
+    from math_verify import verify
+
+    return verify(gold, given, timeout_seconds=0)

@@ -1,0 +1,66 @@
+"""Reward functions by name: entry points, and what is registered in process."""
+
+from __future__ import annotations
+
+import importlib.metadata
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from engine_api.config import near_matches
+from engine_api.errors import ConfigError, PluginConflict, PluginLoadError
+
+from engine_trainer.rewards.sample import RewardFn
+
+REWARD_GROUP = "engine_trainer.rewards"
+
+Factory = Callable[..., RewardFn]
+
+_in_process: dict[str, Factory] = {}
+
+
+def register(name: str) -> Callable[[Factory], Factory]:
+    """Decorator: offer a factory under ``name`` in this process; it takes the place of an installed one."""
+
+    def add(factory: Factory) -> Factory:
+        _in_process[name] = factory
+        return factory
+
+    return add
+
+
+def known() -> list[str]:
+    """Every name that ``create`` serves."""
+    return sorted({entry.name for entry in importlib.metadata.entry_points(group=REWARD_GROUP)} | set(_in_process))
+
+
+def create(name: str, kwargs: Mapping[str, Any] | None = None) -> RewardFn:
+    """The reward function ``name``, made with ``kwargs``.
+
+    Raises:
+        ConfigError: unknown name, or arguments that the factory does not take.
+        PluginConflict: two distributions offer the name.
+        PluginLoadError: its module cannot be imported.
+    """
+    factory = _in_process.get(name) or _installed(name)
+    try:
+        return factory(**(kwargs or {}))
+    except TypeError as error:
+        raise ConfigError("reward.kwargs", f"{name!r} cannot be made with {dict(kwargs or {})}", why=str(error),
+                          remedy=f"see help({getattr(factory, '__module__', '')}.{getattr(factory, '__qualname__', name)})") from error  # fmt: skip
+
+
+def _installed(name: str) -> Factory:
+    entries = [e for e in importlib.metadata.entry_points(group=REWARD_GROUP) if e.name == name]
+    # An editable install beside a stale copy lists the same entry twice.
+    values = sorted({entry.value for entry in entries})
+    if not entries:
+        raise ConfigError("reward.name", f"no reward is called {name!r}", why=f"looked in the entry points of {REWARD_GROUP}",
+                          remedy=near_matches(name, known()))  # fmt: skip
+    if len(values) > 1:
+        raise PluginConflict(f"reward {name!r} is offered by {' and '.join(values)}", where=REWARD_GROUP,
+                             remedy="uninstall one of them")  # fmt: skip
+    try:
+        return entries[0].load()
+    except Exception as error:  # a stranger's module may raise anything
+        raise PluginLoadError(f"reward {name!r} could not be imported", where=values[0], why=str(error),
+                              remedy="mend or uninstall it") from error  # fmt: skip

@@ -1,0 +1,53 @@
+"""What a reward function sees, and the error for one that fails."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+from engine_api.errors import EngineError
+
+SHOWN = 400  # characters of a prompt or completion in an error
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Sample:
+    """One completion to be judged.
+
+    Attributes:
+        prompt: the prompt's text, as the model saw it.
+        completion: the completion's text, without special tokens.
+        answer: the expected answer, where the data has one.
+        metadata: what else the data says about the problem (its other columns; reasoning-gym's ``entry``).
+        finished: false when the completion ran into the token limit.
+    """
+
+    prompt: str
+    completion: str
+    answer: str | None = None
+    metadata: Mapping[str, Any] = field(default_factory=dict[str, Any])
+    finished: bool = True
+
+
+class RewardFn(Protocol):
+    """A number that says how good a completion is; rewards that verify an answer give 1 or 0."""
+
+    def __call__(self, sample: Sample, /) -> float:
+        """Judge one completion."""
+        ...
+
+
+class RewardError(EngineError):
+    """A reward function raised, or returned no number; ``__cause__`` is what it raised."""
+
+    def __init__(self, function: str, sample: Sample, what: str, *, remedy: str = "") -> None:
+        self.function, self.prompt, self.completion = function, sample.prompt, sample.completion
+        why = (f"prompt {_short(sample.prompt)}\n       completion {_short(sample.completion)}\n"
+               f"       answer {_short(str(sample.answer))}")  # fmt: skip
+        super().__init__(what, where=f"reward {function!r}", why=why,
+                         remedy=remedy or "mend the function, or the data that it cannot judge")  # fmt: skip
+
+
+def _short(text: str) -> str:
+    return repr(text) if len(text) <= SHOWN else f"{text[:SHOWN]!r}… ({len(text)} characters)"

@@ -1,0 +1,71 @@
+"""Finding the answer in a text."""
+
+from __future__ import annotations
+
+import re
+
+from engine_api.config import near_matches
+from engine_api.errors import ConfigError
+
+from engine_trainer.rewards.sample import RewardError, Sample
+
+MARKER = "####"
+_NUMBER = re.compile(r"-?\d[\d,]*(?:\.\d+)?|-?\.\d+")
+
+
+def after_marker(text: str, marker: str = MARKER) -> str | None:
+    """What follows the last ``marker`` up to the end of its line; None without one."""
+    _, found, rest = text.rpartition(marker)
+    return rest.split("\n", 1)[0].strip() if found else None
+
+
+def last_number(text: str) -> str | None:
+    """The last number in ``text``, as it is written."""
+    numbers = _NUMBER.findall(text)
+    return numbers[-1] if numbers else None
+
+
+def last_boxed(text: str) -> str | None:
+    r"""The contents of the last ``\boxed{…}``, braces matched; None without a whole one."""
+    start = text.rfind("\\boxed{")
+    depth = 0
+    for at in range(start + len("\\boxed"), len(text)) if start >= 0 else ():
+        depth += {"{": 1, "}": -1}.get(text[at], 0)
+        if depth == 0:
+            return text[start + len("\\boxed{") : at].strip()
+    return None
+
+
+def inside_answer_tags(text: str) -> str | None:
+    """The contents of the last ``<answer>…</answer>``."""
+    found = re.findall(r"<answer>(.*?)</answer>", text, flags=re.DOTALL)
+    return found[-1].strip() if found else None
+
+
+EXTRACTORS = {
+    "none": str.strip,
+    "marker": after_marker,
+    "number": last_number,
+    "boxed": last_boxed,
+    "tags": inside_answer_tags,
+}
+
+
+def check_extractor(how: str) -> None:
+    """Raise ``ConfigError`` unless ``how`` is a key of ``EXTRACTORS``."""
+    if how not in EXTRACTORS:
+        raise ConfigError("reward.kwargs.extract", f"unknown extraction {how!r}", remedy=near_matches(how, list(EXTRACTORS)))
+
+
+def expected(sample: Sample, function: str) -> str:
+    """The sample's answer; raises ``RewardError`` when the data has none."""
+    if sample.answer is None:
+        raise RewardError(function, sample, "the problem has no answer to compare with",
+                          remedy="name the column that holds it: data.columns.answer")  # fmt: skip
+    return sample.answer
+
+
+def number_in(text: str) -> float | None:
+    """The last number in ``text``; None without one."""
+    number = last_number(text)
+    return None if number is None else float(number.replace(",", ""))

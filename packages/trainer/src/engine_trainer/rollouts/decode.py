@@ -1,0 +1,123 @@
+"""Generation, token by token, with a Hugging Face model and its key-value cache.
+
+Why not ``model.generate``: with a small model on the CPU it takes twice the time or more (32 prompts, 8 completions
+each, no early stops; with early stops the gap grows). It prefills each of a prompt's completions anew, copies the
+whole cache for each token, goes on with rows that are finished, and holds ``[R, steps, V]`` logits when it is asked
+for log-probs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from engine_api.rollout import SamplingParams
+
+from engine_trainer.rollouts.cache import make_cache
+from engine_trainer.rollouts.sampling import draw
+
+# Finished rows are dropped from the batch when they are this share of it; each drop copies the cache once.
+DROP_SHARE = 0.2
+
+
+@dataclass(frozen=True, kw_only=True)
+class Decoded:
+    """Completions of one batch, rows grouped by prompt; what is past a row's length has no meaning."""
+
+    tokens: torch.Tensor  # [R, max_new_tokens] int64
+    log_probs: torch.Tensor  # [R, max_new_tokens] float32
+    lengths: torch.Tensor  # [R] int64, the stop token included
+    stopped: torch.Tensor  # [R] bool
+
+
+@torch.no_grad()
+def decode(
+    model: Any, prompts: Sequence[Sequence[int]], sampling: SamplingParams, uniforms: torch.Tensor, stop: Sequence[int], pad: int
+) -> Decoded:
+    """``sampling.n`` completions of each prompt, all at the same time.
+
+    Args:
+        model: a transformers causal LM in evaluation mode.
+        prompts: token ids, none empty; prompts of one length need no padding.
+        uniforms: ``[len(prompts) · n, max_new_tokens]``, see ``sampling.uniforms``.
+        stop: ids that end a completion.
+        pad: any id; what it is changes nothing.
+
+    Returns:
+        Tensors on the CPU.
+    """
+    device = model.device
+    rows = _Rows(len(prompts) * sampling.n, sampling.max_new_tokens, device)
+    ids, mask = _left_pad(prompts, pad, sampling.max_new_tokens, device)
+    width = ids.shape[1]
+    cache = make_cache(model.config, width + sampling.max_new_tokens)
+    padded = not bool(mask.all())
+    lengths = mask[:, :width].sum(-1)
+    positions = (mask[:, :width].cumsum(-1) - 1).clamp(min=0)
+    logits = _forward(model, ids, mask[:, :width] if padded else None, positions, cache)
+    if sampling.n > 1:
+        cache.batch_repeat_interleave(sampling.n)
+    logits, mask, lengths = (t.repeat_interleave(sampling.n, 0) for t in (logits, mask, lengths))
+    uniforms, stop_ids = uniforms.to(device), torch.tensor(list(stop), dtype=torch.int64, device=device)
+    for step in range(sampling.max_new_tokens):
+        tokens, log_probs = draw(logits, uniforms[rows.kept, step], sampling)
+        rows.record(step, tokens, log_probs, torch.isin(tokens, stop_ids))
+        alive = int(rows.alive.sum())
+        if alive == 0 or step + 1 == sampling.max_new_tokens:
+            break
+        if alive <= (1 - DROP_SHARE) * len(tokens):
+            keep = rows.drop_finished()
+            cache.batch_select_indices(keep)
+            tokens, mask, lengths = tokens[keep], mask[keep], lengths[keep]
+        seen = mask[:, : width + step + 1] if padded else None
+        logits = _forward(model, tokens[:, None], seen, (lengths + step)[:, None], cache)
+    return rows.result()
+
+
+class _Rows:
+    """What each completion has so far; ``kept`` says which of them are still in the batch."""
+
+    def __init__(self, count: int, steps: int, device: torch.device) -> None:
+        self.tokens = torch.zeros(count, steps, dtype=torch.int64, device=device)
+        self.log_probs = torch.zeros(count, steps, device=device)
+        self.lengths = torch.zeros(count, dtype=torch.int64, device=device)
+        self.stopped = torch.zeros(count, dtype=torch.bool, device=device)
+        self.kept = torch.arange(count, device=device)
+        self.alive = torch.ones(count, dtype=torch.bool, device=device)  # of the kept ones
+
+    def record(self, step: int, tokens: torch.Tensor, log_probs: torch.Tensor, stops: torch.Tensor) -> None:
+        self.tokens[self.kept, step] = tokens
+        self.log_probs[self.kept, step] = log_probs
+        self.lengths[self.kept] += self.alive
+        self.stopped[self.kept] |= stops & self.alive
+        self.alive = self.alive & ~stops
+
+    def drop_finished(self) -> torch.Tensor:
+        keep = self.alive.nonzero().squeeze(-1)
+        self.kept, self.alive = self.kept[keep], self.alive[keep]
+        return keep
+
+    def result(self) -> Decoded:
+        return Decoded(tokens=self.tokens.cpu(), log_probs=self.log_probs.cpu(), lengths=self.lengths.cpu(),
+                       stopped=self.stopped.cpu())  # fmt: skip
+
+
+def _left_pad(
+    prompts: Sequence[Sequence[int]], pad: int, extra: int, device: torch.device
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """``[P, L]`` ids, and a ``[P, L + extra]`` mask that also covers the tokens to come."""
+    width = max(len(prompt) for prompt in prompts)
+    ids = torch.tensor([[pad] * (width - len(p)) + list(p) for p in prompts], dtype=torch.int64)
+    mask = torch.tensor([[0] * (width - len(p)) + [1] * (len(p) + extra) for p in prompts], dtype=torch.int64)
+    return ids.to(device), mask.to(device)
+
+
+def _forward(
+    model: Any, ids: torch.Tensor, mask: torch.Tensor | None, positions: torch.Tensor, cache: Any
+) -> torch.Tensor:
+    """``[R, V]`` logits of the last position."""
+    output = model(input_ids=ids, attention_mask=mask, position_ids=positions, past_key_values=cache, use_cache=True,
+                   logits_to_keep=1)  # fmt: skip
+    return output.logits[:, -1]

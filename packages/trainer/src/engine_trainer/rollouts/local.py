@@ -1,0 +1,153 @@
+"""The ``local`` rollout: a Hugging Face model in the trainer's own process."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from engine_api.config import ModelSource
+from engine_api.errors import ConfigError, RolloutError
+from engine_api.registry import Resolution
+from engine_api.rollout import Completion, SamplingParams
+from engine_api.weights import WeightExport
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from engine_trainer.rollouts import attention
+from engine_trainer.rollouts.decode import Decoded, decode
+from engine_trainer.rollouts.sampling import uniforms
+from engine_trainer.rollouts.weights import WeightTable
+
+WHERE = "rollout 'local'"
+_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+
+class LocalRollout:
+    """Generates with a copy of the engine's weights. See ``engine_api.rollout.Rollout`` for what the members promise.
+
+    The model is built from its configuration alone; weights come only from ``update_weights``.
+
+    Args:
+        resolution: from the registry; its device is used.
+        model: which architecture; a folder or hub id with a ``config.json``.
+        pad_token_id: fills short prompts of a batch; it changes no result.
+        eos_token_ids: end every completion, beside ``SamplingParams.stop_token_ids``.
+        batch_size: completions that are generated at the same time.
+        dtype: of weights and computation; logits are turned to float32 before the softmax.
+
+    Raises:
+        ConfigError: unknown dtype, batch size below 1.
+        RolloutError: a model family that the weight sync cannot serve.
+    """
+
+    def __init__(
+        self, *, resolution: Resolution, model: ModelSource, pad_token_id: int, eos_token_ids: Sequence[int] = (),
+        batch_size: int = 64, dtype: str = "float32",
+    ) -> None:  # fmt: skip
+        if dtype not in _DTYPES:
+            raise ConfigError("rollout.options.dtype", f"unknown dtype {dtype!r}", remedy=f"one of: {', '.join(_DTYPES)}")
+        if batch_size < 1:
+            raise ConfigError("rollout.batch_size", f"{batch_size} is too small", remedy="give at least 1")
+        self.weight_version = -1  # none yet
+        self._device = _device(resolution.device)
+        self._source, self._dtype = model, _DTYPES[dtype]
+        self._pad, self._eos, self._batch_size = pad_token_id, tuple(eos_token_ids), batch_size
+        self._not_ready = "no weights have been installed"
+        self._model: Any = self._build()
+        self._table: WeightTable | None = WeightTable(self._model)
+        self._shapes = {name: p.shape for name, p in self._model.named_parameters()}
+
+    def generate(self, prompts: Sequence[Sequence[int]], sampling: SamplingParams) -> list[Completion]:
+        """See ``Rollout.generate``; the global random generators stay as they are.
+
+        Raises ``RolloutError`` before a good weight sync, while asleep, for an empty prompt or one that is too long.
+        """
+        if self._not_ready:
+            raise RolloutError("cannot generate", where=WHERE, why=self._not_ready, remedy="call update_weights first")
+        self._check(prompts, sampling)
+        numbers = uniforms(prompts, sampling) if prompts else torch.empty(0)
+        stop = sorted({*self._eos, *sampling.stop_token_ids})
+        found: dict[int, list[Completion]] = {}
+        for chunk in self._chunks(prompts, sampling.n):
+            rows = torch.cat([torch.arange(i * sampling.n, (i + 1) * sampling.n) for i in chunk])
+            decoded = decode(self._model, [prompts[i] for i in chunk], sampling, numbers[rows], stop, self._pad)
+            for place, index in enumerate(chunk):
+                found[index] = self._completions(decoded, index, range(place * sampling.n, (place + 1) * sampling.n))
+        return [completion for index in range(len(prompts)) for completion in found[index]]
+
+    def update_weights(self, export: WeightExport, version: int) -> None:
+        """See ``Rollout.update_weights``; names must be the model's own Hugging Face names, each once."""
+        if self._table is None:
+            raise RolloutError("cannot take weights", where=WHERE, why=self._not_ready, remedy="call wake_up first")
+        self._not_ready = "the last weight sync failed, some weights are old and some are new"
+        self._table.install(export)
+        self.weight_version, self._not_ready = version, ""
+
+    def sleep(self) -> None:
+        """Give the weights' memory back; the modules stay, so that waking up is quick."""
+        self._table, self._not_ready = None, "it sleeps"
+        for parameter in self._model.parameters():
+            parameter.data = parameter.data.new_empty(0)
+        if self._device.type == "cuda":
+            torch.cuda.empty_cache()
+
+    def wake_up(self) -> None:
+        """Take the memory again; the weights are undefined until ``update_weights``."""
+        if self._model is None:
+            raise RolloutError("cannot wake up", where=WHERE, why="it is closed", remedy="create another one")
+        if self._table is None:
+            for name, parameter in self._model.named_parameters():
+                parameter.data = parameter.data.new_empty(self._shapes[name])
+            self._table = WeightTable(self._model)
+            self._not_ready = "no weights have been installed since it woke up"
+
+    def close(self) -> None:
+        """Idempotent."""
+        self._model = self._table = None
+        self._not_ready = "it is closed"
+
+    def _build(self) -> Any:
+        source = self._source
+        config = AutoConfig.from_pretrained(source.path, revision=source.revision, trust_remote_code=source.trust_remote_code,
+                                            **source.config_overrides)  # fmt: skip
+        # Building draws initial weights; the run's own random numbers must not notice.
+        devices = [self._device] if self._device.type == "cuda" else []
+        with torch.random.fork_rng(devices=devices), self._device:
+            model = AutoModelForCausalLM.from_config(config, dtype=self._dtype, attn_implementation=attention.NAME,
+                                                     trust_remote_code=source.trust_remote_code)  # fmt: skip
+        if not model._supports_sdpa:  # noqa: SLF001 - transformers has no public name for it
+            raise RolloutError(f"{type(model).__name__} has no sdpa attention", where=WHERE,
+                               remedy="use another rollout for this model family")  # fmt: skip
+        return model.requires_grad_(False).eval()
+
+    def _check(self, prompts: Sequence[Sequence[int]], sampling: SamplingParams) -> None:
+        if sampling.n < 1 or sampling.max_new_tokens < 1:
+            raise RolloutError(f"n={sampling.n}, max_new_tokens={sampling.max_new_tokens}", where=WHERE, remedy="give at least 1")
+        limit = getattr(self._model.config, "max_position_embeddings", None)
+        for index, prompt in enumerate(prompts):
+            if len(prompt) == 0:
+                raise RolloutError(f"prompt {index} is empty", where=WHERE, remedy="give it at least one token")
+            if limit is not None and len(prompt) + sampling.max_new_tokens > limit:
+                raise RolloutError(f"prompt {index} has {len(prompt)} tokens, and {sampling.max_new_tokens} may follow", where=WHERE,
+                                   why=f"the model has {limit} positions", remedy="shorten it, or lower max_new_tokens")  # fmt: skip
+
+    def _chunks(self, prompts: Sequence[Sequence[int]], n: int) -> list[list[int]]:
+        """Prompts of like length together, so that little is padded; at least one prompt each."""
+        order = sorted(range(len(prompts)), key=lambda i: (len(prompts[i]), i))
+        size = max(1, self._batch_size // n)
+        return [order[at : at + size] for at in range(0, len(order), size)]
+
+    def _completions(self, decoded: Decoded, index: int, rows: range) -> list[Completion]:
+        completions: list[Completion] = []
+        for row in rows:
+            length = int(decoded.lengths[row])
+            completions.append(Completion(
+                prompt_index=index, tokens=decoded.tokens[row, :length].tolist(),
+                log_probs=decoded.log_probs[row, :length].tolist(), weight_versions=[self.weight_version] * length,
+                finish_reason="stop" if decoded.stopped[row] else "length",
+            ))  # fmt: skip
+        return completions
+
+
+def _device(name: str) -> torch.device:
+    return torch.device("cuda", torch.cuda.current_device()) if name == "cuda" else torch.device(name)

@@ -1,0 +1,13 @@
+"""The descriptor of the ``local`` rollout. Loading it imports no torch."""
+
+from __future__ import annotations
+
+from engine_api.devices import probe_torch
+from engine_api.plugin import CONTRACT, EnginePlugin, Row
+
+PLUGIN = EnginePlugin(
+    name="local",
+    contract=CONTRACT,
+    rows=(Row(backends=("local",), devices=("cpu", "cuda"), target="engine_trainer.rollouts.local:LocalRollout"),),
+    probe=probe_torch,
+)

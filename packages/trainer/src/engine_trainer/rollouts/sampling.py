@@ -1,0 +1,73 @@
+"""Drawing tokens: one uniform number a token, known before the first forward pass.
+
+Which numbers a completion gets depends on the seed, its prompt's tokens and its place among that
+prompt's completions, on nothing else. So a completion does not depend on the batch, the rank
+or the world that it was generated in (as far as the logits do not), and no generator has a state to be saved.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import secrets
+from collections.abc import Sequence
+
+import torch
+from engine_api.rollout import SamplingParams
+
+# Probabilities as integers: their sums are exact, so that the choice is the same on every device and in every order.
+_ONE = 1 << 40
+
+
+def uniforms(prompts: Sequence[Sequence[int]], sampling: SamplingParams) -> torch.Tensor:
+    """``[prompts · n, max_new_tokens]`` float64 in [0, 1), rows grouped by prompt; global generators stay untouched.
+
+    A prompt that occurs twice gets other numbers the second time. ``seed=None`` takes entropy from the system.
+    """
+    seed = secrets.randbits(63) if sampling.seed is None else sampling.seed
+    seen: dict[tuple[int, ...], int] = {}
+    rows: list[torch.Tensor] = []
+    for prompt in prompts:
+        key = tuple(prompt)
+        seen[key] = seen.get(key, -1) + 1
+        digest = hashlib.sha256(repr((seed, seen[key], key)).encode()).digest()
+        generator = torch.Generator().manual_seed(int.from_bytes(digest[:8], "big") >> 1)
+        rows.append(torch.rand(sampling.n, sampling.max_new_tokens, dtype=torch.float64, generator=generator))
+    return torch.cat(rows)
+
+
+def draw(logits: torch.Tensor, uniform: torch.Tensor, sampling: SamplingParams) -> tuple[torch.Tensor, torch.Tensor]:
+    """One token a row, by inversion of the cumulative distribution.
+
+    Args:
+        logits: ``[R, V]`` floating.
+        uniform: ``[R]`` float64 in [0, 1).
+        sampling: temperature (0: the likeliest token), top_k and top_p.
+
+    Returns:
+        ``[R]`` int64 tokens and ``[R]`` float32 log-probs: with the temperature (1 for greedy), before top-k and top-p.
+    """
+    greedy = sampling.temperature == 0
+    log_probs = (logits.float() / (1.0 if greedy else sampling.temperature)).log_softmax(-1)
+    if greedy:
+        tokens = log_probs.argmax(-1)
+    else:
+        counts = (truncate(log_probs, sampling).exp().double() * _ONE).long().cumsum(-1)
+        total = counts[:, -1]
+        # The first token whose cumulative count exceeds the threshold; one without probability never does.
+        threshold = (uniform * total).long().clamp(max=total - 1)
+        tokens = torch.searchsorted(counts, threshold[:, None], right=True).squeeze(-1)
+    return tokens, log_probs.gather(-1, tokens[:, None]).squeeze(-1)
+
+
+def truncate(log_probs: torch.Tensor, sampling: SamplingParams) -> torch.Tensor:
+    """``-inf`` outside the ``top_k`` likeliest tokens and outside the nucleus, the fewest tokens with ``top_p`` mass."""
+    if 0 < sampling.top_k < log_probs.shape[-1]:
+        least = log_probs.topk(sampling.top_k, dim=-1).values[:, -1:]
+        log_probs = log_probs.masked_fill(log_probs < least, -torch.inf)
+    if sampling.top_p < 1.0:
+        # After top_k, as in transformers and vLLM: the nucleus is of what top_k left.
+        ordered, order = log_probs.softmax(-1).sort(dim=-1, descending=True, stable=True)
+        outside = ordered.cumsum(-1) - ordered >= sampling.top_p
+        outside[:, 0] = False
+        log_probs = log_probs.masked_fill(torch.zeros_like(outside).scatter(-1, order, outside), -torch.inf)
+    return log_probs

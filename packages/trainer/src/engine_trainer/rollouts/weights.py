@@ -1,0 +1,64 @@
+"""Installing a weight export into a Hugging Face model, exactly or not at all."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from engine_api.config import near_matches
+from engine_api.errors import RolloutError
+from engine_api.hf_names import pieces_of
+from engine_api.weights import WeightExport
+
+WHERE = "rollout 'local', weight sync"
+
+
+class WeightTable:
+    """Where each tensor of an export goes: its Hugging Face name → a view of the model's own memory.
+
+    Raises ``RolloutError`` for a model with state that no export carries (persistent buffers).
+    """
+
+    def __init__(self, model: Any) -> None:
+        parameters = dict(model.named_parameters())
+        everything = set(model.state_dict(keep_vars=True)) - {n for n, _ in model.named_parameters(remove_duplicate=False)}
+        if everything:
+            raise RolloutError(f"the model has buffers that a weight export does not carry: {', '.join(sorted(everything))}",
+                               where=WHERE, remedy="use another rollout for this model family")  # fmt: skip
+        self._views: dict[str, torch.Tensor] = {
+            piece.name: piece.view(parameters[name].data) for name, pieces in pieces_of(model).items() for piece in pieces
+        }
+
+    def install(self, export: WeightExport) -> None:
+        """Copy every tensor of ``export``, converted to the model's dtype.
+
+        The export is read to its end even when it does not fit, because other ranks gather along with it.
+
+        Raises ``RolloutError`` that lists names that are missing, unknown, given twice or of a wrong shape.
+        """
+        seen: set[str] = set()
+        problems: list[str] = []
+        for name, tensor in export:
+            problem = self._problem(name, tensor, seen)
+            seen.add(name)
+            if problem is None:
+                self._views[name].copy_(tensor)
+            else:
+                problems.append(problem)
+        problems += [f"{name}: missing" for name in self._views if name not in seen]
+        if problems:
+            raise _error(problems)
+
+    def _problem(self, name: str, tensor: torch.Tensor, seen: set[str]) -> str | None:
+        if name not in self._views:
+            return f"{name}: the model has no such weight ({near_matches(name, list(self._views))})"
+        if name in seen:
+            return f"{name}: given twice"
+        wanted, given = tuple(self._views[name].shape), tuple(tensor.shape)
+        return None if wanted == given else f"{name}: shape {list(given)}, the model has {list(wanted)}"
+
+
+def _error(problems: list[str], shown: int = 8) -> RolloutError:
+    more = f"\n       and {len(problems) - shown} more" if len(problems) > shown else ""
+    return RolloutError(f"{len(problems)} weight(s) do not fit", where=WHERE, why="\n       ".join(problems[:shown]) + more,
+                        remedy="give engine and rollout the same model; nothing is generated until a whole export fits")  # fmt: skip

@@ -1,0 +1,210 @@
+"""A run: its folder, its engine, its ranks, and where it stands.
+
+::
+
+    output_dir/
+      config.yaml             what ran, defaults included
+      metrics.jsonl           one row a step
+      tensorboard/
+      checkpoints/            step-000120, latest
+      report.html  plots/     at the end
+      hf/                     the trained model, for transformers
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+from engine_api.batch import Batch
+from engine_api.capabilities import Capability, unsupported
+from engine_api.comm import Comm, SingleComm, TorchComm, together
+from engine_api.config import EngineConfig
+from engine_api.contract import Engine
+from engine_api.microbatch import balance
+from engine_api.registry import EngineRegistry
+from engine_api.results import Topology
+
+from engine_trainer.checkpoints import Checkpoints, compare, read_extra
+from engine_trainer.config import RLConfig, SFTConfig
+from engine_trainer.interrupt import Interrupt
+from engine_trainer.loading import flatten, to_plain, to_yaml
+from engine_trainer.logs import RunLog, Timers
+from engine_trainer.report import write_report
+
+log = logging.getLogger("engine_trainer")
+
+
+def world_size() -> int:
+    """Ranks of this run: torchrun's ``WORLD_SIZE``, 1 without it."""
+    return int(os.environ.get("WORLD_SIZE", "1"))
+
+
+def global_rank() -> int:
+    """This process among them: torchrun's ``RANK``, 0 without it."""
+    return int(os.environ.get("RANK", "0"))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Outcome:
+    """Where a run ended; ``step < total_steps`` after an interruption."""
+
+    folder: Path
+    step: int
+    total_steps: int
+
+
+class Run:
+    """One SFT or RL run. Used as a context; ``start``, ``resume``, then ``steps`` with ``end_step`` in each.
+
+    Attributes:
+        engine: the engine that learns, from ``start`` on.
+        comm: agreement between all ranks, from ``start`` on.
+        log, timers, checkpoints: what they say.
+        device: the device type that was chosen.
+        interrupted: whether a signal ended the loop.
+    """
+
+    engine: Engine
+    engine_config: EngineConfig
+    device: str
+
+    def __init__(self, config: SFTConfig | RLConfig, *, kind: str, total_steps: int) -> None:
+        self.config, self.kind, self.total_steps = config, kind, total_steps
+        self.folder = Path(config.run.output_dir)
+        self.is_main = global_rank() == 0
+        self.timers = Timers()
+        self.log = RunLog(self.folder, config.run, active=self.is_main, total_steps=total_steps, config=to_plain(config))
+        self.checkpoints = Checkpoints(self.folder / "checkpoints", keep=config.run.keep)
+        self.comm: Comm = SingleComm()
+        self.interrupted = False
+        self._interrupt = Interrupt()
+        self._started = False
+
+    def __enter__(self) -> Run:
+        self._interrupt.__enter__()
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        try:
+            # After an error other ranks may be anywhere: agree on nothing, only let go.
+            if error is None:
+                self.checkpoints.wait(self.comm)
+        finally:
+            self.log.close()
+            if self._started:
+                self.comm.close()
+                self.engine.close()
+            self._interrupt.__exit__(kind, error, trace)
+
+    def start(self, *, schedule_steps: int | None = None) -> Engine:
+        """Create and initialize the engine; ``schedule_steps`` (default: the run's) ends its LR schedule."""
+        section = self.config.engine
+        self.engine_config = section.build(seed=self.config.run.seed, total_steps=schedule_steps or self.total_steps)
+        choice = {"model_type": section.model_type, "backend": section.backend}
+        self.device = EngineRegistry.resolve(**choice, device=section.device).device
+        self.engine = EngineRegistry.create(**choice, device=self.device, config=self.engine_config)
+        if self.config.run.save_hf and Capability.SAVE_HF not in self.engine.capabilities:
+            raise unsupported(Capability.SAVE_HF, section.backend, self.engine.capabilities)
+        self.engine.initialize()
+        self._started = True
+        self.comm = TorchComm() if self.engine.topology.world_size > 1 else SingleComm()
+        return self.engine
+
+    def resume(self) -> dict[str, Any]:
+        """Load the checkpoint to go on from, and open the logs.
+
+        Returns the loop's own state as ``end_step`` was given it, with ``step``, the steps done; only
+        ``{"step": 0}`` for a new run. Raises ``ConfigError`` when the configuration no longer fits.
+        """
+        found = together(self.comm, self._find)[0]
+        state: dict[str, Any] = {"step": 0}
+        if found is not None:
+            state = dict(self.engine.load_checkpoint(found).extra["loop"])
+            self.checkpoints.saved = int(state["step"])
+            self.log.say(f"resumed from {found} after step {state['step']}")
+        together(self.comm, lambda: self._open(int(state["step"])) if self.is_main else None)
+        return state
+
+    def steps(self, done: int) -> Iterator[int]:
+        """Step numbers from ``done + 1`` to ``total_steps``; ends early after a signal, on all ranks together."""
+        for step in range(done + 1, self.total_steps + 1):
+            if self.interrupted:
+                return
+            yield step
+
+    def end_step(
+        self, step: int, metrics: Mapping[str, float], state: Mapping[str, Any], *, show: Sequence[str] = ()
+    ) -> None:
+        """Log a step, and save when it is time, at the end, or when a signal came on any rank.
+
+        Args:
+            metrics: the step's figures; the phase times are added.
+            state: JSON that says where the loop stands, the same on all ranks; ``resume`` gives it back.
+            show: metrics that stand beside the progress bar.
+        """
+        run, last = self.config.run, step == self.total_steps
+        self.interrupted = any(self.comm.all_gather(self._interrupt.requested))
+        if step % run.log_every == 0 or last or self.interrupted:
+            self.log.write(step, {**metrics, **self.timers.take()})
+        self.log.progress(step, metrics, show)
+        if last or self.interrupted or (run.save_every and step % run.save_every == 0):
+            with self.timers.phase("save"):
+                extra = {"kind": self.kind, "config": self._fingerprint(), "loop": {**state, "step": step}}
+                self.checkpoints.save(self.engine, self.comm, step, extra)
+        if self.interrupted and not last:
+            self.log.say(f"stopped after step {step} of {self.total_steps}, saved; the same command goes on from there")
+
+    def finish(self, tokenizer: Any) -> Outcome:
+        """At the end: wait for the save, write ``output_dir/hf`` (model and tokenizer) and the report."""
+        self.checkpoints.wait(self.comm)
+        step = self.checkpoints.saved or 0
+        if step == self.total_steps and self.config.run.save_hf:
+            self.engine.save_hf(self.folder / "hf")
+            together(self.comm, lambda: self._save_tokenizer(tokenizer) if self.is_main else None)
+        self.log.close()
+        if self.is_main and self.config.run.report:
+            write_report(self.folder)
+        return Outcome(folder=self.folder, step=step, total_steps=self.total_steps)
+
+    def share(self, documents: Sequence[Mapping[str, Any]]) -> Batch:
+        """This data-parallel rank's part of ``documents`` (the same list on all ranks), packed.
+
+        Each document is a mapping as ``Batch.pack`` takes it; the parts have about equal numbers of tokens.
+        """
+        mine = share_of([len(d["input_ids"]) for d in documents], self.engine.topology)
+        return Batch.pack([documents[i] for i in mine])
+
+    # --- inside ---------------------------------------------------------------------------------
+
+    def _save_tokenizer(self, tokenizer: Any) -> None:
+        tokenizer.save_pretrained(self.folder / "hf")
+
+    def _find(self) -> Path | None:
+        if not self.is_main:
+            return None
+        found = self.checkpoints.find(self.config.run.resume)
+        if found is not None:
+            changes = compare(read_extra(found)["config"], self._fingerprint(), str(found))
+            for change in changes:
+                log.warning("changed since the checkpoint: %s", change)
+        return found
+
+    def _open(self, step: int) -> None:
+        self.folder.mkdir(parents=True, exist_ok=True)
+        self.checkpoints.clean()
+        (self.folder / "config.yaml").write_text(to_yaml(self.config), encoding="utf-8")
+        self.log.open(step)
+
+    def _fingerprint(self) -> dict[str, Any]:
+        return {"kind": self.kind, **flatten(to_plain(self.config))}
+
+
+def share_of(lengths: Sequence[int], topology: Topology) -> list[int]:
+    """Which documents are this data-parallel rank's: balanced by tokens, in their given order."""
+    return balance(lengths, topology.dp_size)[topology.dp_rank]

@@ -1,0 +1,135 @@
+"""Completions with their rewards: rollouts on every data-parallel rank, the result on all of them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+from engine_api.comm import Comm, together
+from engine_api.contract import Engine
+from engine_api.registry import RolloutRegistry
+from engine_api.results import Topology
+from engine_api.rollout import Completion, Rollout, SamplingParams
+
+from engine_trainer.data import ChatTokenizer, Prompt
+from engine_trainer.logs import Timers
+from engine_trainer.rewards import Sample, Score, Scorer
+from engine_trainer.runtime import Run
+from engine_trainer.sections import RewardSection, RolloutSection
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Answer:
+    """One completion, judged."""
+
+    tokens: list[int]  # the stop token included
+    log_probs: list[float]  # the rollout's, one a token
+    text: str
+    finished: bool  # it came to a stop by itself
+    score: Score
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Group:
+    """The answers to one prompt."""
+
+    prompt: Prompt
+    answers: list[Answer]
+
+
+class Sampler:
+    """Generates and judges. Every method is called on all ranks together and returns the same on all.
+
+    A rollout runs on the primary rank of each data-parallel rank; ``rollout`` is None elsewhere.
+    """
+
+    def __init__(
+        self, *, rollout: Rollout | None, comm: Comm, topology: Topology, tokenizer: ChatTokenizer, scorer: Scorer,
+        section: RolloutSection, timers: Timers,
+    ) -> None:  # fmt: skip
+        assert (rollout is not None) == topology.is_primary, "rollouts belong to primary ranks"
+        self.rollout, self.comm, self.topology = rollout, comm, topology
+        self.tokenizer, self.scorer, self.section, self.timers = tokenizer, scorer, section, timers
+
+    @staticmethod
+    def create(run: Run, tokenizer: ChatTokenizer, section: RolloutSection, reward: RewardSection) -> Sampler:
+        """For a run that has started. Raises ``PluginError``, ``ConfigError``: all ranks together."""
+        primary = run.engine.topology.is_primary
+
+        def build() -> tuple[Scorer, Rollout | None]:
+            scorer = Scorer.from_names(reward.name, reward.kwargs, reward.timeout_s)
+            return scorer, _create_rollout(run, tokenizer, section) if primary else None
+
+        made: list[tuple[Scorer, Rollout | None]] = []
+        together(run.comm, lambda: made.append(build()))  # the objects themselves do not travel
+        scorer, rollout = made[0]
+        return Sampler(rollout=rollout, comm=run.comm, topology=run.engine.topology, tokenizer=tokenizer, scorer=scorer,
+                       section=section, timers=run.timers)  # fmt: skip
+
+    @contextmanager
+    def serving(self, engine: Engine) -> Iterator[None]:
+        """The rollout awake with the engine's weights of now; afterwards it gives its memory back."""
+        with self.timers.phase("sync"):
+            together(self.comm, lambda: self._sync(engine))
+        yield
+        if self.rollout is not None:
+            self.rollout.sleep()
+
+    def sample(self, prompts: Sequence[Prompt], *, n: int, temperature: float, seed: int) -> list[Group]:
+        """``n`` judged answers to each prompt, in the order of ``prompts``; within ``serving``.
+
+        Raises ``RolloutError``, ``RewardError``; ``RankFailure`` on the other ranks.
+        """
+        section = self.section
+        sampling = SamplingParams(n=n, max_new_tokens=section.max_new_tokens, temperature=temperature, top_p=section.top_p,
+                                  top_k=section.top_k, stop_token_ids=self.tokenizer.stop_token_ids, seed=seed)  # fmt: skip
+        rows = together(self.comm, lambda: self._mine(prompts, sampling))
+        found = {index: answers for row in rows for index, answers in row.items()}
+        return [Group(prompt=prompt, answers=found[index]) for index, prompt in enumerate(prompts)]
+
+    def close(self) -> None:
+        """Close the rollout."""
+        if self.rollout is not None:
+            self.rollout.close()
+
+    def _sync(self, engine: Engine) -> None:
+        if self.rollout is not None:
+            self.rollout.wake_up()
+        export = engine.get_per_tensor_param()
+        if self.rollout is not None:
+            self.rollout.update_weights(export, engine.weight_version)
+        for _ in export:  # other ranks gather along
+            pass
+
+    def _mine(self, prompts: Sequence[Prompt], sampling: SamplingParams) -> dict[int, list[Answer]]:
+        if self.rollout is None:
+            return {}
+        mine = range(self.topology.dp_rank, len(prompts), self.topology.dp_size)
+        with self.timers.phase("generate"):
+            completions = self.rollout.generate([prompts[i].tokens for i in mine], sampling)
+        answers: dict[int, list[Answer]] = {index: [] for index in mine}
+        with self.timers.phase("reward"):
+            for completion, answer in self._judge([prompts[i] for i in mine], completions):
+                answers[mine[completion.prompt_index]].append(answer)
+        return answers
+
+    def _judge(self, prompts: Sequence[Prompt], completions: Sequence[Completion]) -> Iterator[tuple[Completion, Answer]]:
+        for completion in completions:
+            prompt = prompts[completion.prompt_index]
+            text, finished = self.tokenizer.decode(completion.tokens), completion.finish_reason == "stop"
+            sample = Sample(prompt=prompt.rendered, completion=text, answer=prompt.answer, metadata=prompt.metadata,
+                            finished=finished)  # fmt: skip
+            score = self.scorer.score([sample])[0]
+            yield completion, Answer(tokens=completion.tokens, log_probs=completion.log_probs, text=text, finished=finished,
+                                     score=score)  # fmt: skip
+
+
+def _create_rollout(run: Run, tokenizer: ChatTokenizer, section: RolloutSection) -> Rollout:
+    # Unless told otherwise it computes where and as the engine does: the nearer, the smaller the mismatch.
+    compute = run.engine_config.precision.compute
+    arguments = {"dtype": "bfloat16" if compute == "float8" else compute, **section.options}
+    return RolloutRegistry.create(
+        name=section.name, device=run.device if section.device == "auto" else section.device, model=run.engine_config.model,
+        pad_token_id=tokenizer.pad_token_id, eos_token_ids=tokenizer.stop_token_ids, batch_size=section.batch_size, **arguments,
+    )  # fmt: skip

@@ -1,0 +1,207 @@
+"""The parts that the configurations of SFT and RL share: one frozen dataclass a concern.
+
+The parts below ``engine`` are the contract's own dataclasses, so that what an engine
+can be told is written down once. Every field has a reader.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal
+
+from engine_api.config import (
+    CheckpointConfig,
+    EngineConfig,
+    LoraConfig,
+    Memory,
+    ModelSource,
+    OptimizerConfig,
+    Parallelism,
+    Precision,
+    ScheduleConfig,
+)
+from engine_api.errors import ConfigError
+
+
+@dataclass(frozen=True, kw_only=True)
+class EngineSection:
+    """Which engine, and everything that it is told."""
+
+    model: ModelSource
+    backend: str = "fsdp2"
+    device: str = "auto"
+    model_type: str = "language_model"
+    optimizer: OptimizerConfig | None = field(default_factory=OptimizerConfig)
+    schedule: ScheduleConfig = field(default_factory=ScheduleConfig)  # total_steps null: the run's
+    parallelism: Parallelism = field(default_factory=Parallelism)
+    precision: Precision = field(default_factory=Precision)
+    memory: Memory = field(default_factory=Memory)
+    checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
+    lora: LoraConfig | None = None
+    seed: int | None = None  # null: run.seed
+    options: Mapping[str, Any] = field(default_factory=dict[str, Any])  # the plug-in's own
+
+    def build(self, *, seed: int, total_steps: int) -> EngineConfig:
+        """What ``EngineRegistry.create`` wants; ``seed`` and ``total_steps`` fill what was left null.
+
+        Raises ``ConfigError`` that names the key below ``engine.``.
+        """
+        schedule = self.schedule
+        if schedule.total_steps is None:
+            schedule = replace(schedule, total_steps=total_steps)
+        try:
+            return EngineConfig(
+                model=self.model, optimizer=self.optimizer, schedule=schedule, parallelism=self.parallelism,
+                precision=self.precision, memory=self.memory, checkpoint=self.checkpoint, lora=self.lora,
+                seed=seed if self.seed is None else self.seed, options=dict(self.options) or None,
+            )  # fmt: skip
+        except ConfigError as error:
+            raise ConfigError(f"engine.{error.field}", error.what, why=error.why, remedy=error.remedy) from error
+
+
+@dataclass(frozen=True, kw_only=True)
+class GymDataset:
+    """One reasoning-gym task in a mixture."""
+
+    name: str
+    weight: float = 1.0
+    config: Mapping[str, Any] = field(default_factory=dict[str, Any])  # the task's own settings
+
+
+@dataclass(frozen=True, kw_only=True)
+class GymSection:
+    """Procedurally generated problems; a question's own hash decides whether it is held out.
+
+    ``skip`` passes over that many training questions first: with one seed, SFT on the first 4096 and RL
+    with ``skip: 4096`` never meet the same question.
+    """
+
+    datasets: Sequence[GymDataset]
+    size: int = 4096  # training questions, all different
+    skip: int = 0
+    heldout_size: int = 512
+    heldout_share: float = 0.1  # of all questions, by sha256 of the text
+    seed: int = 0
+    response: str = "answer"  # how SFT responses are written; see engine_trainer.data.worked
+
+
+@dataclass(frozen=True, kw_only=True)
+class ColumnsSection:
+    """Which column holds what; null: the usual names are tried (see engine_trainer.data.layouts)."""
+
+    messages: str | None = None
+    prompt: str | None = None
+    response: str | None = None
+    answer: str | None = None  # what the reward compares with; dots reach into nested columns
+
+
+@dataclass(frozen=True, kw_only=True)
+class DataSection:
+    """Where the rows come from, and how they become tokens."""
+
+    source: str | Sequence[str] | None = None  # .jsonl, .parquet, or a folder of them
+    reasoning_gym: GymSection | None = None  # instead of source
+    split: str | None = None  # of a folder: only files whose name begins with it (train, test, …)
+    columns: ColumnsSection = field(default_factory=ColumnsSection)
+    tokenizer: str | None = None  # null: engine.model.path
+    chat_template: str | None = None  # Jinja text or a .jinja file; null: the tokenizer's own
+    chat_template_kwargs: Mapping[str, Any] = field(default_factory=dict[str, Any])
+    system_prompt: str | None = None  # put before rows that have none
+    prompt_template: str = "{prompt}"  # around the last user turn
+    train_on: Literal["all", "last"] = "all"  # which assistant turns carry loss
+    max_length: int | None = None  # tokens; of the whole document in SFT, of the prompt in RL
+    on_too_long: Literal["error", "drop"] = "error"
+    shuffle: bool = True
+    seed: int | None = None  # null: run.seed
+
+    def __post_init__(self) -> None:
+        if (self.source is None) == (self.reasoning_gym is None):
+            raise ConfigError("data.source", "give data.source or data.reasoning_gym, one of the two",
+                              remedy="data.source: a .jsonl or .parquet file, or a folder of them")  # fmt: skip
+        if "{prompt}" not in self.prompt_template:
+            raise ConfigError("data.prompt_template", f"{self.prompt_template!r} has no {{prompt}}",
+                              remedy="write {prompt} where the question goes")  # fmt: skip
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunSection:
+    """How long, where to, and what is kept."""
+
+    output_dir: str
+    steps: int | None = None  # optimizer updates (RL: rounds of prompts); null: epochs
+    epochs: float | None = None
+    seed: int = 0
+    log_every: int = 1
+    save_every: int = 0  # 0: only at the end
+    keep: int = 2  # newest checkpoints; 0: all
+    resume: str = "auto"  # auto | never | a checkpoint folder
+    save_hf: bool = True  # a Hugging Face folder at the end, output_dir/hf
+    tensorboard: bool = True
+    wandb: str | None = None  # project name
+    progress: bool = True
+    report: bool = True  # plots and report.html at the end
+
+    def __post_init__(self) -> None:
+        if (self.steps is None) == (self.epochs is None):
+            raise ConfigError("run.steps", "give run.steps or run.epochs, one of the two", remedy="run.steps: 100")
+        if (self.steps if self.steps is not None else self.epochs or 0) <= 0:
+            raise ConfigError("run.steps", f"{self.steps or self.epochs} is not a length", remedy="give a number above 0")
+        at_least("run", self, 1, "log_every")
+        at_least("run", self, 0, "save_every", "keep")
+
+    def total_steps(self, samples: int, batch_size: int) -> int:
+        """Steps of the whole run; ``epochs`` counts whole batches only, and at least one."""
+        return self.steps if self.steps is not None else max(1, int((self.epochs or 0) * samples) // batch_size)
+
+
+@dataclass(frozen=True, kw_only=True)
+class RolloutSection:
+    """Which rollout, and how completions are drawn."""
+
+    name: str = "local"
+    device: str = "auto"
+    n: int = 8  # completions a prompt
+    max_new_tokens: int = 256
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0  # 0: all
+    batch_size: int = 64  # prompts × n that are generated at the same time on a rank
+    options: Mapping[str, Any] = field(default_factory=dict[str, Any])  # the rollout's own
+
+    def __post_init__(self) -> None:
+        at_least("rollout", self, 1, "n", "max_new_tokens", "batch_size")
+        at_least("rollout", self, 0, "temperature", "top_k")
+
+
+@dataclass(frozen=True, kw_only=True)
+class RewardSection:
+    """A reward function by name (entry-point group ``engine_trainer.rewards``) and its arguments."""
+
+    name: str
+    kwargs: Mapping[str, Any] = field(default_factory=dict[str, Any])
+    timeout_s: float | None = 10.0  # a call
+
+
+@dataclass(frozen=True, kw_only=True)
+class EvalSection:
+    """Evaluation on held-out problems, before the first step and after the last one at least."""
+
+    source: str | None = None  # a file or folder; null: the held-out problems of data.reasoning_gym
+    split: str | None = None  # as data.split
+    every: int = 0  # steps; 0: only before and after
+    samples: int = 1  # completions a problem; 0: only the loss (SFT)
+    temperature: float = 1.0  # 0: greedy
+    max_problems: int | None = None
+
+    def __post_init__(self) -> None:
+        at_least("eval", self, 0, "every", "samples", "temperature")
+
+
+def at_least(section: str, part: object, low: float, *names: str) -> None:
+    """Raise ``ConfigError`` for a field of ``part`` below ``low``."""
+    for name in names:
+        value = getattr(part, name)
+        if not value >= low:  # NaN fails too
+            key = f"{section}.{name}" if section else name
+            raise ConfigError(key, f"{value} is too small", remedy=f"give at least {low}")

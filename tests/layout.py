@@ -1,0 +1,25 @@
+"""Where the packages are."""
+
+from __future__ import annotations
+
+import tomllib
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[1]
+PACKAGES = sorted(p.parent for p in [*ROOT.glob("packages/*/pyproject.toml"), ROOT / "conformance/pyproject.toml"])
+
+
+def project(package: Path) -> dict[str, Any]:
+    """The ``[project]`` table of a package."""
+    return tomllib.loads((package / "pyproject.toml").read_text())["project"]
+
+
+def module_folder(package: Path) -> Path:
+    """``src/<import name>`` of a package."""
+    return next(path.parent for path in sorted((package / "src").glob("*/__init__.py")))
+
+
+def is_engine(package: Path) -> bool:
+    """Whether the package offers engines."""
+    return "engine_api.engines" in project(package).get("entry-points", {})

@@ -1,0 +1,86 @@
+"""Write docs/matrix.md from matrix.toml, or check that it is current (``--check``)."""
+
+from __future__ import annotations
+
+import sys
+import tomllib
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[1]
+PAGE = ROOT / "docs" / "matrix.md"
+STATUSES = ("tested", "seen", "not run")
+INTRODUCTION = """\
+# What runs where
+
+<!-- Generated from matrix.toml by tools/matrix.py: change it there. -->
+
+*tested*: by `nox -s tests` at every change. *seen*: run by hand on such a machine.
+*not run*: nobody has run it yet, expect nothing.
+"""
+
+
+def load() -> dict[str, Any]:
+    """The matrix; raises ``ValueError`` for a status or an environment that it does not define."""
+    matrix = tomllib.loads((ROOT / "matrix.toml").read_text())
+    for engine in matrix["engines"]:
+        for run in engine["runs"]:
+            if run["status"] not in STATUSES:
+                raise ValueError(f"{engine['backend']}: status {run['status']!r} is none of {', '.join(STATUSES)}")
+            if run["environment"] not in matrix["environments"]:
+                raise ValueError(f"{engine['backend']}: environment {run['environment']!r} is not defined")
+    return matrix
+
+
+def engine_devices(matrix: dict[str, Any]) -> list[tuple[str, str]]:
+    """Every (backend, device) of the matrix: the axes of ``nox -s conformance``."""
+    environments = matrix["environments"]
+    return [(e["backend"], environments[r["environment"]]["device"]) for e in matrix["engines"] for r in e["runs"]]
+
+
+def render(matrix: dict[str, Any]) -> str:
+    """The page."""
+    environments, engines = _environments(matrix["environments"]), _engines(matrix)
+    return f"{INTRODUCTION}\n## Engines\n\n{engines}\n## Environments\n\n{environments}"
+
+
+def _engines(matrix: dict[str, Any]) -> str:
+    rows = [
+        (f"`{e['backend']}`", ", ".join(e["model_types"]), matrix["environments"][r["environment"]]["title"],
+         ", ".join(map(str, r["world_sizes"])), r["status"], r.get("note", ""))
+        for e in matrix["engines"] for r in e["runs"]
+    ]  # fmt: skip
+    return table(("backend", "model types", "environment", "ranks", "status", "note"), rows)
+
+
+def _environments(environments: dict[str, Any]) -> str:
+    names = sorted({name for e in environments.values() for name in e["versions"]})
+    rows = [
+        (e["title"], e["device"], e["python"], *(e["versions"].get(n, "") for n in names),
+         f"`{e['constraints']}`" if "constraints" in e else "")
+        for e in environments.values()
+    ]  # fmt: skip
+    return table(("environment", "device", "Python", *names, "constraints"), rows)
+
+
+def table(head: tuple[str, ...], rows: list[tuple[str, ...]]) -> str:
+    """A Markdown table."""
+    lines = [head, ("---",) * len(head), *rows]
+    return "".join(f"| {' | '.join(line)} |\n" for line in lines)
+
+
+def main() -> int:
+    """Exit 0: written, or current; 1: out of date."""
+    page = render(load())
+    if "--check" not in sys.argv[1:]:
+        PAGE.parent.mkdir(exist_ok=True)
+        PAGE.write_text(page)
+        return 0
+    if PAGE.is_file() and PAGE.read_text() == page:
+        return 0
+    print("docs/matrix.md is out of date: run `python tools/matrix.py`", file=sys.stderr)
+    return 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
