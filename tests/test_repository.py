@@ -10,8 +10,9 @@ import sys
 from pathlib import Path
 
 import pytest
-from engine_api import config
 from layout import PACKAGES, ROOT, is_engine, module_folder, project
+
+from engine_api import config
 
 ENGINE_FILES = ("plugin", "options", "engine", "model", "parallel", "optimizer", "checkpoint", "export")
 API = ROOT / "packages/engine-api"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from engine_api import Batch, CheckpointConfig, Engine, LossOutput, ScheduleConfig, sft_loss
+from engine_api import Batch, CheckpointConfig, LossOutput, ScheduleConfig, sft_loss
 from engine_api.errors import (
     BatchError,
     CheckpointMissing,
@@ -227,11 +227,3 @@ def test_a_failed_asynchronous_save_is_never_swallowed(make_engine, make_batch, 
         engine.close()
     assert engine.released == 1
     engine.close()
-
-
-def test_the_bigram_engine_has_what_base_engine_owes():
-    missing = {name for name in vars(Engine) if not name.startswith("_")} - {"to", "save_hf"}
-    missing -= {"get_per_tensor_param", "get_per_tensor_param_shard", "topology"}
-    from engine_api import BaseEngine
-
-    assert not [name for name in missing if not hasattr(BaseEngine, name)]

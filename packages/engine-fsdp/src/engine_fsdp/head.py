@@ -11,7 +11,8 @@ from torch import Tensor
 class _ChunkedLogProb(torch.autograd.Function):
     """``log softmax(h W^T / τ)[target]`` and its entropy, with the logits of one chunk at a time.
 
-    Forward keeps only the log-normalizer of each token; backward computes the chunk's logits again. With
+    Forward keeps only the log-normalizer of each token; backward computes the chunk's logits again (unless there
+    is one chunk alone: its logits may exist anyway, and are kept). With
     p = softmax(z), z = h W^T / τ, upstream gradients a (log-prob) and b (entropy):
     dz = a (onehot − p) − b p (log p + H).
     """
@@ -22,6 +23,7 @@ class _ChunkedLogProb(torch.autograd.Function):
     ) -> tuple[Tensor, Tensor]:
         size = hidden.shape[0]
         log_probs, normalizer, entropy = (torch.empty(size, dtype=torch.float32, device=hidden.device) for _ in range(3))
+        logits = hidden.new_empty(0)
         for start in range(0, size, chunk):
             part = slice(start, start + chunk)
             logits = _logits(hidden[part], weight, scale)
@@ -29,20 +31,21 @@ class _ChunkedLogProb(torch.autograd.Function):
             log_probs[part] = logits.gather(-1, targets[part, None]).squeeze(-1) - normalizer[part]
             if with_entropy:
                 entropy[part] = _entropy(logits, normalizer[part])
-        ctx.save_for_backward(hidden, weight, targets, normalizer, entropy)
+        kept = logits if size <= chunk and any(ctx.needs_input_grad[:2]) else None
+        ctx.save_for_backward(hidden, weight, targets, normalizer, entropy, kept)
         ctx.scale, ctx.chunk, ctx.with_entropy = scale, chunk, with_entropy
         return log_probs, entropy if with_entropy else log_probs.new_zeros(0)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        hidden, weight, targets, normalizer, entropy = ctx.saved_tensors
+        hidden, weight, targets, normalizer, entropy, kept = ctx.saved_tensors
         need_hidden, need_weight = ctx.needs_input_grad[:2]
         d_hidden = torch.empty_like(hidden) if need_hidden else None
         # Accumulated over chunks in float32: bfloat16 sums would lose the small chunks.
         d_weight = torch.zeros(weight.shape, dtype=torch.float32, device=weight.device) if need_weight else None
         for start in range(0, hidden.shape[0], ctx.chunk):
             part = slice(start, start + ctx.chunk)
-            logits = _logits(hidden[part], weight, ctx.scale)
+            logits = _logits(hidden[part], weight, ctx.scale) if kept is None else kept
             d_logits = _d_logits(logits, targets[part], normalizer[part], grads[0][part])
             if ctx.with_entropy:
                 d_logits -= _d_entropy(logits, normalizer[part], entropy[part], grads[1][part])

@@ -88,8 +88,7 @@ class OverlongSection:
 class AlgorithmSection:
     """How completions and rewards become an update."""
 
-    name: str = "grpo"
-    advantage: Literal["grpo", "dr_grpo"] = "grpo"  # dr_grpo: not divided by the group's standard deviation
+    advantage: Literal["grpo", "dr_grpo", "rloo"] = "grpo"  # dr_grpo: not divided by the group's standard deviation
     clip_low: float = 0.2
     clip_high: float = 0.2  # DAPO's clip-higher: 0.28
     dual_clip: float | None = None  # c > 1 (arXiv:1912.09729); null: off

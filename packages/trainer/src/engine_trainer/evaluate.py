@@ -12,7 +12,6 @@ from typing import Any
 from engine_api.comm import together
 from engine_api.contract import Engine
 from engine_api.errors import ConfigError
-
 from engine_trainer.data import Prompt
 from engine_trainer.sampler import Group, Sampler
 
@@ -76,13 +75,21 @@ def _summary(groups: Sequence[Group]) -> dict[str, float]:
 def _write(path: Path, groups: Sequence[Group]) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     partial = path.with_name(path.name + ".partial")
-    partial.write_text("".join(json.dumps(_row(i, g), ensure_ascii=False) + "\n" for i, g in enumerate(groups)), encoding="utf-8")
+    partial.write_text(
+        "".join(json.dumps(_row(i, g), ensure_ascii=False) + "\n" for i, g in enumerate(groups)), encoding="utf-8"
+    )
     partial.replace(path)
 
 
 def _row(index: int, group: Group) -> dict[str, Any]:
     answers = [
-        {"text": a.text, "reward": a.score.total, "correct": a.score.correct, "tokens": len(a.tokens), "finished": a.finished}
+        {
+            "text": a.text,
+            "reward": a.score.total,
+            "correct": a.score.correct,
+            "tokens": len(a.tokens),
+            "finished": a.finished,
+        }
         for a in group.answers
     ]
     return {"problem": index, "question": group.prompt.text, "answer": group.prompt.answer, "completions": answers}

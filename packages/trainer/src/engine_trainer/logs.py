@@ -98,7 +98,7 @@ class RunLog:
         """Move the bar to ``step``; ``show`` names the figures beside it."""
         if self._bar is None:
             return
-        figures = {name.rpartition("/")[2]: f"{metrics[name]:.4g}" for name in show if name in metrics}
+        figures = {name.removeprefix("train/"): f"{metrics[name]:.4g}" for name in show if name in metrics}
         self._bar.set_postfix(figures, refresh=False)
         self._bar.update(step - self._bar.n)
 

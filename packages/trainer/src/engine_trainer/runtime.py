@@ -7,6 +7,7 @@
       metrics.jsonl           one row a step
       tensorboard/
       checkpoints/            step-000120, latest
+      eval/                   completions to the held-out problems
       report.html  plots/     at the end
       hf/                     the trained model, for transformers
 """

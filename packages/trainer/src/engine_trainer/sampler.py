@@ -11,7 +11,6 @@ from engine_api.contract import Engine
 from engine_api.registry import RolloutRegistry
 from engine_api.results import Topology
 from engine_api.rollout import Completion, Rollout, SamplingParams
-
 from engine_trainer.data import ChatTokenizer, Prompt
 from engine_trainer.logs import Timers
 from engine_trainer.rewards import Sample, Score, Scorer
@@ -71,6 +70,7 @@ class Sampler:
     def serving(self, engine: Engine) -> Iterator[None]:
         """The rollout awake with the engine's weights of now; afterwards it gives its memory back."""
         with self.timers.phase("sync"):
+            together(self.comm, lambda: self.rollout.wake_up() if self.rollout is not None else None)
             together(self.comm, lambda: self._sync(engine))
         yield
         if self.rollout is not None:
@@ -94,13 +94,13 @@ class Sampler:
             self.rollout.close()
 
     def _sync(self, engine: Engine) -> None:
-        if self.rollout is not None:
-            self.rollout.wake_up()
         export = engine.get_per_tensor_param()
-        if self.rollout is not None:
-            self.rollout.update_weights(export, engine.weight_version)
-        for _ in export:  # other ranks gather along
-            pass
+        try:
+            if self.rollout is not None:
+                self.rollout.update_weights(export, engine.weight_version)
+        finally:
+            for _ in export:  # ranks without a rollout gather along, and so does one whose sync failed
+                pass
 
     def _mine(self, prompts: Sequence[Prompt], sampling: SamplingParams) -> dict[int, list[Answer]]:
         if self.rollout is None:
@@ -114,7 +114,9 @@ class Sampler:
                 answers[mine[completion.prompt_index]].append(answer)
         return answers
 
-    def _judge(self, prompts: Sequence[Prompt], completions: Sequence[Completion]) -> Iterator[tuple[Completion, Answer]]:
+    def _judge(
+        self, prompts: Sequence[Prompt], completions: Sequence[Completion]
+    ) -> Iterator[tuple[Completion, Answer]]:
         for completion in completions:
             prompt = prompts[completion.prompt_index]
             text, finished = self.tokenizer.decode(completion.tokens), completion.finish_reason == "stop"

@@ -196,6 +196,9 @@ class EvalSection:
 
     def __post_init__(self) -> None:
         at_least("eval", self, 0, "every", "samples", "temperature")
+        if self.temperature == 0 and self.samples > 1:
+            raise ConfigError("eval.samples", f"{self.samples} at temperature 0", why="greedy completions are all equal",
+                              remedy="use 1 sample, or a temperature above 0")  # fmt: skip
 
 
 def at_least(section: str, part: object, low: float, *names: str) -> None:

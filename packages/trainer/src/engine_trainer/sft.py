@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 from engine_api.losses import sft_loss
@@ -44,21 +45,21 @@ def train_sft(config: SFTConfig) -> Outcome:
     with Run(config, kind="sft", total_steps=config.run.total_steps(len(data.train), config.batch_size)) as run:
         engine = run.start()
         speed = measure(engine, run.engine_config, run.device)
-        evaluate = _evaluator(run, config, data, tokenizer)
         state = run.resume()
         position = int(state.get("position", 0))
-        if state["step"] == 0:
-            run.log.write(0, evaluate())
-        for step in run.steps(state["step"]):
-            documents = [data.train[i] for i in order.take(position, config.batch_size)]
-            position += len(documents)
-            with run.timers.phase("train"):
-                output = engine.train_batch(run.share([d.fields() for d in documents]), sft_loss)
-            metrics = _figures(run, step, output) | {"train/epoch": position / len(data.train)}
-            metrics |= speed.metrics([len(d) for d in documents], run.timers.last("train"))
-            if config.eval and (step == run.total_steps or (config.eval.every and step % config.eval.every == 0)):
-                metrics |= evaluate()
-            run.end_step(step, metrics, {"position": position}, show=SHOW)
+        with _evaluation(run, config, data, tokenizer) as evaluate:
+            if state["step"] == 0:
+                run.log.write(0, evaluate(0))
+            for step in run.steps(state["step"]):
+                documents = [data.train[i] for i in order.take(position, config.batch_size)]
+                position += len(documents)
+                with run.timers.phase("train"):
+                    output = engine.train_batch(run.share([d.fields() for d in documents]), sft_loss)
+                metrics = _figures(run, step, output) | {"train/epoch": position / len(data.train)}
+                metrics |= speed.metrics([len(d) for d in documents], run.timers.last("train"))
+                if step == run.total_steps or (config.eval and config.eval.every and step % config.eval.every == 0):
+                    metrics |= evaluate(step)
+                run.end_step(step, metrics, {"position": position}, show=SHOW)
         return run.finish(tokenizer.tokenizer)
 
 
@@ -81,21 +82,41 @@ class _Data:
                      problems=PromptDataset.build(heldout, tokenizer, strict) if asked else None)  # fmt: skip
 
 
-def _evaluator(run: Run, config: SFTConfig, data: _Data, tokenizer: ChatTokenizer) -> Callable[[], Metrics]:
+@contextmanager
+def _evaluation(run: Run, config: SFTConfig, data: _Data, tokenizer: ChatTokenizer) -> Iterator[Callable[[int], Metrics]]:
     """What measures the held-out loss, and the accuracy where there is a reward; nothing without ``eval``."""
-    accuracy = _accuracy(run, config, data.problems, tokenizer) if data.problems else dict
+    accuracy = _Accuracy(run, config, data.problems, tokenizer) if data.problems else None
 
-    def evaluate() -> Metrics:
+    def evaluate(step: int) -> Metrics:
         if data.heldout is None:
             return {}
         with run.timers.phase("eval"):
-            return heldout_loss(run, data.heldout) | accuracy()
+            return heldout_loss(run, data.heldout) | (accuracy.measure(step) if accuracy else {})
 
-    return evaluate
+    yield evaluate
+    if accuracy is not None:
+        accuracy.sampler.close()
 
 
-def _accuracy(run: Run, config: SFTConfig, problems: PromptDataset, tokenizer: ChatTokenizer) -> Callable[[], Metrics]:
-    raise NotImplementedError  # filled in below once evaluate.py stands
+class _Accuracy:
+    """Completions to the held-out problems, judged; ``output_dir/eval`` keeps them."""
+
+    def __init__(self, run: Run, config: SFTConfig, problems: PromptDataset, tokenizer: ChatTokenizer) -> None:
+        # Imported here: SFT without a reward needs no rollout.
+        from engine_trainer.sampler import Sampler
+
+        assert config.eval is not None and config.reward is not None
+        self.run, self.section, self.problems = run, config.eval, problems
+        self.sampler = Sampler.create(run, tokenizer, config.rollout, config.reward)
+
+    def measure(self, step: int) -> Metrics:
+        """``eval/accuracy`` and what belongs to it, after ``step``."""
+        from engine_trainer.evaluate import evaluate
+
+        figures = evaluate(self.sampler, self.run.engine, self.problems.prompts, samples=self.section.samples,
+                           temperature=self.section.temperature, seed=self.run.config.run.seed,
+                           path=self.run.folder / "eval" / f"step-{step:06d}.jsonl")  # fmt: skip
+        return {f"eval/{name}": value for name, value in figures.items()}
 
 
 def heldout_loss(run: Run, dataset: SFTDataset) -> Metrics:

@@ -63,6 +63,8 @@ class PolicyLoss:
         kl_estimator: see ``kl_divergence``; GRPO's is ``k3`` (arXiv:2402.03300, eq. 4).
         entropy_coef: weight of the entropy bonus.
         entropy: compute the entropy as a metric although its weight is 0.
+        on_policy: the weights are still those that made the old log-probs, so that r is 1 and its gradient is that
+            of the log-probs: ``old_log_probs`` is not read, and need not have been computed.
 
     Metrics (sums over tokens with weight): ``tokens``, ``weight``, ``policy_loss`` (weighted), ``ratio``,
     ``clipped_low``, ``clipped_high``, ``clipped_dual`` (counts), ``old_kl`` (k3 of old to new policy) and, where
@@ -79,6 +81,7 @@ class PolicyLoss:
     kl_estimator: Estimator = "k3"
     entropy_coef: float = 0.0
     entropy: bool = False
+    on_policy: bool = False
 
     def __post_init__(self) -> None:
         _check(0 <= self.clip_low <= 1, "clip_low", self.clip_low, "give a number in [0, 1]")
@@ -102,7 +105,8 @@ class PolicyLoss:
         """The sum over ``batch``; see the class."""
         assert outputs.log_probs is not None
         weight, advantages = batch.loss_weight, batch["advantages"]
-        log_ratio = (outputs.log_probs - batch["old_log_probs"]).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
+        old = outputs.log_probs.detach() if self.on_policy else batch["old_log_probs"]
+        log_ratio = (outputs.log_probs - old).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
         policy, metrics = self._policy(log_ratio, advantages, weight > 0)
         loss = (weight * policy).sum()
         metrics |= {"tokens": (weight > 0).sum(), "weight": weight.sum(), "policy_loss": loss.detach()}

@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from engine_api.errors import ConfigError
-
 from engine_trainer.algorithms.advantages import is_flat
 
 if TYPE_CHECKING:

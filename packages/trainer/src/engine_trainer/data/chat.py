@@ -185,11 +185,13 @@ def load_tokenizer(section: DataSection, model: ModelSource) -> ChatTokenizer:
     from transformers import AutoTokenizer
 
     path = section.tokenizer or model.path
+    key = "data.tokenizer" if section.tokenizer else "engine.model.path"
+    if path.startswith(("/", ".", "~")) and not Path(path).is_dir():  # never meant as a hub id
+        raise ConfigError(key, f"there is no folder {path!r}", remedy="correct the path; ~ is not expanded")
     try:
         tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=model.trust_remote_code)
     except (OSError, ValueError) as error:
-        raise ConfigError("data.tokenizer" if section.tokenizer else "engine.model.path", f"no tokenizer at {path!r}",
-                          why=(str(error).splitlines() or [""])[0],
+        raise ConfigError(key, f"no tokenizer at {path!r}", why=(str(error).splitlines() or [""])[0],
                           remedy="name a folder with tokenizer.json, or a hub id, in data.tokenizer") from error  # fmt: skip
     return ChatTokenizer(tokenizer, section)
 

@@ -6,7 +6,7 @@ from engine_trainer.rewards.sample import RewardFn, Sample
 from engine_trainer.rewards.text import EXTRACTORS, check_extractor, expected
 
 
-def exact(extract: str = "none", ignore_case: bool = False) -> RewardFn:
+def exact(*, extract: str = "none", ignore_case: bool = False) -> RewardFn:
     """1 when the extracted answer is the expected one, character for character (outer blanks aside), else 0.
 
     Args:

@@ -6,7 +6,7 @@ from engine_trainer.rewards.sample import RewardError, RewardFn, Sample
 from engine_trainer.rewards.text import after_marker, expected, number_in
 
 
-def gsm8k(flexible: bool = False) -> RewardFn:
+def gsm8k(*, flexible: bool = False) -> RewardFn:
     """1 when the number after the last ``####`` is the expected one, else 0 (Cobbe et al. 2021, arXiv:2110.14168).
 
     The expected answer may be a whole GSM8K solution: what follows its own ``####`` counts. Numbers are compared as

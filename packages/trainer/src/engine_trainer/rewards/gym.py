@@ -5,15 +5,14 @@ from __future__ import annotations
 import importlib.util
 from collections.abc import Callable
 from functools import cache
-from typing import Any
+from typing import Any, cast
 
 from engine_api.errors import ConfigError
-
 from engine_trainer.rewards.sample import RewardError, RewardFn, Sample
 from engine_trainer.rewards.text import EXTRACTORS, check_extractor
 
 
-def reasoning_gym(extract: str = "marker", full_match: bool = True) -> RewardFn:
+def reasoning_gym(*, extract: str = "marker", full_match: bool = True) -> RewardFn:
     """What the task's own scorer gives for the extracted answer.
 
     The entry is ``metadata["entry"]``, as ``data.reasoning_gym`` puts it there; it names its own task.
@@ -52,4 +51,5 @@ def _entry(sample: Sample) -> dict[str, Any]:
 def _scorer(task: str) -> Callable[[str, dict[str, Any]], float]:
     from reasoning_gym import get_score_answer_fn
 
-    return get_score_answer_fn(task)
+    # Its annotation says ``() -> float``.
+    return cast("Callable[[str, dict[str, Any]], float]", get_score_answer_fn(task))

@@ -6,12 +6,11 @@ import importlib.util
 from typing import Any
 
 from engine_api.errors import ConfigError
-
 from engine_trainer.rewards.sample import RewardError, RewardFn, Sample
 from engine_trainer.rewards.text import after_marker, expected, last_boxed
 
 
-def math(boxed_only: bool = False) -> RewardFn:
+def math(*, boxed_only: bool = False) -> RewardFn:
     r"""1 when the completion's answer equals the expected one as mathematics, else 0.
 
     The last ``\boxed{…}`` of a completion is its answer; without one, the last number or formula that math-verify

@@ -8,7 +8,6 @@ from typing import Any
 
 from engine_api.config import near_matches
 from engine_api.errors import ConfigError, PluginConflict, PluginLoadError
-
 from engine_trainer.rewards.sample import RewardFn
 
 REWARD_GROUP = "engine_trainer.rewards"

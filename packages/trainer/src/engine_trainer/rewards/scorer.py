@@ -9,7 +9,6 @@ from dataclasses import dataclass
 from typing import Any
 
 from engine_api.errors import ConfigError
-
 from engine_trainer.rewards.deadline import DeadlineExceeded, deadline
 from engine_trainer.rewards.registry import create
 from engine_trainer.rewards.sample import RewardError, RewardFn, Sample
@@ -44,7 +43,9 @@ class Scorer:
 
     def __init__(self, rewards: Sequence[WeightedReward]) -> None:
         if not rewards or len({r.name for r in rewards}) < len(rewards):
-            raise ConfigError("reward.kwargs.rewards", f"names {[r.name for r in rewards]}", remedy="name each reward once")
+            raise ConfigError(
+                "reward.kwargs.rewards", f"names {[r.name for r in rewards]}", remedy="name each reward once"
+            )
         self.rewards = tuple(rewards)
 
     @staticmethod
@@ -81,7 +82,9 @@ class Scorer:
 def _part(part: Mapping[str, Any], timeout_s: float | None) -> WeightedReward:
     unknown = set(part) - {"name", "weight", "kwargs", "timeout_s"}
     if unknown or "name" not in part:
-        raise ConfigError("reward.kwargs.rewards", f"{dict(part)}", remedy="give name, weight, kwargs, timeout_s; name is needed")
+        raise ConfigError(
+            "reward.kwargs.rewards", f"{dict(part)}", remedy="give name, weight, kwargs, timeout_s; name is needed"
+        )
     return WeightedReward(name=part["name"], function=create(part["name"], part.get("kwargs")), weight=part.get("weight", 1.0),
                           timeout_s=part.get("timeout_s", timeout_s))  # fmt: skip
 
@@ -91,7 +94,9 @@ def _call(reward: WeightedReward, sample: Sample) -> float | None:
         with deadline(reward.timeout_s):
             value = reward.function(sample)
     except DeadlineExceeded:
-        log.warning("reward %r took longer than %s s, counted as 0: %.200r", reward.name, reward.timeout_s, sample.completion)
+        log.warning(
+            "reward %r took longer than %s s, counted as 0: %.200r", reward.name, reward.timeout_s, sample.completion
+        )
         return None
     except RewardError:
         raise

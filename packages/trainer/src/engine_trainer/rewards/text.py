@@ -6,7 +6,6 @@ import re
 
 from engine_api.config import near_matches
 from engine_api.errors import ConfigError
-
 from engine_trainer.rewards.sample import RewardError, Sample
 
 MARKER = "####"
@@ -54,7 +53,9 @@ EXTRACTORS = {
 def check_extractor(how: str) -> None:
     """Raise ``ConfigError`` unless ``how`` is a key of ``EXTRACTORS``."""
     if how not in EXTRACTORS:
-        raise ConfigError("reward.kwargs.extract", f"unknown extraction {how!r}", remedy=near_matches(how, list(EXTRACTORS)))
+        raise ConfigError(
+            "reward.kwargs.extract", f"unknown extraction {how!r}", remedy=near_matches(how, list(EXTRACTORS))
+        )
 
 
 def expected(sample: Sample, function: str) -> str:

@@ -10,10 +10,11 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from engine_api.errors import RolloutError
 from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
+
+from engine_api.errors import RolloutError
 
 NAME = "engine_trainer_decode"
 

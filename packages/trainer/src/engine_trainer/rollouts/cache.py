@@ -36,12 +36,12 @@ class BufferedLayer(DynamicLayer):
 
     def batch_repeat_interleave(self, repeats: int) -> None:
         """Each row ``repeats`` times."""
-        rows = torch.arange(self.keys.shape[0], device=self.keys.device).repeat_interleave(repeats)
+        rows = torch.arange(self._keys.shape[0], device=self._keys.device).repeat_interleave(repeats)
         self.batch_select_indices(rows)
 
     def batch_select_indices(self, indices: torch.Tensor) -> None:
         """Only these rows, in this order."""
-        keys, values = self.keys[indices], self.values[indices]
+        keys, values = self._keys[indices, :, : self._filled], self._values[indices, :, : self._filled]
         self._allocate(keys, values)
         self._keys[:, :, : self._filled] = keys
         self._values[:, :, : self._filled] = values

@@ -13,8 +13,8 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from engine_api.rollout import SamplingParams
 
+from engine_api.rollout import SamplingParams
 from engine_trainer.rollouts.cache import make_cache
 from engine_trainer.rollouts.sampling import draw
 
@@ -34,7 +34,12 @@ class Decoded:
 
 @torch.no_grad()
 def decode(
-    model: Any, prompts: Sequence[Sequence[int]], sampling: SamplingParams, uniforms: torch.Tensor, stop: Sequence[int], pad: int
+    model: Any,
+    prompts: Sequence[Sequence[int]],
+    sampling: SamplingParams,
+    uniforms: torch.Tensor,
+    stop: Sequence[int],
+    pad: int,
 ) -> Decoded:
     """``sampling.n`` completions of each prompt, all at the same time.
 

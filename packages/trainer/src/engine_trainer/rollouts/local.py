@@ -6,13 +6,13 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
+from transformers import AutoConfig, AutoModelForCausalLM
+
 from engine_api.config import ModelSource
 from engine_api.errors import ConfigError, RolloutError
 from engine_api.registry import Resolution
 from engine_api.rollout import Completion, SamplingParams
 from engine_api.weights import WeightExport
-from transformers import AutoConfig, AutoModelForCausalLM
-
 from engine_trainer.rollouts import attention
 from engine_trainer.rollouts.decode import Decoded, decode
 from engine_trainer.rollouts.sampling import uniforms
@@ -45,7 +45,9 @@ class LocalRollout:
         batch_size: int = 64, dtype: str = "float32",
     ) -> None:  # fmt: skip
         if dtype not in _DTYPES:
-            raise ConfigError("rollout.options.dtype", f"unknown dtype {dtype!r}", remedy=f"one of: {', '.join(_DTYPES)}")
+            raise ConfigError(
+                "rollout.options.dtype", f"unknown dtype {dtype!r}", remedy=f"one of: {', '.join(_DTYPES)}"
+            )
         if batch_size < 1:
             raise ConfigError("rollout.batch_size", f"{batch_size} is too small", remedy="give at least 1")
         self.weight_version = -1  # none yet
@@ -122,7 +124,9 @@ class LocalRollout:
 
     def _check(self, prompts: Sequence[Sequence[int]], sampling: SamplingParams) -> None:
         if sampling.n < 1 or sampling.max_new_tokens < 1:
-            raise RolloutError(f"n={sampling.n}, max_new_tokens={sampling.max_new_tokens}", where=WHERE, remedy="give at least 1")
+            raise RolloutError(
+                f"n={sampling.n}, max_new_tokens={sampling.max_new_tokens}", where=WHERE, remedy="give at least 1"
+            )
         limit = getattr(self._model.config, "max_position_embeddings", None)
         for index, prompt in enumerate(prompts):
             if len(prompt) == 0:

@@ -12,6 +12,7 @@ import secrets
 from collections.abc import Sequence
 
 import torch
+
 from engine_api.rollout import SamplingParams
 
 # Probabilities as integers: their sums are exact, so that the choice is the same on every device and in every order.

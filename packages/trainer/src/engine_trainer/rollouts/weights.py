@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+
 from engine_api.config import near_matches
 from engine_api.errors import RolloutError
 from engine_api.hf_names import pieces_of
@@ -21,12 +22,14 @@ class WeightTable:
 
     def __init__(self, model: Any) -> None:
         parameters = dict(model.named_parameters())
-        everything = set(model.state_dict(keep_vars=True)) - {n for n, _ in model.named_parameters(remove_duplicate=False)}
-        if everything:
-            raise RolloutError(f"the model has buffers that a weight export does not carry: {', '.join(sorted(everything))}",
+        buffers = set(model.state_dict()) - {name for name, _ in model.named_parameters(remove_duplicate=False)}
+        if buffers:
+            raise RolloutError(f"the model has buffers that no weight export carries: {', '.join(sorted(buffers))}",
                                where=WHERE, remedy="use another rollout for this model family")  # fmt: skip
         self._views: dict[str, torch.Tensor] = {
-            piece.name: piece.view(parameters[name].data) for name, pieces in pieces_of(model).items() for piece in pieces
+            piece.name: piece.view(parameters[name].data)
+            for name, pieces in pieces_of(model).items()
+            for piece in pieces
         }
 
     def install(self, export: WeightExport) -> None:

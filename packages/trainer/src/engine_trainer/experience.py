@@ -1,0 +1,92 @@
+"""What a step learns from: groups of answers, and the rewards that count."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+from statistics import fmean
+
+import torch
+
+from engine_trainer.algorithms.shaping import informative, overlong_penalty
+from engine_trainer.config import RLConfig
+from engine_trainer.data import PromptDataset, SampleOrder
+from engine_trainer.sampler import Group, Sampler
+
+
+@dataclass(frozen=True, kw_only=True)
+class Experience:
+    """One step's groups, the same on all ranks."""
+
+    groups: list[Group]
+    position: int  # of the next prompt in the run's order
+    metrics: dict[str, float]  # of all answers that were generated, those of dropped groups included
+
+    @property
+    def num_tokens(self) -> int:
+        """Generated tokens of ``groups``."""
+        return sum(len(a.tokens) for g in self.groups for a in g.answers)
+
+
+def collect(
+    sampler: Sampler, data: PromptDataset, order: SampleOrder, config: RLConfig, *, step: int, position: int
+) -> Experience:
+    """``prompts_per_step`` groups from ``position`` on; within ``sampler.serving``.
+
+    With dynamic sampling, groups whose rewards are all equal give way to new prompts, round by round. After
+    ``max_rounds`` the step takes the groups that it has, which may be fewer, or none.
+    """
+    wanted, dynamic = config.algorithm.prompts_per_step, config.algorithm.dynamic_sampling
+    generated: list[Group] = []
+    kept: list[Group] = []
+    rounds = 0
+    while len(kept) < wanted and rounds < (dynamic.max_rounds if dynamic.enabled else 1):
+        indices = order.take(position, wanted - len(kept))
+        position += len(indices)
+        new = sampler.sample([data[i] for i in indices], n=config.rollout.n, temperature=config.rollout.temperature,
+                             seed=round_seed(config.run.seed, step, rounds))  # fmt: skip
+        keep = informative(totals(new)).tolist() if dynamic.enabled else [True] * len(new)
+        generated += new
+        kept += [group for group, useful in zip(new, keep, strict=True) if useful]
+        rounds += 1
+    metrics = _metrics(generated) | {"rollout/groups": float(len(kept)), "rollout/rounds": float(rounds)}
+    return Experience(groups=kept, position=position, metrics=metrics)
+
+
+def round_seed(seed: int, step: int, round_: int) -> int:
+    """A rollout's seed: a function of where the run stands, so that a resumed run draws what it would have drawn."""
+    digest = hashlib.sha256(f"engine_trainer:{seed}:{step}:{round_}".encode()).digest()
+    return int.from_bytes(digest[:8], "big") >> 1
+
+
+def totals(groups: Sequence[Group]) -> torch.Tensor:
+    """``[P, n]`` float64: what the reward functions gave."""
+    return torch.tensor([[a.score.total for a in g.answers] for g in groups], dtype=torch.float64)
+
+
+def shaped_rewards(groups: Sequence[Group], config: RLConfig) -> torch.Tensor:
+    """``[P, n]`` float64: the rewards with the overlong punishment."""
+    rewards, overlong = totals(groups), config.algorithm.overlong
+    if not overlong.buffer:
+        return rewards
+    lengths = torch.tensor([[len(a.tokens) for a in g.answers] for g in groups])
+    return rewards + overlong_penalty(lengths, max_length=config.rollout.max_new_tokens, buffer=overlong.buffer,
+                                      factor=overlong.penalty)  # fmt: skip
+
+
+def _metrics(groups: Sequence[Group]) -> dict[str, float]:
+    answers = [a for g in groups for a in g.answers]
+    rewards = totals(groups)
+    parts = {name: fmean(a.score.parts[name] for a in answers) for name in answers[0].score.parts}
+    return {
+        "train/reward": float(rewards.mean()),
+        "train/reward_std": float(rewards.std(correction=0)),
+        "train/accuracy": fmean(a.score.correct for a in answers),
+        "rollout/uninformative_groups": fmean((~informative(rewards)).tolist()),
+        "rollout/response_length": fmean(len(a.tokens) for a in answers),
+        "rollout/response_length_max": float(max(len(a.tokens) for a in answers)),
+        "rollout/truncated": fmean(not a.finished for a in answers),
+        "rollout/tokens": float(sum(len(a.tokens) for a in answers)),
+        "reward/timeouts": float(sum(a.score.timeouts for a in answers)),
+    } | {f"reward/{name}": value for name, value in parts.items() if len(parts) > 1}  # fmt: skip

@@ -1,0 +1,97 @@
+"""Reinforcement learning from verifiable rewards: the loop of GRPO and DAPO."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from engine_trainer.config import RLConfig
+from engine_trainer.data import (
+    ChatTokenizer,
+    PromptDataset,
+    load_tokenizer,
+    order_of,
+    read_examples,
+    read_heldout,
+    warn_of_overlap,
+    without_limit,
+)
+from engine_trainer.evaluate import evaluate
+from engine_trainer.experience import Experience, collect
+from engine_trainer.learner import Learner
+from engine_trainer.runtime import Outcome, Run
+from engine_trainer.sampler import Sampler
+
+SHOW = ("train/reward", "eval/accuracy", "rollout/response_length", "train/entropy", "train/grad_norm")
+
+Metrics = dict[str, float]
+
+
+def train_rl(config: RLConfig) -> Outcome:
+    """Train as ``config`` says, from the beginning or from the last checkpoint.
+
+    A step: bring the engine's weights to the rollout, draw a group of completions for each prompt, judge
+    them, compare within each group, and update the engine. All randomness is a function of the seed and of the
+    step, so that a run that was killed and resumed ends as the one that was left alone.
+
+    Raises ``EngineError``: configuration, data, plug-ins, rewards, rollouts, checkpoints; on all ranks together.
+    """
+    algorithm = config.algorithm
+    tokenizer = load_tokenizer(config.data, config.engine.model)
+    train, heldout = _load(config, tokenizer)
+    order = order_of(train, config.data, config.run.seed)
+    with Run(config, kind="rl", total_steps=config.run.total_steps(len(train), algorithm.prompts_per_step)) as run:
+        engine = run.start(schedule_steps=run.total_steps * algorithm.mini_batches * algorithm.epochs)
+        sampler = Sampler.create(run, tokenizer, config.rollout, config.reward)
+        learner = Learner(run, config)
+        measure = _evaluator(run, config, sampler, heldout)
+        state = run.resume()
+        position = int(state.get("position", 0))
+        if state["step"] == 0:
+            run.log.write(0, measure(0))
+        for step in run.steps(state["step"]):
+            with sampler.serving(engine):
+                experience = collect(sampler, train, order, config, step=step, position=position)
+            position = experience.position
+            metrics = experience.metrics | learner.learn(experience.groups)
+            metrics |= _speed(run, experience) | {"train/epoch": position / len(train)}
+            if config.eval and (step == run.total_steps or (config.eval.every and step % config.eval.every == 0)):
+                metrics |= measure(step)
+            run.end_step(step, metrics, {"position": position}, show=SHOW)
+        learner.close()
+        sampler.close()
+        return run.finish(tokenizer.tokenizer)
+
+
+def _load(config: RLConfig, tokenizer: ChatTokenizer) -> tuple[PromptDataset, PromptDataset | None]:
+    examples = read_examples(config.data, "prompt")
+    train = PromptDataset.build(examples, tokenizer, config.data)
+    if config.eval is None or config.eval.samples == 0:
+        return train, None
+    heldout = read_heldout(config.data, config.eval, "prompt")
+    warn_of_overlap(examples, heldout)
+    return train, PromptDataset.build(heldout, tokenizer, without_limit(config.data))
+
+
+def _evaluator(run: Run, config: RLConfig, sampler: Sampler, heldout: PromptDataset | None) -> Callable[[int], Metrics]:
+    """What measures held-out accuracy after a step, as ``eval/…``; nothing without ``eval``."""
+
+    def measure(step: int) -> Metrics:
+        if heldout is None or config.eval is None:
+            return {}
+        with run.timers.phase("eval"):
+            figures = evaluate(
+                sampler, run.engine, heldout.prompts, samples=config.eval.samples, temperature=config.eval.temperature,
+                seed=config.run.seed, path=run.folder / "eval" / f"step-{step:06d}.jsonl",
+            )  # fmt: skip
+        return {f"eval/{name}": value for name, value in figures.items()}
+
+    return measure
+
+
+def _speed(run: Run, experience: Experience) -> Metrics:
+    generate, train = run.timers.last("generate"), run.timers.last("train") + run.timers.last("log_probs")
+    generated = experience.num_tokens
+    return {
+        "perf/generated_tokens_per_s": generated / max(generate, 1e-9),
+        "perf/trained_tokens_per_s": generated / max(train, 1e-9),
+    }

@@ -1,0 +1,215 @@
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from engine_api.batch import Batch
+from engine_api.errors import BatchError, ConfigError
+from engine_api.losses import token_weights
+from engine_api.results import TokenOutputs
+from engine_trainer.algorithms.losses import PolicyLoss, denominator, kl_divergence
+
+
+def make_batch(ratios, advantages, weights=None, ref=None, old=None):
+    """Document 0: a first token that never counts, then one token a value."""
+    count = len(ratios)
+    old = torch.tensor([0.0, *(old or [-1.0] * count)], dtype=torch.float64)
+    new = old + torch.tensor([0.0, *[math.log(r) for r in ratios]], dtype=torch.float64)
+    fields = {
+        "old_log_probs": old,
+        "advantages": torch.tensor([0.0, *advantages], dtype=torch.float64),
+        "loss_weight": torch.tensor([0.0, *(weights or [1.0] * count)], dtype=torch.float64),
+    }
+    if ref is not None:
+        fields["ref_log_probs"] = torch.tensor([0.0, *ref], dtype=torch.float64)
+    ids = torch.arange(count + 1)
+    return Batch(input_ids=ids, cu_seqlens=torch.tensor([0, count + 1]), fields=fields), new.requires_grad_()
+
+
+def value(loss: PolicyLoss, ratios, advantages, **kwargs) -> float:
+    batch, new = make_batch(ratios, advantages, **kwargs)
+    return float(loss(TokenOutputs(log_probs=new), batch).loss)
+
+
+@pytest.mark.parametrize(
+    ("ratio", "advantage", "expected"),
+    [
+        (1.0, 2.0, -2.0),  # on policy
+        (1.1, 2.0, -2.2),  # inside the clip
+        (1.5, 2.0, -2.56),  # above 1 + 0.28, held: -2 · 1.28
+        (0.5, 2.0, -1.0),  # below, but a positive advantage may always rise
+        (0.5, -2.0, 1.6),  # below 1 - 0.2, held: 2 · 0.8
+        (1.5, -2.0, 3.0),  # above, a negative advantage may always fall
+    ],
+)
+def test_clip_by_hand(ratio, advantage, expected):
+    loss = PolicyLoss(clip_low=0.2, clip_high=0.28)
+    assert value(loss, [ratio], [advantage]) == pytest.approx(expected, abs=1e-12)
+
+
+def test_dual_clip_by_hand():
+    loss = PolicyLoss(dual_clip=3.0)
+    assert value(loss, [10.0], [-2.0]) == pytest.approx(6.0)  # not 20
+    assert value(loss, [2.0], [-2.0]) == pytest.approx(4.0)  # below the ceiling
+    assert value(loss, [10.0], [2.0]) == pytest.approx(-2.4)  # positive advantages are as before
+
+
+def test_the_loss_is_a_weighted_sum():
+    loss = PolicyLoss()
+    parts = [value(loss, [r], [a], weights=[w]) for r, a, w in [(1.1, 1.0, 0.5), (0.9, -1.0, 2.0), (1.0, 3.0, 0.0)]]
+    whole = value(loss, [1.1, 0.9, 1.0], [1.0, -1.0, 3.0], weights=[0.5, 2.0, 0.0])
+    assert whole == pytest.approx(sum(parts), abs=1e-12)
+    assert whole == pytest.approx(-0.5 * 1.1 + 2 * 0.9, abs=1e-12)
+
+
+def test_metrics_are_sums_over_counted_tokens():
+    ratios, advantages = [1.5, 0.5, 1.5, 10.0, 1.5], [1.0, -1.0, -1.0, -1.0, 1.0]
+    batch, new = make_batch(ratios, advantages, weights=[1, 1, 0.5, 1, 0])
+    metrics = {k: float(v) for k, v in PolicyLoss(dual_clip=3.0)(TokenOutputs(log_probs=new), batch).metrics.items()}
+    assert metrics["tokens"] == 4
+    assert metrics["weight"] == 3.5
+    assert (metrics["clipped_high"], metrics["clipped_low"], metrics["clipped_dual"]) == (1, 1, 1)
+    assert metrics["ratio"] == pytest.approx(13.5)
+    assert metrics["old_kl"] == pytest.approx(sum(r - 1 - math.log(r) for r in ratios[:4]))
+    assert metrics["policy_loss"] == pytest.approx(-1.2 + 0.8 + 0.75 + 3.0)
+
+
+@pytest.mark.parametrize(("estimator", "expected"), [("k1", 0.5), ("k2", 0.125), ("k3", math.exp(-0.5) - 0.5)])
+def test_kl_estimators_by_hand(estimator, expected):
+    kl = kl_divergence(torch.tensor([-1.0]), torch.tensor([-1.5]), estimator)
+    assert float(kl) == pytest.approx(expected, rel=1e-6)
+
+
+def test_kl_estimators_estimate_the_kl():
+    p = torch.tensor([0.5, 0.3, 0.2], dtype=torch.float64)
+    q = torch.tensor([0.4, 0.35, 0.25], dtype=torch.float64)
+    exact = float((p * (p / q).log()).sum())
+    for estimator in ("k1", "k3"):
+        assert float((p * kl_divergence(p.log(), q.log(), estimator)).sum()) == pytest.approx(exact, abs=1e-12)
+    assert float((p * kl_divergence(p.log(), q.log(), "k2")).sum()) == pytest.approx(exact, rel=0.1)
+
+
+def test_kl_and_entropy_in_the_loss_by_hand():
+    batch, new = make_batch([1.0, 1.0], [1.0, 1.0], weights=[1.0, 0.5], ref=[-1.5, -0.5])
+    entropy = torch.tensor([0.0, 2.0, 3.0], dtype=torch.float64)
+    loss = PolicyLoss(kl_coef=0.1, kl_estimator="k2", entropy_coef=0.01)
+    result = loss(TokenOutputs(log_probs=new, entropy=entropy), batch)
+    assert float(result.loss) == pytest.approx(-1.5 + 0.1 * (0.125 + 0.5 * 0.125) - 0.01 * (2 + 0.5 * 3))
+    assert float(result.metrics["ref_kl"]) == pytest.approx(0.25)  # a sum over tokens, unweighted
+    assert float(result.metrics["entropy"]) == pytest.approx(5.0)
+    assert loss.needs == ("log_probs", "entropy")
+    assert not loss.only_advantages
+
+
+def test_what_is_not_in_the_loss_is_not_read():
+    loss = PolicyLoss()
+    assert loss.needs == ("log_probs",)
+    assert loss.only_advantages
+    batch, new = make_batch([1.0], [1.0])
+    loss(TokenOutputs(log_probs=new), batch)  # no ref_log_probs
+    with pytest.raises(BatchError, match="ref_log_probs"):
+        PolicyLoss(kl_coef=0.1)(TokenOutputs(log_probs=new), batch)
+
+
+def test_on_policy_has_the_gradient_of_a_ratio_of_one():
+    batch, new = make_batch([1.0, 1.0, 1.0], [1.0, -2.0, 3.0], weights=[1, 0.5, 1])
+    (expected,) = torch.autograd.grad(PolicyLoss()(TokenOutputs(log_probs=new), batch).loss, new)
+    bare = Batch(input_ids=batch.input_ids, cu_seqlens=batch.cu_seqlens,
+                 fields={n: batch[n] for n in ("advantages", "loss_weight")})  # fmt: skip
+    result = PolicyLoss(on_policy=True)(TokenOutputs(log_probs=new), bare)
+    (given,) = torch.autograd.grad(result.loss, new)
+    torch.testing.assert_close(given, expected, rtol=0, atol=1e-15)
+    torch.testing.assert_close(given, torch.tensor([0.0, -1.0, 1.0, -3.0], dtype=torch.float64))
+
+
+@pytest.mark.parametrize("scale", [0.3, 3.0])
+@pytest.mark.parametrize(
+    "loss",
+    [
+        PolicyLoss(clip_low=0.2, clip_high=0.28),
+        PolicyLoss(dual_clip=1.5),
+        PolicyLoss(kl_coef=0.3, kl_estimator="k1"),
+        PolicyLoss(kl_coef=0.3, kl_estimator="k2"),
+        PolicyLoss(kl_coef=0.3, kl_estimator="k3", entropy_coef=0.05),
+    ],
+)
+def test_gradients_agree_with_finite_differences(loss, scale):
+    random = torch.Generator().manual_seed(7)
+
+    def draw(low: float = 0.0) -> torch.Tensor:
+        return torch.rand(40, generator=random, dtype=torch.float64) * scale + low
+
+    fields = {
+        "old_log_probs": -draw(), "ref_log_probs": -draw(), "advantages": draw(-scale / 2),
+        "loss_weight": draw() * (torch.arange(40) > 0),
+    }  # fmt: skip
+    batch = Batch(input_ids=torch.arange(40), cu_seqlens=torch.tensor([0, 40]), fields=fields)
+
+    def run(log_probs: torch.Tensor, entropy: torch.Tensor) -> torch.Tensor:
+        return loss(TokenOutputs(log_probs=log_probs, entropy=entropy), batch).loss
+
+    inputs = (-draw().requires_grad_(), draw().requires_grad_())
+    leaves = tuple(i.detach().requires_grad_() for i in inputs)
+    assert torch.autograd.gradcheck(run, leaves, eps=1e-7, atol=1e-6)
+
+
+def test_the_split_into_micro_batches_changes_nothing():
+    random = torch.Generator().manual_seed(3)
+    lengths, fields = [5, 9, 2, 7], ("old_log_probs", "advantages", "ref_log_probs", "mask")
+    documents = [
+        {"input_ids": list(range(n)), **{f: torch.randn(n, generator=random, dtype=torch.float64) for f in fields[:3]},
+         "mask": [0.0] + [1.0] * (n - 1)} for n in lengths
+    ]  # fmt: skip
+    batch = Batch.pack(documents)
+    batch = batch.with_fields(loss_weight=token_weights(batch["mask"], batch.cu_seqlens, "seq-mean-token-mean"))
+    new = torch.randn(sum(lengths), generator=random, dtype=torch.float64)
+    loss = PolicyLoss(kl_coef=0.2)
+    whole = loss(TokenOutputs(log_probs=new), batch)
+    parts = [loss(TokenOutputs(log_probs=new[batch.token_index(d)]), batch.select(d)) for d in ([2, 0], [3], [1])]
+    assert float(sum(p.loss for p in parts)) == pytest.approx(float(whole.loss), rel=1e-12)
+    for name, total in whole.metrics.items():
+        assert float(sum(p.metrics[name] for p in parts)) == pytest.approx(float(total), rel=1e-6)
+
+
+def test_far_ratios_stay_finite():
+    batch, new = make_batch([1.0], [-1.0], old=[-200.0], ref=[-300.0])
+    moved = (new.detach() + 150).requires_grad_()
+    result = PolicyLoss(kl_coef=0.1)(TokenOutputs(log_probs=moved), batch)
+    result.loss.backward()
+    assert math.isfinite(float(result.loss))
+    assert moved.grad is not None
+    assert bool(moved.grad.isfinite().all())
+
+
+def test_denominators_by_hand():
+    counts = [4, 0, 6]
+    assert denominator("token-mean", counts) == 10
+    assert denominator("seq-mean-token-sum", counts) == 2
+    assert denominator("seq-mean-token-mean", counts) == 2
+    assert denominator("token-mean", []) == 0
+
+
+@pytest.mark.parametrize(
+    ("mode", "expected"),
+    [
+        ("token-mean", (1 + 2 + 3 + 30) / 4),
+        ("seq-mean-token-sum", (6 + 30) / 2),
+        ("seq-mean-token-mean", (2 + 30) / 2),
+    ],
+)
+def test_aggregation_modes_by_hand(mode, expected):
+    """Two answers, of 3 tokens with losses 1, 2, 3 and of one token with loss 30."""
+    mask, cu = torch.tensor([0, 1.0, 1, 1, 0, 1]), torch.tensor([0, 4, 6])
+    weight = token_weights(mask, cu, mode)
+    losses = torch.tensor([9.0, 1, 2, 3, 9, 30])
+    assert float((weight * losses).sum()) / denominator(mode, [3, 1]) == pytest.approx(expected)
+
+
+@pytest.mark.parametrize(
+    ("field", "bad"),
+    [("clip_low", -0.1), ("clip_low", 1.5), ("clip_high", -1), ("dual_clip", 1.0), ("kl_coef", -1), ("kl_estimator", "k4")],
+)
+def test_values_out_of_range_are_refused_by_name(field, bad):
+    with pytest.raises(ConfigError, match=field):
+        PolicyLoss(**{field: bad})
