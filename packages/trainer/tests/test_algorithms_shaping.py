@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 import torch
 from engine_api.errors import ConfigError
-from engine_trainer.algorithms.shaping import informative, keep_finished, overlong_penalty
+from engine_trainer.algorithms.shaping import informative, overlong_penalty
 
 
 def test_overlong_penalty_by_hand():
@@ -21,11 +21,6 @@ def test_overlong_penalty_has_a_factor_and_an_end():
 def test_a_buffer_that_does_not_fit_is_refused(buffer):
     with pytest.raises(ConfigError, match="overlong"):
         overlong_penalty(torch.tensor([1]), max_length=100, buffer=buffer)
-
-
-def test_overlong_filter_removes_whole_completions():
-    mask = torch.tensor([[0, 1, 1], [0, 1, 0]])
-    assert keep_finished(mask, torch.tensor([False, True])).tolist() == [[0, 0, 0], [0, 1, 0]]
 
 
 def test_informative_groups():

@@ -166,6 +166,7 @@ def policy_loss(algorithm: AlgorithmSection) -> PolicyLoss:
 
 def _document(row: int, place: int, group: Group, answer: Answer, drop_cut: bool) -> _Document:
     before = [0.0] * len(group.prompt.tokens)
+    # DAPO's overlong filter: the end of an answer that was cut has not been judged, so that none of it counts.
     counts = 0.0 if drop_cut and not answer.finished else 1.0
     return _Document(group=row, place=place, tokens=[*group.prompt.tokens, *answer.tokens],
                      mask=before + [counts] * len(answer.tokens), rollout_log_probs=before + answer.log_probs)  # fmt: skip

@@ -1,4 +1,4 @@
-"""DAPO's shaping of rewards, masks and groups (arXiv:2503.14476, sections 3.2 and 3.4)."""
+"""DAPO's shaping of rewards and groups (arXiv:2503.14476, sections 3.2 and 3.4)."""
 
 from __future__ import annotations
 
@@ -31,19 +31,6 @@ def overlong_penalty(lengths: torch.Tensor, *, max_length: int, buffer: int, fac
                           remedy="give an integer from 1 to rollout.max_new_tokens")  # fmt: skip
     exceeded = (lengths - (max_length - buffer)).clamp(0, buffer).float()
     return -exceeded / buffer * factor
-
-
-def keep_finished(mask: torch.Tensor, finished: torch.Tensor) -> torch.Tensor:
-    """Overlong filtering: a completion that ran into the limit carries no loss (its end was never judged).
-
-    Args:
-        mask: ``[S]`` or ``[S, …]``, what counts of each completion.
-        finished: ``[S]`` bool, whether it came to a stop by itself.
-
-    Returns:
-        ``mask``'s shape and dtype, zero where not finished.
-    """
-    return mask * finished.reshape(-1, *[1] * (mask.dim() - 1)).to(mask.dtype)
 
 
 def informative(rewards: torch.Tensor) -> torch.Tensor:

@@ -1,0 +1,153 @@
+"""A tokenizer, a model folder, and an engine that really trains: a table of bigram logits over BaseEngine."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+from pathlib import Path
+
+import pytest
+import torch
+import yaml
+from engine_api import BaseEngine, Capability, EngineRegistry, ShardSpec, TokenOutputs, Topology
+from engine_api.comm import SingleComm
+
+TEMPLATE = (
+    "{{ bos_token }}{% for m in messages %}<|{{ m['role'] }}|>{{ m['content'] }}"
+    "{% if m['role'] == 'assistant' %}<|eos|>\n{% endif %}{% endfor %}"
+    "{% if add_generation_prompt %}<|assistant|>{% endif %}"
+)
+SPECIAL = ["<|pad|>", "<|bos|>", "<|eos|>", "<|system|>", "<|user|>", "<|assistant|>"]
+
+
+def make_tokenizer(template=TEMPLATE):
+    """One token a character, and the special ones."""
+    from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    letters = [chr(c) for c in range(32, 127)] + ["\n"]
+    vocabulary = {token: i for i, token in enumerate([*SPECIAL, *letters])}
+    inner = Tokenizer(models.WordLevel(vocabulary, unk_token="<|pad|>"))
+    inner.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), "isolated")
+    inner.decoder = decoders.Fuse()
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=inner, pad_token="<|pad|>", bos_token="<|bos|>", eos_token="<|eos|>",
+        additional_special_tokens=SPECIAL[3:],
+    )
+    tokenizer.chat_template = template
+    return tokenizer
+
+
+@pytest.fixture
+def tokenizer():
+    return make_tokenizer()
+
+
+@pytest.fixture
+def tokenizer_of():
+    """A tokenizer with another template, or none."""
+    return make_tokenizer
+
+
+@pytest.fixture
+def model_folder(tmp_path, tokenizer):
+    folder = tmp_path / "model"
+    tokenizer.save_pretrained(folder)
+    config = {"model_type": "qwen3", "vocab_size": len(tokenizer), "hidden_size": 8, "num_hidden_layers": 1,
+              "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 4, "intermediate_size": 16}
+    (folder / "config.json").write_text(json.dumps(config))
+    return folder
+
+
+class BigramEngine(BaseEngine):
+    """``log p(t | t-1)`` from a table [V, V]; Adam; one rank."""
+
+    topology = Topology()
+
+    def _build(self):
+        self.comm = SingleComm()
+        self.vocab_size = json.loads((Path(self.config.model.path) / "config.json").read_text())["vocab_size"]
+        torch.manual_seed(self.config.seed)
+        self.table = torch.nn.Parameter(torch.randn(self.vocab_size, self.vocab_size) * 0.01)
+        self.optimizer = torch.optim.Adam([self.table], lr=1.0)
+        self.table.grad = torch.zeros_like(self.table)
+        self.optimizer.step()  # makes the state
+
+    def forward_step(self, batch, *, needs, temperature):
+        previous = batch.input_ids.roll(1)
+        logs = (self.table[previous] / temperature).log_softmax(-1)
+        first = torch.zeros(batch.num_tokens, dtype=torch.bool)
+        first[batch.cu_seqlens[:-1]] = True
+        own = logs.gather(-1, batch.input_ids[:, None])[:, 0].masked_fill(first, 0.0)
+        return TokenOutputs(log_probs=own, entropy=-(logs.exp() * logs).sum(-1).masked_fill(first, 0.0))
+
+    def _accumulation(self, *, last):
+        return contextlib.nullcontext()
+
+    def _inference(self, adapter):
+        return torch.no_grad()
+
+    def _inference_needs(self, entropy):
+        return ("log_probs", "entropy") if entropy else ("log_probs",)
+
+    def _clip_gradients(self, max_norm):
+        return float(torch.nn.utils.clip_grad_norm_([self.table], max_norm or float("inf")))
+
+    def _apply_optimizer(self, lr):
+        self.optimizer.param_groups[0]["lr"] = lr
+        self.optimizer.step()
+
+    def _zero_grad(self):
+        self.table.grad = None
+
+    def state_shards(self):
+        state = self.optimizer.state[self.table]
+        whole = {"model.table": self.table.data, "optim.table.exp_avg": state["exp_avg"],
+                 "optim.table.exp_avg_sq": state["exp_avg_sq"], "optim.table.step": state["step"]}
+        return {key: (value, ShardSpec.whole(value.shape)) for key, value in whole.items()}
+
+    def get_per_tensor_param(self, **_):
+        yield "table", self.table.data
+
+    def get_per_tensor_param_shard(self, **_):
+        yield "table", self.table.data, ShardSpec.whole(self.table.shape)
+
+    def save_hf(self, directory, **_):
+        Path(directory).mkdir(exist_ok=True)
+        torch.save(self.table.data, Path(directory) / "table.pt")
+
+    def _after_load(self, step):
+        pass
+
+    def _rng_state(self):
+        return {}
+
+    def _set_rng_state(self, state):
+        pass
+
+    def _release(self):
+        pass
+
+
+@pytest.fixture
+def bigram():
+    """The backend's name, registered for the test."""
+    EngineRegistry.register(backend="bigram", device="cpu", capabilities=frozenset({Capability.SAVE_HF}))(BigramEngine)
+    yield "bigram"
+    EngineRegistry.unregister("bigram")
+
+
+@pytest.fixture
+def sft_file(tmp_path, model_folder, bigram):
+    """A runnable SFT configuration: abc… → def…, over the bigram engine."""
+    rows = [{"prompt": f"say {'abc'[i % 3]}", "response": "abcabc"[i % 3 : i % 3 + 4]} for i in range(20)]
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(r) + "\n" for r in rows))
+    config = {
+        "engine": {"model": {"path": str(model_folder)}, "backend": bigram, "optimizer": {"lr": 0.1}},
+        "data": {"source": str(tmp_path / "rows.jsonl")},
+        "batch_size": 8,
+        "run": {"output_dir": str(tmp_path / "run"), "steps": 6, "progress": False, "tensorboard": False, "report": False},
+    }
+    path = tmp_path / "sft.yaml"
+    path.write_text(yaml.safe_dump(config))
+    return path

@@ -1,0 +1,118 @@
+from __future__ import annotations
+
+import pytest
+import yaml
+from engine_api.errors import ConfigError
+from engine_trainer.config import RLConfig, SFTConfig
+from engine_trainer.loading import from_tree, load_config, to_plain, to_yaml
+
+BASE = {
+    "engine": {"model": {"path": "m"}},
+    "data": {"source": "a.jsonl"},
+    "run": {"output_dir": "o", "steps": 3},
+    "reward": {"name": "math"},
+}
+
+
+@pytest.fixture
+def file(tmp_path):
+    path = tmp_path / "rl.yaml"
+    path.write_text(yaml.safe_dump(BASE))
+    return path
+
+
+def test_yaml_overrides_and_defaults_meet(file):
+    config = load_config(RLConfig, file, ["engine.optimizer.lr=1e-3", "algorithm.clip_high=0.28", "data.chat_template_kwargs={a: 1}"])
+    assert config.engine.optimizer is not None
+    assert config.engine.optimizer.lr == 1e-3
+    assert config.algorithm.clip_high == 0.28
+    assert config.data.chat_template_kwargs == {"a": 1}
+    assert config.engine.memory.max_tokens == 16384
+
+
+def test_what_is_printed_reads_back_equal(file):
+    config = load_config(RLConfig, file, ["engine.lora.rank=4", "engine.optimizer.betas=[0.8,0.9]"])
+    assert from_tree(RLConfig, yaml.safe_load(to_yaml(config))) == config
+    assert to_plain(config)["engine"]["optimizer"]["betas"] == [0.8, 0.9]
+
+
+@pytest.mark.parametrize(
+    ("override", "field", "said"),
+    [
+        ("run.stepss=1", "run.stepss", "did you mean steps"),
+        ("engine.memory.max_token=5", "engine.memory.max_token", "did you mean max_tokens"),
+        ("egnine.backend=fsdp", "egnine", "did you mean engine"),
+        ("run.steps=many", "run.steps", "an integer"),
+        ("run.steps=true", "run.steps", "an integer"),
+        ("run.steps=1.5", "run.steps", "an integer"),
+        ("run.tensorboard=1", "run.tensorboard", "true or false"),
+        ("engine.model.path=???", "engine.model.path", "missing"),
+        ("engine.model.path=null", "engine.model.path", "text"),
+        ("engine.schedule.name=cosin", "engine.schedule.name", "did you mean cosine"),
+        ("engine.optimizer.betas=[0.9]", "engine.optimizer.betas", "a list of 2 values"),
+        ("algorithm.kl.estimator=k4", "algorithm.kl.estimator", "k1, k2, k3"),
+        ("algorithm.prompts_per_step=0", "algorithm.prompts_per_step", "at least 1"),
+        ("algorithm.dual_clip=1.0", "algorithm.dual_clip", "above 1"),
+        ("rollout.temperature=0", "rollout.temperature", "greedy"),
+        ("data.prompt_template=hello", "data.prompt_template", "{prompt}"),
+        ("data.source=null", "data.source", "one of the two"),
+        ("data.source=[1]", "data.source", "text or a list"),
+        ("run.epochs=1", "run.steps", "one of the two"),
+        ("eval.every=2", "eval.source", "no held-out part"),
+        ("engine=3", "engine", "a mapping"),
+        ("steps", "steps", "key.sub=value"),
+        ("run.output_dir=${run.nothing}", "run.output_dir", "cannot be resolved"),
+    ],
+)
+def test_a_wrong_key_or_value_is_named(file, override, field, said):
+    with pytest.raises(ConfigError) as caught:
+        load_config(RLConfig, file, [override])
+    assert caught.value.field == field
+    assert said in str(caught.value)
+
+
+def test_a_mandatory_key_that_is_missing_is_named(file):
+    with pytest.raises(ConfigError) as caught:
+        load_config(RLConfig, file, ["reward={}"])
+    assert (caught.value.field, caught.value.what) == ("reward.name", "missing")
+
+
+def test_a_value_that_the_contract_refuses_is_named_below_engine(file):
+    config = load_config(RLConfig, file, ["engine.memory.max_tokens=0"])
+    with pytest.raises(ConfigError) as caught:
+        config.engine.build(seed=0, total_steps=1)
+    assert caught.value.field == "engine.memory.max_tokens"
+
+
+def test_nulls_of_the_engine_are_filled_from_the_run(file):
+    config = load_config(RLConfig, file, ["engine.schedule.name=linear"])
+    built = config.engine.build(seed=7, total_steps=30)
+    assert (built.seed, built.schedule.total_steps) == (7, 30)
+    fixed = load_config(RLConfig, file, ["engine.seed=3", "engine.schedule={name: linear, total_steps: 9}"])
+    built = fixed.engine.build(seed=7, total_steps=30)
+    assert (built.seed, built.schedule.total_steps) == (3, 9)
+
+
+def test_base_files_are_taken_first_and_relative(tmp_path, file):
+    (tmp_path / "sub").mkdir()
+    child = tmp_path / "sub" / "child.yaml"
+    child.write_text("base: ../rl.yaml\nrun: {steps: 9}\n")
+    config = load_config(RLConfig, child, ["run.seed=4"])
+    assert (config.run.steps, config.run.output_dir, config.run.seed) == (9, "o", 4)
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [("base: self.yaml", "include each other"), ("a: [1", "not valid YAML"), ("- 1", "not a mapping"), ("base: no.yaml", "no such file")],
+)
+def test_a_file_that_cannot_be_read_is_named(tmp_path, text, said):
+    path = tmp_path / "self.yaml"
+    path.write_text(text)
+    with pytest.raises(ConfigError, match=said):
+        load_config(SFTConfig, path)
+
+
+@pytest.mark.parametrize(("epochs", "samples", "expected"), [(1, 100, 12), (2.5, 100, 31), (0.01, 100, 1)])
+def test_epochs_count_whole_batches(file, epochs, samples, expected):
+    config = load_config(RLConfig, file, ["run.steps=null", f"run.epochs={epochs}"])
+    assert config.run.total_steps(samples, 8) == expected

@@ -1,0 +1,131 @@
+from __future__ import annotations
+
+import pytest
+from engine_api.config import ModelSource
+from engine_api.errors import ConfigError
+from engine_trainer.data import ChatTokenizer, Example, PromptDataset, SFTDataset, load_tokenizer
+from engine_trainer.errors import DataError
+from engine_trainer.sections import DataSection
+
+
+def turns(*texts, system=None):
+    roles = ["user", "assistant"] * len(texts)
+    head = [{"role": "system", "content": system}] if system else []
+    return Example(messages=[*head, *({"role": r, "content": t} for r, t in zip(roles, texts, strict=False))], file="f", number=3)
+
+
+def section(**settings):
+    return DataSection(source="f", **settings)
+
+
+def learned(tokenizer, dataset, index=0):
+    document = dataset[index]
+    return tokenizer.decode([t for t, w in zip(document.input_ids, document.loss_weight, strict=True) if w])
+
+
+def build(tokenizer, example, **settings):
+    return SFTDataset.build([example], ChatTokenizer(tokenizer, section(**settings)), section(**settings))
+
+
+def test_loss_is_on_the_assistants_turns_with_their_end(tokenizer):
+    data = build(tokenizer, turns("q1", "r1", "q2", "r2"))
+    whole = "<|bos|><|user|>q1<|assistant|>r1<|eos|>\n<|user|>q2<|assistant|>r2<|eos|>"
+    assert data[0].input_ids.tolist() == tokenizer(whole)["input_ids"]
+    assert learned(tokenizer, data) == "r1<|eos|>r2<|eos|>"
+    by_hand = [0] * 5 + [1, 1, 1] + [0] * 5 + [1, 1, 1]
+    assert data[0].loss_weight.tolist() == by_hand
+
+
+def test_train_on_last_leaves_earlier_turns_out(tokenizer):
+    assert learned(tokenizer, build(tokenizer, turns("q1", "r1", "q2", "r2"), train_on="last")) == "r2<|eos|>"
+
+
+def test_the_prompt_of_rl_begins_the_document_of_sft(tokenizer):
+    settings = {"system_prompt": "be brief", "prompt_template": "Q: {prompt}"}
+    chat = ChatTokenizer(tokenizer, section(**settings))
+    example = turns("hi", "ho")
+    document = SFTDataset.build([example], chat, section(**settings))[0]
+    prompt = PromptDataset.build([example], chat, section(**settings))[0]
+    assert document.input_ids.tolist()[: len(prompt)] == prompt.tokens
+    assert prompt.rendered == "<|bos|><|system|>be brief<|user|>Q: hi<|assistant|>"
+    assert (prompt.text, prompt.file, prompt.number) == ("hi", "f", 3)
+    assert not document.loss_weight[: len(prompt)].any()
+
+
+REWRITES = (  # drops the text of earlier assistant turns, as reasoning templates do with thoughts
+    "{% for m in messages %}<|{{ m['role'] }}|>"
+    "{% if m['role'] != 'assistant' or loop.last %}{{ m['content'] }}{% endif %}<|eos|>{% endfor %}"
+    "{% if add_generation_prompt %}<|assistant|>{% endif %}"
+)
+
+
+def test_a_template_that_rewrites_earlier_text_is_refused_with_the_row(tokenizer_of):
+    tokenizer = tokenizer_of(REWRITES)
+    with pytest.raises(DataError, match="train_on=last") as caught:
+        build(tokenizer, turns("q1", "r1", "q2", "r2"))
+    assert (caught.value.file, caught.value.row) == ("f", 3)
+    assert learned(tokenizer, build(tokenizer, turns("q1", "r1", "q2", "r2"), train_on="last")) == "r2<|eos|>"
+
+
+def test_a_template_without_end_of_turn_gets_eos(tokenizer_of):
+    tokenizer = tokenizer_of("{% for m in messages %}[{{ m['role'] }}]{{ m['content'] }}{% endfor %}{% if add_generation_prompt %}[assistant]{% endif %}")
+    chat = ChatTokenizer(tokenizer, section())
+    assert chat.stop_token_ids == (tokenizer.eos_token_id,)
+    assert learned(tokenizer, build(tokenizer, turns("q", "r"))) == "r<|eos|>"
+
+
+def test_the_end_of_turn_stops_a_completion_too(tokenizer_of):
+    template = "{% for m in messages %}<|{{ m['role'] }}|>{{ m['content'] }}<|system|>{% endfor %}{% if add_generation_prompt %}<|assistant|>{% endif %}"
+    tokenizer = tokenizer_of(template)
+    chat = ChatTokenizer(tokenizer, section())
+    assert chat.stop_token_ids == (tokenizer.convert_tokens_to_ids("<|system|>"), tokenizer.eos_token_id)
+
+
+def test_without_a_template_prompt_and_response_follow_each_other(tokenizer_of):
+    tokenizer = tokenizer_of(None)
+    data = build(tokenizer, turns("q", "r"), prompt_template="{prompt}\n")
+    assert data[0].input_ids.tolist() == tokenizer("q\nr<|eos|>")["input_ids"]
+    assert learned(tokenizer, data) == "r<|eos|>"
+    with pytest.raises(DataError, match="no chat template"):
+        build(tokenizer, turns("q", "r", "q", "r"))
+
+
+def test_a_template_can_be_given_as_text_or_file(tokenizer_of, tmp_path):
+    text = "{% for m in messages %}{{ m['content'] }}|{% endfor %}"
+    (tmp_path / "t.jinja").write_text(text)
+    for value in (text, str(tmp_path / "t.jinja")):
+        chat = ChatTokenizer(tokenizer_of(None), section(chat_template=value))
+        assert chat.prompt_text(turns("hi")) == "hi|"
+    with pytest.raises(ConfigError, match="neither"):
+        ChatTokenizer(tokenizer_of(None), section(chat_template="no.jinja"))
+
+
+def test_rows_that_teach_nothing_or_cannot_be_rendered_are_refused(tokenizer, tokenizer_of):
+    with pytest.raises(DataError, match="no assistant turn"):
+        build(tokenizer, turns("q"))
+    with pytest.raises(DataError, match="empty"):
+        build(tokenizer_of("{% for m in messages %}{{ m['content'] }}{% endfor %}"), Example(messages=[{"role": "assistant", "content": ""}]))
+    strict = "{% for m in messages %}{% if m['role'] == 'system' %}{{ raise_exception('no system') }}{% endif %}{{ m['content'] }}{% endfor %}"
+    with pytest.raises(DataError, match="no system") as caught:
+        build(tokenizer_of(strict), turns("q", "r", system="s"))
+    assert caught.value.row == 3
+
+
+def test_too_long_is_an_error_or_is_dropped_and_counted(tokenizer, caplog):
+    rows = [turns("q", "r"), turns("q" * 50, "r")]
+    chat = ChatTokenizer(tokenizer, section())
+    with pytest.raises(DataError, match="57 tokens|55 tokens"):
+        SFTDataset.build(rows, chat, section(max_length=20))
+    data = SFTDataset.build(rows, chat, section(max_length=20, on_too_long="drop"))
+    assert (len(data), data.dropped) == (1, 1)
+    assert "1 of 2 rows" in caplog.text
+    with pytest.raises(DataError, match="all 2 rows"):
+        SFTDataset.build(rows, chat, section(max_length=2, on_too_long="drop"))
+
+
+def test_a_model_without_a_tokenizer_is_named(tmp_path):
+    with pytest.raises(ConfigError, match="no folder"):
+        load_tokenizer(section(), ModelSource(path=str(tmp_path / "no")))
+    with pytest.raises(ConfigError, match="no tokenizer") as caught:
+        load_tokenizer(section(tokenizer=str(tmp_path)), ModelSource(path="m"))
+    assert caught.value.field == "data.tokenizer"

@@ -1,0 +1,122 @@
+from __future__ import annotations
+
+import json
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from engine_trainer.data.layouts import to_examples
+from engine_trainer.data.readers import read_rows
+from engine_trainer.errors import DataError
+from engine_trainer.sections import ColumnsSection
+
+
+@pytest.fixture
+def jsonl(tmp_path):
+    def write(*lines, name="rows.jsonl"):
+        path = tmp_path / name
+        path.write_text("".join((line if isinstance(line, str) else json.dumps(line)) + "\n" for line in lines))
+        return str(path)
+
+    return write
+
+
+def examples(path, need="response", **columns):
+    return to_examples(read_rows(path), ColumnsSection(**columns), need)
+
+
+CHAT = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "ho"}]
+
+
+@pytest.mark.parametrize(
+    ("row", "messages", "answer"),
+    [
+        ({"messages": CHAT}, CHAT, None),
+        ({"prompt": "hi", "response": "ho"}, CHAT, None),
+        ({"prompt": CHAT[:1], "completion": "ho"}, CHAT, None),
+        ({"question": "hi", "answer": "so\n#### 1,000"}, [CHAT[0], {"role": "assistant", "content": "so\n#### 1,000"}], "1,000"),
+        ({"problem": "hi", "solution": "ho", "answer": 7}, CHAT, "7"),
+    ],
+)
+def test_the_usual_layouts_for_sft(jsonl, row, messages, answer):
+    (example,) = examples(jsonl(row))
+    assert (example.messages, example.answer) == (messages, answer)
+
+
+def test_the_usual_layouts_for_rl(tmp_path, jsonl):
+    row = {"data_source": "math_dapo", "prompt": CHAT[:1], "reward_model": {"ground_truth": "34", "style": "rule"}, "extra_info": {"index": 5}}
+    pq.write_table(pa.Table.from_pylist([row]), tmp_path / "dapo.parquet")
+    (verl,) = examples(str(tmp_path / "dapo.parquet"), "prompt")
+    assert (verl.messages, verl.answer) == (CHAT[:1], "34")
+    assert verl.metadata == {"data_source": "math_dapo", "extra_info": {"index": 5}}
+    (aime,) = examples(jsonl({"ID": "2024-I-1", "Problem": "hi", "Answer": 204}), "prompt")
+    assert (aime.messages, aime.answer, aime.metadata) == (CHAT[:1], "204", {"ID": "2024-I-1"})
+    (gsm8k,) = examples(jsonl({"question": "hi", "answer": "x #### 5"}), "prompt")
+    assert (gsm8k.messages, gsm8k.answer) == (CHAT[:1], "5")
+
+
+def test_columns_can_be_named_and_nested(jsonl):
+    (example,) = examples(jsonl({"in": "hi", "out": "ho", "meta": {"gold": "9"}}), prompt="in", response="out", answer="meta.gold")
+    assert (example.messages, example.answer) == (CHAT, "9")
+
+
+def test_nulls_that_parquet_adds_to_messages_are_dropped(tmp_path):
+    turns = [{"role": "user", "content": "hi", "name": None}, {"role": "assistant", "content": "ho", "name": "a"}]
+    pq.write_table(pa.Table.from_pylist([{"messages": turns}]), tmp_path / "a.parquet")
+    (example,) = examples(str(tmp_path / "a.parquet"))
+    assert example.messages[0] == CHAT[0]
+
+
+@pytest.mark.parametrize(
+    ("second", "column", "said"),
+    [
+        ('{"prompt": "a", "resp', None, "not JSON"),
+        ("[1]", None, "not an object"),
+        ({"prompt": "a"}, "response", "missing or null"),
+        ({"prompt": "a", "response": None}, "response", "missing or null"),
+        ({"prompt": 3, "response": "b"}, "prompt", "int, not text"),
+        ({"prompt": [{"role": "wizard", "content": "a"}], "response": "b"}, "prompt", "known role"),
+        ({"prompt": [{"role": "user"}], "response": "b"}, "prompt", "without text"),
+    ],
+)
+def test_a_broken_row_is_named_with_file_line_and_column(jsonl, second, column, said):
+    path = jsonl({"prompt": "a", "response": "b"}, "", second)  # the blank line counts
+    with pytest.raises(DataError, match=said) as caught:
+        examples(path)
+    assert (caught.value.file, caught.value.row, caught.value.column) == (path, 3, column)
+
+
+def test_a_missing_column_is_named_with_those_that_are_there(jsonl):
+    with pytest.raises(DataError, match="columns: text, label") as caught:
+        examples(jsonl({"text": "a", "label": 1}))
+    assert caught.value.column == "prompt"
+    assert "data.columns.prompt" in caught.value.remedy
+
+
+def test_files_that_are_absent_empty_foreign_or_cut_short(tmp_path, jsonl):
+    for path, said in [(str(tmp_path / "no.jsonl"), "no such file"), (jsonl(name="e.jsonl"), "empty"), (jsonl("a", name="a.csv"), "suffix")]:
+        with pytest.raises(DataError, match=said):
+            read_rows(path)
+    whole = tmp_path / "w.parquet"
+    pq.write_table(pa.table({"prompt": ["a"] * 1000}), whole)
+    (tmp_path / "cut.parquet").write_bytes(whole.read_bytes()[:-20])
+    with pytest.raises(DataError, match="not readable parquet"):
+        read_rows(str(tmp_path / "cut.parquet"))
+
+
+def test_bad_utf8_is_a_broken_line(tmp_path):
+    (tmp_path / "x.jsonl").write_bytes(b'{"a": "\xff"}\n')
+    with pytest.raises(DataError, match="not JSON") as caught:
+        read_rows(str(tmp_path / "x.jsonl"))
+    assert caught.value.row == 1
+
+
+def test_a_folder_of_several_splits_needs_one_named(tmp_path, jsonl):
+    (tmp_path / "main").mkdir()
+    for name in ("main/train-0.jsonl", "main/train-1.jsonl", "main/test-0.jsonl"):
+        jsonl({"prompt": name, "response": "b"}, name=name)
+    assert [r.values["prompt"] for r in read_rows(str(tmp_path), "train")] == ["main/train-0.jsonl", "main/train-1.jsonl"]
+    with pytest.raises(DataError, match="several splits"):
+        read_rows(str(tmp_path))
+    with pytest.raises(DataError, match="no data file of split 'dev'"):
+        read_rows(str(tmp_path), "dev")

@@ -1,0 +1,255 @@
+from __future__ import annotations
+
+import multiprocessing
+import signal
+import threading
+import time
+
+import pytest
+from engine_api.comm import TorchComm, together
+from engine_api.errors import ConfigError, RankFailure
+from engine_trainer.rewards import RewardError, Sample, Scorer, WeightedReward, create, known, register
+from engine_trainer.rewards.deadline import DeadlineExceeded, deadline
+from engine_trainer.rewards.exact import exact
+from engine_trainer.rewards.gsm8k import gsm8k
+from engine_trainer.rewards.gym import reasoning_gym
+from engine_trainer.rewards.math import math
+from engine_trainer.rewards.text import after_marker, inside_answer_tags, last_boxed, last_number
+
+
+def sample(completion: str, answer: str | None = None, **metadata) -> Sample:
+    return Sample(prompt="<user>How many?", completion=completion, answer=answer, metadata=metadata)
+
+
+def scorer(function, **kwargs) -> Scorer:
+    return Scorer([WeightedReward(name="mine", function=function, **kwargs)])
+
+
+@pytest.mark.parametrize(
+    ("find", "text", "expected"),
+    [
+        (after_marker, "2+2=4\n#### 4\nbye", "4"),
+        (after_marker, "#### 1\n#### 2", "2"),
+        (after_marker, "4", None),
+        (last_number, "from 1,200.50 to -3", "-3"),
+        (last_number, "$1,200.50!", "1,200.50"),
+        (last_number, "none", None),
+        (last_boxed, r"\boxed{1} so \boxed{\frac{1}{2}}.", r"\frac{1}{2}"),
+        (last_boxed, r"\boxed{\frac{1}{2}", None),
+        (last_boxed, "no box", None),
+        (inside_answer_tags, "<answer>a</answer><answer> b\n</answer>", "b"),
+        (inside_answer_tags, "<answer>a", None),
+    ],
+)
+def test_finding_an_answer(find, text, expected):
+    assert find(text) == expected
+
+
+@pytest.mark.parametrize(
+    ("kwargs", "completion", "answer", "expected"),
+    [
+        ({}, " yes\n", "yes", 1.0),
+        ({}, "Yes", "yes", 0.0),
+        ({"ignore_case": True}, "Yes", "yes", 1.0),
+        ({"extract": "marker"}, "so\n#### 7", "7", 1.0),
+        ({"extract": "marker"}, "7", "7", 0.0),
+        ({"extract": "boxed"}, r"\boxed{7}", "7", 1.0),
+        ({"extract": "number"}, "it is 7.", "7", 1.0),
+    ],
+)
+def test_exact(kwargs, completion, answer, expected):
+    assert exact(**kwargs)(sample(completion, answer)) == expected
+
+
+@pytest.mark.parametrize(
+    ("kwargs", "completion", "answer", "expected"),
+    [
+        ({}, "6*3=18\n#### 18", "Janet ... <<6*3=18>>\n#### 18", 1.0),
+        ({}, "#### $1,200.0", "1200", 1.0),
+        ({}, "#### 19", "18", 0.0),
+        ({}, "the answer is 18", "18", 0.0),
+        ({"flexible": True}, "the answer is 18", "18", 1.0),
+        ({"flexible": True}, "18 is wrong\n#### 17", "18", 0.0),
+        ({}, "#### none", "18", 0.0),
+    ],
+)
+def test_gsm8k(kwargs, completion, answer, expected):
+    assert gsm8k(**kwargs)(sample(completion, answer)) == expected
+
+
+@pytest.mark.parametrize(
+    ("kwargs", "completion", "answer", "expected"),
+    [
+        ({}, r"so \boxed{\frac{1}{2}}", "1/2", 1.0),
+        ({}, r"so \boxed{0.5}", r"\frac{1}{2}", 1.0),
+        ({}, r"\boxed{x^2+2x+1}", "(x+1)^2", 1.0),
+        ({}, "first 3, then it is 12", "12", 1.0),
+        ({"boxed_only": True}, "it is 12", "12", 0.0),
+        ({}, r"\boxed{3}, no, \boxed{4}", "3", 0.0),
+        ({}, r"\boxed{13}", r"a long solution, \boxed{13}", 1.0),
+        ({}, r"\boxed{18}", "so\n#### 18", 1.0),
+        ({}, "", "12", 0.0),
+        ({}, "}{ $$ \\frac{", "12", 0.0),
+    ],
+)
+def test_math(kwargs, completion, answer, expected):
+    assert math(**kwargs)(sample(completion, answer)) == expected
+
+
+@pytest.mark.filterwarnings("ignore::SyntaxWarning")  # in a dependency of reasoning-gym, when it is first compiled
+def test_reasoning_gym_uses_the_tasks_own_scorer():
+    import reasoning_gym as gym
+
+    entry = gym.create_dataset("chain_sum", seed=1, size=1)[0]
+    answer = entry["answer"]
+    give = {"answer": answer, "entry": entry}
+    assert reasoning_gym()(sample(f"so\n#### {answer}", **give)) == 1.0
+    assert reasoning_gym()(sample(answer, **give)) == 0.0  # no marker
+    assert reasoning_gym(extract="none")(sample(answer, **give)) == 1.0
+    # the task's own scorer gives a part of a point to an answer that contains the right one
+    assert 0 < reasoning_gym(full_match=False)(sample(f"#### about {answer}", **give)) < 1
+    assert reasoning_gym()(sample(f"#### about {answer}", **give)) == 0.0
+    with pytest.raises(RewardError, match="no reasoning-gym entry"):
+        reasoning_gym()(sample("#### 1", answer="1"))
+
+
+def test_registered_names_and_misspelt_ones():
+    register("test_constant")(lambda value=2.0: lambda s: value)
+    assert "test_constant" in known()
+    assert create("test_constant", {"value": 3.0})(sample("")) == 3.0
+    with pytest.raises(ConfigError, match="test_constant"):
+        create("test_constnat")
+    with pytest.raises(ConfigError, match="cannot be made"):
+        create("test_constant", {"valeu": 3.0})
+    with pytest.raises(ConfigError, match="boxed"):
+        create_exact_with_unknown_extraction()
+
+
+def create_exact_with_unknown_extraction():
+    exact(extract="box")
+
+
+def test_installed_names():
+    assert {"math", "gsm8k", "exact", "reasoning_gym"} <= set(known())
+    assert create("gsm8k", {"flexible": True})(sample("18", "18")) == 1.0
+
+
+def test_rewards_add_up_by_weight_and_the_first_says_correct():
+    register("test_length")(lambda: lambda s: len(s.completion) / 10)
+    both = Scorer.from_names(
+        "combine", {"rewards": [{"name": "exact"}, {"name": "test_length", "weight": -0.5, "timeout_s": 1.0}]}, 10.0
+    )
+    right, wrong = both.score([sample("yes", "yes"), sample("no", "yes")])
+    assert (right.total, right.parts, right.correct) == (0.85, {"exact": 1.0, "test_length": 0.3}, True)
+    assert (wrong.total, wrong.correct) == (-0.1, False)
+    with pytest.raises(ConfigError, match="wieght"):
+        Scorer.from_names("combine", {"rewards": [{"name": "exact", "wieght": 1}]}, None)
+    with pytest.raises(ConfigError, match="rewards"):
+        Scorer.from_names("combine", {}, None)
+
+
+@pytest.mark.parametrize(
+    ("function", "said"),
+    [
+        (lambda s: 1 / 0, "ZeroDivisionError"),
+        (lambda s: s.nothing, "AttributeError"),
+        (lambda s: float("nan"), "not a finite number"),
+        (lambda s: "a lot", "not a number"),
+        (lambda s: None, "not a number"),
+    ],
+)
+def test_a_reward_that_fails_is_named_with_what_it_was_given(function, said):
+    with pytest.raises(RewardError, match=said) as caught:
+        scorer(function).score([sample("my completion " + "x" * 1000, "5")])
+    error = caught.value
+    assert (error.function, error.prompt) == ("mine", "<user>How many?")
+    assert error.completion.startswith("my completion")
+    text = str(error)
+    assert "'mine'" in text
+    assert "How many?" in text
+    assert "my completion" in text
+    assert len(text) < 1000  # shortened
+
+
+def test_an_answer_that_the_data_lacks():
+    with pytest.raises(RewardError, match=r"data\.columns\.answer"):
+        scorer(exact()).score([sample("5")])
+
+
+def spin(_: Sample) -> float:
+    while True:
+        try:
+            time.sleep(0.01)
+        except Exception:  # noqa: BLE001, PERF203 - what a checker's own broad except would do
+            continue
+
+
+def test_a_call_that_takes_too_long_counts_zero_and_is_counted():
+    begin = time.monotonic()
+    (score,) = scorer(spin, timeout_s=0.2).score([sample("")])
+    assert time.monotonic() - begin < 5
+    assert (score.total, score.timeouts) == (0.0, 1)
+    assert signal.getitimer(signal.ITIMER_REAL) == (0.0, 0.0)
+
+
+def test_math_verify_runs_under_our_deadline():
+    (score,) = scorer(math(), timeout_s=1.0).score([sample(r"\boxed{9^{9^{9^{9}}}}", "3")])
+    assert score.total == 0.0
+
+
+def test_the_deadline_restores_the_handler_that_was_there():
+    before = signal.getsignal(signal.SIGALRM)
+    with pytest.raises(DeadlineExceeded), deadline(0.05):
+        time.sleep(2)
+    assert signal.getsignal(signal.SIGALRM) is before
+    with deadline(None):
+        pass
+
+
+def test_a_deadline_outside_the_main_thread_is_refused():
+    caught: list[Exception] = []
+
+    def work() -> None:
+        try:
+            scorer(lambda s: 1.0).score([sample("")])
+        except ConfigError as error:
+            caught.append(error)
+
+    thread = threading.Thread(target=work)
+    thread.start()
+    thread.join()
+    assert "main thread" in str(caught[0])
+
+
+def rank_main(rank: int, store: str, queue) -> None:
+    import torch.distributed as dist
+
+    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=2)
+    comm = TorchComm()
+
+    def judge(s: Sample) -> float:
+        if rank == 1:
+            raise KeyError("boom")
+        return 1.0
+
+    try:
+        together(comm, lambda: scorer(judge).score([sample("a completion")]))
+        queue.put((rank, "nothing", ""))
+    except (RewardError, RankFailure) as error:
+        queue.put((rank, type(error).__name__, str(error)))
+    comm.close()
+    dist.destroy_process_group()
+
+
+@pytest.mark.distributed
+def test_a_reward_that_raises_ends_all_ranks_together(tmp_path):
+    context = multiprocessing.get_context("spawn")
+    queue = context.Queue()
+    ranks = [context.Process(target=rank_main, args=(r, str(tmp_path / "store"), queue)) for r in range(2)]
+    for rank in ranks:
+        rank.start()
+    rows = sorted(queue.get(timeout=120) for _ in ranks)
+    for rank in ranks:
+        rank.join(30)
+    assert [row[1] for row in rows] == ["RankFailure", "RewardError"]
+    assert all("KeyError" in row[2] and "a completion" in row[2] for row in rows)
