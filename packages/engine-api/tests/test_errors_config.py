@@ -97,6 +97,7 @@ ASKS = {
     Capability.COMPILE: {"memory": Memory(compile=True)},
     Capability.BF16: {"precision": Precision(compute="bfloat16")},
     Capability.FP8: {"precision": Precision(compute="float8")},
+    Capability.FP16: {"precision": Precision(reduce="float16")},
     Capability.ASYNC_CHECKPOINT: {"checkpoint": CheckpointConfig(async_save=True)},
 }
 

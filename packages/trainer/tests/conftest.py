@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 import yaml
+
 from engine_api import BaseEngine, Capability, EngineRegistry, ShardSpec, TokenOutputs, Topology
 from engine_api.comm import SingleComm
 
@@ -31,7 +32,10 @@ def make_tokenizer(template=TEMPLATE):
     inner.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), "isolated")
     inner.decoder = decoders.Fuse()
     tokenizer = PreTrainedTokenizerFast(
-        tokenizer_object=inner, pad_token="<|pad|>", bos_token="<|bos|>", eos_token="<|eos|>",
+        tokenizer_object=inner,
+        pad_token="<|pad|>",
+        bos_token="<|bos|>",
+        eos_token="<|eos|>",
         additional_special_tokens=SPECIAL[3:],
     )
     tokenizer.chat_template = template
@@ -53,8 +57,16 @@ def tokenizer_of():
 def model_folder(tmp_path, tokenizer):
     folder = tmp_path / "model"
     tokenizer.save_pretrained(folder)
-    config = {"model_type": "qwen3", "vocab_size": len(tokenizer), "hidden_size": 8, "num_hidden_layers": 1,
-              "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 4, "intermediate_size": 16}
+    config = {
+        "model_type": "qwen3",
+        "vocab_size": len(tokenizer),
+        "hidden_size": 8,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 2,
+        "num_key_value_heads": 1,
+        "head_dim": 4,
+        "intermediate_size": 16,
+    }
     (folder / "config.json").write_text(json.dumps(config))
     return folder
 
@@ -102,8 +114,12 @@ class BigramEngine(BaseEngine):
 
     def state_shards(self):
         state = self.optimizer.state[self.table]
-        whole = {"model.table": self.table.data, "optim.table.exp_avg": state["exp_avg"],
-                 "optim.table.exp_avg_sq": state["exp_avg_sq"], "optim.table.step": state["step"]}
+        whole = {
+            "model.table": self.table.data,
+            "optim.table.exp_avg": state["exp_avg"],
+            "optim.table.exp_avg_sq": state["exp_avg_sq"],
+            "optim.table.step": state["step"],
+        }
         return {key: (value, ShardSpec.whole(value.shape)) for key, value in whole.items()}
 
     def get_per_tensor_param(self, **_):
@@ -116,8 +132,12 @@ class BigramEngine(BaseEngine):
         Path(directory).mkdir(exist_ok=True)
         torch.save(self.table.data, Path(directory) / "table.pt")
 
-    def _after_load(self, step):
-        pass
+    def _state_layout(self, entries):
+        return {key: (spec, value.dtype) for key, (value, spec) in self.state_shards().items()}
+
+    def _install_state(self, tensors):
+        for key, (value, _) in self.state_shards().items():
+            value.copy_(tensors[key])
 
     def _rng_state(self):
         return {}
@@ -127,6 +147,11 @@ class BigramEngine(BaseEngine):
 
     def _release(self):
         pass
+
+
+@pytest.fixture
+def bigram_class():
+    return BigramEngine
 
 
 @pytest.fixture
@@ -146,7 +171,13 @@ def sft_file(tmp_path, model_folder, bigram):
         "engine": {"model": {"path": str(model_folder)}, "backend": bigram, "optimizer": {"lr": 0.1}},
         "data": {"source": str(tmp_path / "rows.jsonl")},
         "batch_size": 8,
-        "run": {"output_dir": str(tmp_path / "run"), "steps": 6, "progress": False, "tensorboard": False, "report": False},
+        "run": {
+            "output_dir": str(tmp_path / "run"),
+            "steps": 6,
+            "progress": False,
+            "tensorboard": False,
+            "report": False,
+        },
     }
     path = tmp_path / "sft.yaml"
     path.write_text(yaml.safe_dump(config))

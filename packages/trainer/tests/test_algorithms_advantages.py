@@ -4,6 +4,7 @@ import math
 
 import pytest
 import torch
+
 from engine_api.errors import ConfigError
 from engine_trainer.algorithms.advantages import group_advantages, is_flat
 
@@ -65,7 +66,7 @@ def test_one_completion_is_no_group():
 
 def test_unknown_estimator_names_the_near_one():
     with pytest.raises(ConfigError, match="dr_grpo"):
-        group_advantages(rows([1, 0]), "drgrpo")  # pyright: ignore
+        group_advantages(rows([1, 0]), "drgrpo")  # pyright: ignore[reportArgumentType]
 
 
 def test_is_flat():

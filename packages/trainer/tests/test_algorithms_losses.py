@@ -4,6 +4,7 @@ import math
 
 import pytest
 import torch
+
 from engine_api.batch import Batch
 from engine_api.errors import BatchError, ConfigError
 from engine_api.losses import token_weights
@@ -208,7 +209,14 @@ def test_aggregation_modes_by_hand(mode, expected):
 
 @pytest.mark.parametrize(
     ("field", "bad"),
-    [("clip_low", -0.1), ("clip_low", 1.5), ("clip_high", -1), ("dual_clip", 1.0), ("kl_coef", -1), ("kl_estimator", "k4")],
+    [
+        ("clip_low", -0.1),
+        ("clip_low", 1.5),
+        ("clip_high", -1),
+        ("dual_clip", 1.0),
+        ("kl_coef", -1),
+        ("kl_estimator", "k4"),
+    ],
 )
 def test_values_out_of_range_are_refused_by_name(field, bad):
     with pytest.raises(ConfigError, match=field):

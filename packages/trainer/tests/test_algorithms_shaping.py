@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+
 from engine_api.errors import ConfigError
 from engine_trainer.algorithms.shaping import informative, overlong_penalty
 

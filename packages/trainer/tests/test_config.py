@@ -1,7 +1,10 @@
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 import yaml
+
 from engine_api.errors import ConfigError
 from engine_trainer.config import RLConfig, SFTConfig
 from engine_trainer.loading import from_tree, load_config, to_plain, to_yaml
@@ -22,7 +25,9 @@ def file(tmp_path):
 
 
 def test_yaml_overrides_and_defaults_meet(file):
-    config = load_config(RLConfig, file, ["engine.optimizer.lr=1e-3", "algorithm.clip_high=0.28", "data.chat_template_kwargs={a: 1}"])
+    config = load_config(
+        RLConfig, file, ["engine.optimizer.lr=1e-3", "algorithm.clip_high=0.28", "data.chat_template_kwargs={a: 1}"]
+    )
     assert config.engine.optimizer is not None
     assert config.engine.optimizer.lr == 1e-3
     assert config.algorithm.clip_high == 0.28
@@ -71,10 +76,17 @@ def test_a_wrong_key_or_value_is_named(file, override, field, said):
     assert said in str(caught.value)
 
 
-def test_a_mandatory_key_that_is_missing_is_named(file):
+@pytest.mark.parametrize("key", ["reward.name", "run.output_dir", "engine.model.path", "data"])
+def test_a_mandatory_key_that_is_missing_is_named(key):
+    tree = yaml.safe_load(yaml.safe_dump(BASE))
+    *above, last = key.split(".")
+    holder = tree
+    for name in above:
+        holder = holder[name]
+    del holder[last]
     with pytest.raises(ConfigError) as caught:
-        load_config(RLConfig, file, ["reward={}"])
-    assert (caught.value.field, caught.value.what) == ("reward.name", "missing")
+        from_tree(RLConfig, tree)
+    assert (caught.value.field, caught.value.what) == (key, "missing")
 
 
 def test_a_value_that_the_contract_refuses_is_named_below_engine(file):
@@ -103,7 +115,12 @@ def test_base_files_are_taken_first_and_relative(tmp_path, file):
 
 @pytest.mark.parametrize(
     ("text", "said"),
-    [("base: self.yaml", "include each other"), ("a: [1", "not valid YAML"), ("- 1", "not a mapping"), ("base: no.yaml", "no such file")],
+    [
+        ("base: self.yaml", "include each other"),
+        ("a: [1", "not valid YAML"),
+        ("- 1", "not a mapping"),
+        ("base: no.yaml", "no such file"),
+    ],
 )
 def test_a_file_that_cannot_be_read_is_named(tmp_path, text, said):
     path = tmp_path / "self.yaml"
@@ -116,3 +133,20 @@ def test_a_file_that_cannot_be_read_is_named(tmp_path, text, said):
 def test_epochs_count_whole_batches(file, epochs, samples, expected):
     config = load_config(RLConfig, file, ["run.steps=null", f"run.epochs={epochs}"])
     assert config.run.total_steps(samples, 8) == expected
+
+
+RECIPES = Path(__file__).parents[3] / "recipes"
+
+
+RECIPE_FILES = sorted(p.relative_to(RECIPES).as_posix() for p in RECIPES.glob("*/*.yaml"))
+
+
+@pytest.mark.parametrize("path", RECIPE_FILES)
+def test_every_recipe_loads(path):
+    kind = RLConfig if Path(path).parts[0] == "rl" or Path(path).stem == "rl" else SFTConfig
+    given = ["engine.model.path=m", "run.output_dir=o"]
+    text = (RECIPES / path).read_text() + (RECIPES / "sft" / "chat.yaml").read_text() * (
+        "base: chat" in (RECIPES / path).read_text()
+    )
+    config = load_config(kind, RECIPES / path, given + ["data.source=s"] * ("source: ???" in text))
+    config.engine.build(seed=0, total_steps=10)

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import pytest
+
 from engine_api.config import ModelSource
 from engine_api.errors import ConfigError
 from engine_trainer.data import ChatTokenizer, Example, PromptDataset, SFTDataset, load_tokenizer
@@ -11,7 +12,9 @@ from engine_trainer.sections import DataSection
 def turns(*texts, system=None):
     roles = ["user", "assistant"] * len(texts)
     head = [{"role": "system", "content": system}] if system else []
-    return Example(messages=[*head, *({"role": r, "content": t} for r, t in zip(roles, texts, strict=False))], file="f", number=3)
+    return Example(
+        messages=[*head, *({"role": r, "content": t} for r, t in zip(roles, texts, strict=False))], file="f", number=3
+    )
 
 
 def section(**settings):
@@ -68,7 +71,9 @@ def test_a_template_that_rewrites_earlier_text_is_refused_with_the_row(tokenizer
 
 
 def test_a_template_without_end_of_turn_gets_eos(tokenizer_of):
-    tokenizer = tokenizer_of("{% for m in messages %}[{{ m['role'] }}]{{ m['content'] }}{% endfor %}{% if add_generation_prompt %}[assistant]{% endif %}")
+    tokenizer = tokenizer_of(
+        "{% for m in messages %}[{{ m['role'] }}]{{ m['content'] }}{% endfor %}{% if add_generation_prompt %}[assistant]{% endif %}"
+    )
     chat = ChatTokenizer(tokenizer, section())
     assert chat.stop_token_ids == (tokenizer.eos_token_id,)
     assert learned(tokenizer, build(tokenizer, turns("q", "r"))) == "r<|eos|>"
@@ -104,7 +109,10 @@ def test_rows_that_teach_nothing_or_cannot_be_rendered_are_refused(tokenizer, to
     with pytest.raises(DataError, match="no assistant turn"):
         build(tokenizer, turns("q"))
     with pytest.raises(DataError, match="empty"):
-        build(tokenizer_of("{% for m in messages %}{{ m['content'] }}{% endfor %}"), Example(messages=[{"role": "assistant", "content": ""}]))
+        build(
+            tokenizer_of("{% for m in messages %}{{ m['content'] }}{% endfor %}"),
+            Example(messages=[{"role": "assistant", "content": ""}]),
+        )
     strict = "{% for m in messages %}{% if m['role'] == 'system' %}{{ raise_exception('no system') }}{% endif %}{{ m['content'] }}{% endfor %}"
     with pytest.raises(DataError, match="no system") as caught:
         build(tokenizer_of(strict), turns("q", "r", system="s"))
@@ -114,7 +122,7 @@ def test_rows_that_teach_nothing_or_cannot_be_rendered_are_refused(tokenizer, to
 def test_too_long_is_an_error_or_is_dropped_and_counted(tokenizer, caplog):
     rows = [turns("q", "r"), turns("q" * 50, "r")]
     chat = ChatTokenizer(tokenizer, section())
-    with pytest.raises(DataError, match="57 tokens|55 tokens"):
+    with pytest.raises(DataError, match=r"\d\d tokens, data.max_length is 20"):
         SFTDataset.build(rows, chat, section(max_length=20))
     data = SFTDataset.build(rows, chat, section(max_length=20, on_too_long="drop"))
     assert (len(data), data.dropped) == (1, 1)

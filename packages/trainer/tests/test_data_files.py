@@ -5,6 +5,7 @@ import json
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+
 from engine_trainer.data.layouts import to_examples
 from engine_trainer.data.readers import read_rows
 from engine_trainer.errors import DataError
@@ -34,7 +35,11 @@ CHAT = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "ho"
         ({"messages": CHAT}, CHAT, None),
         ({"prompt": "hi", "response": "ho"}, CHAT, None),
         ({"prompt": CHAT[:1], "completion": "ho"}, CHAT, None),
-        ({"question": "hi", "answer": "so\n#### 1,000"}, [CHAT[0], {"role": "assistant", "content": "so\n#### 1,000"}], "1,000"),
+        (
+            {"question": "hi", "answer": "so\n#### 1,000"},
+            [CHAT[0], {"role": "assistant", "content": "so\n#### 1,000"}],
+            "1,000",
+        ),
         ({"problem": "hi", "solution": "ho", "answer": 7}, CHAT, "7"),
     ],
 )
@@ -44,7 +49,12 @@ def test_the_usual_layouts_for_sft(jsonl, row, messages, answer):
 
 
 def test_the_usual_layouts_for_rl(tmp_path, jsonl):
-    row = {"data_source": "math_dapo", "prompt": CHAT[:1], "reward_model": {"ground_truth": "34", "style": "rule"}, "extra_info": {"index": 5}}
+    row = {
+        "data_source": "math_dapo",
+        "prompt": CHAT[:1],
+        "reward_model": {"ground_truth": "34", "style": "rule"},
+        "extra_info": {"index": 5},
+    }
     pq.write_table(pa.Table.from_pylist([row]), tmp_path / "dapo.parquet")
     (verl,) = examples(str(tmp_path / "dapo.parquet"), "prompt")
     assert (verl.messages, verl.answer) == (CHAT[:1], "34")
@@ -56,7 +66,9 @@ def test_the_usual_layouts_for_rl(tmp_path, jsonl):
 
 
 def test_columns_can_be_named_and_nested(jsonl):
-    (example,) = examples(jsonl({"in": "hi", "out": "ho", "meta": {"gold": "9"}}), prompt="in", response="out", answer="meta.gold")
+    (example,) = examples(
+        jsonl({"in": "hi", "out": "ho", "meta": {"gold": "9"}}), prompt="in", response="out", answer="meta.gold"
+    )
     assert (example.messages, example.answer) == (CHAT, "9")
 
 
@@ -94,7 +106,11 @@ def test_a_missing_column_is_named_with_those_that_are_there(jsonl):
 
 
 def test_files_that_are_absent_empty_foreign_or_cut_short(tmp_path, jsonl):
-    for path, said in [(str(tmp_path / "no.jsonl"), "no such file"), (jsonl(name="e.jsonl"), "empty"), (jsonl("a", name="a.csv"), "suffix")]:
+    for path, said in [
+        (str(tmp_path / "no.jsonl"), "no such file"),
+        (jsonl(name="e.jsonl"), "empty"),
+        (jsonl("a", name="a.csv"), "suffix"),
+    ]:
         with pytest.raises(DataError, match=said):
             read_rows(path)
     whole = tmp_path / "w.parquet"
@@ -115,7 +131,10 @@ def test_a_folder_of_several_splits_needs_one_named(tmp_path, jsonl):
     (tmp_path / "main").mkdir()
     for name in ("main/train-0.jsonl", "main/train-1.jsonl", "main/test-0.jsonl"):
         jsonl({"prompt": name, "response": "b"}, name=name)
-    assert [r.values["prompt"] for r in read_rows(str(tmp_path), "train")] == ["main/train-0.jsonl", "main/train-1.jsonl"]
+    assert [r.values["prompt"] for r in read_rows(str(tmp_path), "train")] == [
+        "main/train-0.jsonl",
+        "main/train-1.jsonl",
+    ]
     with pytest.raises(DataError, match="several splits"):
         read_rows(str(tmp_path))
     with pytest.raises(DataError, match="no data file of split 'dev'"):

@@ -3,6 +3,7 @@ from __future__ import annotations
 import re
 
 import pytest
+
 from engine_api.errors import ConfigError
 from engine_trainer.data.gym import gym_examples, is_heldout
 from engine_trainer.errors import DataError
@@ -50,7 +51,7 @@ def test_worked_answers_lead_to_the_answer_and_score():
         text = example.messages[1]["content"]
         assert text.endswith(f"#### {example.answer}")
         for left, right in re.findall(r"([-\d+*]+)=(-?\d+)", text):
-            assert eval(left) == int(right)  # noqa: PGH001 - digits and signs only
+            assert eval(left) == int(right)  # digits and signs only
         entry = example.metadata["entry"]
         score = reasoning_gym.get_score_answer_fn(entry["metadata"]["source_dataset"])
         assert score(example.answer, entry) == 1.0
@@ -59,9 +60,17 @@ def test_worked_answers_lead_to_the_answer_and_score():
 @pytest.mark.parametrize(
     ("settings", "field", "said"),
     [
-        ({"datasets": [GymDataset(name="leg_countin")]}, "data.reasoning_gym.datasets[0].name", "did you mean leg_counting"),
+        (
+            {"datasets": [GymDataset(name="leg_countin")]},
+            "data.reasoning_gym.datasets[0].name",
+            "did you mean leg_counting",
+        ),
         ({"datasets": [GymDataset(name="chain_sum", config={"terms": 2})]}, "data.reasoning_gym.datasets", "terms"),
-        ({"datasets": [GymDataset(name="chain_sum", config={"min_terms": 9, "max_terms": 2})]}, "data.reasoning_gym.datasets", "max_terms"),
+        (
+            {"datasets": [GymDataset(name="chain_sum", config={"min_terms": 9, "max_terms": 2})]},
+            "data.reasoning_gym.datasets",
+            "max_terms",
+        ),
         ({"response": "work"}, "data.reasoning_gym.response", "did you mean worked"),
         ({"datasets": [GymDataset(name="gcd")]}, "data.reasoning_gym.response", "no worked answers for 'gcd'"),
     ],

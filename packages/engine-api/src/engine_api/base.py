@@ -99,8 +99,8 @@ class BaseEngine(ABC):
         self._require_optimizer("forward_backward")
         _check_call(denominator, temperature)
         micro_batches = self._prepare(batch, needs_weight=denominator is None)
-        total = micro_batches.loss_weight if denominator is None else denominator
-        if total == 0.0:  # nothing carries loss anywhere: no gradient, no collective, no NaN
+        total = denominator or micro_batches.loss_weight or 0.0
+        if micro_batches.loss_weight == 0.0 or total == 0.0:  # nothing carries loss anywhere: no gradient, no collective, no NaN
             self._pending.append(0.0)
             return ForwardBackwardOutput(loss=0.0, metrics={}, denominator=0.0, num_tokens=micro_batches.num_tokens,
                                          num_micro_batches=0)  # fmt: skip
@@ -153,7 +153,7 @@ class BaseEngine(ABC):
         state = self.state_shards()
         asynchronous = self.config.checkpoint.async_save
         if asynchronous:  # training goes on and changes the tensors: the writer gets copies
-            state = {key: (tensor.detach().cpu().clone(), spec) for key, (tensor, spec) in state.items()}
+            state = {key: (tensor.detach().to("cpu", copy=True), spec) for key, (tensor, spec) in state.items() if spec.replica == 0}
         arguments: dict[str, Any] = {
             "comm": self._checkpoint_comm, "state": state, "rank_state": self._rng_state(), "step": self._step,
             "engine": self._name, "topology": dict(self.topology.sizes), "extra": dict(extra or {}),

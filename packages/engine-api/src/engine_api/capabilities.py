@@ -29,6 +29,7 @@ class Capability(StrEnum):
     RECOMPUTE = "recompute"
     COMPILE = "compile"
     BF16 = "bf16"
+    FP16 = "fp16"
     FP8 = "fp8"
     MOE = "moe"
     VALUE_HEAD = "value-head"
@@ -36,6 +37,10 @@ class Capability(StrEnum):
     PORTABLE_CHECKPOINT = "portable-checkpoint"
     EXPORT_SHARDS = "export-shards"
     SAVE_HF = "save-hf"
+
+
+def _dtypes(config: EngineConfig) -> tuple[str, str, str]:
+    return config.precision.compute, config.precision.master, config.precision.reduce
 
 
 # Which configuration asks for a capability. A capability that no configuration asks for is asked
@@ -51,8 +56,9 @@ REQUESTS: dict[Capability, Callable[[EngineConfig], bool]] = {
     Capability.OFFLOAD: lambda c: c.memory.offload_params or c.memory.offload_optimizer,
     Capability.RECOMPUTE: lambda c: c.memory.recompute != "none",
     Capability.COMPILE: lambda c: c.memory.compile,
-    Capability.BF16: lambda c: "bfloat16" in (c.precision.compute, c.precision.master, c.precision.reduce),
-    Capability.FP8: lambda c: c.precision.compute == "float8",
+    Capability.BF16: lambda c: "bfloat16" in _dtypes(c),
+    Capability.FP16: lambda c: "float16" in _dtypes(c),
+    Capability.FP8: lambda c: "float8" in _dtypes(c),
     Capability.ASYNC_CHECKPOINT: lambda c: c.checkpoint.async_save,
 }
 

@@ -87,7 +87,7 @@ def _write_rank(
     # A memory-mapped checkpoint on a full disk dies by SIGBUS; ask for the room first.
     _require_room(partial, sum(tensor.numel() * tensor.element_size() for tensor, _ in own.values()))
     try:
-        save_file({key: tensor.detach().cpu().contiguous() for key, (tensor, _) in own.items()}, partial / name)
+        save_file({key: _storable(tensor) for key, (tensor, _) in own.items()}, partial / name)
     except SafetensorError as error:  # its own type for every I/O error
         raise OSError(errno.EIO, str(error), str(partial / name)) from error
     (partial / f"rank-{rank:05d}.json").write_text(json.dumps(dict(rank_state)))
@@ -95,6 +95,12 @@ def _write_rank(
     for file in files:
         _sync(partial / file)
     return {key: _describe(name, tensor, spec) for key, (tensor, spec) in own.items()}, files
+
+
+def _storable(tensor: torch.Tensor) -> torch.Tensor:
+    # Tensors that were split from one parameter share its scalar state (a step count), which safetensors refuses.
+    host = tensor.detach().cpu().contiguous()
+    return host if host.dim() else host.clone()
 
 
 def _describe(file: str, tensor: torch.Tensor, spec: ShardSpec) -> Entry:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -24,7 +25,7 @@ class MicroBatches:
     batch: Batch
     parts: list[Batch]
     documents: list[list[int]]  # which documents of the batch each part holds
-    loss_weight: float  # sum over all data-parallel ranks, float64
+    loss_weight: float | None  # sum over all data-parallel ranks, float64; None when the batches carry none
     num_tokens: int  # over all data-parallel ranks
 
     def merge(self, outputs: Sequence[TokenOutputs]) -> TokenOutputs:
@@ -50,7 +51,7 @@ class _Row:
     dp_rank: int
     primary: bool
     count: int
-    loss_weight: float
+    loss_weight: float | None
     num_tokens: int
     digest: str
 
@@ -69,7 +70,7 @@ def prepare(
     documents = split_micro_batches(batch.lengths, max_tokens, count)
     return MicroBatches(
         batch=batch, parts=[batch.select(d) for d in documents], documents=documents,
-        loss_weight=float(sum(row.loss_weight for row in primary)), num_tokens=sum(row.num_tokens for row in primary),
+        loss_weight=_total([row.loss_weight for row in primary]), num_tokens=sum(row.num_tokens for row in primary),
     )  # fmt: skip
 
 
@@ -78,8 +79,14 @@ def _examine(batch: Batch, topology: Topology, max_tokens: int, vocab_size: int,
     count = len(least_bins(batch.lengths, max_tokens))
     if needs_weight and batch.num_tokens:
         batch.loss_weight  # noqa: B018 - raises the error that names the field
-    weight = float(batch.loss_weight.double().sum()) if LOSS_WEIGHT in batch.fields else 0.0
+    weight = float(batch.loss_weight.double().sum()) if LOSS_WEIGHT in batch.fields else None
     return _Row(topology.dp_rank, topology.is_primary, count, weight, batch.num_tokens, _digest(batch, topology))
+
+
+def _total(weights: Sequence[float | None]) -> float | None:
+    # An empty rank may come without the field.
+    given = [weight for weight in weights if weight is not None]
+    return math.fsum(given) if given else None
 
 
 def _digest(batch: Batch, topology: Topology) -> str:

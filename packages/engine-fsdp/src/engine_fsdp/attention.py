@@ -4,26 +4,35 @@ Tokens see only earlier tokens of their own document. Kernels (``model.attention
 
 - ``sdpa``: PyTorch's scaled-dot-product attention, any device: documents side by side as a causal batch, or
   the whole pack under a block mask, whichever is less work;
-- ``varlen``: ``torch.nn.attention.varlen`` (FlashAttention), CUDA, fp16 and bf16;
-- ``auto``: varlen on CUDA in half precision, else sdpa.
+- ``varlen``: ``torch.nn.attention.varlen`` (FlashAttention 2), CUDA, half precision;
+- ``cudnn``: cuDNN by document (``engine_fsdp.cudnn``), CUDA of compute capability 9 or more, half precision;
+- ``auto``: for each micro-batch, cudnn where documents are long enough to pay for it, else varlen; sdpa on the CPU
+  and in float32.
 
 Under Ulysses every kernel runs between two all-to-alls: heads are split over the ranks instead of tokens.
 """
 
 from __future__ import annotations
 
+import inspect
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.nn.attention.varlen import varlen_attn
 
 from engine_api.errors import ConfigError, UnsupportedCapability
+from engine_fsdp.cudnn import cudnn_packed
 from engine_fsdp.parallel import heads_to_sequence, sequence_to_heads
 
 NAME = "engine_fsdp_packed"
-KERNELS = ("sdpa", "varlen")
+KERNELS = ("sdpa", "varlen", "cudnn")
+# Below these lengths cuDNN's launches and plans cost more than its kernels gain (docs/benchmarks.md).
+_CUDNN_EQUAL, _CUDNN_MEAN = 512, 1024
+
+_HAS_GQA = "enable_gqa" in inspect.signature(varlen_attn).parameters
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -37,12 +46,14 @@ class Packing:
         flat_index: ``[T]`` int64 positions in the flattened padded form, or None.
         mask: ``[1, 1, T, T]`` bool, who sees whom; or None.
         document: ``[T]`` int64, the document of each token.
+        bounds: ``[D+1]`` int64 on the CPU, the same as ``cu_seqlens``.
     """
 
     kernel: str
     cu_seqlens: Tensor
     max_length: int
     document: Tensor
+    bounds: Tensor
     padded_index: Tensor | None = None
     flat_index: Tensor | None = None
     mask: Tensor | None = None
@@ -50,16 +61,29 @@ class Packing:
 
 
 def choose_kernel(requested: str, device_type: str, compute: str) -> str:
-    """The kernel that ``requested`` means here; raises ``ConfigError`` when it cannot be had."""
-    half = compute in ("bfloat16", "float16")
+    """What ``model.attention`` means here; raises ``ConfigError`` when it cannot be had.
+
+    ``auto`` stays ``auto`` where the choice depends on each micro-batch.
+    """
+    half = device_type == "cuda" and compute in ("bfloat16", "float16")
+    hopper = device_type == "cuda" and torch.cuda.get_device_capability()[0] >= 9
     if requested == "auto":
-        return "varlen" if device_type == "cuda" and half else "sdpa"
+        return ("auto" if hopper else "varlen") if half else "sdpa"
     if requested not in KERNELS:
         raise ConfigError("model.attention", f"unknown kernel {requested!r}", remedy=f"auto, {', '.join(KERNELS)}")
-    if requested == "varlen" and not (device_type == "cuda" and half):
-        raise ConfigError("model.attention", f"varlen has no kernel for {compute} on {device_type}",
+    if requested != "sdpa" and not half:
+        raise ConfigError("model.attention", f"{requested} has no kernel for {compute} on {device_type}",
                           remedy="use sdpa, or precision.compute: bfloat16 on cuda")  # fmt: skip
+    if requested == "cudnn" and not hopper:
+        raise ConfigError("model.attention", "cudnn wants compute capability 9 or more", remedy="use varlen")
     return requested
+
+
+def _kernel_for(lengths: list[int], kernel: str) -> str:
+    if kernel != "auto":
+        return kernel
+    equal = len(set(lengths)) == 1 and lengths[0] >= _CUDNN_EQUAL
+    return "cudnn" if equal or sum(lengths) >= _CUDNN_MEAN * len(lengths) else "varlen"
 
 
 def check_heads(config: Any, ulysses: int) -> None:
@@ -77,7 +101,8 @@ def build_packing(lengths: list[int], kernel: str, device: torch.device, group: 
     cu = torch.tensor([0, *lengths]).cumsum(0)
     document = torch.repeat_interleave(torch.arange(len(lengths)), torch.tensor(lengths))
     total, longest = int(cu[-1]), max(lengths)
-    common: dict[str, Any] = {"kernel": kernel, "cu_seqlens": cu.to(device, torch.int32), "max_length": longest,
+    kernel = _kernel_for(lengths, kernel)
+    common: dict[str, Any] = {"kernel": kernel, "bounds": cu, "cu_seqlens": cu.to(device, torch.int32), "max_length": longest,
                               "document": document.to(device), "group": group}  # fmt: skip
     if kernel != "sdpa":
         return Packing(**common)
@@ -133,7 +158,11 @@ _HARMLESS = frozenset({"position_ids", "use_cache", "is_causal", "cache_position
 
 def _attend(q: Tensor, k: Tensor, v: Tensor, packing: Packing, scale: float | None, window: int | None) -> Tensor:
     """``[1, H, T, d]`` over all tokens of the pack."""
-    if packing.kernel == "varlen":
+    if packing.kernel == "cudnn" and window is None:
+        parts = (x[0].transpose(0, 1) for x in (q, k, v))
+        out, _ = cudnn_packed(*parts, packing.bounds, scale or q.shape[-1] ** -0.5)
+        return out.transpose(0, 1)[None]
+    if packing.kernel in ("varlen", "cudnn"):  # cuDNN has no window here
         return _varlen(q, k, v, packing, scale, window)
     if packing.mask is not None or window is not None:
         mask = packing.mask if window is None else _window_mask(packing, window)
@@ -152,14 +181,11 @@ def _window_mask(packing: Packing, window: int) -> Tensor:
 
 
 def _varlen(q: Tensor, k: Tensor, v: Tensor, packing: Packing, scale: float | None, window: int | None) -> Tensor:
-    from torch.nn.attention.varlen import varlen_attn
-
-    if k.shape[1] != q.shape[1]:  # torch 2.11 has no GQA argument here
-        k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], dim=1) for x in (k, v))
+    grouped = {"enable_gqa": True} if _HAS_GQA else {}  # before 2.13 unequal heads are simply accepted
     q, k, v = (x[0].transpose(0, 1) for x in (q, k, v))  # [T, H, d]
     size = (-1 if window is None else window - 1, 0)
     out = varlen_attn(q, k, v, packing.cu_seqlens, packing.cu_seqlens, packing.max_length, packing.max_length,
-                      scale=scale, window_size=size)  # fmt: skip
+                      scale=scale, window_size=size, **grouped)  # fmt: skip
     assert isinstance(out, Tensor)
     return out.transpose(0, 1)[None]
 

@@ -1,7 +1,13 @@
-"""Log-probs and entropy from hidden states, in chunks: ``[T, vocab]`` logits never exist at once."""
+"""Log-probs and entropy from hidden states, in chunks: ``[T, vocab]`` logits never exist at once.
+
+On CUDA the elementwise parts are compiled: as separate kernels they read and write the chunk's logits a dozen
+times, which costs more than the matrix products (docs/benchmarks.md).
+"""
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import cache
 from typing import Any
 
 import torch
@@ -12,25 +18,21 @@ class _ChunkedLogProb(torch.autograd.Function):
     """``log softmax(h W^T / τ)[target]`` and its entropy, with the logits of one chunk at a time.
 
     Forward keeps only the log-normalizer of each token; backward computes the chunk's logits again (unless there
-    is one chunk alone: its logits may exist anyway, and are kept). With
-    p = softmax(z), z = h W^T / τ, upstream gradients a (log-prob) and b (entropy):
-    dz = a (onehot − p) − b p (log p + H).
+    is one chunk alone: its logits may exist anyway, and are kept). With p = softmax(z), z = h W^T / τ, upstream
+    gradients a (log-prob) and b (entropy): dz = a (onehot − p) − b p (log p + H).
     """
 
     @staticmethod
     def forward(
         ctx: Any, hidden: Tensor, weight: Tensor, targets: Tensor, scale: float, chunk: int, with_entropy: bool
     ) -> tuple[Tensor, Tensor]:
-        size = hidden.shape[0]
+        size, statistics = hidden.shape[0], _fused(_statistics, hidden)
         log_probs, normalizer, entropy = (torch.empty(size, dtype=torch.float32, device=hidden.device) for _ in range(3))
         logits = hidden.new_empty(0)
         for start in range(0, size, chunk):
             part = slice(start, start + chunk)
-            logits = _logits(hidden[part], weight, scale)
-            normalizer[part] = logits.logsumexp(-1)
-            log_probs[part] = logits.gather(-1, targets[part, None]).squeeze(-1) - normalizer[part]
-            if with_entropy:
-                entropy[part] = _entropy(logits, normalizer[part])
+            logits = hidden[part] @ weight.T
+            log_probs[part], normalizer[part], entropy[part] = statistics(logits, targets[part], scale, with_entropy)
         kept = logits if size <= chunk and any(ctx.needs_input_grad[:2]) else None
         ctx.save_for_backward(hidden, weight, targets, normalizer, entropy, kept)
         ctx.scale, ctx.chunk, ctx.with_entropy = scale, chunk, with_entropy
@@ -40,41 +42,66 @@ class _ChunkedLogProb(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         hidden, weight, targets, normalizer, entropy, kept = ctx.saved_tensors
         need_hidden, need_weight = ctx.needs_input_grad[:2]
+        gradient = _fused(_gradient, hidden)
         d_hidden = torch.empty_like(hidden) if need_hidden else None
         # Accumulated over chunks in float32: bfloat16 sums would lose the small chunks.
         d_weight = torch.zeros(weight.shape, dtype=torch.float32, device=weight.device) if need_weight else None
         for start in range(0, hidden.shape[0], ctx.chunk):
             part = slice(start, start + ctx.chunk)
-            logits = _logits(hidden[part], weight, ctx.scale) if kept is None else kept
-            d_logits = _d_logits(logits, targets[part], normalizer[part], grads[0][part])
-            if ctx.with_entropy:
-                d_logits -= _d_entropy(logits, normalizer[part], entropy[part], grads[1][part])
-            d_logits = d_logits.mul_(ctx.scale).to(hidden.dtype)
+            logits = hidden[part] @ weight.T if kept is None else kept
+            about_entropy = grads[1][part] if ctx.with_entropy else None
+            d_logits = gradient(
+                logits, targets[part], normalizer[part], entropy[part], grads[0][part], about_entropy, ctx.scale
+            )
             if d_hidden is not None:
-                d_hidden[part] = d_logits @ weight
+                torch.mm(d_logits, weight, out=d_hidden[part])
             if d_weight is not None:
-                d_weight += d_logits.T @ hidden[part]
+                _accumulate(d_weight, d_logits, hidden[part])
         return d_hidden, d_weight.to(weight.dtype) if d_weight is not None else None, None, None, None, None
 
 
-def _logits(hidden: Tensor, weight: Tensor, scale: float) -> Tensor:
-    logits = (hidden @ weight.T).float()
-    return logits if scale == 1.0 else logits.mul_(scale)
+def _statistics(logits: Tensor, targets: Tensor, scale: float, with_entropy: bool) -> tuple[Tensor, Tensor, Tensor]:
+    """Log-prob of the target, log-normalizer and entropy of each row, float32."""
+    z = logits.float() * scale
+    normalizer = z.logsumexp(-1)
+    log_probs = z.gather(-1, targets[:, None]).squeeze(-1) - normalizer
+    if not with_entropy:
+        return log_probs, normalizer, torch.zeros_like(normalizer)
+    log_p = z - normalizer[:, None]
+    return log_probs, normalizer, -(log_p.exp() * log_p).sum(-1)
 
 
-def _entropy(logits: Tensor, normalizer: Tensor) -> Tensor:
-    log_p = logits - normalizer[:, None]
-    return -(log_p.exp() * log_p).sum(-1)
+def _gradient(
+    logits: Tensor, targets: Tensor, normalizer: Tensor, entropy: Tensor, grad: Tensor, about_entropy: Tensor | None,
+    scale: float,
+) -> Tensor:  # fmt: skip
+    """The gradient of the chunk's logits, in their dtype and in their place."""
+    log_p = logits.float() * scale - normalizer[:, None]
+    p = log_p.exp()
+    out = -grad[:, None] * p
+    if about_entropy is not None:
+        out = out - about_entropy[:, None] * p * (log_p + entropy[:, None])
+    hit = torch.arange(logits.shape[1], device=logits.device)[None, :] == targets[:, None]
+    return logits.copy_((out + hit * grad[:, None]) * scale)
 
 
-def _d_logits(logits: Tensor, targets: Tensor, normalizer: Tensor, grad: Tensor) -> Tensor:
-    out = (logits - normalizer[:, None]).exp_().mul_(-grad[:, None])
-    return out.scatter_add_(-1, targets[:, None], grad[:, None])
+def _accumulate(total: Tensor, d_logits: Tensor, hidden: Tensor) -> None:
+    if d_logits.dtype == torch.float32:
+        total.addmm_(d_logits.T, hidden)
+    elif d_logits.is_cuda:
+        torch.addmm(total, d_logits.T, hidden, out_dtype=torch.float32, out=total)
+    else:  # no half-precision product with a float32 result on the CPU
+        total += d_logits.T @ hidden
 
 
-def _d_entropy(logits: Tensor, normalizer: Tensor, entropy: Tensor, grad: Tensor) -> Tensor:
-    log_p = logits - normalizer[:, None]
-    return log_p.exp().mul_(log_p.add_(entropy[:, None])).mul_(grad[:, None])
+def _fused(function: Callable[..., Any], like: Tensor) -> Callable[..., Any]:
+    return _compiled(function) if like.is_cuda else function
+
+
+@cache
+def _compiled(function: Callable[..., Any]) -> Callable[..., Any]:
+    compiled: Callable[..., Any] = torch.compile(function)
+    return compiled
 
 
 def chunked_log_probs(
@@ -88,7 +115,8 @@ def chunked_log_probs(
         chunk: tokens whose logits exist at the same time.
 
     Returns:
-        ``[T]`` float32 each, differentiable in ``hidden`` and ``weight``; None where not asked for.
+        ``[T]`` float32 each, differentiable once in ``hidden`` and ``weight``; None where not asked for. Logits are
+        rounded to the dtype of ``hidden``, everything after them is float32.
     """
     out: tuple[Tensor, Tensor] = _ChunkedLogProb.apply(  # type: ignore[no-untyped-call]
         hidden, weight, targets, 1.0 / temperature, chunk, entropy

@@ -72,7 +72,9 @@ class Checkpoints:
 
     def _given(self, path: Path, own: Mapping[int, Path]) -> Path:
         if not path.is_dir():
-            raise ConfigError("run.resume", f"{str(path)!r} is not a checkpoint", remedy="auto, never, or a checkpoint folder")
+            raise ConfigError(
+                "run.resume", f"{str(path)!r} is not a checkpoint", remedy="auto, never, or a checkpoint folder"
+            )
         path = locate(path)
         step = read_manifest(path).step
         later = [p.name for s, p in own.items() if s > step]

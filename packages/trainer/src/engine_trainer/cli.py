@@ -9,14 +9,13 @@ import traceback
 from collections.abc import Sequence
 
 from engine_api.errors import ConfigError, EngineError, RankFailure
-
 from engine_trainer.config import RLConfig, SFTConfig
 from engine_trainer.errors import DataError
 from engine_trainer.loading import load_config, to_yaml
 from engine_trainer.runtime import Outcome, global_rank, world_size
 
 DONE, FAILED, USAGE = 0, 1, 2
-CONFIGS: dict[str, type[SFTConfig] | type[RLConfig]] = {"sft": SFTConfig, "rl": RLConfig}
+CONFIGS: dict[str, type[SFTConfig | RLConfig]] = {"sft": SFTConfig, "rl": RLConfig}
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -10,7 +10,6 @@ from typing import Literal
 
 from engine_api.errors import ConfigError
 from engine_api.losses import Aggregation
-
 from engine_trainer.sections import (
     ColumnsSection,
     DataSection,
@@ -46,7 +45,6 @@ class SFTConfig:
     def __post_init__(self) -> None:
         at_least("", self, 1, "batch_size")
         _check_eval(self.eval, self.data)
-
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -106,7 +104,9 @@ class AlgorithmSection:
         at_least("algorithm", self, 0, "clip_low", "clip_high", "entropy_coefficient")
         at_least("algorithm", self, 1, "prompts_per_step", "mini_batches", "epochs")
         if self.dual_clip is not None and not self.dual_clip > 1:
-            raise ConfigError("algorithm.dual_clip", f"{self.dual_clip} is not above 1", remedy="use 3.0, or null for none")
+            raise ConfigError(
+                "algorithm.dual_clip", f"{self.dual_clip} is not above 1", remedy="use 3.0, or null for none"
+            )
 
 
 @dataclass(frozen=True, kw_only=True)

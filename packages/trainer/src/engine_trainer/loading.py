@@ -8,10 +8,10 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import yaml
-from engine_api.errors import ConfigError
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
+from engine_api.errors import ConfigError
 from engine_trainer.binding import bind
 
 T = TypeVar("T")
@@ -78,7 +78,9 @@ def _parse(path: Path) -> DictConfig:
     try:
         tree = OmegaConf.load(path)
     except (yaml.YAMLError, OmegaConfBaseException, UnicodeDecodeError) as error:
-        raise ConfigError(str(path), "not valid YAML", why=" ".join(str(error).split()), remedy="correct the file") from error
+        raise ConfigError(
+            str(path), "not valid YAML", why=" ".join(str(error).split()), remedy="correct the file"
+        ) from error
     if not isinstance(tree, DictConfig):
         raise ConfigError(str(path), "not a mapping at the top", remedy="write `key: value` lines")
     return tree

@@ -13,9 +13,9 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from engine_api.errors import ConfigError
 from tqdm import tqdm
 
+from engine_api.errors import ConfigError
 from engine_trainer.sections import RunSection
 
 METRICS = "metrics.jsonl"
@@ -53,7 +53,13 @@ class RunLog:
     """Rank 0's log; on other ranks (``active=False``) every call does nothing."""
 
     def __init__(
-        self, folder: Path, section: RunSection, *, active: bool, total_steps: int, config: Mapping[str, Any] | None = None
+        self,
+        folder: Path,
+        section: RunSection,
+        *,
+        active: bool,
+        total_steps: int,
+        config: Mapping[str, Any] | None = None,
     ) -> None:
         self.folder, self.section, self.active, self.total_steps = folder, section, active, total_steps
         self._config = dict(config or {})
@@ -130,7 +136,7 @@ def truncate(path: Path, step: int) -> int:
     if not path.is_file():
         return 0
     rows = path.read_text(encoding="utf-8").splitlines()
-    kept = [row for row in rows if 0 < step and _step_of(row) <= step]
+    kept = [row for row in rows if step > 0 and _step_of(row) <= step]
     if len(kept) != len(rows):
         partial = path.with_name(path.name + ".partial")
         partial.write_text("".join(row + "\n" for row in kept), encoding="utf-8")

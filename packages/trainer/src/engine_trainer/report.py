@@ -13,7 +13,15 @@ from engine_trainer.errors import DataError
 from engine_trainer.logs import METRICS, read_metrics
 
 # What matters first, where a run has it; everything else stands in the groups' own plots.
-HEADLINES = ("eval/accuracy", "train/reward", "train/loss", "eval/loss", "train/grad_norm", "perf/tokens_per_s", "perf/mfu")
+HEADLINES = (
+    "eval/accuracy",
+    "train/reward",
+    "train/loss",
+    "eval/loss",
+    "train/grad_norm",
+    "perf/tokens_per_s",
+    "perf/mfu",
+)
 COLUMNS = 3
 
 

@@ -46,7 +46,7 @@ def train_rl(config: RLConfig) -> Outcome:
         measure = _evaluator(run, config, sampler, heldout)
         state = run.resume()
         position = int(state.get("position", 0))
-        if state["step"] == 0:
+        if state["step"] == 0 and heldout is not None:
             run.log.write(0, measure(0))
         for step in run.steps(state["step"]):
             with sampler.serving(engine):

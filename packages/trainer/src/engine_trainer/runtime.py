@@ -20,7 +20,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import Any, Self
 
 from engine_api.batch import Batch
 from engine_api.capabilities import Capability, unsupported
@@ -30,7 +30,6 @@ from engine_api.contract import Engine
 from engine_api.microbatch import balance
 from engine_api.registry import EngineRegistry
 from engine_api.results import Topology
-
 from engine_trainer.checkpoints import Checkpoints, compare, read_extra
 from engine_trainer.config import RLConfig, SFTConfig
 from engine_trainer.interrupt import Interrupt
@@ -80,18 +79,22 @@ class Run:
         self.folder = Path(config.run.output_dir)
         self.is_main = global_rank() == 0
         self.timers = Timers()
-        self.log = RunLog(self.folder, config.run, active=self.is_main, total_steps=total_steps, config=to_plain(config))
+        self.log = RunLog(
+            self.folder, config.run, active=self.is_main, total_steps=total_steps, config=to_plain(config)
+        )
         self.checkpoints = Checkpoints(self.folder / "checkpoints", keep=config.run.keep)
         self.comm: Comm = SingleComm()
         self.interrupted = False
         self._interrupt = Interrupt()
         self._started = False
 
-    def __enter__(self) -> Run:
+    def __enter__(self) -> Self:
         self._interrupt.__enter__()
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
         try:
             # After an error other ranks may be anywhere: agree on nothing, only let go.
             if error is None:

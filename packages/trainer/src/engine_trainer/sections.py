@@ -84,6 +84,7 @@ class GymSection:
     heldout_share: float = 0.1  # of all questions, by sha256 of the text
     seed: int = 0
     response: str = "answer"  # how SFT responses are written; see engine_trainer.data.worked
+    worked_share: float = 1.0  # with response: worked, the share of rows that show their steps (the rest: answer)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -146,7 +147,9 @@ class RunSection:
         if (self.steps is None) == (self.epochs is None):
             raise ConfigError("run.steps", "give run.steps or run.epochs, one of the two", remedy="run.steps: 100")
         if (self.steps if self.steps is not None else self.epochs or 0) <= 0:
-            raise ConfigError("run.steps", f"{self.steps or self.epochs} is not a length", remedy="give a number above 0")
+            raise ConfigError(
+                "run.steps", f"{self.steps or self.epochs} is not a length", remedy="give a number above 0"
+            )
         at_least("run", self, 1, "log_every")
         at_least("run", self, 0, "save_every", "keep")
 

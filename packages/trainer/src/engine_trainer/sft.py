@@ -9,7 +9,6 @@ from dataclasses import dataclass
 
 from engine_api.losses import sft_loss
 from engine_api.results import TrainOutput
-
 from engine_trainer.config import SFTConfig
 from engine_trainer.data import (
     ChatTokenizer,
@@ -83,7 +82,9 @@ class _Data:
 
 
 @contextmanager
-def _evaluation(run: Run, config: SFTConfig, data: _Data, tokenizer: ChatTokenizer) -> Iterator[Callable[[int], Metrics]]:
+def _evaluation(
+    run: Run, config: SFTConfig, data: _Data, tokenizer: ChatTokenizer
+) -> Iterator[Callable[[int], Metrics]]:
     """What measures the held-out loss, and the accuracy where there is a reward; nothing without ``eval``."""
     accuracy = _Accuracy(run, config, data.problems, tokenizer) if data.problems else None
 

@@ -21,7 +21,15 @@ from engine_api.config import EngineConfig
 from engine_api.contract import Engine
 
 # Dense bf16 tensor-core peaks, FLOP/s, by a part of the device's name (vendor data sheets).
-PEAK = {"H200": 989e12, "H100 PCIe": 756e12, "H100": 989e12, "H20": 148e12, "A100": 312e12, "A800": 312e12, "L40S": 362e12}
+PEAK = {
+    "H200": 989e12,
+    "H100 PCIe": 756e12,
+    "H100": 989e12,
+    "H20": 148e12,
+    "A100": 312e12,
+    "A800": 312e12,
+    "L40S": 362e12,
+}
 EXPERT_KEYS = ("num_experts", "num_local_experts", "n_routed_experts")
 
 

@@ -12,9 +12,9 @@ from pathlib import Path
 from typing import Any
 
 import jinja2
+
 from engine_api.config import ModelSource
 from engine_api.errors import ConfigError
-
 from engine_trainer.data.layouts import Example, Messages
 from engine_trainer.sections import DataSection
 
@@ -112,14 +112,12 @@ class ChatTokenizer:
         tokens: list[int] = []
         weights: list[float] = []
         for index, (segment, ids) in enumerate(parts):
-            if index == 0 and not self.has_template:
-                ids = self._opening(segment.text)
             if segment.learned:
-                ids, own = self._end_turn(ids, last=index == len(parts) - 1)
-                weights += [1.0] * own + [0.0] * (len(ids) - own)
+                kept, own = self._end_turn(ids, last=index == len(parts) - 1)
             else:
-                weights += [0.0] * len(ids)
-            tokens += ids
+                kept, own = (self._opening(segment.text) if index == 0 and not self.has_template else ids), 0
+            tokens += kept
+            weights += [1.0] * own + [0.0] * (len(kept) - own)
         if weights:
             weights[0] = 0.0  # nothing comes before it
         return tokens, weights

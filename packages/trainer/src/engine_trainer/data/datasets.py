@@ -125,7 +125,9 @@ def warn_of_overlap(train: Sequence[Example], heldout: Sequence[Example]) -> int
     seen = {_question(e) for e in train}
     shared = sum(_question(e) in seen for e in heldout)
     if shared:
-        log.warning("%d of %d held-out prompts are also in the training data: their accuracy says nothing", shared, len(heldout))
+        log.warning(
+            "%d of %d held-out prompts are also in the training data: their accuracy says nothing", shared, len(heldout)
+        )
     return shared
 
 
@@ -170,7 +172,9 @@ def _fit(examples: Sequence[Example], items: Sequence[T], section: DataSection) 
                                 remedy="raise data.max_length, or set data.on_too_long=drop")  # fmt: skip
     dropped = len(items) - len(kept)
     if not kept:
-        raise DataError(f"all {len(items)} rows are longer than data.max_length={limit}", remedy="raise data.max_length")
+        raise DataError(
+            f"all {len(items)} rows are longer than data.max_length={limit}", remedy="raise data.max_length"
+        )
     if dropped:
         log.warning("%d of %d rows are longer than data.max_length=%d and were dropped", dropped, len(items), limit)
     return kept, dropped

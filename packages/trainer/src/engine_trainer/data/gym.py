@@ -12,7 +12,6 @@ from typing import Any, Literal
 
 from engine_api.config import near_matches
 from engine_api.errors import ConfigError
-
 from engine_trainer.data.layouts import Example
 from engine_trainer.data.worked import write_response
 from engine_trainer.errors import DataError
@@ -25,7 +24,11 @@ PATIENCE = 50
 
 def is_heldout(question: str, share: float) -> bool:
     """Whether a question belongs to the held-out side; a function of its text alone."""
-    digest = hashlib.sha256(question.encode("utf-8")).digest()
+    return _falls_below(question, share)
+
+
+def _falls_below(text: str, share: float) -> bool:
+    digest = hashlib.sha256(text.encode("utf-8")).digest()
     return int.from_bytes(digest[:8], "big") < share * 2**64
 
 
@@ -49,11 +52,18 @@ def gym_examples(section: GymSection, side: Side) -> list[Example]:
             continue
         seen.add(question)
         if len(seen) > first:
-            chosen.append(_example(entry, section.response, number))
+            chosen.append(_example(entry, _form(section, question), number))
         if len(chosen) == count:
             return chosen
     raise DataError(f"only {len(seen)} different {side} questions, {first + count} asked for", file="reasoning_gym",
                     why=f"{(first + count) * PATIENCE} were drawn", remedy="ask for fewer, or widen the tasks' settings")  # fmt: skip
+
+
+def _form(section: GymSection, question: str) -> str:
+    """How this question's response is written; by its own text, so that order and size do not matter."""
+    if section.response != "worked" or _falls_below(f"worked {question}", section.worked_share):
+        return section.response
+    return "answer"
 
 
 def _stream(section: GymSection, size: int) -> Iterator[dict[str, Any]]:
@@ -71,7 +81,9 @@ def _stream(section: GymSection, size: int) -> Iterator[dict[str, Any]]:
     specs = [DatasetSpec(name=t.name, weight=t.weight, config=dict(t.config)) for t in section.datasets]
     try:
         # It draws item i from Random(seed + i), so near seeds would share most of their questions.
-        mixture = reasoning_gym.create_dataset("composite", seed=1_000_003 * (section.seed + 1), size=size, datasets=specs)
+        mixture = reasoning_gym.create_dataset(
+            "composite", seed=1_000_003 * (section.seed + 1), size=size, datasets=specs
+        )
     except (AssertionError, TypeError, ValueError) as error:
         raise ConfigError("data.reasoning_gym.datasets", "reasoning-gym refuses the settings", why=str(error),
                           remedy="see the tasks' own configuration classes") from error  # fmt: skip

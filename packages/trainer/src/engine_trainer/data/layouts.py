@@ -75,7 +75,9 @@ class _Layout:
     def of(first: Row, columns: ColumnsSection, need: Need) -> _Layout:
         messages = columns.messages or _present(first, ("messages",))
         if messages and not columns.prompt:
-            return _Layout(messages=messages, prompt=None, response=None, answer=columns.answer or _present(first, ANSWERS))
+            return _Layout(
+                messages=messages, prompt=None, response=None, answer=columns.answer or _present(first, ANSWERS)
+            )
         prompt = columns.prompt or _present(first, PROMPTS)
         response = columns.response or _present(first, RESPONSES)
         if prompt is None or (response is None and need == "response"):
@@ -102,7 +104,9 @@ class _Layout:
             return None
         value = _cell(row, self.answer)
         if not isinstance(value, str | int | float) or isinstance(value, bool):
-            raise row.error(f"{type(value).__name__} is not an answer", column=self.answer, remedy="give text or a number")
+            raise row.error(
+                f"{type(value).__name__} is not an answer", column=self.answer, remedy="give text or a number"
+            )
         text = str(value)
         return text.rsplit(GSM8K_MARK, 1)[1].strip() if GSM8K_MARK in text else text
 
@@ -137,7 +141,9 @@ def _text(row: Row, name: str) -> str:
 def _messages(row: Row, name: str) -> Messages:
     value = _cell(row, name)
     if not isinstance(value, list) or not value:
-        raise row.error(f"{type(value).__name__}, not a list of messages", column=name, remedy="write [{role, content}, …]")
+        raise row.error(
+            f"{type(value).__name__}, not a list of messages", column=name, remedy="write [{role, content}, …]"
+        )
     for turn in value:
         if not isinstance(turn, Mapping) or turn.get("role") not in ROLES:
             raise row.error("a message without a known role", column=name, why=f"message: {str(turn)[:120]}",

@@ -44,7 +44,9 @@ def _files(path: Path, split: str | None) -> list[Path]:
     if path.is_dir():
         return _folder(path, split)
     if not path.is_file():
-        raise DataError("there is no such file or folder", file=str(path), remedy="check the path; see the recipe's comments")
+        raise DataError(
+            "there is no such file or folder", file=str(path), remedy="check the path; see the recipe's comments"
+        )
     if path.suffix not in SUFFIXES:
         raise DataError(f"{path.suffix or 'no'} suffix", file=str(path), why=f"known: {', '.join(SUFFIXES)}",
                         remedy="convert it to JSONL: one JSON object a line")  # fmt: skip

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from engine_api.errors import ConfigError
+from engine_api.errors import ConfigError, EngineError
 from engine_trainer.rewards.deadline import DeadlineExceeded, deadline
 from engine_trainer.rewards.registry import create
 from engine_trainer.rewards.sample import RewardError, RewardFn, Sample
@@ -98,7 +98,7 @@ def _call(reward: WeightedReward, sample: Sample) -> float | None:
             "reward %r took longer than %s s, counted as 0: %.200r", reward.name, reward.timeout_s, sample.completion
         )
         return None
-    except RewardError:
+    except EngineError:
         raise
     except Exception as error:  # a user's function may raise anything; it is named, and all ranks end together
         raise RewardError(reward.name, sample, f"it raised {type(error).__name__}: {error}") from error

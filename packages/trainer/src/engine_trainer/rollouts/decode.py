@@ -1,9 +1,9 @@
 """Generation, token by token, with a Hugging Face model and its key-value cache.
 
-Why not ``model.generate``: with a small model on the CPU it takes twice the time or more (32 prompts, 8 completions
-each, no early stops; with early stops the gap grows). It prefills each of a prompt's completions anew, copies the
-whole cache for each token, goes on with rows that are finished, and holds ``[R, steps, V]`` logits when it is asked
-for log-probs.
+Why not ``model.generate``: a small model on one CPU thread took 2.8 times as long (32 prompts, 8 completions
+each, 22 tokens on average; 2.2 times without any early stop). It prefills each of a prompt's completions anew,
+copies the whole cache for each token, goes on with rows that are finished, and holds ``[R, steps, V]`` logits
+when it is asked for log-probs.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class Decoded:
     stopped: torch.Tensor  # [R] bool
 
 
-@torch.no_grad()
+@torch.inference_mode()
 def decode(
     model: Any,
     prompts: Sequence[Sequence[int]],

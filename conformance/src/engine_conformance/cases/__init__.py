@@ -1,0 +1,8 @@
+"""The cases: one module a group, one function a MUST. `load_cases` imports them all."""
+
+from __future__ import annotations
+
+from engine_conformance.cases._case import CASES, Case, Outcome, SkipCase, load_cases, run_case
+from engine_conformance.cases._target import Setup, Target
+
+__all__ = ["CASES", "Case", "Outcome", "Setup", "SkipCase", "Target", "load_cases", "run_case"]

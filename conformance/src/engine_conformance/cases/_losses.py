@@ -1,0 +1,115 @@
+"""Losses as an engine takes them (sums, float32), and the same ones for the oracle (float64)."""
+
+from __future__ import annotations
+
+import os
+
+import torch
+from engine_api.batch import Batch
+from engine_api.results import LossOutput, TokenOutputs
+from torch import Tensor
+
+from engine_conformance.fixtures import PackedDocuments
+from engine_conformance.oracle import OracleModel
+from engine_conformance.oracle.losses import ppo_loss, sft_loss, value_loss, weighted_sum
+
+__all__ = [
+    "entropy_bonus",
+    "infinite_gradient",
+    "nan_on_last_rank",
+    "oracle_entropy_bonus",
+    "oracle_policy",
+    "oracle_value",
+    "oracle_warm",
+    "policy",
+    "raises",
+    "value",
+]
+
+_BONUS, _WARM = 0.1, 0.7
+
+
+def policy(outputs: TokenOutputs, batch: Batch) -> LossOutput:
+    """PPO's clipped surrogate (arXiv:1707.06347, eq. 7), clip 0.2."""
+    assert outputs.log_probs is not None
+    ratio = (outputs.log_probs - batch["old_log_probs"]).exp()
+    advantage = batch["advantages"]
+    terms = torch.maximum(-advantage * ratio, -advantage * ratio.clamp(0.8, 1.2))
+    clipped = ((ratio - 1).abs() > 0.2) & (batch.loss_weight > 0)
+    metrics = {"clipped": clipped.sum(), "weight": batch.loss_weight.sum()}
+    return LossOutput(loss=(batch.loss_weight * terms).sum(), metrics=metrics)
+
+
+def oracle_policy(oracle: OracleModel, batch: PackedDocuments, denominator: float) -> Tensor:
+    """The same in float64."""
+    log_probs = oracle.token_outputs(batch.input_ids, batch.cu_seqlens).log_probs
+    return ppo_loss(
+        log_probs,
+        old_log_probs=batch.old_log_probs,
+        advantages=batch.advantages,
+        loss_weight=batch.loss_weight,
+        denominator=denominator,
+    )
+
+
+def value(outputs: TokenOutputs, batch: Batch) -> LossOutput:
+    """Half the squared error of the values."""
+    assert outputs.values is not None
+    return LossOutput(loss=(batch.loss_weight * 0.5 * (outputs.values - batch["returns"]).square()).sum())
+
+
+value.needs = ("values",)  # type: ignore[attr-defined]
+
+
+def oracle_value(oracle: OracleModel, batch: PackedDocuments, denominator: float) -> Tensor:
+    """The same in float64."""
+    values = oracle.values(batch.input_ids, batch.cu_seqlens)
+    return value_loss(
+        values,
+        old_values=batch.old_values,
+        returns=batch.returns,
+        loss_weight=batch.loss_weight,
+        denominator=denominator,
+        clip=None,
+    )
+
+
+def entropy_bonus(outputs: TokenOutputs, batch: Batch) -> LossOutput:
+    """Negative log-likelihood less a tenth of the entropy."""
+    assert outputs.log_probs is not None
+    assert outputs.entropy is not None
+    return LossOutput(loss=(batch.loss_weight * (-outputs.log_probs - _BONUS * outputs.entropy)).sum())
+
+
+entropy_bonus.needs = ("log_probs", "entropy")  # type: ignore[attr-defined]
+
+
+def oracle_entropy_bonus(oracle: OracleModel, batch: PackedDocuments, denominator: float) -> Tensor:
+    """The same in float64."""
+    outputs = oracle.token_outputs(batch.input_ids, batch.cu_seqlens)
+    return weighted_sum(-outputs.log_probs - _BONUS * outputs.entropy, batch.loss_weight, denominator)
+
+
+def oracle_warm(oracle: OracleModel, batch: PackedDocuments, denominator: float) -> Tensor:
+    """Negative log-likelihood at temperature 0.7, in float64."""
+    outputs = oracle.token_outputs(batch.input_ids, batch.cu_seqlens, temperature=_WARM)
+    return sft_loss(outputs.log_probs, loss_weight=batch.loss_weight, denominator=denominator)
+
+
+def nan_on_last_rank(outputs: TokenOutputs, batch: Batch) -> LossOutput:
+    """Negative log-likelihood that is not a number on the last rank alone."""
+    assert outputs.log_probs is not None
+    last = os.environ.get("RANK", "0") == str(int(os.environ.get("WORLD_SIZE", "1")) - 1)
+    return LossOutput(loss=-(batch.loss_weight * outputs.log_probs).sum() * (float("nan") if last else 1.0))
+
+
+def infinite_gradient(outputs: TokenOutputs, batch: Batch) -> LossOutput:
+    """A finite loss: the square root has an infinite slope at zero."""
+    assert outputs.log_probs is not None
+    zero = (outputs.log_probs * batch.loss_weight).sum() * 0.0
+    return LossOutput(loss=zero.abs().sqrt())
+
+
+def raises(outputs: TokenOutputs, batch: Batch) -> LossOutput:
+    """A caller's mistake."""
+    raise KeyError("a loss function of the conformance suite raises on purpose")

@@ -1,0 +1,192 @@
+"""What runs inside a rank: an engine is made, does what a case asks, and is closed."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from engine_api.batch import Batch
+from engine_api.contract import Adapter, Engine
+from engine_api.errors import EngineError
+from engine_api.losses import LossFn, sft_loss
+from engine_api.results import TokenOutputs, Topology, TrainOutput
+from torch import Tensor
+
+from engine_conformance.cases._target import Setup
+from engine_conformance.fixtures import PackedDocuments
+
+__all__ = [
+    "Answer",
+    "InferCall",
+    "Trained",
+    "answer",
+    "caught",
+    "infer",
+    "local_batch",
+    "opened",
+    "save",
+    "summary",
+    "to_batch",
+    "train",
+    "whole_weights",
+]
+
+
+@contextmanager
+def opened(setup: Setup) -> Iterator[Engine]:
+    """An initialized engine, closed at the end."""
+    engine = setup.create()
+    engine.initialize()
+    try:
+        yield engine
+    finally:
+        engine.close()
+
+
+def to_batch(documents: PackedDocuments, device: str = "cpu") -> Batch:
+    """The contract's batch of these documents, all fields included."""
+    fields = {name: torch.tensor(array, device=device) for name, array in documents.per_token().items()}
+    ids = torch.tensor(documents.input_ids, device=device)
+    return Batch(input_ids=ids, cu_seqlens=torch.tensor(documents.cu_seqlens, device=device), fields=fields)
+
+
+def own_documents(count: int, topology: Topology) -> list[int]:
+    """Documents are dealt in turn to the data-parallel ranks; some may get none."""
+    return list(range(topology.dp_rank, count, topology.dp_size))
+
+
+def local_batch(engine: Engine, documents: PackedDocuments, device: str) -> Batch:
+    """This rank's share of ``documents``."""
+    mine = own_documents(len(documents.lengths), engine.topology)
+    if not mine:
+        return Batch.pack([]).to(device)
+    return to_batch(documents.take(mine), device)
+
+
+def caught(call: Callable[[], Any]) -> EngineError | None:
+    """The contract's error that ``call`` raises, or None; anything else passes through."""
+    try:
+        call()
+    except EngineError as error:
+        return error
+    return None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class InferCall:
+    """Arguments of one ``infer_batch``."""
+
+    documents: PackedDocuments
+    temperature: float = 1.0
+    entropy: bool = False
+    adapter: bool = True
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Answer:
+    """One rank's outputs for its own documents, by field, on the CPU."""
+
+    dp_rank: int
+    dp_size: int
+    fields: dict[str, Tensor]
+
+
+def answer(engine: Engine, call: InferCall, device: str) -> Answer:
+    """Run one call on this rank's share."""
+    batch = local_batch(engine, call.documents, device)
+    outputs = engine.infer_batch(batch, temperature=call.temperature, entropy=call.entropy, adapter=call.adapter)
+    return Answer(dp_rank=engine.topology.dp_rank, dp_size=engine.topology.dp_size, fields=_fields(outputs))
+
+
+def _fields(outputs: TokenOutputs) -> dict[str, Tensor]:
+    named = {name: getattr(outputs, name) for name in ("log_probs", "entropy", "values")}
+    given = {name: value for name, value in named.items() if value is not None}
+    for name, value in given.items():
+        assert value.dtype == torch.float32, f"{name} is {value.dtype}, not float32"
+        assert not value.requires_grad, f"{name} is not detached"
+    return {name: value.cpu() for name, value in given.items()}
+
+
+def infer(setup: Setup, calls: Sequence[InferCall]) -> list[Answer]:
+    """The answers to ``calls``, one engine for all of them."""
+    with opened(setup) as engine:
+        return [answer(engine, call, setup.device) for call in calls]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Trained:
+    """A rank's results of some steps. Weights travel from rank 0 only; ``digest`` is of every rank's."""
+
+    outputs: tuple[TrainOutput, ...]
+    version: int
+    order: tuple[str, ...]
+    digest: str
+    weights: dict[str, Tensor] = field(repr=False)
+
+
+def train(
+    setup: Setup,
+    batches: Sequence[PackedDocuments],
+    *,
+    loss: LossFn = sft_loss,
+    denominators: Sequence[float] | None = None,
+    temperature: float = 1.0,
+    load: Path | None = None,
+    save_to: Path | None = None,
+    adapter: Adapter = "merged",
+) -> Trained:
+    """One ``train_batch`` a batch, between an optional load and an optional save; then the export."""
+    with opened(setup) as engine:
+        if load is not None:
+            engine.load_checkpoint(load)
+        divisors = denominators or [None] * len(batches)
+        outputs = [
+            engine.train_batch(
+                local_batch(engine, batch, setup.device), loss, denominator=divisor, temperature=temperature
+            )
+            for batch, divisor in zip(batches, divisors, strict=True)
+        ]
+        if save_to is not None:
+            save(engine, save_to)
+        return summary(engine, outputs, adapter=adapter)
+
+
+def summary(engine: Engine, outputs: Sequence[TrainOutput], *, adapter: Adapter = "merged") -> Trained:
+    """The results of ``outputs`` with the engine's weights as they are."""
+    weights = whole_weights(engine, adapter=adapter)
+    return Trained(
+        outputs=tuple(outputs),
+        version=engine.weight_version,
+        order=tuple(weights),
+        digest=digest(weights),
+        weights=weights if engine.topology.rank == 0 else {},
+    )
+
+
+def whole_weights(engine: Engine, **arguments: Any) -> dict[str, Tensor]:
+    """A CPU copy of the whole export; a name that comes twice is an error."""
+    weights: dict[str, Tensor] = {}
+    for name, tensor in engine.get_per_tensor_param(**arguments):
+        assert name not in weights, f"{name} was exported twice"
+        # Not clone(): a tensor of one element keeps the stride that it has in a bucket.
+        weights[name] = torch.empty(tensor.shape, dtype=tensor.dtype).copy_(tensor.detach())
+    return weights
+
+
+def digest(weights: Mapping[str, Tensor]) -> str:
+    """SHA-256 of names and bytes, in order."""
+    total = hashlib.sha256()
+    for name, tensor in weights.items():
+        total.update(name.encode())
+        total.update(tensor.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
+    return total.hexdigest()
+
+
+def save(engine: Engine, folder: Path, **extra: Any) -> None:
+    """Save and wait."""
+    engine.save_checkpoint(folder, extra=extra).result()

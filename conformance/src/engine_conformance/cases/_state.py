@@ -1,0 +1,43 @@
+"""An independent reader of the portable checkpoint: JSON and safetensors, whole tensors by key."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import safe_open
+from torch import Tensor
+
+from engine_conformance.cases._case import must
+
+__all__ = ["read_manifest", "read_rank_files", "read_state"]
+
+
+def read_manifest(folder: Path) -> dict[str, Any]:
+    """``manifest.json``."""
+    manifest: dict[str, Any] = json.loads((folder / "manifest.json").read_text())
+    return manifest
+
+
+def read_state(folder: Path) -> dict[str, Tensor]:
+    """Every tensor of a checkpoint, put together from its boxes, which must cover it exactly once."""
+    return {key: _assemble(folder, key, entry) for key, entry in read_manifest(folder)["tensors"].items()}
+
+
+def read_rank_files(folder: Path) -> dict[str, Any]:
+    """Each rank's own file, by name."""
+    return {path.name: json.loads(path.read_text()) for path in sorted(folder.glob("rank-*.json"))}
+
+
+def _assemble(folder: Path, key: str, entry: dict[str, Any]) -> Tensor:
+    whole = torch.zeros(entry["shape"], dtype=getattr(torch, entry["dtype"]))
+    seen = torch.zeros(entry["shape"], dtype=torch.uint8)
+    for shard in entry["shards"]:
+        box = tuple(slice(start, start + size) for start, size in zip(shard["offset"], shard["shape"], strict=True))
+        with safe_open(folder / shard["file"], framework="pt") as file:
+            whole[box] = file.get_tensor(key)
+        seen[box] += 1
+    must(bool((seen == 1).all()), "checkpoint", "the boxes do not cover the tensor exactly once", where=key)
+    return whole

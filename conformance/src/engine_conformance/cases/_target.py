@@ -1,0 +1,124 @@
+"""The engine under test: how a case names it, configures it, and runs code in its ranks."""
+
+from __future__ import annotations
+
+import tempfile
+import zlib
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from engine_api.capabilities import Capability
+from engine_api.config import EngineConfig, ModelSource, OptimizerConfig, Precision
+from engine_api.registry import EngineRegistry, Resolution
+
+from engine_conformance.fixtures import TinyModel, write_checkpoint
+from engine_conformance.ranks import get_pool
+from engine_conformance.tolerances import Quantity, Tolerance, tolerance
+
+if TYPE_CHECKING:
+    from engine_api.contract import Engine
+
+__all__ = ["Setup", "Target"]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Setup:
+    """What a rank needs to make the engine; travels to the ranks."""
+
+    backend: str
+    device: str
+    model_type: str
+    config: EngineConfig
+
+    def create(self) -> Engine:
+        """The engine, not yet initialized."""
+        engine: Engine = EngineRegistry.create(
+            model_type=self.model_type, backend=self.backend, device=self.device, config=self.config
+        )
+        return engine
+
+
+@dataclass(frozen=True, kw_only=True)
+class Target:
+    """One backend on one device, world size and precision.
+
+    ``root`` is a folder for checkpoints; generated models in it are shared between cases.
+    """
+
+    backend: str
+    root: Path
+    device: str = "cpu"
+    world: int = 1
+    dtype: str = "float32"
+    model_type: str = "language_model"
+
+    @cached_property
+    def resolution(self) -> Resolution:
+        """What the registry chooses for this target."""
+        return EngineRegistry.resolve(model_type=self.model_type, backend=self.backend, device=self.device)
+
+    @property
+    def capabilities(self) -> frozenset[Capability]:
+        """What the plug-in declares."""
+        return self.resolution.plugin.capabilities
+
+    def at(self, world: int) -> Target:
+        """The same engine on another number of ranks."""
+        return replace(self, world=world)
+
+    def serving(self, model_type: str) -> Target:
+        """The same backend's engine for another model type."""
+        return replace(self, model_type=model_type)
+
+    def model(self, **kwargs: Any) -> Path:
+        """The folder of a generated model (arguments of `TinyModel`), written once."""
+        model = TinyModel(**({"tied": True} | kwargs))
+        folder = self.root / "models" / f"{model.family}-{zlib.crc32(repr(model).encode()):08x}"
+        return folder if (folder / "config.json").exists() else write_checkpoint(folder, model)
+
+    def scratch(self) -> Path:
+        """A new empty folder."""
+        self.root.mkdir(parents=True, exist_ok=True)
+        return Path(tempfile.mkdtemp(dir=self.root))
+
+    def config(self, model: Path, **sections: Any) -> EngineConfig:
+        """A configuration for ``model``: AdamW at 1e-3, no clipping; ``sections`` replace whole parts of it."""
+        precision = Precision(compute=self.dtype)  # type: ignore[arg-type] - checked by EngineConfig
+        parts = {"optimizer": OptimizerConfig(lr=1e-3, clip_norm=None), "precision": precision} | sections
+        return EngineConfig(model=ModelSource(path=str(model)), **parts)
+
+    def setup(self, config: EngineConfig) -> Setup:
+        """What ranks need to make the engine."""
+        return Setup(backend=self.backend, device=self.device, model_type=self.model_type, config=config)
+
+    def run(
+        self,
+        function: Callable[..., Any],
+        config: EngineConfig,
+        *,
+        per_rank: Sequence[Mapping[str, Any]] | None = None,
+        deadline: float = 120.0,
+        **kwargs: Any,
+    ) -> list[Any]:
+        """Call ``function(setup, **kwargs)`` on every rank; the results by rank.
+
+        Raises:
+            RankError: where a rank raised, died or stalled.
+        """
+        name = f"{function.__module__}:{function.__qualname__}"
+        pool = get_pool(self.world, self.device)
+        return pool.run(name, deadline=deadline, per_rank=per_rank, setup=self.setup(config), **kwargs)
+
+    def tolerance(self, quantity: Quantity, *, layers: int = 2) -> Tolerance:
+        """The suite's tolerance in this target's precision."""
+        return tolerance(quantity, self.torch_dtype, layers=layers)
+
+    @property
+    def torch_dtype(self) -> torch.dtype:
+        """The precision of computation."""
+        dtype: torch.dtype = getattr(torch, self.dtype)
+        return dtype

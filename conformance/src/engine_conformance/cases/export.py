@@ -1,0 +1,179 @@
+"""Weights out: Hugging Face names, complete and exact, whole or as shards, and as a folder."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import torch
+from engine_api.capabilities import Capability
+from engine_api.losses import sft_loss
+from engine_api.weights import ShardSpec
+from torch import Tensor
+
+from engine_conformance.cases._case import case, must
+from engine_conformance.cases._expect import documents
+from engine_conformance.cases._ranks import digest, local_batch, opened, whole_weights
+from engine_conformance.cases._target import Setup, Target
+from engine_conformance.compare import assert_bitwise, assert_close_per_token
+from engine_conformance.oracle import expected_shapes, load_oracle, read_config, read_safetensors
+from engine_conformance.tolerances import tolerance
+
+FAMILIES = (
+    {"family": "llama", "tied": False},
+    {"family": "qwen2", "tied": True},
+    {"family": "qwen3", "tied": True, "shards": 2},
+)
+
+
+def export(setup: Setup, dtypes: Sequence[torch.dtype | None], buckets: Sequence[int]) -> tuple[list[dict[str, Tensor]], list[str]]:
+    """The whole export in each dtype (rank 0 sends it), then digests of it for each size of buckets."""
+    with opened(setup) as engine:
+        exports = [whole_weights(engine, dtype=dtype) for dtype in dtypes]
+        digests = [digest(e) for e in exports] + [digest(whole_weights(engine, bucket_bytes=size)) for size in buckets]
+        must(engine.weight_version == 0, "weight_version", f"{engine.weight_version} after exports")
+        return (exports if engine.topology.rank == 0 else []), digests
+
+
+def _check_export(target: Target, model: Path) -> None:
+    dtypes = (None, torch.bfloat16)
+    ranks = target.run(export, target.config(model), dtypes=dtypes, buckets=(1, 20_000))
+    for rank, (_, digests) in enumerate(ranks):
+        must(digests == ranks[0][1], "export", "names, order or bits differ from rank 0's", where=f"rank {rank}")
+        must(set(digests[2:]) == {digests[0]}, "export", "the size of buckets changes it", where=f"rank {rank}")
+    whole, half = ranks[0][0]
+    stored, shapes = read_safetensors(model), expected_shapes(read_config(model))
+    assert_bitwise(whole, {name: stored[name] for name in shapes}, name="export")
+    must({n: tuple(t.shape) for n, t in whole.items()} == shapes, "export", "shapes are not the checkpoint's")
+    assert_bitwise(half, {name: stored[name].bfloat16() for name in shapes}, name="bfloat16 export")
+    _check_order(list(whole))
+
+
+def _check_order(names: Sequence[str]) -> None:
+    """Layer by layer: embedding first, layers in order, each in one piece."""
+    layers = [int(name.split(".")[2]) for name in names if name.startswith("model.layers.")]
+    must(layers == sorted(layers), "export order", f"layers come as {layers}")
+    must(names[0] == "model.embed_tokens.weight", "export order", f"{names[0]} comes first")
+
+
+@case(id="export.exact")
+def exact(target: Target) -> None:
+    """The export MUST have the checkpoint's names, each once, tied weights once, and its bits, in one order on all ranks.
+
+    In the stored dtype and in bfloat16, whatever the size of buckets.
+
+    If this fails: a tied head is exported (NeMo-RL #227), padding of shards is not cut off, fused experts keep
+    their fused names, a name carries a wrapper's prefix.
+    """
+    for arguments in FAMILIES:
+        _check_export(target, target.model(**arguments))
+
+
+@case(id="export.moe", requires=(Capability.MOE,))
+def moe(target: Target) -> None:
+    """Every expert MUST be exported under its own Hugging Face name, bit for bit.
+
+    If this fails: gate and up halves are swapped, or experts are numbered within a rank.
+    """
+    _check_export(target, target.model(family="qwen3_moe", tied=False))
+
+
+@case(id="export.value_head", requires=(Capability.VALUE_HEAD,))
+def value_head(target: Target) -> None:
+    """A value model's export MUST hold the score's weight and bias, and no head of a language model.
+
+    If this fails: the head lives outside the module that is exported.
+    """
+    _check_export(target.serving("value_model"), target.model(value_model=True, tied=False))
+
+
+Shards = list[tuple[str, Tensor, ShardSpec]]
+
+
+def shards(setup: Setup) -> tuple[Shards, list[str], dict[str, Tensor]]:
+    """This rank's shards after a step, the order of the whole export, and on rank 0 the export itself."""
+    with opened(setup) as engine:
+        engine.train_batch(local_batch(engine, documents(40, "uneven"), setup.device), sft_loss)
+        mine = [(name, shard.detach().to("cpu", copy=True), spec) for name, shard, spec in engine.get_per_tensor_param_shard()]
+        whole = whole_weights(engine)
+        return mine, list(whole), whole if engine.topology.rank == 0 else {}
+
+
+def shards_make_the_whole(ranks: Sequence[tuple[Shards, list[str], dict[str, Tensor]]]) -> float:
+    """Boxes of replica 0 cover each tensor once; other replicas hold the same bits."""
+    whole = ranks[0][2]
+    for rank, (mine, order, _) in enumerate(ranks):
+        must([name for name, _, _ in mine] == order, "shard order", "is not the export's", where=f"rank {rank}")
+    for name, want in whole.items():
+        covered = torch.zeros(want.shape, dtype=torch.uint8)
+        for rank, (mine, _, _) in enumerate(ranks):
+            shard, spec = next((s, b) for n, s, b in mine if n == name)
+            where = f"{name} on rank {rank}"
+            must(tuple(shard.shape) == spec.shape and spec.global_shape == tuple(want.shape), "shard", f"{spec}", where=where)
+            box = tuple(slice(o, o + n) for o, n in zip(spec.offset, spec.shape, strict=True))
+            must(torch.equal(shard, want[box]), "shard", "differs from the whole export", where=where)
+            covered[box] += int(spec.replica == 0)
+        must(bool((covered == 1).all()), "shards", "replica 0 does not cover the tensor exactly once", where=name)
+    return 0.0
+
+
+@case(id="export.shards", requires=(Capability.EXPORT_SHARDS,))
+def shards_cover(target: Target) -> float:
+    """The shards of all ranks MUST make each exported tensor exactly once, in the export's order, bit for bit.
+
+    If this fails: uneven shards have a wrong offset, a rank without rows is left out, replicas are not counted.
+    """
+    models = [target.model(num_heads=3, num_kv_heads=1, hidden_size=66, vocab_size=259)]
+    models += [target.model(family="qwen3_moe", tied=False)] if Capability.MOE in target.capabilities else []
+    for model in models:
+        ranks = target.run(shards, target.config(model))
+        shards_make_the_whole(ranks)
+    return 0.0
+
+
+def save_folder(setup: Setup, folder: Path) -> None:
+    """One step, then the Hugging Face folder, in float32 and bfloat16."""
+    with opened(setup) as engine:
+        engine.train_batch(local_batch(engine, documents(41, "uneven"), setup.device), sft_loss)
+        whole = whole_weights(engine)
+        engine.save_hf(folder / "float32")
+        engine.save_hf(folder / "bfloat16", dtype=torch.bfloat16)
+        if engine.topology.rank == 0:
+            torch.save(whole, folder / "whole.pt")
+
+
+def transformers_log_probs(setup: Setup, folder: Path, ids: Tensor) -> Tensor:
+    """Log-probs of one document by transformers' own loading of ``folder``, float32 on the CPU."""
+    del setup
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(folder).eval()
+    with torch.no_grad():
+        scores = model(ids[None]).logits[0, :-1].float().log_softmax(-1)
+    return torch.cat([torch.zeros(1), scores.gather(-1, ids[1:, None])[:, 0]])
+
+
+@case(id="export.save_hf", requires=(Capability.SAVE_HF,))
+def save_hf(target: Target) -> float:
+    """What ``save_hf`` writes MUST load in transformers and in the oracle, and give the engine's own weights and answers.
+
+    If this fails: config.json names another dtype, head or architecture; a tied head is stored under both names.
+    """
+    folder, margins = target.scratch(), list[float]()
+    for arguments in ({"family": "qwen3", "tied": True}, {"family": "llama", "tied": False}):
+        model = target.model(**arguments)
+        place = folder / model.name
+        place.mkdir()
+        target.run(save_folder, target.config(model), folder=place)
+        whole = torch.load(place / "whole.pt", weights_only=True)
+        assert_bitwise(read_safetensors(place / "float32"), whole, name="save_hf")
+        assert_bitwise(read_safetensors(place / "bfloat16"), _bfloat16(whole), name="bfloat16 save_hf")
+        ids = torch.tensor(documents(42, "single").input_ids)
+        want = load_oracle(place / "float32").token_outputs(ids, [0, len(ids)]).log_probs
+        got = target.run(transformers_log_probs, target.config(model), folder=place / "float32", ids=ids)[0]
+        margins.append(assert_close_per_token("transformers' log_probs", got, want, tolerance("log_probs")))
+    return max(margins)
+
+
+def _bfloat16(whole: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    return {name: tensor.bfloat16() for name, tensor in whole.items()}

@@ -1,0 +1,157 @@
+"""Low-rank adapters: only they train, they come off for a reference, they merge into the export."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+from engine_api.capabilities import Capability
+from engine_api.config import LoraConfig
+from engine_api.errors import ConfigError
+from engine_api.losses import sft_loss
+from safetensors.torch import save_file
+from torch import Tensor
+
+from engine_conformance.cases._case import case, must
+from engine_conformance.cases._expect import documents, oracle_of, outputs_match, training_matches
+from engine_conformance.cases._ranks import (
+    Answer,
+    InferCall,
+    Trained,
+    answer,
+    caught,
+    local_batch,
+    opened,
+    save,
+    summary,
+    train,
+    whole_weights,
+)
+from engine_conformance.cases._target import Setup, Target
+from engine_conformance.cases.parallel import initialize
+from engine_conformance.compare import assert_bitwise, assert_close_per_token, assert_weights_close
+from engine_conformance.fixtures import PackedDocuments
+from engine_conformance.oracle import AdamWConfig, OracleModel, load_oracle, merge_adapter, read_safetensors, train_steps
+from engine_conformance.tolerances import Tolerance
+
+LORA = (Capability.LORA,)
+CONFIG = LoraConfig(rank=4, alpha=8.0, target_modules=("q_proj", "v_proj", "down_proj"))
+
+
+def _batches() -> list[PackedDocuments]:
+    return [documents(90, "uneven"), documents(91, "equal"), documents(92, "skewed")]
+
+
+def adapter_run(setup: Setup, batches: Sequence[PackedDocuments]) -> tuple[Trained, list[dict[str, Tensor]], list[Answer]]:
+    """Steps; the adapter before and after, the merged export; answers with and without the adapter after."""
+    with opened(setup) as engine:
+        start = whole_weights(engine, adapter="only")
+        outputs = [engine.train_batch(local_batch(engine, batch, setup.device), sft_loss) for batch in batches]
+        merged = whole_weights(engine)
+        calls = [InferCall(documents=batches[0], adapter=on, entropy=True) for on in (True, False)]
+        answers = [answer(engine, call, setup.device) for call in calls]
+        return summary(engine, outputs, adapter="only"), [start, merged], answers
+
+
+def _write_adapter(folder: Path, tensors: Mapping[str, Tensor]) -> Path:
+    """A folder in PEFT's format, as a reader of adapters finds it."""
+    folder.mkdir(exist_ok=True)
+    save_file(dict(tensors), folder / "adapter_model.safetensors", metadata={"format": "pt"})
+    about = {"peft_type": "LORA", "r": CONFIG.rank, "lora_alpha": CONFIG.alpha, "target_modules": list(CONFIG.target_modules)}
+    (folder / "adapter_config.json").write_text(json.dumps(about))
+    return folder
+
+
+@case(id="lora.train", requires=LORA)
+def trains(target: Target) -> float:
+    """Only the adapter MUST train, and end in the oracle's; merged it MUST be exported, off it MUST leave the base model.
+
+    The adapter's own export has PEFT's names; B starts at zero.
+
+    If this fails: the merged export sends base weights (a comment in verl's code admits it), the scale alpha / rank
+    is applied twice or not at all, gradients of A are those of a shard.
+    """
+    model, folder, batches = target.model(tied=False), target.scratch(), _batches()
+    ranks = target.run(adapter_run, target.config(model, lora=CONFIG), batches=batches)
+    trained, (start, merged), _ = ranks[0]
+    must(all(bool((t == 0).all()) == (".lora_B." in n) for n, t in start.items()), "adapter", "B is not zero at the start, or A is")
+    oracle = load_oracle(model, adapter=_write_adapter(folder / "start", start))
+    want = train_steps(oracle, batches, optimizer=AdamWConfig(weight_decay=0.0))
+    margins = [training_matches(target, [row[0] for row in ranks], want, oracle)]
+    exact = merge_adapter(oracle_of(str(model)).params, _write_adapter(folder / "end", trained.weights))
+    margins.append(assert_weights_close(merged, exact, Tolerance(atol=1e-6, rtol=2e-7), name="merged export"))
+    untouched = set(exact) - set(oracle.adapter.pairs if oracle.adapter else ())
+    stored = read_safetensors(model)
+    assert_bitwise({n: merged[n] for n in untouched}, {n: stored[n] for n in untouched}, name="weights without adapter")
+    ended = load_oracle(model, adapter=folder / "end")
+    return max(*margins, _answers_match(target, [row[2] for row in ranks], batches[0], (ended, oracle_of(str(model)))))
+
+
+def _answers_match(target: Target, ranks: Sequence[list[Answer]], batch: PackedDocuments, oracles: Sequence[OracleModel]) -> float:
+    """With the adapter on as the adapted oracle, with it off as the base model."""
+    calls = [InferCall(documents=batch, entropy=True, adapter=on) for on in (True, False)]
+    return max(
+        outputs_match(target, oracle, call, [row[i] for row in ranks])
+        for i, (call, oracle) in enumerate(zip(calls, oracles, strict=True))
+    )
+
+
+@case(id="lora.resume", requires=(*LORA, Capability.PORTABLE_CHECKPOINT))
+def resume(target: Target) -> float:
+    """An adapter's run MUST resume bit for bit, base weights included.
+
+    If this fails: only the base model is saved, or the adapter's moments are not.
+    """
+    model, folder, batches = target.model(), target.scratch(), _batches()
+    config = target.config(model, lora=CONFIG)
+    whole = target.run(train, config, batches=batches, adapter="only")
+    target.run(train, config, batches=batches[:2], save_to=folder / "c")
+    again = target.run(train, replace(config, seed=3), batches=batches[2:], load=folder / "c", adapter="only")
+    must(again[0].outputs == whole[0].outputs[2:], "train outputs", "differ after the load")
+    return assert_bitwise(again[0].weights, whole[0].weights, name="adapter after resuming")
+
+
+def save_merged(setup: Setup, batch: PackedDocuments, folder: Path) -> dict[str, Tensor]:
+    """A step, then the folder; the answers of the engine."""
+    with opened(setup) as engine:
+        engine.train_batch(local_batch(engine, batch, setup.device), sft_loss)
+        engine.save_hf(folder / "hf")
+        save(engine, folder / "c")
+        return answer(engine, InferCall(documents=batch), setup.device).fields
+
+
+@case(id="lora.save_hf", requires=(*LORA, Capability.SAVE_HF), world=(1, 2))
+def save_hf(target: Target) -> float:
+    """What ``save_hf`` writes MUST be the merged model, without a trace of the adapter.
+
+    If this fails: names of the adapter's layers, or weights of the base.
+    """
+    model, folder, batch = target.model(), target.scratch(), documents(90, "uneven")
+    ranks = target.run(save_merged, target.config(model, lora=CONFIG), batch=batch, folder=folder)
+    oracle = load_oracle(folder / "hf")
+    mine = batch.take(range(0, len(batch.lengths), target.world))
+    want = oracle.token_outputs(mine.input_ids, mine.cu_seqlens).log_probs
+    return assert_close_per_token("log_probs", ranks[0]["log_probs"], want, target.tolerance("log_probs"))
+
+
+def without_adapter(setup: Setup) -> list[bool]:
+    """Whether asking for an adapter that is not there is a typed error."""
+    with opened(setup) as engine:
+        batch = local_batch(engine, documents(90, "uneven"), setup.device)
+        calls = (lambda: engine.infer_batch(batch, adapter=False), lambda: list(engine.get_per_tensor_param(adapter="only")))
+        return [isinstance(caught(call), ConfigError) for call in calls]
+
+
+@case(id="lora.absent", requires=LORA)
+def absent(target: Target) -> None:
+    """Asking for the adapter of an engine that has none MUST raise ``ConfigError``.
+
+    If this fails: a reference is computed with the policy itself, and every KL is zero.
+    """
+    for rank, right in enumerate(target.run(without_adapter, target.config(target.model()))):
+        must(all(right), "adapter", f"typed errors of infer_batch and export: {right}", where=f"rank {rank}")
+    bad = replace(CONFIG, target_modules=("no_such_layer",))
+    errors = target.run(initialize, target.config(target.model(), lora=bad))
+    must(all(isinstance(error, ConfigError) for error in errors), "lora.target_modules", f"{errors[0]!r}")

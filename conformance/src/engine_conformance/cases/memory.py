@@ -1,0 +1,129 @@
+"""What trades time for memory changes no answer: recompute, offload, compile, chunks, half precision."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+from engine_api.capabilities import Capability
+from engine_api.config import EngineConfig, Memory, OptimizerConfig, Precision
+from engine_api.losses import sft_loss
+
+from engine_conformance.cases._case import case, must
+from engine_conformance.cases._expect import documents, oracle_of, oracle_training, training_matches
+from engine_conformance.cases._ranks import InferCall, Trained, answer, local_batch, opened, save, summary, train
+from engine_conformance.cases._state import read_state
+from engine_conformance.cases._target import Setup, Target
+from engine_conformance.compare import assert_bitwise
+from engine_conformance.fixtures import PackedDocuments
+from engine_conformance.oracle import AdamWConfig
+
+OPTIMIZER = OptimizerConfig(lr=1e-3, weight_decay=0.1, clip_norm=2.0)
+
+
+def _batches() -> tuple[PackedDocuments, ...]:
+    return tuple(documents(80 + i, lengths) for i, lengths in enumerate(("uneven", "equal", "skewed")))
+
+
+def _trains(target: Target, config: EngineConfig, model: Path) -> float:
+    """Three clipped, decayed steps against the oracle."""
+    ranks = target.run(train, config, batches=_batches())
+    want = oracle_training(str(model), _batches(), optimizer=AdamWConfig(weight_decay=0.1, max_grad_norm=2.0))
+    return training_matches(target, ranks, want, oracle_of(str(model)))
+
+
+def _with(target: Target, memory: Memory, **model: object) -> float:
+    folder = target.model(**model)
+    return _trains(target, target.config(folder, optimizer=OPTIMIZER, memory=memory), folder)
+
+
+@case(id="memory.chunks")
+def chunks(target: Target) -> float:
+    """Chunked logits, padding and kept weights MUST NOT change loss, gradient or update.
+
+    If this fails: the last chunk, which is shorter, is dropped, or padding carries loss.
+    """
+    memory = Memory(logit_chunk=3, pad_to_multiple=16, reshard_after_forward=False, max_tokens=32)
+    return _with(target, memory, tied=False)
+
+
+@case(id="memory.recompute", requires=(Capability.RECOMPUTE,))
+def recompute(target: Target) -> float:
+    """Recomputing activations MUST NOT change loss, gradient or update.
+
+    If this fails: the second forward runs with other positions, or without its packing.
+    """
+    return _with(target, Memory(recompute="full", max_tokens=24))
+
+
+@case(id="memory.offload", requires=(Capability.OFFLOAD,))
+def offload(target: Target) -> float:
+    """Weights or optimizer state on the host MUST NOT change loss, gradient norm or update.
+
+    If this fails: a gradient norm of the host's part alone, moments that do not come back.
+    """
+    return max(_with(target, Memory(offload_params=True)), _with(target, Memory(offload_optimizer=True)))
+
+
+@case(id="memory.compile", requires=(Capability.COMPILE,), world=(1, 2), slow=True)
+def compiled(target: Target) -> float:
+    """Compiled blocks MUST NOT change loss, gradient or update.
+
+    If this fails: a graph break or a new shape falls back to another attention.
+    """
+    folder = target.model(num_layers=1)
+    batches = (documents(83, "equal"), documents(84, "equal"))
+    config = target.config(folder, memory=Memory(compile=True))
+    ranks = target.run(train, config, batches=batches, deadline=400.0)
+    return training_matches(target, ranks, oracle_training(str(folder), batches), oracle_of(str(folder)))
+
+
+@case(id="memory.half_precision", requires=(Capability.BF16,))
+def half_precision(target: Target) -> float:
+    """Computing in bfloat16 on float32 masters MUST stay within bfloat16's tolerance, and move the float32 weights.
+
+    If this fails: masters are rounded to bfloat16 after the step, so that small updates are lost.
+    """
+    model = target.model()
+    half = replace(target, dtype="bfloat16")
+    config = half.config(model, optimizer=OPTIMIZER, precision=Precision(compute="bfloat16"))
+    ranks = target.run(train, config, batches=_batches())
+    rounded = [n for n, w in ranks[0].weights.items() if bool((w == w.bfloat16().float()).all())]
+    must(not rounded, "masters", f"{rounded[:3]} hold bfloat16 values only")
+    want = oracle_training(str(model), _batches(), optimizer=AdamWConfig(weight_decay=0.1, max_grad_norm=2.0))
+    return training_matches(half, ranks, want, oracle_of(str(model)))
+
+
+def move_about(setup: Setup, batches: Sequence[PackedDocuments], folder: Path) -> Trained:
+    """Steps with everything moved away and back between them; saved away and at home."""
+    with opened(setup) as engine:
+        outputs = []
+        for batch in batches:
+            engine.to("cpu")
+            engine.to(setup.device)
+            engine.to("cpu", model=False, grad=False)
+            engine.to(setup.device, model=False, grad=False)
+            outputs.append(engine.train_batch(local_batch(engine, batch, setup.device), sft_loss))
+        call = InferCall(documents=batches[0])
+        before = answer(engine, call, setup.device).fields
+        save(engine, folder / "home")
+        engine.to("cpu")
+        save(engine, folder / "away")
+        engine.to(setup.device)
+        assert_bitwise(answer(engine, call, setup.device).fields, before, name="outputs after moving")
+        return summary(engine, outputs)
+
+
+@case(id="memory.to", requires=(Capability.OFFLOAD, Capability.PORTABLE_CHECKPOINT))
+def to(target: Target) -> float:
+    """Moving model and optimizer away and back MUST change nothing, and what is away MUST still be saved whole.
+
+    If this fails: a copy stays behind and the optimizer goes on with the other one.
+    """
+    model, folder = target.model(), target.scratch()
+    config = target.config(model, optimizer=OPTIMIZER)
+    ranks = target.run(move_about, config, batches=_batches(), folder=folder)
+    assert_bitwise(read_state(folder / "away"), read_state(folder / "home"), name="state saved while away")
+    want = oracle_training(str(model), _batches(), optimizer=AdamWConfig(weight_decay=0.1, max_grad_norm=2.0))
+    return training_matches(target, ranks, want, oracle_of(str(model)))

@@ -1,0 +1,88 @@
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+
+import pytest
+import yaml
+
+from engine_trainer.cli import main
+from engine_trainer.config import SFTConfig
+from engine_trainer.loading import from_tree
+
+
+@pytest.fixture
+def broken(tmp_path, sft_file):
+    with (tmp_path / "rows.jsonl").open("a") as rows:
+        rows.write('{"prompt": "x", "resp\n')
+    return sft_file
+
+
+def test_print_config_prints_everything_and_runs_nothing(sft_file, capsys, tmp_path):
+    assert main(["sft", str(sft_file), "--print-config", "run.steps=77"]) == 0
+    config = from_tree(SFTConfig, yaml.safe_load(capsys.readouterr().out))
+    assert (config.run.steps, config.engine.memory.max_tokens) == (77, 16384)
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_run_ends_with_a_summary_and_zero(sft_file, capsys):
+    assert main(["sft", str(sft_file), "run.report=true"]) == 0
+    out = capsys.readouterr().out
+    assert "6 steps" in out
+    assert "train/loss" in out
+    assert "report.html" in out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["run.stepss=3"], "did you mean steps"),
+        (["data.source=no.jsonl"], "no such file"),
+        (["engine.model.path=/no"], "no folder"),
+    ],
+)
+def test_wrong_input_is_two_without_a_traceback(sft_file, capsys, arguments, said):
+    assert main(["sft", str(sft_file), *arguments]) == 2
+    err = capsys.readouterr().err
+    assert said in err
+    assert "to do:" in err
+    assert "Traceback" not in err
+
+
+def test_a_broken_line_is_two_and_named(broken, capsys):
+    assert main(["sft", str(broken)]) == 2
+    assert "rows.jsonl:21: the line is not JSON" in capsys.readouterr().err
+
+
+def test_a_missing_plug_in_is_one_and_names_the_installation(sft_file, capsys):
+    assert main(["sft", str(sft_file), "engine.backend=bigramm"]) == 1
+    assert "did you mean" in capsys.readouterr().err
+
+
+def test_debug_shows_the_traceback(sft_file, capsys):
+    assert main(["sft", str(sft_file), "--debug", "run.nothing=1"]) == 2
+    assert "Traceback" in capsys.readouterr().err
+
+
+def test_wrong_usage_is_two():
+    with pytest.raises(SystemExit) as caught:
+        main(["train", "x.yaml"])
+    assert caught.value.code == 2
+
+
+def test_under_torchrun_every_rank_says_who_it_is(sft_file, capsys, monkeypatch):
+    monkeypatch.setenv("RANK", "1")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    assert main(["sft", str(sft_file), "run.nothing=1"]) == 2
+    assert all(line.startswith("[rank 1] ") for line in capsys.readouterr().err.splitlines())
+    assert main(["sft", str(sft_file), "--print-config"]) == 0
+    assert capsys.readouterr().out == ""
+
+
+def test_a_wrong_key_is_answered_without_loading_torch(sft_file):
+    code = ("import sys; from engine_trainer.cli import main; status = main(sys.argv[1:]);"
+            "assert 'torch' not in sys.modules and 'transformers' not in sys.modules; sys.exit(status)")  # fmt: skip
+    command = [sys.executable, "-c", code, "sft", str(sft_file), "run.nothing=1"]
+    done = subprocess.run(command, env=os.environ, capture_output=True, text=True, check=False, timeout=60)
+    assert done.returncode == 2, done.stderr

@@ -1,0 +1,115 @@
+from __future__ import annotations
+
+import sys
+import time
+import types
+
+import pytest
+import torch
+
+from engine_api.errors import ConfigError
+from engine_trainer.logs import RunLog, Timers, read_metrics, truncate
+from engine_trainer.runtime import share_of
+from engine_trainer.sections import RunSection
+from engine_trainer.throughput import Throughput
+
+
+def section(**settings):
+    return RunSection(output_dir="o", steps=5, **({"progress": False, "tensorboard": False} | settings))
+
+
+def test_phases_add_up_and_begin_anew():
+    timers = Timers()
+    for _ in range(2):
+        with timers.phase("a"):
+            time.sleep(0.01)
+    assert 0.01 <= timers.last("a") < 0.02 + 0.05
+    taken = timers.take()
+    assert taken["time/a"] >= 0.02
+    assert timers.take() == {}
+
+
+def test_only_rank_zero_writes(tmp_path):
+    for active in (False, True):
+        log = RunLog(tmp_path / str(active), section(), active=active, total_steps=5)
+        log.open(0)
+        log.write(1, {"a": 1.0, "b": float("inf")})
+        log.close()
+        log.close()
+    assert not (tmp_path / "False").exists()
+    (row,) = read_metrics(tmp_path / "True" / "metrics.jsonl")
+    assert (row["step"], row["a"], row["b"]) == (1, 1.0, None)
+
+
+def test_rows_after_the_restored_step_are_removed(tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    path.write_text('{"step": 0}\n{"step": 2}\n{"step": 3}\n{"st')
+    assert truncate(path, 2) == 2
+    assert path.read_text() == '{"step": 0}\n{"step": 2}\n'
+    assert truncate(path, 0) == 2
+    assert path.read_text() == ""
+    assert truncate(tmp_path / "none", 3) == 0
+
+
+def test_tensorboard_gets_the_same_figures(tmp_path):
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    log = RunLog(tmp_path, section(tensorboard=True), active=True, total_steps=5)
+    log.open(0)
+    log.write(3, {"train/loss": 0.5})
+    log.close()
+    events = EventAccumulator(str(tmp_path / "tensorboard")).Reload()
+    assert [(e.step, e.value) for e in events.Scalars("train/loss")] == [(3, 0.5)]
+
+
+def test_wandb_is_used_when_installed_and_asked_for_when_not(tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "wandb", None)
+    with pytest.raises(ConfigError, match="not installed") as caught:
+        RunLog(tmp_path, section(wandb="p"), active=True, total_steps=5)
+    assert caught.value.field == "run.wandb"
+    calls = []
+    run = types.SimpleNamespace(
+        id="abc", log=lambda m, step: calls.append((step, m)), finish=lambda: calls.append("end")
+    )
+    monkeypatch.setitem(sys.modules, "wandb", types.SimpleNamespace(init=lambda **kw: calls.append(kw) or run))
+    for _ in range(2):
+        log = RunLog(tmp_path, section(wandb="p"), active=True, total_steps=5, config={"a": 1})
+        log.open(0)
+        log.write(1, {"x": 2.0})
+        log.close()
+    assert (calls[0]["project"], calls[0]["id"], calls[0]["config"]) == ("p", None, {"a": 1})
+    assert calls[1:3] == [(1, {"x": 2.0}), "end"]
+    assert calls[3]["id"] == "abc"  # the second part of a run goes on in the same wandb run
+
+
+def test_the_bar_shows_the_figures_that_matter(tmp_path, capsys):
+    log = RunLog(tmp_path, section(progress=True), active=True, total_steps=5)
+    log.open(2)
+    log.progress(
+        3, {"train/loss": 0.12345, "eval/accuracy": 0.5, "other": 1.0}, ("train/loss", "eval/accuracy", "absent")
+    )
+    log.close()
+    err = capsys.readouterr().err
+    assert "3/5" in err
+    assert "loss=0.1235, eval/accuracy=0.5" in err
+
+
+def test_flop_formula_against_a_model_counted_by_hand():
+    # one layer, hidden 8, 2 heads of 4: projections 4·64, mlp 3·8·16, head 8·11, no norms
+    n = 4 * 64 + 3 * 8 * 16 + 8 * 11
+    speed = Throughput(parameters=n, attention=1 * 2 * 4, peak=1e9)
+    matmul = 3 * 2 * n * 10  # 2 FLOP a weight and token, forward and twice backward
+    attention = 3 * (2 * 2 * 6 * 6 * 8 + 2 * 2 * 4 * 4 * 8) / 2  # QK and PV of 6 and 4 tokens, half of it masked
+    assert speed.flop([6, 4]) == matmul + attention
+    assert speed.metrics([6, 4], 2.0) == {"perf/tokens_per_s": 5.0, "perf/mfu": (matmul + attention) / 2e9}
+    assert "perf/mfu" not in Throughput(parameters=n, attention=8, peak=None).metrics([6], 1.0)
+
+
+def test_documents_are_shared_out_whole_and_balanced():
+    from engine_api import Topology
+
+    lengths = torch.randint(1, 100, (40,), generator=torch.Generator().manual_seed(0)).tolist()
+    parts = [share_of(lengths, Topology(dp_rank=r, dp_size=3)) for r in range(3)]
+    assert sorted(i for part in parts for i in part) == list(range(40))
+    loads = [sum(lengths[i] for i in part) for part in parts]
+    assert max(loads) - min(loads) < 100

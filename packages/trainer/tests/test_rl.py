@@ -1,0 +1,391 @@
+"""The RL loop from end to end: a tiny model, the real engine, a reward that is easy to improve."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+from engine_api.errors import ConfigError
+from engine_trainer.config import RLConfig
+from engine_trainer.experience import Experience, collect, round_seed, shaped_rewards
+from engine_trainer.loading import from_tree
+from engine_trainer.logs import Timers
+from engine_trainer.rewards import RewardError, Score, register
+from engine_trainer.rl import train_rl
+from engine_trainer.sampler import Answer, Group
+
+pytest.importorskip("engine_fsdp", reason="the loop needs an engine")
+pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning")  # torch 2.13 renames a collective under FSDP
+
+CHARACTERS = ["<pad>", "<eos>", "+", "=", "#", " ", *"0123456789"]
+SEVENS = """
+from engine_trainer.rewards import register
+
+@register("sevens")
+def sevens():
+    return lambda sample: sample.completion.count("7") / 4
+"""
+exec(SEVENS)
+
+
+@pytest.fixture(scope="session")
+def folder(tmp_path_factory) -> Path:
+    """A Qwen3 of two layers, a tokenizer of sixteen characters, and sums to complete."""
+    from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
+
+    path = tmp_path_factory.mktemp("rl") / "model"
+    tokenizer = Tokenizer(models.WordLevel({c: i for i, c in enumerate(CHARACTERS)}, unk_token="<pad>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex("."), "isolated")
+    tokenizer.decoder = decoders.Fuse()
+    PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token="<pad>", eos_token="<eos>").save_pretrained(path)
+    config = Qwen3Config(
+        vocab_size=16, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4, head_dim=8,
+        num_key_value_heads=2, max_position_embeddings=64, tie_word_embeddings=True, initializer_range=0.2,
+        pad_token_id=0, eos_token_id=1, bos_token_id=None,
+    )  # fmt: skip
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        Qwen3ForCausalLM(config).save_pretrained(path)
+    rows = [{"prompt": f"{a}+{b}=", "answer": str((a + b) % 10)} for a in range(10) for b in range(10)]
+    random.Random(0).shuffle(rows)
+    for name, part in {"train": rows[:80], "test": rows[80:]}.items():
+        (path / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in part))
+    return path
+
+
+def tree(folder: Path, out: Path, **sections) -> dict:
+    base = {
+        "engine": {"model": {"path": str(folder)}, "device": "cpu", "optimizer": {"lr": 0.003}},
+        "data": {"source": str(folder / "train.jsonl")},
+        "run": {
+            "output_dir": str(out),
+            "steps": 3,
+            "seed": 3,
+            "progress": False,
+            "report": False,
+            "tensorboard": False,
+        },
+        "reward": {"name": "sevens"},
+        "rollout": {"n": 4, "max_new_tokens": 4, "batch_size": 64},
+        "algorithm": {"prompts_per_step": 8},
+    }
+    for name, values in sections.items():
+        base[name] = {**base.get(name, {}), **values}
+    return base
+
+
+def configure(folder: Path, out: Path, **sections) -> RLConfig:
+    return from_tree(RLConfig, tree(folder, out, **sections))
+
+
+def rows_of(out: Path) -> list[dict]:
+    """The metrics without what a clock says."""
+    rows = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
+    return [{k: v for k, v in r.items() if k != "time" and not k.startswith(("time/", "perf/"))} for r in rows]
+
+
+def weights_of(out: Path) -> dict[str, torch.Tensor]:
+    from safetensors.torch import load_file
+
+    return {k: v for path in sorted((out / "hf").glob("*.safetensors")) for k, v in load_file(path).items()}
+
+
+def same(a: Path, b: Path) -> bool:
+    left, right = weights_of(a), weights_of(b)
+    return set(left) == set(right) and all(torch.equal(left[n], right[n]) for n in left)
+
+
+EVAL = {"every": 10, "samples": 2}
+
+
+@pytest.mark.slow
+def test_it_learns(folder, tmp_path):
+    out = tmp_path / "out"
+    section = {"source": str(folder / "test.jsonl"), **EVAL}
+    outcome = train_rl(configure(folder, out, run={"steps": 25}, eval=section))
+    assert outcome.step == outcome.total_steps == 25
+    rows = rows_of(out)
+    before, after = rows[0], rows[-1]
+    assert before["step"] == 0
+    assert before["eval/reward"] < 0.1
+    assert after["eval/reward"] > 0.8
+    assert after["eval/best@2"] >= after["eval/accuracy"]
+    assert [r["step"] for r in rows if "eval/reward" in r] == [0, 10, 20, 25]
+    assert all(r["mismatch/max"] < 1e-4 for r in rows[1:])
+    assert all(r["train/ratio"] == pytest.approx(1.0) for r in rows[1:])
+    problems = [json.loads(line) for line in (out / "eval" / "step-000025.jsonl").read_text().splitlines()]
+    assert len(problems) == 20
+    assert len(problems[0]["completions"]) == 2
+    correct = sum(c["correct"] for p in problems for c in p["completions"])
+    assert after["eval/accuracy"] == pytest.approx(correct / 40)
+
+
+def test_the_first_update_is_the_textbooks(folder, tmp_path, monkeypatch):
+    """One step of plain SGD equals GRPO written down in plain float64 torch from the generated answers."""
+    from transformers import AutoModelForCausalLM
+
+    out, seen = tmp_path / "out", []
+    monkeypatch.setattr("engine_trainer.rl.collect", lambda *a, **k: seen.append(collect(*a, **k)) or seen[0])
+    register("mixed")(lambda: lambda s: s.completion.count("7") + s.completion.count("1") / 3)
+    engine = {"model": {"path": str(folder)}, "device": "cpu",
+              "optimizer": {"name": "torch.optim.SGD", "lr": 0.5, "clip_norm": None}}  # fmt: skip
+    train_rl(configure(folder, out, run={"steps": 1}, reward={"name": "mixed"}, engine=engine))
+    row = rows_of(out)[-1]
+
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float64, attn_implementation="eager")
+    loss, tokens = torch.zeros((), dtype=torch.float64), 0
+    for one in seen[0].groups:
+        rewards = torch.tensor([a.score.total for a in one.answers]).double()
+        for answer, reward in zip(one.answers, rewards, strict=True):
+            tokens += len(answer.tokens)
+            if rewards.std() > 1e-9:
+                whole = torch.tensor([[*one.prompt.tokens, *answer.tokens]])
+                logits = model(input_ids=whole).logits[0, len(one.prompt.tokens) - 1 : -1]
+                log_probs = logits.log_softmax(-1).gather(-1, torch.tensor(answer.tokens)[:, None])
+                loss = loss - (reward - rewards.mean()) / (rewards.std() + 1e-6) * log_probs.sum()
+    assert len(seen[0].groups) == 8
+    (loss / tokens).backward()
+    norm = math.sqrt(sum(float(p.grad.square().sum()) for p in model.parameters()))
+    assert row["train/grad_norm"] == pytest.approx(norm, rel=1e-4)
+    updated = weights_of(out)
+    for name, parameter in model.named_parameters():
+        expected = parameter.detach() - 0.5 * parameter.grad
+        torch.testing.assert_close(updated[name].double(), expected, atol=2e-6, rtol=0)
+
+
+def test_a_run_that_failed_and_is_resumed_ends_bit_for_bit_as_one_left_alone(folder, tmp_path):
+    calls = {"left": math.inf}
+
+    def limited(sample):
+        calls["left"] -= 1
+        if calls["left"] < 0:
+            raise OSError("the judge is away")
+        return sample.completion.count("7") / 4
+
+    register("limited")(lambda: limited)
+    sections = {
+        "run": {"steps": 6, "save_every": 2}, "reward": {"name": "limited"},
+        "algorithm": {"mini_batches": 2, "epochs": 2, "dynamic_sampling": {"enabled": True, "max_rounds": 3}},
+        "eval": {"source": str(folder / "test.jsonl"), "every": 3, "samples": 1},
+    }  # fmt: skip
+    alone, broken = tmp_path / "alone", tmp_path / "broken"
+    train_rl(configure(folder, alone, **sections))
+    calls["left"] = 330  # in the middle of a step past the first checkpoint
+    with pytest.raises(RewardError, match="the judge is away"):
+        train_rl(configure(folder, broken, **sections))
+    assert (broken / "checkpoints" / "step-000002").is_dir()
+    assert not (broken / "hf").exists()
+    calls["left"] = math.inf
+    train_rl(configure(folder, broken, **sections))
+    assert same(alone, broken)
+    assert rows_of(broken) == rows_of(alone)
+
+
+SETTINGS = {
+    "dapo": {"clip_high": 0.28, "mini_batches": 2, "dynamic_sampling": {"enabled": True, "max_rounds": 2},
+             "overlong": {"buffer": 2, "filter": False}},
+    "filter": {"overlong": {"filter": True}, "aggregation": "seq-mean-token-mean"},
+    "kl_loss": {"kl": {"coefficient": 0.1}, "epochs": 2, "entropy_coefficient": 0.01},
+    "kl_reward": {"kl": {"coefficient": 0.1, "where": "reward", "estimator": "k1"}, "advantage": "dr_grpo"},
+    "off_policy": {"old_log_probs": "rollout", "aggregation": "seq-mean-token-sum", "dual_clip": 3.0},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", list(SETTINGS))
+def test_every_setting_runs_and_reports(folder, tmp_path, name):
+    out = tmp_path / "out"
+    train_rl(configure(folder, out, algorithm={"prompts_per_step": 8, **SETTINGS[name]}))
+    rows = rows_of(out)
+    assert [r["step"] for r in rows] == [1, 2, 3]
+    last = rows[-1]
+    assert last["train/entropy"] > 0
+    assert all(math.isfinite(v) for r in rows for v in r.values())
+    if name == "kl_loss":
+        assert rows[0]["train/ref_kl"] >= 0  # the second epoch has already moved
+        assert last["train/ref_kl"] > 1e-5
+        assert last["train/updates"] == 2
+    if name == "dapo":
+        assert last["rollout/groups"] <= 8
+        assert last["train/updates"] == 2
+    if name == "off_policy":
+        assert last["train/ratio"] == pytest.approx(1.0, abs=1e-4)
+        assert last["train/clipped_high"] == 0
+
+
+def test_the_reference_of_lora_is_the_adapter_off(folder, tmp_path):
+    engine = {"model": {"path": str(folder)}, "device": "cpu", "optimizer": {"lr": 0.01},
+              "lora": {"rank": 4, "alpha": 8}}  # fmt: skip
+    out = tmp_path / "out"
+    train_rl(configure(folder, out, engine=engine, algorithm={"prompts_per_step": 8, "kl": {"coefficient": 0.1}}))
+    rows = rows_of(out)
+    assert rows[0]["train/ref_kl"] == pytest.approx(0.0, abs=1e-6)
+    assert rows[-1]["train/ref_kl"] > 1e-5
+
+
+def test_a_step_without_a_difference_changes_nothing(folder, tmp_path):
+    register("indifferent")(lambda: lambda s: 1.0)
+    out, dynamic = tmp_path / "out", {"enabled": True, "max_rounds": 3}
+    section = {"prompts_per_step": 8, "dynamic_sampling": dynamic}
+    train_rl(configure(folder, out, reward={"name": "indifferent"}, algorithm=section))
+    row = rows_of(out)[0]
+    assert (row["rollout/groups"], row["rollout/rounds"], row["train/updates"]) == (0, 3, 0)
+    assert row["rollout/uninformative_groups"] == 1.0
+    from safetensors.torch import load_file
+
+    assert all(torch.equal(v, weights_of(out)[k]) for k, v in load_file(folder / "model.safetensors").items())
+
+
+def test_a_reward_that_raises_ends_the_run_and_leaves_no_checkpoint(folder, tmp_path):
+    register("broken")(lambda: lambda s: {}["key"])
+    with pytest.raises(RewardError, match="KeyError"):
+        train_rl(configure(folder, tmp_path / "out", reward={"name": "broken"}))
+    assert not list((tmp_path / "out").glob("checkpoints/*"))
+
+
+def test_names_that_nobody_knows(folder, tmp_path):
+    with pytest.raises(ConfigError, match="sevens"):
+        train_rl(configure(folder, tmp_path / "a", reward={"name": "sevns"}))
+    with pytest.raises(ConfigError, match="overlong"):
+        train_rl(configure(folder, tmp_path / "b", algorithm={"prompts_per_step": 8, "overlong": {"buffer": 5}}))
+
+
+# --- without an engine --------------------------------------------------------------------------
+
+
+def group(*rewards: float, lengths=None) -> Group:
+    lengths = lengths or [2] * len(rewards)
+    answers = [
+        Answer(tokens=[2] * n, log_probs=[-1.0] * n, text="", finished=True,
+               score=Score(total=r, parts={"mine": r}, correct=r >= 1))
+        for r, n in zip(rewards, lengths, strict=True)
+    ]  # fmt: skip
+    return Group(prompt=None, answers=answers)  # pyright: ignore[reportArgumentType]
+
+
+class Script:
+    """A sampler that gives out groups in order, and remembers what it was asked for."""
+
+    def __init__(self, *groups: Group) -> None:
+        self.groups, self.calls, self.timers = list(groups), [], Timers()
+
+    def sample(self, prompts, *, n, temperature, seed):
+        self.calls.append((list(prompts), seed))
+        taken, self.groups = self.groups[: len(prompts)], self.groups[len(prompts) :]
+        return taken
+
+
+class Identity(list):
+    def take(self, position, count):
+        return list(range(position, position + count))
+
+
+def run_collect(folder, tmp_path, script, **dynamic) -> Experience:
+    section = {"prompts_per_step": 3, "dynamic_sampling": dynamic}
+    config = configure(folder, tmp_path, algorithm=section)
+    return collect(script, list(range(100)), Identity(), config, step=5, position=10)
+
+
+def test_dynamic_sampling_refills_with_new_prompts(folder, tmp_path):
+    good, bad = group(1, 0), group(1, 1)
+    script = Script(good, bad, bad, bad, good, good)
+    result = run_collect(folder, tmp_path, script, enabled=True, max_rounds=4)
+    assert [c[0] for c in script.calls] == [[10, 11, 12], [13, 14], [15]]
+    assert [c[1] for c in script.calls] == [round_seed(3, 5, r) for r in range(3)]
+    assert (len(result.groups), result.position) == (3, 16)
+    assert result.metrics["rollout/rounds"] == 3
+    assert result.metrics["rollout/uninformative_groups"] == 0.5
+    assert result.metrics["train/reward"] == pytest.approx(0.75)  # of all that was generated
+
+
+def test_dynamic_sampling_gives_up_after_its_rounds_and_says_so(folder, tmp_path):
+    script = Script(group(1, 0), *[group(0, 0)] * 20)
+    result = run_collect(folder, tmp_path, script, enabled=True, max_rounds=2)
+    assert (len(result.groups), result.metrics["rollout/groups"], result.position) == (1, 1, 15)
+
+
+def test_without_dynamic_sampling_every_group_is_taken(folder, tmp_path):
+    result = run_collect(folder, tmp_path, Script(*[group(0, 0)] * 3), enabled=False)
+    assert (len(result.groups), result.position, result.metrics["rollout/rounds"]) == (3, 13, 1)
+
+
+def test_seeds_differ_by_run_step_and_round():
+    seeds = {round_seed(s, step, r) for s in range(3) for step in range(20) for r in range(4)}
+    assert len(seeds) == 240
+    assert all(0 <= s < 2**63 for s in seeds)
+
+
+def test_shaped_rewards_by_hand(folder, tmp_path):
+    section = {"prompts_per_step": 3, "overlong": {"buffer": 2, "penalty": 0.5}}
+    config = configure(folder, tmp_path, algorithm=section)
+    result = shaped_rewards([group(1, 1, 0, lengths=[2, 3, 4])], config)
+    assert result.tolist() == [[1.0, 0.75, -0.5]]
+
+
+# --- several processes --------------------------------------------------------------------------
+
+MAIN = (
+    SEVENS
+    + """
+import sys
+from engine_trainer.cli import main
+
+sys.exit(main(sys.argv[1:]))
+"""
+)
+
+
+def start(tmp_path: Path, config: dict, ranks: int) -> subprocess.Popen:
+    import yaml
+
+    script, file = tmp_path / "main.py", tmp_path / f"{Path(config['run']['output_dir']).name}.yaml"
+    script.write_text(MAIN)
+    file.write_text(yaml.safe_dump(config))
+    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(ranks)] if ranks > 1 else []
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    return subprocess.Popen(
+        [sys.executable, *launcher, str(script), "rl", str(file)], env=environment, start_new_session=True,
+        stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+    )  # fmt: skip
+
+
+@pytest.mark.slow
+@pytest.mark.distributed
+def test_two_ranks_killed_and_resumed_equal_two_ranks_left_alone_and_agree_with_one(folder, tmp_path):
+    section = {"source": str(folder / "test.jsonl"), **EVAL}
+    outs = {name: tmp_path / name for name in ("one", "two", "killed")}
+    trees = {n: tree(folder, o, run={"steps": 8, "save_every": 2}, eval=section) for n, o in outs.items()}
+    for name in ("one", "two"):
+        process = start(tmp_path, trees[name], 1 if name == "one" else 2)
+        text, _ = process.communicate(timeout=240)
+        assert process.returncode == 0, text
+    process = start(tmp_path, trees["killed"], 2)
+    deadline = time.monotonic() + 200
+    while not (outs["killed"] / "checkpoints" / "step-000004").is_dir():
+        assert process.poll() is None, process.communicate()[0]
+        assert time.monotonic() < deadline
+        time.sleep(0.005)
+    os.killpg(process.pid, signal.SIGKILL)  # the session that was started for it above
+    process.communicate()
+    process = start(tmp_path, trees["killed"], 2)
+    text, _ = process.communicate(timeout=240)
+    assert process.returncode == 0, text
+    assert same(outs["two"], outs["killed"])
+    assert rows_of(outs["killed"]) == rows_of(outs["two"])
+    # One rank draws the same answers, so that the two runs differ by rounding alone.
+    for a, b in zip(rows_of(outs["one"]), rows_of(outs["two"]), strict=True):
+        assert a.keys() == b.keys()
+        for key in a:
+            assert a[key] == pytest.approx(b[key], rel=1e-3, abs=1e-6), (a["step"], key)
+    for name, weight in weights_of(outs["one"]).items():
+        torch.testing.assert_close(weights_of(outs["two"])[name], weight, atol=1e-4, rtol=1e-3)

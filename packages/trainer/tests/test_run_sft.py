@@ -1,0 +1,204 @@
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+from dataclasses import replace
+
+import pytest
+import torch
+
+from engine_api.errors import ConfigError, UnsupportedCapability
+from engine_api.registry import EngineRegistry
+from engine_trainer.config import SFTConfig
+from engine_trainer.loading import load_config
+from engine_trainer.logs import read_metrics
+from engine_trainer.sft import train_sft
+
+
+def run(file, *overrides):
+    config = load_config(SFTConfig, file, overrides)
+    return train_sft(config)
+
+
+def table(outcome):
+    return torch.load(outcome.folder / "hf" / "table.pt", weights_only=True)
+
+
+def losses(outcome):
+    return [row.get("train/loss") for row in read_metrics(outcome.folder / "metrics.jsonl")]
+
+
+def test_it_learns_and_leaves_a_whole_folder(sft_file):
+    outcome = run(
+        sft_file, "run.steps=30", "run.report=true", "run.tensorboard=true", "run.save_every=10", "run.keep=2"
+    )
+    assert (outcome.step, outcome.total_steps) == (30, 30)
+    values = losses(outcome)[1:]
+    assert values[-1] < 0.5 * values[0]
+    assert {p.name for p in outcome.folder.iterdir()} == {
+        "config.yaml", "metrics.jsonl", "tensorboard", "checkpoints", "hf", "plots", "report.html"}  # fmt: skip
+    assert sorted(p.name for p in (outcome.folder / "checkpoints").iterdir()) == [
+        "latest",
+        "step-000020",
+        "step-000030",
+    ]
+    assert (outcome.folder / "hf" / "tokenizer.json").is_file()
+    row = read_metrics(outcome.folder / "metrics.jsonl")[-1]
+    assert row["step"] == 30
+    assert row["train/epoch"] == 12.0
+    assert row["train/tokens"] > row["train/learned_tokens"] == 8 * 5
+    assert row["time/train"] > 0
+    assert "perf/mfu" not in row
+
+
+def test_the_schedule_ends_with_the_run(sft_file):
+    outcome = run(sft_file, "engine.schedule.name=linear", "run.steps=4")
+    rates = [row["train/lr"] for row in read_metrics(outcome.folder / "metrics.jsonl")[1:]]
+    assert rates == pytest.approx([0.1, 0.075, 0.05, 0.025])
+
+
+def test_heldout_loss_is_that_of_every_learned_token(sft_file, tmp_path):
+    outcome = run(sft_file, f"eval.source={tmp_path / 'rows.jsonl'}", "eval.every=2", "eval.samples=0")
+    rows = read_metrics(outcome.folder / "metrics.jsonl")
+    assert [r["step"] for r in rows if "eval/loss" in r] == [0, 2, 4, 6]
+    assert rows[0]["eval/loss"] == pytest.approx(4.6, abs=0.1)  # ln of about 101 tokens
+    assert rows[-1]["eval/loss"] < 4.0
+
+
+def test_heldout_rows_that_are_trained_on_are_reported(sft_file, tmp_path, caplog):
+    run(sft_file, f"eval.source={tmp_path / 'rows.jsonl'}", "eval.samples=0", "run.steps=1")
+    assert "20 of 20 held-out prompts" in caplog.text
+
+
+def test_a_resumed_run_ends_as_one_that_was_left_alone(sft_file, tmp_path):
+    alone = run(sft_file, f"run.output_dir={tmp_path / 'a'}", "run.steps=9")
+    first = run(sft_file, f"run.output_dir={tmp_path / 'b'}", "run.steps=9", "run.save_every=4", "run.keep=0")
+    # As if it had been killed in step 9: its last checkpoint is gone, its log goes further than what is left.
+    shutil.rmtree(first.folder / "checkpoints" / "step-000009")
+    (first.folder / "checkpoints" / "latest").write_text("step-000008")
+    with (first.folder / "metrics.jsonl").open("a") as log:
+        log.write('{"step": 10, "tra')
+    again = run(sft_file, f"run.output_dir={tmp_path / 'b'}", "run.steps=9", "run.save_every=4", "run.keep=0")
+    assert torch.equal(table(alone), table(again))
+    assert losses(alone) == losses(again)
+
+
+def test_a_newer_folder_that_latest_does_not_name_yet_is_taken(sft_file):
+    folder = run(sft_file, "run.save_every=3").folder
+    (folder / "checkpoints" / "latest").write_text("step-000003")
+    assert run(sft_file, "run.steps=6").step == 6
+    assert len(read_metrics(folder / "metrics.jsonl")) == 7
+
+
+def test_a_finished_run_has_nothing_to_do_and_a_longer_one_goes_on(sft_file):
+    before = table(run(sft_file))
+    assert torch.equal(table(run(sft_file)), before)
+    longer = run(sft_file, "run.steps=8")
+    assert [r["step"] for r in read_metrics(longer.folder / "metrics.jsonl")] == list(range(9))
+
+
+@pytest.mark.parametrize(
+    ("override", "field"),
+    [
+        ("batch_size=4", "batch_size"),
+        ("run.seed=5", "run.seed"),
+        ("data.max_length=99", "data.max_length"),
+        ("engine.model.revision=x", "engine.model.revision"),
+    ],
+)
+def test_resuming_with_what_matters_changed_is_refused(sft_file, override, field):
+    folder = run(sft_file).folder
+    before = (folder / "metrics.jsonl").read_bytes()
+    with pytest.raises(ConfigError) as caught:
+        run(sft_file, "run.steps=8", override)
+    assert caught.value.field == field
+    assert (folder / "metrics.jsonl").read_bytes() == before
+
+
+def test_resuming_with_another_rate_is_allowed_and_said(sft_file, caplog):
+    run(sft_file)
+    run(sft_file, "run.steps=8", "engine.optimizer.lr=0.01")
+    assert "engine.optimizer.lr: 0.1 -> 0.01" in caplog.text
+
+
+def test_never_refuses_to_mix_two_runs(sft_file):
+    run(sft_file)
+    with pytest.raises(ConfigError, match="already holds a run"):
+        run(sft_file, "run.resume=never")
+
+
+def test_resuming_from_a_named_checkpoint(sft_file, tmp_path):
+    folder = run(sft_file, "run.save_every=2", "run.keep=0").folder
+    middle = folder / "checkpoints" / "step-000004"
+    with pytest.raises(ConfigError, match="later checkpoints"):
+        run(sft_file, f"run.resume={middle}")
+    branch = run(sft_file, f"run.resume={middle}", f"run.output_dir={tmp_path / 'branch'}")
+    assert [r["step"] for r in read_metrics(branch.folder / "metrics.jsonl")] == [5, 6]
+    assert torch.equal(torch.load(folder / "hf" / "table.pt", weights_only=True), table(branch))
+    with pytest.raises(ConfigError, match="not a checkpoint"):
+        run(sft_file, "run.resume=nowhere")
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_ends_the_step_saves_and_goes_on_later(sft_file, tmp_path, number, monkeypatch):
+    alone = run(sft_file, f"run.output_dir={tmp_path / 'alone'}")
+    from engine_trainer import sft
+
+    calls = []
+
+    def loss(outputs, batch):
+        calls.append(1)
+        if len(calls) == 3:
+            os.kill(os.getpid(), number)
+        return sft_loss(outputs, batch)
+
+    sft_loss = sft.sft_loss
+    monkeypatch.setattr(sft, "sft_loss", loss)
+    stopped = run(sft_file)
+    assert (stopped.step, stopped.total_steps) == (3, 6)
+    assert not (stopped.folder / "hf").exists()
+    assert signal.getsignal(number) in (signal.SIG_DFL, signal.default_int_handler)
+    assert torch.equal(table(run(sft_file)), table(alone))
+
+
+@pytest.fixture
+def one_bad_step(monkeypatch):
+    """The second step's loss is not a number."""
+    from engine_trainer import sft
+
+    calls = []
+
+    def loss(outputs, batch):
+        calls.append(1)
+        whole = sft_loss(outputs, batch)
+        return replace(whole, loss=whole.loss * float("nan")) if len(calls) == 2 else whole
+
+    sft_loss = sft.sft_loss
+    monkeypatch.setattr(sft, "sft_loss", loss)
+
+
+def test_a_step_that_is_not_finite_is_skipped_said_and_logged_as_null(sft_file, capsys, one_bad_step):
+    outcome = run(sft_file, "run.steps=3")
+    for line in (outcome.folder / "metrics.jsonl").read_text().splitlines():
+        json.loads(line, parse_constant=lambda name: pytest.fail(f"{name} is not JSON"))
+    rows = read_metrics(outcome.folder / "metrics.jsonl")
+    assert [r.get("train/skipped") for r in rows] == [None, 0.0, 1.0, 0.0]
+    assert rows[2]["train/loss"] is None
+    assert "step 2 was skipped" in capsys.readouterr().out
+
+
+def test_an_engine_that_cannot_export_is_refused_before_it_trains(sft_file, bigram_class):
+    EngineRegistry.register(backend="poor", device="cpu")(bigram_class)
+    try:
+        with pytest.raises(UnsupportedCapability):
+            run(sft_file, "engine.backend=poor")
+        assert run(sft_file, "engine.backend=poor", "run.save_hf=false").step == 6
+    finally:
+        EngineRegistry.unregister("poor")
+
+
+def test_the_log_has_one_row_in_log_every_steps_and_the_last(sft_file):
+    outcome = run(sft_file, "run.log_every=4")
+    assert [r["step"] for r in read_metrics(outcome.folder / "metrics.jsonl")] == [0, 4, 6]

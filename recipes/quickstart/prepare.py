@@ -1,0 +1,61 @@
+"""Makes the quickstart's model folder without any download: a tokenizer and a model's shape, no weights."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from engine_trainer.config import GymSection
+from engine_trainer.data.gym import gym_examples
+
+# Qwen3's architecture, 0.67 M parameters. The initial weights are wider than usual: at this depth and width 0.02
+# takes hundreds of steps to leave the plateau at the start.
+MODEL: dict[str, Any] = {
+    "architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "hidden_size": 128, "intermediate_size": 384,
+    "num_hidden_layers": 3, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32,
+    "max_position_embeddings": 256, "tie_word_embeddings": True, "rms_norm_eps": 1e-6, "rope_theta": 10000.0,
+    "hidden_act": "silu", "initializer_range": 0.06,
+}  # fmt: skip
+
+CHAT_TEMPLATE = (
+    "{{ bos_token }}{% for m in messages %}"
+    "{% if m['role'] == 'user' %}<|user|>{{ m['content'] }}"
+    "{% elif m['role'] == 'assistant' %}<|assistant|>{{ m['content'] }}{{ eos_token }}{% endif %}"
+    "{% endfor %}{% if add_generation_prompt %}<|assistant|>{% endif %}"
+)
+SPECIAL = ["<|pad|>", "<|bos|>", "<|eos|>", "<|user|>", "<|assistant|>"]
+# Digits one by one; words together with the spaces between them, so that a question is about 17 tokens.
+WORDS = r"\d|[A-Za-z ]*[A-Za-z] ?|\n+|#+ ?| ?[^A-Za-z\d\s] ?| "
+
+
+def prepare(folder: Path, problems: GymSection) -> None:
+    """Write the tokenizer, trained on ``problems``, and config.json (no weights) into ``folder``."""
+    texts = [f"{e.messages[0]['content']}\n{e.messages[1]['content']}" for e in gym_examples(problems, "train")]
+    tokenizer = _tokenizer(texts)
+    tokenizer.save_pretrained(folder)
+    ids = {"pad_token_id": tokenizer.pad_token_id, "bos_token_id": tokenizer.bos_token_id,
+           "eos_token_id": tokenizer.eos_token_id, "vocab_size": len(tokenizer)}  # fmt: skip
+    (folder / "config.json").write_text(json.dumps(MODEL | ids, indent=1))
+
+
+def _tokenizer(texts: list[str]) -> Any:
+    from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
+    from transformers import PreTrainedTokenizerFast
+
+    bpe = Tokenizer(models.BPE())
+    bpe.pre_tokenizer = pre_tokenizers.Sequence([
+        pre_tokenizers.Split(Regex(WORDS), "isolated"),
+        pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
+    ])  # fmt: skip
+    bpe.decoder = decoders.ByteLevel()
+    bpe.train_from_iterator(texts, trainers.BpeTrainer(
+        vocab_size=768, special_tokens=SPECIAL, show_progress=False, min_frequency=2,
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+    ))  # fmt: skip
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=bpe, pad_token="<|pad|>", bos_token="<|bos|>", eos_token="<|eos|>",
+        additional_special_tokens=["<|user|>", "<|assistant|>"], padding_side="left",
+    )  # fmt: skip
+    tokenizer.chat_template = CHAT_TEMPLATE
+    return tokenizer
