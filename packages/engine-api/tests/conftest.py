@@ -107,7 +107,9 @@ class BigramEngine(BaseEngine):
         self.weight = torch.randn(VOCABULARY, VOCABULARY, generator=generator).requires_grad_()
         self.momentum = torch.zeros_like(self.weight)
 
-    def forward_step(self, batch: Batch, *, needs: Sequence[str], temperature: float) -> TokenOutputs:
+    def forward_step(
+        self, batch: Batch, *, needs: Sequence[str], temperature: float, coefficients: torch.Tensor | None = None
+    ) -> TokenOutputs:
         self.forwards.append(batch.num_tokens)
         previous = batch.input_ids.roll(1)
         rows = torch.log_softmax(self.weight[previous] / temperature, dim=-1)

@@ -85,7 +85,7 @@ class BigramEngine(BaseEngine):
         self.table.grad = torch.zeros_like(self.table)
         self.optimizer.step()  # makes the state
 
-    def forward_step(self, batch, *, needs, temperature):
+    def forward_step(self, batch, *, needs, temperature, coefficients=None):
         previous = batch.input_ids.roll(1)
         logs = (self.table[previous] / temperature).log_softmax(-1)
         first = torch.zeros(batch.num_tokens, dtype=torch.bool)

@@ -22,7 +22,7 @@ CaseFunction = Callable[[Target], "float | None"]
 
 Status = Literal["passed", "failed", "skipped", "error"]
 
-GROUPS = ("forward", "train", "steps", "checkpoint", "faults", "export")
+GROUPS = ("plugin", "contract", "forward", "train", "steps", "checkpoint", "faults", "export", "parallel", "memory", "lora")
 CASES: dict[str, Case] = {}
 _HINTS = "If this fails:"
 

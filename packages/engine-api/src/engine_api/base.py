@@ -23,7 +23,7 @@ from engine_api.capabilities import Capability, refuse_undeclared, unsupported
 from engine_api.comm import Comm
 from engine_api.config import EngineConfig
 from engine_api.errors import ConfigError, EngineStateError
-from engine_api.losses import LossFn, needs_of
+from engine_api.losses import LossFn, coefficients_of, needs_of
 from engine_api.manifest import Entry
 from engine_api.prepare import MicroBatches, prepare
 from engine_api.results import (
@@ -214,8 +214,9 @@ class BaseEngine(ABC):
         results: list[LossOutput] = []
         for index, part in enumerate(parts):
             with self._accumulation(last=index == len(parts) - 1):
-                outputs = self.forward_step(part, needs=needs, temperature=temperature)
-                result = loss(outputs, part) if part.num_tokens else _no_loss(outputs)
+                known = coefficients_of(loss, part) if part.num_tokens else None
+                outputs = self.forward_step(part, needs=needs, temperature=temperature, coefficients=known)
+                result = loss(outputs, part.to(_device_of(outputs))) if part.num_tokens else _no_loss(outputs)
                 (result.loss / denominator).backward()
                 results.append(LossOutput(loss=result.loss.detach(), metrics=result.metrics))
         return results
@@ -278,8 +279,13 @@ class BaseEngine(ABC):
         """Process groups, model, optimizer."""
 
     @abstractmethod
-    def forward_step(self, batch: Batch, *, needs: Sequence[str], temperature: float) -> TokenOutputs:
+    def forward_step(
+        self, batch: Batch, *, needs: Sequence[str], temperature: float, coefficients: torch.Tensor | None = None
+    ) -> TokenOutputs:
         """Run the model on one micro-batch; an empty one must take part in every collective.
+
+        ``coefficients`` ``[T]``: the derivative of the loss (before the denominator) by each log-prob, where it is
+        known beforehand; an engine may use it to form gradients in the forward pass.
 
         Outputs are aligned, float32, the same on every model-parallel rank, with a gradient path to the weights.
         """
@@ -339,9 +345,17 @@ class BaseEngine(ABC):
         """Give memory and process groups back."""
 
 
+def _given(outputs: TokenOutputs) -> list[torch.Tensor]:
+    return [t for t in (outputs.log_probs, outputs.entropy, outputs.values) if t is not None]
+
+
+def _device_of(outputs: TokenOutputs) -> torch.device:
+    return _given(outputs)[0].device
+
+
 def _no_loss(outputs: TokenOutputs) -> LossOutput:
     # An empty micro-batch takes part in the backward collectives with a zero that depends on the weights.
-    tensors = [t for t in (outputs.log_probs, outputs.entropy, outputs.values) if t is not None]
+    tensors = _given(outputs)
     return LossOutput(loss=sum((t.sum() for t in tensors[1:]), start=tensors[0].sum()) * 0.0)
 
 

@@ -36,12 +36,33 @@ def needs_of(loss: LossFn) -> tuple[str, ...]:
     return tuple(getattr(loss, "needs", ("log_probs",)))
 
 
-def sft_loss(outputs: TokenOutputs, batch: Batch) -> LossOutput:
+def coefficients_of(loss: LossFn, batch: Batch) -> torch.Tensor | None:
+    """``[T]``: the derivative of the loss by each log-prob, where the loss knows it before any forward; else None.
+
+    An engine may form gradients in its forward pass with it, and may leave it unused. A loss that offers a method
+    ``coefficients(batch)`` promises to be ``Σ_t c_t log p_t`` plus what does not depend on the weights.
+    """
+    method = getattr(loss, "coefficients", None)
+    result: torch.Tensor | None = None if method is None else method(batch)
+    return result
+
+
+class SFTLoss:
     """Negative log-likelihood: ``-Σ_t w_t log p_t`` with ``w = batch.loss_weight``."""
-    assert outputs.log_probs is not None
-    weight = batch.loss_weight
-    loss = -(weight * outputs.log_probs).sum()
-    return LossOutput(loss=loss, metrics={"nll": loss.detach(), "tokens": weight.count_nonzero()})
+
+    def __call__(self, outputs: TokenOutputs, batch: Batch) -> LossOutput:
+        """The sum, with metrics ``nll`` and ``tokens``."""
+        assert outputs.log_probs is not None
+        weight = batch.loss_weight.to(outputs.log_probs.device)
+        loss = -(weight * outputs.log_probs).sum()
+        return LossOutput(loss=loss, metrics={"nll": loss.detach(), "tokens": weight.count_nonzero()})
+
+    def coefficients(self, batch: Batch) -> torch.Tensor:
+        """``[T]``: ``-w``."""
+        return -batch.loss_weight
+
+
+sft_loss = SFTLoss()
 
 
 def token_weights(mask: torch.Tensor, cu_seqlens: torch.Tensor, mode: Aggregation) -> torch.Tensor:

@@ -95,10 +95,12 @@ class FSDPEngine(BaseEngine):
 
     # --- running -------------------------------------------------------------------------------
 
-    def forward_step(self, batch: Batch, *, needs: Sequence[str], temperature: float) -> TokenOutputs:
+    def forward_step(
+        self, batch: Batch, *, needs: Sequence[str], temperature: float, coefficients: Tensor | None = None
+    ) -> TokenOutputs:
         """Run one micro-batch; see ``BaseEngine.forward_step``."""
         inputs = pack_inputs(batch, layout=self.layout, kernel=self.kernel, device=self.device,
-                             multiple=self.config.memory.pad_to_multiple)  # fmt: skip
+                             multiple=self.config.memory.pad_to_multiple, coefficients=coefficients)  # fmt: skip
         return self.module.outputs(inputs, needs, temperature)
 
     @contextmanager

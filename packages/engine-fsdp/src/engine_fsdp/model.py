@@ -30,6 +30,7 @@ class PackedInputs:
         targets: ``[T'/n]`` int64, the token after each.
         first: ``[T']`` bool, true at the first token of each document.
         size: T, the tokens of the batch without padding.
+        coefficients: ``[T'/n]`` float32, the loss's known derivative by the log-prob of each target; or None.
     """
 
     input_ids: Tensor
@@ -38,9 +39,13 @@ class PackedInputs:
     first: Tensor
     packing: attention.Packing
     size: int
+    coefficients: Tensor | None = None
 
 
-def pack_inputs(batch: Batch, *, layout: Layout, kernel: str, multiple: int, device: torch.device) -> PackedInputs:
+def pack_inputs(
+    batch: Batch, *, layout: Layout, kernel: str, multiple: int, device: torch.device,
+    coefficients: Tensor | None = None,
+) -> PackedInputs:  # fmt: skip
     """Pad (as documents of their own, at the end) to a multiple of ``multiple`` and of the Ulysses size."""
     step = multiple * layout.ulysses
     padding = -batch.num_tokens % step or (step if batch.num_tokens == 0 else 0)
@@ -56,7 +61,13 @@ def pack_inputs(batch: Batch, *, layout: Layout, kernel: str, multiple: int, dev
         first=(positions == 0).to(device, non_blocking=True),
         packing=attention.build_packing(lengths, kernel, device, layout.ulysses_group),
         size=batch.num_tokens,
+        coefficients=None if coefficients is None else _about_next(coefficients, padding, mine).to(device),
     )
+
+
+def _about_next(values: Tensor, padding: int, mine: Tensor) -> Tensor:
+    """``[T]`` about this token → ``[T'/n]`` about the next one, float32, zero at padding."""
+    return torch.cat([values.cpu().float(), torch.zeros(padding)]).roll(-1)[mine]
 
 
 class PackedModel(nn.Module):
@@ -82,7 +93,7 @@ class PackedModel(nn.Module):
             return (self._align(self.lm.score(hidden).squeeze(-1).float(), inputs),)
         log_probs, entropy = chunked_log_probs(
             hidden, self.lm.get_output_embeddings().weight, inputs.targets, temperature=temperature,
-            chunk=self.logit_chunk, entropy="entropy" in needs,
+            chunk=self.logit_chunk, entropy="entropy" in needs, coefficients=inputs.coefficients,
         )  # fmt: skip
         return tuple(self._align(x, inputs) for x in (log_probs, entropy) if x is not None)
 
