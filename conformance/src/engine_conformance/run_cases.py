@@ -85,7 +85,9 @@ def _run(options: argparse.Namespace, chosen: Sequence[object], root: Path) -> C
 
 
 def _table(rows: Sequence[str], counts: Counter[str], seconds: float) -> None:
-    print("\n".join(["", *rows, ", ".join(f"{n} {name}" for name, n in sorted(counts.items())) + f" in {seconds:.0f} s"]))
+    print(
+        "\n".join(["", *rows, ", ".join(f"{n} {name}" for name, n in sorted(counts.items())) + f" in {seconds:.0f} s"])
+    )
 
 
 if __name__ == "__main__":

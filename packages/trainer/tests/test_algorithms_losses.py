@@ -221,3 +221,15 @@ def test_aggregation_modes_by_hand(mode, expected):
 def test_values_out_of_range_are_refused_by_name(field, bad):
     with pytest.raises(ConfigError, match=field):
         PolicyLoss(**{field: bad})
+
+
+def test_coefficients_are_the_gradient_where_they_are_known():
+    batch, new = make_batch([1.0, 1.0, 1.0], [1.0, -2.0, 3.0], weights=[1, 0.5, 1])
+    loss = PolicyLoss(on_policy=True, dual_clip=2.0, entropy=True)
+    entropy = torch.ones(4, dtype=torch.float64)
+    (gradient,) = torch.autograd.grad(loss(TokenOutputs(log_probs=new, entropy=entropy), batch).loss, new)
+    known = loss.coefficients(batch)
+    assert known is not None
+    torch.testing.assert_close(known, gradient, rtol=0, atol=1e-15)
+    for other in (PolicyLoss(), PolicyLoss(on_policy=True, kl_coef=0.1), PolicyLoss(on_policy=True, entropy_coef=0.1)):
+        assert other.coefficients(batch) is None

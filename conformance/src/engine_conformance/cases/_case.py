@@ -11,23 +11,47 @@ from importlib import import_module
 from typing import Literal
 
 from engine_api.capabilities import Capability
-
 from engine_conformance.cases._target import Target
 from engine_conformance.compare import ConformanceFailure
 
-__all__ = ["CASES", "GROUPS", "Case", "CaseFunction", "Outcome", "SkipCase", "Status", "case", "load_cases", "must", "run_case"]
+__all__ = [
+    "CASES",
+    "GROUPS",
+    "Case",
+    "CaseFunction",
+    "Outcome",
+    "SkipCase",
+    "Status",
+    "case",
+    "load_cases",
+    "must",
+    "run_case",
+]
 
 CaseFunction = Callable[[Target], "float | None"]
 """Raises `ConformanceFailure` (or the pool's `RankError`); returns the margin where it compared numbers."""
 
 Status = Literal["passed", "failed", "skipped", "error"]
 
-GROUPS = ("plugin", "contract", "forward", "train", "steps", "checkpoint", "faults", "export", "parallel", "memory", "lora")
+GROUPS = (
+    "plugin",
+    "contract",
+    "forward",
+    "train",
+    "steps",
+    "checkpoint",
+    "faults",
+    "export",
+    "parallel",
+    "memory",
+    "lora",
+)
+_MODULES = (*GROUPS, "objectives", "refusals")  # the last two belong to train and contract
 CASES: dict[str, Case] = {}
 _HINTS = "If this fails:"
 
 
-class SkipCase(Exception):  # noqa: N818 - no error: the case has nothing to say here
+class SkipCase(Exception):
     """The case cannot say anything on this machine; the text says why."""
 
 
@@ -97,7 +121,9 @@ def case(
     def register(function: CaseFunction) -> CaseFunction:
         assert id not in CASES, f"two cases are called {id}"
         assert function.__doc__, f"{id} has no MUST"
-        CASES[id] = Case(id=id, function=function, since=since, requires=requires, world=world, dtypes=dtypes, slow=slow)
+        CASES[id] = Case(
+            id=id, function=function, since=since, requires=requires, world=world, dtypes=dtypes, slow=slow
+        )
         return function
 
     return register
@@ -105,9 +131,10 @@ def case(
 
 def load_cases() -> dict[str, Case]:
     """Every case by id, in the order of `GROUPS`."""
-    for group in GROUPS:
-        import_module(f"engine_conformance.cases.{group}")
-    return CASES
+    for module in _MODULES:
+        import_module(f"engine_conformance.cases.{module}")
+    order = sorted(CASES.values(), key=lambda one: GROUPS.index(one.id.split(".")[0]))  # stable within a group
+    return {one.id: one for one in order}
 
 
 def must(condition: bool, quantity: str, problem: str, *, where: str = "") -> None:

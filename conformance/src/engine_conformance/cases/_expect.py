@@ -6,9 +6,9 @@ from collections.abc import Sequence
 from functools import cache
 
 import torch
-from engine_api.errors import EngineError, RankFailure
 from torch import Tensor
 
+from engine_api.errors import EngineError, RankFailure
 from engine_conformance.cases._case import must
 from engine_conformance.cases._ranks import Answer, InferCall, Trained
 from engine_conformance.cases._target import Target
@@ -94,7 +94,12 @@ def outputs_match(target: Target, oracle: OracleModel, call: InferCall, answers:
 def same_on_all_ranks(ranks: Sequence[Trained]) -> None:
     """Outputs, order of the export and its bits."""
     for rank, other in enumerate(ranks):
-        must(other.outputs == ranks[0].outputs, "train output", f"{other.outputs} differs from rank 0's", where=f"rank {rank}")
+        must(
+            other.outputs == ranks[0].outputs,
+            "train output",
+            f"{other.outputs} differs from rank 0's",
+            where=f"rank {rank}",
+        )
         must(other.order == ranks[0].order, "export order", "differs from rank 0's", where=f"rank {rank}")
         must(other.digest == ranks[0].digest, "export", "differs from rank 0's", where=f"rank {rank}")
         must(other.version == ranks[0].version, "weight_version", "differs from rank 0's", where=f"rank {rank}")

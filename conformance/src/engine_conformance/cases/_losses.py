@@ -5,10 +5,10 @@ from __future__ import annotations
 import os
 
 import torch
-from engine_api.batch import Batch
-from engine_api.results import LossOutput, TokenOutputs
 from torch import Tensor
 
+from engine_api.batch import Batch
+from engine_api.results import LossOutput, TokenOutputs
 from engine_conformance.fixtures import PackedDocuments
 from engine_conformance.oracle import OracleModel
 from engine_conformance.oracle.losses import ppo_loss, sft_loss, value_loss, weighted_sum
@@ -112,4 +112,5 @@ def infinite_gradient(outputs: TokenOutputs, batch: Batch) -> LossOutput:
 
 def raises(outputs: TokenOutputs, batch: Batch) -> LossOutput:
     """A caller's mistake."""
+    del outputs, batch
     raise KeyError("a loss function of the conformance suite raises on purpose")

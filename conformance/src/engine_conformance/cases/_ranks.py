@@ -10,13 +10,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
+
 from engine_api.batch import Batch
 from engine_api.contract import Adapter, Engine
 from engine_api.errors import EngineError
 from engine_api.losses import LossFn, sft_loss
 from engine_api.results import TokenOutputs, Topology, TrainOutput
-from torch import Tensor
-
 from engine_conformance.cases._target import Setup
 from engine_conformance.fixtures import PackedDocuments
 

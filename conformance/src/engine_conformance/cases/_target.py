@@ -11,10 +11,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
+
 from engine_api.capabilities import Capability
 from engine_api.config import EngineConfig, ModelSource, OptimizerConfig, Precision
 from engine_api.registry import EngineRegistry, Resolution
-
 from engine_conformance.fixtures import TinyModel, write_checkpoint
 from engine_conformance.ranks import get_pool
 from engine_conformance.tolerances import Quantity, Tolerance, tolerance
@@ -76,7 +76,8 @@ class Target:
 
     def model(self, **kwargs: Any) -> Path:
         """The folder of a generated model (arguments of `TinyModel`), written once."""
-        model = TinyModel(**({"tied": True} | kwargs))
+        arguments: dict[str, Any] = {"tied": True} | kwargs
+        model = TinyModel(**arguments)
         folder = self.root / "models" / f"{model.family}-{zlib.crc32(repr(model).encode()):08x}"
         return folder if (folder / "config.json").exists() else write_checkpoint(folder, model)
 

@@ -9,13 +9,13 @@ from pathlib import Path
 
 import numpy as np
 import torch
+
 from engine_api.capabilities import Capability
 from engine_api.config import CheckpointConfig, OptimizerConfig, Parallelism, ScheduleConfig
 from engine_api.losses import sft_loss
 from engine_api.results import CheckpointInfo, TrainOutput
-
 from engine_conformance.cases._case import case, must
-from engine_conformance.cases._expect import documents, oracle_of, oracle_training, same_on_all_ranks
+from engine_conformance.cases._expect import documents, oracle_training, same_on_all_ranks
 from engine_conformance.cases._ranks import Trained, local_batch, opened, save, summary, train
 from engine_conformance.cases._state import read_manifest, read_state
 from engine_conformance.cases._target import Setup, Target
@@ -42,7 +42,7 @@ def _expected(folder: Path, count: int) -> TrainResult:
 
 def _draws() -> list[float]:
     """One number of each generator that user code draws from."""
-    return [random.random(), float(np.random.rand()), float(torch.rand(()))]  # noqa: NPY002, S311
+    return [random.random(), float(np.random.rand()), float(torch.rand(()))]  # noqa: NPY002
 
 
 Run = tuple[list[TrainOutput], list[float]]
@@ -128,7 +128,9 @@ def keys(target: Target) -> float:
     must(set(state) == expected, "keys", f"{sorted(set(state) ^ expected)[:6]} on one side only")
     manifest = read_manifest(folder / "c")
     must(manifest["step"] == 3 and manifest["world_size"] == target.world, "manifest", "step or world size is wrong")
-    assert_bitwise({n: state[f"model.{n}"] for n in names}, {n: ranks[0].weights[n] for n in names}, name="saved weights")
+    assert_bitwise(
+        {n: state[f"model.{n}"] for n in names}, {n: ranks[0].weights[n] for n in names}, name="saved weights"
+    )
     must(all(float(state[f"optim.{n}.step"]) == 3 for n in names), "optim step", "is not 3 everywhere")
     margins = []
     for field, exact in (("exp_avg", want.optimizer.exp_avg), ("exp_avg_sq", want.optimizer.exp_avg_sq)):
@@ -157,7 +159,9 @@ def across_worlds(target: Target) -> float:
         if source is not None:
             loaded = at.run(train, config, batches=[], load=source)
             state = read_state(source)
-            assert_bitwise(loaded[0].weights, {n: state[f"model.{n}"] for n in loaded[0].weights}, name="loaded weights")
+            assert_bitwise(
+                loaded[0].weights, {n: state[f"model.{n}"] for n in loaded[0].weights}, name="loaded weights"
+            )
         ranks = at.run(train, config, batches=[batches[index]], load=source, save_to=place)
         margins.append(_stage_matches(at, ranks, _expected(model, index + 1), index))
         source = place
@@ -188,6 +192,7 @@ def _stage_matches(target: Target, ranks: Sequence[Trained], want: TrainResult, 
 def save_while_training(setup: Setup, batches: Sequence[PackedDocuments], folder: Path) -> Trained:
     """A save that is not waited for, steps meanwhile, a second one, and a close that must wait for it."""
     with opened(setup) as engine:
+
         def step(batch: PackedDocuments) -> TrainOutput:
             return engine.train_batch(local_batch(engine, batch, setup.device), sft_loss)
 

@@ -6,11 +6,11 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import torch
+from torch import Tensor
+
 from engine_api.capabilities import Capability
 from engine_api.losses import sft_loss
 from engine_api.weights import ShardSpec
-from torch import Tensor
-
 from engine_conformance.cases._case import case, must
 from engine_conformance.cases._expect import documents
 from engine_conformance.cases._ranks import digest, local_batch, opened, whole_weights
@@ -26,7 +26,9 @@ FAMILIES = (
 )
 
 
-def export(setup: Setup, dtypes: Sequence[torch.dtype | None], buckets: Sequence[int]) -> tuple[list[dict[str, Tensor]], list[str]]:
+def export(
+    setup: Setup, dtypes: Sequence[torch.dtype | None], buckets: Sequence[int]
+) -> tuple[list[dict[str, Tensor]], list[str]]:
     """The whole export in each dtype (rank 0 sends it), then digests of it for each size of buckets."""
     with opened(setup) as engine:
         exports = [whole_weights(engine, dtype=dtype) for dtype in dtypes]
@@ -94,7 +96,10 @@ def shards(setup: Setup) -> tuple[Shards, list[str], dict[str, Tensor]]:
     """This rank's shards after a step, the order of the whole export, and on rank 0 the export itself."""
     with opened(setup) as engine:
         engine.train_batch(local_batch(engine, documents(40, "uneven"), setup.device), sft_loss)
-        mine = [(name, shard.detach().to("cpu", copy=True), spec) for name, shard, spec in engine.get_per_tensor_param_shard()]
+        mine = [
+            (name, shard.detach().to("cpu", copy=True), spec)
+            for name, shard, spec in engine.get_per_tensor_param_shard()
+        ]
         whole = whole_weights(engine)
         return mine, list(whole), whole if engine.topology.rank == 0 else {}
 
@@ -109,7 +114,12 @@ def shards_make_the_whole(ranks: Sequence[tuple[Shards, list[str], dict[str, Ten
         for rank, (mine, _, _) in enumerate(ranks):
             shard, spec = next((s, b) for n, s, b in mine if n == name)
             where = f"{name} on rank {rank}"
-            must(tuple(shard.shape) == spec.shape and spec.global_shape == tuple(want.shape), "shard", f"{spec}", where=where)
+            must(
+                tuple(shard.shape) == spec.shape and spec.global_shape == tuple(want.shape),
+                "shard",
+                f"{spec}",
+                where=where,
+            )
             box = tuple(slice(o, o + n) for o, n in zip(spec.offset, spec.shape, strict=True))
             must(torch.equal(shard, want[box]), "shard", "differs from the whole export", where=where)
             covered[box] += int(spec.replica == 0)

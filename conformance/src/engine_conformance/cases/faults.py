@@ -11,6 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 import torch
+
 from engine_api.capabilities import Capability
 from engine_api.errors import (
     CheckpointCorrupt,
@@ -21,7 +22,6 @@ from engine_api.errors import (
     EngineError,
 )
 from engine_api.losses import sft_loss
-
 from engine_conformance.cases._case import case, must
 from engine_conformance.cases._expect import documents, oracle_of, oracle_training, raised_everywhere, training_matches
 from engine_conformance.cases._ranks import Trained, caught, local_batch, opened, save, summary, train
@@ -35,7 +35,9 @@ PORTABLE = (Capability.PORTABLE_CHECKPOINT,)
 _SMALL = 60_000  # bytes: more than any file of a checkpoint but the tensors
 
 
-def load_all(setup: Setup, folders: Sequence[Path], work: Path, batch: PackedDocuments) -> tuple[list[EngineError | None], Trained]:
+def load_all(
+    setup: Setup, folders: Sequence[Path], work: Path, batch: PackedDocuments
+) -> tuple[list[EngineError | None], Trained]:
     """A step, every damaged checkpoint between two saves, and another step; with each load's error."""
     with opened(setup) as engine:
         mine = local_batch(engine, batch, setup.device)
@@ -96,7 +98,7 @@ DAMAGE: Mapping[str, tuple[Callable[[Path], None], type[CheckpointError]]] = {
     "half a manifest": (_half_manifest, CheckpointCorrupt),
     "newer": (_newer, CheckpointMismatch),
     "pickled": (_pickled, CheckpointMissing),
-    "empty": (lambda folder: shutil.rmtree(folder), CheckpointMissing),
+    "empty": (shutil.rmtree, CheckpointMissing),
 }
 
 
@@ -117,7 +119,11 @@ def failed_load(target: Target) -> float:
         damage(work / name)
     expected = {name: error for name, (_, error) in DAMAGE.items()} | {"another model": CheckpointMismatch}
     ranks = target.run(
-        load_all, target.config(model), folders=[work / name for name in expected], work=work, batch=documents(61, "uneven")
+        load_all,
+        target.config(model),
+        folders=[work / name for name in expected],
+        work=work,
+        batch=documents(61, "uneven"),
     )
     for index, (name, error) in enumerate(expected.items()):
         raised_everywhere(name, [errors[index] for errors, _ in ranks], error, faulty=_faulty(ranks, index))
@@ -133,7 +139,9 @@ def _faulty(ranks: Sequence[tuple[list[EngineError | None], Trained]], index: in
     return [rank for rank, (errors, _) in enumerate(ranks) if isinstance(errors[index], CheckpointError)] or [0]
 
 
-def save_without_room(setup: Setup, folder: Path, batch: PackedDocuments) -> tuple[list[EngineError | None], list[bool], Trained]:
+def save_without_room(
+    setup: Setup, folder: Path, batch: PackedDocuments
+) -> tuple[list[EngineError | None], list[bool], Trained]:
     """A save, two that find no room on one rank, one more, one to a name that is taken; with the errors.
 
     The limit on the size of a file stands for a full disk: writing fails in the middle of a file.

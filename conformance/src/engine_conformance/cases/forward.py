@@ -6,10 +6,10 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import torch
-from engine_api.capabilities import Capability
-from engine_api.config import Memory
 from torch import Tensor
 
+from engine_api.capabilities import Capability
+from engine_api.config import Memory
 from engine_conformance.cases._case import case, must
 from engine_conformance.cases._expect import documents, merged, oracle_of, outputs_match
 from engine_conformance.cases._ranks import Answer, InferCall, answer, infer, opened, save
@@ -153,7 +153,9 @@ def no_documents(target: Target) -> float:
     return outputs_match(target, oracle_of(str(model)), call, [rows[0] for rows in ranks])
 
 
-def repeat_and_save(setup: Setup, call: InferCall, folders: Sequence[Path]) -> tuple[list[dict[str, Tensor]], list[int], bool]:
+def repeat_and_save(
+    setup: Setup, call: InferCall, folders: Sequence[Path]
+) -> tuple[list[dict[str, Tensor]], list[int], bool]:
     """Outputs of the same call twice, weight versions, and whether the generator of torch stayed as it was."""
     with opened(setup) as engine:
         save(engine, folders[0])
@@ -174,7 +176,9 @@ def pure(target: Target) -> float:
     folder = target.scratch()
     folders = [folder / "before", folder / "after"]
     call = InferCall(documents=documents(5), entropy=True)
-    for outputs, versions, same in target.run(repeat_and_save, target.config(target.model()), call=call, folders=folders):
+    for outputs, versions, same in target.run(
+        repeat_and_save, target.config(target.model()), call=call, folders=folders
+    ):
         assert_bitwise(outputs[1], outputs[0], name="the same call again")
         must(versions == [0, 0], "weight_version", f"{versions} before and after inference")
         must(same, "generator", "torch's generator moved")

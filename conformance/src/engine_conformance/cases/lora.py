@@ -7,13 +7,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
+from safetensors.torch import save_file
+from torch import Tensor
+
 from engine_api.capabilities import Capability
 from engine_api.config import LoraConfig
 from engine_api.errors import ConfigError
 from engine_api.losses import sft_loss
-from safetensors.torch import save_file
-from torch import Tensor
-
 from engine_conformance.cases._case import case, must
 from engine_conformance.cases._expect import documents, oracle_of, outputs_match, training_matches
 from engine_conformance.cases._ranks import (
@@ -33,7 +33,14 @@ from engine_conformance.cases._target import Setup, Target
 from engine_conformance.cases.parallel import initialize
 from engine_conformance.compare import assert_bitwise, assert_close_per_token, assert_weights_close
 from engine_conformance.fixtures import PackedDocuments
-from engine_conformance.oracle import AdamWConfig, OracleModel, load_oracle, merge_adapter, read_safetensors, train_steps
+from engine_conformance.oracle import (
+    AdamWConfig,
+    OracleModel,
+    load_oracle,
+    merge_adapter,
+    read_safetensors,
+    train_steps,
+)
 from engine_conformance.tolerances import Tolerance
 
 LORA = (Capability.LORA,)
@@ -44,7 +51,9 @@ def _batches() -> list[PackedDocuments]:
     return [documents(90, "uneven"), documents(91, "equal"), documents(92, "skewed")]
 
 
-def adapter_run(setup: Setup, batches: Sequence[PackedDocuments]) -> tuple[Trained, list[dict[str, Tensor]], list[Answer]]:
+def adapter_run(
+    setup: Setup, batches: Sequence[PackedDocuments]
+) -> tuple[Trained, list[dict[str, Tensor]], list[Answer]]:
     """Steps; the adapter before and after, the merged export; answers with and without the adapter after."""
     with opened(setup) as engine:
         start = whole_weights(engine, adapter="only")
@@ -59,7 +68,12 @@ def _write_adapter(folder: Path, tensors: Mapping[str, Tensor]) -> Path:
     """A folder in PEFT's format, as a reader of adapters finds it."""
     folder.mkdir(exist_ok=True)
     save_file(dict(tensors), folder / "adapter_model.safetensors", metadata={"format": "pt"})
-    about = {"peft_type": "LORA", "r": CONFIG.rank, "lora_alpha": CONFIG.alpha, "target_modules": list(CONFIG.target_modules)}
+    about = {
+        "peft_type": "LORA",
+        "r": CONFIG.rank,
+        "lora_alpha": CONFIG.alpha,
+        "target_modules": list(CONFIG.target_modules),
+    }
     (folder / "adapter_config.json").write_text(json.dumps(about))
     return folder
 
@@ -76,7 +90,11 @@ def trains(target: Target) -> float:
     model, folder, batches = target.model(tied=False), target.scratch(), _batches()
     ranks = target.run(adapter_run, target.config(model, lora=CONFIG), batches=batches)
     trained, (start, merged), _ = ranks[0]
-    must(all(bool((t == 0).all()) == (".lora_B." in n) for n, t in start.items()), "adapter", "B is not zero at the start, or A is")
+    must(
+        all(bool((t == 0).all()) == (".lora_B." in n) for n, t in start.items()),
+        "adapter",
+        "B is not zero at the start, or A is",
+    )
     oracle = load_oracle(model, adapter=_write_adapter(folder / "start", start))
     want = train_steps(oracle, batches, optimizer=AdamWConfig(weight_decay=0.0))
     margins = [training_matches(target, [row[0] for row in ranks], want, oracle)]
@@ -89,7 +107,9 @@ def trains(target: Target) -> float:
     return max(*margins, _answers_match(target, [row[2] for row in ranks], batches[0], (ended, oracle_of(str(model)))))
 
 
-def _answers_match(target: Target, ranks: Sequence[list[Answer]], batch: PackedDocuments, oracles: Sequence[OracleModel]) -> float:
+def _answers_match(
+    target: Target, ranks: Sequence[list[Answer]], batch: PackedDocuments, oracles: Sequence[OracleModel]
+) -> float:
     """With the adapter on as the adapted oracle, with it off as the base model."""
     calls = [InferCall(documents=batch, entropy=True, adapter=on) for on in (True, False)]
     return max(
@@ -140,7 +160,10 @@ def without_adapter(setup: Setup) -> list[bool]:
     """Whether asking for an adapter that is not there is a typed error."""
     with opened(setup) as engine:
         batch = local_batch(engine, documents(90, "uneven"), setup.device)
-        calls = (lambda: engine.infer_batch(batch, adapter=False), lambda: list(engine.get_per_tensor_param(adapter="only")))
+        calls = (
+            lambda: engine.infer_batch(batch, adapter=False),
+            lambda: list(engine.get_per_tensor_param(adapter="only")),
+        )
         return [isinstance(caught(call), ConfigError) for call in calls]
 
 

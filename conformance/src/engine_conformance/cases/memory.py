@@ -9,7 +9,6 @@ from pathlib import Path
 from engine_api.capabilities import Capability
 from engine_api.config import EngineConfig, Memory, OptimizerConfig, Precision
 from engine_api.losses import sft_loss
-
 from engine_conformance.cases._case import case, must
 from engine_conformance.cases._expect import documents, oracle_of, oracle_training, training_matches
 from engine_conformance.cases._ranks import InferCall, Trained, answer, local_batch, opened, save, summary, train

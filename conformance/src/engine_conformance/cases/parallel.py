@@ -12,7 +12,6 @@ from engine_api.contract import Engine
 from engine_api.errors import BatchError, ConfigError, EngineError
 from engine_api.losses import sft_loss
 from engine_api.results import Topology
-
 from engine_conformance.cases._case import case, must
 from engine_conformance.cases._expect import (
     documents,
@@ -31,7 +30,9 @@ from engine_conformance.oracle import AdamWConfig
 BOTH = ("float32", "bfloat16")
 
 
-def _layout_holds(target: Target, model: Path, layout: Parallelism, *, loss_lengths: Sequence[str] = ("uneven", "skewed")) -> float:
+def _layout_holds(
+    target: Target, model: Path, layout: Parallelism, *, loss_lengths: Sequence[str] = ("uneven", "skewed")
+) -> float:
     """Inference on all sets of lengths and steps of clipped AdamW, against the oracle."""
     oracle = oracle_of(str(model))
     calls = [InferCall(documents=documents(70, lengths), entropy=True, temperature=0.8) for lengths in LENGTHS]
@@ -166,4 +167,8 @@ def misfit(target: Target) -> None:
     for layout in sizes:
         errors = target.run(initialize, target.config(target.model(), parallelism=layout))
         raised_everywhere(f"{layout}", errors, ConfigError)
-    must(target.run(initialize, target.config(target.model())) == [None] * target.world, "engine", "cannot be made afterwards")
+    must(
+        target.run(initialize, target.config(target.model())) == [None] * target.world,
+        "engine",
+        "cannot be made afterwards",
+    )

@@ -11,7 +11,6 @@ from engine_api.config import EngineConfig
 from engine_api.errors import PluginNotFound, PluginUnavailable
 from engine_api.plugin import CONTRACT, contract_problem
 from engine_api.registry import DEVICES, EngineRegistry
-
 from engine_conformance.cases._case import case, must
 from engine_conformance.cases._target import Target
 
@@ -70,7 +69,12 @@ def probe(target: Target) -> None:
     """
     for device in DEVICES:
         result = target.resolution.plugin.probe(device)
-        must(result.ok or bool(result.reason and result.remedy), "probe", "says no without reason or remedy", where=device)
+        must(
+            result.ok or bool(result.reason and result.remedy),
+            "probe",
+            "says no without reason or remedy",
+            where=device,
+        )
 
 
 @case(id="plugin.device", world=(1,))
@@ -79,13 +83,17 @@ def device(target: Target) -> None:
 
     If this fails: training falls back to the CPU in silence (vLLM #48277).
     """
-    must(target.resolution.device == target.device, "device", f"{target.resolution.device}, {target.device} was asked for")
+    must(
+        target.resolution.device == target.device,
+        "device",
+        f"{target.resolution.device}, {target.device} was asked for",
+    )
     try:
         got = EngineRegistry.resolve(model_type=target.model_type, backend=target.backend, device="abacus")
     except PluginUnavailable as error:
         must(bool(error.remedy), "error", "does not say what to do")
     else:
-        must(False, "device", f"abacus was replaced by {got.device}")  # noqa: FBT003
+        must(False, "device", f"abacus was replaced by {got.device}")
 
 
 @case(id="plugin.near_match", world=(1,))
@@ -96,8 +104,10 @@ def near_match(target: Target) -> None:
     """
     wrong = target.backend + "x"
     try:
-        EngineRegistry.create(backend=wrong, device=target.device, config=EngineConfig(model=target.config(target.model()).model))
+        EngineRegistry.create(
+            backend=wrong, device=target.device, config=EngineConfig(model=target.config(target.model()).model)
+        )
     except PluginNotFound as error:
         must(target.backend in error.remedy, "error", f"does not name {target.backend}: {error}")
     else:
-        must(False, "backend", f"{wrong} was taken for {target.backend}")  # noqa: FBT003
+        must(False, "backend", f"{wrong} was taken for {target.backend}")

@@ -8,13 +8,13 @@ from dataclasses import replace
 from pathlib import Path
 
 import torch
+
 from engine_api.batch import Batch
 from engine_api.capabilities import Capability
 from engine_api.config import Memory, OptimizerConfig, ScheduleConfig
 from engine_api.errors import BatchError, EngineError
 from engine_api.losses import LossFn, sft_loss
 from engine_api.results import TrainOutput
-
 from engine_conformance.cases import _losses as losses
 from engine_conformance.cases._case import case, must
 from engine_conformance.cases._expect import documents, oracle_of, oracle_training, raised_everywhere, training_matches
@@ -34,7 +34,9 @@ def silent(batch: PackedDocuments) -> PackedDocuments:
     return replace(batch, loss_weight=batch.loss_weight * 0)
 
 
-def skip_and_go_on(setup: Setup, before: PackedDocuments, odd: Sequence[Step], folder: Path) -> tuple[list[TrainOutput], Trained]:
+def skip_and_go_on(
+    setup: Setup, before: PackedDocuments, odd: Sequence[Step], folder: Path
+) -> tuple[list[TrainOutput], Trained]:
     """A good step, the odd ones between two saves, and the good step again; with the odd ones' outputs."""
     with opened(setup) as engine:
         good = local_batch(engine, before, setup.device)
@@ -171,7 +173,12 @@ def bad_batch_on_one_rank(target: Target) -> float:
     model, batch = target.model(), documents(36, "uneven")
     config = target.config(model, memory=Memory(max_tokens=64))
     ranks = target.run(one_bad_rank, config, good=batch)
-    names = ("token outside the vocabulary", "document beyond the budget", "no loss weights", "inference beyond the budget")
+    names = (
+        "token outside the vocabulary",
+        "document beyond the budget",
+        "no loss weights",
+        "inference beyond the budget",
+    )
     for index, name in enumerate(names):
         raised_everywhere(name, [errors[index] for errors, _ in ranks], BatchError, faulty=[target.world - 1])
     want = oracle_training(str(model), (batch,))

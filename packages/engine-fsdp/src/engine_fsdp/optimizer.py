@@ -25,20 +25,21 @@ BoxLayout = dict[str, tuple[ShardSpec, torch.dtype]]
 def build_optimizer(config: OptimizerConfig, table: list[ShardedParam]) -> torch.optim.Optimizer:
     """The optimizer over the trainable shards, one group (weight decay on everything, as torch's own default)."""
     params = [entry.param for entry in trainable(table)]
+    cls, own = _import(config.name), dict(config.kwargs)
     if config.name == "adamw":
-        return torch.optim.AdamW(params, lr=config.lr, betas=config.betas, eps=config.eps,
-                                 weight_decay=config.weight_decay, fused=True, **config.kwargs)  # fmt: skip
-    cls = _import(config.name)
+        own = {"betas": config.betas, "eps": config.eps, "fused": True} | own
     try:
-        optimizer = cls(params, lr=config.lr, weight_decay=config.weight_decay, **config.kwargs)
-    except TypeError as error:
-        raise ConfigError("optimizer.kwargs", f"{config.name} refuses them", why=str(error),
+        optimizer = cls(params, lr=config.lr, weight_decay=config.weight_decay, **own)
+    except (TypeError, ValueError) as error:
+        raise ConfigError("optimizer.kwargs", f"{config.name} refuses its arguments", why=str(error),
                           remedy="optimizer.lr, weight_decay and kwargs are passed to its constructor") from error  # fmt: skip
     assert isinstance(optimizer, torch.optim.Optimizer)
     return optimizer
 
 
 def _import(path: str) -> Any:
+    if path == "adamw":
+        return torch.optim.AdamW
     module, _, name = path.rpartition(".")
     try:
         return getattr(importlib.import_module(module), name)

@@ -94,16 +94,14 @@ def _shard_size(parallelism: Parallelism, world: int) -> int:
 
 def shard_model(root: nn.Module, blocks: list[nn.Module], config: EngineConfig, layout: Layout, prefetch: int) -> None:
     """``fully_shard`` each block and the root; gradients are reduced as sums."""
-    arguments: dict[str, Any] = {
-        "mesh": layout.mesh,
-        "mp_policy": MixedPrecisionPolicy(
-            param_dtype=DTYPES[config.precision.compute], reduce_dtype=DTYPES[config.precision.reduce]
-        ),
-        "offload_policy": _offload_policy(config),
-    }
+    dtypes = {"param_dtype": DTYPES[config.precision.compute], "reduce_dtype": DTYPES[config.precision.reduce]}
+    arguments: dict[str, Any] = {"mesh": layout.mesh, "offload_policy": _offload_policy(config)}
     for block in blocks:
-        fully_shard(block, reshard_after_forward=config.memory.reshard_after_forward, **arguments)
-    fully_shard(root, reshard_after_forward=False, **arguments)
+        fully_shard(block, mp_policy=MixedPrecisionPolicy(**dtypes),
+                    reshard_after_forward=config.memory.reshard_after_forward, **arguments)  # fmt: skip
+    # The root's inputs are ids, and per-token figures that must stay float32.
+    policy = MixedPrecisionPolicy(**dtypes, cast_forward_inputs=False)
+    fully_shard(root, mp_policy=policy, reshard_after_forward=False, **arguments)
     for module in root.modules():
         if isinstance(module, FSDPModule):
             # The loss is already divided by the global denominator: ranks only ever add.

@@ -61,8 +61,6 @@ def _close(outcome: Outcome, *, report: bool) -> None:
     print(summary(outcome.folder))
     if report:
         print(f"  report: {outcome.folder / 'report.html'}   plots: {outcome.folder / 'plots'}")
-    if outcome.step < outcome.total_steps:
-        print(f"  stopped after step {outcome.step} of {outcome.total_steps}; the same command goes on from there")
 
 
 def _parser() -> argparse.ArgumentParser:

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import torch
 
 from engine_api.batch import Batch
-from engine_api.losses import LossFn, needs_of
+from engine_api.losses import LossFn, coefficients_of, needs_of
 from engine_api.results import LossOutput, TokenOutputs, TrainOutput
 
 
@@ -27,6 +27,10 @@ class MismatchWatch:
     def largest(self) -> float:
         """The largest difference on this rank so far, nats; not a sum, hence no metric of a loss."""
         return float(self._largest)
+
+    def coefficients(self, batch: Batch) -> torch.Tensor | None:
+        """The wrapped loss's."""
+        return coefficients_of(self._loss, batch)
 
     def __call__(self, outputs: TokenOutputs, batch: Batch) -> LossOutput:
         """The wrapped loss, with sums over tokens: ``mismatch_square``, ``mismatch_kl`` (rollout ‖ engine, k3)."""

@@ -113,6 +113,10 @@ class PolicyLoss:
         loss = loss + self._kl(outputs.log_probs, batch, metrics) + self._entropy(outputs.entropy, weight, metrics)
         return LossOutput(loss=loss, metrics=metrics)
 
+    def coefficients(self, batch: Batch) -> torch.Tensor | None:
+        """``[T]``: ``-w A``, the derivative by each log-prob on policy, where r is 1; else None (it depends on r)."""
+        return -batch.loss_weight * batch["advantages"] if self.on_policy and self.only_advantages else None
+
     def _policy(
         self, log_ratio: torch.Tensor, advantages: torch.Tensor, counted: torch.Tensor
     ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:

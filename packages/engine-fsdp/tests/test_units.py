@@ -1,0 +1,187 @@
+"""Pieces without an engine: the chunked head, attention over packs, layouts, and reading a folder."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import save_file
+from torch import Tensor
+
+from engine_api.config import ModelSource
+from engine_api.errors import ConfigError, UnsupportedCapability
+from engine_fsdp.attention import build_packing, check_heads, choose_kernel, packed_attention
+from engine_fsdp.head import chunked_log_probs
+from engine_fsdp.weights import fetch, first_row, weight_files
+
+TOKENS, HIDDEN, VOCABULARY = 13, 6, 17
+
+
+def head_inputs(dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    hidden = torch.randn(TOKENS, HIDDEN, generator=generator, dtype=torch.float64)
+    weight = torch.randn(VOCABULARY, HIDDEN, generator=generator, dtype=torch.float64)
+    targets = torch.randint(VOCABULARY, (TOKENS,), generator=generator)
+    return hidden.to(dtype).requires_grad_(), weight.to(dtype).requires_grad_(), targets
+
+
+def plain_head(hidden: Tensor, weight: Tensor, targets: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
+    log_p = (hidden @ weight.T / temperature).log_softmax(-1)
+    return log_p.gather(-1, targets[:, None])[:, 0], -(log_p.exp() * log_p).sum(-1)
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.6])
+@pytest.mark.parametrize("chunk", [1, 4, 5, TOKENS, 100])
+def test_chunked_head_equals_autograd(chunk: int, temperature: float) -> None:
+    hidden, weight, targets = head_inputs(torch.float32)
+    log_probs, entropy = chunked_log_probs(hidden, weight, targets, temperature=temperature, chunk=chunk, entropy=True)
+    assert entropy is not None
+    exact_hidden, exact_weight = (x.detach().double().requires_grad_() for x in (hidden, weight))
+    want = plain_head(exact_hidden, exact_weight, targets, temperature)
+    for got, exact in zip((log_probs, entropy), want, strict=True):
+        torch.testing.assert_close(got.double(), exact, atol=3e-6, rtol=0)
+    a, b = torch.linspace(-1, 2, TOKENS), torch.linspace(1, -0.5, TOKENS)
+    (log_probs @ a + entropy @ b).backward()
+    (want[0] @ a.double() + want[1] @ b.double()).backward()
+    for got, exact in ((hidden.grad, exact_hidden.grad), (weight.grad, exact_weight.grad)):
+        assert got is not None
+        assert exact is not None
+        torch.testing.assert_close(got.double(), exact, atol=2e-5, rtol=0)
+
+
+def test_chunked_head_without_entropy_and_with_a_frozen_weight() -> None:
+    hidden, weight, targets = head_inputs(torch.float32)
+    weight.requires_grad_(requires_grad=False)
+    log_probs, entropy = chunked_log_probs(hidden, weight, targets, temperature=1.0, chunk=4, entropy=False)
+    assert entropy is None
+    log_probs.sum().backward()
+    exact = hidden.detach().double().requires_grad_()
+    plain_head(exact, weight.double(), targets, 1.0)[0].sum().backward()
+    assert hidden.grad is not None
+    assert exact.grad is not None
+    torch.testing.assert_close(hidden.grad.double(), exact.grad, atol=2e-5, rtol=0)
+    assert weight.grad is None
+
+
+def test_chunked_head_of_no_tokens() -> None:
+    hidden, weight, targets = head_inputs(torch.float32)
+    log_probs, _ = chunked_log_probs(hidden[:0], weight, targets[:0], temperature=1.0, chunk=4, entropy=True)
+    log_probs.sum().backward()
+    assert log_probs.shape == (0,)
+    assert weight.grad is not None
+    assert not weight.grad.any()
+
+
+HEADS, KV_HEADS, WIDTH = 4, 2, 8
+
+
+def brute_force(q: Tensor, k: Tensor, v: Tensor, lengths: list[int], window: int | None) -> Tensor:
+    """Attention document by document, key by key, ``[1, T, H, d]``."""
+    out, start = torch.zeros(q.shape[2], HEADS, WIDTH, dtype=q.dtype), 0
+    for length in lengths:
+        for t in range(start, start + length):
+            first = start if window is None else max(start, t - window + 1)
+            for h in range(HEADS):
+                kv = h // (HEADS // KV_HEADS)
+                scores = k[0, kv, first : t + 1] @ q[0, h, t] / math.sqrt(WIDTH)
+                out[t, h] = scores.softmax(0) @ v[0, kv, first : t + 1]
+        start += length
+    return out[None]
+
+
+# One long document beside short ones takes the block mask, equal ones the causal batch.
+@pytest.mark.parametrize("window", [None, 3])
+@pytest.mark.parametrize("lengths", [[9, 1, 1, 2], [5, 5, 4], [7], [1]], ids=str)
+def test_attention_over_a_pack(lengths: list[int], window: int | None) -> None:
+    generator = torch.Generator().manual_seed(1)
+    q, k, v = (torch.randn(1, h, sum(lengths), WIDTH, generator=generator, dtype=torch.float64)
+               for h in (HEADS, KV_HEADS, KV_HEADS))  # fmt: skip
+    packing = build_packing(lengths, "sdpa", torch.device("cpu"))
+    out, weights = packed_attention(torch.nn.Identity(), q, k, v, None, packing=packing, sliding_window=window)
+    assert weights is None
+    torch.testing.assert_close(out, brute_force(q, k, v, lengths, window))
+
+
+@pytest.mark.parametrize(
+    "extra", [{"dropout": 0.1}, {"softcap": 30.0}, {"s_aux": torch.zeros(1)}], ids=lambda e: next(iter(e))
+)
+def test_attention_refuses_what_it_would_leave_out(extra: dict[str, Any]) -> None:
+    x = torch.zeros(1, HEADS, 4, WIDTH)
+    packing = build_packing([4], "sdpa", torch.device("cpu"))
+    with pytest.raises(UnsupportedCapability) as caught:
+        packed_attention(torch.nn.Identity(), x, x, x, None, packing=packing, **extra)
+    assert next(iter(extra)) in str(caught.value)
+
+
+def test_attention_needs_a_packing() -> None:
+    x = torch.zeros(1, HEADS, 4, WIDTH)
+    with pytest.raises(UnsupportedCapability):
+        packed_attention(torch.nn.Identity(), x, x, x, None)
+
+
+@pytest.mark.parametrize(("heads", "kv_heads", "ranks", "fits"), [
+    (8, 2, 1, True), (8, 2, 2, True), (8, 2, 4, True), (8, 8, 8, True), (8, 4, 3, False), (6, 4, 6, False), (8, 2, 16, False),
+])  # fmt: skip
+def test_heads_are_split_over_ranks_or_refused(heads: int, kv_heads: int, ranks: int, fits: bool) -> None:
+    config = SimpleNamespace(num_attention_heads=heads, num_key_value_heads=kv_heads)
+    if fits:
+        check_heads(config, ranks)
+        return
+    with pytest.raises(ConfigError, match="cannot be split"):
+        check_heads(config, ranks)
+
+
+def test_kernels_are_chosen_or_refused_by_name() -> None:
+    assert choose_kernel("auto", "cpu", "bfloat16") == "sdpa"
+    with pytest.raises(ConfigError, match="unknown kernel"):
+        choose_kernel("flash", "cpu", "float32")
+    with pytest.raises(ConfigError, match="varlen"):
+        choose_kernel("varlen", "cpu", "float32")
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3, 4, 7])
+@pytest.mark.parametrize("rows", [1, 3, 8, 9])
+def test_first_rows_are_where_chunk_cuts(rows: int, ranks: int) -> None:
+    chunks = [c.tolist() for c in torch.arange(rows).chunk(ranks)]
+    for rank in range(ranks):
+        layout: Any = SimpleNamespace(shard_rank=rank, shard_size=ranks)
+        assert first_row(rows, layout) == (chunks[rank][0] if rank < len(chunks) else rows)
+
+
+def test_a_folder_without_weights(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="no weights"):
+        weight_files(str(tmp_path))
+
+
+def test_a_pickle_is_never_read(tmp_path: Path) -> None:
+    (tmp_path / "pytorch_model.bin").write_bytes(b"")
+    with pytest.raises(ConfigError) as caught:
+        weight_files(str(tmp_path))
+    assert "pytorch_model.bin is a pickle" in caught.value.why
+
+
+def test_a_file_that_cannot_be_read(tmp_path: Path) -> None:
+    save_file({"x": torch.zeros(64)}, tmp_path / "model.safetensors")
+    (tmp_path / "model.safetensors").write_bytes((tmp_path / "model.safetensors").read_bytes()[:40])
+    with pytest.raises(ConfigError, match="cannot be read"):
+        weight_files(str(tmp_path))
+
+
+def test_names_of_all_files_without_an_index(tmp_path: Path) -> None:
+    for name in ("a", "b"):
+        save_file({name: torch.zeros(1)}, tmp_path / f"{name}.safetensors")
+    assert weight_files(str(tmp_path)) == {"a": "a.safetensors", "b": "b.safetensors"}
+
+
+def test_a_folder_is_used_as_it_is(tmp_path: Path) -> None:
+    assert fetch(ModelSource(path=str(tmp_path))) == str(tmp_path)
+
+
+def test_a_model_that_is_nowhere(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(ConfigError) as caught:
+        fetch(ModelSource(path="no such model/at all/anywhere"))
+    assert caught.value.field == "model.path"

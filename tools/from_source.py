@@ -1,0 +1,46 @@
+"""Run the packages of this tree from source, without installing them.
+
+``python tools/from_source.py FOLDER`` writes the metadata by which Python finds entry points (one
+``NAME-VERSION.dist-info`` a package) and prints the PYTHONPATH to use. For machines that cannot install anything.
+"""
+
+from __future__ import annotations
+
+import sys
+import tomllib
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parent.parent
+
+
+def entry_points(project: dict[str, Any]) -> str:
+    """The text of ``entry_points.txt``."""
+    groups: dict[str, dict[str, str]] = dict(project.get("entry-points", {}))
+    if scripts := project.get("scripts"):
+        groups["console_scripts"] = scripts
+    return "\n".join(f"[{g}]\n" + "".join(f"{k} = {v}\n" for k, v in e.items()) for g, e in groups.items())
+
+
+def write(folder: Path) -> list[Path]:
+    """Write the metadata of every package into ``folder``; the source folders to put on the path."""
+    sources = []
+    for pyproject in sorted([*ROOT.glob("packages/*/pyproject.toml"), ROOT / "conformance" / "pyproject.toml"]):
+        project = tomllib.loads(pyproject.read_text())["project"]
+        name, version = project["name"], project["version"]
+        info = folder / f"{name.replace('-', '_')}-{version}.dist-info"
+        info.mkdir(parents=True, exist_ok=True)
+        (info / "METADATA").write_text(f"Metadata-Version: 2.4\nName: {name}\nVersion: {version}\n")
+        (info / "entry_points.txt").write_text(entry_points(project))
+        sources.append(pyproject.parent / "src")
+    return sources
+
+
+def main() -> None:
+    """Write, and print the path."""
+    folder = Path(sys.argv[1]).resolve()
+    print(":".join(str(path) for path in [folder, *write(folder)]))
+
+
+if __name__ == "__main__":
+    main()
