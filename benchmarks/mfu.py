@@ -106,6 +106,8 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
     world = engine.topology.world_size
     rate = options.tokens * engine.topology.dp_size / step
     peak = torch.cuda.max_memory_allocated() / 2**30 if options.device == "cuda" else 0.0
+    if options.profile:
+        options.profile.write_text(profile(engine, batches))
     row = {
         "shape": options.shape, "gpus": world, "tokens": options.tokens, "document": options.document,
         "attention": getattr(engine, "kernel", options.attention), "compile": options.compile, "chunk": options.chunk,
@@ -116,6 +118,19 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
     }  # fmt: skip
     engine.close()
     return row
+
+
+def profile(engine: Any, batches: list[Batch]) -> str:
+    """Where the time of three steps goes: kernels and host functions, by their own time."""
+    from torch.profiler import ProfilerActivity
+    from torch.profiler import profile as profiler
+
+    with profiler(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as recorded:
+        for batch in batches[:3]:
+            engine.train_batch(batch, sft_loss)
+    tables = [recorded.key_averages().table(sort_by=key, row_limit=18, max_name_column_width=60)
+              for key in ("self_cuda_time_total", "self_cpu_time_total")]  # fmt: skip
+    return "\n".join(tables)
 
 
 def main() -> None:
@@ -133,6 +148,7 @@ def main() -> None:
     parser.add_argument("--ulysses", type=int, default=1)
     parser.add_argument("--steps", type=int, default=10)
     parser.add_argument("--warmup", type=int, default=4)
+    parser.add_argument("--profile", type=Path, help="write a profile of three steps there")
     parser.add_argument("--options", default="{}", help="JSON: the engine's own options")
     row = measure(parser.parse_args())
     if int(os.environ.get("RANK", "0")) == 0:

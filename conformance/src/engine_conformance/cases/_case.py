@@ -48,7 +48,7 @@ GROUPS = (
 )
 _MODULES = (*GROUPS, "objectives", "refusals")  # the last two belong to train and contract
 CASES: dict[str, Case] = {}
-_HINTS = "If this fails:"
+_HINTS = "If this fails"
 
 
 class SkipCase(Exception):
@@ -85,7 +85,7 @@ class Case:
     def hints(self) -> str:
         """What to look at when it fails, and the defects of the field that it was made from."""
         _, _, hints = inspect.cleandoc(self.function.__doc__ or "").partition(_HINTS)
-        return " ".join(hints.split())
+        return " ".join(hints.split()).removeprefix(": ")
 
     def why_not(self, target: Target) -> str | None:
         """Why this case does not apply to ``target``, or None."""

@@ -16,6 +16,7 @@ from engine_conformance.oracle.losses import ppo_loss, sft_loss, value_loss, wei
 __all__ = [
     "entropy_bonus",
     "infinite_gradient",
+    "infinite_on_last_rank",
     "nan_on_last_rank",
     "oracle_entropy_bonus",
     "oracle_policy",
@@ -99,8 +100,18 @@ def oracle_warm(oracle: OracleModel, batch: PackedDocuments, denominator: float)
 def nan_on_last_rank(outputs: TokenOutputs, batch: Batch) -> LossOutput:
     """Negative log-likelihood that is not a number on the last rank alone."""
     assert outputs.log_probs is not None
-    last = os.environ.get("RANK", "0") == str(int(os.environ.get("WORLD_SIZE", "1")) - 1)
-    return LossOutput(loss=-(batch.loss_weight * outputs.log_probs).sum() * (float("nan") if last else 1.0))
+    return LossOutput(loss=-(batch.loss_weight * outputs.log_probs).sum() * (float("nan") if _is_last() else 1.0))
+
+
+def infinite_on_last_rank(outputs: TokenOutputs, batch: Batch) -> LossOutput:
+    """Negative log-likelihood plus an infinite constant on the last rank alone: its gradient is finite."""
+    assert outputs.log_probs is not None
+    constant = float("inf") if _is_last() else 0.0
+    return LossOutput(loss=constant - (batch.loss_weight * outputs.log_probs).sum())
+
+
+def _is_last() -> bool:
+    return os.environ.get("RANK", "0") == str(int(os.environ.get("WORLD_SIZE", "1")) - 1)
 
 
 def infinite_gradient(outputs: TokenOutputs, batch: Batch) -> LossOutput:

@@ -189,6 +189,13 @@ def _stage_matches(target: Target, ranks: Sequence[Trained], want: TrainResult, 
     )
 
 
+def _remains(folder: Path) -> None:
+    """What a killed save might have left: the writer removes it first, which takes longer than a step."""
+    folder.mkdir()
+    for index in range(20_000):
+        (folder / str(index)).touch()
+
+
 def save_while_training(setup: Setup, batches: Sequence[PackedDocuments], folder: Path) -> Trained:
     """A save that is not waited for, steps meanwhile, a second one, and a close that must wait for it."""
     with opened(setup) as engine:
@@ -197,6 +204,8 @@ def save_while_training(setup: Setup, batches: Sequence[PackedDocuments], folder
             return engine.train_batch(local_batch(engine, batch, setup.device), sft_loss)
 
         outputs = [step(batches[0])]
+        if engine.topology.rank == 0:
+            _remains(folder / "first.partial")
         first = engine.save_checkpoint(folder / "first")
         outputs += [step(batch) for batch in batches[1:]]
         assert first.result().step == 1

@@ -86,10 +86,15 @@ def masked_batch(target: Target) -> float:
 def nonfinite(target: Target) -> float:
     """A loss that is not finite on one rank MUST skip the step on all, and leave weights and optimizer bit for bit.
 
+    Not a number, and infinite with a finite gradient.
+
     If this fails: a rank skips alone and the next collective hangs, or moments have taken in a NaN for good.
     """
-    outputs, margin = _skips(target, [(documents(33, "uneven"), losses.nan_on_last_rank)])
-    must(not math.isfinite(outputs[0].loss), "loss", f"{outputs[0].loss} is reported for a loss of NaN")
+    batch = documents(33, "uneven")
+    outputs, margin = _skips(target, [(batch, losses.nan_on_last_rank), (batch, losses.infinite_on_last_rank)])
+    for output in outputs:
+        must(not math.isfinite(output.loss), "loss", f"{output.loss} is reported for one that is not finite")
+    must(math.isfinite(outputs[1].grad_norm), "grad_norm", f"{outputs[1].grad_norm}: a constant has no gradient")
     return margin
 
 

@@ -14,6 +14,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import AbstractContextManager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -43,6 +44,15 @@ if TYPE_CHECKING:
     import torch
 
     from engine_api.registry import Resolution
+
+
+@dataclass(frozen=True, slots=True)
+class _Work:
+    """A forward and backward that was given to the device."""
+
+    micro_batches: MicroBatches
+    denominator: float  # 0: nothing carried loss
+    outputs: Sequence[LossOutput]
 
 
 class BaseEngine(ABC):
@@ -83,8 +93,11 @@ class BaseEngine(ABC):
         """See ``Engine.train_batch``."""
         self._expect("train_batch", "ready")
         self._drop_gradients()
-        forward = self.forward_backward(batch, loss, denominator=denominator, temperature=temperature)
-        step = self.optimizer_step()
+        work = self._compute("train_batch", batch, loss, denominator, temperature)
+        # The norm before the loss: reading either waits for the device, and this way it waits once.
+        norm = self._clip()
+        forward = self._gather_results(work)
+        step = self._step_with(norm)
         return TrainOutput(
             loss=forward.loss, metrics=forward.metrics, denominator=forward.denominator,
             num_tokens=forward.num_tokens, num_micro_batches=forward.num_micro_batches,
@@ -96,34 +109,19 @@ class BaseEngine(ABC):
     ) -> ForwardBackwardOutput:
         """See ``Engine.forward_backward``."""
         self._expect("forward_backward", "ready")
-        self._require_optimizer("forward_backward")
-        _check_call(denominator, temperature)
-        micro_batches = self._prepare(batch, needs_weight=denominator is None)
-        total = denominator or micro_batches.loss_weight or 0.0
-        if micro_batches.loss_weight == 0.0 or total == 0.0:  # nothing carries loss anywhere: no gradient, no collective, no NaN
-            self._pending.append(0.0)
-            return ForwardBackwardOutput(loss=0.0, metrics={}, denominator=0.0, num_tokens=micro_batches.num_tokens,
-                                         num_micro_batches=0)  # fmt: skip
-        try:
-            outputs = self._run_train(micro_batches.parts, loss, total, temperature)
-        except BaseException:  # Ctrl-C too: half a gradient must not meet the next step
-            self._drop_gradients()
-            raise
-        sums = self._sum_over_data_parallel(outputs)
-        value = sums.pop("loss") / total
-        self._pending.append(value)
-        self._has_gradient = True
-        return ForwardBackwardOutput(loss=value, metrics=sums, denominator=total, num_tokens=micro_batches.num_tokens,
-                                     num_micro_batches=len(micro_batches.parts))  # fmt: skip
+        return self._gather_results(self._compute("forward_backward", batch, loss, denominator, temperature))
 
     def optimizer_step(self) -> StepOutput:
         """See ``Engine.optimizer_step``."""
         self._expect("optimizer_step", "ready")
-        optimizer = self._require_optimizer("optimizer_step")
+        self._require_optimizer("optimizer_step")
         if not self._pending:
             raise EngineStateError("optimizer_step", "without a gradient", "past a forward_backward")
+        return self._step_with(self._clip())
+
+    def _step_with(self, norm: float) -> StepOutput:
+        optimizer = self._require_optimizer("optimizer_step")
         lr = optimizer.lr * lr_factor(self.config.schedule, self._step)
-        norm = self._clip_gradients(optimizer.clip_norm) if self._has_gradient else 0.0
         skipped = self._why_skip(norm)
         if skipped is None:
             self._apply_optimizer(lr)
@@ -205,6 +203,38 @@ class BaseEngine(ABC):
         memory = self.config.memory
         return prepare(batch, comm=self.comm, topology=self.topology, max_tokens=memory.max_tokens,
                        vocab_size=self.vocab_size, needs_weight=needs_weight)  # fmt: skip
+
+    def _compute(
+        self, called: str, batch: Batch, loss: LossFn, denominator: float | None, temperature: float
+    ) -> _Work:
+        """Forward and backward; nothing is read back from the device yet."""
+        self._require_optimizer(called)
+        _check_call(denominator, temperature)
+        micro_batches = self._prepare(batch, needs_weight=denominator is None)
+        total = denominator or micro_batches.loss_weight or 0.0
+        if micro_batches.loss_weight == 0.0 or total == 0.0:
+            # Nothing carries loss anywhere: no gradient, no collective, no NaN.
+            return _Work(micro_batches, 0.0, ())
+        try:
+            outputs = self._run_train(micro_batches.parts, loss, total, temperature)
+        except BaseException:  # Ctrl-C too: half a gradient must not meet the next step
+            self._abort()
+            self._drop_gradients()
+            raise
+        self._has_gradient = True
+        return _Work(micro_batches, total, outputs)
+
+    def _gather_results(self, work: _Work) -> ForwardBackwardOutput:
+        sums = self._sum_over_data_parallel(work.outputs) if work.outputs else {"loss": 0.0}
+        value = sums.pop("loss") / (work.denominator or 1.0)
+        self._pending.append(value)
+        return ForwardBackwardOutput(
+            loss=value, metrics=sums, denominator=work.denominator, num_tokens=work.micro_batches.num_tokens,
+            num_micro_batches=len(work.outputs),
+        )  # fmt: skip
+
+    def _clip(self) -> float:
+        return self._clip_gradients(self._require_optimizer("clip").clip_norm) if self._has_gradient else 0.0
 
     def _run_train(
         self, parts: Sequence[Batch], loss: LossFn, denominator: float, temperature: float

@@ -44,6 +44,10 @@ def _back(x: Tensor, length: int) -> Tensor:
     return x[:, :, :length].transpose(1, 2).flatten(0, 1)
 
 
+def _joined(parts: list[Tensor]) -> Tensor:
+    return (parts[0] if len(parts) == 1 else torch.cat(parts)).contiguous()
+
+
 @torch.library.custom_op("engine_fsdp::cudnn_packed", mutates_args=())
 def cudnn_packed(q: Tensor, k: Tensor, v: Tensor, bounds: Tensor, scale: float) -> tuple[Tensor, Tensor]:
     """Attention within documents.
@@ -61,7 +65,7 @@ def cudnn_packed(q: Tensor, k: Tensor, v: Tensor, bounds: Tensor, scale: float) 
         result = _aten._scaled_dot_product_cudnn_attention(query, key, value, None, True, 0.0, True, False, scale=scale)
         outs.append(_back(result[0], length))
         sums.append(_back(result[1].reshape(count, q.shape[1], -1), length))
-    return torch.cat(outs).contiguous(), torch.cat(sums).contiguous()
+    return _joined(outs), _joined(sums)
 
 
 @cudnn_packed.register_fake
@@ -85,7 +89,7 @@ def _backward_op(
         )
         for collected, part in zip(grads, result, strict=False):
             collected.append(_back(part, length))
-    d_query, d_key, d_value = (torch.cat(parts).contiguous() for parts in grads)
+    d_query, d_key, d_value = (_joined(parts) for parts in grads)
     return d_query, d_key, d_value
 
 

@@ -67,21 +67,24 @@ class _KnownLogProb(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, hidden: Tensor, weight: Tensor, targets: Tensor, coefficients: Tensor, scale: float, chunk: int
-    ) -> Tensor:
+        ctx: Any, hidden: Tensor, weight: Tensor, targets: Tensor, coefficients: Tensor, scale: float, chunk: int,
+        with_entropy: bool,
+    ) -> tuple[Tensor, Tensor]:  # fmt: skip
         statistics, gradient = _fused(_statistics, hidden), _fused(_gradient, hidden)
-        log_probs = torch.empty(hidden.shape[0], dtype=torch.float32, device=hidden.device)
+        size = hidden.shape[0]
+        log_probs, entropy = (torch.empty(size, dtype=torch.float32, device=hidden.device) for _ in range(2))
         d_hidden = torch.empty_like(hidden)
         d_weight = torch.zeros(weight.shape, dtype=torch.float32, device=weight.device)
-        for start in range(0, hidden.shape[0], chunk):
+        for start in range(0, size, chunk):
             part = slice(start, start + chunk)
             logits = hidden[part] @ weight.T
-            log_probs[part], normalizer, entropy = statistics(logits, targets[part], scale, False)
-            d_logits = gradient(logits, targets[part], normalizer, entropy, coefficients[part], None, scale)
+            log_probs[part], normalizer, entropy[part] = statistics(logits, targets[part], scale, with_entropy)
+            d_logits = gradient(logits, targets[part], normalizer, entropy[part], coefficients[part], None, scale)
             torch.mm(d_logits, weight, out=d_hidden[part])
             _accumulate(d_weight, d_logits, hidden[part])
         ctx.save_for_backward(coefficients, d_hidden, d_weight.to(weight.dtype))
-        return log_probs
+        ctx.mark_non_differentiable(entropy)  # the loss promised that it does not train on it
+        return log_probs, entropy
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
@@ -90,7 +93,7 @@ class _KnownLogProb(torch.autograd.Function):
         # A loss that broke its promise must not train: NaN makes the engine skip the step and say so.
         kept = (grads[0] - factor * known).abs().max() <= 1e-3 * grads[0].abs().max()
         factor = torch.where(kept, factor, torch.nan)
-        return d_hidden.mul_(factor), d_weight.mul_(factor), None, None, None, None
+        return d_hidden.mul_(factor), d_weight.mul_(factor), None, None, None, None, None
 
 
 def _statistics(logits: Tensor, targets: Tensor, scale: float, with_entropy: bool) -> tuple[Tensor, Tensor, Tensor]:
@@ -155,11 +158,11 @@ def chunked_log_probs(
         rounded to the dtype of ``hidden``, everything after them is float32.
     """
     trains = torch.is_grad_enabled() and hidden.requires_grad and weight.requires_grad
-    if coefficients is not None and trains and not entropy and hidden.shape[0] > chunk:
-        known: Tensor = _KnownLogProb.apply(  # type: ignore[no-untyped-call]
-            hidden, weight, targets, coefficients, 1.0 / temperature, chunk
+    if coefficients is not None and trains and hidden.shape[0] > chunk:
+        known: tuple[Tensor, Tensor] = _KnownLogProb.apply(  # type: ignore[no-untyped-call]
+            hidden, weight, targets, coefficients, 1.0 / temperature, chunk, entropy
         )
-        return known, None
+        return known[0], known[1] if entropy else None
     out: tuple[Tensor, Tensor] = _ChunkedLogProb.apply(  # type: ignore[no-untyped-call]
         hidden, weight, targets, 1.0 / temperature, chunk, entropy
     )
