@@ -64,7 +64,9 @@ def _import_seconds(module: str) -> float:
 
 def test_import_time(benchmark: Any) -> None:
     """A process that imports the contract, against one that imports nothing and one that imports torch."""
-    api, empty, torch = (_import_seconds(m) for m in ("engine_api, engine_api.registry, engine_api.base", "sys", "torch"))
+    api, empty, torch = (
+        _import_seconds(m) for m in ("engine_api, engine_api.registry, engine_api.base", "sys", "torch")
+    )
     benchmark.extra_info.update(shape="one process", ratio=f"{api / torch:.3f} (engine_api / torch)",
                                 memory=f"{(api - empty) * 1000:.0f} ms above an empty process")  # fmt: skip
     benchmark.pedantic(lambda: _import_seconds("engine_api"), rounds=1)

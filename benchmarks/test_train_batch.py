@@ -20,6 +20,7 @@ MIXED = [32] * 12 + [64] * 6 + [128] * 3 + [384]
 
 
 def documents(lengths: list[int]) -> Batch:
+    """Random documents of these lengths; all tokens but first ones carry loss."""
     generator = torch.Generator().manual_seed(0)
     parts = []
     for length in lengths:
@@ -73,7 +74,9 @@ def test_overhead(benchmark: Any, folder: Path, make_engine: Callable[..., Any])
     batch, engine = documents(EQUAL), make_engine(logit_chunk=4096)
     plain = plain_step(folder, batch)
     ours, theirs = interleaved(lambda: engine.train_batch(batch, sft_loss), plain)
-    benchmark.extra_info.update(shape=SHAPE_TEXT, documents="4 x 256", ratio=f"{ours / theirs:.3f} (engine / plain loop)")
+    benchmark.extra_info.update(
+        shape=SHAPE_TEXT, documents="4 x 256", ratio=f"{ours / theirs:.3f} (engine / plain loop)"
+    )
     benchmark.pedantic(lambda: engine.train_batch(batch, sft_loss), rounds=3)
 
 

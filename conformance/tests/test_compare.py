@@ -100,9 +100,7 @@ def test_weights_name_element_and_update(want: Tensor) -> None:
     start = {"a.weight": torch.zeros(5, 2, dtype=torch.float64), "b.weight": torch.ones(3)}
     exact = {"a.weight": want.reshape(5, 2), "b.weight": torch.ones(3)}
     got = exact | {"a.weight": want.reshape(5, 2) / 4}
-    with pytest.raises(
-        ConformanceFailure, match=r"(?s)a\.weight\[\d, \d\]: got .* likely: .*0\.25 = 1 / tp"
-    ) as caught:
+    with pytest.raises(ConformanceFailure, match=r"(?s)a\.weight\[\d, \d\]: got .* likely: .*0\.25 = 1 / tp") as caught:
         assert_weights_close(got, exact, TOL, start=start, factors={"tp size": 4})
     assert caught.value.margin > 100
     assert assert_weights_close(exact, exact, TOL) == 0
@@ -119,9 +117,7 @@ def test_bitwise_sees_dtype_sign_of_zero_and_one_bit() -> None:
         assert_bitwise(want | {"w": torch.tensor([[1.0, -0.0]])}, want)
 
 
-def float32_run(
-    folder: Any, batches: list[Any], lr: float
-) -> tuple[dict[str, Tensor], list[float], list[float]]:
+def float32_run(folder: Any, batches: list[Any], lr: float) -> tuple[dict[str, Tensor], list[float], list[float]]:
     """Weights, losses and gradient norms of transformers in float32 with PyTorch's AdamW."""
     model = AutoModelForCausalLM.from_pretrained(folder)
     adamw, losses, norms = torch.optim.AdamW(model.parameters(), lr=lr), [], []
@@ -149,9 +145,7 @@ def test_tolerances_hold_for_float32_and_see_defects(checkpoint: Any) -> None:
         assert assert_scalar_close("loss", loss, step.loss, tolerance("loss")) < 1
         assert assert_scalar_close("grad_norm", norm, step.grad_norm, tolerance("grad_norm")) < 1
         with pytest.raises(ConformanceFailure, match="2 = dp size"):
-            assert_scalar_close(
-                "grad_norm", 2 * norm, step.grad_norm, tolerance("grad_norm"), factors=factors
-            )
+            assert_scalar_close("grad_norm", 2 * norm, step.grad_norm, tolerance("grad_norm"), factors=factors)
     bound = weight_tolerance(result)
     assert assert_weights_close(weights, result.params, bound) < 1
     elements = torch.cat([b.flatten() for b in bound.values()])

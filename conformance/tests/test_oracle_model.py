@@ -139,9 +139,7 @@ def test_names_are_exact_and_tied_head_absent(checkpoint: Any) -> None:
         ({"architectures": ["Qwen3ForSequenceClassification"]}, "SequenceClassification"),
     ],
 )
-def test_refuses_what_it_does_not_compute(
-    checkpoint: Any, tmp_path: Path, change: dict[str, Any], word: str
-) -> None:
+def test_refuses_what_it_does_not_compute(checkpoint: Any, tmp_path: Path, change: dict[str, Any], word: str) -> None:
     raw = json.loads((checkpoint() / "config.json").read_text())
     (tmp_path / "config.json").write_text(json.dumps(raw | change))
     with pytest.raises(UnsupportedModel, match=word):

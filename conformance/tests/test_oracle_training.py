@@ -49,9 +49,7 @@ def test_training_equals_torch_adamw(checkpoint: Any, max_norm: float | None, sp
         assert step.grad_norm == pytest.approx(norm.item(), rel=1e-12)
     for name, param in leaves.params.items():
         torch.testing.assert_close(result.params[name], param.detach(), **TIGHT)
-        torch.testing.assert_close(
-            result.optimizer.exp_avg_sq[name], adamw.state[param]["exp_avg_sq"], **TIGHT
-        )
+        torch.testing.assert_close(result.optimizer.exp_avg_sq[name], adamw.state[param]["exp_avg_sq"], **TIGHT)
     assert result.optimizer.step == 3
 
 

@@ -24,7 +24,7 @@ CHAT_TEMPLATE = (
     "{% elif m['role'] == 'assistant' %}<|assistant|>{{ m['content'] }}{{ eos_token }}{% endif %}"
     "{% endfor %}{% if add_generation_prompt %}<|assistant|>{% endif %}"
 )
-SPECIAL = ["<|pad|>", "<|bos|>", "<|eos|>", "<|user|>", "<|assistant|>"]
+PAD, BOS, EOS, *TURNS = SPECIAL = ["<|pad|>", "<|bos|>", "<|eos|>", "<|user|>", "<|assistant|>"]
 # Digits one by one; words together with the spaces between them, so that a question is about 17 tokens.
 WORDS = r"\d|[A-Za-z ]*[A-Za-z] ?|\n+|#+ ?| ?[^A-Za-z\d\s] ?| "
 
@@ -54,8 +54,8 @@ def _tokenizer(texts: list[str]) -> Any:
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
     ))  # fmt: skip
     tokenizer = PreTrainedTokenizerFast(
-        tokenizer_object=bpe, pad_token="<|pad|>", bos_token="<|bos|>", eos_token="<|eos|>",
-        additional_special_tokens=["<|user|>", "<|assistant|>"], padding_side="left",
+        tokenizer_object=bpe, pad_token=PAD, bos_token=BOS, eos_token=EOS,
+        additional_special_tokens=TURNS, padding_side="left",
     )  # fmt: skip
     tokenizer.chat_template = CHAT_TEMPLATE
     return tokenizer

@@ -86,9 +86,7 @@ def _attempt(function: Any, kwargs: Mapping[str, Any]) -> bytes:
 
 def _join(spec: WorkerSpec) -> None:
     rank = str(spec.rank)
-    os.environ.update(
-        RANK=rank, LOCAL_RANK=rank, WORLD_SIZE=str(spec.world), LOCAL_WORLD_SIZE=str(spec.world)
-    )
+    os.environ.update(RANK=rank, LOCAL_RANK=rank, WORLD_SIZE=str(spec.world), LOCAL_WORLD_SIZE=str(spec.world))
     import torch
     import torch.distributed as dist
 

@@ -46,9 +46,7 @@ class ConformanceFailure(AssertionError):
         super().__init__("\n  likely: ".join([f"{quantity}{at}: {problem}", *self.hints]))
 
 
-def assert_scalar_close(
-    name: str, got: float, want: float, tol: Tolerance, *, factors: Factors | None = None
-) -> float:
+def assert_scalar_close(name: str, got: float, want: float, tol: Tolerance, *, factors: Factors | None = None) -> float:
     """One number, as a loss or a gradient norm.
 
     Args:
@@ -164,9 +162,7 @@ def assert_bitwise(got: Mapping[str, Tensor], want: Mapping[str, Tensor], *, nam
         if differ.any():
             index = int(differ.nonzero()[0])
             pair = have.flatten()[index].item(), exact.flatten()[index].item()
-            problem = (
-                f"got {pair[0]!r}, want {pair[1]!r}; {int(differ.sum())} of {differ.numel()} elements differ"
-            )
+            problem = f"got {pair[0]!r}, want {pair[1]!r}; {int(differ.sum())} of {differ.numel()} elements differ"
             raise ConformanceFailure(name, problem, where=f"{key}{_subscript(index, exact.shape)}")
     return 0.0
 

@@ -92,9 +92,7 @@ def tolerance(quantity: Quantity, dtype: torch.dtype = torch.float32, *, layers:
     }[quantity]
 
 
-def weight_tolerance(
-    result: TrainResult, dtype: torch.dtype = torch.float32, *, layers: int = 2
-) -> dict[str, Tensor]:
+def weight_tolerance(result: TrainResult, dtype: torch.dtype = torch.float32, *, layers: int = 2) -> dict[str, Tensor]:
     """The largest error of each weight after the steps of ``result``, absolute, by name.
 
     Three parts, with the sum of the learning rates as the unit of length:

@@ -71,9 +71,7 @@ def ppo_loss(
     dual_clip: float | None = None,
 ) -> Tensor:
     """`ppo_terms`, weighted and summed."""
-    terms = ppo_terms(
-        log_probs, old_log_probs, advantages, clip_low=clip_low, clip_high=clip_high, dual_clip=dual_clip
-    )
+    terms = ppo_terms(log_probs, old_log_probs, advantages, clip_low=clip_low, clip_high=clip_high, dual_clip=dual_clip)
     return weighted_sum(terms, loss_weight, denominator)
 
 

@@ -136,9 +136,7 @@ class OracleModel:
         return margin
 
 
-def load_oracle(
-    folder: str | Path, *, adapter: str | Path | None = None, requires_grad: bool = False
-) -> OracleModel:
+def load_oracle(folder: str | Path, *, adapter: str | Path | None = None, requires_grad: bool = False) -> OracleModel:
     """Load a Hugging Face folder (``config.json``, ``*.safetensors``) as a float64 oracle.
 
     Args:

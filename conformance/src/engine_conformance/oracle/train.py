@@ -124,14 +124,10 @@ def train_steps(
         moved = _sensitivity(grads, state, config, lr)
         sensitivity = {name: before + moved[name] for name, before in sensitivity.items()}
         steps.append(StepResult(loss=value, grad_norm=global_norm(grads), lr=lr))
-    return TrainResult(
-        steps=tuple(steps), oracle=model, optimizer=state, config=config, sensitivity=sensitivity
-    )
+    return TrainResult(steps=tuple(steps), oracle=model, optimizer=state, config=config, sensitivity=sensitivity)
 
 
-def _sensitivity(
-    grads: dict[str, Tensor], state: AdamWState, config: AdamWConfig, lr: float
-) -> dict[str, Tensor]:
+def _sensitivity(grads: dict[str, Tensor], state: AdamWState, config: AdamWConfig, lr: float) -> dict[str, Tensor]:
     """``lr * rms(g) / (sqrt(v) + eps)``: how an error of one rms in the gradient changes this update.
 
     Zero where no gradient was ever seen: an absent token's embedding has no rounding error either.

@@ -81,7 +81,9 @@ def _doctor() -> int:
             for device in (d for d in DEVICES if d in row.devices):
                 result = probe(found, device)
                 verdict = "ok" if result.ok else f"{result.reason}; to do: {result.remedy}"
-                print(f"{'/'.join(row.model_types)} by {'/'.join(row.backends)} on {device} ({found.source}): {verdict}")
+                print(
+                    f"{'/'.join(row.model_types)} by {'/'.join(row.backends)} on {device} ({found.source}): {verdict}"
+                )
     broken = _broken()
     for found in broken:
         print(f"\n{found.name} from {found.source} is broken: {found.problem}")

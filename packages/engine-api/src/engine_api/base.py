@@ -151,7 +151,11 @@ class BaseEngine(ABC):
         state = self.state_shards()
         asynchronous = self.config.checkpoint.async_save
         if asynchronous:  # training goes on and changes the tensors: the writer gets copies
-            state = {key: (tensor.detach().to("cpu", copy=True), spec) for key, (tensor, spec) in state.items() if spec.replica == 0}
+            state = {
+                key: (tensor.detach().to("cpu", copy=True), spec)
+                for key, (tensor, spec) in state.items()
+                if spec.replica == 0
+            }
         arguments: dict[str, Any] = {
             "comm": self._checkpoint_comm, "state": state, "rank_state": self._rng_state(), "step": self._step,
             "engine": self._name, "topology": dict(self.topology.sizes), "extra": dict(extra or {}),
@@ -204,9 +208,7 @@ class BaseEngine(ABC):
         return prepare(batch, comm=self.comm, topology=self.topology, max_tokens=memory.max_tokens,
                        vocab_size=self.vocab_size, needs_weight=needs_weight)  # fmt: skip
 
-    def _compute(
-        self, called: str, batch: Batch, loss: LossFn, denominator: float | None, temperature: float
-    ) -> _Work:
+    def _compute(self, called: str, batch: Batch, loss: LossFn, denominator: float | None, temperature: float) -> _Work:
         """Forward and backward; nothing is read back from the device yet."""
         self._require_optimizer(called)
         _check_call(denominator, temperature)

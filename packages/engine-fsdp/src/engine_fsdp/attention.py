@@ -126,6 +126,7 @@ def packed_attention(
 
     Args:
         query: ``[1, H, T, d]``; key, value: ``[1, KV, T, d]`` (this rank's tokens under Ulysses).
+        attention_mask: always None; transformers makes no mask for a kernel that it does not know.
         packing: given to the model's forward by the engine.
 
     Returns:
@@ -134,7 +135,7 @@ def packed_attention(
     Raises:
         UnsupportedCapability: the layer asks for something that would silently be left out.
     """
-    if packing is None:
+    if packing is None or attention_mask is not None:
         raise UnsupportedCapability("unpacked attention", where=NAME, remedy="call the model through its engine")
     unknown = sorted(n for n, v in extra.items() if v is not None and n not in _HARMLESS)
     if dropout or unknown:
@@ -181,7 +182,7 @@ def _window_mask(packing: Packing, window: int) -> Tensor:
 
 
 def _varlen(q: Tensor, k: Tensor, v: Tensor, packing: Packing, scale: float | None, window: int | None) -> Tensor:
-    grouped = {"enable_gqa": True} if _HAS_GQA else {}  # before 2.13 unequal heads are simply accepted
+    grouped: dict[str, Any] = {"enable_gqa": True} if _HAS_GQA else {}  # before 2.13 unequal heads are simply accepted
     q, k, v = (x[0].transpose(0, 1) for x in (q, k, v))  # [T, H, d]
     size = (-1 if window is None else window - 1, 0)
     out = varlen_attn(q, k, v, packing.cu_seqlens, packing.cu_seqlens, packing.max_length, packing.max_length,

@@ -11,6 +11,7 @@ One custom operator, so that torch.compile sees no lengths and compiles a block 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -18,13 +19,15 @@ import torch.nn.functional as F
 from torch import Tensor
 
 _STEP = 128
-_aten = torch.ops.aten
+# There is no public name for one pass of cuDNN attention; F.scaled_dot_product_attention calls these.
+_forward = torch.ops.aten._scaled_dot_product_cudnn_attention  # noqa: SLF001
+_gradient = torch.ops.aten._scaled_dot_product_cudnn_attention_backward  # noqa: SLF001
 
 
 def _groups(bounds: Tensor) -> Iterator[tuple[int, int, int]]:
     """(first token, documents, tokens a document) of what runs as one batch."""
     ends: list[int] = bounds.tolist()
-    lengths = [b - a for a, b in zip(ends, ends[1:], strict=False)]
+    lengths = [b - a for a, b in pairwise(ends)]
     if len(set(lengths)) == 1:
         yield 0, len(lengths), lengths[0]
         return
@@ -62,7 +65,7 @@ def cudnn_packed(q: Tensor, k: Tensor, v: Tensor, bounds: Tensor, scale: float) 
     outs, sums = [], []
     for start, count, length in _groups(bounds):
         query, key, value = (_rows(x, start, count, length) for x in (q, k, v))
-        result = _aten._scaled_dot_product_cudnn_attention(query, key, value, None, True, 0.0, True, False, scale=scale)
+        result = _forward(query, key, value, None, True, 0.0, True, False, scale=scale)
         outs.append(_back(result[0], length))
         sums.append(_back(result[1].reshape(count, q.shape[1], -1), length))
     return _joined(outs), _joined(sums)
@@ -84,9 +87,7 @@ def _backward_op(
         parts = [_rows(x, start, count, length) for x in (grad, q, k, v, out)]
         logsumexp = _rows(sums[..., None], start, count, length).contiguous()
         padded = parts[1].shape[2]
-        result = _aten._scaled_dot_product_cudnn_attention_backward(
-            *parts, logsumexp, zero, zero, None, None, None, padded, padded, 0.0, True, scale=scale
-        )
+        result = _gradient(*parts, logsumexp, zero, zero, None, None, None, padded, padded, 0.0, True, scale=scale)
         for collected, part in zip(grads, result, strict=False):
             collected.append(_back(part, length))
     d_query, d_key, d_value = (_joined(parts) for parts in grads)

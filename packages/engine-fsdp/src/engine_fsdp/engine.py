@@ -48,7 +48,7 @@ class FSDPEngine(BaseEngine):
     def _build(self) -> None:
         config = self.config
         self._owns_group = ensure_process_group(self.device_type, self.options.timeout_s)
-        self.device = torch.device(self.device_type, torch.cuda.current_device() if self.device_type == "cuda" else None)
+        self.device = torch.device("cpu" if self.device_type == "cpu" else f"cuda:{torch.cuda.current_device()}")
         self.layout: Layout = build_layout(config.parallelism, self.device_type)
         self.topology = self.layout.topology
         self.comm: Comm = TorchComm() if self.topology.world_size > 1 else SingleComm()
@@ -74,7 +74,7 @@ class FSDPEngine(BaseEngine):
             self._materialize(lm, home)
         self.table: list[ShardedParam] = parameter_table(self.module, built.pieces, layout)
         if not built.materialized:
-            fill(self.table, built.folder, config.seed, layout)
+            fill(self.table, built.folder, config.seed)
         lora.initialize(self.table, config.seed)
         if self.options.verify_model:
             verify_model(self, [5, 8])

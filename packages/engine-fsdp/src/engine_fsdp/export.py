@@ -74,7 +74,9 @@ def _whole(entry: ShardedParam, layout: Layout) -> Tensor:
     return gathered[1]
 
 
-def _gather(bucket: list[tuple[ShardedParam, Tensor]], layout: Layout, device: torch.device) -> Iterator[tuple[str, Tensor]]:
+def _gather(
+    bucket: list[tuple[ShardedParam, Tensor]], layout: Layout, device: torch.device
+) -> Iterator[tuple[str, Tensor]]:
     """One all-gather for the bucket; every rank's part is padded to the size of the first rank's."""
     if layout.shard_size == 1:
         for entry, rows in bucket:

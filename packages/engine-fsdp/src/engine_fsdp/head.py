@@ -27,7 +27,9 @@ class _ChunkedLogProb(torch.autograd.Function):
         ctx: Any, hidden: Tensor, weight: Tensor, targets: Tensor, scale: float, chunk: int, with_entropy: bool
     ) -> tuple[Tensor, Tensor]:
         size, statistics = hidden.shape[0], _fused(_statistics, hidden)
-        log_probs, normalizer, entropy = (torch.empty(size, dtype=torch.float32, device=hidden.device) for _ in range(3))
+        log_probs, normalizer, entropy = (
+            torch.empty(size, dtype=torch.float32, device=hidden.device) for _ in range(3)
+        )
         logits = hidden.new_empty(0)
         for start in range(0, size, chunk):
             part = slice(start, start + chunk)
@@ -61,8 +63,10 @@ class _ChunkedLogProb(torch.autograd.Function):
 
 
 class _KnownLogProb(torch.autograd.Function):
-    """The same log-probs when their upstream gradient is known up to a factor: the gradients are formed in the
-    forward pass, and a chunk's logits are computed once instead of twice (a quarter of the head's products).
+    """The same log-probs when their upstream gradient is known up to a factor.
+
+    The gradients are formed in the forward pass, and a chunk's logits are computed once instead of twice (a quarter
+    of the head's products).
     """
 
     @staticmethod

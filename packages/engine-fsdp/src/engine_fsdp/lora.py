@@ -24,7 +24,8 @@ def inject(lm: nn.Module, lora: LoraConfig) -> None:
     except ImportError as error:
         raise ConfigError("lora", "peft is not installed", remedy="pip install engine-fsdp[lora]") from error
     targets = lora.target_modules if isinstance(lora.target_modules, str) else list(lora.target_modules)
-    config = PeftLoraConfig(r=lora.rank, lora_alpha=lora.alpha, lora_dropout=lora.dropout, target_modules=targets)
+    # peft annotates lora_alpha as an integer and computes with it as a number.
+    config = PeftLoraConfig(r=lora.rank, lora_alpha=lora.alpha, lora_dropout=lora.dropout, target_modules=targets)  # pyright: ignore[reportArgumentType]
     try:
         inject_adapter_in_model(config, lm)
     except ValueError as error:

@@ -34,7 +34,7 @@ def ensure_process_group(device_type: str, timeout_s: int) -> bool:
     if "RANK" in os.environ and "MASTER_ADDR" in os.environ:  # torchrun, or a launcher that speaks its variables
         dist.init_process_group(backend, timeout=timeout)
     else:
-        dist.init_process_group(backend, timeout=timeout, store=dist.HashStore(), rank=0, world_size=1)
+        dist.init_process_group(backend, timeout=timeout, store=torch.distributed.HashStore(), rank=0, world_size=1)  # pyright: ignore[reportPrivateImportUsage] - documented, not re-exported
     return True
 
 
@@ -94,7 +94,10 @@ def _shard_size(parallelism: Parallelism, world: int) -> int:
 
 def shard_model(root: nn.Module, blocks: list[nn.Module], config: EngineConfig, layout: Layout, prefetch: int) -> None:
     """``fully_shard`` each block and the root; gradients are reduced as sums."""
-    dtypes = {"param_dtype": DTYPES[config.precision.compute], "reduce_dtype": DTYPES[config.precision.reduce]}
+    dtypes: dict[str, Any] = {
+        "param_dtype": DTYPES[config.precision.compute],
+        "reduce_dtype": DTYPES[config.precision.reduce],
+    }
     arguments: dict[str, Any] = {"mesh": layout.mesh, "offload_policy": _offload_policy(config)}
     for block in blocks:
         fully_shard(block, mp_policy=MixedPrecisionPolicy(**dtypes),
@@ -172,8 +175,10 @@ def sequence_to_heads(x: Tensor, group: Any) -> Tensor:
 
 
 class _GatherTokens(torch.autograd.Function):
-    """``[T/n] → [T]`` over the group. Every rank computes the same loss on the whole, so the gradient is this
-    rank's slice, counted once."""
+    """``[T/n] → [T]`` over the group.
+
+    Every rank computes the same loss on the whole, so the gradient is this rank's slice, counted once.
+    """
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: Any) -> Tensor:

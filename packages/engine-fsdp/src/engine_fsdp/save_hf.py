@@ -13,7 +13,15 @@ from engine_api.comm import Comm, together
 from engine_api.weights import WeightExport
 
 _FILE_BYTES = 4 << 30
-_COMPANIONS = ("tokenizer*", "special_tokens_map.json", "vocab.*", "merges.txt", "*.jinja", "generation_config.json", "added_tokens.json")
+_COMPANIONS = (
+    "tokenizer*",
+    "special_tokens_map.json",
+    "vocab.*",
+    "merges.txt",
+    "*.jinja",
+    "generation_config.json",
+    "added_tokens.json",
+)
 
 
 def save_hf(export: WeightExport, directory: Path, *, comm: Comm, source: str, hf_config: Any) -> None:

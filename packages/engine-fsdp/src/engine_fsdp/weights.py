@@ -105,21 +105,23 @@ def _names_in(path: Path) -> list[str]:
         with safe_open(path, framework="pt") as handle:
             return list(handle.keys())
     except SafetensorError as error:
-        raise ConfigError("model.path", f"{path} cannot be read", why=str(error), remedy="fetch the file again") from error
+        raise ConfigError(
+            "model.path", f"{path} cannot be read", why=str(error), remedy="fetch the file again"
+        ) from error
 
 
-def fill(table: list[ShardedParam], folder: str, seed: int, layout: Layout) -> None:
+def fill(table: list[ShardedParam], folder: str, seed: int) -> None:
     """Fill the shards from the folder's files; what a base model lacks (a value head) is made from the seed."""
     files = weight_files(folder)
     missing: list[str] = []
     opened = _Files(folder)
     for entry in (e for e in table if not e.adapter):
         if entry.name.startswith("score.") and entry.pieces[0].name not in files:
-            _new_head(entry, seed, layout)
+            _new_head(entry, seed)
             continue
         for piece in entry.pieces:
             if piece.name in files:
-                _read_piece(opened.get(files[piece.name]), entry, piece, layout)
+                _read_piece(opened.get(files[piece.name]), entry, piece)
             else:
                 missing.append(piece.name)
     if missing:
@@ -144,7 +146,7 @@ class _Files:
         return self.open[name]
 
 
-def _read_piece(handle: Any, entry: ShardedParam, piece: Piece, layout: Layout) -> None:
+def _read_piece(handle: Any, entry: ShardedParam, piece: Piece) -> None:
     rows = entry.local.shape[0] if piece.shape else 0
     source = handle.get_slice(piece.name)
     if tuple(source.get_shape()) != piece.shape:
@@ -158,7 +160,7 @@ def _read_piece(handle: Any, entry: ShardedParam, piece: Piece, layout: Layout) 
         target.copy_(handle.get_tensor(piece.name))
 
 
-def _new_head(entry: ShardedParam, seed: int, layout: Layout) -> None:
+def _new_head(entry: ShardedParam, seed: int) -> None:
     """A fresh value head: normal(0, 0.02) weight, zero bias; the same for every layout."""
     log.warning("%s is not in the folder: a new one is made from seed %d", entry.name, seed)
     generator = torch.Generator().manual_seed(seed)
