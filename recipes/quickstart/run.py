@@ -49,8 +49,10 @@ def main() -> None:
 
 
 def _run(arguments: list[str]) -> None:
-    # One thread a process: the model is so small that threads only wait for each other.
-    environment = os.environ | {"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
+    # One thread a process: the model is so small that threads only wait for each other. The warnings are of
+    # packages below reasoning-gym, when they are compiled for the first time.
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false",
+                                "PYTHONWARNINGS": "ignore::SyntaxWarning"}  # fmt: skip
     code = subprocess.run([sys.executable, *arguments], env=environment, check=False).returncode
     if code:
         sys.exit(code)

@@ -17,6 +17,9 @@ from engine_fsdp import lora as adapters
 from engine_fsdp.parallel import Layout
 from engine_fsdp.weights import ShardedParam
 
+# torch 2.13 renames it and warns of the old name; 2.11 has only that.
+_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+
 
 def export_shards(
     table: list[ShardedParam], layout: Layout, lora: LoraConfig | None, dtype: torch.dtype | None, adapter: Adapter
@@ -88,7 +91,7 @@ def _gather(
     for part, (_, rows) in zip(send.split(sizes), bucket, strict=True):
         part[: rows.numel()].copy_(rows.reshape(-1))
     receive = send.new_empty(layout.shard_size, send.numel())
-    dist.all_gather_into_tensor(receive.view(-1), send, group=layout.shard_group)
+    _all_gather(receive.view(-1), send, group=layout.shard_group)
     for part, (entry, _) in zip(receive.split(sizes, dim=1), bucket, strict=True):
         whole = part.reshape(-1)[: entry.param.numel()].view(entry.param.shape)
         yield from _split(entry, whole)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import math
+import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -84,7 +85,11 @@ class RunLog:
         if self.section.wandb is not None:
             self._wandb = self._start_wandb(self.section.wandb)
         if self.section.progress:
-            self._bar = tqdm(total=self.total_steps, initial=step, unit="step", dynamic_ncols=True)
+            # A log file keeps every refresh: there, one in ten seconds is enough.
+            interval = 0.1 if sys.stderr.isatty() else 10.0
+            self._bar = tqdm(
+                total=self.total_steps, initial=step, unit="step", dynamic_ncols=True, mininterval=interval
+            )
 
     def write(self, step: int, metrics: Metrics) -> None:
         """One row: ``{"step": …, "time": unix seconds, name: value, …}``; a value that is not finite is null."""
