@@ -72,6 +72,7 @@ def check_imports(session: nox.Session) -> None:
 def check_docs(session: nox.Session) -> None:
     """Generated pages are what their sources say."""
     session.run("python", "tools/matrix.py", "--check")
+    session.run("python", "tools/cases.py", "--check")
 
 
 def check_unit(session: nox.Session) -> None:
@@ -122,7 +123,9 @@ def unit(session: nox.Session) -> None:
 @nox.session
 def docs(session: nox.Session) -> None:
     """Write the generated pages."""
+    install(session, [API, SUITE])
     session.run("python", "tools/matrix.py")
+    session.run("python", "tools/cases.py")
 
 
 @nox.session

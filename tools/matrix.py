@@ -35,7 +35,8 @@ def load() -> dict[str, Any]:
 def engine_devices(matrix: dict[str, Any]) -> list[tuple[str, str]]:
     """Every (backend, device) of the matrix: the axes of ``nox -s conformance``."""
     environments = matrix["environments"]
-    return [(e["backend"], environments[r["environment"]]["device"]) for e in matrix["engines"] for r in e["runs"]]
+    pairs = [(e["backend"], environments[r["environment"]]["device"]) for e in matrix["engines"] for r in e["runs"]]
+    return list(dict.fromkeys(pairs))
 
 
 def render(matrix: dict[str, Any]) -> str:
@@ -69,18 +70,17 @@ def table(head: tuple[str, ...], rows: list[tuple[str, ...]]) -> str:
     return "".join(f"| {' | '.join(line)} |\n" for line in lines)
 
 
-def main() -> int:
-    """Exit 0: written, or current; 1: out of date."""
-    page = render(load())
+def write_or_check(page: Path, text: str, tool: str) -> int:
+    """Write a generated page, or with ``--check`` compare it; exit 0: written, or current; 1: out of date."""
     if "--check" not in sys.argv[1:]:
-        PAGE.parent.mkdir(exist_ok=True)
-        PAGE.write_text(page)
+        page.parent.mkdir(exist_ok=True)
+        page.write_text(text)
         return 0
-    if PAGE.is_file() and PAGE.read_text() == page:
+    if page.is_file() and page.read_text() == text:
         return 0
-    print("docs/matrix.md is out of date: run `python tools/matrix.py`", file=sys.stderr)
+    print(f"{page.relative_to(ROOT)} is out of date: run `python tools/{tool}`", file=sys.stderr)
     return 1
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(write_or_check(PAGE, render(load()), "matrix.py"))
