@@ -17,6 +17,7 @@ from engine_api.errors import (
     CheckpointMismatch,
     CheckpointMissing,
     CheckpointWriteError,
+    ConfigError,
     RankFailure,
 )
 from engine_api.manifest import read_manifest
@@ -206,9 +207,13 @@ def test_a_failed_save_leaves_nothing_and_the_old_one_intact(saved, ranks, monke
 
 def test_an_extra_that_is_not_json_stops_all_ranks(saved, ranks):
     found = ranks(2, lambda comm: write(comm, saved / "step-6", what=object()))
-    assert isinstance(found[0], TypeError)
-    assert isinstance(found[1], RankFailure)
+    assert all(isinstance(error, ConfigError) for error in found)
     assert sorted(p.name for p in saved.iterdir()) == ["latest", "step-5"]
+
+
+def test_a_checkpoint_whose_save_was_killed_before_the_pointer_moved(saved):
+    (saved / "step-5" / "latest").write_text("step-5")
+    assert checkpoint.locate(saved / "step-5") == saved / "step-5"
 
 
 def test_a_killed_save_is_not_a_checkpoint_and_the_next_one_clears_it(saved, ranks):

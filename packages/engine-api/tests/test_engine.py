@@ -105,6 +105,14 @@ def test_a_batch_without_loss_changes_nothing_and_says_so(make_engine, make_batc
     assert engine.train_batch(make_batch([4]), sft_loss).weight_version == 1
 
 
+def test_no_documents_anywhere_is_no_step_even_with_a_denominator(make_engine):
+    engine = make_engine()
+    before = weights(engine)
+    out = engine.train_batch(Batch.pack([]), sft_loss, denominator=4.0)
+    assert (out.skipped, out.weight_version) == ("no token carries loss", 0)
+    assert same(before, weights(engine))
+
+
 @pytest.mark.parametrize(("value", "text"), [(float("nan"), "nan"), (float("inf"), "inf")])
 def test_what_is_not_finite_skips_the_step(make_engine, make_batch, value, text):
     def loss(outputs, batch):

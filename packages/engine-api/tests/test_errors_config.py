@@ -132,3 +132,31 @@ def test_options_of_a_plugin():
     assert caught.value.field == "options.prefech"
     with pytest.raises(ConfigError, match="int given"):
         build_options(3, Options)
+
+
+@pytest.mark.parametrize(
+    ("part", "field"),
+    [
+        ({"optimizer": engine_api.OptimizerConfig(clip_norm=-1.0)}, "optimizer.clip_norm"),
+        ({"optimizer": engine_api.OptimizerConfig(clip_norm=0.0)}, "optimizer.clip_norm"),
+        ({"optimizer": engine_api.OptimizerConfig(name="torch.optim.AdamW", betas=(0.9, 0.95))}, "optimizer.betas"),
+        ({"schedule": engine_api.ScheduleConfig(warmup_steps=-1)}, "schedule.warmup_steps"),
+        ({"schedule": engine_api.ScheduleConfig(min_ratio=0.1)}, "schedule.min_ratio"),
+        ({"lora": engine_api.LoraConfig(dropout=1.5)}, "lora.dropout"),
+    ],
+)
+def test_values_that_would_be_ignored_or_do_harm_are_refused(part, field):
+    with pytest.raises(ConfigError) as caught:
+        engine_api.EngineConfig(model=engine_api.ModelSource(path="x"), **part)
+    assert caught.value.field == field
+
+
+def test_an_option_of_another_type_is_named():
+    @dataclass
+    class Options:
+        seconds: int = 1
+        check: bool = True
+
+    for given in ({"seconds": "60"}, {"check": "no"}, {"seconds": True}):
+        with pytest.raises(ConfigError, match="options"):
+            build_options(given, Options)

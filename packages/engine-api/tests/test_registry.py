@@ -157,3 +157,15 @@ def test_entry_points_are_read_again_after_refresh(registry, add_distribution):
     assert registry.found() == []
     registry.refresh()
     assert [f.distribution for f in registry.found()] == ["late"]
+
+
+def test_a_notebook_cell_that_runs_again_replaces_its_row(registry):
+    for _ in range(2):
+        registry.register(backend="cell", device="cpu")(type("Cell", (), {}))
+    assert registry.resolve(backend="cell").device == "cpu"
+
+
+def test_rollouts_are_not_offered_as_engines(registry):
+    with pytest.raises(PluginNotFound) as caught:
+        registry.resolve(backend="nonesuch")
+    assert "vllm" not in caught.value.remedy

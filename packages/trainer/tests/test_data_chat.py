@@ -137,3 +137,16 @@ def test_a_model_without_a_tokenizer_is_named(tmp_path):
     with pytest.raises(ConfigError, match="no tokenizer") as caught:
         load_tokenizer(section(tokenizer=str(tmp_path)), ModelSource(path="m"))
     assert caught.value.field == "data.tokenizer"
+
+
+@pytest.mark.parametrize(("own", "revision"), [(None, "abc"), ("elsewhere", None)])
+def test_the_models_tokenizer_is_of_the_models_revision(monkeypatch, tokenizer, own, revision):
+    asked = {}
+
+    def load(path, **options):
+        asked.update(options)
+        return tokenizer
+
+    monkeypatch.setattr("transformers.AutoTokenizer.from_pretrained", load)
+    load_tokenizer(DataSection(source="x", tokenizer=own), ModelSource(path="some/model", revision="abc"))
+    assert asked["revision"] == revision

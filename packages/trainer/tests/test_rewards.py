@@ -1,14 +1,15 @@
 from __future__ import annotations
 
-import multiprocessing
+import json
 import signal
+import subprocess
+import sys
 import threading
 import time
 
 import pytest
 
-from engine_api.comm import TorchComm, together
-from engine_api.errors import ConfigError, RankFailure
+from engine_api.errors import ConfigError
 from engine_trainer.rewards import RewardError, Sample, Scorer, WeightedReward, create, known, register
 from engine_trainer.rewards.deadline import DeadlineExceeded, deadline
 from engine_trainer.rewards.exact import exact
@@ -222,35 +223,43 @@ def test_a_deadline_outside_the_main_thread_is_refused():
     assert "main thread" in str(caught[0])
 
 
-def rank_main(rank: int, store: str, queue) -> None:
-    import torch.distributed as dist
+# A program of its own: spawned processes cannot import this module, which pytest loads by its path.
+RANKS = """
+import json, sys
+import torch.distributed as dist
+from engine_api.comm import TorchComm, together
+from engine_api.errors import RankFailure
+from engine_trainer.rewards import RewardError, Sample, Scorer, WeightedReward
 
-    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=2)
-    comm = TorchComm()
+rank = int(sys.argv[1])
+dist.init_process_group("gloo", init_method=f"file://{sys.argv[2]}", rank=rank, world_size=2)
+comm = TorchComm()
 
-    def judge(s: Sample) -> float:
-        if rank == 1:
-            raise KeyError("boom")
-        return 1.0
+def judge(sample):
+    if rank == 1:
+        raise KeyError("boom")
+    return 1.0
 
-    try:
-        together(comm, lambda: scorer(judge).score([sample("a completion")]))
-        queue.put((rank, "nothing", ""))
-    except (RewardError, RankFailure) as error:
-        queue.put((rank, type(error).__name__, str(error)))
-    comm.close()
-    dist.destroy_process_group()
+try:
+    completion = Sample(prompt="how many?", completion="a completion", answer=None, metadata={})
+    together(comm, lambda: Scorer([WeightedReward(name="mine", function=judge)]).score([completion]))
+    outcome = ("nothing", "")
+except (RewardError, RankFailure) as error:
+    outcome = (type(error).__name__, str(error))
+comm.close()
+dist.destroy_process_group()
+print(json.dumps(outcome))
+"""
 
 
 @pytest.mark.distributed
 def test_a_reward_that_raises_ends_all_ranks_together(tmp_path):
-    context = multiprocessing.get_context("spawn")
-    queue = context.Queue()
-    ranks = [context.Process(target=rank_main, args=(r, str(tmp_path / "store"), queue)) for r in range(2)]
-    for rank in ranks:
-        rank.start()
-    rows = sorted(queue.get(timeout=120) for _ in ranks)
-    for rank in ranks:
-        rank.join(30)
-    assert [row[1] for row in rows] == ["RankFailure", "RewardError"]
-    assert all("KeyError" in row[2] and "a completion" in row[2] for row in rows)
+    program, store = tmp_path / "ranks.py", tmp_path / "store"
+    program.write_text(RANKS)
+    ranks = [
+        subprocess.Popen([sys.executable, program, str(rank), str(store)], stdout=subprocess.PIPE, text=True)
+        for rank in range(2)
+    ]
+    rows = [json.loads(rank.communicate(timeout=120)[0].splitlines()[-1]) for rank in ranks]
+    assert [row[0] for row in rows] == ["RankFailure", "RewardError"]
+    assert all("KeyError" in row[1] and "a completion" in row[1] for row in rows)

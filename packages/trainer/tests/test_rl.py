@@ -256,6 +256,8 @@ def test_a_reward_that_raises_ends_the_run_and_leaves_no_checkpoint(folder, tmp_
 def test_names_that_nobody_knows(folder, tmp_path):
     with pytest.raises(ConfigError, match="sevens"):
         train_rl(configure(folder, tmp_path / "a", reward={"name": "sevns"}))
+    with pytest.raises(ConfigError, match="foo"):
+        train_rl(configure(folder, tmp_path / "c", rollout={"n": 8, "max_new_tokens": 4, "options": {"foo": 1}}))
     with pytest.raises(ConfigError, match="overlong"):
         train_rl(configure(folder, tmp_path / "b", algorithm={"prompts_per_step": 8, "overlong": {"buffer": 5}}))
 

@@ -202,3 +202,17 @@ def test_an_engine_that_cannot_export_is_refused_before_it_trains(sft_file, bigr
 def test_the_log_has_one_row_in_log_every_steps_and_the_last(sft_file):
     outcome = run(sft_file, "run.log_every=4")
     assert [r["step"] for r in read_metrics(outcome.folder / "metrics.jsonl")] == [0, 4, 6]
+
+
+def test_what_was_measured_is_logged_between_the_logged_steps_too(sft_file, tmp_path):
+    data = f"eval.source={tmp_path / 'rows.jsonl'}"
+    outcome = run(sft_file, "run.steps=6", "run.log_every=5", data, "eval.every=2")
+    rows = read_metrics(outcome.folder / "metrics.jsonl")
+    assert [row["step"] for row in rows if "eval/loss" in row] == [0, 2, 4, 6]
+    assert [row["step"] for row in rows] == [0, 2, 4, 5, 6]
+
+
+def test_another_length_of_the_run_is_named_on_resume(sft_file, caplog):
+    run(sft_file, "run.steps=2")
+    run(sft_file, "run.steps=3")
+    assert "run.steps: 2 -> 3" in caplog.text

@@ -214,7 +214,7 @@ class BaseEngine(ABC):
         _check_call(denominator, temperature)
         micro_batches = self._prepare(batch, needs_weight=denominator is None)
         total = denominator or micro_batches.loss_weight or 0.0
-        if micro_batches.loss_weight == 0.0 or total == 0.0:
+        if not micro_batches.num_tokens or micro_batches.loss_weight == 0.0 or total == 0.0:
             # Nothing carries loss anywhere: no gradient, no collective, no NaN.
             return _Work(micro_batches, 0.0, ())
         try:

@@ -155,7 +155,8 @@ class Batch:
         names = set(batches[0].fields)
         for index, batch in enumerate(batches):
             if set(batch.fields) != names:
-                raise BatchError("fields", f"{sorted(batch.fields)} differ from {sorted(names)}", index=index)
+                raise BatchError("fields", f"{sorted(batch.fields)} differ from {sorted(names)}", index=index,
+                                 remedy="give all batches the same fields")  # fmt: skip
         lengths = [length for batch in batches for length in batch.lengths]
         return Batch(
             input_ids=torch.cat([b.input_ids for b in batches]),
@@ -186,8 +187,9 @@ def _column(value: Any, name: str) -> torch.Tensor:
 def _check_document(index: int, document: Mapping[str, Any], names: Sequence[str]) -> None:
     if set(document) != set(names):
         raise BatchError(
-            "documents", f"fields {sorted(document)} differ from document 0's {sorted(names)}", index=index
-        )
+            "documents", f"fields {sorted(document)} differ from document 0's {sorted(names)}", index=index,
+            remedy="give every document the same fields",
+        )  # fmt: skip
     if "input_ids" not in document:
         raise BatchError("documents", "input_ids is missing", index=index)
     size = len(document["input_ids"])
@@ -214,7 +216,9 @@ def _check_boundaries(cu: torch.Tensor, tokens: int) -> None:
     if cu.dim() != 1 or cu.shape[0] < 1 or cu.dtype not in (torch.int32, torch.int64):
         raise BatchError("cu_seqlens", f"shape {tuple(cu.shape)}, dtype {cu.dtype}", remedy="give [D+1] int32 or int64")
     if int(cu[0]) != 0:
-        raise BatchError("cu_seqlens", f"starts at {int(cu[0])}, not 0", index=0)
+        raise BatchError(
+            "cu_seqlens", f"starts at {int(cu[0])}, not 0", index=0, remedy="begin with 0: [0, n0, n0+n1, …]"
+        )
     falls = (cu[1:] <= cu[:-1]).nonzero()
     if falls.numel():
         at = int(falls[0]) + 1
@@ -222,7 +226,8 @@ def _check_boundaries(cu: torch.Tensor, tokens: int) -> None:
                          why="documents would be empty, overlap or be out of order",
                          remedy="give sorted, distinct boundaries")  # fmt: skip
     if int(cu[-1]) != tokens:
-        raise BatchError("cu_seqlens", f"ends at {int(cu[-1])}, but input_ids has {tokens} tokens", index=len(cu) - 1)
+        raise BatchError("cu_seqlens", f"ends at {int(cu[-1])}, but input_ids has {tokens} tokens", index=len(cu) - 1,
+                         remedy="end with the number of tokens; nothing may stand outside a document")  # fmt: skip
 
 
 def _check_field(name: str, value: torch.Tensor, tokens: int) -> None:
@@ -230,7 +235,9 @@ def _check_field(name: str, value: torch.Tensor, tokens: int) -> None:
         raise BatchError(name, f"shape {tuple(value.shape)}, not [{tokens}]", remedy="give one value a token")
     if value.is_floating_point() and not bool(value.isfinite().all()):
         at = int((~value.isfinite()).nonzero()[0])
-        raise BatchError(name, f"{float(value[at])} is not finite", index=at)
+        raise BatchError(
+            name, f"{float(value[at])} is not finite", index=at, remedy="look where this field is computed"
+        )
 
 
 def _check_loss_weight(batch: Batch) -> None:
@@ -240,7 +247,8 @@ def _check_loss_weight(batch: Batch) -> None:
     negative = (weight < 0).nonzero()
     if negative.numel():
         at = int(negative[0])
-        raise BatchError(LOSS_WEIGHT, f"{float(weight[at])} is negative", index=at)
+        raise BatchError(LOSS_WEIGHT, f"{float(weight[at])} is negative", index=at,
+                         remedy="a sign belongs into the loss or the advantages")  # fmt: skip
     first = batch.cu_seqlens[:-1][weight[batch.cu_seqlens[:-1]] != 0] if batch.num_tokens else weight[:0]
     if first.numel():
         raise BatchError(LOSS_WEIGHT, "a document's first token carries loss", index=int(first[0]),

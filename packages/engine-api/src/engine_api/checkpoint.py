@@ -23,7 +23,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from engine_api.comm import Comm, together
-from engine_api.errors import CheckpointCorrupt, CheckpointMismatch, CheckpointMissing, CheckpointWriteError
+from engine_api.errors import (
+    CheckpointCorrupt,
+    CheckpointMismatch,
+    CheckpointMissing,
+    CheckpointWriteError,
+    ConfigError,
+)
 from engine_api.manifest import MANIFEST, Entry, Manifest, Shard, fingerprint, read_manifest, verify_files
 from engine_api.results import CheckpointInfo
 from engine_api.weights import ShardSpec
@@ -53,7 +59,11 @@ def write(
     """
     partial = directory.with_name(directory.name + ".partial")
     try:
+        together(comm, lambda: _check_extra(extra))
         together(comm, lambda: _prepare(directory, partial) if comm.rank == 0 else None)
+        need = sum(together(comm, lambda: sum(t.numel() * t.element_size() for t, _ in _own(state).values())))
+        # A memory-mapped file on a full disk dies by SIGBUS: ask for the room of all ranks first.
+        together(comm, lambda: require_room(partial, need))
         parts = together(comm, lambda: _write_rank(partial, comm.rank, state, rank_state))
         manifest = _merge(parts, step=step, engine=engine, world_size=comm.world_size, topology=topology, extra=extra)
         together(comm, lambda: _commit(directory, partial, manifest) if comm.rank == 0 else None)
@@ -74,6 +84,19 @@ def _prepare(directory: Path, partial: Path) -> None:
     (partial / "state").mkdir(parents=True)
 
 
+def _check_extra(extra: Mapping[str, Any]) -> None:
+    try:
+        json.dumps(dict(extra))
+    except (TypeError, ValueError) as error:
+        raise ConfigError("extra", "cannot be written as JSON", why=str(error),
+                          remedy="give save_checkpoint numbers, strings, lists and mappings of them") from error  # fmt: skip
+
+
+def _own(state: State) -> dict[str, tuple[torch.Tensor, ShardSpec]]:
+    """What this rank writes: replicas once, no empty boxes."""
+    return {key: box for key, box in state.items() if box[1].replica == 0 and not box[1].is_empty}
+
+
 def _write_rank(
     partial: Path, rank: int, state: State, rank_state: Mapping[str, Any]
 ) -> tuple[dict[str, Entry], dict[str, dict[str, Any]]]:
@@ -82,10 +105,8 @@ def _write_rank(
     # It annotates PathLike bare.
     from safetensors.torch import save_file  # pyright: ignore[reportUnknownVariableType]
 
-    own = {key: (tensor, spec) for key, (tensor, spec) in state.items() if spec.replica == 0 and not spec.is_empty}
+    own = _own(state)
     name = f"state/{rank:05d}.safetensors"
-    # A memory-mapped checkpoint on a full disk dies by SIGBUS; ask for the room first.
-    _require_room(partial, sum(tensor.numel() * tensor.element_size() for tensor, _ in own.values()))
     try:
         save_file({key: _storable(tensor) for key, (tensor, _) in own.items()}, partial / name)
     except SafetensorError as error:  # its own type for every I/O error
@@ -108,7 +129,8 @@ def _describe(file: str, tensor: torch.Tensor, spec: ShardSpec) -> Entry:
     return Entry(dtype=str(tensor.dtype).removeprefix("torch."), shape=spec.global_shape, shards=(shard,))
 
 
-def _require_room(folder: Path, need: int) -> None:
+def require_room(folder: Path, need: int) -> None:
+    """Raise ``OSError`` (ENOSPC) unless ``folder``'s file system has ``need`` bytes left."""
     free = shutil.disk_usage(folder).free
     if free < need:
         raise OSError(errno.ENOSPC, f"{need} bytes needed, {free} free", str(folder))
@@ -157,7 +179,8 @@ def locate(directory: Path) -> Path:
     Raises ``CheckpointMissing``.
     """
     pointer = directory / LATEST
-    if not pointer.is_file():
+    # A save killed right after its rename leaves a pointer inside a whole checkpoint.
+    if not pointer.is_file() or (directory / MANIFEST).is_file():
         return directory
     target = directory / pointer.read_text().strip()
     if not target.is_dir():

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
+from datetime import timedelta
 from typing import Any, Protocol, TypeVar
 
 from engine_api.errors import RankFailure
@@ -50,11 +51,11 @@ class SingleComm:
 class TorchComm:
     """A gloo group over all ranks of the default process group. All ranks must construct it together."""
 
-    def __init__(self) -> None:
+    def __init__(self, timeout: timedelta | None = None) -> None:
         import torch.distributed as dist
 
         self.rank, self.world_size = dist.get_rank(), dist.get_world_size()
-        self._group: Any = dist.new_group(backend="gloo")
+        self._group: Any = dist.new_group(backend="gloo", timeout=timeout)
         # One thread a time: an asynchronous save has a group of its own.
         self._lock = threading.Lock()
 

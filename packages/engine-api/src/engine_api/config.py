@@ -127,14 +127,14 @@ class EngineConfig:
         for section in ("model", "schedule", "precision", "memory"):
             _check_choices(section, getattr(self, section))
         _check_schedule(self.schedule)
-        if self.optimizer and not self.optimizer.lr >= 0:
-            raise ConfigError(
-                "optimizer.lr", f"{self.optimizer.lr} is not a learning rate", remedy="give a number >= 0"
-            )
+        if self.optimizer:
+            _check_optimizer(self.optimizer)
         if self.lora and self.lora.rank < 1:
             raise ConfigError(
                 "lora.rank", f"{self.lora.rank} is not a rank", remedy="give an integer >= 1, or lora: null"
             )
+        if self.lora and not 0 <= self.lora.dropout < 1:
+            raise ConfigError("lora.dropout", f"{self.lora.dropout} is no probability below 1", remedy="give 0 to 1")
 
 
 def build_options(options: Any, cls: type[Any]) -> Any:
@@ -153,7 +153,16 @@ def build_options(options: Any, cls: type[Any]) -> Any:
     for key in given:
         if key not in known:
             raise ConfigError(f"options.{key}", "unknown key", remedy=near_matches(str(key), known))
+        _check_option(str(key), given[key], get_type_hints(cls)[key])
     return cls(**given)
+
+
+def _check_option(name: str, value: object, hint: Any) -> None:
+    """Numbers, strings and switches must be what they say; a switch is no number."""
+    fits: dict[Any, tuple[type, ...]] = {bool: (bool,), int: (int,), float: (int, float), str: (str,)}
+    if hint in fits and type(value) not in fits[hint]:
+        raise ConfigError(f"options.{name}", f"{value!r} is a {type(value).__name__}",
+                          remedy=f"give a value of type {hint.__name__}")  # fmt: skip
 
 
 def near_matches(name: str, known: Sequence[str]) -> str:
@@ -181,7 +190,28 @@ def _check_choices(section: str, part: object) -> None:
             raise ConfigError(f"{section}.{name}", f"{value!r} is not a choice", remedy=remedy)
 
 
+def _check_optimizer(optimizer: OptimizerConfig) -> None:
+    if not optimizer.lr >= 0:
+        raise ConfigError("optimizer.lr", f"{optimizer.lr} is not a learning rate", remedy="give a number >= 0")
+    if optimizer.clip_norm is not None and not optimizer.clip_norm > 0:
+        raise ConfigError("optimizer.clip_norm", f"{optimizer.clip_norm} is not a positive norm",
+                          why="gradients would vanish or turn round", remedy="null turns clipping off")  # fmt: skip
+    given = [name for name in ("betas", "eps") if getattr(optimizer, name) != getattr(OptimizerConfig(), name)]
+    if given and optimizer.name != "adamw":
+        raise ConfigError(f"optimizer.{given[0]}", f"belongs to adamw, the optimizer is {optimizer.name}",
+                          remedy=f"put it under optimizer.kwargs: {{{given[0]}: …}}")  # fmt: skip
+
+
 def _check_schedule(schedule: ScheduleConfig) -> None:
+    if schedule.warmup_steps < 0:
+        raise ConfigError("schedule.warmup_steps", f"{schedule.warmup_steps} is negative", remedy="give 0 or more")
+    if not 0 <= schedule.min_ratio <= 1:
+        raise ConfigError(
+            "schedule.min_ratio", f"{schedule.min_ratio} is no share of the learning rate", remedy="give 0 to 1"
+        )
+    if schedule.name == "constant" and schedule.min_ratio:
+        raise ConfigError("schedule.min_ratio", f"{schedule.min_ratio} given, but a constant schedule never falls",
+                          remedy="schedule.name: linear or cosine, or leave it out")  # fmt: skip
     if schedule.name != "constant" and not schedule.total_steps:
         raise ConfigError(
             "schedule.total_steps", "missing", why=f"schedule {schedule.name} ends somewhere", remedy="set it"

@@ -84,5 +84,5 @@ def import_target(target: str, source: str) -> Any:
     except Exception as error:  # a stranger's module may raise anything
         raise PluginLoadError(
             f"{target} could not be imported", where=source, why=_last_line(error),
-            remedy="`python -m engine_api doctor` shows the whole traceback",
+            remedy="the error that caused this one stands above it; reinstall the package or what it lacks",
         ) from error  # fmt: skip

@@ -101,6 +101,8 @@ def _entry(raw: dict[str, Any]) -> Entry:
 def _what_is_there(folder: Path) -> str:
     if not folder.exists():
         return "the folder does not exist"
+    if not folder.is_dir():
+        return "it is a file"
     names = sorted(p.name for p in folder.iterdir())[:8]
     return f"the folder holds {', '.join(names)}" if names else "the folder is empty"
 

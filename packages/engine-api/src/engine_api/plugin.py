@@ -14,13 +14,13 @@ ROLLOUT_GROUP = "engine_api.rollouts"
 
 # The distribution to install for a name that nobody offers here.
 KNOWN_DISTRIBUTIONS = {
-    "fsdp": "engine-fsdp",
-    "fsdp2": "engine-fsdp",
-    "megatron": "engine-megatron",
-    "mindspeed_megatron": "engine-npu",
-    "local": "engine-trainer",
-    "vllm": "rollout-fp8",
-    "sglang": "rollout-fp8",
+    "engine": {
+        "fsdp": "engine-fsdp",
+        "fsdp2": "engine-fsdp",
+        "megatron": "engine-megatron",
+        "mindspeed_megatron": "engine-npu",
+    },
+    "rollout": {"local": "engine-trainer", "vllm": "rollout-fp8", "sglang": "rollout-fp8"},
 }
 
 

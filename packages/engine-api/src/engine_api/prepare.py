@@ -92,7 +92,17 @@ def _total(weights: Sequence[float | None]) -> float | None:
 def _digest(batch: Batch, topology: Topology) -> str:
     if topology.dp_size == topology.world_size:
         return ""  # nobody shares these documents
-    return hashlib.sha1(batch.input_ids.cpu().numpy().tobytes() + repr(batch.boundaries).encode()).hexdigest()  # noqa: S324 - not a secret
+    digest = hashlib.sha1(repr((batch.boundaries, sorted(batch.fields))).encode(), usedforsecurity=False)
+    for _, tensor in sorted({**batch.fields, "input_ids": batch.input_ids}.items()):
+        digest.update(_bytes(tensor))
+    return digest.hexdigest()
+
+
+def _bytes(tensor: torch.Tensor) -> bytes:
+    import torch
+
+    # NumPy has no bfloat16.
+    return tensor.detach().cpu().contiguous().view(torch.uint8).numpy().tobytes()
 
 
 def _same_inside_data_parallel_rank(rows: Sequence[_Row]) -> None:
@@ -100,6 +110,6 @@ def _same_inside_data_parallel_rank(rows: Sequence[_Row]) -> None:
     for rank, row in enumerate(rows):
         other, digest = first.setdefault(row.dp_rank, (rank, row.digest))
         if digest != row.digest:
-            raise BatchError("input_ids", f"ranks {other} and {rank} were given different documents",
+            raise BatchError("input_ids", f"ranks {other} and {rank} were given different documents or fields",
                              why=f"both belong to data-parallel rank {row.dp_rank}",
                              remedy="give the same batch to every rank with the same topology.dp_rank")  # fmt: skip

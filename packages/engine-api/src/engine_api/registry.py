@@ -81,6 +81,8 @@ class Registry:
                       target=f"{cls.__module__}:{cls.__qualname__}")  # fmt: skip
             descriptor = EnginePlugin(name=backend, contract=CONTRACT, rows=(row,), **plugin)
             self._classes[row.target] = cls
+            # A notebook's cell that runs again replaces what it registered before.
+            self._in_process = [f for f in self._in_process if f.plugin is None or f.plugin.rows != (row,)]
             self._in_process.append(Found(name=backend, source=f"in process ({row.target})", plugin=descriptor))
             return cls
 
@@ -128,7 +130,7 @@ class Registry:
         if len(accepted) > 1:
             names = " and ".join(f.source for f, _ in accepted)
             raise PluginConflict(
-                f"{accepted[0][1].backends} on {device} is offered by {names}", where=self.group,
+                f"{'/'.join(accepted[0][1].backends)} on {device} is offered by {names}", where=self.group,
                 remedy="uninstall one of them",
             )  # fmt: skip
         return accepted[0] if accepted else None
@@ -142,20 +144,20 @@ class Registry:
         return Resolution(plugin=found.plugin, row=row, device=device, source=found.source, trace=tuple(trace))
 
     def _not_found(self, model_type: str, backend: str) -> Exception:
+        distributions = KNOWN_DISTRIBUTIONS.get(self.kind, {})
         for found in self.found():
             rows = found.plugin.rows if found.plugin else ()
             names = {found.name, *(b for row in rows for b in row.backends)}
-            if found.problem and (backend in names or KNOWN_DISTRIBUTIONS.get(backend) == found.distribution):
+            if found.problem and (backend in names or distributions.get(backend) == found.distribution):
                 return self._broken(found)
         served = sorted({t for _, row in self.rows() if backend in row.backends for t in row.model_types})
         if served:
             return PluginNotFound(f"{backend!r} has no {model_type!r}", where=self.group,
                                   remedy=f"it serves: {', '.join(served)}")  # fmt: skip
-        if backend in KNOWN_DISTRIBUTIONS:
-            package = KNOWN_DISTRIBUTIONS[backend]
+        if backend in distributions:
             return PluginNotFound(f"{self.kind} {backend!r} is not installed", where=self.group,
-                                  remedy=f"pip install {package}")  # fmt: skip
-        known = sorted({b for _, row in self.rows() for b in row.backends} | set(KNOWN_DISTRIBUTIONS))
+                                  remedy=f"pip install {distributions[backend]}")  # fmt: skip
+        known = sorted({b for _, row in self.rows() for b in row.backends} | set(distributions))
         return PluginNotFound(
             f"no {self.kind} is called {backend!r}", where=self.group, remedy=near_matches(backend, known)
         )

@@ -42,7 +42,7 @@ def layout_of(
 ) -> BoxLayout:
     """Which boxes this rank needs from a checkpoint. An engine without optimizer leaves its state unread."""
     wanted = {key: (spec, tensor.dtype) for key, (tensor, spec) in state_of(table, None, layout).items()}
-    return wanted if optimizer is None else wanted | state_layout(table, entries, layout)
+    return wanted if optimizer is None else wanted | state_layout(optimizer, table, entries, layout)
 
 
 def install(table: list[ShardedParam], optimizer: torch.optim.Optimizer | None, tensors: Mapping[str, Tensor]) -> None:

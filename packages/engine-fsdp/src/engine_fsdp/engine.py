@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
+from datetime import timedelta
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -14,7 +15,7 @@ from torch.distributed.fsdp import FSDPModule
 
 from engine_api.base import BaseEngine
 from engine_api.batch import Batch
-from engine_api.comm import Comm, SingleComm, TorchComm
+from engine_api.comm import Comm, SingleComm, TorchComm, together
 from engine_api.config import EngineConfig
 from engine_api.contract import Adapter
 from engine_api.errors import ConfigError, EngineStateError
@@ -37,6 +38,7 @@ class FSDPEngine(BaseEngine):
     """What the language and the value engine share; see ``engine_api.contract.Engine`` for the promises."""
 
     kind: ClassVar[Kind]
+    gives: ClassVar[tuple[str, ...]]  # what a loss may need
 
     def __init__(self, config: EngineConfig, *, resolution: Resolution) -> None:
         super().__init__(config, resolution=resolution)
@@ -51,9 +53,10 @@ class FSDPEngine(BaseEngine):
         self.device = torch.device("cpu" if self.device_type == "cpu" else f"cuda:{torch.cuda.current_device()}")
         self.layout: Layout = build_layout(config.parallelism, self.device_type)
         self.topology = self.layout.topology
-        self.comm: Comm = TorchComm() if self.topology.world_size > 1 else SingleComm()
+        timeout = timedelta(seconds=self.options.timeout_s)
+        self.comm: Comm = TorchComm(timeout) if self.topology.world_size > 1 else SingleComm()
         asynchronous = config.checkpoint.async_save and self.topology.world_size > 1
-        self._save_comm: Comm = TorchComm() if asynchronous else self.comm
+        self._save_comm: Comm = TorchComm(timeout) if asynchronous else self.comm
         self.kernel = choose_kernel(config.model.attention, self.device_type, config.precision.compute)
         self._build_model()
         self.optimizer = build_optimizer(config.optimizer, self.table) if config.optimizer else None
@@ -74,7 +77,8 @@ class FSDPEngine(BaseEngine):
             self._materialize(lm, home)
         self.table: list[ShardedParam] = parameter_table(self.module, built.pieces, layout)
         if not built.materialized:
-            fill(self.table, built.folder, config.seed)
+            # A file may be damaged on one machine only.
+            together(self.comm, lambda: fill(self.table, built.folder, config.seed))
         lora.initialize(self.table, config.seed)
         if self.options.verify_model:
             verify_model(self, [5, 8])
@@ -99,6 +103,11 @@ class FSDPEngine(BaseEngine):
         self, batch: Batch, *, needs: Sequence[str], temperature: float, coefficients: Tensor | None = None
     ) -> TokenOutputs:
         """Run one micro-batch; see ``BaseEngine.forward_step``."""
+        for name in needs:
+            if name not in self.gives:
+                raise ConfigError(
+                    "loss.needs", f"a {self.kind} gives no {name!r}", remedy=f"it gives: {', '.join(self.gives)}"
+                )
         inputs = pack_inputs(batch, layout=self.layout, kernel=self.kernel, device=self.device,
                              multiple=self.config.memory.pad_to_multiple, coefficients=coefficients)  # fmt: skip
         return self.module.outputs(inputs, needs, temperature)
@@ -123,7 +132,11 @@ class FSDPEngine(BaseEngine):
             stack.enter_context(torch.no_grad())
             if not adapter:
                 stack.enter_context(lora.disabled(self.module))
-            yield
+            try:
+                yield
+            except BaseException:
+                self._abort()
+                raise
         self._reshard()
 
     def _reshard(self) -> None:
@@ -132,6 +145,7 @@ class FSDPEngine(BaseEngine):
         self.module.reshard()
 
     def _clip_gradients(self, max_norm: float | None) -> float:
+        self._expect_loaded("train")
         return clip(self.table, max_norm)
 
     def _apply_optimizer(self, lr: float) -> None:
@@ -237,12 +251,14 @@ class FSDPEngineWithLMHead(FSDPEngine):
     """Log-probs and entropy of a causal language model."""
 
     kind = "language_model"
+    gives = ("log_probs", "entropy")
 
 
 class FSDPEngineWithValueHead(FSDPEngine):
     """A scalar a token, from a linear head on the model's last hidden states."""
 
     kind = "value_model"
+    gives = ("values",)
 
     def _inference_needs(self, entropy: bool) -> tuple[str, ...]:
         if entropy:

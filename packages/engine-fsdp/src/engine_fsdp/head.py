@@ -102,7 +102,7 @@ class _KnownLogProb(torch.autograd.Function):
 
 def _statistics(logits: Tensor, targets: Tensor, scale: float, with_entropy: bool) -> tuple[Tensor, Tensor, Tensor]:
     """Log-prob of the target, log-normalizer and entropy of each row, float32."""
-    z = logits.float() * scale
+    z = logits.float() if scale == 1.0 else logits.float() * scale
     normalizer = z.logsumexp(-1)
     log_probs = z.gather(-1, targets[:, None]).squeeze(-1) - normalizer
     if not with_entropy:
@@ -125,6 +125,20 @@ def _gradient(
     return logits.copy_((out + hit * grad[:, None]) * scale)
 
 
+def _gradient_eager(
+    logits: Tensor, targets: Tensor, normalizer: Tensor, entropy: Tensor, grad: Tensor, about_entropy: Tensor | None,
+    scale: float,
+) -> Tensor:  # fmt: skip
+    """``_gradient`` in few passes over memory, for where nothing fuses them."""
+    p = (logits.float() if scale == 1.0 else logits.float() * scale) - normalizer[:, None]
+    if about_entropy is None:
+        p.exp_().mul_(-grad[:, None] * scale)
+    else:
+        weight = (p + entropy[:, None]).mul_(about_entropy[:, None]).add_(grad[:, None])
+        p.exp_().mul_(weight).mul_(-scale)
+    return p.scatter_add_(-1, targets[:, None], grad[:, None] * scale).to(logits.dtype)
+
+
 def _accumulate(total: Tensor, d_logits: Tensor, hidden: Tensor) -> None:
     if d_logits.dtype == torch.float32:
         total.addmm_(d_logits.T, hidden)
@@ -135,7 +149,9 @@ def _accumulate(total: Tensor, d_logits: Tensor, hidden: Tensor) -> None:
 
 
 def _fused(function: Callable[..., Any], like: Tensor) -> Callable[..., Any]:
-    return _compiled(function) if like.is_cuda else function
+    if like.is_cuda:
+        return _compiled(function)
+    return _gradient_eager if function is _gradient else function
 
 
 @cache

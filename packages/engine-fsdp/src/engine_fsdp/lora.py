@@ -31,8 +31,22 @@ def inject(lm: nn.Module, lora: LoraConfig) -> None:
     except ValueError as error:
         raise ConfigError("lora.target_modules", f"{targets!r} fits nothing", why=str(error),
                           remedy="name linear layers of the model, or all-linear") from error  # fmt: skip
+    _refuse_unseen(lm)
     for name, param in lm.named_parameters():
         param.requires_grad_(".lora_" in name or name.startswith("score."))
+
+
+def _refuse_unseen(lm: Any) -> None:
+    """The head multiplies by the output weight itself, and exports merge linear layers: other adapters would be lost."""
+    from peft.tuners.tuners_utils import BaseTunerLayer
+
+    for name, module in lm.named_modules():
+        if isinstance(module, BaseTunerLayer):
+            head = module is lm.get_output_embeddings()
+            if head or not isinstance(module.get_base_layer(), nn.Linear):
+                raise ConfigError("lora.target_modules", f"{name} cannot carry an adapter",
+                                  why="it is the output head" if head else "it is not a linear layer",
+                                  remedy="name linear layers inside the blocks, or all-linear")  # fmt: skip
 
 
 def initialize(table: list[ShardedParam], seed: int) -> None:

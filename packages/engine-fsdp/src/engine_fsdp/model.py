@@ -156,7 +156,17 @@ def _auto_class(kind: Kind) -> Any:
 def _hf_config(folder: str, config: EngineConfig, kind: Kind) -> Any:
     from transformers import AutoConfig
 
-    hf_config = AutoConfig.from_pretrained(folder, trust_remote_code=config.model.trust_remote_code)
+    try:
+        hf_config = AutoConfig.from_pretrained(folder, trust_remote_code=config.model.trust_remote_code)
+    except (OSError, ValueError) as error:
+        raise ConfigError("model.path", f"{folder}/config.json is of no use", why=str(error).splitlines()[0],
+                          remedy="give a folder that save_pretrained wrote, of a family that transformers knows") from error  # fmt: skip
+    if config.model.init == "pretrained" and getattr(hf_config, "quantization_config", None):
+        raise ConfigError("model.path", f"{folder} holds quantized weights (quantization_config)",
+                          why="they would be read without their scales", remedy="use the bf16 release of the model")  # fmt: skip
+    if type(hf_config) not in _auto_class(kind)._model_mapping and not config.model.trust_remote_code:  # noqa: SLF001 - nothing public says it without building
+        raise ConfigError("model.path", f"transformers has no {kind} of type {hf_config.model_type!r}",
+                          remedy="give a causal language model")  # fmt: skip
     for key, value in config.model.config_overrides.items():
         if not hasattr(hf_config, key):
             known = [k for k in hf_config.to_dict() if not k.startswith("_")]

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import copy
 import importlib
+from collections import defaultdict
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from engine_api.config import OptimizerConfig
-from engine_api.errors import ConfigError
+from engine_api.errors import CheckpointMismatch, ConfigError
 from engine_api.hf_names import Piece
 from engine_api.manifest import Entry
 from engine_api.weights import ShardSpec
@@ -25,15 +27,21 @@ BoxLayout = dict[str, tuple[ShardSpec, torch.dtype]]
 def build_optimizer(config: OptimizerConfig, table: list[ShardedParam]) -> torch.optim.Optimizer:
     """The optimizer over the trainable shards, one group (weight decay on everything, as torch's own default)."""
     params = [entry.param for entry in trainable(table)]
-    cls, own = _import(config.name), dict(config.kwargs)
+    cls: Any = _import(config.name)
+    own = dict(config.kwargs)
+    if not (isinstance(cls, type) and issubclass(cls, torch.optim.Optimizer)):
+        raise ConfigError(
+            "optimizer.name", f"{config.name!r} is no torch optimizer", remedy="give torch.optim.SGD or the like"
+        )
     if config.name == "adamw":
         own = {"betas": config.betas, "eps": config.eps, "fused": True} | own
     try:
-        optimizer = cls(params, lr=config.lr, weight_decay=config.weight_decay, **own)
-    except (TypeError, ValueError) as error:
+        optimizer: torch.optim.Optimizer = cast("Any", cls)(
+            params, lr=config.lr, weight_decay=config.weight_decay, **own
+        )
+    except (TypeError, ValueError, RuntimeError) as error:
         raise ConfigError("optimizer.kwargs", f"{config.name} refuses its arguments", why=str(error),
                           remedy="optimizer.lr, weight_decay and kwargs are passed to its constructor") from error  # fmt: skip
-    assert isinstance(optimizer, torch.optim.Optimizer)
     return optimizer
 
 
@@ -67,6 +75,9 @@ def optimizer_state(optimizer: torch.optim.Optimizer, table: list[ShardedParam],
             if not isinstance(value, Tensor):
                 raise ConfigError("optimizer.name", f"state {field!r} is a {type(value).__name__}, not a tensor",
                                   remedy="this optimizer cannot be saved; use adamw")  # fmt: skip
+            if value.dim() and value.shape != entry.param.shape:
+                raise ConfigError("optimizer.name", f"state {field!r} of {entry.name} is {tuple(value.shape)}, not as its weight",
+                                  remedy="this optimizer cannot be saved; use adamw")  # fmt: skip
             for piece in entry.pieces:
                 boxes[f"optim.{piece.name}.{field}"] = _box(value, entry, piece, layout)
     return boxes
@@ -79,8 +90,29 @@ def _box(value: Tensor, entry: ShardedParam, piece: Piece, layout: Layout) -> tu
     return piece.view(local, entry.first), piece.spec(entry.first, local.shape[0], layout.replica)
 
 
-def state_layout(table: list[ShardedParam], entries: Mapping[str, Entry], layout: Layout) -> BoxLayout:
-    """Which boxes of a checkpoint's optimizer state this rank needs; unknown keys are left to the caller's check."""
+def _fields(optimizer: torch.optim.Optimizer) -> set[str]:
+    """The state that this optimizer keeps for a weight, seen on a step of a weight of its own."""
+    probe = copy.copy(optimizer)
+    device = optimizer.param_groups[0]["params"][0].device
+    probe.state, param = defaultdict(dict), torch.nn.Parameter(torch.zeros(2, 2, device=device))
+    param.grad = torch.zeros_like(param)
+    probe.param_groups = [{**optimizer.param_groups[0], "params": [param]}]
+    type(optimizer).step(probe)
+    return set(probe.state[param])
+
+
+def state_layout(
+    optimizer: torch.optim.Optimizer, table: list[ShardedParam], entries: Mapping[str, Entry], layout: Layout
+) -> BoxLayout:
+    """Which boxes of a checkpoint's optimizer state this rank needs; unknown keys are left to the caller's check.
+
+    Raises ``CheckpointMismatch`` for the state of another optimizer.
+    """
+    saved_fields = {key.rpartition(".")[2] for key in entries if key.startswith("optim.")}
+    if saved_fields and saved_fields != (own := _fields(optimizer)):
+        raise CheckpointMismatch("the checkpoint is of another optimizer", where=f"optimizer {type(optimizer).__name__}",
+                                 why=f"it keeps {', '.join(sorted(own)) or 'nothing'}, saved is {', '.join(sorted(saved_fields))}",
+                                 remedy="load it with the optimizer that it was saved with")  # fmt: skip
     pieces = {piece.name: (entry, piece) for entry in trainable(table) for piece in entry.pieces}
     wanted: BoxLayout = {}
     for key, saved in entries.items():
@@ -119,5 +151,5 @@ def move_state(optimizer: torch.optim.Optimizer, device: torch.device | None) ->
     for param, state in optimizer.state.items():
         target = device or local_of(param).device
         for field, value in state.items():
-            if isinstance(value, Tensor):
+            if isinstance(value, Tensor) and value.dim():  # step counts stay where the optimizer put them
                 state[field] = value.to(target)

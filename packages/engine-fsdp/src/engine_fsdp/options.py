@@ -5,8 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from engine_api.config import build_options
+from engine_api.config import build_options, near_matches
 from engine_api.errors import ConfigError
+
+_COMPILE_MODES = ("default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -27,6 +29,9 @@ class FSDPOptions:
     def __post_init__(self) -> None:
         if self.prefetch_blocks < 0:
             raise ConfigError("options.prefetch_blocks", f"{self.prefetch_blocks} is negative", remedy="give 0 or more")
+        if self.compile_mode not in _COMPILE_MODES:
+            raise ConfigError("options.compile_mode", f"{self.compile_mode!r} is not a mode of torch.compile",
+                              remedy=near_matches(self.compile_mode, _COMPILE_MODES))  # fmt: skip
         if self.timeout_s < 1:
             raise ConfigError("options.timeout_s", f"{self.timeout_s} is not positive", remedy="give seconds")
 

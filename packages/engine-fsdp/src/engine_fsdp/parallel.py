@@ -25,8 +25,12 @@ def ensure_process_group(device_type: str, timeout_s: int) -> bool:
 
     Returns whether it was made here (and is this engine's to destroy).
     """
-    if device_type == "cuda":
-        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
+    if device_type == "cuda" and "LOCAL_RANK" in os.environ:  # else the caller's device stays
+        local, count = int(os.environ["LOCAL_RANK"]), torch.cuda.device_count()
+        if local >= count:
+            raise ConfigError("device", f"LOCAL_RANK is {local}, but {count} CUDA devices are visible",
+                              remedy="start one process a device: torchrun --nproc-per-node, CUDA_VISIBLE_DEVICES")  # fmt: skip
+        torch.cuda.set_device(local)
     if dist.is_initialized():
         return False
     backend = "cpu:gloo,cuda:nccl" if device_type == "cuda" else "gloo"

@@ -7,9 +7,12 @@ import shutil
 from pathlib import Path
 from typing import Any
 
+from safetensors import SafetensorError
 from torch import Tensor
 
+from engine_api.checkpoint import require_room
 from engine_api.comm import Comm, together
+from engine_api.errors import CheckpointWriteError
 from engine_api.weights import WeightExport
 
 _FILE_BYTES = 4 << 30
@@ -25,17 +28,28 @@ _COMPANIONS = (
 
 
 def save_hf(export: WeightExport, directory: Path, *, comm: Comm, source: str, hf_config: Any) -> None:
-    """Write on rank 0 while all ranks exhaust ``export``; files of at most 4 GiB (or one tensor)."""
-    together(comm, lambda: directory.mkdir(parents=True, exist_ok=True) if comm.rank == 0 else None)
-    writer = _Writer(directory) if comm.rank == 0 else None
+    """Write on rank 0 while all ranks exhaust ``export``; files of at most 4 GiB (or one tensor).
+
+    Written under ``.partial`` and moved when complete; what a folder held before is then replaced.
+
+    Raises:
+        CheckpointWriteError: on rank 0, ``RankFailure`` elsewhere; ``directory`` is as it was.
+    """
+    writer = _Writer(directory.with_name(directory.name + ".partial")) if comm.rank == 0 else None
     for name, tensor in export:
-        if writer is not None:
-            writer.add(name, tensor)
+        if writer is not None and writer.failure is None:
+            # The others wait in the next gather: a full disk is told when all are through.
+            try:
+                writer.add(name, tensor)
+            except (OSError, SafetensorError) as error:
+                writer.failure = error
     together(comm, lambda: _finish(writer, directory, source, hf_config) if writer is not None else None)
 
 
 class _Writer:
     """Collects tensors into numbered files."""
+
+    failure: Exception | None = None
 
     def __init__(self, directory: Path) -> None:
         self.directory, self.files = directory, list[list[str]]()
@@ -55,7 +69,11 @@ class _Writer:
         """Write what is pending under a provisional name."""
         from safetensors.torch import save_file
 
+        if not self.files:
+            shutil.rmtree(self.directory, ignore_errors=True)  # a killed save's remains
+            self.directory.mkdir(parents=True)
         self.files.append(list(self.pending))
+        require_room(self.directory, self.size)
         save_file(self.pending, self.directory / f"part-{len(self.files):05d}.safetensors", metadata={"format": "pt"})
         self.pending, self.size = {}, 0
 
@@ -73,12 +91,30 @@ class _Writer:
 
 
 def _finish(writer: _Writer, directory: Path, source: str, hf_config: Any) -> None:
-    writer.close()
+    try:
+        if writer.failure is not None:
+            raise writer.failure
+        writer.close()
+        _describe(writer, directory, source, hf_config)
+        directory.mkdir(parents=True, exist_ok=True)
+        for stale in directory.glob("model*.safetensors*"):
+            stale.unlink()
+        for file in writer.directory.iterdir():
+            file.replace(directory / file.name)
+    except (OSError, SafetensorError) as error:
+        raise CheckpointWriteError("the model could not be written", where=str(directory), why=str(error),
+                                   remedy="free disk space, or check path and permissions") from error  # fmt: skip
+    finally:
+        shutil.rmtree(writer.directory, ignore_errors=True)
+
+
+def _describe(writer: _Writer, directory: Path, source: str, hf_config: Any) -> None:
+    """The configuration, and the tokenizer's files where ``directory`` has none of its own."""
     content = hf_config.to_dict() | {"dtype": writer.dtype}
     # The attention function of this engine means nothing to whoever loads the folder.
     content = {k: v for k, v in content.items() if not k.startswith("_")}
-    (directory / "config.json").write_text(json.dumps(content, indent=2, sort_keys=True, default=str))
+    (writer.directory / "config.json").write_text(json.dumps(content, indent=2, sort_keys=True, default=str))
     for pattern in _COMPANIONS:
         for file in Path(source).glob(pattern):
             if not (directory / file.name).exists():
-                shutil.copy(file, directory / file.name)
+                shutil.copy(file, writer.directory / file.name)

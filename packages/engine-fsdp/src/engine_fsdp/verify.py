@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from engine_api.batch import Batch
-from engine_api.errors import UnsupportedCapability
+from engine_api.errors import ConfigError, UnsupportedCapability
 from engine_fsdp import attention
 
 # Largest difference in nats or value units, for scores of ordinary size; float32 agrees to about 1e-5.
@@ -27,10 +27,15 @@ def verify_model(engine: Any, lengths: list[int]) -> None:
     batch = Batch(input_ids=torch.cat(documents), cu_seqlens=ends)
     value_model = engine.kind == "value_model"
     with torch.no_grad():
-        outputs = engine.forward_step(batch, needs=("log_probs",), temperature=1.0)
+        outputs = engine.forward_step(batch, needs=engine.gives[:1], temperature=1.0)
         got = outputs.values if value_model else outputs.log_probs
         want = torch.cat([_reference(engine, d, value_model) for d in documents])
     engine._reshard()  # noqa: SLF001 - the engine's own helper module
+    if not bool(want.isfinite().all()):
+        bad = [entry.name for entry in engine.table if not bool(entry.local.isfinite().all())]
+        raise ConfigError("model.path", "the model's own outputs are not finite",
+                          why=f"NaN or infinity in: {', '.join(bad[:3])}" if bad else f"in {engine.config.precision.compute}",
+                          remedy="fetch or export the weights again" if bad else "use precision.compute: float32")  # fmt: skip
     worst = float((got - want).abs().max())
     scale = max(1.0, float(want.abs().max()))
     if not worst <= _TOLERANCE[engine.config.precision.compute] * scale:

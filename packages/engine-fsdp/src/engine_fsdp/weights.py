@@ -71,11 +71,15 @@ def parameter_table(root: nn.Module, pieces: dict[str, list[Piece]], layout: Lay
 def fetch(model: ModelSource) -> str:
     """The local folder of the model; a hub id is downloaded (weights only when they are wanted)."""
     if Path(model.path).is_dir():
+        if model.revision is not None:
+            raise ConfigError("model.revision", f"{model.revision!r} given, but model.path is a folder here",
+                              remedy="leave it out, or give a hub id")  # fmt: skip
         return model.path
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError, RepositoryNotFoundError
 
     patterns = ["*.json", "*.model", "*.txt", "*.jinja"] + (["*.safetensors"] if model.init == "pretrained" else [])
+    patterns += ["*.py"] if model.trust_remote_code else []
     try:
         return str(snapshot_download(model.path, revision=model.revision, allow_patterns=patterns))
     except (RepositoryNotFoundError, LocalEntryNotFoundError, HFValidationError, OSError) as error:
@@ -87,7 +91,10 @@ def weight_files(folder: str) -> dict[str, str]:
     """Tensor name → file name; raises ``ConfigError`` for a folder without safetensors weights."""
     index = Path(folder) / "model.safetensors.index.json"
     if index.is_file():
-        result: dict[str, str] = json.loads(index.read_text())["weight_map"]
+        try:
+            result: dict[str, str] = json.loads(index.read_text())["weight_map"]
+        except (ValueError, KeyError, TypeError) as error:
+            raise _unreadable(index, error) from error
         return result
     names = sorted(p.name for p in Path(folder).glob("*.safetensors"))
     if not names:
@@ -99,15 +106,21 @@ def weight_files(folder: str) -> dict[str, str]:
 
 
 def _names_in(path: Path) -> list[str]:
+    with _open(path) as handle:
+        return list(handle.keys())
+
+
+def _open(path: Path) -> Any:
     from safetensors import SafetensorError, safe_open
 
     try:
-        with safe_open(path, framework="pt") as handle:
-            return list(handle.keys())
-    except SafetensorError as error:
-        raise ConfigError(
-            "model.path", f"{path} cannot be read", why=str(error), remedy="fetch the file again"
-        ) from error
+        return safe_open(path, framework="pt")
+    except (SafetensorError, OSError) as error:
+        raise _unreadable(path, error) from error
+
+
+def _unreadable(path: Path, error: Exception) -> ConfigError:
+    return ConfigError("model.path", f"{path} cannot be read", why=str(error), remedy="fetch the file again")
 
 
 def fill(table: list[ShardedParam], folder: str, seed: int) -> None:
@@ -139,10 +152,8 @@ class _Files:
         self.folder, self.open = Path(folder), dict[str, Any]()
 
     def get(self, name: str) -> Any:
-        from safetensors import safe_open
-
         if name not in self.open:
-            self.open[name] = safe_open(self.folder / name, framework="pt")
+            self.open[name] = _open(self.folder / name)
         return self.open[name]
 
 

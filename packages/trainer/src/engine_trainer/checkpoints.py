@@ -113,7 +113,9 @@ def compare(then: Mapping[str, Any], now: Mapping[str, Any], where: str) -> list
         raise ConfigError(key, f"{now.get(key)!r}, but the checkpoint was made with {then.get(key)!r}",
                           why=f"run.resume would go on from {where}" + (f"; also: {', '.join(fixed[1:])}" if fixed[1:] else ""),
                           remedy="restore the value, or begin anew in another run.output_dir")  # fmt: skip
-    return [f"{key}: {then.get(key)!r} -> {now.get(key)!r}" for key in changed if not key.startswith(FREE)]
+    # The length of the run is where its learning-rate schedule ends.
+    named = [key for key in changed if key in ("run.steps", "run.epochs") or not key.startswith(FREE)]
+    return [f"{key}: {then.get(key)!r} -> {now.get(key)!r}" for key in named]
 
 
 def _below(key: str, sections: tuple[str, ...]) -> bool:

@@ -123,6 +123,12 @@ class RLConfig:
 
     def __post_init__(self) -> None:
         _check_eval(self.eval, self.data)
+        if self.rollout.n < 2:
+            raise ConfigError("rollout.n", f"{self.rollout.n} completion a prompt", why="a group is compared with itself",
+                              remedy="draw at least 2")  # fmt: skip
+        if self.algorithm.overlong.buffer > self.rollout.max_new_tokens:
+            raise ConfigError("algorithm.overlong.buffer", f"{self.algorithm.overlong.buffer} is above rollout.max_new_tokens",
+                              remedy=f"give at most {self.rollout.max_new_tokens}")  # fmt: skip
         if self.rollout.temperature == 0:
             raise ConfigError("rollout.temperature", "0 is greedy", why="a group of equal completions teaches nothing",
                               remedy="use 1.0; eval.temperature may be 0")  # fmt: skip

@@ -154,7 +154,8 @@ class Run:
         """
         run, last = self.config.run, step == self.total_steps
         self.interrupted = any(self.comm.all_gather(self._interrupt.requested))
-        if step % run.log_every == 0 or last or self.interrupted:
+        measured = any(name.startswith("eval/") for name in metrics)  # too dear to be thrown away
+        if step % run.log_every == 0 or measured or last or self.interrupted:
             self.log.write(step, {**metrics, **self.timers.take()})
         self.log.progress(step, metrics, show)
         if last or self.interrupted or (run.save_every and step % run.save_every == 0):

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 from engine_api.comm import Comm, together
 from engine_api.contract import Engine
+from engine_api.errors import ConfigError
 from engine_api.registry import RolloutRegistry
 from engine_api.results import Topology
 from engine_api.rollout import Completion, Rollout, SamplingParams
@@ -131,7 +132,12 @@ def _create_rollout(run: Run, tokenizer: ChatTokenizer, section: RolloutSection)
     # Unless told otherwise it computes where and as the engine does: the nearer, the smaller the mismatch.
     compute = run.engine_config.precision.compute
     arguments = {"dtype": "bfloat16" if compute == "float8" else compute, **section.options}
-    return RolloutRegistry.create(
-        name=section.name, device=run.device if section.device == "auto" else section.device, model=run.engine_config.model,
-        pad_token_id=tokenizer.pad_token_id, eos_token_ids=tokenizer.stop_token_ids, batch_size=section.batch_size, **arguments,
-    )  # fmt: skip
+    device = run.device if section.device == "auto" else section.device
+    try:
+        return RolloutRegistry.create(
+            name=section.name, device=device, model=run.engine_config.model, pad_token_id=tokenizer.pad_token_id,
+            eos_token_ids=tokenizer.stop_token_ids, batch_size=section.batch_size, **arguments,
+        )  # fmt: skip
+    except TypeError as error:  # an argument that its class does not take
+        raise ConfigError("rollout.options", f"rollout {section.name!r} cannot be made with {dict(section.options)}",
+                          why=str(error), remedy="see the rollout's own class for what it takes") from error  # fmt: skip

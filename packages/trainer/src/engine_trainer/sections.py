@@ -86,6 +86,10 @@ class GymSection:
     response: str = "answer"  # how SFT responses are written; see engine_trainer.data.worked
     worked_share: float = 1.0  # with response: worked, the share of rows that show their steps (the rest: answer)
 
+    def __post_init__(self) -> None:
+        at_least("data.reasoning_gym", self, 1, "size")
+        at_least("data.reasoning_gym", self, 0, "skip", "heldout_size")
+
 
 @dataclass(frozen=True, kw_only=True)
 class ColumnsSection:
@@ -175,6 +179,8 @@ class RolloutSection:
     def __post_init__(self) -> None:
         at_least("rollout", self, 1, "n", "max_new_tokens", "batch_size")
         at_least("rollout", self, 0, "temperature", "top_k")
+        if not 0 < self.top_p <= 1:
+            raise ConfigError("rollout.top_p", f"{self.top_p} is no share", remedy="give a number in (0, 1]; 1: all")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -184,6 +190,12 @@ class RewardSection:
     name: str
     kwargs: Mapping[str, Any] = field(default_factory=dict[str, Any])
     timeout_s: float | None = 10.0  # a call
+
+    def __post_init__(self) -> None:
+        if self.timeout_s is not None and not self.timeout_s > 0:
+            raise ConfigError(
+                "reward.timeout_s", f"{self.timeout_s} is not a time", remedy="give seconds above 0, or null"
+            )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -199,6 +211,8 @@ class EvalSection:
 
     def __post_init__(self) -> None:
         at_least("eval", self, 0, "every", "samples", "temperature")
+        if self.max_problems is not None:
+            at_least("eval", self, 1, "max_problems")
         if self.temperature == 0 and self.samples > 1:
             raise ConfigError("eval.samples", f"{self.samples} at temperature 0", why="greedy completions are all equal",
                               remedy="use 1 sample, or a temperature above 0")  # fmt: skip

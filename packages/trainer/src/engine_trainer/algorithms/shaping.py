@@ -27,7 +27,7 @@ def overlong_penalty(lengths: torch.Tensor, *, max_length: int, buffer: int, fac
         ConfigError: when the buffer does not fit.
     """
     if not 0 < buffer <= max_length:
-        raise ConfigError("algorithm.overlong_buffer", f"{buffer} tokens of a limit of {max_length}",
+        raise ConfigError("algorithm.overlong.buffer", f"{buffer} tokens of a limit of {max_length}",
                           remedy="give an integer from 1 to rollout.max_new_tokens")  # fmt: skip
     exceeded = (lengths - (max_length - buffer)).clamp(0, buffer).float()
     return -exceeded / buffer * factor

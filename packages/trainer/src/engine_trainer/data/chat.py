@@ -187,7 +187,8 @@ def load_tokenizer(section: DataSection, model: ModelSource) -> ChatTokenizer:
     if path.startswith(("/", ".", "~")) and not Path(path).is_dir():  # never meant as a hub id
         raise ConfigError(key, f"there is no folder {path!r}", remedy="correct the path; ~ is not expanded")
     try:
-        tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=model.trust_remote_code)
+        tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=model.trust_remote_code,
+                                                  revision=None if section.tokenizer else model.revision)  # fmt: skip
     except (OSError, ValueError) as error:
         raise ConfigError(key, f"no tokenizer at {path!r}", why=(str(error).splitlines() or [""])[0],
                           remedy="name a folder with tokenizer.json, or a hub id, in data.tokenizer") from error  # fmt: skip
