@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from engine_api.capabilities import Capability
 
@@ -63,8 +63,6 @@ class EnginePlugin:
     capabilities: frozenset[Capability] = frozenset()
     options: str | None = None
     probe: Callable[[str], ProbeResult] = always_available
-    homepage: str = ""
-    extra: dict[str, str] = field(default_factory=dict[str, str])
 
 
 def contract_problem(contract: str, ours: str = CONTRACT) -> str | None:

@@ -42,7 +42,8 @@ class Packing:
     Attributes:
         cu_seqlens: ``[D+1]`` int32, boundaries in the whole (gathered) pack.
         max_length: tokens of the longest document.
-        padded_index: ``[D, max_length]`` int64 positions in the pack (0 where a document is shorter), or None.
+        padded_index: ``[D, max_length]`` int64 positions in the pack (0 where a document is shorter); None where
+            documents have one length.
         flat_index: ``[T]`` int64 positions in the flattened padded form, or None.
         mask: ``[1, 1, T, T]`` bool, who sees whom; or None.
         document: ``[T]`` int64, the document of each token.
@@ -104,7 +105,7 @@ def build_packing(lengths: list[int], kernel: str, device: torch.device, group: 
     kernel = _kernel_for(lengths, kernel)
     common: dict[str, Any] = {"kernel": kernel, "bounds": cu, "cu_seqlens": cu.to(device, torch.int32), "max_length": longest,
                               "document": document.to(device), "group": group}  # fmt: skip
-    if kernel != "sdpa":
+    if kernel != "sdpa" or len(set(lengths)) == 1:
         return Packing(**common)
     if total * total <= len(lengths) * longest * longest:
         causal = torch.ones(total, total, dtype=torch.bool).tril()
@@ -168,10 +169,17 @@ def _attend(q: Tensor, k: Tensor, v: Tensor, packing: Packing, scale: float | No
     if packing.mask is not None or window is not None:
         mask = packing.mask if window is None else _window_mask(packing, window)
         return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=scale, enable_gqa=q.shape[1] != k.shape[1])
-    assert packing.padded_index is not None and packing.flat_index is not None
-    q, k, v = (x[0][:, packing.padded_index].transpose(0, 1) for x in (q, k, v))  # [D, H, L, d]
+    q, k, v = (_side_by_side(x[0], packing) for x in (q, k, v))
     out = F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale, enable_gqa=q.shape[1] != k.shape[1])
-    return out.transpose(0, 1).flatten(1, 2)[:, packing.flat_index][None]
+    flat = out.transpose(0, 1).flatten(1, 2)
+    return (flat if packing.flat_index is None else flat[:, packing.flat_index])[None]
+
+
+def _side_by_side(x: Tensor, packing: Packing) -> Tensor:
+    """``[H, T, d]`` → ``[D, H, max_length, d]``; a view where all documents have one length."""
+    if packing.padded_index is None:
+        return x.unflatten(1, (-1, packing.max_length)).transpose(0, 1)
+    return x[:, packing.padded_index].transpose(0, 1)
 
 
 def _window_mask(packing: Packing, window: int) -> Tensor:

@@ -75,6 +75,8 @@ class FSDPEngine(BaseEngine):
         home = torch.device("cpu") if config.memory.offload_params else self.device
         if not built.materialized:
             self._materialize(lm, home)
+        elif not isinstance(self.module, FSDPModule):
+            self.module.to(home)
         self.table: list[ShardedParam] = parameter_table(self.module, built.pieces, layout)
         if not built.materialized:
             # A file may be damaged on one machine only.
@@ -115,10 +117,9 @@ class FSDPEngine(BaseEngine):
     @contextmanager
     def _accumulation(self, *, last: bool) -> Iterator[None]:
         self._expect_loaded("train")
-        assert isinstance(self.module, FSDPModule)
-        reduce = last or self.options.reduce_each_micro_batch
-        self.module.set_requires_gradient_sync(reduce)
-        self.module.set_is_last_backward(last)
+        if isinstance(self.module, FSDPModule):
+            self.module.set_requires_gradient_sync(last or self.options.reduce_each_micro_batch)
+            self.module.set_is_last_backward(last)
         self.module.train()
         try:
             yield
@@ -141,8 +142,8 @@ class FSDPEngine(BaseEngine):
 
     def _reshard(self) -> None:
         # The root keeps its weights gathered for a backward that never comes after inference.
-        assert isinstance(self.module, FSDPModule)
-        self.module.reshard()
+        if isinstance(self.module, FSDPModule):
+            self.module.reshard()
 
     def _clip_gradients(self, max_norm: float | None) -> float:
         self._expect_loaded("train")

@@ -137,7 +137,7 @@ def build_model(config: EngineConfig, kind: Kind, ulysses: int) -> BuiltModel:
     attention.check_heads(hf_config.get_text_config(), ulysses)
     random = config.model.init == "random"
     with torch.random.fork_rng(devices=[]), torch.device("cpu" if random else "meta"):
-        torch.manual_seed(config.seed)
+        torch.default_generator.manual_seed(config.seed)  # the CPU alone: no device is reseeded
         lm = _auto_class(kind).from_config(
             hf_config, attn_implementation=attention.NAME, dtype=DTYPES[config.precision.master],
             trust_remote_code=config.model.trust_remote_code,

@@ -97,7 +97,15 @@ def _shard_size(parallelism: Parallelism, world: int) -> int:
 
 
 def shard_model(root: nn.Module, blocks: list[nn.Module], config: EngineConfig, layout: Layout, prefetch: int) -> None:
-    """``fully_shard`` each block and the root; gradients are reduced as sums."""
+    """``fully_shard`` each block and the root; gradients are reduced as sums.
+
+    One rank in one dtype has nothing to shard, reduce or cast, and stays a plain module: FSDP would still copy every
+    weight and gradient through its buffers (15 % of a step at the sizes of docs/benchmarks.md).
+    """
+    precision = config.precision
+    one_dtype = precision.master == precision.compute == precision.reduce
+    if layout.topology.world_size == 1 and one_dtype and not config.memory.offload_params:
+        return
     dtypes: dict[str, Any] = {
         "param_dtype": DTYPES[config.precision.compute],
         "reduce_dtype": DTYPES[config.precision.reduce],
@@ -132,7 +140,8 @@ def _prefetch(blocks: list[nn.Module], count: int) -> None:
 
 def reset_after_failure(root: nn.Module) -> None:
     """Bring FSDP back to its state between iterations after an exception left one half way."""
-    assert isinstance(root, FSDPModule)
+    if not isinstance(root, FSDPModule):
+        return
     if hasattr(root, "reset_iter_state"):  # torch 2.13 and later
         root.reset_iter_state()
         return
