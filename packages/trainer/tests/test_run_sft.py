@@ -117,6 +117,14 @@ def test_resuming_with_what_matters_changed_is_refused(sft_file, override, field
     assert (folder / "metrics.jsonl").read_bytes() == before
 
 
+def test_resuming_with_more_rows_is_refused(sft_file):
+    run(sft_file)
+    rows = sft_file.parent / "rows.jsonl"
+    rows.write_text(rows.read_text() + '{"prompt": "say a", "response": "abc"}\n')
+    with pytest.raises(ConfigError, match="21 rows, but step-000006 was saved with 20"):
+        run(sft_file, "run.steps=8")
+
+
 def test_resuming_with_another_rate_is_allowed_and_said(sft_file, caplog):
     run(sft_file)
     run(sft_file, "run.steps=8", "engine.optimizer.lr=0.01")

@@ -135,7 +135,7 @@ class FSDPEngine(BaseEngine):
                 stack.enter_context(lora.disabled(self.module))
             try:
                 yield
-            except BaseException:
+            except BaseException:  # Ctrl-C too: weights must not stay gathered
                 self._abort()
                 raise
         self._reshard()

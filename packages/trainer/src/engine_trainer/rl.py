@@ -44,7 +44,7 @@ def train_rl(config: RLConfig) -> Outcome:
         sampler = Sampler.create(run, tokenizer, config.rollout, config.reward)
         learner = Learner(run, config)
         measure = _evaluator(run, config, sampler, heldout)
-        state = run.resume()
+        state = run.resume(len(train))
         position = int(state.get("position", 0))
         if state["step"] == 0 and heldout is not None:
             run.log.write(0, measure(0))
@@ -56,7 +56,7 @@ def train_rl(config: RLConfig) -> Outcome:
             metrics |= _speed(run, experience) | {"train/epoch": position / len(train)}
             if config.eval and (step == run.total_steps or (config.eval.every and step % config.eval.every == 0)):
                 metrics |= measure(step)
-            run.end_step(step, metrics, {"position": position}, show=SHOW)
+            run.end_step(step, metrics, {"position": position, "rows": len(train)}, show=SHOW)
         learner.close()
         sampler.close()
         return run.finish(tokenizer.tokenizer)

@@ -27,6 +27,7 @@ from engine_api.capabilities import Capability, unsupported
 from engine_api.comm import Comm, SingleComm, TorchComm, together
 from engine_api.config import EngineConfig
 from engine_api.contract import Engine
+from engine_api.errors import ConfigError
 from engine_api.microbatch import balance
 from engine_api.registry import EngineRegistry
 from engine_api.results import Topology
@@ -120,16 +121,25 @@ class Run:
         self.comm = TorchComm() if self.engine.topology.world_size > 1 else SingleComm()
         return self.engine
 
-    def resume(self) -> dict[str, Any]:
+    def resume(self, rows: int) -> dict[str, Any]:
         """Load the checkpoint to go on from, and open the logs.
 
+        Args:
+            rows: rows of training data now. The order of rows is a function of their number: with another one the
+                run would go on at another place, and meet rows twice or never.
+
         Returns the loop's own state as ``end_step`` was given it, with ``step``, the steps done; only
-        ``{"step": 0}`` for a new run. Raises ``ConfigError`` when the configuration no longer fits.
+        ``{"step": 0}`` for a new run. Raises ``ConfigError`` when the configuration or the data no longer fit.
         """
         found = together(self.comm, self._find)[0]
         state: dict[str, Any] = {"step": 0}
         if found is not None:
             state = dict(self.engine.load_checkpoint(found).extra["loop"])
+            if state.get("rows", rows) != rows:
+                raise ConfigError(
+                    "data", f"{rows} rows, but {found.name} was saved with {state['rows']}",
+                    why="the data changed since", remedy="use the data of the first run, or run.resume=never",
+                )  # fmt: skip
             self.checkpoints.saved = int(state["step"])
             self.log.say(f"resumed from {found} after step {state['step']}")
         together(self.comm, lambda: self._open(int(state["step"])) if self.is_main else None)

@@ -44,7 +44,7 @@ def train_sft(config: SFTConfig) -> Outcome:
     with Run(config, kind="sft", total_steps=config.run.total_steps(len(data.train), config.batch_size)) as run:
         engine = run.start()
         speed = measure(engine, run.engine_config, run.device)
-        state = run.resume()
+        state = run.resume(len(data.train))
         position = int(state.get("position", 0))
         with _evaluation(run, config, data, tokenizer) as evaluate:
             if state["step"] == 0:
@@ -58,7 +58,7 @@ def train_sft(config: SFTConfig) -> Outcome:
                 metrics |= speed.metrics([len(d) for d in documents], run.timers.last("train"))
                 if step == run.total_steps or (config.eval and config.eval.every and step % config.eval.every == 0):
                     metrics |= evaluate(step)
-                run.end_step(step, metrics, {"position": position}, show=SHOW)
+                run.end_step(step, metrics, {"position": position, "rows": len(data.train)}, show=SHOW)
         return run.finish(tokenizer.tokenizer)
 
 
