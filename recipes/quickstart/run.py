@@ -11,6 +11,7 @@ import os
 import subprocess
 import sys
 import time
+import warnings
 from pathlib import Path
 
 from engine_trainer.config import SFTConfig
@@ -31,6 +32,7 @@ def main() -> None:
     parser.add_argument("--processes", type=int, default=2, help="of RL")
     parser.add_argument("overrides", nargs="*", help="of rl.yaml")
     options = parser.parse_args()
+    warnings.simplefilter("ignore", SyntaxWarning)  # in packages below reasoning-gym
     folder = options.output / f"seed-{options.seed}"
     start = time.monotonic()
     model, sft, rl = folder / "model", folder / "sft", folder / "rl"
