@@ -100,7 +100,7 @@ def shard_model(root: nn.Module, blocks: list[nn.Module], config: EngineConfig, 
     """``fully_shard`` each block and the root; gradients are reduced as sums.
 
     One rank in one dtype has nothing to shard, reduce or cast, and stays a plain module: FSDP would still copy every
-    weight and gradient through its buffers (15 % of a step at the sizes of docs/benchmarks.md).
+    weight and gradient through its buffers.
     """
     precision = config.precision
     one_dtype = precision.master == precision.compute == precision.reduce
@@ -149,9 +149,9 @@ def reset_after_failure(root: nn.Module) -> None:
         if isinstance(module, FSDPModule):
             module.reshard()
             # torch 2.11 has no public reset; remove with it. Gradients kept between micro-batches must go too.
-            for group in [module._get_fsdp_state()._fsdp_param_group]:  # noqa: SLF001
-                for param in group.fsdp_params if group is not None else ():
-                    param.unsharded_accumulated_grad = None
+            group = module._get_fsdp_state()._fsdp_param_group  # noqa: SLF001
+            for param in group.fsdp_params if group is not None else ():
+                param.unsharded_accumulated_grad = None
 
 
 class _AllToAll(torch.autograd.Function):
