@@ -10,10 +10,9 @@ a full engine adds ``forward_step``. A third party may derive from it, and need 
 from __future__ import annotations
 
 import math
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -23,6 +22,7 @@ from engine_api.batch import Batch
 from engine_api.capabilities import Capability, refuse_undeclared, unsupported
 from engine_api.comm import Comm
 from engine_api.config import EngineConfig
+from engine_api.defaults import EngineDefaults
 from engine_api.errors import ConfigError, EngineStateError
 from engine_api.losses import LossFn, coefficients_of, needs_of
 from engine_api.manifest import Entry
@@ -55,7 +55,7 @@ class _Work:
     outputs: Sequence[LossOutput]
 
 
-class BaseEngine(ABC):
+class BaseEngine(EngineDefaults):
     """The infrastructure of an engine; see ``engine_api.contract.Engine`` for what the members promise."""
 
     def __init__(self, config: EngineConfig, *, resolution: Resolution) -> None:
@@ -323,18 +323,6 @@ class BaseEngine(ABC):
         """
 
     @abstractmethod
-    def _accumulation(self, *, last: bool) -> AbstractContextManager[None]:
-        """Around one micro-batch; gradients need only be reduced over ranks in the last one, as sums."""
-
-    @abstractmethod
-    def _inference(self, adapter: bool) -> AbstractContextManager[None]:
-        """No gradient, evaluation mode; the adapter off when asked."""
-
-    @abstractmethod
-    def _inference_needs(self, entropy: bool) -> tuple[str, ...]:
-        """Which outputs ``infer_batch`` computes."""
-
-    @abstractmethod
     def _clip_gradients(self, max_norm: float | None) -> float:
         """Scale gradients to ``max_norm``; return their global norm before that."""
 
@@ -363,14 +351,6 @@ class BaseEngine(ABC):
     @abstractmethod
     def _install_state(self, tensors: Mapping[str, torch.Tensor]) -> None:
         """Replace weights and the whole optimizer state by these CPU tensors."""
-
-    @abstractmethod
-    def _rng_state(self) -> dict[str, Any]:
-        """This rank's RNG as JSON."""
-
-    @abstractmethod
-    def _set_rng_state(self, state: Mapping[str, Any]) -> None:
-        """Restore what ``_rng_state`` gave."""
 
     @abstractmethod
     def _release(self) -> None:

@@ -54,7 +54,8 @@ def _load(entry: importlib.metadata.EntryPoint, source: str) -> Found:
     # A stranger's module may raise anything while it is imported; whatever it is, it is kept and shown.
     try:
         plugin = entry.load()
-    except Exception as error:  # noqa: BLE001
+    # A module that calls sys.exit must not end the listing of all others.
+    except (Exception, SystemExit) as error:  # noqa: BLE001
         return Found(name=entry.name, source=source, problem=f"its import failed: {_last_line(error)}", cause=error)
     if not isinstance(plugin, EnginePlugin):
         return Found(name=entry.name, source=source, problem=f"it names a {type(plugin).__name__}, not an EnginePlugin")
@@ -67,7 +68,7 @@ def probe(found: Found, device: str) -> ProbeResult:
     assert found.plugin is not None
     try:
         return found.plugin.probe(device)
-    except Exception as error:  # noqa: BLE001 - a stranger's code may raise anything
+    except (Exception, SystemExit) as error:  # noqa: BLE001 - a stranger's code may raise anything
         return ProbeResult(ok=False, reason=f"its probe failed: {_last_line(error)}",
                            remedy=f"report it to the maintainers of {found.distribution}")  # fmt: skip
 
@@ -81,7 +82,7 @@ def import_target(target: str, source: str) -> Any:
     module, _, name = target.partition(":")
     try:
         return getattr(importlib.import_module(module), name)
-    except Exception as error:  # a stranger's module may raise anything
+    except (Exception, SystemExit) as error:  # a stranger's module may raise anything
         raise PluginLoadError(
             f"{target} could not be imported", where=source, why=_last_line(error),
             remedy="the error that caused this one stands above it; reinstall the package or what it lacks",

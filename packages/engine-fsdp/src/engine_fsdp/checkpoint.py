@@ -1,4 +1,4 @@
-"""The training state as boxes under canonical keys, and this rank's random-number generators.
+"""The training state as boxes under canonical keys.
 
 Keys: ``model.<Hugging Face name>``; ``adapter.<peft name>`` for low-rank adapters;
 ``optim.<name>.<field>`` (AdamW: exp_avg, exp_avg_sq, step) for what is trained.
@@ -6,12 +6,8 @@ Keys: ``model.<Hugging Face name>``; ``adapter.<peft name>`` for low-rank adapte
 
 from __future__ import annotations
 
-import base64
-import random
 from collections.abc import Mapping
-from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -52,36 +48,3 @@ def install(table: list[ShardedParam], optimizer: torch.optim.Optimizer | None, 
             piece.view(entry.local.detach(), entry.first).copy_(tensors[model_key(entry, piece.name)])
     if optimizer is not None:
         install_state(optimizer, table, tensors)
-
-
-def rng_state(device: torch.device) -> dict[str, Any]:
-    """Python's, NumPy's, torch's and the device's generators, as JSON."""
-    version, words, gauss = random.getstate()
-    name, keys, position, has_gauss, cached = np.random.get_state()  # noqa: NPY002 - the global one is what user code draws from
-    state: dict[str, Any] = {
-        "python": [version, list(words), gauss],
-        "numpy": [str(name), np.asarray(keys).tolist(), int(position), int(has_gauss), float(cached)],
-        "torch": _encode(torch.get_rng_state()),
-    }
-    if device.type == "cuda":
-        state["cuda"] = _encode(torch.cuda.get_rng_state(device))
-    return state
-
-
-def set_rng_state(state: Mapping[str, Any], device: torch.device) -> None:
-    """Restore what ``rng_state`` gave."""
-    version, words, gauss = state["python"]
-    random.setstate((version, tuple(words), gauss))
-    name, keys, position, has_gauss, cached = state["numpy"]
-    np.random.set_state((name, np.array(keys, dtype=np.uint32), position, has_gauss, cached))  # noqa: NPY002
-    torch.set_rng_state(_decode(state["torch"]))
-    if device.type == "cuda" and "cuda" in state:
-        torch.cuda.set_rng_state(_decode(state["cuda"]), device)
-
-
-def _encode(state: Tensor) -> str:
-    return base64.b64encode(state.numpy().tobytes()).decode()
-
-
-def _decode(text: str) -> Tensor:
-    return torch.frombuffer(bytearray(base64.b64decode(text)), dtype=torch.uint8)

@@ -20,18 +20,19 @@ from engine_api.config import EngineConfig
 from engine_api.contract import Adapter
 from engine_api.errors import ConfigError, EngineStateError
 from engine_api.manifest import Entry
+from engine_api.optimizers import build_optimizer
 from engine_api.registry import Resolution
 from engine_api.results import TokenOutputs
 from engine_api.weights import ShardExport, ShardSpec, WeightExport
 from engine_fsdp import checkpoint, export, lora
 from engine_fsdp.attention import choose_kernel
 from engine_fsdp.model import Kind, PackedModel, blocks_of, build_model, pack_inputs
-from engine_fsdp.optimizer import build_optimizer, clip, move_state
+from engine_fsdp.optimizer import clip, move_state
 from engine_fsdp.options import fsdp_options
 from engine_fsdp.parallel import Layout, build_layout, ensure_process_group, reset_after_failure, shard_model
 from engine_fsdp.save_hf import save_hf
 from engine_fsdp.verify import verify_model
-from engine_fsdp.weights import ShardedParam, fill, parameter_table
+from engine_fsdp.weights import ShardedParam, fill, parameter_table, trainable
 
 
 class FSDPEngine(BaseEngine):
@@ -59,7 +60,8 @@ class FSDPEngine(BaseEngine):
         self._save_comm: Comm = TorchComm(timeout) if asynchronous else self.comm
         self.kernel = choose_kernel(config.model.attention, self.device_type, config.precision.compute)
         self._build_model()
-        self.optimizer = build_optimizer(config.optimizer, self.table) if config.optimizer else None
+        params = [entry.param for entry in trainable(self.table)]
+        self.optimizer = build_optimizer(config.optimizer, params) if config.optimizer else None
 
     def _build_model(self) -> None:
         config, layout = self.config, self.layout
@@ -202,12 +204,6 @@ class FSDPEngine(BaseEngine):
     def _install_state(self, tensors: Mapping[str, Tensor]) -> None:
         checkpoint.install(self.table, self.optimizer, tensors)
 
-    def _rng_state(self) -> dict[str, Any]:
-        return checkpoint.rng_state(self.device)
-
-    def _set_rng_state(self, state: Mapping[str, Any]) -> None:
-        checkpoint.set_rng_state(state, self.device)
-
     def to(self, device: str, *, model: bool = True, optimizer: bool = True, grad: bool = True) -> None:
         """See ``Engine.to``. Gradients live beside their weights and move with them."""
         self._expect("to", "ready")
@@ -231,9 +227,6 @@ class FSDPEngine(BaseEngine):
         if "model" in self._offloaded or (called == "train" and "optimizer" in self._offloaded):
             raise EngineStateError(called, f"offloaded ({', '.join(sorted(self._offloaded))})",
                                    f"back on its device: call to({self.device_type!r})")  # fmt: skip
-
-    def _inference_needs(self, entropy: bool) -> tuple[str, ...]:
-        return ("log_probs", "entropy") if entropy else ("log_probs",)
 
     def _release(self) -> None:
         self.comm.close()

@@ -1,59 +1,23 @@
-"""The optimizer: AdamW (fused) or any torch optimizer by path; clipping; its state as boxes."""
+"""Clipping, and the optimizer's state as boxes."""
 
 from __future__ import annotations
 
-import copy
-import importlib
-from collections import defaultdict
 from collections.abc import Mapping
-from typing import Any, cast
 
 import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from engine_api.config import OptimizerConfig
-from engine_api.errors import CheckpointMismatch, ConfigError
+from engine_api.errors import ConfigError
 from engine_api.hf_names import Piece
 from engine_api.manifest import Entry
+from engine_api.optimizers import check_fields
 from engine_api.weights import ShardSpec
 from engine_fsdp.parallel import Layout
 from engine_fsdp.weights import ShardedParam, local_of, trainable
 
 State = dict[str, tuple[Tensor, ShardSpec]]
 BoxLayout = dict[str, tuple[ShardSpec, torch.dtype]]
-
-
-def build_optimizer(config: OptimizerConfig, table: list[ShardedParam]) -> torch.optim.Optimizer:
-    """The optimizer over the trainable shards, one group (weight decay on everything, as torch's own default)."""
-    params = [entry.param for entry in trainable(table)]
-    cls: Any = _import(config.name)
-    own = dict(config.kwargs)
-    if not (isinstance(cls, type) and issubclass(cls, torch.optim.Optimizer)):
-        raise ConfigError(
-            "optimizer.name", f"{config.name!r} is no torch optimizer", remedy="give torch.optim.SGD or the like"
-        )
-    if config.name == "adamw":
-        own = {"betas": config.betas, "eps": config.eps, "fused": True} | own
-    try:
-        optimizer: torch.optim.Optimizer = cast("Any", cls)(
-            params, lr=config.lr, weight_decay=config.weight_decay, **own
-        )
-    except (TypeError, ValueError, RuntimeError) as error:
-        raise ConfigError("optimizer.kwargs", f"{config.name} refuses its arguments", why=str(error),
-                          remedy="optimizer.lr, weight_decay and kwargs are passed to its constructor") from error  # fmt: skip
-    return optimizer
-
-
-def _import(path: str) -> Any:
-    if path == "adamw":
-        return torch.optim.AdamW
-    module, _, name = path.rpartition(".")
-    try:
-        return getattr(importlib.import_module(module), name)
-    except (ImportError, AttributeError, ValueError) as error:
-        raise ConfigError("optimizer.name", f"{path!r} is not adamw and cannot be imported", why=str(error),
-                          remedy="give adamw or a class by path, torch.optim.SGD") from error  # fmt: skip
 
 
 def clip(table: list[ShardedParam], max_norm: float | None) -> float:
@@ -90,17 +54,6 @@ def _box(value: Tensor, entry: ShardedParam, piece: Piece, layout: Layout) -> tu
     return piece.view(local, entry.first), piece.spec(entry.first, local.shape[0], layout.replica)
 
 
-def _fields(optimizer: torch.optim.Optimizer) -> set[str]:
-    """The state that this optimizer keeps for a weight, seen on a step of a weight of its own."""
-    probe = copy.copy(optimizer)
-    device = optimizer.param_groups[0]["params"][0].device
-    probe.state, param = defaultdict(dict), torch.nn.Parameter(torch.zeros(2, 2, device=device))
-    param.grad = torch.zeros_like(param)
-    probe.param_groups = [{**optimizer.param_groups[0], "params": [param]}]
-    type(optimizer).step(probe)
-    return set(probe.state[param])
-
-
 def state_layout(
     optimizer: torch.optim.Optimizer, table: list[ShardedParam], entries: Mapping[str, Entry], layout: Layout
 ) -> BoxLayout:
@@ -108,11 +61,7 @@ def state_layout(
 
     Raises ``CheckpointMismatch`` for the state of another optimizer.
     """
-    saved_fields = {key.rpartition(".")[2] for key in entries if key.startswith("optim.")}
-    if saved_fields and saved_fields != (own := _fields(optimizer)):
-        raise CheckpointMismatch("the checkpoint is of another optimizer", where=f"optimizer {type(optimizer).__name__}",
-                                 why=f"it keeps {', '.join(sorted(own)) or 'nothing'}, saved is {', '.join(sorted(saved_fields))}",
-                                 remedy="load it with the optimizer that it was saved with")  # fmt: skip
+    check_fields(optimizer, entries)
     pieces = {piece.name: (entry, piece) for entry in trainable(table) for piece in entry.pieces}
     wanted: BoxLayout = {}
     for key, saved in entries.items():

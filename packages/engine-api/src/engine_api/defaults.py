@@ -1,0 +1,121 @@
+"""What ``BaseEngine`` gives an engine that does not write its own: refusals, plain hooks, generators."""
+
+# torch's own annotations are partial.
+# pyright: reportUnknownMemberType=false
+
+from __future__ import annotations
+
+import base64
+import random
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from contextlib import AbstractContextManager, nullcontext
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from engine_api.capabilities import Capability, unsupported
+from engine_api.errors import ConfigError, EngineStateError
+from engine_api.weights import ShardExport
+
+if TYPE_CHECKING:
+    import torch
+
+
+class EngineDefaults(ABC):
+    """A mixin of ``BaseEngine``. An engine that declares a capability overrides the member that it is about."""
+
+    _name: str
+    _state: str
+    device_type: str
+
+    @property
+    @abstractmethod
+    def capabilities(self) -> frozenset[Capability]:
+        """What the plug-in declares."""
+
+    # --- members that need a capability: refused ------------------------------------------------
+
+    def get_per_tensor_param_shard(self, *, dtype: torch.dtype | None = None) -> ShardExport:
+        """See ``Engine.get_per_tensor_param_shard``; raises ``UnsupportedCapability``."""
+        raise self._refusal("get_per_tensor_param_shard", Capability.EXPORT_SHARDS)
+
+    def save_hf(self, directory: Path | str, *, dtype: torch.dtype | None = None) -> None:
+        """See ``Engine.save_hf``; raises ``UnsupportedCapability``."""
+        raise self._refusal("save_hf", Capability.SAVE_HF)
+
+    def to(self, device: str, *, model: bool = True, optimizer: bool = True, grad: bool = True) -> None:
+        """See ``Engine.to``; raises ``UnsupportedCapability``, or ``ConfigError`` for what is no device of it."""
+        error = self._refusal("to", Capability.OFFLOAD)
+        if device not in ("cpu", self.device_type):
+            raise ConfigError("device", f"{device!r} is neither cpu nor this engine's {self.device_type}",
+                              remedy=f"cpu or {self.device_type}")  # fmt: skip
+        raise error
+
+    def _refusal(self, called: str, capability: Capability) -> Exception:
+        if self._state != "ready":
+            return EngineStateError(called, self._state, "ready")
+        assert capability not in self.capabilities, f"{capability} is declared, and {called} not overridden"
+        return unsupported(capability, self._name, self.capabilities)
+
+    # --- hooks ------------------------------------------------------------------------------------
+
+    def _accumulation(self, *, last: bool) -> AbstractContextManager[None]:
+        """Around one micro-batch; gradients need only be reduced over ranks in the last one, as sums."""
+        return nullcontext()
+
+    def _inference(self, adapter: bool) -> AbstractContextManager[None]:
+        """No gradient; an engine that trains in training mode, or with adapters, switches that as well."""
+        import torch
+
+        return torch.no_grad()
+
+    def _inference_needs(self, entropy: bool) -> tuple[str, ...]:
+        """Which outputs ``infer_batch`` computes."""
+        return ("log_probs", "entropy") if entropy else ("log_probs",)
+
+    def _rng_state(self) -> dict[str, Any]:
+        """This rank's generators as JSON: Python's, NumPy's, torch's and the device's."""
+        return rng_state(self.device_type)
+
+    def _set_rng_state(self, state: Mapping[str, Any]) -> None:
+        """Restore what ``_rng_state`` gave."""
+        set_rng_state(state, self.device_type)
+
+
+def rng_state(device_type: str) -> dict[str, Any]:
+    """Python's, NumPy's, torch's and the current device's generators, as JSON."""
+    import numpy as np
+    import torch
+
+    name, keys, *rest = np.random.get_state()  # noqa: NPY002 - the global one is what user code draws from
+    version, words, gauss = random.getstate()
+    state: dict[str, Any] = {
+        "python": [version, list(words), gauss],
+        "numpy": [str(name), np.asarray(keys).tolist(), *rest],
+        "torch": _encode(torch.get_rng_state()),
+    }
+    return state | ({"cuda": _encode(torch.cuda.get_rng_state())} if device_type == "cuda" else {})
+
+
+def set_rng_state(state: Mapping[str, Any], device_type: str) -> None:
+    """Restore what ``rng_state`` gave."""
+    import numpy as np
+    import torch
+
+    version, words, gauss = state["python"]
+    random.setstate((version, tuple(words), gauss))
+    name, keys, *rest = state["numpy"]
+    np.random.set_state((name, np.array(keys, dtype=np.uint32), *rest))  # noqa: NPY002
+    torch.set_rng_state(_decode(state["torch"]))
+    if device_type == "cuda" and "cuda" in state:
+        torch.cuda.set_rng_state(_decode(state["cuda"]))
+
+
+def _encode(state: torch.Tensor) -> str:
+    return base64.b64encode(state.numpy().tobytes()).decode()
+
+
+def _decode(text: str) -> torch.Tensor:
+    import torch
+
+    return torch.frombuffer(bytearray(base64.b64decode(text)), dtype=torch.uint8)

@@ -1,0 +1,64 @@
+"""Optimizers by name, and what they keep of a weight."""
+
+# torch's own annotations are partial.
+# pyright: reportUnknownMemberType=false
+
+from __future__ import annotations
+
+import copy
+from collections import defaultdict
+from collections.abc import Iterable
+from pkgutil import resolve_name
+from typing import TYPE_CHECKING, Any
+
+from engine_api.config import OptimizerConfig
+from engine_api.errors import CheckpointMismatch, ConfigError
+
+if TYPE_CHECKING:
+    import torch
+
+
+def build_optimizer(config: OptimizerConfig, params: Iterable[torch.Tensor]) -> torch.optim.Optimizer:
+    """``adamw`` (fused) or a torch optimizer by path, over one group. Raises ``ConfigError``."""
+    import torch
+
+    adamw = config.name == "adamw"
+    own: dict[str, Any] = {"betas": config.betas, "eps": config.eps, "fused": True} if adamw else {}
+    try:
+        cls: Any = torch.optim.AdamW if adamw else resolve_name(config.name)
+    except (ImportError, AttributeError, ValueError) as error:
+        raise ConfigError("optimizer.name", f"{config.name!r} is not adamw and cannot be imported", why=str(error),
+                          remedy="give adamw or a class by path, torch.optim.SGD") from error  # fmt: skip
+    if not (isinstance(cls, type) and issubclass(cls, torch.optim.Optimizer)):
+        raise ConfigError("optimizer.name", f"{config.name!r} is no torch optimizer",
+                          remedy="give torch.optim.SGD or the like")  # fmt: skip
+    arguments = {"lr": config.lr, "weight_decay": config.weight_decay} | own | dict(config.kwargs)
+    construct: Any = cls  # the base class takes other arguments than its subclasses
+    try:
+        made: torch.optim.Optimizer = construct(list(params), **arguments)
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise ConfigError("optimizer.kwargs", f"{config.name} refuses its arguments", why=str(error),
+                          remedy="optimizer.lr, weight_decay and kwargs are passed to its constructor") from error  # fmt: skip
+    return made
+
+
+def state_fields(optimizer: torch.optim.Optimizer) -> set[str]:
+    """The state that this optimizer keeps for a weight, seen on a step of a weight of its own."""
+    import torch
+
+    probe: Any = copy.copy(optimizer)
+    param = torch.nn.Parameter(torch.zeros(2, 2, device=optimizer.param_groups[0]["params"][0].device))
+    param.grad = torch.zeros_like(param)
+    state: defaultdict[Any, dict[str, Any]] = defaultdict(dict)
+    probe.state, probe.param_groups = state, [{**optimizer.param_groups[0], "params": [param]}]
+    type(optimizer).step(probe)
+    return set(state[param])
+
+
+def check_fields(optimizer: torch.optim.Optimizer, keys: Iterable[str]) -> None:
+    """Raise ``CheckpointMismatch`` when the ``optim.`` keys of a checkpoint are of another kind of optimizer."""
+    saved = {key.rpartition(".")[2] for key in keys if key.startswith("optim.")}
+    if saved and saved != (own := state_fields(optimizer)):
+        raise CheckpointMismatch("the checkpoint is of another optimizer", where=f"optimizer {type(optimizer).__name__}",
+                                 why=f"it keeps {', '.join(sorted(own)) or 'nothing'}, saved is {', '.join(sorted(saved))}",
+                                 remedy="load it with the optimizer that it was saved with")  # fmt: skip

@@ -1,0 +1,72 @@
+"""What an engine has without writing it: refusals by call, plain hooks, generators; and optimizers by name."""
+
+from __future__ import annotations
+
+import random
+
+import numpy as np
+import pytest
+import torch
+
+from engine_api.config import OptimizerConfig
+from engine_api.defaults import rng_state, set_rng_state
+from engine_api.errors import CheckpointMismatch, ConfigError, EngineStateError, UnsupportedCapability
+from engine_api.optimizers import build_optimizer, check_fields, state_fields
+
+
+@pytest.mark.parametrize(
+    ("call", "capability"),
+    [
+        (lambda e: e.to("cpu"), "offload"),
+        (lambda e: e.save_hf("folder"), "save-hf"),
+        (lambda e: e.get_per_tensor_param_shard(), "export-shards"),
+    ],
+)
+def test_what_is_not_declared_is_refused_by_name(make_engine, call, capability):
+    engine = make_engine()
+    with pytest.raises(UnsupportedCapability) as caught:
+        call(engine)
+    assert caught.value.capability == capability
+    assert caught.value.remedy
+    engine.close()
+    with pytest.raises(EngineStateError, match="closed"):
+        call(engine)
+
+
+def test_a_declared_member_that_is_not_there_is_the_engines_error(make_engine):
+    with pytest.raises(AssertionError, match="save-hf is declared"):
+        make_engine(capabilities=["save-hf"]).save_hf("folder")
+
+
+def test_generators_come_back_as_they_were():
+    def draws():
+        return random.random(), np.random.rand(), float(torch.rand(()))  # noqa: NPY002 - what user code draws from
+
+    state = rng_state("cpu")
+    before = draws()
+    set_rng_state(state, "cpu")
+    assert draws() == before
+
+
+@pytest.mark.parametrize(
+    ("config", "field", "told"),
+    [
+        ({"name": "torch.optim.NoSuch"}, "optimizer.name", "cannot be imported"),
+        ({"name": "AdamW"}, "optimizer.name", "cannot be imported"),
+        ({"name": "torch.nn.Linear"}, "optimizer.name", "no torch optimizer"),
+        ({"kwargs": {"no_such": 1}}, "optimizer.kwargs", "refuses its arguments"),
+    ],
+)
+def test_an_optimizer_that_is_not_there_is_refused(config, field, told):
+    with pytest.raises(ConfigError, match=told) as caught:
+        build_optimizer(OptimizerConfig(**config), [torch.nn.Parameter(torch.zeros(2))])
+    assert caught.value.field == field
+
+
+def test_the_state_of_another_optimizer_is_refused():
+    adamw = build_optimizer(OptimizerConfig(), [torch.nn.Parameter(torch.zeros(2))])
+    assert state_fields(adamw) == {"exp_avg", "exp_avg_sq", "step"}
+    assert not adamw.state, "the probe leaves nothing behind"
+    check_fields(adamw, ["model.a", *(f"optim.a.{field}" for field in state_fields(adamw))])
+    with pytest.raises(CheckpointMismatch, match="momentum_buffer"):
+        check_fields(adamw, ["optim.a.momentum_buffer"])
