@@ -12,13 +12,16 @@ import nox
 ROOT = Path(__file__).parent
 sys.path.insert(0, str(ROOT / "tools"))  # scripts, not a package
 
-from matrix import engine_devices, load  # noqa: E402 - found through the line above
+from matrix import engine_devices, load, world_sizes  # noqa: E402 - found through the line above
 
 PYTHONS = ((3, 11), (3, 12))
 CONSTRAINTS = "constraints/cpu.txt"
 PYTEST = ("hypothesis", "pytest", "pytest-benchmark", "pytest-timeout")
 TOOLS = ("import-linter", "nox", "pyright[nodejs]", "ruff", *PYTEST)
 API, FSDP, TRAINER, SUITE = "packages/engine-api", "packages/engine-fsdp", "packages/trainer", "conformance"
+EXAMPLE = "examples/engine-minimal"
+# Tools that write a page from its source, and compare the two with --check.
+GENERATORS = ("matrix", "cases", "reports")
 # Extras that want a GPU, a server or an account.
 NOT_ON_CPU = {"cuda", "flash", "gpu", "megatron", "npu", "ray", "sglang", "vllm", "wandb"}
 
@@ -53,6 +56,27 @@ def install(session: nox.Session, folders: list[str], *tools: str) -> None:
     session.install("-c", CONSTRAINTS, *editable, *tools)
 
 
+def engine_folder(backend: str) -> str:
+    """The package that offers a backend, by the matrix."""
+    return next(engine["package"] for engine in load()["engines"] if engine["backend"] == backend)
+
+
+def build_wheels(session: nox.Session, folders: list[str]) -> Path:
+    """A folder with a fresh wheel of each package."""
+    session.install("-c", CONSTRAINTS, "uv")
+    wheels = Path(session.create_tmp(), "wheels").absolute()
+    for old in wheels.glob("*.whl"):
+        old.unlink()
+    for folder in folders:
+        session.run("uv", "build", "--quiet", "--wheel", folder, "--out-dir", str(wheels))
+    return wheels
+
+
+def install_wheels(session: nox.Session, folders: list[str]) -> None:
+    """Packages as a user gets them: nothing of the tree is on the path."""
+    session.install("-c", CONSTRAINTS, *map(str, sorted(build_wheels(session, folders).glob("*.whl"))))
+
+
 def check_lint(session: nox.Session) -> None:
     """Style and format."""
     session.run("ruff", "check", ".")
@@ -71,14 +95,14 @@ def check_imports(session: nox.Session) -> None:
 
 def check_docs(session: nox.Session) -> None:
     """Generated pages are what their sources say."""
-    session.run("python", "tools/matrix.py", "--check")
-    session.run("python", "tools/cases.py", "--check")
+    for tool in GENERATORS:
+        session.run("python", f"tools/{tool}.py", "--check")
 
 
 def check_unit(session: nox.Session) -> None:
     """Tests of the repository, then of each package, one process at a time: many of them start ranks."""
     codes = [0, 5] if session.posargs else [0]  # 5: `-k` picked nothing in this folder
-    for folder in [".", *packages()]:
+    for folder in [".", *packages(), EXAMPLE]:
         if (ROOT / folder / "tests").is_dir():
             session.run("pytest", "-q", f"{folder}/tests", *session.posargs,
                         success_codes=codes, env={"OMP_NUM_THREADS": "1"})  # fmt: skip
@@ -87,9 +111,11 @@ def check_unit(session: nox.Session) -> None:
 @nox.session
 def tests(session: nox.Session) -> None:
     """All that CI runs: lint, types, imports, generated docs, every test; after `--`: pytest arguments."""
-    install(session, packages(), *TOOLS)
+    install(session, [*packages(), EXAMPLE], *TOOLS)
     for check in (check_lint, check_types, check_imports, check_docs, check_unit):
         check(session)
+    if not session.posargs:
+        session.notify("minimal")
 
 
 @nox.session
@@ -124,8 +150,8 @@ def unit(session: nox.Session) -> None:
 def docs(session: nox.Session) -> None:
     """Write the generated pages."""
     install(session, [API, SUITE])
-    session.run("python", "tools/matrix.py")
-    session.run("python", "tools/cases.py")
+    for tool in GENERATORS:
+        session.run("python", f"tools/{tool}.py")
 
 
 @nox.session
@@ -138,12 +164,42 @@ def quickstart(session: nox.Session) -> None:
 @nox.session
 @nox.parametrize(("engine", "device"), engine_devices(load()))
 def conformance(session: nox.Session, engine: str, device: str) -> None:
-    """The conformance cases of one engine on one device; after `--`: pytest arguments."""
-    folder = next(e["package"] for e in load()["engines"] if e["backend"] == engine)
-    install(session, [API, folder, SUITE], *PYTEST)
-    environment = {"ENGINE_BACKEND": engine, "ENGINE_DEVICE": device, "OMP_NUM_THREADS": "1"}
-    # Exit 5, nothing ran, is a failure here.
-    session.run("pytest", "-q", "-m", "conformance", f"{folder}/tests", *session.posargs, env=environment)
+    """The conformance suite on one engine and device, from the tree; after `--`: arguments of `engine-conformance run`."""
+    install(session, [API, engine_folder(engine), SUITE])
+    session.run("engine-conformance", "run", engine, "--device", device, *session.posargs)
+
+
+@nox.session
+@nox.parametrize(("engine", "device"), engine_devices(load()))
+def certify(session: nox.Session, engine: str, device: str) -> None:
+    """A certificate from built wheels, written to conformance/reports; after `--`: further arguments."""
+    folder = engine_folder(engine)
+    version = tomllib.loads((ROOT / folder / "pyproject.toml").read_text())["project"]["version"]
+    report = Path("conformance", "reports", f"{engine}-{version}", device)
+    install_wheels(session, [API, folder, SUITE])
+    worlds = ",".join(map(str, world_sizes(load(), engine, device)))
+    session.run("engine-conformance", "run", engine, "--device", device, "--world", worlds, "--certify",
+                "--report", str(report), *session.posargs)  # fmt: skip
+    session.run("python", "tools/reports.py")
+
+
+@nox.session
+def minimal(session: nox.Session) -> None:
+    """examples/engine-minimal as an outsider has it: wheels in a fresh environment, then its certificate."""
+    install_wheels(session, [API, SUITE, EXAMPLE])
+    # Not in the tree: nothing of it may be on the path.
+    with session.chdir(session.create_tmp()):
+        session.run(
+            "engine-conformance", "run", "minimal", "--world", "1,2", "--certify", "--report", "report", "--quiet"
+        )
+        session.run("engine-conformance", "verify", "report/report.json")
+
+
+@nox.session
+def mutants(session: nox.Session) -> None:
+    """Every seeded wrong engine must be caught by its named case; after `--`: names, or `--matrix`."""
+    install(session, [API, SUITE])
+    session.run("python", "tools/mutants.py", *session.posargs, env={"OMP_NUM_THREADS": "1"})
 
 
 @nox.session
@@ -159,10 +215,7 @@ def bench(session: nox.Session) -> None:
 @nox.session
 def wheels(session: nox.Session) -> None:
     """Build every wheel; install each alone in a fresh environment; import it and run the doctor."""
-    session.install("-c", CONSTRAINTS, "uv")
-    folder = Path(session.create_tmp(), "wheels")
-    for package in packages():
-        session.run("uv", "build", "--quiet", "--wheel", package, "--out-dir", str(folder))
+    folder = build_wheels(session, packages())
     found = {"UV_FIND_LINKS": ",".join(filter(None, [str(folder), os.environ.get("UV_FIND_LINKS")]))}
     for wheel in sorted(folder.glob("*.whl")):
         home = Path(session.create_tmp(), "alone", wheel.name.split("-")[0])

@@ -6,7 +6,8 @@ import sys
 
 from matrix import ROOT, table, write_or_check
 
-from engine_conformance.cases import load_cases
+from engine_conformance.cases import Case, load_cases
+from engine_conformance.cases._case import PROFILES
 
 PAGE = ROOT / "docs" / "cases.md"
 INTRODUCTION = """\
@@ -14,18 +15,31 @@ INTRODUCTION = """\
 
 <!-- Generated from the cases' docstrings by tools/cases.py: change them there. -->
 
-`python -m engine_conformance.run_cases --backend NAME --world 1,2 [--case GLOB]` runs them against any engine by name.
-Each compares per token or per weight with a float64 oracle that shares no code with any engine, or asks for an error.
+`engine-conformance run NAME [--world 1,2] [--case ID]` runs them against any engine by name; `explain ID` tells the whole
+of one. Each compares per token or per weight with a float64 oracle that shares no code with any engine, bit for bit with
+the engine itself, or asks for an error. *Core* cases apply to every engine, the others to engines that declare the
+capability that is their group; *undeclared* ones to engines that do not. What each demands stands in
+[the contract](contract.md).
 """
+SHORT = {"language_model": "lm", "value_model": "value"}
 
 
 def render() -> str:
-    """The whole page."""
-    rows = [
-        (f"`{one.id}`", one.must, ", ".join(map(str, one.world)), ", ".join(one.requires), one.since)
-        for one in load_cases().values()
-    ]
-    return f"{INTRODUCTION}\n{table(('case', 'MUST', 'ranks', 'requires', 'since'), rows)}\n"
+    """The whole page: a table a profile."""
+    parts = [INTRODUCTION]
+    for profile in PROFILES:
+        cases = [one for one in load_cases().values() if one.profile == profile]
+        head = ("case", "MUST", "group", "models", "ranks", "tier", "since")
+        parts.append(f"## Profile `{profile}`: {len(cases)} cases\n\n{table(head, [_row(one) for one in cases])}")
+    return "\n".join(parts)
+
+
+def _row(one: Case) -> tuple[str, ...]:
+    return (
+        f"[`{one.id}`](contract.md#{one.id})", one.must, "undeclared" if one.probes else one.group,
+        ", ".join(SHORT[m] for m in one.model_types), ", ".join(map(str, one.world)),
+        "quick" if one.quick else "full", one.since,
+    )  # fmt: skip
 
 
 if __name__ == "__main__":

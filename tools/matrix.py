@@ -39,6 +39,13 @@ def engine_devices(matrix: dict[str, Any]) -> list[tuple[str, str]]:
     return list(dict.fromkeys(pairs))
 
 
+def world_sizes(matrix: dict[str, Any], backend: str, device: str) -> list[int]:
+    """Every number of ranks at which a backend was seen to work on a device."""
+    environments = matrix["environments"]
+    runs = [r for e in matrix["engines"] if e["backend"] == backend for r in e["runs"] if r["status"] != "not run"]
+    return sorted({n for r in runs if environments[r["environment"]]["device"] == device for n in r["world_sizes"]})
+
+
 def render(matrix: dict[str, Any]) -> str:
     """The page."""
     environments, engines = _environments(matrix["environments"]), _engines(matrix)

@@ -56,7 +56,7 @@ def test_ranks_are_reused_seeded_and_single_threaded(pool: RankPool) -> None:
 
 @pytest.mark.parametrize(
     ("function", "kind", "text"),
-    [("exit_on", "died", "exit code 7"), ("crash_on", "died", "in crash_on")],
+    [("exit_on", "raised", "SystemExit: 7"), ("crash_on", "died", "in crash_on")],
 )
 def test_rank_that_dies_is_reported(alone: RankPool, function: str, kind: str, text: str) -> None:
     with pytest.raises(RankError, match=text) as caught:

@@ -79,9 +79,12 @@ def _attempt(function: Any, kwargs: Mapping[str, Any]) -> bytes:
     """A pickled Reply. Plain pickle: tensors travel by value, not as shared memory of a mortal rank."""
     try:
         return pickle.dumps(Reply(kind="returned", value=function(**kwargs)))
-    except Exception as error:  # noqa: BLE001 (the rank's boundary: whatever it is, the parent hears of it)
+    # The rank's boundary: whatever it is, the parent hears of it. An engine that calls sys.exit is one more error.
+    except (Exception, SystemExit) as error:  # noqa: BLE001
         name = f"{type(error).__module__}.{type(error).__qualname__}"
-        return pickle.dumps(Reply(kind="raised", text=traceback.format_exc(), exception=name))
+        # A case's own verdict says all; the lines that led to it are the suite's.
+        judged = type(error).__name__ == "ConformanceFailure"
+        return pickle.dumps(Reply(kind="raised", text=str(error) if judged else traceback.format_exc(), exception=name))
 
 
 def _join(spec: WorkerSpec) -> None:

@@ -16,13 +16,15 @@ class RankFailure:
     """What happened to one rank.
 
     ``kind``: ``raised`` (``text`` is the traceback, ``exception`` the class's full name), ``died``
-    (the exit code, and the stack of a crash), or ``stalled`` (the stack where it was).
+    (the exit code, and the stack of a crash), or ``stalled`` (the stack where it was). ``output`` is the
+    end of what it printed.
     """
 
     rank: int
     kind: FailureKind
     text: str
     exception: str = ""
+    output: str = ""
 
 
 class RankError(AssertionError):
@@ -32,5 +34,15 @@ class RankError(AssertionError):
         self.function, self.world, self.failures = function, world, tuple(failures)
         ranks = [failure.rank for failure in failures]
         lines = [f"{function} failed on rank(s) {ranks} of {world} after {seconds:.1f} s"]
-        lines += [f"--- rank {f.rank} {f.kind}\n{f.text.rstrip()}" for f in failures]
+        lines += [_described(failure) for failure in failures]
         super().__init__("\n".join(lines))
+
+    @property
+    def timed_out(self) -> bool:
+        """Whether no rank raised or died: the deadline passed."""
+        return all(failure.kind == "stalled" for failure in self.failures)
+
+
+def _described(failure: RankFailure) -> str:
+    text = f"--- rank {failure.rank} {failure.kind}\n{failure.text.rstrip()}"
+    return f"{text}\n--- rank {failure.rank} printed\n{failure.output}" if failure.output else text

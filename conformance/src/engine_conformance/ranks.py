@@ -20,7 +20,7 @@ from collections.abc import Mapping, Sequence
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
-from subprocess import DEVNULL, Popen, TimeoutExpired
+from subprocess import DEVNULL, STDOUT, Popen, TimeoutExpired
 from types import TracebackType
 from typing import Any, Self
 
@@ -36,6 +36,7 @@ _START_SECONDS = 180.0  # importing torch from a cold disk, and the rendezvous
 _GRACE_SECONDS = 1.0  # after the first failure: who fails within it failed too, the rest are its victims
 _DUMP_SECONDS = 2.0  # for a rank to write its stack after the signal
 _CLOSE_SECONDS = 5.0
+_OUTPUT_LINES = 20
 
 
 class RankPool:
@@ -66,6 +67,7 @@ class RankPool:
         self._processes: list[Popen[bytes]] = []
         self._pipes: list[Connection] = []
         self._folder = Path()
+        self._read_up_to: dict[int, int] = {}
         self._check_deadline(deadline)
 
     @property
@@ -87,7 +89,11 @@ class RankPool:
         for rank in range(self.world):
             ours, theirs = Pipe()
             command = [sys.executable, "-P", "-c", _COMMAND.format(theirs.fileno())]
-            process = Popen(command, pass_fds=[theirs.fileno()], env=environment, stdin=DEVNULL)
+            # What an engine prints is kept for its failure's report, and never mixes with the suite's own output.
+            with self._log(rank).open("wb") as log:
+                process = Popen(
+                    command, pass_fds=[theirs.fileno()], env=environment, stdin=DEVNULL, stdout=log, stderr=STDOUT
+                )
             theirs.close()
             ours.send_bytes(pickle.dumps(self._spec(rank)))
             self._pipes.append(ours)
@@ -115,6 +121,7 @@ class RankPool:
             ValueError: if the deadline is not shorter than the group's timeout.
         """
         limit = self._deadline if deadline is None else deadline
+        self._read_up_to = {rank: self._log(rank).stat().st_size for rank in range(len(self._processes))}
         self._check_deadline(limit)
         extra, path = per_rank or [{}] * self.world, tuple(sys.path)
         jobs = [pickle.dumps(Job(function=function, kwargs=kwargs | dict(own), path=path)) for own in extra]
@@ -197,9 +204,14 @@ class RankPool:
     def _failures(self, replies: Mapping[int, Reply]) -> list[RankFailure]:
         stalled = [rank for rank in range(self.world) if rank not in replies]
         self._request_stacks(stalled)
-        failures = [RankFailure(rank=rank, kind="stalled", text=self._stack(rank)) for rank in stalled]
+        failures = [
+            RankFailure(rank=rank, kind="stalled", text=self._stack(rank), output=self._printed(rank))
+            for rank in stalled
+        ]
         failures += [
-            RankFailure(rank=rank, kind=reply.kind, text=reply.text, exception=reply.exception)
+            RankFailure(
+                rank=rank, kind=reply.kind, text=reply.text, exception=reply.exception, output=self._printed(rank)
+            )
             for rank, reply in replies.items()
             if reply.kind != "returned"
         ]
@@ -217,6 +229,14 @@ class RankPool:
 
     def _dump(self, rank: int) -> Path:
         return self._folder / f"stack-{rank}"
+
+    def _log(self, rank: int) -> Path:
+        return self._folder / f"output-{rank}"
+
+    def _printed(self, rank: int) -> str:
+        """The end of what a rank printed during this call."""
+        text = self._log(rank).read_bytes()[self._read_up_to.get(rank, 0) :].decode(errors="replace")
+        return "\n".join(text.rstrip().splitlines()[-_OUTPUT_LINES:])
 
     def _stack(self, rank: int) -> str:
         return self._dump(rank).read_text() if self._dump(rank).exists() else ""

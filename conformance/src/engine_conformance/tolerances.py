@@ -32,6 +32,8 @@ Quantity = Literal["log_probs", "entropy", "values", "router_logits", "loss", "g
 _LENGTH = 128  # products in the longest sum
 _LOGIT_STD, _VALUE_STD, _ROUTER_STD = 4.0, 1.0, 2.0  # of the fixtures
 _SIGMAS = 4.0  # the worst of thousands of tokens
+_LARGEST = 4.5  # sigmas: the worst of the 1e5 elements of a gradient
+_ROWS = 2.0  # a row's size over its tensor's
 _SAFETY = 2.0  # kernels differ in the order and number of roundings
 
 _SAME = math.sqrt(_LENGTH)
@@ -97,18 +99,23 @@ def weight_tolerance(result: TrainResult, dtype: torch.dtype = torch.float32, *,
 
     Three parts, with the sum of the learning rates as the unit of length:
 
-    - a base of 1e-3 of it (float32; 16 u for 16-bit types): what Adam's own arithmetic may lose;
+    - a base: 1e-3 of it in float32, where Adam's own arithmetic is what loses most; in 16-bit types the error that all
+      elements of an update share, which is the gradient norm's tolerance;
     - the gradient's error times `TrainResult.sensitivity`, at most 2: a weight whose gradient nearly
       vanishes moves by one learning rate in a direction that rounding decides. Without this part one weight
-      in 100 000 fails in float32 by chance, or the base must be so wide that it hides defects;
+      in 100 000 fails in float32 by chance, or the base must be so wide that it hides defects. Where it is at its
+      most, as for many weights in bfloat16, a margin near 1 means that a weight moved the other way, which it may;
     - one rounding a step of the weight itself, which is float32 whatever the computation is in.
 
-    The gradient's error is ``noise`` in float32 (seen: 0.2 of it). In 16-bit types single elements of a
-    gradient lose far more to cancellation (seen: 0.18 of the tensor's root mean square), hence 100 u.
+    The gradient's error, relative to its tensor's root mean square, is ``noise`` in float32 (seen: 0.2 of it). In
+    16-bit types an element is a sum over tokens of products with independent errors: backward's, with twice the
+    roundings of forward (``sqrt(16 * layers) u``), at the largest of 1e5 elements (4.5 sigmas), in rows whose tokens
+    are up to twice the tensor's size: 102 u for 2 layers, that is 0.40. Seen: 0.18.
     """
     unit, growth = _PRECISION[dtype]
-    base = 1e-3 if growth > 1 else 16 * unit
-    error = _SAFETY * _noise(dtype, layers) if growth > 1 else 100 * unit
+    noise, wide = _noise(dtype, layers), growth > 1
+    base = 1e-3 if wide else 2 * _SAFETY * noise
+    error = _SAFETY * noise * (1.0 if wide else _LARGEST * math.sqrt(2) * _ROWS)
     path, steps = result.path_length, len(result.steps)
     stored = steps * max(2.0**-53, min(unit, 2.0**-24))
     return {

@@ -180,7 +180,9 @@ def make_engine() -> Callable[..., BigramEngine]:
         *, comm: Comm | None = None, max_tokens: int = 64, capabilities: Sequence[str] = (), **config: Any
     ) -> BigramEngine:
         row = Row(backends=("bigram",), devices=("cpu",), target="conftest:BigramEngine")
-        plugin = EnginePlugin(name="bigram", contract=CONTRACT, rows=(row,), capabilities=frozenset(capabilities))
+        plugin = EnginePlugin(
+            name="bigram", contract=CONTRACT, rows=(row,), capabilities=frozenset({"dp", *capabilities})
+        )
         resolution = Resolution(plugin=plugin, row=row, device="cpu", source="test", trace=())
         config.setdefault("optimizer", OptimizerConfig(lr=0.1, clip_norm=None))
         config.setdefault("memory", Memory(max_tokens=max_tokens))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from engine_conformance.cases._case import CASES, Case, Outcome, SkipCase, load_cases, run_case
+from engine_conformance.cases._case import CASES, Case, SkipCase, load_cases, run_case
 from engine_conformance.cases._target import Setup, Target
 
-__all__ = ["CASES", "Case", "Outcome", "Setup", "SkipCase", "Target", "load_cases", "run_case"]
+__all__ = ["CASES", "Case", "Setup", "SkipCase", "Target", "load_cases", "run_case"]

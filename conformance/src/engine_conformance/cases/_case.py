@@ -8,20 +8,20 @@ import traceback
 from collections.abc import Callable
 from dataclasses import dataclass
 from importlib import import_module
-from typing import Literal
 
 from engine_api.capabilities import Capability
 from engine_conformance.cases._target import Target
 from engine_conformance.compare import ConformanceFailure
+from engine_conformance.rank_failure import RankError
+from engine_conformance.results import Outcome, Status
 
 __all__ = [
     "CASES",
-    "GROUPS",
+    "PROFILES",
+    "AcceptedUndeclared",
     "Case",
     "CaseFunction",
-    "Outcome",
     "SkipCase",
-    "Status",
     "case",
     "load_cases",
     "must",
@@ -31,28 +31,29 @@ __all__ = [
 CaseFunction = Callable[[Target], "float | None"]
 """Raises `ConformanceFailure` (or the pool's `RankError`); returns the margin where it compared numbers."""
 
-Status = Literal["passed", "failed", "skipped", "error"]
-
-GROUPS = (
-    "plugin",
-    "contract",
-    "forward",
-    "train",
-    "steps",
-    "checkpoint",
-    "faults",
-    "export",
-    "parallel",
-    "memory",
-    "lora",
-)
-_MODULES = (*GROUPS, "objectives", "refusals")  # the last two belong to train and contract
+PROFILES = ("engine", "rl", "rollout")
+LM, VALUE = "language_model", "value_model"
+# In the order in which they run and are listed.
+_MODULES = (
+    "plugin", "contract", "refusals", "refusal", "forward", "train", "objectives", "steps", "checkpoint", "portable",
+    "faults", "export", "parallel", "layouts", "memory", "lora", "rl", "rollout",
+)  # fmt: skip
 CASES: dict[str, Case] = {}
-_HINTS = "If this fails"
+_HINTS, _STAYS = "If this fails", "Stays"
+# Several ranks are data parallel, unless a layout says otherwise.
+_MODEL_PARALLEL = frozenset({Capability.TP, Capability.PP, Capability.CP, Capability.EP, Capability.ULYSSES})
 
 
 class SkipCase(Exception):
     """The case cannot say anything on this machine; the text says why."""
+
+
+class AcceptedUndeclared(ConformanceFailure):
+    """What the engine does not declare was not refused."""
+
+    def __init__(self, capability: Capability, how: str) -> None:
+        remedy = f"declare it, or raise UnsupportedCapability({str(capability)!r})"
+        super().__init__(f"undeclared capability {str(capability)!r}", f"{how} was silently accepted; {remedy}")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -60,21 +61,33 @@ class Case:
     """A MUST of the contract.
 
     Attributes:
-        id: ``group.name``; never changes its meaning.
+        id: ``module.name``; never changes its meaning.
         since: the contract version from which it holds.
-        requires: capabilities without which it does not apply.
+        requires: capabilities without which it does not apply; the first one is its group.
+        probes: the capability whose *absence* it shows: it runs only where that is not declared.
         world: world sizes at which it says something.
         dtypes: precisions of computation at which it is worth running.
+        model_types: which kinds of engine it is about.
+        profile: ``engine``, ``rl`` or ``rollout``.
+        quick: part of the quick tier.
         slow: takes more than about ten seconds.
+        provisional: reported, but no part of the verdict until the next minor version.
+        partner: is about two engines, and runs only where a second one is named.
     """
 
     id: str
     function: CaseFunction
     since: str
     requires: tuple[Capability, ...]
+    probes: Capability | None
     world: tuple[int, ...]
     dtypes: tuple[str, ...]
+    model_types: tuple[str, ...]
+    profile: str
+    quick: bool
     slow: bool
+    provisional: bool
+    partner: bool
 
     @property
     def must(self) -> str:
@@ -82,29 +95,50 @@ class Case:
         return inspect.cleandoc(self.function.__doc__ or "").splitlines()[0]
 
     @property
+    def details(self) -> str:
+        """What the docstring says between the requirement and the hints."""
+        text = inspect.cleandoc(self.function.__doc__ or "").partition(_HINTS)[0]
+        return " ".join(text.partition("\n")[2].split())
+
+    @property
     def hints(self) -> str:
         """What to look at when it fails, and the defects of the field that it was made from."""
-        _, _, hints = inspect.cleandoc(self.function.__doc__ or "").partition(_HINTS)
-        return " ".join(hints.split()).removeprefix(": ")
+        return self._section(_HINTS)
+
+    @property
+    def stays(self) -> str:
+        """Why it is kept though no seeded defect is found by it alone; mostly empty."""
+        return self._section(_STAYS)
+
+    def _section(self, title: str) -> str:
+        paragraphs = inspect.cleandoc(self.function.__doc__ or "").split("\n\n")
+        found = [" ".join(p.split()).removeprefix(title).lstrip(": ") for p in paragraphs if p.startswith(title)]
+        return found[0] if found else ""
+
+    @property
+    def group(self) -> str:
+        """``core``, the capability that it is about, or its profile."""
+        if self.profile != "engine":
+            return self.profile
+        return str(self.requires[0]) if self.requires else "core"
 
     def why_not(self, target: Target) -> str | None:
         """Why this case does not apply to ``target``, or None."""
-        missing = [str(c) for c in self.requires if c not in target.capabilities]
+        have = target.capabilities
+        missing = [str(c) for c in self.requires if c not in have]
+        if target.world > 1 and Capability.DP not in have and not _MODEL_PARALLEL & {*self.requires, *target.spread}:
+            missing.append(str(Capability.DP))
         if missing:
             return f"not declared: {', '.join(missing)}"
+        if self.probes in have:
+            return f"{self.probes} is declared"
+        if self.partner and target.partner is None:
+            return "no second engine: name one with --partner"
+        if target.model_type not in self.model_types:
+            return f"says nothing of a {target.model_type}"
         if target.world not in self.world:
             return f"says nothing at world {target.world}"
         return None if target.dtype in self.dtypes else f"says nothing in {target.dtype}"
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Outcome:
-    """How a case ended; ``margin`` is its worst error over the tolerance."""
-
-    status: Status
-    seconds: float
-    margin: float | None = None
-    message: str = ""
 
 
 def case(
@@ -112,28 +146,36 @@ def case(
     id: str,  # noqa: A002 - the word that the reports use
     since: str = "1.0",
     requires: tuple[Capability, ...] = (),
+    probes: Capability | None = None,
     world: tuple[int, ...] = (1, 2, 4),
     dtypes: tuple[str, ...] = ("float32",),
+    model_types: tuple[str, ...] = (LM,),
+    profile: str = "engine",
+    quick: bool = False,
     slow: bool = False,
+    provisional: bool = False,
+    partner: bool = False,
 ) -> Callable[[CaseFunction], CaseFunction]:
     """Register a case; see `Case` for the arguments."""
 
     def register(function: CaseFunction) -> CaseFunction:
         assert id not in CASES, f"two cases are called {id}"
         assert function.__doc__, f"{id} has no MUST"
+        assert profile in PROFILES, f"{id} is of no profile"
         CASES[id] = Case(
-            id=id, function=function, since=since, requires=requires, world=world, dtypes=dtypes, slow=slow
-        )
+            id=id, function=function, since=since, requires=requires, probes=probes, world=world, dtypes=dtypes,
+            model_types=model_types, profile=profile, quick=quick, slow=slow, provisional=provisional, partner=partner,
+        )  # fmt: skip
         return function
 
     return register
 
 
 def load_cases() -> dict[str, Case]:
-    """Every case by id, in the order of `GROUPS`."""
+    """Every case by id, in the order in which they run."""
     for module in _MODULES:
         import_module(f"engine_conformance.cases.{module}")
-    order = sorted(CASES.values(), key=lambda one: GROUPS.index(one.id.split(".")[0]))  # stable within a group
+    order = sorted(CASES.values(), key=lambda one: _MODULES.index(one.id.split(".")[0]))  # stable within a prefix
     return {one.id: one for one in order}
 
 
@@ -151,15 +193,17 @@ def run_case(one: Case, target: Target) -> Outcome:
         return Outcome(status=status, seconds=time.monotonic() - began, margin=margin, message=message)
 
     if reason := one.why_not(target):
-        return outcome("skipped", reason)
+        return outcome("not-run", reason)
     try:
         margin = one.function(target)
     except SkipCase as skip:
-        return outcome("skipped", str(skip))
+        return outcome("not-run", str(skip))
+    except AcceptedUndeclared as failure:
+        return outcome("accepted-undeclared", str(failure))
     except ConformanceFailure as failure:
         return outcome("failed", str(failure), failure.margin)
-    except AssertionError as failure:
-        return outcome("failed", str(failure))
+    except RankError as failure:
+        return outcome("timeout" if failure.timed_out else "failed", str(failure))
     except Exception:  # noqa: BLE001 - the boundary of one case: the next one must still run
-        return outcome("error", traceback.format_exc())
-    return outcome("passed", margin=margin)
+        return outcome("suite-error", traceback.format_exc())
+    return outcome("refused" if one.probes else "passed", margin=margin)

@@ -4,24 +4,28 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import cache
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from engine_api.errors import EngineError, RankFailure
-from engine_conformance.cases._case import must
+from engine_conformance.cases import _losses as losses
+from engine_conformance.cases._case import VALUE, must
 from engine_conformance.cases._ranks import Answer, InferCall, Trained
 from engine_conformance.cases._target import Target
 from engine_conformance.compare import assert_close_per_token, assert_scalar_close, assert_weights_close
 from engine_conformance.fixtures import LENGTHS, PackedDocuments, packed_documents
-from engine_conformance.oracle import AdamWConfig, OracleModel, Schedule, TrainResult, load_oracle, sft, train_steps
+from engine_conformance.oracle import AdamWConfig, OracleModel, Schedule, TrainResult, load_oracle, train_steps
 from engine_conformance.oracle.train import Loss
 from engine_conformance.tolerances import weight_tolerance
 
 __all__ = [
+    "asking",
     "documents",
     "merged",
     "oracle_of",
+    "oracle_outputs",
     "oracle_training",
     "outputs_match",
     "raised_everywhere",
@@ -49,15 +53,26 @@ def oracle_training(
     folder: str,
     batches: tuple[PackedDocuments, ...],
     *,
-    loss: Loss = sft,
+    loss: Loss | None = None,
     optimizer: AdamWConfig = CONFIG,
     schedule: Schedule | None = None,
     denominators: tuple[float, ...] | None = None,
 ) -> TrainResult:
-    """The oracle's steps; the defaults are those of `Target.config` without clipping and decay."""
+    """The oracle's steps; the defaults are those of `Target.config` without clipping and decay, and its type's loss."""
+    oracle = oracle_of(folder)
     return train_steps(
-        oracle_of(folder), batches, loss, optimizer=optimizer, schedule=schedule, denominators=denominators
+        oracle,
+        batches,
+        loss or losses.oracle_default(oracle),
+        optimizer=optimizer,
+        schedule=schedule,
+        denominators=denominators,
     )
+
+
+def asking(target: Target, documents: PackedDocuments, **arguments: Any) -> InferCall:
+    """A call for all that an engine of this type can say: with entropy, unless it is a value model."""
+    return InferCall(documents=documents, **({"entropy": target.model_type != VALUE} | arguments))
 
 
 def merged(call: InferCall, answers: Sequence[Answer]) -> dict[str, Tensor]:
@@ -66,26 +81,51 @@ def merged(call: InferCall, answers: Sequence[Answer]) -> dict[str, Tensor]:
     whole: dict[str, list[Tensor | None]] = {name: [None] * len(lengths) for name in answers[0].fields}
     for rank, own in enumerate(answers):
         mine = list(range(own.dp_rank, len(lengths), own.dp_size))
+        given, first = sorted(own.fields), sorted(whole)
+        must(given == first, "outputs", f"{given}, rank 0 answers with {first}", where=f"rank {rank}")
         for name, value in own.fields.items():
-            must(value.shape == (sum(lengths[d] for d in mine),), name, f"shape {tuple(value.shape)} on rank {rank}")
+            size = sum(lengths[d] for d in mine)
+            must(value.shape == (size,), name, f"shape {tuple(value.shape)}, not ({size},)", where=f"rank {rank}")
             for document, part in zip(mine, value.split([lengths[d] for d in mine]), strict=True):
+                _finite(name, part, call.documents, document, rank)
                 before = whole[name][document]
                 same = before is None or torch.equal(before, part)
                 must(same, name, "ranks of one data-parallel rank differ", where=f"rank {rank}, document {document}")
                 whole[name][document] = part
+    absent = [d for parts in whole.values() for d, part in enumerate(parts) if part is None]
+    must(not absent, "outputs", f"no rank answers for documents {absent}")
     return {name: torch.cat([p for p in parts if p is not None]) for name, parts in whole.items()}
 
 
-def outputs_match(target: Target, oracle: OracleModel, call: InferCall, answers: Sequence[Answer]) -> float:
-    """Log-probs (and entropy) of every token; tokens whose experts rounding may change are left out."""
-    batch, got = call.documents, merged(call, answers)
+def _finite(name: str, part: Tensor, batch: PackedDocuments, document: int, rank: int) -> None:
+    bad = (~part.isfinite()).nonzero()
+    if len(bad):
+        position = int(bad[0])
+        what = "NaN" if part[position].isnan() else "infinite"
+        token = int(batch.cu_seqlens[document]) + position
+        where = f"document {document}, position {position}, rank {rank}"
+        must(False, name, f"{what} at token {token}; {len(bad)} of {len(part)} are not finite", where=where)
+
+
+def oracle_outputs(oracle: OracleModel, call: InferCall) -> dict[str, Tensor]:
+    """What the oracle answers to the call, by field, float64 ``[T]``."""
+    batch = call.documents
+    if oracle.config.value_model:
+        return {"values": oracle.values(batch.input_ids, batch.cu_seqlens)}
     want = oracle.token_outputs(batch.input_ids, batch.cu_seqlens, temperature=call.temperature)
+    return {"log_probs": want.log_probs} | ({"entropy": want.entropy} if call.entropy else {})
+
+
+def outputs_match(target: Target, oracle: OracleModel, call: InferCall, answers: Sequence[Answer]) -> float:
+    """Every output of every token; tokens whose experts rounding may change are left out."""
+    batch, got, want = call.documents, merged(call, answers), oracle_outputs(oracle, call)
+    must(set(want) <= set(got), "outputs", f"the engine answers with {sorted(got)}, {sorted(want)} were asked for")
+    must("values" in want or "values" not in got, "outputs", "a language model answers with values")
     gap = 2 * target.tolerance("router_logits").atol
     keep = oracle.routing_margin(batch.input_ids, batch.cu_seqlens) > gap
-    names = ("log_probs", "entropy") if call.entropy else ("log_probs",)
     margins = []
-    for name in names:
-        tol, exact = target.tolerance(name), getattr(want, name)  # type: ignore[arg-type]
+    for name, exact in want.items():
+        tol = target.tolerance(name)  # type: ignore[arg-type]
         margins.append(assert_close_per_token(name, got[name], exact, tol, cu_seqlens=batch.cu_seqlens, keep=keep))
         must(not got[name][batch.cu_seqlens[:-1]].any(), name, "first tokens of documents do not carry 0")
     return max(margins)

@@ -3,21 +3,28 @@
 from __future__ import annotations
 
 import os
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
+from engine_api import losses as engine_losses
 from engine_api.batch import Batch
+from engine_api.losses import LossFn
 from engine_api.results import LossOutput, TokenOutputs
 from engine_conformance.fixtures import PackedDocuments
-from engine_conformance.oracle import OracleModel
+from engine_conformance.oracle import OracleModel, sft
 from engine_conformance.oracle.losses import ppo_loss, sft_loss, value_loss, weighted_sum
+from engine_conformance.oracle.train import Loss
 
 __all__ = [
+    "ForModelType",
+    "default_loss",
     "entropy_bonus",
     "infinite_gradient",
     "infinite_on_last_rank",
     "nan_on_last_rank",
+    "oracle_default",
     "oracle_entropy_bonus",
     "oracle_policy",
     "oracle_value",
@@ -28,6 +35,39 @@ __all__ = [
 ]
 
 _BONUS, _WARM = 0.1, 0.7
+
+
+def default_loss(model_type: str) -> LossFn:
+    """What an engine of this type is trained with where a case does not say it: likelihood, or squared error."""
+    return value if model_type == "value_model" else engine_losses.sft_loss
+
+
+def oracle_default(oracle: OracleModel) -> Loss:
+    """The oracle's counterpart of `default_loss`."""
+    return oracle_value if oracle.config.value_model else sft
+
+
+@dataclass(frozen=True, slots=True)
+class ForModelType:
+    """A loss below, made for log-probs, on what an engine of this type gives."""
+
+    model_type: str
+    loss: LossFn
+
+    @property
+    def needs(self) -> tuple[str, ...]:
+        """What the engine is to compute."""
+        return ("values",) if self.model_type == "value_model" else ("log_probs",)
+
+    def __call__(self, outputs: TokenOutputs, batch: Batch) -> LossOutput:
+        """The loss itself."""
+        return self.loss(outputs, batch)
+
+
+def _outputs(outputs: TokenOutputs) -> Tensor:
+    given = outputs.log_probs if outputs.values is None else outputs.values
+    assert given is not None
+    return given
 
 
 def policy(outputs: TokenOutputs, batch: Batch) -> LossOutput:
@@ -98,16 +138,14 @@ def oracle_warm(oracle: OracleModel, batch: PackedDocuments, denominator: float)
 
 
 def nan_on_last_rank(outputs: TokenOutputs, batch: Batch) -> LossOutput:
-    """Negative log-likelihood that is not a number on the last rank alone."""
-    assert outputs.log_probs is not None
-    return LossOutput(loss=-(batch.loss_weight * outputs.log_probs).sum() * (float("nan") if _is_last() else 1.0))
+    """A sum that is not a number on the last rank alone."""
+    return LossOutput(loss=-(batch.loss_weight * _outputs(outputs)).sum() * (float("nan") if _is_last() else 1.0))
 
 
 def infinite_on_last_rank(outputs: TokenOutputs, batch: Batch) -> LossOutput:
-    """Negative log-likelihood plus an infinite constant on the last rank alone: its gradient is finite."""
-    assert outputs.log_probs is not None
+    """A sum plus an infinite constant on the last rank alone: its gradient is finite."""
     constant = float("inf") if _is_last() else 0.0
-    return LossOutput(loss=constant - (batch.loss_weight * outputs.log_probs).sum())
+    return LossOutput(loss=constant - (batch.loss_weight * _outputs(outputs)).sum())
 
 
 def _is_last() -> bool:
@@ -116,8 +154,7 @@ def _is_last() -> bool:
 
 def infinite_gradient(outputs: TokenOutputs, batch: Batch) -> LossOutput:
     """A finite loss: the square root has an infinite slope at zero."""
-    assert outputs.log_probs is not None
-    zero = (outputs.log_probs * batch.loss_weight).sum() * 0.0
+    zero = (_outputs(outputs) * batch.loss_weight).sum() * 0.0
     return LossOutput(loss=zero.abs().sqrt())
 
 

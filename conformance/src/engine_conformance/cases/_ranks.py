@@ -3,20 +3,24 @@
 from __future__ import annotations
 
 import hashlib
+import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
 from engine_api.batch import Batch
 from engine_api.contract import Adapter, Engine
 from engine_api.errors import EngineError
-from engine_api.losses import LossFn, sft_loss
+from engine_api.losses import LossFn
 from engine_api.results import TokenOutputs, Topology, TrainOutput
+from engine_conformance.cases._case import must
+from engine_conformance.cases._losses import default_loss
 from engine_conformance.cases._target import Setup
 from engine_conformance.fixtures import PackedDocuments
 
@@ -25,16 +29,21 @@ __all__ = [
     "InferCall",
     "Trained",
     "answer",
+    "build",
     "caught",
+    "checked",
     "infer",
     "local_batch",
     "opened",
     "save",
+    "step",
     "summary",
     "to_batch",
     "train",
     "whole_weights",
 ]
+
+T = TypeVar("T")
 
 
 @contextmanager
@@ -46,6 +55,20 @@ def opened(setup: Setup) -> Iterator[Engine]:
         yield engine
     finally:
         engine.close()
+
+
+def build(setup: Setup) -> EngineError | None:
+    """The error of making and initializing this engine, if any."""
+    engine = None
+    try:
+        engine = setup.create()
+        engine.initialize()
+    except EngineError as error:
+        return error
+    finally:
+        if engine is not None:
+            engine.close()
+    return None
 
 
 def to_batch(documents: PackedDocuments, device: str = "cpu") -> Batch:
@@ -100,16 +123,70 @@ def answer(engine: Engine, call: InferCall, device: str) -> Answer:
     """Run one call on this rank's share."""
     batch = local_batch(engine, call.documents, device)
     outputs = engine.infer_batch(batch, temperature=call.temperature, entropy=call.entropy, adapter=call.adapter)
-    return Answer(dp_rank=engine.topology.dp_rank, dp_size=engine.topology.dp_size, fields=_fields(outputs))
+    return Answer(dp_rank=engine.topology.dp_rank, dp_size=engine.topology.dp_size, fields=_fields(outputs, device))
 
 
-def _fields(outputs: TokenOutputs) -> dict[str, Tensor]:
+def _here() -> str:
+    return f"rank {os.environ.get('RANK', '0')}"
+
+
+def _fields(outputs: TokenOutputs, device: str) -> dict[str, Tensor]:
+    checked(outputs, TokenOutputs, "infer_batch")
     named = {name: getattr(outputs, name) for name in ("log_probs", "entropy", "values")}
     given = {name: value for name, value in named.items() if value is not None}
     for name, value in given.items():
-        assert value.dtype == torch.float32, f"{name} is {value.dtype}, not float32"
-        assert not value.requires_grad, f"{name} is not detached"
+        must(isinstance(value, Tensor), name, f"a {type(value).__name__}, not a tensor", where=_here())
+        must(value.dtype == torch.float32, name, f"{value.dtype}, not float32", where=_here())
+        must(not value.requires_grad, name, "not detached", where=_here())
+        there = torch.device(device).type
+        must(value.device.type == there, name, f"on {value.device}, the engine's device is {there}", where=_here())
     return {name: value.cpu() for name, value in given.items()}
+
+
+_NUMBERS = {
+    "loss": float, "grad_norm": float, "lr": float, "denominator": float,
+    "num_tokens": int, "num_micro_batches": int, "weight_version": int,
+}  # fmt: skip
+
+
+def checked(output: T, kind: type[T], called: str) -> T:
+    """``output``, which must be a ``kind`` whose numbers are Python's own.
+
+    Raises:
+        ConformanceFailure: naming the field and the rank.
+    """
+    must(isinstance(output, kind), called, f"returned a {type(output).__name__}, not {kind.__name__}", where=_here())
+    for one in fields(kind):  # type: ignore[arg-type] - the contract's results are dataclasses
+        value, number = getattr(output, one.name), _NUMBERS.get(one.name)
+        if number is not None:
+            _number(f"{called}'s {one.name}", value, number)
+        if one.name == "metrics":
+            must(isinstance(value, Mapping), f"{called}'s metrics", f"a {type(value).__name__}", where=_here())
+            for name, metric in value.items():
+                _number(f"{called}'s metric {name}", metric, float)
+        if one.name == "skipped":
+            must(value is None or isinstance(value, str), f"{called}'s skipped", f"{value!r}", where=_here())
+    return output
+
+
+def _number(name: str, value: object, kind: type) -> None:
+    right = isinstance(value, (int, kind)) and not isinstance(value, bool)
+    must(right, name, f"a {type(value).__name__}, not {kind.__name__}", where=_here())
+
+
+def step(
+    engine: Engine,
+    setup: Setup,
+    documents: PackedDocuments,
+    *,
+    loss: LossFn | None = None,
+    denominator: float | None = None,
+    temperature: float = 1.0,
+) -> TrainOutput:
+    """One ``train_batch`` on this rank's share; the loss is the model type's own if absent."""
+    batch, chosen = local_batch(engine, documents, setup.device), loss or default_loss(setup.model_type)
+    output = engine.train_batch(batch, chosen, denominator=denominator, temperature=temperature)
+    return checked(output, TrainOutput, "train_batch")
 
 
 def infer(setup: Setup, calls: Sequence[InferCall]) -> list[Answer]:
@@ -133,7 +210,7 @@ def train(
     setup: Setup,
     batches: Sequence[PackedDocuments],
     *,
-    loss: LossFn = sft_loss,
+    loss: LossFn | None = None,
     denominators: Sequence[float] | None = None,
     temperature: float = 1.0,
     load: Path | None = None,
@@ -146,9 +223,7 @@ def train(
             engine.load_checkpoint(load)
         divisors = denominators or [None] * len(batches)
         outputs = [
-            engine.train_batch(
-                local_batch(engine, batch, setup.device), loss, denominator=divisor, temperature=temperature
-            )
+            step(engine, setup, batch, loss=loss, denominator=divisor, temperature=temperature)
             for batch, divisor in zip(batches, divisors, strict=True)
         ]
         if save_to is not None:
@@ -169,10 +244,16 @@ def summary(engine: Engine, outputs: Sequence[TrainOutput], *, adapter: Adapter 
 
 
 def whole_weights(engine: Engine, **arguments: Any) -> dict[str, Tensor]:
-    """A CPU copy of the whole export; a name that comes twice is an error."""
+    """A CPU copy of the whole export; what is no (name, tensor) or comes twice is a failure."""
     weights: dict[str, Tensor] = {}
-    for name, tensor in engine.get_per_tensor_param(**arguments):
-        assert name not in weights, f"{name} was exported twice"
+    for item in engine.get_per_tensor_param(**arguments):
+        is_pair = isinstance(item, tuple) and len(item) == 2
+        must(is_pair, "export", f"yields a {type(item).__name__}, not (name, tensor)", where=_here())
+        name, tensor = item
+        must(isinstance(name, str), "export", f"{name!r} is no name", where=_here())
+        plain = isinstance(tensor, Tensor) and not isinstance(tensor, DTensor)
+        must(plain, "export", f"a {type(tensor).__name__}, not a plain tensor", where=f"{name}, {_here()}")
+        must(name not in weights, "export", "comes twice", where=f"{name}, {_here()}")
         # Not clone(): a tensor of one element keeps the stride that it has in a bucket.
         weights[name] = torch.empty(tensor.shape, dtype=tensor.dtype).copy_(tensor.detach())
     return weights

@@ -5,16 +5,16 @@ from __future__ import annotations
 import tempfile
 import zlib
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from engine_api.capabilities import Capability
-from engine_api.config import EngineConfig, ModelSource, OptimizerConfig, Precision
-from engine_api.registry import EngineRegistry, Resolution
+from engine_api.capabilities import REQUESTS, Capability
+from engine_api.config import EngineConfig, ModelSource, OptimizerConfig, Parallelism, Precision
+from engine_api.registry import EngineRegistry, Resolution, RolloutRegistry
 from engine_conformance.fixtures import TinyModel, write_checkpoint
 from engine_conformance.ranks import get_pool
 from engine_conformance.tolerances import Quantity, Tolerance, tolerance
@@ -23,6 +23,8 @@ if TYPE_CHECKING:
     from engine_api.contract import Engine
 
 __all__ = ["Setup", "Target"]
+
+LONGEST = 890.0  # seconds; shorter than the ranks' collectives wait for each other
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -46,7 +48,13 @@ class Setup:
 class Target:
     """One backend on one device, world size and precision.
 
-    ``root`` is a folder for checkpoints; generated models in it are shared between cases.
+    Attributes:
+        backend: the engine's name, or in the ``rollout`` profile the rollout's.
+        root: a folder for checkpoints; generated models in it are shared between cases.
+        layout: how the ranks are spread where a case does not say it itself.
+        partner: another engine's name, for what two engines owe each other; mostly absent.
+        patience: deadlines are this many times as long.
+        rollout: whether ``backend`` names a rollout.
     """
 
     backend: str
@@ -55,16 +63,28 @@ class Target:
     world: int = 1
     dtype: str = "float32"
     model_type: str = "language_model"
+    layout: Parallelism = field(default_factory=Parallelism)
+    partner: str | None = None
+    patience: float = 1.0
+    rollout: bool = False
 
     @cached_property
     def resolution(self) -> Resolution:
         """What the registry chooses for this target."""
+        if self.rollout:
+            return RolloutRegistry.resolve(backend=self.backend, device=self.device)
         return EngineRegistry.resolve(model_type=self.model_type, backend=self.backend, device=self.device)
 
     @property
     def capabilities(self) -> frozenset[Capability]:
         """What the plug-in declares."""
         return self.resolution.plugin.capabilities
+
+    @property
+    def spread(self) -> frozenset[Capability]:
+        """The kinds of parallelism that the layout asks for."""
+        config = EngineConfig(model=ModelSource(path=""), parallelism=self.layout)
+        return frozenset(capability for capability, asks in REQUESTS.items() if asks(config))
 
     def at(self, world: int) -> Target:
         """The same engine on another number of ranks."""
@@ -75,8 +95,12 @@ class Target:
         return replace(self, model_type=model_type)
 
     def model(self, **kwargs: Any) -> Path:
-        """The folder of a generated model (arguments of `TinyModel`), written once."""
-        arguments: dict[str, Any] = {"tied": True} | kwargs
+        """The folder of a generated model of this model type (arguments of `TinyModel`), written once.
+
+        Tied by default; a value model has no head to tie.
+        """
+        value = self.model_type == "value_model"
+        arguments: dict[str, Any] = {"tied": not value, "value_model": value} | kwargs
         model = TinyModel(**arguments)
         folder = self.root / "models" / f"{model.family}-{zlib.crc32(repr(model).encode()):08x}"
         return folder if (folder / "config.json").exists() else write_checkpoint(folder, model)
@@ -87,9 +111,14 @@ class Target:
         return Path(tempfile.mkdtemp(dir=self.root))
 
     def config(self, model: Path, **sections: Any) -> EngineConfig:
-        """A configuration for ``model``: AdamW at 1e-3, no clipping; ``sections`` replace whole parts of it."""
+        """A configuration for ``model``: AdamW at 1e-3, no clipping; ``sections`` replace whole parts of it.
+
+        The layout is the target's, and everything on one rank where the world is one.
+        """
         precision = Precision(compute=self.dtype)  # type: ignore[arg-type] - checked by EngineConfig
         parts = {"optimizer": OptimizerConfig(lr=1e-3, clip_norm=None), "precision": precision} | sections
+        if self.world > 1:
+            parts = {"parallelism": self.layout} | parts
         return EngineConfig(model=ModelSource(path=str(model)), **parts)
 
     def setup(self, config: EngineConfig) -> Setup:
@@ -112,7 +141,8 @@ class Target:
         """
         name = f"{function.__module__}:{function.__qualname__}"
         pool = get_pool(self.world, self.device)
-        return pool.run(name, deadline=deadline, per_rank=per_rank, setup=self.setup(config), **kwargs)
+        limit = min(deadline * self.patience, LONGEST)
+        return pool.run(name, deadline=limit, per_rank=per_rank, setup=self.setup(config), **kwargs)
 
     def tolerance(self, quantity: Quantity, *, layers: int = 2) -> Tolerance:
         """The suite's tolerance in this target's precision."""

@@ -2,21 +2,28 @@
 
 from __future__ import annotations
 
+import gc
 import inspect
+import os
+import threading
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from engine_api.batch import Batch
+from engine_api.capabilities import Capability
 from engine_api.contract import Engine
 from engine_api.errors import EngineError, EngineStateError
-from engine_api.losses import sft_loss
+from engine_api.losses import LossFn
 from engine_api.registry import EngineRegistry
-from engine_conformance.cases._case import case, must
+from engine_conformance.cases._case import LM, VALUE, case, must
 from engine_conformance.cases._expect import documents
-from engine_conformance.cases._ranks import caught
+from engine_conformance.cases._losses import default_loss
+from engine_conformance.cases._ranks import caught, local_batch, opened, save, step, whole_weights
 from engine_conformance.cases._target import Setup, Target
 from engine_conformance.fixtures import PackedDocuments
 
@@ -24,31 +31,52 @@ _MEMBERS = (
     "initialize", "train_batch", "forward_backward", "optimizer_step", "infer_batch", "save_checkpoint",
     "load_checkpoint", "save_hf", "get_per_tensor_param", "get_per_tensor_param_shard", "to", "close",
 )  # fmt: skip
-_PROPERTIES = ("topology", "capabilities", "weight_version")
+_BELONGS = {
+    "to": Capability.OFFLOAD,
+    "save_hf": Capability.SAVE_HF,
+    "get_per_tensor_param_shard": Capability.EXPORT_SHARDS,
+}
 
 
-@case(id="contract.signatures", world=(1,))
+TYPES = (LM, VALUE)
+_LEAK = 1 << 20  # bytes of device memory that a life of an engine may leave behind
+
+
+def signatures_of(setup: Setup) -> list[str]:
+    """What is wrong with the class's members; in a rank, since importing a stranger's class runs its code."""
+    cls = EngineRegistry.resolve(model_type=setup.model_type, backend=setup.backend, device=setup.device).load()
+    return [problem for name in _MEMBERS for problem in _member_problems(cls, name)]
+
+
+def _member_problems(cls: Any, name: str) -> list[str]:
+    if not callable(getattr(cls, name, None)):
+        return [f"{name} is missing"]
+    wanted, given = (inspect.signature(getattr(c, name)).parameters for c in (Engine, cls))
+    if list(given)[: len(wanted)] != list(wanted):
+        return [f"{name} takes {list(given)}, not {list(wanted)}"]
+    differ = [
+        f"{name}: {given[argument]}, the contract has {parameter}"
+        for argument, parameter in wanted.items()
+        if given[argument].kind != parameter.kind or given[argument].default != parameter.default
+    ]
+    extra = [n for n, p in given.items() if n not in wanted and p.default is p.empty]
+    return differ + [f"{name}: {extra} have no default"] * bool(extra)
+
+
+@case(id="contract.signatures", world=(1,), model_types=TYPES, quick=True)
 def signatures(target: Target) -> None:
     """Every member of ``Engine`` MUST be there, callable with the contract's arguments and defaults.
 
     If this fails: a renamed or reordered argument; an argument of the engine's own without a default.
     """
-    cls = target.resolution.load()
-    for name in _MEMBERS:
-        must(callable(getattr(cls, name, None)), "member", "is missing", where=name)
-        wanted, given = (inspect.signature(getattr(c, name)).parameters for c in (Engine, cls))
-        must(list(given)[: len(wanted)] == list(wanted), "arguments", f"{list(given)}, not {list(wanted)}", where=name)
-        for argument, parameter in wanted.items():
-            same = given[argument].kind == parameter.kind and given[argument].default == parameter.default
-            must(same, "argument", f"{given[argument]}, the contract has {parameter}", where=f"{name} {argument}")
-        extra = [p for n, p in given.items() if n not in wanted and p.default is p.empty]
-        must(not extra, "arguments", f"{extra} have no default", where=name)
+    problems = target.run(signatures_of, target.config(target.model()))[0]
+    must(not problems, "members", "; ".join(problems))
 
 
-def _calls(engine: Engine, batch: Batch, folder: Path) -> Mapping[str, Callable[[], Any]]:
+def _calls(engine: Engine, batch: Batch, loss: LossFn, folder: Path) -> Mapping[str, Callable[[], Any]]:
     return {
-        "train_batch": lambda: engine.train_batch(batch, sft_loss),
-        "forward_backward": lambda: engine.forward_backward(batch, sft_loss),
+        "train_batch": lambda: engine.train_batch(batch, loss),
+        "forward_backward": lambda: engine.forward_backward(batch, loss),
         "optimizer_step": engine.optimizer_step,
         "infer_batch": lambda: engine.infer_batch(batch),
         "save_checkpoint": lambda: engine.save_checkpoint(folder / "c"),
@@ -65,10 +93,14 @@ def states(setup: Setup, batch: PackedDocuments, folder: Path) -> dict[str, Engi
     engine, errors = setup.create(), dict[str, EngineError | None]()
     rows = Batch(input_ids=torch.tensor(batch.input_ids), cu_seqlens=torch.tensor(batch.cu_seqlens),
                  fields={"loss_weight": torch.tensor(batch.loss_weight)})  # fmt: skip
-    calls = _calls(engine, rows, folder)
+    calls = _calls(engine, rows, default_loss(setup.model_type), folder)
+    # What is not declared is refused as such, in any state.
+    calls = {
+        name: call for name, call in calls.items() if name not in _BELONGS or _BELONGS[name] in engine.capabilities
+    }
     errors |= {f"{name} before initialize": caught(call) for name, call in calls.items()}
     engine.initialize()
-    assert isinstance(engine, Engine)
+    must(isinstance(engine, Engine), "engine", f"{type(engine).__name__} lacks members of engine_api.contract.Engine")
     errors |= {"initialize twice": caught(engine.initialize), "step without gradient": caught(engine.optimizer_step)}
     engine.close()
     engine.close()
@@ -79,7 +111,7 @@ def states(setup: Setup, batch: PackedDocuments, folder: Path) -> dict[str, Engi
     return errors
 
 
-@case(id="contract.states")
+@case(id="contract.states", model_types=TYPES, quick=True)
 def state_machine(target: Target) -> None:
     """Every member MUST raise ``EngineStateError`` before ``initialize`` and after ``close``; ``close`` is idempotent.
 
@@ -91,7 +123,7 @@ def state_machine(target: Target) -> None:
         must(not wrong, "state", f"{wrong}", where=f"rank {rank}")
 
 
-@case(id="contract.registry", world=(1,))
+@case(id="contract.registry", world=(1,), model_types=TYPES)
 def registry(target: Target) -> None:
     """A resolution MUST keep its trace, with each candidate accepted or rejected for a reason.
 
@@ -102,3 +134,84 @@ def registry(target: Target) -> None:
     automatic = EngineRegistry.resolve(model_type=target.model_type, backend=target.backend, device="auto")
     silent = [str(c) for c in automatic.trace if not c.accepted and not c.reason]
     must(not silent, "trace", f"rejected without a reason: {silent}")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Surroundings:
+    """What a rank has beside an engine."""
+
+    threads: tuple[str, ...]  # that keep the process from ending
+    children: tuple[int, ...]
+    files: tuple[str, ...]  # in the working folder
+    group: int  # identity of the default process group
+    switches: tuple[str, ...]  # torch's default dtype, gradients on or off
+    memory: int  # bytes allocated on the device
+
+
+def _surroundings(device: str) -> Surroundings:
+    gc.collect()
+    group = dist.group.WORLD
+    return Surroundings(
+        threads=tuple(sorted(t.name for t in threading.enumerate() if not t.daemon)),
+        children=tuple(_children()),
+        files=tuple(sorted(str(path) for path in Path().rglob("*"))),
+        group=id(group) if dist.is_initialized() else 0,
+        switches=(str(torch.get_default_dtype()), str(torch.is_grad_enabled())),
+        memory=torch.cuda.memory_allocated() if device == "cuda" else 0,
+    )
+
+
+def _children() -> list[int]:
+    """Process ids of this process's children, where there is a /proc."""
+    found = []
+    for entry in Path("/proc").glob("[0-9]*/stat"):
+        try:
+            parent = int(entry.read_text().rpartition(")")[2].split()[1])
+        except (FileNotFoundError, ProcessLookupError):  # it has ended meanwhile
+            continue
+        if parent == os.getpid():
+            found.append(int(entry.parent.name))
+    return sorted(found)
+
+
+def lives(setup: Setup, batch: PackedDocuments, folder: Path) -> list[Surroundings]:
+    """What is there before and after each of two engines' lives, in a working folder of the rank's own."""
+    home, own = Path.cwd(), folder / f"working-{os.environ.get('RANK', '0')}"
+    own.mkdir()
+    os.chdir(own)
+    try:
+        seen = [_surroundings(setup.device)]
+        for index in range(2):
+            with opened(setup) as engine:
+                step(engine, setup, batch)
+                engine.infer_batch(local_batch(engine, batch, setup.device))
+                whole_weights(engine)
+                save(engine, folder / f"asked-{index}")
+            del engine
+            seen.append(_surroundings(setup.device))
+        return seen
+    finally:
+        os.chdir(home)
+
+
+@case(id="contract.leaves_nothing", model_types=TYPES)
+def leaves_nothing(target: Target) -> None:
+    """After ``close`` a rank MUST be as it was: threads, child processes, files, default process group, device memory.
+
+    Memory is compared after a first life, which may fill caches, and a second one.
+
+    If this fails: a writer thread or a worker keeps the process from ending; groups pile up with each engine; the
+    default process group is destroyed though the engine did not make it.
+    """
+    folder = target.scratch()
+    ranks = target.run(lives, target.config(target.model()), batch=documents(2, "uneven"), folder=folder)
+    for rank, (before, warm, after) in enumerate(ranks):
+        where = f"rank {rank}"
+        for name in ("threads", "children", "files", "group", "switches"):
+            old, new = getattr(before, name), getattr(after, name)
+            must(old == new, name, f"{new} after close, {old} before", where=where)
+        leak = after.memory - warm.memory
+        must(leak <= _LEAK, "device memory", f"{leak} bytes more after a second life", where=where)
+    names = sorted(path.name for path in folder.iterdir())
+    asked = {"latest", "asked-0", "asked-1", *(f"working-{rank}" for rank in range(target.world))}
+    must(set(names) <= asked, "files", f"{sorted(set(names) - asked)} beside what was asked for")

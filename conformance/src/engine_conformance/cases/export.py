@@ -2,23 +2,29 @@
 
 from __future__ import annotations
 
+import gc
+import shutil
+import weakref
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
+from safetensors.torch import save_file
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
 from engine_api.capabilities import Capability
-from engine_api.losses import sft_loss
 from engine_api.weights import ShardSpec
-from engine_conformance.cases._case import case, must
+from engine_conformance.cases._case import LM, VALUE, case, must
 from engine_conformance.cases._expect import documents
-from engine_conformance.cases._ranks import digest, local_batch, opened, whole_weights
+from engine_conformance.cases._ranks import digest, opened, step, train, whole_weights
 from engine_conformance.cases._target import Setup, Target
 from engine_conformance.compare import assert_bitwise, assert_close_per_token
 from engine_conformance.oracle import expected_shapes, load_oracle, read_config, read_safetensors
 from engine_conformance.tolerances import tolerance
 
+TYPES = (LM, VALUE)
 FAMILIES = (
     {"family": "llama", "tied": False},
     {"family": "qwen2", "tied": True},
@@ -58,15 +64,19 @@ def _check_order(names: Sequence[str]) -> None:
     must(names[0] == "model.embed_tokens.weight", "export order", f"{names[0]} comes first")
 
 
-@case(id="export.exact")
+@case(id="export.exact", model_types=TYPES, quick=True)
 def exact(target: Target) -> None:
     """The export MUST have the checkpoint's names, each once, tied weights once, and its bits, in one order on all ranks.
 
-    In the stored dtype and in bfloat16, whatever the size of buckets.
+    In the stored dtype and in bfloat16, whatever the size of buckets. A value model's holds the score's weight and
+    bias, and no head of a language model.
 
     If this fails: a tied head is exported (NeMo-RL #227), padding of shards is not cut off, fused experts keep
-    their fused names, a name carries a wrapper's prefix.
+    their fused names, a name carries a wrapper's prefix, a score lives outside the module that is exported.
     """
+    if target.model_type == VALUE:
+        _check_export(target, target.model())
+        return
     for arguments in FAMILIES:
         _check_export(target, target.model(**arguments))
 
@@ -80,13 +90,71 @@ def moe(target: Target) -> None:
     _check_export(target, target.model(family="qwen3_moe", tied=False))
 
 
-@case(id="export.value_head", requires=(Capability.VALUE_HEAD,))
-def value_head(target: Target) -> None:
-    """A value model's export MUST hold the score's weight and bias, and no head of a language model.
+@case(id="export.round_trip", model_types=TYPES)
+def round_trip(target: Target) -> None:
+    """Trained weights that are exported, written as a folder and loaded by a new engine MUST be exported alike, bit for bit.
 
-    If this fails: the head lives outside the module that is exported.
+    The folder is written here, from the export alone.
+
+    If this fails: names, shapes or transpositions that only the engine's own loading takes back.
     """
-    _check_export(target.serving("value_model"), target.model(value_model=True, tied=False))
+    model, batches = target.model(), [documents(43, "uneven")]
+    first = target.run(train, target.config(model), batches=batches)[0].weights
+    folder = target.scratch()
+    shutil.copyfile(model / "config.json", folder / "config.json")
+    save_file(first, folder / "model.safetensors", metadata={"format": "pt"})
+    again = target.run(train, target.config(folder), batches=[])[0].weights
+    must(list(again) == list(first), "export order", "differs after a round trip")
+    assert_bitwise(again, first, name="export of the loaded export")
+
+
+def live_bytes(setup: Setup, bucket: int) -> tuple[int, int, int]:
+    """The most bytes of exported storages alive at a yield, of the whole export, and of its largest tensor.
+
+    A storage that outlives the export is the engine's own weight, given as it is: it is not counted.
+    """
+    with opened(setup) as engine:
+        references, looks, sizes = list[weakref.ref[Tensor]](), list[dict[int, int]](), list[int]()
+        if setup.device == "cuda":
+            torch.cuda.reset_peak_memory_stats()
+            allocated = torch.cuda.memory_allocated()
+        for _, tensor in engine.get_per_tensor_param(bucket_bytes=bucket):
+            sizes.append(tensor.numel() * tensor.element_size())
+            references.append(weakref.ref(tensor))
+            looks.append(_alive(references))
+        del tensor
+        gc.collect()
+        own = _alive(references)
+        most = max(sum(size for place, size in look.items() if place not in own) for look in looks)
+        if setup.device == "cuda":
+            most = max(most, torch.cuda.max_memory_allocated() - allocated)
+        return most, sum(sizes), max(sizes)
+
+
+def _alive(references: Sequence[weakref.ref[Tensor]]) -> dict[int, int]:
+    """Bytes of the storages of those tensors that still live, by address."""
+    storages = [tensor.untyped_storage() for reference in references if (tensor := reference()) is not None]
+    return {storage.data_ptr(): storage.nbytes() for storage in storages}
+
+
+@case(id="export.bounded", model_types=TYPES)
+def bounded(target: Target) -> float:
+    """At most ``bucket_bytes`` of whole tensors, or one larger tensor, MUST exist at a time.
+
+    Looked at from outside: what has been yielded and still lives, and on an accelerator the peak of its memory.
+    Three times the bound is allowed: what is received, what is sent, and the tensor that is handed out.
+
+    If this fails: all weights are gathered first, so that an export needs room for the whole model on each rank.
+    """
+    bucket, margins = 64 << 10, []
+    ranks = target.run(live_bytes, target.config(target.model(num_layers=12)), bucket=bucket)
+    for rank, (most, whole, largest) in enumerate(ranks):
+        allowed = 3 * max(bucket, largest)
+        must(whole > 4 * allowed, "fixture", f"an export of {whole} bytes is too small to tell")
+        problem = f"{most} bytes of whole tensors at a time, for a bucket of {bucket} and an export of {whole}"
+        must(most <= allowed, "export", problem, where=f"rank {rank}")
+        margins.append(most / allowed)
+    return max(margins)
 
 
 Shards = list[tuple[str, Tensor, ShardSpec]]
@@ -95,13 +163,19 @@ Shards = list[tuple[str, Tensor, ShardSpec]]
 def shards(setup: Setup) -> tuple[Shards, list[str], dict[str, Tensor]]:
     """This rank's shards after a step, the order of the whole export, and on rank 0 the export itself."""
     with opened(setup) as engine:
-        engine.train_batch(local_batch(engine, documents(40, "uneven"), setup.device), sft_loss)
-        mine = [
-            (name, shard.detach().to("cpu", copy=True), spec)
-            for name, shard, spec in engine.get_per_tensor_param_shard()
-        ]
+        step(engine, setup, documents(40, "uneven"))
+        mine = [_shard(item) for item in engine.get_per_tensor_param_shard()]
         whole = whole_weights(engine)
         return mine, list(whole), whole if engine.topology.rank == 0 else {}
+
+
+def _shard(item: Any) -> tuple[str, Tensor, ShardSpec]:
+    is_triple = isinstance(item, tuple) and len(item) == 3 and isinstance(item[2], ShardSpec)
+    must(is_triple, "shard", f"yields {type(item).__name__}, not (name, shard, ShardSpec)")
+    name, shard, spec = item
+    plain = isinstance(shard, Tensor) and not isinstance(shard, DTensor)
+    must(plain, "shard", f"a {type(shard).__name__}, not a plain tensor", where=str(name))
+    return name, shard.detach().to("cpu", copy=True), spec
 
 
 def shards_make_the_whole(ranks: Sequence[tuple[Shards, list[str], dict[str, Tensor]]]) -> float:
@@ -121,20 +195,22 @@ def shards_make_the_whole(ranks: Sequence[tuple[Shards, list[str], dict[str, Ten
                 where=where,
             )
             box = tuple(slice(o, o + n) for o, n in zip(spec.offset, spec.shape, strict=True))
+            must(shard.dtype == want.dtype, "shard", f"{shard.dtype}, the export has {want.dtype}", where=where)
             must(torch.equal(shard, want[box]), "shard", "differs from the whole export", where=where)
             covered[box] += int(spec.replica == 0)
         must(bool((covered == 1).all()), "shards", "replica 0 does not cover the tensor exactly once", where=name)
     return 0.0
 
 
-@case(id="export.shards", requires=(Capability.EXPORT_SHARDS,))
+@case(id="export.shards", requires=(Capability.EXPORT_SHARDS,), model_types=TYPES, quick=True)
 def shards_cover(target: Target) -> float:
     """The shards of all ranks MUST make each exported tensor exactly once, in the export's order, bit for bit.
 
     If this fails: uneven shards have a wrong offset, a rank without rows is left out, replicas are not counted.
     """
     models = [target.model(num_heads=3, num_kv_heads=1, hidden_size=66, vocab_size=259)]
-    models += [target.model(family="qwen3_moe", tied=False)] if Capability.MOE in target.capabilities else []
+    experts = Capability.MOE in target.capabilities and target.model_type == LM
+    models += [target.model(family="qwen3_moe", tied=False)] if experts else []
     for model in models:
         ranks = target.run(shards, target.config(model))
         shards_make_the_whole(ranks)
@@ -144,7 +220,7 @@ def shards_cover(target: Target) -> float:
 def save_folder(setup: Setup, folder: Path) -> None:
     """One step, then the Hugging Face folder, in float32 and bfloat16."""
     with opened(setup) as engine:
-        engine.train_batch(local_batch(engine, documents(41, "uneven"), setup.device), sft_loss)
+        step(engine, setup, documents(41, "uneven"))
         whole = whole_weights(engine)
         engine.save_hf(folder / "float32")
         engine.save_hf(folder / "bfloat16", dtype=torch.bfloat16)
@@ -163,7 +239,7 @@ def transformers_log_probs(setup: Setup, folder: Path, ids: Tensor) -> Tensor:
     return torch.cat([torch.zeros(1), scores.gather(-1, ids[1:, None])[:, 0]])
 
 
-@case(id="export.save_hf", requires=(Capability.SAVE_HF,))
+@case(id="export.save_hf", requires=(Capability.SAVE_HF,), quick=True)
 def save_hf(target: Target) -> float:
     """What ``save_hf`` writes MUST load in transformers and in the oracle, and give the engine's own weights and answers.
 

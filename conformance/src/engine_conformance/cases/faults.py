@@ -21,32 +21,48 @@ from engine_api.errors import (
     CheckpointWriteError,
     EngineError,
 )
-from engine_api.losses import sft_loss
-from engine_conformance.cases._case import case, must
+from engine_conformance.cases._case import LM, VALUE, case, must
 from engine_conformance.cases._expect import documents, oracle_of, oracle_training, raised_everywhere, training_matches
-from engine_conformance.cases._ranks import Trained, caught, local_batch, opened, save, summary, train
+from engine_conformance.cases._ranks import (
+    Trained,
+    caught,
+    digest,
+    opened,
+    save,
+    step,
+    summary,
+    train,
+    whole_weights,
+)
 from engine_conformance.cases._state import read_rank_files, read_state
 from engine_conformance.cases._target import Setup, Target
 from engine_conformance.compare import assert_bitwise
 from engine_conformance.fixtures import PackedDocuments
 from engine_conformance.ranks import RankError, RankPool
 
-PORTABLE = (Capability.PORTABLE_CHECKPOINT,)
+TYPES = (LM, VALUE)
 _SMALL = 60_000  # bytes: more than any file of a checkpoint but the tensors
 
 
-def load_all(
-    setup: Setup, folders: Sequence[Path], work: Path, batch: PackedDocuments
-) -> tuple[list[EngineError | None], Trained]:
-    """A step, every damaged checkpoint between two saves, and another step; with each load's error."""
+Loads = tuple[list[EngineError | None], list[str], Trained]
+
+
+def load_all(setup: Setup, damaged: Sequence[Path], folders: Sequence[Path], batch: PackedDocuments) -> Loads:
+    """A step, every damaged checkpoint between two looks, and another step; with each load's error.
+
+    A look is the weights' digest, and a save where folders are given.
+    """
     with opened(setup) as engine:
-        mine = local_batch(engine, batch, setup.device)
-        outputs = [engine.train_batch(mine, sft_loss)]
-        save(engine, work / "before")
-        errors = [caught(lambda folder=folder: engine.load_checkpoint(folder)) for folder in folders]
-        save(engine, work / "after")
-        outputs.append(engine.train_batch(mine, sft_loss))
-        return errors, summary(engine, outputs)
+        outputs = [step(engine, setup, batch)]
+        digests = [digest(whole_weights(engine))]
+        for folder in folders[:1]:
+            save(engine, folder)
+        errors = [caught(lambda place=place: engine.load_checkpoint(place)) for place in damaged]
+        digests.append(digest(whole_weights(engine)))
+        for folder in folders[1:]:
+            save(engine, folder)
+        outputs.append(step(engine, setup, batch))
+        return errors, digests, summary(engine, outputs)
 
 
 def _tensors(folder: Path) -> Path:
@@ -95,14 +111,17 @@ DAMAGE: Mapping[str, tuple[Callable[[Path], None], type[CheckpointError]]] = {
     "truncated": (_truncated, CheckpointCorrupt),
     "altered": (_altered, CheckpointCorrupt),
     "incomplete": (_incomplete, CheckpointCorrupt),
+    "empty": (shutil.rmtree, CheckpointMissing),
+}
+# Where the format is the contract's.
+DAMAGE_OF_FORMAT: Mapping[str, tuple[Callable[[Path], None], type[CheckpointError]]] = {
     "half a manifest": (_half_manifest, CheckpointCorrupt),
     "newer": (_newer, CheckpointMismatch),
     "pickled": (_pickled, CheckpointMissing),
-    "empty": (shutil.rmtree, CheckpointMissing),
 }
 
 
-@case(id="faults.failed_load", requires=PORTABLE)
+@case(id="faults.failed_load", model_types=TYPES)
 def failed_load(target: Target) -> float:
     """A load that fails MUST raise its typed error on every rank, and leave weights, moments, step and generators.
 
@@ -111,32 +130,36 @@ def failed_load(target: Target) -> float:
     If this fails: tensors are copied in before all are checked; a rank that read its own good file goes on alone.
     """
     model, other, work = target.model(), target.model(num_layers=1, seed=4), target.scratch()
-    batches = [documents(60, "uneven")]
-    target.run(train, target.config(model), batches=batches, save_to=work / "good")
-    target.run(train, target.config(other), batches=batches, save_to=work / "another model")
-    for name, (damage, _) in DAMAGE.items():
+    batch = documents(61, "uneven")
+    portable = Capability.PORTABLE_CHECKPOINT in target.capabilities
+    damages = {**DAMAGE, **DAMAGE_OF_FORMAT} if portable else DAMAGE
+    target.run(train, target.config(model), batches=[documents(60, "uneven")], save_to=work / "good")
+    target.run(train, target.config(other), batches=[documents(60, "uneven")], save_to=work / "another model")
+    for name, (damage, _) in damages.items():
         shutil.copytree(work / "good", work / name)
         damage(work / name)
-    expected = {name: error for name, (_, error) in DAMAGE.items()} | {"another model": CheckpointMismatch}
+    expected = {name: error for name, (_, error) in damages.items()} | {"another model": CheckpointMismatch}
+    looks = [work / "before", work / "after"] if portable else []
     ranks = target.run(
-        load_all,
-        target.config(model),
-        folders=[work / name for name in expected],
-        work=work,
-        batch=documents(61, "uneven"),
+        load_all, target.config(model), damaged=[work / name for name in expected], folders=looks, batch=batch
     )
     for index, (name, error) in enumerate(expected.items()):
-        raised_everywhere(name, [errors[index] for errors, _ in ranks], error, faulty=_faulty(ranks, index))
-    must(read_rank_files(work / "before") == read_rank_files(work / "after"), "generators", "moved by a failed load")
-    assert_bitwise(read_state(work / "after"), read_state(work / "before"), name="state after failed loads")
-    batch = documents(61, "uneven")
+        raised_everywhere(name, [errors[index] for errors, _, _ in ranks], error, faulty=_faulty(ranks, index))
+    undisturbed = target.run(train, target.config(model), batches=[batch, batch])
+    for rank, (_, digests, trained) in enumerate(ranks):
+        must(digests[0] == digests[1], "weights", "changed by a failed load", where=f"rank {rank}")
+        same = trained.outputs == undisturbed[rank].outputs and trained.digest == undisturbed[rank].digest
+        must(same, "step", "after a failed load, it differs from the same step without", where=f"rank {rank}")
+    if portable:
+        must(read_rank_files(looks[0]) == read_rank_files(looks[1]), "generators", "moved by a failed load")
+        assert_bitwise(read_state(looks[1]), read_state(looks[0]), name="state after failed loads")
     want = oracle_training(str(model), (batch, batch))
-    return training_matches(target, [trained for _, trained in ranks], want, oracle_of(str(model)))
+    return training_matches(target, [trained for _, _, trained in ranks], want, oracle_of(str(model)))
 
 
-def _faulty(ranks: Sequence[tuple[list[EngineError | None], Trained]], index: int) -> list[int]:
+def _faulty(ranks: Sequence[Loads], index: int) -> list[int]:
     """Which ranks saw the fault themselves: at least one must; the others hear of it."""
-    return [rank for rank, (errors, _) in enumerate(ranks) if isinstance(errors[index], CheckpointError)] or [0]
+    return [rank for rank, (errors, *_) in enumerate(ranks) if isinstance(errors[index], CheckpointError)] or [0]
 
 
 def save_without_room(
@@ -147,7 +170,7 @@ def save_without_room(
     The limit on the size of a file stands for a full disk: writing fails in the middle of a file.
     """
     with opened(setup) as engine:
-        outputs = [engine.train_batch(local_batch(engine, batch, setup.device), sft_loss)]
+        outputs = [step(engine, setup, batch)]
         save(engine, folder / "one")
         soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
         errors, left = [], []
@@ -162,7 +185,7 @@ def save_without_room(
         return errors, left, summary(engine, outputs)
 
 
-@case(id="faults.no_room", requires=PORTABLE)
+@case(id="faults.no_room", model_types=TYPES)
 def no_room(target: Target) -> float:
     """A save that cannot be written MUST raise on every rank and leave the earlier checkpoint the latest.
 
@@ -177,8 +200,9 @@ def no_room(target: Target) -> float:
         raised_everywhere("no room", [errors[index] for errors, _, _ in ranks], CheckpointWriteError, faulty=faulty)
     raised_everywhere("taken name", [errors[2] for errors, _, _ in ranks], CheckpointWriteError, faulty=[0])
     must(not any(any(left) for _, left, _ in ranks), "checkpoint", "a failed save left a folder under its final name")
-    names = sorted(path.name for path in folder.iterdir())
-    must(names == ["latest", "one", "two"], "folder", f"holds {names}, not latest, one and two")
+    if Capability.PORTABLE_CHECKPOINT in target.capabilities:
+        names = sorted(path.name for path in folder.iterdir())
+        must(names == ["latest", "one", "two"], "folder", f"holds {names}, not latest, one and two")
     again = target.run(train, target.config(model), batches=[], load=folder)
     must(again[0].digest == ranks[0][2].digest, "weights", "the checkpoint after a failed one is not what was saved")
     want = oracle_training(str(model), (batch,))
@@ -189,7 +213,7 @@ def die_while_saving(setup: Setup, folder: Path, batch: PackedDocuments) -> None
     """A save; a step; then the last rank is killed in the middle of writing a file."""
     with opened(setup) as engine:
         save(engine, folder / "one")
-        engine.train_batch(local_batch(engine, batch, setup.device), sft_loss)
+        step(engine, setup, batch)
         if engine.topology.rank == engine.topology.world_size - 1:
             # The kernel kills whoever writes past the limit, unless the signal is ignored, as Python does.
             signal.signal(signal.SIGXFSZ, signal.SIG_DFL)
@@ -198,7 +222,7 @@ def die_while_saving(setup: Setup, folder: Path, batch: PackedDocuments) -> None
         save(engine, folder / "two")
 
 
-@case(id="faults.killed_while_saving", requires=PORTABLE, world=(1, 2), slow=True)
+@case(id="faults.killed_while_saving", world=(1, 2), slow=True)
 def killed_while_saving(target: Target) -> float:
     """A save killed in the middle of a file MUST leave the earlier checkpoint the latest, and the next save possible.
 
@@ -216,8 +240,38 @@ def killed_while_saving(target: Target) -> float:
             must(died, "fixture", f"no rank died while saving: {text}")
     must(died, "fixture", "the save of a tensor file of this size wrote no large file")
     must(not (folder / "two").exists(), "checkpoint", "a half-written one stands under its final name")
-    must((folder / "latest").read_text().strip() == "one", "latest", "does not name the earlier checkpoint")
+    # The folder's latest must be the first one, of no step: only then one step ends in the oracle's weights.
     ranks = target.run(train, target.config(model), batches=[batch], load=folder, save_to=folder / "two")
-    must((folder / "latest").read_text().strip() == "two", "latest", "does not name the new checkpoint")
+    again = target.run(train, target.config(model), batches=[], load=folder)
+    must(again[0].digest == ranks[0].digest, "latest", "the folder's newest checkpoint is not the new one")
     want = oracle_training(str(model), (batch,))
     return training_matches(target, ranks, want, oracle_of(str(model)))
+
+
+def save_onto_file(setup: Setup, folder: Path, batch: PackedDocuments) -> tuple[list[EngineError | None], Trained]:
+    """Saves to, and a load of, a path that is a file, or lies in one; then a step and a good save."""
+    file = folder / "file"
+    with opened(setup) as engine:
+        if engine.topology.rank == 0:
+            file.write_text("kept")
+        errors = [caught(lambda place=place: save(engine, place)) for place in (file, file / "inside")]
+        errors.append(caught(lambda: engine.load_checkpoint(file)))
+        output = step(engine, setup, batch)
+        save(engine, folder / "good")
+        return errors, summary(engine, [output])
+
+
+@case(id="faults.file_in_the_way", model_types=TYPES)
+def file_in_the_way(target: Target) -> float:
+    """A save to a path that is a file, or lies in one, MUST raise ``CheckpointWriteError`` everywhere and keep the file.
+
+    If this fails: rank 0 raises while the others wait for it; the file is overwritten.
+    """
+    model, folder, batch = target.model(), target.scratch(), documents(64, "uneven")
+    ranks = target.run(save_onto_file, target.config(model), folder=folder, batch=batch)
+    for index, name in enumerate(("a save to a file", "a save inside a file")):
+        raised_everywhere(name, [errors[index] for errors, _ in ranks], CheckpointWriteError, faulty=[0])
+    raised_everywhere("a load of a file", [errors[2] for errors, _ in ranks], CheckpointError, faulty=[0])
+    must((folder / "file").read_text() == "kept", "file", "was changed")
+    want = oracle_training(str(model), (batch,))
+    return training_matches(target, [trained for _, trained in ranks], want, oracle_of(str(model)))

@@ -3,27 +3,45 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from engine_api.capabilities import Capability
 from engine_api.config import Memory
-from engine_conformance.cases._case import case, must
-from engine_conformance.cases._expect import documents, merged, oracle_of, outputs_match
-from engine_conformance.cases._ranks import Answer, InferCall, answer, infer, opened, save
+from engine_api.results import TrainOutput
+from engine_conformance.cases._case import LM, VALUE, case, must
+from engine_conformance.cases._expect import asking, documents, merged, oracle_of, outputs_match
+from engine_conformance.cases._ranks import (
+    Answer,
+    InferCall,
+    answer,
+    digest,
+    infer,
+    opened,
+    save,
+    step,
+    train,
+    whole_weights,
+)
 from engine_conformance.cases._state import read_rank_files, read_state
 from engine_conformance.cases._target import Setup, Target
 from engine_conformance.compare import assert_bitwise, assert_close_per_token
-from engine_conformance.fixtures import LENGTHS, concatenate, packed_documents
+from engine_conformance.fixtures import LENGTHS, PackedDocuments, concatenate, packed_documents
 
 BOTH = ("float32", "bfloat16")
+TYPES = (LM, VALUE)
 
 
 def _per_token(target: Target, model: Path) -> float:
-    """Every set of lengths, with entropy, against the oracle."""
-    calls = [InferCall(documents=documents(7, lengths), entropy=True) for lengths in LENGTHS]
+    """Every set of lengths, against the oracle."""
+    return _all_match(target, model, [asking(target, documents(7, lengths)) for lengths in LENGTHS])
+
+
+def _all_match(target: Target, model: Path, calls: Sequence[InferCall]) -> float:
     ranks = target.run(infer, target.config(model), calls=calls)
     oracle = oracle_of(str(model))
     return max(outputs_match(target, oracle, call, rows) for call, rows in zip(calls, _by_call(ranks), strict=True))
@@ -33,7 +51,7 @@ def _by_call(ranks: Sequence[Sequence[Answer]]) -> list[list[Answer]]:
     return [list(rows) for rows in zip(*ranks, strict=True)]
 
 
-@case(id="forward.llama", dtypes=BOTH)
+@case(id="forward.llama", dtypes=BOTH, quick=True)
 def llama(target: Target) -> float:
     """Log-probs and entropy of every token of a Llama model MUST be the oracle's, with its own head and a tied one.
 
@@ -61,7 +79,7 @@ def qwen3(target: Target) -> float:
     return max(_per_token(target, model) for model in models)
 
 
-@case(id="forward.qwen3_moe", requires=(Capability.MOE,), dtypes=BOTH)
+@case(id="forward.qwen3_moe", requires=(Capability.MOE,), dtypes=BOTH, quick=True)
 def qwen3_moe(target: Target) -> float:
     """Log-probs and entropy of every token of a mixture of experts MUST be the oracle's.
 
@@ -72,23 +90,20 @@ def qwen3_moe(target: Target) -> float:
     return _per_token(target, target.model(family="qwen3_moe", tied=False))
 
 
-@case(id="forward.values", requires=(Capability.VALUE_HEAD,), dtypes=BOTH)
+@case(id="forward.values", requires=(Capability.VALUE_HEAD,), dtypes=BOTH, model_types=(VALUE,), quick=True)
 def values(target: Target) -> float:
-    """Values MUST be those of the head on the tokens before, 0 at first tokens.
+    """Values MUST be those of the head on the tokens before, 0 at first tokens, and the model's only answer.
 
     If this fails: a value that sees its own token is an alignment error of one.
     """
-    model = target.model(value_model=True, tied=False)
-    calls = [InferCall(documents=documents(7, lengths)) for lengths in LENGTHS]
-    ranks = target.serving("value_model").run(infer, target.config(model), calls=calls)
-    margins = []
-    for call, rows in zip(calls, _by_call(ranks), strict=True):
-        batch, got = call.documents, merged(call, rows)
-        must(set(got) == {"values"}, "outputs", f"a value model answered with {sorted(got)}")
-        want = oracle_of(str(model)).values(batch.input_ids, batch.cu_seqlens)
-        tol = target.tolerance("values")
-        margins.append(assert_close_per_token("values", got["values"], want, tol, cu_seqlens=batch.cu_seqlens))
-    return max(margins)
+    model = target.model()
+    calls = [asking(target, documents(7, lengths)) for lengths in LENGTHS]
+    ranks = target.run(infer, target.config(model), calls=calls)
+    for rank, answers in enumerate(ranks):
+        got = sorted(answers[0].fields)
+        must(got == ["values"], "outputs", f"a value model answers with {got}", where=f"rank {rank}")
+    oracle = oracle_of(str(model))
+    return max(outputs_match(target, oracle, call, rows) for call, rows in zip(calls, _by_call(ranks), strict=True))
 
 
 @case(id="forward.temperature", dtypes=BOTH)
@@ -97,14 +112,11 @@ def temperature(target: Target) -> float:
 
     If this fails: log-probs scaled after the softmax, or an entropy that knows no temperature.
     """
-    model = target.model()
     calls = [InferCall(documents=documents(3), temperature=t, entropy=True) for t in (0.5, 0.7, 1.6)]
-    ranks = target.run(infer, target.config(model), calls=calls)
-    oracle = oracle_of(str(model))
-    return max(outputs_match(target, oracle, call, rows) for call, rows in zip(calls, _by_call(ranks), strict=True))
+    return _all_match(target, target.model(), calls)
 
 
-@case(id="forward.isolation", dtypes=BOTH)
+@case(id="forward.isolation", dtypes=BOTH, model_types=TYPES, quick=True)
 def isolation(target: Target) -> float:
     """What one document gets MUST NOT depend on the other documents of the batch, nor on their order.
 
@@ -114,12 +126,10 @@ def isolation(target: Target) -> float:
     keep = [0, 2, 4]
     changed = concatenate([first.take([d]) if d in keep else other.take([d]) for d in range(6)])
     order = [3, 5, 0, 4, 1, 2]
-    calls = [InferCall(documents=b, entropy=True) for b in (first, changed, first.take(order))]
-    ranks = target.run(infer, target.config(target.model()), calls=calls)
-    base, mixed, shuffled = (merged(call, rows) for call, rows in zip(calls, _by_call(ranks), strict=True))
+    base, mixed, shuffled = _answers(target, [first, changed, first.take(order)])
     margins = []
     for name, value in base.items():
-        parts, tol = value.split(first.lengths), target.tolerance("log_probs")
+        parts, tol = value.split(first.lengths), target.tolerance(name)  # type: ignore[arg-type]
         moved = torch.cat([parts[d] for d in order])
         margins.append(assert_close_per_token(f"{name} in another order", shuffled[name], moved, tol))
         mine, theirs = (torch.cat([v.split(first.lengths)[d] for d in keep]) for v in (value, mixed[name]))
@@ -127,60 +137,147 @@ def isolation(target: Target) -> float:
     return max(margins)
 
 
-@case(id="forward.microbatch_split", dtypes=BOTH)
+def _answers(target: Target, batches: Sequence[PackedDocuments], **model: Any) -> list[dict[str, Tensor]]:
+    """The whole outputs for each batch, one engine for all of them."""
+    calls = [asking(target, batch) for batch in batches]
+    ranks = target.run(infer, target.config(target.model(**model)), calls=calls)
+    return [merged(call, rows) for call, rows in zip(calls, _by_call(ranks), strict=True)]
+
+
+@case(id="forward.causal", dtypes=BOTH, model_types=TYPES)
+def causal(target: Target) -> float:
+    """Changing tokens after a position MUST change no output before it, nor at it.
+
+    If this fails: no causal mask, or one that is off by one at the border of documents.
+    """
+    batch, position = documents(6, "skewed"), 10
+    ids = batch.input_ids.copy()
+    ids[position:24] = (ids[position:24] + 77) % 256  # the rest of the first document
+    base, changed = _answers(target, [batch, replace(batch, input_ids=ids)])
+    margins = []
+    for name, value in base.items():
+        # A log-prob is about its own token; entropy and value at a position know only what stands before it.
+        end = position + (name != "log_probs")
+        tol = target.tolerance(name)  # type: ignore[arg-type]
+        margins.append(assert_close_per_token(f"{name} before the change", changed[name][:end], value[:end], tol))
+        after = (changed[name][end:24] - value[end:24]).abs().max().item()
+        must(after > tol.atol, name, "the changed tokens changed nothing after them either")
+    return max(margins)
+
+
+@case(id="forward.loss_weight", model_types=TYPES)
+def loss_weight_is_inert(target: Target) -> None:
+    """What a batch carries beside tokens (loss weights, advantages) MUST change no output, bit for bit.
+
+    If this fails: masked tokens are cut out of the sequence, so that later ones no longer see them.
+    """
+    batch = documents(5)
+    other = replace(batch, loss_weight=batch.loss_weight * 0, advantages=batch.advantages + 1)
+    base, changed = _answers(target, [batch, other])
+    assert_bitwise(changed, base, name="outputs under other loss weights")
+
+
+@case(id="forward.one_token_documents", model_types=TYPES)
+def one_token_documents(target: Target) -> None:
+    """A batch of documents of one token each MUST be answered with zeros: there is nothing to predict.
+
+    If this fails: 0 / 0 in a softmax over no keys, or an empty head.
+    """
+    for got in _answers(target, [packed_documents(8, (1, 1, 1, 1)), packed_documents(9, (1,))]):
+        wrong = [name for name, value in got.items() if bool(value.any())]
+        must(not wrong, "outputs", f"{wrong} are not 0 where there is nothing to predict")
+
+
+@case(id="forward.repeats", model_types=TYPES)
+def repeats(target: Target) -> None:
+    """Two engines of one configuration MUST give the same bits, whatever seed the weights do not need.
+
+    If this fails: dropout is on in inference, weights are read into uninitialized memory, a kernel is not
+    deterministic.
+    """
+    model, calls = target.model(), [asking(target, documents(5))]
+    ranks = target.run(infer, target.config(model), calls=calls)
+    again = target.run(infer, target.config(model, seed=7), calls=calls)
+    for rank, (one, two) in enumerate(zip(ranks, again, strict=True)):
+        assert_bitwise(two[0].fields, one[0].fields, name=f"outputs of a second engine, rank {rank}")
+
+
+@case(id="forward.microbatch_split", dtypes=BOTH, model_types=TYPES)
 def microbatch_split(target: Target) -> float:
     """Outputs MUST come in the batch's token order whatever the token budget of a micro-batch is.
 
     If this fails: outputs of micro-batches are concatenated, though balancing has reordered the documents.
     """
     model = target.model()
-    call = InferCall(documents=documents(5, "uneven"), entropy=True)
-    margins = []
-    for memory in (Memory(max_tokens=12), Memory(max_tokens=16, pad_to_multiple=8), Memory(logit_chunk=5)):
+    call, margins = asking(target, documents(5, "uneven")), list[float]()
+    for memory in (Memory(max_tokens=12), Memory(max_tokens=16, pad_to_multiple=8), Memory(logit_chunk=5))[
+        : _few(target)
+    ]:
         ranks = target.run(infer, target.config(model, memory=memory), calls=[call])
         margins.append(outputs_match(target, oracle_of(str(model)), call, [rows[0] for rows in ranks]))
     return max(margins)
 
 
-@case(id="forward.no_documents", world=(2, 4))
+def _few(target: Target) -> int | None:
+    """A value model shares all but the head with the language model: its chunks need no second look."""
+    return 2 if target.model_type == VALUE else None
+
+
+@case(id="forward.no_documents", world=(2, 4), model_types=TYPES, quick=True)
 def no_documents(target: Target) -> float:
     """A rank without documents MUST take part in inference, and answer with nothing.
 
     If this fails with a stall: the ranks with documents wait in a collective that the empty one never enters.
     """
-    model, call = target.model(), InferCall(documents=documents(5, "single"), entropy=True)
-    ranks = target.run(infer, target.config(model), calls=[call])
-    return outputs_match(target, oracle_of(str(model)), call, [rows[0] for rows in ranks])
+    return _all_match(target, target.model(), [asking(target, documents(5, "single"))])
+
+
+Repeated = tuple[list[dict[str, Tensor]], list[int], bool, list[str], TrainOutput]
 
 
 def repeat_and_save(
-    setup: Setup, call: InferCall, folders: Sequence[Path]
-) -> tuple[list[dict[str, Tensor]], list[int], bool]:
-    """Outputs of the same call twice, weight versions, and whether the generator of torch stayed as it was."""
+    setup: Setup, call: InferCall, batch: PackedDocuments, folders: Sequence[Path]
+) -> tuple[Repeated, str]:
+    """The same call twice between two looks at everything, then a step; with the digest of the weights after it.
+
+    A look is the weights' digest and ``weight_version``, and a save where folders are given.
+    """
     with opened(setup) as engine:
-        save(engine, folders[0])
+        digests = [digest(whole_weights(engine))]
+        for folder in folders[:1]:
+            save(engine, folder)
         before, versions = torch.get_rng_state(), [engine.weight_version]
         outputs = [answer(engine, call, setup.device).fields for _ in range(2)]
         versions.append(engine.weight_version)
         same = torch.equal(before, torch.get_rng_state())
-        save(engine, folders[1])
-        return outputs, versions, same
+        for folder in folders[1:]:
+            save(engine, folder)
+        digests.append(digest(whole_weights(engine)))
+        trained = step(engine, setup, batch)
+        return (outputs, versions, same, digests, trained), digest(whole_weights(engine))
 
 
-@case(id="forward.pure", requires=(Capability.PORTABLE_CHECKPOINT,))
-def pure(target: Target) -> float:
+@case(id="forward.pure", model_types=TYPES, quick=True)
+def pure(target: Target) -> None:
     """Inference MUST leave weights, optimizer, generators and ``weight_version`` as they were, and repeat bit for bit.
 
-    If this fails: dropout or a sampler draws from the generator; weights are cast in place; a step counter moves.
+    If this fails: dropout or a sampler draws from the generator; weights are cast in place; a step counter moves;
+    weights stay gathered and the next step updates the copies.
     """
-    folder = target.scratch()
-    folders = [folder / "before", folder / "after"]
-    call = InferCall(documents=documents(5), entropy=True)
-    for outputs, versions, same in target.run(
-        repeat_and_save, target.config(target.model()), call=call, folders=folders
-    ):
+    folder, batch, config = target.scratch(), documents(4), target.config(target.model())
+    portable = Capability.PORTABLE_CHECKPOINT in target.capabilities
+    folders = [folder / "before", folder / "after"] if portable else []
+    ranks = target.run(repeat_and_save, config, call=asking(target, documents(5)), batch=batch, folders=folders)
+    undisturbed = target.run(train, config, batches=[batch])
+    for rank, ((outputs, versions, same, digests, trained), after) in enumerate(ranks):
+        where = f"rank {rank}"
         assert_bitwise(outputs[1], outputs[0], name="the same call again")
-        must(versions == [0, 0], "weight_version", f"{versions} before and after inference")
-        must(same, "generator", "torch's generator moved")
-    must(read_rank_files(folders[0]) == read_rank_files(folders[1]), "generators", "moved between two saves")
-    return assert_bitwise(read_state(folders[1]), read_state(folders[0]), name="state after inference")
+        must(versions == [0, 0], "weight_version", f"{versions} before and after inference", where=where)
+        must(same, "generator", "torch's generator moved", where=where)
+        must(digests[0] == digests[1], "weights", "changed by inference", where=where)
+        twin = undisturbed[rank]
+        equal = trained == twin.outputs[0] and after == twin.digest
+        must(equal, "step", "after inference, it differs from the same step without", where=where)
+    if portable:
+        must(read_rank_files(folders[0]) == read_rank_files(folders[1]), "generators", "moved between two saves")
+        assert_bitwise(read_state(folders[1]), read_state(folders[0]), name="state after inference")

@@ -13,7 +13,6 @@ from torch import Tensor
 from engine_api.capabilities import Capability
 from engine_api.config import LoraConfig
 from engine_api.errors import ConfigError
-from engine_api.losses import sft_loss
 from engine_conformance.cases._case import case, must
 from engine_conformance.cases._expect import documents, oracle_of, outputs_match, training_matches
 from engine_conformance.cases._ranks import (
@@ -21,16 +20,17 @@ from engine_conformance.cases._ranks import (
     InferCall,
     Trained,
     answer,
+    build,
     caught,
     local_batch,
     opened,
     save,
+    step,
     summary,
     train,
     whole_weights,
 )
 from engine_conformance.cases._target import Setup, Target
-from engine_conformance.cases.parallel import initialize
 from engine_conformance.compare import assert_bitwise, assert_close_per_token, assert_weights_close
 from engine_conformance.fixtures import PackedDocuments
 from engine_conformance.oracle import (
@@ -57,7 +57,7 @@ def adapter_run(
     """Steps; the adapter before and after, the merged export; answers with and without the adapter after."""
     with opened(setup) as engine:
         start = whole_weights(engine, adapter="only")
-        outputs = [engine.train_batch(local_batch(engine, batch, setup.device), sft_loss) for batch in batches]
+        outputs = [step(engine, setup, batch) for batch in batches]
         merged = whole_weights(engine)
         calls = [InferCall(documents=batches[0], adapter=on, entropy=True) for on in (True, False)]
         answers = [answer(engine, call, setup.device) for call in calls]
@@ -78,13 +78,13 @@ def _write_adapter(folder: Path, tensors: Mapping[str, Tensor]) -> Path:
     return folder
 
 
-@case(id="lora.train", requires=LORA)
+@case(id="lora.train", requires=LORA, quick=True)
 def trains(target: Target) -> float:
     """Only the adapter MUST train, and end in the oracle's; merged it MUST be exported, off it MUST leave the base model.
 
     The adapter's own export has PEFT's names; B starts at zero.
 
-    If this fails: the merged export sends base weights (a comment in verl's code admits it), the scale alpha / rank
+    If this fails: the merged export sends base weights (a comment in verl's _merged_lora_per_tensor_param admits it), the scale alpha / rank
     is applied twice or not at all, gradients of A are those of a shard.
     """
     model, folder, batches = target.model(tied=False), target.scratch(), _batches()
@@ -136,7 +136,7 @@ def resume(target: Target) -> float:
 def save_merged(setup: Setup, batch: PackedDocuments, folder: Path) -> dict[str, Tensor]:
     """A step, then the folder; the answers of the engine."""
     with opened(setup) as engine:
-        engine.train_batch(local_batch(engine, batch, setup.device), sft_loss)
+        step(engine, setup, batch)
         engine.save_hf(folder / "hf")
         save(engine, folder / "c")
         return answer(engine, InferCall(documents=batch), setup.device).fields
@@ -176,5 +176,5 @@ def absent(target: Target) -> None:
     for rank, right in enumerate(target.run(without_adapter, target.config(target.model()))):
         must(all(right), "adapter", f"typed errors of infer_batch and export: {right}", where=f"rank {rank}")
     bad = replace(CONFIG, target_modules=("no_such_layer",))
-    errors = target.run(initialize, target.config(target.model(), lora=bad))
+    errors = target.run(build, target.config(target.model(), lora=bad))
     must(all(isinstance(error, ConfigError) for error in errors), "lora.target_modules", f"{errors[0]!r}")

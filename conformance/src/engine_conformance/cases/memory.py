@@ -8,21 +8,21 @@ from pathlib import Path
 
 from engine_api.capabilities import Capability
 from engine_api.config import EngineConfig, Memory, OptimizerConfig, Precision
-from engine_api.losses import sft_loss
-from engine_conformance.cases._case import case, must
-from engine_conformance.cases._expect import documents, oracle_of, oracle_training, training_matches
-from engine_conformance.cases._ranks import InferCall, Trained, answer, local_batch, opened, save, summary, train
+from engine_conformance.cases._case import LM, VALUE, case, must
+from engine_conformance.cases._expect import asking, documents, oracle_of, oracle_training, training_matches
+from engine_conformance.cases._ranks import InferCall, Trained, answer, opened, save, step, summary, train
 from engine_conformance.cases._state import read_state
 from engine_conformance.cases._target import Setup, Target
 from engine_conformance.compare import assert_bitwise
 from engine_conformance.fixtures import PackedDocuments
 from engine_conformance.oracle import AdamWConfig
 
+TYPES = (LM, VALUE)
 OPTIMIZER = OptimizerConfig(lr=1e-3, weight_decay=0.1, clip_norm=2.0)
 
 
 def _batches() -> tuple[PackedDocuments, ...]:
-    return tuple(documents(80 + i, lengths) for i, lengths in enumerate(("uneven", "equal", "skewed")))
+    return tuple(documents(85 + i, lengths) for i, lengths in enumerate(("uneven", "equal", "skewed")))
 
 
 def _trains(target: Target, config: EngineConfig, model: Path) -> float:
@@ -37,7 +37,7 @@ def _with(target: Target, memory: Memory, **model: object) -> float:
     return _trains(target, target.config(folder, optimizer=OPTIMIZER, memory=memory), folder)
 
 
-@case(id="memory.chunks")
+@case(id="memory.chunks", model_types=TYPES)
 def chunks(target: Target) -> float:
     """Chunked logits, padding and kept weights MUST NOT change loss, gradient or update.
 
@@ -47,7 +47,7 @@ def chunks(target: Target) -> float:
     return _with(target, memory, tied=False)
 
 
-@case(id="memory.recompute", requires=(Capability.RECOMPUTE,))
+@case(id="memory.recompute", requires=(Capability.RECOMPUTE,), model_types=TYPES, quick=True)
 def recompute(target: Target) -> float:
     """Recomputing activations MUST NOT change loss, gradient or update.
 
@@ -56,13 +56,14 @@ def recompute(target: Target) -> float:
     return _with(target, Memory(recompute="full", max_tokens=24))
 
 
-@case(id="memory.offload", requires=(Capability.OFFLOAD,))
+@case(id="memory.offload", requires=(Capability.OFFLOAD,), model_types=TYPES, quick=True)
 def offload(target: Target) -> float:
     """Weights or optimizer state on the host MUST NOT change loss, gradient norm or update.
 
     If this fails: a gradient norm of the host's part alone, moments that do not come back.
     """
-    return max(_with(target, Memory(offload_params=True)), _with(target, Memory(offload_optimizer=True)))
+    kinds = (Memory(offload_params=True), Memory(offload_optimizer=True))
+    return max(_with(target, memory) for memory in kinds[: 1 if target.model_type == VALUE else None])
 
 
 @case(id="memory.compile", requires=(Capability.COMPILE,), world=(1, 2), slow=True)
@@ -78,7 +79,7 @@ def compiled(target: Target) -> float:
     return training_matches(target, ranks, oracle_training(str(folder), batches), oracle_of(str(folder)))
 
 
-@case(id="memory.half_precision", requires=(Capability.BF16,))
+@case(id="memory.half_precision", requires=(Capability.BF16,), model_types=TYPES, quick=True)
 def half_precision(target: Target) -> float:
     """Computing in bfloat16 on float32 masters MUST stay within bfloat16's tolerance, and move the float32 weights.
 
@@ -94,7 +95,7 @@ def half_precision(target: Target) -> float:
     return training_matches(half, ranks, want, oracle_of(str(model)))
 
 
-def move_about(setup: Setup, batches: Sequence[PackedDocuments], folder: Path) -> Trained:
+def move_about(setup: Setup, batches: Sequence[PackedDocuments], call: InferCall, folder: Path) -> Trained:
     """Steps with everything moved away and back between them; saved away and at home."""
     with opened(setup) as engine:
         outputs = []
@@ -103,8 +104,7 @@ def move_about(setup: Setup, batches: Sequence[PackedDocuments], folder: Path) -
             engine.to(setup.device)
             engine.to("cpu", model=False, grad=False)
             engine.to(setup.device, model=False, grad=False)
-            outputs.append(engine.train_batch(local_batch(engine, batch, setup.device), sft_loss))
-        call = InferCall(documents=batches[0])
+            outputs.append(step(engine, setup, batch))
         before = answer(engine, call, setup.device).fields
         save(engine, folder / "home")
         engine.to("cpu")
@@ -114,7 +114,7 @@ def move_about(setup: Setup, batches: Sequence[PackedDocuments], folder: Path) -
         return summary(engine, outputs)
 
 
-@case(id="memory.to", requires=(Capability.OFFLOAD, Capability.PORTABLE_CHECKPOINT))
+@case(id="memory.to", requires=(Capability.OFFLOAD, Capability.PORTABLE_CHECKPOINT), model_types=TYPES)
 def to(target: Target) -> float:
     """Moving model and optimizer away and back MUST change nothing, and what is away MUST still be saved whole.
 
@@ -122,7 +122,7 @@ def to(target: Target) -> float:
     """
     model, folder = target.model(), target.scratch()
     config = target.config(model, optimizer=OPTIMIZER)
-    ranks = target.run(move_about, config, batches=_batches(), folder=folder)
+    ranks = target.run(move_about, config, batches=_batches(), call=asking(target, _batches()[0]), folder=folder)
     assert_bitwise(read_state(folder / "away"), read_state(folder / "home"), name="state saved while away")
     want = oracle_training(str(model), _batches(), optimizer=AdamWConfig(weight_decay=0.1, max_grad_norm=2.0))
     return training_matches(target, ranks, want, oracle_of(str(model)))

@@ -1,65 +1,70 @@
-"""Layouts: hybrid sharding and sequence parallelism give the answers of one rank; what does not fit is refused."""
+"""Several ranks give the answers of one, however they are spread; what does not fit is refused."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from pathlib import Path
 
 from engine_api.batch import Batch
 from engine_api.capabilities import Capability
-from engine_api.config import Memory, OptimizerConfig, Parallelism
+from engine_api.config import Parallelism
 from engine_api.contract import Engine
 from engine_api.errors import BatchError, ConfigError, EngineError
-from engine_api.losses import sft_loss
 from engine_api.results import Topology
-from engine_conformance.cases._case import case, must
-from engine_conformance.cases._expect import (
-    documents,
-    oracle_of,
-    oracle_training,
-    outputs_match,
-    raised_everywhere,
-    training_matches,
-)
-from engine_conformance.cases._ranks import InferCall, caught, infer, opened, to_batch, train
+from engine_conformance.cases._case import LM, VALUE, case, must
+from engine_conformance.cases._expect import documents, oracle_of, oracle_training, raised_everywhere, training_matches
+from engine_conformance.cases._layouts import ADAMW, MODEL_PARALLEL, OPTIMIZER, initialize, layout_holds
+from engine_conformance.cases._losses import default_loss
+from engine_conformance.cases._ranks import Trained, caught, opened, to_batch, train
 from engine_conformance.cases._target import Setup, Target
-from engine_conformance.cases.export import shards, shards_make_the_whole
-from engine_conformance.fixtures import LENGTHS, PackedDocuments
-from engine_conformance.oracle import AdamWConfig
+from engine_conformance.compare import assert_scalar_close, assert_weights_close
+from engine_conformance.fixtures import PackedDocuments
+from engine_conformance.oracle import TrainResult
+from engine_conformance.tolerances import weight_tolerance
 
-BOTH = ("float32", "bfloat16")
-
-
-def _layout_holds(
-    target: Target, model: Path, layout: Parallelism, *, loss_lengths: Sequence[str] = ("uneven", "skewed")
-) -> float:
-    """Inference on all sets of lengths and steps of clipped AdamW, against the oracle."""
-    oracle = oracle_of(str(model))
-    calls = [InferCall(documents=documents(70, lengths), entropy=True, temperature=0.8) for lengths in LENGTHS]
-    memory = Memory(max_tokens=32, logit_chunk=7)
-    ranks = target.run(infer, target.config(model, parallelism=layout, memory=memory), calls=calls)
-    margins = [outputs_match(target, oracle, call, [row[i] for row in ranks]) for i, call in enumerate(calls)]
-    batches = tuple(documents(71 + i, lengths) for i, lengths in enumerate(loss_lengths))
-    optimizer = OptimizerConfig(lr=1e-3, clip_norm=2.0)
-    config = target.config(model, parallelism=layout, memory=memory, optimizer=optimizer)
-    trained = target.run(train, config, batches=batches)
-    want = oracle_training(str(model), batches, optimizer=AdamWConfig(weight_decay=0.0, max_grad_norm=2.0))
-    return max(*margins, training_matches(target, trained, want, oracle))
+PRECISIONS, BOTH = ("float32", "bfloat16"), (LM, VALUE)
+_FIELDS = MODEL_PARALLEL | {Capability.EP: "ep", Capability.HSDP: "dp_replicate"}
 
 
-@case(id="parallel.hsdp", requires=(Capability.HSDP,), world=(2, 4), dtypes=BOTH)
+@case(id="parallel.dp", requires=(Capability.DP,), world=(2, 4), model_types=BOTH)
+def dp(target: Target) -> float:
+    """Data parallelism MUST NOT change loss, gradient norm or update, and replicas MUST stay bitwise identical.
+
+    One rank and several, with unequal tokens on each, with ranks without a document, and with the norm clipped.
+
+    If this fails with a ratio: gradients or losses are averaged over ranks instead of summed over tokens (AReaL PR 335,
+    torchtitan #2318, prime-rl #2562, miles #3231, Megatron-LM #4590), or the norm is a rank's own (verl #4710).
+    """
+    model, batches = target.model(), tuple(documents(75 + i, n) for i, n in enumerate(("uneven", "skewed", "single")))
+    config = target.config(model, optimizer=OPTIMIZER, parallelism=Parallelism())
+    alone = target.at(1)
+    several, one = target.run(train, config, batches=batches), alone.run(train, config, batches=batches)
+    want, start = oracle_training(str(model), batches, optimizer=ADAMW), oracle_of(str(model))
+    margins = [training_matches(at, ranks, want, start) for at, ranks in ((target, several), (alone, one))]
+    return max(*margins, _same_run(target, several[0], one[0], want))
+
+
+def _same_run(target: Target, several: Trained, one: Trained, want: TrainResult) -> float:
+    """The two runs against each other: both may be within tolerance of the oracle, on either side of it."""
+    factors = {"ranks": float(target.world)}
+    margins = [
+        assert_scalar_close(f"{name} of step {step}", a, b, target.tolerance(name), factors=factors)  # type: ignore[arg-type]
+        for step, (x, y) in enumerate(zip(several.outputs, one.outputs, strict=True))
+        for name, a, b in (("loss", x.loss, y.loss), ("grad_norm", x.grad_norm, y.grad_norm))
+    ]
+    bounds = weight_tolerance(want, target.torch_dtype)
+    return max(*margins, assert_weights_close(several.weights, one.weights, bounds, name="weights of several ranks"))
+
+
+@case(id="parallel.hsdp", requires=(Capability.HSDP,), world=(2, 4), dtypes=PRECISIONS, model_types=BOTH)
 def hsdp(target: Target) -> float:
     """Hybrid sharding MUST NOT change loss, gradient norm, update or export, and its copies MUST count once.
 
     If this fails with a ratio: the gradient of the copies is averaged, or their norm is summed (torchtitan #2318).
     """
-    model, layout = target.model(), Parallelism(dp_replicate=2)
-    margin = _layout_holds(target, model, layout)
-    shards_make_the_whole(target.run(shards, target.config(model, parallelism=layout)))
-    return margin
+    return layout_holds(target, target.model(), Parallelism(dp_replicate=2))
 
 
-@case(id="parallel.ulysses", requires=(Capability.ULYSSES,), world=(2, 4), dtypes=BOTH)
+@case(id="parallel.ulysses", requires=(Capability.ULYSSES,), world=(2, 4), dtypes=PRECISIONS, model_types=BOTH)
 def ulysses(target: Target) -> float:
     """Sequence parallelism MUST NOT change a token's outputs, nor an update; its ranks MUST answer bit for bit the same.
 
@@ -68,17 +73,17 @@ def ulysses(target: Target) -> float:
     If this fails: targets are shifted within a rank, so that tokens at the split are wrong (verl PR 4250); the
     gradient is counted once a rank.
     """
-    return _layout_holds(target, target.model(num_kv_heads=4), Parallelism(ulysses=target.world))
+    return layout_holds(target, target.model(num_kv_heads=4), Parallelism(ulysses=target.world))
 
 
 @case(id="parallel.ulysses_kv_heads", requires=(Capability.ULYSSES,), world=(2, 4))
 def ulysses_kv_heads(target: Target) -> float:
-    """Sequence parallelism over more ranks than there are KV heads MUST be right, or be refused.
+    """Sequence parallelism over more ranks than there are KV heads MUST be right.
 
     If this fails: ranks that share a KV head read another one, or its gradient is not summed.
     """
     model = target.model(num_kv_heads=target.world // 2, tied=False)
-    return _layout_holds(target, model, Parallelism(ulysses=target.world))
+    return layout_holds(target, model, Parallelism(ulysses=target.world))
 
 
 @case(id="parallel.ulysses_with_data", requires=(Capability.ULYSSES, Capability.HSDP), world=(4,))
@@ -87,12 +92,8 @@ def ulysses_with_data(target: Target) -> float:
 
     If this fails: the denominator or a metric counts a data-parallel rank as often as it has members.
     """
-    model = target.model()
     layouts = (Parallelism(ulysses=2), Parallelism(ulysses=2, dp_replicate=2))
-    margins = [_layout_holds(target, model, layout, loss_lengths=("skewed", "single")) for layout in layouts]
-    for layout in layouts:
-        shards_make_the_whole(target.run(shards, target.config(model, parallelism=layout)))
-    return max(margins)
+    return max(layout_holds(target, target.model(), layout, lengths=("skewed", "single")) for layout in layouts)
 
 
 def topology(setup: Setup) -> Topology:
@@ -101,30 +102,50 @@ def topology(setup: Setup) -> Topology:
         return engine.topology
 
 
-@case(id="parallel.topology")
+def _declared(target: Target) -> dict[Capability, str]:
+    return {capability: name for capability, name in _FIELDS.items() if capability in target.capabilities}
+
+
+@case(id="parallel.topology", model_types=BOTH)
 def topology_holds(target: Target) -> None:
     """Ranks, data-parallel ranks and primaries MUST be numbered without gaps, one primary a data-parallel rank.
 
+    In every layout that the engine declares.
+
     If this fails: a trainer gives two groups of ranks the same documents, or one none.
     """
-    layouts = [Parallelism()]
-    if target.world > 1 and Capability.ULYSSES in target.capabilities:
-        layouts.append(Parallelism(ulysses=2))
-    for layout in layouts:
-        rows = target.run(topology, target.config(target.model(), parallelism=layout))
-        must([row.rank for row in rows] == list(range(target.world)), "rank", f"{[row.rank for row in rows]}")
-        must({row.world_size for row in rows} == {target.world}, "world_size", f"{rows[0].world_size}")
-        sizes = {row.dp_size for row in rows}
-        must(sizes == {target.world // layout.ulysses}, "dp_size", f"{sizes}")
-        primaries = sorted(row.dp_rank for row in rows if row.is_primary)
-        must(primaries == list(range(rows[0].dp_size)), "is_primary", f"primaries of data-parallel ranks {primaries}")
+    layouts = [(1, target.layout)]
+    if target.world > 1:
+        shared = {name for capability, name in _declared(target).items() if capability in MODEL_PARALLEL}
+        layouts = [(2 if name in shared else 1, Parallelism(**{name: 2})) for name in _declared(target).values()]
+        layouts += [(1, Parallelism())] if Capability.DP in target.capabilities else []
+    for members, layout in layouts:
+        model = target.model(family="qwen3_moe", tied=False) if layout.ep > 1 else target.model()
+        rows = target.run(topology, target.config(model, parallelism=layout))
+        _numbered(rows, target.world, 1 if target.world == 1 else members, layout)
+
+
+def _numbered(rows: Sequence[Topology], world: int, members: int, layout: Parallelism) -> None:
+    where = f"{layout}"
+    must([row.rank for row in rows] == list(range(world)), "rank", f"{[row.rank for row in rows]}", where=where)
+    must({row.world_size for row in rows} == {world}, "world_size", f"{[row.world_size for row in rows]}", where=where)
+    sizes = {row.dp_size for row in rows}
+    # Experts may be spread over data-parallel ranks, or over ranks that share their documents.
+    right = {world // members, world // members // layout.ep}
+    must(len(sizes) == 1 and sizes <= right, "dp_size", f"{sorted(sizes)}, {sorted(right)} expected", where=where)
+    held = {rank: [row for row in rows if row.dp_rank == rank] for rank in range(rows[0].dp_size)}
+    peers = [len(found) for found in held.values()]
+    must(set(peers) == {world // rows[0].dp_size}, "dp_rank", f"held by {peers} ranks each", where=where)
+    primaries = [sum(row.is_primary for row in found) for found in held.values()]
+    must(set(primaries) == {1}, "is_primary", f"true on {primaries} ranks of each data-parallel rank", where=where)
 
 
 def other_documents(setup: Setup, batch: PackedDocuments) -> list[EngineError | None]:
     """Every rank brings another document; then all the same ones."""
+    loss = default_loss(setup.model_type)
     with opened(setup) as engine:
         own = _own(engine, batch, setup.device)
-        errors = [caught(lambda: engine.train_batch(own, sft_loss)), caught(lambda: engine.infer_batch(own))]
+        errors = [caught(lambda: engine.train_batch(own, loss)), caught(lambda: engine.infer_batch(own))]
         errors.append(caught(lambda: engine.infer_batch(to_batch(batch, setup.device))))
         return errors
 
@@ -133,42 +154,51 @@ def _own(engine: Engine, batch: PackedDocuments, device: str) -> Batch:
     return to_batch(batch.take([engine.topology.rank]), device)
 
 
-@case(id="parallel.other_documents", requires=(Capability.ULYSSES,), world=(2, 4))
-def other_documents_are_refused(target: Target) -> None:
-    """Ranks of one data-parallel rank with different documents MUST raise ``BatchError`` or ``RankFailure`` on all of them.
+def _other_documents(capability: Capability) -> None:
+    """Register the case of one way of sharing documents."""
+    name = MODEL_PARALLEL[capability]
+
+    def refused(target: Target) -> None:
+        model = target.model(num_heads=8, num_kv_heads=4, num_layers=4)
+        config = target.config(model, parallelism=Parallelism(**{name: target.world}))
+        ranks = target.run(other_documents, config, batch=documents(72, "uneven"))
+        for index, called in enumerate(("train_batch", "infer_batch")):
+            raised_everywhere(called, [errors[index] for errors in ranks], BatchError, faulty=[])
+        must(all(errors[2] is None for errors in ranks), "engine", f"is not usable afterwards: {ranks[0][2]}")
+
+    refused.__doc__ = f"""Ranks that {name} makes one data-parallel rank, with different documents, MUST raise ``BatchError`` or ``RankFailure``.
+
+    On all of them, and the engine stays usable.
 
     If this fails: the ranks compute one batch out of pieces of several.
     """
-    config = target.config(target.model(), parallelism=Parallelism(ulysses=target.world))
-    ranks = target.run(other_documents, config, batch=documents(72, "uneven"))
-    for index, name in enumerate(("train_batch", "infer_batch")):
-        raised_everywhere(name, [errors[index] for errors in ranks], BatchError, faulty=[])
-    must(all(errors[2] is None for errors in ranks), "engine", f"is not usable afterwards: {ranks[0][2]}")
+    # The oldest of them keeps its name.
+    suffix = "" if capability is Capability.ULYSSES else f"_{name}"
+    case(id=f"parallel.other_documents{suffix}", requires=(capability,), world=(2, 4))(refused)
 
 
-def initialize(setup: Setup) -> EngineError | None:
-    """The error of building this configuration, if any."""
-    engine = setup.create()
-    try:
-        return caught(engine.initialize)
-    finally:
-        engine.close()
+for _capability in MODEL_PARALLEL:
+    _other_documents(_capability)
 
 
-@case(id="parallel.misfit")
+@case(id="parallel.misfit", model_types=BOTH)
 def misfit(target: Target) -> None:
     """Sizes whose product is not the world MUST raise ``ConfigError`` on every rank, and leave the ranks usable.
 
+    Of every kind of parallelism that the engine declares, alone and with data parallelism.
+
     If this fails: some ranks are left out, or wait for others in a group that never forms.
     """
-    sizes = [Parallelism(dp_shard=target.world + 1), Parallelism(dp_shard=3)]
-    if Capability.ULYSSES in target.capabilities:
-        sizes += [Parallelism(ulysses=2 * target.world)]
+    world = target.world
+    sizes = [Parallelism(dp_shard=world + 1), Parallelism(dp_shard=3)]
+    sizes += [Parallelism(**{name: 2 * world}) for name in _declared(target).values()]
+    # Experts may be spread over the data-parallel ranks themselves.
+    sizes += [Parallelism(dp_shard=world, **{name: 2}) for name in _declared(target).values() if name != "ep"]
+    # Without data parallelism the size itself may be what is refused.
+    own = ConfigError if Capability.DP in target.capabilities else EngineError
     for layout in sizes:
-        errors = target.run(initialize, target.config(target.model(), parallelism=layout))
-        raised_everywhere(f"{layout}", errors, ConfigError)
-    must(
-        target.run(initialize, target.config(target.model())) == [None] * target.world,
-        "engine",
-        "cannot be made afterwards",
-    )
+        errors = target.run(initialize, target.config(target.model(num_layers=4), parallelism=layout))
+        raised_everywhere(f"{layout}", errors, own)
+    good = target.layout if world > 1 else Parallelism()
+    errors = target.run(initialize, target.config(target.model(), parallelism=good))
+    must(errors == [None] * world, "engine", f"cannot be made afterwards: {errors}")

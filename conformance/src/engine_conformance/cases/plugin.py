@@ -5,38 +5,64 @@ from __future__ import annotations
 import pickle
 import subprocess
 import sys
+from functools import cache
 from importlib import import_module
 
 from engine_api.config import EngineConfig
 from engine_api.errors import PluginNotFound, PluginUnavailable
 from engine_api.plugin import CONTRACT, contract_problem
 from engine_api.registry import DEVICES, EngineRegistry
-from engine_conformance.cases._case import case, must
-from engine_conformance.cases._target import Target
+from engine_conformance.cases._case import LM, VALUE, case, must
+from engine_conformance.cases._target import Setup, Target
 
-_LIGHT = """
-import sys
+TYPES = (LM, VALUE)
+_MARK = "--- the descriptor is loaded"
+# The descriptor's module alone first: another plug-in's faults are not this one's.
+_LOAD = """
+import importlib, sys
 sys.path[:0] = {path!r}
+importlib.import_module({module!r})
+heavy = sorted({{"torch", "transformers", "numpy", "megatron"}} & set(sys.modules))
+print({mark!r}, flush=True)
+assert not heavy, f"loading the descriptor imports {{heavy}}"
 from engine_api.registry import EngineRegistry
 rows = [row for found, row in EngineRegistry.rows() if {backend!r} in row.backends]
 assert rows, "not discovered in a fresh process"
-heavy = sorted({{"torch", "transformers", "numpy", "megatron"}} & set(sys.modules))
-assert not heavy, f"loading the descriptor imports {{heavy}}"
 """
 
 
-@case(id="plugin.light", world=(1,))
+@cache
+def _loaded(backend: str, source: str) -> subprocess.CompletedProcess[str]:
+    """A fresh process that loads the descriptor and then looks for it among all; ``source`` ends in (module:attr)."""
+    module = source.rpartition("(")[2].partition(":")[0]
+    code = _LOAD.format(path=sys.path, module=module, mark=_MARK, backend=backend)
+    return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False, timeout=120)
+
+
+@case(id="plugin.light", world=(1,), model_types=TYPES, quick=True)
 def light(target: Target) -> None:
     """Loading the descriptor MUST import no torch; it is found in a fresh process.
 
-    If this fails: the descriptor's module imports the engine, or an option's default needs torch.
+    If this fails: the descriptor's module imports the engine, or an option's default needs torch; a stale
+    ``.egg-info`` hides the entry point (vLLM PR #43987: a named plug-in is silently ignored).
     """
-    code = _LIGHT.format(path=sys.path, backend=target.backend)
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
-    must(done.returncode == 0, "descriptor", done.stderr.strip().splitlines()[-1] if done.stderr else "exit code")
+    done = _loaded(target.backend, target.resolution.source)
+    last = done.stderr.strip().splitlines()[-1] if done.stderr.strip() else f"exit code {done.returncode}"
+    must(done.returncode == 0, "descriptor", last)
 
 
-@case(id="plugin.contract", world=(1,))
+@case(id="plugin.quiet", world=(1,), model_types=TYPES)
+def quiet(target: Target) -> None:
+    """Loading the descriptor MUST write nothing to standard output, which belongs to the program that loads it.
+
+    If this fails: a banner, or a print left over; it ends up in somebody's JSON.
+    """
+    printed, mark, _ = _loaded(target.backend, target.resolution.source).stdout.partition(_MARK)
+    must(bool(mark), "descriptor", "cannot be loaded in a fresh process")
+    must(not printed, "standard output", f"{printed[:200]!r} while the descriptor loads")
+
+
+@case(id="plugin.contract", world=(1,), model_types=TYPES)
 def contract(target: Target) -> None:
     """The descriptor MUST state a contract version that this engine-api serves.
 
@@ -46,38 +72,56 @@ def contract(target: Target) -> None:
     must(contract_problem(stated) is None, "contract", f"{stated}, engine-api serves {CONTRACT}")
 
 
-@case(id="plugin.classes", world=(1,))
+def load_classes(setup: Setup) -> list[str]:
+    """What is wrong with class and options; in a rank, since importing a stranger's class runs its code."""
+    resolution = EngineRegistry.resolve(model_type=setup.model_type, backend=setup.backend, device=setup.device)
+    targets, problems = {resolution.row.target: resolution.load()}, list[str]()
+    if options := resolution.plugin.options:
+        module, _, name = options.partition(":")
+        targets[options] = getattr(import_module(module), name, None)
+    problems += [f"{target} is no class" for target, cls in targets.items() if not isinstance(cls, type)]
+    if options and not problems:
+        targets[options]()
+    pickle.dumps((resolution.row, sorted(resolution.plugin.capabilities)))
+    return problems
+
+
+@case(id="plugin.classes", world=(1,), model_types=TYPES)
 def classes(target: Target) -> None:
     """The class and the options dataclass that the descriptor names MUST be there, and the descriptor's data be plain.
 
     If this fails: a renamed class; options that need arguments, so that none given means an error.
     """
-    resolution = target.resolution
-    module, _, name = resolution.row.target.partition(":")
-    must(isinstance(getattr(import_module(module), name), type), "target", f"{resolution.row.target} is no class")
-    if resolution.plugin.options is not None:
-        module, _, name = resolution.plugin.options.partition(":")
-        getattr(import_module(module), name)()
-    pickle.loads(pickle.dumps((resolution.row, sorted(resolution.plugin.capabilities))))  # noqa: S301 - made here
+    problems = target.run(load_classes, target.config(target.model()))[0]
+    must(not problems, "descriptor", "; ".join(problems))
 
 
-@case(id="plugin.probe", world=(1,))
+def probe_devices(setup: Setup) -> list[str]:
+    """What is wrong with the probe's answers."""
+    resolution = EngineRegistry.resolve(model_type=setup.model_type, backend=setup.backend, device=setup.device)
+    problems = []
+    for device in DEVICES:
+        try:
+            result = resolution.plugin.probe(device)
+        except (Exception, SystemExit) as error:  # noqa: BLE001 - whatever a probe raises is its fault
+            problems.append(f"raises {type(error).__name__} ({error}) for {device}")
+            continue
+        if not result.ok and not (result.reason and result.remedy):
+            problems.append(f"says no for {device} without reason or remedy")
+    return problems
+
+
+@case(id="plugin.probe", world=(1,), model_types=TYPES)
 def probe(target: Target) -> None:
     """The probe MUST answer for every device without raising, and say why and what to do where it says no.
 
     If this fails: a missing driver is an exception of the probe.
     """
-    for device in DEVICES:
-        result = target.resolution.plugin.probe(device)
-        must(
-            result.ok or bool(result.reason and result.remedy),
-            "probe",
-            "says no without reason or remedy",
-            where=device,
-        )
+    problems = target.run(probe_devices, target.config(target.model()))[0]
+    must(not problems, "probe", "; ".join(problems))
 
 
-@case(id="plugin.device", world=(1,))
+@case(id="plugin.device", world=(1,), model_types=TYPES)
 def device(target: Target) -> None:
     """An explicit device MUST NOT be replaced; one that is absent is refused with the trace and what there is.
 
@@ -96,7 +140,7 @@ def device(target: Target) -> None:
         must(False, "device", f"abacus was replaced by {got.device}")
 
 
-@case(id="plugin.near_match", world=(1,))
+@case(id="plugin.near_match", world=(1,), model_types=TYPES)
 def near_match(target: Target) -> None:
     """A misspelt backend MUST be an error that names the near match; creating one needs no rank.
 

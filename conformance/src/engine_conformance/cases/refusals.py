@@ -12,59 +12,18 @@ import torch
 from engine_api.batch import Batch
 from engine_api.capabilities import Capability
 from engine_api.config import (
-    CheckpointConfig,
-    EngineConfig,
-    LoraConfig,
-    Memory,
     ModelSource,
     OptimizerConfig,
-    Parallelism,
-    Precision,
 )
-from engine_api.errors import BatchError, ConfigError, EngineError, EngineStateError, UnsupportedCapability
-from engine_api.losses import sft_loss
-from engine_conformance.cases._case import case, must
+from engine_api.errors import BatchError, ConfigError, EngineError, EngineStateError
+from engine_conformance.cases._case import LM, VALUE, case, must
 from engine_conformance.cases._expect import documents
-from engine_conformance.cases._ranks import caught, local_batch, opened
+from engine_conformance.cases._losses import default_loss
+from engine_conformance.cases._ranks import build, caught, local_batch, opened, step
 from engine_conformance.cases._target import Setup, Target
-from engine_conformance.cases.parallel import initialize
 from engine_conformance.fixtures import PackedDocuments
 
-
-def asking(target: Target) -> dict[Capability, EngineConfig]:
-    """For each capability that a configuration can ask for, one that does."""
-    base = target.config(target.model())
-    sections: dict[Capability, dict[str, Any]] = {
-        Capability.HSDP: {"parallelism": Parallelism(dp_replicate=2)},
-        Capability.TP: {"parallelism": Parallelism(tp=2)},
-        Capability.PP: {"parallelism": Parallelism(pp=2)},
-        Capability.CP: {"parallelism": Parallelism(cp=2)},
-        Capability.EP: {"parallelism": Parallelism(ep=2)},
-        Capability.ULYSSES: {"parallelism": Parallelism(ulysses=2)},
-        Capability.LORA: {"lora": LoraConfig()},
-        Capability.OFFLOAD: {"memory": Memory(offload_optimizer=True)},
-        Capability.RECOMPUTE: {"memory": Memory(recompute="full")},
-        Capability.COMPILE: {"memory": Memory(compile=True)},
-        Capability.BF16: {"precision": Precision(compute="bfloat16")},
-        Capability.FP8: {"precision": Precision(compute="float8")},
-        Capability.ASYNC_CHECKPOINT: {"checkpoint": CheckpointConfig(async_save=True)},
-    }
-    return {capability: replace(base, **parts) for capability, parts in sections.items()}
-
-
-@case(id="contract.refuses_undeclared", world=(1,))
-def refuses_undeclared(target: Target) -> None:
-    """A configuration that asks for an undeclared capability MUST raise ``UnsupportedCapability`` that names it.
-
-    If this fails: the option is ignored in silence.
-    """
-    for capability, config in asking(target).items():
-        if capability in target.capabilities:
-            continue
-        error = caught(lambda config=config: target.setup(config).create())
-        named = isinstance(error, UnsupportedCapability) and error.capability == str(capability)
-        must(named, "refusal", f"{error!r}", where=str(capability))
-        must(bool(error and error.remedy), "refusal", "does not say what to do", where=str(capability))
+TYPES = (LM, VALUE)
 
 
 def _packed(lengths: list[int], **fields: list[float]) -> Callable[[], Batch]:
@@ -96,7 +55,7 @@ BAD: dict[str, tuple[Callable[[], Batch], str]] = {
 }  # fmt: skip
 
 
-@case(id="contract.bad_batches", world=(1,))
+@case(id="contract.bad_batches", world=(1,), model_types=TYPES)
 def bad_batches(target: Target) -> None:
     """A batch whose parts do not fit each other MUST raise ``BatchError`` that names the field.
 
@@ -110,20 +69,22 @@ def bad_batches(target: Target) -> None:
 
 def bad_calls(setup: Setup, batch: PackedDocuments) -> tuple[list[EngineError | None], float]:
     """Calls with arguments that make no sense, then a good one."""
+    loss = default_loss(setup.model_type)
     with opened(setup) as engine:
         mine = local_batch(engine, batch, setup.device)
         calls: list[Callable[[], Any]] = [
-            lambda: engine.train_batch(mine, sft_loss, denominator=0.0),
-            lambda: engine.train_batch(mine, sft_loss, denominator=float("nan")),
-            lambda: engine.train_batch(mine, sft_loss, temperature=0.0),
+            lambda: engine.train_batch(mine, loss, denominator=0.0),
+            lambda: engine.train_batch(mine, loss, denominator=float("nan")),
+            lambda: engine.train_batch(mine, loss, temperature=0.0),
             lambda: engine.infer_batch(mine, temperature=-1.0),
-            lambda: engine.to("abacus"),
             lambda: list(engine.get_per_tensor_param(adapter="both")),  # type: ignore[arg-type]
         ]
-        return [caught(call) for call in calls], engine.train_batch(mine, sft_loss).loss
+        if Capability.OFFLOAD in engine.capabilities:
+            calls.append(lambda: engine.to("abacus"))
+        return [caught(call) for call in calls], step(engine, setup, batch).loss
 
 
-@case(id="contract.bad_arguments")
+@case(id="contract.bad_arguments", model_types=TYPES, quick=True)
 def bad_arguments(target: Target) -> None:
     """Arguments that make no sense MUST raise ``ConfigError``, and leave the engine usable.
 
@@ -135,7 +96,7 @@ def bad_arguments(target: Target) -> None:
         must(loss > 0, "loss", f"{loss} after the refused calls", where=f"rank {rank}")
 
 
-@case(id="contract.bad_configuration")
+@case(id="contract.bad_configuration", model_types=TYPES)
 def bad_configuration(target: Target) -> None:
     """A model, optimizer or option that is not there MUST raise ``ConfigError`` on every rank, and leave no engine behind.
 
@@ -155,28 +116,26 @@ def bad_configuration(target: Target) -> None:
         "override": replace(base, model=ModelSource(path=str(model), config_overrides={"hidden_sise": 1})),
         "kernel": replace(base, model=ModelSource(path=str(model), attention="no-such-kernel")),
     }
+    if target.model_type == VALUE:  # the rest is the language model's own code
+        wrong = {name: wrong[name] for name in ("no weights", "override")}
     for name, config in wrong.items():
-        errors = target.run(built, config)
+        errors = target.run(build, config)
         must(all(isinstance(error, ConfigError) for error in errors), "error", f"{errors}", where=name)
-    must(target.run(initialize, base) == [None] * target.world, "engine", "cannot be made afterwards")
-
-
-def built(setup: Setup) -> EngineError | None:
-    """The error of making or initializing an engine."""
-    return caught(lambda: setup.create().initialize())
+    must(target.run(build, base) == [None] * target.world, "engine", "cannot be made afterwards")
 
 
 def inference_only(setup: Setup, batch: PackedDocuments, folder: Path) -> list[EngineError | None]:
     """Without an optimizer: training is refused; inference, export and a load of a training checkpoint work."""
+    loss = default_loss(setup.model_type)
     with_optimizer = replace(setup, config=replace(setup.config, optimizer=OptimizerConfig()))
     with opened(with_optimizer) as engine:
-        engine.train_batch(local_batch(engine, batch, setup.device), sft_loss)
+        step(engine, setup, batch)
         engine.save_checkpoint(folder / "c").result()
     with opened(setup) as engine:
         mine = local_batch(engine, batch, setup.device)
         return [
-            caught(lambda: engine.train_batch(mine, sft_loss)),
-            caught(lambda: engine.forward_backward(mine, sft_loss)),
+            caught(lambda: engine.train_batch(mine, loss)),
+            caught(lambda: engine.forward_backward(mine, loss)),
             caught(engine.optimizer_step),
             caught(lambda: engine.infer_batch(mine)),
             caught(lambda: list(engine.get_per_tensor_param())),
@@ -184,7 +143,7 @@ def inference_only(setup: Setup, batch: PackedDocuments, folder: Path) -> list[E
         ]
 
 
-@case(id="contract.inference_only")
+@case(id="contract.inference_only", model_types=TYPES)
 def without_optimizer(target: Target) -> None:
     """An engine without an optimizer MUST refuse to train by ``EngineStateError``, and infer, export and load weights.
 

@@ -13,19 +13,32 @@ from engine_api.batch import Batch
 from engine_api.capabilities import Capability
 from engine_api.config import Memory, OptimizerConfig, ScheduleConfig
 from engine_api.errors import BatchError, EngineError
-from engine_api.losses import LossFn, sft_loss
-from engine_api.results import TrainOutput
+from engine_api.losses import LossFn
+from engine_api.results import ForwardBackwardOutput, TrainOutput
 from engine_conformance.cases import _losses as losses
-from engine_conformance.cases._case import case, must
+from engine_conformance.cases._case import LM, VALUE, case, must
 from engine_conformance.cases._expect import documents, oracle_of, oracle_training, raised_everywhere, training_matches
-from engine_conformance.cases._ranks import Trained, caught, local_batch, opened, save, summary, to_batch
+from engine_conformance.cases._ranks import (
+    Trained,
+    caught,
+    checked,
+    digest,
+    local_batch,
+    opened,
+    save,
+    step,
+    summary,
+    to_batch,
+    train,
+    whole_weights,
+)
 from engine_conformance.cases._state import read_state
 from engine_conformance.cases._target import Setup, Target
-from engine_conformance.compare import assert_bitwise
+from engine_conformance.compare import assert_bitwise, assert_scalar_close, assert_weights_close
 from engine_conformance.fixtures import PackedDocuments
-from engine_conformance.oracle import AdamWConfig, Schedule
+from engine_conformance.oracle import AdamWConfig, Schedule, loss_and_grads
 
-PORTABLE = (Capability.PORTABLE_CHECKPOINT,)
+TYPES = (LM, VALUE)
 Step = tuple[PackedDocuments, LossFn]
 
 
@@ -34,47 +47,76 @@ def silent(batch: PackedDocuments) -> PackedDocuments:
     return replace(batch, loss_weight=batch.loss_weight * 0)
 
 
-def skip_and_go_on(
-    setup: Setup, before: PackedDocuments, odd: Sequence[Step], folder: Path
-) -> tuple[list[TrainOutput], Trained]:
-    """A good step, the odd ones between two saves, and the good step again; with the odd ones' outputs."""
+Skipped = tuple[list[TrainOutput], list[str], Trained]
+
+
+def skip_and_go_on(setup: Setup, before: PackedDocuments, odd: Sequence[Step], folders: Sequence[Path]) -> Skipped:
+    """A good step, the odd ones between two looks, and the good step again; with the odd ones' outputs.
+
+    A look is the weights' digest, and a save where folders are given.
+    """
     with opened(setup) as engine:
-        good = local_batch(engine, before, setup.device)
-        outputs = [engine.train_batch(good, sft_loss)]
-        save(engine, folder / "before")
-        skipped = [engine.train_batch(local_batch(engine, batch, setup.device), loss) for batch, loss in odd]
-        save(engine, folder / "after")
-        outputs.append(engine.train_batch(good, sft_loss))
-        return skipped, summary(engine, outputs)
+        outputs = [step(engine, setup, before)]
+        digests = [digest(whole_weights(engine))]
+        for folder in folders[:1]:
+            save(engine, folder)
+        skipped = [step(engine, setup, batch, loss=loss) for batch, loss in odd]
+        digests.append(digest(whole_weights(engine)))
+        for folder in folders[1:]:
+            save(engine, folder)
+        outputs.append(step(engine, setup, before))
+        return skipped, digests, summary(engine, outputs)
 
 
 def _skips(target: Target, odd: Sequence[Step]) -> tuple[list[TrainOutput], float]:
-    """Nothing but the odd steps' reports may show that they were there."""
+    """Nothing but the odd steps' reports may show that they were there.
+
+    The moments are looked at in a portable checkpoint, and always by a second step that must be bit for bit the one
+    of a run without odd steps.
+    """
     model, batch, folder = target.model(), documents(31, "uneven"), target.scratch()
     config = target.config(
         model, optimizer=OptimizerConfig(lr=1e-3, clip_norm=1.0), schedule=ScheduleConfig(name="linear", total_steps=10)
     )
-    ranks = target.run(skip_and_go_on, config, before=batch, odd=odd, folder=folder)
-    for rank, (skipped, _) in enumerate(ranks):
-        for output in skipped:
-            must(bool(output.skipped), "skipped", "the step was applied, or says nothing", where=f"rank {rank}")
-            must(output.weight_version == 1, "weight_version", f"{output.weight_version} after a skipped step")
-            must(output.skipped == ranks[0][0][0].skipped or len(odd) > 1, "skipped", "ranks disagree on why")
-    assert_bitwise(read_state(folder / "after"), read_state(folder / "before"), name="state after a skipped step")
+    portable = Capability.PORTABLE_CHECKPOINT in target.capabilities
+    folders = [folder / "before", folder / "after"] if portable else []
+    ranks = target.run(skip_and_go_on, config, before=batch, odd=odd, folders=folders)
+    undisturbed = target.run(train, config, batches=[batch, batch])
+    for rank, (skipped, digests, trained) in enumerate(ranks):
+        _reported(rank, skipped, ranks[0][0])
+        must(digests[0] == digests[1], "weights", "changed by a skipped step", where=f"rank {rank}")
+        same = trained.outputs == undisturbed[rank].outputs and trained.digest == undisturbed[rank].digest
+        must(same, "step", "after a skipped one, it differs from the same step without", where=f"rank {rank}")
+    if portable:
+        assert_bitwise(read_state(folders[1]), read_state(folders[0]), name="state after a skipped step")
     want = oracle_training(
         str(model), (batch, batch), optimizer=AdamWConfig(weight_decay=0.0, max_grad_norm=1.0),
         schedule=Schedule(kind="linear", lr=1e-3, total_steps=10),
     )  # fmt: skip
-    return ranks[0][0], training_matches(target, [trained for _, trained in ranks], want, oracle_of(str(model)))
+    return ranks[0][0], training_matches(target, [trained for *_, trained in ranks], want, oracle_of(str(model)))
 
 
-@case(id="steps.masked_batch", requires=PORTABLE)
+def _reported(rank: int, skipped: Sequence[TrainOutput], first: Sequence[TrainOutput]) -> None:
+    for output, other in zip(skipped, first, strict=True):
+        where = f"rank {rank}"
+        must(bool(output.skipped), "skipped", "the step was applied, or says nothing", where=where)
+        must(output.weight_version == 1, "weight_version", f"{output.weight_version} after a skipped step", where=where)
+        must(
+            output.skipped == other.skipped,
+            "skipped",
+            f"{output.skipped!r}, rank 0 says {other.skipped!r}",
+            where=where,
+        )
+
+
+@case(id="steps.masked_batch", model_types=TYPES)
 def masked_batch(target: Target) -> float:
     """A batch in which no token carries loss MUST change nothing, be reported, and give no NaN.
 
     If this fails: 0 / 0 in the loss; weight decay or momentum moves weights without a gradient.
     """
-    odd = [(silent(documents(32, "equal")), sft_loss), (documents(32, "one_token").take([0, 2, 3, 5]), sft_loss)]
+    loss = losses.default_loss(target.model_type)
+    odd = [(silent(documents(32, "equal")), loss), (documents(32, "one_token").take([0, 2, 3, 5]), loss)]
     outputs, margin = _skips(target, odd)
     for output in outputs:
         finite = math.isfinite(output.loss) and math.isfinite(output.grad_norm)
@@ -82,7 +124,7 @@ def masked_batch(target: Target) -> float:
     return margin
 
 
-@case(id="steps.nonfinite", requires=PORTABLE)
+@case(id="steps.nonfinite", model_types=TYPES, quick=True)
 def nonfinite(target: Target) -> float:
     """A loss that is not finite on one rank MUST skip the step on all, and leave weights and optimizer bit for bit.
 
@@ -91,38 +133,44 @@ def nonfinite(target: Target) -> float:
     If this fails: a rank skips alone and the next collective hangs, or moments have taken in a NaN for good.
     """
     batch = documents(33, "uneven")
-    outputs, margin = _skips(target, [(batch, losses.nan_on_last_rank), (batch, losses.infinite_on_last_rank)])
+    bad = (losses.nan_on_last_rank, losses.infinite_on_last_rank)
+    outputs, margin = _skips(target, [(batch, losses.ForModelType(target.model_type, loss)) for loss in bad])
     for output in outputs:
         must(not math.isfinite(output.loss), "loss", f"{output.loss} is reported for one that is not finite")
     must(math.isfinite(outputs[1].grad_norm), "grad_norm", f"{outputs[1].grad_norm}: a constant has no gradient")
     return margin
 
 
-@case(id="steps.infinite_gradient", requires=PORTABLE)
+@case(id="steps.infinite_gradient", model_types=TYPES)
 def infinite_gradient(target: Target) -> float:
     """A gradient that is not finite though the loss is MUST skip the step.
 
     If this fails: only the loss is looked at.
     """
-    outputs, margin = _skips(target, [(documents(34, "uneven"), losses.infinite_gradient)])
+    loss = losses.ForModelType(target.model_type, losses.infinite_gradient)
+    outputs, margin = _skips(target, [(documents(34, "uneven"), loss)])
     must(math.isfinite(outputs[0].loss), "loss", "the fixture's loss is finite")
     must(not math.isfinite(outputs[0].grad_norm), "grad_norm", f"{outputs[0].grad_norm} for an infinite gradient")
     return margin
 
 
-def raise_and_go_on(setup: Setup, batch: PackedDocuments) -> tuple[list[str], Trained]:
+Raising = tuple[list[str], Trained]
+
+
+def raise_and_go_on(setup: Setup, batch: PackedDocuments) -> Raising:
     """A loss that raises (after a first half that was fine), then a good step; with what was raised."""
+    raising = losses.ForModelType(setup.model_type, losses.raises)
     with opened(setup) as engine:
         mine, raised = local_batch(engine, batch, setup.device), list[str]()
         for call in (engine.train_batch, engine.forward_backward):
             try:
-                call(mine, losses.raises)
+                call(mine, raising)
             except KeyError as error:
                 raised.append(str(error))
-        return raised, summary(engine, [engine.train_batch(mine, sft_loss)])
+        return raised, summary(engine, [step(engine, setup, batch)])
 
 
-@case(id="steps.loss_raises")
+@case(id="steps.loss_raises", model_types=TYPES)
 def loss_raises(target: Target) -> float:
     """An exception of the loss function MUST reach the caller as it is, and leave no half of a gradient.
 
@@ -138,17 +186,17 @@ def loss_raises(target: Target) -> float:
 
 def one_bad_rank(setup: Setup, good: PackedDocuments) -> tuple[list[EngineError | None], Trained]:
     """Batches that are bad on the last rank alone, then a good step; with each call's error."""
+    loss = losses.default_loss(setup.model_type)
     with opened(setup) as engine:
         mine = local_batch(engine, good, setup.device)
         last = engine.topology.rank == engine.topology.world_size - 1
         bad = to_batch(good.take([0]), setup.device)
-        cases = [_outside(bad), _long(bad), _unweighted(bad)]
         errors = []
-        for wrong in cases:
+        for wrong in (_outside(bad), _long(bad), _unweighted(bad)):
             given = wrong if last else mine
-            errors.append(caught(lambda given=given: engine.train_batch(given, sft_loss)))
+            errors.append(caught(lambda given=given: engine.train_batch(given, loss)))
         errors.append(caught(lambda: engine.infer_batch(_long(bad) if last else mine)))
-        return errors, summary(engine, [engine.train_batch(mine, sft_loss)])
+        return errors, summary(engine, [step(engine, setup, good)])
 
 
 def _outside(batch: Batch) -> Batch:
@@ -167,13 +215,14 @@ def _long(batch: Batch) -> Batch:
     return Batch(input_ids=ids, cu_seqlens=ends, fields={"loss_weight": weight})
 
 
-@case(id="steps.bad_batch_on_one_rank")
+@case(id="steps.bad_batch_on_one_rank", model_types=TYPES, quick=True)
 def bad_batch_on_one_rank(target: Target) -> float:
     """A batch that is bad on one rank MUST end the call on every rank: ``BatchError`` there, ``RankFailure`` elsewhere.
 
     A token outside the vocabulary, a document beyond the token budget, no loss weights; the next step is as ever.
 
-    If this fails with a stall: the good ranks wait in a collective for the one that raised.
+    If this fails with a stall: the good ranks wait in a collective for the one that raised, as a test of several
+    processes does for ever without a deadline (pytorch #194943).
     """
     model, batch = target.model(), documents(36, "uneven")
     config = target.config(model, memory=Memory(max_tokens=64))
@@ -188,3 +237,71 @@ def bad_batch_on_one_rank(target: Target) -> float:
         raised_everywhere(name, [errors[index] for errors, _ in ranks], BatchError, faulty=[target.world - 1])
     want = oracle_training(str(model), (batch,))
     return training_matches(target, [trained for _, trained in ranks], want, oracle_of(str(model)))
+
+
+@case(id="steps.clipping", model_types=TYPES)
+def clipping(target: Target) -> float:
+    """A norm below ``clip_norm`` MUST leave the step untouched, one above scale it; it is reported before clipping.
+
+    Plain SGD, whose update shows the scale of the gradient: AdamW's first one does not.
+
+    If this fails: a norm of each rank's own shard, clipping to it where nothing is to be clipped, the clipped norm
+    in the report.
+    """
+    model, batch = target.model(), documents(37, "uneven")
+    oracle, loss = oracle_of(str(model)), losses.oracle_default(oracle_of(str(model)))
+    _, grads = loss_and_grads(oracle, batch, loss, batch.denominator)
+    norm = math.sqrt(sum(float(grad.square().sum()) for grad in grads.values()))
+    runs = {}
+    for limit in (None, 2 * norm, norm / 2):
+        optimizer = OptimizerConfig(name="torch.optim.SGD", lr=1e-2, clip_norm=limit)
+        runs[limit] = target.run(train, target.config(model, optimizer=optimizer), batches=[batch])[0]
+    margins = [
+        assert_scalar_close("grad_norm", run.outputs[0].grad_norm, norm, target.tolerance("grad_norm"))
+        for run in runs.values()
+    ]
+    untouched = runs[None].digest == runs[2 * norm].digest
+    must(untouched, "weights", "a step whose norm is half of clip_norm differs from one without clipping")
+    params = {name: p - 1e-2 * 0.5 * grads[name] for name, p in oracle.params.items()}
+    bounds = {name: 1e-7 * g.abs().max() + 2e-7 * params[name].abs() for name, g in grads.items()}
+    return max(*margins, assert_weights_close(runs[norm / 2].weights, params, bounds, start=oracle.params))
+
+
+def versions(setup: Setup, batch: PackedDocuments, folder: Path) -> dict[str, int]:
+    """``weight_version`` after each kind of call."""
+    loss, seen = losses.default_loss(setup.model_type), dict[str, int]()
+    with opened(setup) as engine:
+        mine = local_batch(engine, batch, setup.device)
+        seen["initialize"] = engine.weight_version
+        engine.infer_batch(mine)
+        seen["infer_batch"] = engine.weight_version
+        checked(engine.forward_backward(mine, loss), ForwardBackwardOutput, "forward_backward")
+        seen["forward_backward"] = engine.weight_version
+        engine.optimizer_step()
+        seen["optimizer_step"] = engine.weight_version
+        save(engine, folder / "one")
+        seen["save_checkpoint"] = engine.weight_version
+        seen["train_batch"] = step(engine, setup, batch).weight_version
+        seen["a skipped step"] = step(engine, setup, silent(batch)).weight_version
+        whole_weights(engine)
+        seen["get_per_tensor_param"] = engine.weight_version
+        engine.load_checkpoint(folder / "one")
+        seen["load_checkpoint"] = engine.weight_version
+        return seen
+
+
+@case(id="steps.version", model_types=TYPES)
+def version(target: Target) -> None:
+    """``weight_version`` MUST count applied steps, and be what a load says; nothing else moves it.
+
+    If this fails: skipped steps or halves are counted, and rollouts are thrown away as stale, or never are.
+    """
+    want = {
+        "initialize": 0, "infer_batch": 0, "forward_backward": 0, "optimizer_step": 1, "save_checkpoint": 1,
+        "train_batch": 2, "a skipped step": 2, "get_per_tensor_param": 2, "load_checkpoint": 1,
+    }  # fmt: skip
+    ranks = target.run(versions, target.config(target.model()), batch=documents(38, "equal"), folder=target.scratch())
+    for rank, seen in enumerate(ranks):
+        for call, number in want.items():
+            got = f"{seen[call]} after {call}, not {number}"
+            must(seen[call] == number, "weight_version", got, where=f"rank {rank}")

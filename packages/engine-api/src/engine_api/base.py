@@ -85,6 +85,9 @@ class BaseEngine(EngineDefaults):
         """Build everything; once."""
         self._expect("initialize", "created")
         self._build()
+        if self.topology.dp_size > 1 and Capability.DP not in self.capabilities:
+            self._release()  # only now it is known how many ranks there are
+            raise unsupported(Capability.DP, self._name, self.capabilities)
         self._state = "ready"
 
     def train_batch(
@@ -179,7 +182,7 @@ class BaseEngine(EngineDefaults):
         self._install_state(tensors)
         self._step = manifest.step
         self._drop_gradients()
-        if rank_state is not None:
+        if rank_state is not None and manifest.engine == self._name:  # each engine writes its own
             self._set_rng_state(rank_state)
         return CheckpointInfo(path=checkpoint.locate(Path(directory)), step=manifest.step, extra=manifest.extra,
                               num_bytes=manifest.num_bytes)  # fmt: skip

@@ -53,7 +53,10 @@ class ScheduleConfig:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Parallelism:
-    """Sizes of each kind of parallelism; their product must divide the world."""
+    """Sizes of each kind of parallelism; their product without ``ep`` is the world.
+
+    Experts are spread over ranks that are data or sequence parallel for all other weights, so ``ep`` divides those.
+    """
 
     dp_shard: int = -1  # -1: what the others leave of the world
     dp_replicate: int = 1  # above 1: hybrid sharding (HSDP)

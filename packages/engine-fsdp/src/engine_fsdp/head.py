@@ -26,15 +26,16 @@ class _ChunkedLogProb(torch.autograd.Function):
     def forward(
         ctx: Any, hidden: Tensor, weight: Tensor, targets: Tensor, scale: float, chunk: int, with_entropy: bool
     ) -> tuple[Tensor, Tensor]:
-        size, statistics = hidden.shape[0], _fused(_statistics, hidden)
-        log_probs, normalizer, entropy = (
-            torch.empty(size, dtype=torch.float32, device=hidden.device) for _ in range(3)
-        )
+        size = hidden.shape[0]
+        log_probs, normalizer = (torch.empty(size, dtype=torch.float32, device=hidden.device) for _ in range(2))
+        entropy = torch.zeros_like(log_probs)
         logits = hidden.new_empty(0)
         for start in range(0, size, chunk):
             part = slice(start, start + chunk)
             logits = hidden[part] @ weight.T
-            log_probs[part], normalizer[part], entropy[part] = statistics(logits, targets[part], scale, with_entropy)
+            log_probs[part], normalizer[part] = _fused(_log_prob, hidden)(logits, targets[part], scale)
+            if with_entropy:
+                entropy[part] = _fused(_entropy, hidden)(logits, normalizer[part], scale)
         kept = logits if size <= chunk and any(ctx.needs_input_grad[:2]) else None
         ctx.save_for_backward(hidden, weight, targets, normalizer, entropy, kept)
         ctx.scale, ctx.chunk, ctx.with_entropy = scale, chunk, with_entropy
@@ -74,15 +75,16 @@ class _KnownLogProb(torch.autograd.Function):
         ctx: Any, hidden: Tensor, weight: Tensor, targets: Tensor, coefficients: Tensor, scale: float, chunk: int,
         with_entropy: bool,
     ) -> tuple[Tensor, Tensor]:  # fmt: skip
-        statistics, gradient = _fused(_statistics, hidden), _fused(_gradient, hidden)
-        size = hidden.shape[0]
-        log_probs, entropy = (torch.empty(size, dtype=torch.float32, device=hidden.device) for _ in range(2))
+        size, gradient = hidden.shape[0], _fused(_gradient, hidden)
+        log_probs, entropy = (torch.zeros(size, dtype=torch.float32, device=hidden.device) for _ in range(2))
         d_hidden = torch.empty_like(hidden)
         d_weight = torch.zeros(weight.shape, dtype=torch.float32, device=weight.device)
         for start in range(0, size, chunk):
             part = slice(start, start + chunk)
             logits = hidden[part] @ weight.T
-            log_probs[part], normalizer, entropy[part] = statistics(logits, targets[part], scale, with_entropy)
+            log_probs[part], normalizer = _fused(_log_prob, hidden)(logits, targets[part], scale)
+            if with_entropy:
+                entropy[part] = _fused(_entropy, hidden)(logits, normalizer, scale)
             d_logits = gradient(logits, targets[part], normalizer, entropy[part], coefficients[part], None, scale)
             torch.mm(d_logits, weight, out=d_hidden[part])
             _accumulate(d_weight, d_logits, hidden[part])
@@ -100,15 +102,21 @@ class _KnownLogProb(torch.autograd.Function):
         return d_hidden.mul_(factor), d_weight.mul_(factor), None, None, None, None, None
 
 
-def _statistics(logits: Tensor, targets: Tensor, scale: float, with_entropy: bool) -> tuple[Tensor, Tensor, Tensor]:
-    """Log-prob of the target, log-normalizer and entropy of each row, float32."""
+def _log_prob(logits: Tensor, targets: Tensor, scale: float) -> tuple[Tensor, Tensor]:
+    """Log-prob of the target and log-normalizer of each row, float32.
+
+    Alone, whether or not entropy is wanted too: fused with it, log-probs would round otherwise in a loss with an
+    entropy bonus than in inference, and a ratio on policy would not be exactly 1.
+    """
     z = logits.float() if scale == 1.0 else logits.float() * scale
     normalizer = z.logsumexp(-1)
-    log_probs = z.gather(-1, targets[:, None]).squeeze(-1) - normalizer
-    if not with_entropy:
-        return log_probs, normalizer, torch.zeros_like(normalizer)
-    log_p = z - normalizer[:, None]
-    return log_probs, normalizer, -(log_p.exp() * log_p).sum(-1)
+    return z.gather(-1, targets[:, None]).squeeze(-1) - normalizer, normalizer
+
+
+def _entropy(logits: Tensor, normalizer: Tensor, scale: float) -> Tensor:
+    """Entropy of each row, float32."""
+    log_p = (logits.float() if scale == 1.0 else logits.float() * scale) - normalizer[:, None]
+    return -(log_p.exp() * log_p).sum(-1)
 
 
 def _gradient(
@@ -157,7 +165,16 @@ def _fused(function: Callable[..., Any], like: Tensor) -> Callable[..., Any]:
 @cache
 def _compiled(function: Callable[..., Any]) -> Callable[..., Any]:
     compiled: Callable[..., Any] = torch.compile(function)
-    return compiled
+
+    def call(*arguments: Any) -> Any:
+        for argument in arguments:
+            if isinstance(argument, Tensor):
+                # One kernel for all numbers of tokens from the start: were the first number compiled alone, the same
+                # tokens could round otherwise later in the run. (This is how torch documents it, underscore and all.)
+                torch._dynamo.maybe_mark_dynamic(argument, 0)  # noqa: SLF001
+        return compiled(*arguments)
+
+    return call
 
 
 def chunked_log_probs(

@@ -87,6 +87,8 @@ class LocalRollout:
 
     def sleep(self) -> None:
         """Give the weights' memory back; the modules stay, so that waking up is quick."""
+        if self._model is None:
+            raise RolloutError("cannot sleep", where=WHERE, why="it is closed", remedy="create another one")
         self._table, self._not_ready = None, "it sleeps"
         for parameter in self._model.parameters():
             parameter.data = parameter.data.new_empty(0)
@@ -123,14 +125,15 @@ class LocalRollout:
         return model.requires_grad_(False).eval()
 
     def _check(self, prompts: Sequence[Sequence[int]], sampling: SamplingParams) -> None:
-        if sampling.n < 1 or sampling.max_new_tokens < 1:
-            raise RolloutError(
-                f"n={sampling.n}, max_new_tokens={sampling.max_new_tokens}", where=WHERE, remedy="give at least 1"
-            )
-        limit = getattr(self._model.config, "max_position_embeddings", None)
+        _check_sampling(sampling)
+        config = self._model.config
+        limit = getattr(config, "max_position_embeddings", None)
         for index, prompt in enumerate(prompts):
             if len(prompt) == 0:
                 raise RolloutError(f"prompt {index} is empty", where=WHERE, remedy="give it at least one token")
+            if not 0 <= min(prompt) <= max(prompt) < config.vocab_size:
+                raise RolloutError(f"prompt {index} has a token outside the vocabulary", where=WHERE,
+                                   why=f"ids are 0 to {config.vocab_size - 1}", remedy="use the model's own tokenizer")  # fmt: skip
             if limit is not None and len(prompt) + sampling.max_new_tokens > limit:
                 raise RolloutError(f"prompt {index} has {len(prompt)} tokens, and {sampling.max_new_tokens} may follow", where=WHERE,
                                    why=f"the model has {limit} positions", remedy="shorten it, or lower max_new_tokens")  # fmt: skip
@@ -151,6 +154,17 @@ class LocalRollout:
                 finish_reason="stop" if decoded.stopped[row] else "length",
             ))  # fmt: skip
         return completions
+
+
+def _check_sampling(sampling: SamplingParams) -> None:
+    ranges = {
+        "n": sampling.n >= 1, "max_new_tokens": sampling.max_new_tokens >= 1, "temperature": sampling.temperature >= 0,
+        "top_p": 0 < sampling.top_p <= 1, "top_k": sampling.top_k >= 0,
+    }  # fmt: skip
+    for name, fits in ranges.items():
+        if not fits:
+            raise RolloutError(f"{name}={getattr(sampling, name)}", where=WHERE,
+                               remedy="n and max_new_tokens: at least 1; temperature and top_k: at least 0; top_p: above 0, at most 1")  # fmt: skip
 
 
 def _device(name: str) -> torch.device:

@@ -57,6 +57,8 @@ class WeightTable:
             return f"{name}: the model has no such weight ({near_matches(name, list(self._views))})"
         if name in seen:
             return f"{name}: given twice"
+        if not tensor.is_floating_point():
+            return f"{name}: dtype {tensor.dtype}, a floating one is needed"
         wanted, given = tuple(self._views[name].shape), tuple(tensor.shape)
         return None if wanted == given else f"{name}: shape {list(given)}, the model has {list(wanted)}"
 

@@ -1,0 +1,128 @@
+"""The training state as boxes under canonical keys, and this rank's random-number generators."""
+
+from __future__ import annotations
+
+import base64
+import random
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from engine_api.base import BaseEngine
+from engine_api.errors import CheckpointMismatch, ConfigError
+from engine_api.manifest import Entry
+from engine_api.weights import ShardSpec
+from engine_loopback.optimizer import AdamW, state_fields
+from engine_loopback.weights import Partition, Weight
+
+
+class CheckpointEngine(BaseEngine):
+    """What is saved and restored. Keys: ``model.<name>``, ``adapter.<name>``, ``optim.<name>.<field>``."""
+
+    adamw: type[AdamW] = AdamW
+    weights: dict[str, Weight]
+    partition: Partition
+    optimizer: torch.optim.Optimizer | None
+    device: torch.device
+
+    def key_of(self, weight: Weight) -> str:
+        """The canonical key of a weight."""
+        return f"{'adapter' if weight.adapter else 'model'}.{weight.name}"
+
+    def state_shards(self) -> dict[str, tuple[Tensor, ShardSpec]]:
+        """See ``BaseEngine.state_shards``."""
+        state = {self.key_of(weight): (weight.local, weight.box) for weight in self.weights.values()}
+        for weight, field, value in self.optimizer_state():
+            state[f"optim.{weight.name}.{field}"] = (value, self.state_box(weight, value))
+        return state
+
+    def optimizer_state(self) -> Iterator[tuple[Weight, str, Tensor]]:
+        """(weight, field, live tensor); raises ``ConfigError`` for state that is no tensor of the weight's shape."""
+        states = self.optimizer.state if self.optimizer is not None else {}
+        for weight in (weight for weight in self.weights.values() if weight.param is not None):
+            for field, value in states.get(weight.held, {}).items():
+                fits = isinstance(value, Tensor) and value.shape in ((), weight.box.shape)
+                if not fits:
+                    raise ConfigError("optimizer.name", f"its state {field!r} is no tensor of its weight's shape",
+                                      remedy="this optimizer cannot be saved; use adamw")  # fmt: skip
+                yield weight, field, value
+
+    def state_box(self, weight: Weight, value: Tensor) -> ShardSpec:
+        """A moment lies where its weight does; a step count is whole on every rank that holds any of it."""
+        return weight.box if value.dim() else ShardSpec.whole((), replica=self.partition.holder_index(weight.name))
+
+    def _state_layout(self, entries: Mapping[str, Entry]) -> dict[str, tuple[ShardSpec, torch.dtype]]:
+        wanted = {self.key_of(weight): (weight.box, weight.dtype) for weight in self.weights.values()}
+        return wanted | (self.optimizer_layout(entries) if self.optimizer else {})
+
+    def optimizer_layout(self, entries: Mapping[str, Entry]) -> dict[str, tuple[ShardSpec, torch.dtype]]:
+        """Which boxes of the saved optimizer state this rank needs: none of weights that it does not hold."""
+        saved = {key: key.removeprefix("optim.").rpartition(".") for key in entries if key.startswith("optim.")}
+        self.same_optimizer({field for _, _, field in saved.values()})
+        known = {key: self.weights[name] for key, (name, _, _) in saved.items() if self.is_trained(name)}
+        return {
+            key: (weight.box if entries[key].shape else ShardSpec.whole(()), getattr(torch, entries[key].dtype))
+            for key, weight in known.items()
+        }
+
+    def is_trained(self, name: str) -> bool:
+        """Whether the optimizer moves this weight (on whichever rank)."""
+        return name in self.weights and self.weights[name].trainable
+
+    def same_optimizer(self, fields: set[str]) -> None:
+        """Raise ``CheckpointMismatch`` for the state of another optimizer."""
+        assert self.config.optimizer is not None
+        own = state_fields(self.config.optimizer, self.adamw)
+        if fields and fields != own:
+            raise CheckpointMismatch("the checkpoint is of another optimizer", where=self.config.optimizer.name,
+                                     why=f"it keeps {', '.join(sorted(own)) or 'nothing'}, saved is {', '.join(sorted(fields))}",
+                                     remedy="load it with the optimizer that it was saved with")  # fmt: skip
+
+    def _install_state(self, tensors: Mapping[str, Tensor]) -> None:
+        for weight in self.weights.values():
+            weight.local.copy_(tensors[self.key_of(weight)])
+        if self.optimizer is not None:
+            self.optimizer.state.clear()
+            for key in (key for key in tensors if key.startswith("optim.")):
+                name, _, field = key.removeprefix("optim.").rpartition(".")
+                if self.weights[name].param is not None:
+                    self.restore_state(self.optimizer, self.weights[name], field, tensors[key])
+
+    def restore_state(self, optimizer: torch.optim.Optimizer, weight: Weight, field: str, value: Tensor) -> None:
+        """Put one loaded tensor where the optimizer expects it; step counts mostly live on the CPU."""
+        away = self.config.memory.offload_optimizer
+        on_device = optimizer.defaults.get("fused") or optimizer.defaults.get("capturable")
+        stays = away if value.dim() else not on_device
+        optimizer.state[weight.held][field] = value.to("cpu" if stays else weight.held.device, copy=True)
+
+    def _rng_state(self) -> dict[str, Any]:
+        version, words, gauss = random.getstate()
+        name, keys, position, has_gauss, cached = np.random.get_state()  # noqa: NPY002 - what user code draws from
+        state: dict[str, Any] = {
+            "python": [version, list(words), gauss],
+            "numpy": [str(name), np.asarray(keys).tolist(), int(position), int(has_gauss), float(cached)],
+            "torch": _encode(torch.get_rng_state()),
+        }
+        if self.device.type == "cuda":
+            state["cuda"] = _encode(torch.cuda.get_rng_state(self.device))
+        return state
+
+    def _set_rng_state(self, state: Mapping[str, Any]) -> None:
+        version, words, gauss = state["python"]
+        random.setstate((version, tuple(words), gauss))
+        name, keys, position, has_gauss, cached = state["numpy"]
+        np.random.set_state((name, np.array(keys, dtype=np.uint32), position, has_gauss, cached))  # noqa: NPY002
+        torch.set_rng_state(_decode(state["torch"]))
+        if self.device.type == "cuda" and "cuda" in state:
+            torch.cuda.set_rng_state(_decode(state["cuda"]), self.device)
+
+
+def _encode(state: Tensor) -> str:
+    return base64.b64encode(state.numpy().tobytes()).decode()
+
+
+def _decode(text: str) -> Tensor:
+    return torch.frombuffer(bytearray(base64.b64decode(text)), dtype=torch.uint8)

@@ -1,0 +1,295 @@
+"""The engine: builds its parts, and keeps the order of a step."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from datetime import timedelta
+from typing import ClassVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from engine_api.batch import Batch
+from engine_api.comm import Comm, SingleComm, TorchComm, together
+from engine_api.config import EngineConfig, build_options
+from engine_api.errors import ConfigError, EngineStateError
+from engine_api.registry import Resolution
+from engine_api.results import TokenOutputs
+from engine_loopback import lora
+from engine_loopback.export import ExportEngine
+from engine_loopback.model import Model
+from engine_loopback.optimizer import build_optimizer, clip_factor, move_state
+from engine_loopback.options import LoopbackOptions
+from engine_loopback.parallel import DTYPES, Layout, ensure_process_group, world_and_rank
+from engine_loopback.shape import Kind, read_config, shape_of, weight_shapes
+from engine_loopback.weights import Files, Partition, Weight, fill
+
+
+class LoopbackEngine(ExportEngine):
+    """What the language and the value engine share; see ``engine_api.contract.Engine`` for the promises."""
+
+    kind: ClassVar[Kind]
+    gives: ClassVar[tuple[str, ...]]  # what a loss may need
+    model_type: ClassVar[type[Model]] = Model
+    partition_type: ClassVar[type[Partition]] = Partition
+    layout_type: ClassVar[type[Layout]] = Layout
+
+    def __init__(self, config: EngineConfig, *, resolution: Resolution) -> None:
+        super().__init__(config, resolution=resolution)
+        self.options: LoopbackOptions = build_options(config.options, LoopbackOptions)
+        if config.model.attention not in ("auto", "plain"):
+            raise ConfigError("model.attention", f"unknown kernel {config.model.attention!r}", remedy="auto or plain")
+        self._away: set[str] = set()
+        self._owns_group = False
+
+    # --- building ------------------------------------------------------------------------------
+
+    def _build(self) -> None:
+        # All that can be refused from the configuration alone comes before any group.
+        world, rank = world_and_rank()
+        self.raw_config = read_config(self.config.model)
+        self.shape = shape_of(self.raw_config, self.kind)
+        self.vocab_size = self.shape.vocab_size
+        self.layout = self.layout_type(self.config.parallelism, world, rank)
+        self.topology = self.layout.topology
+        self.partition = self.partition_type(self.shape, self.layout)
+        self.partition.check()
+        if self.config.lora is not None and self.config.lora.dropout and self.layout.tensor > 1:
+            raise ConfigError(
+                "lora.dropout", "not with tp", why="its ranks would drop different inputs", remedy="set 0"
+            )
+        self._build_groups(timedelta(seconds=self.options.timeout_s))
+        try:
+            self._build_model()
+        except BaseException:  # Ctrl-C too: groups are not kept for an engine that never was
+            self._close_groups()
+            raise
+
+    def _build_groups(self, timeout: timedelta) -> None:
+        self._owns_group = ensure_process_group(self.device_type, self.layout.world, timeout)
+        self.device = torch.device("cpu" if self.device_type == "cpu" else f"cuda:{torch.cuda.current_device()}")
+        several = self.layout.world > 1
+        self.comm: Comm = TorchComm(timeout) if several else SingleComm()
+        self._save_comm: Comm = TorchComm(timeout) if several and self.config.checkpoint.async_save else self.comm
+        self.layout.build_groups(timeout)
+
+    def _build_model(self) -> None:
+        config = self.config
+        self.weights = self.weight_table()
+        # A file may be damaged on one machine only.
+        together(self.comm, lambda: fill(self.weights, self.files(), config.seed, self.shape.std))
+        for weight in self.weights.values():
+            if weight.adapter and weight.param is not None:
+                weight.local.copy_(lora.first_value(weight, config.seed))
+        self.model = self.model_type(config, self.shape, self.weights, self.layout, self.device)
+        self.optimizer = build_optimizer(config.optimizer, self.trained(), self.adamw) if config.optimizer else None
+
+    def files(self) -> Files | None:
+        """The folder's weights, or None where they are made from the seed."""
+        return None if self.config.model.init == "random" else Files(self.config.model.path)
+
+    def weight_table(self) -> dict[str, Weight]:
+        """Every weight of the model in its order, then the adapters; on this rank its boxes."""
+        base = dict(weight_shapes(self.shape))
+        adapters = lora.adapter_shapes(self.config.lora, base) if self.config.lora is not None else {}
+        return {name: self.make_weight(name, shape, name in adapters) for name, shape in (base | adapters).items()}
+
+    def make_weight(self, name: str, shape: tuple[int, ...], adapter: bool) -> Weight:
+        """A weight with memory for this rank's box; beside adapters only a value head is trained."""
+        box = self.partition.own_box(name, shape)
+        trainable = self.config.optimizer is not None and (self.config.lora is None or adapter or "score." in name)
+        home = torch.device("cpu") if self.config.memory.offload_params else self.device
+        dtype = DTYPES[self.config.precision.master]
+        value = torch.empty(box.shape, dtype=dtype, device=home)
+        param = None if box.is_empty else nn.Parameter(value, requires_grad=trainable)
+        return Weight(name=name, shape=shape, box=box, dtype=dtype, param=param, adapter=adapter, trainable=trainable)
+
+    def trained(self) -> list[nn.Parameter]:
+        """The parameters of this rank that the optimizer moves."""
+        return [weight.held for weight in self.held_and_trained()]
+
+    def held_and_trained(self) -> list[Weight]:
+        """Their weights."""
+        return [weight for weight in self.weights.values() if weight.trainable and weight.param is not None]
+
+    # --- running -------------------------------------------------------------------------------
+
+    def forward_step(
+        self, batch: Batch, *, needs: Sequence[str], temperature: float, coefficients: Tensor | None = None
+    ) -> TokenOutputs:
+        """See ``BaseEngine.forward_step``; ``coefficients`` are not used."""
+        del coefficients
+        for name in needs:
+            if name not in self.gives:
+                raise ConfigError("loss.needs", f"a {self.kind} gives no {name!r}", remedy=f"it gives {self.gives}")
+        return self.model.outputs(batch, needs, temperature)
+
+    @contextmanager
+    def _accumulation(self, *, last: bool) -> Iterator[None]:
+        del last  # gradients stay this rank's own until the step
+        self.expect_loaded("train")
+        self.model.training = True
+        try:
+            yield
+        finally:
+            self.model.training = False
+
+    @contextmanager
+    def _inference(self, adapter: bool) -> Iterator[None]:
+        self.expect_loaded("infer")
+        with ExitStack() as stack:
+            stack.enter_context(torch.no_grad())
+            if not adapter:
+                stack.enter_context(self.model.without_adapter())
+            yield
+
+    # --- the step ------------------------------------------------------------------------------
+
+    def _clip_gradients(self, max_norm: float | None) -> float:
+        self.expect_loaded("train")
+        for weight in self.held_and_trained():
+            weight.held.grad = self.reduce_gradient(weight, self.own_gradient(weight))
+        norm = self.gradient_norm()
+        self.clip(norm, max_norm)
+        return norm
+
+    def own_gradient(self, weight: Weight) -> Tensor:
+        """This rank's gradient; zero where no token reached the weight."""
+        return torch.zeros_like(weight.held) if weight.held.grad is None else weight.held.grad
+
+    def reduce_gradient(self, weight: Weight, grad: Tensor) -> Tensor:
+        """The sum over all ranks that saw other tokens, other heads or another use of the weight."""
+        dtype = grad.dtype
+        grad = self.sum_over_copies(weight, grad.to(DTYPES[self.config.precision.reduce]))
+        if self.partition.is_partial(weight.name):
+            grad = self.sum_over_tensor(grad)
+        if len(self.partition.stages(weight.name)) > 1:
+            grad = self.sum_over_ends(grad)
+        return grad.to(dtype)
+
+    def sum_over_copies(self, weight: Weight, grad: Tensor) -> Tensor:
+        """Over data and sequence. An expert has seen the tokens of its whole expert-parallel group already."""
+        dense = self.partition.expert_rank(weight.name) is None
+        return self.layout.all_reduce(grad, "copies" if dense else "expert_copies")
+
+    def sum_over_tensor(self, grad: Tensor) -> Tensor:
+        """Over tensor-parallel ranks, each of which has its own heads' part."""
+        return self.layout.all_reduce(grad, "tensor")
+
+    def sum_over_ends(self, grad: Tensor) -> Tensor:
+        """Of a tied embedding: its use as embedding on the first stage and as head on the last."""
+        return self.layout.all_reduce(grad, "ends")
+
+    def gradient_norm(self) -> float:
+        """The 2-norm of the whole gradient."""
+        squares = torch.zeros((), dtype=torch.float64, device=self.device)
+        for weight in self.held_and_trained():
+            if self.counts(weight) and weight.held.grad is not None:
+                squares += weight.held.grad.double().square().sum().to(self.device)
+        return math.sqrt(float(self.layout.all_reduce(squares, "world")))
+
+    def counts(self, weight: Weight) -> bool:
+        """Whether this rank's box of a gradient enters the norm: each box once."""
+        return weight.box.replica == 0
+
+    def clip(self, norm: float, max_norm: float | None) -> None:
+        """Scale the gradients to ``max_norm``."""
+        factor = clip_factor(norm, max_norm)
+        for param in self.trained():
+            if factor < 1.0 and param.grad is not None:
+                param.grad.mul_(factor)
+
+    def _apply_optimizer(self, lr: float) -> None:
+        assert self.optimizer is not None
+        if self.config.memory.offload_optimizer:
+            move_state(self.optimizer, None)
+        for group in self.optimizer.param_groups:
+            group["lr"] = lr
+        self.optimizer.step()
+        if self.config.memory.offload_optimizer:
+            move_state(self.optimizer, torch.device("cpu"))
+
+    def _zero_grad(self) -> None:
+        for weight in self.weights.values():
+            if weight.param is not None:
+                weight.param.grad = None
+
+    # --- moving and closing --------------------------------------------------------------------
+
+    def to(self, device: str, *, model: bool = True, optimizer: bool = True, grad: bool = True) -> None:
+        """See ``Engine.to``. Gradients live beside their weights and move with them."""
+        self._expect("to", "ready")
+        if device not in ("cpu", self.device_type):
+            raise ConfigError("device", f"{device!r} is neither cpu nor this engine's {self.device_type}",
+                              remedy=f"cpu or {self.device_type}")  # fmt: skip
+        if model and not grad and self._has_gradient:
+            raise EngineStateError("to(model=True, grad=False)", "holding gradients", "past optimizer_step")
+        away = device == "cpu" and self.device_type != "cpu"
+        if model and not self.config.memory.offload_params:
+            self.move_weights(torch.device("cpu") if away else self.device)
+            self._mark("model", away)
+        if optimizer and self.optimizer is not None and not self.config.memory.offload_optimizer:
+            move_state(self.optimizer, torch.device("cpu") if away else self.device)
+            self._mark("optimizer", away)
+
+    def move_weights(self, device: torch.device) -> None:
+        """Weights and gradients; the optimizer keeps its hold of the parameters."""
+        for weight in self.weights.values():
+            if weight.param is not None:
+                grad, weight.param.grad = weight.param.grad, None
+                weight.param.data = weight.param.data.to(device)
+                weight.param.grad = None if grad is None else grad.to(device)
+
+    def _mark(self, part: str, away: bool) -> None:
+        (self._away.add if away else self._away.discard)(part)
+
+    def expect_loaded(self, called: str) -> None:
+        """Raise ``EngineStateError`` when what ``called`` needs is not on the device."""
+        if "model" in self._away or (called == "train" and "optimizer" in self._away):
+            raise EngineStateError(called, f"offloaded ({', '.join(sorted(self._away))})",
+                                   f"back on its device: call to({self.device_type!r})")  # fmt: skip
+
+    def _inference_needs(self, entropy: bool) -> tuple[str, ...]:
+        return ("log_probs", "entropy") if entropy else ("log_probs",)
+
+    def _release(self) -> None:
+        self.optimizer = None
+        self.weights.clear()
+        del self.model
+        if self.device.type == "cuda":
+            torch.cuda.empty_cache()
+        self._close_groups()
+
+    def _close_groups(self) -> None:
+        self.layout.close()
+        self.comm.close()
+        if self._save_comm is not self.comm:
+            self._save_comm.close()
+        if self._owns_group and dist.is_initialized():
+            dist.destroy_process_group()
+
+    @property
+    def _checkpoint_comm(self) -> Comm:
+        return self._save_comm
+
+
+class LoopbackEngineWithLMHead(LoopbackEngine):
+    """Log-probs and entropy of a causal language model."""
+
+    kind = "language_model"
+    gives = ("log_probs", "entropy")
+
+
+class LoopbackEngineWithValueHead(LoopbackEngine):
+    """A scalar a token, from a linear head on the last hidden states."""
+
+    kind = "value_model"
+    gives = ("values",)
+
+    def _inference_needs(self, entropy: bool) -> tuple[str, ...]:
+        if entropy:
+            raise ConfigError("entropy", "a value model has none", remedy="leave entropy off")
+        return ("values",)

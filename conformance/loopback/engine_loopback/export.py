@@ -1,0 +1,144 @@
+"""Weights out: whole tensors in buckets, this rank's boxes, or a Hugging Face folder."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from engine_api.checkpoint import require_room
+from engine_api.comm import together
+from engine_api.contract import Adapter
+from engine_api.errors import CheckpointWriteError, ConfigError
+from engine_api.weights import ShardExport, WeightExport
+from engine_loopback.checkpoint import CheckpointEngine
+from engine_loopback.lora import pair_of
+from engine_loopback.parallel import Layout
+from engine_loopback.weights import Weight
+
+_COMPANIONS = ("tokenizer*", "special_tokens_map.json", "vocab.*", "merges.txt", "*.jinja", "generation_config.json")
+
+
+class ExportEngine(CheckpointEngine):
+    """The three exports."""
+
+    layout: Layout
+    raw_config: dict[str, Any]
+
+    def get_per_tensor_param(
+        self, *, dtype: torch.dtype | None = None, adapter: Adapter = "merged", bucket_bytes: int = 512 << 20
+    ) -> WeightExport:
+        """See ``Engine.get_per_tensor_param``."""
+        self._expect("get_per_tensor_param", "ready")
+        if adapter not in ("merged", "only"):
+            raise ConfigError("adapter", f"unknown export {adapter!r}", remedy="merged or only")
+        if adapter == "only" and self.config.lora is None:
+            raise ConfigError("adapter", "only, but there is no adapter", remedy="export with adapter='merged'")
+        return self.whole_tensors(self.exported(adapter), dtype, bucket_bytes)
+
+    def get_per_tensor_param_shard(self, *, dtype: torch.dtype | None = None) -> ShardExport:
+        """See ``Engine.get_per_tensor_param_shard``."""
+        self._expect("get_per_tensor_param_shard", "ready")
+        return ((weight.name, self.shard(weight, dtype), weight.box) for weight in self.exported("merged"))
+
+    def exported(self, adapter: Adapter) -> list[Weight]:
+        """What is exported, in the model's order."""
+        return [weight for weight in self.weights.values() if weight.adapter == (adapter == "only")]
+
+    def whole_tensors(self, weights: list[Weight], dtype: torch.dtype | None, bucket_bytes: int) -> WeightExport:
+        """One bucket exists at a time."""
+        for bucket in self.buckets(weights, dtype, bucket_bytes):
+            whole = [(weight.name, self.assembled(weight, self.shard(weight, dtype))) for weight in bucket]
+            while whole:
+                yield whole.pop(0)
+
+    def buckets(self, weights: list[Weight], dtype: torch.dtype | None, limit: int) -> Iterator[list[Weight]]:
+        """Neighbours of together at most ``limit`` bytes as whole tensors, or one larger tensor."""
+        bucket, size = list[Weight](), 0
+        for weight in weights:
+            need = torch.Size(weight.shape).numel() * (dtype or weight.dtype).itemsize
+            if bucket and size + need > limit:
+                yield bucket
+                bucket, size = [], 0
+            bucket.append(weight)
+            size += need
+        if bucket:
+            yield bucket
+
+    def shard(self, weight: Weight, dtype: torch.dtype | None) -> Tensor:
+        """This rank's box with its adapter merged, on the device, in the requested dtype."""
+        return self.merged(weight).to(device=self.device, dtype=dtype or weight.dtype)
+
+    def merged(self, weight: Weight) -> Tensor:
+        """``W + alpha / rank · B A`` in float32; boxes of A and B make this rank's box of the product."""
+        pair = pair_of(weight.name, self.weights)
+        if pair is None or weight.param is None:
+            return weight.local
+        assert self.config.lora is not None
+        delta = self.config.lora.alpha / self.config.lora.rank * (pair[1].local.float() @ pair[0].local.float())
+        return (weight.local.float() + delta).to(weight.dtype)
+
+    def assembled(self, weight: Weight, shard: Tensor) -> Tensor:
+        """The whole tensor on all ranks: each box once, added as bytes to zeros, so that no bit changes."""
+        if self.layout.world == 1:
+            return shard
+        whole = torch.zeros(weight.shape, dtype=shard.dtype, device=shard.device)
+        if weight.param is not None and weight.box.replica == 0:
+            whole[weight.box.slices] = shard
+        return self.layout.all_reduce(whole.view(torch.uint8), "world").view(shard.dtype)
+
+    # --- a folder ------------------------------------------------------------------------------
+
+    def save_hf(self, directory: Path | str, *, dtype: torch.dtype | None = None) -> None:
+        """See ``Engine.save_hf``. Rank 0 holds the whole model on the CPU before it writes."""
+        self._expect("save_hf", "ready")
+        tensors: dict[str, Tensor] = {}
+        for name, tensor in self.get_per_tensor_param(dtype=dtype):
+            if self.layout.rank == 0:
+                tensors[name] = tensor.to("cpu", copy=True)
+        together(self.comm, lambda: self.write_folder(Path(directory), tensors) if self.layout.rank == 0 else None)
+
+    def write_folder(self, directory: Path, tensors: Mapping[str, Tensor]) -> None:
+        """Write beside ``directory`` and move what is complete; raises ``CheckpointWriteError``."""
+        from safetensors import SafetensorError
+        from safetensors.torch import save_file
+
+        partial = directory.with_name(directory.name + ".partial")
+        try:
+            shutil.rmtree(partial, ignore_errors=True)  # a killed save's remains
+            partial.mkdir(parents=True)
+            require_room(partial, sum(t.numel() * t.element_size() for t in tensors.values()))
+            save_file(dict(tensors), partial / "model.safetensors", metadata={"format": "pt"})
+            (partial / "config.json").write_text(json.dumps(self.hf_config(tensors), indent=2, sort_keys=True))
+            self.copy_companions(directory, partial)
+            directory.mkdir(parents=True, exist_ok=True)
+            for stale in directory.glob("model*.safetensors*"):
+                stale.unlink()
+            for file in partial.iterdir():
+                file.replace(directory / file.name)
+        except (OSError, SafetensorError) as error:
+            raise CheckpointWriteError("the model could not be written", where=str(directory), why=str(error),
+                                       remedy="free disk space, or check path and permissions") from error  # fmt: skip
+        finally:
+            shutil.rmtree(partial, ignore_errors=True)
+
+    def hf_config(self, tensors: Mapping[str, Tensor]) -> dict[str, Any]:
+        """The model's config.json with the dtype of what is written, and the head that this engine has."""
+        dtype = str(next(iter(tensors.values())).dtype).removeprefix("torch.")
+        config = {k: v for k, v in self.raw_config.items() if k != "torch_dtype"} | {"dtype": dtype}
+        if "score.weight" in tensors:
+            names = [str(n).replace("ForCausalLM", "ForTokenClassification") for n in config.get("architectures") or []]
+            config |= {"architectures": names, "id2label": {"0": "LABEL_0"}, "label2id": {"LABEL_0": 0}}
+        return config
+
+    def copy_companions(self, directory: Path, partial: Path) -> None:
+        """The tokenizer's files, where ``directory`` has none of its own."""
+        for pattern in _COMPANIONS:
+            for file in Path(self.config.model.path).glob(pattern):
+                if not (directory / file.name).exists():
+                    shutil.copy(file, partial / file.name)

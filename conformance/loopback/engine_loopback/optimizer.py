@@ -1,0 +1,120 @@
+"""AdamW from the paper, any torch optimizer by path, and clipping."""
+
+from __future__ import annotations
+
+import importlib
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from engine_api.config import OptimizerConfig
+from engine_api.errors import ConfigError
+
+Group = dict[str, Any]
+
+
+class AdamW(torch.optim.Optimizer):
+    """Loshchilov and Hutter 2019, arXiv:1711.05101, algorithm 2, the decay scaled by the learning rate as in torch."""
+
+    def __init__(
+        self, params: Any, *, lr: float, betas: tuple[float, float] = (0.9, 0.999), eps: float = 1e-8,
+        weight_decay: float = 0.0,
+    ) -> None:  # fmt: skip
+        if not all(0 <= beta < 1 for beta in betas):
+            raise ValueError(f"betas {betas} are not in [0, 1)")
+        super().__init__(params, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay})
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
+        """Update every parameter that has a gradient."""
+        assert closure is None, "losses are computed by the engine"
+        for group in self.param_groups:
+            for param in group["params"]:
+                if param.grad is not None:
+                    self.adam_update(param, param.grad, self.state[param], group)
+
+    def adam_update(self, param: Tensor, grad: Tensor, state: dict[str, Tensor], group: Group) -> None:
+        """One parameter: count, moments, decay, and the move along the corrected moments."""
+        if not state:
+            state |= {
+                "step": torch.zeros(()),
+                "exp_avg": torch.zeros_like(param),
+                "exp_avg_sq": torch.zeros_like(param),
+            }
+        state["step"] += 1
+        self.moments(grad, state, group)
+        param.copy_(self.decayed(param, group))
+        first, second = self.corrected(state, group)
+        param.sub_(group["lr"] * first / (second.sqrt() + group["eps"]))
+
+    def moments(self, grad: Tensor, state: dict[str, Tensor], group: Group) -> None:
+        """Running means of the gradient and of its square."""
+        beta1, beta2 = group["betas"]
+        state["exp_avg"].mul_(beta1).add_(grad, alpha=1 - beta1)
+        state["exp_avg_sq"].mul_(beta2).addcmul_(grad, grad, value=1 - beta2)
+
+    def corrected(self, state: dict[str, Tensor], group: Group) -> tuple[Tensor, Tensor]:
+        """The means without their bias towards zero."""
+        (beta1, beta2), step = group["betas"], float(state["step"])
+        return state["exp_avg"] / (1 - beta1**step), state["exp_avg_sq"] / (1 - beta2**step)
+
+    def decayed(self, param: Tensor, group: Group) -> Tensor:
+        """The parameter after decoupled weight decay."""
+        return param * (1 - group["lr"] * group["weight_decay"])
+
+
+def build_optimizer(
+    config: OptimizerConfig, params: Sequence[nn.Parameter], adamw: type[AdamW]
+) -> torch.optim.Optimizer:
+    """The optimizer of the configuration over ``params``, one group; raises ``ConfigError``."""
+    cls: Any = adamw if config.name == "adamw" else _import(config.name)
+    own = {"betas": config.betas, "eps": config.eps} if config.name == "adamw" else {}
+    try:
+        result: torch.optim.Optimizer = cls(
+            [{"params": list(params)}], lr=config.lr, weight_decay=config.weight_decay, **(own | dict(config.kwargs))
+        )
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise ConfigError("optimizer.kwargs", f"{config.name} refuses its arguments", why=str(error),
+                          remedy="optimizer.lr, weight_decay and kwargs are passed to its constructor") from error  # fmt: skip
+    return result
+
+
+def _import(path: str) -> Any:
+    module, _, name = path.rpartition(".")
+    try:
+        cls = getattr(importlib.import_module(module), name)
+    except (ImportError, AttributeError, ValueError) as error:
+        raise ConfigError("optimizer.name", f"{path!r} is not adamw and cannot be imported", why=str(error),
+                          remedy="give adamw or a class by path, torch.optim.SGD") from error  # fmt: skip
+    if not (isinstance(cls, type) and issubclass(cls, torch.optim.Optimizer)):
+        raise ConfigError(
+            "optimizer.name", f"{path!r} is no torch optimizer", remedy="give torch.optim.SGD or the like"
+        )
+    return cls
+
+
+def state_fields(config: OptimizerConfig, adamw: type[AdamW]) -> set[str]:
+    """The state that the optimizer keeps for a weight, seen on a step of one of its own."""
+    param = nn.Parameter(torch.zeros(2, 2))
+    param.grad = torch.zeros_like(param)
+    optimizer = build_optimizer(config, [param], adamw)
+    optimizer.step()
+    return set(optimizer.state[param])
+
+
+def move_state(optimizer: torch.optim.Optimizer, device: torch.device | None) -> None:
+    """Move moments to ``device``, or each back to its parameter's device (None); step counts stay."""
+    for param, state in optimizer.state.items():
+        for field, value in state.items():
+            if isinstance(value, Tensor) and value.dim():
+                state[field] = value.to(device or param.device)
+
+
+def clip_factor(norm: float, max_norm: float | None) -> float:
+    """What gradients are multiplied by (Pascanu et al. 2013, arXiv:1211.5063); 1e-6 is torch's guard against zero."""
+    if max_norm is None or not math.isfinite(norm):
+        return 1.0
+    return min(1.0, max_norm / (norm + 1e-6))

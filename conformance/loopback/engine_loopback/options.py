@@ -1,0 +1,19 @@
+"""What only this engine knows."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from engine_api.errors import ConfigError
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LoopbackOptions:
+    """Options of the loopback engine (``EngineConfig.options``)."""
+
+    # Seconds after which a collective that does not end fails.
+    timeout_s: int = 1800
+
+    def __post_init__(self) -> None:
+        if self.timeout_s < 1:
+            raise ConfigError("options.timeout_s", f"{self.timeout_s} is not positive", remedy="give seconds")

@@ -1,0 +1,25 @@
+"""The descriptor. Loading it imports no torch."""
+
+from __future__ import annotations
+
+from engine_api.capabilities import Capability
+from engine_api.devices import probe_torch
+from engine_api.plugin import EnginePlugin, Row
+
+_DEVICES = ("cpu", "cuda")
+
+CAPABILITIES = frozenset(Capability) - {Capability.FP16, Capability.FP8}
+
+PLUGIN = EnginePlugin(
+    name="loopback",
+    contract="1.0",
+    rows=(
+        Row(model_types=("language_model",), backends=("loopback",), devices=_DEVICES,
+            target="engine_loopback.engine:LoopbackEngineWithLMHead"),
+        Row(model_types=("value_model",), backends=("loopback",), devices=_DEVICES,
+            target="engine_loopback.engine:LoopbackEngineWithValueHead"),
+    ),
+    capabilities=CAPABILITIES,
+    options="engine_loopback.options:LoopbackOptions",
+    probe=probe_torch,
+)  # fmt: skip

@@ -1,0 +1,23 @@
+"""Wrong engines, one defect each, that the conformance suite must catch by a named case. Not shipped.
+
+One module a group; `load_mutants` imports them all.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from engine_mutants.mutant import Mutant
+
+__all__ = ["GROUPS", "load_mutants"]
+
+GROUPS = ("forward", "train", "steps", "checkpoint", "export", "refusal", "contract", "parallel", "features")
+
+
+def load_mutants() -> dict[str, Mutant]:
+    """Every mutant by its backend's name."""
+    for group in GROUPS:
+        import_module(f"engine_mutants.{group}")
+    return import_module("engine_mutants.mutant").MUTANTS

@@ -1,0 +1,383 @@
+"""Defects of saving and loading."""
+
+# ruff: noqa: D102 - a mutant's docstring tells what its method does wrong; some defects lie in what is shared
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import torch
+from torch import Tensor
+
+from engine_api import checkpoint, manifest
+from engine_api.comm import Comm
+from engine_api.manifest import Entry
+from engine_api.results import CheckpointHandle, CheckpointInfo
+from engine_api.schedule import lr_factor
+from engine_api.weights import ShardSpec
+from engine_loopback.engine import LoopbackEngine
+from engine_loopback.weights import Weight
+from engine_mutants.mutant import mutant
+
+GROUP = "portable-checkpoint"
+Shards = dict[str, tuple[Tensor, ShardSpec]]
+Extra = Mapping[str, Any] | None
+
+
+@contextmanager
+def _instead(name: str, wrap: Callable[[Any], Any]) -> Iterator[None]:
+    """A function of ``engine_api.checkpoint`` is another one for a while."""
+    with patch.object(checkpoint, name, wrap(getattr(checkpoint, name))):
+        yield
+
+
+# --- what is restored ------------------------------------------------------------------------------
+
+
+@mutant("checkpoint.resume_bitwise", group=GROUP, seen_in="NeMo-RL #3171, #3345")
+class OptimizerNotRestored(LoopbackEngine):
+    """A load restores the weights, and the optimizer begins with empty moments."""
+
+    def _install_state(self, tensors: Mapping[str, Tensor]) -> None:
+        super()._install_state({key: value for key, value in tensors.items() if not key.startswith("optim.")})
+
+
+@mutant("checkpoint.gold", group=GROUP, seen_in="Megatron-Bridge #5680")
+class DummyStepOnLoad(LoopbackEngine):
+    """After a load the optimizer makes a step with zero gradients and a rate of zero, which lets its moments decay."""
+
+    def _install_state(self, tensors: Mapping[str, Tensor]) -> None:
+        super()._install_state(tensors)
+        for param in self.trained():
+            param.grad = torch.zeros_like(param)
+        self._apply_optimizer(0.0)
+        self._zero_grad()
+
+
+@mutant("checkpoint.gold", group=GROUP, seen_in="Automodel #3191")
+class StepAheadOfMoments(LoopbackEngine):
+    """The optimizer's step count is one more after a load, so that moments are corrected for another step."""
+
+    def restore_state(self, optimizer: torch.optim.Optimizer, weight: Weight, field: str, value: Tensor) -> None:
+        super().restore_state(optimizer, weight, field, value + 1 if field == "step" else value)
+
+
+@mutant("checkpoint.gold", group=GROUP)
+class StepCountNotRestored(LoopbackEngine):
+    """Moments are restored and their step count is not: the correction of their bias begins anew."""
+
+    def restore_state(self, optimizer: torch.optim.Optimizer, weight: Weight, field: str, value: Tensor) -> None:
+        super().restore_state(optimizer, weight, field, torch.zeros(()) if field == "step" else value)
+
+
+@mutant("checkpoint.foreign", group=GROUP)
+class MomentsSwapped(LoopbackEngine):
+    """First and second moments are stored under each other's names, and read back likewise: resuming is right."""
+
+    def state_shards(self) -> Shards:
+        return {_other_moment(key): box for key, box in super().state_shards().items()}
+
+    def _install_state(self, tensors: Mapping[str, Tensor]) -> None:
+        super()._install_state({_other_moment(key): value for key, value in tensors.items()})
+
+
+def _other_moment(key: str) -> str:
+    stem, _, field = key.rpartition(".")
+    return f"{stem}.{ {'exp_avg': 'exp_avg_sq', 'exp_avg_sq': 'exp_avg'}.get(field, field) }"
+
+
+@mutant("checkpoint.resume_moe", group="moe")
+class ExpertMomentsReversed(LoopbackEngine):
+    """The experts' moments are read in the reverse order of the experts."""
+
+    def _install_state(self, tensors: Mapping[str, Tensor]) -> None:
+        def other(key: str) -> str:
+            if not key.startswith("optim."):
+                return key
+            return re.sub(r"experts\.(\d+)", lambda m: f"experts.{self.shape.experts - 1 - int(m[1])}", key)
+
+        super()._install_state({key: tensors[other(key)] for key in tensors})
+
+
+@mutant("checkpoint.foreign", group=GROUP)
+class ScheduleStartsAnew(LoopbackEngine):
+    """After a load the rate that is reported is the schedule's, and the one that is applied begins at its start."""
+
+    first = 0
+
+    def load_checkpoint(self, directory: Path | str) -> CheckpointInfo:
+        info = super().load_checkpoint(directory)
+        self.first = info.step
+        return info
+
+    def _apply_optimizer(self, lr: float) -> None:
+        optimizer = self._require_optimizer("step")
+        super()._apply_optimizer(optimizer.lr * lr_factor(self.config.schedule, self._step - self.first))
+
+
+@mutant("checkpoint.resume_bitwise", group=GROUP)
+class StepNotRestored(LoopbackEngine):
+    """``weight_version`` and the schedule begin at zero after a load."""
+
+    def load_checkpoint(self, directory: Path | str) -> CheckpointInfo:
+        info = super().load_checkpoint(directory)
+        self._step = 0
+        return info
+
+
+@mutant("checkpoint.resume_bitwise", group=GROUP)
+class OnlyTorchGeneratorRestored(LoopbackEngine):
+    """A load restores torch's generator, and leaves those of Python and NumPy as they are."""
+
+    def _set_rng_state(self, state: Mapping[str, Any]) -> None:
+        super()._set_rng_state(self._rng_state() | {"torch": state["torch"]})
+
+
+@mutant("checkpoint.resume_bitwise", group=GROUP, world=2)
+class GeneratorsOfRankZero(LoopbackEngine):
+    """Rank 0's generators are saved for every rank."""
+
+    def _rng_state(self) -> dict[str, Any]:
+        state: dict[str, Any] = self.comm.all_gather(super()._rng_state())[0]
+        return state
+
+
+@mutant("checkpoint.resume_bitwise", group=GROUP)
+class ExtraDropped(LoopbackEngine):
+    """What the caller gives to ``save_checkpoint`` is not written."""
+
+    def save_checkpoint(self, directory: Path | str, *, extra: Extra = None) -> CheckpointHandle:
+        del extra
+        return super().save_checkpoint(directory)
+
+
+# --- what is written -------------------------------------------------------------------------------
+
+
+@mutant("checkpoint.resume_bitwise", group=GROUP)
+class MomentsSavedInBfloat16(LoopbackEngine):
+    """Moments are rounded to bfloat16 on their way to the file, which says float32."""
+
+    def state_shards(self) -> Shards:
+        state = super().state_shards()
+        return {k: (t.bfloat16().to(t.dtype) if k.startswith("optim.") else t, s) for k, (t, s) in state.items()}
+
+
+@mutant("checkpoint.resume_moe", group=GROUP, seen_in="NeMo-RL #3544")
+class UnusedMomentsBecomeNan(LoopbackEngine):
+    """Second moments that are zero, of rows that no token used, are saved as NaN."""
+
+    def state_shards(self) -> Shards:
+        state = super().state_shards()
+        return {k: (t * (t / t) if k.endswith(".exp_avg_sq") else t, s) for k, (t, s) in state.items()}
+
+
+@mutant("checkpoint.keys", group=GROUP)
+class WrapperInKeys(LoopbackEngine):
+    """Keys carry a wrapper's ``module.``, on saving and on loading."""
+
+    def key_of(self, weight: Weight) -> str:
+        return super().key_of(weight).replace("model.", "model.module.", 1)
+
+
+@mutant("checkpoint.keys", group=GROUP, seen_in="NeMo-RL #227")
+class TiedHeadSaved(LoopbackEngine):
+    """A head that is tied to the embedding is written as well."""
+
+    def state_shards(self) -> Shards:
+        state = super().state_shards()
+        value, box = state["model.model.embed_tokens.weight"]
+        return state | ({"model.lm_head.weight": (value.clone(), box)} if self.shape.tied else {})
+
+
+@mutant("parallel.pp_checkpoint", group="pp", world=2, seen_in="Megatron-LM #7452, NeMo-RL #671")
+class LayersNumberedWithinStage(LoopbackEngine):
+    """A pipeline stage saves its layers under its own numbers."""
+
+    def state_shards(self) -> Shards:
+        first = self.model.own_layers().start
+        own = {key: box for key, box in super().state_shards().items() if not box[1].is_empty}
+        return {re.sub(r"layers\.(\d+)", lambda m: f"layers.{int(m[1]) - first}", key): own[key] for key in own}
+
+
+@mutant("parallel.tp_checkpoint", group="tp", world=2, seen_in="verl, miles and AReaL state it as a limit")
+class ShardsWithoutPlace(LoopbackEngine):
+    """Each rank saves its shard as if it were the whole: only the same ranks could put it together."""
+
+    def state_shards(self) -> Shards:
+        return {key: (value, ShardSpec.whole(value.shape)) for key, (value, _) in super().state_shards().items()}
+
+
+@mutant("checkpoint.keys", group=GROUP, world=2)
+class CopiesSaved(LoopbackEngine):
+    """Every data-parallel rank writes its copy of the weights."""
+
+    def state_shards(self) -> Shards:
+        return {key: (value, replace(box, replica=0)) for key, (value, box) in super().state_shards().items()}
+
+
+@mutant("checkpoint.resume_bitwise", group=GROUP)
+class SaveDraws(LoopbackEngine):
+    """A save draws a name for a temporary file from torch's generator, after it has noted its state."""
+
+    def save_checkpoint(self, directory: Path | str, *, extra: Extra = None) -> CheckpointHandle:
+        handle = super().save_checkpoint(directory, extra=extra)
+        torch.randint(1 << 30, ())
+        return handle
+
+
+@mutant("faults.no_room", group=GROUP)
+class WrittenUnderFinalName(LoopbackEngine):
+    """The folder stands under its final name before anything is in it."""
+
+    def save_checkpoint(self, directory: Path | str, *, extra: Extra = None) -> CheckpointHandle:
+        def early(prepare: Callable[..., None]) -> Callable[..., Any]:
+            return lambda final, partial: (prepare(final, partial), final.mkdir())
+
+        with _instead("_prepare", early):
+            return super().save_checkpoint(directory, extra=extra)
+
+
+@mutant("faults.killed_while_saving", group=GROUP)
+class LatestBeforeRename(LoopbackEngine):
+    """``latest`` names the new checkpoint before it is written."""
+
+    def save_checkpoint(self, directory: Path | str, *, extra: Extra = None) -> CheckpointHandle:
+        def early(prepare: Callable[..., None]) -> Callable[..., Any]:
+            return lambda final, partial: (prepare(final, partial), (final.parent / "latest").write_text(final.name))
+
+        with _instead("_prepare", early):
+            return super().save_checkpoint(directory, extra=extra)
+
+
+# --- asynchronous saves ----------------------------------------------------------------------------
+
+
+@mutant("checkpoint.asynchronous", group="async-checkpoint")
+class AsyncSaveReadsLiveTensors(LoopbackEngine):
+    """An asynchronous save writes the tensors themselves, which the next step changes."""
+
+    def save_checkpoint(self, directory: Path | str, *, extra: Extra = None) -> CheckpointHandle:
+        live = self.state_shards()
+        with _instead("write", lambda write: lambda place, **rest: write(place, **rest | {"state": live})):
+            return super().save_checkpoint(directory, extra=extra)
+
+
+@mutant("checkpoint.asynchronous_failure", group="async-checkpoint")
+class AsyncFailureSwallowed(LoopbackEngine):
+    """An asynchronous save that failed is not heard of by the next call."""
+
+    def _wait_for_save(self) -> None:
+        saving, self._saving = self._saving, None
+        if saving is not None:
+            saving.exception()
+
+
+# --- loads that must fail --------------------------------------------------------------------------
+
+
+@mutant("faults.failed_load", group=GROUP)
+class ChecksumNotChecked(LoopbackEngine):
+    """A load looks at the manifest only, and trusts the files."""
+
+    def load_checkpoint(self, directory: Path | str) -> CheckpointInfo:
+        with _instead("verify_files", lambda _: lambda *_: None):
+            return super().load_checkpoint(directory)
+
+
+@mutant("faults.failed_load", group=GROUP)
+class SizeOnlyChecked(LoopbackEngine):
+    """A load compares the sizes of files, and not their checksums: one altered bit passes."""
+
+    def load_checkpoint(self, directory: Path | str) -> CheckpointInfo:
+        def sizes(verify: Callable[..., None]) -> Callable[..., None]:
+            there = lambda folder, name: (folder / name).is_file()  # noqa: E731 - one question
+            same = lambda folder, name, want: there(folder, name) and (folder / name).stat().st_size == want["bytes"]  # noqa: E731
+            return lambda folder, files: verify(folder, {n: w for n, w in files.items() if not same(folder, n, w)})
+
+        with _instead("verify_files", sizes):
+            return super().load_checkpoint(directory)
+
+
+@mutant("faults.failed_load", group=GROUP)
+class StateDroppedBeforeRead(LoopbackEngine):
+    """The optimizer's state is dropped to make room before a checkpoint is read, which may then fail."""
+
+    def load_checkpoint(self, directory: Path | str) -> CheckpointInfo:
+        if self.optimizer is not None:
+            self.optimizer.state.clear()
+        return super().load_checkpoint(directory)
+
+
+@mutant("faults.failed_load", group=GROUP)
+class OtherModelAccepted(LoopbackEngine):
+    """Weights that a checkpoint lacks keep their values, as with ``strict=False``."""
+
+    def _state_layout(self, entries: Mapping[str, Entry]) -> dict[str, tuple[ShardSpec, torch.dtype]]:
+        return {key: box for key, box in super()._state_layout(entries).items() if key in entries}
+
+    def _install_state(self, tensors: Mapping[str, Tensor]) -> None:
+        own = {self.key_of(weight): weight.local.clone() for weight in self.weights.values()}
+        super()._install_state(own | dict(tensors))
+
+
+@mutant("faults.failed_load", group=GROUP)
+class NewerContractAccepted(LoopbackEngine):
+    """A checkpoint of a newer contract is read as one of this one."""
+
+    def load_checkpoint(self, directory: Path | str) -> CheckpointInfo:
+        with patch.object(manifest, "contract_problem", lambda _: None):
+            return super().load_checkpoint(directory)
+
+
+@mutant("faults.failed_load", group=GROUP)
+class PickleAccepted(LoopbackEngine):
+    """A folder without a manifest is searched for a pickle, which is loaded."""
+
+    def load_checkpoint(self, directory: Path | str) -> CheckpointInfo:
+        file = Path(directory) / "model.pt"
+        if not file.exists():
+            return super().load_checkpoint(directory)
+        for name, tensor in torch.load(file, weights_only=False)["model"].items():
+            self.weights[name].local.copy_(tensor)
+        return CheckpointInfo(path=file, step=self._step, extra={}, num_bytes=file.stat().st_size)
+
+
+class _Alone:
+    """A control plane whose ranks do not hear of each other."""
+
+    def __init__(self, comm: Comm) -> None:
+        self.rank, self.world_size = comm.rank, comm.world_size
+
+    def all_gather(self, value: Any) -> list[Any]:
+        return [value] * self.world_size
+
+    def close(self) -> None:
+        """Nothing to give back."""
+
+
+@mutant("faults.failed_load", group=GROUP, world=2)
+class ErrorOnOneRank(LoopbackEngine):
+    """A rank that finds its file damaged raises alone; the others go on with the new weights."""
+
+    def load_checkpoint(self, directory: Path | str) -> CheckpointInfo:
+        comm, self._save_comm = self._save_comm, _Alone(self._save_comm)
+        try:
+            return super().load_checkpoint(directory)
+        finally:
+            self._save_comm = comm
+
+
+@mutant("contract.inference_only", group="core")
+class MomentsInTheWay(LoopbackEngine):
+    """An engine without an optimizer wants a checkpoint without moments: a reference cannot read the policy's."""
+
+    def _state_layout(self, entries: Mapping[str, Entry]) -> dict[str, tuple[ShardSpec, torch.dtype]]:
+        moments = {} if self.optimizer else {k: (ShardSpec.whole(()), torch.float32) for k in entries if "optim." in k}
+        return super()._state_layout(entries) | moments

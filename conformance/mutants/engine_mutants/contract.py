@@ -1,0 +1,350 @@
+"""Defects of the interface: states, arguments, answers, and ranks that leave the others."""
+
+# ruff: noqa: D102 - a mutant's docstring tells what its method does wrong
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import threading
+from collections.abc import Sequence
+from dataclasses import fields, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+from engine_api.batch import Batch
+from engine_api.comm import SingleComm
+from engine_api.config import EngineConfig
+from engine_api.contract import Adapter
+from engine_api.losses import LossFn
+from engine_api.results import LossOutput, TokenOutputs, TrainOutput
+from engine_api.weights import WeightExport
+from engine_loopback.engine import LoopbackEngine
+from engine_mutants.mutant import mutant
+from engine_mutants.refusal import Edits
+
+_HELPERS = list["subprocess.Popen[bytes]"]()  # so that they are not collected with their engine
+
+# --- options and arguments that are swallowed ------------------------------------------------------
+
+
+@mutant("contract.bad_configuration", group="core")
+class UnknownOptionIgnored(Edits):
+    """Options that the engine does not know are dropped."""
+
+    def edited(self, config: EngineConfig) -> EngineConfig:
+        return replace(config, options={k: v for k, v in (config.options or {}).items() if k == "timeout_s"})
+
+
+@mutant("contract.bad_configuration", group="core")
+class UnknownOverrideIgnored(Edits):
+    """Overrides of the model's config are applied to attributes, where a misspelt one changes nothing."""
+
+    def edited(self, config: EngineConfig) -> EngineConfig:
+        known = {k: v for k, v in config.model.config_overrides.items() if k in ("rope_theta", "num_hidden_layers")}
+        return replace(config, model=replace(config.model, config_overrides=known))
+
+
+@mutant("contract.bad_configuration", group="core")
+class UnknownKernelIgnored(Edits):
+    """An attention kernel that the engine does not know is replaced by its own."""
+
+    def edited(self, config: EngineConfig) -> EngineConfig:
+        return replace(config, model=replace(config.model, attention="auto"))
+
+
+@mutant("contract.bad_configuration", group="core")
+class MissingWeightsMade(LoopbackEngine):
+    """A folder without weights gives an engine with random ones."""
+
+    def files(self) -> Any:
+        return super().files() if any(Path(self.config.model.path).glob("*.safetensors")) else None
+
+
+@mutant("contract.bad_arguments", group="core")
+class ZeroDenominatorIsDefault(LoopbackEngine):
+    """A denominator of zero is taken for none."""
+
+    def train_batch(
+        self, batch: Batch, loss: LossFn, *, denominator: float | None = None, temperature: float = 1.0
+    ) -> TrainOutput:
+        return super().train_batch(batch, loss, denominator=denominator or None, temperature=temperature)
+
+
+@mutant("contract.bad_arguments", group="core")
+class TemperatureClamped(LoopbackEngine):
+    """A temperature that is not positive is raised to the least one."""
+
+    def infer_batch(
+        self, batch: Batch, *, temperature: float = 1.0, entropy: bool = False, adapter: bool = True
+    ) -> TokenOutputs:
+        return super().infer_batch(batch, temperature=max(temperature, 1e-4), entropy=entropy, adapter=adapter)
+
+
+@mutant("contract.bad_arguments", group="core")
+class ExitsOnBadArguments(LoopbackEngine):
+    """Bad arguments end the process by ``sys.exit``."""
+
+    def infer_batch(
+        self, batch: Batch, *, temperature: float = 1.0, entropy: bool = False, adapter: bool = True
+    ) -> TokenOutputs:
+        if temperature <= 0:
+            sys.exit(f"temperature {temperature} is not positive")
+        return super().infer_batch(batch, temperature=temperature, entropy=entropy, adapter=adapter)
+
+
+@mutant("contract.bad_arguments", group="core")
+class UnknownDeviceIgnored(LoopbackEngine):
+    """``to`` a device that it does not know does nothing."""
+
+    def to(self, device: str, *, model: bool = True, optimizer: bool = True, grad: bool = True) -> None:
+        if device in ("cpu", self.device_type):
+            super().to(device, model=model, optimizer=optimizer, grad=grad)
+
+
+# --- members and states ----------------------------------------------------------------------------
+
+
+@mutant("contract.signatures", group="core")
+class ArgumentRenamed(LoopbackEngine):
+    """``infer_batch`` calls its ``adapter`` by another name."""
+
+    def infer_batch(
+        self, batch: Batch, *, temperature: float = 1.0, entropy: bool = False, use_adapter: bool = True
+    ) -> TokenOutputs:
+        return super().infer_batch(batch, temperature=temperature, entropy=entropy, adapter=use_adapter)
+
+
+@mutant("contract.signatures", group="core")
+class OtherDefault(LoopbackEngine):
+    """The export's dtype is bfloat16 where none is asked for."""
+
+    def get_per_tensor_param(
+        self, *, dtype: torch.dtype | None = torch.bfloat16, adapter: Adapter = "merged", bucket_bytes: int = 512 << 20
+    ) -> WeightExport:
+        return super().get_per_tensor_param(dtype=dtype, adapter=adapter, bucket_bytes=bucket_bytes)
+
+
+@mutant("contract.states", group="core")
+class CloseTwiceRaises(LoopbackEngine):
+    """A second ``close`` is an error."""
+
+    def close(self) -> None:
+        if self._state == "closed":
+            raise RuntimeError("already closed")
+        super().close()
+
+
+@mutant("contract.states", group="core")
+class EmptyExportAfterClose(LoopbackEngine):
+    """After ``close`` the export is empty, which is no error."""
+
+    def get_per_tensor_param(
+        self, *, dtype: torch.dtype | None = None, adapter: Adapter = "merged", bucket_bytes: int = 512 << 20
+    ) -> WeightExport:
+        if self._state == "closed":
+            return iter(())
+        return super().get_per_tensor_param(dtype=dtype, adapter=adapter, bucket_bytes=bucket_bytes)
+
+
+@mutant("contract.states", group="core")
+class InitializesTwice(LoopbackEngine):
+    """A second ``initialize`` is taken for the first."""
+
+    def initialize(self) -> None:
+        if self._state != "ready":
+            super().initialize()
+
+
+@mutant("contract.states", group="core")
+class StepsWithoutGradient(LoopbackEngine):
+    """``optimizer_step`` without a gradient is a skipped step, and no error."""
+
+    def optimizer_step(self) -> Any:
+        self._expect("optimizer_step", "ready")
+        return super().optimizer_step() if self._pending else self._step_with(0.0)
+
+
+@mutant("contract.states", group="core")
+class AttributeErrorBeforeInitialize(LoopbackEngine):
+    """``infer_batch`` looks for its parts before it looks whether they are there."""
+
+    def infer_batch(
+        self, batch: Batch, *, temperature: float = 1.0, entropy: bool = False, adapter: bool = True
+    ) -> TokenOutputs:
+        self.model.training = False
+        return super().infer_batch(batch, temperature=temperature, entropy=entropy, adapter=adapter)
+
+
+# --- what is left behind ---------------------------------------------------------------------------
+
+
+@mutant("contract.leaves_nothing", group="core")
+class DefaultDtypeStays(LoopbackEngine):
+    """torch's default dtype is changed while the model is built, and stays so."""
+
+    def _build_model(self) -> None:
+        torch.set_default_dtype(torch.float64)
+        super()._build_model()
+
+
+@mutant("contract.leaves_nothing", group="core")
+class ThreadStays(LoopbackEngine):
+    """A thread that watches the ranks outlives ``close``."""
+
+    def _build_model(self) -> None:
+        super()._build_model()
+        threading.Thread(target=threading.Event().wait, args=(20,)).start()
+
+
+@mutant("contract.leaves_nothing", group="core")
+class ChildStays(LoopbackEngine):
+    """A helper process outlives ``close``."""
+
+    def _build_model(self) -> None:
+        super()._build_model()
+        # It ends by itself when its pipe does: the rank's own end is the last it waits for.
+        _HELPERS.append(subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE))
+
+
+# --- what comes back -------------------------------------------------------------------------------
+
+
+class _Answers(LoopbackEngine):
+    """Changes what ``infer_batch`` gives."""
+
+    def infer_batch(
+        self, batch: Batch, *, temperature: float = 1.0, entropy: bool = False, adapter: bool = True
+    ) -> TokenOutputs:
+        given = super().infer_batch(batch, temperature=temperature, entropy=entropy, adapter=adapter)
+        named = {f.name: getattr(given, f.name) for f in fields(TokenOutputs)}
+        return TokenOutputs(**{k: None if v is None else self.changed(v, batch) for k, v in named.items()})
+
+    def changed(self, value: Tensor, batch: Batch) -> Tensor | None:
+        del batch
+        return value
+
+
+@mutant("forward.one_token_documents", group="core")
+class NanAtOneTokenDocuments(_Answers):
+    """A document of one token is answered with NaN, the mean over nothing."""
+
+    def changed(self, value: Tensor, batch: Batch) -> Tensor:
+        single = torch.repeat_interleave(torch.tensor(batch.lengths) == 1, torch.tensor(batch.lengths))
+        return value.masked_fill(single, float("nan"))
+
+
+@mutant("forward.loss_weight", group="core")
+class OutputsInFloat64(_Answers):
+    """Outputs are float64."""
+
+    def changed(self, value: Tensor, batch: Batch) -> Tensor:
+        return value.double()
+
+
+@mutant("forward.loss_weight", group="core")
+class OutputsNotDetached(_Answers):
+    """Outputs still hang on a graph."""
+
+    def changed(self, value: Tensor, batch: Batch) -> Tensor:
+        return value.clone().requires_grad_()
+
+
+@mutant("forward.loss_weight", group="core")
+class OutputsPadded(_Answers):
+    """Outputs keep the padding to a multiple of eight."""
+
+    def changed(self, value: Tensor, batch: Batch) -> Tensor:
+        return pad(value, (0, -len(value) % 8))
+
+
+@mutant("parallel.ulysses", group="ulysses", world=2)
+class PrimaryAnswersAlone(_Answers):
+    """Of the ranks that share documents only the primary answers."""
+
+    def changed(self, value: Tensor, batch: Batch) -> Tensor | None:
+        return value if self.topology.is_primary else None
+
+
+@mutant("forward.pure", group="core")
+class InferenceCounts(_Answers):
+    """``weight_version`` grows by an inference."""
+
+    def changed(self, value: Tensor, batch: Batch) -> Tensor:
+        self._step += 1
+        return value
+
+
+@mutant("train.uneven_ranks", group="dp", world=2)
+class LossOfOwnRank(LoopbackEngine):
+    """Each rank reports the loss of its own tokens."""
+
+    def _sum_over_data_parallel(self, outputs: Sequence[LossOutput]) -> dict[str, float]:
+        comm, self.comm = self.comm, SingleComm()
+        try:
+            return super()._sum_over_data_parallel(outputs)
+        finally:
+            self.comm = comm
+
+
+@mutant("train.schedules", group="core")
+class LossIsTensor(LoopbackEngine):
+    """``train_batch`` reports its loss as a tensor."""
+
+    def train_batch(
+        self, batch: Batch, loss: LossFn, *, denominator: float | None = None, temperature: float = 1.0
+    ) -> TrainOutput:
+        given = super().train_batch(batch, loss, denominator=denominator, temperature=temperature)
+        return replace(given, loss=torch.tensor(given.loss))  # type: ignore[arg-type] - the defect
+
+
+# --- ranks that leave the others -------------------------------------------------------------------
+
+
+class _Empty(LoopbackEngine):
+    """Does something else where a rank has no documents."""
+
+    def infer_batch(
+        self, batch: Batch, *, temperature: float = 1.0, entropy: bool = False, adapter: bool = True
+    ) -> TokenOutputs:
+        if not batch.num_tokens:
+            return self.without_documents()
+        return super().infer_batch(batch, temperature=temperature, entropy=entropy, adapter=adapter)
+
+    def without_documents(self) -> TokenOutputs:
+        return TokenOutputs(log_probs=torch.zeros(0), entropy=torch.zeros(0))
+
+
+@mutant("forward.no_documents", group="dp", world=2, deadline=0.05)
+class EmptyRankSkipsCollectives(_Empty):
+    """A rank without documents answers at once, and the others wait for it."""
+
+
+@mutant("forward.no_documents", group="dp", world=2)
+class EmptyRankRaises(_Empty):
+    """A rank without documents raises, and the others wait for it."""
+
+    def without_documents(self) -> TokenOutputs:
+        raise IndexError("list index out of range")
+
+
+@mutant("forward.no_documents", group="dp", world=2)
+class EmptyRankDies(_Empty):
+    """A rank without documents ends its process."""
+
+    def without_documents(self) -> TokenOutputs:
+        os._exit(6)
+
+
+@mutant("forward.no_documents", group="dp", world=2, deadline=0.05)
+class EmptyRankStalls(_Empty):
+    """A rank without documents waits for a batch that never comes."""
+
+    def without_documents(self) -> TokenOutputs:
+        threading.Event().wait()
+        return super().without_documents()

@@ -1,0 +1,395 @@
+"""Defects of what an engine declares beside the core: adapters, experts, value heads, memory, half precision, RL."""
+# ruff: noqa: D102 - the class says what is wrong with its method
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from itertools import count
+from pathlib import Path
+
+import torch
+from torch import Tensor
+from torch.nn.functional import silu
+from torch.utils.checkpoint import checkpoint
+
+from engine_api.batch import Batch
+from engine_api.losses import LossFn
+from engine_api.results import LossOutput, TokenOutputs
+from engine_loopback.engine import LoopbackEngine
+from engine_loopback.layers import Packed, Params
+from engine_loopback.lora import pair_of
+from engine_loopback.model import Model
+from engine_loopback.optimizer import AdamW, Group, move_state
+from engine_loopback.weights import Weight
+from engine_mutants.mutant import mutant
+
+# --- adapters -----------------------------------------------------------------------------------
+
+
+@mutant("lora.train", group="lora", seen_in="a comment in verl's code")
+class AdapterNotMerged(LoopbackEngine):
+    """The merged export sends the base weights."""
+
+    def merged(self, weight: Weight) -> Tensor:
+        return weight.local
+
+
+@mutant("lora.train", group="lora")
+class MergedWithoutScale(LoopbackEngine):
+    """The merged export adds B A without alpha / rank."""
+
+    def merged(self, weight: Weight) -> Tensor:
+        config, lora = self.config, self.config.lora
+        self.config = config if lora is None else replace(config, lora=replace(lora, alpha=float(lora.rank)))
+        try:
+            return super().merged(weight)
+        finally:
+            self.config = config
+
+
+@mutant("lora.train", group="lora")
+class MergedInBfloat16(LoopbackEngine):
+    """The product of B and A is formed in bfloat16 before it is merged."""
+
+    def merged(self, weight: Weight) -> Tensor:
+        whole = super().merged(weight)
+        return weight.local + (whole - weight.local).bfloat16().to(whole.dtype)
+
+
+@mutant("lora.train", group="lora", part="model")
+class AdapterScaledByRoot(Model):
+    """The adapter's scale is alpha over the root of the rank (rsLoRA), which nobody asked for."""
+
+    def adapter_scale(self) -> float:
+        assert self.lora is not None
+        return self.lora.alpha / math.sqrt(self.lora.rank)
+
+
+@mutant("lora.train", group="lora")
+class NormsTrainBesideAdapter(LoopbackEngine):
+    """The base model's norms train as well."""
+
+    def make_weight(self, name: str, shape: tuple[int, ...], adapter: bool) -> Weight:
+        weight = super().make_weight(name, shape, adapter)
+        if name.endswith("norm.weight") and weight.param is not None:
+            weight.param.requires_grad_(True)
+            weight.trainable = True
+        return weight
+
+
+@mutant("lora.train", group="lora", part="model")
+class AdapterStaysOnForReference(Model):
+    """The reference is computed with the adapter, and every KL is zero."""
+
+    @contextmanager
+    def without_adapter(self) -> Iterator[None]:
+        yield
+
+
+@mutant("lora.train", group="lora", part="model")
+class AdapterStaysOff(Model):
+    """After a reference the adapter is not switched on again: the next log-probs and steps are the base model's."""
+
+    @contextmanager
+    def without_adapter(self) -> Iterator[None]:
+        self.adapter_on = False
+        yield
+
+
+@mutant("lora.train", group="lora", part="model")
+class AdapterDropsInInference(Model):
+    """The adapter's dropout is on in inference too."""
+
+    def linear(self, params: Params, name: str, x: Tensor) -> Tensor:
+        was, self.training = self.training, True
+        try:
+            return super().linear(params, name, x)
+        finally:
+            self.training = was
+
+
+@mutant("lora.train", group="lora")
+class SecondFactorNotZero(LoopbackEngine):
+    """B begins as small random values, so that training does not begin at the base model."""
+
+    def _build_model(self) -> None:
+        super()._build_model()
+        for weight in self.weights.values():
+            if weight.name.endswith("lora_B.weight"):
+                weight.local.fill_(1e-4)
+
+
+@mutant("lora.absent", group="lora")
+class AbsentAdapterIgnored(LoopbackEngine):
+    """An engine without an adapter answers for a reference with the policy itself, and every KL is zero."""
+
+    def infer_batch(
+        self, batch: Batch, *, temperature: float = 1.0, entropy: bool = False, adapter: bool = True
+    ) -> TokenOutputs:
+        there = adapter or self.config.lora is None
+        return super().infer_batch(batch, temperature=temperature, entropy=entropy, adapter=there)
+
+
+@mutant("lora.resume", group="lora")
+class AdapterMomentsNotSaved(LoopbackEngine):
+    """A checkpoint holds the adapter without its moments, which begin anew."""
+
+    def optimizer_state(self) -> Iterator[tuple[Weight, str, Tensor]]:
+        return (row for row in super().optimizer_state() if not row[0].adapter)
+
+
+@mutant("lora.save_hf", group="lora")
+class FolderOfBaseWeights(LoopbackEngine):
+    """The Hugging Face folder gets the base weights; the export for rollouts is merged."""
+
+    def write_folder(self, directory: Path, tensors: Mapping[str, Tensor]) -> None:
+        super().write_folder(directory, {name: self.weights[name].local for name in tensors})
+
+
+# --- experts ------------------------------------------------------------------------------------
+
+
+@mutant("forward.qwen3_moe", group="moe", part="model", seen_in="torchtitan #1448")
+class ExpertsNotNormalised(Model):
+    """The chosen experts' weights do not add up to one though config.json has norm_topk_prob."""
+
+    def route(self, params: Params, x: Tensor) -> Tensor:
+        probs = self.linear(params, "mlp.gate", x).float().softmax(-1)
+        weights, chosen = probs.topk(self.shape.top_k, dim=-1)
+        return torch.zeros_like(probs).scatter(-1, chosen, weights).to(x.dtype)
+
+
+@mutant("forward.qwen3_moe", group="moe", part="model", seen_in="Qwen3 #687")
+class ExpertsAlwaysNormalised(Model):
+    """The chosen experts' weights are made to add up to one though config.json says otherwise."""
+
+    def route(self, params: Params, x: Tensor) -> Tensor:
+        mix = super().route(params, x)
+        return mix / mix.sum(-1, keepdim=True)
+
+
+@mutant("forward.qwen3_moe", group="moe", part="model")
+class ExpertsSwapped(Model):
+    """The first two experts have each other's tokens."""
+
+    def route(self, params: Params, x: Tensor) -> Tensor:
+        first, second, *others = super().route(params, x).unbind(-1)
+        return torch.stack((second, first, *others), dim=-1)
+
+
+@mutant("forward.qwen3_moe", group="moe", part="model")
+class ExpertsGateAndUpSwapped(Model):
+    """An expert's fused gate and up projections are read in the other order."""
+
+    def experts(self, params: Params, x: Tensor, mix: Tensor) -> Tensor:
+        total = torch.zeros_like(x)
+        for expert in range(self.shape.experts):
+            name = f"mlp.experts.{expert}"
+            gated = silu(self.linear(params, f"{name}.up_proj", x)) * self.linear(params, f"{name}.gate_proj", x)
+            total = total + mix[:, expert, None] * self.linear(params, f"{name}.down_proj", gated)
+        return total
+
+
+@mutant("forward.qwen3_moe", group="moe", part="model")
+class RouterInBfloat16(Model):
+    """The router's probabilities are rounded to bfloat16 though the computation is float32."""
+
+    def route(self, params: Params, x: Tensor) -> Tensor:
+        return super().route(params, x).bfloat16().to(x.dtype)
+
+
+@mutant("forward.qwen3_moe", group="moe", part="model")
+class ExpertsDropTokens(Model):
+    """An expert has room for its even share of the tokens and a half; those that come later are dropped."""
+
+    def route(self, params: Params, x: Tensor) -> Tensor:
+        mix = super().route(params, x)
+        room = math.ceil(1.5 * len(mix) * self.shape.top_k / self.shape.experts)
+        return mix * ((mix > 0).cumsum(0) <= room)
+
+
+@mutant("train.moe", group="moe", part="model")
+class RouterNotTrained(Model):
+    """The router gets no gradient through the experts' weights."""
+
+    def route(self, params: Params, x: Tensor) -> Tensor:
+        return super().route(params, x).detach()
+
+
+# --- value heads --------------------------------------------------------------------------------
+
+
+@mutant("forward.values", group="value-head", part="model", model_type="value_model")
+class ValuesSeeTheirToken(Model):
+    """A value knows the token that it is about."""
+
+    def align(self, about_next: Tensor, packed: Packed) -> Tensor:
+        return super().align(about_next.roll(-1, 0), packed)
+
+
+@mutant("forward.values", group="value-head", part="model", model_type="value_model")
+class FirstValueCarries(Model):
+    """First tokens carry a value, that of the end of the document before."""
+
+    def align(self, about_next: Tensor, packed: Packed) -> Tensor:
+        return about_next.roll(1, 0)[: packed.size]
+
+
+@mutant("forward.values", group="value-head", part="model", model_type="value_model")
+class ValueBiasDropped(Model):
+    """The head's bias is not added."""
+
+    def values(self, hidden: Tensor) -> Tensor:
+        return self.linear({"score.weight": self.weight("score.weight")}, "score", hidden).float()
+
+
+@mutant("train.trajectory", group="value-head", model_type="value_model")
+class ValueHeadFrozen(LoopbackEngine):
+    """The head does not train, the model below it does."""
+
+    def make_weight(self, name: str, shape: tuple[int, ...], adapter: bool) -> Weight:
+        weight = super().make_weight(name, shape, adapter)
+        if name.startswith("score.") and weight.param is not None:
+            weight.param.requires_grad_(False)
+            weight.trainable = False
+        return weight
+
+
+# --- memory -------------------------------------------------------------------------------------
+
+
+@mutant("memory.offload", group="offload")
+class OffloadLosesMoments(LoopbackEngine):
+    """First moments that were on the host come back as zeros."""
+
+    def _apply_optimizer(self, lr: float) -> None:
+        super()._apply_optimizer(lr)
+        if self.config.memory.offload_optimizer and self.optimizer is not None:
+            for state in self.optimizer.state.values():
+                state["exp_avg"].zero_()
+
+
+@mutant("memory.offload", group="offload")
+class OffloadSkipsClipping(LoopbackEngine):
+    """Gradients on the host are not clipped."""
+
+    def clip(self, norm: float, max_norm: float | None) -> None:
+        super().clip(norm, None if self.config.memory.offload_params else max_norm)
+
+
+@mutant("memory.to", group="offload")
+class MovedOptimizerKeepsOld(LoopbackEngine):
+    """After the model went away and came back, the optimizer goes on with the tensors from before."""
+
+    def move_weights(self, device: torch.device) -> None:
+        for weight in self.weights.values():
+            if weight.param is not None:
+                trains = weight.param.requires_grad
+                weight.param = torch.nn.Parameter(weight.param.detach().to(device, copy=True), requires_grad=trains)
+
+
+@mutant("memory.to", group="offload")
+class MovedMomentsAreZero(LoopbackEngine):
+    """Second moments are made anew when the optimizer's state comes back."""
+
+    def to(self, device: str, *, model: bool = True, optimizer: bool = True, grad: bool = True) -> None:
+        super().to(device, model=model, optimizer=optimizer, grad=grad)
+        if optimizer and self.optimizer is not None:
+            move_state(self.optimizer, self.device)
+            for state in self.optimizer.state.values():
+                state["exp_avg_sq"].zero_()
+
+
+@mutant("memory.recompute", group="recompute", part="model")
+class RecomputesUnpacked(Model):
+    """The second forward of a block does not know where documents end; the loss is right, its gradient is not."""
+
+    def layer(self, params: Params, x: Tensor, packed: Packed) -> Tensor:
+        if self.memory.recompute != "full":
+            return super().layer(params, x, packed)
+        calls, whole = count(), replace(packed, mask=torch.ones_like(packed.mask).tril())
+        again = lambda y: self.run_block(params, y, packed if next(calls) == 0 else whole)  # noqa: E731
+        result: Tensor = checkpoint(again, x, use_reentrant=False)
+        return result
+
+
+@mutant("memory.compile", group="compile", part="model")
+class CompiledMaskStays(Model):
+    """A compiled block keeps the mask of the first batch of each size."""
+
+    def layer(self, params: Params, x: Tensor, packed: Packed) -> Tensor:
+        masks: dict[int, Tensor] = self.__dict__.setdefault("masks", {})
+        if self.memory.compile:
+            packed = replace(packed, mask=masks.setdefault(len(packed.ids), packed.mask))
+        return super().layer(params, x, packed)
+
+
+# --- half precision -----------------------------------------------------------------------------
+
+
+@mutant("memory.half_precision", group="bf16")
+class HalfPrecisionLosesMasters(LoopbackEngine):
+    """Where the computation is bfloat16, the float32 weights are overwritten by what it used."""
+
+    def _apply_optimizer(self, lr: float) -> None:
+        super()._apply_optimizer(lr)
+        if self.config.precision.compute == "bfloat16":
+            for weight in self.held_and_trained():
+                weight.local.copy_(weight.local.bfloat16())
+
+
+@mutant("memory.half_precision", group="bf16", part="optimizer")
+class UpdatesRoundedToWeights(AdamW):
+    """Updates are formed in bfloat16, so that those below half a unit of the weight are lost."""
+
+    def adam_update(self, param: Tensor, grad: Tensor, state: dict[str, Tensor], group: Group) -> None:
+        before = param.clone()
+        super().adam_update(param, grad, state, group)
+        param.copy_(before + (param.bfloat16() - before.bfloat16()).to(param.dtype))
+
+
+# --- what policy optimization relies on ---------------------------------------------------------
+
+
+@mutant("rl.ppo", group="rl")
+class OldLogProbsRecomputed(LoopbackEngine):
+    """Old log-probs are those of the current weights: the ratio is one, and nothing is ever clipped."""
+
+    def _run_train(
+        self, parts: Sequence[Batch], loss: LossFn, denominator: float, temperature: float
+    ) -> list[LossOutput]:
+        with torch.no_grad():
+            outputs = [self.model.outputs(part, ("log_probs",), temperature).log_probs for part in parts]
+        now = [part if new is None else part.with_fields(old_log_probs=new)
+               for part, new in zip(parts, outputs, strict=True)]  # fmt: skip
+        return super()._run_train(now, loss, denominator, temperature)
+
+
+@mutant("rl.grpo", group="rl")
+class LongAnswersWeighLess(LoopbackEngine):
+    """The gradient of each micro-batch is divided by its tokens and multiplied by their mean number."""
+
+    def _run_train(
+        self, parts: Sequence[Batch], loss: LossFn, denominator: float, temperature: float
+    ) -> list[LossOutput]:
+        mean, results = sum(part.num_tokens for part in parts) / len(parts), list[LossOutput]()
+        for part in parts:
+            results += super()._run_train([part], loss, denominator * (part.num_tokens or 1) / mean, temperature)
+        return results
+
+
+@mutant("rl.reference", group="rl", part="model")
+class AdapterSubtracted(Model):
+    """For a reference the adapter is merged and taken out again, and the base weights keep the rounding."""
+
+    @contextmanager
+    def without_adapter(self) -> Iterator[None]:
+        for weight in self.weights.values():
+            if pair := pair_of(weight.name, self.weights):
+                delta = self.adapter_scale() * (pair[1].local @ pair[0].local)
+                weight.local.add_(delta).sub_(delta)
+        with super().without_adapter():
+            yield

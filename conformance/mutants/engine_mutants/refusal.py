@@ -1,0 +1,218 @@
+"""Defects of refusals: what is not declared is ignored, done in secret, or refused by another error."""
+
+# ruff: noqa: D102 - a mutant's docstring tells what its method does wrong
+
+from __future__ import annotations
+
+from dataclasses import fields, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from engine_api.batch import Batch
+from engine_api.capabilities import Capability, unsupported
+from engine_api.config import EngineConfig, Precision
+from engine_api.registry import Resolution
+from engine_api.results import CheckpointInfo, TokenOutputs
+from engine_api.weights import ShardExport, ShardSpec
+from engine_loopback.engine import LoopbackEngine
+from engine_mutants.mutant import mutant
+
+
+class Edits(LoopbackEngine):
+    """Changes its configuration before it looks at it."""
+
+    def __init__(self, config: EngineConfig, *, resolution: Resolution) -> None:
+        super().__init__(self.edited(config), resolution=resolution)
+
+    def edited(self, config: EngineConfig) -> EngineConfig:
+        return config
+
+
+class _Spreads(Edits):
+    """Knows one kind of parallelism less than it is asked for."""
+
+    ignored = ""
+
+    def edited(self, config: EngineConfig) -> EngineConfig:
+        return replace(config, parallelism=replace(config.parallelism, **{self.ignored: 1}))
+
+
+# --- undeclared, and not refused -------------------------------------------------------------------
+
+
+@mutant("refusal.tp", group="tp", hides=(Capability.TP,))
+class TensorParallelIgnored(_Spreads):
+    """Tensor parallelism is not declared, and its size ignored."""
+
+    ignored = "tp"
+
+
+@mutant("refusal.pp", group="pp", hides=(Capability.PP,))
+class PipelineIgnored(_Spreads):
+    """Pipeline parallelism is not declared, and its size ignored."""
+
+    ignored = "pp"
+
+
+@mutant("refusal.cp", group="cp", hides=(Capability.CP,))
+class ContextParallelIgnored(_Spreads):
+    """Context parallelism is not declared, and its size ignored."""
+
+    ignored = "cp"
+
+
+@mutant("refusal.ep", group="ep", hides=(Capability.EP,))
+class ExpertParallelIgnored(_Spreads):
+    """Expert parallelism is not declared, and its size ignored."""
+
+    ignored = "ep"
+
+
+@mutant("refusal.ulysses", group="ulysses", hides=(Capability.ULYSSES,))
+class UlyssesIgnored(_Spreads):
+    """Ulysses is not declared, and its size ignored."""
+
+    ignored = "ulysses"
+
+
+@mutant("refusal.hsdp", group="hsdp", hides=(Capability.HSDP,))
+class ReplicationIgnored(_Spreads):
+    """Hybrid sharding is not declared, and its size ignored."""
+
+    ignored = "dp_replicate"
+
+
+@mutant("refusal.dp", group="dp", hides=(Capability.DP,))
+class DataParallelUndeclared(LoopbackEngine):
+    """Data parallelism is not declared, and two ranks are let in, as nothing in a configuration asks for it."""
+
+    def initialize(self) -> None:
+        self._expect("initialize", "created")
+        self._build()
+        self._state = "ready"
+
+
+@mutant("refusal.moe", group="moe", hides=(Capability.MOE,))
+class ExpertsUndeclared(LoopbackEngine):
+    """A mixture of experts is not declared, and such a model is let in."""
+
+
+@mutant("refusal.value-head", group="value-head", hides=(Capability.VALUE_HEAD,))
+class ValueHeadUndeclared(LoopbackEngine):
+    """Value heads are not declared, and a value model is let in."""
+
+
+@mutant("refusal.lora", group="lora", hides=(Capability.LORA,))
+class AdapterIgnored(Edits):
+    """Adapters are not declared, and their section ignored: all weights train."""
+
+    def edited(self, config: EngineConfig) -> EngineConfig:
+        return replace(config, lora=None)
+
+
+@mutant("refusal.lora", group="lora", hides=(Capability.LORA,))
+class AdapterSwitchIgnored(LoopbackEngine):
+    """Adapters are not declared, and ``infer_batch(adapter=False)`` answers with the policy itself."""
+
+    def infer_batch(
+        self, batch: Batch, *, temperature: float = 1.0, entropy: bool = False, adapter: bool = True
+    ) -> TokenOutputs:
+        del adapter
+        return super().infer_batch(batch, temperature=temperature, entropy=entropy)
+
+
+@mutant("refusal.offload", group="offload", hides=(Capability.OFFLOAD,))
+class MoveIgnored(LoopbackEngine):
+    """Offload is not declared, and ``to`` does nothing."""
+
+    def to(self, device: str, *, model: bool = True, optimizer: bool = True, grad: bool = True) -> None:
+        self._expect("to", "ready")
+
+
+@mutant("refusal.recompute", group="recompute", hides=(Capability.RECOMPUTE,))
+class RecomputeIgnored(Edits):
+    """Recomputing is not declared, and not done."""
+
+    def edited(self, config: EngineConfig) -> EngineConfig:
+        return replace(config, memory=replace(config.memory, recompute="none"))
+
+
+@mutant("refusal.compile", group="compile", hides=(Capability.COMPILE,))
+class CompileIgnored(Edits):
+    """Compilation is not declared, and not done."""
+
+    def edited(self, config: EngineConfig) -> EngineConfig:
+        return replace(config, memory=replace(config.memory, compile=False))
+
+
+@mutant("refusal.bf16", group="bf16", hides=(Capability.BF16,))
+class HalfPrecisionIgnored(Edits):
+    """bfloat16 is not declared, and float32 taken in its place."""
+
+    def edited(self, config: EngineConfig) -> EngineConfig:
+        return replace(config, precision=Precision())
+
+
+@mutant("refusal.fp16", group="bf16", hides=(Capability.FP16,))
+class Float16IsBfloat16(Edits):
+    """float16 is not declared, and bfloat16 taken in its place."""
+
+    def edited(self, config: EngineConfig) -> EngineConfig:
+        asked = {f.name: getattr(config.precision, f.name) for f in fields(Precision)}
+        known: dict[str, Any] = {name: "bfloat16" if dtype == "float16" else dtype for name, dtype in asked.items()}
+        return replace(config, precision=Precision(**known))
+
+
+@mutant("refusal.async-checkpoint", group="async-checkpoint", hides=(Capability.ASYNC_CHECKPOINT,))
+class AsyncIgnored(Edits):
+    """Asynchronous saves are not declared, and every save waits."""
+
+    def edited(self, config: EngineConfig) -> EngineConfig:
+        return replace(config, checkpoint=replace(config.checkpoint, async_save=False))
+
+
+@mutant("refusal.portable-checkpoint", group="portable-checkpoint", hides=(Capability.PORTABLE_CHECKPOINT,))
+class LoadIgnored(LoopbackEngine):
+    """Portable checkpoints are not declared, and loading one does nothing."""
+
+    def load_checkpoint(self, directory: Path | str) -> CheckpointInfo:
+        return CheckpointInfo(path=Path(directory), step=self._step, extra={}, num_bytes=0)
+
+
+@mutant("refusal.export-shards", group="export-shards", hides=(Capability.EXPORT_SHARDS,))
+class ShardsAreWholes(LoopbackEngine):
+    """Shards are not declared, and whole tensors come in their place."""
+
+    def get_per_tensor_param_shard(self, *, dtype: torch.dtype | None = None) -> ShardExport:
+        for name, tensor in self.get_per_tensor_param(dtype=dtype):
+            yield name, tensor, ShardSpec.whole(tensor.shape, replica=self.layout.rank)
+
+
+@mutant("refusal.save-hf", group="save-hf", hides=(Capability.SAVE_HF,))
+class FolderNotWritten(LoopbackEngine):
+    """``save_hf`` is not declared, and writes nothing."""
+
+    def save_hf(self, directory: Path | str, *, dtype: torch.dtype | None = None) -> None:
+        Path(directory).mkdir(parents=True, exist_ok=True)
+
+
+@mutant("refusal.recompute", group="recompute", hides=(Capability.RECOMPUTE,))
+class RefusedByAnotherName(Edits):
+    """What is not declared is refused, but the error names another capability."""
+
+    def edited(self, config: EngineConfig) -> EngineConfig:
+        if config.memory.recompute != "none":
+            raise unsupported(Capability.OFFLOAD, "mutant", ())
+        return config
+
+
+@mutant("refusal.compile", group="compile", hides=(Capability.COMPILE,))
+class RefusedLate(Edits):
+    """What is not declared is refused by ``NotImplementedError``, not by the contract's error."""
+
+    def edited(self, config: EngineConfig) -> EngineConfig:
+        if config.memory.compile:
+            raise NotImplementedError("compile")
+        return config

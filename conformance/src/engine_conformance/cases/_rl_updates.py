@@ -1,0 +1,141 @@
+"""Updates of a policy or a critic on batches of experience: in a rank, in float64, and the two compared."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+import numpy as np
+from torch import Tensor
+
+from engine_api.batch import Batch
+from engine_api.config import Memory, OptimizerConfig
+from engine_api.contract import Engine
+from engine_api.losses import LossFn
+from engine_api.results import TrainOutput
+from engine_conformance.cases import _rl_losses as losses
+from engine_conformance.cases._case import VALUE, must
+from engine_conformance.cases._expect import oracle_of, training_matches
+from engine_conformance.cases._journeys import EPS
+from engine_conformance.cases._layouts import ADAMW
+from engine_conformance.cases._ranks import Trained, checked, local_batch, opened, summary
+from engine_conformance.cases._target import Setup, Target
+from engine_conformance.compare import assert_scalar_close
+from engine_conformance.fixtures import PackedDocuments
+from engine_conformance.oracle import OracleModel, Schedule, StepResult, TrainResult, train_steps
+from engine_conformance.oracle.train import Loss
+from engine_conformance.tolerances import Tolerance
+
+__all__ = ["OPTIMIZER", "SPLIT", "Phase", "is_value", "now", "policy_holds", "value_holds"]
+
+SPLIT = Memory(max_tokens=24, logit_chunk=5)  # several micro-batches
+# Updates of a policy are small: at 1e-3 single tokens' probabilities would change by powers of ten.
+OPTIMIZER = OptimizerConfig(lr=1e-4, clip_norm=2.0, eps=EPS)
+RATES = Schedule(lr=1e-4)
+_KINK = 1e-3  # no ratio of the fixtures comes nearer to a bound of the clip: rounding never decides who is clipped
+
+
+def now(engine: Engine, share: Batch, *, temperature: float = 1.0) -> Tensor:
+    """This rank's log-probs, or a value model's values."""
+    outputs = engine.infer_batch(share, temperature=temperature)
+    given = outputs.log_probs if outputs.values is None else outputs.values
+    must(given is not None, "outputs", "infer_batch gave neither log-probs nor values")
+    assert given is not None
+    return given
+
+
+def is_value(setup: Setup) -> bool:
+    return setup.model_type == VALUE
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Phase:
+    """One batch of experience, how often it is trained on, and what its sum is divided by."""
+
+    batch: PackedDocuments
+    epochs: int
+    denominator: float
+
+
+def updates(setup: Setup, phases: Sequence[Phase], loss: LossFn) -> Trained:
+    """References by the first weights; for each phase old outputs by the weights of its beginning, then its epochs."""
+    with opened(setup) as engine:
+        shares = [local_batch(engine, phase.batch, setup.device) for phase in phases]
+        references = [now(engine, share) for share in shares]
+        outputs = list[TrainOutput]()
+        for phase, share, reference in zip(phases, shares, references, strict=True):
+            old = now(engine, share)
+            names = {"old_values": old} if is_value(setup) else {"old_log_probs": old, "ref_log_probs": reference}
+            ready = share.with_fields(**names)
+            for _ in range(phase.epochs):
+                output = engine.train_batch(ready, loss, denominator=phase.denominator)
+                outputs.append(checked(output, TrainOutput, "train_batch"))
+        return summary(engine, outputs)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Replay:
+    """The oracle's updates, and what a policy's metrics must be at each (none for a value model)."""
+
+    result: TrainResult = field(repr=False)
+    metrics: list[tuple[int, float]]
+
+
+def _replay(model: Path, phases: Sequence[Phase], loss: Loss, policy: losses.Policy | None = None) -> Replay:
+    start = oracle_of(str(model))
+    references = [_oracle_now(start, phase.batch) for phase in phases]
+    result: TrainResult | None = None
+    steps, metrics = list[StepResult](), list[tuple[int, float]]()
+    for phase, reference in zip(phases, references, strict=True):
+        old = _oracle_now(start if result is None else result.oracle, phase.batch)
+        ready = replace(phase.batch, old_log_probs=old, old_values=old, ref_log_probs=reference)
+        for _ in range(phase.epochs):
+            if policy is not None:
+                current = start if result is None else result.oracle
+                clipped, kl, nearest = policy.oracle_metrics(current, ready)
+                assert nearest > _KINK, f"a ratio of the fixture is {nearest:.2g} from a bound: take another seed"
+                metrics.append((clipped, kl))
+            result = train_steps(
+                start, [ready], loss, optimizer=ADAMW, schedule=RATES, denominators=[phase.denominator], start=result
+            )
+            steps += result.steps
+    assert result is not None
+    return Replay(result=replace(result, steps=tuple(steps)), metrics=metrics)
+
+
+def _oracle_now(oracle: OracleModel, batch: PackedDocuments) -> np.ndarray:
+    if oracle.config.value_model:
+        return oracle.values(batch.input_ids, batch.cu_seqlens).float().numpy()
+    return oracle.token_outputs(batch.input_ids, batch.cu_seqlens).log_probs.float().numpy()
+
+
+def policy_holds(target: Target, phases: Sequence[Phase], policy: losses.Policy) -> float:
+    """A policy's updates, and its metrics as sums at each of them, are the oracle's."""
+    model = target.model()
+    replay = _replay(model, phases, policy.oracle, policy)
+    assert any(clipped for clipped, _ in replay.metrics), "the fixture clips nothing: take another seed"
+    config = target.config(model, optimizer=OPTIMIZER, memory=SPLIT)
+    ranks = target.run(updates, config, phases=phases, loss=policy)
+    margins = [training_matches(target, ranks, replay.result, oracle_of(str(model)))]
+    weights = [phase.batch.denominator for phase in phases for _ in range(phase.epochs)]
+    for index, (output, (clipped, kl)) in enumerate(zip(ranks[0].outputs, replay.metrics, strict=True)):
+        must(
+            output.metrics["clipped"] == clipped,
+            "metric clipped",
+            f"{output.metrics['clipped']}, the oracle clips {clipped}",
+            where=f"update {index}",
+        )
+        # One error of a log-prob a token, as a gradient of the KL of order one carries it.
+        tol = Tolerance(atol=target.tolerance("log_probs").atol * weights[index])
+        margins.append(assert_scalar_close(f"metric kl of update {index}", output.metrics["kl"], kl, tol))
+    return max(margins)
+
+
+def value_holds(target: Target, phases: Sequence[Phase]) -> float:
+    """A critic's updates under the clipped value loss are the oracle's."""
+    model = target.model()
+    config = target.config(model, optimizer=OPTIMIZER, memory=SPLIT)
+    ranks = target.run(updates, config, phases=phases, loss=losses.clipped_value)
+    replay = _replay(model, phases, losses.oracle_clipped_value)
+    return training_matches(target, ranks, replay.result, oracle_of(str(model)))

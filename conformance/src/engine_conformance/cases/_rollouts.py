@@ -1,0 +1,209 @@
+"""A rollout inside a rank: it is made, does what a case's script says, and is closed."""
+
+from __future__ import annotations
+
+import math
+import traceback
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
+from itertools import accumulate
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from engine_api.batch import Batch
+from engine_api.contract import Engine
+from engine_api.errors import EngineError, RankFailure
+from engine_api.losses import sft_loss
+from engine_api.registry import RolloutRegistry
+from engine_api.rollout import Completion, Rollout, SamplingParams
+from engine_api.weights import WeightExport
+from engine_conformance.cases._ranks import local_batch, opened
+from engine_conformance.cases._target import Setup
+from engine_conformance.fixtures import PackedDocuments
+from engine_conformance.oracle import expected_shapes, read_config, read_safetensors
+
+__all__ = [
+    "EOS",
+    "SPOILS",
+    "Action",
+    "Do",
+    "Generate",
+    "Link",
+    "Prompts",
+    "Reply",
+    "Spoil",
+    "Sync",
+    "arguments",
+    "chain",
+    "drive",
+]
+
+Prompts = tuple[tuple[int, ...], ...]
+Spoil = Literal["missing", "unknown", "shape", "integers", "twice", "raises"]
+SPOILS: tuple[Spoil, ...] = ("missing", "unknown", "shape", "integers", "twice", "raises")
+EOS = 2  # as the generated config.json says
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Sync:
+    """``update_weights`` with the tensors of a folder, spoilt in one way or whole."""
+
+    folder: Path
+    version: int
+    spoil: Spoil | None = None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Generate:
+    """``generate``."""
+
+    prompts: Prompts
+    sampling: SamplingParams
+
+
+@dataclass(frozen=True, slots=True)
+class Do:
+    """A member without arguments."""
+
+    member: Literal["sleep", "wake_up", "close"]
+
+
+Action = Sync | Generate | Do
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Reply:
+    """What came of an action.
+
+    ``crash`` is the traceback of an error that is not the contract's; ``version`` the rollout's
+    ``weight_version`` afterwards; ``used`` the device's memory in use then, in bytes (0 on the CPU).
+    """
+
+    action: Action
+    completions: Any = None
+    error: EngineError | None = None
+    crash: str = ""
+    version: Any = None
+    used: int = 0
+
+
+def arguments(setup: Setup, eos: Sequence[int] = (EOS,)) -> dict[str, Any]:
+    """What the trainer gives to every rollout, whichever it is."""
+    config = setup.config
+    return {
+        "model": config.model, "pad_token_id": 0, "eos_token_ids": tuple(eos), "batch_size": 64,
+        "dtype": config.precision.compute,
+    }  # fmt: skip
+
+
+def drive(setup: Setup, actions: Sequence[Action], eos: Sequence[int] = (EOS,)) -> list[Reply]:
+    """One rollout, ``actions`` one after another; an error ends its own action only."""
+    rollout: Rollout = RolloutRegistry.create(name=setup.backend, device=setup.device, **arguments(setup, eos))
+
+    def act(action: Action) -> Any:
+        if isinstance(action, Sync):
+            return rollout.update_weights(export_of(action.folder, setup.device, action.spoil), action.version)
+        if isinstance(action, Generate):
+            return rollout.generate(action.prompts, action.sampling)
+        return getattr(rollout, action.member)()
+
+    try:
+        return [_attempt(rollout, action, partial(act, action), setup.device) for action in actions]
+    finally:
+        rollout.close()
+
+
+def _attempt(rollout: Rollout, action: Action, call: Callable[[], Any], device: str) -> Reply:
+    reply = Reply(action=action)
+    try:
+        reply = replace(reply, completions=call())
+    except EngineError as error:
+        reply = replace(reply, error=error)
+    except Exception:  # noqa: BLE001 - a rollout may raise anything; the case judges what it was
+        reply = replace(reply, crash=traceback.format_exc())
+    return replace(reply, version=rollout.weight_version, used=_used(device))
+
+
+def _used(device: str) -> int:
+    """The whole device's, because a rollout may keep its weights in processes of its own."""
+    if device == "cpu":
+        return 0
+    module = torch.get_device_module(device)
+    module.synchronize()
+    free, total = module.mem_get_info()
+    return total - free
+
+
+def export_of(folder: Path, device: str, spoil: Spoil | None = None) -> WeightExport:
+    """A folder's tensors as an engine exports them: a tensor is gone when the next one is asked for."""
+    stored, names = read_safetensors(folder), list(expected_shapes(read_config(folder)))
+    for name, tensor in _spoilt([(name, stored[name]) for name in names], spoil):
+        sent = tensor.to(device, copy=True)
+        yield name, sent
+        sent.fill_(math.nan if sent.is_floating_point() else -1)
+
+
+def _spoilt(tensors: Sequence[tuple[str, Tensor]], spoil: Spoil | None) -> Iterator[tuple[str, Tensor]]:
+    for place, (name, tensor) in enumerate(tensors):
+        if place != len(tensors) // 2:
+            yield name, tensor
+        elif spoil == "raises":
+            raise RankFailure({1: "the export ended in the middle"})
+        elif spoil == "shape":
+            yield name, tensor[..., :-1]
+        elif spoil == "integers":
+            yield name, tensor.round().long()
+        elif spoil != "missing":
+            yield name, tensor
+    if spoil == "unknown":
+        yield "model.layers.0.no_such.weight", tensors[0][1]
+    if spoil == "twice":
+        yield tensors[1]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Link:
+    """What rollout and engine said after one step; ``log_probs``: the engine's, of each completion's tokens."""
+
+    sync: Reply
+    generated: Reply
+    engine_version: int
+    log_probs: list[Tensor] = field(repr=False)
+
+
+def chain(setup: Setup, trainer: Setup, batches: Sequence[PackedDocuments], ask: Generate) -> list[Link]:
+    """Step, sync, generate, and ask the engine about the same tokens, once a batch."""
+    rollout: Rollout = RolloutRegistry.create(name=setup.backend, device=setup.device, **arguments(setup))
+    try:
+        with opened(trainer) as engine:
+            links: list[Link] = []
+            for batch in batches:
+                engine.train_batch(local_batch(engine, batch, setup.device), sft_loss)
+                version, export = engine.weight_version, engine.get_per_tensor_param()
+                install = partial(rollout.update_weights, export, version)
+                sync = _attempt(rollout, Sync(folder=Path(), version=version), install, setup.device)
+                generate = partial(rollout.generate, ask.prompts, ask.sampling)
+                generated = _attempt(rollout, ask, generate, setup.device)
+                told = _asked(engine, ask, generated.completions or [], setup.device)
+                links.append(Link(sync=sync, generated=generated, engine_version=version, log_probs=told))
+            return links
+    finally:
+        rollout.close()
+
+
+def _asked(engine: Engine, ask: Generate, completions: Sequence[Completion], device: str) -> list[Tensor]:
+    """The engine's log-probs of generated tokens, on the CPU."""
+    if not completions:
+        return []
+    texts = [[*ask.prompts[c.prompt_index], *c.tokens] for c in completions]
+    lengths = [len(text) for text in texts]
+    bounds = torch.tensor([0, *accumulate(lengths)], dtype=torch.int32)
+    batch = Batch(input_ids=torch.tensor([t for text in texts for t in text]), cu_seqlens=bounds).to(device)
+    told = engine.infer_batch(batch, temperature=ask.sampling.temperature).log_probs
+    assert told is not None, "a language model answered without log-probs"
+    rows = told.cpu().split(lengths)
+    return [row[-len(c.tokens) :] for row, c in zip(rows, completions, strict=True)]

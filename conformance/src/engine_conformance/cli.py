@@ -1,0 +1,249 @@
+"""``engine-conformance run | list | explain | verify | badge``.
+
+Exit codes: 0 nothing failed (with ``--certify``: conformant), 1 not, 2 usage, 3 could not run.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import json
+import math
+import sys
+import tempfile
+from collections.abc import Sequence
+from dataclasses import fields
+from importlib.metadata import entry_points
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from engine_api.config import Parallelism
+from engine_api.errors import ConfigError
+from engine_conformance.errors import CannotRun, UsageError
+from engine_conformance.explain import explain_case, list_cases
+from engine_conformance.messages import describe, line
+from engine_conformance.preflight import preflight
+from engine_conformance.results import Row
+from engine_conformance.verdict import EXIT, exit_code, judgements
+
+if TYPE_CHECKING:
+    from engine_conformance.plan import Selection
+
+__all__ = ["main"]
+
+_DEVIATIONS = Path("conformance.toml")
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run one command; returns the exit code."""
+    given = list(sys.argv[1:] if arguments is None else arguments)
+    options = _parser().parse_args(given)
+    try:
+        return options.command(options, given)
+    except (UsageError, ConfigError) as error:
+        print(f"engine-conformance: {error}", file=sys.stderr)
+        return EXIT["usage"]
+    except CannotRun as error:
+        print(f"engine-conformance: could not run {options.name!r}\n{error}", file=sys.stderr)
+        return EXIT["could not run"]
+    except KeyboardInterrupt:
+        print("engine-conformance: interrupted; nothing is reported", file=sys.stderr)
+        return 130
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="engine-conformance", description=__doc__.partition("\n")[2])
+    commands = parser.add_subparsers(required=True, metavar="COMMAND")
+    _add_run(commands.add_parser("run", help="run the cases against an engine or a rollout, by name"))
+    listing = commands.add_parser("list", help="every case")
+    listing.add_argument("--profile", choices=("engine", "rl", "rollout"))
+    listing.add_argument("--group", help="core, or a capability")
+    listing.set_defaults(command=lambda options, _: _print(list_cases(options.profile, options.group)))
+    explaining = commands.add_parser("explain", help="what a case demands, why, and what to look at when it fails")
+    explaining.add_argument("case")
+    explaining.set_defaults(command=lambda options, _: _print(explain_case(options.case)))
+    verifying = commands.add_parser("verify", help="whether a report.json is whole, unaltered and of this suite")
+    verifying.add_argument("report", type=Path)
+    verifying.set_defaults(command=_verify)
+    badge = commands.add_parser("badge", help="the shields.io endpoint of a report.json")
+    badge.add_argument("report", type=Path)
+    badge.add_argument("--out", type=Path, help="a file; default: standard output")
+    badge.set_defaults(command=_badge)
+    return parser
+
+
+def _add_run(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("name", help="the backend's name in the registry, or the rollout's")
+    parser.add_argument("--device", default="cpu", help="never replaced by another; default: cpu")
+    parser.add_argument("--world", default="1,2", help="numbers of ranks, by commas; default: 1,2")
+    parser.add_argument("--dtype", default="float32", help="float32, bfloat16 or both, by commas; default: float32")
+    parser.add_argument("--model-type", default="", help="by commas; default: all that the plug-in offers")
+    parser.add_argument("--profile", default="", help="engine, rl, rollout; default: engine,rl (a rollout: rollout)")
+    parser.add_argument("--case", default="", help="ids or globs, by commas; default: all")
+    parser.add_argument("--tier", choices=("quick", "full"), default="full", help="quick: about a minute")
+    parser.add_argument("--parallelism", default="", help="how ranks are spread, as tp=2,pp=2; default: data parallel")
+    parser.add_argument("--partner", help="another engine, for checkpoints and rollouts that two share")
+    parser.add_argument("--certify", action="store_true", help="all cases, and exit 0 only for conformant")
+    parser.add_argument("--report", type=Path, metavar="DIR", help="write report.json, certificate.md, report.html, …")
+    parser.add_argument("--deviations", type=Path, help=f"default: {_DEVIATIONS} in this folder, if there is one")
+    parser.add_argument("--patience", type=float, default=1.0, help="deadlines are this many times as long")
+    parser.add_argument("--limit", type=float, default=math.inf, help="start no case after this many seconds")
+    parser.add_argument("--plugin", help="module:ATTR of a descriptor that is not installed")
+    parser.add_argument("--quiet", action="store_true", help="one line only for what did not pass")
+    parser.set_defaults(command=_run)
+
+
+def _run(options: argparse.Namespace, given: Sequence[str]) -> int:
+    with tempfile.TemporaryDirectory(prefix="conformance-site-") as site:
+        if options.plugin:
+            offer(options.plugin, Path(site))
+        try:
+            return _run_offered(options, given)
+        finally:
+            sys.path[:] = [entry for entry in sys.path if entry != site]
+
+
+def _run_offered(options: argparse.Namespace, given: Sequence[str]) -> int:
+    from engine_conformance.cases import load_cases
+    from engine_conformance.deviations import DeviationError, read_deviations
+    from engine_conformance.session import run_selection
+
+    selection = _selection(options)
+    if options.report:
+        _check_writable(options.report)
+    listed = options.deviations or (_DEVIATIONS if _DEVIATIONS.exists() else None)
+    try:
+        deviations = read_deviations(listed, known=load_cases()) if listed else []
+    except DeviationError as error:
+        raise UsageError(str(error)) from error
+    if listed:
+        print(f"{len(deviations)} deviation(s) from {listed}")
+    preflight(options.name, options.device)
+
+    def listen(row: Row) -> None:
+        well = row.outcome.status in ("passed", "refused")
+        if not (well and options.quiet):
+            print(line(row) if well or row.outcome.status == "not-run" else describe(row), flush=True)
+
+    run = run_selection(selection, command=given, certify=options.certify, deviations=deviations,
+                        limit=options.limit, listen=listen)  # fmt: skip
+    from engine_conformance.report import summary, write_reports
+
+    verdicts = judgements(run.rows, complete=selection.complete, declared=run.declared)
+    if options.report:
+        write_reports(options.report, run, verdicts)
+    print(f"\n{summary(run, verdicts, folder=options.report)}")
+    return exit_code(run.rows, verdicts, certify=options.certify)
+
+
+def _selection(options: argparse.Namespace) -> Selection:
+    from engine_conformance.cases._case import LM, PROFILES, VALUE
+    from engine_conformance.plan import Selection
+
+    selection = Selection(
+        name=options.name, device=options.device, worlds=_worlds(options.world),
+        dtypes=_words("--dtype", options.dtype, ("float32", "bfloat16")),
+        model_types=_words("--model-type", options.model_type, (LM, VALUE)),
+        profiles=_words("--profile", options.profile, PROFILES), cases=tuple(filter(None, options.case.split(","))),
+        quick=options.tier == "quick", layout=_layout(options.parallelism), partner=options.partner,
+        patience=options.patience, plugin=options.plugin,
+    )  # fmt: skip
+    if options.certify and not selection.complete:
+        raise UsageError("--certify runs every case: leave out --case and --tier quick")
+    if not 0 < options.patience < math.inf:
+        raise UsageError(f"--patience {options.patience} is no factor above 0")
+    return selection
+
+
+def _words(option: str, text: str, known: Sequence[str]) -> tuple[str, ...]:
+    words = tuple(dict.fromkeys(filter(None, text.split(","))))
+    if unknown := [word for word in words if word not in known]:
+        raise UsageError(f"{option} {','.join(unknown)} is unknown; known: {', '.join(known)}")
+    return words
+
+
+def _worlds(text: str) -> tuple[int, ...]:
+    words = text.split(",")
+    if not all(word.isdecimal() and int(word) > 0 for word in words):
+        raise UsageError(f"--world {text} is no list of positive numbers, as 1,2,4")
+    return tuple(dict.fromkeys(int(word) for word in words))
+
+
+def _layout(text: str) -> Parallelism:
+    known, sizes = [f.name for f in fields(Parallelism)], dict[str, int]()
+    for part in filter(None, text.split(",")):
+        name, _, size = part.partition("=")
+        if name not in known or not size.isdecimal() or int(size) < 1:
+            raise UsageError(f"--parallelism {part}: write NAME=SIZE, as tp=2; names: {', '.join(known)}")
+        sizes[name] = int(size)
+    return Parallelism(**sizes)
+
+
+def _check_writable(folder: Path) -> None:
+    """Before the run, not after ten minutes of it."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=folder):
+            pass
+    except OSError as error:
+        raise UsageError(f"--report {folder}: cannot be written: {error.strerror}; name another folder") from error
+
+
+def offer(target: str, site: Path) -> None:
+    """Make a descriptor discoverable as an installed one is, by an entry point on ``sys.path``; once is enough.
+
+    Raises:
+        UsageError: if the module is not there.
+    """
+    module, _, attribute = target.partition(":")
+    try:
+        there = importlib.util.find_spec(module) is not None
+    except ModuleNotFoundError:
+        there = False
+    if not there or not attribute:
+        raise UsageError(
+            f"--plugin {target}: no module {module!r} on the path; write module:ATTR, as acme.plugin:PLUGIN"
+        )
+    if any(entry.value == target for entry in entry_points(group="engine_api.engines")):
+        return
+    info = site / "engine_under_test-0.dist-info"
+    info.mkdir(parents=True)
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: engine-under-test\nVersion: 0\n")
+    (info / "entry_points.txt").write_text(f"[engine_api.engines]\nunder-test = {target}\n")
+    sys.path.append(str(site))
+
+
+def _print(text: str) -> int:
+    print(text)
+    return EXIT["conformant"]
+
+
+def _verify(options: argparse.Namespace, _: Sequence[str]) -> int:
+    from engine_conformance.environment import suite
+    from engine_conformance.report import verify
+
+    if not options.report.is_file():
+        raise UsageError(f"{options.report} is no file; name a report.json")
+    problems = verify(options.report, suite=suite())
+    print("\n".join(problems) or f"{options.report}: whole, unaltered, and written by this suite")
+    return EXIT["not conformant"] if problems else EXIT["conformant"]
+
+
+def _badge(options: argparse.Namespace, _: Sequence[str]) -> int:
+    from engine_conformance.environment import suite
+    from engine_conformance.report import badge, verify
+
+    if not options.report.is_file():
+        raise UsageError(f"{options.report} is no file; name a report.json")
+    if problems := verify(options.report, suite=suite()):
+        raise UsageError("\n".join(["no badge for a report that does not verify:", *problems]))
+    text = json.dumps(badge(json.loads(options.report.read_text())), indent=2) + "\n"
+    if options.out:
+        options.out.write_text(text)
+    else:
+        print(text, end="")
+    return EXIT["conformant"]
+
+
+if __name__ == "__main__":
+    sys.exit(main())

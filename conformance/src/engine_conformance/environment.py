@@ -1,0 +1,64 @@
+"""What a report says of the machine, the versions and the suite itself. Imports no torch."""
+
+from __future__ import annotations
+
+import ctypes
+import hashlib
+import importlib.metadata
+import os
+import platform
+from functools import cache
+from pathlib import Path
+
+import engine_conformance
+from engine_api.devices import cuda_devices
+from engine_api.plugin import CONTRACT
+
+__all__ = ["devices_of", "environment", "suite"]
+
+_VERSIONS = ("torch", "transformers", "numpy", "safetensors", "engine-api", "engine-conformance")
+
+
+@cache
+def suite() -> dict[str, str]:
+    """The suite's version, the contract that it tests, and the SHA-256 of all its files."""
+    root = Path(engine_conformance.__file__).parent
+    digest = hashlib.sha256()
+    for path in sorted(p for p in root.rglob("*") if p.is_file() and "__pycache__" not in p.parts):
+        digest.update(path.relative_to(root).as_posix().encode() + b"\0")
+        digest.update(hashlib.sha256(path.read_bytes()).digest())
+    return {"version": engine_conformance.__version__, "contract": CONTRACT, "digest": digest.hexdigest()}
+
+
+def environment(*distributions: str) -> dict[str, str]:
+    """Machine, Python and versions; ``distributions`` are named beside the usual ones."""
+    facts = {"python": platform.python_version(), "system": f"{platform.system()} {platform.machine()}"}
+    facts["cpu"] = f"{_cpu()}, {os.cpu_count()} cores"
+    if devices := cuda_devices():
+        facts["accelerator"] = f"{devices} x {_cuda_name()}"
+    for name in dict.fromkeys((*_VERSIONS, *distributions)):
+        try:
+            facts[name] = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            facts[name] = "not installed"
+    return facts
+
+
+def devices_of(device: str) -> int | None:
+    """How many ranks ``device`` can hold here; None: as many as are asked for, or nobody can tell."""
+    return cuda_devices() if device == "cuda" else None
+
+
+def _cpu() -> str:
+    info = Path("/proc/cpuinfo")
+    lines = info.read_text().splitlines() if info.exists() else []
+    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    return names[0] if names else platform.processor() or "CPU"
+
+
+def _cuda_name() -> str:
+    # Asked of the driver: torch would put a context on the first device.
+    driver, name = ctypes.CDLL("libcuda.so.1"), ctypes.create_string_buffer(100)
+    driver.cuInit(0)
+    driver.cuDeviceGetName(name, len(name), 0)
+    return name.value.decode()

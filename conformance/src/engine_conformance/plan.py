@@ -1,0 +1,170 @@
+"""What is going to run: the cases that apply, in the settings that were asked for."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from difflib import get_close_matches
+from fnmatch import fnmatchcase
+from pathlib import Path
+from typing import Any
+
+from engine_api.config import Parallelism
+from engine_api.errors import PluginError
+from engine_api.registry import EngineRegistry, Resolution, RolloutRegistry
+from engine_conformance.cases import Case, Target, load_cases
+from engine_conformance.environment import devices_of
+from engine_conformance.errors import CannotRun, UsageError
+from engine_conformance.results import Setting
+
+__all__ = ["Item", "Selection", "changed", "make_plan", "resolve", "resolve_kind"]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Selection:
+    """What was asked for.
+
+    Attributes:
+        name: of the engine's backend, or of the rollout.
+        device: never replaced by another.
+        worlds, dtypes: each combination is a setting.
+        model_types: all that the plug-in has rows for, if empty.
+        profiles: ``engine`` and ``rl`` (``rollout`` for a rollout), if empty.
+        cases: globs of ids; all if empty.
+        quick: the quick tier only.
+        layout: how several ranks are spread where a case does not say it itself.
+        partner: another engine, for what two engines owe each other.
+        patience: deadlines are this many times as long.
+        plugin: ``module:ATTR`` of a descriptor that is not installed.
+    """
+
+    name: str
+    device: str = "cpu"
+    worlds: tuple[int, ...] = (1, 2)
+    dtypes: tuple[str, ...] = ("float32",)
+    model_types: tuple[str, ...] = ()
+    profiles: tuple[str, ...] = ()
+    cases: tuple[str, ...] = ()
+    quick: bool = False
+    layout: Parallelism = field(default_factory=Parallelism)
+    partner: str | None = None
+    patience: float = 1.0
+    plugin: str | None = None
+
+    @property
+    def complete(self) -> bool:
+        """Whether nothing was left out by hand: only then a verdict may be ``conformant``."""
+        return not self.cases and not self.quick
+
+    def as_dict(self) -> dict[str, Any]:
+        """For a report: what differs from the defaults of `Parallelism` is all that is said of the layout."""
+        return asdict(self) | {"layout": changed(self.layout)}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Item:
+    """One case in one setting; ``absent`` says why it cannot run here."""
+
+    case: Case
+    target: Target
+    absent: str = ""
+
+    @property
+    def setting(self) -> Setting:
+        """As the report has it."""
+        one = self.target
+        return Setting(model_type=one.model_type, device=one.device, world=one.world, dtype=one.dtype)
+
+
+def changed(layout: Parallelism) -> dict[str, int]:
+    """The sizes that are not the default."""
+    default = asdict(Parallelism())
+    return {name: size for name, size in asdict(layout).items() if size != default[name]}
+
+
+def resolve_kind(selection: Selection) -> bool:
+    """Whether the name is a rollout's.
+
+    Raises:
+        UsageError: if the profiles are of both kinds.
+    """
+    if selection.profiles:
+        if "rollout" in selection.profiles and len(selection.profiles) > 1:
+            raise UsageError("--profile rollout is about rollouts, the others are about engines: run them one by one")
+        return selection.profiles == ("rollout",)
+    names = {kind: {b for _, row in kind.rows() for b in row.backends} for kind in (EngineRegistry, RolloutRegistry)}
+    return selection.name not in names[EngineRegistry] and selection.name in names[RolloutRegistry]
+
+
+def resolve(selection: Selection) -> Resolution:
+    """What the registry chooses for the first model type.
+
+    Raises:
+        CannotRun: if the name is unknown, broken, in conflict or not for this device, with the registry's reasons.
+    """
+    try:
+        if resolve_kind(selection):
+            return RolloutRegistry.resolve(backend=selection.name, device=selection.device)
+        model_type = model_types(selection)[0]
+        return EngineRegistry.resolve(model_type=model_type, backend=selection.name, device=selection.device)
+    except PluginError as error:
+        raise CannotRun(f"{type(error).__name__}: {error}") from error
+
+
+def model_types(selection: Selection) -> tuple[str, ...]:
+    """Those asked for, or all that the backend has a row for on this device; ``language_model`` if it has none."""
+    rows = [row for _, row in EngineRegistry.rows() if selection.name in row.backends]
+    offered = dict.fromkeys(m for row in rows if selection.device in row.devices for m in row.model_types)
+    return selection.model_types or tuple(offered) or ("language_model",)
+
+
+def make_plan(selection: Selection, root: Path) -> list[Item]:
+    """Every case that applies, world by world so that few ranks wait at a time.
+
+    Raises:
+        UsageError: if a glob fits no case.
+        CannotRun: if the engine cannot be resolved, or nothing is left to run.
+    """
+    chosen = _chosen(selection.cases)
+    rollout = resolve_kind(selection)
+    profiles = selection.profiles or (("rollout",) if rollout else ("engine", "rl"))
+    chosen = [one for one in chosen if one.profile in profiles and (one.quick or not selection.quick)]
+    resolve(selection)
+    targets = [
+        Target(backend=selection.name, device=selection.device, world=world, dtype=dtype, model_type=model_type,
+               root=root, layout=selection.layout, partner=selection.partner, patience=selection.patience,
+               rollout=rollout)
+        for world in selection.worlds
+        for dtype in selection.dtypes
+        for model_type in (("language_model",) if rollout else model_types(selection))
+    ]  # fmt: skip
+    why_not: dict[str, str] = {}
+    items = [item for target in targets for one in chosen if (item := _item(one, target, why_not))]
+    if not items:
+        reasons = "".join(f"\n  {case}: {why}" for case, why in list(why_not.items())[:10])
+        raise CannotRun(f"nothing to run: no case applies to {selection.name!r} in these settings{reasons}")
+    return items
+
+
+def _chosen(globs: Sequence[str]) -> list[Case]:
+    cases: Mapping[str, Case] = load_cases()
+    for glob in globs:
+        if not any(fnmatchcase(name, glob) for name in cases):
+            near = get_close_matches(glob, cases, n=3, cutoff=0.4)
+            hint = f"did you mean {' or '.join(near)}?" if near else "`engine-conformance list` shows all"
+            raise UsageError(f"no case is called {glob!r}; {hint}")
+    return [one for name, one in cases.items() if not globs or any(fnmatchcase(name, glob) for glob in globs)]
+
+
+def _item(one: Case, target: Target, why_not: dict[str, str]) -> Item | None:
+    try:
+        reason = one.why_not(target)
+    except PluginError as error:
+        raise CannotRun(f"{type(error).__name__}: {error}") from error
+    if reason:
+        why_not[one.id] = reason
+        return None
+    there = devices_of(target.device)
+    short = there is not None and there < target.world
+    absent = f"needs {target.world} {target.device} devices, there are {there}" if short else ""
+    return Item(case=one, target=target, absent=absent)

@@ -1,0 +1,122 @@
+"""The suite as pytest tests: ``pytest -p engine_conformance.plugin --engine NAME --pyargs engine_conformance.cases``.
+
+Named on the command line, never loaded by itself: an environment that has the suite installed runs its other tests as
+before. Each case in each setting is one test; a case that does not run here is a skip with its reason.
+"""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import pytest
+import torch
+
+import engine_conformance.cases
+from engine_conformance.deviations import Deviation, DeviationError, read_deviations
+from engine_conformance.errors import CannotRun, UsageError
+from engine_conformance.messages import describe
+from engine_conformance.plan import Item, Selection, make_plan
+from engine_conformance.ranks import close_pools
+from engine_conformance.results import BAD
+from engine_conformance.session import run_item
+
+__all__: list[str] = []
+
+_CASES = Path(engine_conformance.cases.__file__).parent
+_PLAN = pytest.StashKey["tuple[Selection, Sequence[Item], Sequence[Deviation]]"]()
+
+
+class CaseFailed(Exception):
+    """Carries the story of a case; its traceback would be the suite's own."""
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """The settings, as ``engine-conformance run`` has them."""
+    group = parser.getgroup("engine-conformance")
+    group.addoption("--engine", help="the backend's name in the registry, or the rollout's")
+    group.addoption("--engine-device", default="cpu")
+    group.addoption("--engine-world", default="1,2", help="numbers of ranks, by commas")
+    group.addoption("--engine-dtype", default="float32", help="by commas")
+    group.addoption("--engine-profile", default="", help="by commas; default: engine,rl (a rollout: rollout)")
+    group.addoption("--engine-partner", help="another engine, for what two share")
+    group.addoption("--engine-quick", action="store_true", help="the quick tier only")
+    group.addoption("--engine-deviations", type=Path, help="a conformance.toml")
+
+
+def pytest_collection(session: pytest.Session) -> None:
+    """Decide what is going to run before anything is collected: a mistake is told once."""
+    session.config.stash[_PLAN] = _make_plan(session.config)
+
+
+def pytest_collect_file(file_path: Path, parent: pytest.Collector) -> pytest.Collector | None:
+    """Each module of cases, instead of a Python test file."""
+    if file_path.parent != _CASES or file_path.suffix != ".py" or file_path.name.startswith("_"):
+        return None
+    collector: pytest.Collector = CaseFile.from_parent(parent, path=file_path)
+    return collector
+
+
+class CaseFile(pytest.File):
+    """The cases of one module."""
+
+    def collect(self) -> Iterator[pytest.Item]:
+        """One test a case and setting."""
+        selection, items, deviations = self.config.stash[_PLAN]
+        for item in items:
+            if item.case.function.__module__.rpartition(".")[2] == self.path.stem:
+                name = f"{item.case.id}[{str(item.setting).replace(', ', '-').replace(' ', '')}]"
+                yield CaseItem.from_parent(self, name=name, story=(selection, item, deviations))
+
+
+class CaseItem(pytest.Item):
+    """One case in one setting."""
+
+    def __init__(self, *, story: tuple[Selection, Item, Sequence[Deviation]], **arguments: object) -> None:
+        super().__init__(**arguments)  # type: ignore[arg-type]
+        self._selection, self._item, self._deviations = story
+
+    def runtest(self) -> None:
+        """Run it; what did not pass is told as the command line tells it."""
+        row = run_item(self._item, self._selection, self._deviations)
+        status = row.outcome.status
+        self.user_properties += [("status", status), ("margin", row.outcome.margin)]
+        if status == "not-run":
+            pytest.skip(row.outcome.message)
+        if status == "deviation":
+            pytest.xfail(describe(row))
+        if status in BAD or status == "suite-error":
+            raise CaseFailed(describe(row))
+
+    def repr_failure(self, excinfo: pytest.ExceptionInfo[BaseException], style: object = None) -> str:
+        """The story alone."""
+        if isinstance(excinfo.value, CaseFailed):
+            return str(excinfo.value)
+        return str(super().repr_failure(excinfo))
+
+    def reportinfo(self) -> tuple[Path, int, str]:
+        """Where the case stands."""
+        return self.path, self._item.case.function.__code__.co_firstlineno - 1, self.name
+
+
+def _make_plan(config: pytest.Config) -> tuple[Selection, Sequence[Item], Sequence[Deviation]]:
+    options = config.option
+    if not options.engine:
+        raise pytest.UsageError("name an engine: --engine NAME (`python -m engine_api list` shows what is installed)")
+    torch.set_num_threads(1)  # as in `run_selection`
+    folder = tempfile.TemporaryDirectory(prefix="conformance-")
+    config.add_cleanup(folder.cleanup)
+    config.add_cleanup(close_pools)  # no rank outlives the run
+    try:
+        selection = Selection(
+            name=options.engine, device=options.engine_device, quick=options.engine_quick,
+            worlds=tuple(int(word) for word in options.engine_world.split(",")),
+            dtypes=tuple(options.engine_dtype.split(",")), partner=options.engine_partner,
+            profiles=tuple(filter(None, options.engine_profile.split(","))),
+        )  # fmt: skip
+        listed, cases = options.engine_deviations, engine_conformance.cases.load_cases()
+        deviations = read_deviations(listed, known=cases) if listed else []
+        return selection, make_plan(selection, Path(folder.name)), deviations
+    except (CannotRun, UsageError, DeviationError, ValueError) as error:
+        raise pytest.UsageError(str(error)) from error

@@ -1,0 +1,114 @@
+"""A run as one JSON document, and back. `schema.json` describes it field by field."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+from engine_conformance.results import STATUSES, Outcome, Row, Run, Setting
+from engine_conformance.verdict import Judgement
+
+__all__ = ["INFINITE", "SCHEMA", "counts", "digest", "read_document", "to_document"]
+
+SCHEMA = "1"
+INFINITE = "infinite"  # JSON has no infinity
+_SETTING = ("model_type", "device", "world", "dtype")
+
+
+def to_document(run: Run, verdicts: Sequence[Judgement]) -> dict[str, Any]:
+    """Everything about a run, as JSON has it; times are rounded to milliseconds.
+
+    Args:
+        run: ``run.selection`` holds the selection's fields and ``complete``.
+        verdicts: as `engine_conformance.verdict.judgements` gives them.
+    """
+    # JSON has lists only: what is read back must equal what was written.
+    selection = json.loads(json.dumps(dict(run.selection), allow_nan=False))
+    document = {
+        "schema": SCHEMA,
+        "contract": run.contract,
+        "suite": dict(run.suite),
+        "name": run.name,
+        "distribution": run.distribution,
+        "trace": list(run.trace),
+        "declared": list(run.declared),
+        "verdicts": [
+            {"profile": j.profile, "model_type": j.model_type, "verdict": j.verdict, "groups": dict(j.groups)}
+            for j in verdicts
+        ],
+        "environment": dict(run.environment),
+        "complete": selection.pop("complete"),
+        "selection": selection,
+        "command": list(run.command),
+        "certify": run.certify,
+        "started": run.started,
+        "seconds": round(run.seconds, 3),
+        "counts": counts(run.rows),
+        "rows": [_row(row) for row in run.rows],
+    }
+    return document | {"digest": digest(document)}
+
+
+def read_document(document: Mapping[str, Any]) -> tuple[Run, list[Judgement]]:
+    """The run and the verdicts of a document that fits the schema."""
+    fields = ("name", "distribution", "contract", "declared", "trace", "command", "certify", "environment", "suite",
+              "started", "seconds")  # fmt: skip
+    run = Run(
+        **{name: document[name] for name in fields},
+        selection=document["selection"] | {"complete": document["complete"]},
+        rows=[_read_row(row) for row in document["rows"]],
+    )
+    return run, [Judgement(**entry) for entry in document["verdicts"]]
+
+
+def counts(rows: Iterable[Row]) -> dict[str, int]:
+    """How many rows ended in each of the nine statuses."""
+    found = Counter(row.outcome.status for row in rows)
+    return {status: found[status] for status in STATUSES}
+
+
+def digest(document: Mapping[str, Any]) -> str:
+    """SHA-256 of all but the digest itself: sorted keys, no white space, ASCII, so that layout does not matter."""
+    content = {name: value for name, value in document.items() if name != "digest"}
+    text = json.dumps(content, sort_keys=True, separators=(",", ":"), allow_nan=False)
+    return hashlib.sha256(text.encode()).hexdigest()
+
+
+def _row(row: Row) -> dict[str, Any]:
+    outcome, setting = row.outcome, row.setting
+    return {
+        "case": row.case,
+        "must": row.must,
+        "profile": row.profile,
+        "group": row.group,
+        **{name: getattr(setting, name) for name in _SETTING},
+        "status": outcome.status,
+        "seconds": round(outcome.seconds, 3),
+        "margin": _margin(outcome.margin),
+        "message": outcome.message,
+        "hints": row.hints,
+        "repeat": row.repeat,
+        "provisional": row.provisional,
+        "deviation": None if row.deviation is None else dict(row.deviation),
+    }
+
+
+def _margin(margin: float | None) -> float | str | None:
+    # An error that is not a number is within no tolerance: infinitely wrong.
+    return INFINITE if margin is not None and not math.isfinite(margin) else margin
+
+
+def _read_row(entry: Mapping[str, Any]) -> Row:
+    margin = math.inf if entry["margin"] == INFINITE else entry["margin"]
+    same = ("case", "must", "profile", "group", "hints", "repeat", "provisional", "deviation")
+    return Row(
+        **{name: entry[name] for name in same},
+        setting=Setting(**{name: entry[name] for name in _SETTING}),
+        outcome=Outcome(
+            status=entry["status"], seconds=entry["seconds"], margin=margin, message=entry["message"]
+        ),
+    )  # fmt: skip

@@ -1,0 +1,41 @@
+"""The folder of reports."""
+
+from __future__ import annotations
+
+import json
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+
+from engine_conformance.report.badge import badge
+from engine_conformance.report.document import to_document
+from engine_conformance.report.junit import junit
+from engine_conformance.report.render import certificate, html
+from engine_conformance.results import Run
+from engine_conformance.verdict import Judgement
+
+__all__ = ["write_reports"]
+
+
+def write_reports(folder: Path, run: Run, verdicts: Sequence[Judgement]) -> list[Path]:
+    """Write ``report.json``, ``certificate.md``, ``report.html``, ``junit.xml`` and ``badge.json``; return their paths.
+
+    All are written under other names first: what fails on the way leaves an earlier report as it was.
+
+    Raises:
+        OSError: if the folder cannot be made or written; it names the path.
+    """
+    document = to_document(run, verdicts)
+    texts = {
+        "report.json": json.dumps(document, indent=1, allow_nan=False) + "\n",
+        "certificate.md": certificate(document),
+        "report.html": html(document),
+        "junit.xml": junit(document),
+        "badge.json": json.dumps(badge(document), indent=2) + "\n",
+    }
+    folder.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=folder, prefix=".reports-") as draft:
+        for name, text in texts.items():
+            # An engine's message may hold what UTF-8 cannot encode: half of a surrogate pair.
+            (Path(draft) / name).write_text(text, encoding="utf-8", errors="backslashreplace")
+        return [(Path(draft) / name).replace(folder / name) for name in texts]

@@ -1,0 +1,107 @@
+"""What a run of the suite gives: one row a case and setting, each in exactly one of nine statuses. Imports no torch."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal, get_args
+
+__all__ = ["BAD", "STATUSES", "Outcome", "Row", "Run", "Setting", "Status"]
+
+Status = Literal[
+    "passed",
+    "failed",
+    "refused",  # undeclared, and refused as it must be
+    "accepted-undeclared",  # undeclared, and not refused
+    "deviation",  # listed in the deviations, and fails
+    "stale-deviation",  # listed in the deviations, and passes
+    "not-run",  # device, world size or package absent
+    "timeout",  # no answer before the deadline
+    "suite-error",  # the suite's own fault
+]
+STATUSES: tuple[Status, ...] = get_args(Status)
+BAD: frozenset[Status] = frozenset({"failed", "accepted-undeclared", "stale-deviation", "timeout"})
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Outcome:
+    """How a case ended; ``margin`` is its worst error over the tolerance."""
+
+    status: Status
+    seconds: float
+    margin: float | None = None
+    message: str = ""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Setting:
+    """Under which circumstances a case ran."""
+
+    model_type: str
+    device: str
+    world: int
+    dtype: str
+
+    def __str__(self) -> str:
+        return f"{self.model_type}, {self.device}, world {self.world}, {self.dtype}"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Row:
+    """One case in one setting.
+
+    Attributes:
+        case: its id.
+        must: the requirement, one line.
+        profile: ``engine``, ``rl`` or ``rollout``.
+        group: ``core``, a capability, or the profile's name.
+        provisional: reported, but no part of the verdict.
+        message: what was wrong, where, and by how much; why it was not run; empty when it passed.
+        hints: what to look at, from the case's docstring; empty when it passed.
+        repeat: the command that runs it again.
+        deviation: the reason and the issue of a listed deviation.
+    """
+
+    case: str
+    must: str
+    profile: str
+    group: str
+    setting: Setting
+    outcome: Outcome
+    provisional: bool = False
+    hints: str = ""
+    repeat: str = ""
+    deviation: Mapping[str, str] | None = None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Run:
+    """Everything that a report is made of.
+
+    Attributes:
+        name: what was run: the engine's backend or the rollout.
+        distribution: ``name==version`` of the distribution that offers it, and its descriptor's target.
+        contract: the version that the descriptor states.
+        declared: its capabilities.
+        trace: how the registry chose, a line a candidate.
+        command: the arguments after ``engine-conformance``.
+        selection: what was asked for, as in the command line's options.
+        certify: whether a certificate was asked for.
+        environment: versions and machine, by name.
+        suite: version and digest of the suite.
+        started: ISO 8601, UTC.
+    """
+
+    name: str
+    distribution: str
+    contract: str
+    declared: Sequence[str]
+    trace: Sequence[str]
+    command: Sequence[str]
+    selection: Mapping[str, Any]
+    certify: bool
+    environment: Mapping[str, str]
+    suite: Mapping[str, str]
+    started: str
+    seconds: float
+    rows: Sequence[Row] = field(repr=False)

@@ -1,0 +1,103 @@
+"""Running a plan: one row an item, whatever the engine does."""
+
+from __future__ import annotations
+
+import datetime
+import shlex
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import torch
+
+from engine_api.registry import Resolution
+from engine_conformance.cases import run_case
+from engine_conformance.deviations import Deviation, with_deviations
+from engine_conformance.environment import environment, suite
+from engine_conformance.plan import Item, Selection, changed, make_plan, resolve
+from engine_conformance.ranks import close_pools
+from engine_conformance.results import Outcome, Row, Run
+
+__all__ = ["repeat_command", "run_item", "run_selection"]
+
+Listener = Callable[[Row], None]
+
+
+def run_selection(
+    selection: Selection,
+    *,
+    command: Sequence[str],
+    certify: bool = False,
+    deviations: Sequence[Deviation] = (),
+    limit: float = float("inf"),
+    listen: Listener | None = None,
+) -> Run:
+    """Run everything that was selected; pools of ranks are closed at the end.
+
+    Args:
+        selection: what to run.
+        command: the command line's arguments, for the report.
+        certify: whether a certificate was asked for, for the report.
+        deviations: of this engine.
+        limit: seconds after which no case is started; the rest is reported as not run.
+        listen: called with each row as it comes.
+
+    Raises:
+        UsageError, CannotRun: see `make_plan`.
+    """
+    began, started = time.monotonic(), datetime.datetime.now(tz=datetime.UTC)
+    torch.set_num_threads(1)  # the oracle's tensors are tiny: threads cost more than they do
+    with tempfile.TemporaryDirectory(prefix="conformance-") as folder:
+        items, rows = make_plan(selection, Path(folder)), list[Row]()
+        try:
+            for item in items:
+                late = time.monotonic() - began > limit
+                rows.append(run_item(item, selection, deviations, late="out of time (--limit)" if late else ""))
+                if listen:
+                    listen(rows[-1])
+        finally:
+            close_pools()
+    chosen = resolve(selection)
+    return Run(
+        name=selection.name, distribution=chosen.source, contract=chosen.plugin.contract,
+        declared=sorted(map(str, chosen.plugin.capabilities)), trace=[str(c) for c in chosen.trace],
+        command=list(command), selection=selection.as_dict() | {"complete": selection.complete}, certify=certify,
+        environment=environment(*_distribution(chosen)), suite=suite(), started=started.isoformat(timespec="seconds"),
+        seconds=time.monotonic() - began, rows=rows,
+    )  # fmt: skip
+
+
+def run_item(item: Item, selection: Selection, deviations: Sequence[Deviation] = (), *, late: str = "") -> Row:
+    """One row; ``late`` says why the case is not even started."""
+    reason, one = item.absent or late, item.case
+    outcome = Outcome(status="not-run", seconds=0.0, message=reason) if reason else run_case(one, item.target)
+    listed = next((d for d in deviations if d.covers(one.id, item.setting)), None)
+    outcome = with_deviations(outcome, listed)
+    silent = outcome.status in ("passed", "refused", "not-run")
+    return Row(
+        case=one.id, must=one.must, profile=one.profile, group=_group(item), setting=item.setting, outcome=outcome,
+        provisional=one.provisional, hints="" if silent else one.hints,
+        repeat="" if silent else repeat_command(item, selection), deviation=listed.facts if listed else None,
+    )  # fmt: skip
+
+
+def _group(item: Item) -> str:
+    return "undeclared" if item.case.probes else item.case.group
+
+
+def repeat_command(item: Item, selection: Selection) -> str:
+    """The line that runs this case again."""
+    one, parts = item.setting, ["engine-conformance", "run", selection.name, "--case", item.case.id]
+    parts += ["--model-type", one.model_type, "--device", one.device, "--world", str(one.world), "--dtype", one.dtype]
+    layout = ",".join(f"{name}={size}" for name, size in changed(selection.layout).items())
+    given = {"--profile": item.case.profile if item.case.profile != "engine" else None, "--parallelism": layout,
+             "--partner": selection.partner, "--plugin": selection.plugin}  # fmt: skip
+    parts += [word for option, value in given.items() if value for word in (option, value)]
+    return shlex.join(parts)
+
+
+def _distribution(chosen: Resolution) -> tuple[str, ...]:
+    """Its name; none for a class that was registered in process."""
+    name, _, version = chosen.source.partition("==")
+    return (name,) if version else ()

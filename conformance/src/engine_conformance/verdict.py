@@ -1,0 +1,77 @@
+"""From rows to verdicts and an exit code."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from engine_conformance.results import BAD, Row
+
+__all__ = ["EXIT", "Judgement", "Verdict", "exit_code", "judge", "judgements", "untested"]
+
+Verdict = Literal["conformant", "partial", "non-conformant"]
+EXIT = {"conformant": 0, "not conformant": 1, "usage": 2, "could not run": 3}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Judgement:
+    """The verdict on one profile of one model type, and on each group of cases in it."""
+
+    profile: str
+    model_type: str
+    verdict: Verdict
+    groups: Mapping[str, Verdict]
+
+
+def judge(rows: Iterable[Row]) -> Verdict:
+    """``non-conformant`` if anything that counts fails, ``partial`` if something could not be shown, or nothing ran."""
+    statuses = {row.outcome.status for row in rows if not row.provisional}
+    if statuses & BAD:
+        return "non-conformant"
+    return "conformant" if statuses and statuses <= {"passed", "refused"} else "partial"
+
+
+def judgements(rows: Sequence[Row], *, complete: bool, declared: Sequence[str] = ()) -> list[Judgement]:
+    """One a profile and model type, in the order in which they ran.
+
+    Args:
+        rows: of one run.
+        complete: false where cases were picked by hand, or by a quick tier: then nothing is better than ``partial``.
+        declared: capabilities of which each must have been shown by a case that passed.
+    """
+    keys = dict.fromkeys((row.profile, row.setting.model_type) for row in rows)
+    missing = untested(rows, declared)
+    return [_judgement(rows, key, complete=complete and not missing) for key in keys]
+
+
+def _judgement(rows: Sequence[Row], key: tuple[str, str], *, complete: bool) -> Judgement:
+    profile, model_type = key
+    mine = [row for row in rows if (row.profile, row.setting.model_type) == key]
+    names = dict.fromkeys(row.group for row in mine)
+    groups: dict[str, Verdict] = {name: judge(row for row in mine if row.group == name) for name in names}
+    verdict = judge(mine)
+    if verdict == "conformant" and not complete:
+        verdict = "partial"
+    return Judgement(profile=profile, model_type=model_type, verdict=verdict, groups=groups)
+
+
+def untested(rows: Sequence[Row], declared: Sequence[str]) -> list[str]:
+    """Declared capabilities that no case showed; ``dp`` is shown by any case on several ranks."""
+    if not any(row.profile == "engine" for row in rows):
+        return []
+    shown = {row.group for row in rows if row.outcome.status == "passed"}
+    shown |= {"dp"} if any(row.setting.world > 1 and row.outcome.status == "passed" for row in rows) else set()
+    return sorted(set(map(str, declared)) - shown)
+
+
+def exit_code(rows: Sequence[Row], verdicts: Sequence[Judgement], *, certify: bool) -> int:
+    """0: nothing failed, and with ``certify`` every verdict is conformant; 1: not; 3: nothing was shown."""
+    statuses = [row.outcome.status for row in rows if not row.provisional]
+    if any(status in BAD for status in statuses):
+        return EXIT["not conformant"]
+    if "suite-error" in statuses or not any(status in ("passed", "refused") for status in statuses):
+        return EXIT["could not run"]
+    if certify and any(one.verdict != "conformant" for one in verdicts):
+        return EXIT["not conformant"]
+    return EXIT["conformant"]

@@ -1,0 +1,62 @@
+"""What all cases have in common: a MUST, hints, a group, a quick tier; and the field's bugs that they were made from."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+from engine_api.capabilities import Capability
+from engine_conformance.cases import Case, load_cases
+
+CASES = load_cases()
+CONTRACT = (Path(__file__).parents[2] / "docs" / "contract.md").read_text()
+# Silent bugs of engines and rollouts in public threads; each is named by a case that would have caught it.
+FIELD = (
+    "verl #4710", "AReaL PR 335", "torchtitan #2318", "verl #3294", "verl #4021", "verl PR 4250", "Megatron-LM #6660",
+    "Megatron-LM #5974", "Megatron-LM #149", "Megatron-LM #7452", "NeMo-RL #227", "vLLM #48277", "vLLM PR 43987",
+    "prime-rl #2562", "Megatron-LM #4590", "miles #3231", "Automodel #3191", "NeMo-RL #3171", "NeMo-RL #3345",
+    "Megatron-Bridge #5680", "NeMo-RL #3544", "verl #7986", "vime #133", "vLLM #58157", "vLLM #48312", "verl #1720",
+    "NeMo-RL #671",
+)  # fmt: skip
+# Capabilities that are part of the descriptor's vocabulary before any engine offers them.
+NO_CASE_YET = {Capability.FP16, Capability.FP8}
+
+
+@pytest.mark.parametrize("one", CASES.values(), ids=lambda one: one.id)
+def test_a_case_says_what_it_demands(one: Case) -> None:
+    assert re.search(r"\bMUST\b", one.must), one.must
+    assert one.must.endswith("."), one.must
+    assert one.hints or one.probes, "no paragraph `If this fails: …`"
+    assert set(one.world) <= {1, 2, 4}
+    assert one.profile in ("engine", "rl", "rollout")
+
+
+@pytest.mark.parametrize("one", CASES.values(), ids=lambda one: one.id)
+def test_the_contract_has_an_anchor_for_every_case(one: Case) -> None:
+    assert f'<a id="{one.id}"></a>' in CONTRACT, f"docs/contract.md demands nothing that {one.id} shows"
+
+
+def test_the_contract_names_no_case_that_is_not_there() -> None:
+    anchors = set(re.findall(r'<a id="([a-z_]+\.[^"]+)"></a>', CONTRACT))
+    assert not anchors - set(CASES)
+
+
+@pytest.mark.parametrize("thread", FIELD)
+def test_a_bug_of_the_field_has_a_case_that_names_it(thread: str) -> None:
+    texts = [" ".join((one.function.__doc__ or "").split()) for one in CASES.values()]
+    project, number = thread.rsplit(" ", 1)
+    assert any(re.search(rf"{re.escape(project.split(' ')[0])}\b[^.:]*{re.escape(number)}\b", text) for text in texts)
+
+
+def test_every_capability_is_tested_where_declared_and_probed_where_not() -> None:
+    shown = {capability for one in CASES.values() for capability in one.requires}
+    probed = {one.probes for one in CASES.values() if one.probes}
+    assert set(Capability) - shown <= NO_CASE_YET
+    assert probed == set(Capability)
+
+
+def test_the_quick_tier_has_something_of_every_core_group() -> None:
+    quick = {one.id.split(".")[0] for one in CASES.values() if one.quick}
+    assert quick >= {"plugin", "contract", "forward", "train", "steps", "checkpoint", "export"}

@@ -1,0 +1,90 @@
+"""Each wrong engine is caught by the case that it names, which the engine without its defect passes."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+# Neither is shipped, so neither is installed.
+sys.path[:0] = [str(ROOT / folder) for folder in ("loopback", "mutants")]
+
+from engine_api.registry import EngineRegistry  # noqa: E402
+from engine_conformance.cases import load_cases  # noqa: E402
+from engine_conformance.ranks import close_pools  # noqa: E402
+from engine_loopback.plugin import CAPABILITIES  # noqa: E402
+from engine_mutants import load_mutants  # noqa: E402
+from engine_mutants.mutant import Mutant, install  # noqa: E402
+from engine_mutants.running import control, controls, is_caught, kill  # noqa: E402
+
+# Pools of ranks are kept for the next case of the same size.
+MUTANTS = sorted(load_mutants().values(), key=lambda one: (one.world, one.case))
+CONTROLS = controls(MUTANTS, Path())
+
+
+def _module(one: Mutant) -> str:
+    return one.targets["language_model"].partition(":")[0]
+
+
+# All of them take longer than a test should (`nox -s mutants` runs them): the first of each module and group are not slow.
+QUICK = [one for one in MUTANTS if not load_cases()[one.case].slow]
+FIRST = list({(_module(one), one.group): one for one in reversed(QUICK)}.values())
+FIRST_CONTROLS = controls(FIRST, Path())
+
+
+@pytest.fixture(scope="module")
+def root(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """A folder that all of them share, while the registry knows them."""
+    folder = tmp_path_factory.mktemp("mutants")
+    install(folder / "site")
+    yield folder
+    close_pools()
+    sys.path.remove(str(folder / "site"))
+    EngineRegistry.refresh()
+
+
+def _parameter(value: object, name: str, *, first: bool) -> object:
+    return pytest.param(value, id=name, marks=() if first else pytest.mark.slow)
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize(
+    "one", [_parameter(one, one.name.removeprefix("mutant-"), first=one in FIRST) for one in MUTANTS]
+)
+def test_mutant_is_caught_by_its_case(one: Mutant, root: Path) -> None:
+    outcome = kill(one, root)
+    assert is_caught(outcome), f"{one.defect} {one.case} ended as {outcome.status}: {outcome.message}"
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize(
+    "name",
+    [
+        _parameter(name, name, first=name in FIRST_CONTROLS)
+        for name in sorted(CONTROLS, key=lambda name: (CONTROLS[name][1].world, name))
+    ],
+)
+def test_engine_without_defect_passes(name: str, root: Path) -> None:
+    case, target = CONTROLS[name]
+    outcome = control(case, replace(target, root=root))
+    assert outcome.status == "passed", outcome.message
+
+
+def test_there_are_enough() -> None:
+    assert len(MUTANTS) >= 40
+    assert {str(capability) for capability in CAPABILITIES} <= {one.group for one in MUTANTS}
+
+
+def test_names_and_cases_are_real() -> None:
+    assert len({one.name for one in MUTANTS}) == len(MUTANTS)
+    assert {one.case for one in MUTANTS} <= set(load_cases())
+    assert all(one.defect.endswith(".") for one in MUTANTS), "a defect is one sentence"
+
+
+def test_case_applies_in_the_mutants_setting(root: Path) -> None:
+    reasons = {one.name: load_cases()[one.case].why_not(one.target(root)) for one in MUTANTS}
+    assert not {name: reason for name, reason in reasons.items() if reason}

@@ -1,0 +1,86 @@
+"""A whole run of the command line against engines whose ranks raise, die or stall: told, and survived."""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from engine_api.registry import EngineRegistry
+from engine_conformance.cli import main
+from engine_mutants import load_mutants
+from engine_mutants.mutant import install
+
+pytestmark = pytest.mark.distributed
+
+
+@pytest.fixture(scope="module", autouse=True)
+def mutants(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    load_mutants()
+    install(tmp_path_factory.mktemp("mutants") / "site")
+    yield
+    EngineRegistry.refresh()
+
+
+def children() -> set[int]:
+    """Process ids whose parent is this process."""
+    found = set[int]()
+    for path in Path("/proc").glob("[0-9]*/stat"):
+        try:
+            state, parent = path.read_text().rpartition(")")[2].split()[:2]
+        except OSError:  # it ended while we looked
+            continue
+        if int(parent) == os.getpid() and state != "Z":
+            found.add(int(path.parent.name))
+    return found
+
+
+@pytest.mark.parametrize(
+    ("name", "status", "told"),
+    [
+        ("raises", "failed", "rank 1 raised"),
+        ("dies", "failed", "rank 1 died"),
+        ("stalls", "timeout", "rank 1 stalled"),
+    ],
+)
+def test_a_rank_that_leaves_is_reported_and_the_next_case_passes(
+    name: str, status: str, told: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    before, began = children(), time.monotonic()
+    code = main(
+        ["run", f"mutant-empty-rank-{name}", "--case", "forward.no_documents,forward.temperature", "--world", "2",
+         "--model-type", "language_model", "--patience", "0.1", "--report", str(tmp_path)]
+    )  # fmt: skip
+    assert code == 1
+    first, second = json.loads((tmp_path / "report.json").read_text())["rows"]
+    assert (first["case"], first["status"]) == ("forward.temperature", "passed")
+    assert (second["case"], second["status"]) == ("forward.no_documents", status)
+    assert told in second["message"]
+    assert "rank 0" in second["message"], "every rank is told of"
+    assert "File " in second["message"], "with its stack"
+    assert "repeat: engine-conformance run" in capsys.readouterr().out
+    assert children() <= before, "a process is left behind"
+    assert time.monotonic() - began < 90
+
+
+def test_a_run_that_fails_does_not_spoil_the_next(tmp_path: Path) -> None:
+    arguments = ["--case", "forward.no_documents", "--world", "2", "--model-type", "language_model", "--quiet"]
+    assert main(["run", "mutant-empty-rank-raises", *arguments]) == 1
+    assert main(["run", "loopback", *arguments, "--report", str(tmp_path)]) == 0
+    assert main(["verify", str(tmp_path / "report.json")]) == 0
+
+
+def test_a_deviation_turns_a_failure_into_partial_and_rots(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    listed = tmp_path / "conformance.toml"
+    entry = '[[deviation]]\ncase = "forward.loss_weight"\nreason = "r"\nissue = "https://example.org/1"\nuntil = 2999-01-01\n'
+    listed.write_text(entry)
+    arguments = ["--case", "forward.loss_weight", "--world", "1", "--model-type", "language_model",
+                 "--deviations", str(listed)]  # fmt: skip
+    assert main(["run", "mutant-outputs-in-float64", *arguments]) == 3  # a deviation alone shows nothing
+    assert "DEVIATION forward.loss_weight" in capsys.readouterr().out
+    assert main(["run", "loopback", *arguments]) == 1
+    assert "STALE-DEVIATION" in capsys.readouterr().out

@@ -1,0 +1,99 @@
+"""Rollouts that are wrong on purpose, each as `local` but for one defect."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from engine_api.rollout import Completion, SamplingParams
+from engine_api.weights import WeightExport
+from engine_trainer.rollouts.local import LocalRollout
+from engine_trainer.rollouts.sampling import truncate
+
+
+class KeepsOldTensor(LocalRollout):
+    """From the second sync on one weight stays as it was."""
+
+    kept = "model.layers.1.self_attn.o_proj.weight"
+
+    def update_weights(self, export: WeightExport, version: int) -> None:
+        weight = self._model.get_parameter(self.kept).data
+        old, again = weight.clone(), self.weight_version >= 0
+        super().update_weights(export, version)
+        if again:
+            weight.copy_(old)
+
+
+class KeepsOldVersion(LocalRollout):
+    """Weights are new, their version is the first one."""
+
+    def update_weights(self, export: WeightExport, version: int) -> None:
+        super().update_weights(export, version if self.weight_version < 0 else self.weight_version)
+
+
+class HoldsReferences(LocalRollout):
+    """Tensors of the export are collected first and copied when all are there."""
+
+    def update_weights(self, export: WeightExport, version: int) -> None:
+        super().update_weights(iter(list(export)), version)
+
+
+class IgnoresNames(LocalRollout):
+    """What is missing in an export, or unknown, is passed over."""
+
+    def update_weights(self, export: WeightExport, version: int) -> None:
+        stored = dict(self._table._views)
+        given = {name: tensor.clone() for name, tensor in export if name in stored}
+        super().update_weights(iter((stored | given).items()), version)
+
+
+class _OwnLogProbs(LocalRollout):
+    def generate(self, prompts: Sequence[Sequence[int]], sampling: SamplingParams) -> list[Completion]:
+        found = super().generate(prompts, sampling)
+        return [replace(c, log_probs=self._again(prompts[c.prompt_index], c.tokens, sampling)) for c in found]
+
+    def _again(self, prompt: Sequence[int], tokens: Sequence[int], sampling: SamplingParams) -> list[float]:
+        with torch.inference_mode():
+            logits = self._model(input_ids=torch.tensor([[*prompt, *tokens]])).logits[0, len(prompt) - 1 : -1].float()
+        rows = self._distribution(logits, sampling).log_softmax(-1)
+        return rows.gather(-1, torch.tensor(tokens)[:, None])[:, 0].tolist()
+
+
+class ForgetsTemperature(_OwnLogProbs):
+    """Log-probs are those at temperature 1."""
+
+    def _distribution(self, logits: torch.Tensor, sampling: SamplingParams) -> torch.Tensor:
+        return logits
+
+
+class Renormalizes(_OwnLogProbs):
+    """Log-probs are of what top-k and top-p left."""
+
+    def _distribution(self, logits: torch.Tensor, sampling: SamplingParams) -> torch.Tensor:
+        return truncate((logits / (sampling.temperature or 1.0)).log_softmax(-1), sampling)
+
+
+class DrawsAtOne(_OwnLogProbs):
+    """Tokens are drawn at temperature 1; log-probs say another one."""
+
+    def generate(self, prompts: Sequence[Sequence[int]], sampling: SamplingParams) -> list[Completion]:
+        found = LocalRollout.generate(self, prompts, replace(sampling, temperature=min(1.0, sampling.temperature)))
+        return [replace(c, log_probs=self._again(prompts[c.prompt_index], c.tokens, sampling)) for c in found]
+
+    def _distribution(self, logits: torch.Tensor, sampling: SamplingParams) -> torch.Tensor:
+        return logits / (sampling.temperature or 1.0)
+
+
+class ServesOldPrefixes(LocalRollout):
+    """A prompt that was answered before is answered as before."""
+
+    def __init__(self, **arguments: Any) -> None:
+        super().__init__(**arguments)
+        self._answers: dict[str, list[Completion]] = {}
+
+    def generate(self, prompts: Sequence[Sequence[int]], sampling: SamplingParams) -> list[Completion]:
+        found = self._answers.setdefault(repr((prompts, sampling)), super().generate(prompts, sampling))
+        return [replace(c, weight_versions=[self.weight_version] * len(c.tokens)) for c in found]

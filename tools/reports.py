@@ -1,0 +1,45 @@
+"""Write the README's table of certificates from conformance/reports/, or check that it is current (``--check``)."""
+
+from __future__ import annotations
+
+import json
+import math
+import sys
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from benchmarks import replace_section
+from matrix import ROOT, table, write_or_check
+
+README, REPORTS = ROOT / "README.md", ROOT / "conformance" / "reports"
+HEAD = ("engine", "model type", "device", "ranks", "precision", "cases", "worst margin", "verdict", "when")
+
+
+def render() -> str:
+    """One row a report and model type, of the ``engine`` profile and the ``rollout`` profile."""
+    rows = [row for path in sorted(REPORTS.glob("**/report.json")) for row in _rows(path, json.loads(path.read_text()))]
+    return table(HEAD, rows)
+
+
+def _rows(path: Path, report: Mapping[str, Any]) -> Iterator[tuple[str, ...]]:
+    link = path.with_name("certificate.md").relative_to(ROOT).as_posix()
+    chosen = report["selection"]
+    for one in (v for v in report["verdicts"] if v["profile"] in ("engine", "rollout")):
+        mine = [r for r in report["rows"] if (r["profile"], r["model_type"]) == (one["profile"], one["model_type"])]
+        shown = sum(r["status"] in ("passed", "refused") for r in mine)
+        margins = [math.inf if r["margin"] == "infinite" else r["margin"] for r in mine if r["margin"] is not None]
+        yield (
+            f"`{report['name']}` ({report['distribution'].split(' ')[0]})", one["model_type"], _device(report),
+            ", ".join(map(str, chosen["worlds"])), ", ".join(chosen["dtypes"]), f"{shown} of {len(mine)}",
+            f"{max(margins):.2g}" if margins else "-", f"[{one['verdict']}]({link})", report["started"][:10],
+        )  # fmt: skip
+
+
+def _device(report: Mapping[str, Any]) -> str:
+    device = report["selection"]["device"]
+    return device if device == "cpu" else f"{device} ({report['environment'].get('accelerator', 'unknown')})"
+
+
+if __name__ == "__main__":
+    sys.exit(write_or_check(README, replace_section(README.read_text(), "certificates", render()), "reports.py"))
