@@ -21,7 +21,7 @@ TOOLS = ("import-linter", "nox", "pyright[nodejs]", "ruff", *PYTEST)
 API, FSDP, TRAINER, SUITE = "packages/engine-api", "packages/engine-fsdp", "packages/trainer", "conformance"
 EXAMPLE = "examples/engine-minimal"
 # Tools that write a page from its source, and compare the two with --check.
-GENERATORS = ("matrix", "cases", "reports")
+GENERATORS = ("matrix", "cases", "reports", "mutants")
 # Extras that want a GPU, a server or an account.
 NOT_ON_CPU = {"cuda", "flash", "gpu", "megatron", "npu", "ray", "sglang", "vllm", "wandb"}
 
@@ -108,13 +108,22 @@ def check_unit(session: nox.Session) -> None:
                         success_codes=codes, env={"OMP_NUM_THREADS": "1"})  # fmt: skip
 
 
+def check_conformance(session: nox.Session) -> None:
+    """A certificate of every engine that the matrix calls tested on a CPU."""
+    for engine, device in engine_devices(load()):
+        if device == "cpu":
+            worlds = ",".join(map(str, world_sizes(load(), engine, device)))
+            session.run("engine-conformance", "run", engine, "--world", worlds, "--certify", "--quiet")
+
+
 @nox.session
 def tests(session: nox.Session) -> None:
-    """All that CI runs: lint, types, imports, generated docs, every test; after `--`: pytest arguments."""
+    """All that CI runs: lint, types, imports, generated docs, every test, certificates; after `--`: pytest arguments."""
     install(session, [*packages(), EXAMPLE], *TOOLS)
     for check in (check_lint, check_types, check_imports, check_docs, check_unit):
         check(session)
     if not session.posargs:
+        check_conformance(session)
         session.notify("minimal")
 
 
@@ -151,7 +160,7 @@ def docs(session: nox.Session) -> None:
     """Write the generated pages."""
     install(session, [API, SUITE])
     for tool in GENERATORS:
-        session.run("python", f"tools/{tool}.py")
+        session.run("python", f"tools/{tool}.py", *(["--page"] if tool == "mutants" else []))
 
 
 @nox.session
@@ -197,7 +206,7 @@ def minimal(session: nox.Session) -> None:
 
 @nox.session
 def mutants(session: nox.Session) -> None:
-    """Every seeded wrong engine must be caught by its named case; after `--`: names, or `--matrix`."""
+    """Every seeded wrong engine must be caught by its named case; after `--`: names, or `--others`."""
     install(session, [API, SUITE])
     session.run("python", "tools/mutants.py", *session.posargs, env={"OMP_NUM_THREADS": "1"})
 

@@ -15,7 +15,7 @@ import platform
 from pathlib import Path
 from typing import Any
 
-from matrix import ROOT, table
+from matrix import ROOT, replace_section, table
 
 PAGE = ROOT / "docs" / "benchmarks.md"
 TITLE = "# Benchmarks\n\nEach table says how it was made. Times are medians over rounds.\n"
@@ -65,16 +65,6 @@ def _versions() -> str:
         except importlib.metadata.PackageNotFoundError:
             continue
     return ", ".join(parts)
-
-
-def replace_section(page: str, name: str, body: str) -> str:
-    """``page`` with the text between the markers of ``name`` replaced."""
-    begin, end = f"<!-- begin {name} -->", f"<!-- end {name} -->"
-    if begin not in page:
-        page = f"{page.rstrip()}\n\n## {name}\n\n{begin}\n{end}\n"
-    before, rest = page.split(begin, 1)
-    after = rest.split(end, 1)[1]
-    return f"{before}{begin}\n{body.rstrip()}\n{end}{after}"
 
 
 def main() -> None:

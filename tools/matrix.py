@@ -77,6 +77,16 @@ def table(head: tuple[str, ...], rows: list[tuple[str, ...]]) -> str:
     return "".join(f"| {' | '.join(line)} |\n" for line in lines)
 
 
+def replace_section(page: str, name: str, body: str) -> str:
+    """``page`` with the text between the markers of ``name`` replaced."""
+    begin, end = f"<!-- begin {name} -->", f"<!-- end {name} -->"
+    if begin not in page:
+        page = f"{page.rstrip()}\n\n## {name}\n\n{begin}\n{end}\n"
+    before, rest = page.split(begin, 1)
+    after = rest.split(end, 1)[1]
+    return f"{before}{begin}\n{body.rstrip()}\n{end}{after}"
+
+
 def write_or_check(page: Path, text: str, tool: str) -> int:
     """Write a generated page, or with ``--check`` compare it; exit 0: written, or current; 1: out of date."""
     if "--check" not in sys.argv[1:]:

@@ -9,8 +9,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from benchmarks import replace_section
-from matrix import ROOT, table, write_or_check
+from matrix import ROOT, replace_section, table, write_or_check
 
 README, REPORTS = ROOT / "README.md", ROOT / "conformance" / "reports"
 HEAD = ("engine", "model type", "device", "ranks", "precision", "cases", "worst margin", "verdict", "when")

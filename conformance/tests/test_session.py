@@ -53,7 +53,7 @@ def test_a_rank_that_leaves_is_reported_and_the_next_case_passes(
     before, began = children(), time.monotonic()
     code = main(
         ["run", f"mutant-empty-rank-{name}", "--case", "forward.no_documents,forward.temperature", "--world", "2",
-         "--model-type", "language_model", "--patience", "0.1", "--report", str(tmp_path)]
+         "--model-type", "language_model", "--patience", "0.25", "--report", str(tmp_path)]
     )  # fmt: skip
     assert code == 1
     first, second = json.loads((tmp_path / "report.json").read_text())["rows"]

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import Future
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -149,6 +150,15 @@ class GeneratorsOfRankZero(LoopbackEngine):
 
 
 @mutant("checkpoint.resume_bitwise", group=GROUP)
+class LoadKeepsGradients(LoopbackEngine):
+    """A load keeps the gradients that were there."""
+
+    def load_checkpoint(self, directory: Path | str) -> CheckpointInfo:
+        with patch.object(self, "_drop_gradients", lambda: None):
+            return super().load_checkpoint(directory)
+
+
+@mutant("checkpoint.resume_bitwise", group=GROUP)
 class ExtraDropped(LoopbackEngine):
     """What the caller gives to ``save_checkpoint`` is not written."""
 
@@ -237,10 +247,7 @@ class WrittenUnderFinalName(LoopbackEngine):
     """The folder stands under its final name before anything is in it."""
 
     def save_checkpoint(self, directory: Path | str, *, extra: Extra = None) -> CheckpointHandle:
-        def early(prepare: Callable[..., None]) -> Callable[..., Any]:
-            return lambda final, partial: (prepare(final, partial), final.mkdir())
-
-        with _instead("_prepare", early):
+        with _instead("_prepare", lambda prepare: lambda final, partial: (prepare(final, partial), final.mkdir())):
             return super().save_checkpoint(directory, extra=extra)
 
 
@@ -277,6 +284,17 @@ class AsyncFailureSwallowed(LoopbackEngine):
         saving, self._saving = self._saving, None
         if saving is not None:
             saving.exception()
+
+
+@mutant("checkpoint.asynchronous", group="async-checkpoint")
+class HandleDoneEarly(LoopbackEngine):
+    """The handle of an asynchronous save says that it is done when it has begun."""
+
+    def save_checkpoint(self, directory: Path | str, *, extra: Extra = None) -> CheckpointHandle:
+        super().save_checkpoint(directory, extra=extra)
+        early: Future[CheckpointInfo] = Future()
+        early.set_result(CheckpointInfo(path=Path(directory), step=self._step, extra=dict(extra or {}), num_bytes=0))
+        return early
 
 
 # --- loads that must fail --------------------------------------------------------------------------
@@ -328,6 +346,14 @@ class OtherModelAccepted(LoopbackEngine):
 
 
 @mutant("faults.failed_load", group=GROUP)
+class OtherOptimizerAccepted(LoopbackEngine):
+    """The state of another optimizer is put where its own would be."""
+
+    def same_optimizer(self, fields: set[str]) -> None:
+        del fields
+
+
+@mutant("faults.failed_load", group=GROUP)
 class NewerContractAccepted(LoopbackEngine):
     """A checkpoint of a newer contract is read as one of this one."""
 
@@ -372,12 +398,3 @@ class ErrorOnOneRank(LoopbackEngine):
             return super().load_checkpoint(directory)
         finally:
             self._save_comm = comm
-
-
-@mutant("contract.inference_only", group="core")
-class MomentsInTheWay(LoopbackEngine):
-    """An engine without an optimizer wants a checkpoint without moments: a reference cannot read the policy's."""
-
-    def _state_layout(self, entries: Mapping[str, Entry]) -> dict[str, tuple[ShardSpec, torch.dtype]]:
-        moments = {} if self.optimizer else {k: (ShardSpec.whole(()), torch.float32) for k in entries if "optim." in k}
-        return super()._state_layout(entries) | moments

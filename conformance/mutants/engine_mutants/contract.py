@@ -8,7 +8,7 @@ import os
 import subprocess
 import sys
 import threading
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
@@ -22,8 +22,9 @@ from engine_api.comm import SingleComm
 from engine_api.config import EngineConfig
 from engine_api.contract import Adapter
 from engine_api.losses import LossFn
+from engine_api.manifest import Entry
 from engine_api.results import LossOutput, TokenOutputs, TrainOutput
-from engine_api.weights import WeightExport
+from engine_api.weights import ShardSpec, WeightExport
 from engine_loopback.engine import LoopbackEngine
 from engine_mutants.mutant import mutant
 from engine_mutants.refusal import Edits
@@ -181,6 +182,26 @@ class AttributeErrorBeforeInitialize(LoopbackEngine):
         return super().infer_batch(batch, temperature=temperature, entropy=entropy, adapter=adapter)
 
 
+@mutant("checkpoint.asynchronous", group="async-checkpoint", world=2)
+class CloseAbandonsSave(LoopbackEngine):
+    """``close`` does not wait for a save that still runs."""
+
+    def close(self) -> None:
+        if self._writer_pool is not None:
+            self._writer_pool.shutdown(wait=False, cancel_futures=True)
+        self._writer_pool, self._saving = None, None
+        super().close()
+
+
+@mutant("contract.inference_only", group="core")
+class MomentsInTheWay(LoopbackEngine):
+    """An engine without an optimizer wants a checkpoint without moments: a reference cannot read the policy's."""
+
+    def _state_layout(self, entries: Mapping[str, Entry]) -> dict[str, tuple[ShardSpec, torch.dtype]]:
+        moments = {} if self.optimizer else {k: (ShardSpec.whole(()), torch.float32) for k in entries if "optim." in k}
+        return super()._state_layout(entries) | moments
+
+
 # --- what is left behind ---------------------------------------------------------------------------
 
 
@@ -210,6 +231,23 @@ class ChildStays(LoopbackEngine):
         super()._build_model()
         # It ends by itself when its pipe does: the rank's own end is the last it waits for.
         _HELPERS.append(subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE))
+
+
+@mutant("contract.leaves_nothing", group="core")
+class EnvironmentChanged(LoopbackEngine):
+    """The engine hides devices from this process by the environment, and leaves it so."""
+
+    def _build_model(self) -> None:
+        os.environ["CUDA_VISIBLE_DEVICES"] = ""
+        super()._build_model()
+
+
+@mutant("contract.leaves_nothing", group="core", world=2)
+class GroupsLeft(LoopbackEngine):
+    """``close`` leaves the process groups that the engine made."""
+
+    def _close_groups(self) -> None:
+        """Nothing is given back."""
 
 
 # --- what comes back -------------------------------------------------------------------------------

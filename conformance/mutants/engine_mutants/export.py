@@ -132,6 +132,15 @@ class AllGatheredFirst(LoopbackEngine):
         yield from list(super().whole_tensors(weights, dtype, bucket_bytes))
 
 
+@mutant("export.bounded", group="core")
+class BucketsIgnored(LoopbackEngine):
+    """All whole tensors are in one bucket, whatever size is asked for."""
+
+    def whole_tensors(self, weights: list[Weight], dtype: Dtype, bucket_bytes: int) -> WeightExport:
+        del bucket_bytes
+        return super().whole_tensors(weights, dtype, 1 << 60)
+
+
 # --- which names -----------------------------------------------------------------------------------
 
 
@@ -256,3 +265,21 @@ class ConfigNamesOtherDtype(LoopbackEngine):
 
     def hf_config(self, tensors: Mapping[str, Tensor]) -> dict[str, Any]:
         return super().hf_config(tensors) | {"dtype": "bfloat16"}
+
+
+@mutant("export.save_hf", group="save-hf")
+class TieForgotten(LoopbackEngine):
+    """``config.json`` does not say that the head is tied, so that transformers makes one at random."""
+
+    def hf_config(self, tensors: Mapping[str, Tensor]) -> dict[str, Any]:
+        return super().hf_config(tensors) | {"tie_word_embeddings": False}
+
+
+@mutant("export.save_hf", group="save-hf")
+class ConfigOfOtherModel(LoopbackEngine):
+    """``config.json`` has the library's base of rotary angles where the model has its own."""
+
+    def hf_config(self, tensors: Mapping[str, Tensor]) -> dict[str, Any]:
+        config = super().hf_config(tensors)
+        config["rope_parameters"] = {"rope_type": "default", "rope_theta": 1e6}
+        return config

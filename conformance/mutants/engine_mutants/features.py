@@ -89,7 +89,7 @@ class AdapterStaysOnForReference(Model):
         yield
 
 
-@mutant("lora.train", group="lora", part="model")
+@mutant("lora.switched", group="lora", part="model")
 class AdapterStaysOff(Model):
     """After a reference the adapter is not switched on again: the next log-probs and steps are the base model's."""
 
@@ -99,7 +99,7 @@ class AdapterStaysOff(Model):
         yield
 
 
-@mutant("lora.train", group="lora", part="model")
+@mutant("lora.switched", group="lora", part="model")
 class AdapterDropsInInference(Model):
     """The adapter's dropout is on in inference too."""
 

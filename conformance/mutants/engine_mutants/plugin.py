@@ -1,4 +1,4 @@
-"""The descriptors of all mutants, one attribute each: ``MUTANT_GRADIENTS_AVERAGED``, … (Loading them imports torch.)"""
+"""The descriptors of all mutants, one attribute each, as ``MUTANT_GRADIENTS_AVERAGED``. Loading them imports torch."""
 
 from __future__ import annotations
 

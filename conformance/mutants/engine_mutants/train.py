@@ -252,7 +252,7 @@ class EpsInsideRoot(AdamW):
         return first, second + group["eps"]
 
 
-@mutant("rl.ppo", group="core", part="optimizer")
+@mutant("train.epsilon", group="core", part="optimizer")
 class EpsBeforeCorrection(AdamW):
     """Epsilon is added before the second moment is corrected, so that it is 30 times larger at the first step."""
 
@@ -262,7 +262,7 @@ class EpsBeforeCorrection(AdamW):
         super().adam_update(param, grad, state, group | {"eps": eps})
 
 
-@mutant("rl.ppo", group="core", part="optimizer")
+@mutant("train.epsilon", group="core", part="optimizer")
 class EpsOfDefault(AdamW):
     """Epsilon is 1e-8 whatever the configuration says."""
 

@@ -31,6 +31,7 @@ if TYPE_CHECKING:
 
 __all__ = ["main"]
 
+_ABOUT = "Exit codes: 0 nothing failed (with --certify: conformant), 1 not, 2 usage, 3 could not run."
 _DEVIATIONS = Path("conformance.toml")
 
 
@@ -52,7 +53,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="engine-conformance", description=__doc__.partition("\n")[2])
+    parser = argparse.ArgumentParser(prog="engine-conformance", description=_ABOUT)
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
     _add_run(commands.add_parser("run", help="run the cases against an engine or a rollout, by name"))
     listing = commands.add_parser("list", help="every case")

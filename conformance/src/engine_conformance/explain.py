@@ -54,7 +54,7 @@ def explain_case(name: str) -> str:
         "MUST": one.must, "details": one.details, "applies to": applies, "model types": ", ".join(one.model_types),
         "world sizes": ", ".join(map(str, one.world)), "precisions": ", ".join(one.dtypes),
         "profile": f"{one.profile}, group {one.group}, since contract {one.since}",
-        "if this fails": one.hints, "stays": one.stays,
+        "if this fails": one.hints,
         "code": f"{one.function.__module__}, line {inspect.getsourcelines(one.function)[1]}",
         "run": f"engine-conformance run NAME --case {one.id} --world {one.world[0]}",
     }  # fmt: skip

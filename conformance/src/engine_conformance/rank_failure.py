@@ -34,7 +34,9 @@ class RankError(AssertionError):
         self.function, self.world, self.failures = function, world, tuple(failures)
         ranks = [failure.rank for failure in failures]
         lines = [f"{function} failed on rank(s) {ranks} of {world} after {seconds:.1f} s"]
-        lines += [_described(failure) for failure in failures]
+        # A case's own verdict first: the ranks beside it may have died of the connection that it closed.
+        ordered = sorted(failures, key=lambda failure: not failure.exception.endswith("ConformanceFailure"))
+        lines += [_described(failure) for failure in ordered]
         super().__init__("\n".join(lines))
 
     @property

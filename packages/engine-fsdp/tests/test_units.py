@@ -14,6 +14,7 @@ from torch import Tensor
 
 from engine_api.config import ModelSource
 from engine_api.errors import ConfigError, UnsupportedCapability
+from engine_api.registry import EngineRegistry
 from engine_fsdp.attention import build_packing, check_heads, choose_kernel, packed_attention
 from engine_fsdp.head import chunked_log_probs
 from engine_fsdp.weights import fetch, first_row, weight_files
@@ -185,3 +186,8 @@ def test_a_model_that_is_nowhere(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ConfigError) as caught:
         fetch(ModelSource(path="no such model/at all/anywhere"))
     assert caught.value.field == "model.path"
+
+
+def test_the_older_name_means_the_same_engine() -> None:
+    rows = [EngineRegistry.resolve(backend=name, device="cpu").row for name in ("fsdp", "fsdp2")]
+    assert rows[0] == rows[1]

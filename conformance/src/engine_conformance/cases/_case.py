@@ -39,7 +39,7 @@ _MODULES = (
     "faults", "export", "parallel", "layouts", "memory", "lora", "rl", "rollout",
 )  # fmt: skip
 CASES: dict[str, Case] = {}
-_HINTS, _STAYS = "If this fails", "Stays"
+_HINTS = "If this fails"
 # Several ranks are data parallel, unless a layout says otherwise.
 _MODEL_PARALLEL = frozenset({Capability.TP, Capability.PP, Capability.CP, Capability.EP, Capability.ULYSSES})
 
@@ -104,11 +104,6 @@ class Case:
     def hints(self) -> str:
         """What to look at when it fails, and the defects of the field that it was made from."""
         return self._section(_HINTS)
-
-    @property
-    def stays(self) -> str:
-        """Why it is kept though no seeded defect is found by it alone; mostly empty."""
-        return self._section(_STAYS)
 
     def _section(self, title: str) -> str:
         paragraphs = inspect.cleandoc(self.function.__doc__ or "").split("\n\n")

@@ -13,7 +13,7 @@ from engine_api.errors import EngineError, RankFailure
 from engine_conformance.cases import _losses as losses
 from engine_conformance.cases._case import VALUE, must
 from engine_conformance.cases._ranks import Answer, InferCall, Trained
-from engine_conformance.cases._target import Target
+from engine_conformance.cases._target import EPS, Target
 from engine_conformance.compare import assert_close_per_token, assert_scalar_close, assert_weights_close
 from engine_conformance.fixtures import LENGTHS, PackedDocuments, packed_documents
 from engine_conformance.oracle import AdamWConfig, OracleModel, Schedule, TrainResult, load_oracle, train_steps
@@ -33,7 +33,7 @@ __all__ = [
     "training_matches",
 ]
 
-CONFIG = AdamWConfig(weight_decay=0.0)
+CONFIG = AdamWConfig(weight_decay=0.0, eps=EPS)
 
 
 @cache

@@ -19,7 +19,6 @@ from engine_conformance.cases._expect import (
     raised_everywhere,
     training_matches,
 )
-from engine_conformance.cases._journeys import EPS
 from engine_conformance.cases._ranks import (
     Answer,
     InferCall,
@@ -30,7 +29,7 @@ from engine_conformance.cases._ranks import (
     step,
     summary,
 )
-from engine_conformance.cases._target import Setup, Target
+from engine_conformance.cases._target import EPS, Setup, Target
 from engine_conformance.cases.export import Shards, shards_make_the_whole
 from engine_conformance.fixtures import LENGTHS, PackedDocuments
 from engine_conformance.oracle import AdamWConfig

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import os
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -11,7 +10,7 @@ from torch import Tensor
 from engine_api import losses as engine_losses
 from engine_api.batch import Batch
 from engine_api.losses import LossFn
-from engine_api.results import LossOutput, TokenOutputs
+from engine_api.results import LossOutput, TokenOutputs, Topology
 from engine_conformance.fixtures import PackedDocuments
 from engine_conformance.oracle import OracleModel, sft
 from engine_conformance.oracle.losses import ppo_loss, sft_loss, value_loss, weighted_sum
@@ -19,11 +18,11 @@ from engine_conformance.oracle.train import Loss
 
 __all__ = [
     "ForModelType",
+    "RaisesLater",
+    "Spoilt",
     "default_loss",
     "entropy_bonus",
     "infinite_gradient",
-    "infinite_on_last_rank",
-    "nan_on_last_rank",
     "oracle_default",
     "oracle_entropy_bonus",
     "oracle_policy",
@@ -137,19 +136,31 @@ def oracle_warm(oracle: OracleModel, batch: PackedDocuments, denominator: float)
     return sft_loss(outputs.log_probs, loss_weight=batch.loss_weight, denominator=denominator)
 
 
-def nan_on_last_rank(outputs: TokenOutputs, batch: Batch) -> LossOutput:
-    """A sum that is not a number on the last rank alone."""
-    return LossOutput(loss=-(batch.loss_weight * _outputs(outputs)).sum() * (float("nan") if _is_last() else 1.0))
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Spoilt:
+    """A negative sum times ``factor`` plus ``constant``, where ``here``; elsewhere the sum alone.
 
+    A ``factor`` that is not finite spoils the gradient too, a ``constant`` does not.
+    """
 
-def infinite_on_last_rank(outputs: TokenOutputs, batch: Batch) -> LossOutput:
-    """A sum plus an infinite constant on the last rank alone: its gradient is finite."""
-    constant = float("inf") if _is_last() else 0.0
-    return LossOutput(loss=constant - (batch.loss_weight * _outputs(outputs)).sum())
+    model_type: str
+    factor: float = 1.0
+    constant: float = 0.0
+    here: bool = True
 
+    @property
+    def needs(self) -> tuple[str, ...]:
+        """What the engine is to compute."""
+        return ("values",) if self.model_type == "value_model" else ("log_probs",)
 
-def _is_last() -> bool:
-    return os.environ.get("RANK", "0") == str(int(os.environ.get("WORLD_SIZE", "1")) - 1)
+    def on_last(self, topology: Topology) -> Spoilt:
+        """The same, on the last data-parallel rank alone: on every rank that works on its documents."""
+        return replace(self, here=topology.dp_rank == topology.dp_size - 1)
+
+    def __call__(self, outputs: TokenOutputs, batch: Batch) -> LossOutput:
+        """The loss itself."""
+        total = -(batch.loss_weight * _outputs(outputs)).sum()
+        return LossOutput(loss=total * self.factor + self.constant if self.here else total)
 
 
 def infinite_gradient(outputs: TokenOutputs, batch: Batch) -> LossOutput:
@@ -162,3 +173,16 @@ def raises(outputs: TokenOutputs, batch: Batch) -> LossOutput:
     """A caller's mistake."""
     del outputs, batch
     raise KeyError("a loss function of the conformance suite raises on purpose")
+
+
+class RaisesLater:
+    """A good loss at its first call, a caller's mistake from the second on."""
+
+    def __init__(self, model_type: str) -> None:
+        self.loss, self.calls = default_loss(model_type), 0
+        self.needs = getattr(self.loss, "needs", ("log_probs",))
+
+    def __call__(self, outputs: TokenOutputs, batch: Batch) -> LossOutput:
+        """The loss itself."""
+        self.calls += 1
+        return self.loss(outputs, batch) if self.calls == 1 else raises(outputs, batch)

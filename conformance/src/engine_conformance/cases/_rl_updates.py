@@ -17,10 +17,9 @@ from engine_api.results import TrainOutput
 from engine_conformance.cases import _rl_losses as losses
 from engine_conformance.cases._case import VALUE, must
 from engine_conformance.cases._expect import oracle_of, training_matches
-from engine_conformance.cases._journeys import EPS
 from engine_conformance.cases._layouts import ADAMW
 from engine_conformance.cases._ranks import Trained, checked, local_batch, opened, summary
-from engine_conformance.cases._target import Setup, Target
+from engine_conformance.cases._target import EPS, Setup, Target
 from engine_conformance.compare import assert_scalar_close
 from engine_conformance.fixtures import PackedDocuments
 from engine_conformance.oracle import OracleModel, Schedule, StepResult, TrainResult, train_steps

@@ -16,7 +16,8 @@ __all__ = ["read_manifest", "read_rank_files", "read_state"]
 
 
 def read_manifest(folder: Path) -> dict[str, Any]:
-    """``manifest.json``."""
+    """``manifest.json``; a failure of the engine's where there is none."""
+    must((folder / "manifest.json").is_file(), "checkpoint", "has no manifest.json", where=str(folder))
     manifest: dict[str, Any] = json.loads((folder / "manifest.json").read_text())
     return manifest
 
@@ -36,6 +37,7 @@ def _assemble(folder: Path, key: str, entry: dict[str, Any]) -> Tensor:
     seen = torch.zeros(entry["shape"], dtype=torch.uint8)
     for shard in entry["shards"]:
         box = tuple(slice(start, start + size) for start, size in zip(shard["offset"], shard["shape"], strict=True))
+        must((folder / shard["file"]).is_file(), "checkpoint", f"{shard['file']} is not there", where=key)
         with safe_open(folder / shard["file"], framework="pt") as file:
             whole[box] = file.get_tensor(key)
         seen[box] += 1

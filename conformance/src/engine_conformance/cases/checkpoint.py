@@ -14,8 +14,8 @@ import torch
 
 from engine_api.capabilities import Capability
 from engine_api.config import CheckpointConfig, OptimizerConfig, Parallelism, Precision, ScheduleConfig
-from engine_api.errors import CheckpointWriteError, EngineError
-from engine_api.results import CheckpointInfo, TrainOutput
+from engine_api.errors import CheckpointWriteError, EngineError, EngineStateError
+from engine_api.results import CheckpointHandle, CheckpointInfo, TrainOutput
 from engine_conformance.cases._case import LM, VALUE, case, must
 from engine_conformance.cases._expect import (
     documents,
@@ -25,10 +25,12 @@ from engine_conformance.cases._expect import (
     same_on_all_ranks,
     training_matches,
 )
+from engine_conformance.cases._losses import default_loss
 from engine_conformance.cases._ranks import (
     Trained,
     caught,
     digest,
+    local_batch,
     opened,
     save,
     step,
@@ -37,7 +39,7 @@ from engine_conformance.cases._ranks import (
     whole_weights,
 )
 from engine_conformance.cases._state import read_manifest, read_state
-from engine_conformance.cases._target import Setup, Target
+from engine_conformance.cases._target import EPS, Setup, Target
 from engine_conformance.compare import assert_bitwise, assert_scalar_close, assert_weights_close
 from engine_conformance.fixtures import PackedDocuments
 from engine_conformance.oracle import AdamWConfig, Schedule, TrainResult
@@ -45,7 +47,7 @@ from engine_conformance.tolerances import weight_tolerance
 
 PORTABLE = (Capability.PORTABLE_CHECKPOINT,)
 TYPES = (LM, VALUE)
-OPTIMIZER = OptimizerConfig(lr=1e-3, weight_decay=0.1, clip_norm=2.0)
+OPTIMIZER = OptimizerConfig(lr=1e-3, weight_decay=0.1, clip_norm=2.0, eps=EPS)
 SCHEDULE = ScheduleConfig(name="cosine", warmup_steps=2, total_steps=12)
 
 
@@ -55,7 +57,7 @@ def _batches() -> tuple[PackedDocuments, ...]:
 
 def _expected(folder: Path, count: int) -> TrainResult:
     return oracle_training(
-        str(folder), _batches()[:count], optimizer=AdamWConfig(weight_decay=0.1, max_grad_norm=2.0),
+        str(folder), _batches()[:count], optimizer=AdamWConfig(weight_decay=0.1, max_grad_norm=2.0, eps=EPS),
         schedule=Schedule(kind="cosine", lr=1e-3, warmup_steps=2, total_steps=12),
     )  # fmt: skip
 
@@ -86,10 +88,14 @@ def save_and_go_on(setup: Setup, batches: Sequence[PackedDocuments], at: int, fo
 
 
 def resume(setup: Setup, batches: Sequence[PackedDocuments], folder: Path) -> tuple[Run, CheckpointInfo, int]:
-    """A fresh engine from the middle; its run, what was loaded, and the version after the load."""
+    """An engine that holds a gradient goes on from the middle; its run, what was loaded, and the version after the load."""
     with opened(setup) as engine:
+        engine.forward_backward(local_batch(engine, batches[0], setup.device), default_loss(setup.model_type))
         info = engine.load_checkpoint(folder / "middle")
         version, draws = engine.weight_version, _draws(setup.device)
+        refused = caught(engine.optimizer_step)
+        problem = f"after a load gave {refused!r}, not EngineStateError: a gradient of before the load was kept"
+        must(isinstance(refused, EngineStateError), "optimizer_step", problem, where=f"rank {engine.topology.rank}")
         outputs = [step(engine, setup, batch) for batch in batches]
         save(engine, folder / "resumed")
         return (outputs, draws, digest(whole_weights(engine))), info, version
@@ -119,7 +125,8 @@ def _resumes(target: Target, model: Path, **sections: Any) -> None:
 def resume_bitwise(target: Target) -> None:
     """Saved, loaded into a fresh engine and trained on, a run MUST equal the one that went on, bit for bit.
 
-    Weights, moments, losses, schedule, ``weight_version``, every rank's generators and the caller's ``extra``.
+    Weights, moments, losses, schedule, ``weight_version``, every rank's generators and the caller's ``extra``; a gradient
+    that was there before the load is dropped.
 
     If this fails: the optimizer is not restored, or steps once with zero gradients when it is (NeMo-RL #3171, #3345,
     Megatron-Bridge #5680, Automodel #3191); the schedule starts anew.
@@ -240,17 +247,27 @@ def save_while_training(setup: Setup, batches: Sequence[PackedDocuments], folder
         if engine.topology.rank == 0:
             _remains(folder / "first.partial")
         first = engine.save_checkpoint(folder / "first")
+        _done_when_written(first, folder / "first")
         outputs += [step(engine, setup, batch) for batch in batches[1:]]
         number = first.result().step
         must(number == 1 and first.done(), "handle", f"step {number}, done: {first.done()}")
+        _done_when_written(first, folder / "first")
         result = summary(engine, outputs)
         engine.save_checkpoint(folder / "last")
         return result
 
 
+def _done_when_written(handle: CheckpointHandle, folder: Path) -> None:
+    # Asked in this order: a save may end between the two.
+    early = handle.done() and not (folder / "manifest.json").is_file()
+    must(not early, "handle", "says that the save is done, and there is no manifest.json", where=str(folder))
+
+
 @case(id="checkpoint.asynchronous", requires=(Capability.ASYNC_CHECKPOINT, *PORTABLE), model_types=TYPES)
 def asynchronous(target: Target) -> float:
     """An asynchronous save MUST hold the state at the time of the call, and ``close`` MUST wait for it.
+
+    Its handle is done when the checkpoint stands under its final name, not before.
 
     If this fails: the writer reads live tensors that the next step changes.
     """

@@ -39,6 +39,7 @@ _BELONGS = {
 
 
 TYPES = (LM, VALUE)
+_CACHES = ("TORCHINDUCTOR_", "_TORCHINDUCTOR_", "TRITON_")  # torch itself sets such variables when it first compiles
 _LEAK = 1 << 20  # bytes of device memory that a life of an engine may leave behind
 
 
@@ -144,6 +145,8 @@ class Surroundings:
     children: tuple[int, ...]
     files: tuple[str, ...]  # in the working folder
     group: int  # identity of the default process group
+    groups: int  # how many process groups there are
+    environment: tuple[tuple[str, str], ...]
     switches: tuple[str, ...]  # torch's default dtype, gradients on or off
     memory: int  # bytes allocated on the device
 
@@ -156,6 +159,9 @@ def _surroundings(device: str) -> Surroundings:
         children=tuple(_children()),
         files=tuple(sorted(str(path) for path in Path().rglob("*"))),
         group=id(group) if dist.is_initialized() else 0,
+        # torch offers no public list of the groups.
+        groups=len(dist.distributed_c10d._world.pg_map),  # noqa: SLF001  # pyright: ignore[reportPrivateUsage]
+        environment=tuple(sorted(item for item in os.environ.items() if not item[0].startswith(_CACHES))),
         switches=(str(torch.get_default_dtype()), str(torch.is_grad_enabled())),
         memory=torch.cuda.memory_allocated() if device == "cuda" else 0,
     )
@@ -196,9 +202,9 @@ def lives(setup: Setup, batch: PackedDocuments, folder: Path) -> list[Surroundin
 
 @case(id="contract.leaves_nothing", model_types=TYPES)
 def leaves_nothing(target: Target) -> None:
-    """After ``close`` a rank MUST be as it was: threads, child processes, files, default process group, device memory.
+    """After ``close`` a rank MUST be as it was: threads, child processes, files, process groups, environment, memory.
 
-    Memory is compared after a first life, which may fill caches, and a second one.
+    Process groups and memory of the device are compared after a first life, which may fill caches, and a second one.
 
     If this fails: a writer thread or a worker keeps the process from ending; groups pile up with each engine; the
     default process group is destroyed though the engine did not make it.
@@ -210,6 +216,10 @@ def leaves_nothing(target: Target) -> None:
         for name in ("threads", "children", "files", "group", "switches"):
             old, new = getattr(before, name), getattr(after, name)
             must(old == new, name, f"{new} after close, {old} before", where=where)
+        more = after.groups - warm.groups
+        must(more <= 0, "process groups", f"{more} more after a second life", where=where)
+        changed = sorted({name for name, _ in {*before.environment} ^ {*after.environment}})
+        must(not changed, "environment", f"{', '.join(changed)} differ after close", where=where)
         leak = after.memory - warm.memory
         must(leak <= _LEAK, "device memory", f"{leak} bytes more after a second life", where=where)
     names = sorted(path.name for path in folder.iterdir())

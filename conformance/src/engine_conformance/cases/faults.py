@@ -9,10 +9,12 @@ import shutil
 import signal
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 
 from engine_api.capabilities import Capability
+from engine_api.config import OptimizerConfig
 from engine_api.errors import (
     CheckpointCorrupt,
     CheckpointError,
@@ -41,6 +43,7 @@ from engine_conformance.fixtures import PackedDocuments
 from engine_conformance.ranks import RankError, RankPool
 
 TYPES = (LM, VALUE)
+OTHER = OptimizerConfig(name="torch.optim.SGD", lr=1e-2, clip_norm=None, kwargs={"momentum": 0.9})
 _SMALL = 60_000  # bytes: more than any file of a checkpoint but the tensors
 
 
@@ -125,7 +128,7 @@ DAMAGE_OF_FORMAT: Mapping[str, tuple[Callable[[Path], None], type[CheckpointErro
 def failed_load(target: Target) -> float:
     """A load that fails MUST raise its typed error on every rank, and leave weights, moments, step and generators.
 
-    Truncated, altered by one bit, incomplete, of a newer contract, of another model, a pickle, absent.
+    Truncated, altered by one bit, incomplete, of a newer contract, of another model or optimizer, a pickle, absent.
 
     If this fails: tensors are copied in before all are checked; a rank that read its own good file goes on alone.
     """
@@ -135,10 +138,13 @@ def failed_load(target: Target) -> float:
     damages = {**DAMAGE, **DAMAGE_OF_FORMAT} if portable else DAMAGE
     target.run(train, target.config(model), batches=[documents(60, "uneven")], save_to=work / "good")
     target.run(train, target.config(other), batches=[documents(60, "uneven")], save_to=work / "another model")
+    other_optimizer = target.config(model, optimizer=OTHER)
+    target.run(train, other_optimizer, batches=[documents(60, "uneven")], save_to=work / "another optimizer")
     for name, (damage, _) in damages.items():
         shutil.copytree(work / "good", work / name)
         damage(work / name)
-    expected = {name: error for name, (_, error) in damages.items()} | {"another model": CheckpointMismatch}
+    mismatches = dict.fromkeys(("another model", "another optimizer"), CheckpointMismatch)
+    expected = {name: error for name, (_, error) in damages.items()} | mismatches
     looks = [work / "before", work / "after"] if portable else []
     ranks = target.run(
         load_all, target.config(model), damaged=[work / name for name in expected], folders=looks, batch=batch
@@ -162,10 +168,11 @@ def _faulty(ranks: Sequence[Loads], index: int) -> list[int]:
     return [rank for rank, (errors, *_) in enumerate(ranks) if isinstance(errors[index], CheckpointError)] or [0]
 
 
-def save_without_room(
-    setup: Setup, folder: Path, batch: PackedDocuments
-) -> tuple[list[EngineError | None], list[bool], Trained]:
-    """A save, two that find no room on one rank, one more, one to a name that is taken; with the errors.
+NoRoom = tuple[list[EngineError | None], list[str], Trained]
+
+
+def save_without_room(setup: Setup, folder: Path, batch: PackedDocuments) -> NoRoom:
+    """A save, one for each rank without room, one more, one to a name that is taken; errors, and ``latest`` after each.
 
     The limit on the size of a file stands for a full disk: writing fails in the middle of a file.
     """
@@ -173,48 +180,72 @@ def save_without_room(
         outputs = [step(engine, setup, batch)]
         save(engine, folder / "one")
         soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-        errors, left = [], []
-        for rank in (0, engine.topology.world_size - 1):
+        errors, latest = [], [_latest(folder)]
+        for rank in range(engine.topology.world_size):
             if engine.topology.rank == rank:
                 resource.setrlimit(resource.RLIMIT_FSIZE, (_SMALL, hard))
-            errors.append(caught(lambda rank=rank: save(engine, folder / f"failed-{rank}")))
+            errors.append(caught(lambda rank=rank: save(engine, folder / f"full-{rank}")))
             resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
-            left.append((folder / f"failed-{rank}").exists())
+            latest.append(_latest(folder))
         save(engine, folder / "two")
         errors.append(caught(lambda: save(engine, folder / "two")))
-        return errors, left, summary(engine, outputs)
+        return errors, latest, summary(engine, outputs)
+
+
+def _latest(folder: Path) -> str:
+    """What the folder names its newest checkpoint; nothing where the format is the engine's own."""
+    file = folder / "latest"
+    return file.read_text().strip() if file.is_file() else ""
+
+
+def _without_room(target: Target, ranks: Sequence[NoRoom], folder: Path) -> list[str]:
+    """Check each save without room; the names of those that a rank without a large file did not disturb."""
+    saved = []
+    for rank in range(target.world):
+        name, errors = f"full-{rank}", [errors[rank] for errors, _, _ in ranks]
+        if any(errors):
+            raised_everywhere(f"no room on rank {rank}", errors, CheckpointWriteError, faulty=[rank])
+            must(not (folder / name).exists(), "checkpoint", "a failed save left a folder under its final name")
+            looks = [latest[rank] == latest[rank + 1] for _, latest, _ in ranks]
+            must(all(looks), "latest", "a failed save has changed it", where=str(folder))
+        else:
+            must((folder / name).exists(), "checkpoint", "a save raised nothing and wrote nothing", where=name)
+            saved.append(name)
+    must(len(saved) < target.world, "no room", "nothing was raised, whichever rank could not write")
+    return saved
 
 
 @case(id="faults.no_room", model_types=TYPES)
 def no_room(target: Target) -> float:
     """A save that cannot be written MUST raise on every rank and leave the earlier checkpoint the latest.
 
-    No folder under the final name, the engine goes on, the next save succeeds, a taken name is refused.
+    No folder under the final name, the engine goes on, the next save succeeds, a taken name is refused. Each rank is
+    without room in turn; one that writes no large file need not notice.
 
     If this fails: rank 0 renames before the others have written; ``latest`` is replaced first; a stall is a rank
     that raised while the others wait for it.
     """
     model, folder, batch = target.model(vocab_size=2048), target.scratch(), documents(62, "uneven")
     ranks = target.run(save_without_room, target.config(model), folder=folder, batch=batch)
-    for index, faulty in enumerate(([0], [target.world - 1])):
-        raised_everywhere("no room", [errors[index] for errors, _, _ in ranks], CheckpointWriteError, faulty=faulty)
-    raised_everywhere("taken name", [errors[2] for errors, _, _ in ranks], CheckpointWriteError, faulty=[0])
-    must(not any(any(left) for _, left, _ in ranks), "checkpoint", "a failed save left a folder under its final name")
+    saved = _without_room(target, ranks, folder)
+    raised_everywhere("taken name", [errors[-1] for errors, _, _ in ranks], CheckpointWriteError, faulty=[0])
     if Capability.PORTABLE_CHECKPOINT in target.capabilities:
         names = sorted(path.name for path in folder.iterdir())
-        must(names == ["latest", "one", "two"], "folder", f"holds {names}, not latest, one and two")
-    again = target.run(train, target.config(model), batches=[], load=folder)
-    must(again[0].digest == ranks[0][2].digest, "weights", "the checkpoint after a failed one is not what was saved")
+        wanted = sorted(["latest", "one", "two", *saved])
+        must(names == wanted, "folder", f"holds {names}, not {wanted}")
+    for place in (folder, *(folder / name for name in saved)):
+        again = target.run(train, target.config(model), batches=[], load=place)
+        must(again[0].digest == ranks[0][2].digest, "weights", "the checkpoint is not what was saved", where=str(place))
     want = oracle_training(str(model), (batch,))
     return training_matches(target, [trained for _, _, trained in ranks], want, oracle_of(str(model)))
 
 
-def die_while_saving(setup: Setup, folder: Path, batch: PackedDocuments) -> None:
-    """A save; a step; then the last rank is killed in the middle of writing a file."""
+def die_while_saving(setup: Setup, folder: Path, batch: PackedDocuments, rank: int) -> None:
+    """A save; a step; then ``rank`` is killed in the middle of writing a file, if it writes a large one."""
     with opened(setup) as engine:
         save(engine, folder / "one")
         step(engine, setup, batch)
-        if engine.topology.rank == engine.topology.world_size - 1:
+        if engine.topology.rank == rank:
             # The kernel kills whoever writes past the limit, unless the signal is ignored, as Python does.
             signal.signal(signal.SIGXFSZ, signal.SIG_DFL)
             resource.setrlimit(resource.RLIMIT_CORE, (0, resource.getrlimit(resource.RLIMIT_CORE)[1]))
@@ -228,17 +259,12 @@ def killed_while_saving(target: Target) -> float:
 
     If this fails: files are written under their final name.
     """
-    model, folder, batch = target.model(vocab_size=2048), target.scratch(), documents(63, "uneven")
-    setup = target.setup(target.config(model))
-    died = False
-    with RankPool(target.world, device=target.device) as pool:  # its own: it dies
-        try:
-            pool.run(f"{__name__}:die_while_saving", setup=setup, folder=folder, batch=batch)
-        except RankError as error:
-            died = any(failure.kind == "died" for failure in error.failures)
-            text = str(error)
-            must(died, "fixture", f"no rank died while saving: {text}")
-    must(died, "fixture", "the save of a tensor file of this size wrote no large file")
+    model, batch = target.model(vocab_size=2048), documents(63, "uneven")
+    # An engine may save from one rank alone: which one is found by trying, from the last.
+    tries = {rank: target.scratch() for rank in reversed(range(target.world))}
+    killed = next((r for r, place in tries.items() if _killed(target, model, folder=place, batch=batch, rank=r)), None)
+    must(killed is not None, "fixture", "the save of a tensor file of this size wrote no large file on any rank")
+    folder = tries[killed or 0]
     must(not (folder / "two").exists(), "checkpoint", "a half-written one stands under its final name")
     # The folder's latest must be the first one, of no step: only then one step ends in the oracle's weights.
     ranks = target.run(train, target.config(model), batches=[batch], load=folder, save_to=folder / "two")
@@ -246,6 +272,18 @@ def killed_while_saving(target: Target) -> float:
     must(again[0].digest == ranks[0].digest, "latest", "the folder's newest checkpoint is not the new one")
     want = oracle_training(str(model), (batch,))
     return training_matches(target, ranks, want, oracle_of(str(model)))
+
+
+def _killed(target: Target, model: Path, **arguments: Any) -> bool:
+    """Whether a rank died while saving, rather than that all ended well."""
+    with RankPool(target.world, device=target.device) as pool:  # its own: it dies
+        try:
+            pool.run(f"{__name__}:die_while_saving", setup=target.setup(target.config(model)), **arguments)
+        except RankError as error:
+            died = any(failure.kind == "died" for failure in error.failures)
+            must(died, "fixture", f"no rank died while saving: {error}")
+            return True
+    return False
 
 
 def save_onto_file(setup: Setup, folder: Path, batch: PackedDocuments) -> tuple[list[EngineError | None], Trained]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
 
 from engine_api.capabilities import Capability
@@ -12,13 +13,13 @@ from engine_conformance.cases._case import LM, VALUE, case, must
 from engine_conformance.cases._expect import asking, documents, oracle_of, oracle_training, training_matches
 from engine_conformance.cases._ranks import InferCall, Trained, answer, opened, save, step, summary, train
 from engine_conformance.cases._state import read_state
-from engine_conformance.cases._target import Setup, Target
+from engine_conformance.cases._target import EPS, Setup, Target
 from engine_conformance.compare import assert_bitwise
-from engine_conformance.fixtures import PackedDocuments
+from engine_conformance.fixtures import PackedDocuments, packed_documents
 from engine_conformance.oracle import AdamWConfig
 
 TYPES = (LM, VALUE)
-OPTIMIZER = OptimizerConfig(lr=1e-3, weight_decay=0.1, clip_norm=2.0)
+OPTIMIZER = OptimizerConfig(lr=1e-3, weight_decay=0.1, clip_norm=2.0, eps=EPS)
 
 
 def _batches() -> tuple[PackedDocuments, ...]:
@@ -28,7 +29,7 @@ def _batches() -> tuple[PackedDocuments, ...]:
 def _trains(target: Target, config: EngineConfig, model: Path) -> float:
     """Three clipped, decayed steps against the oracle."""
     ranks = target.run(train, config, batches=_batches())
-    want = oracle_training(str(model), _batches(), optimizer=AdamWConfig(weight_decay=0.1, max_grad_norm=2.0))
+    want = oracle_training(str(model), _batches(), optimizer=AdamWConfig(weight_decay=0.1, max_grad_norm=2.0, eps=EPS))
     return training_matches(target, ranks, want, oracle_of(str(model)))
 
 
@@ -66,14 +67,23 @@ def offload(target: Target) -> float:
     return max(_with(target, memory) for memory in kinds[: 1 if target.model_type == VALUE else None])
 
 
+@cache
+def _other_lengths() -> PackedDocuments:
+    """As many tokens as the equal documents, also on each of two ranks."""
+    return packed_documents(84, (12, 5, 4, 11))
+
+
 @case(id="memory.compile", requires=(Capability.COMPILE,), world=(1, 2), slow=True)
 def compiled(target: Target) -> float:
     """Compiled blocks MUST NOT change loss, gradient or update.
 
-    If this fails: a graph break or a new shape falls back to another attention.
+    The second batch has as many tokens in documents of other lengths.
+
+    If this fails: a graph break or a new shape falls back to another attention; the first batch's mask is a constant
+    of the graph.
     """
     folder = target.model(num_layers=1)
-    batches = (documents(83, "equal"), documents(84, "equal"))
+    batches = (documents(83, "equal"), _other_lengths())
     config = target.config(folder, memory=Memory(compile=True))
     ranks = target.run(train, config, batches=batches, deadline=400.0)
     return training_matches(target, ranks, oracle_training(str(folder), batches), oracle_of(str(folder)))
@@ -91,7 +101,7 @@ def half_precision(target: Target) -> float:
     ranks = target.run(train, config, batches=_batches())
     rounded = [n for n, w in ranks[0].weights.items() if bool((w == w.bfloat16().float()).all())]
     must(not rounded, "masters", f"{rounded[:3]} hold bfloat16 values only")
-    want = oracle_training(str(model), _batches(), optimizer=AdamWConfig(weight_decay=0.1, max_grad_norm=2.0))
+    want = oracle_training(str(model), _batches(), optimizer=AdamWConfig(weight_decay=0.1, max_grad_norm=2.0, eps=EPS))
     return training_matches(half, ranks, want, oracle_of(str(model)))
 
 
@@ -124,5 +134,5 @@ def to(target: Target) -> float:
     config = target.config(model, optimizer=OPTIMIZER)
     ranks = target.run(move_about, config, batches=_batches(), call=asking(target, _batches()[0]), folder=folder)
     assert_bitwise(read_state(folder / "away"), read_state(folder / "home"), name="state saved while away")
-    want = oracle_training(str(model), _batches(), optimizer=AdamWConfig(weight_decay=0.1, max_grad_norm=2.0))
+    want = oracle_training(str(model), _batches(), optimizer=AdamWConfig(weight_decay=0.1, max_grad_norm=2.0, eps=EPS))
     return training_matches(target, ranks, want, oracle_of(str(model)))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -19,7 +20,7 @@ from engine_api.results import TrainOutput
 from engine_conformance.cases import _rl_losses as losses
 from engine_conformance.cases._case import LM, VALUE, case, must
 from engine_conformance.cases._expect import documents, merged
-from engine_conformance.cases._losses import ForModelType, default_loss, nan_on_last_rank
+from engine_conformance.cases._losses import Spoilt, default_loss
 from engine_conformance.cases._ranks import (
     Answer,
     InferCall,
@@ -231,7 +232,7 @@ def versions(setup: Setup, batch: PackedDocuments, folder: Path) -> list[Seen]:
 
 
 def _failing(setup: Setup) -> LossFn:
-    return ForModelType(setup.model_type, nan_on_last_rank)
+    return Spoilt(model_type=setup.model_type, factor=math.nan)
 
 
 def _seen(engine: Engine, name: str, call: Callable[[], object]) -> Seen:

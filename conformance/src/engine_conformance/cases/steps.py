@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
 
 import torch
@@ -14,10 +15,17 @@ from engine_api.capabilities import Capability
 from engine_api.config import Memory, OptimizerConfig, ScheduleConfig
 from engine_api.errors import BatchError, EngineError
 from engine_api.losses import LossFn
-from engine_api.results import ForwardBackwardOutput, TrainOutput
+from engine_api.results import ForwardBackwardOutput, StepOutput, Topology, TrainOutput
 from engine_conformance.cases import _losses as losses
 from engine_conformance.cases._case import LM, VALUE, case, must
-from engine_conformance.cases._expect import documents, oracle_of, oracle_training, raised_everywhere, training_matches
+from engine_conformance.cases._expect import (
+    documents,
+    oracle_of,
+    oracle_training,
+    raised_everywhere,
+    same_on_all_ranks,
+    training_matches,
+)
 from engine_conformance.cases._ranks import (
     Trained,
     caught,
@@ -33,10 +41,11 @@ from engine_conformance.cases._ranks import (
     whole_weights,
 )
 from engine_conformance.cases._state import read_state
-from engine_conformance.cases._target import Setup, Target
+from engine_conformance.cases._target import EPS, Setup, Target
 from engine_conformance.compare import assert_bitwise, assert_scalar_close, assert_weights_close
-from engine_conformance.fixtures import PackedDocuments
+from engine_conformance.fixtures import PackedDocuments, packed_documents
 from engine_conformance.oracle import AdamWConfig, Schedule, loss_and_grads
+from engine_conformance.tolerances import weight_tolerance
 
 TYPES = (LM, VALUE)
 Step = tuple[PackedDocuments, LossFn]
@@ -60,12 +69,16 @@ def skip_and_go_on(setup: Setup, before: PackedDocuments, odd: Sequence[Step], f
         digests = [digest(whole_weights(engine))]
         for folder in folders[:1]:
             save(engine, folder)
-        skipped = [step(engine, setup, batch, loss=loss) for batch, loss in odd]
+        skipped = [step(engine, setup, batch, loss=_placed(loss, engine.topology)) for batch, loss in odd]
         digests.append(digest(whole_weights(engine)))
         for folder in folders[1:]:
             save(engine, folder)
         outputs.append(step(engine, setup, before))
         return skipped, digests, summary(engine, outputs)
+
+
+def _placed(loss: LossFn, topology: Topology) -> LossFn:
+    return loss.on_last(topology) if isinstance(loss, losses.Spoilt) else loss
 
 
 def _skips(target: Target, odd: Sequence[Step]) -> tuple[list[TrainOutput], float]:
@@ -76,7 +89,9 @@ def _skips(target: Target, odd: Sequence[Step]) -> tuple[list[TrainOutput], floa
     """
     model, batch, folder = target.model(), documents(31, "uneven"), target.scratch()
     config = target.config(
-        model, optimizer=OptimizerConfig(lr=1e-3, clip_norm=1.0), schedule=ScheduleConfig(name="linear", total_steps=10)
+        model,
+        optimizer=OptimizerConfig(lr=1e-3, clip_norm=1.0, eps=EPS),
+        schedule=ScheduleConfig(name="linear", total_steps=10),
     )
     portable = Capability.PORTABLE_CHECKPOINT in target.capabilities
     folders = [folder / "before", folder / "after"] if portable else []
@@ -90,7 +105,7 @@ def _skips(target: Target, odd: Sequence[Step]) -> tuple[list[TrainOutput], floa
     if portable:
         assert_bitwise(read_state(folders[1]), read_state(folders[0]), name="state after a skipped step")
     want = oracle_training(
-        str(model), (batch, batch), optimizer=AdamWConfig(weight_decay=0.0, max_grad_norm=1.0),
+        str(model), (batch, batch), optimizer=AdamWConfig(weight_decay=0.0, max_grad_norm=1.0, eps=EPS),
         schedule=Schedule(kind="linear", lr=1e-3, total_steps=10),
     )  # fmt: skip
     return ranks[0][0], training_matches(target, [trained for *_, trained in ranks], want, oracle_of(str(model)))
@@ -128,13 +143,14 @@ def masked_batch(target: Target) -> float:
 def nonfinite(target: Target) -> float:
     """A loss that is not finite on one rank MUST skip the step on all, and leave weights and optimizer bit for bit.
 
-    Not a number, and infinite with a finite gradient.
+    Not a number, and infinite with a finite gradient, on the last data-parallel rank.
 
     If this fails: a rank skips alone and the next collective hangs, or moments have taken in a NaN for good.
     """
     batch = documents(33, "uneven")
-    bad = (losses.nan_on_last_rank, losses.infinite_on_last_rank)
-    outputs, margin = _skips(target, [(batch, losses.ForModelType(target.model_type, loss)) for loss in bad])
+    kind = target.model_type
+    bad = (losses.Spoilt(model_type=kind, factor=math.nan), losses.Spoilt(model_type=kind, constant=math.inf))
+    outputs, margin = _skips(target, [(batch, loss) for loss in bad])
     for output in outputs:
         must(not math.isfinite(output.loss), "loss", f"{output.loss} is reported for one that is not finite")
     must(math.isfinite(outputs[1].grad_norm), "grad_norm", f"{outputs[1].grad_norm}: a constant has no gradient")
@@ -174,6 +190,8 @@ def raise_and_go_on(setup: Setup, batch: PackedDocuments) -> Raising:
 def loss_raises(target: Target) -> float:
     """An exception of the loss function MUST reach the caller as it is, and leave no half of a gradient.
 
+    At the first micro-batch, and at the second, when the first one's gradient is there already.
+
     If this fails: gathered parameters or partial gradients stay behind and join the next step's.
     """
     model, batch = target.model(), documents(35, "uneven")
@@ -181,7 +199,44 @@ def loss_raises(target: Target) -> float:
     for rank, (raised, _) in enumerate(ranks):
         must(len(raised) == 2, "error", f"{len(raised)} of 2 calls raised the loss's own error", where=f"rank {rank}")
     want = oracle_training(str(model), (batch,))
-    return training_matches(target, [trained for _, trained in ranks], want, oracle_of(str(model)))
+    margin = training_matches(target, [trained for _, trained in ranks], want, oracle_of(str(model)))
+    return max(margin, _no_half_stays(target, model))
+
+
+Halved = tuple[list[str], StepOutput, Trained]
+
+
+def raise_halfway(setup: Setup, batch: PackedDocuments) -> Halved:
+    """A loss that raises at its second micro-batch, then the same documents with a good one, and the step."""
+    with opened(setup) as engine:
+        mine, raised = local_batch(engine, batch, setup.device), list[str]()
+        try:
+            engine.forward_backward(mine, losses.RaisesLater(setup.model_type))
+        except KeyError as error:
+            raised.append(str(error))
+        engine.forward_backward(mine, losses.default_loss(setup.model_type))
+        last = checked(engine.optimizer_step(), StepOutput, "optimizer_step")
+        return raised, last, summary(engine, [])
+
+
+@cache
+def _two_for_each_rank() -> PackedDocuments:
+    """Documents that are at least two micro-batches of 12 tokens on each of up to four ranks."""
+    return packed_documents(39, (7, 1, 12, 5, 3, 9, 8, 6, 4, 10, 2, 11))
+
+
+def _no_half_stays(target: Target, model: Path) -> float:
+    batch = _two_for_each_rank()
+    ranks = target.run(raise_halfway, target.config(model, memory=Memory(max_tokens=12)), batch=batch)
+    for rank, (raised, _, _) in enumerate(ranks):
+        must(len(raised) == 1, "error", "the second micro-batch's error did not come out", where=f"rank {rank}")
+    same_on_all_ranks([trained for *_, trained in ranks])
+    want, (_, last, trained) = oracle_training(str(model), (batch,)), ranks[0]
+    exact, bounds = want.steps[0].grad_norm, weight_tolerance(want, target.torch_dtype)
+    return max(
+        assert_scalar_close("grad_norm after an error", last.grad_norm, exact, target.tolerance("grad_norm")),
+        assert_weights_close(trained.weights, want.params, bounds, start=oracle_of(str(model)).params),
+    )
 
 
 def one_bad_rank(setup: Setup, good: PackedDocuments) -> tuple[list[EngineError | None], Trained]:

@@ -66,17 +66,34 @@ def trajectory(target: Target) -> float:
     batches = _batches(*(names * 5))
     config = target.config(
         model,
-        optimizer=OptimizerConfig(lr=1e-3, weight_decay=0.1, clip_norm=2.0, betas=(0.9, 0.95)),
+        optimizer=OptimizerConfig(lr=1e-3, weight_decay=0.1, clip_norm=2.0, betas=(0.9, 0.95), eps=1e-4),
         schedule=ScheduleConfig(name="cosine", warmup_steps=4, total_steps=18, min_ratio=0.1),
     )
     want = oracle_training(
         str(model),
         batches,
-        optimizer=AdamWConfig(weight_decay=0.1, max_grad_norm=2.0, betas=(0.9, 0.95)),
+        optimizer=AdamWConfig(weight_decay=0.1, max_grad_norm=2.0, betas=(0.9, 0.95), eps=1e-4),
         schedule=Schedule(kind="cosine", lr=1e-3, warmup_steps=4, total_steps=18, min_ratio=0.1),
     )
     assert max(step.grad_norm for step in want.steps) > 2.0, "clipping is not active"
     return training_matches(target, target.run(train, config, batches=batches), want, oracle_of(str(model)))
+
+
+@case(id="train.epsilon")
+def epsilon(target: Target) -> float:
+    """AdamW MUST add the configured epsilon to the root of the corrected second moment, and use the configured betas.
+
+    Three unclipped steps at an epsilon of 1e-3, which is of the size of many gradients, and betas of 0.8 and 0.97.
+
+    If this fails: epsilon stands inside the root or before the correction, where it is six times larger at the first
+    step, or epsilon or betas are the library's defaults.
+    """
+    model, batches = target.model(), _batches("uneven", "equal", "skewed", seed=16)
+    optimizer = OptimizerConfig(lr=1e-3, clip_norm=None, eps=1e-3, betas=(0.8, 0.97))
+    ranks = target.run(train, target.config(model, optimizer=optimizer), batches=batches)
+    exact = AdamWConfig(weight_decay=0.0, eps=1e-3, betas=(0.8, 0.97))
+    want = oracle_training(str(model), batches, optimizer=exact)
+    return training_matches(target, ranks, want, oracle_of(str(model)))
 
 
 @case(id="train.families", dtypes=BOTH)

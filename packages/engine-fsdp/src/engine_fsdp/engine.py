@@ -29,7 +29,14 @@ from engine_fsdp.attention import choose_kernel
 from engine_fsdp.model import Kind, PackedModel, blocks_of, build_model, pack_inputs
 from engine_fsdp.optimizer import clip, move_state
 from engine_fsdp.options import fsdp_options
-from engine_fsdp.parallel import Layout, build_layout, ensure_process_group, reset_after_failure, shard_model
+from engine_fsdp.parallel import (
+    Layout,
+    build_layout,
+    ensure_process_group,
+    forget_meshes,
+    reset_after_failure,
+    shard_model,
+)
 from engine_fsdp.save_hf import save_hf
 from engine_fsdp.verify import verify_model
 from engine_fsdp.weights import ShardedParam, fill, parameter_table, trainable
@@ -238,6 +245,7 @@ class FSDPEngine(BaseEngine):
         if self.device.type == "cuda":
             torch.cuda.empty_cache()
         if self._owns_group and dist.is_initialized():
+            forget_meshes()
             dist.destroy_process_group()
 
 

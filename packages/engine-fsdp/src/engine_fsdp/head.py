@@ -165,14 +165,17 @@ def _fused(function: Callable[..., Any], like: Tensor) -> Callable[..., Any]:
 @cache
 def _compiled(function: Callable[..., Any]) -> Callable[..., Any]:
     compiled: Callable[..., Any] = torch.compile(function)
+    met: set[tuple[Any, ...]] = set()
 
-    def call(*arguments: Any) -> Any:
-        for argument in arguments:
-            if isinstance(argument, Tensor):
-                # One kernel for all numbers of tokens from the start: were the first number compiled alone, the same
-                # tokens could round otherwise later in the run. (This is how torch documents it, underscore and all.)
-                torch._dynamo.maybe_mark_dynamic(argument, 0)  # noqa: SLF001
-        return compiled(*arguments)
+    def call(logits: Tensor, *arguments: Any) -> Any:
+        kind = (logits.dtype, logits.shape[1], arguments[-1], any(a is None for a in arguments))
+        if kind not in met:
+            # One kernel for all numbers of tokens from the start: were the first number compiled alone, the same
+            # tokens could round otherwise later in the run. (This is how torch documents it, underscore and all.)
+            met.add(kind)
+            for tensor in (a for a in (logits, *arguments) if isinstance(a, Tensor)):
+                torch._dynamo.maybe_mark_dynamic(tensor, 0)  # noqa: SLF001
+        return compiled(logits, *arguments)
 
     return call
 

@@ -57,6 +57,27 @@ class Layout:
     replica: int  # which copy of the weights this rank belongs to
 
 
+# Meshes by default group, device and sizes. DTensor keeps the first of several equal meshes in its caches, so the groups of
+# a mesh cannot be destroyed while the process goes on; made once, they do not pile up with every engine either.
+_MESHES: dict[tuple[Any, ...], tuple[DeviceMesh, DeviceMesh]] = {}
+
+
+def forget_meshes() -> None:
+    """To be called when the default process group is destroyed, and theirs with it."""
+    _MESHES.clear()
+
+
+def _meshes(device_type: str, sizes: tuple[int, int, int]) -> tuple[DeviceMesh, DeviceMesh]:
+    """(replicate, dp, ulysses), and the last two as one dimension."""
+    key = (dist.group.WORLD, device_type, sizes)
+    if key not in _MESHES:
+        mesh = init_device_mesh(device_type, sizes, mesh_dim_names=("replicate", "dp", "ulysses"))
+        # Flattening registers the dimension under its name, so that HSDP can take it together with "replicate".
+        flat = mesh["dp", "ulysses"]._flatten("shard")  # noqa: SLF001 - there is no public name for it in torch 2.11
+        _MESHES[key] = (mesh, flat)
+    return _MESHES[key]
+
+
 def build_layout(parallelism: Parallelism, device_type: str) -> Layout:
     """The layout for the current world; raises ``ConfigError`` when the sizes do not fit it.
 
@@ -65,10 +86,7 @@ def build_layout(parallelism: Parallelism, device_type: str) -> Layout:
     world = dist.get_world_size()
     replicate, ulysses = parallelism.dp_replicate, parallelism.ulysses
     shard = _shard_size(parallelism, world)
-    names = ("replicate", "dp", "ulysses")
-    mesh = init_device_mesh(device_type, (replicate, shard // ulysses, ulysses), mesh_dim_names=names)
-    # Flattening registers the dimension under its name, so that HSDP can take it together with "replicate".
-    flat = mesh["dp", "ulysses"]._flatten("shard")  # noqa: SLF001 - there is no public name for it in torch 2.11
+    mesh, flat = _meshes(device_type, (replicate, shard // ulysses, ulysses))
     replica, dp, sp = mesh.get_coordinate() or (0, 0, 0)
     topology = Topology(
         rank=dist.get_rank(), world_size=world, dp_rank=replica * (shard // ulysses) + dp,
@@ -144,14 +162,15 @@ def reset_after_failure(root: nn.Module) -> None:
         return
     if hasattr(root, "reset_iter_state"):  # torch 2.13 and later
         root.reset_iter_state()
-        return
     for module in root.modules():
         if isinstance(module, FSDPModule):
             module.reshard()
-            # torch 2.11 has no public reset; remove with it. Gradients kept between micro-batches must go too.
+            # Gradients kept between micro-batches must go too: reset_iter_state leaves them, and there is no public way.
             group = module._get_fsdp_state()._fsdp_param_group  # noqa: SLF001
             for param in group.fsdp_params if group is not None else ():
                 param.unsharded_accumulated_grad = None
+                if hasattr(param, "_unsharded_param"):  # where they have the reduction's dtype, they stay here
+                    param._unsharded_param.grad = None  # noqa: SLF001
 
 
 class _AllToAll(torch.autograd.Function):
