@@ -153,8 +153,9 @@ def _run(options: argparse.Namespace, mutants: list[Mutant], root: Path) -> int:
         return 0
     if options.others:
         known = json.loads(options.into.read_text()) if options.into.exists() else {}
-        known |= {one.name: other(one, root) for one in mutants}
-        options.into.write_text(json.dumps(dict(sorted(known.items())), indent=1) + "\n")
+        for one in mutants:
+            known[one.name] = other(one, root)
+            options.into.write_text(json.dumps(dict(sorted(known.items())), indent=1) + "\n")
         return 0
     problems = run_named(mutants, root)
     print("\n".join(problems) or f"all {len(mutants)} mutants are caught")
