@@ -29,7 +29,7 @@ from engine_conformance.session import run_item  # noqa: E402
 from engine_mutants import load_mutants  # noqa: E402
 from engine_mutants.mutant import Mutant, install  # noqa: E402
 from engine_mutants.running import control, controls, is_caught, kill  # noqa: E402
-from engine_mutants.stays import STAYS  # noqa: E402
+from engine_mutants.stays import reason  # noqa: E402
 
 TUTORIAL = ROOT / "docs" / "adding-an-engine.md"
 PAGE, OTHERS = ROOT / "docs" / "mutants.md", ROOT / "conformance" / "mutants" / "others.json"
@@ -63,7 +63,10 @@ def other(one: Mutant, root: Path) -> str | None:
     """The first other case that catches it in its own setting; those that catch most are asked first."""
     target = replace(one.target(root), patience=min(one.deadline, 0.25))
     first = ("train.trajectory", "train.families", "forward.llama", "export.exact", "checkpoint.resume_bitwise")
-    cases = sorted(load_cases().values(), key=lambda case: case.id not in first)
+    # The mutants' own descriptors import torch: what the suite says of descriptors says nothing of the defect.
+    cases = sorted(
+        (c for c in load_cases().values() if not c.id.startswith("plugin.")), key=lambda c: c.id not in first
+    )
     for case in cases:
         applies = case.id != one.case and case.profile != "rollout" and not case.slow and not case.why_not(target)
         if applies and is_caught(run_case(case, target)):
@@ -121,8 +124,8 @@ def alone(others: Mapping[str, str | None]) -> dict[str, list[str]]:
 
 def _reasons(others: Mapping[str, str | None]) -> str:
     single = alone(others)
-    rows = [(f"`{name}`", ", ".join(single.get(name, [])) or "-", STAYS.get(name, "")) for name in load_cases()
-            if name in single or name in STAYS]  # fmt: skip
+    rows = [(f"`{name}`", ", ".join(single.get(name, [])) or "-", "" if name in single else reason(name))
+            for name, one in load_cases().items() if not one.probes]  # fmt: skip
     text = "## What only one case catches, and why a case stays that catches nothing alone\n"
     return f"{text}\n{table(('case', 'catches alone', 'stays'), rows)}"
 

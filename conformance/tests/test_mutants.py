@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import sys
 from collections.abc import Iterator
 from dataclasses import replace
+from fnmatch import fnmatchcase
 from pathlib import Path
 
 import pytest
@@ -20,6 +22,7 @@ from engine_loopback.plugin import CAPABILITIES  # noqa: E402
 from engine_mutants import load_mutants  # noqa: E402
 from engine_mutants.mutant import Mutant, install  # noqa: E402
 from engine_mutants.running import control, controls, is_caught, kill  # noqa: E402
+from engine_mutants.stays import STAYS, reason  # noqa: E402
 
 # Pools of ranks are kept for the next case of the same size.
 MUTANTS = sorted(load_mutants().values(), key=lambda one: (one.world, one.case))
@@ -88,3 +91,12 @@ def test_names_and_cases_are_real() -> None:
 def test_case_applies_in_the_mutants_setting(root: Path) -> None:
     reasons = {one.name: load_cases()[one.case].why_not(one.target(root)) for one in MUTANTS}
     assert not {name: reason for name, reason in reasons.items() if reason}
+
+
+def test_a_case_that_catches_nothing_alone_says_why_it_stays() -> None:
+    others = json.loads((ROOT / "mutants" / "others.json").read_text())
+    assert {one.name for one in MUTANTS} == set(others), "run `python tools/mutants.py --others NAME` for new mutants"
+    alone = {one.case for one in MUTANTS if others[one.name] is None}
+    silent = [name for name, one in load_cases().items() if not one.probes and name not in alone and not reason(name)]
+    assert not silent
+    assert all(any(fnmatchcase(name, glob) for name in load_cases()) for glob in STAYS)
