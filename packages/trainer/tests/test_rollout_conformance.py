@@ -33,7 +33,7 @@ def row(name):
 PLUGIN = EnginePlugin(name="with-defects", contract=CONTRACT, rows=tuple(map(row, {list(FOUND_BY)})))
 """
 CASES = [one for one in load_cases().values() if one.profile == "rollout"]
-pytestmark = [pytest.mark.conformance, pytest.mark.distributed]
+pytestmark = [pytest.mark.distributed]
 
 
 @pytest.fixture(scope="module")
