@@ -95,8 +95,9 @@ def test_case_applies_in_the_mutants_setting(root: Path) -> None:
 
 def test_a_case_that_catches_nothing_alone_says_why_it_stays() -> None:
     others = json.loads((ROOT / "mutants" / "others.json").read_text())
-    assert {one.name for one in MUTANTS} == set(others), "run `python tools/mutants.py --others NAME` for new mutants"
-    alone = {one.case for one in MUTANTS if others[one.name] is None}
+    assert set(others) <= {one.name for one in MUTANTS}, "a mutant is gone: take it from others.json"
+    # One that is not there was not looked for yet (`python tools/mutants.py --others NAME`): the page says so.
+    alone = {one.case for one in MUTANTS if one.name in others and others[one.name] is None}
     silent = [name for name, one in load_cases().items() if not one.probes and name not in alone and not reason(name)]
     assert not silent
     assert all(any(fnmatchcase(name, glob) for name in load_cases()) for glob in STAYS)
