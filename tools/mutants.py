@@ -141,6 +141,8 @@ def main() -> int:
     if options.check or options.page:
         return write_or_check(PAGE, render(), "mutants.py --page")
     known = {name.removeprefix("mutant-"): one for name, one in load_mutants().items()}
+    if unknown := [name for name in options.names if name not in known]:
+        parser.error(f"no mutant is called {', '.join(unknown)}; docs/mutants.md lists them")
     mutants = [known[name] for name in options.names or known]
     with tempfile.TemporaryDirectory(prefix="mutants-") as folder:
         install(Path(folder) / "site")

@@ -11,19 +11,16 @@ from pathlib import Path
 
 import pytest
 
+from engine_api.registry import EngineRegistry
+from engine_conformance.cases import load_cases
+from engine_conformance.ranks import close_pools
+from engine_loopback.plugin import CAPABILITIES
+from engine_mutants import load_mutants
+from engine_mutants.mutant import Mutant, install
+from engine_mutants.running import control, controls, is_caught, kill
+from engine_mutants.stays import STAYS, reason
+
 ROOT = Path(__file__).parents[1]
-# Neither is shipped, so neither is installed.
-sys.path[:0] = [str(ROOT / folder) for folder in ("loopback", "mutants")]
-
-from engine_api.registry import EngineRegistry  # noqa: E402
-from engine_conformance.cases import load_cases  # noqa: E402
-from engine_conformance.ranks import close_pools  # noqa: E402
-from engine_loopback.plugin import CAPABILITIES  # noqa: E402
-from engine_mutants import load_mutants  # noqa: E402
-from engine_mutants.mutant import Mutant, install  # noqa: E402
-from engine_mutants.running import control, controls, is_caught, kill  # noqa: E402
-from engine_mutants.stays import STAYS, reason  # noqa: E402
-
 # Pools of ranks are kept for the next case of the same size.
 MUTANTS = sorted(load_mutants().values(), key=lambda one: (one.world, one.case))
 CONTROLS = controls(MUTANTS, Path())
