@@ -20,7 +20,13 @@ KNOWN_DISTRIBUTIONS = {
         "megatron": "engine-megatron",
         "mindspeed_megatron": "engine-npu",
     },
-    "rollout": {"local": "engine-trainer", "vllm": "rollout-fp8", "sglang": "rollout-fp8"},
+    "rollout": {
+        "local": "engine-trainer",
+        "vllm": "rollout-fp8[vllm]",
+        "vllm-server": "rollout-fp8[vllm]",
+        "sglang": "rollout-fp8[sglang]",
+        "sglang-server": "rollout-fp8[sglang]",
+    },
 }
 
 
@@ -55,13 +61,19 @@ def always_available(device: str) -> ProbeResult:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class EnginePlugin:
-    """What a plug-in offers. ``options`` is the ``"module:Class"`` of its own options dataclass."""
+    """What a plug-in offers.
+
+    Attributes:
+        options: ``"module:Class"`` of its own options dataclass.
+        exporter: of a rollout, ``"module:Class"`` of its ``WeightExporter``.
+    """
 
     name: str
     contract: str
     rows: tuple[Row, ...]
     capabilities: frozenset[Capability] = frozenset()
     options: str | None = None
+    exporter: str | None = None
     probe: Callable[[str], ProbeResult] = always_available
 
 

@@ -16,6 +16,7 @@ from engine_api.config import EngineConfig, near_matches
 from engine_api.discovery import Found, discover, import_target, probe
 from engine_api.errors import ContractMismatch, PluginConflict, PluginLoadError, PluginNotFound, PluginUnavailable
 from engine_api.plugin import CONTRACT, ENGINE_GROUP, KNOWN_DISTRIBUTIONS, ROLLOUT_GROUP, EnginePlugin, Row
+from engine_api.rollout import WeightExporter, WholeExporter
 
 ACCELERATORS = ("cuda", "npu")
 DEVICES = (*ACCELERATORS, "cpu")
@@ -148,7 +149,9 @@ class Registry:
         for found in self.found():
             rows = found.plugin.rows if found.plugin else ()
             names = {found.name, *(b for row in rows for b in row.backends)}
-            if found.problem and (backend in names or distributions.get(backend) == found.distribution):
+            if found.problem and (
+                backend in names or distributions.get(backend, "").partition("[")[0] == found.distribution
+            ):
                 return self._broken(found)
         served = sorted({t for _, row in self.rows() if backend in row.backends for t in row.model_types})
         if served:
@@ -226,3 +229,17 @@ class RolloutRegistry:
         """Resolve, import and construct a rollout; raises ``PluginError``."""
         resolution = _rollouts.resolve(backend=name, device=device)
         return _rollouts.load(resolution)(resolution=resolution, **arguments)
+
+    @staticmethod
+    def create_exporter(*, name: str, device: str = "auto", **arguments: Any) -> WeightExporter:
+        """What turns an engine's weights into what rollout ``name`` installs; raises ``PluginError``.
+
+        ``arguments`` go to the plug-in's own exporter; without one the engine's export is taken as it is.
+        """
+        resolution = _rollouts.resolve(backend=name, device=device)
+        if resolution.plugin.exporter is None:
+            return WholeExporter()
+        exporter: WeightExporter = import_target(resolution.plugin.exporter, resolution.source)(
+            resolution=resolution, **arguments
+        )
+        return exporter

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Literal, Protocol, runtime_checkable
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Literal, Protocol, runtime_checkable
 
 from engine_api.weights import WeightExport
+
+if TYPE_CHECKING:
+    import torch
+
+    from engine_api.contract import Engine
 
 FinishReason = Literal["stop", "length", "abort"]
 
@@ -44,6 +49,77 @@ class Completion:
     finish_reason: FinishReason
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SyncResult:
+    """What one weight sync did.
+
+    Attributes:
+        version: of the weights that are served from now on.
+        num_tensors: Hugging Face tensors that were installed; ``num_quantized`` of them in FP8.
+        num_bytes: of those tensors as they were installed, scales included.
+        seconds: a phase each: ``gather``, ``quantize``, ``transfer``, ``install``, ``audit``; a phase that a rollout
+            has not is absent. Phases may overlap: their sum is not the time of the sync.
+        audited: whether the served weights were compared with the export.
+    """
+
+    version: int
+    num_tensors: int = 0
+    num_quantized: int = 0
+    num_bytes: int = 0
+    seconds: Mapping[str, float] = field(default_factory=dict[str, float])
+    audited: bool = False
+
+
+@runtime_checkable
+class WeightExporter(Protocol):
+    """Turns an engine's weights into what a rollout installs, on every rank of the engine.
+
+    A rollout plug-in may bring its own (``EnginePlugin.exporter``), which quantizes before it gathers, say; without
+    one the engine's own export is installed.
+    """
+
+    def export(self, engine: Engine) -> WeightExport:
+        """One sync's stream. All ranks of the engine call it and exhaust it, also those without a rollout."""
+        ...
+
+    def close(self) -> None:
+        """Give everything back; idempotent."""
+        ...
+
+
+class WholeExporter:
+    """The engine's own export, whole tensors in ``dtype`` (None: as stored)."""
+
+    def __init__(self, dtype: torch.dtype | None = None) -> None:
+        self._dtype = dtype
+
+    def export(self, engine: Engine) -> WeightExport:
+        """``engine.get_per_tensor_param``."""
+        return engine.get_per_tensor_param(dtype=self._dtype)
+
+    def close(self) -> None:
+        """Nothing to give back."""
+
+
+class Generation(Protocol):
+    """Completions of one prompt that may still be running."""
+
+    def done(self) -> bool:
+        """Whether ``result`` would return at once."""
+        ...
+
+    def result(self, timeout_s: float | None = None) -> list[Completion]:
+        """Wait for all ``sampling.n`` completions; ``prompt_index`` is 0.
+
+        Raises ``RolloutError`` when the rollout failed, ``TimeoutError`` after ``timeout_s``.
+        """
+        ...
+
+    def abort(self) -> None:
+        """Stop here: what was generated so far comes as completions that end with ``abort``."""
+        ...
+
+
 @runtime_checkable
 class Rollout(Protocol):
     """What the trainer calls. Nothing else is called from outside."""
@@ -54,18 +130,27 @@ class Rollout(Protocol):
         """``sampling.n`` completions a prompt, grouped by prompt. Raises ``RolloutError``."""
         ...
 
-    def update_weights(self, export: WeightExport, version: int) -> None:
+    def update_weights(self, export: WeightExport, version: int) -> SyncResult:
         """Install a whole export. Raises ``RolloutError`` and refuses to generate until a good one."""
         ...
 
-    def sleep(self) -> None:
-        """Give back the memory of weights and caches."""
+    def sleep(self, weights: bool = True, kv_cache: bool = True) -> None:
+        """Give back the memory of weights and of caches, or of one of them."""
         ...
 
-    def wake_up(self) -> None:
-        """Take it again; weights must be updated before the next ``generate``."""
+    def wake_up(self, weights: bool = True, kv_cache: bool = True) -> None:
+        """Take it again; after the weights slept they must be updated before the next ``generate``."""
         ...
 
     def close(self) -> None:
         """Give everything back; idempotent."""
+        ...
+
+
+@runtime_checkable
+class AsyncRollout(Rollout, Protocol):
+    """A rollout that also generates in the background."""
+
+    def submit(self, prompt: Sequence[int], sampling: SamplingParams) -> Generation:
+        """Begin to generate. Tokens carry the weight version that made them. Raises ``RolloutError``."""
         ...
