@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -29,14 +30,14 @@ PAD, BOS, EOS, *TURNS = SPECIAL = ["<|pad|>", "<|bos|>", "<|eos|>", "<|user|>", 
 WORDS = r"\d|[A-Za-z ]*[A-Za-z] ?|\n+|#+ ?| ?[^A-Za-z\d\s] ?| "
 
 
-def prepare(folder: Path, problems: GymSection) -> None:
-    """Write the tokenizer, trained on ``problems``, and config.json (no weights) into ``folder``."""
+def prepare(folder: Path, problems: GymSection, model: Mapping[str, Any] = MODEL) -> None:
+    """Write the tokenizer, trained on ``problems``, and config.json (``model``, no weights) into ``folder``."""
     texts = [f"{e.messages[0]['content']}\n{e.messages[1]['content']}" for e in gym_examples(problems, "train")]
     tokenizer = _tokenizer(texts)
     tokenizer.save_pretrained(folder)
     ids = {"pad_token_id": tokenizer.pad_token_id, "bos_token_id": tokenizer.bos_token_id,
            "eos_token_id": tokenizer.eos_token_id, "vocab_size": len(tokenizer)}  # fmt: skip
-    (folder / "config.json").write_text(json.dumps(MODEL | ids, indent=1))
+    (folder / "config.json").write_text(json.dumps({**model, **ids}, indent=1))
 
 
 def _tokenizer(texts: list[str]) -> Any:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import random
 from pathlib import Path
 
 import pytest
@@ -69,6 +70,35 @@ def model_folder(tmp_path, tokenizer):
     }
     (folder / "config.json").write_text(json.dumps(config))
     return folder
+
+
+CHARACTERS = ["<pad>", "<eos>", "+", "=", "#", " ", *"0123456789"]
+
+
+@pytest.fixture(scope="session")
+def sums_model(tmp_path_factory) -> Path:
+    """A folder with a Qwen3 of two layers, a tokenizer of sixteen characters, and sums to complete."""
+    from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
+
+    path = tmp_path_factory.mktemp("rl") / "model"
+    tokenizer = Tokenizer(models.WordLevel({c: i for i, c in enumerate(CHARACTERS)}, unk_token="<pad>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex("."), "isolated")
+    tokenizer.decoder = decoders.Fuse()
+    PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token="<pad>", eos_token="<eos>").save_pretrained(path)
+    config = Qwen3Config(
+        vocab_size=16, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4, head_dim=8,
+        num_key_value_heads=2, max_position_embeddings=64, tie_word_embeddings=True, initializer_range=0.2,
+        pad_token_id=0, eos_token_id=1, bos_token_id=None,
+    )  # fmt: skip
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        Qwen3ForCausalLM(config).save_pretrained(path)
+    rows = [{"prompt": f"{a}+{b}=", "answer": str((a + b) % 10)} for a in range(10) for b in range(10)]
+    random.Random(0).shuffle(rows)
+    for name, part in {"train": rows[:80], "test": rows[80:]}.items():
+        (path / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in part))
+    return path
 
 
 class BigramEngine(BaseEngine):

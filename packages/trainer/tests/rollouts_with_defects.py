@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from engine_api.rollout import Completion, SamplingParams
+from engine_api.rollout import Completion, SamplingParams, SyncResult
 from engine_api.weights import WeightExport
 from engine_trainer.rollouts.local import LocalRollout
 from engine_trainer.rollouts.sampling import truncate
@@ -19,35 +19,36 @@ class KeepsOldTensor(LocalRollout):
 
     kept = "model.layers.1.self_attn.o_proj.weight"
 
-    def update_weights(self, export: WeightExport, version: int) -> None:
+    def update_weights(self, export: WeightExport, version: int) -> SyncResult:
         weight = self._model.get_parameter(self.kept).data
         old, again = weight.clone(), self.weight_version >= 0
-        super().update_weights(export, version)
+        result = super().update_weights(export, version)
         if again:
             weight.copy_(old)
+        return result
 
 
 class KeepsOldVersion(LocalRollout):
     """Weights are new, their version is the first one."""
 
-    def update_weights(self, export: WeightExport, version: int) -> None:
-        super().update_weights(export, version if self.weight_version < 0 else self.weight_version)
+    def update_weights(self, export: WeightExport, version: int) -> SyncResult:
+        return super().update_weights(export, version if self.weight_version < 0 else self.weight_version)
 
 
 class HoldsReferences(LocalRollout):
     """Tensors of the export are collected first and copied when all are there."""
 
-    def update_weights(self, export: WeightExport, version: int) -> None:
-        super().update_weights(iter(list(export)), version)
+    def update_weights(self, export: WeightExport, version: int) -> SyncResult:
+        return super().update_weights(iter(list(export)), version)
 
 
 class IgnoresNames(LocalRollout):
     """What is missing in an export, or unknown, is passed over."""
 
-    def update_weights(self, export: WeightExport, version: int) -> None:
+    def update_weights(self, export: WeightExport, version: int) -> SyncResult:
         stored = dict(self._table._views)
         given = {name: tensor.clone() for name, tensor in export if name in stored}
-        super().update_weights(iter((stored | given).items()), version)
+        return super().update_weights(iter((stored | given).items()), version)
 
 
 class _OwnLogProbs(LocalRollout):
@@ -85,6 +86,21 @@ class DrawsAtOne(_OwnLogProbs):
 
     def _distribution(self, logits: torch.Tensor, sampling: SamplingParams) -> torch.Tensor:
         return logits / (sampling.temperature or 1.0)
+
+
+class ShiftsLogProbs(LocalRollout):
+    """Log-probs are off by up to 0.8, a shift a token id: those of another distribution."""
+
+    def generate(self, prompts: Sequence[Sequence[int]], sampling: SamplingParams) -> list[Completion]:
+        found = super().generate(prompts, sampling)
+        return [
+            replace(c, log_probs=[shifted(p, t) for p, t in zip(c.log_probs, c.tokens, strict=True)]) for c in found
+        ]
+
+
+def shifted(log_prob: float, token: int) -> float:
+    """What ``ShiftsLogProbs`` says of a token."""
+    return log_prob - (token % 5 - 2) * 0.4
 
 
 class ServesOldPrefixes(LocalRollout):

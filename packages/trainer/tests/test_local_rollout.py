@@ -282,8 +282,11 @@ def test_nothing_is_generated_before_the_first_sync_nor_asleep_nor_closed(tmp_pa
         rollout.generate(PROMPTS, params())
     rollout.update_weights(export(model), 0)
     expected = as_rows(rollout.generate(PROMPTS, params()))
+    rollout.sleep(weights=False)  # caches alone: nothing that lives between two calls
+    assert as_rows(rollout.generate(PROMPTS, params())) == expected
+    rollout.sleep(kv_cache=False)
     rollout.sleep()
-    rollout.sleep()
+    rollout.wake_up(weights=False)
     with pytest.raises(RolloutError, match="sleeps"):
         rollout.generate(PROMPTS, params())
     with pytest.raises(RolloutError, match="wake_up"):
@@ -298,6 +301,16 @@ def test_nothing_is_generated_before_the_first_sync_nor_asleep_nor_closed(tmp_pa
     for call in (rollout.wake_up, lambda: rollout.generate(PROMPTS, params())):
         with pytest.raises(RolloutError, match="closed"):
             call()
+
+
+def test_a_sync_says_what_it_installed(tmp_path):
+    model, rollout = serve("qwen3", tmp_path, dtype="bfloat16")
+    result = rollout.update_weights(export(model), 9)
+    assert (result.version, result.num_quantized, result.audited) == (9, 0, False)
+    assert result.num_tensors == len(list(export(model)))
+    assert result.num_bytes == 2 * sum(t.numel() for _, t in export(model))
+    assert set(result.seconds) == {"install"}
+    assert result.seconds["install"] > 0
 
 
 def test_bfloat16_is_near(tmp_path):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 import os
-import random
+import re
 import signal
 import subprocess
 import sys
@@ -27,7 +27,6 @@ from engine_trainer.sampler import Answer, Group
 pytest.importorskip("engine_fsdp", reason="the loop needs an engine")
 pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning")  # torch 2.13 renames a collective under FSDP
 
-CHARACTERS = ["<pad>", "<eos>", "+", "=", "#", " ", *"0123456789"]
 SEVENS = """
 from engine_trainer.rewards import register
 
@@ -39,29 +38,8 @@ exec(SEVENS)
 
 
 @pytest.fixture(scope="session")
-def folder(tmp_path_factory) -> Path:
-    """A Qwen3 of two layers, a tokenizer of sixteen characters, and sums to complete."""
-    from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
-    from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
-
-    path = tmp_path_factory.mktemp("rl") / "model"
-    tokenizer = Tokenizer(models.WordLevel({c: i for i, c in enumerate(CHARACTERS)}, unk_token="<pad>"))
-    tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex("."), "isolated")
-    tokenizer.decoder = decoders.Fuse()
-    PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token="<pad>", eos_token="<eos>").save_pretrained(path)
-    config = Qwen3Config(
-        vocab_size=16, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4, head_dim=8,
-        num_key_value_heads=2, max_position_embeddings=64, tie_word_embeddings=True, initializer_range=0.2,
-        pad_token_id=0, eos_token_id=1, bos_token_id=None,
-    )  # fmt: skip
-    with torch.random.fork_rng():
-        torch.manual_seed(0)
-        Qwen3ForCausalLM(config).save_pretrained(path)
-    rows = [{"prompt": f"{a}+{b}=", "answer": str((a + b) % 10)} for a in range(10) for b in range(10)]
-    random.Random(0).shuffle(rows)
-    for name, part in {"train": rows[:80], "test": rows[80:]}.items():
-        (path / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in part))
-    return path
+def folder(sums_model) -> Path:
+    return sums_model
 
 
 def tree(folder: Path, out: Path, **sections) -> dict:
@@ -92,7 +70,8 @@ def configure(folder: Path, out: Path, **sections) -> RLConfig:
 def rows_of(out: Path) -> list[dict]:
     """The metrics without what a clock says."""
     rows = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
-    return [{k: v for k, v in r.items() if k != "time" and not k.startswith(("time/", "perf/"))} for r in rows]
+    clocks = re.compile(r"time$|time/|perf/|sync/.*_s$")
+    return [{k: v for k, v in r.items() if not clocks.match(k)} for r in rows]
 
 
 def weights_of(out: Path) -> dict[str, torch.Tensor]:
@@ -260,6 +239,8 @@ def test_names_that_nobody_knows(folder, tmp_path):
         train_rl(configure(folder, tmp_path / "c", rollout={"n": 8, "max_new_tokens": 4, "options": {"foo": 1}}))
     with pytest.raises(ConfigError, match="overlong"):
         train_rl(configure(folder, tmp_path / "b", algorithm={"prompts_per_step": 8, "overlong": {"buffer": 5}}))
+    with pytest.raises(ConfigError, match=r"(?s)rollout\.quantization.*vllm"):
+        train_rl(configure(folder, tmp_path / "d", rollout={"n": 8, "max_new_tokens": 4, "quantization": "fp8"}))
 
 
 # --- without an engine --------------------------------------------------------------------------
@@ -338,10 +319,15 @@ def test_shaped_rewards_by_hand(folder, tmp_path):
 
 MAIN = (
     SEVENS
-    + """
+    + f"""
 import sys
+from engine_api.registry import RolloutRegistry
 from engine_trainer.cli import main
 
+sys.path.insert(0, {str(Path(__file__).parent)!r})
+from rollouts_with_defects import ShiftsLogProbs
+
+RolloutRegistry.register(backend="shifted", device="cpu")(ShiftsLogProbs)
 sys.exit(main(sys.argv[1:]))
 """
 )
@@ -366,7 +352,10 @@ def start(tmp_path: Path, config: dict, ranks: int) -> subprocess.Popen:
 def test_two_ranks_killed_and_resumed_equal_two_ranks_left_alone_and_agree_with_one(folder, tmp_path):
     section = {"source": str(folder / "test.jsonl"), **EVAL}
     outs = {name: tmp_path / name for name in ("one", "two", "killed")}
-    trees = {n: tree(folder, o, run={"steps": 8, "save_every": 2}, eval=section) for n, o in outs.items()}
+    correction = {"weight": "token", "cap": 1.3, "reject": "geometric", "reject_low": 0.8, "reject_high": 1.25}
+    sections = {"run": {"steps": 8, "save_every": 2}, "rollout": {"name": "shifted"},
+                "algorithm": {"correction": correction}, "eval": section}  # fmt: skip
+    trees = {n: tree(folder, o, **sections) for n, o in outs.items()}
     for name in ("one", "two"):
         process = start(tmp_path, trees[name], 1 if name == "one" else 2)
         text, _ = process.communicate(timeout=240)

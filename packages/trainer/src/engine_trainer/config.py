@@ -24,7 +24,7 @@ from engine_trainer.sections import (
 )
 
 __all__ = [
-    "AlgorithmSection", "ColumnsSection", "DataSection", "DynamicSamplingSection", "EngineSection", "EvalSection",
+    "AlgorithmSection", "ColumnsSection", "CorrectionSection", "DataSection", "DynamicSamplingSection", "EngineSection", "EvalSection",
     "GymDataset", "GymSection", "KLSection", "OverlongSection", "RLConfig", "RewardSection", "RolloutSection",
     "RunSection", "SFTConfig",
 ]  # fmt: skip
@@ -83,6 +83,37 @@ class OverlongSection:
 
 
 @dataclass(frozen=True, kw_only=True)
+class CorrectionSection:
+    """Importance weights and rejection where the rollout's log-probs are not the engine's (docs/rollout-correction.md).
+
+    A ratio is the engine's probability over the rollout's. Weights multiply the policy term; what is rejected carries
+    no loss. The two are separate.
+    """
+
+    weight: Literal["none", "token", "sequence", "icepop"] = "none"  # token, sequence: truncated at cap
+    cap: float = 2.0  # of weight token and sequence
+    low: float = 0.5  # of weight icepop: a token ratio below it has the weight 0
+    high: float = 5.0  # … and one above it
+    reject: Literal["none", "token", "sequence", "geometric"] = "none"  # geometric: the mean log-ratio of a sequence
+    reject_low: float = 0.5  # a token or a sequence whose ratio lies below it is rejected
+    reject_high: float = 2.0
+
+    def __post_init__(self) -> None:
+        at_least("algorithm.correction", self, 1, "cap", "high", "reject_high")
+        at_least("algorithm.correction", self, 0, "low", "reject_low")
+        for name in ("low", "reject_low"):
+            if getattr(self, name) > 1:
+                raise ConfigError(f"algorithm.correction.{name}", f"{getattr(self, name)} is above 1",
+                                  why="a ratio of 1, where nothing needs correction, would lie outside",
+                                  remedy="give a number in [0, 1]")  # fmt: skip
+
+    @property
+    def enabled(self) -> bool:
+        """Whether anything is corrected."""
+        return self.weight != "none" or self.reject != "none"
+
+
+@dataclass(frozen=True, kw_only=True)
 class AlgorithmSection:
     """How completions and rewards become an update."""
 
@@ -97,6 +128,7 @@ class AlgorithmSection:
     mini_batches: int = 1  # updates an epoch over the step's completions
     epochs: int = 1
     old_log_probs: Literal["engine", "rollout"] = "engine"  # whose log-probs the ratio is taken against
+    correction: CorrectionSection = field(default_factory=CorrectionSection)
     dynamic_sampling: DynamicSamplingSection = field(default_factory=DynamicSamplingSection)
     overlong: OverlongSection = field(default_factory=OverlongSection)
 
@@ -107,6 +139,10 @@ class AlgorithmSection:
             raise ConfigError(
                 "algorithm.dual_clip", f"{self.dual_clip} is not above 1", remedy="use 3.0, or null for none"
             )
+        if self.correction.enabled and self.old_log_probs == "rollout":
+            raise ConfigError("algorithm.correction", "cannot be used with algorithm.old_log_probs: rollout",
+                              why="the policy's own ratio is then taken against the rollout and corrects for it already",
+                              remedy="use old_log_probs: engine, or weight: none and reject: none")  # fmt: skip
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -13,10 +13,11 @@ from engine_api.batch import Batch
 from engine_api.losses import token_weights
 from engine_api.results import TrainOutput
 from engine_trainer.algorithms.advantages import group_advantages
+from engine_trainer.algorithms.correction import correct, correction_figures, ratios
 from engine_trainer.algorithms.losses import PolicyLoss, denominator, kl_divergence
 from engine_trainer.config import AlgorithmSection, RLConfig
 from engine_trainer.experience import shaped_rewards
-from engine_trainer.mismatch import MismatchWatch
+from engine_trainer.mismatch import MismatchWatch, largest_of, mismatch_figures, mismatch_sums
 from engine_trainer.reference import Reference, log_probs_of
 from engine_trainer.runtime import Run, share_of
 from engine_trainer.sampler import Answer, Group
@@ -75,9 +76,9 @@ class Learner:
         if self._kl_in_reward:
             advantages = group_advantages(rewards - self._penalties(batch, mine, rewards.shape),
                                           self.config.algorithm.advantage)  # fmt: skip
-        batch = self._with_weights(batch, mine, advantages)
+        batch, figures = self._corrected(self._with_weights(batch, mine, advantages))
         with self.timers.phase("train"):
-            return self._update(mini_batches, batch)
+            return figures | self._update(mini_batches, batch)
 
     def close(self) -> None:
         """Close the reference's engine."""
@@ -85,6 +86,13 @@ class Learner:
             self.reference.close()
 
     # --- before the updates ---------------------------------------------------------------------
+
+    @property
+    def _engine_knows(self) -> bool:
+        """Whether the engine's log-probs are computed before the first update, because something reads them."""
+        algorithm = self.config.algorithm
+        read = not self.loss.on_policy or self._kl_in_reward or algorithm.correction.enabled
+        return read and algorithm.old_log_probs == "engine"
 
     @property
     def _kl_in_reward(self) -> bool:
@@ -112,7 +120,7 @@ class Learner:
         extra: dict[str, torch.Tensor] = {}
         if self.config.algorithm.old_log_probs == "rollout":
             extra["old_log_probs"] = batch["rollout_log_probs"]
-        elif not self.loss.on_policy or self._kl_in_reward:
+        elif self._engine_knows:
             extra["old_log_probs"] = log_probs_of(self.engine.infer_batch(batch, temperature=self.temperature))
         if self.reference is not None:
             extra["ref_log_probs"] = self.reference.log_probs(batch, self.temperature)
@@ -135,11 +143,37 @@ class Learner:
         weight = token_weights(batch["mask"], batch.cu_seqlens, self.config.algorithm.aggregation)
         return batch.with_fields(loss_weight=weight, advantages=spread * batch["mask"])
 
+    def _corrected(self, batch: Batch) -> tuple[Batch, dict[str, float]]:
+        """The batch with the rollout corrected, and ``mismatch/…`` and ``correction/…``; where the engine's log-probs are known.
+
+        The denominator stays that of all counted tokens: a rejected token is a zero in the mean, not left out of it.
+        """
+        if not self._engine_knows:
+            return batch, {}
+        section = self.config.algorithm.correction
+        engine, rollout = batch["old_log_probs"], batch["rollout_log_probs"]
+        given = ratios(engine, rollout, batch["mask"], batch.cu_seqlens)
+        sums = mismatch_sums(given, engine, rollout)
+        if section.enabled:
+            result = correct(given, section)
+            sums |= result.sums
+            batch = batch.with_fields(correction=result.weights, loss_weight=batch.loss_weight * result.kept)
+        totals = self._totals(sums)
+        largest = self.comm.all_gather(largest_of(given))
+        return batch, mismatch_figures(totals, largest) | correction_figures(totals, section)
+
+    def _totals(self, sums: Mapping[str, torch.Tensor]) -> dict[str, float]:
+        """Over all data-parallel ranks; a model-parallel group counts once."""
+        mine = {name: float(value) for name, value in sums.items()} if self.engine.topology.is_primary else {}
+        rows = self.comm.all_gather(mine)
+        return {name: math.fsum(row.get(name, 0.0) for row in rows) for name in sums}
+
     # --- the updates ----------------------------------------------------------------------------
 
     def _update(self, mini_batches: Sequence[_MiniBatch], batch: Batch) -> dict[str, float]:
         outputs: list[TrainOutput] = []
         watch = MismatchWatch(self.loss)
+        first = self.loss if self._engine_knows else watch
         for _ in range(self.config.algorithm.epochs):
             start = 0
             for mini in mini_batches:
@@ -147,10 +181,11 @@ class Learner:
                 start += len(mini.mine)
                 if mini.trained:  # else no token has a gradient, on any rank
                     # Only before the first update are the weights those of the rollout.
-                    loss = self.loss if outputs else watch
+                    loss = self.loss if outputs else first
                     outputs.append(self.engine.train_batch(part, loss, denominator=mini.denominator,
                                                            temperature=self.temperature))  # fmt: skip
-        return _figures(outputs) | watch.figures(outputs, self.comm.all_gather(watch.largest))
+        seen = outputs[0].metrics if outputs else {}
+        return _figures(outputs) | mismatch_figures(seen, self.comm.all_gather(watch.largest))
 
 
 def policy_loss(algorithm: AlgorithmSection) -> PolicyLoss:
@@ -160,7 +195,7 @@ def policy_loss(algorithm: AlgorithmSection) -> PolicyLoss:
         clip_low=algorithm.clip_low, clip_high=algorithm.clip_high, dual_clip=algorithm.dual_clip,
         kl_coef=algorithm.kl.coefficient if algorithm.kl.where == "loss" else 0.0, kl_estimator=algorithm.kl.estimator,
         entropy_coef=algorithm.entropy_coefficient, entropy=True,
-        on_policy=one_update and algorithm.old_log_probs == "engine",
+        on_policy=one_update and algorithm.old_log_probs == "engine", corrected=algorithm.correction.enabled,
     )  # fmt: skip
 
 

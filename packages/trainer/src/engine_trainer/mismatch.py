@@ -1,52 +1,104 @@
-"""How far the engine's log-probs are from the rollout's."""
+"""How far the engine's log-probs are from the rollout's, as sums that add over ranks and micro-batches.
+
+Both are of the sampled tokens, at the rollout's temperature and of the same weights: in exact arithmetic they are equal.
+With q the rollout's probability of a token, p the engine's, Δ = log p - log q and r = p / q; tokens were drawn from q.
+"""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 
 from engine_api.batch import Batch
 from engine_api.losses import LossFn, coefficients_of, needs_of
-from engine_api.results import LossOutput, TokenOutputs, TrainOutput
+from engine_api.results import LossOutput, TokenOutputs
+from engine_trainer.algorithms.correction import Ratios, effective_size, ratios
+from engine_trainer.algorithms.losses import MAX_LOG_RATIO
+
+PREFIX = "mismatch_"
+
+
+def mismatch_sums(given: Ratios, engine: torch.Tensor, rollout: torch.Tensor) -> dict[str, torch.Tensor]:
+    """Sums for ``mismatch_figures``, scalars named ``mismatch_…``; those over sequences are of sequences that count.
+
+    Args:
+        given: ``ratios(engine, rollout, mask, cu_seqlens)``.
+        engine, rollout: ``[T]`` log-probs.
+    """
+    delta, counted, sequences = given.log, given.counted, given.counts > 0
+    clamped = delta.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
+    # The mean negative log-prob of a sequence, of which the perplexity is the exponential.
+    engine_nll, rollout_nll = (-given.per_document(x) / given.counts.clamp(min=1.0) for x in (engine.detach(), rollout))
+    tokens = {
+        "tokens": counted, "k1": -delta, "k3": clamped.expm1() - clamped, "square": delta.square(),
+        "mult_error": clamped.abs().exp(), "ratio": given.token, "ratio_square": given.token.square(),
+    }  # fmt: skip
+    wholes = {
+        "sequences": sequences, "sequence_ratio": given.sequence, "sequence_ratio_square": given.sequence.square(),
+        "engine_ppl": _exp(engine_nll), "rollout_ppl": _exp(rollout_nll), "ppl_ratio": _exp(engine_nll - rollout_nll),
+    }  # fmt: skip
+    sums = {name: (value * counted).sum() for name, value in tokens.items()}
+    sums |= {name: (value * sequences).sum() for name, value in wholes.items()}
+    return {PREFIX + name: value for name, value in sums.items()}
+
+
+def mismatch_figures(sums: Mapping[str, float], largest: Sequence[float]) -> dict[str, float]:
+    """``mismatch/…`` from sums over all ranks and the ranks' largest |Δ|; empty where nothing counts.
+
+    Over tokens: ``kl_k1`` (mean of -Δ) and ``kl_k3`` (mean of r - 1 - log r), both estimates of KL(rollout ‖ engine)
+    in nats (Schulman 2020, "Approximating KL divergence"); ``rms`` and ``max`` of Δ, nats; ``token_mult_prob_error``
+    (mean of exp(|Δ|), NeMo-RL's; 1 is perfect); ``chi2_token`` (mean of r², less 1; E_q[(p/q)²] - 1 is χ²(p ‖ q));
+    ``ess_token`` (Kish's effective sample size of the bare ratios, as a share). Over sequences, with the product of
+    the ratios: ``chi2_sequence``, ``ess_sequence``; and the means of ``ppl_engine``, ``ppl_rollout`` and
+    ``ppl_ratio`` (engine over rollout, a sequence).
+    """
+    given = {name.removeprefix(PREFIX): value for name, value in sums.items() if name.startswith(PREFIX)}
+    n, s = given.get("tokens", 0.0), given.get("sequences", 0.0)
+    if not n:
+        return {}
+    figures = {
+        "kl_k1": given["k1"] / n, "kl_k3": given["k3"] / n, "rms": math.sqrt(given["square"] / n), "max": max(largest),
+        "token_mult_prob_error": given["mult_error"] / n, "chi2_token": given["ratio_square"] / n - 1,
+        "chi2_sequence": given["sequence_ratio_square"] / s - 1,
+        "ess_token": effective_size(given["ratio"], given["ratio_square"], n),
+        "ess_sequence": effective_size(given["sequence_ratio"], given["sequence_ratio_square"], s),
+        "ppl_engine": given["engine_ppl"] / s, "ppl_rollout": given["rollout_ppl"] / s,
+        "ppl_ratio": given["ppl_ratio"] / s,
+    }  # fmt: skip
+    return {f"mismatch/{name}": value for name, value in figures.items()}
+
+
+def largest_of(given: Ratios) -> float:
+    """The largest |Δ|, nats; not a sum, hence no metric of a loss."""
+    return float(given.log.abs().max()) if given.log.numel() else 0.0
 
 
 class MismatchWatch:
-    """A loss that also measures how far the engine's log-probs are from the rollout's (field ``rollout_log_probs``).
+    """A loss that also gives ``mismatch_sums``, of its own log-probs and the fields ``rollout_log_probs`` and ``mask``.
 
-    The same weights give other log-probs in another implementation; where they are far apart, the ratio lies.
+    For the first update, where the engine's log-probs were not computed before it.
     """
 
     def __init__(self, loss: LossFn) -> None:
         self._loss = loss
         self.needs = needs_of(loss)
-        self._largest = torch.zeros(())
-
-    @property
-    def largest(self) -> float:
-        """The largest difference on this rank so far, nats; not a sum, hence no metric of a loss."""
-        return float(self._largest)
+        self.largest = 0.0  # |Δ| on this rank so far, nats
 
     def coefficients(self, batch: Batch) -> torch.Tensor | None:
         """The wrapped loss's."""
         return coefficients_of(self._loss, batch)
 
     def __call__(self, outputs: TokenOutputs, batch: Batch) -> LossOutput:
-        """The wrapped loss, with sums over tokens: ``mismatch_square``, ``mismatch_kl`` (rollout ‖ engine, k3)."""
+        """The wrapped loss, with more metrics."""
         assert outputs.log_probs is not None
         result = self._loss(outputs, batch)
-        delta = (outputs.log_probs.detach() - batch["rollout_log_probs"]) * (batch.loss_weight > 0)
-        self._largest = torch.maximum(self._largest.to(delta.device), delta.abs().max())
-        sums = {"mismatch_square": delta.square().sum(), "mismatch_kl": (delta.expm1() - delta).sum()}
-        return LossOutput(loss=result.loss, metrics={**result.metrics, **sums})
+        engine, rollout = outputs.log_probs.detach(), batch["rollout_log_probs"]
+        given = ratios(engine, rollout, batch["mask"], batch.cu_seqlens)
+        self.largest = max(self.largest, largest_of(given))
+        return LossOutput(loss=result.loss, metrics={**result.metrics, **mismatch_sums(given, engine, rollout)})
 
-    @staticmethod
-    def figures(outputs: Sequence[TrainOutput], largest: Sequence[float]) -> dict[str, float]:
-        """``mismatch/rms``, ``mismatch/max`` (nats) and ``mismatch/kl`` of the first update."""
-        sums = outputs[0].metrics if outputs else {}
-        tokens = sums.get("tokens", 0.0)
-        if not tokens:
-            return {}
-        return {"mismatch/rms": math.sqrt(sums["mismatch_square"] / tokens), "mismatch/max": max(largest),
-                "mismatch/kl": sums["mismatch_kl"] / tokens}  # fmt: skip
+
+def _exp(value: torch.Tensor) -> torch.Tensor:
+    return value.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()

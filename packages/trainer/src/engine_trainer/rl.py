@@ -52,7 +52,7 @@ def train_rl(config: RLConfig) -> Outcome:
             with sampler.serving(engine):
                 experience = collect(sampler, train, order, config, step=step, position=position)
             position = experience.position
-            metrics = experience.metrics | learner.learn(experience.groups)
+            metrics = experience.metrics | sampler.synced | learner.learn(experience.groups)
             metrics |= _speed(run, experience) | {"train/epoch": position / len(train)}
             if config.eval and (step == run.total_steps or (config.eval.every and step % config.eval.every == 0)):
                 metrics |= measure(step)

@@ -11,7 +11,7 @@ from engine_api.contract import Engine
 from engine_api.errors import ConfigError
 from engine_api.registry import RolloutRegistry
 from engine_api.results import Topology
-from engine_api.rollout import Completion, Rollout, SamplingParams
+from engine_api.rollout import Completion, Rollout, SamplingParams, SyncResult, WeightExporter
 from engine_trainer.data import ChatTokenizer, Prompt
 from engine_trainer.logs import Timers
 from engine_trainer.rewards import Sample, Score, Scorer
@@ -41,40 +41,47 @@ class Group:
 class Sampler:
     """Generates and judges. Every method is called on all ranks together and returns the same on all.
 
-    A rollout runs on the primary rank of each data-parallel rank; ``rollout`` is None elsewhere.
+    A rollout runs on the primary rank of each data-parallel rank; ``rollout`` is None elsewhere. Every rank exports.
+
+    Attributes:
+        synced: ``sync/…`` of the newest weight sync: seconds by phase (the slowest rank's), bytes, tensors, quantized
+            tensors and whether it was audited.
     """
 
     def __init__(
-        self, *, rollout: Rollout | None, comm: Comm, topology: Topology, tokenizer: ChatTokenizer, scorer: Scorer,
-        section: RolloutSection, timers: Timers,
+        self, *, rollout: Rollout | None, exporter: WeightExporter, comm: Comm, topology: Topology, tokenizer: ChatTokenizer,
+        scorer: Scorer, section: RolloutSection, timers: Timers,
     ) -> None:  # fmt: skip
         assert (rollout is not None) == topology.is_primary, "rollouts belong to primary ranks"
-        self.rollout, self.comm, self.topology = rollout, comm, topology
+        self.rollout, self.exporter, self.comm, self.topology = rollout, exporter, comm, topology
         self.tokenizer, self.scorer, self.section, self.timers = tokenizer, scorer, section, timers
+        self.synced: dict[str, float] = {}
 
     @staticmethod
     def create(run: Run, tokenizer: ChatTokenizer, section: RolloutSection, reward: RewardSection) -> Sampler:
         """For a run that has started. Raises ``PluginError``, ``ConfigError``: all ranks together."""
         primary = run.engine.topology.is_primary
 
-        def build() -> tuple[Scorer, Rollout | None]:
+        def build() -> tuple[Scorer, WeightExporter, Rollout | None]:
             scorer = Scorer.from_names(reward.name, reward.kwargs, reward.timeout_s)
-            return scorer, _create_rollout(run, tokenizer, section) if primary else None
+            exporter = _create_exporter(run, section)
+            return scorer, exporter, _create_rollout(run, tokenizer, section) if primary else None
 
-        made: list[tuple[Scorer, Rollout | None]] = []
+        made: list[tuple[Scorer, WeightExporter, Rollout | None]] = []
         together(run.comm, lambda: made.append(build()))  # the objects themselves do not travel
-        scorer, rollout = made[0]
-        return Sampler(rollout=rollout, comm=run.comm, topology=run.engine.topology, tokenizer=tokenizer, scorer=scorer,
-                       section=section, timers=run.timers)  # fmt: skip
+        scorer, exporter, rollout = made[0]
+        return Sampler(rollout=rollout, exporter=exporter, comm=run.comm, topology=run.engine.topology, tokenizer=tokenizer,
+                       scorer=scorer, section=section, timers=run.timers)  # fmt: skip
 
     @contextmanager
     def serving(self, engine: Engine) -> Iterator[None]:
-        """The rollout awake with the engine's weights of now; afterwards it gives its memory back."""
+        """The rollout awake with the engine's weights of now; afterwards it gives its memory back (``rollout.sleep``)."""
         with self.timers.phase("sync"):
-            together(self.comm, lambda: self.rollout.wake_up() if self.rollout is not None else None)
-            together(self.comm, lambda: self._sync(engine))
+            self._wake(weights=True)
+            self.synced = _sync_figures(together(self.comm, lambda: self._sync(engine)))
+            self._wake(weights=False)  # caches only now: a sync may need their memory
         yield
-        if self.rollout is not None:
+        if self.rollout is not None and self.section.sleep:
             self.rollout.sleep()
 
     def sample(self, prompts: Sequence[Prompt], *, n: int, temperature: float, seed: int) -> list[Group]:
@@ -90,15 +97,25 @@ class Sampler:
         return [Group(prompt=prompt, answers=found[index]) for index, prompt in enumerate(prompts)]
 
     def close(self) -> None:
-        """Close the rollout."""
+        """Close the rollout and the exporter."""
         if self.rollout is not None:
             self.rollout.close()
+        self.exporter.close()
 
-    def _sync(self, engine: Engine) -> None:
-        export = engine.get_per_tensor_param()
-        try:
+    def _wake(self, *, weights: bool) -> None:
+        """The weights' memory, or the caches'; changes nothing where the rollout is awake."""
+
+        def wake() -> None:
             if self.rollout is not None:
-                self.rollout.update_weights(export, engine.weight_version)
+                self.rollout.wake_up(weights=weights, kv_cache=not weights)
+
+        if self.section.sleep:
+            together(self.comm, wake)
+
+    def _sync(self, engine: Engine) -> SyncResult | None:
+        export = self.exporter.export(engine)
+        try:
+            return None if self.rollout is None else self.rollout.update_weights(export, engine.weight_version)
         finally:
             for _ in export:  # ranks without a rollout gather along, and so does one whose sync failed
                 pass
@@ -128,16 +145,48 @@ class Sampler:
                                      score=score)  # fmt: skip
 
 
+def _create_exporter(run: Run, section: RolloutSection) -> WeightExporter:
+    return RolloutRegistry.create_exporter(
+        name=section.name, device=_device(run, section), model=run.engine_config.model, dtype=_dtype(run, section),
+        quantization=section.quantization, options=section.options,
+    )  # fmt: skip
+
+
 def _create_rollout(run: Run, tokenizer: ChatTokenizer, section: RolloutSection) -> Rollout:
-    # Unless told otherwise it computes where and as the engine does: the nearer, the smaller the mismatch.
-    compute = run.engine_config.precision.compute
-    arguments = {"dtype": "bfloat16" if compute == "float8" else compute, **section.options}
-    device = run.device if section.device == "auto" else section.device
+    arguments = {**section.options, "dtype": _dtype(run, section)}
+    if section.quantization != "none":
+        arguments["quantization"] = section.quantization
     try:
         return RolloutRegistry.create(
-            name=section.name, device=device, model=run.engine_config.model, pad_token_id=tokenizer.pad_token_id,
+            name=section.name, device=_device(run, section), model=run.engine_config.model, pad_token_id=tokenizer.pad_token_id,
             eos_token_ids=tokenizer.stop_token_ids, batch_size=section.batch_size, **arguments,
         )  # fmt: skip
     except TypeError as error:  # an argument that its class does not take
+        if "'quantization'" in str(error):
+            raise ConfigError("rollout.quantization", f"rollout {section.name!r} does not serve {section.quantization}",
+                              why=str(error), remedy="use rollout.name=vllm or sglang, or quantization: none") from error  # fmt: skip
         raise ConfigError("rollout.options", f"rollout {section.name!r} cannot be made with {dict(section.options)}",
                           why=str(error), remedy="see the rollout's own class for what it takes") from error  # fmt: skip
+
+
+# Unless told otherwise a rollout computes where and as the engine does: the nearer, the smaller the mismatch.
+
+
+def _device(run: Run, section: RolloutSection) -> str:
+    return run.device if section.device == "auto" else section.device
+
+
+def _dtype(run: Run, section: RolloutSection) -> str:
+    compute = run.engine_config.precision.compute
+    return str(section.options.get("dtype", "bfloat16" if compute == "float8" else compute))
+
+
+def _sync_figures(results: Sequence[SyncResult | None]) -> dict[str, float]:
+    """``sync/…``, the largest of any rank."""
+    given = [result for result in results if result is not None]
+    phases = sorted({name for result in given for name in result.seconds})
+    return {f"sync/{name}_s": max(r.seconds.get(name, 0.0) for r in given) for name in phases} | {
+        "sync/bytes": float(max(r.num_bytes for r in given)), "sync/tensors": float(max(r.num_tensors for r in given)),
+        "sync/quantized": float(max(r.num_quantized for r in given)),
+        "sync/audited": float(all(r.audited for r in given)),
+    }  # fmt: skip

@@ -2,7 +2,8 @@
 
 Fields of the batch, all ``[T]``: ``loss_weight`` (0 on prompts; see
 ``engine_api.losses.token_weights``), ``advantages``, ``old_log_probs`` (of the policy that the
-ratio is taken against) and, when there is a KL term, ``ref_log_probs``.
+ratio is taken against), when there is a KL term ``ref_log_probs``, and with a rollout correction
+``correction`` (see ``engine_trainer.algorithms.correction``).
 """
 
 from __future__ import annotations
@@ -50,9 +51,9 @@ def kl_divergence(log_probs: torch.Tensor, ref_log_probs: torch.Tensor, estimato
 class PolicyLoss:
     """PPO's clipped objective (arXiv:1707.06347, eq. 7) a token, with what DAPO and GRPO add.
 
-    With ``r = exp(log_probs - old_log_probs)``, advantage A and weight w, the sum over tokens of::
+    With ``r = exp(log_probs - old_log_probs)``, advantage A, weight w and correction c, the sum over tokens of::
 
-        w · ( max(-A r, -A clip(r, 1 - clip_low, 1 + clip_high)) + kl_coef · KL - entropy_coef · H )
+        w · ( c · max(-A r, -A clip(r, 1 - clip_low, 1 + clip_high)) + kl_coef · KL - entropy_coef · H )
 
     and for A < 0 the first term is at most ``-A dual_clip`` (arXiv:1912.09729, eq. 5).
 
@@ -65,6 +66,7 @@ class PolicyLoss:
         entropy: compute the entropy as a metric although its weight is 0.
         on_policy: the weights are still those that made the old log-probs, so that r is 1 and its gradient is that
             of the log-probs: ``old_log_probs`` is not read, and need not have been computed.
+        corrected: c is the field ``correction``; else it is 1.
 
     Metrics (sums over tokens with weight): ``tokens``, ``weight``, ``policy_loss`` (weighted), ``ratio``,
     ``clipped_low``, ``clipped_high``, ``clipped_dual`` (counts), ``old_kl`` (k3 of old to new policy) and, where
@@ -82,6 +84,7 @@ class PolicyLoss:
     entropy_coef: float = 0.0
     entropy: bool = False
     on_policy: bool = False
+    corrected: bool = False
 
     def __post_init__(self) -> None:
         _check(0 <= self.clip_low <= 1, "clip_low", self.clip_low, "give a number in [0, 1]")
@@ -108,14 +111,18 @@ class PolicyLoss:
         old = outputs.log_probs.detach() if self.on_policy else batch["old_log_probs"]
         log_ratio = (outputs.log_probs - old).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
         policy, metrics = self._policy(log_ratio, advantages, weight > 0)
-        loss = (weight * policy).sum()
+        loss = (self._policy_weight(batch) * policy).sum()
         metrics |= {"tokens": (weight > 0).sum(), "weight": weight.sum(), "policy_loss": loss.detach()}
         loss = loss + self._kl(outputs.log_probs, batch, metrics) + self._entropy(outputs.entropy, weight, metrics)
         return LossOutput(loss=loss, metrics=metrics)
 
     def coefficients(self, batch: Batch) -> torch.Tensor | None:
-        """``[T]``: ``-w A``, the derivative by each log-prob on policy, where r is 1; else None (it depends on r)."""
-        return -batch.loss_weight * batch["advantages"] if self.on_policy and self.only_advantages else None
+        """``[T]``: ``-w c A``, the derivative by each log-prob on policy, where r is 1; else None (it depends on r)."""
+        known = self.on_policy and self.only_advantages
+        return -self._policy_weight(batch) * batch["advantages"] if known else None
+
+    def _policy_weight(self, batch: Batch) -> torch.Tensor:
+        return batch.loss_weight * batch["correction"] if self.corrected else batch.loss_weight
 
     def _policy(
         self, log_ratio: torch.Tensor, advantages: torch.Tensor, counted: torch.Tensor

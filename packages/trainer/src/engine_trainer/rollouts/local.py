@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 from typing import Any
 
@@ -11,7 +12,8 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from engine_api.config import ModelSource
 from engine_api.errors import ConfigError, RolloutError
 from engine_api.registry import Resolution
-from engine_api.rollout import Completion, SamplingParams
+from engine_api.requests import check_prompts, check_sampling
+from engine_api.rollout import Completion, SamplingParams, SyncResult
 from engine_api.weights import WeightExport
 from engine_trainer.rollouts import attention
 from engine_trainer.rollouts.decode import Decoded, decode
@@ -77,29 +79,41 @@ class LocalRollout:
                 found[index] = self._completions(decoded, index, range(place * sampling.n, (place + 1) * sampling.n))
         return [completion for index in range(len(prompts)) for completion in found[index]]
 
-    def update_weights(self, export: WeightExport, version: int) -> None:
-        """See ``Rollout.update_weights``; names must be the model's own Hugging Face names, each once."""
+    def update_weights(self, export: WeightExport, version: int) -> SyncResult:
+        """See ``Rollout.update_weights``; names must be the model's own Hugging Face names, each once.
+
+        A tensor is copied as the export gives it, so that ``install`` is the one phase, and there is nothing to audit.
+        """
         if self._table is None:
             raise RolloutError("cannot take weights", where=WHERE, why=self._not_ready, remedy="call wake_up first")
         self._not_ready = "the last weight sync failed, some weights are old and some are new"
+        begin = time.perf_counter()
         self._table.install(export)
+        if self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)
         self.weight_version, self._not_ready = version, ""
+        return SyncResult(version=version, num_tensors=self._table.num_tensors, num_bytes=self._table.num_bytes,
+                          seconds={"install": time.perf_counter() - begin})  # fmt: skip
 
-    def sleep(self) -> None:
-        """Give the weights' memory back; the modules stay, so that waking up is quick."""
+    def sleep(self, weights: bool = True, kv_cache: bool = True) -> None:
+        """Give the weights' memory back; the modules stay, so that waking up is quick. Caches live for one call only."""
+        del kv_cache
         if self._model is None:
             raise RolloutError("cannot sleep", where=WHERE, why="it is closed", remedy="create another one")
+        if not weights:
+            return
         self._table, self._not_ready = None, "it sleeps"
         for parameter in self._model.parameters():
             parameter.data = parameter.data.new_empty(0)
         if self._device.type == "cuda":
             torch.cuda.empty_cache()
 
-    def wake_up(self) -> None:
+    def wake_up(self, weights: bool = True, kv_cache: bool = True) -> None:
         """Take the memory again; the weights are undefined until ``update_weights``."""
+        del kv_cache
         if self._model is None:
             raise RolloutError("cannot wake up", where=WHERE, why="it is closed", remedy="create another one")
-        if self._table is None:
+        if weights and self._table is None:
             for name, parameter in self._model.named_parameters():
                 parameter.data = parameter.data.new_empty(self._shapes[name])
             self._table = WeightTable(self._model)
@@ -125,18 +139,11 @@ class LocalRollout:
         return model.requires_grad_(False).eval()
 
     def _check(self, prompts: Sequence[Sequence[int]], sampling: SamplingParams) -> None:
-        _check_sampling(sampling)
+        check_sampling(sampling, WHERE)
         config = self._model.config
         limit = getattr(config, "max_position_embeddings", None)
-        for index, prompt in enumerate(prompts):
-            if len(prompt) == 0:
-                raise RolloutError(f"prompt {index} is empty", where=WHERE, remedy="give it at least one token")
-            if not 0 <= min(prompt) <= max(prompt) < config.vocab_size:
-                raise RolloutError(f"prompt {index} has a token outside the vocabulary", where=WHERE,
-                                   why=f"ids are 0 to {config.vocab_size - 1}", remedy="use the model's own tokenizer")  # fmt: skip
-            if limit is not None and len(prompt) + sampling.max_new_tokens > limit:
-                raise RolloutError(f"prompt {index} has {len(prompt)} tokens, and {sampling.max_new_tokens} may follow", where=WHERE,
-                                   why=f"the model has {limit} positions", remedy="shorten it, or lower max_new_tokens")  # fmt: skip
+        check_prompts(prompts, sampling.max_new_tokens, WHERE, vocabulary=config.vocab_size, limit=limit,
+                      room=f"the model has {limit} positions", remedy="shorten it, or lower max_new_tokens")  # fmt: skip
 
     def _chunks(self, prompts: Sequence[Sequence[int]], n: int) -> list[list[int]]:
         """Prompts of like length together, so that little is padded; at least one prompt each."""
@@ -154,17 +161,6 @@ class LocalRollout:
                 finish_reason="stop" if decoded.stopped[row] else "length",
             ))  # fmt: skip
         return completions
-
-
-def _check_sampling(sampling: SamplingParams) -> None:
-    ranges = {
-        "n": sampling.n >= 1, "max_new_tokens": sampling.max_new_tokens >= 1, "temperature": sampling.temperature >= 0,
-        "top_p": 0 < sampling.top_p <= 1, "top_k": sampling.top_k >= 0,
-    }  # fmt: skip
-    for name, fits in ranges.items():
-        if not fits:
-            raise RolloutError(f"{name}={getattr(sampling, name)}", where=WHERE,
-                               remedy="n and max_new_tokens: at least 1; temperature and top_k: at least 0; top_p: above 0, at most 1")  # fmt: skip
 
 
 def _device(name: str) -> torch.device:

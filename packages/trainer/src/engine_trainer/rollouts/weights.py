@@ -52,6 +52,16 @@ class WeightTable:
         if problems:
             raise _error(problems)
 
+    @property
+    def num_tensors(self) -> int:
+        """Of a whole export."""
+        return len(self._views)
+
+    @property
+    def num_bytes(self) -> int:
+        """Of a whole export, in the model's dtype."""
+        return sum(view.nbytes for view in self._views.values())
+
     def _problem(self, name: str, tensor: torch.Tensor, seen: set[str]) -> str | None:
         if name not in self._views:
             return f"{name}: the model has no such weight ({near_matches(name, list(self._views))})"

@@ -1,0 +1,183 @@
+"""Rollout correction: importance weights and rejection for completions that another implementation drew.
+
+A rollout (other kernels, FP8) samples from q while the engine's same weights give p. With r_t = p_t / q_t a token, a
+policy gradient over q's samples is one under p when each term is multiplied by a ratio. Ratios at three levels:
+
+    token       r_t
+    sequence    Π r_t over the counted tokens of a document
+    geometric   (Π r_t)^(1/n), the exponential of the mean log-ratio
+
+Weights (``truncate``, ``icepop``) and rejection (``inside``) are separate, and both may be on. All of it is a function of
+log-probs that carry no gradient. A log-ratio is clamped to ±``MAX_LOG_RATIO`` (a sequence's after its sum), so that
+nothing overflows.
+
+Sources: Ionides 2008, "Truncated Importance Sampling" (J. Comput. Graph. Stat. 17); Yao et al. 2025, "Your Efficient RL
+Framework Secretly Brings You Off-Policy RL Training" (token TIS); Liu et al. 2025, "When Speed Kills Stability"
+(sequence weights, sequence and geometric rejection); Ling Team 2025, arXiv:2510.18855 (IcePop).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+
+from engine_trainer.algorithms.losses import MAX_LOG_RATIO
+
+if TYPE_CHECKING:
+    from engine_trainer.config import CorrectionSection
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Ratios:
+    """p / q of packed documents at every level; all float64.
+
+    Attributes:
+        log: ``[T]`` log p - log q, not clamped; 0 where a token does not count.
+        token: ``[T]``; 1 where a token does not count.
+        sequence, geometric: ``[D]``; 1 for a document without a counted token.
+        counts: ``[D]``, counted tokens.
+        counted: ``[T]`` bool.
+        document: ``[T]`` int64, which document a token is of.
+    """
+
+    log: torch.Tensor
+    token: torch.Tensor
+    sequence: torch.Tensor
+    geometric: torch.Tensor
+    counts: torch.Tensor
+    counted: torch.Tensor
+    document: torch.Tensor
+
+    def per_document(self, values: torch.Tensor) -> torch.Tensor:
+        """``[D]`` float64: the sum of ``values`` ``[T]`` over each document's counted tokens."""
+        sums = torch.zeros_like(self.counts)
+        return sums.index_add_(0, self.document, values.double() * self.counted)
+
+    def units(self, level: str) -> tuple[torch.Tensor, torch.Tensor]:
+        """The ratios of a level, and which of them count: ``[T]`` of tokens, ``[D]`` of sequences."""
+        if level == "token":
+            return self.token, self.counted
+        return (self.sequence if level == "sequence" else self.geometric), self.counts > 0
+
+    def spread(self, values: torch.Tensor, level: str) -> torch.Tensor:
+        """``[T]``: what ``units(level)`` was turned into, a value a token."""
+        return values if level == "token" else values[self.document]
+
+
+def ratios(engine: torch.Tensor, rollout: torch.Tensor, mask: torch.Tensor, cu_seqlens: torch.Tensor) -> Ratios:
+    """The engine's probabilities over the rollout's, at every level.
+
+    Args:
+        engine, rollout: ``[T]`` finite log-probs, of the engine and as the rollout gave them.
+        mask: ``[T]``, above 0 where a token counts.
+        cu_seqlens: ``[D+1]`` document boundaries.
+    """
+    counted = mask > 0
+    lengths = (cu_seqlens[1:] - cu_seqlens[:-1]).to(mask.device)
+    document = torch.repeat_interleave(torch.arange(len(lengths), device=mask.device), lengths)
+    log = (engine.detach().double() - rollout.detach().double()) * counted
+    zeros = torch.zeros(len(lengths), dtype=torch.float64, device=mask.device)
+    counts = zeros.index_add(0, document, counted.double())
+    sums = zeros.index_add(0, document, log)
+    return Ratios(log=log, token=_exp(log), sequence=_exp(sums), geometric=_exp(sums / counts.clamp(min=1.0)),
+                  counts=counts, counted=counted, document=document)  # fmt: skip
+
+
+def truncate(ratio: torch.Tensor, cap: float) -> torch.Tensor:
+    """Truncated importance sampling: ``min(r, cap)``, of tokens or of sequences."""
+    return ratio.clamp(max=cap)
+
+
+def icepop(ratio: torch.Tensor, low: float, high: float) -> torch.Tensor:
+    """IcePop (arXiv:2510.18855): r within ``[low, high]``, else 0."""
+    return ratio * inside(ratio, low, high)
+
+
+def inside(ratio: torch.Tensor, low: float, high: float) -> torch.Tensor:
+    """Bool: which units rejection keeps; both bounds belong to the band."""
+    return (ratio >= low) & (ratio <= high)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Corrected:
+    """What the loss is given.
+
+    Attributes:
+        weights: ``[T]`` float32, factor of the policy term; 1 without weights.
+        kept: ``[T]`` bool, False where a token was rejected and carries no loss at all.
+        sums: for ``correction_figures``; they add over ranks.
+    """
+
+    weights: torch.Tensor
+    kept: torch.Tensor
+    sums: dict[str, torch.Tensor]
+
+
+def correct(given: Ratios, section: CorrectionSection) -> Corrected:
+    """Weights and rejection as ``section`` says; without a gradient."""
+    weights, weight_sums = _weigh(given, section)
+    kept, reject_sums = _reject(given, section)
+    return Corrected(weights=weights.float(), kept=kept, sums=weight_sums | reject_sums)
+
+
+def correction_figures(sums: Mapping[str, float], section: CorrectionSection) -> dict[str, float]:
+    """``correction/…`` from sums over all ranks; a share is one of the units (tokens or sequences) of its level.
+
+    With weights ``weight_mean``, ``ess`` (effective sample size over the number of units, Kish: (Σw)² / (n Σw²), 0
+    to 1), and ``clipped`` (share above the cap), or for IcePop ``masked_low`` and ``masked_high``. With rejection
+    ``rejected_low``, ``rejected_high`` and ``rejected_tokens`` (the share of tokens that lost their loss). Empty
+    where nothing counts.
+    """
+    figures: dict[str, float] = {}
+    if section.weight != "none" and (units := sums["correction_units"]):
+        figures["weight_mean"] = sums["correction_weight"] / units
+        figures["ess"] = effective_size(sums["correction_weight"], sums["correction_weight_square"], units)
+        high = "masked_high" if section.weight == "icepop" else "clipped"
+        figures[high] = sums["correction_high"] / units
+        if section.weight == "icepop":
+            figures["masked_low"] = sums["correction_low"] / units
+    if section.reject != "none" and (units := sums["correction_judged"]):
+        figures["rejected_low"] = sums["correction_rejected_low"] / units
+        figures["rejected_high"] = sums["correction_rejected_high"] / units
+        figures["rejected_tokens"] = sums["correction_rejected_tokens"] / sums["correction_tokens"]
+    return {f"correction/{name}": value for name, value in figures.items()}
+
+
+def effective_size(weight: float, square: float, count: float) -> float:
+    """Kish's effective sample size as a share: ``(Σw)² / (n Σw²)``; 0 when every weight is 0."""
+    return weight**2 / (count * square) if square else 0.0
+
+
+def _weigh(given: Ratios, section: CorrectionSection) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    if section.weight == "none":
+        return torch.ones_like(given.token), {}
+    level = "sequence" if section.weight == "sequence" else "token"
+    ratio, counted = given.units(level)
+    low, high = (section.low, section.high) if section.weight == "icepop" else (0.0, section.cap)
+    weight = icepop(ratio, low, high) if section.weight == "icepop" else truncate(ratio, section.cap)
+    units = weight * counted
+    return given.spread(weight, level), {
+        "correction_units": counted.sum(), "correction_weight": units.sum(),
+        "correction_weight_square": units.square().sum(),
+        "correction_low": ((ratio < low) & counted).sum(), "correction_high": ((ratio > high) & counted).sum(),
+    }  # fmt: skip
+
+
+def _reject(given: Ratios, section: CorrectionSection) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    if section.reject == "none":
+        return torch.ones_like(given.counted), {}
+    ratio, counted = given.units(section.reject)
+    kept = given.spread(inside(ratio, section.reject_low, section.reject_high), section.reject)
+    return kept, {
+        "correction_judged": counted.sum(), "correction_tokens": given.counted.sum(),
+        "correction_rejected_low": ((ratio < section.reject_low) & counted).sum(),
+        "correction_rejected_high": ((ratio > section.reject_high) & counted).sum(),
+        "correction_rejected_tokens": (~kept & given.counted).sum(),
+    }  # fmt: skip
+
+
+def _exp(log_ratio: torch.Tensor) -> torch.Tensor:
+    return log_ratio.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()

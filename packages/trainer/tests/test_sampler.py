@@ -1,0 +1,157 @@
+from __future__ import annotations
+
+import json
+from types import SimpleNamespace
+
+import pytest
+
+from engine_api.comm import SingleComm
+from engine_api.errors import RolloutError
+from engine_api.registry import RolloutRegistry
+from engine_api.results import Topology
+from engine_api.rollout import SyncResult
+from engine_trainer.logs import Timers
+from engine_trainer.sampler import Sampler, _sync_figures
+from engine_trainer.sections import RolloutSection
+
+
+class Stream:
+    """Three tensors, and how many of them were taken."""
+
+    def __init__(self):
+        self.left = ["a", "b", "c"]
+
+    def __iter__(self):
+        return self
+
+    def __next__(self):
+        if not self.left:
+            raise StopIteration
+        return self.left.pop(0), None
+
+
+class FakeExporter:
+    def __init__(self):
+        self.streams, self.closed = [], 0
+
+    def export(self, engine):
+        self.streams.append(Stream())
+        return self.streams[-1]
+
+    def close(self):
+        self.closed += 1
+
+
+class FakeRollout:
+    weight_version = -1
+
+    def __init__(self, fails_after=None):
+        self.calls, self.fails_after = [], fails_after
+
+    def wake_up(self, weights=True, kv_cache=True):
+        self.calls.append(("wake", weights, kv_cache))
+
+    def sleep(self, weights=True, kv_cache=True):
+        self.calls.append(("sleep", weights, kv_cache))
+
+    def update_weights(self, export, version):
+        self.calls.append(("update", version))
+        for count, _ in enumerate(export, 1):
+            if count == self.fails_after:
+                raise RolloutError("broken in the middle", where="here", remedy="none")
+        return SyncResult(version=version, num_tensors=3, num_bytes=12, num_quantized=2, audited=True,
+                          seconds={"install": 0.5, "audit": 0.25})  # fmt: skip
+
+    def close(self):
+        self.calls.append(("close",))
+
+
+def sampler(rollout, **section) -> Sampler:
+    topology = Topology() if rollout is not None else Topology(world_size=2, rank=1, is_primary=False)
+    return Sampler(rollout=rollout, exporter=FakeExporter(), comm=SingleComm(), topology=topology, timers=Timers(),
+                   section=RolloutSection(**section), tokenizer=None, scorer=None)  # fmt: skip
+
+
+ENGINE = SimpleNamespace(weight_version=7)
+
+
+def test_weights_wake_first_and_caches_after_the_sync():
+    one = sampler(FakeRollout())
+    with one.serving(ENGINE):
+        assert one.rollout.calls == [("wake", True, False), ("update", 7), ("wake", False, True)]
+    assert one.rollout.calls[3:] == [("sleep", True, True)]
+    one.close()
+    assert one.rollout.calls[4:] == [("close",)]
+    assert one.exporter.closed == 1
+
+
+def test_a_rollout_that_is_not_to_sleep_is_only_updated():
+    one = sampler(FakeRollout(), sleep=False)
+    for _ in range(2):
+        with one.serving(ENGINE):
+            pass
+    assert one.rollout.calls == [("update", 7), ("update", 7)]
+    assert len(one.exporter.streams) == 2
+
+
+def test_a_sync_that_fails_in_the_middle_still_reads_the_export_to_its_end():
+    one = sampler(FakeRollout(fails_after=1))
+    with pytest.raises(RolloutError, match="in the middle"), one.serving(ENGINE):
+        raise AssertionError("it must not be served")
+    assert one.exporter.streams[0].left == []
+
+
+def test_a_rank_without_a_rollout_exports_along():
+    one = sampler(None)
+    assert one._sync(ENGINE) is None
+    assert one.exporter.streams[0].left == []
+
+
+def test_the_figures_of_a_sync_are_the_slowest_ranks():
+    fast = SyncResult(
+        version=1, num_tensors=3, num_bytes=12, num_quantized=2, seconds={"gather": 1.0, "install": 2.0}, audited=True
+    )
+    slow = SyncResult(version=1, num_tensors=3, num_bytes=12, num_quantized=2, seconds={"gather": 3.0}, audited=False)
+    assert _sync_figures([fast, None, slow]) == {
+        "sync/gather_s": 3.0, "sync/install_s": 2.0, "sync/bytes": 12, "sync/tensors": 3, "sync/quantized": 2, "sync/audited": 0,
+    }  # fmt: skip
+    assert _sync_figures([fast])["sync/audited"] == 1
+
+
+def test_the_exporter_is_told_what_the_rollout_is_told(sums_model, tmp_path, monkeypatch):
+    """Also in the row: what `local` says of its sync."""
+    pytest.importorskip("engine_fsdp", reason="the loop needs an engine")
+    from engine_trainer.config import RLConfig
+    from engine_trainer.loading import from_tree
+    from engine_trainer.rewards import register
+    from engine_trainer.rl import train_rl
+
+    told, real = [], RolloutRegistry.create_exporter
+
+    def create(**arguments):
+        told.append(arguments)
+        return real(**arguments)
+
+    monkeypatch.setattr(RolloutRegistry, "create_exporter", staticmethod(create))
+    register("length")(lambda: lambda s: float(len(s.completion)))
+    config = from_tree(RLConfig, {
+        "engine": {"model": {"path": str(sums_model)}, "device": "cpu"}, "data": {"source": str(sums_model / "train.jsonl")},
+        "run": {"output_dir": str(tmp_path / "out"), "steps": 1, "progress": False, "report": False, "tensorboard": False},
+        "reward": {"name": "length"},
+        "rollout": {"n": 2, "max_new_tokens": 4, "sleep": False, "options": {"dtype": "bfloat16"}},
+        "algorithm": {"prompts_per_step": 4},
+    })  # fmt: skip
+    train_rl(config)
+    (arguments,) = told
+    assert arguments["model"].path == str(sums_model)
+    assert {k: arguments[k] for k in ("name", "device", "dtype", "quantization")} == {
+        "name": "local", "device": "cpu", "dtype": "bfloat16", "quantization": "none"}  # fmt: skip
+    row = json.loads((tmp_path / "out" / "metrics.jsonl").read_text())
+    assert row["sync/install_s"] > 0
+    # 2 layers of 11 tensors, the embedding (tied) and the last norm; two bytes a number
+    from safetensors.torch import load_file
+
+    whole = load_file(sums_model / "model.safetensors")
+    assert row["sync/tensors"] == len(whole) == 24
+    assert row["sync/bytes"] == 2 * sum(v.numel() for v in whole.values())
+    assert row["sync/quantized"] == row["sync/audited"] == 0
