@@ -1,0 +1,209 @@
+"""A checksum of a tensor's bytes that adds over the boxes that it is cut into.
+
+A tensor is a sequence of 32-bit words, row by row (a row is the last dimension; a tensor of one dimension is one row).
+Where a row is not a whole number of words, each element (1 or 2 bytes) is a word; this depends on the whole tensor's
+last dimension and dtype only. Word i of value w_i, both unsigned, counts with a coefficient of its own::
+
+    checksum = sum_i w_i · (fmix32(i mod 2^32) + 1)  mod 2^64, as a signed 64-bit integer
+
+fmix32 is the finalizer of MurmurHash3, a bijection of 32 bits (Appleby, public domain). So coefficients are distinct
+and in [1, 2^32], and for words less than 2^32 apart: a change of one word always changes the checksum, and so does the
+exchange of two different ones (their difference times the coefficients' is not zero and smaller than 2^64; with
+32 bits, exchanging x and -x would pass). Other errors pass with a chance of about 2^-64.
+
+Checksums of boxes that cover a tensor once add up to the tensor's, whoever holds them, in whatever order.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from engine_api.weights import ShardSpec
+from rollout_fp8.kernels.table import (
+    VECTOR,
+    Layout,
+    Rows,
+    addresses,
+    check_layouts,
+    has_kernels,
+    is_aligned,
+    layouts,
+    one_device,
+    rows_of,
+    tiles,
+    to_device,
+)
+
+_CHUNK = 1 << 15  # words that the plain path takes at once: its temporaries stay in the cache
+_VIEWS = {4: (torch.int32, np.uint32), 2: (torch.int16, np.uint16), 1: (torch.uint8, np.uint8)}
+
+
+def checksum(part: Tensor, box: ShardSpec) -> int:
+    """Of ``part``, which is this box of a tensor; signed 64 bits. Raises ``ValueError`` as ``ChecksumPlan`` does."""
+    out = torch.zeros(1, dtype=torch.int64, device=part.device)
+    checksum_many([part], [box], out, [0])
+    return int(out)
+
+
+def checksum_many(parts: Sequence[Tensor], boxes: Sequence[ShardSpec], out: Tensor, groups: Sequence[int]) -> None:
+    """Adds the checksum of every part to ``out[group]``; once. To repeat it, keep a ``ChecksumPlan``."""
+    ChecksumPlan(layouts(parts), boxes, groups).run(parts, out)
+
+
+class ChecksumPlan:
+    """Checksums of parts of these layouts, prepared: a run costs their addresses and a launch.
+
+    Args:
+        parts: layouts of the parts; rows may lie apart, columns not.
+        boxes: where each lies in its whole tensor.
+        groups: the element of ``out`` that each adds to.
+
+    Raises ``ValueError`` when a part has not the shape of its box, when columns are not contiguous, and when a box or a
+    row stride cuts a 32-bit word.
+    """
+
+    def __init__(self, parts: Sequence[Layout], boxes: Sequence[ShardSpec], groups: Sequence[int]) -> None:
+        self._layouts, self._groups = tuple(parts), tuple(groups)
+        self._regions = [list(_regions(*pair)) for pair in zip(parts, boxes, strict=True)]
+        device = one_device(parts)
+        self._launches = self._prepare(device) if has_kernels(device) else None
+
+    def run(self, parts: Sequence[Tensor], out: Tensor) -> None:
+        """Adds to ``out`` (int64, on the parts' device), queued on the current stream.
+
+        Raises ``ValueError`` for parts that the plan is not for, and for memory that is not aligned to words.
+        """
+        check_layouts("parts", parts, self._layouts)
+        if out.dtype != torch.int64 or out.device != parts[0].device or not out.is_contiguous():
+            raise ValueError(f"out is {out.dtype} on {out.device}; expected int64, contiguous, on {parts[0].device}")
+        if self._launches is None:
+            self._run_plain(parts, out)
+            return
+        from rollout_fp8.kernels.checksum import launch
+
+        table = addresses((parts,))
+        on_device = to_device(table, out.device)
+        for work in self._launches:
+            if np.bitwise_or.reduce(table[work.parts], axis=None) % work.word:
+                raise ValueError("a part does not begin at a whole word of memory; call clone()")
+            launch(on_device, work.records, out, word=work.word, aligned=work.aligned and is_aligned(table[work.parts]))
+
+    def _prepare(self, device: torch.device) -> list[_Launch]:
+        kinds: dict[tuple[int, bool], dict[int, list[NDArray[np.int64]]]] = {}
+        for i, regions in enumerate(self._regions):
+            for region in regions:
+                kind = kinds.setdefault((region.word, region.is_aligned), {})
+                kind.setdefault(i, []).append(region.tiles(i, self._groups[i]))
+        launches = []
+        for (word, aligned), parts in kinds.items():
+            records = np.concatenate([t for of_part in parts.values() for t in of_part])
+            launches.append(_Launch(word=word, aligned=aligned, parts=list(parts), records=to_device(records, device)))
+        return launches
+
+    def _run_plain(self, parts: Sequence[Tensor], out: Tensor) -> None:
+        for part, layout, regions, group in zip(parts, self._layouts, self._regions, self._groups, strict=True):
+            total = sum(_sum(_words(part, layout, region.word), region) for region in regions)
+            out[group] += int(np.uint64(total % 2**64).astype(np.int64))
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Region:
+    """Rows of a part that are one run of rows of the whole; in words of ``word`` bytes."""
+
+    word: int
+    size: Rows  # of the region; its stride in the part
+    row: int  # of the part, where the region begins
+    first: int  # index in the whole of its first word
+    step: int  # from a row to the next in the whole
+
+    @property
+    def is_aligned(self) -> bool:
+        """Whether loads of ``VECTOR`` bytes begin and end with rows, if the part does."""
+        lengths = [self.size.columns * self.size.rows] if self.is_dense else [self.size.columns, self.size.stride]
+        return not any(n * self.word % VECTOR for n in (self.row * self.size.stride, *lengths))
+
+    @property
+    def is_dense(self) -> bool:
+        """Whether it is one run of words in the part and in the whole."""
+        return self.size.is_dense and (self.size.rows <= 1 or self.step == self.size.columns)
+
+    def tiles(self, part: int, group: int) -> NDArray[np.int64]:
+        """Records for the kernel."""
+        return tiles(part, self.size, (self.row * self.size.stride, self.first), (self.size.stride, self.step), group)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Launch:
+    """Parts whose words are equally long, all aligned or all not."""
+
+    word: int
+    aligned: bool
+    parts: list[int]
+    records: Tensor
+
+
+def _regions(part: Layout, box: ShardSpec) -> Iterator[_Region]:
+    """What of the part is where in the whole: one region, or one for each leading index of three and more dimensions."""
+    if tuple(part[0]) != tuple(box.shape):
+        raise ValueError(f"a part of shape {tuple(part[0])} is not the box {box}")
+    if 0 in box.shape:
+        return
+    rows, itemsize = rows_of(part), part[2].itemsize
+    ones = (1,) * (2 - len(box.shape))
+    whole, shape, offset = ones + box.global_shape, ones + box.shape, (0,) * len(ones) + box.offset
+    word = 4 if whole[-1] * itemsize % 4 == 0 else itemsize
+    places = {"first column": offset[-1], "columns": shape[-1]} | ({"row stride": rows.stride} if rows.rows > 1 else {})
+    for what, count in places.items():
+        if count * itemsize % word:
+            raise ValueError(f"{what} {count} of {part[2]} is not a whole number of {word}-byte words, in {box}")
+
+    def words(count: int) -> int:
+        return count * itemsize // word
+
+    size = Rows(rows=shape[-2], columns=words(shape[-1]), stride=words(rows.stride))
+    step = words(whole[-1])
+    for i, index in enumerate(np.ndindex(shape[:-2])):
+        row = 0  # of the whole, the leading dimensions flattened
+        for length, start, at in zip(whole[:-1], offset[:-1], (*index, 0), strict=True):
+            row = row * length + start + at
+        first = row * step + words(offset[-1])
+        yield _Region(word=word, size=size, row=i * size.rows, first=first, step=step)
+
+
+def _words(part: Tensor, layout: Layout, word: int) -> NDArray[np.unsignedinteger]:
+    """[rows, words] of a part in host memory, not copied."""
+    rows, (as_torch, as_numpy) = rows_of(layout), _VIEWS[word]
+    if part.data_ptr() % word:
+        raise ValueError("a part does not begin at a whole word of memory; call clone()")
+    stride = rows.stride if rows.rows > 1 else rows.columns
+    return part.detach().as_strided((rows.rows, rows.columns), (stride, 1)).view(as_torch).numpy().view(as_numpy)
+
+
+def _sum(words: NDArray[np.unsignedinteger], region: _Region) -> int:
+    """Of the region's words times their coefficients, modulo 2^64."""
+    words, step, columns = words[region.row : region.row + region.size.rows], region.step, region.size.columns
+    if region.is_dense:
+        words, step, columns = words.reshape(1, -1), 0, words.size
+    height, width = max(1, _CHUNK // columns), min(_CHUNK, columns)
+    total = 0
+    for row in range(0, words.shape[0], height):
+        for column in range(0, columns, width):
+            chunk = words[row : row + height, column : column + width]
+            start = region.first + row * step + column
+            index = np.add.outer(np.arange(chunk.shape[0]) * step + start, np.arange(chunk.shape[1]))
+            total += int(np.dot(chunk.astype(np.uint64).ravel(), coefficients(index).ravel()))
+    return total
+
+
+def coefficients(index: NDArray[np.int64]) -> NDArray[np.uint64]:
+    """What the words at these indices of a tensor are multiplied with."""
+    h = index.astype(np.uint32)
+    h = (h ^ (h >> np.uint32(16))) * np.uint32(0x85EBCA6B)
+    h = (h ^ (h >> np.uint32(13))) * np.uint32(0xC2B2AE35)
+    return (h ^ (h >> np.uint32(16))).astype(np.uint64) + np.uint64(1)

@@ -1,0 +1,202 @@
+"""A rollout that lives in another process, behind ``rollout_fp8.server``.
+
+The client starts the server (in a session of its own, so that it ends with everything that it started), or connects to one
+that runs. While it waits for an answer it looks whether the server is still alive: one that ended or hangs is a
+``RolloutError`` within ``silence_s`` seconds.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from typing import Any, cast
+
+import torch
+
+from engine_api.errors import RolloutError
+from engine_api.registry import Resolution
+from engine_api.rollout import Completion, Generation, SamplingParams, SyncResult
+from engine_api.weights import WeightExport
+from rollout_fp8.endpoint import WHERE, Endpoint, ServerProcess
+from rollout_fp8.exporter import DTYPES, collect
+from rollout_fp8.messages import from_json, to_json
+from rollout_fp8.model import architecture_of
+from rollout_fp8.transports.channel import PeerError
+from rollout_fp8.transports.sender import Sender
+from rollout_fp8.wire import WireStream
+
+LOCAL = ("127.0.0.1", "localhost", "::1")
+LAST_WORDS_S = 2.0  # for the server to say why it dropped a sync
+WAIT_S = 10.0  # of one request for a result
+
+
+class RemoteRollout:
+    """See ``engine_api.rollout.AsyncRollout`` for what the members promise.
+
+    Args:
+        name: of the registered rollout that the server hosts.
+        device: ``cuda`` or ``cpu``; a server that is started here gets this process's current GPU (and its neighbours,
+            ``tensor_parallel_size`` in all).
+        arguments: what ``RolloutRegistry.create`` would be given; all but ``model`` must be JSON.
+        url: of a server that runs; None: start one, and end it in ``close``.
+        start_timeout_s: until a server that is started here must answer.
+        silence_s: how long a server may not answer whether it is alive.
+        timeout_s: of each step of a weight sync.
+
+    Raises:
+        RolloutError: the server does not start, or does not answer.
+        EngineError: what the rollout's own constructor raises.
+    """
+
+    def __init__(
+        self, *, name: str, device: str, arguments: Mapping[str, Any], url: str | None = None, start_timeout_s: float = 900.0,
+        silence_s: float = 30.0, timeout_s: float = 300.0,
+    ) -> None:  # fmt: skip
+        self._device, self._arguments, self._timeout_s = device, arguments, timeout_s
+        self._sender: Sender | None = None
+        self._failed = False  # the last sync
+        self._process: ServerProcess | None = None
+        if url is None:
+            config = {**arguments, "model": asdict(arguments["model"])}
+            gpus = int(arguments.get("tensor_parallel_size", 1)) if device == "cuda" else 0
+            self._process = ServerProcess(name, device, config, gpus=gpus, timeout_s=start_timeout_s)
+            url = self._process.url
+        self._server = Endpoint(url, silence_s, self._process)
+        try:
+            self.weight_version: int = self._server.health()["weight_version"]
+        except BaseException:  # an interrupt too must leave no server behind; raised again
+            self.close()
+            raise
+
+    def generate(self, prompts: Sequence[Sequence[int]], sampling: SamplingParams) -> list[Completion]:
+        """See ``Rollout.generate``."""
+        self._require_weights()
+        return _completions(self._server.call("generate", prompts=_lists(prompts), sampling=to_json(sampling)))
+
+    def submit(self, prompt: Sequence[int], sampling: SamplingParams) -> Generation:
+        """See ``AsyncRollout.submit``. Raises ``RolloutError`` when the hosted rollout cannot."""
+        self._require_weights()
+        (tokens,) = _lists([prompt])
+        return RemoteGeneration(
+            self._server, self._server.call("submit", prompt=tokens, sampling=to_json(sampling))["id"]
+        )
+
+    def update_weights(self, export: WeightExport, version: int) -> SyncResult:
+        """See ``Rollout.update_weights``. ``export``: an exporter's stream, or whole tensors by name.
+
+        ``SyncResult.seconds`` has ``transfer``: how long the server waited for weights.
+        """
+        self._server.require_open()
+        self._failed = True  # also when the export is bad, of which the server never hears
+        stream = self._stream(export)
+        if self._sender is None:
+            self._sender = self._open_sender(stream.device)
+        with self._server.start("update_weights", address=self._sender.address, version=version,
+                                timeout_s=self._timeout_s) as pending:  # fmt: skip
+
+            def watch() -> None:
+                if pending.answered(0):
+                    pending.answer()  # raises: it cannot have the weights yet
+                pending.check()
+
+            try:
+                self._sender.send_weights(stream, watch)
+            except PeerError:
+                if pending.answered(LAST_WORDS_S):
+                    pending.answer()  # raises what went wrong there, as the error that it was
+                raise
+            result = from_json(SyncResult, pending.answer())
+        self.weight_version, self._failed = result.version, False
+        return result
+
+    def sleep(self, weights: bool = True, kv_cache: bool = True) -> None:
+        """See ``Rollout.sleep``."""
+        self._server.call("sleep", weights=weights, kv_cache=kv_cache)
+
+    def wake_up(self, weights: bool = True, kv_cache: bool = True) -> None:
+        """See ``Rollout.wake_up``."""
+        self._server.call("wake_up", weights=weights, kv_cache=kv_cache)
+
+    def close(self) -> None:
+        """End a server that was started here; idempotent."""
+        self._server.closed = True
+        if self._sender is not None:
+            self._sender.close()
+        if self._process is not None:
+            self._process.close()
+
+    def _require_weights(self) -> None:
+        if self._failed and not self._server.closed:
+            raise RolloutError("cannot generate", where=WHERE, why="the last weight sync failed",
+                               remedy="call update_weights first")  # fmt: skip
+
+    def _open_sender(self, device: torch.device) -> Sender:
+        here = self._server.host in LOCAL
+        if not here:
+            return Sender(kind="collective", host=self._server.own_address(), timeout_s=self._timeout_s)
+        return Sender(kind="ipc" if device.type == "cuda" else "shm", timeout_s=self._timeout_s)
+
+    def _stream(self, export: WeightExport) -> WireStream:
+        if hasattr(export, "plan"):
+            return cast("WireStream", export)
+        given = self._arguments
+        quantized = given.get("quantization", "none") == "fp8"
+        device = torch.device("cuda", torch.cuda.current_device()) if self._device == "cuda" else torch.device("cpu")
+        return collect(export, device=device, dtype=DTYPES[given.get("dtype", "float32")], audit=bool(given.get("audit", True)),
+                       architecture=architecture_of(given["model"]) if quantized else None,
+                       scales=given.get("scales", "fp32"))  # fmt: skip
+
+
+class VllmServer(RemoteRollout):
+    """``rollout.name=vllm-server``: vLLM in a process of its own, started here, or at ``rollout.options.url``."""
+
+    def __init__(self, *, resolution: Resolution, url: str | None = None, **arguments: Any) -> None:
+        super().__init__(name="vllm", device=resolution.device, arguments=arguments, url=url)
+
+
+class SglangServer(RemoteRollout):
+    """``rollout.name=sglang-server``: the same with SGLang."""
+
+    def __init__(self, *, resolution: Resolution, url: str | None = None, **arguments: Any) -> None:
+        super().__init__(name="sglang", device=resolution.device, arguments=arguments, url=url)
+
+
+class RemoteGeneration:
+    """See ``engine_api.rollout.Generation``."""
+
+    def __init__(self, server: Endpoint, number: int) -> None:
+        self._server, self._number = server, number
+        self._found: list[Completion] | None = None
+
+    def done(self) -> bool:
+        """See ``Generation.done``."""
+        return self._found is not None or self._fetch(0.0)
+
+    def result(self, timeout_s: float | None = None) -> list[Completion]:
+        """See ``Generation.result``."""
+        deadline = None if timeout_s is None else time.monotonic() + timeout_s
+        while self._found is None:
+            left = WAIT_S if deadline is None else min(WAIT_S, deadline - time.monotonic())
+            if not self._fetch(max(left, 0.0)) and left <= 0:
+                raise TimeoutError(f"{WHERE}: nothing came within {timeout_s} s")
+        return self._found
+
+    def abort(self) -> None:
+        """See ``Generation.abort``."""
+        if self._found is None:
+            self._server.call("abort", id=self._number)
+
+    def _fetch(self, wait_s: float) -> bool:
+        answer = self._server.call("result", id=self._number, wait_s=wait_s)
+        if answer["done"]:
+            self._found = _completions(answer)
+        return answer["done"]
+
+
+def _completions(answer: Mapping[str, Any]) -> list[Completion]:
+    return [from_json(Completion, row) for row in answer["completions"]]
+
+
+def _lists(prompts: Sequence[Sequence[int]]) -> list[list[int]]:
+    return [[int(token) for token in prompt] for prompt in prompts]

@@ -1,0 +1,262 @@
+"""From an engine's shards to what a rollout installs: quantize the shard, gather in buckets, one plan for all syncs."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from engine_api.capabilities import Capability
+from engine_api.config import ModelSource
+from engine_api.contract import Engine
+from engine_api.errors import ConfigError, RolloutError, UnsupportedCapability
+from engine_api.registry import Resolution
+from engine_api.weights import ShardExport, ShardSpec, WeightExport
+from rollout_fp8.fill import Filler
+from rollout_fp8.layers import kind
+from rollout_fp8.model import architecture_of
+from rollout_fp8.options import Options
+from rollout_fp8.phases import Phases
+from rollout_fp8.plan import WHERE, Bucket, ExportPlan, Source, make_plan
+from rollout_fp8.quantize import ScalePolicy
+from rollout_fp8.wire import BucketPlan, WirePlan
+
+log = logging.getLogger("rollout_fp8")
+
+BUCKET_BYTES = 512 << 20
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+# torch 2.13 renames it and warns of the old name; 2.11 has only that.
+_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+
+
+class Exporter:
+    """The ``WeightExporter`` of the rollouts ``vllm`` and ``sglang``; one on every rank of the engine.
+
+    Args:
+        resolution: from the registry; buckets live on its device.
+        model: which architecture, for the table of quantized layers.
+        dtype: of served weights that are not quantized.
+        quantization: ``none`` or ``fp8``.
+        options: the rollout's; of them ``scales`` and ``audit`` are read here, and all are checked there.
+        bucket_bytes: of a bucket over all ranks; two exist at a time.
+
+    Raises:
+        ConfigError: an unknown dtype or quantization, or an architecture that the layer table does not know.
+    """
+
+    def __init__(
+        self, *, resolution: Resolution, model: ModelSource, dtype: str, quantization: str = "none",
+        options: Mapping[str, Any] | None = None, bucket_bytes: int = BUCKET_BYTES,
+    ) -> None:  # fmt: skip
+        if dtype not in DTYPES:
+            raise ConfigError(
+                "rollout.options.dtype", f"unknown dtype {dtype!r}", remedy=f"one of: {', '.join(DTYPES)}"
+            )
+        if quantization not in ("none", "fp8"):
+            raise ConfigError("rollout.quantization", f"unknown {quantization!r}", remedy="none or fp8")
+        self._device = torch.device(resolution.device)
+        self._dtype, self._bucket_bytes = DTYPES[dtype], bucket_bytes
+        common = Options.parse({key: value for key, value in (options or {}).items() if key in ("scales", "audit")})
+        self._scales: ScalePolicy = common.scales
+        self._audit = common.audit
+        self._architecture = architecture_of(model) if quantization == "fp8" else None
+        self._plan: ExportPlan | None = None
+        self._filler: Filler | None = None
+
+    def export(self, engine: Engine) -> EngineStream:
+        """One sync's stream; a collective when it is iterated."""
+        if Capability.EXPORT_SHARDS not in engine.capabilities:
+            raise UnsupportedCapability(
+                Capability.EXPORT_SHARDS, where="weight sync", why="the rollout gathers shards by itself",
+                remedy="use an engine that declares export_shards, or rollout.name=local",
+            )  # fmt: skip
+        if self._plan is None or self._filler is None:
+            self._plan = self._make_plan(engine)
+            self._filler = Filler(self._plan, self._device, scales=self._scales, audit=self._audit)
+            for name, note in self._plan.wire.notes.items():
+                log.info("weight sync: %s: %s", name, note)
+        return EngineStream(self._plan, self._filler, engine.get_per_tensor_param_shard())
+
+    def close(self) -> None:
+        """Free the buckets."""
+        self._plan = self._filler = None
+
+    def _make_plan(self, engine: Engine) -> ExportPlan:
+        mine = [(name, spec, shard.dtype) for name, shard, spec in engine.get_per_tensor_param_shard()]
+        rows: list[Any] = [mine]
+        if _world_size() > 1:
+            rows = [None] * _world_size()
+            dist.all_gather_object(rows, mine)
+        sources = [
+            Source(name=name, stored=stored, boxes=tuple(row[i][1] for row in rows), quantized=self._quantizes(name))
+            for i, (name, _, stored) in enumerate(mine)
+        ]
+        return make_plan(sources, dtype=self._dtype, bucket_bytes=self._bucket_bytes)
+
+    def _quantizes(self, name: str) -> bool:
+        return self._architecture is not None and kind(self._architecture, name) == "quantized"
+
+
+class EngineStream:
+    """One sync's ``WireStream``; it is exhausted on all ranks together."""
+
+    def __init__(self, plan: ExportPlan, filler: Filler, shards: ShardExport) -> None:
+        self.plan: WirePlan = plan.wire
+        self.device, self.audit = filler.device, filler.audit
+        self._plan, self._filler, self._shards = plan, filler, shards
+        self._phases = Phases(filler.device)
+        self._left: Iterator[tuple[BucketPlan, Tensor]] | None = None
+
+    def buckets(self) -> Iterator[tuple[BucketPlan, Tensor]]:
+        """See ``WireStream.buckets``. The next bucket is made while this one is installed."""
+        if self._left is None:
+            self._left = self._make()
+        return self._left
+
+    def __iter__(self) -> Iterator[tuple[str, Tensor]]:
+        """See ``WireStream.__iter__``; the pieces of a tensor are put together in a buffer of its own.
+
+        A stream whose buckets somebody began to take is only run to its end: no rank may leave a gather early.
+        """
+        if self._left is None:
+            yield from whole_tensors(self.buckets())
+            return
+        for _ in self._left:
+            pass
+
+    def checksums(self) -> Mapping[str, int]:
+        """See ``WireStream.checksums``. Raises ``RolloutError`` for weights that are not finite."""
+        return self._filler.result(self.plan)
+
+    def seconds(self) -> Mapping[str, float]:
+        """See ``WireStream.seconds``."""
+        return self._phases.seconds()
+
+    def _make(self) -> Iterator[tuple[BucketPlan, Tensor]]:
+        """Two buckets are under way: one is filled and gathered on a stream of its own, one is read by the caller."""
+        lane = _Lane(self._filler, self._phases)
+        self._filler.begin()
+        ready: list[tuple[Bucket, Tensor]] = []
+        for bucket in self._plan.buckets:
+            ready.append((bucket, lane.make(bucket, self._shards)))
+            if len(ready) == len(self.plan.slots):
+                yield lane.hand_over(*ready.pop(0))
+                lane.taken()
+        for bucket, buffer in ready:
+            yield lane.hand_over(bucket, buffer)
+            lane.taken()
+        for name, _, _ in self._shards:
+            raise AssertionError(f"the engine exports more than at the first sync: {name}")
+        lane.finish()
+        self._filler.finish()
+
+
+class _Lane:
+    """Fills and gathers buckets beside the caller's work (on CUDA: on a stream of its own)."""
+
+    def __init__(self, filler: Filler, phases: Phases) -> None:
+        self._filler, self._phases = filler, phases
+        self._cuda = filler.device.type == "cuda"
+        self._done: dict[int, Any] = {}  # by slot: the bucket in it is complete
+        self._read: dict[int, Any] = {}  # by slot: whoever read it is through
+        self._last: int | None = None
+        if self._cuda:
+            self._stream = torch.cuda.Stream(filler.device)
+            self._stream.wait_stream(torch.cuda.current_stream(filler.device))
+
+    def make(self, bucket: Bucket, shards: ShardExport) -> Tensor:
+        slot = bucket.wire.slot
+        if not self._cuda:
+            return self._filler.fill(bucket, shards, self._phases, gather)
+        with torch.cuda.stream(self._stream):
+            if slot in self._read:
+                self._stream.wait_event(self._read[slot])
+            buffer = self._filler.fill(bucket, shards, self._phases, gather)
+            self._done[slot] = self._stream.record_event()
+        return buffer
+
+    def hand_over(self, bucket: Bucket, buffer: Tensor) -> tuple[BucketPlan, Tensor]:
+        self._last = bucket.wire.slot
+        if self._cuda:
+            torch.cuda.current_stream(buffer.device).wait_event(self._done[self._last])
+        return bucket.wire, buffer[: bucket.wire.num_bytes]
+
+    def taken(self) -> None:
+        if self._cuda and self._last is not None:
+            self._read[self._last] = torch.cuda.current_stream(self._filler.device).record_event()
+
+    def finish(self) -> None:
+        if self._cuda:
+            torch.cuda.current_stream(self._filler.device).wait_stream(self._stream)
+
+
+def collect(
+    export: WeightExport,
+    *,
+    device: torch.device,
+    dtype: torch.dtype,
+    architecture: str | None,
+    scales: ScalePolicy,
+    audit: bool,
+) -> EngineStream:
+    """The stream of a plain export of whole tensors, which is collected first: one copy of the weights as they come.
+
+    So a name or tensor that cannot be served is found before anything is installed. ``architecture``: quantize by its
+    table; None: quantize nothing.
+
+    Raises:
+        RolloutError: a name twice, a tensor that is not floating point, or no tensor at all.
+    """
+    tensors: dict[str, Tensor] = {}
+    for name, tensor in export:
+        if name in tensors or not tensor.is_floating_point():
+            why = "it comes twice" if name in tensors else f"it is {tensor.dtype}"
+            raise RolloutError(
+                f"cannot install {name}", where=WHERE, why=why, remedy="export each weight once, in a float dtype"
+            )
+        tensors[name] = tensor.detach().to(device, copy=True)
+    if not tensors:
+        raise RolloutError("the export is empty", where=WHERE, remedy="export every weight of the model")
+    whole = {name: ShardSpec.whole(tensor.shape) for name, tensor in tensors.items()}
+    sources = [
+        Source(name=name, stored=tensor.dtype, boxes=(whole[name],),
+               quantized=architecture is not None and kind(architecture, name) == "quantized")
+        for name, tensor in tensors.items()
+    ]  # fmt: skip
+    plan = make_plan(sources, dtype=dtype, bucket_bytes=BUCKET_BYTES)
+    shards = ((name, tensor, whole[name]) for name, tensor in tensors.items())
+    return EngineStream(plan, Filler(plan, device, scales=scales, audit=audit), shards)
+
+
+def gather(receive: Tensor, send: Tensor) -> None:
+    """All ranks' ``send`` [S] (uint8) one after another in ``receive`` [world × S]; ``send`` may lie inside it."""
+    _all_gather(receive, send)
+
+
+def whole_tensors(buckets: Iterator[tuple[BucketPlan, Tensor]]) -> Iterator[tuple[str, Tensor]]:
+    """(name, whole tensor), each when its last piece has come."""
+    parts: dict[str, tuple[Tensor, int]] = {}
+    for plan, buffer in buckets:
+        for piece in plan.pieces:
+            name, part = piece.tensor.name, piece.view(buffer)
+            if piece.box == ShardSpec.whole(piece.tensor.shape, piece.box.replica):
+                yield name, part
+                continue
+            whole, missing = parts.get(name) or (
+                torch.empty(piece.tensor.shape, dtype=piece.tensor.dtype, device=buffer.device),
+                piece.tensor.num_bytes,
+            )
+            whole[piece.box.slices] = part
+            parts[name] = (whole, missing - piece.num_bytes)
+            if parts[name][1] == 0:
+                yield name, parts.pop(name)[0]
+    assert not parts, f"incomplete: {list(parts)}"
+
+
+def _world_size() -> int:
+    return dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1

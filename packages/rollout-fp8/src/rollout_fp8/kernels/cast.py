@@ -1,0 +1,122 @@
+"""Casts and copies of many tensors at once: one launch on CUDA, plain copies elsewhere."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import lru_cache
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from rollout_fp8.kernels.table import (
+    VECTOR,
+    Layout,
+    Rows,
+    addresses,
+    check_layouts,
+    describe,
+    has_kernels,
+    is_aligned,
+    layouts,
+    one_device,
+    rows_of,
+    tiles,
+    to_device,
+)
+
+FLOATS = (torch.float32, torch.bfloat16, torch.float16)
+
+
+def cast_into(sources: Sequence[Tensor], outs: Sequence[Tensor]) -> None:
+    """Each source into its out, as a ``CastPlan`` does it; the plans are kept."""
+    if sources:
+        _plan(layouts(sources), layouts(outs)).fill(sources, outs)
+
+
+class CastPlan:
+    """What copying tensors of these layouts takes, prepared: a run costs their addresses and a launch a pair of dtypes.
+
+    Args:
+        sources: any dtype when the out has the same, else fp32, bf16 or fp16. Rows may lie apart, columns not.
+        outs: the same shapes. Casts round to nearest even; what is too large becomes infinite, a NaN stays one.
+
+    Raises ``ValueError`` for anything else. Source and out do not overlap.
+    """
+
+    def __init__(self, sources: Sequence[Layout], outs: Sequence[Layout]) -> None:
+        if len(sources) != len(outs):
+            raise ValueError(f"{len(sources)} sources and {len(outs)} outs")
+        for i, (source, out) in enumerate(zip(sources, outs, strict=True)):
+            is_cast = source[2] in FLOATS and out[2] in FLOATS
+            if source[0] != out[0] or not (source[2] == out[2] or is_cast):
+                raise ValueError(f"no cast of sources[{i}], {describe(source)}, into {describe(out)}")
+            rows_of(source)
+            rows_of(out)  # without a GPU other layouts would do, but a plan means the same everywhere
+        self._layouts = tuple(sources), tuple(outs)
+        device = one_device([*sources, *outs])
+        self._launches = _launches(sources, outs, device) if has_kernels(device) else None
+
+    def run(self, sources: Sequence[Tensor], outs: Sequence[Tensor], broken: Tensor | None = None) -> None:
+        """Queues it on the current stream. Raises ``ValueError`` for tensors that the plan is not for.
+
+        ``broken`` int32 [n]: set to 1 for each out that then holds a NaN or an infinity.
+        """
+        check_layouts("sources", sources, self._layouts[0])
+        check_layouts("outs", outs, self._layouts[1])
+        self.fill(sources, outs, broken)
+
+    def fill(self, sources: Sequence[Tensor], outs: Sequence[Tensor], broken: Tensor | None = None) -> None:
+        """``run`` for a caller that has compared the layouts itself."""
+        if self._launches is None:
+            with torch.no_grad():
+                for i, (source, out) in enumerate(zip(sources, outs, strict=True)):
+                    out.copy_(source)
+                    if broken is not None:
+                        broken[i] |= ~out.isfinite().all()
+            return
+        from rollout_fp8.kernels.copy import launch
+
+        table = addresses((sources, outs))
+        on_device = to_device(table, sources[0].device)
+        for work in self._launches:
+            aligned = work.aligned and is_aligned(table[work.items])
+            launch(on_device, work.records, broken, source=work.dtypes[0], out=work.dtypes[1], aligned=aligned)
+
+
+@lru_cache(maxsize=128)
+def _plan(sources: tuple[Layout, ...], outs: tuple[Layout, ...]) -> CastPlan:
+    return CastPlan(sources, outs)
+
+
+class _Launch(NamedTuple):
+    """Copies from one dtype to one, all aligned or all not."""
+
+    dtypes: tuple[torch.dtype, torch.dtype]
+    aligned: bool
+    items: list[int]
+    records: Tensor  # [tiles, 8] on the device
+
+
+def _launches(sources: Sequence[Layout], outs: Sequence[Layout], device: torch.device) -> list[_Launch]:
+    kinds: dict[tuple[tuple[torch.dtype, torch.dtype], bool], dict[int, NDArray[np.int64]]] = {}
+    for i, (source, out) in enumerate(zip(sources, outs, strict=True)):
+        a, b = rows_of(source), rows_of(out)
+        dtypes = source[2], out[2]
+        if 0 not in source[0]:
+            records = tiles(i, a, (0, 0), (a.stride, b.stride))
+            kinds.setdefault((dtypes, _is_aligned(a, b, dtypes)), {})[i] = records
+    return [
+        _Launch(dtypes, aligned, list(items), to_device(np.concatenate(list(items.values())), device))
+        for (dtypes, aligned), items in kinds.items()
+    ]
+
+
+def _is_aligned(source: Rows, out: Rows, dtypes: tuple[torch.dtype, torch.dtype]) -> bool:
+    """Whether the kernel's loads and stores of ``VECTOR`` bytes begin and end with rows, if the tensors do."""
+    elements = VECTOR // min(d.itemsize for d in dtypes)
+    is_dense = source.is_dense and out.is_dense
+    lengths = [source.rows * source.columns] if is_dense else [source.columns, source.stride, out.stride]
+    return not any(n % elements for n in lengths)

@@ -1,0 +1,55 @@
+"""Checksums of many boxes in one launch; ``rollout_fp8.checksum`` says what is computed."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from rollout_fp8.kernels.table import TILE_COLUMNS, TILE_ROWS
+
+WORDS = {4: tl.uint32, 2: tl.uint16, 1: tl.uint8}
+WARPS = 8
+
+
+@triton.jit
+def _checksum(
+    addresses: tl.tensor,
+    records: tl.tensor,
+    out: tl.tensor,
+    dtype: tl.constexpr,
+    vector: tl.constexpr,
+    height: tl.constexpr,
+    width: tl.constexpr,
+) -> None:
+    """One tile a program. ``vector``: words of a 16-byte load, or 0 where something is not aligned."""
+    record = records + tl.program_id(0) * 8
+    words = tl.load(addresses + tl.load(record)).to(tl.pointer_type(dtype))
+    start, first, step = tl.load(record + 1), tl.load(record + 2), tl.load(record + 3)
+    index_step = tl.load(record + 4).to(tl.uint32)
+    rows, columns, group = tl.load(record + 5), tl.load(record + 6), tl.load(record + 7)
+    if vector > 0:
+        words, start = tl.multiple_of(words, 16), tl.multiple_of(start, vector)
+        step, columns = tl.multiple_of(step, vector), tl.multiple_of(columns, vector)
+
+    r, c = tl.arange(0, height)[:, None], tl.arange(0, width)[None, :]
+    word = tl.load(words + start + r * step + c, mask=(r < rows) & (c < columns), other=0)
+    h = first.to(tl.uint32) + r.to(tl.uint32) * index_step + c.to(tl.uint32)
+    h = (h ^ (h >> 16)) * 0x85EBCA6B
+    h = (h ^ (h >> 13)) * 0xC2B2AE35
+    h = h ^ (h >> 16)
+    total = tl.sum(word.to(tl.uint64) * (h.to(tl.uint64) + 1))
+    tl.atomic_add(out + group, total.to(tl.int64), sem="relaxed")
+
+
+def launch(addresses: Tensor, records: Tensor, out: Tensor, *, word: int, aligned: bool) -> None:
+    """Adds every tile's sum into ``out`` (int64). ``records`` [n, 8]: ``table.tiles``; ``word``: bytes of one."""
+    vector = 16 // word if aligned else 0
+    kernel: Any = _checksum
+    with torch.cuda.device(addresses.device):  # Triton launches on the current one
+        kernel[(records.shape[0],)](
+            addresses, records, out, WORDS[word], vector, TILE_ROWS, TILE_COLUMNS, num_warps=WARPS
+        )

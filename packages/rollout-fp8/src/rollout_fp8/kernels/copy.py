@@ -1,0 +1,69 @@
+"""Copies, casts included, of many tensors in one launch."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from rollout_fp8.kernels.table import TILE_COLUMNS, TILE_ROWS
+
+FLOATS = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
+RAW = {1: tl.uint8, 2: tl.uint16, 4: tl.uint32, 8: tl.uint64}
+WARPS = 8
+
+
+@triton.jit
+def _copy(
+    addresses: tl.tensor,
+    records: tl.tensor,
+    broken: tl.tensor,
+    dtype: tl.constexpr,
+    to: tl.constexpr,
+    vector: tl.constexpr,
+    watch: tl.constexpr,
+    height: tl.constexpr,
+    width: tl.constexpr,
+) -> None:
+    """One tile a program. ``vector``: elements of a 16-byte load, or 0 where something is not aligned."""
+    record = records + tl.program_id(0) * 8
+    item = tl.load(record)
+    source = tl.load(addresses + item * 2).to(tl.pointer_type(dtype))
+    out = tl.load(addresses + item * 2 + 1).to(tl.pointer_type(to))
+    start, out_start = tl.load(record + 1), tl.load(record + 2)
+    step, out_step = tl.load(record + 3), tl.load(record + 4)
+    rows, columns = tl.load(record + 5), tl.load(record + 6)
+    if vector > 0:
+        source, out = tl.multiple_of(source, 16), tl.multiple_of(out, 16)
+        start, out_start = tl.multiple_of(start, vector), tl.multiple_of(out_start, vector)
+        step, out_step = tl.multiple_of(step, vector), tl.multiple_of(out_step, vector)
+        columns = tl.multiple_of(columns, vector)
+    r, c = tl.arange(0, height)[:, None], tl.arange(0, width)[None, :]
+    inside = (r < rows) & (c < columns)
+    value = tl.load(source + start + r * step + c, mask=inside, other=0).to(to)
+    tl.store(out + out_start + r * out_step + c, value, mask=inside)
+    if watch:
+        bits = value.to(tl.float32).to(tl.int32, bitcast=True)
+        is_broken = tl.max(((bits & 0x7F800000) == 0x7F800000).to(tl.int32)) > 0
+        tl.store(broken + item, 1, mask=is_broken)
+
+
+def launch(
+    addresses: Tensor, records: Tensor, broken: Tensor | None, *, source: torch.dtype, out: torch.dtype, aligned: bool
+) -> None:
+    """``out`` = ``source`` in its dtype, rounded to nearest even. ``addresses`` [n, 2]; ``records``: ``table.tiles``.
+
+    ``broken`` int32 [n]: 1 is stored for an item whose out, of a floating dtype, has a NaN or an infinity.
+    """
+    watch = broken is not None
+    types = (FLOATS[source], FLOATS[out]) if watch or source != out else (RAW[source.itemsize],) * 2
+    vector = 16 // max(source.itemsize, out.itemsize) if aligned else 0
+    kernel: Any = _copy
+    with torch.cuda.device(addresses.device):  # Triton launches on the current one
+        kernel[(records.shape[0],)](
+            addresses, records, broken if watch else addresses, *types, vector, watch, TILE_ROWS, TILE_COLUMNS,
+            num_warps=WARPS,
+        )  # fmt: skip

@@ -1,0 +1,91 @@
+"""Blockwise e4m3 quantization of many tensors in one launch; ``rollout_fp8.quantize`` says what it computes."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+SOURCES = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
+WARPS = 8
+REGISTERS = {4: 128, 2: 80}  # a thread holds 64 elements of 4 or 2 bytes; so 2 or 3 programs fit a multiprocessor
+
+
+@triton.jit
+def _quantize(
+    addresses: tl.tensor,
+    sizes: tl.tensor,
+    blocks: tl.tensor,
+    broken: tl.tensor,
+    dtype: tl.constexpr,
+    bits: tl.constexpr,
+    vector: tl.constexpr,
+    watch: tl.constexpr,
+    pow2: tl.constexpr,
+) -> None:
+    """One 128 × 128 block a program.
+
+    ``bits``: the integer as wide as ``dtype``. ``vector``: elements of a 16-byte load, or 0 where something is not aligned.
+    """
+    block = tl.load(blocks + tl.program_id(0))
+    tensor, row, column = block >> 40, (block >> 20) & 0xFFFFF, block & 0xFFFFF
+    source = tl.load(addresses + tensor * 3).to(tl.pointer_type(dtype))
+    out = tl.load(addresses + tensor * 3 + 1).to(tl.pointer_type(tl.float8e4nv))
+    scale_out = tl.load(addresses + tensor * 3 + 2).to(tl.pointer_type(tl.float32))
+    rows, columns = tl.load(sizes + tensor * 5), tl.load(sizes + tensor * 5 + 1)
+    step, out_step = tl.load(sizes + tensor * 5 + 2), tl.load(sizes + tensor * 5 + 3)
+    scale_out += row * tl.load(sizes + tensor * 5 + 4) + column
+    row, column = row * 128, column * 128
+    rows, columns = (rows - row).to(tl.int32), (columns - column).to(tl.int32)
+    if vector > 0:
+        # The output is hinted only as wide as a load gives: a wider store would make a thread's loads lie apart.
+        source, out = tl.multiple_of(source, 16), tl.multiple_of(out, vector)
+        step, out_step, columns = tl.multiple_of(step, 16), tl.multiple_of(out_step, 16), tl.multiple_of(columns, 16)
+
+    r, c = tl.arange(0, 128)[:, None], tl.arange(0, 128)[None, :]
+    inside = (r < rows) & (c < columns)
+    x = tl.load(source + (row * step + column) + r * step + c, mask=inside, other=0.0)
+
+    # Bits of absolute values order as the values do, infinity above all numbers and NaN above infinity.
+    top = tl.max(x.to(bits, bitcast=True) & (0x7FFFFFFF if bits == tl.int32 else 0x7FFF))
+    top = top.to(bits).to(dtype, bitcast=True).to(tl.float32).to(tl.int32, bitcast=True)
+    if pow2:  # 448 = 1.75 · 2^8: one more where the mantissa is above 1.75
+        exponent = (top >> 23) - 8 + ((top & 0x7FFFFF) > 0x600000).to(tl.int32)
+        scale = (tl.maximum(exponent, 1) << 23).to(tl.float32, bitcast=True)
+    else:
+        scale = tl.maximum(tl.div_rn(top.to(tl.float32, bitcast=True), 448.0), 1.1754943508222875e-38)
+    scale = tl.where(top == 0, 1.0, scale)
+    inverse = tl.div_rn(1.0, scale)
+    is_finite = top < 0x7F800000
+    inverse = tl.where(is_finite, inverse, float("nan"))
+    scale = tl.where(is_finite, scale, tl.where(top == 0x7F800000, float("inf"), float("nan")))
+
+    q = (x.to(tl.float32) * inverse).to(tl.float8e4nv)
+    tl.store(out + (row * out_step + column) + r * out_step + c, q, mask=inside)
+    tl.store(scale_out, scale)
+    if watch:
+        tl.store(broken + tensor, 1, mask=is_finite == 0)
+
+
+def launch(
+    addresses: Tensor, sizes: Tensor, blocks: Tensor, broken: Tensor | None, *, source: torch.dtype, aligned: bool,
+    pow2: bool,
+) -> None:  # fmt: skip
+    """Quantizes every block of ``blocks`` (int64: tensor, row and column of the block in 24, 20 and 20 bits).
+
+    ``addresses`` [n, 3]: weight, output, scales. ``sizes`` [n, 5]: rows, columns, row strides of the three.
+    ``broken`` int32 [n]: 1 is stored for a weight with a NaN or an infinity.
+    """
+    watch = broken is not None
+    kernel: Any = _quantize
+    size = source.itemsize
+    bits = tl.int32 if size == 4 else tl.int16
+    vector, registers = (16 // size, REGISTERS[size]) if aligned else (0, None)
+    with torch.cuda.device(addresses.device):  # Triton launches on the current one
+        kernel[(blocks.numel(),)](
+            addresses, sizes, blocks, broken if watch else blocks, SOURCES[source], bits, vector, watch, pow2,
+            num_warps=WARPS, maxnreg=registers,
+        )  # fmt: skip

@@ -1,0 +1,129 @@
+"""How one launch reaches many tensors: layouts that stay, addresses that are refreshed, tiles of rows and columns.
+
+A plan is made once for a list of layouts (shape, strides, dtype). What follows from them is on the device already when
+the plan runs; a run copies the addresses of that call there, from pinned memory and without waiting.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from math import prod
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+VECTOR = 16  # bytes that one thread loads at once where everything is aligned to them
+TILE_ROWS, TILE_COLUMNS = 32, 256
+
+Layout = tuple[tuple[int, ...], tuple[int, ...], torch.dtype, torch.device]  # shape, strides in elements
+
+
+def has_kernels(device: torch.device) -> bool:
+    """Whether tensors of this device go through Triton; all others go through plain torch."""
+    return device.type == "cuda"
+
+
+def layouts(tensors: Sequence[Tensor]) -> tuple[Layout, ...]:
+    """Of each; what a plan is made for."""
+    return tuple((t.shape, t.stride(), t.dtype, t.device) for t in tensors)
+
+
+def check_layouts(what: str, tensors: Sequence[Tensor], planned: tuple[Layout, ...]) -> None:
+    """Raises ``ValueError`` when the tensors are not laid out as those that the plan was made for."""
+    found = layouts(tensors)
+    if found == planned:
+        return
+    if len(found) != len(planned):
+        raise ValueError(f"{what}: {len(found)} tensors, the plan is for {len(planned)}")
+    i = next(i for i in range(len(found)) if found[i] != planned[i])
+    raise ValueError(f"{what}[{i}] is {describe(found[i])}, the plan is for {describe(planned[i])}")
+
+
+def describe(layout: Layout) -> str:
+    """For messages."""
+    shape, strides, dtype, device = layout
+    return f"{dtype} {tuple(shape)} with strides {tuple(strides)} on {device}"
+
+
+def one_device(found: Sequence[Layout]) -> torch.device:
+    """The device of all of them; ``ValueError`` when there are several or none."""
+    devices = {layout[3] for layout in found}
+    if len(devices) != 1:
+        raise ValueError(f"tensors on one device are expected, these are on {sorted(map(str, devices))}")
+    return devices.pop()
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Rows:
+    """A tensor as rows of its last dimension; in elements. A tensor of one dimension is one row, a scalar one word."""
+
+    rows: int
+    columns: int
+    stride: int  # from a row to the next
+
+    @property
+    def is_dense(self) -> bool:
+        """Whether the rows follow each other without a gap."""
+        return self.rows <= 1 or self.stride == self.columns
+
+
+def rows_of(layout: Layout) -> Rows:
+    """Raises ``ValueError`` when the last dimension is not contiguous or the leading ones do not make one row stride."""
+    shape, strides = layout[:2]
+    dims = [(size, stride) for size, stride in zip(shape[:-1], strides[:-1], strict=True) if size != 1]
+    columns = shape[-1] if shape else 1
+    flat = all(outer[1] == inner[0] * inner[1] for outer, inner in pairwise(dims))
+    if prod(shape) and not (flat and (columns == 1 or strides[-1] == 1)):
+        raise ValueError(f"{describe(layout)} is not rows at one distance; call contiguous()")
+    return Rows(rows=prod(shape[:-1]), columns=columns, stride=dims[-1][1] if dims else columns)
+
+
+def tiles(item: int, size: Rows, start: tuple[int, int], step: tuple[int, int], group: int = 0) -> NDArray[np.int64]:
+    """Records of the tiles that cover rows × columns at two places at once, [n, 8].
+
+    The two places are source and output of a copy, or the memory of a part and its words' indices in the whole.
+    ``start``: of the first row at either; ``step``: from a row to the next. A record is (item, starts, steps, rows and
+    columns from the tile's corner to the end, group).
+    """
+    if size.rows > 1 and step[0] == step[1] == size.columns:  # dense at both: full tiles whatever the width
+        count = size.rows * size.columns
+        full = count // TILE_COLUMNS * TILE_COLUMNS
+        body = _grid(item, count // TILE_COLUMNS, TILE_COLUMNS, start, (TILE_COLUMNS, TILE_COLUMNS), group)
+        tail = _grid(item, 1, count - full, (start[0] + full, start[1] + full), (0, 0), group)
+        return np.concatenate([body, tail])
+    return _grid(item, size.rows, size.columns, start, step, group)
+
+
+def _grid(
+    item: int, rows: int, columns: int, start: tuple[int, int], step: tuple[int, int], group: int
+) -> NDArray[np.int64]:
+    row = np.arange(0, rows, TILE_ROWS, dtype=np.int64)[:, None]
+    column = np.arange(0, columns, TILE_COLUMNS, dtype=np.int64)[None, :]
+    fields = [np.int64(item), start[0] + row * step[0] + column, start[1] + row * step[1] + column,
+              np.int64(step[0]), np.int64(step[1]), rows - row, columns - column, np.int64(group)]  # fmt: skip
+    return np.stack([np.broadcast_to(f, (row.size, column.size)).ravel() for f in fields], axis=1)
+
+
+def addresses(lists: Iterable[Sequence[Tensor]]) -> NDArray[np.int64]:
+    """Of the first element of every tensor, [tensors, lists]."""
+    return np.array([[t.data_ptr() for t in tensors] for tensors in lists], dtype=np.int64).T
+
+
+def is_aligned(*byte_counts: NDArray[np.int64] | int) -> bool:
+    """Whether every address, stride and length is a multiple of ``VECTOR`` bytes."""
+    return all(not np.bitwise_or.reduce(np.ravel(b), initial=0) % VECTOR for b in byte_counts)
+
+
+def to_device(table: NDArray[np.int64], device: torch.device) -> Tensor:
+    """An int64 table on ``device`` for what is queued next on the current stream.
+
+    On CUDA through pinned memory and without waiting: the allocator keeps the pinned block until the copy is done.
+    """
+    pinned = device.type == "cuda"
+    host = torch.empty(table.shape, dtype=torch.int64, pin_memory=pinned)
+    host.numpy()[...] = table
+    return host.to(device, non_blocking=pinned)

@@ -1,0 +1,136 @@
+"""Which checkpoint tensors are served in FP8: one table by architecture, for the exporter and both servers.
+
+Quantized are the weights of the linear layers inside the decoder layers. Embeddings, the LM head, norms, biases and the
+gates of routers stay as they are: they are small, and a router's choice is discrete.
+
+Names are matched whole. (A substring "mlp.gate" would also match "mlp.gate_proj", a way in which other tables left
+whole MLPs unquantized.) In a pattern ``#`` is a number and ``{a,b}`` one of several.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any, Literal
+
+from engine_api.errors import ConfigError, RolloutError
+from rollout_fp8.wire import BLOCK
+
+Kind = Literal["quantized", "plain"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Layers:
+    """Of one architecture: patterns of the checkpoint names of either kind, and the linear modules that stay plain."""
+
+    quantized: tuple[str, ...]
+    plain: tuple[str, ...]
+    plain_modules: tuple[str, ...]
+
+
+@lru_cache
+def _compiled(patterns: tuple[str, ...]) -> re.Pattern[str]:
+    escaped = (re.escape(p).replace(r"\#", r"\d+") for p in patterns)
+    groups = (re.sub(r"\\{(.*?)\\}", lambda m: f"(?:{m[1].replace(',', '|')})", p) for p in escaped)
+    return re.compile("|".join(groups))
+
+
+_LAYER = "model.layers.#."
+_ATTENTION = _LAYER + "self_attn.{q_proj,k_proj,v_proj,o_proj}."
+_MLP = _LAYER + "mlp.{gate_proj,up_proj,down_proj}."
+_EXPERTS = _LAYER + "mlp.experts.#.{gate_proj,up_proj,down_proj}."
+_LATENT = _LAYER + "self_attn.{q_proj,q_a_proj,q_b_proj,kv_a_proj_with_mqa,kv_b_proj,o_proj}."
+_SHARED = _LAYER + "mlp.shared_experts.{gate_proj,up_proj,down_proj}."
+_GATE = _LAYER + "mlp.gate"
+_OUTSIDE = (
+    "model.embed_tokens.weight",
+    "model.norm.weight",
+    "lm_head.weight",
+    _LAYER + "{input_layernorm,post_attention_layernorm}.weight",
+)
+
+_DENSE = Layers(
+    quantized=(_ATTENTION + "weight", _MLP + "weight"),
+    plain=(*_OUTSIDE, _ATTENTION + "bias", _MLP + "bias", _LAYER + "self_attn.{q_norm,k_norm}.weight"),
+    plain_modules=("lm_head",),
+)
+_QWEN3_MOE = Layers(
+    quantized=(*_DENSE.quantized, _EXPERTS + "weight"),
+    plain=(*_DENSE.plain, _GATE + ".weight"),
+    plain_modules=("lm_head", _GATE),
+)
+_DEEPSEEK = Layers(
+    quantized=(_LATENT + "weight", _MLP + "weight", _EXPERTS + "weight", _SHARED + "weight"),
+    plain=(*_OUTSIDE, _LATENT + "bias", _LAYER + "self_attn.{q_a_layernorm,kv_a_layernorm}.weight",
+           _GATE + ".{weight,e_score_correction_bias}"),
+    plain_modules=("lm_head", _GATE),
+)  # fmt: skip
+
+ARCHITECTURES: Mapping[str, Layers] = {
+    "LlamaForCausalLM": _DENSE,
+    "MistralForCausalLM": _DENSE,
+    "Qwen2ForCausalLM": _DENSE,
+    "Qwen3ForCausalLM": _DENSE,
+    "Qwen3MoeForCausalLM": _QWEN3_MOE,
+    "DeepseekV2ForCausalLM": _DEEPSEEK,
+    "DeepseekV3ForCausalLM": _DEEPSEEK,
+}
+
+
+def layers_of(architecture: str) -> Layers:
+    """The table's row; ``ConfigError`` with the list of architectures when there is none."""
+    if architecture not in ARCHITECTURES:
+        raise ConfigError(
+            "rollout.quantization", f"FP8 is not known for {architecture}",
+            why=f"which layers are quantized is known for {', '.join(ARCHITECTURES)}",
+            remedy="serve it with rollout.quantization=none, or add the architecture to rollout_fp8.layers",
+        )  # fmt: skip
+    return ARCHITECTURES[architecture]
+
+
+def kind(architecture: str, name: str) -> Kind:
+    """Whether the tensor of this checkpoint name is served in FP8.
+
+    Raises ``ConfigError`` for an architecture and ``RolloutError`` for a name that the table does not know.
+    """
+    layers = layers_of(architecture)
+    if _compiled(layers.quantized).fullmatch(name):
+        return "quantized"
+    if _compiled(layers.plain).fullmatch(name):
+        return "plain"
+    raise RolloutError(
+        f"{name} of {architecture} is in no row of the layer table",
+        where="FP8 quantization",
+        why="whether to quantize it would be a guess, and the server might guess otherwise",
+        remedy="add the name to rollout_fp8.layers, or serve the model with rollout.quantization=none",
+    )
+
+
+def server_config(architecture: str, num_layers: int) -> dict[str, Any]:
+    """The ``quantization_config`` of config.json with which vLLM and SGLang quantize exactly what ``kind`` says.
+
+    ``modules_to_not_convert`` names the plain linear modules in full, layer by layer: vLLM compares whole names, and
+    would else quantize the router gate of Qwen3-MoE (its ``ReplicatedLinear`` gets the quantization's configuration;
+    SGLang's does not). Both servers read this key when ``ignored_layers`` is absent, as checkpoints of DeepSeek and
+    Qwen have it.
+
+    Args:
+        architecture: as in config.json.
+        num_layers: ``num_hidden_layers`` there.
+
+    Raises ``ConfigError`` for an architecture that is not in the table.
+    """
+    return {
+        "quant_method": "fp8",
+        "fmt": "e4m3",
+        "activation_scheme": "dynamic",
+        "weight_block_size": [BLOCK, BLOCK],
+        "modules_to_not_convert": list(_modules(layers_of(architecture), num_layers)),
+    }
+
+
+def _modules(layers: Layers, num_layers: int) -> Iterator[str]:
+    for pattern in layers.plain_modules:
+        yield from (pattern.replace("#", str(i)) for i in range(num_layers)) if "#" in pattern else (pattern,)

@@ -1,0 +1,47 @@
+"""The descriptors of the ``vllm`` and ``sglang`` rollouts. Loading them imports no torch."""
+
+from __future__ import annotations
+
+from functools import partial
+
+from engine_api.devices import probe_torch
+from engine_api.plugin import CONTRACT, EnginePlugin, ProbeResult, Row
+from rollout_fp8 import versions
+
+EXPORTER = "rollout_fp8.exporter:Exporter"
+
+
+def probe_server(server: str, device: str) -> ProbeResult:
+    """Whether the server and a torch for ``device`` are installed.
+
+    Its version is judged when a rollout is made, because an option may allow an untested one.
+    """
+    line = versions.tested(server, device)
+    if line is None:
+        devices = " or ".join(t.device for t in versions.TABLE if t.server == server)
+        return ProbeResult(ok=False, reason=f"{server} is not served on {device}", remedy=f"use {devices}")
+    if versions.installed(line) is None:
+        return ProbeResult(ok=False, reason=f"{line.distribution} is not installed", remedy=versions.install_line(line))
+    return probe_torch(device)
+
+
+VLLM = EnginePlugin(
+    name="vllm",
+    contract=CONTRACT,
+    rows=(
+        Row(backends=("vllm",), devices=("cuda", "cpu"), target="rollout_fp8.vllm.rollout:VllmRollout"),
+        Row(backends=("vllm-server",), devices=("cuda", "cpu"), target="rollout_fp8.client:VllmServer"),
+    ),
+    exporter=EXPORTER,
+    probe=partial(probe_server, "vllm"),
+)
+SGLANG = EnginePlugin(
+    name="sglang",
+    contract=CONTRACT,
+    rows=(
+        Row(backends=("sglang",), devices=("cuda",), target="rollout_fp8.sglang.rollout:SglangRollout"),
+        Row(backends=("sglang-server",), devices=("cuda",), target="rollout_fp8.client:SglangServer"),
+    ),
+    exporter=EXPORTER,
+    probe=partial(probe_server, "sglang"),
+)

@@ -1,0 +1,253 @@
+"""Blockwise FP8: e4m3 weights with one fp32 scale a block of 128 × 128, as vLLM and SGLang serve them.
+
+For a block with the largest magnitude ``amax``, in fp32 arithmetic::
+
+    scales="fp32"   s = max(amax / 448, 2^-126)
+    scales="pow2"   s = max(2^k, 2^-126), the smallest k with amax <= 448 · 2^k, exactly
+    q = e4m3(w · (1 / s)), rounded to nearest, ties to even; 448 is e4m3's largest number
+
+- 1 / s is rounded once a block and is never subnormal, so every w · (1/s) is within 2^-22 of w / s and rounds to a
+  number of at most 448: nothing has to be clamped, and nothing overflows to e4m3's NaN.
+- |w - q · s| <= max(2^-4 · |w|, 2^-10 · s) · (1 + 2^-19): half a step of 3 mantissa bits, or half a subnormal step.
+  (With |w| near 2^128, the end of fp32, q · s may lie beyond it.)
+- A block of zeros has scale 1. A block at the edge covers what exists of it, so a shard whose rows and columns begin
+  at multiples of 128 is quantized as the whole is.
+- A NaN or an infinity in a block makes its scale NaN or infinite and its weights NaN. A plan's
+  ``broken`` flags say which weights had one without waiting for the device; ``check_finite`` names the block.
+
+On CUDA the same arithmetic runs in one Triton launch for many tensors, equal bit for bit. Format: Micikevicius et al.
+2022, "FP8 Formats for Deep Learning" (arXiv:2209.05433); blocks and scales as in DeepSeek-V3 (arXiv:2412.19437, 3.3.2).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import lru_cache
+from typing import Literal, NamedTuple
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from numpy.typing import NDArray
+from torch import Tensor
+
+from engine_api.errors import RolloutError
+from rollout_fp8.kernels.table import (
+    VECTOR,
+    Layout,
+    addresses,
+    check_layouts,
+    describe,
+    has_kernels,
+    is_aligned,
+    layouts,
+    one_device,
+    rows_of,
+    to_device,
+)
+from rollout_fp8.wire import BLOCK
+
+ScalePolicy = Literal["fp32", "pow2"]
+E4M3_MAX = 448.0
+SMALLEST_SCALE = 2.0**-126  # the smallest normal fp32 number: its reciprocal is exact, and no device flushes it to zero
+SOURCE_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+_PANEL = 8 * BLOCK  # rows that the plain path takes at once: its temporaries stay small
+
+
+class Quantized(NamedTuple):
+    """``weight`` float8_e4m3fn [N, K] and ``scales`` float32 [ceil(N/128), ceil(K/128)]."""
+
+    weight: Tensor
+    scales: Tensor
+
+
+def scales_shape(shape: Sequence[int]) -> tuple[int, int]:
+    """Of the scales of a weight [N, K]."""
+    rows, columns = shape
+    return -(-rows // BLOCK), -(-columns // BLOCK)
+
+
+def empty_like(weight: Tensor) -> Quantized:
+    """Room for a weight [N, K] and its scales, on its device."""
+    scales = weight.new_empty(scales_shape(weight.shape), dtype=torch.float32)
+    return Quantized(torch.empty_like(weight, dtype=torch.float8_e4m3fn, memory_format=torch.contiguous_format), scales)
+
+
+def quantize(weight: Tensor, *, scales: ScalePolicy) -> Quantized:
+    """One weight [N, K] in fp32, bf16 or fp16, its last dimension contiguous; ``ValueError`` for anything else."""
+    result = empty_like(weight)
+    quantize_into([weight], [result.weight], [result.scales], scales=scales)
+    return result
+
+
+def quantize_into(
+    weights: Sequence[Tensor], out: Sequence[Tensor], scales_out: Sequence[Tensor], *, scales: ScalePolicy
+) -> None:
+    """Many weights into given tensors; as a ``QuantizePlan`` does it, and the plans are kept."""
+    if weights:
+        _plan(layouts(weights), layouts(out), layouts(scales_out), scales).fill(weights, out, scales_out)
+
+
+class QuantizePlan:
+    """What quantizing tensors of these layouts takes, prepared: a run costs their addresses and a launch a dtype.
+
+    Args:
+        weights: fp32, bf16 or fp16 [N, K] each. Rows may lie apart, columns not.
+        out: float8_e4m3fn [N, K] each, laid out likewise.
+        scales_out: float32 [ceil(N/128), ceil(K/128)] each, laid out likewise.
+        scales: fp32, or powers of two.
+
+    Raises ``ValueError`` for anything else. Tensors that are not aligned to 16 bytes, or whose columns and row strides
+    are not multiples of 16, are right too, but go through slower launches of their own.
+    """
+
+    def __init__(
+        self, weights: Sequence[Layout], out: Sequence[Layout], scales_out: Sequence[Layout], *, scales: ScalePolicy
+    ) -> None:
+        if not len(weights) == len(out) == len(scales_out):
+            raise ValueError(f"{len(weights)} weights, {len(out)} outputs and {len(scales_out)} scales")
+        for i, (weight, q, s) in enumerate(zip(weights, out, scales_out, strict=True)):
+            _check(f"weights[{i}]", weight, weight[0], SOURCE_DTYPES)
+            _check(f"out[{i}]", q, weight[0], (torch.float8_e4m3fn,))
+            _check(f"scales_out[{i}]", s, scales_shape(weight[0]), (torch.float32,))
+        self._layouts = tuple(weights), tuple(out), tuple(scales_out)
+        self._pow2 = scales == "pow2"
+        device = one_device([*weights, *out, *scales_out])
+        self._launches = _launches(*self._layouts, device) if has_kernels(device) else None
+
+    def run(
+        self,
+        weights: Sequence[Tensor],
+        out: Sequence[Tensor],
+        scales_out: Sequence[Tensor],
+        broken: Tensor | None = None,
+    ) -> None:
+        """Queues it on the current stream. Raises ``ValueError`` for tensors that the plan is not for.
+
+        ``broken`` int32 [n]: set to 1 for each weight with a NaN or an infinity.
+        """
+        check_layouts("weights", weights, self._layouts[0])
+        check_layouts("out", out, self._layouts[1])
+        check_layouts("scales_out", scales_out, self._layouts[2])
+        self.fill(weights, out, scales_out, broken)
+
+    def fill(
+        self,
+        weights: Sequence[Tensor],
+        out: Sequence[Tensor],
+        scales_out: Sequence[Tensor],
+        broken: Tensor | None = None,
+    ) -> None:
+        """``run`` for a caller that has compared the layouts itself."""
+        if self._launches is None:
+            for i, (weight, q, s) in enumerate(zip(weights, out, scales_out, strict=True)):
+                _quantize_plain(weight, q, s, pow2=self._pow2)
+                if broken is not None:
+                    broken[i] |= ~s.isfinite().all()
+            return
+        from rollout_fp8.kernels.quantize import launch
+
+        table = addresses((weights, out, scales_out))
+        on_device = to_device(table, weights[0].device)
+        for work in self._launches:
+            aligned = work.aligned and is_aligned(table[work.tensors, :2])
+            launch(on_device, work.sizes, work.blocks, broken, source=work.dtype, aligned=aligned, pow2=self._pow2)
+
+
+@lru_cache(maxsize=128)
+def _plan(
+    weights: tuple[Layout, ...], out: tuple[Layout, ...], scales_out: tuple[Layout, ...], scales: ScalePolicy
+) -> QuantizePlan:
+    return QuantizePlan(weights, out, scales_out, scales=scales)
+
+
+def _check(what: str, layout: Layout, shape: Sequence[int], dtypes: tuple[torch.dtype, ...]) -> None:
+    if len(layout[0]) != 2 or tuple(layout[0]) != tuple(shape) or layout[2] not in dtypes:
+        wanted = " or ".join(map(str, dtypes))
+        raise ValueError(f"{what} is {describe(layout)}; expected {wanted} {tuple(shape)} of two dimensions")
+    rows_of(layout)
+
+
+class _Launch(NamedTuple):
+    """Tensors of one dtype that are all aligned, or all not."""
+
+    dtype: torch.dtype
+    aligned: bool
+    tensors: list[int]
+    sizes: Tensor  # int64 [all tensors, 5] on the device
+    blocks: Tensor  # int64 [blocks of these tensors] on the device
+
+
+def _launches(
+    weights: Sequence[Layout], out: Sequence[Layout], scales_out: Sequence[Layout], device: torch.device
+) -> list[_Launch]:
+    steps = [[rows_of(layout).stride for layout in three] for three in zip(weights, out, scales_out, strict=True)]
+    sizes = np.array([[*w[0], *step] for w, step in zip(weights, steps, strict=True)], dtype=np.int64)
+    sizes_on_device = to_device(sizes, device)
+    kinds: dict[tuple[torch.dtype, bool], list[int]] = {}
+    for i, layout in enumerate(weights):
+        aligned = not any(n % VECTOR for n in (layout[0][1], *steps[i][:2]))
+        kinds.setdefault((layout[2], aligned), []).append(i)
+    works = []
+    for (dtype, aligned), tensors in kinds.items():
+        blocks = np.concatenate([_blocks(i, scales_out[i][0]) for i in tensors])
+        if blocks.size:
+            works.append(_Launch(dtype, aligned, tensors, sizes_on_device, to_device(blocks, device)))
+    return works
+
+
+def _blocks(tensor: int, shape: tuple[int, ...]) -> NDArray[np.int64]:
+    """Tensor, row and column of every block in 24, 20 and 20 bits: one load tells a program where it is."""
+    row, column = np.indices(shape, dtype=np.int64).reshape(2, -1)
+    return (tensor << 40) | (row << 20) | column
+
+
+@torch.no_grad()
+def _quantize_plain(weight: Tensor, out: Tensor, scales_out: Tensor, *, pow2: bool) -> None:
+    for row in range(0, weight.shape[0], _PANEL):
+        panel, end = weight[row : row + _PANEL], row + _PANEL
+        rows, columns = panel.shape
+        padded = F.pad(panel.float(), (0, -columns % BLOCK, 0, -rows % BLOCK))
+        blocks = padded.unflatten(0, (-1, BLOCK)).unflatten(2, (-1, BLOCK))  # [row block, row, column block, column]
+        scale = _scale(blocks.abs().amax(dim=(1, 3)), pow2=pow2)
+        poisoned = ~scale.isfinite()[:, None, :, None]
+        scaled = (blocks * (1.0 / scale)[:, None, :, None]).masked_fill(poisoned, torch.nan)
+        out[row:end] = scaled.to(torch.float8_e4m3fn).reshape(padded.shape)[:rows, :columns]
+        scales_out[row // BLOCK : -(-end // BLOCK)] = scale
+
+
+def _scale(amax: Tensor, *, pow2: bool) -> Tensor:
+    """Of blocks with these largest magnitudes, fp32; not a number or infinite where ``amax`` is."""
+    if pow2:
+        mantissa, exponent = torch.frexp(amax)  # amax = mantissa · 2^exponent, mantissa in [0.5, 1); 448 = 0.875 · 2^9
+        scale = torch.ldexp(torch.ones_like(amax), (exponent - 9 + (mantissa > 0.875)).clamp(min=-126))
+    else:
+        scale = (amax / E4M3_MAX).clamp(min=SMALLEST_SCALE)
+    scale = torch.where(amax == 0, 1.0, scale)
+    return torch.where(amax.isfinite(), scale, torch.where(amax.isnan(), torch.nan, torch.inf))
+
+
+def dequantize(weight: Tensor, scales: Tensor, dtype: torch.dtype) -> Tensor:
+    """``weight`` float8_e4m3fn [N, K] times its blocks' ``scales`` in fp32, then rounded to ``dtype``."""
+    rows, columns = weight.shape
+    spread = scales.repeat_interleave(BLOCK, 0)[:rows].repeat_interleave(BLOCK, 1)[:, :columns]
+    return (weight.float() * spread).to(dtype)
+
+
+def check_finite(names: Sequence[str], scales: Sequence[Tensor]) -> None:
+    """Raises ``RolloutError`` with name and block when a weight had a NaN or an infinity; ``names`` of the weights.
+
+    One reduction and one synchronization with the device for all of them.
+    """
+    if not scales or bool(torch.cat([s.reshape(-1) for s in scales]).isfinite().all()):
+        return
+    found = {n: s.isfinite().logical_not().nonzero().tolist() for n, s in zip(names, scales, strict=True)}
+    bad = {name: blocks for name, blocks in found.items() if blocks}
+    name, blocks = next(iter(bad.items()))
+    row, column = (BLOCK * b for b in blocks[0])
+    raise RolloutError(
+        f"{name} has a NaN or an infinity in rows {row} to {row + BLOCK - 1}, columns {column} to {column + BLOCK - 1}",
+        where="FP8 quantization",
+        why=f"{sum(map(len, bad.values()))} blocks of {len(bad)} weights are not finite: {', '.join(list(bad)[:8])}",
+        remedy="the model has diverged: go back to a checkpoint with finite weights; nothing of this sync may be served",
+    )

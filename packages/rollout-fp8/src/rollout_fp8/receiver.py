@@ -1,0 +1,174 @@
+"""The server's side of a sync: learn the server's layout once, then copy pieces straight into the live parameters.
+
+Learning runs the server's own loader, processing after loading included, on marked tensors, and compares the parameters
+with the marks afterwards. So it is known, not assumed, that what is served lies in memory as it comes over the wire.
+Where a server keeps its weights in packed form (vLLM on a CPU), every sync goes through its loader instead.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+
+import torch
+from torch import Tensor, nn
+
+from engine_api.errors import RolloutError
+from engine_api.weights import ShardSpec
+from rollout_fp8.audit import Boxes
+from rollout_fp8.checksum import ChecksumPlan
+from rollout_fp8.kernels.cast import CastPlan
+from rollout_fp8.kernels.table import layouts
+from rollout_fp8.phases import Phases
+from rollout_fp8.trace import WHERE, LoaderTrace, Region, misfits, uncovered
+from rollout_fp8.wire import BucketPlan, WirePlan, WireStream, WireTensor, intersection
+
+Load = Callable[[Iterable[tuple[str, Tensor]]], object]
+Read = Callable[[str], Tensor]
+
+
+class Receiver:
+    """One worker's model.
+
+    Args:
+        model: the server's module; its parameters keep their memory for as long as CUDA graphs may read it.
+        plan: what will come.
+        load: the server's own loader of checkpoint tensors, with its processing after loading.
+        read: a parameter by name, unpacked, for a server that packs weights; then every sync goes through ``load``.
+
+    Raises:
+        RolloutError: names that the model does not have or that it misses, other shapes or dtypes, or a layout in
+            memory that is not the checkpoint's.
+    """
+
+    def __init__(self, model: nn.Module, plan: WirePlan, load: Load, read: Read | None = None) -> None:
+        self._plan, self._load, self._packed = plan, load, read is not None
+        self._device = next(model.parameters()).device
+        self._read = read or dict(model.named_parameters()).__getitem__
+        self.regions = self._learn(model)
+        self._of = _grouped(self.regions)
+        self._copies: dict[tuple[int, int], tuple[CastPlan, list[Tensor], list[Tensor]]] = {}
+        self._bound: WirePlan | None = None  # whose buckets they are of
+        unlike = self._unlike_marks()
+        self._readable = [region for region in self.regions if region.name not in unlike]
+        boxes = [region.box for region in self._readable]
+        self._checksums = ChecksumPlan(layouts(self._views()), boxes, list(range(len(boxes))))
+
+    @property
+    def boxes(self) -> Boxes:
+        """What this worker serves, and at the end what it cannot read back."""
+        readable = [(region.name, region.box) for region in self._readable]
+        unread = {region.name for region in self.regions} - {name for name, _ in readable}
+        return [*readable, *((name, None) for name in sorted(unread))]
+
+    def sync(self, stream: WireStream, phases: Phases) -> None:
+        """Install a whole stream; queued on the current stream of the device, phase ``install``."""
+        with torch.no_grad():
+            if self._packed:
+                with phases.phase("install"):
+                    self._load(iter(stream))
+                return
+            if stream.plan is not self._bound:  # views into an earlier stream's buffers would keep them alive
+                self._copies, self._bound = {}, stream.plan
+            for bucket, buffer in stream.buckets():
+                with phases.phase("install"):
+                    self._install(bucket, buffer)
+
+    def served(self) -> Tensor:
+        """Checksums of what lies in memory at each of the readable ``boxes`` now, int64; queued on the current stream."""
+        sums = torch.zeros(len(self._readable), dtype=torch.int64, device=self._device)
+        self._checksums.run(self._views(), sums)
+        return sums
+
+    def _views(self) -> list[Tensor]:
+        parameters = {name: self._read(name) for name in dict.fromkeys(r.parameter for r in self._readable)}
+        return [region.view(parameters[region.parameter]) for region in self._readable]
+
+    def _install(self, bucket: BucketPlan, buffer: Tensor) -> None:
+        # The buffers stay the same from sync to sync: the views into them are made once.
+        key = (id(bucket), buffer.data_ptr())
+        if key not in self._copies:
+            pairs = [
+                p for piece in bucket.pieces for p in self._pairs(piece.tensor.name, piece.box, piece.view(buffer))
+            ]
+            sources, targets = [source for source, _ in pairs], [target for _, target in pairs]
+            self._copies[key] = (CastPlan(layouts(sources), layouts(targets)), sources, targets)
+        plan, sources, targets = self._copies[key]
+        plan.fill(sources, targets)
+
+    def _pairs(self, name: str, box: ShardSpec, part: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
+        for region in self._of[name]:
+            shared = intersection(box, region.box)
+            if shared is not None:
+                target = region.view(self._read(region.parameter))
+                yield part[_inside(shared, box)], target[_inside(shared, region.box)]
+
+    # --- learning -------------------------------------------------------------------------------
+
+    def _learn(self, model: nn.Module) -> list[Region]:
+        live = {name: (p.shape, p.stride(), p.dtype) for name, p in model.named_parameters()}
+        trace = LoaderTrace(lambda: dict(model.named_parameters()))
+        try:
+            with torch.no_grad(), trace:
+                self._load(trace.watch(marks(self._plan, self._device)))
+        except Exception as error:  # a server's loader raises whatever it likes
+            raise RolloutError("the server cannot load the model that is trained", where=f"{WHERE}, at {trace.at}",
+                               why=f"{type(error).__name__}: {error}",
+                               remedy="give rollout and engine the same model, and a server from the tested table") from error  # fmt: skip
+        known = {region.name for region in trace.regions}
+        problems = [f"the server has no place for {name}" for name in self._plan.tensors if name not in known]
+        problems += uncovered(trace, live)
+        problems += misfits(trace, self._plan.tensors, {} if self._packed else live)
+        if problems:
+            raise RolloutError("the model that is served is not the model that is trained", where=WHERE,
+                               why="; ".join(problems[:5]) + (f"; and {len(problems) - 5} more" if len(problems) > 5 else ""),
+                               remedy="give rollout and engine the same model, and a server from the tested table")  # fmt: skip
+        return trace.regions
+
+    def _unlike_marks(self) -> set[str]:
+        """Tensors that lie otherwise in memory than they came; where syncs copy into place there may be none."""
+        unlike: set[str] = set()
+        for name, mark in marks(self._plan, self._device):
+            regions = self._of[name]
+            parameters = [self._read(region.parameter) for region in regions]
+            same = [
+                torch.equal(_raw(r.view(p)), _raw(mark[r.box.slices])) for r, p in zip(regions, parameters, strict=True)
+            ]
+            if not all(same):
+                unlike.add(name)
+        if unlike and not self._packed:
+            shown = ", ".join(sorted(unlike)[:5])
+            raise RolloutError("the server rearranges weights after loading", where=WHERE,
+                               why=f"{len(unlike)} tensors lie otherwise in memory than in a checkpoint: {shown}",
+                               remedy="choose another kernel for these layers in the server's options")  # fmt: skip
+        return unlike
+
+
+def _raw(tensor: Tensor) -> Tensor:
+    return tensor.contiguous().view(torch.uint8)
+
+
+def marks(plan: WirePlan, device: torch.device) -> Iterator[tuple[str, Tensor]]:
+    """A random tensor for every name, the same on every call: finite values, no two regions alike."""
+    for index, tensor in enumerate(plan.tensors.values()):
+        yield tensor.name, _mark(tensor, index, device)
+
+
+def _mark(tensor: WireTensor, seed: int, device: torch.device) -> Tensor:
+    generator = torch.Generator(device).manual_seed(seed)
+    if tensor.dtype == torch.float8_e4m3fn:
+        # 0x00 … 0x7e and 0x80 … 0xfe: all but the two NaN.
+        codes = torch.randint(0, 254, tensor.shape, generator=generator, device=device, dtype=torch.uint8)
+        return (codes + (codes >= 127)).view(torch.float8_e4m3fn)
+    # In [1, 2): as scales they neither overflow nor vanish.
+    return (1 + torch.rand(tensor.shape, generator=generator, device=device)).to(tensor.dtype)
+
+
+def _inside(box: ShardSpec, outer: ShardSpec) -> tuple[slice, ...]:
+    return tuple(slice(o - p, o - p + s) for o, p, s in zip(box.offset, outer.offset, box.shape, strict=True))
+
+
+def _grouped(regions: Sequence[Region]) -> dict[str, list[Region]]:
+    found: dict[str, list[Region]] = {}
+    for region in regions:
+        found.setdefault(region.name, []).append(region)
+    return found

@@ -1,0 +1,297 @@
+"""A rollout in a process of its own: ``python -m rollout_fp8.server --name vllm --device cuda --config '{…}'``.
+
+A small HTTP API, JSON both ways; every request carries a token made of the run's secret (``ROLLOUT_FP8_KEY``, see
+``transports.channel``):
+
+========================  =============================================  ==========================================
+GET /health               –                                              pid, weight_version
+POST /generate            prompts, sampling                              completions
+POST /submit              prompt, sampling                               id
+POST /result              id, wait_s                                     done, completions
+POST /abort               id                                             –
+POST /update_weights      address, version, timeout_s                    a ``SyncResult``
+POST /sleep, /wake_up     weights, kv_cache                              –
+POST /shutdown            –                                              –
+========================  =============================================  ==========================================
+
+An error is ``{"class", "what", "where", "why", "remedy", …}`` with status 400 (the request), 401 (the token), 404, 408
+(nothing within ``wait_s``), 422 (an error of the contract) or 500. Several clients are served one after another.
+Weights do not travel over HTTP: the server fetches them from ``address`` with ``transports.receive_weights``. HTTP is not
+encrypted: beyond 127.0.0.1 use it inside a network that you trust.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hmac
+import inspect
+import json
+import logging
+import os
+import signal
+import sys
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from itertools import count
+from pathlib import Path
+from socketserver import TCPServer
+from typing import Any, cast
+
+from engine_api.config import ModelSource
+from engine_api.errors import EngineError, RolloutError
+from engine_api.registry import RolloutRegistry
+from engine_api.rollout import AsyncRollout, Generation, Rollout, SamplingParams
+from engine_api.weights import WeightExport
+from rollout_fp8.messages import dumps, error_to_json, from_json, to_json
+from rollout_fp8.transports.channel import secret
+
+LARGEST = 1 << 28  # bytes of a request
+IDLE_S = 60.0  # of a connection that sends nothing
+
+log = logging.getLogger("rollout_fp8.server")
+
+
+class Service:
+    """The rollout, as functions from JSON to JSON."""
+
+    def __init__(self, rollout: Rollout, device: str) -> None:
+        self._rollout, self._device = rollout, device
+        self._turn = threading.Lock()  # a rollout need not be thread-safe; clients take turns
+        self._running: dict[int, Generation] = {}
+        self._ids = count()
+        self.calls: Mapping[str, Callable[..., dict[str, Any]]] = {
+            "generate": self.generate, "submit": self.submit, "result": self.result, "abort": self.abort,
+            "update_weights": self.update_weights, "sleep": self.sleep, "wake_up": self.wake_up,
+        }  # fmt: skip
+
+    def health(self) -> dict[str, Any]:
+        """Answers while others wait for their turn."""
+        return {"pid": os.getpid(), "weight_version": self._rollout.weight_version}
+
+    def generate(self, *, prompts: Sequence[Sequence[int]], sampling: Mapping[str, Any]) -> dict[str, Any]:
+        """See ``Rollout.generate``."""
+        wanted = from_json(SamplingParams, sampling)
+        with self._turn:
+            return {"completions": [to_json(c) for c in self._rollout.generate(prompts, wanted)]}
+
+    def submit(self, *, prompt: Sequence[int], sampling: Mapping[str, Any]) -> dict[str, Any]:
+        """See ``AsyncRollout.submit``."""
+        if not isinstance(self._rollout, AsyncRollout):
+            raise RolloutError("cannot generate in the background", where=f"server of {type(self._rollout).__name__}",
+                               why="it has no submit", remedy="use generate, or another rollout")  # fmt: skip
+        with self._turn:
+            number = next(self._ids)
+            self._running[number] = self._rollout.submit(prompt, from_json(SamplingParams, sampling))
+        return {"id": number}
+
+    def result(self, *, id: int, wait_s: float) -> dict[str, Any]:  # noqa: A002 - the name in JSON
+        """See ``Generation.result``; a result is handed out once."""
+        try:
+            completions = self._known(id).result(wait_s)
+        except TimeoutError:
+            return {"done": False}
+        except RolloutError:
+            self._running.pop(id, None)
+            raise
+        self._running.pop(id, None)
+        return {"done": True, "completions": [to_json(c) for c in completions]}
+
+    def abort(self, *, id: int) -> dict[str, Any]:  # noqa: A002
+        """See ``Generation.abort``."""
+        self._known(id).abort()
+        return {}
+
+    def update_weights(self, *, address: str, version: int, timeout_s: float) -> dict[str, Any]:
+        """See ``Rollout.update_weights``."""
+        import torch
+
+        from rollout_fp8.transports.remote import receive_weights
+
+        device = (
+            torch.device("cuda", torch.cuda.current_device()) if self._device == "cuda" else torch.device(self._device)
+        )
+        with self._turn, receive_weights(address, device=device, timeout_s=timeout_s) as stream:
+            return to_json(self._rollout.update_weights(cast("WeightExport", stream), version))
+
+    def sleep(self, *, weights: bool = True, kv_cache: bool = True) -> dict[str, Any]:
+        """See ``Rollout.sleep``."""
+        with self._turn:
+            self._rollout.sleep(weights=weights, kv_cache=kv_cache)
+        return {}
+
+    def wake_up(self, *, weights: bool = True, kv_cache: bool = True) -> dict[str, Any]:
+        """See ``Rollout.wake_up``."""
+        with self._turn:
+            self._rollout.wake_up(weights=weights, kv_cache=kv_cache)
+        return {}
+
+    def _known(self, number: int) -> Generation:
+        try:
+            return self._running[number]
+        except KeyError:
+            raise RolloutError(f"no generation {number} is running", where="server",
+                               remedy="a result is handed out once") from None  # fmt: skip
+
+
+class Server(ThreadingHTTPServer):
+    """HTTP for one ``Service``."""
+
+    daemon_threads = True  # a generation that nobody waits for must not keep the process
+
+    def __init__(self, address: tuple[str, int], service: Service) -> None:
+        self.service, self.token = service, secret("http").hex()
+        super().__init__(address, _Handler)
+
+    def server_bind(self) -> None:
+        """Without the look-up of this host's name that ``HTTPServer`` makes."""
+        TCPServer.server_bind(self)
+        self.server_name, self.server_port = str(self.server_address[0]), int(self.server_address[1])
+
+    @property
+    def url(self) -> str:
+        """Where it listens."""
+        return f"http://{self.server_name}:{self.server_port}"
+
+
+class _Handler(BaseHTTPRequestHandler):
+    protocol_version = "HTTP/1.1"
+    timeout = IDLE_S
+
+    def do_GET(self) -> None:
+        self._serve({"/health": lambda **_: self._server.service.health()})
+
+    def do_POST(self) -> None:
+        calls = {f"/{name}": call for name, call in self._server.service.calls.items()}
+        self._serve({**calls, "/shutdown": self._shutdown})
+
+    def log_request(self, code: int | str = "-", size: int | str = "-") -> None:
+        """Errors are logged, requests are not."""
+
+    @property
+    def _server(self) -> Server:
+        server = self.server
+        assert isinstance(server, Server)
+        return server
+
+    def _serve(self, calls: Mapping[str, Callable[..., dict[str, Any]]]) -> None:
+        try:
+            status, answer = 200, self._call(calls)
+        except _Refused as refused:
+            status, answer = refused.status, error_to_json(refused)
+        except EngineError as error:
+            status, answer = 422, error_to_json(error)
+        except Exception as error:  # the client waits for an answer; it gets this one
+            log.exception("%s failed", self.path)
+            status, answer = 500, error_to_json(error)
+        data = dumps(answer)
+        self.send_response(status)
+        self.send_header("Content-Type", "application/json")
+        self.send_header("Content-Length", str(len(data)))
+        self.end_headers()
+        self.wfile.write(data)
+
+    def _call(self, calls: Mapping[str, Callable[..., dict[str, Any]]]) -> dict[str, Any]:
+        given = self.headers.get("Authorization", "").removeprefix("Bearer ")
+        if not hmac.compare_digest(given.encode(), self._server.token.encode()):
+            raise self._refused(401, "the token is wrong", "give server and client the same ROLLOUT_FP8_KEY")
+        if self.path not in calls:
+            raise self._refused(404, f"there is no {self.command} {self.path}", f"one of: {', '.join(sorted(calls))}")
+        call, arguments = calls[self.path], self._body()
+        try:
+            inspect.signature(call).bind(**arguments)
+        except TypeError as error:
+            raise self._refused(400, f"{self.path}: {error}", "see rollout_fp8.server") from error
+        return call(**arguments)
+
+    def _body(self) -> dict[str, Any]:
+        length = self.headers.get("Content-Length", "0")
+        if not length.isdigit() or int(length) > LARGEST:
+            raise self._refused(400, f"a request of {length} bytes", f"at most {LARGEST}")
+        try:
+            body = json.loads(self.rfile.read(int(length)) or b"{}")
+        except ValueError as error:
+            raise self._refused(400, f"the request is not JSON: {error}", "send an object") from error
+        if not isinstance(body, dict):
+            raise self._refused(400, f"the request is a {type(body).__name__}", "send an object")
+        return body
+
+    def _refused(self, status: int, what: str, remedy: str) -> _Refused:
+        self.close_connection = True  # what it sent may be unread
+        return _Refused(status, what, remedy)
+
+    def _shutdown(self) -> dict[str, Any]:
+        threading.Thread(target=self._server.shutdown).start()  # it waits for the loop that serves
+        return {}
+
+
+class _Refused(RolloutError):
+    """A request that never reached the rollout."""
+
+    def __init__(self, status: int, what: str, remedy: str) -> None:
+        super().__init__(what, where="server", remedy=remedy)
+        self.status = status
+
+
+def create(name: str, device: str, config: Mapping[str, Any]) -> Rollout:
+    """A registered rollout; ``config`` holds what ``RolloutRegistry.create`` takes, ``model`` as a mapping."""
+    arguments = {**config, "model": ModelSource(**config["model"])}
+    return RolloutRegistry.create(name=name, device=device, **arguments)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Serve until /shutdown, SIGTERM, or (``--with-parent``) the end of the process that holds standard input."""
+    options = _parser().parse_args(arguments)
+    if options.with_parent:
+        threading.Thread(target=_end_with_parent, daemon=True).start()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
+    try:
+        rollout = create(options.name, options.device, json.loads(options.config))
+    except Exception as error:  # whoever started it reads the reason there
+        log.exception("the rollout did not start")
+        _announce(options.announce, {"error": error_to_json(error)})
+        return 1
+    try:
+        with Server((options.host, options.port), Service(rollout, options.device)) as server:
+            _announce(options.announce, {"url": server.url, "pid": os.getpid()})
+            server.serve_forever(poll_interval=0.1)
+    finally:
+        rollout.close()
+    return 0
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="python -m rollout_fp8.server", description="A rollout in a process of its own."
+    )
+    parser.add_argument("--name", required=True, help="of a registered rollout: vllm, sglang, local")
+    parser.add_argument("--device", default="auto", help="cuda or cpu")
+    parser.add_argument(
+        "--config", required=True, help="JSON: what the rollout's class takes (model, batch_size, dtype, …)"
+    )
+    parser.add_argument("--host", default="127.0.0.1", help="where it listens")
+    parser.add_argument("--port", type=int, default=0, help="0: a free one")
+    parser.add_argument("--announce", type=Path, help="a file that gets the URL, or the error, as JSON")
+    parser.add_argument(
+        "--with-parent", action="store_true", help="end when standard input is closed; needs a session of its own"
+    )
+    return parser
+
+
+def _announce(path: Path | None, news: Mapping[str, Any]) -> None:
+    print(json.dumps(news, default=str), flush=True)
+    if path is not None:
+        part = path.with_suffix(".part")
+        part.write_bytes(dumps(news))
+        part.replace(path)  # whole or not at all
+
+
+def _end_with_parent() -> None:
+    while os.read(0, 1):  # not sys.stdin: its lock would be held when the interpreter ends
+        pass
+    os.killpg(os.getpgid(0), signal.SIGKILL)  # with all that the server has started
+
+
+if __name__ == "__main__":
+    logging.basicConfig(level=logging.INFO)
+    sys.exit(main())

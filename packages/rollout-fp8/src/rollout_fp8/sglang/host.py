@@ -1,0 +1,215 @@
+"""SGLang's engine on a thread of its own, so that it answers in the background and may fail without ending this process.
+
+``sglang.Engine`` runs its event loop only inside its own blocking calls. Here the thread runs the loop while nobody
+calls, and every blocking call is made on the thread: completions go on meanwhile.
+
+When a process of SGLang fails it sends SIGQUIT to its parent, which would end the trainer. A handler takes it instead:
+everything that waits gets an error. It can only be installed from the main thread; a rollout that is created on another
+one ends with the process.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import atexit
+import queue
+import signal
+import threading
+from collections.abc import Callable, Coroutine, Iterable
+from concurrent.futures import Future
+from functools import partial
+from typing import Any, TypeVar
+
+from engine_api.errors import EngineError, RolloutError
+
+T = TypeVar("T")
+WHERE = "rollout 'sglang'"
+
+
+class Host:
+    """Owns the thread, the loop and the engine.
+
+    Args:
+        make: constructs the engine; called on the thread.
+
+    Raises:
+        RolloutError: the engine did not start.
+    """
+
+    def __init__(self, make: Callable[[], Any]) -> None:
+        self.engine: Any = None
+        self.problem = ""  # why nothing works any more
+        self._jobs: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
+        self._waiting: set[Future[Any]] = set()
+        self._spawned: set[Future[Any]] = set()
+        self._tasks: set[asyncio.Task[Any]] = set()  # of those spawned that have begun
+        self._lock = threading.Lock()
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._idle = False
+        self._previous = self._take_signal()
+        started: Future[None] = Future()
+        # A daemon: a rollout that nobody closed must not keep the interpreter from ending.
+        self._thread = threading.Thread(target=self._run, args=(make, started), name="sglang", daemon=True)
+        self._thread.start()
+        try:
+            started.result()
+        except Exception as error:  # SGLang raises whatever stopped it
+            self._give_signal_back()
+            raise RolloutError(
+                "SGLang did not start", where=WHERE, why=f"{type(error).__name__}: {error}",
+                remedy="its own messages stand above; out of memory: lower rollout.options.gpu_memory_utilization or batch_size; "
+                "no kernel: another rollout.options.attention_backend",
+            ) from error  # fmt: skip
+
+    def start(self, function: Callable[[], T]) -> Future[T]:
+        """Begin a blocking call of the engine on its thread; completions go on meanwhile."""
+        future: Future[T] = Future()
+        self._expect(future)
+        self._jobs.put(partial(_settle, future, partial(self._do, function)))
+        self._wake()
+        return future
+
+    def call(self, function: Callable[[], T]) -> T:
+        """``start`` and wait. Raises ``RolloutError`` when SGLang fails meanwhile."""
+        return self.start(function).result()
+
+    def spawn(self, work: Callable[[], Coroutine[Any, Any, T]]) -> Future[T]:
+        """Run a coroutine on the engine's loop, in the background."""
+        with self._lock:
+            loop = self._require_loop()
+            future = asyncio.run_coroutine_threadsafe(self._guarded(work), loop)
+            self._spawned.add(future)
+        future.add_done_callback(self._spawned.discard)
+        return future
+
+    def check(self) -> None:
+        """Raises ``RolloutError`` when SGLang has failed."""
+        if self.problem:
+            raise self._ended()
+
+    def close(self) -> None:
+        """End SGLang's processes and the thread; idempotent.
+
+        SGLang's own shutdown ends *every* child of this process (``kill_process_tree`` in its ``Engine.shutdown``).
+        """
+        if self.engine is None:
+            return
+        engine, self.engine = self.engine, None
+        self._fail("it is closed")
+        engine.shutdown()
+        atexit.unregister(engine.shutdown)  # it would end all children of this process once more
+        self._thread.join()
+        self._give_signal_back()
+
+    # --- the thread -----------------------------------------------------------------------------
+
+    def _run(self, make: Callable[[], Any], started: Future[None]) -> None:
+        _settle(started, partial(self._make, make))
+        loop = self._loop
+        if loop is None:
+            return
+        while not self.problem:
+            try:
+                job = self._jobs.get_nowait()
+            except queue.Empty:
+                self._idle = True
+                loop.run_forever()  # until somebody calls
+                self._idle = False
+            else:
+                job()
+        for task in self._tasks:
+            task.cancel()
+        loop.run_until_complete(_all(self._tasks))
+        loop.close()
+        with self._lock:  # from here on nobody can add one
+            left = [*self._waiting, *self._spawned]
+        for future in left:
+            if not future.done():
+                future.set_exception(self._ended())
+
+    def _do(self, function: Callable[[], T]) -> T:
+        try:
+            return function()
+        except EngineError:
+            raise
+        except Exception as error:  # a call of SGLang may raise anything, and does when its loop is stopped
+            if self.problem:
+                raise self._ended() from error
+            raise RolloutError("a call of SGLang failed", where=WHERE, why=f"{type(error).__name__}: {error}",
+                               remedy="its own messages say more") from error  # fmt: skip
+
+    async def _guarded(self, work: Callable[[], Coroutine[Any, Any, T]]) -> T:
+        task = asyncio.current_task()
+        assert task is not None, "it runs on the loop"
+        self._tasks.add(task)
+        try:
+            return await work()
+        except asyncio.CancelledError:
+            raise self._ended() from None
+        finally:
+            self._tasks.discard(task)
+
+    def _ended(self) -> RolloutError:
+        return RolloutError(
+            "SGLang has ended", where=WHERE, why=self.problem, remedy="close this rollout and create another"
+        )
+
+    def _make(self, make: Callable[[], Any]) -> None:
+        self.engine = make()
+        self._loop = self.engine.loop
+
+    def _wake(self) -> None:
+        self._require_loop().call_soon_threadsafe(self._stop_if_idle)
+
+    def _stop_if_idle(self) -> None:
+        # Inside a blocking call the loop must go on: stopping it would break the call.
+        if self._idle:
+            self._require_loop().stop()
+
+    def _require_loop(self) -> asyncio.AbstractEventLoop:
+        self.check()
+        assert self._loop is not None, "the constructor waits for it"
+        return self._loop
+
+    def _expect(self, future: Future[Any]) -> None:
+        with self._lock:
+            self.check()
+            self._waiting.add(future)
+        future.add_done_callback(self._waiting.discard)
+
+    # --- failure --------------------------------------------------------------------------------
+
+    def _fail(self, problem: str) -> None:
+        self.problem = self.problem or problem
+        if self._loop is not None and not self._loop.is_closed():
+            self._loop.call_soon_threadsafe(self._loop.stop)
+
+    def _take_signal(self) -> Any:
+        if threading.current_thread() is not threading.main_thread():
+            return None
+        return signal.signal(signal.SIGQUIT, self._on_signal)
+
+    def _give_signal_back(self) -> None:
+        if threading.current_thread() is threading.main_thread() and self._previous is not None:
+            signal.signal(signal.SIGQUIT, self._previous)
+            self._previous = None
+
+    def _on_signal(self, signum: int, frame: Any) -> None:
+        self._fail("one of its processes failed; its own messages say why")
+        if callable(self._previous):
+            self._previous(signum, frame)
+
+
+async def _all(tasks: Iterable[asyncio.Task[Any]]) -> None:
+    await asyncio.gather(*tasks, return_exceptions=True)
+
+
+def _settle(future: Future[T], function: Callable[[], T]) -> None:
+    try:
+        result = function()
+    except BaseException as error:  # noqa: BLE001 - whoever waits for the future gets it
+        if not future.done():
+            future.set_exception(error)
+    else:
+        if not future.done():
+            future.set_result(result)

@@ -1,0 +1,132 @@
+"""Options of the ``sglang`` rollout, and what they and the model make of SGLang's own arguments."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+
+from engine_api.config import ModelSource
+from engine_api.errors import ConfigError, RolloutError
+from rollout_fp8.layers import server_config
+from rollout_fp8.options import Options
+
+WHERE = "rollout 'sglang'"
+LOADER = "rollout_fp8.sglang.loader.load"  # imported by SGLang in its schedulers
+DTYPES = ("bfloat16", "float16", "float32")
+# SGLang generates up to context_length - 2 tokens and takes prompts of up to context_length - 7
+# (managers/scheduler.py, managers/tp_worker.py); with these more, every position of the model can be used.
+SPARE = 8
+# Of the GPU's memory: SGLang's own share counts weights and caches, not activations and CUDA graphs.
+ACTIVATIONS = 0.08
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SglangOptions(Options):
+    """What ``SglangRollout`` takes beside.
+
+    Attributes:
+        attention_backend: ``auto`` is SGLang's choice (FlashAttention 3 on an H200); for float32, which that has not,
+            ``triton``.
+        sampling_backend: ``auto`` is SGLang's choice.
+        cuda_graph: capture decoding in CUDA graphs, for up to ``batch_size`` completions.
+        deterministic: SGLang follows ``SamplingParams.seed`` only in its deterministic mode, whose kernels do not depend
+            on the batch and are slower (34 % on average, https://lmsys.org/blog/2025-09-22-sglang-deterministic).
+            False: faster, and every draw is another.
+        memory_saver: load torch_memory_saver into SGLang's processes; ``sleep`` needs it.
+    """
+
+    attention_backend: Literal["auto", "fa3", "flashinfer", "triton", "torch_native"] = "auto"
+    sampling_backend: Literal["auto", "flashinfer", "pytorch"] = "auto"
+    cuda_graph: bool = True
+    deterministic: bool = True
+    memory_saver: bool = True
+
+
+def check_arguments(*, dtype: str, quantization: str, batch_size: int, device: torch.device) -> None:
+    """What every rollout is given.
+
+    Raises ``ConfigError``, and ``RolloutError`` where SGLang would serve FP8 weights through 16-bit kernels (Marlin).
+    """
+    if dtype not in DTYPES:
+        raise ConfigError("rollout.options.dtype", f"unknown dtype {dtype!r}", remedy=f"one of: {', '.join(DTYPES)}")
+    if quantization not in ("none", "fp8"):
+        raise ConfigError("rollout.quantization", f"unknown quantization {quantization!r}", remedy="one of: none, fp8")
+    if batch_size < 1:
+        raise ConfigError("rollout.batch_size", f"{batch_size} is too small", remedy="give at least 1")
+    if quantization == "none":
+        return
+    if dtype == "float32":
+        raise ConfigError("rollout.options.dtype", "float32 with quantization fp8",
+                          why="SGLang's FP8 kernels compute 16-bit activations", remedy="bfloat16")  # fmt: skip
+    major, minor = torch.cuda.get_device_capability(device) if device.type == "cuda" else (0, 0)
+    if 10 * major + minor < 89:
+        raise RolloutError("this device has no FP8 kernels", where=WHERE, remedy="rollout.quantization=none",
+                           why=f"block FP8 kernels need compute capability 8.9, {device} has {major}.{minor}")  # fmt: skip
+
+
+def write_config(folder: Path, source: ModelSource, quantized: str | None) -> dict[str, Any]:
+    """``config.json`` as SGLang is to read it, in a folder without weights and without defaults for sampling.
+
+    The model's end-of-sequence ids are left out: SGLang would add them to those that a request names, and its
+    ``ignore_eos`` turns off both. ``quantized``: the architecture whose layers are served in FP8.
+    """
+    from transformers import PretrainedConfig
+
+    config, _ = PretrainedConfig.get_config_dict(source.path, revision=source.revision)
+    config = {**config, **source.config_overrides, "eos_token_id": None}
+    for name in ("quantization_config", "_commit_hash"):
+        config.pop(name, None)
+    if quantized is not None:
+        config["quantization_config"] = server_config(quantized, config["num_hidden_layers"])
+    (folder / "config.json").write_text(json.dumps(config))
+    if source.trust_remote_code and Path(source.path).is_dir():
+        for code in Path(source.path).glob("*.py"):
+            shutil.copy(code, folder)
+    return config
+
+
+def context_of(config: Mapping[str, Any], options: SglangOptions) -> int:
+    """Tokens of a prompt with its completion. Raises ``ConfigError`` for more than the model was made for."""
+    own, wanted = config.get("max_position_embeddings"), options.max_model_len
+    if own is None and wanted is None:
+        raise ConfigError("rollout.options.max_model_len", "missing", why="the model's config.json names no limit",
+                          remedy="set it")  # fmt: skip
+    if own is not None and wanted is not None and wanted > own:
+        raise ConfigError("rollout.options.max_model_len", f"{wanted} is too large", why=f"the model has {own} positions",
+                          remedy=f"give at most {own}")  # fmt: skip
+    return int(wanted or own or 0)
+
+
+def engine_arguments(
+    options: SglangOptions, *, folder: Path, source: ModelSource, dtype: str, batch_size: int, gpu: int, context: int
+) -> dict[str, Any]:
+    """What ``sglang.Engine`` is constructed with."""
+    attention = options.attention_backend
+    if attention == "auto" and dtype == "float32":
+        attention = "triton"
+    chosen = {"attention_backend": attention, "sampling_backend": options.sampling_backend}
+    return {
+        "model_path": str(folder),
+        "skip_tokenizer_init": True,
+        "load_format": "dummy",  # weights come from the engine
+        "dtype": dtype,
+        "trust_remote_code": source.trust_remote_code,
+        "tp_size": options.tensor_parallel_size,
+        "base_gpu_id": gpu,
+        "context_length": context + SPARE,
+        "max_running_requests": batch_size,
+        "mem_fraction_static": max(options.gpu_memory_utilization - ACTIVATIONS, options.gpu_memory_utilization / 2),
+        "disable_cuda_graph": not options.cuda_graph,
+        "enable_memory_saver": options.memory_saver,
+        "enable_deterministic_inference": options.deterministic,
+        "custom_weight_loader": [LOADER],
+        "log_level": "error",
+        **({"cuda_graph_max_bs_decode": batch_size} if options.cuda_graph else {}),
+        **{name: value for name, value in chosen.items() if value != "auto"},
+    }

@@ -1,0 +1,277 @@
+"""The ``sglang`` rollout."""
+
+from __future__ import annotations
+
+import importlib
+import os
+import tempfile
+import threading
+import time
+import uuid
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import Future
+from contextlib import contextmanager, suppress
+from functools import partial
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+
+from engine_api.config import ModelSource
+from engine_api.errors import EngineError, RolloutError
+from engine_api.registry import Resolution
+from engine_api.rollout import Completion, Generation, SamplingParams, SyncResult
+from engine_api.weights import WeightExport
+from rollout_fp8 import versions
+from rollout_fp8.exporter import DTYPES, collect
+from rollout_fp8.model import architecture_of
+from rollout_fp8.session import SyncSession
+from rollout_fp8.sglang.generation import SglangGeneration
+from rollout_fp8.sglang.host import Host
+from rollout_fp8.sglang.options import SglangOptions, check_arguments, context_of, engine_arguments, write_config
+from rollout_fp8.sglang.requests import WHERE, check_request, completions_of, request_parameters
+from rollout_fp8.sglang.sync import Schedulers
+from rollout_fp8.wire import WireStream
+
+# SGLang's public switch for a context_length above the model's; requests stay below the model's own (see SPARE).
+_LONGER = "SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN"
+_OWN = ("NCCL_", "CUDA_", _LONGER)  # variables of this process
+IDLE_S = 60.0  # for the last request to leave the scheduler
+_SYNCING = "a weight sync is running"
+
+
+class SglangRollout:
+    """Generates with SGLang. See ``engine_api.rollout.AsyncRollout`` for what the members promise.
+
+    The server is built from the model's configuration alone; weights come only from ``update_weights``. SGLang runs in
+    processes of its own on the same GPUs; ``close`` goes through its shutdown, which ends *every* child of this process.
+
+    Args:
+        resolution: from the registry; the server takes the process's current GPU, and the next ones under tensor
+            parallelism.
+        model: a folder or hub id with a ``config.json``.
+        pad_token_id: SGLang pads nothing.
+        eos_token_ids: end every completion, beside ``SamplingParams.stop_token_ids``; those of the model's folder do not.
+        batch_size: completions that are generated at the same time.
+        dtype: of weights and computation.
+        quantization: ``fp8``: linear layers in e4m3 with a scale for each 128×128 block.
+        options: see ``SglangOptions``.
+
+    Raises:
+        ConfigError: an argument or option that is none.
+        PluginUnavailable: SGLang is not installed, or of a version that was not tested.
+        RolloutError: it does not start: no memory, no FP8 kernels, a model that it does not know.
+    """
+
+    def __init__(
+        self, *, resolution: Resolution, model: ModelSource, pad_token_id: int, eos_token_ids: Sequence[int] = (),
+        batch_size: int = 64, dtype: str = "bfloat16", quantization: str = "none", **options: Any,
+    ) -> None:  # fmt: skip
+        del pad_token_id
+        self.options = SglangOptions.parse(options)
+        self._device = _device(resolution.device)
+        check_arguments(dtype=dtype, quantization=quantization, batch_size=batch_size, device=self._device)
+        versions.check("sglang", resolution.device, allow_untested=self.options.allow_untested_version)
+        self.weight_version = -1  # none yet
+        self._eos, self._dtype = tuple(eos_token_ids), DTYPES[dtype]
+        self._architecture = architecture_of(model) if quantization == "fp8" else None
+        self._gate = threading.Lock()  # between states
+        self._not_ready = "no weights have been installed"
+        self._asleep: frozenset[str] = frozenset()
+        self._running: set[Future[Any]] = set()  # generations; one that is done may still stand here
+        self._used = False  # something was generated since the caches were flushed
+        self._folder = tempfile.TemporaryDirectory(prefix="sglang-")
+        try:
+            self._host: Host | None = self._start(model, dtype, batch_size)
+        except BaseException:  # an interrupt too must leave no folder behind; raised again
+            self._folder.cleanup()
+            raise
+        self._session = SyncSession(Schedulers(self._host, self.options.tensor_parallel_size))
+
+    def generate(self, prompts: Sequence[Sequence[int]], sampling: SamplingParams) -> list[Completion]:
+        """See ``Rollout.generate``; global random generators stay as they are."""
+        with self._gate:
+            host = self._check_ready()
+            check_request(prompts, sampling, vocab_size=self._vocabulary, limit=self._limit)
+            generation = self._begin(host, prompts, sampling) if prompts else None
+        if generation is None:
+            return []
+        try:
+            return generation.result()
+        except BaseException:  # Ctrl-C too: the server would go on generating for nobody; raised again
+            generation.abort()  # one that failed leaves the others running
+            raise
+
+    def submit(self, prompt: Sequence[int], sampling: SamplingParams) -> Generation:
+        """See ``AsyncRollout.submit``."""
+        with self._gate:
+            host = self._check_ready()
+            check_request([prompt], sampling, vocab_size=self._vocabulary, limit=self._limit)
+            return self._begin(host, [prompt], sampling)
+
+    def update_weights(self, export: WeightExport, version: int) -> SyncResult:
+        """See ``Rollout.update_weights``. The export is run to its end even when the sync fails.
+
+        Raises ``RolloutError``, and serves on, while anything is generated; after any other failure nothing is served.
+        """
+        stream: WireStream | None = None
+        try:
+            with self._syncing(version):
+                stream = self._stream(export)
+                result = self._session.run(stream, version)
+        except BaseException:  # whatever it is, other ranks wait in the export's gathers; raised again
+            with suppress(EngineError):  # the first error is the one to tell
+                for _ in stream or export:
+                    pass
+            raise
+        self.weight_version = version
+        return result
+
+    def sleep(self, weights: bool = True, kv_cache: bool = True) -> None:
+        """See ``Rollout.sleep``. What sleeps keeps its addresses, so that CUDA graphs stay valid."""
+        with self._gate:
+            host = self._check_idle("sleep")
+            wanted = _tags(weights, kv_cache) - self._asleep
+            if not wanted:
+                return
+            if not self.options.memory_saver:
+                raise RolloutError("cannot sleep", where=WHERE, why="torch_memory_saver was not loaded",
+                                   remedy="rollout.options.memory_saver=true")  # fmt: skip
+            self._flush(host)
+            host.call(lambda: host.engine.release_memory_occupation(tags=sorted(wanted)))
+            self._asleep |= wanted
+            if "weights" in wanted:
+                self._not_ready = "it sleeps"
+
+    def wake_up(self, weights: bool = True, kv_cache: bool = True) -> None:
+        """See ``Rollout.wake_up``."""
+        with self._gate:
+            host = self._check_idle("wake up")
+            wanted = _tags(weights, kv_cache) & self._asleep
+            if not wanted:
+                return
+            host.call(lambda: host.engine.resume_memory_occupation(tags=sorted(wanted)))
+            self._asleep -= wanted
+            if "weights" in wanted:
+                self._not_ready = "no weights have been installed since it woke up"
+
+    def close(self) -> None:
+        """Idempotent; what is being generated is lost."""
+        with self._gate:
+            self._not_ready = "it is closed"
+            host, self._host = self._host, None
+        if host is not None:
+            host.close()
+            self._folder.cleanup()
+
+    # --- the server -----------------------------------------------------------------------------
+
+    def _start(self, model: ModelSource, dtype: str, batch_size: int) -> Host:
+        folder = Path(self._folder.name)
+        config = write_config(folder, model, self._architecture)
+        context = context_of(config, self.options)
+        arguments = engine_arguments(self.options, folder=folder, source=model, dtype=dtype, batch_size=batch_size,
+                                     gpu=self._device.index or 0, context=context)  # fmt: skip
+        host = Host(partial(_engine, arguments))
+        told: Mapping[str, Any] = host.call(host.engine.get_server_info)
+        # Where memory is short SGLang has room for less than the context, and would cut completions off in silence.
+        self._limit = min(context, int(told["max_req_input_len"]) - 1)
+        self._vocabulary = int(config["vocab_size"])
+        return host
+
+    def _begin(self, host: Host, prompts: Sequence[Sequence[int]], sampling: SamplingParams) -> SglangGeneration:
+        """Each completion is a request of its own: SGLang's ``n`` would give all of them one seed."""
+        stop = sorted({*self._eos, *sampling.stop_token_ids})
+        rids = [uuid.uuid4().hex for _ in range(len(prompts) * sampling.n)]
+        request = {
+            "input_ids": [list(prompt) for prompt in prompts for _ in range(sampling.n)],
+            "sampling_params": request_parameters(prompts, sampling, stop), "return_logprob": True, "rid": rids,
+        }  # fmt: skip
+        self._used = True
+        answers = host.spawn(lambda: host.engine.async_generate(**request))
+        self._running.add(answers)
+        answers.add_done_callback(self._running.discard)
+        read = partial(completions_of, n=sampling.n, version=self.weight_version, stop=stop)
+        return SglangGeneration(host, answers, rids, read)
+
+    def _flush(self, host: Host) -> None:
+        """Drop keys and values of the old weights, once the last request has left the scheduler."""
+        deadline = time.monotonic() + IDLE_S
+        while self._used:
+            self._used = not host.call(host.engine.flush_cache).success
+            if self._used and time.monotonic() > deadline:
+                raise RolloutError("SGLang keeps keys and values of the old weights", where=WHERE,
+                                   why=f"it was not idle within {IDLE_S:.0f} s", remedy="close this rollout and create another")  # fmt: skip
+            if self._used:
+                time.sleep(0.01)
+
+    # --- the sync -------------------------------------------------------------------------------
+
+    def _stream(self, export: WeightExport) -> WireStream:
+        if hasattr(export, "buckets"):
+            return cast("WireStream", export)
+        return collect(export, device=self._device, dtype=self._dtype, architecture=self._architecture,
+                       scales=self.options.scales, audit=self.options.audit)  # fmt: skip
+
+    @contextmanager
+    def _syncing(self, version: int) -> Iterator[None]:
+        """Nothing is generated from here on; afterwards it may be, unless the sync failed."""
+        with self._gate:
+            host = self._check_idle("take weights")
+            if "weights" in self._asleep or self._not_ready == _SYNCING:
+                raise RolloutError("cannot take weights", where=WHERE, why=self._not_ready,
+                                   remedy="wait for it" if self._not_ready == _SYNCING else "call wake_up first")  # fmt: skip
+            self._not_ready = _SYNCING
+        failed = "the last weight sync failed, some weights may be old and some new"
+        try:
+            if version < self.weight_version:
+                raise RolloutError(f"version {version} is stale", where=WHERE, why=f"{self.weight_version} was served before",
+                                   remedy="sync the engine's current weights")  # fmt: skip
+            self._flush(host)
+            yield
+            failed = ""
+        finally:
+            with self._gate:
+                if failed:
+                    self._session.forget()
+                if self._host is not None:
+                    self._not_ready = failed
+
+    # --- states ---------------------------------------------------------------------------------
+
+    def _check_ready(self) -> Host:
+        why = self._not_ready or ("its caches sleep" if self._asleep else "")
+        if why or self._host is None:
+            remedy = "create another one" if self._host is None else "call wake_up, then update_weights"
+            raise RolloutError("cannot generate", where=WHERE, why=why, remedy=remedy)
+        self._host.check()
+        return self._host
+
+    def _check_idle(self, what: str) -> Host:
+        if self._host is None:
+            raise RolloutError(f"cannot {what}", where=WHERE, why="it is closed", remedy="create another one")
+        self._host.check()
+        if any(not future.done() for future in tuple(self._running)):
+            raise RolloutError(f"cannot {what}", where=WHERE, why="it is generating",
+                               remedy="wait for what was submitted, or abort it")  # fmt: skip
+        return self._host
+
+
+def _engine(arguments: Mapping[str, Any]) -> Any:
+    """The engine; what SGLang sets for its own processes does not stay in this one, where the trainer's NCCL reads it."""
+    before = {name: value for name, value in os.environ.items() if name.startswith(_OWN)}
+    os.environ[_LONGER] = "1"
+    try:
+        return importlib.import_module("sglang").Engine(**arguments)
+    finally:
+        for name in [name for name in os.environ if name.startswith(_OWN)]:
+            del os.environ[name]
+        os.environ.update(before)
+
+
+def _tags(weights: bool, kv_cache: bool) -> frozenset[str]:
+    return frozenset(name for name, wanted in (("weights", weights), ("kv_cache", kv_cache)) if wanted)
+
+
+def _device(name: str) -> torch.device:
+    return torch.device("cuda", torch.cuda.current_device()) if name == "cuda" else torch.device(name)

@@ -1,0 +1,156 @@
+"""Where a server's own loader puts every element of every tensor, learnt by watching it copy.
+
+A loader slices a checkpoint's tensor (for tensor parallelism, for fused projections, for experts) and copies the slices
+into parameters. Each such copy is a *region*: a box of the source and the place in a parameter where it lands. All
+regions together are all that later syncs need, for any architecture that the server can load, with no table of ours.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode  # the documented way to watch calls; it has no other name
+
+from engine_api.errors import RolloutError
+from engine_api.weights import ShardSpec
+from rollout_fp8.wire import WireTensor
+
+WHERE = "learning the server's layout"
+Layout = tuple[torch.Size, tuple[int, ...], torch.dtype]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Region:
+    """A box of a wire tensor, and where it lies in a parameter (in elements, as ``torch.as_strided`` takes them)."""
+
+    name: str
+    box: ShardSpec
+    parameter: str
+    offset: int
+    stride: tuple[int, ...]
+
+    def view(self, parameter: Tensor) -> Tensor:
+        """The box inside the parameter, in the box's shape."""
+        return parameter.as_strided(self.box.shape, self.stride, parameter.storage_offset() + self.offset)
+
+
+class LoaderTrace(TorchDispatchMode):
+    """Watches one run of a loader.
+
+    ``parameters`` is asked for at the first tensor: some servers put other parameters in place just before they load.
+    """
+
+    def __init__(self, parameters: Callable[[], Mapping[str, Tensor]]) -> None:
+        super().__init__()
+        self.regions: list[Region] = []
+        self.layouts: dict[str, Layout] = {}
+        self._ask = parameters
+        self._owners: dict[int, tuple[str, Tensor]] = {}
+        self._current: tuple[str, Tensor] | None = None
+
+    @property
+    def at(self) -> str:
+        """The tensor that is being loaded."""
+        return self._current[0] if self._current else "the end"
+
+    def watch(self, tensors: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
+        """Hand ``tensors`` to the loader through this."""
+        for name, tensor in tensors:
+            if not self._owners:
+                self._find_owners()
+            self._current = (name, tensor)
+            yield name, tensor
+        self._current = None
+
+    def __torch_dispatch__(
+        self, func: Any, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if func is torch.ops.aten.copy_.default and self._current is not None:
+            self._record(args[0], args[1])
+        return func(*args, **(kwargs or {}))
+
+    def _find_owners(self) -> None:
+        parameters = self._ask()
+        # The tensors are kept: a storage that is freed and made again would be taken for the old one.
+        self._owners = {_storage(tensor): (name, tensor) for name, tensor in parameters.items()}
+        self.layouts = {name: (t.shape, t.stride(), t.dtype) for name, t in parameters.items()}
+
+    def _record(self, target: Tensor, source: Tensor) -> None:
+        assert self._current is not None
+        name, whole = self._current
+        owner = self._owners.get(_storage(target))
+        if owner is None or source.is_meta or _storage(source) != _storage(whole):
+            return
+        parameter, tensor = owner
+        box = _box(whole, source, name)
+        self.regions.append(Region(name=name, box=box, parameter=parameter, stride=_stride(target, source, name),
+                                   offset=int(target.storage_offset() - tensor.storage_offset())))  # fmt: skip
+
+
+def _storage(tensor: Tensor) -> int:
+    return StorageWeakRef(tensor.untyped_storage()).cdata
+
+
+def _stride(target: Tensor, source: Tensor, name: str) -> tuple[int, ...]:
+    """The target's strides by the source's dimensions; the loader may have dropped or added dimensions of one."""
+    sizes = [(size, step) for size, step in zip(target.shape, target.stride(), strict=True) if size != 1]
+    if [size for size, _ in sizes] != [size for size in source.shape if size != 1]:
+        raise _unknown(name, f"{list(source.shape)} is copied into {list(target.shape)}")
+    steps = iter(sizes)
+    return tuple(next(steps)[1] if size != 1 else 1 for size in source.shape)
+
+
+def _box(whole: Tensor, part: Tensor, name: str) -> ShardSpec:
+    """Which box of ``whole`` (contiguous) the view ``part`` is."""
+    if (
+        not whole.is_contiguous()
+        or part.dim() != whole.dim()
+        or any(
+            step != own for size, step, own in zip(part.shape, part.stride(), whole.stride(), strict=True) if size > 1
+        )
+    ):
+        raise _unknown(name, f"a view {list(part.shape)} with strides {part.stride()} of {list(whole.shape)}")
+    rest = part.storage_offset() - whole.storage_offset()
+    offset: list[int] = []
+    for step in whole.stride():
+        offset.append(rest // step if step else 0)
+        rest -= offset[-1] * step
+    return ShardSpec(global_shape=tuple(whole.shape), offset=tuple(offset), shape=tuple(part.shape))
+
+
+def _unknown(name: str, why: str) -> RolloutError:
+    return RolloutError(f"cannot follow how the server loads {name}", where=WHERE, why=why,
+                        remedy="this model family cannot be synced into this server; use rollout.name=local")  # fmt: skip
+
+
+def uncovered(trace: LoaderTrace, parameters: Iterable[str]) -> Iterator[str]:
+    """Parameters that the tensors leave as they are, in whole or in part.
+
+    Only rows behind those of a single tensor are no gap: servers pad vocabularies.
+    """
+    covered: dict[str, int] = {}
+    sources: dict[str, set[str]] = {}
+    for region in trace.regions:
+        covered[region.parameter] = covered.get(region.parameter, 0) + torch.Size(region.box.shape).numel()
+        sources.setdefault(region.parameter, set()).add(region.name)
+    for name in parameters:
+        if name not in covered:
+            yield f"nothing comes for {name}"
+        elif covered[name] < (shape := trace.layouts[name][0]).numel() and (len(sources[name]) > 1 or len(shape) == 1):
+            yield f"{name} gets only {', '.join(sorted(sources[name]))}"
+
+
+def misfits(trace: LoaderTrace, tensors: Mapping[str, WireTensor], live: Mapping[str, Layout]) -> Iterator[str]:
+    """Parameters that are served otherwise than they are loaded (of those in ``live``), and tensors of other dtypes."""
+    for name in dict.fromkeys(region.parameter for region in trace.regions):
+        if live and live.get(name) != trace.layouts[name]:
+            yield f"{name} is served as {live.get(name)}, its checkpoint is {trace.layouts[name]}"
+    for region in trace.regions:
+        wire, dtype = tensors[region.name].dtype, trace.layouts[region.parameter][2]
+        if wire != dtype:
+            yield f"{region.name} comes as {wire}, {region.parameter} is served as {dtype}"

@@ -1,0 +1,219 @@
+"""Messages between the process that has the weights and those that serve them.
+
+A channel is a ``multiprocessing.connection.Connection``, on a Unix socket (one host) or TCP (several). Its messages are
+pickled, so both ends first prove to each other that they know the secret of this run: the environment variable
+``ROLLOUT_FP8_KEY``, which a process makes when it has none, and which its children inherit. On TCP the messages
+themselves are neither encrypted nor signed: use it inside a network that you trust.
+
+Every read and write has a deadline; a peer that is closed, dead or silent is a ``PeerError``.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import os
+import secrets
+import select
+import socket
+import struct
+import time
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from multiprocessing.connection import Connection, answer_challenge, deliver_challenge, wait
+from typing import Any
+
+from engine_api.errors import RolloutError
+
+WHERE = "weight sync"
+KEY = "ROLLOUT_FP8_KEY"
+POLL_S = 0.1  # between two looks at whether it is still worth waiting
+GRACE_S = 1.0  # for the others to say what went wrong, once one has failed
+
+Watch = Callable[[], None]
+
+
+class PeerError(RolloutError):
+    """The other side of a channel failed, closed it, or fell silent."""
+
+
+def secret(purpose: str) -> bytes:
+    """32 bytes from this run's secret, others for each purpose: one does not tell another."""
+    key = os.environ.setdefault(KEY, secrets.token_hex(32))
+    return hmac.digest(key.encode(), purpose.encode(), hashlib.sha256)
+
+
+def nothing() -> None:
+    """The watch that always lets a caller wait on."""
+
+
+class Channel:
+    """One end.
+
+    Args:
+        connection: a connected, blocking socket; it is taken over.
+        peer: what the other end is called in errors.
+        timeout_s: of one read or write.
+    """
+
+    def __init__(self, connection: socket.socket, peer: str, timeout_s: float) -> None:
+        self.peer = peer
+        self._connection = Connection(connection.detach())
+        self.limit(timeout_s)
+
+    def limit(self, timeout_s: float) -> None:
+        """Change the deadlines. They are the kernel's: ``Connection`` has none, and a message may come in parts."""
+        self.timeout_s = timeout_s
+        limit = struct.pack("@ll", int(timeout_s), int(timeout_s % 1 * 1e6))
+        with self._socket() as raw:
+            raw.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, limit)
+            raw.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, limit)
+
+    def send(self, tag: str, *body: Any) -> None:
+        """Raises ``PeerError``."""
+        try:
+            self._connection.send((tag, *body))
+        except BlockingIOError as error:
+            raise self._silent() from error
+        except OSError as error:
+            raise self._closed(self.last_words() or str(error)) from error
+
+    def receive(self, tag: str, watch: Watch = nothing) -> tuple[Any, ...]:
+        """The next message's body. ``watch`` is called now and then, and may raise.
+
+        Raises ``PeerError``, also when the peer says that it failed.
+        """
+        deadline = time.monotonic() + self.timeout_s
+        while not self.speaks(POLL_S):
+            watch()
+            if time.monotonic() > deadline:
+                raise self._silent()
+        found, *body = self._next()
+        if found == "failed":
+            raise PeerError(f"{self.peer} failed", where=WHERE, why=str(body[0]), remedy="see its message")
+        assert found == tag, f"{self.peer} sent {found!r} in place of {tag!r}"
+        return tuple(body)
+
+    def speaks(self, wait_s: float = 0.0) -> bool:
+        """Whether a message has come, or the other end is closed."""
+        try:
+            return self._connection.poll(wait_s)
+        except OSError:
+            return True
+
+    def fail(self, text: str) -> None:
+        """Tell the peer, if it still listens, and close."""
+        with suppress(OSError):
+            self._connection.send(("failed", text))
+        self.close()
+
+    def hung_up(self) -> bool:
+        """Whether the other end is closed; what it said before may still be waiting."""
+        watched = select.poll()
+        watched.register(self._connection.fileno(), select.POLLRDHUP)
+        return bool(watched.poll(0))
+
+    def last_words(self, wait_s: float = 0.0) -> str:
+        """What the peer said before it closed, if it failed; anything else that it said is lost."""
+        try:
+            while self._connection.poll(wait_s):
+                found, *body = self._connection.recv()
+                if found == "failed":
+                    return str(body[0])
+        except (OSError, EOFError):
+            pass
+        return ""
+
+    def send_files(self, descriptors: Sequence[int]) -> None:
+        """Open files, on a Unix socket. Raises ``PeerError``."""
+        with self._socket() as raw:
+            try:
+                socket.send_fds(raw, [b"f"], list(descriptors))
+            except OSError as error:
+                raise self._closed(str(error)) from error
+
+    def receive_files(self, count: int) -> list[int]:
+        """What ``send_files`` sent; the caller closes them. Raises ``PeerError``."""
+        with self._socket() as raw:
+            try:
+                _, descriptors, _, _ = socket.recv_fds(raw, 1, count)
+            except OSError as error:
+                raise self._closed(str(error)) from error
+        if len(descriptors) != count:
+            raise self._closed("it sent no files")
+        return descriptors
+
+    def prove(self, *, first: bool) -> None:
+        """Both ends show that they know the secret. Raises ``AuthenticationError``, ``OSError``, ``EOFError``."""
+        key = secret("channel")
+        steps = (deliver_challenge, answer_challenge)
+        for step in steps if first else reversed(steps):
+            step(self._connection, key)
+
+    def fileno(self) -> int:
+        """For ``multiprocessing.connection.wait``."""
+        return self._connection.fileno()
+
+    def close(self) -> None:
+        """Idempotent."""
+        self._connection.close()
+
+    @property
+    def closed(self) -> bool:
+        """Whether this end is."""
+        return self._connection.closed
+
+    def _socket(self) -> socket.socket:
+        return socket.socket(fileno=os.dup(self._connection.fileno()))
+
+    def _next(self) -> tuple[Any, ...]:
+        try:
+            return self._connection.recv()
+        except BlockingIOError as error:
+            raise self._silent() from error
+        except (OSError, EOFError) as error:
+            raise self._closed(str(error)) from error
+
+    def _silent(self) -> PeerError:
+        return PeerError(f"{self.peer} is silent", where=WHERE, why=f"nothing within {self.timeout_s:g} s",
+                         remedy="see whether that process hangs or was stopped")  # fmt: skip
+
+    def _closed(self, why: str) -> PeerError:
+        return PeerError(f"{self.peer} closed the channel", where=WHERE, why=why or "its process ended, or gave up",
+                         remedy="see that process's messages")  # fmt: skip
+
+
+def collect(channels: Sequence[Channel], tag: str, watch: Watch = nothing) -> list[tuple[Any, ...]]:
+    """One message of every channel, in their order.
+
+    Raises ``PeerError`` with what every channel that failed has to say.
+    """
+    found: dict[int, tuple[Any, ...]] = {}
+    failures: dict[int, PeerError] = {}
+    deadline = time.monotonic() + max(channel.timeout_s for channel in channels)
+    while len(found) + len(failures) < len(channels) and time.monotonic() < deadline:
+        pending = {c.fileno(): i for i, c in enumerate(channels) if i not in found and i not in failures}
+        ready = wait(list(pending), POLL_S)
+        if not ready and not failures:
+            watch()
+        for index in (pending[number] for number in ready if isinstance(number, int)):
+            try:
+                found[index] = channels[index].receive(tag)
+            except PeerError as error:
+                failures[index] = error
+                deadline = min(deadline, time.monotonic() + GRACE_S)
+    if failures or len(found) < len(channels):
+        raise _together(channels, found, failures)
+    return [found[index] for index in range(len(channels))]
+
+
+def _together(
+    channels: Sequence[Channel], found: dict[int, tuple[Any, ...]], failures: dict[int, PeerError]
+) -> PeerError:
+    said = [f"{error.what}: {error.why}" for error in failures.values()]
+    if not failures:
+        said = [
+            f"{c.peer} is silent: nothing within {c.timeout_s:g} s" for i, c in enumerate(channels) if i not in found
+        ]
+    return PeerError(f"{len(said)} of {len(channels)} receivers failed", where=WHERE, why="\n       ".join(said),
+                     remedy="see those processes' messages")  # fmt: skip

@@ -1,0 +1,167 @@
+"""One broadcast a bucket, over NCCL on CUDA and gloo on the CPU, for rollouts on GPUs or hosts of their own.
+
+Buckets are bytes, so FP8 travels over any backend. The group is apart from ``torch.distributed``'s default group, which
+trainer and rollouts each have for themselves: ``ProcessGroupNCCL`` and ``ProcessGroupGloo`` are made directly on a store
+(``init_process_group`` makes one world a process, and ``new_group`` only splits it). NCCL and gloo trust their network.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed import TCPStore  # pyright: ignore[reportPrivateImportUsage] - documented, not re-exported
+
+from rollout_fp8.transports.channel import WHERE, Channel, PeerError, collect
+from rollout_fp8.wire import BucketPlan, WirePlan
+
+WATCHDOG = "TORCH_NCCL_ASYNC_ERROR_HANDLING"
+
+
+class Group:
+    """The sender (rank 0) and its receivers. All of them construct it together.
+
+    Raises ``PeerError`` when one does not come, or fails in a broadcast.
+    """
+
+    def __init__(self, store: Any, rank: int, size: int, device: torch.device, timeout_s: float) -> None:
+        self._cuda = device.type == "cuda"
+        # NCCL's own deadline ends the process: the channel's must come first.
+        timeout = timedelta(seconds=2 * timeout_s + 60 if self._cuda else timeout_s)
+        make: Any = dist.ProcessGroupNCCL if self._cuda else dist.ProcessGroupGloo
+        try:
+            with _without_watchdog():
+                self._group = make(store, rank, size, timeout=timeout)
+        except RuntimeError as error:
+            raise _broken(error) from error
+        # NCCL connects at the first broadcast, and blocks the host meanwhile.
+        self.wait(self.broadcast(torch.zeros(1, dtype=torch.uint8, device=device)))
+
+    def broadcast(self, buffer: Tensor) -> dist.Work:
+        """Begin; on CUDA after what is queued on the current stream."""
+        try:
+            return self._group.broadcast(buffer, 0)
+        except RuntimeError as error:
+            raise _broken(error) from error
+
+    def wait(self, work: dist.Work) -> None:
+        """For the bytes (on CUDA the current stream waits, not the host)."""
+        try:
+            work.wait()
+        except RuntimeError as error:
+            raise _broken(error) from error
+
+    def abort(self) -> None:
+        """End broadcasts that hang."""
+        self._group.abort()
+
+
+class CollectiveOutgoing:
+    """See ``kinds.Outgoing``."""
+
+    lends = False
+
+    def __init__(self, device: torch.device, host: str, timeout_s: float) -> None:
+        self._device, self._host, self._timeout_s = device, host, timeout_s
+        self._group: Group | None = None
+        self._num_receivers = 0
+
+    def open(self, channels: Sequence[Channel]) -> None:
+        """See ``kinds.Outgoing.open``."""
+        size, timeout = len(channels) + 1, timedelta(seconds=self._timeout_s)
+        store = TCPStore(self._host, 0, size, is_master=True, timeout=timeout, wait_for_workers=False)
+        for rank, channel in enumerate(channels, start=1):
+            channel.send("join", self._host, store.port, rank, size)
+        self._group = Group(store, 0, size, self._device, self._timeout_s)
+        collect(channels, "opened")
+        self._num_receivers = len(channels)
+
+    def put(self, bucket: BucketPlan, buffer: Tensor) -> Sequence[None]:
+        """See ``kinds.Outgoing.put``."""
+        assert self._group is not None, "open comes first"
+        self._group.wait(self._group.broadcast(buffer))
+        return [None] * self._num_receivers
+
+    def taken(self) -> None:
+        """Nothing of the stream's is lent."""
+
+    def close(self) -> None:
+        """See ``kinds.Outgoing.close``."""
+        if self._group is not None:
+            self._group.abort()
+            self._group = None
+
+
+class CollectiveIncoming:
+    """See ``kinds.Incoming``. The next bucket is received while one is installed."""
+
+    def __init__(self, plan: WirePlan, device: torch.device, timeout_s: float) -> None:
+        self._plan, self._device, self._timeout_s = plan, device, timeout_s
+        self._slots = [torch.empty(size, dtype=torch.uint8, device=device) for size in plan.slots]
+        self._works: dict[int, dist.Work] = {}
+        self._group: Group | None = None
+
+    def open(self, channel: Channel) -> None:
+        """See ``kinds.Incoming.open``."""
+        host, port, rank, size = channel.receive("join")
+        timeout = timedelta(seconds=self._timeout_s)
+        store = TCPStore(host, port, size, is_master=False, timeout=timeout, wait_for_workers=False)
+        self._group = Group(store, rank, size, self._device, self._timeout_s)
+        channel.send("opened")
+
+    def expect(self, index: int) -> None:
+        """See ``kinds.Incoming.expect``: a broadcast begins when all have joined it."""
+        assert self._group is not None, "open comes first"
+        for each in self._soon(index):
+            if each not in self._works:
+                self._works[each] = self._group.broadcast(self._buffer(each))
+
+    def take(self, index: int, told: None) -> Tensor:
+        """See ``kinds.Incoming.take``."""
+        assert self._group is not None, "open comes first"
+        self._group.wait(self._works.pop(index))
+        return self._buffer(index)
+
+    def release(self, index: int) -> None:
+        """A broadcast into the same slot is queued behind what reads it."""
+
+    def close(self) -> None:
+        """See ``kinds.Incoming.close``."""
+        if self._group is not None:
+            self._group.abort()
+            self._group = None
+        self._works, self._slots = {}, []
+
+    def _soon(self, index: int) -> list[int]:
+        """This bucket, and the next one if that has a buffer of its own."""
+        buckets = self._plan.buckets
+        return [
+            i for i in (index, index + 1) if i < len(buckets) and (i == index or buckets[i].slot != buckets[index].slot)
+        ]
+
+    def _buffer(self, index: int) -> Tensor:
+        bucket = self._plan.buckets[index]
+        return self._slots[bucket.slot][: bucket.num_bytes]
+
+
+@contextmanager
+def _without_watchdog() -> Iterator[None]:
+    """NCCL's watchdog, whose group is made inside, would end this process when another one dies; the channel notices."""
+    kept = os.environ.get(WATCHDOG)
+    os.environ[WATCHDOG] = "0"
+    try:
+        yield
+    finally:
+        del os.environ[WATCHDOG]
+        if kept is not None:
+            os.environ[WATCHDOG] = kept
+
+
+def _broken(error: RuntimeError) -> PeerError:
+    return PeerError("a broadcast failed", where=WHERE, why=str(error), remedy="see the other processes' messages")

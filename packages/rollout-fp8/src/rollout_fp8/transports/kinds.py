@@ -1,0 +1,100 @@
+"""What a kind of transport is made of: an end at the sender and an end at each receiver."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Literal, Protocol
+
+import torch
+from torch import Tensor
+
+from engine_api.errors import RolloutError
+from rollout_fp8.transports.channel import WHERE, Channel
+from rollout_fp8.wire import BucketPlan, WirePlan
+
+Kind = Literal["ipc", "shm", "collective"]
+
+
+class Outgoing(Protocol):
+    """The sender's end, for one plan and one set of receivers."""
+
+    lends: bool  # receivers read the stream's own buffer, so that it may not go on until they have taken it
+
+    def open(self, channels: Sequence[Channel]) -> None:
+        """Agree with the receivers' ``Incoming.open``. Raises ``PeerError``."""
+        ...
+
+    def put(self, bucket: BucketPlan, buffer: Tensor) -> Sequence[Any]:
+        """Make a bucket available; what each receiver is to be told. Raises ``RolloutError``."""
+        ...
+
+    def taken(self) -> None:
+        """Every receiver has read the last bucket that was put, or has queued it (where ``lends``)."""
+        ...
+
+    def close(self) -> None:
+        """Give everything back; ends what hangs."""
+        ...
+
+
+class Incoming(Protocol):
+    """A receiver's end."""
+
+    def open(self, channel: Channel) -> None:
+        """Agree with ``Outgoing.open``. Raises ``PeerError``."""
+        ...
+
+    def expect(self, index: int) -> None:
+        """Bucket ``index`` will be taken next; the sender has perhaps not made it yet. Raises ``RolloutError``."""
+        ...
+
+    def take(self, index: int, told: Any) -> Tensor:
+        """Bucket ``index``, uint8, ready for the current stream. Raises ``RolloutError``."""
+        ...
+
+    def release(self, index: int) -> None:
+        """The bucket has been read (on CUDA: that is queued on the current stream)."""
+        ...
+
+    def close(self) -> None:
+        """Give everything back; ends what hangs."""
+        ...
+
+
+def outgoing(kind: Kind, plan: WirePlan, device: torch.device, host: str | None, timeout_s: float) -> Outgoing:
+    """The sender's end. Raises ``RolloutError`` for a kind that does not serve the device."""
+    _check(kind, device)
+    if kind == "ipc":
+        from rollout_fp8.transports.ipc import IpcOutgoing
+
+        return IpcOutgoing(plan, device)
+    if kind == "shm":
+        from rollout_fp8.transports.shm import ShmOutgoing
+
+        return ShmOutgoing(plan)
+    from rollout_fp8.transports.collective import CollectiveOutgoing
+
+    return CollectiveOutgoing(device, host or "127.0.0.1", timeout_s)
+
+
+def incoming(kind: Kind, plan: WirePlan, device: torch.device, timeout_s: float) -> Incoming:
+    """A receiver's end. Raises ``RolloutError`` for a kind that does not serve the device."""
+    _check(kind, device)
+    if kind == "ipc":
+        from rollout_fp8.transports.ipc import IpcIncoming
+
+        return IpcIncoming(plan, device)
+    if kind == "shm":
+        from rollout_fp8.transports.shm import ShmIncoming
+
+        return ShmIncoming(plan)
+    from rollout_fp8.transports.collective import CollectiveIncoming
+
+    return CollectiveIncoming(plan, device, timeout_s)
+
+
+def _check(kind: Kind, device: torch.device) -> None:
+    needed = {"ipc": "cuda", "shm": "cpu"}.get(kind, device.type)
+    if device.type != needed:
+        raise RolloutError(f"transport {kind!r} cannot carry weights on {device.type}", where=WHERE,
+                           why=f"it is for {needed}", remedy="shm on the CPU, ipc on CUDA, collective on either")  # fmt: skip

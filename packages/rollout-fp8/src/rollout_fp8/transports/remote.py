@@ -1,0 +1,162 @@
+"""A process that serves the weights."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from engine_api.errors import RolloutError
+from rollout_fp8.exporter import whole_tensors
+from rollout_fp8.transports.channel import WHERE, Channel, PeerError
+from rollout_fp8.transports.kinds import Incoming, incoming
+from rollout_fp8.transports.listener import connect
+from rollout_fp8.wire import BucketPlan, WirePlan
+
+
+class RemoteStream:
+    """One sync's ``WireStream``, pulled from a sender.
+
+    ``seconds`` are the sender's, and ``transfer``: how long this side waited for buckets, their making included.
+
+    Attributes:
+        answer: what the sender gets at the end, for the consumer to set; it is pickled.
+    """
+
+    def __init__(
+        self, channel: Channel, plan: WirePlan, transport: Incoming, device: torch.device, *, audit: bool
+    ) -> None:
+        self.plan, self.device, self.audit = plan, device, audit
+        self.answer: Any = None
+        self._channel, self._transport = channel, transport
+        self._left: Iterator[tuple[BucketPlan, Tensor]] | None = None
+        self._end: tuple[Mapping[str, int], Mapping[str, float]] | None = None
+        self._waited = 0.0
+
+    def buckets(self) -> Iterator[tuple[BucketPlan, Tensor]]:
+        """See ``WireStream.buckets``. Raises ``PeerError``."""
+        if self._left is None:
+            self._left = self._pull()
+        return self._left
+
+    def __iter__(self) -> Iterator[tuple[str, Tensor]]:
+        """See ``WireStream.__iter__``; a stream whose buckets somebody began to take is only run to its end."""
+        if self._left is None:
+            yield from whole_tensors(self.buckets())
+            return
+        for _ in self._left:
+            pass
+
+    def checksums(self) -> Mapping[str, int]:
+        """See ``WireStream.checksums``."""
+        return self._ending()[0]
+
+    def seconds(self) -> Mapping[str, float]:
+        """See ``WireStream.seconds``."""
+        return {**self._ending()[1], "transfer": self._waited}
+
+    def _ending(self) -> tuple[Mapping[str, int], Mapping[str, float]]:
+        assert self._end is not None, "after the last bucket"
+        return self._end
+
+    def _pull(self) -> Iterator[tuple[BucketPlan, Tensor]]:
+        for index, bucket in enumerate(self.plan.buckets):
+            begin = time.perf_counter()
+            self._transport.expect(index)
+            (told,) = self._channel.receive("bucket")
+            buffer = self._transport.take(index, told)
+            self._waited += time.perf_counter() - begin
+            yield bucket, buffer
+            self._transport.release(index)
+            self._channel.send("taken")
+        checksums, seconds = self._channel.receive("end")
+        self._end = (checksums, seconds)
+
+    def finish(self) -> None:
+        """Tell the sender that all is installed. Raises ``RolloutError`` when it is not."""
+        if self._end is None:
+            raise RolloutError("the weights were not taken to their end", where=WHERE, remedy="exhaust the stream")
+        if self.device.type == "cuda":
+            torch.cuda.current_stream(self.device).synchronize()
+        self._channel.send("done", self.answer)
+
+
+class _Session:
+    """A connection to one sender, with what stays the same from sync to sync."""
+
+    def __init__(self, address: str, count: int, rank: int, device: torch.device, timeout_s: float) -> None:
+        self.channel = connect(address, timeout_s)
+        self._device, self._transport = device, None
+        try:
+            self.channel.send("hello", rank, count)
+            kind, self._plan = self.channel.receive("plan")
+            self._transport = incoming(kind, self._plan, device, timeout_s)
+            self.channel.send("learnt")
+            self._transport.open(self.channel)
+        except BaseException as error:  # an interrupt too: the sender would wait for this process; raised again
+            self.close(str(error) or type(error).__name__)
+            raise
+
+    def begin(self, count: int) -> RemoteStream:
+        """The next sync's stream. Raises ``PeerError``."""
+        theirs, audit = self.channel.receive("begin")
+        if theirs != count:
+            raise PeerError(f"{self.channel.peer} sends sync {theirs}, sync {count} was asked for", where=WHERE,
+                            remedy="give each receiver Sender.address anew, once a sync")  # fmt: skip
+        assert self._transport is not None, "it was opened"
+        return RemoteStream(self.channel, self._plan, self._transport, self._device, audit=audit)
+
+    def close(self, why: str) -> None:
+        """Tell the sender, and give everything back."""
+        self.channel.fail(why)
+        if self._transport is not None:
+            self._transport.close()
+
+
+_SESSIONS: dict[tuple[str, int], _Session] = {}  # by sender and rank
+
+
+@contextmanager
+def receive_weights(
+    address: str, *, rank: int = 0, device: torch.device, timeout_s: float = 300.0
+) -> Iterator[RemoteStream]:
+    """Take part in one sync, as receiver ``rank`` of the sender at ``address``.
+
+    Connection and buffers are kept for the next sync from the same sender. When the block ends, the sender hears
+    ``answer``; when it raises, the sender hears of that.
+
+    Raises ``PeerError``: the sender cannot be reached, failed, or fell silent for ``timeout_s``.
+    """
+    place, _, number = address.rpartition("#")
+    _forget_closed()
+    try:
+        stream = _begin(place, int(number), rank, device, timeout_s)
+        yield stream
+        stream.finish()
+    except BaseException as error:  # an interrupt too: the sender would wait for this process; raised again
+        failed = _SESSIONS.pop((place, rank), None)
+        if failed is not None:
+            failed.close(f"{type(error).__name__}: {error}")
+        raise
+
+
+def _begin(place: str, count: int, rank: int, device: torch.device, timeout_s: float) -> RemoteStream:
+    known = _SESSIONS.get((place, rank))
+    if known is not None:
+        try:
+            return known.begin(count)
+        except PeerError:  # the sender made its connections anew
+            _SESSIONS.pop((place, rank)).close("connections are made anew")
+    session = _SESSIONS[place, rank] = _Session(place, count, rank, device, timeout_s)
+    return session.begin(count)
+
+
+def _forget_closed() -> None:
+    """Sessions of senders that are gone hold memory: on CUDA, the sender's own."""
+    for key, session in list(_SESSIONS.items()):
+        if session.channel.closed or session.channel.hung_up():
+            _SESSIONS.pop(key).close("the sender is gone")

@@ -1,0 +1,182 @@
+"""The process that has the weights."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from rollout_fp8.transports.channel import GRACE_S, WHERE, Channel, PeerError, Watch, collect, nothing, secret
+from rollout_fp8.transports.kinds import Kind, Outgoing, outgoing
+from rollout_fp8.transports.listener import Listener
+from rollout_fp8.wire import WirePlan, WireStream
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Delivery:
+    """What came of one ``send_weights``.
+
+    Attributes:
+        answers: ``RemoteStream.answer`` of each receiver, by rank.
+        checksums: the stream's.
+        seconds: the stream's.
+    """
+
+    answers: list[Any]
+    checksums: Mapping[str, int]
+    seconds: Mapping[str, float]
+
+
+class Sender:
+    """Carries streams to ``receivers`` processes, which connect to ``address`` at their first sync.
+
+    Plan, buffers and connections are kept from one sync to the next; after a failure they are made anew.
+
+    Args:
+        kind: see the package.
+        receivers: how many; their ranks are 0 and up.
+        host: where receivers of other hosts reach this one; None: all are on this host.
+        timeout_s: of every step of a sync, the receivers' work on one bucket and at the end included.
+    """
+
+    def __init__(self, *, kind: Kind, receivers: int = 1, host: str | None = None, timeout_s: float = 300.0) -> None:
+        secret("channel")  # made here if there is none, so that processes which are started from now on inherit it
+        self._kind: Kind = kind
+        self._receivers, self._host, self.timeout_s = receivers, host, timeout_s
+        self._listener = Listener(host)
+        self._count = 0
+        self._session: _Session | None = None
+
+    @property
+    def address(self) -> str:
+        """For the receivers of the next ``send_weights``; another one each time, so that nobody takes part in a later sync."""
+        return f"{self._listener.address}#{self._count}"
+
+    def send_weights(self, stream: WireStream, watch: Watch = nothing) -> Delivery:
+        """Carry one stream to all receivers and wait until they have installed it.
+
+        ``watch`` is called while nothing happens; what it raises ends the sync (a receiver's process that is gone, say).
+
+        Raises:
+            RolloutError: the stream's own; or ``PeerError`` with what every receiver that failed has to say. All
+                receivers fail then. The stream may be left unfinished: the caller runs it to its end.
+        """
+        try:
+            session = self._ready(stream, watch)
+            return session.run(stream, self._count, watch)
+        except BaseException as error:  # an interrupt too: the receivers would wait for this process; raised again
+            self._drop(str(error) or type(error).__name__)
+            raise
+        finally:
+            self._count += 1
+
+    def close(self) -> None:
+        """Idempotent."""
+        self._drop("the sender was closed")
+        self._listener.close()
+
+    def _ready(self, stream: WireStream, watch: Watch) -> _Session:
+        if self._session is not None and not self._session.fits(stream):
+            self._drop("connections are made anew")
+        if self._session is None:
+            channels = self._accept(watch)
+            self._session = _Session(channels, stream.plan, stream.device)
+            transport = outgoing(self._kind, stream.plan, stream.device, self._host, self.timeout_s)
+            self._session.open(self._kind, transport, watch)
+        return self._session
+
+    def _accept(self, watch: Watch) -> list[Channel]:
+        """All receivers, by rank. Those of an earlier sync, that come late, are sent away."""
+        found: dict[int, Channel] = {}
+        try:
+            while len(found) < self._receivers:
+                missing = [rank for rank in range(self._receivers) if rank not in found]
+                peer = "receiver " + ", ".join(str(rank) for rank in missing)
+                channel = self._listener.accept(peer, self.timeout_s, watch)
+                rank, count = channel.receive("hello")
+                if count != self._count or rank not in missing:
+                    channel.fail(f"it came for sync {count} as receiver {rank}; this is sync {self._count}")
+                    continue
+                channel.peer = f"receiver {rank}"
+                found[rank] = channel
+        except BaseException as error:  # an interrupt too: the receivers would wait for this process; raised again
+            for channel in found.values():
+                channel.fail(str(error))
+            raise
+        return [found[rank] for rank in range(self._receivers)]
+
+    def _drop(self, why: str) -> None:
+        if self._session is not None:
+            self._session.close(why)
+            self._session = None
+
+
+class _Session:
+    """What stays the same from sync to sync."""
+
+    def __init__(self, channels: list[Channel], plan: WirePlan, device: torch.device) -> None:
+        self._channels, self._plan, self._device = channels, plan, device
+        self._transport: Outgoing | None = None
+
+    def open(self, kind: Kind, transport: Outgoing, watch: Watch) -> None:
+        """Tell the receivers what will come."""
+        self._transport = transport
+        for channel in self._channels:
+            channel.send("plan", kind, self._plan)
+        collect(self._channels, "learnt", watch)
+        transport.open(self._channels)
+
+    def fits(self, stream: WireStream) -> bool:
+        """Whether it can carry ``stream``, and all receivers are there: between syncs they have nothing to say."""
+        same = self._plan is stream.plan or self._plan == stream.plan
+        return same and self._device == stream.device and not any(channel.speaks() for channel in self._channels)
+
+    def run(self, stream: WireStream, count: int, watch: Watch) -> Delivery:
+        """One sync."""
+        for channel in self._channels:
+            channel.send("begin", count, stream.audit)
+        self._carry(stream, watch)
+        checksums, seconds = stream.checksums(), stream.seconds()
+        for channel in self._channels:
+            channel.send("end", checksums, seconds)
+        answers = [answer for (answer,) in collect(self._channels, "done", watch)]
+        return Delivery(answers=answers, checksums=checksums, seconds=seconds)
+
+    def close(self, why: str) -> None:
+        """Tell the receivers, and give everything back."""
+        for channel in self._channels:
+            channel.fail(why)
+        if self._transport is not None:
+            self._transport.close()
+
+    def _carry(self, stream: WireStream, watch: Watch) -> None:
+        assert self._transport is not None, "open comes first"
+        taken, last_in = 0, dict.fromkeys(range(len(self._plan.slots)), -1)
+
+        def wait_for(index: int) -> None:
+            nonlocal taken
+            while taken <= index:
+                collect(self._channels, "taken", watch)
+                taken += 1
+
+        index = -1
+        for index, (bucket, buffer) in enumerate(stream.buckets()):
+            wait_for(last_in[bucket.slot])
+            last_in[bucket.slot] = index
+            for channel, told in zip(self._channels, self._put(bucket, buffer), strict=True):
+                channel.send("bucket", told)
+            if self._transport.lends:
+                wait_for(index)
+                self._transport.taken()
+        wait_for(index)
+
+    def _put(self, bucket: Any, buffer: torch.Tensor) -> Any:
+        assert self._transport is not None, "open comes first"
+        try:
+            return self._transport.put(bucket, buffer)
+        except PeerError as error:
+            said = [words for channel in self._channels if (words := channel.last_words(GRACE_S))]
+            why = "\n       ".join([*said, error.why])
+            raise PeerError(error.what, where=WHERE, why=why, remedy=error.remedy) from error

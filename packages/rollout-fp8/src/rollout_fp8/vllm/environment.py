@@ -1,0 +1,85 @@
+"""Environment variables that vLLM reads. All of them are set here."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+
+from engine_api.errors import RolloutError
+
+E8M0 = "VLLM_USE_DEEP_GEMM_E8M0"
+
+# For the whole process, unless the user set them: vLLM reads them at its import, or whenever it likes.
+_DEFAULTS = {
+    "VLLM_LOGGING_LEVEL": "WARNING",
+    # With 1, vLLM rounds the scales of FP8 weights to powers of two after loading: what is served is then not what was
+    # sent, and weights are requantized (vLLM #58157).
+    E8M0: "0",
+    # FlashInfer compiles these at their first use. Its sampler cannot report log-probs either.
+    "VLLM_BLOCKSCALE_FP8_GEMM_FLASHINFER": "0",
+    "VLLM_USE_FLASHINFER_SAMPLER": "0",
+    # On a CPU: else vLLM binds threads to cores, the trainer's own among them, and wants a NUMA node for each worker.
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+}
+# What torchrun tells a rank. A worker process of vLLM's own would take itself for that rank.
+_LAUNCHER = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_RANK", "MASTER_ADDR", "MASTER_PORT")
+
+
+def prepare() -> None:
+    """Before vLLM is imported. Raises ``RolloutError`` where the user chose what the sync cannot serve."""
+    for name, value in _DEFAULTS.items():
+        os.environ.setdefault(name, value)
+    if os.environ[E8M0] != "0":
+        raise RolloutError(
+            f"{E8M0}={os.environ[E8M0]}", where="rollout 'vllm'",
+            why="vLLM would requantize FP8 weights after each sync, and serve others than it was sent",
+            remedy=f"unset {E8M0}; for scales that are powers of two: rollout.options.scales=pow2",
+        )  # fmt: skip
+
+
+@contextmanager
+def in_process(rank: int, local_rank: int) -> Iterator[None]:
+    """While an engine is built in this process."""
+    with _changed({
+        "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+        "RANK": str(rank), "LOCAL_RANK": str(local_rank),  # external_launcher reads them
+    }):  # fmt: skip
+        yield
+
+
+@contextmanager
+def workers(first_device: int | None, count: int) -> Iterator[None]:
+    """While an engine is built in processes of its own, on ``count`` devices from ``first_device`` on (None: CPU).
+
+    One variable stays: vLLM pickles what a weight sync tells the workers, over a socket of this user, only with it.
+    """
+    os.environ["VLLM_ALLOW_INSECURE_SERIALIZATION"] = "1"
+    changes: dict[str, str | None] = dict.fromkeys(
+        [*_LAUNCHER, *(name for name in os.environ if name.startswith("TORCHELASTIC_"))]
+    )
+    changes |= {"VLLM_ENABLE_V1_MULTIPROCESSING": "1", "VLLM_WORKER_MULTIPROCESSING_METHOD": "spawn"}
+    if first_device is not None:
+        visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+        names = visible.split(",") if visible else [str(i) for i in range(first_device + count)]
+        changes["CUDA_VISIBLE_DEVICES"] = ",".join(names[first_device : first_device + count])
+    with _changed(changes):
+        yield
+
+
+@contextmanager
+def _changed(changes: Mapping[str, str | None]) -> Iterator[None]:
+    kept = {name: os.environ.get(name) for name in changes}
+    try:
+        _apply(changes)
+        yield
+    finally:
+        _apply(kept)
+
+
+def _apply(changes: Mapping[str, str | None]) -> None:
+    for name, value in changes.items():
+        if value is None:
+            os.environ.pop(name, None)
+        else:
+            os.environ[name] = value

@@ -1,0 +1,76 @@
+"""What an export must hold: Hugging Face names and shapes of a model, from its configuration alone."""
+
+from __future__ import annotations
+
+from collections.abc import Container, Iterator, Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from transformers import AutoModelForCausalLM
+
+from engine_api.config import ModelSource, near_matches
+from engine_api.errors import RolloutError
+from engine_api.hf_names import pieces_of
+from engine_api.weights import WeightExport
+from rollout_fp8.model import config_of
+
+WHERE = "rollout 'vllm', weight sync"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Expected:
+    """What a model holds.
+
+    Attributes:
+        shapes: by name, a tied parameter once.
+        aliases: other names of tied parameters, and the one in ``shapes``.
+    """
+
+    shapes: Mapping[str, tuple[int, ...]]
+    aliases: Mapping[str, str]
+
+    @classmethod
+    def of(cls, source: ModelSource) -> Expected:
+        """Of a model's folder or hub id; no weight is read and no memory taken."""
+        with torch.device("meta"):
+            model = AutoModelForCausalLM.from_config(config_of(source), trust_remote_code=source.trust_remote_code)
+        shapes = {piece.name: piece.shape for pieces in pieces_of(model).values() for piece in pieces}
+        return cls(shapes=shapes, aliases=_aliases(model))
+
+    def checked(self, export: WeightExport) -> Iterator[tuple[str, Tensor]]:
+        """The same tensors; afterwards all of the model's have come, and nothing else.
+
+        Raises ``RolloutError`` that lists names that are missing, unknown, given twice or of a wrong shape, when the
+        export has been read to its end.
+        """
+        seen: set[str] = set()
+        problems: list[str] = []
+        for name, tensor in export:
+            problem = self._problem(name, tensor, seen)
+            seen.add(name)
+            if problem is None:
+                yield name, tensor
+            else:
+                problems.append(problem)
+        problems += [] if problems else [f"{name}: missing" for name in self.shapes if name not in seen]
+        if problems:
+            shown = problems[:8] + ([f"and {len(problems) - 8} more"] if len(problems) > 8 else [])
+            raise RolloutError(f"{len(problems)} weight(s) do not fit", where=WHERE, why="\n       ".join(shown),
+                               remedy="give engine and rollout the same model; nothing is generated until a whole export fits")  # fmt: skip
+
+    def _problem(self, name: str, tensor: Tensor, taken: Container[str]) -> str | None:
+        if name not in self.shapes:
+            return f"{name}: the model has no such weight ({near_matches(name, list(self.shapes))})"
+        if name in taken:
+            return f"{name}: given twice"
+        if not tensor.is_floating_point():
+            return f"{name}: dtype {tensor.dtype}, a floating one is needed"
+        wanted, given = self.shapes[name], tuple(tensor.shape)
+        return None if wanted == given else f"{name}: shape {list(given)}, the model has {list(wanted)}"
+
+
+def _aliases(model: torch.nn.Module) -> dict[str, str]:
+    first = {id(parameter): name for name, parameter in model.named_parameters()}
+    every = model.named_parameters(remove_duplicate=False)
+    return {name: first[id(parameter)] for name, parameter in every if first[id(parameter)] != name}

@@ -1,0 +1,191 @@
+"""One thread steps vLLM's engine; whoever generates, now or in the background, gives it jobs and waits.
+
+Jobs enter whole between two steps. So ranks that serve one replica together, each with a scheduler of its own,
+schedule alike.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from itertools import count
+from typing import Any
+
+import torch
+import vllm
+
+from engine_api.errors import RolloutError
+from engine_api.rollout import Completion, FinishReason
+
+WHERE = "rollout 'vllm'"
+
+
+@dataclass(kw_only=True)
+class _Sequence:
+    """One completion on its way."""
+
+    request: str
+    prompt_index: int
+    prompt: Sequence[int]
+    params: vllm.SamplingParams
+    kept: bool  # False: another rank's, which this one helps to generate
+    tokens: list[int] = field(default_factory=list[int])
+    log_probs: list[float] = field(default_factory=list[float])
+    reason: FinishReason | None = None  # None: goes on
+
+
+class Job:
+    """Completions that were asked for together. A ``Generation``."""
+
+    def __init__(self, stepper: Stepper, version: int) -> None:
+        self._stepper, self._version = stepper, version
+        self._over = threading.Event()
+        self._failure: RolloutError | None = None
+        self.sequences: list[_Sequence] = []
+
+    def add(self, prompt_index: int, prompt: Sequence[int], params: vllm.SamplingParams, *, kept: bool = True) -> None:
+        """One more completion; before ``Stepper.enter``."""
+        self.sequences.append(_Sequence(request=self._stepper.name(), prompt_index=prompt_index, prompt=prompt,
+                                        params=params, kept=kept))  # fmt: skip
+
+    def done(self) -> bool:
+        """See ``Generation``."""
+        return self._over.is_set()
+
+    def result(self, timeout_s: float | None = None) -> list[Completion]:
+        """See ``Generation``; grouped by prompt."""
+        if not self._over.wait(timeout_s):
+            raise TimeoutError(f"{WHERE}: nothing came within {timeout_s} s")
+        if self._failure is not None:
+            raise self._failure
+        return [self._completion(sequence) for sequence in self.sequences if sequence.kept]
+
+    def abort(self) -> None:
+        """See ``Generation``; returns when it is done."""
+        if not self.done():
+            self._stepper.abort(self)
+            self._over.wait()
+
+    def end(self, failure: RolloutError | None = None) -> None:
+        """The stepper's: nothing more will come."""
+        self._failure = failure
+        self._over.set()
+
+    def _completion(self, sequence: _Sequence) -> Completion:
+        assert sequence.reason is not None
+        # No sync happens while anything is generated: one version made all tokens.
+        versions = [self._version] * len(sequence.tokens)
+        return Completion(prompt_index=sequence.prompt_index, tokens=sequence.tokens, log_probs=sequence.log_probs,
+                          weight_versions=versions, finish_reason=sequence.reason)  # fmt: skip
+
+
+class Stepper:
+    """The engine's thread.
+
+    Args:
+        engine: nobody else steps it.
+        device: made current in the thread.
+    """
+
+    def __init__(self, engine: vllm.LLMEngine, device: torch.device) -> None:
+        self._engine, self._device = engine, device
+        self._names = count()
+        self._changed = threading.Condition()
+        self._calls: deque[Callable[[], None]] = deque()
+        self._jobs: list[Job] = []  # that are not over; changed under the condition
+        self._live: dict[str, tuple[_Sequence, Job]] = {}  # the thread's own
+        self._closing = False
+        self._failure = ""
+        self._thread = threading.Thread(target=self._run, name="vllm-stepper", daemon=True)
+        self._thread.start()
+
+    @property
+    def busy(self) -> bool:
+        """Whether anything is being generated."""
+        return bool(self._jobs)
+
+    def name(self) -> str:
+        """Of the next request."""
+        return str(next(self._names))
+
+    def enter(self, job: Job) -> None:
+        """Begin with all of a job's completions at once. Raises ``RolloutError`` after a failure."""
+        with self._changed:
+            if self._failure:
+                raise RolloutError("cannot generate", where=WHERE, why=f"vLLM failed: {self._failure}",
+                                   remedy="close this rollout and create another one")  # fmt: skip
+            self._jobs.append(job)
+            self._calls.append(lambda: self._start(job))
+            self._changed.notify()
+
+    def abort(self, job: Job) -> None:
+        """Ask for a job's end; what has come is kept."""
+        with self._changed:
+            self._calls.append(lambda: self._stop(job))
+            self._changed.notify()
+
+    def close(self) -> None:
+        """End the thread; jobs on their way fail."""
+        with self._changed:
+            self._closing = True
+            self._changed.notify()
+        self._thread.join()
+
+    def _run(self) -> None:
+        if self._device.type == "cuda":
+            torch.cuda.set_device(self._device)
+        try:
+            while self._wait():
+                while self._calls:
+                    self._calls.popleft()()
+                if self._live:
+                    for output in self._engine.step():
+                        self._receive(output)
+        except Exception as error:  # noqa: BLE001 - a thread has no caller: whoever waits for a job gets it
+            self._failure = f"{type(error).__name__}: {error}"
+        why = f"vLLM failed: {self._failure}" if self._failure else "the rollout was closed"
+        with self._changed:
+            self._failure = self._failure or "closed"
+            for job in self._jobs:
+                job.end(RolloutError("the generation was lost", where=WHERE, why=why, remedy="create another rollout"))
+            self._jobs.clear()
+
+    def _wait(self) -> bool:
+        with self._changed:
+            self._changed.wait_for(lambda: self._closing or self._calls or self._live)
+            return not self._closing
+
+    def _start(self, job: Job) -> None:
+        for sequence in job.sequences:
+            self._live[sequence.request] = (sequence, job)
+            prompt: Any = {"prompt_token_ids": list(sequence.prompt)}
+            self._engine.add_request(sequence.request, prompt, sequence.params)
+        self._end_if_over(job)
+
+    def _stop(self, job: Job) -> None:
+        running = [s for s in job.sequences if s.reason is None and s.request in self._live]
+        self._engine.abort_request([s.request for s in running])
+        for sequence in running:
+            sequence.reason = "abort"
+            del self._live[sequence.request]
+        self._end_if_over(job)
+
+    def _receive(self, output: Any) -> None:
+        if output.request_id not in self._live:  # aborted while it was computed
+            return
+        sequence, job = self._live[output.request_id]
+        (new,) = output.outputs
+        sequence.tokens += new.token_ids
+        sequence.log_probs += new.logprobs.logprobs
+        if output.finished:
+            sequence.reason = new.finish_reason
+            del self._live[output.request_id]
+            self._end_if_over(job)
+
+    def _end_if_over(self, job: Job) -> None:
+        if not job.done() and all(s.reason is not None for s in job.sequences):
+            with self._changed:
+                self._jobs.remove(job)
+            job.end()

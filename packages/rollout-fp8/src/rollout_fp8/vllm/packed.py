@@ -1,0 +1,39 @@
+"""Reading weights that vLLM's CPU build keeps packed for its matrix kernels, by multiplying with the identity.
+
+A product with a row of the identity is a column of the weight, exactly: every other term is zero.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from engine_api.errors import RolloutError
+
+ROWS = 1024  # of the identity at a time
+
+
+class PackedReader:
+    """Parameters of a model by name, whether they are still there or only in a packed copy."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self._model = model
+
+    def __call__(self, name: str) -> Tensor:
+        """The parameter in its checkpoint's layout. Raises ``RolloutError`` for what cannot be read back."""
+        tensor = self._model.get_parameter(name)
+        if tensor.numel():
+            return tensor
+        prefix, _, leaf = name.rpartition(".")
+        layer: Any = self._model.get_submodule(prefix)
+        method: Any = getattr(layer, "quant_method", None)
+        # Of tensor-parallel layers, of replicated ones, of an LM head.
+        widths = (getattr(layer, name, None) for name in ("input_size_per_partition", "input_size", "embedding_dim"))
+        columns = next((width for width in widths if width is not None), None)
+        if leaf != "weight" or columns is None or not hasattr(method, "apply"):
+            raise RolloutError(f"cannot read back {name}", where="audit of the weight sync",
+                               why=f"{type(layer).__name__} keeps it packed", remedy="use rollout.options.audit=false")  # fmt: skip
+        parts = [method.apply(layer, rows, None) for rows in torch.eye(columns, dtype=tensor.dtype).split(ROWS)]
+        return torch.cat(parts).t().contiguous()

@@ -1,0 +1,278 @@
+"""The ``vllm`` rollout."""
+
+from __future__ import annotations
+
+import secrets
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+
+from engine_api.config import ModelSource
+from engine_api.errors import ConfigError, RolloutError
+from engine_api.registry import Resolution
+from engine_api.rollout import Completion, Generation, SamplingParams, SyncResult
+from engine_api.weights import WeightExport
+from rollout_fp8 import versions
+from rollout_fp8.exporter import DTYPES, EngineStream, collect
+from rollout_fp8.layers import server_config
+from rollout_fp8.model import architecture_of, config_of
+from rollout_fp8.options import VllmOptions
+from rollout_fp8.session import SyncSession
+from rollout_fp8.transports.remote import RemoteStream
+from rollout_fp8.vllm import environment
+
+environment.prepare()  # before vLLM is imported
+
+from vllm.distributed import get_tp_group  # noqa: E402
+
+from rollout_fp8.vllm import sampling as draws  # noqa: E402
+from rollout_fp8.vllm import start as engines  # noqa: E402
+from rollout_fp8.vllm.expected import Expected  # noqa: E402
+from rollout_fp8.vllm.generation import WHERE, Job, Stepper  # noqa: E402
+from rollout_fp8.vllm.sync import EXTENSION, InProcess, OtherProcesses  # noqa: E402
+
+_DTYPES = ("float32", "bfloat16", "float16")
+_QUANTIZATIONS = ("none", "fp8")
+
+
+class VllmRollout:
+    """Generates with vLLM. See ``engine_api.rollout.AsyncRollout`` for what the members promise.
+
+    The server is built from the model's configuration alone; weights come only from ``update_weights``.
+
+    Args:
+        resolution: from the registry; its device is used.
+        model: a folder or hub id with a ``config.json``.
+        pad_token_id: vLLM pads nothing.
+        eos_token_ids: end every completion, beside ``SamplingParams.stop_token_ids``; those of the model's folder do not.
+        batch_size: completions that are generated at the same time.
+        dtype: of weights and computation; ``float32``, ``bfloat16`` or ``float16``.
+        quantization: ``fp8``: linear layers in e4m3 with a scale for each 128×128 block.
+        options: see ``VllmOptions``.
+
+    Raises:
+        ConfigError: an argument or option that is none.
+        PluginUnavailable: vLLM is not installed, or of a version that was not tested.
+        RolloutError: it does not start: no memory, no FP8 kernels, a model that it does not know.
+    """
+
+    def __init__(
+        self, *, resolution: Resolution, model: ModelSource, pad_token_id: int, eos_token_ids: Sequence[int] = (),
+        batch_size: int = 64, dtype: str = "float32", quantization: str = "none", **options: Any,
+    ) -> None:  # fmt: skip
+        del pad_token_id
+        _check_choice("rollout.options.dtype", dtype, _DTYPES)
+        _check_choice("rollout.quantization", quantization, _QUANTIZATIONS)
+        if batch_size < 1:
+            raise ConfigError("rollout.batch_size", f"{batch_size} is too small", remedy="give at least 1")
+        self.options = VllmOptions.parse(options)
+        versions.check("vllm", resolution.device, allow_untested=self.options.allow_untested_version)
+        self.weight_version = -1  # none yet
+        self._eos = tuple(eos_token_ids)
+        self._expected = Expected.of(model)
+        config = _quantization_config(model) if quantization == "fp8" else None
+        self._plan = engines.Plan(device=_device(resolution.device), model=model, dtype=dtype, max_num_seqs=batch_size,
+                                  options=self.options, quantization_config=config,
+                                  tied=bool(self._expected.aliases), worker_extension=EXTENSION)  # fmt: skip
+        self._quantized = architecture_of(model) if quantization == "fp8" else None
+        self._generators = engines.Generators(self._plan.device)
+        self._gate = threading.Lock()  # between states
+        self._not_ready = "no weights have been installed"
+        self._asleep: frozenset[str] = frozenset()
+        self._engine: Any = engines.start(self._plan)
+        limits = self._engine.model_config
+        self._positions, self._vocabulary = limits.max_model_len, limits.get_vocab_size()
+        self._stepper: Any = Stepper(self._engine, self._plan.device)
+        self._workers: Any = self._reach_workers()
+        self._session: Any = SyncSession(self._workers)
+
+    def generate(self, prompts: Sequence[Sequence[int]], sampling: SamplingParams) -> list[Completion]:
+        """See ``Rollout.generate``; global random generators stay as they are."""
+        with self._generators.own() if self._plan.in_process else nullcontext():
+            job = self._begin(prompts, sampling, streamed=False)
+            try:
+                return job.result()
+            except KeyboardInterrupt:
+                job.abort()
+                raise
+
+    def submit(self, prompt: Sequence[int], sampling: SamplingParams) -> Generation:
+        """See ``AsyncRollout.submit``; in this process it draws from the global random generators."""
+        if self._plan.shared:
+            raise RolloutError("cannot generate in the background", where=WHERE,
+                               why="ranks that serve one replica must ask for the same at the same time",
+                               remedy="rollout.options.executor=workers")  # fmt: skip
+        return self._begin([prompt], sampling, streamed=True)
+
+    def update_weights(self, export: WeightExport, version: int) -> SyncResult:
+        """See ``Rollout.update_weights``.
+
+        Raises ``RolloutError``, and serves on, while anything is generated; after any other failure nothing is served.
+        """
+        with self._syncing():
+            stream = export if isinstance(export, EngineStream | RemoteStream) else self._collect(export)
+            result = self._session.run(stream, version)
+            if not self._asleep and not self._engine.reset_prefix_cache():
+                raise RolloutError("vLLM keeps keys and values of the old weights", where=WHERE,
+                                   remedy="close this rollout and create another one")  # fmt: skip
+        self.weight_version = version
+        return result
+
+    def sleep(self, weights: bool = True, kv_cache: bool = True) -> None:
+        """See ``Rollout.sleep``; with the weights the caches always sleep. vLLM frees nothing on a CPU.
+
+        Caches alone: vLLM moves the weights to the host and back for it.
+        """
+        wanted = {"weights", "kv_cache"} if weights else {"kv_cache"} if kv_cache else set[str]()
+        with self._gate:
+            self._check_idle("sleep")
+            if wanted <= self._asleep:
+                return
+            if self._plan.device.type == "cuda":
+                if not self.options.memory_saver:
+                    raise RolloutError("cannot sleep", where=WHERE, why="rollout.options.memory_saver is false",
+                                       remedy="set it, or rollout.sleep=false")  # fmt: skip
+                if self._asleep:
+                    self._engine.wake_up(sorted(self._asleep))
+                self._engine.sleep(level=2 if weights else 1)
+                if not weights:
+                    self._engine.wake_up(["weights"])
+            self._asleep = frozenset(wanted)
+            if weights:
+                self._not_ready = "it sleeps"
+
+    def wake_up(self, weights: bool = True, kv_cache: bool = True) -> None:
+        """See ``Rollout.wake_up``; caches wake up with the weights or after them."""
+        with self._gate:
+            self._check_idle("wake up")
+            wanted = {name for name, wake in (("weights", weights), ("kv_cache", kv_cache)) if wake} & self._asleep
+            if wanted == {"kv_cache"} and "weights" in self._asleep:
+                raise RolloutError("the caches cannot wake up", where=WHERE, why="the weights sleep",
+                                   remedy="wake the weights up first, or both")  # fmt: skip
+            if not wanted:
+                return
+            if self._plan.device.type == "cuda":
+                self._engine.wake_up(sorted(wanted, reverse=True))
+            self._asleep -= wanted
+            if "weights" in wanted:
+                self._not_ready = "no weights have been installed since it woke up"
+
+    def close(self) -> None:
+        """Idempotent; what is being generated is lost."""
+        with self._gate:
+            if self._engine is None:
+                return
+            self._not_ready = "it is closed"
+            engine, self._engine = self._engine, None
+            self._stepper.close()
+            if isinstance(self._workers, OtherProcesses):
+                self._workers.close()
+            self._stepper = self._workers = self._session = None  # they hold the engine
+            engines.stop(engine, self._plan)
+            del engine  # the memory that vLLM sleeps with serves one engine at a time: it must be gone before the next
+            engines.give_back(self._plan)
+
+    def _collect(self, export: WeightExport) -> EngineStream:
+        """The stream of an export of whole tensors, in whatever dtype: what no exporter of ours has made."""
+        return collect(self._expected.checked(export), device=self._plan.device, dtype=DTYPES[self._plan.dtype],
+                       architecture=self._quantized, scales=self.options.scales, audit=self.options.audit)  # fmt: skip
+
+    def _reach_workers(self) -> InProcess | OtherProcesses:
+        aliases = self._expected.aliases if self._plan.untie else {}
+        parallel, call = self.options.tensor_parallel_size, self._engine.collective_rpc
+        return (
+            InProcess(call, aliases, parallel)
+            if self._plan.in_process
+            else OtherProcesses(call, aliases, parallel, self._plan.device)
+        )
+
+    def _begin(self, prompts: Sequence[Sequence[int]], sampling: SamplingParams, *, streamed: bool) -> Job:
+        with self._gate:
+            self._check_ready()
+            rows, mine = _gathered(prompts, sampling) if self._plan.shared else ([_Asked(prompts, sampling)], 0)
+            for row in rows:
+                draws.check_request(row.prompts, row.sampling, where=WHERE, positions=self._positions,
+                                    vocabulary=self._vocabulary, truncation=self.options.truncation)  # fmt: skip
+            job = Job(self._stepper, self.weight_version)
+            for rank, row in enumerate(rows):
+                self._fill(job, row, streamed=streamed, kept=rank == mine)
+            self._stepper.enter(job)
+            return job
+
+    def _fill(self, job: Job, asked: _Asked, *, streamed: bool, kept: bool) -> None:
+        stop = sorted({*self._eos, *asked.sampling.stop_token_ids})
+        seeds = draws.seeds(asked.prompts, asked.sampling)
+        for index, (prompt, row) in enumerate(zip(asked.prompts, seeds, strict=True)):
+            for seed in row:
+                own = seed if self.options.deterministic or self._plan.shared else None
+                params = draws.server_params(asked.sampling, seed=own, stop=stop, streamed=streamed,
+                                             normalized=self.options.truncation)  # fmt: skip
+                job.add(index, prompt, params, kept=kept)
+
+    @contextmanager
+    def _syncing(self) -> Iterator[None]:
+        """Nothing is generated from here on; afterwards it may be, unless the sync failed."""
+        with self._gate:
+            self._check_idle("take weights")
+            if "weights" in self._asleep:
+                raise RolloutError("cannot take weights", where=WHERE, why=self._not_ready, remedy="call wake_up first")
+            if self._not_ready == _SYNCING:
+                raise RolloutError("cannot take weights", where=WHERE, why=_SYNCING, remedy="wait for it")
+            self._not_ready = _SYNCING
+        failed = "the last weight sync failed, some weights may be old and some new"
+        try:
+            yield
+            failed = ""
+        finally:
+            with self._gate:
+                if self._engine is not None:
+                    self._not_ready = failed
+
+    def _check_ready(self) -> None:
+        asleep = "its caches sleep" if self._asleep else ""
+        if self._not_ready or asleep:
+            remedy = "create another one" if self._engine is None else "call wake_up, then update_weights"
+            raise RolloutError("cannot generate", where=WHERE, why=self._not_ready or asleep, remedy=remedy)
+
+    def _check_idle(self, what: str) -> None:
+        if self._engine is None:
+            raise RolloutError(f"cannot {what}", where=WHERE, why="it is closed", remedy="create another one")
+        if self._stepper.busy:
+            raise RolloutError(f"cannot {what}", where=WHERE, why="it is generating",
+                               remedy="wait for what was submitted, or abort it")  # fmt: skip
+
+
+_SYNCING = "a weight sync is running"
+
+
+class _Asked(NamedTuple):
+    prompts: Sequence[Sequence[int]]
+    sampling: SamplingParams
+
+
+def _gathered(prompts: Sequence[Sequence[int]], sampling: SamplingParams) -> tuple[list[_Asked], int]:
+    """What all ranks of this replica ask for, and which of it is this rank's: their schedulers must do alike."""
+    group = get_tp_group()
+    rows: list[Any] = [None] * group.world_size
+    # All ranks must draw alike, also where the caller leaves the seed to chance.
+    drawn = sampling if sampling.seed is not None else replace(sampling, seed=secrets.randbits(62))
+    dist.all_gather_object(rows, _Asked(prompts, drawn), group=group.cpu_group)
+    return rows, group.rank_in_group
+
+
+def _check_choice(key: str, value: str, choices: Sequence[str]) -> None:
+    if value not in choices:
+        raise ConfigError(key, f"unknown {key.rpartition('.')[2]} {value!r}", remedy=f"one of: {', '.join(choices)}")
+
+
+def _quantization_config(source: ModelSource) -> dict[str, Any]:
+    return server_config(architecture_of(source), config_of(source).num_hidden_layers)
+
+
+def _device(name: str) -> torch.device:
+    return torch.device("cuda", torch.cuda.current_device()) if name == "cuda" else torch.device(name)

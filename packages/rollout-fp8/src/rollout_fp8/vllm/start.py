@@ -1,0 +1,228 @@
+"""Building vLLM's engine, in this process or in others, and taking it down."""
+
+from __future__ import annotations
+
+import gc
+import os
+import random
+import secrets
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+import vllm
+import vllm.envs
+
+from engine_api.config import ModelSource
+from engine_api.errors import RolloutError
+from rollout_fp8.options import VllmOptions
+from rollout_fp8.transports.channel import secret
+from rollout_fp8.vllm import environment, private
+from rollout_fp8.vllm.sampling import NORMALIZE
+
+WHERE = "rollout 'vllm'"
+CPU_CACHE_BYTES = 1 << 30
+_FAILURES = (RuntimeError, ValueError, TypeError, NotImplementedError, AssertionError, OSError, ImportError)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plan:
+    """What to start.
+
+    Attributes:
+        tied: the model's head is its embedding.
+        quantization_config: of the checkpoint that is served, for FP8.
+        worker_extension: ``module.Class`` of what workers get beside their own methods.
+    """
+
+    device: torch.device
+    model: ModelSource
+    dtype: str
+    max_num_seqs: int
+    options: VllmOptions
+    tied: bool
+    quantization_config: Mapping[str, Any] | None = None
+    worker_extension: str | None = None
+
+    @property
+    def in_process(self) -> bool:
+        """Whether the engine lives in this process."""
+        return self.options.executor == "in_process"
+
+    @property
+    def shared(self) -> bool:
+        """Whether neighbouring ranks serve one replica together, each with a part of it."""
+        return self.in_process and self.options.tensor_parallel_size > 1
+
+    @property
+    def untie(self) -> bool:
+        """Whether the head is served as a weight of its own, and must be sent beside the embedding.
+
+        vLLM's CPU build multiplies with a packed copy of the head, and ``reload_weights`` packs only what it is sent: a
+        tied head would stay the one that vLLM started with (0.32.0).
+        """
+        return self.tied and self.device.type == "cpu"
+
+
+def start(plan: Plan) -> vllm.LLMEngine:
+    """An engine with undefined weights.
+
+    Raises ``RolloutError``: out of memory, no kernels for the device, a model that vLLM does not know.
+    """
+    _check_fp8(plan)
+    vllm.envs.disable_envs_cache()  # an earlier engine of this process froze what it had read
+    arguments = _arguments(plan)
+    try:
+        if plan.in_process:
+            _join_group(plan)
+            local = plan.device.index or 0
+            with environment.in_process(dist.get_rank(), local), private.own_threads(), Generators(plan.device).own():
+                return vllm.LLMEngine.from_engine_args(vllm.EngineArgs(**arguments))
+        secret("channel")  # made before the workers are, that they inherit it
+        with environment.workers(plan.device.index, plan.options.tensor_parallel_size):
+            return vllm.LLMEngine.from_engine_args(vllm.EngineArgs(**arguments))
+    except _FAILURES as error:
+        give_back(plan)
+        raise _explained(error) from error
+
+
+def stop(engine: vllm.LLMEngine, plan: Plan) -> None:
+    """Shut the engine down; its memory is free when the caller has let go of it and called ``give_back``."""
+    if plan.in_process:
+        private.shut_down(engine)
+    else:
+        engine.engine_core.shutdown()
+
+
+def give_back(plan: Plan) -> None:
+    """Leave vLLM's groups and give its memory back."""
+    gc.unfreeze()  # vLLM froze what it had built
+    if plan.in_process:
+        private.leave_groups()
+    gc.collect()
+    if plan.device.type == "cuda":
+        torch.cuda.empty_cache()
+
+
+class Generators:
+    """The global random generators, as vLLM seeds them and draws from them in this process.
+
+    Within ``own`` they are vLLM's, in the state that it left them in; outside they are the trainer's, undisturbed.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._own: Any = None
+
+    @contextmanager
+    def own(self) -> Iterator[None]:
+        """vLLM's, which begin anywhere: what has to be repeated has a seed of its own."""
+        outer = self._read()
+        if self._own is None:
+            torch.manual_seed(secrets.randbits(63))
+        else:
+            self._write(self._own)
+        try:
+            yield
+        finally:
+            self._own = self._read()
+            self._write(outer)
+
+    def _read(self) -> Any:
+        cuda = torch.cuda.get_rng_state(self._device) if self._device.type == "cuda" else None
+        return random.getstate(), np.random.get_state(), torch.get_rng_state(), cuda  # noqa: NPY002 - vLLM seeds the legacy one
+
+    def _write(self, states: Any) -> None:
+        random.setstate(states[0])
+        np.random.set_state(states[1])  # noqa: NPY002
+        torch.set_rng_state(states[2])
+        if states[3] is not None:
+            torch.cuda.set_rng_state(states[3], self._device)
+
+
+def _arguments(plan: Plan) -> dict[str, Any]:
+    options, source, cpu = plan.options, plan.model, plan.device.type == "cpu"
+    overrides = dict(source.config_overrides)
+    if plan.quantization_config is not None:
+        overrides["quantization_config"] = dict(plan.quantization_config)
+    if plan.untie:
+        overrides["tie_word_embeddings"] = False
+    return {
+        "model": source.path,
+        "revision": source.revision,
+        "trust_remote_code": source.trust_remote_code,
+        "hf_overrides": overrides,
+        "dtype": plan.dtype,
+        "quantization": None if plan.quantization_config is None else "fp8",
+        "load_format": "dummy",  # weights come from the engine
+        "skip_tokenizer_init": True,
+        "generation_config": "vllm",  # nothing from the model's folder: what ends a completion is told with it
+        "max_model_len": options.max_model_len,
+        "max_num_seqs": plan.max_num_seqs,
+        "max_num_batched_tokens": options.max_num_batched_tokens,
+        "gpu_memory_utilization": options.gpu_memory_utilization,
+        "kv_cache_memory_bytes": options.kv_cache_bytes or (CPU_CACHE_BYTES if cpu else None),
+        "enforce_eager": cpu if options.enforce_eager is None else options.enforce_eager,
+        "enable_prefix_caching": options.prefix_caching,
+        "tensor_parallel_size": options.tensor_parallel_size,
+        # Not "uni": that one takes GPU 0 and asks for a group of its own.
+        "distributed_executor_backend": "external_launcher" if plan.in_process else None,
+        "enable_sleep_mode": plan.options.memory_saver and not cpu,
+        "disable_log_stats": True,
+        "logprobs_mode": "processed_logits" if options.truncation else "processed_logprobs",
+        "logits_processors": [NORMALIZE] if options.truncation else None,
+        **({"worker_extension_cls": plan.worker_extension} if plan.worker_extension else {}),
+    }
+
+
+def _join_group(plan: Plan) -> None:
+    """The default group becomes the world of vLLM; where nobody made one, make one of a single rank."""
+    if not dist.is_initialized():
+        if int(os.environ.get("WORLD_SIZE", "1")) > 1:
+            raise RolloutError("torch.distributed is not initialized on these ranks", where=WHERE,
+                               why="vLLM in this process joins the engine's process group",
+                               remedy="create the engine first, or use rollout.options.executor=workers")  # fmt: skip
+        backend = "gloo" if plan.device.type == "cpu" else "cpu:gloo,cuda:nccl"
+        store = dist.HashStore()  # pyright: ignore[reportPrivateImportUsage] - documented, not re-exported
+        dist.init_process_group(backend, store=store, rank=0, world_size=1)
+    world, size = dist.get_world_size(), plan.options.tensor_parallel_size
+    if world % size:
+        raise RolloutError(f"{world} ranks cannot serve replicas of {size}", where=WHERE,
+                           remedy="choose a rollout.options.tensor_parallel_size that divides the number of ranks")  # fmt: skip
+
+
+def _check_fp8(plan: Plan) -> None:
+    if plan.quantization_config is None:
+        return
+    if plan.device.type == "cpu":
+        flags = Path("/proc/cpuinfo").read_text(encoding="utf-8") if Path("/proc/cpuinfo").exists() else ""
+        fits, why = (
+            " amx_tile" in flags,
+            "vLLM's block FP8 kernels for CPUs need AMX tiles (Intel Sapphire Rapids or newer)",
+        )
+    else:
+        capability = torch.cuda.get_device_capability(plan.device)
+        fits = capability >= (8, 9)
+        why = f"block FP8 kernels need compute capability 8.9, the device has {capability[0]}.{capability[1]}"
+    if not fits:
+        raise RolloutError("this device has no FP8 kernels", where=WHERE, why=why, remedy="rollout.quantization=none")
+
+
+def _explained(error: Exception) -> RolloutError:
+    text = str(error)
+    if "CuMem allocator" in text:
+        return RolloutError("vLLM did not start: another rollout of this process still has memory that can sleep", where=WHERE,
+                            why=text, remedy="rollout.options.memory_saver=false, or a process for each rollout")  # fmt: skip
+    memory = isinstance(error, torch.OutOfMemoryError) or "memory" in text.lower()
+    remedy = (
+        "free the device, or lower rollout.options.gpu_memory_utilization, max_model_len, kv_cache_bytes or batch_size"
+        if memory
+        else "see vLLM's message; VLLM_LOGGING_LEVEL=INFO shows more"
+    )
+    what = "vLLM did not start: not enough memory" if memory else "vLLM did not start"
+    return RolloutError(what, where=WHERE, why=f"{type(error).__name__}: {text}", remedy=remedy)

@@ -1,0 +1,83 @@
+"""What runs inside a vLLM worker: an extension of its class, called through vLLM's ``collective_rpc``.
+
+The methods below become methods of the worker (``worker_extension_cls``), so their names begin with ``rollout_fp8_``.
+``get_model``, ``reload_weights``, ``rank`` and ``device`` are the worker's own.
+"""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from rollout_fp8.audit import Boxes
+from rollout_fp8.phases import Phases
+from rollout_fp8.receiver import Receiver
+from rollout_fp8.transports.remote import receive_weights
+from rollout_fp8.vllm import private
+from rollout_fp8.vllm.packed import PackedReader
+from rollout_fp8.wire import WirePlan, WireStream
+
+
+class SyncExtension:
+    """A worker's side of the weight sync."""
+
+    _rollout_fp8: Receiver | None = None
+    _rollout_fp8_plan: WirePlan | None = None
+    _rollout_fp8_aliases: Mapping[str, str]
+
+    def rollout_fp8_learn_pickled(self, plan: bytes, aliases: Mapping[str, str]) -> bytes:
+        """``rollout_fp8_learn`` between processes: vLLM's own serializer knows no classes of ours, bytes pass."""
+        return pickle.dumps(self.rollout_fp8_learn(pickle.loads(plan), aliases))  # noqa: S301 - from the process that started this one
+
+    def rollout_fp8_learn(self, plan: WirePlan, aliases: Mapping[str, str]) -> Boxes:
+        """Learn where the tensors of ``plan`` go, unless that is known; what this worker serves of them.
+
+        ``aliases``: tensors that are served under a second name, by that name.
+        """
+        worker: Any = self
+        if self._rollout_fp8_plan is None or self._rollout_fp8_plan.tensors != plan.tensors:
+            self._rollout_fp8 = None
+            self._rollout_fp8_aliases = aliases
+            model = worker.get_model()
+            packed = PackedReader(model) if next(model.parameters()).device.type == "cpu" else None
+            self._rollout_fp8 = Receiver(model, plan, self._rollout_fp8_load, packed)
+            self._rollout_fp8_plan = plan
+        assert self._rollout_fp8 is not None
+        return self._rollout_fp8.boxes
+
+    def rollout_fp8_sync(self, stream: WireStream) -> tuple[list[int], dict[str, float]]:
+        """Install a stream; checksums of what is then served (if it is audited), and seconds by phase."""
+        assert self._rollout_fp8 is not None, "rollout_fp8_learn comes first"
+        phases = Phases(stream.device)
+        self._rollout_fp8.sync(stream, phases)
+        sums: list[int] = []
+        if stream.audit:
+            with phases.phase("audit"), torch.no_grad():
+                found = self._rollout_fp8.served()
+            sums = found.tolist()
+        # Queued copies are not served weights yet: the sync ends when the device is through with them.
+        return sums, dict(phases.seconds())
+
+    def rollout_fp8_pull(self, address: str) -> None:
+        """Install what the sender at ``address`` carries; it gets the checksums and the seconds."""
+        worker: Any = self
+        with receive_weights(address, rank=worker.rank, device=worker.device) as stream:
+            sums, seconds = self.rollout_fp8_sync(stream)
+            stream.answer = sums, {**stream.seconds(), **seconds}
+
+    def _rollout_fp8_load(self, tensors: Iterable[tuple[str, Tensor]]) -> None:
+        worker: Any = self
+        if worker.device.type == "cpu":
+            private.forget_expert_kernels(worker.get_model())
+        worker.reload_weights(weights_iterator=self._rollout_fp8_named(tensors))
+
+    def _rollout_fp8_named(self, tensors: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
+        for name, tensor in tensors:
+            yield name, tensor
+            for alias, of in self._rollout_fp8_aliases.items():
+                if of == name:
+                    yield alias, tensor

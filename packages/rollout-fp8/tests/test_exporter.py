@@ -1,0 +1,64 @@
+"""The exporter on several ranks: what it gathers is bit for bit what quantizing the whole weights gives."""
+
+from __future__ import annotations
+
+import pytest
+import torch.multiprocessing as mp
+from exporter_ranks import RESOLUTION, Shards, exporter, poisoned, run
+from served_model import checkpoint
+
+from engine_api.config import ModelSource
+from engine_api.errors import ConfigError, RolloutError, UnsupportedCapability
+from rollout_fp8.exporter import Exporter
+
+EVERY = [("fp8", False, "fp32"), ("fp8", False, "pow2"), ("none", False, "fp32"), ("fp8", True, "fp32")]
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize(("world", "settings"), [(2, EVERY), (3, EVERY[:2])], ids=["two ranks", "three ranks"])
+def test_gathered_shards_are_the_whole_weights_bit_for_bit(world, settings, tmp_path) -> None:
+    """Settings: quantization, whether ranks hold copies instead of rows, scales."""
+    mp.spawn(run, args=(world, str(tmp_path), settings), nprocs=world)
+
+
+@pytest.mark.distributed
+def test_one_ranks_nan_is_every_ranks_error(tmp_path) -> None:
+    mp.spawn(poisoned, args=(2, str(tmp_path)), nprocs=2)
+
+
+def test_an_engine_without_shards_is_refused(tmp_path) -> None:
+    engine = Shards(checkpoint(0), 0, 1)
+    engine.capabilities = frozenset()
+    with pytest.raises(UnsupportedCapability, match="export_shards"):
+        exporter(tmp_path, "none").export(engine)
+
+
+def test_a_stream_that_somebody_left_is_run_to_its_end_and_the_next_sync_is_whole(tmp_path) -> None:
+    weights = checkpoint(0)
+    export = exporter(tmp_path, "fp8", bucket_bytes=100_000)
+    left = export.export(Shards(weights, 0, 1))
+    next(iter(left.buckets()))
+    assert list(left) == []  # drained
+    again = {name: tensor.clone() for name, tensor in export.export(Shards(weights, 0, 1))}
+    assert again.keys() == left.plan.tensors.keys()
+
+
+def test_an_export_that_changed_its_layout_is_refused(tmp_path) -> None:
+    export = exporter(tmp_path, "none")
+    list(export.export(Shards(checkpoint(0), 0, 1)))
+    other = checkpoint(0)
+    other["model.norm.weight"] = other["model.norm.weight"][:100]
+    with pytest.raises(RolloutError, match="export has changed"):
+        list(export.export(Shards(other, 0, 1)))
+
+
+def test_a_model_that_the_layer_table_does_not_know_is_refused(tmp_path) -> None:
+    (tmp_path / "config.json").write_text('{"architectures": ["GPT2LMHeadModel"], "model_type": "gpt2"}')
+    model = ModelSource(path=str(tmp_path))
+    export = Exporter(resolution=RESOLUTION, model=model, dtype="bfloat16", quantization="fp8")
+    with pytest.raises(ConfigError, match="GPT2LMHeadModel"):
+        export.export(Shards(checkpoint(0), 0, 1))
+    with pytest.raises(ConfigError, match="unknown dtype"):
+        Exporter(resolution=RESOLUTION, model=model, dtype="int8")
+    with pytest.raises(ConfigError, match=r"rollout\.quantization"):
+        Exporter(resolution=RESOLUTION, model=model, dtype="bfloat16", quantization="int4")

@@ -1,0 +1,94 @@
+"""The plan: what is quantized where, which bytes travel, and the pieces cover every tensor exactly once."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from engine_api.errors import RolloutError
+from engine_api.weights import ShardSpec
+from rollout_fp8.plan import Source, make_plan
+
+
+def rows(shape: tuple[int, int], world: int, chunk: int | None = None) -> tuple[ShardSpec, ...]:
+    """FSDP2's boxes: equal rows, the last ranks may hold fewer or none."""
+    size = chunk or -(-shape[0] // world)
+    parts = [(min(r * size, shape[0]), min((r + 1) * size, shape[0])) for r in range(world)]
+    return tuple(
+        ShardSpec(global_shape=shape, offset=(a if b > a else 0, 0), shape=(b - a, shape[1])) for a, b in parts
+    )
+
+
+def source(name: str, boxes: tuple[ShardSpec, ...], *, quantized: bool = True) -> Source:
+    return Source(name=name, boxes=boxes, stored=torch.float32, quantized=quantized)
+
+
+def coverage(plan, name: str) -> torch.Tensor:
+    tensor = plan.wire.tensors[name]
+    seen = torch.zeros(tensor.shape, dtype=torch.int32)
+    for bucket in plan.wire.buckets:
+        for piece in bucket.pieces:
+            if piece.tensor.name == name:
+                seen[piece.box.slices] += 1
+    return seen
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    shapes=st.lists(st.tuples(st.integers(1, 700), st.integers(1, 300), st.booleans()), min_size=1, max_size=6),
+    world=st.integers(1, 5), bucket=st.integers(1, 300_000),
+)  # fmt: skip
+def test_pieces_cover_every_tensor_once_and_never_overlap_in_a_buffer(shapes, world, bucket) -> None:
+    sources = [source(f"w{i}", rows((n, k), world), quantized=q) for i, (n, k, q) in enumerate(shapes)]
+    plan = make_plan(sources, dtype=torch.bfloat16, bucket_bytes=bucket)
+    for name in plan.wire.tensors:
+        assert bool((coverage(plan, name) == 1).all()), name
+    for each in plan.wire.buckets:
+        spans = sorted((p.start, p.start + p.num_bytes) for p in each.pieces)
+        assert all(a[1] <= b[0] for a, b in pairwise(spans))
+        assert spans[-1][1] <= each.num_bytes <= plan.wire.slots[each.slot]
+
+
+def test_a_quantized_tensor_carries_weight_and_scales() -> None:
+    plan = make_plan([source("x.weight", rows((300, 200), 1))], dtype=torch.bfloat16, bucket_bytes=1 << 20)
+    weight, scales = plan.wire.tensors.values()
+    assert (weight.name, weight.shape, weight.dtype) == ("x.weight", (300, 200), torch.float8_e4m3fn)
+    assert (scales.name, scales.shape, scales.dtype) == ("x.weight_scale_inv", (3, 2), torch.float32)
+
+
+@pytest.mark.parametrize(("shape", "world", "aligned"), [
+    ((512, 64), 2, True), ((512, 64), 4, True), ((300, 64), 3, False), ((256, 64), 4, False), ((1024, 64), 3, False), ((130, 64), 1, True),
+])  # fmt: skip
+def test_only_shards_on_block_edges_are_quantized_before_the_gather(shape, world, aligned) -> None:
+    plan = make_plan([source("w", rows(shape, world))], dtype=torch.bfloat16, bucket_bytes=1 << 20)
+    assert plan.buckets[0].gathered is aligned
+    assert bool(plan.wire.notes) is not aligned
+
+
+def test_fp8_sends_about_half_the_bytes() -> None:
+    boxes = rows((4096, 4096), 4)
+    fp8 = make_plan([source("w", boxes)], dtype=torch.bfloat16, bucket_bytes=1 << 30)
+    bf16 = make_plan([source("w", boxes, quantized=False)], dtype=torch.bfloat16, bucket_bytes=1 << 30)
+    assert fp8.buckets[0].region / bf16.buckets[0].region == pytest.approx(0.5, abs=0.001)
+
+
+def test_copies_travel_once() -> None:
+    boxes = tuple(ShardSpec.whole((256, 128), replica=r) for r in range(3))
+    plan = make_plan([source("w", boxes)], dtype=torch.bfloat16, bucket_bytes=1 << 20)
+    assert [p.box.replica for p in plan.wire.buckets[0].pieces] == [0, 0]  # weight and scales, of the first rank
+
+
+def test_shards_that_leave_a_hole_are_refused() -> None:
+    boxes = (ShardSpec(global_shape=(256, 128), offset=(0, 0), shape=(128, 128)), ShardSpec.nothing((256, 128)))
+    with pytest.raises(RolloutError, match=r"w do not cover \[256, 128\] exactly once"):
+        make_plan([source("w", boxes)], dtype=torch.bfloat16, bucket_bytes=1 << 20)
+
+
+def test_shards_that_overlap_are_refused() -> None:
+    half = ShardSpec(global_shape=(256, 128), offset=(64, 0), shape=(128, 128))
+    with pytest.raises(RolloutError, match="exactly once"):
+        make_plan([source("w", (half, half))], dtype=torch.bfloat16, bucket_bytes=1 << 20)

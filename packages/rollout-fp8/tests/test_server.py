@@ -1,0 +1,383 @@
+"""A rollout in another process: it answers as the same rollout in this one, and its end or silence is an error in time."""
+
+from __future__ import annotations
+
+import http.client
+import json
+import os
+import signal
+import subprocess
+import tempfile
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, Qwen3Config
+
+from engine_api.config import ModelSource
+from engine_api.errors import ConfigError, PluginNotFound, RolloutError
+from engine_api.registry import RolloutRegistry
+from engine_api.rollout import AsyncRollout, Completion, Rollout, SamplingParams
+from rollout_fp8 import client, endpoint
+from rollout_fp8.client import RemoteRollout
+from rollout_fp8.exporter import collect
+from rollout_fp8.server import Server, Service
+from rollout_fp8.transports.channel import secret
+
+pytestmark = pytest.mark.distributed
+CONFIG = Qwen3Config(
+    vocab_size=48, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
+    head_dim=8, max_position_embeddings=64, initializer_range=0.3, pad_token_id=0, eos_token_id=1, bos_token_id=None,
+    tie_word_embeddings=False,
+)  # fmt: skip
+PROMPTS = [[5, 6, 7], [9, 8, 7, 6, 5, 4, 3, 2], [11]]
+SAMPLING = SamplingParams(n=2, max_new_tokens=8, temperature=0.7, seed=3)
+
+
+def weights(seed: int) -> dict[str, torch.Tensor]:
+    with torch.random.fork_rng():
+        torch.manual_seed(seed)
+        model = AutoModelForCausalLM.from_config(CONFIG)
+    return {name: p.detach() for name, p in model.named_parameters()}
+
+
+@pytest.fixture(scope="module", autouse=True)
+def folder(tmp_path_factory):
+    """For the logs of servers that fail."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("TMPDIR", str(tmp_path_factory.mktemp("logs")))
+        patch.setattr(tempfile, "tempdir", None)
+        yield
+
+
+@pytest.fixture(scope="module")
+def arguments(tmp_path_factory) -> dict[str, Any]:
+    folder = tmp_path_factory.mktemp("model")
+    CONFIG.save_pretrained(folder)
+    return {
+        "model": ModelSource(path=str(folder)),
+        "pad_token_id": 0,
+        "eos_token_ids": (1,),
+        "batch_size": 4,
+        "dtype": "float32",
+    }
+
+
+@pytest.fixture(scope="module")
+def rollout(arguments):
+    made = RemoteRollout(
+        name="local", device="cpu", arguments=arguments, silence_s=20, timeout_s=20, start_timeout_s=120
+    )
+    yield made
+    made.close()
+
+
+@pytest.fixture
+def own(arguments):
+    """A server that a test may break."""
+    made = RemoteRollout(
+        name="local", device="cpu", arguments=arguments, silence_s=2, timeout_s=20, start_timeout_s=120
+    )
+    made.update_weights(iter(weights(0).items()), 0)
+    yield made
+    made.close()
+
+
+def alive(pid: int) -> bool:
+    status = Path(f"/proc/{pid}/stat")
+    return status.exists() and status.read_text().rpartition(")")[2].split()[0] != "Z"
+
+
+def test_it_generates_what_the_same_rollout_generates_in_this_process(rollout, arguments) -> None:
+    assert isinstance(rollout, Rollout)
+    here = RolloutRegistry.create(name="local", device="cpu", **arguments)
+    for version in (4, 5):
+        result = rollout.update_weights(iter(weights(version).items()), version)
+        want = here.update_weights(iter(weights(version).items()), version)
+        assert (result.version, result.num_tensors, result.num_bytes) == (version, want.num_tensors, want.num_bytes)
+        assert rollout.weight_version == version
+        assert rollout.generate(PROMPTS, SAMPLING) == here.generate(PROMPTS, SAMPLING)
+
+
+def test_an_exporters_stream_and_one_over_a_collective(rollout, arguments, monkeypatch) -> None:
+    here = RolloutRegistry.create(name="local", device="cpu", **arguments)
+    stream = collect(iter(weights(8).items()), device=torch.device("cpu"), dtype=torch.float32, architecture=None, scales="fp32",
+                     audit=True)  # fmt: skip
+    here.update_weights(iter(weights(8).items()), 8)
+    rollout.update_weights(stream, 8)
+    assert rollout.generate(PROMPTS, SAMPLING) == here.generate(PROMPTS, SAMPLING)
+    monkeypatch.setattr(client, "LOCAL", ())  # as if it were on another host
+    far = RemoteRollout(name="local", device="cpu", arguments=arguments, url=rollout._server.url)
+    for version in (9, 10):
+        here.update_weights(iter(weights(version).items()), version)
+        far.update_weights(iter(weights(version).items()), version)
+        assert far.generate(PROMPTS, SAMPLING) == here.generate(PROMPTS, SAMPLING)
+    assert far._sender.address.startswith("tcp:127.0.0.1:")
+    far.close()
+
+
+class Background:
+    """A rollout that generates in the background, as long as a test likes."""
+
+    weight_version = 3
+
+    def __init__(self) -> None:
+        self.go, self.aborted = threading.Event(), threading.Event()
+
+    def generate(self, prompts, sampling):
+        raise KeyError("a bug")
+
+    def update_weights(self, export, version): ...
+    def sleep(self, weights=True, kv_cache=True): ...
+    def wake_up(self, weights=True, kv_cache=True): ...
+    def close(self): ...
+
+    def submit(self, prompt, sampling):
+        self.prompt, self.sampling = prompt, sampling
+        return self
+
+    def done(self):
+        return self.go.is_set()
+
+    def result(self, timeout_s=None):
+        if not self.go.wait(timeout_s):
+            raise TimeoutError
+        reason = "abort" if self.aborted.is_set() else "stop"
+        return [Completion(prompt_index=0, tokens=[7], log_probs=[-0.5], weight_versions=[3], finish_reason=reason)]
+
+    def abort(self):
+        self.aborted.set()
+        self.go.set()
+
+
+@pytest.fixture
+def background():
+    hosted = Background()
+    with Server(("127.0.0.1", 0), Service(hosted, "cpu")) as server:
+        thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.05})
+        thread.start()
+        made = RemoteRollout(name="background", device="cpu", arguments={}, url=server.url)
+        yield hosted, made
+        made.close()
+        server.shutdown()
+        thread.join()
+
+
+def test_generation_in_the_background(background, monkeypatch) -> None:
+    hosted, made = background
+    monkeypatch.setattr(client, "WAIT_S", 0.1)
+    assert isinstance(made, AsyncRollout)
+    running = made.submit((4, 5), SamplingParams(stop_token_ids=(9,)))
+    assert hosted.prompt == [4, 5]
+    assert hosted.sampling == SamplingParams(stop_token_ids=(9,))
+    assert not running.done()
+    begin = time.monotonic()
+    with pytest.raises(TimeoutError):
+        running.result(0.3)
+    assert 0.3 <= time.monotonic() - begin < 3
+    threading.Timer(0.3, hosted.go.set).start()
+    (completion,) = running.result()
+    assert (completion.tokens, completion.finish_reason) == ([7], "stop")
+    assert running.done()
+    assert running.result() == [completion]
+    running.abort()
+    assert not hosted.aborted.is_set()  # it was over
+
+
+def test_aborting_in_the_background(background) -> None:
+    hosted, made = background
+    running = made.submit([4], SAMPLING)
+    running.abort()
+    assert hosted.aborted.is_set()
+    assert running.result(5)[0].finish_reason == "abort"
+
+
+def test_a_bug_in_the_hosted_rollout_is_an_error_with_its_text(background) -> None:
+    with pytest.raises(RolloutError, match="KeyError: 'a bug'"):
+        background[1].generate([[1]], SAMPLING)
+
+
+def test_errors_come_as_what_they_were_and_the_server_goes_on(rollout) -> None:
+    rollout.update_weights(iter(weights(0).items()), 1)
+    with pytest.raises(RolloutError, match="prompt 1 is empty") as caught:
+        rollout.generate([[3], []], SAMPLING)
+    assert caught.value.where == "rollout 'local'"
+    assert caught.value.remedy == "give it at least one token"
+    with pytest.raises(RolloutError, match="cannot generate in the background"):
+        rollout.submit([3], SAMPLING)
+    assert len(rollout.generate([[3]], SAMPLING)) == 2
+
+
+@pytest.mark.parametrize(("spoil", "said"), [
+    (lambda w: w.pop("model.norm.weight"), "model.norm.weight: missing"),
+    (lambda w: w.update({"model.norm.weight": torch.zeros(5)}), r"model.norm.weight: shape \[5\]"),
+    (lambda w: w["model.norm.weight"].fill_(float("nan")), "not finite: model.norm.weight"),
+    (lambda w: w.update({"model.norm.weight": torch.zeros(32, dtype=torch.int32)}), "model.norm.weight"),
+], ids=["missing", "shape", "nan", "integers"])  # fmt: skip
+def test_a_sync_that_fails_says_why_and_nothing_is_generated_until_a_good_one(rollout, spoil, said) -> None:
+    bad = {name: tensor.clone() for name, tensor in weights(0).items()}
+    spoil(bad)
+    with pytest.raises(RolloutError, match=said):
+        rollout.update_weights(iter(bad.items()), 2)
+    with pytest.raises(RolloutError, match="the last weight sync failed"):
+        rollout.generate([[3]], SAMPLING)
+    assert rollout.update_weights(iter(weights(0).items()), 3).version == 3
+    assert len(rollout.generate([[3]], SAMPLING)) == 2
+
+
+def test_asleep_it_refuses_weights_at_once(rollout) -> None:
+    rollout.sleep()
+    begin = time.monotonic()
+    with pytest.raises(RolloutError, match="it sleeps"):
+        rollout.update_weights(iter(weights(0).items()), 2)
+    assert time.monotonic() - begin < 10
+    rollout.wake_up()
+    with pytest.raises(RolloutError, match="cannot generate"):
+        rollout.generate([[3]], SAMPLING)
+    rollout.update_weights(iter(weights(0).items()), 3)
+
+
+def test_two_clients_take_turns(rollout, arguments) -> None:
+    rollout.update_weights(iter(weights(0).items()), 6)
+    other = RemoteRollout(name="local", device="cpu", arguments=arguments, url=rollout._server.url)
+    assert other.weight_version == 6
+    want, found = rollout.generate(PROMPTS, SAMPLING), {}
+    threads = [
+        threading.Thread(target=lambda i=i: found.update({i: (rollout, other)[i % 2].generate(PROMPTS, SAMPLING)}))
+        for i in range(4)
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert [found[i] for i in range(4)] == [want] * 4
+    other.update_weights(iter(weights(1).items()), 7)
+    assert rollout.generate(PROMPTS, SAMPLING) != want
+    other.close()
+    assert rollout._server.health()["weight_version"] == 7  # whoever did not start it does not end it
+
+
+def test_a_server_that_was_killed_is_an_error_with_its_log_and_leaves_nothing(own) -> None:
+    pid = own._process.pid
+    os.kill(pid, signal.SIGKILL)
+    begin = time.monotonic()
+    with pytest.raises(RolloutError, match=r"the server does not answer[^$]*its log is"):
+        own.generate(PROMPTS, SAMPLING)
+    with pytest.raises(RolloutError, match="the server does not answer"):
+        own.update_weights(iter(weights(1).items()), 1)
+    own.close()
+    own.close()
+    assert time.monotonic() - begin < 10
+    assert not Path(f"/proc/{pid}").exists()
+
+
+@pytest.mark.parametrize("call", ["generate", "update_weights"])
+def test_a_server_that_hangs_is_an_error_in_time_and_ends(own, call, monkeypatch) -> None:
+    monkeypatch.setattr(endpoint, "GRACE_S", 0.5)
+    pid = own._process.pid
+    os.kill(pid, signal.SIGSTOP)
+    begin = time.monotonic()
+    calls = {"generate": lambda: own.generate(PROMPTS, SAMPLING),
+             "update_weights": lambda: own.update_weights(iter(weights(1).items()), 1)}  # fmt: skip
+    with pytest.raises(RolloutError, match="the server hangs"):
+        calls[call]()
+    assert time.monotonic() - begin < 8
+    own.close()
+    assert not Path(f"/proc/{pid}").exists()
+
+
+def test_closing_ends_the_server_and_what_it_started_and_its_log(own) -> None:
+    pid, log = own._process.pid, own._process.log
+    assert alive(pid)
+    assert log.exists()
+    own.close()
+    assert not Path(f"/proc/{pid}").exists()
+    assert not log.exists()
+    for call in (
+        lambda: own.generate(PROMPTS, SAMPLING),
+        lambda: own.update_weights(iter(weights(1).items()), 1),
+        own.sleep,
+    ):
+        with pytest.raises(RolloutError, match="it is closed"):
+            call()
+
+
+@pytest.mark.parametrize("how", ["exit", "kill"])
+def test_a_client_that_ends_without_closing_leaves_no_server(arguments, how) -> None:
+    code = f"""
+import os, signal
+from engine_api.config import ModelSource
+from rollout_fp8.client import RemoteRollout
+arguments = {{**{ {k: v for k, v in arguments.items() if k != "model"}!r}, "model": ModelSource(path={arguments["model"].path!r})}}
+rollout = RemoteRollout(name="local", device="cpu", arguments=arguments)
+print(rollout._process.pid, flush=True)
+if {how!r} == "kill":
+    os.kill(os.getpid(), signal.SIGKILL)
+"""
+    done = subprocess.run([os.sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=False)
+    pid = int(done.stdout.split()[0])
+    deadline = time.monotonic() + 10
+    while alive(pid) and time.monotonic() < deadline:
+        time.sleep(0.1)
+    assert not alive(pid)
+
+
+def test_a_rollout_that_does_not_start_says_why(arguments) -> None:
+    with pytest.raises(ConfigError, match=r"config rollout.batch_size: 0 is too small") as caught:
+        RemoteRollout(name="local", device="cpu", arguments={**arguments, "batch_size": 0})
+    assert caught.value.field == "rollout.batch_size"
+    with pytest.raises(PluginNotFound, match="no rollout is called 'locla'"):
+        RemoteRollout(name="locla", device="cpu", arguments=arguments)
+    with pytest.raises(RolloutError, match="unexpected keyword argument 'colour'"):
+        RemoteRollout(name="local", device="cpu", arguments={**arguments, "colour": 3})
+
+
+@pytest.mark.parametrize(("method", "path", "body", "token", "status", "said"), [
+    ("POST", "/generate", b"{}", "guessed", 401, "token"),
+    ("GET", "/health", b"", "", 401, "token"),
+    ("POST", "/nothing", b"{}", None, 404, "no POST /nothing"),
+    ("GET", "/generate", b"", None, 404, "no GET /generate"),
+    ("POST", "/generate", b"{", None, 400, "not JSON"),
+    ("POST", "/generate", b"[]", None, 400, "is a list"),
+    ("POST", "/generate", b'{"prompts": []}', None, 400, "missing a required argument: 'sampling'"),
+    ("POST", "/generate", b'{"prompts": [], "sampling": {"colour": 3}}', None, 422, "colour"),
+    ("POST", "/generate", b'{"prompts": [[]], "sampling": {}}', None, 422, "prompt 0 is empty"),
+    ("POST", "/result", b'{"id": 99, "wait_s": 0}', None, 422, "no generation 99"),
+])  # fmt: skip
+def test_requests_that_are_refused(rollout, method, path, body, token, status, said) -> None:
+    rollout.update_weights(iter(weights(0).items()), 1)
+    connection = http.client.HTTPConnection(rollout._server.host, rollout._server.port, timeout=10)
+    token = secret("http").hex() if token is None else token
+    connection.request(method, path, body, {"Authorization": f"Bearer {token}"})
+    response = connection.getresponse()
+    answer = json.loads(response.read())
+    connection.close()
+    assert response.status == status
+    assert said in answer["what"]
+    assert answer["class"] == "RolloutError"
+
+
+def test_nobody_else_can_make_the_server_fetch_weights(rollout) -> None:
+    connection = http.client.HTTPConnection(rollout._server.host, rollout._server.port, timeout=10)
+    connection.request("POST", "/update_weights", b'{"address": "tcp:127.0.0.1:9#0", "version": 1, "timeout_s": 1}')
+    assert connection.getresponse().status == 401
+    connection.close()
+    with pytest.raises(RolloutError, match="cannot reach the sender"):
+        rollout._server.call("update_weights", address="unix:/nowhere/weights#0", version=1, timeout_s=1)
+    rollout.update_weights(iter(weights(0).items()), 1)
+
+
+def test_shutdown(arguments) -> None:
+    made = RemoteRollout(name="local", device="cpu", arguments=arguments)
+    made._server.call("shutdown")
+    assert endpoint._exit_code(made._process._process, 20) == 0
+    made.close()
+
+
+def test_a_url_that_is_none_or_where_nobody_listens(arguments) -> None:
+    for url, said in [("localhost:80", "is no server's address"), ("http://127.0.0.1:9", "does not answer")]:
+        with pytest.raises(RolloutError, match=said):
+            RemoteRollout(name="local", device="cpu", arguments=arguments, url=url)

@@ -1,0 +1,216 @@
+"""Weight syncs of the ``sglang`` rollout: every byte arrives, and what goes wrong is an error that the next sync repairs."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from typing import Any
+
+import pytest
+import sglang_fakes
+import torch
+from served_model import ServedModel, checkpoint
+from sglang_fakes import GREEDY, Engine, export, same, served
+
+from engine_api.errors import RankFailure, RolloutError
+from engine_api.weights import ShardSpec
+from rollout_fp8 import exporter
+from rollout_fp8.exporter import collect
+from rollout_fp8.session import SyncSession
+from rollout_fp8.sglang import loader
+from rollout_fp8.sglang.host import Host
+from rollout_fp8.sglang.sync import Schedulers
+
+engine, folder, make = sglang_fakes.engine, sglang_fakes.folder, sglang_fakes.make  # fixtures
+CPU = torch.device("cpu")
+
+
+@pytest.mark.parametrize(("tp", "fp8"), [(1, False), (2, False), (1, True)])
+def test_a_sync_serves_every_byte_under_tensor_parallelism_and_in_fp8(folder, monkeypatch, tp, fp8):
+    monkeypatch.setattr(exporter, "BUCKET_BYTES", 1 << 18)  # several buckets a slot
+    server = Engine(model_path=str(folder), tp_size=tp, context_length=64)
+    server.models = [ServedModel(tp=tp, rank=rank, fp8=fp8) for rank in range(tp)]
+    host = Host(lambda: server)
+    session = SyncSession(Schedulers(host, tp))
+    for version, seed in enumerate((0, 11, 0)):
+        stream = collect(export(seed), device=CPU, dtype=torch.float32, architecture="Qwen3ForCausalLM" if fp8 else None,
+                         scales="fp32", audit=True)  # fmt: skip
+        assert len(stream.plan.buckets) > 1
+        result = session.run(stream, version)
+        for rank, model in enumerate(server.models):
+            assert same(model, served(seed, fp8=fp8, tp=tp, rank=rank)), f"sync {version}, rank {rank}"
+        assert result.audited
+        assert result.num_tensors == len(checkpoint(0))
+        assert result.num_quantized == (14 if fp8 else 0)
+        assert {"install", "audit", "transfer", "quantize"} <= result.seconds.keys()
+    host.close()
+
+
+def test_an_exporter_that_comes_again_shares_its_buffers_and_any_other_is_copied(folder, monkeypatch):
+    monkeypatch.setattr(exporter, "BUCKET_BYTES", 1 << 18)
+    server = Engine(model_path=str(folder), tp_size=1, context_length=64)
+    server.models = [ServedModel()]
+    host = Host(lambda: server)
+    workers = Schedulers(host, 1)
+    session, version = SyncSession(workers), 0
+
+    def made() -> Any:
+        return collect(export(), device=CPU, dtype=torch.float32, architecture=None, scales="fp32", audit=True)
+
+    def shards(seed: int) -> Any:
+        return ((name, tensor, ShardSpec.whole(tensor.shape)) for name, tensor in checkpoint(seed).items())
+
+    for one in (made(), made(), made()):  # of each, the plan and the buffers: an exporter that is used several times
+        for seed in (1, 2, 3):
+            session.run(exporter.EngineStream(one._plan, one._filler, shards(seed)), version)
+            assert same(server.models[0], served(seed)), f"sync {version}"
+            version += 1
+        assert {t.data_ptr() for t in workers._shared.values()} == {b.data_ptr() for b in one._filler._buffers}
+    host.close()
+
+
+def test_a_scheduler_that_hangs_up_in_the_middle_is_an_error(make, monkeypatch):
+    rollout = make()
+    rollout.update_weights(export(), 1)
+    real = loader.Receiver.sync
+
+    def broken(self, stream, phases):
+        next(stream.buckets())
+        stream._channel.close()
+        raise loader.ChannelClosed
+
+    monkeypatch.setattr(loader.Receiver, "sync", broken)
+    with pytest.raises(RolloutError, match="in the middle"):
+        rollout.update_weights(export(1), 2)
+    with pytest.raises(RolloutError, match="sync failed"):
+        rollout.generate([[1]], GREEDY)
+    monkeypatch.setattr(loader.Receiver, "sync", real)
+    rollout.update_weights(export(1), 2)
+    assert same(Engine.made[0].models[0], served(1))
+
+
+def test_a_server_that_never_runs_the_loader_is_an_error(make, monkeypatch):
+    rollout = make()
+    monkeypatch.setattr(Engine, "_update", lambda self, named: asyncio.sleep(0, (False, "unknown load_format")))
+    with pytest.raises(RolloutError, match="unknown load_format"):
+        rollout.update_weights(export(), 1)
+
+
+def test_the_audit_finds_what_was_changed_behind_its_back(make, monkeypatch):
+    rollout = make()
+    rollout.update_weights(export(), 1)
+    real = loader.Receiver.served
+
+    def spoilt(self):
+        Engine.made[0].models[0].get_parameter("model.norm.weight").data[3] += 1
+        return real(self)
+
+    monkeypatch.setattr(loader.Receiver, "served", spoilt)
+    with pytest.raises(RolloutError, match=r"model\.norm\.weight"):
+        rollout.update_weights(export(1), 2)
+    with pytest.raises(RolloutError, match="sync failed"):
+        rollout.generate([[1]], GREEDY)
+    monkeypatch.setattr(loader.Receiver, "served", real)
+    assert rollout.update_weights(export(1), 2).audited
+    assert make(audit=False).update_weights(export(), 1).audited is False
+
+
+def spoilt(how: str) -> Any:
+    for place, (name, tensor) in enumerate(checkpoint(5).items()):
+        if how == "raises" and place == 3:
+            raise RankFailure({1: "the export ended in the middle"})
+        if how == "missing" and "q_proj" in name:
+            continue
+        yield name, tensor[..., :-1].clone() if how == "shape" and "q_proj" in name else tensor
+        if how == "twice" and place == 3:
+            yield name, tensor
+    if how == "unknown":
+        yield "model.layers.0.no_such.weight", torch.zeros(3)
+
+
+@pytest.mark.parametrize("how", ["missing", "unknown", "shape", "twice", "raises"])
+def test_an_export_that_does_not_fit_fails_the_sync_and_the_server_lives_on(make, how):
+    rollout = make()
+    rollout.update_weights(export(), 1)
+    with pytest.raises(RankFailure if how == "raises" else RolloutError):
+        rollout.update_weights(spoilt(how), 2)
+    assert rollout.weight_version == 1
+    with pytest.raises(RolloutError, match="sync failed"):
+        rollout.generate([[1]], GREEDY)
+    rollout.update_weights(export(3), 2)
+    assert same(Engine.made[0].models[0], served(3))
+    assert rollout.generate([[1]], GREEDY)[0].weight_versions == [2] * 4
+
+
+def test_an_export_is_run_to_its_end_when_the_sync_fails(make, monkeypatch):
+    rollout = make()
+    weights = list(checkpoint(0).items())
+    left = iter(weights)
+    monkeypatch.setattr(rollout, "_stream", lambda _: (_ for _ in ()).throw(RolloutError("no")))
+    with pytest.raises(RolloutError, match="no"):
+        rollout.update_weights(left, 1)
+    assert next(left, None) is None
+
+
+def test_a_stale_version_is_refused(make):
+    rollout = make()
+    rollout.update_weights(export(), 5)
+    rollout.update_weights(export(), 5)
+    with pytest.raises(RolloutError, match="stale"):
+        rollout.update_weights(export(), 4)
+    with pytest.raises(RolloutError):
+        rollout.generate([[1]], GREEDY)
+
+
+def test_a_scheduler_that_dies_in_a_sync_is_an_error_and_nothing_hangs(make):
+    rollout = make()
+    rollout.update_weights(export(), 1)
+    Engine.made[0].die = True
+    begin = time.monotonic()
+    with pytest.raises(RolloutError, match="ended"):
+        rollout.update_weights(export(1), 2)
+    assert time.monotonic() - begin < 10
+    with pytest.raises(RolloutError):
+        rollout.generate([[1]], GREEDY)
+    rollout.close()
+
+
+def test_no_sync_and_no_sleep_during_generation_and_the_other_way_round(make):
+    rollout = make()
+    rollout.update_weights(export(), 1)
+    server = Engine.made[0]
+    server.hold = asyncio.Event()
+    running = rollout.submit([3], GREEDY)
+    for call in (lambda: rollout.update_weights(export(), 2), rollout.sleep, rollout.wake_up):
+        with pytest.raises(RolloutError, match="generating"):
+            call()
+    server.loop.call_soon_threadsafe(server.hold.set)
+    assert running.result(5)[0].weight_versions == [1] * 4
+    caught: list[RolloutError] = []
+
+    def meanwhile() -> Any:
+        for place, row in enumerate(checkpoint(1).items()):
+            if place == 2:
+                for call in (lambda: rollout.generate([[1]], GREEDY), lambda: rollout.update_weights(iter(()), 9)):
+                    with pytest.raises(RolloutError) as error:
+                        call()
+                    caught.append(error.value)
+            yield row
+
+    rollout.update_weights(meanwhile(), 2)
+    assert len(caught) == 2
+    assert all("sync is running" in error.why for error in caught)
+    assert rollout.generate([[1]], GREEDY)[0].weight_versions == [2] * 4
+
+
+def test_caches_are_flushed_once_the_server_is_idle_and_only_after_generation(make):
+    rollout = make()
+    server = Engine.made[0]
+    rollout.update_weights(export(), 1)
+    assert server.calls == []
+    rollout.generate([[1]], GREEDY)
+    server.idle_after = 2
+    rollout.update_weights(export(), 2)
+    assert server.calls == ["flush"] * 3
+    rollout.update_weights(export(), 3)
+    assert server.calls == ["flush"] * 3

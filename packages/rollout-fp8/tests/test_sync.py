@@ -1,0 +1,191 @@
+"""From an engine's shards to a server's parameters: every byte, whatever the server's fusion and the engine's layout."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from served_model import ServedModel, checkpoint
+from torch import Tensor
+
+from engine_api.errors import RolloutError
+from engine_api.weights import ShardSpec
+from rollout_fp8.exporter import collect
+from rollout_fp8.phases import Phases
+from rollout_fp8.quantize import quantize
+from rollout_fp8.receiver import Receiver
+from rollout_fp8.session import SyncSession
+
+CPU = torch.device("cpu")
+
+
+class InProcess:
+    """Workers of one process, one a tensor-parallel rank."""
+
+    def __init__(self, models: list[ServedModel]) -> None:
+        self.models, self.receivers = models, []
+
+    def learn(self, plan):
+        self.receivers = [Receiver(model, plan, model.load_weights) for model in self.models]
+        return [receiver.boxes for receiver in self.receivers]
+
+    def sync(self, stream):
+        rows = []
+        for receiver in self.receivers:  # a stream runs once; here there is one worker, or the stream is made for each
+            phases = Phases(CPU)
+            receiver.sync(stream, phases)
+            rows.append((receiver.served().tolist() if stream.audit else [], phases.seconds()))
+        return rows
+
+
+def stream_of(weights: dict[str, Tensor], *, fp8: bool, dtype: torch.dtype = torch.float32, audit: bool = True) -> Any:
+    return collect(iter(weights.items()), device=CPU, dtype=dtype, architecture="Qwen3ForCausalLM" if fp8 else None,
+                   scales="fp32", audit=audit)  # fmt: skip
+
+
+def expected(weights: dict[str, Tensor], model: ServedModel, *, fp8: bool) -> dict[str, Tensor]:
+    """What the server's own loader makes of a checkpoint in the served format."""
+    tensors: dict[str, Tensor] = {}
+    for name, tensor in weights.items():
+        if fp8 and "_proj" in name:
+            tensors[name], tensors[name + "_scale_inv"] = quantize(tensor, scales="fp32")
+        else:
+            tensors[name] = tensor.to(model.dtype)
+    model.load_weights(tensors.items())
+    return {name: p.detach().clone() for name, p in model.named_parameters()}
+
+
+def raw(tensor: Tensor) -> Tensor:
+    return tensor.contiguous().view(torch.uint8)
+
+
+@pytest.mark.parametrize("fp8", [False, True], ids=["bf16", "fp8"])
+def test_every_byte_is_what_the_servers_own_loader_makes_of_it_and_later_syncs_do_not_use_it(fp8) -> None:
+    model = ServedModel(fp8=fp8, dtype=torch.bfloat16)
+    workers = InProcess([model])
+    session = SyncSession(workers)
+    addresses = {name: p.data_ptr() for name, p in model.named_parameters()}
+    loads = []
+    for version in range(3):
+        weights = checkpoint(version)
+        result = session.run(stream_of(weights, fp8=fp8, dtype=torch.bfloat16), version)
+        want = expected(weights, ServedModel(fp8=fp8, dtype=torch.bfloat16), fp8=fp8)
+        for name, parameter in model.named_parameters():
+            assert torch.equal(raw(parameter), raw(want[name])), name
+        assert addresses == {name: p.data_ptr() for name, p in model.named_parameters()}
+        assert result.audited and result.version == version and result.num_tensors == len(weights)
+        assert result.num_quantized == (14 if fp8 else 0)
+        loads.append(result)
+        model.load_weights = None  # type: ignore[assignment,method-assign] - nobody may call it again
+    assert loads[0].num_bytes == loads[2].num_bytes
+
+
+def test_a_tensor_parallel_server_gets_each_ranks_part() -> None:
+    weights = checkpoint(3)
+    models = [ServedModel(tp=2, rank=rank, dtype=torch.bfloat16) for rank in range(2)]
+    receivers = []
+    for model in models:
+        stream = stream_of(weights, fp8=False, dtype=torch.bfloat16)
+        receivers.append(Receiver(model, stream.plan, model.load_weights))
+        receivers[-1].sync(stream, Phases(CPU))
+        want = expected(weights, ServedModel(tp=2, rank=model.rank, dtype=torch.bfloat16), fp8=False)
+        for name, parameter in model.named_parameters():
+            assert torch.equal(parameter, want[name]), name
+    from rollout_fp8.audit import Audit
+
+    audit = Audit(stream.plan, [receiver.boxes for receiver in receivers])
+    audit.check(stream.checksums(), [receiver.served().tolist() for receiver in receivers])
+    models[1].get_parameter("model.layers.1.mlp.down_proj.weight").data[3, 5] += 1
+    with pytest.raises(RolloutError, match=r"1 of 19 tensors differ: model.layers.1.mlp.down_proj.weight"):
+        audit.check(stream.checksums(), [receiver.served().tolist() for receiver in receivers])
+
+
+def test_copies_on_two_workers_that_differ_fail_the_audit() -> None:
+    weights = checkpoint(3)
+    receivers, models = [], [ServedModel(tp=2, rank=rank) for rank in range(2)]
+    for model in models:
+        stream = stream_of(weights, fp8=False)
+        receivers.append(Receiver(model, stream.plan, model.load_weights))
+        receivers[-1].sync(stream, Phases(CPU))
+    from rollout_fp8.audit import Audit
+
+    audit = Audit(stream.plan, [receiver.boxes for receiver in receivers])
+    models[1].get_parameter("model.norm.weight").data[0] += 1
+    with pytest.raises(RolloutError, match=r"model\.norm\.weight"):
+        audit.check(stream.checksums(), [receiver.served().tolist() for receiver in receivers])
+
+
+def test_a_server_that_rearranges_weights_after_loading_is_refused_and_not_fed_wrong_ones() -> None:
+    model = ServedModel(packs=True)
+    with pytest.raises(RolloutError, match="rearranges weights after loading") as caught:
+        SyncSession(InProcess([model])).run(stream_of(checkpoint(0), fp8=False), 0)
+    assert "model.layers.0.mlp.gate_proj.weight" in str(caught.value)
+
+
+@pytest.mark.parametrize(("change", "message"), [
+    (lambda w: w.pop("model.layers.1.self_attn.k_proj.weight"), "model.layers.1.self_attn.qkv_proj.weight gets only"),
+    (lambda w: w.pop("model.norm.weight"), "nothing comes for model.norm.weight"),
+    (lambda w: w.update({"model.layers.0.input_layernorm.weight": torch.zeros(7)}), "input_layernorm.weight gets only"),
+], ids=["part missing", "missing", "shape"])  # fmt: skip
+def test_an_export_that_is_not_the_servers_model_is_refused(change, message) -> None:
+    weights = checkpoint(0)
+    change(weights)
+    with pytest.raises(RolloutError, match=message):
+        SyncSession(InProcess([ServedModel()])).run(stream_of(weights, fp8=False), 0)
+
+
+def test_a_dtype_that_the_server_does_not_serve_is_refused() -> None:
+    with pytest.raises(RolloutError, match=r"comes as torch.bfloat16, .* is served as torch.float32"):
+        SyncSession(InProcess([ServedModel()])).run(stream_of(checkpoint(0), fp8=False, dtype=torch.bfloat16), 0)
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf"), float("-inf")])
+@pytest.mark.parametrize("name", ["model.norm.weight", "model.layers.1.mlp.up_proj.weight"])
+@pytest.mark.parametrize("audit", [True, False])
+def test_weights_that_are_not_finite_fail_the_sync_with_their_name(bad, name, audit) -> None:
+    weights = checkpoint(0)
+    weights[name].view(-1)[-3] = bad
+    with pytest.raises(RolloutError, match=f"not finite: {name}"):
+        SyncSession(InProcess([ServedModel(fp8=True)])).run(stream_of(weights, fp8=True, audit=audit), 0)
+
+
+def test_an_audit_finds_a_single_flipped_bit_in_what_is_served() -> None:
+    class Flips(InProcess):
+        def sync(self, stream):
+            rows = []
+            for receiver in self.receivers:
+                receiver.sync(stream, Phases(CPU))
+                flipped = (
+                    self.models[0].get_parameter("model.layers.0.self_attn.qkv_proj.weight").data.view(torch.uint8)
+                )
+                flipped[200, 17] ^= 4
+                rows.append((receiver.served().tolist(), {}))
+            return rows
+
+    with pytest.raises(RolloutError, match="what is served is not what was exported") as caught:
+        SyncSession(Flips([ServedModel(fp8=True)])).run(stream_of(checkpoint(0), fp8=True), 0)
+    assert "1 of 33 tensors differ: model.layers.0.self_attn.q_proj.weight" in str(caught.value)
+
+
+def test_a_plain_export_with_a_name_twice_or_of_integers_or_empty_is_refused() -> None:
+    def twice() -> Iterator[tuple[str, Tensor]]:
+        yield "a", torch.zeros(2)
+        yield "a", torch.zeros(2)
+
+    for export, message in [(twice(), "it comes twice"), (iter([("a", torch.zeros(2, dtype=torch.int32))]), "torch.int32"),
+                            (iter(()), "the export is empty")]:  # fmt: skip
+        with pytest.raises(RolloutError, match=message):
+            collect(export, device=CPU, dtype=torch.float32, architecture=None, scales="fp32", audit=True)
+
+
+def test_a_box_is_found_in_every_dimension() -> None:
+    from rollout_fp8.receiver import intersection
+
+    a = ShardSpec(global_shape=(8, 8), offset=(0, 2), shape=(4, 4))
+    b = ShardSpec(global_shape=(8, 8), offset=(2, 0), shape=(4, 4))
+    shared = intersection(a, b)
+    assert shared is not None
+    assert (shared.offset, shared.shape) == ((2, 2), (2, 2))
+    assert intersection(a, ShardSpec(global_shape=(8, 8), offset=(4, 0), shape=(4, 8))) is None

@@ -1,0 +1,92 @@
+"""What of the vLLM rollout needs no vLLM: its options and the environment variables."""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+
+from engine_api.errors import ConfigError, RolloutError
+from rollout_fp8.options import VllmOptions
+from rollout_fp8.vllm import environment
+
+
+def test_options() -> None:
+    options = VllmOptions.parse({"max_model_len": 512, "gpu_memory_utilization": 1, "scales": "pow2", "audit": False,
+                                 "kv_cache_bytes": None, "executor": "workers"})  # fmt: skip
+    assert (options.max_model_len, options.scales, options.audit, options.executor) == (512, "pow2", False, "workers")
+    assert options.kv_cache_bytes is None
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "remedy"),
+    [
+        ("gpu_memory_utilisation", 0.5, "gpu_memory_utilization"),
+        ("gpu_memory_utilization", 1.5, "at most 1"),
+        ("gpu_memory_utilization", True, "number"),
+        ("max_model_len", 0, "integer"),
+        ("max_model_len", True, "integer"),
+        ("tensor_parallel_size", None, "integer"),
+        ("scales", "pow_2", "pow2"),
+        ("executor", "inprocess", "in_process"),
+        ("prefix_caching", 1, "true or false"),
+        ("enforce_eager", "yes", "true or false"),
+    ],
+)
+def test_a_wrong_option_is_named(name: str, value: object, remedy: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        VllmOptions.parse({name: value})
+    assert caught.value.field == f"rollout.options.{name}"
+    assert remedy in caught.value.remedy
+
+
+@pytest.fixture
+def variables(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
+    """A copy of the environment that ends with the test."""
+    monkeypatch.setattr(os, "environ", os.environ.copy())
+    return monkeypatch
+
+
+def test_the_user_keeps_what_he_set(variables: pytest.MonkeyPatch) -> None:
+    variables.setenv("VLLM_LOGGING_LEVEL", "DEBUG")
+    variables.delenv(environment.E8M0, raising=False)
+    environment.prepare()
+    assert os.environ["VLLM_LOGGING_LEVEL"] == "DEBUG"
+    assert os.environ[environment.E8M0] == "0"
+
+
+def test_requantized_weights_are_refused(variables: pytest.MonkeyPatch) -> None:
+    variables.setenv(environment.E8M0, "1")
+    with pytest.raises(RolloutError, match="requantize") as caught:
+        environment.prepare()
+    assert "scales=pow2" in caught.value.remedy
+
+
+def test_variables_of_one_construction_are_given_back(variables: pytest.MonkeyPatch) -> None:
+    variables.setenv("RANK", "7")
+    variables.delenv("LOCAL_RANK", raising=False)
+    with environment.in_process(3, 1):
+        assert (os.environ["RANK"], os.environ["LOCAL_RANK"]) == ("3", "1")
+        assert os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] == "0"
+    assert os.environ["RANK"] == "7"
+    assert "LOCAL_RANK" not in os.environ
+
+
+@pytest.mark.parametrize(
+    ("visible", "wanted"), [("4,5,6,7", "6,7"), (None, "2,3"), ("GPU-a,GPU-b,GPU-c,GPU-d", "GPU-c,GPU-d")]
+)
+def test_workers_are_no_ranks_and_see_their_devices(
+    variables: pytest.MonkeyPatch, visible: str | None, wanted: str
+) -> None:
+    variables.setenv("RANK", "1")
+    variables.setenv("MASTER_PORT", "1234")
+    variables.setenv("TORCHELASTIC_RUN_ID", "x")
+    if visible is None:
+        variables.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    else:
+        variables.setenv("CUDA_VISIBLE_DEVICES", visible)
+    with environment.workers(2, 2):
+        assert not {"RANK", "MASTER_PORT", "TORCHELASTIC_RUN_ID"} & set(os.environ)
+        assert os.environ["CUDA_VISIBLE_DEVICES"] == wanted
+    assert os.environ.get("CUDA_VISIBLE_DEVICES") == visible
+    assert os.environ["RANK"] == "1"

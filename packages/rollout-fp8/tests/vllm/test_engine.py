@@ -1,0 +1,33 @@
+"""From engine-fsdp's shards, on one rank and two, into vLLM: what a fresh server on the trained weights serves."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from engine_conformance.cases import Target
+from engine_conformance.cases._served import rollout_model
+from engine_conformance.ranks import RankPool, get_pool
+
+pytestmark = [pytest.mark.distributed]
+
+
+@pytest.mark.parametrize(("world", "dtype"), [(1, "bfloat16"), (2, "float32")])
+def test_shards_of_a_trained_engine_are_served_as_a_fresh_server_serves_them(
+    root: Path, tmp_path: Path, world: int, dtype: str
+) -> None:
+    model = str(rollout_model(Target(backend="vllm", root=root, rollout=True)))
+    folder = tmp_path / "trained"
+    rows = get_pool(world).run("vllm_peers:trained", deadline=280, model=model, folder=str(folder), dtype=dtype)
+    with RankPool(1) as pool:
+        ((fresh,),) = pool.run("vllm_peers:fresh_tokens", deadline=280, models=[(str(folder), dtype)])
+    for greedy, said, drawn, told in rows:
+        assert greedy == fresh
+        assert [one.version for one in said] == [1, 2]
+        assert all(one.audited and one.num_tensors == said[0].num_tensors for one in said)
+        if (
+            dtype == "float32"
+        ):  # in bf16 the conformance profile compares them, with tolerances by the count of roundings
+            for got, want in zip(drawn, told, strict=True):
+                assert got == pytest.approx(want, abs=1e-5)

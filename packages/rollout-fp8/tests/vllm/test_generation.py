@@ -1,0 +1,120 @@
+"""What vLLM's rollout promises beyond the conformance cases."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import vllm_peers as peers
+
+from engine_api.errors import ConfigError, EngineError, RolloutError
+from engine_api.rollout import SamplingParams
+from engine_conformance.cases import Target
+from engine_conformance.cases._served import rollout_model
+from engine_conformance.ranks import get_pool
+
+pytestmark = [pytest.mark.distributed]
+
+
+@pytest.fixture(scope="module")
+def model(root: Path) -> str:
+    return str(rollout_model(Target(backend="vllm", root=root, rollout=True)))
+
+
+def call(function: Any, *, world: int = 1, **kwargs: Any) -> Any:
+    rows = get_pool(world).run(f"vllm_peers:{function.__name__}", deadline=240, **kwargs)
+    return rows[0] if world == 1 else rows
+
+
+def refused(error: EngineError | None, *words: str, kind: type[EngineError] = RolloutError) -> None:
+    assert isinstance(error, kind), error
+    assert error.remedy, error
+    assert all(word in str(error) for word in words), error
+
+
+def test_a_draw_does_not_depend_on_its_batch(model: str) -> None:
+    first, second, third = peers.PROMPTS
+    batches = [[first], [second, first, third], [first, first]]
+    alone, among, twice = call(peers.drawn, model=model, batches=batches, sampling=peers.SAMPLED)
+    tokens = [c.tokens for c in alone]
+    assert [c.tokens for c in among[2:4]] == tokens
+    assert [c.tokens for c in twice[:2]] == tokens
+    assert [c.tokens for c in twice[2:]] != tokens
+    for one, other in zip(alone, among[2:4], strict=True):
+        assert one.log_probs == pytest.approx(other.log_probs, abs=1e-5)
+
+
+def test_rows_of_a_batch_keep_their_own_temperature(model: str) -> None:
+    # Rows end at different steps, so that vLLM moves rows of its batch while they run.
+    prompts = [[*peers.PROMPTS[i % 3], 20 + i] for i in range(6)]
+    sampling = [SamplingParams(max_new_tokens=3 + 3 * i, seed=7, temperature=(1.0, 0.5, 2.0)[i % 3]) for i in range(6)]
+    together, apart = call(peers.mixed, model=model, prompts=prompts, samplings=sampling)
+    assert [c.tokens for c in together] == [c.tokens for c in apart]
+    for one, other in zip(together, apart, strict=True):
+        assert one.log_probs == pytest.approx(other.log_probs, abs=1e-4)
+
+
+def test_without_seeds_every_call_draws_anew_and_global_random_generators_stay(model: str) -> None:
+    tokens, (before, after) = call(peers.drawn_freely, model=model)
+    assert len({tuple(row) for row in tokens}) == 3
+    assert before == after
+
+
+def test_global_random_generators_and_threads_stay(model: str) -> None:
+    before, made, generated, threads = call(peers.random_states, model=model)
+    assert before == made == generated
+    assert threads
+
+
+def test_background(model: str) -> None:
+    said = call(peers.background, model=model)
+    alone, beside, greedy = said["beside"]
+    assert [c.tokens for c in beside] == [c.tokens for c in alone]
+    for one, other in zip(alone, beside, strict=True):
+        assert one.log_probs == pytest.approx(other.log_probs, abs=1e-5)
+    assert {c.prompt_index for c in beside} == {0}
+    refused(said["sync"], "generating", "abort")
+    refused(said["sleep"], "generating")
+    assert said["running"]
+    assert said["timeout"]
+    (aborted,) = said["aborted"]
+    assert aborted.finish_reason == "abort"
+    assert len(aborted.tokens) == len(aborted.log_probs) == len(aborted.weight_versions) < peers.LONG.max_new_tokens
+    assert set(aborted.weight_versions) <= {1}
+    refused(said["bad"], "prompt 0 is empty")
+    assert [c.tokens for c in said["after"]] == [c.tokens for c in greedy]
+    assert set(said["after"][0].weight_versions) == {2}
+    refused(said["lost"], "closed")
+
+
+def test_generation_during_a_sync_is_refused(model: str) -> None:
+    generate, sync, after = call(peers.during_a_sync, model=model)
+    refused(generate, "sync is running")
+    refused(sync, "sync is running")
+    assert after is None
+
+
+def test_weights_and_caches_sleep_apart(model: str) -> None:
+    said = call(peers.naps, model=model)
+    before, after, synced = said["tokens"]
+    assert before == after == synced
+    caches, order, asleep, half = said["errors"]
+    refused(caches, "caches sleep")
+    refused(order, "weights")
+    refused(asleep, "wake_up")
+    refused(half, "caches sleep")
+
+
+def test_what_cannot_start_says_why(model: str) -> None:
+    refused(call(peers.refused, model=model, enforce_eagre=True), "enforce_eager", kind=ConfigError)
+    refused(call(peers.refused, model=model, dtype="float8"), "float8", kind=ConfigError)
+    refused(call(peers.refused, model=model, kv_cache_bytes=1 << 50), "not enough memory", "kv_cache_bytes")
+    refused(call(peers.refused, model=model, tensor_parallel_size=2), "1 ranks", "tensor_parallel_size")
+    # And the rank is as good as new.
+    assert call(peers.drawn, model=model, batches=[[(5, 6)]], sampling=peers.GREEDY)
+
+
+@pytest.mark.skipif("amx_tile" in Path("/proc/cpuinfo").read_text(), reason="this CPU has FP8 kernels")
+def test_fp8_without_kernels_is_refused(model: str) -> None:
+    refused(call(peers.refused, model=model, dtype="bfloat16", quantization="fp8"), "AMX", "quantization=none")

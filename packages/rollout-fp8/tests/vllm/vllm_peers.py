@@ -1,0 +1,258 @@
+"""What the tests of vLLM call in ranks. A rollout is made, used and closed in each call."""
+
+from __future__ import annotations
+
+import random
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from engine_api.batch import Batch
+from engine_api.config import EngineConfig, ModelSource, OptimizerConfig, Precision
+from engine_api.errors import EngineError
+from engine_api.losses import sft_loss
+from engine_api.registry import EngineRegistry, RolloutRegistry
+from engine_api.rollout import Completion, SamplingParams, SyncResult
+from engine_conformance.cases._rollouts import export_of
+
+GREEDY = SamplingParams(max_new_tokens=8, temperature=0.0)
+SAMPLED = SamplingParams(max_new_tokens=6, seed=1, n=2)
+LONG = SamplingParams(max_new_tokens=480, temperature=0.0)  # greedy: it never comes to an end token
+PROMPTS: tuple[tuple[int, ...], ...] = ((5, 6, 7), (9, 8), (11, 12, 13, 14, 15))
+
+
+@contextmanager
+def opened(model: str, *, version: int | None = 1, **arguments: Any) -> Iterator[Any]:
+    """A rollout, with the weights of its folder unless ``version`` is None."""
+    rollout = RolloutRegistry.create(name="vllm", device="cpu", model=ModelSource(path=model), pad_token_id=0,
+                                     eos_token_ids=(2,), **arguments)  # fmt: skip
+    try:
+        if version is not None:
+            rollout.update_weights(export_of(Path(model), "cpu"), version)
+        yield rollout
+    finally:
+        rollout.close()
+
+
+def error_of(call: Any, *args: Any, **kwargs: Any) -> EngineError | None:
+    try:
+        call(*args, **kwargs)
+    except EngineError as error:
+        return error
+    return None
+
+
+def refused(model: str, **arguments: Any) -> EngineError | None:
+    """The error of making one."""
+
+    def make() -> None:
+        with opened(model, **arguments):
+            pass
+
+    return error_of(make)
+
+
+def drawn(model: str, batches: Sequence[Sequence[Sequence[int]]], sampling: SamplingParams) -> list[list[Completion]]:
+    """Completions of each batch of prompts."""
+    with opened(model) as rollout:
+        return [rollout.generate(batch, sampling) for batch in batches]
+
+
+def _random_state() -> list[Any]:
+    return [torch.get_rng_state().tolist(), random.getstate(), np.random.get_state()[1].tolist()]  # noqa: NPY002 - the legacy one
+
+
+def random_states(model: str) -> list[Any]:
+    """Of the global generators: before, after a rollout was made, and after it generated; and torch's threads."""
+    states = [_random_state()]
+    threads = torch.set_num_threads
+    with opened(model) as rollout:
+        states.append(_random_state())
+        rollout.generate(PROMPTS, SamplingParams(max_new_tokens=4, n=2))
+        states.append(_random_state())
+    return [*states, torch.set_num_threads is threads]
+
+
+def drawn_freely(model: str) -> tuple[list[list[int]], list[Any]]:
+    """Tokens of three calls without seeds of their own, with one ``sampling.seed``; global generators before and after."""
+    with opened(model, deterministic=False) as rollout:
+        before = _random_state()
+        calls = [rollout.generate(PROMPTS[:1], SamplingParams(max_new_tokens=12, seed=1)) for _ in range(3)]
+        return [call[0].tokens for call in calls], [before, _random_state()]
+
+
+def background(model: str) -> dict[str, Any]:
+    """``submit`` beside ``generate``, ``abort``, and what is refused meanwhile."""
+    said: dict[str, Any] = {}
+    with opened(model) as rollout:
+        alone = rollout.generate([PROMPTS[0]], SAMPLED)
+        running = rollout.submit(PROMPTS[1], LONG)
+        quick = rollout.submit(PROMPTS[0], SAMPLED)
+        said["beside"] = (alone, quick.result(60), rollout.generate([PROMPTS[0]], GREEDY))
+        said["sync"] = error_of(rollout.update_weights, export_of(Path(model), "cpu"), 2)
+        said["sleep"] = error_of(rollout.sleep)
+        said["running"] = not running.done()
+        try:
+            running.result(0.0)
+        except TimeoutError:
+            said["timeout"] = True
+        running.abort()
+        said["aborted"] = running.result(0.0)
+        said["bad"] = error_of(rollout.submit, (), LONG)
+        rollout.update_weights(export_of(Path(model), "cpu"), 2)
+        said["after"] = rollout.generate([PROMPTS[0]], GREEDY)
+        lost = rollout.submit(PROMPTS[1], LONG)
+    said["lost"] = error_of(lost.result, 60)
+    return said
+
+
+def during_a_sync(model: str) -> list[EngineError | None]:
+    """What other threads get while an export is being read."""
+    got: list[EngineError | None] = []
+    with opened(model) as rollout:
+
+        def export() -> Iterator[tuple[str, torch.Tensor]]:
+            for place, pair in enumerate(export_of(Path(model), "cpu")):
+                if place == 1:
+                    calls = [lambda: rollout.generate(PROMPTS, GREEDY), lambda: rollout.update_weights(iter(()), 3)]
+                    for call in calls:
+                        thread = threading.Thread(target=lambda call=call: got.append(error_of(call)))
+                        thread.start()
+                        thread.join()
+                yield pair
+
+        rollout.update_weights(export(), 2)
+        got.append(error_of(rollout.generate, PROMPTS, GREEDY))
+        assert rollout.weight_version == 2
+    return got
+
+
+def naps(model: str) -> dict[str, Any]:
+    """Weights and caches that sleep apart."""
+    with opened(model) as rollout:
+        before = rollout.generate(PROMPTS, GREEDY)
+        rollout.sleep(weights=False)
+        caches = error_of(rollout.generate, PROMPTS, GREEDY)
+        rollout.wake_up(kv_cache=True, weights=False)
+        after = rollout.generate(PROMPTS, GREEDY)
+        rollout.sleep()
+        order = error_of(rollout.wake_up, weights=False)
+        asleep = error_of(rollout.update_weights, export_of(Path(model), "cpu"), 2)
+        rollout.wake_up(kv_cache=False)
+        rollout.update_weights(export_of(Path(model), "cpu"), 2)
+        half = error_of(rollout.generate, PROMPTS, GREEDY)
+        rollout.wake_up(weights=False)
+        synced = rollout.generate(PROMPTS, GREEDY)
+    return {"tokens": [[c.tokens for c in some] for some in (before, after, synced)],
+            "errors": [caches, order, asleep, half]}  # fmt: skip
+
+
+def fresh_tokens(models: Sequence[tuple[str, str]]) -> list[list[list[int]]]:
+    """Greedy tokens of servers that read (folder, dtype) themselves. vLLM ends this rank's group: use a pool of its own."""
+    return [_fresh(*model) for model in models]
+
+
+def _fresh(model: str, dtype: str) -> list[list[int]]:
+    from rollout_fp8.vllm import environment
+
+    environment.prepare()
+    if not dist.is_initialized():
+        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    with environment.in_process(0, 0):
+        import vllm
+
+        server = vllm.LLM(model, dtype=dtype, skip_tokenizer_init=True, enforce_eager=True, generation_config="vllm",
+                          kv_cache_memory_bytes=1 << 28, distributed_executor_backend="external_launcher")  # fmt: skip
+    params = vllm.SamplingParams(max_tokens=8, temperature=0.0, detokenize=False, ignore_eos=True)
+    outputs = server.generate([{"prompt_token_ids": list(p)} for p in PROMPTS], params, use_tqdm=False)
+    server.llm_engine.engine_core.shutdown()
+    return [list(output.outputs[0].token_ids) for output in outputs]
+
+
+def trained(
+    model: str, folder: str, dtype: str
+) -> tuple[list[list[int]], list[SyncResult], list[list[float]], list[list[float]]]:
+    """Train with fsdp2, sync its shards, twice; then save what is served.
+
+    Greedy tokens; what the syncs said; log-probs of drawn tokens by vLLM and by the engine.
+    """
+    source, config = ModelSource(path=model), {"dtype": dtype, "pad_token_id": 0}
+    engine = EngineRegistry.create(backend="fsdp2", device="cpu", config=EngineConfig(
+        model=source, optimizer=OptimizerConfig(lr=1e-2), precision=Precision(compute=dtype)))  # fmt: skip
+    engine.initialize()
+    rollout = RolloutRegistry.create(name="vllm", device="cpu", model=source, **config)
+    exporter = RolloutRegistry.create_exporter(name="vllm", device="cpu", model=source, dtype=dtype)
+    ids = torch.arange(40).reshape(4, 10) + 5
+    batch = Batch.pack([{"input_ids": row, "loss_weight": torch.tensor([0.0] + [1.0] * 9)} for row in ids])
+    try:
+        said = []
+        for _ in range(2):
+            engine.train_batch(batch, sft_loss)
+            said.append(rollout.update_weights(exporter.export(engine), engine.weight_version))
+        engine.save_hf(folder, dtype=getattr(torch, dtype))
+        greedy = [c.tokens for c in rollout.generate(PROMPTS, GREEDY)]
+        drawn = rollout.generate(PROMPTS, SAMPLED)
+        asked = Batch.pack([{"input_ids": torch.tensor([*PROMPTS[c.prompt_index], *c.tokens])} for c in drawn])
+        rows = engine.infer_batch(asked).log_probs.split([len(PROMPTS[c.prompt_index]) + len(c.tokens) for c in drawn])
+        return (
+            greedy,
+            said,
+            [c.log_probs for c in drawn],
+            [row[-len(c.tokens) :].tolist() for row, c in zip(rows, drawn, strict=True)],
+        )
+    finally:
+        rollout.close()
+        exporter.close()
+        engine.close()
+
+
+def raw_and_synced(old: str, new: str, dtype: str) -> tuple[str, list[list[int]], list[list[int]]]:
+    """``load_weights`` called on the served model, and then a sync: what the first raised, and tokens after each."""
+    with opened(old, dtype=dtype) as rollout:
+        tensors = [(name, tensor.clone()) for name, tensor in export_of(Path(new), "cpu")]
+        raised = ""
+        try:
+            rollout._engine.apply_model(lambda model: model.load_weights(tensors))
+        except Exception as error:  # noqa: BLE001 - whatever vLLM says
+            raised = f"{type(error).__name__}: {error}"
+        rollout._engine.reset_prefix_cache()
+        raw = [c.tokens for c in rollout.generate(PROMPTS, GREEDY)]
+        rollout.update_weights(iter(tensors), 2)
+        return raised, raw, [c.tokens for c in rollout.generate(PROMPTS, GREEDY)]
+
+
+def on_ranks(model: str, **options: Any) -> tuple[list[Completion], float]:
+    """This rank's own prompts, from weights that came twice; and a sum over the ranks afterwards."""
+    mine = [PROMPTS[dist.get_rank()]]
+    with opened(model, **options) as rollout:
+        rollout.update_weights(export_of(Path(model), "cpu"), 2)
+        got = rollout.generate(mine, SAMPLED)
+    total = torch.ones(())
+    dist.all_reduce(total)  # the group is still there
+    return got, float(total)
+
+
+def in_workers(model: str, **options: Any) -> tuple[list[Completion], float]:
+    """The same, of a server in processes of its own."""
+    began = time.monotonic()
+    with opened(model, executor="workers", **options) as rollout:
+        rollout.update_weights(export_of(Path(model), "cpu"), 2)
+        got = rollout.generate(PROMPTS, SAMPLED)
+    return got, time.monotonic() - began
+
+
+def mixed(
+    model: str, prompts: Sequence[Sequence[int]], samplings: Sequence[SamplingParams]
+) -> tuple[list[Completion], list[Completion]]:
+    """Each prompt with its own sampling: all at the same time, and one after another."""
+    with opened(model) as rollout:
+        running = [rollout.submit(p, s) for p, s in zip(prompts, samplings, strict=True)]
+        together = [g.result(120)[0] for g in running]
+        return together, [rollout.generate([p], s)[0] for p, s in zip(prompts, samplings, strict=True)]
