@@ -117,6 +117,17 @@ def test_copies_on_two_workers_that_differ_fail_the_audit() -> None:
         audit.check(stream.checksums(), [receiver.served().tolist() for receiver in receivers])
 
 
+@pytest.mark.parametrize("audit", [True, False], ids=["audited", "not audited"])
+def test_a_server_that_moves_its_weights_is_not_fed_where_they_were(audit) -> None:
+    model = ServedModel()
+    session = SyncSession(InProcess([model]))
+    session.run(stream_of(checkpoint(0), fp8=False, audit=audit), 0)
+    norm = model.get_parameter("model.norm.weight")
+    norm.data = norm.data.clone()
+    with pytest.raises(RolloutError, match=r"moved its weights.*\n.*1 parameters, model\.norm\.weight"):
+        session.run(stream_of(checkpoint(1), fp8=False, audit=audit), 1)
+
+
 def test_a_server_that_rearranges_weights_after_loading_is_refused_and_not_fed_wrong_ones() -> None:
     model = ServedModel(packs=True)
     with pytest.raises(RolloutError, match="rearranges weights after loading") as caught:

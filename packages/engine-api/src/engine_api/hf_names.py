@@ -9,6 +9,7 @@ is transformers' own conversion mapping, read backwards.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
@@ -50,6 +51,18 @@ class Piece:
         offset = (first, *(0 for _ in self.shape[1:])) if self.shape else ()
         shape = (count, *self.shape[1:]) if self.shape else ()
         return ShardSpec(global_shape=self.shape, offset=offset, shape=shape, replica=replica)
+
+
+def views(pieces: Sequence[Piece], tensor: torch.Tensor, first: int = 0) -> list[torch.Tensor]:
+    """``Piece.view(tensor, first)`` of each; all experts' at once, for a model has thousands of them."""
+    kinds = {piece.rows for piece in pieces if piece.expert is not None}
+    experts = {rows: tensor[:, rows[0] : rows[1]].unbind() for rows in kinds}
+    return [
+        piece.view(tensor, first)
+        if piece.expert is None or not first <= piece.expert < first + tensor.shape[0]
+        else experts[piece.rows][piece.expert - first]
+        for piece in pieces
+    ]
 
 
 def pieces_of(model: Any) -> dict[str, list[Piece]]:

@@ -9,7 +9,7 @@ import json
 import logging
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +20,7 @@ from torch.distributed.tensor import DTensor
 from engine_api.config import ModelSource
 from engine_api.errors import ConfigError
 from engine_api.hf_names import Piece
+from engine_api.weights import ShardSpec
 from engine_fsdp.parallel import Layout
 
 log = logging.getLogger("engine_fsdp")
@@ -35,12 +36,19 @@ class ShardedParam:
     first: int  # this rank's first row
     adapter: bool = False
     trainable: bool = True
-    extra: dict[str, Any] = field(default_factory=dict[str, Any])
+    _specs: list[ShardSpec] | None = None
 
     @property
     def local(self) -> Tensor:
         """This rank's rows; live memory."""
         return local_of(self.param)
+
+    def specs(self, replica: int) -> list[ShardSpec]:
+        """Where this rank's part of each piece belongs; worked out once."""
+        if self._specs is None:
+            count = self.local.shape[0] if self.param.dim() else 0
+            self._specs = [piece.spec(self.first, count, replica) for piece in self.pieces]
+        return self._specs
 
 
 def local_of(tensor: Tensor) -> Tensor:

@@ -18,6 +18,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -79,20 +80,22 @@ class ChecksumPlan:
 
         Raises ``ValueError`` for parts that the plan is not for, and for memory that is not aligned to words.
         """
-        check_layouts("parts", parts, self._layouts)
-        if out.dtype != torch.int64 or out.device != parts[0].device or not out.is_contiguous():
-            raise ValueError(f"out is {out.dtype} on {out.device}; expected int64, contiguous, on {parts[0].device}")
-        if self._launches is None:
-            self._run_plain(parts, out)
-            return
-        from rollout_fp8.kernels.checksum import launch
+        self.bind(parts).run(out)
 
+    def bind(self, parts: Sequence[Tensor]) -> BoundChecksum:
+        """``run`` for the same memory again and again: it is looked at and its addresses are taken once.
+
+        Raises ``ValueError`` as ``run`` does.
+        """
+        check_layouts("parts", parts, self._layouts)
+        if self._launches is None:
+            return BoundChecksum(self, parts, None, [])
         table = addresses((parts,))
-        on_device = to_device(table, out.device)
         for work in self._launches:
             if np.bitwise_or.reduce(table[work.parts], axis=None) % work.word:
                 raise ValueError("a part does not begin at a whole word of memory; call clone()")
-            launch(on_device, work.records, out, word=work.word, aligned=work.aligned and is_aligned(table[work.parts]))
+        launches = [(work, work.aligned and is_aligned(table[work.parts])) for work in self._launches]
+        return BoundChecksum(self, parts, to_device(table, parts[0].device), launches)
 
     def _prepare(self, device: torch.device) -> list[_Launch]:
         kinds: dict[tuple[int, bool], dict[int, list[NDArray[np.int64]]]] = {}
@@ -106,10 +109,34 @@ class ChecksumPlan:
             launches.append(_Launch(word=word, aligned=aligned, parts=list(parts), records=to_device(records, device)))
         return launches
 
-    def _run_plain(self, parts: Sequence[Tensor], out: Tensor) -> None:
+    def add_plain(self, parts: Sequence[Tensor], out: Tensor) -> None:
+        """Without kernels."""
         for part, layout, regions, group in zip(parts, self._layouts, self._regions, self._groups, strict=True):
             total = sum(_sum(_words(part, layout, region.word), region) for region in regions)
             out[group] += int(np.uint64(total % 2**64).astype(np.int64))
+
+
+class BoundChecksum(NamedTuple):
+    """A ``ChecksumPlan`` and the parts that it is run on, which it keeps."""
+
+    plan: ChecksumPlan
+    parts: Sequence[Tensor]
+    table: Tensor | None  # of addresses; None: without kernels
+    launches: list[tuple[_Launch, bool]]  # each, and whether everything is aligned
+
+    def run(self, out: Tensor) -> None:
+        """See ``ChecksumPlan.run``."""
+        if out.dtype != torch.int64 or out.device != self.parts[0].device or not out.is_contiguous():
+            raise ValueError(
+                f"out is {out.dtype} on {out.device}; expected int64, contiguous, on {self.parts[0].device}"
+            )
+        if self.table is None:
+            self.plan.add_plain(self.parts, out)
+            return
+        from rollout_fp8.kernels.checksum import launch
+
+        for work, aligned in self.launches:
+            launch(self.table, work.records, out, word=work.word, aligned=aligned)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -12,9 +12,9 @@ from torch import Tensor
 from engine_api.errors import RolloutError
 from engine_api.weights import ShardExport, ShardSpec, assemble
 from rollout_fp8.audit import MODULUS
-from rollout_fp8.checksum import ChecksumPlan
+from rollout_fp8.checksum import BoundChecksum, ChecksumPlan
 from rollout_fp8.kernels.cast import CastPlan
-from rollout_fp8.kernels.table import Layout, layouts
+from rollout_fp8.kernels.table import Layout, layouts, misfit
 from rollout_fp8.phases import Phases
 from rollout_fp8.plan import WHERE, Bucket, ExportPlan, Fill
 from rollout_fp8.quantize import QuantizePlan, ScalePolicy
@@ -28,6 +28,7 @@ class Filler:
 
     def __init__(self, plan: ExportPlan, device: torch.device, *, scales: ScalePolicy, audit: bool) -> None:
         self.device, self.audit = device, audit
+        self._cuda = device.type == "cuda"
         self._rank = dist.get_rank() if plan.world_size > 1 else 0
         self._world_size = plan.world_size
         self._scales: ScalePolicy = scales
@@ -48,7 +49,7 @@ class Filler:
     def fill(self, bucket: Bucket, shards: ShardExport, phases: Phases, gather: Gather) -> Tensor:
         """The bucket's buffer, whole, on this rank; queued on the current stream."""
         buffer = self._buffers[bucket.wire.slot]
-        mine = [self._next(shards, fill) for fill in bucket.fills]
+        mine = self._take(shards, bucket)
         if not bucket.gathered:
             with phases.phase("gather"):
                 mine = [self._gather_one(fill, shard, gather) for fill, shard in zip(bucket.fills, mine, strict=True)]
@@ -58,7 +59,7 @@ class Filler:
         if bucket.gathered and self._world_size > 1:
             with phases.phase("gather"):
                 region = buffer[self._rank * bucket.region : (self._rank + 1) * bucket.region]
-                gather(buffer[: bucket.wire.num_bytes], region if self.device.type == "cuda" else region.clone())
+                gather(buffer[: bucket.wire.num_bytes], region if self._cuda else region.clone())
         return buffer
 
     def finish(self) -> None:
@@ -82,13 +83,19 @@ class Filler:
                                remedy="the engine's weights are broken: go back to a checkpoint")  # fmt: skip
         return {name: value % MODULUS for name, value in zip(plan.tensors, sums, strict=True)} if self.audit else {}
 
-    def _next(self, shards: ShardExport, fill: Fill) -> Tensor:
-        name, shard, spec = next(shards, ("nothing", None, None))
-        if name != fill.source.name or spec != fill.source.boxes[self._rank] or shard is None:
-            raise RolloutError("the engine's export has changed since the first sync", where=WHERE,
-                               why=f"{fill.source.name} expected, got {name} {spec}",
-                               remedy="make a new exporter")  # fmt: skip
-        return shard if shard.device.type == self.device.type else shard.to(self.device, non_blocking=True)
+    def _take(self, shards: ShardExport, bucket: Bucket) -> list[Tensor]:
+        """This rank's shards of a bucket, in the plan's order. Short, for there may be thousands a sync."""
+        mine: list[Tensor] = []
+        for fill in bucket.fills:
+            name, shard, spec = next(shards, ("nothing", None, None))
+            source = fill.source
+            box = source.boxes[self._rank]
+            if shard is None or name != source.name or not (spec is box or spec == box):
+                raise RolloutError("the engine's export has changed since the first sync", where=WHERE,
+                                   why=f"{source.name} {box} expected, got {name} {spec}",
+                                   remedy="make a new exporter")  # fmt: skip
+            mine.append(shard if shard.is_cuda == self._cuda else shard.to(self.device, non_blocking=True))
+        return mine
 
     def _prepare(self, bucket: Bucket, mine: Sequence[Tensor], buffer: Tensor) -> _Work:
         """What does not change from sync to sync: the views into the buffer, and the launches' tables."""
@@ -110,11 +117,11 @@ class Filler:
         views = [piece.view(buffer) for piece in pieces]
         self._work[id(bucket)] = _Work(
             layouts=layouts(mine), quantized=[i for i, *_ in quantized], outs=outs, plain=[i for i, _ in plain], casts=casts,
-            flags=(flags[0], flags[1]), views=views,
+            flags=(flags[0], flags[1]),
             quantize=QuantizePlan(layouts(sources[0]), *map(layouts, outs), scales=self._scales) if quantized else None,
             cast=CastPlan(layouts(sources[1]), layouts(casts)) if plain else None,
             checksums=ChecksumPlan(layouts(views), [p.box for p in pieces], [self._place[p.tensor.name] for p in pieces])
-            if self.audit and pieces else None,
+            .bind(views) if self.audit and pieces else None,
         )  # fmt: skip
         return self._work[id(bucket)]
 
@@ -153,14 +160,13 @@ class _Work:
     plain: list[int]
     casts: list[Tensor]
     flags: tuple[Tensor, Tensor]
-    views: list[Tensor]
     quantize: QuantizePlan | None
     cast: CastPlan | None
-    checksums: ChecksumPlan | None
+    checksums: BoundChecksum | None
 
     def run(self, mine: Sequence[Tensor], sums: Tensor) -> None:
         """Queue it for shards of the layouts that it was prepared for."""
-        if layouts(mine) != self.layouts:
+        if misfit(mine, self.layouts) is not None:
             raise RolloutError("the engine's shards have another layout than at the first sync", where=WHERE,
                                remedy="make a new exporter")  # fmt: skip
         if self.quantize is not None:
@@ -168,4 +174,4 @@ class _Work:
         if self.cast is not None:
             self.cast.fill([mine[i] for i in self.plain], self.casts, self.flags[1])
         if self.checksums is not None:
-            self.checksums.run(self.views, sums)
+            self.checksums.run(sums)

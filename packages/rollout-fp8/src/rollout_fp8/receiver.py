@@ -16,7 +16,7 @@ from engine_api.errors import RolloutError
 from engine_api.weights import ShardSpec
 from rollout_fp8.audit import Boxes
 from rollout_fp8.checksum import ChecksumPlan
-from rollout_fp8.kernels.cast import CastPlan
+from rollout_fp8.kernels.cast import BoundCast, CastPlan
 from rollout_fp8.kernels.table import layouts
 from rollout_fp8.phases import Phases
 from rollout_fp8.trace import WHERE, LoaderTrace, Region, misfits, uncovered
@@ -24,6 +24,7 @@ from rollout_fp8.wire import BucketPlan, WirePlan, WireStream, WireTensor, inter
 
 Load = Callable[[Iterable[tuple[str, Tensor]]], object]
 Read = Callable[[str], Tensor]
+Place = tuple[int, torch.Size, tuple[int, ...], torch.dtype]  # of a parameter in memory
 
 
 class Receiver:
@@ -41,17 +42,20 @@ class Receiver:
     """
 
     def __init__(self, model: nn.Module, plan: WirePlan, load: Load, read: Read | None = None) -> None:
-        self._plan, self._load, self._packed = plan, load, read is not None
+        self._model, self._plan, self._load, self._packed = model, plan, load, read is not None
         self._device = next(model.parameters()).device
         self._read = read or dict(model.named_parameters()).__getitem__
         self.regions = self._learn(model)
         self._of = _grouped(self.regions)
-        self._copies: dict[tuple[int, int], tuple[CastPlan, list[Tensor], list[Tensor]]] = {}
+        written = {} if self._packed else {region.parameter: None for region in self.regions}
+        self._places = {name: _place(self._read(name)) for name in written}
+        self._copies: dict[tuple[int, int], BoundCast] = {}
         self._bound: WirePlan | None = None  # whose buckets they are of
         unlike = self._unlike_marks()
         self._readable = [region for region in self.regions if region.name not in unlike]
-        boxes = [region.box for region in self._readable]
-        self._checksums = ChecksumPlan(layouts(self._views()), boxes, list(range(len(boxes))))
+        boxes, views = [region.box for region in self._readable], self._views()
+        self._checksums = ChecksumPlan(layouts(views), boxes, list(range(len(boxes))))
+        self._live = None if self._packed else self._checksums.bind(views)  # unpacked copies are made for each audit
 
     @property
     def boxes(self) -> Boxes:
@@ -61,12 +65,16 @@ class Receiver:
         return [*readable, *((name, None) for name in sorted(unread))]
 
     def sync(self, stream: WireStream, phases: Phases) -> None:
-        """Install a whole stream; queued on the current stream of the device, phase ``install``."""
+        """Install a whole stream; queued on the current stream of the device, phase ``install``.
+
+        Raises ``RolloutError`` where the server has moved its weights: CUDA graphs read the old place, syncs write there.
+        """
         with torch.no_grad():
             if self._packed:
                 with phases.phase("install"):
                     self._load(iter(stream))
                 return
+            self._check_places()
             if stream.plan is not self._bound:  # views into an earlier stream's buffers would keep them alive
                 self._copies, self._bound = {}, stream.plan
             for bucket, buffer in stream.buckets():
@@ -76,24 +84,35 @@ class Receiver:
     def served(self) -> Tensor:
         """Checksums of what lies in memory at each of the readable ``boxes`` now, int64; queued on the current stream."""
         sums = torch.zeros(len(self._readable), dtype=torch.int64, device=self._device)
-        self._checksums.run(self._views(), sums)
+        if self._live is None:
+            self._checksums.run(self._views(), sums)
+        else:
+            self._check_places()
+            self._live.run(sums)
         return sums
 
     def _views(self) -> list[Tensor]:
         parameters = {name: self._read(name) for name in dict.fromkeys(r.parameter for r in self._readable)}
         return [region.view(parameters[region.parameter]) for region in self._readable]
 
+    def _check_places(self) -> None:
+        live = dict(self._model.named_parameters())
+        moved = [name for name, place in self._places.items() if name not in live or _place(live[name]) != place]
+        if moved:
+            raise RolloutError("the server has moved its weights since the first sync", where=WHERE,
+                               why=f"{len(moved)} parameters, {moved[0]} among them",
+                               remedy="close this rollout and create another one")  # fmt: skip
+
     def _install(self, bucket: BucketPlan, buffer: Tensor) -> None:
-        # The buffers stay the same from sync to sync: the views into them are made once.
+        # The buffers stay the same from sync to sync, and so do the parameters.
         key = (id(bucket), buffer.data_ptr())
         if key not in self._copies:
             pairs = [
                 p for piece in bucket.pieces for p in self._pairs(piece.tensor.name, piece.box, piece.view(buffer))
             ]
             sources, targets = [source for source, _ in pairs], [target for _, target in pairs]
-            self._copies[key] = (CastPlan(layouts(sources), layouts(targets)), sources, targets)
-        plan, sources, targets = self._copies[key]
-        plan.fill(sources, targets)
+            self._copies[key] = CastPlan(layouts(sources), layouts(targets)).bind(sources, targets)
+        self._copies[key].run()
 
     def _pairs(self, name: str, box: ShardSpec, part: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
         for region in self._of[name]:
@@ -141,6 +160,10 @@ class Receiver:
                                why=f"{len(unlike)} tensors lie otherwise in memory than in a checkpoint: {shown}",
                                remedy="choose another kernel for these layers in the server's options")  # fmt: skip
         return unlike
+
+
+def _place(tensor: Tensor) -> Place:
+    return tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype
 
 
 def _raw(tensor: Tensor) -> Tensor:

@@ -70,20 +70,38 @@ class CastPlan:
 
     def fill(self, sources: Sequence[Tensor], outs: Sequence[Tensor], broken: Tensor | None = None) -> None:
         """``run`` for a caller that has compared the layouts itself."""
+        self.bind(sources, outs).run(broken)
+
+    def bind(self, sources: Sequence[Tensor], outs: Sequence[Tensor]) -> BoundCast:
+        """``fill`` for the same memory again and again: its addresses are looked up once."""
         if self._launches is None:
+            return BoundCast(sources, outs, None, [])
+        table = addresses((sources, outs))
+        launches = [(work, work.aligned and is_aligned(table[work.items])) for work in self._launches]
+        return BoundCast(sources, outs, to_device(table, sources[0].device), launches)
+
+
+class BoundCast(NamedTuple):
+    """A ``CastPlan`` and the tensors that it is run on, which it keeps."""
+
+    sources: Sequence[Tensor]
+    outs: Sequence[Tensor]
+    table: Tensor | None  # of addresses; None: without kernels
+    launches: list[tuple[_Launch, bool]]  # each, and whether everything is aligned
+
+    def run(self, broken: Tensor | None = None) -> None:
+        """See ``CastPlan.run``."""
+        if self.table is None:
             with torch.no_grad():
-                for i, (source, out) in enumerate(zip(sources, outs, strict=True)):
+                for i, (source, out) in enumerate(zip(self.sources, self.outs, strict=True)):
                     out.copy_(source)
                     if broken is not None:
                         broken[i] |= ~out.isfinite().all()
             return
         from rollout_fp8.kernels.copy import launch
 
-        table = addresses((sources, outs))
-        on_device = to_device(table, sources[0].device)
-        for work in self._launches:
-            aligned = work.aligned and is_aligned(table[work.items])
-            launch(on_device, work.records, broken, source=work.dtypes[0], out=work.dtypes[1], aligned=aligned)
+        for work, aligned in self.launches:
+            launch(self.table, work.records, broken, source=work.dtypes[0], out=work.dtypes[1], aligned=aligned)
 
 
 @lru_cache(maxsize=128)

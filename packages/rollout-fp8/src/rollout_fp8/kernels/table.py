@@ -32,15 +32,21 @@ def layouts(tensors: Sequence[Tensor]) -> tuple[Layout, ...]:
     return tuple((t.shape, t.stride(), t.dtype, t.device) for t in tensors)
 
 
+def misfit(tensors: Sequence[Tensor], planned: Sequence[Layout]) -> int | None:
+    """The first that is not laid out as planned; None when all are. Makes no objects: there may be thousands."""
+    for i, (t, (shape, strides, dtype, device)) in enumerate(zip(tensors, planned, strict=True)):
+        if t.shape != shape or t.stride() != strides or t.dtype != dtype or t.device != device:
+            return i
+    return None
+
+
 def check_layouts(what: str, tensors: Sequence[Tensor], planned: tuple[Layout, ...]) -> None:
     """Raises ``ValueError`` when the tensors are not laid out as those that the plan was made for."""
-    found = layouts(tensors)
-    if found == planned:
-        return
-    if len(found) != len(planned):
-        raise ValueError(f"{what}: {len(found)} tensors, the plan is for {len(planned)}")
-    i = next(i for i in range(len(found)) if found[i] != planned[i])
-    raise ValueError(f"{what}[{i}] is {describe(found[i])}, the plan is for {describe(planned[i])}")
+    if len(tensors) != len(planned):
+        raise ValueError(f"{what}: {len(tensors)} tensors, the plan is for {len(planned)}")
+    if (i := misfit(tensors, planned)) is not None:
+        (found,) = layouts(tensors[i : i + 1])
+        raise ValueError(f"{what}[{i}] is {describe(found)}, the plan is for {describe(planned[i])}")
 
 
 def describe(layout: Layout) -> str:
