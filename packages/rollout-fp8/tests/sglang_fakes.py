@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import json
+import logging
+import multiprocessing
 import os
 import signal
 import sys
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any, ClassVar
@@ -39,16 +40,17 @@ class Engine:
     def __init__(self, **arguments: Any) -> None:
         self.arguments = arguments
         self.config = json.loads((Path(arguments["model_path"]) / "config.json").read_text())
-        self.longer = os.environ.get("SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN")
-        os.environ |= {"NCCL_ALGO": "allreduce:tree", "NCCL_DEBUG": "TRACE"}  # SGLang does so for its processes
+        self.inherited = dict(os.environ)  # by the processes that SGLang starts here
+        os.environ |= {"NCCL_ALGO": "allreduce:tree", "NCCL_DEBUG": "TRACE"}  # SGLang does all this for its processes
+        logging.basicConfig(level=logging.ERROR, force=True)
+        multiprocessing.set_start_method("spawn", force=True)
         self.loop = asyncio.new_event_loop()
-        self.models = [ServedModel(tp=arguments["tp_size"], rank=rank, fp8="quantization_config" in self.config)
-                       for rank in range(arguments["tp_size"])]  # fmt: skip
+        self.model = ServedModel(fp8="quantization_config" in self.config)
         self.requests: list[dict[str, Any]] = []
         self.calls: list[Any] = []
         self.hold: asyncio.Event | None = None  # generation waits for it
         self.refuse: dict[str, Any] | None = None
-        self.die = False  # at the next sync: the schedulers' processes end
+        self.load: Any = loader.load  # what the only scheduler runs
         self.idle_after = 0  # flush_cache fails that often
         self.aborted: set[str] = set()
         self.running: set[str] = set()
@@ -56,7 +58,11 @@ class Engine:
         Engine.made.append(self)
 
     def get_server_info(self) -> dict[str, Any]:
-        return {"max_req_input_len": self.arguments["context_length"] - 6}
+        return {
+            "max_req_input_len": self.arguments["context_length"] - 6,
+            "max_total_num_tokens": 10_000,
+            "page_size": 1,
+        }
 
     async def async_generate(
         self, *, input_ids: Any, sampling_params: Any, return_logprob: bool, rid: Any
@@ -92,18 +98,17 @@ class Engine:
         if rid in self.running:  # SGLang passes over others
             self.aborted.add(rid)
 
-    def update_weights_from_tensor(self, named: Any, load_format: str, flush_cache: bool) -> tuple[bool, str]:
+    def update_weights_from_tensor(self, named_tensors: Any, load_format: str, flush_cache: bool) -> tuple[bool, str]:
         assert (load_format, flush_cache) == ("rollout_fp8.sglang.loader.load", False)
-        assert all(tensor.numel() == 0 for _, tensor in named)
-        return self.loop.run_until_complete(self._update(named))
+        assert all(tensor.numel() == 0 for _, tensor in named_tensors)
+        return self.loop.run_until_complete(self._update(named_tensors))
 
     async def _update(self, named: Any) -> tuple[bool, str]:
-        if self.die:
+        try:
+            await self.loop.run_in_executor(None, self.load, self.model, named)
+        except Exception:  # noqa: BLE001 - whatever leaves the loader ends the scheduler
             os.kill(os.getpid(), signal.SIGQUIT)
             await asyncio.Event().wait()  # nobody answers any more
-        with ThreadPoolExecutor(len(self.models)) as pool:
-            work = [self.loop.run_in_executor(pool, loader.load, model, named) for model in self.models]
-            await asyncio.gather(*work)
         return True, "Success"
 
     def flush_cache(self) -> Any:
@@ -129,6 +134,7 @@ def engine(monkeypatch):
     monkeypatch.setitem(sys.modules, "sglang", module)
     for name in ("NCCL_ALGO", "NCCL_DEBUG"):  # the engine below sets them
         monkeypatch.setenv(name, "")
+    monkeypatch.setattr("torch.distributed.get_rank", lambda: 0)  # of the scheduler, which is a thread here
     monkeypatch.setattr("rollout_fp8.versions.check", lambda *args, **kwargs: None)
     Engine.made.clear()
     return Engine

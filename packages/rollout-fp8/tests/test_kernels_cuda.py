@@ -12,12 +12,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from engine_api.errors import RolloutError
 from engine_api.weights import ShardSpec
 from rollout_fp8.checksum import ChecksumPlan, checksum, checksum_many
 from rollout_fp8.kernels.cast import CastPlan, cast_into
 from rollout_fp8.kernels.table import TILE_COLUMNS, TILE_ROWS, Rows, layouts, tiles
-from rollout_fp8.quantize import QuantizePlan, check_finite, empty_like, quantize, quantize_into
+from rollout_fp8.quantize import QuantizePlan, empty_like, quantize, quantize_into
 
 needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 
@@ -193,12 +192,16 @@ def test_many_runs_without_waiting_do_not_mix_their_addresses() -> None:
 
 @pytest.mark.gpu
 @needs_gpu
-def test_a_weight_that_is_not_finite_is_named() -> None:
-    weight = torch.randn(256, 256, device="cuda")
-    weight[200, 10] = math.nan
-    found = quantize(weight, scales="pow2")
-    with pytest.raises(RolloutError, match="w has a NaN or an infinity in rows 128 to 255, columns 0 to 127"):
-        check_finite(["w"], [found.scales])
+@pytest.mark.parametrize("bad", [math.nan, math.inf])
+def test_a_weight_that_is_not_finite_is_flagged(bad: float) -> None:
+    sources = [torch.randn(256, 256, device="cuda") for _ in range(2)]
+    sources[1][200, 10] = bad
+    found = [empty_like(source) for source in sources]
+    outs, scales = [f.weight for f in found], [f.scales for f in found]
+    broken = torch.zeros(2, dtype=torch.int32, device="cuda")
+    QuantizePlan(*map(layouts, (sources, outs, scales)), scales="pow2").run(sources, outs, scales, broken)
+    assert [tuple(b) for b in scales[1].isfinite().logical_not().nonzero().tolist()] == [(1, 0)]
+    assert broken.tolist() == [0, 1]
 
 
 @pytest.mark.gpu

@@ -1,10 +1,11 @@
-"""The sync into schedulers that are other processes, as SGLang's are: tensors cross by their handles, errors by the channel."""
+"""The sync into schedulers that are other processes, as SGLang's are: every byte on both, and errors in time."""
 
 from __future__ import annotations
 
 import asyncio
 import multiprocessing
-from types import SimpleNamespace
+import time
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -18,62 +19,101 @@ from rollout_fp8.exporter import collect
 from rollout_fp8.session import SyncSession
 from rollout_fp8.sglang.host import Host
 from rollout_fp8.sglang.sync import Schedulers
+from rollout_fp8.transports import channel
 
 pytestmark = pytest.mark.distributed
 CPU = torch.device("cpu")
+TP = 2
+SPAWN = multiprocessing.get_context("forkserver")  # new processes, that need not import torch once more
+SPAWN.set_forkserver_preload(["torch._dynamo", "rollout_fp8.receiver", "rollout_fp8.transports.remote"])
+channel.secret("channel")  # before the first of them, that they inherit it
 
 
-@pytest.fixture
-def pipes():
-    spawn, tp = multiprocessing.get_context("spawn"), 2
-    started: list[tuple[Any, Any]] = []
-    for rank in range(tp):
-        here, there = spawn.Pipe()
-        process = spawn.Process(target=scheduler, args=(there, tp, rank), daemon=True)
-        process.start()
-        started.append((process, here))
-    yield [pipe for _, pipe in started]
-    for process, pipe in started:
-        process.join(10)
-        if process.exitcode is None:
-            process.kill()
-            process.join()
-        pipe.close()
+class Served:
+    """Two schedulers, and what of SGLang's engine stands before them."""
 
+    def __init__(self, store: str) -> None:
+        self.defect = ""  # of the last scheduler, at the next sync
+        self.loop = asyncio.new_event_loop()
+        self.host = Host(lambda: self)
+        self.workers = Schedulers(self.host, TP, CPU)
+        self.session = SyncSession(self.workers)
+        self.pipes: list[Any] = []
+        self.processes: list[Any] = []
+        for rank in range(TP):
+            here, there = SPAWN.Pipe()
+            process = SPAWN.Process(target=scheduler, args=(there, TP, rank, store), daemon=True)
+            process.start()
+            there.close()
+            self.pipes.append(here)
+            self.processes.append(process)
 
-def test_other_processes_serve_every_byte_and_outlive_a_bad_export(pipes, monkeypatch):
-    monkeypatch.setattr(exporter, "BUCKET_BYTES", 1 << 18)
-
-    def update(named: Any, **_: Any) -> tuple[bool, str]:
-        for pipe in pipes:
-            pipe.send(named[0][0])
-        answers = [pipe.recv() for pipe in pipes]
-        return answers[0]
-
-    host = Host(
-        lambda: SimpleNamespace(loop=asyncio.new_event_loop(), update_weights_from_tensor=update, shutdown=lambda: None)
-    )
-    session = SyncSession(Schedulers(host, len(pipes)))
-
-    def run(weights: dict[str, torch.Tensor], version: int) -> None:
+    def run(self, weights: dict[str, torch.Tensor], version: int) -> None:
         stream = collect(
             iter(weights.items()), device=CPU, dtype=torch.float32, architecture=None, scales="fp32", audit=True
         )
-        assert session.run(stream, version).audited
+        assert self.session.run(stream, version).audited
 
-    run(checkpoint(1), 1)
+    def update_weights_from_tensor(self, named: Any, **_: Any) -> tuple[bool, str]:
+        for pipe in self.pipes:
+            pipe.send((named[0][0], self.defect))
+        told = [self.loop.run_in_executor(None, pipe.recv) for pipe in self.pipes]
+        return self.loop.run_until_complete(asyncio.gather(*told))[0]
+
+    def parameters(self) -> list[dict[str, bytes]]:
+        for pipe in self.pipes:
+            pipe.send(None)
+        return [pipe.recv() for pipe in self.pipes]
+
+    def shutdown(self) -> None:
+        for process in self.processes:
+            process.kill()
+            process.join()
+
+    def close(self) -> None:
+        self.host.close()
+        self.workers.close()
+
+
+@pytest.fixture
+def served(tmp_path, monkeypatch) -> Iterator[Served]:
+    monkeypatch.setattr(exporter, "BUCKET_BYTES", 1 << 18)  # several buckets a slot
+    one = Served(str(tmp_path / "store"))
+    yield one
+    one.close()
+
+
+def test_other_processes_serve_every_byte_and_outlive_what_goes_wrong(served):
+    served.run(checkpoint(1), 1)
     bad = checkpoint(2)
     bad["model.layers.1.mlp.down_proj.weight"] = bad["model.layers.1.mlp.down_proj.weight"][:, :-2].clone()
-    with pytest.raises(RolloutError):
-        run(bad, 2)
-    session.forget()
-    run(checkpoint(3), 3)
-    run(checkpoint(4), 4)
-    host.close()
-    for rank, pipe in enumerate(pipes):
-        pipe.send(None)
-        want = ServedModel(tp=2, rank=rank)
+    with pytest.raises(RolloutError, match="2 of 2 receivers failed"):
+        served.run(bad, 2)
+    served.session.forget()
+    served.run(checkpoint(3), 3)
+    served.defect = "raise"
+    with pytest.raises(RolloutError, match="MemoryError: no room"):
+        served.run(checkpoint(5), 4)
+    served.defect = ""
+    with pytest.raises(RolloutError, match="has not learnt the plan"):
+        served.run(checkpoint(5), 4)
+    served.session.forget()
+    served.run(checkpoint(4), 4)
+    for rank, got in enumerate(served.parameters()):
+        want = ServedModel(tp=TP, rank=rank)
         want.load_weights(checkpoint(4).items())
-        got = pipe.recv()
         for name, parameter in want.named_parameters():
             assert got[name] == bytes(parameter.detach().view(torch.uint8).numpy()), f"{name} on rank {rank}"
+
+
+@pytest.mark.parametrize(("defect", "said"), [("kill", "closed the channel"), ("stop", "silent|do not return")])
+def test_a_scheduler_that_dies_or_hangs_in_the_middle_is_an_error_in_time(served, defect, said):
+    served.run(checkpoint(1), 1)
+    for one in (sender := served.workers._sender)._session._channels:
+        one.limit(2.0)
+    sender.timeout_s = 2.0
+    served.defect = defect
+    begin = time.monotonic()
+    with pytest.raises(RolloutError, match=said):
+        served.run(checkpoint(2), 2)
+    assert time.monotonic() - begin < 15

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import logging
+import multiprocessing
 import os
 import signal
 import threading
@@ -14,6 +16,7 @@ from sglang_fakes import GREEDY, VOCAB, Engine, export, same, served
 
 from engine_api.errors import ConfigError, PluginUnavailable, RolloutError
 from engine_api.rollout import AsyncRollout, SamplingParams
+from rollout_fp8.transports import channel
 
 engine, folder, make = sglang_fakes.engine, sglang_fakes.folder, sglang_fakes.make  # fixtures
 
@@ -29,19 +32,29 @@ def test_the_server_is_started_with_what_was_asked_for(make, folder):
     assert got["enable_deterministic_inference"] is False
     assert got["context_length"] == 64 + 8
     assert "sampling_backend" not in got
-    assert server.longer == "1"
+    assert server.inherited["SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN"] == "1"
     assert "SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN" not in os.environ
     # Its own ends of sequence would end completions that nobody asked to end.
     assert server.config["eos_token_id"] is None
     assert not (Path(got["model_path"]) / "generation_config.json").exists()
 
 
-def test_the_trainers_own_environment_stays_as_it_was(make, monkeypatch):
+def test_the_trainers_own_process_stays_as_it_was(make, monkeypatch):
     monkeypatch.setenv("NCCL_DEBUG", "WARN")
+    monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", "True")
     monkeypatch.delenv("NCCL_ALGO", raising=False)
+    monkeypatch.delenv(channel.KEY, raising=False)
+    method, root = multiprocessing.get_start_method(allow_none=True), logging.getLogger()
+    handlers, level = list(root.handlers), root.level
     make()
+    inherited = Engine.made[0].inherited
+    assert channel.KEY in inherited  # the secret that opens the sender's channel
+    assert "TORCHELASTIC_USE_AGENT_STORE" not in inherited  # SGLang would look for torchrun's store
     assert os.environ["NCCL_DEBUG"] == "WARN"
+    assert os.environ["TORCHELASTIC_USE_AGENT_STORE"] == "True"
     assert "NCCL_ALGO" not in os.environ
+    assert multiprocessing.get_start_method(allow_none=True) == method
+    assert (root.handlers, root.level) == (handlers, level)
 
 
 def test_fp32_does_not_take_an_attention_that_has_no_fp32(make):
@@ -60,6 +73,8 @@ def test_fp32_does_not_take_an_attention_that_has_no_fp32(make):
         ({"quantization": "fp4"}, "fp8"),
         ({"quantization": "fp8"}, "float32"),
         ({"batch_size": 0}, "at least 1"),
+        ({"attention_backend": "torch_native"}, "deterministic=false"),
+        ({"sampling_backend": "flashinfer"}, "deterministic=false"),
     ],
 )
 def test_options_that_are_none_are_refused(make, options, said):
@@ -159,8 +174,15 @@ def test_bad_requests_are_refused_before_any_is_sent(make, prompts, sampling, sa
     assert rollout.generate([[1] * 60], GREEDY)
 
 
-def test_a_server_with_less_room_than_the_context_refuses_what_it_would_cut_off(make, monkeypatch):
-    monkeypatch.setattr(Engine, "get_server_info", lambda self: {"max_req_input_len": 11})
+@pytest.mark.parametrize(
+    "told",
+    [
+        {"max_req_input_len": 11, "max_total_num_tokens": 17, "page_size": 1},
+        {"max_req_input_len": 132, "max_total_num_tokens": 138, "page_size": 64},  # the last page need not be free
+    ],
+)
+def test_a_server_with_less_room_than_the_context_refuses_what_it_would_cut_off(make, monkeypatch, told):
+    monkeypatch.setattr(Engine, "get_server_info", lambda self: told)
     rollout = make()
     rollout.update_weights(export(), 1)
     assert len(rollout.generate([[1] * 6], GREEDY)[0].tokens) == 4
@@ -173,6 +195,14 @@ def test_a_request_that_the_server_gives_up_on_is_an_error(make):
     rollout.update_weights(export(), 1)
     Engine.made[0].refuse = {"type": "abort", "message": "out of cache", "status_code": 500}
     with pytest.raises(RolloutError, match="out of cache"):
+        rollout.generate([[1]], GREEDY)
+
+
+def test_a_token_that_the_server_made_up_is_an_error(make):
+    rollout = make()
+    rollout.update_weights(export(), 1)
+    Engine.made[0].refuse = {"type": "stop", "matched": "NaN happened"}  # SGLang puts a stop token in its place
+    with pytest.raises(RolloutError, match="NaN happened"):
         rollout.generate([[1]], GREEDY)
 
 
@@ -244,7 +274,7 @@ def test_sleep_and_wake_up_each_part_once(make):
     rollout.wake_up()
     rollout.wake_up()
     assert rollout.generate([[1]], GREEDY)[0].weight_versions == [2] * 4
-    assert same(Engine.made[0].models[0], served(4))
+    assert same(Engine.made[0].model, served(4))
     assert calls == [
         ("release", ["kv_cache"]),
         ("release", ["weights"]),

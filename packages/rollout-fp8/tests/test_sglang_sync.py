@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from functools import partial
 from typing import Any
 
 import pytest
@@ -20,53 +21,74 @@ from rollout_fp8.session import SyncSession
 from rollout_fp8.sglang import loader
 from rollout_fp8.sglang.host import Host
 from rollout_fp8.sglang.sync import Schedulers
+from rollout_fp8.transports import sender
 
 engine, folder, make = sglang_fakes.engine, sglang_fakes.folder, sglang_fakes.make  # fixtures
 CPU = torch.device("cpu")
 
 
-@pytest.mark.parametrize(("tp", "fp8"), [(1, False), (2, False), (1, True)])
-def test_a_sync_serves_every_byte_under_tensor_parallelism_and_in_fp8(folder, monkeypatch, tp, fp8):
+@pytest.fixture
+def started(folder) -> Any:
+    """An engine that serves a given model, and its syncs."""
+    things: list[Any] = []
+
+    def start(model: ServedModel) -> tuple[Engine, SyncSession]:
+        server = Engine(model_path=str(folder), tp_size=1, context_length=64)
+        server.model = model
+        things.append(host := Host(lambda: server))
+        things.append(workers := Schedulers(host, 1, CPU))
+        return server, SyncSession(workers)
+
+    yield start
+    for thing in things:
+        thing.close()
+
+
+def stream_of(seed: int, fp8: bool = False) -> exporter.EngineStream:
+    return collect(export(seed), device=CPU, dtype=torch.float32, architecture="Qwen3ForCausalLM" if fp8 else None,
+                   scales="fp32", audit=True)  # fmt: skip
+
+
+@pytest.mark.parametrize("fp8", [False, True])
+def test_a_sync_serves_every_byte(started, monkeypatch, fp8):
     monkeypatch.setattr(exporter, "BUCKET_BYTES", 1 << 18)  # several buckets a slot
-    server = Engine(model_path=str(folder), tp_size=tp, context_length=64)
-    server.models = [ServedModel(tp=tp, rank=rank, fp8=fp8) for rank in range(tp)]
-    host = Host(lambda: server)
-    session = SyncSession(Schedulers(host, tp))
+    server, session = started(ServedModel(fp8=fp8))
     for version, seed in enumerate((0, 11, 0)):
-        stream = collect(export(seed), device=CPU, dtype=torch.float32, architecture="Qwen3ForCausalLM" if fp8 else None,
-                         scales="fp32", audit=True)  # fmt: skip
+        stream = stream_of(seed, fp8)
         assert len(stream.plan.buckets) > 1
         result = session.run(stream, version)
-        for rank, model in enumerate(server.models):
-            assert same(model, served(seed, fp8=fp8, tp=tp, rank=rank)), f"sync {version}, rank {rank}"
+        assert same(server.model, served(seed, fp8=fp8)), f"sync {version}"
         assert result.audited
         assert result.num_tensors == len(checkpoint(0))
         assert result.num_quantized == (14 if fp8 else 0)
         assert {"install", "audit", "transfer", "quantize"} <= result.seconds.keys()
-    host.close()
 
 
-def test_an_exporter_that_comes_again_shares_its_buffers_and_any_other_is_copied(folder, monkeypatch):
+def test_connections_and_buffers_are_made_at_the_first_sync_alone(started, monkeypatch):
     monkeypatch.setattr(exporter, "BUCKET_BYTES", 1 << 18)
-    server = Engine(model_path=str(folder), tp_size=1, context_length=64)
-    server.models = [ServedModel()]
-    host = Host(lambda: server)
-    workers = Schedulers(host, 1)
-    session, version = SyncSession(workers), 0
-
-    def made() -> Any:
-        return collect(export(), device=CPU, dtype=torch.float32, architecture=None, scales="fp32", audit=True)
+    opened: list[str] = []
+    real = sender.Sender._accept
+    monkeypatch.setattr(sender.Sender, "_accept", lambda self, watch: opened.append(self.address) or real(self, watch))
+    server, session = started(ServedModel())
 
     def shards(seed: int) -> Any:
         return ((name, tensor, ShardSpec.whole(tensor.shape)) for name, tensor in checkpoint(seed).items())
 
-    for one in (made(), made(), made()):  # of each, the plan and the buffers: an exporter that is used several times
-        for seed in (1, 2, 3):
-            session.run(exporter.EngineStream(one._plan, one._filler, shards(seed)), version)
-            assert same(server.models[0], served(seed)), f"sync {version}"
-            version += 1
-        assert {t.data_ptr() for t in workers._shared.values()} == {b.data_ptr() for b in one._filler._buffers}
-    host.close()
+    for version, (one, seed) in enumerate((one, seed) for one in (stream_of(0), stream_of(0)) for seed in (1, 2, 3)):
+        session.run(exporter.EngineStream(one._plan, one._filler, partial(shards, seed)), version)
+        assert same(server.model, served(seed)), f"sync {version}"
+    assert len(opened) == 2  # to learn, and for the first weights
+
+
+def test_what_a_model_derives_from_its_weights_is_derived_after_every_sync(started):
+    class Derives(ServedModel):
+        def post_load_weights(self) -> None:
+            self.derived = self.names["model.norm.weight"].clone() * 2
+
+    server, session = started(Derives())
+    for version in (1, 2):
+        session.run(stream_of(version), version)
+        assert torch.equal(server.model.derived, checkpoint(version)["model.norm.weight"] * 2)
 
 
 def test_a_scheduler_that_hangs_up_in_the_middle_is_an_error(make, monkeypatch):
@@ -77,16 +99,42 @@ def test_a_scheduler_that_hangs_up_in_the_middle_is_an_error(make, monkeypatch):
     def broken(self, stream, phases):
         next(stream.buckets())
         stream._channel.close()
-        raise loader.ChannelClosed
+        raise KeyError("no such thing")
 
     monkeypatch.setattr(loader.Receiver, "sync", broken)
-    with pytest.raises(RolloutError, match="in the middle"):
+    with pytest.raises(RolloutError, match="closed the channel"):
         rollout.update_weights(export(1), 2)
     with pytest.raises(RolloutError, match="sync failed"):
         rollout.generate([[1]], GREEDY)
     monkeypatch.setattr(loader.Receiver, "sync", real)
     rollout.update_weights(export(1), 2)
-    assert same(Engine.made[0].models[0], served(1))
+    assert same(Engine.made[0].model, served(1))
+
+
+def test_a_trainer_that_is_interrupted_leaves_a_server_that_can_be_synced(make):
+    rollout = make()
+    rollout.update_weights(export(), 1)
+
+    def interrupted() -> Any:
+        raise KeyboardInterrupt
+
+    stream = stream_of(1)
+    stream.checksums = interrupted
+    with pytest.raises(KeyboardInterrupt):
+        rollout.update_weights(stream, 2)
+    with pytest.raises(RolloutError, match="sync failed"):
+        rollout.generate([[1]], GREEDY)
+    rollout.update_weights(export(2), 2)
+    assert same(Engine.made[0].model, served(2))
+
+
+def test_a_loader_that_does_not_come_is_an_error_long_before_the_timeout(make):
+    rollout = make()
+    Engine.made[0].load = lambda model, named: None
+    begin = time.monotonic()
+    with pytest.raises(RolloutError, match="returned without the weights"):
+        rollout.update_weights(export(), 1)
+    assert time.monotonic() - begin < 10
 
 
 def test_a_server_that_never_runs_the_loader_is_an_error(make, monkeypatch):
@@ -102,7 +150,7 @@ def test_the_audit_finds_what_was_changed_behind_its_back(make, monkeypatch):
     real = loader.Receiver.served
 
     def spoilt(self):
-        Engine.made[0].models[0].get_parameter("model.norm.weight").data[3] += 1
+        Engine.made[0].model.get_parameter("model.norm.weight").data[3] += 1
         return real(self)
 
     monkeypatch.setattr(loader.Receiver, "served", spoilt)
@@ -138,7 +186,7 @@ def test_an_export_that_does_not_fit_fails_the_sync_and_the_server_lives_on(make
     with pytest.raises(RolloutError, match="sync failed"):
         rollout.generate([[1]], GREEDY)
     rollout.update_weights(export(3), 2)
-    assert same(Engine.made[0].models[0], served(3))
+    assert same(Engine.made[0].model, served(3))
     assert rollout.generate([[1]], GREEDY)[0].weight_versions == [2] * 4
 
 
@@ -165,7 +213,11 @@ def test_a_stale_version_is_refused(make):
 def test_a_scheduler_that_dies_in_a_sync_is_an_error_and_nothing_hangs(make):
     rollout = make()
     rollout.update_weights(export(), 1)
-    Engine.made[0].die = True
+
+    def dies(model: Any, named: Any) -> None:
+        raise MemoryError
+
+    Engine.made[0].load = dies
     begin = time.monotonic()
     with pytest.raises(RolloutError, match="ended"):
         rollout.update_weights(export(1), 2)

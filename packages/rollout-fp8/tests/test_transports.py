@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import multiprocessing
 import os
 import tempfile
@@ -13,17 +14,19 @@ from typing import Any
 import pytest
 import torch
 from served_model import ServedModel, checkpoint
+from torch.multiprocessing import reductions
 from transport_peers import CPU, Spoilt, send, serve, stream_of
 
 from engine_api.errors import RolloutError
 from rollout_fp8.audit import Audit
 from rollout_fp8.quantize import quantize
-from rollout_fp8.transports import channel
+from rollout_fp8.transports import channel, ipc
 from rollout_fp8.transports.channel import PeerError
 from rollout_fp8.transports.listener import Listener, connect
 from rollout_fp8.transports.remote import receive_weights
 from rollout_fp8.transports.sender import Sender
 from rollout_fp8.transports.workers import SentWorkers
+from rollout_fp8.wire import WirePlan
 
 pytestmark = pytest.mark.distributed
 KINDS = ["shm", "collective"]
@@ -259,6 +262,22 @@ def test_a_call_that_fails_or_hangs_ends_the_sync(started) -> None:
     over.set()
 
 
+def test_workers_that_return_early_or_never_are_an_error(started) -> None:
+    begin = time.monotonic()
+    with pytest.raises(PeerError, match="returned without the weights"):
+        SentWorkers(lambda *_, **__: None, started(Sender(kind="shm", timeout_s=60))).sync(stream_of(0, fp8=False))
+    assert time.monotonic() - begin < 10
+    receivers, over = started(Receivers()), threading.Event()
+
+    def call(name: str, args: tuple[str]) -> Any:
+        receivers.tell(args[0])
+        over.wait()
+
+    with pytest.raises(PeerError, match="do not return"):
+        SentWorkers(call, started(Sender(kind="shm", timeout_s=5))).sync(stream_of(0, fp8=False))
+    over.set()
+
+
 def test_weights_that_are_left_untaken_fail_on_both_sides(started) -> None:
     sender = started(Sender(kind="shm", timeout_s=5))
     address = sender.address
@@ -358,6 +377,15 @@ def test_secrets_are_made_once_and_differ_by_purpose(monkeypatch) -> None:
     assert len(os.environ[channel.KEY]) == 64
     monkeypatch.delenv(channel.KEY)
     assert channel.secret("channel") != first
+
+
+def test_cuda_memory_is_opened_on_the_senders_gpu_as_it_is_counted_here() -> None:
+    """Whatever stands around torch's function: SGLang's own takes ``*args``."""
+    names = list(inspect.signature(reductions.rebuild_cuda_tensor).parameters)
+    assert names[ipc.STORAGE_DEVICE] == "storage_device"
+    incoming = ipc.IpcIncoming(WirePlan(tensors={}, buckets=(), slots=(), notes={}), torch.device("cuda", 0))
+    incoming._source = torch.device("cuda", 5)
+    assert incoming._opened(lambda *args: args, tuple(names)) == tuple(5 if n == "storage_device" else n for n in names)
 
 
 @pytest.mark.parametrize(("kind", "device"), [("ipc", "cpu"), ("shm", "cuda")])

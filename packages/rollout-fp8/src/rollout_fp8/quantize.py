@@ -13,7 +13,7 @@ For a block with the largest magnitude ``amax``, in fp32 arithmetic::
 - A block of zeros has scale 1. A block at the edge covers what exists of it, so a shard whose rows and columns begin
   at multiples of 128 is quantized as the whole is.
 - A NaN or an infinity in a block makes its scale NaN or infinite and its weights NaN. A plan's
-  ``broken`` flags say which weights had one without waiting for the device; ``check_finite`` names the block.
+  ``broken`` flags say which weights had one without waiting for the device.
 
 On CUDA the same arithmetic runs in one Triton launch for many tensors, equal bit for bit. Format: Micikevicius et al.
 2022, "FP8 Formats for Deep Learning" (arXiv:2209.05433); blocks and scales as in DeepSeek-V3 (arXiv:2412.19437, 3.3.2).
@@ -31,7 +31,6 @@ import torch.nn.functional as F
 from numpy.typing import NDArray
 from torch import Tensor
 
-from engine_api.errors import RolloutError
 from rollout_fp8.kernels.table import (
     VECTOR,
     Layout,
@@ -232,22 +231,3 @@ def dequantize(weight: Tensor, scales: Tensor, dtype: torch.dtype) -> Tensor:
     rows, columns = weight.shape
     spread = scales.repeat_interleave(BLOCK, 0)[:rows].repeat_interleave(BLOCK, 1)[:, :columns]
     return (weight.float() * spread).to(dtype)
-
-
-def check_finite(names: Sequence[str], scales: Sequence[Tensor]) -> None:
-    """Raises ``RolloutError`` with name and block when a weight had a NaN or an infinity; ``names`` of the weights.
-
-    One reduction and one synchronization with the device for all of them.
-    """
-    if not scales or bool(torch.cat([s.reshape(-1) for s in scales]).isfinite().all()):
-        return
-    found = {n: s.isfinite().logical_not().nonzero().tolist() for n, s in zip(names, scales, strict=True)}
-    bad = {name: blocks for name, blocks in found.items() if blocks}
-    name, blocks = next(iter(bad.items()))
-    row, column = (BLOCK * b for b in blocks[0])
-    raise RolloutError(
-        f"{name} has a NaN or an infinity in rows {row} to {row + BLOCK - 1}, columns {column} to {column + BLOCK - 1}",
-        where="FP8 quantization",
-        why=f"{sum(map(len, bad.values()))} blocks of {len(bad)} weights are not finite: {', '.join(list(bad)[:8])}",
-        remedy="the model has diverged: go back to a checkpoint with finite weights; nothing of this sync may be served",
-    )

@@ -48,8 +48,10 @@ class SglangOptions(Options):
     memory_saver: bool = True
 
 
-def check_arguments(*, dtype: str, quantization: str, batch_size: int, device: torch.device) -> None:
-    """What every rollout is given.
+def check_arguments(
+    options: SglangOptions, *, dtype: str, quantization: str, batch_size: int, device: torch.device
+) -> None:
+    """What every rollout is given, and options that exclude each other.
 
     Raises ``ConfigError``, and ``RolloutError`` where SGLang would serve FP8 weights through 16-bit kernels (Marlin).
     """
@@ -59,6 +61,8 @@ def check_arguments(*, dtype: str, quantization: str, batch_size: int, device: t
         raise ConfigError("rollout.quantization", f"unknown quantization {quantization!r}", remedy="one of: none, fp8")
     if batch_size < 1:
         raise ConfigError("rollout.batch_size", f"{batch_size} is too small", remedy="give at least 1")
+    if options.deterministic:
+        _check_deterministic(options)
     if quantization == "none":
         return
     if dtype == "float32":
@@ -68,6 +72,15 @@ def check_arguments(*, dtype: str, quantization: str, batch_size: int, device: t
     if 10 * major + minor < 89:
         raise RolloutError("this device has no FP8 kernels", where=WHERE, remedy="rollout.quantization=none",
                            why=f"block FP8 kernels need compute capability 8.9, {device} has {major}.{minor}")  # fmt: skip
+
+
+def _check_deterministic(options: SglangOptions) -> None:
+    """SGLang refuses the one, and would take another sampler than the other without a word."""
+    for name, unfit in (("attention_backend", "torch_native"), ("sampling_backend", "flashinfer")):
+        if getattr(options, name) == unfit:
+            raise ConfigError(f"rollout.options.{name}", f"{unfit} with deterministic=true",
+                              why="SGLang has it in no deterministic form",
+                              remedy=f"rollout.options.{name}=auto, or rollout.options.deterministic=false")  # fmt: skip
 
 
 def write_config(folder: Path, source: ModelSource, quantized: str | None) -> dict[str, Any]:
@@ -126,7 +139,6 @@ def engine_arguments(
         "enable_memory_saver": options.memory_saver,
         "enable_deterministic_inference": options.deterministic,
         "custom_weight_loader": [LOADER],
-        "log_level": "error",
         **({"cuda_graph_max_bs_decode": batch_size} if options.cuda_graph else {}),
         **{name: value for name, value in chosen.items() if value != "auto"},
     }

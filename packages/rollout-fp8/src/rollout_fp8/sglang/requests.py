@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import hashlib
-import secrets
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+from itertools import chain
 from typing import Any
 
 from engine_api.errors import RolloutError
 from engine_api.requests import check_prompts, check_sampling
 from engine_api.rollout import Completion, FinishReason, SamplingParams
+from rollout_fp8.seeds import seeds
 
 WHERE = "rollout 'sglang'"
 LIKELIEST = 1e-9  # a nucleus that holds one token
@@ -34,22 +34,7 @@ def request_parameters(
     if sampling.top_k == 1 and sampling.temperature > 0:
         # For top_k=1 SGLang takes log-probs without the temperature when all of a batch have it (sampler.py).
         common |= {"top_k": -1, "top_p": LIKELIEST}
-    return [common | {"sampling_seed": seed} for seed in seeds(prompts, sampling)]
-
-
-def seeds(prompts: Sequence[Sequence[int]], sampling: SamplingParams) -> Iterator[int]:
-    """One a completion: a function of the seed, the prompt, and its place among completions of equal prompts.
-
-    ``seed=None`` takes entropy from the system.
-    """
-    seed = secrets.randbits(63) if sampling.seed is None else sampling.seed
-    seen: dict[tuple[int, ...], int] = {}
-    for prompt in prompts:
-        key = tuple(prompt)
-        seen[key] = seen.get(key, -1) + 1
-        for place in range(sampling.n):
-            digest = hashlib.sha256(repr((seed, seen[key], place, key)).encode()).digest()
-            yield int.from_bytes(digest[:8], "big") >> 1
+    return [common | {"sampling_seed": seed} for seed in chain.from_iterable(seeds(prompts, sampling))]
 
 
 def completions_of(
@@ -76,5 +61,8 @@ def _finish(told: Mapping[str, Any], tokens: Sequence[int], stop: Sequence[int],
             raise RolloutError(f"prompt {prompt_index} was refused by the server", where=WHERE, why=str(told.get("message")),
                                remedy="lower batch_size or max_new_tokens if memory ran out")  # fmt: skip
         return "abort"
+    if isinstance(told.get("matched"), str):  # no stop strings are asked for: SGLang says "NaN happened"
+        raise RolloutError(f"prompt {prompt_index} came back with a token that is none", where=WHERE, why=told["matched"],
+                           remedy="the model computes NaN: sync finite weights, or serve bfloat16 in place of float16")  # fmt: skip
     # At the very last place SGLang says "length" even for a stop token.
     return "stop" if tokens and tokens[-1] in stop else "length"

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib
-import os
 import tempfile
 import threading
 import time
@@ -26,16 +25,15 @@ from rollout_fp8 import versions
 from rollout_fp8.exporter import DTYPES, collect
 from rollout_fp8.model import architecture_of
 from rollout_fp8.session import SyncSession
+from rollout_fp8.sglang import environment
 from rollout_fp8.sglang.generation import SglangGeneration
 from rollout_fp8.sglang.host import Host
 from rollout_fp8.sglang.options import SglangOptions, check_arguments, context_of, engine_arguments, write_config
 from rollout_fp8.sglang.requests import WHERE, check_request, completions_of, request_parameters
 from rollout_fp8.sglang.sync import Schedulers
+from rollout_fp8.transports.channel import secret
 from rollout_fp8.wire import WireStream
 
-# SGLang's public switch for a context_length above the model's; requests stay below the model's own (see SPARE).
-_LONGER = "SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN"
-_OWN = ("NCCL_", "CUDA_", _LONGER)  # variables of this process
 IDLE_S = 60.0  # for the last request to leave the scheduler
 _SYNCING = "a weight sync is running"
 
@@ -70,7 +68,9 @@ class SglangRollout:
         del pad_token_id
         self.options = SglangOptions.parse(options)
         self._device = _device(resolution.device)
-        check_arguments(dtype=dtype, quantization=quantization, batch_size=batch_size, device=self._device)
+        check_arguments(
+            self.options, dtype=dtype, quantization=quantization, batch_size=batch_size, device=self._device
+        )
         versions.check("sglang", resolution.device, allow_untested=self.options.allow_untested_version)
         self.weight_version = -1  # none yet
         self._eos, self._dtype = tuple(eos_token_ids), DTYPES[dtype]
@@ -86,7 +86,8 @@ class SglangRollout:
         except BaseException:  # an interrupt too must leave no folder behind; raised again
             self._folder.cleanup()
             raise
-        self._session = SyncSession(Schedulers(self._host, self.options.tensor_parallel_size))
+        self._schedulers = Schedulers(self._host, self.options.tensor_parallel_size, self._device)
+        self._session = SyncSession(self._schedulers)
 
     def generate(self, prompts: Sequence[Sequence[int]], sampling: SamplingParams) -> list[Completion]:
         """See ``Rollout.generate``; global random generators stay as they are."""
@@ -162,6 +163,7 @@ class SglangRollout:
             host, self._host = self._host, None
         if host is not None:
             host.close()
+            self._schedulers.close()
             self._folder.cleanup()
 
     # --- the server -----------------------------------------------------------------------------
@@ -174,8 +176,9 @@ class SglangRollout:
                                      gpu=self._device.index or 0, context=context)  # fmt: skip
         host = Host(partial(_engine, arguments))
         told: Mapping[str, Any] = host.call(host.engine.get_server_info)
-        # Where memory is short SGLang has room for less than the context, and would cut completions off in silence.
-        self._limit = min(context, int(told["max_req_input_len"]) - 1)
+        # Where memory is short SGLang has room for less than the context, and would cut completions off in silence
+        # (``init_req_max_new_tokens`` in its scheduler).
+        self._limit = min(context, told["max_req_input_len"] - 1, told["max_total_num_tokens"] - 2 * told["page_size"])
         self._vocabulary = int(config["vocab_size"])
         return host
 
@@ -258,15 +261,9 @@ class SglangRollout:
 
 
 def _engine(arguments: Mapping[str, Any]) -> Any:
-    """The engine; what SGLang sets for its own processes does not stay in this one, where the trainer's NCCL reads it."""
-    before = {name: value for name, value in os.environ.items() if name.startswith(_OWN)}
-    os.environ[_LONGER] = "1"
-    try:
+    secret("channel")  # made before the schedulers are, that they inherit it
+    with environment.kept():
         return importlib.import_module("sglang").Engine(**arguments)
-    finally:
-        for name in [name for name in os.environ if name.startswith(_OWN)]:
-            del os.environ[name]
-        os.environ.update(before)
 
 
 def _tags(weights: bool, kv_cache: bool) -> frozenset[str]:

@@ -10,7 +10,6 @@ waits for that copy.
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -21,6 +20,8 @@ from torch.multiprocessing.reductions import reduce_tensor  # what torch's own q
 from engine_api.errors import RolloutError
 from rollout_fp8.transports.channel import WHERE, Channel, collect
 from rollout_fp8.wire import BucketPlan, WirePlan
+
+STORAGE_DEVICE = 6  # its place among the arguments of torch's ``rebuild_cuda_tensor``
 
 
 class IpcOutgoing:
@@ -119,9 +120,8 @@ class IpcIncoming:
         return self._source == self._device
 
     def _opened(self, rebuild: Callable[..., Tensor], arguments: tuple[Any, ...]) -> Tensor:
-        call = inspect.signature(rebuild).bind(*arguments)
-        call.arguments["storage_device"] = self._source.index  # the sender may count its GPUs otherwise
-        return rebuild(*call.args)
+        # The sender may count its GPUs otherwise. By place, not by name: SGLang puts a function of its own around torch's.
+        return rebuild(*arguments[:STORAGE_DEVICE], self._source.index, *arguments[STORAGE_DEVICE + 1 :])
 
     def _copied(self, bucket: BucketPlan, buffer: Tensor) -> Tensor:
         if bucket.slot not in self._copies:

@@ -1,0 +1,27 @@
+"""One seed a completion, for servers that are told them."""
+
+from __future__ import annotations
+
+import hashlib
+import secrets
+from collections.abc import Sequence
+
+from engine_api.rollout import SamplingParams
+
+
+def seeds(prompts: Sequence[Sequence[int]], sampling: SamplingParams) -> list[list[int]]:
+    """``[prompts][n]``, each of 63 bits: of ``sampling.seed``, the prompt's tokens and the completion's place.
+
+    So a draw does not depend on the batch or the rank. A prompt that occurs twice gets other seeds the second time;
+    ``seed=None`` takes entropy from the system.
+    """
+    base = secrets.randbits(63) if sampling.seed is None else sampling.seed
+    seen: dict[tuple[int, ...], int] = {}
+    found: list[list[int]] = []
+    for prompt in prompts:
+        key = tuple(prompt)
+        seen[key] = seen.get(key, -1) + 1
+        digest = hashlib.sha256(repr((base, seen[key], key)).encode()).digest()
+        first = int.from_bytes(digest[:8], "big") >> 1
+        found.append([(first + place) % (1 << 63) for place in range(sampling.n)])
+    return found

@@ -1,0 +1,47 @@
+"""What SGLang does to the process that starts it, beside starting its own. All of it is set right here."""
+
+from __future__ import annotations
+
+import logging
+import multiprocessing
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+# SGLang's public switch for a context_length above the model's; requests stay below the model's own (see options.SPARE).
+LONGER = "SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN"
+# What torchrun tells a rank. SGLang's processes would look for its store in place of their own, and wait for it.
+LAUNCHER = "TORCHELASTIC_"
+_OWN = ("NCCL_", "CUDA_", LAUNCHER, LONGER)  # variables of this process, where the trainer's NCCL reads them
+
+
+@contextmanager
+def kept() -> Iterator[None]:
+    """While SGLang is started; its processes inherit what it sets, this one is afterwards as it was."""
+    before = {name: value for name, value in os.environ.items() if name.startswith(_OWN)}
+    method = multiprocessing.get_start_method(allow_none=True)
+    try:
+        for name in [name for name in before if name.startswith(LAUNCHER)]:
+            del os.environ[name]
+        os.environ[LONGER] = "1"
+        with _own_logging():
+            yield
+    finally:
+        for name in [name for name in os.environ if name.startswith(_OWN)]:
+            del os.environ[name]
+        os.environ.update(before)
+        multiprocessing.set_start_method(method, force=True)
+
+
+@contextmanager
+def _own_logging() -> Iterator[None]:
+    """SGLang takes the root logger (``logging.basicConfig(force=True)``), which closes the handlers that it finds."""
+    root = logging.getLogger()
+    handlers, level = root.handlers, root.level
+    root.handlers = []
+    try:
+        yield
+    finally:
+        root.handlers = handlers
+        root.setLevel(level)
+        logging.getLogger("sglang").setLevel(logging.ERROR)
