@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 from engine_api.capabilities import Capability
-from engine_conformance.cases import Case, load_cases
+from engine_api.plugin import EnginePlugin, is_older
+from engine_conformance.cases import Case, Target, load_cases
+from engine_conformance.cases.contract import _member_problems
 
 CASES = load_cases()
 CONTRACT = (Path(__file__).parents[2] / "docs" / "contract.md").read_text()
@@ -60,3 +63,21 @@ def test_every_capability_is_tested_where_declared_and_probed_where_not() -> Non
 def test_the_quick_tier_has_something_of_every_core_group() -> None:
     quick = {one.id.split(".")[0] for one in CASES.values() if one.quick}
     assert quick >= {"plugin", "contract", "forward", "train", "steps", "checkpoint", "export"}
+
+
+class Older:
+    """Written for contract 1.0."""
+
+    def get_per_tensor_param_shard(self, *, dtype: object = None) -> None:
+        """As it was then."""
+
+
+def test_an_engine_is_asked_only_for_what_the_contract_had_that_it_was_written_for() -> None:
+    assert not _member_problems(Older, "get_per_tensor_param_shard", "1.0")
+    assert "adapter" in _member_problems(Older, "get_per_tensor_param_shard", "1.1")[0]
+    assert [is_older(stated, "1.1") for stated in ("1.0", "1.1", "1.10", "2.0", "one")] == [True, *[False] * 4]
+    plugin = EnginePlugin(name="older", contract="1.0", rows=(), capabilities=frozenset(Capability))
+    target = Target(backend="older", root=Path())
+    target.__dict__["resolution"] = SimpleNamespace(plugin=plugin)
+    assert "written for 1.0" in (CASES["lora.base"].why_not(target) or "")
+    assert CASES["lora.train"].why_not(target) is None

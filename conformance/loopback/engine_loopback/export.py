@@ -5,8 +5,9 @@ from __future__ import annotations
 import json
 import shutil
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import torch
 from torch import Tensor
@@ -35,20 +36,28 @@ class ExportEngine(CheckpointEngine):
     ) -> WeightExport:
         """See ``Engine.get_per_tensor_param``."""
         self._expect("get_per_tensor_param", "ready")
-        if adapter not in ("merged", "only"):
-            raise ConfigError("adapter", f"unknown export {adapter!r}", remedy="merged or only")
-        if adapter == "only" and self.config.lora is None:
-            raise ConfigError("adapter", "only, but there is no adapter", remedy="export with adapter='merged'")
+        self.check_adapter(adapter)
         return self.whole_tensors(self.exported(adapter), dtype, bucket_bytes)
 
-    def get_per_tensor_param_shard(self, *, dtype: torch.dtype | None = None) -> ShardExport:
+    def get_per_tensor_param_shard(
+        self, *, dtype: torch.dtype | None = None, adapter: Adapter = "merged"
+    ) -> ShardExport:
         """See ``Engine.get_per_tensor_param_shard``."""
         self._expect("get_per_tensor_param_shard", "ready")
-        return ((weight.name, self.shard(weight, dtype), weight.box) for weight in self.exported("merged"))
+        self.check_adapter(adapter)
+        return ((weight.name, self.shard(weight, dtype), weight.box) for weight in self.exported(adapter))
+
+    def check_adapter(self, adapter: Adapter) -> None:
+        """Raise ``ConfigError`` for an export that this engine cannot give."""
+        if adapter not in get_args(Adapter):
+            raise ConfigError("adapter", f"unknown export {adapter!r}", remedy=", ".join(get_args(Adapter)))
+        if adapter != "merged" and self.config.lora is None:
+            raise ConfigError("adapter", f"{adapter}, but there is no adapter", remedy="export with adapter='merged'")
 
     def exported(self, adapter: Adapter) -> list[Weight]:
         """What is exported, in the model's order."""
-        return [weight for weight in self.weights.values() if weight.adapter == (adapter == "only")]
+        given = [weight for weight in self.weights.values() if weight.adapter == (adapter == "only")]
+        return [replace(weight, merges=False) for weight in given] if adapter == "base" else given
 
     def whole_tensors(self, weights: list[Weight], dtype: torch.dtype | None, bucket_bytes: int) -> WeightExport:
         """One bucket exists at a time."""
@@ -76,7 +85,7 @@ class ExportEngine(CheckpointEngine):
 
     def merged(self, weight: Weight) -> Tensor:
         """``W + alpha / rank · B A`` in float32; boxes of A and B make this rank's box of the product."""
-        pair = pair_of(weight.name, self.weights)
+        pair = pair_of(weight.name, self.weights) if weight.merges else None
         if pair is None or weight.param is None:
             return weight.local
         assert self.config.lora is not None

@@ -34,6 +34,7 @@ class Weight:
     param: nn.Parameter | None
     adapter: bool
     trainable: bool
+    merges: bool = True  # an export adds its adapter to it
 
     @property
     def held(self) -> nn.Parameter:

@@ -13,7 +13,18 @@ if TYPE_CHECKING:
 
 __all__ = ["GROUPS", "load_mutants"]
 
-GROUPS = ("forward", "train", "steps", "checkpoint", "export", "refusal", "contract", "parallel", "features")
+GROUPS = (
+    "forward",
+    "train",
+    "steps",
+    "checkpoint",
+    "export",
+    "refusal",
+    "contract",
+    "parallel",
+    "adapters",
+    "features",
+)
 
 
 def load_mutants() -> dict[str, Mutant]:

@@ -211,8 +211,8 @@ class ExpertsNumberedWithinRank(LoopbackEngine):
 class ReplicasNotCounted(LoopbackEngine):
     """Every copy says that it is the first."""
 
-    def get_per_tensor_param_shard(self, *, dtype: Dtype = None) -> ShardExport:
-        export = super().get_per_tensor_param_shard(dtype=dtype)
+    def get_per_tensor_param_shard(self, *, dtype: Dtype = None, adapter: Adapter = "merged") -> ShardExport:
+        export = super().get_per_tensor_param_shard(dtype=dtype, adapter=adapter)
         return ((name, shard, replace(box, replica=0)) for name, shard, box in export)
 
 
@@ -220,17 +220,27 @@ class ReplicasNotCounted(LoopbackEngine):
 class ShardsSorted(LoopbackEngine):
     """Shards come sorted by name, not in the export's order."""
 
-    def get_per_tensor_param_shard(self, *, dtype: Dtype = None) -> ShardExport:
-        return iter(sorted(super().get_per_tensor_param_shard(dtype=dtype), key=lambda one: one[0]))
+    def get_per_tensor_param_shard(self, *, dtype: Dtype = None, adapter: Adapter = "merged") -> ShardExport:
+        return iter(sorted(super().get_per_tensor_param_shard(dtype=dtype, adapter=adapter), key=lambda one: one[0]))
 
 
 @mutant("parallel.tp", group="export-shards", world=2)
 class ColumnOffsetsLost(LoopbackEngine):
     """Shards of a weight that is split by columns all say that they begin at the first."""
 
-    def get_per_tensor_param_shard(self, *, dtype: Dtype = None) -> ShardExport:
-        for name, shard, box in super().get_per_tensor_param_shard(dtype=dtype):
+    def get_per_tensor_param_shard(self, *, dtype: Dtype = None, adapter: Adapter = "merged") -> ShardExport:
+        for name, shard, box in super().get_per_tensor_param_shard(dtype=dtype, adapter=adapter):
             yield name, shard, replace(box, offset=(*box.offset[:1], *(0 for _ in box.offset[1:])))
+
+
+@mutant("export.shards", group="export-shards", world=2, deadline=0.1)
+class ShardsGathered(LoopbackEngine):
+    """Each shard is cut out of the whole tensor, which all ranks gather for it."""
+
+    def get_per_tensor_param_shard(self, *, dtype: Dtype = None, adapter: Adapter = "merged") -> ShardExport:
+        for weight in self.exported(adapter):
+            whole = self.assembled(weight, self.shard(weight, dtype))
+            yield weight.name, whole[weight.box.slices], weight.box
 
 
 @mutant("export.shards", group="export-shards")
@@ -241,8 +251,8 @@ class StaleShards(LoopbackEngine):
         super()._build()
         self.read = {weight.name: weight.local.clone() for weight in self.weights.values()}
 
-    def get_per_tensor_param_shard(self, *, dtype: Dtype = None) -> ShardExport:
-        export = super().get_per_tensor_param_shard(dtype=dtype)
+    def get_per_tensor_param_shard(self, *, dtype: Dtype = None, adapter: Adapter = "merged") -> ShardExport:
+        export = super().get_per_tensor_param_shard(dtype=dtype, adapter=adapter)
         return ((name, self.read[name].to(shard.dtype), box) for name, shard, box in export)
 
 

@@ -1,14 +1,13 @@
-"""Defects of what an engine declares beside the core: adapters, experts, value heads, memory, half precision, RL."""
+"""Defects of what an engine declares beside the core: experts, value heads, memory, half precision, RL."""
 # ruff: noqa: D102 - the class says what is wrong with its method
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from itertools import count
-from pathlib import Path
 
 import torch
 from torch import Tensor
@@ -17,7 +16,7 @@ from torch.utils.checkpoint import checkpoint
 
 from engine_api.batch import Batch
 from engine_api.losses import LossFn
-from engine_api.results import LossOutput, TokenOutputs
+from engine_api.results import LossOutput
 from engine_loopback.engine import LoopbackEngine
 from engine_loopback.layers import Packed, Params
 from engine_loopback.lora import pair_of
@@ -25,129 +24,6 @@ from engine_loopback.model import Model
 from engine_loopback.optimizer import AdamW, Group, move_state
 from engine_loopback.weights import Weight
 from engine_mutants.mutant import mutant
-
-# --- adapters -----------------------------------------------------------------------------------
-
-
-@mutant("lora.train", group="lora", seen_in="a comment in verl's code")
-class AdapterNotMerged(LoopbackEngine):
-    """The merged export sends the base weights."""
-
-    def merged(self, weight: Weight) -> Tensor:
-        return weight.local
-
-
-@mutant("lora.train", group="lora")
-class MergedWithoutScale(LoopbackEngine):
-    """The merged export adds B A without alpha / rank."""
-
-    def merged(self, weight: Weight) -> Tensor:
-        config, lora = self.config, self.config.lora
-        self.config = config if lora is None else replace(config, lora=replace(lora, alpha=float(lora.rank)))
-        try:
-            return super().merged(weight)
-        finally:
-            self.config = config
-
-
-@mutant("lora.train", group="lora")
-class MergedInBfloat16(LoopbackEngine):
-    """The product of B and A is formed in bfloat16 before it is merged."""
-
-    def merged(self, weight: Weight) -> Tensor:
-        whole = super().merged(weight)
-        return weight.local + (whole - weight.local).bfloat16().to(whole.dtype)
-
-
-@mutant("lora.train", group="lora", part="model")
-class AdapterScaledByRoot(Model):
-    """The adapter's scale is alpha over the root of the rank (rsLoRA), which nobody asked for."""
-
-    def adapter_scale(self) -> float:
-        assert self.lora is not None
-        return self.lora.alpha / math.sqrt(self.lora.rank)
-
-
-@mutant("lora.train", group="lora")
-class NormsTrainBesideAdapter(LoopbackEngine):
-    """The base model's norms train as well."""
-
-    def make_weight(self, name: str, shape: tuple[int, ...], adapter: bool) -> Weight:
-        weight = super().make_weight(name, shape, adapter)
-        if name.endswith("norm.weight") and weight.param is not None:
-            weight.param.requires_grad_(True)
-            weight.trainable = True
-        return weight
-
-
-@mutant("lora.train", group="lora", part="model")
-class AdapterStaysOnForReference(Model):
-    """The reference is computed with the adapter, and every KL is zero."""
-
-    @contextmanager
-    def without_adapter(self) -> Iterator[None]:
-        yield
-
-
-@mutant("lora.switched", group="lora", part="model")
-class AdapterStaysOff(Model):
-    """After a reference the adapter is not switched on again: the next log-probs and steps are the base model's."""
-
-    @contextmanager
-    def without_adapter(self) -> Iterator[None]:
-        self.adapter_on = False
-        yield
-
-
-@mutant("lora.switched", group="lora", part="model")
-class AdapterDropsInInference(Model):
-    """The adapter's dropout is on in inference too."""
-
-    def linear(self, params: Params, name: str, x: Tensor) -> Tensor:
-        was, self.training = self.training, True
-        try:
-            return super().linear(params, name, x)
-        finally:
-            self.training = was
-
-
-@mutant("lora.train", group="lora")
-class SecondFactorNotZero(LoopbackEngine):
-    """B begins as small random values, so that training does not begin at the base model."""
-
-    def _build_model(self) -> None:
-        super()._build_model()
-        for weight in self.weights.values():
-            if weight.name.endswith("lora_B.weight"):
-                weight.local.fill_(1e-4)
-
-
-@mutant("lora.absent", group="lora")
-class AbsentAdapterIgnored(LoopbackEngine):
-    """An engine without an adapter answers for a reference with the policy itself, and every KL is zero."""
-
-    def infer_batch(
-        self, batch: Batch, *, temperature: float = 1.0, entropy: bool = False, adapter: bool = True
-    ) -> TokenOutputs:
-        there = adapter or self.config.lora is None
-        return super().infer_batch(batch, temperature=temperature, entropy=entropy, adapter=there)
-
-
-@mutant("lora.resume", group="lora")
-class AdapterMomentsNotSaved(LoopbackEngine):
-    """A checkpoint holds the adapter without its moments, which begin anew."""
-
-    def optimizer_state(self) -> Iterator[tuple[Weight, str, Tensor]]:
-        return (row for row in super().optimizer_state() if not row[0].adapter)
-
-
-@mutant("lora.save_hf", group="lora")
-class FolderOfBaseWeights(LoopbackEngine):
-    """The Hugging Face folder gets the base weights; the export for rollouts is merged."""
-
-    def write_folder(self, directory: Path, tensors: Mapping[str, Tensor]) -> None:
-        super().write_folder(directory, {name: self.weights[name].local for name in tensors})
-
 
 # --- experts ------------------------------------------------------------------------------------
 

@@ -13,6 +13,7 @@ import torch
 from engine_api.batch import Batch
 from engine_api.capabilities import Capability, unsupported
 from engine_api.config import EngineConfig, Precision
+from engine_api.contract import Adapter
 from engine_api.registry import Resolution
 from engine_api.results import CheckpointInfo, TokenOutputs
 from engine_api.weights import ShardExport, ShardSpec
@@ -185,8 +186,10 @@ class LoadIgnored(LoopbackEngine):
 class ShardsAreWholes(LoopbackEngine):
     """Shards are not declared, and whole tensors come in their place."""
 
-    def get_per_tensor_param_shard(self, *, dtype: torch.dtype | None = None) -> ShardExport:
-        for name, tensor in self.get_per_tensor_param(dtype=dtype):
+    def get_per_tensor_param_shard(
+        self, *, dtype: torch.dtype | None = None, adapter: Adapter = "merged"
+    ) -> ShardExport:
+        for name, tensor in self.get_per_tensor_param(dtype=dtype, adapter=adapter):
             yield name, tensor, ShardSpec.whole(tensor.shape, replica=self.layout.rank)
 
 

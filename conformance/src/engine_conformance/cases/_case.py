@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from importlib import import_module
 
 from engine_api.capabilities import Capability
+from engine_api.plugin import is_older
 from engine_conformance.cases._target import Target
 from engine_conformance.compare import ConformanceFailure
 from engine_conformance.rank_failure import RankError
@@ -62,7 +63,7 @@ class Case:
 
     Attributes:
         id: ``module.name``; never changes its meaning.
-        since: the contract version from which it holds.
+        since: the contract version from which it holds; an engine written for an older one is not asked for it.
         requires: capabilities without which it does not apply; the first one is its group.
         probes: the capability whose *absence* it shows: it runs only where that is not declared.
         world: world sizes at which it says something.
@@ -120,6 +121,8 @@ class Case:
     def why_not(self, target: Target) -> str | None:
         """Why this case does not apply to ``target``, or None."""
         have = target.capabilities
+        if is_older(target.resolution.plugin.contract, self.since):
+            return f"since contract {self.since}, the engine was written for {target.resolution.plugin.contract}"
         missing = [str(c) for c in self.requires if c not in have]
         if target.world > 1 and Capability.DP not in have and not _MODEL_PARALLEL & {*self.requires, *target.spread}:
             missing.append(str(Capability.DP))

@@ -29,8 +29,8 @@ from engine_conformance.cases._ranks import (
     step,
     summary,
 )
+from engine_conformance.cases._shards import Shards, shards_make_the_whole
 from engine_conformance.cases._target import EPS, Setup, Target
-from engine_conformance.cases.export import Shards, shards_make_the_whole
 from engine_conformance.fixtures import LENGTHS, PackedDocuments
 from engine_conformance.oracle import AdamWConfig
 

@@ -19,6 +19,7 @@ from engine_api.capabilities import Capability
 from engine_api.contract import Engine
 from engine_api.errors import EngineError, EngineStateError
 from engine_api.losses import LossFn
+from engine_api.plugin import is_older
 from engine_api.registry import EngineRegistry
 from engine_conformance.cases._case import LM, VALUE, case, must
 from engine_conformance.cases._expect import documents
@@ -38,6 +39,8 @@ _BELONGS = {
 }
 
 
+# Arguments that members have had only since a later contract: an engine written for an older one need not take them.
+_SINCE = {("get_per_tensor_param_shard", "adapter"): "1.1"}
 TYPES = (LM, VALUE)
 _CACHES = ("TORCHINDUCTOR_", "_TORCHINDUCTOR_", "TRITON_")  # torch itself sets such variables when it first compiles
 _LEAK = 1 << 20  # bytes of device memory that a life of an engine may leave behind
@@ -45,14 +48,16 @@ _LEAK = 1 << 20  # bytes of device memory that a life of an engine may leave beh
 
 def signatures_of(setup: Setup) -> list[str]:
     """What is wrong with the class's members; in a rank, since importing a stranger's class runs its code."""
-    cls = EngineRegistry.resolve(model_type=setup.model_type, backend=setup.backend, device=setup.device).load()
-    return [problem for name in _MEMBERS for problem in _member_problems(cls, name)]
+    found = EngineRegistry.resolve(model_type=setup.model_type, backend=setup.backend, device=setup.device)
+    cls, stated = found.load(), found.plugin.contract
+    return [problem for name in _MEMBERS for problem in _member_problems(cls, name, stated)]
 
 
-def _member_problems(cls: Any, name: str) -> list[str]:
+def _member_problems(cls: Any, name: str, stated: str) -> list[str]:
     if not callable(getattr(cls, name, None)):
         return [f"{name} is missing"]
     wanted, given = (inspect.signature(getattr(c, name)).parameters for c in (Engine, cls))
+    wanted = {n: p for n, p in wanted.items() if n in given or not is_older(stated, _SINCE.get((name, n), "1.0"))}
     if list(given)[: len(wanted)] != list(wanted):
         return [f"{name} takes {list(given)}, not {list(wanted)}"]
     differ = [

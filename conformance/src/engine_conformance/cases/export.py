@@ -7,18 +7,16 @@ import shutil
 import weakref
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 import torch
 from safetensors.torch import save_file
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 
 from engine_api.capabilities import Capability
-from engine_api.weights import ShardSpec
 from engine_conformance.cases._case import LM, VALUE, case, must
 from engine_conformance.cases._expect import documents, outputs_match
 from engine_conformance.cases._ranks import Answer, InferCall, answer, digest, opened, step, train, whole_weights
+from engine_conformance.cases._shards import Shards, shards_and_whole, shards_make_the_whole
 from engine_conformance.cases._target import Setup, Target
 from engine_conformance.compare import ConformanceFailure, assert_bitwise, assert_close_per_token
 from engine_conformance.oracle import OracleModel, expected_shapes, load_oracle, read_config, read_safetensors
@@ -170,56 +168,19 @@ def bounded(target: Target) -> float:
     return max(margins)
 
 
-Shards = list[tuple[str, Tensor, ShardSpec]]
-
-
 def shards(setup: Setup) -> tuple[Shards, list[str], dict[str, Tensor]]:
     """This rank's shards after a step, the order of the whole export, and on rank 0 the export itself."""
     with opened(setup) as engine:
         step(engine, setup, documents(40, "uneven"))
-        mine = [_shard(item) for item in engine.get_per_tensor_param_shard()]
-        whole = whole_weights(engine)
-        return mine, list(whole), whole if engine.topology.rank == 0 else {}
-
-
-def _shard(item: Any) -> tuple[str, Tensor, ShardSpec]:
-    is_triple = isinstance(item, tuple) and len(item) == 3 and isinstance(item[2], ShardSpec)
-    must(is_triple, "shard", f"yields {type(item).__name__}, not (name, shard, ShardSpec)")
-    name, shard, spec = item
-    plain = isinstance(shard, Tensor) and not isinstance(shard, DTensor)
-    must(plain, "shard", f"a {type(shard).__name__}, not a plain tensor", where=str(name))
-    return name, shard.detach().to("cpu", copy=True), spec
-
-
-def shards_make_the_whole(ranks: Sequence[tuple[Shards, list[str], dict[str, Tensor]]]) -> float:
-    """Boxes of replica 0 cover each tensor once; other replicas hold the same bits."""
-    whole = ranks[0][2]
-    for rank, (mine, order, _) in enumerate(ranks):
-        must([name for name, _, _ in mine] == order, "shard order", "is not the export's", where=f"rank {rank}")
-    for name, want in whole.items():
-        covered = torch.zeros(want.shape, dtype=torch.uint8)
-        for rank, (mine, _, _) in enumerate(ranks):
-            shard, spec = next((s, b) for n, s, b in mine if n == name)
-            where = f"{name} on rank {rank}"
-            must(
-                tuple(shard.shape) == spec.shape and spec.global_shape == tuple(want.shape),
-                "shard",
-                f"{spec}",
-                where=where,
-            )
-            box = tuple(slice(o, o + n) for o, n in zip(spec.offset, spec.shape, strict=True))
-            must(shard.dtype == want.dtype, "shard", f"{shard.dtype}, the export has {want.dtype}", where=where)
-            must(torch.equal(shard, want[box]), "shard", "differs from the whole export", where=where)
-            covered[box] += int(spec.replica == 0)
-        must(bool((covered == 1).all()), "shards", "replica 0 does not cover the tensor exactly once", where=name)
-    return 0.0
+        return shards_and_whole(engine)
 
 
 @case(id="export.shards", requires=(Capability.EXPORT_SHARDS,), model_types=TYPES, quick=True)
 def shards_cover(target: Target) -> float:
     """The shards of all ranks MUST make each exported tensor exactly once, in the export's order, bit for bit.
 
-    If this fails: uneven shards have a wrong offset, a rank without rows is left out, replicas are not counted.
+    If this fails: uneven shards have a wrong offset, a rank without rows is left out, replicas are not counted. If it
+    stalls: the export communicates between two tensors, where ranks may read at a pace of their own.
     """
     models = [target.model(num_heads=3, num_kv_heads=1, hidden_size=66, vocab_size=259)]
     experts = Capability.MOE in target.capabilities and target.model_type == LM

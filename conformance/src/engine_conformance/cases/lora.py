@@ -6,12 +6,14 @@ import json
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import get_args
 
 from safetensors.torch import save_file
 from torch import Tensor
 
 from engine_api.capabilities import Capability
 from engine_api.config import LoraConfig
+from engine_api.contract import Adapter
 from engine_api.errors import ConfigError
 from engine_conformance.cases._case import case, must
 from engine_conformance.cases._expect import documents, oracle_of, outputs_match, training_matches
@@ -30,6 +32,7 @@ from engine_conformance.cases._ranks import (
     train,
     whole_weights,
 )
+from engine_conformance.cases._shards import Shards, shards_and_whole, shards_make_the_whole
 from engine_conformance.cases._target import EPS, Setup, Target
 from engine_conformance.compare import assert_bitwise, assert_weights_close
 from engine_conformance.fixtures import PackedDocuments
@@ -174,6 +177,53 @@ def resume(target: Target) -> float:
     again = target.run(train, replace(config, seed=3), batches=batches[2:], load=folder / "c", adapter="only")
     must(again[0].outputs == whole[0].outputs[2:], "train outputs", "differ after the load")
     return assert_bitwise(again[0].weights, whole[0].weights, name="adapter after resuming")
+
+
+def base_weights(setup: Setup, batch: PackedDocuments, *, lora: bool) -> tuple[dict[str, Tensor], list[str], bool]:
+    """After a step: the base weights and the merged export's names; whether the base of no adapter is a typed error."""
+    with opened(setup) as engine:
+        if not lora:
+            return {}, [], isinstance(caught(lambda: list(engine.get_per_tensor_param(adapter="base"))), ConfigError)
+        step(engine, setup, batch)
+        return whole_weights(engine, adapter="base"), list(whole_weights(engine)), True
+
+
+@case(id="lora.base", since="1.1", requires=LORA, quick=True)
+def base(target: Target) -> None:
+    """After a step the base export MUST be the folder's weights bit for bit, in the merged export's order.
+
+    Of an engine that has no adapter it is a ``ConfigError``.
+
+    If this fails: the adapter is merged into it, and a server that adds the adapter serves it twice; its names have the
+    wrapped layers' ``base_layer``.
+    """
+    model, batch = target.model(tied=False), documents(90, "uneven")
+    rows = target.run(base_weights, target.config(model, lora=CONFIG), batch=batch, lora=True)
+    stored = read_safetensors(model)
+    for rank, (weights, merged, _) in enumerate(rows):
+        must(list(weights) == merged, "base export", "its names are not the merged export's", where=f"rank {rank}")
+        assert_bitwise(weights, {name: stored[name] for name in merged}, name=f"base export, rank {rank}")
+    for rank, (_, _, typed) in enumerate(target.run(base_weights, target.config(model), batch=batch, lora=False)):
+        must(typed, "adapter", "the base export of an engine without adapter is no ConfigError", where=f"rank {rank}")
+
+
+def shards_of(setup: Setup, batch: PackedDocuments) -> dict[Adapter, tuple[Shards, list[str], dict[str, Tensor]]]:
+    """After a step, of every export: this rank's shards, the order of the whole, and on rank 0 the whole."""
+    with opened(setup) as engine:
+        step(engine, setup, batch)
+        kinds: tuple[Adapter, ...] = get_args(Adapter)
+        return {kind: shards_and_whole(engine, adapter=kind) for kind in kinds}
+
+
+@case(id="lora.shards", since="1.1", requires=(*LORA, Capability.EXPORT_SHARDS))
+def shards(target: Target) -> float:
+    """The shards of the merged weights, of the base and of the adapter MUST each make the whole export, bit for bit.
+
+    If this fails: shards are always merged ones, or those of an adapter have another order or no boxes.
+    """
+    model, batch = target.model(tied=False), documents(90, "uneven")
+    ranks = target.run(shards_of, target.config(model, lora=CONFIG), batch=batch)
+    return max(shards_make_the_whole([row[kind] for row in ranks]) for kind in ranks[0])
 
 
 def save_merged(setup: Setup, batch: PackedDocuments, folder: Path) -> Answer:

@@ -26,7 +26,9 @@ from engine_api.weights import ShardExport, WeightExport
 if TYPE_CHECKING:
     import torch
 
-Adapter = Literal["merged", "only"]
+Adapter = Literal["merged", "only", "base"]
+"""Which weights are exported where there is an adapter: base and adapter in one (*merged*), the adapter alone under PEFT's
+names (*only*), or everything but the adapter, as it is stored (*base*; since contract 1.1)."""
 
 
 @runtime_checkable
@@ -107,11 +109,21 @@ class Engine(Protocol):
 
         All ranks must exhaust it. ``dtype=None`` is the stored dtype. At most ``bucket_bytes`` of whole
         tensors (or one larger tensor) exist at a time; a tensor is valid until the next one is asked for.
+        ``adapter="base"`` has the names and the order of ``merged``; with a LoRA adapter only a load changes its values
+        (a value head's apart).
+
+        Raises:
+            ConfigError: ``adapter`` is none of ``Adapter``, or not ``merged`` and there is no adapter.
         """
         ...
 
-    def get_per_tensor_param_shard(self, *, dtype: torch.dtype | None = None) -> ShardExport:
-        """(name, this rank's shard, ``ShardSpec``) in the same order: no gather."""
+    def get_per_tensor_param_shard(
+        self, *, dtype: torch.dtype | None = None, adapter: Adapter = "merged"
+    ) -> ShardExport:
+        """(name, this rank's shard, ``ShardSpec``) in the same order: no gather.
+
+        ``adapter`` (since contract 1.1): as ``get_per_tensor_param``, errors included.
+        """
         ...
 
     def to(self, device: str, *, model: bool = True, optimizer: bool = True, grad: bool = True) -> None:

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from engine_api.capabilities import Capability, unsupported
+from engine_api.contract import Adapter
 from engine_api.errors import ConfigError, EngineStateError
 from engine_api.weights import ShardExport
 
@@ -35,7 +36,9 @@ class EngineDefaults(ABC):
 
     # --- members that need a capability: refused ------------------------------------------------
 
-    def get_per_tensor_param_shard(self, *, dtype: torch.dtype | None = None) -> ShardExport:
+    def get_per_tensor_param_shard(
+        self, *, dtype: torch.dtype | None = None, adapter: Adapter = "merged"
+    ) -> ShardExport:
         """See ``Engine.get_per_tensor_param_shard``; raises ``UnsupportedCapability``."""
         raise self._refusal("get_per_tensor_param_shard", Capability.EXPORT_SHARDS)
 

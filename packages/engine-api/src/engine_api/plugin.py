@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from engine_api.capabilities import Capability
 
-CONTRACT = "1.0"  # MAJOR.MINOR of the contract, apart from package versions
+CONTRACT = "1.1"  # MAJOR.MINOR of the contract, apart from package versions
 
 ENGINE_GROUP = "engine_api.engines"
 ROLLOUT_GROUP = "engine_api.rollouts"
@@ -64,6 +64,8 @@ class EnginePlugin:
     """What a plug-in offers.
 
     Attributes:
+        capabilities: of an engine, what it can do; of a rollout, ``lora`` where it takes an adapter beside the base weights
+            (argument ``lora`` of the rollout and of its exporter).
         options: ``"module:Class"`` of its own options dataclass.
         exporter: of a rollout, ``"module:Class"`` of its ``WeightExporter``.
     """
@@ -75,6 +77,15 @@ class EnginePlugin:
     options: str | None = None
     exporter: str | None = None
     probe: Callable[[str], ProbeResult] = always_available
+
+
+def is_older(contract: str, since: str) -> bool:
+    """Whether a plug-in that states ``contract`` was written before ``since``; False for what is no version."""
+    try:
+        stated, wanted = (tuple(int(part) for part in version.split(".")) for version in (contract, since))
+    except ValueError:
+        return False
+    return stated < wanted
 
 
 def contract_problem(contract: str, ours: str = CONTRACT) -> str | None:

@@ -184,10 +184,12 @@ class FSDPEngine(BaseEngine):
         self._expect("get_per_tensor_param", "ready")
         return export.export_whole(self.table, self.layout, self.config.lora, dtype, adapter, bucket_bytes, self.device)
 
-    def get_per_tensor_param_shard(self, *, dtype: torch.dtype | None = None) -> ShardExport:
+    def get_per_tensor_param_shard(
+        self, *, dtype: torch.dtype | None = None, adapter: Adapter = "merged"
+    ) -> ShardExport:
         """See ``Engine.get_per_tensor_param_shard``."""
         self._expect("get_per_tensor_param_shard", "ready")
-        return export.export_shards(self.table, self.layout, self.config.lora, dtype, "merged")
+        return export.export_shards(self.table, self.layout, self.config.lora, dtype, adapter)
 
     def save_hf(self, directory: Path | str, *, dtype: torch.dtype | None = None) -> None:
         """See ``Engine.save_hf``."""

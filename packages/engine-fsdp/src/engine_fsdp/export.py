@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, get_args
 
 import torch
 import torch.distributed as dist
@@ -12,6 +12,7 @@ from torch import Tensor
 from engine_api.config import LoraConfig
 from engine_api.contract import Adapter
 from engine_api.errors import ConfigError
+from engine_api.hf_names import views
 from engine_api.weights import ShardExport, WeightExport
 from engine_fsdp import lora as adapters
 from engine_fsdp.parallel import Layout
@@ -26,8 +27,9 @@ def export_shards(
 ) -> ShardExport:
     """(name, shard, spec) in the model's order; one shard lives at a time."""
     for entry, rows in _rows(table, layout, lora, dtype, adapter):
-        for piece in entry.pieces:
-            yield piece.name, piece.view(rows, entry.first), piece.spec(entry.first, _count(rows), layout.replica)
+        parts = views(entry.pieces, rows, entry.first)
+        for piece, part, spec in zip(entry.pieces, parts, entry.specs(layout.replica), strict=True):
+            yield piece.name, part, spec
 
 
 def export_whole(
@@ -48,33 +50,33 @@ def export_whole(
         yield from _gather(bucket, layout, device)
 
 
-def _count(rows: Tensor) -> int:
-    return rows.shape[0] if rows.dim() else 0
-
-
 def _rows(
     table: list[ShardedParam], layout: Layout, lora: LoraConfig | None, dtype: torch.dtype | None, adapter: Adapter
 ) -> Iterator[tuple[ShardedParam, Tensor]]:
-    """This rank's rows of every exported parameter, merged and cast, before any gather."""
-    if adapter not in ("merged", "only"):
-        raise ConfigError("adapter", f"unknown export {adapter!r}", remedy="merged or only")
-    if adapter == "only" and lora is None:
-        raise ConfigError("adapter", "only, but there is no adapter", remedy="export with adapter='merged'")
-    deltas = adapters.deltas(table, lora)
+    """This rank's rows of every exported parameter, cast and perhaps merged, before any gather."""
+    if adapter not in get_args(Adapter):
+        raise ConfigError("adapter", f"unknown export {adapter!r}", remedy=", ".join(get_args(Adapter)))
+    if adapter != "merged" and lora is None:
+        raise ConfigError("adapter", f"{adapter}, but there is no adapter", remedy="export with adapter='merged'")
+    deltas = adapters.deltas(table, lora) if adapter == "merged" else {}
+    whole = _whole([a for a, _, _ in deltas.values()], layout)  # before the first tensor: no gather comes in between
     for entry in table:
         if entry.adapter != (adapter == "only"):
             continue
         rows = entry.local.detach()
-        if entry.name in deltas and adapter == "merged":
+        if entry.name in deltas:
             a, b, scale = deltas[entry.name]
-            rows = adapters.merged_rows(rows, _whole(a, layout), b.local.detach(), scale)
+            rows = adapters.merged_rows(rows, whole[a.name], b.local.detach(), scale)
         yield entry, rows if dtype is None else rows.to(dtype)
 
 
-def _whole(entry: ShardedParam, layout: Layout) -> Tensor:
-    local = entry.local.detach()
-    gathered = next(iter(_gather([(entry, local)], layout, local.device)))
-    return gathered[1]
+def _whole(entries: list[ShardedParam], layout: Layout) -> dict[str, Tensor]:
+    """Whole parameters of one piece each, by their own names."""
+    if not entries:
+        return {}
+    rows = [(entry, entry.local.detach()) for entry in entries]
+    gathered = _gather(rows, layout, rows[0][1].device)
+    return {entry.name: tensor for entry, (_, tensor) in zip(entries, gathered, strict=True)}
 
 
 def _gather(
