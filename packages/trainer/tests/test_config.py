@@ -70,6 +70,7 @@ def test_what_is_printed_reads_back_equal(file):
         ("algorithm={old_log_probs: rollout, correction: {weight: token}}", "algorithm.correction", "old_log_probs"),
         ("algorithm={old_log_probs: rollout, correction: {reject: token}}", "algorithm.correction", "old_log_probs"),
         ("rollout.quantization=fp4", "rollout.quantization", "none, fp8"),
+        ("rollout.lora=adaptor", "rollout.lora", "did you mean adapter"),
         ("rollout.sleep=1", "rollout.sleep", "true or false"),
         ("rollout.temperature=0", "rollout.temperature", "greedy"),
         ("rollout.n=1", "rollout.n", "at least 2"),

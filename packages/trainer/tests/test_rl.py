@@ -241,6 +241,13 @@ def test_names_that_nobody_knows(folder, tmp_path):
         train_rl(configure(folder, tmp_path / "b", algorithm={"prompts_per_step": 8, "overlong": {"buffer": 5}}))
     with pytest.raises(ConfigError, match=r"(?s)rollout\.quantization.*vllm"):
         train_rl(configure(folder, tmp_path / "d", rollout={"n": 8, "max_new_tokens": 4, "quantization": "fp8"}))
+    with pytest.raises(ConfigError, match=r"(?s)rollout\.lora.*engine\.lora is null"):
+        train_rl(configure(folder, tmp_path / "e", rollout={"n": 8, "max_new_tokens": 4, "lora": "adapter"}))
+    engine = {"model": {"path": str(folder)}, "device": "cpu", "lora": {"rank": 2}}
+    with pytest.raises(ConfigError, match=r"(?s)rollout\.lora.*'local' serves no adapters.*merged"):
+        train_rl(
+            configure(folder, tmp_path / "f", engine=engine, rollout={"n": 8, "max_new_tokens": 4, "lora": "adapter"})
+        )
 
 
 # --- without an engine --------------------------------------------------------------------------

@@ -6,13 +6,15 @@ from types import SimpleNamespace
 import pytest
 
 from engine_api.comm import SingleComm
-from engine_api.errors import RolloutError
-from engine_api.registry import RolloutRegistry
+from engine_api.config import LoraConfig, ModelSource
+from engine_api.errors import ConfigError, RolloutError
+from engine_api.plugin import EnginePlugin
+from engine_api.registry import EngineRegistry, RolloutRegistry
 from engine_api.results import Topology
 from engine_api.rollout import SyncResult
 from engine_trainer.logs import Timers
-from engine_trainer.sampler import Sampler, _sync_figures
-from engine_trainer.sections import RolloutSection
+from engine_trainer.sampler import Sampler, _served_adapter, _sync_figures
+from engine_trainer.sections import EngineSection, RolloutSection
 
 
 class Stream:
@@ -116,6 +118,30 @@ def test_the_figures_of_a_sync_are_the_slowest_ranks():
         "sync/gather_s": 3.0, "sync/install_s": 2.0, "sync/bytes": 12, "sync/tensors": 3, "sync/quantized": 2, "sync/audited": 0,
     }  # fmt: skip
     assert _sync_figures([fast])["sync/audited"] == 1
+
+
+@pytest.mark.parametrize(
+    ("engine", "rollout", "said"),
+    [("1.0", {"lora"}, "written for contract 1.0"), ("1.1", set(), "serves no adapters"), ("1.1", {"lora"}, "")],
+)  # fmt: skip
+def test_an_adapter_goes_only_where_engine_and_rollout_can(monkeypatch, engine, rollout, said):
+    plugins = {EngineRegistry: EnginePlugin(name="e", contract=engine, rows=()),
+               RolloutRegistry: EnginePlugin(name="r", contract="1.0", rows=(), capabilities=frozenset(rollout))}  # fmt: skip
+    for registry, plugin in plugins.items():
+        found = SimpleNamespace(plugin=plugin)
+        monkeypatch.setattr(registry, "resolve", staticmethod(lambda found=found, **_: found))
+    given = EngineSection(model=ModelSource(path=""), lora=LoraConfig(rank=4))
+    run = SimpleNamespace(
+        config=SimpleNamespace(engine=given), engine_config=given.build(seed=0, total_steps=1), device="cpu"
+    )
+    assert _served_adapter(run, RolloutSection()) == {}
+    if not said:
+        assert _served_adapter(run, RolloutSection(lora="adapter")) == {"lora": given.lora}
+        return
+    with pytest.raises(ConfigError, match=said) as caught:
+        _served_adapter(run, RolloutSection(lora="adapter"))
+    assert caught.value.field == "rollout.lora"
+    assert "merged" in caught.value.remedy
 
 
 def test_the_exporter_is_told_what_the_rollout_is_told(sums_model, tmp_path, monkeypatch):

@@ -6,10 +6,13 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
+from engine_api.capabilities import Capability
 from engine_api.comm import Comm, together
+from engine_api.config import LoraConfig
 from engine_api.contract import Engine
 from engine_api.errors import ConfigError
-from engine_api.registry import RolloutRegistry
+from engine_api.plugin import is_older
+from engine_api.registry import EngineRegistry, RolloutRegistry
 from engine_api.results import Topology
 from engine_api.rollout import Completion, Rollout, SamplingParams, SyncResult, WeightExporter
 from engine_trainer.data import ChatTokenizer, Prompt
@@ -148,12 +151,12 @@ class Sampler:
 def _create_exporter(run: Run, section: RolloutSection) -> WeightExporter:
     return RolloutRegistry.create_exporter(
         name=section.name, device=_device(run, section), model=run.engine_config.model, dtype=_dtype(run, section),
-        quantization=section.quantization, options=section.options,
+        quantization=section.quantization, options=section.options, **_served_adapter(run, section),
     )  # fmt: skip
 
 
 def _create_rollout(run: Run, tokenizer: ChatTokenizer, section: RolloutSection) -> Rollout:
-    arguments = {**section.options, "dtype": _dtype(run, section)}
+    arguments = {**section.options, "dtype": _dtype(run, section), **_served_adapter(run, section)}
     if section.quantization != "none":
         arguments["quantization"] = section.quantization
     try:
@@ -167,6 +170,32 @@ def _create_rollout(run: Run, tokenizer: ChatTokenizer, section: RolloutSection)
                               why=str(error), remedy="use rollout.name=vllm or sglang, or quantization: none") from error  # fmt: skip
         raise ConfigError("rollout.options", f"rollout {section.name!r} cannot be made with {dict(section.options)}",
                           why=str(error), remedy="see the rollout's own class for what it takes") from error  # fmt: skip
+
+
+def _served_adapter(run: Run, section: RolloutSection) -> dict[str, LoraConfig]:
+    """The argument ``lora`` of exporter and rollout; nothing where merged weights are served.
+
+    Raises ``ConfigError`` where the engine has no adapter or cannot export its base, or the rollout serves none.
+    """
+    if section.lora == "merged":
+        return {}
+    given, lora = run.config.engine, run.engine_config.lora
+
+    def refuse(what: str, why: str, remedy: str) -> ConfigError:
+        return ConfigError("rollout.lora", what, why=why, remedy=f"{remedy}rollout.lora: merged")
+
+    if lora is None:
+        raise refuse("adapter, but the engine trains none", "engine.lora is null", "give engine.lora a rank, or ")
+    engine = EngineRegistry.resolve(model_type=given.model_type, backend=given.backend, device=run.device).plugin
+    if is_older(engine.contract, "1.1"):
+        raise refuse(f"engine {given.backend!r} does not export the base weights of an adapter",
+                     f"it was written for contract {engine.contract}, that came with 1.1", "")  # fmt: skip
+    rollout = RolloutRegistry.resolve(backend=section.name, device=_device(run, section)).plugin
+    if Capability.LORA not in rollout.capabilities:
+        raise refuse(
+            f"rollout {section.name!r} serves no adapters", "it does not declare lora", "rollout.name: vllm, or "
+        )
+    return {"lora": lora}
 
 
 # Unless told otherwise a rollout computes where and as the engine does: the nearer, the smaller the mismatch.

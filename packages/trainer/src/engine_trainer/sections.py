@@ -175,6 +175,9 @@ class RolloutSection:
     top_k: int = 0  # 0: all
     batch_size: int = 64  # prompts × n that are generated at the same time on a rank
     quantization: Literal["none", "fp8"] = "none"  # fp8: blockwise e4m3, where the rollout can
+    lora: Literal["merged", "adapter"] = (
+        "merged"  # adapter: the base weights are sent once, then engine.lora's adapter alone
+    )
     sleep: bool = True  # give the rollout's memory back while the engine trains
     options: Mapping[str, Any] = field(default_factory=dict[str, Any])  # the rollout's own
 
