@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
+from typing import Literal
 
 import pytest
 import torch
@@ -12,7 +13,7 @@ from served_model import checkpoint
 from torch import Tensor
 
 from engine_api.capabilities import Capability
-from engine_api.config import ModelSource
+from engine_api.config import LoraConfig, ModelSource
 from engine_api.errors import RolloutError
 from engine_api.registry import Resolution
 from engine_api.weights import ShardSpec
@@ -20,22 +21,29 @@ from rollout_fp8.checksum import checksum
 from rollout_fp8.exporter import Exporter
 from rollout_fp8.quantize import quantize
 
+Layout = Literal["rows", "copies", "experts"]
 CONFIG = '{"architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3"}'
 RESOLUTION = Resolution(plugin=None, row=None, device="cpu", source="", trace=())  # type: ignore[arg-type] - only the device is read
 
 
 class Shards:
-    """An engine that holds rows of every weight, or whole copies on every second rank."""
+    """An engine that holds rows of every weight, whole copies on every rank, or each weight on one rank as experts lie."""
 
     capabilities = frozenset({Capability.EXPORT_SHARDS})
 
-    def __init__(self, weights: dict[str, Tensor], rank: int, world: int, *, copies: bool = False) -> None:
-        self.weights, self.rank, self.world, self.copies = weights, rank, world, copies
+    def __init__(self, weights: dict[str, Tensor], rank: int, world: int, layout: Layout = "rows") -> None:
+        self.weights, self.rank, self.world, self.layout = weights, rank, world, layout
 
     def get_per_tensor_param_shard(self) -> Iterator[tuple[str, Tensor, ShardSpec]]:
-        for name, whole in self.weights.items():
-            if self.copies:
+        for index, (name, whole) in enumerate(self.weights.items()):
+            if self.layout == "copies":
                 yield name, whole, ShardSpec.whole(whole.shape, replica=self.rank)
+                continue
+            if self.layout == "experts":
+                # The first half on rank 0, and so on: each rank reads far ahead of the others.
+                holder = index * self.world // len(self.weights)
+                empty = whole.new_empty((0, *whole.shape[1:])), ShardSpec.nothing(whole.shape)
+                yield name, *((whole, ShardSpec.whole(whole.shape)) if holder == self.rank else empty)
                 continue
             size = -(-len(whole) // self.world)
             rows = whole[self.rank * size : (self.rank + 1) * size]
@@ -54,20 +62,20 @@ def exporter(folder: Path, quantization: str, **kwargs) -> Exporter:
     )
 
 
-def run(rank: int, world: int, folder: str, settings: list[tuple[str, bool, str]]) -> None:
+def run(rank: int, world: int, folder: str, settings: list[tuple[str, Layout, str]]) -> None:
     dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=world)
     home = Path(folder, str(rank))
     home.mkdir()
-    for quantization, copies, scales in settings:
-        compare(rank, world, home, quantization, copies, scales)
+    for quantization, layout, scales in settings:
+        compare(rank, world, home, quantization, layout, scales)
     dist.destroy_process_group()
 
 
-def compare(rank: int, world: int, home: Path, quantization: str, copies: bool, scales: str) -> None:
+def compare(rank: int, world: int, home: Path, quantization: str, layout: Layout, scales: str) -> None:
     export = exporter(home, quantization, bucket_bytes=200_000, options={"scales": scales})
     for version in range(2):
         weights = checkpoint(version)
-        stream = export.export(Shards(weights, rank, world, copies=copies))
+        stream = export.export(Shards(weights, rank, world, layout))
         got = {name: tensor.clone() for name, tensor in stream}
         want: dict[str, Tensor] = {}
         for name, tensor in weights.items():
@@ -75,13 +83,12 @@ def compare(rank: int, world: int, home: Path, quantization: str, copies: bool, 
                 want[name], want[name + "_scale_inv"] = quantize(tensor, scales=scales)
             else:
                 want[name] = tensor.bfloat16()
-        assert list(got) == list(stream.plan.tensors)
-        assert got.keys() == want.keys()
+        assert got.keys() == want.keys() == stream.plan.tensors.keys()
         sums = stream.checksums()
         for name, tensor in want.items():
             assert torch.equal(got[name].view(torch.uint8), tensor.view(torch.uint8)), (rank, version, name)
             assert sums[name] == checksum(tensor, ShardSpec.whole(tensor.shape)) % (1 << 64), name
-    if quantization == "fp8" and not copies:
+    if quantization == "fp8" and layout == "rows":
         # 384 rows on two ranks end in the middle of a block, 256 and 512 do not.
         late = {name for name in stream.plan.notes if "down_proj" not in name}
         assert late == ({n for n in weights if "gate_proj" in n or "up_proj" in n} if world == 2 else late)
@@ -100,4 +107,48 @@ def poisoned(rank: int, world: int, folder: str) -> None:
         pass
     with pytest.raises(RolloutError, match=r"not finite: model\.layers\.1\.self_attn\.o_proj\.weight"):
         stream.checksums()
+    dist.destroy_process_group()
+
+
+class Lora:
+    """An engine of one adapter over base weights that every rank holds; remembers which exports were begun."""
+
+    capabilities = frozenset({Capability.EXPORT_SHARDS, Capability.LORA})
+
+    def __init__(self, base: Mapping[str, Tensor], adapter: Mapping[str, Tensor], rank: int = 0) -> None:
+        self.base, self.adapter, self.rank = dict(base), dict(adapter), rank
+        self.asked: list[str] = []
+
+    def get_per_tensor_param(self, *, dtype: torch.dtype, adapter: str) -> Iterator[tuple[str, Tensor]]:
+        self.asked.append(adapter)
+        for name, tensor in self.adapter.items():
+            if dist.is_initialized():
+                dist.barrier()  # whole tensors are gathered
+            yield name, tensor.to(dtype)
+
+    def get_per_tensor_param_shard(self, *, adapter: str) -> Iterator[tuple[str, Tensor, ShardSpec]]:
+        self.asked.append(adapter)
+        for name, tensor in self.base.items():
+            yield name, tensor, ShardSpec.whole(tensor.shape, replica=self.rank)
+
+
+def share_adapter(rank: int, world: int, folder: str) -> None:
+    """Rank 0 serves, the other only takes part; with the base weights, without, and after an adapter half read."""
+    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=world)
+    home = Path(folder, str(rank))
+    home.mkdir()
+    engine = Lora({"model.norm.weight": torch.ones(4)}, {"a": torch.ones(2), "b": torch.ones(3)}, rank)
+    export = exporter(home, "none", lora=LoraConfig(rank=1))
+    for needed, half in ((True, False), (False, False), (False, True)):
+        stream = export.export(engine)
+        before = len(engine.asked)
+        if rank == 0 and half:
+            next(iter(stream))
+        elif rank == 0:
+            assert list(stream.adapter().tensors) == ["a", "b"]
+            base = stream.base(needed=needed)
+            assert (base is None) != needed
+        left = [name for name, _ in stream]
+        assert ("model.norm.weight" in left) == needed
+        assert engine.asked[before:] == ["only", *(["base", "base"] if needed else [])]
     dist.destroy_process_group()

@@ -11,13 +11,16 @@ from engine_api.config import ModelSource
 from engine_api.errors import ConfigError, RolloutError, UnsupportedCapability
 from rollout_fp8.exporter import Exporter
 
-EVERY = [("fp8", False, "fp32"), ("fp8", False, "pow2"), ("none", False, "fp32"), ("fp8", True, "fp32")]
+EVERY = [("fp8", "rows", "fp32"), ("fp8", "rows", "pow2"), ("none", "rows", "fp32"), ("fp8", "copies", "fp32"),
+         ("fp8", "experts", "fp32")]  # fmt: skip
 
 
 @pytest.mark.distributed
-@pytest.mark.parametrize(("world", "settings"), [(2, EVERY), (3, EVERY[:2])], ids=["two ranks", "three ranks"])
+@pytest.mark.parametrize(
+    ("world", "settings"), [(2, EVERY), (3, [*EVERY[:2], EVERY[-1]])], ids=["two ranks", "three ranks"]
+)
 def test_gathered_shards_are_the_whole_weights_bit_for_bit(world, settings, tmp_path) -> None:
-    """Settings: quantization, whether ranks hold copies instead of rows, scales."""
+    """Settings: quantization, what ranks hold, scales."""
     mp.spawn(run, args=(world, str(tmp_path), settings), nprocs=world)
 
 

@@ -76,10 +76,37 @@ def test_fp8_sends_about_half_the_bytes() -> None:
     assert fp8.buckets[0].region / bf16.buckets[0].region == pytest.approx(0.5, abs=0.001)
 
 
-def test_copies_travel_once() -> None:
+def test_copies_travel_once_and_their_holders_take_turns() -> None:
     boxes = tuple(ShardSpec.whole((256, 128), replica=r) for r in range(3))
-    plan = make_plan([source("w", boxes)], dtype=torch.bfloat16, bucket_bytes=1 << 20)
-    assert [p.box.replica for p in plan.wire.buckets[0].pieces] == [0, 0]  # weight and scales, of the first rank
+    plan = make_plan([source(f"w{i}", boxes) for i in range(4)], dtype=torch.bfloat16, bucket_bytes=1 << 20)
+    sent = [[part.source for part in parts] for parts in plan.buckets[0].parts]
+    assert sent == [[0, 3], [1], [2]]
+    assert all(bool((coverage(plan, name) == 1).all()) for name in plan.wire.tensors)
+
+
+@pytest.mark.parametrize("bucket", [1 << 16, 1 << 30])
+def test_experts_that_lie_on_one_rank_each_take_no_more_room_than_rows_that_lie_on_all(bucket) -> None:
+    shape = (256, 256)
+    whole, nothing = ShardSpec.whole(shape), ShardSpec.nothing(shape)
+    experts = [source(f"{e}", tuple(whole if e // 4 == rank else nothing for rank in range(2))) for e in range(8)]
+    spread = [source(f"{e}", rows(shape, 2)) for e in range(8)]
+    sizes = [
+        sum(b.num_bytes for b in make_plan(s, dtype=torch.bfloat16, bucket_bytes=bucket).wire.buckets)
+        for s in (experts, spread)
+    ]
+    assert sizes[0] <= sizes[1]
+    assert sizes[0] == pytest.approx(8 * 256 * 256, rel=0.02)
+
+
+def test_what_is_gathered_first_comes_last() -> None:
+    sources = [
+        source("odd", rows((300, 64), 3)),
+        source("even", rows((384, 64), 3)),
+        source("odd too", rows((100, 64), 3)),
+    ]
+    plan = make_plan(sources, dtype=torch.bfloat16, bucket_bytes=1 << 20)
+    assert [(b.gathered, [p.source for p in b.of_rank(2)]) for b in plan.buckets] == [(True, [1]), (False, [0, 2])]
+    assert list(plan.wire.tensors)[::2] == ["odd", "even", "odd too"]  # the order of the export stays
 
 
 def test_shards_that_leave_a_hole_are_refused() -> None:

@@ -28,8 +28,8 @@ def stream_of(
     """A stream over several buckets, of the weights that ``seed`` makes; over the buffers of ``kept``, if given."""
     weights = checkpoint(seed)
     if kept is not None:
-        shards = ((name, tensor.to(device), ShardSpec.whole(tensor.shape)) for name, tensor in weights.items())
-        return EngineStream(kept._plan, kept._filler, shards)
+        shards = [(name, tensor.to(device), ShardSpec.whole(tensor.shape)) for name, tensor in weights.items()]
+        return EngineStream(kept._plan, kept._filler, lambda: iter(shards))
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(exporter, "BUCKET_BYTES", bucket_bytes)
         stream = exporter.collect(iter(weights.items()), device=device, dtype=torch.bfloat16, scales="fp32", audit=True,

@@ -9,15 +9,17 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import Any, cast
 
 import torch
 
-from engine_api.errors import RolloutError
+from engine_api.errors import ConfigError, RolloutError
 from engine_api.registry import Resolution
 from engine_api.rollout import Completion, Generation, SamplingParams, SyncResult
 from engine_api.weights import WeightExport
+from rollout_fp8.adapter import folder_of
+from rollout_fp8.adapter_session import AdapterParts
 from rollout_fp8.endpoint import WHERE, Endpoint, ServerProcess
 from rollout_fp8.exporter import DTYPES, collect
 from rollout_fp8.messages import from_json, to_json
@@ -56,9 +58,12 @@ class RemoteRollout:
         self._device, self._arguments, self._timeout_s = device, arguments, timeout_s
         self._sender: Sender | None = None
         self._failed = False  # the last sync
+        self._has_base = False  # of an adapter
         self._process: ServerProcess | None = None
         if url is None:
             config = {**arguments, "model": asdict(arguments["model"])}
+            if arguments.get("lora") is not None:
+                config["lora"] = asdict(arguments["lora"])
             gpus = int(arguments.get("tensor_parallel_size", 1)) if device == "cuda" else 0
             self._process = ServerProcess(name, device, config, gpus=gpus, timeout_s=start_timeout_s)
             url = self._process.url
@@ -89,11 +94,34 @@ class RemoteRollout:
         """
         self._server.require_open()
         self._failed = True  # also when the export is bad, of which the server never hears
-        stream = self._stream(export)
-        if self._sender is None:
+        if isinstance(export, AdapterParts):
+            result = self._send_adapter(export, version)
+        else:
+            result = self._send(self._stream(export), version)
+        self.weight_version, self._failed = result.version, False
+        return result
+
+    def _send_adapter(self, parts: AdapterParts, version: int) -> SyncResult:
+        """The adapter as a folder that the server reads, the base weights (if any are to be sent) as any sync's."""
+        if self._server.host not in LOCAL:
+            raise ConfigError("rollout.lora", "adapter, but the server is on another host", why="an adapter is sent as a file in "
+                              "this host's memory", remedy="rollout.lora: merged")  # fmt: skip
+        adapter = parts.adapter()
+        base, self._has_base = parts.base(needed=not self._has_base), False
+        with folder_of(adapter) as folder:
+            told = {"folder": str(folder), "sums": dict(adapter.checksums())}
+            result = self._send(base, version, adapter=told)
+        self._has_base = True
+        return replace(
+            result, seconds={**result.seconds, "gather": result.seconds.get("gather", 0.0) + parts.seconds()["gather"]}
+        )
+
+    def _send(self, stream: WireStream | None, version: int, **told: Any) -> SyncResult:
+        if stream is not None and self._sender is None:
             self._sender = self._open_sender(stream.device)
-        with self._server.start("update_weights", address=self._sender.address, version=version,
-                                timeout_s=self._timeout_s) as pending:  # fmt: skip
+        address = None if stream is None or self._sender is None else self._sender.address
+        with self._server.start("update_weights", address=address, version=version, timeout_s=self._timeout_s,
+                                **told) as pending:  # fmt: skip
 
             def watch() -> None:
                 if pending.answered(0):
@@ -101,17 +129,17 @@ class RemoteRollout:
                 pending.check()
 
             try:
-                self._sender.send_weights(stream, watch)
+                if stream is not None and self._sender is not None:
+                    self._sender.send_weights(stream, watch)
             except PeerError:
                 if pending.answered(LAST_WORDS_S):
                     pending.answer()  # raises what went wrong there, as the error that it was
                 raise
-            result = from_json(SyncResult, pending.answer())
-        self.weight_version, self._failed = result.version, False
-        return result
+            return from_json(SyncResult, pending.answer())
 
     def sleep(self, weights: bool = True, kv_cache: bool = True) -> None:
         """See ``Rollout.sleep``."""
+        self._has_base = self._has_base and not weights
         self._server.call("sleep", weights=weights, kv_cache=kv_cache)
 
     def wake_up(self, weights: bool = True, kv_cache: bool = True) -> None:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Mapping
+import time
+from collections.abc import Callable, Iterator, Mapping
+from itertools import groupby
 from typing import Any
 
 import torch
@@ -11,12 +13,13 @@ import torch.distributed as dist
 from torch import Tensor
 
 from engine_api.capabilities import Capability
-from engine_api.config import ModelSource
+from engine_api.config import LoraConfig, ModelSource
 from engine_api.contract import Engine
 from engine_api.errors import ConfigError, RolloutError, UnsupportedCapability
 from engine_api.registry import Resolution
 from engine_api.weights import ShardExport, ShardSpec, WeightExport
-from rollout_fp8.fill import Filler
+from rollout_fp8.adapter import Adapter
+from rollout_fp8.fill import Filler, Reader
 from rollout_fp8.layers import kind
 from rollout_fp8.model import architecture_of
 from rollout_fp8.options import Options
@@ -43,6 +46,7 @@ class Exporter:
         dtype: of served weights that are not quantized.
         quantization: ``none`` or ``fp8``.
         options: the rollout's; of them ``scales`` and ``audit`` are read here, and all are checked there.
+        lora: the engine's, for a rollout that is given the adapter beside the base weights; None: merged weights.
         bucket_bytes: of a bucket over all ranks; two exist at a time.
 
     Raises:
@@ -51,7 +55,7 @@ class Exporter:
 
     def __init__(
         self, *, resolution: Resolution, model: ModelSource, dtype: str, quantization: str = "none",
-        options: Mapping[str, Any] | None = None, bucket_bytes: int = BUCKET_BYTES,
+        options: Mapping[str, Any] | None = None, lora: LoraConfig | None = None, bucket_bytes: int = BUCKET_BYTES,
     ) -> None:  # fmt: skip
         if dtype not in DTYPES:
             raise ConfigError(
@@ -63,31 +67,47 @@ class Exporter:
         self._dtype, self._bucket_bytes = DTYPES[dtype], bucket_bytes
         common = Options.parse({key: value for key, value in (options or {}).items() if key in ("scales", "audit")})
         self._scales: ScalePolicy = common.scales
-        self._audit = common.audit
+        self._audit, self._lora = common.audit, lora
         self._architecture = architecture_of(model) if quantization == "fp8" else None
         self._plan: ExportPlan | None = None
         self._filler: Filler | None = None
 
-    def export(self, engine: Engine) -> EngineStream:
-        """One sync's stream; a collective when it is iterated."""
+    def export(self, engine: Engine) -> EngineStream | AdapterStream:
+        """One sync's stream; a collective when it is iterated.
+
+        Raises ``UnsupportedCapability`` for an engine without shards, or without the adapter that is to be served.
+        """
         if Capability.EXPORT_SHARDS not in engine.capabilities:
             raise UnsupportedCapability(
                 Capability.EXPORT_SHARDS, where="weight sync", why="the rollout gathers shards by itself",
                 remedy="use an engine that declares export_shards, or rollout.name=local",
             )  # fmt: skip
-        if self._plan is None or self._filler is None:
-            self._plan = self._make_plan(engine)
-            self._filler = Filler(self._plan, self._device, scales=self._scales, audit=self._audit)
-            for name, note in self._plan.wire.notes.items():
-                log.info("weight sync: %s: %s", name, note)
-        return EngineStream(self._plan, self._filler, engine.get_per_tensor_param_shard())
+        if self._lora is None:
+            return self._stream(engine)
+        if Capability.LORA not in engine.capabilities:
+            raise UnsupportedCapability(Capability.LORA, where="weight sync", why="the rollout is to serve an adapter",
+                                        remedy="use an engine that declares lora, or rollout.lora=merged")  # fmt: skip
+        return AdapterStream(engine, lambda: self._stream(engine), self._lora, self._dtype)
 
     def close(self) -> None:
         """Free the buckets."""
         self._plan = self._filler = None
 
+    def _stream(self, engine: Engine) -> EngineStream:
+        """Of all weights: merged ones, or the base of an adapter. The plan is made at the first."""
+        if self._plan is None or self._filler is None:
+            self._plan = self._make_plan(engine)
+            self._filler = Filler(self._plan, self._device, scales=self._scales, audit=self._audit)
+            for name, note in self._plan.wire.notes.items():
+                log.info("weight sync: %s: %s", name, note)
+        return EngineStream(self._plan, self._filler, lambda: self._shards(engine))
+
+    def _shards(self, engine: Engine) -> ShardExport:
+        # An engine of contract 1.0 does not know the argument, and is not given it.
+        return engine.get_per_tensor_param_shard(adapter="base") if self._lora else engine.get_per_tensor_param_shard()
+
     def _make_plan(self, engine: Engine) -> ExportPlan:
-        mine = [(name, spec, shard.dtype) for name, shard, spec in engine.get_per_tensor_param_shard()]
+        mine = [(name, spec, shard.dtype) for name, shard, spec in self._shards(engine)]
         rows: list[Any] = [mine]
         if _world_size() > 1:
             rows = [None] * _world_size()
@@ -105,10 +125,10 @@ class Exporter:
 class EngineStream:
     """One sync's ``WireStream``; it is exhausted on all ranks together."""
 
-    def __init__(self, plan: ExportPlan, filler: Filler, shards: ShardExport) -> None:
+    def __init__(self, plan: ExportPlan, filler: Filler, export: Callable[[], ShardExport]) -> None:
         self.plan: WirePlan = plan.wire
         self.device, self.audit = filler.device, filler.audit
-        self._plan, self._filler, self._shards = plan, filler, shards
+        self._plan, self._filler, self._export = plan, filler, export
         self._phases = Phases(filler.device)
         self._left: Iterator[tuple[BucketPlan, Tensor]] | None = None
 
@@ -142,18 +162,69 @@ class EngineStream:
         lane = _Lane(self._filler, self._phases)
         self._filler.begin()
         ready: list[tuple[Bucket, Tensor]] = []
-        for bucket in self._plan.buckets:
-            ready.append((bucket, lane.make(bucket, self._shards)))
-            if len(ready) == len(self.plan.slots):
-                yield lane.hand_over(*ready.pop(0))
-                lane.taken()
+        for _, buckets in groupby(self._plan.buckets, key=lambda bucket: bucket.gathered):  # two passes, or one
+            reader = Reader(self._plan, self._filler.rank, self._export())
+            for bucket in buckets:
+                ready.append((bucket, lane.make(bucket, reader)))
+                if len(ready) == len(self.plan.slots):
+                    yield lane.hand_over(*ready.pop(0))
+                    lane.taken()
+            reader.finish()
         for bucket, buffer in ready:
             yield lane.hand_over(bucket, buffer)
             lane.taken()
-        for name, _, _ in self._shards:
-            raise AssertionError(f"the engine exports more than at the first sync: {name}")
         lane.finish()
         self._filler.finish()
+
+
+class AdapterStream:
+    """One sync of a LoRA: the adapter, and the base weights where a rollout lacks them. Exhausted on all ranks together.
+
+    Args:
+        engine: exports the adapter.
+        base: begins the stream of the base weights.
+        lora: the engine's.
+        dtype: of the served adapter.
+    """
+
+    def __init__(self, engine: Engine, base: Callable[[], EngineStream], lora: LoraConfig, dtype: torch.dtype) -> None:
+        self._tensors = iter(engine.get_per_tensor_param(dtype=dtype, adapter="only"))
+        self._make_base, self._lora = base, lora
+        self._base: EngineStream | None = None
+        self._asked = False
+        self._seconds = 0.0
+
+    def adapter(self) -> Adapter:
+        """The adapter, whole on every rank, on the CPU; to be called first, and once."""
+        begin = time.perf_counter()
+        tensors = {name: tensor.detach().to("cpu", copy=True) for name, tensor in self._tensors}
+        self._seconds = time.perf_counter() - begin
+        return Adapter(lora=self._lora, tensors=tensors)
+
+    def base(self, *, needed: bool) -> EngineStream | None:
+        """The base weights' stream, if any rank's rollout needs them: then all of them get them. After ``adapter``."""
+        self._asked = True
+        wanted: list[Any] = [needed]
+        if _world_size() > 1:
+            wanted = [None] * _world_size()
+            dist.all_gather_object(wanted, needed)
+        self._base = self._make_base() if any(wanted) else None
+        return self._base
+
+    def seconds(self) -> Mapping[str, float]:
+        """``gather``, of the adapter."""
+        return {"gather": self._seconds}
+
+    def __iter__(self) -> Iterator[tuple[str, Tensor]]:
+        """What nobody has taken yet: so a rank that serves nothing takes part."""
+        for (
+            pair
+        ) in self._tensors:  # not "yield from": who stops half way would close the engine's generator, and no rank may
+            yield pair
+        if not self._asked:
+            self.base(needed=False)
+        for pair in self._base or ():
+            yield pair
 
 
 class _Lane:
@@ -169,14 +240,14 @@ class _Lane:
             self._stream = torch.cuda.Stream(filler.device)
             self._stream.wait_stream(torch.cuda.current_stream(filler.device))
 
-    def make(self, bucket: Bucket, shards: ShardExport) -> Tensor:
+    def make(self, bucket: Bucket, reader: Reader) -> Tensor:
         slot = bucket.wire.slot
         if not self._cuda:
-            return self._filler.fill(bucket, shards, self._phases, gather)
+            return self._filler.fill(bucket, reader, self._phases, gather)
         with torch.cuda.stream(self._stream):
             if slot in self._read:
                 self._stream.wait_event(self._read[slot])
-            buffer = self._filler.fill(bucket, shards, self._phases, gather)
+            buffer = self._filler.fill(bucket, reader, self._phases, gather)
             self._done[slot] = self._stream.record_event()
         return buffer
 
@@ -229,8 +300,8 @@ def collect(
         for name, tensor in tensors.items()
     ]  # fmt: skip
     plan = make_plan(sources, dtype=dtype, bucket_bytes=BUCKET_BYTES)
-    shards = ((name, tensor, whole[name]) for name, tensor in tensors.items())
-    return EngineStream(plan, Filler(plan, device, scales=scales, audit=audit), shards)
+    filler = Filler(plan, device, scales=scales, audit=audit)
+    return EngineStream(plan, filler, lambda: ((name, tensor, whole[name]) for name, tensor in tensors.items()))
 
 
 def gather(receive: Tensor, send: Tensor) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 import torch.distributed as dist
@@ -16,7 +16,7 @@ from rollout_fp8.checksum import BoundChecksum, ChecksumPlan
 from rollout_fp8.kernels.cast import CastPlan
 from rollout_fp8.kernels.table import Layout, layouts, misfit
 from rollout_fp8.phases import Phases
-from rollout_fp8.plan import WHERE, Bucket, ExportPlan, Fill
+from rollout_fp8.plan import WHERE, Bucket, ExportPlan, Source
 from rollout_fp8.quantize import QuantizePlan, ScalePolicy
 from rollout_fp8.wire import Piece, WirePlan
 
@@ -29,7 +29,8 @@ class Filler:
     def __init__(self, plan: ExportPlan, device: torch.device, *, scales: ScalePolicy, audit: bool) -> None:
         self.device, self.audit = device, audit
         self._cuda = device.type == "cuda"
-        self._rank = dist.get_rank() if plan.world_size > 1 else 0
+        self.rank = dist.get_rank() if plan.world_size > 1 else 0
+        self._plan = plan
         self._world_size = plan.world_size
         self._scales: ScalePolicy = scales
         self._buffers = [torch.empty(size, dtype=torch.uint8, device=device) for size in plan.wire.slots]
@@ -37,7 +38,8 @@ class Filler:
         self._place = {name: index for index, name in enumerate(plan.wire.tensors)}
         self._sums = torch.zeros(len(self._place), dtype=torch.int64, device=device)
         # One flag a source that this rank computes, bucket by bucket; which source that is, by its place.
-        self._flags = torch.zeros(sum(len(b.fills) for b in plan.buckets), dtype=torch.int32, device=device)
+        flags = sum(len(bucket.of_rank(self.rank)) for bucket in plan.buckets)
+        self._flags = torch.zeros(flags, dtype=torch.int32, device=device)
         self._flagged: list[int] = []
         self._totals = torch.zeros(2, len(self._place), dtype=torch.int64, device=device)
 
@@ -46,19 +48,21 @@ class Filler:
         self._sums.zero_()
         self._flags.zero_()
 
-    def fill(self, bucket: Bucket, shards: ShardExport, phases: Phases, gather: Gather) -> Tensor:
+    def fill(self, bucket: Bucket, reader: Reader, phases: Phases, gather: Gather) -> Tensor:
         """The bucket's buffer, whole, on this rank; queued on the current stream."""
         buffer = self._buffers[bucket.wire.slot]
-        mine = self._take(shards, bucket)
+        parts = bucket.of_rank(self.rank)
+        mine = [self._here(shard) for shard in reader.take([part.source for part in parts])]
         if not bucket.gathered:
             with phases.phase("gather"):
-                mine = [self._gather_one(fill, shard, gather) for fill, shard in zip(bucket.fills, mine, strict=True)]
+                sources = [self._plan.sources[part.source] for part in parts]
+                mine = [self._gather_one(*pair, gather) for pair in zip(sources, mine, strict=True)]
         with phases.phase("quantize"):
             work = self._work.get(id(bucket)) or self._prepare(bucket, mine, buffer)
             work.run(mine, self._sums)
         if bucket.gathered and self._world_size > 1:
             with phases.phase("gather"):
-                region = buffer[self._rank * bucket.region : (self._rank + 1) * bucket.region]
+                region = buffer[self.rank * bucket.region : (self.rank + 1) * bucket.region]
                 gather(buffer[: bucket.wire.num_bytes], region if self._cuda else region.clone())
         return buffer
 
@@ -83,41 +87,23 @@ class Filler:
                                remedy="the engine's weights are broken: go back to a checkpoint")  # fmt: skip
         return {name: value % MODULUS for name, value in zip(plan.tensors, sums, strict=True)} if self.audit else {}
 
-    def _take(self, shards: ShardExport, bucket: Bucket) -> list[Tensor]:
-        """This rank's shards of a bucket, in the plan's order. Short, for there may be thousands a sync."""
-        mine: list[Tensor] = []
-        for fill in bucket.fills:
-            name, shard, spec = next(shards, ("nothing", None, None))
-            source = fill.source
-            box = source.boxes[self._rank]
-            if shard is None or name != source.name or not (spec is box or spec == box):
-                raise RolloutError("the engine's export has changed since the first sync", where=WHERE,
-                                   why=f"{source.name} {box} expected, got {name} {spec}",
-                                   remedy="make a new exporter")  # fmt: skip
-            mine.append(shard if shard.is_cuda == self._cuda else shard.to(self.device, non_blocking=True))
-        return mine
+    def _here(self, shard: Tensor) -> Tensor:
+        return shard if shard.is_cuda == self._cuda else shard.to(self.device, non_blocking=True)
 
     def _prepare(self, bucket: Bucket, mine: Sequence[Tensor], buffer: Tensor) -> _Work:
         """What does not change from sync to sync: the views into the buffer, and the launches' tables."""
-        rank = self._rank if bucket.gathered else 0
-        rows = [(i, f.weight[rank], f.scales[rank]) for i, f in enumerate(bucket.fills)]
-        quantized = [(i, w, s) for i, w, s in rows if w is not None and s is not None]
-        plain = [(i, w) for i, w, s in rows if w is not None and s is None]
+        parts = list(enumerate(bucket.of_rank(self.rank)))
+        quantized = [(i, part.weight, part.scales) for i, part in parts if part.scales is not None]
+        plain = [(i, part.weight) for i, part in parts if part.scales is None]
         outs = [w.view(buffer) for _, w, _ in quantized], [s.view(buffer) for *_, s in quantized]
         casts = [w.view(buffer) for _, w in plain]
-        count = len(self._flagged)
-        flags = self._flags[count:].split(
-            [len(quantized), len(plain), len(self._flags) - count - len(quantized) - len(plain)]
-        )
-        self._flagged += [
-            self._place[bucket.fills[i].source.name] for i in [*(q[0] for q in quantized), *(p[0] for p in plain)]
-        ]
+        flags = self._own_flags([w for _, w, _ in quantized]), self._own_flags([w for _, w in plain])
         sources = [mine[i] for i, *_ in quantized], [mine[i] for i, _ in plain]
         pieces = self._answers_for(bucket)
         views = [piece.view(buffer) for piece in pieces]
         self._work[id(bucket)] = _Work(
             layouts=layouts(mine), quantized=[i for i, *_ in quantized], outs=outs, plain=[i for i, _ in plain], casts=casts,
-            flags=(flags[0], flags[1]),
+            flags=flags,
             quantize=QuantizePlan(layouts(sources[0]), *map(layouts, outs), scales=self._scales) if quantized else None,
             cast=CastPlan(layouts(sources[1]), layouts(casts)) if plain else None,
             checksums=ChecksumPlan(layouts(views), [p.box for p in pieces], [self._place[p.tensor.name] for p in pieces])
@@ -125,17 +111,24 @@ class Filler:
         )  # fmt: skip
         return self._work[id(bucket)]
 
-    def _gather_one(self, fill: Fill, shard: Tensor, gather: Gather) -> Tensor:
+    def _own_flags(self, pieces: Sequence[Piece]) -> Tensor:
+        """The next flags, one for each of these weights."""
+        first = len(self._flagged)
+        self._flagged += [self._place[piece.tensor.name] for piece in pieces]
+        return self._flags[first : len(self._flagged)]
+
+    def _gather_one(self, source: Source, shard: Tensor, gather: Gather) -> Tensor:
         """A whole tensor as the engine stores it, from boxes that need not be of one size."""
         if self._world_size == 1:
             return shard
         boxes = [
-            b if fill.source.sent_by(r) else ShardSpec.nothing(b.global_shape) for r, b in enumerate(fill.source.boxes)
+            replace(box, replica=0) if rank in source.senders else ShardSpec.nothing(box.global_shape)
+            for rank, box in enumerate(source.boxes)
         ]
         sizes = [torch.Size(b.shape).numel() * shard.dtype.itemsize for b in boxes]
         send = torch.zeros(max(sizes), dtype=torch.uint8, device=self.device)
-        if sizes[self._rank]:
-            send[: sizes[self._rank]] = shard.contiguous().view(torch.uint8).reshape(-1)
+        if sizes[self.rank]:
+            send[: sizes[self.rank]] = shard.contiguous().view(torch.uint8).reshape(-1)
         receive = send.new_empty(self._world_size * len(send))
         gather(receive, send)
         parts = [row[:size].view(shard.dtype).view(box.shape)
@@ -144,10 +137,54 @@ class Filler:
 
     def _answers_for(self, bucket: Bucket) -> list[Piece]:
         """Whose checksums this rank adds up; a bucket that every rank fills alike is the first rank's."""
-        if not bucket.gathered and self._rank > 0:
+        if not bucket.gathered and self.rank > 0:
             return []
-        rank = self._rank if bucket.gathered else 0
-        return [p for f in bucket.fills for p in (f.weight[rank], f.scales[rank]) if p is not None]
+        return [piece for part in bucket.of_rank(self.rank) for piece in part.pieces]
+
+
+class Reader:
+    """One pass over an engine's export, compared with the plan as it goes.
+
+    Ranks read at their own pace, so the export must not be a collective from its first tensor on (it may begin with one:
+    all ranks begin here).
+    """
+
+    def __init__(self, plan: ExportPlan, rank: int, shards: ShardExport) -> None:
+        self._sources, self._rank, self._shards = plan.sources, rank, shards
+        self._at = 0  # of the one that was read last
+        self._last = self._read()
+
+    def take(self, wanted: Sequence[int]) -> list[Tensor]:
+        """This rank's shards of these sources, which lie in the order of the export behind those taken before.
+
+        Raises ``RolloutError`` when the export is not the planned one.
+        """
+        mine: list[Tensor] = []
+        for place in wanted:
+            while self._at < place:
+                self._at += 1
+                self._last = self._read()
+            mine.append(self._last)
+        return mine
+
+    def finish(self) -> None:
+        """To the export's end. Raises ``RolloutError`` when it is not where it was planned."""
+        self.take([len(self._sources) - 1])
+        for name, _, _ in self._shards:
+            raise _changed("nothing more", name)
+
+    def _read(self) -> Tensor:
+        source = self._sources[self._at]
+        name, shard, spec = next(self._shards, ("nothing", None, None))
+        box = source.boxes[self._rank]
+        if shard is None or name != source.name or not (spec is box or spec == box):
+            raise _changed(f"{source.name} {box}", f"{name} {spec}")
+        return shard
+
+
+def _changed(expected: str, found: str) -> RolloutError:
+    return RolloutError("the engine's export has changed since the first sync", where=WHERE,
+                        why=f"{expected} expected, got {found}", remedy="make a new exporter")  # fmt: skip
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

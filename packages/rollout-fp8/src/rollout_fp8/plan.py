@@ -7,8 +7,9 @@ bit, the bytes on the wire are not, and ``WirePlan.notes`` says so.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from itertools import zip_longest
 from math import prod
 
 import torch
@@ -22,12 +23,13 @@ WHERE = "weight sync"
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Source:
-    """One tensor of the engine's export: the box that each rank holds, by rank."""
+    """One tensor of the engine's export: the box that each rank holds, by rank, and the ranks whose boxes travel."""
 
     name: str
     boxes: tuple[ShardSpec, ...]
     stored: torch.dtype
     quantized: bool
+    senders: frozenset[int] = frozenset()
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -39,45 +41,59 @@ class Source:
         """Whether every rank's box begins and ends on block edges (or at the tensor's end)."""
         return all(box.is_empty or _on_blocks(box) for box in self.boxes)
 
-    def sent_by(self, rank: int) -> bool:
-        """Whether ``rank`` sends its box: of copies, only the first travels."""
-        return self.boxes[rank].replica == 0 and not self.boxes[rank].is_empty
+    @property
+    def gathers_last(self) -> bool:
+        """Whether each sender fills its own part of a bucket, before the gather."""
+        return self.aligned or not self.quantized
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Fill:
-    """How one source comes into a bucket: the pieces of its weight and (when quantized) of its scales, by rank."""
+class Part:
+    """What one rank puts into a bucket: its box of a source, as a piece (and, when quantized, one of the scales)."""
 
-    source: Source
-    weight: tuple[Piece | None, ...]
-    scales: tuple[Piece | None, ...]
+    source: int  # its place in ``ExportPlan.sources``
+    weight: Piece
+    scales: Piece | None
+
+    @property
+    def pieces(self) -> list[Piece]:
+        """The one or the two."""
+        return [self.weight] if self.scales is None else [self.weight, self.scales]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Bucket:
     """A bucket as the engine's side sees it.
 
-    ``gathered``: every rank fills the region at ``rank * region`` and an all-gather makes the whole buffer. Otherwise
-    the sources are gathered first, as they are stored, and every rank fills the whole buffer by itself.
+    ``gathered``: rank ``r`` fills ``parts[r]`` into the region at ``r * region``, and an all-gather makes the whole buffer.
+    Otherwise the sources are gathered first, as they are stored, and every rank fills ``parts[0]`` by itself.
     """
 
     wire: BucketPlan
-    fills: tuple[Fill, ...]
+    parts: tuple[tuple[Part, ...], ...]
     gathered: bool
     region: int  # bytes a rank
+
+    def of_rank(self, rank: int) -> tuple[Part, ...]:
+        """What ``rank`` fills."""
+        return self.parts[rank if self.gathered else 0]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ExportPlan:
-    """``wire`` for the rollout, ``buckets`` for the engine's ranks."""
+    """``wire`` for the rollout; ``sources``, as they are exported, and ``buckets`` for the engine's ranks."""
 
     wire: WirePlan
+    sources: tuple[Source, ...]
     buckets: tuple[Bucket, ...]
     world_size: int
 
 
 def make_plan(sources: Sequence[Source], *, dtype: torch.dtype, bucket_bytes: int, num_slots: int = 2) -> ExportPlan:
     """Plan for tensors served in ``dtype`` (those not quantized).
+
+    Each rank's boxes fill its regions one after another, whatever the others send meanwhile: experts that lie on one rank
+    each take no more room on the wire than rows that lie on all. What is gathered first comes last.
 
     Args:
         sources: in the order of the export, with the boxes of all ranks.
@@ -92,14 +108,18 @@ def make_plan(sources: Sequence[Source], *, dtype: torch.dtype, bucket_bytes: in
     for source in sources:
         _check_cover(source)
     world_size = len(sources[0].boxes)
-    groups = _group(sources, dtype, bucket_bytes, world_size)
-    buckets = tuple(_bucket(group, dtype, world_size, slot=k % num_slots) for k, group in enumerate(groups))
+    sources = _with_senders(sources, dtype, world_size)
+    pack = _Packing(sources, dtype, bucket_bytes)
+    contents = [*((True, rows) for rows in pack.gathered(world_size)), *((False, [row]) for row in pack.late())]
+    buckets = tuple(
+        pack.bucket(rows, gathered=gathered, slot=k % num_slots) for k, (gathered, rows) in enumerate(contents)
+    )
     slots = tuple(max((b.wire.num_bytes for b in buckets if b.wire.slot == s), default=0) for s in range(num_slots))
     tensors = {t.name: t for source in sources for t in wire_tensors(source, dtype)}
     notes = {s.name: "its shards do not end on block edges: gathered first, then quantized"
-             for s in sources if s.quantized and not s.aligned}  # fmt: skip
+             for s in sources if not s.gathers_last}  # fmt: skip
     wire = WirePlan(tensors=tensors, buckets=tuple(b.wire for b in buckets), slots=slots, notes=notes)
-    return ExportPlan(wire=wire, buckets=buckets, world_size=world_size)
+    return ExportPlan(wire=wire, sources=tuple(sources), buckets=buckets, world_size=world_size)
 
 
 def wire_tensors(source: Source, dtype: torch.dtype) -> tuple[WireTensor, ...]:
@@ -120,11 +140,6 @@ def scale_box(box: ShardSpec) -> ShardSpec:
     )  # fmt: skip
 
 
-def whole_fills(plan: Iterable[Fill]) -> list[Piece]:
-    """All pieces of some fills."""
-    return [p for fill in plan for p in (*fill.weight, *fill.scales) if p is not None]
-
-
 def _blocks(shape: tuple[int, ...]) -> tuple[int, ...]:
     return tuple(-(-size // BLOCK) for size in shape)
 
@@ -135,38 +150,96 @@ def _on_blocks(box: ShardSpec) -> bool:
 
 
 def _check_cover(source: Source) -> None:
-    sent = [source.boxes[rank] for rank in range(len(source.boxes)) if source.sent_by(rank)]
-    if not covers(source.shape, sent):
+    once = [box for box in source.boxes if box.replica == 0 and not box.is_empty]
+    if not covers(source.shape, once):
         raise RolloutError(f"the shards of {source.name} do not cover {list(source.shape)} exactly once", where=WHERE,
-                           why=f"boxes: {[(b.offset, b.shape) for b in sent]}",
+                           why=f"boxes: {[(b.offset, b.shape) for b in once]}",
                            remedy="the engine's get_per_tensor_param_shard is wrong: certify it with engine-conformance")  # fmt: skip
 
 
-def _group(sources: Sequence[Source], dtype: torch.dtype, bucket_bytes: int, world_size: int) -> list[list[Source]]:
-    """Neighbours that fit into one bucket and are handled alike."""
-    groups: list[list[Source]] = []
-    sizes: list[int] = []
+def _with_senders(sources: Sequence[Source], dtype: torch.dtype, world_size: int) -> list[Source]:
+    """Of the ranks that hold copies of a box, the one that has the least to send so far sends it."""
+    loads = [0] * world_size
+    done: list[Source] = []
     for source in sources:
-        mine = [_rank_bytes(source, dtype, rank) for rank in range(world_size)]
-        whole = world_size * max(mine) if _gathers(source) else sum(mine)
-        alike = bool(groups) and _gathers(groups[-1][0]) == _gathers(source)
-        if alike and sizes[-1] + whole <= bucket_bytes:
-            groups[-1].append(source)
-            sizes[-1] += whole
-        else:
-            groups.append([source])
-            sizes.append(whole)
-    return groups
+        holders: dict[tuple[int, ...], list[int]] = {}
+        for rank, box in enumerate(source.boxes):
+            if not box.is_empty:
+                holders.setdefault(box.offset, []).append(rank)
+        senders = [min(ranks, key=loads.__getitem__) for ranks in holders.values()]
+        for rank in senders:
+            loads[rank] += _part_bytes(source, source.boxes[rank], dtype)
+        done.append(replace(source, senders=frozenset(senders)))
+    return done
 
 
-def _gathers(source: Source) -> bool:
-    return source.aligned or not source.quantized
+class _Packing:
+    """Sources into regions, regions into buckets."""
+
+    def __init__(self, sources: Sequence[Source], dtype: torch.dtype, bucket_bytes: int) -> None:
+        self._sources, self._dtype, self._bucket_bytes = sources, dtype, bucket_bytes
+
+    def gathered(self, world_size: int) -> Iterator[list[list[int]]]:
+        """For each bucket and rank: the sources that the rank sends."""
+        limit = self._bucket_bytes // world_size
+        mine = [
+            [i for i, s in enumerate(self._sources) if s.gathers_last and rank in s.senders]
+            for rank in range(world_size)
+        ]
+        runs = [self._runs(indices, limit, rank) for rank, indices in enumerate(mine)]
+        return map(list, zip_longest(*runs, fillvalue=[]))
+
+    def late(self) -> list[list[int]]:
+        """For each bucket: the sources that all ranks fill alike."""
+        return self._runs([i for i, s in enumerate(self._sources) if not s.gathers_last], self._bucket_bytes, None)
+
+    def bucket(self, rows: list[list[int]], *, gathered: bool, slot: int) -> Bucket:
+        """``rows``: of each rank, or the one that is of all."""
+        ranks = list(range(len(rows))) if gathered else [None]
+        ends = [sum(self._bytes(i, rank) for i in row) for rank, row in zip(ranks, rows, strict=True)]
+        region = max(ends)
+        parts = tuple(self._parts(row, rank, k * region) for k, (rank, row) in enumerate(zip(ranks, rows, strict=True)))
+        pieces = tuple(piece for row in parts for part in row for piece in part.pieces)
+        wire = BucketPlan(pieces=pieces, num_bytes=region * len(rows), slot=slot)
+        return Bucket(wire=wire, parts=parts, gathered=gathered, region=region)
+
+    def _runs(self, indices: Sequence[int], limit: int, rank: int | None) -> list[list[int]]:
+        """Neighbours that together stay within ``limit`` bytes."""
+        runs: list[list[int]] = []
+        size = 0
+        for index in indices:
+            more = self._bytes(index, rank)
+            if not runs or size + more > limit:
+                runs.append([])
+                size = 0
+            runs[-1].append(index)
+            size += more
+        return runs
+
+    def _parts(self, row: Sequence[int], rank: int | None, start: int) -> tuple[Part, ...]:
+        """Pieces one after another from byte ``start`` on."""
+        parts: list[Part] = []
+        for index in row:
+            tensors, box = wire_tensors(self._sources[index], self._dtype), self._box(index, rank)
+            weight = Piece(tensor=tensors[0], box=box, start=start)
+            start += _padded(weight.num_bytes)
+            scales = None
+            if self._sources[index].quantized:
+                scales = Piece(tensor=tensors[1], box=scale_box(box), start=start)
+                start += _padded(scales.num_bytes)
+            parts.append(Part(source=index, weight=weight, scales=scales))
+        return tuple(parts)
+
+    def _bytes(self, index: int, rank: int | None) -> int:
+        return _part_bytes(self._sources[index], self._box(index, rank), self._dtype)
+
+    def _box(self, index: int, rank: int | None) -> ShardSpec:
+        source = self._sources[index]
+        return ShardSpec.whole(source.shape) if rank is None else source.boxes[rank]
 
 
-def _rank_bytes(source: Source, dtype: torch.dtype, rank: int) -> int:
-    box = source.boxes[rank]
-    if not source.sent_by(rank):
-        return 0
+def _part_bytes(source: Source, box: ShardSpec, dtype: torch.dtype) -> int:
+    """In a bucket, for a box of the source."""
     if not source.quantized:
         return _padded(prod(box.shape) * dtype.itemsize)
     return _padded(prod(box.shape)) + _padded(4 * prod(_blocks(box.shape)))
@@ -174,40 +247,3 @@ def _rank_bytes(source: Source, dtype: torch.dtype, rank: int) -> int:
 
 def _padded(size: int) -> int:
     return -(-size // ALIGNMENT) * ALIGNMENT
-
-
-def _bucket(group: Sequence[Source], dtype: torch.dtype, world_size: int, *, slot: int) -> Bucket:
-    gathered = _gathers(group[0])
-    if gathered:
-        ends = [sum(_rank_bytes(s, dtype, rank) for s in group) for rank in range(world_size)]
-        region, num_bytes = max(ends), max(ends) * world_size
-        fills = _fills(group, dtype, [rank * region for rank in range(world_size)])
-    else:
-        alone = [Source(name=s.name, boxes=(ShardSpec.whole(s.shape),), stored=s.stored, quantized=True) for s in group]
-        region = num_bytes = sum(_rank_bytes(s, dtype, 0) for s in alone)
-        fills = [Fill(source=s, weight=f.weight, scales=f.scales)
-                 for s, f in zip(group, _fills(alone, dtype, [0]), strict=True)]  # fmt: skip
-    wire = BucketPlan(pieces=tuple(whole_fills(fills)), num_bytes=num_bytes, slot=slot)
-    return Bucket(wire=wire, fills=tuple(fills), gathered=gathered, region=region)
-
-
-def _fills(group: Sequence[Source], dtype: torch.dtype, starts: list[int]) -> list[Fill]:
-    """Pieces one after another in each rank's region, from ``starts`` on."""
-    cursor = list(starts)
-
-    def place(tensor: WireTensor, box: ShardSpec, rank: int) -> Piece:
-        piece = Piece(tensor=tensor, box=box, start=cursor[rank])
-        cursor[rank] += _padded(piece.num_bytes)
-        return piece
-
-    fills: list[Fill] = []
-    for source in group:
-        tensors = wire_tensors(source, dtype)
-        weight: list[Piece | None] = []
-        scales: list[Piece | None] = []
-        for rank, box in enumerate(source.boxes):
-            sends = source.sent_by(rank)
-            weight.append(place(tensors[0], box, rank) if sends else None)
-            scales.append(place(tensors[1], scale_box(box), rank) if sends and source.quantized else None)
-        fills.append(Fill(source=source, weight=tuple(weight), scales=tuple(scales)))
-    return fills

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from functools import partial
 
+from engine_api.capabilities import Capability
 from engine_api.devices import probe_torch
 from engine_api.plugin import CONTRACT, EnginePlugin, ProbeResult, Row
 from rollout_fp8 import versions
@@ -28,6 +29,7 @@ def probe_server(server: str, device: str) -> ProbeResult:
 VLLM = EnginePlugin(
     name="vllm",
     contract=CONTRACT,
+    capabilities=frozenset({Capability.LORA}),  # rollout.lora: adapter
     rows=(
         Row(backends=("vllm",), devices=("cuda", "cpu"), target="rollout_fp8.vllm.rollout:VllmRollout"),
         Row(backends=("vllm-server",), devices=("cuda", "cpu"), target="rollout_fp8.client:VllmServer"),

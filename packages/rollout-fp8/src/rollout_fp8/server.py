@@ -9,7 +9,7 @@ POST /generate            prompts, sampling                              complet
 POST /submit              prompt, sampling                               id
 POST /result              id, wait_s                                     done, completions
 POST /abort               id                                             –
-POST /update_weights      address, version, timeout_s                    a ``SyncResult``
+POST /update_weights      address, version, timeout_s, adapter           a ``SyncResult``
 POST /sleep, /wake_up     weights, kv_cache                              –
 POST /shutdown            –                                              –
 ========================  =============================================  ==========================================
@@ -32,13 +32,14 @@ import signal
 import sys
 import threading
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from itertools import count
 from pathlib import Path
 from socketserver import TCPServer
 from typing import Any, cast
 
-from engine_api.config import ModelSource
+from engine_api.config import LoraConfig, ModelSource
 from engine_api.errors import EngineError, RolloutError
 from engine_api.registry import RolloutRegistry
 from engine_api.rollout import AsyncRollout, Generation, Rollout, SamplingParams
@@ -102,17 +103,26 @@ class Service:
         self._known(id).abort()
         return {}
 
-    def update_weights(self, *, address: str, version: int, timeout_s: float) -> dict[str, Any]:
-        """See ``Rollout.update_weights``."""
+    def update_weights(
+        self, *, address: str | None, version: int, timeout_s: float, adapter: Mapping[str, Any] | None = None
+    ) -> dict[str, Any]:
+        """See ``Rollout.update_weights``. ``adapter``: its folder and checksums; without ``address`` it comes alone."""
         import torch
 
+        from rollout_fp8.adapter_session import SentAdapter
         from rollout_fp8.transports.remote import receive_weights
 
         device = (
             torch.device("cuda", torch.cuda.current_device()) if self._device == "cuda" else torch.device(self._device)
         )
-        with self._turn, receive_weights(address, device=device, timeout_s=timeout_s) as stream:
-            return to_json(self._rollout.update_weights(cast("WeightExport", stream), version))
+        with self._turn, ExitStack() as stack:
+            stream = (
+                None
+                if address is None
+                else stack.enter_context(receive_weights(address, device=device, timeout_s=timeout_s))
+            )
+            export = stream if adapter is None else SentAdapter(Path(adapter["folder"]), adapter["sums"], stream)
+            return to_json(self._rollout.update_weights(cast("WeightExport", export), version))
 
     def sleep(self, *, weights: bool = True, kv_cache: bool = True) -> dict[str, Any]:
         """See ``Rollout.sleep``."""
@@ -236,6 +246,8 @@ class _Refused(RolloutError):
 def create(name: str, device: str, config: Mapping[str, Any]) -> Rollout:
     """A registered rollout; ``config`` holds what ``RolloutRegistry.create`` takes, ``model`` as a mapping."""
     arguments = {**config, "model": ModelSource(**config["model"])}
+    if config.get("lora") is not None:
+        arguments["lora"] = LoraConfig(**config["lora"])
     return RolloutRegistry.create(name=name, device=device, **arguments)
 
 

@@ -61,6 +61,9 @@ class SyncSession:
         return SyncResult(version=version, num_tensors=len(plan.tensors) - scales, num_quantized=quantized,
                           num_bytes=plan.num_bytes, seconds=seconds, audited=stream.audit and not self._audit[1].unread)  # fmt: skip
 
+    def forget_weights(self) -> None:
+        """The server sleeps: every sync brings all weights anyway."""
+
     def forget(self) -> None:
         """The server was made anew: learn again at the next sync."""
         self._audit = None

@@ -98,7 +98,7 @@ class WireStream(Protocol):
         ...
 
     def __iter__(self) -> Iterator[tuple[str, Tensor]]:
-        """(wire name, whole tensor); a tensor is valid until the next one is asked for."""
+        """(wire name, whole tensor), each as it is complete; a tensor is valid until the next one is asked for."""
         ...
 
     def checksums(self) -> Mapping[str, int]:

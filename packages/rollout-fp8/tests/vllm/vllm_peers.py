@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 import threading
 import time
+import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -36,9 +37,18 @@ def opened(model: str, *, version: int | None = 1, **arguments: Any) -> Iterator
     try:
         if version is not None:
             rollout.update_weights(export_of(Path(model), "cpu"), version)
+        weights = _weights(rollout)
         yield rollout
     finally:
         rollout.close()
+    assert not [tensor for tensor in weights if tensor() is not None], "the closed rollout still has weights in memory"
+
+
+def _weights(rollout: Any) -> list[weakref.ref[torch.Tensor]]:
+    """Of a rollout in this process."""
+    if rollout.options.executor != "in_process":
+        return []
+    return [weakref.ref(p) for model in rollout._engine.collective_rpc("get_model") for p in model.parameters()]
 
 
 def error_of(call: Any, *args: Any, **kwargs: Any) -> EngineError | None:

@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 import vllm
+from vllm.lora.request import LoRARequest
 
 from engine_api.errors import RolloutError
 from engine_api.rollout import Completion, FinishReason
@@ -37,10 +38,10 @@ class _Sequence:
 
 
 class Job:
-    """Completions that were asked for together. A ``Generation``."""
+    """Completions that were asked for together, of one version of the weights (and adapter). A ``Generation``."""
 
-    def __init__(self, stepper: Stepper, version: int) -> None:
-        self._stepper, self._version = stepper, version
+    def __init__(self, stepper: Stepper, version: int, adapter: LoRARequest | None = None) -> None:
+        self._stepper, self._version, self.adapter = stepper, version, adapter
         self._over = threading.Event()
         self._failure: RolloutError | None = None
         self.sequences: list[_Sequence] = []
@@ -90,7 +91,8 @@ class Stepper:
     """
 
     def __init__(self, engine: vllm.LLMEngine, device: torch.device) -> None:
-        self._engine, self._device = engine, device
+        self._engine: Any = engine
+        self._device = device
         self._names = count()
         self._changed = threading.Condition()
         self._calls: deque[Callable[[], None]] = deque()
@@ -132,6 +134,7 @@ class Stepper:
             self._closing = True
             self._changed.notify()
         self._thread.join()
+        self._engine = None  # somebody may keep a job, and with it this
 
     def _run(self) -> None:
         if self._device.type == "cuda":
@@ -161,7 +164,7 @@ class Stepper:
         for sequence in job.sequences:
             self._live[sequence.request] = (sequence, job)
             prompt: Any = {"prompt_token_ids": list(sequence.prompt)}
-            self._engine.add_request(sequence.request, prompt, sequence.params)
+            self._engine.add_request(sequence.request, prompt, sequence.params, lora_request=job.adapter)
         self._end_if_over(job)
 
     def _stop(self, job: Job) -> None:

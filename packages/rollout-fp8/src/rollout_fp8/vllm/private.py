@@ -8,7 +8,12 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 from vllm.distributed import parallel_state
+from vllm.lora.layers import BaseLayerWithLoRA
+from vllm.model_executor.model_loader.reload import layerwise
+
+from rollout_fp8.adapter import PREFIX, SHARED_MEMORY
 
 
 def shut_down(engine: Any) -> None:
@@ -20,8 +25,20 @@ def shut_down(engine: Any) -> None:
     finalizer = getattr(engine.engine_core, "_finalizer", None)
     if finalizer is not None:
         finalizer.detach()
+    for model in engine.collective_rpc("get_model"):
+        _forget_reloads(model)
     engine.collective_rpc("shutdown")
     leave_groups()
+
+
+def _forget_reloads(model: Any) -> None:
+    """Let the weights of a model that was reloaded go.
+
+    vLLM's record of its layers has weak keys, but keeps their loaders, whose owners are the layers: none would ever be
+    dropped, and the next engine finds memory that can sleep still in use (0.26.0 and 0.32.0, ``LAYERWISE_INFO``).
+    """
+    for layer in model.modules():
+        layerwise.LAYERWISE_INFO.pop(layer, None)
 
 
 def leave_groups() -> None:
@@ -38,6 +55,17 @@ def leave_groups() -> None:
     parallel_state._NODE_COUNT = None  # noqa: SLF001
 
 
+def unlink_shared_memory(first: int, size: int) -> None:
+    """Remove what a run that was killed left under the names that the group of ranks from ``first`` on takes on a CPU.
+
+    Under ``external_launcher`` the names say ranks alone, and vLLM makes the files exclusively (0.32.0,
+    ``_CPUSHMDistributed``): no later run of this host would start. Who has such a file mapped keeps it.
+    """
+    ranks = "-".join(str(first + place) for place in range(size))
+    for file in SHARED_MEMORY.glob(f"-*-[[]{ranks}]-cpushm_{dist.get_rank() - first}"):
+        file.unlink(missing_ok=True)
+
+
 def forget_expert_kernels(model: Any) -> None:
     """Let the next ``reload_weights`` on a CPU pack the experts again.
 
@@ -48,6 +76,65 @@ def forget_expert_kernels(model: Any) -> None:
         method: Any = getattr(module, "quant_method", None)
         if getattr(method, "moe_kernel", None) is not None:
             method.moe_kernel = None
+
+
+# --- adapters: `add_lora`, `remove_lora` and `list_loras` are public and tell numbers; what an adapter holds is told nowhere ---
+
+
+def base_layer_names(model: Any) -> frozenset[str]:
+    """Layers, by checkpoint names, whose weights ``load_weights`` must be given as ``<layer>.base_layer.<weight>``.
+
+    vLLM puts a wrapper with that child around each layer that may carry an adapter. Before 0.32 its loaders do not look
+    through it (0.26.0, ``AutoWeightsLoader._load_module``); since then the wrapper does, and takes no other name.
+    """
+    if hasattr(BaseLayerWithLoRA, "load_weights"):
+        return frozenset()
+    packed = getattr(model, "packed_modules_mapping", {})
+    wrapped = [name.rpartition(".") for name, module in model.named_modules() if isinstance(module, BaseLayerWithLoRA)]
+    return frozenset(f"{parent}{dot}{part}" for parent, dot, leaf in wrapped for part in packed.get(leaf, [leaf]))
+
+
+def adapter_tensors(model: Any, number: int) -> dict[str, Tensor]:
+    """What the worker keeps of an adapter, whole and on the CPU, by PEFT's names; ``alpha / rank`` is in B. None: {}."""
+    adapter = model.lora_manager.get_adapter(number)
+    found: dict[str, Tensor] = {}
+    for layer, weights in adapter.loras.items() if adapter is not None else ():
+        parts = model.lora_manager.packed_modules.get(layer, [layer])
+        for part, a, b in zip(parts, _listed(weights.lora_a), _listed(weights.lora_b), strict=True):
+            found |= {} if a is None else {f"{PREFIX}{part}.lora_A.weight": a}
+            found |= {} if b is None else {f"{PREFIX}{part}.lora_B.weight": b}
+    return found
+
+
+def stale_slots(model: Any, number: int) -> list[str]:
+    """Layers whose slot in the kernels' memory is not the adapter's part of this worker, with zeros around it."""
+    manager = model.lora_manager
+    adapter = manager.get_adapter(number)
+    if adapter is None or number not in manager.lora_index_to_id:
+        return [*manager.modules]
+    slot = manager.lora_index_to_id.index(number)
+    return [name for name, layer in manager.modules.items() if not _slot_holds(layer, slot, adapter.loras.get(name))]
+
+
+def _slot_holds(layer: Any, slot: int, weights: Any) -> bool:
+    stacks = [*layer.lora_a_stacked, *layer.lora_b_stacked]
+    if weights is None:
+        return not any(bool(stack[slot].any()) for stack in stacks)
+    a, b = weights.lora_a, weights.lora_b
+    if layer.tp_size > 1:
+        a, b = layer.slice_lora_a(a), layer.slice_lora_b(b)
+    for stack, part in zip(stacks, [*_listed(a), *_listed(b)], strict=True):
+        want = torch.zeros_like(stack[slot, 0])
+        if part is not None:
+            want[: part.shape[0], : part.shape[1]] = part
+        if not torch.equal(stack[slot, 0], want):
+            return False
+    return True
+
+
+def _listed(tensors: Any) -> list[Tensor | None]:
+    """Of a layer that stands for several of the checkpoint, one each."""
+    return list(tensors) if isinstance(tensors, list | tuple) else [tensors]
 
 
 @contextmanager

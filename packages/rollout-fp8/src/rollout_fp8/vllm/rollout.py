@@ -12,16 +12,19 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 
-from engine_api.config import ModelSource
+from engine_api.config import LoraConfig, ModelSource
 from engine_api.errors import ConfigError, RolloutError
 from engine_api.registry import Resolution
 from engine_api.rollout import Completion, Generation, SamplingParams, SyncResult
 from engine_api.weights import WeightExport
 from rollout_fp8 import versions
+from rollout_fp8.adapter import Expected as ExpectedAdapter
+from rollout_fp8.adapter_session import AdapterParts, AdapterSession
 from rollout_fp8.exporter import DTYPES, EngineStream, collect
 from rollout_fp8.layers import server_config
 from rollout_fp8.model import architecture_of, config_of
 from rollout_fp8.options import VllmOptions
+from rollout_fp8.seeds import seeds
 from rollout_fp8.session import SyncSession
 from rollout_fp8.transports.remote import RemoteStream
 from rollout_fp8.vllm import environment
@@ -34,7 +37,7 @@ from rollout_fp8.vllm import sampling as draws  # noqa: E402
 from rollout_fp8.vllm import start as engines  # noqa: E402
 from rollout_fp8.vllm.expected import Expected  # noqa: E402
 from rollout_fp8.vllm.generation import WHERE, Job, Stepper  # noqa: E402
-from rollout_fp8.vllm.sync import EXTENSION, InProcess, OtherProcesses  # noqa: E402
+from rollout_fp8.vllm.sync import EXTENSION, InProcess, OtherProcesses, ServedAdapter  # noqa: E402
 
 _DTYPES = ("float32", "bfloat16", "float16")
 _QUANTIZATIONS = ("none", "fp8")
@@ -53,6 +56,8 @@ class VllmRollout:
         batch_size: completions that are generated at the same time.
         dtype: of weights and computation; ``float32``, ``bfloat16`` or ``float16``.
         quantization: ``fp8``: linear layers in e4m3 with a scale for each 128×128 block.
+        lora: serve the base weights and beside them the adapter that this configuration puts on the model; syncs must then
+            come from an exporter that was given it too. None: merged weights.
         options: see ``VllmOptions``.
 
     Raises:
@@ -63,7 +68,8 @@ class VllmRollout:
 
     def __init__(
         self, *, resolution: Resolution, model: ModelSource, pad_token_id: int, eos_token_ids: Sequence[int] = (),
-        batch_size: int = 64, dtype: str = "float32", quantization: str = "none", **options: Any,
+        batch_size: int = 64, dtype: str = "float32", quantization: str = "none", lora: LoraConfig | None = None,
+        **options: Any,
     ) -> None:  # fmt: skip
         del pad_token_id
         _check_choice("rollout.options.dtype", dtype, _DTYPES)
@@ -76,9 +82,10 @@ class VllmRollout:
         self._eos = tuple(eos_token_ids)
         self._expected = Expected.of(model)
         config = _quantization_config(model) if quantization == "fp8" else None
+        adapter = None if lora is None else self._expected_adapter(model, lora, resolution.device)
         self._plan = engines.Plan(device=_device(resolution.device), model=model, dtype=dtype, max_num_seqs=batch_size,
                                   options=self.options, quantization_config=config,
-                                  tied=bool(self._expected.aliases), worker_extension=EXTENSION)  # fmt: skip
+                                  adapter=None if lora is None or adapter is None else (lora.rank, adapter.layers), tied=bool(self._expected.aliases), worker_extension=EXTENSION)  # fmt: skip
         self._quantized = architecture_of(model) if quantization == "fp8" else None
         self._generators = engines.Generators(self._plan.device)
         self._gate = threading.Lock()  # between states
@@ -88,8 +95,13 @@ class VllmRollout:
         limits = self._engine.model_config
         self._positions, self._vocabulary = limits.max_model_len, limits.get_vocab_size()
         self._stepper: Any = Stepper(self._engine, self._plan.device)
+        self._adapter = ServedAdapter(self._engine) if adapter is not None else None
         self._workers: Any = self._reach_workers()
-        self._session: Any = SyncSession(self._workers)
+        self._session: Any = (
+            SyncSession(self._workers)
+            if adapter is None
+            else AdapterSession(self._workers, adapter, audit=self.options.audit)
+        )
 
     def generate(self, prompts: Sequence[Sequence[int]], sampling: SamplingParams) -> list[Completion]:
         """See ``Rollout.generate``; global random generators stay as they are."""
@@ -115,7 +127,7 @@ class VllmRollout:
         Raises ``RolloutError``, and serves on, while anything is generated; after any other failure nothing is served.
         """
         with self._syncing():
-            stream = export if isinstance(export, EngineStream | RemoteStream) else self._collect(export)
+            stream = self._checked(export)
             result = self._session.run(stream, version)
             if not self._asleep and not self._engine.reset_prefix_cache():
                 raise RolloutError("vLLM keeps keys and values of the old weights", where=WHERE,
@@ -145,6 +157,7 @@ class VllmRollout:
             self._asleep = frozenset(wanted)
             if weights:
                 self._not_ready = "it sleeps"
+                self._session.forget_weights()
 
     def wake_up(self, weights: bool = True, kv_cache: bool = True) -> None:
         """See ``Rollout.wake_up``; caches wake up with the weights or after them."""
@@ -172,10 +185,27 @@ class VllmRollout:
             self._stepper.close()
             if isinstance(self._workers, OtherProcesses):
                 self._workers.close()
-            self._stepper = self._workers = self._session = None  # they hold the engine
+            self._stepper = self._workers = self._session = self._adapter = None  # they hold the engine
             engines.stop(engine, self._plan)
             del engine  # the memory that vLLM sleeps with serves one engine at a time: it must be gone before the next
             engines.give_back(self._plan)
+
+    def _expected_adapter(self, model: ModelSource, lora: LoraConfig, device: str) -> ExpectedAdapter:
+        if device == "cpu" and any(".experts." in name for name in self._expected.shapes):
+            raise ConfigError("rollout.lora", "adapter, for a model with experts on a CPU", why="with adapters vLLM computes experts "
+                              "by Triton kernels alone, its CPU build has none", remedy="rollout.lora: merged")  # fmt: skip
+        return ExpectedAdapter.of(model, lora)
+
+    def _checked(self, export: Any) -> Any:
+        """What the session installs. Raises ``RolloutError`` for merged weights where an adapter is served, and the reverse."""
+        if isinstance(export, AdapterParts) != (self._adapter is not None):
+            given, served = (
+                ("an adapter", "merged weights") if self._adapter is None else ("merged weights", "an adapter")
+            )
+            raise RolloutError(f"the export has {given}, the rollout serves {served}", where=WHERE,
+                               remedy="give exporter and rollout the same lora, or neither")  # fmt: skip
+        known = isinstance(export, EngineStream | RemoteStream | AdapterParts)
+        return export if known else self._collect(export)
 
     def _collect(self, export: WeightExport) -> EngineStream:
         """The stream of an export of whole tensors, in whatever dtype: what no exporter of ours has made."""
@@ -186,9 +216,9 @@ class VllmRollout:
         aliases = self._expected.aliases if self._plan.untie else {}
         parallel, call = self.options.tensor_parallel_size, self._engine.collective_rpc
         return (
-            InProcess(call, aliases, parallel)
+            InProcess(call, aliases, parallel, self._adapter)
             if self._plan.in_process
-            else OtherProcesses(call, aliases, parallel, self._plan.device)
+            else OtherProcesses(call, aliases, parallel, self._plan.device, self._adapter)
         )
 
     def _begin(self, prompts: Sequence[Sequence[int]], sampling: SamplingParams, *, streamed: bool) -> Job:
@@ -198,7 +228,7 @@ class VllmRollout:
             for row in rows:
                 draws.check_request(row.prompts, row.sampling, where=WHERE, positions=self._positions,
                                     vocabulary=self._vocabulary, truncation=self.options.truncation)  # fmt: skip
-            job = Job(self._stepper, self.weight_version)
+            job = Job(self._stepper, self.weight_version, self._adapter.request if self._adapter else None)
             for rank, row in enumerate(rows):
                 self._fill(job, row, streamed=streamed, kept=rank == mine)
             self._stepper.enter(job)
@@ -206,8 +236,8 @@ class VllmRollout:
 
     def _fill(self, job: Job, asked: _Asked, *, streamed: bool, kept: bool) -> None:
         stop = sorted({*self._eos, *asked.sampling.stop_token_ids})
-        seeds = draws.seeds(asked.prompts, asked.sampling)
-        for index, (prompt, row) in enumerate(zip(asked.prompts, seeds, strict=True)):
+        rows = seeds(asked.prompts, asked.sampling)
+        for index, (prompt, row) in enumerate(zip(asked.prompts, rows, strict=True)):
             for seed in row:
                 own = seed if self.options.deterministic or self._plan.shared else None
                 params = draws.server_params(asked.sampling, seed=own, stop=stop, streamed=streamed,

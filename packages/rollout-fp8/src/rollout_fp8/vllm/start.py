@@ -6,7 +6,7 @@ import gc
 import os
 import random
 import secrets
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,7 +19,7 @@ import vllm
 import vllm.envs
 
 from engine_api.config import ModelSource
-from engine_api.errors import RolloutError
+from engine_api.errors import ConfigError, RolloutError
 from rollout_fp8.options import VllmOptions
 from rollout_fp8.transports.channel import secret
 from rollout_fp8.vllm import environment, private
@@ -27,6 +27,7 @@ from rollout_fp8.vllm.sampling import NORMALIZE
 
 WHERE = "rollout 'vllm'"
 CPU_CACHE_BYTES = 1 << 30
+_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)  # that vLLM makes room for
 _FAILURES = (RuntimeError, ValueError, TypeError, NotImplementedError, AssertionError, OSError, ImportError)
 
 
@@ -37,6 +38,7 @@ class Plan:
     Attributes:
         tied: the model's head is its embedding.
         quantization_config: of the checkpoint that is served, for FP8.
+        adapter: of a LoRA that is served beside the weights: its rank, and the layers that carry it.
         worker_extension: ``module.Class`` of what workers get beside their own methods.
     """
 
@@ -48,6 +50,7 @@ class Plan:
     tied: bool
     quantization_config: Mapping[str, Any] | None = None
     worker_extension: str | None = None
+    adapter: tuple[int, Sequence[str]] | None = None
 
     @property
     def in_process(self) -> bool:
@@ -80,6 +83,9 @@ def start(plan: Plan) -> vllm.LLMEngine:
     try:
         if plan.in_process:
             _join_group(plan)
+            if plan.shared and plan.device.type == "cpu":
+                size = plan.options.tensor_parallel_size
+                private.unlink_shared_memory(dist.get_rank() // size * size, size)
             local = plan.device.index or 0
             with environment.in_process(dist.get_rank(), local), private.own_threads(), Generators(plan.device).own():
                 return vllm.LLMEngine.from_engine_args(vllm.EngineArgs(**arguments))
@@ -177,7 +183,24 @@ def _arguments(plan: Plan) -> dict[str, Any]:
         "logprobs_mode": "processed_logits" if options.truncation else "processed_logprobs",
         "logits_processors": [NORMALIZE] if options.truncation else None,
         **({"worker_extension_cls": plan.worker_extension} if plan.worker_extension else {}),
+        **_adapter_arguments(plan),
     }
+
+
+def _adapter_arguments(plan: Plan) -> dict[str, Any]:
+    """Raises ``ConfigError`` for an adapter that vLLM's kernels cannot serve."""
+    if plan.adapter is None:
+        return {}
+    rank, layers = plan.adapter
+    room = next((size for size in _RANKS if size >= rank), None)
+    if room is None:
+        raise ConfigError("engine.lora.rank", f"{rank} is too large", why=f"vLLM serves adapters of up to rank {_RANKS[-1]}",
+                          remedy=f"at most {_RANKS[-1]}, or rollout.lora=merged")  # fmt: skip
+    if plan.device.type == "cuda" and plan.dtype == "float32":
+        raise ConfigError("rollout.options.dtype", "float32 with rollout.lora=adapter", why="vLLM's LoRA kernels on CUDA know "
+                          "bfloat16 and float16", remedy="dtype: bfloat16, or rollout.lora=merged")  # fmt: skip
+    # Only these layers: vLLM would wrap the embedding and the head too, whose weights the sync then could not load.
+    return {"enable_lora": True, "max_lora_rank": room, "max_loras": 1, "lora_target_modules": list(layers)}
 
 
 def _join_group(plan: Plan) -> None:

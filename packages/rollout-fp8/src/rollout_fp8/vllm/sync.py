@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import pickle
 from collections.abc import Callable, Mapping, Sequence
+from itertools import count
+from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from vllm.lora.request import LoRARequest
 
+from rollout_fp8.adapter_session import Held
 from rollout_fp8.audit import Boxes
 from rollout_fp8.transports.sender import Sender
 from rollout_fp8.transports.workers import SentWorkers
@@ -19,6 +23,36 @@ Call = Callable[..., list[Any]]  # vLLM's collective_rpc: (method, args=…) →
 Answer = tuple[Sequence[int], Mapping[str, float]]
 
 
+class ServedAdapter:
+    """The adapter of an engine of vLLM's, which has one at a time, under a new number each time."""
+
+    def __init__(self, engine: Any) -> None:
+        self._engine = engine
+        self._numbers = count(2)  # vLLM warms up with number 1
+        self.request: LoRARequest | None = None  # what requests carry to be served with it
+
+    @property
+    def number(self) -> int:
+        """Of the adapter, which is there."""
+        assert self.request is not None, "no adapter is loaded"
+        return self.request.lora_int_id
+
+    def load(self, folder: Path) -> str:
+        """Take the adapter in ``folder`` instead of the one before; why vLLM could not, if so."""
+        old, self.request = self.request, None
+        if old is not None:
+            self._engine.remove_lora(old.lora_int_id)
+        number = next(self._numbers)
+        request = LoRARequest(f"adapter-{number}", number, str(folder))
+        try:
+            if not self._engine.add_lora(request):
+                return "vLLM did not take it"
+        except Exception as error:  # noqa: BLE001 - a server's loader raises whatever it likes; it is told on all ranks
+            return f"{type(error).__name__}: {error}"
+        self.request = request
+        return ""
+
+
 class InProcess:
     """The worker of this process; under tensor parallelism, neighbouring ranks have one each.
 
@@ -26,10 +60,13 @@ class InProcess:
         call: the engine's ``collective_rpc``.
         aliases: tensors that are served under a second name, by that name.
         parallel: ranks that serve one replica.
+        adapter: of the engine, if it serves one.
     """
 
-    def __init__(self, call: Call, aliases: Mapping[str, str], parallel: int = 1) -> None:
-        self._call, self._aliases, self._parallel = call, dict(aliases), parallel
+    def __init__(
+        self, call: Call, aliases: Mapping[str, str], parallel: int = 1, adapter: ServedAdapter | None = None
+    ) -> None:
+        self._call, self._aliases, self._parallel, self._adapter = call, dict(aliases), parallel, adapter
 
     def learn(self, plan: WirePlan) -> Sequence[Boxes]:
         """See ``Workers.learn``."""
@@ -38,6 +75,10 @@ class InProcess:
     def sync(self, stream: WireStream) -> Sequence[Answer]:
         """See ``Workers.sync``."""
         return self._of_all(self._call("rollout_fp8_sync", args=(stream,))[0])
+
+    def load_adapter(self, folder: Path, *, audit: bool) -> Sequence[Held]:
+        """See ``AdapterWorkers.load_adapter``; every rank has a folder of its own."""
+        return self._of_all(_held(self._call, self._adapter, folder, audit=audit)[0])
 
     def _of_all(self, mine: Any) -> list[Any]:
         """Of the ranks that serve this replica, by rank."""
@@ -55,15 +96,35 @@ class OtherProcesses(SentWorkers):
     Args: as ``InProcess``; ``workers`` is how many there are.
     """
 
-    def __init__(self, call: Call, aliases: Mapping[str, str], workers: int, device: torch.device) -> None:
+    def __init__(
+        self,
+        call: Call,
+        aliases: Mapping[str, str],
+        workers: int,
+        device: torch.device,
+        adapter: ServedAdapter | None = None,
+    ) -> None:
         super().__init__(call, Sender(kind="ipc" if device.type == "cuda" else "shm", receivers=workers))
-        self._aliases = dict(aliases)
+        self._aliases, self._adapter = dict(aliases), adapter
 
     def learn(self, plan: WirePlan) -> Sequence[Boxes]:
         """See ``Workers.learn``."""
         told = self._call("rollout_fp8_learn_pickled", args=(pickle.dumps(plan), self._aliases))
         return [pickle.loads(boxes) for boxes in told]  # noqa: S301 - from children of this process
 
+    def load_adapter(self, folder: Path, *, audit: bool) -> Sequence[Held]:
+        """See ``AdapterWorkers.load_adapter``; all workers read one folder."""
+        return _held(self._call, self._adapter, folder, audit=audit)
+
     def close(self) -> None:
         """Idempotent."""
         self._sender.close()
+
+
+def _held(call: Call, adapter: ServedAdapter | None, folder: Path, *, audit: bool) -> list[Held]:
+    assert adapter is not None, "the engine was started without adapters"
+    error = adapter.load(folder)
+    if error:
+        return [Held(error=error)]
+    told = call("rollout_fp8_adapter", args=(adapter.number, audit))
+    return [pickle.loads(held) for held in told]  # noqa: S301 - from this process or its children

@@ -7,12 +7,16 @@ The methods below become methods of the worker (``worker_extension_cls``), so th
 from __future__ import annotations
 
 import pickle
+import time
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from engine_api.errors import RolloutError
+from rollout_fp8.adapter import whole_checksum
+from rollout_fp8.adapter_session import Held
 from rollout_fp8.audit import Boxes
 from rollout_fp8.phases import Phases
 from rollout_fp8.receiver import Receiver
@@ -44,6 +48,10 @@ class SyncExtension:
             self._rollout_fp8_aliases = aliases
             model = worker.get_model()
             packed = PackedReader(model) if next(model.parameters()).device.type == "cpu" else None
+            if packed is None and worker.model_config.use_mla:
+                raise RolloutError("no weight sync for multi-head latent attention", where="learning the server's layout",
+                                   why="vLLM computes with weights derived from kv_b_proj, which a copy in place does not renew",
+                                   remedy="set VLLM_MLA_DISABLE=1, or rollout.name=sglang")  # fmt: skip
             self._rollout_fp8 = Receiver(model, plan, self._rollout_fp8_load, packed)
             self._rollout_fp8_plan = plan
         assert self._rollout_fp8 is not None
@@ -69,6 +77,17 @@ class SyncExtension:
             sums, seconds = self.rollout_fp8_sync(stream)
             stream.answer = sums, {**stream.seconds(), **seconds}
 
+    def rollout_fp8_adapter(self, number: int, audit: bool) -> bytes:
+        """What this worker has of adapter ``number``: a pickled ``Held``."""
+        worker: Any = self
+        model = worker.get_model()
+        if not audit:
+            return pickle.dumps(Held())
+        begin = time.perf_counter()
+        sums = {name: whole_checksum(tensor) for name, tensor in private.adapter_tensors(model, number).items()}
+        wrong = private.stale_slots(model, number)
+        return pickle.dumps(Held(sums=sums, wrong=wrong, seconds=time.perf_counter() - begin))
+
     def _rollout_fp8_load(self, tensors: Iterable[tuple[str, Tensor]]) -> None:
         worker: Any = self
         if worker.device.type == "cpu":
@@ -76,8 +95,11 @@ class SyncExtension:
         worker.reload_weights(weights_iterator=self._rollout_fp8_named(tensors))
 
     def _rollout_fp8_named(self, tensors: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
+        worker: Any = self
+        wrapped = private.base_layer_names(worker.get_model())
         for name, tensor in tensors:
-            yield name, tensor
+            layer, _, leaf = name.rpartition(".")
+            yield (f"{layer}.base_layer.{leaf}" if layer in wrapped else name), tensor
             for alias, of in self._rollout_fp8_aliases.items():
                 if of == name:
                     yield alias, tensor

@@ -1,0 +1,149 @@
+"""The syncs of a rollout that serves a LoRA: the base weights once, then adapters only."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Protocol, runtime_checkable
+
+from engine_api.errors import RolloutError
+from engine_api.rollout import SyncResult
+from rollout_fp8.adapter import WHERE, Adapter, Expected, folder_of, read_folder
+from rollout_fp8.session import SyncSession, Workers
+from rollout_fp8.wire import WireStream
+
+
+@runtime_checkable
+class AdapterParts(Protocol):
+    """One sync of an adapter, from an engine (``rollout_fp8.exporter.AdapterStream``) or from another process."""
+
+    def adapter(self) -> Adapter:
+        """The adapter; to be called first, and once."""
+        ...
+
+    def base(self, *, needed: bool) -> WireStream | None:
+        """The base weights' stream, or None where nobody needs them."""
+        ...
+
+    def seconds(self) -> Mapping[str, float]:
+        """By phase, without the base weights'."""
+        ...
+
+
+class SentAdapter:
+    """The ``AdapterParts`` that another process of this host has sent.
+
+    Args:
+        folder: the adapter's, in PEFT's format.
+        sums: its checksums, by name.
+        base: of the base weights, if they were sent.
+    """
+
+    def __init__(self, folder: Path, sums: Mapping[str, int], base: WireStream | None) -> None:
+        self._folder, self._sums, self._base = folder, sums, base
+
+    def adapter(self) -> Adapter:
+        """See ``AdapterParts.adapter``."""
+        return read_folder(self._folder, self._sums)
+
+    def base(self, *, needed: bool) -> WireStream | None:
+        """See ``AdapterParts.base``. Raises ``RolloutError`` where they are needed and were not sent."""
+        if needed and self._base is None:
+            raise RolloutError("the server has no base weights", where=WHERE, why="another client made it lose them",
+                               remedy="sync again: the next sync brings them")  # fmt: skip
+        return self._base
+
+    def seconds(self) -> Mapping[str, float]:
+        """See ``AdapterParts.seconds``; the sender knows."""
+        return {}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Held:
+    """What one worker has of an adapter after it was told to load it.
+
+    Attributes:
+        sums: checksums of its whole tensors, unsigned, by PEFT's names.
+        wrong: layers whose working copy (its part of them, in a slot of the kernels) is another than those tensors.
+        error: why it could not be loaded, if it could not.
+        seconds: that looking took.
+    """
+
+    sums: Mapping[str, int] = field(default_factory=dict[str, int])
+    wrong: Sequence[str] = ()
+    error: str = ""
+    seconds: float = 0.0
+
+
+class AdapterWorkers(Workers, Protocol):
+    """Workers that serve an adapter beside the base weights."""
+
+    def load_adapter(self, folder: Path, *, audit: bool) -> Sequence[Held]:
+        """Replace the adapter by the one in ``folder``; what each worker then has (no checksums without audit)."""
+        ...
+
+
+class AdapterSession:
+    """The syncs of one such rollout.
+
+    Args:
+        workers: of the rollout.
+        expected: what the adapter must hold.
+        audit: compare what is served with what came.
+    """
+
+    def __init__(self, workers: AdapterWorkers, expected: Expected, *, audit: bool) -> None:
+        self._base, self._workers, self._expected, self._audit = SyncSession(workers), workers, expected, audit
+        self._has_base = False
+
+    def run(self, stream: AdapterParts, version: int) -> SyncResult:
+        """Install the base weights where they are not there yet, and the adapter.
+
+        Raises:
+            RolloutError: as ``SyncSession.run``, or an adapter that does not fit, is not finite or cannot be loaded.
+        """
+        adapter = stream.adapter()
+        self._expected.check(adapter)
+        base = stream.base(needed=not self._has_base)
+        first = SyncResult(version=version, audited=self._audit)
+        if base is not None:
+            self._has_base = False
+            first = self._base.run(base, version)
+            self._has_base = True
+        seconds = self._install(adapter)
+        phases = [first.seconds, stream.seconds(), seconds]
+        return replace(
+            first, num_tensors=first.num_tensors + len(adapter.tensors), num_bytes=first.num_bytes + adapter.num_bytes,
+            seconds={name: sum(p.get(name, 0.0) for p in phases) for name in dict.fromkeys(n for p in phases for n in p)},
+            audited=first.audited and self._audit,
+        )  # fmt: skip
+
+    def forget_weights(self) -> None:
+        """The server has lost its weights: the next sync must bring all of them."""
+        self._has_base = False
+
+    def _install(self, adapter: Adapter) -> dict[str, float]:
+        began = time.perf_counter()
+        with folder_of(adapter) as folder:
+            written = time.perf_counter()
+            held = self._workers.load_adapter(folder, audit=self._audit)
+        looked = max(one.seconds for one in held)
+        loaded = time.perf_counter() - looked
+        if errors := [one.error for one in held if one.error]:
+            raise RolloutError("the server cannot load the adapter", where=WHERE, why=errors[0],
+                               remedy="nothing is generated until a good sync; use rollout.lora=merged for this model")  # fmt: skip
+        if self._audit:
+            _audit(adapter.checksums(), held)
+        return {"transfer": written - began, "install": loaded - written, "audit": time.perf_counter() - loaded}
+
+
+def _audit(exported: Mapping[str, int], held: Sequence[Held]) -> None:
+    """Raises ``RolloutError`` that names tensors which some worker has otherwise, not at all, or beyond the export."""
+    wrong = dict.fromkeys(name for one in held for name in exported if one.sums.get(name) != exported[name])
+    wrong |= dict.fromkeys(name for one in held for name in (*one.sums, *one.wrong) if name not in exported)
+    if wrong:
+        raise RolloutError("the adapter that is served is not what was exported", where=WHERE,
+                           why=f"{len(wrong)} differ, of {len(exported)} tensors: {', '.join([*wrong][:5])}",
+                           remedy="nothing is generated until a good sync: sync again, or restart the rollout")  # fmt: skip

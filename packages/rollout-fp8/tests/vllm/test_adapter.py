@@ -1,0 +1,122 @@
+"""Adapters on vLLM: what a sync of the adapter alone serves is what the engine has, and what a merged sync serves."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import adapter_peers as peers
+import pytest
+
+from engine_api.errors import ConfigError, EngineError, RolloutError
+from engine_conformance.cases import Target
+from engine_conformance.cases._served import rollout_model
+from engine_conformance.ranks import get_pool
+
+pytestmark = [pytest.mark.distributed]
+
+
+@pytest.fixture(scope="module")
+def model(root: Path) -> str:
+    return str(rollout_model(Target(backend="vllm", root=root, rollout=True)))
+
+
+@pytest.fixture(scope="module")
+def said(model: str) -> dict[str, Any]:
+    """Of two servers for all tests of this module."""
+    (found,) = get_pool(1).run("adapter_peers:adapters", deadline=280, model=model)
+    return found
+
+
+def refused(error: EngineError | None, *words: str) -> None:
+    assert isinstance(error, RolloutError), error
+    assert error.remedy, error
+    assert all(word in str(error) for word in words), error
+
+
+def close(one: peers.Said) -> None:
+    assert [len(c.tokens) for c in one.drawn] == [len(row) for row in one.told]
+    for completion, told in zip(one.drawn, one.told, strict=True):
+        assert completion.log_probs == pytest.approx(told, abs=1e-5)
+
+
+def test_every_version_is_served_as_the_engine_and_as_a_merged_sync_have_it(said: dict[str, Any]) -> None:
+    first, second = said["versions"]
+    for one in (first, second, said["merged"]):
+        close(one)
+    assert [c.weight_versions[0] for c in (*first.greedy[:1], *second.greedy[:1])] == [1, 2]
+    assert peers.greedy_tokens([second]) == peers.greedy_tokens([said["merged"]])
+    assert [c.tokens for c in second.drawn] == [c.tokens for c in said["merged"].drawn]
+    for got, want in zip(second.greedy, said["merged"].greedy, strict=True):
+        assert got.log_probs == pytest.approx(want.log_probs, abs=1e-5)
+    assert [c.log_probs for c in first.greedy] != [c.log_probs for c in second.greedy]
+
+
+def test_the_second_sync_carries_the_adapter_alone(said: dict[str, Any]) -> None:
+    first, second = (one.sync for one in said["versions"])
+    merged = said["merged"].sync
+    assert second.num_tensors == 2 * 2 * len(peers.LORA.target_modules)  # A and B, two layers
+    assert first.num_tensors == merged.num_tensors + second.num_tensors
+    assert first.num_bytes == merged.num_bytes + second.num_bytes
+    assert 0 < second.num_bytes < merged.num_bytes / 4
+    assert all(
+        one.audited and {"gather", "transfer", "install", "audit"} <= one.seconds.keys() for one in (first, second)
+    )
+
+
+@pytest.mark.parametrize("kind", peers.BAD)
+def test_what_does_not_fit_is_named_and_nothing_is_generated(said: dict[str, Any], kind: str) -> None:
+    sync, generate = said["bad"][kind]
+    refused(sync, {"name": "gate_prj", "nan": "not finite"}.get(kind, kind), "layers.1.mlp.gate_p")
+    refused(generate, "last weight sync failed")
+
+
+def test_a_worker_that_holds_something_else_is_found_out(said: dict[str, Any]) -> None:
+    kept, silent, slot, mute = said["audit"]
+    refused(kept, "not what was exported", "layers.0.self_attn.o_proj.lora_A.weight")
+    refused(slot, "not what was exported", "model.layers.1.mlp.down_proj")
+    refused(silent, "last weight sync failed")
+    refused(mute, "last weight sync failed")
+
+
+def test_the_base_comes_again_after_sleep_and_not_for_a_bad_adapter(said: dict[str, Any]) -> None:
+    first, second = (one.sync for one in said["versions"])
+    again, (woken, after) = said["again"], said["woken"]
+    assert woken.sync.num_bytes == first.num_bytes
+    assert again.sync.num_bytes == after.sync.num_bytes == second.num_bytes
+    for one in (again, woken, after):
+        close(one)
+        assert peers.greedy_tokens([one]) == peers.greedy_tokens([said["merged"]])
+
+
+def test_merged_weights_are_refused_and_no_folder_is_left(said: dict[str, Any]) -> None:
+    refused(said["merged export"], "merged weights", "same lora")
+    assert said["folders"] == []
+
+
+def test_what_vllm_cannot_serve_is_refused_before_it_starts(model: str, root: Path) -> None:
+    experts = str(rollout_model(Target(backend="vllm", root=root, rollout=True), family="qwen3_moe", tied=False))
+    for folder, lora, field in ((experts, peers.LORA, "rollout.lora"),
+                                (model, replace(peers.LORA, rank=513), "engine.lora.rank"),
+                                (model, replace(peers.LORA, target_modules=("lm_head",)), "engine.lora.target_modules")):  # fmt: skip
+        (error,) = get_pool(1).run("vllm_peers:refused", deadline=120, model=folder, lora=lora)
+        assert isinstance(error, ConfigError), error
+        assert error.field == field
+
+
+def test_two_ranks_that_share_a_server(model: str, said: dict[str, Any]) -> None:
+    rows = get_pool(2).run("adapter_peers:on_ranks", deadline=280, model=model, tensor_parallel_size=2)
+    for one, _ in rows:
+        assert peers.greedy_tokens([one]) == peers.greedy_tokens(said["versions"][1:])
+        for completion, told in zip(one.drawn, one.told, strict=True):
+            assert completion.log_probs == pytest.approx(told, abs=1e-4)
+        assert one.sync.num_bytes == said["versions"][1].sync.num_bytes
+
+
+@pytest.mark.slow
+def test_workers_of_its_own_read_one_folder(model: str, said: dict[str, Any]) -> None:
+    ((one, _),) = get_pool(1).run("adapter_peers:on_ranks", deadline=280, model=model, executor="workers",
+                                  tensor_parallel_size=2)  # fmt: skip
+    assert peers.greedy_tokens([one]) == peers.greedy_tokens(said["versions"][1:])
+    assert one.sync.num_bytes == said["versions"][1].sync.num_bytes
