@@ -13,13 +13,13 @@ it shows is arithmetic and the order of collectives, nothing about a device. A r
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, Self
 
 import torch
-import torch._dynamo  # looks once through all of torch's functions, and must find its own
 import torch.distributed as dist
 from torch.overrides import TorchFunctionMode
 
@@ -38,17 +38,18 @@ class _Nothing:
         pass
 
     def __getattr__(self, name: str) -> Callable[..., None]:
-        return _nothing
+        return _silent()
 
-    def __enter__(self) -> _Nothing:
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *_: object) -> None:
         pass
 
 
-def _nothing(*_: Any, **__: Any) -> None:
-    return None
+def _silent() -> Callable[..., None]:
+    """A new function that does nothing: torch.compile's tables refuse one object under several of torch's names."""
+    return lambda *_, **__: None
 
 
 def _is_cuda(value: object) -> bool:
@@ -104,15 +105,15 @@ def _integer_splits(original: Callable[..., Any]) -> Callable[..., Any]:
 def _replacements() -> list[tuple[Any, str, Any]]:
     """(where, name, what stands there while the shim is in place)."""
     cuda = torch.cuda
-    unchanged: Callable[..., Any] = lambda x, *_, **__: x  # noqa: E731
     return [
         (cuda, "current_device", lambda: _CPU),
-        (cuda, "set_device", _nothing),
-        (cuda, "synchronize", _nothing),
-        (cuda, "empty_cache", _nothing),
-        (cuda, "manual_seed", torch.manual_seed),
+        (cuda, "set_device", _silent()),
+        (cuda, "synchronize", _silent()),
+        (cuda, "empty_cache", _silent()),
+        (cuda, "manual_seed", functools.partial(torch.manual_seed)),
         (cuda, "get_rng_state", lambda *_, **__: torch.get_rng_state()),
         (cuda, "set_rng_state", lambda state, *_, **__: torch.set_rng_state(state)),
+        (cuda.random, "get_rng_state", lambda *_, **__: torch.get_rng_state()),
         (cuda, "current_stream", lambda *_: _Nothing()),
         (cuda, "default_stream", lambda *_: _Nothing()),
         (cuda, "stream", lambda _: contextlib.nullcontext()),
@@ -120,9 +121,9 @@ def _replacements() -> list[tuple[Any, str, Any]]:
         (cuda, "Event", _Nothing),
         (cuda, "default_generators", _Generators()),
         (cuda, "_lazy_call", lambda call, **_: call()),
-        (cuda, "_lazy_init", _nothing),
-        (torch.Tensor, "cuda", unchanged),
-        (torch.nn.Module, "cuda", unchanged),
+        (cuda, "_lazy_init", _silent()),
+        (torch.Tensor, "cuda", lambda x, *_, **__: x),
+        (torch.nn.Module, "cuda", lambda x, *_: x),
         (torch.Tensor, "type", _typed(torch.Tensor.type)),
         (dist, "all_to_all_single", _integer_splits(dist.all_to_all_single)),
     ]

@@ -8,7 +8,6 @@ from datetime import timedelta
 from typing import Any, ClassVar
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from engine_api.base import BaseEngine
@@ -30,10 +29,9 @@ from engine_megatron.parallel import (
     DTYPES,
     ModelParallel,
     build_layout,
-    ensure_process_group,
     world_and_rank,
 )
-from engine_megatron.shape import Kind, read_hf_config, shape_of
+from engine_megatron.shape import Kind, read_hf_config, refuse_other_models, shape_of
 from engine_megatron.weights import Files, attach, check_layout, fill, weight_table
 
 
@@ -54,7 +52,9 @@ class MegatronEngine(BaseEngine):
     def _build(self) -> None:
         # All that can be refused from the configuration and the files' headers comes before any group.
         config, multiple = self.config, self.options.vocabulary_multiple
-        self.shape = shape_of(read_hf_config(config.model), self.kind)
+        hf_config = read_hf_config(config.model)
+        refuse_other_models(hf_config)
+        self.shape = shape_of(hf_config, self.kind)
         self.vocab_size = self.shape.vocab_size
         self.layout = build_layout(config.parallelism, *world_and_rank())
         self.topology = self.layout.topology
@@ -72,10 +72,9 @@ class MegatronEngine(BaseEngine):
             raise
 
     def _build_groups(self, timeout: timedelta) -> None:
-        self._owns_group = ensure_process_group(self.device_type, self.layout.world, timeout)
+        ModelParallel.join(self.layout, self.device_type, timeout)
         self.device = torch.device("cpu" if self.device_type == "cpu" else f"cuda:{torch.cuda.current_device()}")
         self.comm: Comm = TorchComm(timeout) if self.layout.world > 1 else SingleComm()
-        ModelParallel.join(self.layout, timeout)
 
     def _build_model(self, files: Files | None) -> None:
         config, options = self.config, self.options
@@ -201,10 +200,8 @@ class MegatronEngine(BaseEngine):
         self._close_groups()
 
     def _close_groups(self) -> None:
-        ModelParallel.leave()
         self.comm.close()
-        if self._owns_group and dist.is_initialized():
-            dist.destroy_process_group()
+        ModelParallel.leave()
 
 
 def _raise(error: Exception | None) -> None:

@@ -52,6 +52,7 @@ def transformer_config(shape: Shape, config: EngineConfig, options: MegatronOpti
         hidden_dropout=0.0, attention_dropout=0.0, params_dtype=dtype, bf16=dtype == torch.bfloat16,
         pipeline_dtype=dtype, tensor_model_parallel_size=layout.tensor, pipeline_model_parallel_size=layout.stages,
         sequence_parallel=options.sequence_parallel, variable_seq_lengths=layout.stages > 1,
+        moe_token_dispatcher_type="alltoall",  # the default refuses lengths that vary, experts or not
         use_cpu_initialization=on_cpu, perform_initialization=False,
         # The denominator is the caller's, applied once before backward: Megatron must not divide by ranks or micro-batches.
         calculate_per_token_loss=True,
@@ -70,23 +71,24 @@ def build_model(shape: Shape, config: TransformerConfig, options: MegatronOption
         share_embeddings_and_output_weights=shape.tied,
     )  # fmt: skip
     if layout.is_last and shape.kind == "value_model":
-        device = model.output_layer.weight.device
+        device = next(model.parameters()).device
         del model.output_layer
         model.score = nn.utils.skip_init(nn.Linear, shape.hidden, 1, bias=shape.value_bias, dtype=config.params_dtype,
                                          device=device)  # fmt: skip
     return model
 
 
-def _spec(shape: Shape, layout: Layout) -> TransformerBlockSubmodules:
+def _spec(shape: Shape, layout: Layout) -> Any:
     """The local layer spec with this package's norms and attention."""
-    layer = get_gpt_layer_local_spec(qk_layernorm=shape.qk_norm, normalization="RMSNorm")
+    layer: Any = get_gpt_layer_local_spec(qk_layernorm=shape.qk_norm, normalization="RMSNorm")
     parts = layer.submodules
     parts.input_layernorm = parts.pre_mlp_layernorm = Norm
     attention = parts.self_attention.submodules
     attention.core_attention = PackedAttention
     if shape.qk_norm:
         attention.q_layernorm = attention.k_layernorm = Norm
-    return TransformerBlockSubmodules(layer_specs=[layer] * (shape.layers // layout.stages), layer_norm=Norm)
+    block: Any = TransformerBlockSubmodules
+    return block(layer_specs=[layer] * (shape.layers // layout.stages), layer_norm=Norm)
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -154,7 +156,9 @@ class Forward:
         if self.model.config.sequence_parallel:
             # Every rank goes on with the same loss, so the gradient is its own slice.
             hidden = gather_from_sequence_parallel_region(hidden, tensor_parallel_output_grad=False)
-        return self.model.score(hidden[:, 0]).squeeze(-1).float()
+        head: nn.Module = self.model.get_submodule("score")
+        values: Tensor = head(hidden[:, 0])
+        return values.squeeze(-1).float()
 
     def _log_probs(self, hidden: Tensor, targets: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
         if self.model.config.sequence_parallel:

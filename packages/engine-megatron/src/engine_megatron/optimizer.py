@@ -55,7 +55,8 @@ class Trainer:
         self.shards: dict[nn.Parameter, Shard] = dict(self._shards())
 
     def _distributed(self, inner: torch.optim.Optimizer, settings: MegatronConfig) -> DistributedOptimizer:
-        made = DistributedOptimizer(
+        optimizer: Any = DistributedOptimizer  # its annotations forget None
+        made: DistributedOptimizer = optimizer(
             optimizer=inner, config=settings, grad_scaler=None, init_state_fn=None, model_chunks=[self.ddp],
             per_model_buffers={0: self.ddp.buffers}, data_parallel_group=data_group(), data_parallel_group_gloo=None,
             data_parallel_group_idx=0, distributed_optimizer_instance_id=0,
@@ -103,7 +104,7 @@ class Trainer:
 
     @property
     def inner(self) -> torch.optim.Optimizer:
-        """torch's own optimizer, over this rank's shards."""
+        """The optimizer of torch inside, over this rank's shards."""
         result: torch.optim.Optimizer = self.optimizer.optimizer
         return result
 

@@ -110,9 +110,10 @@ def ensure_process_group(device_type: str, world: int, timeout: timedelta) -> bo
 
 
 class ModelParallel:
-    """Megatron's groups. It keeps them in global variables, so engines that live at the same time share one layout."""
+    """The process groups. Megatron keeps its own in global variables, so engines that live together share one layout."""
 
     _users = 0
+    _owns_world = False  # whether the default group was made here, and goes with the last engine
     _sizes: tuple[int, int, int] | None = None
 
     @classmethod
@@ -130,11 +131,11 @@ class ModelParallel:
                               remedy="call megatron.core.parallel_state.destroy_model_parallel() first")  # fmt: skip
 
     @classmethod
-    def join(cls, layout: Layout, timeout: timedelta) -> None:
-        """Make the groups, or share those that are there; all ranks together."""
+    def join(cls, layout: Layout, device_type: str, timeout: timedelta) -> None:
+        """Make the groups, or share those that are there; all ranks together, after `check`."""
         from megatron.core import parallel_state
 
-        cls.check(layout)
+        cls._owns_world |= ensure_process_group(device_type, layout.world, timeout)
         if not cls._users:
             parallel_state.initialize_model_parallel(
                 tensor_model_parallel_size=layout.tensor, pipeline_model_parallel_size=layout.stages,
@@ -155,6 +156,9 @@ class ModelParallel:
             parallel_state.destroy_model_parallel()
             for group in groups:
                 dist.destroy_process_group(group)
+            if cls._owns_world:
+                dist.destroy_process_group()
+            cls._owns_world = False
 
 
 def tensor_group() -> Any:

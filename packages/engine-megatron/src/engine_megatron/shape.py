@@ -7,8 +7,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
+from engine_api.capabilities import Capability, unsupported
 from engine_api.config import ModelSource, near_matches
 from engine_api.errors import ConfigError
+from engine_megatron.plugin import PLUGIN
 
 Kind = Literal["language_model", "value_model"]
 FAMILIES = ("llama", "qwen2", "qwen3")
@@ -38,7 +40,7 @@ class Shape:
 
 
 def read_hf_config(source: ModelSource) -> Any:
-    """transformers' configuration object of ``source``, overrides applied; raises ``ConfigError``."""
+    """The configuration as transformers reads it, overrides applied; raises ``ConfigError``."""
     from transformers import AutoConfig
 
     if source.revision is not None or source.trust_remote_code:
@@ -60,11 +62,17 @@ def read_hf_config(source: ModelSource) -> Any:
             raise ConfigError(f"model.config_overrides.{key}", "the model's config has no such key",
                               remedy=near_matches(key, known))  # fmt: skip
         setattr(config, key, value)
-    _refuse(config, file)
     return config
 
 
-def _refuse(config: Any, file: Path) -> None:
+def refuse_other_models(config: Any) -> None:
+    """Raise ``ConfigError`` for a family without a mapping, and for what this engine would compute wrongly.
+
+    Raises ``UnsupportedCapability`` for a mixture of experts.
+    """
+    if getattr(config, "num_experts", None):
+        raise unsupported(Capability.MOE, PLUGIN.name, PLUGIN.capabilities)
+    file = Path(config.name_or_path) / "config.json"
     family = config.model_type
     if family not in FAMILIES:
         raise ConfigError("model.path", f"{file} is of type {family!r}", why="this engine has no mapping for it",
@@ -91,7 +99,7 @@ def _rope(config: Any) -> Mapping[str, Any]:
 
 
 def shape_of(config: Any, kind: Kind) -> Shape:
-    """The architecture of a configuration that `read_hf_config` let through."""
+    """The architecture of a configuration that `refuse_other_models` let through."""
     heads, family = config.num_attention_heads, config.model_type
     return Shape(
         family=family, kind=kind, vocab_size=config.vocab_size, hidden=config.hidden_size,

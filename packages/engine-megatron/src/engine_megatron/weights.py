@@ -147,6 +147,10 @@ def attach(table: Sequence[Weight], model: nn.Module, stage: int) -> None:
     for weight in table:
         if stage in weight.parameters:
             weight.param = params[weight.parameters[stage]]
+            # Megatron says so while it initializes, which it does not here; its norm would count one rank's part alone.
+            weight.param.tensor_model_parallel = weight.dim is not None  # type: ignore[attr-defined]
+            weight.param.partition_dim = weight.dim or 0  # type: ignore[attr-defined]
+            weight.param.partition_stride = 1  # type: ignore[attr-defined]
 
 
 class Files:
