@@ -31,6 +31,9 @@ from engine_megatron.shape import Shape
 from engine_megatron.weights import padded_vocabulary
 
 
+_DISPATCHER = "alltoall"  # Megatron's default refuses lengths that vary, whether there are experts or not
+
+
 class PackedGPT(GPTModel):
     """A GPT model whose last stage gives normalized hidden states: heads are this engine's own."""
 
@@ -52,7 +55,7 @@ def transformer_config(shape: Shape, config: EngineConfig, options: MegatronOpti
         hidden_dropout=0.0, attention_dropout=0.0, params_dtype=dtype, bf16=dtype == torch.bfloat16,
         pipeline_dtype=dtype, tensor_model_parallel_size=layout.tensor, pipeline_model_parallel_size=layout.stages,
         sequence_parallel=options.sequence_parallel, variable_seq_lengths=layout.stages > 1,
-        moe_token_dispatcher_type="alltoall",  # the default refuses lengths that vary, experts or not
+        moe_token_dispatcher_type=_DISPATCHER,
         use_cpu_initialization=on_cpu, perform_initialization=False,
         # The denominator is the caller's, applied once before backward: Megatron must not divide by ranks or micro-batches.
         calculate_per_token_loss=True,

@@ -14,7 +14,7 @@ _DEVICES = ("cuda", "cpu")
 
 # Seen to work, newest first. Megatron-core moves functions between minor releases.
 TESTED_VERSIONS = ("0.16.1",)
-_INSTALL = "pip install 'engine-megatron[megatron]'"
+_INSTALL = "pip install 'engine-megatron[core]'"
 
 
 def probe(device: str) -> ProbeResult:
