@@ -16,6 +16,7 @@ from megatron.core.tensor_parallel.mappings import (
     copy_to_tensor_model_parallel_region,
     gather_from_sequence_parallel_region,
 )
+from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor, nn
@@ -30,7 +31,7 @@ from engine_megatron.parallel import DTYPES, Layout, tensor_group
 from engine_megatron.shape import Shape
 from engine_megatron.weights import padded_vocabulary
 
-
+_GENERATOR = "model-parallel-rng"  # Megatron's name
 _DISPATCHER = "alltoall"  # Megatron's default refuses lengths that vary, whether there are experts or not
 
 
@@ -66,6 +67,8 @@ def transformer_config(shape: Shape, config: EngineConfig, options: MegatronOpti
 
 def build_model(shape: Shape, config: TransformerConfig, options: MegatronOptions, layout: Layout) -> PackedGPT:
     """This rank's stage, its weights not yet filled."""
+    if options.sequence_parallel:
+        _add_generator()
     model = PackedGPT(
         config=config, transformer_layer_spec=_spec(shape, layout),
         vocab_size=padded_vocabulary(shape, layout, options.vocabulary_multiple),
@@ -79,6 +82,13 @@ def build_model(shape: Shape, config: TransformerConfig, options: MegatronOption
         model.score = nn.utils.skip_init(nn.Linear, shape.hidden, 1, bias=shape.value_bias, dtype=config.params_dtype,
                                          device=device)  # fmt: skip
     return model
+
+
+def _add_generator() -> None:
+    """The generator that Megatron switches to inside of sequence-parallel layers; without dropout nothing is drawn."""
+    tracker = get_cuda_rng_tracker()
+    if _GENERATOR not in tracker.get_states():
+        tracker.add(_GENERATOR, seed=0)
 
 
 def _spec(shape: Shape, layout: Layout) -> Any:
