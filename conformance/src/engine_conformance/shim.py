@@ -37,6 +37,9 @@ class _Nothing:
     def __init__(self, *_: Any, **__: Any) -> None:
         pass
 
+    def record_event(self, *_: Any) -> Self:
+        return self
+
     def __getattr__(self, name: str) -> Callable[..., None]:
         return _silent()
 

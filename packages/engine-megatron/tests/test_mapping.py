@@ -22,7 +22,9 @@ SHAPE = Shape(family="qwen2", kind="language_model", vocab_size=37, hidden=24, i
 
 
 def shape_of(family: str, **changes: Any) -> Shape:
-    return replace(SHAPE, family=family, qkv_bias=family == "qwen2", qk_norm=family == "qwen3", **changes)
+    experts = {"experts": 3, "top_k": 2, "expert_intermediate": 8} if family == "qwen3_moe" else {}
+    qk_norm = family in ("qwen3", "qwen3_moe")
+    return replace(SHAPE, family=family, qkv_bias=family == "qwen2", qk_norm=qk_norm, **experts | changes)
 
 
 def layouts(tensor: int, data: int, stages: int) -> list[Layout]:
@@ -105,7 +107,7 @@ def test_a_hole_in_the_mapping_is_found() -> None:
 
 @pytest.mark.parametrize(("changes", "sizes", "field"), [
     ({"heads": 6, "kv_heads": 3}, (2, 1, 1), "parallelism.tp"), ({"intermediate": 21}, (2, 1, 1), "parallelism.tp"),
-    ({"layers": 3}, (1, 1, 2), "parallelism.pp"), ({"vocab_size": 3}, (4, 1, 1), "options.vocabulary_multiple"),
+    ({"layers": 3}, (1, 1, 2), "parallelism.pp"), ({"experts": 4}, (2, 1, 1), "parallelism.tp"), ({"vocab_size": 3}, (4, 1, 1), "options.vocabulary_multiple"),
 ])  # fmt: skip
 def test_a_layout_that_does_not_divide_is_refused(changes: Any, sizes: tuple[int, int, int], field: str) -> None:
     with pytest.raises(ConfigError) as caught:

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import importlib.metadata
 import importlib.util
+import json
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM
 
 from engine_api import Batch, EngineConfig, EngineRegistry, ModelSource, OptimizerConfig, Parallelism, sft_loss
 from engine_api.devices import SIMULATED_CUDA
@@ -139,6 +142,22 @@ def test_a_random_model_is_the_same_each_time(tmp_path: Path, kind: str) -> None
     assert float(exports[0]["model.embed_tokens.weight"].std()) > 0
 
 
+@pytest.mark.parametrize("norm_topk_prob", [True, False])
+def test_experts_go_in_and_out_and_answer_as_transformers_does(tmp_path: Path, norm_topk_prob: bool) -> None:
+    folder = write_checkpoint(tmp_path / "model", TinyModel(family="qwen3_moe", norm_topk_prob=norm_topk_prob))
+    engine = create(Path(folder))
+    engine.initialize()
+    saved = load_file(folder / "model.safetensors")
+    exported = {name: tensor.clone() for name, tensor in engine.get_per_tensor_param()}
+    assert set(saved) == set(exported)
+    assert all(torch.equal(saved[name], exported[name]) for name in saved)
+    got = engine.infer_batch(BATCH).log_probs
+    log_p = AutoModelForCausalLM.from_pretrained(folder)(input_ids=BATCH.input_ids[None]).logits[0].log_softmax(-1)
+    want = torch.cat([torch.zeros(1), log_p[:-1].gather(1, BATCH.input_ids[1:, None])[:, 0]])
+    torch.testing.assert_close(got, want.detach(), atol=2e-5, rtol=1e-5)
+    engine.close()
+
+
 def refusal(folder: Path, **config: Any) -> EngineError:
     with pytest.raises(EngineError) as caught:
         create(folder, **config).initialize()
@@ -151,8 +170,12 @@ def test_what_is_refused_before_any_group_is_built(tmp_path: Path, folder: Path)
     assert isinstance(refusal(folder, parallelism=Parallelism(pp=2)), ConfigError)
     assert isinstance(refusal(folder, options={"sequence_parallel": True}), ConfigError)
     assert isinstance(refusal(tmp_path / "nowhere"), ConfigError)
-    experts = write_checkpoint(tmp_path / "moe", TinyModel(family="qwen3_moe"))
-    assert isinstance(refusal(Path(experts)), UnsupportedCapability)
+    assert isinstance(refusal(folder, parallelism=Parallelism(ep=2)), UnsupportedCapability)
+    for changes in ({"hidden_act": "gelu"}, {"model_type": "gemma2"}, {"attention_bias": True}):
+        config = json.loads((folder / "config.json").read_text())
+        (folder / "config.json").write_text(json.dumps(config | changes))
+        assert isinstance(refusal(folder), ConfigError)
+        (folder / "config.json").write_text(json.dumps(config))
 
 
 def test_files_that_do_not_belong(folder: Path) -> None:

@@ -8,7 +8,7 @@ is, in a parameter's first dimension, a range of slots in each of several equal 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 import torch
@@ -59,11 +59,21 @@ _MLP = (
     Rule(parameter="mlp.linear_fc2.weight", saved=("mlp.down_proj.weight",), split="columns"),
 )  # fmt: skip
 
+_ROUTER = Rule(parameter="mlp.router.weight", saved=("mlp.gate.weight",))
+# A layer has these once an expert, N being its number.
+_EXPERT = (
+    Rule(parameter="mlp.experts.local_experts.N.linear_fc1.weight",
+         saved=("mlp.experts.N.gate_proj.weight", "mlp.experts.N.up_proj.weight"), layout="halves", split="rows"),
+    Rule(parameter="mlp.experts.local_experts.N.linear_fc2.weight", saved=("mlp.experts.N.down_proj.weight",),
+         split="columns"),
+)  # fmt: skip
+
 # What a layer of each family is made of.
 LAYERS: dict[str, tuple[Rule, ...]] = {
     "llama": (*_NORMS, *_ATTENTION, *_MLP),
     "qwen2": (*_NORMS, *_ATTENTION, *_QKV_BIAS, *_MLP),
     "qwen3": (*_NORMS, *_ATTENTION, *_QK_NORM, *_MLP),
+    "qwen3_moe": (*_NORMS, *_ATTENTION, *_QK_NORM, _ROUTER, *_EXPERT),
 }
 
 EMBEDDING = Rule(parameter="embedding.word_embeddings.weight", saved=("model.embed_tokens.weight",), split="rows")
@@ -128,17 +138,31 @@ def saved_shape(name: str, shape: Shape) -> tuple[int, ...]:
         "k_norm": (shape.head_dim,),
     }  # fmt: skip
     module, kind = name.split(".")[-2:]
+    if ".experts." in name:
+        width = shape.expert_intermediate
+        return (hidden, width) if module == "down_proj" else (width, hidden)
+    if name.endswith("mlp.gate.weight"):
+        return (shape.experts, hidden)
     whole = weights.get(module, (hidden,))  # the other norms
     return whole[:1] if kind == "bias" else whole
+
+
+def _layer_rules(shape: Shape) -> Iterator[Rule]:
+    """The rules of one layer, those of experts for each of them in turn."""
+    yield from (rule for rule in LAYERS[shape.family] if rule not in _EXPERT)
+    for expert in range(shape.experts):
+        for rule in _EXPERT:
+            saved = tuple(name.replace(".N.", f".{expert}.") for name in rule.saved)
+            yield replace(rule, parameter=rule.parameter.replace(".N.", f".{expert}."), saved=saved)
 
 
 def rules_of(shape: Shape) -> Iterator[tuple[int | None, Rule]]:
     """(layer or None, rule with whole names of saved tensors), in the model's order; a tied head is the embedding."""
     yield None, EMBEDDING
     for layer in range(shape.layers):
-        for rule in LAYERS[shape.family]:
+        for rule in _layer_rules(shape):
             saved = tuple(f"model.layers.{layer}.{name}" for name in rule.saved)
-            yield layer, Rule(parameter=rule.parameter, saved=saved, layout=rule.layout, split=rule.split)
+            yield layer, replace(rule, saved=saved)
     yield None, LAST_NORM
     if shape.kind == "value_model":
         yield None, SCORE

@@ -17,6 +17,7 @@ from megatron.core.tensor_parallel.mappings import (
     gather_from_sequence_parallel_region,
 )
 from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
+from megatron.core.transformer.moe import moe_utils
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor, nn
@@ -31,6 +32,8 @@ from engine_megatron.parallel import DTYPES, Layout, tensor_group
 from engine_megatron.shape import Shape
 from engine_megatron.weights import padded_vocabulary
 
+if not hasattr(moe_utils, "te_general_gemm"):
+    moe_utils.te_general_gemm = None  # without Transformer Engine the name is undefined, though the code asks for None
 _GENERATOR = "model-parallel-rng"  # Megatron's name
 _DISPATCHER = "alltoall"  # Megatron's default refuses lengths that vary, whether there are experts or not
 
@@ -44,9 +47,9 @@ class PackedGPT(GPTModel):
 
 def transformer_config(shape: Shape, config: EngineConfig, options: MegatronOptions, layout: Layout, *, on_cpu: bool) -> TransformerConfig:  # fmt: skip
     """Megatron's configuration. Nothing fused: the local spec has no kernels; sums, never means."""
-    recompute: dict[str, Any] = {}
+    extra: dict[str, Any] = _experts(shape)
     if config.memory.recompute == "full":
-        recompute = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
+        extra |= {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
     dtype = DTYPES[config.precision.compute]
     return TransformerConfig(
         num_layers=shape.layers, hidden_size=shape.hidden, ffn_hidden_size=shape.intermediate,
@@ -61,8 +64,17 @@ def transformer_config(shape: Shape, config: EngineConfig, options: MegatronOpti
         # The denominator is the caller's, applied once before backward: Megatron must not divide by ranks or micro-batches.
         calculate_per_token_loss=True,
         bias_activation_fusion=False, bias_dropout_fusion=False, apply_rope_fusion=False, masked_softmax_fusion=False,
-        gradient_accumulation_fusion=False, persist_layer_norm=False, **recompute,
+        gradient_accumulation_fusion=False, persist_layer_norm=False, **extra,
     )  # fmt: skip
+
+
+def _experts(shape: Shape) -> dict[str, Any]:
+    """Router and experts: no balancing loss, no capacity. Without renormalization the softmax is over all experts."""
+    if not shape.experts:
+        return {}
+    return {"num_moe_experts": shape.experts, "moe_router_topk": shape.top_k, "moe_router_dtype": "fp32",
+            "moe_ffn_hidden_size": shape.expert_intermediate, "moe_router_load_balancing_type": "none",
+            "moe_aux_loss_coeff": 0.0, "moe_router_pre_softmax": not shape.norm_topk_prob}  # fmt: skip
 
 
 def build_model(shape: Shape, config: TransformerConfig, options: MegatronOptions, layout: Layout) -> PackedGPT:
@@ -86,14 +98,15 @@ def build_model(shape: Shape, config: TransformerConfig, options: MegatronOption
 
 def _add_generator() -> None:
     """The generator that Megatron switches to inside of sequence-parallel layers; without dropout nothing is drawn."""
-    tracker = get_cuda_rng_tracker()
+    tracker: Any = get_cuda_rng_tracker()
     if _GENERATOR not in tracker.get_states():
         tracker.add(_GENERATOR, seed=0)
 
 
 def _spec(shape: Shape, layout: Layout) -> Any:
     """The local layer spec with this package's norms and attention."""
-    layer: Any = get_gpt_layer_local_spec(qk_layernorm=shape.qk_norm, normalization="RMSNorm")
+    layer: Any = get_gpt_layer_local_spec(num_experts=shape.experts or None, moe_grouped_gemm=False,
+                                          qk_layernorm=shape.qk_norm, normalization="RMSNorm")  # fmt: skip
     parts = layer.submodules
     parts.input_layernorm = parts.pre_mlp_layernorm = Norm
     attention = parts.self_attention.submodules

@@ -7,18 +7,16 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from engine_api.capabilities import Capability, unsupported
 from engine_api.config import ModelSource, near_matches
 from engine_api.errors import ConfigError
-from engine_megatron.plugin import PLUGIN
 
 Kind = Literal["language_model", "value_model"]
-FAMILIES = ("llama", "qwen2", "qwen3")
+FAMILIES = ("llama", "qwen2", "qwen3", "qwen3_moe")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Shape:
-    """What the mapping and the model need to know."""
+    """What the mapping and the model need to know; ``experts`` is 0 for a dense model."""
 
     family: str
     kind: Kind
@@ -37,6 +35,10 @@ class Shape:
     qk_norm: bool
     value_bias: bool
     max_positions: int
+    experts: int = 0
+    top_k: int = 0
+    expert_intermediate: int = 0
+    norm_topk_prob: bool = False
 
 
 def read_hf_config(source: ModelSource) -> Any:
@@ -66,12 +68,7 @@ def read_hf_config(source: ModelSource) -> Any:
 
 
 def refuse_other_models(config: Any) -> None:
-    """Raise ``ConfigError`` for a family without a mapping, and for what this engine would compute wrongly.
-
-    Raises ``UnsupportedCapability`` for a mixture of experts.
-    """
-    if getattr(config, "num_experts", None):
-        raise unsupported(Capability.MOE, PLUGIN.name, PLUGIN.capabilities)
+    """Raise ``ConfigError`` for a family without a mapping, and for what this engine would compute wrongly."""
     file = Path(config.name_or_path) / "config.json"
     family = config.model_type
     if family not in FAMILIES:
@@ -87,6 +84,8 @@ def refuse_other_models(config: Any) -> None:
         "quantized weights": getattr(config, "quantization_config", None),
         "a bias on the output projection": family != "qwen2" and getattr(config, "attention_bias", False),
         "a bias in the MLP": getattr(config, "mlp_bias", False),
+        "dense layers among layers of experts": getattr(config, "mlp_only_layers", None)
+        or getattr(config, "decoder_sparse_step", 1) != 1,
     }
     if found := [name for name, there in wrong.items() if there]:
         raise ConfigError("model.path", f"{file} asks for {', '.join(found)}",
@@ -108,6 +107,13 @@ def shape_of(config: Any, kind: Kind) -> Shape:
         head_dim=getattr(config, "head_dim", None) or config.hidden_size // heads, eps=float(config.rms_norm_eps),
         rope_base=float(_rope(config).get("rope_theta", 10000.0)), std=float(config.initializer_range),
         tied=bool(config.tie_word_embeddings) and kind == "language_model", qkv_bias=family == "qwen2",
-        qk_norm=family == "qwen3", value_bias=bool(getattr(config, "token_classification_bias", True)),
-        max_positions=int(config.max_position_embeddings),
+        qk_norm=family in ("qwen3", "qwen3_moe"), value_bias=bool(getattr(config, "token_classification_bias", True)),
+        max_positions=int(config.max_position_embeddings), **_experts(config),
     )  # fmt: skip
+
+
+def _experts(config: Any) -> dict[str, Any]:
+    if config.model_type != "qwen3_moe":
+        return {}
+    return {"experts": config.num_experts, "top_k": config.num_experts_per_tok,
+            "expert_intermediate": config.moe_intermediate_size, "norm_topk_prob": bool(config.norm_topk_prob)}  # fmt: skip

@@ -79,6 +79,9 @@ class Weight:
 
 def check_layout(shape: Shape, layout: Layout, multiple: int) -> None:
     """Raise ``ConfigError`` where the model cannot be divided evenly; the vocabulary is padded."""
+    if shape.experts and layout.tensor > 1:
+        raise ConfigError("parallelism.tp", f"{layout.tensor}, but the model has experts",
+                          why="splitting them is not written yet", remedy="set it to 1: pp and dp_shard spread the model")  # fmt: skip
     rows = padded_vocabulary(shape, layout, multiple) // layout.tensor
     if rows * (layout.tensor - 1) >= shape.vocab_size:
         raise ConfigError("options.vocabulary_multiple", f"{multiple} x tp {layout.tensor} leaves a rank nothing but padding",
