@@ -17,6 +17,8 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, Literal
 
+from engine_api.devices import cuda_is_simulated
+
 __all__ = ["BACKENDS", "Job", "Reply", "WorkerSpec", "main"]
 
 # On an accelerator gloo is there as well, for tensors that an engine keeps on the host.
@@ -94,6 +96,10 @@ def _join(spec: WorkerSpec) -> None:
     import torch.distributed as dist
 
     torch.set_num_threads(1)
+    if spec.device == "cpu" and cuda_is_simulated():
+        from engine_conformance import shim
+
+        shim.install()  # before any engine is imported
     file = str(Path(spec.folder) / "rendezvous")
     store = dist.FileStore(file, spec.world)  # pyright: ignore[reportPrivateImportUsage]
     device = None

@@ -9,6 +9,7 @@ import argparse
 import importlib.util
 import json
 import math
+import os
 import sys
 import tempfile
 from collections.abc import Sequence
@@ -18,6 +19,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from engine_api.config import Parallelism
+from engine_api.devices import SIMULATED_CUDA
 from engine_api.errors import ConfigError
 from engine_conformance.errors import CannotRun, UsageError
 from engine_conformance.explain import explain_case, list_cases
@@ -90,18 +92,27 @@ def _add_run(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--patience", type=float, default=1.0, help="deadlines are this many times as long")
     parser.add_argument("--limit", type=float, default=math.inf, help="start no case after this many seconds")
     parser.add_argument("--plugin", help="module:ATTR of a descriptor that is not installed")
+    parser.add_argument(
+        "--shim", action="store_true", help="simulate CUDA on the CPU, for an engine that knows only CUDA"
+    )
     parser.add_argument("--quiet", action="store_true", help="one line only for what did not pass")
     parser.set_defaults(command=_run)
 
 
 def _run(options: argparse.Namespace, given: Sequence[str]) -> int:
+    if options.shim and options.device != "cpu":
+        raise UsageError(f"--shim simulates CUDA on the CPU; the device is {options.device}")
     with tempfile.TemporaryDirectory(prefix="conformance-site-") as site:
+        if options.shim:  # for the probe here and in the child that asks it first, and for the ranks
+            os.environ[SIMULATED_CUDA] = "1"
         if options.plugin:
             offer(options.plugin, Path(site))
         try:
             return _run_offered(options, given)
         finally:
             sys.path[:] = [entry for entry in sys.path if entry != site]
+            if options.shim:
+                del os.environ[SIMULATED_CUDA]
 
 
 def _run_offered(options: argparse.Namespace, given: Sequence[str]) -> int:

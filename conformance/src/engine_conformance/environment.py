@@ -11,11 +11,12 @@ from functools import cache
 from pathlib import Path
 
 import engine_conformance
-from engine_api.devices import cuda_devices
+from engine_api.devices import cuda_devices, cuda_is_simulated
 from engine_api.plugin import CONTRACT
 
-__all__ = ["devices_of", "environment", "suite"]
+__all__ = ["SHIMMED", "devices_of", "environment", "suite"]
 
+SHIMMED = "cpu (shimmed)"  # how a report names a CPU that answered in CUDA's place
 _VERSIONS = ("torch", "transformers", "numpy", "safetensors", "engine-api", "engine-conformance")
 
 
@@ -36,6 +37,8 @@ def environment(*distributions: str) -> dict[str, str]:
     facts["cpu"] = f"{_cpu()}, {os.cpu_count()} cores"
     if devices := cuda_devices():
         facts["accelerator"] = f"{devices} x {_cuda_name()}"
+    if cuda_is_simulated():
+        facts["accelerator"] = SHIMMED
     for name in dict.fromkeys((*_VERSIONS, *distributions)):
         try:
             facts[name] = importlib.metadata.version(name)

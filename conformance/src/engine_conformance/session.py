@@ -11,6 +11,7 @@ from pathlib import Path
 
 import torch
 
+from engine_api.devices import cuda_is_simulated
 from engine_api.registry import Resolution
 from engine_conformance.cases import run_case
 from engine_conformance.deviations import Deviation, with_deviations
@@ -94,7 +95,7 @@ def repeat_command(item: Item, selection: Selection) -> str:
     given = {"--profile": item.case.profile if item.case.profile != "engine" else None, "--parallelism": layout,
              "--partner": selection.partner, "--plugin": selection.plugin}  # fmt: skip
     parts += [word for option, value in given.items() if value for word in (option, value)]
-    return shlex.join(parts)
+    return shlex.join([*parts, "--shim"] if cuda_is_simulated() else parts)
 
 
 def _distribution(chosen: Resolution) -> tuple[str, ...]:

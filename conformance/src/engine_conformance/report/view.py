@@ -6,6 +6,7 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
+from engine_conformance.environment import SHIMMED
 from engine_conformance.report.document import counts
 from engine_conformance.results import BAD, Row, Run, Setting
 from engine_conformance.verdict import Judgement, Verdict, untested
@@ -152,12 +153,14 @@ def facts(run: Run, digest: str) -> Sequence[tuple[str, str]]:
     """What was tested, with what, when and where: a name and a text each."""
     suite = run.suite
     settings = [row.setting for row in run.rows]
+    shimmed = run.environment.get("accelerator") == SHIMMED
+    devices = [SHIMMED if shimmed and one.device == "cpu" else one.device for one in settings]
     return [
         ("Distribution", run.distribution),
         ("Contract", run.contract),
         ("Suite", f"{suite['version']} (contract {suite['contract']}), SHA-256 {suite['digest']}"),
         ("Declared capabilities", ", ".join(run.declared) or "none"),
-        ("Devices", ", ".join(dict.fromkeys(one.device for one in settings))),
+        ("Devices", ", ".join(dict.fromkeys(devices))),
         ("Numbers of ranks", ", ".join(str(world) for world in sorted({one.world for one in settings}))),
         ("Precisions", ", ".join(dict.fromkeys(one.dtype for one in settings))),
         ("Started", run.started),

@@ -9,6 +9,15 @@ from functools import cache
 
 from engine_api.plugin import ProbeResult
 
+# Set where the CPU answers in CUDA's place, so that an engine that knows only CUDA can be tested. The conformance suite's
+# shim sets it for its ranks; nothing else should.
+SIMULATED_CUDA = "ENGINE_SIMULATED_CUDA"
+
+
+def cuda_is_simulated() -> bool:
+    """Whether ``torch.cuda`` is, or will be, answered by the CPU in this process."""
+    return bool(os.environ.get(SIMULATED_CUDA))
+
 
 @cache
 def cuda_devices() -> int:

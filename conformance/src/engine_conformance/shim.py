@@ -1,0 +1,163 @@
+"""CUDA simulated by the CPU, so that an engine that knows only CUDA can be tested without a device.
+
+It answers what Megatron-core 0.16.1 asks of ``torch.cuda`` on the way of a step: the current device is the CPU,
+streams and synchronization do nothing, ``device="cuda"`` makes a CPU tensor, and a CPU tensor that Megatron asks for
+its type says that it is of CUDA. It changes the whole process and is a fixture of tests, never part of an engine; what
+it shows is arithmetic and the order of collectives, nothing about a device. A report made with it says
+``cpu (shimmed)``.
+"""
+
+# The replaced functions are torch's own and take what they are given.
+# pyright: reportUnknownMemberType=false, reportAttributeAccessIssue=false
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import os
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, Self
+
+import torch
+import torch.distributed as dist
+from torch.overrides import TorchFunctionMode
+
+from engine_api.devices import SIMULATED_CUDA
+
+__all__ = ["install", "shimmed"]
+
+_CPU = torch.device("cpu")
+_CALLERS = "megatron"  # only its code is told that CPU tensors are of CUDA
+
+
+class _Nothing:
+    """A stream or an event of a device that has none."""
+
+    def __init__(self, *_: Any, **__: Any) -> None:
+        pass
+
+    def record_event(self, *_: Any) -> Self:
+        return self
+
+    def __getattr__(self, name: str) -> Callable[..., None]:
+        return _silent()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        pass
+
+
+def _silent() -> Callable[..., None]:
+    """A new function that does nothing: torch.compile's tables refuse one object under several of torch's names."""
+    return lambda *_, **__: None
+
+
+def _is_cuda(value: object) -> bool:
+    return (isinstance(value, str) and value.partition(":")[0] == "cuda") or (
+        isinstance(value, torch.device) and value.type == "cuda"
+    )
+
+
+class _OnCPU(TorchFunctionMode):
+    """``device="cuda"`` means the CPU."""
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        given = dict(kwargs or {})
+        if _is_cuda(given.get("device")):
+            given["device"] = _CPU
+        if given.get("pin_memory"):
+            given["pin_memory"] = False
+        return func(*(_CPU if _is_cuda(value) else value for value in args), **given)
+
+
+class _Generators:
+    """One generator for every device."""
+
+    def __getitem__(self, _: int) -> torch.Generator:
+        return torch.default_generator
+
+
+def _typed(original: Callable[..., Any]) -> Callable[..., Any]:
+    def type_of(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        answer = original(tensor, *args, **kwargs)
+        caller = sys._getframe(1).f_globals.get("__name__", "")  # noqa: SLF001 - who asks decides the answer
+        asks = not args and not kwargs and caller.partition(".")[0] == _CALLERS
+        return answer.replace("torch.", "torch.cuda.", 1) if asks and ".cuda." not in answer else answer
+
+    return type_of
+
+
+def _integer_splits(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Gloo takes sizes of splits as integers; Megatron gives tensors, which only NCCL's binding accepts."""
+
+    def sizes(value: Any) -> list[int] | None:
+        return None if value is None else [int(size) for size in value]
+
+    def all_to_all_single(output: Any, input: Any, output_split_sizes: Any = None, input_split_sizes: Any = None,  # noqa: A002
+                          **kwargs: Any) -> Any:  # fmt: skip
+        return original(output, input, sizes(output_split_sizes), sizes(input_split_sizes), **kwargs)
+
+    return all_to_all_single
+
+
+def _replacements() -> list[tuple[Any, str, Any]]:
+    """(where, name, what stands there while the shim is in place)."""
+    cuda = torch.cuda
+    return [
+        (cuda, "current_device", lambda: _CPU),
+        (cuda, "set_device", _silent()),
+        (cuda, "synchronize", _silent()),
+        (cuda, "empty_cache", _silent()),
+        (cuda, "manual_seed", functools.partial(torch.manual_seed)),
+        (cuda, "get_rng_state", lambda *_, **__: torch.get_rng_state()),
+        (cuda, "set_rng_state", lambda state, *_, **__: torch.set_rng_state(state)),
+        (cuda.random, "get_rng_state", lambda *_, **__: torch.get_rng_state()),
+        (cuda, "current_stream", lambda *_: _Nothing()),
+        (cuda, "default_stream", lambda *_: _Nothing()),
+        (cuda, "stream", lambda _: contextlib.nullcontext()),
+        (cuda, "Stream", _Nothing),
+        (cuda, "Event", _Nothing),
+        (cuda, "default_generators", _Generators()),
+        (cuda, "_lazy_call", lambda call, **_: call()),
+        (cuda, "_lazy_init", _silent()),
+        (torch.Tensor, "cuda", lambda x, *_, **__: x),
+        (torch.nn.Module, "cuda", lambda x, *_: x),
+        (torch.Tensor, "type", _typed(torch.Tensor.type)),
+        (dist, "all_to_all_single", _integer_splits(dist.all_to_all_single)),
+    ]
+
+
+@contextlib.contextmanager
+def shimmed() -> Iterator[None]:
+    """CUDA is simulated inside; for a test in one process. What was imported inside keeps what it took from torch."""
+    with contextlib.ExitStack() as stack:
+        for where, name, value in _replacements():
+            stack.callback(setattr, where, name, getattr(where, name))
+            setattr(where, name, value)
+        before = os.environ.get(SIMULATED_CUDA)
+        os.environ[SIMULATED_CUDA] = "1"
+        stack.callback(_restore, before)
+        stack.enter_context(_OnCPU())
+        yield
+
+
+def _restore(before: str | None) -> None:
+    if before is None:
+        del os.environ[SIMULATED_CUDA]
+    else:
+        os.environ[SIMULATED_CUDA] = before
+
+
+def install() -> None:
+    """Simulate CUDA for the rest of this process, before an engine is imported."""
+    context = shimmed()
+    _installed.append(context)  # an abandoned context would undo itself
+    context.__enter__()
+
+
+_installed: list[contextlib.AbstractContextManager[None]] = []

@@ -1,0 +1,84 @@
+"""The training state as boxes under canonical keys: ``model.<Hugging Face name>``, ``optim.<name>.<field>``."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from engine_api.manifest import Entry
+from engine_api.optimizers import check_fields
+from engine_api.weights import ShardSpec
+from engine_megatron.optimizer import Trainer
+from engine_megatron.weights import Weight
+
+State = dict[str, tuple[Tensor, ShardSpec]]
+BoxLayout = dict[str, tuple[ShardSpec, torch.dtype]]
+
+
+def state_of(table: Sequence[Weight], trainer: Trainer | None) -> State:
+    """This rank's boxes. All ranks together: moments lie in flat ranges and are gathered, one rank keeps each."""
+    state: State = {f"model.{weight.name}": (weight.local, weight.box) for weight in table}
+    if trainer is None:
+        return state
+    by_param = _by_parameter(table)
+    for param, field, value in trainer.whole_state():
+        for weight in by_param[param]:
+            spec = weight.box if value.dim() else ShardSpec.whole((), replica=_scalar_replica(weight))
+            if spec.replica == 0 and not spec.is_empty:
+                part = weight.part_of(value) if value.dim() else value
+                state[f"optim.{weight.name}.{field}"] = (part, spec)
+    return state
+
+
+def _scalar_replica(weight: Weight) -> int:
+    """A step count is written once: by the first writer of the weight's first box."""
+    return weight.box.replica if not any(weight.box.offset) else 1
+
+
+def _by_parameter(table: Sequence[Weight]) -> dict[Any, list[Weight]]:
+    result: dict[Any, list[Weight]] = {}
+    for weight in (weight for weight in table if weight.param is not None):
+        result.setdefault(weight.held, []).append(weight)
+    return result
+
+
+def layout_of(table: Sequence[Weight], trainer: Trainer | None, entries: Mapping[str, Entry]) -> BoxLayout:
+    """Which boxes this rank needs of a checkpoint; raises ``CheckpointMismatch`` for another optimizer's state."""
+    wanted: BoxLayout = {f"model.{weight.name}": (weight.box, weight.dtype) for weight in table}
+    if trainer is None:
+        return wanted
+    check_fields(trainer.inner, entries)
+    weights = {weight.name: weight for weight in table}
+    for key, saved in entries.items():
+        name, _, _ = key.removeprefix("optim.").rpartition(".")
+        if key.startswith("optim.") and name in weights:
+            wanted[key] = (weights[name].box if saved.shape else ShardSpec.whole(()), getattr(torch, saved.dtype))
+    return wanted
+
+
+def install(table: Sequence[Weight], trainer: Trainer | None, tensors: Mapping[str, Tensor]) -> None:
+    """Copy loaded boxes into the live weights, and replace the optimizer's state."""
+    for weight in (weight for weight in table if weight.param is not None):
+        weight.cut.write(weight.held.detach(), tensors[f"model.{weight.name}"])
+    if trainer is not None:
+        trainer.install(_whole_states(table, tensors))
+
+
+def _whole_states(table: Sequence[Weight], tensors: Mapping[str, Tensor]) -> dict[Any, dict[str, Tensor]]:
+    weights = {weight.name: weight for weight in table if weight.param is not None}
+    result: dict[Any, dict[str, Tensor]] = {}
+    for key in (key for key in tensors if key.startswith("optim.")):
+        name, _, field = key.removeprefix("optim.").rpartition(".")
+        if (weight := weights.get(name)) is None:
+            continue
+        fields = result.setdefault(weight.held, {})
+        value = tensors[key]
+        if value.dim():
+            whole = fields.setdefault(field, torch.zeros(weight.held.shape, dtype=value.dtype))
+            weight.cut.write(whole, value)
+        else:
+            fields[field] = value
+    return result

@@ -1,0 +1,230 @@
+"""The Megatron engine: Hugging Face models on Megatron-core's GPT model, packed documents."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from datetime import timedelta
+from typing import Any, ClassVar, get_args
+
+import torch
+from torch import Tensor
+
+from engine_api.base import BaseEngine
+from engine_api.batch import Batch
+from engine_api.capabilities import Capability, unsupported
+from engine_api.comm import Comm, SingleComm, TorchComm, together
+from engine_api.config import EngineConfig
+from engine_api.contract import Adapter
+from engine_api.errors import ConfigError
+from engine_api.losses import LossFn, needs_of
+from engine_api.manifest import Entry
+from engine_api.registry import Resolution
+from engine_api.results import LossOutput, TokenOutputs
+from engine_api.weights import ShardExport, ShardSpec, WeightExport
+from engine_megatron import checkpoint, export, pipeline
+from engine_megatron.model import Forward, build_model, transformer_config
+from engine_megatron.optimizer import Trainer
+from engine_megatron.options import megatron_options
+from engine_megatron.parallel import (
+    DTYPES,
+    ModelParallel,
+    build_layout,
+    world_and_rank,
+)
+from engine_megatron.shape import Kind, read_hf_config, refuse_other_models, shape_of
+from engine_megatron.weights import Files, attach, check_layout, fill, weight_table
+
+
+class MegatronEngine(BaseEngine):
+    """What the language and the value engine share; see ``engine_api.contract.Engine`` for the promises."""
+
+    kind: ClassVar[Kind]
+    gives: ClassVar[tuple[str, ...]]  # what a loss may need
+
+    def __init__(self, config: EngineConfig, *, resolution: Resolution) -> None:
+        super().__init__(config, resolution=resolution)
+        self.options = megatron_options(config.options)
+        if self.options.sequence_parallel and config.parallelism.tp == 1:
+            raise ConfigError("options.sequence_parallel", "without tensor parallelism", remedy="set parallelism.tp, or leave it out")  # fmt: skip
+
+    # --- building ------------------------------------------------------------------------------
+
+    def _build(self) -> None:
+        # All that can be refused from the configuration and the files' headers comes before any group.
+        config, multiple = self.config, self.options.vocabulary_multiple
+        hf_config = read_hf_config(config.model)
+        refuse_other_models(hf_config)
+        self.shape = shape_of(hf_config, self.kind)
+        self.vocab_size = self.shape.vocab_size
+        self.layout = build_layout(config.parallelism, *world_and_rank())
+        self.topology = self.layout.topology
+        check_layout(self.shape, self.layout, multiple)
+        self.table = weight_table(self.shape, self.layout, multiple, DTYPES[config.precision.master])
+        files = None if config.model.init == "random" else Files(config.model.path)
+        if files is not None:
+            files.check(self.table)
+        ModelParallel.check(self.layout)
+        self._build_groups(timedelta(seconds=self.options.timeout_s))
+        try:
+            self._build_model(files)
+        except BaseException:  # Ctrl-C too: groups are not kept for an engine that never was
+            self._close_groups()
+            raise
+
+    def _build_groups(self, timeout: timedelta) -> None:
+        ModelParallel.join(self.layout, self.device_type, timeout)
+        self.device = torch.device("cpu" if self.device_type == "cpu" else f"cuda:{torch.cuda.current_device()}")
+        self.comm: Comm = TorchComm(timeout) if self.layout.world > 1 else SingleComm()
+
+    def _build_model(self, files: Files | None) -> None:
+        config, options = self.config, self.options
+        settings = transformer_config(self.shape, config, options, self.layout, on_cpu=self.device.type == "cpu")
+        model = build_model(self.shape, settings, options, self.layout)
+        attach(self.table, model, self.layout.here.stage)
+        self.trainer = Trainer(model, config.optimizer, self.layout, self.comm) if config.optimizer else None
+        # A file may be damaged on one machine only.
+        together(self.comm, lambda: fill(self.table, files, config.seed, self.shape.std))
+        model.eval()
+        per_rank = self.layout.tensor if options.sequence_parallel else 1
+        self.forward = Forward(model=model, shape=self.shape, layout=self.layout, device=self.device,
+                               multiple=config.memory.pad_to_multiple * per_rank, logit_chunk=config.memory.logit_chunk)  # fmt: skip
+
+    # --- running -------------------------------------------------------------------------------
+
+    def forward_step(
+        self, batch: Batch, *, needs: Sequence[str], temperature: float, coefficients: Tensor | None = None
+    ) -> TokenOutputs:
+        """See ``BaseEngine.forward_step``; ``coefficients`` are not used. On a pipeline: without gradient."""
+        del coefficients
+        self._check_needs(needs)
+        if self.layout.stages > 1:
+            return pipeline.infer(self.forward, self._module, batch, needs, temperature)
+        packed = self.forward.pack(batch)
+        return self.forward.outputs(self.forward.hidden(packed), packed, needs, temperature)
+
+    def _check_needs(self, needs: Sequence[str]) -> None:
+        for name in needs:
+            if name not in self.gives:
+                raise ConfigError("loss.needs", f"a {self.kind} gives no {name!r}", remedy=f"it gives: {', '.join(self.gives)}")  # fmt: skip
+
+    @property
+    def _module(self) -> Any:
+        return self.forward.model if self.trainer is None else self.trainer.ddp
+
+    def _run_train(
+        self, parts: Sequence[Batch], loss: LossFn, denominator: float, temperature: float
+    ) -> list[LossOutput]:
+        if self.layout.stages == 1:
+            return super()._run_train(parts, loss, denominator, temperature)
+        needs = needs_of(loss)
+        self._check_needs(needs)
+
+        def loss_of(outputs: TokenOutputs, batch: Batch) -> LossOutput:
+            if batch.num_tokens:
+                return loss(outputs, batch.to(self.device))
+            given = [t for t in (outputs.log_probs, outputs.entropy, outputs.values) if t is not None]
+            return LossOutput(loss=sum((t.sum() for t in given[1:]), start=given[0].sum()) * 0.0)
+
+        with self._accumulation(last=True):
+            results, error = pipeline.train(self.forward, self._module, parts, loss_of, needs, denominator, temperature)
+        together(self.comm, lambda: _raise(error))
+        return results
+
+    @contextmanager
+    def _accumulation(self, *, last: bool) -> Iterator[None]:
+        del last  # gradients stay this rank's own until the step
+        self.forward.model.train()
+        try:
+            yield
+        finally:
+            self.forward.model.eval()
+
+    # --- the step ------------------------------------------------------------------------------
+
+    @property
+    def _training(self) -> Trainer:
+        assert self.trainer is not None, "the base class refuses a step without an optimizer"
+        return self.trainer
+
+    def _clip_gradients(self, max_norm: float | None) -> float:
+        return self._training.clip(max_norm)
+
+    def _apply_optimizer(self, lr: float) -> None:
+        self._training.step(lr)
+
+    def _zero_grad(self) -> None:
+        if self.trainer is not None:
+            self.trainer.zero_grad()
+
+    # --- weights -------------------------------------------------------------------------------
+
+    def get_per_tensor_param(
+        self, *, dtype: torch.dtype | None = None, adapter: Adapter = "merged", bucket_bytes: int = 512 << 20
+    ) -> WeightExport:
+        """See ``Engine.get_per_tensor_param``."""
+        self._expect("get_per_tensor_param", "ready")
+        self._check_adapter(adapter)
+        return export.export_whole(self.table, self.layout, dtype, bucket_bytes, self.device)
+
+    def get_per_tensor_param_shard(
+        self, *, dtype: torch.dtype | None = None, adapter: Adapter = "merged"
+    ) -> ShardExport:
+        """See ``Engine.get_per_tensor_param_shard``."""
+        self._expect("get_per_tensor_param_shard", "ready")
+        self._check_adapter(adapter)
+        return export.export_shards(self.table, dtype)
+
+    def _check_adapter(self, adapter: Adapter) -> None:
+        if adapter not in get_args(Adapter):
+            raise ConfigError("adapter", f"unknown export {adapter!r}", remedy=", ".join(get_args(Adapter)))
+        if adapter != "merged":
+            raise unsupported(Capability.LORA, self._name, self.capabilities)
+
+    # --- state ---------------------------------------------------------------------------------
+
+    def state_shards(self) -> dict[str, tuple[Tensor, ShardSpec]]:
+        """See ``BaseEngine.state_shards``; all ranks together."""
+        return checkpoint.state_of(self.table, self.trainer)
+
+    def _state_layout(self, entries: Mapping[str, Entry]) -> dict[str, tuple[ShardSpec, torch.dtype]]:
+        return checkpoint.layout_of(self.table, self.trainer, entries)
+
+    def _install_state(self, tensors: Mapping[str, Tensor]) -> None:
+        checkpoint.install(self.table, self.trainer, tensors)
+
+    def _release(self) -> None:
+        self.trainer = None
+        self.table.clear()
+        del self.forward
+        if self.device.type == "cuda":
+            torch.cuda.empty_cache()
+        self._close_groups()
+
+    def _close_groups(self) -> None:
+        self.comm.close()
+        ModelParallel.leave()
+
+
+def _raise(error: Exception | None) -> None:
+    if error is not None:
+        raise error
+
+
+class MegatronEngineWithLMHead(MegatronEngine):
+    """Log-probs and entropy of a causal language model."""
+
+    kind = "language_model"
+    gives = ("log_probs", "entropy")
+
+
+class MegatronEngineWithValueHead(MegatronEngine):
+    """A scalar a token, from a linear head on the model's last hidden states."""
+
+    kind = "value_model"
+    gives = ("values",)
+
+    def _inference_needs(self, entropy: bool) -> tuple[str, ...]:
+        if entropy:
+            raise ConfigError("entropy", "a value model has none", remedy="leave entropy off")
+        return ("values",)

@@ -1,0 +1,172 @@
+"""Which part of which Megatron parameter each Hugging Face tensor is: one table a family, read by import and export alike.
+
+Megatron fuses queries, keys and values group by group (``q q k v | q q k v | …``, one key head a group) and gate and up
+one after the other. A tensor-parallel rank holds whole groups, and its own part of gate and of up. Hence a saved tensor
+is, in a parameter's first dimension, a range of slots in each of several equal groups: `Cut`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from engine_megatron.shape import Shape
+
+# How a parameter's first dimension is divided among the saved tensors.
+Layout = Literal["whole", "groups", "halves"]
+Split = Literal["none", "rows", "columns"]  # over tensor-parallel ranks, in the saved tensor
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Rule:
+    """One parameter of Megatron's and the saved tensors in it, in their order.
+
+    Attributes:
+        parameter, saved: names inside a layer, or whole names.
+        split: which dimension of each saved tensor is spread over tensor-parallel ranks.
+    """
+
+    parameter: str
+    saved: tuple[str, ...]
+    layout: Layout = "whole"
+    split: Split = "none"
+
+
+_QKV = tuple(f"self_attn.{name}_proj" for name in "qkv")
+_NORMS = (
+    Rule(parameter="input_layernorm.weight", saved=("input_layernorm.weight",)),
+    Rule(parameter="pre_mlp_layernorm.weight", saved=("post_attention_layernorm.weight",)),
+)
+_ATTENTION = (
+    Rule(parameter="self_attention.linear_qkv.weight", saved=tuple(f"{name}.weight" for name in _QKV), layout="groups",
+         split="rows"),
+    Rule(parameter="self_attention.linear_proj.weight", saved=("self_attn.o_proj.weight",), split="columns"),
+)  # fmt: skip
+_QKV_BIAS = (
+    Rule(parameter="self_attention.linear_qkv.bias", saved=tuple(f"{name}.bias" for name in _QKV), layout="groups",
+         split="rows"),
+)  # fmt: skip
+_QK_NORM = tuple(
+    Rule(parameter=f"self_attention.{name}_layernorm.weight", saved=(f"self_attn.{name}_norm.weight",)) for name in "qk"
+)
+_MLP = (
+    Rule(parameter="mlp.linear_fc1.weight", saved=("mlp.gate_proj.weight", "mlp.up_proj.weight"), layout="halves",
+         split="rows"),
+    Rule(parameter="mlp.linear_fc2.weight", saved=("mlp.down_proj.weight",), split="columns"),
+)  # fmt: skip
+
+_ROUTER = Rule(parameter="mlp.router.weight", saved=("mlp.gate.weight",))
+# A layer has these once an expert, N being its number.
+_EXPERT = (
+    Rule(parameter="mlp.experts.local_experts.N.linear_fc1.weight",
+         saved=("mlp.experts.N.gate_proj.weight", "mlp.experts.N.up_proj.weight"), layout="halves", split="rows"),
+    Rule(parameter="mlp.experts.local_experts.N.linear_fc2.weight", saved=("mlp.experts.N.down_proj.weight",),
+         split="columns"),
+)  # fmt: skip
+
+# What a layer of each family is made of.
+LAYERS: dict[str, tuple[Rule, ...]] = {
+    "llama": (*_NORMS, *_ATTENTION, *_MLP),
+    "qwen2": (*_NORMS, *_ATTENTION, *_QKV_BIAS, *_MLP),
+    "qwen3": (*_NORMS, *_ATTENTION, *_QK_NORM, *_MLP),
+    "qwen3_moe": (*_NORMS, *_ATTENTION, *_QK_NORM, _ROUTER, *_EXPERT),
+}
+
+EMBEDDING = Rule(parameter="embedding.word_embeddings.weight", saved=("model.embed_tokens.weight",), split="rows")
+LAST_NORM = Rule(parameter="decoder.final_layernorm.weight", saved=("model.norm.weight",))
+HEAD = Rule(parameter="output_layer.weight", saved=("lm_head.weight",), split="rows")
+# The copy on a pipeline's last stage of an embedding that is the head as well.
+TIED_HEAD = Rule(parameter="output_layer.weight", saved=("model.embed_tokens.weight",), split="rows")
+SCORE = Rule(parameter="score.weight", saved=("score.weight",))
+SCORE_BIAS = Rule(parameter="score.bias", saved=("score.bias",))
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Cut:
+    """Where a saved tensor lies in a parameter: of each group of ``slots`` slots, ``count`` from ``first`` on."""
+
+    slots: int = 1
+    first: int = 0
+    count: int = 1
+    unit: int | None = None  # rows of a slot; None: there is one group
+
+    def view(self, parameter: Tensor) -> Tensor:
+        """The part as ``[groups, count, unit, …]``; live memory."""
+        unit = self.unit or parameter.shape[0] // self.slots
+        grouped = parameter.view(-1, self.slots, unit, *parameter.shape[1:])
+        return grouped[:, self.first : self.first + self.count]
+
+    def read(self, parameter: Tensor, shape: tuple[int, ...]) -> Tensor:
+        """The part in the order of the saved tensor, ``shape``; rows beyond it are padding of the vocabulary."""
+        part = self.view(parameter)
+        return part.reshape(-1, *parameter.shape[1:])[: shape[0]] if shape else part.reshape(shape)
+
+    @torch.no_grad()
+    def write(self, parameter: Tensor, value: Tensor) -> None:
+        """Put ``value`` there; padding becomes zero."""
+        part = self.view(parameter)
+        if part.numel() != value.numel():
+            parameter.zero_()
+            parameter[: value.shape[0]].copy_(value)
+        else:
+            part.copy_(value.view(part.shape))
+
+
+def cuts(rule: Rule, shape: Shape) -> tuple[Cut, ...]:
+    """The part of each of the rule's saved tensors in its parameter."""
+    if rule.layout == "groups":
+        queries, dim = shape.heads // shape.kv_heads, shape.head_dim
+        spans = ((0, queries), (queries, 1), (queries + 1, 1))
+        return tuple(Cut(slots=queries + 2, first=first, count=count, unit=dim) for first, count in spans)
+    if rule.layout == "halves":
+        return tuple(Cut(slots=2, first=first) for first in (0, 1))
+    return (Cut(),)
+
+
+def saved_shape(name: str, shape: Shape) -> tuple[int, ...]:
+    """The whole shape of a saved tensor, by its name's end."""
+    hidden, queries, keys = shape.hidden, shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
+    weights = {
+        "embed_tokens": (shape.vocab_size, hidden), "lm_head": (shape.vocab_size, hidden), "q_proj": (queries, hidden),
+        "k_proj": (keys, hidden), "v_proj": (keys, hidden), "o_proj": (hidden, queries),
+        "gate_proj": (shape.intermediate, hidden), "up_proj": (shape.intermediate, hidden),
+        "down_proj": (hidden, shape.intermediate), "score": (1, hidden), "q_norm": (shape.head_dim,),
+        "k_norm": (shape.head_dim,),
+    }  # fmt: skip
+    module, kind = name.split(".")[-2:]
+    if ".experts." in name:
+        width = shape.expert_intermediate
+        return (hidden, width) if module == "down_proj" else (width, hidden)
+    if name.endswith("mlp.gate.weight"):
+        return (shape.experts, hidden)
+    whole = weights.get(module, (hidden,))  # the other norms
+    return whole[:1] if kind == "bias" else whole
+
+
+def _layer_rules(shape: Shape) -> Iterator[Rule]:
+    """The rules of one layer, those of experts for each of them in turn."""
+    yield from (rule for rule in LAYERS[shape.family] if rule not in _EXPERT)
+    for expert in range(shape.experts):
+        for rule in _EXPERT:
+            saved = tuple(name.replace(".N.", f".{expert}.") for name in rule.saved)
+            yield replace(rule, parameter=rule.parameter.replace(".N.", f".{expert}."), saved=saved)
+
+
+def rules_of(shape: Shape) -> Iterator[tuple[int | None, Rule]]:
+    """(layer or None, rule with whole names of saved tensors), in the model's order; a tied head is the embedding."""
+    yield None, EMBEDDING
+    for layer in range(shape.layers):
+        for rule in _layer_rules(shape):
+            saved = tuple(f"model.layers.{layer}.{name}" for name in rule.saved)
+            yield layer, replace(rule, saved=saved)
+    yield None, LAST_NORM
+    if shape.kind == "value_model":
+        yield None, SCORE
+        if shape.value_bias:
+            yield None, SCORE_BIAS
+    elif not shape.tied:
+        yield None, HEAD

@@ -1,0 +1,32 @@
+"""What only this engine knows."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from engine_api.config import build_options
+from engine_api.errors import ConfigError
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class MegatronOptions:
+    """Options of engine-megatron (``EngineConfig.options``)."""
+
+    # Split norms and residuals over the tensor-parallel ranks by tokens (Korthikanti et al. 2022, arXiv:2205.05198).
+    sequence_parallel: bool = False
+    # The embedding's rows are padded to a multiple of this and of tp; padding is in no export and no checkpoint.
+    vocabulary_multiple: int = 1
+    # Seconds after which a collective that does not end fails.
+    timeout_s: int = 1800
+
+    def __post_init__(self) -> None:
+        for name in ("vocabulary_multiple", "timeout_s"):
+            if getattr(self, name) < 1:
+                raise ConfigError(f"options.{name}", f"{getattr(self, name)} is not positive", remedy="give 1 or more")
+
+
+def megatron_options(options: Any) -> MegatronOptions:
+    """The options from what the configuration holds (None, a mapping or the dataclass)."""
+    result: MegatronOptions = build_options(options, MegatronOptions)
+    return result

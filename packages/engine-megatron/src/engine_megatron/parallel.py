@@ -1,0 +1,189 @@
+"""Where each rank stands, Megatron's process groups, and the few collectives of our own.
+
+Ranks are numbered as Megatron does: tensor fastest, then data, then pipeline stages.
+"""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from engine_api.config import Parallelism
+from engine_api.errors import ConfigError
+from engine_api.results import Topology
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+_INTEGERS = {4: torch.int32, 8: torch.int64}  # NCCL adds no 16-bit integers
+
+
+def world_and_rank() -> tuple[int, int]:
+    """Ranks of this run and this one's number, before any process group is made."""
+    if dist.is_initialized():
+        return dist.get_world_size(), dist.get_rank()
+    launched = "RANK" in os.environ and "MASTER_ADDR" in os.environ
+    return (int(os.environ["WORLD_SIZE"]), int(os.environ["RANK"])) if launched else (1, 0)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Place:
+    """One rank's coordinates."""
+
+    stage: int
+    data: int
+    tensor: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Layout:
+    """The grid of ranks and this rank's place in it."""
+
+    world: int
+    rank: int
+    tensor: int
+    data: int
+    stages: int
+
+    def place(self, rank: int) -> Place:
+        """The coordinates of ``rank``."""
+        rest, tensor = divmod(rank, self.tensor)
+        stage, data = divmod(rest, self.data)
+        return Place(stage=stage, data=data, tensor=tensor)
+
+    def rank_of(self, place: Place) -> int:
+        """The inverse of `place`."""
+        return (place.stage * self.data + place.data) * self.tensor + place.tensor
+
+    @property
+    def here(self) -> Place:
+        """This rank's coordinates."""
+        return self.place(self.rank)
+
+    @property
+    def is_first(self) -> bool:
+        """Whether this is the first pipeline stage."""
+        return self.here.stage == 0
+
+    @property
+    def is_last(self) -> bool:
+        """Whether this is the last pipeline stage."""
+        return self.here.stage == self.stages - 1
+
+    @property
+    def topology(self) -> Topology:
+        """This rank for the caller. The loss is known on the last stage: one of its ranks is primary."""
+        here = self.here
+        return Topology(rank=self.rank, world_size=self.world, dp_rank=here.data, dp_size=self.data,
+                        is_primary=self.is_last and here.tensor == 0,
+                        sizes={"pp": self.stages, "dp": self.data, "tp": self.tensor})  # fmt: skip
+
+
+def build_layout(parallelism: Parallelism, world: int, rank: int) -> Layout:
+    """The layout for a world; raises ``ConfigError`` when the sizes do not make it. Makes no process group."""
+    model = parallelism.tp * parallelism.pp
+    data = world // model if parallelism.dp_shard == -1 else parallelism.dp_shard
+    if data < 1 or data * model != world:
+        raise ConfigError("parallelism", f"dp_shard {parallelism.dp_shard} x tp {parallelism.tp} x pp {parallelism.pp} "
+                          f"does not make a world of {world}",
+                          remedy="choose sizes whose product is the number of ranks, or dp_shard: -1")  # fmt: skip
+    return Layout(world=world, rank=rank, tensor=parallelism.tp, data=data, stages=parallelism.pp)
+
+
+def ensure_process_group(device_type: str, world: int, timeout: timedelta) -> bool:
+    """Join the launcher's process group, or make one of a single rank; whether it was made here."""
+    if device_type == "cuda" and "LOCAL_RANK" in os.environ:
+        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+    if dist.is_initialized():
+        return False
+    backend = "cpu:gloo,cuda:nccl" if device_type == "cuda" else "gloo"
+    if world > 1:
+        dist.init_process_group(backend, timeout=timeout)
+    else:
+        store = dist.HashStore()  # pyright: ignore[reportPrivateImportUsage] - documented, not re-exported
+        dist.init_process_group(backend, timeout=timeout, store=store, rank=0, world_size=1)
+    return True
+
+
+class ModelParallel:
+    """The process groups. Megatron keeps its own in global variables, so engines that live together share one layout."""
+
+    _users = 0
+    _owns_world = False  # whether the default group was made here, and goes with the last engine
+    _sizes: tuple[int, int, int] | None = None
+
+    @classmethod
+    def check(cls, layout: Layout) -> None:
+        """Raise ``ConfigError`` when this process holds groups of another layout."""
+        from megatron.core import parallel_state
+
+        sizes = (layout.tensor, layout.data, layout.stages)
+        if cls._users and cls._sizes != sizes:
+            raise ConfigError("parallelism", f"(tp, dp, pp) is {sizes}, another engine of this process has {cls._sizes}",
+                              why="Megatron keeps its process groups in global variables",
+                              remedy="close the other engine first, or give both the same sizes")  # fmt: skip
+        if not cls._users and parallel_state.model_parallel_is_initialized():
+            raise ConfigError("parallelism", "Megatron's process groups were initialized outside this engine",
+                              remedy="call megatron.core.parallel_state.destroy_model_parallel() first")  # fmt: skip
+
+    @classmethod
+    def join(cls, layout: Layout, device_type: str, timeout: timedelta) -> None:
+        """Make the groups, or share those that are there; all ranks together, after `check`."""
+        from megatron.core import parallel_state
+
+        cls._owns_world |= ensure_process_group(device_type, layout.world, timeout)
+        if not cls._users:
+            parallel_state.initialize_model_parallel(
+                tensor_model_parallel_size=layout.tensor, pipeline_model_parallel_size=layout.stages,
+                create_gloo_process_groups=False, order="tp-cp-ep-dp-pp",
+                distributed_timeout_minutes=max(1, round(timeout.total_seconds() / 60)),
+            )  # fmt: skip
+        cls._users, cls._sizes = cls._users + 1, (layout.tensor, layout.data, layout.stages)
+
+    @classmethod
+    def leave(cls) -> None:
+        """Destroy the groups with the last engine that uses them."""
+        from megatron.core import parallel_state
+
+        cls._users -= 1
+        if not cls._users:
+            # Megatron forgets its groups without destroying them; every engine would leave some twenty behind.
+            groups = [g for g in parallel_state._global_process_group_list or () if g is not None]  # noqa: SLF001
+            parallel_state.destroy_model_parallel()
+            for group in groups:
+                dist.destroy_process_group(group)
+            if cls._owns_world:
+                dist.destroy_process_group()
+            cls._owns_world = False
+
+
+def tensor_group() -> Any:
+    """The ranks that split each matrix with this one."""
+    from megatron.core import parallel_state
+
+    return parallel_state.get_tensor_model_parallel_group()
+
+
+def data_group() -> Any:
+    """The ranks that hold the same weights as this one."""
+    from megatron.core import parallel_state
+
+    return parallel_state.get_data_parallel_group()
+
+
+def pipeline_group() -> Any:
+    """The ranks that hold the other stages of this one's model."""
+    from megatron.core import parallel_state
+
+    return parallel_state.get_pipeline_model_parallel_group()
+
+
+def add_bits(x: Tensor, group: Any) -> Tensor:
+    """The sum over ranks of which at most one holds anything but zeros at each place: no bit changes, no sign of a zero."""
+    bits = x.view(_INTEGERS.get(x.element_size(), torch.uint8))
+    dist.all_reduce(bits, group=group)
+    return x

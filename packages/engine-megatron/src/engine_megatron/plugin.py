@@ -1,0 +1,59 @@
+"""The descriptor and the probe. Loading them imports neither torch nor Megatron."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import importlib.util
+
+from engine_api.capabilities import Capability
+from engine_api.devices import cuda_is_simulated, probe_torch
+from engine_api.plugin import EnginePlugin, ProbeResult, Row
+
+_BACKENDS = ("megatron",)
+_DEVICES = ("cuda", "cpu")
+
+# Seen to work, newest first. Megatron-core moves functions between minor releases.
+TESTED_VERSIONS = ("0.16.1",)
+_INSTALL = "pip install 'engine-megatron[core]'"
+
+
+def probe(device: str) -> ProbeResult:
+    """Whether torch, a tested Megatron-core and psutil are here, and ``device`` can be used."""
+    if problem := _missing():
+        return problem
+    if device == "cpu" and not cuda_is_simulated():
+        return ProbeResult(ok=False, reason="Megatron-core calls CUDA wherever it runs",
+                           remedy="use device=cuda; a test may simulate CUDA: engine-conformance run megatron --shim")  # fmt: skip
+    return probe_torch(device)
+
+
+def _missing() -> ProbeResult | None:
+    try:
+        version = importlib.metadata.version("megatron-core")
+    except importlib.metadata.PackageNotFoundError:
+        return ProbeResult(ok=False, reason="megatron-core is not installed", remedy=_INSTALL)
+    if version not in TESTED_VERSIONS:
+        return ProbeResult(ok=False, reason=f"megatron-core {version} is not tested; tested: {', '.join(TESTED_VERSIONS)}",
+                           remedy=_INSTALL)  # fmt: skip
+    if importlib.util.find_spec("psutil") is None:
+        return ProbeResult(ok=False, reason="psutil is not installed, which Megatron-core needs to save and does not ask for",
+                           remedy=_INSTALL)  # fmt: skip
+    return None
+
+
+PLUGIN = EnginePlugin(
+    name="engine-megatron",
+    contract="1.1",
+    rows=(
+        Row(model_types=("language_model",), backends=_BACKENDS, devices=_DEVICES,
+            target="engine_megatron.engine:MegatronEngineWithLMHead"),
+        Row(model_types=("value_model",), backends=_BACKENDS, devices=_DEVICES,
+            target="engine_megatron.engine:MegatronEngineWithValueHead"),
+    ),
+    capabilities=frozenset({
+        Capability.DP, Capability.TP, Capability.PP, Capability.RECOMPUTE, Capability.MOE, Capability.VALUE_HEAD,
+        Capability.PORTABLE_CHECKPOINT, Capability.EXPORT_SHARDS,
+    }),
+    options="engine_megatron.options:MegatronOptions",
+    probe=probe,
+)  # fmt: skip

@@ -1,0 +1,119 @@
+"""A model's architecture, from a Hugging Face ``config.json``; what this engine would compute wrongly is refused here."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from engine_api.config import ModelSource, near_matches
+from engine_api.errors import ConfigError
+
+Kind = Literal["language_model", "value_model"]
+FAMILIES = ("llama", "qwen2", "qwen3", "qwen3_moe")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Shape:
+    """What the mapping and the model need to know; ``experts`` is 0 for a dense model."""
+
+    family: str
+    kind: Kind
+    vocab_size: int
+    hidden: int
+    intermediate: int
+    layers: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    eps: float
+    rope_base: float
+    std: float  # of random weights
+    tied: bool
+    qkv_bias: bool
+    qk_norm: bool
+    value_bias: bool
+    max_positions: int
+    experts: int = 0
+    top_k: int = 0
+    expert_intermediate: int = 0
+    norm_topk_prob: bool = False
+
+
+def read_hf_config(source: ModelSource) -> Any:
+    """The configuration as transformers reads it, overrides applied; raises ``ConfigError``."""
+    from transformers import AutoConfig
+
+    if source.revision is not None or source.trust_remote_code:
+        raise ConfigError("model", "revision and trust_remote_code belong to models of the hub",
+                          why="this engine reads folders and has its own model", remedy="download it, leave them out")  # fmt: skip
+    if source.attention not in ("auto", "sdpa"):
+        raise ConfigError("model.attention", f"unknown kernel {source.attention!r}", remedy="auto or sdpa")
+    file = Path(source.path) / "config.json"
+    if not file.is_file():
+        raise ConfigError("model.path", f"{file} is not there", remedy="give a folder that save_pretrained wrote")
+    try:
+        config = AutoConfig.from_pretrained(source.path)
+    except (OSError, ValueError) as error:
+        raise ConfigError("model.path", f"{file} is of no use", why=str(error).splitlines()[0],
+                          remedy=f"give a folder that save_pretrained wrote, of {', '.join(FAMILIES)}") from error  # fmt: skip
+    for key, value in source.config_overrides.items():
+        if not hasattr(config, key):
+            known = [name for name in config.to_dict() if not name.startswith("_")]
+            raise ConfigError(f"model.config_overrides.{key}", "the model's config has no such key",
+                              remedy=near_matches(key, known))  # fmt: skip
+        setattr(config, key, value)
+    return config
+
+
+def refuse_other_models(config: Any) -> None:
+    """Raise ``ConfigError`` for a family without a mapping, and for what this engine would compute wrongly."""
+    file = Path(config.name_or_path) / "config.json"
+    family = config.model_type
+    if family not in FAMILIES:
+        raise ConfigError("model.path", f"{file} is of type {family!r}", why="this engine has no mapping for it",
+                          remedy=f"give one of {', '.join(FAMILIES)}, or use another backend")  # fmt: skip
+    rope = _rope(config)
+    wrong = {
+        "sliding-window attention": "sliding_attention" in (getattr(config, "layer_types", None) or ()),
+        "attention_dropout": getattr(config, "attention_dropout", 0.0),
+        "an activation that is not silu": config.hidden_act != "silu",
+        f"RoPE of type {rope.get('rope_type')}": rope.get("rope_type", "default") != "default",
+        "RoPE on a part of each head": rope.get("partial_rotary_factor", 1.0) != 1.0,
+        "quantized weights": getattr(config, "quantization_config", None),
+        "a bias on the output projection": family != "qwen2" and getattr(config, "attention_bias", False),
+        "a bias in the MLP": getattr(config, "mlp_bias", False),
+        "dense layers among layers of experts": getattr(config, "mlp_only_layers", None)
+        or getattr(config, "decoder_sparse_step", 1) != 1,
+    }
+    if found := [name for name, there in wrong.items() if there]:
+        raise ConfigError("model.path", f"{file} asks for {', '.join(found)}",
+                          why="this engine would compute it wrongly", remedy="use another backend for this model")  # fmt: skip
+
+
+def _rope(config: Any) -> Mapping[str, Any]:
+    rope: Mapping[str, Any] = config.rope_parameters or {}
+    return rope
+
+
+def shape_of(config: Any, kind: Kind) -> Shape:
+    """The architecture of a configuration that `refuse_other_models` let through."""
+    heads, family = config.num_attention_heads, config.model_type
+    return Shape(
+        family=family, kind=kind, vocab_size=config.vocab_size, hidden=config.hidden_size,
+        intermediate=config.intermediate_size, layers=config.num_hidden_layers, heads=heads,
+        kv_heads=config.num_key_value_heads or heads,
+        head_dim=getattr(config, "head_dim", None) or config.hidden_size // heads, eps=float(config.rms_norm_eps),
+        rope_base=float(_rope(config).get("rope_theta", 10000.0)), std=float(config.initializer_range),
+        tied=bool(config.tie_word_embeddings) and kind == "language_model", qkv_bias=family == "qwen2",
+        qk_norm=family in ("qwen3", "qwen3_moe"), value_bias=bool(getattr(config, "token_classification_bias", True)),
+        max_positions=int(config.max_position_embeddings), **_experts(config),
+    )  # fmt: skip
+
+
+def _experts(config: Any) -> dict[str, Any]:
+    if config.model_type != "qwen3_moe":
+        return {}
+    return {"experts": config.num_experts, "top_k": config.num_experts_per_tok,
+            "expert_intermediate": config.moe_intermediate_size, "norm_topk_prob": bool(config.norm_topk_prob)}  # fmt: skip

@@ -1,0 +1,234 @@
+"""Every weight of the model, which box of it this rank holds, and how it is read from a Hugging Face folder."""
+
+from __future__ import annotations
+
+import json
+import logging
+import zlib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from engine_api.errors import ConfigError
+from engine_api.weights import ShardSpec
+from engine_megatron.families import TIED_HEAD, Cut, Rule, Split, cuts, rules_of, saved_shape
+from engine_megatron.parallel import Layout, Place
+from engine_megatron.shape import Shape
+
+log = logging.getLogger("engine_megatron")
+
+_DIMENSION: dict[Split, int | None] = {"none": None, "rows": 0, "columns": 1}
+
+
+@dataclass(kw_only=True, eq=False)
+class Weight:
+    """One saved tensor of the whole model, and this rank's part of it.
+
+    Attributes:
+        per_rank: size in the split dimension on each tensor-parallel rank, padding of the vocabulary included.
+        parameters: pipeline stage → Megatron's name of the parameter there.
+        param: it, on this rank; None on other stages.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    dim: int | None
+    per_rank: int
+    parameters: Mapping[int, str]
+    cut: Cut
+    box: ShardSpec
+    dtype: torch.dtype
+    param: nn.Parameter | None = None
+
+    @property
+    def held(self) -> nn.Parameter:
+        """The parameter, for who knows that this rank holds one."""
+        assert self.param is not None, f"{self.name} is not on this rank"
+        return self.param
+
+    @property
+    def local(self) -> Tensor:
+        """This rank's box; live memory where the parameter holds it in one piece; empty where this rank has nothing."""
+        return (
+            torch.empty(self.box.shape, dtype=self.dtype) if self.param is None else self.part_of(self.param.detach())
+        )
+
+    def part_of(self, parameter: Tensor) -> Tensor:
+        """The box in something of the parameter's shape."""
+        return self.cut.read(parameter, self.box.shape)
+
+    def span(self, tensor_rank: int) -> tuple[int, int]:
+        """Start and size of a tensor-parallel rank's box in the split dimension."""
+        assert self.dim is not None
+        start = min(tensor_rank * self.per_rank, self.shape[self.dim])
+        return start, min(self.per_rank, self.shape[self.dim] - start)
+
+    def box_of(self, place: Place) -> ShardSpec:
+        """The box of the rank at ``place``, its replica not yet counted."""
+        if place.stage not in self.parameters:
+            return ShardSpec.nothing(self.shape)
+        offset, size = [0] * len(self.shape), list(self.shape)
+        if self.dim is not None:
+            offset[self.dim], size[self.dim] = self.span(place.tensor)
+        return ShardSpec(global_shape=self.shape, offset=tuple(offset), shape=tuple(size))
+
+
+def check_layout(shape: Shape, layout: Layout, multiple: int) -> None:
+    """Raise ``ConfigError`` where the model cannot be divided evenly; the vocabulary is padded."""
+    if shape.experts and layout.tensor > 1:
+        raise ConfigError("parallelism.tp", f"{layout.tensor}, but the model has experts",
+                          why="splitting them is not written yet", remedy="set it to 1: pp and dp_shard spread the model")  # fmt: skip
+    rows = padded_vocabulary(shape, layout, multiple) // layout.tensor
+    if rows * (layout.tensor - 1) >= shape.vocab_size:
+        raise ConfigError("options.vocabulary_multiple", f"{multiple} x tp {layout.tensor} leaves a rank nothing but padding",
+                          why=f"there are {shape.vocab_size} tokens", remedy="choose a smaller one")  # fmt: skip
+    sizes = {
+        "tp": (layout.tensor, {"attention heads": shape.heads, "key-value heads": shape.kv_heads,
+                               "intermediate size": shape.intermediate}),
+        "pp": (layout.stages, {"layers": shape.layers}),
+    }  # fmt: skip
+    for name, (size, parts) in sizes.items():
+        for what, count in parts.items():
+            if count % size:
+                raise ConfigError(f"parallelism.{name}", f"{size} does not divide {count} {what}",
+                                  remedy="choose a size that divides it")  # fmt: skip
+
+
+def padded_vocabulary(shape: Shape, layout: Layout, multiple: int) -> int:
+    """Rows of embedding and head: the least multiple of ``multiple`` times the tensor-parallel size."""
+    step = multiple * layout.tensor
+    return -(-shape.vocab_size // step) * step
+
+
+def weight_table(shape: Shape, layout: Layout, multiple: int, dtype: torch.dtype) -> list[Weight]:
+    """Every weight in the model's order, tied ones once; the parameters are not there yet."""
+    vocabulary = padded_vocabulary(shape, layout, multiple)
+    table: list[Weight] = []
+    for layer, rule in rules_of(shape):
+        stages = _stages(layer, rule, shape, layout)
+        for name, cut in zip(rule.saved, cuts(rule, shape), strict=True):
+            whole, dim = saved_shape(name, shape), _DIMENSION[rule.split]
+            rows = vocabulary if whole[0] == shape.vocab_size and layer is None else whole[dim or 0]
+            weight = Weight(name=name, shape=whole, dim=dim, per_rank=rows // layout.tensor, parameters=stages, cut=cut,
+                            box=ShardSpec.nothing(whole), dtype=dtype)  # fmt: skip
+            table.append(replace(weight, box=_own_box(weight, layout)))
+    return table
+
+
+def _stages(layer: int | None, rule: Rule, shape: Shape, layout: Layout) -> dict[int, str]:
+    last = layout.stages - 1
+    if layer is not None:
+        stage, local = divmod(layer, shape.layers // layout.stages)
+        return {stage: f"decoder.layers.{local}.{rule.parameter}"}
+    if rule.saved == TIED_HEAD.saved:
+        return {0: rule.parameter} | ({last: TIED_HEAD.parameter} if shape.tied and last else {})
+    return {last: rule.parameter}
+
+
+def _own_box(weight: Weight, layout: Layout) -> ShardSpec:
+    """This rank's box. Which of the ranks with the same box comes first goes round, so that all of them write."""
+    boxes = [weight.box_of(layout.place(rank)) for rank in range(layout.world)]
+    box = boxes[layout.rank]
+    copies = [rank for rank, other in enumerate(boxes) if other == box]
+    return replace(box, replica=(copies.index(layout.rank) + zlib.crc32(weight.name.encode())) % len(copies))
+
+
+def attach(table: Sequence[Weight], model: nn.Module, stage: int) -> None:
+    """Give each weight its parameter of ``model``.
+
+    Raises ``ConfigError`` for a hole in the mapping: a parameter that no weight fills, or the reverse.
+    """
+    params = dict(model.named_parameters())
+    wanted = {weight.parameters[stage] for weight in table if stage in weight.parameters}
+    if holes := sorted(wanted ^ set(params)):
+        raise ConfigError("model.path", f"the mapping and Megatron's model differ in {', '.join(holes[:3])}",
+                          why="engine_megatron.families has a hole", remedy="report the model family")  # fmt: skip
+    for weight in table:
+        if stage in weight.parameters:
+            weight.param = params[weight.parameters[stage]]
+            # Megatron says so while it initializes, which it does not here; its norm would count one rank's part alone.
+            weight.param.tensor_model_parallel = weight.dim is not None  # type: ignore[attr-defined]
+            weight.param.partition_dim = weight.dim or 0  # type: ignore[attr-defined]
+            weight.param.partition_stride = 1  # type: ignore[attr-defined]
+
+
+class Files:
+    """The safetensors files of a folder. Names and shapes are checked without reading a weight."""
+
+    def __init__(self, folder: str) -> None:
+        self.folder, self.handles = folder, dict[str, Any]()
+        for path in _weight_files(Path(folder)):
+            handle = _open(path)
+            self.handles |= dict.fromkeys(handle.keys(), handle)
+
+    def check(self, table: Sequence[Weight]) -> None:
+        """Raise ``ConfigError`` where a tensor is missing or has another shape; a value head may be missing."""
+        missing = [w.name for w in table if w.name not in self.handles and not w.name.startswith("score.")]
+        if missing:
+            raise ConfigError("model.path", f"{self.folder} lacks {len(missing)} tensors: {', '.join(missing[:3])} …",
+                              remedy="use the folder that save_pretrained wrote for this config.json")  # fmt: skip
+        for weight in (w for w in table if w.name in self.handles):
+            there = tuple(self.handles[weight.name].get_slice(weight.name).get_shape())
+            if there != weight.shape:
+                raise ConfigError("model.path", f"{weight.name} is {there}, config.json says {weight.shape}",
+                                  remedy="use files and config.json of the same model")  # fmt: skip
+        if unused := sorted(set(self.handles) - {w.name for w in table}):
+            log.warning("%s: %d tensors are not used: %s", self.folder, len(unused), ", ".join(unused[:4]))
+
+    def read(self, weight: Weight) -> Tensor:
+        """This rank's box."""
+        source = self.handles[weight.name].get_slice(weight.name)
+        result: Tensor = source[weight.box.slices]
+        return result
+
+
+def _weight_files(folder: Path) -> list[Path]:
+    index = folder / "model.safetensors.index.json"
+    if index.is_file():
+        try:
+            return sorted({folder / name for name in json.loads(index.read_text())["weight_map"].values()})
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            raise _unreadable(index, error) from error
+    files = sorted(folder.glob("*.safetensors"))
+    if not files:
+        raise ConfigError("model.path", f"{folder} holds no weights (*.safetensors)",
+                          remedy="convert it with transformers' save_pretrained, or set model.init: random")  # fmt: skip
+    return files
+
+
+def _open(path: Path) -> Any:
+    from safetensors import SafetensorError, safe_open
+
+    try:
+        return safe_open(path, framework="pt")
+    except (SafetensorError, OSError) as error:
+        raise _unreadable(path, error) from error
+
+
+def _unreadable(path: Path, error: Exception) -> ConfigError:
+    return ConfigError("model.path", f"{path} cannot be read", why=str(error) or type(error).__name__,
+                       remedy="fetch the model again")  # fmt: skip
+
+
+def fill(table: Sequence[Weight], files: Files | None, seed: int, std: float) -> None:
+    """Fill this rank's boxes from ``files``, or from the seed: a value head that is absent, or everything."""
+    for weight in (weight for weight in table if weight.param is not None):
+        absent = files is None or weight.name not in files.handles
+        if absent and files is not None:
+            log.warning("%s is not in the folder: a new one is made from seed %d", weight.name, seed)
+        value = _random(weight, seed, std) if absent else files.read(weight)  # type: ignore[union-attr]
+        weight.cut.write(weight.held.detach(), value.to(weight.held))
+
+
+def _random(weight: Weight, seed: int, std: float) -> Tensor:
+    """Normal values, ones for norms and zeros for biases; a part of the same whole in every layout."""
+    if weight.name.endswith("norm.weight"):
+        return torch.ones(weight.box.shape)
+    if weight.name.endswith(".bias"):
+        return torch.zeros(weight.box.shape)
+    generator = torch.Generator().manual_seed(seed + zlib.crc32(weight.name.encode()))
+    return (torch.randn(weight.shape, generator=generator) * std)[weight.box.slices]

@@ -1,0 +1,122 @@
+"""The mapping: what goes in comes out bit for bit, in every layout, and holes are found."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from itertools import product
+from typing import Any
+
+import pytest
+import torch
+
+from engine_api.errors import ConfigError
+from engine_api.weights import assemble
+from engine_megatron.families import LAYERS, Cut, cuts, rules_of
+from engine_megatron.parallel import Layout
+from engine_megatron.shape import FAMILIES, Shape
+from engine_megatron.weights import Weight, attach, check_layout, padded_vocabulary, weight_table
+
+SHAPE = Shape(family="qwen2", kind="language_model", vocab_size=37, hidden=24, intermediate=20, layers=4, heads=8, kv_heads=4,
+              head_dim=6, eps=1e-6, rope_base=1e4, std=0.02, tied=False, qkv_bias=True, qk_norm=False, value_bias=True,
+              max_positions=64)  # fmt: skip
+
+
+def shape_of(family: str, **changes: Any) -> Shape:
+    experts = {"experts": 3, "top_k": 2, "expert_intermediate": 8} if family == "qwen3_moe" else {}
+    qk_norm = family in ("qwen3", "qwen3_moe")
+    return replace(SHAPE, family=family, qkv_bias=family == "qwen2", qk_norm=qk_norm, **experts | changes)
+
+
+def layouts(tensor: int, data: int, stages: int) -> list[Layout]:
+    world = tensor * data * stages
+    return [Layout(world=world, rank=rank, tensor=tensor, data=data, stages=stages) for rank in range(world)]
+
+
+def parameter_shape(weights: list[Weight], shape: Shape, tensor: int, multiple: int) -> tuple[int, ...]:
+    """What Megatron allocates for the parameter that these saved tensors share."""
+    first = weights[0]
+    if first.name in ("model.embed_tokens.weight", "lm_head.weight"):
+        layout = Layout(world=tensor, rank=0, tensor=tensor, data=1, stages=1)
+        return (padded_vocabulary(shape, layout, multiple) // tensor, shape.hidden)
+    rows = sum(weight.box.shape[0] for weight in weights)
+    return (rows, *first.box.shape[1:])
+
+
+def parameters_of(table: list[Weight], stage: int, shape: Shape, tensor: int, multiple: int) -> torch.nn.Module:
+    model = torch.nn.Module()
+    by_name: dict[str, list[Weight]] = {}
+    for weight in table:
+        if stage in weight.parameters:
+            by_name.setdefault(weight.parameters[stage], []).append(weight)
+    for name, weights in by_name.items():
+        owner = model
+        for part in name.split(".")[:-1]:
+            if not hasattr(owner, part):
+                owner.add_module(part, torch.nn.Module())
+            owner = owner.get_submodule(part)
+        values = torch.full(parameter_shape(weights, shape, tensor, multiple), float("nan"))
+        owner.register_parameter(name.split(".")[-1], torch.nn.Parameter(values))
+    return model
+
+
+@pytest.mark.parametrize(("family", "tied", "kind"), [*product(FAMILIES, (False, True), ("language_model",)),
+                                                      ("qwen3", False, "value_model")])  # fmt: skip
+@pytest.mark.parametrize("sizes", [(1, 1, 1), (2, 1, 1), (1, 2, 1), (1, 1, 2), (2, 2, 2), (4, 1, 1)])
+def test_what_is_written_is_read_bit_for_bit(family: str, tied: bool, kind: Any, sizes: tuple[int, int, int]) -> None:
+    shape, multiple = shape_of(family, tied=tied, kind=kind), 3
+    tables = []
+    for layout in layouts(*sizes):
+        table = weight_table(shape, layout, multiple, torch.float32)
+        attach(table, parameters_of(table, layout.here.stage, shape, layout.tensor, multiple), layout.here.stage)
+        tables.append(table)
+    names = [[weight.name for weight in table] for table in tables]
+    assert all(row == names[0] for row in names)
+    for rows in zip(*tables, strict=True):
+        want = torch.randn(rows[0].shape)
+        for weight in (weight for weight in rows if weight.param is not None):
+            weight.cut.write(weight.held.detach(), want[weight.box.slices])
+        assert torch.equal(assemble([(weight.local, weight.box) for weight in rows]), want)
+    for table in tables:  # every element of every parameter was written, padding as zeros
+        assert all(bool(weight.held.isfinite().all()) for weight in table if weight.param is not None)
+
+
+def test_queries_keys_and_values_are_interleaved_by_group() -> None:
+    shape = replace(SHAPE, heads=4, kv_heads=2, head_dim=1, hidden=1)
+    rule = next(rule for rule in LAYERS["qwen2"] if rule.parameter.endswith("linear_qkv.weight"))
+    fused = torch.empty(8, 1)
+    for cut, values in zip(cuts(rule, shape), ([0.0, 1.0, 2.0, 3.0], [10.0, 11.0], [20.0, 21.0]), strict=True):
+        cut.write(fused, torch.tensor(values)[:, None])
+    assert fused[:, 0].tolist() == [0, 1, 10, 20, 2, 3, 11, 21]
+
+
+def test_a_cut_views_live_memory() -> None:
+    parameter = torch.zeros(4, 2)
+    Cut(slots=2, first=1).view(parameter).fill_(1.0)
+    assert parameter[2:].eq(1).all()
+    assert parameter[:2].eq(0).all()
+
+
+def test_a_hole_in_the_mapping_is_found() -> None:
+    (layout,) = layouts(1, 1, 1)
+    table = weight_table(SHAPE, layout, 1, torch.float32)
+    model = parameters_of(table, 0, SHAPE, 1, 1)
+    model.register_parameter("extra", torch.nn.Parameter(torch.zeros(1)))
+    with pytest.raises(ConfigError, match="extra"):
+        attach(table, model, 0)
+
+
+@pytest.mark.parametrize(("changes", "sizes", "field"), [
+    ({"heads": 6, "kv_heads": 3}, (2, 1, 1), "parallelism.tp"), ({"intermediate": 21}, (2, 1, 1), "parallelism.tp"),
+    ({"layers": 3}, (1, 1, 2), "parallelism.pp"), ({"experts": 4}, (2, 1, 1), "parallelism.tp"), ({"vocab_size": 3}, (4, 1, 1), "options.vocabulary_multiple"),
+])  # fmt: skip
+def test_a_layout_that_does_not_divide_is_refused(changes: Any, sizes: tuple[int, int, int], field: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        check_layout(replace(SHAPE, **changes), layouts(*sizes)[0], 1)
+    assert caught.value.field == field
+
+
+def test_every_name_is_there_once() -> None:
+    for family, tied in product(FAMILIES, (False, True)):
+        names = [name for _, rule in rules_of(shape_of(family, tied=tied)) for name in rule.saved]
+        assert len(names) == len(set(names))
+        assert ("lm_head.weight" in names) is not tied

@@ -1,0 +1,191 @@
+"""The parts that one process shows: probe, head, attention, the smallest engine."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import importlib.util
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM
+
+from engine_api import Batch, EngineConfig, EngineRegistry, ModelSource, OptimizerConfig, Parallelism, sft_loss
+from engine_api.devices import SIMULATED_CUDA
+from engine_api.errors import ConfigError, EngineError, PluginUnavailable, UnsupportedCapability
+from engine_conformance.fixtures import TinyModel, write_checkpoint
+from engine_megatron.head import Vocabulary, log_probs
+from engine_megatron.layers import PackedAttention, build_packing
+from engine_megatron.plugin import probe
+
+BATCH = Batch.pack([{"input_ids": [1, 2, 3, 4], "loss_weight": [0.0, 1.0, 1.0, 1.0]}])
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    return Path(write_checkpoint(tmp_path / "model"))
+
+
+def create(folder: Path, **config: Any) -> Any:
+    config = {"optimizer": OptimizerConfig(lr=1e-2)} | config
+    return EngineRegistry.create(
+        backend="megatron", device="cpu", config=EngineConfig(model=ModelSource(path=str(folder)), **config)
+    )
+
+
+# --- the probe ---------------------------------------------------------------------------------
+
+
+def test_the_cpu_alone_is_no_device(monkeypatch: pytest.MonkeyPatch, folder: Path) -> None:
+    monkeypatch.delenv(SIMULATED_CUDA)
+    try:
+        assert not probe("cpu").ok
+        assert "--shim" in probe("cpu").remedy
+        with pytest.raises(PluginUnavailable, match="CUDA"):
+            create(folder)
+    finally:
+        monkeypatch.undo()
+
+
+def test_megatron_absent_or_of_another_version(monkeypatch: pytest.MonkeyPatch) -> None:
+    def version(name: str) -> str:
+        raise importlib.metadata.PackageNotFoundError(name)
+
+    monkeypatch.setattr(importlib.metadata, "version", version)
+    assert "not installed" in probe("cpu").reason
+    assert "pip install" in probe("cpu").remedy
+    monkeypatch.setattr(importlib.metadata, "version", lambda _: "0.15.0")
+    assert "0.15.0" in probe("cpu").reason
+    assert "0.16.1" in probe("cpu").reason
+
+
+def test_psutil_absent_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name, *a: None if name == "psutil" else found(name, *a))
+    assert "psutil" in probe("cpu").reason
+
+
+# --- head and attention ------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("chunk", [3, 100])
+def test_log_probs_entropy_and_their_gradients(chunk: int) -> None:
+    hidden, weight = torch.randn(10, 8, requires_grad=True), torch.randn(14, 8, requires_grad=True)
+    targets, a, b = torch.randint(12, (10,)), torch.randn(10), torch.randn(10)
+    chosen, entropy = log_probs(hidden, weight, targets, temperature=0.7, chunk=chunk,
+                                vocabulary=Vocabulary(first=0, size=12, group=None))  # fmt: skip
+    (chosen * a + entropy * b).sum().backward()
+    got = hidden.grad, weight.grad
+    hidden.grad = weight.grad = None
+    log_p = (hidden @ weight[:12].T / 0.7).log_softmax(-1)
+    want, want_entropy = log_p.gather(1, targets[:, None])[:, 0], -(log_p.exp() * log_p).sum(-1)
+    (want * a + want_entropy * b).sum().backward()
+    torch.testing.assert_close(chosen, want, atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(entropy, want_entropy, atol=1e-5, rtol=1e-5)
+    for mine, exact in zip(got, (hidden.grad, weight.grad), strict=True):
+        torch.testing.assert_close(mine, exact, atol=1e-5, rtol=1e-4)
+
+
+def test_attention_sees_one_document() -> None:
+    class Config:
+        kv_channels = 8
+
+    lengths = [3, 1, 5]
+    query, key, value = torch.randn(9, 4, 8), torch.randn(9, 2, 8), torch.randn(9, 2, 8)
+    packed = PackedAttention(Config())(query, key, value, packed_seq_params=build_packing(lengths, torch.device("cpu")))
+    rows = torch.repeat_interleave(torch.arange(3), torch.tensor(lengths))
+    mask = (rows[:, None] == rows[None]) & torch.ones(9, 9, dtype=torch.bool).tril()
+    heads = [x.transpose(0, 1)[None] for x in (query, key, value)]
+    want = F.scaled_dot_product_attention(*heads, attn_mask=mask, enable_gqa=True)[0].transpose(0, 1).reshape(9, -1)
+    torch.testing.assert_close(packed, want, atol=1e-6, rtol=1e-5)
+
+
+# --- the engine --------------------------------------------------------------------------------
+
+
+def test_it_learns_and_leaves_no_groups(folder: Path) -> None:
+    engine = create(folder)
+    engine.initialize()
+    losses = [engine.train_batch(BATCH, sft_loss).loss for _ in range(5)]
+    assert losses[-1] < losses[0]
+    assert engine.train_batch(BATCH, sft_loss).denominator == 3.0
+    engine.close()
+    from megatron.core import parallel_state
+
+    assert not parallel_state.model_parallel_is_initialized()
+
+
+def test_two_engines_of_one_layout_live_side_by_side(folder: Path) -> None:
+    first, second = create(folder), create(folder, optimizer=None)
+    first.initialize()
+    second.initialize()
+    first.close()
+    assert second.infer_batch(BATCH).log_probs.shape == (4,)
+    second.close()
+
+
+@pytest.mark.parametrize("kind", ["language_model", "value_model"])
+def test_a_random_model_is_the_same_each_time(tmp_path: Path, kind: str) -> None:
+    folder = write_checkpoint(tmp_path / "model", TinyModel(value_model=kind == "value_model"))
+    exports = []
+    for _ in range(2):
+        config = EngineConfig(model=ModelSource(path=str(folder), init="random"), optimizer=None, seed=3)
+        engine = EngineRegistry.create(backend="megatron", device="cpu", model_type=kind, config=config)
+        engine.initialize()
+        exports.append({name: tensor.clone() for name, tensor in engine.get_per_tensor_param()})
+        engine.close()
+    assert all(torch.equal(exports[0][name], exports[1][name]) for name in exports[0])
+    assert float(exports[0]["model.embed_tokens.weight"].std()) > 0
+
+
+@pytest.mark.parametrize("norm_topk_prob", [True, False])
+def test_experts_go_in_and_out_and_answer_as_transformers_does(tmp_path: Path, norm_topk_prob: bool) -> None:
+    folder = write_checkpoint(tmp_path / "model", TinyModel(family="qwen3_moe", norm_topk_prob=norm_topk_prob))
+    engine = create(Path(folder))
+    engine.initialize()
+    saved = load_file(folder / "model.safetensors")
+    exported = {name: tensor.clone() for name, tensor in engine.get_per_tensor_param()}
+    assert set(saved) == set(exported)
+    assert all(torch.equal(saved[name], exported[name]) for name in saved)
+    got = engine.infer_batch(BATCH).log_probs
+    log_p = AutoModelForCausalLM.from_pretrained(folder)(input_ids=BATCH.input_ids[None]).logits[0].log_softmax(-1)
+    want = torch.cat([torch.zeros(1), log_p[:-1].gather(1, BATCH.input_ids[1:, None])[:, 0]])
+    torch.testing.assert_close(got, want.detach(), atol=2e-5, rtol=1e-5)
+    engine.close()
+
+
+def refusal(folder: Path, **config: Any) -> EngineError:
+    with pytest.raises(EngineError) as caught:
+        create(folder, **config).initialize()
+    assert not torch.distributed.is_initialized(), "refused before any process group is built"
+    return caught.value
+
+
+def test_what_is_refused_before_any_group_is_built(tmp_path: Path, folder: Path) -> None:
+    assert isinstance(refusal(folder, parallelism=Parallelism(tp=2)), ConfigError)
+    assert isinstance(refusal(folder, parallelism=Parallelism(pp=2)), ConfigError)
+    assert isinstance(refusal(folder, options={"sequence_parallel": True}), ConfigError)
+    assert isinstance(refusal(tmp_path / "nowhere"), ConfigError)
+    assert isinstance(refusal(folder, parallelism=Parallelism(ep=2)), UnsupportedCapability)
+    for changes in ({"hidden_act": "gelu"}, {"model_type": "gemma2"}, {"attention_bias": True}):
+        config = json.loads((folder / "config.json").read_text())
+        (folder / "config.json").write_text(json.dumps(config | changes))
+        assert isinstance(refusal(folder), ConfigError)
+        (folder / "config.json").write_text(json.dumps(config))
+
+
+def test_files_that_do_not_belong(folder: Path) -> None:
+    config = ModelSource(path=str(folder), config_overrides={"num_hidden_layers": 3})
+    with pytest.raises(ConfigError, match="lacks 1"):
+        EngineRegistry.create(backend="megatron", device="cpu", config=EngineConfig(model=config)).initialize()
+    config = ModelSource(path=str(folder), config_overrides={"intermediate_size": 64})
+    with pytest.raises(ConfigError, match="says"):
+        EngineRegistry.create(backend="megatron", device="cpu", config=EngineConfig(model=config)).initialize()
+    (folder / "model.safetensors").write_bytes(b"x")
+    assert "cannot be read" in str(refusal(folder))
+    (folder / "model.safetensors").unlink()
+    assert "holds no weights" in str(refusal(folder))
