@@ -98,7 +98,7 @@ def test_log_probs_are_those_of_a_full_forward(served, temperature):
     for c in completions:
         expected = full_forward(model, PROMPTS[c.prompt_index], c.tokens, temperature)
         worst = max(worst, float((torch.tensor(c.log_probs, dtype=torch.float64) - expected).abs().max()))
-    assert worst <= 1e-5
+    assert worst <= 1e-5 / min(temperature, 1.0)  # logits, rounded to float32, are divided by it
 
 
 @pytest.mark.parametrize("cut", [{"top_p": 0.6}, {"top_k": 3}, {"top_k": 5, "top_p": 0.5}])
