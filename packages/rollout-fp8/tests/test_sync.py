@@ -117,6 +117,20 @@ def test_copies_on_two_workers_that_differ_fail_the_audit() -> None:
         audit.check(stream.checksums(), [receiver.served().tolist() for receiver in receivers])
 
 
+def test_a_server_that_packs_weights_may_keep_them_wider_but_only_what_was_sent() -> None:
+    model, stream = ServedModel(dtype=torch.float32), stream_of(checkpoint(0), fp8=False, dtype=torch.bfloat16)
+    with pytest.raises(RolloutError, match=r"comes as torch\.bfloat16, .* is served as torch\.float32"):
+        Receiver(model, stream.plan, model.load_weights)
+    receiver = Receiver(model, stream.plan, model.load_weights, read=model.get_parameter)
+    receiver.sync(stream, Phases(CPU))
+    sums = receiver.served().tolist()
+    for (name, _), found in zip(receiver.boxes, sums, strict=True):
+        assert found % (1 << 64) == stream.checksums()[name], name
+    model.get_parameter("model.norm.weight").data[3] *= 1 + 2**-20
+    with pytest.raises(RolloutError, match=r"model\.norm\.weight holds values that were not sent"):
+        receiver.served()
+
+
 @pytest.mark.parametrize("audit", [True, False], ids=["audited", "not audited"])
 def test_a_server_that_moves_its_weights_is_not_fed_where_they_were(audit) -> None:
     model = ServedModel()

@@ -93,7 +93,19 @@ class Receiver:
 
     def _views(self) -> list[Tensor]:
         parameters = {name: self._read(name) for name in dict.fromkeys(r.parameter for r in self._readable)}
-        return [region.view(parameters[region.parameter]) for region in self._readable]
+        return [self._sent(region, parameters[region.parameter]) for region in self._readable]
+
+    def _sent(self, region: Region, parameter: Tensor) -> Tensor:
+        """What lies at a region, in the dtype it came in: packed servers keep some in a wider one (biases, for AMX kernels)."""
+        part, dtype = region.view(parameter), self._plan.tensors[region.name].dtype
+        if part.dtype == dtype:
+            return part
+        narrow = part.to(dtype)
+        if not torch.equal(narrow.to(part.dtype), part):
+            raise RolloutError(f"{region.parameter} holds values that were not sent", where=WHERE,
+                               why=f"{region.name} came as {dtype}, and {part.dtype} values are served that it cannot hold",
+                               remedy="nothing is generated until a good sync: sync again, or restart the rollout")  # fmt: skip
+        return narrow
 
     def _check_places(self) -> None:
         live = dict(self._model.named_parameters())
@@ -150,7 +162,8 @@ class Receiver:
             regions = self._of[name]
             parameters = [self._read(region.parameter) for region in regions]
             same = [
-                torch.equal(_raw(r.view(p)), _raw(mark[r.box.slices])) for r, p in zip(regions, parameters, strict=True)
+                torch.equal(_raw(self._sent(r, p)), _raw(mark[r.box.slices]))
+                for r, p in zip(regions, parameters, strict=True)
             ]
             if not all(same):
                 unlike.add(name)

@@ -146,11 +146,18 @@ def uncovered(trace: LoaderTrace, parameters: Iterable[str]) -> Iterator[str]:
 
 
 def misfits(trace: LoaderTrace, tensors: Mapping[str, WireTensor], live: Mapping[str, Layout]) -> Iterator[str]:
-    """Parameters that are served otherwise than they are loaded (of those in ``live``), and tensors of other dtypes."""
+    """Parameters that are served otherwise than they are loaded (of those in ``live``), and tensors of other dtypes.
+
+    Where nothing is copied into place (no ``live``), a parameter may have a dtype that holds every value of the tensor's.
+    """
     for name in dict.fromkeys(region.parameter for region in trace.regions):
         if live and live.get(name) != trace.layouts[name]:
             yield f"{name} is served as {live.get(name)}, its checkpoint is {trace.layouts[name]}"
     for region in trace.regions:
         wire, dtype = tensors[region.name].dtype, trace.layouts[region.parameter][2]
-        if wire != dtype:
+        if wire != dtype and (live or not _holds(dtype, wire)):
             yield f"{region.name} comes as {wire}, {region.parameter} is served as {dtype}"
+
+
+def _holds(wide: torch.dtype, narrow: torch.dtype) -> bool:
+    return wide == torch.float32 and narrow in (torch.bfloat16, torch.float16)
