@@ -76,8 +76,14 @@ def build_wheels(session: nox.Session, folders: list[str]) -> Path:
 
 
 def install_wheels(session: nox.Session, folders: list[str]) -> None:
-    """Packages as a user gets them: nothing of the tree is on the path."""
-    session.install("-c", CONSTRAINTS, *map(str, sorted(build_wheels(session, folders).glob("*.whl"))))
+    """Packages as a user gets them, with every extra of a CPU host: nothing of the tree is on the path."""
+    wheels = {wheel.name.split("-")[0]: wheel for wheel in build_wheels(session, folders).glob("*.whl")}
+    wanted = []
+    for folder in folders:
+        name = tomllib.loads((ROOT / folder / "pyproject.toml").read_text())["project"]["name"]
+        extras = with_extras(folder).removeprefix(f"./{folder}")
+        wanted.append(f"{name}{extras} @ {wheels[name.replace('-', '_')].as_uri()}")
+    session.install("-c", CONSTRAINTS, *wanted)
 
 
 def check_lint(session: nox.Session) -> None:
