@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from vllm_peers import GREEDY, PROMPTS, SAMPLED, error_of
+from vllm_peers import DEVICE, GREEDY, PROMPTS, SAMPLED, error_of
 
 from engine_api.batch import Batch
 from engine_api.config import EngineConfig, LoraConfig, ModelSource, OptimizerConfig
@@ -28,7 +28,7 @@ FOLDERS = "rollout-adapter-*"
 def trained(model: str) -> Iterator[Any]:
     """fsdp2 with an adapter of ``LORA`` on the model."""
     config = EngineConfig(model=ModelSource(path=model), optimizer=OptimizerConfig(lr=0.05, clip_norm=None), lora=LORA)
-    engine = EngineRegistry.create(backend="fsdp2", device="cpu", config=config)
+    engine = EngineRegistry.create(backend="fsdp2", device=DEVICE, config=config)
     engine.initialize()
     try:
         yield engine
@@ -40,8 +40,9 @@ def trained(model: str) -> Iterator[Any]:
 def serving(model: str, lora: LoraConfig | None, **options: Any) -> Iterator[tuple[Any, Any]]:
     """A rollout and its exporter."""
     source = ModelSource(path=model)
-    rollout = RolloutRegistry.create(name="vllm", device="cpu", model=source, pad_token_id=0, lora=lora, **options)
-    exporter = RolloutRegistry.create_exporter(name="vllm", device="cpu", model=source, dtype="float32", lora=lora)
+    rollout = RolloutRegistry.create(name="vllm", device=DEVICE, model=source, pad_token_id=0, lora=lora,
+                                     enforce_eager=True, **options)  # fmt: skip
+    exporter = RolloutRegistry.create_exporter(name="vllm", device=DEVICE, model=source, dtype="float32", lora=lora)
     try:
         yield rollout, exporter
     finally:

@@ -5,6 +5,7 @@ They run in ranks of the conformance suite's pools, as a trainer's rollouts do, 
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -13,7 +14,7 @@ import pytest
 
 from rollout_fp8 import versions
 
-LINE = versions.tested("vllm", "cpu")
+LINE = versions.tested("vllm", os.environ.get("ROLLOUT_TEST_DEVICE", "cpu"))
 assert LINE is not None
 if versions.installed(LINE) is None:
     collect_ignore_glob = ["test_*.py"]

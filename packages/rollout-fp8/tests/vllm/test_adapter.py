@@ -8,6 +8,7 @@ from typing import Any
 
 import adapter_peers as peers
 import pytest
+from vllm_peers import DEVICE
 
 from engine_api.errors import ConfigError, EngineError, RolloutError
 from engine_conformance.cases import Target
@@ -19,13 +20,13 @@ pytestmark = [pytest.mark.distributed]
 
 @pytest.fixture(scope="module")
 def model(root: Path) -> str:
-    return str(rollout_model(Target(backend="vllm", root=root, rollout=True)))
+    return str(rollout_model(Target(backend="vllm", device=DEVICE, root=root, rollout=True)))
 
 
 @pytest.fixture(scope="module")
 def said(model: str) -> dict[str, Any]:
     """Of two servers for all tests of this module."""
-    (found,) = get_pool(1).run("adapter_peers:adapters", deadline=280, model=model)
+    (found,) = get_pool(1, device=DEVICE).run("adapter_peers:adapters", deadline=280, model=model)
     return found
 
 
@@ -96,17 +97,19 @@ def test_merged_weights_are_refused_and_no_folder_is_left(said: dict[str, Any]) 
 
 
 def test_what_vllm_cannot_serve_is_refused_before_it_starts(model: str, root: Path) -> None:
-    experts = str(rollout_model(Target(backend="vllm", root=root, rollout=True), family="qwen3_moe", tied=False))
+    experts = str(
+        rollout_model(Target(backend="vllm", device=DEVICE, root=root, rollout=True), family="qwen3_moe", tied=False)
+    )
     for folder, lora, field in ((experts, peers.LORA, "rollout.lora"),
                                 (model, replace(peers.LORA, rank=513), "engine.lora.rank"),
                                 (model, replace(peers.LORA, target_modules=("lm_head",)), "engine.lora.target_modules")):  # fmt: skip
-        (error,) = get_pool(1).run("vllm_peers:refused", deadline=120, model=folder, lora=lora)
+        (error,) = get_pool(1, device=DEVICE).run("vllm_peers:refused", deadline=120, model=folder, lora=lora)
         assert isinstance(error, ConfigError), error
         assert error.field == field
 
 
 def test_two_ranks_that_share_a_server(model: str, said: dict[str, Any]) -> None:
-    rows = get_pool(2).run("adapter_peers:on_ranks", deadline=280, model=model, tensor_parallel_size=2)
+    rows = get_pool(2, device=DEVICE).run("adapter_peers:on_ranks", deadline=280, model=model, tensor_parallel_size=2)
     for one, _ in rows:
         assert peers.greedy_tokens([one]) == peers.greedy_tokens(said["versions"][1:])
         for completion, told in zip(one.drawn, one.told, strict=True):
@@ -116,7 +119,7 @@ def test_two_ranks_that_share_a_server(model: str, said: dict[str, Any]) -> None
 
 @pytest.mark.slow
 def test_workers_of_its_own_read_one_folder(model: str, said: dict[str, Any]) -> None:
-    ((one, _),) = get_pool(1).run("adapter_peers:on_ranks", deadline=280, model=model, executor="workers",
+    ((one, _),) = get_pool(1, device=DEVICE).run("adapter_peers:on_ranks", deadline=280, model=model, executor="workers",
                                   tensor_parallel_size=2)  # fmt: skip
     assert peers.greedy_tokens([one]) == peers.greedy_tokens(said["versions"][1:])
     assert one.sync.num_bytes == said["versions"][1].sync.num_bytes

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from vllm_peers import DEVICE
 
 from engine_conformance.cases import Target
 from engine_conformance.cases._served import rollout_model
@@ -17,10 +18,12 @@ pytestmark = [pytest.mark.distributed]
 def test_shards_of_a_trained_engine_are_served_as_a_fresh_server_serves_them(
     root: Path, tmp_path: Path, world: int, dtype: str
 ) -> None:
-    model = str(rollout_model(Target(backend="vllm", root=root, rollout=True)))
+    model = str(rollout_model(Target(backend="vllm", device=DEVICE, root=root, rollout=True)))
     folder = tmp_path / "trained"
-    rows = get_pool(world).run("vllm_peers:trained", deadline=280, model=model, folder=str(folder), dtype=dtype)
-    with RankPool(1) as pool:
+    rows = get_pool(world, device=DEVICE).run(
+        "vllm_peers:trained", deadline=280, model=model, folder=str(folder), dtype=dtype
+    )
+    with RankPool(1, device=DEVICE) as pool:
         ((fresh,),) = pool.run("vllm_peers:fresh_tokens", deadline=280, models=[(str(folder), dtype)])
     for greedy, said, drawn, told in rows:
         assert greedy == fresh

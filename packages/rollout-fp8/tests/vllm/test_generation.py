@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import vllm_peers as peers
+from vllm_peers import DEVICE
 
 from engine_api.errors import ConfigError, EngineError, RolloutError
 from engine_api.rollout import SamplingParams
@@ -19,11 +20,11 @@ pytestmark = [pytest.mark.distributed]
 
 @pytest.fixture(scope="module")
 def model(root: Path) -> str:
-    return str(rollout_model(Target(backend="vllm", root=root, rollout=True)))
+    return str(rollout_model(Target(backend="vllm", device=DEVICE, root=root, rollout=True)))
 
 
 def call(function: Any, *, world: int = 1, **kwargs: Any) -> Any:
-    rows = get_pool(world).run(f"vllm_peers:{function.__name__}", deadline=240, **kwargs)
+    rows = get_pool(world, device=DEVICE).run(f"vllm_peers:{function.__name__}", deadline=240, **kwargs)
     return rows[0] if world == 1 else rows
 
 
@@ -115,6 +116,8 @@ def test_what_cannot_start_says_why(model: str) -> None:
     assert call(peers.drawn, model=model, batches=[[(5, 6)]], sampling=peers.GREEDY)
 
 
-@pytest.mark.skipif("amx_tile" in Path("/proc/cpuinfo").read_text(), reason="this CPU has FP8 kernels")
+@pytest.mark.skipif(
+    DEVICE != "cpu" or "amx_tile" in Path("/proc/cpuinfo").read_text(), reason="this device has FP8 kernels"
+)
 def test_fp8_without_kernels_is_refused(model: str) -> None:
     refused(call(peers.refused, model=model, dtype="bfloat16", quantization="fp8"), "AMX", "quantization=none")

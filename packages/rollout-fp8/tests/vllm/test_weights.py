@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import vllm_peers as peers
+from vllm_peers import DEVICE
 
 from engine_api.config import OptimizerConfig
 from engine_conformance.cases import Target
@@ -20,12 +21,12 @@ pytestmark = [pytest.mark.distributed]
 
 
 def models(root: Path, **kwargs: Any) -> tuple[str, str]:
-    target = Target(backend="vllm", root=root, rollout=True)
+    target = Target(backend="vllm", device=DEVICE, root=root, rollout=True)
     return str(rollout_model(target, **kwargs)), str(rollout_model(target, seed=11, **kwargs))
 
 
 def call(function: Any, *, world: int = 1, **kwargs: Any) -> list[Any]:
-    return get_pool(world).run(f"vllm_peers:{function.__name__}", deadline=280, **kwargs)
+    return get_pool(world, device=DEVICE).run(f"vllm_peers:{function.__name__}", deadline=280, **kwargs)
 
 
 SERVED = [(family, tied, dtype) for family, tied in (("qwen3", False), ("qwen3", True), ("qwen3_moe", False))
@@ -36,7 +37,7 @@ SERVED = [(family, tied, dtype) for family, tied in (("qwen3", False), ("qwen3",
 def fresh(root: Path) -> dict[Any, list[list[int]]]:
     """Greedy tokens of servers that were started on the new weights."""
     folders = [(models(root, family=family, tied=tied)[1], dtype) for family, tied, dtype in SERVED]
-    with RankPool(1) as pool:
+    with RankPool(1, device=DEVICE) as pool:
         (tokens,) = pool.run("vllm_peers:fresh_tokens", deadline=280, models=folders)
     return dict(zip(SERVED, tokens, strict=True))
 
@@ -48,14 +49,15 @@ def test_a_sync_serves_what_a_fresh_server_does_and_load_weights_does_not(
     family, tied, dtype = served
     old, new = models(root, family=family, tied=tied)
     ((raised, raw, synced),) = call(peers.raw_and_synced, old=old, new=new, dtype=dtype)
-    # vLLM's CPU build drops weights that it keeps packed: loading ends half-way, and old and new weights are mixed.
-    assert raised
-    assert raw != fresh[served]
+    if DEVICE == "cpu":
+        # vLLM's CPU build drops weights that it keeps packed: loading ends half-way, and old and new weights are mixed.
+        assert raised
+        assert raw != fresh[served]
     assert synced == fresh[served]
 
 
 def test_log_probs_are_the_engines(root: Path) -> None:
-    target = Target(backend="vllm", root=root, rollout=True, partner="fsdp2")
+    target = Target(backend="vllm", device=DEVICE, root=root, rollout=True, partner="fsdp2")
     model = rollout_model(target)
     trainer = replace(target.setup(target.config(model, optimizer=OptimizerConfig(lr=1e-2, clip_norm=None))),
                       backend="fsdp2")  # fmt: skip

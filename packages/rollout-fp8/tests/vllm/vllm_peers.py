@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import random
 import threading
 import time
@@ -23,6 +24,8 @@ from engine_api.registry import EngineRegistry, RolloutRegistry
 from engine_api.rollout import Completion, SamplingParams, SyncResult
 from engine_conformance.cases._rollouts import export_of
 
+# What they run on: ``ROLLOUT_TEST_DEVICE=cuda`` runs them all on GPUs, as far as there are as many as ranks.
+DEVICE = os.environ.get("ROLLOUT_TEST_DEVICE", "cpu")
 GREEDY = SamplingParams(max_new_tokens=8, temperature=0.0)
 SAMPLED = SamplingParams(max_new_tokens=6, seed=1, n=2)
 LONG = SamplingParams(max_new_tokens=480, temperature=0.0)  # greedy: it never comes to an end token
@@ -32,11 +35,13 @@ PROMPTS: tuple[tuple[int, ...], ...] = ((5, 6, 7), (9, 8), (11, 12, 13, 14, 15))
 @contextmanager
 def opened(model: str, *, version: int | None = 1, **arguments: Any) -> Iterator[Any]:
     """A rollout, with the weights of its folder unless ``version`` is None."""
-    rollout = RolloutRegistry.create(name="vllm", device="cpu", model=ModelSource(path=model), pad_token_id=0,
-                                     eos_token_ids=(2,), **arguments)  # fmt: skip
+    arguments = {"eos_token_ids": (2,), "enforce_eager": True} | arguments
+    rollout = RolloutRegistry.create(
+        name="vllm", device=DEVICE, model=ModelSource(path=model), pad_token_id=0, **arguments
+    )
     try:
         if version is not None:
-            rollout.update_weights(export_of(Path(model), "cpu"), version)
+            rollout.update_weights(export_of(Path(model), DEVICE), version)
         weights = _weights(rollout)
         yield rollout
     finally:
@@ -106,7 +111,7 @@ def background(model: str) -> dict[str, Any]:
         running = rollout.submit(PROMPTS[1], LONG)
         quick = rollout.submit(PROMPTS[0], SAMPLED)
         said["beside"] = (alone, quick.result(60), rollout.generate([PROMPTS[0]], GREEDY))
-        said["sync"] = error_of(rollout.update_weights, export_of(Path(model), "cpu"), 2)
+        said["sync"] = error_of(rollout.update_weights, export_of(Path(model), DEVICE), 2)
         said["sleep"] = error_of(rollout.sleep)
         said["running"] = not running.done()
         try:
@@ -116,7 +121,7 @@ def background(model: str) -> dict[str, Any]:
         running.abort()
         said["aborted"] = running.result(0.0)
         said["bad"] = error_of(rollout.submit, (), LONG)
-        rollout.update_weights(export_of(Path(model), "cpu"), 2)
+        rollout.update_weights(export_of(Path(model), DEVICE), 2)
         said["after"] = rollout.generate([PROMPTS[0]], GREEDY)
         lost = rollout.submit(PROMPTS[1], LONG)
     said["lost"] = error_of(lost.result, 60)
@@ -129,7 +134,7 @@ def during_a_sync(model: str) -> list[EngineError | None]:
     with opened(model) as rollout:
 
         def export() -> Iterator[tuple[str, torch.Tensor]]:
-            for place, pair in enumerate(export_of(Path(model), "cpu")):
+            for place, pair in enumerate(export_of(Path(model), DEVICE)):
                 if place == 1:
                     calls = [lambda: rollout.generate(PROMPTS, GREEDY), lambda: rollout.update_weights(iter(()), 3)]
                     for call in calls:
@@ -154,9 +159,9 @@ def naps(model: str) -> dict[str, Any]:
         after = rollout.generate(PROMPTS, GREEDY)
         rollout.sleep()
         order = error_of(rollout.wake_up, weights=False)
-        asleep = error_of(rollout.update_weights, export_of(Path(model), "cpu"), 2)
+        asleep = error_of(rollout.update_weights, export_of(Path(model), DEVICE), 2)
         rollout.wake_up(kv_cache=False)
-        rollout.update_weights(export_of(Path(model), "cpu"), 2)
+        rollout.update_weights(export_of(Path(model), DEVICE), 2)
         half = error_of(rollout.generate, PROMPTS, GREEDY)
         rollout.wake_up(weights=False)
         synced = rollout.generate(PROMPTS, GREEDY)
@@ -174,7 +179,9 @@ def _fresh(model: str, dtype: str) -> list[list[int]]:
 
     environment.prepare()
     if not dist.is_initialized():
-        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+        dist.init_process_group(
+            "cpu:gloo,cuda:nccl" if DEVICE == "cuda" else "gloo", store=dist.HashStore(), rank=0, world_size=1
+        )
     with environment.in_process(0, 0):
         import vllm
 
@@ -193,12 +200,12 @@ def trained(
 
     Greedy tokens; what the syncs said; log-probs of drawn tokens by vLLM and by the engine.
     """
-    source, config = ModelSource(path=model), {"dtype": dtype, "pad_token_id": 0}
-    engine = EngineRegistry.create(backend="fsdp2", device="cpu", config=EngineConfig(
+    source, config = ModelSource(path=model), {"dtype": dtype, "pad_token_id": 0, "enforce_eager": True}
+    engine = EngineRegistry.create(backend="fsdp2", device=DEVICE, config=EngineConfig(
         model=source, optimizer=OptimizerConfig(lr=1e-2), precision=Precision(compute=dtype)))  # fmt: skip
     engine.initialize()
-    rollout = RolloutRegistry.create(name="vllm", device="cpu", model=source, **config)
-    exporter = RolloutRegistry.create_exporter(name="vllm", device="cpu", model=source, dtype=dtype)
+    rollout = RolloutRegistry.create(name="vllm", device=DEVICE, model=source, **config)
+    exporter = RolloutRegistry.create_exporter(name="vllm", device=DEVICE, model=source, dtype=dtype)
     ids = torch.arange(40).reshape(4, 10) + 5
     batch = Batch.pack([{"input_ids": row, "loss_weight": torch.tensor([0.0] + [1.0] * 9)} for row in ids])
     try:
@@ -226,7 +233,7 @@ def trained(
 def raw_and_synced(old: str, new: str, dtype: str) -> tuple[str, list[list[int]], list[list[int]]]:
     """``load_weights`` called on the served model, and then a sync: what the first raised, and tokens after each."""
     with opened(old, dtype=dtype) as rollout:
-        tensors = [(name, tensor.clone()) for name, tensor in export_of(Path(new), "cpu")]
+        tensors = [(name, tensor.clone()) for name, tensor in export_of(Path(new), DEVICE)]
         raised = ""
         try:
             rollout._engine.apply_model(lambda model: model.load_weights(tensors))
@@ -242,7 +249,7 @@ def on_ranks(model: str, **options: Any) -> tuple[list[Completion], float]:
     """This rank's own prompts, from weights that came twice; and a sum over the ranks afterwards."""
     mine = [PROMPTS[dist.get_rank()]]
     with opened(model, **options) as rollout:
-        rollout.update_weights(export_of(Path(model), "cpu"), 2)
+        rollout.update_weights(export_of(Path(model), DEVICE), 2)
         got = rollout.generate(mine, SAMPLED)
     total = torch.ones(())
     dist.all_reduce(total)  # the group is still there
@@ -253,7 +260,7 @@ def in_workers(model: str, **options: Any) -> tuple[list[Completion], float]:
     """The same, of a server in processes of its own."""
     began = time.monotonic()
     with opened(model, executor="workers", **options) as rollout:
-        rollout.update_weights(export_of(Path(model), "cpu"), 2)
+        rollout.update_weights(export_of(Path(model), DEVICE), 2)
         got = rollout.generate(PROMPTS, SAMPLED)
     return got, time.monotonic() - began
 
