@@ -26,7 +26,9 @@ import torch
 ENVIRONMENT = {"VLLM_DEEP_GEMM_WARMUP": "skip", "SGLANG_JIT_DEEPGEMM_PRECOMPILE": "0", "HF_HUB_OFFLINE": "1"}
 VLLM = {"gpu_memory_utilization": 0.55, "max_model_len": 1024, "truncation": False, "deterministic": False,
         "memory_saver": False}  # fmt: skip
-SGLANG = {"gpu_memory_utilization": 0.55, "max_model_len": 1024, "deterministic": False}
+# Triton and PyTorch: FlashAttention 3 and FlashInfer are large, and not on every machine.
+SGLANG = {"gpu_memory_utilization": 0.55, "max_model_len": 1024, "deterministic": False, "attention_backend": "triton",
+          "sampling_backend": "pytorch"}  # fmt: skip
 CUDA_TESTS = ("-m", "pytest", "-q", "-m", "gpu", "packages/rollout-fp8/tests")
 
 
@@ -42,7 +44,7 @@ class Step:
 
 def sync(shape: str, seconds: int, *arguments: str, gpus: int = 1, server: str = "vllm", **options: object) -> Step:
     """benchmarks/sync.py, bf16 and FP8 in one run."""
-    rollout = (VLLM if server == "vllm" else SGLANG) | options
+    rollout = (VLLM if server.startswith("vllm") else SGLANG) | options
     module = ("-m", "benchmarks.sync", "--server", server, "--shape", shape, "--quantization", "none,fp8",
               "--rollout", json.dumps(rollout), *arguments)  # fmt: skip
     spread = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(gpus)) if gpus > 1 else ()
@@ -67,12 +69,14 @@ STEPS = {
     "sync-8b-2-tp": sync("qwen3-8b", 400, "--tensor-parallel", "2", gpus=2, tensor_parallel_size=2, enforce_eager=True),
     "sync-8b-4-tp": sync("qwen3-8b", 400, "--tensor-parallel", "4", gpus=4, tensor_parallel_size=4, enforce_eager=True),
     "sync-moe-2": sync("qwen3-30b-a3b-cut", 400, "--layers", "12", gpus=2, enforce_eager=True),
+    "sync-moe-4": sync("qwen3-30b-a3b-cut", 400, "--layers", "12", gpus=4, enforce_eager=True),
+    "sync-8b-server": sync("qwen3-8b", 400, server="vllm-server", enforce_eager=True),
     "throughput-8b": throughput("vllm", "qwen3-8b", 580),
     "throughput-moe": throughput("vllm", "qwen3-30b-a3b-cut", 580),
     "rollout-profile": Step(command=("-m", "engine_conformance", "run", "vllm", "--profile", "rollout", "--device", "cuda",
                                      "--partner", "fsdp2", "--world", "1", "--dtype", "bfloat16"), seconds=300),
     "sglang-smoke": Step(command=("-m", "benchmarks.rollout_throughput", "--server", "sglang", "--shape", "qwen3-0.6b",
-                                  "--sequences", "64", "--rollout", '{"cuda_graph": false}'), seconds=300),
+                                  "--sequences", "64", "--rollout", json.dumps(SGLANG | {"cuda_graph": False})), seconds=300),
     "sglang-sync-0.6b": sync("qwen3-0.6b", 400, server="sglang"),
     "sglang-sync-8b": sync("qwen3-8b", 580, "--sequences", "512", server="sglang"),
     "sglang-sync-moe": sync("qwen3-30b-a3b-cut", 580, "--layers", "12", "--sequences", "512", server="sglang"),

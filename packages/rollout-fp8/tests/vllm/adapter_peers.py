@@ -13,7 +13,7 @@ from torch import Tensor
 from vllm_peers import DEVICE, GREEDY, PROMPTS, SAMPLED, error_of
 
 from engine_api.batch import Batch
-from engine_api.config import EngineConfig, LoraConfig, ModelSource, OptimizerConfig
+from engine_api.config import EngineConfig, LoraConfig, ModelSource, OptimizerConfig, Precision
 from engine_api.errors import EngineError
 from engine_api.losses import sft_loss
 from engine_api.registry import EngineRegistry, RolloutRegistry
@@ -22,12 +22,15 @@ from engine_api.rollout import Completion, SyncResult
 # A rank that vLLM pads, a factor that is no power of two, and one projection of three that share a parameter left out.
 LORA = LoraConfig(rank=3, alpha=10.0, target_modules=("q_proj", "v_proj", "o_proj", "gate_proj", "down_proj"))
 FOLDERS = "rollout-adapter-*"
+# vLLM's kernels for adapters on CUDA have no float32.
+DTYPE = "float32" if DEVICE == "cpu" else "bfloat16"
 
 
 @contextmanager
 def trained(model: str) -> Iterator[Any]:
     """fsdp2 with an adapter of ``LORA`` on the model."""
-    config = EngineConfig(model=ModelSource(path=model), optimizer=OptimizerConfig(lr=0.05, clip_norm=None), lora=LORA)
+    config = EngineConfig(model=ModelSource(path=model), optimizer=OptimizerConfig(lr=0.05, clip_norm=None), lora=LORA,
+                          precision=Precision(compute=DTYPE))  # fmt: skip
     engine = EngineRegistry.create(backend="fsdp2", device=DEVICE, config=config)
     engine.initialize()
     try:
@@ -40,9 +43,9 @@ def trained(model: str) -> Iterator[Any]:
 def serving(model: str, lora: LoraConfig | None, **options: Any) -> Iterator[tuple[Any, Any]]:
     """A rollout and its exporter."""
     source = ModelSource(path=model)
-    rollout = RolloutRegistry.create(name="vllm", device=DEVICE, model=source, pad_token_id=0, lora=lora,
+    rollout = RolloutRegistry.create(name="vllm", device=DEVICE, model=source, pad_token_id=0, lora=lora, dtype=DTYPE,
                                      enforce_eager=True, **options)  # fmt: skip
-    exporter = RolloutRegistry.create_exporter(name="vllm", device=DEVICE, model=source, dtype="float32", lora=lora)
+    exporter = RolloutRegistry.create_exporter(name="vllm", device=DEVICE, model=source, dtype=DTYPE, lora=lora)
     try:
         yield rollout, exporter
     finally:
