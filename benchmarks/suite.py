@@ -42,13 +42,16 @@ class Step:
     environment: dict[str, str] = field(default_factory=dict[str, str])
 
 
-def sync(shape: str, seconds: int, *arguments: str, gpus: int = 1, server: str = "vllm", **options: object) -> Step:
-    """benchmarks/sync.py, bf16 and FP8 in one run."""
+def syncs(name: str, shape: str, seconds: int, *arguments: str, gpus: int = 1, server: str = "vllm",
+          **options: object) -> dict[str, Step]:  # fmt: skip
+    """benchmarks/sync.py, a step in bf16 and one in FP8."""
     rollout = (VLLM if server.startswith("vllm") else SGLANG) | options
-    module = ("-m", "benchmarks.sync", "--server", server, "--shape", shape, "--quantization", "none,fp8",
-              "--rollout", json.dumps(rollout), *arguments)  # fmt: skip
     spread = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(gpus)) if gpus > 1 else ()
-    return Step(command=(*spread, *module), seconds=seconds, gpus=gpus)
+    return {
+        name + suffix: Step(command=(*spread, "-m", "benchmarks.sync", "--server", server, "--shape", shape, "--quantization",
+                                     quantization, "--rollout", json.dumps(rollout), *arguments), seconds=seconds, gpus=gpus)
+        for suffix, quantization in (("", "none"), ("-fp8", "fp8"))
+    }  # fmt: skip
 
 
 def throughput(server: str, shape: str, seconds: int, *arguments: str) -> Step:
@@ -60,26 +63,26 @@ def throughput(server: str, shape: str, seconds: int, *arguments: str) -> Step:
 STEPS = {
     "kernels": Step(command=("-m", "benchmarks.kernels"), seconds=90),
     "kernel-tests": Step(command=(*CUDA_TESTS[:-1], "packages/rollout-fp8/tests/test_kernels_cuda.py"), seconds=120),
-    "transport-tests": Step(command=(*CUDA_TESTS[:-1], "packages/rollout-fp8/tests/test_transports_cuda.py"), seconds=200),
-    "sync-0.6b": sync("qwen3-0.6b", 300),
-    "sync-8b": sync("qwen3-8b", 580, "--sequences", "512"),
-    "sync-moe": sync("qwen3-30b-a3b-cut", 580, "--layers", "12", "--sequences", "512"),
-    "sync-8b-2": sync("qwen3-8b", 400, gpus=2, enforce_eager=True),
-    "sync-8b-4": sync("qwen3-8b", 400, gpus=4, enforce_eager=True),
-    "sync-8b-2-tp": sync("qwen3-8b", 400, "--tensor-parallel", "2", gpus=2, tensor_parallel_size=2, enforce_eager=True),
-    "sync-8b-4-tp": sync("qwen3-8b", 400, "--tensor-parallel", "4", gpus=4, tensor_parallel_size=4, enforce_eager=True),
-    "sync-moe-2": sync("qwen3-30b-a3b-cut", 400, "--layers", "12", gpus=2, enforce_eager=True),
-    "sync-moe-4": sync("qwen3-30b-a3b-cut", 400, "--layers", "12", gpus=4, enforce_eager=True),
-    "sync-8b-server": sync("qwen3-8b", 400, server="vllm-server", enforce_eager=True),
+    "transport-tests": Step(command=(*CUDA_TESTS[:-1], "packages/rollout-fp8/tests/test_transports_cuda.py"), seconds=240, gpus=2),
+    **syncs("sync-0.6b", "qwen3-0.6b", 300),
+    **syncs("sync-8b", "qwen3-8b", 580, "--sequences", "512"),
+    **syncs("sync-moe", "qwen3-30b-a3b-cut", 580, "--layers", "12", "--sequences", "512"),
+    **syncs("sync-8b-2", "qwen3-8b", 400, gpus=2, enforce_eager=True),
+    **syncs("sync-8b-4", "qwen3-8b", 400, gpus=4, enforce_eager=True),
+    **syncs("sync-8b-2-tp", "qwen3-8b", 400, "--tensor-parallel", "2", gpus=2, tensor_parallel_size=2, enforce_eager=True),
+    **syncs("sync-8b-4-tp", "qwen3-8b", 400, "--tensor-parallel", "4", gpus=4, tensor_parallel_size=4, enforce_eager=True),
+    **syncs("sync-moe-2", "qwen3-30b-a3b-cut", 400, "--layers", "12", gpus=2, enforce_eager=True),
+    **syncs("sync-moe-4", "qwen3-30b-a3b-cut", 400, "--layers", "12", gpus=4, enforce_eager=True),
+    **syncs("sync-8b-server", "qwen3-8b", 400, server="vllm-server", enforce_eager=True),
     "throughput-8b": throughput("vllm", "qwen3-8b", 580),
     "throughput-moe": throughput("vllm", "qwen3-30b-a3b-cut", 580),
     "rollout-profile": Step(command=("-m", "engine_conformance", "run", "vllm", "--profile", "rollout", "--device", "cuda",
                                      "--partner", "fsdp2", "--world", "1", "--dtype", "bfloat16"), seconds=300),
     "sglang-smoke": Step(command=("-m", "benchmarks.rollout_throughput", "--server", "sglang", "--shape", "qwen3-0.6b",
                                   "--sequences", "64", "--rollout", json.dumps(SGLANG | {"cuda_graph": False})), seconds=300),
-    "sglang-sync-0.6b": sync("qwen3-0.6b", 400, server="sglang"),
-    "sglang-sync-8b": sync("qwen3-8b", 580, "--sequences", "512", server="sglang"),
-    "sglang-sync-moe": sync("qwen3-30b-a3b-cut", 580, "--layers", "12", "--sequences", "512", server="sglang"),
+    **syncs("sglang-sync-0.6b", "qwen3-0.6b", 400, server="sglang"),
+    **syncs("sglang-sync-8b", "qwen3-8b", 580, "--sequences", "512", server="sglang"),
+    **syncs("sglang-sync-moe", "qwen3-30b-a3b-cut", 580, "--layers", "12", "--sequences", "512", server="sglang"),
 }  # fmt: skip
 
 
