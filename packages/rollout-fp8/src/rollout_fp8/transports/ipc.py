@@ -98,8 +98,8 @@ class IpcIncoming:
         bucket = self._plan.buckets[index]
         if told is not None:
             self._buffers[bucket.slot] = self._opened(*told)
-        stream = torch.cuda.current_stream(self._device)
-        stream.wait_event(self._ready[bucket.slot])
+        # A stream of the event's own GPU: another GPU's ends the process there (torch 2.11). A copy waits for both.
+        torch.cuda.current_stream(self._source).wait_event(self._ready[bucket.slot])
         buffer = self._buffers[bucket.slot][: bucket.num_bytes]
         return buffer if self._near else self._copied(bucket, buffer)
 

@@ -9,11 +9,15 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch._dynamo.eval_frame import remove_from_cache
+from vllm.compilation.wrapper import TorchCompileWithNoGuardsWrapper
 from vllm.distributed import parallel_state
 from vllm.lora.layers import BaseLayerWithLoRA
 from vllm.model_executor.model_loader.reload import layerwise
 
 from rollout_fp8.adapter import PREFIX, SHARED_MEMORY
+
+_COMPILED = "__compiled_fn"  # how Dynamo's names begin
 
 
 def shut_down(engine: Any) -> None:
@@ -27,6 +31,7 @@ def shut_down(engine: Any) -> None:
         finalizer.detach()
     for model in engine.collective_rpc("get_model"):
         _forget_reloads(model)
+        _forget_compiled(model)
     engine.collective_rpc("shutdown")
     leave_groups()
 
@@ -39,6 +44,25 @@ def _forget_reloads(model: Any) -> None:
     """
     for layer in model.modules():
         layerwise.LAYERWISE_INFO.pop(layer, None)
+
+
+def _forget_compiled(model: Any) -> None:
+    """Let the weights and the caches of a model that was compiled go.
+
+    vLLM registers a hook with Dynamo that holds the model, and Dynamo puts the compiled function, with the weights as its
+    examples, among the globals of the model's source file: neither is ever taken back (0.26.0,
+    ``TorchCompileWithNoGuardsWrapper``).
+    """
+    for layer in model.modules():
+        if not isinstance(layer, TorchCompileWithNoGuardsWrapper):
+            continue
+        if (hook := getattr(layer, "_bytecode_hook_handle", None)) is not None:
+            hook.remove()
+        compiled = getattr(layer, "_compiled_bytecode", None)
+        for name in () if compiled is None else compiled.co_names:
+            if name.startswith(_COMPILED):
+                type(layer).forward.__globals__.pop(name, None)
+        remove_from_cache(layer.original_code_object())
 
 
 def leave_groups() -> None:
