@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 import torch
 import torch.distributed as dist
+from holders import holders
 
 from engine_api.batch import Batch
 from engine_api.config import EngineConfig, ModelSource, OptimizerConfig, Precision
@@ -46,7 +47,8 @@ def opened(model: str, *, version: int | None = 1, **arguments: Any) -> Iterator
         yield rollout
     finally:
         rollout.close()
-    assert not [tensor for tensor in weights if tensor() is not None], "the closed rollout still has weights in memory"
+    alive = [weight for tensor in weights if (weight := tensor()) is not None]
+    assert not alive, f"the closed rollout still has weights in memory:{holders(alive[0])}"
 
 
 def _weights(rollout: Any) -> list[weakref.ref[torch.Tensor]]:

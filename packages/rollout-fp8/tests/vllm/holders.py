@@ -1,0 +1,38 @@
+"""Who keeps an object alive."""
+
+from __future__ import annotations
+
+import gc
+import sys
+from collections import deque
+from types import FrameType, FunctionType, ModuleType
+from typing import Any
+
+
+def holders(thing: Any, *, chains: int = 3, depth: int = 14) -> list[str]:
+    """Shortest chains of references that end in ``thing`` and begin in a module, outermost last."""
+    found: list[str] = []
+    seen, waiting = {id(thing)}, deque([(thing, "")])
+    while waiting and len(found) < chains:
+        held, chain = waiting.popleft()
+        for holder in gc.get_referrers(held):
+            if id(holder) in seen or holder is waiting or isinstance(holder, FrameType):
+                continue
+            seen.add(id(holder))
+            longer = f"{chain} <- {_name(holder, held)}"
+            if isinstance(holder, ModuleType) or (isinstance(holder, dict) and "__builtins__" in holder):
+                found.append(longer)
+            elif longer.count("<-") < depth:
+                waiting.append((holder, longer))
+    return found
+
+
+def _name(holder: Any, held: Any) -> str:
+    if isinstance(holder, dict):
+        keys = [str(key)[:60] for key, value in list(holder.items()) if value is held][:2]
+        return f"dict{keys} of {holder.get('__name__', '?')}"
+    if isinstance(holder, FunctionType | type):
+        return f"{holder.__module__}.{holder.__qualname__}"
+    if isinstance(holder, ModuleType):
+        return holder.__name__
+    return f"{type(holder).__module__}.{type(holder).__qualname__}({sys.getrefcount(holder)})"
