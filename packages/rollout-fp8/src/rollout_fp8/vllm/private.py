@@ -9,6 +9,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch._dynamo import convert_frame
 from torch._dynamo.eval_frame import remove_from_cache
 from vllm.compilation.wrapper import TorchCompileWithNoGuardsWrapper
 from vllm.distributed import parallel_state
@@ -49,15 +50,16 @@ def _forget_reloads(model: Any) -> None:
 def _forget_compiled(model: Any) -> None:
     """Let the weights and the caches of a model that was compiled go.
 
-    vLLM registers a hook with Dynamo that holds the model, and Dynamo puts the compiled function, with the weights as its
-    examples, among the globals of the model's source file: neither is ever taken back (0.26.0,
-    ``TorchCompileWithNoGuardsWrapper``).
+    vLLM registers hooks with Dynamo that hold the model, and Dynamo puts the compiled function, with the weights as its
+    examples, among the globals of the model's source file. Neither is taken back; ``cleanup`` knows the last hook only
+    (0.26.0 and 0.32.0, ``TorchCompileWithNoGuardsWrapper``).
     """
     for layer in model.modules():
         if not isinstance(layer, TorchCompileWithNoGuardsWrapper):
             continue
-        if (hook := getattr(layer, "_bytecode_hook_handle", None)) is not None:
-            hook.remove()
+        hooks = convert_frame._bytecode_hooks  # noqa: SLF001
+        for key in [key for key, hook in hooks.items() if getattr(hook, "__self__", None) is layer]:
+            del hooks[key]
         compiled = getattr(layer, "_compiled_bytecode", None)
         for name in () if compiled is None else compiled.co_names:
             if name.startswith(_COMPILED):
