@@ -19,6 +19,7 @@ from engine_api.comm import Comm, SingleComm, TorchComm, together
 from engine_api.config import EngineConfig
 from engine_api.contract import Adapter
 from engine_api.errors import ConfigError, EngineStateError
+from engine_api.hf_folder import save_hf
 from engine_api.manifest import Entry
 from engine_api.optimizers import build_optimizer
 from engine_api.registry import Resolution
@@ -37,7 +38,6 @@ from engine_fsdp.parallel import (
     reset_after_failure,
     shard_model,
 )
-from engine_fsdp.save_hf import save_hf
 from engine_fsdp.verify import verify_model
 from engine_fsdp.weights import ShardedParam, fill, parameter_table, trainable
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
+from pathlib import Path
 from typing import Any, ClassVar, get_args
 
 import torch
@@ -17,6 +18,7 @@ from engine_api.comm import Comm, SingleComm, TorchComm, together
 from engine_api.config import EngineConfig
 from engine_api.contract import Adapter
 from engine_api.errors import ConfigError
+from engine_api.hf_folder import save_hf
 from engine_api.losses import LossFn, needs_of
 from engine_api.manifest import Entry
 from engine_api.registry import Resolution
@@ -55,7 +57,9 @@ class MegatronEngine(BaseEngine):
         config, multiple = self.config, self.options.vocabulary_multiple
         hf_config = read_hf_config(config.model)
         refuse_other_models(hf_config)
-        self.shape = shape_of(hf_config, self.kind)
+        if self.kind == "value_model":
+            hf_config.num_labels = 1  # of the head that save_hf writes
+        self.shape, self.hf_config = shape_of(hf_config, self.kind), hf_config
         self.vocab_size = self.shape.vocab_size
         self.layout = build_layout(config.parallelism, *world_and_rank())
         self.topology = self.layout.topology
@@ -174,6 +178,12 @@ class MegatronEngine(BaseEngine):
         self._expect("get_per_tensor_param_shard", "ready")
         self._check_adapter(adapter)
         return export.export_shards(self.table, dtype)
+
+    def save_hf(self, directory: Path | str, *, dtype: torch.dtype | None = None) -> None:
+        """See ``Engine.save_hf``."""
+        self._expect("save_hf", "ready")
+        save_hf(self.get_per_tensor_param(dtype=dtype), Path(directory), comm=self.comm, source=self.config.model.path,
+                hf_config=self.hf_config)  # fmt: skip
 
     def _check_adapter(self, adapter: Adapter) -> None:
         if adapter not in get_args(Adapter):

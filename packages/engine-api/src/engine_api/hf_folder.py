@@ -5,15 +5,15 @@ from __future__ import annotations
 import json
 import shutil
 from pathlib import Path
-from typing import Any
-
-from safetensors import SafetensorError
-from torch import Tensor
+from typing import TYPE_CHECKING, Any
 
 from engine_api.checkpoint import require_room
 from engine_api.comm import Comm, together
 from engine_api.errors import CheckpointWriteError
 from engine_api.weights import WeightExport
+
+if TYPE_CHECKING:
+    import torch
 
 _FILE_BYTES = 4 << 30
 _COMPANIONS = (
@@ -32,9 +32,18 @@ def save_hf(export: WeightExport, directory: Path, *, comm: Comm, source: str, h
 
     Written under ``.partial`` and moved when complete; what a folder held before is then replaced.
 
+    Args:
+        export: of all ranks together, as ``Engine.get_per_tensor_param`` gives it.
+        directory: the final name.
+        comm: all ranks that iterate ``export``.
+        source: the folder that the model came from; its tokenizer's files are copied.
+        hf_config: transformers' configuration of the model.
+
     Raises:
         CheckpointWriteError: on rank 0, ``RankFailure`` elsewhere; ``directory`` is as it was.
     """
+    from safetensors import SafetensorError
+
     writer = _Writer(directory.with_name(directory.name + ".partial")) if comm.rank == 0 else None
     for name, tensor in export:
         if writer is not None and writer.failure is None:
@@ -53,9 +62,9 @@ class _Writer:
 
     def __init__(self, directory: Path) -> None:
         self.directory, self.files = directory, list[list[str]]()
-        self.pending, self.size, self.total, self.dtype = dict[str, Tensor](), 0, 0, "float32"
+        self.pending, self.size, self.total, self.dtype = dict[str, "torch.Tensor"](), 0, 0, "float32"
 
-    def add(self, name: str, tensor: Tensor) -> None:
+    def add(self, name: str, tensor: torch.Tensor) -> None:
         """Keep a CPU copy; flush when the file is full."""
         size = tensor.numel() * tensor.element_size()
         if self.pending and self.size + size > _FILE_BYTES:
@@ -67,7 +76,7 @@ class _Writer:
 
     def flush(self) -> None:
         """Write what is pending under a provisional name."""
-        from safetensors.torch import save_file
+        from safetensors.torch import save_file  # pyright: ignore[reportUnknownVariableType]
 
         if not self.files:
             shutil.rmtree(self.directory, ignore_errors=True)  # a killed save's remains
@@ -91,6 +100,8 @@ class _Writer:
 
 
 def _finish(writer: _Writer, directory: Path, source: str, hf_config: Any) -> None:
+    from safetensors import SafetensorError
+
     try:
         if writer.failure is not None:
             raise writer.failure
@@ -111,7 +122,7 @@ def _finish(writer: _Writer, directory: Path, source: str, hf_config: Any) -> No
 def _describe(writer: _Writer, directory: Path, source: str, hf_config: Any) -> None:
     """The configuration, and the tokenizer's files where ``directory`` has none of its own."""
     content = hf_config.to_dict() | {"dtype": writer.dtype}
-    # The attention function of this engine means nothing to whoever loads the folder.
+    # What begins with _ is of this process: an engine's attention function means nothing to whoever loads the folder.
     content = {k: v for k, v in content.items() if not k.startswith("_")}
     (writer.directory / "config.json").write_text(json.dumps(content, indent=2, sort_keys=True, default=str))
     for pattern in _COMPANIONS:
