@@ -159,7 +159,9 @@ def test_experts_go_in_and_out_and_answer_as_transformers_does(tmp_path: Path, n
 
 
 def test_a_value_model_is_saved_as_one(tmp_path: Path, folder: Path) -> None:
-    config = EngineConfig(model=ModelSource(path=str(folder)), optimizer=OptimizerConfig(lr=1e-2))  # of a language model
+    config = EngineConfig(
+        model=ModelSource(path=str(folder)), optimizer=OptimizerConfig(lr=1e-2)
+    )  # of a language model
     engine = EngineRegistry.create(backend="megatron", device="cpu", model_type="value_model", config=config)
     engine.initialize()
     engine.save_hf(tmp_path / "hf")
