@@ -1,0 +1,103 @@
+"""A run that changes engine and layout between its checkpoints ends as one that was left alone with one engine."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+import torch
+import yaml
+from safetensors.torch import load_file
+
+from engine_api.devices import SIMULATED_CUDA
+from engine_api.manifest import read_manifest
+from engine_conformance.cases._state import read_state
+from engine_conformance.ranks import RankPool
+from engine_trainer.logs import read_metrics
+
+STEPS = 8
+FSDP = ["engine.backend=fsdp2"]
+TP, PP = "engine.parallelism.tp=2", "engine.parallelism.pp=2"
+MEGATRON = ["engine.backend=megatron"]
+# Whose figures say where the trainer stands: they must be the same, not nearly so.
+EXACT = ("step", "train/lr", "train/epoch", "train/tokens", "train/learned_tokens", "train/skipped")
+
+pytestmark = [pytest.mark.distributed, pytest.mark.slow]
+if not importlib.util.find_spec("megatron"):
+    pytest.skip("megatron-core is an extra", allow_module_level=True)
+
+Launch = Callable[..., None]
+
+
+@pytest.fixture(scope="module")
+def launch() -> Iterator[Launch]:
+    """Runs the trainer on as many ranks as are asked for, where CUDA is simulated."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv(SIMULATED_CUDA, "1")
+        patch.setattr(sys, "path", [str(Path(__file__).parent), *sys.path])
+        pools: dict[int, RankPool] = {}
+
+        def run(kind: str, file: Path, world: int, *overrides: str) -> None:
+            pool = pools.setdefault(world, RankPool(world, deadline=280.0))
+            pool.run("takeover_ranks:run", kind=kind, file=str(file), overrides=list(overrides))
+
+        yield run
+        for pool in pools.values():
+            pool.close()
+
+
+@pytest.fixture
+def file(sft_file: Path, model_folder: Path) -> Path:
+    """SFT of a model that two tensor-parallel ranks or two stages divide; the schedule does not end with a part."""
+    config = yaml.safe_load(sft_file.read_text())
+    shape = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4,
+             "num_key_value_heads": 2, "head_dim": 8, "initializer_range": 0.2, "tie_word_embeddings": True}  # fmt: skip
+    config["engine"] |= {
+        "device": "cpu",
+        "optimizer": {"lr": 3e-3, "weight_decay": 0.1, "eps": 1e-5},
+        "schedule": {"name": "cosine", "warmup_steps": 2, "total_steps": STEPS},
+    }
+    config["engine"]["model"]["init"] = "random"
+    (model_folder / "config.json").write_text(json.dumps(json.loads((model_folder / "config.json").read_text()) | shape))
+    sft_file.write_text(yaml.safe_dump(config))
+    return sft_file
+
+
+def checkpoint(folder: Path) -> Path:
+    return folder / "checkpoints" / (folder / "checkpoints" / "latest").read_text().strip()
+
+
+def assert_same_state(got: Path, want: Path) -> None:
+    """Weights, both moments and step counts, each against its tensor's largest element; the loop's state exactly."""
+    left, right = read_state(got), read_state(want)
+    assert set(left) == set(right)
+    assert any(key.endswith(".exp_avg_sq") for key in left)
+    for key, whole in right.items():
+        bound = 0.0 if key.endswith(".step") else 2e-4 * float(whole.abs().max())
+        assert float((left[key] - whole).abs().max()) <= bound, key
+    assert read_manifest(got).step == read_manifest(want).step
+    assert read_manifest(got).extra["loop"] == read_manifest(want).extra["loop"]
+
+
+def test_sft_goes_from_fsdp_through_megatrons_layouts_and_back(file: Path, tmp_path: Path, launch: Launch) -> None:
+    alone, moved = tmp_path / "alone", tmp_path / "moved"
+    launch("sft", file, 2, f"run.output_dir={alone}", f"run.steps={STEPS}", *FSDP)
+    parts = [(2, FSDP), (2, [*MEGATRON, TP]), (2, [*MEGATRON, PP]), (4, [*MEGATRON, TP, PP]), (2, FSDP)]
+    ends = [2, 3, 5, 6, STEPS]
+    for end, (world, overrides) in zip(ends, parts, strict=True):
+        launch("sft", file, world, f"run.output_dir={moved}", f"run.steps={end}", "run.keep=0", *overrides)
+    left, right = (read_metrics(folder / "metrics.jsonl") for folder in (moved, alone))
+    assert [[row.get(key) for key in EXACT] for row in left] == [[row.get(key) for key in EXACT] for row in right]
+    for row, other in zip(left[1:], right[1:], strict=True):
+        for key in ("train/loss", "train/grad_norm"):
+            assert row[key] == pytest.approx(other[key], rel=1e-4), f"{key} of step {row['step']}"
+    assert right[-1]["train/loss"] < 0.9 * right[1]["train/loss"], "it learns, so that a lost moment shows"
+    assert_same_state(checkpoint(moved), checkpoint(alone))
+    weights, others = (load_file(folder / "hf" / "model.safetensors") for folder in (moved, alone))
+    assert set(weights) == set(others)
+    writers = [json.loads(path.read_text())["engine"] for path in sorted(moved.glob("checkpoints/*/manifest.json"))]
+    assert writers == ["engine-fsdp", *["engine-megatron"] * 3, "engine-fsdp"]
