@@ -9,7 +9,6 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-import torch
 import yaml
 from safetensors.torch import load_file
 
@@ -62,7 +61,9 @@ def file(sft_file: Path, model_folder: Path) -> Path:
         "schedule": {"name": "cosine", "warmup_steps": 2, "total_steps": STEPS},
     }
     config["engine"]["model"]["init"] = "random"
-    (model_folder / "config.json").write_text(json.dumps(json.loads((model_folder / "config.json").read_text()) | shape))
+    (model_folder / "config.json").write_text(
+        json.dumps(json.loads((model_folder / "config.json").read_text()) | shape)
+    )
     sft_file.write_text(yaml.safe_dump(config))
     return sft_file
 
