@@ -7,8 +7,15 @@ import io
 
 from engine_trainer.config import RLConfig, SFTConfig
 from engine_trainer.loading import load_config
+from engine_trainer.rewards import register
 from engine_trainer.rl import train_rl
 from engine_trainer.sft import train_sft
+
+
+@register("vowels")
+def vowels():
+    """A share that a random model gets some of."""
+    return lambda sample: sum(c in "aeiouAEIOU02468" for c in sample.completion) / 8
 
 
 def run(kind: str, file: str, overrides: list[str]) -> int:

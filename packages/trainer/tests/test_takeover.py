@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import re
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+import torch
 import yaml
 from safetensors.torch import load_file
 
@@ -30,6 +32,16 @@ if not importlib.util.find_spec("megatron"):
     pytest.skip("megatron-core is an extra", allow_module_level=True)
 
 Launch = Callable[..., None]
+SHAPE = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4,
+         "num_key_value_heads": 2, "head_dim": 8, "initializer_range": 0.2, "tie_word_embeddings": True}  # fmt: skip
+RECIPES = Path(__file__).parents[3] / "recipes"
+# What makes a recipe small enough for a CPU, whichever engine runs it.
+SMALL = {
+    "sft/gsm8k.yaml": ["batch_size=4", "eval.every=1", "eval.max_problems=4", "rollout.max_new_tokens=6"],
+    "rl/gsm8k_grpo.yaml": ["algorithm.prompts_per_step=4", "rollout.n=4", "rollout.max_new_tokens=6", "eval.every=1",
+                           "eval.max_problems=4", "reward.name=vowels"],
+}  # fmt: skip
+CLOCKS = re.compile(r"time$|time/|perf/|sync/.*_s$")
 
 
 @pytest.fixture(scope="module")
@@ -53,8 +65,6 @@ def launch() -> Iterator[Launch]:
 def file(sft_file: Path, model_folder: Path) -> Path:
     """SFT of a model that two tensor-parallel ranks or two stages divide; the schedule does not end with a part."""
     config = yaml.safe_load(sft_file.read_text())
-    shape = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4,
-             "num_key_value_heads": 2, "head_dim": 8, "initializer_range": 0.2, "tie_word_embeddings": True}  # fmt: skip
     config["engine"] |= {
         "device": "cpu",
         "optimizer": {"lr": 3e-3, "weight_decay": 0.1, "eps": 1e-5},
@@ -62,7 +72,7 @@ def file(sft_file: Path, model_folder: Path) -> Path:
     }
     config["engine"]["model"]["init"] = "random"
     (model_folder / "config.json").write_text(
-        json.dumps(json.loads((model_folder / "config.json").read_text()) | shape)
+        json.dumps(json.loads((model_folder / "config.json").read_text()) | SHAPE)
     )
     sft_file.write_text(yaml.safe_dump(config))
     return sft_file
@@ -102,3 +112,37 @@ def test_sft_goes_from_fsdp_through_megatrons_layouts_and_back(file: Path, tmp_p
     assert set(weights) == set(others)
     writers = [json.loads(path.read_text())["engine"] for path in sorted(moved.glob("checkpoints/*/manifest.json"))]
     assert writers == ["engine-fsdp", *["engine-megatron"] * 3, "engine-fsdp"]
+
+
+@pytest.fixture
+def overrides(model_folder: Path, tmp_path: Path) -> list[str]:
+    """A model with weights and problems as GSM8K has them; two steps in float32, so that figures can be compared."""
+    from transformers import Qwen3Config, Qwen3ForCausalLM
+
+    config = Qwen3Config(**json.loads((model_folder / "config.json").read_text()) | SHAPE)
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        Qwen3ForCausalLM(config).save_pretrained(model_folder)
+    for name in ("train", "test"):
+        rows = [{"question": f"{name}: {n} and {n}?", "answer": f"It is {2 * n}.\n#### {2 * n}"} for n in range(12)]
+        (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return [f"engine.model.path={model_folder}", f"data.source={tmp_path}", f"eval.source={tmp_path}", "engine.device=cpu",
+            "engine.precision.compute=float32", "engine.optimizer.lr=1e-3", "engine.optimizer.eps=1e-5", "run.epochs=null",
+            "run.steps=2", "run.progress=false", "run.tensorboard=false", "run.report=false"]  # fmt: skip
+
+
+@pytest.mark.parametrize("recipe", SMALL)
+def test_a_recipe_gives_the_same_figures_with_another_backend(
+    recipe: str, overrides: list[str], tmp_path: Path, launch: Launch
+) -> None:
+    kind, given = recipe.partition("/")[0], [*overrides, *SMALL[recipe]]
+    rows: dict[str, list[dict[str, float]]] = {}
+    for name, world, engine in (("fsdp2", 1, FSDP), ("megatron", 1, MEGATRON), ("tp", 2, [*MEGATRON, TP])):
+        launch(kind, RECIPES / recipe, world, f"run.output_dir={tmp_path / name}", *given, *engine)
+        found = read_metrics(tmp_path / name / "metrics.jsonl")
+        rows[name] = [{key: value for key, value in row.items() if not CLOCKS.match(key)} for row in found]
+    assert any(row.get("train/grad_norm", 0.0) > 0 for row in rows["fsdp2"]), "there is something to learn"
+    for name in ("megatron", "tp"):
+        assert [set(row) for row in rows[name]] == [set(row) for row in rows["fsdp2"]]
+        for row, want in zip(rows[name], rows["fsdp2"], strict=True):
+            assert row == pytest.approx(want, rel=1e-3, abs=1e-4), f"{name}, step {row['step']}"

@@ -1,4 +1,4 @@
-"""A folder that ``transformers.from_pretrained`` loads: safetensors, config, and the tokenizer that came with it."""
+"""Folders in Hugging Face's format: the one that a model comes from, and the one that it is saved as."""
 
 from __future__ import annotations
 
@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, Any
 
 from engine_api.checkpoint import require_room
 from engine_api.comm import Comm, together
-from engine_api.errors import CheckpointWriteError
+from engine_api.config import ModelSource
+from engine_api.errors import CheckpointWriteError, ConfigError
 from engine_api.weights import WeightExport
 
 if TYPE_CHECKING:
@@ -25,6 +26,25 @@ _COMPANIONS = (
     "generation_config.json",
     "added_tokens.json",
 )
+
+
+def fetch(model: ModelSource) -> str:
+    """The local folder of the model; a hub id is downloaded (weights only when they are wanted)."""
+    if Path(model.path).is_dir():
+        if model.revision is not None:
+            raise ConfigError("model.revision", f"{model.revision!r} given, but model.path is a folder here",
+                              remedy="leave it out, or give a hub id")  # fmt: skip
+        return model.path
+    from huggingface_hub import snapshot_download  # pyright: ignore[reportUnknownVariableType]
+    from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError, RepositoryNotFoundError
+
+    patterns = ["*.json", "*.model", "*.txt", "*.jinja"] + (["*.safetensors"] if model.init == "pretrained" else [])
+    patterns += ["*.py"] if model.trust_remote_code else []
+    try:
+        return str(snapshot_download(model.path, revision=model.revision, allow_patterns=patterns))
+    except (RepositoryNotFoundError, LocalEntryNotFoundError, HFValidationError, OSError) as error:
+        raise ConfigError("model.path", f"{model.path!r} is neither a folder here nor a model that can be downloaded",
+                          why=str(error).splitlines()[0], remedy="give a folder with config.json, or a hub id") from error  # fmt: skip
 
 
 def save_hf(export: WeightExport, directory: Path, *, comm: Comm, source: str, hf_config: Any) -> None:

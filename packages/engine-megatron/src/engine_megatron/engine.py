@@ -18,7 +18,7 @@ from engine_api.comm import Comm, SingleComm, TorchComm, together
 from engine_api.config import EngineConfig
 from engine_api.contract import Adapter
 from engine_api.errors import ConfigError
-from engine_api.hf_folder import save_hf
+from engine_api.hf_folder import fetch, save_hf
 from engine_api.losses import LossFn, needs_of
 from engine_api.manifest import Entry
 from engine_api.registry import Resolution
@@ -55,7 +55,8 @@ class MegatronEngine(BaseEngine):
     def _build(self) -> None:
         # All that can be refused from the configuration and the files' headers comes before any group.
         config, multiple = self.config, self.options.vocabulary_multiple
-        hf_config = read_hf_config(config.model)
+        self.folder = fetch(config.model)
+        hf_config = read_hf_config(config.model, self.folder)
         refuse_other_models(hf_config)
         if self.kind == "value_model":
             hf_config.num_labels = 1  # of the head that save_hf writes
@@ -65,7 +66,7 @@ class MegatronEngine(BaseEngine):
         self.topology = self.layout.topology
         check_layout(self.shape, self.layout, multiple)
         self.table = weight_table(self.shape, self.layout, multiple, DTYPES[config.precision.master])
-        files = None if config.model.init == "random" else Files(config.model.path)
+        files = None if config.model.init == "random" else Files(self.folder)
         if files is not None:
             files.check(self.table)
         ModelParallel.check(self.layout)
@@ -182,7 +183,7 @@ class MegatronEngine(BaseEngine):
     def save_hf(self, directory: Path | str, *, dtype: torch.dtype | None = None) -> None:
         """See ``Engine.save_hf``."""
         self._expect("save_hf", "ready")
-        save_hf(self.get_per_tensor_param(dtype=dtype), Path(directory), comm=self.comm, source=self.config.model.path,
+        save_hf(self.get_per_tensor_param(dtype=dtype), Path(directory), comm=self.comm, source=self.folder,
                 hf_config=self.hf_config)  # fmt: skip
 
     def _check_adapter(self, adapter: Adapter) -> None:
