@@ -1,4 +1,4 @@
-"""Everything about rollouts that docs/benchmarks.md measures on GPUs, one step after another, each with a deadline.
+"""Everything about rollouts, and about engines side by side, that docs/benchmarks.md measures on GPUs, one step after another, each with a deadline.
 
 ``python -m benchmarks.suite --list`` shows the steps; ``python -m benchmarks.suite --only sync-8b,kernels --output DIR``
 runs some. A step's output goes to ``DIR/<step>.log``; what it measured, one JSON line a row, is printed and goes to
@@ -45,8 +45,18 @@ def sync(shape: str, seconds: int, *arguments: str, gpus: int = 1, server: str =
     rollout = (VLLM if server == "vllm" else SGLANG) | options
     module = ("-m", "benchmarks.sync", "--server", server, "--shape", shape, "--quantization", "none,fp8",
               "--rollout", json.dumps(rollout), *arguments)  # fmt: skip
-    spread = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(gpus)) if gpus > 1 else ()
-    return Step(command=(*spread, *module), seconds=seconds, gpus=gpus)
+    return Step(command=(*spread(gpus), *module), seconds=seconds, gpus=gpus)
+
+
+def spread(gpus: int) -> tuple[str, ...]:
+    """What starts a module on so many GPUs."""
+    return ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(gpus)) if gpus > 1 else ()
+
+
+def mfu(backends: str, shape: str, seconds: int, *arguments: str, gpus: int = 1) -> Step:
+    """benchmarks/mfu.py: the engines one after another, on the same work."""
+    module = ("-m", "benchmarks.mfu", "--backend", backends, "--shape", shape, *arguments)
+    return Step(command=(*spread(gpus), *module), seconds=seconds, gpus=gpus)
 
 
 def throughput(server: str, shape: str, seconds: int, *arguments: str) -> Step:
@@ -67,6 +77,12 @@ STEPS = {
     "sync-8b-2-tp": sync("qwen3-8b", 400, "--tensor-parallel", "2", gpus=2, tensor_parallel_size=2, enforce_eager=True),
     "sync-8b-4-tp": sync("qwen3-8b", 400, "--tensor-parallel", "4", gpus=4, tensor_parallel_size=4, enforce_eager=True),
     "sync-moe-2": sync("qwen3-30b-a3b-cut", 400, "--layers", "12", gpus=2, enforce_eager=True),
+    "sync-8b-megatron-tp": sync("qwen3-8b", 400, "--backend", "megatron", "--tp", "2", gpus=2, enforce_eager=True),
+    "sync-moe-megatron-ep": sync("qwen3-30b-a3b-cut", 400, "--layers", "12", "--backend", "megatron", "--ep", "2", gpus=2,
+                                 enforce_eager=True),
+    "mfu-1.7b": mfu("fsdp2,megatron", "1.7b", 400),
+    "mfu-1.7b-long": mfu("fsdp2,megatron", "1.7b", 400, "--tokens", "16384", "--document", "16384", "--recompute", "full"),
+    "mfu-8b-2": mfu("fsdp2,megatron:tp=2,megatron:pp=2", "8b", 500, "--recompute", "full", gpus=2),
     "throughput-8b": throughput("vllm", "qwen3-8b", 580),
     "throughput-moe": throughput("vllm", "qwen3-30b-a3b-cut", 580),
     "rollout-profile": Step(command=("-m", "engine_conformance", "run", "vllm", "--profile", "rollout", "--device", "cuda",

@@ -5,6 +5,10 @@ from __future__ import annotations
 import contextlib
 import io
 
+import torch
+
+from engine_api import EngineConfig, EngineRegistry, ModelSource, Parallelism
+from engine_api.registry import Resolution
 from engine_trainer.config import RLConfig, SFTConfig
 from engine_trainer.loading import load_config
 from engine_trainer.rewards import register
@@ -24,3 +28,19 @@ def run(kind: str, file: str, overrides: list[str]) -> int:
         if kind == "sft":
             return train_sft(load_config(SFTConfig, file, overrides)).step
         return train_rl(load_config(RLConfig, file, overrides)).step
+
+
+def wire(path: str, backend: str, layout: dict[str, int], quantization: str) -> dict[str, torch.Tensor]:
+    """What a weight sync sends to a server, by name; on rank 0 only."""
+    from rollout_fp8.exporter import Exporter  # a package of its own, which need not be here
+
+    source = ModelSource(path=path)
+    config = EngineConfig(model=source, optimizer=None, parallelism=Parallelism(**layout))
+    engine = EngineRegistry.create(backend=backend, device="cpu", config=config)
+    engine.initialize()
+    here = Resolution(plugin=None, row=None, device="cpu", source="", trace=())  # only the device is read
+    exporter = Exporter(resolution=here, model=source, dtype="bfloat16", quantization=quantization)
+    sent = {name: tensor.clone() for name, tensor in exporter.export(engine)}
+    exporter.close()
+    engine.close()
+    return sent if engine.topology.rank == 0 else {}

@@ -14,9 +14,11 @@ import torch
 import yaml
 from safetensors.torch import load_file
 
+from engine_api import Capability, EngineRegistry
 from engine_api.devices import SIMULATED_CUDA
 from engine_api.manifest import read_manifest
 from engine_conformance.cases._state import read_state
+from engine_conformance.fixtures import TinyModel, write_checkpoint
 from engine_conformance.ranks import RankPool
 from engine_trainer.logs import read_metrics
 
@@ -32,6 +34,7 @@ if not importlib.util.find_spec("megatron"):
     pytest.skip("megatron-core is an extra", allow_module_level=True)
 
 Launch = Callable[..., None]
+Pools = Callable[[int], RankPool]
 SHAPE = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4,
          "num_key_value_heads": 2, "head_dim": 8, "initializer_range": 0.2, "tie_word_embeddings": True}  # fmt: skip
 RECIPES = Path(__file__).parents[3] / "recipes"
@@ -45,20 +48,25 @@ CLOCKS = re.compile(r"time$|time/|perf/|sync/.*_s$")
 
 
 @pytest.fixture(scope="module")
-def launch() -> Iterator[Launch]:
-    """Runs the trainer on as many ranks as are asked for, where CUDA is simulated."""
+def pool() -> Iterator[Pools]:
+    """As many ranks as are asked for, where CUDA is simulated."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv(SIMULATED_CUDA, "1")
         patch.setattr(sys, "path", [str(Path(__file__).parent), *sys.path])
         pools: dict[int, RankPool] = {}
+        yield lambda world: pools.setdefault(world, RankPool(world, deadline=280.0))
+        for one in pools.values():
+            one.close()
 
-        def run(kind: str, file: Path, world: int, *overrides: str) -> None:
-            pool = pools.setdefault(world, RankPool(world, deadline=280.0))
-            pool.run("takeover_ranks:run", kind=kind, file=str(file), overrides=list(overrides))
 
-        yield run
-        for pool in pools.values():
-            pool.close()
+@pytest.fixture
+def launch(pool: Pools) -> Launch:
+    """Runs the trainer."""
+
+    def run(kind: str, file: Path, world: int, *overrides: str) -> None:
+        pool(world).run("takeover_ranks:run", kind=kind, file=str(file), overrides=list(overrides))
+
+    return run
 
 
 @pytest.fixture
@@ -146,3 +154,30 @@ def test_a_recipe_gives_the_same_figures_with_another_backend(
         assert [set(row) for row in rows[name]] == [set(row) for row in rows["fsdp2"]]
         for row, want in zip(rows[name], rows["fsdp2"], strict=True):
             assert row == pytest.approx(want, rel=1e-3, abs=1e-4), f"{name}, step {row['step']}"
+
+
+@pytest.mark.parametrize("quantization", ["none", "fp8"])
+@pytest.mark.parametrize("experts", [0, 4])
+def test_a_sync_sends_the_same_bits_from_every_engine_and_layout(
+    experts: int, quantization: str, tmp_path: Path, pool: Pools
+) -> None:
+    pytest.importorskip("rollout_fp8")
+    # In two parts, queries and MLP are whole blocks of 128 rows, keys and values are not.
+    moe = {"family": "qwen3_moe", "num_experts": experts, "moe_intermediate_size": 128} if experts else {}
+    model = write_checkpoint(tmp_path / "model", TinyModel(
+        vocab_size=512, hidden_size=256, intermediate_size=512, num_layers=2, num_heads=4, num_kv_heads=2, head_dim=64, **moe,
+    ))  # fmt: skip
+    declared = EngineRegistry.resolve(model_type="language_model", backend="megatron", device="cpu").plugin.capabilities
+    layouts = [{"pp": 2}, {"ep": 2} if experts else {"tp": 2}]
+    given = {"path": str(model), "quantization": quantization}
+    want = pool(2).run("takeover_ranks:wire", backend="fsdp2", layout={}, **given)[0]
+    assert quantization == "none" or any(tensor.dtype == torch.float8_e4m3fn for tensor in want.values())
+    for layout in layouts:
+        if "ep" in layout and Capability.EP not in declared:
+            continue
+        got = pool(2).run("takeover_ranks:wire", backend="megatron", layout=layout, **given)[0]
+        assert set(got) == set(want)
+        different = [
+            name for name in want if not torch.equal(got[name].view(torch.uint8), want[name].view(torch.uint8))
+        ]
+        assert not different, layout
