@@ -42,7 +42,6 @@ class MegatronEngine(BaseEngine):
     """What the language and the value engine share; see ``engine_api.contract.Engine`` for the promises."""
 
     kind: ClassVar[Kind]
-    gives: ClassVar[tuple[str, ...]]  # what a loss may need
 
     def __init__(self, config: EngineConfig, *, resolution: Resolution) -> None:
         super().__init__(config, resolution=resolution)
@@ -107,11 +106,6 @@ class MegatronEngine(BaseEngine):
             return pipeline.infer(self.forward, self._module, batch, needs, temperature)
         packed = self.forward.pack(batch)
         return self.forward.outputs(self.forward.hidden(packed), packed, needs, temperature)
-
-    def _check_needs(self, needs: Sequence[str]) -> None:
-        for name in needs:
-            if name not in self.gives:
-                raise ConfigError("loss.needs", f"a {self.kind} gives no {name!r}", remedy=f"it gives: {', '.join(self.gives)}")  # fmt: skip
 
     @property
     def _module(self) -> Any:
@@ -226,7 +220,6 @@ class MegatronEngineWithLMHead(MegatronEngine):
     """Log-probs and entropy of a causal language model."""
 
     kind = "language_model"
-    gives = ("log_probs", "entropy")
 
 
 class MegatronEngineWithValueHead(MegatronEngine):
@@ -234,8 +227,3 @@ class MegatronEngineWithValueHead(MegatronEngine):
 
     kind = "value_model"
     gives = ("values",)
-
-    def _inference_needs(self, entropy: bool) -> tuple[str, ...]:
-        if entropy:
-            raise ConfigError("entropy", "a value model has none", remedy="leave entropy off")
-        return ("values",)
