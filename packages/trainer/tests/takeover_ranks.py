@@ -30,8 +30,8 @@ def run(kind: str, file: str, overrides: list[str]) -> int:
         return train_rl(load_config(RLConfig, file, overrides)).step
 
 
-def wire(path: str, backend: str, layout: dict[str, int], quantization: str) -> dict[str, torch.Tensor]:
-    """What a weight sync sends to a server, by name; on rank 0 only."""
+def wire(path: str, backend: str, layout: dict[str, int], quantization: str) -> dict[str, tuple[str, torch.Tensor]]:
+    """What a weight sync sends to a server, by name: dtype and bytes; on rank 0 only."""
     from rollout_fp8.exporter import Exporter  # a package of its own, which need not be here
 
     source = ModelSource(path=path)
@@ -40,7 +40,8 @@ def wire(path: str, backend: str, layout: dict[str, int], quantization: str) -> 
     engine.initialize()
     here = Resolution(plugin=None, row=None, device="cpu", source="", trace=())  # only the device is read
     exporter = Exporter(resolution=here, model=source, dtype="bfloat16", quantization=quantization)
-    sent = {name: tensor.clone() for name, tensor in exporter.export(engine)}
+    # As bytes: eight-bit floats cannot be pickled.
+    sent = {name: (str(t.dtype), t.contiguous().view(torch.uint8).clone()) for name, t in exporter.export(engine)}
     exporter.close()
     engine.close()
     return sent if engine.topology.rank == 0 else {}
