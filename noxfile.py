@@ -12,7 +12,7 @@ import nox
 ROOT = Path(__file__).parent
 sys.path.insert(0, str(ROOT / "tools"))  # scripts, not a package
 
-from matrix import engine_devices, load, world_sizes  # noqa: E402 - found through the line above
+from matrix import engine_devices, engine_of, is_shimmed, load, run_arguments  # noqa: E402 - found through the line above
 
 PYTHONS = ((3, 11), (3, 12))
 CONSTRAINTS = "constraints/cpu.txt"
@@ -59,9 +59,11 @@ def install(session: nox.Session, folders: list[str], *tools: str) -> None:
     session.install("-c", CONSTRAINTS, *editable, *tools)
 
 
-def engine_folder(backend: str) -> str:
-    """The package that offers a backend, by the matrix."""
-    return next(engine["package"] for engine in load()["engines"] if engine["backend"] == backend)
+def engine_folders(backend: str) -> list[str]:
+    """The packages that a certificate needs, by the matrix: the one that offers the backend, and its partner's."""
+    engine = engine_of(load(), backend)
+    partner = [engine_of(load(), engine["partner"])["package"]] if "partner" in engine else []
+    return [engine["package"], *partner]
 
 
 def build_wheels(session: nox.Session, folders: list[str]) -> Path:
@@ -121,8 +123,7 @@ def check_conformance(session: nox.Session) -> None:
     """A certificate of every engine that the matrix calls tested on a CPU."""
     for engine, device in engine_devices(load()):
         if device == "cpu":
-            worlds = ",".join(map(str, world_sizes(load(), engine, device)))
-            session.run("engine-conformance", "run", engine, "--world", worlds, "--certify", "--quiet")
+            session.run("engine-conformance", *run_arguments(load(), engine, device), "--certify", "--quiet")
 
 
 @nox.session
@@ -184,21 +185,21 @@ def quickstart(session: nox.Session) -> None:
 @nox.parametrize(("engine", "device"), engine_devices(load()))
 def conformance(session: nox.Session, engine: str, device: str) -> None:
     """The conformance suite on one engine and device, from the tree; after `--`: arguments of `engine-conformance run`."""
-    install(session, [API, engine_folder(engine), SUITE])
-    session.run("engine-conformance", "run", engine, "--device", device, *session.posargs)
+    install(session, [API, *engine_folders(engine), SUITE])
+    session.run("engine-conformance", *run_arguments(load(), engine, device), *session.posargs)
 
 
 @nox.session
 @nox.parametrize(("engine", "device"), engine_devices(load()))
 def certify(session: nox.Session, engine: str, device: str) -> None:
     """A certificate from built wheels, written to conformance/reports; after `--`: further arguments."""
-    folder = engine_folder(engine)
-    version = tomllib.loads((ROOT / folder / "pyproject.toml").read_text())["project"]["version"]
-    report = Path("conformance", "reports", f"{engine}-{version}", device)
-    install_wheels(session, [API, folder, SUITE])
-    worlds = ",".join(map(str, world_sizes(load(), engine, device)))
-    session.run("engine-conformance", "run", engine, "--device", device, "--world", worlds, "--certify",
-                "--report", str(report), *session.posargs)  # fmt: skip
+    folders = engine_folders(engine)
+    version = tomllib.loads((ROOT / folders[0] / "pyproject.toml").read_text())["project"]["version"]
+    name = f"{device}-shimmed" if is_shimmed(load(), engine, device) else device
+    report = Path("conformance", "reports", f"{engine}-{version}", name)
+    install_wheels(session, [API, *folders, SUITE])
+    session.run("engine-conformance", *run_arguments(load(), engine, device), "--certify", "--report", str(report),
+                *session.posargs)  # fmt: skip
     session.run("python", "tools/reports.py")
 
 

@@ -1,8 +1,9 @@
 """Training throughput on GPUs: tokens/s, MFU and peak memory of ``train_batch`` at Qwen3 shapes.
 
 ``python -m benchmarks.mfu --shape 0.6b --tokens 8192 --document 4096`` (or under torchrun). Random weights, so no
-model is needed. One JSON line a run; ``tools/benchmarks.py`` is not involved, the figures are put into
-docs/benchmarks.md with this command.
+model is needed. Several engines and layouts do the same work one after another, as in
+``--backend fsdp2,megatron,megatron:tp=2+pp=2``; sizes are those of ``Parallelism``. One JSON line each;
+``tools/benchmarks.py`` is not involved, the figures are put into docs/benchmarks.md with this command.
 
 MFU = (6 N + 6 L H d S) · tokens/s ÷ (989.5e12 · GPUs): N parameters with the head once (tied), L layers, H query
 heads, d head width, S document length; the attention term is the causal half; recomputation does not count;
@@ -12,17 +13,23 @@ heads, d head width, S document length; the attention term is the causal half; r
 from __future__ import annotations
 
 import argparse
+import gc
 import json
 import os
 import tempfile
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from engine_api import (
     Batch,
+    Capability,
     EngineConfig,
     EngineRegistry,
     Memory,
@@ -40,6 +47,8 @@ SHAPES: dict[str, dict[str, Any]] = {
              "num_key_value_heads": 8, "head_dim": 128, "vocab_size": 151936},
     "1.7b": {"hidden_size": 2048, "intermediate_size": 6144, "num_hidden_layers": 28, "num_attention_heads": 16,
              "num_key_value_heads": 8, "head_dim": 128, "vocab_size": 151936},
+    "8b": {"hidden_size": 4096, "intermediate_size": 12288, "num_hidden_layers": 36, "num_attention_heads": 32,
+           "num_key_value_heads": 8, "head_dim": 128, "vocab_size": 151936, "tie_word_embeddings": False},
 }  # fmt: skip
 COMMON = {
     "architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "max_position_embeddings": 40960,
@@ -74,50 +83,99 @@ def packed(shape: dict[str, Any], tokens: int, document: int, seed: int) -> Batc
     return Batch.pack([{"input_ids": row, "loss_weight": weight} for row in ids])
 
 
-def build(options: argparse.Namespace) -> Any:
+@dataclass(frozen=True, kw_only=True)
+class Entry:
+    """An engine, and how its ranks are spread."""
+
+    backend: str
+    layout: Parallelism
+    text: str
+
+
+def entries(text: str) -> list[Entry]:
+    """``NAME[:SIZE=N[+SIZE=N…]]`` by commas; raises ``ValueError`` for what is no such thing."""
+    found = []
+    for word in text.split(","):
+        backend, _, sizes = word.partition(":")
+        pairs = [part.split("=") for part in sizes.split("+") if part]
+        known = {f.name for f in fields(Parallelism)}
+        if not all(len(pair) == 2 and pair[0] in known and pair[1].isdecimal() for pair in pairs):
+            raise ValueError(f"{word}: write NAME:SIZE=N, as megatron:tp=2+pp=2; sizes: {', '.join(sorted(known))}")
+        layout = Parallelism(**{name: int(size) for name, size in pairs})
+        found.append(Entry(backend=backend, layout=layout, text=sizes))
+    return found
+
+
+def build(options: argparse.Namespace, entry: Entry) -> Any:
     """The engine for these options, initialized."""
+    declared = EngineRegistry.resolve(model_type="language_model", backend=entry.backend, device=options.device)
+    compiled = options.compile and Capability.COMPILE in declared.plugin.capabilities  # an engine's own affair
     config = EngineConfig(
         model=ModelSource(path=model_folder(options.shape), init="random", attention=options.attention),
-        optimizer=OptimizerConfig(lr=1e-5), parallelism=Parallelism(ulysses=options.ulysses),
+        optimizer=OptimizerConfig(lr=1e-5), parallelism=entry.layout,
         precision=Precision(compute="float32" if options.device == "cpu" else "bfloat16"),
-        memory=Memory(max_tokens=options.tokens, logit_chunk=options.chunk, compile=options.compile,
+        memory=Memory(max_tokens=options.tokens * world_size(), logit_chunk=options.chunk, compile=compiled,
                       reshard_after_forward=options.reshard, recompute=options.recompute),
-        options=json.loads(options.options),
+        options=json.loads(options.options).get(entry.backend),
     )  # fmt: skip
-    engine = EngineRegistry.create(backend="fsdp2", device=options.device, config=config)
+    engine = EngineRegistry.create(backend=entry.backend, device=options.device, config=config)
     engine.initialize()
     return engine
 
 
-def measure(options: argparse.Namespace) -> dict[str, Any]:
+def measure(options: argparse.Namespace, entry: Entry) -> dict[str, Any]:
     """Median step time over ``--steps`` after ``--warmup``; every step has other documents."""
-    shape = SHAPES[options.shape]
+    shape, on_gpu = SHAPES[options.shape], options.device == "cuda"
+    if on_gpu:
+        torch.cuda.reset_peak_memory_stats()
     begin = time.perf_counter()
-    engine = build(options)
+    engine = build(options, entry)
     started = time.perf_counter() - begin
+    world = engine.topology.world_size
+    own = options.tokens * world // engine.topology.dp_size  # ranks that share documents share their tokens
     seeds = range(options.warmup + options.steps)
-    batches = [packed(shape, options.tokens, options.document, 1000 * engine.topology.dp_rank + s) for s in seeds]
+    batches = [packed(shape, own, options.document, 1000 * engine.topology.dp_rank + s) for s in seeds]
     times = []
     for batch in batches:
         begin = time.perf_counter()
         result = engine.train_batch(batch, sft_loss)  # ends with the gradient norm on the host: no stray work
         times.append(time.perf_counter() - begin)
     step = sorted(times[options.warmup :])[options.steps // 2]
-    world = engine.topology.world_size
-    rate = options.tokens * engine.topology.dp_size / step
-    peak = torch.cuda.max_memory_allocated() / 2**30 if options.device == "cuda" else 0.0
+    rate = options.tokens * world / step
+    peak = torch.cuda.max_memory_allocated() / 2**30 if on_gpu else 0.0
     if options.profile:
-        options.profile.write_text(profile(engine, batches))
+        options.profile.with_stem(f"{options.profile.stem}-{entry.backend}").write_text(profile(engine, batches))
     row = {
-        "shape": options.shape, "gpus": world, "tokens": options.tokens, "document": options.document,
-        "attention": getattr(engine, "kernel", options.attention), "compile": options.compile, "chunk": options.chunk,
-        "recompute": options.recompute, "ulysses": options.ulysses, "step_ms": round(step * 1e3, 1),
-        "tokens_per_s": round(rate), "mfu": round(flops_per_token(shape, options.document) * rate / PEAK / world, 4),
-        "peak_gib": round(peak, 1), "loss": round(result.loss, 3), "start_s": round(started, 1),
-        "first_step_s": round(times[0], 1), "torch": torch.__version__,
+        "backend": entry.backend, "layout": entry.text, "shape": options.shape, "gpus": world, "tokens": options.tokens,
+        "document": options.document, "attention": getattr(engine, "kernel", options.attention),
+        "compile": engine.config.memory.compile, "chunk": options.chunk, "recompute": options.recompute,
+        "options": engine.config.options or {}, "step_ms": round(step * 1e3, 1), "tokens_per_s": round(rate),
+        "mfu": round(flops_per_token(shape, options.document) * rate / PEAK / world, 4), "peak_gib": round(peak, 1),
+        "loss": round(result.loss, 3), "start_s": round(started, 1), "first_step_s": round(times[0], 1),
+        "torch": torch.__version__,
     }  # fmt: skip
     engine.close()
     return row
+
+
+def world_size() -> int:
+    """Ranks of this run."""
+    return int(os.environ.get("WORLD_SIZE", "1"))
+
+
+@contextmanager
+def process_group(device: str) -> Iterator[None]:
+    """The group of torchrun's ranks, for all engines of the run; none on one rank, where each makes its own."""
+    if world_size() == 1:
+        yield
+        return
+    if device == "cuda":
+        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+    dist.init_process_group("cpu:gloo,cuda:nccl" if device == "cuda" else "gloo")
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
 
 
 def profile(engine: Any, batches: list[Batch]) -> str:
@@ -134,25 +192,31 @@ def profile(engine: Any, batches: list[Batch]) -> str:
 
 
 def main() -> None:
-    """Parse, measure, print one JSON line on rank 0."""
+    """Parse, measure, print a JSON line each on rank 0."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    parser.add_argument("--backend", default="fsdp2", help="NAME[:SIZE=N[+SIZE=N…]] by commas")
     parser.add_argument("--shape", choices=sorted(SHAPES), default="0.6b")
     parser.add_argument("--device", default="cuda")
-    parser.add_argument("--tokens", type=int, default=8192, help="packed tokens a step and data-parallel rank")
+    parser.add_argument("--tokens", type=int, default=8192, help="packed tokens a step and GPU")
     parser.add_argument("--document", type=int, default=4096)
     parser.add_argument("--attention", default="auto")
     parser.add_argument("--chunk", type=int, default=4096)
-    parser.add_argument("--no-compile", dest="compile", action="store_false")
+    parser.add_argument("--no-compile", dest="compile", action="store_false", help="default: where the engine can")
     parser.add_argument("--no-reshard", dest="reshard", action="store_false")
     parser.add_argument("--recompute", default="none")
-    parser.add_argument("--ulysses", type=int, default=1)
     parser.add_argument("--steps", type=int, default=10)
     parser.add_argument("--warmup", type=int, default=4)
-    parser.add_argument("--profile", type=Path, help="write a profile of three steps there")
-    parser.add_argument("--options", default="{}", help="JSON: the engine's own options")
-    row = measure(parser.parse_args())
-    if int(os.environ.get("RANK", "0")) == 0:
-        print(json.dumps(row), flush=True)
+    parser.add_argument(
+        "--profile", type=Path, help="write a profile of three steps there, with the backend in its name"
+    )
+    parser.add_argument("--options", default="{}", help='JSON: engines\' own options by backend, {"megatron": {…}}')
+    options = parser.parse_args()
+    with process_group(options.device):
+        for entry in entries(options.backend):
+            row = measure(options, entry)
+            gc.collect()
+            if int(os.environ.get("RANK", "0")) == 0:
+                print(json.dumps(row), flush=True)
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Everything about rollouts that docs/benchmarks.md measures on GPUs, one step after another, each with a deadline.
+"""Everything about rollouts, and about engines side by side, that docs/benchmarks.md measures on GPUs, one step after another, each with a deadline.
 
 ``python -m benchmarks.suite --list`` shows the steps; ``python -m benchmarks.suite --only sync-8b,kernels --output DIR``
 runs some. A step's output goes to ``DIR/<step>.log``; what it measured, one JSON line a row, is printed and goes to
@@ -46,12 +46,22 @@ def syncs(name: str, shape: str, seconds: int, *arguments: str, gpus: int = 1, s
           **options: object) -> dict[str, Step]:  # fmt: skip
     """benchmarks/sync.py, a step in bf16 and one in FP8."""
     rollout = (VLLM if server.startswith("vllm") else SGLANG) | options
-    spread = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(gpus)) if gpus > 1 else ()
     return {
-        name + suffix: Step(command=(*spread, "-m", "benchmarks.sync", "--server", server, "--shape", shape, "--quantization",
-                                     quantization, "--rollout", json.dumps(rollout), *arguments), seconds=seconds, gpus=gpus)
+        name + suffix: Step(command=(*spread(gpus), "-m", "benchmarks.sync", "--server", server, "--shape", shape,
+                                     "--quantization", quantization, "--rollout", json.dumps(rollout), *arguments), seconds=seconds, gpus=gpus)
         for suffix, quantization in (("", "none"), ("-fp8", "fp8"))
     }  # fmt: skip
+
+
+def spread(gpus: int) -> tuple[str, ...]:
+    """What starts a module on so many GPUs."""
+    return ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(gpus)) if gpus > 1 else ()
+
+
+def mfu(backends: str, shape: str, seconds: int, *arguments: str, gpus: int = 1) -> Step:
+    """benchmarks/mfu.py: the engines one after another, on the same work."""
+    module = ("-m", "benchmarks.mfu", "--backend", backends, "--shape", shape, *arguments)
+    return Step(command=(*spread(gpus), *module), seconds=seconds, gpus=gpus)
 
 
 def throughput(server: str, shape: str, seconds: int, *arguments: str) -> Step:
@@ -74,6 +84,12 @@ STEPS = {
     **syncs("sync-moe-2", "qwen3-30b-a3b-cut", 400, "--layers", "12", gpus=2, enforce_eager=True),
     **syncs("sync-moe-4", "qwen3-30b-a3b-cut", 400, "--layers", "12", gpus=4, enforce_eager=True),
     **syncs("sync-8b-server", "qwen3-8b", 400, server="vllm-server", enforce_eager=True),
+    **syncs("sync-8b-megatron-tp", "qwen3-8b", 400, "--backend", "megatron", "--tp", "2", gpus=2, enforce_eager=True),
+    **syncs("sync-moe-megatron-ep", "qwen3-30b-a3b-cut", 400, "--layers", "12", "--backend", "megatron", "--ep", "2", gpus=2,
+            enforce_eager=True),
+    "mfu-1.7b": mfu("fsdp2,megatron", "1.7b", 400),
+    "mfu-1.7b-long": mfu("fsdp2,megatron", "1.7b", 400, "--tokens", "16384", "--document", "16384", "--recompute", "full"),
+    "mfu-8b-2": mfu("fsdp2,megatron:tp=2,megatron:pp=2", "8b", 500, "--recompute", "full", gpus=2),
     "throughput-8b": throughput("vllm", "qwen3-8b", 580),
     "throughput-moe": throughput("vllm", "qwen3-30b-a3b-cut", 580),
     "rollout-profile": Step(command=("-m", "engine_conformance", "run", "vllm", "--profile", "rollout", "--device", "cuda",

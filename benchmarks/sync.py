@@ -1,7 +1,8 @@
 """Weight sync on GPUs: from an engine's fp32 masters to what a server generates with, in bf16 and in FP8.
 
 ``python -m benchmarks.sync --shape qwen3-8b --server vllm`` on one GPU, ``torchrun --nproc-per-node 2 -m benchmarks.sync …``
-on several: the engine is FSDP2 over all of them, and each serves a whole replica (``--tensor-parallel 1``) or a part.
+on several: the engine is spread over all of them (FSDP2, or with ``--backend megatron`` over ``--tp``, ``--pp``, ``--ep``),
+and each serves a whole replica (``--tensor-parallel 1``) or a part.
 Random weights, so no model is needed. One JSON line a row: the median over ``--repeats`` syncs after ``--warmup``, from
 the call of ``export`` until the served weights are complete on every GPU, and audited unless the row says otherwise.
 
@@ -24,18 +25,26 @@ import torch
 import torch.distributed as dist
 
 from benchmarks.shapes import model_folder
-from engine_api import EngineConfig, EngineRegistry, ModelSource, Precision, RolloutRegistry, SamplingParams
+from engine_api import (
+    EngineConfig,
+    EngineRegistry,
+    ModelSource,
+    Parallelism,
+    Precision,
+    RolloutRegistry,
+    SamplingParams,
+)
 
+SIZES = ("tp", "pp", "ep")
 LINK = 450e9  # bytes/s in one direction, NVLink 4 with 18 links
 
 
 @contextmanager
-def engine_of(folder: str, device: str) -> Iterator[Any]:
+def engine_of(folder: str, device: str, backend: str, layout: Parallelism) -> Iterator[Any]:
     """An engine that holds fp32 masters and no optimizer."""
-    config = EngineConfig(
-        model=ModelSource(path=folder, init="random"), optimizer=None, precision=Precision(compute="bfloat16")
-    )
-    engine = EngineRegistry.create(backend="fsdp2", device=device, config=config)
+    config = EngineConfig(model=ModelSource(path=folder, init="random"), optimizer=None, parallelism=layout,
+                          precision=Precision(compute="bfloat16"))  # fmt: skip
+    engine = EngineRegistry.create(backend=backend, device=device, config=config)
     engine.initialize()
     try:
         yield engine
@@ -87,6 +96,7 @@ def measure(options: argparse.Namespace, engine: Any, folder: str, quantization:
             plan = exporter._plan  # noqa: SLF001 - a figure for the table
             wire = wire_bytes(plan, world)
             yield {
+                "backend": options.backend, "layout": {name: getattr(options, name) for name in SIZES},
                 "shape": options.shape, "layers": options.layers, "server": options.server, "gpus": world,
                 "tensor_parallel": options.tensor_parallel, "quantization": quantization, "audit": audit,
                 "ms": round(seconds * 1e3, 1), "min_ms": round(min(s for s, _ in runs) * 1e3, 1),
@@ -125,8 +135,11 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--shape", default="qwen3-8b")
     parser.add_argument("--layers", type=int, default=None, help="cut the shape to so many layers")
+    parser.add_argument("--backend", default="fsdp2", help="the engine that the weights come from")
+    for name in SIZES:
+        parser.add_argument(f"--{name}", type=int, default=1, help="of the engine")
     parser.add_argument("--server", default="vllm")
-    parser.add_argument("--tensor-parallel", type=int, default=1)
+    parser.add_argument("--tensor-parallel", type=int, default=1, help="of the server")
     parser.add_argument("--quantization", default="none,fp8")
     parser.add_argument("--rollout", default="{}", help="rollout.options as JSON")
     parser.add_argument("--sequences", type=int, default=0, help="also measure generation with so many at a time")
@@ -134,7 +147,8 @@ def main() -> None:
     parser.add_argument("--warmup", type=int, default=2)
     options = parser.parse_args()
     folder = str(model_folder(options.shape, layers=options.layers))
-    with engine_of(folder, "cuda") as engine:
+    layout = Parallelism(**{name: getattr(options, name) for name in SIZES})
+    with engine_of(folder, "cuda", options.backend, layout) as engine:
         for quantization in options.quantization.split(","):
             for row in measure(options, engine, folder, quantization):
                 if int(os.environ.get("RANK", "0")) == 0:

@@ -40,11 +40,32 @@ def engine_devices(matrix: dict[str, Any]) -> list[tuple[str, str]]:
     return list(dict.fromkeys(pairs))
 
 
+def engine_of(matrix: dict[str, Any], backend: str) -> dict[str, Any]:
+    """The row of a backend."""
+    return next(e for e in matrix["engines"] if e["backend"] == backend)
+
+
 def world_sizes(matrix: dict[str, Any], backend: str, device: str) -> list[int]:
-    """Every number of ranks at which a backend was seen to work on a device."""
+    """Every number of ranks at which a backend was seen to work on a device; where nobody ran it yet, those to begin with."""
     environments = matrix["environments"]
-    runs = [r for e in matrix["engines"] if e["backend"] == backend for r in e["runs"] if r["status"] != "not run"]
-    return sorted({n for r in runs if environments[r["environment"]]["device"] == device for n in r["world_sizes"]})
+    runs = [r for r in engine_of(matrix, backend)["runs"] if environments[r["environment"]]["device"] == device]
+    seen = [r for r in runs if r["status"] != "not run"]
+    return sorted({n for r in seen or runs for n in r["world_sizes"]})
+
+
+def run_arguments(matrix: dict[str, Any], backend: str, device: str) -> list[str]:
+    """What ``engine-conformance run`` is told of a backend on a device: its ranks, its partner, and whether CUDA is simulated."""
+    engine = engine_of(matrix, backend)
+    worlds = ",".join(map(str, world_sizes(matrix, backend, device)))
+    partner = ["--partner", engine["partner"]] if "partner" in engine else []
+    return ["run", backend, "--device", device, "--world", worlds, *partner,
+            *(["--shim"] if is_shimmed(matrix, backend, device) else [])]  # fmt: skip
+
+
+def is_shimmed(matrix: dict[str, Any], backend: str, device: str) -> bool:
+    """Whether a backend runs on a device with CUDA simulated only."""
+    found = [matrix["environments"][run["environment"]] for run in engine_of(matrix, backend)["runs"]]
+    return any(e.get("shim", False) for e in found if e["device"] == device)
 
 
 def render(matrix: dict[str, Any]) -> str:

@@ -11,6 +11,8 @@ from typing import Any
 
 from matrix import ROOT, replace_section, table, write_or_check
 
+from engine_conformance.environment import SHIMMED
+
 README, REPORTS = ROOT / "README.md", ROOT / "conformance" / "reports"
 HEAD = ("engine", "model type", "device", "ranks", "precision", "cases", "worst margin", "verdict", "when")
 
@@ -37,7 +39,10 @@ def _rows(path: Path, report: Mapping[str, Any]) -> Iterator[tuple[str, ...]]:
 
 def _device(report: Mapping[str, Any]) -> str:
     device = report["selection"]["device"]
-    return device if device == "cpu" else f"{device} ({report['environment'].get('accelerator', 'unknown')})"
+    accelerator = report["environment"].get("accelerator", "unknown")
+    if device == "cpu":
+        return accelerator if accelerator == SHIMMED else device
+    return f"{device} ({accelerator})"
 
 
 if __name__ == "__main__":

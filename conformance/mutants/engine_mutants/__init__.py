@@ -18,6 +18,7 @@ GROUPS = (
     "train",
     "steps",
     "checkpoint",
+    "handover",
     "export",
     "refusal",
     "contract",

@@ -15,7 +15,7 @@ from engine_api.registry import EngineRegistry
 from engine_conformance.cases import Target
 from engine_loopback.engine import LoopbackEngine, LoopbackEngineWithLMHead, LoopbackEngineWithValueHead
 
-__all__ = ["MUTANTS", "Mutant", "install", "mutant"]
+__all__ = ["MUTANTS", "PARTNER", "Mutant", "install", "mutant"]
 
 HEADS: Mapping[str, type[LoopbackEngine]] = {
     "language_model": LoopbackEngineWithLMHead,
@@ -23,6 +23,7 @@ HEADS: Mapping[str, type[LoopbackEngine]] = {
 }
 # Under which attribute the engine names the class that it makes.
 PARTS = {"model": "model_type", "partition": "partition_type", "layout": "layout_type", "optimizer": "adamw"}
+PARTNER = "loopback-partner"  # the engine without a defect under a second name, for what two engines owe each other
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -58,7 +59,7 @@ class Mutant:
         """The setting in which it must be caught."""
         return Target(
             backend=self.name, root=root, world=self.world, dtype=self.dtype, model_type=self.model_type,
-            layout=Parallelism(**self.layout), patience=self.deadline,
+            layout=Parallelism(**self.layout), partner=PARTNER, patience=self.deadline,
         )  # fmt: skip
 
 
@@ -115,7 +116,7 @@ def install(folder: Path) -> None:
     """Offer the loopback engine and all mutants to this process and to the ranks that it starts, by entry points."""
     from engine_mutants.plugin import attribute
 
-    entries = {"loopback": "engine_loopback.plugin:PLUGIN"}
+    entries = {"loopback": "engine_loopback.plugin:PLUGIN", PARTNER: "engine_mutants.plugin:SECOND"}
     entries |= {name: f"engine_mutants.plugin:{attribute(name)}" for name in MUTANTS}
     info = folder / "engine_mutants-0.dist-info"
     info.mkdir(parents=True)

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from engine_api.plugin import EnginePlugin, Row
 from engine_loopback.plugin import PLUGIN as LOOPBACK
 from engine_mutants import load_mutants
-from engine_mutants.mutant import Mutant
+from engine_mutants.mutant import PARTNER, Mutant
 
 __all__ = ["attribute"]
 
@@ -25,5 +27,8 @@ def _descriptor(one: Mutant) -> EnginePlugin:
         options=LOOPBACK.options, probe=LOOPBACK.probe,
     )  # fmt: skip
 
+
+_ROWS = tuple(replace(row, backends=(PARTNER,)) for row in LOOPBACK.rows)
+SECOND = replace(LOOPBACK, name=PARTNER, rows=_ROWS)
 
 globals().update({attribute(name): _descriptor(one) for name, one in load_mutants().items()})

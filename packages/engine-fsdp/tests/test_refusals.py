@@ -18,11 +18,11 @@ from engine_api import (
     ModelSource,
     OptimizerConfig,
     Precision,
+    hf_folder,
     sft_loss,
 )
 from engine_api.errors import CheckpointMismatch, CheckpointWriteError, ConfigError
 from engine_conformance.fixtures import write_checkpoint
-from engine_fsdp import save_hf
 
 BATCH = Batch.pack([{"input_ids": [1, 2, 3, 4], "loss_weight": [0.0, 1.0, 1.0, 1.0]}])
 
@@ -146,7 +146,7 @@ def test_a_full_disk_leaves_the_model_folder_as_it_was(
     def full(*_: Any) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(save_hf, "require_room", full)
+    monkeypatch.setattr(hf_folder, "require_room", full)
     with pytest.raises(CheckpointWriteError, match="No space"):
         engine.save_hf(tmp_path / "hf")
     assert {p.name: p.read_bytes() for p in (tmp_path / "hf").iterdir()} == before

@@ -14,10 +14,11 @@ from torch import Tensor
 
 from engine_api.config import ModelSource
 from engine_api.errors import ConfigError, UnsupportedCapability
+from engine_api.hf_folder import fetch
 from engine_api.registry import EngineRegistry
 from engine_fsdp.attention import build_packing, check_heads, choose_kernel, packed_attention
 from engine_fsdp.head import chunked_log_probs
-from engine_fsdp.weights import fetch, first_row, weight_files
+from engine_fsdp.weights import first_row, weight_files
 
 TOKENS, HIDDEN, VOCABULARY = 13, 6, 17
 

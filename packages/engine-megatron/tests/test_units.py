@@ -12,7 +12,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from safetensors.torch import load_file
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, AutoModelForTokenClassification
 
 from engine_api import Batch, EngineConfig, EngineRegistry, ModelSource, OptimizerConfig, Parallelism, sft_loss
 from engine_api.devices import SIMULATED_CUDA
@@ -156,6 +156,20 @@ def test_experts_go_in_and_out_and_answer_as_transformers_does(tmp_path: Path, n
     want = torch.cat([torch.zeros(1), log_p[:-1].gather(1, BATCH.input_ids[1:, None])[:, 0]])
     torch.testing.assert_close(got, want.detach(), atol=2e-5, rtol=1e-5)
     engine.close()
+
+
+def test_a_value_model_is_saved_as_one(tmp_path: Path, folder: Path) -> None:
+    config = EngineConfig(
+        model=ModelSource(path=str(folder)), optimizer=OptimizerConfig(lr=1e-2)
+    )  # of a language model
+    engine = EngineRegistry.create(backend="megatron", device="cpu", model_type="value_model", config=config)
+    engine.initialize()
+    engine.save_hf(tmp_path / "hf")
+    own = engine.infer_batch(BATCH).values
+    engine.close()
+    saved = AutoModelForTokenClassification.from_pretrained(tmp_path / "hf")
+    scores = saved(input_ids=BATCH.input_ids[None]).logits[0, :, 0].detach()
+    torch.testing.assert_close(own, torch.cat([torch.zeros(1), scores[:-1]]), atol=2e-5, rtol=1e-5)
 
 
 def refusal(folder: Path, **config: Any) -> EngineError:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from torch import Tensor
 
@@ -109,7 +110,8 @@ def foreign(target: Target) -> float:
     return _goes_on(target, model, _foreign.write_checkpoint(target.scratch(), state, step=3), state)
 
 
-def _partner(target: Target) -> Target:
+def _partner(target: Target, *needs: Capability) -> Target:
+    """The second engine, data parallel over the target's ranks."""
     assert target.partner is not None, "the plan asks for one"
     must(target.partner != target.backend, "partner", f"{target.partner!r} is the engine itself")
     other = replace(target, backend=target.partner, layout=Parallelism())
@@ -117,8 +119,9 @@ def _partner(target: Target) -> Target:
         declared = other.capabilities
     except PluginError as error:
         raise SkipCase(f"{target.partner!r} cannot run here: {error}") from error
-    if Capability.PORTABLE_CHECKPOINT not in declared:
-        raise SkipCase(f"{target.partner!r} does not declare {Capability.PORTABLE_CHECKPOINT}")
+    wanted = [*PORTABLE, *needs, *((Capability.DP,) if target.world > 1 else ())]
+    if missing := [str(one) for one in wanted if one not in declared]:
+        raise SkipCase(f"{target.partner!r} does not declare {', '.join(missing)}")
     return other
 
 
@@ -138,3 +141,54 @@ def partner(target: Target) -> float:
         Stage(target=target, layout=target.layout),
     ]
     return journey(target.model(), stages, steps=2)
+
+
+def _there_and_back(target: Target, layout: Parallelism, *needs: Capability, **model: Any) -> float:
+    """Two ranks of the partner, then ``layout``, then the partner again; two steps in each."""
+    two = Stage(target=_partner(target.at(2), *needs))
+    return journey(target.model(**model), [two, Stage(target=target, layout=layout), two], steps=2)
+
+
+@case(id="checkpoint.partner_tp", requires=(*PORTABLE, Capability.TP), world=(2,), partner=True)
+def partner_tp(target: Target) -> float:
+    """Two data-parallel ranks of another engine, then tensor parallelism, then they again MUST equal one run.
+
+    Weights, both moments, step and schedule; the embedding is tied, heads are grouped.
+
+    If this fails: moments are cut by rank and not by the box of their weight, so that rows are right and columns wrong.
+    """
+    return _there_and_back(target, Parallelism(tp=2))
+
+
+@case(id="checkpoint.partner_pp", requires=(*PORTABLE, Capability.PP), world=(2,), partner=True)
+def partner_pp(target: Target) -> float:
+    """Two data-parallel ranks of another engine, then a pipeline, then they again MUST equal one run.
+
+    Weights, both moments, step and schedule; the tied embedding is on both stages, and in the checkpoint once.
+
+    If this fails: layers are numbered within a stage (NeMo-RL #671), or the last stage's tied embedding has no moments.
+    """
+    return _there_and_back(target, Parallelism(pp=2))
+
+
+@case(id="checkpoint.partner_tp_pp", requires=(*PORTABLE, Capability.TP, Capability.PP), world=(4,), partner=True)
+def partner_tp_pp(target: Target) -> float:
+    """Two ranks of another engine, then four in tensor and pipeline parallelism, then two again MUST equal one run.
+
+    Weights, both moments, step and schedule; the number of ranks changes on both ways.
+
+    If this fails: the place in one group is taken for the place in the other, or the number of ranks for that at the save.
+    """
+    return _there_and_back(target, Parallelism(tp=2, pp=2))
+
+
+@case(id="checkpoint.partner_ep", requires=(*PORTABLE, Capability.EP, Capability.MOE), world=(2,), partner=True)
+def partner_ep(target: Target) -> float:
+    """Two data-parallel ranks of another engine, then expert parallelism, then they again MUST equal one run.
+
+    Weights, both moments, step and schedule, expert by expert.
+
+    If this fails: experts are numbered within a rank, or their moments stand in another order than they do.
+    """
+    model = {"family": "qwen3_moe", "tied": False, "num_experts": 8}
+    return _there_and_back(target, Parallelism(ep=2), Capability.MOE, **model)

@@ -8,10 +8,10 @@ from __future__ import annotations
 import base64
 import random
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from engine_api.capabilities import Capability, unsupported
 from engine_api.contract import Adapter
@@ -72,9 +72,19 @@ class EngineDefaults(ABC):
 
         return torch.no_grad()
 
+    # What a loss may need, the output of a plain inference first; ("values",) for a value model.
+    gives: ClassVar[tuple[str, ...]] = ("log_probs", "entropy")
+
     def _inference_needs(self, entropy: bool) -> tuple[str, ...]:
-        """Which outputs ``infer_batch`` computes."""
-        return ("log_probs", "entropy") if entropy else ("log_probs",)
+        """Which outputs ``infer_batch`` computes; raises ``ConfigError`` for an entropy that there is not."""
+        if entropy and "entropy" not in self.gives:
+            raise ConfigError("entropy", "a value model has none", remedy="leave entropy off")
+        return (self.gives[0], "entropy") if entropy else self.gives[:1]
+
+    def _check_needs(self, needs: Sequence[str]) -> None:
+        """Raise ``ConfigError`` for an output that this engine does not give; to be called by ``forward_step``."""
+        if absent := [name for name in needs if name not in self.gives]:
+            raise ConfigError("loss.needs", f"this engine gives no {absent[0]!r}", remedy=f"it gives: {', '.join(self.gives)}")  # fmt: skip
 
     def _rng_state(self) -> dict[str, Any]:
         """This rank's generators as JSON: Python's, NumPy's, torch's and the device's."""

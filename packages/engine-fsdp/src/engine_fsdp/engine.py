@@ -19,6 +19,7 @@ from engine_api.comm import Comm, SingleComm, TorchComm, together
 from engine_api.config import EngineConfig
 from engine_api.contract import Adapter
 from engine_api.errors import ConfigError, EngineStateError
+from engine_api.hf_folder import save_hf
 from engine_api.manifest import Entry
 from engine_api.optimizers import build_optimizer
 from engine_api.registry import Resolution
@@ -37,7 +38,6 @@ from engine_fsdp.parallel import (
     reset_after_failure,
     shard_model,
 )
-from engine_fsdp.save_hf import save_hf
 from engine_fsdp.verify import verify_model
 from engine_fsdp.weights import ShardedParam, fill, parameter_table, trainable
 
@@ -46,7 +46,6 @@ class FSDPEngine(BaseEngine):
     """What the language and the value engine share; see ``engine_api.contract.Engine`` for the promises."""
 
     kind: ClassVar[Kind]
-    gives: ClassVar[tuple[str, ...]]  # what a loss may need
 
     def __init__(self, config: EngineConfig, *, resolution: Resolution) -> None:
         super().__init__(config, resolution=resolution)
@@ -114,11 +113,7 @@ class FSDPEngine(BaseEngine):
         self, batch: Batch, *, needs: Sequence[str], temperature: float, coefficients: Tensor | None = None
     ) -> TokenOutputs:
         """Run one micro-batch; see ``BaseEngine.forward_step``."""
-        for name in needs:
-            if name not in self.gives:
-                raise ConfigError(
-                    "loss.needs", f"a {self.kind} gives no {name!r}", remedy=f"it gives: {', '.join(self.gives)}"
-                )
+        self._check_needs(needs)
         inputs = pack_inputs(batch, layout=self.layout, kernel=self.kernel, device=self.device,
                              multiple=self.config.memory.pad_to_multiple, coefficients=coefficients)  # fmt: skip
         return self.module.outputs(inputs, needs, temperature)
@@ -255,7 +250,6 @@ class FSDPEngineWithLMHead(FSDPEngine):
     """Log-probs and entropy of a causal language model."""
 
     kind = "language_model"
-    gives = ("log_probs", "entropy")
 
 
 class FSDPEngineWithValueHead(FSDPEngine):
@@ -263,8 +257,3 @@ class FSDPEngineWithValueHead(FSDPEngine):
 
     kind = "value_model"
     gives = ("values",)
-
-    def _inference_needs(self, entropy: bool) -> tuple[str, ...]:
-        if entropy:
-            raise ConfigError("entropy", "a value model has none", remedy="leave entropy off")
-        return ("values",)

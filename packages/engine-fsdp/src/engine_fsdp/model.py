@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from engine_api.batch import Batch
 from engine_api.config import EngineConfig, near_matches
 from engine_api.errors import ConfigError, UnsupportedCapability
+from engine_api.hf_folder import fetch
 from engine_api.hf_names import Piece, pieces_of
 from engine_api.results import TokenOutputs
 from engine_fsdp import attention
@@ -128,8 +129,6 @@ class BuiltModel:
 
 def build_model(config: EngineConfig, kind: Kind, ulysses: int) -> BuiltModel:
     """The transformers model of ``config.model``, unsharded; raises ``ConfigError``."""
-    from engine_fsdp.weights import fetch
-
     folder = fetch(config.model)
     hf_config = _hf_config(folder, config, kind)
     _refuse_unknown_head(hf_config)

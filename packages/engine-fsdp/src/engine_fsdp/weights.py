@@ -17,7 +17,6 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from engine_api.config import ModelSource
 from engine_api.errors import ConfigError
 from engine_api.hf_names import Piece
 from engine_api.weights import ShardSpec
@@ -74,25 +73,6 @@ def parameter_table(root: nn.Module, pieces: dict[str, list[Piece]], layout: Lay
         table.append(ShardedParam(name=name, pieces=own, param=param, first=first, adapter=adapter,
                                   trainable=param.requires_grad))  # fmt: skip
     return table
-
-
-def fetch(model: ModelSource) -> str:
-    """The local folder of the model; a hub id is downloaded (weights only when they are wanted)."""
-    if Path(model.path).is_dir():
-        if model.revision is not None:
-            raise ConfigError("model.revision", f"{model.revision!r} given, but model.path is a folder here",
-                              remedy="leave it out, or give a hub id")  # fmt: skip
-        return model.path
-    from huggingface_hub import snapshot_download
-    from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError, RepositoryNotFoundError
-
-    patterns = ["*.json", "*.model", "*.txt", "*.jinja"] + (["*.safetensors"] if model.init == "pretrained" else [])
-    patterns += ["*.py"] if model.trust_remote_code else []
-    try:
-        return str(snapshot_download(model.path, revision=model.revision, allow_patterns=patterns))
-    except (RepositoryNotFoundError, LocalEntryNotFoundError, HFValidationError, OSError) as error:
-        raise ConfigError("model.path", f"{model.path!r} is neither a folder here nor a model that can be downloaded",
-                          why=str(error).splitlines()[0], remedy="give a folder with config.json, or a hub id") from error  # fmt: skip
 
 
 def weight_files(folder: str) -> dict[str, str]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
+from pathlib import Path
 from typing import Any, ClassVar, get_args
 
 import torch
@@ -17,6 +18,7 @@ from engine_api.comm import Comm, SingleComm, TorchComm, together
 from engine_api.config import EngineConfig
 from engine_api.contract import Adapter
 from engine_api.errors import ConfigError
+from engine_api.hf_folder import fetch, save_hf
 from engine_api.losses import LossFn, needs_of
 from engine_api.manifest import Entry
 from engine_api.registry import Resolution
@@ -40,7 +42,6 @@ class MegatronEngine(BaseEngine):
     """What the language and the value engine share; see ``engine_api.contract.Engine`` for the promises."""
 
     kind: ClassVar[Kind]
-    gives: ClassVar[tuple[str, ...]]  # what a loss may need
 
     def __init__(self, config: EngineConfig, *, resolution: Resolution) -> None:
         super().__init__(config, resolution=resolution)
@@ -53,15 +54,18 @@ class MegatronEngine(BaseEngine):
     def _build(self) -> None:
         # All that can be refused from the configuration and the files' headers comes before any group.
         config, multiple = self.config, self.options.vocabulary_multiple
-        hf_config = read_hf_config(config.model)
+        self.folder = fetch(config.model)
+        hf_config = read_hf_config(config.model, self.folder)
         refuse_other_models(hf_config)
-        self.shape = shape_of(hf_config, self.kind)
+        if self.kind == "value_model":
+            hf_config.num_labels = 1  # of the head that save_hf writes
+        self.shape, self.hf_config = shape_of(hf_config, self.kind), hf_config
         self.vocab_size = self.shape.vocab_size
         self.layout = build_layout(config.parallelism, *world_and_rank())
         self.topology = self.layout.topology
         check_layout(self.shape, self.layout, multiple)
         self.table = weight_table(self.shape, self.layout, multiple, DTYPES[config.precision.master])
-        files = None if config.model.init == "random" else Files(config.model.path)
+        files = None if config.model.init == "random" else Files(self.folder)
         if files is not None:
             files.check(self.table)
         ModelParallel.check(self.layout)
@@ -102,11 +106,6 @@ class MegatronEngine(BaseEngine):
             return pipeline.infer(self.forward, self._module, batch, needs, temperature)
         packed = self.forward.pack(batch)
         return self.forward.outputs(self.forward.hidden(packed), packed, needs, temperature)
-
-    def _check_needs(self, needs: Sequence[str]) -> None:
-        for name in needs:
-            if name not in self.gives:
-                raise ConfigError("loss.needs", f"a {self.kind} gives no {name!r}", remedy=f"it gives: {', '.join(self.gives)}")  # fmt: skip
 
     @property
     def _module(self) -> Any:
@@ -175,6 +174,12 @@ class MegatronEngine(BaseEngine):
         self._check_adapter(adapter)
         return export.export_shards(self.table, dtype)
 
+    def save_hf(self, directory: Path | str, *, dtype: torch.dtype | None = None) -> None:
+        """See ``Engine.save_hf``."""
+        self._expect("save_hf", "ready")
+        save_hf(self.get_per_tensor_param(dtype=dtype), Path(directory), comm=self.comm, source=self.folder,
+                hf_config=self.hf_config)  # fmt: skip
+
     def _check_adapter(self, adapter: Adapter) -> None:
         if adapter not in get_args(Adapter):
             raise ConfigError("adapter", f"unknown export {adapter!r}", remedy=", ".join(get_args(Adapter)))
@@ -215,7 +220,6 @@ class MegatronEngineWithLMHead(MegatronEngine):
     """Log-probs and entropy of a causal language model."""
 
     kind = "language_model"
-    gives = ("log_probs", "entropy")
 
 
 class MegatronEngineWithValueHead(MegatronEngine):
@@ -223,8 +227,3 @@ class MegatronEngineWithValueHead(MegatronEngine):
 
     kind = "value_model"
     gives = ("values",)
-
-    def _inference_needs(self, entropy: bool) -> tuple[str, ...]:
-        if entropy:
-            raise ConfigError("entropy", "a value model has none", remedy="leave entropy off")
-        return ("values",)

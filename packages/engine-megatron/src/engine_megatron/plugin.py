@@ -52,7 +52,7 @@ PLUGIN = EnginePlugin(
     ),
     capabilities=frozenset({
         Capability.DP, Capability.TP, Capability.PP, Capability.RECOMPUTE, Capability.MOE, Capability.VALUE_HEAD,
-        Capability.PORTABLE_CHECKPOINT, Capability.EXPORT_SHARDS,
+        Capability.PORTABLE_CHECKPOINT, Capability.EXPORT_SHARDS, Capability.SAVE_HF,
     }),
     options="engine_megatron.options:MegatronOptions",
     probe=probe,

@@ -41,20 +41,19 @@ class Shape:
     norm_topk_prob: bool = False
 
 
-def read_hf_config(source: ModelSource) -> Any:
+def read_hf_config(source: ModelSource, folder: str) -> Any:
     """The configuration as transformers reads it, overrides applied; raises ``ConfigError``."""
     from transformers import AutoConfig
 
-    if source.revision is not None or source.trust_remote_code:
-        raise ConfigError("model", "revision and trust_remote_code belong to models of the hub",
-                          why="this engine reads folders and has its own model", remedy="download it, leave them out")  # fmt: skip
+    if source.trust_remote_code:
+        raise ConfigError("model.trust_remote_code", "this engine has its own model", remedy="leave it out")
     if source.attention not in ("auto", "sdpa"):
         raise ConfigError("model.attention", f"unknown kernel {source.attention!r}", remedy="auto or sdpa")
-    file = Path(source.path) / "config.json"
+    file = Path(folder) / "config.json"
     if not file.is_file():
         raise ConfigError("model.path", f"{file} is not there", remedy="give a folder that save_pretrained wrote")
     try:
-        config = AutoConfig.from_pretrained(source.path)
+        config = AutoConfig.from_pretrained(folder)
     except (OSError, ValueError) as error:
         raise ConfigError("model.path", f"{file} is of no use", why=str(error).splitlines()[0],
                           remedy=f"give a folder that save_pretrained wrote, of {', '.join(FAMILIES)}") from error  # fmt: skip

@@ -17,6 +17,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from engine_api.capabilities import Capability
 from engine_api.config import EngineConfig
 from engine_api.contract import Engine
 
@@ -55,7 +56,7 @@ class Throughput:
 
 def measure(engine: Engine, config: EngineConfig, device: str) -> Throughput:
     """The figures of an initialized engine, from its export's shapes and the model's ``config.json``."""
-    shapes = {name: spec.global_shape for name, _, spec in engine.get_per_tensor_param_shard()}
+    shapes = _shapes(engine)
     model = _model_config(config)
     embedding = [n for n in shapes if n.endswith("embed_tokens.weight")]
     untied = any(n.endswith("lm_head.weight") for n in shapes)
@@ -64,6 +65,12 @@ def measure(engine: Engine, config: EngineConfig, device: str) -> Throughput:
     peak = _peak(device, config.precision.compute) if not _is_mixture(model) else None
     return Throughput(parameters=parameters, attention=_attention(model),
                       peak=peak * engine.topology.world_size if peak else None)  # fmt: skip
+
+
+def _shapes(engine: Engine) -> dict[str, tuple[int, ...]]:
+    if Capability.EXPORT_SHARDS in engine.capabilities:  # no gather
+        return {name: spec.global_shape for name, _, spec in engine.get_per_tensor_param_shard()}
+    return {name: tuple(tensor.shape) for name, tensor in engine.get_per_tensor_param()}
 
 
 def _model_config(config: EngineConfig) -> Any:

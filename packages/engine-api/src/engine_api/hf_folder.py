@@ -1,19 +1,20 @@
-"""A folder that ``transformers.from_pretrained`` loads: safetensors, config, and the tokenizer that came with it."""
+"""Folders in Hugging Face's format: the one that a model comes from, and the one that it is saved as."""
 
 from __future__ import annotations
 
 import json
 import shutil
 from pathlib import Path
-from typing import Any
-
-from safetensors import SafetensorError
-from torch import Tensor
+from typing import TYPE_CHECKING, Any
 
 from engine_api.checkpoint import require_room
 from engine_api.comm import Comm, together
-from engine_api.errors import CheckpointWriteError
+from engine_api.config import ModelSource
+from engine_api.errors import CheckpointWriteError, ConfigError
 from engine_api.weights import WeightExport
+
+if TYPE_CHECKING:
+    import torch
 
 _FILE_BYTES = 4 << 30
 _COMPANIONS = (
@@ -27,14 +28,42 @@ _COMPANIONS = (
 )
 
 
+def fetch(model: ModelSource) -> str:
+    """The local folder of the model; a hub id is downloaded (weights only when they are wanted)."""
+    if Path(model.path).is_dir():
+        if model.revision is not None:
+            raise ConfigError("model.revision", f"{model.revision!r} given, but model.path is a folder here",
+                              remedy="leave it out, or give a hub id")  # fmt: skip
+        return model.path
+    from huggingface_hub import snapshot_download  # pyright: ignore[reportUnknownVariableType]
+    from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError, RepositoryNotFoundError
+
+    patterns = ["*.json", "*.model", "*.txt", "*.jinja"] + (["*.safetensors"] if model.init == "pretrained" else [])
+    patterns += ["*.py"] if model.trust_remote_code else []
+    try:
+        return str(snapshot_download(model.path, revision=model.revision, allow_patterns=patterns))
+    except (RepositoryNotFoundError, LocalEntryNotFoundError, HFValidationError, OSError) as error:
+        raise ConfigError("model.path", f"{model.path!r} is neither a folder here nor a model that can be downloaded",
+                          why=str(error).splitlines()[0], remedy="give a folder with config.json, or a hub id") from error  # fmt: skip
+
+
 def save_hf(export: WeightExport, directory: Path, *, comm: Comm, source: str, hf_config: Any) -> None:
     """Write on rank 0 while all ranks exhaust ``export``; files of at most 4 GiB (or one tensor).
 
     Written under ``.partial`` and moved when complete; what a folder held before is then replaced.
 
+    Args:
+        export: of all ranks together, as ``Engine.get_per_tensor_param`` gives it.
+        directory: the final name.
+        comm: all ranks that iterate ``export``.
+        source: the folder that the model came from; its tokenizer's files are copied.
+        hf_config: transformers' configuration of the model.
+
     Raises:
         CheckpointWriteError: on rank 0, ``RankFailure`` elsewhere; ``directory`` is as it was.
     """
+    from safetensors import SafetensorError
+
     writer = _Writer(directory.with_name(directory.name + ".partial")) if comm.rank == 0 else None
     for name, tensor in export:
         if writer is not None and writer.failure is None:
@@ -53,9 +82,9 @@ class _Writer:
 
     def __init__(self, directory: Path) -> None:
         self.directory, self.files = directory, list[list[str]]()
-        self.pending, self.size, self.total, self.dtype = dict[str, Tensor](), 0, 0, "float32"
+        self.pending, self.size, self.total, self.dtype = dict[str, "torch.Tensor"](), 0, 0, "float32"
 
-    def add(self, name: str, tensor: Tensor) -> None:
+    def add(self, name: str, tensor: torch.Tensor) -> None:
         """Keep a CPU copy; flush when the file is full."""
         size = tensor.numel() * tensor.element_size()
         if self.pending and self.size + size > _FILE_BYTES:
@@ -67,7 +96,7 @@ class _Writer:
 
     def flush(self) -> None:
         """Write what is pending under a provisional name."""
-        from safetensors.torch import save_file
+        from safetensors.torch import save_file  # pyright: ignore[reportUnknownVariableType]
 
         if not self.files:
             shutil.rmtree(self.directory, ignore_errors=True)  # a killed save's remains
@@ -91,6 +120,8 @@ class _Writer:
 
 
 def _finish(writer: _Writer, directory: Path, source: str, hf_config: Any) -> None:
+    from safetensors import SafetensorError
+
     try:
         if writer.failure is not None:
             raise writer.failure
@@ -111,7 +142,7 @@ def _finish(writer: _Writer, directory: Path, source: str, hf_config: Any) -> No
 def _describe(writer: _Writer, directory: Path, source: str, hf_config: Any) -> None:
     """The configuration, and the tokenizer's files where ``directory`` has none of its own."""
     content = hf_config.to_dict() | {"dtype": writer.dtype}
-    # The attention function of this engine means nothing to whoever loads the folder.
+    # What begins with _ is of this process: an engine's attention function means nothing to whoever loads the folder.
     content = {k: v for k, v in content.items() if not k.startswith("_")}
     (writer.directory / "config.json").write_text(json.dumps(content, indent=2, sort_keys=True, default=str))
     for pattern in _COMPANIONS:

@@ -1,0 +1,181 @@
+"""A run that changes engine and layout between its checkpoints ends as one that was left alone with one engine."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import re
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+import torch
+import yaml
+from safetensors.torch import load_file
+
+from engine_api import Capability, EngineRegistry
+from engine_api.devices import SIMULATED_CUDA
+from engine_api.manifest import read_manifest
+from engine_conformance.cases._state import read_state
+from engine_conformance.fixtures import TinyModel, write_checkpoint
+from engine_conformance.ranks import RankPool
+from engine_trainer.logs import read_metrics
+
+STEPS = 8
+FSDP = ["engine.backend=fsdp2"]
+TP, PP = "engine.parallelism.tp=2", "engine.parallelism.pp=2"
+MEGATRON = ["engine.backend=megatron"]
+# Whose figures say where the trainer stands: they must be the same, not nearly so.
+EXACT = ("step", "train/lr", "train/epoch", "train/tokens", "train/learned_tokens", "train/skipped")
+
+pytestmark = [pytest.mark.distributed, pytest.mark.slow]
+if not importlib.util.find_spec("megatron"):
+    pytest.skip("megatron-core is an extra", allow_module_level=True)
+
+Launch = Callable[..., None]
+Pools = Callable[[int], RankPool]
+SHAPE = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4,
+         "num_key_value_heads": 2, "head_dim": 8, "initializer_range": 0.2, "tie_word_embeddings": True}  # fmt: skip
+RECIPES = Path(__file__).parents[3] / "recipes"
+# What makes a recipe small enough for a CPU, whichever engine runs it.
+SMALL = {
+    "sft/gsm8k.yaml": ["batch_size=4", "eval.every=1", "eval.max_problems=4", "rollout.max_new_tokens=6"],
+    "rl/gsm8k_grpo.yaml": ["algorithm.prompts_per_step=4", "rollout.n=4", "rollout.max_new_tokens=6", "eval.every=1",
+                           "eval.max_problems=4", "reward.name=vowels"],
+}  # fmt: skip
+CLOCKS = re.compile(r"time$|time/|perf/|sync/.*_s$")
+
+
+@pytest.fixture(scope="module")
+def pool() -> Iterator[Pools]:
+    """As many ranks as are asked for, where CUDA is simulated."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv(SIMULATED_CUDA, "1")
+        patch.setattr(sys, "path", [str(Path(__file__).parent), *sys.path])
+        pools: dict[int, RankPool] = {}
+        yield lambda world: pools.setdefault(world, RankPool(world, deadline=280.0))
+        for one in pools.values():
+            one.close()
+
+
+@pytest.fixture
+def launch(pool: Pools) -> Launch:
+    """Runs the trainer."""
+
+    def run(kind: str, file: Path, world: int, *overrides: str) -> None:
+        pool(world).run("takeover_ranks:run", kind=kind, file=str(file), overrides=list(overrides))
+
+    return run
+
+
+@pytest.fixture
+def file(sft_file: Path, model_folder: Path) -> Path:
+    """SFT of a model that two tensor-parallel ranks or two stages divide; the schedule does not end with a part."""
+    config = yaml.safe_load(sft_file.read_text())
+    config["engine"] |= {
+        "device": "cpu",
+        "optimizer": {"lr": 3e-3, "weight_decay": 0.1, "eps": 1e-5},
+        "schedule": {"name": "cosine", "warmup_steps": 2, "total_steps": STEPS},
+    }
+    config["engine"]["model"]["init"] = "random"
+    (model_folder / "config.json").write_text(
+        json.dumps(json.loads((model_folder / "config.json").read_text()) | SHAPE)
+    )
+    sft_file.write_text(yaml.safe_dump(config))
+    return sft_file
+
+
+def checkpoint(folder: Path) -> Path:
+    return folder / "checkpoints" / (folder / "checkpoints" / "latest").read_text().strip()
+
+
+def assert_same_state(got: Path, want: Path) -> None:
+    """Weights, both moments and step counts, each against its tensor's largest element; the loop's state exactly."""
+    left, right = read_state(got), read_state(want)
+    assert set(left) == set(right)
+    assert any(key.endswith(".exp_avg_sq") for key in left)
+    for key, whole in right.items():
+        bound = 0.0 if key.endswith(".step") else 2e-4 * float(whole.abs().max())
+        assert float((left[key] - whole).abs().max()) <= bound, key
+    assert read_manifest(got).step == read_manifest(want).step
+    assert read_manifest(got).extra["loop"] == read_manifest(want).extra["loop"]
+
+
+def test_sft_goes_from_fsdp_through_megatrons_layouts_and_back(file: Path, tmp_path: Path, launch: Launch) -> None:
+    alone, moved = tmp_path / "alone", tmp_path / "moved"
+    launch("sft", file, 2, f"run.output_dir={alone}", f"run.steps={STEPS}", *FSDP)
+    parts = [(2, FSDP), (2, [*MEGATRON, TP]), (2, [*MEGATRON, PP]), (4, [*MEGATRON, TP, PP]), (2, FSDP)]
+    ends = [2, 3, 5, 6, STEPS]
+    for end, (world, overrides) in zip(ends, parts, strict=True):
+        launch("sft", file, world, f"run.output_dir={moved}", f"run.steps={end}", "run.keep=0", *overrides)
+    left, right = (read_metrics(folder / "metrics.jsonl") for folder in (moved, alone))
+    assert [[row.get(key) for key in EXACT] for row in left] == [[row.get(key) for key in EXACT] for row in right]
+    for row, other in zip(left[1:], right[1:], strict=True):
+        for key in ("train/loss", "train/grad_norm"):
+            assert row[key] == pytest.approx(other[key], rel=1e-4), f"{key} of step {row['step']}"
+    assert right[-1]["train/loss"] < 0.9 * right[1]["train/loss"], "it learns, so that a lost moment shows"
+    assert_same_state(checkpoint(moved), checkpoint(alone))
+    weights, others = (load_file(folder / "hf" / "model.safetensors") for folder in (moved, alone))
+    assert set(weights) == set(others)
+    writers = [json.loads(path.read_text())["engine"] for path in sorted(moved.glob("checkpoints/*/manifest.json"))]
+    assert writers == ["engine-fsdp", *["engine-megatron"] * 3, "engine-fsdp"]
+
+
+@pytest.fixture
+def overrides(model_folder: Path, tmp_path: Path) -> list[str]:
+    """A model with weights and problems as GSM8K has them; two steps in float32, so that figures can be compared."""
+    from transformers import Qwen3Config, Qwen3ForCausalLM
+
+    config = Qwen3Config(**json.loads((model_folder / "config.json").read_text()) | SHAPE)
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        Qwen3ForCausalLM(config).save_pretrained(model_folder)
+    for name in ("train", "test"):
+        rows = [{"question": f"{name}: {n} and {n}?", "answer": f"It is {2 * n}.\n#### {2 * n}"} for n in range(12)]
+        (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return [f"engine.model.path={model_folder}", f"data.source={tmp_path}", f"eval.source={tmp_path}", "engine.device=cpu",
+            "engine.precision.compute=float32", "engine.optimizer.lr=1e-3", "engine.optimizer.eps=1e-5", "run.epochs=null",
+            "run.steps=2", "run.progress=false", "run.tensorboard=false", "run.report=false"]  # fmt: skip
+
+
+@pytest.mark.parametrize("recipe", SMALL)
+def test_a_recipe_gives_the_same_figures_with_another_backend(
+    recipe: str, overrides: list[str], tmp_path: Path, launch: Launch
+) -> None:
+    kind, given = recipe.partition("/")[0], [*overrides, *SMALL[recipe]]
+    rows: dict[str, list[dict[str, float]]] = {}
+    for name, world, engine in (("fsdp2", 1, FSDP), ("megatron", 1, MEGATRON), ("tp", 2, [*MEGATRON, TP])):
+        launch(kind, RECIPES / recipe, world, f"run.output_dir={tmp_path / name}", *given, *engine)
+        found = read_metrics(tmp_path / name / "metrics.jsonl")
+        rows[name] = [{key: value for key, value in row.items() if not CLOCKS.match(key)} for row in found]
+    assert any(row.get("train/grad_norm", 0.0) > 0 for row in rows["fsdp2"]), "there is something to learn"
+    for name in ("megatron", "tp"):
+        assert [set(row) for row in rows[name]] == [set(row) for row in rows["fsdp2"]]
+        for row, want in zip(rows[name], rows["fsdp2"], strict=True):
+            assert row == pytest.approx(want, rel=1e-3, abs=1e-4), f"{name}, step {row['step']}"
+
+
+@pytest.mark.parametrize("quantization", ["none", "fp8"])
+@pytest.mark.parametrize("experts", [0, 4])
+def test_a_sync_sends_the_same_bits_from_every_engine_and_layout(
+    experts: int, quantization: str, tmp_path: Path, pool: Pools
+) -> None:
+    pytest.importorskip("rollout_fp8")
+    # In two parts, queries and MLP are whole blocks of 128 rows, keys and values are not.
+    moe = {"family": "qwen3_moe", "num_experts": experts, "moe_intermediate_size": 128} if experts else {}
+    model = write_checkpoint(tmp_path / "model", TinyModel(
+        vocab_size=512, hidden_size=256, intermediate_size=512, num_layers=2, num_heads=4, num_kv_heads=2, head_dim=64, **moe,
+    ))  # fmt: skip
+    declared = EngineRegistry.resolve(model_type="language_model", backend="megatron", device="cpu").plugin.capabilities
+    layouts = [{"pp": 2}, {"ep": 2} if experts else {"tp": 2}]
+    given = {"path": str(model), "quantization": quantization}
+    want = pool(2).run("takeover_ranks:wire", backend="fsdp2", layout={}, **given)[0]
+    assert quantization == "none" or any(dtype == "torch.float8_e4m3fn" for dtype, _ in want.values())
+    for layout in layouts:
+        if "ep" in layout and Capability.EP not in declared:
+            continue
+        got = pool(2).run("takeover_ranks:wire", backend="megatron", layout=layout, **given)[0]
+        assert set(got) == set(want)
+        assert {name: dtype for name, (dtype, _) in got.items()} == {name: dtype for name, (dtype, _) in want.items()}
+        assert not [name for name in want if not torch.equal(got[name][1], want[name][1])], layout
