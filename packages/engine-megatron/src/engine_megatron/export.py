@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 
 import torch
 import torch.distributed as dist
@@ -66,7 +67,7 @@ def _gather(bucket: list[Weight], layout: Layout, dtype: torch.dtype | None, dev
     if here.stage == stage:
         _gather_stage(bucket, wholes, layout, dtype)
     if layout.stages > 1:
-        source = layout.rank_of(Place(stage=stage, data=here.data, tensor=here.tensor))
+        source = layout.rank_of(replace(here, stage=stage))
         dist.broadcast(flat, src=source, group=pipeline_group())
     yield from zip((weight.name for weight in bucket), wholes, strict=True)
 
@@ -93,4 +94,4 @@ def _gather_stage(bucket: list[Weight], wholes: list[Tensor], layout: Layout, dt
 
 def _at(layout: Layout, tensor: int) -> Place:
     """The rank of this stage with another tensor-parallel number."""
-    return Place(stage=layout.here.stage, data=layout.here.data, tensor=tensor)
+    return replace(layout.here, tensor=tensor)

@@ -1,6 +1,6 @@
 """Where each rank stands, Megatron's process groups, and the few collectives of our own.
 
-Ranks are numbered as Megatron does: tensor fastest, then data, then pipeline stages.
+Ranks are numbered as Megatron does: tensor fastest, then context, then data, then pipeline stages.
 """
 
 from __future__ import annotations
@@ -37,6 +37,7 @@ class Place:
     stage: int
     data: int
     tensor: int
+    context: int = 0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,16 +49,18 @@ class Layout:
     tensor: int
     data: int
     stages: int
+    context: int = 1
 
     def place(self, rank: int) -> Place:
         """The coordinates of ``rank``."""
         rest, tensor = divmod(rank, self.tensor)
+        rest, context = divmod(rest, self.context)
         stage, data = divmod(rest, self.data)
-        return Place(stage=stage, data=data, tensor=tensor)
+        return Place(stage=stage, data=data, tensor=tensor, context=context)
 
     def rank_of(self, place: Place) -> int:
         """The inverse of `place`."""
-        return (place.stage * self.data + place.data) * self.tensor + place.tensor
+        return ((place.stage * self.data + place.data) * self.context + place.context) * self.tensor + place.tensor
 
     @property
     def here(self) -> Place:
@@ -79,19 +82,24 @@ class Layout:
         """This rank for the caller. The loss is known on the last stage: one of its ranks is primary."""
         here = self.here
         return Topology(rank=self.rank, world_size=self.world, dp_rank=here.data, dp_size=self.data,
-                        is_primary=self.is_last and here.tensor == 0,
-                        sizes={"pp": self.stages, "dp": self.data, "tp": self.tensor})  # fmt: skip
+                        is_primary=self.is_last and here.tensor == here.context == 0,
+                        sizes={"pp": self.stages, "dp": self.data, "cp": self.context, "tp": self.tensor})  # fmt: skip
+
+    @property
+    def sizes(self) -> tuple[int, ...]:
+        """What makes Megatron's process groups what they are."""
+        return self.tensor, self.context, self.data, self.stages
 
 
 def build_layout(parallelism: Parallelism, world: int, rank: int) -> Layout:
     """The layout for a world; raises ``ConfigError`` when the sizes do not make it. Makes no process group."""
-    model = parallelism.tp * parallelism.pp
+    model = parallelism.tp * parallelism.cp * parallelism.pp
     data = world // model if parallelism.dp_shard == -1 else parallelism.dp_shard
     if data < 1 or data * model != world:
-        raise ConfigError("parallelism", f"dp_shard {parallelism.dp_shard} x tp {parallelism.tp} x pp {parallelism.pp} "
+        raise ConfigError("parallelism", f"dp_shard {parallelism.dp_shard} x tp {parallelism.tp} x cp {parallelism.cp} x pp {parallelism.pp} "
                           f"does not make a world of {world}",
                           remedy="choose sizes whose product is the number of ranks, or dp_shard: -1")  # fmt: skip
-    return Layout(world=world, rank=rank, tensor=parallelism.tp, data=data, stages=parallelism.pp)
+    return Layout(world=world, rank=rank, tensor=parallelism.tp, data=data, stages=parallelism.pp, context=parallelism.cp)
 
 
 def ensure_process_group(device_type: str, world: int, timeout: timedelta) -> bool:
@@ -114,16 +122,15 @@ class ModelParallel:
 
     _users = 0
     _owns_world = False  # whether the default group was made here, and goes with the last engine
-    _sizes: tuple[int, int, int] | None = None
+    _sizes: tuple[int, ...] | None = None
 
     @classmethod
     def check(cls, layout: Layout) -> None:
         """Raise ``ConfigError`` when this process holds groups of another layout."""
         from megatron.core import parallel_state
 
-        sizes = (layout.tensor, layout.data, layout.stages)
-        if cls._users and cls._sizes != sizes:
-            raise ConfigError("parallelism", f"(tp, dp, pp) is {sizes}, another engine of this process has {cls._sizes}",
+        if cls._users and cls._sizes != layout.sizes:
+            raise ConfigError("parallelism", f"(tp, cp, dp, pp) is {layout.sizes}, another engine of this process has {cls._sizes}",
                               why="Megatron keeps its process groups in global variables",
                               remedy="close the other engine first, or give both the same sizes")  # fmt: skip
         if not cls._users and parallel_state.model_parallel_is_initialized():
@@ -139,10 +146,11 @@ class ModelParallel:
         if not cls._users:
             parallel_state.initialize_model_parallel(
                 tensor_model_parallel_size=layout.tensor, pipeline_model_parallel_size=layout.stages,
+                context_parallel_size=layout.context,
                 create_gloo_process_groups=False, order="tp-cp-ep-dp-pp",
                 distributed_timeout_minutes=max(1, round(timeout.total_seconds() / 60)),
             )  # fmt: skip
-        cls._users, cls._sizes = cls._users + 1, (layout.tensor, layout.data, layout.stages)
+        cls._users, cls._sizes = cls._users + 1, layout.sizes
 
     @classmethod
     def leave(cls) -> None:
@@ -169,10 +177,17 @@ def tensor_group() -> Any:
 
 
 def data_group() -> Any:
-    """The ranks that hold the same weights as this one."""
+    """The ranks that hold the same weights as this one: with other documents, or other tokens of the same."""
     from megatron.core import parallel_state
 
-    return parallel_state.get_data_parallel_group()
+    return parallel_state.get_data_parallel_group(with_context_parallel=True)
+
+
+def context_group() -> Any:
+    """The ranks that hold the other tokens of this one's documents."""
+    from megatron.core import parallel_state
+
+    return parallel_state.get_context_parallel_group()
 
 
 def pipeline_group() -> Any:
