@@ -23,7 +23,7 @@ from engine_api.registry import Resolution
 from engine_api.results import LossOutput, TokenOutputs
 from engine_api.weights import ShardExport, ShardSpec, WeightExport
 from engine_megatron import checkpoint, export, pipeline
-from engine_megatron.model import Forward, build_model, transformer_config
+from engine_megatron.model import Forward, build_model, token_multiple, transformer_config
 from engine_megatron.optimizer import Trainer
 from engine_megatron.options import megatron_options
 from engine_megatron.parallel import (
@@ -33,6 +33,7 @@ from engine_megatron.parallel import (
     world_and_rank,
 )
 from engine_megatron.shape import Kind, read_hf_config, refuse_other_models, shape_of
+from engine_megatron.te import check_fp8, choose_spec
 from engine_megatron.weights import Files, attach, check_layout, fill, weight_table
 
 
@@ -55,11 +56,12 @@ class MegatronEngine(BaseEngine):
         config, multiple = self.config, self.options.vocabulary_multiple
         hf_config = read_hf_config(config.model)
         refuse_other_models(hf_config)
-        self.shape = shape_of(hf_config, self.kind)
+        self.shape = shape_of(hf_config, self.kind, choose_spec(self.options.spec, config, self.device_type))
         self.vocab_size = self.shape.vocab_size
         self.layout = build_layout(config.parallelism, *world_and_rank())
         self.topology = self.layout.topology
         check_layout(self.shape, self.layout, multiple)
+        check_fp8(config, self.shape.widths(self.layout.tensor))
         self.table = weight_table(self.shape, self.layout, multiple, DTYPES[config.precision.master])
         files = None if config.model.init == "random" else Files(config.model.path)
         if files is not None:
@@ -86,9 +88,8 @@ class MegatronEngine(BaseEngine):
         # A file may be damaged on one machine only.
         together(self.comm, lambda: fill(self.table, files, config.seed, self.shape.std))
         model.eval()
-        per_rank = self.layout.tensor if options.sequence_parallel else 1
         self.forward = Forward(model=model, shape=self.shape, layout=self.layout, device=self.device,
-                               multiple=config.memory.pad_to_multiple * per_rank, logit_chunk=config.memory.logit_chunk)  # fmt: skip
+                               multiple=token_multiple(config, options, self.layout), logit_chunk=config.memory.logit_chunk)  # fmt: skip
 
     # --- running -------------------------------------------------------------------------------
 

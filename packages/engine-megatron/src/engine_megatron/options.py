@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
-from engine_api.config import build_options
+from engine_api.config import build_options, near_matches
 from engine_api.errors import ConfigError
+
+SPECS = ("auto", "local", "te")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MegatronOptions:
     """Options of engine-megatron (``EngineConfig.options``)."""
 
+    # Whose layers: Megatron's own (local) or Transformer Engine's (te). auto: te on CUDA where it is installed and the
+    # computation is not float32, which it does not have; the log says which it is.
+    spec: Literal["auto", "local", "te"] = "auto"
     # Split norms and residuals over the tensor-parallel ranks by tokens (Korthikanti et al. 2022, arXiv:2205.05198).
     sequence_parallel: bool = False
     # The embedding's rows are padded to a multiple of this and of tp; padding is in no export and no checkpoint.
@@ -21,6 +26,10 @@ class MegatronOptions:
     timeout_s: int = 1800
 
     def __post_init__(self) -> None:
+        if self.spec not in SPECS:
+            raise ConfigError(
+                "options.spec", f"unknown layer spec {self.spec!r}", remedy=near_matches(str(self.spec), SPECS)
+            )
         for name in ("vocabulary_multiple", "timeout_s"):
             if getattr(self, name) < 1:
                 raise ConfigError(f"options.{name}", f"{getattr(self, name)} is not positive", remedy="give 1 or more")

@@ -18,7 +18,8 @@ from engine_api.config import Parallelism
 from engine_api.errors import ConfigError
 from engine_api.results import Topology
 
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+# float8 is a precision of matrix products: what goes in and comes out is bfloat16.
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float8": torch.bfloat16}
 _INTEGERS = {4: torch.int32, 8: torch.int64}  # NCCL adds no 16-bit integers
 
 
@@ -99,7 +100,9 @@ def build_layout(parallelism: Parallelism, world: int, rank: int) -> Layout:
         raise ConfigError("parallelism", f"dp_shard {parallelism.dp_shard} x tp {parallelism.tp} x cp {parallelism.cp} x pp {parallelism.pp} "
                           f"does not make a world of {world}",
                           remedy="choose sizes whose product is the number of ranks, or dp_shard: -1")  # fmt: skip
-    return Layout(world=world, rank=rank, tensor=parallelism.tp, data=data, stages=parallelism.pp, context=parallelism.cp)
+    return Layout(
+        world=world, rank=rank, tensor=parallelism.tp, data=data, stages=parallelism.pp, context=parallelism.cp
+    )
 
 
 def ensure_process_group(device_type: str, world: int, timeout: timedelta) -> bool:
