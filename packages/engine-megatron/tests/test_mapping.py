@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from itertools import product
 from typing import Any
@@ -10,7 +11,7 @@ import pytest
 import torch
 
 from engine_api.errors import ConfigError
-from engine_api.weights import assemble
+from engine_api.weights import ShardSpec, assemble
 from engine_megatron.families import LAYERS, Cut, cuts, rules_of
 from engine_megatron.parallel import Layout
 from engine_megatron.shape import FAMILIES, Shape
@@ -40,6 +41,13 @@ def parameter_shape(weights: list[Weight], shape: Shape, tensor: int, multiple: 
         return (padded_vocabulary(shape, layout, multiple) // tensor, shape.hidden)
     rows = sum(weight.box.shape[0] for weight in weights)
     return (rows, *first.box.shape[1:])
+
+
+def boxes(rows: Sequence[Weight]) -> list[tuple[torch.Tensor, ShardSpec]]:
+    """What each rank holds of a weight."""
+    empty = [torch.empty(weight.box.shape) for weight in rows]
+    held = [empty[i] if w.param is None else w.part_of(w.held.detach()) for i, w in enumerate(rows)]
+    return [(part, weight.box) for part, weight in zip(held, rows, strict=True)]
 
 
 def parameters_of(table: list[Weight], stage: int, shape: Shape, tensor: int, multiple: int) -> torch.nn.Module:
@@ -75,7 +83,7 @@ def test_what_is_written_is_read_bit_for_bit(family: str, tied: bool, kind: Any,
         want = torch.randn(rows[0].shape)
         for weight in (weight for weight in rows if weight.param is not None):
             weight.cut.write(weight.held.detach(), want[weight.box.slices])
-        assert torch.equal(assemble([(weight.local, weight.box) for weight in rows]), want)
+        assert torch.equal(assemble(boxes(rows)), want)
     for table in tables:  # every element of every parameter was written, padding as zeros
         assert all(bool(weight.held.isfinite().all()) for weight in table if weight.param is not None)
 

@@ -23,6 +23,7 @@ from engine_api.registry import Resolution
 from engine_api.results import LossOutput, TokenOutputs
 from engine_api.weights import ShardExport, ShardSpec, WeightExport
 from engine_megatron import checkpoint, export, pipeline
+from engine_megatron.masters import check_precision, whole_masters
 from engine_megatron.model import Forward, build_model, token_multiple, transformer_config
 from engine_megatron.optimizer import Trainer
 from engine_megatron.options import megatron_options
@@ -34,7 +35,7 @@ from engine_megatron.parallel import (
 )
 from engine_megatron.shape import Kind, read_hf_config, refuse_other_models, shape_of
 from engine_megatron.te import check_fp8, choose_spec
-from engine_megatron.weights import Files, attach, check_layout, fill, weight_table
+from engine_megatron.weights import Files, Reader, attach, check_layout, fill, weight_table
 
 
 class MegatronEngine(BaseEngine):
@@ -54,6 +55,7 @@ class MegatronEngine(BaseEngine):
     def _build(self) -> None:
         # All that can be refused from the configuration and the files' headers comes before any group.
         config, multiple = self.config, self.options.vocabulary_multiple
+        check_precision(config.precision)
         hf_config = read_hf_config(config.model)
         refuse_other_models(hf_config)
         self.shape = shape_of(hf_config, self.kind, choose_spec(self.options.spec, config, self.device_type))
@@ -84,9 +86,11 @@ class MegatronEngine(BaseEngine):
         settings = transformer_config(self.shape, config, options, self.layout, on_cpu=self.device.type == "cpu")
         model = build_model(self.shape, settings, options, self.layout)
         attach(self.table, model, self.layout.here.stage)
-        self.trainer = Trainer(model, config.optimizer, self.layout, self.comm) if config.optimizer else None
+        dtype = DTYPES[config.precision.master]
+        self.trainer = Trainer(model, config.optimizer, self.layout, self.comm, dtype) if config.optimizer else None
+        self.masters = self.trainer.masters if self.trainer else whole_masters(model.parameters(), dtype)
         # A file may be damaged on one machine only.
-        together(self.comm, lambda: fill(self.table, files, config.seed, self.shape.std))
+        together(self.comm, lambda: fill(self.table, self.masters, files, config.seed, self.shape.std))
         model.eval()
         self.forward = Forward(model=model, shape=self.shape, layout=self.layout, device=self.device,
                                multiple=token_multiple(config, options, self.layout), logit_chunk=config.memory.logit_chunk)  # fmt: skip
@@ -166,7 +170,7 @@ class MegatronEngine(BaseEngine):
         """See ``Engine.get_per_tensor_param``."""
         self._expect("get_per_tensor_param", "ready")
         self._check_adapter(adapter)
-        return export.export_whole(self.table, self.layout, dtype, bucket_bytes, self.device)
+        return export.export_whole(self.table, self.layout, self._reader(dtype), bucket_bytes, self.device)
 
     def get_per_tensor_param_shard(
         self, *, dtype: torch.dtype | None = None, adapter: Adapter = "merged"
@@ -174,7 +178,10 @@ class MegatronEngine(BaseEngine):
         """See ``Engine.get_per_tensor_param_shard``."""
         self._expect("get_per_tensor_param_shard", "ready")
         self._check_adapter(adapter)
-        return export.export_shards(self.table, dtype)
+        return export.export_shards(self.table, self._reader(dtype))
+
+    def _reader(self, dtype: torch.dtype | None) -> Reader:
+        return Reader(self.masters, dtype or self.masters.dtype)
 
     def _check_adapter(self, adapter: Adapter) -> None:
         if adapter not in get_args(Adapter):
@@ -186,18 +193,18 @@ class MegatronEngine(BaseEngine):
 
     def state_shards(self) -> dict[str, tuple[Tensor, ShardSpec]]:
         """See ``BaseEngine.state_shards``; all ranks together."""
-        return checkpoint.state_of(self.table, self.trainer)
+        return checkpoint.state_of(self.table, self.masters, self.trainer)
 
     def _state_layout(self, entries: Mapping[str, Entry]) -> dict[str, tuple[ShardSpec, torch.dtype]]:
         return checkpoint.layout_of(self.table, self.trainer, entries)
 
     def _install_state(self, tensors: Mapping[str, Tensor]) -> None:
-        checkpoint.install(self.table, self.trainer, tensors)
+        checkpoint.install(self.table, self.masters, self.trainer, tensors)
 
     def _release(self) -> None:
         self.trainer = None
         self.table.clear()
-        del self.forward
+        del self.forward, self.masters
         if self.device.type == "cuda":
             torch.cuda.empty_cache()
         self._close_groups()

@@ -179,18 +179,34 @@ def tensor_group() -> Any:
     return parallel_state.get_tensor_model_parallel_group()
 
 
-def data_group() -> Any:
-    """The ranks that hold the same weights as this one: with other documents, or other tokens of the same."""
-    from megatron.core import parallel_state
-
-    return parallel_state.get_data_parallel_group(with_context_parallel=True)
-
-
 def context_group() -> Any:
     """The ranks that hold the other tokens of this one's documents."""
     from megatron.core import parallel_state
 
     return parallel_state.get_context_parallel_group()
+
+
+def is_spread_expert(param: Tensor) -> bool:
+    """Whether a parameter is of an expert that is spread over other ranks than all other weights (Megatron's mark)."""
+    return not getattr(param, "allreduce", True)
+
+
+def holders_group(param: Tensor) -> Any:
+    """The ranks that hold the same part of ``param`` as this one."""
+    from megatron.core import parallel_state
+
+    if is_spread_expert(param):
+        return parallel_state.get_expert_data_parallel_group()
+    return parallel_state.get_data_parallel_group(with_context_parallel=True)
+
+
+def model_group(param: Tensor) -> Any:
+    """The ranks that make one whole model, all weights divided as ``param`` is."""
+    from megatron.core import parallel_state
+
+    if is_spread_expert(param):
+        return parallel_state.get_expert_tensor_model_pipeline_parallel_group()
+    return parallel_state.get_model_parallel_group()
 
 
 def pipeline_group() -> Any:

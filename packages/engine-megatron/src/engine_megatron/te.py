@@ -17,7 +17,10 @@ Spec = Literal["local", "te"]
 # Seen to build, newest first.
 TESTED_VERSIONS = ("2.20.2",)
 INSTALL = "pip install --no-build-isolation 'transformer-engine[pytorch,core-cu13]==2.20.2' (it compiles)"
-_DISTRIBUTIONS = ("transformer_engine", "transformer_engine_torch")  # Python, and the extension: PyPI has that as source
+_DISTRIBUTIONS = (
+    "transformer_engine",
+    "transformer_engine_torch",
+)  # Python, and the extension: PyPI has that as source
 _FP8_UNIT = 16  # cuBLAS's alignment of FP8 matrices
 FP8_TOKENS = 128  # of a rank: one block of scales, so that activations can be gathered in FP8
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import zlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from engine_api.errors import ConfigError
 from engine_api.weights import ShardSpec
 from engine_megatron.families import TIED_HEAD, Cut, Rule, Split, cuts, rules_of, saved_shape
+from engine_megatron.masters import Masters
 from engine_megatron.parallel import Layout, Place
 from engine_megatron.shape import Shape
 
@@ -50,15 +51,8 @@ class Weight:
         assert self.param is not None, f"{self.name} is not on this rank"
         return self.param
 
-    @property
-    def local(self) -> Tensor:
-        """This rank's box; live memory where the parameter holds it in one piece; empty where this rank has nothing."""
-        return (
-            torch.empty(self.box.shape, dtype=self.dtype) if self.param is None else self.part_of(self.param.detach())
-        )
-
     def part_of(self, parameter: Tensor) -> Tensor:
-        """The box in something of the parameter's shape."""
+        """The box in something of the parameter's shape; live memory where that holds it in one piece."""
         return self.cut.read(parameter, self.box.shape)
 
     def span(self, tensor_rank: int) -> tuple[int, int]:
@@ -214,14 +208,68 @@ def _unreadable(path: Path, error: Exception) -> ConfigError:
                        remedy="fetch the model again")  # fmt: skip
 
 
-def fill(table: Sequence[Weight], files: Files | None, seed: int, std: float) -> None:
-    """Fill this rank's boxes from ``files``, or from the seed: a value head that is absent, or everything."""
+def by_parameter(table: Sequence[Weight]) -> dict[nn.Parameter, list[Weight]]:
+    """This rank's parameters and the weights in each."""
+    result: dict[nn.Parameter, list[Weight]] = {}
     for weight in (weight for weight in table if weight.param is not None):
-        absent = files is None or weight.name not in files.handles
-        if absent and files is not None:
+        result.setdefault(weight.held, []).append(weight)
+    return result
+
+
+def put(table: Sequence[Weight], masters: Masters, value_of: Callable[[Weight], Tensor]) -> None:
+    """Write this rank's weights, masters included; one parameter's new values exist at a time."""
+    for param, weights in by_parameter(table).items():
+        whole = torch.zeros(param.shape, dtype=masters.dtype, device=param.device)
+        for weight in weights:
+            weight.cut.write(whole, value_of(weight).to(whole))
+        masters.write(param, whole)
+
+
+class Reader:
+    """This rank's boxes in one dtype. What the model computes with is at hand, spread masters are gathered for it."""
+
+    def __init__(self, masters: Masters, dtype: torch.dtype) -> None:
+        self.masters, self.dtype = masters, dtype
+        self._last: tuple[nn.Parameter, Tensor] | None = None  # fused weights are read one after the other
+
+    def gathers(self, param: nn.Parameter) -> bool:
+        """Whether reading takes all ranks that hold the parameter."""
+        return self.masters.spread and param.dtype not in (self.dtype, self.masters.dtype)
+
+    def read(self, weight: Weight) -> Tensor:
+        """The box; empty where this rank has nothing."""
+        if (param := weight.param) is None:
+            return torch.empty(weight.box.shape, dtype=self.dtype)
+        # A parameter is its master, rounded: in its own dtype there is nothing to fetch.
+        if param.dtype == self.dtype:
+            return weight.part_of(param.detach())
+        if self._last is None or self._last[0] is not param:
+            self._last = (param, self.masters.read(param))
+        return weight.part_of(self._last[1]).to(self.dtype)
+
+    def read_together(self, table: Sequence[Weight]) -> dict[str, Tensor]:
+        """The boxes of this rank that must be gathered, by name; of several ranks with the same box one keeps it."""
+        gathered: dict[str, Tensor] = {}
+        for weight in table:
+            if weight.param is not None and self.gathers(weight.param):
+                value = self.read(weight)
+                if weight.box.replica == 0:
+                    gathered[weight.name] = value.clone()  # not a view that keeps the whole parameter
+        self._last = None
+        return gathered
+
+
+def fill(table: Sequence[Weight], masters: Masters, files: Files | None, seed: int, std: float) -> None:
+    """Fill this rank's boxes from ``files``, or from the seed: a value head that is absent, or everything."""
+
+    def value_of(weight: Weight) -> Tensor:
+        if files is not None and weight.name in files.handles:
+            return files.read(weight)
+        if files is not None:
             log.warning("%s is not in the folder: a new one is made from seed %d", weight.name, seed)
-        value = _random(weight, seed, std) if absent else files.read(weight)  # type: ignore[union-attr]
-        weight.cut.write(weight.held.detach(), value.to(weight.held))
+        return _random(weight, seed, std)
+
+    put(table, masters, value_of)
 
 
 def _random(weight: Weight, seed: int, std: float) -> Tensor:
