@@ -28,12 +28,14 @@ class Rule:
     Attributes:
         parameter, saved: names inside a layer, or whole names.
         split: which dimension of each saved tensor is spread over tensor-parallel ranks.
+        expert: the number of the expert it belongs to; ``parameter`` has N for its number on its rank.
     """
 
     parameter: str
     saved: tuple[str, ...]
     layout: Layout = "whole"
     split: Split = "none"
+    expert: int | None = None
 
 
 _QKV = tuple(f"self_attn.{name}_proj" for name in "qkv")
@@ -153,7 +155,7 @@ def _layer_rules(shape: Shape) -> Iterator[Rule]:
     for expert in range(shape.experts):
         for rule in _EXPERT:
             saved = tuple(name.replace(".N.", f".{expert}.") for name in rule.saved)
-            yield replace(rule, parameter=rule.parameter.replace(".N.", f".{expert}."), saved=saved)
+            yield replace(rule, saved=saved, expert=expert)
 
 
 def rules_of(shape: Shape) -> Iterator[tuple[int | None, Rule]]:

@@ -51,7 +51,7 @@ PLUGIN = EnginePlugin(
             target="engine_megatron.engine:MegatronEngineWithValueHead"),
     ),
     capabilities=frozenset({
-        Capability.DP, Capability.TP, Capability.PP, Capability.RECOMPUTE, Capability.BF16, Capability.MOE, Capability.VALUE_HEAD,
+        Capability.DP, Capability.TP, Capability.PP, Capability.EP, Capability.RECOMPUTE, Capability.BF16, Capability.MOE, Capability.VALUE_HEAD,
         Capability.PORTABLE_CHECKPOINT, Capability.EXPORT_SHARDS,
     }),
     options="engine_megatron.options:MegatronOptions",
