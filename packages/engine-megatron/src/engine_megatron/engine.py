@@ -60,10 +60,11 @@ class MegatronEngine(BaseEngine):
         refuse_other_models(hf_config)
         self.shape = shape_of(hf_config, self.kind, choose_spec(self.options.spec, config, self.device_type))
         self.vocab_size = self.shape.vocab_size
-        self.layout = build_layout(config.parallelism, *world_and_rank())
+        self.layout = build_layout(config.parallelism, self.options.expert_tensor_parallel, *world_and_rank())
         self.topology = self.layout.topology
         check_layout(self.shape, self.layout, multiple)
-        check_fp8(config, self.shape.widths(self.layout.tensor))
+        check_fp8(config, self.shape.widths(self.layout.tensor, self.layout.expert_tensor))
+        self._check_experts()
         self.table = weight_table(self.shape, self.layout, multiple, DTYPES[config.precision.master])
         files = None if config.model.init == "random" else Files(config.model.path)
         if files is not None:
@@ -76,6 +77,12 @@ class MegatronEngine(BaseEngine):
             self._close_groups()
             raise
 
+    def _check_experts(self) -> None:
+        if self.shape.experts and self.layout.tensor > 1 and not self.options.sequence_parallel:
+            raise ConfigError("options.sequence_parallel", f"off, with tp {self.layout.tensor} and experts",
+                              why="each tensor-parallel rank would send the same tokens to the experts",
+                              remedy="turn it on")  # fmt: skip
+
     def _build_groups(self, timeout: timedelta) -> None:
         ModelParallel.join(self.layout, self.device_type, timeout)
         self.device = torch.device("cpu" if self.device_type == "cpu" else f"cuda:{torch.cuda.current_device()}")
@@ -85,7 +92,7 @@ class MegatronEngine(BaseEngine):
         config, options = self.config, self.options
         settings = transformer_config(self.shape, config, options, self.layout, on_cpu=self.device.type == "cpu")
         model = build_model(self.shape, settings, options, self.layout)
-        attach(self.table, model, self.layout.here.stage)
+        attach(self.table, model, self.layout)
         dtype = DTYPES[config.precision.master]
         self.trainer = Trainer(model, config.optimizer, self.layout, self.comm, dtype) if config.optimizer else None
         self.masters = self.trainer.masters if self.trainer else whole_masters(model.parameters(), dtype)

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from engine_api.weights import ShardExport, ShardSpec, WeightExport
-from engine_megatron.parallel import Layout, Place, pipeline_group, tensor_group
+from engine_megatron.parallel import Layout, Place, add_bits, experts_group, pipeline_group, tensor_group
 from engine_megatron.weights import Reader, Weight
 
 # torch 2.13 renames it and warns of the old name; 2.11 has only that.
@@ -40,7 +40,7 @@ def export_whole(
 ) -> WeightExport:
     """(name, whole tensor) in the model's order; one bucket of at most ``bucket_bytes``, or one tensor, exists at a time."""
     for bucket in _buckets(table, reader.dtype, bucket_bytes):
-        if layout.tensor == layout.stages == 1:
+        if layout.tensor == layout.stages == layout.experts == 1:
             yield from ((weight.name, reader.read(weight)) for weight in bucket)
         else:
             yield from _gather(bucket, layout, reader, device)
@@ -66,7 +66,7 @@ def _stage(weight: Weight) -> int:
 
 
 def _gather(bucket: list[Weight], layout: Layout, reader: Reader, device: torch.device) -> WeightExport:
-    """One all-gather over the tensor-parallel ranks of the stage, one broadcast from it to the others."""
+    """One gather over the ranks that divide the stage, one broadcast from it to the others."""
     stage, here = _stage(bucket[0]), layout.here
     sizes = [math.prod(weight.shape) for weight in bucket]
     flat = torch.empty(sum(sizes), dtype=reader.dtype, device=device)
@@ -80,12 +80,35 @@ def _gather(bucket: list[Weight], layout: Layout, reader: Reader, device: torch.
 
 
 def _gather_stage(bucket: list[Weight], wholes: list[Tensor], layout: Layout, reader: Reader) -> None:
-    split = [(w, whole) for w, whole in zip(bucket, wholes, strict=True) if w.dim is not None and layout.tensor > 1]
+    split, experts = list[tuple[Weight, Tensor]](), list[tuple[Weight, Tensor]]()
     for weight, whole in zip(bucket, wholes, strict=True):
-        if weight.dim is None or layout.tensor == 1:
+        if weight.owner is not None and layout.experts * layout.expert_tensor > 1:
+            experts.append((weight, whole))
+        elif weight.owner is None and weight.dim is not None and layout.tensor > 1:
+            split.append((weight, whole))
+        else:
             whole.copy_(reader.read(weight))
-    if not split:
-        return
+    if split:
+        _gather_split(split, layout, reader)
+    if experts:
+        _gather_experts(experts, reader)
+
+
+def _gather_experts(experts: list[tuple[Weight, Tensor]], reader: Reader) -> None:
+    """A sum: neighbouring experts lie on one rank, and a gather would need room for as many on every rank."""
+    sizes = [whole.numel() for _, whole in experts]
+    flat = experts[0][1].new_zeros(sum(sizes))
+    for part, (weight, whole) in zip(flat.split(sizes), experts, strict=True):
+        if weight.param is not None:
+            part.view(whole.shape)[weight.box.slices] = reader.read(weight)
+    add_bits(flat, experts_group())
+    for part, (_, whole) in zip(flat.split(sizes), experts, strict=True):
+        whole.copy_(part.view(whole.shape))
+
+
+def _gather_split(split: list[tuple[Weight, Tensor]], layout: Layout, reader: Reader) -> None:
+    """One all-gather over the tensor-parallel ranks."""
+    wholes = [whole for _, whole in split]
     # The last ranks' boxes may be shorter: the vocabulary's padding is not sent.
     sizes = [math.prod(weight.box_of(_at(layout, 0)).shape) for weight, _ in split]
     send = torch.zeros(sum(sizes), dtype=wholes[0].dtype, device=wholes[0].device)

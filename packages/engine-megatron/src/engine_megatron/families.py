@@ -29,12 +29,14 @@ class Rule:
         parameter, saved: names inside a layer, or whole names; N is an expert's number.
         te: the parameter's name in Transformer Engine's layers, where it is another: norms lie inside the linear layers.
         split: which dimension of each saved tensor is spread over tensor-parallel ranks.
+        expert: the number of the expert it belongs to; ``parameter`` has N for its number on its rank.
     """
 
     parameter: str
     saved: tuple[str, ...]
     layout: Layout = "whole"
     split: Split = "none"
+    expert: int | None = None
     te: str | None = None
 
     def named(self, shape: Shape) -> Rule:
@@ -43,8 +45,7 @@ class Rule:
 
     def of_expert(self, number: int) -> Rule:
         """The rule of one expert."""
-        saved = tuple(name.replace("N", str(number)) for name in self.saved)
-        return replace(self, parameter=self.parameter.replace("N", str(number)), saved=saved)
+        return replace(self, saved=tuple(name.replace("N", str(number)) for name in self.saved), expert=number)
 
 
 _QKV = tuple(f"self_attn.{name}_proj" for name in "qkv")

@@ -54,7 +54,7 @@ class PackedGPT(GPTModel):
 
 def transformer_config(shape: Shape, config: EngineConfig, options: MegatronOptions, layout: Layout, *, on_cpu: bool) -> TransformerConfig:  # fmt: skip
     """Megatron's configuration. The local spec has no fused kernels; sums, never means."""
-    extra: dict[str, Any] = _experts(shape) | _engine_of(shape, config)
+    extra: dict[str, Any] = _experts(shape, layout) | _engine_of(shape, config)
     if config.memory.recompute == "full":
         extra |= {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
     dtype = DTYPES[config.precision.compute]
@@ -89,12 +89,13 @@ def _engine_of(shape: Shape, config: EngineConfig) -> dict[str, Any]:
     return fused
 
 
-def _experts(shape: Shape) -> dict[str, Any]:
+def _experts(shape: Shape, layout: Layout) -> dict[str, Any]:
     """Router and experts: no balancing loss, no capacity. Without renormalization the softmax is over all experts."""
     if not shape.experts:
         return {}
     return {"num_moe_experts": shape.experts, "moe_router_topk": shape.top_k, "moe_router_dtype": "fp32",
             "moe_ffn_hidden_size": shape.expert_intermediate, "moe_router_load_balancing_type": "none",
+            "expert_model_parallel_size": layout.experts, "expert_tensor_parallel_size": layout.expert_tensor,
             "moe_aux_loss_coeff": 0.0, "moe_router_pre_softmax": not shape.norm_topk_prob}  # fmt: skip
 
 

@@ -141,7 +141,8 @@ class Trainer:
     def _counts(self, param: nn.Parameter) -> bool:
         """Whether this rank's copy of a weight that several model-parallel ranks hold enters the norm."""
         here = self.layout.here
-        return param_is_not_shared(param) and (here.tensor == 0 or bool(param.tensor_model_parallel))  # type: ignore[attr-defined]
+        first = (here.expert_tensor if is_spread_expert(param) else here.tensor) == 0
+        return param_is_not_shared(param) and (first or bool(param.tensor_model_parallel))  # type: ignore[attr-defined]
 
     def step(self, lr: float) -> None:
         """One update at rate ``lr``; every rank then has all new weights."""

@@ -20,6 +20,9 @@ class MegatronOptions:
     spec: Literal["auto", "local", "te"] = "auto"
     # Split norms and residuals over the tensor-parallel ranks by tokens (Korthikanti et al. 2022, arXiv:2205.05198).
     sequence_parallel: bool = False
+    # Tensor-parallel ranks that split each expert's matrices; 0: all of them. With 1, parallelism.ep spreads whole experts
+    # over the tensor-parallel ranks as well.
+    expert_tensor_parallel: int = 0
     # The embedding's rows are padded to a multiple of this and of tp; padding is in no export and no checkpoint.
     vocabulary_multiple: int = 1
     # Seconds after which a collective that does not end fails.
@@ -30,6 +33,9 @@ class MegatronOptions:
             raise ConfigError(
                 "options.spec", f"unknown layer spec {self.spec!r}", remedy=near_matches(str(self.spec), SPECS)
             )
+        if self.expert_tensor_parallel < 0:
+            raise ConfigError("options.expert_tensor_parallel", f"{self.expert_tensor_parallel} is negative",
+                              remedy="give 1 or more, or 0 for as many as tp")  # fmt: skip
         for name in ("vocabulary_multiple", "timeout_s"):
             if getattr(self, name) < 1:
                 raise ConfigError(f"options.{name}", f"{getattr(self, name)} is not positive", remedy="give 1 or more")

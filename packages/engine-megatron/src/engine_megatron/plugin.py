@@ -52,8 +52,8 @@ PLUGIN = EnginePlugin(
             target="engine_megatron.engine:MegatronEngineWithValueHead"),
     ),
     capabilities=frozenset({
-        Capability.DP, Capability.TP, Capability.PP, Capability.CP, Capability.RECOMPUTE, Capability.BF16, Capability.MOE,
-        Capability.VALUE_HEAD, Capability.PORTABLE_CHECKPOINT, Capability.EXPORT_SHARDS,
+        Capability.DP, Capability.TP, Capability.PP, Capability.CP, Capability.EP, Capability.RECOMPUTE, Capability.BF16,
+        Capability.MOE, Capability.VALUE_HEAD, Capability.PORTABLE_CHECKPOINT, Capability.EXPORT_SHARDS,
         *([Capability.FP8] if te.is_installed() else []),
     }),
     options="engine_megatron.options:MegatronOptions",

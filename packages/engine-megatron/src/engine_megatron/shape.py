@@ -45,12 +45,12 @@ class Shape:
     norm_topk_prob: bool = False
     spec: Spec = "local"
 
-    def widths(self, tensor: int) -> dict[str, int]:
-        """The sides of the layers' matrices on one of ``tensor`` tensor-parallel ranks."""
+    def widths(self, tensor: int, expert_tensor: int) -> dict[str, int]:
+        """The sides of the layers' matrices on one of the ranks that split them, or each expert."""
         queries, keys = self.heads * self.head_dim, self.kv_heads * self.head_dim
-        inner = self.expert_intermediate if self.experts else self.intermediate
+        inner = self.expert_intermediate // expert_tensor if self.experts else self.intermediate // tensor
         return {"hidden size": self.hidden, "width of queries": queries // tensor,
-                "width of queries, keys and values": (queries + 2 * keys) // tensor, "intermediate size": inner // tensor}  # fmt: skip
+                "width of queries, keys and values": (queries + 2 * keys) // tensor, "intermediate size": inner}  # fmt: skip
 
 
 def read_hf_config(source: ModelSource) -> Any:
