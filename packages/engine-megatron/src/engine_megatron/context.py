@@ -36,8 +36,8 @@ class Share:
 
 def token_order(lengths: Sequence[int], ranks: int) -> Tensor:
     """``[ranks, T' / ranks]`` int64: the tokens of each rank, documents in their order."""
-    if not lengths:
-        return torch.empty(ranks, 0, dtype=torch.int64)
+    if ranks == 1:  # documents of any length
+        return torch.arange(sum(lengths))[None]
     mine = torch.arange(ranks)
     pairs = torch.stack((mine, 2 * ranks - 1 - mine), dim=1)
     tokens = torch.arange(sum(lengths)).split(list(lengths))
