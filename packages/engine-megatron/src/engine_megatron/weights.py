@@ -100,7 +100,9 @@ def check_layout(shape: Shape, layout: Layout, multiple: int) -> None:
     for field, (size, parts) in sizes.items():
         for what, count in parts.items():
             if count % size:
-                raise ConfigError(field, f"{size} does not divide {count} {what}", remedy="choose a size that divides it")
+                raise ConfigError(
+                    field, f"{size} does not divide {count} {what}", remedy="choose a size that divides it"
+                )
 
 
 def padded_vocabulary(shape: Shape, layout: Layout, multiple: int) -> int:
@@ -144,7 +146,9 @@ def _own_box(weight: Weight, layout: Layout) -> ShardSpec:
     """This rank's box. Which of the ranks with the same box comes first goes round, so that all of them write."""
     parts = [weight.at(layout.place(rank)) for rank in range(layout.world)]
     copies = [rank for rank, part in enumerate(parts) if part == parts[layout.rank]]
-    return replace(weight.box_of(layout.here), replica=(copies.index(layout.rank) + zlib.crc32(weight.name.encode())) % len(copies))
+    return replace(
+        weight.box_of(layout.here), replica=(copies.index(layout.rank) + zlib.crc32(weight.name.encode())) % len(copies)
+    )
 
 
 def attach(table: Sequence[Weight], model: nn.Module, layout: Layout) -> None:
