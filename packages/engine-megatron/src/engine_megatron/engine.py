@@ -78,6 +78,10 @@ class MegatronEngine(BaseEngine):
             raise
 
     def _check_experts(self) -> None:
+        if self.options.expert_tensor_parallel and not self.shape.experts:
+            raise ConfigError(
+                "options.expert_tensor_parallel", "given, but the model has no experts", remedy="leave it out"
+            )
         if self.shape.experts and self.layout.tensor > 1 and not self.options.sequence_parallel:
             raise ConfigError("options.sequence_parallel", f"off, with tp {self.layout.tensor} and experts",
                               why="each tensor-parallel rank would send the same tokens to the experts",

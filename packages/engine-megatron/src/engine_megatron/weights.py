@@ -114,6 +114,7 @@ def padded_vocabulary(shape: Shape, layout: Layout, multiple: int) -> int:
 def weight_table(shape: Shape, layout: Layout, multiple: int, dtype: torch.dtype) -> list[Weight]:
     """Every weight in the model's order, tied ones once; the parameters are not there yet."""
     vocabulary = padded_vocabulary(shape, layout, multiple)
+    places = [layout.place(rank) for rank in range(layout.world)]
     table: list[Weight] = []
     for layer, rule in rules_of(shape):
         stages = _stages(layer, rule, shape, layout)
@@ -125,7 +126,7 @@ def weight_table(shape: Shape, layout: Layout, multiple: int, dtype: torch.dtype
                 ranks, owner = layout.expert_tensor, rule.expert // (shape.experts // layout.experts)
             weight = Weight(name=name, shape=whole, dim=dim, per_rank=rows // ranks, parameters=stages, cut=cut, owner=owner,
                             box=ShardSpec.nothing(whole), dtype=dtype)  # fmt: skip
-            table.append(replace(weight, box=_own_box(weight, layout)))
+            table.append(replace(weight, box=_own_box(weight, places, layout.rank)))
     return table
 
 
@@ -142,12 +143,12 @@ def _stages(layer: int | None, rule: Rule, shape: Shape, layout: Layout) -> dict
     return {last: rule.parameter}
 
 
-def _own_box(weight: Weight, layout: Layout) -> ShardSpec:
-    """This rank's box. Which of the ranks with the same box comes first goes round, so that all of them write."""
-    parts = [weight.at(layout.place(rank)) for rank in range(layout.world)]
-    copies = [rank for rank, part in enumerate(parts) if part == parts[layout.rank]]
+def _own_box(weight: Weight, places: Sequence[Place], own: int) -> ShardSpec:
+    """The box of rank ``own``. Which of the ranks with the same box comes first goes round, so that all of them write."""
+    parts = [weight.at(place) for place in places]
+    copies = [rank for rank, part in enumerate(parts) if part == parts[own]]
     return replace(
-        weight.box_of(layout.here), replica=(copies.index(layout.rank) + zlib.crc32(weight.name.encode())) % len(copies)
+        weight.box_of(places[own]), replica=(copies.index(own) + zlib.crc32(weight.name.encode())) % len(copies)
     )
 
 
