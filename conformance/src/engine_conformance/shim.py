@@ -105,6 +105,37 @@ def _integer_splits(original: Callable[..., Any]) -> Callable[..., Any]:
     return all_to_all_single
 
 
+def _uneven_gather(original: Callable[..., Any]) -> Callable[..., Any]:
+    """NCCL gathers tensors of several lengths, of which Gloo's binding knows nothing: they are padded for it."""
+
+    def all_gather(tensor_list: list[torch.Tensor], tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        rows = [len(part) if part.dim() else 0 for part in tensor_list]
+        if len(set(rows)) == 1:
+            return original(tensor_list, tensor, *args, **kwargs)
+        padded = [part.new_zeros(max(rows), *part.shape[1:]) for part in tensor_list]
+        own = torch.cat([tensor, tensor.new_zeros(max(rows) - len(tensor), *tensor.shape[1:])])
+        done = original(padded, own, *args, **kwargs)
+        for part, found in zip(tensor_list, padded, strict=True):
+            part.copy_(found[: len(part)])
+        return done
+
+    return all_gather
+
+
+def _uneven_scatter(original: Callable[..., Any]) -> Callable[..., Any]:
+    """The same for sums: each rank has all of them, and keeps its own."""
+
+    def reduce_scatter(output: torch.Tensor, input_list: list[torch.Tensor], *args: Any, **kwargs: Any) -> Any:
+        if len({part.shape for part in input_list}) == 1:
+            return original(output, input_list, *args, **kwargs)
+        whole = torch.cat(input_list)
+        done = dist.all_reduce(whole, *args, **kwargs)
+        output.copy_(whole.split([len(part) for part in input_list])[dist.get_rank(kwargs.get("group"))])
+        return done
+
+    return reduce_scatter
+
+
 def _replacements() -> list[tuple[Any, str, Any]]:
     """(where, name, what stands there while the shim is in place)."""
     cuda = torch.cuda
@@ -129,6 +160,8 @@ def _replacements() -> list[tuple[Any, str, Any]]:
         (torch.nn.Module, "cuda", lambda x, *_: x),
         (torch.Tensor, "type", _typed(torch.Tensor.type)),
         (dist, "all_to_all_single", _integer_splits(dist.all_to_all_single)),
+        (dist, "all_gather", _uneven_gather(dist.all_gather)),
+        (dist, "reduce_scatter", _uneven_scatter(dist.reduce_scatter)),
     ]
 
 

@@ -5,12 +5,15 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from safetensors.torch import load_file
 from torch import Tensor
 
 from engine_api import Batch, EngineConfig, EngineRegistry, ModelSource, OptimizerConfig, Parallelism, sft_loss
 from engine_api.config import Memory
 from engine_api.errors import EngineError
+from engine_api.weights import ShardSpec
 
+Shards = list[tuple[str, Tensor, ShardSpec]]
 ROWS = [
     {"input_ids": [5, 9, 7, 8, 3], "loss_weight": [0.0, 1.0, 1.0, 0.5, 1.0]},
     {"input_ids": [11, 2], "loss_weight": [0.0, 1.0]},
@@ -18,9 +21,10 @@ ROWS = [
 ]
 
 
-def create(path: str, parallelism: dict[str, int], options: dict[str, Any], **config: Any) -> Any:
+def create(path: str, parallelism: dict[str, int], options: dict[str, Any], model_type: str = "language_model", **config: Any) -> Any:  # fmt: skip
     settings = {"optimizer": OptimizerConfig(lr=1e-2, clip_norm=1.0), "memory": Memory(max_tokens=8)} | config
     return EngineRegistry.create(
+        model_type=model_type,
         backend="megatron",
         device="cpu",
         config=EngineConfig(
@@ -44,6 +48,65 @@ def steps(path: str, parallelism: dict[str, int], options: dict[str, Any], **con
     weights = {name: tensor.clone() for name, tensor in engine.get_per_tensor_param(bucket_bytes=1 << 12)}
     engine.close()
     return figures, weights
+
+
+def exports(path: str, parallelism: dict[str, int], options: dict[str, Any], **config: Any) -> tuple[list[str], list[str], Shards]:  # fmt: skip
+    """Names whose whole export is not the folder's, bit for bit; the order; this rank's boxes in the masters' dtype."""
+    engine = create(path, parallelism, options, **config)
+    engine.initialize()
+    stored, wrong = load_file(f"{path}/model.safetensors"), list[str]()
+    for dtype in (None, torch.bfloat16):
+        found = {
+            name: tensor.clone() for name, tensor in engine.get_per_tensor_param(dtype=dtype, bucket_bytes=1 << 12)
+        }
+        wrong += sorted(set(found) ^ set(stored))
+        wrong += [name for name in found if not torch.equal(found[name], stored[name].to(dtype or torch.float32))]
+    shards = [(name, part.clone(), spec) for name, part, spec in engine.get_per_tensor_param_shard()]
+    engine.close()
+    return wrong, list(stored), shards
+
+
+def saves(path: str, parallelism: dict[str, int], options: dict[str, Any], folder: str, **config: Any) -> None:
+    """One step, saved."""
+    engine = create(path, parallelism, options, **config)
+    engine.initialize()
+    place = engine.topology
+    engine.train_batch(Batch.pack(ROWS[place.dp_rank :: place.dp_size]), sft_loss)
+    engine.save_checkpoint(folder)
+    engine.close()
+
+
+def goes_on(path: str, parallelism: dict[str, int], options: dict[str, Any], folder: str, **config: Any) -> tuple[float, dict[str, Tensor]]:  # fmt: skip
+    """The gradient norm of a step after a load, and the weights after it."""
+    engine = create(path, parallelism, options, **config)
+    engine.initialize()
+    engine.load_checkpoint(folder)
+    place = engine.topology
+    norm = engine.train_batch(Batch.pack(ROWS[place.dp_rank :: place.dp_size]), sft_loss).grad_norm
+    weights = {name: tensor.clone() for name, tensor in engine.get_per_tensor_param()}
+    engine.close()
+    return norm, weights
+
+
+def not_finite(outputs: Any, batch: Any) -> Any:
+    """A loss that is not a number for documents that begin with the first row's token."""
+    result = sft_loss(outputs, batch)
+    factor = float("nan") if int(batch.input_ids[0]) == ROWS[0]["input_ids"][0] else 1.0
+    return type(result)(loss=result.loss * factor, metrics=result.metrics)
+
+
+def a_gradient_that_is_not_finite(path: str, parallelism: dict[str, int], options: dict[str, Any], **config: Any) -> tuple[str | None, bool, float]:  # fmt: skip
+    """Why a step was skipped, whether all weights stayed, and the gradient norm of the next one."""
+    engine = create(path, parallelism, options, **config)
+    engine.initialize()
+    place = engine.topology
+    batch = Batch.pack(ROWS[place.dp_rank :: place.dp_size])
+    before = {name: tensor.clone() for name, tensor in engine.get_per_tensor_param()}
+    skipped = engine.train_batch(batch, not_finite).skipped
+    same = all(torch.equal(tensor, before[name]) for name, tensor in engine.get_per_tensor_param())
+    norm = engine.train_batch(batch, sft_loss).grad_norm
+    engine.close()
+    return skipped, same, norm
 
 
 class BreaksOnce:

@@ -4,12 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
+from engine_api import OptimizerConfig
+from engine_api.config import Precision
+from engine_api.weights import assemble
 from engine_conformance.fixtures import TinyModel, write_checkpoint
 from engine_conformance.ranks import RankPool
+from engine_megatron.shape import FAMILIES
 
 pytestmark = [pytest.mark.distributed, pytest.mark.slow]
 
@@ -27,28 +33,144 @@ def one(_cuda: None) -> Iterator[RankPool]:
 
 
 @pytest.fixture(scope="module")
+def four(_cuda: None) -> Iterator[RankPool]:
+    with RankPool(4, deadline=280.0) as ranks:
+        yield ranks
+
+
+@pytest.fixture(scope="module")
+def experts(tmp_path_factory: pytest.TempPathFactory) -> str:
+    path = tmp_path_factory.mktemp("experts")
+    model = TinyModel(family="qwen3_moe", vocab_size=251, tied=False, num_experts=8, num_heads=8, num_kv_heads=4)
+    return str(write_checkpoint(Path(path), model))
+
+
+@pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> str:
     path = tmp_path_factory.mktemp("model")
     return str(write_checkpoint(Path(path), TinyModel(vocab_size=251, tied=True)))
 
 
-def test_options_and_layouts_do_not_change_an_update(pool: RankPool, one: RankPool, folder: str) -> None:
-    ((want, exact),) = one.run("layout_ranks:steps", path=folder, parallelism={}, options={})
-    for parallelism, options in [
-        ({"tp": 2}, {}), ({"tp": 2}, {"sequence_parallel": True}), ({"tp": 2}, {"vocabulary_multiple": 32}),
-        ({"pp": 2}, {}), ({"dp_shard": 2}, {}),
-    ]:  # fmt: skip
-        results = pool.run("layout_ranks:steps", path=folder, parallelism=parallelism, options=options)
-        for figures, weights in results:
-            about = f"{parallelism} {options}"
-            torch.testing.assert_close(
-                figures, want[: len(figures)], atol=1e-4, rtol=1e-4, msg=lambda m, a=about: f"{a}: {m}"
-            )
-            assert list(weights) == list(exact)
-            for name, weight in weights.items():
-                torch.testing.assert_close(
-                    weight, exact[name], atol=2e-4, rtol=1e-3, msg=lambda m, a=about, n=name: f"{a} {n}: {m}"
-                )
+SPLIT = {"sequence_parallel": True}
+WHOLE = {"sequence_parallel": True, "expert_tensor_parallel": 1}
+DENSE = [
+    ({"tp": 2}, {}),
+    ({"tp": 2}, SPLIT),
+    ({"tp": 2}, {"vocabulary_multiple": 32}),
+    ({"pp": 2}, {}),
+    ({"dp_shard": 2}, {}),
+]
+# Experts of a stage's four ranks: over data-parallel ones, split over tensor-parallel ones, whole over both.
+EXPERTS = [({"ep": 2}, {}), ({"ep": 4}, {}), ({"ep": 2, "pp": 2}, {}), ({"tp": 2}, SPLIT), ({"tp": 2, "ep": 2}, SPLIT),
+           ({"tp": 2, "ep": 4}, WHOLE), ({"tp": 2}, WHOLE), ({"tp": 4, "ep": 2}, SPLIT | {"expert_tensor_parallel": 2}),
+           ({"tp": 2, "pp": 2, "ep": 2}, WHOLE)]  # fmt: skip
+
+
+# With the usual eps of 1e-8 rounding decides which way a weight goes whose gradient nearly vanishes.
+OPTIMIZERS = [
+    OptimizerConfig(lr=1e-2, clip_norm=1.0, eps=1e-5),
+    OptimizerConfig(name="torch.optim.SGD", lr=1e-2, clip_norm=1.0),
+]
+
+
+def assert_as_one_rank(results: Any, want: list[float], exact: dict[str, torch.Tensor], about: str) -> None:
+    for figures, weights in results:
+        torch.testing.assert_close(figures, want[: len(figures)], atol=1e-4, rtol=1e-4, msg=lambda m: f"{about}: {m}")
+        assert list(weights) == list(exact)
+        assert_same_weights(weights, exact, about)
+
+
+def assert_same_weights(weights: dict[str, torch.Tensor], exact: dict[str, torch.Tensor], about: str) -> None:
+    for name, weight in weights.items():
+        torch.testing.assert_close(weight, exact[name], atol=2e-4, rtol=1e-3, msg=lambda m, n=name: f"{about} {n}: {m}")
+
+
+@pytest.mark.parametrize("optimizer", OPTIMIZERS, ids=lambda one: one.name)
+def test_options_and_layouts_do_not_change_an_update(
+    pool: RankPool, one: RankPool, folder: str, optimizer: str
+) -> None:
+    config = {"optimizer": OptimizerConfig(name=optimizer, lr=1e-2, clip_norm=1.0)}
+    ((want, exact),) = one.run("layout_ranks:steps", path=folder, parallelism={}, options={}, **config)
+    for parallelism, options in DENSE:
+        results = pool.run("layout_ranks:steps", path=folder, parallelism=parallelism, options=options, **config)
+        assert_as_one_rank(results, want, exact, f"{parallelism} {options}")
+
+
+@pytest.mark.parametrize("optimizer", OPTIMIZERS, ids=lambda one: one.name)
+def test_experts_anywhere_do_not_change_an_update(four: RankPool, one: RankPool, experts: str, optimizer: Any) -> None:
+    config = {"optimizer": optimizer}
+    ((want, exact),) = one.run("layout_ranks:steps", path=experts, parallelism={}, options={}, **config)
+    for parallelism, options in EXPERTS:
+        results = four.run("layout_ranks:steps", path=experts, parallelism=parallelism, options=options, **config)
+        assert_as_one_rank(results, want, exact, f"{parallelism} {options}")
+
+
+def test_checkpoints_go_between_layouts_of_experts(four: RankPool, one: RankPool, experts: str, tmp_path: Path) -> None:
+    config = {"optimizer": OPTIMIZERS[0]}
+    ((want, exact),) = one.run("layout_ranks:steps", path=experts, parallelism={}, options={}, **config)
+    for index, parts in enumerate([(EXPERTS[2], EXPERTS[8]), (EXPERTS[4], EXPERTS[5]), (EXPERTS[6], EXPERTS[1])]):
+        (first, its), (second, others) = parts
+        folder = str(tmp_path / f"{index}")
+        four.run("layout_ranks:saves", path=experts, parallelism=first, options=its, folder=folder, **config)
+        found = four.run(
+            "layout_ranks:goes_on", path=experts, parallelism=second, options=others, folder=folder, **config
+        )
+        for norm, weights in found:
+            assert abs(norm - want[3]) < 1e-4 * want[3]
+            assert_same_weights(weights, exact, f"{first} to {second}")
+
+
+def test_a_gradient_that_is_not_finite_is_skipped_everywhere(four: RankPool, experts: str) -> None:
+    for parallelism, options in (EXPERTS[0], EXPERTS[2], EXPERTS[5]):
+        found = four.run(
+            "layout_ranks:a_gradient_that_is_not_finite", path=experts, parallelism=parallelism, options=options
+        )
+        assert all(skipped is not None and same and norm > 0 for skipped, same, norm in found), (
+            f"{parallelism}: {found}"
+        )
+
+
+@pytest.mark.parametrize("compute", ["float32", "bfloat16"])
+@pytest.mark.parametrize("tied", [True, False])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_folder_goes_in_and_out_bit_for_bit(
+    pool: RankPool, four: RankPool, tmp_path: Path, family: str, tied: bool, compute: Any
+) -> None:
+    moe = family == "qwen3_moe"
+    more = {"num_experts": 8} if moe else {}
+    model = TinyModel(family=family, tied=tied, vocab_size=251, num_kv_heads=4, num_heads=8, **more)
+    path, precision = str(write_checkpoint(tmp_path / "model", model)), Precision(compute=compute)
+    for parallelism, options in EXPERTS if moe else DENSE:
+        arguments = {"path": path, "parallelism": parallelism, "options": options, "precision": precision}
+        check_exports((four if moe else pool).run("layout_ranks:exports", **arguments), path, f"{parallelism}")
+
+
+@pytest.mark.parametrize("compute", ["float32", "bfloat16"])
+@pytest.mark.parametrize("family", ["qwen3", "qwen3_moe"])
+def test_a_value_model_goes_in_and_out_bit_for_bit(
+    pool: RankPool, four: RankPool, tmp_path: Path, family: str, compute: Any
+) -> None:
+    model = TinyModel(family=family, tied=False, value_model=True, vocab_size=251)
+    path = str(write_checkpoint(tmp_path / "model", model))
+    for optimizer in (None, OptimizerConfig()):  # whole masters, and masters in flat ranges
+        arguments = {
+            "path": path,
+            "model_type": "value_model",
+            "optimizer": optimizer,
+            "precision": Precision(compute=compute),
+        }
+        for parallelism, options in EXPERTS[:3] if family == "qwen3_moe" else DENSE[3:]:
+            ranks = four if family == "qwen3_moe" else pool
+            found = ranks.run("layout_ranks:exports", parallelism=parallelism, options=options, **arguments)
+            check_exports(found, path, f"{parallelism}")
+
+
+def check_exports(found: Any, path: str, about: str) -> None:
+    stored = load_file(f"{path}/model.safetensors")
+    assert all(wrong == [] for wrong, _, _ in found), f"{about}: {[wrong[:3] for wrong, _, _ in found]}"
+    assert all([name for name, _, _ in shards] == [name for name, _, _ in found[0][2]] for _, _, shards in found)
+    for row in zip(*(shards for _, _, shards in found), strict=True):
+        assert torch.equal(assemble([(part, spec) for _, part, spec in row]), stored[row[0][0]]), f"{about} {row[0][0]}"
 
 
 def test_a_loss_that_raises_on_the_last_stage_leaves_no_stage_waiting(

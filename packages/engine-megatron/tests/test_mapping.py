@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from itertools import product
 from typing import Any
@@ -10,7 +11,7 @@ import pytest
 import torch
 
 from engine_api.errors import ConfigError
-from engine_api.weights import assemble
+from engine_api.weights import ShardSpec, assemble
 from engine_megatron.families import LAYERS, Cut, cuts, rules_of
 from engine_megatron.parallel import Layout
 from engine_megatron.shape import FAMILIES, Shape
@@ -22,14 +23,15 @@ SHAPE = Shape(family="qwen2", kind="language_model", vocab_size=37, hidden=24, i
 
 
 def shape_of(family: str, **changes: Any) -> Shape:
-    experts = {"experts": 3, "top_k": 2, "expert_intermediate": 8} if family == "qwen3_moe" else {}
+    experts = {"experts": 4, "top_k": 2, "expert_intermediate": 8} if family == "qwen3_moe" else {}
     qk_norm = family in ("qwen3", "qwen3_moe")
     return replace(SHAPE, family=family, qkv_bias=family == "qwen2", qk_norm=qk_norm, **experts | changes)
 
 
-def layouts(tensor: int, data: int, stages: int) -> list[Layout]:
-    world = tensor * data * stages
-    return [Layout(world=world, rank=rank, tensor=tensor, data=data, stages=stages) for rank in range(world)]
+def layouts(tensor: int, data: int, stages: int, experts: int = 1, expert_tensor: int | None = None) -> list[Layout]:
+    world, split = tensor * data * stages, tensor if expert_tensor is None else expert_tensor
+    return [Layout(world=world, rank=rank, tensor=tensor, data=data, stages=stages, experts=experts, expert_tensor=split)
+            for rank in range(world)]  # fmt: skip
 
 
 def parameter_shape(weights: list[Weight], shape: Shape, tensor: int, multiple: int) -> tuple[int, ...]:
@@ -42,32 +44,40 @@ def parameter_shape(weights: list[Weight], shape: Shape, tensor: int, multiple: 
     return (rows, *first.box.shape[1:])
 
 
-def parameters_of(table: list[Weight], stage: int, shape: Shape, tensor: int, multiple: int) -> torch.nn.Module:
+def boxes(rows: Sequence[Weight]) -> list[tuple[torch.Tensor, ShardSpec]]:
+    """What each rank holds of a weight."""
+    empty = [torch.empty(weight.box.shape) for weight in rows]
+    held = [empty[i] if w.param is None else w.part_of(w.held.detach()) for i, w in enumerate(rows)]
+    return [(part, weight.box) for part, weight in zip(held, rows, strict=True)]
+
+
+def parameters_of(table: list[Weight], layout: Layout, shape: Shape, multiple: int) -> torch.nn.Module:
     model = torch.nn.Module()
     by_name: dict[str, list[Weight]] = {}
     for weight in table:
-        if stage in weight.parameters:
-            by_name.setdefault(weight.parameters[stage], []).append(weight)
+        if weight.at(layout.here) is not None:
+            by_name.setdefault(weight.parameters[layout.here.stage], []).append(weight)
     for name, weights in by_name.items():
         owner = model
         for part in name.split(".")[:-1]:
             if not hasattr(owner, part):
                 owner.add_module(part, torch.nn.Module())
             owner = owner.get_submodule(part)
-        values = torch.full(parameter_shape(weights, shape, tensor, multiple), float("nan"))
+        values = torch.full(parameter_shape(weights, shape, layout.tensor, multiple), float("nan"))
         owner.register_parameter(name.split(".")[-1], torch.nn.Parameter(values))
     return model
 
 
 @pytest.mark.parametrize(("family", "tied", "kind"), [*product(FAMILIES, (False, True), ("language_model",)),
                                                       ("qwen3", False, "value_model")])  # fmt: skip
-@pytest.mark.parametrize("sizes", [(1, 1, 1), (2, 1, 1), (1, 2, 1), (1, 1, 2), (2, 2, 2), (4, 1, 1)])
-def test_what_is_written_is_read_bit_for_bit(family: str, tied: bool, kind: Any, sizes: tuple[int, int, int]) -> None:
+@pytest.mark.parametrize("sizes", [(1, 1, 1), (2, 1, 1), (1, 2, 1), (1, 1, 2), (2, 2, 2), (4, 1, 1), (1, 2, 1, 2), (2, 1, 1, 2, 1),
+                                   (2, 2, 1, 2), (2, 2, 2, 4, 1), (2, 1, 1, 1, 1), (4, 1, 1, 2, 2)])  # fmt: skip
+def test_what_is_written_is_read_bit_for_bit(family: str, tied: bool, kind: Any, sizes: tuple[int, ...]) -> None:
     shape, multiple = shape_of(family, tied=tied, kind=kind), 3
     tables = []
     for layout in layouts(*sizes):
         table = weight_table(shape, layout, multiple, torch.float32)
-        attach(table, parameters_of(table, layout.here.stage, shape, layout.tensor, multiple), layout.here.stage)
+        attach(table, parameters_of(table, layout, shape, multiple), layout)
         tables.append(table)
     names = [[weight.name for weight in table] for table in tables]
     assert all(row == names[0] for row in names)
@@ -75,7 +85,7 @@ def test_what_is_written_is_read_bit_for_bit(family: str, tied: bool, kind: Any,
         want = torch.randn(rows[0].shape)
         for weight in (weight for weight in rows if weight.param is not None):
             weight.cut.write(weight.held.detach(), want[weight.box.slices])
-        assert torch.equal(assemble([(weight.local, weight.box) for weight in rows]), want)
+        assert torch.equal(assemble(boxes(rows)), want)
     for table in tables:  # every element of every parameter was written, padding as zeros
         assert all(bool(weight.held.isfinite().all()) for weight in table if weight.param is not None)
 
@@ -99,15 +109,16 @@ def test_a_cut_views_live_memory() -> None:
 def test_a_hole_in_the_mapping_is_found() -> None:
     (layout,) = layouts(1, 1, 1)
     table = weight_table(SHAPE, layout, 1, torch.float32)
-    model = parameters_of(table, 0, SHAPE, 1, 1)
+    model = parameters_of(table, layout, SHAPE, 1)
     model.register_parameter("extra", torch.nn.Parameter(torch.zeros(1)))
     with pytest.raises(ConfigError, match="extra"):
-        attach(table, model, 0)
+        attach(table, model, layout)
 
 
 @pytest.mark.parametrize(("changes", "sizes", "field"), [
     ({"heads": 6, "kv_heads": 3}, (2, 1, 1), "parallelism.tp"), ({"intermediate": 21}, (2, 1, 1), "parallelism.tp"),
-    ({"layers": 3}, (1, 1, 2), "parallelism.pp"), ({"experts": 4}, (2, 1, 1), "parallelism.tp"), ({"vocab_size": 3}, (4, 1, 1), "options.vocabulary_multiple"),
+    ({"layers": 3}, (1, 1, 2), "parallelism.pp"), ({}, (1, 2, 1, 2), "parallelism.ep"), ({"experts": 5}, (1, 2, 1, 2), "parallelism.ep"),
+    ({"experts": 4, "expert_intermediate": 9}, (2, 1, 1), "options.expert_tensor_parallel"), ({"vocab_size": 3}, (4, 1, 1), "options.vocabulary_multiple"),
 ])  # fmt: skip
 def test_a_layout_that_does_not_divide_is_refused(changes: Any, sizes: tuple[int, int, int], field: str) -> None:
     with pytest.raises(ConfigError) as caught:

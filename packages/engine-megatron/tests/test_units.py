@@ -15,6 +15,7 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoModelForTokenClassification
 
 from engine_api import Batch, EngineConfig, EngineRegistry, ModelSource, OptimizerConfig, Parallelism, sft_loss
+from engine_api.config import Precision
 from engine_api.devices import SIMULATED_CUDA
 from engine_api.errors import ConfigError, EngineError, PluginUnavailable, UnsupportedCapability
 from engine_conformance.fixtures import TinyModel, write_checkpoint
@@ -184,12 +185,34 @@ def test_what_is_refused_before_any_group_is_built(tmp_path: Path, folder: Path)
     assert isinstance(refusal(folder, parallelism=Parallelism(pp=2)), ConfigError)
     assert isinstance(refusal(folder, options={"sequence_parallel": True}), ConfigError)
     assert isinstance(refusal(tmp_path / "nowhere"), ConfigError)
-    assert isinstance(refusal(folder, parallelism=Parallelism(ep=2)), UnsupportedCapability)
+    assert isinstance(refusal(folder, parallelism=Parallelism(cp=2)), UnsupportedCapability)
+    assert isinstance(refusal(folder, parallelism=Parallelism(ep=2)), ConfigError)
+    for size in (1, 2):  # of a model without experts; one that does not divide tp
+        assert isinstance(refusal(folder, options={"expert_tensor_parallel": size}), ConfigError)
+    assert isinstance(refusal(folder, options={"expert_tensor_parallel": -1}), ConfigError)
+    assert isinstance(refusal(folder, precision=Precision(compute="bfloat16", reduce="bfloat16")), ConfigError)
+    assert isinstance(refusal(folder, precision=Precision(master="bfloat16")), ConfigError)
     for changes in ({"hidden_act": "gelu"}, {"model_type": "gemma2"}, {"attention_bias": True}):
         config = json.loads((folder / "config.json").read_text())
         (folder / "config.json").write_text(json.dumps(config | changes))
         assert isinstance(refusal(folder), ConfigError)
         (folder / "config.json").write_text(json.dumps(config))
+
+
+@pytest.mark.parametrize(("parallelism", "options", "field"), [
+    ({"tp": 2}, {}, "options.sequence_parallel"), ({"ep": 3}, {}, "parallelism.ep"), ({"ep": 8}, {}, "parallelism.ep"),
+    ({"tp": 2, "ep": 4}, {"sequence_parallel": True}, "parallelism.ep"),
+    ({"tp": 4}, {"sequence_parallel": True, "expert_tensor_parallel": 3}, "options.expert_tensor_parallel"),
+])  # fmt: skip
+def test_experts_that_cannot_be_spread_are_refused(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, parallelism: dict[str, int], options: dict[str, Any], field: str
+) -> None:
+    folder = write_checkpoint(tmp_path / "model", TinyModel(family="qwen3_moe", num_experts=8, num_kv_heads=4))
+    for name, value in {"RANK": "0", "WORLD_SIZE": "4", "MASTER_ADDR": "nowhere"}.items():
+        monkeypatch.setenv(name, value)
+    error = refusal(Path(folder), parallelism=Parallelism(**parallelism), options=options)
+    assert isinstance(error, ConfigError)
+    assert error.field == field
 
 
 def test_files_that_do_not_belong(folder: Path) -> None:

@@ -159,7 +159,7 @@ def training_matches(target: Target, ranks: Sequence[Trained], want: TrainResult
         must(abs(got.lr - exact.lr) <= 1e-12, "lr", f"{got.lr} at step {index}, the schedule says {exact.lr}")
         must(got.skipped is None, "train output", f"step {index} was skipped: {got.skipped}")
     must(ranks[0].version == len(want.steps), "weight_version", f"{ranks[0].version} after {len(want.steps)} steps")
-    bounds = weight_tolerance(want, target.torch_dtype)
+    bounds = weight_tolerance(want, target.torch_dtype, layers=start.config.num_layers)
     weights = assert_weights_close(ranks[0].weights, want.params, bounds, start=start.trainable, factors=factors)
     return max(*margins, weights)
 

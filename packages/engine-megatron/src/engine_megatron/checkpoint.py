@@ -11,21 +11,34 @@ from torch import Tensor
 from engine_api.manifest import Entry
 from engine_api.optimizers import check_fields
 from engine_api.weights import ShardSpec
+from engine_megatron.masters import Masters
 from engine_megatron.optimizer import Trainer
-from engine_megatron.weights import Weight
+from engine_megatron.weights import Reader, Weight, by_parameter, put
 
 State = dict[str, tuple[Tensor, ShardSpec]]
 BoxLayout = dict[str, tuple[ShardSpec, torch.dtype]]
 
 
-def state_of(table: Sequence[Weight], trainer: Trainer | None) -> State:
-    """This rank's boxes. All ranks together: moments lie in flat ranges and are gathered, one rank keeps each."""
-    state: State = {f"model.{weight.name}": (weight.local, weight.box) for weight in table}
-    if trainer is None:
-        return state
-    by_param = _by_parameter(table)
+def state_of(table: Sequence[Weight], masters: Masters, trainer: Trainer | None) -> State:
+    """This rank's boxes. All ranks together: what lies in flat ranges is gathered, one rank keeps each box of it."""
+    reader = Reader(masters, masters.dtype)
+    gathered = reader.read_together(table)
+    state: State = {}
+    for weight in table:
+        if weight.name in gathered:
+            state[f"model.{weight.name}"] = (gathered[weight.name], weight.box)
+        elif weight.param is None or not reader.gathers(weight.param):
+            state[f"model.{weight.name}"] = (reader.read(weight), weight.box)
+    if trainer is not None:
+        state |= _moments(table, trainer)
+    return state
+
+
+def _moments(table: Sequence[Weight], trainer: Trainer) -> State:
+    state: State = {}
+    weights = by_parameter(table)
     for param, field, value in trainer.whole_state():
-        for weight in by_param[param]:
+        for weight in weights[param]:
             spec = weight.box if value.dim() else ShardSpec.whole((), replica=_scalar_replica(weight))
             if spec.replica == 0 and not spec.is_empty:
                 part = weight.part_of(value) if value.dim() else value
@@ -38,19 +51,12 @@ def _scalar_replica(weight: Weight) -> int:
     return weight.box.replica if not any(weight.box.offset) else 1
 
 
-def _by_parameter(table: Sequence[Weight]) -> dict[Any, list[Weight]]:
-    result: dict[Any, list[Weight]] = {}
-    for weight in (weight for weight in table if weight.param is not None):
-        result.setdefault(weight.held, []).append(weight)
-    return result
-
-
 def layout_of(table: Sequence[Weight], trainer: Trainer | None, entries: Mapping[str, Entry]) -> BoxLayout:
     """Which boxes this rank needs of a checkpoint; raises ``CheckpointMismatch`` for another optimizer's state."""
     wanted: BoxLayout = {f"model.{weight.name}": (weight.box, weight.dtype) for weight in table}
     if trainer is None:
         return wanted
-    check_fields(trainer.inner, entries)
+    check_fields(trainer.parts[0].inner, entries)
     weights = {weight.name: weight for weight in table}
     for key, saved in entries.items():
         name, _, _ = key.removeprefix("optim.").rpartition(".")
@@ -59,10 +65,9 @@ def layout_of(table: Sequence[Weight], trainer: Trainer | None, entries: Mapping
     return wanted
 
 
-def install(table: Sequence[Weight], trainer: Trainer | None, tensors: Mapping[str, Tensor]) -> None:
-    """Copy loaded boxes into the live weights, and replace the optimizer's state."""
-    for weight in (weight for weight in table if weight.param is not None):
-        weight.cut.write(weight.held.detach(), tensors[f"model.{weight.name}"])
+def install(table: Sequence[Weight], masters: Masters, trainer: Trainer | None, tensors: Mapping[str, Tensor]) -> None:
+    """Copy loaded boxes into the live weights and their masters, and replace the optimizer's state."""
+    put(table, masters, lambda weight: tensors[f"model.{weight.name}"])
     if trainer is not None:
         trainer.install(_whole_states(table, tensors))
 

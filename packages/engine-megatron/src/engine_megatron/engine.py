@@ -25,7 +25,8 @@ from engine_api.registry import Resolution
 from engine_api.results import LossOutput, TokenOutputs
 from engine_api.weights import ShardExport, ShardSpec, WeightExport
 from engine_megatron import checkpoint, export, pipeline
-from engine_megatron.model import Forward, build_model, transformer_config
+from engine_megatron.masters import check_precision, whole_masters
+from engine_megatron.model import Forward, build_model, token_multiple, transformer_config
 from engine_megatron.optimizer import Trainer
 from engine_megatron.options import megatron_options
 from engine_megatron.parallel import (
@@ -35,7 +36,8 @@ from engine_megatron.parallel import (
     world_and_rank,
 )
 from engine_megatron.shape import Kind, read_hf_config, refuse_other_models, shape_of
-from engine_megatron.weights import Files, attach, check_layout, fill, weight_table
+from engine_megatron.te import check_fp8, choose_spec
+from engine_megatron.weights import Files, Reader, attach, check_layout, fill, weight_table
 
 
 class MegatronEngine(BaseEngine):
@@ -54,16 +56,20 @@ class MegatronEngine(BaseEngine):
     def _build(self) -> None:
         # All that can be refused from the configuration and the files' headers comes before any group.
         config, multiple = self.config, self.options.vocabulary_multiple
+        check_precision(config.precision)
         self.folder = fetch(config.model)
         hf_config = read_hf_config(config.model, self.folder)
         refuse_other_models(hf_config)
         if self.kind == "value_model":
             hf_config.num_labels = 1  # of the head that save_hf writes
-        self.shape, self.hf_config = shape_of(hf_config, self.kind), hf_config
+        spec = choose_spec(self.options.spec, config, self.device_type)
+        self.shape, self.hf_config = shape_of(hf_config, self.kind, spec), hf_config
         self.vocab_size = self.shape.vocab_size
-        self.layout = build_layout(config.parallelism, *world_and_rank())
+        self.layout = build_layout(config.parallelism, self.options.expert_tensor_parallel, *world_and_rank())
         self.topology = self.layout.topology
         check_layout(self.shape, self.layout, multiple)
+        check_fp8(config, self.shape.widths(self.layout.tensor, self.layout.expert_tensor))
+        self._check_experts()
         self.table = weight_table(self.shape, self.layout, multiple, DTYPES[config.precision.master])
         files = None if config.model.init == "random" else Files(self.folder)
         if files is not None:
@@ -76,6 +82,16 @@ class MegatronEngine(BaseEngine):
             self._close_groups()
             raise
 
+    def _check_experts(self) -> None:
+        if self.options.expert_tensor_parallel and not self.shape.experts:
+            raise ConfigError(
+                "options.expert_tensor_parallel", "given, but the model has no experts", remedy="leave it out"
+            )
+        if self.shape.experts and self.layout.tensor > 1 and not self.options.sequence_parallel:
+            raise ConfigError("options.sequence_parallel", f"off, with tp {self.layout.tensor} and experts",
+                              why="each tensor-parallel rank would send the same tokens to the experts",
+                              remedy="turn it on")  # fmt: skip
+
     def _build_groups(self, timeout: timedelta) -> None:
         ModelParallel.join(self.layout, self.device_type, timeout)
         self.device = torch.device("cpu" if self.device_type == "cpu" else f"cuda:{torch.cuda.current_device()}")
@@ -85,14 +101,15 @@ class MegatronEngine(BaseEngine):
         config, options = self.config, self.options
         settings = transformer_config(self.shape, config, options, self.layout, on_cpu=self.device.type == "cpu")
         model = build_model(self.shape, settings, options, self.layout)
-        attach(self.table, model, self.layout.here.stage)
-        self.trainer = Trainer(model, config.optimizer, self.layout, self.comm) if config.optimizer else None
+        attach(self.table, model, self.layout)
+        dtype = DTYPES[config.precision.master]
+        self.trainer = Trainer(model, config.optimizer, self.layout, self.comm, dtype) if config.optimizer else None
+        self.masters = self.trainer.masters if self.trainer else whole_masters(model.parameters(), dtype)
         # A file may be damaged on one machine only.
-        together(self.comm, lambda: fill(self.table, files, config.seed, self.shape.std))
+        together(self.comm, lambda: fill(self.table, self.masters, files, config.seed, self.shape.std))
         model.eval()
-        per_rank = self.layout.tensor if options.sequence_parallel else 1
         self.forward = Forward(model=model, shape=self.shape, layout=self.layout, device=self.device,
-                               multiple=config.memory.pad_to_multiple * per_rank, logit_chunk=config.memory.logit_chunk)  # fmt: skip
+                               multiple=token_multiple(config, options, self.layout), logit_chunk=config.memory.logit_chunk)  # fmt: skip
 
     # --- running -------------------------------------------------------------------------------
 
@@ -164,7 +181,7 @@ class MegatronEngine(BaseEngine):
         """See ``Engine.get_per_tensor_param``."""
         self._expect("get_per_tensor_param", "ready")
         self._check_adapter(adapter)
-        return export.export_whole(self.table, self.layout, dtype, bucket_bytes, self.device)
+        return export.export_whole(self.table, self.layout, self._reader(dtype), bucket_bytes, self.device)
 
     def get_per_tensor_param_shard(
         self, *, dtype: torch.dtype | None = None, adapter: Adapter = "merged"
@@ -172,7 +189,10 @@ class MegatronEngine(BaseEngine):
         """See ``Engine.get_per_tensor_param_shard``."""
         self._expect("get_per_tensor_param_shard", "ready")
         self._check_adapter(adapter)
-        return export.export_shards(self.table, dtype)
+        return export.export_shards(self.table, self._reader(dtype))
+
+    def _reader(self, dtype: torch.dtype | None) -> Reader:
+        return Reader(self.masters, dtype or self.masters.dtype)
 
     def save_hf(self, directory: Path | str, *, dtype: torch.dtype | None = None) -> None:
         """See ``Engine.save_hf``."""
@@ -190,18 +210,18 @@ class MegatronEngine(BaseEngine):
 
     def state_shards(self) -> dict[str, tuple[Tensor, ShardSpec]]:
         """See ``BaseEngine.state_shards``; all ranks together."""
-        return checkpoint.state_of(self.table, self.trainer)
+        return checkpoint.state_of(self.table, self.masters, self.trainer)
 
     def _state_layout(self, entries: Mapping[str, Entry]) -> dict[str, tuple[ShardSpec, torch.dtype]]:
         return checkpoint.layout_of(self.table, self.trainer, entries)
 
     def _install_state(self, tensors: Mapping[str, Tensor]) -> None:
-        checkpoint.install(self.table, self.trainer, tensors)
+        checkpoint.install(self.table, self.masters, self.trainer, tensors)
 
     def _release(self) -> None:
         self.trainer = None
         self.table.clear()
-        del self.forward
+        del self.forward, self.masters
         if self.device.type == "cuda":
             torch.cuda.empty_cache()
         self._close_groups()

@@ -4,45 +4,53 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from engine_api.weights import ShardExport, WeightExport
-from engine_megatron.parallel import Layout, Place, pipeline_group, tensor_group
-from engine_megatron.weights import Weight
+from engine_api.weights import ShardExport, ShardSpec, WeightExport
+from engine_megatron.parallel import Layout, Place, add_bits, experts_group, pipeline_group, tensor_group
+from engine_megatron.weights import Reader, Weight
 
 # torch 2.13 renames it and warns of the old name; 2.11 has only that.
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
 
-def export_shards(table: Sequence[Weight], dtype: torch.dtype | None) -> ShardExport:
-    """(name, this rank's box, where it belongs) in the model's order; no gather."""
+def export_shards(table: Sequence[Weight], reader: Reader) -> ShardExport:
+    """(name, this rank's box, where it belongs) in the model's order.
+
+    Masters that are spread over ranks are gathered before the first tensor, as many as each rank holds itself: ranks with
+    copies then give empty boxes. In the dtype of the computation nothing is gathered.
+    """
+    gathered = reader.read_together(table)
     for weight in table:
-        yield weight.name, _cast(weight, dtype), weight.box
-
-
-def _cast(weight: Weight, dtype: torch.dtype | None) -> Tensor:
-    return weight.local.to(dtype or weight.dtype)
+        if weight.param is None or not reader.gathers(weight.param):
+            yield weight.name, reader.read(weight), weight.box
+        elif weight.name in gathered:
+            yield weight.name, gathered.pop(weight.name), weight.box
+        else:
+            nothing = ShardSpec.nothing(weight.shape)
+            yield weight.name, torch.empty(nothing.shape, dtype=reader.dtype), nothing
 
 
 def export_whole(
-    table: Sequence[Weight], layout: Layout, dtype: torch.dtype | None, bucket_bytes: int, device: torch.device
+    table: Sequence[Weight], layout: Layout, reader: Reader, bucket_bytes: int, device: torch.device
 ) -> WeightExport:
     """(name, whole tensor) in the model's order; one bucket of at most ``bucket_bytes``, or one tensor, exists at a time."""
-    for bucket in _buckets(table, dtype, bucket_bytes):
-        if layout.tensor == layout.stages == 1:
-            yield from ((weight.name, _cast(weight, dtype)) for weight in bucket)
+    for bucket in _buckets(table, reader.dtype, bucket_bytes):
+        if layout.tensor == layout.stages == layout.experts == 1:
+            yield from ((weight.name, reader.read(weight)) for weight in bucket)
         else:
-            yield from _gather(bucket, layout, dtype, device)
+            yield from _gather(bucket, layout, reader, device)
 
 
-def _buckets(table: Sequence[Weight], dtype: torch.dtype | None, limit: int) -> Iterator[list[Weight]]:
+def _buckets(table: Sequence[Weight], dtype: torch.dtype, limit: int) -> Iterator[list[Weight]]:
     """Neighbours on one pipeline stage, of together at most ``limit`` bytes."""
     bucket, size = list[Weight](), 0
     for weight in table:
-        need = math.prod(weight.shape) * (dtype or weight.dtype).itemsize
+        need = math.prod(weight.shape) * dtype.itemsize
         if bucket and (size + need > limit or _stage(weight) != _stage(bucket[0])):
             yield bucket
             bucket, size = [], 0
@@ -57,32 +65,55 @@ def _stage(weight: Weight) -> int:
     return min(weight.parameters)
 
 
-def _gather(bucket: list[Weight], layout: Layout, dtype: torch.dtype | None, device: torch.device) -> WeightExport:
-    """One all-gather over the tensor-parallel ranks of the stage, one broadcast from it to the others."""
+def _gather(bucket: list[Weight], layout: Layout, reader: Reader, device: torch.device) -> WeightExport:
+    """One gather over the ranks that divide the stage, one broadcast from it to the others."""
     stage, here = _stage(bucket[0]), layout.here
     sizes = [math.prod(weight.shape) for weight in bucket]
-    flat = torch.empty(sum(sizes), dtype=dtype or bucket[0].dtype, device=device)
+    flat = torch.empty(sum(sizes), dtype=reader.dtype, device=device)
     wholes = [part.view(weight.shape) for weight, part in zip(bucket, flat.split(sizes), strict=True)]
     if here.stage == stage:
-        _gather_stage(bucket, wholes, layout, dtype)
+        _gather_stage(bucket, wholes, layout, reader)
     if layout.stages > 1:
-        source = layout.rank_of(Place(stage=stage, data=here.data, tensor=here.tensor))
+        source = layout.rank_of(replace(here, stage=stage))
         dist.broadcast(flat, src=source, group=pipeline_group())
     yield from zip((weight.name for weight in bucket), wholes, strict=True)
 
 
-def _gather_stage(bucket: list[Weight], wholes: list[Tensor], layout: Layout, dtype: torch.dtype | None) -> None:
-    split = [(w, whole) for w, whole in zip(bucket, wholes, strict=True) if w.dim is not None and layout.tensor > 1]
+def _gather_stage(bucket: list[Weight], wholes: list[Tensor], layout: Layout, reader: Reader) -> None:
+    split, experts = list[tuple[Weight, Tensor]](), list[tuple[Weight, Tensor]]()
     for weight, whole in zip(bucket, wholes, strict=True):
-        if weight.dim is None or layout.tensor == 1:
-            whole.copy_(_cast(weight, dtype))
-    if not split:
-        return
+        if weight.owner is not None and layout.experts * layout.expert_tensor > 1:
+            experts.append((weight, whole))
+        elif weight.owner is None and weight.dim is not None and layout.tensor > 1:
+            split.append((weight, whole))
+        else:
+            whole.copy_(reader.read(weight))
+    if split:
+        _gather_split(split, layout, reader)
+    if experts:
+        _gather_experts(experts, reader)
+
+
+def _gather_experts(experts: list[tuple[Weight, Tensor]], reader: Reader) -> None:
+    """A sum: neighbouring experts lie on one rank, and a gather would need room for as many on every rank."""
+    sizes = [whole.numel() for _, whole in experts]
+    flat = experts[0][1].new_zeros(sum(sizes))
+    for part, (weight, whole) in zip(flat.split(sizes), experts, strict=True):
+        if weight.param is not None:
+            part.view(whole.shape)[weight.box.slices] = reader.read(weight)
+    add_bits(flat, experts_group())
+    for part, (_, whole) in zip(flat.split(sizes), experts, strict=True):
+        whole.copy_(part.view(whole.shape))
+
+
+def _gather_split(split: list[tuple[Weight, Tensor]], layout: Layout, reader: Reader) -> None:
+    """One all-gather over the tensor-parallel ranks."""
+    wholes = [whole for _, whole in split]
     # The last ranks' boxes may be shorter: the vocabulary's padding is not sent.
     sizes = [math.prod(weight.box_of(_at(layout, 0)).shape) for weight, _ in split]
     send = torch.zeros(sum(sizes), dtype=wholes[0].dtype, device=wholes[0].device)
     for part, (weight, _) in zip(send.split(sizes), split, strict=True):
-        part[: math.prod(weight.box.shape)] = _cast(weight, dtype).reshape(-1)
+        part[: math.prod(weight.box.shape)] = reader.read(weight).reshape(-1)
     received = send.new_empty(layout.tensor, len(send))
     _all_gather(received.view(-1), send, group=tensor_group())
     for parts, (weight, whole) in zip(received.split(sizes, dim=1), split, strict=True):
@@ -93,4 +124,4 @@ def _gather_stage(bucket: list[Weight], wholes: list[Tensor], layout: Layout, dt
 
 def _at(layout: Layout, tensor: int) -> Place:
     """The rank of this stage with another tensor-parallel number."""
-    return Place(stage=layout.here.stage, data=layout.here.data, tensor=tensor)
+    return replace(layout.here, tensor=tensor)

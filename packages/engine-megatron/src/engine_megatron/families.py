@@ -26,21 +26,33 @@ class Rule:
     """One parameter of Megatron's and the saved tensors in it, in their order.
 
     Attributes:
-        parameter, saved: names inside a layer, or whole names.
+        parameter, saved: names inside a layer, or whole names; N is an expert's number.
+        te: the parameter's name in Transformer Engine's layers, where it is another: norms lie inside the linear layers.
         split: which dimension of each saved tensor is spread over tensor-parallel ranks.
+        expert: the number of the expert it belongs to; ``parameter`` has N for its number on its rank.
     """
 
     parameter: str
     saved: tuple[str, ...]
     layout: Layout = "whole"
     split: Split = "none"
+    expert: int | None = None
+    te: str | None = None
+
+    def named(self, shape: Shape) -> Rule:
+        """The rule with its parameter's name in the spec of ``shape``."""
+        return replace(self, parameter=self.te) if self.te and shape.spec == "te" else self
+
+    def of_expert(self, number: int) -> Rule:
+        """The rule of one expert."""
+        return replace(self, saved=tuple(name.replace("N", str(number)) for name in self.saved), expert=number)
 
 
 _QKV = tuple(f"self_attn.{name}_proj" for name in "qkv")
-_NORMS = (
-    Rule(parameter="input_layernorm.weight", saved=("input_layernorm.weight",)),
-    Rule(parameter="pre_mlp_layernorm.weight", saved=("post_attention_layernorm.weight",)),
-)
+_INPUT_NORM = Rule(parameter="input_layernorm.weight", saved=("input_layernorm.weight",),
+                   te="self_attention.linear_qkv.layer_norm_weight")  # fmt: skip
+_EXPERTS_NORM = Rule(parameter="pre_mlp_layernorm.weight", saved=("post_attention_layernorm.weight",))
+_NORMS = (_INPUT_NORM, replace(_EXPERTS_NORM, te="mlp.linear_fc1.layer_norm_weight"))
 _ATTENTION = (
     Rule(parameter="self_attention.linear_qkv.weight", saved=tuple(f"{name}.weight" for name in _QKV), layout="groups",
          split="rows"),
@@ -63,9 +75,10 @@ _ROUTER = Rule(parameter="mlp.router.weight", saved=("mlp.gate.weight",))
 # A layer has these once an expert, N being its number.
 _EXPERT = (
     Rule(parameter="mlp.experts.local_experts.N.linear_fc1.weight",
-         saved=("mlp.experts.N.gate_proj.weight", "mlp.experts.N.up_proj.weight"), layout="halves", split="rows"),
+         saved=("mlp.experts.N.gate_proj.weight", "mlp.experts.N.up_proj.weight"), layout="halves", split="rows",
+         te="mlp.experts.linear_fc1.weightN"),
     Rule(parameter="mlp.experts.local_experts.N.linear_fc2.weight", saved=("mlp.experts.N.down_proj.weight",),
-         split="columns"),
+         split="columns", te="mlp.experts.linear_fc2.weightN"),
 )  # fmt: skip
 
 # What a layer of each family is made of.
@@ -73,7 +86,7 @@ LAYERS: dict[str, tuple[Rule, ...]] = {
     "llama": (*_NORMS, *_ATTENTION, *_MLP),
     "qwen2": (*_NORMS, *_ATTENTION, *_QKV_BIAS, *_MLP),
     "qwen3": (*_NORMS, *_ATTENTION, *_QK_NORM, *_MLP),
-    "qwen3_moe": (*_NORMS, *_ATTENTION, *_QK_NORM, _ROUTER, *_EXPERT),
+    "qwen3_moe": (_INPUT_NORM, _EXPERTS_NORM, *_ATTENTION, *_QK_NORM, _ROUTER, *_EXPERT),
 }
 
 EMBEDDING = Rule(parameter="embedding.word_embeddings.weight", saved=("model.embed_tokens.weight",), split="rows")
@@ -149,11 +162,9 @@ def saved_shape(name: str, shape: Shape) -> tuple[int, ...]:
 
 def _layer_rules(shape: Shape) -> Iterator[Rule]:
     """The rules of one layer, those of experts for each of them in turn."""
-    yield from (rule for rule in LAYERS[shape.family] if rule not in _EXPERT)
+    yield from (rule.named(shape) for rule in LAYERS[shape.family] if rule not in _EXPERT)
     for expert in range(shape.experts):
-        for rule in _EXPERT:
-            saved = tuple(name.replace(".N.", f".{expert}.") for name in rule.saved)
-            yield replace(rule, parameter=rule.parameter.replace(".N.", f".{expert}."), saved=saved)
+        yield from (rule.named(shape).of_expert(expert) for rule in _EXPERT)
 
 
 def rules_of(shape: Shape) -> Iterator[tuple[int | None, Rule]]:

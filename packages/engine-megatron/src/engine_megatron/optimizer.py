@@ -1,7 +1,7 @@
 """Megatron's gradient buffers and optimizers, clipping, and the optimizer's state parameter by parameter.
 
-``adamw`` runs in Megatron's distributed optimizer: each data-parallel rank holds the moments of one flat range of all
-weights, which knows nothing of where a parameter begins. Other optimizers are kept whole on every rank.
+``adamw`` runs in Megatron's distributed optimizer: each data-parallel rank holds the masters and moments of one flat range
+of all weights, which knows nothing of where a parameter begins. Other optimizers are kept whole on every rank.
 """
 
 # Megatron is not annotated.
@@ -11,110 +11,163 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
-from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
+from megatron.core.optimizer.clip_grads import get_grad_norm_fp32
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
-from megatron.core.optimizer.optimizer import FP32Optimizer
 from megatron.core.optimizer.optimizer_config import OptimizerConfig as MegatronConfig
+from megatron.core.transformer.module import param_is_not_shared
 from torch import Tensor, nn
 
 from engine_api.comm import Comm
 from engine_api.config import OptimizerConfig
 from engine_api.errors import ConfigError
 from engine_api.optimizers import build_optimizer
-from engine_megatron.parallel import Layout, add_bits, data_group, tensor_group
+from engine_megatron.masters import Masters, Shard, whole_masters
+from engine_megatron.parallel import Layout, holders_group, is_spread_expert, model_group
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Shard:
-    """What the optimizer updates of a parameter on this rank: ``parameter.view(-1)[start : start + numel]``."""
+class Part:
+    """Parameters that the same ranks hold, and the optimizer of torch over this rank's shards of them."""
 
-    tensor: Tensor
-    start: int
+    def __init__(self, params: list[nn.Parameter], config: OptimizerConfig, dtype: torch.dtype) -> None:
+        self.params, self.dtype = params, dtype
+        self.masters = whole_masters(params, dtype)
+        self.inner = build_optimizer(config, [self.masters.shards[param].tensor for param in params])
+        self.statistics_group: Any = model_group(params[0])  # ranks that hold other parts of the model's gradient
+
+    @torch.no_grad()
+    def step(self) -> None:
+        """Update the masters, and with them the parameters, as far as they are this rank's to update."""
+        self.inner.step()
+        for param, shard in self.masters.shards.items():
+            if param.dtype != self.dtype:
+                param.copy_(shard.tensor)
+
+
+class DistributedPart(Part):
+    """The same with Megatron's distributed optimizer, over a flat range of the buffers of ``params``."""
+
+    def __init__(self, params: list[nn.Parameter], config: OptimizerConfig, dtype: torch.dtype, *, ddp: Any, buffers: Any) -> None:  # fmt: skip
+        self.params, self.dtype = params, dtype
+        self.statistics_group = dist.group.WORLD  # each rank's range is its own
+        settings = MegatronConfig(optimizer="adam", lr=config.lr, clip_grad=0.0, use_distributed_optimizer=True,
+                                  bf16=params[0].dtype == torch.bfloat16)  # fmt: skip
+        optimizer: Any = DistributedOptimizer  # its annotations forget None
+        self.optimizer: Any = optimizer(
+            optimizer=build_optimizer(config, params), config=settings, grad_scaler=None, init_state_fn=None,
+            model_chunks=[ddp], per_model_buffers={0: buffers}, data_parallel_group=holders_group(params[0]),
+            data_parallel_group_gloo=None, data_parallel_group_idx=0, distributed_optimizer_instance_id=0,
+        )  # fmt: skip
+        if dtype != torch.float32:
+            self._forget_copies()
+        self.inner = self.optimizer.optimizer
+        self.masters = Masters(dict(self._shards()), dtype, spread=True)
+
+    def _forget_copies(self) -> None:
+        """Megatron makes float32 copies of 16-bit parameters; the masters here are the parameters."""
+        own = self.optimizer
+        own.shard_fp32_from_float16_groups = own.shard_float16_groups
+        for group, shards in zip(own.optimizer.param_groups, own.shard_float16_groups, strict=True):
+            group["params"] = list(shards)
+        for params, shards in zip(own.model_float16_groups, own.shard_float16_groups, strict=True):
+            for param, shard in zip(params, shards, strict=True):
+                param.main_param = shard
+
+    def _shards(self) -> Iterator[tuple[nn.Parameter, Shard]]:
+        own = self.optimizer
+        for groups, masters in ((own.model_fp32_groups, own.shard_fp32_groups),
+                                (own.model_float16_groups, own.shard_fp32_from_float16_groups)):  # fmt: skip
+            for params, shards in zip(groups, masters, strict=True):
+                for param, shard in zip(params, shards, strict=True):
+                    # Megatron has no public name for where a shard begins.
+                    ranges = own._get_model_param_range_map(param)  # noqa: SLF001
+                    yield param, Shard(tensor=shard, start=ranges["param"].start)
+
+    def step(self) -> None:
+        """Update this rank's ranges; the other ranks' are fetched by the caller, for all parts at once."""
+        own: DistributedOptimizer = self.optimizer
+        super(DistributedOptimizer, own).step_with_ready_grads()
 
 
 class Trainer:
     """Gradient buffers and the optimizer of this rank's stage."""
 
-    def __init__(self, model: nn.Module, config: OptimizerConfig, layout: Layout, comm: Comm) -> None:
+    def __init__(self, model: nn.Module, config: OptimizerConfig, layout: Layout, comm: Comm, dtype: torch.dtype) -> None:  # fmt: skip
         self.layout, self.comm = layout, comm
-        distributed = config.name == "adamw"
+        self.distributed = config.name == "adamw"
         # No overlap: gradients are reduced once a step, when all micro-batches and all calls have added to them.
-        buffers = DistributedDataParallelConfig(grad_reduce_in_fp32=True, use_distributed_optimizer=distributed)
-        self.ddp = DistributedDataParallel(config=model.config, ddp_config=buffers, module=model)  # type: ignore[arg-type]
-        inner = build_optimizer(config, model.parameters())
-        settings = MegatronConfig(optimizer="adam" if distributed else "sgd", lr=config.lr, clip_grad=0.0,
-                                  use_distributed_optimizer=distributed)  # fmt: skip
-        self.optimizer: Any = self._distributed(inner, settings) if distributed else self._whole(inner, settings)
-        self.optimizer.tp_group = tensor_group()
-        self.shards: dict[nn.Parameter, Shard] = dict(self._shards())
+        buffers = DistributedDataParallelConfig(grad_reduce_in_fp32=True, use_distributed_optimizer=self.distributed)
+        self.ddp: Any = DistributedDataParallel(config=model.config, ddp_config=buffers, module=model)  # type: ignore[arg-type]
+        self.parts = list(self._parts(config, dtype))
+        shards = {param: shard for part in self.parts for param, shard in part.masters.shards.items()}
+        self.masters = Masters(shards, dtype, spread=self.distributed)
+        self._inner = {param: part.inner for part in self.parts for param in part.params}
 
-    def _distributed(self, inner: torch.optim.Optimizer, settings: MegatronConfig) -> DistributedOptimizer:
-        optimizer: Any = DistributedOptimizer  # its annotations forget None
-        made: DistributedOptimizer = optimizer(
-            optimizer=inner, config=settings, grad_scaler=None, init_state_fn=None, model_chunks=[self.ddp],
-            per_model_buffers={0: self.ddp.buffers}, data_parallel_group=data_group(), data_parallel_group_gloo=None,
-            data_parallel_group_idx=0, distributed_optimizer_instance_id=0,
-        )  # type: ignore[arg-type] # fmt: skip
-        made.grad_stats_parallel_group = dist.group.WORLD  # each rank's range is its own
-        return made
-
-    def _whole(self, inner: torch.optim.Optimizer, settings: MegatronConfig) -> FP32Optimizer:
-        return FP32Optimizer(inner, settings, init_state_fn=lambda *_: None)
-
-    def _shards(self) -> Iterator[tuple[nn.Parameter, Shard]]:
-        if isinstance(self.optimizer, FP32Optimizer):
-            yield from ((param, Shard(tensor=param, start=0)) for param in self.ddp.module.parameters())
-            return
-        for params, shards in zip(self.optimizer.model_fp32_groups, self.optimizer.shard_fp32_groups, strict=True):
-            for param, shard in zip(params, shards, strict=True):
-                # Megatron has no public name for where a shard begins.
-                ranges = self.optimizer._get_model_param_range_map(param)  # noqa: SLF001
-                yield param, Shard(tensor=shard, start=ranges["param"].start)
+    def _parts(self, config: OptimizerConfig, dtype: torch.dtype) -> Iterator[Part]:
+        """One for experts that are spread over ranks which share all other weights, one for the rest."""
+        for experts, buffers in ((False, self.ddp.buffers), (True, self.ddp.expert_parallel_buffers)):
+            params = [param for param in self.ddp.module.parameters() if is_spread_expert(param) == experts]
+            if params and self.distributed:
+                yield DistributedPart(params, config, dtype, ddp=self.ddp, buffers=buffers)
+            elif params:
+                yield Part(params, config, dtype)
 
     # --- a step --------------------------------------------------------------------------------
 
     def clip(self, max_norm: float | None) -> float:
         """Sum the gradients over the ranks that must, scale them to ``max_norm``; the global norm before that."""
         finalize_model_grads([self.ddp], None)
-        self.optimizer.prepare_grads()
-        norm = float(self.optimizer.get_grad_norm())
+        norm = math.hypot(*(self._norm(part) for part in self.parts))
         if max_norm is not None and math.isfinite(norm):
-            clip_grad_by_total_norm_fp32(self.optimizer.get_parameters(), max_norm, norm)
+            shards = [shard.tensor for shard in self.masters.shards.values()]
+            total = torch.tensor(norm, device=self.ddp.buffers[0].grad_data.device)
+            torch.nn.utils.clip_grads_with_norm_(shards, max_norm, total)
         return norm
+
+    def _norm(self, part: Part) -> float:
+        """The norm of a part's float32 gradients over all ranks; each shard gets its own, in its dtype."""
+        counted: list[Tensor] = []
+        for param, shard in part.masters.shards.items():
+            grad = shard.part_of(param.main_grad)  # type: ignore[arg-type] - Megatron's buffer
+            shard.tensor.grad = grad.to(part.dtype)
+            if self._counts(param):
+                counted.append(grad)
+        return float(get_grad_norm_fp32(counted, grad_stats_parallel_group=part.statistics_group))
+
+    def _counts(self, param: nn.Parameter) -> bool:
+        """Whether this rank's copy of a weight that several model-parallel ranks hold enters the norm."""
+        here = self.layout.here
+        first = (here.expert_tensor if is_spread_expert(param) else here.tensor) == 0
+        return param_is_not_shared(param) and (first or bool(param.tensor_model_parallel))  # type: ignore[attr-defined]
 
     def step(self, lr: float) -> None:
         """One update at rate ``lr``; every rank then has all new weights."""
-        for group in self.optimizer.param_groups:
-            group["lr"] = lr
-        self.optimizer.step_with_ready_grads()
+        for part in self.parts:
+            for group in part.inner.param_groups:
+                group["lr"] = lr
+            part.step()
+        if self.distributed:
+            self.ddp.start_param_sync()
 
     def zero_grad(self) -> None:
         """Drop all gradients."""
         self.ddp.zero_grad_buffer()
-        for shard in self.shards.values():
+        for shard in self.masters.shards.values():
             shard.tensor.grad = None
 
     # --- state ---------------------------------------------------------------------------------
 
-    @property
-    def inner(self) -> torch.optim.Optimizer:
-        """The optimizer of torch inside, over this rank's shards."""
-        result: torch.optim.Optimizer = self.optimizer.optimizer
-        return result
-
     def fields(self) -> list[str]:
         """What the optimizer keeps of a weight now; nothing before the first step. All ranks together."""
-        own = {name for state in self.inner.state.values() for name in state}
+        own = {name for part in self.parts for state in part.inner.state.values() for name in state}
         return sorted({name for row in self.comm.all_gather(sorted(own)) for name in row})
 
     def whole_state(self) -> Iterator[tuple[nn.Parameter, str, Tensor]]:
-        """(parameter, field, value): a scalar, or a tensor of the parameter's shape; all data-parallel ranks together.
+        """(parameter, field, value): a scalar, or a tensor of the parameter's shape; all ranks that hold it together.
 
         One gathered tensor lives at a time, unless it is kept. Raises ``ConfigError`` for state that is no such tensor.
         """
@@ -123,41 +176,27 @@ class Trainer:
                 yield param, field, self._whole_value(param, field)
 
     def _whole_value(self, param: nn.Parameter, field: str) -> Tensor:
-        shard = self.shards.get(param)
-        value = None if shard is None else self.inner.state[shard.tensor].get(field)
+        shard = self.masters.shards.get(param)
+        value = None if shard is None else self._inner[param].state[shard.tensor].get(field)
         if value is not None and not (isinstance(value, Tensor) and value.shape in ((), shard.tensor.shape)):  # type: ignore[union-attr]
             raise ConfigError("optimizer.name", f"its state {field!r} is no tensor of its weight's shape",
                               remedy="this optimizer cannot be saved; use adamw")  # fmt: skip
-        if isinstance(self.optimizer, FP32Optimizer):
-            assert value is not None
-            return value
-        return self._gathered(param, shard, value)
-
-    def _gathered(self, param: nn.Parameter, shard: Shard | None, value: Tensor | None) -> Tensor:
-        """From flat ranges to the whole; where no rank can know whether a field is a scalar, its name says so."""
-        scalar = torch.full((2,), -math.inf, device=param.device)
-        if value is not None:
-            scalar[0] = float(value) if not value.dim() else -math.inf
-            scalar[1] = float(value.dim())
-        dist.all_reduce(scalar, op=dist.ReduceOp.MAX, group=data_group())
-        if scalar[1] == 0:
-            return scalar[0].clone()
-        whole = torch.zeros(param.numel(), dtype=torch.float32, device=param.device)
-        if shard is not None and value is not None:
-            whole[shard.start : shard.start + value.numel()] = value
-        return add_bits(whole, data_group()).view(param.shape)
+        if self.distributed and (scalar := self.masters.gather_scalar(param, value)) is not None:
+            return scalar
+        return self.masters.gather(param, shard, value)
 
     def install(self, state: Mapping[nn.Parameter, Mapping[str, Tensor]]) -> None:
         """Replace the whole state by scalars and tensors of the parameters' shapes."""
-        self.inner.state.clear()
-        on_device = self.inner.defaults.get("fused") or self.inner.defaults.get("capturable")
+        for part in self.parts:
+            part.inner.state.clear()
         for param, values in state.items():
-            if (shard := self.shards.get(param)) is None:
+            if (shard := self.masters.shards.get(param)) is None:
                 continue
+            inner = self._inner[param]
+            on_device = inner.defaults.get("fused") or inner.defaults.get("capturable")
             for field, value in values.items():
                 if value.dim():
-                    part = value.reshape(-1)[shard.start : shard.start + shard.tensor.numel()]
-                    kept = part.to(param.device, copy=True).view(shard.tensor.shape)
+                    kept = shard.part_of(value).to(param.device, copy=True)
                 else:
                     kept = value.to(param.device if on_device else "cpu", copy=True)
-                self.inner.state[shard.tensor][field] = kept
+                inner.state[shard.tensor][field] = kept

@@ -3,24 +3,39 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
-from engine_api.config import build_options
+from engine_api.config import build_options, near_matches
 from engine_api.errors import ConfigError
+
+SPECS = ("auto", "local", "te")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MegatronOptions:
     """Options of engine-megatron (``EngineConfig.options``)."""
 
+    # Whose layers: Megatron's own (local) or Transformer Engine's (te). auto: te on CUDA where it is installed and the
+    # computation is not float32, which it does not have; the log says which it is.
+    spec: Literal["auto", "local", "te"] = "auto"
     # Split norms and residuals over the tensor-parallel ranks by tokens (Korthikanti et al. 2022, arXiv:2205.05198).
     sequence_parallel: bool = False
+    # Tensor-parallel ranks that split each expert's matrices; 0: all of them. With 1, parallelism.ep spreads whole experts
+    # over the tensor-parallel ranks as well.
+    expert_tensor_parallel: int = 0
     # The embedding's rows are padded to a multiple of this and of tp; padding is in no export and no checkpoint.
     vocabulary_multiple: int = 1
     # Seconds after which a collective that does not end fails.
     timeout_s: int = 1800
 
     def __post_init__(self) -> None:
+        if self.spec not in SPECS:
+            raise ConfigError(
+                "options.spec", f"unknown layer spec {self.spec!r}", remedy=near_matches(str(self.spec), SPECS)
+            )
+        if self.expert_tensor_parallel < 0:
+            raise ConfigError("options.expert_tensor_parallel", f"{self.expert_tensor_parallel} is negative",
+                              remedy="give 1 or more, or 0 for as many as tp")  # fmt: skip
         for name in ("vocabulary_multiple", "timeout_s"):
             if getattr(self, name) < 1:
                 raise ConfigError(f"options.{name}", f"{getattr(self, name)} is not positive", remedy="give 1 or more")

@@ -1,6 +1,7 @@
 """Where each rank stands, Megatron's process groups, and the few collectives of our own.
 
-Ranks are numbered as Megatron does: tensor fastest, then data, then pipeline stages.
+Ranks are numbered as Megatron does: tensor fastest, then context, then data, then pipeline stages. The ranks of a stage are
+divided a second time for experts: parts of an expert fastest, then expert-parallel ranks, then copies.
 """
 
 from __future__ import annotations
@@ -18,7 +19,8 @@ from engine_api.config import Parallelism
 from engine_api.errors import ConfigError
 from engine_api.results import Topology
 
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+# float8 is a precision of matrix products: what goes in and comes out is bfloat16.
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float8": torch.bfloat16}
 _INTEGERS = {4: torch.int32, 8: torch.int64}  # NCCL adds no 16-bit integers
 
 
@@ -37,27 +39,52 @@ class Place:
     stage: int
     data: int
     tensor: int
+    context: int = 0
+    expert: int = 0
+    expert_tensor: int = 0
 
 
 @dataclass(frozen=True, kw_only=True)
 class Layout:
-    """The grid of ranks and this rank's place in it."""
+    """The grid of ranks and this rank's place in it.
+
+    Attributes:
+        experts: ranks that the experts of a layer are spread over.
+        expert_tensor: ranks that an expert's matrices are split over.
+    """
 
     world: int
     rank: int
     tensor: int
     data: int
     stages: int
+    context: int = 1
+    experts: int = 1
+    expert_tensor: int = 1
+
+    @property
+    def sizes(self) -> dict[str, int]:
+        """How many ranks each kind of parallelism has."""
+        return {"pp": self.stages, "dp": self.data, "cp": self.context, "tp": self.tensor, "ep": self.experts,
+                "etp": self.expert_tensor}  # fmt: skip
+
+    @property
+    def spreads_experts(self) -> bool:
+        """Whether experts are divided among other ranks than all other weights."""
+        return self.experts > 1 or self.expert_tensor != self.tensor
 
     def place(self, rank: int) -> Place:
         """The coordinates of ``rank``."""
         rest, tensor = divmod(rank, self.tensor)
+        rest, context = divmod(rest, self.context)
         stage, data = divmod(rest, self.data)
-        return Place(stage=stage, data=data, tensor=tensor)
+        rest, expert_tensor = divmod(rank % (self.world // self.stages), self.expert_tensor)
+        return Place(stage=stage, data=data, tensor=tensor, context=context, expert=rest % self.experts,
+                     expert_tensor=expert_tensor)  # fmt: skip
 
     def rank_of(self, place: Place) -> int:
         """The inverse of `place`."""
-        return (place.stage * self.data + place.data) * self.tensor + place.tensor
+        return ((place.stage * self.data + place.data) * self.context + place.context) * self.tensor + place.tensor
 
     @property
     def here(self) -> Place:
@@ -79,19 +106,32 @@ class Layout:
         """This rank for the caller. The loss is known on the last stage: one of its ranks is primary."""
         here = self.here
         return Topology(rank=self.rank, world_size=self.world, dp_rank=here.data, dp_size=self.data,
-                        is_primary=self.is_last and here.tensor == 0,
-                        sizes={"pp": self.stages, "dp": self.data, "tp": self.tensor})  # fmt: skip
+                        is_primary=self.is_last and here.tensor == here.context == 0, sizes=self.sizes)  # fmt: skip
 
 
-def build_layout(parallelism: Parallelism, world: int, rank: int) -> Layout:
-    """The layout for a world; raises ``ConfigError`` when the sizes do not make it. Makes no process group."""
-    model = parallelism.tp * parallelism.pp
+def build_layout(parallelism: Parallelism, expert_tensor: int, world: int, rank: int) -> Layout:
+    """The layout for a world; raises ``ConfigError`` when the sizes do not make it. Makes no process group.
+
+    ``expert_tensor`` 0 means as many as ``tp``.
+    """
+    model = parallelism.tp * parallelism.cp * parallelism.pp
     data = world // model if parallelism.dp_shard == -1 else parallelism.dp_shard
     if data < 1 or data * model != world:
-        raise ConfigError("parallelism", f"dp_shard {parallelism.dp_shard} x tp {parallelism.tp} x pp {parallelism.pp} "
-                          f"does not make a world of {world}",
+        raise ConfigError("parallelism", f"dp_shard {parallelism.dp_shard} x tp {parallelism.tp} x cp {parallelism.cp} x "
+                          f"pp {parallelism.pp} does not make a world of {world}",
                           remedy="choose sizes whose product is the number of ranks, or dp_shard: -1")  # fmt: skip
-    return Layout(world=world, rank=rank, tensor=parallelism.tp, data=data, stages=parallelism.pp)
+    expert_tensor = expert_tensor or parallelism.tp
+    if parallelism.tp % expert_tensor:
+        raise ConfigError("options.expert_tensor_parallel", f"{expert_tensor} does not divide tp {parallelism.tp}",
+                          remedy="choose a size that divides it; 0: as tp")  # fmt: skip
+    ranks = parallelism.tp * parallelism.cp * data
+    if ranks % (parallelism.ep * expert_tensor):
+        raise ConfigError("parallelism.ep", f"{parallelism.ep} experts' ranks x {expert_tensor} that split each do not divide "
+                          f"the {ranks} ranks of a stage",
+                          why=f"experts are spread over the ranks of tp {parallelism.tp} x cp {parallelism.cp} x dp {data}",
+                          remedy="choose a size that divides them")  # fmt: skip
+    return Layout(world=world, rank=rank, tensor=parallelism.tp, data=data, stages=parallelism.pp, context=parallelism.cp,
+                  experts=parallelism.ep, expert_tensor=expert_tensor)  # fmt: skip
 
 
 def ensure_process_group(device_type: str, world: int, timeout: timedelta) -> bool:
@@ -114,16 +154,15 @@ class ModelParallel:
 
     _users = 0
     _owns_world = False  # whether the default group was made here, and goes with the last engine
-    _sizes: tuple[int, int, int] | None = None
+    _sizes: dict[str, int] | None = None
 
     @classmethod
     def check(cls, layout: Layout) -> None:
         """Raise ``ConfigError`` when this process holds groups of another layout."""
         from megatron.core import parallel_state
 
-        sizes = (layout.tensor, layout.data, layout.stages)
-        if cls._users and cls._sizes != sizes:
-            raise ConfigError("parallelism", f"(tp, dp, pp) is {sizes}, another engine of this process has {cls._sizes}",
+        if cls._users and cls._sizes != layout.sizes:
+            raise ConfigError("parallelism", f"{layout.sizes}, another engine of this process has {cls._sizes}",
                               why="Megatron keeps its process groups in global variables",
                               remedy="close the other engine first, or give both the same sizes")  # fmt: skip
         if not cls._users and parallel_state.model_parallel_is_initialized():
@@ -139,10 +178,12 @@ class ModelParallel:
         if not cls._users:
             parallel_state.initialize_model_parallel(
                 tensor_model_parallel_size=layout.tensor, pipeline_model_parallel_size=layout.stages,
+                context_parallel_size=layout.context,
+                expert_model_parallel_size=layout.experts, expert_tensor_parallel_size=layout.expert_tensor,
                 create_gloo_process_groups=False, order="tp-cp-ep-dp-pp",
                 distributed_timeout_minutes=max(1, round(timeout.total_seconds() / 60)),
             )  # fmt: skip
-        cls._users, cls._sizes = cls._users + 1, (layout.tensor, layout.data, layout.stages)
+        cls._users, cls._sizes = cls._users + 1, layout.sizes
 
     @classmethod
     def leave(cls) -> None:
@@ -168,11 +209,41 @@ def tensor_group() -> Any:
     return parallel_state.get_tensor_model_parallel_group()
 
 
-def data_group() -> Any:
-    """The ranks that hold the same weights as this one."""
+def context_group() -> Any:
+    """The ranks that hold the other tokens of this one's documents."""
     from megatron.core import parallel_state
 
-    return parallel_state.get_data_parallel_group()
+    return parallel_state.get_context_parallel_group()
+
+
+def is_spread_expert(param: Tensor) -> bool:
+    """Whether a parameter is of an expert that is spread over other ranks than all other weights (Megatron's mark)."""
+    return not getattr(param, "allreduce", True)
+
+
+def holders_group(param: Tensor) -> Any:
+    """The ranks that hold the same part of ``param`` as this one."""
+    from megatron.core import parallel_state
+
+    if is_spread_expert(param):
+        return parallel_state.get_expert_data_parallel_group()
+    return parallel_state.get_data_parallel_group(with_context_parallel=True)
+
+
+def model_group(param: Tensor) -> Any:
+    """The ranks that make one whole model, all weights divided as ``param`` is."""
+    from megatron.core import parallel_state
+
+    if is_spread_expert(param):
+        return parallel_state.get_expert_tensor_model_pipeline_parallel_group()
+    return parallel_state.get_model_parallel_group()
+
+
+def experts_group() -> Any:
+    """The ranks of this one's stage that together hold all experts once."""
+    from megatron.core import parallel_state
+
+    return parallel_state.get_expert_tensor_and_model_parallel_group()
 
 
 def pipeline_group() -> Any:

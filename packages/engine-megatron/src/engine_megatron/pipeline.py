@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -16,7 +17,7 @@ from torch import Tensor
 from engine_api.batch import Batch
 from engine_api.results import LossOutput, TokenOutputs
 from engine_megatron.model import Forward, Packed
-from engine_megatron.parallel import Place, pipeline_group
+from engine_megatron.parallel import pipeline_group
 
 OnLast = Callable[[Tensor, Packed, Batch], tuple[Tensor, Any]]
 
@@ -59,8 +60,7 @@ def infer(forward: Forward, model: Any, batch: Batch, needs: Sequence[str], temp
     found = run(forward, model, [batch], on_last, backward=False)
     like = torch.empty(len(names), batch.num_tokens, device=forward.device)
     rows = found[0].contiguous() if forward.layout.is_last else like
-    here = forward.layout.here
-    last = Place(stage=forward.layout.stages - 1, data=here.data, tensor=here.tensor)
+    last = replace(forward.layout.here, stage=forward.layout.stages - 1)
     dist.broadcast(rows, src=forward.layout.rank_of(last), group=pipeline_group())
     return TokenOutputs(**dict(zip(names, rows, strict=True)))
 

@@ -8,6 +8,7 @@ import importlib.util
 from engine_api.capabilities import Capability
 from engine_api.devices import cuda_is_simulated, probe_torch
 from engine_api.plugin import EnginePlugin, ProbeResult, Row
+from engine_megatron import te
 
 _BACKENDS = ("megatron",)
 _DEVICES = ("cuda", "cpu")
@@ -51,8 +52,9 @@ PLUGIN = EnginePlugin(
             target="engine_megatron.engine:MegatronEngineWithValueHead"),
     ),
     capabilities=frozenset({
-        Capability.DP, Capability.TP, Capability.PP, Capability.RECOMPUTE, Capability.MOE, Capability.VALUE_HEAD,
-        Capability.PORTABLE_CHECKPOINT, Capability.EXPORT_SHARDS, Capability.SAVE_HF,
+        Capability.DP, Capability.TP, Capability.PP, Capability.CP, Capability.EP, Capability.RECOMPUTE, Capability.BF16,
+        Capability.MOE, Capability.VALUE_HEAD, Capability.PORTABLE_CHECKPOINT, Capability.EXPORT_SHARDS, Capability.SAVE_HF,
+        *([Capability.FP8] if te.is_installed() else []),
     }),
     options="engine_megatron.options:MegatronOptions",
     probe=probe,

@@ -9,6 +9,7 @@ from typing import Any, Literal
 
 from engine_api.config import ModelSource, near_matches
 from engine_api.errors import ConfigError
+from engine_megatron.te import Spec
 
 Kind = Literal["language_model", "value_model"]
 FAMILIES = ("llama", "qwen2", "qwen3", "qwen3_moe")
@@ -16,7 +17,10 @@ FAMILIES = ("llama", "qwen2", "qwen3", "qwen3_moe")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Shape:
-    """What the mapping and the model need to know; ``experts`` is 0 for a dense model."""
+    """What the mapping and the model need to know; ``experts`` is 0 for a dense model.
+
+    ``spec``: whose layers the model is made of, which name their parameters differently.
+    """
 
     family: str
     kind: Kind
@@ -39,6 +43,14 @@ class Shape:
     top_k: int = 0
     expert_intermediate: int = 0
     norm_topk_prob: bool = False
+    spec: Spec = "local"
+
+    def widths(self, tensor: int, expert_tensor: int) -> dict[str, int]:
+        """The sides of the layers' matrices on one of the ranks that split them, or each expert."""
+        queries, keys = self.heads * self.head_dim, self.kv_heads * self.head_dim
+        inner = self.expert_intermediate // expert_tensor if self.experts else self.intermediate // tensor
+        return {"hidden size": self.hidden, "width of queries": queries // tensor,
+                "width of queries, keys and values": (queries + 2 * keys) // tensor, "intermediate size": inner}  # fmt: skip
 
 
 def read_hf_config(source: ModelSource, folder: str) -> Any:
@@ -96,7 +108,7 @@ def _rope(config: Any) -> Mapping[str, Any]:
     return rope
 
 
-def shape_of(config: Any, kind: Kind) -> Shape:
+def shape_of(config: Any, kind: Kind, spec: Spec = "local") -> Shape:
     """The architecture of a configuration that `refuse_other_models` let through."""
     heads, family = config.num_attention_heads, config.model_type
     return Shape(
@@ -107,7 +119,7 @@ def shape_of(config: Any, kind: Kind) -> Shape:
         rope_base=float(_rope(config).get("rope_theta", 10000.0)), std=float(config.initializer_range),
         tied=bool(config.tie_word_embeddings) and kind == "language_model", qkv_bias=family == "qwen2",
         qk_norm=family in ("qwen3", "qwen3_moe"), value_bias=bool(getattr(config, "token_classification_bias", True)),
-        max_positions=int(config.max_position_embeddings), **_experts(config),
+        max_positions=int(config.max_position_embeddings), spec=spec, **_experts(config),
     )  # fmt: skip
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import zlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from engine_api.errors import ConfigError
 from engine_api.weights import ShardSpec
 from engine_megatron.families import TIED_HEAD, Cut, Rule, Split, cuts, rules_of, saved_shape
+from engine_megatron.masters import Masters
 from engine_megatron.parallel import Layout, Place
 from engine_megatron.shape import Shape
 
@@ -31,7 +32,8 @@ class Weight:
     Attributes:
         per_rank: size in the split dimension on each tensor-parallel rank, padding of the vocabulary included.
         parameters: pipeline stage → Megatron's name of the parameter there.
-        param: it, on this rank; None on other stages.
+        owner: the expert-parallel rank that holds it; None: not of an expert, they all do.
+        param: it, on this rank; None on ranks without any of it.
     """
 
     name: str
@@ -42,6 +44,7 @@ class Weight:
     cut: Cut
     box: ShardSpec
     dtype: torch.dtype
+    owner: int | None = None
     param: nn.Parameter | None = None
 
     @property
@@ -50,16 +53,17 @@ class Weight:
         assert self.param is not None, f"{self.name} is not on this rank"
         return self.param
 
-    @property
-    def local(self) -> Tensor:
-        """This rank's box; live memory where the parameter holds it in one piece; empty where this rank has nothing."""
-        return (
-            torch.empty(self.box.shape, dtype=self.dtype) if self.param is None else self.part_of(self.param.detach())
-        )
-
     def part_of(self, parameter: Tensor) -> Tensor:
-        """The box in something of the parameter's shape."""
+        """The box in something of the parameter's shape; live memory where that holds it in one piece."""
         return self.cut.read(parameter, self.box.shape)
+
+    def at(self, place: Place) -> int | None:
+        """Which of the parts in the split dimension the rank at ``place`` holds; None: nothing."""
+        if place.stage not in self.parameters or self.owner not in (None, place.expert):
+            return None
+        if self.dim is None:
+            return 0
+        return place.tensor if self.owner is None else place.expert_tensor
 
     def span(self, tensor_rank: int) -> tuple[int, int]:
         """Start and size of a tensor-parallel rank's box in the split dimension."""
@@ -69,33 +73,36 @@ class Weight:
 
     def box_of(self, place: Place) -> ShardSpec:
         """The box of the rank at ``place``, its replica not yet counted."""
-        if place.stage not in self.parameters:
+        part = self.at(place)
+        if part is None:
             return ShardSpec.nothing(self.shape)
         offset, size = [0] * len(self.shape), list(self.shape)
         if self.dim is not None:
-            offset[self.dim], size[self.dim] = self.span(place.tensor)
+            offset[self.dim], size[self.dim] = self.span(part)
         return ShardSpec(global_shape=self.shape, offset=tuple(offset), shape=tuple(size))
 
 
 def check_layout(shape: Shape, layout: Layout, multiple: int) -> None:
     """Raise ``ConfigError`` where the model cannot be divided evenly; the vocabulary is padded."""
-    if shape.experts and layout.tensor > 1:
-        raise ConfigError("parallelism.tp", f"{layout.tensor}, but the model has experts",
-                          why="splitting them is not written yet", remedy="set it to 1: pp and dp_shard spread the model")  # fmt: skip
+    if layout.experts > 1 and not shape.experts:
+        raise ConfigError("parallelism.ep", f"{layout.experts}, but the model has no experts", remedy="set it to 1")
     rows = padded_vocabulary(shape, layout, multiple) // layout.tensor
     if rows * (layout.tensor - 1) >= shape.vocab_size:
         raise ConfigError("options.vocabulary_multiple", f"{multiple} x tp {layout.tensor} leaves a rank nothing but padding",
                           why=f"there are {shape.vocab_size} tokens", remedy="choose a smaller one")  # fmt: skip
+    heads = {"attention heads": shape.heads, "key-value heads": shape.kv_heads}
     sizes = {
-        "tp": (layout.tensor, {"attention heads": shape.heads, "key-value heads": shape.kv_heads,
-                               "intermediate size": shape.intermediate}),
-        "pp": (layout.stages, {"layers": shape.layers}),
+        "parallelism.tp": (layout.tensor, heads | ({} if shape.experts else {"intermediate size": shape.intermediate})),
+        "parallelism.pp": (layout.stages, {"layers": shape.layers}),
+        "parallelism.ep": (layout.experts, {"experts": shape.experts}),
+        "options.expert_tensor_parallel": (layout.expert_tensor, {"experts' intermediate size": shape.expert_intermediate}),
     }  # fmt: skip
-    for name, (size, parts) in sizes.items():
+    for field, (size, parts) in sizes.items():
         for what, count in parts.items():
             if count % size:
-                raise ConfigError(f"parallelism.{name}", f"{size} does not divide {count} {what}",
-                                  remedy="choose a size that divides it")  # fmt: skip
+                raise ConfigError(
+                    field, f"{size} does not divide {count} {what}", remedy="choose a size that divides it"
+                )
 
 
 def padded_vocabulary(shape: Shape, layout: Layout, multiple: int) -> int:
@@ -107,15 +114,19 @@ def padded_vocabulary(shape: Shape, layout: Layout, multiple: int) -> int:
 def weight_table(shape: Shape, layout: Layout, multiple: int, dtype: torch.dtype) -> list[Weight]:
     """Every weight in the model's order, tied ones once; the parameters are not there yet."""
     vocabulary = padded_vocabulary(shape, layout, multiple)
+    places = [layout.place(rank) for rank in range(layout.world)]
     table: list[Weight] = []
     for layer, rule in rules_of(shape):
         stages = _stages(layer, rule, shape, layout)
         for name, cut in zip(rule.saved, cuts(rule, shape), strict=True):
             whole, dim = saved_shape(name, shape), _DIMENSION[rule.split]
             rows = vocabulary if whole[0] == shape.vocab_size and layer is None else whole[dim or 0]
-            weight = Weight(name=name, shape=whole, dim=dim, per_rank=rows // layout.tensor, parameters=stages, cut=cut,
+            ranks, owner = layout.tensor, None
+            if rule.expert is not None:
+                ranks, owner = layout.expert_tensor, rule.expert // (shape.experts // layout.experts)
+            weight = Weight(name=name, shape=whole, dim=dim, per_rank=rows // ranks, parameters=stages, cut=cut, owner=owner,
                             box=ShardSpec.nothing(whole), dtype=dtype)  # fmt: skip
-            table.append(replace(weight, box=_own_box(weight, layout)))
+            table.append(replace(weight, box=_own_box(weight, places, layout.rank)))
     return table
 
 
@@ -123,37 +134,43 @@ def _stages(layer: int | None, rule: Rule, shape: Shape, layout: Layout) -> dict
     last = layout.stages - 1
     if layer is not None:
         stage, local = divmod(layer, shape.layers // layout.stages)
-        return {stage: f"decoder.layers.{local}.{rule.parameter}"}
+        name = rule.parameter
+        if rule.expert is not None:
+            name = name.replace("N", str(rule.expert % (shape.experts // layout.experts)))
+        return {stage: f"decoder.layers.{local}.{name}"}
     if rule.saved == TIED_HEAD.saved:
         return {0: rule.parameter} | ({last: TIED_HEAD.parameter} if shape.tied and last else {})
     return {last: rule.parameter}
 
 
-def _own_box(weight: Weight, layout: Layout) -> ShardSpec:
-    """This rank's box. Which of the ranks with the same box comes first goes round, so that all of them write."""
-    boxes = [weight.box_of(layout.place(rank)) for rank in range(layout.world)]
-    box = boxes[layout.rank]
-    copies = [rank for rank, other in enumerate(boxes) if other == box]
-    return replace(box, replica=(copies.index(layout.rank) + zlib.crc32(weight.name.encode())) % len(copies))
+def _own_box(weight: Weight, places: Sequence[Place], own: int) -> ShardSpec:
+    """The box of rank ``own``. Which of the ranks with the same box comes first goes round, so that all of them write."""
+    parts = [weight.at(place) for place in places]
+    copies = [rank for rank, part in enumerate(parts) if part == parts[own]]
+    return replace(
+        weight.box_of(places[own]), replica=(copies.index(own) + zlib.crc32(weight.name.encode())) % len(copies)
+    )
 
 
-def attach(table: Sequence[Weight], model: nn.Module, stage: int) -> None:
-    """Give each weight its parameter of ``model``.
+def attach(table: Sequence[Weight], model: nn.Module, layout: Layout) -> None:
+    """Give each weight that this rank holds its parameter of ``model``.
 
     Raises ``ConfigError`` for a hole in the mapping: a parameter that no weight fills, or the reverse.
     """
-    params = dict(model.named_parameters())
-    wanted = {weight.parameters[stage] for weight in table if stage in weight.parameters}
+    params, stage = dict(model.named_parameters()), layout.here.stage
+    held = [weight for weight in table if weight.at(layout.here) is not None]
+    wanted = {weight.parameters[stage] for weight in held}
     if holes := sorted(wanted ^ set(params)):
         raise ConfigError("model.path", f"the mapping and Megatron's model differ in {', '.join(holes[:3])}",
                           why="engine_megatron.families has a hole", remedy="report the model family")  # fmt: skip
-    for weight in table:
-        if stage in weight.parameters:
-            weight.param = params[weight.parameters[stage]]
-            # Megatron says so while it initializes, which it does not here; its norm would count one rank's part alone.
-            weight.param.tensor_model_parallel = weight.dim is not None  # type: ignore[attr-defined]
-            weight.param.partition_dim = weight.dim or 0  # type: ignore[attr-defined]
-            weight.param.partition_stride = 1  # type: ignore[attr-defined]
+    for weight in held:
+        weight.param = params[weight.parameters[stage]]
+        # Megatron says so while it initializes, which it does not here; its norm would count one rank's part alone.
+        weight.param.tensor_model_parallel = weight.dim is not None  # type: ignore[attr-defined]
+        weight.param.partition_dim = weight.dim or 0  # type: ignore[attr-defined]
+        weight.param.partition_stride = 1  # type: ignore[attr-defined]
+        # Megatron looks at ep alone, and would not add up whole experts' gradients over tensor-parallel ranks.
+        weight.param.allreduce = weight.owner is None or not layout.spreads_experts  # type: ignore[attr-defined]
 
 
 class Files:
@@ -214,14 +231,68 @@ def _unreadable(path: Path, error: Exception) -> ConfigError:
                        remedy="fetch the model again")  # fmt: skip
 
 
-def fill(table: Sequence[Weight], files: Files | None, seed: int, std: float) -> None:
-    """Fill this rank's boxes from ``files``, or from the seed: a value head that is absent, or everything."""
+def by_parameter(table: Sequence[Weight]) -> dict[nn.Parameter, list[Weight]]:
+    """This rank's parameters and the weights in each."""
+    result: dict[nn.Parameter, list[Weight]] = {}
     for weight in (weight for weight in table if weight.param is not None):
-        absent = files is None or weight.name not in files.handles
-        if absent and files is not None:
+        result.setdefault(weight.held, []).append(weight)
+    return result
+
+
+def put(table: Sequence[Weight], masters: Masters, value_of: Callable[[Weight], Tensor]) -> None:
+    """Write this rank's weights, masters included; one parameter's new values exist at a time."""
+    for param, weights in by_parameter(table).items():
+        whole = torch.zeros(param.shape, dtype=masters.dtype, device=param.device)
+        for weight in weights:
+            weight.cut.write(whole, value_of(weight).to(whole))
+        masters.write(param, whole)
+
+
+class Reader:
+    """This rank's boxes in one dtype. What the model computes with is at hand, spread masters are gathered for it."""
+
+    def __init__(self, masters: Masters, dtype: torch.dtype) -> None:
+        self.masters, self.dtype = masters, dtype
+        self._last: tuple[nn.Parameter, Tensor] | None = None  # fused weights are read one after the other
+
+    def gathers(self, param: nn.Parameter) -> bool:
+        """Whether reading takes all ranks that hold the parameter."""
+        return self.masters.spread and param.dtype not in (self.dtype, self.masters.dtype)
+
+    def read(self, weight: Weight) -> Tensor:
+        """The box; empty where this rank has nothing."""
+        if (param := weight.param) is None:
+            return torch.empty(weight.box.shape, dtype=self.dtype)
+        # A parameter is its master, rounded: in its own dtype there is nothing to fetch.
+        if param.dtype == self.dtype:
+            return weight.part_of(param.detach())
+        if self._last is None or self._last[0] is not param:
+            self._last = (param, self.masters.read(param))
+        return weight.part_of(self._last[1]).to(self.dtype)
+
+    def read_together(self, table: Sequence[Weight]) -> dict[str, Tensor]:
+        """The boxes of this rank that must be gathered, by name; of several ranks with the same box one keeps it."""
+        gathered: dict[str, Tensor] = {}
+        for weight in table:
+            if weight.param is not None and self.gathers(weight.param):
+                value = self.read(weight)
+                if weight.box.replica == 0:
+                    gathered[weight.name] = value.clone()  # not a view that keeps the whole parameter
+        self._last = None
+        return gathered
+
+
+def fill(table: Sequence[Weight], masters: Masters, files: Files | None, seed: int, std: float) -> None:
+    """Fill this rank's boxes from ``files``, or from the seed: a value head that is absent, or everything."""
+
+    def value_of(weight: Weight) -> Tensor:
+        if files is not None and weight.name in files.handles:
+            return files.read(weight)
+        if files is not None:
             log.warning("%s is not in the folder: a new one is made from seed %d", weight.name, seed)
-        value = _random(weight, seed, std) if absent else files.read(weight)  # type: ignore[union-attr]
-        weight.cut.write(weight.held.detach(), value.to(weight.held))
+        return _random(weight, seed, std)
+
+    put(table, masters, value_of)
 
 
 def _random(weight: Weight, seed: int, std: float) -> Tensor:

@@ -1,0 +1,259 @@
+"""engine-megatron's layouts and layer specs on GPUs against the conformance suite's float64 oracle, one table.
+
+``python -m benchmarks.megatron_smoke`` runs every step that the GPUs here allow, each in processes of its own with a deadline,
+and goes on when one fails. ``--list`` shows them, ``--only te-cp2,fp8`` chooses, ``--output DIR`` keeps logs and rows.jsonl.
+
+A step: log-probs of every token, the gradient of every weight in the first of three AdamW steps (Adam's first moment, read
+through the checkpoint's boxes), and log-probs after the third. Columns:
+
+    before, after   root mean square and largest error of a log-prob, in nats, before the first step and after the third
+    weight          |g - g*| / |g*| of the worst and of the middle weight
+    norm            relative error of the first step's gradient norm
+
+Tokens of a mixture of experts whose choice of experts rounding may change are left out (`OracleModel.routing_margin`).
+Their gradients are in: for experts the middle weight is judged, not the worst. Exit status 1 when a step did not pass.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+import time
+from dataclasses import dataclass, field
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from benchmarks.suite import Step, last_words, run
+from engine_api import Batch, EngineConfig, EngineRegistry, Memory, ModelSource, OptimizerConfig, Parallelism, sft_loss
+from engine_api.comm import Comm, SingleComm, TorchComm
+from engine_api.config import Precision
+from engine_api.weights import assemble
+from engine_conformance.fixtures import PackedDocuments, TinyModel, packed_documents, write_checkpoint
+from engine_conformance.oracle import AdamWConfig, Schedule, load_oracle, loss_and_grads, sft, train_steps
+from engine_conformance.tolerances import tolerance
+
+# Sides that FP8's blocks divide, also on two ranks; heads as large as real ones.
+DENSE = TinyModel(vocab_size=1024, hidden_size=256, intermediate_size=512, num_layers=4, num_heads=8, num_kv_heads=4, head_dim=64,
+                  max_position=2048)  # fmt: skip
+EXPERTS = TinyModel(family="qwen3_moe", vocab_size=1024, hidden_size=256, num_layers=2, num_heads=8, num_kv_heads=4, head_dim=64,
+                    num_experts=8, top_k=2, moe_intermediate_size=256, max_position=2048)  # fmt: skip
+LENGTHS = (700, 129, 1, 300, 64, 31, 257, 8)
+STEPS, LR, EPS, BETA = 3, 1e-4, 1e-5, 0.9
+# Root mean square of a log-prob's error, and relative error of the judged weight's gradient: three to five times what rounding
+# gives a model of this depth. FP8's are a first guess; no GPU has been asked.
+LIMITS = {"float32": (1e-4, 1e-3), "bfloat16": (0.15, 0.1), "float8": (0.6, 0.5)}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Layout:
+    """One step's engine."""
+
+    gpus: int = 1
+    compute: Any = "bfloat16"
+    spec: str = "te"
+    parallelism: dict[str, int] = field(default_factory=dict[str, int])
+    options: dict[str, Any] = field(default_factory=dict[str, Any])
+    experts: bool = False
+    recompute: Any = "none"
+    seconds: int = 150
+
+
+_SP: dict[str, Any] = {"sequence_parallel": True}
+LAYOUTS = {
+    "local-fp32": Layout(spec="local", compute="float32"),
+    "local": Layout(spec="local"),
+    "te": Layout(),
+    "te-recompute": Layout(recompute="full"),
+    "fp8": Layout(compute="float8"),
+    "fp8-recompute": Layout(compute="float8", recompute="full"),
+    "local-moe": Layout(spec="local", experts=True),
+    "te-moe": Layout(experts=True),
+    "fp8-moe": Layout(experts=True, compute="float8"),
+    "local-tp2": Layout(gpus=2, spec="local", parallelism={"tp": 2}),
+    "te-tp2": Layout(gpus=2, parallelism={"tp": 2}),
+    "te-tp2-sp": Layout(gpus=2, parallelism={"tp": 2}, options=_SP),
+    "local-cp2-fp32": Layout(gpus=2, spec="local", compute="float32", parallelism={"cp": 2}),
+    "te-cp2": Layout(gpus=2, parallelism={"cp": 2}),
+    "te-pp2": Layout(gpus=2, parallelism={"pp": 2}),
+    "te-dp2": Layout(gpus=2),
+    "te-ep2": Layout(gpus=2, parallelism={"ep": 2}, experts=True),
+    "te-ep2-tp2-sp": Layout(gpus=2, parallelism={"ep": 2, "tp": 2}, options=_SP | {"expert_tensor_parallel": 1}, experts=True),
+    "fp8-tp2-sp": Layout(gpus=2, compute="float8", parallelism={"tp": 2}, options=_SP),
+    "fp8-cp2": Layout(gpus=2, compute="float8", parallelism={"cp": 2}),
+    "fp8-ep2": Layout(gpus=2, compute="float8", parallelism={"ep": 2}, experts=True),
+    "te-tp2-sp-cp2": Layout(gpus=4, parallelism={"tp": 2, "cp": 2}, options=_SP),
+    "te-pp2-cp2": Layout(gpus=4, parallelism={"pp": 2, "cp": 2}),
+    "te-cp4": Layout(gpus=4, parallelism={"cp": 4}),
+    "te-ep4": Layout(gpus=4, parallelism={"ep": 4}, experts=True),
+    "te-ep2-cp2": Layout(gpus=4, parallelism={"ep": 2, "cp": 2}, experts=True),
+}  # fmt: skip
+
+
+# --- in the ranks ------------------------------------------------------------------------------
+
+
+def build(layout: Layout, folder: Path, device: str) -> Any:
+    """The engine, initialized."""
+    config = EngineConfig(
+        model=ModelSource(path=str(folder)), precision=Precision(compute=layout.compute),
+        optimizer=OptimizerConfig(lr=LR, eps=EPS, clip_norm=None, betas=(BETA, 0.999)),
+        parallelism=Parallelism(**layout.parallelism), options={"spec": layout.spec} | layout.options,
+        memory=Memory(max_tokens=1024, logit_chunk=256, recompute=layout.recompute),
+    )  # fmt: skip
+    engine = EngineRegistry.create(backend="megatron", device=device, config=config)
+    engine.initialize()
+    return engine
+
+
+def measure(engine: Any, documents: PackedDocuments, comm: Comm) -> dict[str, Any]:
+    """Log-probs before and after three steps in document order, the first step's gradients, loss and norm."""
+    place, lengths = engine.topology, documents.lengths
+    mine = list(range(place.dp_rank, len(lengths), place.dp_size))
+    own = documents.take(mine)
+    bounds = own.cu_seqlens.tolist()
+    rows = [{"input_ids": own.input_ids[a:b], "loss_weight": own.loss_weight[a:b]} for a, b in pairwise(bounds)]
+    batch = Batch.pack([{name: torch.as_tensor(value) for name, value in row.items()} for row in rows])
+    before = _in_order(engine.infer_batch(batch).log_probs, batch.lengths, mine, comm)
+    first = engine.train_batch(batch, sft_loss)
+    grads = _first_gradients(engine, comm)
+    for _ in range(STEPS - 1):
+        engine.train_batch(batch, sft_loss)
+    after = _in_order(engine.infer_batch(batch).log_probs, batch.lengths, mine, comm)
+    return {"before": before, "after": after, "grads": grads, "loss": first.loss, "norm": first.grad_norm}
+
+
+def _in_order(values: Tensor, lengths: Any, mine: list[int], comm: Comm) -> Tensor:
+    parts: dict[int, Tensor] = {}
+    for row in comm.all_gather(dict(zip(mine, values.cpu().split(list(lengths)), strict=True))):
+        parts |= row
+    return torch.cat([parts[document] for document in sorted(parts)])
+
+
+def _first_gradients(engine: Any, comm: Comm) -> dict[str, Tensor]:
+    """Whole gradients by name: after one step Adam's first moment is ``(1 - beta) g``."""
+    own: dict[str, Any] = {}
+    for key, (tensor, spec) in engine.state_shards().items():
+        if key.endswith(".exp_avg") and spec.replica == 0 and not spec.is_empty:
+            own[key.removeprefix("optim.").removesuffix(".exp_avg")] = (tensor.detach().cpu(), spec)
+    rows = comm.all_gather(own)
+    names = sorted({name for row in rows for name in row})
+    return {name: assemble([row[name] for row in rows if name in row]) / (1 - BETA) for name in names}
+
+
+def compare(got: dict[str, Any], folder: Path, documents: PackedDocuments, layout: Layout) -> dict[str, Any]:
+    """The step's row: errors against the oracle, and whether they are within the limits."""
+    oracle = load_oracle(folder)
+    dtype = torch.float32 if layout.compute == "float32" else torch.bfloat16
+    gap = 2 * tolerance("router_logits", dtype).atol if layout.experts else 0.0
+    keep = oracle.routing_margin(documents.input_ids, documents.cu_seqlens) > gap
+    loss, grads = loss_and_grads(oracle, documents, sft, documents.denominator)
+    trained = train_steps(oracle, [documents] * STEPS, optimizer=AdamWConfig(betas=(BETA, 0.999), eps=EPS, weight_decay=0.0),
+                          schedule=Schedule(lr=LR))  # fmt: skip
+    row: dict[str, Any] = {"kept": round(float(keep.double().mean()), 3)}
+    for when, model in (("before", oracle), ("after", trained.oracle)):
+        want = model.token_outputs(documents.input_ids, documents.cu_seqlens).log_probs
+        error = (got[when].double() - want)[keep]
+        row[f"{when}_rms"], row[f"{when}_max"] = float(error.square().mean().sqrt()), float(error.abs().max())
+    errors = {name: float((got["grads"][name].double() - true).norm() / true.norm()) for name, true in grads.items()}
+    ranked = sorted(errors, key=lambda name: errors[name])
+    row |= {
+        "weight_worst": errors[ranked[-1]],
+        "weight_worst_name": ranked[-1],
+        "weight_middle": errors[ranked[len(ranked) // 2]],
+    }
+    row["loss"], row["norm"] = (abs(got["loss"] - loss) / abs(loss), abs(got["norm"] / trained.steps[0].grad_norm - 1))
+    nats, relative = LIMITS[layout.compute]
+    judged = row["weight_middle" if layout.experts else "weight_worst"]
+    row["passed"] = all(x <= limit for x, limit in ((row["before_rms"], nats), (row["after_rms"], nats), (judged, relative),
+                                                    (row["norm"], relative)))  # fmt: skip
+    return row
+
+
+def in_rank(name: str, root: Path, device: str) -> bool:
+    """One rank of a step; rank 0 prints the row. Whether it passed."""
+    layout = LAYOUTS[name]
+    documents = packed_documents(7, LENGTHS, vocab_size=DENSE.vocab_size)
+    folder = root / ("experts" if layout.experts else "dense")
+    engine = build(layout, folder, device)
+    comm: Comm = TorchComm() if engine.topology.world_size > 1 else SingleComm()
+    begin = time.monotonic()
+    got = measure(engine, documents, comm)
+    seconds = time.monotonic() - begin
+    rank = engine.topology.rank
+    engine.close()
+    if rank:
+        return True
+    row = compare(got, folder, documents, layout) | {"seconds": round(seconds, 1)}
+    print(json.dumps(row), flush=True)
+    return bool(row["passed"])
+
+
+# --- the controller ----------------------------------------------------------------------------
+
+
+def step_of(name: str, root: Path, device: str) -> Step:
+    """The command of a step."""
+    gpus = LAYOUTS[name].gpus
+    module = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(gpus), "-m", "benchmarks.megatron_smoke",
+              "--rank-of", name, "--output", str(root), "--device", device)  # fmt: skip
+    return Step(command=module, seconds=LAYOUTS[name].seconds, gpus=gpus, environment={"OMP_NUM_THREADS": "4"})
+
+
+def _line(row: dict[str, Any]) -> str:
+    return (f"before {row['before_rms']:.1e} {row['before_max']:.1e}  after {row['after_rms']:.1e} {row['after_max']:.1e}  "
+            f"weight {row['weight_worst']:.1e} {row['weight_middle']:.1e}  norm {row['norm']:.1e}  "
+            f"{row['seconds']} s  {row['weight_worst_name']}")  # fmt: skip
+
+
+def main() -> int:
+    """Parse; run steps, or be one rank of one."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    parser.add_argument("--only", default=",".join(LAYOUTS), help="names, in the order in which they are to run")
+    parser.add_argument("--output", type=Path, default=Path("runs/megatron-smoke"))
+    parser.add_argument("--gpus", type=int, default=torch.cuda.device_count(), help="run what needs at most so many")
+    parser.add_argument("--budget", type=float, default=float("inf"), help="seconds after which no step begins")
+    parser.add_argument("--device", default="cuda")
+    parser.add_argument("--list", action="store_true", help="show the steps and run nothing")
+    parser.add_argument("--rank-of", choices=sorted(LAYOUTS), help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.rank_of:
+        return 0 if in_rank(options.rank_of, options.output, options.device) else 1
+    names = options.only.split(",")
+    if unknown := [name for name in names if name not in LAYOUTS]:
+        parser.error(f"unknown: {', '.join(unknown)}; there are {', '.join(LAYOUTS)}")
+    if options.list:
+        for name in names:
+            print(f"{name:16} {LAYOUTS[name].gpus} GPU  at most {LAYOUTS[name].seconds} s  {LAYOUTS[name]}")
+        return 0
+    return _run(names, options)
+
+
+def _run(names: list[str], options: argparse.Namespace) -> int:
+    root: Path = options.output
+    for name, model in (("dense", DENSE), ("experts", EXPERTS)):
+        write_checkpoint(root / name, model)
+    os.environ["PYTHONPATH"] = os.pathsep.join([str(Path.cwd()), os.environ.get("PYTHONPATH", "")])
+    begin, failed = time.monotonic(), False
+    for name in names:
+        spent, missing = time.monotonic() - begin > options.budget, LAYOUTS[name].gpus > options.gpus
+        if spent or missing:
+            why = "the budget is spent" if spent else f"it needs {LAYOUTS[name].gpus} GPUs"
+            print(f"{name:16} not run: {why}", flush=True)
+            continue
+        status, seconds, rows = run(name, step_of(name, root, options.device), root)
+        failed |= status != 0
+        with (root / "rows.jsonl").open("a") as file:
+            file.writelines(f"{json.dumps({'step': name, 'status': status} | json.loads(row))}\n" for row in rows)
+        told = _line(json.loads(rows[0])) if rows else last_words(root / f"{name}.log")
+        print(f"{name:16} {'passed' if status == 0 else f'exit {status}'} {seconds:4.0f} s  {told}", flush=True)
+    return int(failed)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,184 @@
+"""Transformer Engine's side, as far as it shows without it: which spec is chosen, its names, how tokens are shared."""
+
+from __future__ import annotations
+
+import importlib.metadata
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from test_mapping import layouts, parameters_of, shape_of
+
+from engine_api import Batch, EngineConfig, ModelSource
+from engine_api.config import Precision
+from engine_api.errors import ConfigError
+from engine_megatron import te
+from engine_megatron.context import Share, attend, token_order
+from engine_megatron.layers import PackedAttention, build_packing, steady_longest
+from engine_megatron.model import pack
+from engine_megatron.options import MegatronOptions
+from engine_megatron.parallel import Layout
+from engine_megatron.shape import FAMILIES
+from engine_megatron.weights import attach, weight_table
+
+# --- which spec --------------------------------------------------------------------------------
+
+
+def config(compute: Any = "bfloat16", **precision: Any) -> EngineConfig:
+    return EngineConfig(model=ModelSource(path=""), precision=Precision(compute=compute, **precision))
+
+
+@pytest.fixture
+def here(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Transformer Engine installed, CUDA real."""
+    monkeypatch.setattr(te, "cuda_is_simulated", lambda: False)
+    monkeypatch.setattr(importlib.metadata, "version", lambda _: te.TESTED_VERSIONS[0])
+
+
+@pytest.mark.usefixtures("here")
+@pytest.mark.parametrize(("wanted", "compute", "device", "spec"), [
+    ("auto", "bfloat16", "cuda", "te"), ("auto", "float32", "cuda", "local"), ("auto", "bfloat16", "cpu", "local"),
+    ("auto", "float8", "cuda", "te"), ("te", "bfloat16", "cuda", "te"), ("local", "bfloat16", "cuda", "local"),
+])  # fmt: skip
+def test_the_spec_that_is_chosen(wanted: str, compute: str, device: str, spec: str) -> None:
+    assert te.choose_spec(wanted, config(compute), device) == spec
+
+
+@pytest.mark.usefixtures("here")
+@pytest.mark.parametrize(("wanted", "compute", "device", "field", "says"), [
+    ("te", "float32", "cuda", "options.spec", "TF32"), ("te", "bfloat16", "cpu", "options.spec", "CUDA"),
+    ("local", "float8", "cuda", "precision.compute", "local"), ("auto", "float8", "cpu", "precision.compute", "CUDA"),
+])  # fmt: skip
+def test_what_the_other_spec_alone_can_do_is_refused(wanted: str, compute: str, device: str, field: str, says: str) -> None:  # fmt: skip
+    with pytest.raises(ConfigError, match=says) as caught:
+        te.choose_spec(wanted, config(compute), device)
+    assert caught.value.field == field
+
+
+def test_absent_or_of_another_version(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(te, "cuda_is_simulated", lambda: False)
+    assert not te.is_installed()
+    assert te.choose_spec("auto", config(), "cuda") == "local"
+    with pytest.raises(ConfigError, match="not installed"):
+        te.choose_spec("te", config(), "cuda")
+    monkeypatch.setattr(importlib.metadata, "version", lambda _: "1.0")
+    assert not te.is_installed()
+    with pytest.raises(ConfigError, match=r"1\.0 is not tested"):
+        te.choose_spec("te", config(), "cuda")
+
+
+def test_an_unknown_spec_is_refused() -> None:
+    with pytest.raises(ConfigError, match="did you mean local"):
+        MegatronOptions(spec="locl")  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(("precision", "field"), [
+    ({"compute": "float8", "master": "float8"}, "precision.master"), ({"reduce": "float8"}, "precision.reduce"),
+    ({"compute": "float8"}, "precision.compute"),
+])  # fmt: skip
+def test_fp8_where_it_cannot_be(precision: Any, field: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        te.check_fp8(config(**precision), {"hidden size": 64, "intermediate size": 24})
+    assert caught.value.field == field
+
+
+# --- names -------------------------------------------------------------------------------------
+
+# By reading megatron/core/models/gpt/gpt_layer_specs.py and transformer_engine/pytorch/module; without biases.
+_LAYER = (
+    "self_attention.linear_qkv.layer_norm_weight",
+    "self_attention.linear_qkv.weight",
+    "self_attention.linear_proj.weight",
+)
+_DENSE = ("mlp.linear_fc1.layer_norm_weight", "mlp.linear_fc1.weight", "mlp.linear_fc2.weight")
+_EXPERTS = ("pre_mlp_layernorm.weight", "mlp.router.weight",
+            *(f"mlp.experts.linear_fc{part}.weight{expert}" for part in (1, 2) for expert in range(4)))  # fmt: skip
+_QK_NORM = ("self_attention.q_layernorm.weight", "self_attention.k_layernorm.weight")
+TE_LAYERS = {
+    "llama": (*_LAYER, *_DENSE), "qwen2": (*_LAYER, "self_attention.linear_qkv.bias", *_DENSE),
+    "qwen3": (*_LAYER, *_QK_NORM, *_DENSE), "qwen3_moe": (*_LAYER, *_QK_NORM, *_EXPERTS),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_every_parameter_of_the_te_spec_is_named(family: str) -> None:
+    shape = replace(shape_of(family), spec="te")
+    (layout,) = layouts(1, 1, 1)
+    table = weight_table(shape, layout, 1, torch.float32)
+    want = {f"decoder.layers.{layer}.{name}" for layer in range(shape.layers) for name in TE_LAYERS[family]}
+    want |= {"embedding.word_embeddings.weight", "decoder.final_layernorm.weight", "output_layer.weight"}
+    assert {name for weight in table for name in weight.parameters.values()} == want
+    attach(table, parameters_of(table, layout, shape, 1), layout)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_saved_names_do_not_depend_on_the_spec(family: str) -> None:
+    (layout,) = layouts(1, 1, 1)
+    tables = [weight_table(replace(shape_of(family), spec=spec), layout, 1, torch.float32) for spec in ("local", "te")]
+    local, other = ([(weight.name, weight.shape, weight.cut, weight.box) for weight in table] for table in tables)
+    assert local == other
+
+
+# --- context parallelism -----------------------------------------------------------------------
+
+
+def test_the_order_of_tokens() -> None:
+    """Chunks r and 2n-1-r of each document: the example of Transformer Engine's ``attn_forward_func_with_cp``."""
+    assert token_order([8, 4], 2).tolist() == [[0, 1, 6, 7, 8, 11], [2, 3, 4, 5, 9, 10]]
+    assert token_order([3, 2], 1).tolist() == [[0, 1, 2, 3, 4]]
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3, 4])
+def test_outputs_come_back_in_order(ranks: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("engine_megatron.model.context_group", lambda: None)
+    batch = Batch.pack([{"input_ids": list(range(i, i + n))} for i, n in ((10, 7), (20, 1), (30, 12), (50, 5))])
+    packed = [pack(batch, multiple=8 * ranks, layout=Layout(world=ranks, rank=rank, tensor=1, data=1, stages=1, context=ranks),
+                   device=torch.device("cpu")) for rank in range(ranks)]  # fmt: skip
+    gathered = torch.cat([part.targets for part in packed])  # as if the model gave the token that it is asked about
+    for part in packed:
+        assert part.ids.shape == (1, len(gathered) // ranks)
+        got = gathered[part.source].masked_fill(part.first, -1)
+        assert torch.equal(got, batch.input_ids.masked_fill(part.first, -1))
+        assert part.first.nonzero().squeeze(1).tolist() == [0, 7, 8, 20]
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_attention_of_the_shares_is_attention(ranks: int) -> None:
+    """With scaled values, per token; the gradient of keys and values is the sum over ranks."""
+    torch.manual_seed(0)
+    lengths = [2 * ranks, 8 * ranks]
+    total = sum(lengths)
+    whole = [(torch.randn(total, heads, 8, dtype=torch.float64) * 3).requires_grad_() for heads in (4, 2, 2)]
+    attention = PackedAttention(type("Config", (), {"kv_channels": 8})())
+    want = attention(*whole, packed_seq_params=build_packing(lengths, torch.device("cpu")))
+    upstream = torch.randn_like(want)
+    exact = torch.autograd.grad(want, whole, upstream)
+    order = token_order(lengths, ranks)
+    got, parts_of_grads = torch.empty_like(want), list[tuple[torch.Tensor, ...]]()
+    for rank, own in enumerate(order):
+        share = Share(ranks=ranks, rank=rank, place=order.flatten().argsort(), group=None)
+        query = whole[0][own].transpose(0, 1)
+        keys, values = (x.transpose(0, 1).split(lengths, dim=1) for x in whole[1:])
+        parts = zip(query.split([n // ranks for n in lengths], dim=1), keys, values, strict=True)
+        out = torch.cat([attend(*part, share, None) for part in parts], dim=1).transpose(0, 1).reshape(len(own), -1)
+        got[own] = out.detach()
+        parts_of_grads.append(torch.autograd.grad(out, whole, upstream[own]))
+    torch.testing.assert_close(got, want.detach(), atol=1e-12, rtol=0)
+    for grads, true in zip(zip(*parts_of_grads, strict=True), exact, strict=True):
+        torch.testing.assert_close(torch.stack(grads).sum(0), true, atol=1e-11, rtol=0)
+
+
+def test_padded_ends_are_the_ends() -> None:
+    """The same object: Transformer Engine takes it as "no padding between documents"."""
+    share = Share(ranks=2, rank=0, place=torch.arange(8), group=None)
+    packing = build_packing([4, 4], torch.device("cpu"), share)
+    assert packing.cu_seqlens_q_padded is packing.cu_seqlens_q
+    assert packing.cu_seqlens_kv_padded is packing.cu_seqlens_kv
+
+
+@pytest.mark.parametrize(("lengths", "step", "want"), [([3], 1, 64), ([64, 2], 1, 64), ([65], 1, 128), ([100], 6, 192)])
+def test_a_steady_longest_length(lengths: list[int], step: int, want: int) -> None:
+    assert steady_longest(lengths, step) == want
+    assert want >= max(lengths)
+    assert want % step == 0
