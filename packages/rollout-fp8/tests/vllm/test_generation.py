@@ -46,6 +46,13 @@ def test_a_draw_does_not_depend_on_its_batch(model: str) -> None:
         assert one.log_probs == pytest.approx(other.log_probs, abs=1e-5)
 
 
+def test_a_compiled_model_draws_the_same_and_is_let_go(model: str) -> None:
+    # Dynamo keeps what it compiles; `opened` looks whether any weight is left.
+    asked = {"model": model, "batches": [peers.PROMPTS], "sampling": peers.GREEDY}
+    (eager,), (compiled,) = call(peers.drawn, **asked), call(peers.drawn, **asked, enforce_eager=False)
+    assert [c.tokens for c in compiled] == [c.tokens for c in eager]
+
+
 def test_rows_of_a_batch_keep_their_own_temperature(model: str) -> None:
     # Rows end at different steps, so that vLLM moves rows of its batch while they run.
     prompts = [[*peers.PROMPTS[i % 3], 20 + i] for i in range(6)]

@@ -76,9 +76,11 @@ def refused(model: str, **arguments: Any) -> EngineError | None:
     return error_of(make)
 
 
-def drawn(model: str, batches: Sequence[Sequence[Sequence[int]]], sampling: SamplingParams) -> list[list[Completion]]:
+def drawn(
+    model: str, batches: Sequence[Sequence[Sequence[int]]], sampling: SamplingParams, **arguments: Any
+) -> list[list[Completion]]:
     """Completions of each batch of prompts."""
-    with opened(model) as rollout:
+    with opened(model, **arguments) as rollout:
         return [rollout.generate(batch, sampling) for batch in batches]
 
 
