@@ -87,9 +87,9 @@ def assert_same_weights(weights: dict[str, torch.Tensor], exact: dict[str, torch
 
 @pytest.mark.parametrize("optimizer", OPTIMIZERS, ids=lambda one: one.name)
 def test_options_and_layouts_do_not_change_an_update(
-    pool: RankPool, one: RankPool, folder: str, optimizer: str
+    pool: RankPool, one: RankPool, folder: str, optimizer: OptimizerConfig
 ) -> None:
-    config = {"optimizer": OptimizerConfig(name=optimizer, lr=1e-2, clip_norm=1.0)}
+    config = {"optimizer": optimizer}
     ((want, exact),) = one.run("layout_ranks:steps", path=folder, parallelism={}, options={}, **config)
     for parallelism, options in DENSE:
         results = pool.run("layout_ranks:steps", path=folder, parallelism=parallelism, options=options, **config)
@@ -97,7 +97,9 @@ def test_options_and_layouts_do_not_change_an_update(
 
 
 @pytest.mark.parametrize("optimizer", OPTIMIZERS, ids=lambda one: one.name)
-def test_experts_anywhere_do_not_change_an_update(four: RankPool, one: RankPool, experts: str, optimizer: Any) -> None:
+def test_experts_anywhere_do_not_change_an_update(
+    four: RankPool, one: RankPool, experts: str, optimizer: OptimizerConfig
+) -> None:
     config = {"optimizer": optimizer}
     ((want, exact),) = one.run("layout_ranks:steps", path=experts, parallelism={}, options={}, **config)
     for parallelism, options in EXPERTS:

@@ -30,7 +30,7 @@ def build_packing(lengths: Sequence[int], device: torch.device, share: Share | N
     ends = torch.tensor([0, *lengths], dtype=torch.int32).cumsum(0, dtype=torch.int32).to(device)
     longest = max(longest, *lengths)
     # Transformer Engine wants padded ends under context parallelism; the same tensor says that nothing lies between.
-    padded = {} if share is None else {"cu_seqlens_q_padded": ends, "cu_seqlens_kv_padded": ends}
+    padded: dict[str, Any] = {} if share is None else {"cu_seqlens_q_padded": ends, "cu_seqlens_kv_padded": ends}
     return Packing(qkv_format="thd", cu_seqlens_q=ends, cu_seqlens_kv=ends, max_seqlen_q=longest, max_seqlen_kv=longest,
                    lengths=tuple(lengths), share=share, **padded)  # fmt: skip
 
