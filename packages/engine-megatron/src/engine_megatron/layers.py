@@ -30,10 +30,9 @@ def build_packing(lengths: Sequence[int], device: torch.device, share: Share | N
     ends = torch.tensor([0, *lengths], dtype=torch.int32).cumsum(0, dtype=torch.int32).to(device)
     longest = max(longest, *lengths)
     # Transformer Engine wants padded ends under context parallelism; the same tensor says that nothing lies between.
-    padded = None if share is None else ends
-    return Packing(qkv_format="thd", cu_seqlens_q=ends, cu_seqlens_kv=ends, cu_seqlens_q_padded=padded,  # type: ignore[arg-type]
-                   cu_seqlens_kv_padded=padded, max_seqlen_q=longest, max_seqlen_kv=longest,  # type: ignore[arg-type]
-                   lengths=tuple(lengths), share=share)  # fmt: skip
+    padded: dict[str, Any] = {} if share is None else {"cu_seqlens_q_padded": ends, "cu_seqlens_kv_padded": ends}
+    return Packing(qkv_format="thd", cu_seqlens_q=ends, cu_seqlens_kv=ends, max_seqlen_q=longest, max_seqlen_kv=longest,
+                   lengths=tuple(lengths), share=share, **padded)  # fmt: skip
 
 
 def steady_longest(lengths: Sequence[int], step: int) -> int:
