@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 import tomllib
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -53,10 +54,10 @@ def world_sizes(matrix: dict[str, Any], backend: str, device: str) -> list[int]:
     return sorted({n for r in seen or runs for n in r["world_sizes"]})
 
 
-def run_arguments(matrix: dict[str, Any], backend: str, device: str) -> list[str]:
-    """What ``engine-conformance run`` is told of a backend on a device: its ranks, its partner, and whether CUDA is simulated."""
+def run_arguments(matrix: dict[str, Any], backend: str, device: str, sizes: Sequence[int] = ()) -> list[str]:
+    """What ``engine-conformance run`` is told of a backend on a device: ranks (or ``sizes``), partner, simulated or not."""
     engine = engine_of(matrix, backend)
-    worlds = ",".join(map(str, world_sizes(matrix, backend, device)))
+    worlds = ",".join(map(str, sizes or world_sizes(matrix, backend, device)))
     partner = ["--partner", engine["partner"]] if "partner" in engine else []
     return ["run", backend, "--device", device, "--world", worlds, *partner,
             *(["--shim"] if is_shimmed(matrix, backend, device) else [])]  # fmt: skip
