@@ -12,10 +12,12 @@ import torch
 
 from engine_api.errors import ConfigError
 from engine_api.weights import ShardSpec, assemble
+from engine_megatron import export
 from engine_megatron.families import LAYERS, Cut, cuts, rules_of
+from engine_megatron.masters import Masters, Shard
 from engine_megatron.parallel import Layout
 from engine_megatron.shape import FAMILIES, Shape
-from engine_megatron.weights import Weight, attach, check_layout, padded_vocabulary, weight_table
+from engine_megatron.weights import Reader, Weight, attach, check_layout, padded_vocabulary, weight_table
 
 SHAPE = Shape(family="qwen2", kind="language_model", vocab_size=37, hidden=24, intermediate=20, layers=4, heads=8, kv_heads=4,
               head_dim=6, eps=1e-6, rope_base=1e4, std=0.02, tied=False, qkv_bias=True, qk_norm=False, value_bias=True,
@@ -131,3 +133,36 @@ def test_every_name_is_there_once() -> None:
         names = [name for _, rule in rules_of(shape_of(family, tied=tied)) for name in rule.saved]
         assert len(names) == len(set(names))
         assert ("lm_head.weight" in names) is not tied
+
+
+class Gathers(Masters):
+    """Spread masters that note which dense parameters are gathered, in what order."""
+
+    def __init__(self, names: dict[torch.nn.Parameter, str]) -> None:
+        super().__init__({}, torch.float32, spread=True)
+        self.names, self.order = names, list[str]()
+
+    def gather(self, param: torch.nn.Parameter, shard: Shard | None, value: torch.Tensor | None) -> torch.Tensor:
+        del shard, value
+        if param.allreduce:  # type: ignore[attr-defined] - all data-parallel ranks hold it
+            self.order.append(self.names[param])
+        return torch.zeros(param.shape)
+
+
+def test_an_export_gathers_in_the_same_order_on_ranks_with_other_experts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Wherever a bucket ends, also between the parts of a fused weight and after an expert."""
+    monkeypatch.setattr(export, "experts_group", lambda: None)
+    monkeypatch.setattr(export, "add_bits", lambda bits, _: bits)
+    shape = shape_of("qwen3_moe")
+    for bucket_bytes in range(1 << 10, 1 << 14, 512):
+        orders: list[list[str]] = []
+        for layout in layouts(1, 2, 1, 2):
+            table = weight_table(shape, layout, 1, torch.float32)
+            model = parameters_of(table, layout, shape, 1).to(torch.bfloat16)
+            attach(table, model, layout)
+            masters = Gathers({param: name for name, param in model.named_parameters()})
+            reader = Reader(masters, torch.float32)
+            for _ in export.export_whole(table, layout, reader, bucket_bytes, torch.device("cpu")):
+                pass
+            orders.append(masters.order)
+        assert orders[0] == orders[1], bucket_bytes

@@ -72,6 +72,7 @@ def _gather(bucket: list[Weight], layout: Layout, reader: Reader, device: torch.
     flat = torch.empty(sum(sizes), dtype=reader.dtype, device=device)
     wholes = [part.view(weight.shape) for weight, part in zip(bucket, flat.split(sizes), strict=True)]
     if here.stage == stage:
+        reader.forget()  # within a bucket all that is not an expert's comes first
         _gather_stage(bucket, wholes, layout, reader)
     if layout.stages > 1:
         source = layout.rank_of(replace(here, stage=stage))

@@ -270,6 +270,10 @@ class Reader:
             self._last = (param, self.masters.read(param))
         return weight.part_of(self._last[1]).to(self.dtype)
 
+    def forget(self) -> None:
+        """Drop the parameter read last. Ranks read other experts: each has another one at hand, and would gather otherwise."""
+        self._last = None
+
     def read_together(self, table: Sequence[Weight]) -> dict[str, Tensor]:
         """The boxes of this rank that must be gathered, by name; of several ranks with the same box one keeps it."""
         gathered: dict[str, Tensor] = {}
@@ -278,7 +282,7 @@ class Reader:
                 value = self.read(weight)
                 if weight.box.replica == 0:
                     gathered[weight.name] = value.clone()  # not a view that keeps the whole parameter
-        self._last = None
+        self.forget()
         return gathered
 
 
