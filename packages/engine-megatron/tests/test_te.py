@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import importlib.metadata
+import os
+import sys
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -25,8 +28,10 @@ from engine_megatron.weights import attach, weight_table
 # --- which spec --------------------------------------------------------------------------------
 
 
-def config(compute: Any = "bfloat16", **precision: Any) -> EngineConfig:
-    return EngineConfig(model=ModelSource(path=""), precision=Precision(compute=compute, **precision))
+def config(compute: Any = "bfloat16", attention: str = "auto", **precision: Any) -> EngineConfig:
+    return EngineConfig(
+        model=ModelSource(path="", attention=attention), precision=Precision(compute=compute, **precision)
+    )
 
 
 @pytest.fixture
@@ -56,14 +61,38 @@ def test_what_the_other_spec_alone_can_do_is_refused(wanted: str, compute: str, 
     assert caught.value.field == field
 
 
-def test_absent_or_of_another_version(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.usefixtures("here")
+def test_sdpa_is_the_local_specs_attention() -> None:
+    assert te.choose_spec("auto", config(attention="sdpa"), "cuda") == "local"
+    for wanted, compute, field in (("te", "bfloat16", "options.spec"), ("auto", "float8", "precision.compute")):
+        with pytest.raises(ConfigError, match="sdpa") as caught:
+            te.choose_spec(wanted, config(compute, attention="sdpa"), "cuda")
+        assert caught.value.field == field
+
+
+@pytest.mark.parametrize("name", ["NVTE_FLASH_ATTN", "NVTE_FUSED_ATTN", "NVTE_UNFUSED_ATTN"])
+def test_attention_kernels_chosen_by_the_environment_are_refused(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    """As Megatron's ``language_module`` asserts; what it wrote itself is let through."""
+    for each, value in zip(("NVTE_FLASH_ATTN", "NVTE_FUSED_ATTN", "NVTE_UNFUSED_ATTN"), "010", strict=True):
+        monkeypatch.setenv(each, value)
+    te.check_environment()
+    monkeypatch.setenv(name, {"0": "1", "1": "0"}[os.environ[name]])
+    with pytest.raises(ConfigError, match="unset it") as caught:
+        te.check_environment()
+    assert name in caught.value.field
+
+
+def test_absent_or_of_another_version(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     monkeypatch.setattr(te, "cuda_is_simulated", lambda: False)
     assert not te.is_installed()
     assert te.choose_spec("auto", config(), "cuda") == "local"
+    assert not caplog.records, "no warning of what was never installed"
     with pytest.raises(ConfigError, match="not installed"):
         te.choose_spec("te", config(), "cuda")
     monkeypatch.setattr(importlib.metadata, "version", lambda _: "1.0")
     assert not te.is_installed()
+    assert te.choose_spec("auto", config(), "cuda") == "local"
+    assert [record.levelname for record in caplog.records] == ["WARNING"]
     with pytest.raises(ConfigError, match=r"1\.0 is not tested"):
         te.choose_spec("te", config(), "cuda")
 
@@ -74,13 +103,24 @@ def test_an_unknown_spec_is_refused() -> None:
 
 
 @pytest.mark.parametrize(("precision", "field"), [
-    ({"compute": "float8", "master": "float8"}, "precision.master"), ({"reduce": "float8"}, "precision.reduce"),
-    ({"compute": "float8"}, "precision.compute"),
+    ({"compute": "float8", "master": "float8"}, "precision.master"), ({"compute": "float8"}, "precision.compute"),
 ])  # fmt: skip
 def test_fp8_where_it_cannot_be(precision: Any, field: str) -> None:
     with pytest.raises(ConfigError) as caught:
         te.check_fp8(config(**precision), {"hidden size": 64, "intermediate size": 24})
     assert caught.value.field == field
+
+
+def test_fp8_on_a_device_without_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    support = (False, "compute capability 9.0 or higher")
+    name = "transformer_engine.pytorch.quantization"
+    for part in (name, "transformer_engine.pytorch", "transformer_engine"):
+        monkeypatch.setitem(sys.modules, part, SimpleNamespace(check_fp8_block_scaling_support=lambda: support))
+    with pytest.raises(ConfigError, match="9.0") as caught:
+        te.check_fp8(config("float8"), {"hidden size": 64})
+    assert caught.value.field == "precision.compute"
+    support = (True, "")
+    te.check_fp8(config("float8"), {"hidden size": 64})
 
 
 # --- names -------------------------------------------------------------------------------------

@@ -216,6 +216,48 @@ def test_experts_that_cannot_be_spread_are_refused(
     assert error.field == field
 
 
+def test_one_expert_a_token_with_a_normalized_weight_is_refused(tmp_path: Path) -> None:
+    folder = write_checkpoint(tmp_path / "model", TinyModel(family="qwen3_moe", top_k=1, norm_topk_prob=True))
+    assert "single expert" in str(refusal(Path(folder)))
+
+
+def test_what_megatron_refuses_is_refused_before_any_group(monkeypatch: pytest.MonkeyPatch, folder: Path) -> None:
+    monkeypatch.setenv("NVTE_FLASH_ATTN", "1")
+    assert isinstance(refusal(folder), ConfigError)
+    monkeypatch.setenv("NVTE_FLASH_ATTN", "0")
+
+    def refuse(*_: Any, **__: Any) -> None:
+        raise ValueError("Megatron's")
+
+    monkeypatch.setattr("engine_megatron.engine.transformer_config", refuse)
+    with pytest.raises(ValueError, match="Megatron's"):
+        create(folder).initialize()
+    assert not torch.distributed.is_initialized()
+
+
+def test_groups_that_are_half_made_are_taken_down(monkeypatch: pytest.MonkeyPatch, folder: Path) -> None:
+    from megatron.core import parallel_state
+
+    def fail(*_: Any, **__: Any) -> None:
+        raise OSError("no port is free")
+
+    for name in ("_set_global_memory_buffer", "initialize_model_parallel"):  # Megatron's last step; all of it
+        with monkeypatch.context() as patch:
+            patch.setattr(parallel_state, name, fail)
+            with pytest.raises(OSError, match="port"):
+                create(folder).initialize()
+        assert not torch.distributed.is_initialized()
+        assert not parallel_state.model_parallel_is_initialized()
+    with monkeypatch.context() as patch:
+        patch.setattr("engine_megatron.engine.SingleComm", fail)
+        with pytest.raises(OSError, match="port"):
+            create(folder).initialize()
+    assert not parallel_state.model_parallel_is_initialized()
+    engine = create(folder)
+    engine.initialize()
+    engine.close()
+
+
 def test_files_that_do_not_belong(folder: Path) -> None:
     config = ModelSource(path=str(folder), config_overrides={"num_hidden_layers": 3})
     with pytest.raises(ConfigError, match="lacks 1"):

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, ClassVar, get_args
 
 import torch
+from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
 from engine_api.base import BaseEngine
@@ -36,7 +37,7 @@ from engine_megatron.parallel import (
     world_and_rank,
 )
 from engine_megatron.shape import Kind, read_hf_config, refuse_other_models, shape_of
-from engine_megatron.te import check_fp8, choose_spec
+from engine_megatron.te import check_environment, check_fp8, choose_spec
 from engine_megatron.weights import Files, Reader, attach, check_layout, fill, weight_table
 
 
@@ -48,6 +49,7 @@ class MegatronEngine(BaseEngine):
     def __init__(self, config: EngineConfig, *, resolution: Resolution) -> None:
         super().__init__(config, resolution=resolution)
         self.options = megatron_options(config.options)
+        self._groups = ExitStack()  # closes those that were made
         if self.options.sequence_parallel and config.parallelism.tp == 1:
             raise ConfigError("options.sequence_parallel", "without tensor parallelism", remedy="set parallelism.tp, or leave it out")  # fmt: skip
 
@@ -63,6 +65,7 @@ class MegatronEngine(BaseEngine):
         if self.kind == "value_model":
             hf_config.num_labels = 1  # of the head that save_hf writes
         spec = choose_spec(self.options.spec, config, self.device_type)
+        check_environment()
         self.shape, self.hf_config = shape_of(hf_config, self.kind, spec), hf_config
         self.vocab_size = self.shape.vocab_size
         self.layout = build_layout(config.parallelism, self.options.expert_tensor_parallel, *world_and_rank())
@@ -74,10 +77,11 @@ class MegatronEngine(BaseEngine):
         files = None if config.model.init == "random" else Files(self.folder)
         if files is not None:
             files.check(self.table)
-        ModelParallel.check(self.layout)
-        self._build_groups(timedelta(seconds=self.options.timeout_s))
+        ModelParallel.check(self.layout, has_experts=self.shape.experts > 0)
+        settings = transformer_config(self.shape, config, self.options, self.layout, on_cpu=self.device_type == "cpu")
         try:
-            self._build_model(files)
+            self._build_groups(timedelta(seconds=self.options.timeout_s))
+            self._build_model(settings, files)
         except BaseException:  # Ctrl-C too: groups are not kept for an engine that never was
             self._close_groups()
             raise
@@ -94,22 +98,29 @@ class MegatronEngine(BaseEngine):
 
     def _build_groups(self, timeout: timedelta) -> None:
         ModelParallel.join(self.layout, self.device_type, timeout)
+        self._groups.callback(ModelParallel.leave)
         self.device = torch.device("cpu" if self.device_type == "cpu" else f"cuda:{torch.cuda.current_device()}")
         self.comm: Comm = TorchComm(timeout) if self.layout.world > 1 else SingleComm()
+        self._groups.callback(self.comm.close)
 
-    def _build_model(self, files: Files | None) -> None:
+    def _build_model(self, settings: TransformerConfig, files: Files | None) -> None:
+        # One rank may run out of memory, one machine have a damaged file: the others are told, not left waiting.
+        together(self.comm, lambda: self._build_stage(settings))
+        together(self.comm, self._build_masters)
+        together(self.comm, lambda: fill(self.table, self.masters, files, self.config.seed, self.shape.std))
+
+    def _build_stage(self, settings: TransformerConfig) -> None:
         config, options = self.config, self.options
-        settings = transformer_config(self.shape, config, options, self.layout, on_cpu=self.device.type == "cpu")
         model = build_model(self.shape, settings, options, self.layout)
         attach(self.table, model, self.layout)
-        dtype = DTYPES[config.precision.master]
-        self.trainer = Trainer(model, config.optimizer, self.layout, self.comm, dtype) if config.optimizer else None
-        self.masters = self.trainer.masters if self.trainer else whole_masters(model.parameters(), dtype)
-        # A file may be damaged on one machine only.
-        together(self.comm, lambda: fill(self.table, self.masters, files, config.seed, self.shape.std))
         model.eval()
         self.forward = Forward(model=model, shape=self.shape, layout=self.layout, device=self.device,
                                multiple=token_multiple(config, options, self.layout), logit_chunk=config.memory.logit_chunk)  # fmt: skip
+
+    def _build_masters(self) -> None:
+        model, dtype, optimizer = self.forward.model, DTYPES[self.config.precision.master], self.config.optimizer
+        self.trainer = Trainer(model, optimizer, self.layout, self.comm, dtype) if optimizer else None
+        self.masters = self.trainer.masters if self.trainer else whole_masters(model.parameters(), dtype)
 
     # --- running -------------------------------------------------------------------------------
 
@@ -227,8 +238,7 @@ class MegatronEngine(BaseEngine):
         self._close_groups()
 
     def _close_groups(self) -> None:
-        self.comm.close()
-        ModelParallel.leave()
+        self._groups.close()
 
 
 def _raise(error: Exception | None) -> None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 import torch.distributed as dist
@@ -150,21 +150,26 @@ def ensure_process_group(device_type: str, world: int, timeout: timedelta) -> bo
 
 
 class ModelParallel:
-    """The process groups. Megatron keeps its own in global variables, so engines that live together share one layout."""
+    """The process groups. Megatron keeps its own in global variables, so engines that live together share them.
+
+    A dense model has no use for the experts' groups, so its engine shares those of any.
+    """
 
     _users = 0
     _owns_world = False  # whether the default group was made here, and goes with the last engine
-    _sizes: dict[str, int] | None = None
+    _sizes: ClassVar[dict[str, int]] = {}  # that the groups were made with
 
     @classmethod
-    def check(cls, layout: Layout) -> None:
+    def check(cls, layout: Layout, *, has_experts: bool) -> None:
         """Raise ``ConfigError`` when this process holds groups of another layout."""
         from megatron.core import parallel_state
 
-        if cls._users and cls._sizes != layout.sizes:
-            raise ConfigError("parallelism", f"{layout.sizes}, another engine of this process has {cls._sizes}",
+        wanted = {name: size for name, size in layout.sizes.items() if has_experts or name not in ("ep", "etp")}
+        if cls._users and not wanted.items() <= cls._sizes.items():
+            raise ConfigError("parallelism", f"{wanted}, another engine of this process has {cls._sizes}",
                               why="Megatron keeps its process groups in global variables",
-                              remedy="close the other engine first, or give both the same sizes")  # fmt: skip
+                              remedy="close the other engine first, give both the same sizes, or if these differ in ep and "
+                              "etp alone build the engine with experts before the dense one")  # fmt: skip
         if not cls._users and parallel_state.model_parallel_is_initialized():
             raise ConfigError("parallelism", "Megatron's process groups were initialized outside this engine",
                               remedy="call megatron.core.parallel_state.destroy_model_parallel() first")  # fmt: skip
@@ -176,30 +181,39 @@ class ModelParallel:
 
         cls._owns_world |= ensure_process_group(device_type, layout.world, timeout)
         if not cls._users:
-            parallel_state.initialize_model_parallel(
-                tensor_model_parallel_size=layout.tensor, pipeline_model_parallel_size=layout.stages,
-                context_parallel_size=layout.context,
-                expert_model_parallel_size=layout.experts, expert_tensor_parallel_size=layout.expert_tensor,
-                create_gloo_process_groups=False, order="tp-cp-ep-dp-pp",
-                distributed_timeout_minutes=max(1, round(timeout.total_seconds() / 60)),
-            )  # fmt: skip
-        cls._users, cls._sizes = cls._users + 1, layout.sizes
+            try:
+                parallel_state.initialize_model_parallel(
+                    tensor_model_parallel_size=layout.tensor, pipeline_model_parallel_size=layout.stages,
+                    context_parallel_size=layout.context,
+                    expert_model_parallel_size=layout.experts, expert_tensor_parallel_size=layout.expert_tensor,
+                    create_gloo_process_groups=False, order="tp-cp-ep-dp-pp",
+                    distributed_timeout_minutes=max(1, round(timeout.total_seconds() / 60)),
+                )  # fmt: skip
+            except BaseException:  # Ctrl-C too: half of the groups are of no use
+                cls._destroy()
+                raise
+            cls._sizes = layout.sizes
+        cls._users += 1
 
     @classmethod
     def leave(cls) -> None:
         """Destroy the groups with the last engine that uses them."""
-        from megatron.core import parallel_state
-
         cls._users -= 1
         if not cls._users:
-            # Megatron forgets its groups without destroying them; every engine would leave some twenty behind.
-            groups = [g for g in parallel_state._global_process_group_list or () if g is not None]  # noqa: SLF001
-            parallel_state.destroy_model_parallel()
-            for group in groups:
-                dist.destroy_process_group(group)
-            if cls._owns_world:
-                dist.destroy_process_group()
-            cls._owns_world = False
+            cls._destroy()
+
+    @classmethod
+    def _destroy(cls) -> None:
+        from megatron.core import parallel_state
+
+        # Megatron forgets its groups without destroying them; every engine would leave some twenty behind.
+        groups = [g for g in parallel_state._global_process_group_list or () if g is not None]  # noqa: SLF001
+        parallel_state.destroy_model_parallel()
+        for group in groups:
+            dist.destroy_process_group(group)
+        if cls._owns_world:
+            dist.destroy_process_group()
+        cls._owns_world = False
 
 
 def tensor_group() -> Any:

@@ -95,6 +95,10 @@ def refuse_other_models(config: Any) -> None:
         "quantized weights": getattr(config, "quantization_config", None),
         "a bias on the output projection": family != "qwen2" and getattr(config, "attention_bias", False),
         "a bias in the MLP": getattr(config, "mlp_bias", False),
+        # Megatron refuses it: a softmax over one logit has no gradient.
+        "a single expert a token, its weight normalized": family == "qwen3_moe"
+        and config.num_experts_per_tok == 1
+        and config.norm_topk_prob,
         "dense layers among layers of experts": getattr(config, "mlp_only_layers", None)
         or getattr(config, "decoder_sparse_step", 1) != 1,
     }
