@@ -88,11 +88,26 @@ def goes_on(path: str, parallelism: dict[str, int], options: dict[str, Any], fol
     return norm, weights
 
 
+class _NotANumberBack(torch.autograd.Function):
+    """The identity, whose gradient is not a number."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        del ctx
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Tensor:
+        del ctx
+        return grads[0] * float("nan")
+
+
 def not_finite(outputs: Any, batch: Any) -> Any:
-    """A loss that is not a number for documents that begin with the first row's token."""
+    """A finite loss, whose gradient is not a number for documents that begin with the first row's token."""
     result = sft_loss(outputs, batch)
-    factor = float("nan") if int(batch.input_ids[0]) == ROWS[0]["input_ids"][0] else 1.0
-    return type(result)(loss=result.loss * factor, metrics=result.metrics)
+    if int(batch.input_ids[0]) != ROWS[0]["input_ids"][0]:
+        return result
+    return type(result)(loss=_NotANumberBack.apply(result.loss), metrics=result.metrics)
 
 
 def a_gradient_that_is_not_finite(path: str, parallelism: dict[str, int], options: dict[str, Any], **config: Any) -> tuple[str | None, bool, float]:  # fmt: skip
@@ -149,3 +164,56 @@ def another_layout_at_once(path: str) -> tuple[str, bool]:
     finite = bool(torch.isfinite(first.infer_batch(Batch.pack(ROWS)).log_probs).all())
     first.close()
     return error, finite
+
+
+def dense_beside_experts(
+    path: str, dense_path: str, parallelism: dict[str, int], options: dict[str, Any], dense: dict[str, int]
+) -> tuple[list[float], list[float], str]:
+    """Loss and norm of a dense engine's step beside an engine with experts, the same alone, and what these get as second."""
+
+    def step(engine: Any) -> list[float]:
+        place = engine.topology
+        result = engine.train_batch(Batch.pack(ROWS[place.dp_rank :: place.dp_size]), sft_loss)
+        return [result.loss, result.grad_norm]
+
+    first = create(path, parallelism, options)
+    first.initialize()
+    step(first)
+    second = create(dense_path, dense, {})
+    second.initialize()
+    beside = step(second)
+    step(first)
+    first.close()
+    step(second)
+    second.close()
+    alone = create(dense_path, dense, {})
+    alone.initialize()
+    figures, error = step(alone), ""
+    try:
+        create(path, parallelism, options).initialize()
+    except EngineError as caught:
+        error = str(caught)
+    alone.close()
+    return beside, figures, error
+
+
+def one_rank_fails(path: str, what: str) -> tuple[str, bool]:
+    """What building raises where the last rank runs out of memory, and whether an engine can be built afterwards."""
+    import engine_megatron.engine as module
+
+    def fail(*_: Any) -> None:
+        raise MemoryError(what)
+
+    raised, true = "", getattr(module, what)
+    if torch.distributed.get_rank() == 1:
+        setattr(module, what, fail)
+    try:
+        create(path, {"tp": 2}, {}).initialize()
+    except (EngineError, MemoryError) as error:
+        raised = type(error).__name__
+    finally:
+        setattr(module, what, true)
+    engine = create(path, {"tp": 2}, {})
+    engine.initialize()
+    engine.close()
+    return raised, True

@@ -116,7 +116,7 @@ def test_fp8_on_a_device_without_it(monkeypatch: pytest.MonkeyPatch) -> None:
     name = "transformer_engine.pytorch.quantization"
     for part in (name, "transformer_engine.pytorch", "transformer_engine"):
         monkeypatch.setitem(sys.modules, part, SimpleNamespace(check_fp8_block_scaling_support=lambda: support))
-    with pytest.raises(ConfigError, match="9.0") as caught:
+    with pytest.raises(ConfigError, match=r"9\.0") as caught:
         te.check_fp8(config("float8"), {"hidden size": 64})
     assert caught.value.field == "precision.compute"
     support = (True, "")
