@@ -17,6 +17,7 @@ import torch
 import torch.nn.functional as F
 from megatron.core.tensor_parallel.mappings import gather_from_sequence_parallel_region
 from torch import Tensor
+from torch.nn.attention.bias import causal_lower_right
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -64,8 +65,8 @@ def attend(query: Tensor, key: Tensor, value: Tensor, share: Share, scale: float
     size = query.shape[1] // 2
     parts: list[Tensor] = []
     for part, chunk in zip(query.split(size, dim=1), (share.rank, 2 * share.ranks - 1 - share.rank), strict=True):
-        before, end = chunk * size, (chunk + 1) * size
-        mask = torch.ones(size, end, dtype=torch.bool, device=query.device).tril(diagonal=before)
+        end = (chunk + 1) * size
+        mask = causal_lower_right(size, end)  # a kernel that knows it needs no [size, end] of booleans
         parts.append(F.scaled_dot_product_attention(part[None], key[None, :, :end], value[None, :, :end], attn_mask=mask,
                                                     scale=scale, enable_gqa=True)[0])  # fmt: skip
     return torch.cat(parts, dim=1)

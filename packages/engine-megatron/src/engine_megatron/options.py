@@ -25,7 +25,7 @@ class MegatronOptions:
     expert_tensor_parallel: int = 0
     # The embedding's rows are padded to a multiple of this and of tp; padding is in no export and no checkpoint.
     vocabulary_multiple: int = 1
-    # Seconds after which a collective that does not end fails.
+    # Seconds after which a collective that does not end fails; in Megatron's groups whole minutes, one at least.
     timeout_s: int = 1800
 
     def __post_init__(self) -> None:
