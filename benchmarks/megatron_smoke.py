@@ -7,7 +7,7 @@ A step: log-probs of every token, the gradient of every weight in the first of t
 through the checkpoint's boxes), and log-probs after the third. Columns:
 
     before, after   error of a log-prob in nats, before the first step and after the third: root mean square of all tokens and
-                    of the worst document, and the largest
+                    of the worst document, and the largest; then the share of tokens that were compared
     weight          |g - g*| / |g*| of the worst weight that is no expert's, and of the middle one of experts
     norm            relative error of the first step's gradient norm
 
@@ -51,16 +51,22 @@ STEPS, LR, EPS, BETA = 3, 1e-4, 1e-5, 0.9
 
 @dataclass(frozen=True, kw_only=True)
 class Limit:
-    """What a document's log-probs (nats, root mean square), a weight's gradient and the norm (both relative) may err by."""
+    """What a document's log-probs (nats, root mean square), a weight's gradient and the norm (both relative) may err by.
+
+    ``routed``: a weight of a model with experts, to which rounding sends other tokens.
+    """
 
     nats: float
     weight: float
+    routed: float
     norm: float
 
 
-# FP8's are a guess: eight times bfloat16's rounding.
-LIMITS = {"float32": Limit(nats=1e-4, weight=1e-4, norm=1e-4), "bfloat16": Limit(nats=0.3, weight=0.12, norm=0.03),
-          "float8": Limit(nats=1.5, weight=0.8, norm=0.1)}  # fmt: skip
+# The local spec on a CPU gave 1.2e-5, 3e-6 and 1e-6 in float32; 0.16, 0.04 and 8e-4 in bfloat16, with experts 0.19, 0.18 and 1e-3.
+# FP8's are a guess: eight times bfloat16's rounding, and less than the 1 of a gradient that is not there.
+LIMITS = {"float32": Limit(nats=1e-4, weight=1e-4, routed=1e-4, norm=1e-4),
+          "bfloat16": Limit(nats=0.3, weight=0.12, routed=0.3, norm=0.01),
+          "float8": Limit(nats=1.5, weight=0.8, routed=0.9, norm=0.1)}  # fmt: skip
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -182,7 +188,8 @@ def compare(got: dict[str, Any], folder: Path, documents: PackedDocuments, layou
     row |= {"weight": errors[worst], "weight_name": worst, "experts": experts[len(experts) // 2] if experts else 0.0}
     row["loss"], row["norm"] = (abs(got["loss"] - loss) / abs(loss), abs(got["norm"] / trained.steps[0].grad_norm - 1))
     limit = LIMITS[layout.compute]
-    judged = {"before_document": limit.nats, "after_document": limit.nats, "weight": limit.weight, "experts": limit.weight,
+    weight = limit.routed if layout.experts else limit.weight
+    judged = {"before_document": limit.nats, "after_document": limit.nats, "weight": weight, "experts": weight,
               "norm": limit.norm}  # fmt: skip
     row["passed"] = all(row[name] <= most for name, most in judged.items())
     return row
@@ -225,7 +232,7 @@ def step_of(name: str, root: Path, device: str) -> Step:
 def _line(row: dict[str, Any]) -> str:
     log_probs = "  ".join(f"{when} {row[f'{when}_rms']:.1e} {row[f'{when}_document']:.1e} {row[f'{when}_max']:.1e}"
                           for when in ("before", "after"))  # fmt: skip
-    return (f"{log_probs}  weight {row['weight']:.1e} {row['experts']:.1e}  norm {row['norm']:.1e}  "
+    return (f"{log_probs} of {row['kept']:.1%}  weight {row['weight']:.1e} {row['experts']:.1e}  norm {row['norm']:.1e}  "
             f"{row['seconds']} s  {row['weight_name']}")  # fmt: skip
 
 
