@@ -106,6 +106,21 @@ def entries(text: str) -> list[Entry]:
     return found
 
 
+def micro_batch_tokens(options: argparse.Namespace, layout: Parallelism) -> int:
+    """Most tokens of a micro-batch: a step is one, or with stages four times as many as there are stages.
+
+    Fewer would measure the pipeline's bubble; raises ``ValueError`` when the documents are too few for that.
+    """
+    own = options.tokens * layout.tp * layout.pp * layout.cp * layout.ulysses  # ranks that share documents
+    if layout.pp == 1:
+        return own
+    parts = 4 * layout.pp
+    if own // parts < options.document:
+        raise ValueError(f"pp={layout.pp}: {own} tokens in documents of {options.document} are fewer than {parts} micro-batches; "
+                         f"--tokens {-(-parts * options.document * options.tokens // own)}, or shorter documents")  # fmt: skip
+    return own // parts
+
+
 def build(options: argparse.Namespace, entry: Entry) -> Any:
     """The engine for these options, initialized."""
     declared = EngineRegistry.resolve(model_type="language_model", backend=entry.backend, device=options.device)
@@ -114,7 +129,7 @@ def build(options: argparse.Namespace, entry: Entry) -> Any:
         model=ModelSource(path=model_folder(options.shape), init="random", attention=options.attention),
         optimizer=OptimizerConfig(lr=1e-5), parallelism=entry.layout,
         precision=Precision(compute="float32" if options.device == "cpu" else "bfloat16"),
-        memory=Memory(max_tokens=options.tokens * world_size(), logit_chunk=options.chunk, compile=compiled,
+        memory=Memory(max_tokens=micro_batch_tokens(options, entry.layout), logit_chunk=options.chunk, compile=compiled,
                       reshard_after_forward=options.reshard, recompute=options.recompute),
         options=json.loads(options.options).get(entry.backend),
     )  # fmt: skip
@@ -144,10 +159,13 @@ def measure(options: argparse.Namespace, entry: Entry) -> dict[str, Any]:
     rate = options.tokens * world / step
     peak = torch.cuda.max_memory_allocated() / 2**30 if on_gpu else 0.0
     if options.profile:
-        options.profile.with_stem(f"{options.profile.stem}-{entry.backend}").write_text(profile(engine, batches))
+        table = profile(engine, batches)  # on every rank: it trains
+        if engine.topology.rank == 0:
+            name = "-".join(part for part in (options.profile.stem, entry.backend, entry.text) if part)
+            options.profile.with_stem(name).write_text(table)
     row = {
         "backend": entry.backend, "layout": entry.text, "shape": options.shape, "gpus": world, "tokens": options.tokens,
-        "document": options.document, "attention": getattr(engine, "kernel", options.attention),
+        "micro_batches": result.num_micro_batches, "document": options.document, "attention": getattr(engine, "kernel", options.attention),
         "compile": engine.config.memory.compile, "chunk": options.chunk, "recompute": options.recompute,
         "options": engine.config.options or {}, "step_ms": round(step * 1e3, 1), "tokens_per_s": round(rate),
         "mfu": round(flops_per_token(shape, options.document) * rate / PEAK / world, 4), "peak_gib": round(peak, 1),
@@ -206,13 +224,14 @@ def main() -> None:
     parser.add_argument("--recompute", default="none")
     parser.add_argument("--steps", type=int, default=10)
     parser.add_argument("--warmup", type=int, default=4)
-    parser.add_argument(
-        "--profile", type=Path, help="write a profile of three steps there, with the backend in its name"
-    )
+    parser.add_argument("--profile", type=Path, help="write rank 0's profile of three steps there, a file a layout")
     parser.add_argument("--options", default="{}", help='JSON: engines\' own options by backend, {"megatron": {…}}')
     options = parser.parse_args()
+    layouts = entries(options.backend)
+    if unknown := sorted(set(json.loads(options.options)) - {entry.backend for entry in layouts}):
+        parser.error(f"--options: {', '.join(unknown)}: no backend of --backend {options.backend}")
     with process_group(options.device):
-        for entry in entries(options.backend):
+        for entry in layouts:
             row = measure(options, entry)
             gc.collect()
             if int(os.environ.get("RANK", "0")) == 0:

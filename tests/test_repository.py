@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import dataclasses
+import importlib
 import inspect
 import subprocess
 import sys
@@ -56,3 +57,29 @@ def test_the_contract_and_the_descriptors_import_no_torch() -> None:
     done = subprocess.run([sys.executable, "-c", f"import sys; sys.path[:0] = {path!r}\n{code}"], capture_output=True, text=True,
                           check=False)  # fmt: skip
     assert done.returncode == 0, done.stderr
+
+
+ENGINE = '[[engines]]\nbackend = "a"\n{partner}[[engines.runs]]\nenvironment = "plain"\nstatus = "seen"\n{more}'
+SHIMMED = '[[engines.runs]]\nenvironment = "shimmed"\nstatus = "seen"\n'
+ENVIRONMENTS = (
+    'rollouts = []\n[environments.plain]\ndevice = "cpu"\n[environments.shimmed]\ndevice = "cpu"\nshim = true\n'
+)
+
+
+@pytest.mark.parametrize(
+    ("partner", "more", "said"),
+    [
+        ("", SHIMMED, "a: on cpu it runs both plainly and shimmed"),
+        ('partner = "b"\n', "", "a: partner 'b' is no other engine"),
+        ('partner = "a"\n', "", "a: partner 'a' is no other engine"),
+    ],
+)
+def test_a_matrix_with_two_answers_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, partner: str, more: str, said: str
+) -> None:
+    monkeypatch.syspath_prepend(str(ROOT / "tools"))
+    matrix = importlib.import_module("matrix")
+    monkeypatch.setattr(matrix, "ROOT", tmp_path)
+    (tmp_path / "matrix.toml").write_text(ENVIRONMENTS + ENGINE.format(partner=partner, more=more))
+    with pytest.raises(ValueError, match=said):
+        matrix.load()

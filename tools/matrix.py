@@ -22,7 +22,10 @@ INTRODUCTION = """\
 
 
 def load() -> dict[str, Any]:
-    """The matrix; raises ``ValueError`` for a status or an environment that it does not define."""
+    """The matrix; raises ``ValueError`` for a status, an environment or a partner that it does not define.
+
+    And for a backend whose runs on one device are partly shimmed: a command has one answer for all of them.
+    """
     matrix = tomllib.loads((ROOT / "matrix.toml").read_text())
     for part in [*matrix["engines"], *matrix["rollouts"]]:
         name = part.get("backend") or part["name"]
@@ -31,7 +34,21 @@ def load() -> dict[str, Any]:
                 raise ValueError(f"{name}: status {run['status']!r} is none of {', '.join(STATUSES)}")
             if run["environment"] not in matrix["environments"]:
                 raise ValueError(f"{name}: environment {run['environment']!r} is not defined")
+    for engine in matrix["engines"]:
+        _check_engine(engine, matrix)
     return matrix
+
+
+def _check_engine(engine: dict[str, Any], matrix: dict[str, Any]) -> None:
+    name, partner = engine["backend"], engine.get("partner")
+    if partner is not None and partner not in {other["backend"] for other in matrix["engines"]} - {name}:
+        raise ValueError(f"{name}: partner {partner!r} is no other engine of the matrix")
+    shimmed: dict[str, bool] = {}
+    for run in engine["runs"]:
+        environment = matrix["environments"][run["environment"]]
+        device, shim = environment["device"], environment.get("shim", False)
+        if shimmed.setdefault(device, shim) != shim:
+            raise ValueError(f"{name}: on {device} it runs both plainly and shimmed, choose one")
 
 
 def engine_devices(matrix: dict[str, Any]) -> list[tuple[str, str]]:

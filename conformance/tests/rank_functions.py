@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import sys
 import time
+import weakref
 from typing import Any
 
 import torch
 import torch.distributed as dist
+
+from engine_conformance.shim import shimmed
 
 
 def total(value: float) -> float:
@@ -57,3 +61,55 @@ def stall_on(rank: int) -> None:
 
 def unpicklable() -> object:
     return lambda: None
+
+
+class Kept:
+    """What can be looked for."""
+
+
+_seen: list[weakref.ref[Kept]] = []
+
+
+def fail(kept: Kept) -> None:
+    raise ValueError(str(kept))
+
+
+def hold_by_error() -> BaseException:
+    """An error whose traceback holds an object; the frame that made it holds the error."""
+    kept = Kept()
+    _seen.append(weakref.ref(kept))
+    try:
+        fail(kept)
+    except ValueError as error:
+        caught = error
+    return caught
+
+
+def still_held() -> list[bool]:
+    gc.collect()
+    return [reference() is not None for reference in _seen]
+
+
+def gather_unevenly(lengths: list[int]) -> tuple[list[torch.Tensor], torch.Tensor]:
+    """With CUDA simulated: every rank's rows, and this rank's part of their sum over the ranks."""
+    with shimmed():
+        rank, group = dist.get_rank(), dist.group.WORLD
+        rows = [10 * r + torch.arange(2.0 * n).reshape(n, 2) for r, n in enumerate(lengths)]
+        gathered = [torch.empty_like(part) for part in rows]
+        dist.all_gather(gathered, rows[rank], group)
+        part = torch.empty_like(rows[rank])
+        dist.reduce_scatter(part, [(rank + 1) * one for one in rows], dist.ReduceOp.SUM, group)
+        return gathered, part
+
+
+def gather_unevenly_later(called: str, lengths: list[int]) -> str:
+    """What is said of an uneven call that is not waited for."""
+    with shimmed():
+        parts = [torch.zeros(n) for n in lengths]
+        own = parts[dist.get_rank()]
+        arguments = (parts, own) if called == "all_gather" else (own, parts)
+        try:
+            getattr(dist, called)(*arguments, async_op=True)
+        except NotImplementedError as error:
+            return str(error)
+    return ""

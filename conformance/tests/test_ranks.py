@@ -99,6 +99,12 @@ def test_result_that_cannot_travel_is_an_error(pool: RankPool) -> None:
         pool.run("rank_functions:unpicklable")
 
 
+def test_what_the_error_of_a_job_held_is_let_go(pool: RankPool) -> None:
+    pool.run("rank_functions:hold_by_error")
+    pool.run("rank_functions:own", value=1)
+    assert pool.run("rank_functions:still_held") == [[False], [False]]
+
+
 def test_deadline_must_be_shorter_than_the_groups(pool: RankPool) -> None:
     with pytest.raises(ValueError, match="within the group's 900"):
         pool.run("rank_functions:own", value=1, deadline=1000.0)

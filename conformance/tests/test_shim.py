@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
 
 import pytest
 import torch
@@ -10,6 +11,7 @@ import torch
 from engine_api.devices import SIMULATED_CUDA, cuda_is_simulated
 from engine_conformance.cli import main
 from engine_conformance.environment import SHIMMED, environment
+from engine_conformance.ranks import RankPool
 from engine_conformance.shim import shimmed
 
 
@@ -49,6 +51,28 @@ def test_generators_are_the_cpus() -> None:
         first = torch.rand(3)
         torch.cuda.set_rng_state(state)
         assert torch.equal(torch.rand(3), first)
+
+
+@pytest.fixture(scope="module")
+def pool() -> Iterator[RankPool]:
+    with RankPool(2) as pool:
+        yield pool
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize("lengths", [[3, 1], [1, 3], [2, 2]])
+def test_tensors_of_several_lengths_are_gathered_and_summed(pool: RankPool, lengths: list[int]) -> None:
+    rows = [10 * rank + torch.arange(2.0 * n).reshape(n, 2) for rank, n in enumerate(lengths)]
+    for rank, (gathered, part) in enumerate(pool.run("rank_functions:gather_unevenly", lengths=lengths)):
+        assert all(torch.equal(got, want) for got, want in zip(gathered, rows, strict=True))
+        assert torch.equal(part, 3 * rows[rank])  # once and twice
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize("function", ["all_gather", "reduce_scatter"])
+def test_several_lengths_are_refused_where_nobody_waits(pool: RankPool, function: str) -> None:
+    said = pool.run("rank_functions:gather_unevenly_later", called=function, lengths=[3, 1])
+    assert all(function in text and "async_op" in text for text in said), said
 
 
 def test_a_report_says_that_the_device_was_shimmed() -> None:

@@ -32,7 +32,6 @@ class LoopbackEngine(ExportEngine):
     """What the language and the value engine share; see ``engine_api.contract.Engine`` for the promises."""
 
     kind: ClassVar[Kind]
-    gives: ClassVar[tuple[str, ...]]  # what a loss may need
     model_type: ClassVar[type[Model]] = Model
     partition_type: ClassVar[type[Partition]] = Partition
     layout_type: ClassVar[type[Layout]] = Layout
@@ -122,9 +121,6 @@ class LoopbackEngine(ExportEngine):
     ) -> TokenOutputs:
         """See ``BaseEngine.forward_step``; ``coefficients`` are not used."""
         del coefficients
-        for name in needs:
-            if name not in self.gives:
-                raise ConfigError("loss.needs", f"a {self.kind} gives no {name!r}", remedy=f"it gives {self.gives}")
         return self.model.outputs(batch, needs, temperature)
 
     @contextmanager
@@ -252,9 +248,6 @@ class LoopbackEngine(ExportEngine):
             raise EngineStateError(called, f"offloaded ({', '.join(sorted(self._away))})",
                                    f"back on its device: call to({self.device_type!r})")  # fmt: skip
 
-    def _inference_needs(self, entropy: bool) -> tuple[str, ...]:
-        return ("log_probs", "entropy") if entropy else ("log_probs",)
-
     def _release(self) -> None:
         self.optimizer = None
         self.weights.clear()
@@ -280,7 +273,6 @@ class LoopbackEngineWithLMHead(LoopbackEngine):
     """Log-probs and entropy of a causal language model."""
 
     kind = "language_model"
-    gives = ("log_probs", "entropy")
 
 
 class LoopbackEngineWithValueHead(LoopbackEngine):
@@ -288,8 +280,3 @@ class LoopbackEngineWithValueHead(LoopbackEngine):
 
     kind = "value_model"
     gives = ("values",)
-
-    def _inference_needs(self, entropy: bool) -> tuple[str, ...]:
-        if entropy:
-            raise ConfigError("entropy", "a value model has none", remedy="leave entropy off")
-        return ("values",)

@@ -65,9 +65,18 @@ def main(descriptor: int) -> None:
     faulthandler.register(signal.SIGUSR1, file=dump, all_threads=True)
     faulthandler.enable(file=dump)
     pipe.send_bytes(_attempt(_join, {"spec": spec}))
+    _settle()
     while (job := _next_job(pipe)) is not None:
         pipe.send_bytes(_attempt(_call, {"job": job}))
+        del job
+        _settle()
     _leave()
+
+
+def _settle() -> None:
+    """Between jobs, when nothing holds the last one's value or error any more: what is garbage then would be kept for good."""
+    gc.collect()  # an engine of the last case must not hold the next one's memory
+    gc.freeze()  # what lives on are modules and caches: walking them took half of a job's time
 
 
 def _next_job(pipe: Connection) -> Job | None:
@@ -122,11 +131,7 @@ def _call(job: Job) -> Any:
     sys.path.extend(entry for entry in job.path if entry not in sys.path)
     module, _, name = job.function.partition(":")
     torch.manual_seed(0)
-    gc.freeze()  # what lives on from earlier jobs are modules and caches: walking them took half of a job's time
-    try:
-        return getattr(importlib.import_module(module), name)(**job.kwargs)
-    finally:
-        gc.collect()  # an engine of the last case must not hold this one's memory
+    return getattr(importlib.import_module(module), name)(**job.kwargs)
 
 
 def _leave() -> None:

@@ -108,16 +108,18 @@ def _integer_splits(original: Callable[..., Any]) -> Callable[..., Any]:
 def _uneven_gather(original: Callable[..., Any]) -> Callable[..., Any]:
     """NCCL gathers tensors of several lengths, of which Gloo's binding knows nothing: they are padded for it."""
 
-    def all_gather(tensor_list: list[torch.Tensor], tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+    def all_gather(tensor_list: list[torch.Tensor], tensor: torch.Tensor, group: Any = None,
+                   async_op: bool = False) -> Any:  # fmt: skip
         rows = [len(part) if part.dim() else 0 for part in tensor_list]
         if len(set(rows)) == 1:
-            return original(tensor_list, tensor, *args, **kwargs)
+            return original(tensor_list, tensor, group=group, async_op=async_op)
+        _waited_for("all_gather", async_op)
         padded = [part.new_zeros(max(rows), *part.shape[1:]) for part in tensor_list]
         own = torch.cat([tensor, tensor.new_zeros(max(rows) - len(tensor), *tensor.shape[1:])])
-        done = original(padded, own, *args, **kwargs)
+        original(padded, own, group=group)
         for part, found in zip(tensor_list, padded, strict=True):
             part.copy_(found[: len(part)])
-        return done
+        return None
 
     return all_gather
 
@@ -125,15 +127,25 @@ def _uneven_gather(original: Callable[..., Any]) -> Callable[..., Any]:
 def _uneven_scatter(original: Callable[..., Any]) -> Callable[..., Any]:
     """The same for sums: each rank has all of them, and keeps its own."""
 
-    def reduce_scatter(output: torch.Tensor, input_list: list[torch.Tensor], *args: Any, **kwargs: Any) -> Any:
+    def reduce_scatter(output: torch.Tensor, input_list: list[torch.Tensor], op: Any = dist.ReduceOp.SUM,
+                       group: Any = None, async_op: bool = False) -> Any:  # fmt: skip
         if len({part.shape for part in input_list}) == 1:
-            return original(output, input_list, *args, **kwargs)
+            return original(output, input_list, op=op, group=group, async_op=async_op)
+        _waited_for("reduce_scatter", async_op)
         whole = torch.cat(input_list)
-        done = dist.all_reduce(whole, *args, **kwargs)
-        output.copy_(whole.split([len(part) for part in input_list])[dist.get_rank(kwargs.get("group"))])
-        return done
+        dist.all_reduce(whole, op=op, group=group)
+        output.copy_(whole.split([len(part) for part in input_list])[dist.get_rank(group)])
+        return None
 
     return reduce_scatter
+
+
+def _waited_for(called: str, async_op: bool) -> None:
+    """What is copied after a collective has to be there when it returns."""
+    if async_op:
+        raise NotImplementedError(
+            f"{called} of tensors of several lengths with async_op: the shim copies them afterwards"
+        )
 
 
 def _replacements() -> list[tuple[Any, str, Any]]:

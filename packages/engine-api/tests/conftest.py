@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -117,17 +116,6 @@ class BigramEngine(BaseEngine):
         first = torch.zeros(batch.num_tokens, dtype=torch.bool).index_fill(0, batch.cu_seqlens[:-1], value=True)
         entropy = -(rows.exp() * rows).sum(-1).masked_fill(first, 0.0) if "entropy" in needs else None
         return TokenOutputs(log_probs=value.masked_fill(first, 0.0), entropy=entropy)
-
-    def _accumulation(self, *, last: bool) -> Any:
-        return nullcontext()
-
-    @contextmanager
-    def _inference(self, adapter: bool) -> Iterator[None]:
-        with torch.no_grad():
-            yield
-
-    def _inference_needs(self, entropy: bool) -> tuple[str, ...]:
-        return ("log_probs", "entropy") if entropy else ("log_probs",)
 
     def _clip_gradients(self, max_norm: float | None) -> float:
         assert self.weight.grad is not None

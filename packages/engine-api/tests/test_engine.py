@@ -181,6 +181,19 @@ def test_bad_calls_are_refused_and_leave_the_engine_usable(make_engine, make_bat
     assert engine.train_batch(make_batch([4]), sft_loss).weight_version == 1
 
 
+def test_a_loss_that_needs_what_there_is_not_is_refused_before_any_forward(make_engine, make_batch):
+    def about_values(outputs, batch):
+        raise AssertionError
+
+    about_values.needs = ("values",)
+    engine = make_engine()
+    for call in (engine.train_batch, engine.forward_backward):
+        with pytest.raises(ConfigError, match="gives no 'values'"):
+            call(make_batch([4]), about_values)
+    assert not engine.forwards
+    assert engine.train_batch(make_batch([4]), sft_loss).weight_version == 1
+
+
 def test_undeclared_configuration_is_refused_when_constructed(make_engine):
     with pytest.raises(UnsupportedCapability, match="async-checkpoint"):
         make_engine(checkpoint=CheckpointConfig(async_save=True))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import random
 from pathlib import Path
@@ -122,15 +121,6 @@ class BigramEngine(BaseEngine):
         first[batch.cu_seqlens[:-1]] = True
         own = logs.gather(-1, batch.input_ids[:, None])[:, 0].masked_fill(first, 0.0)
         return TokenOutputs(log_probs=own, entropy=-(logs.exp() * logs).sum(-1).masked_fill(first, 0.0))
-
-    def _accumulation(self, *, last):
-        return contextlib.nullcontext()
-
-    def _inference(self, adapter):
-        return torch.no_grad()
-
-    def _inference_needs(self, entropy):
-        return ("log_probs", "entropy") if entropy else ("log_probs",)
 
     def _clip_gradients(self, max_norm):
         return float(torch.nn.utils.clip_grad_norm_([self.table], max_norm or float("inf")))

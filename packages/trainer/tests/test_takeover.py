@@ -14,7 +14,6 @@ import torch
 import yaml
 from safetensors.torch import load_file
 
-from engine_api import Capability, EngineRegistry
 from engine_api.devices import SIMULATED_CUDA
 from engine_api.manifest import read_manifest
 from engine_conformance.cases._state import read_state
@@ -23,6 +22,7 @@ from engine_conformance.ranks import RankPool
 from engine_trainer.logs import read_metrics
 
 STEPS = 8
+NEAR = 2e-4  # of a tensor's largest element
 FSDP = ["engine.backend=fsdp2"]
 TP, PP = "engine.parallelism.tp=2", "engine.parallelism.pp=2"
 MEGATRON = ["engine.backend=megatron"]
@@ -96,7 +96,7 @@ def assert_same_state(got: Path, want: Path) -> None:
     assert set(left) == set(right)
     assert any(key.endswith(".exp_avg_sq") for key in left)
     for key, whole in right.items():
-        bound = 0.0 if key.endswith(".step") else 2e-4 * float(whole.abs().max())
+        bound = 0.0 if key.endswith(".step") else NEAR * float(whole.abs().max())
         assert float((left[key] - whole).abs().max()) <= bound, key
     assert read_manifest(got).step == read_manifest(want).step
     assert read_manifest(got).extra["loop"] == read_manifest(want).extra["loop"]
@@ -118,6 +118,8 @@ def test_sft_goes_from_fsdp_through_megatrons_layouts_and_back(file: Path, tmp_p
     assert_same_state(checkpoint(moved), checkpoint(alone))
     weights, others = (load_file(folder / "hf" / "model.safetensors") for folder in (moved, alone))
     assert set(weights) == set(others)
+    for name, whole in others.items():
+        assert float((weights[name] - whole).abs().max()) <= NEAR * float(whole.abs().max()), name
     writers = [json.loads(path.read_text())["engine"] for path in sorted(moved.glob("checkpoints/*/manifest.json"))]
     assert writers == ["engine-fsdp", *["engine-megatron"] * 3, "engine-fsdp"]
 
@@ -167,14 +169,11 @@ def test_a_sync_sends_the_same_bits_from_every_engine_and_layout(
     model = write_checkpoint(tmp_path / "model", TinyModel(
         vocab_size=512, hidden_size=256, intermediate_size=512, num_layers=2, num_heads=4, num_kv_heads=2, head_dim=64, **moe,
     ))  # fmt: skip
-    declared = EngineRegistry.resolve(model_type="language_model", backend="megatron", device="cpu").plugin.capabilities
     layouts = [{"pp": 2}, {"ep": 2} if experts else {"tp": 2}]
     given = {"path": str(model), "quantization": quantization}
     want = pool(2).run("takeover_ranks:wire", backend="fsdp2", layout={}, **given)[0]
     assert quantization == "none" or any(dtype == "torch.float8_e4m3fn" for dtype, _ in want.values())
     for layout in layouts:
-        if "ep" in layout and Capability.EP not in declared:
-            continue
         got = pool(2).run("takeover_ranks:wire", backend="megatron", layout=layout, **given)[0]
         assert set(got) == set(want)
         assert {name: dtype for name, (dtype, _) in got.items()} == {name: dtype for name, (dtype, _) in want.items()}

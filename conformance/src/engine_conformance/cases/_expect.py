@@ -121,11 +121,11 @@ def outputs_match(target: Target, oracle: OracleModel, call: InferCall, answers:
     batch, got, want = call.documents, merged(call, answers), oracle_outputs(oracle, call)
     must(set(want) <= set(got), "outputs", f"the engine answers with {sorted(got)}, {sorted(want)} were asked for")
     must("values" in want or "values" not in got, "outputs", "a language model answers with values")
-    gap = 2 * target.tolerance("router_logits").atol
+    gap = 2 * target.tolerance("router_logits", layers=oracle.config.num_layers).atol
     keep = oracle.routing_margin(batch.input_ids, batch.cu_seqlens) > gap
     margins = []
     for name, exact in want.items():
-        tol = target.tolerance(name)  # type: ignore[arg-type]
+        tol = target.tolerance(name, layers=oracle.config.num_layers)  # type: ignore[arg-type]
         margins.append(assert_close_per_token(name, got[name], exact, tol, cu_seqlens=batch.cu_seqlens, keep=keep))
         must(not got[name][batch.cu_seqlens[:-1]].any(), name, "first tokens of documents do not carry 0")
     return max(margins)
@@ -149,17 +149,16 @@ def training_matches(target: Target, ranks: Sequence[Trained], want: TrainResult
     """Loss, gradient norm and rate of every step, and every weight after the last."""
     same_on_all_ranks(ranks)
     factors = {"ranks": float(target.world), "micro-batches": float(ranks[0].outputs[0].num_micro_batches)}
-    margins = []
+    margins, layers = list[float](), want.oracle.config.num_layers
     for index, (got, exact) in enumerate(zip(ranks[0].outputs, want.steps, strict=True)):
         pairs = (("loss", got.loss, exact.loss), ("grad_norm", got.grad_norm, exact.grad_norm))
-        margins += [
-            assert_scalar_close(f"{name} of step {index}", value, true, target.tolerance(name), factors=factors)  # type: ignore[arg-type]
-            for name, value, true in pairs
-        ]
+        for name, value, true in pairs:
+            tol = target.tolerance(name, layers=layers)  # type: ignore[arg-type]
+            margins.append(assert_scalar_close(f"{name} of step {index}", value, true, tol, factors=factors))
         must(abs(got.lr - exact.lr) <= 1e-12, "lr", f"{got.lr} at step {index}, the schedule says {exact.lr}")
         must(got.skipped is None, "train output", f"step {index} was skipped: {got.skipped}")
     must(ranks[0].version == len(want.steps), "weight_version", f"{ranks[0].version} after {len(want.steps)} steps")
-    bounds = weight_tolerance(want, target.torch_dtype, layers=start.config.num_layers)
+    bounds = weight_tolerance(want, target.torch_dtype, layers=layers)
     weights = assert_weights_close(ranks[0].weights, want.params, bounds, start=start.trainable, factors=factors)
     return max(*margins, weights)
 

@@ -112,6 +112,7 @@ def live_bytes(setup: Setup, bucket: int, dtype: torch.dtype | None) -> tuple[in
 
     A storage that was there before, or outlives the export, is the engine's own weight: it is not counted.
     """
+    gc.unfreeze()  # the ranks freeze what earlier jobs left, and gc.get_objects would not tell of it
     with opened(setup) as engine:
         gc.collect()
         before, looks, sizes = _alive(_all_tensors()), list[dict[int, int]](), list[int]()

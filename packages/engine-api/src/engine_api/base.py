@@ -215,6 +215,7 @@ class BaseEngine(EngineDefaults):
         """Forward and backward; nothing is read back from the device yet."""
         self._require_optimizer(called)
         _check_call(denominator, temperature)
+        self._check_needs(needs_of(loss))
         micro_batches = self._prepare(batch, needs_weight=denominator is None)
         total = denominator or micro_batches.loss_weight or 0.0
         if not micro_batches.num_tokens or micro_batches.loss_weight == 0.0 or total == 0.0:

@@ -82,7 +82,7 @@ class EngineDefaults(ABC):
         return (self.gives[0], "entropy") if entropy else self.gives[:1]
 
     def _check_needs(self, needs: Sequence[str]) -> None:
-        """Raise ``ConfigError`` for an output that this engine does not give; to be called by ``forward_step``."""
+        """Raise ``ConfigError`` for an output that this engine does not give."""
         if absent := [name for name in needs if name not in self.gives]:
             raise ConfigError("loss.needs", f"this engine gives no {absent[0]!r}", remedy=f"it gives: {', '.join(self.gives)}")  # fmt: skip
 

@@ -113,7 +113,6 @@ class FSDPEngine(BaseEngine):
         self, batch: Batch, *, needs: Sequence[str], temperature: float, coefficients: Tensor | None = None
     ) -> TokenOutputs:
         """Run one micro-batch; see ``BaseEngine.forward_step``."""
-        self._check_needs(needs)
         inputs = pack_inputs(batch, layout=self.layout, kernel=self.kernel, device=self.device,
                              multiple=self.config.memory.pad_to_multiple, coefficients=coefficients)  # fmt: skip
         return self.module.outputs(inputs, needs, temperature)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -73,10 +73,14 @@ class Said:
 def ask(engine: Any, rollout: Any, exporter: Any) -> Said:
     sync = rollout.update_weights(exporter.export(engine), engine.weight_version)
     greedy, drawn = rollout.generate(PROMPTS, GREEDY), rollout.generate(PROMPTS, SAMPLED)
+    return Said(sync=sync, greedy=greedy, drawn=drawn, told=told_of(engine, drawn))
+
+
+def told_of(engine: Any, drawn: Sequence[Completion]) -> list[list[float]]:
+    """The engine's log-probs of the tokens, as it is now."""
     asked = Batch.pack([{"input_ids": torch.tensor([*PROMPTS[c.prompt_index], *c.tokens])} for c in drawn])
     rows = engine.infer_batch(asked).log_probs.split([len(PROMPTS[c.prompt_index]) + len(c.tokens) for c in drawn])
-    told = [row[-len(c.tokens) :].tolist() for row, c in zip(rows, drawn, strict=True)]
-    return Said(sync=sync, greedy=greedy, drawn=drawn, told=told)
+    return [row[-len(c.tokens) :].tolist() for row, c in zip(rows, drawn, strict=True)]
 
 
 class Changed:
@@ -115,6 +119,8 @@ def adapters(model: str) -> dict[str, Any]:
                 step(engine)
                 versions.append(ask(engine, rollout, exporter))
             said["versions"] = versions
+            # What the first version's server drew, and the second version's engine says of it.
+            said["outdated"] = replace(versions[0], told=told_of(engine, versions[0].drawn))
             for kind, change in BAD.items():
                 stream = exporter.export(Changed(engine, change))
                 errors = [error_of(rollout.update_weights, stream, 3), error_of(rollout.generate, PROMPTS, GREEDY)]

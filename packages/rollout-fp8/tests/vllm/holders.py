@@ -8,13 +8,20 @@ from collections import deque
 from types import FrameType, FunctionType, ModuleType
 from typing import Any
 
+MOST = 300  # objects whose holders are looked for: each look walks all of memory
+
 
 def holders(thing: Any, *, chains: int = 3, depth: int = 14) -> list[str]:
-    """Shortest chains of references that end in ``thing`` and begin in a module, outermost last."""
-    found: list[str] = []
+    """Shortest chains of references that end in ``thing`` and begin in a module, outermost last.
+
+    It gives up after ``MOST`` objects: none found says only that no chain is short.
+    """
+    gc.unfreeze()  # vLLM and the ranks freeze what they have, and frozen objects refer to nothing
+    found, looks = list[str](), 0
     seen, waiting = {id(thing)}, deque([(thing, "")])
-    while waiting and len(found) < chains:
+    while waiting and len(found) < chains and looks < MOST:
         held, chain = waiting.popleft()
+        looks += 1
         for holder in gc.get_referrers(held):
             if id(holder) in seen or holder is waiting or isinstance(holder, FrameType):
                 continue

@@ -114,6 +114,12 @@ def test_weights_and_caches_sleep_apart(model: str) -> None:
     refused(half, "caches sleep")
 
 
+def test_a_failed_start_leaves_no_compiled_model(model: str) -> None:
+    error, hooks, held = call(peers.left_by_failed_start, model=model)
+    refused(error, "not enough memory")
+    assert (hooks, held) == (0, [])
+
+
 def test_what_cannot_start_says_why(model: str) -> None:
     refused(call(peers.refused, model=model, enforce_eagre=True), "enforce_eager", kind=ConfigError)
     refused(call(peers.refused, model=model, dtype="float8"), "float8", kind=ConfigError)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import random
 import threading
@@ -16,6 +17,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from holders import holders
+from torch._dynamo import convert_frame
 
 from engine_api.batch import Batch
 from engine_api.config import EngineConfig, ModelSource, OptimizerConfig, Precision
@@ -74,6 +76,21 @@ def refused(model: str, **arguments: Any) -> EngineError | None:
             pass
 
     return error_of(make)
+
+
+def left_by_failed_start(model: str) -> tuple[EngineError | None, int, list[str]]:
+    """Of a start that fails once the model is built and compiled: hooks of Dynamo, and who holds the model's layers."""
+    hooks = len(convert_frame._bytecode_hooks)
+    error = refused(model, enforce_eager=False, kv_cache_bytes=1 << 50)
+    text = None if error is None else error.with_traceback(None)
+    if text is not None:
+        text.__cause__ = text.__context__ = None  # their tracebacks hold what the start had built
+    gc.unfreeze()
+    gc.collect()
+    layers = [
+        one for one in gc.get_objects() if type(one).__name__.startswith("Qwen3") and isinstance(one, torch.nn.Module)
+    ]
+    return text, len(convert_frame._bytecode_hooks) - hooks, holders(layers[0]) if layers else []
 
 
 def drawn(

@@ -55,16 +55,36 @@ def _forget_compiled(model: Any) -> None:
     (0.26.0 and 0.32.0, ``TorchCompileWithNoGuardsWrapper``).
     """
     for layer in model.modules():
-        if not isinstance(layer, TorchCompileWithNoGuardsWrapper):
-            continue
-        hooks = convert_frame._bytecode_hooks  # noqa: SLF001
-        for key in [key for key, hook in hooks.items() if getattr(hook, "__self__", None) is layer]:
-            del hooks[key]
-        compiled = getattr(layer, "_compiled_bytecode", None)
-        for name in () if compiled is None else compiled.co_names:
-            if name.startswith(_COMPILED):
-                type(layer).forward.__globals__.pop(name, None)
-        remove_from_cache(layer.original_code_object())
+        if isinstance(layer, TorchCompileWithNoGuardsWrapper):
+            _forget_layer(layer)
+
+
+def _forget_layer(layer: Any) -> None:
+    hooks = convert_frame._bytecode_hooks  # noqa: SLF001
+    for key in [key for key, hook in hooks.items() if getattr(hook, "__self__", None) is layer]:
+        del hooks[key]
+    compiled = getattr(layer, "_compiled_bytecode", None)
+    for name in () if compiled is None else compiled.co_names:
+        if name.startswith(_COMPILED):
+            type(layer).forward.__globals__.pop(name, None)
+    remove_from_cache(layer.original_code_object())
+
+
+@contextmanager
+def forgotten_on_failure() -> Iterator[None]:
+    """Let the models go that a start inside compiled before it failed.
+
+    Nobody is given such a model, so that it is found by what keeps it: the hooks that were not there before.
+    """
+    before = set(convert_frame._bytecode_hooks)  # noqa: SLF001
+    try:
+        yield
+    except BaseException:
+        new = [hook for key, hook in convert_frame._bytecode_hooks.items() if key not in before]  # noqa: SLF001
+        for layer in [getattr(hook, "__self__", None) for hook in new]:
+            if isinstance(layer, TorchCompileWithNoGuardsWrapper):
+                _forget_layer(layer)
+        raise
 
 
 def leave_groups() -> None:

@@ -87,7 +87,10 @@ def start(plan: Plan) -> vllm.LLMEngine:
                 size = plan.options.tensor_parallel_size
                 private.unlink_shared_memory(dist.get_rank() // size * size, size)
             local = plan.device.index or 0
-            with environment.in_process(dist.get_rank(), local), private.own_threads(), Generators(plan.device).own():
+            with (
+                environment.in_process(dist.get_rank(), local), private.own_threads(), Generators(plan.device).own(),
+                private.forgotten_on_failure(),
+            ):  # fmt: skip
                 return vllm.LLMEngine.from_engine_args(vllm.EngineArgs(**arguments))
         secret("channel")  # made before the workers are, that they inherit it
         with environment.workers(plan.device.index, plan.options.tensor_parallel_size):
