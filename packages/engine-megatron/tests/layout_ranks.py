@@ -51,6 +51,15 @@ def steps(path: str, parallelism: dict[str, int], options: dict[str, Any], rows:
     return figures, weights
 
 
+def answers(path: str, parallelism: dict[str, int], options: dict[str, Any]) -> list[float]:
+    """Log-probs and entropies of an engine without an optimizer, three micro-batches of them."""
+    engine = create(path, parallelism, options, optimizer=None)
+    engine.initialize()
+    outputs = engine.infer_batch(Batch.pack([*ROWS, ROWS[0]]), temperature=0.7, entropy=True)
+    engine.close()
+    return [*outputs.log_probs.tolist(), *outputs.entropy.tolist()]
+
+
 class SquaredValues:
     """Weighted squares of the values."""
 

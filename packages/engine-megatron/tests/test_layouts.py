@@ -12,7 +12,7 @@ from layout_ranks import ROWS
 from safetensors.torch import load_file
 
 from engine_api import OptimizerConfig
-from engine_api.config import Precision
+from engine_api.config import Memory, Precision
 from engine_api.weights import assemble
 from engine_conformance.fixtures import TinyModel, write_checkpoint
 from engine_conformance.ranks import RankPool
@@ -129,7 +129,7 @@ def test_chunks_in_turn_go_with_other_layouts(four: RankPool, one: RankPool, tmp
     model = TinyModel(family="qwen3_moe", num_experts=8, **DEEP | {"num_layers": 8})
     path = str(write_checkpoint(tmp_path / "model", model))
     for layout in CHUNKS_OF_FOUR:
-        check_as_one(four, one, layout, path, optimizer=OPTIMIZERS[0])
+        check_as_one(four, one, layout, path, optimizer=OPTIMIZERS[0], memory=Memory(max_tokens=8, recompute="full"))
 
 
 def test_chunks_in_turn_give_values(pool: RankPool, one: RankPool, tmp_path: Path) -> None:
@@ -137,6 +137,13 @@ def test_chunks_in_turn_give_values(pool: RankPool, one: RankPool, tmp_path: Pat
     ((want, exact),) = one.run("layout_ranks:value_steps", path=path, parallelism={}, options={})
     results = pool.run("layout_ranks:value_steps", path=path, parallelism=CHUNKS[0], options=CHUNKS[1])
     assert_as_one_rank(results, want, exact, f"{CHUNKS}")
+
+
+def test_chunks_in_turn_answer_without_an_optimizer(pool: RankPool, one: RankPool, tmp_path: Path) -> None:
+    path = str(write_checkpoint(tmp_path / "model", TinyModel(tied=True, **DEEP)))
+    (want,) = one.run("layout_ranks:answers", path=path, parallelism={}, options={})
+    for found in pool.run("layout_ranks:answers", path=path, parallelism=CHUNKS[0], options=CHUNKS[1]):
+        torch.testing.assert_close(found, want, atol=1e-4, rtol=1e-4)
 
 
 @pytest.mark.parametrize(("first", "second"), [(CHUNKS, ({"pp": 2}, {})), (({"pp": 2}, {}), CHUNKS)])
