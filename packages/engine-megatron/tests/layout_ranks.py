@@ -11,6 +11,7 @@ from torch import Tensor
 from engine_api import Batch, EngineConfig, EngineRegistry, ModelSource, OptimizerConfig, Parallelism, sft_loss
 from engine_api.config import Memory
 from engine_api.errors import EngineError
+from engine_api.results import LossOutput
 from engine_api.weights import ShardSpec
 
 Shards = list[tuple[str, Tensor, ShardSpec]]
@@ -33,19 +34,49 @@ def create(path: str, parallelism: dict[str, int], options: dict[str, Any], mode
     )
 
 
-def steps(path: str, parallelism: dict[str, int], options: dict[str, Any], **config: Any) -> tuple[list[float], dict[str, Tensor]]:  # fmt: skip
+def steps(path: str, parallelism: dict[str, int], options: dict[str, Any], rows: list[Any] = ROWS, **config: Any) -> tuple[list[float], dict[str, Tensor]]:  # fmt: skip
     """Figures of two steps with an inference between them, and the weights after."""
     engine = create(path, parallelism, options, **config)
     engine.initialize()
     place = engine.topology
-    batch = Batch.pack(ROWS[place.dp_rank :: place.dp_size])
+    batch = Batch.pack(rows[place.dp_rank :: place.dp_size])
     first = engine.train_batch(batch, sft_loss)
     log_probs = engine.infer_batch(batch).log_probs
     second = engine.train_batch(batch, sft_loss)
     figures = [first.loss, first.grad_norm, second.loss, second.grad_norm]
     if place.dp_size == 1:
-        figures += log_probs.tolist()
+        figures += [first.num_micro_batches, *log_probs.tolist()]
     weights = {name: tensor.clone() for name, tensor in engine.get_per_tensor_param(bucket_bytes=1 << 12)}
+    engine.close()
+    return figures, weights
+
+
+def answers(path: str, parallelism: dict[str, int], options: dict[str, Any]) -> list[float]:
+    """Log-probs and entropies of an engine without an optimizer, three micro-batches of them."""
+    engine = create(path, parallelism, options, optimizer=None)
+    engine.initialize()
+    outputs = engine.infer_batch(Batch.pack([*ROWS, ROWS[0]]), temperature=0.7, entropy=True)
+    engine.close()
+    return [*outputs.log_probs.tolist(), *outputs.entropy.tolist()]
+
+
+class SquaredValues:
+    """Weighted squares of the values."""
+
+    needs = ("values",)
+
+    def __call__(self, outputs: Any, batch: Any) -> Any:
+        return LossOutput(loss=(batch.loss_weight * outputs.values.square()).sum())
+
+
+def value_steps(path: str, parallelism: dict[str, int], options: dict[str, Any]) -> tuple[list[float], dict[str, Tensor]]:  # fmt: skip
+    """Figures of a value model's step, the values after it, and the weights."""
+    engine = create(path, parallelism, options, model_type="value_model", optimizer=OptimizerConfig(lr=1e-2, eps=1e-5))
+    engine.initialize()
+    batch = Batch.pack(ROWS)
+    step = engine.train_batch(batch, SquaredValues())
+    figures = [step.loss, step.grad_norm, *engine.infer_batch(batch).values.tolist()]
+    weights = {name: tensor.clone() for name, tensor in engine.get_per_tensor_param()}
     engine.close()
     return figures, weights
 
@@ -137,9 +168,9 @@ class BreaksOnce:
         return sft_loss(outputs, batch)
 
 
-def a_loss_that_raises(path: str, parallelism: dict[str, int]) -> tuple[str, float]:
+def a_loss_that_raises(path: str, parallelism: dict[str, int], options: dict[str, Any]) -> tuple[str, float]:
     """The error's type, and the gradient norm of the step after it."""
-    engine = create(path, parallelism, {})
+    engine = create(path, parallelism, options)
     engine.initialize()
     batch, loss = Batch.pack(ROWS), BreaksOnce()
     raised = ""

@@ -8,10 +8,11 @@ from typing import Any
 
 import pytest
 import torch
+from layout_ranks import ROWS
 from safetensors.torch import load_file
 
 from engine_api import OptimizerConfig
-from engine_api.config import Precision
+from engine_api.config import Memory, Precision
 from engine_api.weights import assemble
 from engine_conformance.fixtures import TinyModel, write_checkpoint
 from engine_conformance.ranks import RankPool
@@ -66,6 +67,12 @@ EXPERTS = [({"ep": 2}, {}), ({"ep": 4}, {}), ({"ep": 2, "pp": 2}, {}), ({"tp": 2
            ({"tp": 2, "pp": 2, "ep": 2}, WHOLE)]  # fmt: skip
 
 
+# Model chunks in turn, of four layers: stages of two ranks; of four, with experts and with split matrices.
+CHUNKS = ({"pp": 2}, {"virtual_stages": 2})
+CHUNKS_OF_FOUR = [({"pp": 2, "ep": 2}, {"virtual_stages": 2}), ({"pp": 2, "tp": 2}, {"virtual_stages": 2} | SPLIT),
+                  ({"pp": 4}, {"virtual_stages": 2})]  # fmt: skip
+DEEP = {"num_layers": 4, "vocab_size": 251, "num_heads": 8, "num_kv_heads": 4}
+
 # With the usual eps of 1e-8 rounding decides which way a weight goes whose gradient nearly vanishes.
 OPTIMIZERS = [
     OptimizerConfig(lr=1e-2, clip_norm=1.0, eps=1e-5),
@@ -117,6 +124,57 @@ def test_experts_anywhere_do_not_change_an_update(
         assert_as_one_rank(results, want, exact, f"{parallelism} {options}")
 
 
+@pytest.mark.parametrize("model", [TinyModel(tied=True, **DEEP), TinyModel(family="qwen3_moe", num_experts=8, **DEEP)],
+                         ids=lambda model: model.family)  # fmt: skip
+@pytest.mark.parametrize("optimizer", OPTIMIZERS, ids=lambda one: one.name)
+def test_chunks_in_turn_do_not_change_an_update(
+    pool: RankPool, one: RankPool, tmp_path: Path, model: TinyModel, optimizer: OptimizerConfig
+) -> None:
+    path, config = str(write_checkpoint(tmp_path / "model", model)), {"optimizer": optimizer}
+    for rows in (ROWS, ROWS[:1], [*ROWS, ROWS[0]]):  # 2 micro-batches, 1 and 3 of other lengths: some are filled up
+        check_as_one(pool, one, CHUNKS, path, rows=rows, **config)
+
+
+def test_chunks_in_turn_go_with_other_layouts(four: RankPool, one: RankPool, tmp_path: Path) -> None:
+    model = TinyModel(family="qwen3_moe", num_experts=8, **DEEP | {"num_layers": 8})
+    path = str(write_checkpoint(tmp_path / "model", model))
+    for layout in CHUNKS_OF_FOUR:
+        check_as_one(four, one, layout, path, optimizer=OPTIMIZERS[0], memory=Memory(max_tokens=8, recompute="full"))
+
+
+def test_chunks_in_turn_give_values(pool: RankPool, one: RankPool, tmp_path: Path) -> None:
+    path = str(write_checkpoint(tmp_path / "model", TinyModel(value_model=True, **DEEP)))
+    ((want, exact),) = one.run("layout_ranks:value_steps", path=path, parallelism={}, options={})
+    results = pool.run("layout_ranks:value_steps", path=path, parallelism=CHUNKS[0], options=CHUNKS[1])
+    assert_as_one_rank(results, want, exact, f"{CHUNKS}")
+
+
+def test_chunks_in_turn_answer_without_an_optimizer(pool: RankPool, one: RankPool, tmp_path: Path) -> None:
+    path = str(write_checkpoint(tmp_path / "model", TinyModel(tied=True, **DEEP)))
+    (want,) = one.run("layout_ranks:answers", path=path, parallelism={}, options={})
+    for found in pool.run("layout_ranks:answers", path=path, parallelism=CHUNKS[0], options=CHUNKS[1]):
+        torch.testing.assert_close(found, want, atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize(("first", "second"), [(CHUNKS, ({"pp": 2}, {})), (({"pp": 2}, {}), CHUNKS)])
+def test_checkpoints_go_to_and_from_chunks_in_turn(
+    pool: RankPool, one: RankPool, tmp_path: Path, first: Any, second: Any
+) -> None:
+    path = str(write_checkpoint(tmp_path / "model", TinyModel(tied=True, **DEEP)))
+    config, folder = {"path": path, "optimizer": OPTIMIZERS[0]}, str(tmp_path / "saved")
+    ((want, exact),) = one.run("layout_ranks:steps", parallelism={}, options={}, **config)
+    pool.run("layout_ranks:saves", parallelism=first[0], options=first[1], folder=folder, **config)
+    for norm, weights in pool.run("layout_ranks:goes_on", parallelism=second[0], options=second[1], folder=folder, **config):  # fmt: skip
+        assert abs(norm - want[3]) < 1e-4 * want[3]
+        assert_same_weights(weights, exact, f"{first} to {second}")
+
+
+def check_as_one(ranks: RankPool, one: RankPool, layout: Any, path: str, **config: Any) -> None:
+    ((want, exact),) = one.run("layout_ranks:steps", path=path, parallelism={}, options={}, **config)
+    results = ranks.run("layout_ranks:steps", path=path, parallelism=layout[0], options=layout[1], **config)
+    assert_as_one_rank(results, want, exact, f"{layout}")
+
+
 def test_checkpoints_go_between_layouts_of_experts(four: RankPool, one: RankPool, experts: str, tmp_path: Path) -> None:
     config = {"optimizer": OPTIMIZERS[0]}
     ((want, exact),) = one.run("layout_ranks:steps", path=experts, parallelism={}, options={}, **config)
@@ -150,9 +208,9 @@ def test_a_folder_goes_in_and_out_bit_for_bit(
 ) -> None:
     moe = family == "qwen3_moe"
     more = {"num_experts": 8} if moe else {}
-    model = TinyModel(family=family, tied=tied, vocab_size=251, num_kv_heads=4, num_heads=8, **more)
+    model = TinyModel(family=family, tied=tied, **DEEP, **more)
     path, precision = str(write_checkpoint(tmp_path / "model", model)), Precision(compute=compute)
-    for parallelism, options in EXPERTS if moe else DENSE:
+    for parallelism, options in [*EXPERTS, CHUNKS_OF_FOUR[0]] if moe else [*DENSE, CHUNKS]:
         arguments = {"path": path, "parallelism": parallelism, "options": options, "precision": precision}
         check_exports((four if moe else pool).run("layout_ranks:exports", **arguments), path, f"{parallelism}")
 
@@ -162,7 +220,7 @@ def test_a_folder_goes_in_and_out_bit_for_bit(
 def test_a_value_model_goes_in_and_out_bit_for_bit(
     pool: RankPool, four: RankPool, tmp_path: Path, family: str, compute: Any
 ) -> None:
-    model = TinyModel(family=family, tied=False, value_model=True, vocab_size=251)
+    model = TinyModel(family=family, tied=False, value_model=True, **DEEP)
     path = str(write_checkpoint(tmp_path / "model", model))
     for optimizer in (None, OptimizerConfig()):  # whole masters, and masters in flat ranges
         arguments = {
@@ -171,7 +229,7 @@ def test_a_value_model_goes_in_and_out_bit_for_bit(
             "optimizer": optimizer,
             "precision": Precision(compute=compute),
         }
-        for parallelism, options in EXPERTS[:3] if family == "qwen3_moe" else DENSE[3:]:
+        for parallelism, options in EXPERTS[:3] if family == "qwen3_moe" else [*DENSE[3:], CHUNKS]:
             ranks = four if family == "qwen3_moe" else pool
             found = ranks.run("layout_ranks:exports", parallelism=parallelism, options=options, **arguments)
             check_exports(found, path, f"{parallelism}")
@@ -186,12 +244,14 @@ def check_exports(found: Any, path: str, about: str) -> None:
 
 
 def test_a_loss_that_raises_on_the_last_stage_leaves_no_stage_waiting(
-    pool: RankPool, one: RankPool, folder: str
+    pool: RankPool, one: RankPool, tmp_path: Path
 ) -> None:
-    ((_, norm),) = one.run("layout_ranks:a_loss_that_raises", path=folder, parallelism={})
-    results = pool.run("layout_ranks:a_loss_that_raises", path=folder, parallelism={"pp": 2})
-    assert [raised for raised, _ in results] == ["RankFailure", "KeyError"]
-    assert all(abs(got - norm) < 1e-3 * norm for _, got in results)
+    path = str(write_checkpoint(tmp_path / "model", TinyModel(tied=True, **DEEP)))
+    ((_, norm),) = one.run("layout_ranks:a_loss_that_raises", path=path, parallelism={}, options={})
+    for parallelism, options in (({"pp": 2}, {}), CHUNKS):
+        results = pool.run("layout_ranks:a_loss_that_raises", path=path, parallelism=parallelism, options=options)
+        assert [raised for raised, _ in results] == ["RankFailure", "KeyError"]
+        assert all(abs(got - norm) < 1e-3 * norm for _, got in results)
 
 
 def test_two_layouts_at_once_are_refused(pool: RankPool, folder: str) -> None:

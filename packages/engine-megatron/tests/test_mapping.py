@@ -30,9 +30,10 @@ def shape_of(family: str, **changes: Any) -> Shape:
     return replace(SHAPE, family=family, qkv_bias=family == "qwen2", qk_norm=qk_norm, **experts | changes)
 
 
-def layouts(tensor: int, data: int, stages: int, experts: int = 1, expert_tensor: int | None = None) -> list[Layout]:
+def layouts(tensor: int, data: int, stages: int, experts: int = 1, expert_tensor: int | None = None, virtual: int = 1) -> list[Layout]:  # fmt: skip
     world, split = tensor * data * stages, tensor if expert_tensor is None else expert_tensor
-    return [Layout(world=world, rank=rank, tensor=tensor, data=data, stages=stages, experts=experts, expert_tensor=split)
+    return [Layout(world=world, rank=rank, tensor=tensor, data=data, stages=stages, experts=experts, expert_tensor=split,
+                   virtual=virtual)
             for rank in range(world)]  # fmt: skip
 
 
@@ -73,7 +74,8 @@ def parameters_of(table: list[Weight], layout: Layout, shape: Shape, multiple: i
 @pytest.mark.parametrize(("family", "tied", "kind"), [*product(FAMILIES, (False, True), ("language_model",)),
                                                       ("qwen3", False, "value_model")])  # fmt: skip
 @pytest.mark.parametrize("sizes", [(1, 1, 1), (2, 1, 1), (1, 2, 1), (1, 1, 2), (2, 2, 2), (4, 1, 1), (1, 2, 1, 2), (2, 1, 1, 2, 1),
-                                   (2, 2, 1, 2), (2, 2, 2, 4, 1), (2, 1, 1, 1, 1), (4, 1, 1, 2, 2)])  # fmt: skip
+                                   (2, 2, 1, 2), (2, 2, 2, 4, 1), (2, 1, 1, 1, 1), (4, 1, 1, 2, 2), (1, 1, 2, 1, 1, 2),
+                                   (2, 2, 2, 4, 1, 2)])  # fmt: skip
 def test_what_is_written_is_read_bit_for_bit(family: str, tied: bool, kind: Any, sizes: tuple[int, ...]) -> None:
     shape, multiple = shape_of(family, tied=tied, kind=kind), 3
     tables = []
@@ -108,6 +110,18 @@ def test_a_cut_views_live_memory() -> None:
     assert parameter[:2].eq(0).all()
 
 
+def test_layers_go_round_the_stages_chunk_by_chunk() -> None:
+    shape = replace(SHAPE, layers=8, tied=True)
+    table = {
+        weight.name: weight.parameters for weight in weight_table(shape, layouts(1, 1, 2, 1, 1, 2)[0], 1, torch.float32)
+    }
+    found = [table[f"model.layers.{layer}.self_attn.o_proj.weight"] for layer in range(8)]
+    places = [(stage, *name.split(".")[:4:3]) for where in found for stage, name in where.items()]
+    assert places == [(stage, chunk, local) for chunk in "01" for stage in (0, 1) for local in "01"]
+    assert table["model.embed_tokens.weight"] == {0: "0.embedding.word_embeddings.weight", 1: "1.output_layer.weight"}
+    assert table["model.norm.weight"] == {1: "1.decoder.final_layernorm.weight"}
+
+
 def test_a_hole_in_the_mapping_is_found() -> None:
     (layout,) = layouts(1, 1, 1)
     table = weight_table(SHAPE, layout, 1, torch.float32)
@@ -119,10 +133,11 @@ def test_a_hole_in_the_mapping_is_found() -> None:
 
 @pytest.mark.parametrize(("changes", "sizes", "field"), [
     ({"heads": 6, "kv_heads": 3}, (2, 1, 1), "parallelism.tp"), ({"intermediate": 21}, (2, 1, 1), "parallelism.tp"),
-    ({"layers": 3}, (1, 1, 2), "parallelism.pp"), ({}, (1, 2, 1, 2), "parallelism.ep"), ({"experts": 5}, (1, 2, 1, 2), "parallelism.ep"),
+    ({"layers": 3}, (1, 1, 2), "parallelism.pp"), ({"layers": 6}, (1, 1, 2, 1, 1, 2), "options.virtual_stages"),
+    ({}, (1, 2, 1, 2), "parallelism.ep"), ({"experts": 5}, (1, 2, 1, 2), "parallelism.ep"),
     ({"experts": 4, "expert_intermediate": 9}, (2, 1, 1), "options.expert_tensor_parallel"), ({"vocab_size": 3}, (4, 1, 1), "options.vocabulary_multiple"),
 ])  # fmt: skip
-def test_a_layout_that_does_not_divide_is_refused(changes: Any, sizes: tuple[int, int, int], field: str) -> None:
+def test_a_layout_that_does_not_divide_is_refused(changes: Any, sizes: tuple[int, ...], field: str) -> None:
     with pytest.raises(ConfigError) as caught:
         check_layout(replace(SHAPE, **changes), layouts(*sizes)[0], 1)
     assert caught.value.field == field

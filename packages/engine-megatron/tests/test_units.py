@@ -184,6 +184,8 @@ def test_what_is_refused_before_any_group_is_built(tmp_path: Path, folder: Path)
     assert isinstance(refusal(folder, parallelism=Parallelism(tp=2)), ConfigError)
     assert isinstance(refusal(folder, parallelism=Parallelism(pp=2)), ConfigError)
     assert isinstance(refusal(folder, options={"sequence_parallel": True}), ConfigError)
+    for stages in (0, 2):  # of a model without a pipeline
+        assert "options.virtual_stages" in str(refusal(folder, options={"virtual_stages": stages}))
     assert isinstance(refusal(tmp_path / "nowhere"), ConfigError)
     assert isinstance(refusal(folder, parallelism=Parallelism(cp=2)), ConfigError)
     assert isinstance(refusal(folder, parallelism=Parallelism(ulysses=2)), UnsupportedCapability)
@@ -201,11 +203,11 @@ def test_what_is_refused_before_any_group_is_built(tmp_path: Path, folder: Path)
 
 
 @pytest.mark.parametrize(("parallelism", "options", "field"), [
-    ({"tp": 2}, {}, "options.sequence_parallel"), ({"ep": 3}, {}, "parallelism.ep"), ({"ep": 8}, {}, "parallelism.ep"),
+    ({"pp": 2}, {"virtual_stages": 2}, "options.virtual_stages"), ({"tp": 2}, {}, "options.sequence_parallel"), ({"ep": 3}, {}, "parallelism.ep"), ({"ep": 8}, {}, "parallelism.ep"),
     ({"tp": 2, "ep": 4}, {"sequence_parallel": True}, "parallelism.ep"),
     ({"tp": 4}, {"sequence_parallel": True, "expert_tensor_parallel": 3}, "options.expert_tensor_parallel"),
 ])  # fmt: skip
-def test_experts_that_cannot_be_spread_are_refused(
+def test_what_does_not_divide_is_refused_before_any_group_is_built(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, parallelism: dict[str, int], options: dict[str, Any], field: str
 ) -> None:
     folder = write_checkpoint(tmp_path / "model", TinyModel(family="qwen3_moe", num_experts=8, num_kv_heads=4))

@@ -52,23 +52,27 @@ class MegatronEngine(BaseEngine):
         self._groups = ExitStack()  # closes those that were made
         if self.options.sequence_parallel and config.parallelism.tp == 1:
             raise ConfigError("options.sequence_parallel", "without tensor parallelism", remedy="set parallelism.tp, or leave it out")  # fmt: skip
+        if self.options.virtual_stages > 1 and config.parallelism.pp == 1:
+            raise ConfigError("options.virtual_stages", f"{self.options.virtual_stages} without a pipeline", remedy="set parallelism.pp, or leave it out")  # fmt: skip
 
     # --- building ------------------------------------------------------------------------------
 
     def _build(self) -> None:
         # All that can be refused from the configuration and the files' headers comes before any group.
-        config, multiple = self.config, self.options.vocabulary_multiple
+        config, options, multiple = self.config, self.options, self.options.vocabulary_multiple
         check_precision(config.precision)
         self.folder = fetch(config.model)
         hf_config = read_hf_config(config.model, self.folder)
         refuse_other_models(hf_config)
         if self.kind == "value_model":
             hf_config.num_labels = 1  # of the head that save_hf writes
-        spec = choose_spec(self.options.spec, config, self.device_type)
+        spec = choose_spec(options.spec, config, self.device_type)
         check_environment()
         self.shape, self.hf_config = shape_of(hf_config, self.kind, spec), hf_config
         self.vocab_size = self.shape.vocab_size
-        self.layout = build_layout(config.parallelism, self.options.expert_tensor_parallel, *world_and_rank())
+        self.layout = build_layout(
+            config.parallelism, options.expert_tensor_parallel, options.virtual_stages, *world_and_rank()
+        )
         self.topology = self.layout.topology
         check_layout(self.shape, self.layout, multiple)
         check_fp8(config, self.shape.widths(self.layout.tensor, self.layout.expert_tensor))
@@ -78,9 +82,9 @@ class MegatronEngine(BaseEngine):
         if files is not None:
             files.check(self.table)
         ModelParallel.check(self.layout, has_experts=self.shape.experts > 0)
-        settings = transformer_config(self.shape, config, self.options, self.layout, on_cpu=self.device_type == "cpu")
+        settings = transformer_config(self.shape, config, options, self.layout, on_cpu=self.device_type == "cpu")
         try:
-            self._build_groups(timedelta(seconds=self.options.timeout_s))
+            self._build_groups(timedelta(seconds=options.timeout_s))
             self._build_model(settings, files)
         except BaseException:  # Ctrl-C too: groups are not kept for an engine that never was
             self._close_groups()
@@ -111,16 +115,16 @@ class MegatronEngine(BaseEngine):
 
     def _build_stage(self, settings: TransformerConfig) -> None:
         config, options = self.config, self.options
-        model = build_model(self.shape, settings, options, self.layout)
-        attach(self.table, model, self.layout)
-        model.eval()
-        self.forward = Forward(model=model, shape=self.shape, layout=self.layout, device=self.device,
+        chunks = build_model(self.shape, settings, options, self.layout)
+        attach(self.table, chunks, self.layout)
+        chunks.eval()
+        self.forward = Forward(chunks=chunks, shape=self.shape, layout=self.layout, device=self.device,
                                multiple=token_multiple(config, options, self.layout), logit_chunk=config.memory.logit_chunk)  # fmt: skip
 
     def _build_masters(self) -> None:
-        model, dtype, optimizer = self.forward.model, DTYPES[self.config.precision.master], self.config.optimizer
-        self.trainer = Trainer(model, optimizer, self.layout, self.comm, dtype) if optimizer else None
-        self.masters = self.trainer.masters if self.trainer else whole_masters(model.parameters(), dtype)
+        chunks, dtype, optimizer = self.forward.chunks, DTYPES[self.config.precision.master], self.config.optimizer
+        self.trainer = Trainer(chunks, optimizer, self.layout, self.comm, dtype) if optimizer else None
+        self.masters = self.trainer.masters if self.trainer else whole_masters(chunks.parameters(), dtype)
 
     # --- running -------------------------------------------------------------------------------
 
@@ -131,13 +135,13 @@ class MegatronEngine(BaseEngine):
         del coefficients
         self._check_needs(needs)
         if self.layout.stages > 1:
-            return pipeline.infer(self.forward, self._module, batch, needs, temperature)
+            return pipeline.infer(self.forward, self._chunks, batch, needs, temperature)
         packed = self.forward.pack(batch)
-        return self.forward.outputs(self.forward.hidden(packed), packed, needs, temperature)
+        return self.forward.outputs(self.forward.hidden(packed, self.forward.chunks[0]), packed, needs, temperature)
 
     @property
-    def _module(self) -> Any:
-        return self.forward.model if self.trainer is None else self.trainer.ddp
+    def _chunks(self) -> Sequence[Any]:
+        return list(self.forward.chunks) if self.trainer is None else self.trainer.chunks
 
     def _run_train(
         self, parts: Sequence[Batch], loss: LossFn, denominator: float, temperature: float
@@ -154,18 +158,18 @@ class MegatronEngine(BaseEngine):
             return LossOutput(loss=sum((t.sum() for t in given[1:]), start=given[0].sum()) * 0.0)
 
         with self._accumulation(last=True):
-            results, error = pipeline.train(self.forward, self._module, parts, loss_of, needs, denominator, temperature)
+            results, error = pipeline.train(self.forward, self._chunks, parts, loss_of, needs, denominator, temperature)
         together(self.comm, lambda: _raise(error))
         return results
 
     @contextmanager
     def _accumulation(self, *, last: bool) -> Iterator[None]:
         del last  # gradients stay this rank's own until the step
-        self.forward.model.train()
+        self.forward.chunks.train()
         try:
             yield
         finally:
-            self.forward.model.eval()
+            self.forward.chunks.eval()
 
     # --- the step ------------------------------------------------------------------------------
 

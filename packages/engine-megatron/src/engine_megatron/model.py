@@ -55,6 +55,13 @@ class PackedGPT(GPTModel):
 def transformer_config(shape: Shape, config: EngineConfig, options: MegatronOptions, layout: Layout, *, on_cpu: bool) -> TransformerConfig:  # fmt: skip
     """Megatron's configuration. The local spec has no fused kernels; sums, never means."""
     extra: dict[str, Any] = _experts(shape, layout) | _engine_of(shape, config)
+    if layout.virtual > 1:
+        # With messages in batches, Megatron's default, two between the same two ranks are taken for each other.
+        extra |= {
+            "virtual_pipeline_model_parallel_size": layout.virtual,
+            "overlap_p2p_comm": True,
+            "batch_p2p_comm": False,
+        }
     if config.memory.recompute == "full":
         extra |= {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
     dtype = DTYPES[config.precision.compute]
@@ -99,18 +106,23 @@ def _experts(shape: Shape, layout: Layout) -> dict[str, Any]:
             "moe_aux_loss_coeff": 0.0, "moe_router_pre_softmax": not shape.norm_topk_prob}  # fmt: skip
 
 
-def build_model(shape: Shape, config: TransformerConfig, options: MegatronOptions, layout: Layout) -> PackedGPT:
-    """This rank's stage, its weights not yet filled."""
+def build_model(shape: Shape, config: TransformerConfig, options: MegatronOptions, layout: Layout) -> nn.ModuleList:
+    """This rank's stage: its model chunks (`PackedGPT`) in their order, the weights not yet filled."""
     if options.sequence_parallel or shape.spec == "te":
         _add_generators()
+    return nn.ModuleList(_chunk(shape, config, options, layout, number) for number in range(layout.virtual))
+
+
+def _chunk(shape: Shape, config: TransformerConfig, options: MegatronOptions, layout: Layout, number: int) -> PackedGPT:
+    is_first, is_last = layout.is_first and number == 0, layout.is_last and number == layout.virtual - 1
     model = PackedGPT(
         config=config, transformer_layer_spec=_spec(shape, layout),
         vocab_size=padded_vocabulary(shape, layout, options.vocabulary_multiple),
-        max_sequence_length=shape.max_positions, pre_process=layout.is_first, post_process=layout.is_last,
+        max_sequence_length=shape.max_positions, pre_process=is_first, post_process=is_last,
         position_embedding_type="rope", rotary_base=shape.rope_base,  # type: ignore[arg-type] - any number
-        share_embeddings_and_output_weights=shape.tied,
+        share_embeddings_and_output_weights=shape.tied, vp_stage=number if layout.virtual > 1 else None,
     )  # fmt: skip
-    if layout.is_last and shape.kind == "value_model":
+    if is_last and shape.kind == "value_model":
         device = next(model.parameters()).device
         del model.output_layer
         model.score = nn.utils.skip_init(nn.Linear, shape.hidden, 1, bias=shape.value_bias, dtype=config.params_dtype,
@@ -127,10 +139,10 @@ def _add_generators() -> None:
 
 
 def _spec(shape: Shape, layout: Layout) -> Any:
-    """The layers of this stage, and its last norm."""
+    """The layers of a chunk, and the last norm."""
     block: Any = TransformerBlockSubmodules
     layer, norm = _te_layer(shape) if shape.spec == "te" else _local_layer(shape)
-    return block(layer_specs=[layer] * (shape.layers // layout.stages), layer_norm=norm)
+    return block(layer_specs=[layer] * (shape.layers // (layout.stages * layout.virtual)), layer_norm=norm)
 
 
 def _te_layer(shape: Shape) -> tuple[Any, Any]:
@@ -216,9 +228,9 @@ def token_multiple(config: EngineConfig, options: MegatronOptions, layout: Layou
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Forward:
-    """How a micro-batch goes through this rank's stage, and the last stage's hidden states through the head."""
+    """How a micro-batch goes through this rank's chunks, and the last chunk's hidden states through the head."""
 
-    model: PackedGPT
+    chunks: nn.ModuleList
     shape: Shape
     layout: Layout
     multiple: int  # tokens of a micro-batch are padded to a multiple of it
@@ -230,9 +242,14 @@ class Forward:
         steady = self.shape.spec == "te"  # its attention is built anew for each longest length
         return pack(batch, multiple=self.multiple, layout=self.layout, device=self.device, steady=steady)
 
-    def hidden(self, packed: Packed) -> Tensor:
-        """``[n (/ tp), 1, d]``: what this stage gives the next, or the head."""
-        result: Tensor = self.model(packed.ids, packed.positions, None, packed_seq_params=packed.packing)
+    @property
+    def _last(self) -> PackedGPT:
+        last: Any = self.chunks[-1]
+        return last
+
+    def hidden(self, packed: Packed, chunk: Any) -> Tensor:
+        """``[n (/ tp), 1, d]``: what ``chunk``, one of `chunks` or its wrapper, gives the next, or the head."""
+        result: Tensor = chunk(packed.ids, packed.positions, None, packed_seq_params=packed.packing)
         return result
 
     def outputs(self, hidden: Tensor, packed: Packed, needs: Sequence[str], temperature: float) -> TokenOutputs:
@@ -251,21 +268,21 @@ class Forward:
         return about_next.index_select(0, packed.source).masked_fill(packed.first, 0.0)
 
     def _values(self, hidden: Tensor) -> Tensor:
-        if self.model.config.sequence_parallel:
+        if self._last.config.sequence_parallel:
             # Every rank goes on with the same loss, so the gradient is its own slice.
             hidden = gather_from_sequence_parallel_region(hidden, tensor_parallel_output_grad=False)
-        head: nn.Module = self.model.get_submodule("score")
+        head: nn.Module = self._last.get_submodule("score")
         values: Tensor = head(hidden[:, 0])
         return values.squeeze(-1).float()
 
     def _log_probs(self, hidden: Tensor, targets: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
-        if self.model.config.sequence_parallel:
+        if self._last.config.sequence_parallel:
             hidden = gather_from_sequence_parallel_region(hidden, tensor_parallel_output_grad=True)
         else:
             hidden = copy_to_tensor_model_parallel_region(hidden)
-        weight = self.model.output_layer.weight
+        weight = self._last.output_layer.weight
         if weight is None:
-            weight = self.model.shared_embedding_or_output_weight()
+            weight = self._last.shared_embedding_or_output_weight()
         return log_probs(hidden[:, 0], weight, targets, temperature=temperature, chunk=self.logit_chunk,
                          vocabulary=self._vocabulary(weight.shape[0]))  # fmt: skip
 

@@ -49,9 +49,9 @@ class Part:
 
 
 class DistributedPart(Part):
-    """The same with Megatron's distributed optimizer, over a flat range of the buffers of ``params``."""
+    """The same with Megatron's distributed optimizer, over flat ranges of ``buffers``, those of each chunk, which hold ``params``."""
 
-    def __init__(self, params: list[nn.Parameter], config: OptimizerConfig, dtype: torch.dtype, *, ddp: Any, buffers: Any) -> None:  # fmt: skip
+    def __init__(self, params: list[nn.Parameter], config: OptimizerConfig, dtype: torch.dtype, *, chunks: list[Any], buffers: list[Any]) -> None:  # fmt: skip
         self.params, self.dtype = params, dtype
         self.statistics_group = dist.group.WORLD  # each rank's range is its own
         settings = MegatronConfig(optimizer="adam", lr=config.lr, clip_grad=0.0, use_distributed_optimizer=True,
@@ -59,7 +59,7 @@ class DistributedPart(Part):
         optimizer: Any = DistributedOptimizer  # its annotations forget None
         self.optimizer: Any = optimizer(
             optimizer=build_optimizer(config, params), config=settings, grad_scaler=None, init_state_fn=None,
-            model_chunks=[ddp], per_model_buffers={0: buffers}, data_parallel_group=holders_group(params[0]),
+            model_chunks=chunks, per_model_buffers=dict(enumerate(buffers)), data_parallel_group=holders_group(params[0]),
             data_parallel_group_gloo=None, data_parallel_group_idx=0, distributed_optimizer_instance_id=0,
         )  # fmt: skip
         if dtype != torch.float32:
@@ -96,12 +96,16 @@ class DistributedPart(Part):
 class Trainer:
     """Gradient buffers and the optimizer of this rank's stage."""
 
-    def __init__(self, model: nn.Module, config: OptimizerConfig, layout: Layout, comm: Comm, dtype: torch.dtype) -> None:  # fmt: skip
+    def __init__(self, chunks: nn.ModuleList, config: OptimizerConfig, layout: Layout, comm: Comm, dtype: torch.dtype) -> None:  # fmt: skip
         self.layout, self.comm = layout, comm
         self.distributed = config.name == "adamw"
         # No overlap: gradients are reduced once a step, when all micro-batches and all calls have added to them.
         buffers = DistributedDataParallelConfig(grad_reduce_in_fp32=True, use_distributed_optimizer=self.distributed)
-        self.ddp: Any = DistributedDataParallel(config=model.config, ddp_config=buffers, module=model)  # type: ignore[arg-type]
+        self.chunks: list[Any] = [
+            DistributedDataParallel(config=chunk.config, ddp_config=buffers, module=chunk)  # type: ignore[arg-type]
+            for chunk in chunks
+        ]
+        self.params = list(chunks.parameters())
         self.parts = list(self._parts(config, dtype))
         shards = {param: shard for part in self.parts for param, shard in part.masters.shards.items()}
         self.masters = Masters(shards, dtype, spread=self.distributed)
@@ -109,10 +113,11 @@ class Trainer:
 
     def _parts(self, config: OptimizerConfig, dtype: torch.dtype) -> Iterator[Part]:
         """One for experts that are spread over ranks which share all other weights, one for the rest."""
-        for experts, buffers in ((False, self.ddp.buffers), (True, self.ddp.expert_parallel_buffers)):
-            params = [param for param in self.ddp.module.parameters() if is_spread_expert(param) == experts]
+        for experts, kind in ((False, "buffers"), (True, "expert_parallel_buffers")):
+            params = [param for param in self.params if is_spread_expert(param) == experts]
             if params and self.distributed:
-                yield DistributedPart(params, config, dtype, ddp=self.ddp, buffers=buffers)
+                buffers = [getattr(chunk, kind) for chunk in self.chunks]
+                yield DistributedPart(params, config, dtype, chunks=self.chunks, buffers=buffers)
             elif params:
                 yield Part(params, config, dtype)
 
@@ -120,11 +125,11 @@ class Trainer:
 
     def clip(self, max_norm: float | None) -> float:
         """Sum the gradients over the ranks that must, scale them to ``max_norm``; the global norm before that."""
-        finalize_model_grads([self.ddp], None)
+        finalize_model_grads(self.chunks, None)
         norm = math.hypot(*(self._norm(part) for part in self.parts))
         if max_norm is not None and math.isfinite(norm):
             shards = [shard.tensor for shard in self.masters.shards.values()]
-            total = torch.tensor(norm, device=self.ddp.buffers[0].grad_data.device)
+            total = torch.tensor(norm, device=self.params[0].device)
             torch.nn.utils.clip_grads_with_norm_(shards, max_norm, total)
         return norm
 
@@ -151,11 +156,13 @@ class Trainer:
                 group["lr"] = lr
             part.step()
         if self.distributed:
-            self.ddp.start_param_sync()
+            for chunk in self.chunks:
+                chunk.start_param_sync()
 
     def zero_grad(self) -> None:
         """Drop all gradients."""
-        self.ddp.zero_grad_buffer()
+        for chunk in self.chunks:
+            chunk.zero_grad_buffer()
         for shard in self.masters.shards.values():
             shard.tensor.grad = None
 
@@ -172,7 +179,7 @@ class Trainer:
         One gathered tensor lives at a time, unless it is kept. Raises ``ConfigError`` for state that is no such tensor.
         """
         for field in self.fields():
-            for param in self.ddp.module.parameters():
+            for param in self.params:
                 yield param, field, self._whole_value(param, field)
 
     def _whole_value(self, param: nn.Parameter, field: str) -> Tensor:

@@ -23,6 +23,9 @@ class MegatronOptions:
     # Tensor-parallel ranks that split each expert's matrices; 0: all of them. With 1, parallelism.ep spreads whole experts
     # over the tensor-parallel ranks as well.
     expert_tensor_parallel: int = 0
+    # Model chunks on each rank of a pipeline, which a micro-batch visits in turn: smaller bubbles for more messages
+    # (Narayanan et al. 2021, arXiv:2104.04473). Micro-batches are filled up with empty ones to a multiple of parallelism.pp.
+    virtual_stages: int = 1
     # The embedding's rows are padded to a multiple of this and of tp; padding is in no export and no checkpoint.
     vocabulary_multiple: int = 1
     # Seconds after which a collective that does not end fails; in Megatron's groups whole minutes, one at least.
@@ -36,7 +39,7 @@ class MegatronOptions:
         if self.expert_tensor_parallel < 0:
             raise ConfigError("options.expert_tensor_parallel", f"{self.expert_tensor_parallel} is negative",
                               remedy="give 1 or more, or 0 for as many as tp")  # fmt: skip
-        for name in ("vocabulary_multiple", "timeout_s"):
+        for name in ("virtual_stages", "vocabulary_multiple", "timeout_s"):
             if getattr(self, name) < 1:
                 raise ConfigError(f"options.{name}", f"{getattr(self, name)} is not positive", remedy="give 1 or more")
 

@@ -51,6 +51,7 @@ class Layout:
     Attributes:
         experts: ranks that the experts of a layer are spread over.
         expert_tensor: ranks that an expert's matrices are split over.
+        virtual: model chunks on each rank; chunk c of stage s is the ``c * stages + s``-th part of the layers.
     """
 
     world: int
@@ -61,6 +62,7 @@ class Layout:
     context: int = 1
     experts: int = 1
     expert_tensor: int = 1
+    virtual: int = 1
 
     @property
     def sizes(self) -> dict[str, int]:
@@ -109,7 +111,7 @@ class Layout:
                         is_primary=self.is_last and here.tensor == here.context == 0, sizes=self.sizes)  # fmt: skip
 
 
-def build_layout(parallelism: Parallelism, expert_tensor: int, world: int, rank: int) -> Layout:
+def build_layout(parallelism: Parallelism, expert_tensor: int, virtual: int, world: int, rank: int) -> Layout:
     """The layout for a world; raises ``ConfigError`` when the sizes do not make it. Makes no process group.
 
     ``expert_tensor`` 0 means as many as ``tp``.
@@ -131,7 +133,7 @@ def build_layout(parallelism: Parallelism, expert_tensor: int, world: int, rank:
                           why=f"experts are spread over the ranks of tp {parallelism.tp} x cp {parallelism.cp} x dp {data}",
                           remedy="choose a size that divides them")  # fmt: skip
     return Layout(world=world, rank=rank, tensor=parallelism.tp, data=data, stages=parallelism.pp, context=parallelism.cp,
-                  experts=parallelism.ep, expert_tensor=expert_tensor)  # fmt: skip
+                  experts=parallelism.ep, expert_tensor=expert_tensor, virtual=virtual)  # fmt: skip
 
 
 def ensure_process_group(device_type: str, world: int, timeout: timedelta) -> bool:

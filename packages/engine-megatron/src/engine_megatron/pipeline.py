@@ -1,4 +1,4 @@
-"""Megatron's pipeline schedule (1F1B, arXiv:2104.04473) around this engine's forward and the caller's loss."""
+"""Megatron's pipeline schedules (1F1B, with model chunks interleaved, arXiv:2104.04473) around this engine's forward and the caller's loss."""
 
 # Megatron is not annotated.
 # pyright: reportUnknownMemberType=false, reportUnknownVariableType=false
@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from itertools import tee
 from typing import Any
 
 import torch
@@ -22,17 +23,20 @@ from engine_megatron.parallel import pipeline_group
 OnLast = Callable[[Tensor, Packed, Batch], tuple[Tensor, Any]]
 
 
-def run(forward: Forward, model: Any, parts: Sequence[Batch], on_last: OnLast, *, backward: bool) -> list[Any]:
-    """The schedule over all micro-batches, all stages together.
+def run(forward: Forward, chunks: Sequence[Any], parts: Sequence[Batch], on_last: OnLast, *, backward: bool) -> list[Any]:  # fmt: skip
+    """The schedule over all micro-batches, all stages together; ``chunks`` are those of ``forward`` or their wrappers.
 
-    ``on_last`` makes of the last stage's hidden states a scalar to differentiate and what is collected of it: the
+    ``on_last`` makes of the last chunk's hidden states a scalar to differentiate and what is collected of it: the
     result, one a micro-batch, on the last stage; nothing on the others.
     """
+    virtual, stages = forward.layout.virtual, forward.layout.stages
+    # Interleaved, micro-batches go round in groups of as many as there are stages; empty ones run where stages would wait.
+    given = [*parts, *[parts[0].select([])] * (-len(parts) % stages if virtual > 1 else 0)]
+    feeds = tee(((batch, forward.pack(batch)) for batch in given), virtual)  # packed once, whichever chunk comes first
 
-    def step(batches: Any, _: Any) -> tuple[Tensor, Any]:
-        batch: Batch = next(batches)
-        packed = forward.pack(batch)
-        hidden = forward.hidden(packed)
+    def step(feed: Any, chunk: Any) -> tuple[Tensor, Any]:
+        batch, packed = next(feed)
+        hidden = forward.hidden(packed, chunk)
 
         def finish(hidden: Tensor) -> tuple[Tensor, Tensor, Any]:
             scalar, collected = on_last(hidden, packed, batch)
@@ -41,14 +45,15 @@ def run(forward: Forward, model: Any, parts: Sequence[Batch], on_last: OnLast, *
 
         return hidden, finish
 
-    collected: list[Any] = get_forward_backward_func()(
-        forward_step_func=step, data_iterator=iter(parts), model=[model], num_microbatches=len(parts),
+    schedule = get_forward_backward_func(pp_size=stages, vp_size=virtual if virtual > 1 else None)
+    collected: list[Any] = schedule(
+        forward_step_func=step, data_iterator=list(feeds), model=list(chunks), num_microbatches=len(given),
         seq_length=1, micro_batch_size=1, forward_only=not backward,  # lengths vary and are sent along
     )  # fmt: skip
-    return collected
+    return collected[: len(parts)]
 
 
-def infer(forward: Forward, model: Any, batch: Batch, needs: Sequence[str], temperature: float) -> TokenOutputs:
+def infer(forward: Forward, chunks: Sequence[Any], batch: Batch, needs: Sequence[str], temperature: float) -> TokenOutputs:  # fmt: skip
     """One micro-batch through all stages; its outputs on every stage."""
     names = ("values",) if forward.shape.kind == "value_model" else ("log_probs", "entropy")
     names = tuple(name for name in names if name in needs)
@@ -57,7 +62,7 @@ def infer(forward: Forward, model: Any, batch: Batch, needs: Sequence[str], temp
         outputs = forward.outputs(hidden, packed, needs, temperature)
         return hidden.new_zeros(()), torch.stack([getattr(outputs, name) for name in names])
 
-    found = run(forward, model, [batch], on_last, backward=False)
+    found = run(forward, chunks, [batch], on_last, backward=False)
     like = torch.empty(len(names), batch.num_tokens, device=forward.device)
     rows = found[0].contiguous() if forward.layout.is_last else like
     last = replace(forward.layout.here, stage=forward.layout.stages - 1)
@@ -66,7 +71,7 @@ def infer(forward: Forward, model: Any, batch: Batch, needs: Sequence[str], temp
 
 
 def train(
-    forward: Forward, model: Any, parts: Sequence[Batch], loss_of: Callable[[TokenOutputs, Batch], LossOutput],
+    forward: Forward, chunks: Sequence[Any], parts: Sequence[Batch], loss_of: Callable[[TokenOutputs, Batch], LossOutput],
     needs: Sequence[str], denominator: float, temperature: float,
 ) -> tuple[list[LossOutput], Exception | None]:  # fmt: skip
     """Forward and backward over the micro-batches; zeros on stages that do not know the loss.
@@ -84,7 +89,7 @@ def train(
             return hidden.sum() * 0.0, None
         return result.loss / denominator, LossOutput(loss=result.loss.detach(), metrics=result.metrics)
 
-    results = run(forward, model, parts, on_last, backward=True)
+    results = run(forward, chunks, parts, on_last, backward=True)
     if not forward.layout.is_last or raised:
         results = [LossOutput(loss=torch.zeros(()))] * len(parts)
     return results, raised[0] if raised else None

@@ -31,7 +31,7 @@ class Weight:
 
     Attributes:
         per_rank: size in the split dimension on each tensor-parallel rank, padding of the vocabulary included.
-        parameters: pipeline stage → Megatron's name of the parameter there.
+        parameters: pipeline stage → Megatron's name of the parameter there, after the number of its model chunk.
         owner: the expert-parallel rank that holds it; None: not of an expert, they all do.
         param: it, on this rank; None on ranks without any of it.
     """
@@ -94,6 +94,7 @@ def check_layout(shape: Shape, layout: Layout, multiple: int) -> None:
     sizes = {
         "parallelism.tp": (layout.tensor, heads | ({} if shape.experts else {"intermediate size": shape.intermediate})),
         "parallelism.pp": (layout.stages, {"layers": shape.layers}),
+        "options.virtual_stages": (layout.virtual, {"layers of a stage": shape.layers // layout.stages}),
         "parallelism.ep": (layout.experts, {"experts": shape.experts}),
         "options.expert_tensor_parallel": (layout.expert_tensor, {"experts' intermediate size": shape.expert_intermediate}),
     }  # fmt: skip
@@ -131,16 +132,17 @@ def weight_table(shape: Shape, layout: Layout, multiple: int, dtype: torch.dtype
 
 
 def _stages(layer: int | None, rule: Rule, shape: Shape, layout: Layout) -> dict[int, str]:
-    last = layout.stages - 1
+    last, head = layout.stages - 1, layout.virtual - 1
     if layer is not None:
-        stage, local = divmod(layer, shape.layers // layout.stages)
+        part, local = divmod(layer, shape.layers // (layout.stages * layout.virtual))
+        chunk, stage = divmod(part, layout.stages)
         name = rule.parameter
         if rule.expert is not None:
             name = name.replace("N", str(rule.expert % (shape.experts // layout.experts)))
-        return {stage: f"decoder.layers.{local}.{name}"}
+        return {stage: f"{chunk}.decoder.layers.{local}.{name}"}
     if rule.saved == TIED_HEAD.saved:
-        return {0: rule.parameter} | ({last: TIED_HEAD.parameter} if shape.tied and last else {})
-    return {last: rule.parameter}
+        return {0: f"0.{rule.parameter}"} | ({last: f"{head}.{TIED_HEAD.parameter}"} if shape.tied and last else {})
+    return {last: f"{head}.{rule.parameter}"}
 
 
 def _own_box(weight: Weight, places: Sequence[Place], own: int) -> ShardSpec:
@@ -152,12 +154,12 @@ def _own_box(weight: Weight, places: Sequence[Place], own: int) -> ShardSpec:
     )
 
 
-def attach(table: Sequence[Weight], model: nn.Module, layout: Layout) -> None:
-    """Give each weight that this rank holds its parameter of ``model``.
+def attach(table: Sequence[Weight], chunks: nn.Module, layout: Layout) -> None:
+    """Give each weight that this rank holds its parameter; ``chunks`` holds the model's chunks under their numbers.
 
     Raises ``ConfigError`` for a hole in the mapping: a parameter that no weight fills, or the reverse.
     """
-    params, stage = dict(model.named_parameters()), layout.here.stage
+    params, stage = dict(chunks.named_parameters()), layout.here.stage
     held = [weight for weight in table if weight.at(layout.here) is not None]
     wanted = {weight.parameters[stage] for weight in held}
     if holes := sorted(wanted ^ set(params)):
