@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -49,6 +50,15 @@ def steps(path: str, parallelism: dict[str, int], options: dict[str, Any], rows:
     weights = {name: tensor.clone() for name, tensor in engine.get_per_tensor_param(bucket_bytes=1 << 12)}
     engine.close()
     return figures, weights
+
+
+def threads_left(path: str, parallelism: dict[str, int]) -> list[int]:
+    """Threads of this process, those of its groups among them, after each of three engines that trained and answered."""
+    left: list[int] = []
+    for _ in range(3):
+        steps(path, parallelism, {})
+        left.append(len(list(Path("/proc/self/task").iterdir())))
+    return left
 
 
 def answers(path: str, parallelism: dict[str, int], options: dict[str, Any]) -> list[float]:

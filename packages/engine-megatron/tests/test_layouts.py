@@ -135,6 +135,11 @@ def test_chunks_in_turn_do_not_change_an_update(
         check_as_one(pool, one, CHUNKS, path, rows=rows, **config)
 
 
+def test_a_closed_engine_leaves_no_group_behind(pool: RankPool, experts: str) -> None:
+    for row in pool.run("layout_ranks:threads_left", path=experts, parallelism={"ep": 2}):
+        assert row[0] == row[1] == row[2], row
+
+
 def test_chunks_in_turn_go_with_other_layouts(four: RankPool, one: RankPool, tmp_path: Path) -> None:
     model = TinyModel(family="qwen3_moe", num_experts=8, **DEEP | {"num_layers": 8})
     path = str(write_checkpoint(tmp_path / "model", model))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from datetime import timedelta
@@ -27,7 +28,7 @@ from engine_api.results import LossOutput, TokenOutputs
 from engine_api.weights import ShardExport, ShardSpec, WeightExport
 from engine_megatron import checkpoint, export, pipeline
 from engine_megatron.masters import check_precision, whole_masters
-from engine_megatron.model import Forward, build_model, token_multiple, transformer_config
+from engine_megatron.model import Forward, build_model, let_go, token_multiple, transformer_config
 from engine_megatron.optimizer import Trainer
 from engine_megatron.options import megatron_options
 from engine_megatron.parallel import (
@@ -236,10 +237,12 @@ class MegatronEngine(BaseEngine):
     def _release(self) -> None:
         self.trainer = None
         self.table.clear()
+        let_go(self.forward.chunks)
         del self.forward, self.masters
+        self._close_groups()
+        gc.collect()  # Megatron's modules refer to each other: until then they hold their memory, and the groups' threads
         if self.device.type == "cuda":
             torch.cuda.empty_cache()
-        self._close_groups()
 
     def _close_groups(self) -> None:
         self._groups.close()

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
 from megatron.core.models.gpt import GPTModel
 from megatron.core.models.gpt.gpt_layer_specs import (
     get_gpt_layer_local_spec,
@@ -128,6 +129,18 @@ def _chunk(shape: Shape, config: TransformerConfig, options: MegatronOptions, la
         model.score = nn.utils.skip_init(nn.Linear, shape.hidden, 1, bias=shape.value_bias, dtype=config.params_dtype,
                                          device=device)  # fmt: skip
     return model
+
+
+def let_go(chunks: nn.ModuleList) -> None:
+    """Cut what would keep a model that nobody uses, with its memory and its groups' threads.
+
+    A token dispatcher keeps the last micro-batch's probabilities, whose graph ends in the hooks that hold the model: a circle
+    through autograd, which Python's collector cannot see. RoPE's cache of frequencies has the module for a key.
+    """
+    for layer in chunks.modules():
+        if (dispatcher := getattr(layer, "token_dispatcher", None)) is not None:
+            vars(dispatcher).clear()
+    RotaryEmbedding.forward.cache_clear()  # type: ignore[attr-defined]
 
 
 def _add_generators() -> None:
