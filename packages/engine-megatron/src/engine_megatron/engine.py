@@ -134,7 +134,6 @@ class MegatronEngine(BaseEngine):
     ) -> TokenOutputs:
         """See ``BaseEngine.forward_step``; ``coefficients`` are not used. On a pipeline: without gradient."""
         del coefficients
-        self._check_needs(needs)
         if self.layout.stages > 1:
             return pipeline.infer(self.forward, self._chunks, batch, needs, temperature)
         packed = self.forward.pack(batch)
@@ -150,7 +149,6 @@ class MegatronEngine(BaseEngine):
         if self.layout.stages == 1:
             return super()._run_train(parts, loss, denominator, temperature)
         needs = needs_of(loss)
-        self._check_needs(needs)
 
         def loss_of(outputs: TokenOutputs, batch: Batch) -> LossOutput:
             if batch.num_tokens:

@@ -79,7 +79,7 @@ def forgotten_on_failure() -> Iterator[None]:
     before = set(convert_frame._bytecode_hooks)  # noqa: SLF001
     try:
         yield
-    except BaseException:
+    except BaseException:  # Ctrl-C too: a start that takes a minute is often interrupted; raised again
         new = [hook for key, hook in convert_frame._bytecode_hooks.items() if key not in before]  # noqa: SLF001
         for layer in [getattr(hook, "__self__", None) for hook in new]:
             if isinstance(layer, TorchCompileWithNoGuardsWrapper):
