@@ -14,6 +14,7 @@ from torch._dynamo.eval_frame import remove_from_cache
 from vllm.compilation.wrapper import TorchCompileWithNoGuardsWrapper
 from vllm.distributed import parallel_state
 from vllm.lora.layers import BaseLayerWithLoRA
+from vllm.model_executor.layers import rotary_embedding
 from vllm.model_executor.model_loader.reload import layerwise
 
 from rollout_fp8.adapter import PREFIX, SHARED_MEMORY
@@ -33,6 +34,7 @@ def shut_down(engine: Any) -> None:
     for model in engine.collective_rpc("get_model"):
         _forget_reloads(model)
         _forget_compiled(model)
+        _forget_rotations(model)
     engine.collective_rpc("shutdown")
     leave_groups()
 
@@ -45,6 +47,17 @@ def _forget_reloads(model: Any) -> None:
     """
     for layer in model.modules():
         layerwise.LAYERWISE_INFO.pop(layer, None)
+
+
+def _forget_rotations(model: Any) -> None:
+    """Let the tables of sines and cosines of a model go.
+
+    vLLM keeps them for the next model, and they lie in the memory that can sleep, which serves one engine: the next finds it
+    in use (0.26.0 and 0.32.0, ``_ROPE_DICT``).
+    """
+    known, own = rotary_embedding._ROPE_DICT, {id(layer) for layer in model.modules()}  # noqa: SLF001
+    for key in [key for key, layer in known.items() if id(layer) in own]:
+        del known[key]
 
 
 def _forget_compiled(model: Any) -> None:
