@@ -50,14 +50,15 @@ def opened(model: str, *, version: int | None = 1, **arguments: Any) -> Iterator
     finally:
         rollout.close()
     alive = [weight for tensor in weights if (weight := tensor()) is not None]
-    assert not alive, f"the closed rollout still has weights in memory:{holders(alive[0])}"
+    assert not alive, f"the closed rollout still has weights or layers in memory:{holders(alive[0])}"
 
 
-def _weights(rollout: Any) -> list[weakref.ref[torch.Tensor]]:
-    """Of a rollout in this process."""
+def _weights(rollout: Any) -> list[weakref.ref[Any]]:
+    """Of a rollout in this process, and its layers, whose buffers lie in the memory that can sleep too."""
     if rollout.options.executor != "in_process":
         return []
-    return [weakref.ref(p) for model in rollout._engine.collective_rpc("get_model") for p in model.parameters()]
+    models = rollout._engine.collective_rpc("get_model")
+    return [weakref.ref(thing) for model in models for thing in (*model.parameters(), *model.modules())]
 
 
 def error_of(call: Any, *args: Any, **kwargs: Any) -> EngineError | None:
@@ -87,8 +88,9 @@ def left_by_failed_start(model: str) -> tuple[EngineError | None, int, list[str]
         text.__cause__ = text.__context__ = None  # their tracebacks hold what the start had built
     gc.unfreeze()
     gc.collect()
+    named = ("Qwen3", "RotaryEmbedding")
     layers = [
-        one for one in gc.get_objects() if type(one).__name__.startswith("Qwen3") and isinstance(one, torch.nn.Module)
+        one for one in gc.get_objects() if isinstance(one, torch.nn.Module) and type(one).__name__.startswith(named)
     ]
     return text, len(convert_frame._bytecode_hooks) - hooks, holders(layers[0]) if layers else []
 

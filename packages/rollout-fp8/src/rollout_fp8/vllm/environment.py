@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import importlib
+import importlib.util
 import os
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -36,6 +38,16 @@ def prepare() -> None:
             why="vLLM would requantize FP8 weights after each sync, and serve others than it was sent",
             remedy=f"unset {E8M0}; for scales that are powers of two: rollout.options.scales=pow2",
         )  # fmt: skip
+
+
+def import_kernels() -> None:
+    """Import FlashInfer where it is installed, before vLLM does so while it builds a model.
+
+    One of its modules makes a table at its import: on the device, and in the memory that can sleep, which that table would keep
+    from the next engine of the process (0.6.14, ``fp4_quantization``).
+    """
+    if importlib.util.find_spec("flashinfer") is not None:
+        importlib.import_module("flashinfer")
 
 
 @contextmanager

@@ -34,7 +34,6 @@ def shut_down(engine: Any) -> None:
     for model in engine.collective_rpc("get_model"):
         _forget_reloads(model)
         _forget_compiled(model)
-        _forget_rotations(model)
     engine.collective_rpc("shutdown")
     leave_groups()
 
@@ -47,17 +46,6 @@ def _forget_reloads(model: Any) -> None:
     """
     for layer in model.modules():
         layerwise.LAYERWISE_INFO.pop(layer, None)
-
-
-def _forget_rotations(model: Any) -> None:
-    """Let the tables of sines and cosines of a model go.
-
-    vLLM keeps them for the next model, and they lie in the memory that can sleep, which serves one engine: the next finds it
-    in use (0.26.0 and 0.32.0, ``_ROPE_DICT``).
-    """
-    known, own = rotary_embedding._ROPE_DICT, {id(layer) for layer in model.modules()}  # noqa: SLF001
-    for key in [key for key, layer in known.items() if id(layer) in own]:
-        del known[key]
 
 
 def _forget_compiled(model: Any) -> None:
@@ -85,14 +73,17 @@ def _forget_layer(layer: Any) -> None:
 
 @contextmanager
 def forgotten_on_failure() -> Iterator[None]:
-    """Let the models go that a start inside compiled before it failed.
+    """Let the models go that a start inside made before it failed.
 
-    Nobody is given such a model, so that it is found by what keeps it: the hooks that were not there before.
+    Nobody is given such a model, so that it is found by what keeps it: hooks and tables that were not there before.
     """
-    before = set(convert_frame._bytecode_hooks)  # noqa: SLF001
+    rotations = rotary_embedding._ROPE_DICT  # noqa: SLF001 - layers that models share, cleared by a shutdown alone
+    before, kept = set(convert_frame._bytecode_hooks), set(rotations)  # noqa: SLF001
     try:
         yield
     except BaseException:  # Ctrl-C too: a start that takes a minute is often interrupted; raised again
+        for key in set(rotations) - kept:
+            del rotations[key]
         new = [hook for key, hook in convert_frame._bytecode_hooks.items() if key not in before]  # noqa: SLF001
         for layer in [getattr(hook, "__self__", None) for hook in new]:
             if isinstance(layer, TorchCompileWithNoGuardsWrapper):

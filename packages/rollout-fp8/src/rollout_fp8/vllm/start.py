@@ -82,6 +82,8 @@ def start(plan: Plan) -> vllm.LLMEngine:
     arguments = _arguments(plan)
     try:
         if plan.in_process:
+            if plan.device.type == "cuda":
+                environment.import_kernels()
             _join_group(plan)
             if plan.shared and plan.device.type == "cpu":
                 size = plan.options.tensor_parallel_size
