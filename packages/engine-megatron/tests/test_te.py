@@ -6,6 +6,7 @@ import importlib.metadata
 import os
 import sys
 from dataclasses import replace
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -80,6 +81,23 @@ def test_attention_kernels_chosen_by_the_environment_are_refused(monkeypatch: py
     with pytest.raises(ConfigError, match="unset it") as caught:
         te.check_environment()
     assert name in caught.value.field
+
+
+@pytest.mark.usefixtures("here")
+@pytest.mark.parametrize("chosen", ["", "CUDNN_HOME", "CUDNN_PATH"])
+def test_transformer_engine_is_told_of_torchs_cudnn(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, chosen: str
+) -> None:
+    (tmp_path / "nvidia" / "cudnn").mkdir(parents=True)
+    monkeypatch.syspath_prepend(tmp_path)
+    for name in ("CUDNN_HOME", "CUDNN_PATH"):
+        monkeypatch.delenv(name, raising=False)
+    if chosen:
+        monkeypatch.setenv(chosen, "own")
+    te.share_cudnn()
+    found = os.environ.get("CUDNN_HOME")
+    monkeypatch.delenv("CUDNN_HOME", raising=False)
+    assert found == {"": str(tmp_path / "nvidia" / "cudnn"), "CUDNN_HOME": "own", "CUDNN_PATH": None}[chosen]
 
 
 def test_absent_or_of_another_version(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:

@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any, ClassVar, get_args
 
 import torch
-from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
 from engine_api.base import BaseEngine
@@ -26,6 +25,12 @@ from engine_api.manifest import Entry
 from engine_api.registry import Resolution
 from engine_api.results import LossOutput, TokenOutputs
 from engine_api.weights import ShardExport, ShardSpec, WeightExport
+from engine_megatron import te
+
+te.share_cudnn()  # before Megatron imports Transformer Engine
+
+from megatron.core.transformer.transformer_config import TransformerConfig
+
 from engine_megatron import checkpoint, export, pipeline
 from engine_megatron.masters import check_precision, whole_masters
 from engine_megatron.model import Forward, build_model, let_go, token_multiple, transformer_config
@@ -38,7 +43,6 @@ from engine_megatron.parallel import (
     world_and_rank,
 )
 from engine_megatron.shape import Kind, read_hf_config, refuse_other_models, shape_of
-from engine_megatron.te import check_environment, check_fp8, choose_spec
 from engine_megatron.weights import Files, Reader, attach, check_layout, fill, weight_table
 
 
@@ -67,8 +71,8 @@ class MegatronEngine(BaseEngine):
         refuse_other_models(hf_config)
         if self.kind == "value_model":
             hf_config.num_labels = 1  # of the head that save_hf writes
-        spec = choose_spec(options.spec, config, self.device_type)
-        check_environment()
+        spec = te.choose_spec(options.spec, config, self.device_type)
+        te.check_environment()
         self.shape, self.hf_config = shape_of(hf_config, self.kind, spec), hf_config
         self.vocab_size = self.shape.vocab_size
         self.layout = build_layout(
@@ -76,7 +80,7 @@ class MegatronEngine(BaseEngine):
         )
         self.topology = self.layout.topology
         check_layout(self.shape, self.layout, multiple)
-        check_fp8(config, self.shape.widths(self.layout.tensor, self.layout.expert_tensor))
+        te.check_fp8(config, self.shape.widths(self.layout.tensor, self.layout.expert_tensor))
         self._check_experts()
         self.table = weight_table(self.shape, self.layout, multiple, DTYPES[config.precision.master])
         files = None if config.model.init == "random" else Files(self.folder)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import importlib.metadata
+import importlib.util
 import logging
 import os
 from typing import Literal
@@ -86,6 +87,20 @@ def _unfit(config: EngineConfig) -> str | None:
         # Its matrix products in float32 are TF32, and its fused attention has no float32 kernel.
         return "it has no float32: its matrix products would be TF32"
     return "its attention is not model.attention: sdpa" if config.model.attention == "sdpa" else None
+
+
+def share_cudnn() -> None:
+    """Let Transformer Engine load the cuDNN that torch brings, unless the environment names one; before it is imported.
+
+    It looks for the system's first (2.20.2, ``common``). Where torch has used its own by then, parts of two versions meet, and
+    the import ends with an undefined symbol.
+    """
+    chosen = any(name in os.environ for name in ("CUDNN_HOME", "CUDNN_PATH"))
+    if chosen or not is_installed() or importlib.util.find_spec("nvidia") is None:
+        return
+    spec = importlib.util.find_spec("nvidia.cudnn")
+    if spec is not None and spec.submodule_search_locations:
+        os.environ["CUDNN_HOME"] = next(iter(spec.submodule_search_locations))
 
 
 def check_environment() -> None:
