@@ -6,7 +6,7 @@
       config.yaml             what ran, defaults included
       metrics.jsonl           one row a step
       tensorboard/
-      checkpoints/            step-000120, latest
+      checkpoints/            step-000120, latest; critic/step-000120
       eval/                   completions to the held-out problems
       report.html  plots/     at the end
       hf/                     the trained model, for transformers
@@ -29,7 +29,7 @@ from engine_api.config import EngineConfig
 from engine_api.contract import Engine
 from engine_api.errors import ConfigError
 from engine_trainer.checkpoints import Checkpoints, compare, read_extra
-from engine_trainer.config import RLConfig, SFTConfig
+from engine_trainer.config import Config
 from engine_trainer.groups import EngineGroup, Launcher, divide
 from engine_trainer.interrupt import Interrupt
 from engine_trainer.loading import flatten, to_plain, to_yaml
@@ -60,11 +60,12 @@ class Outcome:
 
 
 class Run:
-    """One SFT or RL run. Used as a context; ``start``, ``resume``, then ``steps`` with ``end_step`` in each.
+    """One run. Used as a context; ``start``, ``resume``, then ``steps`` with ``end_step`` in each.
 
     Attributes:
         launcher: where its engines and rollouts run.
         policy: the engine that learns, on all of its ranks; from ``start`` on.
+        beside: further engines that learn (the critic), by name; saved and loaded with the policy. Known before ``resume``.
         log, timers, checkpoints: what they say.
         device: the device type that was chosen.
         interrupted: whether a signal ended the loop.
@@ -74,9 +75,7 @@ class Run:
     engine_config: EngineConfig
     device: str
 
-    def __init__(
-        self, config: SFTConfig | RLConfig, *, kind: str, total_steps: int, launcher: Launcher | None = None
-    ) -> None:
+    def __init__(self, config: Config, *, kind: str, total_steps: int, launcher: Launcher | None = None) -> None:
         self.config, self.kind, self.total_steps = config, kind, total_steps
         self.folder = Path(config.run.output_dir)
         self.is_main = global_rank() == 0
@@ -86,6 +85,7 @@ class Run:
         )
         self.checkpoints = Checkpoints(self.folder / "checkpoints", keep=config.run.keep)
         self.launcher = launcher or Spmd()
+        self.beside: dict[str, EngineGroup] = {}
         self.interrupted = False
         self._interrupt = Interrupt()
 
@@ -139,6 +139,9 @@ class Run:
         found = together(self.comm, self._find)[0]
         state: dict[str, Any] = {"step": 0}
         if found is not None:
+            for name, group in self.beside.items():
+                group.load_checkpoint(together(self.comm, lambda n=name: self.checkpoints.beside(found, n))[0])
+            # The policy last: the generators are as they were with it.
             state = dict(self.policy.load_checkpoint(found).extra["loop"])
             if state.get("rows", rows) != rows:
                 raise ConfigError(
@@ -176,7 +179,7 @@ class Run:
         if last or self.interrupted or (run.save_every and step % run.save_every == 0):
             with self.timers.phase("save"):
                 extra = {"kind": self.kind, "config": self._fingerprint(), "loop": {**state, "step": step}}
-                self.checkpoints.save(self.policy, self.comm, step, extra)
+                self.checkpoints.save(self.policy, self.comm, step, extra, self.beside)
         if self.interrupted and not last:
             self.log.say(f"stopped after step {step} of {self.total_steps}, saved; the same command goes on from there")
 
