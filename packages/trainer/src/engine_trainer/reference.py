@@ -26,8 +26,15 @@ class Reference:
 
     def log_probs(self, shares: Sequence[Batch], temperature: float) -> list[torch.Tensor]:
         """``[T]`` float32 of each share that is held."""
-        outputs = self._engines.infer(shares, temperature=temperature, adapter=not self._adapter)
-        return [log_probs_of(o) for o in outputs]
+        return [log_probs_of(o) for o in self._infer(shares, temperature)]
+
+    def outputs(self, batch: Batch) -> TokenOutputs:
+        """Of this rank's own share, at temperature 1; for a loop that every rank runs."""
+        (outputs,) = self._infer([batch], 1.0)
+        return outputs
+
+    def _infer(self, shares: Sequence[Batch], temperature: float) -> list[TokenOutputs]:
+        return self._engines.infer(shares, temperature=temperature, adapter=not self._adapter)
 
     def close(self) -> None:
         """Close the second engine, where there is one."""
