@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import logging
 import sys
 import traceback
@@ -59,10 +60,22 @@ def _train(config: Config) -> Outcome:
             from engine_trainer.reward_model import train_reward_model
 
             return train_reward_model(config)
+        case RLConfig(launcher="ray"):
+            _require_ray()
+            from engine_trainer.ray.controller import train_on_ray
+
+            return train_on_ray(config)
         case RLConfig():
             from engine_trainer.rl import train_rl
 
             return train_rl(config)
+
+
+def _require_ray() -> None:
+    if importlib.util.find_spec("ray") is None:
+        raise ConfigError(
+            "launcher", "ray is not installed", remedy="pip install engine-trainer[ray], or launcher: none"
+        )
 
 
 def _close(outcome: Outcome, *, report: bool) -> None:

@@ -24,6 +24,7 @@ from engine_trainer.sections import (
     EvalSection,
     GymDataset,
     GymSection,
+    RaySection,
     RewardSection,
     RolloutSection,
     RunSection,
@@ -33,7 +34,7 @@ from engine_trainer.sections import (
 __all__ = [
     "AlgorithmSection", "ColumnsSection", "Config", "CorrectionSection", "CriticSection", "DPOConfig", "DPOSection",
     "DataSection", "DynamicSamplingSection", "EngineSection", "EvalSection", "GymDataset", "GymSection",
-    "HeldoutSection", "KLSection", "OverlongSection", "RLConfig", "RewardModelConfig", "RewardSection",
+    "HeldoutSection", "KLSection", "OverlongSection", "RLConfig", "RaySection", "RewardModelConfig", "RewardSection",
     "RolloutSection", "RunSection", "SFTConfig",
 ]  # fmt: skip
 
@@ -66,6 +67,8 @@ class RLConfig:
     rollout: RolloutSection = field(default_factory=RolloutSection)
     algorithm: AlgorithmSection = field(default_factory=AlgorithmSection)
     eval: EvalSection | None = None
+    launcher: Literal["none", "ray"] = "none"  # none: this process, or the ranks of torchrun
+    ray: RaySection = field(default_factory=RaySection)
 
     def __post_init__(self) -> None:
         _check_eval(self.eval, self.data)
