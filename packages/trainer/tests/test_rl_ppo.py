@@ -253,7 +253,7 @@ MAIN = SEVENS + "\nimport sys\nfrom engine_trainer.cli import main\nsys.exit(mai
 
 
 def launch(tmp_path: Path, config: dict, ranks: int) -> None:
-    script, file = tmp_path / "main.py", tmp_path / f"{ranks}.yaml"
+    script, file = tmp_path / "main.py", Path(config["run"]["output_dir"]).with_suffix(".yaml")
     script.write_text(MAIN)
     file.write_text(yaml.safe_dump(config))
     launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(ranks)] if ranks > 1 else []
@@ -275,3 +275,23 @@ def test_two_ranks_agree_with_one(sums_model, tmp_path):
     left, right = (tensors_of(tmp_path / n / "hf") for n in ("1", "2"))
     for name, weight in left.items():
         torch.testing.assert_close(right[name], weight, atol=1e-4, rtol=1e-3)
+
+
+@pytest.mark.slow
+@pytest.mark.distributed
+def test_on_ray_it_is_bit_for_bit_what_it_is_under_torchrun(sums_model, tmp_path, monkeypatch):
+    pytest.importorskip("ray")
+    (tmp_path / "rewards_of_sevens.py").write_text(SEVENS)
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")]))
+    algorithm = {**SETTINGS["adaptive"], "prompts_per_step": 8, "mini_batches": 2, "epochs": 2}
+    trees = {name: tree(sums_model, tmp_path / name, algorithm=algorithm) for name in ("ranks", "ray")}
+    trees["ray"] |= {"launcher": "ray", "ray": {"engines": 2, "imports": ["rewards_of_sevens"]}}
+    for name, ranks in (("ranks", 2), ("ray", 1)):
+        launch(tmp_path, trees[name], ranks)
+    both = [
+        [{k: v for k, v in row.items() if not k.startswith("worker/")} for row in rows_of(tmp_path / n)] for n in trees
+    ]
+    assert both[0] == both[1]
+    assert same(tmp_path / "ranks" / "hf", tmp_path / "ray" / "hf")
+    for file in (tmp_path / "ranks" / "checkpoints" / "critic").rglob("*.safetensors"):
+        assert file.read_bytes() == (tmp_path / "ray" / file.relative_to(tmp_path / "ranks")).read_bytes()

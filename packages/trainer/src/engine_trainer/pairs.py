@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 import torch
@@ -19,7 +19,7 @@ from engine_api.results import TokenOutputs, TrainOutput
 from engine_trainer.algorithms.packed import document_of, sum_by_document
 from engine_trainer.algorithms.preference import LinearLoss, PairLossName, pair_loss
 from engine_trainer.config import DPOConfig, RewardModelConfig
-from engine_trainer.data import ChatTokenizer, load_tokenizer, order_of, without_limit
+from engine_trainer.data import ChatTokenizer, load_tokenizer, order_of
 from engine_trainer.data.preferences import Pair, PairDataset
 from engine_trainer.groups import divide
 from engine_trainer.runtime import Outcome, Run
@@ -107,9 +107,9 @@ def _load(config: DPOConfig | RewardModelConfig, tokenizer: ChatTokenizer) -> Pa
     train = PairDataset.read(section.source, section.split, tokenizer, section)
     if config.eval is None:
         return PairData(train=train, heldout=None)
-    held = config.eval
-    return PairData(train=train, heldout=PairDataset.read(held.source, held.split, tokenizer, without_limit(section),
-                                                          limit=held.max_pairs))  # fmt: skip
+    held, unlimited = config.eval, replace(section, max_length=None)  # a score always means the same pairs
+    heldout = PairDataset.read(held.source, held.split, tokenizer, unlimited, limit=held.max_pairs)
+    return PairData(train=train, heldout=heldout)
 
 
 class PairTrainer:

@@ -203,9 +203,8 @@ class RaySection:
     timeout_s: float = 1800.0  # of every call of a worker; one that is silent for longer is lost
     start_timeout_s: float = 120.0  # until the cluster has room for the workers
     restarts: int = 3  # from the last checkpoint, after a worker or a node was lost
-    imports: Sequence[
-        str
-    ] = ()  # modules that each worker imports first: what registers engines, rollouts, rewards in process
+    # modules that each worker imports first: what registers engines, rollouts, rewards in process
+    imports: Sequence[str] = field(default_factory=list[str])
     log_workers: bool = False  # show what workers print; it is always in Ray's session folder
 
     def __post_init__(self) -> None:

@@ -7,9 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, TypeVar
-
-import torch
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from engine_api.batch import Batch
 from engine_api.capabilities import Capability
@@ -25,6 +23,9 @@ from engine_trainer.groups import Trained
 from engine_trainer.logs import Timers
 from engine_trainer.replica import Answer, Replica, RolloutSpec, create_exporter
 from engine_trainer.sections import EngineSection
+
+if TYPE_CHECKING:
+    import torch
 
 T = TypeVar("T")
 
