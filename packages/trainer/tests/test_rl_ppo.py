@@ -21,6 +21,7 @@ from engine_trainer.experience import collect
 from engine_trainer.loading import from_tree
 from engine_trainer.rewards import RewardError, register
 from engine_trainer.rl import train_rl
+from engine_trainer.spmd import Spmd, SpmdEngines
 
 pytest.importorskip("engine_fsdp", reason="the loop needs an engine")
 pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning")  # torch 2.13 renames a collective under FSDP
@@ -245,6 +246,35 @@ def test_a_critic_that_cannot_be_built_is_named_by_its_own_key(sums_model, tmp_p
     with pytest.raises(ConfigError) as caught:
         train_rl(configure(sums_model, tmp_path / "out", algorithm={"prompts_per_step": 8, **GAE, "critic": critic}))
     assert caught.value.field == "algorithm.critic.memory.max_tokens"
+
+
+def test_reference_and_critic_leave_the_device_to_the_rollout(sums_model, tmp_path, monkeypatch):
+    moves: dict[int, list[str]] = {}
+    for name in ("offload", "reload"):
+        real = getattr(SpmdEngines, name)
+        monkeypatch.setattr(
+            SpmdEngines, name, lambda self, n=name, real=real: (moves.setdefault(id(self), []).append(n), real(self))
+        )
+    train_rl(configure(sums_model, tmp_path / "out", run={"steps": 2}, rollout={"n": 2, "max_new_tokens": 4, "offload_engine": True},
+                       algorithm={"prompts_per_step": 8, **SETTINGS["adaptive"]}))  # fmt: skip
+    policy, *others = sorted(moves.values(), key=len)
+    assert policy == ["offload", "reload"] * 2
+    assert others == [["offload", *["reload", "offload"] * 2]] * 2
+
+
+def test_a_critic_over_other_ranks_than_the_policys_is_refused(sums_model, tmp_path, monkeypatch):
+    real = Spmd.engines
+
+    def engines(self, section, config, device):
+        made = real(self, section, config, device)
+        if section.model_type == "value_model":
+            made.dp_size = 2
+        return made
+
+    monkeypatch.setattr(Spmd, "engines", engines)
+    with pytest.raises(ConfigError, match="2 data-parallel ranks, the policy has 1") as caught:
+        train_rl(configure(sums_model, tmp_path / "out", algorithm={"prompts_per_step": 8, **GAE}))
+    assert caught.value.field == "algorithm.critic.parallelism"
 
 
 # --- several processes --------------------------------------------------------------------------

@@ -87,6 +87,7 @@ class Learner:
         """Update the engines; the step's figures, the same on all ranks. No groups: nothing is changed."""
         if not groups:
             return {"train/updates": 0.0}
+        self._move(away=False)
         rewards = shaped_rewards(groups, self.config)
         mini_batches = self._divide(groups, rewards)
         documents = [[d for m in mini_batches for d in m.shares[k]] for k in range(len(self.policy.held))]
@@ -97,13 +98,25 @@ class Learner:
         figures = credit.figures | self._teach_critic(mini_batches, shares, values, credit.returns)
         shares, corrected = self._corrected(self._with_weights(shares, credit.advantages))
         with self.timers.phase("train"):
-            return figures | corrected | self._update(mini_batches, shares)
+            figures |= corrected | self._update(mini_batches, shares)
+        self.rest()
+        return figures
+
+    def rest(self) -> None:
+        """With ``rollout.offload_engine`` reference and critic leave the device, until the next update."""
+        self._move(away=True)
 
     def close(self) -> None:
         """Close the engines of reference and critic."""
         for part in (self.reference, self.critic):
             if part is not None:
                 part.close()
+
+    def _move(self, *, away: bool) -> None:
+        if self.config.rollout.offload_engine:
+            for engines in (self.reference and self.reference.engines, self.critic and self.critic.engines):
+                if engines is not None:
+                    engines.offload() if away else engines.reload()
 
     # --- before the updates ---------------------------------------------------------------------
 

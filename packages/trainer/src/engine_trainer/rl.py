@@ -49,6 +49,7 @@ def train_rl(config: RLConfig, launcher: Launcher | None = None) -> Outcome:
         state = run.resume(len(train))
         position = int(state.get("position", 0))
         learner.restore(state.get("learner", {}))
+        learner.rest()
         if state["step"] == 0 and heldout is not None:
             run.log.write(0, measure(0))
         for step in run.steps(state["step"]):

@@ -130,7 +130,7 @@ def _fits(row: Row, chosen: Document, rejected: Document, section: DataSection) 
     size = max(len(chosen), len(rejected))
     if section.max_length is None or size <= section.max_length:
         return True
-    if section.on_too_long == "error":
+    if section.on_too_long != "drop":  # an answer without its end is not the one that was preferred
         raise row.error(f"{size} tokens in the longer answer's document, data.max_length is {section.max_length}",
                         remedy="raise data.max_length, or set data.on_too_long=drop")  # fmt: skip
     return False
