@@ -40,6 +40,17 @@ def test_the_slope_is_the_derivative(name, scale):
     assert bool(loss.isfinite().all())
 
 
+@pytest.mark.parametrize("name", ["sigmoid", "hinge", "ipo"])
+def test_no_pairs_far_pairs_and_a_lost_one(name):
+    loss, slope = pair_loss(torch.zeros(0), 0.1, name)
+    assert loss.shape == slope.shape == (0,)
+    loss, slope = pair_loss(torch.tensor([-1e6, 1e6]), 0.1, name)
+    assert bool(loss.isfinite().all() and slope.isfinite().all())
+    loss, slope = pair_loss(torch.tensor([math.nan, 1.0]), 0.1, name)
+    assert loss.isnan().tolist() == [True, False]  # hinge's too: no loss is taken for none
+    assert slope[1:].isfinite().all()
+
+
 def test_a_name_that_nobody_knows():
     with pytest.raises(ConfigError, match="sigmoid"):
         pair_loss(torch.zeros(1), 0.1, "sigmoyd")  # pyright: ignore[reportArgumentType]

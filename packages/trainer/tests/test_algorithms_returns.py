@@ -127,3 +127,22 @@ def test_whitening_by_hand():
     torch.testing.assert_close(given, f64(0, -1, 0, 1, 0), rtol=0, atol=1e-7)  # mean 2, Bessel variance 1
     same = torch.full((8,), 0.1)
     assert whiten(same, same, Moments.of(same, same)).abs().max() < 1e-9
+
+
+def test_whitening_where_nothing_counts_and_where_something_is_lost():
+    values, none = f64(1, 2, 3), f64(0, 0, 0)
+    assert whiten(values, none, Moments.of(values, none)).tolist() == [0, 0, 0]
+    values, mask = f64(math.nan, 1, 3), f64(0, 1, 1)  # a number that does not count
+    given = whiten(values, mask, Moments.of(values, mask))
+    assert given.tolist() == pytest.approx([0, -1 / math.sqrt(2), 1 / math.sqrt(2)])
+
+
+@pytest.mark.parametrize("scale", [1e-2, 1e4])
+def test_whitening_does_not_see_scale_or_offset(scale):
+    dice = random.Random(1)
+    values = [dice.gauss(0, 1) for _ in range(40)]
+    mask = f64(*[1.0] * 40)
+    mean, deviation = statistics.fmean(values), statistics.stdev(values)
+    expected = f64(*((x - mean) / deviation for x in values))
+    moved = f64(*(scale * x + 7 for x in values))
+    torch.testing.assert_close(whiten(moved, mask, Moments.of(moved, mask)), expected, rtol=1e-4, atol=1e-7)

@@ -74,3 +74,28 @@ def test_explained_variance_by_hand():
     expected = 1 - statistics.pvariance(rest) / statistics.pvariance(returns)
     assert explained_variance(sums) == pytest.approx(expected)
     assert explained_variance({**sums, "tokens": 0.0}) == 0.0
+
+
+def test_nothing_counts_and_a_lost_value_makes_the_loss_be_lost():
+    given = outputs(1.0, 2.0)
+    result = ValueLoss(clip=0.2)(given, make_batch([5.0, 6.0], [0.0, 0.0], weights=[0.0, 0.0]))
+    (gradient,) = torch.autograd.grad(result.loss, given.values)
+    assert float(result.loss.detach()) == float(result.metrics["tokens"]) == 0
+    assert not gradient.any()
+    lost = ValueLoss(clip=0.2)(outputs(float("nan")), make_batch([5.0], [0.0]))
+    assert result.loss.isfinite()
+    assert lost.loss.isnan()  # so that the engine skips the step
+
+
+def test_the_split_into_micro_batches_changes_nothing():
+    dice = torch.Generator().manual_seed(4)
+    documents = [{"input_ids": [0] * n, "returns": torch.randn(n, generator=dice, dtype=torch.float64) * 3,
+                  "old_values": torch.randn(n, generator=dice, dtype=torch.float64) * 3,
+                  "loss_weight": [0.0] + [1.0] * (n - 1)} for n in (1, 5, 2, 9)]  # fmt: skip
+    batch, values = Batch.pack(documents), torch.randn(17, generator=dice, dtype=torch.float64) * 3
+    loss = ValueLoss(clip=0.5)
+    whole = loss(TokenOutputs(values=values), batch)
+    parts = [loss(TokenOutputs(values=values[batch.token_index(d)]), batch.select(d)) for d in ([3, 0], [2], [1])]
+    assert float(sum(p.loss for p in parts)) == pytest.approx(float(whole.loss), rel=1e-13)
+    for name, total in whole.metrics.items():
+        assert float(sum(p.metrics[name] for p in parts)) == pytest.approx(float(total), rel=1e-12)

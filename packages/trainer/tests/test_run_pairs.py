@@ -16,6 +16,7 @@ import torch
 import yaml
 
 from engine_api.errors import ConfigError
+from engine_trainer import pairs as pairs_module
 from engine_trainer.cli import main
 from engine_trainer.config import DPOConfig, RewardModelConfig
 from engine_trainer.dpo import train_dpo
@@ -233,6 +234,22 @@ def test_a_run_that_failed_and_is_resumed_ends_bit_for_bit_as_one_left_alone(
     left, right = map(weights_of, outs)
     assert left
     assert all(torch.equal(left[n], right[n]) for n in left)
+
+
+def test_a_step_whose_numbers_are_lost_changes_nothing(models, pairs, tmp_path, monkeypatch):
+    real, steps = pairs_module.document_sums, []
+
+    def spoilt(outputs, batch):
+        steps.append(1)
+        sums = real(outputs, batch)
+        return sums * math.nan if len(steps) == 2 else sums
+
+    monkeypatch.setattr(pairs_module, "document_sums", spoilt)
+    rows = train("rm", tree("rm", models, pairs, tmp_path / "out", run={"steps": 3}))
+    assert [r["train/skipped"] for r in rows] == [0, 1, 0]
+    monkeypatch.undo()
+    alone = train("rm", tree("rm", models, pairs, tmp_path / "alone", run={"steps": 1}))
+    assert alone[0] == rows[0]
 
 
 def test_the_reference_of_lora_is_the_adapter_off(models, pairs, tmp_path):

@@ -125,6 +125,11 @@ class PairTrainer:
             batch, mine = self._pack(indices, heldout=False)
             losses, slopes, sums = self._judge(batch, mine, heldout=False)
         metrics = self._figures("train", sums, losses)
+        if not math.isfinite(metrics["train/loss"]):  # a sum over all ranks: all of them skip
+            run.log.say(
+                f"step {step} was skipped: loss is {metrics['train/loss']}; weights and optimizer are as before"
+            )
+            return metrics | {"train/skipped": 1.0}
         with run.timers.phase("train"):
             batch = batch.with_fields(coefficient=_coefficients(batch, slopes))
             output = run.engine.train_batch(batch, objective.linear, denominator=float(len(indices)))
