@@ -146,6 +146,9 @@ class RunSection:
     wandb: str | None = None  # project name
     progress: bool = True
     report: bool = True  # plots and report.html at the end
+    profile_steps: Sequence[int] = field(
+        default_factory=list[int]
+    )  # torch's profiler: output_dir/profile, a trace a process
 
     def __post_init__(self) -> None:
         if (self.steps is None) == (self.epochs is None):
@@ -209,9 +212,8 @@ class RaySection:
     timeout_s: float = 1800.0  # of every call of a worker; one that is silent for longer is lost
     start_timeout_s: float = 120.0  # until the cluster has room for the workers
     restarts: int = 3  # from the last checkpoint, after a worker or a node was lost
-    imports: Sequence[
-        str
-    ] = ()  # modules that each worker imports first: what registers engines, rollouts, rewards in process
+    # modules that each worker imports first: what registers engines, rollouts, rewards in process
+    imports: Sequence[str] = field(default_factory=list[str])
     log_workers: bool = False  # show what workers print; it is always in Ray's session folder
 
     def __post_init__(self) -> None:
