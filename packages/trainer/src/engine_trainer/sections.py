@@ -146,6 +146,9 @@ class RunSection:
     wandb: str | None = None  # project name
     progress: bool = True
     report: bool = True  # plots and report.html at the end
+    profile_steps: Sequence[int] = field(
+        default_factory=list[int]
+    )  # torch's profiler: output_dir/profile, a trace a process
 
     def __post_init__(self) -> None:
         if (self.steps is None) == (self.epochs is None):
@@ -158,7 +161,13 @@ class RunSection:
         at_least("run", self, 0, "save_every", "keep")
 
     def total_steps(self, samples: int, batch_size: int) -> int:
-        """Steps of the whole run; ``epochs`` counts whole batches only, and at least one."""
+        """Steps of the whole run; ``epochs`` counts whole batches only, and at least one.
+
+        Raises ``ConfigError`` for fewer samples than a batch, which would have some of them twice.
+        """
+        if samples < batch_size:
+            raise ConfigError("data", f"{samples} rows, but a step takes {batch_size}",
+                              remedy="give more rows, or a smaller batch_size (RL: algorithm.prompts_per_step)")  # fmt: skip
         return self.steps if self.steps is not None else max(1, int((self.epochs or 0) * samples) // batch_size)
 
 
@@ -179,6 +188,7 @@ class RolloutSection:
         "merged"  # adapter: the base weights are sent once, then engine.lora's adapter alone
     )
     sleep: bool = True  # give the rollout's memory back while the engine trains
+    offload_engine: bool = False  # and the engine's memory while the rollout generates
     options: Mapping[str, Any] = field(default_factory=dict[str, Any])  # the rollout's own
 
     def __post_init__(self) -> None:
@@ -186,6 +196,52 @@ class RolloutSection:
         at_least("rollout", self, 0, "temperature", "top_k")
         if not 0 < self.top_p <= 1:
             raise ConfigError("rollout.top_p", f"{self.top_p} is no share", remedy="give a number in (0, 1]; 1: all")
+
+
+@dataclass(frozen=True, kw_only=True)
+class RaySection:
+    """``launcher: ray``: on which cluster, and how many workers (docs of each: engine_trainer.ray)."""
+
+    address: str | None = None  # host:port, or auto; null: a cluster on this machine, for this run alone
+    engines: int = 1  # ranks of the engine, a process each
+    rollouts: int | None = (
+        None  # replicas in processes of their own; null: one beside each data-parallel rank, by turns
+    )
+    gpus_per_worker: float | None = None  # null: 1 where the engine computes on GPUs
+    cpus_per_worker: float = 1.0
+    timeout_s: float = 1800.0  # of every call of a worker; one that is silent for longer is lost
+    start_timeout_s: float = 120.0  # until the cluster has room for the workers
+    restarts: int = 3  # from the last checkpoint, after a worker or a node was lost
+    # modules that each worker imports first: what registers engines, rollouts, rewards in process
+    imports: Sequence[str] = field(default_factory=list[str])
+    log_workers: bool = False  # show what workers print; it is always in Ray's session folder
+
+    def __post_init__(self) -> None:
+        at_least("ray", self, 1, "engines")
+        at_least("ray", self, 0, "cpus_per_worker", "restarts")
+        for name in ("timeout_s", "start_timeout_s"):
+            if not getattr(self, name) > 0:
+                raise ConfigError(f"ray.{name}", f"{getattr(self, name)} is not a time", remedy="give seconds above 0")
+        if self.rollouts is not None:
+            at_least("ray", self, 1, "rollouts")
+        if self.gpus_per_worker is not None:
+            at_least("ray", self, 0, "gpus_per_worker")
+
+
+@dataclass(frozen=True, kw_only=True)
+class OverlapSection:
+    """Generation beside training, on replicas of their own (``ray.rollouts``).
+
+    ``one_step_off``: the completions of a step are generated while the step before is trained on.
+    ``full``: replicas never stop but for a weight sync; what was begun before it goes on after it with the new weights.
+    """
+
+    mode: Literal["none", "one_step_off", "full"] = "none"
+    max_staleness: int = 1  # steps that a token's weights may be behind; an older one carries no loss, and is counted
+    slice_tokens: int = 64  # full: tokens after which a generation may be interrupted by a sync
+
+    def __post_init__(self) -> None:
+        at_least("overlap", self, 1, "max_staleness", "slice_tokens")
 
 
 @dataclass(frozen=True, kw_only=True)
