@@ -16,8 +16,10 @@ import torch
 import yaml
 
 from engine_api.errors import CheckpointMissing, ConfigError
-from engine_trainer.config import RLConfig
+from engine_trainer.algorithms.losses import PolicyLoss
+from engine_trainer.config import AlgorithmSection, RLConfig
 from engine_trainer.experience import collect
+from engine_trainer.learner import policy_loss
 from engine_trainer.loading import from_tree
 from engine_trainer.rewards import RewardError, register
 from engine_trainer.rl import train_rl
@@ -95,56 +97,86 @@ def plain_gae(rewards, values, gamma, lam):
     return advantages
 
 
-def test_the_first_update_is_the_textbooks(sums_model, value_folder, tmp_path, monkeypatch):
-    """One step of plain SGD equals PPO written down in float64 from the answers, for the policy and for the critic."""
+def step_by_hand(model, loss, rate) -> float:
+    """Plain SGD; the norm of the gradient."""
+    model.zero_grad()
+    loss.backward()
+    gradients = [(p, p.grad) for p in model.parameters()]
+    with torch.no_grad():
+        for parameter, gradient in gradients:
+            parameter.sub_(rate * gradient)
+    return math.sqrt(sum(float(g.square().sum()) for _, g in gradients))
+
+
+def test_one_step_is_the_textbooks(sums_model, value_folder, tmp_path, monkeypatch):
+    """Plain SGD equals PPO written down in float64 from the answers: an update of the policy, two of the critic with its clip."""
     from transformers import AutoModelForCausalLM, AutoModelForTokenClassification
 
-    out, seen = tmp_path / "out", []
+    out, seen, clip = tmp_path / "out", [], 0.02
     monkeypatch.setattr("engine_trainer.rl.collect", lambda *a, **k: seen.append(collect(*a, **k)) or seen[0])
     register("mixed")(lambda: lambda s: s.completion.count("7") + s.completion.count("1") / 3)
-    critic = {"optimizer": {**SGD, "lr": 0.05}, "model": {"path": str(value_folder)}}
+    critic = {"optimizer": {**SGD, "lr": 0.05}, "model": {"path": str(value_folder)}, "epochs": 2, "value_clip": clip}
     config = tree(sums_model, out, run={"steps": 1}, reward={"name": "mixed"}, rollout={"n": 2, "max_new_tokens": 6},
                   algorithm={**GAE, "critic": critic})  # fmt: skip
     config["engine"]["optimizer"] = SGD
     train_rl(from_tree(RLConfig, config))
     row = rows_of(out)[-1]
 
-    policy = AutoModelForCausalLM.from_pretrained(sums_model, dtype=torch.float64, attn_implementation="eager")
-    value = AutoModelForTokenClassification.from_pretrained(
-        value_folder, dtype=torch.float64, attn_implementation="eager"
-    )
-    terms = []
-    for group in seen[0].groups:
-        for answer in group.answers:
-            whole, begin = torch.tensor([[*group.prompt.tokens, *answer.tokens]]), len(group.prompt.tokens) - 1
-            logits = policy(input_ids=whole).logits[0, begin:-1]
-            log_probs = logits.log_softmax(-1).gather(-1, torch.tensor(answer.tokens)[:, None])[:, 0]
-            values = value(input_ids=whole).logits[0, begin:-1, 0]
-            rewards = [0.0] * (len(answer.tokens) - 1) + [answer.score.total]
-            terms.append((log_probs, values, plain_gae(rewards, values.tolist(), 0.9, 0.8)))
-    advantages = [a for _, _, own in terms for a in own]
-    mean, scale = statistics.fmean(advantages), math.sqrt(statistics.variance(advantages) + 1e-8)
-    policy_loss = critic_loss = torch.zeros((), dtype=torch.float64)
-    for log_probs, values, estimates in terms:
-        own = torch.tensor(estimates, dtype=torch.float64)
-        policy_loss = policy_loss - ((own - mean) / scale * log_probs).sum() / len(advantages)
-        critic_loss = critic_loss + (values - (own + values.detach())).square().sum() / 2 / len(advantages)
-    policy_loss.backward()
-    critic_loss.backward()
+    double = {"dtype": torch.float64, "attn_implementation": "eager"}
+    policy = AutoModelForCausalLM.from_pretrained(sums_model, **double)
+    value = AutoModelForTokenClassification.from_pretrained(value_folder, **double)
+    answers = [(g.prompt.tokens, a.tokens, a.score.total) for g in seen[0].groups for a in g.answers]
+    assert len({len(tokens) for _, tokens, _ in answers}) > 1, "all answers have one length"
 
-    assert len({len(values) for _, values, _ in terms}) > 1, "all answers have one length"
-    assert row["critic/loss"] == pytest.approx(critic_loss.item(), rel=1e-5)
-    assert row["critic/value"] == pytest.approx(statistics.fmean(v for _, x, _ in terms for v in x.tolist()), rel=1e-4)
-    for model, updated, rate, key in (
-        (policy, tensors_of(out / "hf"), 0.5, ""),
-        (value, tensors_of(out / "checkpoints" / "critic" / "step-000001"), 0.05, "model."),
-    ):
-        norm = math.sqrt(sum(float(p.grad.square().sum()) for p in model.parameters()))
-        assert row["critic/grad_norm" if key else "train/grad_norm"] == pytest.approx(norm, rel=1e-4)
-        assert norm > 0.1
+    def log_probs(prompt, tokens):
+        logits = policy(input_ids=torch.tensor([[*prompt, *tokens]])).logits[0, len(prompt) - 1 : -1]
+        return logits.log_softmax(-1).gather(-1, torch.tensor(tokens)[:, None])[:, 0]
+
+    def values_now():
+        return [value(input_ids=torch.tensor([[*p, *t]])).logits[0, len(p) - 1 : -1, 0] for p, t, _ in answers]
+
+    old = [v.detach() for v in values_now()]
+    estimates = [
+        plain_gae([0.0] * (len(t) - 1) + [score], v.tolist(), 0.9, 0.8)
+        for (_, t, score), v in zip(answers, old, strict=True)
+    ]
+    every = [a for own in estimates for a in own]
+    mean, scale, count = statistics.fmean(every), math.sqrt(statistics.variance(every) + 1e-8), len(every)
+    advantages = [torch.tensor(own, dtype=torch.float64) for own in estimates]
+
+    losses, norms, held = [], [], 0
+    for _ in range(2):
+        terms = []
+        for now, before, advantage in zip(values_now(), old, advantages, strict=True):
+            target, near = advantage + before, before + (now - before).clamp(-clip, clip)
+            terms.append((now - target).square().maximum((near - target).square()))
+            held += int(((near - target).square() > (now - target).square()).sum())
+        losses.append(torch.cat(terms).sum() / 2 / count)
+        norms.append(step_by_hand(value, losses[-1], 0.05))
+    assert held > 0, "the clip is meant to hold some values back in the second update"
+    assert row["critic/loss"] == pytest.approx(statistics.fmean(x.item() for x in losses), rel=1e-5)
+    assert row["critic/grad_norm"] == pytest.approx(statistics.fmean(norms), rel=1e-4)
+    assert row["critic/clipped"] == pytest.approx(held / (2 * count))
+
+    terms = [((own - mean) / scale * log_probs(p, t)).sum() for (p, t, _), own in zip(answers, advantages, strict=True)]
+    norm = step_by_hand(policy, -torch.stack(terms).sum() / count, 0.5)
+    assert row["train/grad_norm"] == pytest.approx(norm, rel=1e-4)
+    assert min(norm, *norms) > 0.1
+    saved = tensors_of(out / "checkpoints" / "critic" / "step-000001")
+    for model, updated, key in ((policy, tensors_of(out / "hf"), ""), (value, saved, "model.")):
         for name, parameter in model.named_parameters():
-            expected = parameter.detach() - rate * parameter.grad
-            torch.testing.assert_close(updated[key + name].double(), expected, atol=3e-6, rtol=0)
+            torch.testing.assert_close(updated[key + name].double(), parameter.detach(), atol=3e-6, rtol=0)
+
+
+def test_the_loss_is_the_one_that_is_configured():
+    given = {"clip_low": 0.1, "clip_high": 0.3, "entropy_coefficient": 0.01, "correction": {"weight": "token"}, "epochs": 2,
+             "kl": {"coefficient": 0.2, "estimator": "k2"}}  # fmt: skip
+    for kind in ("ppo", "gspo", "gspo_token", "cispo"):
+        mean = "seq-mean-token-mean" if kind.startswith("gspo") else "token-mean"
+        loss = policy_loss(from_tree(AlgorithmSection, {**given, "loss": kind, "aggregation": mean}))
+        assert loss == PolicyLoss(kind=kind, clip_low=0.1, clip_high=0.3, entropy_coef=0.01, corrected=True, kl_coef=0.2,
+                                  kl_estimator="k2", entropy=True)  # fmt: skip
+    assert policy_loss(AlgorithmSection(dual_clip=3.0)) == PolicyLoss(dual_clip=3.0, entropy=True, on_policy=True)
 
 
 @pytest.mark.slow
