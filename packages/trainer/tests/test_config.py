@@ -97,7 +97,7 @@ def test_a_wrong_key_or_value_is_named(file, override, field, said):
     assert said in str(caught.value)
 
 
-@pytest.mark.parametrize("key", ["reward.name", "run.output_dir", "engine.model.path", "data"])
+@pytest.mark.parametrize("key", ["reward", "run.output_dir", "engine.model.path", "data"])
 def test_a_mandatory_key_that_is_missing_is_named(key):
     tree = yaml.safe_load(yaml.safe_dump(BASE))
     *above, last = key.split(".")

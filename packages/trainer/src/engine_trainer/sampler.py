@@ -66,7 +66,7 @@ class Sampler:
         primary = run.engine.topology.is_primary
 
         def build() -> tuple[Scorer, WeightExporter, Rollout | None]:
-            scorer = Scorer.from_names(reward.name, reward.kwargs, reward.timeout_s)
+            scorer = Scorer.from_section(reward)
             exporter = _create_exporter(run, section)
             return scorer, exporter, _create_rollout(run, tokenizer, section) if primary else None
 

@@ -190,13 +190,28 @@ class RolloutSection:
 
 @dataclass(frozen=True, kw_only=True)
 class RewardSection:
-    """A reward function by name (entry-point group ``engine_trainer.rewards``) and its arguments."""
+    """A reward function: by name (entry-point group ``engine_trainer.rewards``), or one's own; and its arguments.
 
-    name: str
+    One's own function takes an ``engine_trainer.rewards.Sample`` and returns a number; ``async def`` runs side by side.
+    """
+
+    name: str | None = None
+    function: str | None = None  # path/to/file.py:name or package.module:name, in place of name
     kwargs: Mapping[str, Any] = field(default_factory=dict[str, Any])
-    timeout_s: float | None = 10.0  # a call
+    timeout_s: float | None = 10.0  # a call; one that takes longer counts 0
+    workers: int = 0  # processes that judge, for each rank that samples; 0: its own process
+    concurrency: int = 64  # calls of an async function at the same time, in each process
+    max_failures: int = 0  # calls of a run and rank that may raise or give no finite number, and count 0; then it ends
+    max_timeouts: int | None = 64  # calls in a row that may take too long; then the run ends; null: any number
 
     def __post_init__(self) -> None:
+        at_least("reward", self, 0, "workers", "max_failures")
+        at_least("reward", self, 1, "concurrency")
+        if self.max_timeouts is not None:
+            at_least("reward", self, 0, "max_timeouts")
+        if (self.name is None) == (self.function is None):
+            raise ConfigError("reward.name", "give reward.name or reward.function, one of the two",
+                              remedy="reward.name: math, or reward.function: rewards.py:score")  # fmt: skip
         if self.timeout_s is not None and not self.timeout_s > 0:
             raise ConfigError(
                 "reward.timeout_s", f"{self.timeout_s} is not a time", remedy="give seconds above 0, or null"
