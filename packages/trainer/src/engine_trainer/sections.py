@@ -105,9 +105,13 @@ class ColumnsSection:
 class DataSection:
     """Where the rows come from, and how they become tokens."""
 
-    source: str | Sequence[str] | None = None  # .jsonl, .parquet, or a folder of them
+    source: str | Sequence[str] | None = (
+        None  # .jsonl, .parquet or .arrow, a folder of them, or hf://datasets/owner/name
+    )
     reasoning_gym: GymSection | None = None  # instead of source
-    split: str | None = None  # of a folder: only files whose name begins with it (train, test, …)
+    split: str | None = (
+        None  # of a folder: only files whose name begins with it (train, test, …); of a saved data set, its own
+    )
     columns: ColumnsSection = field(default_factory=ColumnsSection)
     tokenizer: str | None = None  # null: engine.model.path
     chat_template: str | None = None  # Jinja text or a .jinja file; null: the tokenizer's own
@@ -115,15 +119,19 @@ class DataSection:
     system_prompt: str | None = None  # put before rows that have none
     prompt_template: str = "{prompt}"  # around the last user turn
     train_on: Literal["all", "last"] = "all"  # which assistant turns carry loss
-    max_length: int | None = None  # tokens; of the whole document in SFT, of the prompt in RL
-    on_too_long: Literal["error", "drop"] = "error"
+    max_length: int | None = (
+        None  # tokens; of the whole document in SFT, of the prompt in RL (there the context limits it too)
+    )
+    on_too_long: Literal["error", "drop", "truncate"] = (
+        "error"  # truncate: a document keeps its beginning, a prompt its end
+    )
     shuffle: bool = True
     seed: int | None = None  # null: run.seed
 
     def __post_init__(self) -> None:
         if (self.source is None) == (self.reasoning_gym is None):
             raise ConfigError("data.source", "give data.source or data.reasoning_gym, one of the two",
-                              remedy="data.source: a .jsonl or .parquet file, or a folder of them")  # fmt: skip
+                              remedy="data.source: a .jsonl, .parquet or .arrow file, a folder of them, or hf://datasets/owner/name")  # fmt: skip
         if "{prompt}" not in self.prompt_template:
             raise ConfigError("data.prompt_template", f"{self.prompt_template!r} has no {{prompt}}",
                               remedy="write {prompt} where the question goes")  # fmt: skip

@@ -20,6 +20,7 @@ from typing import Any
 from engine_api.capabilities import Capability
 from engine_api.config import EngineConfig
 from engine_api.contract import Engine
+from engine_trainer.models import text_config
 
 # Dense bf16 tensor-core peaks, FLOP/s, by a part of the device's name (vendor data sheets).
 PEAK = {
@@ -57,7 +58,7 @@ class Throughput:
 def measure(engine: Engine, config: EngineConfig, device: str) -> Throughput:
     """The figures of an initialized engine, from its export's shapes and the model's ``config.json``."""
     shapes = _shapes(engine)
-    model = _model_config(config)
+    model = text_config(config.model)
     embedding = [n for n in shapes if n.endswith("embed_tokens.weight")]
     untied = any(n.endswith("lm_head.weight") for n in shapes)
     skipped = embedding if untied else []
@@ -71,15 +72,6 @@ def _shapes(engine: Engine) -> dict[str, tuple[int, ...]]:
     if Capability.EXPORT_SHARDS in engine.capabilities:  # no gather
         return {name: spec.global_shape for name, _, spec in engine.get_per_tensor_param_shard()}
     return {name: tuple(tensor.shape) for name, tensor in engine.get_per_tensor_param()}
-
-
-def _model_config(config: EngineConfig) -> Any:
-    from transformers import AutoConfig
-
-    source = config.model
-    whole = AutoConfig.from_pretrained(source.path, revision=source.revision, trust_remote_code=source.trust_remote_code,
-                                       **source.config_overrides)  # fmt: skip
-    return whole.get_text_config()
 
 
 def _attention(model: Any) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from engine_trainer.data.chat import ChatTokenizer, load_tokenizer
+from engine_trainer.data.context import room_for_prompts
 from engine_trainer.data.datasets import (
     Document,
     Prompt,
@@ -11,6 +12,7 @@ from engine_trainer.data.datasets import (
     order_of,
     read_examples,
     read_heldout,
+    warn_of_few,
     warn_of_overlap,
     without_limit,
 )
@@ -19,5 +21,5 @@ from engine_trainer.data.order import SampleOrder
 
 __all__ = [
     "ChatTokenizer", "Document", "Example", "Prompt", "PromptDataset", "SFTDataset", "SampleOrder", "load_tokenizer",
-    "order_of", "read_examples", "read_heldout", "warn_of_overlap", "without_limit",
+    "order_of", "read_examples", "read_heldout", "room_for_prompts", "warn_of_few", "warn_of_overlap", "without_limit",
 ]  # fmt: skip
