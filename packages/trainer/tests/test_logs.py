@@ -3,13 +3,14 @@ from __future__ import annotations
 import sys
 import time
 import types
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 from engine_api.errors import ConfigError
+from engine_trainer.groups import divide
 from engine_trainer.logs import RunLog, Timers, read_metrics, truncate
-from engine_trainer.runtime import share_of
 from engine_trainer.sections import RunSection
 from engine_trainer.throughput import Throughput
 
@@ -106,10 +107,9 @@ def test_flop_formula_against_a_model_counted_by_hand():
 
 
 def test_documents_are_shared_out_whole_and_balanced():
-    from engine_api import Topology
-
     lengths = torch.randint(1, 100, (40,), generator=torch.Generator().manual_seed(0)).tolist()
-    parts = [share_of(lengths, Topology(dp_rank=r, dp_size=3)) for r in range(3)]
+    parts = divide(lengths, SimpleNamespace(dp_size=3, held=range(3)))
+    assert divide(lengths, SimpleNamespace(dp_size=3, held=(1,))) == [parts[1]]
     assert sorted(i for part in parts for i in part) == list(range(40))
     loads = [sum(lengths[i] for i in part) for part in parts]
     assert max(loads) - min(loads) < 100

@@ -10,10 +10,10 @@ from typing import Any
 
 from engine_api.checkpoint import LATEST, locate
 from engine_api.comm import Comm, together
-from engine_api.contract import Engine
 from engine_api.errors import CheckpointMismatch, ConfigError
 from engine_api.manifest import read_manifest
 from engine_api.results import CheckpointHandle
+from engine_trainer.groups import EngineGroup
 
 _STEP = re.compile(r"step-(\d{6,})$")
 # What a run may not change between its parts; everything else may, and is named when it does.
@@ -47,13 +47,13 @@ class Checkpoints:
             return None
         return self._given(Path(resume), own)
 
-    def save(self, engine: Engine, comm: Comm, step: int, extra: Mapping[str, Any]) -> None:
+    def save(self, policy: EngineGroup, comm: Comm, step: int, extra: Mapping[str, Any]) -> None:
         """Save after ``step``, unless that was done. Raises what the save, or the one before it, raises."""
         if step == self.saved:
             return
         self.wait(comm)
         together(comm, lambda: self.folder.mkdir(parents=True, exist_ok=True) if comm.rank == 0 else None)
-        self._handle = engine.save_checkpoint(self.folder / f"step-{step:06d}", extra=extra)
+        self._handle = policy.save_checkpoint(self.folder / f"step-{step:06d}", extra=extra)
         self.saved = step
         if self._handle.done():
             self.wait(comm)

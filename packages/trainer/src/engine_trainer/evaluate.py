@@ -10,17 +10,16 @@ from statistics import fmean
 from typing import Any
 
 from engine_api.comm import together
-from engine_api.contract import Engine
 from engine_api.errors import ConfigError
 from engine_trainer.data import Prompt
 from engine_trainer.sampler import Group, Sampler
 
 
 def evaluate(
-    sampler: Sampler, engine: Engine, problems: Sequence[Prompt], *, samples: int = 1, temperature: float = 1.0, seed: int = 0,
+    sampler: Sampler, problems: Sequence[Prompt], *, samples: int = 1, temperature: float = 1.0, seed: int = 0,
     greedy: bool = False, path: Path | None = None,
 ) -> dict[str, float]:  # fmt: skip
-    """How well the engine's weights of now answer ``problems``; the same dict on all ranks, and each time.
+    """How well the policy's weights of now answer ``problems``; the same dict on all ranks, and each time.
 
     The same seed draws with the same random numbers whatever the weights, so that two evaluations differ by
     what was learned more than by luck.
@@ -43,7 +42,7 @@ def evaluate(
     if not problems or samples < 1 or (temperature == 0 and samples != 1):
         raise ConfigError("eval.samples", f"{samples} at temperature {temperature} for {len(problems)} problems",
                           remedy="give problems, at least 1 sample, and exactly 1 at temperature 0")  # fmt: skip
-    with sampler.serving(engine):
+    with sampler.serving():
         groups = sampler.sample(problems, n=samples, temperature=temperature, seed=seed)
         likeliest = sampler.sample(problems, n=1, temperature=0.0, seed=seed) if greedy and temperature > 0 else []
     if path is not None:

@@ -15,12 +15,13 @@ from engine_api.results import TrainOutput
 from engine_trainer.algorithms.advantages import group_advantages
 from engine_trainer.algorithms.correction import correct, correction_figures, ratios
 from engine_trainer.algorithms.losses import PolicyLoss, denominator, kl_divergence
-from engine_trainer.config import AlgorithmSection, RLConfig
+from engine_trainer.config import AlgorithmSection, CorrectionSection, RLConfig
 from engine_trainer.experience import shaped_rewards
+from engine_trainer.groups import Trained, divide
 from engine_trainer.mismatch import MismatchWatch, largest_of, mismatch_figures, mismatch_sums
 from engine_trainer.reference import Reference, log_probs_of
-from engine_trainer.runtime import Run, share_of
-from engine_trainer.sampler import Answer, Group
+from engine_trainer.replica import Answer, Group
+from engine_trainer.runtime import Run
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,21 +44,22 @@ class _Document:
 
 @dataclass(frozen=True, kw_only=True)
 class _MiniBatch:
-    """The documents of one update: ``denominator`` is of all of them, ``mine`` are those that this rank trains on."""
+    """The documents of one update: ``denominator`` is of all of them, ``shares`` are those of the ranks that are held here."""
 
     denominator: float
     trained: int  # over all ranks
-    mine: list[_Document]
+    shares: list[list[_Document]]
 
 
 class Learner:
     """GRPO and its relatives: advantages, log-probs, then ``epochs`` × ``mini_batches`` updates.
 
-    Every method is called on all ranks together.
+    Every method is called on all processes of the loop together. What has a value a token is a list of shares, one for each
+    data-parallel rank that is held here.
     """
 
     def __init__(self, run: Run, config: RLConfig) -> None:
-        self.engine, self.comm, self.timers = run.engine, run.comm, run.timers
+        self.policy, self.timers = run.policy, run.timers
         self.config, algorithm = config, config.algorithm
         self.temperature = config.rollout.temperature
         self.loss = policy_loss(algorithm)
@@ -70,15 +72,16 @@ class Learner:
         rewards = shaped_rewards(groups, self.config)
         advantages = group_advantages(rewards, self.config.algorithm.advantage)
         mini_batches = self._divide(groups, advantages)
+        documents = [[d for m in mini_batches for d in m.shares[k]] for k in range(len(self.policy.held))]
         with self.timers.phase("log_probs"):
-            mine = [d for m in mini_batches for d in m.mine]
-            batch = self._with_log_probs(Batch.pack([d.fields() for d in mine]) if mine else _empty())
+            shares = self._with_log_probs([_pack(share) for share in documents])
         if self._kl_in_reward:
-            advantages = group_advantages(rewards - self._penalties(batch, mine, rewards.shape),
+            advantages = group_advantages(rewards - self._penalties(shares, documents, rewards.shape),
                                           self.config.algorithm.advantage)  # fmt: skip
-        batch, figures = self._corrected(self._with_weights(batch, mine, advantages))
+        shares = [self._with_weights(s, d, advantages) for s, d in zip(shares, documents, strict=True)]
+        shares, figures = self._corrected(shares)
         with self.timers.phase("train"):
-            return figures | self._update(mini_batches, batch)
+            return figures | self._update(mini_batches, shares)
 
     def close(self) -> None:
         """Close the reference's engine."""
@@ -110,82 +113,88 @@ class Learner:
         for k in range(count):
             chosen = [d for d in documents if d.group * count // len(groups) == k]
             live = [d for d in chosen if d.counted and not (skip and advantages[d.group, d.place] == 0)]
-            mine = share_of([len(d.tokens) for d in live], self.engine.topology)
+            shares = [[live[i] for i in part] for part in divide([len(d.tokens) for d in live], self.policy)]
             whole = denominator(self.config.algorithm.aggregation, [d.counted for d in chosen])
-            mini_batches.append(_MiniBatch(denominator=whole, trained=len(live), mine=[live[i] for i in mine]))
+            mini_batches.append(_MiniBatch(denominator=whole, trained=len(live), shares=shares))
         return mini_batches
 
-    def _with_log_probs(self, batch: Batch) -> Batch:
+    def _with_log_probs(self, shares: Sequence[Batch]) -> list[Batch]:
         """``old_log_probs`` and ``ref_log_probs``, where something reads them."""
-        extra: dict[str, torch.Tensor] = {}
+        extra: dict[str, list[torch.Tensor]] = {}
         if self.config.algorithm.old_log_probs == "rollout":
-            extra["old_log_probs"] = batch["rollout_log_probs"]
+            extra["old_log_probs"] = [s["rollout_log_probs"] for s in shares]
         elif self._engine_knows:
-            extra["old_log_probs"] = log_probs_of(self.engine.infer_batch(batch, temperature=self.temperature))
+            outputs = self.policy.infer(shares, temperature=self.temperature)
+            extra["old_log_probs"] = [log_probs_of(o) for o in outputs]
         if self.reference is not None:
-            extra["ref_log_probs"] = self.reference.log_probs(batch, self.temperature)
-        return batch.with_fields(**extra)
+            extra["ref_log_probs"] = self.reference.log_probs(shares, self.temperature)
+        return [s.with_fields(**{name: values[k] for name, values in extra.items()}) for k, s in enumerate(shares)]
 
-    def _penalties(self, batch: Batch, mine: Sequence[_Document], shape: Sequence[int]) -> torch.Tensor:
-        """``[P, n]`` float64: coefficient · Σ KL over each answer's tokens, gathered from all ranks."""
-        kl = kl_divergence(batch["old_log_probs"], batch["ref_log_probs"], self.config.algorithm.kl.estimator)
-        sums = [float((kl[a:b] * batch["mask"][a:b]).double().sum()) for a, b in _spans(batch)]
-        own = {(d.group, d.place): value for d, value in zip(mine, sums, strict=True)}
+    def _penalties(
+        self, shares: Sequence[Batch], documents: Sequence[Sequence[_Document]], shape: Sequence[int]
+    ) -> torch.Tensor:
+        """``[P, n]`` float64: coefficient · Σ KL over each answer's tokens, of all ranks."""
+        rows = self.policy.gather([self._kl_sums(s, d) for s, d in zip(shares, documents, strict=True)])
         penalties = torch.zeros(*shape, dtype=torch.float64)
-        for row in self.comm.all_gather(own):
+        for row in rows:
             for (group, place), value in row.items():
                 penalties[group, place] = self.config.algorithm.kl.coefficient * value
         return penalties
 
-    def _with_weights(self, batch: Batch, mine: Sequence[_Document], advantages: torch.Tensor) -> Batch:
-        values = torch.tensor([float(advantages[d.group, d.place]) for d in mine])
-        spread = torch.repeat_interleave(values, torch.tensor(batch.lengths, dtype=torch.int64))
-        weight = token_weights(batch["mask"], batch.cu_seqlens, self.config.algorithm.aggregation)
-        return batch.with_fields(loss_weight=weight, advantages=spread * batch["mask"])
+    def _kl_sums(self, share: Batch, documents: Sequence[_Document]) -> dict[tuple[int, int], float]:
+        kl = kl_divergence(share["old_log_probs"], share["ref_log_probs"], self.config.algorithm.kl.estimator)
+        sums = [float((kl[a:b] * share["mask"][a:b]).double().sum()) for a, b in _spans(share)]
+        return {(d.group, d.place): value for d, value in zip(documents, sums, strict=True)}
 
-    def _corrected(self, batch: Batch) -> tuple[Batch, dict[str, float]]:
-        """The batch with the rollout corrected, and ``mismatch/…`` and ``correction/…``; where the engine's log-probs are known.
+    def _with_weights(self, share: Batch, documents: Sequence[_Document], advantages: torch.Tensor) -> Batch:
+        values = torch.tensor([float(advantages[d.group, d.place]) for d in documents])
+        spread = torch.repeat_interleave(values, torch.tensor(share.lengths, dtype=torch.int64))
+        weight = token_weights(share["mask"], share.cu_seqlens, self.config.algorithm.aggregation)
+        return share.with_fields(loss_weight=weight, advantages=spread * share["mask"])
+
+    def _corrected(self, shares: Sequence[Batch]) -> tuple[list[Batch], dict[str, float]]:
+        """The shares with the rollout corrected, and ``mismatch/…`` and ``correction/…``; where the engine's log-probs are known.
 
         The denominator stays that of all counted tokens: a rejected token is a zero in the mean, not left out of it.
         """
         if not self._engine_knows:
-            return batch, {}
+            return list(shares), {}
         section = self.config.algorithm.correction
-        engine, rollout = batch["old_log_probs"], batch["rollout_log_probs"]
-        given = ratios(engine, rollout, batch["mask"], batch.cu_seqlens)
-        sums = mismatch_sums(given, engine, rollout)
-        if section.enabled:
-            result = correct(given, section)
-            sums |= result.sums
-            batch = batch.with_fields(correction=result.weights, loss_weight=batch.loss_weight * result.kept)
-        totals = self._totals(sums)
-        largest = self.comm.all_gather(largest_of(given))
-        return batch, mismatch_figures(totals, largest) | correction_figures(totals, section)
-
-    def _totals(self, sums: Mapping[str, torch.Tensor]) -> dict[str, float]:
-        """Over all data-parallel ranks; a model-parallel group counts once."""
-        mine = {name: float(value) for name, value in sums.items()} if self.engine.topology.is_primary else {}
-        rows = self.comm.all_gather(mine)
-        return {name: math.fsum(row.get(name, 0.0) for row in rows) for name in sums}
+        results = [_correct(share, section) for share in shares]
+        rows = self.policy.gather([(sums, largest) for _, sums, largest in results])
+        totals = {name: math.fsum(sums[name] for sums, _ in rows) for name in rows[0][0]}
+        figures = mismatch_figures(totals, [largest for _, largest in rows]) | correction_figures(totals, section)
+        return [share for share, _, _ in results], figures
 
     # --- the updates ----------------------------------------------------------------------------
 
-    def _update(self, mini_batches: Sequence[_MiniBatch], batch: Batch) -> dict[str, float]:
-        outputs: list[TrainOutput] = []
-        watch = MismatchWatch(self.loss)
-        first = self.loss if self._engine_knows else watch
+    def _update(self, mini_batches: Sequence[_MiniBatch], shares: Sequence[Batch]) -> dict[str, float]:
+        trained: list[Trained] = []
+        # Only before the first update are the weights those of the rollout.
+        first = self.loss if self._engine_knows else MismatchWatch(self.loss)
         for _ in range(self.config.algorithm.epochs):
-            start = 0
+            begin = [0] * len(shares)
             for mini in mini_batches:
-                part = batch.select(range(start, start + len(mini.mine)))
-                start += len(mini.mine)
+                end = [b + len(documents) for b, documents in zip(begin, mini.shares, strict=True)]
+                parts = [s.select(range(b, e)) for s, b, e in zip(shares, begin, end, strict=True)]
+                begin = end
                 if mini.trained:  # else no token has a gradient, on any rank
-                    # Only before the first update are the weights those of the rollout.
-                    loss = self.loss if outputs else first
-                    outputs.append(self.engine.train_batch(part, loss, denominator=mini.denominator,
-                                                           temperature=self.temperature))  # fmt: skip
-        seen = outputs[0].metrics if outputs else {}
-        return _figures(outputs) | mismatch_figures(seen, self.comm.all_gather(watch.largest))
+                    trained.append(self.policy.train(parts, self.loss if trained else first, denominator=mini.denominator,
+                                                     temperature=self.temperature))  # fmt: skip
+        seen = mismatch_figures(trained[0].output.metrics, trained[0].observed) if trained else {}
+        return _figures([t.output for t in trained]) | seen
+
+
+def _correct(share: Batch, section: CorrectionSection) -> tuple[Batch, dict[str, float], float]:
+    """A share with its rollout corrected, its sums for the figures, and the largest |Δ|."""
+    engine, rollout = share["old_log_probs"], share["rollout_log_probs"]
+    given = ratios(engine, rollout, share["mask"], share.cu_seqlens)
+    sums = mismatch_sums(given, engine, rollout)
+    if section.enabled:
+        result = correct(given, section)
+        sums |= result.sums
+        share = share.with_fields(correction=result.weights, loss_weight=share.loss_weight * result.kept)
+    return share, {name: float(value) for name, value in sums.items()}, largest_of(given)
 
 
 def policy_loss(algorithm: AlgorithmSection) -> PolicyLoss:
@@ -207,7 +216,9 @@ def _document(row: int, place: int, group: Group, answer: Answer, drop_cut: bool
                      mask=before + [counts] * len(answer.tokens), rollout_log_probs=before + answer.log_probs)  # fmt: skip
 
 
-def _empty() -> Batch:
+def _pack(documents: Sequence[_Document]) -> Batch:
+    if documents:
+        return Batch.pack([d.fields() for d in documents])
     nothing = torch.zeros(0)
     return Batch.pack([]).with_fields(mask=nothing, rollout_log_probs=nothing)
 

@@ -17,6 +17,7 @@ from engine_trainer.data import (
 )
 from engine_trainer.evaluate import evaluate
 from engine_trainer.experience import Experience, collect
+from engine_trainer.groups import Launcher
 from engine_trainer.learner import Learner
 from engine_trainer.runtime import Outcome, Run
 from engine_trainer.sampler import Sampler
@@ -26,7 +27,7 @@ SHOW = ("train/reward", "eval/accuracy", "rollout/response_length", "train/entro
 Metrics = dict[str, float]
 
 
-def train_rl(config: RLConfig) -> Outcome:
+def train_rl(config: RLConfig, launcher: Launcher | None = None) -> Outcome:
     """Train as ``config`` says, from the beginning or from the last checkpoint.
 
     A step: bring the engine's weights to the rollout, draw a group of completions for each prompt, judge
@@ -39,8 +40,9 @@ def train_rl(config: RLConfig) -> Outcome:
     tokenizer = load_tokenizer(config.data, config.engine.model)
     train, heldout = _load(config, tokenizer)
     order = order_of(train, config.data, config.run.seed)
-    with Run(config, kind="rl", total_steps=config.run.total_steps(len(train), algorithm.prompts_per_step)) as run:
-        engine = run.start(schedule_steps=run.total_steps * algorithm.mini_batches * algorithm.epochs)
+    with Run(config, kind="rl", total_steps=config.run.total_steps(len(train), algorithm.prompts_per_step),
+             launcher=launcher) as run:  # fmt: skip
+        run.start(schedule_steps=run.total_steps * algorithm.mini_batches * algorithm.epochs)
         sampler = Sampler.create(run, tokenizer, config.rollout, config.reward)
         learner = Learner(run, config)
         measure = _evaluator(run, config, sampler, heldout)
@@ -49,7 +51,7 @@ def train_rl(config: RLConfig) -> Outcome:
         if state["step"] == 0 and heldout is not None:
             run.log.write(0, measure(0))
         for step in run.steps(state["step"]):
-            with sampler.serving(engine):
+            with sampler.serving():
                 experience = collect(sampler, train, order, config, step=step, position=position)
             position = experience.position
             metrics = experience.metrics | sampler.synced | learner.learn(experience.groups)
@@ -80,7 +82,7 @@ def _evaluator(run: Run, config: RLConfig, sampler: Sampler, heldout: PromptData
             return {}
         with run.timers.phase("eval"):
             figures = evaluate(
-                sampler, run.engine, heldout.prompts, samples=config.eval.samples, temperature=config.eval.temperature,
+                sampler, heldout.prompts, samples=config.eval.samples, temperature=config.eval.temperature,
                 seed=config.run.seed, path=run.folder / "eval" / f"step-{step:06d}.jsonl",
             )  # fmt: skip
         return {f"eval/{name}": value for name, value in figures.items()}

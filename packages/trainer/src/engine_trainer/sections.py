@@ -187,6 +187,7 @@ class RolloutSection:
         "merged"  # adapter: the base weights are sent once, then engine.lora's adapter alone
     )
     sleep: bool = True  # give the rollout's memory back while the engine trains
+    offload_engine: bool = False  # and the engine's memory while the rollout generates
     options: Mapping[str, Any] = field(default_factory=dict[str, Any])  # the rollout's own
 
     def __post_init__(self) -> None:

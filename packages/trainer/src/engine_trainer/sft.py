@@ -42,8 +42,8 @@ def train_sft(config: SFTConfig) -> Outcome:
     data = _Data.load(config, tokenizer)
     order = order_of(data.train, config.data, config.run.seed)
     with Run(config, kind="sft", total_steps=config.run.total_steps(len(data.train), config.batch_size)) as run:
-        engine = run.start()
-        speed = measure(engine, run.engine_config, run.device)
+        run.start()
+        speed = measure(run.engine, run.engine_config, run.device)
         state = run.resume(len(data.train))
         position = int(state.get("position", 0))
         with _evaluation(run, config, data, tokenizer) as evaluate:
@@ -53,7 +53,7 @@ def train_sft(config: SFTConfig) -> Outcome:
                 documents = [data.train[i] for i in order.take(position, config.batch_size)]
                 position += len(documents)
                 with run.timers.phase("train"):
-                    output = engine.train_batch(run.share([d.fields() for d in documents]), sft_loss)
+                    output = run.engine.train_batch(run.share([d.fields() for d in documents]), sft_loss)
                 metrics = _figures(run, step, output) | {"train/epoch": position / len(data.train)}
                 metrics |= speed.metrics([len(d) for d in documents], run.timers.last("train"))
                 if step == run.total_steps or (config.eval and config.eval.every and step % config.eval.every == 0):
@@ -114,7 +114,7 @@ class _Accuracy:
         """``eval/accuracy`` and what belongs to it, after ``step``."""
         from engine_trainer.evaluate import evaluate
 
-        figures = evaluate(self.sampler, self.run.engine, self.problems.prompts, samples=self.section.samples,
+        figures = evaluate(self.sampler, self.problems.prompts, samples=self.section.samples,
                            temperature=self.section.temperature, seed=self.run.config.run.seed,
                            path=self.run.folder / "eval" / f"step-{step:06d}.jsonl")  # fmt: skip
         return {f"eval/{name}": value for name, value in figures.items()}
