@@ -15,6 +15,7 @@ from engine_trainer.sections import (
     DataSection,
     EngineSection,
     EvalSection,
+    EvalSet,
     GymDataset,
     GymSection,
     RewardSection,
@@ -24,7 +25,7 @@ from engine_trainer.sections import (
 )
 
 __all__ = [
-    "AlgorithmSection", "ColumnsSection", "CorrectionSection", "DataSection", "DynamicSamplingSection", "EngineSection", "EvalSection",
+    "AlgorithmSection", "ColumnsSection", "CorrectionSection", "DataSection", "DynamicSamplingSection", "EngineSection", "EvalSection", "EvalSet",
     "GymDataset", "GymSection", "KLSection", "OverlongSection", "RLConfig", "RewardSection", "RolloutSection",
     "RunSection", "SFTConfig",
 ]  # fmt: skip
@@ -171,6 +172,5 @@ class RLConfig:
 
 
 def _check_eval(section: EvalSection | None, data: DataSection) -> None:
-    if section is not None and section.source is None and data.reasoning_gym is None:
-        raise ConfigError("eval.source", "missing", why="data.source has no held-out part of its own",
-                          remedy="name a file of problems that are not trained on, or leave eval out")  # fmt: skip
+    if section is not None:
+        section.all_sets(data)

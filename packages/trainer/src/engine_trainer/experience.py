@@ -12,6 +12,7 @@ import torch
 from engine_trainer.algorithms.shaping import informative, overlong_penalty
 from engine_trainer.config import RLConfig
 from engine_trainer.data import PromptDataset, SampleOrder
+from engine_trainer.rewards import failure_figures
 from engine_trainer.sampler import Group, Sampler
 
 
@@ -88,5 +89,4 @@ def _metrics(groups: Sequence[Group]) -> dict[str, float]:
         "rollout/response_length_max": float(max(len(a.tokens) for a in answers)),
         "rollout/truncated": fmean(not a.finished for a in answers),
         "rollout/tokens": float(sum(len(a.tokens) for a in answers)),
-        "reward/timeouts": float(sum(a.score.timeouts for a in answers)),
-    } | {f"reward/{name}": value for name, value in parts.items() if len(parts) > 1}  # fmt: skip
+    } | failure_figures([a.score for a in answers]) | {f"reward/{name}": value for name, value in parts.items() if len(parts) > 1}  # fmt: skip

@@ -2,20 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 from engine_trainer.config import RLConfig
 from engine_trainer.data import (
     ChatTokenizer,
     PromptDataset,
+    heldout_sets,
     load_tokenizer,
     order_of,
+    questions,
     read_examples,
-    read_heldout,
+    room_for_prompts,
+    warn_of_few,
     warn_of_overlap,
-    without_limit,
 )
-from engine_trainer.evaluate import evaluate
+from engine_trainer.evaluate import Evaluator
 from engine_trainer.experience import Experience, collect
 from engine_trainer.groups import Launcher
 from engine_trainer.learner import Learner
@@ -38,18 +38,22 @@ def train_rl(config: RLConfig, launcher: Launcher | None = None) -> Outcome:
     """
     algorithm = config.algorithm
     tokenizer = load_tokenizer(config.data, config.engine.model)
-    train, heldout = _load(config, tokenizer)
+    train = _load(config, tokenizer)
+    heldout = heldout_sets(config.data, config.eval, tokenizer, config.engine.model, config.rollout)
+    for one in heldout:
+        warn_of_overlap(questions(train.prompts), questions(one.problems.prompts), one.name)
+    warn_of_few(len(train), algorithm.prompts_per_step, "algorithm.prompts_per_step")
     order = order_of(train, config.data, config.run.seed)
     with Run(config, kind="rl", total_steps=config.run.total_steps(len(train), algorithm.prompts_per_step),
              launcher=launcher) as run:  # fmt: skip
         run.start(schedule_steps=run.total_steps * algorithm.mini_batches * algorithm.epochs)
         sampler = Sampler.create(run, tokenizer, config.rollout, config.reward)
         learner = Learner(run, config)
-        measure = _evaluator(run, config, sampler, heldout)
+        evaluator = Evaluator(run, sampler, heldout)
         state = run.resume(len(train))
         position = int(state.get("position", 0))
-        if state["step"] == 0 and heldout is not None:
-            run.log.write(0, measure(0))
+        if state["step"] == 0 and (start := train.figures() | evaluator.measure(0)):
+            run.log.write(0, start)
         for step in run.steps(state["step"]):
             with sampler.serving():
                 experience = collect(sampler, train, order, config, step=step, position=position)
@@ -57,37 +61,17 @@ def train_rl(config: RLConfig, launcher: Launcher | None = None) -> Outcome:
             metrics = experience.metrics | sampler.synced | learner.learn(experience.groups)
             metrics |= _speed(run, experience) | {"train/epoch": position / len(train)}
             if config.eval and (step == run.total_steps or (config.eval.every and step % config.eval.every == 0)):
-                metrics |= measure(step)
+                metrics |= evaluator.measure(step)
             run.end_step(step, metrics, {"position": position, "rows": len(train)}, show=SHOW)
         learner.close()
         sampler.close()
         return run.finish(tokenizer.tokenizer)
 
 
-def _load(config: RLConfig, tokenizer: ChatTokenizer) -> tuple[PromptDataset, PromptDataset | None]:
+def _load(config: RLConfig, tokenizer: ChatTokenizer) -> PromptDataset:
     examples = read_examples(config.data, "prompt")
-    train = PromptDataset.build(examples, tokenizer, config.data)
-    if config.eval is None or config.eval.samples == 0:
-        return train, None
-    heldout = read_heldout(config.data, config.eval, "prompt")
-    warn_of_overlap(examples, heldout)
-    return train, PromptDataset.build(heldout, tokenizer, without_limit(config.data))
-
-
-def _evaluator(run: Run, config: RLConfig, sampler: Sampler, heldout: PromptDataset | None) -> Callable[[int], Metrics]:
-    """What measures held-out accuracy after a step, as ``eval/…``; nothing without ``eval``."""
-
-    def measure(step: int) -> Metrics:
-        if heldout is None or config.eval is None:
-            return {}
-        with run.timers.phase("eval"):
-            figures = evaluate(
-                sampler, heldout.prompts, samples=config.eval.samples, temperature=config.eval.temperature,
-                seed=config.run.seed, path=run.folder / "eval" / f"step-{step:06d}.jsonl",
-            )  # fmt: skip
-        return {f"eval/{name}": value for name, value in figures.items()}
-
-    return measure
+    room = room_for_prompts(config.engine.model, config.rollout)
+    return PromptDataset.build(examples, tokenizer, config.data, room)
 
 
 def _speed(run: Run, experience: Experience) -> Metrics:

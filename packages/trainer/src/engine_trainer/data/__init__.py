@@ -10,16 +10,17 @@ from engine_trainer.data.datasets import (
     PromptDataset,
     SFTDataset,
     order_of,
+    questions,
     read_examples,
-    read_heldout,
     warn_of_few,
     warn_of_overlap,
     without_limit,
 )
+from engine_trainer.data.heldout import Heldout, heldout_sets, read_heldout
 from engine_trainer.data.layouts import Example
 from engine_trainer.data.order import SampleOrder
 
 __all__ = [
-    "ChatTokenizer", "Document", "Example", "Prompt", "PromptDataset", "SFTDataset", "SampleOrder", "load_tokenizer",
-    "order_of", "read_examples", "read_heldout", "room_for_prompts", "warn_of_few", "warn_of_overlap", "without_limit",
+    "ChatTokenizer", "Document", "Example", "Heldout", "Prompt", "PromptDataset", "SFTDataset", "SampleOrder", "heldout_sets", "load_tokenizer",
+    "order_of", "questions", "read_examples", "read_heldout", "room_for_prompts", "warn_of_few", "warn_of_overlap", "without_limit",
 ]  # fmt: skip

@@ -16,7 +16,7 @@ from engine_trainer.data.layouts import Example, Need, to_examples
 from engine_trainer.data.order import SampleOrder
 from engine_trainer.data.readers import read_rows
 from engine_trainer.errors import DataError
-from engine_trainer.sections import DataSection, EvalSection
+from engine_trainer.sections import DataSection
 
 T = TypeVar("T", "Document", "Prompt")
 CHUNK = 1024  # examples tokenized in one call
@@ -85,6 +85,10 @@ class SFTDataset:
     def __len__(self) -> int:
         return len(self.documents)
 
+    def figures(self) -> dict[str, float]:
+        """``data/…``: rows that were too long, where there were any."""
+        return _too_long(self.dropped, self.truncated)
+
     def __getitem__(self, index: int) -> Document:
         return self.documents[index]
 
@@ -110,6 +114,10 @@ class PromptDataset:
     def __len__(self) -> int:
         return len(self.prompts)
 
+    def figures(self) -> dict[str, float]:
+        """``data/…``: rows that were too long, where there were any."""
+        return _too_long(self.dropped, self.truncated)
+
     def __getitem__(self, index: int) -> Prompt:
         return self.prompts[index]
 
@@ -122,24 +130,18 @@ def read_examples(section: DataSection, need: Need) -> list[Example]:
     return to_examples(read_rows(section.source, section.split), section.columns, need)
 
 
-def read_heldout(section: DataSection, evaluation: EvalSection, need: Need) -> list[Example]:
-    """The held-out rows, at most ``eval.max_problems``; says so when some of them are trained on."""
-    if evaluation.source is None:
-        assert section.reasoning_gym is not None  # the configurations check it
-        examples = gym_examples(section.reasoning_gym, "heldout")
-    else:
-        examples = to_examples(read_rows(evaluation.source, evaluation.split), section.columns, need)
-    return examples[: evaluation.max_problems]
+def questions(rows: Sequence[Example] | Sequence[Prompt]) -> list[str]:
+    """The last user turn of each."""
+    return [row.text if isinstance(row, Prompt) else _question(row) for row in rows]
 
 
-def warn_of_overlap(train: Sequence[Example], heldout: Sequence[Example]) -> int:
-    """How many held-out prompts are trained on as well; logged when there are any."""
-    seen = {_question(e) for e in train}
-    shared = sum(_question(e) in seen for e in heldout)
+def warn_of_overlap(train: Sequence[str], heldout: Sequence[str], name: str = "") -> int:
+    """How many held-out questions are trained on as well; logged when there are any. ``name``: the held-out set's."""
+    seen = set(train)
+    shared = sum(question in seen for question in heldout)
     if shared:
-        log.warning(
-            "%d of %d held-out prompts are also in the training data: their accuracy says nothing", shared, len(heldout)
-        )
+        log.warning("%d of %d held-out prompts%s are also in the training data: their accuracy says nothing", shared, len(heldout),
+                    f" of {name}" if name else "")  # fmt: skip
     return shared
 
 
@@ -175,6 +177,10 @@ def _prompt(example: Example, text: str, ids: list[int]) -> Prompt:
 
 def _question(example: Example) -> str:
     return str(next((t["content"] for t in reversed(example.prompt) if t["role"] == "user"), ""))
+
+
+def _too_long(dropped: int, truncated: int) -> dict[str, float]:
+    return {"data/dropped": float(dropped), "data/truncated": float(truncated)} if dropped or truncated else {}
 
 
 def _fit(
