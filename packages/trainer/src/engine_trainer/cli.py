@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import logging
 import sys
 import traceback
@@ -50,9 +51,21 @@ def _train(config: SFTConfig | RLConfig) -> Outcome:
         from engine_trainer.sft import train_sft
 
         return train_sft(config)
+    if config.launcher == "ray":
+        _require_ray()
+        from engine_trainer.ray.controller import train_on_ray
+
+        return train_on_ray(config)
     from engine_trainer.rl import train_rl
 
     return train_rl(config)
+
+
+def _require_ray() -> None:
+    if importlib.util.find_spec("ray") is None:
+        raise ConfigError(
+            "launcher", "ray is not installed", remedy="pip install engine-trainer[ray], or launcher: none"
+        )
 
 
 def _close(outcome: Outcome, *, report: bool) -> None:

@@ -18,6 +18,7 @@ from engine_trainer.sections import (
     EvalSet,
     GymDataset,
     GymSection,
+    RaySection,
     RewardSection,
     RolloutSection,
     RunSection,
@@ -25,8 +26,8 @@ from engine_trainer.sections import (
 )
 
 __all__ = [
-    "AlgorithmSection", "ColumnsSection", "CorrectionSection", "DataSection", "DynamicSamplingSection", "EngineSection", "EvalSection", "EvalSet",
-    "GymDataset", "GymSection", "KLSection", "OverlongSection", "RLConfig", "RewardSection", "RolloutSection",
+    "AlgorithmSection", "ColumnsSection", "CorrectionSection", "DataSection", "DynamicSamplingSection", "EngineSection", "EvalSection",
+    "EvalSet", "GymDataset", "GymSection", "KLSection", "OverlongSection", "RLConfig", "RaySection", "RewardSection", "RolloutSection",
     "RunSection", "SFTConfig",
 ]  # fmt: skip
 
@@ -157,6 +158,8 @@ class RLConfig:
     rollout: RolloutSection = field(default_factory=RolloutSection)
     algorithm: AlgorithmSection = field(default_factory=AlgorithmSection)
     eval: EvalSection | None = None
+    launcher: Literal["none", "ray"] = "none"  # none: this process, or the ranks of torchrun
+    ray: RaySection = field(default_factory=RaySection)
 
     def __post_init__(self) -> None:
         _check_eval(self.eval, self.data)

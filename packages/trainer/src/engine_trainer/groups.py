@@ -151,6 +151,10 @@ class Launcher(Protocol):
         """Replicas that serve the policy; phases ``generate`` and ``reward`` go to ``timers``."""
         ...
 
+    def figures(self) -> dict[str, float]:
+        """Since the last call: how long each worker worked and waited; nothing where the loop's own clocks say it."""
+        ...
+
     def close(self) -> None:
         """Give everything back, after an error too; idempotent."""
         ...

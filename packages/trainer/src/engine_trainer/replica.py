@@ -48,18 +48,29 @@ class RolloutSpec:
     engine_config: EngineConfig
     engine_device: str
 
-    # Unless told otherwise a rollout computes where and as the engine does: the nearer, the smaller the mismatch.
-
     @property
     def device(self) -> str:
         """The device type of the rollout."""
-        return self.engine_device if self.section.device == "auto" else self.section.device
+        return rollout_device(self.section, self.engine_device)
 
     @property
     def dtype(self) -> str:
         """In which it computes."""
-        compute = self.engine_config.precision.compute
-        return str(self.section.options.get("dtype", "bfloat16" if compute == "float8" else compute))
+        return rollout_dtype(self.section, self.engine_config)
+
+
+# Unless told otherwise a rollout computes where and as the engine does: the nearer, the smaller the mismatch.
+
+
+def rollout_device(section: RolloutSection, engine_device: str) -> str:
+    """The device type of a rollout that serves an engine."""
+    return engine_device if section.device == "auto" else section.device
+
+
+def rollout_dtype(section: RolloutSection, engine_config: EngineConfig) -> str:
+    """In which it computes."""
+    compute = engine_config.precision.compute
+    return str(section.options.get("dtype", "bfloat16" if compute == "float8" else compute))
 
 
 class Replica:

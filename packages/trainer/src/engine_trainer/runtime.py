@@ -78,7 +78,7 @@ class Run:
         self, config: SFTConfig | RLConfig, *, kind: str, total_steps: int, launcher: Launcher | None = None
     ) -> None:
         self.config, self.kind, self.total_steps = config, kind, total_steps
-        self.folder = Path(config.run.output_dir)
+        self.folder = Path(config.run.output_dir).absolute()  # the same in every process
         self.is_main = global_rank() == 0
         self.timers = Timers()
         self.log = RunLog(
@@ -171,7 +171,7 @@ class Run:
         self.interrupted = any(self.comm.all_gather(self._interrupt.requested))
         measured = any(name.startswith("eval/") for name in metrics)  # too dear to be thrown away
         if step % run.log_every == 0 or measured or last or self.interrupted:
-            self.log.write(step, {**metrics, **self.timers.take()})
+            self.log.write(step, {**metrics, **self.timers.take(), **self.launcher.figures()})
         self.log.progress(step, metrics, show)
         if last or self.interrupted or (run.save_every and step % run.save_every == 0):
             with self.timers.phase("save"):

@@ -198,6 +198,37 @@ class RolloutSection:
 
 
 @dataclass(frozen=True, kw_only=True)
+class RaySection:
+    """``launcher: ray``: on which cluster, and how many workers (docs of each: engine_trainer.ray)."""
+
+    address: str | None = None  # host:port, or auto; null: a cluster on this machine, for this run alone
+    engines: int = 1  # ranks of the engine, a process each
+    rollouts: int | None = (
+        None  # replicas in processes of their own; null: one beside each data-parallel rank, by turns
+    )
+    gpus_per_worker: float | None = None  # null: 1 where the engine computes on GPUs
+    cpus_per_worker: float = 1.0
+    timeout_s: float = 1800.0  # of every call of a worker; one that is silent for longer is lost
+    start_timeout_s: float = 120.0  # until the cluster has room for the workers
+    restarts: int = 3  # from the last checkpoint, after a worker or a node was lost
+    imports: Sequence[
+        str
+    ] = ()  # modules that each worker imports first: what registers engines, rollouts, rewards in process
+    log_workers: bool = False  # show what workers print; it is always in Ray's session folder
+
+    def __post_init__(self) -> None:
+        at_least("ray", self, 1, "engines")
+        at_least("ray", self, 0, "cpus_per_worker", "restarts")
+        for name in ("timeout_s", "start_timeout_s"):
+            if not getattr(self, name) > 0:
+                raise ConfigError(f"ray.{name}", f"{getattr(self, name)} is not a time", remedy="give seconds above 0")
+        if self.rollouts is not None:
+            at_least("ray", self, 1, "rollouts")
+        if self.gpus_per_worker is not None:
+            at_least("ray", self, 0, "gpus_per_worker")
+
+
+@dataclass(frozen=True, kw_only=True)
 class RewardSection:
     """A reward function: by name (entry-point group ``engine_trainer.rewards``), or one's own; and its arguments.
 

@@ -181,6 +181,10 @@ class Spmd:
         together(self.comm, build)
         return SpmdRollouts(*made[0], policy)
 
+    def figures(self) -> dict[str, float]:
+        """See ``Launcher``."""
+        return {}
+
     def close(self) -> None:
         """See ``Launcher``; agrees on nothing, for after an error other ranks may be anywhere."""
         if self._made:
