@@ -11,6 +11,7 @@ from typing import Literal
 from engine_api.errors import ConfigError
 from engine_api.losses import Aggregation
 from engine_trainer.sections import (
+    AgentSection,
     ColumnsSection,
     DataSection,
     EngineSection,
@@ -26,7 +27,7 @@ from engine_trainer.sections import (
 )
 
 __all__ = [
-    "AlgorithmSection", "ColumnsSection", "CorrectionSection", "DataSection", "DynamicSamplingSection", "EngineSection", "EvalSection",
+    "AgentSection", "AlgorithmSection", "ColumnsSection", "CorrectionSection", "DataSection", "DynamicSamplingSection", "EngineSection", "EvalSection",
     "EvalSet", "GymDataset", "GymSection", "KLSection", "OverlongSection", "RLConfig", "RaySection", "RewardSection", "RolloutSection",
     "RunSection", "SFTConfig",
 ]  # fmt: skip
@@ -157,6 +158,7 @@ class RLConfig:
     reward: RewardSection
     rollout: RolloutSection = field(default_factory=RolloutSection)
     algorithm: AlgorithmSection = field(default_factory=AlgorithmSection)
+    agent: AgentSection | None = None  # conversations with tools; null: one completion
     eval: EvalSection | None = None
     launcher: Literal["none", "ray"] = "none"  # none: this process, or the ranks of torchrun
     ray: RaySection = field(default_factory=RaySection)

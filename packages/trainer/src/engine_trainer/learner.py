@@ -212,8 +212,11 @@ def _document(row: int, place: int, group: Group, answer: Answer, drop_cut: bool
     before = [0.0] * len(group.prompt.tokens)
     # DAPO's overlong filter: the end of an answer that was cut has not been judged, so that none of it counts.
     counts = 0.0 if drop_cut and not answer.finished else 1.0
+    own = (
+        [1.0] * len(answer.tokens) if answer.loss_weights is None else answer.loss_weights
+    )  # a tool's tokens carry no loss
     return _Document(group=row, place=place, tokens=[*group.prompt.tokens, *answer.tokens],
-                     mask=before + [counts] * len(answer.tokens), rollout_log_probs=before + answer.log_probs)  # fmt: skip
+                     mask=before + [counts * weight for weight in own], rollout_log_probs=before + answer.log_probs)  # fmt: skip
 
 
 def _pack(documents: Sequence[_Document]) -> Batch:

@@ -47,7 +47,7 @@ def train_rl(config: RLConfig, launcher: Launcher | None = None) -> Outcome:
     with Run(config, kind="rl", total_steps=config.run.total_steps(len(train), algorithm.prompts_per_step),
              launcher=launcher) as run:  # fmt: skip
         run.start(schedule_steps=run.total_steps * algorithm.mini_batches * algorithm.epochs)
-        sampler = Sampler.create(run, tokenizer, config.rollout, config.reward)
+        sampler = Sampler.create(run, tokenizer, config.rollout, config.reward, config.agent)
         learner = Learner(run, config)
         evaluator = Evaluator(run, sampler, heldout)
         state = run.resume(len(train))

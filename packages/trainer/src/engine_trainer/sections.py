@@ -259,6 +259,34 @@ class RewardSection:
 
 
 @dataclass(frozen=True, kw_only=True)
+class AgentSection:
+    """Conversations of several turns with tools, in place of one completion; see ``engine_trainer.agent``.
+
+    ``rollout.max_new_tokens`` then is of the whole conversation after the prompt, what tools say included.
+    """
+
+    function: str  # path/to/file.py:name or package.module:name, an async def of one Episode
+    kwargs: Mapping[str, Any] = field(default_factory=dict[str, Any])
+    max_turns: int = 8  # of the model, a trajectory
+    max_turn_tokens: int | None = None  # of the model, a turn; null: what is left
+    timeout_s: float | None = (
+        300.0  # of the function's own time, tools included, a trajectory; the model's is not counted
+    )
+    concurrency: int = 64  # trajectories at the same time, a replica
+    max_failures: int = 0  # trajectories of a run and replica in which the function may raise; then the run ends
+
+    def __post_init__(self) -> None:
+        at_least("agent", self, 1, "max_turns", "concurrency")
+        at_least("agent", self, 0, "max_failures")
+        if self.max_turn_tokens is not None:
+            at_least("agent", self, 1, "max_turn_tokens")
+        if self.timeout_s is not None and not self.timeout_s > 0:
+            raise ConfigError(
+                "agent.timeout_s", f"{self.timeout_s} is not a time", remedy="give seconds above 0, or null"
+            )
+
+
+@dataclass(frozen=True, kw_only=True)
 class EvalSet:
     """One held-out set of ``eval.sets``."""
 
