@@ -110,24 +110,6 @@ def test_it_learns(folder, tmp_path):
     assert after["eval/accuracy"] == pytest.approx(correct / 40)
 
 
-def test_several_held_out_sets_by_name_with_votes(folder, tmp_path):
-    out = tmp_path / "out"
-    few = {"source": str(folder / "test.jsonl"), "max_problems": 3, "samples": 4}
-    section = {"samples": 1, "temperature": 0, "source": str(folder / "test.jsonl"),
-               "sets": {"few": {**few, "temperature": 1.0}, "one": {**few, "samples": 1}}}  # fmt: skip
-    reward = {"name": "exact"}
-    train_rl(configure(folder, out, run={"steps": 1}, eval=section, reward=reward))
-    before, after = rows_of(out)
-    assert (before["eval/problems"], before["eval/few/problems"], before["eval/one/problems"]) == (20, 3, 3)
-    assert {k for k in after if "@" in k} == {f"eval/few/{kind}@{k}" for kind, k in
-                                              [("mean", 4), ("best", 2), ("best", 4), ("maj", 2), ("maj", 4)]}  # fmt: skip
-    assert after["eval/few/mean@4"] == pytest.approx(after["eval/few/accuracy"])
-    assert after["sync/tensors"] > 0
-    rows = [json.loads(line) for line in (out / "eval" / "few" / "step-000001.jsonl").read_text().splitlines()]
-    assert [len(r["completions"]) for r in rows] == [4, 4, 4]
-    assert rows[0]["completions"][0]["answer"] == rows[0]["completions"][0]["text"].strip()
-
-
 def test_the_first_update_is_the_textbooks(folder, tmp_path, monkeypatch):
     """One step of plain SGD equals GRPO written down in plain float64 torch from the generated answers."""
     from transformers import AutoModelForCausalLM

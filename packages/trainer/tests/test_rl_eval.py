@@ -1,0 +1,62 @@
+"""Evaluation while it trains: several held-out sets, several samples a problem."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from engine_trainer.config import RLConfig
+from engine_trainer.loading import from_tree
+from engine_trainer.rl import train_rl
+
+pytest.importorskip("engine_fsdp", reason="the loop needs an engine")
+
+
+@pytest.fixture
+def run(sums_model, tmp_path):
+    def train(evaluation, **sections):
+        out = tmp_path / "out"
+        tree = {
+            "engine": {"model": {"path": str(sums_model)}, "device": "cpu"},
+            "data": {"source": str(sums_model / "train.jsonl"), **sections.get("data", {})},
+            "run": {"output_dir": str(out), "steps": 1, "progress": False, "report": False, "tensorboard": False},
+            "reward": {"name": "exact"}, "rollout": {"n": 2, "max_new_tokens": 4, **sections.get("rollout", {})},
+            "algorithm": {"prompts_per_step": 4, **sections.get("algorithm", {})}, "eval": evaluation,
+        }  # fmt: skip
+        train_rl(from_tree(RLConfig, tree))
+        return out, [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
+
+    return train
+
+
+def test_several_held_out_sets_by_name_with_votes(run, sums_model):
+    test = str(sums_model / "test.jsonl")
+    few = {"source": test, "max_problems": 3, "samples": 4}
+    out, (before, after) = run({"samples": 1, "temperature": 0, "source": test,
+                                "sets": {"few": {**few, "temperature": 1.0}, "one": {**few, "samples": 1}}})  # fmt: skip
+    assert (before["eval/problems"], before["eval/few/problems"], before["eval/one/problems"]) == (20, 3, 3)
+    assert {k for k in after if "@" in k} == {f"eval/few/{kind}@{k}" for kind, k in
+                                              [("mean", 4), ("best", 2), ("best", 4), ("maj", 2), ("maj", 4)]}  # fmt: skip
+    assert after["eval/few/mean@4"] == pytest.approx(after["eval/few/accuracy"])
+    assert after["sync/tensors"] > 0
+    rows = [json.loads(line) for line in (out / "eval" / "few" / "step-000001.jsonl").read_text().splitlines()]
+    assert [len(r["completions"]) for r in rows] == [4, 4, 4]
+    assert rows[0]["completions"][0]["answer"] == rows[0]["completions"][0]["text"].strip()
+
+
+def test_prompts_without_room_are_dropped_and_counted_and_few_go_round(run, sums_model, tmp_path, caplog):
+    """The model has 64 positions, 24 tokens may follow: a prompt of 41 does not fit."""
+    rows = [
+        {"prompt": "1+" * 20 + "1", "answer": "1"},
+        {"prompt": "1+1=", "answer": "2"},
+        {"prompt": "2+1=", "answer": "3"},
+    ]
+    (tmp_path / "own.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    _, (before, after) = run(
+        None, data={"source": str(tmp_path / "own.jsonl"), "on_too_long": "drop"}, rollout={"max_new_tokens": 24}
+    )
+    assert (before["data/dropped"], before["data/truncated"]) == (1.0, 0.0)
+    assert "1 of 3 rows are too long and were dropped: the context has 40 beside rollout.max_new_tokens" in caplog.text
+    assert "2 rows, but a step takes 4 (algorithm.prompts_per_step)" in caplog.text
+    assert (after["rollout/groups"], after["train/epoch"]) == (4.0, 2.0)
