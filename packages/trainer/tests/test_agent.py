@@ -170,7 +170,7 @@ def test_what_the_model_said_and_what_the_tool_said(chat, agents, kind):
     assert trajectory.tokens == one + eos + tool + two + eos
     assert trajectory.loss_weights == [1.0] * 4 + [0.0] * 6 + [1.0] * 4
     assert trajectory.log_probs == [-0.5] * 4 + [0.0] * 6 + [-0.5] * 4
-    assert trajectory.weight_versions == [4] * 4 + [-1] * 6 + [4] * 4
+    assert trajectory.weight_versions == [4] * 14
     assert (trajectory.text, trajectory.turns, trajectory.finished, trajectory.end) == ("onetwo", 2, True, "done")
     assert trajectory.info["turns"] == ["one", "two"]
     # The second turn continued the very tokens of the first.
@@ -304,7 +304,7 @@ def test_submissions_run_side_by_side_and_their_seeds_know_no_order(chat, agents
 def test_a_turn_that_a_sync_aborted_is_continued_with_the_weights_after_it(chat, agents):
     rollout = Submitting(chat, "hello", aborts=1)
     ((trajectory,),) = agents("limited", kwargs={"limit": 8}).run(rollout, prompts(chat, "q"), sampling())
-    assert trajectory.weight_versions == [3, 3] + [4] * 6 + [-1, -1]
+    assert trajectory.weight_versions == [3, 3] + [4] * 6 + [4, 4]
     assert rollout.submitted[1][0] == prompts(chat, "q")[0].tokens + chat.encode_text("he")
     assert rollout.submitted[1][1].max_new_tokens == 6
     assert rollout.submitted[0][1].seed != rollout.submitted[1][1].seed
@@ -348,7 +348,7 @@ def test_no_prompts(chat, agents):
 
 
 def recipe():
-    spec = importlib.util.spec_from_file_location("calculator", ROOT / "recipes/agent/calculator.py")
+    spec = importlib.util.spec_from_file_location("calculator", ROOT / "recipes/rl/calculator.py")
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module
@@ -371,7 +371,7 @@ def test_the_calculator(expression, value):
 
 
 def test_the_calculator_recipe(chat):
-    loop = AgentLoop(AgentSection(function=f"{ROOT}/recipes/agent/calculator.py:solve"), chat)
+    loop = AgentLoop(AgentSection(function=f"{ROOT}/recipes/rl/calculator.py:solve"), chat)
     rollout = Scripted(chat, "half: <calc>48/2</calc>", "#### 24")
     ((trajectory,),) = loop.run(rollout, prompts(chat, "q"), sampling())
     assert (

@@ -8,11 +8,9 @@ from engine_trainer.data import (
     ChatTokenizer,
     Example,
     PromptDataset,
-    SampleOrder,
     SFTDataset,
     load_tokenizer,
     room_for_prompts,
-    warn_of_few,
 )
 from engine_trainer.errors import DataError
 from engine_trainer.sections import DataSection, RolloutSection
@@ -170,13 +168,6 @@ def test_the_room_is_the_models_context_or_the_servers_less_the_completion(sums_
     assert room_for_prompts(model, rollout) == room
     with pytest.raises(ConfigError, match="nothing is left for a prompt"):
         room_for_prompts(model, rollout, 64)
-
-
-def test_fewer_rows_than_a_batch_go_round_and_are_said(caplog):
-    assert warn_of_few(3, 8, "batch_size")
-    assert "3 rows, but a step takes 8 (batch_size)" in caplog.text
-    assert not warn_of_few(8, 8, "batch_size")
-    assert SampleOrder(3, seed=0, shuffle=False).take(0, 8) == [0, 1, 2, 0, 1, 2, 0, 1]
 
 
 def test_a_model_without_a_tokenizer_is_named(tmp_path):

@@ -86,5 +86,5 @@ def test_a_tools_tokens_have_no_part_in_the_loss():
         tokens=[5, 6, 7], log_probs=[-1.0, 0.0, -2.0], text="", finished=True, score=score, loss_weights=[1.0, 0.0, 1.0]
     )
     group = Group(prompt=Prompt(tokens=[1, 2], rendered="", text="", answer=None), answers=[answer])
-    document = _document(0, 0, group, answer, False)
+    document = _document(0, 0, group, answer, drop_cut=False, oldest=0)
     assert (document.mask, document.counted, answer.num_generated) == ([0, 0, 1, 0, 1], 2, 2)

@@ -45,7 +45,7 @@ def test_several_held_out_sets_by_name_with_votes(run, sums_model):
     assert rows[0]["completions"][0]["answer"] == rows[0]["completions"][0]["text"].strip()
 
 
-def test_prompts_without_room_are_dropped_and_counted_and_few_go_round(run, sums_model, tmp_path, caplog):
+def test_prompts_without_room_are_dropped_and_counted(run, sums_model, tmp_path, caplog):
     """The model has 64 positions, 24 tokens may follow: a prompt of 41 does not fit."""
     rows = [
         {"prompt": "1+" * 20 + "1", "answer": "1"},
@@ -54,9 +54,11 @@ def test_prompts_without_room_are_dropped_and_counted_and_few_go_round(run, sums
     ]
     (tmp_path / "own.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     _, (before, after) = run(
-        None, data={"source": str(tmp_path / "own.jsonl"), "on_too_long": "drop"}, rollout={"max_new_tokens": 24}
+        None,
+        data={"source": str(tmp_path / "own.jsonl"), "on_too_long": "drop"},
+        rollout={"max_new_tokens": 24},
+        algorithm={"prompts_per_step": 2},
     )
     assert (before["data/dropped"], before["data/truncated"]) == (1.0, 0.0)
     assert "1 of 3 rows are too long and were dropped: the context has 40 beside rollout.max_new_tokens" in caplog.text
-    assert "2 rows, but a step takes 4 (algorithm.prompts_per_step)" in caplog.text
-    assert (after["rollout/groups"], after["train/epoch"]) == (4.0, 2.0)
+    assert (after["rollout/groups"], after["train/epoch"]) == (2.0, 1.0)

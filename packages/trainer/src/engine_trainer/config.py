@@ -19,6 +19,7 @@ from engine_trainer.sections import (
     EvalSet,
     GymDataset,
     GymSection,
+    OverlapSection,
     RaySection,
     RewardSection,
     RolloutSection,
@@ -28,7 +29,7 @@ from engine_trainer.sections import (
 
 __all__ = [
     "AgentSection", "AlgorithmSection", "ColumnsSection", "CorrectionSection", "DataSection", "DynamicSamplingSection", "EngineSection", "EvalSection",
-    "EvalSet", "GymDataset", "GymSection", "KLSection", "OverlongSection", "RLConfig", "RaySection", "RewardSection", "RolloutSection",
+    "EvalSet", "GymDataset", "GymSection", "KLSection", "OverlapSection", "OverlongSection", "RLConfig", "RaySection", "RewardSection", "RolloutSection",
     "RunSection", "SFTConfig",
 ]  # fmt: skip
 
@@ -162,6 +163,7 @@ class RLConfig:
     eval: EvalSection | None = None
     launcher: Literal["none", "ray"] = "none"  # none: this process, or the ranks of torchrun
     ray: RaySection = field(default_factory=RaySection)
+    overlap: OverlapSection = field(default_factory=OverlapSection)
 
     def __post_init__(self) -> None:
         _check_eval(self.eval, self.data)
@@ -171,9 +173,24 @@ class RLConfig:
         if self.algorithm.overlong.buffer > self.rollout.max_new_tokens:
             raise ConfigError("algorithm.overlong.buffer", f"{self.algorithm.overlong.buffer} is above rollout.max_new_tokens",
                               remedy=f"give at most {self.rollout.max_new_tokens}")  # fmt: skip
+        _check_overlap(self)
         if self.rollout.temperature == 0:
             raise ConfigError("rollout.temperature", "0 is greedy", why="a group of equal completions teaches nothing",
                               remedy="use 1.0; eval.temperature may be 0")  # fmt: skip
+
+
+def _check_overlap(config: RLConfig) -> None:
+    if config.overlap.mode == "none":
+        return
+    if config.overlap.mode == "full" and config.agent is not None:
+        raise ConfigError("overlap.mode", "full does not go with an agent", why="a conversation is not continued after a sync",
+                          remedy="overlap.mode: one_step_off or none")  # fmt: skip
+    if config.launcher != "ray" or config.ray.rollouts is None:
+        raise ConfigError("overlap.mode", f"{config.overlap.mode} needs replicas of their own",
+                          why="beside an engine a rollout waits while it trains", remedy="launcher: ray and ray.rollouts: 1 or more")  # fmt: skip
+    if config.algorithm.old_log_probs == "engine" and not config.algorithm.correction.enabled:
+        raise ConfigError("overlap.mode", f"{config.overlap.mode} needs a correction", why="older weights made the completions",
+                          remedy="algorithm.correction.weight: token, or algorithm.old_log_probs: rollout")  # fmt: skip
 
 
 def _check_eval(section: EvalSection | None, data: DataSection) -> None:

@@ -16,7 +16,7 @@ from engine_trainer.algorithms.advantages import group_advantages
 from engine_trainer.algorithms.correction import correct, correction_figures, ratios
 from engine_trainer.algorithms.losses import PolicyLoss, denominator, kl_divergence
 from engine_trainer.config import AlgorithmSection, CorrectionSection, RLConfig
-from engine_trainer.experience import shaped_rewards
+from engine_trainer.experience import is_stale, shaped_rewards
 from engine_trainer.groups import Trained, divide
 from engine_trainer.mismatch import MismatchWatch, largest_of, mismatch_figures, mismatch_sums
 from engine_trainer.reference import Reference, log_probs_of
@@ -83,6 +83,14 @@ class Learner:
         with self.timers.phase("train"):
             return figures | self._update(mini_batches, shares)
 
+    @property
+    def oldest_version(self) -> int:
+        """Of the weights that made a token: from an older one nothing is learned."""
+        overlap, algorithm = self.config.overlap, self.config.algorithm
+        if overlap.mode == "none":
+            return -1
+        return self.policy.weight_version - overlap.max_staleness * algorithm.mini_batches * algorithm.epochs
+
     def close(self) -> None:
         """Close the reference's engine."""
         if self.reference is not None:
@@ -106,7 +114,8 @@ class Learner:
         # Without an advantage there is no gradient where nothing else is in the loss. Such documents count in
         # the denominator, and are not computed.
         skip = self.loss.only_advantages and not self._kl_in_reward
-        documents = [_document(g, i, group, answer, self.config.algorithm.overlong.filter)
+        oldest = self.oldest_version
+        documents = [_document(g, i, group, answer, self.config.algorithm.overlong.filter, oldest)
                      for g, group in enumerate(groups) for i, answer in enumerate(group.answers)]  # fmt: skip
         count = min(self.config.algorithm.mini_batches, len(groups))
         mini_batches: list[_MiniBatch] = []
@@ -208,15 +217,15 @@ def policy_loss(algorithm: AlgorithmSection) -> PolicyLoss:
     )  # fmt: skip
 
 
-def _document(row: int, place: int, group: Group, answer: Answer, drop_cut: bool) -> _Document:
+def _document(row: int, place: int, group: Group, answer: Answer, drop_cut: bool, oldest: int) -> _Document:
     before = [0.0] * len(group.prompt.tokens)
     # DAPO's overlong filter: the end of an answer that was cut has not been judged, so that none of it counts.
-    counts = 0.0 if drop_cut and not answer.finished else 1.0
-    own = (
-        [1.0] * len(answer.tokens) if answer.loss_weights is None else answer.loss_weights
-    )  # a tool's tokens carry no loss
-    return _Document(group=row, place=place, tokens=[*group.prompt.tokens, *answer.tokens],
-                     mask=before + [counts * weight for weight in own], rollout_log_probs=before + answer.log_probs)  # fmt: skip
+    own = [1.0] * len(answer.tokens) if answer.loss_weights is None else answer.loss_weights  # a tool's carry no loss
+    counts = [0.0 if drop_cut and not answer.finished else weight for weight in own]
+    if any(stale := is_stale(answer, oldest)):
+        counts = [0.0 if old else count for old, count in zip(stale, counts, strict=True)]
+    return _Document(group=row, place=place, tokens=[*group.prompt.tokens, *answer.tokens], mask=before + counts,
+                     rollout_log_probs=before + answer.log_probs)  # fmt: skip
 
 
 def _pack(documents: Sequence[_Document]) -> Batch:

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import Any
+
 from engine_trainer.config import RLConfig
 from engine_trainer.data import (
     ChatTokenizer,
     PromptDataset,
+    SampleOrder,
     heldout_sets,
     load_tokenizer,
     order_of,
     questions,
     read_examples,
     room_for_prompts,
-    warn_of_few,
     warn_of_overlap,
 )
 from engine_trainer.evaluate import Evaluator
@@ -21,6 +24,7 @@ from engine_trainer.groups import Launcher
 from engine_trainer.learner import Learner
 from engine_trainer.runtime import Outcome, Run
 from engine_trainer.sampler import Sampler
+from engine_trainer.sources import OneStepOff, Source, Synchronous
 
 SHOW = ("train/reward", "eval/accuracy", "rollout/response_length", "train/entropy", "train/grad_norm")
 
@@ -42,7 +46,6 @@ def train_rl(config: RLConfig, launcher: Launcher | None = None) -> Outcome:
     heldout = heldout_sets(config.data, config.eval, tokenizer, config.engine.model, config.rollout)
     for one in heldout:
         warn_of_overlap(questions(train.prompts), questions(one.problems.prompts), one.name)
-    warn_of_few(len(train), algorithm.prompts_per_step, "algorithm.prompts_per_step")
     order = order_of(train, config.data, config.run.seed)
     with Run(config, kind="rl", total_steps=config.run.total_steps(len(train), algorithm.prompts_per_step),
              launcher=launcher) as run:  # fmt: skip
@@ -51,18 +54,18 @@ def train_rl(config: RLConfig, launcher: Launcher | None = None) -> Outcome:
         learner = Learner(run, config)
         evaluator = Evaluator(run, sampler, heldout)
         state = run.resume(len(train))
-        position = int(state.get("position", 0))
         if state["step"] == 0 and (start := train.figures() | evaluator.measure(0)):
             run.log.write(0, start)
+        source = _source(run, config, sampler, learner, train, order, state)
         for step in run.steps(state["step"]):
-            with sampler.serving():
-                experience = collect(sampler, train, order, config, step=step, position=position)
-            position = experience.position
+            experience = source.take(step)
             metrics = experience.metrics | sampler.synced | learner.learn(experience.groups)
-            metrics |= _speed(run, experience) | {"train/epoch": position / len(train)}
+            metrics |= _speed(run, experience) | {"train/epoch": experience.position / len(train)}
             if config.eval and (step == run.total_steps or (config.eval.every and step % config.eval.every == 0)):
+                source.settle()
                 metrics |= evaluator.measure(step)
-            run.end_step(step, metrics, {"position": position, "rows": len(train)}, show=SHOW)
+            run.end_step(step, metrics, {**experience.state, "rows": len(train)}, show=SHOW)
+        source.close()
         learner.close()
         sampler.close()
         return run.finish(tokenizer.tokenizer)
@@ -74,10 +77,29 @@ def _load(config: RLConfig, tokenizer: ChatTokenizer) -> PromptDataset:
     return PromptDataset.build(examples, tokenizer, config.data, room)
 
 
+def _source(
+    run: Run, config: RLConfig, sampler: Sampler, learner: Learner, data: PromptDataset, order: SampleOrder, state: Mapping[str, Any]
+) -> Source:  # fmt: skip
+    position = int(state.get("position", 0))
+
+    def gather(step: int, start: int) -> Experience:
+        return collect(sampler, data, order, config, step=step, position=start)
+
+    if config.overlap.mode == "full":
+        from engine_trainer.ray.stream import FullyAsync
+
+        return FullyAsync(sampler, data, order, config, position=position, pending=state.get("pending", ()),
+                          oldest=lambda: learner.oldest_version)  # fmt: skip
+    if config.overlap.mode == "one_step_off":
+        return OneStepOff(sampler, gather, position, lambda: learner.oldest_version, run.total_steps)
+    return Synchronous(sampler, gather, position)
+
+
 def _speed(run: Run, experience: Experience) -> Metrics:
     generate, train = run.timers.last("generate"), run.timers.last("train") + run.timers.last("log_probs")
-    generated = experience.num_tokens
+    seconds = {"generated": generate, "trained": train}
     return {
-        "perf/generated_tokens_per_s": generated / max(generate, 1e-9),
-        "perf/trained_tokens_per_s": generated / max(train, 1e-9),
+        f"perf/{name}_tokens_per_s": experience.num_tokens / max(s, 1e-9)
+        for name, s in seconds.items()
+        if s or name == "trained"
     }

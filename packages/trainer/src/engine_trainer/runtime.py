@@ -33,6 +33,7 @@ from engine_trainer.config import RLConfig, SFTConfig
 from engine_trainer.groups import EngineGroup, Launcher, divide
 from engine_trainer.interrupt import Interrupt
 from engine_trainer.loading import flatten, to_plain, to_yaml
+from engine_trainer.lock import FolderLock
 from engine_trainer.logs import RunLog, Timers
 from engine_trainer.report import write_report
 from engine_trainer.spmd import Spmd, SpmdEngines
@@ -88,6 +89,7 @@ class Run:
         self.launcher = launcher or Spmd()
         self.interrupted = False
         self._interrupt = Interrupt()
+        self._lock = FolderLock(self.folder)
 
     def __enter__(self) -> Self:
         self._interrupt.__enter__()
@@ -103,6 +105,7 @@ class Run:
         finally:
             self.log.close()
             self.launcher.close()
+            self._lock.release()
             self._interrupt.__exit__(kind, error, trace)
 
     @property
@@ -208,6 +211,7 @@ class Run:
     def _find(self) -> Path | None:
         if not self.is_main:
             return None
+        self._lock.acquire()
         found = self.checkpoints.find(self.config.run.resume)
         if found is not None:
             changes = compare(read_extra(found)["config"], self._fingerprint(), str(found))

@@ -166,7 +166,13 @@ class RunSection:
         at_least("run", self, 0, "save_every", "keep")
 
     def total_steps(self, samples: int, batch_size: int) -> int:
-        """Steps of the whole run; ``epochs`` counts whole batches only, and at least one."""
+        """Steps of the whole run; ``epochs`` counts whole batches only, and at least one.
+
+        Raises ``ConfigError`` for fewer samples than a batch, which would have some of them twice.
+        """
+        if samples < batch_size:
+            raise ConfigError("data", f"{samples} rows, but a step takes {batch_size}",
+                              remedy="give more rows, or a smaller batch_size (RL: algorithm.prompts_per_step)")  # fmt: skip
         return self.steps if self.steps is not None else max(1, int((self.epochs or 0) * samples) // batch_size)
 
 
@@ -211,9 +217,8 @@ class RaySection:
     timeout_s: float = 1800.0  # of every call of a worker; one that is silent for longer is lost
     start_timeout_s: float = 120.0  # until the cluster has room for the workers
     restarts: int = 3  # from the last checkpoint, after a worker or a node was lost
-    imports: Sequence[
-        str
-    ] = ()  # modules that each worker imports first: what registers engines, rollouts, rewards in process
+    # modules that each worker imports first: what registers engines, rollouts, rewards in process
+    imports: Sequence[str] = field(default_factory=list[str])
     log_workers: bool = False  # show what workers print; it is always in Ray's session folder
 
     def __post_init__(self) -> None:
@@ -226,6 +231,22 @@ class RaySection:
             at_least("ray", self, 1, "rollouts")
         if self.gpus_per_worker is not None:
             at_least("ray", self, 0, "gpus_per_worker")
+
+
+@dataclass(frozen=True, kw_only=True)
+class OverlapSection:
+    """Generation beside training, on replicas of their own (``ray.rollouts``).
+
+    ``one_step_off``: the completions of a step are generated while the step before is trained on.
+    ``full``: replicas never stop but for a weight sync; what was begun before it goes on after it with the new weights.
+    """
+
+    mode: Literal["none", "one_step_off", "full"] = "none"
+    max_staleness: int = 1  # steps that a token's weights may be behind; an older one carries no loss, and is counted
+    slice_tokens: int = 64  # full: tokens after which a generation may be interrupted by a sync
+
+    def __post_init__(self) -> None:
+        at_least("overlap", self, 1, "max_staleness", "slice_tokens")
 
 
 @dataclass(frozen=True, kw_only=True)

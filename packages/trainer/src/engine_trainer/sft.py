@@ -21,7 +21,6 @@ from engine_trainer.data import (
     questions,
     read_examples,
     read_heldout,
-    warn_of_few,
     warn_of_overlap,
     without_limit,
 )
@@ -79,7 +78,6 @@ class _Data:
     def load(config: SFTConfig, tokenizer: ChatTokenizer) -> _Data:
         examples = read_examples(config.data, "response")
         train = SFTDataset.build(examples, tokenizer, config.data)
-        warn_of_few(len(train), config.batch_size, "batch_size")
         own = config.eval.own_set(config.data) if config.eval else None
         heldout = read_heldout(config.data, own, "response") if own else []
         warn_of_overlap(questions(examples), questions(heldout))

@@ -39,7 +39,8 @@ class Trajectory:
     Attributes:
         tokens: the model's and the tools', in their order.
         loss_weights: one a token, 1 where the model made it, 0 where a tool did.
-        log_probs, weight_versions: one a token, of the rollout; 0 and -1 where a tool made it.
+        log_probs, weight_versions: one a token, of the rollout; where a tool made it 0, and the version of the turn before
+            (at the beginning: of the first turn).
         text: what the model said in all its turns.
         finished: the function came to its end, and the model's last turn to a stop.
         turns: of the model.
@@ -151,7 +152,7 @@ class Episode:
         self._said += tokens
         self._weights += [0.0] * len(tokens)
         self._log_probs += [0.0] * len(tokens)
-        self._versions += [-1] * len(tokens)
+        self._versions += [self._versions[-1] if self._versions else -1] * len(tokens)
 
     def end(self) -> Trajectory:
         """The conversation as it stands: what an agent function returns."""
@@ -188,6 +189,8 @@ class Episode:
         self._said += completion.tokens
         self._weights += [1.0] * len(completion.tokens)
         self._log_probs += completion.log_probs
+        if completion.weight_versions:  # what was appended before anything was said
+            self._versions = [completion.weight_versions[0] if v < 0 else v for v in self._versions]
         self._versions += completion.weight_versions
         turn = Turn(text=self._tokenizer.decode(completion.tokens), tokens=list(completion.tokens),
                     finished=completion.finish_reason == "stop")  # fmt: skip

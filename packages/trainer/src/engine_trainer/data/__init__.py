@@ -12,7 +12,6 @@ from engine_trainer.data.datasets import (
     order_of,
     questions,
     read_examples,
-    warn_of_few,
     warn_of_overlap,
     without_limit,
 )
@@ -22,5 +21,5 @@ from engine_trainer.data.order import SampleOrder
 
 __all__ = [
     "ChatTokenizer", "Document", "Example", "Heldout", "Prompt", "PromptDataset", "SFTDataset", "SampleOrder", "heldout_sets", "load_tokenizer",
-    "order_of", "questions", "read_examples", "read_heldout", "room_for_prompts", "warn_of_few", "warn_of_overlap", "without_limit",
+    "order_of", "questions", "read_examples", "read_heldout", "room_for_prompts", "warn_of_overlap", "without_limit",
 ]  # fmt: skip

@@ -150,13 +150,6 @@ def without_limit(section: DataSection) -> DataSection:
     return replace(section, on_too_long="error")
 
 
-def warn_of_few(rows: int, batch: int, what: str) -> bool:
-    """Whether a step takes some row twice, because there are fewer than ``batch``; logged, as it is seldom meant."""
-    if rows < batch:
-        log.warning("%d rows, but a step takes %d (%s): it goes round, and has some of them twice", rows, batch, what)
-    return rows < batch
-
-
 def order_of(dataset: SFTDataset | PromptDataset, section: DataSection, seed: int) -> SampleOrder:
     """The order of a run's samples; ``seed`` is the run's, ``data.seed`` goes before it."""
     return SampleOrder(len(dataset), seed=seed if section.seed is None else section.seed, shuffle=section.shuffle)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import textwrap
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -13,6 +14,7 @@ from ray.exceptions import RayActorError, RayError, RayTaskError
 from engine_api.errors import EngineError, RankFailure
 from engine_trainer.ray.meter import Meter
 
+SHOWN = 400  # characters of Ray's own words
 GRACE_S = 5.0  # for the others to say what went wrong, once one has failed: the reason may be theirs
 
 
@@ -119,6 +121,14 @@ def finish(calls: Sequence[Call], timeout_s: float) -> list[Reply]:
     return [replies[call.ref] for call in calls]
 
 
+def first(calls: Sequence[Call], timeout_s: float) -> list[Call]:
+    """Those that are done, at least one. Raises ``WorkerLost`` when none is within ``timeout_s``."""
+    ready, _ = ray.wait([call.ref for call in calls], timeout=timeout_s)
+    if not ready:
+        raise _silent(calls, timeout_s)
+    return [call for call in calls if call.ref in ready]
+
+
 def attempt(work: Callable[[], object]) -> None:
     """Do something with what may be gone already: an actor, a cluster."""
     try:
@@ -153,7 +163,7 @@ def _translate(call: Call, error: RayError) -> EngineError:
         return failed
     died = isinstance(error, RayActorError)
     return WorkerLost("the worker died" if died else "the worker cannot be reached", where=f"{call.worker}, {call.method}",
-                      why=" ".join(str(error).split()), remedy="see the worker's log in Ray's session folder (out of memory? a lost node?)")  # fmt: skip
+                      why=textwrap.shorten(str(error), SHOWN), remedy="see the worker's log in Ray's session folder (out of memory? a lost node?)")  # fmt: skip
 
 
 def _silent(calls: Sequence[Call], timeout_s: float) -> WorkerLost:

@@ -109,11 +109,10 @@ class OnRay:
     def _pool(self, name: str, cls: type, workers: int) -> Pool:
         placement = cluster.Placement(self._each, workers, self.section.start_timeout_s)
         self._placements.append(placement)
-        arguments = (str(Path.cwd()), list(self.section.imports))
-        actors = [placement.start(cls, bundle, *arguments) for bundle in range(workers)]
+        actors = [placement.start(cls, bundle, f"{name}-{bundle}") for bundle in range(workers)]
         pool = Pool(name, actors, self.section.timeout_s, self.meter)
         self._pools.append(pool)
-        pool.call_all("where")
+        pool.call_all("setup", str(Path.cwd()), list(self.section.imports))
         return pool
 
     def _join(self, pool: Pool, *, cuda: bool) -> None:

@@ -71,6 +71,10 @@ class Separate:
     def sleep(self) -> None:
         """See the class."""
 
+    def continuing(self, sampling: SamplingParams, slice_tokens: int) -> None:
+        """Prepare for ``advance``, see ``Continuing``."""
+        self.pool.call_all("continuing", sampling, slice_tokens)
+
     def answer(self, shares: Sequence[Sequence[Prompt]], sampling: SamplingParams) -> list[list[list[Answer]]]:
         """See ``RolloutGroup``."""
         calls = [self.pool.start(rank, "answer", list(share), sampling) for rank, share in enumerate(shares)]

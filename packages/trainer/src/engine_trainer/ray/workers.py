@@ -23,12 +23,13 @@ from engine_api.config import EngineConfig
 from engine_api.errors import ConfigError
 from engine_api.losses import LossFn
 from engine_api.results import CheckpointHandle, CheckpointInfo, TokenOutputs, Topology
-from engine_api.rollout import Completion, SamplingParams, SyncResult, WholeExporter
+from engine_api.rollout import SamplingParams, SyncResult, WholeExporter
 from engine_trainer.data import Prompt
 from engine_trainer.groups import Trained
 from engine_trainer.logs import Timers
 from engine_trainer.ray import channel, memory
 from engine_trainer.ray.calls import Reply
+from engine_trainer.ray.continuing import Continuing
 from engine_trainer.replica import Answer, Replica, RolloutSpec
 from engine_trainer.sections import EngineSection
 from engine_trainer.spmd import Spmd, SpmdEngines, SpmdRollouts
@@ -38,20 +39,28 @@ class Worker:
     """What both kinds share.
 
     Args:
-        folder: the controller's working directory: relative paths mean the same here, where it exists.
-        imports: modules that register engines, rollouts or rewards in process.
+        name: as the controller's errors and figures call it.
     """
 
-    def __init__(self, folder: str, imports: Sequence[str]) -> None:
-        with suppress(FileNotFoundError):  # on another node a path must be absolute, as with torchrun
-            os.chdir(folder)
+    def __init__(self, name: str) -> None:
+        self.name = name
         self.timers = Timers()
         self._channel: channel.Channel | None = None
-        for name in imports:
+
+    def setup(self, folder: str, imports: Sequence[str]) -> None:
+        """The first call.
+
+        Args:
+            folder: the controller's working directory: relative paths mean the same here, where it exists.
+            imports: modules that register engines, rollouts or rewards in process.
+        """
+        with suppress(FileNotFoundError):  # on another node a path must be absolute, as with torchrun
+            os.chdir(folder)
+        for module in imports:
             try:
-                importlib.import_module(name)
+                importlib.import_module(module)
             except ImportError as error:
-                raise ConfigError("ray.imports", f"{name!r} cannot be imported in a worker", why=str(error),
+                raise ConfigError("ray.imports", f"{module!r} cannot be imported in a worker", why=str(error),
                                   remedy="install it on every node, or put its folder on PYTHONPATH") from error  # fmt: skip
 
     def call(self, method: str, *arguments: Any) -> Reply:
@@ -60,10 +69,6 @@ class Worker:
         value = getattr(self, method)(*arguments)
         phases = {name.removeprefix("time/"): seconds for name, seconds in self.timers.take().items()}
         return Reply(value=value, seconds=time.perf_counter() - begin, phases=phases)
-
-    def where(self) -> tuple[str, int]:
-        """(address of the node, process id)."""
-        return _address(), os.getpid()
 
     def room(self, device: str) -> memory.Room:
         """The memory that this worker may use."""
@@ -82,8 +87,8 @@ class Worker:
 class EngineWorker(Worker):
     """One rank of every engine. See ``spmd``: all ranks are called together, unless a method says otherwise."""
 
-    def __init__(self, folder: str, imports: Sequence[str]) -> None:
-        super().__init__(folder, imports)
+    def __init__(self, name: str) -> None:
+        super().__init__(name)
         self.spmd = Spmd()
         self._engines: list[SpmdEngines] = []
         self._rollouts: SpmdRollouts | None = None
@@ -226,8 +231,8 @@ class EngineWorker(Worker):
 class RolloutWorker(Worker):
     """One replica in a process of its own."""
 
-    def __init__(self, folder: str, imports: Sequence[str]) -> None:
-        super().__init__(folder, imports)
+    def __init__(self, name: str) -> None:
+        super().__init__(name)
         self._replica: Replica | None = None
 
     def close(self) -> None:
@@ -267,15 +272,13 @@ class RolloutWorker(Worker):
         """See ``Replica.answer``."""
         return self.replica.answer(prompts, sampling)
 
-    def generate(self, prompts: Sequence[list[int]], sampling: SamplingParams) -> list[Completion]:
-        """See ``Rollout.generate``."""
-        with self.timers.phase("generate"):
-            return self.replica.rollout.generate(prompts, sampling)
+    def continuing(self, sampling: SamplingParams, slice_tokens: int) -> None:
+        """Prepare for ``advance``."""
+        self._continuing = Continuing(self.replica, sampling, slice_tokens)
 
-    def judge(self, prompts: Sequence[Prompt], completions: Sequence[Completion]) -> list[Answer]:
-        """See ``Replica.judge``."""
-        with self.timers.phase("reward"):
-            return self.replica.judge(prompts, completions)
+    def advance(self, new: Sequence[tuple[int, Prompt]], seed: int) -> list[tuple[int, list[Answer]]]:
+        """See ``Continuing.advance``."""
+        return self._continuing.advance(new, seed)
 
     def close_rollout(self) -> None:
         """See ``RolloutGroup.close``."""
