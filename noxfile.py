@@ -26,7 +26,7 @@ GENERATORS = ("matrix", "cases", "reports", "mutants", "scaling")
 # Cases about how ranks are spread, and what crosses from one layout to another.
 LAYOUTS = "parallel.*,checkpoint.partner*,export.shards,export.exact"
 # Extras that want a GPU, a server or an account.
-NOT_ON_CPU = {"cuda", "flash", "gpu", "megatron", "npu", "ray", "sglang", "vllm", "vllm-cpu", "wandb"}
+NOT_ON_CPU = {"cuda", "flash", "gpu", "megatron", "npu", "sglang", "vllm", "vllm-cpu", "wandb"}
 
 nox.needs_version = ">=2025.5"
 nox.options.default_venv_backend = "uv"

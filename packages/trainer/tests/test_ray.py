@@ -40,11 +40,17 @@ def cluster(plan):
         ray.shutdown()
 
 
+PPO = {"advantage": "gae", "critic": {"optimizer": {"lr": 0.003}}, "mini_batches": 2}
+
+
 @pytest.fixture(scope="module")
 def alone(sums_model, tmp_path_factory):
-    """The run on two ranks of torchrun, without Ray."""
-    out = tmp_path_factory.mktemp("alone") / "out"
-    process = start(tree(sums_model, out), out.parent / "run.yaml", ranks=2)
+    """The run on two ranks of torchrun, without Ray; GRPO."""
+    return torchrun(sums_model, tmp_path_factory.mktemp("alone") / "out")
+
+
+def torchrun(model: Path, out: Path, **sections):
+    process = start(tree(model, out, **sections), out.parent / "run.yaml", ranks=2)
     text, _ = process.communicate(timeout=240)
     assert process.returncode == 0, text
     return result_of(out)
@@ -55,14 +61,26 @@ def fault(worker: str, method: str, nth: int = 1, when: str = "before", do: obje
 
 
 def test_two_engine_ranks_on_ray_give_the_bits_of_torchrun(sums_model, tmp_path, alone):
-    train_on_ray(on_ray(sums_model, tmp_path / "out"))
+    train_on_ray(on_ray(sums_model, tmp_path / "out", run={"profile_steps": [2]}))
     assert result_of(tmp_path / "out") == alone
+    traces = {path.name for path in (tmp_path / "out" / "profile" / "step-000002").iterdir()}
+    assert traces == {"engine-0.json.gz", "engine-1.json.gz"}
     row = json.loads((tmp_path / "out" / "metrics.jsonl").read_text().splitlines()[-1])
     for worker in ("engine-0", "engine-1"):
         assert row[f"worker/{worker}/train_s"] > 0
         assert row[f"worker/{worker}/answer_s"] > 0
         assert 0 <= row[f"worker/{worker}/idle"] <= 1
     assert row["time/generate"] > 0
+
+
+def test_ppo_killed_between_policy_and_critic_ends_as_one_left_alone(sums_model, tmp_path, plan):
+    sections = {"algorithm": PPO, "run": {"steps": 2}}
+    train_on_ray(on_ray(sums_model, tmp_path / "alone", **sections))
+    plan.write_text(json.dumps([fault("engine-1", "train", nth=3), fault("engine-0", "save", nth=2)]))
+    train_on_ray(on_ray(sums_model, tmp_path / "out", **sections))
+    assert json.loads(plan.read_text()) == []
+    assert result_of(tmp_path / "out") == result_of(tmp_path / "alone")
+    assert all(row["critic/updates"] == 2 for row in result_of(tmp_path / "out")[1])
 
 
 def test_killed_in_each_phase_beside_the_engine_it_ends_as_one_left_alone(sums_model, tmp_path, plan, alone):

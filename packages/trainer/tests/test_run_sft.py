@@ -38,6 +38,7 @@ def test_it_learns_and_leaves_a_whole_folder(sft_file):
     values = losses(outcome)[1:]
     assert values[-1] < 0.5 * values[0]
     assert {p.name for p in outcome.folder.iterdir()} == {
+        ".lock",
         "config.yaml", "metrics.jsonl", "tensorboard", "checkpoints", "hf", "plots", "report.html"}  # fmt: skip
     assert sorted(p.name for p in (outcome.folder / "checkpoints").iterdir()) == [
         "latest",

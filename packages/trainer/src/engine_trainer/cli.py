@@ -1,4 +1,4 @@
-"""``engine-train sft|rl CONFIG [key.sub=value …]``. Exit status: 0 done, 1 the run failed, 2 wrong usage or input."""
+"""``engine-train sft|rl|dpo|rm CONFIG [key.sub=value …]``. Exit status: 0 done, 1 the run failed, 2 wrong usage or input."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ import traceback
 from collections.abc import Sequence
 
 from engine_api.errors import ConfigError, EngineError, RankFailure
-from engine_trainer.config import RLConfig, SFTConfig
+from engine_trainer.config import Config, DPOConfig, RewardModelConfig, RLConfig, SFTConfig
 from engine_trainer.errors import DataError
 from engine_trainer.loading import load_config, to_yaml
 from engine_trainer.runtime import Outcome, global_rank, world_size
 
 DONE, FAILED, USAGE = 0, 1, 2
-CONFIGS: dict[str, type[SFTConfig | RLConfig]] = {"sft": SFTConfig, "rl": RLConfig}
+CONFIGS: dict[str, type[Config]] = {"sft": SFTConfig, "rl": RLConfig, "dpo": DPOConfig, "rm": RewardModelConfig}
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -45,20 +45,30 @@ def _run(options: argparse.Namespace) -> int:
     return DONE
 
 
-def _train(config: SFTConfig | RLConfig) -> Outcome:
+def _train(config: Config) -> Outcome:
     # Imported here: --print-config and a wrong key answer at once, without loading torch.
-    if isinstance(config, SFTConfig):
-        from engine_trainer.sft import train_sft
+    match config:
+        case SFTConfig():
+            from engine_trainer.sft import train_sft
 
-        return train_sft(config)
-    if config.launcher == "ray":
-        _require_ray()
-        from engine_trainer.ray.controller import train_on_ray
+            return train_sft(config)
+        case DPOConfig():
+            from engine_trainer.dpo import train_dpo
 
-        return train_on_ray(config)
-    from engine_trainer.rl import train_rl
+            return train_dpo(config)
+        case RewardModelConfig():
+            from engine_trainer.reward_model import train_reward_model
 
-    return train_rl(config)
+            return train_reward_model(config)
+        case RLConfig(launcher="ray"):
+            _require_ray()
+            from engine_trainer.ray.controller import train_on_ray
+
+            return train_on_ray(config)
+        case RLConfig():
+            from engine_trainer.rl import train_rl
+
+            return train_rl(config)
 
 
 def _require_ray() -> None:
@@ -77,7 +87,9 @@ def _close(outcome: Outcome, *, report: bool) -> None:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="engine-train", description="SFT and RL over any engine, by name.")
+    parser = argparse.ArgumentParser(
+        prog="engine-train", description="SFT, RL, DPO and reward models over any engine, by name."
+    )
     parser.add_argument("task", choices=sorted(CONFIGS), help="what to run")
     parser.add_argument("config", help="a YAML file; recipes/ holds some")
     parser.add_argument("overrides", nargs="*", metavar="key.sub=value", help="take the place of values in the file")

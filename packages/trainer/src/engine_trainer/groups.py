@@ -155,6 +155,10 @@ class Launcher(Protocol):
         """Since the last call: how long each worker worked and waited; nothing where the loop's own clocks say it."""
         ...
 
+    def profile(self, folder: Path | None) -> None:
+        """Record a trace in every process from now on; None: write what was recorded to that folder."""
+        ...
+
     def close(self) -> None:
         """Give everything back, after an error too; idempotent."""
         ...

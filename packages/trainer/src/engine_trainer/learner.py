@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,10 +12,11 @@ import torch
 from engine_api.batch import Batch
 from engine_api.losses import token_weights
 from engine_api.results import TrainOutput
-from engine_trainer.algorithms.advantages import group_advantages
 from engine_trainer.algorithms.correction import correct, correction_figures, ratios
-from engine_trainer.algorithms.losses import PolicyLoss, denominator, kl_divergence
+from engine_trainer.algorithms.losses import PolicyLoss, denominator
 from engine_trainer.config import AlgorithmSection, CorrectionSection, RLConfig
+from engine_trainer.credit import CreditAssignment, Place
+from engine_trainer.critic import Critic
 from engine_trainer.experience import is_stale, shaped_rewards
 from engine_trainer.groups import Trained, divide
 from engine_trainer.mismatch import MismatchWatch, largest_of, mismatch_figures, mismatch_sums
@@ -35,6 +36,10 @@ class _Document:
     rollout_log_probs: list[float]
 
     @property
+    def where(self) -> Place:
+        return self.group, self.place
+
+    @property
     def counted(self) -> int:
         return int(sum(self.mask))
 
@@ -47,12 +52,13 @@ class _MiniBatch:
     """The documents of one update: ``denominator`` is of all of them, ``shares`` are those of the ranks that are held here."""
 
     denominator: float
+    tokens: int  # that count, over all ranks
     trained: int  # over all ranks
     shares: list[list[_Document]]
 
 
 class Learner:
-    """GRPO and its relatives: advantages, log-probs, then ``epochs`` × ``mini_batches`` updates.
+    """GRPO, PPO and their relatives: log-probs, values, advantages, then ``epochs`` × ``mini_batches`` updates.
 
     Every method is called on all processes of the loop together. What has a value a token is a list of shares, one for each
     data-parallel rank that is held here.
@@ -63,25 +69,42 @@ class Learner:
         self.config, algorithm = config, config.algorithm
         self.temperature = config.rollout.temperature
         self.loss = policy_loss(algorithm)
+        self.credit = CreditAssignment(algorithm, run.policy)
         self.reference = Reference(run) if algorithm.kl.coefficient else None
+        self.critic = Critic(run, config) if algorithm.critic else None
+
+    @property
+    def state(self) -> dict[str, float]:
+        """What a resumed run needs beside the engines, JSON."""
+        return {"kl_coefficient": self.credit.kl_coefficient}
+
+    def restore(self, state: Mapping[str, float]) -> None:
+        """``state`` as it was saved. A coefficient without a target is the configuration's."""
+        if self.config.algorithm.kl.target is not None and "kl_coefficient" in state:
+            self.credit.kl_coefficient = state["kl_coefficient"]
 
     def learn(self, groups: Sequence[Group]) -> dict[str, float]:
-        """Update the engine; the step's figures, the same on all ranks. No groups: nothing is changed."""
+        """Update the engines; the step's figures, the same on all ranks. No groups: nothing is changed."""
         if not groups:
             return {"train/updates": 0.0}
+        self._move(away=False)
         rewards = shaped_rewards(groups, self.config)
-        advantages = group_advantages(rewards, self.config.algorithm.advantage)
-        mini_batches = self._divide(groups, advantages)
+        mini_batches = self._divide(groups, rewards)
         documents = [[d for m in mini_batches for d in m.shares[k]] for k in range(len(self.policy.held))]
         with self.timers.phase("log_probs"):
             shares = self._with_log_probs([_pack(share) for share in documents])
-        if self._kl_in_reward:
-            advantages = group_advantages(rewards - self._penalties(shares, documents, rewards.shape),
-                                          self.config.algorithm.advantage)  # fmt: skip
-        shares = [self._with_weights(s, d, advantages) for s, d in zip(shares, documents, strict=True)]
-        shares, figures = self._corrected(shares)
+        values = self._values(shares)
+        credit = self.credit.assign(shares, [[d.where for d in share] for share in documents], rewards, values)
+        figures = credit.figures | self._teach_critic(mini_batches, shares, values, credit.returns)
+        shares, corrected = self._corrected(self._with_weights(shares, credit.advantages))
         with self.timers.phase("train"):
-            return figures | self._update(mini_batches, shares)
+            figures |= corrected | self._update(mini_batches, shares)
+        self.rest()
+        return figures
+
+    def rest(self) -> None:
+        """With ``rollout.offload_engine`` reference and critic leave the device, until the next update."""
+        self._move(away=True)
 
     @property
     def oldest_version(self) -> int:
@@ -92,9 +115,16 @@ class Learner:
         return self.policy.weight_version - overlap.max_staleness * algorithm.mini_batches * algorithm.epochs
 
     def close(self) -> None:
-        """Close the reference's engine."""
-        if self.reference is not None:
-            self.reference.close()
+        """Close the engines of reference and critic."""
+        for part in (self.reference, self.critic):
+            if part is not None:
+                part.close()
+
+    def _move(self, *, away: bool) -> None:
+        if self.config.rollout.offload_engine:
+            for engines in (self.reference and self.reference.engines, self.critic and self.critic.engines):
+                if engines is not None:
+                    engines.offload() if away else engines.reload()
 
     # --- before the updates ---------------------------------------------------------------------
 
@@ -102,29 +132,26 @@ class Learner:
     def _engine_knows(self) -> bool:
         """Whether the engine's log-probs are computed before the first update, because something reads them."""
         algorithm = self.config.algorithm
-        read = not self.loss.on_policy or self._kl_in_reward or algorithm.correction.enabled
+        read = not self.loss.on_policy or self.credit.kl_in_reward or algorithm.correction.enabled
         return read and algorithm.old_log_probs == "engine"
 
-    @property
-    def _kl_in_reward(self) -> bool:
-        return self.reference is not None and self.config.algorithm.kl.where == "reward"
-
-    def _divide(self, groups: Sequence[Group], advantages: torch.Tensor) -> list[_MiniBatch]:
+    def _divide(self, groups: Sequence[Group], rewards: torch.Tensor) -> list[_MiniBatch]:
         """Whole groups to mini-batches, and of each mini-batch a part of about equal tokens to each rank."""
         # Without an advantage there is no gradient where nothing else is in the loss. Such documents count in
         # the denominator, and are not computed.
-        skip = self.loss.only_advantages and not self._kl_in_reward
-        oldest = self.oldest_version
-        documents = [_document(g, i, group, answer, self.config.algorithm.overlong.filter, oldest)
+        skip = self.loss.only_advantages and self.credit.zero_stays_zero
+        known = self.credit.before(rewards) if skip else torch.ones_like(rewards)
+        documents = [_document(g, i, group, answer, self.config.algorithm.overlong.filter, self.oldest_version)
                      for g, group in enumerate(groups) for i, answer in enumerate(group.answers)]  # fmt: skip
         count = min(self.config.algorithm.mini_batches, len(groups))
         mini_batches: list[_MiniBatch] = []
         for k in range(count):
             chosen = [d for d in documents if d.group * count // len(groups) == k]
-            live = [d for d in chosen if d.counted and not (skip and advantages[d.group, d.place] == 0)]
+            live = [d for d in chosen if d.counted and known[d.where] != 0]
             shares = [[live[i] for i in part] for part in divide([len(d.tokens) for d in live], self.policy)]
             whole = denominator(self.config.algorithm.aggregation, [d.counted for d in chosen])
-            mini_batches.append(_MiniBatch(denominator=whole, trained=len(live), shares=shares))
+            tokens = sum(d.counted for d in live)
+            mini_batches.append(_MiniBatch(denominator=whole, tokens=tokens, trained=len(live), shares=shares))
         return mini_batches
 
     def _with_log_probs(self, shares: Sequence[Batch]) -> list[Batch]:
@@ -139,27 +166,16 @@ class Learner:
             extra["ref_log_probs"] = self.reference.log_probs(shares, self.temperature)
         return [s.with_fields(**{name: values[k] for name, values in extra.items()}) for k, s in enumerate(shares)]
 
-    def _penalties(
-        self, shares: Sequence[Batch], documents: Sequence[Sequence[_Document]], shape: Sequence[int]
-    ) -> torch.Tensor:
-        """``[P, n]`` float64: coefficient · Σ KL over each answer's tokens, of all ranks."""
-        rows = self.policy.gather([self._kl_sums(s, d) for s, d in zip(shares, documents, strict=True)])
-        penalties = torch.zeros(*shape, dtype=torch.float64)
-        for row in rows:
-            for (group, place), value in row.items():
-                penalties[group, place] = self.config.algorithm.kl.coefficient * value
-        return penalties
+    def _values(self, shares: Sequence[Batch]) -> list[torch.Tensor]:
+        if self.critic is None:
+            return []
+        with self.timers.phase("values"):
+            return self.critic.values(shares)
 
-    def _kl_sums(self, share: Batch, documents: Sequence[_Document]) -> dict[tuple[int, int], float]:
-        kl = kl_divergence(share["old_log_probs"], share["ref_log_probs"], self.config.algorithm.kl.estimator)
-        sums = [float((kl[a:b] * share["mask"][a:b]).double().sum()) for a, b in _spans(share)]
-        return {(d.group, d.place): value for d, value in zip(documents, sums, strict=True)}
-
-    def _with_weights(self, share: Batch, documents: Sequence[_Document], advantages: torch.Tensor) -> Batch:
-        values = torch.tensor([float(advantages[d.group, d.place]) for d in documents])
-        spread = torch.repeat_interleave(values, torch.tensor(share.lengths, dtype=torch.int64))
-        weight = token_weights(share["mask"], share.cu_seqlens, self.config.algorithm.aggregation)
-        return share.with_fields(loss_weight=weight, advantages=spread * share["mask"])
+    def _with_weights(self, shares: Sequence[Batch], advantages: Sequence[torch.Tensor]) -> list[Batch]:
+        mode = self.config.algorithm.aggregation
+        return [share.with_fields(loss_weight=token_weights(share["mask"], share.cu_seqlens, mode), advantages=own)
+                for share, own in zip(shares, advantages, strict=True)]  # fmt: skip
 
     def _corrected(self, shares: Sequence[Batch]) -> tuple[list[Batch], dict[str, float]]:
         """The shares with the rollout corrected, and ``mismatch/…`` and ``correction/…``; where the engine's log-probs are known.
@@ -177,21 +193,37 @@ class Learner:
 
     # --- the updates ----------------------------------------------------------------------------
 
+    def _teach_critic(
+        self, mini_batches: Sequence[_MiniBatch], shares: Sequence[Batch], values: Sequence[torch.Tensor],
+        returns: Sequence[torch.Tensor],
+    ) -> dict[str, float]:  # fmt: skip
+        if self.critic is None:
+            return {}
+        judged = [s.with_fields(values=v, returns=r) for s, v, r in zip(shares, values, returns, strict=True)]
+        with self.timers.phase("critic"):
+            epochs = (self._parts(mini_batches, judged) for _ in range(self.critic.section.epochs))
+            return self.critic.learn((parts, mini.tokens) for epoch in epochs for mini, parts in epoch)
+
     def _update(self, mini_batches: Sequence[_MiniBatch], shares: Sequence[Batch]) -> dict[str, float]:
         trained: list[Trained] = []
         # Only before the first update are the weights those of the rollout.
         first = self.loss if self._engine_knows else MismatchWatch(self.loss)
         for _ in range(self.config.algorithm.epochs):
-            begin = [0] * len(shares)
-            for mini in mini_batches:
-                end = [b + len(documents) for b, documents in zip(begin, mini.shares, strict=True)]
-                parts = [s.select(range(b, e)) for s, b, e in zip(shares, begin, end, strict=True)]
-                begin = end
+            for mini, parts in self._parts(mini_batches, shares):
                 if mini.trained:  # else no token has a gradient, on any rank
                     trained.append(self.policy.train(parts, self.loss if trained else first, denominator=mini.denominator,
                                                      temperature=self.temperature))  # fmt: skip
         seen = mismatch_figures(trained[0].output.metrics, trained[0].observed) if trained else {}
         return _figures([t.output for t in trained]) | seen
+
+    @staticmethod
+    def _parts(mini_batches: Sequence[_MiniBatch], shares: Sequence[Batch]) -> Iterator[tuple[_MiniBatch, list[Batch]]]:
+        """Each mini-batch with its documents, from shares that hold those of all of them."""
+        begin = [0] * len(shares)
+        for mini in mini_batches:
+            end = [b + len(documents) for b, documents in zip(begin, mini.shares, strict=True)]
+            yield mini, [s.select(range(b, e)) for s, b, e in zip(shares, begin, end, strict=True)]
+            begin = end
 
 
 def _correct(share: Batch, section: CorrectionSection) -> tuple[Batch, dict[str, float], float]:
@@ -210,7 +242,7 @@ def policy_loss(algorithm: AlgorithmSection) -> PolicyLoss:
     """The loss that the configuration describes. Raises ``ConfigError``."""
     one_update = algorithm.mini_batches == algorithm.epochs == 1
     return PolicyLoss(
-        clip_low=algorithm.clip_low, clip_high=algorithm.clip_high, dual_clip=algorithm.dual_clip,
+        kind=algorithm.loss, clip_low=algorithm.clip_low, clip_high=algorithm.clip_high, dual_clip=algorithm.dual_clip,
         kl_coef=algorithm.kl.coefficient if algorithm.kl.where == "loss" else 0.0, kl_estimator=algorithm.kl.estimator,
         entropy_coef=algorithm.entropy_coefficient, entropy=True,
         on_policy=one_update and algorithm.old_log_probs == "engine", corrected=algorithm.correction.enabled,
@@ -233,10 +265,6 @@ def _pack(documents: Sequence[_Document]) -> Batch:
         return Batch.pack([d.fields() for d in documents])
     nothing = torch.zeros(0)
     return Batch.pack([]).with_fields(mask=nothing, rollout_log_probs=nothing)
-
-
-def _spans(batch: Batch) -> list[tuple[int, int]]:
-    return list(zip(batch.boundaries, batch.boundaries[1:], strict=False))
 
 
 def _figures(outputs: Sequence[TrainOutput]) -> dict[str, float]:

@@ -24,15 +24,27 @@ class Reference:
     def _create(run: Run) -> EngineGroup:
         return run.launcher.engines(run.config.engine, replace(run.engine_config, optimizer=None), run.device)
 
+    @property
+    def engines(self) -> EngineGroup | None:
+        """The second engine, where there is one."""
+        return None if self._adapter else self._engines
+
     def log_probs(self, shares: Sequence[Batch], temperature: float) -> list[torch.Tensor]:
         """``[T]`` float32 of each share that is held."""
-        outputs = self._engines.infer(shares, temperature=temperature, adapter=not self._adapter)
-        return [log_probs_of(o) for o in outputs]
+        return [log_probs_of(o) for o in self._infer(shares, temperature)]
+
+    def outputs(self, batch: Batch) -> TokenOutputs:
+        """Of this rank's own share, at temperature 1; for a loop that every rank runs."""
+        (outputs,) = self._infer([batch], 1.0)
+        return outputs
+
+    def _infer(self, shares: Sequence[Batch], temperature: float) -> list[TokenOutputs]:
+        return self._engines.infer(shares, temperature=temperature, adapter=not self._adapter)
 
     def close(self) -> None:
         """Close the second engine, where there is one."""
-        if not self._adapter:
-            self._engines.close()
+        if self.engines is not None:
+            self.engines.close()
 
 
 def log_probs_of(outputs: TokenOutputs) -> torch.Tensor:

@@ -1,4 +1,4 @@
-"""Reinforcement learning from verifiable rewards: the loop of GRPO and DAPO."""
+"""Reinforcement learning from verifiable rewards: the loop of PPO, GRPO and their relatives."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def train_rl(config: RLConfig, launcher: Launcher | None = None) -> Outcome:
     """Train as ``config`` says, from the beginning or from the last checkpoint.
 
     A step: bring the engine's weights to the rollout, draw a group of completions for each prompt, judge
-    them, compare within each group, and update the engine. All randomness is a function of the seed and of the
+    them, say what each token has earned, and update the engine. All randomness is a function of the seed and of the
     step, so that a run that was killed and resumed ends as the one that was left alone.
 
     Raises ``EngineError``: configuration, data, plug-ins, rewards, rollouts, checkpoints; on all ranks together.
@@ -54,6 +54,8 @@ def train_rl(config: RLConfig, launcher: Launcher | None = None) -> Outcome:
         learner = Learner(run, config)
         evaluator = Evaluator(run, sampler, heldout)
         state = run.resume(len(train))
+        learner.restore(state.get("learner", {}))
+        learner.rest()
         if state["step"] == 0 and (start := train.figures() | evaluator.measure(0)):
             run.log.write(0, start)
         source = _source(run, config, sampler, learner, train, order, state)
@@ -64,7 +66,7 @@ def train_rl(config: RLConfig, launcher: Launcher | None = None) -> Outcome:
             if config.eval and (step == run.total_steps or (config.eval.every and step % config.eval.every == 0)):
                 source.settle()
                 metrics |= evaluator.measure(step)
-            run.end_step(step, metrics, {**experience.state, "rows": len(train)}, show=SHOW)
+            run.end_step(step, metrics, {**experience.state, "rows": len(train), "learner": learner.state}, show=SHOW)
         source.close()
         learner.close()
         sampler.close()

@@ -6,7 +6,7 @@
       config.yaml             what ran, defaults included
       metrics.jsonl           one row a step
       tensorboard/
-      checkpoints/            step-000120, latest
+      checkpoints/            step-000120, latest; critic/step-000120
       eval/                   completions to the held-out problems
       report.html  plots/     at the end
       hf/                     the trained model, for transformers
@@ -29,7 +29,7 @@ from engine_api.config import EngineConfig
 from engine_api.contract import Engine
 from engine_api.errors import ConfigError
 from engine_trainer.checkpoints import Checkpoints, compare, read_extra
-from engine_trainer.config import RLConfig, SFTConfig
+from engine_trainer.config import Config
 from engine_trainer.groups import EngineGroup, Launcher, divide
 from engine_trainer.interrupt import Interrupt
 from engine_trainer.loading import flatten, to_plain, to_yaml
@@ -61,11 +61,12 @@ class Outcome:
 
 
 class Run:
-    """One SFT or RL run. Used as a context; ``start``, ``resume``, then ``steps`` with ``end_step`` in each.
+    """One run. Used as a context; ``start``, ``resume``, then ``steps`` with ``end_step`` in each.
 
     Attributes:
         launcher: where its engines and rollouts run.
         policy: the engine that learns, on all of its ranks; from ``start`` on.
+        beside: further engines that learn (the critic), by name; saved and loaded with the policy. Known before ``resume``.
         log, timers, checkpoints: what they say.
         device: the device type that was chosen.
         interrupted: whether a signal ended the loop.
@@ -75,9 +76,7 @@ class Run:
     engine_config: EngineConfig
     device: str
 
-    def __init__(
-        self, config: SFTConfig | RLConfig, *, kind: str, total_steps: int, launcher: Launcher | None = None
-    ) -> None:
+    def __init__(self, config: Config, *, kind: str, total_steps: int, launcher: Launcher | None = None) -> None:
         self.config, self.kind, self.total_steps = config, kind, total_steps
         self.folder = Path(config.run.output_dir).absolute()  # the same in every process
         self.is_main = global_rank() == 0
@@ -87,6 +86,7 @@ class Run:
         )
         self.checkpoints = Checkpoints(self.folder / "checkpoints", keep=config.run.keep)
         self.launcher = launcher or Spmd()
+        self.beside: dict[str, EngineGroup] = {}
         self.interrupted = False
         self._interrupt = Interrupt()
         self._lock = FolderLock(self.folder)
@@ -142,6 +142,9 @@ class Run:
         found = together(self.comm, self._find)[0]
         state: dict[str, Any] = {"step": 0}
         if found is not None:
+            for name, group in self.beside.items():
+                group.load_checkpoint(together(self.comm, lambda n=name: self.checkpoints.beside(found, n))[0])
+            # The policy last: the generators are as they were with it.
             state = dict(self.policy.load_checkpoint(found).extra["loop"])
             if state.get("rows", rows) != rows:
                 raise ConfigError(
@@ -158,7 +161,12 @@ class Run:
         for step in range(done + 1, self.total_steps + 1):
             if self.interrupted:
                 return
+            profiled = step in self.config.run.profile_steps
+            if profiled:
+                self.launcher.profile(self.folder / "profile" / f"step-{step:06d}")
             yield step
+            if profiled:
+                self.launcher.profile(None)
 
     def end_step(
         self, step: int, metrics: Mapping[str, float], state: Mapping[str, Any], *, show: Sequence[str] = ()
@@ -179,7 +187,7 @@ class Run:
         if last or self.interrupted or (run.save_every and step % run.save_every == 0):
             with self.timers.phase("save"):
                 extra = {"kind": self.kind, "config": self._fingerprint(), "loop": {**state, "step": step}}
-                self.checkpoints.save(self.policy, self.comm, step, extra)
+                self.checkpoints.save(self.policy, self.comm, step, extra, self.beside)
         if self.interrupted and not last:
             self.log.say(f"stopped after step {step} of {self.total_steps}, saved; the same command goes on from there")
 

@@ -154,6 +154,9 @@ class RunSection:
     wandb: str | None = None  # project name
     progress: bool = True
     report: bool = True  # plots and report.html at the end
+    profile_steps: Sequence[int] = field(
+        default_factory=list[int]
+    )  # torch's profiler: output_dir/profile, a trace a process
 
     def __post_init__(self) -> None:
         if (self.steps is None) == (self.epochs is None):

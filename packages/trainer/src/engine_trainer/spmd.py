@@ -7,9 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, TypeVar
-
-import torch
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from engine_api.batch import Batch
 from engine_api.capabilities import Capability
@@ -23,8 +21,12 @@ from engine_api.rollout import SamplingParams, SyncResult, WeightExporter
 from engine_trainer.data import Prompt
 from engine_trainer.groups import Trained
 from engine_trainer.logs import Timers
+from engine_trainer.profiling import Trace
 from engine_trainer.replica import Answer, Replica, RolloutSpec, create_exporter
 from engine_trainer.sections import EngineSection
+
+if TYPE_CHECKING:
+    import torch
 
 T = TypeVar("T")
 
@@ -152,6 +154,7 @@ class Spmd:
     def __init__(self) -> None:
         self.comm: Comm = SingleComm()
         self._made: list[SpmdEngines] = []
+        self._trace: Trace | None = None
 
     def resolve(self, section: EngineSection) -> tuple[str, frozenset[Capability]]:
         """See ``Launcher``."""
@@ -184,6 +187,16 @@ class Spmd:
     def figures(self) -> dict[str, float]:
         """See ``Launcher``."""
         return {}
+
+    def profile(self, folder: Path | None) -> None:
+        """See ``Launcher``."""
+        if folder is None:
+            trace, self._trace = self._trace, None
+            if trace is not None:
+                trace.end()
+            return
+        self._trace = Trace(f"rank-{self._made[0].engine.topology.rank}")
+        self._trace.begin(folder)
 
     def close(self) -> None:
         """See ``Launcher``; agrees on nothing, for after an error other ranks may be anywhere."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Sized
 from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 
@@ -150,7 +150,7 @@ def without_limit(section: DataSection) -> DataSection:
     return replace(section, on_too_long="error")
 
 
-def order_of(dataset: SFTDataset | PromptDataset, section: DataSection, seed: int) -> SampleOrder:
+def order_of(dataset: Sized, section: DataSection, seed: int) -> SampleOrder:
     """The order of a run's samples; ``seed`` is the run's, ``data.seed`` goes before it."""
     return SampleOrder(len(dataset), seed=seed if section.seed is None else section.seed, shuffle=section.shuffle)
 

@@ -58,31 +58,33 @@ class RayEngines:
 
     def offload(self) -> None:
         """See ``EngineGroup``."""
-        self._all("move", True)
+        self.call_all("move", True)
 
     def reload(self) -> None:
         """See ``EngineGroup``."""
-        self._all("move", False)
+        self.call_all("move", False)
 
     def save_checkpoint(self, directory: Path, *, extra: Mapping[str, Any]) -> RaySave:
         """See ``EngineGroup``."""
-        return RaySave(self.pool, self._all("save", directory, dict(extra))[0])
+        found = self.call_all("save", directory, dict(extra))
+        return RaySave(self, found[0] if all(f is not None for f in found) else None)
 
     def load_checkpoint(self, directory: Path) -> CheckpointInfo:
         """See ``EngineGroup``."""
-        info: CheckpointInfo = self._all("load", directory)[0]
+        info: CheckpointInfo = self.call_all("load", directory)[0]
         self._version = info.step
         return info
 
     def save_hf(self, directory: Path) -> None:
         """See ``EngineGroup``."""
-        self._all("save_hf", directory)
+        self.call_all("save_hf", directory)
 
     def close(self) -> None:
         """See ``EngineGroup``."""
-        self._all("close_engine")
+        self.call_all("close_engine")
 
-    def _all(self, method: str, *arguments: Any) -> list[Any]:
+    def call_all(self, method: str, *arguments: Any) -> list[Any]:
+        """A worker's method of this engine on every rank."""
         return self.pool.call_all(method, self._number, *arguments)
 
     def _scatter(self, method: str, shares: Sequence[Batch], *arguments: Any) -> list[Any]:
@@ -96,8 +98,8 @@ class RayEngines:
 class RaySave:
     """A save that may still be running. See ``CheckpointHandle``."""
 
-    def __init__(self, pool: Pool, info: CheckpointInfo | None) -> None:
-        self._pool, self._info = pool, info
+    def __init__(self, engines: RayEngines, info: CheckpointInfo | None) -> None:
+        self._engines, self._info = engines, info
 
     def done(self) -> bool:
         """See ``CheckpointHandle``."""
@@ -112,6 +114,6 @@ class RaySave:
     def _ask(self, *, wait: bool) -> CheckpointInfo | None:
         if self._info is None:
             # Every rank writes its part: the save stands when all have it.
-            found = self._pool.call_all("saved", wait)
+            found = self._engines.call_all("saved", wait)
             self._info = found[0] if all(f is not None for f in found) else None
         return self._info

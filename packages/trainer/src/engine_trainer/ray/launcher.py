@@ -83,6 +83,11 @@ class OnRay:
         """See ``Launcher``."""
         return self.meter.take()
 
+    def profile(self, folder: Path | None) -> None:
+        """See ``Launcher``."""
+        for pool in self._pools:
+            pool.call_all("profile", folder)
+
     def close(self) -> None:
         """See ``Launcher``. Workers close what they hold where they still can, and are ended in any case."""
         closing = [call for pool in self._pools for call in pool.start_all("close")]

@@ -27,6 +27,7 @@ from engine_api.rollout import SamplingParams, SyncResult, WholeExporter
 from engine_trainer.data import Prompt
 from engine_trainer.groups import Trained
 from engine_trainer.logs import Timers
+from engine_trainer.profiling import Trace
 from engine_trainer.ray import channel, memory
 from engine_trainer.ray.calls import Reply
 from engine_trainer.ray.continuing import Continuing
@@ -46,6 +47,7 @@ class Worker:
         self.name = name
         self.timers = Timers()
         self._channel: channel.Channel | None = None
+        self._trace = Trace(name)
 
     def setup(self, folder: str, imports: Sequence[str]) -> None:
         """The first call.
@@ -70,6 +72,10 @@ class Worker:
         phases = {name.removeprefix("time/"): seconds for name, seconds in self.timers.take().items()}
         return Reply(value=value, seconds=time.perf_counter() - begin, phases=phases)
 
+    def profile(self, folder: Path | None) -> None:
+        """See ``Launcher.profile``."""
+        self._trace.end() if folder is None else self._trace.begin(folder)
+
     def room(self, device: str) -> memory.Room:
         """The memory that this worker may use."""
         return memory.room(device)
@@ -92,7 +98,7 @@ class EngineWorker(Worker):
         self.spmd = Spmd()
         self._engines: list[SpmdEngines] = []
         self._rollouts: SpmdRollouts | None = None
-        self._handles: list[CheckpointHandle] = []
+        self._handles: dict[int, CheckpointHandle] = {}  # of saves that may still run, by engine
         self._store: Any = None  # of the process group, on the first rank
         self._channel_store: Any = None
 
@@ -150,17 +156,13 @@ class EngineWorker(Worker):
 
     def save(self, number: int, directory: Path, extra: Mapping[str, Any]) -> CheckpointInfo | None:
         """Begin to save; the result where it stands already."""
-        handle = self._engines[number].save_checkpoint(directory, extra=extra)
-        if handle.done():
-            return handle.result()
-        self._handles.append(handle)
-        return None
+        handle = self._handles[number] = self._engines[number].save_checkpoint(directory, extra=extra)
+        return handle.result() if handle.done() else None
 
-    def saved(self, wait: bool) -> CheckpointInfo | None:
-        """The result of the newest save that was begun; None: it still runs."""
-        if not (wait or self._handles[-1].done()):
-            return None
-        return self._handles.pop().result()
+    def saved(self, number: int, wait: bool) -> CheckpointInfo | None:
+        """The result of the save that was begun; None: it still runs."""
+        handle = self._handles[number]
+        return handle.result() if wait or handle.done() else None
 
     def load(self, number: int, directory: Path) -> CheckpointInfo:
         """See ``Engine.load_checkpoint``."""
