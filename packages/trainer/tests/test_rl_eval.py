@@ -45,6 +45,23 @@ def test_several_held_out_sets_by_name_with_votes(run, sums_model):
     assert rows[0]["completions"][0]["answer"] == rows[0]["completions"][0]["text"].strip()
 
 
+def test_a_model_is_measured_alone_as_a_run_measures_it(run, sums_model, capsys):
+    from engine_trainer.cli import main
+
+    held = {"source": str(sums_model / "test.jsonl"), "samples": 2, "max_problems": 5}
+    out, (before, _) = run(held)
+    metrics = (out / "metrics.jsonl").read_text()
+    assert main(["eval", str(out / "config.yaml")]) == 0
+    figures = json.loads((out / "evaluation.json").read_text())
+    assert figures == {name: value for name, value in before.items() if name.startswith("eval/")}
+    assert f"eval/accuracy {figures['eval/accuracy']:.4g}".split() in [
+        line.split() for line in capsys.readouterr().out.splitlines()
+    ]
+    assert (out / "metrics.jsonl").read_text() == metrics
+    assert main(["eval", str(out / "config.yaml"), "eval=null"]) == 2
+    assert "nothing to measure on" in capsys.readouterr().err
+
+
 def test_prompts_without_room_are_dropped_and_counted(run, sums_model, tmp_path, caplog):
     """The model has 64 positions, 24 tokens may follow: a prompt of 41 does not fit."""
     rows = [

@@ -5,13 +5,16 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from statistics import fmean
 from typing import Any
 
 from engine_api.comm import together
+from engine_api.errors import ConfigError
 from engine_trainer.at_k import Vote, figures_at_k
-from engine_trainer.data import Heldout
+from engine_trainer.config import RLConfig
+from engine_trainer.data import Heldout, heldout_sets, load_tokenizer
 from engine_trainer.rewards import failure_figures
 from engine_trainer.runtime import Run
 from engine_trainer.sampler import Group, Sampler
@@ -57,6 +60,37 @@ class Evaluator:
         return summary(groups)
 
 
+def evaluate_model(config: RLConfig) -> Metrics:
+    """Measure ``engine.model`` as it is, on the held-out sets of ``eval``: ``engine-train eval``. Nothing is trained.
+
+    The figures go to ``output_dir/evaluation.json`` too, whole or not at all, and the completions to ``output_dir/eval``; what a
+    training run left in that folder stays.
+
+    Raises ``ConfigError`` without held-out problems or on Ray, and what ``Evaluator.measure`` raises.
+    """
+    if config.launcher != "none":
+        raise ConfigError(
+            "launcher", f"{config.launcher!r} only trains", remedy="launcher: none, alone or under torchrun"
+        )
+    tokenizer = load_tokenizer(config.data, config.engine.model)
+    sets = heldout_sets(config.data, config.eval, tokenizer, config.engine.model, config.rollout)
+    if not sets:
+        raise ConfigError(
+            "eval.source", "missing", why="there is nothing to measure on", remedy="name a file of problems"
+        )
+    only = replace(config, engine=replace(config.engine, optimizer=None), run=replace(config.run, save_hf=False))
+    with Run(only, kind="eval", total_steps=1) as run:
+        run.start()
+        sampler = Sampler.create(run, tokenizer, config.rollout, config.reward, config.agent)
+        figures = Evaluator(run, sampler, sets).measure(0)
+        together(
+            run.comm,
+            lambda: _write(run.folder / "evaluation.json", json.dumps(figures, indent=1)) if run.is_main else None,
+        )
+        sampler.close()
+    return figures
+
+
 def summary(groups: Sequence[Group]) -> Metrics:
     """What ``Evaluator.measure`` says of one set."""
     answers = [answer for group in groups for answer in group.answers]
@@ -78,11 +112,13 @@ def summary(groups: Sequence[Group]) -> Metrics:
 
 def write_completions(path: Path, groups: Sequence[Group]) -> None:
     """A JSONL file with one row a problem, whole or not at all."""
+    _write(path, "".join(json.dumps(_row(i, g), ensure_ascii=False) + "\n" for i, g in enumerate(groups)))
+
+
+def _write(path: Path, text: str) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     partial = path.with_name(path.name + ".partial")
-    partial.write_text(
-        "".join(json.dumps(_row(i, g), ensure_ascii=False) + "\n" for i, g in enumerate(groups)), encoding="utf-8"
-    )
+    partial.write_text(text, encoding="utf-8")
     partial.replace(path)
 
 
