@@ -142,7 +142,7 @@ def _plot_phases(path: Path, phases: Sequence[Series]) -> Path:
     axes.set_xlabel("step", fontsize=8)
     axes.set_ylabel("seconds", fontsize=8)
     axes.tick_params(labelsize=8)
-    axes.legend(fontsize=8, loc="upper left")
+    figure.legend(fontsize=8, loc="outside right upper")
     figure.savefig(path, dpi=110)
     return path
 
