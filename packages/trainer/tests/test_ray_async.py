@@ -184,3 +184,19 @@ def test_fully_asynchronous_staleness_is_bounded_and_no_prompt_is_lost(cluster, 
     dropped = sum(r["rollout/dropped_groups"] for r in rows)
     assert state["position"] - len(state.get("pending", [])) == 6 * 8 + dropped
     assert len(state["pending"]) <= 2 * 8
+
+
+@pytest.mark.slow
+@pytest.mark.distributed
+def test_it_learns_while_replicas_never_stop(cluster, sums_model, tmp_path):
+    from engine_trainer.ray.controller import train_on_ray
+
+    sections = {
+        "overlap": {"mode": "full", "max_staleness": 2, "slice_tokens": 2},
+        "run": {"steps": 40, "save_every": 0},
+    }
+    out = tmp_path / "out"
+    train_on_ray(on_ray(sums_model, out, ray={"engines": 1, "rollouts": 1}, **sections))
+    rewards = [r["train/reward"] for r in rows_of(out)]
+    assert sum(rewards[:5]) / 5 < 0.1
+    assert sum(rewards[-5:]) / 5 > 0.6

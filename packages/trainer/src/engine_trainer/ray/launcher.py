@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 
 import torch
@@ -117,7 +118,7 @@ class OnRay:
         actors = [placement.start(cls, bundle, f"{name}-{bundle}") for bundle in range(workers)]
         pool = Pool(name, actors, self.section.timeout_s, self.meter)
         self._pools.append(pool)
-        pool.call_all("setup", str(Path.cwd()), list(self.section.imports))
+        pool.call_all("setup", str(Path.cwd()), sys.path, list(self.section.imports))
         return pool
 
     def _join(self, pool: Pool, *, cuda: bool) -> None:

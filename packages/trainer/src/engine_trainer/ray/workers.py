@@ -8,6 +8,7 @@ from __future__ import annotations
 import importlib
 import os
 import socket
+import sys
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
@@ -49,15 +50,17 @@ class Worker:
         self._channel: channel.Channel | None = None
         self._trace = Trace(name)
 
-    def setup(self, folder: str, imports: Sequence[str]) -> None:
+    def setup(self, folder: str, path: Sequence[str], imports: Sequence[str]) -> None:
         """The first call.
 
         Args:
             folder: the controller's working directory: relative paths mean the same here, where it exists.
+            path: where the controller finds modules; they are looked for there after this process's own places.
             imports: modules that register engines, rollouts or rewards in process.
         """
         with suppress(FileNotFoundError):  # on another node a path must be absolute, as with torchrun
             os.chdir(folder)
+        sys.path += [place for place in path if place not in sys.path]
         for module in imports:
             try:
                 importlib.import_module(module)
