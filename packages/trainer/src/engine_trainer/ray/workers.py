@@ -288,7 +288,7 @@ class RolloutWorker(Worker):
     def close_rollout(self) -> None:
         """See ``RolloutGroup.close``."""
         if self._replica is not None:
-            self._replica.rollout.close()
+            self._replica.close()
 
 
 def _address() -> str:
