@@ -57,6 +57,9 @@ class SFTConfig:
     def __post_init__(self) -> None:
         at_least("", self, 1, "batch_size")
         _check_eval(self.eval, self.data)
+        if self.eval is not None and self.eval.sets and self.reward is None:
+            raise ConfigError("eval.sets", "without a reward", why="their problems are answered and judged",
+                              remedy="name a reward, or use eval.source alone for the loss")  # fmt: skip
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -25,6 +25,7 @@ from engine_trainer.learner import Learner
 from engine_trainer.runtime import Outcome, Run
 from engine_trainer.sampler import Sampler
 from engine_trainer.sources import OneStepOff, Source, Synchronous
+from engine_trainer.throughput import Throughput, of_config
 
 SHOW = ("train/reward", "eval/accuracy", "rollout/response_length", "train/entropy", "train/grad_norm")
 
@@ -53,6 +54,8 @@ def train_rl(config: RLConfig, launcher: Launcher | None = None) -> Outcome:
         sampler = Sampler.create(run, tokenizer, config.rollout, config.reward, config.agent)
         learner = Learner(run, config)
         evaluator = Evaluator(run, sampler, heldout)
+        ranks = config.ray.engines if config.launcher == "ray" else run.comm.world_size
+        speed = of_config(run.engine_config, run.device, ranks)
         state = run.resume(len(train))
         learner.restore(state.get("learner", {}))
         learner.rest()
@@ -62,7 +65,9 @@ def train_rl(config: RLConfig, launcher: Launcher | None = None) -> Outcome:
         for step in run.steps(state["step"]):
             experience = source.take(step)
             metrics = experience.metrics | sampler.synced | learner.learn(experience.groups)
-            metrics |= _speed(run, experience) | {"train/epoch": experience.position / len(train)}
+            metrics |= _speed(run, experience, metrics.get("train/tokens", 0.0), speed) | {
+                "train/epoch": experience.position / len(train)
+            }
             if config.eval and (step == run.total_steps or (config.eval.every and step % config.eval.every == 0)):
                 source.settle()
                 metrics |= evaluator.measure(step)
@@ -97,11 +102,13 @@ def _source(
     return Synchronous(sampler, gather, position)
 
 
-def _speed(run: Run, experience: Experience) -> Metrics:
+def _speed(run: Run, experience: Experience, trained: float, speed: Throughput | None) -> Metrics:
     generate, train = run.timers.last("generate"), run.timers.last("train") + run.timers.last("log_probs")
     seconds = {"generated": generate, "trained": train}
-    return {
+    figures = {
         f"perf/{name}_tokens_per_s": experience.num_tokens / max(s, 1e-9)
         for name, s in seconds.items()
         if s or name == "trained"
     }
+    lengths = [len(g.prompt.tokens) + len(a.tokens) for g in experience.groups for a in g.answers]
+    return figures | (speed.of_updates(lengths, trained, run.timers.last("train")) if speed else {})
