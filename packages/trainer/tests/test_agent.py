@@ -47,6 +47,11 @@ async def slow_tool(episode):
     await episode.generate("x")
     return episode.end()
 
+async def hung_tool(episode):
+    await episode.generate()
+    await asyncio.to_thread(time.sleep, 60)
+    return episode.end()
+
 async def fails(episode):
     await episode.generate()
     raise KeyError("tool")
@@ -248,6 +253,13 @@ def test_a_slow_tool_is_given_up_and_the_others_go_on(chat, agents):
     assert (fast[0].end, fast[0].turns) == ("done", 2)  # though the model alone took longer than the limit
 
 
+def test_a_tool_that_never_returns_holds_nobody(chat, agents):
+    begin = time.monotonic()
+    ((one,),) = agents("hung_tool", timeout_s=0.2).run(Scripted(chat, "one"), prompts(chat, "q"), sampling())
+    assert time.monotonic() - begin < 5
+    assert one.end == "timeout"
+
+
 @pytest.mark.parametrize("kind", [Scripted, Submitting])
 def test_a_function_that_raises(chat, agents, kind, caplog):
     with pytest.raises(AgentError, match="KeyError: 'tool'") as caught:
@@ -315,12 +327,11 @@ def test_a_turn_given_up_in_the_background_is_aborted(chat):
     from engine_trainer.agent.generators import Submitted
 
     async def give_up():
-        generator = Submitted(rollout, sampling(), ["a"], 1)
+        generator = Submitted(rollout, sampling(), ["a"])
         episode = Episode(0, prompts(chat, "q")[0], generator, chat, max_tokens=9, max_turns=1, max_turn_tokens=None)
         with pytest.raises(TimeoutError):
             async with asyncio.timeout(0.1):
                 await episode.generate()
-        generator.close()
 
     begin = time.monotonic()
     asyncio.run(give_up())

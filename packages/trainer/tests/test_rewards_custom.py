@@ -62,6 +62,10 @@ async def afickle(sample):
     await asyncio.sleep(60 if sample.completion == "spin" else 0)
     return fickle(sample)
 
+async def threaded(sample):
+    await asyncio.to_thread(time.sleep, 60 if sample.completion == "hang" else 0)
+    return 1.0
+
 NUMBER = 3
 """
 
@@ -191,6 +195,21 @@ def test_a_coroutine_that_never_awaits_is_interrupted(own, monkeypatch):
     # On one loop it makes its neighbours late; all of it still ends.
     together = totals(own("rude", timeout_s=0.3), *completions)
     assert (together[1], together[3]) == (0.0, 0.0)
+
+
+def test_a_thread_that_never_returns_holds_nobody(own):
+    begin = time.monotonic()
+    assert totals(own("threaded", timeout_s=0.2), "fine", "hang", "fine") == [1.0, 0.0, 1.0]
+    assert time.monotonic() - begin < 5
+
+
+def test_a_process_that_died_while_it_was_idle_is_replaced(own):
+    scorer = own("length", workers=1)
+    assert totals(scorer, "a") == [1.0]
+    (worker,) = scorer.workers._workers
+    worker.process.kill()
+    worker.process.wait()
+    assert totals(scorer, "ab", "c") == [2.0, 1.0]
 
 
 def test_a_process_that_no_alarm_reaches_is_killed_and_replaced(own, monkeypatch):

@@ -83,7 +83,7 @@ def _import_file(path: Path, key: str) -> ModuleType:
     _find_in(path.parent)
     try:
         spec.loader.exec_module(module)
-    except BaseException:
+    except BaseException:  # an interrupt too: half a module must not stay; raised again
         del sys.modules[name]
         raise
     return module

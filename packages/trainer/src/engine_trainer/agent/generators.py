@@ -5,13 +5,13 @@ from __future__ import annotations
 import asyncio
 import hashlib
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from typing import Any
 
 from engine_api.errors import RolloutError
 from engine_api.rollout import AsyncRollout, Completion, Rollout, SamplingParams
 from engine_trainer.agent.episode import Request
+from engine_trainer.threads import DaemonThreads
 
 ABORTS = 100  # in a row without a token: a rollout that only ever aborts is not serving
 
@@ -35,9 +35,9 @@ class Submitted:
     A turn's random numbers are a function of the seed, the episode's first prompt, which of its samples it is, and the turn.
     """
 
-    def __init__(self, rollout: AsyncRollout, sampling: SamplingParams, names: Sequence[Any], threads: int) -> None:
+    def __init__(self, rollout: AsyncRollout, sampling: SamplingParams, names: Sequence[Any]) -> None:
         self._rollout, self._sampling, self._names = rollout, sampling, names
-        self._threads = ThreadPoolExecutor(threads, thread_name_prefix="agent")  # one waits for each turn
+        self._threads = DaemonThreads()  # one waits for each turn
 
     async def generate(self, request: Request) -> Completion:
         """See ``Generator``."""
@@ -58,10 +58,6 @@ class Submitted:
 
     def leave(self) -> None:
         """A trajectory's place is empty; nobody waits for it."""
-
-    def close(self) -> None:
-        """End the threads."""
-        self._threads.shutdown(wait=False, cancel_futures=True)
 
     async def _once(self, request: Request, part: int) -> Completion:
         seed = derive(self._sampling.seed, self._names[request.number], request.turn, part)
@@ -111,9 +107,6 @@ class Batched:
         """A trajectory's place is empty and stays so."""
         self._running -= 1
         self._generate_when_all_wait()
-
-    def close(self) -> None:
-        """Nothing to give back."""
 
     def _generate_when_all_wait(self) -> None:
         if not self._waiting or len(self._waiting) < self._running:

@@ -16,6 +16,7 @@ from engine_trainer.agent.generators import Batched, Submitted
 from engine_trainer.data import ChatTokenizer, Prompt
 from engine_trainer.functions import is_async, load_function, require_arguments
 from engine_trainer.sections import AgentSection
+from engine_trainer.threads import DaemonThreads
 
 log = logging.getLogger("engine_trainer")
 AgentFn = Callable[[Episode], Awaitable[Trajectory]]
@@ -39,7 +40,11 @@ class AgentLoop:
             RolloutError: the rollout failed.
             AgentError: the function raised more often than ``agent.max_failures``, or does not return a trajectory.
         """
-        found = asyncio.run(self._run(rollout, prompts, sampling)) if prompts else {}
+        if not prompts:
+            return []
+        with asyncio.Runner() as runner:
+            runner.get_loop().set_default_executor(DaemonThreads())  # of tools: asyncio.to_thread
+            found = runner.run(self._run(rollout, prompts, sampling))
         return [[found[i * sampling.n + k] for k in range(sampling.n)] for i in range(len(prompts))]
 
     async def _run(
@@ -59,7 +64,6 @@ class AgentLoop:
             for task in tasks:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
-            generator.close()
         return found
 
     def _episode(
@@ -120,7 +124,7 @@ def _checked(value: object) -> Trajectory:
 
 def _generator(rollout: Rollout, sampling: SamplingParams, names: Sequence[Any], places: int) -> Submitted | Batched:
     if isinstance(rollout, AsyncRollout):
-        return Submitted(rollout, sampling, names, places)
+        return Submitted(rollout, sampling, names)
     return Batched(rollout, replace(sampling, n=1), places)
 
 

@@ -14,6 +14,7 @@ from engine_api.errors import EngineError
 from engine_trainer.functions import is_async
 from engine_trainer.rewards.deadline import DeadlineExceeded, deadline
 from engine_trainer.rewards.sample import RewardFn, Sample, Verdict
+from engine_trainer.threads import DaemonThreads
 
 GRACE_S = 2.0  # beyond its own limit, before a call that keeps its thread busy is interrupted from outside
 
@@ -73,6 +74,7 @@ def _side_by_side(
     main = threading.current_thread() is threading.main_thread()
     limit = timeout_s + GRACE_S if timeout_s is not None and main else None
     with asyncio.Runner() as runner:
+        runner.get_loop().set_default_executor(DaemonThreads())
 
         async def advance() -> set[asyncio.Task[Outcome]]:
             while waiting and len(running) < concurrency:

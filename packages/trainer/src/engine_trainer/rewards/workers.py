@@ -82,6 +82,7 @@ class Workers:
     # --- inside ---------------------------------------------------------------------------------
 
     def _hand_out(self, reward: int, samples: Sequence[Sample], waiting: list[list[int]]) -> None:
+        self._forget_dead()
         while len(self._workers) < min(self.count, len(waiting)):
             self._workers.append(self._start())
         for worker in self._workers:
@@ -89,6 +90,13 @@ class Workers:
                 numbers = waiting.pop()
                 _send(worker, reward, [samples[i] for i in numbers])
                 worker.task = _Task(numbers=numbers, left=set(numbers), deadline=self._until(reward))
+
+    def _forget_dead(self) -> None:
+        """Processes that something ended while they had nothing to do."""
+        for worker in [w for w in self._workers if w.task is None and w.process.poll() is not None]:
+            log.warning("a reward process ended with status %s: it is replaced", worker.process.returncode)
+            worker.pipe.close()
+            self._workers.remove(worker)
 
     def _until(self, reward: int) -> float:
         timeout = self.specs[reward].timeout_s
