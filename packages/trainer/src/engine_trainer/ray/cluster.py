@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
+import time
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -17,6 +18,7 @@ from engine_api.errors import ConfigError
 from engine_trainer.ray.calls import attempt
 from engine_trainer.sections import EngineSection, RaySection
 
+POLL_S = 1.0  # between two looks at a cluster that may grow
 log = logging.getLogger("engine_trainer")
 Resources = dict[str, float]
 ACCELERATORS = {"cuda": "GPU", "npu": "NPU"}  # device type -> Ray's name of the resource
@@ -60,8 +62,19 @@ def per_worker(section: RaySection, engine: EngineSection) -> Resources:
     return {name: amount for name, amount in given.items() if amount}
 
 
-def require(each: Resources, workers: int) -> None:
-    """Raise ``ConfigError`` that says what the cluster lacks for so many workers."""
+def require(each: Resources, workers: int, patience_s: float = 0.0) -> None:
+    """Raise ``ConfigError`` that says what the cluster lacks for so many workers, and still lacks after ``patience_s``."""
+    end = time.monotonic() + patience_s
+    while True:
+        try:
+            return _require(each, workers)
+        except ConfigError:
+            if time.monotonic() >= end:
+                raise
+        time.sleep(POLL_S)
+
+
+def _require(each: Resources, workers: int) -> None:
     has = ray.cluster_resources()
     missing = {n: workers * a - has.get(n, 0.0) for n, a in each.items() if workers * a > has.get(n, 0.0)}
     if missing:

@@ -29,13 +29,15 @@ def train_on_ray(config: RLConfig) -> Outcome:
         raise ConfigError("launcher", "ray, but torchrun has started this process", why="WORLD_SIZE is set",
                           remedy="start one process: engine-train rl … launcher=ray")  # fmt: skip
     with connected(config.ray):
+        patience_s = 0.0
         for left in range(config.ray.restarts, -1, -1):
             try:
-                return train_rl(config, OnRay(config))
+                return train_rl(config, OnRay(config, patience_s))
             except WorkerLost as error:
                 if not left:
                     raise
                 log.warning("%s\nbeginning again from the last checkpoint; restarts left: %d", error, left - 1)
+            patience_s = config.ray.start_timeout_s  # a lost node may come back
             # What this run has saved is its own now, also where it was told to begin anew.
             config = replace(config, run=replace(config.run, resume="auto"))
     raise AssertionError("unreachable: the last attempt returns or raises")

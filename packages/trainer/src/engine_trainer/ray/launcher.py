@@ -28,15 +28,18 @@ FAREWELL_S = 10.0  # for workers to close what they hold, before they are ended
 class OnRay:
     """A controller's launcher: pools of actors in placement groups. The cluster must be connected.
 
-    Raises ``ConfigError`` when the cluster is too small.
+    Args:
+        patience_s: how long the cluster may be too small at first: a lost node may be replaced.
+
+    Raises ``ConfigError`` when it is.
     """
 
-    def __init__(self, config: RLConfig) -> None:
+    def __init__(self, config: RLConfig, patience_s: float = 0.0) -> None:
         self.config, self.section = config, config.ray
         self.comm: Comm = SingleComm()  # one controller
         self.meter = Meter()
         self._each = cluster.per_worker(self.section, config.engine)
-        cluster.require(self._each, self.section.engines + (self.section.rollouts or 0))
+        cluster.require(self._each, self.section.engines + (self.section.rollouts or 0), patience_s)
         self._placements: list[cluster.Placement] = []
         self._pools: list[Pool] = []
         self._policy: RayEngines | None = None
