@@ -22,7 +22,7 @@ API, FSDP, TRAINER, SUITE = "packages/engine-api", "packages/engine-fsdp", "pack
 ROLLOUT = "packages/rollout-fp8"
 EXAMPLE = "examples/engine-minimal"
 # Tools that write a page from its source, and compare the two with --check.
-GENERATORS = ("matrix", "cases", "reports", "mutants")
+GENERATORS = ("matrix", "cases", "reports", "mutants", "scaling")
 # Cases about how ranks are spread, and what crosses from one layout to another.
 LAYOUTS = "parallel.*,checkpoint.partner*,export.shards,export.exact"
 # Extras that want a GPU, a server or an account.

@@ -94,6 +94,14 @@ def test_what_is_printed_reads_back_equal(file):
         ("data.source=[1]", "data.source", "text or a list"),
         ("run.epochs=1", "run.steps", "one of the two"),
         ("eval.every=2", "eval.source", "no held-out part"),
+        ("eval.sets.a={samples: 2}", "eval.sets.a.source", "no held-out part"),
+        ("eval.sets.a={source: x, samples: -1}", "eval.sets.a.samples", "at least 0"),
+        ("eval={temperature: 0, sets: {a: {source: x, samples: 2}}}", "eval.sets.a.samples", "greedy"),
+        ("eval={samples: 2, sets: {a: {source: x, temperature: 0}}}", "eval.sets.a.samples", "greedy"),
+        ("eval.sets={a b: {source: x}}", "eval.sets.a b", "not a name"),
+        ("eval.sets.a={sauce: x}", "eval.sets.a.sauce", "source"),
+        ("reward={name: a, function: b}", "reward.name", "one of the two"),
+        ("reward={name: a, workers: -1}", "reward.workers", "at least 0"),
         ("engine=3", "engine", "a mapping"),
         ("steps", "steps", "key.sub=value"),
         ("run.output_dir=${run.nothing}", "run.output_dir", "cannot be resolved"),
@@ -106,7 +114,7 @@ def test_a_wrong_key_or_value_is_named(file, override, field, said):
     assert said in str(caught.value)
 
 
-@pytest.mark.parametrize("key", ["reward.name", "run.output_dir", "engine.model.path", "data"])
+@pytest.mark.parametrize("key", ["reward", "run.output_dir", "engine.model.path", "data"])
 def test_a_mandatory_key_that_is_missing_is_named(key):
     tree = yaml.safe_load(yaml.safe_dump(BASE))
     *above, last = key.split(".")

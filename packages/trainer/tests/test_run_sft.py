@@ -226,3 +226,9 @@ def test_another_length_of_the_run_is_named_on_resume(sft_file, caplog):
     run(sft_file, "run.steps=2")
     run(sft_file, "run.steps=3")
     assert "run.steps: 2 -> 3" in caplog.text
+
+
+def test_named_sets_that_nothing_judges_are_refused(sft_file, tmp_path):
+    with pytest.raises(ConfigError, match="without a reward") as caught:
+        run(sft_file, f"eval.sets.a.source={tmp_path / 'rows.jsonl'}")
+    assert caught.value.field == "eval.sets"

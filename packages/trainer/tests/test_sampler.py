@@ -70,6 +70,11 @@ class FakeRollout:
         self.calls.append(("close",))
 
 
+class FakeScorer:
+    def close(self):
+        pass
+
+
 class FakeTokenizer:
     stop_token_ids = ()
 
@@ -81,7 +86,7 @@ def sampler(rollout, **section) -> Sampler:
         SingleComm(),
         "cpu",
     )
-    replica = None if rollout is None else Replica(rollout, None, FakeTokenizer(), Timers())
+    replica = None if rollout is None else Replica(rollout, FakeScorer(), FakeTokenizer(), Timers())
     return Sampler(rollouts=SpmdRollouts(replica, FakeExporter(), policy), policy=policy, comm=SingleComm(), timers=Timers(),
                    section=RolloutSection(**section), tokenizer=FakeTokenizer())  # fmt: skip
 

@@ -1,4 +1,4 @@
-"""``engine-train sft|rl|dpo|rm CONFIG [key.sub=value …]``. Exit status: 0 done, 1 the run failed, 2 wrong usage or input."""
+"""``engine-train sft|rl|dpo|rm|eval CONFIG [key.sub=value …]``. Exit status: 0 done, 1 the run failed, 2 wrong usage or input."""
 
 from __future__ import annotations
 
@@ -16,7 +16,13 @@ from engine_trainer.loading import load_config, to_yaml
 from engine_trainer.runtime import Outcome, global_rank, world_size
 
 DONE, FAILED, USAGE = 0, 1, 2
-CONFIGS: dict[str, type[Config]] = {"sft": SFTConfig, "rl": RLConfig, "dpo": DPOConfig, "rm": RewardModelConfig}
+CONFIGS: dict[str, type[Config]] = {
+    "sft": SFTConfig,
+    "rl": RLConfig,
+    "dpo": DPOConfig,
+    "rm": RewardModelConfig,
+    "eval": RLConfig,
+}
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -38,6 +44,10 @@ def _run(options: argparse.Namespace) -> int:
     if options.print_config:
         if global_rank() == 0:
             print(to_yaml(config), end="")
+        return DONE
+    if options.task == "eval":
+        assert isinstance(config, RLConfig)
+        _evaluate(config)
         return DONE
     outcome = _train(config)
     if global_rank() == 0:
@@ -71,6 +81,14 @@ def _train(config: Config) -> Outcome:
             return train_rl(config)
 
 
+def _evaluate(config: RLConfig) -> None:
+    from engine_trainer.evaluate import evaluate_model
+
+    figures = evaluate_model(config)
+    if global_rank() == 0:
+        print("\n".join(f"  {name:<32}{value:>12.4g}" for name, value in figures.items()))
+
+
 def _require_ray() -> None:
     if importlib.util.find_spec("ray") is None:
         raise ConfigError(
@@ -88,7 +106,7 @@ def _close(outcome: Outcome, *, report: bool) -> None:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
-        prog="engine-train", description="SFT, RL, DPO and reward models over any engine, by name."
+        prog="engine-train", description="SFT, RL, DPO, reward models and evaluation over any engine, by name."
     )
     parser.add_argument("task", choices=sorted(CONFIGS), help="what to run")
     parser.add_argument("config", help="a YAML file; recipes/ holds some")

@@ -18,10 +18,12 @@ from engine_trainer.algorithm_sections import (
     OverlongSection,
 )
 from engine_trainer.sections import (
+    AgentSection,
     ColumnsSection,
     DataSection,
     EngineSection,
     EvalSection,
+    EvalSet,
     GymDataset,
     GymSection,
     OverlapSection,
@@ -33,8 +35,8 @@ from engine_trainer.sections import (
 )
 
 __all__ = [
-    "AlgorithmSection", "ColumnsSection", "Config", "CorrectionSection", "CriticSection", "DPOConfig", "DPOSection",
-    "DataSection", "DynamicSamplingSection", "EngineSection", "EvalSection", "GymDataset", "GymSection",
+    "AgentSection", "AlgorithmSection", "ColumnsSection", "Config", "CorrectionSection", "CriticSection", "DPOConfig", "DPOSection",
+    "DataSection", "DynamicSamplingSection", "EngineSection", "EvalSection", "EvalSet", "GymDataset", "GymSection",
     "HeldoutSection", "KLSection", "OverlapSection", "OverlongSection", "RLConfig", "RaySection", "RewardModelConfig", "RewardSection",
     "RolloutSection", "RunSection", "SFTConfig",
 ]  # fmt: skip
@@ -55,6 +57,9 @@ class SFTConfig:
     def __post_init__(self) -> None:
         at_least("", self, 1, "batch_size")
         _check_eval(self.eval, self.data)
+        if self.eval is not None and self.eval.sets and self.reward is None:
+            raise ConfigError("eval.sets", "without a reward", why="their problems are answered and judged",
+                              remedy="name a reward, or use eval.source alone for the loss")  # fmt: skip
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -67,6 +72,7 @@ class RLConfig:
     reward: RewardSection
     rollout: RolloutSection = field(default_factory=RolloutSection)
     algorithm: AlgorithmSection = field(default_factory=AlgorithmSection)
+    agent: AgentSection | None = None  # conversations with tools; null: one completion
     eval: EvalSection | None = None
     launcher: Literal["none", "ray"] = "none"  # none: this process, or the ranks of torchrun
     ray: RaySection = field(default_factory=RaySection)
@@ -89,6 +95,9 @@ class RLConfig:
 def _check_overlap(config: RLConfig) -> None:
     if config.overlap.mode == "none":
         return
+    if config.overlap.mode == "full" and config.agent is not None:
+        raise ConfigError("overlap.mode", "full does not go with an agent", why="a conversation is not continued after a sync",
+                          remedy="overlap.mode: one_step_off or none")  # fmt: skip
     if config.launcher != "ray" or config.ray.rollouts is None:
         raise ConfigError("overlap.mode", f"{config.overlap.mode} needs replicas of their own",
                           why="beside an engine a rollout waits while it trains", remedy="launcher: ray and ray.rollouts: 1 or more")  # fmt: skip
@@ -180,6 +189,5 @@ def _check_pairs(config: DPOConfig | RewardModelConfig, model_type: str) -> None
 
 
 def _check_eval(section: EvalSection | None, data: DataSection) -> None:
-    if section is not None and section.source is None and data.reasoning_gym is None:
-        raise ConfigError("eval.source", "missing", why="data.source has no held-out part of its own",
-                          remedy="name a file of problems that are not trained on, or leave eval out")  # fmt: skip
+    if section is not None:
+        section.all_sets(data)

@@ -14,6 +14,7 @@ from engine_trainer.algorithms.shaping import informative, overlong_penalty
 from engine_trainer.config import RLConfig
 from engine_trainer.data import PromptDataset, SampleOrder
 from engine_trainer.replica import Answer, Group
+from engine_trainer.rewards import failure_figures
 from engine_trainer.sampler import Sampler
 
 
@@ -34,7 +35,7 @@ class Experience:
     @property
     def num_tokens(self) -> int:
         """Generated tokens of ``groups``."""
-        return sum(len(a.tokens) for g in self.groups for a in g.answers)
+        return sum(a.num_generated for g in self.groups for a in g.answers)
 
 
 def collect(
@@ -108,7 +109,7 @@ def answer_figures(groups: Sequence[Group]) -> dict[str, float]:
     answers = [a for g in groups for a in g.answers]
     rewards = totals(groups)
     parts = {name: fmean(a.score.parts[name] for a in answers) for name in answers[0].score.parts}
-    return {
+    figures = {
         "train/reward": float(rewards.mean()),
         "train/reward_std": float(rewards.std(correction=0)),
         "train/accuracy": fmean(a.score.correct for a in answers),
@@ -116,6 +117,8 @@ def answer_figures(groups: Sequence[Group]) -> dict[str, float]:
         "rollout/response_length": fmean(len(a.tokens) for a in answers),
         "rollout/response_length_max": float(max(len(a.tokens) for a in answers)),
         "rollout/truncated": fmean(not a.finished for a in answers),
-        "rollout/tokens": float(sum(len(a.tokens) for a in answers)),
-        "reward/timeouts": float(sum(a.score.timeouts for a in answers)),
-    } | {f"reward/{name}": value for name, value in parts.items() if len(parts) > 1}  # fmt: skip
+        "rollout/tokens": float(sum(a.num_generated for a in answers)),
+    }
+    figures |= failure_figures([a.score for a in answers])
+    figures |= {f"reward/{name}": value for name, value in parts.items() if len(parts) > 1}
+    return figures | {f"agent/{name}": fmean(a.figures[name] for a in answers) for name in answers[0].figures}

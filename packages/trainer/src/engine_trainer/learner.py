@@ -252,7 +252,8 @@ def policy_loss(algorithm: AlgorithmSection) -> PolicyLoss:
 def _document(row: int, place: int, group: Group, answer: Answer, drop_cut: bool, oldest: int) -> _Document:
     before = [0.0] * len(group.prompt.tokens)
     # DAPO's overlong filter: the end of an answer that was cut has not been judged, so that none of it counts.
-    counts = [0.0 if drop_cut and not answer.finished else 1.0] * len(answer.tokens)
+    own = [1.0] * len(answer.tokens) if answer.loss_weights is None else answer.loss_weights  # a tool's carry no loss
+    counts = [0.0 if drop_cut and not answer.finished else weight for weight in own]
     if any(stale := is_stale(answer, oldest)):
         counts = [0.0 if old else count for old, count in zip(stale, counts, strict=True)]
     return _Document(group=row, place=place, tokens=[*group.prompt.tokens, *answer.tokens], mask=before + counts,

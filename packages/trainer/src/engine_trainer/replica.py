@@ -11,10 +11,11 @@ from engine_api.errors import ConfigError
 from engine_api.plugin import is_older
 from engine_api.registry import EngineRegistry, RolloutRegistry
 from engine_api.rollout import Completion, Rollout, SamplingParams, WeightExporter
+from engine_trainer.agent import AgentLoop, Trajectory
 from engine_trainer.data import ChatTokenizer, Prompt
 from engine_trainer.logs import Timers
 from engine_trainer.rewards import Sample, Score, Scorer
-from engine_trainer.sections import EngineSection, RewardSection, RolloutSection
+from engine_trainer.sections import AgentSection, EngineSection, RewardSection, RolloutSection
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -27,6 +28,13 @@ class Answer:
     finished: bool  # it came to a stop by itself
     score: Score
     weight_versions: list[int] = field(default_factory=list[int])  # one a token, of the weights that made it
+    loss_weights: list[float] | None = None  # one a token, 0 where a tool made it; None: the model made all
+    figures: dict[str, float] = field(default_factory=dict[str, float])  # of an agent's trajectory
+
+    @property
+    def num_generated(self) -> int:
+        """Tokens that the model made."""
+        return len(self.tokens) if self.loss_weights is None else int(sum(self.loss_weights))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -47,6 +55,7 @@ class RolloutSpec:
     engine: EngineSection
     engine_config: EngineConfig
     engine_device: str
+    agent: AgentSection | None = None
 
     @property
     def device(self) -> str:
@@ -74,20 +83,25 @@ def rollout_dtype(section: RolloutSection, engine_config: EngineConfig) -> str:
 
 
 class Replica:
-    """A rollout, and the rewards of what it says."""
+    """A rollout, and the rewards of what it says; with an agent, of whole conversations."""
 
-    def __init__(self, rollout: Rollout, scorer: Scorer, tokenizer: ChatTokenizer, timers: Timers) -> None:
+    def __init__(
+        self, rollout: Rollout, scorer: Scorer, tokenizer: ChatTokenizer, timers: Timers, agent: AgentLoop | None = None
+    ) -> None:
         self.rollout, self.scorer, self.tokenizer, self.timers = rollout, scorer, tokenizer, timers
+        self.agent = agent
 
     @staticmethod
     def create(spec: RolloutSpec, timers: Timers) -> Replica:
         """Raises ``PluginError``, ``ConfigError``."""
-        reward = spec.reward
-        scorer = Scorer.from_names(reward.name, reward.kwargs, reward.timeout_s)
-        return Replica(create_rollout(spec), scorer, spec.tokenizer, timers)
+        scorer = Scorer.from_section(spec.reward)  # first: a mistake there costs nothing yet
+        agent = AgentLoop(spec.agent, spec.tokenizer) if spec.agent else None
+        return Replica(create_rollout(spec), scorer, spec.tokenizer, timers, agent)
 
     def answer(self, prompts: Sequence[Prompt], sampling: SamplingParams) -> list[list[Answer]]:
-        """``sampling.n`` judged answers to each prompt. Raises ``RolloutError``, ``RewardError``."""
+        """``sampling.n`` judged answers to each prompt. Raises ``RolloutError``, ``RewardError``, ``AgentError``."""
+        if self.agent is not None:
+            return self._converse(self.agent, prompts, sampling)
         with self.timers.phase("generate"):
             completions = self.rollout.generate([p.tokens for p in prompts], sampling)
         with self.timers.phase("reward"):
@@ -106,6 +120,33 @@ class Replica:
         return [Answer(tokens=c.tokens, log_probs=c.log_probs, text=text, finished=_finished(c), score=score,
                        weight_versions=c.weight_versions)
                 for c, text, score in zip(completions, texts, scores, strict=True)]  # fmt: skip
+
+    def _converse(self, agent: AgentLoop, prompts: Sequence[Prompt], sampling: SamplingParams) -> list[list[Answer]]:
+        with self.timers.phase("generate"):
+            said = agent.run(self.rollout, prompts, sampling)
+        with self.timers.phase("reward"):
+            scores = iter(
+                self.scorer.score([_sample_of(p, t) for p, row in zip(prompts, said, strict=True) for t in row])
+            )
+            return [[_answer_of(t, next(scores)) for t in row] for row in said]
+
+    def close(self) -> None:
+        """Close the rollout, and end the processes that judge; idempotent."""
+        self.rollout.close()
+        self.scorer.close()
+
+
+def _sample_of(prompt: Prompt, trajectory: Trajectory) -> Sample:
+    return Sample(prompt=prompt.rendered, completion=trajectory.text, answer=prompt.answer,
+                  metadata={**prompt.metadata, **trajectory.info}, finished=trajectory.finished)  # fmt: skip
+
+
+def _answer_of(trajectory: Trajectory, score: Score) -> Answer:
+    figures = {"turns": float(trajectory.turns), "tool_tokens": float(trajectory.loss_weights.count(0.0))}
+    figures |= {name: float(trajectory.end == name) for name in ("limit", "timeout", "failed")}
+    return Answer(tokens=trajectory.tokens, log_probs=trajectory.log_probs, text=trajectory.text, finished=trajectory.finished,
+                  score=score, weight_versions=trajectory.weight_versions, loss_weights=trajectory.loss_weights,
+                  figures=figures)  # fmt: skip
 
 
 def _finished(completion: Completion) -> bool:

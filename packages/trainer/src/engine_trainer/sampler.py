@@ -12,7 +12,7 @@ from engine_trainer.groups import EngineGroup, RolloutGroup
 from engine_trainer.logs import Timers
 from engine_trainer.replica import Answer, Group, RolloutSpec
 from engine_trainer.runtime import Run
-from engine_trainer.sections import RewardSection, RolloutSection
+from engine_trainer.sections import AgentSection, RewardSection, RolloutSection
 
 __all__ = ["Answer", "Group", "Sampler"]
 
@@ -34,10 +34,16 @@ class Sampler:
         self.synced: dict[str, float] = {}
 
     @staticmethod
-    def create(run: Run, tokenizer: ChatTokenizer, section: RolloutSection, reward: RewardSection) -> Sampler:
+    def create(
+        run: Run,
+        tokenizer: ChatTokenizer,
+        section: RolloutSection,
+        reward: RewardSection,
+        agent: AgentSection | None = None,
+    ) -> Sampler:
         """For a run that has started. Raises ``PluginError``, ``ConfigError``: all processes together."""
         spec = RolloutSpec(section=section, reward=reward, tokenizer=tokenizer, engine=run.config.engine,
-                           engine_config=run.engine_config, engine_device=run.device)  # fmt: skip
+                           engine_config=run.engine_config, engine_device=run.device, agent=agent)  # fmt: skip
         rollouts = run.launcher.rollouts(spec, run.timers)
         return Sampler(rollouts=rollouts, policy=run.policy, comm=run.comm, tokenizer=tokenizer, section=section,
                        timers=run.timers)  # fmt: skip

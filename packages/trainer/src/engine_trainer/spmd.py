@@ -133,7 +133,7 @@ class SpmdRollouts:
     def close(self) -> None:
         """Close the rollout and the exporter."""
         if self.replica is not None:
-            self.replica.rollout.close()
+            self.replica.close()
         self.exporter.close()
 
     def _sync(self) -> tuple[int, SyncResult] | None:

@@ -221,4 +221,4 @@ class RolloutWorker(Worker):
     def close_rollout(self) -> None:
         """See ``RolloutGroup.close``."""
         if self._replica is not None:
-            self._replica.rollout.close()
+            self._replica.close()
