@@ -13,8 +13,8 @@ import sys
 import time
 from pathlib import Path
 
-from engine_trainer.ray import workers
 from engine_trainer.ray.channel import Channel
+from engine_trainer.ray.worker import Worker
 from engine_trainer.replica import Replica
 from engine_trainer.rewards import register
 from engine_trainer.spmd import SpmdEngines, SpmdRollouts
@@ -37,7 +37,7 @@ _counts: dict[str, int] = {}
 def _worker() -> str:
     """The name of the worker that imports this."""
     frame = sys._getframe()
-    while frame is not None and not isinstance(frame.f_locals.get("self"), workers.Worker):
+    while frame is not None and not isinstance(frame.f_locals.get("self"), Worker):
         frame = frame.f_back
     return frame.f_locals["self"].name if frame is not None else ""
 

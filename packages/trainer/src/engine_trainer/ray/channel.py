@@ -50,17 +50,21 @@ class Channel:
         Raises what the export raises, after the receivers have been told.
         """
         sent = 0
-        try:
-            for header, buffer in _buckets(export, self._device):
-                self._broadcast(torch.tensor([len(header), len(buffer)]))
-                self._broadcast(torch.frombuffer(bytearray(header), dtype=torch.uint8))
-                self._broadcast(buffer)
-                sent += len(buffer)
-        except Exception:
-            self._broadcast(torch.tensor([FAILED, 0]))
-            raise
-        self._broadcast(torch.tensor([END, 0]))
-        return sent
+        buckets = _buckets(export, self._device)
+        while True:
+            try:
+                bucket = next(buckets, None)
+            except Exception:  # whatever it is, the receivers must not wait for more; raised again
+                self._broadcast(torch.tensor([FAILED, 0]))
+                raise
+            if bucket is None:
+                self._broadcast(torch.tensor([END, 0]))
+                return sent
+            header, buffer = bucket
+            self._broadcast(torch.tensor([len(header), len(buffer)]))
+            self._broadcast(torch.frombuffer(bytearray(header), dtype=torch.uint8))
+            self._broadcast(buffer)
+            sent += len(buffer)
 
     def receive(self) -> WeightExport:
         """(name, tensor) as they come; a tensor is valid until the next one is asked for. Exhaust it.

@@ -1,17 +1,9 @@
-"""The actors: a process that holds this rank's engines, and one that holds a replica of the rollout.
-
-Plain classes, so that they can be tested without Ray. Every method is reached through ``call``, which measures it.
-"""
+"""The actors: a process that holds this rank of every engine, and one that holds a replica of the rollout."""
 
 from __future__ import annotations
 
-import importlib
 import os
-import socket
-import sys
-import time
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -21,76 +13,17 @@ import torch.distributed as dist
 from engine_api.batch import Batch
 from engine_api.capabilities import Capability
 from engine_api.config import EngineConfig
-from engine_api.errors import ConfigError
 from engine_api.losses import LossFn
 from engine_api.results import CheckpointHandle, CheckpointInfo, TokenOutputs, Topology
 from engine_api.rollout import SamplingParams, SyncResult, WholeExporter
 from engine_trainer.data import Prompt
 from engine_trainer.groups import Trained
-from engine_trainer.logs import Timers
-from engine_trainer.profiling import Trace
-from engine_trainer.ray import channel, memory
-from engine_trainer.ray.calls import Reply
+from engine_trainer.ray import channel
 from engine_trainer.ray.continuing import Continuing
+from engine_trainer.ray.worker import Worker, address
 from engine_trainer.replica import Answer, Replica, RolloutSpec
 from engine_trainer.sections import EngineSection
 from engine_trainer.spmd import Spmd, SpmdEngines, SpmdRollouts
-
-
-class Worker:
-    """What both kinds share.
-
-    Args:
-        name: as the controller's errors and figures call it.
-    """
-
-    def __init__(self, name: str) -> None:
-        self.name = name
-        self.timers = Timers()
-        self._channel: channel.Channel | None = None
-        self._trace = Trace(name)
-
-    def setup(self, folder: str, path: Sequence[str], imports: Sequence[str]) -> None:
-        """The first call.
-
-        Args:
-            folder: the controller's working directory: relative paths mean the same here, where it exists.
-            path: where the controller finds modules; they are looked for there after this process's own places.
-            imports: modules that register engines, rollouts or rewards in process.
-        """
-        with suppress(FileNotFoundError):  # on another node a path must be absolute, as with torchrun
-            os.chdir(folder)
-        sys.path += [place for place in path if place not in sys.path]
-        for module in imports:
-            try:
-                importlib.import_module(module)
-            except ImportError as error:
-                raise ConfigError("ray.imports", f"{module!r} cannot be imported in a worker", why=str(error),
-                                  remedy="install it on every node, or put its folder on PYTHONPATH") from error  # fmt: skip
-
-    def call(self, method: str, *arguments: Any) -> Reply:
-        """The method's value, and how long it took."""
-        begin = time.perf_counter()
-        value = getattr(self, method)(*arguments)
-        phases = {name.removeprefix("time/"): seconds for name, seconds in self.timers.take().items()}
-        return Reply(value=value, seconds=time.perf_counter() - begin, phases=phases)
-
-    def profile(self, folder: Path | None) -> None:
-        """See ``Launcher.profile``."""
-        self._trace.end() if folder is None else self._trace.begin(folder)
-
-    def room(self, device: str) -> memory.Room:
-        """The memory that this worker may use."""
-        return memory.room(device)
-
-    def close(self) -> None:
-        """Give everything back; idempotent."""
-        if self._channel is not None:
-            self._channel.close()
-
-    def open_channel(self, address: tuple[str, int], rank: int, size: int, device: str, timeout_s: float) -> None:
-        """Join the channel that carries weights, as a receiver."""
-        self._channel = channel.Channel(channel.reach(*address, size, timeout_s), rank, size, device, timeout_s)
 
 
 class EngineWorker(Worker):
@@ -116,15 +49,15 @@ class EngineWorker(Worker):
 
     def serve_store(self, size: int, timeout_s: float) -> tuple[str, int]:
         """On the first rank: where the others meet."""
-        host = _address()
+        host = address()
         self._store = channel.serve(host, size, timeout_s)
         return host, self._store.port
 
-    def join(self, address: tuple[str, int], rank: int, size: int, cuda: bool, timeout_s: float) -> None:
+    def join(self, meet: tuple[str, int], rank: int, size: int, cuda: bool, timeout_s: float) -> None:
         """Make the default process group, with the variables that torchrun would set."""
         if size == 1:  # as without a launcher: the engine makes a group of its own
             return
-        host, port = address
+        host, port = meet
         os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(size), "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1",
                        "MASTER_ADDR": host, "MASTER_PORT": str(port)}  # fmt: skip
         store = self._store or channel.reach(host, port, size, timeout_s)
@@ -215,7 +148,7 @@ class EngineWorker(Worker):
 
     def serve_channel(self, size: int, timeout_s: float) -> tuple[str, int]:
         """On the first rank: where the receivers of weights meet; ``start_channel`` joins."""
-        host = _address()
+        host = address()
         self._channel_store = channel.serve(host, size, timeout_s)
         return host, self._channel_store.port
 
@@ -289,12 +222,3 @@ class RolloutWorker(Worker):
         """See ``RolloutGroup.close``."""
         if self._replica is not None:
             self._replica.close()
-
-
-def _address() -> str:
-    import ray
-
-    try:
-        return str(ray.util.get_node_ip_address())
-    except RuntimeError:  # outside a cluster, in a test
-        return socket.gethostbyname(socket.gethostname())
