@@ -134,13 +134,16 @@ def test_overlap_without_replicas_of_its_own_or_without_a_correction_is_refused(
 
 
 @pytest.fixture(scope="module")
-def cluster():
+def cluster(tmp_path_factory):
+    """Yields the file of faults, see ``ray_faults``."""
+    plan = tmp_path_factory.mktemp("faults") / "plan.json"
     with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("RAY_FAULTS", str(plan))
         patch.setenv("PYTHONPATH", os.pathsep.join([str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")]))
         patch.setenv("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
         patch.setenv("OMP_NUM_THREADS", "1")
         ray.init(address="local", num_cpus=4, include_dashboard=False, log_to_driver=False, logging_level="ERROR")
-        yield
+        yield plan
         ray.shutdown()
 
 
@@ -167,13 +170,18 @@ def test_one_step_off_is_one_step_behind_and_reproducible(cluster, sums_model, t
 
 @pytest.mark.slow
 @pytest.mark.distributed
-def test_fully_asynchronous_staleness_is_bounded_and_no_prompt_is_lost(cluster, sums_model, tmp_path):
+def test_fully_asynchronous_staleness_is_bounded_and_a_death_loses_no_prompt(cluster, sums_model, tmp_path):
     from engine_trainer.ray.controller import train_on_ray
 
     sections = {"overlap": {"mode": "full", "max_staleness": 1, "slice_tokens": 2},
                 "rollout": {"max_new_tokens": 8, "batch_size": 16}, "run": {"steps": 6, "save_every": 3}}  # fmt: skip
     out = tmp_path / "out"
+    # After the checkpoint of step 3: its prompts that were under way are drawn again.
+    cluster.write_text(
+        json.dumps([{"worker": "rollout-1", "method": "receive", "nth": 4, "when": "before", "do": "kill"}])
+    )
     train_on_ray(on_ray(sums_model, out, ray={"engines": 1, "rollouts": 2}, **sections))
+    assert json.loads(cluster.read_text()) == []
     rows = rows_of(out)
     assert [r["step"] for r in rows] == list(range(1, 7))
     assert all(r["rollout/groups"] == 8 for r in rows)

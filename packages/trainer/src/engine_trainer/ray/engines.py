@@ -41,7 +41,9 @@ class RayEngines:
 
     def infer(self, shares: Sequence[Batch], *, temperature: float = 1.0, adapter: bool = True) -> list[TokenOutputs]:
         """See ``EngineGroup``."""
-        found = self._scatter("infer", shares, temperature, adapter)
+        # What an engine reads of them; the fields are the controller's.
+        bare = [Batch(input_ids=s.input_ids, cu_seqlens=s.cu_seqlens) for s in shares]
+        found = self._scatter("infer", bare, temperature, adapter)
         return [found[rank] for rank in self.primary]
 
     def train(
