@@ -1,4 +1,4 @@
-"""A node is lost: the run goes on when the cluster has room again, or says what is missing."""
+"""A node is lost: the run goes on when the cluster has room again."""
 
 from __future__ import annotations
 
@@ -13,8 +13,7 @@ from ray_runs import on_ray, result_of
 ray = pytest.importorskip("ray", reason="the extra ray")
 pytest.importorskip("engine_fsdp", reason="the loop needs an engine")
 
-from engine_api.errors import ConfigError  # noqa: E402 - behind importorskip
-from engine_trainer.ray.controller import train_on_ray  # noqa: E402
+from engine_trainer.ray.controller import train_on_ray  # noqa: E402 - behind importorskip
 
 pytestmark = [pytest.mark.distributed, pytest.mark.slow, pytest.mark.filterwarnings("ignore::FutureWarning")]
 
@@ -49,5 +48,3 @@ def test_a_node_is_lost(nodes, sums_model, tmp_path):
         nodes.add_node(num_cpus=2)
         assert run.result(200).step == 4
     assert result_of(tmp_path / "out") == result_of(tmp_path / "alone")
-    with pytest.raises(ConfigError, match="1 CPU missing"):
-        train_on_ray(on_ray(sums_model, tmp_path / "more", ray={"engines": 3}))
