@@ -11,6 +11,7 @@ import torch
 
 from engine_api.errors import BatchError, RankFailure
 from engine_api.results import TokenOutputs
+from engine_trainer.checkpoints import Checkpoints
 from engine_trainer.config import RLConfig
 from engine_trainer.data import Prompt
 from engine_trainer.learner import Learner
@@ -115,3 +116,23 @@ def test_a_number_that_is_not_finite_on_one_rank_ends_all_with_its_name(tmp_path
     kinds = {type(ended[number]) for number in range(2)}
     assert kinds == {BatchError, RankFailure}, ended
     assert all(field in str(error) and "nan is not finite" in str(error) for error in ended.values())
+
+
+def test_a_save_that_stands_on_one_rank_alone_is_waited_for_later(tmp_path):
+    """Ranks that wait for it agree on the removal of old ones: all of them do, or none."""
+    world, called = Threads(2), {0: 0, 1: 0}
+
+    def rank(number: int) -> None:
+        def result():
+            called[number] += 1
+
+        handle = SimpleNamespace(done=lambda: number == 0, result=result)
+        policy = SimpleNamespace(save_checkpoint=lambda *_, **__: handle)
+        Checkpoints(tmp_path, keep=1).save(policy, world.of(number), 1, {}, {})
+
+    threads = [threading.Thread(target=rank, args=(number,)) for number in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert called == {0: 0, 1: 0}
