@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import subprocess
 import sys
 import threading
@@ -9,6 +10,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from ray_runs import on_ray
 
 from engine_api.errors import ConfigError, RankFailure, RolloutError
 from engine_trainer.lock import FolderLock
@@ -16,7 +18,7 @@ from engine_trainer.sections import RunSection
 
 pytest.importorskip("ray", reason="the extra ray")
 
-from engine_trainer.ray import channel, memory
+from engine_trainer.ray import channel, controller, memory
 from engine_trainer.ray.calls import WorkerFailed, WorkerLost, _telling
 from engine_trainer.ray.meter import Meter
 
@@ -152,6 +154,29 @@ def test_of_several_failures_the_one_that_explains_the_others_is_raised(monkeypa
     assert _telling([(None, e) for e in (neighbour, broken, own)]) is own
     assert _telling([(None, e) for e in (neighbour, broken)]) is broken
     assert _telling([(None, e) for e in (broken, own, lost)]) is lost
+
+
+@pytest.mark.parametrize("saved", [False, True])
+def test_a_restart_goes_on_from_what_the_run_has_saved_else_where_it_was_told_to_begin(
+    sums_model, tmp_path, monkeypatch, saved
+):
+    elsewhere, out, given = str(tmp_path / "other" / "step-000004"), tmp_path / "out", []
+
+    def train(config, launcher):
+        given.append(config.run.resume)
+        if len(given) > 1:
+            return "done"
+        if saved:
+            (out / "checkpoints" / "step-000006").mkdir(parents=True)
+            (out / "checkpoints" / "step-000006" / "manifest.json").write_text("{}")
+        raise WorkerLost("died")
+
+    monkeypatch.setattr(controller, "connected", lambda _: contextlib.nullcontext())
+    monkeypatch.setattr(controller, "OnRay", lambda *_: None)
+    monkeypatch.setattr(controller, "train_rl", train)
+    config = on_ray(sums_model, out, run={"resume": elsewhere})
+    assert controller.train_on_ray(config) == "done"
+    assert given == [elsewhere, "auto" if saved else elsewhere]
 
 
 def test_two_runs_in_one_folder(tmp_path):
