@@ -3,23 +3,29 @@
 from __future__ import annotations
 
 import contextlib
+import signal
 import subprocess
 import sys
 import threading
+from types import SimpleNamespace
 
 import pytest
 import torch
 from ray_runs import on_ray
 
+from engine_api.comm import SingleComm
 from engine_api.config import ModelSource
 from engine_api.errors import ConfigError, RankFailure, RolloutError
 from engine_trainer.lock import FolderLock
+from engine_trainer.runtime import Run
 from engine_trainer.sections import RunSection
 
 pytest.importorskip("ray", reason="the extra ray")
 
+from ray.exceptions import ActorDiedError, RayTaskError
+
 from engine_trainer.ray import channel, controller, memory
-from engine_trainer.ray.calls import WorkerFailed, WorkerLost, _telling
+from engine_trainer.ray.calls import Call, WorkerFailed, WorkerLost, _telling, _translate
 from engine_trainer.ray.meter import Meter
 
 TENSORS = {
@@ -176,6 +182,31 @@ def test_of_several_failures_the_one_that_explains_the_others_is_raised(monkeypa
     assert _telling([(None, e) for e in (neighbour, broken, own)]) is own
     assert _telling([(None, e) for e in (neighbour, broken)]) is broken
     assert _telling([(None, e) for e in (broken, own, lost)]) is lost
+
+
+def test_a_worker_that_cannot_be_made_is_no_lost_one():
+    call = Call(ref=None, worker="engine-1", method="setup")
+    import_failed = RayTaskError("__init__", "a traceback that says: no module named torch", ImportError("torch"))
+    assert isinstance(_translate(call, ActorDiedError(import_failed)), WorkerFailed)
+    assert "no module named torch" in str(_translate(call, ActorDiedError(import_failed)))
+    assert isinstance(_translate(call, ActorDiedError()), WorkerLost)
+
+
+def test_a_launcher_that_cannot_close_leaves_no_lock(tmp_path):
+    config = on_ray(tmp_path, tmp_path / "out")
+
+    def broken() -> None:
+        raise OSError("the cluster is gone")
+
+    launcher = SimpleNamespace(comm=SingleComm(), close=broken)
+    run = Run(config, kind="rl", total_steps=1, launcher=launcher)
+    before = signal.getsignal(signal.SIGTERM)
+    with pytest.raises(OSError, match="the cluster is gone"), run:
+        run._lock.acquire()
+    assert signal.getsignal(signal.SIGTERM) is before
+    again = FolderLock(tmp_path / "out")
+    again.acquire()
+    again.release()
 
 
 @pytest.mark.parametrize("saved", [False, True])
