@@ -247,3 +247,16 @@ def test_equal_prompts_have_other_random_numbers_however_many_replicas_there_are
 def test_prompts_that_differ_go_to_the_replicas_by_turns():
     assert by_replica([prompt(i) for i in range(5)], 2) == [[0, 2, 4], [1, 3]]
     assert by_replica(PROMPTS, 2) == [[0, 2, 3, 5], [1, 4]]
+
+
+def test_a_rollout_that_cannot_sleep_is_an_error_on_every_rank():
+    one, met = sampler(rollout := FakeRollout()), []
+
+    def broken() -> None:
+        raise RolloutError("it does not sleep", where="here", remedy="none")
+
+    rollout.sleep = broken
+    one.rollouts.policy.comm = SimpleNamespace(rank=0, all_gather=lambda value: met.append(value) or [value])
+    with pytest.raises(RolloutError, match="does not sleep"):
+        one.rollouts.sleep()
+    assert "it does not sleep" in met[0][0]

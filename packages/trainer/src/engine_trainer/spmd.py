@@ -118,8 +118,12 @@ class SpmdRollouts:
 
     def sleep(self) -> None:
         """See ``RolloutGroup``."""
-        if self.replica is not None:
-            self.replica.rollout.sleep()
+
+        def sleep() -> None:
+            if self.replica is not None:
+                self.replica.rollout.sleep()
+
+        together(self.policy.comm, sleep)
 
     def answer(self, shares: Sequence[Sequence[Prompt]], sampling: SamplingParams) -> list[list[list[Answer]]]:
         """See ``RolloutGroup``. Raises ``RolloutError``, ``RewardError``; ``RankFailure`` on the other ranks."""
