@@ -69,6 +69,16 @@ async def threaded(sample):
     await asyncio.to_thread(time.sleep, 60 if sample.completion == "hang" else 0)
     return 1.0
 
+async def stubborn(sample):
+    if sample.completion == "cancelled":
+        raise asyncio.CancelledError
+    while sample.completion == "hang":
+        try:
+            await asyncio.sleep(60)
+        except asyncio.CancelledError:  # and tries again
+            pass
+    return 1.0
+
 def starts(sample):  # a program of its own, and then C that no alarm interrupts and that lets no thread run
     import pathlib, re, signal, subprocess
     signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGALRM})
@@ -309,6 +319,19 @@ def test_what_the_rewards_of_the_house_find(name, kwargs, completion, answer, fo
     scorer = Scorer.from_section(RewardSection(name=name, kwargs=kwargs))
     (score,) = scorer.score([Sample(prompt="p", completion=completion, answer=answer)])
     assert score.answer == found
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_a_coroutine_that_pays_no_heed_to_its_cancellation_holds_nobody(own, workers, monkeypatch):
+    monkeypatch.setattr("engine_trainer.rewards.calls.GRACE_S", 0.2)
+    scorer = own("stubborn", workers=workers, timeout_s=0.3, max_failures=1)
+    begin = time.monotonic()
+    scores = scorer.score(samples("hang", "fine", "cancelled", "hang"))
+    assert [s.total for s in scores] == [0.0, 1.0, 0.0, 0.0]
+    assert [bool(s.timed_out) for s in scores] == [True, False, False, True]
+    assert scores[2].failed == ("stubborn",)
+    assert totals(scorer, "fine") == [1.0]
+    assert time.monotonic() - begin < 20
 
 
 def test_a_call_that_takes_too_long_leaves_no_process_of_its_own(own, tmp_path, monkeypatch):
