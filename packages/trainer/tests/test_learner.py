@@ -18,7 +18,7 @@ from engine_trainer.learner import Learner
 from engine_trainer.loading import from_tree
 from engine_trainer.logs import Timers
 from engine_trainer.replica import Answer, Group
-from engine_trainer.rewards import Score
+from engine_trainer.rewards import RewardError, Score, register
 
 TIMEOUT_S = 3.0
 
@@ -136,3 +136,21 @@ def test_a_save_that_stands_on_one_rank_alone_is_waited_for_later(tmp_path):
     for thread in threads:
         thread.join()
     assert called == {0: 0, 1: 0}
+
+
+def test_what_generates_beside_the_loop_is_closed_after_an_error(sums_model, tmp_path, monkeypatch):
+    pytest.importorskip("engine_fsdp", reason="the loop needs an engine")
+    from engine_trainer.rl import train_rl
+    from engine_trainer.sources import Synchronous
+
+    closed: set[int] = set()
+    monkeypatch.setattr(Synchronous, "close", lambda self: closed.add(id(self)))
+    register("broken")(lambda: lambda sample: 1 / 0)
+    config = from_tree(RLConfig, {
+        "engine": {"model": {"path": str(sums_model)}, "device": "cpu"}, "data": {"source": str(sums_model / "train.jsonl")},
+        "run": {"output_dir": str(tmp_path / "out"), "steps": 1, "progress": False, "report": False, "tensorboard": False},
+        "reward": {"name": "broken"}, "rollout": {"n": 2, "max_new_tokens": 4}, "algorithm": {"prompts_per_step": 4},
+    })  # fmt: skip
+    with pytest.raises(RewardError, match="ZeroDivisionError"):
+        train_rl(config)
+    assert len(closed) == 1

@@ -74,7 +74,7 @@ class EngineGroup(Protocol):
         ...
 
     def offload(self) -> None:
-        """Weights and optimizer leave the device; nothing but ``reload`` may follow."""
+        """Weights and optimizer leave the device; nothing but ``save_checkpoint`` and ``reload`` may follow."""
         ...
 
     def reload(self) -> None:
