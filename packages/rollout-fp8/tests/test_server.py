@@ -305,7 +305,7 @@ def test_closing_ends_the_server_and_what_it_started_and_its_log(own) -> None:
             call()
 
 
-@pytest.mark.parametrize("how", ["exit", "kill"])
+@pytest.mark.parametrize("how", ["exit", "kill", "hang"])
 def test_a_client_that_ends_without_closing_leaves_no_server(arguments, how) -> None:
     code = f"""
 import os, signal
@@ -314,7 +314,9 @@ from rollout_fp8.client import RemoteRollout
 arguments = {{**{ {k: v for k, v in arguments.items() if k != "model"}!r}, "model": ModelSource(path={arguments["model"].path!r})}}
 rollout = RemoteRollout(name="local", device="cpu", arguments=arguments)
 print(rollout._process.pid, flush=True)
-if {how!r} == "kill":
+if {how!r} == "hang":
+    os.kill(rollout._process.pid, signal.SIGSTOP)  # it can look after nothing itself
+if {how!r} != "exit":
     os.kill(os.getpid(), signal.SIGKILL)
 """
     done = subprocess.run([os.sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=False)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import signal
 import subprocess
 import sys
 import threading
@@ -9,15 +11,21 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from ray_runs import on_ray
 
+from engine_api.comm import SingleComm
+from engine_api.config import ModelSource
 from engine_api.errors import ConfigError, RankFailure, RolloutError
 from engine_trainer.lock import FolderLock
+from engine_trainer.runtime import Run
 from engine_trainer.sections import RunSection
 
 pytest.importorskip("ray", reason="the extra ray")
 
-from engine_trainer.ray import channel, memory
-from engine_trainer.ray.calls import WorkerFailed, WorkerLost, _telling
+from ray.exceptions import ActorDiedError, RayTaskError
+
+from engine_trainer.ray import channel, controller, memory
+from engine_trainer.ray.calls import Call, WorkerFailed, WorkerLost, _telling, _translate
 from engine_trainer.ray.meter import Meter
 
 TENSORS = {
@@ -83,47 +91,69 @@ def test_an_export_that_fails_is_told_to_the_receivers():
     assert all(isinstance(o, RolloutError) for o in outcomes[1:])
 
 
-def settings(master="float32", compute="bfloat16", **rollout):
-    engine = SimpleNamespace(
-        model=SimpleNamespace(path="m", revision=None, trust_remote_code=False, config_overrides={}), lora=None,
-        precision=SimpleNamespace(master=master, compute=compute), parallelism=SimpleNamespace(dp_replicate=1),
-        memory=SimpleNamespace(offload_params=False, offload_optimizer=False),
-    )  # fmt: skip
-    section = {"quantization": "none", "options": {}, "sleep": True, "offload_engine": False, **rollout}
-    config = SimpleNamespace(
-        rollout=SimpleNamespace(**section), algorithm=SimpleNamespace(kl=SimpleNamespace(coefficient=0.0))
-    )
-    return config, engine
+def needed(out, *, free: dict[str, float], device="cuda", engines=4, replicas=4, **sections) -> None:
+    """``memory.check`` of ranks and replicas on four GPUs, or all on a host."""
+    config = on_ray(out, out, **sections)
+    rooms = [memory.Room(device=name, free=int(room)) for name, room in free.items()]
+    placed = rooms * 4 if len(rooms) == 1 else rooms
+    engine = config.engine.build(seed=0, total_steps=1)
+    memory.check(placed[:engines], placed[:replicas], config, engine, device)
 
 
-def test_the_memory_estimate_by_hand(monkeypatch):
-    """8e9 parameters: master 4, bf16 2, gradient 4, moments 8 = 18 bytes over 4 ranks; 2 for the replica."""
-    monkeypatch.setattr(memory, "_parameters", lambda *_: 8_000_000_000)
-    engine, rollout = 36e9, 16e9
+def gpus(free: float) -> dict[str, float]:
+    return {f"gpu{i}": free for i in range(4)}
 
-    def check(free, **rollout_settings):
-        rooms = [memory.Room(device=f"gpu{i}", free=int(free)) for i in range(4)]
-        memory.check(rooms, rooms, *settings(**rollout_settings), "cuda")
+
+@pytest.fixture
+def eight_billion(monkeypatch):
+    monkeypatch.setattr(memory, "_parameters", lambda source, trunk=False: 8_000_000_000)
+
+
+def test_the_memory_estimate_by_hand(eight_billion, tmp_path):
+    """8e9 parameters: weight 4, gradient 4, moments 8 = 16 bytes over 4 ranks; 2 for the replica in bf16."""
+    engine, rollout = 32e9, 16e9
+    mixed = {"model": {"path": "m"}, "precision": {"compute": "bfloat16"}}
+
+    def check(free, rollout=None, **engine_settings):
+        needed(tmp_path, free=gpus(free), engine=mixed | engine_settings, rollout=rollout or {})
 
     check(engine + rollout)
     with pytest.raises(
-        ConfigError, match=r"(?s)gpu0 needs 48.4 GiB.*1 engine rank.s. of 33.5 GiB and 1 replica.s. of 14.9 GiB"
+        ConfigError,
+        match=r"(?s)gpu0 needs 44.7 GiB.*1 engine rank.s. of 29.8 GiB .policy 29.8. and 1 replica.s. of 14.9 GiB",
     ):
         check(engine + rollout - 1e6)
-    check(engine, offload_engine=True)
+    check(engine, {"offload_engine": True})
     with pytest.raises(ConfigError, match="by turns"):
-        check(engine - 1e6, offload_engine=True)
-    check(engine + rollout / 2, quantization="fp8")
-    host = memory.Room(device="host", free=int(4 * engine + 4 * rollout - 1e6))
+        check(engine - 1e6, {"offload_engine": True})
+    check(engine + rollout / 2, {"quantization": "fp8"})
+    check(engine / 2 + rollout, optimizer={"name": "torch.optim.SGD"})
+    check(engine / 4 + rollout, lora={"rank": 8})
+    host = {"host": 4 * engine + 4 * rollout - 1e6}
     with pytest.raises(ConfigError, match="4 engine rank"):
-        memory.check([host] * 4, [host] * 4, *settings(), "cpu")
+        needed(tmp_path, free=host, device="cpu", engine=mixed)
+
+
+def test_the_memory_of_reference_and_critic_by_hand(eight_billion, tmp_path):
+    """On each of four ranks: policy 32e9, reference 8e9 (weights alone), critic in bf16 16e9; the replica 32e9 in float32."""
+    algorithm = {"kl": {"coefficient": 0.1}, "advantage": "gae", "critic": {"precision": {"master": "bfloat16"}}}
+    needed(tmp_path, free=gpus(88e9), algorithm=algorithm)
+    with pytest.raises(ConfigError, match=r"of 52.2 GiB .policy 29.8, reference 7.5, critic 14.9."):
+        needed(tmp_path, free=gpus(88e9 - 1e6), algorithm=algorithm)
+    # An adapter is its own reference, and the critic may have its own where the policy has none.
+    needed(tmp_path, free=gpus(8e9 + 32e9), algorithm={"kl": {"coefficient": 0.1}}, engine={"lora": {"rank": 8}})
+    needed(tmp_path, free=gpus(32e9 + 4e9 + 32e9),
+           algorithm={**algorithm, "kl": {}, "critic": {**algorithm["critic"], "lora": {"rank": 8}}})  # fmt: skip
 
 
 def test_the_parameters_are_counted_without_memory(sums_model):
     from safetensors.torch import load_file
 
     expected = sum(t.numel() for t in load_file(sums_model / "model.safetensors").values())
-    assert memory._parameters(str(sums_model), None, False, ()) == expected
+    assert memory._parameters(ModelSource(path=str(sums_model))) == expected
+    untied = ModelSource(path=str(sums_model), config_overrides={"tie_word_embeddings": False})
+    assert memory._parameters(untied) == expected + 16 * 32
+    assert memory._parameters(untied, trunk=True) == expected
 
 
 def test_a_workers_time_and_idle_share(monkeypatch):
@@ -152,6 +182,54 @@ def test_of_several_failures_the_one_that_explains_the_others_is_raised(monkeypa
     assert _telling([(None, e) for e in (neighbour, broken, own)]) is own
     assert _telling([(None, e) for e in (neighbour, broken)]) is broken
     assert _telling([(None, e) for e in (broken, own, lost)]) is lost
+
+
+def test_a_worker_that_cannot_be_made_is_no_lost_one():
+    call = Call(ref=None, worker="engine-1", method="setup")
+    import_failed = RayTaskError("__init__", "a traceback that says: no module named torch", ImportError("torch"))
+    assert isinstance(_translate(call, ActorDiedError(import_failed)), WorkerFailed)
+    assert "no module named torch" in str(_translate(call, ActorDiedError(import_failed)))
+    assert isinstance(_translate(call, ActorDiedError()), WorkerLost)
+
+
+def test_a_launcher_that_cannot_close_leaves_no_lock(tmp_path):
+    config = on_ray(tmp_path, tmp_path / "out")
+
+    def broken() -> None:
+        raise OSError("the cluster is gone")
+
+    launcher = SimpleNamespace(comm=SingleComm(), close=broken)
+    run = Run(config, kind="rl", total_steps=1, launcher=launcher)
+    before = signal.getsignal(signal.SIGTERM)
+    with pytest.raises(OSError, match="the cluster is gone"), run:
+        run._lock.acquire()
+    assert signal.getsignal(signal.SIGTERM) is before
+    again = FolderLock(tmp_path / "out")
+    again.acquire()
+    again.release()
+
+
+@pytest.mark.parametrize("saved", [False, True])
+def test_a_restart_goes_on_from_what_the_run_has_saved_else_where_it_was_told_to_begin(
+    sums_model, tmp_path, monkeypatch, saved
+):
+    elsewhere, out, given = str(tmp_path / "other" / "step-000004"), tmp_path / "out", []
+
+    def train(config, launcher):
+        given.append(config.run.resume)
+        if len(given) > 1:
+            return "done"
+        if saved:
+            (out / "checkpoints" / "step-000006").mkdir(parents=True)
+            (out / "checkpoints" / "step-000006" / "manifest.json").write_text("{}")
+        raise WorkerLost("died")
+
+    monkeypatch.setattr(controller, "connected", lambda _: contextlib.nullcontext())
+    monkeypatch.setattr(controller, "OnRay", lambda *_: None)
+    monkeypatch.setattr(controller, "train_rl", train)
+    config = on_ray(sums_model, out, run={"resume": elsewhere})
+    assert controller.train_on_ray(config) == "done"
+    assert given == [elsewhere, "auto" if saved else elsewhere]
 
 
 def test_two_runs_in_one_folder(tmp_path):

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import os
 import pickle
+import subprocess
+import sys
 import textwrap
 import threading
 import time
+from pathlib import Path
 
 import pytest
 
@@ -66,8 +69,41 @@ async def threaded(sample):
     await asyncio.to_thread(time.sleep, 60 if sample.completion == "hang" else 0)
     return 1.0
 
+async def stubborn(sample):
+    if sample.completion == "cancelled":
+        raise asyncio.CancelledError
+    while sample.completion == "hang":
+        try:
+            await asyncio.sleep(60)
+        except asyncio.CancelledError:  # and tries again
+            pass
+    return 1.0
+
+def starts(sample):  # a program of its own, and then C that no alarm interrupts and that lets no thread run
+    import pathlib, re, signal, subprocess
+    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGALRM})
+    process = subprocess.Popen(["sleep", "600"])
+    pathlib.Path(sample.completion).write_text(f"{os.getpid()} {process.pid}")
+    re.match("(a+)+$", "a" * 64 + "b")
+    return 1.0
+
 NUMBER = 3
 """
+
+
+def running(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except FileNotFoundError:
+        return False
+
+
+def ended(*pids: int) -> bool:
+    """Within ten seconds."""
+    end = time.monotonic() + 10
+    while any(map(running, pids)) and time.monotonic() < end:
+        time.sleep(0.05)
+    return not any(map(running, pids))
 
 
 @pytest.fixture
@@ -283,3 +319,42 @@ def test_what_the_rewards_of_the_house_find(name, kwargs, completion, answer, fo
     scorer = Scorer.from_section(RewardSection(name=name, kwargs=kwargs))
     (score,) = scorer.score([Sample(prompt="p", completion=completion, answer=answer)])
     assert score.answer == found
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_a_coroutine_that_pays_no_heed_to_its_cancellation_holds_nobody(own, workers, monkeypatch):
+    monkeypatch.setattr("engine_trainer.rewards.calls.GRACE_S", 0.2)
+    scorer = own("stubborn", workers=workers, timeout_s=0.3, max_failures=1)
+    begin = time.monotonic()
+    scores = scorer.score(samples("hang", "fine", "cancelled", "hang"))
+    assert [s.total for s in scores] == [0.0, 1.0, 0.0, 0.0]
+    assert [bool(s.timed_out) for s in scores] == [True, False, False, True]
+    assert scores[2].failed == ("stubborn",)
+    assert totals(scorer, "fine") == [1.0]
+    assert time.monotonic() - begin < 20
+
+
+def test_a_call_that_takes_too_long_leaves_no_process_of_its_own(own, tmp_path, monkeypatch):
+    monkeypatch.setattr("engine_trainer.rewards.workers.GRACE_S", 0.2)
+    assert totals(own("starts", workers=1, timeout_s=0.3), str(tmp_path / "pids")) == [0.0]
+    assert ended(*map(int, (tmp_path / "pids").read_text().split()))
+
+
+def test_a_parent_that_is_killed_in_the_middle_of_a_call_leaves_nothing(own, tmp_path):
+    own("length")  # writes the file
+    code = f"""
+import os, pathlib, signal, threading, time
+from engine_trainer.rewards import Sample, Scorer
+from engine_trainer.sections import RewardSection
+pids = pathlib.Path({str(tmp_path / "pids")!r})
+def kill():
+    while not pids.exists() or " " not in pids.read_text():
+        time.sleep(0.05)
+    time.sleep(0.3)
+    os.kill(os.getpid(), signal.SIGKILL)
+threading.Thread(target=kill).start()
+scorer = Scorer.from_section(RewardSection(function={f"{tmp_path}/mine.py:starts"!r}, workers=1, timeout_s=None))
+scorer.score([Sample(prompt="", completion=str(pids), answer="")])
+"""
+    assert subprocess.run([sys.executable, "-c", code], check=False, timeout=60).returncode == -9
+    assert ended(*map(int, (tmp_path / "pids").read_text().split()))

@@ -11,10 +11,12 @@ from engine_api.errors import ConfigError, RolloutError
 from engine_api.plugin import EnginePlugin
 from engine_api.registry import EngineRegistry, RolloutRegistry
 from engine_api.results import Topology
-from engine_api.rollout import SyncResult
+from engine_api.rollout import SamplingParams, SyncResult
+from engine_trainer.data import Prompt
 from engine_trainer.logs import Timers
 from engine_trainer.replica import Replica, RolloutSpec, served_adapter
-from engine_trainer.sampler import Sampler, _sync_figures
+from engine_trainer.rollouts.sampling import uniforms
+from engine_trainer.sampler import Sampler, _sync_figures, by_replica
 from engine_trainer.sections import EngineSection, RewardSection, RolloutSection
 from engine_trainer.spmd import SpmdEngines, SpmdRollouts
 
@@ -211,3 +213,50 @@ def test_the_exporter_is_told_what_the_rollout_is_told(sums_model, tmp_path, mon
     assert row["sync/tensors"] == len(whole) == 24
     assert row["sync/bytes"] == 2 * sum(v.numel() for v in whole.values())
     assert row["sync/quantized"] == row["sync/audited"] == 0
+
+
+def prompt(*tokens: int) -> Prompt:
+    return Prompt(tokens=list(tokens), rendered="", text="", answer=None)
+
+
+PROMPTS = [prompt(1), prompt(2), prompt(1), prompt(3), prompt(2), prompt(1)]  # the end of an epoch: some come twice
+
+
+class Replicas:
+    """Answers that are the random numbers which ``local`` would draw them with."""
+
+    def __init__(self, size: int) -> None:
+        self.size, self.held = size, range(size)
+
+    def answer(self, shares, sampling):
+        return [uniforms([p.tokens for p in share], sampling).tolist() if share else [] for share in shares]
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 8])
+def test_equal_prompts_have_other_random_numbers_however_many_replicas_there_are(size):
+    section = RolloutSection(max_new_tokens=4)
+    one = Sampler(rollouts=Replicas(size), policy=None, comm=SingleComm(), timers=Timers(), section=section,
+                  tokenizer=FakeTokenizer())  # fmt: skip
+    groups = one.sample(PROMPTS, n=1, temperature=1.0, seed=5)
+    drawn = [g.answers for g in groups]
+    alone = uniforms([p.tokens for p in PROMPTS], SamplingParams(n=1, max_new_tokens=4, seed=5)).tolist()
+    assert drawn == alone
+    assert len({tuple(numbers) for numbers in drawn}) == len(PROMPTS)
+
+
+def test_prompts_that_differ_go_to_the_replicas_by_turns():
+    assert by_replica([prompt(i) for i in range(5)], 2) == [[0, 2, 4], [1, 3]]
+    assert by_replica(PROMPTS, 2) == [[0, 2, 3, 5], [1, 4]]
+
+
+def test_a_rollout_that_cannot_sleep_is_an_error_on_every_rank():
+    one, met = sampler(rollout := FakeRollout()), []
+
+    def broken() -> None:
+        raise RolloutError("it does not sleep", where="here", remedy="none")
+
+    rollout.sleep = broken
+    one.rollouts.policy.comm = SimpleNamespace(rank=0, all_gather=lambda value: met.append(value) or [value])
+    with pytest.raises(RolloutError, match="does not sleep"):
+        one.rollouts.sleep()
+    assert "it does not sleep" in met[0][0]

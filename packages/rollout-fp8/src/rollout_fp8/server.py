@@ -41,6 +41,7 @@ from typing import Any, cast
 
 from engine_api.config import LoraConfig, ModelSource
 from engine_api.errors import EngineError, RolloutError
+from engine_api.leash import end_group_with
 from engine_api.registry import RolloutRegistry
 from engine_api.rollout import AsyncRollout, Generation, Rollout, SamplingParams
 from engine_api.weights import WeightExport
@@ -255,7 +256,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Serve until /shutdown, SIGTERM, or (``--with-parent``) the end of the process that holds standard input."""
     options = _parser().parse_args(arguments)
     if options.with_parent:
-        threading.Thread(target=_end_with_parent, daemon=True).start()
+        end_group_with(0)  # with all that the server has started
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
     try:
         rollout = create(options.name, options.device, json.loads(options.config))
@@ -296,12 +297,6 @@ def _announce(path: Path | None, news: Mapping[str, Any]) -> None:
         part = path.with_suffix(".part")
         part.write_bytes(dumps(news))
         part.replace(path)  # whole or not at all
-
-
-def _end_with_parent() -> None:
-    while os.read(0, 1):  # not sys.stdin: its lock would be held when the interpreter ends
-        pass
-    os.killpg(os.getpgid(0), signal.SIGKILL)  # with all that the server has started
 
 
 if __name__ == "__main__":

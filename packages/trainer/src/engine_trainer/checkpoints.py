@@ -65,7 +65,7 @@ class Checkpoints:
             group.save_checkpoint(self.folder / key / name, extra={}).result()
         self._handle = policy.save_checkpoint(self.folder / name, extra=extra)
         self.saved = step
-        if self._handle.done():
+        if all(comm.all_gather(self._handle.done())):  # a save in the background may stand here and not yet there
             self.wait(comm)
 
     def wait(self, comm: Comm) -> None:

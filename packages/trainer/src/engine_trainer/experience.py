@@ -90,17 +90,18 @@ def is_stale(answer: Answer, oldest: int) -> list[bool]:
 
 
 def staleness_figures(groups: Sequence[Group], version: int, oldest: int) -> dict[str, float]:
-    """``rollout/…`` of groups that a policy of ``version`` is to be trained on.
+    """``rollout/…`` of groups that a policy of ``version`` is to be trained on; of the tokens that the model made.
 
-    ``staleness`` and ``staleness_max`` of their tokens (optimizer steps), ``stale_tokens`` that carry no loss, and
+    ``staleness`` and ``staleness_max`` (optimizer steps; 0 where there is no token), ``stale_tokens`` that carry no loss, and
     ``continued``, the share of answers that more than one version made.
     """
     answers = [a for g in groups for a in g.answers]
-    behind = [version - v for a in answers for v in a.weight_versions]
+    made = [v for a in answers for v in a.versions]
+    behind = [version - v for v in made] or [0]
     return {
         "rollout/staleness": fmean(behind), "rollout/staleness_max": float(max(behind)),
-        "rollout/stale_tokens": float(sum(sum(is_stale(a, oldest)) for a in answers)),
-        "rollout/continued": fmean(len(set(a.weight_versions)) > 1 for a in answers),
+        "rollout/stale_tokens": float(sum(v < oldest for v in made)),
+        "rollout/continued": fmean(len(set(a.versions)) > 1 for a in answers),
     }  # fmt: skip
 
 

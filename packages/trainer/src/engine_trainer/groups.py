@@ -8,14 +8,14 @@ that the numbers are the same.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
 from engine_api.batch import Batch
 from engine_api.capabilities import Capability
-from engine_api.comm import Comm
+from engine_api.comm import Comm, together
 from engine_api.config import EngineConfig
 from engine_api.losses import LossFn
 from engine_api.microbatch import balance
@@ -74,7 +74,7 @@ class EngineGroup(Protocol):
         ...
 
     def offload(self) -> None:
-        """Weights and optimizer leave the device; nothing but ``reload`` may follow."""
+        """Weights and optimizer leave the device; nothing but ``save_checkpoint`` and ``reload`` may follow."""
         ...
 
     def reload(self) -> None:
@@ -162,6 +162,16 @@ class Launcher(Protocol):
     def close(self) -> None:
         """Give everything back, after an error too; idempotent."""
         ...
+
+
+def agreed(comm: Comm, work: Callable[[], T]) -> T:
+    """What ``work`` gives in this process; when it raises in one, it raises in all (see ``together``).
+
+    For what only one data-parallel rank may see, before the next collective call: the result does not travel.
+    """
+    made: list[T] = []
+    together(comm, lambda: made.append(work()))
+    return made[0]
 
 
 def divide(lengths: Sequence[int], group: EngineGroup) -> list[list[int]]:

@@ -18,7 +18,7 @@ from engine_trainer.config import AlgorithmSection, CorrectionSection, RLConfig
 from engine_trainer.credit import CreditAssignment, Place
 from engine_trainer.critic import Critic
 from engine_trainer.experience import is_stale, shaped_rewards
-from engine_trainer.groups import Trained, divide
+from engine_trainer.groups import Trained, agreed, divide
 from engine_trainer.mismatch import MismatchWatch, largest_of, mismatch_figures, mismatch_sums
 from engine_trainer.reference import Reference, log_probs_of
 from engine_trainer.replica import Answer, Group
@@ -65,7 +65,7 @@ class Learner:
     """
 
     def __init__(self, run: Run, config: RLConfig) -> None:
-        self.policy, self.timers = run.policy, run.timers
+        self.policy, self.timers, self._comm = run.policy, run.timers, run.comm
         self.config, algorithm = config, config.algorithm
         self.temperature = config.rollout.temperature
         self.loss = policy_loss(algorithm)
@@ -84,15 +84,19 @@ class Learner:
             self.credit.kl_coefficient = state["kl_coefficient"]
 
     def learn(self, groups: Sequence[Group]) -> dict[str, float]:
-        """Update the engines; the step's figures, the same on all ranks. No groups: nothing is changed."""
+        """Update the engines; the step's figures, the same on all ranks. No groups: nothing is changed.
+
+        Raises ``BatchError`` where a rank finds a log-prob or a value that is not finite, ``RankFailure`` on the others.
+        """
         if not groups:
             return {"train/updates": 0.0}
         self._move(away=False)
         rewards = shaped_rewards(groups, self.config)
         mini_batches = self._divide(groups, rewards)
         documents = [[d for m in mini_batches for d in m.shares[k]] for k in range(len(self.policy.held))]
+        packed = agreed(self._comm, lambda: [_pack(share) for share in documents])
         with self.timers.phase("log_probs"):
-            shares = self._with_log_probs([_pack(share) for share in documents])
+            shares = self._with_log_probs(packed)
         values = self._values(shares)
         credit = self.credit.assign(shares, [[d.where for d in share] for share in documents], rewards, values)
         figures = credit.figures | self._teach_critic(mini_batches, shares, values, credit.returns)
@@ -164,18 +168,25 @@ class Learner:
             extra["old_log_probs"] = [log_probs_of(o) for o in outputs]
         if self.reference is not None:
             extra["ref_log_probs"] = self.reference.log_probs(shares, self.temperature)
-        return [s.with_fields(**{name: values[k] for name, values in extra.items()}) for k, s in enumerate(shares)]
+        return self._with_fields(shares, **extra)
+
+    def _with_fields(self, shares: Sequence[Batch], **extra: Sequence[torch.Tensor]) -> list[Batch]:
+        """Each share with its own tensor of each field; one that is not finite on any rank ends the step on all."""
+        return agreed(self._comm, lambda: [
+            share.with_fields(**{name: values[k] for name, values in extra.items()}) for k, share in enumerate(shares)
+        ])  # fmt: skip
 
     def _values(self, shares: Sequence[Batch]) -> list[torch.Tensor]:
         if self.critic is None:
             return []
         with self.timers.phase("values"):
-            return self.critic.values(shares)
+            judged = self._with_fields(shares, values=self.critic.values(shares))
+        return [share["values"] for share in judged]
 
     def _with_weights(self, shares: Sequence[Batch], advantages: Sequence[torch.Tensor]) -> list[Batch]:
         mode = self.config.algorithm.aggregation
-        return [share.with_fields(loss_weight=token_weights(share["mask"], share.cu_seqlens, mode), advantages=own)
-                for share, own in zip(shares, advantages, strict=True)]  # fmt: skip
+        weights = [token_weights(share["mask"], share.cu_seqlens, mode) for share in shares]
+        return self._with_fields(shares, loss_weight=weights, advantages=advantages)
 
     def _corrected(self, shares: Sequence[Batch]) -> tuple[list[Batch], dict[str, float]]:
         """The shares with the rollout corrected, and ``mismatch/…`` and ``correction/…``; where the engine's log-probs are known.
@@ -199,7 +210,7 @@ class Learner:
     ) -> dict[str, float]:  # fmt: skip
         if self.critic is None:
             return {}
-        judged = [s.with_fields(values=v, returns=r) for s, v, r in zip(shares, values, returns, strict=True)]
+        judged = self._with_fields(shares, values=values, returns=returns)
         with self.timers.phase("critic"):
             epochs = (self._parts(mini_batches, judged) for _ in range(self.critic.section.epochs))
             return self.critic.learn((parts, mini.tokens) for epoch in epochs for mini, parts in epoch)

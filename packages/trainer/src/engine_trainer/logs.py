@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import math
 import sys
+import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -29,6 +30,7 @@ class Timers:
     def __init__(self) -> None:
         self._seconds: dict[str, float] = {}
         self._last: dict[str, float] = {}
+        self._lock = threading.Lock()  # generation may run beside training
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
@@ -41,8 +43,9 @@ class Timers:
 
     def add(self, name: str, seconds: float) -> None:
         """A block that another process has measured."""
-        self._last[name] = seconds
-        self._seconds[name] = self._seconds.get(name, 0.0) + seconds
+        with self._lock:
+            self._last[name] = seconds
+            self._seconds[name] = self._seconds.get(name, 0.0) + seconds
 
     def last(self, name: str) -> float:
         """Seconds of the newest block of ``name``."""
@@ -50,7 +53,8 @@ class Timers:
 
     def take(self) -> dict[str, float]:
         """``time/<phase>`` in seconds since the last ``take``; the clocks begin anew."""
-        taken, self._seconds = self._seconds, {}
+        with self._lock:
+            taken, self._seconds = self._seconds, {}
         return {f"time/{name}": value for name, value in taken.items()}
 
 

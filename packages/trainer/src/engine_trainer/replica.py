@@ -36,6 +36,13 @@ class Answer:
         """Tokens that the model made."""
         return len(self.tokens) if self.loss_weights is None else int(sum(self.loss_weights))
 
+    @property
+    def versions(self) -> list[int]:
+        """Of the weights that made each token of the model; a tool's have none."""
+        if self.loss_weights is None:
+            return self.weight_versions
+        return [v for v, weight in zip(self.weight_versions, self.loss_weights, strict=True) if weight]
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Group:

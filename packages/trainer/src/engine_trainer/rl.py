@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from contextlib import closing
 from typing import Any
 
 from engine_trainer.config import RLConfig
@@ -61,18 +62,20 @@ def train_rl(config: RLConfig, launcher: Launcher | None = None) -> Outcome:
         learner.rest()
         if state["step"] == 0 and (start := train.figures() | evaluator.measure(0)):
             run.log.write(0, start)
-        source = _source(run, config, sampler, learner, train, order, state)
-        for step in run.steps(state["step"]):
-            experience = source.take(step)
-            metrics = experience.metrics | sampler.synced | learner.learn(experience.groups)
-            metrics |= _speed(run, experience, metrics.get("train/tokens", 0.0), speed) | {
-                "train/epoch": experience.position / len(train)
-            }
-            if config.eval and (step == run.total_steps or (config.eval.every and step % config.eval.every == 0)):
-                source.settle()
-                metrics |= evaluator.measure(step)
-            run.end_step(step, metrics, {**experience.state, "rows": len(train), "learner": learner.state}, show=SHOW)
-        source.close()
+        # Closed after an error, too: what generates beside the loop must not go on with workers that are gone.
+        with closing(_source(run, config, sampler, learner, train, order, state)) as source:
+            for step in run.steps(state["step"]):
+                experience = source.take(step)
+                metrics = experience.metrics | sampler.synced | learner.learn(experience.groups)
+                metrics |= _speed(run, experience, metrics.get("train/tokens", 0.0), speed) | {
+                    "train/epoch": experience.position / len(train)
+                }
+                if config.eval and (step == run.total_steps or (config.eval.every and step % config.eval.every == 0)):
+                    source.settle()
+                    metrics |= evaluator.measure(step)
+                run.end_step(
+                    step, metrics, {**experience.state, "rows": len(train), "learner": learner.state}, show=SHOW
+                )
         learner.close()
         sampler.close()
         return run.finish(tokenizer.tokenizer)

@@ -17,6 +17,7 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -98,15 +99,14 @@ class Run:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        try:
+        with ExitStack() as stack:  # each of them, whatever another raises; the last one first
+            stack.callback(self._interrupt.__exit__, kind, error, trace)
+            stack.callback(self._lock.release)
+            stack.callback(self.launcher.close)
+            stack.callback(self.log.close)
             # After an error other ranks may be anywhere: agree on nothing, only let go.
             if error is None:
                 self.checkpoints.wait(self.comm)
-        finally:
-            self.log.close()
-            self.launcher.close()
-            self._lock.release()
-            self._interrupt.__exit__(kind, error, trace)
 
     @property
     def comm(self) -> Comm:

@@ -78,10 +78,11 @@ class Sampler:
 
         Raises ``RolloutError``, ``RewardError``; ``RankFailure`` on the other ranks.
         """
-        size = self.rollouts.size
-        shares = [prompts[replica::size] for replica in self.rollouts.held]
+        places = by_replica(prompts, self.rollouts.size)
+        shares = [[prompts[i] for i in places[replica]] for replica in self.rollouts.held]
         found = self.rollouts.answer(shares, self.sampling(n=n, temperature=temperature, seed=seed))
-        return [Group(prompt=p, answers=found[i % size][i // size]) for i, p in enumerate(prompts)]
+        answers = {i: one for own, given in zip(places, found, strict=True) for i, one in zip(own, given, strict=True)}
+        return [Group(prompt=prompt, answers=answers[i]) for i, prompt in enumerate(prompts)]
 
     def sampling(self, *, n: int, temperature: float, seed: int) -> SamplingParams:
         """With what the configuration says of the rest."""
@@ -92,6 +93,18 @@ class Sampler:
     def close(self) -> None:
         """Close the rollout."""
         self.rollouts.close()
+
+
+def by_replica(prompts: Sequence[Prompt], size: int) -> list[list[int]]:
+    """Which of ``prompts`` each of ``size`` replicas answers: by turns, and equal ones at the same replica.
+
+    A rollout tells equal prompts apart by their order. Two replicas, which have the same seed, would give them equal answers.
+    """
+    turns: dict[tuple[int, ...], int] = {}
+    places: list[list[int]] = [[] for _ in range(size)]
+    for i, prompt in enumerate(prompts):
+        places[turns.setdefault(tuple(prompt.tokens), len(turns)) % size].append(i)
+    return places
 
 
 def _sync_figures(results: Sequence[SyncResult]) -> dict[str, float]:

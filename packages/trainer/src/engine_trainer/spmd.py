@@ -19,7 +19,7 @@ from engine_api.registry import EngineRegistry
 from engine_api.results import CheckpointHandle, CheckpointInfo, TokenOutputs
 from engine_api.rollout import SamplingParams, SyncResult, WeightExporter
 from engine_trainer.data import Prompt
-from engine_trainer.groups import Trained
+from engine_trainer.groups import Trained, agreed
 from engine_trainer.logs import Timers
 from engine_trainer.profiling import Trace
 from engine_trainer.replica import Answer, Replica, RolloutSpec, create_exporter
@@ -118,8 +118,12 @@ class SpmdRollouts:
 
     def sleep(self) -> None:
         """See ``RolloutGroup``."""
-        if self.replica is not None:
-            self.replica.rollout.sleep()
+
+        def sleep() -> None:
+            if self.replica is not None:
+                self.replica.rollout.sleep()
+
+        together(self.policy.comm, sleep)
 
     def answer(self, shares: Sequence[Sequence[Prompt]], sampling: SamplingParams) -> list[list[list[Answer]]]:
         """See ``RolloutGroup``. Raises ``RolloutError``, ``RewardError``; ``RankFailure`` on the other ranks."""
@@ -175,14 +179,12 @@ class Spmd:
     def rollouts(self, spec: RolloutSpec, timers: Timers) -> SpmdRollouts:
         """See ``Launcher``. Raises ``PluginError``, ``ConfigError``: all ranks together."""
         policy = self._made[0]
-        made: list[tuple[Replica | None, WeightExporter]] = []
 
-        def build() -> None:  # the objects themselves do not travel
+        def build() -> tuple[Replica | None, WeightExporter]:
             exporter = create_exporter(spec)
-            made.append((Replica.create(spec, timers) if policy.engine.topology.is_primary else None, exporter))
+            return Replica.create(spec, timers) if policy.engine.topology.is_primary else None, exporter
 
-        together(self.comm, build)
-        return SpmdRollouts(*made[0], policy)
+        return SpmdRollouts(*agreed(self.comm, build), policy)
 
     def figures(self) -> dict[str, float]:
         """See ``Launcher``."""

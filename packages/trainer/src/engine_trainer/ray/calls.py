@@ -161,6 +161,9 @@ def _translate(call: Call, error: RayError) -> EngineError:
                               remedy="mend what raised it; the last checkpoint stands")  # fmt: skip
         failed.__cause__ = cause if isinstance(cause, BaseException) else None
         return failed
+    if isinstance(error, RayActorError) and error.actor_init_failed:  # as it would again
+        return WorkerFailed("the worker could not be made", where=call.worker, why=str(error),
+                            remedy="mend what raised it; every node needs the same packages")  # fmt: skip
     died = isinstance(error, RayActorError)
     return WorkerLost("the worker died" if died else "the worker cannot be reached", where=f"{call.worker}, {call.method}",
                       why=textwrap.shorten(str(error), SHOWN), remedy="see the worker's log in Ray's session folder (out of memory? a lost node?)")  # fmt: skip

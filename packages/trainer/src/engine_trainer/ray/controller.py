@@ -5,8 +5,10 @@ from __future__ import annotations
 import logging
 import os
 from dataclasses import replace
+from pathlib import Path
 
 from engine_api.errors import ConfigError
+from engine_trainer.checkpoints import Checkpoints
 from engine_trainer.config import RLConfig
 from engine_trainer.ray.calls import WorkerLost
 from engine_trainer.ray.cluster import connected
@@ -38,6 +40,7 @@ def train_on_ray(config: RLConfig) -> Outcome:
                     raise
                 log.warning("%s\nbeginning again from the last checkpoint; restarts left: %d", error, left - 1)
             patience_s = config.ray.start_timeout_s  # a lost node may come back
-            # What this run has saved is its own now, also where it was told to begin anew.
-            config = replace(config, run=replace(config.run, resume="auto"))
+            if Checkpoints(Path(config.run.output_dir) / "checkpoints", keep=config.run.keep).steps():
+                # What this run has saved is its own now, also where it was told to begin anew or elsewhere.
+                config = replace(config, run=replace(config.run, resume="auto"))
     raise AssertionError("unreachable: the last attempt returns or raises")

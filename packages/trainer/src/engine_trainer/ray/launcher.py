@@ -94,8 +94,7 @@ class OnRay:
 
     def close(self) -> None:
         """See ``Launcher``. Workers close what they hold where they still can, and are ended in any case."""
-        closing = [call for pool in self._pools for call in pool.start_all("close")]
-        attempt(lambda: finish(closing, FAREWELL_S))
+        attempt(lambda: finish([call for pool in self._pools for call in pool.start_all("close")], FAREWELL_S))
         for pool in self._pools:
             cluster.kill(pool.actors)
         for placement in self._placements:

@@ -1,8 +1,9 @@
 """Whether a placement fits, estimated before anything is loaded.
 
-An engine in mixed precision keeps for each parameter: the master weight, its gradient, Adam's two moments (all in the master's
-dtype), and a copy in the dtype of computation; all divided over the ranks that shard it. A rollout keeps the weights in its dtype.
-Activations, caches and workspaces come on top, and are not estimated: what does not fit by this count cannot fit.
+An engine that learns (policy, critic) keeps for each parameter: the master weight, its gradient, Adam's two moments, all in the
+master's dtype and divided over the ranks that shard it; a reference model keeps the weight alone. A rollout keeps the weights in its
+dtype. Activations, copies in the dtype of computation (an engine may make them layer by layer), caches and workspaces come on top,
+and are not estimated: what does not fit by this count cannot fit.
 """
 
 from __future__ import annotations
@@ -10,13 +11,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from math import fsum
 from pathlib import Path
 
-from engine_api.config import EngineConfig
+from engine_api.config import EngineConfig, ModelSource
 from engine_api.errors import ConfigError
 from engine_trainer.config import RLConfig
 from engine_trainer.replica import rollout_dtype
-from engine_trainer.sections import RolloutSection
+from engine_trainer.sections import EngineSection, RolloutSection
 
 GIB = 1 << 30
 BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "float8": 2}  # float8 is computed from bf16 weights
@@ -51,16 +53,10 @@ def check(
 
     Args:
         engines, rollouts: the room of every rank and of every replica.
-        engine: what each rank is told, on ``device``.
+        engine: what each rank of the policy is told, on ``device``.
     """
-    source = engine.model
-    parameters = _parameters(
-        source.path, source.revision, source.trust_remote_code, tuple(source.config_overrides.items())
-    )
-    train, serve = (
-        _engine_bytes(config, engine, parameters, len(engines)),
-        _rollout_bytes(config.rollout, engine, parameters),
-    )
+    held = {name: count / len(engines) for name, count in _engines_bytes(config, engine).items()}
+    train, serve = fsum(held.values()), _rollout_bytes(config.rollout, engine)
     by_turns = config.rollout.sleep and config.rollout.offload_engine and device != "cpu"
     for place in dict.fromkeys(r.device for r in [*engines, *rollouts]):
         free = min(r.free for r in [*engines, *rollouts] if r.device == place)
@@ -69,35 +65,54 @@ def check(
         if need > free:
             raise ConfigError(
                 "ray", f"what is placed on {place} needs {need / GIB:.1f} GiB at least, {free / GIB:.1f} GiB are free",
-                why=f"{parameters / 1e9:.2f} B parameters; {trained} engine rank(s) of {train / GIB:.1f} GiB and {served} "
-                    f"replica(s) of {serve / GIB:.1f} GiB" + (", by turns" if by_turns else ""),
+                why=f"{_parameters(engine.model) / 1e9:.2f} B parameters; {trained} engine rank(s) of {train / GIB:.1f} GiB ("
+                    + ", ".join(f"{name} {count / GIB:.1f}" for name, count in held.items())
+                    + f") and {served} replica(s) of {serve / GIB:.1f} GiB" + (", by turns" if by_turns else ""),
                 remedy="more ranks (ray.engines), rollouts elsewhere (ray.rollouts), rollout.offload_engine, or engine.memory's offload",
             )  # fmt: skip
 
 
-def _engine_bytes(config: RLConfig, engine: EngineConfig, parameters: int, ranks: int) -> int:
-    precision, memory = engine.precision, engine.memory
-    master, compute = BYTES[precision.master], BYTES[precision.compute]
-    frozen = engine.lora is not None  # an adapter's share is small
-    weights = master + (compute if compute != master else 0)
-    state = 0 if frozen else master * (1 + 2 * (not memory.offload_optimizer))
-    reference = weights if config.algorithm.kl.coefficient and not frozen else 0
-    kept = (weights + reference) * (not memory.offload_params) + state
-    return parameters * kept * engine.parallelism.dp_replicate // ranks
+def _engines_bytes(config: RLConfig, policy: EngineConfig) -> dict[str, int]:
+    """Of every engine, over all ranks."""
+    algorithm = config.algorithm
+    found = {"policy": _engine_bytes(policy, _parameters(policy.model), learns=True)}
+    if algorithm.kl.coefficient and policy.lora is None:  # with an adapter: the policy without it
+        found["reference"] = _engine_bytes(policy, _parameters(policy.model), learns=False)
+    if algorithm.critic is not None:
+        critic = algorithm.critic.engine(config.engine)
+        found["critic"] = _engine_bytes(critic, _parameters(critic.model, trunk=True), learns=True)
+    return found
 
 
-def _rollout_bytes(section: RolloutSection, engine: EngineConfig, parameters: int) -> int:
+def _engine_bytes(engine: EngineConfig | EngineSection, parameters: int, *, learns: bool) -> int:
+    memory, optimizer = engine.memory, engine.optimizer
+    kept = 0 if memory.offload_params else 1  # the weight
+    if learns and optimizer is not None and engine.lora is None:  # an adapter's share is small
+        moments = 2 if "adam" in optimizer.name.lower() else 0  # of another optimizer nothing is known
+        kept += kept + (0 if memory.offload_params or memory.offload_optimizer else moments)
+    return parameters * kept * BYTES[engine.precision.master] * engine.parallelism.dp_replicate
+
+
+def _rollout_bytes(section: RolloutSection, engine: EngineConfig) -> float:
     width = 1 if section.quantization == "fp8" else BYTES[rollout_dtype(section, engine)]
-    return parameters * width // int(section.options.get("tensor_parallel_size", 1))
+    return _parameters(engine.model) * width / int(section.options.get("tensor_parallel_size", 1))
+
+
+def _parameters(source: ModelSource, *, trunk: bool = False) -> int:
+    """Of a model; ``trunk``: without its head, as a value model has it."""
+    overrides = tuple(source.config_overrides.items())
+    return _count(source.path, source.revision, source.trust_remote_code, overrides, trunk)
 
 
 @lru_cache(maxsize=4)
-def _parameters(path: str, revision: str | None, trusted: bool, overrides: tuple[tuple[str, object], ...]) -> int:
-    """Of the model without memory: only shapes."""
+def _count(
+    path: str, revision: str | None, trusted: bool, overrides: tuple[tuple[str, object], ...], trunk: bool
+) -> int:
+    """Without memory: only shapes."""
     import torch
-    from transformers import AutoConfig, AutoModelForCausalLM
+    from transformers import AutoConfig, AutoModel, AutoModelForCausalLM
 
     config = AutoConfig.from_pretrained(path, revision=revision, trust_remote_code=trusted, **dict(overrides))
     with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(config, trust_remote_code=trusted)
+        model = (AutoModel if trunk else AutoModelForCausalLM).from_config(config, trust_remote_code=trusted)
     return sum(p.numel() for p in model.parameters())

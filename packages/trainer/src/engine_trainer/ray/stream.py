@@ -9,11 +9,10 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Sequence
 
-from engine_api.errors import EngineError
 from engine_trainer.algorithms.shaping import informative
 from engine_trainer.config import RLConfig
 from engine_trainer.data import Prompt, PromptDataset, SampleOrder
-from engine_trainer.experience import Experience, answer_figures, is_stale, round_seed, staleness_figures, totals
+from engine_trainer.experience import Experience, answer_figures, round_seed, staleness_figures, totals
 from engine_trainer.ray.calls import Call, first
 from engine_trainer.ray.rollouts import Separate
 from engine_trainer.replica import Answer, Group
@@ -42,7 +41,7 @@ class FullyAsync:
         self._seed = round_seed(config.run.seed, position, 0)
         self._calls = 0
         self._dropped = 0
-        self._failed: EngineError | None = None
+        self._failed: Exception | None = None
         self._changed = threading.Condition()
         self._paused = True
         self._busy = 0  # calls that run
@@ -69,9 +68,9 @@ class FullyAsync:
         }
         metrics |= staleness_figures(kept, version, oldest) if kept else {}
         self._dropped = 0
-        return Experience(
-            groups=kept, position=self._position, pending=sorted([*self._drawn, *self._again]), metrics=metrics
-        )
+        with self._changed:  # of one moment: the thread draws meanwhile
+            position, pending = self._position, sorted([*self._drawn, *self._again])
+        return Experience(groups=kept, position=position, pending=pending, metrics=metrics)
 
     def settle(self) -> None:
         """See ``Source``: waits for the slices that run."""
@@ -119,7 +118,7 @@ class FullyAsync:
 
     def _fresh(self, group: Group) -> bool:
         oldest = self._oldest()
-        return any(not all(is_stale(a, oldest)) for a in group.answers)
+        return any(version >= oldest for a in group.answers for version in a.versions)
 
     def _raise(self) -> None:
         if self._failed is not None:
@@ -134,7 +133,7 @@ class FullyAsync:
                 self._start(running)
                 if running:
                     self._finish(running)
-        except EngineError as error:
+        except Exception as error:  # noqa: BLE001 - whatever it is, the loop waits for groups: it is raised there
             with self._changed:
                 self._failed = error
                 self._changed.notify_all()

@@ -7,6 +7,7 @@ import math
 import threading
 import traceback
 from collections.abc import Awaitable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import cast
 
@@ -73,28 +74,51 @@ def _side_by_side(
     # A coroutine that never awaits holds the loop, whose own limits then do not come: an alarm interrupts it.
     main = threading.current_thread() is threading.main_thread()
     limit = timeout_s + GRACE_S if timeout_s is not None and main else None
-    with asyncio.Runner() as runner:
-        runner.get_loop().set_default_executor(DaemonThreads())
 
-        async def advance() -> set[asyncio.Task[Outcome]]:
-            while waiting and len(running) < concurrency:
-                place, sample = waiting.pop()
-                running[asyncio.create_task(_await(function, sample, timeout_s))] = place
-            done, _ = await asyncio.wait(running, return_when=asyncio.FIRST_COMPLETED)
-            return done
+    async def advance() -> set[asyncio.Task[Outcome]]:
+        while waiting and len(running) < concurrency:
+            place, sample = waiting.pop()
+            running[asyncio.create_task(_await(function, sample, timeout_s))] = place
+        done, _ = await asyncio.wait(running, return_when=asyncio.FIRST_COMPLETED)
+        return done
 
+    with _loop() as loop:
         while waiting or running:
             with deadline(limit, again=True):
-                done = runner.run(advance())
+                done = loop.run_until_complete(advance())
             for task in done:
                 yield running.pop(task), task.result()
 
 
-async def _await(function: RewardFn, sample: Sample, timeout_s: float | None) -> Outcome:
+@contextmanager
+def _loop() -> Iterator[asyncio.AbstractEventLoop]:
+    """An event loop that waits ``GRACE_S`` for what was cancelled; ``asyncio.Runner`` would wait for ever."""
+    loop = asyncio.new_event_loop()
+    loop.set_default_executor(DaemonThreads())
     try:
-        value = await asyncio.wait_for(cast("Awaitable[float]", function(sample)), timeout_s)
+        yield loop
+    finally:
+        left = asyncio.all_tasks(loop)
+        for task in left:
+            task.cancel()
+        if left:
+            loop.run_until_complete(asyncio.wait(left, timeout=GRACE_S))
+        loop.close()
+
+
+async def _await(function: RewardFn, sample: Sample, timeout_s: float | None) -> Outcome:
+    call = asyncio.ensure_future(cast("Awaitable[float]", function(sample)))
+    # Not wait_for: after the cancellation it waits for the call, which may pay no heed.
+    done, _ = await asyncio.wait([call], timeout=timeout_s)
+    if not done:
+        call.cancel()
+        return Outcome()
+    try:
+        value = call.result()
     except (TimeoutError, DeadlineExceeded):
         return Outcome()
+    except asyncio.CancelledError:  # its own: nobody else cancels a call that has ended
+        return Outcome(problem="it was cancelled from inside")
     except Exception as error:  # noqa: BLE001 - as in _call
         return _failed(error)
     return _checked(value)

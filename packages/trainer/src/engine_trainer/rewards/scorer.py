@@ -42,11 +42,6 @@ class Score:
     timed_out: tuple[str, ...] = ()  # rewards that took too long, and count 0
     failed: tuple[str, ...] = ()  # rewards that raised or gave no finite number, and count 0
 
-    @property
-    def timeouts(self) -> int:
-        """How many rewards took too long."""
-        return len(self.timed_out)
-
 
 class Scorer:
     """Several rewards as one: their weighted sum.

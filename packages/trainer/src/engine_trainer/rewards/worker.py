@@ -1,7 +1,7 @@
 """A process that judges: ``python -m engine_trainer.rewards.worker FD``, started by ``workers``.
 
 It reads ``(reward's number, samples)`` and writes ``(place, outcome)`` rows and then None. When its parent ends, however it ends,
-the pipe closes and it ends too.
+the pipes close and it ends too, in the middle of a call as well, with whatever the rewards have started.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from dataclasses import replace
 from multiprocessing.connection import Connection
 
 from engine_api.errors import EngineError
+from engine_api.leash import end_group_with
 from engine_trainer.rewards.calls import call_all
 from engine_trainer.rewards.registry import RewardSpec
 from engine_trainer.rewards.sample import RewardFn
@@ -21,6 +22,7 @@ from engine_trainer.rewards.sample import RewardFn
 def main(descriptor: int) -> None:
     """Serve until the pipe closes."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # a terminal's Ctrl-C reaches it too; its parent decides
+    end_group_with(0)
     parent = Connection(descriptor)
     try:
         specs, concurrency = parent.recv()

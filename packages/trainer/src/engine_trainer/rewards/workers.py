@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import logging
 import math
+import os
 import pickle
+import signal
 import subprocess
 import sys
 import time
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection, wait
@@ -96,6 +99,7 @@ class Workers:
         for worker in [w for w in self._workers if w.task is None and w.process.poll() is not None]:
             log.warning("a reward process ended with status %s: it is replaced", worker.process.returncode)
             worker.pipe.close()
+            _end(worker, 0.0)
             self._workers.remove(worker)
 
     def _until(self, reward: int) -> float:
@@ -145,7 +149,7 @@ class Workers:
         # A program of its own: forking a process that holds threads and a device is not safe, and multiprocessing's
         # spawn would run the user's main script again.
         process = subprocess.Popen([sys.executable, "-m", "engine_trainer.rewards.worker", str(theirs.fileno())],
-                                   pass_fds=[theirs.fileno()])  # fmt: skip
+                                   pass_fds=[theirs.fileno()], stdin=subprocess.PIPE, start_new_session=True)  # fmt: skip
         theirs.close()
         worker = _Worker(process=process, pipe=ours)
         try:
@@ -174,8 +178,11 @@ def _send(worker: _Worker, reward: int, samples: list[Sample]) -> None:
 
 
 def _end(worker: _Worker, seconds: float) -> None:
-    try:
+    """It has ``seconds`` to end by itself; what its rewards have started ends with it."""
+    with suppress(subprocess.TimeoutExpired):
         worker.process.wait(seconds)
-    except subprocess.TimeoutExpired:
-        worker.process.kill()
-        worker.process.wait()
+    with suppress(ProcessLookupError):
+        os.killpg(worker.process.pid, signal.SIGKILL)
+    worker.process.wait()
+    if worker.process.stdin is not None:
+        worker.process.stdin.close()
