@@ -36,7 +36,7 @@ async def endless(episode):
     while True:
         try:
             await episode.generate("more")
-        except Exception:
+        except Exception:  # as people write it: the end of an episode passes through
             pass
 
 async def slow_tool(episode):

@@ -6,7 +6,6 @@ import gzip
 import json
 import math
 import os
-import re
 import signal
 import subprocess
 import sys
@@ -15,11 +14,10 @@ from pathlib import Path
 
 import pytest
 import torch
+from rl_runs import SEVENS, configure, rows_of, same, tensors_of, tree
 
 from engine_api.errors import ConfigError
-from engine_trainer.config import RLConfig
 from engine_trainer.experience import Experience, collect, round_seed, shaped_rewards
-from engine_trainer.loading import from_tree
 from engine_trainer.logs import Timers
 from engine_trainer.rewards import RewardError, Score, register
 from engine_trainer.rl import train_rl
@@ -28,62 +26,10 @@ from engine_trainer.sampler import Answer, Group
 pytest.importorskip("engine_fsdp", reason="the loop needs an engine")
 pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning")  # torch 2.13 renames a collective under FSDP
 
-SEVENS = """
-from engine_trainer.rewards import register
-
-@register("sevens")
-def sevens():
-    return lambda sample: sample.completion.count("7") / 4
-"""
-exec(SEVENS)
-
 
 @pytest.fixture(scope="session")
 def folder(sums_model) -> Path:
     return sums_model
-
-
-def tree(folder: Path, out: Path, **sections) -> dict:
-    base = {
-        "engine": {"model": {"path": str(folder)}, "device": "cpu", "optimizer": {"lr": 0.003}},
-        "data": {"source": str(folder / "train.jsonl")},
-        "run": {
-            "output_dir": str(out),
-            "steps": 3,
-            "seed": 3,
-            "progress": False,
-            "report": False,
-            "tensorboard": False,
-        },
-        "reward": {"name": "sevens"},
-        "rollout": {"n": 4, "max_new_tokens": 4, "batch_size": 64},
-        "algorithm": {"prompts_per_step": 8},
-    }
-    for name, values in sections.items():
-        base[name] = {**base.get(name, {}), **values}
-    return base
-
-
-def configure(folder: Path, out: Path, **sections) -> RLConfig:
-    return from_tree(RLConfig, tree(folder, out, **sections))
-
-
-def rows_of(out: Path) -> list[dict]:
-    """The metrics without what a clock says."""
-    rows = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
-    clocks = re.compile(r"time$|time/|perf/|sync/.*_s$")
-    return [{k: v for k, v in r.items() if not clocks.match(k)} for r in rows]
-
-
-def weights_of(out: Path) -> dict[str, torch.Tensor]:
-    from safetensors.torch import load_file
-
-    return {k: v for path in sorted((out / "hf").glob("*.safetensors")) for k, v in load_file(path).items()}
-
-
-def same(a: Path, b: Path) -> bool:
-    left, right = weights_of(a), weights_of(b)
-    return set(left) == set(right) and all(torch.equal(left[n], right[n]) for n in left)
 
 
 EVAL = {"every": 10, "samples": 2}
@@ -138,7 +84,7 @@ def test_the_first_update_is_the_textbooks(folder, tmp_path, monkeypatch):
     (loss / tokens).backward()
     norm = math.sqrt(sum(float(p.grad.square().sum()) for p in model.parameters()))
     assert row["train/grad_norm"] == pytest.approx(norm, rel=1e-4)
-    updated = weights_of(out)
+    updated = tensors_of(out / "hf")
     for name, parameter in model.named_parameters():
         expected = parameter.detach() - 0.5 * parameter.grad
         torch.testing.assert_close(updated[name].double(), expected, atol=2e-6, rtol=0)
@@ -168,7 +114,7 @@ def test_a_run_that_failed_and_is_resumed_ends_bit_for_bit_as_one_left_alone(fol
     assert not (broken / "hf").exists()
     calls["left"] = math.inf
     train_rl(configure(folder, broken, **sections))
-    assert same(alone, broken)
+    assert same(alone / "hf", broken / "hf")
     assert rows_of(broken) == rows_of(alone)
 
 
@@ -223,7 +169,7 @@ def test_a_step_without_a_difference_changes_nothing(folder, tmp_path):
     assert row["rollout/uninformative_groups"] == 1.0
     from safetensors.torch import load_file
 
-    assert all(torch.equal(v, weights_of(out)[k]) for k, v in load_file(folder / "model.safetensors").items())
+    assert all(torch.equal(v, tensors_of(out / "hf")[k]) for k, v in load_file(folder / "model.safetensors").items())
 
 
 def test_chosen_steps_leave_a_trace_of_the_profiler(folder, tmp_path):
@@ -386,12 +332,12 @@ def test_two_ranks_killed_and_resumed_equal_two_ranks_left_alone_and_agree_with_
     process = start(tmp_path, trees["killed"], 2)
     text, _ = process.communicate(timeout=240)
     assert process.returncode == 0, text
-    assert same(outs["two"], outs["killed"])
+    assert same(outs["two"] / "hf", outs["killed"] / "hf")
     assert rows_of(outs["killed"]) == rows_of(outs["two"])
     # One rank draws the same answers, so that the two runs differ by rounding alone.
     for a, b in zip(rows_of(outs["one"]), rows_of(outs["two"]), strict=True):
         assert a.keys() == b.keys()
         for key in a:
             assert a[key] == pytest.approx(b[key], rel=1e-3, abs=1e-6), (a["step"], key)
-    for name, weight in weights_of(outs["one"]).items():
-        torch.testing.assert_close(weights_of(outs["two"])[name], weight, atol=1e-4, rtol=1e-3)
+    for name, weight in tensors_of(outs["one"] / "hf").items():
+        torch.testing.assert_close(tensors_of(outs["two"] / "hf")[name], weight, atol=1e-4, rtol=1e-3)

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import json
 import math
 import os
-import re
 import statistics
 import subprocess
 import sys
@@ -14,6 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 import yaml
+from rl_runs import SEVENS, configure, rows_of, same, tensors_of, tree
 
 from engine_api.errors import CheckpointMissing, ConfigError
 from engine_trainer.algorithms.losses import PolicyLoss
@@ -28,14 +27,6 @@ from engine_trainer.spmd import Spmd, SpmdEngines
 pytest.importorskip("engine_fsdp", reason="the loop needs an engine")
 pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning")  # torch 2.13 renames a collective under FSDP
 
-SEVENS = """
-from engine_trainer.rewards import register
-
-@register("sevens")
-def sevens():
-    return lambda sample: sample.completion.count("7") / 4
-"""
-exec(SEVENS)
 GAE = {"advantage": "gae", "gamma": 0.9, "lam": 0.8, "critic": {"optimizer": {"lr": 0.003}}}
 SGD = {"name": "torch.optim.SGD", "lr": 0.5, "clip_norm": None}
 
@@ -52,40 +43,6 @@ def value_folder(sums_model, tmp_path_factory) -> Path:
         torch.manual_seed(5)
         AutoModelForTokenClassification.from_config(config).save_pretrained(path)
     return path
-
-
-def tree(folder: Path, out: Path, **sections) -> dict:
-    base = {
-        "engine": {"model": {"path": str(folder)}, "device": "cpu", "optimizer": {"lr": 0.003}},
-        "data": {"source": str(folder / "train.jsonl")},
-        "run": {"output_dir": str(out), "steps": 3, "seed": 3, "progress": False, "report": False, "tensorboard": False},
-        "reward": {"name": "sevens"}, "rollout": {"n": 4, "max_new_tokens": 4}, "algorithm": {"prompts_per_step": 8},
-    }  # fmt: skip
-    return base | {name: {**base.get(name, {}), **values} for name, values in sections.items()}
-
-
-def configure(folder: Path, out: Path, **sections) -> RLConfig:
-    return from_tree(RLConfig, tree(folder, out, **sections))
-
-
-def rows_of(out: Path) -> list[dict]:
-    """The metrics without what a clock says."""
-    rows = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
-    clocks = re.compile(r"time$|time/|perf/|sync/.*_s$")
-    return [{k: v for k, v in r.items() if not clocks.match(k)} for r in rows]
-
-
-def tensors_of(folder: Path) -> dict[str, torch.Tensor]:
-    """All tensors of a checkpoint or an export of one rank."""
-    from safetensors.torch import load_file
-
-    return {k: v for path in sorted(folder.rglob("*.safetensors")) for k, v in load_file(path).items()}
-
-
-def same(a: Path, b: Path) -> bool:
-    left, right = tensors_of(a), tensors_of(b)
-    assert left
-    return set(left) == set(right) and all(torch.equal(left[n], right[n]) for n in left)
 
 
 def plain_gae(rewards, values, gamma, lam):

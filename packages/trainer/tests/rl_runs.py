@@ -1,0 +1,56 @@
+"""A small RL run without a launcher, and what it left: shared by the tests of the loop."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+
+import torch
+
+from engine_trainer.config import RLConfig
+from engine_trainer.loading import from_tree
+
+SEVENS = """
+from engine_trainer.rewards import register
+
+@register("sevens")
+def sevens():
+    return lambda sample: sample.completion.count("7") / 4
+"""
+exec(SEVENS)
+
+
+def tree(folder: Path, out: Path, **sections) -> dict:
+    base = {
+        "engine": {"model": {"path": str(folder)}, "device": "cpu", "optimizer": {"lr": 0.003}},
+        "data": {"source": str(folder / "train.jsonl")},
+        "run": {"output_dir": str(out), "steps": 3, "seed": 3, "progress": False, "report": False, "tensorboard": False},
+        "reward": {"name": "sevens"}, "rollout": {"n": 4, "max_new_tokens": 4, "batch_size": 64},
+        "algorithm": {"prompts_per_step": 8},
+    }  # fmt: skip
+    return base | {name: {**base.get(name, {}), **values} for name, values in sections.items()}
+
+
+def configure(folder: Path, out: Path, **sections) -> RLConfig:
+    return from_tree(RLConfig, tree(folder, out, **sections))
+
+
+def rows_of(out: Path) -> list[dict]:
+    """The metrics without what a clock says."""
+    rows = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
+    clocks = re.compile(r"time$|time/|perf/|sync/.*_s$")
+    return [{k: v for k, v in r.items() if not clocks.match(k)} for r in rows]
+
+
+def tensors_of(folder: Path) -> dict[str, torch.Tensor]:
+    """All tensors of a checkpoint or an export of one rank."""
+    from safetensors.torch import load_file
+
+    return {k: v for path in sorted(folder.rglob("*.safetensors")) for k, v in load_file(path).items()}
+
+
+def same(a: Path, b: Path) -> bool:
+    left, right = tensors_of(a), tensors_of(b)
+    assert left
+    return set(left) == set(right) and all(torch.equal(left[n], right[n]) for n in left)
