@@ -23,6 +23,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.attention.varlen import varlen_attn
 
+from engine_api.devices import device_of
 from engine_api.errors import ConfigError, UnsupportedCapability
 from engine_fsdp.cudnn import cudnn_packed
 from engine_fsdp.parallel import heads_to_sequence, sequence_to_heads
@@ -66,17 +67,17 @@ def choose_kernel(requested: str, device_type: str, compute: str) -> str:
 
     ``auto`` stays ``auto`` where the choice depends on each micro-batch.
     """
-    half = device_type == "cuda" and compute in ("bfloat16", "float16")
-    hopper = device_type == "cuda" and torch.cuda.get_device_capability()[0] >= 9
+    own = device_of(device_type).attention(compute)
     if requested == "auto":
-        return ("auto" if hopper else "varlen") if half else "sdpa"
-    if requested not in KERNELS:
-        raise ConfigError("model.attention", f"unknown kernel {requested!r}", remedy=f"auto, {', '.join(KERNELS)}")
-    if requested != "sdpa" and not half:
-        raise ConfigError("model.attention", f"{requested} has no kernel for {compute} on {device_type}",
-                          remedy="use sdpa, or precision.compute: bfloat16 on cuda")  # fmt: skip
-    if requested == "cudnn" and not hopper:
+        return "auto" if "cudnn" in own else next(iter(own), "sdpa")
+    known = dict.fromkeys((*KERNELS, *own))
+    if requested not in known:
+        raise ConfigError("model.attention", f"unknown kernel {requested!r}", remedy=f"auto, {', '.join(known)}")
+    if requested == "cudnn" and "varlen" in own and "cudnn" not in own:
         raise ConfigError("model.attention", "cudnn wants compute capability 9 or more", remedy="use varlen")
+    if requested not in ("sdpa", *own):
+        raise ConfigError("model.attention", f"{requested} has no kernel for {compute} on {device_type}",
+                          remedy=f"use {' or '.join(('sdpa', *own))}, or precision.compute: bfloat16 on a device that has it")  # fmt: skip
     return requested
 
 
