@@ -8,6 +8,7 @@ from __future__ import annotations
 import ctypes
 import importlib.metadata
 import os
+from datetime import timedelta
 from functools import cache
 from typing import TYPE_CHECKING, Any
 
@@ -21,10 +22,18 @@ if TYPE_CHECKING:
 # shim sets it for its ranks; nothing else should.
 SIMULATED_CUDA = "ENGINE_SIMULATED_CUDA"
 
+# The same for a device called npu, of which only arithmetic and copies are there.
+SIMULATED_NPU = "ENGINE_SIMULATED_NPU"
+
 
 def cuda_is_simulated() -> bool:
     """Whether ``torch.cuda`` is, or will be, answered by the CPU in this process."""
     return bool(os.environ.get(SIMULATED_CUDA))
+
+
+def npu_is_simulated() -> bool:
+    """Whether a device called npu is, or will be, a stand-in made of CPU tensors in this process."""
+    return bool(os.environ.get(SIMULATED_NPU))
 
 
 @cache
@@ -75,6 +84,7 @@ class Device:
     """
 
     name = "cpu"
+    has_streams = False  # work is queued on streams, and torch's module of the device has them and events
     process_groups = "gloo"  # what torch.distributed is told: the backend of host tensors, and of the device's
     pins_memory = False  # host memory can be pinned, for copies that do not wait
     fused_optimizer = True  # torch's AdamW has one kernel for all of its arithmetic
@@ -84,7 +94,7 @@ class Device:
 
     @property
     def module(self) -> Any:
-        """``torch.cpu``, ``torch.cuda``, …: streams, events, generators, memory."""
+        """Torch's module of the device: streams, events, generators, memory."""
         import torch
 
         return torch.get_device_module(self.name)
@@ -116,19 +126,17 @@ class Device:
     def set_rng_state(self, state: torch.Tensor) -> None:
         """Restore what ``rng_state`` gave."""
 
-    def memory_allocated(self) -> int:
-        """Bytes of tensors on the current device; 0 where nobody counts."""
-        return 0
+    def process_group(self, store: Any, rank: int, size: int, timeout: timedelta) -> Any:
+        """A process group of its own for tensors of this device, apart from torch.distributed's default one."""
+        import torch.distributed as dist
 
-    def peak_memory(self, *, reset: bool = False) -> int:
-        """The largest that ``memory_allocated`` has been, since the last ``reset``."""
-        del reset
-        return 0
+        return dist.ProcessGroupGloo(store, rank, size, timeout=timeout)
 
 
 class Accelerator(Device):
     """A device with memory, streams and a generator of its own, behind ``torch.<name>``."""
 
+    has_streams = True
     visible = ""  # the environment variable by which devices are hidden from a process
     pins_memory = True
 
@@ -161,16 +169,6 @@ class Accelerator(Device):
         """See ``Device.set_rng_state``."""
         self.module.set_rng_state(state)
 
-    def memory_allocated(self) -> int:
-        """See ``Device.memory_allocated``."""
-        return int(self.module.memory_allocated())
-
-    def peak_memory(self, *, reset: bool = False) -> int:
-        """See ``Device.peak_memory``."""
-        if reset:
-            self.module.reset_peak_memory_stats()
-        return int(self.module.max_memory_allocated())
-
 
 class Cuda(Accelerator):
     """NVIDIA's devices."""
@@ -187,6 +185,12 @@ class Cuda(Accelerator):
         if compute not in ("bfloat16", "float16"):
             return ()
         return ("cudnn", "varlen") if self.module.get_device_capability()[0] >= 9 else ("varlen",)
+
+    def process_group(self, store: Any, rank: int, size: int, timeout: timedelta) -> Any:
+        """NCCL's."""
+        import torch.distributed as dist
+
+        return dist.ProcessGroupNCCL(store, rank, size, timeout=timeout)
 
 
 _DEVICES: dict[str, Device] = {device.name: device for device in (Device(), Cuda())}

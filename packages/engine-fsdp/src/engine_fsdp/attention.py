@@ -7,7 +7,7 @@ Tokens see only earlier tokens of their own document. Kernels (``model.attention
 - ``varlen``: ``torch.nn.attention.varlen`` (FlashAttention 2), CUDA, half precision;
 - ``cudnn``: cuDNN by document (``engine_fsdp.cudnn``), CUDA of compute capability 9 or more, half precision;
 - ``auto``: for each micro-batch, cudnn where documents are long enough to pay for it, else varlen; sdpa on the CPU
-  and in float32.
+  and in float32. A plug-in may bring its device's own kernel (``register_kernel``), which is then preferred there.
 
 Under Ulysses every kernel runs between two all-to-alls: heads are split over the ranks instead of tokens.
 """
@@ -15,6 +15,7 @@ Under Ulysses every kernel runs between two all-to-alls: heads are split over th
 from __future__ import annotations
 
 import inspect
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -159,8 +160,23 @@ _HARMLESS = frozenset({"position_ids", "use_cache", "is_causal", "cache_position
                        "return_dict", "output_router_logits", "position_embeddings"})  # fmt: skip
 
 
+Kernel = Callable[[Tensor, Tensor, Tensor, Packing, float | None, int | None], Tensor]
+_ADDED: dict[str, Kernel] = {}
+
+
+def register_kernel(name: str, kernel: Kernel) -> None:
+    """Make another device's kernel known under a name that its ``Device.attention`` gives.
+
+    It is called with queries ``[1, H, T, d]``, keys and values ``[1, KV, T, d]`` of all tokens of the pack, the packing, the
+    scale (None: ``d ** -0.5``) and the window (None: none), and returns ``[1, H, T, d]``, with a gradient.
+    """
+    _ADDED[name] = kernel
+
+
 def _attend(q: Tensor, k: Tensor, v: Tensor, packing: Packing, scale: float | None, window: int | None) -> Tensor:
     """``[1, H, T, d]`` over all tokens of the pack."""
+    if packing.kernel in _ADDED:
+        return _ADDED[packing.kernel](q, k, v, packing, scale, window)
     if packing.kernel == "cudnn" and window is None:
         parts = (x[0].transpose(0, 1) for x in (q, k, v))
         out, _ = cudnn_packed(*parts, packing.bounds, scale or q.shape[-1] ** -0.5)
