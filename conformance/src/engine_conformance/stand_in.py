@@ -164,6 +164,8 @@ def install() -> None:
     if _libraries:
         return
     _setup_privateuseone_for_python_backend(NAME, backend_module=_module())
+    # A module that moves would else put a tensor of the CPU into a parameter that stays one of the device.
+    torch.__future__.set_swap_module_params_on_conversion(True)
     aten, everything = torch.library.Library("aten", "IMPL"), torch.library.Library("_", "IMPL")
     _libraries.extend((aten, everything))
     aten.impl("empty.memory_format", _empty, "PrivateUse1")

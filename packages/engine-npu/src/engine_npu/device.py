@@ -27,8 +27,8 @@ class Npu(Accelerator):
             self.process_groups, self.pins_memory, self.has_streams = "cpu:gloo,npu:gloo", False, False
 
     def attention(self, compute: str) -> tuple[str, ...]:
-        """CANN's fused attention over packed documents, in half precision as on other accelerators."""
-        return (FUSED,) if compute in ("bfloat16", "float16") else ()
+        """CANN's fused attention over packed documents, in half precision as on other accelerators; not where it is simulated."""
+        return (FUSED,) if compute in ("bfloat16", "float16") and not npu_is_simulated() else ()
 
     def process_group(self, store: Any, rank: int, size: int, timeout: timedelta) -> Any:
         """HCCL's, made directly on a store; gloo's where the device is simulated."""
