@@ -29,7 +29,8 @@ MEANS = {
     "self.module": "torch_npu.npu", "self._module": "torch_npu.npu", "kind.module": "torch_npu.npu",
     "self._stream": "torch_npu.npu.Stream", "self._callers": "torch_npu.npu.Stream",
     "kind.module.current_stream(self.device)": "torch_npu.npu.Stream",
-    "first": "torch_npu.npu.Event", "last": "torch_npu.npu.Event",
+    "first": "torch_npu.npu.Event", "last": "torch_npu.npu.Event", "a": "torch_npu.npu.Event",
+    "spans[-1][1]": "torch_npu.npu.Event",
     "adaptor": "mindspeed.megatron_adaptor", "_adaptor": "mindspeed.megatron_adaptor",
     "manager": "mindspeed.patch_utils.MindSpeedPatchesManager", "patch": "mindspeed.patch_utils.Patch",
     "options": "torch_npu._C._distributed_c10d.ProcessGroupHCCL.Options",
@@ -39,7 +40,7 @@ MEANS = {
 def meaning(node: ast.expr, local: set[str]) -> str | None:
     """The published symbol that an expression is, or None where it is nothing of theirs."""
     text = ast.unparse(node)
-    if text in MEANS and (text in local or "self." in text or "." in text or "(" in text):
+    if text in MEANS and (text in local or "." in text or "(" in text):
         return MEANS[text]
     if isinstance(node, ast.Attribute) and (owner := meaning(node.value, local)) is not None:
         return f"{owner}.{node.attr}"
