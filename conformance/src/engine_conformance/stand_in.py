@@ -28,6 +28,7 @@ GROUPS = "cpu:gloo,npu:gloo"
 _HOST = torch.device("cpu")
 _TO_COPY = torch.ops.aten._to_copy.default  # noqa: SLF001 - what Tensor.to and Tensor.item come down to
 _TO_NUMBER = torch.ops.aten._local_scalar_dense.default  # noqa: SLF001
+_MIXING = (torch.ops.aten.index, torch.ops.aten.index_put, torch.ops.aten.index_put_, torch.ops.aten.set_)
 _libraries: list[torch.library.Library] = []  # what they register goes with them
 
 
@@ -51,7 +52,7 @@ class SimulatedTensor(torch.Tensor):
     host: torch.Tensor
 
     @staticmethod
-    def __new__(cls: type[Self], host: torch.Tensor, requires_grad: bool = False) -> Self:
+    def __new__(cls: type[SimulatedTensor], host: torch.Tensor, requires_grad: bool = False) -> SimulatedTensor:  # noqa: PYI034 - a static method has no Self
         """Of the same shape, strides and dtype."""
         return torch.Tensor._make_wrapper_subclass(  # noqa: SLF001 - how torch documents it
             cls, host.size(), strides=host.stride(), storage_offset=host.storage_offset(), dtype=host.dtype,
@@ -106,6 +107,7 @@ def _run(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         return _copy(args[0], args[1])
     if func is _TO_NUMBER:
         return args[0].host.item()
+    _refuse_mixture(func, args, kwargs)
     given, named = tree_map(_to_host, (args, dict(kwargs)))
     if func is torch.ops.aten.histc.default and not given[0].is_floating_point():
         return _wrap(func(given[0].float(), *given[1:], **named).to(given[0].dtype))  # the CPU counts floats only
@@ -115,6 +117,14 @@ def _run(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
     # What was changed in place is given back as the very tensor that came.
     own = {id(x.host): x for x in tree_iter((args, dict(kwargs))) if isinstance(x, SimulatedTensor)}
     return tree_map(lambda x: own.get(id(x), _wrap(x)), result)
+
+
+def _refuse_mixture(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+    """As a device does it: operands lie on one, but for numbers and what indexes."""
+    tensors = [x for x in tree_iter((args, dict(kwargs))) if isinstance(x, torch.Tensor)]
+    foreign = [x for x in tensors if not isinstance(x, SimulatedTensor) and x.dim() and x.device.type != "meta"]
+    if foreign and len(foreign) < len(tensors) and func.namespace == "aten" and func.overloadpacket not in _MIXING:
+        raise RuntimeError(f"{func}: expected all tensors on {NAME}, found one on {foreign[0].device}")
 
 
 def _wrap(value: Any) -> Any:
