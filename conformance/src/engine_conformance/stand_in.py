@@ -2,9 +2,8 @@
 
 A tensor on it wraps a tensor of the CPU and hands every operator to it, so forward, backward, optimizers, copies and gloo's
 collectives are those of the CPU; what it shows is that an engine's code takes another device than cpu and cuda, nothing
-about Ascend's kernels, HCCL, streams or memory. FSDP resizes storages, of which a wrapped tensor has none: one rank in one
-dtype runs, sharding does not. It is made of torch's private Python backends, changes the whole process, and is a fixture of
-tests. A report made with it says ``simulated``, and gives no certificate.
+about Ascend's kernels, HCCL, streams or memory. It is made of torch's private Python backends, changes the whole process, and
+is a fixture of tests. A report made with it says ``simulated``, and gives no certificate.
 """
 
 # The replaced functions are torch's own and take what they are given.

@@ -35,7 +35,7 @@ class Candidate:
     remedy: str = ""
 
     def __str__(self) -> str:
-        verdict = "accepted" if self.accepted else f"rejected: {self.reason}"
+        verdict = ("accepted" if self.accepted else "rejected") + (f": {self.reason}" if self.reason else "")
         return f"{self.device} by {self.source}: {verdict}" + (f" ({self.remedy})" if self.remedy else "")
 
 
