@@ -18,6 +18,8 @@ from engine_api.plugin import ProbeResult
 if TYPE_CHECKING:
     import torch
 
+DEVICES = ("cuda", "npu", "cpu")  # in the order in which `auto` looks for them
+
 # Set where the CPU answers in CUDA's place, so that an engine that knows only CUDA can be tested. The conformance suite's
 # shim sets it for its ranks; nothing else should.
 SIMULATED_CUDA = "ENGINE_SIMULATED_CUDA"

@@ -13,13 +13,11 @@ from dataclasses import dataclass
 from typing import Any
 
 from engine_api.config import EngineConfig, near_matches
+from engine_api.devices import DEVICES
 from engine_api.discovery import Found, discover, import_target, probe
 from engine_api.errors import ContractMismatch, PluginConflict, PluginLoadError, PluginNotFound, PluginUnavailable
 from engine_api.plugin import CONTRACT, ENGINE_GROUP, KNOWN_DISTRIBUTIONS, ROLLOUT_GROUP, EnginePlugin, Row
 from engine_api.rollout import WeightExporter, WholeExporter
-
-ACCELERATORS = ("cuda", "npu")
-DEVICES = (*ACCELERATORS, "cpu")
 
 log = logging.getLogger("engine_api")
 

@@ -15,8 +15,9 @@ from pathlib import Path
 
 from engine_api.devices import cuda_devices
 
-__all__ = ["VISIBLE", "Host", "look", "visible_devices"]
+__all__ = ["NAME", "VISIBLE", "Host", "look", "visible_devices"]
 
+NAME = "npu"  # torch's, and the registry's
 VISIBLE = "ASCEND_RT_VISIBLE_DEVICES"  # read by torch_npu (torch_npu/npu/__init__.py, _parse_visible_devices)
 _DRIVER = "libascend_hal.so"  # and drvGetDevNum of it, as torch_npu asks (_raw_device_count_ascend_hal)
 _LIBRARIES = ("libhccl.so", "libascendcl.so")  # what `import torch_npu` fails without

@@ -8,7 +8,7 @@ from typing import Any
 
 from engine_api.devices import Accelerator, npu_is_simulated, register_device
 from engine_api.errors import PluginLoadError
-from engine_npu.ascend import VISIBLE
+from engine_npu.ascend import NAME, VISIBLE
 
 __all__ = ["FUSED", "Npu", "load"]
 
@@ -18,7 +18,7 @@ FUSED = "npu_fusion"  # model.attention
 class Npu(Accelerator):
     """Ascend's devices, behind ``torch.npu``."""
 
-    name = "npu"
+    name = NAME
     visible = VISIBLE
     process_groups = "cpu:gloo,npu:hccl"
 

@@ -6,9 +6,10 @@ from engine_api.capabilities import Capability
 from engine_api.plugin import EnginePlugin, Row
 from engine_fsdp.plugin import PLUGIN as FSDP_ELSEWHERE
 from engine_megatron.plugin import PLUGIN as MEGATRON_ELSEWHERE
+from engine_npu.ascend import NAME
 from engine_npu.probe import probe_fsdp, probe_megatron
 
-_DEVICES = ("npu",)
+_DEVICES = (NAME,)
 _LM, _VALUE = ("language_model",), ("value_model",)
 
 FSDP = EnginePlugin(

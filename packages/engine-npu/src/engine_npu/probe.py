@@ -5,7 +5,7 @@ from __future__ import annotations
 from engine_api.devices import npu_is_simulated, torch_version
 from engine_api.plugin import ProbeResult
 from engine_megatron.plugin import missing
-from engine_npu.ascend import VISIBLE, Host, look
+from engine_npu.ascend import NAME, VISIBLE, Host, look
 from engine_npu.versions import MINDSPEED, TORCH_NPU, mindspeed_table, torch_npu_line, torch_npu_table
 
 __all__ = ["probe_fsdp", "probe_megatron"]
@@ -17,7 +17,7 @@ _MINDSPEED = (
 
 def probe_fsdp(device: str) -> ProbeResult:
     """The probe of the FSDP rows."""
-    if device != "npu":
+    if device != NAME:
         return _no(f"no support for {device}", "use npu; engine-fsdp serves cuda and cpu")
     if npu_is_simulated():
         return _simulated()
@@ -26,7 +26,7 @@ def probe_fsdp(device: str) -> ProbeResult:
 
 def probe_megatron(device: str) -> ProbeResult:
     """The probe of the Megatron and MindSpeed rows."""
-    if device != "npu":
+    if device != NAME:
         return _no(f"no support for {device}", "use npu; engine-megatron serves cuda")
     if npu_is_simulated():
         return _no("the simulated npu has no MindSpeed", "use backend fsdp2, or an Ascend host")
