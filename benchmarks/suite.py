@@ -90,6 +90,7 @@ STEPS = {
     "mfu-1.7b": mfu("fsdp2,megatron", "1.7b", 400),
     "mfu-1.7b-long": mfu("fsdp2,megatron", "1.7b", 400, "--tokens", "16384", "--document", "16384", "--recompute", "full"),
     "mfu-8b-2": mfu("fsdp2,megatron:tp=2,megatron:pp=2", "8b", 500, "--tokens", "16384", "--recompute", "full", gpus=2),
+    "fp8-training": Step(command=("-m", "benchmarks.fp8_training"), seconds=500),
     "throughput-8b": throughput("vllm", "qwen3-8b", 580),
     "throughput-moe": throughput("vllm", "qwen3-30b-a3b-cut", 580),
     "rollout-profile": Step(command=("-m", "engine_conformance", "run", "vllm", "--profile", "rollout", "--device", "cuda",

@@ -1,14 +1,20 @@
-"""Makes the quickstart's model folder without any download: a tokenizer and a model's shape, no weights."""
+"""Makes the quickstart's model folder without any download: a tokenizer and a model's shape, no weights.
+
+``python recipes/quickstart/prepare.py FOLDER``; the tokenizer knows any text.
+"""
 
 from __future__ import annotations
 
 import json
+import sys
+import warnings
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from engine_trainer.config import GymSection
+from engine_trainer.config import GymSection, SFTConfig
 from engine_trainer.data.gym import gym_examples
+from engine_trainer.loading import load_config
 
 # Qwen3's architecture, 0.67 M parameters. The initial weights are wider than usual: at this depth and width 0.02
 # takes hundreds of steps to leave the plateau at the start.
@@ -60,3 +66,18 @@ def _tokenizer(texts: list[str]) -> Any:
     )  # fmt: skip
     tokenizer.chat_template = CHAT_TEMPLATE
     return tokenizer
+
+
+def main() -> None:
+    """Prepare the folder that the command line names, with the quickstart's problems."""
+    (folder,) = sys.argv[1:]
+    warnings.simplefilter("ignore", SyntaxWarning)  # in packages below reasoning-gym
+    config = load_config(
+        SFTConfig, Path(__file__).parent / "sft.yaml", [f"engine.model.path={folder}", "run.output_dir=."]
+    )
+    assert config.data.reasoning_gym is not None
+    prepare(Path(folder), config.data.reasoning_gym)
+
+
+if __name__ == "__main__":
+    main()

@@ -314,4 +314,4 @@ def test_the_watch_adds_the_sums_and_leaves_the_loss():
     assert torch.equal(known, -batch.loss_weight * batch["advantages"])
     seen = {k: float(v) for k, v in result.metrics.items()}
     expected = figures_of(engine, batch["rollout_log_probs"], batch["mask"], batch.cu_seqlens)
-    assert mismatch_figures(seen, [watch.largest]) == pytest.approx(expected)
+    assert mismatch_figures(seen, [watch.observed]) == pytest.approx(expected)

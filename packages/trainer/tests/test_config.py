@@ -1,12 +1,14 @@
 from __future__ import annotations
 
+import ast
+import dataclasses
 from pathlib import Path
 
 import pytest
 import yaml
 
 from engine_api.errors import ConfigError
-from engine_trainer.config import RLConfig, SFTConfig
+from engine_trainer.config import DPOConfig, RewardModelConfig, RLConfig, SFTConfig
 from engine_trainer.loading import from_tree, load_config, to_plain, to_yaml
 
 BASE = {
@@ -58,6 +60,13 @@ def test_what_is_printed_reads_back_equal(file):
         ("algorithm.kl.estimator=k4", "algorithm.kl.estimator", "k1, k2, k3"),
         ("algorithm.prompts_per_step=0", "algorithm.prompts_per_step", "at least 1"),
         ("algorithm.dual_clip=1.0", "algorithm.dual_clip", "above 1"),
+        ("algorithm.advantage=gea", "algorithm.advantage", "did you mean gae"),
+        ("algorithm.loss=gsop", "algorithm.loss", "did you mean gspo"),
+        ("algorithm.advantage=gae", "algorithm.critic", "needs values"),
+        ("algorithm={advantage: gae, critic: {epochs: 0}}", "algorithm.critic.epochs", "at least 1"),
+        ("algorithm={advantage: gae, critic: {value_clip: 0}}", "algorithm.critic.value_clip", "above 0"),
+        ("algorithm={advantage: gae, critic: {lr: 1}}", "algorithm.critic.lr", "unknown key"),
+        ("algorithm.kl={target: 6, coefficient: 0.2}", "algorithm.kl.target", "where: reward"),
         ("algorithm.correction.weights=token", "algorithm.correction.weights", "did you mean weight"),
         ("algorithm.correction.weight=tokens", "algorithm.correction.weight", "did you mean token"),
         ("algorithm.correction.reject=geometrical", "algorithm.correction.reject", "did you mean geometric"),
@@ -85,6 +94,14 @@ def test_what_is_printed_reads_back_equal(file):
         ("data.source=[1]", "data.source", "text or a list"),
         ("run.epochs=1", "run.steps", "one of the two"),
         ("eval.every=2", "eval.source", "no held-out part"),
+        ("eval.sets.a={samples: 2}", "eval.sets.a.source", "no held-out part"),
+        ("eval.sets.a={source: x, samples: -1}", "eval.sets.a.samples", "at least 0"),
+        ("eval={temperature: 0, sets: {a: {source: x, samples: 2}}}", "eval.sets.a.samples", "greedy"),
+        ("eval={samples: 2, sets: {a: {source: x, temperature: 0}}}", "eval.sets.a.samples", "greedy"),
+        ("eval.sets={a b: {source: x}}", "eval.sets.a b", "not a name"),
+        ("eval.sets.a={sauce: x}", "eval.sets.a.sauce", "source"),
+        ("reward={name: a, function: b}", "reward.name", "one of the two"),
+        ("reward={name: a, workers: -1}", "reward.workers", "at least 0"),
         ("engine=3", "engine", "a mapping"),
         ("steps", "steps", "key.sub=value"),
         ("run.output_dir=${run.nothing}", "run.output_dir", "cannot be resolved"),
@@ -97,7 +114,7 @@ def test_a_wrong_key_or_value_is_named(file, override, field, said):
     assert said in str(caught.value)
 
 
-@pytest.mark.parametrize("key", ["reward.name", "run.output_dir", "engine.model.path", "data"])
+@pytest.mark.parametrize("key", ["reward", "run.output_dir", "engine.model.path", "data"])
 def test_a_mandatory_key_that_is_missing_is_named(key):
     tree = yaml.safe_load(yaml.safe_dump(BASE))
     *above, last = key.split(".")
@@ -108,6 +125,53 @@ def test_a_mandatory_key_that_is_missing_is_named(key):
     with pytest.raises(ConfigError) as caught:
         from_tree(RLConfig, tree)
     assert (caught.value.field, caught.value.what) == (key, "missing")
+
+
+def test_the_critic_is_as_the_policy_where_nothing_else_is_said(file):
+    given = ["algorithm.advantage=gae", "engine.memory.max_tokens=99", "engine.options={a: 1}", "engine.lora.rank=4"]
+    config = load_config(
+        RLConfig, file, [*given, "algorithm.critic={optimizer: {lr: 0.5}, precision: {compute: bfloat16}}"]
+    )
+    assert config.algorithm.critic is not None
+    critic = config.algorithm.critic.engine(config.engine)
+    assert (critic.model_type, critic.model.path, critic.memory.max_tokens) == ("value_model", "m", 99)
+    assert (critic.precision.compute, critic.lora, critic.options) == ("bfloat16", None, {"a": 1})
+    assert critic.optimizer is not None
+    assert critic.optimizer.lr == 0.5
+    other = load_config(
+        RLConfig, file, [*given, "algorithm.critic={backend: megatron, model: {path: v}}"]
+    ).algorithm.critic
+    assert other is not None
+    assert other.engine(config.engine).options == {}, "options are of a backend"
+    assert other.engine(config.engine).model.path == "v"
+
+
+def test_one_completion_is_enough_where_no_group_is_compared(file):
+    assert load_config(RLConfig, file, ["rollout.n=1", "algorithm.advantage=reinforce_pp"]).rollout.n == 1
+    with pytest.raises(ConfigError, match="at least 2"):
+        load_config(
+            RLConfig, file, ["rollout.n=1", "algorithm={advantage: reinforce_pp, dynamic_sampling: {enabled: true}}"]
+        )
+
+
+def test_every_option_of_the_trainer_has_a_reader():
+    """A field that no line reads would be ignored in silence."""
+    from engine_trainer import algorithm_sections, config, sections
+
+    source = Path(config.__file__).parent
+    trees = [ast.parse(path.read_text()) for path in source.rglob("*.py")]
+    checks = {id(node) for tree in trees for f in ast.walk(tree) if isinstance(f, ast.FunctionDef) and f.name == "__post_init__"
+              for node in ast.walk(f)}  # fmt: skip
+    read = {
+        node.attr
+        for tree in trees
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Attribute) and id(node) not in checks
+    }
+    classes = [c for module in (algorithm_sections, config, sections) for c in vars(module).values()
+               if dataclasses.is_dataclass(c) and c.__module__ == module.__name__]  # fmt: skip
+    assert len(classes) > 15
+    assert not [f"{c.__name__}.{f.name}" for c in classes for f in dataclasses.fields(c) if f.name not in read]
 
 
 def test_a_value_that_the_contract_refuses_is_named_below_engine(file):
@@ -164,7 +228,8 @@ RECIPE_FILES = sorted(p.relative_to(RECIPES).as_posix() for p in RECIPES.glob("*
 
 @pytest.mark.parametrize("path", RECIPE_FILES)
 def test_every_recipe_loads(path):
-    kind = RLConfig if Path(path).parts[0] == "rl" or Path(path).stem == "rl" else SFTConfig
+    kinds = {"rl": RLConfig, "dpo": DPOConfig, "reward_model": RewardModelConfig}
+    kind = kinds.get(Path(path).parts[0]) or kinds.get(Path(path).stem, SFTConfig)
     given = ["engine.model.path=m", "run.output_dir=o"]
     text = (RECIPES / path).read_text() + (RECIPES / "sft" / "chat.yaml").read_text() * (
         "base: chat" in (RECIPES / path).read_text()

@@ -4,9 +4,16 @@ import pytest
 
 from engine_api.config import ModelSource
 from engine_api.errors import ConfigError
-from engine_trainer.data import ChatTokenizer, Example, PromptDataset, SFTDataset, load_tokenizer
+from engine_trainer.data import (
+    ChatTokenizer,
+    Example,
+    PromptDataset,
+    SFTDataset,
+    load_tokenizer,
+    room_for_prompts,
+)
 from engine_trainer.errors import DataError
-from engine_trainer.sections import DataSection
+from engine_trainer.sections import DataSection, RolloutSection
 
 
 def turns(*texts, system=None):
@@ -129,6 +136,38 @@ def test_too_long_is_an_error_or_is_dropped_and_counted(tokenizer, caplog):
     assert "1 of 2 rows" in caplog.text
     with pytest.raises(DataError, match="all 2 rows"):
         SFTDataset.build(rows, chat, section(max_length=2, on_too_long="drop"))
+
+
+def test_too_long_can_be_cut_a_document_at_its_end_a_prompt_at_its_beginning(tokenizer, caplog):
+    rows = [turns("q", "r" * 50), turns("q" * 50, "r"), turns("q", "r")]
+    chat = ChatTokenizer(tokenizer, section())
+    whole = SFTDataset.build(rows, chat, section())
+    data = SFTDataset.build(rows, chat, section(max_length=20, on_too_long="truncate"))
+    # The second one's first 20 tokens hold nothing to learn: it is dropped.
+    assert (len(data), data.truncated, data.dropped) == (2, 1, 1)
+    assert data[0].input_ids.tolist() == whole[0].input_ids.tolist()[:20]
+    assert data[0].loss_weight.tolist() == whole[0].loss_weight.tolist()[:20]
+    assert "1 of 3 rows are too long and were cut: data.max_length is 20" in caplog.text
+    prompts = PromptDataset.build(rows, chat, section(on_too_long="truncate"), room=20)
+    full = PromptDataset.build(rows, chat, section())
+    assert (len(prompts), prompts.truncated, prompts.dropped) == (3, 1, 0)
+    assert prompts[1].tokens == full[1].tokens[-20:]
+    assert (prompts[1].text, prompts[0].tokens) == (full[1].text, full[0].tokens)
+
+
+def test_a_prompt_that_leaves_no_room_for_its_completion_is_named_before_the_run(tokenizer):
+    chat = ChatTokenizer(tokenizer, section())
+    with pytest.raises(DataError, match=r"\d\d tokens, the context has 20 beside rollout.max_new_tokens") as caught:
+        PromptDataset.build([turns("q" * 50, "r")], chat, section(max_length=1000), room=20)
+    assert caught.value.row == 3
+
+
+@pytest.mark.parametrize(("options", "room"), [({}, 40), ({"max_model_len": 48}, 24), ({"max_model_len": 4096}, 40)])
+def test_the_room_is_the_models_context_or_the_servers_less_the_completion(sums_model, options, room):
+    model, rollout = ModelSource(path=str(sums_model)), RolloutSection(max_new_tokens=24, options=options)
+    assert room_for_prompts(model, rollout) == room
+    with pytest.raises(ConfigError, match="nothing is left for a prompt"):
+        room_for_prompts(model, rollout, 64)
 
 
 def test_a_model_without_a_tokenizer_is_named(tmp_path):

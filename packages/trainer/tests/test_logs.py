@@ -3,14 +3,16 @@ from __future__ import annotations
 import sys
 import time
 import types
+from types import SimpleNamespace
 
 import pytest
 import torch
 
+from engine_api.config import ModelSource
 from engine_api.errors import ConfigError
+from engine_trainer.groups import divide
 from engine_trainer.logs import RunLog, Timers, read_metrics, truncate
-from engine_trainer.runtime import share_of
-from engine_trainer.sections import RunSection
+from engine_trainer.sections import EngineSection, RunSection
 from engine_trainer.throughput import Throughput
 
 
@@ -106,10 +108,25 @@ def test_flop_formula_against_a_model_counted_by_hand():
 
 
 def test_documents_are_shared_out_whole_and_balanced():
-    from engine_api import Topology
-
     lengths = torch.randint(1, 100, (40,), generator=torch.Generator().manual_seed(0)).tolist()
-    parts = [share_of(lengths, Topology(dp_rank=r, dp_size=3)) for r in range(3)]
+    parts = divide(lengths, SimpleNamespace(dp_size=3, held=range(3)))
+    assert divide(lengths, SimpleNamespace(dp_size=3, held=(1,))) == [parts[1]]
     assert sorted(i for part in parts for i in part) == list(range(40))
     loads = [sum(lengths[i] for i in part) for part in parts]
     assert max(loads) - min(loads) < 100
+
+
+def test_the_mfu_of_rls_updates_from_the_configuration_alone(sums_model, monkeypatch):
+    """2 layers, hidden 32, 4 heads of 8, 2 of them for keys, MLP 64, vocabulary 16, tied."""
+    from engine_trainer import throughput
+
+    config = EngineSection(model=ModelSource(path=str(sums_model))).build(seed=0, total_steps=1)
+    assert throughput.of_config(config, "cpu", 2) is None
+    monkeypatch.setattr(throughput, "_peak", lambda device, dtype: 1e9)
+    speed = throughput.of_config(config, "cuda", 2)
+    n = 2 * (32 * 8 * (2 * 4 + 2 * 2) + 3 * 32 * 64) + 16 * 32
+    assert (speed.parameters, speed.attention, speed.peak) == (n, 2 * 4 * 8, 2e9)
+    # half of the tokens of two documents, in two seconds
+    flop = (6 * n * 30 + 6 * 64 * (10**2 + 20**2)) / 2
+    assert speed.of_updates([10, 20], 15.0, 2.0) == {"perf/mfu": pytest.approx(flop / 2.0 / 2e9)}
+    assert speed.of_updates([10, 20], 15.0, 0.0) == {}

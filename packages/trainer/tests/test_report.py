@@ -45,11 +45,30 @@ def test_the_summary_fits_a_screen_and_shows_before_and_after(folder):
 def test_the_report_is_one_file_with_its_plots_inside(folder):
     (folder / "config.yaml").write_text("engine: <b>\n")
     page = write_report(folder).read_text()
-    assert sorted(p.name for p in (folder / "plots").iterdir()) == ["eval.png", "overview.png", "time.png", "train.png"]
+    assert sorted(p.name for p in (folder / "plots").iterdir()) == [
+        "eval.png", "overview.png", "phases.png", "time.png", "train.png"]  # fmt: skip
     assert (folder / "plots" / "overview.png").read_bytes().startswith(b"\x89PNG")
-    assert page.count("data:image/png;base64,") == 4
+    assert page.count("data:image/png;base64,") == 5
     assert 'src="plots' not in page
     assert "engine: &lt;b&gt;" in page
+
+
+def test_the_report_says_where_the_time_went_and_shows_every_set(tmp_path):
+    rows = [{"step": s, "time": float(s), "time/generate": 3.0, "time/train": 1.0, "eval/aime/accuracy": 0.1 * s, "eval/aime/maj@4": 0.5,
+             "mismatch/kl": 1e-4, "reward/failures/mine": 1.0} for s in (1, 2)]  # fmt: skip
+    rows[1]["time/save"] = 2.0
+    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(r) + "\n" for r in rows))
+    page = write_report(tmp_path).read_text()
+    for row in (
+        "generate</td><td>6</td><td>60.0%</td><td>3<",
+        "train</td><td>2</td><td>20.0%</td><td>1<",
+        "save</td><td>2</td><td>20.0%</td><td>2<",
+    ):
+        assert row in page
+    assert {p.name for p in (tmp_path / "plots").iterdir()} == {
+        "eval-aime.png", "mismatch.png", "overview.png", "phases.png", "reward-failures.png", "time.png"}  # fmt: skip
+    shown = [line.split()[0] for line in summary(tmp_path).splitlines()[2:]]
+    assert shown == ["eval/aime/accuracy", "eval/aime/maj@4", "mismatch/kl"]
 
 
 def test_a_run_without_metrics_is_said(tmp_path):

@@ -17,6 +17,7 @@ from engine_trainer.rewards.gsm8k import gsm8k
 from engine_trainer.rewards.gym import reasoning_gym
 from engine_trainer.rewards.math import math
 from engine_trainer.rewards.text import after_marker, inside_answer_tags, last_boxed, last_number
+from engine_trainer.sections import RewardSection
 
 
 def sample(completion: str, answer: str | None = None, **metadata) -> Sample:
@@ -136,18 +137,20 @@ def test_installed_names():
     assert create("gsm8k", {"flexible": True})(sample("18", "18")) == 1.0
 
 
+def combined(*parts) -> Scorer:
+    return Scorer.from_section(RewardSection(name="combine", kwargs={"rewards": list(parts)}))
+
+
 def test_rewards_add_up_by_weight_and_the_first_says_correct():
     register("test_length")(lambda: lambda s: len(s.completion) / 10)
-    both = Scorer.from_names(
-        "combine", {"rewards": [{"name": "exact"}, {"name": "test_length", "weight": -0.5, "timeout_s": 1.0}]}, 10.0
-    )
+    both = combined({"name": "exact"}, {"name": "test_length", "weight": -0.5, "timeout_s": 1.0})
     right, wrong = both.score([sample("yes", "yes"), sample("no", "yes")])
     assert (right.total, right.parts, right.correct) == (0.85, {"exact": 1.0, "test_length": 0.3}, True)
     assert (wrong.total, wrong.correct) == (-0.1, False)
     with pytest.raises(ConfigError, match="wieght"):
-        Scorer.from_names("combine", {"rewards": [{"name": "exact", "wieght": 1}]}, None)
+        combined({"name": "exact", "wieght": 1})
     with pytest.raises(ConfigError, match="rewards"):
-        Scorer.from_names("combine", {}, None)
+        combined()
 
 
 @pytest.mark.parametrize(

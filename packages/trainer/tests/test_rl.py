@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import json
 import math
 import os
@@ -223,6 +224,13 @@ def test_a_step_without_a_difference_changes_nothing(folder, tmp_path):
     from safetensors.torch import load_file
 
     assert all(torch.equal(v, weights_of(out)[k]) for k, v in load_file(folder / "model.safetensors").items())
+
+
+def test_chosen_steps_leave_a_trace_of_the_profiler(folder, tmp_path):
+    train_rl(configure(folder, tmp_path / "out", run={"steps": 3, "profile_steps": [2]}))
+    (trace,) = (tmp_path / "out" / "profile").rglob("*.gz")
+    assert trace.parts[-2:] == ("step-000002", "rank-0.json.gz")
+    assert b"traceEvents" in gzip.decompress(trace.read_bytes())
 
 
 def test_a_reward_that_raises_ends_the_run_and_leaves_no_checkpoint(folder, tmp_path):

@@ -38,6 +38,7 @@ def test_it_learns_and_leaves_a_whole_folder(sft_file):
     values = losses(outcome)[1:]
     assert values[-1] < 0.5 * values[0]
     assert {p.name for p in outcome.folder.iterdir()} == {
+        ".lock",
         "config.yaml", "metrics.jsonl", "tensorboard", "checkpoints", "hf", "plots", "report.html"}  # fmt: skip
     assert sorted(p.name for p in (outcome.folder / "checkpoints").iterdir()) == [
         "latest",
@@ -225,3 +226,9 @@ def test_another_length_of_the_run_is_named_on_resume(sft_file, caplog):
     run(sft_file, "run.steps=2")
     run(sft_file, "run.steps=3")
     assert "run.steps: 2 -> 3" in caplog.text
+
+
+def test_named_sets_that_nothing_judges_are_refused(sft_file, tmp_path):
+    with pytest.raises(ConfigError, match="without a reward") as caught:
+        run(sft_file, f"eval.sets.a.source={tmp_path / 'rows.jsonl'}")
+    assert caught.value.field == "eval.sets"

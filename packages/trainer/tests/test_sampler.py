@@ -13,8 +13,10 @@ from engine_api.registry import EngineRegistry, RolloutRegistry
 from engine_api.results import Topology
 from engine_api.rollout import SyncResult
 from engine_trainer.logs import Timers
-from engine_trainer.sampler import Sampler, _served_adapter, _sync_figures
-from engine_trainer.sections import EngineSection, RolloutSection
+from engine_trainer.replica import Replica, RolloutSpec, served_adapter
+from engine_trainer.sampler import Sampler, _sync_figures
+from engine_trainer.sections import EngineSection, RewardSection, RolloutSection
+from engine_trainer.spmd import SpmdEngines, SpmdRollouts
 
 
 class Stream:
@@ -68,45 +70,71 @@ class FakeRollout:
         self.calls.append(("close",))
 
 
+class FakeScorer:
+    def close(self):
+        pass
+
+
+class FakeTokenizer:
+    stop_token_ids = ()
+
+
 def sampler(rollout, **section) -> Sampler:
     topology = Topology() if rollout is not None else Topology(world_size=2, rank=1, is_primary=False)
-    return Sampler(rollout=rollout, exporter=FakeExporter(), comm=SingleComm(), topology=topology, timers=Timers(),
-                   section=RolloutSection(**section), tokenizer=None, scorer=None)  # fmt: skip
+    policy = SpmdEngines(
+        SimpleNamespace(weight_version=7, topology=topology, to=moves.append),
+        SingleComm(),
+        "cpu",
+    )
+    replica = None if rollout is None else Replica(rollout, FakeScorer(), FakeTokenizer(), Timers())
+    return Sampler(rollouts=SpmdRollouts(replica, FakeExporter(), policy), policy=policy, comm=SingleComm(), timers=Timers(),
+                   section=RolloutSection(**section), tokenizer=FakeTokenizer())  # fmt: skip
 
 
-ENGINE = SimpleNamespace(weight_version=7)
+moves = []
 
 
 def test_weights_wake_first_and_caches_after_the_sync():
-    one = sampler(FakeRollout())
-    with one.serving(ENGINE):
-        assert one.rollout.calls == [("wake", True, False), ("update", 7), ("wake", False, True)]
-    assert one.rollout.calls[3:] == [("sleep", True, True)]
+    one = sampler(rollout := FakeRollout())
+    with one.serving():
+        assert rollout.calls == [("wake", True, False), ("update", 7), ("wake", False, True)]
+    assert rollout.calls[3:] == [("sleep", True, True)]
     one.close()
-    assert one.rollout.calls[4:] == [("close",)]
-    assert one.exporter.closed == 1
+    assert rollout.calls[4:] == [("close",)]
+    assert one.rollouts.exporter.closed == 1
 
 
 def test_a_rollout_that_is_not_to_sleep_is_only_updated():
-    one = sampler(FakeRollout(), sleep=False)
+    one = sampler(rollout := FakeRollout(), sleep=False)
     for _ in range(2):
-        with one.serving(ENGINE):
+        with one.serving():
             pass
-    assert one.rollout.calls == [("update", 7), ("update", 7)]
-    assert len(one.exporter.streams) == 2
+    assert rollout.calls == [("update", 7), ("update", 7)]
+    assert len(one.rollouts.exporter.streams) == 2
+
+
+def test_the_engine_gives_way_between_sync_and_caches():
+    one = sampler(rollout := FakeRollout(), offload_engine=True)
+    moves.clear()
+    one.policy.offload = lambda: rollout.calls.append(("away",))
+    with one.serving():
+        assert rollout.calls == [("wake", True, False), ("update", 7), ("away",), ("wake", False, True)]
+        assert moves == []
+    assert rollout.calls[4:] == [("sleep", True, True)]
+    assert moves == ["cpu"]  # where this engine computes
 
 
 def test_a_sync_that_fails_in_the_middle_still_reads_the_export_to_its_end():
     one = sampler(FakeRollout(fails_after=1))
-    with pytest.raises(RolloutError, match="in the middle"), one.serving(ENGINE):
+    with pytest.raises(RolloutError, match="in the middle"), one.serving():
         raise AssertionError("it must not be served")
-    assert one.exporter.streams[0].left == []
+    assert one.rollouts.exporter.streams[0].left == []
 
 
 def test_a_rank_without_a_rollout_exports_along():
     one = sampler(None)
-    assert one._sync(ENGINE) is None
-    assert one.exporter.streams[0].left == []
+    assert one.rollouts.sync() == []
+    assert one.rollouts.exporter.streams[0].left == []
 
 
 def test_the_figures_of_a_sync_are_the_slowest_ranks():
@@ -114,7 +142,7 @@ def test_the_figures_of_a_sync_are_the_slowest_ranks():
         version=1, num_tensors=3, num_bytes=12, num_quantized=2, seconds={"gather": 1.0, "install": 2.0}, audited=True
     )
     slow = SyncResult(version=1, num_tensors=3, num_bytes=12, num_quantized=2, seconds={"gather": 3.0}, audited=False)
-    assert _sync_figures([fast, None, slow]) == {
+    assert _sync_figures([fast, slow]) == {
         "sync/gather_s": 3.0, "sync/install_s": 2.0, "sync/bytes": 12, "sync/tensors": 3, "sync/quantized": 2, "sync/audited": 0,
     }  # fmt: skip
     assert _sync_figures([fast])["sync/audited"] == 1
@@ -131,15 +159,17 @@ def test_an_adapter_goes_only_where_engine_and_rollout_can(monkeypatch, engine, 
         found = SimpleNamespace(plugin=plugin)
         monkeypatch.setattr(registry, "resolve", staticmethod(lambda found=found, **_: found))
     given = EngineSection(model=ModelSource(path=""), lora=LoraConfig(rank=4))
-    run = SimpleNamespace(
-        config=SimpleNamespace(engine=given), engine_config=given.build(seed=0, total_steps=1), device="cpu"
-    )
-    assert _served_adapter(run, RolloutSection()) == {}
+
+    def spec(**section):
+        return RolloutSpec(section=RolloutSection(**section), reward=RewardSection(name=""), tokenizer=FakeTokenizer(), engine=given,
+                           engine_config=given.build(seed=0, total_steps=1), engine_device="cpu")  # fmt: skip
+
+    assert served_adapter(spec()) == {}
     if not said:
-        assert _served_adapter(run, RolloutSection(lora="adapter")) == {"lora": given.lora}
+        assert served_adapter(spec(lora="adapter")) == {"lora": given.lora}
         return
     with pytest.raises(ConfigError, match=said) as caught:
-        _served_adapter(run, RolloutSection(lora="adapter"))
+        served_adapter(spec(lora="adapter"))
     assert caught.value.field == "rollout.lora"
     assert "merged" in caught.value.remedy
 

@@ -10,19 +10,24 @@ from typing import Any
 
 from engine_api.checkpoint import LATEST, locate
 from engine_api.comm import Comm, together
-from engine_api.contract import Engine
-from engine_api.errors import CheckpointMismatch, ConfigError
-from engine_api.manifest import read_manifest
+from engine_api.errors import CheckpointMismatch, CheckpointMissing, ConfigError
+from engine_api.manifest import MANIFEST, read_manifest
 from engine_api.results import CheckpointHandle
+from engine_trainer.groups import EngineGroup
 
 _STEP = re.compile(r"step-(\d{6,})$")
 # What a run may not change between its parts; everything else may, and is named when it does.
-FIXED = ("kind", "run.seed", "batch_size", "engine.model", "engine.model_type", "engine.lora", "data")
+FIXED = ("kind", "run.seed", "batch_size", "engine.model", "engine.model_type", "engine.lora", "data",
+         "algorithm.critic.model", "algorithm.critic.lora")  # fmt: skip
 FREE = ("run.", "engine.memory", "engine.parallelism", "engine.checkpoint", "engine.device", "eval")
 
 
 class Checkpoints:
-    """``output_dir/checkpoints``: ``step-000120`` folders and ``latest``; keeps the newest ``keep`` (0: all)."""
+    """``output_dir/checkpoints``: ``step-000120`` folders and ``latest``; keeps the newest ``keep`` (0: all).
+
+    Engines beside the policy have theirs in folders of their names, ``critic/step-000120``. These are complete before the
+    policy's begins: a step is there when the policy's folder is, whole.
+    """
 
     def __init__(self, folder: Path, *, keep: int) -> None:
         self.folder, self.keep = folder, keep
@@ -32,7 +37,7 @@ class Checkpoints:
     def steps(self) -> dict[int, Path]:
         """Complete checkpoints by step, oldest first."""
         found = {int(m[1]): path for path in self.folder.glob("step-*") if (m := _STEP.search(path.name))}
-        return {step: found[step] for step in sorted(found) if (found[step] / "manifest.json").is_file()}
+        return {step: found[step] for step in sorted(found) if (found[step] / MANIFEST).is_file()}
 
     def find(self, resume: str) -> Path | None:
         """Where to go on from; None: begin anew. Raises ``ConfigError`` when that would mix two runs."""
@@ -47,13 +52,18 @@ class Checkpoints:
             return None
         return self._given(Path(resume), own)
 
-    def save(self, engine: Engine, comm: Comm, step: int, extra: Mapping[str, Any]) -> None:
+    def save(
+        self, policy: EngineGroup, comm: Comm, step: int, extra: Mapping[str, Any], beside: Mapping[str, EngineGroup]
+    ) -> None:
         """Save after ``step``, unless that was done. Raises what the save, or the one before it, raises."""
         if step == self.saved:
             return
         self.wait(comm)
         together(comm, lambda: self.folder.mkdir(parents=True, exist_ok=True) if comm.rank == 0 else None)
-        self._handle = engine.save_checkpoint(self.folder / f"step-{step:06d}", extra=extra)
+        name = f"step-{step:06d}"
+        for key, group in beside.items():
+            group.save_checkpoint(self.folder / key / name, extra={}).result()
+        self._handle = policy.save_checkpoint(self.folder / name, extra=extra)
         self.saved = step
         if self._handle.done():
             self.wait(comm)
@@ -65,10 +75,21 @@ class Checkpoints:
             handle.result()
             together(comm, lambda: self._prune() if comm.rank == 0 else None)
 
+    @staticmethod
+    def beside(path: Path, name: str) -> Path:
+        """The checkpoint of the engine ``name`` that belongs to the policy's. Raises ``CheckpointMissing``."""
+        path = locate(path)
+        if not (path.parent / name / path.name / MANIFEST).is_file():
+            raise CheckpointMissing(f"the checkpoint has no {name}", where=str(path), why="it was saved by a run without one",
+                                    remedy="begin anew in another run.output_dir; engine.model.path may be an export of this one")  # fmt: skip
+        return path.parent / name / path.name
+
     def clean(self) -> None:
         """Remove what a killed save left."""
-        for partial in self.folder.glob("step-*.partial"):
-            shutil.rmtree(partial)
+        whole = {path.name for path in self.steps().values()}
+        halves = [path for path in self.folder.glob("*/step-*") if path.name not in whole]
+        for path in [*self.folder.glob("step-*.partial"), *halves]:
+            shutil.rmtree(path)
 
     def _given(self, path: Path, own: Mapping[int, Path]) -> Path:
         if not path.is_dir():
@@ -87,7 +108,9 @@ class Checkpoints:
     def _prune(self) -> None:
         steps = list(self.steps().items())
         for _, path in steps[: -self.keep] if self.keep else []:
-            shutil.rmtree(path)
+            # The policy's first: what is left of a killed removal is no checkpoint.
+            for part in (path, *self.folder.glob(f"*/{path.name}")):
+                shutil.rmtree(part)
         assert not steps or (self.folder / LATEST).is_file()
 
 

@@ -1,21 +1,28 @@
-"""``engine-train sft|rl CONFIG [key.sub=value …]``. Exit status: 0 done, 1 the run failed, 2 wrong usage or input."""
+"""``engine-train sft|rl|dpo|rm|eval CONFIG [key.sub=value …]``. Exit status: 0 done, 1 the run failed, 2 wrong usage or input."""
 
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import logging
 import sys
 import traceback
 from collections.abc import Sequence
 
 from engine_api.errors import ConfigError, EngineError, RankFailure
-from engine_trainer.config import RLConfig, SFTConfig
+from engine_trainer.config import Config, DPOConfig, RewardModelConfig, RLConfig, SFTConfig
 from engine_trainer.errors import DataError
 from engine_trainer.loading import load_config, to_yaml
 from engine_trainer.runtime import Outcome, global_rank, world_size
 
 DONE, FAILED, USAGE = 0, 1, 2
-CONFIGS: dict[str, type[SFTConfig | RLConfig]] = {"sft": SFTConfig, "rl": RLConfig}
+CONFIGS: dict[str, type[Config]] = {
+    "sft": SFTConfig,
+    "rl": RLConfig,
+    "dpo": DPOConfig,
+    "rm": RewardModelConfig,
+    "eval": RLConfig,
+}
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -38,21 +45,55 @@ def _run(options: argparse.Namespace) -> int:
         if global_rank() == 0:
             print(to_yaml(config), end="")
         return DONE
+    if options.task == "eval":
+        assert isinstance(config, RLConfig)
+        _evaluate(config)
+        return DONE
     outcome = _train(config)
     if global_rank() == 0:
         _close(outcome, report=config.run.report)
     return DONE
 
 
-def _train(config: SFTConfig | RLConfig) -> Outcome:
+def _train(config: Config) -> Outcome:
     # Imported here: --print-config and a wrong key answer at once, without loading torch.
-    if isinstance(config, SFTConfig):
-        from engine_trainer.sft import train_sft
+    match config:
+        case SFTConfig():
+            from engine_trainer.sft import train_sft
 
-        return train_sft(config)
-    from engine_trainer.rl import train_rl
+            return train_sft(config)
+        case DPOConfig():
+            from engine_trainer.dpo import train_dpo
 
-    return train_rl(config)
+            return train_dpo(config)
+        case RewardModelConfig():
+            from engine_trainer.reward_model import train_reward_model
+
+            return train_reward_model(config)
+        case RLConfig(launcher="ray"):
+            _require_ray()
+            from engine_trainer.ray.controller import train_on_ray
+
+            return train_on_ray(config)
+        case RLConfig():
+            from engine_trainer.rl import train_rl
+
+            return train_rl(config)
+
+
+def _evaluate(config: RLConfig) -> None:
+    from engine_trainer.evaluate import evaluate_model
+
+    figures = evaluate_model(config)
+    if global_rank() == 0:
+        print("\n".join(f"  {name:<32}{value:>12.4g}" for name, value in figures.items()))
+
+
+def _require_ray() -> None:
+    if importlib.util.find_spec("ray") is None:
+        raise ConfigError(
+            "launcher", "ray is not installed", remedy="pip install engine-trainer[ray], or launcher: none"
+        )
 
 
 def _close(outcome: Outcome, *, report: bool) -> None:
@@ -64,7 +105,9 @@ def _close(outcome: Outcome, *, report: bool) -> None:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="engine-train", description="SFT and RL over any engine, by name.")
+    parser = argparse.ArgumentParser(
+        prog="engine-train", description="SFT, RL, DPO, reward models and evaluation over any engine, by name."
+    )
     parser.add_argument("task", choices=sorted(CONFIGS), help="what to run")
     parser.add_argument("config", help="a YAML file; recipes/ holds some")
     parser.add_argument("overrides", nargs="*", metavar="key.sub=value", help="take the place of values in the file")

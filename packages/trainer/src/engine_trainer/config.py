@@ -1,4 +1,4 @@
-"""The configurations of ``engine-train sft`` and ``engine-train rl``, and RL's own parts.
+"""The configurations of ``engine-train sft``, ``rl``, ``dpo`` and ``rm``.
 
 Every field has a reader; an unknown key or a value of a wrong type is refused by name (``binding``).
 """
@@ -9,14 +9,25 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from engine_api.errors import ConfigError
-from engine_api.losses import Aggregation
+from engine_trainer.algorithm_sections import (
+    AlgorithmSection,
+    CorrectionSection,
+    CriticSection,
+    DynamicSamplingSection,
+    KLSection,
+    OverlongSection,
+)
 from engine_trainer.sections import (
+    AgentSection,
     ColumnsSection,
     DataSection,
     EngineSection,
     EvalSection,
+    EvalSet,
     GymDataset,
     GymSection,
+    OverlapSection,
+    RaySection,
     RewardSection,
     RolloutSection,
     RunSection,
@@ -24,9 +35,10 @@ from engine_trainer.sections import (
 )
 
 __all__ = [
-    "AlgorithmSection", "ColumnsSection", "CorrectionSection", "DataSection", "DynamicSamplingSection", "EngineSection", "EvalSection",
-    "GymDataset", "GymSection", "KLSection", "OverlongSection", "RLConfig", "RewardSection", "RolloutSection",
-    "RunSection", "SFTConfig",
+    "AgentSection", "AlgorithmSection", "ColumnsSection", "Config", "CorrectionSection", "CriticSection", "DPOConfig", "DPOSection",
+    "DataSection", "DynamicSamplingSection", "EngineSection", "EvalSection", "EvalSet", "GymDataset", "GymSection",
+    "HeldoutSection", "KLSection", "OverlapSection", "OverlongSection", "RLConfig", "RaySection", "RewardModelConfig", "RewardSection",
+    "RolloutSection", "RunSection", "SFTConfig",
 ]  # fmt: skip
 
 
@@ -45,104 +57,9 @@ class SFTConfig:
     def __post_init__(self) -> None:
         at_least("", self, 1, "batch_size")
         _check_eval(self.eval, self.data)
-
-
-@dataclass(frozen=True, kw_only=True)
-class KLSection:
-    """KL to the reference, which is the model as the run began (with LoRA: the adapter off)."""
-
-    coefficient: float = 0.0  # 0: no reference model is loaded
-    estimator: Literal["k1", "k2", "k3"] = "k3"  # Schulman 2020, "Approximating KL divergence"
-    where: Literal["loss", "reward"] = "loss"
-
-    def __post_init__(self) -> None:
-        at_least("algorithm.kl", self, 0, "coefficient")
-
-
-@dataclass(frozen=True, kw_only=True)
-class DynamicSamplingSection:
-    """Groups whose rewards are all equal are replaced by new prompts (DAPO, arXiv:2503.14476, section 3.2)."""
-
-    enabled: bool = False
-    max_rounds: int = 4  # of generation a step; then the step takes what there is
-
-    def __post_init__(self) -> None:
-        at_least("algorithm.dynamic_sampling", self, 1, "max_rounds")
-
-
-@dataclass(frozen=True, kw_only=True)
-class OverlongSection:
-    """Completions at the length limit (DAPO, section 3.4): a soft penalty over the last ``buffer`` tokens, or no loss."""
-
-    buffer: int = 0  # tokens below rollout.max_new_tokens where the penalty begins; 0: none
-    penalty: float = 1.0  # taken from the reward at the limit, linearly less below it
-    filter: bool = False  # completions that were cut carry no loss
-
-    def __post_init__(self) -> None:
-        at_least("algorithm.overlong", self, 0, "buffer", "penalty")
-
-
-@dataclass(frozen=True, kw_only=True)
-class CorrectionSection:
-    """Importance weights and rejection where the rollout's log-probs are not the engine's (docs/rollout-correction.md).
-
-    A ratio is the engine's probability over the rollout's. Weights multiply the policy term; what is rejected carries
-    no loss. The two are separate.
-    """
-
-    weight: Literal["none", "token", "sequence", "icepop"] = "none"  # token, sequence: truncated at cap
-    cap: float = 2.0  # of weight token and sequence
-    low: float = 0.5  # of weight icepop: a token ratio below it has the weight 0
-    high: float = 5.0  # … and one above it
-    reject: Literal["none", "token", "sequence", "geometric"] = "none"  # geometric: the mean log-ratio of a sequence
-    reject_low: float = 0.5  # a token or a sequence whose ratio lies below it is rejected
-    reject_high: float = 2.0
-
-    def __post_init__(self) -> None:
-        at_least("algorithm.correction", self, 1, "cap", "high", "reject_high")
-        at_least("algorithm.correction", self, 0, "low", "reject_low")
-        for name in ("low", "reject_low"):
-            if getattr(self, name) > 1:
-                raise ConfigError(f"algorithm.correction.{name}", f"{getattr(self, name)} is above 1",
-                                  why="a ratio of 1, where nothing needs correction, would lie outside",
-                                  remedy="give a number in [0, 1]")  # fmt: skip
-
-    @property
-    def enabled(self) -> bool:
-        """Whether anything is corrected."""
-        return self.weight != "none" or self.reject != "none"
-
-
-@dataclass(frozen=True, kw_only=True)
-class AlgorithmSection:
-    """How completions and rewards become an update."""
-
-    advantage: Literal["grpo", "dr_grpo", "rloo"] = "grpo"  # dr_grpo: not divided by the group's standard deviation
-    clip_low: float = 0.2
-    clip_high: float = 0.2  # DAPO's clip-higher: 0.28
-    dual_clip: float | None = None  # c > 1 (arXiv:1912.09729); null: off
-    aggregation: Aggregation = "token-mean"
-    kl: KLSection = field(default_factory=KLSection)
-    entropy_coefficient: float = 0.0
-    prompts_per_step: int = 16
-    mini_batches: int = 1  # updates an epoch over the step's completions
-    epochs: int = 1
-    old_log_probs: Literal["engine", "rollout"] = "engine"  # whose log-probs the ratio is taken against
-    correction: CorrectionSection = field(default_factory=CorrectionSection)
-    dynamic_sampling: DynamicSamplingSection = field(default_factory=DynamicSamplingSection)
-    overlong: OverlongSection = field(default_factory=OverlongSection)
-
-    def __post_init__(self) -> None:
-        at_least("algorithm", self, 0, "clip_low", "clip_high", "entropy_coefficient")
-        at_least("algorithm", self, 1, "prompts_per_step", "mini_batches", "epochs")
-        if self.dual_clip is not None and not self.dual_clip > 1:
-            raise ConfigError(
-                "algorithm.dual_clip", f"{self.dual_clip} is not above 1", remedy="use 3.0, or null for none"
-            )
-        if self.correction.enabled and self.old_log_probs == "rollout":
-            raise ConfigError("algorithm.correction", "cannot be used with algorithm.old_log_probs: rollout",
-                              why="the policy's own ratio is then taken against the rollout and corrects for it already",
-                              remedy="use old_log_probs: engine, or weight: none and reject: none")  # fmt: skip
+        if self.eval is not None and self.eval.sets and self.reward is None:
+            raise ConfigError("eval.sets", "without a reward", why="their problems are answered and judged",
+                              remedy="name a reward, or use eval.source alone for the loss")  # fmt: skip
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -155,22 +72,122 @@ class RLConfig:
     reward: RewardSection
     rollout: RolloutSection = field(default_factory=RolloutSection)
     algorithm: AlgorithmSection = field(default_factory=AlgorithmSection)
+    agent: AgentSection | None = None  # conversations with tools; null: one completion
     eval: EvalSection | None = None
+    launcher: Literal["none", "ray"] = "none"  # none: this process, or the ranks of torchrun
+    ray: RaySection = field(default_factory=RaySection)
+    overlap: OverlapSection = field(default_factory=OverlapSection)
 
     def __post_init__(self) -> None:
         _check_eval(self.eval, self.data)
-        if self.rollout.n < 2:
+        if self.rollout.n < 2 and (not self.algorithm.by_token or self.algorithm.dynamic_sampling.enabled):
             raise ConfigError("rollout.n", f"{self.rollout.n} completion a prompt", why="a group is compared with itself",
-                              remedy="draw at least 2")  # fmt: skip
+                              remedy="draw at least 2, or use advantage: gae or reinforce_pp without dynamic sampling")  # fmt: skip
         if self.algorithm.overlong.buffer > self.rollout.max_new_tokens:
             raise ConfigError("algorithm.overlong.buffer", f"{self.algorithm.overlong.buffer} is above rollout.max_new_tokens",
                               remedy=f"give at most {self.rollout.max_new_tokens}")  # fmt: skip
+        _check_overlap(self)
         if self.rollout.temperature == 0:
             raise ConfigError("rollout.temperature", "0 is greedy", why="a group of equal completions teaches nothing",
                               remedy="use 1.0; eval.temperature may be 0")  # fmt: skip
 
 
+def _check_overlap(config: RLConfig) -> None:
+    if config.overlap.mode == "none":
+        return
+    if config.overlap.mode == "full" and config.agent is not None:
+        raise ConfigError("overlap.mode", "full does not go with an agent", why="a conversation is not continued after a sync",
+                          remedy="overlap.mode: one_step_off or none")  # fmt: skip
+    if config.launcher != "ray" or config.ray.rollouts is None:
+        raise ConfigError("overlap.mode", f"{config.overlap.mode} needs replicas of their own",
+                          why="beside an engine a rollout waits while it trains", remedy="launcher: ray and ray.rollouts: 1 or more")  # fmt: skip
+    if config.algorithm.old_log_probs == "engine" and not config.algorithm.correction.enabled:
+        raise ConfigError("overlap.mode", f"{config.overlap.mode} needs a correction", why="older weights made the completions",
+                          remedy="algorithm.correction.weight: token, or algorithm.old_log_probs: rollout")  # fmt: skip
+
+
+@dataclass(frozen=True, kw_only=True)
+class HeldoutSection:
+    """Held-out pairs of preferences, before the first step and after the last one at least."""
+
+    source: str  # a file or folder
+    split: str | None = None  # as data.split
+    every: int = 0  # steps; 0: only before and after
+    max_pairs: int | None = None
+
+    def __post_init__(self) -> None:
+        at_least("eval", self, 0, "every")
+        if self.max_pairs is not None:
+            at_least("eval", self, 1, "max_pairs")
+
+
+@dataclass(frozen=True, kw_only=True)
+class DPOSection:
+    """Direct preference optimization (arXiv:2305.18290); the losses are in ``engine_trainer.algorithms.preference``."""
+
+    beta: float = 0.1  # nats⁻¹: how dear it is to leave the reference
+    loss: Literal["sigmoid", "hinge", "ipo"] = "sigmoid"
+    reference: Literal["precomputed", "engine"] = (
+        "precomputed"  # once, before the first step; or by a second engine each step
+    )
+
+    def __post_init__(self) -> None:
+        if not self.beta > 0:
+            raise ConfigError("dpo.beta", f"{self.beta} is not above 0", remedy="give a number above 0 (0.1)")
+
+
+@dataclass(frozen=True, kw_only=True)
+class RewardModelConfig:
+    """``engine-train rm``: a value model that scores the chosen document of a pair above the rejected one."""
+
+    engine: EngineSection
+    data: DataSection
+    run: RunSection
+    batch_size: int = 64  # pairs a step, over all ranks
+    eval: HeldoutSection | None = None
+
+    def __post_init__(self) -> None:
+        _check_pairs(self, "value_model")
+
+
+@dataclass(frozen=True, kw_only=True)
+class DPOConfig:
+    """``engine-train dpo``."""
+
+    engine: EngineSection
+    data: DataSection
+    run: RunSection
+    batch_size: int = 64  # pairs a step, over all ranks
+    dpo: DPOSection = field(default_factory=DPOSection)
+    eval: HeldoutSection | None = None
+
+    def __post_init__(self) -> None:
+        _check_pairs(self, "language_model")
+
+
+Config = SFTConfig | RLConfig | DPOConfig | RewardModelConfig
+
+
+def _check_pairs(config: DPOConfig | RewardModelConfig, model_type: str) -> None:
+    at_least("", config, 1, "batch_size")
+    engine, data = config.engine, config.data
+    if engine.model_type != model_type:
+        raise ConfigError("engine.model_type", f"{engine.model_type!r}", why=f"this trains a {model_type}",
+                          remedy=f"set engine.model_type: {model_type}")  # fmt: skip
+    if engine.lora is not None and engine.lora.dropout > 0:
+        raise ConfigError("engine.lora.dropout", f"{engine.lora.dropout} with pairs",
+                          why="the slopes of the loss are taken in one forward pass and used in another",
+                          remedy="set it to 0")  # fmt: skip
+    if data.reasoning_gym is not None:
+        raise ConfigError(
+            "data.reasoning_gym", "gives no pairs", remedy="name a file with chosen and rejected in data.source"
+        )
+    for name in ("messages", "response", "answer"):
+        if getattr(data.columns, name) is not None:
+            raise ConfigError(f"data.columns.{name}", "nothing reads it for pairs",
+                              remedy="columns are named prompt, chosen and rejected; data.columns.prompt renames the first")  # fmt: skip
+
+
 def _check_eval(section: EvalSection | None, data: DataSection) -> None:
-    if section is not None and section.source is None and data.reasoning_gym is None:
-        raise ConfigError("eval.source", "missing", why="data.source has no held-out part of its own",
-                          remedy="name a file of problems that are not trained on, or leave eval out")  # fmt: skip
+    if section is not None:
+        section.all_sets(data)

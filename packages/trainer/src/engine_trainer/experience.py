@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from statistics import fmean
+from typing import Any
 
 import torch
 
 from engine_trainer.algorithms.shaping import informative, overlong_penalty
 from engine_trainer.config import RLConfig
 from engine_trainer.data import PromptDataset, SampleOrder
-from engine_trainer.sampler import Group, Sampler
+from engine_trainer.replica import Answer, Group
+from engine_trainer.rewards import failure_figures
+from engine_trainer.sampler import Sampler
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -22,11 +25,17 @@ class Experience:
     groups: list[Group]
     position: int  # of the next prompt in the run's order
     metrics: dict[str, float]  # of all answers that were generated, those of dropped groups included
+    pending: list[int] = field(default_factory=list[int])  # positions before it of prompts that are still under way
+
+    @property
+    def state(self) -> dict[str, Any]:
+        """Where a resumed run goes on."""
+        return {"position": self.position, "pending": self.pending} if self.pending else {"position": self.position}
 
     @property
     def num_tokens(self) -> int:
         """Generated tokens of ``groups``."""
-        return sum(len(a.tokens) for g in self.groups for a in g.answers)
+        return sum(a.num_generated for g in self.groups for a in g.answers)
 
 
 def collect(
@@ -50,7 +59,7 @@ def collect(
         generated += new
         kept += [group for group, useful in zip(new, keep, strict=True) if useful]
         rounds += 1
-    metrics = _metrics(generated) | {"rollout/groups": float(len(kept)), "rollout/rounds": float(rounds)}
+    metrics = answer_figures(generated) | {"rollout/groups": float(len(kept)), "rollout/rounds": float(rounds)}
     return Experience(groups=kept, position=position, metrics=metrics)
 
 
@@ -75,11 +84,32 @@ def shaped_rewards(groups: Sequence[Group], config: RLConfig) -> torch.Tensor:
                                       factor=overlong.penalty)  # fmt: skip
 
 
-def _metrics(groups: Sequence[Group]) -> dict[str, float]:
+def is_stale(answer: Answer, oldest: int) -> list[bool]:
+    """Of each token, whether weights older than version ``oldest`` made it."""
+    return [version < oldest for version in answer.weight_versions]
+
+
+def staleness_figures(groups: Sequence[Group], version: int, oldest: int) -> dict[str, float]:
+    """``rollout/…`` of groups that a policy of ``version`` is to be trained on.
+
+    ``staleness`` and ``staleness_max`` of their tokens (optimizer steps), ``stale_tokens`` that carry no loss, and
+    ``continued``, the share of answers that more than one version made.
+    """
+    answers = [a for g in groups for a in g.answers]
+    behind = [version - v for a in answers for v in a.weight_versions]
+    return {
+        "rollout/staleness": fmean(behind), "rollout/staleness_max": float(max(behind)),
+        "rollout/stale_tokens": float(sum(sum(is_stale(a, oldest)) for a in answers)),
+        "rollout/continued": fmean(len(set(a.weight_versions)) > 1 for a in answers),
+    }  # fmt: skip
+
+
+def answer_figures(groups: Sequence[Group]) -> dict[str, float]:
+    """``train/…``, ``rollout/…`` and ``reward/…`` of all answers that were generated."""
     answers = [a for g in groups for a in g.answers]
     rewards = totals(groups)
     parts = {name: fmean(a.score.parts[name] for a in answers) for name in answers[0].score.parts}
-    return {
+    figures = {
         "train/reward": float(rewards.mean()),
         "train/reward_std": float(rewards.std(correction=0)),
         "train/accuracy": fmean(a.score.correct for a in answers),
@@ -87,6 +117,8 @@ def _metrics(groups: Sequence[Group]) -> dict[str, float]:
         "rollout/response_length": fmean(len(a.tokens) for a in answers),
         "rollout/response_length_max": float(max(len(a.tokens) for a in answers)),
         "rollout/truncated": fmean(not a.finished for a in answers),
-        "rollout/tokens": float(sum(len(a.tokens) for a in answers)),
-        "reward/timeouts": float(sum(a.score.timeouts for a in answers)),
-    } | {f"reward/{name}": value for name, value in parts.items() if len(parts) > 1}  # fmt: skip
+        "rollout/tokens": float(sum(a.num_generated for a in answers)),
+    }
+    figures |= failure_figures([a.score for a in answers])
+    figures |= {f"reward/{name}": value for name, value in parts.items() if len(parts) > 1}
+    return figures | {f"agent/{name}": fmean(a.figures[name] for a in answers) for name in answers[0].figures}

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,15 +12,17 @@ import torch
 from engine_api.batch import Batch
 from engine_api.losses import token_weights
 from engine_api.results import TrainOutput
-from engine_trainer.algorithms.advantages import group_advantages
 from engine_trainer.algorithms.correction import correct, correction_figures, ratios
-from engine_trainer.algorithms.losses import PolicyLoss, denominator, kl_divergence
-from engine_trainer.config import AlgorithmSection, RLConfig
-from engine_trainer.experience import shaped_rewards
+from engine_trainer.algorithms.losses import PolicyLoss, denominator
+from engine_trainer.config import AlgorithmSection, CorrectionSection, RLConfig
+from engine_trainer.credit import CreditAssignment, Place
+from engine_trainer.critic import Critic
+from engine_trainer.experience import is_stale, shaped_rewards
+from engine_trainer.groups import Trained, divide
 from engine_trainer.mismatch import MismatchWatch, largest_of, mismatch_figures, mismatch_sums
 from engine_trainer.reference import Reference, log_probs_of
-from engine_trainer.runtime import Run, share_of
-from engine_trainer.sampler import Answer, Group
+from engine_trainer.replica import Answer, Group
+from engine_trainer.runtime import Run
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,6 +36,10 @@ class _Document:
     rollout_log_probs: list[float]
 
     @property
+    def where(self) -> Place:
+        return self.group, self.place
+
+    @property
     def counted(self) -> int:
         return int(sum(self.mask))
 
@@ -43,47 +49,82 @@ class _Document:
 
 @dataclass(frozen=True, kw_only=True)
 class _MiniBatch:
-    """The documents of one update: ``denominator`` is of all of them, ``mine`` are those that this rank trains on."""
+    """The documents of one update: ``denominator`` is of all of them, ``shares`` are those of the ranks that are held here."""
 
     denominator: float
+    tokens: int  # that count, over all ranks
     trained: int  # over all ranks
-    mine: list[_Document]
+    shares: list[list[_Document]]
 
 
 class Learner:
-    """GRPO and its relatives: advantages, log-probs, then ``epochs`` × ``mini_batches`` updates.
+    """GRPO, PPO and their relatives: log-probs, values, advantages, then ``epochs`` × ``mini_batches`` updates.
 
-    Every method is called on all ranks together.
+    Every method is called on all processes of the loop together. What has a value a token is a list of shares, one for each
+    data-parallel rank that is held here.
     """
 
     def __init__(self, run: Run, config: RLConfig) -> None:
-        self.engine, self.comm, self.timers = run.engine, run.comm, run.timers
+        self.policy, self.timers = run.policy, run.timers
         self.config, algorithm = config, config.algorithm
         self.temperature = config.rollout.temperature
         self.loss = policy_loss(algorithm)
+        self.credit = CreditAssignment(algorithm, run.policy)
         self.reference = Reference(run) if algorithm.kl.coefficient else None
+        self.critic = Critic(run, config) if algorithm.critic else None
+
+    @property
+    def state(self) -> dict[str, float]:
+        """What a resumed run needs beside the engines, JSON."""
+        return {"kl_coefficient": self.credit.kl_coefficient}
+
+    def restore(self, state: Mapping[str, float]) -> None:
+        """``state`` as it was saved. A coefficient without a target is the configuration's."""
+        if self.config.algorithm.kl.target is not None and "kl_coefficient" in state:
+            self.credit.kl_coefficient = state["kl_coefficient"]
 
     def learn(self, groups: Sequence[Group]) -> dict[str, float]:
-        """Update the engine; the step's figures, the same on all ranks. No groups: nothing is changed."""
+        """Update the engines; the step's figures, the same on all ranks. No groups: nothing is changed."""
         if not groups:
             return {"train/updates": 0.0}
+        self._move(away=False)
         rewards = shaped_rewards(groups, self.config)
-        advantages = group_advantages(rewards, self.config.algorithm.advantage)
-        mini_batches = self._divide(groups, advantages)
+        mini_batches = self._divide(groups, rewards)
+        documents = [[d for m in mini_batches for d in m.shares[k]] for k in range(len(self.policy.held))]
         with self.timers.phase("log_probs"):
-            mine = [d for m in mini_batches for d in m.mine]
-            batch = self._with_log_probs(Batch.pack([d.fields() for d in mine]) if mine else _empty())
-        if self._kl_in_reward:
-            advantages = group_advantages(rewards - self._penalties(batch, mine, rewards.shape),
-                                          self.config.algorithm.advantage)  # fmt: skip
-        batch, figures = self._corrected(self._with_weights(batch, mine, advantages))
+            shares = self._with_log_probs([_pack(share) for share in documents])
+        values = self._values(shares)
+        credit = self.credit.assign(shares, [[d.where for d in share] for share in documents], rewards, values)
+        figures = credit.figures | self._teach_critic(mini_batches, shares, values, credit.returns)
+        shares, corrected = self._corrected(self._with_weights(shares, credit.advantages))
         with self.timers.phase("train"):
-            return figures | self._update(mini_batches, batch)
+            figures |= corrected | self._update(mini_batches, shares)
+        self.rest()
+        return figures
+
+    def rest(self) -> None:
+        """With ``rollout.offload_engine`` reference and critic leave the device, until the next update."""
+        self._move(away=True)
+
+    @property
+    def oldest_version(self) -> int:
+        """Of the weights that made a token: from an older one nothing is learned."""
+        overlap, algorithm = self.config.overlap, self.config.algorithm
+        if overlap.mode == "none":
+            return -1
+        return self.policy.weight_version - overlap.max_staleness * algorithm.mini_batches * algorithm.epochs
 
     def close(self) -> None:
-        """Close the reference's engine."""
-        if self.reference is not None:
-            self.reference.close()
+        """Close the engines of reference and critic."""
+        for part in (self.reference, self.critic):
+            if part is not None:
+                part.close()
+
+    def _move(self, *, away: bool) -> None:
+        if self.config.rollout.offload_engine:
+            for engines in (self.reference and self.reference.engines, self.critic and self.critic.engines):
+                if engines is not None:
+                    engines.offload() if away else engines.reload()
 
     # --- before the updates ---------------------------------------------------------------------
 
@@ -91,129 +132,139 @@ class Learner:
     def _engine_knows(self) -> bool:
         """Whether the engine's log-probs are computed before the first update, because something reads them."""
         algorithm = self.config.algorithm
-        read = not self.loss.on_policy or self._kl_in_reward or algorithm.correction.enabled
+        read = not self.loss.on_policy or self.credit.kl_in_reward or algorithm.correction.enabled
         return read and algorithm.old_log_probs == "engine"
 
-    @property
-    def _kl_in_reward(self) -> bool:
-        return self.reference is not None and self.config.algorithm.kl.where == "reward"
-
-    def _divide(self, groups: Sequence[Group], advantages: torch.Tensor) -> list[_MiniBatch]:
+    def _divide(self, groups: Sequence[Group], rewards: torch.Tensor) -> list[_MiniBatch]:
         """Whole groups to mini-batches, and of each mini-batch a part of about equal tokens to each rank."""
         # Without an advantage there is no gradient where nothing else is in the loss. Such documents count in
         # the denominator, and are not computed.
-        skip = self.loss.only_advantages and not self._kl_in_reward
-        documents = [_document(g, i, group, answer, self.config.algorithm.overlong.filter)
+        skip = self.loss.only_advantages and self.credit.zero_stays_zero
+        known = self.credit.before(rewards) if skip else torch.ones_like(rewards)
+        documents = [_document(g, i, group, answer, self.config.algorithm.overlong.filter, self.oldest_version)
                      for g, group in enumerate(groups) for i, answer in enumerate(group.answers)]  # fmt: skip
         count = min(self.config.algorithm.mini_batches, len(groups))
         mini_batches: list[_MiniBatch] = []
         for k in range(count):
             chosen = [d for d in documents if d.group * count // len(groups) == k]
-            live = [d for d in chosen if d.counted and not (skip and advantages[d.group, d.place] == 0)]
-            mine = share_of([len(d.tokens) for d in live], self.engine.topology)
+            live = [d for d in chosen if d.counted and known[d.where] != 0]
+            shares = [[live[i] for i in part] for part in divide([len(d.tokens) for d in live], self.policy)]
             whole = denominator(self.config.algorithm.aggregation, [d.counted for d in chosen])
-            mini_batches.append(_MiniBatch(denominator=whole, trained=len(live), mine=[live[i] for i in mine]))
+            tokens = sum(d.counted for d in live)
+            mini_batches.append(_MiniBatch(denominator=whole, tokens=tokens, trained=len(live), shares=shares))
         return mini_batches
 
-    def _with_log_probs(self, batch: Batch) -> Batch:
+    def _with_log_probs(self, shares: Sequence[Batch]) -> list[Batch]:
         """``old_log_probs`` and ``ref_log_probs``, where something reads them."""
-        extra: dict[str, torch.Tensor] = {}
+        extra: dict[str, list[torch.Tensor]] = {}
         if self.config.algorithm.old_log_probs == "rollout":
-            extra["old_log_probs"] = batch["rollout_log_probs"]
+            extra["old_log_probs"] = [s["rollout_log_probs"] for s in shares]
         elif self._engine_knows:
-            extra["old_log_probs"] = log_probs_of(self.engine.infer_batch(batch, temperature=self.temperature))
+            outputs = self.policy.infer(shares, temperature=self.temperature)
+            extra["old_log_probs"] = [log_probs_of(o) for o in outputs]
         if self.reference is not None:
-            extra["ref_log_probs"] = self.reference.log_probs(batch, self.temperature)
-        return batch.with_fields(**extra)
+            extra["ref_log_probs"] = self.reference.log_probs(shares, self.temperature)
+        return [s.with_fields(**{name: values[k] for name, values in extra.items()}) for k, s in enumerate(shares)]
 
-    def _penalties(self, batch: Batch, mine: Sequence[_Document], shape: Sequence[int]) -> torch.Tensor:
-        """``[P, n]`` float64: coefficient · Σ KL over each answer's tokens, gathered from all ranks."""
-        kl = kl_divergence(batch["old_log_probs"], batch["ref_log_probs"], self.config.algorithm.kl.estimator)
-        sums = [float((kl[a:b] * batch["mask"][a:b]).double().sum()) for a, b in _spans(batch)]
-        own = {(d.group, d.place): value for d, value in zip(mine, sums, strict=True)}
-        penalties = torch.zeros(*shape, dtype=torch.float64)
-        for row in self.comm.all_gather(own):
-            for (group, place), value in row.items():
-                penalties[group, place] = self.config.algorithm.kl.coefficient * value
-        return penalties
+    def _values(self, shares: Sequence[Batch]) -> list[torch.Tensor]:
+        if self.critic is None:
+            return []
+        with self.timers.phase("values"):
+            return self.critic.values(shares)
 
-    def _with_weights(self, batch: Batch, mine: Sequence[_Document], advantages: torch.Tensor) -> Batch:
-        values = torch.tensor([float(advantages[d.group, d.place]) for d in mine])
-        spread = torch.repeat_interleave(values, torch.tensor(batch.lengths, dtype=torch.int64))
-        weight = token_weights(batch["mask"], batch.cu_seqlens, self.config.algorithm.aggregation)
-        return batch.with_fields(loss_weight=weight, advantages=spread * batch["mask"])
+    def _with_weights(self, shares: Sequence[Batch], advantages: Sequence[torch.Tensor]) -> list[Batch]:
+        mode = self.config.algorithm.aggregation
+        return [share.with_fields(loss_weight=token_weights(share["mask"], share.cu_seqlens, mode), advantages=own)
+                for share, own in zip(shares, advantages, strict=True)]  # fmt: skip
 
-    def _corrected(self, batch: Batch) -> tuple[Batch, dict[str, float]]:
-        """The batch with the rollout corrected, and ``mismatch/…`` and ``correction/…``; where the engine's log-probs are known.
+    def _corrected(self, shares: Sequence[Batch]) -> tuple[list[Batch], dict[str, float]]:
+        """The shares with the rollout corrected, and ``mismatch/…`` and ``correction/…``; where the engine's log-probs are known.
 
         The denominator stays that of all counted tokens: a rejected token is a zero in the mean, not left out of it.
         """
         if not self._engine_knows:
-            return batch, {}
+            return list(shares), {}
         section = self.config.algorithm.correction
-        engine, rollout = batch["old_log_probs"], batch["rollout_log_probs"]
-        given = ratios(engine, rollout, batch["mask"], batch.cu_seqlens)
-        sums = mismatch_sums(given, engine, rollout)
-        if section.enabled:
-            result = correct(given, section)
-            sums |= result.sums
-            batch = batch.with_fields(correction=result.weights, loss_weight=batch.loss_weight * result.kept)
-        totals = self._totals(sums)
-        largest = self.comm.all_gather(largest_of(given))
-        return batch, mismatch_figures(totals, largest) | correction_figures(totals, section)
-
-    def _totals(self, sums: Mapping[str, torch.Tensor]) -> dict[str, float]:
-        """Over all data-parallel ranks; a model-parallel group counts once."""
-        mine = {name: float(value) for name, value in sums.items()} if self.engine.topology.is_primary else {}
-        rows = self.comm.all_gather(mine)
-        return {name: math.fsum(row.get(name, 0.0) for row in rows) for name in sums}
+        results = [_correct(share, section) for share in shares]
+        rows = self.policy.gather([(sums, largest) for _, sums, largest in results])
+        totals = {name: math.fsum(sums[name] for sums, _ in rows) for name in rows[0][0]}
+        figures = mismatch_figures(totals, [largest for _, largest in rows]) | correction_figures(totals, section)
+        return [share for share, _, _ in results], figures
 
     # --- the updates ----------------------------------------------------------------------------
 
-    def _update(self, mini_batches: Sequence[_MiniBatch], batch: Batch) -> dict[str, float]:
-        outputs: list[TrainOutput] = []
-        watch = MismatchWatch(self.loss)
-        first = self.loss if self._engine_knows else watch
+    def _teach_critic(
+        self, mini_batches: Sequence[_MiniBatch], shares: Sequence[Batch], values: Sequence[torch.Tensor],
+        returns: Sequence[torch.Tensor],
+    ) -> dict[str, float]:  # fmt: skip
+        if self.critic is None:
+            return {}
+        judged = [s.with_fields(values=v, returns=r) for s, v, r in zip(shares, values, returns, strict=True)]
+        with self.timers.phase("critic"):
+            epochs = (self._parts(mini_batches, judged) for _ in range(self.critic.section.epochs))
+            return self.critic.learn((parts, mini.tokens) for epoch in epochs for mini, parts in epoch)
+
+    def _update(self, mini_batches: Sequence[_MiniBatch], shares: Sequence[Batch]) -> dict[str, float]:
+        trained: list[Trained] = []
+        # Only before the first update are the weights those of the rollout.
+        first = self.loss if self._engine_knows else MismatchWatch(self.loss)
         for _ in range(self.config.algorithm.epochs):
-            start = 0
-            for mini in mini_batches:
-                part = batch.select(range(start, start + len(mini.mine)))
-                start += len(mini.mine)
+            for mini, parts in self._parts(mini_batches, shares):
                 if mini.trained:  # else no token has a gradient, on any rank
-                    # Only before the first update are the weights those of the rollout.
-                    loss = self.loss if outputs else first
-                    outputs.append(self.engine.train_batch(part, loss, denominator=mini.denominator,
-                                                           temperature=self.temperature))  # fmt: skip
-        seen = outputs[0].metrics if outputs else {}
-        return _figures(outputs) | mismatch_figures(seen, self.comm.all_gather(watch.largest))
+                    trained.append(self.policy.train(parts, self.loss if trained else first, denominator=mini.denominator,
+                                                     temperature=self.temperature))  # fmt: skip
+        seen = mismatch_figures(trained[0].output.metrics, trained[0].observed) if trained else {}
+        return _figures([t.output for t in trained]) | seen
+
+    @staticmethod
+    def _parts(mini_batches: Sequence[_MiniBatch], shares: Sequence[Batch]) -> Iterator[tuple[_MiniBatch, list[Batch]]]:
+        """Each mini-batch with its documents, from shares that hold those of all of them."""
+        begin = [0] * len(shares)
+        for mini in mini_batches:
+            end = [b + len(documents) for b, documents in zip(begin, mini.shares, strict=True)]
+            yield mini, [s.select(range(b, e)) for s, b, e in zip(shares, begin, end, strict=True)]
+            begin = end
+
+
+def _correct(share: Batch, section: CorrectionSection) -> tuple[Batch, dict[str, float], float]:
+    """A share with its rollout corrected, its sums for the figures, and the largest |Δ|."""
+    engine, rollout = share["old_log_probs"], share["rollout_log_probs"]
+    given = ratios(engine, rollout, share["mask"], share.cu_seqlens)
+    sums = mismatch_sums(given, engine, rollout)
+    if section.enabled:
+        result = correct(given, section)
+        sums |= result.sums
+        share = share.with_fields(correction=result.weights, loss_weight=share.loss_weight * result.kept)
+    return share, {name: float(value) for name, value in sums.items()}, largest_of(given)
 
 
 def policy_loss(algorithm: AlgorithmSection) -> PolicyLoss:
     """The loss that the configuration describes. Raises ``ConfigError``."""
     one_update = algorithm.mini_batches == algorithm.epochs == 1
     return PolicyLoss(
-        clip_low=algorithm.clip_low, clip_high=algorithm.clip_high, dual_clip=algorithm.dual_clip,
+        kind=algorithm.loss, clip_low=algorithm.clip_low, clip_high=algorithm.clip_high, dual_clip=algorithm.dual_clip,
         kl_coef=algorithm.kl.coefficient if algorithm.kl.where == "loss" else 0.0, kl_estimator=algorithm.kl.estimator,
         entropy_coef=algorithm.entropy_coefficient, entropy=True,
         on_policy=one_update and algorithm.old_log_probs == "engine", corrected=algorithm.correction.enabled,
     )  # fmt: skip
 
 
-def _document(row: int, place: int, group: Group, answer: Answer, drop_cut: bool) -> _Document:
+def _document(row: int, place: int, group: Group, answer: Answer, drop_cut: bool, oldest: int) -> _Document:
     before = [0.0] * len(group.prompt.tokens)
     # DAPO's overlong filter: the end of an answer that was cut has not been judged, so that none of it counts.
-    counts = 0.0 if drop_cut and not answer.finished else 1.0
-    return _Document(group=row, place=place, tokens=[*group.prompt.tokens, *answer.tokens],
-                     mask=before + [counts] * len(answer.tokens), rollout_log_probs=before + answer.log_probs)  # fmt: skip
+    own = [1.0] * len(answer.tokens) if answer.loss_weights is None else answer.loss_weights  # a tool's carry no loss
+    counts = [0.0 if drop_cut and not answer.finished else weight for weight in own]
+    if any(stale := is_stale(answer, oldest)):
+        counts = [0.0 if old else count for old, count in zip(stale, counts, strict=True)]
+    return _Document(group=row, place=place, tokens=[*group.prompt.tokens, *answer.tokens], mask=before + counts,
+                     rollout_log_probs=before + answer.log_probs)  # fmt: skip
 
 
-def _empty() -> Batch:
+def _pack(documents: Sequence[_Document]) -> Batch:
+    if documents:
+        return Batch.pack([d.fields() for d in documents])
     nothing = torch.zeros(0)
     return Batch.pack([]).with_fields(mask=nothing, rollout_log_probs=nothing)
-
-
-def _spans(batch: Batch) -> list[tuple[int, int]]:
-    return list(zip(batch.boundaries, batch.boundaries[1:], strict=False))
 
 
 def _figures(outputs: Sequence[TrainOutput]) -> dict[str, float]:

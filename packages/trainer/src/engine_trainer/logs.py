@@ -37,8 +37,12 @@ class Timers:
         try:
             yield
         finally:
-            self._last[name] = time.perf_counter() - begin
-            self._seconds[name] = self._seconds.get(name, 0.0) + self._last[name]
+            self.add(name, time.perf_counter() - begin)
+
+    def add(self, name: str, seconds: float) -> None:
+        """A block that another process has measured."""
+        self._last[name] = seconds
+        self._seconds[name] = self._seconds.get(name, 0.0) + seconds
 
     def last(self, name: str) -> float:
         """Seconds of the newest block of ``name``."""

@@ -84,7 +84,7 @@ class MismatchWatch:
     def __init__(self, loss: LossFn) -> None:
         self._loss = loss
         self.needs = needs_of(loss)
-        self.largest = 0.0  # |Δ| on this rank so far, nats
+        self.observed = 0.0  # the largest |Δ| on this rank so far, nats; see ``Trained``
 
     def coefficients(self, batch: Batch) -> torch.Tensor | None:
         """The wrapped loss's."""
@@ -96,7 +96,7 @@ class MismatchWatch:
         result = self._loss(outputs, batch)
         engine, rollout = outputs.log_probs.detach(), batch["rollout_log_probs"]
         given = ratios(engine, rollout, batch["mask"], batch.cu_seqlens)
-        self.largest = max(self.largest, largest_of(given))
+        self.observed = max(self.observed, largest_of(given))
         return LossOutput(loss=result.loss, metrics={**result.metrics, **mismatch_sums(given, engine, rollout)})
 
 

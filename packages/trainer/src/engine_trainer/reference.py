@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 
 import torch
 
 from engine_api.batch import Batch
-from engine_api.contract import Engine
-from engine_api.registry import EngineRegistry
 from engine_api.results import TokenOutputs
+from engine_trainer.groups import EngineGroup
 from engine_trainer.runtime import Run
 
 
@@ -18,30 +18,35 @@ class Reference:
 
     def __init__(self, run: Run) -> None:
         self._adapter = run.engine_config.lora is not None
-        self._engine: Engine = run.engine if self._adapter else self._create(run)
+        self._engines: EngineGroup = run.policy if self._adapter else self._create(run)
 
     @staticmethod
-    def _create(run: Run) -> Engine:
-        section = run.config.engine
-        engine: Engine = EngineRegistry.create(
-            model_type=section.model_type, backend=section.backend, device=run.device,
-            config=replace(run.engine_config, optimizer=None),
-        )  # fmt: skip
-        engine.initialize()
-        return engine
+    def _create(run: Run) -> EngineGroup:
+        return run.launcher.engines(run.config.engine, replace(run.engine_config, optimizer=None), run.device)
 
-    def log_probs(self, batch: Batch, temperature: float) -> torch.Tensor:
-        """``[T]`` float32 on the CPU; all ranks together."""
-        return log_probs_of(self._engine.infer_batch(batch, temperature=temperature, adapter=not self._adapter))
+    @property
+    def engines(self) -> EngineGroup | None:
+        """The second engine, where there is one."""
+        return None if self._adapter else self._engines
+
+    def log_probs(self, shares: Sequence[Batch], temperature: float) -> list[torch.Tensor]:
+        """``[T]`` float32 of each share that is held."""
+        return [log_probs_of(o) for o in self._infer(shares, temperature)]
+
+    def outputs(self, batch: Batch) -> TokenOutputs:
+        """Of this rank's own share, at temperature 1; for a loop that every rank runs."""
+        (outputs,) = self._infer([batch], 1.0)
+        return outputs
+
+    def _infer(self, shares: Sequence[Batch], temperature: float) -> list[TokenOutputs]:
+        return self._engines.infer(shares, temperature=temperature, adapter=not self._adapter)
 
     def close(self) -> None:
         """Close the second engine, where there is one."""
-        if not self._adapter:
-            self._engine.close()
+        if self.engines is not None:
+            self.engines.close()
 
 
 def log_probs_of(outputs: TokenOutputs) -> torch.Tensor:
-    """Inferred log-probs on the CPU, where batches are built."""
-    if outputs.log_probs is None:  # an empty batch may have none
-        return torch.zeros(0)
-    return outputs.log_probs.cpu()
+    """Inferred log-probs; an empty batch may have none."""
+    return torch.zeros(0) if outputs.log_probs is None else outputs.log_probs

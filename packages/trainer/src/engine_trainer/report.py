@@ -6,22 +6,32 @@ import base64
 import html
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from fnmatch import fnmatchcase
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 from engine_trainer.errors import DataError
 from engine_trainer.logs import METRICS, read_metrics
 
-# What matters first, where a run has it; everything else stands in the groups' own plots.
+# What matters first, where a run has it (* stands for any text); everything else stands in the groups' own plots.
 HEADLINES = (
     "eval/accuracy",
+    "eval/*/accuracy",
+    "eval/maj@*",
+    "eval/*/maj@*",
     "train/reward",
     "train/loss",
     "eval/loss",
     "train/grad_norm",
+    "mismatch/kl",
+    "rollout/staleness",
+    "rollout/response_length",
     "perf/tokens_per_s",
+    "perf/generated_tokens_per_s",
     "perf/mfu",
 )
+PHASE = "time/"
 COLUMNS = 3
 
 
@@ -35,8 +45,8 @@ class Series:
 
     @property
     def group(self) -> str:
-        """What stands before the slash."""
-        return self.name.partition("/")[0]
+        """What stands before the last slash."""
+        return self.name.rpartition("/")[0]
 
 
 def load_series(path: Path) -> dict[str, Series]:
@@ -59,8 +69,8 @@ def summary(folder: Path) -> str:
     shown = [series[n] for n in _headlines(series)]
     wall = _duration(rows)
     head = f"{folder}: {max((int(r['step']) for r in rows), default=0)} steps" + (f", {wall}" if wall else "")
-    lines = [f"  {'':<24}{'first':>12}{'last':>12}{'best':>12}"] if shown else ["  no metrics were logged"]
-    lines += [f"  {s.name:<24}{s.values[0]:>12.4g}{s.values[-1]:>12.4g}{_best(s):>12.4g}" for s in shown]
+    lines = [f"  {'':<28}{'first':>12}{'last':>12}{'best':>12}"] if shown else ["  no metrics were logged"]
+    lines += [f"  {s.name:<28}{s.values[0]:>12.4g}{s.values[-1]:>12.4g}{_best(s):>12.4g}" for s in shown]
     return "\n".join([head, *lines])
 
 
@@ -71,15 +81,23 @@ def write_report(folder: Path) -> Path:
     for name in sorted(series):
         plots.setdefault(series[name].group, []).append(name)
     (folder / "plots").mkdir(exist_ok=True)
-    images = {title: _plot(folder / "plots" / f"{title}.png", [series[n] for n in names])
+    images = {title: _plot(folder / "plots" / f"{title.replace('/', '-')}.png", [series[n] for n in names])
               for title, names in plots.items() if names}  # fmt: skip
+    if phases := _phases(series):
+        images = {**images, "phases": _plot_phases(folder / "plots" / "phases.png", phases)}
     page = folder / "report.html"
     page.write_text(_page(folder, series, images), encoding="utf-8")
     return page
 
 
 def _headlines(series: Mapping[str, Series]) -> list[str]:
-    return [n for n in HEADLINES if n in series]
+    found = (sorted(n for n in series if fnmatchcase(n, pattern)) for pattern in HEADLINES)
+    return list(dict.fromkeys(name for names in found for name in names))
+
+
+def _phases(series: Mapping[str, Series]) -> list[Series]:
+    """The phases' times, the longest in all first."""
+    return sorted((s for n, s in series.items() if n.startswith(PHASE)), key=lambda s: -sum(s.values))
 
 
 def _duration(rows: Sequence[Mapping[str, Any]]) -> str:
@@ -112,6 +130,40 @@ def _plot(path: Path, series: Sequence[Series]) -> Path:
     return path
 
 
+def _plot_phases(path: Path, phases: Sequence[Series]) -> Path:
+    """Seconds of every phase, one upon the other, step by step; phases within another (of an evaluation) count twice."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(9, 3.5), layout="constrained")
+    axes = figure.add_subplot()
+    steps = sorted({step for s in phases for step in s.steps})
+    rows = [dict(zip(s.steps, s.values, strict=True)) for s in phases]
+    axes.stackplot(steps, [[row.get(step, 0.0) for step in steps] for row in rows], labels=[_phase(s) for s in phases])
+    axes.set_xlabel("step", fontsize=8)
+    axes.set_ylabel("seconds", fontsize=8)
+    axes.tick_params(labelsize=8)
+    figure.legend(fontsize=8, loc="outside right upper")
+    figure.savefig(path, dpi=110)
+    return path
+
+
+def _phase(series: Series) -> str:
+    return series.name.removeprefix(PHASE)
+
+
+def _phase_table(phases: Sequence[Series]) -> str:
+    """Seconds in all, their share of all phases, and the median of the steps that had the phase."""
+    if not phases:
+        return ""
+    whole = sum(sum(s.values) for s in phases) or 1.0
+    rows = "".join(
+        f"<tr><td>{html.escape(_phase(s))}</td><td>{sum(s.values):.4g}</td><td>{sum(s.values) / whole:.1%}</td>"
+        f"<td>{median(s.values):.4g}</td></tr>"
+        for s in phases
+    )
+    return f"<h2>phases</h2><table><tr><th>phase<th>seconds<th>share<th>median of a step</tr>{rows}</table>"
+
+
 def _page(folder: Path, series: Mapping[str, Series], images: Mapping[str, Path]) -> str:
     rows = "".join(
         f"<tr><td>{html.escape(s.name)}</td><td>{s.values[0]:.5g}</td><td>{s.values[-1]:.5g}</td>"
@@ -125,7 +177,7 @@ def _page(folder: Path, series: Mapping[str, Series], images: Mapping[str, Path]
     return (
         "<!doctype html><html lang=en><meta charset=utf-8>"
         f"<title>{html.escape(folder.name)}</title><style>{_STYLE}</style>"
-        f"<h1>{html.escape(folder.name)}</h1><pre>{html.escape(summary(folder))}</pre>{pictures}<h2>all metrics</h2>"
+        f"<h1>{html.escape(folder.name)}</h1><pre>{html.escape(summary(folder))}</pre>{_phase_table(_phases(series))}{pictures}<h2>all metrics</h2>"
         f"<table><tr><th>name<th>first<th>last<th>lowest<th>highest</tr>{rows}</table>{settings}</html>\n"
     )
 

@@ -1,97 +1,114 @@
-"""Reinforcement learning from verifiable rewards: the loop of GRPO and DAPO."""
+"""Reinforcement learning from verifiable rewards: the loop of PPO, GRPO and their relatives."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Mapping
+from typing import Any
 
 from engine_trainer.config import RLConfig
 from engine_trainer.data import (
     ChatTokenizer,
     PromptDataset,
+    SampleOrder,
+    heldout_sets,
     load_tokenizer,
     order_of,
+    questions,
     read_examples,
-    read_heldout,
+    room_for_prompts,
     warn_of_overlap,
-    without_limit,
 )
-from engine_trainer.evaluate import evaluate
+from engine_trainer.evaluate import Evaluator
 from engine_trainer.experience import Experience, collect
+from engine_trainer.groups import Launcher
 from engine_trainer.learner import Learner
 from engine_trainer.runtime import Outcome, Run
 from engine_trainer.sampler import Sampler
+from engine_trainer.sources import OneStepOff, Source, Synchronous
+from engine_trainer.throughput import Throughput, of_config
 
 SHOW = ("train/reward", "eval/accuracy", "rollout/response_length", "train/entropy", "train/grad_norm")
 
 Metrics = dict[str, float]
 
 
-def train_rl(config: RLConfig) -> Outcome:
+def train_rl(config: RLConfig, launcher: Launcher | None = None) -> Outcome:
     """Train as ``config`` says, from the beginning or from the last checkpoint.
 
     A step: bring the engine's weights to the rollout, draw a group of completions for each prompt, judge
-    them, compare within each group, and update the engine. All randomness is a function of the seed and of the
+    them, say what each token has earned, and update the engine. All randomness is a function of the seed and of the
     step, so that a run that was killed and resumed ends as the one that was left alone.
 
     Raises ``EngineError``: configuration, data, plug-ins, rewards, rollouts, checkpoints; on all ranks together.
     """
     algorithm = config.algorithm
     tokenizer = load_tokenizer(config.data, config.engine.model)
-    train, heldout = _load(config, tokenizer)
+    train = _load(config, tokenizer)
+    heldout = heldout_sets(config.data, config.eval, tokenizer, config.engine.model, config.rollout)
+    for one in heldout:
+        warn_of_overlap(questions(train.prompts), questions(one.problems.prompts), one.name)
     order = order_of(train, config.data, config.run.seed)
-    with Run(config, kind="rl", total_steps=config.run.total_steps(len(train), algorithm.prompts_per_step)) as run:
-        engine = run.start(schedule_steps=run.total_steps * algorithm.mini_batches * algorithm.epochs)
-        sampler = Sampler.create(run, tokenizer, config.rollout, config.reward)
+    with Run(config, kind="rl", total_steps=config.run.total_steps(len(train), algorithm.prompts_per_step),
+             launcher=launcher) as run:  # fmt: skip
+        run.start(schedule_steps=run.total_steps * algorithm.mini_batches * algorithm.epochs)
+        sampler = Sampler.create(run, tokenizer, config.rollout, config.reward, config.agent)
         learner = Learner(run, config)
-        measure = _evaluator(run, config, sampler, heldout)
+        evaluator = Evaluator(run, sampler, heldout)
+        ranks = config.ray.engines if config.launcher == "ray" else run.comm.world_size
+        speed = of_config(run.engine_config, run.device, ranks)
         state = run.resume(len(train))
-        position = int(state.get("position", 0))
-        if state["step"] == 0 and heldout is not None:
-            run.log.write(0, measure(0))
+        learner.restore(state.get("learner", {}))
+        learner.rest()
+        if state["step"] == 0 and (start := train.figures() | evaluator.measure(0)):
+            run.log.write(0, start)
+        source = _source(run, config, sampler, learner, train, order, state)
         for step in run.steps(state["step"]):
-            with sampler.serving(engine):
-                experience = collect(sampler, train, order, config, step=step, position=position)
-            position = experience.position
+            experience = source.take(step)
             metrics = experience.metrics | sampler.synced | learner.learn(experience.groups)
-            metrics |= _speed(run, experience) | {"train/epoch": position / len(train)}
+            metrics |= _speed(run, experience, metrics.get("train/tokens", 0.0), speed) | {
+                "train/epoch": experience.position / len(train)
+            }
             if config.eval and (step == run.total_steps or (config.eval.every and step % config.eval.every == 0)):
-                metrics |= measure(step)
-            run.end_step(step, metrics, {"position": position, "rows": len(train)}, show=SHOW)
+                source.settle()
+                metrics |= evaluator.measure(step)
+            run.end_step(step, metrics, {**experience.state, "rows": len(train), "learner": learner.state}, show=SHOW)
+        source.close()
         learner.close()
         sampler.close()
         return run.finish(tokenizer.tokenizer)
 
 
-def _load(config: RLConfig, tokenizer: ChatTokenizer) -> tuple[PromptDataset, PromptDataset | None]:
+def _load(config: RLConfig, tokenizer: ChatTokenizer) -> PromptDataset:
     examples = read_examples(config.data, "prompt")
-    train = PromptDataset.build(examples, tokenizer, config.data)
-    if config.eval is None or config.eval.samples == 0:
-        return train, None
-    heldout = read_heldout(config.data, config.eval, "prompt")
-    warn_of_overlap(examples, heldout)
-    return train, PromptDataset.build(heldout, tokenizer, without_limit(config.data))
+    room = room_for_prompts(config.engine.model, config.rollout)
+    return PromptDataset.build(examples, tokenizer, config.data, room)
 
 
-def _evaluator(run: Run, config: RLConfig, sampler: Sampler, heldout: PromptDataset | None) -> Callable[[int], Metrics]:
-    """What measures held-out accuracy after a step, as ``eval/…``; nothing without ``eval``."""
+def _source(
+    run: Run, config: RLConfig, sampler: Sampler, learner: Learner, data: PromptDataset, order: SampleOrder, state: Mapping[str, Any]
+) -> Source:  # fmt: skip
+    position = int(state.get("position", 0))
 
-    def measure(step: int) -> Metrics:
-        if heldout is None or config.eval is None:
-            return {}
-        with run.timers.phase("eval"):
-            figures = evaluate(
-                sampler, run.engine, heldout.prompts, samples=config.eval.samples, temperature=config.eval.temperature,
-                seed=config.run.seed, path=run.folder / "eval" / f"step-{step:06d}.jsonl",
-            )  # fmt: skip
-        return {f"eval/{name}": value for name, value in figures.items()}
+    def gather(step: int, start: int) -> Experience:
+        return collect(sampler, data, order, config, step=step, position=start)
 
-    return measure
+    if config.overlap.mode == "full":
+        from engine_trainer.ray.stream import FullyAsync
+
+        return FullyAsync(sampler, data, order, config, position=position, pending=state.get("pending", ()),
+                          oldest=lambda: learner.oldest_version)  # fmt: skip
+    if config.overlap.mode == "one_step_off":
+        return OneStepOff(sampler, gather, position, lambda: learner.oldest_version, run.total_steps)
+    return Synchronous(sampler, gather, position)
 
 
-def _speed(run: Run, experience: Experience) -> Metrics:
+def _speed(run: Run, experience: Experience, trained: float, speed: Throughput | None) -> Metrics:
     generate, train = run.timers.last("generate"), run.timers.last("train") + run.timers.last("log_probs")
-    generated = experience.num_tokens
-    return {
-        "perf/generated_tokens_per_s": generated / max(generate, 1e-9),
-        "perf/trained_tokens_per_s": generated / max(train, 1e-9),
+    seconds = {"generated": generate, "trained": train}
+    figures = {
+        f"perf/{name}_tokens_per_s": experience.num_tokens / max(s, 1e-9)
+        for name, s in seconds.items()
+        if s or name == "trained"
     }
+    lengths = [len(g.prompt.tokens) + len(a.tokens) for g in experience.groups for a in g.answers]
+    return figures | (speed.of_updates(lengths, trained, run.timers.last("train")) if speed else {})

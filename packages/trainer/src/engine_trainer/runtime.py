@@ -6,7 +6,7 @@
       config.yaml             what ran, defaults included
       metrics.jsonl           one row a step
       tensorboard/
-      checkpoints/            step-000120, latest
+      checkpoints/            step-000120, latest; critic/step-000120
       eval/                   completions to the held-out problems
       report.html  plots/     at the end
       hf/                     the trained model, for transformers
@@ -24,19 +24,19 @@ from typing import Any, Self
 
 from engine_api.batch import Batch
 from engine_api.capabilities import Capability, unsupported
-from engine_api.comm import Comm, SingleComm, TorchComm, together
+from engine_api.comm import Comm, together
 from engine_api.config import EngineConfig
 from engine_api.contract import Engine
 from engine_api.errors import ConfigError
-from engine_api.microbatch import balance
-from engine_api.registry import EngineRegistry
-from engine_api.results import Topology
 from engine_trainer.checkpoints import Checkpoints, compare, read_extra
-from engine_trainer.config import RLConfig, SFTConfig
+from engine_trainer.config import Config
+from engine_trainer.groups import EngineGroup, Launcher, divide
 from engine_trainer.interrupt import Interrupt
 from engine_trainer.loading import flatten, to_plain, to_yaml
+from engine_trainer.lock import FolderLock
 from engine_trainer.logs import RunLog, Timers
 from engine_trainer.report import write_report
+from engine_trainer.spmd import Spmd, SpmdEngines
 
 log = logging.getLogger("engine_trainer")
 
@@ -61,33 +61,35 @@ class Outcome:
 
 
 class Run:
-    """One SFT or RL run. Used as a context; ``start``, ``resume``, then ``steps`` with ``end_step`` in each.
+    """One run. Used as a context; ``start``, ``resume``, then ``steps`` with ``end_step`` in each.
 
     Attributes:
-        engine: the engine that learns, from ``start`` on.
-        comm: agreement between all ranks, from ``start`` on.
+        launcher: where its engines and rollouts run.
+        policy: the engine that learns, on all of its ranks; from ``start`` on.
+        beside: further engines that learn (the critic), by name; saved and loaded with the policy. Known before ``resume``.
         log, timers, checkpoints: what they say.
         device: the device type that was chosen.
         interrupted: whether a signal ended the loop.
     """
 
-    engine: Engine
+    policy: EngineGroup
     engine_config: EngineConfig
     device: str
 
-    def __init__(self, config: SFTConfig | RLConfig, *, kind: str, total_steps: int) -> None:
+    def __init__(self, config: Config, *, kind: str, total_steps: int, launcher: Launcher | None = None) -> None:
         self.config, self.kind, self.total_steps = config, kind, total_steps
-        self.folder = Path(config.run.output_dir)
+        self.folder = Path(config.run.output_dir).absolute()  # the same in every process
         self.is_main = global_rank() == 0
         self.timers = Timers()
         self.log = RunLog(
             self.folder, config.run, active=self.is_main, total_steps=total_steps, config=to_plain(config)
         )
         self.checkpoints = Checkpoints(self.folder / "checkpoints", keep=config.run.keep)
-        self.comm: Comm = SingleComm()
+        self.launcher = launcher or Spmd()
+        self.beside: dict[str, EngineGroup] = {}
         self.interrupted = False
         self._interrupt = Interrupt()
-        self._started = False
+        self._lock = FolderLock(self.folder)
 
     def __enter__(self) -> Self:
         self._interrupt.__enter__()
@@ -102,24 +104,30 @@ class Run:
                 self.checkpoints.wait(self.comm)
         finally:
             self.log.close()
-            if self._started:
-                self.comm.close()
-                self.engine.close()
+            self.launcher.close()
+            self._lock.release()
             self._interrupt.__exit__(kind, error, trace)
 
-    def start(self, *, schedule_steps: int | None = None) -> Engine:
-        """Create and initialize the engine; ``schedule_steps`` (default: the run's) ends its LR schedule."""
+    @property
+    def comm(self) -> Comm:
+        """Agreement between all processes of the loop; from ``start`` on."""
+        return self.launcher.comm
+
+    @property
+    def engine(self) -> Engine:
+        """This rank's own engine, for a loop that every rank runs."""
+        assert isinstance(self.policy, SpmdEngines), "a controller holds no engine"
+        return self.policy.engine
+
+    def start(self, *, schedule_steps: int | None = None) -> EngineGroup:
+        """Create and initialize the policy; ``schedule_steps`` (default: the run's) ends its LR schedule."""
         section = self.config.engine
         self.engine_config = section.build(seed=self.config.run.seed, total_steps=schedule_steps or self.total_steps)
-        choice = {"model_type": section.model_type, "backend": section.backend}
-        self.device = EngineRegistry.resolve(**choice, device=section.device).device
-        self.engine = EngineRegistry.create(**choice, device=self.device, config=self.engine_config)
-        if self.config.run.save_hf and Capability.SAVE_HF not in self.engine.capabilities:
-            raise unsupported(Capability.SAVE_HF, section.backend, self.engine.capabilities)
-        self.engine.initialize()
-        self._started = True
-        self.comm = TorchComm() if self.engine.topology.world_size > 1 else SingleComm()
-        return self.engine
+        self.device, capabilities = self.launcher.resolve(section)
+        if self.config.run.save_hf and Capability.SAVE_HF not in capabilities:
+            raise unsupported(Capability.SAVE_HF, section.backend, capabilities)
+        self.policy = self.launcher.engines(section, self.engine_config, self.device)
+        return self.policy
 
     def resume(self, rows: int) -> dict[str, Any]:
         """Load the checkpoint to go on from, and open the logs.
@@ -134,7 +142,10 @@ class Run:
         found = together(self.comm, self._find)[0]
         state: dict[str, Any] = {"step": 0}
         if found is not None:
-            state = dict(self.engine.load_checkpoint(found).extra["loop"])
+            for name, group in self.beside.items():
+                group.load_checkpoint(together(self.comm, lambda n=name: self.checkpoints.beside(found, n))[0])
+            # The policy last: the generators are as they were with it.
+            state = dict(self.policy.load_checkpoint(found).extra["loop"])
             if state.get("rows", rows) != rows:
                 raise ConfigError(
                     "data", f"{rows} rows, but {found.name} was saved with {state['rows']}",
@@ -150,7 +161,12 @@ class Run:
         for step in range(done + 1, self.total_steps + 1):
             if self.interrupted:
                 return
+            profiled = step in self.config.run.profile_steps
+            if profiled:
+                self.launcher.profile(self.folder / "profile" / f"step-{step:06d}")
             yield step
+            if profiled:
+                self.launcher.profile(None)
 
     def end_step(
         self, step: int, metrics: Mapping[str, float], state: Mapping[str, Any], *, show: Sequence[str] = ()
@@ -166,12 +182,12 @@ class Run:
         self.interrupted = any(self.comm.all_gather(self._interrupt.requested))
         measured = any(name.startswith("eval/") for name in metrics)  # too dear to be thrown away
         if step % run.log_every == 0 or measured or last or self.interrupted:
-            self.log.write(step, {**metrics, **self.timers.take()})
+            self.log.write(step, {**metrics, **self.timers.take(), **self.launcher.figures()})
         self.log.progress(step, metrics, show)
         if last or self.interrupted or (run.save_every and step % run.save_every == 0):
             with self.timers.phase("save"):
                 extra = {"kind": self.kind, "config": self._fingerprint(), "loop": {**state, "step": step}}
-                self.checkpoints.save(self.engine, self.comm, step, extra)
+                self.checkpoints.save(self.policy, self.comm, step, extra, self.beside)
         if self.interrupted and not last:
             self.log.say(f"stopped after step {step} of {self.total_steps}, saved; the same command goes on from there")
 
@@ -180,7 +196,7 @@ class Run:
         self.checkpoints.wait(self.comm)
         step = self.checkpoints.saved or 0
         if step == self.total_steps and self.config.run.save_hf:
-            self.engine.save_hf(self.folder / "hf")
+            self.policy.save_hf(self.folder / "hf")
             together(self.comm, lambda: self._save_tokenizer(tokenizer) if self.is_main else None)
         self.log.close()
         if self.is_main and self.config.run.report:
@@ -192,7 +208,7 @@ class Run:
 
         Each document is a mapping as ``Batch.pack`` takes it; the parts have about equal numbers of tokens.
         """
-        mine = share_of([len(d["input_ids"]) for d in documents], self.engine.topology)
+        (mine,) = divide([len(d["input_ids"]) for d in documents], self.policy)
         return Batch.pack([documents[i] for i in mine])
 
     # --- inside ---------------------------------------------------------------------------------
@@ -203,6 +219,7 @@ class Run:
     def _find(self) -> Path | None:
         if not self.is_main:
             return None
+        self._lock.acquire()
         found = self.checkpoints.find(self.config.run.resume)
         if found is not None:
             changes = compare(read_extra(found)["config"], self._fingerprint(), str(found))
@@ -218,8 +235,3 @@ class Run:
 
     def _fingerprint(self) -> dict[str, Any]:
         return {"kind": self.kind, **flatten(to_plain(self.config))}
-
-
-def share_of(lengths: Sequence[int], topology: Topology) -> list[int]:
-    """Which documents are this data-parallel rank's: balanced by tokens, in their given order."""
-    return balance(lengths, topology.dp_size)[topology.dp_rank]

@@ -105,9 +105,13 @@ class ColumnsSection:
 class DataSection:
     """Where the rows come from, and how they become tokens."""
 
-    source: str | Sequence[str] | None = None  # .jsonl, .parquet, or a folder of them
+    source: str | Sequence[str] | None = (
+        None  # .jsonl, .parquet or .arrow, a folder of them, or hf://datasets/owner/name
+    )
     reasoning_gym: GymSection | None = None  # instead of source
-    split: str | None = None  # of a folder: only files whose name begins with it (train, test, …)
+    split: str | None = (
+        None  # of a folder: only files whose name begins with it (train, test, …); of a saved data set, its own
+    )
     columns: ColumnsSection = field(default_factory=ColumnsSection)
     tokenizer: str | None = None  # null: engine.model.path
     chat_template: str | None = None  # Jinja text or a .jinja file; null: the tokenizer's own
@@ -115,15 +119,19 @@ class DataSection:
     system_prompt: str | None = None  # put before rows that have none
     prompt_template: str = "{prompt}"  # around the last user turn
     train_on: Literal["all", "last"] = "all"  # which assistant turns carry loss
-    max_length: int | None = None  # tokens; of the whole document in SFT, of the prompt in RL
-    on_too_long: Literal["error", "drop"] = "error"
+    max_length: int | None = (
+        None  # tokens; of the whole document in SFT, of the prompt in RL (there the context limits it too)
+    )
+    on_too_long: Literal["error", "drop", "truncate"] = (
+        "error"  # truncate: a document keeps its beginning, a prompt its end
+    )
     shuffle: bool = True
     seed: int | None = None  # null: run.seed
 
     def __post_init__(self) -> None:
         if (self.source is None) == (self.reasoning_gym is None):
             raise ConfigError("data.source", "give data.source or data.reasoning_gym, one of the two",
-                              remedy="data.source: a .jsonl or .parquet file, or a folder of them")  # fmt: skip
+                              remedy="data.source: a .jsonl, .parquet or .arrow file, a folder of them, or hf://datasets/owner/name")  # fmt: skip
         if "{prompt}" not in self.prompt_template:
             raise ConfigError("data.prompt_template", f"{self.prompt_template!r} has no {{prompt}}",
                               remedy="write {prompt} where the question goes")  # fmt: skip
@@ -146,6 +154,9 @@ class RunSection:
     wandb: str | None = None  # project name
     progress: bool = True
     report: bool = True  # plots and report.html at the end
+    profile_steps: Sequence[int] = field(
+        default_factory=list[int]
+    )  # torch's profiler: output_dir/profile, a trace a process
 
     def __post_init__(self) -> None:
         if (self.steps is None) == (self.epochs is None):
@@ -158,7 +169,13 @@ class RunSection:
         at_least("run", self, 0, "save_every", "keep")
 
     def total_steps(self, samples: int, batch_size: int) -> int:
-        """Steps of the whole run; ``epochs`` counts whole batches only, and at least one."""
+        """Steps of the whole run; ``epochs`` counts whole batches only, and at least one.
+
+        Raises ``ConfigError`` for fewer samples than a batch, which would have some of them twice.
+        """
+        if samples < batch_size:
+            raise ConfigError("data", f"{samples} rows, but a step takes {batch_size}",
+                              remedy="give more rows, or a smaller batch_size (RL: algorithm.prompts_per_step)")  # fmt: skip
         return self.steps if self.steps is not None else max(1, int((self.epochs or 0) * samples) // batch_size)
 
 
@@ -179,6 +196,7 @@ class RolloutSection:
         "merged"  # adapter: the base weights are sent once, then engine.lora's adapter alone
     )
     sleep: bool = True  # give the rollout's memory back while the engine trains
+    offload_engine: bool = False  # and the engine's memory while the rollout generates
     options: Mapping[str, Any] = field(default_factory=dict[str, Any])  # the rollout's own
 
     def __post_init__(self) -> None:
@@ -189,14 +207,75 @@ class RolloutSection:
 
 
 @dataclass(frozen=True, kw_only=True)
-class RewardSection:
-    """A reward function by name (entry-point group ``engine_trainer.rewards``) and its arguments."""
+class RaySection:
+    """``launcher: ray``: on which cluster, and how many workers (docs of each: engine_trainer.ray)."""
 
-    name: str
-    kwargs: Mapping[str, Any] = field(default_factory=dict[str, Any])
-    timeout_s: float | None = 10.0  # a call
+    address: str | None = None  # host:port, or auto; null: a cluster on this machine, for this run alone
+    engines: int = 1  # ranks of the engine, a process each
+    rollouts: int | None = (
+        None  # replicas in processes of their own; null: one beside each data-parallel rank, by turns
+    )
+    gpus_per_worker: float | None = None  # null: 1 where the engine computes on GPUs
+    cpus_per_worker: float = 1.0
+    timeout_s: float = 1800.0  # of every call of a worker; one that is silent for longer is lost
+    start_timeout_s: float = 120.0  # until the cluster has room for the workers
+    restarts: int = 3  # from the last checkpoint, after a worker or a node was lost
+    # modules that each worker imports first: what registers engines, rollouts, rewards in process
+    imports: Sequence[str] = field(default_factory=list[str])
+    log_workers: bool = False  # show what workers print; it is always in Ray's session folder
 
     def __post_init__(self) -> None:
+        at_least("ray", self, 1, "engines")
+        at_least("ray", self, 0, "cpus_per_worker", "restarts")
+        for name in ("timeout_s", "start_timeout_s"):
+            if not getattr(self, name) > 0:
+                raise ConfigError(f"ray.{name}", f"{getattr(self, name)} is not a time", remedy="give seconds above 0")
+        if self.rollouts is not None:
+            at_least("ray", self, 1, "rollouts")
+        if self.gpus_per_worker is not None:
+            at_least("ray", self, 0, "gpus_per_worker")
+
+
+@dataclass(frozen=True, kw_only=True)
+class OverlapSection:
+    """Generation beside training, on replicas of their own (``ray.rollouts``).
+
+    ``one_step_off``: the completions of a step are generated while the step before is trained on.
+    ``full``: replicas never stop but for a weight sync; what was begun before it goes on after it with the new weights.
+    """
+
+    mode: Literal["none", "one_step_off", "full"] = "none"
+    max_staleness: int = 1  # steps that a token's weights may be behind; an older one carries no loss, and is counted
+    slice_tokens: int = 64  # full: tokens after which a generation may be interrupted by a sync
+
+    def __post_init__(self) -> None:
+        at_least("overlap", self, 1, "max_staleness", "slice_tokens")
+
+
+@dataclass(frozen=True, kw_only=True)
+class RewardSection:
+    """A reward function: by name (entry-point group ``engine_trainer.rewards``), or one's own; and its arguments.
+
+    One's own function takes an ``engine_trainer.rewards.Sample`` and returns a number; ``async def`` runs side by side.
+    """
+
+    name: str | None = None
+    function: str | None = None  # path/to/file.py:name or package.module:name, in place of name
+    kwargs: Mapping[str, Any] = field(default_factory=dict[str, Any])
+    timeout_s: float | None = 10.0  # a call; one that takes longer counts 0
+    workers: int = 0  # processes that judge, for each rank that samples; 0: its own process
+    concurrency: int = 64  # calls of an async function at the same time, in each process
+    max_failures: int = 0  # calls of a run and rank that may raise or give no finite number, and count 0; then it ends
+    max_timeouts: int | None = 64  # calls in a row that may take too long; then the run ends; null: any number
+
+    def __post_init__(self) -> None:
+        at_least("reward", self, 0, "workers", "max_failures")
+        at_least("reward", self, 1, "concurrency")
+        if self.max_timeouts is not None:
+            at_least("reward", self, 0, "max_timeouts")
+        if (self.name is None) == (self.function is None):
+            raise ConfigError("reward.name", "give reward.name or reward.function, one of the two",
+                              remedy="reward.name: math, or reward.function: rewards.py:score")  # fmt: skip
         if self.timeout_s is not None and not self.timeout_s > 0:
             raise ConfigError(
                 "reward.timeout_s", f"{self.timeout_s} is not a time", remedy="give seconds above 0, or null"
@@ -204,8 +283,59 @@ class RewardSection:
 
 
 @dataclass(frozen=True, kw_only=True)
+class AgentSection:
+    """Conversations of several turns with tools, in place of one completion; see ``engine_trainer.agent``.
+
+    ``rollout.max_new_tokens`` then is of the whole conversation after the prompt, what tools say included.
+    """
+
+    function: str  # path/to/file.py:name or package.module:name, an async def of one Episode
+    kwargs: Mapping[str, Any] = field(default_factory=dict[str, Any])
+    max_turns: int = 8  # of the model, a trajectory
+    max_turn_tokens: int | None = None  # of the model, a turn; null: what is left
+    timeout_s: float | None = (
+        300.0  # of the function's own time, tools included, a trajectory; the model's is not counted
+    )
+    concurrency: int = 64  # trajectories at the same time, a replica
+    max_failures: int = 0  # trajectories of a run and replica in which the function may raise; then the run ends
+
+    def __post_init__(self) -> None:
+        at_least("agent", self, 1, "max_turns", "concurrency")
+        at_least("agent", self, 0, "max_failures")
+        if self.max_turn_tokens is not None:
+            at_least("agent", self, 1, "max_turn_tokens")
+        if self.timeout_s is not None and not self.timeout_s > 0:
+            raise ConfigError(
+                "agent.timeout_s", f"{self.timeout_s} is not a time", remedy="give seconds above 0, or null"
+            )
+
+
+@dataclass(frozen=True, kw_only=True)
+class EvalSet:
+    """One held-out set of ``eval.sets``."""
+
+    source: str | None = None  # as data.source; null: the held-out problems of data.reasoning_gym
+    split: str | None = None  # as data.split
+    samples: int | None = None  # completions a problem; null: eval.samples
+    temperature: float | None = None  # 0: greedy; null: eval.temperature
+    max_problems: int | None = None
+
+    def check(self, key: str) -> None:
+        """Raise ``ConfigError`` for values that make no sense."""
+        at_least(key, self, 0, *(n for n in ("samples", "temperature") if getattr(self, n) is not None))
+        if self.max_problems is not None:
+            at_least(key, self, 1, "max_problems")
+        if self.temperature == 0 and (self.samples or 0) > 1:
+            raise ConfigError(f"{key}.samples", f"{self.samples} at temperature 0", why="greedy completions are all equal",
+                              remedy="use 1 sample, or a temperature above 0")  # fmt: skip
+
+
+@dataclass(frozen=True, kw_only=True)
 class EvalSection:
-    """Evaluation on held-out problems, before the first step and after the last one at least."""
+    """Evaluation on held-out problems, before the first step and after the last one at least.
+
+    ``source`` and what belongs to it is one set, reported as ``eval/…``; ``sets`` are more, reported as ``eval/NAME/…``.
+    """
 
     source: str | None = None  # a file or folder; null: the held-out problems of data.reasoning_gym
     split: str | None = None  # as data.split
@@ -213,14 +343,47 @@ class EvalSection:
     samples: int = 1  # completions a problem; 0: only the loss (SFT)
     temperature: float = 1.0  # 0: greedy
     max_problems: int | None = None
+    sets: Mapping[str, EvalSet] = field(default_factory=dict[str, EvalSet])
 
     def __post_init__(self) -> None:
-        at_least("eval", self, 0, "every", "samples", "temperature")
-        if self.max_problems is not None:
-            at_least("eval", self, 1, "max_problems")
-        if self.temperature == 0 and self.samples > 1:
-            raise ConfigError("eval.samples", f"{self.samples} at temperature 0", why="greedy completions are all equal",
-                              remedy="use 1 sample, or a temperature above 0")  # fmt: skip
+        at_least("eval", self, 0, "every")
+        self._own.check("eval")
+        for name in self.sets:
+            if not name or not all(c.isalnum() or c in "._-" for c in name) or name.startswith("."):
+                raise ConfigError(
+                    f"eval.sets.{name}", "not a name for metrics and files", remedy="use letters, digits, - _ ."
+                )
+
+    @property
+    def _own(self) -> EvalSet:
+        return EvalSet(source=self.source, split=self.split, samples=self.samples, temperature=self.temperature,
+                       max_problems=self.max_problems)  # fmt: skip
+
+    def own_set(self, data: DataSection) -> EvalSet | None:
+        """The set without a name, where it has something to read."""
+        return self._own if self.source is not None or data.reasoning_gym is not None else None
+
+    def all_sets(self, data: DataSection) -> dict[str, EvalSet]:
+        """Every set by name, the one without a name as an empty text, with all values filled in.
+
+        Raises ``ConfigError``: values that make no sense, a set that has nothing to read, no set at all.
+        """
+        own = self.own_set(data)
+        sets = {"": own} if own is not None else {}
+        for name, given in self.sets.items():
+            sets[name] = replace(given, samples=self.samples if given.samples is None else given.samples,
+                                 temperature=self.temperature if given.temperature is None else given.temperature)  # fmt: skip
+            sets[name].check(f"eval.sets.{name}")
+            if given.source is None and data.reasoning_gym is None:
+                raise _nothing_held_out(f"eval.sets.{name}.source")
+        if not sets:
+            raise _nothing_held_out("eval.source")
+        return sets
+
+
+def _nothing_held_out(key: str) -> ConfigError:
+    return ConfigError(key, "missing", why="data.source has no held-out part of its own",
+                       remedy="name a file of problems that are not trained on, or leave eval out")  # fmt: skip
 
 
 def at_least(section: str, part: object, low: float, *names: str) -> None:

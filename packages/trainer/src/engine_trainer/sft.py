@@ -3,19 +3,22 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from engine_api.losses import sft_loss
 from engine_api.results import TrainOutput
 from engine_trainer.config import SFTConfig
 from engine_trainer.data import (
     ChatTokenizer,
-    PromptDataset,
+    Heldout,
     SFTDataset,
+    heldout_sets,
     load_tokenizer,
     order_of,
+    questions,
     read_examples,
     read_heldout,
     warn_of_overlap,
@@ -23,6 +26,9 @@ from engine_trainer.data import (
 )
 from engine_trainer.runtime import Outcome, Run
 from engine_trainer.throughput import measure
+
+if TYPE_CHECKING:
+    from engine_trainer.evaluate import Evaluator
 
 SHOW = ("train/loss", "train/lr", "train/grad_norm", "perf/tokens_per_s", "eval/loss", "eval/accuracy")
 EVAL_DOCUMENTS = 256  # documents in one inference call, over all ranks
@@ -42,18 +48,18 @@ def train_sft(config: SFTConfig) -> Outcome:
     data = _Data.load(config, tokenizer)
     order = order_of(data.train, config.data, config.run.seed)
     with Run(config, kind="sft", total_steps=config.run.total_steps(len(data.train), config.batch_size)) as run:
-        engine = run.start()
-        speed = measure(engine, run.engine_config, run.device)
+        run.start()
+        speed = measure(run.engine, run.engine_config, run.device)
         state = run.resume(len(data.train))
         position = int(state.get("position", 0))
         with _evaluation(run, config, data, tokenizer) as evaluate:
             if state["step"] == 0:
-                run.log.write(0, evaluate(0))
+                run.log.write(0, data.train.figures() | evaluate(0))
             for step in run.steps(state["step"]):
                 documents = [data.train[i] for i in order.take(position, config.batch_size)]
                 position += len(documents)
                 with run.timers.phase("train"):
-                    output = engine.train_batch(run.share([d.fields() for d in documents]), sft_loss)
+                    output = run.engine.train_batch(run.share([d.fields() for d in documents]), sft_loss)
                 metrics = _figures(run, step, output) | {"train/epoch": position / len(data.train)}
                 metrics |= speed.metrics([len(d) for d in documents], run.timers.last("train"))
                 if step == run.total_steps or (config.eval and config.eval.every and step % config.eval.every == 0):
@@ -65,20 +71,21 @@ def train_sft(config: SFTConfig) -> Outcome:
 @dataclass(frozen=True, kw_only=True)
 class _Data:
     train: SFTDataset
-    heldout: SFTDataset | None
-    problems: PromptDataset | None
+    heldout: SFTDataset | None  # of the set without a name; the others are only answered
+    problems: list[Heldout]  # of every set, where there is a reward
 
     @staticmethod
     def load(config: SFTConfig, tokenizer: ChatTokenizer) -> _Data:
         examples = read_examples(config.data, "response")
         train = SFTDataset.build(examples, tokenizer, config.data)
-        if config.eval is None:
-            return _Data(train=train, heldout=None, problems=None)
-        strict, heldout = without_limit(config.data), read_heldout(config.data, config.eval, "response")
-        warn_of_overlap(examples, heldout)
-        asked = config.reward is not None and config.eval.samples > 0
-        return _Data(train=train, heldout=SFTDataset.build(heldout, tokenizer, strict),
-                     problems=PromptDataset.build(heldout, tokenizer, strict) if asked else None)  # fmt: skip
+        own = config.eval.own_set(config.data) if config.eval else None
+        heldout = read_heldout(config.data, own, "response") if own else []
+        warn_of_overlap(questions(examples), questions(heldout))
+        asked = config.eval if config.reward is not None else None
+        return _Data(
+            train=train, heldout=SFTDataset.build(heldout, tokenizer, without_limit(config.data)) if own else None,
+            problems=heldout_sets(config.data, asked, tokenizer, config.engine.model, config.rollout),
+        )  # fmt: skip
 
 
 @contextmanager
@@ -86,38 +93,28 @@ def _evaluation(
     run: Run, config: SFTConfig, data: _Data, tokenizer: ChatTokenizer
 ) -> Iterator[Callable[[int], Metrics]]:
     """What measures the held-out loss, and the accuracy where there is a reward; nothing without ``eval``."""
-    accuracy = _Accuracy(run, config, data.problems, tokenizer) if data.problems else None
+    accuracy = _accuracy(run, config, data.problems, tokenizer)
 
     def evaluate(step: int) -> Metrics:
-        if data.heldout is None:
-            return {}
-        with run.timers.phase("eval"):
-            return heldout_loss(run, data.heldout) | (accuracy.measure(step) if accuracy else {})
+        figures: Metrics = {}
+        if data.heldout is not None:
+            with run.timers.phase("eval"):
+                figures = heldout_loss(run, data.heldout)
+        return figures | (accuracy.measure(step) if accuracy else {})
 
     yield evaluate
     if accuracy is not None:
         accuracy.sampler.close()
 
 
-class _Accuracy:
-    """Completions to the held-out problems, judged; ``output_dir/eval`` keeps them."""
+def _accuracy(run: Run, config: SFTConfig, sets: Sequence[Heldout], tokenizer: ChatTokenizer) -> Evaluator | None:
+    if not sets or config.reward is None:
+        return None
+    # Imported here: SFT without a reward needs no rollout.
+    from engine_trainer.evaluate import Evaluator
+    from engine_trainer.sampler import Sampler
 
-    def __init__(self, run: Run, config: SFTConfig, problems: PromptDataset, tokenizer: ChatTokenizer) -> None:
-        # Imported here: SFT without a reward needs no rollout.
-        from engine_trainer.sampler import Sampler
-
-        assert config.eval is not None and config.reward is not None
-        self.run, self.section, self.problems = run, config.eval, problems
-        self.sampler = Sampler.create(run, tokenizer, config.rollout, config.reward)
-
-    def measure(self, step: int) -> Metrics:
-        """``eval/accuracy`` and what belongs to it, after ``step``."""
-        from engine_trainer.evaluate import evaluate
-
-        figures = evaluate(self.sampler, self.run.engine, self.problems.prompts, samples=self.section.samples,
-                           temperature=self.section.temperature, seed=self.run.config.run.seed,
-                           path=self.run.folder / "eval" / f"step-{step:06d}.jsonl")  # fmt: skip
-        return {f"eval/{name}": value for name, value in figures.items()}
+    return Evaluator(run, Sampler.create(run, tokenizer, config.rollout, config.reward), sets)
 
 
 def heldout_loss(run: Run, dataset: SFTDataset) -> Metrics:

@@ -20,6 +20,8 @@ from typing import Any
 from engine_api.capabilities import Capability
 from engine_api.config import EngineConfig
 from engine_api.contract import Engine
+from engine_trainer.models import text_config
+from engine_trainer.scaling.shapes import Shape
 
 # Dense bf16 tensor-core peaks, FLOP/s, by a part of the device's name (vendor data sheets).
 PEAK = {
@@ -31,6 +33,8 @@ PEAK = {
     "A800": 312e12,
     "L40S": 362e12,
 }
+SHAPE_KEYS = ("num_hidden_layers", "hidden_size", "num_attention_heads", "num_key_value_heads", "head_dim", "intermediate_size",
+              "vocab_size", "tie_word_embeddings")  # fmt: skip
 EXPERT_KEYS = ("num_experts", "num_local_experts", "n_routed_experts")
 
 
@@ -53,11 +57,29 @@ class Throughput:
         figures = {"perf/tokens_per_s": sum(lengths) / seconds}
         return figures | ({"perf/mfu": self.flop(lengths) / seconds / self.peak} if self.peak else {})
 
+    def of_updates(self, lengths: Sequence[int], trained: float, seconds: float) -> dict[str, float]:
+        """``perf/mfu`` of RL's updates, where it is known: ``trained`` tokens in ``seconds``, of documents of these lengths.
+
+        Documents that no update computes (no advantage) are not known one by one: all are taken to be as long.
+        """
+        if seconds <= 0 or not self.peak or not sum(lengths):
+            return {}
+        return {"perf/mfu": self.flop(lengths) * trained / sum(lengths) / seconds / self.peak}
+
+
+def of_config(config: EngineConfig, device: str, ranks: int) -> Throughput | None:
+    """As ``measure``, from ``config.json`` alone, for a loop that holds no engine; None where no MFU is reported."""
+    peak, model = _peak(device, config.precision.compute), text_config(config.model)
+    if peak is None or _is_mixture(model) or not hasattr(model, "intermediate_size"):
+        return None
+    shape = Shape.from_config("", {name: getattr(model, name, None) for name in SHAPE_KEYS})
+    return Throughput(parameters=shape.active, attention=_attention(model), peak=peak * ranks)
+
 
 def measure(engine: Engine, config: EngineConfig, device: str) -> Throughput:
     """The figures of an initialized engine, from its export's shapes and the model's ``config.json``."""
     shapes = _shapes(engine)
-    model = _model_config(config)
+    model = text_config(config.model)
     embedding = [n for n in shapes if n.endswith("embed_tokens.weight")]
     untied = any(n.endswith("lm_head.weight") for n in shapes)
     skipped = embedding if untied else []
@@ -71,15 +93,6 @@ def _shapes(engine: Engine) -> dict[str, tuple[int, ...]]:
     if Capability.EXPORT_SHARDS in engine.capabilities:  # no gather
         return {name: spec.global_shape for name, _, spec in engine.get_per_tensor_param_shard()}
     return {name: tuple(tensor.shape) for name, tensor in engine.get_per_tensor_param()}
-
-
-def _model_config(config: EngineConfig) -> Any:
-    from transformers import AutoConfig
-
-    source = config.model
-    whole = AutoConfig.from_pretrained(source.path, revision=source.revision, trust_remote_code=source.trust_remote_code,
-                                       **source.config_overrides)  # fmt: skip
-    return whole.get_text_config()
 
 
 def _attention(model: Any) -> int:
@@ -97,5 +110,7 @@ def _peak(device: str, dtype: str) -> float | None:
         return None
     import torch
 
+    if not torch.cuda.is_available():  # a controller of workers that have some
+        return None
     name = torch.cuda.get_device_name()
     return next((peak for part, peak in PEAK.items() if part in name), None)

@@ -14,7 +14,7 @@ from engine_api.errors import ConfigError
 if TYPE_CHECKING:
     import torch
 
-Estimator = Literal["grpo", "dr_grpo", "rloo"]
+Estimator = Literal["grpo", "dr_grpo", "rloo", "reinforce_pp_baseline"]
 
 
 def group_advantages(rewards: torch.Tensor, estimator: Estimator = "grpo", eps: float = 1e-6) -> torch.Tensor:
@@ -25,7 +25,9 @@ def group_advantages(rewards: torch.Tensor, estimator: Estimator = "grpo", eps: 
         estimator: with r a row, m its mean and s its standard deviation (Bessel's correction, as in verl and TRL),
             ``grpo``: (r - m) / (s + eps) (arXiv:2402.03300, section 4.1.2);
             ``dr_grpo``: r - m, which does not favour easy and hard prompts (arXiv:2503.20783, section 3.2);
-            ``rloo``: r_i minus the mean of the others, n / (n - 1) · (r_i - m) (arXiv:2402.14740, eq. 8).
+            ``rloo``: r_i minus the mean of the others, n / (n - 1) · (r_i - m) (arXiv:2402.14740, eq. 8);
+            ``reinforce_pp_baseline``: r - m, to be normalized over the tokens of the whole step (arXiv:2501.03262; see
+            ``engine_trainer.algorithms.returns.whiten``).
         eps: keeps ``grpo`` finite; a reward difference of its order is no difference.
 
     Returns:
@@ -65,4 +67,4 @@ def _rloo(rewards: torch.Tensor, eps: float) -> torch.Tensor:
     return n / (n - 1) * _dr_grpo(rewards, eps)
 
 
-_ESTIMATORS = {"grpo": _grpo, "dr_grpo": _dr_grpo, "rloo": _rloo}
+_ESTIMATORS = {"grpo": _grpo, "dr_grpo": _dr_grpo, "rloo": _rloo, "reinforce_pp_baseline": _dr_grpo}

@@ -8,7 +8,7 @@ policy gradient over q's samples is one under p when each term is multiplied by 
     geometric   (Π r_t)^(1/n), the exponential of the mean log-ratio
 
 Weights (``truncate``, ``icepop``) and rejection (``inside``) are separate, and both may be on. All of it is a function of
-log-probs that carry no gradient. A log-ratio is clamped to ±``MAX_LOG_RATIO`` (a sequence's after its sum), so that
+log-probs that carry no gradient. A log-ratio is clamped (``exp_ratio``; a sequence's after its sum), so that
 nothing overflows.
 
 Sources: Ionides 2008, "Truncated Importance Sampling" (J. Comput. Graph. Stat. 17); Yao et al. 2025, "Your Efficient RL
@@ -24,7 +24,8 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from engine_trainer.algorithms.losses import MAX_LOG_RATIO
+from engine_trainer.algorithms.packed import document_of, sum_by_document
+from engine_trainer.algorithms.surrogates import exp_ratio
 
 if TYPE_CHECKING:
     from engine_trainer.config import CorrectionSection
@@ -76,13 +77,10 @@ def ratios(engine: torch.Tensor, rollout: torch.Tensor, mask: torch.Tensor, cu_s
         cu_seqlens: ``[D+1]`` document boundaries.
     """
     counted = mask > 0
-    lengths = (cu_seqlens[1:] - cu_seqlens[:-1]).to(mask.device)
-    document = torch.repeat_interleave(torch.arange(len(lengths), device=mask.device), lengths)
+    document = document_of(cu_seqlens, mask.device)
     log = (engine.detach().double() - rollout.detach().double()) * counted
-    zeros = torch.zeros(len(lengths), dtype=torch.float64, device=mask.device)
-    counts = zeros.index_add(0, document, counted.double())
-    sums = zeros.index_add(0, document, log)
-    return Ratios(log=log, token=_exp(log), sequence=_exp(sums), geometric=_exp(sums / counts.clamp(min=1.0)),
+    counts, sums = sum_by_document(counted.double(), cu_seqlens), sum_by_document(log, cu_seqlens)
+    return Ratios(log=log, token=exp_ratio(log), sequence=exp_ratio(sums), geometric=exp_ratio(sums / counts.clamp(min=1.0)),
                   counts=counts, counted=counted, document=document)  # fmt: skip
 
 
@@ -177,7 +175,3 @@ def _reject(given: Ratios, section: CorrectionSection) -> tuple[torch.Tensor, di
         "correction_rejected_high": ((ratio > section.reject_high) & counted).sum(),
         "correction_rejected_tokens": (~kept & given.counted).sum(),
     }  # fmt: skip
-
-
-def _exp(log_ratio: torch.Tensor) -> torch.Tensor:
-    return log_ratio.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()

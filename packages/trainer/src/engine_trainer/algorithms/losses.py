@@ -17,15 +17,16 @@ from engine_api.config import near_matches
 from engine_api.errors import ConfigError
 from engine_api.losses import Aggregation
 from engine_api.results import LossOutput, TokenOutputs
+from engine_trainer.algorithms.packed import document_of, sum_by_document
+from engine_trainer.algorithms.surrogates import MAX_LOG_RATIO, Surrogate, cispo, clipped, exp_ratio, gspo
 
 if TYPE_CHECKING:
     import torch
 
 Estimator = Literal["k1", "k2", "k3"]
 ESTIMATORS: tuple[Estimator, ...] = ("k1", "k2", "k3")
-
-# exp(20) = 4.9e8: past it a ratio says only "far away", and float32 would overflow at 88.
-MAX_LOG_RATIO = 20.0
+Kind = Literal["ppo", "gspo", "gspo_token", "cispo"]
+KINDS: tuple[Kind, ...] = ("ppo", "gspo", "gspo_token", "cispo")
 
 
 def kl_divergence(log_probs: torch.Tensor, ref_log_probs: torch.Tensor, estimator: Estimator) -> torch.Tensor:
@@ -49,17 +50,20 @@ def kl_divergence(log_probs: torch.Tensor, ref_log_probs: torch.Tensor, estimato
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PolicyLoss:
-    """PPO's clipped objective (arXiv:1707.06347, eq. 7) a token, with what DAPO and GRPO add.
+    """A policy gradient with clipped or bounded ratios, and what DAPO and GRPO add.
 
-    With ``r = exp(log_probs - old_log_probs)``, advantage A, weight w and correction c, the sum over tokens of::
+    With ``r`` the ratio of ``log_probs`` to ``old_log_probs``, advantage A, weight w and correction c, the sum over tokens of::
 
-        w · ( c · max(-A r, -A clip(r, 1 - clip_low, 1 + clip_high)) + kl_coef · KL - entropy_coef · H )
+        w · ( c · S(r, A) + kl_coef · KL - entropy_coef · H )
 
-    and for A < 0 the first term is at most ``-A dual_clip`` (arXiv:1912.09729, eq. 5).
+    where S is the surrogate of ``kind`` (``engine_trainer.algorithms.surrogates``).
 
     Attributes:
+        kind: ``ppo``, S = max(-A r, -A clip(r, 1 - clip_low, 1 + clip_high)) (arXiv:1707.06347, eq. 7); ``gspo`` and
+            ``gspo_token``, with the ratio of the sequence (arXiv:2507.18071); ``cispo``, with r as a bounded weight
+            (arXiv:2506.13585).
         clip_low, clip_high: DAPO's clip-higher is ``clip_high > clip_low`` (arXiv:2503.14476, eq. 8).
-        dual_clip: above 1, or None.
+        dual_clip: for ``ppo``, above 1: where A < 0, S is at most ``-A dual_clip`` (arXiv:1912.09729, eq. 5); or None.
         kl_coef: weight of the KL to ``ref_log_probs``; 0: the field is not read.
         kl_estimator: see ``kl_divergence``; GRPO's is ``k3`` (arXiv:2402.03300, eq. 4).
         entropy_coef: weight of the entropy bonus.
@@ -76,6 +80,7 @@ class PolicyLoss:
         ConfigError: for a value outside its range.
     """
 
+    kind: Kind = "ppo"
     clip_low: float = 0.2
     clip_high: float = 0.2
     dual_clip: float | None = None
@@ -87,9 +92,11 @@ class PolicyLoss:
     corrected: bool = False
 
     def __post_init__(self) -> None:
+        _check(self.kind in KINDS, "loss", self.kind, near_matches(str(self.kind), KINDS))
         _check(0 <= self.clip_low <= 1, "clip_low", self.clip_low, "give a number in [0, 1]")
         _check(self.clip_high >= 0, "clip_high", self.clip_high, "give a number >= 0")
         _check(self.dual_clip is None or self.dual_clip > 1, "dual_clip", self.dual_clip, "give a number > 1, or null")
+        _check(self.dual_clip is None or self.kind == "ppo", "dual_clip", self.dual_clip, "null: it belongs to ppo")
         _check(self.kl_coef >= 0, "kl_coef", self.kl_coef, "give a number >= 0")
         _check(self.kl_estimator in ESTIMATORS, "kl_estimator", self.kl_estimator,
                near_matches(str(self.kl_estimator), ESTIMATORS))  # fmt: skip
@@ -107,42 +114,41 @@ class PolicyLoss:
     def __call__(self, outputs: TokenOutputs, batch: Batch) -> LossOutput:
         """The sum over ``batch``; see the class."""
         assert outputs.log_probs is not None
-        weight, advantages = batch.loss_weight, batch["advantages"]
-        old = outputs.log_probs.detach() if self.on_policy else batch["old_log_probs"]
-        log_ratio = (outputs.log_probs - old).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
-        policy, metrics = self._policy(log_ratio, advantages, weight > 0)
-        loss = (self._policy_weight(batch) * policy).sum()
-        metrics |= {"tokens": (weight > 0).sum(), "weight": weight.sum(), "policy_loss": loss.detach()}
+        weight, counted = batch.loss_weight, batch.loss_weight > 0
+        log_ratio = outputs.log_probs - (outputs.log_probs.detach() if self.on_policy else batch["old_log_probs"])
+        surrogate = self._surrogate(outputs.log_probs, log_ratio, batch)
+        loss = (self._policy_weight(batch) * surrogate.value).sum()
+        metrics = {name: (where & counted).sum() for name, where in surrogate.held.items()}
+        metrics |= {"tokens": counted.sum(), "weight": weight.sum(), "policy_loss": loss.detach(),
+                    "ratio": (surrogate.ratio * counted).sum(), "old_kl": _old_kl(log_ratio.detach(), counted)}  # fmt: skip
         loss = loss + self._kl(outputs.log_probs, batch, metrics) + self._entropy(outputs.entropy, weight, metrics)
         return LossOutput(loss=loss, metrics=metrics)
 
     def coefficients(self, batch: Batch) -> torch.Tensor | None:
-        """``[T]``: ``-w c A``, the derivative by each log-prob on policy, where r is 1; else None (it depends on r)."""
-        known = self.on_policy and self.only_advantages
-        return -self._policy_weight(batch) * batch["advantages"] if known else None
+        """``[T]``: the derivative by each log-prob on policy, where r is 1; else None (it depends on r).
+
+        ``-w c A``, and for ``gspo`` its mean over the sequence: each of a sequence's tokens has the same part in its ratio.
+        """
+        if not (self.on_policy and self.only_advantages):
+            return None
+        own = -self._policy_weight(batch) * batch["advantages"]
+        if self.kind != "gspo":
+            return own
+        counted = (batch.loss_weight > 0).to(own.dtype)
+        mean = sum_by_document(own, batch.cu_seqlens) / sum_by_document(counted, batch.cu_seqlens).clamp(min=1.0)
+        return mean[document_of(batch.cu_seqlens, own.device)] * counted
 
     def _policy_weight(self, batch: Batch) -> torch.Tensor:
         return batch.loss_weight * batch["correction"] if self.corrected else batch.loss_weight
 
-    def _policy(
-        self, log_ratio: torch.Tensor, advantages: torch.Tensor, counted: torch.Tensor
-    ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-        ratio = log_ratio.exp()
-        low, high = 1 - self.clip_low, 1 + self.clip_high
-        value = (-advantages * ratio).maximum(-advantages * ratio.clamp(low, high))
-        # Counted where the clip holds the token back, not wherever the ratio is outside.
-        clipped = {
-            "clipped_low": (ratio < low) & (advantages < 0),
-            "clipped_high": (ratio > high) & (advantages > 0),
-        }
-        if self.dual_clip is not None:
-            ceiling = -advantages * self.dual_clip
-            clipped["clipped_dual"] = (advantages < 0) & (value > ceiling)
-            value = value.where(advantages >= 0, value.minimum(ceiling))
-        metrics = {name: (where & counted).sum() for name, where in clipped.items()}
-        metrics["ratio"] = (ratio.detach() * counted).sum()
-        metrics["old_kl"] = ((ratio - 1 - log_ratio).detach() * counted).sum()
-        return value, metrics
+    def _surrogate(self, log_probs: torch.Tensor, log_ratio: torch.Tensor, batch: Batch) -> Surrogate:
+        advantages, low, high = batch["advantages"], 1 - self.clip_low, 1 + self.clip_high
+        if self.kind == "ppo":
+            return clipped(exp_ratio(log_ratio), advantages, low=low, high=high, dual=self.dual_clip)
+        if self.kind == "cispo":
+            return cispo(log_probs, log_ratio, advantages, low=low, high=high)
+        return gspo(log_probs, log_ratio, advantages, batch.loss_weight > 0, batch.cu_seqlens, low=low, high=high,
+                    level="token" if self.kind == "gspo_token" else "sequence")  # fmt: skip
 
     def _kl(self, log_probs: torch.Tensor, batch: Batch, metrics: dict[str, torch.Tensor]) -> torch.Tensor | float:
         if self.kl_coef == 0:
@@ -158,6 +164,11 @@ class PolicyLoss:
             return 0.0
         metrics["entropy"] = (entropy.detach() * (weight > 0)).sum()
         return -self.entropy_coef * (weight * entropy).sum() if self.entropy_coef else 0.0
+
+
+def _old_kl(log_ratio: torch.Tensor, counted: torch.Tensor) -> torch.Tensor:
+    log_ratio = log_ratio.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
+    return ((log_ratio.exp() - 1 - log_ratio) * counted).sum()
 
 
 def denominator(mode: Aggregation, token_counts: Sequence[int]) -> float:

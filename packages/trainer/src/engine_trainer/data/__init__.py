@@ -3,21 +3,23 @@
 from __future__ import annotations
 
 from engine_trainer.data.chat import ChatTokenizer, load_tokenizer
+from engine_trainer.data.context import room_for_prompts
 from engine_trainer.data.datasets import (
     Document,
     Prompt,
     PromptDataset,
     SFTDataset,
     order_of,
+    questions,
     read_examples,
-    read_heldout,
     warn_of_overlap,
     without_limit,
 )
+from engine_trainer.data.heldout import Heldout, heldout_sets, read_heldout
 from engine_trainer.data.layouts import Example
 from engine_trainer.data.order import SampleOrder
 
 __all__ = [
-    "ChatTokenizer", "Document", "Example", "Prompt", "PromptDataset", "SFTDataset", "SampleOrder", "load_tokenizer",
-    "order_of", "read_examples", "read_heldout", "warn_of_overlap", "without_limit",
+    "ChatTokenizer", "Document", "Example", "Heldout", "Prompt", "PromptDataset", "SFTDataset", "SampleOrder", "heldout_sets", "load_tokenizer",
+    "order_of", "questions", "read_examples", "read_heldout", "room_for_prompts", "warn_of_overlap", "without_limit",
 ]  # fmt: skip

@@ -18,6 +18,8 @@ from engine_api.errors import ConfigError
 from engine_trainer.data.layouts import Example, Messages
 from engine_trainer.sections import DataSection
 
+PROBE = "ANSWER"  # an assistant's text, to see what a template writes after one
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Segment:
@@ -85,6 +87,30 @@ class ChatTokenizer:
         """Token ids and loss weights (1 on learned tokens up to the one that ends the turn) of each document."""
         ids = iter(self._encode([s.text for segments in documents for s in segments]))
         return [self._join([(s, next(ids)) for s in segments]) for segments in documents]
+
+    def encode_text(self, text: str) -> list[int]:
+        """A text in the middle of a document."""
+        return self._encode([text])[0]
+
+    def encode_messages(self, messages: Messages, *, after: int) -> list[int]:
+        """What stands between two of the model's turns: the end of the first, ``messages``, and the opening of the second.
+
+        ``after`` is the last token before. Where it ends the turn already, the template's own end is left out; where the
+        turn was cut, that end is put there.
+
+        Raises ``DataError``: no chat template, or one that does not render such messages.
+        """
+        probe = Example(messages=[{"role": "user", "content": "1"}, {"role": "assistant", "content": PROBE}, *messages])
+        if not self.has_template:
+            raise probe.error("messages need a chat template", remedy="set data.chat_template, or append text")
+        rest = self._render(probe.messages, probe, ask=True).partition(PROBE)[2]
+        lost = [m for m in messages if str(m.get("content") or "").strip() not in rest]
+        if lost:
+            raise probe.error(f"the chat template leaves out a message of role {lost[0]['role']!r}", why=str(lost[0])[:200],
+                              remedy="set another data.chat_template, or append text")  # fmt: skip
+        ids = self.encode_text(rest)
+        end = self.stop_token_ids[0]
+        return ids[ids.index(end) + 1 :] if after in self.stop_token_ids and end in ids else ids
 
     # --- inside ---------------------------------------------------------------------------------
 
@@ -171,8 +197,8 @@ class ChatTokenizer:
         """The first special token that the template writes after an assistant's text."""
         if not self.has_template:
             return []
-        probe = Example(messages=[{"role": "user", "content": "1"}, {"role": "assistant", "content": "ANSWER"}])
-        tail = self._render(probe.messages, probe, ask=False).rpartition("ANSWER")[2]
+        probe = Example(messages=[{"role": "user", "content": "1"}, {"role": "assistant", "content": PROBE}])
+        tail = self._render(probe.messages, probe, ask=False).rpartition(PROBE)[2]
         special = set(self.tokenizer.all_special_ids)
         special |= {i for i, token in self.tokenizer.added_tokens_decoder.items() if token.special}
         return [i for i in self._encode([tail])[0] if i in special][:1]

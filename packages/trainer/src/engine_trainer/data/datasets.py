@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Sized
 from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 
@@ -16,9 +16,9 @@ from engine_trainer.data.layouts import Example, Need, to_examples
 from engine_trainer.data.order import SampleOrder
 from engine_trainer.data.readers import read_rows
 from engine_trainer.errors import DataError
-from engine_trainer.sections import DataSection, EvalSection
+from engine_trainer.sections import DataSection
 
-T = TypeVar("T")
+T = TypeVar("T", "Document", "Prompt")
 CHUNK = 1024  # examples tokenized in one call
 log = logging.getLogger("engine_trainer")
 
@@ -32,6 +32,11 @@ class Document:
 
     def __len__(self) -> int:
         return len(self.input_ids)
+
+    def cut(self, length: int) -> Document | None:
+        """Its first ``length`` tokens; None when nothing of them is learned."""
+        shorter = Document(input_ids=self.input_ids[:length], loss_weight=self.loss_weight[:length])
+        return shorter if shorter.loss_weight.any() else None
 
     def fields(self) -> dict[str, Any]:
         """As ``Batch.pack`` takes it."""
@@ -56,12 +61,16 @@ class Prompt:
     def __len__(self) -> int:
         return len(self.tokens)
 
+    def cut(self, length: int) -> Prompt:
+        """Its last ``length`` tokens, which ask for the answer; ``rendered`` and ``text`` stay whole."""
+        return replace(self, tokens=self.tokens[-length:])
+
 
 class SFTDataset:
-    """Tokenized documents. ``dropped`` counts those that were too long."""
+    """Tokenized documents. ``dropped`` and ``truncated`` count those that were too long."""
 
-    def __init__(self, documents: Sequence[Document], dropped: int = 0) -> None:
-        self.documents, self.dropped = list(documents), dropped
+    def __init__(self, documents: Sequence[Document], dropped: int = 0, truncated: int = 0) -> None:
+        self.documents, self.dropped, self.truncated = list(documents), dropped, truncated
 
     @staticmethod
     def build(examples: Sequence[Example], tokenizer: ChatTokenizer, section: DataSection) -> SFTDataset:
@@ -71,32 +80,43 @@ class SFTDataset:
             part = examples[start : start + CHUNK]
             encoded = tokenizer.encode_documents([tokenizer.document(e) for e in part])
             documents += [_document(e, ids, weights) for e, (ids, weights) in zip(part, encoded, strict=True)]
-        kept, dropped = _fit(examples, documents, section)
-        return SFTDataset(kept, dropped)
+        return SFTDataset(*_fit(examples, documents, section, None))
 
     def __len__(self) -> int:
         return len(self.documents)
+
+    def figures(self) -> dict[str, float]:
+        """``data/…``: rows that were too long, where there were any."""
+        return _too_long(self.dropped, self.truncated)
 
     def __getitem__(self, index: int) -> Document:
         return self.documents[index]
 
 
 class PromptDataset:
-    """Tokenized prompts. ``dropped`` counts those that were too long."""
+    """Tokenized prompts. ``dropped`` and ``truncated`` count those that were too long."""
 
-    def __init__(self, prompts: Sequence[Prompt], dropped: int = 0) -> None:
-        self.prompts, self.dropped = list(prompts), dropped
+    def __init__(self, prompts: Sequence[Prompt], dropped: int = 0, truncated: int = 0) -> None:
+        self.prompts, self.dropped, self.truncated = list(prompts), dropped, truncated
 
     @staticmethod
-    def build(examples: Sequence[Example], tokenizer: ChatTokenizer, section: DataSection) -> PromptDataset:
-        """Tokenize. Raises ``DataError`` for a prompt that is empty or too long."""
+    def build(
+        examples: Sequence[Example], tokenizer: ChatTokenizer, section: DataSection, room: int | None = None
+    ) -> PromptDataset:
+        """Tokenize. Raises ``DataError`` for a prompt that is empty or too long.
+
+        ``room``: tokens of the model's context that a completion leaves (``context.room_for_prompts``).
+        """
         encoded = tokenizer.encode_prompts(examples)
         prompts = [_prompt(e, text, ids) for e, (text, ids) in zip(examples, encoded, strict=True)]
-        kept, dropped = _fit(examples, prompts, section)
-        return PromptDataset(kept, dropped)
+        return PromptDataset(*_fit(examples, prompts, section, room))
 
     def __len__(self) -> int:
         return len(self.prompts)
+
+    def figures(self) -> dict[str, float]:
+        """``data/…``: rows that were too long, where there were any."""
+        return _too_long(self.dropped, self.truncated)
 
     def __getitem__(self, index: int) -> Prompt:
         return self.prompts[index]
@@ -110,24 +130,18 @@ def read_examples(section: DataSection, need: Need) -> list[Example]:
     return to_examples(read_rows(section.source, section.split), section.columns, need)
 
 
-def read_heldout(section: DataSection, evaluation: EvalSection, need: Need) -> list[Example]:
-    """The held-out rows, at most ``eval.max_problems``; says so when some of them are trained on."""
-    if evaluation.source is None:
-        assert section.reasoning_gym is not None  # the configurations check it
-        examples = gym_examples(section.reasoning_gym, "heldout")
-    else:
-        examples = to_examples(read_rows(evaluation.source, evaluation.split), section.columns, need)
-    return examples[: evaluation.max_problems]
+def questions(rows: Sequence[Example] | Sequence[Prompt]) -> list[str]:
+    """The last user turn of each."""
+    return [row.text if isinstance(row, Prompt) else _question(row) for row in rows]
 
 
-def warn_of_overlap(train: Sequence[Example], heldout: Sequence[Example]) -> int:
-    """How many held-out prompts are trained on as well; logged when there are any."""
-    seen = {_question(e) for e in train}
-    shared = sum(_question(e) in seen for e in heldout)
+def warn_of_overlap(train: Sequence[str], heldout: Sequence[str], name: str = "") -> int:
+    """How many held-out questions are trained on as well; logged when there are any. ``name``: the held-out set's."""
+    seen = set(train)
+    shared = sum(question in seen for question in heldout)
     if shared:
-        log.warning(
-            "%d of %d held-out prompts are also in the training data: their accuracy says nothing", shared, len(heldout)
-        )
+        log.warning("%d of %d held-out prompts%s are also in the training data: their accuracy says nothing", shared, len(heldout),
+                    f" of {name}" if name else "")  # fmt: skip
     return shared
 
 
@@ -136,7 +150,7 @@ def without_limit(section: DataSection) -> DataSection:
     return replace(section, on_too_long="error")
 
 
-def order_of(dataset: SFTDataset | PromptDataset, section: DataSection, seed: int) -> SampleOrder:
+def order_of(dataset: Sized, section: DataSection, seed: int) -> SampleOrder:
     """The order of a run's samples; ``seed`` is the run's, ``data.seed`` goes before it."""
     return SampleOrder(len(dataset), seed=seed if section.seed is None else section.seed, shuffle=section.shuffle)
 
@@ -158,23 +172,33 @@ def _question(example: Example) -> str:
     return str(next((t["content"] for t in reversed(example.prompt) if t["role"] == "user"), ""))
 
 
-def _fit(examples: Sequence[Example], items: Sequence[T], section: DataSection) -> tuple[list[T], int]:
-    limit = section.max_length
+def _too_long(dropped: int, truncated: int) -> dict[str, float]:
+    return {"data/dropped": float(dropped), "data/truncated": float(truncated)} if dropped or truncated else {}
+
+
+def _fit(
+    examples: Sequence[Example], items: Sequence[T], section: DataSection, room: int | None
+) -> tuple[list[T], int, int]:
+    """What is kept, how many were dropped, how many were cut."""
+    own, limit = section.max_length, min((n for n in (section.max_length, room) if n is not None), default=None)
     if limit is None:
-        return list(items), 0
+        return list(items), 0, 0
+    said = f"data.max_length is {own}" if own == limit else f"the context has {room} beside rollout.max_new_tokens"
     kept: list[T] = []
+    cut = 0
     for example, item in zip(examples, items, strict=True):
-        size = len(item)  # pyright: ignore[reportArgumentType] - documents and prompts have a length
-        if size <= limit:
+        if len(item) <= limit:
             kept.append(item)
         elif section.on_too_long == "error":
-            raise example.error(f"{size} tokens, data.max_length is {limit}",
-                                remedy="raise data.max_length, or set data.on_too_long=drop")  # fmt: skip
+            raise example.error(f"{len(item)} tokens, {said}",
+                                remedy="raise that limit, or set data.on_too_long=drop (or truncate)")  # fmt: skip
+        elif section.on_too_long == "truncate" and (shorter := item.cut(limit)) is not None:
+            kept.append(shorter)
+            cut += 1
     dropped = len(items) - len(kept)
     if not kept:
-        raise DataError(
-            f"all {len(items)} rows are longer than data.max_length={limit}", remedy="raise data.max_length"
-        )
-    if dropped:
-        log.warning("%d of %d rows are longer than data.max_length=%d and were dropped", dropped, len(items), limit)
-    return kept, dropped
+        raise DataError(f"all {len(items)} rows are too long: {said}", remedy="raise that limit")
+    for count, what in ((dropped, "dropped"), (cut, "cut")):
+        if count:
+            log.warning("%d of %d rows are too long and were %s: %s", count, len(items), what, said)
+    return kept, dropped, cut

@@ -1,4 +1,4 @@
-"""Rows of JSONL and parquet files, each with the place that it came from."""
+"""Rows of JSONL, parquet and arrow files, each with the place that it came from."""
 
 from __future__ import annotations
 
@@ -11,16 +11,18 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from engine_trainer.data.hub import PREFIX, from_hub, hint
+from engine_trainer.data.saved import is_saved, saved_files
 from engine_trainer.errors import DataError
 
-SUFFIXES = (".jsonl", ".parquet")
+SUFFIXES = (".jsonl", ".parquet", ".arrow")
 # Folders as the Hugging Face hub lays them out hold these side by side; training on all of them is never meant.
 HELD_OUT_NAMES = ("test", "validation", "valid", "val", "dev", "eval")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Row:
-    """One record, and where it stands; ``number`` is the 1-based line (JSONL) or row (parquet)."""
+    """One record, and where it stands; ``number`` is the 1-based line (JSONL) or row."""
 
     values: Mapping[str, Any]
     file: str
@@ -34,19 +36,21 @@ class Row:
 def read_rows(source: str | Sequence[str], split: str | None = None) -> list[Row]:
     """All rows of the files, or of the folders' files, in the order of their names.
 
+    A source is a file, a folder of files, a folder of ``datasets``' ``save_to_disk``, or a name on the hub (``hub``).
+
     Raises ``DataError``: no such file, no file of a known kind, a broken line, an empty file.
     """
-    paths = [Path(source)] if isinstance(source, str) else [Path(s) for s in source]
+    given = [source] if isinstance(source, str) else source
+    paths = [from_hub(s, SUFFIXES) if s.startswith(PREFIX) else Path(s) for s in given]
     return [row for path in paths for file in _files(path, split) for row in _read_file(file)]
 
 
 def _files(path: Path, split: str | None) -> list[Path]:
     if path.is_dir():
-        return _folder(path, split)
+        return saved_files(path, split) if is_saved(path) else _folder(path, split)
     if not path.is_file():
-        raise DataError(
-            "there is no such file or folder", file=str(path), remedy="check the path; see the recipe's comments"
-        )
+        raise DataError("there is no such file or folder", file=str(path),
+                        remedy=hint(path) or "check the path; see the recipe's comments")  # fmt: skip
     if path.suffix not in SUFFIXES:
         raise DataError(f"{path.suffix or 'no'} suffix", file=str(path), why=f"known: {', '.join(SUFFIXES)}",
                         remedy="convert it to JSONL: one JSON object a line")  # fmt: skip
@@ -59,7 +63,7 @@ def _folder(path: Path, split: str | None) -> list[Path]:
     if not chosen:
         names = ", ".join(str(f.relative_to(path)) for f in files[:5]) or "none"
         raise DataError("the folder has no data file" + (f" of split {split!r}" if split else ""), file=str(path),
-                        why=f".jsonl and .parquet files there: {names}", remedy="check the path and the split")  # fmt: skip
+                        why=f"data files there: {names}", remedy="check the path and the split")  # fmt: skip
     mixed = [f.name for f in chosen if f.name.startswith(HELD_OUT_NAMES)]
     if split is None and mixed and len(mixed) < len(chosen):
         raise DataError("the folder holds several splits", file=str(path), why=f"{mixed[0]} looks held out",
@@ -68,7 +72,7 @@ def _folder(path: Path, split: str | None) -> list[Path]:
 
 
 def _read_file(path: Path) -> list[Row]:
-    rows = list(_jsonl(path) if path.suffix == ".jsonl" else _parquet(path))
+    rows = list(_jsonl(path) if path.suffix == ".jsonl" else _table(path))
     if not rows:
         raise DataError("the file is empty", file=str(path), remedy="it needs at least one row")
     return rows
@@ -93,14 +97,23 @@ def _object(line: bytes, file: str, number: int) -> dict[str, Any]:
     return value
 
 
-def _parquet(path: Path) -> Iterator[Row]:
+def _table(path: Path) -> Iterator[Row]:
+    kind = path.suffix.removeprefix(".")
     try:
-        table = pq.read_table(path)
+        table = pq.read_table(path) if kind == "parquet" else _arrow(path)
     except (pa.ArrowException, OSError) as error:
-        raise DataError("the file is not readable parquet", file=str(path), why=str(error),
+        raise DataError(f"the file is not readable {kind}", file=str(path), why=str(error),
                         remedy="write it again; a copy cut short reads so") from error  # fmt: skip
     number = 0
     for batch in table.to_batches(max_chunksize=4096):
         for values in batch.to_pylist():
             number += 1
             yield Row(values=values, file=str(path), number=number)
+
+
+def _arrow(path: Path) -> pa.Table:
+    with pa.memory_map(str(path)) as source:
+        try:
+            return pa.ipc.open_stream(source).read_all()  # what datasets writes
+        except pa.ArrowInvalid:
+            return pa.ipc.open_file(source).read_all()  # Feather

@@ -16,8 +16,10 @@ class DeadlineExceeded(BaseException):
 
 
 @contextmanager
-def deadline(seconds: float | None) -> Iterator[None]:
+def deadline(seconds: float | None, *, again: bool = False) -> Iterator[None]:
     """Raise ``DeadlineExceeded`` in the body after ``seconds`` of wall time; None: no limit.
+
+    ``again``: and after as many seconds again, for a body that goes on with something else.
 
     By ``SIGALRM``, which interrupts Python code (not a call that stays inside C) and needs the main thread:
     a thread cannot be stopped from outside, and a process for each call costs more than most rewards.
@@ -29,9 +31,9 @@ def deadline(seconds: float | None) -> Iterator[None]:
         return
     if threading.current_thread() is not threading.main_thread():
         raise ConfigError("reward.timeout_s", "a time limit needs the main thread", why="it is kept by SIGALRM",
-                          remedy="score in the main thread, or set timeout_s: null")  # fmt: skip
+                          remedy="set reward.workers: 1 (a process of its own keeps the time), or timeout_s: null")  # fmt: skip
     before = signal.signal(signal.SIGALRM, _raise)
-    signal.setitimer(signal.ITIMER_REAL, seconds)
+    signal.setitimer(signal.ITIMER_REAL, seconds, seconds if again else 0.0)
     try:
         yield
     finally:

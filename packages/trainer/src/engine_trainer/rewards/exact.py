@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from engine_trainer.rewards.sample import RewardFn, Sample
+from engine_trainer.rewards.sample import RewardFn, Sample, Verdict
 from engine_trainer.rewards.text import EXTRACTORS, check_extractor, expected
 
 
@@ -18,7 +18,9 @@ def exact(*, extract: str = "none", ignore_case: bool = False) -> RewardFn:
     def judge(sample: Sample) -> float:
         given, wanted = EXTRACTORS[extract](sample.completion), expected(sample, "exact").strip()
         if given is None:
-            return 0.0
-        return float(given.casefold() == wanted.casefold() if ignore_case else given == wanted)
+            return Verdict(0.0)
+        if ignore_case:
+            given, wanted = given.casefold(), wanted.casefold()
+        return Verdict(float(given == wanted), given)
 
     return judge

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from engine_trainer.rewards.sample import RewardError, RewardFn, Sample
+from engine_trainer.rewards.sample import RewardError, RewardFn, Sample, Verdict
 from engine_trainer.rewards.text import after_marker, expected, number_in
 
 
@@ -24,6 +24,7 @@ def gsm8k(*, flexible: bool = False) -> RewardFn:
         given = after_marker(sample.completion)
         if given is None and flexible:
             given = sample.completion
-        return float(given is not None and number_in(given) == wanted)
+        found = None if given is None else number_in(given)
+        return Verdict(float(found == wanted), None if found is None else f"{found:g}")
 
     return judge

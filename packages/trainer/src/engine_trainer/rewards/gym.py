@@ -8,7 +8,7 @@ from functools import cache
 from typing import Any, cast
 
 from engine_api.errors import ConfigError
-from engine_trainer.rewards.sample import RewardError, RewardFn, Sample
+from engine_trainer.rewards.sample import RewardError, RewardFn, Sample, Verdict
 from engine_trainer.rewards.text import EXTRACTORS, check_extractor
 
 
@@ -31,10 +31,10 @@ def reasoning_gym(*, extract: str = "marker", full_match: bool = True) -> Reward
     def judge(sample: Sample) -> float:
         answer = EXTRACTORS[extract](sample.completion)
         if answer is None:
-            return 0.0
+            return Verdict(0.0)
         entry = _entry(sample)
         score = float(_scorer(str(entry["metadata"]["source_dataset"]))(answer, entry))
-        return float(score >= 1.0) if full_match else score
+        return Verdict(float(score >= 1.0) if full_match else score, answer.strip())
 
     return judge
 

@@ -6,7 +6,7 @@ import importlib.util
 from typing import Any
 
 from engine_api.errors import ConfigError
-from engine_trainer.rewards.sample import RewardError, RewardFn, Sample
+from engine_trainer.rewards.sample import RewardError, RewardFn, Sample, Verdict
 from engine_trainer.rewards.text import after_marker, expected, last_boxed
 
 
@@ -27,10 +27,10 @@ def math(*, boxed_only: bool = False) -> RewardFn:
     def judge(sample: Sample) -> float:
         answer = last_boxed(sample.completion)
         if answer is None and boxed_only:
-            return 0.0
+            return Verdict(0.0)
         gold = _gold(sample)
         given = _parse(_box(answer) if answer is not None else sample.completion)
-        return float(_verify(gold, given))
+        return Verdict(float(_verify(gold, given)), _vote(given))
 
     return judge
 
@@ -41,6 +41,16 @@ def _gold(sample: Sample) -> list[Any]:
     if not gold:
         raise RewardError("math", sample, f"math-verify cannot read the expected answer {text[-80:]!r}")
     return gold
+
+
+def _vote(given: list[Any]) -> str | None:
+    """One text for an answer however it is written: numbers as fractions, formulas as sympy writes them."""
+    if not given:
+        return None
+    from sympy import Expr, nsimplify
+
+    first = given[0]
+    return str(nsimplify(first, rational=True) if isinstance(first, Expr) and first.is_number else first)
 
 
 def _box(text: str) -> str:

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import functools
 import importlib.metadata
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 from engine_api.config import near_matches
 from engine_api.errors import ConfigError, PluginConflict, PluginLoadError
+from engine_trainer.functions import load_function, require_arguments
 from engine_trainer.rewards.sample import RewardFn
 
 REWARD_GROUP = "engine_trainer.rewards"
@@ -46,6 +49,32 @@ def create(name: str, kwargs: Mapping[str, Any] | None = None) -> RewardFn:
     except TypeError as error:
         raise ConfigError("reward.kwargs", f"{name!r} cannot be made with {dict(kwargs or {})}", why=str(error),
                           remedy=f"see help({getattr(factory, '__module__', '')}.{getattr(factory, '__qualname__', name)})") from error  # fmt: skip
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RewardSpec:
+    """A reward as a configuration names it: by ``name``, or as one's own ``function`` (``file.py:name``); one of the two.
+
+    One's own function is called as ``function(sample, **kwargs)``; nothing makes it first.
+    """
+
+    name: str | None = None
+    function: str | None = None
+    kwargs: Mapping[str, Any] = field(default_factory=dict[str, Any])
+    timeout_s: float | None = 10.0  # a call
+
+    @property
+    def title(self) -> str:
+        """What metrics and errors call it."""
+        return self.name or (self.function or "").rpartition(":")[2]
+
+    def make(self) -> RewardFn:
+        """The function. Raises what ``create`` and ``load_function`` raise."""
+        if self.function is None:
+            return create(self.name or "", self.kwargs)
+        loaded = load_function(self.function, "reward.function")
+        require_arguments(loaded, "reward.function", "sample", **self.kwargs)
+        return functools.partial(loaded, **self.kwargs) if self.kwargs else loaded
 
 
 def _installed(name: str) -> Factory:

@@ -1,10 +1,10 @@
-"""What a reward function sees, and the error for one that fails."""
+"""What a reward function sees and gives, and the error for one that fails."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Awaitable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any, Protocol, Self
 
 from engine_api.errors import EngineError
 
@@ -17,7 +17,8 @@ class Sample:
 
     Attributes:
         prompt: the prompt's text, as the model saw it.
-        completion: the completion's text, without special tokens.
+        completion: the completion's text, without special tokens. Of a conversation with tools: what the model said in
+            all its turns, without the tools' results.
         answer: the expected answer, where the data has one.
         metadata: what else the data says about the problem (its other columns; reasoning-gym's ``entry``).
         finished: false when the completion ran into the token limit.
@@ -30,16 +31,34 @@ class Sample:
     finished: bool = True
 
 
-class RewardFn(Protocol):
-    """A number that says how good a completion is; rewards that verify an answer give 1 or 0."""
+class Verdict(float):
+    """A reward that also says which answer it found in the completion, for the majority vote of an evaluation.
 
-    def __call__(self, sample: Sample, /) -> float:
+    Two completions vote for the same answer when ``answer`` is the same text; None does not vote.
+    """
+
+    answer: str | None
+
+    def __new__(cls, value: float, answer: str | None = None) -> Self:
+        """``value`` with ``answer``."""
+        made = super().__new__(cls, value)
+        made.answer = answer
+        return made
+
+
+class RewardFn(Protocol):
+    """A number that says how good a completion is; rewards that verify an answer give 1 or 0, as a ``Verdict``.
+
+    It may be ``async def``: calls then run side by side on one event loop.
+    """
+
+    def __call__(self, sample: Sample, /) -> float | Awaitable[float]:
         """Judge one completion."""
         ...
 
 
 class RewardError(EngineError):
-    """A reward function raised, or returned no number; ``__cause__`` is what it raised."""
+    """A reward function raised, returned no number or did not answer; ``__cause__`` is what it raised, where it was here."""
 
     def __init__(self, function: str, sample: Sample, what: str, *, remedy: str = "") -> None:
         self.function, self.prompt, self.completion = function, sample.prompt, sample.completion

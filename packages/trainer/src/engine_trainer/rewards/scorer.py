@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from engine_api.errors import ConfigError, EngineError
-from engine_trainer.rewards.deadline import DeadlineExceeded, deadline
-from engine_trainer.rewards.registry import create
-from engine_trainer.rewards.sample import RewardError, RewardFn, Sample
+from engine_api.errors import ConfigError
+from engine_trainer.functions import is_async
+from engine_trainer.rewards.calls import Outcome, call_all
+from engine_trainer.rewards.registry import RewardSpec
+from engine_trainer.rewards.sample import RewardError, RewardFn, Sample, Verdict
+from engine_trainer.rewards.workers import Workers
+from engine_trainer.sections import RewardSection
 
 COMBINE = "combine"  # the name under which several rewards are given: kwargs.rewards, a list
 
@@ -35,77 +38,147 @@ class Score:
     total: float  # Σ weight · part
     parts: dict[str, float]  # by reward name, unweighted
     correct: bool  # the first reward function gave at least 1
-    timeouts: int = 0
+    answer: str | None = None  # what the first reward function found in the completion, where it says so
+    timed_out: tuple[str, ...] = ()  # rewards that took too long, and count 0
+    failed: tuple[str, ...] = ()  # rewards that raised or gave no finite number, and count 0
+
+    @property
+    def timeouts(self) -> int:
+        """How many rewards took too long."""
+        return len(self.timed_out)
 
 
 class Scorer:
-    """Several rewards as one: their weighted sum."""
+    """Several rewards as one: their weighted sum.
 
-    def __init__(self, rewards: Sequence[WeightedReward]) -> None:
+    Args:
+        rewards: each with another name.
+        workers: processes that judge; None: this one.
+        concurrency: calls of a coroutine function at once, in each process.
+        max_failures: calls that may raise or give no finite number, in this scorer's life, and count 0.
+        max_timeouts: calls of one reward in a row that may take too long, and count 0; None: any number.
+    """
+
+    def __init__(
+        self, rewards: Sequence[WeightedReward], *, workers: Workers | None = None, concurrency: int = 64, max_failures: int = 0,
+        max_timeouts: int | None = None,
+    ) -> None:  # fmt: skip
         if not rewards or len({r.name for r in rewards}) < len(rewards):
             raise ConfigError(
                 "reward.kwargs.rewards", f"names {[r.name for r in rewards]}", remedy="name each reward once"
             )
-        self.rewards = tuple(rewards)
+        self.rewards, self.workers, self.concurrency = tuple(rewards), workers, concurrency
+        self.max_failures, self.max_timeouts = max_failures, max_timeouts
+        self._failures = 0
+        self._silent = dict.fromkeys((r.name for r in rewards), 0)  # timeouts in a row
 
     @staticmethod
-    def from_names(name: str, kwargs: Mapping[str, Any], timeout_s: float | None) -> Scorer:
-        """One reward by name; or, as ``combine``, the weighted sum of ``kwargs["rewards"]``.
+    def from_section(section: RewardSection) -> Scorer:
+        """As ``reward`` says: one reward, or, as ``combine``, the weighted sum of ``kwargs["rewards"]``.
 
-        Each of those is a mapping with ``name`` and, if wanted, ``weight`` (1), ``kwargs`` and ``timeout_s``.
+        Each of those is a mapping with ``name`` or ``function`` and, if wanted, ``weight`` (1), ``kwargs`` and ``timeout_s``.
+        Raises ``ConfigError``, ``PluginError``.
         """
-        if name != COMBINE:
-            return Scorer([WeightedReward(name=name, function=create(name, kwargs), timeout_s=timeout_s)])
-        return Scorer([_part(part, timeout_s) for part in kwargs.get("rewards", ())])
+        parts = _parts(section)
+        rewards = [WeightedReward(name=spec.title, function=spec.make(), weight=weight, timeout_s=spec.timeout_s)
+                   for spec, weight in parts]  # fmt: skip
+        workers = Workers([s for s, _ in parts], count=section.workers, concurrency=section.concurrency)
+        return Scorer(rewards, workers=workers if section.workers else None, concurrency=section.concurrency,
+                      max_failures=section.max_failures, max_timeouts=section.max_timeouts)  # fmt: skip
 
     def score(self, samples: Sequence[Sample]) -> list[Score]:
         """One ``Score`` a sample, in order.
 
-        A call that takes longer than its limit counts 0 and is counted in ``timeouts``: a policy can write what
-        keeps any checker busy, and that is no reason to end a run.
+        A call that takes longer than its limit counts 0: a policy can write what keeps any checker busy, and that is no
+        reason to end a run. Nor is a failed call, up to ``max_failures``. Both are named in the ``Score``.
 
         Raises:
-            RewardError: a function raised, or returned something that is not a finite number.
+            RewardError: one failure or one timeout in a row too many.
+            EngineError: what a reward raises on purpose: data without an answer.
         """
-        return [self._score(sample) for sample in samples]
+        outcomes = [self._judge(place, samples) for place in range(len(self.rewards))]
+        return [self._score([one[i] for one in outcomes]) for i in range(len(samples))]
 
-    def _score(self, sample: Sample) -> Score:
-        parts, timeouts = {}, 0
-        for reward in self.rewards:
-            value = _call(reward, sample)
-            timeouts += value is None
-            parts[reward.name] = 0.0 if value is None else value
-        total = math.fsum(r.weight * parts[r.name] for r in self.rewards)
-        return Score(total=total, parts=parts, correct=parts[self.rewards[0].name] >= 1.0, timeouts=timeouts)
+    def close(self) -> None:
+        """End the processes; idempotent."""
+        if self.workers is not None:
+            self.workers.close()
+
+    # --- inside ---------------------------------------------------------------------------------
+
+    def _judge(self, place: int, samples: Sequence[Sample]) -> list[Outcome]:
+        reward = self.rewards[place]
+        found: dict[int, Outcome] = {}
+        for number, outcome in self._calls(place, samples):
+            self._watch(reward, samples[number], outcome)
+            found[number] = outcome
+        return [found[i] for i in range(len(samples))]
+
+    def _calls(self, place: int, samples: Sequence[Sample]) -> Iterator[tuple[int, Outcome]]:
+        reward = self.rewards[place]
+        if self.workers is None:
+            return call_all(reward.function, samples, timeout_s=reward.timeout_s, concurrency=self.concurrency)
+        return self.workers.run(place, samples, chunk=self.concurrency if is_async(reward.function) else 1)
+
+    def _watch(self, reward: WeightedReward, sample: Sample, outcome: Outcome) -> None:
+        """Count what went wrong; raise when it is too much."""
+        if outcome.error is not None:
+            raise outcome.error
+        self._silent[reward.name] = self._silent[reward.name] + 1 if outcome.timed_out else 0
+        if outcome.timed_out:
+            log.warning(
+                "reward %r took longer than %s s, counted as 0: %.200r",
+                reward.name,
+                reward.timeout_s,
+                sample.completion,
+            )
+            if self.max_timeouts is not None and self._silent[reward.name] > self.max_timeouts:
+                raise RewardError(reward.name, sample, f"{self._silent[reward.name]} calls in a row took longer than {reward.timeout_s} s",
+                                  remedy="see whether what it calls still answers; reward.max_timeouts allows more")  # fmt: skip
+        if outcome.problem:
+            self._failures += 1
+            if self._failures > self.max_failures:
+                counted = f"; failed calls: {self._failures}" if self.max_failures else ""
+                raise RewardError(reward.name, sample, outcome.problem + counted,
+                                  remedy="mend the function, or the data that it cannot judge; reward.max_failures lets some "
+                                  "calls count 0") from outcome.cause  # fmt: skip
+            log.warning("reward %r failed, counted as 0: %s", reward.name, outcome.problem)
+
+    def _score(self, outcomes: Sequence[Outcome]) -> Score:
+        named = list(zip(self.rewards, outcomes, strict=True))
+        parts = {r.name: float(o.value) if o.value is not None else 0.0 for r, o in named}
+        first = outcomes[0].value
+        return Score(
+            total=math.fsum(r.weight * parts[r.name] for r in self.rewards), parts=parts,
+            correct=parts[self.rewards[0].name] >= 1.0, answer=first.answer if isinstance(first, Verdict) else None,
+            timed_out=tuple(r.name for r, o in named if o.timed_out), failed=tuple(r.name for r, o in named if o.problem),
+        )  # fmt: skip
 
 
-def _part(part: Mapping[str, Any], timeout_s: float | None) -> WeightedReward:
-    unknown = set(part) - {"name", "weight", "kwargs", "timeout_s"}
-    if unknown or "name" not in part:
-        raise ConfigError(
-            "reward.kwargs.rewards", f"{dict(part)}", remedy="give name, weight, kwargs, timeout_s; name is needed"
+def failure_figures(scores: Sequence[Score]) -> dict[str, float]:
+    """``reward/timeouts`` and ``reward/failures`` of these completions; with several rewards also of each that had some."""
+    figures: dict[str, float] = {}
+    for kind, named in (("timeouts", [s.timed_out for s in scores]), ("failures", [s.failed for s in scores])):
+        names = [name for row in named for name in row]
+        figures[f"reward/{kind}"] = float(len(names))
+        figures |= {f"reward/{kind}/{name}": float(names.count(name)) for name in sorted(set(names))}
+    return figures
+
+
+def _parts(section: RewardSection) -> list[tuple[RewardSpec, float]]:
+    if section.name != COMBINE:
+        spec = RewardSpec(
+            name=section.name, function=section.function, kwargs=dict(section.kwargs), timeout_s=section.timeout_s
         )
-    return WeightedReward(name=part["name"], function=create(part["name"], part.get("kwargs")), weight=part.get("weight", 1.0),
-                          timeout_s=part.get("timeout_s", timeout_s))  # fmt: skip
+        return [(spec, 1.0)]
+    return [_part(part, section.timeout_s) for part in section.kwargs.get("rewards", ())]
 
 
-def _call(reward: WeightedReward, sample: Sample) -> float | None:
-    try:
-        with deadline(reward.timeout_s):
-            value = reward.function(sample)
-    except DeadlineExceeded:
-        log.warning(
-            "reward %r took longer than %s s, counted as 0: %.200r", reward.name, reward.timeout_s, sample.completion
-        )
-        return None
-    except EngineError:
-        raise
-    except Exception as error:  # a user's function may raise anything; it is named, and all ranks end together
-        raise RewardError(reward.name, sample, f"it raised {type(error).__name__}: {error}") from error
-    try:
-        number = float(value)
-    except (TypeError, ValueError) as error:
-        raise RewardError(reward.name, sample, f"it returned {value!r}, not a number") from error
-    if not math.isfinite(number):
-        raise RewardError(reward.name, sample, f"it returned {number}, not a finite number")
-    return number
+def _part(part: Mapping[str, Any], timeout_s: float | None) -> tuple[RewardSpec, float]:
+    unknown = set(part) - {"name", "function", "weight", "kwargs", "timeout_s"}
+    if unknown or ("name" in part) == ("function" in part):
+        raise ConfigError("reward.kwargs.rewards", f"{dict(part)}",
+                          remedy="give name or function, and if wanted weight, kwargs, timeout_s")  # fmt: skip
+    spec = RewardSpec(name=part.get("name"), function=part.get("function"), kwargs=dict(part.get("kwargs") or {}),
+                      timeout_s=part.get("timeout_s", timeout_s))  # fmt: skip
+    return spec, float(part.get("weight", 1.0))

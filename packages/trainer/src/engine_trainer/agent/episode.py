@@ -1,0 +1,206 @@
+"""What an agent function is given: the conversation so far, token by token, and the model to go on with it."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal, Protocol, cast
+
+from engine_api.errors import EngineError
+from engine_api.rollout import Completion
+from engine_trainer.data import ChatTokenizer, Prompt
+
+End = Literal["done", "limit", "timeout", "failed"]
+Input = str | Sequence[int] | Sequence[Mapping[str, Any]]  # text, tokens, or messages
+
+
+class AgentError(EngineError):
+    """An agent function raised, or used its episode wrongly; ``__cause__`` is what it raised."""
+
+
+class EpisodeOver(BaseException):
+    """No turn or no token is left. Not an ``Exception``: an agent's own ``except Exception`` must not eat it."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Turn:
+    """What the model said in one turn; ``finished``: it stopped by itself."""
+
+    text: str
+    tokens: list[int]
+    finished: bool
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Trajectory:
+    """A whole conversation after its prompt.
+
+    Attributes:
+        tokens: the model's and the tools', in their order.
+        loss_weights: one a token, 1 where the model made it, 0 where a tool did.
+        log_probs, weight_versions: one a token, of the rollout; where a tool made it 0, and the version of the turn before
+            (at the beginning: of the first turn).
+        text: what the model said in all its turns.
+        finished: the function came to its end, and the model's last turn to a stop.
+        turns: of the model.
+        end: why it ended: by itself, no turn or token left, out of time, or the function failed.
+        info: what the function noted (``Episode.info``); the reward finds it in ``metadata``.
+    """
+
+    tokens: list[int]
+    loss_weights: list[float]
+    log_probs: list[float]
+    weight_versions: list[int]
+    text: str
+    finished: bool
+    turns: int
+    end: End = "done"
+    info: Mapping[str, Any] = field(default_factory=dict[str, Any])
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Request:
+    """One turn to be generated: which trajectory, which turn of it, after which tokens."""
+
+    number: int
+    turn: int
+    tokens: list[int]
+    max_new_tokens: int
+    stop_token_ids: tuple[int, ...] = ()  # beside the rollout's own
+
+
+class Generator(Protocol):
+    """The model, as episodes ask it."""
+
+    async def generate(self, request: Request) -> Completion:
+        """One completion. Raises ``RolloutError``."""
+        ...
+
+
+class Episode:
+    """One conversation, which the function continues until it ends it.
+
+    Attributes:
+        prompt: the problem: ``text``, ``answer``, ``metadata``, ``tokens``.
+        info: for whatever the reward function is to know.
+        clock: the function's time limit, which stands still while the model speaks.
+    """
+
+    def __init__(
+        self, number: int, prompt: Prompt, generator: Generator, tokenizer: ChatTokenizer, *, max_tokens: int, max_turns: int,
+        max_turn_tokens: int | None,
+    ) -> None:  # fmt: skip
+        self.prompt, self.info = prompt, dict[str, Any]()
+        self.clock: asyncio.Timeout | None = None
+        self._number, self._generator, self._tokenizer = number, generator, tokenizer
+        self._max_tokens, self._max_turns, self._max_turn_tokens = max_tokens, max_turns, max_turn_tokens
+        self._said: list[int] = []
+        self._weights: list[float] = []
+        self._log_probs: list[float] = []
+        self._versions: list[int] = []
+        self._turns: list[Turn] = []
+        self._speaking = False
+
+    @property
+    def tokens(self) -> list[int]:
+        """All tokens so far, the prompt's included."""
+        return [*self.prompt.tokens, *self._said]
+
+    @property
+    def turns(self) -> list[Turn]:
+        """The model's turns so far."""
+        return list(self._turns)
+
+    @property
+    def room(self) -> int:
+        """Tokens that may still follow, the model's and the tools' together."""
+        return self._max_tokens - len(self._said)
+
+    async def generate(
+        self, given: Input | None = None, *, max_new_tokens: int | None = None, stop_token_ids: Sequence[int] = ()
+    ) -> Turn:
+        """Append ``given`` (see ``append``) and let the model go on.
+
+        Args:
+            given: a tool's result, or what somebody else says; it carries no loss.
+            max_new_tokens: of this turn; less than ``agent.max_turn_tokens`` and what is left of all.
+            stop_token_ids: end this turn too.
+
+        Raises ``EpisodeOver``, which need not be caught, when no turn or no token is left.
+        """
+        if self._speaking:
+            raise AgentError("the model was asked while it speaks", where="agent.function", why="an episode is one conversation",
+                             remedy="await one generate after the other")  # fmt: skip
+        if given is not None:
+            self.append(given)
+        if len(self._turns) >= self._max_turns or self.room < 1:
+            raise EpisodeOver
+        limits = [n for n in (self.room, self._max_turn_tokens, max_new_tokens) if n is not None]
+        request = Request(number=self._number, turn=len(self._turns), tokens=self.tokens, max_new_tokens=max(1, min(limits)),
+                          stop_token_ids=tuple(stop_token_ids))  # fmt: skip
+        return self._record(await self._ask(request))
+
+    def append(self, given: Input) -> None:
+        """Add tokens that the model did not make: text (tokenized by itself), tokens, or messages through the chat template.
+
+        After messages it is the model's turn again. Raises ``EpisodeOver`` when they do not fit.
+        """
+        tokens = self._tokens_of(given)
+        if len(tokens) > self.room:
+            raise EpisodeOver
+        self._said += tokens
+        self._weights += [0.0] * len(tokens)
+        self._log_probs += [0.0] * len(tokens)
+        self._versions += [self._versions[-1] if self._versions else -1] * len(tokens)
+
+    def end(self) -> Trajectory:
+        """The conversation as it stands: what an agent function returns."""
+        return self.close("done")
+
+    def close(self, end: End) -> Trajectory:
+        """The conversation, with why it ended; the runner's."""
+        finished = end == "done" and bool(self._turns) and self._turns[-1].finished
+        info = {**self.info, "turns": [turn.text for turn in self._turns]}
+        return Trajectory(tokens=self._said, loss_weights=self._weights, log_probs=self._log_probs,
+                          weight_versions=self._versions, text="".join(turn.text for turn in self._turns), finished=finished,
+                          turns=len(self._turns), end=end, info=info)  # fmt: skip
+
+    # --- inside ---------------------------------------------------------------------------------
+
+    async def _ask(self, request: Request) -> Completion:
+        self._speaking = True
+        left = self._stop_clock()
+        try:
+            return await self._generator.generate(request)
+        finally:
+            self._speaking = False
+            if self.clock is not None and left is not None:
+                self.clock.reschedule(asyncio.get_running_loop().time() + left)
+
+    def _stop_clock(self) -> float | None:
+        if self.clock is None or self.clock.expired():
+            return None
+        when = self.clock.when()
+        self.clock.reschedule(None)
+        return None if when is None else when - asyncio.get_running_loop().time()
+
+    def _record(self, completion: Completion) -> Turn:
+        self._said += completion.tokens
+        self._weights += [1.0] * len(completion.tokens)
+        self._log_probs += completion.log_probs
+        if completion.weight_versions:  # what was appended before anything was said
+            self._versions = [completion.weight_versions[0] if v < 0 else v for v in self._versions]
+        self._versions += completion.weight_versions
+        turn = Turn(text=self._tokenizer.decode(completion.tokens), tokens=list(completion.tokens),
+                    finished=completion.finish_reason == "stop")  # fmt: skip
+        self._turns.append(turn)
+        return turn
+
+    def _tokens_of(self, given: Input) -> list[int]:
+        if isinstance(given, str):
+            return self._tokenizer.encode_text(given)
+        if all(isinstance(item, int) for item in given):
+            return [int(item) for item in cast("Sequence[int]", given)]
+        messages = [dict(item) for item in cast("Sequence[Mapping[str, Any]]", given)]
+        return self._tokenizer.encode_messages(messages, after=self.tokens[-1])

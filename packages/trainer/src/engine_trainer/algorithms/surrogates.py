@@ -1,0 +1,94 @@
+"""What a policy loss makes of ratios and advantages, a token: PPO's clip, GSPO's sequence ratios, CISPO's weights.
+
+A surrogate is a loss (to be minimized), ``[T]``, whose gradient goes through the log-probs. ``counted [T]`` says which
+tokens carry loss. A log-ratio is clamped to ±``MAX_LOG_RATIO`` before its exponential.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+
+from engine_trainer.algorithms.packed import document_of, sum_by_document
+
+# exp(20) = 4.9e8: past it a ratio says only "far away", and float32 would overflow at 88.
+MAX_LOG_RATIO = 20.0
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Surrogate:
+    """A loss a token, and what it was made of.
+
+    Attributes:
+        value: ``[T]`` with a gradient.
+        ratio: ``[T]``.
+        held: name → ``[T]`` bool, where a clip holds a token (or its sequence) back.
+    """
+
+    value: torch.Tensor
+    ratio: torch.Tensor
+    held: Mapping[str, torch.Tensor]
+
+
+def exp_ratio(log_ratio: torch.Tensor) -> torch.Tensor:
+    """``exp``, clamped as the module says."""
+    return log_ratio.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
+
+
+def mean_log_ratio(log_ratio: torch.Tensor, counted: torch.Tensor, cu_seqlens: torch.Tensor) -> torch.Tensor:
+    """``[T]``: the mean of the log-ratios of a document's counted tokens, at each of its tokens; 0 where none counts.
+
+    Its exponential is GSPO's ratio of a sequence (arXiv:2507.18071, eq. 7). Documents are whole in a micro-batch, so
+    that the mean is of the whole sequence.
+    """
+    sums = sum_by_document(log_ratio.where(counted, 0.0), cu_seqlens)
+    counts = sum_by_document(counted.to(log_ratio.dtype), cu_seqlens)
+    return (sums / counts.clamp(min=1.0))[document_of(cu_seqlens, log_ratio.device)]
+
+
+def clipped(
+    ratio: torch.Tensor, advantages: torch.Tensor, *, low: float, high: float, dual: float | None = None
+) -> Surrogate:
+    """``max(-A r, -A clip(r, low, high))`` (PPO, arXiv:1707.06347, eq. 7).
+
+    With ``dual``, at most ``-A dual`` where A < 0 (arXiv:1912.09729, eq. 5).
+    """
+    value = (-advantages * ratio).maximum(-advantages * ratio.clamp(low, high))
+    # Where the clip holds a token back, not wherever the ratio is outside.
+    held = {"clipped_low": (ratio < low) & (advantages < 0), "clipped_high": (ratio > high) & (advantages > 0)}
+    if dual is not None:
+        ceiling = -advantages * dual
+        held["clipped_dual"] = (advantages < 0) & (value > ceiling)
+        value = value.where(advantages >= 0, value.minimum(ceiling))
+    return Surrogate(value=value, ratio=ratio.detach(), held=held)
+
+
+def gspo(
+    log_probs: torch.Tensor, log_ratio: torch.Tensor, advantages: torch.Tensor, counted: torch.Tensor,
+    cu_seqlens: torch.Tensor, *, low: float, high: float, level: str,
+) -> Surrogate:  # fmt: skip
+    """Group sequence policy optimization (Zheng et al. 2025, arXiv:2507.18071).
+
+    ``level`` ``sequence`` (eq. 5): the ratio ``s = exp(mean log-ratio)`` of the whole sequence, the same value at each of
+    its tokens. ``token`` (GSPO-token, eq. 13): ``sg(s) · p_t / sg(p_t)``, with the same value and a gradient through token t
+    alone, for advantages that differ within a sequence; where they do not, value and gradient of the sum over a
+    sequence are the same as those of ``sequence``.
+    """
+    mean = mean_log_ratio(log_ratio, counted, cu_seqlens)
+    if level == "token":
+        mean = mean.detach() + log_probs - log_probs.detach()
+    return clipped(exp_ratio(mean), advantages, low=low, high=high)
+
+
+def cispo(
+    log_probs: torch.Tensor, log_ratio: torch.Tensor, advantages: torch.Tensor, *, low: float, high: float
+) -> Surrogate:
+    """``-sg(clip(r, low, high)) A log p``: clipped IS-weight policy optimization (arXiv:2506.13585, eq. 4 and 5).
+
+    No token's gradient is dropped, its weight is bounded instead. The paper bounds from above alone: ``low = 0``.
+    """
+    ratio = exp_ratio(log_ratio.detach())
+    held = {"clipped_low": ratio < low, "clipped_high": ratio > high}
+    return Surrogate(value=-ratio.clamp(low, high) * advantages * log_probs, ratio=ratio, held=held)

@@ -1,0 +1,49 @@
+"""The held-out sets of an evaluation: the one of ``eval`` itself, and those of ``eval.sets`` by name."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from engine_api.config import ModelSource
+from engine_trainer.data.chat import ChatTokenizer
+from engine_trainer.data.context import room_for_prompts
+from engine_trainer.data.datasets import PromptDataset, without_limit
+from engine_trainer.data.gym import gym_examples
+from engine_trainer.data.layouts import Example, Need, to_examples
+from engine_trainer.data.readers import read_rows
+from engine_trainer.sections import DataSection, EvalSection, EvalSet, RolloutSection
+
+
+@dataclass(frozen=True, kw_only=True)
+class Heldout:
+    """Problems that are not trained on, and how they are sampled; ``name`` is empty for the set of ``eval`` itself."""
+
+    name: str
+    problems: PromptDataset
+    samples: int
+    temperature: float
+
+
+def read_heldout(section: DataSection, chosen: EvalSet, need: Need) -> list[Example]:
+    """The rows of one set, at most ``max_problems``."""
+    if chosen.source is None:
+        assert section.reasoning_gym is not None  # the configurations check it
+        examples = gym_examples(section.reasoning_gym, "heldout")
+    else:
+        examples = to_examples(read_rows(chosen.source, chosen.split), section.columns, need)
+    return examples[: chosen.max_problems]
+
+
+def heldout_sets(
+    section: DataSection, evaluation: EvalSection | None, tokenizer: ChatTokenizer, model: ModelSource,
+    rollout: RolloutSection,
+) -> list[Heldout]:  # fmt: skip
+    """Every set that accuracy is measured on (``samples`` above 0). Raises ``DataError``, also for a prompt that is too long."""
+    found: list[Heldout] = []
+    for name, chosen in (evaluation.all_sets(section) if evaluation else {}).items():
+        if chosen.samples:
+            problems = PromptDataset.build(read_heldout(section, chosen, "prompt"), tokenizer, without_limit(section),
+                                           room_for_prompts(model, rollout))  # fmt: skip
+            assert chosen.temperature is not None, "all_sets fills it in"
+            found.append(Heldout(name=name, problems=problems, samples=chosen.samples, temperature=chosen.temperature))
+    return found

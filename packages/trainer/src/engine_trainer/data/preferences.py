@@ -1,0 +1,136 @@
+"""Pairs of preferences: a chosen and a rejected answer to one prompt.
+
+| layout | columns |
+|---|---|
+| prompt and answers | ``prompt`` (text or messages), ``chosen`` and ``rejected``: text, or the messages that follow the prompt |
+| conversations | ``chosen`` and ``rejected``: whole conversations (UltraFeedback's, TRL's implicit prompt); ``prompt`` is not read |
+
+``data.columns.prompt`` names another prompt column.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from engine_trainer.data.chat import ChatTokenizer
+from engine_trainer.data.datasets import Document
+from engine_trainer.data.layouts import PROMPTS, Example, Need, to_examples
+from engine_trainer.data.readers import Row, read_rows
+from engine_trainer.errors import DataError
+from engine_trainer.sections import ColumnsSection, DataSection
+
+log = logging.getLogger("engine_trainer")
+ANSWER_COLUMNS = ("chosen", "rejected")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Pair:
+    """Two documents; in both the assistant's tokens carry loss, up to and with the one that ends the turn."""
+
+    chosen: Document
+    rejected: Document
+
+    def __len__(self) -> int:
+        return len(self.chosen) + len(self.rejected)
+
+    @property
+    def documents(self) -> tuple[Document, Document]:
+        """Chosen, rejected."""
+        return self.chosen, self.rejected
+
+
+class PairDataset:
+    """Tokenized pairs. ``dropped`` counts those of which a document was too long."""
+
+    def __init__(self, pairs: Sequence[Pair], dropped: int = 0) -> None:
+        self.pairs, self.dropped = list(pairs), dropped
+
+    @staticmethod
+    def read(source: str | Sequence[str], split: str | None, tokenizer: ChatTokenizer, section: DataSection,
+             *, limit: int | None = None) -> PairDataset:  # fmt: skip
+        """The rows of ``source``, at most ``limit``. Raises ``DataError`` that names file, row and column."""
+        rows = read_rows(source, split)[:limit]
+        chosen, rejected = (_documents(rows, name, tokenizer, section.columns) for name in ANSWER_COLUMNS)
+        kept = [Pair(chosen=c, rejected=r) for row, c, r in zip(rows, chosen, rejected, strict=True)
+                if _fits(row, c, r, section)]  # fmt: skip
+        dropped = len(rows) - len(kept)
+        if not kept:
+            raise DataError(f"all {dropped} pairs are longer than data.max_length={section.max_length}",
+                            remedy="raise data.max_length")  # fmt: skip
+        if dropped:
+            log.warning(
+                "%d of %d pairs are longer than data.max_length=%d and were dropped",
+                dropped,
+                len(rows),
+                section.max_length,
+            )
+        return PairDataset(kept, dropped)
+
+    def __len__(self) -> int:
+        return len(self.pairs)
+
+    def __getitem__(self, index: int) -> Pair:
+        return self.pairs[index]
+
+
+def _documents(rows: Sequence[Row], name: str, tokenizer: ChatTokenizer, columns: ColumnsSection) -> list[Document]:
+    examples = [_example(row, name, columns) for row in rows]
+    encoded = tokenizer.encode_documents([tokenizer.document(e) for e in examples])
+    return [_document(e, name, ids, weights) for e, (ids, weights) in zip(examples, encoded, strict=True)]
+
+
+def _example(row: Row, name: str, columns: ColumnsSection) -> Example:
+    """The conversation that ends with the answer in column ``name``."""
+    answer = row.values.get(name)
+    if answer is None:
+        raise row.error("the column is missing or null", column=name, why=f"this row has: {', '.join(map(str, row.values))}",
+                        remedy="give every row prompt, chosen and rejected; see engine_trainer.data.preferences")  # fmt: skip
+    if not isinstance(answer, str | list) or not answer:
+        raise row.error(
+            "neither a text nor a list of messages",
+            column=name,
+            remedy="write the answer's text, or [{role, content}, …]",
+        )
+    if _is_whole(answer):
+        return _read(row, {"messages": answer}, ColumnsSection(messages="messages"))
+    prompt = columns.prompt or next((p for p in PROMPTS if row.values.get(p) is not None), None)
+    if prompt is None:
+        raise row.error("no prompt column", column="prompt", why="the answers are not whole conversations",
+                        remedy="name it with data.columns.prompt")  # fmt: skip
+    if isinstance(answer, str):
+        return _read(row, row.values, ColumnsSection(prompt=prompt, response=name))
+    opening = _read(row, row.values, ColumnsSection(prompt=prompt), need="prompt").messages
+    return _read(row, {"messages": [*opening, *answer]}, ColumnsSection(messages="messages"))
+
+
+def _is_whole(answer: str | list[Any]) -> bool:
+    """Whether messages begin with what somebody asked, not with the assistant's turn."""
+    first = answer[0] if isinstance(answer, list) else None
+    return isinstance(first, dict) and first.get("role") != "assistant"
+
+
+def _read(row: Row, values: Mapping[str, Any], columns: ColumnsSection, need: Need = "response") -> Example:
+    (example,) = to_examples([Row(values=values, file=row.file, number=row.number)], columns, need)
+    return example
+
+
+def _document(example: Example, name: str, ids: list[int], weights: list[float]) -> Document:
+    if example.messages[-1]["role"] != "assistant" or not any(weights):
+        raise DataError("the conversation does not end with an answer", file=example.file, row=example.number, column=name,
+                        remedy="end it with the assistant's turn")  # fmt: skip
+    return Document(input_ids=np.asarray(ids, dtype=np.int64), loss_weight=np.asarray(weights, dtype=np.float32))
+
+
+def _fits(row: Row, chosen: Document, rejected: Document, section: DataSection) -> bool:
+    size = max(len(chosen), len(rejected))
+    if section.max_length is None or size <= section.max_length:
+        return True
+    if section.on_too_long != "drop":  # an answer without its end is not the one that was preferred
+        raise row.error(f"{size} tokens in the longer answer's document, data.max_length is {section.max_length}",
+                        remedy="raise data.max_length, or set data.on_too_long=drop")  # fmt: skip
+    return False

@@ -1,0 +1,72 @@
+"""Folders of Hugging Face ``datasets``' ``save_to_disk``, read without that package: arrow streams and two JSON files.
+
+::
+
+    folder/                       a DatasetDict
+      dataset_dict.json           {"splits": ["train", "test"]}
+      train/                      a Dataset
+        state.json                {"_data_files": [{"filename": "data-00000-of-00001.arrow"}], …}
+        data-00000-of-00001.arrow
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from engine_trainer.errors import DataError
+
+DICT, STATE = "dataset_dict.json", "state.json"
+
+
+def is_saved(folder: Path) -> bool:
+    """Whether ``save_to_disk`` wrote this folder."""
+    return (folder / DICT).is_file() or (folder / STATE).is_file()
+
+
+def saved_files(folder: Path, split: str | None) -> list[Path]:
+    """The arrow files of one split, in their order.
+
+    Raises ``DataError``: no such split, several and none named, a file that is missing.
+    """
+    if (folder / DICT).is_file():
+        return _shards(folder / _split(folder, split))
+    given = _read(folder / STATE).get("_split")
+    if split is not None and split != given:
+        raise DataError(f"the data set has no split {split!r}", file=str(folder), why=f"it is {given or 'not split'}",
+                        remedy="leave the split out, or name the folder that holds it")  # fmt: skip
+    return _shards(folder)
+
+
+def _split(folder: Path, split: str | None) -> str:
+    splits = [str(name) for name in _read(folder / DICT).get("splits", [])]
+    if split is None and len(splits) == 1:
+        return splits[0]
+    if split is None:
+        raise DataError("the folder holds several splits", file=str(folder), why=", ".join(splits),
+                        remedy="set split, for example data.split=train")  # fmt: skip
+    if split not in splits:
+        raise DataError(f"the data set has no split {split!r}", file=str(folder), why=f"it has {', '.join(splits)}",
+                        remedy="name one of these")  # fmt: skip
+    return split
+
+
+def _shards(folder: Path) -> list[Path]:
+    state = _read(folder / STATE)
+    if state.get("_indices_data_files"):
+        raise DataError("the rows are chosen by an index file", file=str(folder), why="an old release of datasets saved it so",
+                        remedy="load and save it again with a recent one")  # fmt: skip
+    files = [folder / str(part["filename"]) for part in state.get("_data_files", [])]
+    absent = [f.name for f in files if not f.is_file()]
+    if absent or not files:
+        raise DataError("a data file is missing", file=str(folder), why=f"{STATE} names {', '.join(absent) or 'none'}",
+                        remedy="copy the whole folder")  # fmt: skip
+    return files
+
+
+def _read(path: Path) -> dict[str, Any]:
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise DataError("not readable", file=str(path), why=str(error), remedy="copy the whole folder again") from error

@@ -1,0 +1,94 @@
+"""A user's own function, named in a configuration: ``path/to/file.py:name`` or ``package.module:name``."""
+
+from __future__ import annotations
+
+import hashlib
+import importlib
+import importlib.util
+import inspect
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from engine_api.config import near_matches
+from engine_api.errors import ConfigError
+
+
+def load_function(target: str, key: str) -> Callable[..., Any]:
+    """What ``target`` names. Files beside a named file can be imported by it, as beside a script.
+
+    Args:
+        target: ``file.py:name``, relative to the working directory, or ``package.module:name``.
+        key: the configuration's key, for errors.
+
+    Raises ``ConfigError``: not of that form, no such file, module or function, or its import fails.
+    """
+    place, separator, name = target.rpartition(":")
+    if not separator or not place or not name:
+        raise ConfigError(
+            key, f"{target!r} names no function", remedy="write path/to/file.py:name or package.module:name"
+        )
+    module = _import(place, key)
+    function = getattr(module, name, None)
+    if not callable(function):
+        offered = [n for n, v in vars(module).items() if callable(v) and not n.startswith("_")]
+        raise ConfigError(key, f"{place} has no function {name!r}", remedy=near_matches(name, offered))
+    return function
+
+
+def is_async(function: Callable[..., Any]) -> bool:
+    """Whether calling it gives a coroutine: ``async def``, or an object whose ``__call__`` is one."""
+    inner = getattr(function, "func", function)  # functools.partial
+    return inspect.iscoroutinefunction(inner) or inspect.iscoroutinefunction(getattr(inner, "__call__", None))  # noqa: B004 - not whether, but what
+
+
+def require_arguments(function: Callable[..., Any], key: str, *positional: str, **keywords: Any) -> None:
+    """Raise ``ConfigError`` unless ``function`` can be called with these; ``positional`` are their names, for the error."""
+    try:
+        inspect.signature(function).bind(*positional, **keywords)
+    except TypeError as error:
+        given = ", ".join([*positional, *(f"{name}=…" for name in keywords)])
+        raise ConfigError(key, f"the function cannot be called with ({given})", why=str(error),
+                          remedy="give it these parameters, or correct its kwargs") from error  # fmt: skip
+
+
+def _import(place: str, key: str) -> ModuleType:
+    try:
+        if place.endswith(".py"):
+            return _import_file(Path(place), key)
+        _find_in(Path.cwd())  # a console script does not look there
+        return importlib.import_module(place)
+    except ConfigError:
+        raise
+    except Exception as error:  # a stranger's module may raise anything
+        raise ConfigError(key, f"{place} cannot be imported", why=f"{type(error).__name__}: {error}",
+                          remedy="mend it, or correct the name; a file is named with its .py") from error  # fmt: skip
+
+
+def _import_file(path: Path, key: str) -> ModuleType:
+    path = path.expanduser().resolve()
+    if not path.is_file():
+        raise ConfigError(key, f"there is no file {path}", remedy="paths are relative to the working directory")
+    # Two files of one name are two modules; one file is loaded once a process.
+    name = f"_engine_trainer_user_{path.stem}_{hashlib.sha256(str(path).encode()).hexdigest()[:8]}"
+    if name in sys.modules:
+        return sys.modules[name]
+    spec = importlib.util.spec_from_file_location(name, path)
+    assert spec is not None, "a .py file has a loader"
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module
+    _find_in(path.parent)
+    try:
+        spec.loader.exec_module(module)
+    except BaseException:  # an interrupt too: half a module must not stay; raised again
+        del sys.modules[name]
+        raise
+    return module
+
+
+def _find_in(folder: Path) -> None:
+    if str(folder) not in sys.path:
+        sys.path.append(str(folder))  # at the end: it hides nothing

@@ -1,0 +1,44 @@
+"""One run at a time in a folder."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import socket
+from pathlib import Path
+from typing import IO
+
+from engine_api.errors import ConfigError
+
+LOCK = ".lock"
+
+
+class FolderLock:
+    """Held from ``acquire`` to ``release``, or to the end of the process: the system frees it then, also after a kill."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._file: IO[str] | None = None
+
+    def acquire(self) -> None:
+        """Raises ``ConfigError`` that names the process that holds it."""
+        self._folder.mkdir(parents=True, exist_ok=True)
+        file = (self._folder / LOCK).open("a+", encoding="utf-8")
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            file.seek(0)
+            holder = file.read().strip() or "another process"
+            file.close()
+            raise ConfigError("run.output_dir", f"another run writes to {self._folder}", why=f"{holder} holds {LOCK}",
+                              remedy="wait for it, end it, or use another run.output_dir") from error  # fmt: skip
+        file.truncate(0)
+        file.write(f"process {os.getpid()} on {socket.gethostname()}\n")
+        file.flush()
+        self._file = file
+
+    def release(self) -> None:
+        """Idempotent."""
+        file, self._file = self._file, None
+        if file is not None:
+            file.close()

@@ -1,0 +1,138 @@
+"""Engines and rollouts on a Ray cluster. See ``engine_trainer.groups.Launcher``."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import torch
+
+from engine_api.capabilities import Capability
+from engine_api.comm import Comm, SingleComm
+from engine_api.config import EngineConfig
+from engine_api.errors import ConfigError
+from engine_trainer.config import RLConfig
+from engine_trainer.logs import Timers
+from engine_trainer.ray import cluster, memory
+from engine_trainer.ray.calls import Pool, attempt, finish
+from engine_trainer.ray.engines import RayEngines
+from engine_trainer.ray.meter import Meter
+from engine_trainer.ray.rollouts import Colocated, Separate
+from engine_trainer.ray.workers import EngineWorker, RolloutWorker
+from engine_trainer.replica import RolloutSpec, rollout_device
+from engine_trainer.sections import EngineSection
+
+FAREWELL_S = 10.0  # for workers to close what they hold, before they are ended
+
+
+class OnRay:
+    """A controller's launcher: pools of actors in placement groups. The cluster must be connected.
+
+    Args:
+        patience_s: how long the cluster may be too small at first: a lost node may be replaced.
+
+    Raises ``ConfigError`` when it is.
+    """
+
+    def __init__(self, config: RLConfig, patience_s: float = 0.0) -> None:
+        self.config, self.section = config, config.ray
+        self.comm: Comm = SingleComm()  # one controller
+        self.meter = Meter()
+        self._each = cluster.per_worker(self.section, config.engine)
+        cluster.require(self._each, self.section.engines + (self.section.rollouts or 0), patience_s)
+        self._placements: list[cluster.Placement] = []
+        self._pools: list[Pool] = []
+        self._policy: RayEngines | None = None
+        self._rollout_pool: Pool | None = None  # None: beside the engines
+        self._num_engines = 0
+
+    def resolve(self, section: EngineSection) -> tuple[str, frozenset[Capability]]:
+        """See ``Launcher``; the first worker looks around."""
+        pool = self._engine_pool()
+        found: tuple[str, frozenset[Capability]] = pool.finish([pool.start(0, "resolve", section)])[0].value
+        return found
+
+    def engines(self, section: EngineSection, config: EngineConfig, device: str) -> RayEngines:
+        """See ``Launcher``; all engines are in the same workers. Raises ``ConfigError`` when policy and rollout cannot fit."""
+        pool = self._engine_pool()
+        if self._policy is None:
+            self._check_memory(pool, config, device)
+            self._join(pool, cuda=device == "cuda")
+        made = RayEngines(pool, self._num_engines, pool.call_all("make_engine", section, config, device))
+        self._num_engines += 1
+        self._policy = self._policy or made
+        return made
+
+    def rollouts(self, spec: RolloutSpec, timers: Timers) -> Colocated | Separate:
+        """See ``Launcher``."""
+        assert self._policy is not None, "the policy comes first"
+        if self._rollout_pool is None:
+            self._policy.pool.call_all("make_rollout", spec)
+            return Colocated(self._policy, timers)
+        for key, given in {
+            "lora: adapter": spec.section.lora == "adapter",
+            "offload_engine": spec.section.offload_engine,
+        }.items():
+            if given:
+                raise ConfigError(f"rollout.{key}", "needs the rollout in the engine's processes",
+                                  why=f"ray.rollouts is {self.section.rollouts}", remedy="leave one of the two out")  # fmt: skip
+        pool = self._rollout_pool
+        pool.call_all("make_rollout", spec)
+        self._connect(self._policy.pool, pool, "cuda" if spec.device == spec.engine_device == "cuda" else "cpu")
+        # A rollout that quantizes wants the weights as they are stored.
+        dtype = getattr(torch, spec.dtype) if spec.section.quantization == "none" else None
+        return Separate(pool, self._policy, timers, dtype)
+
+    def figures(self) -> dict[str, float]:
+        """See ``Launcher``."""
+        return self.meter.take()
+
+    def profile(self, folder: Path | None) -> None:
+        """See ``Launcher``."""
+        for pool in self._pools:
+            pool.call_all("profile", folder)
+
+    def close(self) -> None:
+        """See ``Launcher``. Workers close what they hold where they still can, and are ended in any case."""
+        closing = [call for pool in self._pools for call in pool.start_all("close")]
+        attempt(lambda: finish(closing, FAREWELL_S))
+        for pool in self._pools:
+            cluster.kill(pool.actors)
+        for placement in self._placements:
+            placement.release()
+        self._pools, self._placements = [], []
+
+    # --- inside -----------------------------------------------------------------------------------
+
+    def _engine_pool(self) -> Pool:
+        return self._pools[0] if self._pools else self._pool("engine", EngineWorker, self.section.engines)
+
+    def _check_memory(self, engines: Pool, config: EngineConfig, device: str) -> None:
+        served = rollout_device(self.config.rollout, device)
+        if self.section.rollouts is not None:
+            self._rollout_pool = self._pool("rollout", RolloutWorker, self.section.rollouts)
+        rooms = engines.call_all("room", device)
+        rollouts = rooms if self._rollout_pool is None else self._rollout_pool.call_all("room", served)
+        memory.check(rooms, rollouts, self.config, config, device)
+
+    def _pool(self, name: str, cls: type, workers: int) -> Pool:
+        placement = cluster.Placement(self._each, workers, self.section.start_timeout_s)
+        self._placements.append(placement)
+        actors = [placement.start(cls, bundle, f"{name}-{bundle}") for bundle in range(workers)]
+        pool = Pool(name, actors, self.section.timeout_s, self.meter)
+        self._pools.append(pool)
+        pool.call_all("setup", str(Path.cwd()), sys.path, list(self.section.imports))
+        return pool
+
+    def _join(self, pool: Pool, *, cuda: bool) -> None:
+        size, timeout_s = len(pool), self.section.timeout_s
+        address = pool.finish([pool.start(0, "serve_store", size, timeout_s)])[0].value
+        pool.finish([pool.start(rank, "join", address, rank, size, cuda, timeout_s) for rank in range(size)])
+
+    def _connect(self, engines: Pool, rollouts: Pool, device: str) -> None:
+        size, timeout_s = len(rollouts) + 1, self.section.timeout_s
+        address = engines.finish([engines.start(0, "serve_channel", size, timeout_s)])[0].value
+        joining = [
+            rollouts.start(r, "open_channel", address, r + 1, size, device, timeout_s) for r in range(len(rollouts))
+        ]
+        rollouts.finish([*joining, engines.start(0, "start_channel", size, device, timeout_s)])

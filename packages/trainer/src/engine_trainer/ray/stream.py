@@ -1,0 +1,191 @@
+"""Fully asynchronous experience: replicas generate all the time, a step takes the groups that are complete.
+
+A group's prompts are drawn in the run's order. What was drawn and not trained on is named in the state of each step, and
+drawn again by a run that is resumed: no prompt is lost.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+
+from engine_api.errors import EngineError
+from engine_trainer.algorithms.shaping import informative
+from engine_trainer.config import RLConfig
+from engine_trainer.data import Prompt, PromptDataset, SampleOrder
+from engine_trainer.experience import Experience, answer_figures, is_stale, round_seed, staleness_figures, totals
+from engine_trainer.ray.calls import Call, first
+from engine_trainer.ray.rollouts import Separate
+from engine_trainer.replica import Answer, Group
+from engine_trainer.sampler import Sampler
+
+
+class FullyAsync:
+    """See ``engine_trainer.sources.Source``.
+
+    Args:
+        sampler: its rollouts are replicas with processes of their own.
+        position, pending: of the state that a run goes on from.
+        oldest: the oldest weight version that something is learned from.
+    """
+
+    def __init__(
+        self, sampler: Sampler, data: PromptDataset, order: SampleOrder, config: RLConfig, *, position: int, pending: Sequence[int],
+        oldest: Callable[[], int],
+    ) -> None:  # fmt: skip
+        assert isinstance(sampler.rollouts, Separate), "the configuration checks it"
+        self._sampler, self._rollouts, self._config, self._oldest = sampler, sampler.rollouts, config, oldest
+        self._data, self._order, self._position = data, order, position
+        self._again = list(pending)  # positions to draw before new ones
+        self._drawn: set[int] = set()  # and not given out yet
+        self._ready: list[tuple[int, Group]] = []
+        self._seed = round_seed(config.run.seed, position, 0)
+        self._calls = 0
+        self._dropped = 0
+        self._failed: EngineError | None = None
+        self._changed = threading.Condition()
+        self._paused = True
+        self._busy = 0  # calls that run
+        self._under_way = dict.fromkeys(self._rollouts.held, 0)  # groups, by replica
+        self._closed = False
+        self._thread = threading.Thread(target=self._run, name="generate", daemon=True)
+        sampling = sampler.sampling(n=config.rollout.n, temperature=config.rollout.temperature, seed=0)
+        self._rollouts.continuing(sampling, config.overlap.slice_tokens)
+        self._thread.start()
+
+    def take(self, step: int) -> Experience:
+        """See ``Source``: brings the policy's weights to the replicas, then waits for as many groups as a step has."""
+        del step  # what is generated depends on when
+        self.settle()
+        with self._sampler.timers.phase("sync"):
+            self._sampler.sync()
+        self._resume()
+        with self._sampler.timers.phase("wait"):
+            generated, kept = self._collect()
+        version, oldest = self._sampler.policy.weight_version, self._oldest()
+        metrics = answer_figures(generated) | {
+            "rollout/groups": float(len(kept)),
+            "rollout/dropped_groups": float(self._dropped),
+        }
+        metrics |= staleness_figures(kept, version, oldest) if kept else {}
+        self._dropped = 0
+        return Experience(
+            groups=kept, position=self._position, pending=sorted([*self._drawn, *self._again]), metrics=metrics
+        )
+
+    def settle(self) -> None:
+        """See ``Source``: waits for the slices that run."""
+        with self._changed:
+            self._paused = True
+            self._changed.wait_for(lambda: self._busy == 0 or self._failed is not None)
+            self._raise()
+
+    def close(self) -> None:
+        """See ``Source``."""
+        with self._changed:
+            self._closed = True  # the thread ends with the slices that run, at the latest with their workers
+            self._changed.notify_all()
+
+    # --- giving out -------------------------------------------------------------------------------
+
+    def _resume(self) -> None:
+        with self._changed:
+            self._paused = False
+            self._changed.notify_all()
+
+    def _collect(self) -> tuple[list[Group], list[Group]]:
+        """(all groups that were looked at, those that are learned from)."""
+        wanted, dynamic = self._config.algorithm.prompts_per_step, self._config.algorithm.dynamic_sampling
+        generated: list[Group] = []
+        kept: list[Group] = []
+        limit = wanted * (dynamic.max_rounds if dynamic.enabled else 1)
+        while len(kept) < wanted and len(generated) < limit:
+            group = self._next()
+            generated.append(group)
+            kept += [group] if not dynamic.enabled or bool(informative(totals([group]))[0]) else []
+        return generated, kept
+
+    def _next(self) -> Group:
+        with self._changed:
+            while True:
+                self._changed.wait_for(lambda: bool(self._ready) or self._failed is not None)
+                self._raise()
+                position, group = self._ready.pop(0)
+                self._drawn.discard(position)
+                self._changed.notify_all()
+                if self._fresh(group):
+                    return group
+                self._dropped += 1
+
+    def _fresh(self, group: Group) -> bool:
+        oldest = self._oldest()
+        return any(not all(is_stale(a, oldest)) for a in group.answers)
+
+    def _raise(self) -> None:
+        if self._failed is not None:
+            raise self._failed
+
+    # --- generating, in the thread ------------------------------------------------------------------
+
+    def _run(self) -> None:
+        running: dict[int, Call] = {}  # by replica
+        try:
+            while not self._closed:
+                self._start(running)
+                if running:
+                    self._finish(running)
+        except EngineError as error:
+            with self._changed:
+                self._failed = error
+                self._changed.notify_all()
+
+    def _start(self, running: dict[int, Call]) -> None:
+        """A slice on every replica that is idle and has something to do, unless there is to be a sync."""
+        with self._changed:
+            # Nothing runs and nothing may be drawn: until a step takes of what is ready.
+            self._changed.wait_for(lambda: bool(running) or self._closed or (not self._paused and self._has_work()))
+            if self._paused or self._closed:
+                return
+            for replica in self._rollouts.held:
+                new = [] if replica in running else self._draw(replica)
+                if replica not in running and self._under_way[replica]:
+                    self._calls += 1
+                    self._busy += 1
+                    running[replica] = self._rollouts.pool.start(replica, "advance", new, self._seed + self._calls)
+
+    def _finish(self, running: dict[int, Call]) -> None:
+        pool = self._rollouts.pool
+        done = first(list(running.values()), pool.timeout_s)
+        for replica in [r for r, call in running.items() if call in done]:
+            found: list[tuple[int, list[Answer]]] = pool.finish([running.pop(replica)])[0].value
+            with self._changed:
+                self._busy -= 1
+                self._under_way[replica] -= len(found)
+                self._ready += [
+                    (position, Group(prompt=self._prompt(position), answers=answers)) for position, answers in found
+                ]
+                self._changed.notify_all()
+
+    def _has_work(self) -> bool:
+        return any(self._under_way.values()) or self._room() > 0
+
+    def _room(self) -> int:
+        """Groups that may still be begun: more would be too old before a step takes them."""
+        return self._config.algorithm.prompts_per_step * (self._config.overlap.max_staleness + 1) - len(self._drawn)
+
+    def _draw(self, replica: int) -> list[tuple[int, Prompt]]:
+        section = self._config.rollout
+        capacity = max(1, section.batch_size // section.n) - self._under_way[replica]
+        positions: list[int] = []
+        for _ in range(min(self._room(), capacity)):
+            if self._again:
+                positions.append(self._again.pop(0))
+            else:
+                positions.append(self._position)
+                self._position += 1
+        self._drawn |= set(positions)
+        self._under_way[replica] += len(positions)
+        return [(position, self._prompt(position)) for position in positions]
+
+    def _prompt(self, position: int) -> Prompt:
+        return self._data[self._order[position]]

@@ -1,0 +1,81 @@
+"""What the actors share. Every method is reached through ``call``, which measures it."""
+
+from __future__ import annotations
+
+import importlib
+import os
+import sys
+import time
+from collections.abc import Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import ray
+
+from engine_api.errors import ConfigError
+from engine_trainer.logs import Timers
+from engine_trainer.profiling import Trace
+from engine_trainer.ray import channel, memory
+from engine_trainer.ray.calls import Reply
+
+
+class Worker:
+    """What both kinds share.
+
+    Args:
+        name: as the controller's errors and figures call it.
+    """
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self.timers = Timers()
+        self._channel: channel.Channel | None = None
+        self._trace = Trace(name)
+
+    def setup(self, folder: str, path: Sequence[str], imports: Sequence[str]) -> None:
+        """The first call.
+
+        Args:
+            folder: the controller's working directory: relative paths mean the same here, where it exists.
+            path: where the controller finds modules; they are looked for there after this process's own places.
+            imports: modules that register engines, rollouts or rewards in process.
+        """
+        with suppress(FileNotFoundError):  # on another node a path must be absolute, as with torchrun
+            os.chdir(folder)
+        sys.path += [place for place in path if place not in sys.path]
+        for module in imports:
+            try:
+                importlib.import_module(module)
+            except ImportError as error:
+                raise ConfigError("ray.imports", f"{module!r} cannot be imported in a worker", why=str(error),
+                                  remedy="install it on every node, or put its folder on PYTHONPATH") from error  # fmt: skip
+
+    def call(self, method: str, *arguments: Any) -> Reply:
+        """The method's value, and how long it took."""
+        begin = time.perf_counter()
+        value = getattr(self, method)(*arguments)
+        phases = {name.removeprefix("time/"): seconds for name, seconds in self.timers.take().items()}
+        return Reply(value=value, seconds=time.perf_counter() - begin, phases=phases)
+
+    def profile(self, folder: Path | None) -> None:
+        """See ``Launcher.profile``."""
+        self._trace.end() if folder is None else self._trace.begin(folder)
+
+    def room(self, device: str) -> memory.Room:
+        """The memory that this worker may use."""
+        return memory.room(device)
+
+    def close(self) -> None:
+        """Give everything back; idempotent."""
+        if self._channel is not None:
+            self._channel.close()
+
+    def open_channel(self, address: tuple[str, int], rank: int, size: int, device: str, timeout_s: float) -> None:
+        """Join the channel that carries weights, as a receiver."""
+        self._channel = channel.Channel(channel.reach(*address, size, timeout_s), rank, size, device, timeout_s)
+
+
+def address() -> str:
+    """Of this node, as the others reach it."""
+    return str(ray.util.get_node_ip_address())

@@ -1,0 +1,224 @@
+"""The actors: a process that holds this rank of every engine, and one that holds a replica of the rollout."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+
+from engine_api.batch import Batch
+from engine_api.capabilities import Capability
+from engine_api.config import EngineConfig
+from engine_api.losses import LossFn
+from engine_api.results import CheckpointHandle, CheckpointInfo, TokenOutputs, Topology
+from engine_api.rollout import SamplingParams, SyncResult, WholeExporter
+from engine_trainer.data import Prompt
+from engine_trainer.groups import Trained
+from engine_trainer.ray import channel
+from engine_trainer.ray.continuing import Continuing
+from engine_trainer.ray.worker import Worker, address
+from engine_trainer.replica import Answer, Replica, RolloutSpec
+from engine_trainer.sections import EngineSection
+from engine_trainer.spmd import Spmd, SpmdEngines, SpmdRollouts
+
+
+class EngineWorker(Worker):
+    """One rank of every engine. See ``spmd``: all ranks are called together, unless a method says otherwise."""
+
+    def __init__(self, name: str) -> None:
+        super().__init__(name)
+        self.spmd = Spmd()
+        self._engines: list[SpmdEngines] = []
+        self._rollouts: SpmdRollouts | None = None
+        self._handles: dict[int, CheckpointHandle] = {}  # of saves that may still run, by engine
+        self._store: Any = None  # of the process group, on the first rank
+        self._channel_store: Any = None
+
+    def close(self) -> None:
+        """Rollout, engines, process group."""
+        super().close()
+        if self._rollouts is not None:
+            self._rollouts.close()
+        self.spmd.close()
+
+    # --- the process group ----------------------------------------------------------------------
+
+    def serve_store(self, size: int, timeout_s: float) -> tuple[str, int]:
+        """On the first rank: where the others meet."""
+        host = address()
+        self._store = channel.serve(host, size, timeout_s)
+        return host, self._store.port
+
+    def join(self, meet: tuple[str, int], rank: int, size: int, cuda: bool, timeout_s: float) -> None:
+        """Make the default process group, with the variables that torchrun would set."""
+        if size == 1:  # as without a launcher: the engine makes a group of its own
+            return
+        host, port = meet
+        os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(size), "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1",
+                       "MASTER_ADDR": host, "MASTER_PORT": str(port)}  # fmt: skip
+        store = self._store or channel.reach(host, port, size, timeout_s)
+        dist.init_process_group("cpu:gloo,cuda:nccl" if cuda else "gloo", store=store, rank=rank, world_size=size,
+                                timeout=timedelta(seconds=timeout_s))  # fmt: skip
+
+    # --- engines --------------------------------------------------------------------------------
+
+    def resolve(self, section: EngineSection) -> tuple[str, frozenset[Capability]]:
+        """See ``Launcher.resolve``; alone."""
+        return self.spmd.resolve(section)
+
+    def make_engine(self, section: EngineSection, config: EngineConfig, device: str) -> Topology:
+        """One more engine; later calls name it by its number, from 0."""
+        self._engines.append(self.spmd.engines(section, config, device))
+        return self._engines[-1].engine.topology
+
+    def infer(self, number: int, batch: Batch, temperature: float, adapter: bool) -> TokenOutputs | None:
+        """This data-parallel rank's outputs, from its primary rank."""
+        engines = self._engines[number]
+        (outputs,) = engines.infer([batch], temperature=temperature, adapter=adapter)
+        return outputs if engines.engine.topology.is_primary else None
+
+    def train(self, number: int, batch: Batch, loss: LossFn, denominator: float | None, temperature: float) -> Trained:
+        """See ``EngineGroup.train``."""
+        return self._engines[number].train([batch], loss, denominator=denominator, temperature=temperature)
+
+    def move(self, number: int, away: bool) -> None:
+        """Offload or reload."""
+        engines = self._engines[number]
+        return engines.offload() if away else engines.reload()
+
+    def save(self, number: int, directory: Path, extra: Mapping[str, Any]) -> CheckpointInfo | None:
+        """Begin to save; the result where it stands already."""
+        handle = self._handles[number] = self._engines[number].save_checkpoint(directory, extra=extra)
+        return handle.result() if handle.done() else None
+
+    def saved(self, number: int, wait: bool) -> CheckpointInfo | None:
+        """The result of the save that was begun; None: it still runs."""
+        handle = self._handles[number]
+        return handle.result() if wait or handle.done() else None
+
+    def load(self, number: int, directory: Path) -> CheckpointInfo:
+        """See ``Engine.load_checkpoint``."""
+        return self._engines[number].load_checkpoint(directory)
+
+    def save_hf(self, number: int, directory: Path) -> None:
+        """See ``Engine.save_hf``."""
+        self._engines[number].save_hf(directory)
+
+    def close_engine(self, number: int) -> None:
+        """See ``Engine.close``."""
+        self._engines[number].close()
+
+    # --- a replica in the same process ------------------------------------------------------------
+
+    def make_rollout(self, spec: RolloutSpec) -> None:
+        """A replica on each primary rank."""
+        self._rollouts = self.spmd.rollouts(spec, self.timers)
+
+    def sync(self) -> list[SyncResult]:
+        """See ``RolloutGroup.sync``."""
+        assert self._rollouts is not None
+        return self._rollouts.sync()
+
+    def wake_up(self, weights: bool) -> None:
+        """See ``RolloutGroup.wake_up``."""
+        assert self._rollouts is not None
+        self._rollouts.wake_up(weights=weights)
+
+    def sleep(self) -> None:
+        """See ``RolloutGroup.sleep``."""
+        assert self._rollouts is not None
+        self._rollouts.sleep()
+
+    def answer(self, prompts: Sequence[Prompt], sampling: SamplingParams) -> list[list[Answer]]:
+        """This replica's answers; alone, on a primary rank."""
+        assert self._rollouts is not None
+        assert self._rollouts.replica is not None
+        return self._rollouts.replica.answer(prompts, sampling)
+
+    def close_rollout(self) -> None:
+        """See ``RolloutGroup.close``."""
+        assert self._rollouts is not None
+        self._rollouts.close()
+
+    # --- replicas elsewhere -----------------------------------------------------------------------
+
+    def serve_channel(self, size: int, timeout_s: float) -> tuple[str, int]:
+        """On the first rank: where the receivers of weights meet; ``start_channel`` joins."""
+        host = address()
+        self._channel_store = channel.serve(host, size, timeout_s)
+        return host, self._channel_store.port
+
+    def start_channel(self, size: int, device: str, timeout_s: float) -> None:
+        """On the first rank: join as the sender."""
+        self._channel = channel.Channel(self._channel_store, 0, size, device, timeout_s)
+
+    def send(self, dtype: Any) -> int:
+        """Export, and broadcast from the first rank; the bytes that were sent."""
+        export = WholeExporter(dtype).export(self._engines[0].engine)
+        if self._channel is None:
+            for _ in export:  # gathers along
+                pass
+            return 0
+        return self._channel.send(export)
+
+
+class RolloutWorker(Worker):
+    """One replica in a process of its own."""
+
+    def __init__(self, name: str) -> None:
+        super().__init__(name)
+        self._replica: Replica | None = None
+
+    def close(self) -> None:
+        """The replica, and the channel."""
+        super().close()
+        self.close_rollout()
+
+    @property
+    def replica(self) -> Replica:
+        """From ``make_rollout`` on."""
+        assert self._replica is not None
+        return self._replica
+
+    def make_rollout(self, spec: RolloutSpec) -> None:
+        """See ``Replica.create``."""
+        self._replica = Replica.create(spec, self.timers)
+
+    def receive(self, version: int) -> SyncResult:
+        """Install the weights that the engine sends."""
+        assert self._channel is not None
+        export = self._channel.receive()
+        try:
+            return self.replica.rollout.update_weights(export, version)
+        finally:
+            for _ in export:  # the others receive along
+                pass
+
+    def wake_up(self, weights: bool) -> None:
+        """See ``RolloutGroup.wake_up``."""
+        self.replica.rollout.wake_up(weights=weights, kv_cache=not weights)
+
+    def sleep(self) -> None:
+        """See ``RolloutGroup.sleep``."""
+        self.replica.rollout.sleep()
+
+    def answer(self, prompts: Sequence[Prompt], sampling: SamplingParams) -> list[list[Answer]]:
+        """See ``Replica.answer``."""
+        return self.replica.answer(prompts, sampling)
+
+    def continuing(self, sampling: SamplingParams, slice_tokens: int) -> None:
+        """Prepare for ``advance``."""
+        self._continuing = Continuing(self.replica, sampling, slice_tokens)
+
+    def advance(self, new: Sequence[tuple[int, Prompt]], seed: int) -> list[tuple[int, list[Answer]]]:
+        """See ``Continuing.advance``."""
+        return self._continuing.advance(new, seed)
+
+    def close_rollout(self) -> None:
+        """See ``RolloutGroup.close``."""
+        if self._replica is not None:
+            self._replica.close()

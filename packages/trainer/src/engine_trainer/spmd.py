@@ -1,0 +1,215 @@
+"""Engines and rollouts in the processes that run the loop: one process, or every rank of torchrun.
+
+Every method is called on all ranks together. A rank holds the share of its own data-parallel rank.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from engine_api.batch import Batch
+from engine_api.capabilities import Capability
+from engine_api.comm import Comm, SingleComm, TorchComm, together
+from engine_api.config import EngineConfig
+from engine_api.contract import Engine
+from engine_api.losses import LossFn
+from engine_api.registry import EngineRegistry
+from engine_api.results import CheckpointHandle, CheckpointInfo, TokenOutputs
+from engine_api.rollout import SamplingParams, SyncResult, WeightExporter
+from engine_trainer.data import Prompt
+from engine_trainer.groups import Trained
+from engine_trainer.logs import Timers
+from engine_trainer.profiling import Trace
+from engine_trainer.replica import Answer, Replica, RolloutSpec, create_exporter
+from engine_trainer.sections import EngineSection
+
+if TYPE_CHECKING:
+    import torch
+
+T = TypeVar("T")
+
+
+class SpmdEngines:
+    """This rank's engine as a group; see ``EngineGroup``."""
+
+    def __init__(self, engine: Engine, comm: Comm, device: str) -> None:
+        self.engine, self.comm, self.device = engine, comm, device
+        self.dp_size = engine.topology.dp_size
+        self.held: Sequence[int] = (engine.topology.dp_rank,)
+
+    @property
+    def weight_version(self) -> int:
+        """See ``EngineGroup``."""
+        return self.engine.weight_version
+
+    def infer(self, shares: Sequence[Batch], *, temperature: float = 1.0, adapter: bool = True) -> list[TokenOutputs]:
+        """See ``EngineGroup``."""
+        (batch,) = shares
+        outputs = self.engine.infer_batch(batch, temperature=temperature, adapter=adapter)
+        return [
+            TokenOutputs(
+                log_probs=_to_cpu(outputs.log_probs), entropy=_to_cpu(outputs.entropy), values=_to_cpu(outputs.values)
+            )
+        ]
+
+    def train(
+        self, shares: Sequence[Batch], loss: LossFn, *, denominator: float | None = None, temperature: float = 1.0
+    ) -> Trained:
+        """See ``EngineGroup``."""
+        (batch,) = shares
+        output = self.engine.train_batch(batch, loss, denominator=denominator, temperature=temperature)
+        noted = getattr(loss, "observed", None)
+        return Trained(output=output, observed=[] if noted is None else self.comm.all_gather(noted))
+
+    def gather(self, rows: Sequence[T]) -> list[T]:
+        """See ``EngineGroup``; the row of a data-parallel rank is its primary rank's."""
+        (row,) = rows
+        topology = self.engine.topology
+        return _by_rank(self.comm.all_gather((topology.dp_rank, row) if topology.is_primary else None))
+
+    def offload(self) -> None:
+        """See ``EngineGroup``."""
+        self.engine.to("cpu")
+
+    def reload(self) -> None:
+        """See ``EngineGroup``."""
+        self.engine.to(self.device)
+
+    def save_checkpoint(self, directory: Path, *, extra: Mapping[str, Any]) -> CheckpointHandle:
+        """See ``EngineGroup``."""
+        return self.engine.save_checkpoint(directory, extra=extra)
+
+    def load_checkpoint(self, directory: Path) -> CheckpointInfo:
+        """See ``EngineGroup``."""
+        return self.engine.load_checkpoint(directory)
+
+    def save_hf(self, directory: Path) -> None:
+        """See ``EngineGroup``."""
+        self.engine.save_hf(directory)
+
+    def close(self) -> None:
+        """See ``EngineGroup``."""
+        self.engine.close()
+
+
+class SpmdRollouts:
+    """A replica on the primary rank of each data-parallel rank, none elsewhere; every rank exports. See ``RolloutGroup``."""
+
+    def __init__(self, replica: Replica | None, exporter: WeightExporter, policy: SpmdEngines) -> None:
+        assert (replica is not None) == policy.engine.topology.is_primary, "rollouts belong to primary ranks"
+        self.replica, self.exporter, self.policy = replica, exporter, policy
+        self.size = policy.dp_size
+        self.held: Sequence[int] = policy.held
+
+    def sync(self) -> list[SyncResult]:
+        """See ``RolloutGroup``. Raises ``RolloutError``: all ranks together."""
+        return _by_rank(together(self.policy.comm, self._sync))
+
+    def wake_up(self, *, weights: bool) -> None:
+        """See ``RolloutGroup``."""
+
+        def wake() -> None:
+            if self.replica is not None:
+                self.replica.rollout.wake_up(weights=weights, kv_cache=not weights)
+
+        together(self.policy.comm, wake)
+
+    def sleep(self) -> None:
+        """See ``RolloutGroup``."""
+        if self.replica is not None:
+            self.replica.rollout.sleep()
+
+    def answer(self, shares: Sequence[Sequence[Prompt]], sampling: SamplingParams) -> list[list[list[Answer]]]:
+        """See ``RolloutGroup``. Raises ``RolloutError``, ``RewardError``; ``RankFailure`` on the other ranks."""
+        (prompts,) = shares
+
+        def work() -> tuple[int, list[list[Answer]]] | None:
+            return None if self.replica is None else (self.held[0], self.replica.answer(prompts, sampling))
+
+        return _by_rank(together(self.policy.comm, work))
+
+    def close(self) -> None:
+        """Close the rollout and the exporter."""
+        if self.replica is not None:
+            self.replica.close()
+        self.exporter.close()
+
+    def _sync(self) -> tuple[int, SyncResult] | None:
+        engine = self.policy.engine
+        export = self.exporter.export(engine)
+        try:
+            if self.replica is None:
+                return None
+            return self.held[0], self.replica.rollout.update_weights(export, engine.weight_version)
+        finally:
+            for _ in export:  # ranks without a rollout gather along, and so does one whose sync failed
+                pass
+
+
+class Spmd:
+    """Everything in this process. See ``Launcher``."""
+
+    def __init__(self) -> None:
+        self.comm: Comm = SingleComm()
+        self._made: list[SpmdEngines] = []
+        self._trace: Trace | None = None
+
+    def resolve(self, section: EngineSection) -> tuple[str, frozenset[Capability]]:
+        """See ``Launcher``."""
+        found = EngineRegistry.resolve(model_type=section.model_type, backend=section.backend, device=section.device)
+        return found.device, found.plugin.capabilities
+
+    def engines(self, section: EngineSection, config: EngineConfig, device: str) -> SpmdEngines:
+        """See ``Launcher``."""
+        engine: Engine = EngineRegistry.create(
+            model_type=section.model_type, backend=section.backend, device=device, config=config
+        )
+        engine.initialize()
+        if not self._made:  # the first engine makes the process group
+            self.comm = TorchComm() if engine.topology.world_size > 1 else SingleComm()
+        self._made.append(SpmdEngines(engine, self.comm, device))
+        return self._made[-1]
+
+    def rollouts(self, spec: RolloutSpec, timers: Timers) -> SpmdRollouts:
+        """See ``Launcher``. Raises ``PluginError``, ``ConfigError``: all ranks together."""
+        policy = self._made[0]
+        made: list[tuple[Replica | None, WeightExporter]] = []
+
+        def build() -> None:  # the objects themselves do not travel
+            exporter = create_exporter(spec)
+            made.append((Replica.create(spec, timers) if policy.engine.topology.is_primary else None, exporter))
+
+        together(self.comm, build)
+        return SpmdRollouts(*made[0], policy)
+
+    def figures(self) -> dict[str, float]:
+        """See ``Launcher``."""
+        return {}
+
+    def profile(self, folder: Path | None) -> None:
+        """See ``Launcher``."""
+        if folder is None:
+            trace, self._trace = self._trace, None
+            if trace is not None:
+                trace.end()
+            return
+        self._trace = Trace(f"rank-{self._made[0].engine.topology.rank}")
+        self._trace.begin(folder)
+
+    def close(self) -> None:
+        """See ``Launcher``; agrees on nothing, for after an error other ranks may be anywhere."""
+        if self._made:
+            self.comm.close()
+        while self._made:  # the policy last: its process group is everybody's
+            self._made.pop().close()
+
+
+def _by_rank(rows: Sequence[tuple[int, T] | None]) -> list[T]:
+    """What the primary ranks said, by data-parallel rank."""
+    return [row for _, row in sorted((r for r in rows if r is not None), key=lambda pair: pair[0])]
+
+
+def _to_cpu(values: torch.Tensor | None) -> torch.Tensor | None:
+    return None if values is None else values.cpu()

@@ -1,0 +1,79 @@
+"""What workers import in the tests (``ray.imports``): a reward, and a fault at a place that a file names.
+
+``RAY_FAULTS`` is a file with a JSON list of ``{"worker", "method", "nth", "when", "do"}``: at the nth call of the method by
+that worker (counted in each process), before or after its work: ``kill`` (this process), ``hang``, or a process id to kill.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sys
+import time
+from pathlib import Path
+
+from engine_trainer.ray.channel import Channel
+from engine_trainer.ray.worker import Worker
+from engine_trainer.replica import Replica
+from engine_trainer.rewards import register
+from engine_trainer.spmd import SpmdEngines, SpmdRollouts
+
+
+@register("sevens")
+def sevens():
+    return lambda sample: sample.completion.count("7") / 4
+
+
+@register("broken")
+def broken():
+    return lambda sample: {}["key"]
+
+
+PLAN = Path(os.environ.get("RAY_FAULTS", "/nonexistent"))
+_counts: dict[str, int] = {}
+
+
+def _worker() -> str:
+    """The name of the worker that imports this."""
+    frame = sys._getframe()
+    while frame is not None and not isinstance(frame.f_locals.get("self"), Worker):
+        frame = frame.f_back
+    return frame.f_locals["self"].name if frame is not None else ""
+
+
+NAME = _worker()
+
+
+def _strike(method: str, when: str) -> None:
+    plan = json.loads(PLAN.read_text()) if PLAN.is_file() else []
+    for fault in plan:
+        if (fault["worker"], fault["method"], fault["nth"], fault["when"]) == (NAME, method, _counts[method], when):
+            partial = PLAN.with_suffix(".partial")
+            partial.write_text(json.dumps([f for f in plan if f != fault]))  # once, whoever has the name next
+            partial.replace(PLAN)
+            if fault["do"] == "hang":
+                time.sleep(10_000)
+            os.kill(os.getpid() if fault["do"] == "kill" else fault["do"], signal.SIGKILL)
+
+
+def _with_faults(method, work):
+    def wrapped(*arguments, **named):
+        _counts[method] = _counts.get(method, 0) + 1
+        _strike(method, "before")
+        value = work(*arguments, **named)
+        _strike(method, "after")
+        return value
+
+    return wrapped
+
+
+# Below the actors: Ray has taken their methods before this is imported.
+PHASES = {
+    "load": (SpmdEngines, "load_checkpoint"), "save": (SpmdEngines, "save_checkpoint"), "infer": (SpmdEngines, "infer"),
+    "train": (SpmdEngines, "train"), "sync": (SpmdRollouts, "sync"), "answer": (Replica, "answer"),
+    "send": (Channel, "send"), "receive": (Channel, "receive"),
+}  # fmt: skip
+if NAME:
+    for _method, (_cls, _name) in PHASES.items():
+        setattr(_cls, _name, _with_faults(_method, getattr(_cls, _name)))

@@ -1,0 +1,64 @@
+"""A small RL run as a tree, and what it left: shared by the tests of the Ray launcher."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import yaml
+
+from engine_trainer.config import RLConfig
+from engine_trainer.loading import from_tree
+
+CLOCKS = re.compile(r"time$|time/|perf/|sync/.*_s$|worker/")
+HERE = Path(__file__).parent
+ON_RAY = {"imports": ["ray_faults"], "engines": 2, "timeout_s": 120.0, "start_timeout_s": 60.0}
+
+
+def tree(folder: Path, out: Path, **sections) -> dict:
+    base = {
+        "engine": {"model": {"path": str(folder)}, "device": "cpu", "optimizer": {"lr": 0.003}},
+        "data": {"source": str(folder / "train.jsonl")},
+        "run": {"output_dir": str(out), "steps": 3, "seed": 3, "save_every": 1, "progress": False, "report": False,
+                "tensorboard": False},
+        "reward": {"name": "sevens"}, "rollout": {"n": 4, "max_new_tokens": 4, "batch_size": 64},
+        "algorithm": {"prompts_per_step": 8, "correction": {"weight": "token", "cap": 1.3}},
+    }  # fmt: skip
+    for name, values in sections.items():
+        base[name] = {**base.get(name, {}), **values} if isinstance(values, dict) else values
+    return base
+
+
+def configure(folder: Path, out: Path, **sections) -> RLConfig:
+    return from_tree(RLConfig, tree(folder, out, **sections))
+
+
+def on_ray(folder: Path, out: Path, *, ray=None, **sections) -> RLConfig:
+    return configure(folder, out, launcher="ray", ray={**ON_RAY, **(ray or {})}, **sections)
+
+
+def rows_of(out: Path) -> list[dict]:
+    """The metrics without what a clock says."""
+    rows = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
+    return [{k: v for k, v in r.items() if not CLOCKS.match(k)} for r in rows]
+
+
+def result_of(out: Path) -> tuple[bytes, list[dict]]:
+    """All that two runs which are equal must have in common."""
+    return (out / "hf" / "model.safetensors").read_bytes(), rows_of(out)
+
+
+def start(config: dict, file: Path, *, ranks: int = 1, environment=None) -> subprocess.Popen:
+    """``engine-train rl`` as a process, or as ranks of torchrun."""
+    file.write_text(yaml.safe_dump(config))
+    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(ranks)] if ranks > 1 else []
+    script = file.with_suffix(".py")
+    script.write_text(f"import sys\nsys.path.insert(0, {str(HERE)!r})\nimport ray_faults\n"
+                      "from engine_trainer.cli import main\nsys.exit(main(sys.argv[1:]))\n")  # fmt: skip
+    return subprocess.Popen([sys.executable, *launcher, str(script), "rl", str(file)], stdout=subprocess.PIPE,
+                            stderr=subprocess.STDOUT, text=True, start_new_session=True,
+                            env={**os.environ, "OMP_NUM_THREADS": "1", **(environment or {})})  # fmt: skip

@@ -1,0 +1,392 @@
+"""Agent functions: tokens in and out, budgets, times, failures, batches and submissions, and a whole RL run."""
+
+from __future__ import annotations
+
+import asyncio
+import importlib.util
+import threading
+import time
+from pathlib import Path
+
+import pytest
+
+from engine_api.errors import ConfigError, RolloutError
+from engine_api.rollout import Completion, SamplingParams
+from engine_trainer.agent import AgentError, AgentLoop, Episode
+from engine_trainer.agent.generators import Batched, derive
+from engine_trainer.data import ChatTokenizer, Prompt
+from engine_trainer.errors import DataError
+from engine_trainer.sections import AgentSection, DataSection
+
+ROOT = Path(__file__).parents[3]
+AGENTS = """
+import asyncio, time
+
+async def ask_twice(episode):
+    await episode.generate()
+    await episode.generate(" tool ")
+    return episode.end()
+
+async def messages(episode):
+    await episode.generate(max_new_tokens=3)
+    await episode.generate([{"role": "tool", "content": "42"}])
+    return episode.end()
+
+async def endless(episode):
+    while True:
+        try:
+            await episode.generate("more")
+        except Exception:
+            pass
+
+async def slow_tool(episode):
+    await episode.generate()
+    episode.info["began"] = True
+    if "slow" in episode.prompt.text:
+        await asyncio.sleep(30)
+    await episode.generate("x")
+    return episode.end()
+
+async def hung_tool(episode):
+    await episode.generate()
+    await asyncio.to_thread(time.sleep, 60)
+    return episode.end()
+
+async def fails(episode):
+    await episode.generate()
+    raise KeyError("tool")
+
+async def wrong(episode):
+    await episode.generate()
+
+async def twice_at_once(episode):
+    await asyncio.gather(episode.generate(), episode.generate())
+    return episode.end()
+
+async def limited(episode, limit):
+    await episode.generate(max_new_tokens=limit, stop_token_ids=[7])
+    episode.append([5, 6])
+    return episode.end()
+
+def plain(episode):
+    return episode.end()
+"""
+
+
+class Scripted:
+    """Answers with the texts of a script by turn (all prompts alike), and notes what it was asked."""
+
+    weight_version = 4
+
+    def __init__(self, tokenizer, *texts, seconds=0.0):
+        self.tokenizer, self.texts, self.seconds = tokenizer, texts, seconds
+        self.batches, self.asked = [], {}
+
+    def complete(self, prompt, sampling):
+        turn = sum(list(prompt[: len(p)]) == list(p) for p in self.asked.get("all", []) if len(p) < len(prompt))
+        self.asked.setdefault("all", []).append(list(prompt))
+        text = self.texts[min(turn, len(self.texts) - 1)]
+        tokens = [*self.tokenizer.encode_text(text), self.tokenizer.eos_token_id][: sampling.max_new_tokens]
+        stopped = tokens[-1] == self.tokenizer.eos_token_id
+        return tokens, [-0.5] * len(tokens), "stop" if stopped else "length"
+
+    def generate(self, prompts, sampling):
+        time.sleep(self.seconds)
+        self.batches.append(([list(p) for p in prompts], sampling))
+        return [Completion(prompt_index=i, tokens=t, log_probs=v, weight_versions=[4] * len(t), finish_reason=r)
+                for i, (t, v, r) in enumerate(self.complete(p, sampling) for p in prompts)]  # fmt: skip
+
+
+class Submitting(Scripted):
+    """The same in the background, a thread each; ``aborts``: how many first parts end with ``abort`` after two tokens."""
+
+    def __init__(self, *args, aborts=0, seconds=0.0):
+        super().__init__(*args)
+        self.delay, self.aborts, self.submitted, self.aborted, self.lock = seconds, aborts, [], [], threading.Lock()
+
+    def update_weights(self, export, version): ...
+    def sleep(self, weights=True, kv_cache=True): ...
+    def wake_up(self, weights=True, kv_cache=True): ...
+    def close(self): ...
+
+    def submit(self, prompt, sampling):
+        with self.lock:
+            self.submitted.append((list(prompt), sampling))
+            cut = len(self.submitted) <= self.aborts
+            (one,) = Scripted.generate(self, [prompt], sampling) if not cut else [None]
+        if cut:
+            tokens = self.tokenizer.encode_text(self.texts[0])[:2]
+            one = Completion(
+                prompt_index=0, tokens=tokens, log_probs=[-1.0] * 2, weight_versions=[3] * 2, finish_reason="abort"
+            )
+        return Job(one, self.delay, self.aborted)
+
+
+class Job:
+    def __init__(self, completion, seconds, aborted):
+        self.completion, self.over, self.aborted = completion, threading.Event(), aborted
+        threading.Timer(seconds, self.over.set).start()
+
+    def done(self):
+        return self.over.is_set()
+
+    def result(self, timeout_s=None):
+        self.over.wait(timeout_s)
+        return [self.completion]
+
+    def abort(self):
+        self.aborted.append(self)
+        self.over.set()
+
+
+@pytest.fixture
+def chat(tokenizer):
+    return ChatTokenizer(tokenizer, DataSection(source="f"))
+
+
+@pytest.fixture
+def agents(tmp_path, chat):
+    (tmp_path / "agents.py").write_text(AGENTS)
+
+    def make(name, **settings) -> AgentLoop:
+        return AgentLoop(AgentSection(function=f"{tmp_path}/agents.py:{name}", **settings), chat)
+
+    return make
+
+
+def prompts(chat, *texts) -> list[Prompt]:
+    found = []
+    for text in texts:
+        rendered = f"<|bos|><|user|>{text}<|assistant|>"
+        found.append(Prompt(tokens=chat.encode_text(rendered), rendered=rendered, text=text, answer="a"))
+    return found
+
+
+def sampling(n=1, max_new_tokens=200, seed=0, **more):
+    return SamplingParams(n=n, max_new_tokens=max_new_tokens, seed=seed, **more)
+
+
+@pytest.mark.parametrize("kind", [Scripted, Submitting])
+def test_what_the_model_said_and_what_the_tool_said(chat, agents, kind):
+    rollout = kind(chat, "one", "two")
+    ((trajectory,),) = agents("ask_twice").run(rollout, prompts(chat, "q"), sampling())
+    one, tool, two = chat.encode_text("one"), chat.encode_text(" tool "), chat.encode_text("two")
+    eos = [chat.eos_token_id]
+    assert trajectory.tokens == one + eos + tool + two + eos
+    assert trajectory.loss_weights == [1.0] * 4 + [0.0] * 6 + [1.0] * 4
+    assert trajectory.log_probs == [-0.5] * 4 + [0.0] * 6 + [-0.5] * 4
+    assert trajectory.weight_versions == [4] * 14
+    assert (trajectory.text, trajectory.turns, trajectory.finished, trajectory.end) == ("onetwo", 2, True, "done")
+    assert trajectory.info["turns"] == ["one", "two"]
+    # The second turn continued the very tokens of the first.
+    assert rollout.asked["all"][1] == prompts(chat, "q")[0].tokens + one + eos + tool
+
+
+def test_messages_go_through_the_template_and_the_models_tokens_stay(chat, agents):
+    rollout = Scripted(chat, "abc", "ok")
+    ((trajectory,),) = agents("messages").run(rollout, prompts(chat, "q"), sampling())
+    # The first turn was cut at three tokens: the template's end of the turn is put there, without loss.
+    expected = "abc<|eos|>\n<|tool|>42<|assistant|>ok<|eos|>"
+    assert trajectory.tokens == chat.encode_text(expected)
+    assert trajectory.loss_weights == [1.0] * 3 + [0.0] * (len(trajectory.tokens) - 6) + [1.0] * 3
+    rollout = Scripted(chat, "ab", "ok")
+    ((trajectory,),) = agents("messages").run(rollout, prompts(chat, "q"), sampling())
+    assert trajectory.tokens == chat.encode_text("ab<|eos|>\n<|tool|>42<|assistant|>ok<|eos|>")
+    assert trajectory.loss_weights[:4] == [1.0, 1.0, 1.0, 0.0]  # its own end of turn is learned, the line break is not
+
+
+def test_a_template_that_leaves_tools_out_is_refused(tokenizer_of):
+    deaf = "{% for m in messages %}{% if m['role'] != 'tool' %}<|user|>{{ m['content'] }}<|eos|>{% endif %}{% endfor %}"
+    with pytest.raises(DataError, match="leaves out a message of role 'tool'"):
+        ChatTokenizer(tokenizer_of(deaf), DataSection(source="f")).encode_messages(
+            [{"role": "tool", "content": "42"}], after=2
+        )
+    with pytest.raises(DataError, match="need a chat template"):
+        ChatTokenizer(tokenizer_of(None), DataSection(source="f")).encode_messages(
+            [{"role": "tool", "content": "42"}], after=2
+        )
+
+
+def test_turns_and_tokens_are_bounded_whatever_the_function_catches(chat, agents):
+    rollout = Scripted(chat, "hello")
+    ((trajectory,),) = agents("endless", max_turns=3).run(rollout, prompts(chat, "q"), sampling())
+    assert (trajectory.turns, trajectory.end, trajectory.finished) == (3, "limit", False)
+    ((trajectory,),) = agents("endless").run(Scripted(chat, "hello"), prompts(chat, "q"), sampling(max_new_tokens=23))
+    # more(4) hello.(6) more(4) hello.(6) = 20; another "more" does not fit
+    assert (len(trajectory.tokens), trajectory.end, trajectory.turns) == (20, "limit", 2)
+    ((trajectory,),) = agents("endless").run(Scripted(chat, "hello"), prompts(chat, "q"), sampling(max_new_tokens=26))
+    assert (len(trajectory.tokens), trajectory.finished) == (26, False)  # the third turn had two tokens
+    rollout = Scripted(chat, "hello")
+    agents("ask_twice", max_turn_tokens=2).run(rollout, prompts(chat, "q"), sampling())
+    assert {s.max_new_tokens for _, s in rollout.batches} == {2}
+
+
+def test_a_turns_own_limit_stop_tokens_and_tokens_from_outside(chat, agents):
+    rollout = Scripted(chat, "hello")
+    ((trajectory,),) = agents("limited", kwargs={"limit": 2}).run(
+        rollout, prompts(chat, "q"), sampling(stop_token_ids=(2,))
+    )
+    assert trajectory.tokens == [*chat.encode_text("he"), 5, 6]
+    (_, asked), = rollout.batches  # fmt: skip
+    assert (asked.max_new_tokens, asked.stop_token_ids) == (2, (2, 7))
+
+
+def test_many_trajectories_share_batches(chat, agents):
+    rollout = Scripted(chat, "one", "two")
+    found = agents("ask_twice", concurrency=4).run(rollout, prompts(chat, "p", "q", "r"), sampling(n=2))
+    assert [len(row) for row in found] == [2, 2, 2]
+    assert [len(batch) for batch, _ in rollout.batches] == [4, 4, 2, 2]
+    assert [s.n for _, s in rollout.batches] == [1] * 4
+    assert len({s.seed for _, s in rollout.batches}) == 4
+    again = Scripted(chat, "one", "two")
+    agents("ask_twice", concurrency=4).run(again, prompts(chat, "p", "q", "r"), sampling(n=2))
+    assert again.batches == rollout.batches
+
+
+def test_a_slow_tool_is_given_up_and_the_others_go_on(chat, agents):
+    begin = time.monotonic()
+    rollout = Scripted(chat, "one", "two", seconds=0.3)
+    slow, fast = agents("slow_tool", timeout_s=0.2).run(rollout, prompts(chat, "slow", "fast"), sampling())
+    assert time.monotonic() - begin < 10
+    assert (slow[0].end, slow[0].finished, slow[0].turns) == ("timeout", False, 1)
+    assert slow[0].info == {"began": True, "turns": ["one"]}
+    assert (fast[0].end, fast[0].turns) == ("done", 2)  # though the model alone took longer than the limit
+
+
+def test_a_tool_that_never_returns_holds_nobody(chat, agents):
+    begin = time.monotonic()
+    ((one,),) = agents("hung_tool", timeout_s=0.2).run(Scripted(chat, "one"), prompts(chat, "q"), sampling())
+    assert time.monotonic() - begin < 5
+    assert one.end == "timeout"
+
+
+@pytest.mark.parametrize("kind", [Scripted, Submitting])
+def test_a_function_that_raises(chat, agents, kind, caplog):
+    with pytest.raises(AgentError, match="KeyError: 'tool'") as caught:
+        agents("fails").run(kind(chat, "one"), prompts(chat, "a problem"), sampling())
+    assert "a problem" in str(caught.value)
+    loop = agents("fails", max_failures=3)
+    ((first, second),) = loop.run(kind(chat, "one"), prompts(chat, "q"), sampling(n=2))
+    assert (first.end, second.end, first.text) == ("failed", "failed", "one")
+    assert "KeyError" in caplog.text
+    with pytest.raises(AgentError, match="failed trajectories: 4"):
+        loop.run(kind(chat, "one"), prompts(chat, "q"), sampling(n=2))
+
+
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [("wrong", r"returned NoneType.*\n.*\n.*episode\.end"), ("twice_at_once", "asked while it speaks")],
+)
+def test_a_function_that_misuses_its_episode(chat, agents, name, said):
+    with pytest.raises(AgentError, match=said):
+        agents(name).run(Submitting(chat, "one", seconds=0.1), prompts(chat, "q"), sampling())
+
+
+@pytest.mark.parametrize(
+    ("name", "kwargs", "said"),
+    [("plain", {}, "not async"), ("limited", {"lim": 1}, "cannot be called"), ("no", {}, "no function 'no'")],
+)
+def test_a_function_that_cannot_be_an_agent_is_refused_before_the_run(agents, name, kwargs, said):
+    with pytest.raises(ConfigError, match=said):
+        agents(name, kwargs=kwargs)
+
+
+def test_a_rollout_that_fails_ends_all(chat, agents):
+    class Broken(Scripted):
+        def generate(self, prompts, sampling):
+            raise RolloutError("gone", where="there", remedy="none")
+
+    with pytest.raises(RolloutError, match="gone"):
+        agents("ask_twice", max_failures=100).run(Broken(chat, "x"), prompts(chat, "q", "r"), sampling(n=3))
+
+
+def test_submissions_run_side_by_side_and_their_seeds_know_no_order(chat, agents):
+    rollout = Submitting(chat, "one", "two", seconds=0.2)
+    begin = time.monotonic()
+    agents("ask_twice", concurrency=16).run(rollout, prompts(chat, "p", "q"), sampling(n=8))
+    assert time.monotonic() - begin < 16 * 2 * 0.2 / 3
+    seeds = {s.seed for _, s in rollout.submitted}
+    assert len(seeds) == 32
+    alone = Submitting(chat, "one", "two")
+    agents("ask_twice", concurrency=1).run(alone, prompts(chat, "q"), sampling(n=8))
+    assert {s.seed for _, s in alone.submitted} < seeds  # the same wherever q is asked
+    assert derive(None, 1) is None
+
+
+def test_a_turn_that_a_sync_aborted_is_continued_with_the_weights_after_it(chat, agents):
+    rollout = Submitting(chat, "hello", aborts=1)
+    ((trajectory,),) = agents("limited", kwargs={"limit": 8}).run(rollout, prompts(chat, "q"), sampling())
+    assert trajectory.weight_versions == [3, 3] + [4] * 6 + [4, 4]
+    assert rollout.submitted[1][0] == prompts(chat, "q")[0].tokens + chat.encode_text("he")
+    assert rollout.submitted[1][1].max_new_tokens == 6
+    assert rollout.submitted[0][1].seed != rollout.submitted[1][1].seed
+
+
+def test_a_turn_given_up_in_the_background_is_aborted(chat):
+    rollout = Submitting(chat, "one", seconds=5.0)
+    from engine_trainer.agent.generators import Submitted
+
+    async def give_up():
+        generator = Submitted(rollout, sampling(), ["a"])
+        episode = Episode(0, prompts(chat, "q")[0], generator, chat, max_tokens=9, max_turns=1, max_turn_tokens=None)
+        with pytest.raises(TimeoutError):
+            async with asyncio.timeout(0.1):
+                await episode.generate()
+
+    begin = time.monotonic()
+    asyncio.run(give_up())
+    assert time.monotonic() - begin < 4
+    assert len(rollout.aborted) == 1
+
+
+def test_a_turn_given_up_leaves_its_batch(chat):
+    async def give_up():
+        generator = Batched(Scripted(chat, "one"), sampling(), running=2)
+        episodes = [
+            Episode(i, prompts(chat, "q")[0], generator, chat, max_tokens=9, max_turns=2, max_turn_tokens=None)
+            for i in range(2)
+        ]
+        with pytest.raises(TimeoutError):
+            async with asyncio.timeout(0.05):
+                await episodes[0].generate()
+        return await asyncio.gather(*(e.generate() for e in episodes))
+
+    assert [t.text for t in asyncio.run(give_up())] == ["one", "one"]
+
+
+def test_no_prompts(chat, agents):
+    assert agents("ask_twice").run(Scripted(chat, "x"), [], sampling()) == []
+
+
+def recipe():
+    spec = importlib.util.spec_from_file_location("calculator", ROOT / "recipes/rl/calculator.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.mark.parametrize(
+    ("expression", "value"),
+    [
+        ("48/2", "24"),
+        ("2 * (3 - -4)", "14"),
+        ("1/8", "0.125"),
+        ("1/0", "error: Fraction(1, 0)"),
+        ("2**99", "error: only numbers, + - * / and brackets"),
+        ("open('x')", "error: only numbers, + - * / and brackets"),
+        ("3 +", "error: invalid syntax (<unknown>, line 1)"),
+    ],
+)
+def test_the_calculator(expression, value):
+    assert recipe().calculate(expression) == value
+
+
+def test_the_calculator_recipe(chat):
+    loop = AgentLoop(AgentSection(function=f"{ROOT}/recipes/rl/calculator.py:solve"), chat)
+    rollout = Scripted(chat, "half: <calc>48/2</calc>", "#### 24")
+    ((trajectory,),) = loop.run(rollout, prompts(chat, "q"), sampling())
+    assert (
+        chat.tokenizer.decode(trajectory.tokens)
+        == "half: <calc>48/2</calc><|eos|>\n<|tool|>24<|assistant|>#### 24<|eos|>"
+    )
+    assert trajectory.info["calls"] == 1

@@ -1,0 +1,85 @@
+"""DAPO as its paper has it (arXiv:2503.14476, eq. 8 to 13), against the equations in Python's own numbers."""
+
+from __future__ import annotations
+
+import math
+import random
+import statistics
+from pathlib import Path
+
+import pytest
+import torch
+
+from engine_api.batch import Batch
+from engine_api.losses import token_weights
+from engine_api.results import TokenOutputs
+from engine_trainer.algorithms.advantages import group_advantages
+from engine_trainer.algorithms.losses import PolicyLoss, denominator
+from engine_trainer.algorithms.shaping import informative, overlong_penalty
+from engine_trainer.config import RLConfig
+from engine_trainer.loading import load_config
+
+LOW, HIGH, MAX_LENGTH, CACHE = 0.2, 0.28, 10, 4
+
+
+def punishment(length: int) -> float:
+    """Eq. 13."""
+    if length <= MAX_LENGTH - CACHE:
+        return 0.0
+    return ((MAX_LENGTH - CACHE) - length) / CACHE if length <= MAX_LENGTH else -1.0
+
+
+def test_the_objective_by_the_equations():
+    dice = random.Random(9)
+    correct = [[1.0, -1.0, -1.0], [1.0, 1.0, 1.0], [-1.0, 1.0, 1.0]]  # the middle group is left out, eq. 11
+    lengths = [[2, 7, 10], [8, 9, 10], [6, 3, 9]]
+    ratios = [[[dice.uniform(0.5, 1.6) for _ in range(n)] for n in row] for row in lengths]
+
+    kept = informative(torch.tensor(correct, dtype=torch.float64)).tolist()
+    assert kept == [True, False, True]
+    groups = [i for i, keep in enumerate(kept) if keep]
+
+    objective, tokens = 0.0, 0
+    for g in groups:
+        rewards = [r + punishment(n) for r, n in zip(correct[g], lengths[g], strict=True)]
+        mean, deviation = statistics.fmean(rewards), statistics.stdev(rewards)
+        for reward, answer in zip(rewards, ratios[g], strict=True):
+            advantage = (reward - mean) / deviation  # eq. 9
+            for r in answer:  # eq. 8 and 12: each token of the batch weighs the same
+                objective += min(r * advantage, max(1 - LOW, min(1 + HIGH, r)) * advantage)
+                tokens += 1
+
+    penalty = overlong_penalty(torch.tensor(lengths), max_length=MAX_LENGTH, buffer=CACHE)
+    assert penalty.tolist() == [[punishment(n) for n in row] for row in lengths]
+    rewards = (torch.tensor(correct, dtype=torch.float64) + penalty)[groups]
+    advantages = group_advantages(rewards, "grpo", eps=0.0)
+    documents = [{"input_ids": [0] * (1 + len(answer)), "mask": [0.0] + [1.0] * len(answer),
+                  "advantages": [0.0] + [float(advantages[k, i])] * len(answer),
+                  "old_log_probs": [0.0] + [-1.0] * len(answer), "new": [0.0] + [-1.0 + math.log(r) for r in answer]}
+                 for k, g in enumerate(groups) for i, answer in enumerate(ratios[g])]  # fmt: skip
+    batch = Batch.pack(documents)
+    batch = batch.with_fields(loss_weight=token_weights(batch["mask"], batch.cu_seqlens, "token-mean"))
+    result = PolicyLoss(clip_low=LOW, clip_high=HIGH)(TokenOutputs(log_probs=batch["new"]), batch)
+    whole = denominator("token-mean", [n for g in groups for n in lengths[g]])
+    assert whole == tokens
+    assert float(result.loss) / whole == pytest.approx(-objective / tokens, rel=1e-5)
+    assert int(result.metrics["clipped_high"]) > 0
+    assert int(result.metrics["clipped_low"]) > 0
+
+
+def test_the_recipe_has_the_papers_numbers():
+    """Section 4.1: 512 prompts of 16 answers, 16 updates, 16384 tokens and 4096 of punishment, AdamW at 1e-6 after 20 steps."""
+    recipe = Path(__file__).parents[3] / "recipes" / "rl" / "dapo.yaml"
+    config = load_config(RLConfig, recipe, ["engine.model.path=m"])
+    algorithm = config.algorithm
+    assert (algorithm.clip_low, algorithm.clip_high, algorithm.aggregation) == (0.2, 0.28, "token-mean")
+    assert (algorithm.prompts_per_step, config.rollout.n, algorithm.mini_batches) == (512, 16, 16)
+    assert (config.rollout.max_new_tokens, algorithm.overlong.buffer, algorithm.overlong.penalty) == (
+        16384 + 4096,
+        4096,
+        1.0,
+    )
+    assert (algorithm.dynamic_sampling.enabled, algorithm.kl.coefficient) == (True, 0.0)
+    optimizer, schedule = config.engine.optimizer, config.engine.schedule
+    assert optimizer is not None
+    assert (optimizer.lr, schedule.name, schedule.warmup_steps) == (1e-6, "constant", 20 * 16)

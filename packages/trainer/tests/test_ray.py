@@ -1,0 +1,132 @@
+"""The loop on a Ray cluster: the same bits as without it, what a death leaves, and what is refused before anything starts."""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from pathlib import Path
+
+import pytest
+from ray_runs import on_ray, result_of, start, tree
+
+from engine_api.errors import ConfigError
+
+ray = pytest.importorskip("ray", reason="the extra ray")
+pytest.importorskip("engine_fsdp", reason="the loop needs an engine")
+pytestmark = [pytest.mark.distributed, pytest.mark.slow, pytest.mark.filterwarnings("ignore::FutureWarning")]
+
+from engine_trainer.ray.calls import WorkerLost  # noqa: E402 - behind importorskip
+from engine_trainer.ray.controller import train_on_ray  # noqa: E402
+from engine_trainer.rewards import RewardError  # noqa: E402
+
+
+@pytest.fixture(scope="module")
+def plan(tmp_path_factory) -> Path:
+    """The file of faults; empty."""
+    return tmp_path_factory.mktemp("faults") / "plan.json"
+
+
+@pytest.fixture(scope="module", autouse=True)
+def cluster(plan):
+    """One for the module; more CPUs than there are, for the workers take turns."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("PYTHONPATH", os.pathsep.join([str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")]))
+        patch.setenv("RAY_FAULTS", str(plan))
+        patch.setenv("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
+        patch.setenv("OMP_NUM_THREADS", "1")
+        ray.init(address="local", num_cpus=6, include_dashboard=False, log_to_driver=False, logging_level="ERROR")
+        yield
+        ray.shutdown()
+
+
+PPO = {"advantage": "gae", "critic": {"optimizer": {"lr": 0.003}}, "mini_batches": 2}
+
+
+@pytest.fixture(scope="module")
+def alone(sums_model, tmp_path_factory):
+    """The run on two ranks of torchrun, without Ray; GRPO."""
+    return torchrun(sums_model, tmp_path_factory.mktemp("alone") / "out")
+
+
+def torchrun(model: Path, out: Path, **sections):
+    process = start(tree(model, out, **sections), out.parent / "run.yaml", ranks=2)
+    text, _ = process.communicate(timeout=240)
+    assert process.returncode == 0, text
+    return result_of(out)
+
+
+def fault(worker: str, method: str, nth: int = 1, when: str = "before", do: object = "kill") -> dict:
+    return {"worker": worker, "method": method, "nth": nth, "when": when, "do": do}
+
+
+def test_two_engine_ranks_on_ray_give_the_bits_of_torchrun(sums_model, tmp_path, alone):
+    train_on_ray(on_ray(sums_model, tmp_path / "out", run={"profile_steps": [2]}))
+    assert result_of(tmp_path / "out") == alone
+    traces = {path.name for path in (tmp_path / "out" / "profile" / "step-000002").iterdir()}
+    assert traces == {"engine-0.json.gz", "engine-1.json.gz"}
+    row = json.loads((tmp_path / "out" / "metrics.jsonl").read_text().splitlines()[-1])
+    for worker in ("engine-0", "engine-1"):
+        assert row[f"worker/{worker}/train_s"] > 0
+        assert row[f"worker/{worker}/answer_s"] > 0
+        assert 0 <= row[f"worker/{worker}/idle"] <= 1
+    assert row["time/generate"] > 0
+
+
+def test_ppo_killed_between_policy_and_critic_ends_as_one_left_alone(sums_model, tmp_path, plan):
+    sections = {"algorithm": PPO, "run": {"steps": 2}}
+    train_on_ray(on_ray(sums_model, tmp_path / "alone", **sections))
+    plan.write_text(json.dumps([fault("engine-1", "train", nth=3), fault("engine-0", "save", nth=2)]))
+    train_on_ray(on_ray(sums_model, tmp_path / "out", **sections))
+    assert json.loads(plan.read_text()) == []
+    assert result_of(tmp_path / "out") == result_of(tmp_path / "alone")
+    assert all(row["critic/updates"] == 2 for row in result_of(tmp_path / "out")[1])
+
+
+def test_killed_in_each_phase_beside_the_engine_it_ends_as_one_left_alone(sums_model, tmp_path, plan, alone):
+    plan.write_text(json.dumps([
+        fault("engine-0", "answer", when="after"), fault("engine-1", "infer"), fault("engine-1", "train"),
+        fault("engine-0", "save", when="after"), fault("engine-1", "sync", nth=2),
+    ]))  # fmt: skip
+    train_on_ray(on_ray(sums_model, tmp_path / "out", ray={"restarts": 5}))
+    assert json.loads(plan.read_text()) == []
+    assert result_of(tmp_path / "out") == alone
+
+
+def test_killed_in_each_phase_apart_from_the_engine_it_ends_as_one_left_alone(sums_model, tmp_path, plan, alone):
+    plan.write_text(json.dumps([
+        fault("rollout-0", "answer"), fault("rollout-1", "receive", nth=2), fault("engine-0", "send", nth=2),
+    ]))  # fmt: skip
+    train_on_ray(on_ray(sums_model, tmp_path / "out", ray={"rollouts": 2, "restarts": 3}))
+    assert json.loads(plan.read_text()) == []
+    assert result_of(tmp_path / "out") == alone
+
+
+def test_a_worker_that_hangs_is_lost_within_the_deadline(sums_model, tmp_path, plan):
+    plan.write_text(json.dumps([fault("engine-1", "answer", do="hang")]))
+    begin = time.monotonic()
+    with pytest.raises(WorkerLost, match=r"(?s)engine-1 \(answer\).*no answer within 20 s"):
+        train_on_ray(on_ray(sums_model, tmp_path / "out", ray={"restarts": 0, "timeout_s": 20.0}))
+    assert time.monotonic() - begin < 90
+    while ray.available_resources().get("CPU", 0) < 6:  # Ray counts with a delay
+        assert time.monotonic() - begin < 90
+        time.sleep(0.1)
+
+
+def test_a_reward_that_raises_is_its_own_error_and_not_repeated(sums_model, tmp_path):
+    with pytest.raises(RewardError, match="KeyError"):
+        train_on_ray(on_ray(sums_model, tmp_path / "out", reward={"name": "broken"}))
+    assert not list((tmp_path / "out").glob("checkpoints/*"))
+
+
+def test_a_cluster_that_is_too_small_is_refused_with_what_is_missing(sums_model, tmp_path):
+    with pytest.raises(ConfigError, match=r"(?s)5 CPU missing.*11 workers of 1 CPU each.*has 6 CPU"):
+        train_on_ray(on_ray(sums_model, tmp_path / "out", ray={"engines": 8, "rollouts": 3}))
+    with pytest.raises(ConfigError, match=r"(?s)2 GPU missing.*has 6 CPU and 0 GPU"):
+        train_on_ray(on_ray(sums_model, tmp_path / "out", engine={"device": "cuda"}))
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_module_that_workers_cannot_import_is_named(sums_model, tmp_path):
+    with pytest.raises(ConfigError, match=r"(?s)ray.imports.*'nowhere' cannot be imported"):
+        train_on_ray(on_ray(sums_model, tmp_path / "out", ray={"imports": ["nowhere"]}))

@@ -1,0 +1,103 @@
+"""The controller itself is killed: nothing of its cluster stays, and the same command goes on from the last checkpoint."""
+
+from __future__ import annotations
+
+import json
+import time
+from pathlib import Path
+
+import pytest
+from ray_runs import ON_RAY, result_of, start, tree
+
+ray = pytest.importorskip("ray", reason="the extra ray")
+pytest.importorskip("engine_fsdp", reason="the loop needs an engine")
+pytestmark = [pytest.mark.distributed, pytest.mark.slow, pytest.mark.timeout(600)]
+GONE_S = 60.0  # Ray's agents look for their node every half minute
+
+
+def left_of(marker: str) -> list[str]:
+    """Processes that were started with this text in their environment."""
+    found: list[str] = []
+    for folder in Path("/proc").glob("[0-9]*"):
+        try:
+            if marker.encode() in (folder / "environ").read_bytes():
+                found.append((folder / "cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace"))
+        except OSError:  # it ended meanwhile, or is not ours
+            continue
+    return found
+
+
+def killed_at(config: dict, plan: Path, method: str, *, environment=None) -> None:
+    """A controller that its engine worker kills as it begins ``method`` for the second time."""
+    process = start(config, plan.parent / "run.yaml", environment=environment)
+    plan.write_text(
+        json.dumps([{"worker": "engine-0", "method": method, "nth": 2, "when": "before", "do": process.pid}])
+    )
+    text, _ = process.communicate(timeout=120)
+    assert process.returncode == -9, text
+    assert json.loads(plan.read_text()) == []
+
+
+@pytest.fixture(scope="module")
+def alone(sums_model, tmp_path_factory):
+    out = tmp_path_factory.mktemp("alone") / "out"
+    process = start(tree(sums_model, out, run={"steps": 4}), out.parent / "run.yaml")
+    text, _ = process.communicate(timeout=120)
+    assert process.returncode == 0, text
+    return result_of(out)
+
+
+def on_one_engine(model: Path, out: Path, **ray) -> dict:
+    return tree(model, out, launcher="ray", ray={**ON_RAY, "engines": 1, **ray}, run={"steps": 4})
+
+
+def test_a_cluster_of_its_own_goes_with_the_controller(sums_model, tmp_path, alone):
+    plan = tmp_path / "plan.json"
+    config = on_one_engine(sums_model, tmp_path / "out")
+    killed_at(config, plan, "train", environment={"RAY_FAULTS": str(plan)})
+    process = start(config, tmp_path / "run.yaml")
+    text, _ = process.communicate(timeout=120)
+    assert process.returncode == 0, text
+    assert "resumed from" in text
+    assert result_of(tmp_path / "out") == alone
+    end = time.monotonic() + GONE_S
+    while left := left_of(str(plan)):
+        assert time.monotonic() < end, left
+        time.sleep(0.5)
+
+
+def test_a_cluster_that_it_joined_gets_its_workers_back(sums_model, tmp_path, monkeypatch, alone):
+    plan = tmp_path / "plan.json"
+    monkeypatch.setenv("RAY_FAULTS", str(plan))
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    monkeypatch.setenv("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
+    ray.init(address="local", num_cpus=1, include_dashboard=False, log_to_driver=False, logging_level="ERROR")
+    try:
+        # One CPU: a worker that stayed would keep the next run from starting.
+        config = on_one_engine(sums_model, tmp_path / "out", address=ray.get_runtime_context().gcs_address)
+        for method in ("answer", "save"):
+            killed_at(config, plan, method)
+        process = start(config, tmp_path / "run.yaml")
+        text, _ = process.communicate(timeout=120)
+        assert process.returncode == 0, text
+    finally:
+        ray.shutdown()
+    assert result_of(tmp_path / "out") == alone
+
+
+def test_a_second_run_in_the_folder_is_refused_while_the_first_one_runs(sums_model, tmp_path):
+    config = tree(sums_model, tmp_path / "out", run={"steps": 5000})
+    first = start(config, tmp_path / "first.yaml")
+    try:
+        end = time.monotonic() + 60
+        while not (tmp_path / "out" / "metrics.jsonl").is_file():
+            assert time.monotonic() < end
+            time.sleep(0.1)
+        second = start(config, tmp_path / "second.yaml")
+        text, _ = second.communicate(timeout=60)
+        assert second.returncode == 2
+        assert "another run writes to" in text
+        assert f"process {first.pid} on" in text
+    finally:
+        first.kill()
+        first.communicate()

@@ -1,0 +1,285 @@
+"""One's own reward functions: loaded, judged side by side and in other processes; what fails is counted, named and bounded."""
+
+from __future__ import annotations
+
+import os
+import pickle
+import textwrap
+import threading
+import time
+
+import pytest
+
+from engine_api.errors import ConfigError
+from engine_trainer.functions import load_function
+from engine_trainer.rewards import RewardError, Sample, Scorer, Verdict, failure_figures
+from engine_trainer.sections import RewardSection
+
+FUNCTIONS = """
+import asyncio, os, time
+import beside
+
+def length(sample, scale=1.0):
+    return scale * len(sample.completion)
+
+def borrowed(sample):
+    return beside.SEVEN
+
+def answer(sample):
+    return float(sample.completion == sample.answer)
+
+def process(sample):
+    time.sleep(0.05)
+    return float(os.getpid())
+
+async def slow(sample):
+    await asyncio.sleep(0.3)
+    return 1.0
+
+async def rude(sample):
+    if sample.completion == "block":
+        while True:
+            time.sleep(0.01)
+    await asyncio.sleep(0.01)
+    return 1.0
+
+def fickle(sample):
+    what = sample.completion
+    if what == "raise":
+        raise KeyError("boom")
+    if what == "spin":
+        while True:
+            pass
+    if what == "in C":  # signals are blocked: no alarm comes through
+        import signal
+        signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGALRM})
+        time.sleep(60)
+    if what == "die":
+        os._exit(3)
+    return float("nan") if what == "nan" else 1.0
+
+async def afickle(sample):
+    await asyncio.sleep(60 if sample.completion == "spin" else 0)
+    return fickle(sample)
+
+async def threaded(sample):
+    await asyncio.to_thread(time.sleep, 60 if sample.completion == "hang" else 0)
+    return 1.0
+
+NUMBER = 3
+"""
+
+
+@pytest.fixture
+def own(tmp_path):
+    (tmp_path / "mine.py").write_text(textwrap.dedent(FUNCTIONS))
+    (tmp_path / "beside.py").write_text("SEVEN = 7")
+    scorers = []
+
+    def make(name, **settings) -> Scorer:
+        scorers.append(Scorer.from_section(RewardSection(function=f"{tmp_path}/mine.py:{name}", **settings)))
+        return scorers[-1]
+
+    yield make
+    for scorer in scorers:
+        scorer.close()
+
+
+def samples(*completions: str) -> list[Sample]:
+    return [Sample(prompt="p", completion=c, answer="a") for c in completions]
+
+
+def totals(scorer: Scorer, *completions: str) -> list[float]:
+    return [score.total for score in scorer.score(samples(*completions))]
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_a_function_of_a_file_with_arguments_and_a_module_beside_it(own, workers):
+    scorer = own("length", kwargs={"scale": 0.5}, workers=workers)
+    assert totals(scorer, "", "ab", "abcd") == [0.0, 1.0, 2.0]
+    assert scorer.score(samples("ab"))[0].parts == {"length": 1.0}
+    assert totals(own("borrowed", workers=workers), "") == [7.0]
+
+
+def test_a_function_of_a_module(monkeypatch, tmp_path):
+    (tmp_path / "my_module_of_rewards.py").write_text("def one(sample):\n    return 1.0\n")
+    monkeypatch.chdir(tmp_path)
+    scorer = Scorer.from_section(RewardSection(function="my_module_of_rewards:one"))
+    assert totals(scorer, "x") == [1.0]
+
+
+@pytest.mark.parametrize(
+    ("target", "said"),
+    [
+        ("mine.py", "names no function"),
+        ("{}/nothing.py:f", "there is no file"),
+        ("{}/mine.py:lenght", "did you mean length"),
+        ("{}/mine.py:NUMBER", "no function 'NUMBER'"),
+        ("no_such_module_at_all:f", "cannot be imported"),
+        ("{}/broken.py:f", "ZeroDivisionError"),
+    ],
+)
+def test_a_function_that_is_not_there(own, tmp_path, target, said):
+    (tmp_path / "broken.py").write_text("1 / 0")
+    with pytest.raises(ConfigError, match=said) as caught:
+        load_function(target.format(tmp_path), "reward.function")
+    assert caught.value.field == "reward.function"
+
+
+def test_arguments_that_it_does_not_take(own):
+    with pytest.raises(ConfigError, match="cannot be called with"):
+        own("length", kwargs={"scael": 1})
+
+
+def test_name_and_function_exclude_each_other():
+    with pytest.raises(ConfigError, match="one of the two"):
+        RewardSection()
+    with pytest.raises(ConfigError, match="one of the two"):
+        RewardSection(name="math", function="a.py:b")
+
+
+def test_processes_judge_side_by_side_in_the_order_of_the_samples(own):
+    scorer = own("process", workers=3)
+    scorer.score(samples("warm", "up", "!"))
+    begin = time.monotonic()
+    pids = totals(scorer, *["x"] * 12)
+    assert time.monotonic() - begin < 12 * 0.05
+    assert len(set(pids)) == 3
+    assert os.getpid() not in pids
+    assert totals(own("length", workers=3), "a", "bb", "ccc", "dddd") == [1.0, 2.0, 3.0, 4.0]
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_coroutines_run_side_by_side(own, workers):
+    scorer = own("slow", workers=workers, concurrency=20)
+    begin = time.monotonic()
+    scorer.score(samples("first"))  # starts the process
+    mid = time.monotonic()
+    assert totals(scorer, *["x"] * 40) == [1.0] * 40
+    assert time.monotonic() - mid < 40 * 0.3 / 4
+    assert mid - begin < 60
+
+
+@pytest.mark.parametrize("function", ["fickle", "afickle"])
+@pytest.mark.parametrize("workers", [0, 2])
+def test_what_fails_counts_zero_and_is_named(own, function, workers):
+    scorer = own(function, workers=workers, timeout_s=0.5, max_failures=2)
+    scores = scorer.score(samples("fine", "raise", "spin", "nan", "fine"))
+    assert [s.total for s in scores] == [1.0, 0.0, 0.0, 0.0, 1.0]
+    assert [s.timed_out for s in scores] == [(), (), (function,), (), ()]
+    assert [s.failed for s in scores] == [(), (function,), (), (function,), ()]
+    assert failure_figures(scores) == {
+        "reward/timeouts": 1.0, f"reward/timeouts/{function}": 1.0, "reward/failures": 2.0, f"reward/failures/{function}": 2.0,
+    }  # fmt: skip
+    with pytest.raises(RewardError, match=r"KeyError: 'boom' .*mine\.py:\d+\); failed calls: 3") as caught:
+        scorer.score(samples("raise"))
+    assert caught.value.completion == "raise"
+    assert "reward.max_failures" in caught.value.remedy
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_a_service_that_is_gone_ends_the_run_soon(own, workers):
+    scorer = own("fickle", workers=workers, timeout_s=0.1, max_timeouts=3)
+    assert totals(scorer, *["spin", "spin", "spin", "fine", "spin"]) == [0, 0, 0, 1, 0]
+    begin = time.monotonic()
+    with pytest.raises(RewardError, match=r"4 calls in a row took longer than 0\.1 s"):
+        scorer.score(samples(*["spin"] * 1000))
+    assert time.monotonic() - begin < 5
+    assert totals(own("fickle", workers=workers, timeout_s=0.1, max_timeouts=None), *["spin"] * 10) == [0] * 10
+
+
+def test_a_coroutine_that_never_awaits_is_interrupted(own, monkeypatch):
+    monkeypatch.setattr("engine_trainer.rewards.calls.GRACE_S", 0.2)
+    completions = ["fine", "block", "fine", "block"]
+    assert totals(own("rude", timeout_s=0.3, concurrency=1), *completions) == [1.0, 0.0, 1.0, 0.0]
+    # On one loop it makes its neighbours late; all of it still ends.
+    together = totals(own("rude", timeout_s=0.3), *completions)
+    assert (together[1], together[3]) == (0.0, 0.0)
+
+
+def test_a_thread_that_never_returns_holds_nobody(own):
+    begin = time.monotonic()
+    assert totals(own("threaded", timeout_s=0.2), "fine", "hang", "fine") == [1.0, 0.0, 1.0]
+    assert time.monotonic() - begin < 5
+
+
+def test_a_process_that_died_while_it_was_idle_is_replaced(own):
+    scorer = own("length", workers=1)
+    assert totals(scorer, "a") == [1.0]
+    (worker,) = scorer.workers._workers
+    worker.process.kill()
+    worker.process.wait()
+    assert totals(scorer, "ab", "c") == [2.0, 1.0]
+
+
+def test_a_process_that_no_alarm_reaches_is_killed_and_replaced(own, monkeypatch):
+    monkeypatch.setattr("engine_trainer.rewards.workers.GRACE_S", 0.2)
+    scorer = own("fickle", workers=1, timeout_s=0.3)
+    begin = time.monotonic()
+    (score,) = scorer.score(samples("in C"))
+    assert score.timed_out == ("fickle",)
+    assert totals(scorer, "fine") == [1.0]
+    assert time.monotonic() - begin < 30
+
+
+def test_a_function_that_ends_its_process_is_a_failure(own):
+    scorer = own("fickle", workers=1, max_failures=1)
+    assert totals(scorer, "die", "fine") == [0.0, 1.0]
+    with pytest.raises(RewardError, match="ended with status 3"):
+        scorer.score(samples("die"))
+
+
+def test_with_a_process_of_its_own_the_time_is_kept_in_any_thread(own):
+    scorer, found = own("fickle", workers=1, timeout_s=0.3), []
+    thread = threading.Thread(target=lambda: found.append(totals(scorer, "spin", "fine")))
+    thread.start()
+    thread.join()
+    assert found == [[0.0, 1.0]]
+
+
+def test_closing_leaves_no_process(own):
+    scorer = own("length", workers=2)
+    scorer.score(samples("a", "b"))
+    processes = [w.process for w in scorer.workers._workers]
+    assert len(processes) == 2
+    scorer.close()
+    assert all(p.poll() is not None for p in processes)
+    assert totals(scorer, "abc") == [3.0]  # they start again
+
+
+def test_a_reward_that_another_process_cannot_make_is_said(own):
+    from engine_trainer.rewards import register
+
+    register("test_only_here")(lambda: lambda s: 1.0)
+    scorer = Scorer.from_section(RewardSection(name="test_only_here", workers=1))
+    with pytest.raises(ConfigError, match="no reward is called 'test_only_here'"):
+        scorer.score(samples("x"))
+    scorer.close()
+
+
+def test_a_sample_that_cannot_travel_is_said(own):
+    scorer = own("length", workers=1)
+    with pytest.raises(ConfigError, match="cannot be sent"):
+        scorer.score([Sample(prompt="p", completion="c", metadata={"f": lambda: 1})])
+
+
+def test_a_verdict_is_a_number_that_says_what_it_found():
+    verdict = pickle.loads(pickle.dumps(Verdict(1.0, "12")))
+    assert (verdict, verdict.answer, verdict + 1) == (1.0, "12", 2.0)
+
+
+@pytest.mark.parametrize(
+    ("name", "kwargs", "completion", "answer", "found"),
+    [
+        ("gsm8k", {}, "#### $1,200.0", "1200", "1200"),
+        ("gsm8k", {}, "none", "1200", None),
+        ("exact", {"extract": "boxed", "ignore_case": True}, r"\boxed{Yes}", "yes", "yes"),
+        ("math", {}, r"\boxed{0.5}", "1/2", "1/2"),
+        ("math", {}, r"\boxed{\frac{1}{2}}", "7", "1/2"),
+        ("math", {"boxed_only": True}, "it is 12", "12", None),
+    ],
+)
+def test_what_the_rewards_of_the_house_find(name, kwargs, completion, answer, found):
+    scorer = Scorer.from_section(RewardSection(name=name, kwargs=kwargs))
+    (score,) = scorer.score([Sample(prompt="p", completion=completion, answer=answer)])
+    assert score.answer == found

@@ -1,0 +1,81 @@
+"""Evaluation while it trains: several held-out sets, several samples a problem."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from engine_trainer.config import RLConfig
+from engine_trainer.loading import from_tree
+from engine_trainer.rl import train_rl
+
+pytest.importorskip("engine_fsdp", reason="the loop needs an engine")
+
+
+@pytest.fixture
+def run(sums_model, tmp_path):
+    def train(evaluation, **sections):
+        out = tmp_path / "out"
+        tree = {
+            "engine": {"model": {"path": str(sums_model)}, "device": "cpu"},
+            "data": {"source": str(sums_model / "train.jsonl"), **sections.get("data", {})},
+            "run": {"output_dir": str(out), "steps": 1, "progress": False, "report": False, "tensorboard": False},
+            "reward": {"name": "exact"}, "rollout": {"n": 2, "max_new_tokens": 4, **sections.get("rollout", {})},
+            "algorithm": {"prompts_per_step": 4, **sections.get("algorithm", {})}, "eval": evaluation,
+        }  # fmt: skip
+        train_rl(from_tree(RLConfig, tree))
+        return out, [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
+
+    return train
+
+
+def test_several_held_out_sets_by_name_with_votes(run, sums_model):
+    test = str(sums_model / "test.jsonl")
+    few = {"source": test, "max_problems": 3, "samples": 4}
+    out, (before, after) = run({"samples": 1, "temperature": 0, "source": test,
+                                "sets": {"few": {**few, "temperature": 1.0}, "one": {**few, "samples": 1}}})  # fmt: skip
+    assert (before["eval/problems"], before["eval/few/problems"], before["eval/one/problems"]) == (20, 3, 3)
+    assert {k for k in after if "@" in k} == {f"eval/few/{kind}@{k}" for kind, k in
+                                              [("mean", 4), ("best", 2), ("best", 4), ("maj", 2), ("maj", 4)]}  # fmt: skip
+    assert after["eval/few/mean@4"] == pytest.approx(after["eval/few/accuracy"])
+    assert after["sync/tensors"] > 0
+    rows = [json.loads(line) for line in (out / "eval" / "few" / "step-000001.jsonl").read_text().splitlines()]
+    assert [len(r["completions"]) for r in rows] == [4, 4, 4]
+    assert rows[0]["completions"][0]["answer"] == rows[0]["completions"][0]["text"].strip()
+
+
+def test_a_model_is_measured_alone_as_a_run_measures_it(run, sums_model, capsys):
+    from engine_trainer.cli import main
+
+    held = {"source": str(sums_model / "test.jsonl"), "samples": 2, "max_problems": 5}
+    out, (before, _) = run(held)
+    metrics = (out / "metrics.jsonl").read_text()
+    assert main(["eval", str(out / "config.yaml")]) == 0
+    figures = json.loads((out / "evaluation.json").read_text())
+    assert figures == {name: value for name, value in before.items() if name.startswith("eval/")}
+    assert f"eval/accuracy {figures['eval/accuracy']:.4g}".split() in [
+        line.split() for line in capsys.readouterr().out.splitlines()
+    ]
+    assert (out / "metrics.jsonl").read_text() == metrics
+    assert main(["eval", str(out / "config.yaml"), "eval=null"]) == 2
+    assert "nothing to measure on" in capsys.readouterr().err
+
+
+def test_prompts_without_room_are_dropped_and_counted(run, sums_model, tmp_path, caplog):
+    """The model has 64 positions, 24 tokens may follow: a prompt of 41 does not fit."""
+    rows = [
+        {"prompt": "1+" * 20 + "1", "answer": "1"},
+        {"prompt": "1+1=", "answer": "2"},
+        {"prompt": "2+1=", "answer": "3"},
+    ]
+    (tmp_path / "own.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    _, (before, after) = run(
+        None,
+        data={"source": str(tmp_path / "own.jsonl"), "on_too_long": "drop"},
+        rollout={"max_new_tokens": 24},
+        algorithm={"prompts_per_step": 2},
+    )
+    assert (before["data/dropped"], before["data/truncated"]) == (1.0, 0.0)
+    assert "1 of 3 rows are too long and were dropped: the context has 40 beside rollout.max_new_tokens" in caplog.text
+    assert (after["rollout/groups"], after["train/epoch"]) == (2.0, 1.0)

@@ -1,0 +1,325 @@
+"""DPO and reward models from end to end: a tiny model on the real engine, against float64 and against themselves."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import random
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+import yaml
+
+from engine_api.errors import ConfigError
+from engine_trainer import pairs as pairs_module
+from engine_trainer.cli import main
+from engine_trainer.config import DPOConfig, RewardModelConfig
+from engine_trainer.dpo import train_dpo
+from engine_trainer.loading import from_tree
+from engine_trainer.reward_model import train_reward_model
+from engine_trainer.runtime import Run
+
+pytest.importorskip("engine_fsdp", reason="the loop needs an engine")
+pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning")  # torch 2.13 renames a collective under FSDP
+
+SGD = {"name": "torch.optim.SGD", "lr": 0.2, "clip_norm": None}
+TRAIN = {"dpo": (DPOConfig, train_dpo), "rm": (RewardModelConfig, train_reward_model)}
+TYPES = {"dpo": "language_model", "rm": "value_model"}
+
+
+@pytest.fixture(scope="session")
+def pairs(sums_model, tmp_path_factory) -> Path:
+    """Sums: right answers are chosen, long wrong ones rejected."""
+    folder, dice = tmp_path_factory.mktemp("pairs"), random.Random(4)
+    rows = [{"prompt": f"{a}+{b}=", "chosen": str((a + b) % 10), "rejected": str((a + b + dice.randint(1, 9)) % 10) * dice.randint(2, 4)}
+            for a in range(10) for b in range(10)]  # fmt: skip
+    dice.shuffle(rows)
+    for name, part in {"train": rows[:80], "test": rows[80:]}.items():
+        (folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in part))
+    return folder
+
+
+@pytest.fixture(scope="session")
+def models(sums_model, tmp_path_factory) -> dict[str, Path]:
+    """The model of each command; the value model's head is not small."""
+    from transformers import AutoConfig, AutoModelForTokenClassification, AutoTokenizer
+
+    path = tmp_path_factory.mktemp("value") / "model"
+    config = AutoConfig.from_pretrained(sums_model)
+    config.num_labels = 1
+    with torch.random.fork_rng():
+        torch.manual_seed(5)
+        AutoModelForTokenClassification.from_config(config).save_pretrained(path)
+    AutoTokenizer.from_pretrained(sums_model).save_pretrained(path)
+    return {"dpo": sums_model, "rm": path}
+
+
+def tree(kind: str, models, pairs: Path, out: Path, **sections) -> dict:
+    base = {
+        "engine": {"model": {"path": str(models[kind])}, "model_type": TYPES[kind], "device": "cpu", "optimizer": {"lr": 0.003}},
+        "data": {"source": str(pairs / "train.jsonl")}, "batch_size": 10,
+        "run": {"output_dir": str(out), "steps": 4, "seed": 3, "progress": False, "report": False, "tensorboard": False},
+    }  # fmt: skip
+    for name, value in sections.items():
+        base[name] = {**base.get(name, {}), **value} if isinstance(value, dict) else value
+    return base
+
+
+def train(kind: str, config: dict) -> list[dict]:
+    cls, function = TRAIN[kind]
+    function(from_tree(cls, config))
+    return rows_of(Path(config["run"]["output_dir"]))
+
+
+def rows_of(out: Path) -> list[dict]:
+    rows = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
+    clocks = re.compile(r"time$|time/|perf/")
+    return [{k: v for k, v in r.items() if not clocks.match(k)} for r in rows]
+
+
+def weights_of(out: Path) -> dict[str, torch.Tensor]:
+    from safetensors.torch import load_file
+
+    return {k: v for path in sorted((out / "hf").glob("*.safetensors")) for k, v in load_file(path).items()}
+
+
+def encode(tokenizer, row: dict, name: str) -> tuple[list[int], int]:
+    """Ids of the document, and how many of them are the prompt's."""
+    prompt = tokenizer(row["prompt"])["input_ids"]
+    return [*prompt, *tokenizer(row[name])["input_ids"], tokenizer.eos_token_id], len(prompt)
+
+
+def first_batch(pairs: Path, count: int) -> list[dict]:
+    from engine_trainer.data import SampleOrder
+
+    rows = [json.loads(line) for line in (pairs / "train.jsonl").read_text().splitlines()]
+    return [rows[i] for i in SampleOrder(len(rows), seed=3).take(0, count)]
+
+
+@pytest.mark.parametrize("loss", ["sigmoid", "hinge", "ipo"])
+@pytest.mark.parametrize("reference", ["precomputed", "engine"])
+def test_two_steps_of_dpo_are_the_textbooks(models, pairs, tmp_path, loss, reference):
+    """Plain SGD in float64 over whole pairs; small micro-batches here, so that pairs are torn apart."""
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    config = tree(
+        "dpo",
+        models,
+        pairs,
+        tmp_path / "out",
+        run={"steps": 2},
+        dpo={"beta": 0.5, "loss": loss, "reference": reference},
+    )
+    config["engine"] |= {"optimizer": SGD, "memory": {"max_tokens": 20}}
+    rows = train("dpo", config)
+    assert rows[0]["train/micro_batches"] > 5
+
+    tokenizer = AutoTokenizer.from_pretrained(models["dpo"])
+    policy, ref = (
+        AutoModelForCausalLM.from_pretrained(models["dpo"], dtype=torch.float64, attn_implementation="eager")
+        for _ in range(2)
+    )
+
+    def score(model, row, name):
+        ids, start = encode(tokenizer, row, name)
+        logs = model(input_ids=torch.tensor([ids])).logits[0, start - 1 : -1].log_softmax(-1)
+        return logs.gather(-1, torch.tensor(ids[start:])[:, None]).sum()
+
+    batch = first_batch(pairs, 20)
+    for step, part in enumerate((batch[:10], batch[10:])):
+        total = torch.zeros((), dtype=torch.float64)
+        for row in part:
+            own = {n: score(policy, row, n) - score(ref, row, n).detach() for n in ("chosen", "rejected")}
+            margin = own["chosen"] - own["rejected"]
+            terms = {"sigmoid": -torch.nn.functional.logsigmoid(0.5 * margin), "hinge": (1 - 0.5 * margin).clamp(min=0),
+                     "ipo": (margin - 1).square()}  # fmt: skip
+            total = total + terms[loss] / 10
+        policy.zero_grad()
+        total.backward()
+        norm = math.sqrt(sum(float(p.grad.square().sum()) for p in policy.parameters()))
+        assert rows[step]["train/loss"] == pytest.approx(total.item(), rel=1e-4)
+        assert rows[step]["train/grad_norm"] == pytest.approx(norm, rel=1e-3)
+        with torch.no_grad():
+            for parameter in policy.parameters():
+                parameter.sub_(0.2 * parameter.grad)
+    updated = weights_of(tmp_path / "out")
+    for name, parameter in policy.named_parameters():
+        torch.testing.assert_close(updated[name].double(), parameter.detach(), atol=2e-5, rtol=0)
+
+
+def test_a_step_of_a_reward_model_is_the_textbooks(models, pairs, tmp_path):
+    from transformers import AutoModelForTokenClassification, AutoTokenizer
+
+    config = tree("rm", models, pairs, tmp_path / "out", run={"steps": 1})
+    config["engine"] |= {"optimizer": SGD, "memory": {"max_tokens": 20}}
+    rows = train("rm", config)
+    tokenizer = AutoTokenizer.from_pretrained(models["rm"])
+    model = AutoModelForTokenClassification.from_pretrained(
+        models["rm"], dtype=torch.float64, attn_implementation="eager"
+    )
+
+    def reward(row, name):
+        ids, _ = encode(tokenizer, row, name)
+        return model(input_ids=torch.tensor([ids[:-1]])).logits[0, -1, 0]  # all before the token that ends the answer
+
+    part = first_batch(pairs, 10)
+    margins = torch.stack([reward(row, "chosen") - reward(row, "rejected") for row in part])
+    loss = -torch.nn.functional.logsigmoid(margins).mean()
+    loss.backward()
+    assert rows[0]["train/loss"] == pytest.approx(loss.item(), rel=1e-5)
+    assert rows[0]["train/accuracy"] == pytest.approx(float((margins > 0).double().mean()))
+    assert rows[0]["train/margin"] == pytest.approx(margins.detach().mean().item(), rel=1e-4)
+    updated = weights_of(tmp_path / "out")
+    for name, parameter in model.named_parameters():
+        torch.testing.assert_close(updated[name].double(), parameter.detach() - 0.2 * parameter.grad, atol=2e-6, rtol=0)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["dpo", "rm"])
+def test_it_learns_and_what_it_exports_can_be_read(models, pairs, tmp_path, kind):
+    from transformers import AutoModelForCausalLM, AutoModelForTokenClassification
+
+    out = tmp_path / "out"
+    rows = train(
+        kind,
+        tree(
+            kind,
+            models,
+            pairs,
+            out,
+            run={"steps": 60},
+            batch_size=20,
+            eval={"source": str(pairs / "test.jsonl"), "every": 20},
+        ),
+    )
+    evaluated = [r for r in rows if "eval/accuracy" in r]
+    assert [r["step"] for r in evaluated] == [0, 20, 40, 60]
+    assert evaluated[-1]["eval/loss"] < evaluated[0]["eval/loss"]
+    assert evaluated[-1]["eval/accuracy"] > 0.7
+    assert rows[-1]["train/accuracy"] > 0.9
+    if kind == "dpo":  # of the reference against itself
+        assert evaluated[0]["eval/loss"] == pytest.approx(math.log(2), rel=1e-6)
+        assert evaluated[0]["eval/accuracy"] == 0.5
+    auto = AutoModelForCausalLM if kind == "dpo" else AutoModelForTokenClassification
+    assert auto.from_pretrained(out / "hf").num_parameters() > 0
+
+
+@pytest.mark.parametrize(("kind", "reference"), [("dpo", "precomputed"), ("dpo", "engine"), ("rm", None)])
+def test_a_run_that_failed_and_is_resumed_ends_bit_for_bit_as_one_left_alone(
+    models, pairs, tmp_path, monkeypatch, kind, reference
+):
+    extra = {"dpo": {"reference": reference}} if reference else {}
+    outs = [tmp_path / "alone", tmp_path / "broken"]
+    trees = [tree(kind, models, pairs, o, run={"steps": 12, "save_every": 3}, eval={"source": str(pairs / "test.jsonl"), "every": 5}, **extra)
+             for o in outs]  # fmt: skip
+    train(kind, trees[0])
+    with monkeypatch.context() as patch:
+        end = Run.end_step
+
+        def failing(self, step, *args, **kwargs):
+            if step == 8:
+                raise OSError("the disk is away")
+            end(self, step, *args, **kwargs)
+
+        patch.setattr(Run, "end_step", failing)
+        with pytest.raises(OSError, match="the disk is away"):
+            train(kind, trees[1])
+    train(kind, trees[1])
+    assert rows_of(outs[0]) == rows_of(outs[1])
+    left, right = map(weights_of, outs)
+    assert left
+    assert all(torch.equal(left[n], right[n]) for n in left)
+
+
+def test_a_step_whose_numbers_are_lost_changes_nothing(models, pairs, tmp_path, monkeypatch):
+    real, steps = pairs_module.document_sums, []
+
+    def spoilt(outputs, batch):
+        steps.append(1)
+        sums = real(outputs, batch)
+        return sums * math.nan if len(steps) == 2 else sums
+
+    monkeypatch.setattr(pairs_module, "document_sums", spoilt)
+    rows = train("rm", tree("rm", models, pairs, tmp_path / "out", run={"steps": 3}))
+    assert [r["train/skipped"] for r in rows] == [0, 1, 0]
+    monkeypatch.undo()
+    alone = train("rm", tree("rm", models, pairs, tmp_path / "alone", run={"steps": 1}))
+    assert alone[0] == rows[0]
+
+
+def test_the_reference_of_lora_is_the_adapter_off(models, pairs, tmp_path):
+    rows = {}
+    for reference in ("precomputed", "engine"):
+        config = tree("dpo", models, pairs, tmp_path / reference, dpo={"reference": reference})
+        config["engine"] |= {"lora": {"rank": 4, "alpha": 8}, "optimizer": {"lr": 0.01}}
+        rows[reference] = train("dpo", config)
+    for a, b in zip(rows["precomputed"], rows["engine"], strict=True):
+        assert a == pytest.approx(b, rel=1e-5, abs=1e-6)
+    assert rows["engine"][0]["train/loss"] == pytest.approx(math.log(2), rel=1e-6)
+    assert rows["engine"][-1]["train/margin"] != 0
+
+
+@pytest.mark.parametrize(
+    ("kind", "sections", "field"),
+    [
+        ("rm", {"engine": {"model_type": "language_model"}}, "engine.model_type"),
+        ("dpo", {"engine": {"model_type": "value_model"}}, "engine.model_type"),
+        ("dpo", {"engine": {"lora": {"rank": 2, "dropout": 0.1}}}, "engine.lora.dropout"),
+        ("dpo", {"dpo": {"beta": 0}}, "dpo.beta"),
+        ("dpo", {"dpo": {"loss": "kto"}}, "dpo.loss"),
+        ("rm", {"data": {"columns": {"response": "chosen"}}}, "data.columns.response"),
+        ("rm", {"data": {"source": None, "reasoning_gym": {"datasets": []}}}, "data.reasoning_gym"),
+        ("rm", {"batch_size": 0}, "batch_size"),
+        ("rm", {"eval": {"source": "x", "max_pairs": 0}}, "eval.max_pairs"),
+        ("rm", {"dpo": {"beta": 1}}, "dpo"),
+    ],
+)
+def test_what_makes_no_sense_is_refused_by_name(models, pairs, tmp_path, kind, sections, field):
+    with pytest.raises(ConfigError) as caught:
+        from_tree(TRAIN[kind][0], tree(kind, models, pairs, tmp_path, **sections))
+    assert caught.value.field == field
+
+
+def test_the_commands(models, pairs, tmp_path, capsys):
+    for kind in ("dpo", "rm"):
+        file = tmp_path / f"{kind}.yaml"
+        file.write_text(yaml.safe_dump(tree(kind, models, pairs, tmp_path / kind)))
+        assert main([kind, str(file), "run.steps=1"]) == 0
+        assert (tmp_path / kind / "hf" / "model.safetensors").is_file()
+        assert "train/loss" in rows_of(tmp_path / kind)[0]
+    assert "rm: 1 steps" in capsys.readouterr().out
+
+
+@pytest.mark.slow
+@pytest.mark.distributed
+@pytest.mark.parametrize("kind", ["dpo", "rm"])
+def test_two_ranks_agree_with_one(models, pairs, tmp_path, kind):
+    """Three pairs a step on two ranks, and one: a rank may have none."""
+    for ranks in (1, 2):
+        out, file = tmp_path / str(ranks), tmp_path / f"{ranks}.yaml"
+        config = tree(
+            kind,
+            models,
+            pairs,
+            out,
+            batch_size=3,
+            run={"steps": 6},
+            eval={"source": str(pairs / "test.jsonl"), "max_pairs": 1},
+        )
+        file.write_text(yaml.safe_dump(config))
+        launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(ranks)] if ranks > 1 else []
+        done = subprocess.run([sys.executable, *launcher, "-m", "engine_trainer", kind, str(file)], timeout=240, capture_output=True,
+                              text=True, env={**os.environ, "OMP_NUM_THREADS": "1"}, check=False)  # fmt: skip
+        assert done.returncode == 0, done.stderr[-3000:]
+    for a, b in zip(rows_of(tmp_path / "1"), rows_of(tmp_path / "2"), strict=True):
+        for key in set(a) - {"train/micro_batches"}:
+            assert a[key] == pytest.approx(b[key], rel=1e-3, abs=1e-5), (a["step"], key)
+    left, right = weights_of(tmp_path / "1"), weights_of(tmp_path / "2")
+    # A reward's offset has no gradient, only rounding, of which Adam makes steps.
+    for name in set(left) - {"score.bias"}:
+        torch.testing.assert_close(right[name], left[name], atol=1e-4, rtol=1e-3)
