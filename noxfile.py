@@ -12,7 +12,7 @@ import nox
 ROOT = Path(__file__).parent
 sys.path.insert(0, str(ROOT / "tools"))  # scripts, not a package
 
-from matrix import engine_devices, engine_of, is_shimmed, load, run_arguments  # noqa: E402 - found through the line above
+from matrix import engine_devices, engine_of, is_shimmed, load, package_of, run_arguments  # noqa: E402 - found through the line above
 
 PYTHONS = ((3, 11), (3, 12))
 CONSTRAINTS = "constraints/cpu.txt"
@@ -61,11 +61,11 @@ def install(session: nox.Session, folders: list[str], *tools: str) -> None:
     session.install("-c", CONSTRAINTS, *editable, *tools)
 
 
-def engine_folders(backend: str) -> list[str]:
-    """The packages that a certificate needs, by the matrix: the one that offers the backend, and its partner's."""
-    engine = engine_of(load(), backend)
-    partner = [engine_of(load(), engine["partner"])["package"]] if "partner" in engine else []
-    return [engine["package"], *partner]
+def engine_folders(backend: str, device: str) -> list[str]:
+    """The packages that a certificate needs, by the matrix: the one that offers the backend there, its partner's, the rest."""
+    names = [backend, *([partner] if (partner := engine_of(load(), backend).get("partner")) else [])]
+    offering = [package_of(load(), name, device) for name in names]
+    return list(dict.fromkeys([*offering, *(engine_of(load(), name)["package"] for name in names)]))
 
 
 def build_wheels(session: nox.Session, folders: list[str]) -> Path:
@@ -192,7 +192,7 @@ def quickstart(session: nox.Session) -> None:
 @nox.parametrize(("engine", "device"), engine_devices(load()))
 def conformance(session: nox.Session, engine: str, device: str) -> None:
     """The conformance suite on one engine and device, from the tree; after `--`: arguments of `engine-conformance run`."""
-    install(session, [API, *engine_folders(engine), SUITE])
+    install(session, [API, *engine_folders(engine, device), SUITE])
     session.run("engine-conformance", *run_arguments(load(), engine, device), *session.posargs)
 
 
@@ -200,7 +200,7 @@ def conformance(session: nox.Session, engine: str, device: str) -> None:
 @nox.parametrize(("engine", "device"), engine_devices(load()))
 def certify(session: nox.Session, engine: str, device: str) -> None:
     """A certificate from built wheels, written to conformance/reports; after `--`: further arguments."""
-    folders = engine_folders(engine)
+    folders = engine_folders(engine, device)
     version = tomllib.loads((ROOT / folders[0] / "pyproject.toml").read_text())["project"]["version"]
     name = f"{device}-shimmed" if is_shimmed(load(), engine, device) else device
     report = Path("conformance", "reports", f"{engine}-{version}", name)

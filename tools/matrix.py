@@ -63,6 +63,15 @@ def engine_of(matrix: dict[str, Any], backend: str) -> dict[str, Any]:
     return next(e for e in matrix["engines"] if e["backend"] == backend)
 
 
+def package_of(matrix: dict[str, Any], backend: str, device: str) -> str:
+    """The package that offers a backend on a device: the run's own where it says one, else the backend's."""
+    engine, environments = engine_of(matrix, backend), matrix["environments"]
+    own = [
+        r["package"] for r in engine["runs"] if "package" in r and environments[r["environment"]]["device"] == device
+    ]
+    return own[0] if own else engine["package"]
+
+
 def world_sizes(matrix: dict[str, Any], backend: str, device: str) -> list[int]:
     """Every number of ranks at which a backend was seen to work on a device; where nobody ran it yet, those to begin with."""
     environments = matrix["environments"]

@@ -17,7 +17,7 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, Literal
 
-from engine_api.devices import cuda_is_simulated
+from engine_api.devices import cuda_is_simulated, npu_is_simulated
 
 __all__ = ["BACKENDS", "Job", "Reply", "WorkerSpec", "main"]
 
@@ -109,14 +109,19 @@ def _join(spec: WorkerSpec) -> None:
         from engine_conformance import shim
 
         shim.install()  # before any engine is imported
+    simulated = spec.device == "npu" and npu_is_simulated()
+    if simulated:
+        from engine_conformance import stand_in
+
+        stand_in.install()
     file = str(Path(spec.folder) / "rendezvous")
     store = dist.FileStore(file, spec.world)  # pyright: ignore[reportPrivateImportUsage]
     device = None
-    if spec.device != "cpu":
+    if spec.device != "cpu" and not simulated:
         device = torch.device(spec.device, spec.rank)
         torch.get_device_module(spec.device).set_device(spec.rank)
     dist.init_process_group(
-        BACKENDS[spec.device],
+        "cpu:gloo,npu:gloo" if simulated else BACKENDS[spec.device],
         store=store,
         rank=spec.rank,
         world_size=spec.world,

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from engine_api.config import Parallelism
-from engine_api.devices import SIMULATED_CUDA
+from engine_api.devices import SIMULATED_CUDA, SIMULATED_NPU
 from engine_api.errors import ConfigError
 from engine_conformance.errors import CannotRun, UsageError
 from engine_conformance.explain import explain_case, list_cases
@@ -34,6 +34,7 @@ if TYPE_CHECKING:
 __all__ = ["main"]
 
 _ABOUT = "Exit codes: 0 nothing failed (with --certify: conformant), 1 not, 2 usage, 3 could not run."
+_SIMULATED = {"cpu": SIMULATED_CUDA, "npu": SIMULATED_NPU}  # by --device: what --shim sets
 _DEVIATIONS = Path("conformance.toml")
 
 
@@ -93,26 +94,31 @@ def _add_run(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--limit", type=float, default=math.inf, help="start no case after this many seconds")
     parser.add_argument("--plugin", help="module:ATTR of a descriptor that is not installed")
     parser.add_argument(
-        "--shim", action="store_true", help="simulate CUDA on the CPU, for an engine that knows only CUDA"
+        "--shim",
+        action="store_true",
+        help="simulate CUDA on the CPU, for an engine that knows only CUDA; with --device npu: an NPU, and no certificate",
     )
     parser.add_argument("--quiet", action="store_true", help="one line only for what did not pass")
     parser.set_defaults(command=_run)
 
 
 def _run(options: argparse.Namespace, given: Sequence[str]) -> int:
-    if options.shim and options.device != "cpu":
-        raise UsageError(f"--shim simulates CUDA on the CPU; the device is {options.device}")
+    simulated = _SIMULATED.get(options.device) if options.shim else None
+    if options.shim and simulated is None:
+        raise UsageError(f"--shim simulates CUDA on the CPU, or an NPU; the device is {options.device}")
+    if options.certify and simulated == SIMULATED_NPU:
+        raise UsageError("--certify: a simulated NPU gives no certificate; leave --shim out on an Ascend host")
     with tempfile.TemporaryDirectory(prefix="conformance-site-") as site:
-        if options.shim:  # for the probe here and in the child that asks it first, and for the ranks
-            os.environ[SIMULATED_CUDA] = "1"
+        if simulated:  # for the probe here and in the child that asks it first, and for the ranks
+            os.environ[simulated] = "1"
         if options.plugin:
             offer(options.plugin, Path(site))
         try:
             return _run_offered(options, given)
         finally:
             sys.path[:] = [entry for entry in sys.path if entry != site]
-            if options.shim:
-                del os.environ[SIMULATED_CUDA]
+            if simulated:
+                del os.environ[simulated]
 
 
 def _run_offered(options: argparse.Namespace, given: Sequence[str]) -> int:

@@ -11,12 +11,13 @@ from functools import cache
 from pathlib import Path
 
 import engine_conformance
-from engine_api.devices import cuda_devices, cuda_is_simulated
+from engine_api.devices import cuda_devices, cuda_is_simulated, npu_is_simulated
 from engine_api.plugin import CONTRACT
 
-__all__ = ["SHIMMED", "devices_of", "environment", "suite"]
+__all__ = ["SHIMMED", "SIMULATED", "devices_of", "environment", "suite"]
 
 SHIMMED = "cpu (shimmed)"  # how a report names a CPU that answered in CUDA's place
+SIMULATED = "simulated"  # how a report names a device that is made of CPU tensors
 _VERSIONS = ("torch", "transformers", "numpy", "safetensors", "engine-api", "engine-conformance")
 
 
@@ -39,6 +40,8 @@ def environment(*distributions: str) -> dict[str, str]:
         facts["accelerator"] = f"{devices} x {_cuda_name()}"
     if cuda_is_simulated():
         facts["accelerator"] = SHIMMED
+    if npu_is_simulated():
+        facts["accelerator"] = SIMULATED
     for name in dict.fromkeys((*_VERSIONS, *distributions)):
         try:
             facts[name] = importlib.metadata.version(name)

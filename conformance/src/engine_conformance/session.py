@@ -11,7 +11,7 @@ from pathlib import Path
 
 import torch
 
-from engine_api.devices import cuda_is_simulated
+from engine_api.devices import cuda_is_simulated, npu_is_simulated
 from engine_api.registry import Resolution
 from engine_conformance.cases import run_case
 from engine_conformance.deviations import Deviation, with_deviations
@@ -90,12 +90,21 @@ def _group(item: Item) -> str:
 def repeat_command(item: Item, selection: Selection) -> str:
     """The line that runs this case again."""
     one, parts = item.setting, ["engine-conformance", "run", selection.name, "--case", item.case.id]
-    parts += ["--model-type", one.model_type, "--device", one.device, "--world", str(one.world), "--dtype", one.dtype]
+    parts += [
+        "--model-type",
+        one.model_type,
+        "--device",
+        item.target.device,
+        "--world",
+        str(one.world),
+        "--dtype",
+        one.dtype,
+    ]
     layout = ",".join(f"{name}={size}" for name, size in changed(selection.layout).items())
     given = {"--profile": item.case.profile if item.case.profile != "engine" else None, "--parallelism": layout,
              "--partner": selection.partner, "--plugin": selection.plugin}  # fmt: skip
     parts += [word for option, value in given.items() if value for word in (option, value)]
-    return shlex.join([*parts, "--shim"] if cuda_is_simulated() else parts)
+    return shlex.join([*parts, "--shim"] if cuda_is_simulated() or npu_is_simulated() else parts)
 
 
 def _distribution(chosen: Resolution) -> tuple[str, ...]:

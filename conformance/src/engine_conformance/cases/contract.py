@@ -168,7 +168,7 @@ def _surroundings(device: str) -> Surroundings:
         groups=len(dist.distributed_c10d._world.pg_map),  # noqa: SLF001  # pyright: ignore[reportPrivateUsage]
         environment=tuple(sorted(item for item in os.environ.items() if not item[0].startswith(_CACHES))),
         switches=(str(torch.get_default_dtype()), str(torch.is_grad_enabled())),
-        memory=torch.cuda.memory_allocated() if device == "cuda" else 0,
+        memory=torch.get_device_module(device).memory_allocated() if device != "cpu" else 0,
     )
 
 

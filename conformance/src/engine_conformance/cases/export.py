@@ -7,6 +7,7 @@ import shutil
 import weakref
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors.torch import save_file
@@ -117,9 +118,10 @@ def live_bytes(setup: Setup, bucket: int, dtype: torch.dtype | None) -> tuple[in
         gc.collect()
         before, looks, sizes = _alive(_all_tensors()), list[dict[int, int]](), list[int]()
         references = list[weakref.ref[Tensor]]()
-        if setup.device == "cuda":
-            torch.cuda.reset_peak_memory_stats()
-            allocated = torch.cuda.memory_allocated()
+        memory: Any = torch.get_device_module(setup.device) if setup.device != "cpu" else None
+        if memory:
+            memory.reset_peak_memory_stats()
+            allocated = memory.memory_allocated()
         for _, tensor in engine.get_per_tensor_param(dtype=dtype, bucket_bytes=bucket):
             sizes.append(tensor.numel() * tensor.element_size())
             references.append(weakref.ref(tensor))
@@ -131,8 +133,8 @@ def live_bytes(setup: Setup, bucket: int, dtype: torch.dtype | None) -> tuple[in
         gc.collect()
         own = before.keys() | _alive(_all_tensors()).keys()
         most = max(sum(size for place, size in look.items() if place not in own) for look in looks)
-        if setup.device == "cuda":
-            most = max(most, torch.cuda.max_memory_allocated() - allocated)
+        if memory:
+            most = max(most, memory.max_memory_allocated() - allocated)
         return most, sum(sizes), max(sizes)
 
 

@@ -9,9 +9,10 @@ from functools import cache
 from importlib import import_module
 
 from engine_api.config import EngineConfig
+from engine_api.devices import DEVICES
 from engine_api.errors import PluginNotFound, PluginUnavailable
 from engine_api.plugin import CONTRACT, contract_problem
-from engine_api.registry import DEVICES, EngineRegistry
+from engine_api.registry import EngineRegistry
 from engine_conformance.cases._case import LM, VALUE, case, must
 from engine_conformance.cases._target import Setup, Target
 

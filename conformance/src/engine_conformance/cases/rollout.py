@@ -14,9 +14,10 @@ from pathlib import Path
 from typing import Any
 
 from engine_api.config import OptimizerConfig
+from engine_api.devices import DEVICES
 from engine_api.errors import ConfigError, PluginError, PluginNotFound, PluginUnavailable, RankFailure
 from engine_api.plugin import CONTRACT, contract_problem
-from engine_api.registry import DEVICES, RolloutRegistry
+from engine_api.registry import RolloutRegistry
 from engine_api.rollout import Rollout, SamplingParams
 from engine_conformance.cases._case import case, must
 from engine_conformance.cases._expect import documents

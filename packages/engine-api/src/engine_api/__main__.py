@@ -8,11 +8,11 @@ import traceback
 from collections.abc import Sequence
 
 from engine_api.capabilities import Capability
-from engine_api.devices import cuda_devices, torch_version
+from engine_api.devices import DEVICES, cuda_devices, torch_version
 from engine_api.discovery import Found, probe
 from engine_api.errors import PluginError
 from engine_api.plugin import CONTRACT
-from engine_api.registry import DEVICES, EngineRegistry, RolloutRegistry
+from engine_api.registry import EngineRegistry, RolloutRegistry
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

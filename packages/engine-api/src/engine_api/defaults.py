@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from engine_api.capabilities import Capability, unsupported
 from engine_api.contract import Adapter
+from engine_api.devices import device_of
 from engine_api.errors import ConfigError, EngineStateError
 from engine_api.weights import ShardExport
 
@@ -107,7 +108,8 @@ def rng_state(device_type: str) -> dict[str, Any]:
         "numpy": [str(name), np.asarray(keys).tolist(), *rest],
         "torch": _encode(torch.get_rng_state()),
     }
-    return state | ({"cuda": _encode(torch.cuda.get_rng_state())} if device_type == "cuda" else {})
+    own = device_of(device_type).rng_state()
+    return state if own is None else state | {device_type: _encode(own)}
 
 
 def set_rng_state(state: Mapping[str, Any], device_type: str) -> None:
@@ -120,8 +122,8 @@ def set_rng_state(state: Mapping[str, Any], device_type: str) -> None:
     name, keys, *rest = state["numpy"]
     np.random.set_state((name, np.array(keys, dtype=np.uint32), *rest))  # noqa: NPY002
     torch.set_rng_state(_decode(state["torch"]))
-    if device_type == "cuda" and "cuda" in state:
-        torch.cuda.set_rng_state(_decode(state["cuda"]))
+    if device_type in state:
+        device_of(device_type).set_rng_state(_decode(state[device_type]))
 
 
 def _encode(state: torch.Tensor) -> str:

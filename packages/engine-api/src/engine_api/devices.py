@@ -1,22 +1,41 @@
-"""What devices this machine has, without importing torch."""
+"""What devices this machine has, and what an engine asks of a kind of device; torch is imported when something is asked.
+
+The only module of the contract that names a vendor's devices.
+"""
 
 from __future__ import annotations
 
 import ctypes
 import importlib.metadata
 import os
+from datetime import timedelta
 from functools import cache
+from typing import TYPE_CHECKING, Any
 
+from engine_api.errors import ConfigError
 from engine_api.plugin import ProbeResult
+
+if TYPE_CHECKING:
+    import torch
+
+DEVICES = ("cuda", "npu", "cpu")  # in the order in which `auto` looks for them
 
 # Set where the CPU answers in CUDA's place, so that an engine that knows only CUDA can be tested. The conformance suite's
 # shim sets it for its ranks; nothing else should.
 SIMULATED_CUDA = "ENGINE_SIMULATED_CUDA"
 
+# The same for a device called npu, of which only arithmetic and copies are there.
+SIMULATED_NPU = "ENGINE_SIMULATED_NPU"
+
 
 def cuda_is_simulated() -> bool:
     """Whether ``torch.cuda`` is, or will be, answered by the CPU in this process."""
     return bool(os.environ.get(SIMULATED_CUDA))
+
+
+def npu_is_simulated() -> bool:
+    """Whether a device called npu is, or will be, a stand-in made of CPU tensors in this process."""
+    return bool(os.environ.get(SIMULATED_NPU))
 
 
 @cache
@@ -58,3 +77,136 @@ def probe_torch(device: str) -> ProbeResult:
         return ProbeResult(ok=False, reason=f"the CUDA driver shows no device{why}",
                            remedy="check nvidia-smi, or use device=cpu")  # fmt: skip
     return ProbeResult(ok=True)
+
+
+class Device:
+    """What an engine asks of a kind of device, so that none of them is named in its code. These are the CPU's answers.
+
+    An accelerator derives from ``Accelerator`` and is made known by ``register_device``.
+    """
+
+    name = "cpu"
+    has_streams = False  # work is queued on streams, and torch's module of the device has them and events
+    process_groups = "gloo"  # what torch.distributed is told: the backend of host tensors, and of the device's
+    pins_memory = False  # host memory can be pinned, for copies that do not wait
+    fused_optimizer = True  # torch's AdamW has one kernel for all of its arithmetic
+    compiles_elementwise = False  # torch.compile makes one kernel of many elementwise ones, and that is worth its time
+    float32_products = False  # matrices in half precision can be multiplied into float32
+    transformer_engine = False  # NVIDIA's Transformer Engine has kernels for it
+
+    @property
+    def module(self) -> Any:
+        """Torch's module of the device: streams, events, generators, memory."""
+        import torch
+
+        return torch.get_device_module(self.name)
+
+    def attention(self, compute: str) -> tuple[str, ...]:
+        """Kernels for packed documents in this dtype beyond sdpa, which is everywhere; the preferred first."""
+        del compute
+        return ()
+
+    def adopt_local_rank(self) -> None:
+        """Make the device that the launcher meant for this process the current one; without a launcher the caller's stays.
+
+        Raises ``ConfigError`` where there are fewer devices than ranks.
+        """
+
+    def current(self) -> torch.device:
+        """The device that this process computes on."""
+        import torch
+
+        return torch.device(self.name)
+
+    def empty_cache(self) -> None:
+        """Give memory that nobody uses back to the device."""
+
+    def rng_state(self) -> torch.Tensor | None:
+        """The current device's generator, beside torch's own; None where it has none."""
+        return None
+
+    def set_rng_state(self, state: torch.Tensor) -> None:
+        """Restore what ``rng_state`` gave."""
+
+    def process_group(self, store: Any, rank: int, size: int, timeout: timedelta) -> Any:
+        """A process group of its own for tensors of this device, apart from torch.distributed's default one."""
+        import torch.distributed as dist
+
+        return dist.ProcessGroupGloo(store, rank, size, timeout=timeout)
+
+
+class Accelerator(Device):
+    """A device with memory, streams and a generator of its own, behind ``torch.<name>``."""
+
+    has_streams = True
+    visible = ""  # the environment variable by which devices are hidden from a process
+    pins_memory = True
+
+    def adopt_local_rank(self) -> None:
+        """See ``Device.adopt_local_rank``."""
+        if "LOCAL_RANK" not in os.environ:
+            return
+        local, count = int(os.environ["LOCAL_RANK"]), int(self.module.device_count())
+        if local >= count:
+            raise ConfigError("device", f"LOCAL_RANK is {local}, but {count} {self.name} devices are visible",
+                              remedy=f"start one process a device: torchrun --nproc-per-node, {self.visible}")  # fmt: skip
+        self.module.set_device(local)
+
+    def current(self) -> torch.device:
+        """See ``Device.current``."""
+        import torch
+
+        return torch.device(self.name, self.module.current_device())
+
+    def empty_cache(self) -> None:
+        """See ``Device.empty_cache``."""
+        self.module.empty_cache()
+
+    def rng_state(self) -> torch.Tensor | None:
+        """See ``Device.rng_state``."""
+        state: torch.Tensor = self.module.get_rng_state()
+        return state
+
+    def set_rng_state(self, state: torch.Tensor) -> None:
+        """See ``Device.set_rng_state``."""
+        self.module.set_rng_state(state)
+
+
+class Cuda(Accelerator):
+    """NVIDIA's devices."""
+
+    name = "cuda"
+    process_groups = "cpu:gloo,cuda:nccl"
+    visible = "CUDA_VISIBLE_DEVICES"
+    compiles_elementwise = True
+    float32_products = True
+    transformer_engine = True
+
+    def attention(self, compute: str) -> tuple[str, ...]:
+        """FlashAttention by document (varlen) in half precision, and cuDNN's from Hopper on."""
+        if compute not in ("bfloat16", "float16"):
+            return ()
+        return ("cudnn", "varlen") if self.module.get_device_capability()[0] >= 9 else ("varlen",)
+
+    def process_group(self, store: Any, rank: int, size: int, timeout: timedelta) -> Any:
+        """NCCL's."""
+        import torch.distributed as dist
+
+        make: Any = dist.ProcessGroupNCCL  # its annotations know one of its two constructors
+        return make(store, rank, size, timeout=timeout)
+
+
+_DEVICES: dict[str, Device] = {device.name: device for device in (Device(), Cuda())}
+
+
+def register_device(device: Device) -> None:
+    """Make a kind of device known; a second one of its name takes the place of the first."""
+    _DEVICES[device.name] = device
+
+
+def device_of(name: str) -> Device:
+    """What is known of the devices called ``name`` (a ``torch.device``'s type); raises ``ConfigError`` where nothing is."""
+    if name not in _DEVICES:
+        raise ConfigError("device", f"{name!r} is unknown in this process; known: {', '.join(_DEVICES)}",
+                          remedy="create the engine through the registry: its plug-in makes its device known")  # fmt: skip
+    return _DEVICES[name]

@@ -12,6 +12,7 @@ from pkgutil import resolve_name
 from typing import TYPE_CHECKING, Any
 
 from engine_api.config import OptimizerConfig
+from engine_api.devices import device_of
 from engine_api.errors import CheckpointMismatch, ConfigError
 
 if TYPE_CHECKING:
@@ -19,11 +20,15 @@ if TYPE_CHECKING:
 
 
 def build_optimizer(config: OptimizerConfig, params: Iterable[torch.Tensor]) -> torch.optim.Optimizer:
-    """``adamw`` (fused) or a torch optimizer by path, over one group. Raises ``ConfigError``."""
+    """``adamw`` (fused where the weights' device has it) or a torch optimizer by path, over one group.
+
+    Raises ``ConfigError``.
+    """
     import torch
 
-    adamw = config.name == "adamw"
-    own: dict[str, Any] = {"betas": config.betas, "eps": config.eps, "fused": True} if adamw else {}
+    params, adamw = list(params), config.name == "adamw"
+    fused = all(device_of(param.device.type).fused_optimizer for param in params)
+    own: dict[str, Any] = {"betas": config.betas, "eps": config.eps, "fused": fused} if adamw else {}
     try:
         cls: Any = torch.optim.AdamW if adamw else resolve_name(config.name)
     except (ImportError, AttributeError, ValueError) as error:
@@ -35,7 +40,7 @@ def build_optimizer(config: OptimizerConfig, params: Iterable[torch.Tensor]) -> 
     arguments = {"lr": config.lr, "weight_decay": config.weight_decay} | own | dict(config.kwargs)
     construct: Any = cls  # the base class takes other arguments than its subclasses
     try:
-        made: torch.optim.Optimizer = construct(list(params), **arguments)
+        made: torch.optim.Optimizer = construct(params, **arguments)
     except (TypeError, ValueError, RuntimeError) as error:
         raise ConfigError("optimizer.kwargs", f"{config.name} refuses its arguments", why=str(error),
                           remedy="optimizer.lr, weight_decay and kwargs are passed to its constructor") from error  # fmt: skip

@@ -13,13 +13,11 @@ from dataclasses import dataclass
 from typing import Any
 
 from engine_api.config import EngineConfig, near_matches
+from engine_api.devices import DEVICES
 from engine_api.discovery import Found, discover, import_target, probe
 from engine_api.errors import ContractMismatch, PluginConflict, PluginLoadError, PluginNotFound, PluginUnavailable
 from engine_api.plugin import CONTRACT, ENGINE_GROUP, KNOWN_DISTRIBUTIONS, ROLLOUT_GROUP, EnginePlugin, Row
 from engine_api.rollout import WeightExporter, WholeExporter
-
-ACCELERATORS = ("cuda", "npu")
-DEVICES = (*ACCELERATORS, "cpu")
 
 log = logging.getLogger("engine_api")
 
@@ -35,7 +33,7 @@ class Candidate:
     remedy: str = ""
 
     def __str__(self) -> str:
-        verdict = "accepted" if self.accepted else f"rejected: {self.reason}"
+        verdict = ("accepted" if self.accepted else "rejected") + (f": {self.reason}" if self.reason else "")
         return f"{self.device} by {self.source}: {verdict}" + (f" ({self.remedy})" if self.remedy else "")
 
 

@@ -7,7 +7,7 @@ Tokens see only earlier tokens of their own document. Kernels (``model.attention
 - ``varlen``: ``torch.nn.attention.varlen`` (FlashAttention 2), CUDA, half precision;
 - ``cudnn``: cuDNN by document (``engine_fsdp.cudnn``), CUDA of compute capability 9 or more, half precision;
 - ``auto``: for each micro-batch, cudnn where documents are long enough to pay for it, else varlen; sdpa on the CPU
-  and in float32.
+  and in float32. A plug-in may bring its device's own kernel (``register_kernel``), which is then preferred there.
 
 Under Ulysses every kernel runs between two all-to-alls: heads are split over the ranks instead of tokens.
 """
@@ -15,6 +15,7 @@ Under Ulysses every kernel runs between two all-to-alls: heads are split over th
 from __future__ import annotations
 
 import inspect
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,6 +24,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.attention.varlen import varlen_attn
 
+from engine_api.devices import device_of
 from engine_api.errors import ConfigError, UnsupportedCapability
 from engine_fsdp.cudnn import cudnn_packed
 from engine_fsdp.parallel import heads_to_sequence, sequence_to_heads
@@ -66,17 +68,17 @@ def choose_kernel(requested: str, device_type: str, compute: str) -> str:
 
     ``auto`` stays ``auto`` where the choice depends on each micro-batch.
     """
-    half = device_type == "cuda" and compute in ("bfloat16", "float16")
-    hopper = device_type == "cuda" and torch.cuda.get_device_capability()[0] >= 9
+    own = device_of(device_type).attention(compute)
     if requested == "auto":
-        return ("auto" if hopper else "varlen") if half else "sdpa"
-    if requested not in KERNELS:
-        raise ConfigError("model.attention", f"unknown kernel {requested!r}", remedy=f"auto, {', '.join(KERNELS)}")
-    if requested != "sdpa" and not half:
-        raise ConfigError("model.attention", f"{requested} has no kernel for {compute} on {device_type}",
-                          remedy="use sdpa, or precision.compute: bfloat16 on cuda")  # fmt: skip
-    if requested == "cudnn" and not hopper:
+        return "auto" if "cudnn" in own else next(iter(own), "sdpa")
+    known = dict.fromkeys((*KERNELS, *own))
+    if requested not in known:
+        raise ConfigError("model.attention", f"unknown kernel {requested!r}", remedy=f"auto, {', '.join(known)}")
+    if requested == "cudnn" and "varlen" in own and "cudnn" not in own:
         raise ConfigError("model.attention", "cudnn wants compute capability 9 or more", remedy="use varlen")
+    if requested not in ("sdpa", *own):
+        raise ConfigError("model.attention", f"{requested} has no kernel for {compute} on {device_type}",
+                          remedy=f"use {' or '.join(('sdpa', *own))}, or precision.compute: bfloat16 on a device that has it")  # fmt: skip
     return requested
 
 
@@ -158,8 +160,23 @@ _HARMLESS = frozenset({"position_ids", "use_cache", "is_causal", "cache_position
                        "return_dict", "output_router_logits", "position_embeddings"})  # fmt: skip
 
 
+Kernel = Callable[[Tensor, Tensor, Tensor, Packing, float | None, int | None], Tensor]
+_ADDED: dict[str, Kernel] = {}
+
+
+def register_kernel(name: str, kernel: Kernel) -> None:
+    """Make another device's kernel known under a name that its ``Device.attention`` gives.
+
+    It is called with queries ``[1, H, T, d]``, keys and values ``[1, KV, T, d]`` of all tokens of the pack, the packing, the
+    scale (None: ``d ** -0.5``) and the window (None: none), and returns ``[1, H, T, d]``, with a gradient.
+    """
+    _ADDED[name] = kernel
+
+
 def _attend(q: Tensor, k: Tensor, v: Tensor, packing: Packing, scale: float | None, window: int | None) -> Tensor:
     """``[1, H, T, d]`` over all tokens of the pack."""
+    if packing.kernel in _ADDED:
+        return _ADDED[packing.kernel](q, k, v, packing, scale, window)
     if packing.kernel == "cudnn" and window is None:
         parts = (x[0].transpose(0, 1) for x in (q, k, v))
         out, _ = cudnn_packed(*parts, packing.bounds, scale or q.shape[-1] ** -0.5)

@@ -18,6 +18,7 @@ from engine_api.batch import Batch
 from engine_api.comm import Comm, SingleComm, TorchComm, together
 from engine_api.config import EngineConfig
 from engine_api.contract import Adapter
+from engine_api.devices import device_of
 from engine_api.errors import ConfigError, EngineStateError
 from engine_api.hf_folder import save_hf
 from engine_api.manifest import Entry
@@ -57,7 +58,7 @@ class FSDPEngine(BaseEngine):
     def _build(self) -> None:
         config = self.config
         self._owns_group = ensure_process_group(self.device_type, self.options.timeout_s)
-        self.device = torch.device("cpu" if self.device_type == "cpu" else f"cuda:{torch.cuda.current_device()}")
+        self.device = device_of(self.device_type).current()
         self.layout: Layout = build_layout(config.parallelism, self.device_type)
         self.topology = self.layout.topology
         timeout = timedelta(seconds=self.options.timeout_s)
@@ -238,8 +239,7 @@ class FSDPEngine(BaseEngine):
         self.optimizer = None
         self.table.clear()
         del self.module
-        if self.device.type == "cuda":
-            torch.cuda.empty_cache()
+        device_of(self.device_type).empty_cache()
         if self._owns_group and dist.is_initialized():
             forget_meshes()
             dist.destroy_process_group()

@@ -1,6 +1,6 @@
 """Log-probs and entropy from hidden states, in chunks: ``[T, vocab]`` logits never exist at once.
 
-On CUDA the elementwise parts are compiled: as separate kernels they read and write the chunk's logits a dozen
+On a GPU the elementwise parts are compiled: as separate kernels they read and write the chunk's logits a dozen
 times, which costs more than the matrix products (docs/benchmarks.md).
 """
 
@@ -12,6 +12,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
+
+from engine_api.devices import device_of
 
 
 class _ChunkedLogProb(torch.autograd.Function):
@@ -150,14 +152,14 @@ def _gradient_eager(
 def _accumulate(total: Tensor, d_logits: Tensor, hidden: Tensor) -> None:
     if d_logits.dtype == torch.float32:
         total.addmm_(d_logits.T, hidden)
-    elif d_logits.is_cuda:
+    elif device_of(d_logits.device.type).float32_products:
         torch.addmm(total, d_logits.T, hidden, out_dtype=torch.float32, out=total)
-    else:  # no half-precision product with a float32 result on the CPU
+    else:
         total += d_logits.T @ hidden
 
 
 def _fused(function: Callable[..., Any], like: Tensor) -> Callable[..., Any]:
-    if like.is_cuda:
+    if device_of(like.device.type).compiles_elementwise:
         return _compiled(function)
     return _gradient_eager if function is _gradient else function
 

@@ -14,6 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 
 from engine_api.config import EngineConfig, Parallelism
+from engine_api.devices import device_of
 from engine_api.errors import ConfigError
 from engine_api.results import Topology
 
@@ -25,16 +26,11 @@ def ensure_process_group(device_type: str, timeout_s: int) -> bool:
 
     Returns whether it was made here (and is this engine's to destroy).
     """
-    if device_type == "cuda" and "LOCAL_RANK" in os.environ:  # else the caller's device stays
-        local, count = int(os.environ["LOCAL_RANK"]), torch.cuda.device_count()
-        if local >= count:
-            raise ConfigError("device", f"LOCAL_RANK is {local}, but {count} CUDA devices are visible",
-                              remedy="start one process a device: torchrun --nproc-per-node, CUDA_VISIBLE_DEVICES")  # fmt: skip
-        torch.cuda.set_device(local)
+    device = device_of(device_type)
+    device.adopt_local_rank()
     if dist.is_initialized():
         return False
-    backend = "cpu:gloo,cuda:nccl" if device_type == "cuda" else "gloo"
-    timeout = timedelta(seconds=timeout_s)
+    backend, timeout = device.process_groups, timedelta(seconds=timeout_s)
     if "RANK" in os.environ and "MASTER_ADDR" in os.environ:  # torchrun, or a launcher that speaks its variables
         dist.init_process_group(backend, timeout=timeout)
     else:
@@ -128,7 +124,8 @@ def shard_model(root: nn.Module, blocks: list[nn.Module], config: EngineConfig, 
         "param_dtype": DTYPES[config.precision.compute],
         "reduce_dtype": DTYPES[config.precision.reduce],
     }
-    arguments: dict[str, Any] = {"mesh": layout.mesh, "offload_policy": _offload_policy(config)}
+    pins = device_of(layout.mesh.device_type).pins_memory
+    arguments: dict[str, Any] = {"mesh": layout.mesh, "offload_policy": _offload_policy(config, pins)}
     for block in blocks:
         fully_shard(block, mp_policy=MixedPrecisionPolicy(**dtypes),
                     reshard_after_forward=config.memory.reshard_after_forward, **arguments)  # fmt: skip
@@ -143,10 +140,8 @@ def shard_model(root: nn.Module, blocks: list[nn.Module], config: EngineConfig, 
     _prefetch(blocks, prefetch)
 
 
-def _offload_policy(config: EngineConfig) -> OffloadPolicy:
-    if not config.memory.offload_params:
-        return OffloadPolicy()
-    return CPUOffloadPolicy(pin_memory=torch.cuda.is_available())
+def _offload_policy(config: EngineConfig, pins: bool) -> OffloadPolicy:
+    return CPUOffloadPolicy(pin_memory=pins) if config.memory.offload_params else OffloadPolicy()
 
 
 def _prefetch(blocks: list[nn.Module], count: int) -> None:

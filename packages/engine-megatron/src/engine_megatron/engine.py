@@ -18,6 +18,7 @@ from engine_api.capabilities import Capability, unsupported
 from engine_api.comm import Comm, SingleComm, TorchComm, together
 from engine_api.config import EngineConfig
 from engine_api.contract import Adapter
+from engine_api.devices import device_of
 from engine_api.errors import ConfigError
 from engine_api.hf_folder import fetch, save_hf
 from engine_api.losses import LossFn, needs_of
@@ -108,7 +109,7 @@ class MegatronEngine(BaseEngine):
     def _build_groups(self, timeout: timedelta) -> None:
         ModelParallel.join(self.layout, self.device_type, timeout)
         self._groups.callback(ModelParallel.leave)
-        self.device = torch.device("cpu" if self.device_type == "cpu" else f"cuda:{torch.cuda.current_device()}")
+        self.device = device_of(self.device_type).current()
         self.comm: Comm = TorchComm(timeout) if self.layout.world > 1 else SingleComm()
         self._groups.callback(self.comm.close)
 
@@ -243,8 +244,7 @@ class MegatronEngine(BaseEngine):
         del self.forward, self.masters
         self._close_groups()
         gc.collect()  # Megatron's modules refer to each other: until then they hold their memory, and the groups' threads
-        if self.device.type == "cuda":
-            torch.cuda.empty_cache()
+        device_of(self.device_type).empty_cache()
 
     def _close_groups(self) -> None:
         self._groups.close()

@@ -16,6 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from engine_api.config import Parallelism
+from engine_api.devices import device_of
 from engine_api.errors import ConfigError
 from engine_api.results import Topology
 
@@ -138,11 +139,10 @@ def build_layout(parallelism: Parallelism, expert_tensor: int, virtual: int, wor
 
 def ensure_process_group(device_type: str, world: int, timeout: timedelta) -> bool:
     """Join the launcher's process group, or make one of a single rank; whether it was made here."""
-    if device_type == "cuda" and "LOCAL_RANK" in os.environ:
-        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+    device_of(device_type).adopt_local_rank()
     if dist.is_initialized():
         return False
-    backend = "cpu:gloo,cuda:nccl" if device_type == "cuda" else "gloo"
+    backend = device_of(device_type).process_groups
     if world > 1:
         dist.init_process_group(backend, timeout=timeout)
     else:

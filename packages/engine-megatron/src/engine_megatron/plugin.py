@@ -20,7 +20,7 @@ _INSTALL = "pip install 'engine-megatron[core]'"
 
 def probe(device: str) -> ProbeResult:
     """Whether torch, a tested Megatron-core and psutil are here, and ``device`` can be used."""
-    if problem := _missing():
+    if problem := missing():
         return problem
     if device == "cpu" and not cuda_is_simulated():
         return ProbeResult(ok=False, reason="Megatron-core calls CUDA wherever it runs",
@@ -28,7 +28,8 @@ def probe(device: str) -> ProbeResult:
     return probe_torch(device)
 
 
-def _missing() -> ProbeResult | None:
+def missing() -> ProbeResult | None:
+    """What of Megatron-core is not here, whatever the device; or None."""
     try:
         version = importlib.metadata.version("megatron-core")
     except importlib.metadata.PackageNotFoundError:

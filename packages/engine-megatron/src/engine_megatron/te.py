@@ -10,7 +10,7 @@ import os
 from typing import Literal
 
 from engine_api.config import EngineConfig
-from engine_api.devices import cuda_is_simulated
+from engine_api.devices import cuda_is_simulated, device_of
 from engine_api.errors import ConfigError
 
 log = logging.getLogger("engine_megatron")
@@ -34,7 +34,7 @@ FP8_TOKENS = 128  # of a rank: one block of scales, so that activations can be g
 
 def missing(device_type: str) -> str | None:
     """Why Transformer Engine cannot be used in this process, or None."""
-    if device_type != "cuda" or cuda_is_simulated():
+    if not device_of(device_type).transformer_engine or cuda_is_simulated():
         return "it needs a CUDA device"
     return _absent()
 
@@ -73,9 +73,8 @@ def choose_spec(wanted: str, config: EngineConfig, device_type: str) -> Spec:
                           remedy="leave options.spec and model.attention out and install it, or compute in bfloat16")  # fmt: skip
     spec: Spec = "local" if problem or wanted == "local" else "te"
     # Who installed it expects it to be used.
-    refused = (
-        wanted == "auto" and absent is not None and device_type == "cuda" and _version(_DISTRIBUTIONS[0]) is not None
-    )
+    fits = device_of(device_type).transformer_engine
+    refused = wanted == "auto" and absent is not None and fits and _version(_DISTRIBUTIONS[0]) is not None
     log.log(logging.WARNING if refused else logging.INFO, "layer spec %s (options.spec: %s)%s", spec, wanted,
             f": {problem}" if wanted == "auto" and problem else "")  # fmt: skip
     return spec

@@ -15,6 +15,7 @@ from torch import Tensor
 from engine_api.capabilities import Capability
 from engine_api.config import LoraConfig, ModelSource
 from engine_api.contract import Engine
+from engine_api.devices import device_of
 from engine_api.errors import ConfigError, RolloutError, UnsupportedCapability
 from engine_api.registry import Resolution
 from engine_api.weights import ShardExport, ShardSpec, WeightExport
@@ -228,23 +229,31 @@ class AdapterStream:
 
 
 class _Lane:
-    """Fills and gathers buckets beside the caller's work (on CUDA: on a stream of its own)."""
+    """Fills and gathers buckets beside the caller's work (where the device has streams: on one of its own)."""
 
     def __init__(self, filler: Filler, phases: Phases) -> None:
         self._filler, self._phases = filler, phases
-        self._cuda = filler.device.type == "cuda"
         self._done: dict[int, Any] = {}  # by slot: the bucket in it is complete
         self._read: dict[int, Any] = {}  # by slot: whoever read it is through
         self._last: int | None = None
-        if self._cuda:
-            self._stream = torch.cuda.Stream(filler.device)
-            self._stream.wait_stream(torch.cuda.current_stream(filler.device))
+        self._stream: Any = None
+        if device_of(filler.device.type).has_streams:
+            self._stream = self._module.Stream(filler.device)
+            self._stream.wait_stream(self._callers)
+
+    @property
+    def _module(self) -> Any:
+        return device_of(self._filler.device.type).module
+
+    @property
+    def _callers(self) -> Any:
+        return self._module.current_stream(self._filler.device)
 
     def make(self, bucket: Bucket, reader: Reader) -> Tensor:
         slot = bucket.wire.slot
-        if not self._cuda:
+        if self._stream is None:
             return self._filler.fill(bucket, reader, self._phases, gather)
-        with torch.cuda.stream(self._stream):
+        with self._module.stream(self._stream):
             if slot in self._read:
                 self._stream.wait_event(self._read[slot])
             buffer = self._filler.fill(bucket, reader, self._phases, gather)
@@ -253,17 +262,17 @@ class _Lane:
 
     def hand_over(self, bucket: Bucket, buffer: Tensor) -> tuple[BucketPlan, Tensor]:
         self._last = bucket.wire.slot
-        if self._cuda:
-            torch.cuda.current_stream(buffer.device).wait_event(self._done[self._last])
+        if self._stream is not None:
+            self._callers.wait_event(self._done[self._last])
         return bucket.wire, buffer[: bucket.wire.num_bytes]
 
     def taken(self) -> None:
-        if self._cuda and self._last is not None:
-            self._read[self._last] = torch.cuda.current_stream(self._filler.device).record_event()
+        if self._stream is not None and self._last is not None:
+            self._read[self._last] = self._callers.record_event()
 
     def finish(self) -> None:
-        if self._cuda:
-            torch.cuda.current_stream(self._filler.device).wait_stream(self._stream)
+        if self._stream is not None:
+            self._callers.wait_stream(self._stream)
 
 
 def collect(

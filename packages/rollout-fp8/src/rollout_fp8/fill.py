@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from engine_api.devices import device_of
 from engine_api.errors import RolloutError
 from engine_api.weights import ShardExport, ShardSpec, assemble
 from rollout_fp8.audit import MODULUS
@@ -28,7 +29,7 @@ class Filler:
 
     def __init__(self, plan: ExportPlan, device: torch.device, *, scales: ScalePolicy, audit: bool) -> None:
         self.device, self.audit = device, audit
-        self._cuda = device.type == "cuda"
+        self._in_place = device_of(device.type).has_streams
         self.rank = dist.get_rank() if plan.world_size > 1 else 0
         self._plan = plan
         self._world_size = plan.world_size
@@ -63,7 +64,7 @@ class Filler:
         if bucket.gathered and self._world_size > 1:
             with phases.phase("gather"):
                 region = buffer[self.rank * bucket.region : (self.rank + 1) * bucket.region]
-                gather(buffer[: bucket.wire.num_bytes], region if self._cuda else region.clone())
+                gather(buffer[: bucket.wire.num_bytes], region if self._in_place else region.clone())
         return buffer
 
     def finish(self) -> None:
@@ -88,7 +89,7 @@ class Filler:
         return {name: value % MODULUS for name, value in zip(plan.tensors, sums, strict=True)} if self.audit else {}
 
     def _here(self, shard: Tensor) -> Tensor:
-        return shard if shard.is_cuda == self._cuda else shard.to(self.device, non_blocking=True)
+        return shard if shard.device.type == self.device.type else shard.to(self.device, non_blocking=True)
 
     def _prepare(self, bucket: Bucket, mine: Sequence[Tensor], buffer: Tensor) -> _Work:
         """What does not change from sync to sync: the views into the buffer, and the launches' tables."""

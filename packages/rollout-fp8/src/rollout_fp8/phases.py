@@ -1,4 +1,4 @@
-"""How long the phases of a sync take: device events on CUDA, so that measuring waits for nothing; a clock elsewhere."""
+"""How long the phases of a sync take: device events where there are streams, so that measuring waits for nothing; a clock elsewhere."""
 
 from __future__ import annotations
 
@@ -6,27 +6,31 @@ import time
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from typing import Any
 
 import torch
+
+from engine_api.devices import device_of
 
 
 class Phases:
     """Times by name, each the sum over its uses. Phases on different streams may overlap."""
 
     def __init__(self, device: torch.device) -> None:
-        self._cuda = device.type == "cuda"
-        self._spans: dict[str, list[tuple[torch.cuda.Event, torch.cuda.Event]]] = defaultdict(list)
+        kind = device_of(device.type)
+        self._module: Any = kind.module if kind.has_streams else None
+        self._spans: dict[str, list[tuple[Any, Any]]] = defaultdict(list)
         self._seconds: dict[str, float] = defaultdict(float)
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
         """Count the work that is queued inside on the current stream."""
-        if not self._cuda:
+        if self._module is None:
             begin = time.perf_counter()
             yield
             self._seconds[name] += time.perf_counter() - begin
             return
-        first, last = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        first, last = self._module.Event(enable_timing=True), self._module.Event(enable_timing=True)
         first.record()
         yield
         last.record()

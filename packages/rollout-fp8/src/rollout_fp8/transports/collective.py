@@ -1,7 +1,7 @@
-"""One broadcast a bucket, over NCCL on CUDA and gloo on the CPU, for rollouts on GPUs or hosts of their own.
+"""One broadcast a bucket, over NCCL on CUDA, HCCL on Ascend and gloo on the CPU, for rollouts on GPUs or hosts of their own.
 
 Buckets are bytes, so FP8 travels over any backend. The group is apart from ``torch.distributed``'s default group, which
-trainer and rollouts each have for themselves: ``ProcessGroupNCCL`` and ``ProcessGroupGloo`` are made directly on a store
+trainer and rollouts each have for themselves: ``ProcessGroupNCCL`` and its like are made directly on a store
 (``init_process_group`` makes one world a process, and ``new_group`` only splits it). NCCL and gloo trust their network.
 """
 
@@ -18,6 +18,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import TCPStore  # pyright: ignore[reportPrivateImportUsage] - documented, not re-exported
 
+from engine_api.devices import device_of
 from rollout_fp8.transports.channel import WHERE, Channel, PeerError, collect
 from rollout_fp8.wire import BucketPlan, WirePlan
 
@@ -31,13 +32,12 @@ class Group:
     """
 
     def __init__(self, store: Any, rank: int, size: int, device: torch.device, timeout_s: float) -> None:
-        self._cuda = device.type == "cuda"
-        # NCCL's own deadline ends the process: the channel's must come first.
-        timeout = timedelta(seconds=2 * timeout_s + 60 if self._cuda else timeout_s)
-        make: Any = dist.ProcessGroupNCCL if self._cuda else dist.ProcessGroupGloo
+        kind = device_of(device.type)
+        # NCCL's and HCCL's own deadline ends the process: the channel's must come first.
+        timeout = timedelta(seconds=2 * timeout_s + 60 if kind.has_streams else timeout_s)
         try:
             with _without_watchdog():
-                self._group = make(store, rank, size, timeout=timeout)
+                self._group = kind.process_group(store, rank, size, timeout)
         except RuntimeError as error:
             raise _broken(error) from error
         # NCCL connects at the first broadcast, and blocks the host meanwhile.

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from engine_api.devices import device_of
 from engine_api.errors import RolloutError
 from rollout_fp8.exporter import whole_tensors
 from rollout_fp8.transports.channel import WHERE, Channel, PeerError
@@ -80,8 +81,8 @@ class RemoteStream:
         """Tell the sender that all is installed. Raises ``RolloutError`` when it is not."""
         if self._end is None:
             raise RolloutError("the weights were not taken to their end", where=WHERE, remedy="exhaust the stream")
-        if self.device.type == "cuda":
-            torch.cuda.current_stream(self.device).synchronize()
+        if (kind := device_of(self.device.type)).has_streams:
+            kind.module.current_stream(self.device).synchronize()
         self._channel.send("done", self.answer)
 
 

@@ -1,0 +1,185 @@
+"""A device called npu that is made of CPU tensors, so that an engine for NPUs can be tested without one.
+
+A tensor on it wraps a tensor of the CPU and hands every operator to it, so forward, backward, optimizers, copies and gloo's
+collectives are those of the CPU; what it shows is that an engine's code takes another device than cpu and cuda, nothing
+about Ascend's kernels, HCCL, streams or memory. It is made of torch's private Python backends, changes the whole process, and
+is a fixture of tests. A report made with it says ``simulated``, and gives no certificate.
+"""
+
+# The replaced functions are torch's own and take what they are given.
+# pyright: reportUnknownMemberType=false, reportAttributeAccessIssue=false
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Mapping, Sequence
+from types import ModuleType
+from typing import Any, Self
+
+import torch
+from torch.utils._pytree import tree_iter, tree_map
+from torch.utils.backend_registration import _setup_privateuseone_for_python_backend
+
+__all__ = ["GROUPS", "NAME", "SimulatedTensor", "install"]
+
+NAME = "npu"
+GROUPS = "cpu:gloo,npu:gloo"
+_HOST = torch.device("cpu")
+_TO_COPY = torch.ops.aten._to_copy.default  # noqa: SLF001 - what Tensor.to and Tensor.item come down to
+_TO_NUMBER = torch.ops.aten._local_scalar_dense.default  # noqa: SLF001
+_MIXING = (torch.ops.aten.index, torch.ops.aten.index_put, torch.ops.aten.index_put_, torch.ops.aten.set_)
+_libraries: list[torch.library.Library] = []  # what they register goes with them
+
+
+class _Queue:
+    """A stream or an event of a device that does everything at once."""
+
+    def __init__(self, *_: Any, **__: Any) -> None:
+        pass
+
+    def record_event(self, *_: Any) -> Self:
+        """Itself: what came before it is done."""
+        return self
+
+    def __getattr__(self, name: str) -> Any:
+        return lambda *_, **__: None
+
+
+class SimulatedTensor(torch.Tensor):
+    """A tensor on the device; ``host`` holds its values."""
+
+    host: torch.Tensor
+
+    @staticmethod
+    def __new__(cls: type[SimulatedTensor], host: torch.Tensor, requires_grad: bool = False) -> SimulatedTensor:  # noqa: PYI034 - a static method has no Self
+        """Of the same shape, strides and dtype."""
+        return torch.Tensor._make_wrapper_subclass(  # noqa: SLF001 - how torch documents it
+            cls, host.size(), strides=host.stride(), storage_offset=host.storage_offset(), dtype=host.dtype,
+            layout=host.layout, device=torch.device(NAME, 0), requires_grad=requires_grad,
+        )  # fmt: skip
+
+    def __init__(self, host: torch.Tensor, requires_grad: bool = False) -> None:
+        self.host = host
+
+    def __repr__(self) -> str:
+        return f"{NAME}:{self.host!r}"
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> SimulatedTensor:
+        copied = SimulatedTensor(self.host.clone(), self.requires_grad)
+        memo[id(self)] = copied
+        return copied
+
+    def untyped_storage(self) -> torch.UntypedStorage:
+        """Of the values; FSDP frees and makes room in it."""
+        return self.host.untyped_storage()
+
+    def tolist(self) -> Any:
+        """As numbers, which torch refuses to give of a subclass."""
+        return self.host.tolist()
+
+    def data_ptr(self) -> int:
+        """Where the values are."""
+        return self.host.data_ptr()
+
+    @classmethod
+    def __torch_dispatch__(
+        cls, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        return _run(func, args, kwargs or {})
+
+
+def _is_ours(device: object) -> bool:
+    return isinstance(device, str | torch.device) and torch.device(device).type == NAME
+
+
+def _to_host(value: Any) -> Any:
+    if isinstance(value, SimulatedTensor):
+        return value.host
+    return _HOST if isinstance(value, torch.device) and value.type == NAME else value
+
+
+def _run(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    """The operator on the CPU; what it gives is on the device, unless it is a copy to elsewhere."""
+    device = kwargs.get("device")
+    leaves = func is _TO_COPY and device is not None and not _is_ours(device)
+    if func is torch.ops.aten.copy_.default:
+        return _copy(args[0], args[1])
+    if func is _TO_NUMBER:
+        return args[0].host.item()
+    _refuse_mixture(func, args, kwargs)
+    given, named = tree_map(_to_host, (args, dict(kwargs)))
+    if func is torch.ops.aten.histc.default and not given[0].is_floating_point():
+        return _wrap(func(given[0].float(), *given[1:], **named).to(given[0].dtype))  # the CPU counts floats only
+    result = func(*given, **named)
+    if leaves:
+        return result
+    # What was changed in place is given back as the very tensor that came.
+    own = {id(x.host): x for x in tree_iter((args, dict(kwargs))) if isinstance(x, SimulatedTensor)}
+    return tree_map(lambda x: own.get(id(x), _wrap(x)), result)
+
+
+def _refuse_mixture(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+    """As a device does it: operands lie on one, but for numbers and what indexes."""
+    tensors = [x for x in tree_iter((args, dict(kwargs))) if isinstance(x, torch.Tensor)]
+    foreign = [x for x in tensors if not isinstance(x, SimulatedTensor) and x.dim() and x.device.type != "meta"]
+    if foreign and len(foreign) < len(tensors) and func.namespace == "aten" and func.overloadpacket not in _MIXING:
+        raise RuntimeError(f"{func}: expected all tensors on {NAME}, found one on {foreign[0].device}")
+
+
+def _wrap(value: Any) -> Any:
+    plain = isinstance(value, torch.Tensor) and not isinstance(value, SimulatedTensor)
+    return SimulatedTensor(value) if plain else value
+
+
+def _copy(target: torch.Tensor, source: torch.Tensor, non_blocking: bool = False) -> torch.Tensor:  # noqa: ARG001
+    _to_host(target).copy_(_to_host(source))
+    return target
+
+
+def _copy_from(source: torch.Tensor, target: torch.Tensor, non_blocking: bool = False) -> torch.Tensor:  # noqa: ARG001
+    return _copy(target, source)
+
+
+def _empty(size: Sequence[int], dtype: torch.dtype | None = None, **_: Any) -> SimulatedTensor:
+    return SimulatedTensor(torch.empty(size, dtype=dtype or torch.get_default_dtype()))
+
+
+def _empty_strided(size: Sequence[int], stride: Sequence[int], dtype: torch.dtype | None = None, **_: Any) -> SimulatedTensor:  # fmt: skip
+    return SimulatedTensor(torch.empty_strided(size, stride, dtype=dtype or torch.get_default_dtype()))
+
+
+def _module() -> ModuleType:
+    """``torch.npu``: eight devices of one generator, the CPU's, without memory of their own."""
+    module = ModuleType(f"torch.{NAME}")
+
+    def silent(*_: Any, **__: Any) -> None:
+        pass
+
+    facts: dict[str, Any] = {
+        "is_available": lambda: True, "is_initialized": lambda: True, "_is_in_bad_fork": lambda: False,
+        "device_count": lambda: 8, "current_device": lambda: 0, "set_device": silent, "synchronize": silent,
+        "empty_cache": silent, "reset_peak_memory_stats": silent, "memory_allocated": lambda *_: 0,
+        "max_memory_allocated": lambda *_: 0, "get_amp_supported_dtype": lambda: [torch.bfloat16, torch.float16],
+        "Stream": _Queue, "Event": _Queue, "current_stream": lambda *_: _Queue(), "stream": lambda _: contextlib.nullcontext(),
+        "manual_seed_all": torch.default_generator.manual_seed, "manual_seed": torch.default_generator.manual_seed,
+        "get_rng_state": lambda *_: torch.get_rng_state(), "set_rng_state": lambda state, *_: torch.set_rng_state(state),
+    }  # fmt: skip
+    vars(module).update(facts)
+    return module
+
+
+def install() -> None:
+    """Make the device known to torch for the rest of this process; once."""
+    if _libraries:
+        return
+    _setup_privateuseone_for_python_backend(NAME, backend_module=_module())
+    # A module that moves would else put a tensor of the CPU into a parameter that stays one of the device.
+    torch.__future__.set_swap_module_params_on_conversion(True)
+    aten, everything = torch.library.Library("aten", "IMPL"), torch.library.Library("_", "IMPL")
+    _libraries.extend((aten, everything))
+    aten.impl("empty.memory_format", _empty, "PrivateUse1")
+    aten.impl("empty_strided", _empty_strided, "PrivateUse1")
+    aten.impl("copy_", _copy, "PrivateUse1")
+    aten.impl("_copy_from", _copy_from, "PrivateUse1")
+    everything.fallback(lambda func, *args, **kwargs: _run(func, args, kwargs), "PrivateUse1")
+    everything.fallback(torch.library.fallthrough_kernel, "AutocastPrivateUse1")  # autocast changes nothing

@@ -1,0 +1,52 @@
+"""The NPU as engines ask for it: HCCL, generators, kernels. Importing this makes it known; torch_npu is imported by ``load``."""
+
+from __future__ import annotations
+
+import importlib
+from datetime import timedelta
+from typing import Any
+
+from engine_api.devices import Accelerator, npu_is_simulated, register_device
+from engine_api.errors import PluginLoadError
+from engine_npu.ascend import NAME, VISIBLE
+
+__all__ = ["FUSED", "Npu", "load"]
+
+FUSED = "npu_fusion"  # model.attention
+
+
+class Npu(Accelerator):
+    """Ascend's devices, behind ``torch.npu``."""
+
+    name = NAME
+    visible = VISIBLE
+    process_groups = "cpu:gloo,npu:hccl"
+
+    def __init__(self) -> None:
+        if npu_is_simulated():  # its tensors lie on the host
+            self.process_groups, self.pins_memory, self.has_streams = "cpu:gloo,npu:gloo", False, False
+
+    def attention(self, compute: str) -> tuple[str, ...]:
+        """CANN's fused attention over packed documents, in half precision as on other accelerators; not where it is simulated."""
+        return (FUSED,) if compute in ("bfloat16", "float16") and not npu_is_simulated() else ()
+
+    def process_group(self, store: Any, rank: int, size: int, timeout: timedelta) -> Any:
+        """HCCL's, made directly on a store; gloo's where the device is simulated."""
+        if npu_is_simulated():
+            return super().process_group(store, rank, size, timeout)
+        torch_npu = load()
+        options = torch_npu._C._distributed_c10d.ProcessGroupHCCL.Options()  # noqa: SLF001 - the public alias takes no options
+        options._timeout = timeout  # noqa: SLF001 - as torch_npu's own helper sets it
+        return torch_npu._C._distributed_c10d.ProcessGroupHCCL(store, rank, size, options)  # noqa: SLF001
+
+
+def load() -> Any:
+    """torch_npu, imported; raises ``PluginLoadError`` with what its import says."""
+    try:
+        return importlib.import_module("torch_npu")
+    except (ImportError, RuntimeError, OSError) as error:
+        raise PluginLoadError("torch_npu could not be imported", where="engine-npu", why=str(error).splitlines()[0],
+                              remedy="`python -m engine_api doctor` names what is missing") from error  # fmt: skip
+
+
+register_device(Npu())

@@ -1,0 +1,52 @@
+"""The descriptors. Loading them imports neither torch nor torch_npu nor MindSpeed."""
+
+from __future__ import annotations
+
+from engine_api.capabilities import Capability
+from engine_api.plugin import EnginePlugin, Row
+from engine_fsdp.plugin import PLUGIN as FSDP_ELSEWHERE
+from engine_megatron.plugin import PLUGIN as MEGATRON_ELSEWHERE
+from engine_npu.ascend import NAME
+from engine_npu.probe import probe_fsdp, probe_megatron
+
+_DEVICES = (NAME,)
+_LM, _VALUE = ("language_model",), ("value_model",)
+
+FSDP = EnginePlugin(
+    name="engine-npu",
+    contract="1.1",
+    rows=(
+        Row(model_types=_LM, backends=("fsdp", "fsdp2"), devices=_DEVICES, target="engine_npu.engine:NPUFSDPEngineWithLMHead"),
+        Row(model_types=_VALUE, backends=("fsdp", "fsdp2"), devices=_DEVICES, target="engine_npu.engine:NPUFSDPEngineWithValueHead"),
+    ),
+    # torch.compile on an NPU wants a backend of torch_npu's (torchair), of which nothing here knows.
+    capabilities=FSDP_ELSEWHERE.capabilities - {Capability.COMPILE},
+    options=FSDP_ELSEWHERE.options,
+    probe=probe_fsdp,
+)  # fmt: skip
+
+_MEGATRON = MEGATRON_ELSEWHERE.capabilities - {Capability.FP8}  # Transformer Engine's, on NVIDIA's devices
+
+MEGATRON = EnginePlugin(
+    name="engine-npu-megatron",
+    contract="1.1",
+    rows=(
+        Row(model_types=_LM, backends=("megatron",), devices=_DEVICES, target="engine_npu.megatron:MindspeedEngineWithLMHead"),
+        Row(model_types=_VALUE, backends=("megatron",), devices=_DEVICES, target="engine_npu.megatron:MindspeedEngineWithValueHead"),
+    ),
+    capabilities=_MEGATRON,
+    options=MEGATRON_ELSEWHERE.options,
+    probe=probe_megatron,
+)  # fmt: skip
+
+MINDSPEED = EnginePlugin(
+    name="engine-npu-mindspeed",
+    contract="1.1",
+    rows=(
+        Row(model_types=_LM, backends=("mindspeed_megatron",), devices=_DEVICES,
+            target="engine_npu.megatron:MindSpeedMegatronEngineWithLMHead"),
+    ),
+    capabilities=_MEGATRON - {Capability.VALUE_HEAD},
+    options="engine_npu.options:MindSpeedOptions",
+    probe=probe_megatron,
+)  # fmt: skip

@@ -1,0 +1,86 @@
+"""The conformance suite on the simulated device, and on the same classes over a CPU mesh; what its reports say."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+HERE = Path(__file__).parent
+pytestmark = [pytest.mark.distributed, pytest.mark.slow]
+
+
+def conformance(*arguments: str) -> subprocess.CompletedProcess[str]:
+    path = os.pathsep.join(entry for entry in (str(HERE), os.environ.get("PYTHONPATH")) if entry)
+    return subprocess.run(
+        [sys.executable, "-m", "engine_conformance", "run", *arguments], capture_output=True, text=True, check=False,
+        env=os.environ | {"PYTHONPATH": path, "OMP_NUM_THREADS": "1"},
+    )  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The reports of the quick tier on one and two ranks of the simulated device."""
+    folder = tmp_path_factory.mktemp("report")
+    done = conformance(
+        "fsdp2", "--device", "npu", "--shim", "--world", "1,2", "--tier", "quick", "--quiet", "--report", str(folder)
+    )
+    assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-4000:]
+    return folder
+
+
+@pytest.fixture(scope="module")
+def report(folder: Path) -> dict[str, Any]:
+    return json.loads((folder / "report.json").read_text())
+
+
+def test_every_group_of_cases_passes_on_the_simulated_device(report: dict[str, Any]) -> None:
+    rows = report["rows"]
+    assert {row["status"] for row in rows} == {"passed"}
+    seen = {(row["case"].partition(".")[0], row["model_type"], row["world"]) for row in rows}
+    for group in ("contract", "forward", "train", "checkpoint", "export"):
+        assert {(group, "language_model", 1), (group, "language_model", 2)} & seen
+    assert ("forward", "value_model", 1) in seen
+    assert any(row["case"] == "train.uneven_ranks" and row["world"] == 2 for row in rows)
+
+
+def test_reports_say_simulated_and_never_npu(folder: Path, report: dict[str, Any]) -> None:
+    assert {row["device"] for row in report["rows"]} == {"simulated"}
+    assert report["environment"]["accelerator"] == "simulated"
+    assert report["selection"]["device"] == "simulated"
+    certificate = (folder / "certificate.md").read_text()
+    assert "Devices | simulated" in certificate
+    assert "accepted: simulated" in certificate
+    assert "--shim" in report["command"]
+    for file in folder.iterdir():
+        text = file.read_text()
+        assert "simulated" in text or file.name == "badge.json"
+        assert '"device": "npu"' not in text
+
+
+def test_the_simulated_device_gives_no_certificate() -> None:
+    done = conformance("fsdp2", "--device", "npu", "--shim", "--world", "1", "--certify")
+    assert done.returncode == 2
+    assert "gives no certificate" in done.stderr
+
+
+def test_without_an_npu_nothing_runs_on_the_cpu() -> None:
+    done = conformance("fsdp2", "--device", "npu", "--world", "1", "--tier", "quick")
+    assert done.returncode == 3
+    assert "no Ascend NPU" in done.stderr
+
+
+def test_the_same_classes_shard_on_a_cpu_mesh() -> None:
+    cases = "parallel.dp,parallel.ulysses,checkpoint.resume_bitwise,export.shards,train.trajectory"
+    done = conformance(
+        "npu-logic", "--plugin", "npu_logic:PLUGIN", "--world", "2", "--model-type", "language_model", "--case", cases
+    )
+    assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-4000:]
+    assert "parallel.dp" in done.stdout
+    assert "parallel.ulysses" in done.stdout
+    assert " cpu, world 2" in done.stdout

@@ -1,0 +1,158 @@
+"""What the NPU answers to engines, with torch_npu faked; and what an option that the path lacks ends in."""
+
+from __future__ import annotations
+
+import sys
+from datetime import timedelta
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from engine_api import EngineConfig, Memory, ModelSource, OptimizerConfig
+from engine_api.capabilities import Capability
+from engine_api.devices import SIMULATED_NPU, device_of
+from engine_api.errors import ConfigError, PluginLoadError, UnsupportedCapability
+from engine_api.optimizers import build_optimizer
+from engine_api.registry import Resolution
+from engine_fsdp.attention import choose_kernel
+from engine_megatron import te
+from engine_npu.device import Npu, load
+from engine_npu.engine import NPUFSDPEngineWithLMHead
+from engine_npu.options import MindSpeedOptions, mindspeed_options
+from engine_npu.plugin import FSDP, MEGATRON, MINDSPEED
+
+
+@pytest.fixture(autouse=True)
+def _real(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv(SIMULATED_NPU, raising=False)
+
+
+def test_it_is_known_once_the_engine_is_imported() -> None:
+    assert isinstance(device_of("npu"), Npu)
+
+
+def test_collectives_are_hccl_beside_gloo(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert Npu().process_groups == "cpu:gloo,npu:hccl"
+    monkeypatch.setenv(SIMULATED_NPU, "1")
+    assert Npu().process_groups == "cpu:gloo,npu:gloo"
+    assert Npu().attention("bfloat16") == ()
+
+
+@pytest.mark.parametrize(("asked", "compute", "kernel"), [
+    ("auto", "bfloat16", "npu_fusion"), ("auto", "float32", "sdpa"), ("sdpa", "bfloat16", "sdpa"), ("npu_fusion", "float16", "npu_fusion"),
+])  # fmt: skip
+def test_attention_is_chosen(asked: str, compute: str, kernel: str) -> None:
+    assert choose_kernel(asked, "npu", compute) == kernel
+
+
+@pytest.mark.parametrize(("asked", "compute"), [("varlen", "bfloat16"), ("cudnn", "bfloat16"), ("npu_fusion", "float32"), ("fa3", "bfloat16")])  # fmt: skip
+def test_attention_that_there_is_not_is_refused(asked: str, compute: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        choose_kernel(asked, "npu", compute)
+    assert caught.value.field == "model.attention"
+    assert "sdpa" in caught.value.remedy
+
+
+def test_a_kernel_of_the_npu_is_refused_elsewhere() -> None:
+    with pytest.raises(ConfigError, match="npu_fusion"):
+        choose_kernel("npu_fusion", "cpu", "bfloat16")
+
+
+def test_more_ranks_than_devices(monkeypatch: pytest.MonkeyPatch) -> None:
+    chosen: list[int] = []
+    fake = SimpleNamespace(device_count=lambda: 2, set_device=chosen.append)
+    monkeypatch.setattr(torch, "get_device_module", lambda _: fake)
+    monkeypatch.setenv("LOCAL_RANK", "1")
+    Npu().adopt_local_rank()
+    assert chosen == [1]
+    monkeypatch.setenv("LOCAL_RANK", "2")
+    with pytest.raises(ConfigError, match="2 npu devices are visible") as caught:
+        Npu().adopt_local_rank()
+    assert "ASCEND_RT_VISIBLE_DEVICES" in caught.value.remedy
+
+
+def test_the_generator_of_the_device_is_saved(monkeypatch: pytest.MonkeyPatch) -> None:
+    from engine_api.defaults import rng_state, set_rng_state
+
+    kept: list[torch.Tensor] = []
+    fake = SimpleNamespace(get_rng_state=lambda: torch.arange(16, dtype=torch.uint8), set_rng_state=kept.append)
+    monkeypatch.setattr(Npu, "module", fake)
+    state = rng_state("npu")
+    set_rng_state(state, "npu")
+    assert kept[0].tolist() == list(range(16))
+    assert "npu" not in rng_state("cpu")
+
+
+def test_torch_npu_that_does_not_load_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "torch_npu", None)
+    with pytest.raises(PluginLoadError, match="torch_npu could not be imported") as caught:
+        load()
+    assert "doctor" in caught.value.remedy
+
+
+def test_the_group_of_a_weight_sync_is_hccl_s(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Group:
+        class Options:
+            _timeout = None
+
+        def __init__(self, *given: Any) -> None:
+            self.given = given
+
+    module = ModuleType("torch_npu")
+    vars(module)["_C"] = SimpleNamespace(_distributed_c10d=SimpleNamespace(ProcessGroupHCCL=Group))
+    monkeypatch.setitem(sys.modules, "torch_npu", module)
+    store, timeout = object(), timedelta(seconds=5)
+    made = Npu().process_group(store, 1, 2, timeout)
+    assert made.given[:3] == (store, 1, 2)
+    assert made.given[3]._timeout == timeout
+
+
+def test_adamw_is_fused() -> None:
+    assert Npu().fused_optimizer  # torch_npu registers aten::_fused_adamw_
+    weight = torch.nn.Parameter(torch.zeros(2))
+    assert build_optimizer(OptimizerConfig(lr=1.0), [weight]).defaults["fused"]
+
+
+def test_what_the_npu_path_lacks_is_refused() -> None:
+    config = EngineConfig(model=ModelSource(path="nowhere"), memory=Memory(compile=True))
+    resolution = Resolution(plugin=FSDP, row=FSDP.rows[0], device="npu", source="test", trace=())
+    with pytest.raises(UnsupportedCapability, match="compile"):
+        NPUFSDPEngineWithLMHead(config, resolution=resolution)
+
+
+def test_capabilities_are_those_of_the_engines_it_derives_from() -> None:
+    assert {Capability.ULYSSES, Capability.HSDP, Capability.LORA} <= FSDP.capabilities
+    assert {Capability.CP, Capability.TP, Capability.PP, Capability.EP} <= MEGATRON.capabilities
+    assert Capability.FP8 not in MEGATRON.capabilities | MINDSPEED.capabilities
+    assert Capability.COMPILE not in FSDP.capabilities
+
+
+@pytest.mark.parametrize(
+    ("options", "field"),
+    [
+        ({"optimization_level": 3}, "options.optimization_level"),
+        ({"optimization_level": 1, "fused_moe_permute": True}, "options.fused_moe_permute"),
+        ({"optimization_level": 0, "hccl_group_buffer": "dp:200"}, "options.hccl_group_buffer"),
+        ({"fused_moe_permutation": True}, "options.fused_moe_permutation"),
+        ({"spec": "fast"}, "options.spec"),
+    ],
+)
+def test_options_of_mindspeed_are_checked(options: dict[str, Any], field: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        mindspeed_options(options)
+    assert caught.value.field == field
+    assert caught.value.remedy
+
+
+def test_options_are_told_under_mindspeed_s_names() -> None:
+    own = MindSpeedOptions(fused_moe_permute=True, hccl_group_buffer="dp:200", sequence_parallel=True)
+    assert own.features()["use_fused_moe_token_permute_and_unpermute"]
+    assert own.features()["hccl_group_buffer"] == "dp:200"
+    assert own.megatron().sequence_parallel
+
+
+def test_transformer_engine_is_refused() -> None:
+    with pytest.raises(ConfigError, match="te, but it needs a CUDA device"):
+        te.choose_spec("te", EngineConfig(model=ModelSource(path="nowhere")), "npu")

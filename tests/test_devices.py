@@ -1,0 +1,61 @@
+"""Only one file of a package names a vendor's devices; everything else asks `engine_api.devices.Device`."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from layout import ROOT
+
+NAMES = ("cuda", "npu")
+# The file that may: the interface and the probes; the descriptors, whose rows are about devices; what knows Ascend's names.
+ALLOWED = {
+    "engine-api/src/engine_api": "devices.py",
+    "engine-fsdp/src/engine_fsdp": "plugin.py",
+    "engine-megatron/src/engine_megatron": "plugin.py",
+    "engine-npu/src/engine_npu": "ascend.py",
+}
+
+
+def named(node: ast.AST) -> Iterator[str]:
+    if (
+        isinstance(node, ast.Attribute)
+        and isinstance(node.value, ast.Name)
+        and node.value.id == "torch"
+        and node.attr in NAMES
+    ):
+        yield f"torch.{node.attr}"
+    elif isinstance(node, ast.Attribute) and node.attr in {f"is_{name}" for name in NAMES}:
+        yield f".{node.attr}"
+    elif isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr in NAMES:
+        yield f".{node.func.attr}()"
+    elif isinstance(node, ast.Constant) and isinstance(node.value, str) and node.value.partition(":")[0] in NAMES:
+        yield repr(node.value)
+    elif isinstance(node, ast.JoinedStr) and node.values:
+        yield from named(node.values[0])
+
+
+def offenders(path: Path) -> list[str]:
+    return [
+        f"{path.name}:{getattr(n, 'lineno', 0)} {what}"
+        for n in ast.walk(ast.parse(path.read_text()))
+        for what in named(n)
+    ]
+
+
+@pytest.mark.parametrize("folder", ALLOWED, ids=lambda folder: folder.partition("/")[0])
+def test_devices_are_named_in_one_file(folder: str) -> None:
+    files = sorted((ROOT / "packages" / folder).rglob("*.py"))
+    assert files
+    assert not [one for path in files if path.name != ALLOWED[folder] for one in offenders(path)]
+
+
+@pytest.mark.parametrize(
+    "code",
+    ["torch.cuda.synchronize()", "x.is_cuda", "x.cuda()", 'torch.device("npu")', 'f"cuda:{i}"', 'd == "cuda"', "torch.npu.Stream()"],
+)  # fmt: skip
+def test_the_check_sees(code: str, tmp_path: Path) -> None:
+    (tmp_path / "one.py").write_text(code)
+    assert offenders(tmp_path / "one.py")
