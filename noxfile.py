@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import os
 import sys
+import time
 import tomllib
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from pathlib import Path
 
 import nox
@@ -112,35 +115,58 @@ def check_docs(session: nox.Session) -> None:
         session.run("python", f"tools/{tool}.py", "--check")
 
 
-def check_unit(session: nox.Session) -> None:
-    """Tests of the repository, then of each package, one process at a time: many of them start ranks."""
-    codes = [0, 5] if session.posargs else [0]  # 5: `-k` picked nothing in this folder
-    for folder in [".", *packages(), EXAMPLE]:
-        if (ROOT / folder / "tests").is_dir():
-            session.run("pytest", "-q", f"{folder}/tests", *session.posargs,
-                        success_codes=codes, env={"OMP_NUM_THREADS": "1"})  # fmt: skip
+def unit_commands(session: nox.Session) -> list[tuple[str, ...]]:
+    """Tests of the repository and of each package, the longest first."""
+    folders = [TRAINER, *(folder for folder in [SUITE, *packages(), ".", EXAMPLE] if folder != TRAINER)]
+    found = [folder for folder in dict.fromkeys(folders) if (ROOT / folder / "tests").is_dir()]
+    return [("pytest", "-q", f"{folder}/tests", *session.posargs) for folder in found]
 
 
-def check_conformance(session: nox.Session) -> None:
+def conformance_commands() -> list[tuple[str, ...]]:
     """A certificate of every engine that the matrix calls tested on a CPU, on one and two ranks.
 
     Four ranks take as long as all else together: there they run what needs four. `certify` has it all.
     """
+    found = []
     for engine, device in engine_devices(load()):
         if device == "cpu":
             two, four = (run_arguments(load(), engine, device, sizes) for sizes in ((1, 2), (4,)))
-            session.run("engine-conformance", *two, "--certify", "--quiet")
-            session.run("engine-conformance", *four, "--case", LAYOUTS, "--quiet")
+            found += [("engine-conformance", *two, "--certify", "--quiet")]
+            found += [("engine-conformance", *four, "--case", LAYOUTS, "--quiet")]
+    return found
+
+
+def side_by_side(session: nox.Session, commands: Sequence[tuple[str, ...]]) -> None:
+    """Two commands at a time; what each printed comes when it has ended. After a failure no other one begins.
+
+    Two cores have the time: much of it goes into processes that start and ranks that wait for each other.
+    """
+    codes = [0, 5] if session.posargs else [0]  # 5: `-k` picked nothing in this folder
+
+    def run(command: tuple[str, ...]) -> str:
+        begin = time.monotonic()
+        said = session.run(*command, silent=True, success_codes=codes, env={"OMP_NUM_THREADS": "1"})
+        return f"{' '.join(command)}\n{said}{time.monotonic() - begin:.0f} s"
+
+    with ThreadPoolExecutor(2) as lanes:
+        running = [lanes.submit(run, command) for command in commands]
+        try:
+            for done in as_completed(running):
+                session.log(done.result())
+        finally:
+            for one in running:
+                one.cancel()
 
 
 @nox.session
 def tests(session: nox.Session) -> None:
     """All that CI runs: lint, types, imports, generated docs, every test, certificates; after `--`: pytest arguments."""
     install(session, [*packages(), EXAMPLE], *TOOLS)
-    for check in (check_lint, check_types, check_imports, check_docs, check_unit):
+    for check in (check_lint, check_types, check_imports, check_docs):
         check(session)
+    longest, *others = unit_commands(session)
+    side_by_side(session, [longest, *([] if session.posargs else conformance_commands()), *others])
     if not session.posargs:
-        check_conformance(session)
         session.notify("minimal")
         session.notify("vllm")
 
@@ -170,7 +196,7 @@ def imports(session: nox.Session) -> None:
 def unit(session: nox.Session) -> None:
     """Tests alone; after `--`: pytest arguments."""
     install(session, packages(), *PYTEST)
-    check_unit(session)
+    side_by_side(session, unit_commands(session))
 
 
 @nox.session
