@@ -12,14 +12,14 @@ import torch
 from engine_api.batch import Batch
 from engine_api.losses import token_weights
 from engine_api.results import TrainOutput
-from engine_trainer.algorithms.correction import correct, correction_figures, ratios
+from engine_trainer.algorithms.correction import correction_figures, ratios
 from engine_trainer.algorithms.losses import PolicyLoss, denominator
 from engine_trainer.config import AlgorithmSection, CorrectionSection, RLConfig
 from engine_trainer.credit import CreditAssignment, Place
 from engine_trainer.critic import Critic
 from engine_trainer.experience import is_stale, shaped_rewards
 from engine_trainer.groups import Trained, agreed, divide
-from engine_trainer.mismatch import MismatchWatch, largest_of, mismatch_figures, mismatch_sums
+from engine_trainer.mismatch import MismatchWatch, apply, largest_of, mismatch_figures, mismatch_sums
 from engine_trainer.reference import Reference, log_probs_of
 from engine_trainer.replica import Answer, Group
 from engine_trainer.runtime import Run
@@ -134,10 +134,14 @@ class Learner:
 
     @property
     def _engine_knows(self) -> bool:
-        """Whether the engine's log-probs are computed before the first update, because something reads them."""
-        algorithm = self.config.algorithm
-        read = not self.loss.on_policy or self.credit.kl_in_reward or algorithm.correction.enabled
-        return read and algorithm.old_log_probs == "engine"
+        """Whether the engine's log-probs are computed before the first update, because something reads them there.
+
+        With a single update they are those of its own forward pass, which is weighted there (``MismatchWatch``). What is
+        rejected has to be known before it: an update without any token is none.
+        """
+        rejects = self.config.algorithm.correction.reject != "none"
+        read = not self.loss.on_policy or self.credit.kl_in_reward or rejects
+        return read and self.config.algorithm.old_log_probs == "engine"
 
     def _divide(self, groups: Sequence[Group], rewards: torch.Tensor) -> list[_MiniBatch]:
         """Whole groups to mini-batches, and of each mini-batch a part of about equal tokens to each rank."""
@@ -218,14 +222,18 @@ class Learner:
     def _update(self, mini_batches: Sequence[_MiniBatch], shares: Sequence[Batch]) -> dict[str, float]:
         trained: list[Trained] = []
         # Only before the first update are the weights those of the rollout.
-        first = self.loss if self._engine_knows else MismatchWatch(self.loss)
+        section = self.config.algorithm.correction
+        first = self.loss if self._engine_knows else MismatchWatch(self.loss, section)
         for _ in range(self.config.algorithm.epochs):
             for mini, parts in self._parts(mini_batches, shares):
                 if mini.trained:  # else no token has a gradient, on any rank
                     trained.append(self.policy.train(parts, self.loss if trained else first, denominator=mini.denominator,
                                                      temperature=self.temperature))  # fmt: skip
-        seen = mismatch_figures(trained[0].output.metrics, trained[0].observed) if trained else {}
-        return _figures([t.output for t in trained]) | seen
+        figures = _figures([t.output for t in trained])
+        if trained and not self._engine_knows:
+            sums = trained[0].output.metrics
+            figures |= mismatch_figures(sums, trained[0].observed) | correction_figures(sums, section)
+        return figures
 
     @staticmethod
     def _parts(mini_batches: Sequence[_MiniBatch], shares: Sequence[Batch]) -> Iterator[tuple[_MiniBatch, list[Batch]]]:
@@ -243,9 +251,8 @@ def _correct(share: Batch, section: CorrectionSection) -> tuple[Batch, dict[str,
     given = ratios(engine, rollout, share["mask"], share.cu_seqlens)
     sums = mismatch_sums(given, engine, rollout)
     if section.enabled:
-        result = correct(given, section)
-        sums |= result.sums
-        share = share.with_fields(correction=result.weights, loss_weight=share.loss_weight * result.kept)
+        share, corrected = apply(share, given, section)
+        sums |= corrected
     return share, {name: float(value) for name, value in sums.items()}, largest_of(given)
 
 
@@ -289,7 +296,9 @@ def _figures(outputs: Sequence[TrainOutput]) -> dict[str, float]:
             sums[name] = sums.get(name, 0.0) + value
     tokens = max(sums.pop("tokens", 0.0), 1.0)
     per_token = {
-        f"train/{n}": v / tokens for n, v in sums.items() if not n.startswith(("mismatch", "weight", "policy_loss"))
+        f"train/{n}": v / tokens
+        for n, v in sums.items()
+        if not n.startswith(("mismatch", "correction", "weight", "policy_loss"))
     }
     return (
         figures

@@ -8,14 +8,18 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING
 
 import torch
 
 from engine_api.batch import Batch
 from engine_api.losses import LossFn, coefficients_of, needs_of
 from engine_api.results import LossOutput, TokenOutputs
-from engine_trainer.algorithms.correction import Ratios, effective_size, ratios
+from engine_trainer.algorithms.correction import Ratios, correct, effective_size, ratios
 from engine_trainer.algorithms.losses import MAX_LOG_RATIO
+
+if TYPE_CHECKING:
+    from engine_trainer.config import CorrectionSection
 
 PREFIX = "mismatch_"
 
@@ -78,26 +82,38 @@ def largest_of(given: Ratios) -> float:
 class MismatchWatch:
     """A loss that also gives ``mismatch_sums``, of its own log-probs and the fields ``rollout_log_probs`` and ``mask``.
 
-    For the first update, where the engine's log-probs were not computed before it.
+    For the first update, where the engine's log-probs were not computed before it: those of the update's own forward pass are the
+    same. With ``correction`` it is also corrected by them, see ``apply``.
     """
 
-    def __init__(self, loss: LossFn) -> None:
+    def __init__(self, loss: LossFn, correction: CorrectionSection | None = None) -> None:
         self._loss = loss
+        self._correction = correction if correction is not None and correction.enabled else None
         self.needs = needs_of(loss)
         self.observed = 0.0  # the largest |Δ| on this rank so far, nats; see ``Trained``
 
     def coefficients(self, batch: Batch) -> torch.Tensor | None:
-        """The wrapped loss's."""
-        return coefficients_of(self._loss, batch)
+        """The wrapped loss's; with a correction they depend on the log-probs."""
+        return coefficients_of(self._loss, batch) if self._correction is None else None
 
     def __call__(self, outputs: TokenOutputs, batch: Batch) -> LossOutput:
         """The wrapped loss, with more metrics."""
         assert outputs.log_probs is not None
-        result = self._loss(outputs, batch)
         engine, rollout = outputs.log_probs.detach(), batch["rollout_log_probs"]
         given = ratios(engine, rollout, batch["mask"], batch.cu_seqlens)
         self.observed = max(self.observed, largest_of(given))
-        return LossOutput(loss=result.loss, metrics={**result.metrics, **mismatch_sums(given, engine, rollout)})
+        sums = mismatch_sums(given, engine, rollout)
+        if self._correction is not None:
+            batch, corrected = apply(batch, given, self._correction)
+            sums |= corrected
+        result = self._loss(outputs, batch)
+        return LossOutput(loss=result.loss, metrics={**result.metrics, **sums})
+
+
+def apply(batch: Batch, given: Ratios, section: CorrectionSection) -> tuple[Batch, dict[str, torch.Tensor]]:
+    """``batch`` with its rollout corrected, and the sums for ``correction_figures``."""
+    result = correct(given, section)
+    return batch.with_fields(correction=result.weights, loss_weight=batch.loss_weight * result.kept), result.sums
 
 
 def _exp(value: torch.Tensor) -> torch.Tensor:

@@ -86,6 +86,7 @@ class Run:
             self.folder, config.run, active=self.is_main, total_steps=total_steps, config=to_plain(config)
         )
         self.checkpoints = Checkpoints(self.folder / "checkpoints", keep=config.run.keep)
+        self._reached = 0  # the last step that was taken
         self.launcher = launcher or Spmd()
         self.beside: dict[str, EngineGroup] = {}
         self.interrupted = False
@@ -151,7 +152,7 @@ class Run:
                     "data", f"{rows} rows, but {found.name} was saved with {state['rows']}",
                     why="the data changed since", remedy="use the data of the first run, or run.resume=never",
                 )  # fmt: skip
-            self.checkpoints.saved = int(state["step"])
+            self.checkpoints.saved = self._reached = int(state["step"])
             self.log.say(f"resumed from {found} after step {state['step']}")
         together(self.comm, lambda: self._open(int(state["step"])) if self.is_main else None)
         return state
@@ -184,7 +185,8 @@ class Run:
         if step % run.log_every == 0 or measured or last or self.interrupted:
             self.log.write(step, {**metrics, **self.timers.take(), **self.launcher.figures()})
         self.log.progress(step, metrics, show)
-        if last or self.interrupted or (run.save_every and step % run.save_every == 0):
+        self._reached = step
+        if (last and run.save_last) or self.interrupted or (run.save_every and step % run.save_every == 0):
             with self.timers.phase("save"):
                 extra = {"kind": self.kind, "config": self._fingerprint(), "loop": {**state, "step": step}}
                 self.checkpoints.save(self.policy, self.comm, step, extra, self.beside)
@@ -194,7 +196,7 @@ class Run:
     def finish(self, tokenizer: Any) -> Outcome:
         """At the end: wait for the save, write ``output_dir/hf`` (model and tokenizer) and the report."""
         self.checkpoints.wait(self.comm)
-        step = self.checkpoints.saved or 0
+        step = self._reached
         if step == self.total_steps and self.config.run.save_hf:
             self.policy.save_hf(self.folder / "hf")
             together(self.comm, lambda: self._save_tokenizer(tokenizer) if self.is_main else None)

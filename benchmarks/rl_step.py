@@ -1,0 +1,204 @@
+"""A step of RL on a Ray cluster, phase by phase: where the time goes, and how long the GPUs idle.
+
+``python -m benchmarks.rl_step --shape qwen3-0.6b --gpus 4`` runs recipes/rl/dapo.yaml with ``launcher=ray``, engine-fsdp and a
+vLLM rollout beside every engine rank; ``--rollouts 2`` puts replicas on GPUs of their own, and ``--overlap one_step_off`` lets them
+generate while the others train. Random weights, so no model is needed: an answer is as long as it may be (hardly any token
+ends it), its reward is drawn from its text. One JSON line: medians over the steps after ``--warmup``.
+
+``step_s``: from step to step. ``phases_s``: the loop's own clocks; with overlap they run at the same time. ``other``: the share of a
+step that is neither generation nor update (log-probs count as update). ``gpu_idle``: 1 minus NVML's utilization, the mean of all GPUs over the steps that count
+(the share of 0.2 s samples in which no kernel ran); ``worker_idle``: the share of time in which no method of a worker ran.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import subprocess
+import sys
+import tempfile
+import zlib
+from collections.abc import Iterator
+from datetime import datetime
+from itertools import pairwise
+from pathlib import Path
+from statistics import mean, median
+from typing import Any
+
+from benchmarks.shapes import config
+
+RECIPES = Path(__file__).parent.parent / "recipes"
+sys.path[:0] = [str(RECIPES / "quickstart")]
+
+from prepare import PAD, BOS, EOS, MODEL, tokenizer_of  # noqa: E402, I001 - the folder has to be on the path first  # pyright: ignore[reportMissingImports]
+
+from engine_trainer.logs import read_metrics  # noqa: E402
+from engine_trainer.rewards import Sample  # noqa: E402
+
+WORDS = [
+    "sum",
+    "of",
+    "the",
+    "numbers",
+    "which",
+    "one",
+    "is",
+    "larger",
+    "than",
+    "and",
+    "how",
+    "many",
+    "are",
+    "there",
+    "between",
+    "them",
+    "if",
+    "you",
+    "add",
+    "two",
+]
+GENERATE, UPDATE = ("generate",), ("log_probs", "train")
+
+
+def score(sample: Sample) -> float:
+    """In [0, 1), drawn from the completion."""
+    return zlib.crc32(sample.completion.encode()) % 1000 / 1000
+
+
+def prepare(folder: Path, shape: str, prompts: int, words: int) -> None:
+    """A tokenizer and ``config.json`` in ``folder/model``, and ``folder/problems.jsonl``."""
+    import random
+
+    drawn = random.Random(0)
+    rows = [" ".join(drawn.choice(WORDS) for _ in range(words)) for _ in range(prompts)]
+    tokenizer = tokenizer_of(rows)
+    tokenizer.save_pretrained(folder / "model")
+    ids = {name: tokenizer.convert_tokens_to_ids(token)
+           for name, token in (("pad_token_id", PAD), ("bos_token_id", BOS), ("eos_token_id", EOS))}  # fmt: skip
+    (folder / "model" / "config.json").write_text(
+        json.dumps((config(shape) if shape != "quickstart" else MODEL | {"vocab_size": len(tokenizer)}) | ids)
+    )
+    (folder / "problems.jsonl").write_text("".join(json.dumps({"prompt": row, "answer": "0"}) + "\n" for row in rows))
+
+
+def overrides(options: argparse.Namespace, folder: Path) -> list[str]:
+    """What is said to ``engine-train rl`` beside the recipe."""
+    rollout = [f"rollout.name={options.server}", f"rollout.quantization={options.quantization}", f"rollout.sleep={options.sleep}",
+               f"rollout.batch_size={options.sequences // (options.rollouts or options.gpus)}", f"rollout.n={options.n}",
+               f"rollout.max_new_tokens={options.new}"]  # fmt: skip
+    placed = [f"ray.engines={options.gpus - options.rollouts}"]
+    if options.rollouts:
+        placed += [f"ray.rollouts={options.rollouts}", f"overlap.mode={options.overlap}"]
+    if options.server == "vllm":
+        rollout += [f"rollout.options.gpu_memory_utilization={options.memory}", f"rollout.options.max_model_len={options.new + 512}",
+                    "rollout.options.deterministic=false", "rollout.options.truncation=false",
+                    f"rollout.options.memory_saver={options.sleep}", f"rollout.options.enforce_eager={options.eager}"]  # fmt: skip
+    return [
+        "launcher=ray", *placed, f"engine.model.path={folder / 'model'}", "engine.model.init=random", f"engine.device={options.device}",
+        f"engine.memory.max_tokens={options.max_tokens}", f"data.source={folder / 'problems.jsonl'}", "eval=null",
+        f"algorithm.prompts_per_step={options.sequences // options.n}", f"algorithm.mini_batches={options.mini_batches}",
+        f"algorithm.overlong.buffer={options.new // 4}", f"algorithm.correction.weight={options.correction}",
+        "reward.name=null", f"reward.function={Path(__file__)}:score", f"run.steps={options.warmup + options.steps}", "run.save_last=false",
+        "run.save_hf=false", "run.report=false", "run.tensorboard=false", f"run.output_dir={folder / 'run'}", *rollout, *options.more,
+    ]  # fmt: skip
+
+
+@contextlib.contextmanager
+def utilization(path: Path, device: str) -> Iterator[None]:
+    """NVML's samples of all GPUs into ``path``, five a second."""
+    if device != "cuda":
+        path.touch()
+        yield
+        return
+    with path.open("w") as file:
+        query = ["nvidia-smi", "--query-gpu=timestamp,utilization.gpu", "--format=csv,noheader,nounits", "-lms", "200"]
+        process = subprocess.Popen(query, stdout=file)
+        try:
+            yield
+        finally:
+            process.terminate()
+            process.wait()
+
+
+def idle(path: Path, begin: float, end: float) -> float | None:
+    """1 minus the mean utilization between two times (unix seconds)."""
+    found: list[float] = []
+    for line in path.read_text().splitlines():
+        stamp, _, value = line.partition(", ")
+        with contextlib.suppress(ValueError):  # the last line may be cut
+            if begin <= datetime.strptime(stamp, "%Y/%m/%d %H:%M:%S.%f").astimezone().timestamp() <= end:
+                found.append(float(value))
+    return round(1 - mean(found) / 100, 3) if found else None
+
+
+def row_of(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
+    """The figures of a finished run."""
+    rows = [r for r in read_metrics(folder / "run" / "metrics.jsonl") if r["step"] > 0]
+    seconds = [b["time"] - a["time"] for a, b in pairwise(rows)][options.warmup - 1 :]
+    counted = rows[options.warmup :]
+    step = median(seconds)
+    names = sorted({name for r in counted for name in r if name.startswith("time/")})
+    phases = {name.removeprefix("time/"): round(median(r.get(name, 0.0) for r in counted), 3) for name in names}
+    spent = sum(phases.get(name, 0.0) for name in (*GENERATE, *UPDATE))
+    tokens = median(r["rollout/response_length"] for r in counted) * options.sequences
+    return {
+        "shape": options.shape, "server": options.server, "quantization": options.quantization, "gpus": options.gpus,
+        "rollouts": options.rollouts, "overlap": options.overlap, "sleep": options.sleep, "sequences": options.sequences,
+        "new": options.new, "mini_batches": options.mini_batches, "correction": options.correction, "steps": len(seconds),
+        "step_s": round(step, 2), "min_s": round(min(seconds), 2), "max_s": round(max(seconds), 2), "phases_s": phases,
+        "other": round(1 - spent / step, 3) if options.overlap == "none" else None, "response_tokens_per_s_gpu": round(tokens / step / options.gpus),
+        "mfu_update": round(median(r.get("perf/mfu", 0.0) for r in counted), 3),
+        "gpu_idle": idle(folder / "gpus.csv", rows[options.warmup - 1]["time"], rows[-1]["time"]),
+        "worker_idle": round(median(r.get("worker/idle", 0.0) for r in counted), 3),
+        "mismatch_kl": median(r.get("mismatch/kl_k3") or 0.0 for r in counted),
+        "stale_tokens": median(r.get("rollout/stale_tokens", 0.0) for r in counted),
+    }  # fmt: skip
+
+
+def main() -> None:
+    """Parse, run, print one JSON line."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    parser.add_argument("--shape", default="qwen3-0.6b", help="of benchmarks/shapes.py, or quickstart")
+    parser.add_argument("--server", default="vllm")
+    parser.add_argument("--quantization", choices=("none", "fp8"), default="none")
+    parser.add_argument("--gpus", type=int, default=4, help="workers in all")
+    parser.add_argument("--rollouts", type=int, default=0, help="of them replicas of their own; 0: beside the engine")
+    parser.add_argument("--overlap", choices=("none", "one_step_off", "full"), default="none")
+    parser.add_argument(
+        "--sleep", choices=("true", "false"), default="true", help="whether the rollout gives its memory back"
+    )
+    parser.add_argument("--sequences", type=int, default=512, help="completions a step")
+    parser.add_argument("--n", type=int, default=8, help="completions a prompt")
+    parser.add_argument("--words", type=int, default=100, help="of a prompt")
+    parser.add_argument("--new", type=int, default=1024, help="tokens of a completion")
+    parser.add_argument("--mini-batches", type=int, default=1)
+    parser.add_argument("--correction", default="none", help="algorithm.correction.weight")
+    parser.add_argument("--max-tokens", type=int, default=32768, help="of a micro-batch on a rank")
+    parser.add_argument("--memory", type=float, default=0.5, help="vLLM's share of a GPU")
+    parser.add_argument("--eager", choices=("true", "false"), default="false", help="without CUDA graphs")
+    parser.add_argument("--device", default="cuda")
+    parser.add_argument("--steps", type=int, default=4)
+    parser.add_argument("--warmup", type=int, default=2)
+    parser.add_argument("--output", type=Path, default=None)
+    parser.add_argument("more", nargs="*", metavar="key=value", help="of the recipe")
+    options = parser.parse_intermixed_args()
+    folder = options.output or Path(tempfile.mkdtemp(prefix="rl-step-"))
+    folder.mkdir(parents=True, exist_ok=True)
+    folder = folder.resolve()
+    prepare(folder, options.shape, options.sequences // options.n * 2, options.words)
+    command = [
+        sys.executable,
+        "-m",
+        "engine_trainer",
+        "rl",
+        str(RECIPES / "rl" / "dapo.yaml"),
+        *overrides(options, folder),
+    ]
+    with utilization(folder / "gpus.csv", options.device):
+        subprocess.run(command, check=True, stdout=sys.stderr)
+    print(json.dumps(row_of(options, folder)), flush=True)
+
+
+if __name__ == "__main__":
+    main()
