@@ -96,7 +96,7 @@ def test_a_newer_folder_that_latest_does_not_name_yet_is_taken(sft_file):
 def test_without_a_last_checkpoint_the_model_is_written_and_nothing_else(sft_file):
     outcome = run(sft_file, "run.save_last=false")
     assert outcome.step == outcome.total_steps
-    assert (outcome.folder / "hf" / "config.json").is_file()
+    assert (outcome.folder / "hf" / "table.pt").is_file()
     assert not list((outcome.folder / "checkpoints").glob("step-*"))
 
 
