@@ -88,7 +88,12 @@ def test_attention_kernels_chosen_by_the_environment_are_refused(monkeypatch: py
 def test_transformer_engine_is_told_of_torchs_cudnn(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, chosen: str
 ) -> None:
-    (tmp_path / "nvidia" / "cudnn").mkdir(parents=True)
+    parts = tmp_path / "nvidia" / "cudnn" / "lib"
+    parts.mkdir(parents=True)
+    for name in ("adv", "graph", "ops"):
+        (parts / f"libcudnn_{name}.so.9").touch()
+    loaded: list[str] = []
+    monkeypatch.setattr(te.ctypes, "CDLL", lambda path, mode: loaded.append(Path(path).name))
     monkeypatch.syspath_prepend(tmp_path)
     for name in ("CUDNN_HOME", "CUDNN_PATH"):
         monkeypatch.delenv(name, raising=False)
@@ -98,6 +103,7 @@ def test_transformer_engine_is_told_of_torchs_cudnn(
     found = os.environ.get("CUDNN_HOME")
     monkeypatch.delenv("CUDNN_HOME", raising=False)
     assert found == {"": str(tmp_path / "nvidia" / "cudnn"), "CUDNN_HOME": "own", "CUDNN_PATH": None}[chosen]
+    assert loaded == ([] if chosen else ["libcudnn_graph.so.9", "libcudnn_adv.so.9", "libcudnn_ops.so.9"])
 
 
 def test_absent_or_of_another_version(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:

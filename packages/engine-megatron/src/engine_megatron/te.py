@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import ctypes
 import importlib
 import importlib.metadata
 import importlib.util
 import logging
 import os
+from pathlib import Path
 from typing import Literal
 
 from engine_api.config import EngineConfig
@@ -89,17 +91,25 @@ def _unfit(config: EngineConfig) -> str | None:
 
 
 def share_cudnn() -> None:
-    """Let Transformer Engine load the cuDNN that torch brings, unless the environment names one; before it is imported.
+    """Let Transformer Engine use the cuDNN that torch brings, unless the environment names one; before it is imported.
 
-    It looks for the system's first (2.20.2, ``common``). Where torch has used its own by then, parts of two versions meet, and
-    the import ends with an undefined symbol.
+    It looks for the system's first (2.20.2, ``common``), and its own library is linked to cuDNN's parts. torch loads a part when it
+    first needs it; where it has loaded some by then, the loader would take the others from the system, and the import ends with
+    an undefined symbol. So every part is loaded here, from one place.
     """
     chosen = any(name in os.environ for name in ("CUDNN_HOME", "CUDNN_PATH"))
     if chosen or not is_installed() or importlib.util.find_spec("nvidia") is None:
         return
     spec = importlib.util.find_spec("nvidia.cudnn")
-    if spec is not None and spec.submodule_search_locations:
-        os.environ["CUDNN_HOME"] = next(iter(spec.submodule_search_locations))
+    if spec is None or not spec.submodule_search_locations:
+        return
+    home = Path(next(iter(spec.submodule_search_locations)))
+    os.environ["CUDNN_HOME"] = str(home)
+    parts = sorted(
+        (home / "lib").glob("libcudnn*.so.*"), key=lambda part: (not part.name.startswith("libcudnn_graph"), part.name)
+    )
+    for part in parts:  # first what the others need
+        ctypes.CDLL(str(part), mode=ctypes.RTLD_GLOBAL)
 
 
 def check_environment() -> None:

@@ -111,10 +111,13 @@ def test_what_vllm_cannot_serve_is_refused_before_it_starts(model: str, root: Pa
     experts = str(
         rollout_model(Target(backend="vllm", device=DEVICE, root=root, rollout=True), family="qwen3_moe", tied=False)
     )
-    for folder, lora, field in ((experts, peers.LORA, "rollout.lora"),
-                                (model, replace(peers.LORA, rank=513), "engine.lora.rank"),
-                                (model, replace(peers.LORA, target_modules=("lm_head",)), "engine.lora.target_modules")):  # fmt: skip
-        (error,) = get_pool(1, device=DEVICE).run("vllm_peers:refused", deadline=120, model=folder, lora=lora)
+    cases = [(experts, peers.LORA, "rollout.lora")] if DEVICE == "cpu" else []
+    cases += [(model, replace(peers.LORA, rank=513), "engine.lora.rank"),
+              (model, replace(peers.LORA, target_modules=("lm_head",)), "engine.lora.target_modules")]  # fmt: skip
+    for folder, lora, field in cases:
+        (error,) = get_pool(1, device=DEVICE).run(
+            "vllm_peers:refused", deadline=120, model=folder, lora=lora, dtype=peers.DTYPE
+        )
         assert isinstance(error, ConfigError), error
         assert error.field == field
 
