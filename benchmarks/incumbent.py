@@ -1,0 +1,170 @@
+"""A step of verl's GRPO (FSDP2, vLLM beside every rank) on the work of ``benchmarks.rl_step``, phase by phase.
+
+``python -m benchmarks.incumbent --shape qwen3-0.6b --gpus 4`` prints one JSON line: medians of verl's own clocks
+(``timing_s/*``) over the steps after ``--warmup``. Random weights, answers of exactly ``--new`` tokens, a reward drawn
+from the text; no network. Settings are those of verl's own recipes for a small dense model (examples/grpo_trainer,
+docs/perf): packed sequences, dynamic micro-batches, FSDP2 without offload, fp32 masters under bf16, gradient
+checkpointing, CUDA graphs, weights and KV cache given back while it trains. ``more``: any override of verl's, last.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import random
+import shutil
+import subprocess
+import sys
+import tempfile
+import zlib
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from benchmarks.shapes import config
+
+SPECIAL = PAD, BOS, EOS, USER, ASSISTANT = ["<|pad|>", "<|bos|>", "<|eos|>", "<|user|>", "<|assistant|>"]
+CHAT_TEMPLATE = (
+    f"{BOS}{{% for m in messages %}}{{% if m['role'] == 'user' %}}{USER}{{{{ m['content'] }}}}{{% else %}}"
+    f"{ASSISTANT}{{{{ m['content'] }}}}{EOS}{{% endif %}}{{% endfor %}}"
+    f"{{% if add_generation_prompt %}}{ASSISTANT}{{% endif %}}"
+)
+TURNS = 3  # of a prompt's tokens: bos, user, assistant
+
+
+def score(solution_str: str, **_: Any) -> float:
+    """In [0, 1), drawn from the completion; verl names every argument."""
+    return zlib.crc32(solution_str.encode()) % 1000 / 1000
+
+
+def tokenizer_of(size: int) -> Any:
+    """A word a token, ``size`` tokens in all: every id that the model can draw has a text."""
+    from tokenizers import AddedToken, Tokenizer, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    words = [*SPECIAL, *(f"w{i}" for i in range(len(SPECIAL), size))]
+    made = Tokenizer(models.WordLevel({word: i for i, word in enumerate(words)}, unk_token=PAD))
+    made.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    made.add_special_tokens([AddedToken(word, special=True) for word in SPECIAL])
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=made, pad_token=PAD, bos_token=BOS, eos_token=EOS, padding_side="left"
+    )
+    tokenizer.chat_template = CHAT_TEMPLATE
+    return tokenizer
+
+
+def prepare(folder: Path, shape: str, prompts: int, tokens: int) -> None:
+    """``folder/model`` (tokenizer, config, random bf16 weights) and ``folder/prompts.parquet``, ``tokens`` each."""
+    import torch
+    from datasets import Dataset
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    own, model = config(shape), folder / "model"
+    tokenizer = tokenizer_of(own["vocab_size"])
+    tokenizer.save_pretrained(model)
+    (model / "config.json").write_text(
+        json.dumps(own | {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2, "dtype": "bfloat16"})
+    )
+    torch.manual_seed(0)
+    torch.set_default_device("cuda" if torch.cuda.is_available() else "cpu")
+    AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(model), dtype=torch.bfloat16).save_pretrained(model)
+    torch.set_default_device("cpu")
+    drawn = random.Random(0)
+    rows = [
+        " ".join(f"w{drawn.randrange(5, own['vocab_size'])}" for _ in range(tokens - TURNS)) for _ in range(prompts)
+    ]
+    Dataset.from_list([
+        {"prompt": [{"role": "user", "content": row}], "data_source": "random",
+         "reward_model": {"style": "rule", "ground_truth": "0"}, "extra_info": {"index": i}}
+        for i, row in enumerate(rows)
+    ]).to_parquet(folder / "prompts.parquet")  # fmt: skip
+
+
+def overrides(options: argparse.Namespace, folder: Path) -> list[str]:
+    """What is said to ``verl.trainer.main_ppo``."""
+    actor, rollout = "actor_rollout_ref.actor", "actor_rollout_ref.rollout"
+    return [
+        "algorithm.adv_estimator=grpo", f"data.train_files={folder}/prompts.parquet", f"data.val_files={folder}/prompts.parquet",
+        f"data.train_batch_size={options.prompts}", f"data.max_prompt_length={options.prompt}",
+        f"data.max_response_length={options.new}", f"actor_rollout_ref.model.path={folder}/model",
+        f"{actor}.strategy=fsdp2", f"{actor}.optim.lr=1e-6", f"{actor}.ppo_mini_batch_size={options.prompts}",
+        f"{actor}.use_dynamic_bsz=true", f"{actor}.ppo_max_token_len_per_gpu={options.max_tokens}",
+        f"{rollout}.name=vllm", f"{rollout}.tensor_model_parallel_size=1", f"{rollout}.n={options.n}",
+        f"{rollout}.gpu_memory_utilization={options.memory}", f"{rollout}.ignore_eos=true",
+        f"{rollout}.max_num_seqs={options.prompts * options.n // options.gpus}",
+        f"{rollout}.max_model_len={options.prompt + options.new}",
+        f"reward.custom_reward_function.path={Path(__file__).resolve()}", "reward.custom_reward_function.name=score",
+        "trainer.logger=[console,file]", f"trainer.n_gpus_per_node={options.gpus}", "trainer.val_before_train=false",
+        f"trainer.total_training_steps={options.warmup + options.steps}", "trainer.total_epochs=1000",
+        "trainer.resume_mode=disable", f"trainer.default_local_dir={folder}/checkpoints",
+        "ray_kwargs.ray_init.num_cpus=64",  # its many small actors claim a core each, also where there are fewer
+        "+ray_kwargs.ray_init.include_dashboard=false", *options.more,
+    ]  # fmt: skip
+
+
+def environment(folder: Path) -> dict[str, str]:
+    """Offline, the log as a file, and this repository (the reward's) on the path of every process."""
+    path = os.pathsep.join([str(Path(__file__).resolve().parent.parent), os.environ.get("PYTHONPATH", "")])
+    said = {
+        "VERL_FILE_LOGGER_PATH": str(folder / "metrics.jsonl"), "HYDRA_FULL_ERROR": "1", "HF_HUB_OFFLINE": "1",
+        "WANDB_MODE": "disabled", "VLLM_NO_USAGE_STATS": "1", "RAY_USAGE_STATS_ENABLED": "0",
+        # a machine whose memory grows as it is used looks full to Ray's monitor, which then kills workers
+        "RAY_memory_monitor_refresh_ms": "0", "TOKENIZERS_PARALLELISM": "true", "PYTHONPATH": path,
+    }  # fmt: skip
+    return os.environ | said
+
+
+def row_of(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
+    """The figures of a finished run."""
+    rows = [json.loads(line)["data"] for line in (folder / "metrics.jsonl").read_text().splitlines()][options.warmup :]
+    names = sorted({name for row in rows for name in row if name.startswith("timing_s/") and "agent_loop" not in name})
+    phases = {name.removeprefix("timing_s/"): round(median(row[name] for row in rows), 3) for name in names}
+    step, tokens = phases.pop("step"), options.prompts * options.n * options.new
+    kept = ("response_length/mean", "prompt_length/mean", "perf/mfu/actor", "perf/max_memory_reserved_gb",
+            "training/rollout_probs_diff_mean", "actor/grad_norm")  # fmt: skip
+    return {
+        "system": f"verl {options.version}", "shape": options.shape, "gpus": options.gpus, "prompts": options.prompts,
+        "n": options.n, "prompt": options.prompt, "new": options.new, "max_tokens": options.max_tokens, "more": options.more,
+        "steps": len(rows), "step_s": step, "min_s": round(min(row["timing_s/step"] for row in rows), 3),
+        "max_s": round(max(row["timing_s/step"] for row in rows), 3), "phases_s": phases,
+        "response_tokens_per_s_gpu": round(tokens / step / options.gpus),
+        **{name: round(median(row[name] for row in rows), 4) for name in kept if all(name in row for row in rows)},
+    }  # fmt: skip
+
+
+def main() -> None:
+    """Parse, run, print one JSON line."""
+    from importlib.metadata import version
+
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    parser.add_argument("--shape", default="qwen3-0.6b", help="of benchmarks/shapes.py")
+    parser.add_argument("--gpus", type=int, default=4)
+    parser.add_argument("--prompts", type=int, default=64, help="a step")
+    parser.add_argument("--n", type=int, default=8, help="completions a prompt")
+    parser.add_argument("--prompt", type=int, default=128, help="tokens of a prompt")
+    parser.add_argument("--new", type=int, default=256, help="tokens of a completion")
+    parser.add_argument("--max-tokens", type=int, default=16384, help="of a micro-batch on a rank")
+    parser.add_argument("--memory", type=float, default=0.5, help="vLLM's share of a GPU")
+    parser.add_argument("--steps", type=int, default=4)
+    parser.add_argument("--warmup", type=int, default=2)
+    parser.add_argument("--output", type=Path, default=None, help="kept; the model in it is made anew")
+    parser.add_argument("more", nargs="*", metavar="key=value", help="of verl's configuration")
+    options = parser.parse_intermixed_args()
+    options.version = version("verl")
+    folder = (options.output or Path(tempfile.mkdtemp(prefix="incumbent-"))).resolve()
+    folder.mkdir(parents=True, exist_ok=True)
+    prepare(folder, options.shape, options.prompts * 2, options.prompt)
+    command = [sys.executable, "-m", "verl.trainer.main_ppo", *overrides(options, folder)]
+    with (folder / "log").open("w") as log:
+        done = subprocess.run(
+            command, env=environment(folder), stdout=log, stderr=subprocess.STDOUT, cwd=folder, check=False
+        )
+    shutil.rmtree(folder / "model")
+    if done.returncode:
+        sys.exit(f"verl ended with {done.returncode}; the end of {folder}/log:\n{(folder / 'log').read_text()[-8000:]}")
+    print(json.dumps(row_of(options, folder)), flush=True)
+
+
+if __name__ == "__main__":
+    main()
