@@ -2,9 +2,10 @@
 
 ``python -m benchmarks.incumbent --shape qwen3-0.6b --gpus 4`` prints one JSON line: medians of verl's own clocks
 (``timing_s/*``) over the steps after ``--warmup``. Random weights, answers of exactly ``--new`` tokens, a reward drawn
-from the text; no network. Settings are those of verl's own recipes for a small dense model (examples/grpo_trainer,
-docs/perf): packed sequences, dynamic micro-batches, FSDP2 without offload, fp32 masters under bf16, gradient
-checkpointing, CUDA graphs, weights and KV cache given back while it trains. ``more``: any override of verl's, last.
+from the text; no network. Packed sequences, dynamic micro-batches, gradient checkpointing and no offload as in verl's own GRPO
+scripts for small dense models (examples/grpo_trainer, 0.9.1); FSDP2, one GPU a replica and no KL are the choices of the other side.
+CUDA graphs on, weights and KV cache given back while it trains. ``more``: any override of verl's, last. Made for verl 0.9.1, which
+takes transformers below 5.11 and flash-attn; brought up to its first step on a CPU, **not yet run on a GPU**.
 """
 
 from __future__ import annotations
@@ -12,72 +13,38 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import random
 import shutil
 import subprocess
 import sys
 import tempfile
-import zlib
 from pathlib import Path
 from statistics import median
 from typing import Any
 
-from benchmarks.shapes import config
-
-SPECIAL = PAD, BOS, EOS, USER, ASSISTANT = ["<|pad|>", "<|bos|>", "<|eos|>", "<|user|>", "<|assistant|>"]
-CHAT_TEMPLATE = (
-    f"{BOS}{{% for m in messages %}}{{% if m['role'] == 'user' %}}{USER}{{{{ m['content'] }}}}{{% else %}}"
-    f"{ASSISTANT}{{{{ m['content'] }}}}{EOS}{{% endif %}}{{% endfor %}}"
-    f"{{% if add_generation_prompt %}}{ASSISTANT}{{% endif %}}"
-)
-TURNS = 3  # of a prompt's tokens: bos, user, assistant
+from benchmarks.rl_work import drawn_reward, prepare
 
 
 def score(solution_str: str, **_: Any) -> float:
-    """In [0, 1), drawn from the completion; verl names every argument."""
-    return zlib.crc32(solution_str.encode()) % 1000 / 1000
+    """The reward; verl names every argument."""
+    return drawn_reward(solution_str)
 
 
-def tokenizer_of(size: int) -> Any:
-    """A word a token, ``size`` tokens in all: every id that the model can draw has a text."""
-    from tokenizers import AddedToken, Tokenizer, models, pre_tokenizers
-    from transformers import PreTrainedTokenizerFast
-
-    words = [*SPECIAL, *(f"w{i}" for i in range(len(SPECIAL), size))]
-    made = Tokenizer(models.WordLevel({word: i for i, word in enumerate(words)}, unk_token=PAD))
-    made.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    made.add_special_tokens([AddedToken(word, special=True) for word in SPECIAL])
-    tokenizer = PreTrainedTokenizerFast(
-        tokenizer_object=made, pad_token=PAD, bos_token=BOS, eos_token=EOS, padding_side="left"
-    )
-    tokenizer.chat_template = CHAT_TEMPLATE
-    return tokenizer
-
-
-def prepare(folder: Path, shape: str, prompts: int, tokens: int) -> None:
-    """``folder/model`` (tokenizer, config, random bf16 weights) and ``folder/prompts.parquet``, ``tokens`` each."""
+def prepare_all(folder: Path, options: argparse.Namespace) -> None:
+    """``folder/model`` with random bf16 weights, and ``folder/prompts.parquet``."""
     import torch
     from datasets import Dataset
     from transformers import AutoConfig, AutoModelForCausalLM
 
-    own, model = config(shape), folder / "model"
-    tokenizer = tokenizer_of(own["vocab_size"])
-    tokenizer.save_pretrained(model)
-    (model / "config.json").write_text(
-        json.dumps(own | {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2, "dtype": "bfloat16"})
-    )
+    model = folder / "model"
+    turns = prepare(model, options.shape, options.prompts * 2, options.prompt)
     torch.manual_seed(0)
-    torch.set_default_device("cuda" if torch.cuda.is_available() else "cpu")
-    AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(model), dtype=torch.bfloat16).save_pretrained(model)
-    torch.set_default_device("cpu")
-    drawn = random.Random(0)
-    rows = [
-        " ".join(f"w{drawn.randrange(5, own['vocab_size'])}" for _ in range(tokens - TURNS)) for _ in range(prompts)
-    ]
+    with torch.device("cuda" if torch.cuda.is_available() else "cpu"):
+        made = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(model), dtype=torch.bfloat16)
+    made.save_pretrained(model)
     Dataset.from_list([
-        {"prompt": [{"role": "user", "content": row}], "data_source": "random",
+        {"prompt": [{"role": "user", "content": turn}], "data_source": "random",
          "reward_model": {"style": "rule", "ground_truth": "0"}, "extra_info": {"index": i}}
-        for i, row in enumerate(rows)
+        for i, turn in enumerate(turns)
     ]).to_parquet(folder / "prompts.parquet")  # fmt: skip
 
 
@@ -154,7 +121,7 @@ def main() -> None:
     options.version = version("verl")
     folder = (options.output or Path(tempfile.mkdtemp(prefix="incumbent-"))).resolve()
     folder.mkdir(parents=True, exist_ok=True)
-    prepare(folder, options.shape, options.prompts * 2, options.prompt)
+    prepare_all(folder, options)
     command = [sys.executable, "-m", "verl.trainer.main_ppo", *overrides(options, folder)]
     with (folder / "log").open("w") as log:
         done = subprocess.run(

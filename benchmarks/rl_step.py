@@ -18,7 +18,6 @@ import json
 import subprocess
 import sys
 import tempfile
-import zlib
 from collections.abc import Iterator
 from datetime import datetime
 from itertools import pairwise
@@ -26,60 +25,18 @@ from pathlib import Path
 from statistics import mean, median
 from typing import Any
 
-from benchmarks.shapes import config
+from benchmarks.rl_work import drawn_reward, prepare
+from engine_trainer.logs import read_metrics
+from engine_trainer.rewards import Sample
 
 RECIPES = Path(__file__).parent.parent / "recipes"
-sys.path[:0] = [str(RECIPES / "quickstart")]
 
-from prepare import PAD, BOS, EOS, MODEL, tokenizer_of  # noqa: E402, I001 - the folder has to be on the path first  # pyright: ignore[reportMissingImports]
-
-from engine_trainer.logs import read_metrics  # noqa: E402
-from engine_trainer.rewards import Sample  # noqa: E402
-
-WORDS = [
-    "sum",
-    "of",
-    "the",
-    "numbers",
-    "which",
-    "one",
-    "is",
-    "larger",
-    "than",
-    "and",
-    "how",
-    "many",
-    "are",
-    "there",
-    "between",
-    "them",
-    "if",
-    "you",
-    "add",
-    "two",
-]
 GENERATE, UPDATE = ("generate",), ("log_probs", "train")
 
 
 def score(sample: Sample) -> float:
-    """In [0, 1), drawn from the completion."""
-    return zlib.crc32(sample.completion.encode()) % 1000 / 1000
-
-
-def prepare(folder: Path, shape: str, prompts: int, words: int) -> None:
-    """A tokenizer and ``config.json`` in ``folder/model``, and ``folder/problems.jsonl``."""
-    import random
-
-    drawn = random.Random(0)
-    rows = [" ".join(drawn.choice(WORDS) for _ in range(words)) for _ in range(prompts)]
-    tokenizer = tokenizer_of(rows)
-    tokenizer.save_pretrained(folder / "model")
-    ids = {name: tokenizer.convert_tokens_to_ids(token)
-           for name, token in (("pad_token_id", PAD), ("bos_token_id", BOS), ("eos_token_id", EOS))}  # fmt: skip
-    (folder / "model" / "config.json").write_text(
-        json.dumps((config(shape) if shape != "quickstart" else MODEL | {"vocab_size": len(tokenizer)}) | ids)
-    )
-    (folder / "problems.jsonl").write_text("".join(json.dumps({"prompt": row, "answer": "0"}) + "\n" for row in rows))
+    """The reward."""
+    return drawn_reward(sample.completion)
 
 
 def overrides(options: argparse.Namespace, folder: Path) -> list[str]:
@@ -91,7 +48,7 @@ def overrides(options: argparse.Namespace, folder: Path) -> list[str]:
     if options.rollouts:
         placed += [f"ray.rollouts={options.rollouts}", f"overlap.mode={options.overlap}"]
     if options.server == "vllm":
-        rollout += [f"rollout.options.gpu_memory_utilization={options.memory}", f"rollout.options.max_model_len={options.new + 512}",
+        rollout += [f"rollout.options.gpu_memory_utilization={options.memory}", f"rollout.options.max_model_len={options.prompt + options.new}",
                     "rollout.options.deterministic=false", "rollout.options.truncation=false",
                     f"rollout.options.memory_saver={options.sleep}", f"rollout.options.enforce_eager={options.eager}"]  # fmt: skip
     return [
@@ -159,7 +116,7 @@ def row_of(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
 def main() -> None:
     """Parse, run, print one JSON line."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
-    parser.add_argument("--shape", default="qwen3-0.6b", help="of benchmarks/shapes.py, or quickstart")
+    parser.add_argument("--shape", default="qwen3-0.6b", help="of benchmarks/shapes.py")
     parser.add_argument("--server", default="vllm")
     parser.add_argument("--quantization", choices=("none", "fp8"), default="none")
     parser.add_argument("--gpus", type=int, default=4, help="workers in all")
@@ -170,7 +127,7 @@ def main() -> None:
     )
     parser.add_argument("--sequences", type=int, default=512, help="completions a step")
     parser.add_argument("--n", type=int, default=8, help="completions a prompt")
-    parser.add_argument("--words", type=int, default=100, help="of a prompt")
+    parser.add_argument("--prompt", type=int, default=128, help="tokens of a prompt")
     parser.add_argument("--new", type=int, default=1024, help="tokens of a completion")
     parser.add_argument("--mini-batches", type=int, default=1)
     parser.add_argument("--correction", default="none", help="algorithm.correction.weight")
@@ -186,7 +143,10 @@ def main() -> None:
     folder = options.output or Path(tempfile.mkdtemp(prefix="rl-step-"))
     folder.mkdir(parents=True, exist_ok=True)
     folder = folder.resolve()
-    prepare(folder, options.shape, options.sequences // options.n * 2, options.words)
+    turns = prepare(folder / "model", options.shape, options.sequences // options.n * 2, options.prompt)
+    (folder / "problems.jsonl").write_text(
+        "".join(json.dumps({"prompt": turn, "answer": "0"}) + "\n" for turn in turns)
+    )
     command = [
         sys.executable,
         "-m",

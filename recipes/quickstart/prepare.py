@@ -39,15 +39,14 @@ WORDS = r"\d|[A-Za-z ]*[A-Za-z] ?|\n+|#+ ?| ?[^A-Za-z\d\s] ?| "
 def prepare(folder: Path, problems: GymSection, model: Mapping[str, Any] = MODEL) -> None:
     """Write the tokenizer, trained on ``problems``, and config.json (``model``, no weights) into ``folder``."""
     texts = [f"{e.messages[0]['content']}\n{e.messages[1]['content']}" for e in gym_examples(problems, "train")]
-    tokenizer = tokenizer_of(texts)
+    tokenizer = _tokenizer(texts)
     tokenizer.save_pretrained(folder)
     ids = {"pad_token_id": tokenizer.pad_token_id, "bos_token_id": tokenizer.bos_token_id,
            "eos_token_id": tokenizer.eos_token_id, "vocab_size": len(tokenizer)}  # fmt: skip
     (folder / "config.json").write_text(json.dumps({**model, **ids}, indent=1))
 
 
-def tokenizer_of(texts: list[str]) -> Any:
-    """A byte-level BPE tokenizer that was trained on ``texts``."""
+def _tokenizer(texts: list[str]) -> Any:
     from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
     from transformers import PreTrainedTokenizerFast
 

@@ -1,0 +1,53 @@
+"""What a step of RL is measured on, for ``benchmarks.rl_step`` and ``benchmarks.incumbent`` alike: a tokenizer, prompts, a reward."""
+
+from __future__ import annotations
+
+import json
+import random
+import zlib
+from pathlib import Path
+from typing import Any
+
+from benchmarks.shapes import config
+
+SPECIAL = PAD, BOS, EOS, USER, ASSISTANT = ["<|pad|>", "<|bos|>", "<|eos|>", "<|user|>", "<|assistant|>"]
+CHAT_TEMPLATE = (
+    f"{BOS}{{% for m in messages %}}{{% if m['role'] == 'user' %}}{USER}{{{{ m['content'] }}}}{{% else %}}"
+    f"{ASSISTANT}{{{{ m['content'] }}}}{EOS}{{% endif %}}{{% endfor %}}"
+    f"{{% if add_generation_prompt %}}{ASSISTANT}{{% endif %}}"
+)
+TURNS = 3  # of a prompt's tokens: bos, user, assistant
+
+
+def drawn_reward(text: str) -> float:
+    """In [0, 1), drawn from the completion."""
+    return zlib.crc32(text.encode()) % 1000 / 1000
+
+
+def tokenizer_of(size: int) -> Any:
+    """A word a token, ``size`` tokens in all: every id that the model can draw has a text."""
+    from tokenizers import AddedToken, Tokenizer, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    words = [*SPECIAL, *(f"w{i}" for i in range(len(SPECIAL), size))]
+    made = Tokenizer(models.WordLevel({word: i for i, word in enumerate(words)}, unk_token=PAD))
+    made.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    made.add_special_tokens([AddedToken(word, special=True) for word in SPECIAL])
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=made, pad_token=PAD, bos_token=BOS, eos_token=EOS, padding_side="left"
+    )
+    tokenizer.chat_template = CHAT_TEMPLATE
+    return tokenizer
+
+
+def prepare(folder: Path, shape: str, prompts: int, tokens: int) -> list[str]:
+    """``folder`` gets a tokenizer and ``config.json``, no weights; so many user turns, each of ``tokens`` tokens with its frame."""
+    own = config(shape)
+    tokenizer_of(own["vocab_size"]).save_pretrained(folder)
+    ids = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
+    (folder / "config.json").write_text(json.dumps(own | ids | {"dtype": "bfloat16"}))
+    drawn = random.Random(0)
+    return [
+        " ".join(f"w{drawn.randrange(len(SPECIAL), own['vocab_size'])}" for _ in range(tokens - TURNS))
+        for _ in range(prompts)
+    ]
