@@ -31,16 +31,9 @@ def score(solution_str: str, **_: Any) -> float:
 
 def prepare_all(folder: Path, options: argparse.Namespace) -> None:
     """``folder/model`` with random bf16 weights, and ``folder/prompts.parquet``."""
-    import torch
     from datasets import Dataset
-    from transformers import AutoConfig, AutoModelForCausalLM
 
-    model = folder / "model"
-    turns = prepare(model, options.shape, options.prompts * 2, options.prompt)
-    torch.manual_seed(0)
-    with torch.device("cuda" if torch.cuda.is_available() else "cpu"):
-        made = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(model), dtype=torch.bfloat16)
-    made.save_pretrained(model)
+    turns = prepare(folder / "model", options.shape, options.prompts * 2, options.prompt)
     Dataset.from_list([
         {"prompt": [{"role": "user", "content": turn}], "data_source": "random",
          "reward_model": {"style": "rule", "ground_truth": "0"}, "extra_info": {"index": i}}

@@ -52,7 +52,7 @@ def overrides(options: argparse.Namespace, folder: Path) -> list[str]:
                     "rollout.options.deterministic=false", "rollout.options.truncation=false",
                     f"rollout.options.memory_saver={options.sleep}", f"rollout.options.enforce_eager={options.eager}"]  # fmt: skip
     return [
-        "launcher=ray", *placed, f"engine.model.path={folder / 'model'}", "engine.model.init=random", f"engine.device={options.device}",
+        "launcher=ray", *placed, f"engine.model.path={folder / 'model'}", f"engine.device={options.device}",
         f"engine.memory.max_tokens={options.max_tokens}", f"data.source={folder / 'problems.jsonl'}", "eval=null",
         f"algorithm.prompts_per_step={options.sequences // options.n}", f"algorithm.mini_batches={options.mini_batches}",
         f"algorithm.overlong.buffer={options.new // 4}", f"algorithm.correction.weight={options.correction}",

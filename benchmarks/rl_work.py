@@ -8,7 +8,7 @@ import zlib
 from pathlib import Path
 from typing import Any
 
-from benchmarks.shapes import config
+from benchmarks.shapes import config, whole_folder
 
 SPECIAL = PAD, BOS, EOS, USER, ASSISTANT = ["<|pad|>", "<|bos|>", "<|eos|>", "<|user|>", "<|assistant|>"]
 CHAT_TEMPLATE = (
@@ -41,8 +41,11 @@ def tokenizer_of(size: int) -> Any:
 
 
 def prepare(folder: Path, shape: str, prompts: int, tokens: int) -> list[str]:
-    """``folder`` gets a tokenizer and ``config.json``, no weights; so many user turns, each of ``tokens`` tokens with its frame."""
+    """``folder`` gets a tokenizer, ``config.json`` and random weights; so many user turns, each of ``tokens`` tokens with its frame."""
     own = config(shape)
+    folder.mkdir(parents=True, exist_ok=True)
+    for file in whole_folder(shape).glob("model*"):
+        (folder / file.name).symlink_to(file)
     tokenizer_of(own["vocab_size"]).save_pretrained(folder)
     ids = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
     (folder / "config.json").write_text(json.dumps(own | ids | {"dtype": "bfloat16"}))

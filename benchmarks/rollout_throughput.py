@@ -13,27 +13,15 @@ import json
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
 from typing import Any
 
 import torch
-from torch import Tensor
 
-from benchmarks.shapes import SHAPES, config, model_folder, tensors
+from benchmarks.shapes import SHAPES, config, model_folder, weights
 from engine_api import ModelSource, RolloutRegistry, SamplingParams
 
 # Seeds cost throughput on SGLang (its deterministic mode); neither server is asked to follow one here.
 OPTIONS: dict[str, dict[str, Any]] = {"vllm": {"truncation": False}, "sglang": {"deterministic": False}}
-
-
-def weights(shape: str, layers: int | None, device: str) -> Iterator[tuple[str, Tensor]]:
-    """Random bf16 weights at the scale of a trained model's, one at a time."""
-    generator = torch.Generator(device).manual_seed(0)
-    for name, size in tensors(shape, layers):
-        if name.endswith("norm.weight"):
-            yield name, torch.ones(size, dtype=torch.bfloat16, device=device)
-        else:
-            yield name, torch.randn(size, generator=generator, device=device, dtype=torch.bfloat16) * 0.02
 
 
 def prompts(count: int, length: int, vocab_size: int, seed: int) -> list[list[int]]:

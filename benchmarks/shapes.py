@@ -1,12 +1,18 @@
-"""Shapes of known models, for measurements with random weights: a ``config.json``, and the names of its tensors."""
+"""Shapes of known models, for measurements with random weights: a ``config.json``, the names of its tensors, and files of them."""
 
 from __future__ import annotations
 
 import json
+import os
 import tempfile
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+
+import torch
+from safetensors.torch import save_file
+from torch import Tensor
 
 _COMMON: dict[str, Any] = {
     "architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "vocab_size": 151936, "head_dim": 128,
@@ -48,6 +54,52 @@ def model_folder(shape: str, layers: int | None = None) -> Path:
     folder = Path(tempfile.mkdtemp(prefix=f"{shape}-"))
     (folder / "config.json").write_text(json.dumps(config(shape, layers)))
     return folder
+
+
+def weights(shape: str, layers: int | None, device: str) -> Iterator[tuple[str, Tensor]]:
+    """Random bf16 weights at the scale of a trained model's, one at a time."""
+    generator = torch.Generator(device).manual_seed(0)
+    for name, size in tensors(shape, layers):
+        if name.endswith("norm.weight"):
+            yield name, torch.ones(size, dtype=torch.bfloat16, device=device)
+        else:
+            yield name, torch.randn(size, generator=generator, device=device, dtype=torch.bfloat16) * 0.02
+
+
+def whole_folder(shape: str, layers: int | None = None) -> Path:
+    """A Hugging Face folder with ``weights``, made once a machine, in its shared memory where it has that.
+
+    An engine that draws an 8B's weights itself takes minutes, on every rank. Of a launcher's ranks the first one writes, the others wait.
+    """
+    shared = "/dev/shm"  # noqa: S108 - of this machine alone, and nothing secret
+    root = Path(shared if os.access(shared, os.W_OK) else tempfile.gettempdir())
+    folder = root / f"enginehouse-{shape}-{layers or 'whole'}"
+    if int(os.environ.get("RANK", "0")) == 0 and not folder.is_dir():
+        partial = Path(tempfile.mkdtemp(prefix="partial-", dir=root))
+        _write(partial, shape, layers)
+        partial.rename(folder)
+    while not folder.is_dir():
+        time.sleep(0.5)
+    return folder
+
+
+def _write(folder: Path, shape: str, layers: int | None, shard_bytes: int = 2 << 30) -> None:
+    (folder / "config.json").write_text(json.dumps(config(shape, layers) | {"dtype": "bfloat16"}))
+    place: dict[str, str] = {}
+    shard: dict[str, Tensor] = {}
+
+    def flush() -> None:
+        name = f"model-{len(set(place.values())):05d}.safetensors"
+        save_file(shard, folder / name, metadata={"format": "pt"})
+        place.update(dict.fromkeys(shard, name))
+        shard.clear()
+
+    for name, value in weights(shape, layers, "cuda" if torch.cuda.is_available() else "cpu"):
+        shard[name] = value.cpu()
+        if sum(v.nbytes for v in shard.values()) >= shard_bytes:
+            flush()
+    flush()
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": place}))
 
 
 def tensors(shape: str, layers: int | None = None) -> list[tuple[str, tuple[int, ...]]]:

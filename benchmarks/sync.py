@@ -24,7 +24,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from benchmarks.shapes import model_folder
+from benchmarks.shapes import whole_folder
 from engine_api import (
     EngineConfig,
     EngineRegistry,
@@ -42,7 +42,7 @@ LINK = 450e9  # bytes/s in one direction, NVLink 4 with 18 links
 @contextmanager
 def engine_of(folder: str, device: str, backend: str, layout: Parallelism) -> Iterator[Any]:
     """An engine that holds fp32 masters and no optimizer."""
-    config = EngineConfig(model=ModelSource(path=folder, init="random"), optimizer=None, parallelism=layout,
+    config = EngineConfig(model=ModelSource(path=folder), optimizer=None, parallelism=layout,
                           precision=Precision(compute="bfloat16"))  # fmt: skip
     engine = EngineRegistry.create(backend=backend, device=device, config=config)
     engine.initialize()
@@ -146,7 +146,7 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=10)
     parser.add_argument("--warmup", type=int, default=2)
     options = parser.parse_args()
-    folder = str(model_folder(options.shape, layers=options.layers))
+    folder = str(whole_folder(options.shape, layers=options.layers))
     layout = Parallelism(**{name: getattr(options, name) for name in SIZES})
     with engine_of(folder, "cuda", options.backend, layout) as engine:
         for quantization in options.quantization.split(","):
