@@ -1,14 +1,17 @@
-"""The NPU as engines ask for it: HCCL, generators, kernels. Importing this makes it known; torch_npu is imported by ``load``."""
+"""The NPU as engines ask for it: HCCL, generators, kernels. ``plugin`` makes it known; torch_npu is imported by ``load``."""
 
 from __future__ import annotations
 
 import importlib
+import os
 from datetime import timedelta
 from typing import Any
 
-from engine_api.devices import Accelerator, npu_is_simulated, register_device
+from engine_api.devices import Accelerator, Device, npu_is_simulated
 from engine_api.errors import PluginLoadError
+from engine_api.plugin import ProbeResult
 from engine_npu.ascend import NAME, VISIBLE
+from engine_npu.probe import probe_stack
 
 __all__ = ["FUSED", "Npu", "load"]
 
@@ -25,6 +28,22 @@ class Npu(Accelerator):
     def __init__(self) -> None:
         if npu_is_simulated():  # its tensors lie on the host
             self.process_groups, self.pins_memory, self.has_streams = "cpu:gloo,npu:gloo", False, False
+
+    def probe(self) -> ProbeResult:
+        """See ``probe_stack``."""
+        return probe_stack()
+
+    def adopt_local_rank(self) -> None:
+        """See ``Device.adopt_local_rank``. Whoever makes process groups asks this first: before, torch knows no HCCL."""
+        if not npu_is_simulated():
+            load()
+        super().adopt_local_rank()
+
+    def room(self) -> tuple[str, int]:
+        """By the name that the process was given; the host's where it is simulated."""
+        if npu_is_simulated():
+            return Device.room(self)
+        return f"{os.environ.get(VISIBLE, '')}:{self.module.current_device()}", self.module.mem_get_info()[0]
 
     def attention(self, compute: str) -> tuple[str, ...]:
         """CANN's fused attention over packed documents, in half precision as on other accelerators; not where it is simulated."""
@@ -47,6 +66,3 @@ def load() -> Any:
     except (ImportError, RuntimeError, OSError) as error:
         raise PluginLoadError("torch_npu could not be imported", where="engine-npu", why=str(error).splitlines()[0],
                               remedy="`python -m engine_api doctor` names what is missing") from error  # fmt: skip
-
-
-register_device(Npu())

@@ -8,7 +8,7 @@ from engine_megatron.plugin import missing
 from engine_npu.ascend import NAME, VISIBLE, Host, look
 from engine_npu.versions import MINDSPEED, TORCH_NPU, mindspeed_table, torch_npu_line, torch_npu_table
 
-__all__ = ["probe_fsdp", "probe_megatron"]
+__all__ = ["probe_fsdp", "probe_megatron", "probe_stack"]
 
 _MINDSPEED = (
     f"git clone -b {MINDSPEED.branch} https://gitcode.com/Ascend/MindSpeed.git && pip install --no-deps -e MindSpeed"
@@ -19,9 +19,12 @@ def probe_fsdp(device: str) -> ProbeResult:
     """The probe of the FSDP rows."""
     if device != NAME:
         return _no(f"no support for {device}", "use npu; engine-fsdp serves cuda and cpu")
-    if npu_is_simulated():
-        return _simulated()
-    return check_stack(look())
+    return probe_stack()
+
+
+def probe_stack() -> ProbeResult:
+    """Whether torch runs on an NPU here."""
+    return _simulated() if npu_is_simulated() else check_stack(look())
 
 
 def probe_megatron(device: str) -> ProbeResult:
