@@ -67,7 +67,10 @@ def test_collectives_are_hccl_beside_gloo(monkeypatch: pytest.MonkeyPatch) -> No
     assert Npu().process_groups == "cpu:gloo,npu:hccl"
     monkeypatch.setenv(SIMULATED_NPU, "1")
     assert Npu().process_groups == "cpu:gloo,npu:gloo"
-    assert Npu().attention("bfloat16") == ()
+    simulated = Npu()
+    assert simulated.attention("bfloat16") == ()
+    assert not simulated.has_streams
+    assert not simulated.pins_memory
 
 
 @pytest.mark.parametrize(("asked", "compute", "kernel"), [
@@ -158,6 +161,8 @@ def test_capabilities_are_those_of_the_engines_it_derives_from() -> None:
     assert {Capability.CP, Capability.TP, Capability.PP, Capability.EP} <= MEGATRON.capabilities
     assert Capability.FP8 not in MEGATRON.capabilities | MINDSPEED.capabilities
     assert Capability.COMPILE not in FSDP.capabilities
+    assert Capability.VALUE_HEAD in FSDP.capabilities & MEGATRON.capabilities
+    assert Capability.VALUE_HEAD not in MINDSPEED.capabilities  # it has no row for value models
 
 
 @pytest.mark.parametrize(
@@ -180,6 +185,7 @@ def test_options_of_mindspeed_are_checked(options: dict[str, Any], field: str) -
 def test_options_are_told_under_mindspeed_s_names() -> None:
     own = MindSpeedOptions(fused_moe_permute=True, hccl_group_buffer="dp:200", sequence_parallel=True)
     assert own.features()["use_fused_moe_token_permute_and_unpermute"]
+    assert own.features()["moe_permute_fusion"]
     assert own.features()["hccl_group_buffer"] == "dp:200"
     assert own.megatron().sequence_parallel
 

@@ -81,7 +81,9 @@ def train(kind: str, device: str, model: Path, out: Path) -> tuple[list[dict[str
     command = [sys.executable, "-c", RUN, device, kind, str(file), *given]
     done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=240, env=environment)
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-3000:]
-    rows = [row for line in (out / "metrics.jsonl").read_text().splitlines() if "train/loss" in (row := json.loads(line))]
+    rows = [
+        row for line in (out / "metrics.jsonl").read_text().splitlines() if "train/loss" in (row := json.loads(line))
+    ]
     files = [file for file in sorted(out.rglob("*.safetensors")) if file.is_relative_to(out / "checkpoints")]
     return rows, {f"{file.name} {key}": tensor for file in files for key, tensor in load_file(file).items()}
 

@@ -77,7 +77,7 @@ def _device(host: Host) -> ProbeResult | None:
 
 
 def _packages(host: Host) -> ProbeResult | None:
-    wanted = f"pip install torch=={TORCH_NPU[1].torch} (a CPU build) torch_npu=={TORCH_NPU[1].version}"
+    wanted = f"{_torch(TORCH_NPU[1].torch)} && pip install torch_npu=={TORCH_NPU[1].version} pyyaml setuptools"
     if host.torch is None:
         return _no("torch is not installed", wanted)
     if host.torch_npu is None:
@@ -91,8 +91,13 @@ def _packages(host: Host) -> ProbeResult | None:
         return _no(f"torch_npu {host.torch_npu} is not in the table; it has: {torch_npu_table()}", wanted)
     if host.torch.partition("+")[0] != line.torch:
         return _no(f"torch_npu {line.version} is for torch {line.torch}, installed is {host.torch}",
-                   f"pip install torch=={line.torch}, a CPU build")  # fmt: skip
+                   _torch(line.torch))  # fmt: skip
     return None
+
+
+def _torch(version: str) -> str:
+    """PyPI's build is CUDA's."""
+    return f"pip install torch=={version} --index-url https://download.pytorch.org/whl/cpu"
 
 
 def _cann(host: Host) -> ProbeResult | None:
