@@ -191,5 +191,6 @@ def test_options_are_told_under_mindspeed_s_names() -> None:
 
 
 def test_transformer_engine_is_refused() -> None:
-    with pytest.raises(ConfigError, match="te, but it needs a CUDA device"):
+    with pytest.raises(ConfigError, match="te, but it needs a CUDA device") as caught:
         te.choose_spec("te", EngineConfig(model=ModelSource(path="nowhere")), "npu")
+    assert caught.value.remedy == "spec: local"  # not to install it
