@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -18,28 +19,26 @@ from engine_api.devices import SIMULATED_NPU
 from engine_api.errors import PluginUnavailable
 from engine_npu import probe
 from engine_npu.ascend import Host
+from engine_npu.device import Npu
 
 pytest.importorskip("engine_trainer")
 
-RUN = """
-import sys
-if sys.argv.pop(1) == "npu":
-    from engine_conformance import stand_in
-    stand_in.install()
-from engine_trainer.cli import main
-from engine_trainer.rewards import register
-
-@register("sevens")
-def sevens():
-    return lambda sample: sample.completion.count("7") / 4
-
-sys.exit(main(sys.argv[1:]))
-"""
+HERE = Path(__file__).parent
+RUN = "import sys, npu_trainer; from engine_trainer.cli import main; sys.exit(main(sys.argv[1:]))"
 CONFIG = {
     "engine": {"backend": "fsdp2", "optimizer": {"lr": 0.003}},
     "run": {"steps": 3, "seed": 3, "save_every": 3, "progress": False, "report": False, "tensorboard": False},
 }
 RL = {"reward": {"name": "sevens"}, "rollout": {"n": 4, "max_new_tokens": 4}, "algorithm": {"prompts_per_step": 8}}
+RAY = {
+    "launcher": "ray",
+    "ray": {"gpus_per_worker": 0, "cpus_per_worker": 0.5, "imports": ["npu_trainer"]},
+}  # Ray is told of no simulated device
+KINDS: dict[str, tuple[str, dict[str, Any]]] = {
+    "sft": ("sft", {"batch_size": 8}),
+    "rl": ("rl", RL),
+    "ray": ("rl", RL | RAY | {"ray": {**RAY["ray"], "engines": 2, "rollouts": 1}}),  # weights go to another process
+}
 
 
 @pytest.fixture(scope="module")
@@ -71,15 +70,20 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def train(kind: str, device: str, model: Path, out: Path) -> tuple[list[dict[str, Any]], dict[str, torch.Tensor]]:
     """The metrics of each step, and the weights and moments after the last one."""
-    tree: dict[str, Any] = (
-        CONFIG | (RL if kind == "rl" else {"batch_size": 8}) | {"data": {"source": str(model / "rows.jsonl")}}
-    )
+    command, sections = KINDS[kind]
+    tree = CONFIG | sections | {"data": {"source": str(model / "rows.jsonl")}}
     file = out.with_suffix(".yaml")
     file.write_text(json.dumps(tree))
     given = [f"engine.model.path={model}", f"engine.device={device}", f"run.output_dir={out}"]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"} | ({SIMULATED_NPU: "1"} if device == "npu" else {})
-    command = [sys.executable, "-c", RUN, device, kind, str(file), *given]
-    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=240, env=environment)
+    path = os.pathsep.join(entry for entry in (str(HERE), os.environ.get("PYTHONPATH")) if entry)
+    environment = {
+        **os.environ,
+        "PYTHONPATH": path,
+        "OMP_NUM_THREADS": "1",
+        SIMULATED_NPU: "1" if device == "npu" else "",
+    }
+    done = subprocess.run([sys.executable, "-c", RUN, command, str(file), *given], capture_output=True, text=True, check=False,
+                          timeout=240, env=environment)  # fmt: skip
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-3000:]
     rows = [
         row for line in (out / "metrics.jsonl").read_text().splitlines() if "train/loss" in (row := json.loads(line))
@@ -89,8 +93,12 @@ def train(kind: str, device: str, model: Path, out: Path) -> tuple[list[dict[str
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", ["sft", "rl"])
+@pytest.mark.distributed
+@pytest.mark.timeout(500)
+@pytest.mark.parametrize("kind", KINDS)
 def test_a_run_is_the_cpu_s(kind: str, model: Path, tmp_path: Path) -> None:
+    if kind == "ray":
+        pytest.importorskip("ray")
     (here, wanted), (there, found) = (train(kind, device, model, tmp_path / device) for device in ("cpu", "npu"))
     assert len(here) == len(there) == 3
     for row, other in zip(here, there, strict=True):
@@ -100,6 +108,24 @@ def test_a_run_is_the_cpu_s(kind: str, model: Path, tmp_path: Path) -> None:
     assert len(wanted) > 60  # weights, and two moments of each
     for key, tensor in wanted.items():
         assert torch.allclose(tensor, found[key], rtol=1e-3, atol=1e-5), key
+
+
+def test_ranks_under_ray_join_the_device_s_groups(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The simulated device does without: to torch, gloo alone serves it."""
+    pytest.importorskip("ray")
+    from engine_trainer.ray.workers import EngineWorker
+
+    joined: list[str] = []
+    monkeypatch.setattr("torch.distributed.init_process_group", lambda groups, **_: joined.append(groups))
+    monkeypatch.setattr("engine_trainer.ray.channel.reach", lambda *_: None)
+    monkeypatch.setattr(os, "environ", dict(os.environ))
+    fake = SimpleNamespace(device_count=lambda: 1, set_device=lambda _: None)
+    monkeypatch.setattr(Npu, "module", fake)
+    monkeypatch.setitem(sys.modules, "torch_npu", ModuleType("torch_npu"))
+    os.environ.pop(SIMULATED_NPU, None)
+    for device in ("cpu", "npu"):
+        EngineWorker("engine-1").join(("127.0.0.1", 1), 1, 2, device, 5.0)
+    assert joined == ["gloo", "cpu:gloo,npu:hccl"]
 
 
 def test_the_local_rollout_says_what_an_npu_lacks(monkeypatch: pytest.MonkeyPatch) -> None:

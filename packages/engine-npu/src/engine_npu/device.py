@@ -52,11 +52,22 @@ class Npu(Accelerator):
     def process_group(self, store: Any, rank: int, size: int, timeout: timedelta) -> Any:
         """HCCL's, made directly on a store; gloo's where the device is simulated."""
         if npu_is_simulated():
-            return super().process_group(store, rank, size, timeout)
+            return _simulated_group(super().process_group(store, rank, size, timeout), store, rank, size)
         torch_npu = load()
         options = torch_npu._C._distributed_c10d.ProcessGroupHCCL.Options()  # noqa: SLF001 - the public alias takes no options
         options._timeout = timeout  # noqa: SLF001 - as torch_npu's own helper sets it
         return torch_npu._C._distributed_c10d.ProcessGroupHCCL(store, rank, size, options)  # noqa: SLF001
+
+
+def _simulated_group(gloo: Any, store: Any, rank: int, size: int) -> Any:
+    """Gloo behind torch's dispatcher, which the stand-in's tensors need: gloo itself takes only the host's."""
+    import torch
+    import torch.distributed as dist
+
+    group = dist.ProcessGroup(store, rank, size)
+    for name in ("cpu", NAME):
+        group._register_backend(torch.device(name), dist.ProcessGroup.BackendType.GLOO, gloo)  # noqa: SLF001 - as torch does
+    return group
 
 
 def load() -> Any:
