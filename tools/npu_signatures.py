@@ -31,6 +31,7 @@ GROUP_HELPER = "torch_npu/_init/registry/distributed.py"
 # In torch.npu: where each is defined. A class is its constructor.
 MODULE = {
     "set_device": "utils", "current_device": "utils", "current_stream": "utils", "stream": "utils",
+    "synchronize": "utils", "mem_get_info": "__init__",
     "device_count": "__init__", "empty_cache": "memory", "get_rng_state": "random", "set_rng_state": "random",
     "Stream": "streams", "Stream.wait_event": "streams", "Stream.wait_stream": "streams", "Stream.record_event": "streams",
     "Stream.synchronize": "streams", "Event": "streams", "Event.record": "streams", "Event.synchronize": "streams",

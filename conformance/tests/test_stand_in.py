@@ -59,6 +59,14 @@ storage = x.untyped_storage()
 storage.resize_(0)
 assert x.untyped_storage().size() == 0
 """,
+    "sizes follow the values": """
+made = torch.arange(4, device="npu"), torch.eye(2, device="npu"), torch.ones(3, device="npu").unsqueeze_(0)
+assert [tuple(x.shape) for x in made] == [(4,), (2, 2), (1, 3)]
+assert all(x.shape == x.cpu().shape and x.stride() == x.cpu().stride() for x in made)
+weight = torch.nn.Parameter(torch.ones(3, device="npu"))
+weight.data = torch.zeros(5, device="npu")
+assert weight.shape == (5,) and weight.tolist() == [0.0] * 5 and type(weight.data) is type(made[0])
+""",
     "generators are the CPU's": """
 state = torch.npu.get_rng_state()
 first = torch.rand(3)

@@ -31,6 +31,7 @@ class KnowsWriter(LoopbackEngine):
     foreign = False
 
     def load_checkpoint(self, directory: Path | str) -> CheckpointInfo:
+        self._expect("load_checkpoint", "ready")  # else a case that closes an engine would catch the manifest's absence
         self.foreign = read_manifest(locate(Path(directory))).engine != self._name
         return super().load_checkpoint(directory)
 

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from engine_api.config import Parallelism
-from engine_api.devices import SIMULATED_CUDA, SIMULATED_NPU
+from engine_api.devices import SIMULATED_CUDA, SIMULATED_NPU, npu_is_simulated
 from engine_api.errors import ConfigError
 from engine_conformance.errors import CannotRun, UsageError
 from engine_conformance.explain import explain_case, list_cases
@@ -106,8 +106,10 @@ def _run(options: argparse.Namespace, given: Sequence[str]) -> int:
     simulated = _SIMULATED.get(options.device) if options.shim else None
     if options.shim and simulated is None:
         raise UsageError(f"--shim simulates CUDA on the CPU, or an NPU; the device is {options.device}")
-    if options.certify and simulated == SIMULATED_NPU:
-        raise UsageError("--certify: a simulated NPU gives no certificate; leave --shim out on an Ascend host")
+    if options.certify and options.device == "npu" and (simulated or npu_is_simulated()):
+        raise UsageError(
+            f"--certify: a simulated NPU gives no certificate; on an Ascend host, without --shim and {SIMULATED_NPU}"
+        )
     with tempfile.TemporaryDirectory(prefix="conformance-site-") as site:
         if simulated:  # for the probe here and in the child that asks it first, and for the ranks
             os.environ[simulated] = "1"

@@ -81,6 +81,16 @@ class SimulatedTensor(torch.Tensor):
         """Where the values are."""
         return self.host.data_ptr()
 
+    @property
+    def data(self) -> Any:
+        """As torch has it."""
+        return torch.Tensor.data.__get__(self)
+
+    @data.setter
+    def data(self, value: SimulatedTensor) -> None:
+        torch.Tensor.data.__set__(self, value)  # size and strides, but not what a subclass keeps
+        self.host = value.host
+
     @classmethod
     def __torch_dispatch__(
         cls, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
@@ -115,6 +125,9 @@ def _run(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         return result
     # What was changed in place is given back as the very tensor that came.
     own = {id(x.host): x for x in tree_iter((args, dict(kwargs))) if isinstance(x, SimulatedTensor)}
+    for x in own.values():
+        if x.shape != x.host.shape or x.stride() != x.host.stride():  # torch.arange fills an empty tensor
+            x.data = SimulatedTensor(x.host)
     return tree_map(lambda x: own.get(id(x), _wrap(x)), result)
 
 

@@ -52,7 +52,9 @@ def _torch_npu(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     attention._mask.cache_clear()
 
 
-def dense(q: Tensor, k: Tensor, v: Tensor, lengths: list[int], window: int | None) -> Tensor:
+def dense(
+    q: Tensor, k: Tensor, v: Tensor, lengths: list[int], window: int | None, scale: float | None = None
+) -> Tensor:
     """``[1, H, T, d]`` each → ``[1, T, H, d]`` in float64, by one mask over the whole pack."""
     document = torch.repeat_interleave(torch.arange(len(lengths)), torch.tensor(lengths))
     position = torch.arange(sum(lengths))
@@ -60,7 +62,7 @@ def dense(q: Tensor, k: Tensor, v: Tensor, lengths: list[int], window: int | Non
     if window is not None:
         seen &= position[:, None] - position[None, :] < window
     k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], dim=1) for x in (k, v))
-    scores = (q.double() @ k.double().mT) * q.shape[-1] ** -0.5
+    scores = (q.double() @ k.double().mT) * (q.shape[-1] ** -0.5 if scale is None else scale)
     return (scores.masked_fill(~seen, -torch.inf).softmax(-1) @ v.double()).transpose(1, 2)
 
 
@@ -87,6 +89,13 @@ def test_each_token_sees_its_own_document(lengths: list[int], window: int | None
     wanted = torch.autograd.grad((want * weight).sum(), given)
     for grad, other in zip(torch.autograd.grad((found * weight).sum(), given), wanted, strict=True):
         assert torch.allclose(grad, other, rtol=0, atol=1e-11)
+
+
+def test_a_model_s_own_scale_is_taken() -> None:
+    given, lengths = inputs(4, 2, 14), [5, 9]
+    packing = build_packing(lengths, FUSED, CPU)
+    found, _ = packed_attention(torch.nn.Identity(), *given, None, packing=packing, scaling=0.3)
+    assert torch.allclose(found, dense(*given, lengths, None, 0.3), rtol=0, atol=1e-12)
 
 
 def test_more_documents_than_one_call_takes() -> None:

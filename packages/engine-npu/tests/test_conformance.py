@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -11,15 +12,17 @@ from typing import Any
 
 import pytest
 
+from engine_api.devices import SIMULATED_NPU
+
 HERE = Path(__file__).parent
 pytestmark = [pytest.mark.distributed, pytest.mark.slow]
 
 
-def conformance(*arguments: str) -> subprocess.CompletedProcess[str]:
+def conformance(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
     path = os.pathsep.join(entry for entry in (str(HERE), os.environ.get("PYTHONPATH")) if entry)
     return subprocess.run(
         [sys.executable, "-m", "engine_conformance", "run", *arguments], capture_output=True, text=True, check=False,
-        env=os.environ | {"PYTHONPATH": path, "OMP_NUM_THREADS": "1"},
+        env=os.environ | {"PYTHONPATH": path, "OMP_NUM_THREADS": "1"} | environment,
     )  # fmt: skip
 
 
@@ -43,10 +46,15 @@ def test_every_group_of_cases_passes_on_the_simulated_device(report: dict[str, A
     rows = report["rows"]
     assert {row["status"] for row in rows} == {"passed"}
     seen = {(row["case"].partition(".")[0], row["model_type"], row["world"]) for row in rows}
-    for group in ("contract", "forward", "train", "checkpoint", "export"):
-        assert {(group, "language_model", 1), (group, "language_model", 2)} & seen
-    assert ("forward", "value_model", 1) in seen
-    assert any(row["case"] == "train.uneven_ranks" and row["world"] == 2 for row in rows)
+    groups = ("contract", "forward", "train", "checkpoint", "export")
+    assert {
+        (group, kind, world) for group in groups for kind in ("language_model", "value_model") for world in (1, 2)
+    } <= seen
+    assert {row["model_type"] for row in rows if row["case"] == "train.uneven_ranks"} == {
+        "language_model",
+        "value_model",
+    }
+    assert ("plugin", "language_model", 1) in seen
 
 
 def test_reports_say_simulated_and_never_npu(folder: Path, report: dict[str, Any]) -> None:
@@ -63,8 +71,13 @@ def test_reports_say_simulated_and_never_npu(folder: Path, report: dict[str, Any
         assert '"device": "npu"' not in text
 
 
-def test_the_simulated_device_gives_no_certificate() -> None:
-    done = conformance("fsdp2", "--device", "npu", "--shim", "--world", "1", "--certify")
+@pytest.mark.parametrize(
+    ("given", "environment"), [(["--shim"], {}), ([], {SIMULATED_NPU: "1"})], ids=["shim", "environment"]
+)
+def test_the_simulated_device_gives_no_certificate(given: list[str], environment: dict[str, str]) -> None:
+    done = conformance(
+        "fsdp2", "--device", "npu", *given, "--world", "1", "--tier", "quick", "--certify", **environment
+    )
     assert done.returncode == 2
     assert "gives no certificate" in done.stderr
 
@@ -77,10 +90,8 @@ def test_without_an_npu_nothing_runs_on_the_cpu() -> None:
 
 def test_the_same_classes_shard_on_a_cpu_mesh() -> None:
     cases = "parallel.dp,parallel.ulysses,checkpoint.resume_bitwise,export.shards,train.trajectory"
-    done = conformance(
-        "npu-logic", "--plugin", "npu_logic:PLUGIN", "--world", "2", "--model-type", "language_model", "--case", cases
-    )
+    done = conformance("npu-logic", "--plugin", "npu_logic:PLUGIN", "--world", "2", "--case", cases)
     assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-4000:]
-    assert "parallel.dp" in done.stdout
-    assert "parallel.ulysses" in done.stdout
-    assert " cpu, world 2" in done.stdout
+    for case in cases.split(","):
+        for kind in ("language_model", "value_model"):
+            assert re.search(rf"passed +{re.escape(case)} +{kind}, cpu, world 2", done.stdout), (case, kind)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import subprocess
 import sys
 from datetime import timedelta
 from types import ModuleType, SimpleNamespace
@@ -9,14 +10,16 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from engine_api import EngineConfig, Memory, ModelSource, OptimizerConfig
 from engine_api.capabilities import Capability
-from engine_api.devices import SIMULATED_NPU, device_of
+from engine_api.devices import SIMULATED_NPU
 from engine_api.errors import ConfigError, PluginLoadError, UnsupportedCapability
 from engine_api.optimizers import build_optimizer
 from engine_api.registry import Resolution
 from engine_fsdp.attention import choose_kernel
+from engine_fsdp.parallel import ensure_process_group
 from engine_megatron import te
 from engine_npu.device import Npu, load
 from engine_npu.engine import NPUFSDPEngineWithLMHead
@@ -29,15 +32,45 @@ def _real(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv(SIMULATED_NPU, raising=False)
 
 
-def test_it_is_known_once_the_engine_is_imported() -> None:
-    assert isinstance(device_of("npu"), Npu)
+def test_a_process_that_made_no_engine_knows_it() -> None:
+    """A Ray worker that joins a group, a server that receives weights."""
+    code = """
+import sys
+from engine_api.devices import device_of
+assert type(device_of("npu")).__module__ == "engine_npu.device"
+assert "torch" not in sys.modules
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+
+
+def test_torch_npu_is_there_before_a_group_is_made(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "torch_npu", None)
+    monkeypatch.delenv("LOCAL_RANK", raising=False)
+    with pytest.raises(PluginLoadError, match="torch_npu could not be imported"):
+        ensure_process_group("npu", timeout_s=1)
+    assert not dist.is_initialized()
+
+
+def test_its_room_is_the_device_s(monkeypatch: pytest.MonkeyPatch) -> None:
+    fake = SimpleNamespace(current_device=lambda: 0, mem_get_info=lambda: (3, 8))
+    monkeypatch.setattr(Npu, "module", fake)
+    monkeypatch.setenv("ASCEND_RT_VISIBLE_DEVICES", "5")
+    assert Npu().room() == ("5:0", 3)
+    monkeypatch.setenv(SIMULATED_NPU, "1")
+    name, free = Npu().room()
+    assert name == ""
+    assert free > 1 << 20
 
 
 def test_collectives_are_hccl_beside_gloo(monkeypatch: pytest.MonkeyPatch) -> None:
     assert Npu().process_groups == "cpu:gloo,npu:hccl"
     monkeypatch.setenv(SIMULATED_NPU, "1")
     assert Npu().process_groups == "cpu:gloo,npu:gloo"
-    assert Npu().attention("bfloat16") == ()
+    simulated = Npu()
+    assert simulated.attention("bfloat16") == ()
+    assert not simulated.has_streams
+    assert not simulated.pins_memory
 
 
 @pytest.mark.parametrize(("asked", "compute", "kernel"), [
@@ -64,6 +97,7 @@ def test_more_ranks_than_devices(monkeypatch: pytest.MonkeyPatch) -> None:
     chosen: list[int] = []
     fake = SimpleNamespace(device_count=lambda: 2, set_device=chosen.append)
     monkeypatch.setattr(torch, "get_device_module", lambda _: fake)
+    monkeypatch.setitem(sys.modules, "torch_npu", ModuleType("torch_npu"))
     monkeypatch.setenv("LOCAL_RANK", "1")
     Npu().adopt_local_rank()
     assert chosen == [1]
@@ -127,6 +161,8 @@ def test_capabilities_are_those_of_the_engines_it_derives_from() -> None:
     assert {Capability.CP, Capability.TP, Capability.PP, Capability.EP} <= MEGATRON.capabilities
     assert Capability.FP8 not in MEGATRON.capabilities | MINDSPEED.capabilities
     assert Capability.COMPILE not in FSDP.capabilities
+    assert Capability.VALUE_HEAD in FSDP.capabilities & MEGATRON.capabilities
+    assert Capability.VALUE_HEAD not in MINDSPEED.capabilities  # it has no row for value models
 
 
 @pytest.mark.parametrize(
@@ -149,10 +185,12 @@ def test_options_of_mindspeed_are_checked(options: dict[str, Any], field: str) -
 def test_options_are_told_under_mindspeed_s_names() -> None:
     own = MindSpeedOptions(fused_moe_permute=True, hccl_group_buffer="dp:200", sequence_parallel=True)
     assert own.features()["use_fused_moe_token_permute_and_unpermute"]
+    assert own.features()["moe_permute_fusion"]
     assert own.features()["hccl_group_buffer"] == "dp:200"
     assert own.megatron().sequence_parallel
 
 
 def test_transformer_engine_is_refused() -> None:
-    with pytest.raises(ConfigError, match="te, but it needs a CUDA device"):
+    with pytest.raises(ConfigError, match="te, but it needs a CUDA device") as caught:
         te.choose_spec("te", EngineConfig(model=ModelSource(path="nowhere")), "npu")
+    assert caught.value.remedy == "spec: local"  # not to install it

@@ -18,6 +18,7 @@ early = "megatron.core" in sys.modules
 MindSpeedPatchesManager.patches_info.update({"torch.compile": Patch(True), "megatron.core.x.y": Patch(APPLIED)})
 def repatch(args):
     told.append(dict(args))
+    MindSpeedPatchesManager.patches_info["megatron.core.x.y"].is_applied = KEPT
 """
 PATCHES = """
 class Patch:
@@ -42,10 +43,14 @@ def make(plugin, row, **config):
 
 @pytest.fixture
 def run(tmp_path: Path):
-    def start(code: str, *, applied: bool = True, arguments: tuple[str, ...] = ("--config", "x.yaml")) -> str:
+    def start(
+        code: str, *, applied: bool = True, kept: bool = True, arguments: tuple[str, ...] = ("--config", "x.yaml")
+    ) -> str:
         (tmp_path / "mindspeed").mkdir(exist_ok=True)
         (tmp_path / "mindspeed" / "__init__.py").touch()
-        (tmp_path / "mindspeed" / "megatron_adaptor.py").write_text(ADAPTOR.replace("APPLIED", str(applied)))
+        (tmp_path / "mindspeed" / "megatron_adaptor.py").write_text(
+            ADAPTOR.replace("APPLIED", str(applied)).replace("KEPT", str(kept))
+        )
         (tmp_path / "mindspeed" / "patch_utils.py").write_text(PATCHES)
         (tmp_path / "torch_npu.py").touch()
         script = f"import sys; sys.path.insert(0, {str(tmp_path)!r})\n{SETUP}\n{code}"
@@ -96,6 +101,16 @@ except PluginLoadError as error:
     assert "0 of 1 replacements are in place" in said
 
 
+def test_settings_that_undo_what_was_replaced_are_refused(run) -> None:
+    code = """
+try:
+    make(MEGATRON, 0).initialize()
+except PluginLoadError as error:
+    print(error.what)
+"""
+    assert "replaced nothing of Megatron-core" in run(code, kept=False)
+
+
 def test_a_mindspeed_that_does_not_load_says_why(run, tmp_path: Path) -> None:
     code = """
 import pathlib, mindspeed
@@ -112,13 +127,14 @@ def test_mindspeed_is_told_of_the_layout_once(run) -> None:
     code = """
 import mindspeed.megatron_adaptor as adaptor
 for plugin, options in ((MINDSPEED, {"fused_moe_permute": True, "sequence_parallel": True}),) * 2:
-    engine = make(plugin, 0, parallelism=Parallelism(tp=2, ep=2), options=options)
+    engine = make(plugin, 0, parallelism=Parallelism(tp=2, pp=3, ep=4, cp=5), options=options)
     try:
         engine.initialize()
     except ConfigError as error:
         assert error.field == "model.path", error  # past MindSpeed, at the model that is not there
 (told,) = adaptor.told
-assert (told["tensor_model_parallel_size"], told["expert_model_parallel_size"], told["context_parallel_size"]) == (2, 2, 1)
+layout = [told[f"{name}_parallel_size"] for name in ("tensor_model", "pipeline_model", "expert_model", "context")]
+assert layout == [2, 3, 4, 1], layout  # the context's is engine-megatron's own
 assert told["sequence_parallel"] and told["use_fused_moe_token_permute_and_unpermute"] and told["optimization_level"] == 2
 try:
     make(MEGATRON, 0).initialize()

@@ -7,6 +7,7 @@ import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -30,12 +31,12 @@ LACKS: list[tuple[dict[str, Any], str, str]] = [
     ({"npus": 0, "visible": 0, "torch_npu": None, "cuda_devices": 2}, "it has 2 CUDA devices", "use another device"),
     ({"driver": False}, "8 NPU device files, but the driver's libascend_hal.so", "/usr/local/Ascend/driver"),
     ({"visible": 0}, f"{VISIBLE} hides all 8", "unset it"),
-    ({"torch": None}, "torch is not installed", "pip install torch==2.12.0"),
-    ({"torch_npu": None}, "8 NPUs, but torch_npu is not installed", "torch_npu==2.12.0"),
+    ({"torch": None}, "torch is not installed", "pip install torch==2.12.0 --index-url https://download.pytorch.org/whl/cpu && "),
+    ({"torch_npu": None}, "8 NPUs, but torch_npu is not installed", "pip install torch_npu==2.12.0.post2 pyyaml setuptools"),
     ({"torch_cuda": "13.0"}, "built for CUDA 13.0: torch_npu refuses two vendors'", "one environment a vendor"),
     ({"torch_cuda": "13.0", "cuda_devices": 4}, "and the host has 4 CUDA devices", "CPU build of torch"),
     ({"torch_npu": "2.7.1"}, "torch_npu 2.7.1 is not in the table; it has: torch_npu 2.13.0 with torch 2.13.0", "pip install"),
-    ({"torch": "2.13.0+cpu"}, "torch_npu 2.12.0 is for torch 2.12.0, installed is 2.13.0+cpu", "torch==2.12.0"),
+    ({"torch": "2.13.0+cpu"}, "torch_npu 2.12.0 is for torch 2.12.0, installed is 2.13.0+cpu", "pip install torch==2.12.0 --index-url"),
     ({"cann": None}, "CANN is not set up", "source .../set_env.sh"),
     ({"libraries": ("libhccl.so",)}, "CANN's libhccl.so are not on LD_LIBRARY_PATH", "set_env.sh"),
     ({"cann": "8.5.0"}, "torch_npu 2.12.0 is for CANN 9.1, installed is 8.5.0", "install CANN 9.1"),
@@ -178,6 +179,18 @@ def test_a_host_is_looked_at(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) ->
     host = look()
     assert (host.npus, host.driver, host.visible) == (2, True, 2)
     assert (host.cann, host.libraries, host.torch_npu) == ("9.1.0", ("libascendcl.so",), "2.12.0")
+
+
+@pytest.mark.parametrize(
+    ("line", "cuda"),
+    [("cuda: Optional[str] = '13.0'", "13.0"), ("cuda = '12.8'", "12.8"), ("cuda: Optional[str] = None", None)],
+)
+def test_torch_s_build_is_read(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, line: str, cuda: str | None) -> None:
+    (tmp_path / "version.py").write_text(f"__version__ = '2.12.0'\n{line}\nhip: Optional[str] = None\n")
+    monkeypatch.setattr(
+        ascend.importlib.util, "find_spec", lambda _: SimpleNamespace(origin=str(tmp_path / "__init__.py"))
+    )
+    assert look().torch_cuda == cuda
 
 
 def test_device_files_without_a_driver(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

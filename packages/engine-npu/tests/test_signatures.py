@@ -21,12 +21,14 @@ OWN = sorted((PACKAGES / "engine-npu/src/engine_npu").glob("*.py"))
 # Where a device's module of torch is used, which is torch.npu on an NPU.
 NEUTRAL = [
     *(PACKAGES / "engine-api/src/engine_api" / name for name in ("devices.py", "defaults.py")),
+    PACKAGES / "trainer/src/engine_trainer/rollouts/local.py",
     *(PACKAGES / "rollout-fp8/src/rollout_fp8" / name for name in ("exporter.py", "phases.py", "transports/remote.py")),
 ]
 # What an expression of the sources is.
 MEANS = {
     "torch_npu": "torch_npu", "torch.npu": "torch_npu.npu", "load()": "torch_npu",
     "self.module": "torch_npu.npu", "self._module": "torch_npu.npu", "kind.module": "torch_npu.npu",
+    "self._kind.module": "torch_npu.npu", "self._module.current_stream(buffer.device)": "torch_npu.npu.Stream",
     "self._stream": "torch_npu.npu.Stream", "self._callers": "torch_npu.npu.Stream",
     "kind.module.current_stream(self.device)": "torch_npu.npu.Stream",
     "first": "torch_npu.npu.Event", "last": "torch_npu.npu.Event", "a": "torch_npu.npu.Event",
@@ -95,7 +97,7 @@ def test_all_that_matters_is_looked_at() -> None:
     assert seen >= {
         "torch_npu.npu_fusion_attention", "torch_npu._C._distributed_c10d.ProcessGroupHCCL", "mindspeed.megatron_adaptor.repatch",
         "torch_npu.npu.set_device", "torch_npu.npu.get_rng_state", "torch_npu.npu.Stream", "torch_npu.npu.Event",
-        "torch_npu.npu.Stream.wait_event", "torch_npu.npu.current_stream",
+        "torch_npu.npu.Stream.wait_event", "torch_npu.npu.current_stream", "torch_npu.npu.mem_get_info", "torch_npu.npu.synchronize",
     }  # fmt: skip
     unused = {s for s, entry in TABLE.items() if "parameters" in entry} - seen
     assert not unused, f"the table holds what nobody calls: {sorted(unused)}"

@@ -10,10 +10,12 @@ import importlib.metadata
 import os
 from datetime import timedelta
 from functools import cache
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from engine_api.discovery import discover
 from engine_api.errors import ConfigError
-from engine_api.plugin import ProbeResult
+from engine_api.plugin import ENGINE_GROUP, ProbeResult
 
 if TYPE_CHECKING:
     import torch
@@ -61,22 +63,17 @@ def torch_version() -> str | None:
 
 def probe_torch(device: str) -> ProbeResult:
     """Whether torch is installed and ``device`` (cpu or cuda) can be used; the probe of a plain torch plug-in."""
-    version = torch_version()
-    if version is None:
-        return ProbeResult(ok=False, reason="torch is not installed", remedy="pip install torch")
-    if device == "cpu":
-        return ProbeResult(ok=True)
-    if device != "cuda":
+    if device not in ("cpu", "cuda"):
         return ProbeResult(ok=False, reason=f"no support for {device}", remedy="use cuda or cpu")
-    if version.endswith("+cpu"):
-        return ProbeResult(ok=False, reason=f"torch {version} is built without CUDA",
-                           remedy="install a CUDA build of torch, or use device=cpu")  # fmt: skip
-    if cuda_devices() == 0:
-        hidden = os.environ.get("CUDA_VISIBLE_DEVICES")
-        why = f" (CUDA_VISIBLE_DEVICES={hidden!r})" if hidden is not None else ""
-        return ProbeResult(ok=False, reason=f"the CUDA driver shows no device{why}",
-                           remedy="check nvidia-smi, or use device=cpu")  # fmt: skip
-    return ProbeResult(ok=True)
+    return probe_device(device)
+
+
+def probe_device(name: str) -> ProbeResult:
+    """Whether torch's operators run on a kind of device here, whichever plug-in brings it."""
+    try:
+        return device_of(name).probe()
+    except ConfigError as error:
+        return ProbeResult(ok=False, reason=error.what, remedy=error.remedy)
 
 
 class Device:
@@ -101,6 +98,12 @@ class Device:
 
         return torch.get_device_module(self.name)
 
+    def probe(self) -> ProbeResult:
+        """Whether it can be used here, asked without importing torch."""
+        if torch_version() is None:
+            return ProbeResult(ok=False, reason="torch is not installed", remedy="pip install torch")
+        return ProbeResult(ok=True)
+
     def attention(self, compute: str) -> tuple[str, ...]:
         """Kernels for packed documents in this dtype beyond sdpa, which is everywhere; the preferred first."""
         del compute
@@ -120,6 +123,11 @@ class Device:
 
     def empty_cache(self) -> None:
         """Give memory that nobody uses back to the device."""
+
+    def room(self) -> tuple[str, int]:
+        """The current device's name among those of its host ("" for the host's memory), and its free bytes."""
+        with Path("/proc/meminfo").open(encoding="ascii") as lines:
+            return "", next(int(line.split()[1]) for line in lines if line.startswith("MemAvailable")) * 1024
 
     def rng_state(self) -> torch.Tensor | None:
         """The current device's generator, beside torch's own; None where it has none."""
@@ -182,6 +190,25 @@ class Cuda(Accelerator):
     float32_products = True
     transformer_engine = True
 
+    def probe(self) -> ProbeResult:
+        """Torch's build, and the driver."""
+        version = torch_version()
+        if version is None:
+            return super().probe()
+        if version.endswith("+cpu"):
+            return ProbeResult(ok=False, reason=f"torch {version} is built without CUDA",
+                               remedy="install a CUDA build of torch, or use device=cpu")  # fmt: skip
+        if cuda_devices() == 0:
+            hidden = os.environ.get(self.visible)
+            why = f" ({self.visible}={hidden!r})" if hidden is not None else ""
+            return ProbeResult(ok=False, reason=f"the CUDA driver shows no device{why}",
+                               remedy="check nvidia-smi, or use device=cpu")  # fmt: skip
+        return ProbeResult(ok=True)
+
+    def room(self) -> tuple[str, int]:
+        """See ``Device.room``."""
+        return str(self.module.get_device_properties(0).uuid), self.module.mem_get_info()[0]
+
     def attention(self, compute: str) -> tuple[str, ...]:
         """FlashAttention by document (varlen) in half precision, and cuDNN's from Hopper on."""
         if compute not in ("bfloat16", "float16"):
@@ -200,13 +227,21 @@ _DEVICES: dict[str, Device] = {device.name: device for device in (Device(), Cuda
 
 
 def register_device(device: Device) -> None:
-    """Make a kind of device known; a second one of its name takes the place of the first."""
+    """Make a kind of device known; a second one of its name takes the place of the first.
+
+    To be called where a plug-in's descriptor is imported, so that every process that looks for plug-ins knows the device.
+    """
     _DEVICES[device.name] = device
 
 
 def device_of(name: str) -> Device:
     """What is known of the devices called ``name`` (a ``torch.device``'s type); raises ``ConfigError`` where nothing is."""
     if name not in _DEVICES:
-        raise ConfigError("device", f"{name!r} is unknown in this process; known: {', '.join(_DEVICES)}",
-                          remedy="create the engine through the registry: its plug-in makes its device known")  # fmt: skip
+        discover(ENGINE_GROUP)  # in a process that made no engine: descriptors make their devices known
+    if name not in _DEVICES:
+        raise ConfigError(
+            "device",
+            f"no installed plug-in brings {name!r}; known: {', '.join(_DEVICES)}",
+            remedy=f"pip install engine-{name}" if name in DEVICES else f"use {', '.join(DEVICES)}",
+        )
     return _DEVICES[name]

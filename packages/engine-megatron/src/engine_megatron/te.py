@@ -67,15 +67,16 @@ def choose_spec(wanted: str, config: EngineConfig, device_type: str) -> Spec:
     """The layer spec that ``options.spec`` means here; raises ``ConfigError`` for what only the other can do."""
     absent, compute = missing(device_type), config.precision.compute
     problem = absent or _unfit(config)
+    fits = device_of(device_type).transformer_engine
     if wanted == "te" and problem:
+        install = f"{INSTALL}, precision.compute: bfloat16, model.attention: auto; or " if fits else ""
         raise ConfigError("options.spec", f"te, but {problem}", why="this spec is Transformer Engine's",
-                          remedy=f"{INSTALL}, precision.compute: bfloat16, model.attention: auto; or spec: local")  # fmt: skip
+                          remedy=f"{install}spec: local")  # fmt: skip
     if compute == "float8" and (wanted == "local" or problem):
         raise ConfigError("precision.compute", "float8 without Transformer Engine", why=problem or "options.spec is local",
                           remedy="leave options.spec and model.attention out and install it, or compute in bfloat16")  # fmt: skip
     spec: Spec = "local" if problem or wanted == "local" else "te"
     # Who installed it expects it to be used.
-    fits = device_of(device_type).transformer_engine
     refused = wanted == "auto" and absent is not None and fits and _version(_DISTRIBUTIONS[0]) is not None
     log.log(logging.WARNING if refused else logging.INFO, "layer spec %s (options.spec: %s)%s", spec, wanted,
             f": {problem}" if wanted == "auto" and problem else "")  # fmt: skip

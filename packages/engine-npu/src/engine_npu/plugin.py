@@ -1,13 +1,17 @@
-"""The descriptors. Loading them imports neither torch nor torch_npu nor MindSpeed."""
+"""The descriptors. Loading them makes the device known, and imports neither torch nor torch_npu nor MindSpeed."""
 
 from __future__ import annotations
 
 from engine_api.capabilities import Capability
+from engine_api.devices import register_device
 from engine_api.plugin import EnginePlugin, Row
 from engine_fsdp.plugin import PLUGIN as FSDP_ELSEWHERE
 from engine_megatron.plugin import PLUGIN as MEGATRON_ELSEWHERE
 from engine_npu.ascend import NAME
+from engine_npu.device import Npu
 from engine_npu.probe import probe_fsdp, probe_megatron
+
+register_device(Npu())
 
 _DEVICES = (NAME,)
 _LM, _VALUE = ("language_model",), ("value_model",)

@@ -8,7 +8,7 @@ from engine_megatron.plugin import missing
 from engine_npu.ascend import NAME, VISIBLE, Host, look
 from engine_npu.versions import MINDSPEED, TORCH_NPU, mindspeed_table, torch_npu_line, torch_npu_table
 
-__all__ = ["probe_fsdp", "probe_megatron"]
+__all__ = ["probe_fsdp", "probe_megatron", "probe_stack"]
 
 _MINDSPEED = (
     f"git clone -b {MINDSPEED.branch} https://gitcode.com/Ascend/MindSpeed.git && pip install --no-deps -e MindSpeed"
@@ -19,9 +19,12 @@ def probe_fsdp(device: str) -> ProbeResult:
     """The probe of the FSDP rows."""
     if device != NAME:
         return _no(f"no support for {device}", "use npu; engine-fsdp serves cuda and cpu")
-    if npu_is_simulated():
-        return _simulated()
-    return check_stack(look())
+    return probe_stack()
+
+
+def probe_stack() -> ProbeResult:
+    """Whether torch runs on an NPU here."""
+    return _simulated() if npu_is_simulated() else check_stack(look())
 
 
 def probe_megatron(device: str) -> ProbeResult:
@@ -74,7 +77,7 @@ def _device(host: Host) -> ProbeResult | None:
 
 
 def _packages(host: Host) -> ProbeResult | None:
-    wanted = f"pip install torch=={TORCH_NPU[1].torch} (a CPU build) torch_npu=={TORCH_NPU[1].version}"
+    wanted = f"{_torch(TORCH_NPU[1].torch)} && pip install torch_npu=={TORCH_NPU[1].version} pyyaml setuptools"
     if host.torch is None:
         return _no("torch is not installed", wanted)
     if host.torch_npu is None:
@@ -88,8 +91,13 @@ def _packages(host: Host) -> ProbeResult | None:
         return _no(f"torch_npu {host.torch_npu} is not in the table; it has: {torch_npu_table()}", wanted)
     if host.torch.partition("+")[0] != line.torch:
         return _no(f"torch_npu {line.version} is for torch {line.torch}, installed is {host.torch}",
-                   f"pip install torch=={line.torch}, a CPU build")  # fmt: skip
+                   _torch(line.torch))  # fmt: skip
     return None
+
+
+def _torch(version: str) -> str:
+    """PyPI's build is CUDA's."""
+    return f"pip install torch=={version} --index-url https://download.pytorch.org/whl/cpu"
 
 
 def _cann(host: Host) -> ProbeResult | None:

@@ -14,6 +14,7 @@ from typing import Any, cast
 
 import torch
 
+from engine_api.devices import device_of
 from engine_api.errors import ConfigError, RolloutError
 from engine_api.registry import Resolution
 from engine_api.rollout import Completion, Generation, SamplingParams, SyncResult
@@ -64,7 +65,7 @@ class RemoteRollout:
             config = {**arguments, "model": asdict(arguments["model"])}
             if arguments.get("lora") is not None:
                 config["lora"] = asdict(arguments["lora"])
-            gpus = int(arguments.get("tensor_parallel_size", 1)) if device == "cuda" else 0
+            gpus = int(arguments.get("tensor_parallel_size", 1)) if device != "cpu" else 0
             self._process = ServerProcess(name, device, config, gpus=gpus, timeout_s=start_timeout_s)
             url = self._process.url
         self._server = Endpoint(url, silence_s, self._process)
@@ -163,15 +164,14 @@ class RemoteRollout:
         here = self._server.host in LOCAL
         if not here:
             return Sender(kind="collective", host=self._server.own_address(), timeout_s=self._timeout_s)
-        return Sender(kind="ipc" if device.type == "cuda" else "shm", timeout_s=self._timeout_s)
+        return Sender(kind="shm" if device.type == "cpu" else "ipc", timeout_s=self._timeout_s)
 
     def _stream(self, export: WeightExport) -> WireStream:
         if hasattr(export, "plan"):
             return cast("WireStream", export)
         given = self._arguments
         quantized = given.get("quantization", "none") == "fp8"
-        device = torch.device("cuda", torch.cuda.current_device()) if self._device == "cuda" else torch.device("cpu")
-        return collect(export, device=device, dtype=DTYPES[given.get("dtype", "float32")], audit=bool(given.get("audit", True)),
+        return collect(export, device=device_of(self._device).current(), dtype=DTYPES[given.get("dtype", "float32")], audit=bool(given.get("audit", True)),
                        architecture=architecture_of(given["model"]) if quantized else None,
                        scales=given.get("scales", "fp32"))  # fmt: skip
 

@@ -263,7 +263,7 @@ class _Lane:
     def hand_over(self, bucket: Bucket, buffer: Tensor) -> tuple[BucketPlan, Tensor]:
         self._last = bucket.wire.slot
         if self._stream is not None:
-            self._callers.wait_event(self._done[self._last])
+            self._module.current_stream(buffer.device).wait_event(self._done[self._last])
         return bucket.wire, buffer[: bucket.wire.num_bytes]
 
     def taken(self) -> None:

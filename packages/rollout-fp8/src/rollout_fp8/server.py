@@ -40,6 +40,7 @@ from socketserver import TCPServer
 from typing import Any, cast
 
 from engine_api.config import LoraConfig, ModelSource
+from engine_api.devices import device_of
 from engine_api.errors import EngineError, RolloutError
 from engine_api.leash import end_group_with
 from engine_api.registry import RolloutRegistry
@@ -108,14 +109,10 @@ class Service:
         self, *, address: str | None, version: int, timeout_s: float, adapter: Mapping[str, Any] | None = None
     ) -> dict[str, Any]:
         """See ``Rollout.update_weights``. ``adapter``: its folder and checksums; without ``address`` it comes alone."""
-        import torch
-
         from rollout_fp8.adapter_session import SentAdapter
         from rollout_fp8.transports.remote import receive_weights
 
-        device = (
-            torch.device("cuda", torch.cuda.current_device()) if self._device == "cuda" else torch.device(self._device)
-        )
+        device = device_of(self._device).current()
         with self._turn, ExitStack() as stack:
             stream = (
                 None

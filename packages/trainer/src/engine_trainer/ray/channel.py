@@ -1,7 +1,7 @@
 """Weights from the engine's first process to rollouts in processes of their own: broadcasts of packed tensors.
 
-A bucket is a header (names, dtypes, shapes) and one buffer of bytes, so that every dtype travels over every backend: NCCL
-on CUDA, gloo elsewhere. The group is made on a store of its own, apart from the default group of the engine's ranks.
+A bucket is a header (names, dtypes, shapes) and one buffer of bytes, so that every dtype travels over every backend: the
+device's (NCCL, HCCL) or gloo. The group is made on a store of its own, apart from the default group of the engine's ranks.
 """
 
 from __future__ import annotations
@@ -12,9 +12,9 @@ from datetime import timedelta
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch.distributed import TCPStore  # pyright: ignore[reportPrivateImportUsage] - documented, not re-exported
 
+from engine_api.devices import device_of
 from engine_api.errors import RolloutError
 from engine_api.weights import WeightExport
 
@@ -39,10 +39,10 @@ class Channel:
     """The sender is rank 0. All construct it together."""
 
     def __init__(self, store: Any, rank: int, size: int, device: str, timeout_s: float) -> None:
-        self._device = torch.device("cuda", torch.cuda.current_device()) if device == "cuda" else torch.device("cpu")
-        make: Any = dist.ProcessGroupNCCL if device == "cuda" else dist.ProcessGroupGloo
+        kind = device_of(device)
+        self._device = kind.current()
         self._store = store  # lives as long as the group
-        self._group = make(store, rank, size, timeout=timedelta(seconds=timeout_s))
+        self._group = kind.process_group(store, rank, size, timedelta(seconds=timeout_s))
 
     def send(self, export: WeightExport) -> int:
         """Broadcast a whole export, which is read to its end; the bytes that were sent.

@@ -57,7 +57,7 @@ class OnRay:
         pool = self._engine_pool()
         if self._policy is None:
             self._check_memory(pool, config, device)
-            self._join(pool, cuda=device == "cuda")
+            self._join(pool, device)
         made = RayEngines(pool, self._num_engines, pool.call_all("make_engine", section, config, device))
         self._num_engines += 1
         self._policy = self._policy or made
@@ -78,7 +78,7 @@ class OnRay:
                                   why=f"ray.rollouts is {self.section.rollouts}", remedy="leave one of the two out")  # fmt: skip
         pool = self._rollout_pool
         pool.call_all("make_rollout", spec)
-        self._connect(self._policy.pool, pool, "cuda" if spec.device == spec.engine_device == "cuda" else "cpu")
+        self._connect(self._policy.pool, pool, spec.device if spec.device == spec.engine_device else "cpu")
         # A rollout that quantizes wants the weights as they are stored.
         dtype = getattr(torch, spec.dtype) if spec.section.quantization == "none" else None
         return Separate(pool, self._policy, timers, dtype)
@@ -123,10 +123,10 @@ class OnRay:
         pool.call_all("setup", str(Path.cwd()), sys.path, list(self.section.imports))
         return pool
 
-    def _join(self, pool: Pool, *, cuda: bool) -> None:
+    def _join(self, pool: Pool, device: str) -> None:
         size, timeout_s = len(pool), self.section.timeout_s
         address = pool.finish([pool.start(0, "serve_store", size, timeout_s)])[0].value
-        pool.finish([pool.start(rank, "join", address, rank, size, cuda, timeout_s) for rank in range(size)])
+        pool.finish([pool.start(rank, "join", address, rank, size, device, timeout_s) for rank in range(size)])
 
     def _connect(self, engines: Pool, rollouts: Pool, device: str) -> None:
         size, timeout_s = len(rollouts) + 1, self.section.timeout_s

@@ -8,13 +8,14 @@ and are not estimated: what does not fit by this count cannot fit.
 
 from __future__ import annotations
 
+import socket
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from math import fsum
-from pathlib import Path
 
 from engine_api.config import EngineConfig, ModelSource
+from engine_api.devices import device_of
 from engine_api.errors import ConfigError
 from engine_trainer.config import RLConfig
 from engine_trainer.replica import rollout_dtype
@@ -34,16 +35,8 @@ class Room:
 
 def room(device: str) -> Room:
     """Of this process."""
-    import socket
-
-    import torch
-
-    if device == "cuda":
-        free, _ = torch.cuda.mem_get_info()
-        return Room(device=f"{socket.gethostname()}:{torch.cuda.get_device_properties(0).uuid}", free=free)
-    with Path("/proc/meminfo").open(encoding="ascii") as lines:
-        available = next(int(line.split()[1]) for line in lines if line.startswith("MemAvailable"))
-    return Room(device=socket.gethostname(), free=available * 1024)
+    name, free = device_of(device).room()
+    return Room(device=f"{socket.gethostname()}:{name}" if name else socket.gethostname(), free=free)
 
 
 def check(

@@ -13,6 +13,7 @@ import torch.distributed as dist
 from engine_api.batch import Batch
 from engine_api.capabilities import Capability
 from engine_api.config import EngineConfig
+from engine_api.devices import device_of
 from engine_api.losses import LossFn
 from engine_api.results import CheckpointHandle, CheckpointInfo, TokenOutputs, Topology
 from engine_api.rollout import SamplingParams, SyncResult, WholeExporter
@@ -53,7 +54,7 @@ class EngineWorker(Worker):
         self._store = channel.serve(host, size, timeout_s)
         return host, self._store.port
 
-    def join(self, meet: tuple[str, int], rank: int, size: int, cuda: bool, timeout_s: float) -> None:
+    def join(self, meet: tuple[str, int], rank: int, size: int, device: str, timeout_s: float) -> None:
         """Make the default process group, with the variables that torchrun would set."""
         if size == 1:  # as without a launcher: the engine makes a group of its own
             return
@@ -61,7 +62,9 @@ class EngineWorker(Worker):
         os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(size), "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1",
                        "MASTER_ADDR": host, "MASTER_PORT": str(port)}  # fmt: skip
         store = self._store or channel.reach(host, port, size, timeout_s)
-        dist.init_process_group("cpu:gloo,cuda:nccl" if cuda else "gloo", store=store, rank=rank, world_size=size,
+        kind = device_of(device)
+        kind.adopt_local_rank()
+        dist.init_process_group(kind.process_groups, store=store, rank=rank, world_size=size,
                                 timeout=timedelta(seconds=timeout_s))  # fmt: skip
 
     # --- engines --------------------------------------------------------------------------------

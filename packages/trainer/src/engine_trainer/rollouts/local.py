@@ -10,6 +10,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from engine_api.config import ModelSource
+from engine_api.devices import device_of
 from engine_api.errors import ConfigError, RolloutError
 from engine_api.registry import Resolution
 from engine_api.requests import check_prompts, check_sampling
@@ -53,7 +54,8 @@ class LocalRollout:
         if batch_size < 1:
             raise ConfigError("rollout.batch_size", f"{batch_size} is too small", remedy="give at least 1")
         self.weight_version = -1  # none yet
-        self._device = _device(resolution.device)
+        self._kind = device_of(resolution.device)
+        self._device = self._kind.current()
         self._source, self._dtype = model, _DTYPES[dtype]
         self._pad, self._eos, self._batch_size = pad_token_id, tuple(eos_token_ids), batch_size
         self._not_ready = "no weights have been installed"
@@ -89,8 +91,8 @@ class LocalRollout:
         self._not_ready = "the last weight sync failed, some weights are old and some are new"
         begin = time.perf_counter()
         self._table.install(export)
-        if self._device.type == "cuda":
-            torch.cuda.synchronize(self._device)
+        if self._kind.has_streams:
+            self._kind.module.synchronize(self._device)
         self.weight_version, self._not_ready = version, ""
         return SyncResult(version=version, num_tensors=self._table.num_tensors, num_bytes=self._table.num_bytes,
                           seconds={"install": time.perf_counter() - begin})  # fmt: skip
@@ -105,8 +107,7 @@ class LocalRollout:
         self._table, self._not_ready = None, "it sleeps"
         for parameter in self._model.parameters():
             parameter.data = parameter.data.new_empty(0)
-        if self._device.type == "cuda":
-            torch.cuda.empty_cache()
+        self._kind.empty_cache()
 
     def wake_up(self, weights: bool = True, kv_cache: bool = True) -> None:
         """Take the memory again; the weights are undefined until ``update_weights``."""
@@ -129,8 +130,8 @@ class LocalRollout:
         config = AutoConfig.from_pretrained(source.path, revision=source.revision, trust_remote_code=source.trust_remote_code,
                                             **source.config_overrides)  # fmt: skip
         # Building draws initial weights; the run's own random numbers must not notice.
-        devices = [self._device] if self._device.type == "cuda" else []
-        with torch.random.fork_rng(devices=devices), self._device:
+        devices = [] if self._kind.rng_state() is None else [self._device]
+        with torch.random.fork_rng(devices=devices, device_type=self._device.type), self._device:
             model = AutoModelForCausalLM.from_config(config, dtype=self._dtype, attn_implementation=attention.NAME,
                                                      trust_remote_code=source.trust_remote_code)  # fmt: skip
         if not model._supports_sdpa:  # noqa: SLF001 - transformers has no public name for it
@@ -161,7 +162,3 @@ class LocalRollout:
                 finish_reason="stop" if decoded.stopped[row] else "length",
             ))  # fmt: skip
         return completions
-
-
-def _device(name: str) -> torch.device:
-    return torch.device("cuda", torch.cuda.current_device()) if name == "cuda" else torch.device(name)

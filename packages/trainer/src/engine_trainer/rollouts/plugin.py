@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from engine_api.devices import probe_torch
+from engine_api.devices import DEVICES, probe_device
 from engine_api.plugin import CONTRACT, EnginePlugin, Row
 
 PLUGIN = EnginePlugin(
     name="local",
     contract=CONTRACT,
-    rows=(Row(backends=("local",), devices=("cpu", "cuda"), target="engine_trainer.rollouts.local:LocalRollout"),),
-    probe=probe_torch,
+    rows=(Row(backends=("local",), devices=DEVICES, target="engine_trainer.rollouts.local:LocalRollout"),),
+    probe=probe_device,
 )
