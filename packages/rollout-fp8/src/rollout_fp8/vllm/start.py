@@ -93,7 +93,9 @@ def start(plan: Plan) -> vllm.LLMEngine:
                 environment.in_process(dist.get_rank(), local), private.own_threads(), Generators(plan.device).own(),
                 private.forgotten_on_failure(),
             ):  # fmt: skip
-                return vllm.LLMEngine.from_engine_args(vllm.EngineArgs(**arguments))
+                engine = vllm.LLMEngine.from_engine_args(vllm.EngineArgs(**arguments))
+            private.not_at_exit(engine)
+            return engine
         secret("channel")  # made before the workers are, that they inherit it
         with environment.workers(plan.device.index, plan.options.tensor_parallel_size):
             return vllm.LLMEngine.from_engine_args(vllm.EngineArgs(**arguments))
