@@ -112,7 +112,7 @@ from vllm import LLM, SamplingParams
 if __name__ == "__main__":  # vLLM starts processes
     folder, prompts = json.loads(sys.argv[1])
     greedy = SamplingParams(temperature=0.0, max_tokens=12, logprobs=0)
-    for output in LLM(folder, dtype="float32").generate(prompts, greedy):
+    for output in LLM(folder, dtype="float32", enforce_eager=True).generate(prompts, greedy):
         said = output.outputs[0]
         row = {"prompt": output.prompt_token_ids, "tokens": said.token_ids, "text": said.text,
                "log_probs": [at[token].logprob for at, token in zip(said.logprobs, said.token_ids)]}
@@ -137,7 +137,9 @@ def test_vllm_and_transformers_say_the_same_of_the_exported_folder(alone, tmp_pa
     tokenizer, model = AutoTokenizer.from_pretrained(folder), AutoModelForCausalLM.from_pretrained(folder)
     for prompt, row in zip(prompts, rows, strict=True):
         given = tokenizer(prompt, return_tensors="pt", return_token_type_ids=False)
-        said = model.generate(**given, max_new_tokens=12, do_sample=False, output_logits=True, return_dict_in_generate=True)
+        said = model.generate(
+            **given, max_new_tokens=12, do_sample=False, output_logits=True, return_dict_in_generate=True
+        )
         tokens = said.sequences[0, given["input_ids"].shape[1] :]
         assert row["prompt"] == given["input_ids"][0].tolist()
         assert row["tokens"] == tokens.tolist()
