@@ -22,7 +22,11 @@ pytestmark = [
     NEEDS_VLLM, pytest.mark.distributed, pytest.mark.slow, pytest.mark.filterwarnings("ignore::FutureWarning"),
 ]  # fmt: skip
 
-from engine_trainer.ray.controller import train_on_ray  # noqa: E402 - behind importorskip
+from ray.util import placement_group, remove_placement_group  # noqa: E402 - behind importorskip
+from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy  # noqa: E402
+from vllm_parts import executor_of  # noqa: E402
+
+from engine_trainer.ray.controller import train_on_ray  # noqa: E402
 
 ALGORITHMS = {
     "grpo": {},
@@ -103,6 +107,15 @@ def test_apart_from_the_engine_it_gives_the_same_bits(model, tmp_path, alone):
 def without_sync(row: dict) -> dict:
     """What a sync says of itself depends on who quantizes and gathers."""
     return {name: value for name, value in row.items() if not name.startswith("sync/")}
+
+
+def test_workers_of_vllms_own_do_not_go_to_rays_cluster(model):
+    """Whoever sees Ray and a placement group around itself takes its bundles, which hold the replica already."""
+    group = placement_group([{"CPU": 1}])
+    inside = PlacementGroupSchedulingStrategy(group, placement_group_capture_child_tasks=True)
+    asked = ray.remote(num_cpus=1)(executor_of).options(scheduling_strategy=inside).remote(str(model))
+    assert ray.get(asked, timeout=200) == "mp"
+    remove_placement_group(group)
 
 
 SERVE = """
