@@ -93,7 +93,8 @@ def test_beside_two_engine_ranks_it_learns_and_gives_the_bits_of_torchrun(model,
     assert rows[0]["eval/reward"] < 0.2
     assert rows[-1]["eval/reward"] > 0.8
     # What vLLM says of its tokens is what the engine says of them.
-    assert all(row["mismatch/max"] < 1e-4 for row in rows[1:] if "mismatch/max" in row)
+    apart = [row["mismatch/max"] for row in rows if "mismatch/max" in row]
+    assert 0 < max(apart) < 1e-4
 
 
 def test_apart_from_the_engine_it_gives_the_same_bits(model, tmp_path, alone):
