@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import os
 import shutil
@@ -16,8 +15,9 @@ import torch
 from ray_runs import on_ray, result_of, start, tree
 
 ray = pytest.importorskip("ray", reason="the extra ray")
+versions = pytest.importorskip("rollout_fp8.versions", reason="rollout-fp8")
 # Not imported here: vLLM belongs into the processes that generate.
-NEEDS_VLLM = pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="vLLM; nox -s vllm has it")
+NEEDS_VLLM = pytest.mark.skipif(versions.installed(versions.tested("vllm", "cpu")) is None, reason="vLLM's CPU build")
 pytestmark = [
     NEEDS_VLLM, pytest.mark.distributed, pytest.mark.slow, pytest.mark.filterwarnings("ignore::FutureWarning"),
 ]  # fmt: skip
