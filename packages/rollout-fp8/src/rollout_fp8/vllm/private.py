@@ -22,15 +22,23 @@ from rollout_fp8.adapter import PREFIX, SHARED_MEMORY
 _COMPILED = "__compiled_fn"  # how Dynamo's names begin
 
 
-def shut_down(engine: Any) -> None:
-    """Shut down an engine of this process, and no process group but vLLM's own.
+def not_at_exit(engine: Any) -> None:
+    """Keep an engine of this process from shutting itself down when the process ends or nobody has it any more.
 
-    The public ``engine_core.shutdown`` ends in ``cleanup_dist_env_and_memory``, which destroys the default group: that
-    is the trainer's. Since 0.32 it also runs when the engine is collected.
+    Since 0.32 vLLM does both by ``engine_core.shutdown``: in a run that failed it met groups that the trainer had destroyed,
+    and its traceback came after the run's own error.
     """
     finalizer = getattr(engine.engine_core, "_finalizer", None)
     if finalizer is not None:
         finalizer.detach()
+
+
+def shut_down(engine: Any) -> None:
+    """Shut down an engine of this process, and no process group but vLLM's own.
+
+    The public ``engine_core.shutdown`` ends in ``cleanup_dist_env_and_memory``, which destroys the default group: that
+    is the trainer's.
+    """
     for model in engine.collective_rpc("get_model"):
         _forget_reloads(model)
         _forget_compiled(model)

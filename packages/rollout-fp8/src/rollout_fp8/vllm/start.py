@@ -93,7 +93,9 @@ def start(plan: Plan) -> vllm.LLMEngine:
                 environment.in_process(dist.get_rank(), local), private.own_threads(), Generators(plan.device).own(),
                 private.forgotten_on_failure(),
             ):  # fmt: skip
-                return vllm.LLMEngine.from_engine_args(vllm.EngineArgs(**arguments))
+                engine = vllm.LLMEngine.from_engine_args(vllm.EngineArgs(**arguments))
+            private.not_at_exit(engine)
+            return engine
         secret("channel")  # made before the workers are, that they inherit it
         with environment.workers(plan.device.index, plan.options.tensor_parallel_size):
             return vllm.LLMEngine.from_engine_args(vllm.EngineArgs(**arguments))
@@ -181,8 +183,7 @@ def _arguments(plan: Plan) -> dict[str, Any]:
         "enforce_eager": cpu if options.enforce_eager is None else options.enforce_eager,
         "enable_prefix_caching": options.prefix_caching,
         "tensor_parallel_size": options.tensor_parallel_size,
-        # Not "uni": that one takes GPU 0 and asks for a group of its own.
-        "distributed_executor_backend": "external_launcher" if plan.in_process else None,
+        "distributed_executor_backend": _executor(plan),
         "enable_sleep_mode": plan.options.memory_saver and not cpu,
         "disable_log_stats": True,
         "logprobs_mode": "processed_logits" if options.truncation else "processed_logprobs",
@@ -190,6 +191,15 @@ def _arguments(plan: Plan) -> dict[str, Any]:
         **({"worker_extension_cls": plan.worker_extension} if plan.worker_extension else {}),
         **_adapter_arguments(plan),
     }
+
+
+def _executor(plan: Plan) -> str | None:
+    """Of vLLM's. In this process not "uni": that one takes GPU 0 and asks for a group of its own."""
+    if plan.in_process:
+        return "external_launcher"
+    # Told nothing, vLLM would give several workers to the Ray cluster whose worker this process is, where it is one: into
+    # the bundles of its placement group, which this replica and the engine's ranks fill.
+    return "mp" if plan.options.tensor_parallel_size > 1 else None
 
 
 def _adapter_arguments(plan: Plan) -> dict[str, Any]:

@@ -1,0 +1,162 @@
+"""The loop with vLLM, in the environment of ``nox -s vllm``: on Ray the bits of torchrun, and an export that vLLM loads."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from functools import cache
+from pathlib import Path
+
+import pytest
+import torch
+from ray_runs import on_ray, result_of, start, tree
+
+ray = pytest.importorskip("ray", reason="the extra ray")
+versions = pytest.importorskip("rollout_fp8.versions", reason="rollout-fp8")
+# Not imported here: vLLM belongs into the processes that generate.
+NEEDS_VLLM = pytest.mark.skipif(versions.installed(versions.tested("vllm", "cpu")) is None, reason="vLLM's CPU build")
+pytestmark = [
+    NEEDS_VLLM, pytest.mark.distributed, pytest.mark.slow, pytest.mark.filterwarnings("ignore::FutureWarning"),
+]  # fmt: skip
+
+from ray.util import placement_group, remove_placement_group  # noqa: E402 - behind importorskip
+from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy  # noqa: E402
+from vllm_parts import executor_of  # noqa: E402
+
+from engine_trainer.ray.controller import train_on_ray  # noqa: E402
+
+ALGORITHMS = {
+    "grpo": {},
+    "ppo": {"advantage": "gae", "critic": {"optimizer": {"lr": 0.01}, "epochs": 4}, "epochs": 2, "mini_batches": 2},
+}
+HEAD = {"head_dim": 32, "num_attention_heads": 2, "num_key_value_heads": 1}  # vLLM's CPU kernels know no smaller one
+
+
+@pytest.fixture(scope="module")
+def model(sums_model, tmp_path_factory) -> Path:
+    """The model of the sums, with heads that vLLM serves."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    folder = tmp_path_factory.mktemp("served") / "model"
+    shutil.copytree(sums_model, folder)
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folder, **HEAD)).save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture(scope="module", autouse=True)
+def cluster():
+    """One for the module; more CPUs than there are, for the workers take turns."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("PYTHONPATH", os.pathsep.join([str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")]))
+        patch.setenv("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
+        patch.setenv("OMP_NUM_THREADS", "1")
+        ray.init(address="local", num_cpus=4, include_dashboard=False, log_to_driver=False, logging_level="ERROR")
+        yield
+        ray.shutdown()
+
+
+def sections(model: Path, algorithm: str) -> dict:
+    return {
+        "rollout": {"name": "vllm", "options": {"kv_cache_bytes": 1 << 26}},
+        "run": {"steps": 12, "save_every": 0},
+        "algorithm": ALGORITHMS[algorithm],
+        "eval": {"source": str(model / "test.jsonl"), "every": 0, "samples": 2},
+    }
+
+
+@pytest.fixture(scope="module")
+def alone(model, tmp_path_factory):
+    """The folder of a run on two ranks of torchrun, without Ray; each is made once."""
+
+    @cache
+    def run(algorithm: str) -> Path:
+        out = tmp_path_factory.mktemp(algorithm) / "out"
+        process = start(tree(model, out, **sections(model, algorithm)), out.parent / "run.yaml", ranks=2)
+        text, _ = process.communicate(timeout=240)
+        assert process.returncode == 0, text
+        return out
+
+    return run
+
+
+@pytest.mark.parametrize("algorithm", ALGORITHMS)
+def test_beside_two_engine_ranks_it_learns_and_gives_the_bits_of_torchrun(model, tmp_path, alone, algorithm):
+    train_on_ray(on_ray(model, tmp_path / "out", **sections(model, algorithm)))
+    found = result_of(tmp_path / "out")
+    assert found == result_of(alone(algorithm))
+    rows = found[1]
+    assert rows[0]["eval/reward"] < 0.2
+    assert rows[-1]["eval/reward"] > 0.8
+    # What vLLM says of its tokens is what the engine says of them.
+    apart = [row["mismatch/max"] for row in rows if "mismatch/max" in row]
+    assert 0 < max(apart) < 1e-4
+
+
+def test_apart_from_the_engine_it_gives_the_same_bits(model, tmp_path, alone):
+    """As many replicas as engine ranks: each is asked what the one beside that rank would be. Whole tensors come over a wire."""
+    train_on_ray(on_ray(model, tmp_path / "out", ray={"rollouts": 2}, **sections(model, "grpo")))
+    (weights, rows), (expected, others) = result_of(tmp_path / "out"), result_of(alone("grpo"))
+    assert weights == expected
+    assert [without_sync(row) for row in rows] == [without_sync(row) for row in others]
+
+
+def without_sync(row: dict) -> dict:
+    """What a sync says of itself depends on who quantizes and gathers."""
+    return {name: value for name, value in row.items() if not name.startswith("sync/")}
+
+
+def test_workers_of_vllms_own_do_not_go_to_rays_cluster(model):
+    """Whoever sees Ray and a placement group around itself takes its bundles, which hold the replica already."""
+    group = placement_group([{"CPU": 1}])
+    inside = PlacementGroupSchedulingStrategy(group, placement_group_capture_child_tasks=True)
+    asked = ray.remote(num_cpus=1)(executor_of).options(scheduling_strategy=inside).remote(str(model))
+    assert ray.get(asked, timeout=200) == "mp"
+    remove_placement_group(group)
+
+
+SERVE = """
+import json, sys
+from vllm import LLM, SamplingParams
+
+if __name__ == "__main__":  # vLLM starts processes
+    folder, prompts = json.loads(sys.argv[1])
+    greedy = SamplingParams(temperature=0.0, max_tokens=12, logprobs=0)
+    for output in LLM(folder, dtype="float32", enforce_eager=True).generate(prompts, greedy):
+        said = output.outputs[0]
+        row = {"prompt": output.prompt_token_ids, "tokens": said.token_ids, "text": said.text,
+               "log_probs": [at[token].logprob for at, token in zip(said.logprobs, said.token_ids)]}
+        print("served", json.dumps(row), flush=True)
+"""
+
+
+def served(folder: Path, prompts: list[str], script: Path) -> list[dict]:
+    """What vLLM makes of a folder and of texts, by its own tokenizer, in a process as a user starts it."""
+    script.write_text(SERVE)
+    done = subprocess.run([sys.executable, str(script), json.dumps([str(folder), prompts])], capture_output=True, text=True,
+                          timeout=240, check=False, env={**os.environ, "VLLM_CPU_KVCACHE_SPACE": "1"})  # fmt: skip
+    assert done.returncode == 0, done.stderr[-4000:]
+    return [json.loads(line[7:]) for line in done.stdout.splitlines() if line.startswith("served ")]
+
+
+def test_vllm_and_transformers_say_the_same_of_the_exported_folder(alone, tmp_path):
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    folder, prompts = alone("grpo") / "hf", ["1+2=", "9+9=", "7+0=", "40=3"]
+    rows = served(folder, prompts, tmp_path / "serve.py")
+    tokenizer, model = AutoTokenizer.from_pretrained(folder), AutoModelForCausalLM.from_pretrained(folder)
+    for prompt, row in zip(prompts, rows, strict=True):
+        given = tokenizer(prompt, return_tensors="pt", return_token_type_ids=False)
+        said = model.generate(
+            **given, max_new_tokens=12, do_sample=False, output_logits=True, return_dict_in_generate=True
+        )
+        tokens = said.sequences[0, given["input_ids"].shape[1] :]
+        assert row["prompt"] == given["input_ids"][0].tolist()
+        assert row["tokens"] == tokens.tolist()
+        assert row["text"] == tokenizer.decode(tokens, skip_special_tokens=True)
+        logs = torch.cat(said.logits).log_softmax(-1).gather(-1, tokens[:, None])[:, 0]
+        assert row["log_probs"] == pytest.approx(logs.tolist(), abs=1e-4)
