@@ -21,7 +21,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from benchmarks.rl_work import drawn_reward, prepare
+from benchmarks.rl_work import MAX_TOKENS, NEW, PROMPT, PROMPTS, N, drawn_reward, prepare
 
 
 def score(solution_str: str, **_: Any) -> float:
@@ -79,7 +79,7 @@ def row_of(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
     """The figures of a finished run."""
     rows = [json.loads(line)["data"] for line in (folder / "metrics.jsonl").read_text().splitlines()][options.warmup :]
     names = sorted({name for row in rows for name in row if name.startswith("timing_s/") and "agent_loop" not in name})
-    phases = {name.removeprefix("timing_s/"): round(median(row[name] for row in rows), 3) for name in names}
+    phases = {name.removeprefix("timing_s/"): round(median(row.get(name, 0.0) for row in rows), 3) for name in names}
     step, tokens = phases.pop("step"), options.prompts * options.n * options.new
     kept = ("response_length/mean", "prompt_length/mean", "perf/mfu/actor", "perf/max_memory_reserved_gb",
             "training/rollout_probs_diff_mean", "actor/grad_norm")  # fmt: skip
@@ -100,11 +100,11 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--shape", default="qwen3-0.6b", help="of benchmarks/shapes.py")
     parser.add_argument("--gpus", type=int, default=4)
-    parser.add_argument("--prompts", type=int, default=64, help="a step")
-    parser.add_argument("--n", type=int, default=8, help="completions a prompt")
-    parser.add_argument("--prompt", type=int, default=128, help="tokens of a prompt")
-    parser.add_argument("--new", type=int, default=256, help="tokens of a completion")
-    parser.add_argument("--max-tokens", type=int, default=16384, help="of a micro-batch on a rank")
+    parser.add_argument("--prompts", type=int, default=PROMPTS, help="a step")
+    parser.add_argument("--n", type=int, default=N, help="completions a prompt")
+    parser.add_argument("--prompt", type=int, default=PROMPT, help="tokens of a prompt")
+    parser.add_argument("--new", type=int, default=NEW, help="tokens of a completion")
+    parser.add_argument("--max-tokens", type=int, default=MAX_TOKENS, help="of a micro-batch on a rank")
     parser.add_argument("--memory", type=float, default=0.5, help="vLLM's share of a GPU")
     parser.add_argument("--steps", type=int, default=4)
     parser.add_argument("--warmup", type=int, default=2)

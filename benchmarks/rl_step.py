@@ -5,9 +5,10 @@ vLLM rollout beside every engine rank; ``--rollouts 2`` puts replicas on GPUs of
 generate while the others train. Random weights, so no model is needed: an answer is as long as it may be (hardly any token
 ends it), its reward is drawn from its text. One JSON line: medians over the steps after ``--warmup``.
 
-``step_s``: from step to step. ``phases_s``: the loop's own clocks; with overlap they run at the same time. ``other``: the share of a
-step that is neither generation nor update (log-probs count as update). ``gpu_idle``: 1 minus NVML's utilization, the mean of all GPUs over the steps that count
-(the share of 0.2 s samples in which no kernel ran); ``worker_idle``: the share of time in which no method of a worker ran.
+``step_s``: from step to step. ``phases_s``: the loop's own clocks; with overlap they run at the same time. ``other``: the share
+of a step that is neither generation nor update (log-probs count as update). ``gpu_idle``: 1 minus NVML's utilization, the mean of
+the run's GPUs over the steps that count (it is the share of time in which no kernel ran); ``worker_idle``: the share of time in
+which no method of a worker ran.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import json
+import os
 import subprocess
 import sys
 import tempfile
@@ -25,7 +27,7 @@ from pathlib import Path
 from statistics import mean, median
 from typing import Any
 
-from benchmarks.rl_work import drawn_reward, prepare
+from benchmarks.rl_work import MAX_TOKENS, NEW, PROMPT, PROMPTS, N, drawn_reward, prepare
 from engine_trainer.logs import read_metrics
 from engine_trainer.rewards import Sample
 
@@ -56,20 +58,28 @@ def overrides(options: argparse.Namespace, folder: Path) -> list[str]:
         f"engine.memory.max_tokens={options.max_tokens}", f"data.source={folder / 'problems.jsonl'}", "eval=null",
         f"algorithm.prompts_per_step={options.sequences // options.n}", f"algorithm.mini_batches={options.mini_batches}",
         f"algorithm.overlong.buffer={options.new // 4}", f"algorithm.correction.weight={options.correction}",
-        "reward.name=null", f"reward.function={Path(__file__)}:score", f"run.steps={options.warmup + options.steps}", "run.save_last=false",
+        "reward.name=null", f"reward.function={Path(__file__)}:score", f"run.steps={options.warmup + options.steps}", "run.save_every=0", "run.save_last=false",
         "run.save_hf=false", "run.report=false", "run.tensorboard=false", f"run.output_dir={folder / 'run'}", *rollout, *options.more,
     ]  # fmt: skip
 
 
 @contextlib.contextmanager
-def utilization(path: Path, device: str) -> Iterator[None]:
-    """NVML's samples of all GPUs into ``path``, five a second."""
+def utilization(path: Path, device: str, gpus: int) -> Iterator[None]:
+    """NVML's samples of the run's GPUs into ``path``, five a second."""
     if device != "cuda":
         path.touch()
         yield
         return
+    shown = os.environ.get("CUDA_VISIBLE_DEVICES") or ",".join(map(str, range(gpus)))
     with path.open("w") as file:
-        query = ["nvidia-smi", "--query-gpu=timestamp,utilization.gpu", "--format=csv,noheader,nounits", "-lms", "200"]
+        query = [
+            "nvidia-smi",
+            f"--id={shown}",
+            "--query-gpu=timestamp,utilization.gpu",
+            "--format=csv,noheader,nounits",
+            "-lms",
+            "200",
+        ]
         process = subprocess.Popen(query, stdout=file)
         try:
             yield
@@ -125,13 +135,13 @@ def main() -> None:
     parser.add_argument(
         "--sleep", choices=("true", "false"), default="true", help="whether the rollout gives its memory back"
     )
-    parser.add_argument("--sequences", type=int, default=512, help="completions a step")
-    parser.add_argument("--n", type=int, default=8, help="completions a prompt")
-    parser.add_argument("--prompt", type=int, default=128, help="tokens of a prompt")
-    parser.add_argument("--new", type=int, default=1024, help="tokens of a completion")
+    parser.add_argument("--sequences", type=int, default=N * PROMPTS, help="completions a step")
+    parser.add_argument("--n", type=int, default=N, help="completions a prompt")
+    parser.add_argument("--prompt", type=int, default=PROMPT, help="tokens of a prompt")
+    parser.add_argument("--new", type=int, default=NEW, help="tokens of a completion")
     parser.add_argument("--mini-batches", type=int, default=1)
-    parser.add_argument("--correction", default="none", help="algorithm.correction.weight")
-    parser.add_argument("--max-tokens", type=int, default=32768, help="of a micro-batch on a rank")
+    parser.add_argument("--correction", help="algorithm.correction.weight; none, with overlap token")
+    parser.add_argument("--max-tokens", type=int, default=MAX_TOKENS, help="of a micro-batch on a rank")
     parser.add_argument("--memory", type=float, default=0.5, help="vLLM's share of a GPU")
     parser.add_argument("--eager", choices=("true", "false"), default="false", help="without CUDA graphs")
     parser.add_argument("--device", default="cuda")
@@ -140,6 +150,11 @@ def main() -> None:
     parser.add_argument("--output", type=Path, default=None)
     parser.add_argument("more", nargs="*", metavar="key=value", help="of the recipe")
     options = parser.parse_intermixed_args()
+    if options.overlap != "none" and not options.rollouts:
+        parser.error(f"--overlap {options.overlap} needs --rollouts")
+    if options.warmup < 1:
+        parser.error("--warmup: a step is measured from the end of the one before it")
+    options.correction = options.correction or ("none" if options.overlap == "none" else "token")
     folder = options.output or Path(tempfile.mkdtemp(prefix="rl-step-"))
     folder.mkdir(parents=True, exist_ok=True)
     folder = folder.resolve()
@@ -155,7 +170,7 @@ def main() -> None:
         str(RECIPES / "rl" / "dapo.yaml"),
         *overrides(options, folder),
     ]
-    with utilization(folder / "gpus.csv", options.device):
+    with utilization(folder / "gpus.csv", options.device, options.gpus):
         subprocess.run(command, check=True, stdout=sys.stderr)
     print(json.dumps(row_of(options, folder)), flush=True)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+import shutil
 import zlib
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,8 @@ CHAT_TEMPLATE = (
     f"{{% if add_generation_prompt %}}{ASSISTANT}{{% endif %}}"
 )
 TURNS = 3  # of a prompt's tokens: bos, user, assistant
+# A step, unless the command line says otherwise: completions to a prompt, prompts, tokens of each, and of a micro-batch on a rank.
+N, PROMPTS, PROMPT, NEW, MAX_TOKENS = 8, 64, 128, 1024, 32768
 
 
 def drawn_reward(text: str) -> float:
@@ -43,7 +46,8 @@ def tokenizer_of(size: int) -> Any:
 def prepare(folder: Path, shape: str, prompts: int, tokens: int) -> list[str]:
     """``folder`` gets a tokenizer, ``config.json`` and random weights; so many user turns, each of ``tokens`` tokens with its frame."""
     own = config(shape)
-    folder.mkdir(parents=True, exist_ok=True)
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir(parents=True)
     for file in whole_folder(shape).glob("model*"):
         (folder / file.name).symlink_to(file)
     tokenizer_of(own["vocab_size"]).save_pretrained(folder)

@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
+import math
 import os
+import shutil
+import subprocess
+import sys
 import tempfile
 import time
 from collections.abc import Iterator
@@ -73,14 +78,31 @@ def whole_folder(shape: str, layers: int | None = None) -> Path:
     """
     shared = "/dev/shm"  # noqa: S108 - of this machine alone, and nothing secret
     root = Path(shared if os.access(shared, os.W_OK) else tempfile.gettempdir())
-    folder = root / f"enginehouse-{shape}-{layers or 'whole'}"
-    if int(os.environ.get("RANK", "0")) == 0 and not folder.is_dir():
-        partial = Path(tempfile.mkdtemp(prefix="partial-", dir=root))
-        _write(partial, shape, layers)
-        partial.rename(folder)
+    asked = json.dumps([shape, layers, config(shape, layers)])
+    folder = root / f"enginehouse-{shape}-{hashlib.sha256(asked.encode()).hexdigest()[:8]}"
+    if int(os.environ.get("LOCAL_RANK", "0")) == 0 and not folder.is_dir():
+        # In a process of its own: what it holds on the GPU is gone when it is measured.
+        subprocess.run([sys.executable, "-m", "benchmarks.shapes", shape, str(layers or 0), str(folder)], check=True)
+    deadline = time.monotonic() + 600
     while not folder.is_dir():
+        if time.monotonic() > deadline:
+            raise TimeoutError(f"{folder} was not written within 600 s: see what the first rank printed")
         time.sleep(0.5)
     return folder
+
+
+def main() -> None:
+    """``SHAPE LAYERS FOLDER``: write a whole folder; 0 layers: all."""
+    shape, layers, folder = sys.argv[1], int(sys.argv[2]) or None, Path(sys.argv[3])
+    needed, free = sum(2 * math.prod(size) for _, size in tensors(shape, layers)), shutil.disk_usage(folder.parent).free
+    if needed > free:
+        sys.exit(f"{folder.parent} has {free / 1e9:.1f} GB free, {shape} takes {needed / 1e9:.1f} GB: make room")
+    partial = Path(tempfile.mkdtemp(prefix="partial-", dir=folder.parent))
+    try:
+        _write(partial, shape, layers)
+        partial.rename(folder)
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)
 
 
 def _write(folder: Path, shape: str, layers: int | None, shard_bytes: int = 2 << 30) -> None:
@@ -134,3 +156,7 @@ def _tensors(own: dict[str, Any]) -> Iterator[tuple[str, tuple[int, ...]]]:
     yield "model.norm.weight", (hidden,)
     if not own["tie_word_embeddings"]:
         yield "lm_head.weight", (own["vocab_size"], hidden)
+
+
+if __name__ == "__main__":
+    main()

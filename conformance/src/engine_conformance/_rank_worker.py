@@ -114,6 +114,9 @@ def _join(spec: WorkerSpec) -> None:
         from engine_conformance import stand_in
 
         stand_in.install()
+        groups = stand_in.GROUPS
+    else:
+        groups = BACKENDS[spec.device]
     file = str(Path(spec.folder) / "rendezvous")
     store = dist.FileStore(file, spec.world)  # pyright: ignore[reportPrivateImportUsage]
     device = None
@@ -121,7 +124,7 @@ def _join(spec: WorkerSpec) -> None:
         device = torch.device(spec.device, spec.rank)
         torch.get_device_module(spec.device).set_device(spec.rank)
     dist.init_process_group(
-        "cpu:gloo,npu:gloo" if simulated else BACKENDS[spec.device],
+        groups,
         store=store,
         rank=spec.rank,
         world_size=spec.world,

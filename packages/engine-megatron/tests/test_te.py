@@ -103,7 +103,7 @@ def test_transformer_engine_is_told_of_torchs_cudnn(
     found = os.environ.get("CUDNN_HOME")
     monkeypatch.delenv("CUDNN_HOME", raising=False)
     assert found == {"": str(tmp_path / "nvidia" / "cudnn"), "CUDNN_HOME": "own", "CUDNN_PATH": None}[chosen]
-    assert loaded == ([] if chosen else ["libcudnn_graph.so.9", "libcudnn_adv.so.9", "libcudnn_ops.so.9"])
+    assert loaded == ([] if chosen else ["libcudnn_graph.so.9", "libcudnn_ops.so.9", "libcudnn_adv.so.9"])
 
 
 def test_absent_or_of_another_version(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:

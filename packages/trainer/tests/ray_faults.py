@@ -6,6 +6,7 @@ that worker (counted in each process), before or after its work: ``kill`` (this 
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
 import signal
@@ -46,15 +47,25 @@ NAME = _worker()
 
 
 def _strike(method: str, when: str) -> None:
-    plan = json.loads(PLAN.read_text()) if PLAN.is_file() else []
-    for fault in plan:
-        if (fault["worker"], fault["method"], fault["nth"], fault["when"]) == (NAME, method, _counts[method], when):
-            partial = PLAN.with_suffix(".partial")
-            partial.write_text(json.dumps([f for f in plan if f != fault]))  # once, whoever has the name next
-            partial.replace(PLAN)
-            if fault["do"] == "hang":
-                time.sleep(10_000)
-            os.kill(os.getpid() if fault["do"] == "kill" else fault["do"], signal.SIGKILL)
+    fault = _taken((NAME, method, _counts[method], when))
+    if fault is None:
+        return
+    if fault["do"] == "hang":
+        time.sleep(10_000)
+    os.kill(os.getpid() if fault["do"] == "kill" else fault["do"], signal.SIGKILL)
+
+
+def _taken(place: tuple[str, str, int, str]) -> dict | None:
+    """The fault of this place, which is no longer in the plan then: once, whoever has the name next."""
+    if not PLAN.is_file():
+        return None
+    with PLAN.with_suffix(".lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)  # two workers may be struck at the same time
+        plan = json.loads(PLAN.read_text())
+        found = [f for f in plan if (f["worker"], f["method"], f["nth"], f["when"]) == place]
+        if found:
+            PLAN.write_text(json.dumps([f for f in plan if f not in found]))
+    return found[0] if found else None
 
 
 def _with_faults(method, work):

@@ -26,7 +26,7 @@ def tree(folder: Path, out: Path, **sections) -> dict:
         "run": {"output_dir": str(out), "steps": 3, "seed": 3, "save_every": 1, "progress": False, "report": False,
                 "tensorboard": False},
         "reward": {"name": "sevens"}, "rollout": {"n": 4, "max_new_tokens": 4, "batch_size": 64},
-        "algorithm": {"prompts_per_step": 8, "correction": {"weight": "token", "cap": 1.3, "reject": "geometric"}},  # that it asks for log-probs
+        "algorithm": {"prompts_per_step": 8, "correction": {"weight": "token", "cap": 1.3}},
     }  # fmt: skip
     for name, values in sections.items():
         base[name] = {**base.get(name, {}), **values} if isinstance(values, dict) else values

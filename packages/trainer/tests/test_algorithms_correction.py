@@ -315,3 +315,36 @@ def test_the_watch_adds_the_sums_and_leaves_the_loss():
     seen = {k: float(v) for k, v in result.metrics.items()}
     expected = figures_of(engine, batch["rollout_log_probs"], batch["mask"], batch.cu_seqlens)
     assert mismatch_figures(seen, [watch.observed]) == pytest.approx(expected)
+
+
+@pytest.mark.parametrize(
+    "section", [CorrectionSection(weight="token", cap=1.1), CorrectionSection(weight="sequence", cap=3.0)]
+)
+def test_the_watch_corrects_by_the_log_probs_that_it_is_given(section):
+    batch, engine = loss_batch()
+    rollout = batch["rollout_log_probs"]
+    loss = PolicyLoss(on_policy=True, corrected=True)
+    given = ratios(engine, rollout, batch["mask"], batch.cu_seqlens)
+    told = correct(given, section)
+
+    def gradient(call, one):
+        log_probs = engine.clone().requires_grad_()
+        result = call(TokenOutputs(log_probs=log_probs), one)
+        return torch.autograd.grad(result.loss, log_probs)[0], result.metrics
+
+    expected, _ = gradient(loss, batch.with_fields(correction=told.weights, loss_weight=batch.loss_weight * told.kept))
+    watch = MismatchWatch(loss, section)
+    got, metrics = gradient(watch, batch)
+    assert watch.coefficients(batch) is None, "they depend on the log-probs"
+    assert len(told.weights[batch.loss_weight > 0].unique()) > 1
+    assert torch.equal(got, expected)
+    for name, value in (mismatch_sums(given, engine, rollout) | told.sums).items():
+        assert float(metrics[name]) == float(value), name
+
+
+def test_a_log_prob_that_is_no_number_makes_the_loss_none_and_raises_on_no_rank():
+    batch, engine = loss_batch()
+    broken = engine.clone()
+    broken[1] = math.nan
+    watch = MismatchWatch(PolicyLoss(on_policy=True, corrected=True), CorrectionSection(weight="token"))
+    assert math.isnan(watch(TokenOutputs(log_probs=broken), batch).loss)

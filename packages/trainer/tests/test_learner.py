@@ -118,6 +118,19 @@ def test_a_number_that_is_not_finite_on_one_rank_ends_all_with_its_name(tmp_path
     assert all(field in str(error) and "nan is not finite" in str(error) for error in ended.values())
 
 
+@pytest.mark.parametrize(("engine", "overrides", "ahead"), [
+    ({}, {}, False), ({"lora": {"dropout": 0.1}}, {}, True), ({"lora": {}}, {}, False), ({}, {"attention_dropout": 0.1}, True),
+])  # fmt: skip
+def test_with_dropout_the_log_probs_that_correct_are_inferences(sums_model, tmp_path, engine, overrides, ahead):
+    model = {"path": str(sums_model), "config_overrides": overrides}
+    config = from_tree(RLConfig, {
+        "engine": {"model": model, **engine}, "data": {"source": "d"}, "run": {"output_dir": str(tmp_path), "steps": 1},
+        "reward": {"name": "exact"}, "rollout": {"n": 2}, "algorithm": {"correction": {"weight": "token"}},
+    })  # fmt: skip
+    run = SimpleNamespace(policy=None, timers=Timers(), comm=None)
+    assert Learner(run, config)._engine_knows is ahead
+
+
 def test_a_save_that_stands_on_one_rank_alone_is_waited_for_later(tmp_path):
     """Ranks that wait for it agree on the removal of old ones: all of them do, or none."""
     world, called = Threads(2), {0: 0, 1: 0}

@@ -76,7 +76,9 @@ def test_two_engine_ranks_on_ray_give_the_bits_of_torchrun(sums_model, tmp_path,
 def test_ppo_killed_between_policy_and_critic_ends_as_one_left_alone(sums_model, tmp_path, plan):
     sections = {"algorithm": PPO, "run": {"steps": 2}}
     train_on_ray(on_ray(sums_model, tmp_path / "alone", **sections))
-    plan.write_text(json.dumps([fault("engine-1", "train", nth=3), fault("engine-0", "save", nth=2)]))
+    plan.write_text(json.dumps([
+        fault("engine-0", "infer"), fault("engine-1", "train", nth=3), fault("engine-0", "save", nth=2)
+    ]))  # fmt: skip
     train_on_ray(on_ray(sums_model, tmp_path / "out", **sections))
     assert json.loads(plan.read_text()) == []
     assert result_of(tmp_path / "out") == result_of(tmp_path / "alone")
@@ -85,7 +87,7 @@ def test_ppo_killed_between_policy_and_critic_ends_as_one_left_alone(sums_model,
 
 def test_killed_in_each_phase_beside_the_engine_it_ends_as_one_left_alone(sums_model, tmp_path, plan, alone):
     plan.write_text(json.dumps([
-        fault("engine-0", "answer", when="after"), fault("engine-1", "infer"), fault("engine-1", "train"),
+        fault("engine-0", "answer", when="after"), fault("engine-1", "train"),
         fault("engine-0", "save", when="after"), fault("engine-1", "sync", nth=2),
     ]))  # fmt: skip
     train_on_ray(on_ray(sums_model, tmp_path / "out", ray={"restarts": 5}))

@@ -237,8 +237,9 @@ def test_fully_asynchronous_staleness_is_bounded_and_a_death_loses_no_prompt(clu
     manifest = json.loads((out / "checkpoints" / "step-000006" / "manifest.json").read_text())
     state = manifest["extra"]["loop"]
     dropped = sum(r["rollout/dropped_groups"] for r in rows)
-    assert state["position"] - len(state.get("pending", [])) == 6 * 8 + dropped
-    assert len(state["pending"]) <= 2 * 8
+    pending = state.get("pending", [])  # left out where nothing is under way
+    assert state["position"] - len(pending) == 6 * 8 + dropped
+    assert len(pending) <= 2 * 8
 
 
 @pytest.mark.slow

@@ -43,7 +43,7 @@ def run(model, out, monkeypatch, **algorithm):
     seen = []
     monkeypatch.setattr("engine_trainer.rl.collect", lambda *a, **k: seen.append(collect(*a, **k)) or seen[0])
     config = {
-        "engine": {"model": {"path": str(model)}, "device": "cpu",
+        "engine": {"model": {"path": str(model)}, "device": "cpu", "memory": {"max_tokens": 64},  # several micro-batches
                    "optimizer": {"name": "torch.optim.SGD", "lr": LEARNING_RATE, "clip_norm": None}},
         "data": {"source": str(model / "train.jsonl")},
         "run": {"output_dir": str(out), "steps": 1, "seed": 3, "progress": False, "report": False, "tensorboard": False},

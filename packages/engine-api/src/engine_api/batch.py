@@ -109,16 +109,23 @@ class Batch:
     def to(self, device: Any) -> Batch:
         """The same batch on ``device``."""
         moved = {name: value.to(device, non_blocking=True) for name, value in self.fields.items()}
-        copy = object.__new__(Batch)  # already validated
+        copy = self.with_computed(**moved)
         object.__setattr__(copy, "input_ids", self.input_ids.to(device, non_blocking=True))
         object.__setattr__(copy, "cu_seqlens", self.cu_seqlens.to(device, non_blocking=True))
-        object.__setattr__(copy, "fields", MappingProxyType(moved))
-        copy.__dict__["boundaries"] = self.boundaries
         return copy
 
     def with_fields(self, **extra: torch.Tensor) -> Batch:
         """The same documents with more (or replaced) fields."""
         return Batch(input_ids=self.input_ids, cu_seqlens=self.cu_seqlens, fields={**self.fields, **extra})
+
+    def with_computed(self, **extra: torch.Tensor) -> Batch:
+        """As ``with_fields``, for a loss: what it has computed is not looked at, so that nothing waits for a device."""
+        copy = object.__new__(Batch)  # already validated
+        object.__setattr__(copy, "input_ids", self.input_ids)
+        object.__setattr__(copy, "cu_seqlens", self.cu_seqlens)
+        object.__setattr__(copy, "fields", MappingProxyType({**self.fields, **extra}))
+        copy.__dict__["boundaries"] = self.boundaries
+        return copy
 
     def check_vocabulary(self, vocab_size: int) -> None:
         """Raise ``BatchError`` for a token id outside ``[0, vocab_size)``."""

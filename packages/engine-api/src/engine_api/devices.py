@@ -207,7 +207,7 @@ class Cuda(Accelerator):
 
     def room(self) -> tuple[str, int]:
         """See ``Device.room``."""
-        return str(self.module.get_device_properties(0).uuid), self.module.mem_get_info()[0]
+        return str(self.module.get_device_properties(self.module.current_device()).uuid), self.module.mem_get_info()[0]
 
     def attention(self, compute: str) -> tuple[str, ...]:
         """FlashAttention by document (varlen) in half precision, and cuDNN's from Hopper on."""

@@ -31,6 +31,7 @@ _DISTRIBUTIONS = (
 _FP8_UNIT = 16  # cuBLAS's alignment of FP8 matrices
 # What Megatron writes for the fused backend, asserting that nothing else is there, whichever the spec.
 _BACKEND = {"NVTE_FLASH_ATTN": "0", "NVTE_FUSED_ATTN": "1", "NVTE_UNFUSED_ATTN": "0"}
+_CUDNN_FIRST = ("libcudnn_graph", "libcudnn_ops")  # what cuDNN's other parts are linked to
 FP8_TOKENS = 128  # of a rank: one block of scales, so that activations can be gathered in FP8
 
 
@@ -106,11 +107,9 @@ def share_cudnn() -> None:
         return
     home = Path(next(iter(spec.submodule_search_locations)))
     os.environ["CUDNN_HOME"] = str(home)
-    parts = sorted(
-        (home / "lib").glob("libcudnn*.so.*"), key=lambda part: (not part.name.startswith("libcudnn_graph"), part.name)
-    )
-    for part in parts:  # first what the others need
-        ctypes.CDLL(str(part), mode=ctypes.RTLD_GLOBAL)
+    parts = {part.name.partition(".")[0]: part for part in sorted((home / "lib").glob("libcudnn*.so.*"))}
+    for name in sorted(parts, key=lambda name: (name not in _CUDNN_FIRST, name)):
+        ctypes.CDLL(str(parts[name]), mode=ctypes.RTLD_GLOBAL)
 
 
 def check_environment() -> None:

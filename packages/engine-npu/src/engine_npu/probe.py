@@ -108,7 +108,7 @@ def _cann(host: Host) -> ProbeResult | None:
         return _no(f"CANN is not set up (ASCEND_HOME_PATH names no folder); {broken}", wanted)
     if host.libraries:
         return _no(f"CANN's {' and '.join(host.libraries)} are not on LD_LIBRARY_PATH; {broken}", wanted)
-    if line and line.cann and host.cann and not host.cann.startswith(f"{line.cann}."):
+    if line and line.cann and host.cann and not f"{host.cann}.".startswith(f"{line.cann}."):
         return _no(f"torch_npu {line.version} is for CANN {line.cann}, installed is {host.cann}", wanted)
     return None
 

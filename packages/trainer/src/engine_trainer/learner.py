@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -20,6 +21,7 @@ from engine_trainer.critic import Critic
 from engine_trainer.experience import is_stale, shaped_rewards
 from engine_trainer.groups import Trained, agreed, divide
 from engine_trainer.mismatch import MismatchWatch, apply, largest_of, mismatch_figures, mismatch_sums
+from engine_trainer.models import draws_dropout
 from engine_trainer.reference import Reference, log_probs_of
 from engine_trainer.replica import Answer, Group
 from engine_trainer.runtime import Run
@@ -132,16 +134,20 @@ class Learner:
 
     # --- before the updates ---------------------------------------------------------------------
 
+    @cached_property
+    def _dropout(self) -> bool:
+        return draws_dropout(self.config.engine)
+
     @property
     def _engine_knows(self) -> bool:
         """Whether the engine's log-probs are computed before the first update, because something reads them there.
 
-        With a single update they are those of its own forward pass, which is weighted there (``MismatchWatch``). What is
-        rejected has to be known before it: an update without any token is none.
+        With a single update they are those of its own forward pass, which is weighted there (``MismatchWatch``), unless dropout
+        makes others of them. What is rejected has to be known before it: an update without any token is none.
         """
-        rejects = self.config.algorithm.correction.reject != "none"
-        read = not self.loss.on_policy or self.credit.kl_in_reward or rejects
-        return read and self.config.algorithm.old_log_probs == "engine"
+        algorithm = self.config.algorithm
+        ahead = algorithm.correction.reject != "none" or (algorithm.correction.enabled and self._dropout)
+        return (not self.loss.on_policy or self.credit.kl_in_reward or ahead) and algorithm.old_log_probs == "engine"
 
     def _divide(self, groups: Sequence[Group], rewards: torch.Tensor) -> list[_MiniBatch]:
         """Whole groups to mini-batches, and of each mini-batch a part of about equal tokens to each rank."""

@@ -82,8 +82,8 @@ def largest_of(given: Ratios) -> float:
 class MismatchWatch:
     """A loss that also gives ``mismatch_sums``, of its own log-probs and the fields ``rollout_log_probs`` and ``mask``.
 
-    For the first update, where the engine's log-probs were not computed before it: those of the update's own forward pass are the
-    same. With ``correction`` it is also corrected by them, see ``apply``.
+    For the first update, where the engine's log-probs were not computed before it: without dropout those of the update's own
+    forward pass are the same. With ``correction`` it is also corrected by them, see ``apply``.
     """
 
     def __init__(self, loss: LossFn, correction: CorrectionSection | None = None) -> None:
@@ -113,7 +113,7 @@ class MismatchWatch:
 def apply(batch: Batch, given: Ratios, section: CorrectionSection) -> tuple[Batch, dict[str, torch.Tensor]]:
     """``batch`` with its rollout corrected, and the sums for ``correction_figures``."""
     result = correct(given, section)
-    return batch.with_fields(correction=result.weights, loss_weight=batch.loss_weight * result.kept), result.sums
+    return batch.with_computed(correction=result.weights, loss_weight=batch.loss_weight * result.kept), result.sums
 
 
 def _exp(value: torch.Tensor) -> torch.Tensor:

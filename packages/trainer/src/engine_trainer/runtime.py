@@ -190,6 +190,8 @@ class Run:
             with self.timers.phase("save"):
                 extra = {"kind": self.kind, "config": self._fingerprint(), "loop": {**state, "step": step}}
                 self.checkpoints.save(self.policy, self.comm, step, extra, self.beside)
+        if last and self.checkpoints.saved != step:
+            self.log.say("no checkpoint of the last step: run.save_last is false")
         if self.interrupted and not last:
             self.log.say(f"stopped after step {step} of {self.total_steps}, saved; the same command goes on from there")
 

@@ -147,7 +147,7 @@ class RunSection:
     seed: int = 0
     log_every: int = 1
     save_every: int = 0  # 0: only at the end
-    save_last: bool = True  # a checkpoint at the end; false: nothing can go on from there
+    save_last: bool = True  # a checkpoint at the end; false: only those of save_every
     keep: int = 2  # newest checkpoints; 0: all
     resume: str = "auto"  # auto | never | a checkpoint folder
     save_hf: bool = True  # a Hugging Face folder at the end, output_dir/hf

@@ -256,6 +256,9 @@ def _explained(error: Exception) -> RolloutError:
     if "CuMem allocator" in text:
         return RolloutError("vLLM did not start: another rollout of this process still has memory that can sleep", where=WHERE,
                             why=text, remedy="rollout.options.memory_saver=false, or a process for each rollout")  # fmt: skip
+    if "memory profiling" in text:  # vLLM 0.26: memory came free while it measured what it needs itself
+        return RolloutError("vLLM did not start: the device's memory was used by others meanwhile", where=WHERE, why=text,
+                            remedy="start one process at a time on a device")  # fmt: skip
     memory = isinstance(error, torch.OutOfMemoryError) or "memory" in text.lower()
     remedy = (
         "free the device, or lower rollout.options.gpu_memory_utilization, max_model_len, kv_cache_bytes or batch_size"
