@@ -137,6 +137,13 @@ def test_heads_are_split_over_ranks_or_refused(heads: int, kv_heads: int, ranks:
         check_heads(config, ranks)
 
 
+@pytest.mark.parametrize(("lengths", "kernel"), [
+    ([512, 512], "cudnn"), ([511, 511], "varlen"), ([4096, 4000], "varlen"), ([9000, 8000], "cudnn"), ([20000, 3, 5], "varlen"),
+])  # fmt: skip
+def test_plans_are_made_for_lengths_that_come_again_or_are_long(lengths, kernel):
+    assert build_packing(lengths, "auto", torch.device("cpu")).kernel == kernel
+
+
 def test_kernels_are_chosen_or_refused_by_name() -> None:
     assert choose_kernel("auto", "cpu", "bfloat16") == "sdpa"
     with pytest.raises(ConfigError, match="unknown kernel"):

@@ -334,10 +334,28 @@ def test_two_ranks_killed_and_resumed_equal_two_ranks_left_alone_and_agree_with_
     assert process.returncode == 0, text
     assert same(outs["two"] / "hf", outs["killed"] / "hf")
     assert rows_of(outs["killed"]) == rows_of(outs["two"])
-    # One rank draws the same answers, so that the two runs differ by rounding alone.
-    for a, b in zip(rows_of(outs["one"]), rows_of(outs["two"]), strict=True):
+    differ_by_rounding(outs["one"], outs["two"])
+
+
+def differ_by_rounding(one, two):
+    """One rank draws the same answers as two."""
+    for a, b in zip(rows_of(one), rows_of(two), strict=True):
         assert a.keys() == b.keys()
         for key in a:
             assert a[key] == pytest.approx(b[key], rel=1e-3, abs=1e-6), (a["step"], key)
-    for name, weight in tensors_of(outs["one"] / "hf").items():
-        torch.testing.assert_close(tensors_of(outs["two"] / "hf")[name], weight, atol=1e-4, rtol=1e-3)
+    for name, weight in tensors_of(one / "hf").items():
+        torch.testing.assert_close(tensors_of(two / "hf")[name], weight, atol=1e-4, rtol=1e-3)
+
+
+@pytest.mark.slow
+@pytest.mark.distributed
+def test_two_ranks_that_correct_in_the_update_agree_with_one(folder, tmp_path):
+    """Weights alone come from the update's own log-probs, in several micro-batches; their sums are of all ranks."""
+    sections = {"run": {"steps": 4}, "rollout": {"name": "shifted"}, "engine": {"memory": {"max_tokens": 64}},
+                "algorithm": {"correction": {"weight": "sequence", "cap": 1.5}}}  # fmt: skip
+    for ranks in (1, 2):
+        process = start(tmp_path, tree(folder, tmp_path / str(ranks), **sections), ranks)
+        text, _ = process.communicate(timeout=240)
+        assert process.returncode == 0, text
+    differ_by_rounding(tmp_path / "1", tmp_path / "2")
+    assert all(0 < row["correction/ess"] < 0.999 for row in rows_of(tmp_path / "2") if row["step"])

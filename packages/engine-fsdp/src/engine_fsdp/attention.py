@@ -31,8 +31,9 @@ from engine_fsdp.parallel import heads_to_sequence, sequence_to_heads
 
 NAME = "engine_fsdp_packed"
 KERNELS = ("sdpa", "varlen", "cudnn")
-# Below these lengths cuDNN's launches and plans cost more than its kernels gain (docs/benchmarks.md).
-_CUDNN_EQUAL, _CUDNN_MEAN = 512, 1024
+# Below these lengths cuDNN's launches and plans cost more than its kernels gain (docs/benchmarks.md). A plan is made for each
+# new length: where lengths differ, as those of answers do, few of them come again.
+_CUDNN_EQUAL, _CUDNN_MEAN = 512, 8192
 
 _HAS_GQA = "enable_gqa" in inspect.signature(varlen_attn).parameters
 
