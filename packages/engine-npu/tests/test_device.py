@@ -50,6 +50,8 @@ def test_torch_npu_is_there_before_a_group_is_made(monkeypatch: pytest.MonkeyPat
     with pytest.raises(PluginLoadError, match="torch_npu could not be imported"):
         ensure_process_group("npu", timeout_s=1)
     assert not dist.is_initialized()
+    with pytest.raises(PluginLoadError, match="torch_npu could not be imported"):
+        Npu().current()  # a process without a group: torch may have been told not to load it
 
 
 def test_its_room_is_the_device_s(monkeypatch: pytest.MonkeyPatch) -> None:

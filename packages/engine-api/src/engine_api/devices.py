@@ -157,7 +157,7 @@ class Accelerator(Device):
         local, count = int(os.environ["LOCAL_RANK"]), int(self.module.device_count())
         if local >= count:
             raise ConfigError("device", f"LOCAL_RANK is {local}, but {count} {self.name} devices are visible",
-                              remedy=f"start one process a device: torchrun --nproc-per-node, {self.visible}")  # fmt: skip
+                              remedy=f"give each process a device: torchrun --nproc-per-node, ray.gpus_per_worker, {self.visible}")  # fmt: skip
         self.module.set_device(local)
 
     def current(self) -> torch.device:

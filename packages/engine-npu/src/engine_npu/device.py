@@ -29,6 +29,13 @@ class Npu(Accelerator):
         if npu_is_simulated():  # its tensors lie on the host
             self.process_groups, self.pins_memory, self.has_streams = "cpu:gloo,npu:gloo", False, False
 
+    @property
+    def module(self) -> Any:
+        """``torch.npu``, for which torch_npu is imported: torch does not where ``TORCH_DEVICE_BACKEND_AUTOLOAD=0``."""
+        if not npu_is_simulated():
+            load()
+        return super().module
+
     def probe(self) -> ProbeResult:
         """See ``probe_stack``."""
         return probe_stack()
