@@ -117,8 +117,8 @@ def check_docs(session: nox.Session) -> None:
 
 def unit_commands(session: nox.Session) -> list[tuple[str, ...]]:
     """Tests of the repository and of each package, the longest first."""
-    folders = [TRAINER, *(folder for folder in [SUITE, *packages(), ".", EXAMPLE] if folder != TRAINER)]
-    found = [folder for folder in dict.fromkeys(folders) if (ROOT / folder / "tests").is_dir()]
+    folders = dict.fromkeys([TRAINER, SUITE, *packages(), ".", EXAMPLE])
+    found = [folder for folder in folders if (ROOT / folder / "tests").is_dir()]
     return [("pytest", "-q", f"{folder}/tests", *session.posargs) for folder in found]
 
 

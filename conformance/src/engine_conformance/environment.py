@@ -14,7 +14,7 @@ import engine_conformance
 from engine_api.devices import cuda_devices, cuda_is_simulated, npu_is_simulated
 from engine_api.plugin import CONTRACT
 
-__all__ = ["SHIMMED", "SIMULATED", "devices_of", "environment", "suite"]
+__all__ = ["SHIMMED", "SIMULATED", "devices_of", "environment", "reported", "suite"]
 
 SHIMMED = "cpu (shimmed)"  # how a report names a CPU that answered in CUDA's place
 SIMULATED = "simulated"  # how a report names a device that is made of CPU tensors
@@ -30,6 +30,11 @@ def suite() -> dict[str, str]:
         digest.update(path.relative_to(root).as_posix().encode() + b"\0")
         digest.update(hashlib.sha256(path.read_bytes()).digest())
     return {"version": engine_conformance.__version__, "contract": CONTRACT, "digest": digest.hexdigest()}
+
+
+def reported(device: str) -> str:
+    """How a report names a device that cases were asked for on."""
+    return SIMULATED if device == "npu" and npu_is_simulated() else device
 
 
 def environment(*distributions: str) -> dict[str, str]:

@@ -10,11 +10,10 @@ from pathlib import Path
 from typing import Any
 
 from engine_api.config import Parallelism
-from engine_api.devices import npu_is_simulated
 from engine_api.errors import PluginError
 from engine_api.registry import EngineRegistry, Resolution, RolloutRegistry
 from engine_conformance.cases import Case, Target, load_cases
-from engine_conformance.environment import SIMULATED, devices_of
+from engine_conformance.environment import devices_of, reported
 from engine_conformance.errors import CannotRun, UsageError
 from engine_conformance.results import Setting
 
@@ -59,8 +58,7 @@ class Selection:
 
     def as_dict(self) -> dict[str, Any]:
         """For a report: what differs from the defaults of `Parallelism` is all that is said of the layout."""
-        device = SIMULATED if self.device == "npu" and npu_is_simulated() else self.device
-        return asdict(self) | {"device": device, "layout": changed(self.layout)}
+        return asdict(self) | {"device": reported(self.device), "layout": changed(self.layout)}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -75,8 +73,7 @@ class Item:
     def setting(self) -> Setting:
         """As the report has it."""
         one = self.target
-        device = SIMULATED if one.device == "npu" and npu_is_simulated() else one.device
-        return Setting(model_type=one.model_type, device=device, world=one.world, dtype=one.dtype)
+        return Setting(model_type=one.model_type, device=reported(one.device), world=one.world, dtype=one.dtype)
 
 
 def changed(layout: Parallelism) -> dict[str, int]:

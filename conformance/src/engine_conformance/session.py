@@ -90,16 +90,7 @@ def _group(item: Item) -> str:
 def repeat_command(item: Item, selection: Selection) -> str:
     """The line that runs this case again."""
     one, parts = item.setting, ["engine-conformance", "run", selection.name, "--case", item.case.id]
-    parts += [
-        "--model-type",
-        one.model_type,
-        "--device",
-        item.target.device,
-        "--world",
-        str(one.world),
-        "--dtype",
-        one.dtype,
-    ]
+    parts += ["--model-type", one.model_type, "--device", item.target.device, "--world", str(one.world), "--dtype", one.dtype]  # fmt: skip
     layout = ",".join(f"{name}={size}" for name, size in changed(selection.layout).items())
     given = {"--profile": item.case.profile if item.case.profile != "engine" else None, "--parallelism": layout,
              "--partner": selection.partner, "--plugin": selection.plugin}  # fmt: skip
