@@ -120,6 +120,11 @@ def test_a_failed_start_leaves_no_compiled_model(model: str) -> None:
     assert (hooks, held) == (0, [])
 
 
+def test_memory_that_others_used_meanwhile_is_not_called_too_little() -> None:
+    text = "Error in memory profiling. Initial free memory 135.05 GiB, current free memory 136.26 GiB."
+    refused(call(peers.explained, text=text), "used by others meanwhile", "one process at a time")
+
+
 def test_what_cannot_start_says_why(model: str) -> None:
     refused(call(peers.refused, model=model, enforce_eagre=True), "enforce_eager", kind=ConfigError)
     refused(call(peers.refused, model=model, dtype="float8"), "float8", kind=ConfigError)

@@ -79,6 +79,13 @@ def refused(model: str, **arguments: Any) -> EngineError | None:
     return error_of(make)
 
 
+def explained(text: str) -> EngineError:
+    """What is said of a start that vLLM ended with ``text``."""
+    from rollout_fp8.vllm import start
+
+    return start._explained(AssertionError(text))
+
+
 def left_by_failed_start(model: str) -> tuple[EngineError | None, int, list[str]]:
     """Of a start that fails once the model is built and compiled: hooks of Dynamo, and who holds the model's layers."""
     hooks = len(convert_frame._bytecode_hooks)
