@@ -136,6 +136,7 @@ def test_a_hole_in_the_mapping_is_found() -> None:
     ({"layers": 3}, (1, 1, 2), "parallelism.pp"), ({"layers": 6}, (1, 1, 2, 1, 1, 2), "options.virtual_stages"),
     ({}, (1, 2, 1, 2), "parallelism.ep"), ({"experts": 5}, (1, 2, 1, 2), "parallelism.ep"),
     ({"experts": 4, "expert_intermediate": 9}, (2, 1, 1), "options.expert_tensor_parallel"), ({"vocab_size": 3}, (4, 1, 1), "options.vocabulary_multiple"),
+    ({"heads": 4, "kv_heads": 3}, (1, 1, 1), "model.path"),
 ])  # fmt: skip
 def test_a_layout_that_does_not_divide_is_refused(changes: Any, sizes: tuple[int, ...], field: str) -> None:
     with pytest.raises(ConfigError) as caught:

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoModelForTokenClassification
 
 from engine_api import Batch, EngineConfig, EngineRegistry, ModelSource, OptimizerConfig, Parallelism, sft_loss
@@ -267,6 +267,9 @@ def test_files_that_do_not_belong(folder: Path) -> None:
     config = ModelSource(path=str(folder), config_overrides={"intermediate_size": 64})
     with pytest.raises(ConfigError, match="says"):
         EngineRegistry.create(backend="megatron", device="cpu", config=EngineConfig(model=config)).initialize()
+    stored, name = load_file(folder / "model.safetensors"), "model.layers.1.mlp.up_proj.weight"
+    save_file(stored | {name: stored[name].to(torch.int8)}, folder / "model.safetensors")
+    assert f"{name} is stored as I8" in str(refusal(folder))
     (folder / "model.safetensors").write_bytes(b"x")
     assert "cannot be read" in str(refusal(folder))
     (folder / "model.safetensors").unlink()

@@ -90,6 +90,9 @@ def check_layout(shape: Shape, layout: Layout, multiple: int) -> None:
     if rows * (layout.tensor - 1) >= shape.vocab_size:
         raise ConfigError("options.vocabulary_multiple", f"{multiple} x tp {layout.tensor} leaves a rank nothing but padding",
                           why=f"there are {shape.vocab_size} tokens", remedy="choose a smaller one")  # fmt: skip
+    if shape.heads % shape.kv_heads:
+        raise ConfigError("model.path", f"{shape.heads} attention heads cannot share {shape.kv_heads} key-value heads",
+                          remedy="set num_key_value_heads in config.json to one that divides num_attention_heads")  # fmt: skip
     heads = {"attention heads": shape.heads, "key-value heads": shape.kv_heads}
     sizes = {
         "parallelism.tp": (layout.tensor, heads | ({} if shape.experts else {"intermediate size": shape.intermediate})),
@@ -175,6 +178,9 @@ def attach(table: Sequence[Weight], chunks: nn.Module, layout: Layout) -> None:
         weight.param.allreduce = weight.owner is None or not layout.spreads_experts  # type: ignore[attr-defined]
 
 
+_FLOATING = ("F64", "F32", "F16", "BF16")  # as safetensors names them
+
+
 class Files:
     """The safetensors files of a folder. Names and shapes are checked without reading a weight."""
 
@@ -191,7 +197,12 @@ class Files:
             raise ConfigError("model.path", f"{self.folder} lacks {len(missing)} tensors: {', '.join(missing[:3])} …",
                               remedy="use the folder that save_pretrained wrote for this config.json")  # fmt: skip
         for weight in (w for w in table if w.name in self.handles):
-            there = tuple(self.handles[weight.name].get_slice(weight.name).get_shape())
+            stored = self.handles[weight.name].get_slice(weight.name)
+            there = tuple(stored.get_shape())
+            if stored.get_dtype() not in _FLOATING:
+                raise ConfigError("model.path", f"{weight.name} is stored as {stored.get_dtype()}",
+                                  why="this engine reads floating-point weights as they are, not quantized ones",
+                                  remedy="use the model's bf16, fp16 or fp32 files")  # fmt: skip
             if there != weight.shape:
                 raise ConfigError("model.path", f"{weight.name} is {there}, config.json says {weight.shape}",
                                   remedy="use files and config.json of the same model")  # fmt: skip
