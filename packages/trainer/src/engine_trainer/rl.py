@@ -59,6 +59,7 @@ def train_rl(config: RLConfig, launcher: Launcher | None = None) -> Outcome:
         speed = of_config(run.engine_config, run.device, ranks)
         state = run.resume(len(train))
         learner.restore(state.get("learner", {}))
+        sampler.failures.restore(state.get("failures", {}))
         learner.rest()
         if state["step"] == 0 and (start := train.figures() | evaluator.measure(0)):
             run.log.write(0, start)
@@ -66,6 +67,7 @@ def train_rl(config: RLConfig, launcher: Launcher | None = None) -> Outcome:
         with closing(_source(run, config, sampler, learner, train, order, state)) as source:
             for step in run.steps(state["step"]):
                 experience = source.take(step)
+                sampler.failures.count(experience.generated)
                 metrics = experience.metrics | sampler.synced | learner.learn(experience.groups)
                 metrics |= _speed(run, experience, metrics.get("train/tokens", 0.0), speed) | {
                     "train/epoch": experience.position / len(train)
@@ -73,9 +75,13 @@ def train_rl(config: RLConfig, launcher: Launcher | None = None) -> Outcome:
                 if config.eval and (step == run.total_steps or (config.eval.every and step % config.eval.every == 0)):
                     source.settle()
                     metrics |= evaluator.measure(step)
-                run.end_step(
-                    step, metrics, {**experience.state, "rows": len(train), "learner": learner.state}, show=SHOW
-                )
+                state = {
+                    **experience.state,
+                    "rows": len(train),
+                    "learner": learner.state,
+                    "failures": sampler.failures.state,
+                }
+                run.end_step(step, metrics, state, show=SHOW)
         learner.close()
         sampler.close()
         return run.finish(tokenizer.tokenizer)

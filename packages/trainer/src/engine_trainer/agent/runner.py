@@ -93,17 +93,15 @@ class AgentLoop:
             if isinstance(error, TimeoutError) and clock.expired():
                 log.warning("agent.function took longer than %s s: %.200r", self.section.timeout_s, episode.prompt.text)
                 return episode.close("timeout")
-            self._fail(episode, error)
-            return episode.close("failed")
+            return episode.close("failed", self._fail(episode, error))
 
-    def _fail(self, episode: Episode, error: Exception) -> None:
+    def _fail(self, episode: Episode, error: Exception) -> str:
         self._failures += 1
         said = f"it raised {type(error).__name__}: {error}"
         if self._failures > self.section.max_failures:
-            counted = f"; failed trajectories: {self._failures}" if self.section.max_failures else ""
-            raise AgentError(said + counted, where="agent.function", why=f"problem {episode.prompt.text[:400]!r}",
-                             remedy="mend it; agent.max_failures lets some trajectories end there") from error  # fmt: skip
+            raise AgentError.failed(said, episode.prompt, self._failures, self.section.max_failures) from error
         log.warning("agent.function failed, the trajectory ends there: %s", said)
+        return said
 
 
 def _load(target: str, kwargs: Mapping[str, Any]) -> AgentFn:
