@@ -69,9 +69,9 @@ class EngineWorker(Worker):
 
     # --- engines --------------------------------------------------------------------------------
 
-    def resolve(self, section: EngineSection) -> tuple[str, frozenset[Capability]]:
+    def resolve(self, section: EngineSection, beside: EngineSection | None) -> tuple[str, frozenset[Capability]]:
         """See ``Launcher.resolve``; alone."""
-        return self.spmd.resolve(section)
+        return self.spmd.resolve(section, beside)
 
     def make_engine(self, section: EngineSection, config: EngineConfig, device: str) -> Topology:
         """One more engine; later calls name it by its number, from 0."""
