@@ -133,10 +133,14 @@ class Replica:
         with self.timers.phase("generate"):
             said = agent.run(self.rollout, prompts, sampling)
         with self.timers.phase("reward"):
-            scores = iter(
-                self.scorer.score([sample_of(p, t) for p, row in zip(prompts, said, strict=True) for t in row])
-            )
-            return [[_answer_of(t, next(scores)) for t in row] for row in said]
+            pairs = [(p, t) for p, row in zip(prompts, said, strict=True) for t in row]
+            answers = iter(self.judge_trajectories(pairs))
+            return [[next(answers) for _ in row] for row in said]
+
+    def judge_trajectories(self, said: Sequence[tuple[Prompt, Trajectory]]) -> list[Answer]:
+        """Each conversation, with its problem, with its reward."""
+        scores = self.scorer.score([sample_of(prompt, trajectory) for prompt, trajectory in said])
+        return [_answer_of(trajectory, score) for (_, trajectory), score in zip(said, scores, strict=True)]
 
     def close(self) -> None:
         """Close the rollout, and end the processes that judge; idempotent."""

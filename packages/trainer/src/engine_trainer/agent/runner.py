@@ -11,7 +11,7 @@ from typing import Any, cast
 
 from engine_api.errors import ConfigError, EngineError
 from engine_api.rollout import AsyncRollout, Rollout, SamplingParams
-from engine_trainer.agent.episode import AgentError, Episode, EpisodeOver, Trajectory
+from engine_trainer.agent.episode import AgentError, Episode, EpisodeOver, Generator, Trajectory
 from engine_trainer.agent.generators import Batched, Submitted
 from engine_trainer.data import ChatTokenizer, Prompt
 from engine_trainer.functions import is_async, load_function, require_arguments
@@ -66,9 +66,11 @@ class AgentLoop:
             await asyncio.gather(*tasks, return_exceptions=True)
         return found
 
-    def _episode(
-        self, number: int, prompt: Prompt, generator: Submitted | Batched, sampling: SamplingParams
-    ) -> Episode:
+    async def converse(self, number: int, prompt: Prompt, generator: Generator, sampling: SamplingParams) -> Trajectory:
+        """One trajectory, of whichever number. Raises as ``run``."""
+        return await self._one(self._episode(number, prompt, generator, sampling))
+
+    def _episode(self, number: int, prompt: Prompt, generator: Generator, sampling: SamplingParams) -> Episode:
         return Episode(number, prompt, generator, self.tokenizer, max_tokens=sampling.max_new_tokens,
                        max_turns=self.section.max_turns, max_turn_tokens=self.section.max_turn_tokens)  # fmt: skip
 
