@@ -7,21 +7,27 @@ import os
 import statistics
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 import yaml
 from rl_runs import SEVENS, configure, rows_of, same, tensors_of, tree
 
-from engine_api.errors import CheckpointMissing, ConfigError
+from engine_api.capabilities import Capability
+from engine_api.errors import CheckpointMissing, ConfigError, UnsupportedCapability
+from engine_api.registry import EngineRegistry
 from engine_trainer.algorithms.losses import PolicyLoss
 from engine_trainer.config import AlgorithmSection, RLConfig
+from engine_trainer.critic import check_critic
 from engine_trainer.experience import collect
 from engine_trainer.learner import policy_loss
 from engine_trainer.loading import from_tree
 from engine_trainer.rewards import RewardError, register
 from engine_trainer.rl import train_rl
+from engine_trainer.sections import EngineSection
 from engine_trainer.spmd import Spmd, SpmdEngines
 
 pytest.importorskip("engine_fsdp", reason="the loop needs an engine")
@@ -251,19 +257,48 @@ def test_reference_and_critic_leave_the_device_to_the_rollout(sums_model, tmp_pa
     assert others == [["offload", *["reload", "offload"] * 2]] * 2
 
 
-def test_a_critic_over_other_ranks_than_the_policys_is_refused(sums_model, tmp_path, monkeypatch):
-    real = Spmd.engines
-
-    def engines(self, section, config, device):
-        made = real(self, section, config, device)
-        if section.model_type == "value_model":
-            made.dp_size = 2
-        return made
-
-    monkeypatch.setattr(Spmd, "engines", engines)
-    with pytest.raises(ConfigError, match="2 data-parallel ranks, the policy has 1") as caught:
-        train_rl(configure(sums_model, tmp_path / "out", algorithm={"prompts_per_step": 8, **GAE}))
+@pytest.mark.parametrize(
+    ("sizes", "ranks"), [({"ulysses": 2}, 1), ({"ulysses": 2}, 3), ({"dp_shard": 2}, 4), ({"dp_replicate": 4}, 2)]
+)
+def test_sizes_of_a_critic_that_make_no_world_are_refused_before_anything_is_loaded(
+    sums_model, tmp_path, monkeypatch, sizes, ranks
+):
+    critic = {**GAE["critic"], "parallelism": sizes}
+    config = configure(sums_model, tmp_path / "out", algorithm={"prompts_per_step": 8, **GAE, "critic": critic})
+    monkeypatch.setenv("WORLD_SIZE", str(ranks))
+    monkeypatch.setattr(Spmd, "engines", lambda *_: pytest.fail("an engine was made"))
+    with pytest.raises(ConfigError, match=f"does not make a world of {ranks}") as caught:
+        train_rl(config)
     assert caught.value.field == "algorithm.critic.parallelism"
+
+
+def test_sizes_of_a_critic_that_make_the_world_are_taken(sums_model, tmp_path):
+    for sizes, ranks in (({"ulysses": 2}, 4), ({"tp": 2, "pp": 2, "dp_shard": 3}, 12), ({"dp_replicate": 2}, 2)):
+        critic = {**GAE["critic"], "parallelism": sizes}
+        found = SimpleNamespace(resolve=lambda *_: ("cpu", frozenset(Capability)))
+        check_critic(configure(sums_model, tmp_path, algorithm={**GAE, "critic": critic}), found, ranks)
+
+
+def test_what_the_critics_engine_does_not_do_is_refused_before_anything_is_loaded(sums_model, tmp_path, monkeypatch):
+    monkeypatch.setattr(Spmd, "engines", lambda *_: pytest.fail("an engine was made"))
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    critic = {**GAE["critic"], "parallelism": {"tp": 2}}
+    with pytest.raises(UnsupportedCapability, match="tp"):
+        train_rl(configure(sums_model, tmp_path / "out", algorithm={"prompts_per_step": 8, **GAE, "critic": critic}))
+
+
+def test_engines_that_share_their_process_groups_are_refused_with_other_sizes(sums_model, tmp_path, monkeypatch):
+    monkeypatch.setattr(Spmd, "engines", lambda *_: pytest.fail("an engine was made"))
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    plugin = EngineRegistry.resolve(model_type="value_model", backend="fsdp2", device="cpu").plugin
+    shared = SimpleNamespace(plugin=replace(plugin, one_layout=True), device="cpu")
+    monkeypatch.setattr("engine_trainer.spmd.EngineRegistry.resolve", lambda **_: shared)
+    critic = {**GAE["critic"], "parallelism": {"ulysses": 2}}
+    with pytest.raises(ConfigError, match="ulysses 2, beside an engine of data-parallel ranks alone") as caught:
+        train_rl(configure(sums_model, tmp_path / "out", algorithm={"prompts_per_step": 8, **GAE, "critic": critic}))
+    assert caught.value.field == "algorithm.critic.parallelism"
+    assert "another backend" in caught.value.remedy
+    Spmd().resolve(*(from_tree(EngineSection, {"model": {"path": str(sums_model)}}) for _ in range(2)))
 
 
 # --- several processes --------------------------------------------------------------------------
@@ -281,29 +316,56 @@ def launch(tmp_path: Path, config: dict, ranks: int) -> None:
     assert done.returncode == 0, done.stderr[-3000:]
 
 
-@pytest.mark.slow
-@pytest.mark.distributed
-def test_two_ranks_agree_with_one(sums_model, tmp_path):
-    algorithm = {**SETTINGS["adaptive"], "prompts_per_step": 8, "mini_batches": 2, "epochs": 2}
-    for ranks in (1, 2):
-        launch(tmp_path, tree(sums_model, tmp_path / str(ranks), run={"steps": 5}, algorithm=algorithm), ranks)
-    for a, b in zip(rows_of(tmp_path / "1"), rows_of(tmp_path / "2"), strict=True):
+def agree(got: Path, want: Path) -> None:
+    """Figures, weights of the policy; the same up to the order of sums."""
+    for a, b in zip(rows_of(want), rows_of(got), strict=True):
         assert a.keys() == b.keys()
         for key in a:
             assert a[key] == pytest.approx(b[key], rel=2e-3, abs=1e-6), (a["step"], key)
-    left, right = (tensors_of(tmp_path / n / "hf") for n in ("1", "2"))
+    left, right = (tensors_of(folder / "hf") for folder in (want, got))
     for name, weight in left.items():
         torch.testing.assert_close(right[name], weight, atol=1e-4, rtol=1e-3)
 
 
 @pytest.mark.slow
 @pytest.mark.distributed
-def test_on_ray_it_is_bit_for_bit_what_it_is_under_torchrun(sums_model, tmp_path, monkeypatch):
+def test_two_ranks_agree_with_one(sums_model, tmp_path):
+    algorithm = {**SETTINGS["adaptive"], "prompts_per_step": 8, "mini_batches": 2, "epochs": 2}
+    for ranks in (1, 2):
+        launch(tmp_path, tree(sums_model, tmp_path / str(ranks), run={"steps": 5}, algorithm=algorithm), ranks)
+    agree(tmp_path / "2", tmp_path / "1")
+
+
+OTHER_SIZES = [({}, {"ulysses": 2}), ({"ulysses": 2}, {"ulysses": 1}), ({"ulysses": 2}, {"ulysses": 2})]
+
+
+@pytest.mark.slow
+@pytest.mark.distributed
+@pytest.mark.parametrize(("policy", "critic"), OTHER_SIZES)
+def test_a_critic_of_another_data_parallel_size_agrees_with_one_rank(sums_model, tmp_path, policy, critic):
+    algorithm = {**SETTINGS["adaptive"], "prompts_per_step": 8, "mini_batches": 2, "epochs": 2}
+    one = tree(sums_model, tmp_path / "one", algorithm=algorithm)
+    algorithm = {**algorithm, "critic": {**GAE["critic"], "parallelism": critic}}
+    two = tree(sums_model, tmp_path / "two", algorithm=algorithm)
+    two["engine"] = {**two["engine"], "parallelism": policy}
+    for config, ranks in ((one, 1), (two, 2)):
+        launch(tmp_path, config, ranks)
+    agree(tmp_path / "two", tmp_path / "one")
+
+
+@pytest.mark.slow
+@pytest.mark.distributed
+@pytest.mark.parametrize("sizes", OTHER_SIZES[:2])
+def test_on_ray_it_is_bit_for_bit_what_it_is_under_torchrun(sums_model, tmp_path, monkeypatch, sizes):
     pytest.importorskip("ray")
     (tmp_path / "rewards_of_sevens.py").write_text(SEVENS)
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")]))
     algorithm = {**SETTINGS["adaptive"], "prompts_per_step": 8, "mini_batches": 2, "epochs": 2}
+    policy, critic = sizes
+    algorithm["critic"] = {**GAE["critic"], "parallelism": critic}
     trees = {name: tree(sums_model, tmp_path / name, algorithm=algorithm) for name in ("ranks", "ray")}
+    for one in trees.values():
+        one["engine"] = {**one["engine"], "parallelism": policy}
     trees["ray"] |= {"launcher": "ray", "ray": {"engines": 2, "imports": ["rewards_of_sevens"]}}
     for name, ranks in (("ranks", 2), ("ray", 1)):
         launch(tmp_path, trees[name], ranks)

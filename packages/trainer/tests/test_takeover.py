@@ -15,11 +15,16 @@ import yaml
 from safetensors.torch import load_file
 
 from engine_api.devices import SIMULATED_CUDA
+from engine_api.errors import ConfigError
 from engine_api.manifest import read_manifest
 from engine_conformance.cases._state import read_state
 from engine_conformance.fixtures import TinyModel, write_checkpoint
 from engine_conformance.ranks import RankPool
+from engine_trainer.config import RLConfig
+from engine_trainer.loading import load_config
 from engine_trainer.logs import read_metrics
+from engine_trainer.rl import train_rl
+from engine_trainer.spmd import Spmd
 
 STEPS = 8
 NEAR = 2e-4  # of a tensor's largest element
@@ -86,8 +91,8 @@ def file(sft_file: Path, model_folder: Path) -> Path:
     return sft_file
 
 
-def checkpoint(folder: Path) -> Path:
-    return folder / "checkpoints" / (folder / "checkpoints" / "latest").read_text().strip()
+def checkpoint(folder: Path, part: str = "") -> Path:
+    return folder / "checkpoints" / part / (folder / "checkpoints" / "latest").read_text().strip()
 
 
 def assert_same_state(got: Path, want: Path) -> None:
@@ -156,6 +161,61 @@ def test_a_recipe_gives_the_same_figures_with_another_backend(
         assert [set(row) for row in rows[name]] == [set(row) for row in rows["fsdp2"]]
         for row, want in zip(rows[name], rows["fsdp2"], strict=True):
             assert row == pytest.approx(want, rel=1e-3, abs=1e-4), f"{name}, step {row['step']}"
+
+
+def value_folder(tmp_path: Path) -> Path:
+    """A value model of the policy's shape, with a head that is not small."""
+    from transformers import AutoConfig, AutoModelForTokenClassification
+
+    config = AutoConfig.from_pretrained(tmp_path / "model", num_labels=1)
+    with torch.random.fork_rng():
+        torch.manual_seed(5)
+        AutoModelForTokenClassification.from_config(config).save_pretrained(tmp_path / "values")
+    return tmp_path / "values"
+
+
+PPO = ["algorithm.advantage=gae", "algorithm.lam=0.9", "algorithm.mini_batches=2", "eval=null",
+       "algorithm.critic={backend: fsdp2, optimizer: {lr: 1.0e-3, eps: 1.0e-5}, epochs: 2}"]  # fmt: skip
+ON_MEGATRON = ["algorithm.critic.backend=megatron", "algorithm.critic.parallelism={tp: 2}"]
+WHOLE = ["algorithm.critic.parallelism={tp: 1}"]
+
+
+@pytest.mark.parametrize(
+    ("policy", "critic"),
+    [([*MEGATRON, TP], WHOLE), ([*MEGATRON, PP], WHOLE), (FSDP, ON_MEGATRON)],
+    ids=["tp", "pp", "critic"],
+)
+def test_a_policy_and_a_critic_of_different_data_parallel_sizes_and_engines_agree_with_one_rank(
+    policy: list[str], critic: list[str], overrides: list[str], tmp_path: Path, launch: Launch
+) -> None:
+    """One data-parallel rank beside two; with stages the one that knows the loss is not the first."""
+    values = f"algorithm.critic.model={{path: {value_folder(tmp_path)}}}"  # engines draw a new head differently
+    given = [*overrides, *SMALL["rl/gsm8k_grpo.yaml"], *PPO, values]
+    recipe, rows = RECIPES / "rl/gsm8k_grpo.yaml", {}
+    for name, world, engines in (("one", 1, FSDP), ("two", 2, [*policy, *critic])):
+        launch("rl", recipe, world, f"run.output_dir={tmp_path / name}", *given, *engines)
+        found = read_metrics(tmp_path / name / "metrics.jsonl")
+        rows[name] = [{key: value for key, value in row.items() if not CLOCKS.match(key)} for row in found]
+    assert all(row["critic/updates"] == 4 and row["critic/grad_norm"] > 0 for row in rows["one"])
+    for row, want in zip(rows["two"], rows["one"], strict=True):
+        assert row == pytest.approx(want, rel=1e-3, abs=1e-4), f"step {row['step']}"
+    for part in ("", "critic"):
+        left, right = (read_state(checkpoint(tmp_path / name, part)) for name in ("two", "one"))
+        assert set(left) == set(right)
+        for key, whole in right.items():
+            assert float((left[key] - whole).abs().max()) <= 2e-3 * float(whole.abs().max()), key
+
+
+def test_two_megatron_engines_of_different_sizes_are_refused_before_anything_is_loaded(
+    overrides: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(SIMULATED_CUDA, "1")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.setattr(Spmd, "engines", lambda *_: pytest.fail("an engine was made"))
+    given = [*overrides, *SMALL["rl/gsm8k_grpo.yaml"], *PPO, *MEGATRON, *ON_MEGATRON, "reward.name=exact"]
+    with pytest.raises(ConfigError, match="tp 2, beside an engine of data-parallel ranks alone") as caught:
+        train_rl(load_config(RLConfig, RECIPES / "rl/gsm8k_grpo.yaml", given))
+    assert caught.value.field == "algorithm.critic.parallelism"
 
 
 @pytest.mark.parametrize("quantization", ["none", "fp8"])

@@ -68,6 +68,7 @@ class EnginePlugin:
             (argument ``lora`` of the rollout and of its exporter).
         options: ``"module:Class"`` of its own options dataclass.
         exporter: of a rollout, ``"module:Class"`` of its ``WeightExporter``.
+        one_layout: whether its engines of one process must have the same ``Parallelism`` sizes, or the second one is refused.
     """
 
     name: str
@@ -76,6 +77,7 @@ class EnginePlugin:
     capabilities: frozenset[Capability] = frozenset()
     options: str | None = None
     exporter: str | None = None
+    one_layout: bool = False
     probe: Callable[[str], ProbeResult] = always_available
 
 

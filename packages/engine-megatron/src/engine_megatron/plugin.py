@@ -58,5 +58,6 @@ PLUGIN = EnginePlugin(
         *([Capability.FP8] if te.is_installed() else []),
     }),
     options="engine_megatron.options:MegatronOptions",
+    one_layout=True,  # Megatron keeps its process groups in global variables
     probe=probe,
 )  # fmt: skip

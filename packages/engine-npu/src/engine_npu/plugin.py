@@ -40,6 +40,7 @@ MEGATRON = EnginePlugin(
     ),
     capabilities=_MEGATRON,
     options=MEGATRON_ELSEWHERE.options,
+    one_layout=MEGATRON_ELSEWHERE.one_layout,
     probe=probe_megatron,
 )  # fmt: skip
 
@@ -52,5 +53,6 @@ MINDSPEED = EnginePlugin(
     ),
     capabilities=_MEGATRON - {Capability.VALUE_HEAD},
     options="engine_npu.options:MindSpeedOptions",
+    one_layout=MEGATRON_ELSEWHERE.one_layout,
     probe=probe_megatron,
 )  # fmt: skip

@@ -95,9 +95,6 @@ class RLConfig:
 def _check_overlap(config: RLConfig) -> None:
     if config.overlap.mode == "none":
         return
-    if config.overlap.mode == "full" and config.agent is not None:
-        raise ConfigError("overlap.mode", "full does not go with an agent", why="a conversation is not continued after a sync",
-                          remedy="overlap.mode: one_step_off or none")  # fmt: skip
     if config.launcher != "ray" or config.ray.rollouts is None:
         raise ConfigError("overlap.mode", f"{config.overlap.mode} needs replicas of their own",
                           why="beside an engine a rollout waits while it trains", remedy="launcher: ray and ray.rollouts: 1 or more")  # fmt: skip

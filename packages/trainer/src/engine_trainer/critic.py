@@ -3,25 +3,32 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
 
 import torch
 
 from engine_api.batch import Batch
+from engine_api.capabilities import refuse_undeclared
 from engine_api.errors import ConfigError
 from engine_api.results import TrainOutput
 from engine_trainer.algorithms.value_loss import ValueLoss, explained_variance
 from engine_trainer.config import RLConfig
-from engine_trainer.groups import EngineGroup
+from engine_trainer.division import Division
+from engine_trainer.groups import Launcher, model_sizes, said
 from engine_trainer.runtime import Run
 
 Update = tuple[Sequence[Batch], float]  # the shares of one update, and the number of their tokens that count
 
 
 class Critic:
-    """A second engine beside the policy's, with shares as the policy has them. ``run`` saves and loads it.
+    """A second engine beside the policy's, with shares by its own topology. ``run`` saves and loads it.
 
     Every method is called on all processes of the loop together.
+
+    Attributes:
+        apart: whether it divides documents over other data-parallel ranks than the policy.
     """
 
     def __init__(self, run: Run, config: RLConfig) -> None:
@@ -31,15 +38,12 @@ class Critic:
         self.loss = ValueLoss(clip=section.value_clip)
         engine = section.engine(config.engine)
         steps = run.total_steps * config.algorithm.mini_batches * section.epochs
-        try:
-            built = engine.build(seed=config.run.seed, total_steps=steps)
-        except ConfigError as error:
-            field = error.field.replace("engine.", "algorithm.critic.", 1)
-            raise ConfigError(field, error.what, why=error.why, remedy=error.remedy) from error
+        built = engine.build(seed=config.run.seed, total_steps=steps)
         device, _ = run.launcher.resolve(engine)
         self.engines = run.launcher.engines(engine, built, device)
         run.beside["critic"] = self.engines
-        _check_shares(self.engines, run.policy)
+        alike = (self.engines.dp_size, list(self.engines.held)) == (run.policy.dp_size, list(run.policy.held))
+        self.apart = not all(run.comm.all_gather(alike))
 
     def values(self, shares: Sequence[Batch]) -> list[torch.Tensor]:
         """``[T]`` float32 of each share that is held: V of the state before each token."""
@@ -66,12 +70,45 @@ def _batch(share: Batch) -> Batch:
     return Batch(input_ids=share.input_ids, cu_seqlens=share.cu_seqlens, fields=extra)
 
 
-def _check_shares(critic: EngineGroup, policy: EngineGroup) -> None:
-    """Raise ``ConfigError`` unless both engines divide documents over the same data-parallel ranks."""
-    if (critic.dp_size, list(critic.held)) != (policy.dp_size, list(policy.held)):
-        raise ConfigError("algorithm.critic.parallelism", f"{critic.dp_size} data-parallel ranks, the policy has {policy.dp_size}",
-                          why="both are given the same shares of a step's completions",
-                          remedy="give both engines the same product of tp, pp, cp and ulysses, or leave it null")  # fmt: skip
+@dataclass(frozen=True, kw_only=True)
+class Judged:
+    """A step's completions as the critic has them: ``shares`` have its ``values`` from before its first update."""
+
+    division: Division
+    shares: list[Batch]
+
+    def values(self, division: Division) -> list[torch.Tensor]:
+        """``[T]`` float32 for each share of another division. On all processes of the loop together."""
+        return self.division.moved([share["values"] for share in self.shares], division)
+
+
+def check_critic(config: RLConfig, launcher: Launcher, ranks: int) -> None:
+    """Refuse a critic that cannot be on the policy's ``ranks``, before anything is loaded.
+
+    Raises ``ConfigError``, ``UnsupportedCapability``, ``PluginError``.
+    """
+    if config.algorithm.critic is None:
+        return
+    engine = config.algorithm.critic.engine(config.engine)
+    sizes = model_sizes(engine.parallelism)
+    each, shards = math.prod(sizes.values()), engine.parallelism.dp_shard
+    if ranks % each or shards not in (-1, ranks // each):
+        raise ConfigError("algorithm.critic.parallelism", f"{said(sizes | {'dp_shard': shards})} does not make a world of {ranks}",
+                          why="the critic is on the ranks of the policy's engine, on all of them",
+                          remedy="choose sizes whose product is the number of ranks, or dp_shard: -1; null: the policy's")  # fmt: skip
+    with _named_by_its_own_keys():
+        built = engine.build(seed=config.run.seed, total_steps=1)
+        _, capabilities = launcher.resolve(engine, config.engine)
+    refuse_undeclared(built, capabilities, engine.backend)
+
+
+@contextmanager
+def _named_by_its_own_keys() -> Iterator[None]:
+    try:
+        yield
+    except ConfigError as error:
+        field = error.field.replace("engine.", "algorithm.critic.", 1)
+        raise ConfigError(field, error.what, why=error.why, remedy=error.remedy) from error
 
 
 def _figures(outputs: Sequence[TrainOutput]) -> dict[str, float]:

@@ -54,6 +54,7 @@ class Evaluator:
         groups = self.sampler.sample(
             one.problems.prompts, n=one.samples, temperature=one.temperature, seed=self.run.config.run.seed
         )
+        self.sampler.failures.count(groups)
         path = self.run.folder / "eval" / one.name / f"step-{step:06d}.jsonl"
         comm = self.sampler.comm
         together(comm, lambda: write_completions(path, groups) if comm.rank == 0 else None)

@@ -25,6 +25,7 @@ class Experience:
     groups: list[Group]
     position: int  # of the next prompt in the run's order
     metrics: dict[str, float]  # of all answers that were generated, those of dropped groups included
+    generated: list[Group] = field(default_factory=list[Group])  # all of them, those that are not learned from too
     pending: list[int] = field(default_factory=list[int])  # positions before it of prompts that are still under way
 
     @property
@@ -60,7 +61,7 @@ def collect(
         kept += [group for group, useful in zip(new, keep, strict=True) if useful]
         rounds += 1
     metrics = answer_figures(generated) | {"rollout/groups": float(len(kept)), "rollout/rounds": float(rounds)}
-    return Experience(groups=kept, position=position, metrics=metrics)
+    return Experience(groups=kept, position=position, metrics=metrics, generated=generated)
 
 
 def round_seed(seed: int, step: int, round_: int) -> int:

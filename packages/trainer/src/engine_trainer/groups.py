@@ -16,7 +16,7 @@ from typing import Any, Protocol, TypeVar
 from engine_api.batch import Batch
 from engine_api.capabilities import Capability
 from engine_api.comm import Comm, together
-from engine_api.config import EngineConfig
+from engine_api.config import EngineConfig, Parallelism
 from engine_api.losses import LossFn
 from engine_api.microbatch import balance
 from engine_api.results import CheckpointHandle, CheckpointInfo, TokenOutputs, TrainOutput
@@ -139,8 +139,11 @@ class Launcher(Protocol):
 
     comm: Comm
 
-    def resolve(self, section: EngineSection) -> tuple[str, frozenset[Capability]]:
-        """The device type that the engine takes where it will run, and what its plug-in declares. Raises ``PluginError``."""
+    def resolve(self, section: EngineSection, beside: EngineSection | None = None) -> tuple[str, frozenset[Capability]]:
+        """The device type that the engine takes where it will run, and what its plug-in declares.
+
+        Raises ``PluginError``; ``ConfigError`` for sizes that cannot be in one process with the engine ``beside`` it.
+        """
         ...
 
     def engines(self, section: EngineSection, config: EngineConfig, device: str) -> EngineGroup:
@@ -172,6 +175,16 @@ def agreed(comm: Comm, work: Callable[[], T]) -> T:
     made: list[T] = []
     together(comm, lambda: made.append(work()))
     return made[0]
+
+
+def model_sizes(parallelism: Parallelism) -> dict[str, int]:
+    """Ranks that share a data-parallel rank's work or weights, by kind; what they leave of the world is ``dp_shard``."""
+    return {name: getattr(parallelism, name) for name in ("tp", "pp", "cp", "ulysses", "dp_replicate")}
+
+
+def said(sizes: Mapping[str, int]) -> str:
+    """For errors: those that are not 1."""
+    return " x ".join(f"{name} {size}" for name, size in sizes.items() if size != 1) or "data-parallel ranks alone"
 
 
 def divide(lengths: Sequence[int], group: EngineGroup) -> list[list[int]]:

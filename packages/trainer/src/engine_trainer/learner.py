@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
 
 import torch
 
@@ -16,10 +15,11 @@ from engine_api.results import TrainOutput
 from engine_trainer.algorithms.correction import correction_figures, ratios
 from engine_trainer.algorithms.losses import PolicyLoss, denominator
 from engine_trainer.config import AlgorithmSection, CorrectionSection, RLConfig
-from engine_trainer.credit import CreditAssignment, Place
-from engine_trainer.critic import Critic
+from engine_trainer.credit import CreditAssignment
+from engine_trainer.critic import Critic, Judged
+from engine_trainer.division import Division, Document
 from engine_trainer.experience import is_stale, shaped_rewards
-from engine_trainer.groups import Trained, agreed, divide
+from engine_trainer.groups import Trained, agreed
 from engine_trainer.mismatch import MismatchWatch, apply, largest_of, mismatch_figures, mismatch_sums
 from engine_trainer.models import draws_dropout
 from engine_trainer.reference import Reference, log_probs_of
@@ -28,35 +28,12 @@ from engine_trainer.runtime import Run
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Document:
-    """A prompt with one answer. ``group`` and ``place`` say which: the advantage is ``advantages[group, place]``."""
-
-    group: int
-    place: int
-    tokens: list[int]
-    mask: list[float]  # 1 where a token counts
-    rollout_log_probs: list[float]
-
-    @property
-    def where(self) -> Place:
-        return self.group, self.place
-
-    @property
-    def counted(self) -> int:
-        return int(sum(self.mask))
-
-    def fields(self) -> Mapping[str, Any]:
-        return {"input_ids": self.tokens, "mask": self.mask, "rollout_log_probs": self.rollout_log_probs}
-
-
-@dataclass(frozen=True, kw_only=True)
 class _MiniBatch:
-    """The documents of one update: ``denominator`` is of all of them, ``shares`` are those of the ranks that are held here."""
+    """The documents of one update; ``denominator`` is of those that are left out too."""
 
     denominator: float
-    tokens: int  # that count, over all ranks
-    trained: int  # over all ranks
-    shares: list[list[_Document]]
+    tokens: int  # that count
+    documents: list[Document]
 
 
 class Learner:
@@ -95,16 +72,17 @@ class Learner:
         self._move(away=False)
         rewards = shaped_rewards(groups, self.config)
         mini_batches = self._divide(groups, rewards)
-        documents = [[d for m in mini_batches for d in m.shares[k]] for k in range(len(self.policy.held))]
-        packed = agreed(self._comm, lambda: [_pack(share) for share in documents])
+        mine = Division(self.policy, [m.documents for m in mini_batches])
+        packed = agreed(self._comm, mine.packed)
         with self.timers.phase("log_probs"):
             shares = self._with_log_probs(packed)
-        values = self._values(shares)
-        credit = self.credit.assign(shares, [[d.where for d in share] for share in documents], rewards, values)
-        figures = credit.figures | self._teach_critic(mini_batches, shares, values, credit.returns)
+        judged = self._judged(mine, packed, mini_batches)
+        values = judged.values(mine) if judged else []
+        credit = self.credit.assign(shares, [[d.where for d in share] for share in mine.shares], rewards, values)
+        figures = credit.figures | (self._teach_critic(judged, mine, credit.returns, mini_batches) if judged else {})
         shares, corrected = self._corrected(self._with_weights(shares, credit.advantages))
         with self.timers.phase("train"):
-            figures |= corrected | self._update(mini_batches, shares)
+            figures |= corrected | self._update(mini_batches, mine.by_mini_batch(shares))
         self.rest()
         return figures
 
@@ -150,7 +128,7 @@ class Learner:
         return (not self.loss.on_policy or self.credit.kl_in_reward or ahead) and algorithm.old_log_probs == "engine"
 
     def _divide(self, groups: Sequence[Group], rewards: torch.Tensor) -> list[_MiniBatch]:
-        """Whole groups to mini-batches, and of each mini-batch a part of about equal tokens to each rank."""
+        """Whole groups to mini-batches."""
         # Without an advantage there is no gradient where nothing else is in the loss. Such documents count in
         # the denominator, and are not computed.
         skip = self.loss.only_advantages and self.credit.zero_stays_zero
@@ -162,10 +140,9 @@ class Learner:
         for k in range(count):
             chosen = [d for d in documents if d.group * count // len(groups) == k]
             live = [d for d in chosen if d.counted and known[d.where] != 0]
-            shares = [[live[i] for i in part] for part in divide([len(d.tokens) for d in live], self.policy)]
             whole = denominator(self.config.algorithm.aggregation, [d.counted for d in chosen])
             tokens = sum(d.counted for d in live)
-            mini_batches.append(_MiniBatch(denominator=whole, tokens=tokens, trained=len(live), shares=shares))
+            mini_batches.append(_MiniBatch(denominator=whole, tokens=tokens, documents=live))
         return mini_batches
 
     def _with_log_probs(self, shares: Sequence[Batch]) -> list[Batch]:
@@ -186,12 +163,16 @@ class Learner:
             share.with_fields(**{name: values[k] for name, values in extra.items()}) for k, share in enumerate(shares)
         ])  # fmt: skip
 
-    def _values(self, shares: Sequence[Batch]) -> list[torch.Tensor]:
+    def _judged(self, mine: Division, packed: Sequence[Batch], mini_batches: Sequence[_MiniBatch]) -> Judged | None:
+        """The critic's values, of its own shares: the policy's where both engines divide alike."""
         if self.critic is None:
-            return []
+            return None
+        division, critic = mine, self.critic
+        if critic.apart:
+            division = Division(critic.engines, [m.documents for m in mini_batches])
+            packed = agreed(self._comm, division.packed)
         with self.timers.phase("values"):
-            judged = self._with_fields(shares, values=self.critic.values(shares))
-        return [share["values"] for share in judged]
+            return Judged(division=division, shares=self._with_fields(packed, values=critic.values(packed)))
 
     def _with_weights(self, shares: Sequence[Batch], advantages: Sequence[torch.Tensor]) -> list[Batch]:
         mode = self.config.algorithm.aggregation
@@ -215,40 +196,31 @@ class Learner:
     # --- the updates ----------------------------------------------------------------------------
 
     def _teach_critic(
-        self, mini_batches: Sequence[_MiniBatch], shares: Sequence[Batch], values: Sequence[torch.Tensor],
-        returns: Sequence[torch.Tensor],
-    ) -> dict[str, float]:  # fmt: skip
-        if self.critic is None:
-            return {}
-        judged = self._with_fields(shares, values=values, returns=returns)
+        self, judged: Judged, mine: Division, returns: Sequence[torch.Tensor], mini_batches: Sequence[_MiniBatch]
+    ) -> dict[str, float]:
+        assert self.critic is not None
         with self.timers.phase("critic"):
-            epochs = (self._parts(mini_batches, judged) for _ in range(self.critic.section.epochs))
-            return self.critic.learn((parts, mini.tokens) for epoch in epochs for mini, parts in epoch)
+            shares = self._with_fields(judged.shares, returns=mine.moved(returns, judged.division))
+            parts = judged.division.by_mini_batch(shares)
+            updates = [(part, mini.tokens) for part, mini in zip(parts, mini_batches, strict=True)]
+            return self.critic.learn(updates * self.critic.section.epochs)
 
-    def _update(self, mini_batches: Sequence[_MiniBatch], shares: Sequence[Batch]) -> dict[str, float]:
+    def _update(self, mini_batches: Sequence[_MiniBatch], parts: Sequence[Sequence[Batch]]) -> dict[str, float]:
+        """``parts``: of each mini-batch, one a share."""
         trained: list[Trained] = []
         # Only before the first update are the weights those of the rollout.
         section = self.config.algorithm.correction
         first = self.loss if self._engine_knows else MismatchWatch(self.loss, section)
         for _ in range(self.config.algorithm.epochs):
-            for mini, parts in self._parts(mini_batches, shares):
-                if mini.trained:  # else no token has a gradient, on any rank
-                    trained.append(self.policy.train(parts, self.loss if trained else first, denominator=mini.denominator,
+            for mini, part in zip(mini_batches, parts, strict=True):
+                if mini.documents:  # else no token has a gradient, on any rank
+                    trained.append(self.policy.train(part, self.loss if trained else first, denominator=mini.denominator,
                                                      temperature=self.temperature))  # fmt: skip
         figures = _figures([t.output for t in trained])
         if trained and not self._engine_knows:
             sums = trained[0].output.metrics
             figures |= mismatch_figures(sums, trained[0].observed) | correction_figures(sums, section)
         return figures
-
-    @staticmethod
-    def _parts(mini_batches: Sequence[_MiniBatch], shares: Sequence[Batch]) -> Iterator[tuple[_MiniBatch, list[Batch]]]:
-        """Each mini-batch with its documents, from shares that hold those of all of them."""
-        begin = [0] * len(shares)
-        for mini in mini_batches:
-            end = [b + len(documents) for b, documents in zip(begin, mini.shares, strict=True)]
-            yield mini, [s.select(range(b, e)) for s, b, e in zip(shares, begin, end, strict=True)]
-            begin = end
 
 
 def _correct(share: Batch, section: CorrectionSection) -> tuple[Batch, dict[str, float], float]:
@@ -273,22 +245,15 @@ def policy_loss(algorithm: AlgorithmSection) -> PolicyLoss:
     )  # fmt: skip
 
 
-def _document(row: int, place: int, group: Group, answer: Answer, drop_cut: bool, oldest: int) -> _Document:
+def _document(row: int, place: int, group: Group, answer: Answer, drop_cut: bool, oldest: int) -> Document:
     before = [0.0] * len(group.prompt.tokens)
     # DAPO's overlong filter: the end of an answer that was cut has not been judged, so that none of it counts.
     own = [1.0] * len(answer.tokens) if answer.loss_weights is None else answer.loss_weights  # a tool's carry no loss
     counts = [0.0 if drop_cut and not answer.finished else weight for weight in own]
     if any(stale := is_stale(answer, oldest)):
         counts = [0.0 if old else count for old, count in zip(stale, counts, strict=True)]
-    return _Document(group=row, place=place, tokens=[*group.prompt.tokens, *answer.tokens], mask=before + counts,
+    return Document(group=row, place=place, tokens=[*group.prompt.tokens, *answer.tokens], mask=before + counts,
                      rollout_log_probs=before + answer.log_probs)  # fmt: skip
-
-
-def _pack(documents: Sequence[_Document]) -> Batch:
-    if documents:
-        return Batch.pack([d.fields() for d in documents])
-    nothing = torch.zeros(0)
-    return Batch.pack([]).with_fields(mask=nothing, rollout_log_probs=nothing)
 
 
 def _figures(outputs: Sequence[TrainOutput]) -> dict[str, float]:

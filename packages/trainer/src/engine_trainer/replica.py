@@ -30,6 +30,7 @@ class Answer:
     weight_versions: list[int] = field(default_factory=list[int])  # one a token, of the weights that made it
     loss_weights: list[float] | None = None  # one a token, 0 where a tool made it; None: the model made all
     figures: dict[str, float] = field(default_factory=dict[str, float])  # of an agent's trajectory
+    problem: str = ""  # what the agent's function raised
 
     @property
     def num_generated(self) -> int:
@@ -132,10 +133,14 @@ class Replica:
         with self.timers.phase("generate"):
             said = agent.run(self.rollout, prompts, sampling)
         with self.timers.phase("reward"):
-            scores = iter(
-                self.scorer.score([_sample_of(p, t) for p, row in zip(prompts, said, strict=True) for t in row])
-            )
-            return [[_answer_of(t, next(scores)) for t in row] for row in said]
+            pairs = [(p, t) for p, row in zip(prompts, said, strict=True) for t in row]
+            answers = iter(self.judge_trajectories(pairs))
+            return [[next(answers) for _ in row] for row in said]
+
+    def judge_trajectories(self, said: Sequence[tuple[Prompt, Trajectory]]) -> list[Answer]:
+        """Each conversation, with its problem, with its reward."""
+        scores = self.scorer.score([sample_of(prompt, trajectory) for prompt, trajectory in said])
+        return [_answer_of(trajectory, score) for (_, trajectory), score in zip(said, scores, strict=True)]
 
     def close(self) -> None:
         """Close the rollout, and end the processes that judge; idempotent."""
@@ -143,9 +148,11 @@ class Replica:
         self.scorer.close()
 
 
-def _sample_of(prompt: Prompt, trajectory: Trajectory) -> Sample:
-    return Sample(prompt=prompt.rendered, completion=trajectory.text, answer=prompt.answer,
-                  metadata={**prompt.metadata, **trajectory.info}, finished=trajectory.finished)  # fmt: skip
+def sample_of(prompt: Prompt, said: Answer | Trajectory) -> Sample:
+    """What a reward is given of an answer to ``prompt``; of a trajectory with what its function noted."""
+    noted = said.info if isinstance(said, Trajectory) else {}
+    return Sample(prompt=prompt.rendered, completion=said.text, answer=prompt.answer, metadata={**prompt.metadata, **noted},
+                  finished=said.finished)  # fmt: skip
 
 
 def _answer_of(trajectory: Trajectory, score: Score) -> Answer:
@@ -153,7 +160,7 @@ def _answer_of(trajectory: Trajectory, score: Score) -> Answer:
     figures |= {name: float(trajectory.end == name) for name in ("limit", "timeout", "failed")}
     return Answer(tokens=trajectory.tokens, log_probs=trajectory.log_probs, text=trajectory.text, finished=trajectory.finished,
                   score=score, weight_versions=trajectory.weight_versions, loss_weights=trajectory.loss_weights,
-                  figures=figures)  # fmt: skip
+                  figures=figures, problem=trajectory.problem)  # fmt: skip
 
 
 def _finished(completion: Completion) -> bool:

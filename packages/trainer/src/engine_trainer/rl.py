@@ -7,6 +7,7 @@ from contextlib import closing
 from typing import Any
 
 from engine_trainer.config import RLConfig
+from engine_trainer.critic import check_critic
 from engine_trainer.data import (
     ChatTokenizer,
     PromptDataset,
@@ -23,7 +24,7 @@ from engine_trainer.evaluate import Evaluator
 from engine_trainer.experience import Experience, collect
 from engine_trainer.groups import Launcher
 from engine_trainer.learner import Learner
-from engine_trainer.runtime import Outcome, Run
+from engine_trainer.runtime import Outcome, Run, world_size
 from engine_trainer.sampler import Sampler
 from engine_trainer.sources import OneStepOff, Source, Synchronous
 from engine_trainer.throughput import Throughput, of_config
@@ -43,6 +44,7 @@ def train_rl(config: RLConfig, launcher: Launcher | None = None) -> Outcome:
     Raises ``EngineError``: configuration, data, plug-ins, rewards, rollouts, checkpoints; on all ranks together.
     """
     algorithm = config.algorithm
+    ranks = config.ray.engines if config.launcher == "ray" else world_size()
     tokenizer = load_tokenizer(config.data, config.engine.model)
     train = _load(config, tokenizer)
     heldout = heldout_sets(config.data, config.eval, tokenizer, config.engine.model, config.rollout)
@@ -51,14 +53,15 @@ def train_rl(config: RLConfig, launcher: Launcher | None = None) -> Outcome:
     order = order_of(train, config.data, config.run.seed)
     with Run(config, kind="rl", total_steps=config.run.total_steps(len(train), algorithm.prompts_per_step),
              launcher=launcher) as run:  # fmt: skip
+        check_critic(config, run.launcher, ranks)
         run.start(schedule_steps=run.total_steps * algorithm.mini_batches * algorithm.epochs)
         sampler = Sampler.create(run, tokenizer, config.rollout, config.reward, config.agent)
         learner = Learner(run, config)
         evaluator = Evaluator(run, sampler, heldout)
-        ranks = config.ray.engines if config.launcher == "ray" else run.comm.world_size
         speed = of_config(run.engine_config, run.device, ranks)
         state = run.resume(len(train))
         learner.restore(state.get("learner", {}))
+        sampler.failures.restore(state.get("failures", {}))
         learner.rest()
         if state["step"] == 0 and (start := train.figures() | evaluator.measure(0)):
             run.log.write(0, start)
@@ -66,6 +69,7 @@ def train_rl(config: RLConfig, launcher: Launcher | None = None) -> Outcome:
         with closing(_source(run, config, sampler, learner, train, order, state)) as source:
             for step in run.steps(state["step"]):
                 experience = source.take(step)
+                sampler.failures.count(experience.generated)
                 metrics = experience.metrics | sampler.synced | learner.learn(experience.groups)
                 metrics |= _speed(run, experience, metrics.get("train/tokens", 0.0), speed) | {
                     "train/epoch": experience.position / len(train)
@@ -73,9 +77,13 @@ def train_rl(config: RLConfig, launcher: Launcher | None = None) -> Outcome:
                 if config.eval and (step == run.total_steps or (config.eval.every and step % config.eval.every == 0)):
                     source.settle()
                     metrics |= evaluator.measure(step)
-                run.end_step(
-                    step, metrics, {**experience.state, "rows": len(train), "learner": learner.state}, show=SHOW
-                )
+                state = {
+                    **experience.state,
+                    "rows": len(train),
+                    "learner": learner.state,
+                    "failures": sampler.failures.state,
+                }
+                run.end_step(step, metrics, state, show=SHOW)
         learner.close()
         sampler.close()
         return run.finish(tokenizer.tokenizer)

@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from engine_api.comm import Comm
 from engine_api.rollout import SamplingParams, SyncResult
 from engine_trainer.data import ChatTokenizer, Prompt
+from engine_trainer.failures import Failures
 from engine_trainer.groups import EngineGroup, RolloutGroup
 from engine_trainer.logs import Timers
 from engine_trainer.replica import Answer, Group, RolloutSpec
@@ -23,12 +24,14 @@ class Sampler:
     Attributes:
         synced: ``sync/…`` of the newest weight sync: seconds by phase (the slowest replica's), bytes, tensors, quantized
             tensors and whether it was audited.
+        failures: of the answers that the loop took; what takes them counts them.
     """
 
     def __init__(
         self, *, rollouts: RolloutGroup, policy: EngineGroup, comm: Comm, tokenizer: ChatTokenizer, section: RolloutSection,
-        timers: Timers,
+        timers: Timers, failures: Failures,
     ) -> None:  # fmt: skip
+        self.failures = failures
         self.rollouts, self.policy, self.comm, self.tokenizer = rollouts, policy, comm, tokenizer
         self.section, self.timers = section, timers
         self.synced: dict[str, float] = {}
@@ -46,7 +49,7 @@ class Sampler:
                            engine_config=run.engine_config, engine_device=run.device, agent=agent)  # fmt: skip
         rollouts = run.launcher.rollouts(spec, run.timers)
         return Sampler(rollouts=rollouts, policy=run.policy, comm=run.comm, tokenizer=tokenizer, section=section,
-                       timers=run.timers)  # fmt: skip
+                       timers=run.timers, failures=Failures(reward, agent))  # fmt: skip
 
     @contextmanager
     def serving(self) -> Iterator[None]:

@@ -266,7 +266,7 @@ class RewardSection:
     timeout_s: float | None = 10.0  # a call; one that takes longer counts 0
     workers: int = 0  # processes that judge, for each rank that samples; 0: its own process
     concurrency: int = 64  # calls of an async function at the same time, in each process
-    max_failures: int = 0  # calls of a run and rank that may raise or give no finite number, and count 0; then it ends
+    max_failures: int = 0  # calls of a run that may raise or give no finite number, and count 0; then it ends
     max_timeouts: int | None = 64  # calls in a row that may take too long; then the run ends; null: any number
 
     def __post_init__(self) -> None:
@@ -298,7 +298,7 @@ class AgentSection:
         300.0  # of the function's own time, tools included, a trajectory; the model's is not counted
     )
     concurrency: int = 64  # trajectories at the same time, a replica
-    max_failures: int = 0  # trajectories of a run and replica in which the function may raise; then the run ends
+    max_failures: int = 0  # trajectories of a run in which the function may raise; then the run ends
 
     def __post_init__(self) -> None:
         at_least("agent", self, 1, "max_turns", "concurrency")

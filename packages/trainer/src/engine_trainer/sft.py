@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
+from contextlib import closing
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from engine_api.losses import sft_loss
 from engine_api.results import TrainOutput
@@ -52,9 +52,10 @@ def train_sft(config: SFTConfig) -> Outcome:
         speed = measure(run.engine, run.engine_config, run.device)
         state = run.resume(len(data.train))
         position = int(state.get("position", 0))
-        with _evaluation(run, config, data, tokenizer) as evaluate:
+        with closing(_Evaluation(run, config, data, tokenizer)) as evaluation:
+            evaluation.restore(state)
             if state["step"] == 0:
-                run.log.write(0, data.train.figures() | evaluate(0))
+                run.log.write(0, data.train.figures() | evaluation.measure(0))
             for step in run.steps(state["step"]):
                 documents = [data.train[i] for i in order.take(position, config.batch_size)]
                 position += len(documents)
@@ -63,8 +64,9 @@ def train_sft(config: SFTConfig) -> Outcome:
                 metrics = _figures(run, step, output) | {"train/epoch": position / len(data.train)}
                 metrics |= speed.metrics([len(d) for d in documents], run.timers.last("train"))
                 if step == run.total_steps or (config.eval and config.eval.every and step % config.eval.every == 0):
-                    metrics |= evaluate(step)
-                run.end_step(step, metrics, {"position": position, "rows": len(data.train)}, show=SHOW)
+                    metrics |= evaluation.measure(step)
+                state = {"position": position, "rows": len(data.train), **evaluation.state}
+                run.end_step(step, metrics, state, show=SHOW)
         return run.finish(tokenizer.tokenizer)
 
 
@@ -88,23 +90,35 @@ class _Data:
         )  # fmt: skip
 
 
-@contextmanager
-def _evaluation(
-    run: Run, config: SFTConfig, data: _Data, tokenizer: ChatTokenizer
-) -> Iterator[Callable[[int], Metrics]]:
+class _Evaluation:
     """What measures the held-out loss, and the accuracy where there is a reward; nothing without ``eval``."""
-    accuracy = _accuracy(run, config, data.problems, tokenizer)
 
-    def evaluate(step: int) -> Metrics:
+    def __init__(self, run: Run, config: SFTConfig, data: _Data, tokenizer: ChatTokenizer) -> None:
+        self._run, self._heldout = run, data.heldout
+        self._accuracy = _accuracy(run, config, data.problems, tokenizer)
+
+    @property
+    def state(self) -> dict[str, Any]:
+        """What a resumed run needs, JSON."""
+        return {"failures": self._accuracy.sampler.failures.state} if self._accuracy else {}
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        """The run's state, as it was saved."""
+        if self._accuracy is not None:
+            self._accuracy.sampler.failures.restore(state.get("failures", {}))
+
+    def measure(self, step: int) -> Metrics:
+        """``eval/…`` after ``step``."""
         figures: Metrics = {}
-        if data.heldout is not None:
-            with run.timers.phase("eval"):
-                figures = heldout_loss(run, data.heldout)
-        return figures | (accuracy.measure(step) if accuracy else {})
+        if self._heldout is not None:
+            with self._run.timers.phase("eval"):
+                figures = heldout_loss(self._run, self._heldout)
+        return figures | (self._accuracy.measure(step) if self._accuracy else {})
 
-    yield evaluate
-    if accuracy is not None:
-        accuracy.sampler.close()
+    def close(self) -> None:
+        """Close the rollout."""
+        if self._accuracy is not None:
+            self._accuracy.sampler.close()
 
 
 def _accuracy(run: Run, config: SFTConfig, sets: Sequence[Heldout], tokenizer: ChatTokenizer) -> Evaluator | None:

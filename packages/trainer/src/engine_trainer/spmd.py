@@ -14,12 +14,13 @@ from engine_api.capabilities import Capability
 from engine_api.comm import Comm, SingleComm, TorchComm, together
 from engine_api.config import EngineConfig
 from engine_api.contract import Engine
+from engine_api.errors import ConfigError
 from engine_api.losses import LossFn
-from engine_api.registry import EngineRegistry
+from engine_api.registry import EngineRegistry, Resolution
 from engine_api.results import CheckpointHandle, CheckpointInfo, TokenOutputs
 from engine_api.rollout import SamplingParams, SyncResult, WeightExporter
 from engine_trainer.data import Prompt
-from engine_trainer.groups import Trained, agreed
+from engine_trainer.groups import Trained, agreed, model_sizes, said
 from engine_trainer.logs import Timers
 from engine_trainer.profiling import Trace
 from engine_trainer.replica import Answer, Replica, RolloutSpec, create_exporter
@@ -160,9 +161,15 @@ class Spmd:
         self._made: list[SpmdEngines] = []
         self._trace: Trace | None = None
 
-    def resolve(self, section: EngineSection) -> tuple[str, frozenset[Capability]]:
+    def resolve(self, section: EngineSection, beside: EngineSection | None = None) -> tuple[str, frozenset[Capability]]:
         """See ``Launcher``."""
-        found = EngineRegistry.resolve(model_type=section.model_type, backend=section.backend, device=section.device)
+        found = _resolve(section)
+        if beside is not None and found.plugin.one_layout and found.plugin.name == _resolve(beside).plugin.name:
+            sizes, others = model_sizes(section.parallelism), model_sizes(beside.parallelism)
+            if sizes != others:
+                raise ConfigError("engine.parallelism", f"{said(sizes)}, beside an engine of {said(others)}",
+                                  why=f"engines of {found.plugin.name} in one process have one layout",
+                                  remedy="give both the same sizes, or one of them another backend")  # fmt: skip
         return found.device, found.plugin.capabilities
 
     def engines(self, section: EngineSection, config: EngineConfig, device: str) -> SpmdEngines:
@@ -206,6 +213,10 @@ class Spmd:
             self.comm.close()
         while self._made:  # the policy last: its process group is everybody's
             self._made.pop().close()
+
+
+def _resolve(section: EngineSection) -> Resolution:
+    return EngineRegistry.resolve(model_type=section.model_type, backend=section.backend, device=section.device)
 
 
 def _by_rank(rows: Sequence[tuple[int, T] | None]) -> list[T]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal, Protocol, cast
+from typing import Any, Literal, Protocol, Self, cast
 
 from engine_api.errors import EngineError
 from engine_api.rollout import Completion
@@ -16,7 +16,14 @@ Input = str | Sequence[int] | Sequence[Mapping[str, Any]]  # text, tokens, or me
 
 
 class AgentError(EngineError):
-    """An agent function raised, or used its episode wrongly; ``__cause__`` is what it raised."""
+    """An agent function raised, or used its episode wrongly; ``__cause__`` is what it raised, where it was here."""
+
+    @classmethod
+    def failed(cls, problem: str, prompt: Prompt, count: int, most: int) -> Self:
+        """The failure that was one too many: the ``count``-th, of which a run bears ``most``."""
+        return cls(problem + (f"; failed trajectories: {count}" if most else ""), where="agent.function",
+                   why=f"problem {prompt.text[:400]!r}",
+                   remedy="mend it; agent.max_failures lets some trajectories end there")  # fmt: skip
 
 
 class EpisodeOver(BaseException):
@@ -45,6 +52,7 @@ class Trajectory:
         finished: the function came to its end, and the model's last turn to a stop.
         turns: of the model.
         end: why it ended: by itself, no turn or token left, out of time, or the function failed.
+        problem: what the function raised, where it failed.
         info: what the function noted (``Episode.info``); the reward finds it in ``metadata``.
     """
 
@@ -56,6 +64,7 @@ class Trajectory:
     finished: bool
     turns: int
     end: End = "done"
+    problem: str = ""
     info: Mapping[str, Any] = field(default_factory=dict[str, Any])
 
 
@@ -158,13 +167,13 @@ class Episode:
         """The conversation as it stands: what an agent function returns."""
         return self.close("done")
 
-    def close(self, end: End) -> Trajectory:
+    def close(self, end: End, problem: str = "") -> Trajectory:
         """The conversation, with why it ended; the runner's."""
         finished = end == "done" and bool(self._turns) and self._turns[-1].finished
         info = {**self.info, "turns": [turn.text for turn in self._turns]}
         return Trajectory(tokens=self._said, loss_weights=self._weights, log_probs=self._log_probs,
                           weight_versions=self._versions, text="".join(turn.text for turn in self._turns), finished=finished,
-                          turns=len(self._turns), end=end, info=info)  # fmt: skip
+                          turns=len(self._turns), end=end, problem=problem, info=info)  # fmt: skip
 
     # --- inside ---------------------------------------------------------------------------------
 

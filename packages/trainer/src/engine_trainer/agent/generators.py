@@ -1,11 +1,13 @@
-"""How episodes reach a rollout: each turn by itself where it generates in the background, else many turns in one batch."""
+"""How episodes reach a rollout: each turn by itself where it generates in the background, many turns in one batch, or in slices."""
 
 from __future__ import annotations
 
 import asyncio
 import hashlib
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+import threading
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from engine_api.errors import RolloutError
@@ -13,6 +15,8 @@ from engine_api.rollout import AsyncRollout, Completion, Rollout, SamplingParams
 from engine_trainer.agent.episode import Request
 from engine_trainer.threads import DaemonThreads
 
+TOGETHER_S = 0.02  # for conversations that are about to ask for a turn, to be in the same slice
+PATIENCE_S = 0.1  # while all of them wait for tools: no weights can come meanwhile
 ABORTS = 100  # in a row without a token: a rollout that only ever aborts is not serving
 
 
@@ -112,15 +116,122 @@ class Batched:
         if not self._waiting or len(self._waiting) < self._running:
             return
         batch, self._waiting = sorted(self._waiting, key=lambda w: w.request.number), []
-        kinds: dict[tuple[Any, ...], list[_Waiting]] = {}
-        for one in batch:
-            kinds.setdefault((one.request.max_new_tokens, one.request.stop_token_ids), []).append(one)
-        for same in kinds.values():
-            self._batches += 1
-            sampling = sampling_of(same[0].request, self._sampling, derive(self._sampling.seed, self._batches))
-            completions = self._rollout.generate([w.request.tokens for w in same], sampling)
-            for completion in completions:
-                same[completion.prompt_index].answer.set_result(completion)
+
+        def seed(kind: int) -> int | None:
+            return derive(self._sampling.seed, self._batches + kind)
+
+        completions = generate_all(self._rollout, [w.request for w in batch], self._sampling, seed)
+        self._batches += len({_kind(w.request) for w in batch})
+        for one, completion in zip(batch, completions, strict=True):
+            one.answer.set_result(completion)
+
+
+@dataclass(kw_only=True, eq=False)
+class _Turn:
+    """One that waits; ``said`` is what it has so far."""
+
+    request: Request
+    answer: Future[Completion] = field(default_factory=Future[Completion])
+    said: list[Completion] = field(default_factory=list[Completion])
+
+    def left(self, slice_tokens: int) -> Request:
+        """The next slice, of what was said so far as the prompt."""
+        done = [token for part in self.said for token in part.tokens]
+        most = min(slice_tokens, self.request.max_new_tokens - len(done))
+        return replace(self.request, tokens=[*self.request.tokens, *done], max_new_tokens=most)
+
+    @property
+    def complete(self) -> bool:
+        """Whether nothing is to follow: it stopped, or has all of its tokens."""
+        full = sum(len(part.tokens) for part in self.said) >= self.request.max_new_tokens
+        return full or self.said[-1].finish_reason == "stop"
+
+
+class Sliced:
+    """Turns are generated a slice at a time, in ``advance``, in another thread than the episodes': in between weights may change.
+
+    A turn that was begun goes on in the next slice, whatever the weights are then. What a conversation does beside asking,
+    its tools above all, goes on meanwhile.
+
+    Args:
+        sampling: of all turns; its seed is not read.
+        slice_tokens: at most so many tokens a turn and call.
+    """
+
+    def __init__(self, sampling: SamplingParams, slice_tokens: int) -> None:
+        self._sampling, self._slice = sampling, slice_tokens
+        self._waiting: list[_Turn] = []
+        self._busy = 0  # trajectories that run and do not wait for the model
+        self._changed = threading.Condition()
+
+    async def generate(self, request: Request) -> Completion:
+        """See ``Generator``; within ``enter`` and ``leave``."""
+        turn = _Turn(request=request)
+        with self._changed:
+            self._waiting.append(turn)
+            self._busy -= 1
+            self._changed.notify_all()
+        try:
+            return await asyncio.wrap_future(turn.answer)
+        finally:
+            self._forget(turn)  # where it was cancelled
+
+    def enter(self) -> None:
+        """A trajectory begins; before its function does, in any thread."""
+        with self._changed:
+            self._busy += 1
+
+    def leave(self) -> None:
+        """It has ended."""
+        with self._changed:
+            self._busy -= 1
+            self._changed.notify_all()
+
+    def advance(self, rollout: Rollout, seed: int) -> None:
+        """One slice of every turn that is asked for; of none where all conversations wait for tools. Raises ``RolloutError``."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._busy == 0, TOGETHER_S)
+            self._changed.wait_for(lambda: bool(self._waiting) or self._busy == 0, PATIENCE_S)
+            turns = sorted(self._waiting, key=lambda turn: turn.request.number)
+        asked = [turn.left(self._slice) for turn in turns]
+        for turn, said in zip(
+            turns, generate_all(rollout, asked, self._sampling, lambda kind: derive(seed, kind)), strict=True
+        ):
+            turn.said.append(said)
+            if turn.complete and self._forget(turn) and turn.answer.set_running_or_notify_cancel():
+                turn.answer.set_result(_joined(turn.said))
+
+    def _forget(self, turn: _Turn) -> bool:
+        """Whether it was still waited for."""
+        with self._changed:
+            if turn not in self._waiting:
+                return False
+            self._waiting.remove(turn)
+            self._busy += 1
+            return True
+
+
+def generate_all(
+    rollout: Rollout, requests: Sequence[Request], sampling: SamplingParams, seed: Callable[[int], int | None]
+) -> list[Completion]:
+    """One completion for each request, in order; those with equal limits and stops in one batch. Raises ``RolloutError``.
+
+    Args:
+        seed: of the ``kind``-th batch, from 1.
+    """
+    kinds: dict[tuple[Any, ...], list[int]] = {}
+    for place, request in enumerate(requests):
+        kinds.setdefault(_kind(request), []).append(place)
+    found: dict[int, Completion] = {}
+    for number, places in enumerate(kinds.values(), start=1):
+        same = [requests[place] for place in places]
+        completions = rollout.generate([r.tokens for r in same], sampling_of(same[0], sampling, seed(number)))
+        found |= {places[completion.prompt_index]: completion for completion in completions}
+    return [found[place] for place in range(len(requests))]
+
+
+def _kind(request: Request) -> tuple[Any, ...]:
+    return request.max_new_tokens, request.stop_token_ids
 
 
 def _joined(parts: Sequence[Completion]) -> Completion:

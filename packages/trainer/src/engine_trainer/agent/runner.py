@@ -11,7 +11,7 @@ from typing import Any, cast
 
 from engine_api.errors import ConfigError, EngineError
 from engine_api.rollout import AsyncRollout, Rollout, SamplingParams
-from engine_trainer.agent.episode import AgentError, Episode, EpisodeOver, Trajectory
+from engine_trainer.agent.episode import AgentError, Episode, EpisodeOver, Generator, Trajectory
 from engine_trainer.agent.generators import Batched, Submitted
 from engine_trainer.data import ChatTokenizer, Prompt
 from engine_trainer.functions import is_async, load_function, require_arguments
@@ -66,9 +66,11 @@ class AgentLoop:
             await asyncio.gather(*tasks, return_exceptions=True)
         return found
 
-    def _episode(
-        self, number: int, prompt: Prompt, generator: Submitted | Batched, sampling: SamplingParams
-    ) -> Episode:
+    async def converse(self, number: int, prompt: Prompt, generator: Generator, sampling: SamplingParams) -> Trajectory:
+        """One trajectory, of whichever number. Raises as ``run``."""
+        return await self._one(self._episode(number, prompt, generator, sampling))
+
+    def _episode(self, number: int, prompt: Prompt, generator: Generator, sampling: SamplingParams) -> Episode:
         return Episode(number, prompt, generator, self.tokenizer, max_tokens=sampling.max_new_tokens,
                        max_turns=self.section.max_turns, max_turn_tokens=self.section.max_turn_tokens)  # fmt: skip
 
@@ -93,17 +95,15 @@ class AgentLoop:
             if isinstance(error, TimeoutError) and clock.expired():
                 log.warning("agent.function took longer than %s s: %.200r", self.section.timeout_s, episode.prompt.text)
                 return episode.close("timeout")
-            self._fail(episode, error)
-            return episode.close("failed")
+            return episode.close("failed", self._fail(episode, error))
 
-    def _fail(self, episode: Episode, error: Exception) -> None:
+    def _fail(self, episode: Episode, error: Exception) -> str:
         self._failures += 1
         said = f"it raised {type(error).__name__}: {error}"
         if self._failures > self.section.max_failures:
-            counted = f"; failed trajectories: {self._failures}" if self.section.max_failures else ""
-            raise AgentError(said + counted, where="agent.function", why=f"problem {episode.prompt.text[:400]!r}",
-                             remedy="mend it; agent.max_failures lets some trajectories end there") from error  # fmt: skip
+            raise AgentError.failed(said, episode.prompt, self._failures, self.section.max_failures) from error
         log.warning("agent.function failed, the trajectory ends there: %s", said)
+        return said
 
 
 def _load(target: str, kwargs: Mapping[str, Any]) -> AgentFn:

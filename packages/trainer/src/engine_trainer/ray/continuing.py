@@ -50,6 +50,9 @@ class Continuing:
         with self._replica.timers.phase("reward"):
             return [(t.key, self._replica.judge([t.prompt] * len(t.completions), t.completions)) for t in done]
 
+    def close(self) -> None:
+        """Nothing runs between two calls."""
+
     def _begin(self, tasks: Sequence[_Task], seed: int) -> None:
         if not tasks:
             return

@@ -46,10 +46,10 @@ class OnRay:
         self._rollout_pool: Pool | None = None  # None: beside the engines
         self._num_engines = 0
 
-    def resolve(self, section: EngineSection) -> tuple[str, frozenset[Capability]]:
+    def resolve(self, section: EngineSection, beside: EngineSection | None = None) -> tuple[str, frozenset[Capability]]:
         """See ``Launcher``; the first worker looks around."""
         pool = self._engine_pool()
-        found: tuple[str, frozenset[Capability]] = pool.finish([pool.start(0, "resolve", section)])[0].value
+        found: tuple[str, frozenset[Capability]] = pool.finish([pool.start(0, "resolve", section, beside)])[0].value
         return found
 
     def engines(self, section: EngineSection, config: EngineConfig, device: str) -> RayEngines:

@@ -40,7 +40,7 @@ class FullyAsync:
         self._ready: list[tuple[int, Group]] = []
         self._seed = round_seed(config.run.seed, position, 0)
         self._calls = 0
-        self._dropped = 0
+        self._dropped: list[Group] = []  # all of them too old
         self._failed: Exception | None = None
         self._changed = threading.Condition()
         self._paused = True
@@ -64,13 +64,13 @@ class FullyAsync:
         version, oldest = self._sampler.policy.weight_version, self._oldest()
         metrics = answer_figures(generated) | {
             "rollout/groups": float(len(kept)),
-            "rollout/dropped_groups": float(self._dropped),
+            "rollout/dropped_groups": float(len(self._dropped)),
         }
         metrics |= staleness_figures(kept, version, oldest) if kept else {}
-        self._dropped = 0
+        generated, self._dropped = [*generated, *self._dropped], []
         with self._changed:  # of one moment: the thread draws meanwhile
             position, pending = self._position, sorted([*self._drawn, *self._again])
-        return Experience(groups=kept, position=position, pending=pending, metrics=metrics)
+        return Experience(groups=kept, position=position, pending=pending, metrics=metrics, generated=generated)
 
     def settle(self) -> None:
         """See ``Source``: waits for the slices that run."""
@@ -114,7 +114,7 @@ class FullyAsync:
                 self._changed.notify_all()
                 if self._fresh(group):
                     return group
-                self._dropped += 1
+                self._dropped.append(group)
 
     def _fresh(self, group: Group) -> bool:
         oldest = self._oldest()

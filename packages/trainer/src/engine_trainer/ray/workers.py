@@ -21,6 +21,7 @@ from engine_trainer.data import Prompt
 from engine_trainer.groups import Trained
 from engine_trainer.ray import channel
 from engine_trainer.ray.continuing import Continuing
+from engine_trainer.ray.conversing import Conversing
 from engine_trainer.ray.worker import Worker, address
 from engine_trainer.replica import Answer, Replica, RolloutSpec
 from engine_trainer.sections import EngineSection
@@ -69,9 +70,9 @@ class EngineWorker(Worker):
 
     # --- engines --------------------------------------------------------------------------------
 
-    def resolve(self, section: EngineSection) -> tuple[str, frozenset[Capability]]:
+    def resolve(self, section: EngineSection, beside: EngineSection | None) -> tuple[str, frozenset[Capability]]:
         """See ``Launcher.resolve``; alone."""
-        return self.spmd.resolve(section)
+        return self.spmd.resolve(section, beside)
 
     def make_engine(self, section: EngineSection, config: EngineConfig, device: str) -> Topology:
         """One more engine; later calls name it by its number, from 0."""
@@ -175,6 +176,7 @@ class RolloutWorker(Worker):
     def __init__(self, name: str) -> None:
         super().__init__(name)
         self._replica: Replica | None = None
+        self._under_way: Continuing | Conversing | None = None
 
     def close(self) -> None:
         """The replica, and the channel."""
@@ -215,13 +217,21 @@ class RolloutWorker(Worker):
 
     def continuing(self, sampling: SamplingParams, slice_tokens: int) -> None:
         """Prepare for ``advance``."""
-        self._continuing = Continuing(self.replica, sampling, slice_tokens)
+        agent = self.replica.agent
+        self._under_way = (
+            Conversing(self.replica, agent, sampling, slice_tokens)
+            if agent
+            else Continuing(self.replica, sampling, slice_tokens)
+        )
 
     def advance(self, new: Sequence[tuple[int, Prompt]], seed: int) -> list[tuple[int, list[Answer]]]:
         """See ``Continuing.advance``."""
-        return self._continuing.advance(new, seed)
+        assert self._under_way is not None
+        return self._under_way.advance(new, seed)
 
     def close_rollout(self) -> None:
         """See ``RolloutGroup.close``."""
+        if self._under_way is not None:
+            self._under_way.close()
         if self._replica is not None:
             self._replica.close()

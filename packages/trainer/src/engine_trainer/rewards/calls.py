@@ -7,7 +7,6 @@ import math
 import threading
 import traceback
 from collections.abc import Awaitable, Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import cast
 
@@ -15,7 +14,7 @@ from engine_api.errors import EngineError
 from engine_trainer.functions import is_async
 from engine_trainer.rewards.deadline import DeadlineExceeded, deadline
 from engine_trainer.rewards.sample import RewardFn, Sample, Verdict
-from engine_trainer.threads import DaemonThreads
+from engine_trainer.threads import event_loop
 
 GRACE_S = 2.0  # beyond its own limit, before a call that keeps its thread busy is interrupted from outside
 
@@ -82,28 +81,12 @@ def _side_by_side(
         done, _ = await asyncio.wait(running, return_when=asyncio.FIRST_COMPLETED)
         return done
 
-    with _loop() as loop:
+    with event_loop(GRACE_S) as loop:
         while waiting or running:
             with deadline(limit, again=True):
                 done = loop.run_until_complete(advance())
             for task in done:
                 yield running.pop(task), task.result()
-
-
-@contextmanager
-def _loop() -> Iterator[asyncio.AbstractEventLoop]:
-    """An event loop that waits ``GRACE_S`` for what was cancelled; ``asyncio.Runner`` would wait for ever."""
-    loop = asyncio.new_event_loop()
-    loop.set_default_executor(DaemonThreads())
-    try:
-        yield loop
-    finally:
-        left = asyncio.all_tasks(loop)
-        for task in left:
-            task.cancel()
-        if left:
-            loop.run_until_complete(asyncio.wait(left, timeout=GRACE_S))
-        loop.close()
 
 
 async def _await(function: RewardFn, sample: Sample, timeout_s: float | None) -> Outcome:

@@ -67,6 +67,12 @@ class RewardError(EngineError):
         super().__init__(what, where=f"reward {function!r}", why=why,
                          remedy=remedy or "mend the function, or the data that it cannot judge")  # fmt: skip
 
+    @classmethod
+    def failed(cls, function: str, sample: Sample, problem: str, count: int, most: int) -> Self:
+        """The failure that was one too many: the ``count``-th, of which a run bears ``most``."""
+        return cls(function, sample, problem + (f"; failed calls: {count}" if most else ""),
+                   remedy="mend the function, or the data that it cannot judge; reward.max_failures lets some calls count 0")  # fmt: skip
+
 
 def _short(text: str) -> str:
     return repr(text) if len(text) <= SHOWN else f"{text[:SHOWN]!r}… ({len(text)} characters)"

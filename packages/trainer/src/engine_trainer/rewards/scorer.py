@@ -41,6 +41,7 @@ class Score:
     answer: str | None = None  # what the first reward function found in the completion, where it says so
     timed_out: tuple[str, ...] = ()  # rewards that took too long, and count 0
     failed: tuple[str, ...] = ()  # rewards that raised or gave no finite number, and count 0
+    problems: tuple[str, ...] = ()  # what each of them did
 
 
 class Scorer:
@@ -50,7 +51,7 @@ class Scorer:
         rewards: each with another name.
         workers: processes that judge; None: this one.
         concurrency: calls of a coroutine function at once, in each process.
-        max_failures: calls that may raise or give no finite number, in this scorer's life, and count 0.
+        max_failures: calls that may raise or give no finite number, in this scorer's life, and count 0 (``Failures``: in the run's).
         max_timeouts: calls of one reward in a row that may take too long, and count 0; None: any number.
     """
 
@@ -133,10 +134,9 @@ class Scorer:
         if outcome.problem:
             self._failures += 1
             if self._failures > self.max_failures:
-                counted = f"; failed calls: {self._failures}" if self.max_failures else ""
-                raise RewardError(reward.name, sample, outcome.problem + counted,
-                                  remedy="mend the function, or the data that it cannot judge; reward.max_failures lets some "
-                                  "calls count 0") from outcome.cause  # fmt: skip
+                raise RewardError.failed(
+                    reward.name, sample, outcome.problem, self._failures, self.max_failures
+                ) from outcome.cause
             log.warning("reward %r failed, counted as 0: %s", reward.name, outcome.problem)
 
     def _score(self, outcomes: Sequence[Outcome]) -> Score:
@@ -147,6 +147,7 @@ class Scorer:
             total=math.fsum(r.weight * parts[r.name] for r in self.rewards), parts=parts,
             correct=parts[self.rewards[0].name] >= 1.0, answer=first.answer if isinstance(first, Verdict) else None,
             timed_out=tuple(r.name for r, o in named if o.timed_out), failed=tuple(r.name for r, o in named if o.problem),
+            problems=tuple(o.problem for o in outcomes if o.problem),
         )  # fmt: skip
 
 
