@@ -14,7 +14,7 @@ import yaml
 from engine_trainer.config import RLConfig
 from engine_trainer.loading import from_tree
 
-CLOCKS = re.compile(r"time$|time/|perf/|sync/.*_s$|worker/")
+CLOCKS = re.compile(r"time$|time/|perf/|sync/(.*_s$|wire_bytes)|worker/")
 HERE = Path(__file__).parent
 ON_RAY = {"imports": ["ray_faults"], "engines": 2, "timeout_s": 120.0, "start_timeout_s": 60.0}
 
@@ -42,7 +42,7 @@ def on_ray(folder: Path, out: Path, *, ray=None, **sections) -> RLConfig:
 
 
 def rows_of(out: Path) -> list[dict]:
-    """The metrics without what a clock says."""
+    """The metrics without what a clock says, or only one of two ways to bring weights has."""
     rows = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
     return [{k: v for k, v in r.items() if not CLOCKS.match(k)} for r in rows]
 

@@ -36,18 +36,17 @@ TENSORS = {
 
 def carried(export, receivers: int = 2) -> tuple[list[object], list[list[tuple[str, torch.Tensor]]]]:
     """What the sender raised (or None) and each receiver, and what each of them got."""
-    store = channel.serve("127.0.0.1", receivers + 1, 20.0)
+    sender = channel.WholeWire("cpu", 20.0).serve("127.0.0.1", receivers)
     outcomes: list[object] = [None] * (receivers + 1)
     got: list[list[tuple[str, torch.Tensor]]] = [[] for _ in range(receivers)]
 
     def run(rank: int) -> None:
-        own = store if rank == 0 else channel.reach("127.0.0.1", store.port, receivers + 1, 20.0)
-        one = channel.Channel(own, rank, receivers + 1, "cpu", 20.0)
         try:
             if rank == 0:
-                one.send(export)
-            else:
-                got[rank - 1] = [(name, t.clone()) for name, t in one.receive()]
+                sender.send(export)
+                return
+            with channel.WholeWire("cpu", 20.0).receive(sender.address, rank - 1) as received:
+                got[rank - 1] = [(name, t.clone()) for name, t in received]
         except (OSError, RolloutError) as error:
             outcomes[rank] = error
 

@@ -39,13 +39,17 @@ class Sender:
         receivers: how many; their ranks are 0 and up.
         host: where receivers of other hosts reach this one; None: all are on this host.
         timeout_s: of every step of a sync, the receivers' work on one bucket and at the end included.
+        key: for receivers that do not inherit this run's secret, see ``channel``.
     """
 
-    def __init__(self, *, kind: Kind, receivers: int = 1, host: str | None = None, timeout_s: float = 300.0) -> None:
-        secret("channel")  # made here if there is none, so that processes which are started from now on inherit it
+    def __init__(
+        self, *, kind: Kind, receivers: int = 1, host: str | None = None, timeout_s: float = 300.0, key: bytes | None = None
+    ) -> None:  # fmt: skip
+        if key is None:
+            secret("channel")  # made here if there is none, so that processes which are started from now on inherit it
         self._kind: Kind = kind
         self._receivers, self._host, self.timeout_s = receivers, host, timeout_s
-        self._listener = Listener(host)
+        self._listener = Listener(host, key)
         self._count = 0
         self._session: _Session | None = None
 
