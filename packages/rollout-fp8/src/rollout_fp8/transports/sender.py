@@ -181,6 +181,11 @@ class _Session:
         try:
             return self._transport.put(bucket, buffer)
         except PeerError as error:
-            said = [words for channel in self._channels if (words := channel.last_words(GRACE_S))]
+            said = [f"{channel.peer}: {words}" for channel in self._channels if (words := _end_of(channel))]
             why = "\n       ".join([*said, error.why])
             raise PeerError(error.what, where=WHERE, why=why, remedy=error.remedy) from error
+
+
+def _end_of(channel: Channel) -> str:
+    """What the peer said before it closed; empty while it is there."""
+    return channel.last_words(GRACE_S) or ("it closed the channel" if channel.hung_up() else "")
