@@ -24,6 +24,8 @@ from rollout_fp8.receiver import Receiver
 from rollout_fp8.session import SyncSession
 from rollout_fp8.transports import channel, collective, remote
 from rollout_fp8.transports.channel import PeerError
+from rollout_fp8.transports.listener import Listener, connect
+from rollout_fp8.transports.sender import _end_of
 from rollout_fp8.transports.wire import Wire
 
 pytestmark = pytest.mark.distributed
@@ -217,3 +219,18 @@ def test_a_server_behind_the_wire_serves_what_came_over_it(ends, tmp_path) -> No
             assert there.generate(PROMPTS, SAMPLING) == here.generate(PROMPTS, SAMPLING)
     finally:
         there.close()
+
+
+def test_who_is_gone_is_named_where_only_a_broadcast_fails() -> None:
+    listener, ends = Listener(), []
+    for _ in range(3):
+        thread = threading.Thread(target=lambda: ends.append(listener.accept("a receiver", 20)))
+        thread.start()
+        ends.append(connect(listener.address, 5))
+        thread.join()
+    pairs = [sorted(ends[i : i + 2], key=lambda end: end.peer != "a receiver") for i in (0, 2, 4)]
+    pairs[0][1].close()
+    pairs[1][1].fail("no room")
+    assert [_end_of(mine) for mine, _ in pairs] == ["it closed the channel", "no room", ""]
+    for end in (*ends, listener):
+        end.close()

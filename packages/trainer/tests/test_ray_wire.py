@@ -4,14 +4,11 @@ from __future__ import annotations
 
 import json
 import logging
-import os
-import shutil
 from functools import cache
 from pathlib import Path
 
 import pytest
-import torch
-from ray_runs import on_ray, result_of
+from ray_runs import local_cluster, on_ray, reshaped, result_of
 
 ray = pytest.importorskip("ray", reason="the extra ray")
 pytest.importorskip("engine_fsdp", reason="the loop needs an engine")
@@ -31,14 +28,7 @@ WIDE = {"hidden_size": 256, "intermediate_size": 512, "head_dim": 64, "num_atten
 @pytest.fixture(scope="module")
 def model(sums_model, tmp_path_factory) -> Path:
     """The model of the sums, as wide as a few blocks."""
-    from transformers import AutoConfig, AutoModelForCausalLM
-
-    folder = tmp_path_factory.mktemp("wide") / "model"
-    shutil.copytree(sums_model, folder)
-    with torch.random.fork_rng():
-        torch.manual_seed(0)
-        AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folder, **WIDE)).save_pretrained(folder)
-    return folder
+    return reshaped(sums_model, tmp_path_factory.mktemp("wide") / "model", **WIDE)
 
 
 @pytest.fixture(scope="module")
@@ -49,15 +39,8 @@ def plan(tmp_path_factory) -> Path:
 
 @pytest.fixture(scope="module", autouse=True)
 def cluster(plan):
-    """One for the module; more CPUs than there are, for the workers take turns."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("PYTHONPATH", os.pathsep.join([str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")]))
-        patch.setenv("RAY_FAULTS", str(plan))
-        patch.setenv("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
-        patch.setenv("OMP_NUM_THREADS", "1")
-        ray.init(address="local", num_cpus=4, include_dashboard=False, log_to_driver=False, logging_level="ERROR")
+    with local_cluster(4, plan):
         yield
-        ray.shutdown()
 
 
 def run(model: Path, out: Path, *, name: str = "fp8", **section):
@@ -106,8 +89,10 @@ def fault(worker: str, method: str, nth: int, do: str = "kill") -> dict:
 
 
 def test_killed_in_the_middle_of_a_sync_it_ends_as_one_left_alone(model, tmp_path, plan, beside):
-    """The second bucket of a first sync at one replica, of a second one at the other, and at the engine."""
-    plan.write_text(json.dumps([fault("rollout-0", "take", 2), fault("rollout-1", "take", 8), fault("engine-0", "put", 9)]))
+    """A sync has five buckets. One after the other: the engine in the first sync, a replica there, the other in the second."""
+    plan.write_text(json.dumps([
+        fault("engine-0", "put", 2), fault("rollout-0", "take", 3), fault("rollout-1", "take", 8)
+    ]))  # fmt: skip
     out = run(model, tmp_path / "out", rollouts=2, restarts=3)
     assert json.loads(plan.read_text()) == []
     assert result_of(out) == result_of(beside(2))

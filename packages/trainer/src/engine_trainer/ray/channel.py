@@ -68,7 +68,10 @@ def exporter_for(spec: RolloutSpec, *, whole: bool) -> WeightExporter:
 
 
 class WholeWire:
-    """See ``engine_api.rollout.WeightWire``: whole tensors, for any rollout. The first sync connects all of its processes."""
+    """See ``engine_api.rollout.WeightWire``: whole tensors, for any rollout. The first sync connects all of its processes.
+
+    A replica that fails does not tell the sender: all of them take the export to its end, and the controller hears of it.
+    """
 
     def __init__(self, device: str, timeout_s: float) -> None:
         self._device, self._timeout_s = device, timeout_s
