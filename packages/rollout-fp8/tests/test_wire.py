@@ -14,12 +14,14 @@ from served_model import ServedModel, checkpoint
 from test_server import CONFIG, PROMPTS, SAMPLING, weights
 
 from engine_api.config import LoraConfig, ModelSource
+from engine_api.discovery import import_target
 from engine_api.errors import RolloutError
 from engine_api.registry import RolloutRegistry
 from engine_api.rollout import SyncResult, WeightSender, WeightWire
 from rollout_fp8.client import RemoteRollout
 from rollout_fp8.exporter import Exporter
 from rollout_fp8.phases import Phases
+from rollout_fp8.plugin import SGLANG, VLLM
 from rollout_fp8.receiver import Receiver
 from rollout_fp8.session import SyncSession
 from rollout_fp8.transports import channel, collective, remote
@@ -95,6 +97,11 @@ def receiving(wire: WeightWire, address: str, rank: int, session: SyncSession, v
             return session.run(export, version)
 
     return work
+
+
+@pytest.mark.parametrize("plugin", [VLLM, SGLANG], ids=lambda plugin: plugin.name)
+def test_both_servers_descriptors_name_it(plugin) -> None:
+    assert import_target(plugin.wire, plugin.name) is Wire
 
 
 def test_two_replicas_serve_what_the_exporter_makes_sync_after_sync(ends, tmp_path, monkeypatch) -> None:
