@@ -18,6 +18,7 @@ from engine_api.capabilities import Capability
 from engine_api.comm import SingleComm
 from engine_api.config import ModelSource
 from engine_api.errors import ConfigError, RankFailure, RolloutError
+from engine_api.plugin import ProbeResult
 from engine_api.registry import RolloutRegistry
 from engine_trainer.lock import FolderLock
 from engine_trainer.replica import RolloutSpec
@@ -123,6 +124,14 @@ def test_a_rollouts_own_wire_is_taken_where_both_sides_can_use_it(apart):
     other = replace(apart(), engine_device="cuda", section=replace(apart().section, device="cpu"))
     assert channel.why_whole(other, shards) == "the rollout is on cpu, the engine on cuda"
     assert isinstance(channel.make_wire(other, 3.0, whole=True), channel.WholeWire)
+
+
+def test_an_engines_process_without_the_rollouts_package_sends_whole_tensors(apart):
+    absent = ProbeResult(ok=False, reason="vllm is not installed")
+    RolloutRegistry.register(backend="wired", device="cpu", wire="nowhere:Wire", probe=lambda _: absent)(Wired)
+    said = channel.why_whole(apart(), frozenset({Capability.EXPORT_SHARDS}))
+    assert "cannot make the exporter" in said
+    assert "vllm is not installed" in said
 
 
 @pytest.mark.parametrize(("quantization", "dtype"), [("none", torch.bfloat16), ("fp8", None)])

@@ -111,7 +111,8 @@ def _sync_figures(results: Sequence[SyncResult]) -> dict[str, float]:
     """``sync/…``, the largest of any replica."""
     phases = sorted({name for result in results for name in result.seconds})
     wire_bytes = max(r.wire_bytes for r in results)
-    return ({"sync/wire_bytes": float(wire_bytes)} if wire_bytes else {}) | {f"sync/{name}_s": max(r.seconds.get(name, 0.0) for r in results) for name in phases} | {
+    apart = {"sync/wire_bytes": float(wire_bytes)} if wire_bytes else {}
+    return apart | {f"sync/{name}_s": max(r.seconds.get(name, 0.0) for r in results) for name in phases} | {
         "sync/bytes": float(max(r.num_bytes for r in results)), "sync/tensors": float(max(r.num_tensors for r in results)),
         "sync/quantized": float(max(r.num_quantized for r in results)),
         "sync/audited": float(all(r.audited for r in results)),

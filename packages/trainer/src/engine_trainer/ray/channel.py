@@ -18,7 +18,7 @@ from torch.distributed import TCPStore  # pyright: ignore[reportPrivateImportUsa
 
 from engine_api.capabilities import Capability
 from engine_api.devices import device_of
-from engine_api.errors import RolloutError
+from engine_api.errors import PluginUnavailable, RolloutError
 from engine_api.registry import RolloutRegistry
 from engine_api.rollout import WeightExporter, WeightWire, WholeExporter
 from engine_api.weights import WeightExport
@@ -43,10 +43,14 @@ def reach(host: str, port: int, size: int, timeout_s: float) -> Any:
 
 def why_whole(spec: RolloutSpec, capabilities: Collection[Capability]) -> str:
     """Why the engine's whole tensors are sent; empty where the rollout's own wire carries what its exporter makes."""
-    if RolloutRegistry.resolve(backend=spec.section.name, device=spec.device).plugin.wire is None:
-        return f"rollout {spec.section.name!r} has no wire of its own"
     if spec.device != spec.engine_device:
         return f"the rollout is on {spec.device}, the engine on {spec.engine_device}"
+    try:
+        plugin = RolloutRegistry.resolve(backend=spec.section.name, device=spec.device).plugin
+    except PluginUnavailable as error:  # here: where the replicas are it may be there
+        return f"the engine's process cannot make the exporter: {'; '.join(error.trace) or error.what}"
+    if plugin.wire is None:
+        return f"rollout {spec.section.name!r} has no wire of its own"
     return "" if Capability.EXPORT_SHARDS in capabilities else f"engine {spec.engine.backend!r} exports no shards"
 
 

@@ -46,6 +46,8 @@ class EngineWorker(Worker):
         super().close()
         if self._rollouts is not None:
             self._rollouts.close()
+        if self._exporter is not None:
+            self._exporter.close()
         self.spmd.close()
 
     # --- the process group ----------------------------------------------------------------------
