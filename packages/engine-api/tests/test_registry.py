@@ -8,7 +8,7 @@ import pytest
 
 from engine_api.errors import ContractMismatch, PluginConflict, PluginLoadError, PluginNotFound, PluginUnavailable
 from engine_api.plugin import contract_problem
-from engine_api.registry import Registry
+from engine_api.registry import Registry, RolloutRegistry
 
 GOOD = """
 from engine_api.plugin import CONTRACT, EnginePlugin, ProbeResult, Row
@@ -168,3 +168,23 @@ def test_rollouts_are_not_offered_as_engines(registry):
     with pytest.raises(PluginNotFound) as caught:
         registry.resolve(backend="nonesuch")
     assert "vllm" not in caught.value.remedy
+
+
+class Wire:
+    def __init__(self, *, resolution, timeout_s):
+        self.made = resolution.device, timeout_s
+
+
+def test_a_rollouts_wire_is_made_where_its_descriptor_names_one():
+    RolloutRegistry.register(backend="near", device="cpu")(type("Near", (), {}))
+    RolloutRegistry.register(backend="far", device="cpu", wire=f"{__name__}:Wire")(type("Far", (), {}))
+    try:
+        assert RolloutRegistry.create_wire(name="near", device="cpu", timeout_s=3.0) is None
+        wire = RolloutRegistry.create_wire(name="far", device="cpu", timeout_s=3.0)
+        assert wire.made == ("cpu", 3.0)
+        RolloutRegistry.register(backend="far", device="cpu", wire=f"{__name__}:Nothing")(type("Far", (), {}))
+        with pytest.raises(PluginLoadError, match="Nothing"):
+            RolloutRegistry.create_wire(name="far", device="cpu", timeout_s=3.0)
+    finally:
+        RolloutRegistry.unregister("near")
+        RolloutRegistry.unregister("far")

@@ -14,7 +14,7 @@ import sys
 import time
 from pathlib import Path
 
-from engine_trainer.ray.channel import Channel
+from engine_trainer.ray.channel import Channel, WholeWire
 from engine_trainer.ray.worker import Worker
 from engine_trainer.replica import Replica
 from engine_trainer.rewards import register
@@ -83,7 +83,7 @@ def _with_faults(method, work):
 PHASES = {
     "load": (SpmdEngines, "load_checkpoint"), "save": (SpmdEngines, "save_checkpoint"), "infer": (SpmdEngines, "infer"),
     "train": (SpmdEngines, "train"), "sync": (SpmdRollouts, "sync"), "answer": (Replica, "answer"),
-    "send": (Channel, "send"), "receive": (Channel, "receive"),
+    "send": (Channel, "send"), "receive": (WholeWire, "receive"),
 }  # fmt: skip
 if NAME:
     for _method, (_cls, _name) in PHASES.items():

@@ -5,18 +5,50 @@ from __future__ import annotations
 import json
 import os
 import re
+import shutil
 import subprocess
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
+import pytest
+import torch
 import yaml
 
 from engine_trainer.config import RLConfig
 from engine_trainer.loading import from_tree
 
-CLOCKS = re.compile(r"time$|time/|perf/|sync/.*_s$|worker/")
+CLOCKS = re.compile(r"time$|time/|perf/|sync/(.*_s$|wire_bytes)|worker/")
 HERE = Path(__file__).parent
 ON_RAY = {"imports": ["ray_faults"], "engines": 2, "timeout_s": 120.0, "start_timeout_s": 60.0}
+
+
+@contextmanager
+def local_cluster(cpus: int, faults: Path | None = None) -> Iterator[None]:
+    """More CPUs than there are, for the workers take turns. ``faults``: the file for ``ray_faults``."""
+    import ray
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("PYTHONPATH", os.pathsep.join([str(HERE), os.environ.get("PYTHONPATH", "")]))
+        patch.setenv("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
+        patch.setenv("OMP_NUM_THREADS", "1")
+        if faults is not None:
+            patch.setenv("RAY_FAULTS", str(faults))
+        ray.init(address="local", num_cpus=cpus, include_dashboard=False, log_to_driver=False, logging_level="ERROR")
+        yield
+        ray.shutdown()
+
+
+def reshaped(source: Path, folder: Path, **shape) -> Path:
+    """A copy of a model's folder with new weights of another shape."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    shutil.copytree(source, folder)
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folder, **shape)).save_pretrained(folder)
+    return folder
 
 
 def tree(folder: Path, out: Path, **sections) -> dict:
@@ -42,7 +74,7 @@ def on_ray(folder: Path, out: Path, *, ray=None, **sections) -> RLConfig:
 
 
 def rows_of(out: Path) -> list[dict]:
-    """The metrics without what a clock says."""
+    """The metrics without what a clock says, or only one of two ways to bring weights has."""
     rows = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
     return [{k: v for k, v in r.items() if not CLOCKS.match(k)} for r in rows]
 

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import json
-import os
 import time
 from pathlib import Path
 
 import pytest
-from ray_runs import on_ray, result_of, start, tree
+from ray_runs import local_cluster, on_ray, result_of, start, tree
 
 from engine_api.errors import ConfigError
 
@@ -29,15 +28,8 @@ def plan(tmp_path_factory) -> Path:
 
 @pytest.fixture(scope="module", autouse=True)
 def cluster(plan):
-    """One for the module; more CPUs than there are, for the workers take turns."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("PYTHONPATH", os.pathsep.join([str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")]))
-        patch.setenv("RAY_FAULTS", str(plan))
-        patch.setenv("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
-        patch.setenv("OMP_NUM_THREADS", "1")
-        ray.init(address="local", num_cpus=6, include_dashboard=False, log_to_driver=False, logging_level="ERROR")
+    with local_cluster(6, plan):
         yield
-        ray.shutdown()
 
 
 PPO = {"advantage": "gae", "critic": {"optimizer": {"lr": 0.003}}, "mini_batches": 2}

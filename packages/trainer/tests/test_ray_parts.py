@@ -7,16 +7,21 @@ import signal
 import subprocess
 import sys
 import threading
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
 import torch
 from ray_runs import on_ray
 
+from engine_api.capabilities import Capability
 from engine_api.comm import SingleComm
 from engine_api.config import ModelSource
 from engine_api.errors import ConfigError, RankFailure, RolloutError
+from engine_api.plugin import ProbeResult
+from engine_api.registry import RolloutRegistry
 from engine_trainer.lock import FolderLock
+from engine_trainer.replica import RolloutSpec
 from engine_trainer.runtime import Run
 from engine_trainer.sections import RunSection
 
@@ -27,6 +32,7 @@ from ray.exceptions import ActorDiedError, RayTaskError
 from engine_trainer.ray import channel, controller, memory
 from engine_trainer.ray.calls import Call, WorkerFailed, WorkerLost, _telling, _translate
 from engine_trainer.ray.meter import Meter
+from engine_trainer.ray.workers import EngineWorker
 
 TENSORS = {
     "a": torch.randn(3, 5), "b": torch.randn(7).bfloat16(), "c": torch.randn(2, 2).to(torch.float8_e4m3fn),
@@ -36,18 +42,17 @@ TENSORS = {
 
 def carried(export, receivers: int = 2) -> tuple[list[object], list[list[tuple[str, torch.Tensor]]]]:
     """What the sender raised (or None) and each receiver, and what each of them got."""
-    store = channel.serve("127.0.0.1", receivers + 1, 20.0)
+    sender = channel.WholeWire("cpu", 20.0).serve("127.0.0.1", receivers)
     outcomes: list[object] = [None] * (receivers + 1)
     got: list[list[tuple[str, torch.Tensor]]] = [[] for _ in range(receivers)]
 
     def run(rank: int) -> None:
-        own = store if rank == 0 else channel.reach("127.0.0.1", store.port, receivers + 1, 20.0)
-        one = channel.Channel(own, rank, receivers + 1, "cpu", 20.0)
         try:
             if rank == 0:
-                one.send(export)
-            else:
-                got[rank - 1] = [(name, t.clone()) for name, t in one.receive()]
+                sender.send(export)
+                return
+            with channel.WholeWire("cpu", 20.0).receive(sender.address, rank - 1) as received:
+                got[rank - 1] = [(name, t.clone()) for name, t in received]
         except (OSError, RolloutError) as error:
             outcomes[rank] = error
 
@@ -89,6 +94,62 @@ def test_an_export_that_fails_is_told_to_the_receivers():
     outcomes, _ = carried(failing())
     assert isinstance(outcomes[0], OSError)
     assert all(isinstance(o, RolloutError) for o in outcomes[1:])
+
+
+@pytest.fixture
+def apart(tmp_path):
+    """What is known of the rollout ``wired`` beside an engine; its wire is only made here."""
+
+    def spec(name="wired", device="cpu"):
+        config = on_ray(tmp_path, tmp_path, rollout={"name": name, "quantization": "fp8"})
+        return RolloutSpec(section=config.rollout, reward=config.reward, tokenizer=None, engine=config.engine,
+                           engine_config=config.engine.build(seed=0, total_steps=1), engine_device=device)  # fmt: skip
+
+    RolloutRegistry.register(backend="wired", device="cpu", wire=f"{__name__}:Wired")(Wired)
+    yield spec
+    RolloutRegistry.unregister("wired")
+
+
+class Wired:
+    def __init__(self, *, resolution, timeout_s):
+        self.made = resolution.device, timeout_s
+
+
+def test_a_rollouts_own_wire_is_taken_where_both_sides_can_use_it(apart):
+    shards = frozenset({Capability.EXPORT_SHARDS})
+    assert channel.why_whole(apart(), shards) == ""
+    assert channel.make_wire(apart(), 3.0, whole=False).made == ("cpu", 3.0)
+    assert channel.why_whole(apart(), frozenset()) == "engine 'fsdp2' exports no shards"
+    assert channel.why_whole(apart("local"), shards) == "rollout 'local' has no wire of its own"
+    other = replace(apart(), engine_device="cuda", section=replace(apart().section, device="cpu"))
+    assert channel.why_whole(other, shards) == "the rollout is on cpu, the engine on cuda"
+    assert isinstance(channel.make_wire(other, 3.0, whole=True), channel.WholeWire)
+
+
+def test_an_engines_process_without_the_rollouts_package_sends_whole_tensors(apart):
+    absent = ProbeResult(ok=False, reason="vllm is not installed")
+    RolloutRegistry.register(backend="wired", device="cpu", wire="nowhere:Wire", probe=lambda _: absent)(Wired)
+    said = channel.why_whole(apart(), frozenset({Capability.EXPORT_SHARDS}))
+    assert "cannot make the exporter" in said
+    assert "vllm is not installed" in said
+
+
+@pytest.mark.parametrize(("quantization", "dtype"), [("none", torch.bfloat16), ("fp8", None)])
+def test_whole_tensors_come_in_the_rollouts_dtype_unless_it_quantizes(apart, quantization, dtype):
+    section = replace(apart().section, quantization=quantization, options={"dtype": "bfloat16"})
+    asked = []
+    engine = SimpleNamespace(get_per_tensor_param=lambda **arguments: asked.append(arguments))
+    channel.exporter_for(replace(apart("local"), section=section), whole=True).export(engine)
+    assert asked == [{"dtype": dtype}]
+
+
+def test_weights_of_another_version_than_the_controllers_are_not_sent():
+    worker = EngineWorker("engine-0")
+    worker._engines = [SimpleNamespace(engine=SimpleNamespace(weight_version=3))]
+    worker._sender = SimpleNamespace(address="a")
+    assert worker.wire_address(3) == "a"
+    with pytest.raises(RolloutError, match="the engine has weights of version 3, not 4"):
+        worker.wire_address(4)
 
 
 def needed(out, *, free: dict[str, float], device="cuda", engines=4, replicas=4, **sections) -> None:

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -148,6 +149,7 @@ def test_the_figures_of_a_sync_are_the_slowest_ranks():
         "sync/gather_s": 3.0, "sync/install_s": 2.0, "sync/bytes": 12, "sync/tensors": 3, "sync/quantized": 2, "sync/audited": 0,
     }  # fmt: skip
     assert _sync_figures([fast])["sync/audited"] == 1
+    assert _sync_figures([replace(fast, wire_bytes=16)])["sync/wire_bytes"] == 16
 
 
 @pytest.mark.parametrize(

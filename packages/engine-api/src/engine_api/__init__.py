@@ -40,6 +40,7 @@ if TYPE_CHECKING:
     from engine_api.rollout import SamplingParams as SamplingParams
     from engine_api.rollout import SyncResult as SyncResult
     from engine_api.rollout import WeightExporter as WeightExporter
+    from engine_api.rollout import WeightWire as WeightWire
     from engine_api.weights import ShardSpec as ShardSpec
 
 _HOMES = {
@@ -53,7 +54,7 @@ _HOMES = {
     "plugin": ("CONTRACT", "EnginePlugin", "ProbeResult", "Row"),
     "registry": ("EngineRegistry", "RolloutRegistry"),
     "results": ("LossOutput", "TokenOutputs", "Topology", "TrainOutput"),
-    "rollout": ("Completion", "Rollout", "SamplingParams", "SyncResult", "WeightExporter"),
+    "rollout": ("Completion", "Rollout", "SamplingParams", "SyncResult", "WeightExporter", "WeightWire"),
     "weights": ("ShardSpec",),
 }  # fmt: skip
 _HOME = {name: module for module, names in _HOMES.items() for name in names}

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from engine_api.capabilities import Capability
 
-CONTRACT = "1.1"  # MAJOR.MINOR of the contract, apart from package versions
+CONTRACT = "1.2"  # MAJOR.MINOR of the contract, apart from package versions
 
 ENGINE_GROUP = "engine_api.engines"
 ROLLOUT_GROUP = "engine_api.rollouts"
@@ -68,6 +68,7 @@ class EnginePlugin:
             (argument ``lora`` of the rollout and of its exporter).
         options: ``"module:Class"`` of its own options dataclass.
         exporter: of a rollout, ``"module:Class"`` of its ``WeightExporter``.
+        wire: of a rollout, ``"module:Class"`` of its ``WeightWire`` (since contract 1.2).
         one_layout: whether its engines of one process must have the same ``Parallelism`` sizes, or the second one is refused.
     """
 
@@ -77,6 +78,7 @@ class EnginePlugin:
     capabilities: frozenset[Capability] = frozenset()
     options: str | None = None
     exporter: str | None = None
+    wire: str | None = None
     one_layout: bool = False
     probe: Callable[[str], ProbeResult] = always_available
 

@@ -17,7 +17,7 @@ from engine_api.devices import DEVICES
 from engine_api.discovery import Found, discover, import_target, probe
 from engine_api.errors import ContractMismatch, PluginConflict, PluginLoadError, PluginNotFound, PluginUnavailable
 from engine_api.plugin import CONTRACT, ENGINE_GROUP, KNOWN_DISTRIBUTIONS, ROLLOUT_GROUP, EnginePlugin, Row
-from engine_api.rollout import WeightExporter, WholeExporter
+from engine_api.rollout import WeightExporter, WeightWire, WholeExporter
 
 log = logging.getLogger("engine_api")
 
@@ -241,3 +241,14 @@ class RolloutRegistry:
             resolution=resolution, **arguments
         )
         return exporter
+
+    @staticmethod
+    def create_wire(*, name: str, device: str = "auto", timeout_s: float) -> WeightWire | None:
+        """What brings exports to rollout ``name`` in other processes, if its plug-in has that; raises ``PluginError``."""
+        resolution = _rollouts.resolve(backend=name, device=device)
+        if resolution.plugin.wire is None:
+            return None
+        wire: WeightWire = import_target(resolution.plugin.wire, resolution.source)(
+            resolution=resolution, timeout_s=timeout_s
+        )
+        return wire

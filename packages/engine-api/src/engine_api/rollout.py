@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Literal, Protocol, runtime_checkable
 
@@ -60,6 +61,8 @@ class SyncResult:
         seconds: a phase each: ``gather``, ``quantize``, ``transfer``, ``install``, ``audit``; a phase that a rollout
             has not is absent. Phases may overlap: their sum is not the time of the sync.
         audited: whether the served weights were compared with the export.
+        wire_bytes: that came to the rollout's process from the engine's, scales and padding included; 0 where both are one.
+            Whoever carries them says it, not the rollout (since contract 1.2).
     """
 
     version: int
@@ -68,6 +71,7 @@ class SyncResult:
     num_bytes: int = 0
     seconds: Mapping[str, float] = field(default_factory=dict[str, float])
     audited: bool = False
+    wire_bytes: int = 0
 
 
 @runtime_checkable
@@ -99,6 +103,52 @@ class WholeExporter:
 
     def close(self) -> None:
         """Nothing to give back."""
+
+
+class WeightSender(Protocol):
+    """The engine's end of a ``WeightWire``, on the engine's first rank."""
+
+    @property
+    def address(self) -> str:
+        """For the receivers of the next ``send`` alone, which may be another one each time.
+
+        Whoever knows it may take part: it goes to the receivers, into no log.
+        """
+        ...
+
+    def send(self, export: WeightExport) -> int:
+        """Carry one export to every receiver; the bytes that each was sent.
+
+        Raises what the export raises; ``RolloutError`` when a receiver fails, is gone or falls silent. Then it fails at
+        all of them, and the export may be left unfinished: the caller runs it to its end.
+        """
+        ...
+
+
+@runtime_checkable
+class WeightWire(Protocol):
+    """Brings exports to rollouts in processes of their own (since contract 1.2).
+
+    A rollout plug-in may bring its own (``EnginePlugin.wire``), for what its exporter makes and its rollout installs. It is
+    made with the arguments ``resolution`` and ``timeout_s``, of each step of a sync. Without one, and for an engine that does
+    not declare ``export_shards``, the caller carries the engine's whole tensors.
+    """
+
+    def serve(self, host: str, receivers: int) -> WeightSender:
+        """The engine's end. ``host``: where the ``receivers`` processes reach this one."""
+        ...
+
+    def receive(self, address: str, rank: int) -> AbstractContextManager[WeightExport]:
+        """A rollout's end: one export, for ``update_weights``; ``rank`` from 0.
+
+        When the block ends the sender hears that all is installed, when it raises that it failed. Raises ``RolloutError``:
+        the sender cannot be reached, failed, fell silent, or carries another sync than that of ``address``.
+        """
+        ...
+
+    def close(self) -> None:
+        """Give back what either end keeps between syncs; idempotent."""
+        ...
 
 
 class Generation(Protocol):

@@ -10,6 +10,7 @@ from engine_api.plugin import CONTRACT, EnginePlugin, ProbeResult, Row
 from rollout_fp8 import versions
 
 EXPORTER = "rollout_fp8.exporter:Exporter"
+WIRE = "rollout_fp8.transports.wire:Wire"
 
 
 def probe_server(server: str, device: str) -> ProbeResult:
@@ -35,6 +36,7 @@ VLLM = EnginePlugin(
         Row(backends=("vllm-server",), devices=("cuda", "cpu"), target="rollout_fp8.client:VllmServer"),
     ),
     exporter=EXPORTER,
+    wire=WIRE,
     probe=partial(probe_server, "vllm"),
 )
 SGLANG = EnginePlugin(
@@ -45,5 +47,6 @@ SGLANG = EnginePlugin(
         Row(backends=("sglang-server",), devices=("cuda",), target="rollout_fp8.client:SglangServer"),
     ),
     exporter=EXPORTER,
+    wire=WIRE,
     probe=partial(probe_server, "sglang"),
 )

@@ -23,7 +23,7 @@ class Sampler:
 
     Attributes:
         synced: ``sync/…`` of the newest weight sync: seconds by phase (the slowest replica's), bytes, tensors, quantized
-            tensors and whether it was audited.
+            tensors, whether it was audited, and ``wire_bytes`` where the rollout is in processes of its own.
         failures: of the answers that the loop took; what takes them counts them.
     """
 
@@ -113,7 +113,9 @@ def by_replica(prompts: Sequence[Prompt], size: int) -> list[list[int]]:
 def _sync_figures(results: Sequence[SyncResult]) -> dict[str, float]:
     """``sync/…``, the largest of any replica."""
     phases = sorted({name for result in results for name in result.seconds})
-    return {f"sync/{name}_s": max(r.seconds.get(name, 0.0) for r in results) for name in phases} | {
+    wire_bytes = max(r.wire_bytes for r in results)
+    apart = {"sync/wire_bytes": float(wire_bytes)} if wire_bytes else {}
+    return apart | {f"sync/{name}_s": max(r.seconds.get(name, 0.0) for r in results) for name in phases} | {
         "sync/bytes": float(max(r.num_bytes for r in results)), "sync/tensors": float(max(r.num_tensors for r in results)),
         "sync/quantized": float(max(r.num_quantized for r in results)),
         "sync/audited": float(all(r.audited for r in results)),

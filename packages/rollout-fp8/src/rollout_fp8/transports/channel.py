@@ -1,8 +1,8 @@
 """Messages between the process that has the weights and those that serve them.
 
 A channel is a ``multiprocessing.connection.Connection``, on a Unix socket (one host) or TCP (several). Its messages are
-pickled, so both ends first prove to each other that they know the secret of this run: the environment variable
-``ROLLOUT_FP8_KEY``, which a process makes when it has none, and which its children inherit. On TCP the messages
+pickled, so both ends first prove to each other that they know a key: one that they were given, or else the secret of this
+run, in the environment variable ``ROLLOUT_FP8_KEY``, which a process makes when it has none, and which its children inherit. On TCP the messages
 themselves are neither encrypted nor signed: use it inside a network that you trust.
 
 Every read and write has a deadline; a peer that is closed, dead or silent is a ``PeerError``.
@@ -143,9 +143,9 @@ class Channel:
             raise self._closed("it sent no files")
         return descriptors
 
-    def prove(self, *, first: bool) -> None:
-        """Both ends show that they know the secret. Raises ``AuthenticationError``, ``OSError``, ``EOFError``."""
-        key = secret("channel")
+    def prove(self, key: bytes | None, *, first: bool) -> None:
+        """Both ends show that they know the key (None: this run's). Raises ``AuthenticationError``, ``OSError``, ``EOFError``."""
+        key = key or secret("channel")
         steps = (deliver_challenge, answer_challenge)
         for step in steps if first else reversed(steps):
             step(self._connection, key)

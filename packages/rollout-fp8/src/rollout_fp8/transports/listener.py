@@ -16,9 +16,13 @@ HANDSHAKE_S = 10.0
 
 
 class Listener:
-    """Where receivers connect; ``host`` None: on this host only, through a Unix socket in a folder of its own."""
+    """Where receivers connect; ``host`` None: on this host only, through a Unix socket in a folder of its own.
 
-    def __init__(self, host: str | None = None) -> None:
+    ``key``: see ``Channel.prove``.
+    """
+
+    def __init__(self, host: str | None = None, key: bytes | None = None) -> None:
+        self._key = key
         held = ExitStack()
         if host is None:
             folder = tempfile.mkdtemp(prefix="rollout-")
@@ -42,7 +46,7 @@ class Listener:
             except TimeoutError:
                 watch()
                 continue
-            channel = _proven(connection, peer, timeout_s, first=True)
+            channel = _proven(connection, peer, timeout_s, self._key, first=True)
             if channel is not None:
                 return channel
         raise PeerError(f"{peer} did not connect to {self.address}", where=WHERE, why=f"nothing within {timeout_s:g} s",
@@ -53,15 +57,15 @@ class Listener:
         self._give_back()
 
 
-def connect(address: str, timeout_s: float) -> Channel:
-    """To a listener. Raises ``PeerError``."""
+def connect(address: str, timeout_s: float, key: bytes | None = None) -> Channel:
+    """To a listener, with its key. Raises ``PeerError``."""
     peer = f"the sender at {address}"
     try:
         connection = _dial(address, timeout_s)
     except OSError as error:
         raise PeerError(f"cannot reach {peer}", where=WHERE, why=str(error),
                         remedy="see whether it runs on this host, or is reachable from here") from error  # fmt: skip
-    channel = _proven(connection, peer, timeout_s, first=False)
+    channel = _proven(connection, peer, timeout_s, key, first=False)
     if channel is None:
         raise PeerError(f"{peer} does not take this process in", where=WHERE, why="it closed, or knows another secret",
                         remedy=f"give both processes the same {KEY}")  # fmt: skip
@@ -85,12 +89,14 @@ def _dial(address: str, timeout_s: float) -> socket.socket:
     return connection
 
 
-def _proven(connection: socket.socket, peer: str, timeout_s: float, *, first: bool) -> Channel | None:
+def _proven(
+    connection: socket.socket, peer: str, timeout_s: float, key: bytes | None, *, first: bool
+) -> Channel | None:
     if connection.family != socket.AF_UNIX:
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     channel = Channel(connection, peer, min(timeout_s, HANDSHAKE_S))
     try:
-        channel.prove(first=first)
+        channel.prove(key, first=first)
     except (AuthenticationError, OSError, EOFError):
         channel.close()
         return None

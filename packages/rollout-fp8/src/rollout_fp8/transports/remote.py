@@ -89,8 +89,10 @@ class RemoteStream:
 class _Session:
     """A connection to one sender, with what stays the same from sync to sync."""
 
-    def __init__(self, address: str, count: int, rank: int, device: torch.device, timeout_s: float) -> None:
-        self.channel = connect(address, timeout_s)
+    def __init__(
+        self, address: str, count: int, rank: int, device: torch.device, timeout_s: float, key: bytes | None
+    ) -> None:
+        self.channel = connect(address, timeout_s, key)
         self._device, self._transport = device, None
         try:
             self.channel.send("hello", rank, count)
@@ -123,9 +125,9 @@ _SESSIONS: dict[tuple[str, int], _Session] = {}  # by sender and rank
 
 @contextmanager
 def receive_weights(
-    address: str, *, rank: int = 0, device: torch.device, timeout_s: float = 300.0
+    address: str, *, rank: int = 0, device: torch.device, timeout_s: float = 300.0, key: bytes | None = None
 ) -> Iterator[RemoteStream]:
-    """Take part in one sync, as receiver ``rank`` of the sender at ``address``.
+    """Take part in one sync, as receiver ``rank`` of the sender at ``address``, which was made with ``key``.
 
     Connection and buffers are kept for the next sync from the same sender. When the block ends, the sender hears
     ``answer``; when it raises, the sender hears of that.
@@ -135,7 +137,7 @@ def receive_weights(
     place, _, number = address.rpartition("#")
     _forget_closed()
     try:
-        stream = _begin(place, int(number), rank, device, timeout_s)
+        stream = _begin(place, int(number), rank, device, timeout_s, key)
         yield stream
         stream.finish()
     except BaseException as error:  # an interrupt too: the sender would wait for this process; raised again
@@ -145,15 +147,24 @@ def receive_weights(
         raise
 
 
-def _begin(place: str, count: int, rank: int, device: torch.device, timeout_s: float) -> RemoteStream:
+def _begin(
+    place: str, count: int, rank: int, device: torch.device, timeout_s: float, key: bytes | None
+) -> RemoteStream:
     known = _SESSIONS.get((place, rank))
     if known is not None:
         try:
             return known.begin(count)
         except PeerError:  # the sender made its connections anew
             _SESSIONS.pop((place, rank)).close("connections are made anew")
-    session = _SESSIONS[place, rank] = _Session(place, count, rank, device, timeout_s)
+    session = _SESSIONS[place, rank] = _Session(place, count, rank, device, timeout_s, key)
     return session.begin(count)
+
+
+def hang_up(address: str, rank: int) -> None:
+    """Give back what is kept for the next sync from a sender; nothing where nothing is."""
+    known = _SESSIONS.pop((address.rpartition("#")[0], rank), None)
+    if known is not None:
+        known.close("the receiver was closed")
 
 
 def _forget_closed() -> None:

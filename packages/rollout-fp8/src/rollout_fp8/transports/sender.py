@@ -39,13 +39,17 @@ class Sender:
         receivers: how many; their ranks are 0 and up.
         host: where receivers of other hosts reach this one; None: all are on this host.
         timeout_s: of every step of a sync, the receivers' work on one bucket and at the end included.
+        key: for receivers that do not inherit this run's secret, see ``channel``.
     """
 
-    def __init__(self, *, kind: Kind, receivers: int = 1, host: str | None = None, timeout_s: float = 300.0) -> None:
-        secret("channel")  # made here if there is none, so that processes which are started from now on inherit it
+    def __init__(
+        self, *, kind: Kind, receivers: int = 1, host: str | None = None, timeout_s: float = 300.0, key: bytes | None = None
+    ) -> None:  # fmt: skip
+        if key is None:
+            secret("channel")  # made here if there is none, so that processes which are started from now on inherit it
         self._kind: Kind = kind
         self._receivers, self._host, self.timeout_s = receivers, host, timeout_s
-        self._listener = Listener(host)
+        self._listener = Listener(host, key)
         self._count = 0
         self._session: _Session | None = None
 
@@ -177,6 +181,11 @@ class _Session:
         try:
             return self._transport.put(bucket, buffer)
         except PeerError as error:
-            said = [words for channel in self._channels if (words := channel.last_words(GRACE_S))]
+            said = [f"{channel.peer}: {words}" for channel in self._channels if (words := _end_of(channel))]
             why = "\n       ".join([*said, error.why])
             raise PeerError(error.what, where=WHERE, why=why, remedy=error.remedy) from error
+
+
+def _end_of(channel: Channel) -> str:
+    """What the peer said before it closed; empty while it is there."""
+    return channel.last_words(GRACE_S) or ("it closed the channel" if channel.hung_up() else "")

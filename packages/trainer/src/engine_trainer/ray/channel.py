@@ -1,22 +1,28 @@
-"""Weights from the engine's first process to rollouts in processes of their own: broadcasts of packed tensors.
+"""Weights from the engine's first process to rollouts in processes of their own: the rollout's own wire, or whole tensors.
 
-A bucket is a header (names, dtypes, shapes) and one buffer of bytes, so that every dtype travels over every backend: the
-device's (NCCL, HCCL) or gloo. The group is made on a store of its own, apart from the default group of the engine's ranks.
+Whole tensors are broadcast in buckets. A bucket is a header (names, dtypes, shapes) and one buffer of bytes, so that every dtype
+travels over every backend: the device's (NCCL, HCCL) or gloo. The group is made on a store of its own, apart from the default
+group of the engine's ranks.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
+from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any
 
 import torch
 from torch.distributed import TCPStore  # pyright: ignore[reportPrivateImportUsage] - documented, not re-exported
 
+from engine_api.capabilities import Capability
 from engine_api.devices import device_of
-from engine_api.errors import RolloutError
+from engine_api.errors import PluginUnavailable, RolloutError
+from engine_api.registry import RolloutRegistry
+from engine_api.rollout import WeightExporter, WeightWire, WholeExporter
 from engine_api.weights import WeightExport
+from engine_trainer.replica import RolloutSpec, create_exporter
 
 BUCKET_BYTES = 256 << 20  # on each side; one larger tensor makes a larger bucket
 ALIGNMENT = 16  # bytes; where a tensor begins in a buffer: any dtype's view
@@ -33,6 +39,80 @@ def serve(host: str, size: int, timeout_s: float) -> Any:
 def reach(host: str, port: int, size: int, timeout_s: float) -> Any:
     """The same store from a receiver."""
     return TCPStore(host, port, size, is_master=False, timeout=timedelta(seconds=timeout_s), wait_for_workers=False)
+
+
+def why_whole(spec: RolloutSpec, capabilities: Collection[Capability]) -> str:
+    """Why the engine's whole tensors are sent; empty where the rollout's own wire carries what its exporter makes."""
+    if spec.device != spec.engine_device:
+        return f"the rollout is on {spec.device}, the engine on {spec.engine_device}"
+    try:
+        plugin = RolloutRegistry.resolve(backend=spec.section.name, device=spec.device).plugin
+    except PluginUnavailable as error:  # here: where the replicas are it may be there
+        return f"the engine's process cannot make the exporter: {'; '.join(error.trace) or error.what}"
+    if plugin.wire is None:
+        return f"rollout {spec.section.name!r} has no wire of its own"
+    return "" if Capability.EXPORT_SHARDS in capabilities else f"engine {spec.engine.backend!r} exports no shards"
+
+
+def make_wire(spec: RolloutSpec, timeout_s: float, *, whole: bool) -> WeightWire:
+    """An end of either kind. Raises ``PluginError``."""
+    if not whole:
+        wire = RolloutRegistry.create_wire(name=spec.section.name, device=spec.device, timeout_s=timeout_s)
+        assert wire is not None, "why_whole said so"
+        return wire
+    return WholeWire(spec.device if spec.device == spec.engine_device else "cpu", timeout_s)
+
+
+def exporter_for(spec: RolloutSpec, *, whole: bool) -> WeightExporter:
+    """What makes the exports that the wire carries. Raises ``PluginError``, ``ConfigError``."""
+    if not whole:
+        return create_exporter(spec)
+    # A rollout that quantizes by itself wants the weights as they are stored.
+    return WholeExporter(getattr(torch, spec.dtype) if spec.section.quantization == "none" else None)
+
+
+class WholeWire:
+    """See ``engine_api.rollout.WeightWire``: whole tensors, for any rollout. The first sync connects all of its processes.
+
+    A replica that fails does not tell the sender: all of them take the export to its end, and the controller hears of it.
+    """
+
+    def __init__(self, device: str, timeout_s: float) -> None:
+        self._device, self._timeout_s = device, timeout_s
+        self._channel: Channel | None = None
+        self._store: Any = None  # on the sender's side
+
+    def serve(self, host: str, receivers: int) -> WholeWire:
+        """See ``WeightWire.serve``."""
+        self._store = serve(host, receivers + 1, self._timeout_s)
+        self.address = f"{host}:{self._store.port}:{receivers + 1}"
+        return self
+
+    def send(self, export: WeightExport) -> int:
+        """See ``WeightSender.send``."""
+        return self._connected(self.address, 0, self._store).send(export)
+
+    @contextmanager
+    def receive(self, address: str, rank: int) -> Iterator[WeightExport]:
+        """See ``WeightWire.receive``; a tensor is valid until the next one is asked for."""
+        export = self._connected(address, rank + 1, None).receive()
+        try:
+            yield export
+        finally:
+            for _ in export:  # the others receive along
+                pass
+
+    def close(self) -> None:
+        """See ``WeightWire.close``."""
+        if self._channel is not None:
+            self._channel.close()
+
+    def _connected(self, address: str, rank: int, store: Any) -> Channel:
+        if self._channel is None:
+            host, port, size = address.rsplit(":", 2)
+            store = store or reach(host, int(port), int(size), self._timeout_s)
+            self._channel = Channel(store, rank, int(size), self._device, self._timeout_s)
+        return self._channel
 
 
 class Channel:

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
+import logging
 import sys
 from pathlib import Path
-
-import torch
 
 from engine_api.capabilities import Capability
 from engine_api.comm import Comm, SingleComm
@@ -21,6 +20,8 @@ from engine_trainer.ray.rollouts import Colocated, Separate
 from engine_trainer.ray.workers import EngineWorker, RolloutWorker
 from engine_trainer.replica import RolloutSpec, rollout_device
 from engine_trainer.sections import EngineSection
+
+log = logging.getLogger("engine_trainer")
 
 FAREWELL_S = 10.0  # for workers to close what they hold, before they are ended
 
@@ -76,12 +77,8 @@ class OnRay:
             if given:
                 raise ConfigError(f"rollout.{key}", "needs the rollout in the engine's processes",
                                   why=f"ray.rollouts is {self.section.rollouts}", remedy="leave one of the two out")  # fmt: skip
-        pool = self._rollout_pool
-        pool.call_all("make_rollout", spec)
-        self._connect(self._policy.pool, pool, spec.device if spec.device == spec.engine_device else "cpu")
-        # A rollout that quantizes wants the weights as they are stored.
-        dtype = getattr(torch, spec.dtype) if spec.section.quantization == "none" else None
-        return Separate(pool, self._policy, timers, dtype)
+        self._connect(spec, self._policy.pool, self._rollout_pool)
+        return Separate(self._rollout_pool, self._policy, timers)
 
     def figures(self) -> dict[str, float]:
         """See ``Launcher``."""
@@ -128,10 +125,11 @@ class OnRay:
         address = pool.finish([pool.start(0, "serve_store", size, timeout_s)])[0].value
         pool.finish([pool.start(rank, "join", address, rank, size, device, timeout_s) for rank in range(size)])
 
-    def _connect(self, engines: Pool, rollouts: Pool, device: str) -> None:
-        size, timeout_s = len(rollouts) + 1, self.section.timeout_s
-        address = engines.finish([engines.start(0, "serve_channel", size, timeout_s)])[0].value
-        joining = [
-            rollouts.start(r, "open_channel", address, r + 1, size, device, timeout_s) for r in range(len(rollouts))
-        ]
-        rollouts.finish([*joining, engines.start(0, "start_channel", size, device, timeout_s)])
+    def _connect(self, spec: RolloutSpec, engines: Pool, rollouts: Pool) -> None:
+        why = engines.finish([engines.start(0, "why_whole", spec)])[0].value
+        log.info("weights go to %d replicas %s", len(rollouts),
+                 f"as whole tensors: {why}" if why else "over the rollout's own wire")  # fmt: skip
+        # The controller's deadline comes first: whoever hangs is then lost, which a restart mends, and no failed sync.
+        timeout_s = 2 * self.section.timeout_s
+        rollouts.call_all("make_rollout", spec, timeout_s, bool(why))
+        engines.call_all("make_wire", spec, len(rollouts), timeout_s, bool(why))

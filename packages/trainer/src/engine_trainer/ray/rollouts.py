@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from dataclasses import replace
 
 from engine_api.rollout import SamplingParams, SyncResult
 from engine_trainer.data import Prompt
 from engine_trainer.logs import Timers
-from engine_trainer.ray.calls import Call, Pool, Reply
+from engine_trainer.ray.calls import Pool, Reply
 from engine_trainer.ray.engines import RayEngines
 from engine_trainer.replica import Answer
 
@@ -53,17 +53,19 @@ class Colocated:
 class Separate:
     """Replicas in processes of their own, which are sent the weights. They need not sleep: nobody waits for their memory."""
 
-    def __init__(self, pool: Pool, policy: RayEngines, timers: Timers, dtype: Any) -> None:
-        self.pool, self._policy, self._timers, self._dtype = pool, policy, timers, dtype
+    def __init__(self, pool: Pool, policy: RayEngines, timers: Timers) -> None:
+        self.pool, self._policy, self._timers = pool, policy, timers
         self.size = len(pool)
         self.held: Sequence[int] = range(self.size)
 
     def sync(self) -> list[SyncResult]:
         """See ``RolloutGroup``."""
-        version = self._policy.weight_version
-        received = self.pool.start_all("receive", version)
-        sent: list[Call] = self._policy.pool.start_all("send", self._dtype)
-        return [reply.value for reply in self.pool.finish([*received, *sent])[: self.size]]
+        engines, version = self._policy.pool, self._policy.weight_version
+        address = engines.finish([engines.start(0, "wire_address", version)])[0].value
+        received = [self.pool.start(rank, "receive", address, rank, version) for rank in self.held]
+        values = [reply.value for reply in self.pool.finish([*received, *engines.start_all("send")])]
+        wire_bytes: int = values[self.size]  # the first rank of the engine sent them
+        return [replace(result, wire_bytes=wire_bytes) for result in values[: self.size]]
 
     def wake_up(self, *, weights: bool) -> None:
         """See the class."""

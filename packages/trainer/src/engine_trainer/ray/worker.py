@@ -14,9 +14,10 @@ from typing import Any
 import ray
 
 from engine_api.errors import ConfigError
+from engine_api.rollout import WeightWire
 from engine_trainer.logs import Timers
 from engine_trainer.profiling import Trace
-from engine_trainer.ray import channel, memory
+from engine_trainer.ray import memory
 from engine_trainer.ray.calls import Reply
 
 
@@ -30,7 +31,7 @@ class Worker:
     def __init__(self, name: str) -> None:
         self.name = name
         self.timers = Timers()
-        self._channel: channel.Channel | None = None
+        self._wire: WeightWire | None = None  # the engine's end or a rollout's, where they are apart
         self._trace = Trace(name)
 
     def setup(self, folder: str, path: Sequence[str], imports: Sequence[str]) -> None:
@@ -68,12 +69,8 @@ class Worker:
 
     def close(self) -> None:
         """Give everything back; idempotent."""
-        if self._channel is not None:
-            self._channel.close()
-
-    def open_channel(self, address: tuple[str, int], rank: int, size: int, device: str, timeout_s: float) -> None:
-        """Join the channel that carries weights, as a receiver."""
-        self._channel = channel.Channel(channel.reach(*address, size, timeout_s), rank, size, device, timeout_s)
+        if self._wire is not None:
+            self._wire.close()
 
 
 def address() -> str:

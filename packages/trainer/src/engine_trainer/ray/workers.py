@@ -14,9 +14,10 @@ from engine_api.batch import Batch
 from engine_api.capabilities import Capability
 from engine_api.config import EngineConfig
 from engine_api.devices import device_of
+from engine_api.errors import RolloutError
 from engine_api.losses import LossFn
 from engine_api.results import CheckpointHandle, CheckpointInfo, TokenOutputs, Topology
-from engine_api.rollout import SamplingParams, SyncResult, WholeExporter
+from engine_api.rollout import SamplingParams, SyncResult, WeightExporter, WeightSender
 from engine_trainer.data import Prompt
 from engine_trainer.groups import Trained
 from engine_trainer.ray import channel
@@ -38,13 +39,16 @@ class EngineWorker(Worker):
         self._rollouts: SpmdRollouts | None = None
         self._handles: dict[int, CheckpointHandle] = {}  # of saves that may still run, by engine
         self._store: Any = None  # of the process group, on the first rank
-        self._channel_store: Any = None
+        self._exporter: WeightExporter | None = None  # for replicas elsewhere
+        self._sender: WeightSender | None = None  # to them, on the first rank
 
     def close(self) -> None:
         """Rollout, engines, process group."""
         super().close()
         if self._rollouts is not None:
             self._rollouts.close()
+        if self._exporter is not None:
+            self._exporter.close()
         self.spmd.close()
 
     # --- the process group ----------------------------------------------------------------------
@@ -150,24 +154,35 @@ class EngineWorker(Worker):
 
     # --- replicas elsewhere -----------------------------------------------------------------------
 
-    def serve_channel(self, size: int, timeout_s: float) -> tuple[str, int]:
-        """On the first rank: where the receivers of weights meet; ``start_channel`` joins."""
-        host = address()
-        self._channel_store = channel.serve(host, size, timeout_s)
-        return host, self._channel_store.port
+    def why_whole(self, spec: RolloutSpec) -> str:
+        """See ``channel.why_whole``."""
+        return channel.why_whole(spec, self._engines[0].engine.capabilities)
 
-    def start_channel(self, size: int, device: str, timeout_s: float) -> None:
-        """On the first rank: join as the sender."""
-        self._channel = channel.Channel(self._channel_store, 0, size, device, timeout_s)
+    def make_wire(self, spec: RolloutSpec, receivers: int, timeout_s: float, whole: bool) -> None:
+        """What exports, and on the first rank the wire's end."""
+        self._exporter = channel.exporter_for(spec, whole=whole)
+        if self._engines[0].engine.topology.rank == 0:
+            self._wire = channel.make_wire(spec, timeout_s, whole=whole)
+            self._sender = self._wire.serve(address(), receivers)
 
-    def send(self, dtype: Any) -> int:
-        """Export, and broadcast from the first rank; the bytes that were sent."""
-        export = WholeExporter(dtype).export(self._engines[0].engine)
-        if self._channel is None:
-            for _ in export:  # gathers along
+    def wire_address(self, version: int) -> str:
+        """For the next ``send``, which brings the weights of ``version``; on the first rank. Raises ``RolloutError``."""
+        assert self._sender is not None
+        found = self._engines[0].engine.weight_version
+        if found != version:
+            raise RolloutError(f"the engine has weights of version {found}, not {version}", where="weight sync",
+                               remedy="sync between two steps, not within one")  # fmt: skip
+        return self._sender.address
+
+    def send(self) -> int:
+        """Export, and send from the first rank; the bytes that each replica was sent."""
+        assert self._exporter is not None
+        export = self._exporter.export(self._engines[0].engine)
+        try:
+            return 0 if self._sender is None else self._sender.send(export)
+        finally:
+            for _ in export:  # the other ranks gather along, and so does the first one when the sync has failed
                 pass
-            return 0
-        return self._channel.send(export)
 
 
 class RolloutWorker(Worker):
@@ -189,19 +204,16 @@ class RolloutWorker(Worker):
         assert self._replica is not None
         return self._replica
 
-    def make_rollout(self, spec: RolloutSpec) -> None:
-        """See ``Replica.create``."""
+    def make_rollout(self, spec: RolloutSpec, timeout_s: float, whole: bool) -> None:
+        """See ``Replica.create``; and the wire's end."""
         self._replica = Replica.create(spec, self.timers)
+        self._wire = channel.make_wire(spec, timeout_s, whole=whole)
 
-    def receive(self, version: int) -> SyncResult:
-        """Install the weights that the engine sends."""
-        assert self._channel is not None
-        export = self._channel.receive()
-        try:
+    def receive(self, address: str, rank: int, version: int) -> SyncResult:
+        """Install the weights that the engine sends to replica ``rank``."""
+        assert self._wire is not None
+        with self._wire.receive(address, rank) as export:
             return self.replica.rollout.update_weights(export, version)
-        finally:
-            for _ in export:  # the others receive along
-                pass
 
     def wake_up(self, weights: bool) -> None:
         """See ``RolloutGroup.wake_up``."""

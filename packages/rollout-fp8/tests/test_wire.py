@@ -1,0 +1,243 @@
+"""The contract's wire: what its two ends do for a caller who has started the processes, and how each of them fails."""
+
+from __future__ import annotations
+
+import threading
+import time
+from contextlib import nullcontext
+from typing import Any
+
+import pytest
+import torch
+from exporter_ranks import RESOLUTION, Lora, Shards, exporter
+from served_model import ServedModel, checkpoint
+from test_server import CONFIG, PROMPTS, SAMPLING, weights
+
+from engine_api.config import LoraConfig, ModelSource
+from engine_api.discovery import import_target
+from engine_api.errors import RolloutError
+from engine_api.registry import RolloutRegistry
+from engine_api.rollout import SyncResult, WeightSender, WeightWire
+from rollout_fp8.client import RemoteRollout
+from rollout_fp8.exporter import Exporter
+from rollout_fp8.phases import Phases
+from rollout_fp8.plugin import SGLANG, VLLM
+from rollout_fp8.receiver import Receiver
+from rollout_fp8.session import SyncSession
+from rollout_fp8.transports import channel, collective, remote
+from rollout_fp8.transports.channel import PeerError
+from rollout_fp8.transports.listener import Listener, connect
+from rollout_fp8.transports.sender import _end_of
+from rollout_fp8.transports.wire import Wire
+
+pytestmark = pytest.mark.distributed
+CPU = torch.device("cpu")
+
+
+class Worker:
+    """A server's one worker, in this process."""
+
+    def __init__(self, **arguments: Any) -> None:
+        self.model = ServedModel(fp8=True, dtype=torch.bfloat16, **arguments)
+
+    def learn(self, plan):
+        self.receiver = Receiver(self.model, plan, self.model.load_weights)
+        return [self.receiver.boxes]
+
+    def sync(self, stream):
+        self.receiver.sync(stream, Phases(CPU))
+        return [(self.receiver.served().tolist(), {})]
+
+
+class Flipped:
+    """The server's copy of a weight is damaged after it was installed."""
+
+    def __init__(self, worker: Worker) -> None:
+        self._worker = worker
+        self.learn = worker.learn
+
+    def sync(self, stream):
+        self._worker.receiver.sync(stream, Phases(CPU))
+        self._worker.model.get_parameter("model.norm.weight").data[3] += 1
+        return [(self._worker.receiver.served().tolist(), {})]
+
+
+@pytest.fixture
+def ends(monkeypatch):
+    """An engine's end for two replicas, and theirs, in threads: what NCCL is told through the environment is not for them."""
+    monkeypatch.setattr(collective, "_without_watchdog", nullcontext)
+    made = [Wire(resolution=RESOLUTION, timeout_s=3.0) for _ in range(3)]
+    yield made
+    for wire in made:
+        wire.close()
+
+
+def together(*works: Any) -> list[Any]:
+    """What each gives or raises; at the same time."""
+    found: list[Any] = [None] * len(works)
+
+    def run(place: int, work: Any) -> None:
+        try:
+            found[place] = work()
+        except RolloutError as error:
+            found[place] = error
+
+    threads = [threading.Thread(target=run, args=pair) for pair in enumerate(works)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(30)
+        assert not thread.is_alive()
+    return found
+
+
+def receiving(wire: WeightWire, address: str, rank: int, session: SyncSession, version: int = 0) -> Any:
+    def work():
+        with wire.receive(address, rank) as export:
+            return session.run(export, version)
+
+    return work
+
+
+@pytest.mark.parametrize("plugin", [VLLM, SGLANG], ids=lambda plugin: plugin.name)
+def test_both_servers_descriptors_name_it(plugin) -> None:
+    assert import_target(plugin.wire, plugin.name) is Wire
+
+
+def test_two_replicas_serve_what_the_exporter_makes_sync_after_sync(ends, tmp_path, monkeypatch) -> None:
+    wire, *others = ends
+    assert isinstance(wire, WeightWire)
+    export, workers = exporter(tmp_path, "fp8", bucket_bytes=300_000), [Worker(), Worker()]
+    sessions = [SyncSession(worker) for worker in workers]
+    sender: WeightSender = wire.serve("127.0.0.1", 2)
+    for version in range(2):
+        stream = export.export(Shards(checkpoint(version), 0, 1))
+        # Processes that inherit nothing from each other have other secrets.
+        monkeypatch.setattr(channel, "secret", lambda purpose: pytest.fail("the key comes with the address"))
+        address = sender.address
+        sent, *results = together(
+            lambda stream=stream: sender.send(stream),
+            *(receiving(other, address, rank, sessions[rank], version) for rank, other in enumerate(others)),
+        )
+        want = ServedModel(fp8=True, dtype=torch.bfloat16)
+        want.load_weights(exporter(tmp_path, "fp8").export(Shards(checkpoint(version), 0, 1)))
+        for worker, result in zip(workers, results, strict=True):
+            assert (result.version, result.audited, result.num_quantized) == (version, True, 14)
+            assert result.num_bytes <= sent < 1.1 * result.num_bytes
+            for name, parameter in want.named_parameters():
+                got = worker.model.get_parameter(name)
+                assert torch.equal(got.view(torch.uint8), parameter.view(torch.uint8)), name
+    for other in others:
+        other.close()
+    assert not remote._SESSIONS
+
+
+@pytest.mark.parametrize(("make", "said"), [
+    (lambda: Flipped(Worker()), "tensors differ: model.norm.weight"),
+    (lambda: Worker(layers=1), "the server cannot load the model that is trained"),
+], ids=["damaged", "another model"])  # fmt: skip
+def test_a_replica_that_serves_something_else_fails_the_sync_for_all(ends, tmp_path, make, said) -> None:
+    wire, good, bad = ends
+    export, sender = exporter(tmp_path, "fp8"), wire.serve("127.0.0.1", 2)
+    stream, address, sessions = export.export(Shards(checkpoint(0), 0, 1)), sender.address, [Worker(), make()]
+    begin = time.monotonic()
+    sent, first, second = together(
+        lambda: sender.send(stream), receiving(good, address, 0, SyncSession(sessions[0])),
+        receiving(bad, address, 1, SyncSession(sessions[1])),
+    )  # fmt: skip
+    assert said in str(second)
+    assert isinstance(sent, PeerError)
+    assert said in str(sent)
+    assert isinstance(first, PeerError | SyncResult)  # it may have been through
+    assert time.monotonic() - begin < 10
+
+
+def test_weights_that_are_not_finite_are_served_by_nobody(ends, tmp_path) -> None:
+    wire, *others = ends
+    broken = checkpoint(0)
+    broken["model.norm.weight"][5] = float("nan")
+    export, sender = exporter(tmp_path, "fp8"), wire.serve("127.0.0.1", 2)
+    stream, address = export.export(Shards(broken, 0, 1)), sender.address
+    failed = together(
+        lambda: sender.send(stream),
+        *(receiving(other, address, rank, SyncSession(Worker())) for rank, other in enumerate(others)),
+    )
+    assert all(isinstance(error, RolloutError) and "not finite: model.norm.weight" in str(error) for error in failed)
+
+
+def test_a_replica_that_does_not_come_or_comes_with_the_address_of_an_earlier_sync(ends, tmp_path) -> None:
+    wire, first, second = ends
+    export, sender = exporter(tmp_path, "fp8"), wire.serve("127.0.0.1", 2)
+    stale, begin = sender.address, time.monotonic()
+    failed = together(
+        lambda: sender.send(export.export(Shards(checkpoint(0), 0, 1))), receiving(first, stale, 0, SyncSession(Worker()))
+    )  # fmt: skip
+    assert "receiver 1 did not connect" in str(failed[0])
+    assert isinstance(failed[1], PeerError)
+    assert sender.address != stale
+    address = sender.address
+    sent, late, _ = together(
+        lambda: sender.send(export.export(Shards(checkpoint(1), 0, 1))),
+        receiving(first, stale, 0, SyncSession(Worker())), receiving(second, address, 1, SyncSession(Worker())),
+    )  # fmt: skip
+    assert "it came for sync 0 as receiver 0; this is sync 1" in str(late)
+    assert "receiver 0 did not connect" in str(sent)
+    assert time.monotonic() - begin < 20
+
+
+def test_a_stranger_without_the_key_is_not_taken_in(ends, tmp_path) -> None:
+    wire, stranger, _ = ends
+    sender, stream = wire.serve("127.0.0.1", 1), exporter(tmp_path, "none").export(Shards(checkpoint(0), 0, 1))
+    guessed = sender.address.rpartition("#")[0] + "#" + "00" * 32
+    sent, refused = together(lambda: sender.send(stream), receiving(stranger, guessed, 0, SyncSession(Worker())))
+    assert "does not take this process in" in str(refused)
+    assert "receiver 0 did not connect" in str(sent)
+
+
+def test_what_no_exporter_of_merged_weights_has_made_is_refused(ends, tmp_path) -> None:
+    sender = ends[0].serve("127.0.0.1", 1)
+    with pytest.raises(RolloutError, match=r"(?s)cannot carry a dict_itemiterator.*rollout.lora: merged"):
+        sender.send(iter({"a": torch.ones(2)}.items()))
+    adapters = exporter(tmp_path, "none", lora=LoraConfig(rank=1))
+    with pytest.raises(RolloutError, match="cannot carry a AdapterStream"):
+        sender.send(adapters.export(Lora({}, {})))
+
+
+def test_a_server_behind_the_wire_serves_what_came_over_it(ends, tmp_path) -> None:
+    wire, other, _ = ends
+    CONFIG.save_pretrained(tmp_path)
+    model = ModelSource(path=str(tmp_path))
+    arguments = {"model": model, "pad_token_id": 0, "eos_token_ids": (1,), "batch_size": 4, "dtype": "float32"}
+    here = RolloutRegistry.create(name="local", device="cpu", **arguments)
+    export = Exporter(resolution=RESOLUTION, model=model, dtype="float32")
+    sender = wire.serve("127.0.0.1", 1)
+    there = RemoteRollout(name="local", device="cpu", arguments=arguments, timeout_s=20, start_timeout_s=120)
+    try:
+        for version in (4, 5):
+            here.update_weights(iter(weights(version).items()), version)
+            stream, address = export.export(Shards(weights(version), 0, 1)), sender.address
+
+            def receive(address: str = address, version: int = version) -> Any:
+                with other.receive(address, 0) as received:
+                    return there.update_weights(received, version)
+
+            sent, result = together(lambda stream=stream: sender.send(stream), receive)
+            assert sent >= result.num_bytes
+            assert there.generate(PROMPTS, SAMPLING) == here.generate(PROMPTS, SAMPLING)
+    finally:
+        there.close()
+
+
+def test_who_is_gone_is_named_where_only_a_broadcast_fails() -> None:
+    listener, ends = Listener(), []
+    for _ in range(3):
+        thread = threading.Thread(target=lambda: ends.append(listener.accept("a receiver", 20)))
+        thread.start()
+        ends.append(connect(listener.address, 5))
+        thread.join()
+    pairs = [sorted(ends[i : i + 2], key=lambda end: end.peer != "a receiver") for i in (0, 2, 4)]
+    pairs[0][1].close()
+    pairs[1][1].fail("no room")
+    assert [_end_of(mine) for mine, _ in pairs] == ["it closed the channel", "no room", ""]
+    for end in (*ends, listener):
+        end.close()

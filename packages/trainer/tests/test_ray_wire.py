@@ -1,0 +1,104 @@
+"""FP8 over the wire of a rollout's own, to replicas apart from the engine: the bits of replicas beside it, in a quarter of the bytes."""
+
+from __future__ import annotations
+
+import json
+import logging
+from functools import cache
+from pathlib import Path
+
+import pytest
+from ray_runs import local_cluster, on_ray, reshaped, result_of
+
+ray = pytest.importorskip("ray", reason="the extra ray")
+pytest.importorskip("engine_fsdp", reason="the loop needs an engine")
+pytest.importorskip("rollout_fp8", reason="the wire")
+pytestmark = [pytest.mark.distributed, pytest.mark.slow, pytest.mark.filterwarnings("ignore::FutureWarning")]
+
+import fp8_rollouts  # noqa: E402, F401 - behind importorskip; registers
+
+from engine_trainer.ray.calls import WorkerLost  # noqa: E402
+from engine_trainer.ray.controller import train_on_ray  # noqa: E402
+
+# Two ranks hold whole blocks of every weight but k_proj and v_proj, which are gathered first.
+WIDE = {"hidden_size": 256, "intermediate_size": 512, "head_dim": 64, "num_attention_heads": 4, "num_key_value_heads": 2,
+        "initializer_range": 0.05}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def model(sums_model, tmp_path_factory) -> Path:
+    """The model of the sums, as wide as a few blocks."""
+    return reshaped(sums_model, tmp_path_factory.mktemp("wide") / "model", **WIDE)
+
+
+@pytest.fixture(scope="module")
+def plan(tmp_path_factory) -> Path:
+    """The file of faults; empty."""
+    return tmp_path_factory.mktemp("faults") / "plan.json"
+
+
+@pytest.fixture(scope="module", autouse=True)
+def cluster(plan):
+    with local_cluster(4, plan):
+        yield
+
+
+def run(model: Path, out: Path, *, name: str = "fp8", **section):
+    """Two steps; the folder."""
+    config = on_ray(model, out, rollout={"name": name, "quantization": "fp8"}, run={"steps": 2},
+                    ray={"imports": ["ray_faults", "fp8_rollouts"], **section})  # fmt: skip
+    train_on_ray(config)
+    return out
+
+
+@pytest.fixture(scope="module")
+def beside(model, tmp_path_factory):
+    """The folder of a run whose replicas are in the engine's processes; each is made once."""
+    return cache(lambda engines: run(model, tmp_path_factory.mktemp("beside") / "out", engines=engines))
+
+
+def wire_bytes(out: Path) -> float:
+    rows = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
+    return rows[-1].get("sync/wire_bytes", 0.0)
+
+
+@pytest.mark.parametrize(("engines", "rollouts"), [(1, 1), (1, 2), (2, 1), (2, 2)])
+def test_apart_it_ends_as_beside_the_engine_bit_for_bit(model, tmp_path, beside, caplog, engines, rollouts):
+    caplog.set_level(logging.INFO, logger="engine_trainer")
+    out = run(model, tmp_path / "out", engines=engines, rollouts=rollouts)
+    assert "over the rollout's own wire" in caplog.text
+    assert result_of(out) == result_of(beside(engines))
+    last = result_of(out)[1][-1]
+    assert (last["sync/quantized"], last["sync/audited"]) == (14, 1)
+    # What is served, and in the buckets the room between pieces.
+    assert last["sync/bytes"] <= wire_bytes(out) < 1.05 * last["sync/bytes"]
+    assert wire_bytes(beside(engines)) == 0
+
+
+def test_a_rollout_without_a_wire_is_sent_whole_tensors_in_four_times_the_bytes(model, tmp_path, beside, caplog):
+    caplog.set_level(logging.INFO, logger="engine_trainer")
+    whole = run(model, tmp_path / "whole", name="fp8-whole", engines=1, rollouts=1)
+    assert "as whole tensors: rollout 'fp8-whole' has no wire of its own" in caplog.text
+    assert result_of(whole) == result_of(beside(1))
+    ratio = wire_bytes(run(model, tmp_path / "out", engines=1, rollouts=1)) / wire_bytes(whole)
+    assert 0.25 < ratio < 0.27
+
+
+def fault(worker: str, method: str, nth: int, do: str = "kill") -> dict:
+    return {"worker": worker, "method": method, "nth": nth, "when": "before", "do": do}
+
+
+def test_killed_in_the_middle_of_a_sync_it_ends_as_one_left_alone(model, tmp_path, plan, beside):
+    """A sync has five buckets. One after the other: the engine in the first sync, a replica there, the other in the second."""
+    plan.write_text(json.dumps([
+        fault("engine-0", "put", 2), fault("rollout-0", "take", 3), fault("rollout-1", "take", 8)
+    ]))  # fmt: skip
+    out = run(model, tmp_path / "out", rollouts=2, restarts=3)
+    assert json.loads(plan.read_text()) == []
+    assert result_of(out) == result_of(beside(2))
+
+
+def test_a_replica_that_hangs_in_a_sync_is_lost_within_the_deadline(model, tmp_path, plan):
+    plan.write_text(json.dumps([fault("rollout-0", "take", 2, "hang")]))
+    with pytest.raises(WorkerLost, match=r"(?s)rollout-0 \(receive\).*no answer within 30 s"):
+        run(model, tmp_path / "out", rollouts=2, restarts=0, timeout_s=30.0)
