@@ -239,7 +239,7 @@ def test_fully_asynchronous_staleness_is_bounded_and_a_death_loses_no_prompt(clu
     dropped = sum(r["rollout/dropped_groups"] for r in rows)
     pending = state.get("pending", [])  # left out where nothing is under way
     assert state["position"] - len(pending) == 6 * 8 + dropped
-    assert len(pending) <= 2 * 8
+    assert len(pending) <= 8  # a step ahead: what is begun by then is not too old when it is taken
 
 
 @pytest.mark.slow
