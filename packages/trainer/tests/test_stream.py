@@ -138,6 +138,16 @@ def test_groups_that_dynamic_sampling_refuses_are_drawn_anew_but_not_once_it_giv
     assert (positions(second.groups), second.metrics["rollout/dropped_groups"]) == ([4, 6], 0)
 
 
+def test_whatever_ends_the_thread_that_generates_is_raised_where_groups_are_waited_for(stream):
+    def broken(*_):
+        raise RuntimeError("nobody's error")
+
+    one, _, replica = stream()
+    replica.start = broken
+    with pytest.raises(RuntimeError, match="nobody's error"):
+        one.take(1)
+
+
 def test_no_token_is_trained_on_that_is_older_than_the_bound(sums_model, tmp_path):
     """Two updates a step and one step behind: of a policy of version 7 all from version 5 on."""
     trained = []
