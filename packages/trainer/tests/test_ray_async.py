@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import threading
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -28,8 +27,6 @@ ray = pytest.importorskip("ray", reason="the extra ray")
 pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning")  # torch 2.13 renames a collective under FSDP
 
 from engine_trainer.ray.continuing import Continuing  # noqa: E402 - behind importorskip
-from engine_trainer.ray.rollouts import Separate  # noqa: E402
-from engine_trainer.ray.stream import FullyAsync  # noqa: E402
 
 
 class Judge:
@@ -121,36 +118,6 @@ def test_what_a_tool_said_is_neither_stale_nor_fresh():
     assert set(alone.values()) == {0.0}
 
 
-def stream_of(model, out, start) -> FullyAsync:
-    """One replica whose ``advance`` begins with ``start``."""
-    config = on_ray(model, out, ray={"rollouts": 1}, overlap={"mode": "full"})
-    rollouts = object.__new__(Separate)
-    rollouts.pool, rollouts.held = SimpleNamespace(start=start, call_all=lambda *_: None), range(1)
-    sampler = SimpleNamespace(rollouts=rollouts, timers=Timers(), sync=lambda: None, sampling=lambda **_: None,
-                              policy=SimpleNamespace(weight_version=0))  # fmt: skip
-    data, order = [prompts([6, 2])[0][1]], [0] * 1000
-    return FullyAsync(sampler, data, order, config, position=0, pending=(), oldest=lambda: 0)
-
-
-def test_whatever_ends_the_thread_that_generates_is_raised_where_groups_are_waited_for(sums_model, tmp_path):
-    def broken(*_):
-        raise RuntimeError("nobody's error")
-
-    one = stream_of(sums_model, tmp_path, broken)
-    caught: list[Exception] = []
-
-    def take() -> None:
-        try:
-            one.take(1)
-        except RuntimeError as error:
-            caught.append(error)
-
-    waiting = threading.Thread(target=take, daemon=True)
-    waiting.start()
-    waiting.join(10)
-    assert [str(e) for e in caught] == ["nobody's error"]
-
-
 def test_the_oldest_version_counts_updates(sums_model, tmp_path):
     algorithm = {"mini_batches": 2, "epochs": 3, "correction": {"weight": "token"}}
     config = on_ray(
@@ -239,7 +206,7 @@ def test_fully_asynchronous_staleness_is_bounded_and_a_death_loses_no_prompt(clu
     dropped = sum(r["rollout/dropped_groups"] for r in rows)
     pending = state.get("pending", [])  # left out where nothing is under way
     assert state["position"] - len(pending) == 6 * 8 + dropped
-    assert len(pending) <= 2 * 8
+    assert len(pending) <= 8  # a step ahead: what is begun by then is not too old when it is taken
 
 
 @pytest.mark.slow

@@ -38,6 +38,7 @@ class FullyAsync:
         self._again = list(pending)  # positions to draw before new ones
         self._drawn: set[int] = set()  # and not given out yet
         self._ready: list[tuple[int, Group]] = []
+        self._wanted = 0  # groups that the step which is being collected takes yet
         self._seed = round_seed(config.run.seed, position, 0)
         self._calls = 0
         self._dropped: list[Group] = []  # all of them too old
@@ -98,14 +99,17 @@ class FullyAsync:
         generated: list[Group] = []
         kept: list[Group] = []
         limit = wanted * (dynamic.max_rounds if dynamic.enabled else 1)
-        while len(kept) < wanted and len(generated) < limit:
-            group = self._next()
+        while left := min(wanted - len(kept), limit - len(generated)):
+            group = self._next(left)
             generated.append(group)
             kept += [group] if not dynamic.enabled or bool(informative(totals([group]))[0]) else []
         return generated, kept
 
-    def _next(self) -> Group:
+    def _next(self, wanted: int) -> Group:
+        """One of the ``wanted`` groups that the step takes yet."""
         with self._changed:
+            self._wanted = wanted
+            self._changed.notify_all()
             while True:
                 self._changed.wait_for(lambda: bool(self._ready) or self._failed is not None)
                 self._raise()
@@ -113,6 +117,7 @@ class FullyAsync:
                 self._drawn.discard(position)
                 self._changed.notify_all()
                 if self._fresh(group):
+                    self._wanted -= 1
                     return group
                 self._dropped.append(group)
 
@@ -169,8 +174,13 @@ class FullyAsync:
         return any(self._under_way.values()) or self._room() > 0
 
     def _room(self) -> int:
-        """Groups that may still be begun: more would be too old before a step takes them."""
-        return self._config.algorithm.prompts_per_step * (self._config.overlap.max_staleness + 1) - len(self._drawn)
+        """Groups that may still be begun: those that the step takes yet, and those of ``max_staleness`` steps more.
+
+        So one that is begun and done with the weights of now is not too old when it is taken (the bound of AReaL,
+        arXiv:2505.24298).
+        """
+        ahead = self._config.algorithm.prompts_per_step * self._config.overlap.max_staleness
+        return self._wanted + ahead - len(self._drawn)
 
     def _draw(self, replica: int) -> list[tuple[int, Prompt]]:
         section = self._config.rollout
