@@ -14,6 +14,7 @@ from engine_api.registry import EngineRegistry, RolloutRegistry
 from engine_api.results import Topology
 from engine_api.rollout import SamplingParams, SyncResult
 from engine_trainer.data import Prompt
+from engine_trainer.failures import Failures
 from engine_trainer.logs import Timers
 from engine_trainer.replica import Replica, RolloutSpec, served_adapter
 from engine_trainer.rollouts.sampling import uniforms
@@ -83,18 +84,14 @@ class FakeTokenizer:
 
 
 def sampler(rollout, **section) -> Sampler:
-    topology = Topology() if rollout is not None else Topology(world_size=2, rank=1, is_primary=False)
-    policy = SpmdEngines(
-        SimpleNamespace(weight_version=7, topology=topology, to=moves.append),
-        SingleComm(),
-        "cpu",
-    )
-    replica = None if rollout is None else Replica(rollout, FakeScorer(), FakeTokenizer(), Timers())
+    policy = SpmdEngines(SimpleNamespace(weight_version=7, topology=Topology(), to=moves.append), SingleComm(), "cpu")
+    replica = Replica(rollout, FakeScorer(), FakeTokenizer(), Timers())
     return Sampler(rollouts=SpmdRollouts(replica, FakeExporter(), policy), policy=policy, comm=SingleComm(), timers=Timers(),
-                   section=RolloutSection(**section), tokenizer=FakeTokenizer())  # fmt: skip
+                   section=RolloutSection(**section), tokenizer=FakeTokenizer(), failures=NONE)  # fmt: skip
 
 
 moves = []
+NONE = Failures(RewardSection(name="math"), None)
 
 
 def test_weights_wake_first_and_caches_after_the_sync():
@@ -134,10 +131,11 @@ def test_a_sync_that_fails_in_the_middle_still_reads_the_export_to_its_end():
     assert one.rollouts.exporter.streams[0].left == []
 
 
-def test_a_rank_without_a_rollout_exports_along():
-    one = sampler(None)
-    assert one.rollouts.sync() == []
-    assert one.rollouts.exporter.streams[0].left == []
+def test_every_rank_has_a_replica_however_the_engine_divides_its_work():
+    shared = Topology(rank=1, world_size=2, dp_rank=0, dp_size=1, is_primary=False, sizes={"tp": 2})
+    policy = SpmdEngines(SimpleNamespace(topology=shared), SingleComm(), "cpu")
+    found = SpmdRollouts(Replica(FakeRollout(), FakeScorer(), FakeTokenizer(), Timers()), FakeExporter(), policy)
+    assert (policy.dp_size, found.size, found.held) == (1, 2, (1,))
 
 
 def test_the_figures_of_a_sync_are_the_slowest_ranks():
@@ -237,7 +235,7 @@ class Replicas:
 @pytest.mark.parametrize("size", [1, 2, 3, 8])
 def test_equal_prompts_have_other_random_numbers_however_many_replicas_there_are(size):
     section = RolloutSection(max_new_tokens=4)
-    one = Sampler(rollouts=Replicas(size), policy=None, comm=SingleComm(), timers=Timers(), section=section,
+    one = Sampler(rollouts=Replicas(size), policy=None, comm=SingleComm(), timers=Timers(), section=section, failures=NONE,
                   tokenizer=FakeTokenizer())  # fmt: skip
     groups = one.sample(PROMPTS, n=1, temperature=1.0, seed=5)
     drawn = [g.answers for g in groups]

@@ -83,6 +83,17 @@ def test_beside_two_engine_ranks_it_learns_and_gives_the_bits_of_torchrun(model,
     assert 0 < max(apart) < 1e-4
 
 
+def test_ranks_that_share_documents_have_a_replica_each(model, tmp_path, alone):
+    """vLLM makes process groups in all ranks or hangs, and a rank without a replica would idle while others generate."""
+    shared = {**sections(model, "grpo"), "engine": {"parallelism": {"ulysses": 2}}}
+    process = start(tree(model, tmp_path / "out", **shared), tmp_path / "run.yaml", ranks=2)
+    text, _ = process.communicate(timeout=240)
+    assert process.returncode == 0, text
+    rows, others = (result_of(folder)[1] for folder in (tmp_path / "out", alone("grpo")))
+    assert rows[1]["train/reward"] == others[1]["train/reward"]  # the same weights still, and replicas as many
+    assert rows[-1]["eval/reward"] > 0.8
+
+
 @pytest.mark.parametrize("name", ["vllm", "vllm-server"])
 def test_apart_from_the_engine_it_gives_the_same_bits(model, tmp_path, alone, name):
     """As many replicas as engine ranks: each is asked what the one beside that rank would be."""

@@ -96,60 +96,46 @@ class SpmdEngines:
 
 
 class SpmdRollouts:
-    """A replica on the primary rank of each data-parallel rank, none elsewhere; every rank exports. See ``RolloutGroup``."""
+    """A replica on every rank, however the engine divides its work: all of them generate. See ``RolloutGroup``.
 
-    def __init__(self, replica: Replica | None, exporter: WeightExporter, policy: SpmdEngines) -> None:
-        assert (replica is not None) == policy.engine.topology.is_primary, "rollouts belong to primary ranks"
+    A server may make process groups, which every rank must take part in: with replicas on some ranks only it would hang.
+    """
+
+    def __init__(self, replica: Replica, exporter: WeightExporter, policy: SpmdEngines) -> None:
         self.replica, self.exporter, self.policy = replica, exporter, policy
-        self.size = policy.dp_size
-        self.held: Sequence[int] = policy.held
+        topology = policy.engine.topology
+        self.size = topology.world_size
+        self.held: Sequence[int] = (topology.rank,)
 
     def sync(self) -> list[SyncResult]:
         """See ``RolloutGroup``. Raises ``RolloutError``: all ranks together."""
-        return _by_rank(together(self.policy.comm, self._sync))
+        return together(self.policy.comm, self._sync)
 
     def wake_up(self, *, weights: bool) -> None:
         """See ``RolloutGroup``."""
-
-        def wake() -> None:
-            if self.replica is not None:
-                self.replica.rollout.wake_up(weights=weights, kv_cache=not weights)
-
-        together(self.policy.comm, wake)
+        together(self.policy.comm, lambda: self.replica.rollout.wake_up(weights=weights, kv_cache=not weights))
 
     def sleep(self) -> None:
         """See ``RolloutGroup``."""
-
-        def sleep() -> None:
-            if self.replica is not None:
-                self.replica.rollout.sleep()
-
-        together(self.policy.comm, sleep)
+        together(self.policy.comm, self.replica.rollout.sleep)
 
     def answer(self, shares: Sequence[Sequence[Prompt]], sampling: SamplingParams) -> list[list[list[Answer]]]:
         """See ``RolloutGroup``. Raises ``RolloutError``, ``RewardError``; ``RankFailure`` on the other ranks."""
         (prompts,) = shares
-
-        def work() -> tuple[int, list[list[Answer]]] | None:
-            return None if self.replica is None else (self.held[0], self.replica.answer(prompts, sampling))
-
-        return _by_rank(together(self.policy.comm, work))
+        return together(self.policy.comm, lambda: self.replica.answer(prompts, sampling))
 
     def close(self) -> None:
         """Close the rollout and the exporter."""
-        if self.replica is not None:
-            self.replica.close()
+        self.replica.close()
         self.exporter.close()
 
-    def _sync(self) -> tuple[int, SyncResult] | None:
+    def _sync(self) -> SyncResult:
         engine = self.policy.engine
         export = self.exporter.export(engine)
         try:
-            if self.replica is None:
-                return None
-            return self.held[0], self.replica.rollout.update_weights(export, engine.weight_version)
+            return self.replica.rollout.update_weights(export, engine.weight_version)
         finally:
-            for _ in export:  # ranks without a rollout gather along, and so does one whose sync failed
+            for _ in export:  # one whose sync failed gathers along
                 pass
 
 
@@ -187,9 +173,9 @@ class Spmd:
         """See ``Launcher``. Raises ``PluginError``, ``ConfigError``: all ranks together."""
         policy = self._made[0]
 
-        def build() -> tuple[Replica | None, WeightExporter]:
+        def build() -> tuple[Replica, WeightExporter]:
             exporter = create_exporter(spec)
-            return Replica.create(spec, timers) if policy.engine.topology.is_primary else None, exporter
+            return Replica.create(spec, timers), exporter
 
         return SpmdRollouts(*agreed(self.comm, build), policy)
 

@@ -14,7 +14,7 @@ from engine_trainer.replica import Answer
 
 
 class Colocated:
-    """A replica in the process of each primary engine rank: they take turns, weights stay in the process.
+    """A replica in the process of each engine rank: they take turns, weights stay in the process.
 
     Args:
         policy: the engine that is served.
@@ -22,8 +22,8 @@ class Colocated:
     """
 
     def __init__(self, policy: RayEngines, timers: Timers) -> None:
-        self._pool, self._primary, self._timers = policy.pool, policy.primary, timers
-        self.size = policy.dp_size
+        self._pool, self._timers = policy.pool, timers
+        self.size = len(policy.pool)
         self.held: Sequence[int] = range(self.size)
 
     def sync(self) -> list[SyncResult]:
@@ -41,8 +41,7 @@ class Colocated:
 
     def answer(self, shares: Sequence[Sequence[Prompt]], sampling: SamplingParams) -> list[list[list[Answer]]]:
         """See ``RolloutGroup``."""
-        calls = [self._pool.start(rank, "answer", list(share), sampling)
-                 for rank, share in zip(self._primary, shares, strict=True)]  # fmt: skip
+        calls = [self._pool.start(rank, "answer", list(share), sampling) for rank, share in enumerate(shares)]
         return _answers(self._pool.finish(calls), self._timers)
 
     def close(self) -> None:

@@ -123,7 +123,7 @@ class EngineWorker(Worker):
     # --- a replica in the same process ------------------------------------------------------------
 
     def make_rollout(self, spec: RolloutSpec) -> None:
-        """A replica on each primary rank."""
+        """A replica on each rank."""
         self._rollouts = self.spmd.rollouts(spec, self.timers)
 
     def sync(self) -> list[SyncResult]:
@@ -142,9 +142,8 @@ class EngineWorker(Worker):
         self._rollouts.sleep()
 
     def answer(self, prompts: Sequence[Prompt], sampling: SamplingParams) -> list[list[Answer]]:
-        """This replica's answers; alone, on a primary rank."""
+        """This replica's answers; alone."""
         assert self._rollouts is not None
-        assert self._rollouts.replica is not None
         return self._rollouts.replica.answer(prompts, sampling)
 
     def close_rollout(self) -> None:
