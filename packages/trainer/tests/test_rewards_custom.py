@@ -175,6 +175,12 @@ def test_a_function_that_is_not_there(own, tmp_path, target, said):
     assert caught.value.field == "reward.function"
 
 
+def test_a_file_that_exits_when_it_is_imported(tmp_path):
+    (tmp_path / "script.py").write_text("import sys\nsys.exit(0)\n")
+    with pytest.raises(ConfigError, match=r"(?s)script\.py cannot be imported.*SystemExit: 0"):
+        load_function(f"{tmp_path}/script.py:score", "reward.function")
+
+
 def test_arguments_that_it_does_not_take(own):
     with pytest.raises(ConfigError, match="cannot be called with"):
         own("length", kwargs={"scael": 1})
@@ -240,7 +246,7 @@ def test_an_exit_is_a_failure_and_ends_no_process(own, function, workers, caplog
 def test_what_is_no_float_is_a_failure(own, workers, caplog):
     scorer = own("fickle", workers=workers, max_failures=2)
     assert totals(scorer, "huge", "fine", "own") == [0.0, 1.0, 0.0]
-    assert "it returned a int that float() refuses: OverflowError: int too large to convert to float" in caplog.text
+    assert "it returned a int that is no float: OverflowError: int too large to convert to float" in caplog.text
     assert "KeyError: 'its own'" in caplog.text
     with pytest.raises(RewardError, match="OverflowError"):
         scorer.score(samples("huge"))
