@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import importlib.util
+import signal
 import threading
 import time
 from pathlib import Path
@@ -20,7 +21,7 @@ from engine_trainer.sections import AgentSection, DataSection
 
 ROOT = Path(__file__).parents[3]
 AGENTS = """
-import asyncio, time
+import asyncio, sys, time
 
 async def ask_twice(episode):
     await episode.generate()
@@ -55,6 +56,24 @@ async def hung_tool(episode):
 async def fails(episode):
     await episode.generate()
     raise KeyError("tool")
+
+async def exits(episode):
+    await episode.generate()
+    sys.exit(3)
+
+async def exits_in_a_task(episode):
+    return await asyncio.create_task(exits(episode))
+
+async def blocks(episode):
+    await episode.generate()
+    if "slow" in episode.prompt.text:
+        await asyncio.create_task(spins())
+    await episode.generate("x")
+    return episode.end()
+
+async def spins():
+    while True:
+        pass
 
 async def wrong(episode):
     await episode.generate()
@@ -258,6 +277,24 @@ def test_a_tool_that_never_returns_holds_nobody(chat, agents):
     ((one,),) = agents("hung_tool", timeout_s=0.2).run(Scripted(chat, "one"), prompts(chat, "q"), sampling())
     assert time.monotonic() - begin < 5
     assert one.end == "timeout"
+
+
+@pytest.mark.parametrize("kind", [Scripted, Submitting])
+def test_a_function_that_never_awaits_is_interrupted_and_the_model_is_not(chat, agents, kind):
+    rollout = kind(chat, "one", "two", seconds=1.0)
+    slow, fast = agents("blocks", timeout_s=0.3, concurrency=1).run(rollout, prompts(chat, "slow", "fast"), sampling())
+    assert (slow[0].end, slow[0].turns) == ("timeout", 1)
+    assert (fast[0].end, fast[0].turns) == ("done", 2)
+    assert signal.getitimer(signal.ITIMER_REAL) == (0.0, 0.0)
+
+
+@pytest.mark.parametrize("name", ["exits", "exits_in_a_task"])
+@pytest.mark.parametrize("kind", [Scripted, Submitting])
+def test_a_function_that_exits_has_failed(chat, agents, kind, name):
+    with pytest.raises(AgentError, match="SystemExit: 3"):
+        agents(name).run(kind(chat, "one"), prompts(chat, "q"), sampling())
+    found = agents(name, max_failures=4).run(kind(chat, "one"), prompts(chat, "q", "r"), sampling(n=2))
+    assert [[t.end for t in row] for row in found] == [["failed", "failed"], ["failed", "failed"]]
 
 
 @pytest.mark.parametrize("kind", [Scripted, Submitting])

@@ -162,6 +162,16 @@ def test_a_prompt_that_leaves_no_room_for_its_completion_is_named_before_the_run
     assert caught.value.row == 3
 
 
+def test_a_document_longer_than_the_models_context_is_named_or_cut(tokenizer, caplog):
+    chat, rows = ChatTokenizer(tokenizer, section()), [turns("q", "r"), turns("q", "r" * 50)]
+    with pytest.raises(DataError, match=r"(?s)\d\d tokens, the context has 20.*max_position_embeddings") as caught:
+        SFTDataset.build(rows, chat, section(max_length=1000), room=20)
+    assert caught.value.row == 3
+    data = SFTDataset.build(rows, chat, section(on_too_long="truncate"), room=20)
+    assert [len(document) for document in data.documents] == [len(data[0]), 20]
+    assert "1 of 2 rows are too long and were cut: the context has 20" in caplog.text
+
+
 @pytest.mark.parametrize(("options", "room"), [({}, 40), ({"max_model_len": 48}, 24), ({"max_model_len": 4096}, 40)])
 def test_the_room_is_the_models_context_or_the_servers_less_the_completion(sums_model, options, room):
     model, rollout = ModelSource(path=str(sums_model)), RolloutSection(max_new_tokens=24, options=options)

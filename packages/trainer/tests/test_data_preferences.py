@@ -32,9 +32,9 @@ def write(path: Path, *rows: dict) -> str:
     return str(path)
 
 
-def read(source: str, tokenizer, **section) -> PairDataset:
+def read(source: str, tokenizer, *, room=None, **section) -> PairDataset:
     given = DataSection(source=source, **section)
-    return PairDataset.read(source, None, ChatTokenizer(tokenizer, given), given)
+    return PairDataset.read(source, None, ChatTokenizer(tokenizer, given), given, room=room)
 
 
 @pytest.mark.parametrize("name", list(LAYOUTS))
@@ -90,6 +90,14 @@ def test_long_pairs(tmp_path, tokenizer, caplog):
         read(source, tokenizer, max_length=10)
     dropped = read(source, tokenizer, max_length=10, on_too_long="drop")
     assert (len(dropped), dropped.dropped) == (1, 1)
-    assert "1 of 2 pairs" in caplog.text
+    assert "1 of 2 pairs are too long and were dropped: data.max_length is 10" in caplog.text
     with pytest.raises(DataError, match="all 2 pairs"):
         read(source, tokenizer, max_length=3, on_too_long="drop")
+
+
+def test_pairs_longer_than_the_models_context(tmp_path, tokenizer):
+    long = {"prompt": "hi", "chosen": "yes" * 5, "rejected": "no!"}
+    source = write(tmp_path / "a.jsonl", LAYOUTS["texts"], long)
+    with pytest.raises(DataError, match=r"(?s)a\.jsonl:2.*21 tokens.*the context has 10"):
+        read(source, tokenizer, max_length=1000, room=10)
+    assert read(source, tokenizer, room=10, on_too_long="drop").dropped == 1

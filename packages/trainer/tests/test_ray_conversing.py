@@ -209,9 +209,9 @@ def test_what_fails_is_counted_and_one_too_many_ends_it(replica_of):
         run(conversing, wrong[:1])
 
 
-def test_a_function_that_exits_ends_the_run(replica_of):
+def test_a_function_that_exits_is_a_failure(replica_of):
     conversing, _, _ = replica_of("leaves")
-    with pytest.raises(AgentError, match="raised SystemExit"):
+    with pytest.raises(AgentError, match="raised SystemExit: 3"):
         run(conversing, prompts(*GIVEN))
 
 

@@ -74,6 +74,9 @@ def test_exact(kwargs, completion, answer, expected):
         ({"flexible": True}, "the answer is 18", "18", 1.0),
         ({"flexible": True}, "18 is wrong\n#### 17", "18", 0.0),
         ({}, "#### none", "18", 0.0),
+        ({}, "#### 1234568", "1234567", 0.0),
+        ({}, "#### 90071992547409930", "90071992547409931", 0.0),  # equal as float64
+        ({}, "#### " + "9" * 400, "8" * 400, 0.0),  # no float64 is that large
     ],
 )
 def test_gsm8k(kwargs, completion, answer, expected):

@@ -19,8 +19,12 @@ from engine_trainer.rewards import RewardError, Sample, Scorer, Verdict, failure
 from engine_trainer.sections import RewardSection
 
 FUNCTIONS = """
-import asyncio, os, time
+import asyncio, os, sys, time
 import beside
+
+class Own:
+    def __float__(self):
+        raise KeyError("its own")
 
 def length(sample, scale=1.0):
     return scale * len(sample.completion)
@@ -59,11 +63,20 @@ def fickle(sample):
         time.sleep(60)
     if what == "die":
         os._exit(3)
+    if what == "exit":
+        sys.exit(3)
+    if what == "huge":
+        return 10 ** 400
+    if what == "own":
+        return Own()
     return float("nan") if what == "nan" else 1.0
 
 async def afickle(sample):
     await asyncio.sleep(60 if sample.completion == "spin" else 0)
     return fickle(sample)
+
+async def nested(sample):  # raises in a task of its own, which takes the event loop along
+    return await asyncio.create_task(afickle(sample))
 
 async def threaded(sample):
     await asyncio.to_thread(time.sleep, 60 if sample.completion == "hang" else 0)
@@ -162,6 +175,12 @@ def test_a_function_that_is_not_there(own, tmp_path, target, said):
     assert caught.value.field == "reward.function"
 
 
+def test_a_file_that_exits_when_it_is_imported(tmp_path):
+    (tmp_path / "script.py").write_text("import sys\nsys.exit(0)\n")
+    with pytest.raises(ConfigError, match=r"(?s)script\.py cannot be imported.*SystemExit: 0"):
+        load_function(f"{tmp_path}/script.py:score", "reward.function")
+
+
 def test_arguments_that_it_does_not_take(own):
     with pytest.raises(ConfigError, match="cannot be called with"):
         own("length", kwargs={"scael": 1})
@@ -211,6 +230,26 @@ def test_what_fails_counts_zero_and_is_named(own, function, workers):
         scorer.score(samples("raise"))
     assert caught.value.completion == "raise"
     assert "reward.max_failures" in caught.value.remedy
+
+
+@pytest.mark.parametrize("function", ["fickle", "afickle", "nested"])
+@pytest.mark.parametrize("workers", [0, 1])
+def test_an_exit_is_a_failure_and_ends_no_process(own, function, workers, caplog):
+    scorer = own(function, workers=workers, max_failures=1)
+    assert totals(scorer, "fine", "exit", "fine") == [1.0, 0.0, 1.0]
+    assert "it raised SystemExit: 3" in caplog.text
+    with pytest.raises(RewardError, match=r"SystemExit: 3 .*failed calls: 2"):
+        scorer.score(samples("exit"))
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_what_is_no_float_is_a_failure(own, workers, caplog):
+    scorer = own("fickle", workers=workers, max_failures=2)
+    assert totals(scorer, "huge", "fine", "own") == [0.0, 1.0, 0.0]
+    assert "it returned a int that is no float: OverflowError: int too large to convert to float" in caplog.text
+    assert "KeyError: 'its own'" in caplog.text
+    with pytest.raises(RewardError, match="OverflowError"):
+        scorer.score(samples("huge"))
 
 
 @pytest.mark.parametrize("workers", [0, 1])
@@ -308,6 +347,10 @@ def test_a_verdict_is_a_number_that_says_what_it_found():
     ("name", "kwargs", "completion", "answer", "found"),
     [
         ("gsm8k", {}, "#### $1,200.0", "1200", "1200"),
+        ("gsm8k", {}, "#### 007.50", "1200", "7.5"),
+        ("gsm8k", {}, "#### -0.0", "1200", "0"),
+        ("gsm8k", {}, "#### 1,234,567", "1200", "1234567"),
+        ("gsm8k", {}, "#### " + "12" * 40, "1200", "12" * 40),
         ("gsm8k", {}, "none", "1200", None),
         ("exact", {"extract": "boxed", "ignore_case": True}, r"\boxed{Yes}", "yes", "yes"),
         ("math", {}, r"\boxed{0.5}", "1/2", "1/2"),

@@ -18,7 +18,7 @@ from rl_runs import SEVENS, configure, rows_of, same, tensors_of, tree
 
 from engine_api.errors import ConfigError
 from engine_trainer.experience import Experience, collect, round_seed, shaped_rewards
-from engine_trainer.logs import Timers
+from engine_trainer.logs import Timers, read_metrics
 from engine_trainer.rewards import RewardError, Score, register
 from engine_trainer.rl import train_rl
 from engine_trainer.sampler import Answer, Group
@@ -55,6 +55,24 @@ def test_it_learns(folder, tmp_path):
     assert len(problems[0]["completions"]) == 2
     correct = sum(c["correct"] for p in problems for c in p["completions"])
     assert after["eval/accuracy"] == pytest.approx(correct / 40)
+
+
+def test_tokens_per_second_are_those_of_the_same_row(folder, tmp_path):
+    """Of a step with several updates, and of one that learns nothing: all rewards are equal."""
+    register("varied")(lambda: lambda s: float(sum(map(ord, s.completion))))
+    register("constant")(lambda: lambda s: 1.0)
+    for reward, learns in (("varied", True), ("constant", False)):
+        out = tmp_path / reward
+        config = configure(folder, out, run={"steps": 2, "log_every": 1}, reward={"name": reward},
+                           algorithm={"prompts_per_step": 8, "mini_batches": 2, "epochs": 2},
+                           eval={"source": str(folder / "test.jsonl"), "every": 1})  # fmt: skip
+        train_rl(config)
+        for row in list(read_metrics(out / "metrics.jsonl"))[1:]:
+            seconds = row.get("time/train", 0.0) + row.get("time/log_probs", 0.0)
+            assert (row["train/updates"] > 0) is learns
+            assert row["perf/trained_tokens_per_s"] * seconds == pytest.approx(row.get("train/tokens", 0.0))
+            # The row's clock has the evaluation's generation too.
+            assert row["perf/generated_tokens_per_s"] * row["time/generate"] > row["rollout/tokens"]
 
 
 def test_the_first_update_is_the_textbooks(folder, tmp_path, monkeypatch):
@@ -225,6 +243,7 @@ class Script:
 
     def sample(self, prompts, *, n, temperature, seed):
         self.calls.append((list(prompts), seed))
+        self.timers.add("generate", 0.25)
         taken, self.groups = self.groups[: len(prompts)], self.groups[len(prompts) :]
         return taken
 
@@ -250,6 +269,7 @@ def test_dynamic_sampling_refills_with_new_prompts(folder, tmp_path):
     assert result.metrics["rollout/rounds"] == 3
     assert result.metrics["rollout/uninformative_groups"] == 0.5
     assert result.metrics["train/reward"] == pytest.approx(0.75)  # of all that was generated
+    assert result.metrics["perf/generated_tokens_per_s"] == 6 * 2 * 2 / 0.75  # in all rounds
 
 
 def test_dynamic_sampling_gives_up_after_its_rounds_and_says_so(folder, tmp_path):

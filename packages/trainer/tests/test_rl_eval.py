@@ -51,6 +51,8 @@ def test_a_model_is_measured_alone_as_a_run_measures_it(run, sums_model, capsys)
     held = {"source": str(sums_model / "test.jsonl"), "samples": 2, "max_problems": 5}
     out, (before, _) = run(held)
     metrics = (out / "metrics.jsonl").read_text()
+    baseline = out / "eval" / "step-000000.jsonl"
+    baseline.write_text("what the run measured")
     assert main(["eval", str(out / "config.yaml")]) == 0
     figures = json.loads((out / "evaluation.json").read_text())
     assert figures == {name: value for name, value in before.items() if name.startswith("eval/")}
@@ -58,6 +60,8 @@ def test_a_model_is_measured_alone_as_a_run_measures_it(run, sums_model, capsys)
         line.split() for line in capsys.readouterr().out.splitlines()
     ]
     assert (out / "metrics.jsonl").read_text() == metrics
+    assert baseline.read_text() == "what the run measured"
+    assert len((out / "evaluation" / "step-000000.jsonl").read_text().splitlines()) == 5
     assert main(["eval", str(out / "config.yaml"), "eval=null"]) == 2
     assert "nothing to measure on" in capsys.readouterr().err
 

@@ -20,6 +20,7 @@ from engine_trainer import pairs as pairs_module
 from engine_trainer.cli import main
 from engine_trainer.config import DPOConfig, RewardModelConfig
 from engine_trainer.dpo import train_dpo
+from engine_trainer.errors import DataError
 from engine_trainer.loading import from_tree
 from engine_trainer.reward_model import train_reward_model
 from engine_trainer.runtime import Run
@@ -323,3 +324,15 @@ def test_two_ranks_agree_with_one(models, pairs, tmp_path, kind):
     # A reward's offset has no gradient, only rounding, of which Adam makes steps.
     for name in set(left) - {"score.bias"}:
         torch.testing.assert_close(right[name], left[name], atol=1e-4, rtol=1e-3)
+
+
+@pytest.mark.parametrize("kind", ["dpo", "rm"])
+@pytest.mark.parametrize("held", [False, True])
+def test_pairs_longer_than_the_models_context_are_named_before_the_run(models, pairs, tmp_path, kind, held):
+    """The model has 64 positions. A held-out pair is not dropped: a score means the same pairs."""
+    (tmp_path / "long.jsonl").write_text(json.dumps({"prompt": "1+1=", "chosen": "2" * 80, "rejected": "3"}) + "\n")
+    config = tree(kind, models, pairs, tmp_path / "out", data={"on_too_long": "drop" if held else "error"})
+    config["eval" if held else "data"] = {**config.get("eval", {}), **(config["data"] if not held else {}),
+                                          "source": str(tmp_path / "long.jsonl")}  # fmt: skip
+    with pytest.raises(DataError, match=r"(?s)long\.jsonl:1.*8\d tokens in the longer.*the context has 64"):
+        train(kind, config)

@@ -12,6 +12,7 @@ import torch
 from engine_api.errors import ConfigError, UnsupportedCapability
 from engine_api.registry import EngineRegistry
 from engine_trainer.config import SFTConfig
+from engine_trainer.errors import DataError
 from engine_trainer.loading import load_config
 from engine_trainer.logs import read_metrics
 from engine_trainer.sft import train_sft
@@ -239,3 +240,11 @@ def test_named_sets_that_nothing_judges_are_refused(sft_file, tmp_path):
     with pytest.raises(ConfigError, match="without a reward") as caught:
         run(sft_file, f"eval.sets.a.source={tmp_path / 'rows.jsonl'}")
     assert caught.value.field == "eval.sets"
+
+
+@pytest.mark.parametrize("held", [False, True])
+def test_a_document_longer_than_the_models_context_is_named_before_the_run(sft_file, tmp_path, held):
+    (tmp_path / "long.jsonl").write_text(json.dumps({"prompt": "say a", "response": "abc" * 20}) + "\n")
+    source = ["eval.source" if held else "data.source", f"={tmp_path}/long.jsonl"]
+    with pytest.raises(DataError, match=r"(?s)long\.jsonl:1.*6\d tokens, the context has 40.*max_position_embeddings"):
+        run(sft_file, "engine.model.config_overrides={max_position_embeddings: 40}", "".join(source))

@@ -23,14 +23,14 @@ Metrics = dict[str, float]
 
 
 class Evaluator:
-    """Measures the policy on every held-out set; ``output_dir/eval`` keeps the completions.
+    """Measures the policy on every held-out set; ``output_dir/eval`` (``folder``) keeps the completions.
 
     The same seed draws with the same random numbers whatever the weights, so that two evaluations differ by
     what was learned more than by luck.
     """
 
-    def __init__(self, run: Run, sampler: Sampler, sets: Sequence[Heldout]) -> None:
-        self.run, self.sampler, self.sets = run, sampler, list(sets)
+    def __init__(self, run: Run, sampler: Sampler, sets: Sequence[Heldout], folder: str = "eval") -> None:
+        self.run, self.sampler, self.sets, self.folder = run, sampler, list(sets), folder
 
     def measure(self, step: int) -> Metrics:
         """The figures after ``step``: ``eval/…`` of the set without a name, ``eval/NAME/…`` of the others; the same on all ranks.
@@ -55,7 +55,7 @@ class Evaluator:
             one.problems.prompts, n=one.samples, temperature=one.temperature, seed=self.run.config.run.seed
         )
         self.sampler.failures.count(groups)
-        path = self.run.folder / "eval" / one.name / f"step-{step:06d}.jsonl"
+        path = self.run.folder / self.folder / one.name / f"step-{step:06d}.jsonl"
         comm = self.sampler.comm
         together(comm, lambda: write_completions(path, groups) if comm.rank == 0 else None)
         return summary(groups)
@@ -64,10 +64,10 @@ class Evaluator:
 def evaluate_model(config: RLConfig) -> Metrics:
     """Measure ``engine.model`` as it is, on the held-out sets of ``eval``: ``engine-train eval``. Nothing is trained.
 
-    The figures go to ``output_dir/evaluation.json`` too, whole or not at all, and the completions to ``output_dir/eval``; what a
-    training run left in that folder stays.
+    The figures go to ``output_dir/evaluation.json`` too, whole or not at all, and the completions to
+    ``output_dir/evaluation``; what a training run left in that folder stays.
 
-    Raises ``ConfigError`` without held-out problems or on Ray, and what ``Evaluator.measure`` raises.
+    Raises ``ConfigError`` without held-out problems, on Ray, or while another run writes to the folder, and what ``Evaluator.measure`` raises.
     """
     if config.launcher != "none":
         raise ConfigError(
@@ -83,7 +83,7 @@ def evaluate_model(config: RLConfig) -> Metrics:
     with Run(only, kind="eval", total_steps=1) as run:
         run.start()
         sampler = Sampler.create(run, tokenizer, config.rollout, config.reward, config.agent)
-        figures = Evaluator(run, sampler, sets).measure(0)
+        figures = Evaluator(run, sampler, sets, "evaluation").measure(0)
         together(
             run.comm,
             lambda: _write(run.folder / "evaluation.json", json.dumps(figures, indent=1)) if run.is_main else None,

@@ -33,11 +33,6 @@ class Experience:
         """Where a resumed run goes on."""
         return {"position": self.position, "pending": self.pending} if self.pending else {"position": self.position}
 
-    @property
-    def num_tokens(self) -> int:
-        """Generated tokens of ``groups``."""
-        return sum(a.num_generated for g in self.groups for a in g.answers)
-
 
 def collect(
     sampler: Sampler, data: PromptDataset, order: SampleOrder, config: RLConfig, *, step: int, position: int
@@ -51,6 +46,7 @@ def collect(
     generated: list[Group] = []
     kept: list[Group] = []
     rounds = 0
+    sampler.timers.spent("generate")  # an evaluation's
     while len(kept) < wanted and rounds < (dynamic.max_rounds if dynamic.enabled else 1):
         indices = order.take(position, wanted - len(kept))
         position += len(indices)
@@ -60,7 +56,10 @@ def collect(
         generated += new
         kept += [group for group, useful in zip(new, keep, strict=True) if useful]
         rounds += 1
-    metrics = answer_figures(generated) | {"rollout/groups": float(len(kept)), "rollout/rounds": float(rounds)}
+    metrics = answer_figures(generated, sampler.timers.spent("generate")) | {
+        "rollout/groups": float(len(kept)),
+        "rollout/rounds": float(rounds),
+    }
     return Experience(groups=kept, position=position, metrics=metrics, generated=generated)
 
 
@@ -106,8 +105,8 @@ def staleness_figures(groups: Sequence[Group], version: int, oldest: int) -> dic
     }  # fmt: skip
 
 
-def answer_figures(groups: Sequence[Group]) -> dict[str, float]:
-    """``train/…``, ``rollout/…`` and ``reward/…`` of all answers that were generated."""
+def answer_figures(groups: Sequence[Group], seconds: float = 0.0) -> dict[str, float]:
+    """``train/…``, ``rollout/…`` and ``reward/…`` of all answers that were generated; ``perf/…`` where it took known ``seconds``."""
     answers = [a for g in groups for a in g.answers]
     rewards = totals(groups)
     parts = {name: fmean(a.score.parts[name] for a in answers) for name in answers[0].score.parts}
@@ -121,6 +120,8 @@ def answer_figures(groups: Sequence[Group]) -> dict[str, float]:
         "rollout/truncated": fmean(not a.finished for a in answers),
         "rollout/tokens": float(sum(a.num_generated for a in answers)),
     }
+    if seconds:
+        figures["perf/generated_tokens_per_s"] = figures["rollout/tokens"] / seconds
     figures |= failure_figures([a.score for a in answers])
     figures |= {f"reward/{name}": value for name, value in parts.items() if len(parts) > 1}
     return figures | {f"agent/{name}": fmean(a.figures[name] for a in answers) for name in answers[0].figures}

@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+import asyncio
 import hashlib
 import importlib
 import importlib.util
 import inspect
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import Any, TypeVar
 
 from engine_api.config import near_matches
 from engine_api.errors import ConfigError
+
+T = TypeVar("T")
 
 
 def load_function(target: str, key: str) -> Callable[..., Any]:
@@ -54,6 +57,21 @@ def require_arguments(function: Callable[..., Any], key: str, *positional: str, 
                           remedy="give it these parameters, or correct its kwargs") from error  # fmt: skip
 
 
+def run_past_exits(loop: asyncio.AbstractEventLoop, main: Coroutine[Any, Any, T]) -> T:
+    """Run ``main`` to its end, though a task that a user's function has started calls ``sys.exit``.
+
+    An event loop ends with the exit of any task of it. Here it goes on: who awaits that task is given the exit, and
+    where nobody does asyncio's log has it.
+    """
+    task = loop.create_task(main)
+    while True:
+        try:
+            return loop.run_until_complete(task)
+        except SystemExit:
+            if task.done():  # its own
+                raise
+
+
 def _import(place: str, key: str) -> ModuleType:
     try:
         if place.endswith(".py"):
@@ -62,7 +80,7 @@ def _import(place: str, key: str) -> ModuleType:
         return importlib.import_module(place)
     except ConfigError:
         raise
-    except Exception as error:  # a stranger's module may raise anything
+    except (Exception, SystemExit) as error:  # a stranger's module may raise anything
         raise ConfigError(key, f"{place} cannot be imported", why=f"{type(error).__name__}: {error}",
                           remedy="mend it, or correct the name; a file is named with its .py") from error  # fmt: skip
 

@@ -30,6 +30,7 @@ class Timers:
     def __init__(self) -> None:
         self._seconds: dict[str, float] = {}
         self._last: dict[str, float] = {}
+        self._spent: dict[str, float] = {}
         self._lock = threading.Lock()  # generation may run beside training
 
     @contextmanager
@@ -45,11 +46,17 @@ class Timers:
         """A block that another process has measured."""
         with self._lock:
             self._last[name] = seconds
-            self._seconds[name] = self._seconds.get(name, 0.0) + seconds
+            for sums in (self._seconds, self._spent):
+                sums[name] = sums.get(name, 0.0) + seconds
 
     def last(self, name: str) -> float:
         """Seconds of the newest block of ``name``."""
         return self._last.get(name, 0.0)
+
+    def spent(self, name: str) -> float:
+        """Seconds of all blocks of ``name`` since the last call for it; ``take`` leaves them alone."""
+        with self._lock:
+            return self._spent.pop(name, 0.0)
 
     def take(self) -> dict[str, float]:
         """``time/<phase>`` in seconds since the last ``take``; the clocks begin anew."""

@@ -19,7 +19,7 @@ from engine_api.results import TokenOutputs, TrainOutput
 from engine_trainer.algorithms.packed import document_of, sum_by_document
 from engine_trainer.algorithms.preference import LinearLoss, PairLossName, pair_loss
 from engine_trainer.config import DPOConfig, RewardModelConfig
-from engine_trainer.data import ChatTokenizer, load_tokenizer, order_of
+from engine_trainer.data import ChatTokenizer, load_tokenizer, order_of, positions_of
 from engine_trainer.data.preferences import Pair, PairDataset
 from engine_trainer.groups import divide
 from engine_trainer.runtime import Outcome, Run
@@ -104,11 +104,13 @@ def train_pairs(
 def _load(config: DPOConfig | RewardModelConfig, tokenizer: ChatTokenizer) -> PairData:
     section = config.data
     assert section.source is not None  # the configurations check it
-    train = PairDataset.read(section.source, section.split, tokenizer, section)
+    room = positions_of(config.engine.model)
+    train = PairDataset.read(section.source, section.split, tokenizer, section, room=room)
     if config.eval is None:
         return PairData(train=train, heldout=None)
-    held, unlimited = config.eval, replace(section, max_length=None)  # a score always means the same pairs
-    heldout = PairDataset.read(held.source, held.split, tokenizer, unlimited, limit=held.max_pairs)
+    held = config.eval
+    unlimited = replace(section, max_length=None, on_too_long="error")  # a score always means the same pairs
+    heldout = PairDataset.read(held.source, held.split, tokenizer, unlimited, limit=held.max_pairs, room=room)
     return PairData(train=train, heldout=heldout)
 
 

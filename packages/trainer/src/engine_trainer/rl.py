@@ -114,12 +114,9 @@ def _source(
 
 
 def _speed(run: Run, experience: Experience, trained: float, speed: Throughput | None) -> Metrics:
-    generate, train = run.timers.last("generate"), run.timers.last("train") + run.timers.last("log_probs")
-    seconds = {"generated": generate, "trained": train}
-    figures = {
-        f"perf/{name}_tokens_per_s": experience.num_tokens / max(s, 1e-9)
-        for name, s in seconds.items()
-        if s or name == "trained"
-    }
+    """``trained``: tokens of all updates of the step."""
+    updates = run.timers.spent("train")
+    seconds = updates + run.timers.spent("log_probs")
+    figures = {"perf/trained_tokens_per_s": trained / seconds if seconds else 0.0}
     lengths = [len(g.prompt.tokens) + len(a.tokens) for g in experience.groups for a in g.answers]
-    return figures | (speed.of_updates(lengths, trained, run.timers.last("train")) if speed else {})
+    return figures | (speed.of_updates(lengths, trained, updates) if speed else {})

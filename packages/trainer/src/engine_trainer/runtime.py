@@ -8,6 +8,7 @@
       tensorboard/
       checkpoints/            step-000120, latest; critic/step-000120
       eval/                   completions to the held-out problems
+      evaluation/             those of engine-train eval; evaluation.json
       report.html  plots/     at the end
       hf/                     the trained model, for transformers
 """
@@ -111,7 +112,7 @@ class Run:
 
     @property
     def comm(self) -> Comm:
-        """Agreement between all processes of the loop; from ``start`` on."""
+        """Agreement between all processes of the loop."""
         return self.launcher.comm
 
     @property
@@ -121,7 +122,11 @@ class Run:
         return self.policy.engine
 
     def start(self, *, schedule_steps: int | None = None) -> EngineGroup:
-        """Create and initialize the policy; ``schedule_steps`` (default: the run's) ends its LR schedule."""
+        """Create and initialize the policy; ``schedule_steps`` (default: the run's) ends its LR schedule.
+
+        Raises ``ConfigError``, before anything is made, where another run writes to the folder: all processes together.
+        """
+        together(self.comm, lambda: self._lock.acquire() if self.is_main else None)
         section = self.config.engine
         self.engine_config = section.build(seed=self.config.run.seed, total_steps=schedule_steps or self.total_steps)
         self.device, capabilities = self.launcher.resolve(section)
@@ -223,7 +228,6 @@ class Run:
     def _find(self) -> Path | None:
         if not self.is_main:
             return None
-        self._lock.acquire()
         found = self.checkpoints.find(self.config.run.resume)
         if found is not None:
             changes = compare(read_extra(found)["config"], self._fingerprint(), str(found))

@@ -18,6 +18,7 @@ from engine_trainer.data import (
     heldout_sets,
     load_tokenizer,
     order_of,
+    positions_of,
     questions,
     read_examples,
     read_heldout,
@@ -79,13 +80,14 @@ class _Data:
     @staticmethod
     def load(config: SFTConfig, tokenizer: ChatTokenizer) -> _Data:
         examples = read_examples(config.data, "response")
-        train = SFTDataset.build(examples, tokenizer, config.data)
+        room = positions_of(config.engine.model)
+        train = SFTDataset.build(examples, tokenizer, config.data, room)
         own = config.eval.own_set(config.data) if config.eval else None
         heldout = read_heldout(config.data, own, "response") if own else []
         warn_of_overlap(questions(examples), questions(heldout))
         asked = config.eval if config.reward is not None else None
         return _Data(
-            train=train, heldout=SFTDataset.build(heldout, tokenizer, without_limit(config.data)) if own else None,
+            train=train, heldout=SFTDataset.build(heldout, tokenizer, without_limit(config.data), room) if own else None,
             problems=heldout_sets(config.data, asked, tokenizer, config.engine.model, config.rollout),
         )  # fmt: skip
 

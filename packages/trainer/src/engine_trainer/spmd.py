@@ -22,6 +22,7 @@ from engine_api.rollout import SamplingParams, SyncResult, WeightExporter
 from engine_trainer.data import Prompt
 from engine_trainer.groups import Trained, agreed, model_sizes, said
 from engine_trainer.logs import Timers
+from engine_trainer.meeting import meeting
 from engine_trainer.profiling import Trace
 from engine_trainer.replica import Answer, Replica, RolloutSpec, create_exporter
 from engine_trainer.sections import EngineSection
@@ -143,7 +144,7 @@ class Spmd:
     """Everything in this process. See ``Launcher``."""
 
     def __init__(self) -> None:
-        self.comm: Comm = SingleComm()
+        self.comm: Comm = meeting()
         self._made: list[SpmdEngines] = []
         self._trace: Trace | None = None
 
@@ -165,6 +166,7 @@ class Spmd:
         )
         engine.initialize()
         if not self._made:  # the first engine makes the process group
+            self.comm.close()
             self.comm = TorchComm() if engine.topology.world_size > 1 else SingleComm()
         self._made.append(SpmdEngines(engine, self.comm, device))
         return self._made[-1]

@@ -4,22 +4,26 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import threading
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from functools import partial
 from typing import Any, cast
 
 from engine_api.errors import ConfigError, EngineError
-from engine_api.rollout import AsyncRollout, Rollout, SamplingParams
+from engine_api.rollout import AsyncRollout, Completion, Rollout, SamplingParams
 from engine_trainer.agent.episode import AgentError, Episode, EpisodeOver, Generator, Trajectory
 from engine_trainer.agent.generators import Batched, Submitted
 from engine_trainer.data import ChatTokenizer, Prompt
-from engine_trainer.functions import is_async, load_function, require_arguments
+from engine_trainer.functions import is_async, load_function, require_arguments, run_past_exits
+from engine_trainer.rewards.deadline import Alarm, DeadlineExceeded, alarm
 from engine_trainer.sections import AgentSection
 from engine_trainer.threads import DaemonThreads
 
 log = logging.getLogger("engine_trainer")
 AgentFn = Callable[[Episode], Awaitable[Trajectory]]
+BEAT_S = 0.25  # between two signs that functions leave the event loop free
 
 
 class AgentLoop:
@@ -43,27 +47,38 @@ class AgentLoop:
         if not prompts:
             return []
         with asyncio.Runner() as runner:
-            runner.get_loop().set_default_executor(DaemonThreads())  # of tools: asyncio.to_thread
-            found = runner.run(self._run(rollout, prompts, sampling))
+            loop = runner.get_loop()
+            loop.set_default_executor(DaemonThreads())  # of tools: asyncio.to_thread
+            with self._alarm() as held:
+                found = run_past_exits(loop, self._run(rollout, prompts, sampling, held))
         return [[found[i * sampling.n + k] for k in range(sampling.n)] for i in range(len(prompts))]
 
+    def _alarm(self) -> AbstractContextManager[Alarm | None]:
+        """For a function that never awaits: it holds the event loop, and no limit of the loop's own comes."""
+        limit = self.section.timeout_s
+        if limit is None or threading.current_thread() is not threading.main_thread():  # no signal comes through there
+            return nullcontext()
+        return alarm(limit + BEAT_S, again=True)
+
     async def _run(
-        self, rollout: Rollout, prompts: Sequence[Prompt], sampling: SamplingParams
+        self, rollout: Rollout, prompts: Sequence[Prompt], sampling: SamplingParams, held: Alarm | None
     ) -> dict[int, Trajectory]:
         asked = [(prompt, k) for prompt in prompts for k in range(sampling.n)]
         places = min(self.section.concurrency, len(asked))
-        generator = _generator(rollout, sampling, _names(prompts, sampling.n), places)
+        generator = _generator(rollout, sampling, _names(prompts, sampling.n), places, held)
         episodes = enumerate(
             self._episode(number, prompt, generator, sampling) for number, (prompt, _) in enumerate(asked)
         )
         found: dict[int, Trajectory] = {}
         tasks = [asyncio.create_task(self._place(episodes, generator, found)) for _ in range(places)]
+        beat = asyncio.create_task(_beat(held))
         try:
             await asyncio.gather(*tasks)
         finally:
             for task in tasks:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
+            beat.cancel()
         return found
 
     async def converse(self, number: int, prompt: Prompt, generator: Generator, sampling: SamplingParams) -> Trajectory:
@@ -91,13 +106,13 @@ class AgentLoop:
             return episode.close("limit")
         except EngineError:
             raise
-        except Exception as error:  # noqa: BLE001 - a user's function may raise anything; it is counted and named
-            if isinstance(error, TimeoutError) and clock.expired():
+        except (Exception, SystemExit, DeadlineExceeded) as error:  # noqa: BLE001 - a user's function may raise anything; it is counted and named
+            if isinstance(error, DeadlineExceeded) or (isinstance(error, TimeoutError) and clock.expired()):
                 log.warning("agent.function took longer than %s s: %.200r", self.section.timeout_s, episode.prompt.text)
                 return episode.close("timeout")
             return episode.close("failed", self._fail(episode, error))
 
-    def _fail(self, episode: Episode, error: Exception) -> str:
+    def _fail(self, episode: Episode, error: BaseException) -> str:
         self._failures += 1
         said = f"it raised {type(error).__name__}: {error}"
         if self._failures > self.section.max_failures:
@@ -122,10 +137,32 @@ def _checked(value: object) -> Trajectory:
     return value
 
 
-def _generator(rollout: Rollout, sampling: SamplingParams, names: Sequence[Any], places: int) -> Submitted | Batched:
+async def _beat(held: Alarm | None) -> None:
+    """Put the alarm off as long as the event loop turns."""
+    while held is not None:
+        held.restart()
+        await asyncio.sleep(BEAT_S)
+
+
+def _generator(
+    rollout: Rollout, sampling: SamplingParams, names: Sequence[Any], places: int, held: Alarm | None
+) -> Submitted | Batched:
     if isinstance(rollout, AsyncRollout):
         return Submitted(rollout, sampling, names)
-    return Batched(rollout, replace(sampling, n=1), places)
+    return Batched(
+        rollout if held is None else cast("Rollout", _Unhurried(rollout, held)), replace(sampling, n=1), places
+    )
+
+
+class _Unhurried:
+    """A rollout that holds the event loop for as long as it takes: the alarm is for the functions."""
+
+    def __init__(self, rollout: Rollout, held: Alarm) -> None:
+        self._rollout, self._held = rollout, held
+
+    def generate(self, prompts: Sequence[Sequence[int]], sampling: SamplingParams) -> list[Completion]:
+        with self._held.stopped():
+            return self._rollout.generate(prompts, sampling)
 
 
 def _names(prompts: Sequence[Prompt], n: int) -> list[Any]:

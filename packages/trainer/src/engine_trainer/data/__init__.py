@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from engine_trainer.data.chat import ChatTokenizer, load_tokenizer
-from engine_trainer.data.context import room_for_prompts
+from engine_trainer.data.context import positions_of, room_for_prompts
 from engine_trainer.data.datasets import (
     Document,
     Prompt,
@@ -21,5 +21,5 @@ from engine_trainer.data.order import SampleOrder
 
 __all__ = [
     "ChatTokenizer", "Document", "Example", "Heldout", "Prompt", "PromptDataset", "SFTDataset", "SampleOrder", "heldout_sets", "load_tokenizer",
-    "order_of", "questions", "read_examples", "read_heldout", "room_for_prompts", "warn_of_overlap", "without_limit",
+    "order_of", "positions_of", "questions", "read_examples", "read_heldout", "room_for_prompts", "warn_of_overlap", "without_limit",
 ]  # fmt: skip

@@ -1,4 +1,4 @@
-"""How many tokens a prompt may have, so that the model's context holds its completion too."""
+"""How many tokens a document may have, and a prompt, so that the model's context holds its completion too."""
 
 from __future__ import annotations
 
@@ -10,6 +10,12 @@ from engine_trainer.sections import RolloutSection
 SERVED = ("max_model_len", "context_length")  # what vLLM and SGLang call the context that they serve
 
 
+def positions_of(model: ModelSource) -> int | None:
+    """Tokens of the model's context (``max_position_embeddings``); None where its configuration knows none."""
+    positions = getattr(text_config(model), "max_position_embeddings", None)
+    return int(positions) if positions else None
+
+
 def room_for_prompts(model: ModelSource, rollout: RolloutSection, following: int | None = None) -> int | None:
     """Tokens of the context beside ``following`` (default: ``rollout.max_new_tokens``); None where no limit is known.
 
@@ -19,8 +25,8 @@ def room_for_prompts(model: ModelSource, rollout: RolloutSection, following: int
     """
     following = rollout.max_new_tokens if following is None else following
     limits = [int(rollout.options[name]) for name in SERVED if rollout.options.get(name)]
-    positions = getattr(text_config(model), "max_position_embeddings", None)
-    limits += [int(positions)] if positions else []
+    positions = positions_of(model)
+    limits += [positions] if positions else []
     if not limits:
         return None
     room = min(limits) - following

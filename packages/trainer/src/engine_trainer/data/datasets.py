@@ -73,14 +73,19 @@ class SFTDataset:
         self.documents, self.dropped, self.truncated = list(documents), dropped, truncated
 
     @staticmethod
-    def build(examples: Sequence[Example], tokenizer: ChatTokenizer, section: DataSection) -> SFTDataset:
-        """Tokenize. Raises ``DataError`` for a row that teaches nothing or is too long."""
+    def build(
+        examples: Sequence[Example], tokenizer: ChatTokenizer, section: DataSection, room: int | None = None
+    ) -> SFTDataset:
+        """Tokenize. Raises ``DataError`` for a row that teaches nothing or is too long.
+
+        ``room``: tokens of the model's context (``context.positions_of``).
+        """
         documents: list[Document] = []
         for start in range(0, len(examples), CHUNK):
             part = examples[start : start + CHUNK]
             encoded = tokenizer.encode_documents([tokenizer.document(e) for e in part])
             documents += [_document(e, ids, weights) for e, (ids, weights) in zip(part, encoded, strict=True)]
-        return SFTDataset(*_fit(examples, documents, section, None))
+        return SFTDataset(*_fit(examples, documents, section, Bound.of(section, room)))
 
     def __len__(self) -> int:
         return len(self.documents)
@@ -109,7 +114,7 @@ class PromptDataset:
         """
         encoded = tokenizer.encode_prompts(examples)
         prompts = [_prompt(e, text, ids) for e, (text, ids) in zip(examples, encoded, strict=True)]
-        return PromptDataset(*_fit(examples, prompts, section, room))
+        return PromptDataset(*_fit(examples, prompts, section, Bound.of(section, room, prompts=True)))
 
     def __len__(self) -> int:
         return len(self.prompts)
@@ -176,14 +181,34 @@ def _too_long(dropped: int, truncated: int) -> dict[str, float]:
     return {"data/dropped": float(dropped), "data/truncated": float(truncated)} if dropped or truncated else {}
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Bound:
+    """At most ``tokens`` (None: any number), because of ``said``; ``remedy``: what raises it."""
+
+    tokens: int | None
+    said: str
+    remedy: str
+
+    @staticmethod
+    def of(section: DataSection, room: int | None, *, prompts: bool = False) -> Bound:
+        """The less of ``data.max_length`` and what the context has."""
+        own = section.max_length
+        if own is not None and (room is None or own <= room):
+            return Bound(tokens=own, said=f"data.max_length is {own}", remedy="raise data.max_length")
+        if prompts:
+            return Bound(tokens=room, said=f"the context has {room} beside rollout.max_new_tokens",
+                         remedy="shorten it, or lower rollout.max_new_tokens")  # fmt: skip
+        return Bound(tokens=room, said=f"the context has {room}",
+                     remedy="shorten it, or raise engine.model.config_overrides.max_position_embeddings")  # fmt: skip
+
+
 def _fit(
-    examples: Sequence[Example], items: Sequence[T], section: DataSection, room: int | None
+    examples: Sequence[Example], items: Sequence[T], section: DataSection, bound: Bound
 ) -> tuple[list[T], int, int]:
     """What is kept, how many were dropped, how many were cut."""
-    own, limit = section.max_length, min((n for n in (section.max_length, room) if n is not None), default=None)
+    limit, said = bound.tokens, bound.said
     if limit is None:
         return list(items), 0, 0
-    said = f"data.max_length is {own}" if own == limit else f"the context has {room} beside rollout.max_new_tokens"
     kept: list[T] = []
     cut = 0
     for example, item in zip(examples, items, strict=True):
@@ -191,13 +216,13 @@ def _fit(
             kept.append(item)
         elif section.on_too_long == "error":
             raise example.error(f"{len(item)} tokens, {said}",
-                                remedy="raise that limit, or set data.on_too_long=drop (or truncate)")  # fmt: skip
+                                remedy=f"{bound.remedy}, or set data.on_too_long=drop (or truncate)")  # fmt: skip
         elif section.on_too_long == "truncate" and (shorter := item.cut(limit)) is not None:
             kept.append(shorter)
             cut += 1
     dropped = len(items) - len(kept)
     if not kept:
-        raise DataError(f"all {len(items)} rows are too long: {said}", remedy="raise that limit")
+        raise DataError(f"all {len(items)} rows are too long: {said}", remedy=bound.remedy)
     for count, what in ((dropped, "dropped"), (cut, "cut")):
         if count:
             log.warning("%d of %d rows are too long and were %s: %s", count, len(items), what, said)

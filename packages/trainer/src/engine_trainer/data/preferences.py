@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 
 from engine_trainer.data.chat import ChatTokenizer
-from engine_trainer.data.datasets import Document
+from engine_trainer.data.datasets import Bound, Document
 from engine_trainer.data.layouts import PROMPTS, Example, Need, to_examples
 from engine_trainer.data.readers import Row, read_rows
 from engine_trainer.errors import DataError
@@ -52,23 +52,21 @@ class PairDataset:
 
     @staticmethod
     def read(source: str | Sequence[str], split: str | None, tokenizer: ChatTokenizer, section: DataSection,
-             *, limit: int | None = None) -> PairDataset:  # fmt: skip
-        """The rows of ``source``, at most ``limit``. Raises ``DataError`` that names file, row and column."""
+             *, limit: int | None = None, room: int | None = None) -> PairDataset:  # fmt: skip
+        """The rows of ``source``, at most ``limit``. Raises ``DataError`` that names file, row and column.
+
+        ``room``: tokens of the model's context (``context.positions_of``).
+        """
+        bound = Bound.of(section, room)
         rows = read_rows(source, split)[:limit]
         chosen, rejected = (_documents(rows, name, tokenizer, section.columns) for name in ANSWER_COLUMNS)
         kept = [Pair(chosen=c, rejected=r) for row, c, r in zip(rows, chosen, rejected, strict=True)
-                if _fits(row, c, r, section)]  # fmt: skip
+                if _fits(row, c, r, section, bound)]  # fmt: skip
         dropped = len(rows) - len(kept)
         if not kept:
-            raise DataError(f"all {dropped} pairs are longer than data.max_length={section.max_length}",
-                            remedy="raise data.max_length")  # fmt: skip
+            raise DataError(f"all {dropped} pairs are too long: {bound.said}", remedy=bound.remedy)
         if dropped:
-            log.warning(
-                "%d of %d pairs are longer than data.max_length=%d and were dropped",
-                dropped,
-                len(rows),
-                section.max_length,
-            )
+            log.warning("%d of %d pairs are too long and were dropped: %s", dropped, len(rows), bound.said)
         return PairDataset(kept, dropped)
 
     def __len__(self) -> int:
@@ -126,11 +124,11 @@ def _document(example: Example, name: str, ids: list[int], weights: list[float])
     return Document(input_ids=np.asarray(ids, dtype=np.int64), loss_weight=np.asarray(weights, dtype=np.float32))
 
 
-def _fits(row: Row, chosen: Document, rejected: Document, section: DataSection) -> bool:
+def _fits(row: Row, chosen: Document, rejected: Document, section: DataSection, bound: Bound) -> bool:
     size = max(len(chosen), len(rejected))
-    if section.max_length is None or size <= section.max_length:
+    if bound.tokens is None or size <= bound.tokens:
         return True
     if section.on_too_long != "drop":  # an answer without its end is not the one that was preferred
-        raise row.error(f"{size} tokens in the longer answer's document, data.max_length is {section.max_length}",
-                        remedy="raise data.max_length, or set data.on_too_long=drop")  # fmt: skip
+        raise row.error(f"{size} tokens in the longer answer's document, {bound.said}",
+                        remedy=f"{bound.remedy}, or set data.on_too_long=drop")  # fmt: skip
     return False

@@ -104,11 +104,7 @@ class Conversing:
                 free -= 1
 
     async def _one(self, prompt: Prompt) -> Trajectory:
-        try:
-            return await self._agent.converse(next(self._numbers), prompt, self._turns, self._sampling)
-        except SystemExit as error:  # it would end the loop, and with it every other conversation, without a word
-            raise AgentError("it raised SystemExit", where="agent.function", why=f"problem {prompt.text[:400]!r}",
-                             remedy="return episode.end(), or raise an exception") from error  # fmt: skip
+        return await self._agent.converse(next(self._numbers), prompt, self._turns, self._sampling)
 
     def _ended(self, group: _Group) -> bool:
         """Whether all of its conversations have; raises what one of them raised."""

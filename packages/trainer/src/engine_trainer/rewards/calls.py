@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import cast
 
 from engine_api.errors import EngineError
-from engine_trainer.functions import is_async
+from engine_trainer.functions import is_async, run_past_exits
 from engine_trainer.rewards.deadline import DeadlineExceeded, deadline
 from engine_trainer.rewards.sample import RewardFn, Sample, Verdict
 from engine_trainer.threads import event_loop
@@ -32,7 +32,7 @@ class Outcome:
     value: float | None = None
     problem: str = ""
     error: EngineError | None = None
-    cause: Exception | None = None
+    cause: BaseException | None = None
 
     @property
     def timed_out(self) -> bool:
@@ -60,7 +60,7 @@ def _call(function: RewardFn, sample: Sample, timeout_s: float | None) -> Outcom
             value = function(sample)
     except DeadlineExceeded:
         return Outcome()
-    except Exception as error:  # noqa: BLE001 - a user's function may raise anything; the scorer names it
+    except (Exception, SystemExit) as error:  # noqa: BLE001 - a user's function may raise anything; the scorer names it
         return _failed(error)
     return _checked(value)
 
@@ -84,30 +84,35 @@ def _side_by_side(
     with event_loop(GRACE_S) as loop:
         while waiting or running:
             with deadline(limit, again=True):
-                done = loop.run_until_complete(advance())
+                done = run_past_exits(loop, advance())
             for task in done:
                 yield running.pop(task), task.result()
 
 
 async def _await(function: RewardFn, sample: Sample, timeout_s: float | None) -> Outcome:
-    call = asyncio.ensure_future(cast("Awaitable[float]", function(sample)))
+    call = asyncio.create_task(_judge(function, sample))
     # Not wait_for: after the cancellation it waits for the call, which may pay no heed.
     done, _ = await asyncio.wait([call], timeout=timeout_s)
     if not done:
         call.cancel()
         return Outcome()
+    return call.result()
+
+
+async def _judge(function: RewardFn, sample: Sample) -> Outcome:
+    """Within the task: an exit that leaves a task ends the event loop."""
     try:
-        value = call.result()
+        value = await cast("Awaitable[float]", function(sample))
     except (TimeoutError, DeadlineExceeded):
         return Outcome()
-    except asyncio.CancelledError:  # its own: nobody else cancels a call that has ended
+    except asyncio.CancelledError:  # its own: what ``_await`` has cancelled nobody reads
         return Outcome(problem="it was cancelled from inside")
-    except Exception as error:  # noqa: BLE001 - as in _call
+    except (Exception, SystemExit) as error:  # noqa: BLE001 - as in _call
         return _failed(error)
     return _checked(value)
 
 
-def _failed(error: Exception) -> Outcome:
+def _failed(error: Exception | SystemExit) -> Outcome:
     if isinstance(error, EngineError):
         return Outcome(error=error)
     frames = traceback.extract_tb(error.__traceback__)
@@ -120,6 +125,9 @@ def _checked(value: object) -> Outcome:
         number = value if isinstance(value, Verdict) else float(value)  # pyright: ignore[reportArgumentType]
     except (TypeError, ValueError) as error:
         return Outcome(problem=f"it returned {value!r}, not a number", cause=error)
+    except (Exception, SystemExit) as error:  # noqa: BLE001 - a number too large, or whatever its own __float__ raises
+        said = f"{type(error).__name__}: {error}"
+        return Outcome(problem=f"it returned a {type(value).__name__} that is no float: {said}", cause=error)
     if not math.isfinite(number):
         return Outcome(problem=f"it returned {float(number)}, not a finite number")
     return Outcome(value=number)

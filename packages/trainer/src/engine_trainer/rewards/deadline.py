@@ -21,21 +21,52 @@ def deadline(seconds: float | None, *, again: bool = False) -> Iterator[None]:
 
     ``again``: and after as many seconds again, for a body that goes on with something else.
 
-    By ``SIGALRM``, which interrupts Python code (not a call that stays inside C) and needs the main thread:
-    a thread cannot be stopped from outside, and a process for each call costs more than most rewards.
-
     Raises ``ConfigError`` outside the main thread.
     """
     if seconds is None:
         yield
         return
+    with alarm(seconds, again=again):
+        yield
+
+
+class Alarm:
+    """The clock of ``alarm``; ``seconds``: after which it raises, unless it is put off."""
+
+    def __init__(self, seconds: float, *, again: bool) -> None:
+        self.seconds, self._again = seconds, again
+
+    def restart(self) -> None:
+        """All of the time again."""
+        signal.setitimer(signal.ITIMER_REAL, self.seconds, self.seconds if self._again else 0.0)
+
+    @contextmanager
+    def stopped(self) -> Iterator[None]:
+        """No limit in the body; all of the time again after it."""
+        signal.setitimer(signal.ITIMER_REAL, 0.0)
+        try:
+            yield
+        finally:
+            self.restart()
+
+
+@contextmanager
+def alarm(seconds: float, *, again: bool = False) -> Iterator[Alarm]:
+    """``deadline``, with its clock.
+
+    By ``SIGALRM``, which interrupts Python code (not a call that stays inside C) and needs the main thread:
+    a thread cannot be stopped from outside, and a process for each call costs more than most rewards.
+
+    Raises ``ConfigError`` outside the main thread.
+    """
     if threading.current_thread() is not threading.main_thread():
         raise ConfigError("reward.timeout_s", "a time limit needs the main thread", why="it is kept by SIGALRM",
                           remedy="set reward.workers: 1 (a process of its own keeps the time), or timeout_s: null")  # fmt: skip
     before = signal.signal(signal.SIGALRM, _raise)
-    signal.setitimer(signal.ITIMER_REAL, seconds, seconds if again else 0.0)
+    made = Alarm(seconds, again=again)
+    made.restart()
     try:
-        yield
+        yield made
     finally:
         signal.setitimer(signal.ITIMER_REAL, 0.0)
         signal.signal(signal.SIGALRM, before)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from engine_trainer.rewards.sample import RewardError, RewardFn, Sample, Verdict
-from engine_trainer.rewards.text import after_marker, expected, number_in
+from engine_trainer.rewards.text import after_marker, expected, number_in, written
 
 
 def gsm8k(*, flexible: bool = False) -> RewardFn:
@@ -25,6 +25,6 @@ def gsm8k(*, flexible: bool = False) -> RewardFn:
         if given is None and flexible:
             given = sample.completion
         found = None if given is None else number_in(given)
-        return Verdict(float(found == wanted), None if found is None else f"{found:g}")
+        return Verdict(float(found == wanted), None if found is None else written(found))
 
     return judge

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from decimal import Decimal
 
 from engine_api.config import near_matches
 from engine_api.errors import ConfigError
@@ -66,7 +67,14 @@ def expected(sample: Sample, function: str) -> str:
     return sample.answer
 
 
-def number_in(text: str) -> float | None:
-    """The last number in ``text``; None without one."""
+def number_in(text: str) -> Decimal | None:
+    """The last number in ``text``, exactly; None without one."""
     number = last_number(text)
-    return None if number is None else float(number.replace(",", ""))
+    return None if number is None else Decimal(number.replace(",", ""))
+
+
+def written(number: Decimal) -> str:
+    """The one way to write ``number`` here, with all of its digits: ``1,200.0`` as ``1200``, ``-0`` as ``0``."""
+    text = f"{number:f}"
+    text = text.rstrip("0").rstrip(".") if "." in text else text
+    return "0" if text == "-0" else text
