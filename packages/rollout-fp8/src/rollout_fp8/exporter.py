@@ -25,8 +25,9 @@ from rollout_fp8.layers import kind
 from rollout_fp8.model import architecture_of
 from rollout_fp8.options import Options
 from rollout_fp8.phases import Phases
-from rollout_fp8.plan import WHERE, Bucket, ExportPlan, Source, make_plan
+from rollout_fp8.plan import WHERE, Bucket, ExportPlan, Source, make_plan, require_alike
 from rollout_fp8.quantize import ScalePolicy
+from rollout_fp8.ranks import of_all
 from rollout_fp8.wire import BucketPlan, WirePlan
 
 log = logging.getLogger("rollout_fp8")
@@ -108,14 +109,11 @@ class Exporter:
         return engine.get_per_tensor_param_shard(adapter="base") if self._lora else engine.get_per_tensor_param_shard()
 
     def _make_plan(self, engine: Engine) -> ExportPlan:
-        mine = [(name, spec, shard.dtype) for name, shard, spec in self._shards(engine)]
-        rows: list[Any] = [mine]
-        if _world_size() > 1:
-            rows = [None] * _world_size()
-            dist.all_gather_object(rows, mine)
+        rows = of_all(lambda: [(name, spec, shard.dtype) for name, shard, spec in self._shards(engine)])
+        require_alike(rows)
         sources = [
             Source(name=name, stored=stored, boxes=tuple(row[i][1] for row in rows), quantized=self._quantizes(name))
-            for i, (name, _, stored) in enumerate(mine)
+            for i, (name, _, stored) in enumerate(rows[0])
         ]
         return make_plan(sources, dtype=self._dtype, bucket_bytes=self._bucket_bytes)
 
@@ -205,11 +203,7 @@ class AdapterStream:
     def base(self, *, needed: bool) -> EngineStream | None:
         """The base weights' stream, if any rank's rollout needs them: then all of them get them. After ``adapter``."""
         self._asked = True
-        wanted: list[Any] = [needed]
-        if _world_size() > 1:
-            wanted = [None] * _world_size()
-            dist.all_gather_object(wanted, needed)
-        self._base = self._make_base() if any(wanted) else None
+        self._base = self._make_base() if any(of_all(lambda: needed)) else None
         return self._base
 
     def seconds(self) -> Mapping[str, float]:
@@ -336,7 +330,3 @@ def whole_tensors(buckets: Iterator[tuple[BucketPlan, Tensor]]) -> Iterator[tupl
             if parts[name][1] == 0:
                 yield name, parts.pop(name)[0]
     assert not parts, f"incomplete: {list(parts)}"
-
-
-def _world_size() -> int:
-    return dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
