@@ -20,7 +20,7 @@ from engine_api.errors import ConfigError, RolloutError, UnsupportedCapability
 from engine_api.registry import Resolution
 from engine_api.weights import ShardExport, ShardSpec, WeightExport
 from rollout_fp8.adapter import Adapter
-from rollout_fp8.fill import Filler, Reader
+from rollout_fp8.fill import Filler, Reader, there
 from rollout_fp8.layers import kind
 from rollout_fp8.model import architecture_of
 from rollout_fp8.options import Options
@@ -98,9 +98,10 @@ class Exporter:
     def _stream(self, engine: Engine) -> EngineStream:
         """Of all weights: merged ones, or the base of an adapter. The plan is made at the first."""
         if self._plan is None or self._filler is None:
-            self._plan = self._make_plan(engine)
-            self._filler = Filler(self._plan, self._device, scales=self._scales, audit=self._audit)
-            for name, note in self._plan.wire.notes.items():
+            plan, made = self._make_plan(engine), list[Filler]()
+            of_all(lambda: made.append(Filler(plan, self._device, scales=self._scales, audit=self._audit)))
+            self._plan, self._filler = plan, made[0]
+            for name, note in plan.wire.notes.items():
                 log.info("weight sync: %s: %s", name, note)
         return EngineStream(self._plan, self._filler, lambda: self._shards(engine))
 
@@ -162,18 +163,22 @@ class EngineStream:
         self._filler.begin()
         ready: list[tuple[Bucket, Tensor]] = []
         for _, buckets in groupby(self._plan.buckets, key=lambda bucket: bucket.gathered):  # two passes, or one
-            reader = Reader(self._plan, self._filler.rank, self._export())
+            # After an error too: the export may begin with a collective.
+            reader = self._filler.attempt(self._read, always=True)
             for bucket in buckets:
                 ready.append((bucket, lane.make(bucket, reader)))
                 if len(ready) == len(self.plan.slots):
                     yield lane.hand_over(*ready.pop(0))
                     lane.taken()
-            reader.finish()
+            self._filler.attempt(lambda reader=reader: there(reader).finish())
         for bucket, buffer in ready:
             yield lane.hand_over(bucket, buffer)
             lane.taken()
         lane.finish()
         self._filler.finish()
+
+    def _read(self) -> Reader:
+        return Reader(self._plan, self._filler.rank, self._export())
 
 
 class AdapterStream:
@@ -243,7 +248,7 @@ class _Lane:
     def _callers(self) -> Any:
         return self._module.current_stream(self._filler.device)
 
-    def make(self, bucket: Bucket, reader: Reader) -> Tensor:
+    def make(self, bucket: Bucket, reader: Reader | None) -> Tensor:
         slot = bucket.wire.slot
         if self._stream is None:
             return self._filler.fill(bucket, reader, self._phases, gather)
