@@ -156,7 +156,7 @@ class Background:
 @pytest.fixture
 def background():
     hosted = Background()
-    with Server(("127.0.0.1", 0), Service(hosted, "cpu")) as server:
+    with Server(("127.0.0.1", 0), Service(hosted, "cpu", name="background", arguments={})) as server:
         thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.05})
         thread.start()
         made = RemoteRollout(name="background", device="cpu", arguments={}, url=server.url)
@@ -377,6 +377,31 @@ def test_shutdown(arguments) -> None:
     made._server.call("shutdown")
     assert endpoint._exit_code(made._process._process, 20) == 0
     made.close()
+
+
+@pytest.mark.parametrize(("other", "said"), [
+    ({"eos_token_ids": (2, 1)}, r"eos_token_ids is \[1, 2\] here, \[1\] there"),
+    ({"eos_token_ids": ()}, r"eos_token_ids is \[\] here, \[1\] there"),
+    ({"batch_size": 0}, "batch_size is 0 here, 4 there"),
+    ({"dtype": "bfloat16"}, "dtype is 'bfloat16' here, 'float32' there"),
+    ({"quantization": "fp8"}, "quantization is 'fp8' here, 'none' there"),
+    ({"model": ModelSource(path="/nowhere")}, "model is .*/nowhere.* there"),
+    ({"colour": 3}, "colour is nothing that it takes"),
+    ({"batchsize": 4}, "batchsize is nothing that it takes .did you mean batch_size"),
+])  # fmt: skip
+def test_a_server_that_was_made_with_something_else_is_refused_by_name(rollout, arguments, other, said) -> None:
+    with pytest.raises(ConfigError, match=said) as caught:
+        RemoteRollout(name="local", device="cpu", arguments={**arguments, **other}, url=rollout._server.url)
+    assert caught.value.field == "rollout.options.url"
+    assert str(caught.value).count(" there") <= 1  # nothing else is said to differ
+
+
+def test_a_server_of_another_rollout_is_refused_and_what_is_not_asked_for_is_the_servers(rollout, arguments) -> None:
+    url = rollout._server.url
+    with pytest.raises(ConfigError, match="name is 'vllm' here, 'local' there"):
+        RemoteRollout(name="vllm", device="cpu", arguments=arguments, url=url)
+    some = {key: value for key, value in arguments.items() if key in ("model", "pad_token_id", "eos_token_ids")}
+    RemoteRollout(name="local", device="cpu", arguments=some, url=url).close()
 
 
 def test_a_url_that_is_none_or_where_nobody_listens(arguments) -> None:

@@ -4,7 +4,7 @@ A small HTTP API, JSON both ways; every request carries a token made of the run'
 ``transports.channel``):
 
 ========================  =============================================  ==========================================
-GET /health               –                                              pid, weight_version
+GET /health               –                                              pid, weight_version, name, arguments
 POST /generate            prompts, sampling                              completions
 POST /submit              prompt, sampling                               id
 POST /result              id, wait_s                                     done, completions
@@ -47,6 +47,7 @@ from engine_api.registry import RolloutRegistry
 from engine_api.rollout import AsyncRollout, Generation, Rollout, SamplingParams
 from engine_api.weights import WeightExport
 from rollout_fp8.messages import dumps, error_to_json, from_json, to_json
+from rollout_fp8.served import settings_of
 from rollout_fp8.transports.channel import secret
 
 LARGEST = 1 << 28  # bytes of a request
@@ -56,10 +57,11 @@ log = logging.getLogger("rollout_fp8.server")
 
 
 class Service:
-    """The rollout, as functions from JSON to JSON."""
+    """The rollout, as functions from JSON to JSON; ``name`` and ``arguments``: as which it is registered, and made."""
 
-    def __init__(self, rollout: Rollout, device: str) -> None:
+    def __init__(self, rollout: Rollout, device: str, *, name: str, arguments: Mapping[str, Any]) -> None:
         self._rollout, self._device = rollout, device
+        self._settings = settings_of(rollout, name, arguments)
         self._turn = threading.Lock()  # a rollout need not be thread-safe; clients take turns
         self._running: dict[int, Generation] = {}
         self._ids = count()
@@ -70,7 +72,7 @@ class Service:
 
     def health(self) -> dict[str, Any]:
         """Answers while others wait for their turn."""
-        return {"pid": os.getpid(), "weight_version": self._rollout.weight_version}
+        return {"pid": os.getpid(), "weight_version": self._rollout.weight_version, **self._settings}
 
     def generate(self, *, prompts: Sequence[Sequence[int]], sampling: Mapping[str, Any]) -> dict[str, Any]:
         """See ``Rollout.generate``."""
@@ -256,13 +258,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
         end_group_with(0)  # with all that the server has started
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
     try:
-        rollout = create(options.name, options.device, json.loads(options.config))
+        config = json.loads(options.config)
+        rollout = create(options.name, options.device, config)
     except Exception as error:  # whoever started it reads the reason there
         log.exception("the rollout did not start")
         _announce(options.announce, {"error": error_to_json(error)})
         return 1
     try:
-        with Server((options.host, options.port), Service(rollout, options.device)) as server:
+        service = Service(rollout, options.device, name=options.name, arguments=config)
+        with Server((options.host, options.port), service) as server:
             _announce(options.announce, {"url": server.url, "pid": os.getpid()})
             server.serve_forever(poll_interval=0.1)
     finally:
