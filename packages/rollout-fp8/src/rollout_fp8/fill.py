@@ -109,10 +109,19 @@ class Filler:
                                remedy="that rank's own error says why; mend it, then sync again")  # fmt: skip
         bad = [name for name, flag in zip(plan.tensors, flags, strict=True) if flag]
         if bad:
-            raise RolloutError(f"not finite: {', '.join(bad[:5])}{' …' if len(bad) > 5 else ''}", where=WHERE,
-                               why=f"{len(bad)} tensors hold NaN or inf",
-                               remedy="the engine's weights are broken: go back to a checkpoint")  # fmt: skip
+            raise self._not_finite(plan, bad)
         return {name: value % MODULUS for name, value in zip(plan.tensors, sums, strict=True)} if self.audit else {}
+
+    def _not_finite(self, plan: WirePlan, bad: Sequence[str]) -> RolloutError:
+        stored = {source.name: source.stored for source in self._plan.sources}
+        small = [name for name in bad if plan.tensors[name].dtype == torch.float16 != stored[name]]
+        why, remedy = f"{len(bad)} tensors hold NaN or inf", "the engine's weights are broken: go back to a checkpoint"
+        if small:
+            why += f", {len(small)} of them in float16, which holds nothing above {torch.finfo(torch.float16).max:.0f}"
+            remedy = f"rollout.options.dtype=bfloat16; if they are not finite in that either, {remedy}"
+        return RolloutError(
+            f"not finite: {', '.join(bad[:5])}{' …' if len(bad) > 5 else ''}", where=WHERE, why=why, remedy=remedy
+        )
 
     def _here(self, shard: Tensor) -> Tensor:
         return shard if shard.device.type == self.device.type else shard.to(self.device, non_blocking=True)

@@ -16,6 +16,7 @@ def config_of(source: ModelSource) -> Any:
 
     Raises ``ConfigError``: nothing there that transformers reads, or an override that its configuration does not have.
     """
+    config: Any
     try:
         config, unknown = AutoConfig.from_pretrained(
             source.path, revision=source.revision, trust_remote_code=source.trust_remote_code,
