@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import http.client
 import json
 import os
@@ -10,6 +11,7 @@ import subprocess
 import tempfile
 import threading
 import time
+import weakref
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +23,7 @@ from engine_api.config import ModelSource
 from engine_api.errors import ConfigError, PluginNotFound, RolloutError
 from engine_api.registry import RolloutRegistry
 from engine_api.rollout import AsyncRollout, Completion, Rollout, SamplingParams
-from rollout_fp8 import client, endpoint
+from rollout_fp8 import client, endpoint, server
 from rollout_fp8.client import RemoteRollout
 from rollout_fp8.exporter import collect
 from rollout_fp8.server import Server, Service
@@ -193,6 +195,55 @@ def test_aborting_in_the_background(background) -> None:
     running.abort()
     assert hosted.aborted.is_set()
     assert running.result(5)[0].finish_reason == "abort"
+
+
+class Many(Background):
+    """Each generation is one of its own; what is made is known to the test alone by weak references."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.made: list[weakref.ref[Background]] = []
+
+    def submit(self, prompt, sampling):
+        one = Failing() if prompt == [13] else Background()
+        self.made.append(weakref.ref(one))
+        return one
+
+
+class Failing(Background):
+    def result(self, timeout_s=None):
+        raise KeyError("a bug")
+
+
+def test_generations_that_nobody_asks_for_are_let_go(monkeypatch) -> None:
+    hosted = Many()
+    service = Service(hosted, "cpu", name="background", arguments={})
+    first, second = (service.submit(prompt=[4], sampling={})["id"] for _ in range(2))
+    running = hosted.made[0]()
+    assert running is not None
+    now = time.monotonic()
+    monkeypatch.setattr(server.time, "monotonic", lambda: now + server.KEPT_S / 2)
+    assert service.result(id=second, wait_s=0.0) == {"done": False}
+    monkeypatch.setattr(server.time, "monotonic", lambda: now + server.KEPT_S + 1)
+    service.submit(prompt=[4], sampling={})
+    assert running.aborted.is_set()  # its client is gone
+    del running
+    gc.collect()
+    assert [one() is None for one in hosted.made] == [True, False, False]
+    with pytest.raises(RolloutError, match="kept for 60 minutes"):
+        service.result(id=first, wait_s=0.0)
+    service.abort(id=second)
+    assert service.result(id=second, wait_s=0.0)["done"]
+
+
+def test_a_generation_that_failed_by_a_bug_is_let_go() -> None:
+    hosted = Many()
+    service = Service(hosted, "cpu", name="background", arguments={})
+    number = service.submit(prompt=[13], sampling={})["id"]
+    with pytest.raises(KeyError):
+        service.result(id=number, wait_s=0.0)
+    gc.collect()
+    assert hosted.made[0]() is None
 
 
 def test_a_bug_in_the_hosted_rollout_is_an_error_with_its_text(background) -> None:

@@ -31,6 +31,7 @@ import os
 import signal
 import sys
 import threading
+import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -52,6 +53,7 @@ from rollout_fp8.transports.channel import secret
 
 LARGEST = 1 << 28  # bytes of a request
 IDLE_S = 60.0  # of a connection that sends nothing
+KEPT_S = 3600.0  # a generation that no client asks for: steps of training may lie between submitting one and its result
 
 log = logging.getLogger("rollout_fp8.server")
 
@@ -64,6 +66,7 @@ class Service:
         self._settings = settings_of(rollout, name, arguments)
         self._turn = threading.Lock()  # a rollout need not be thread-safe; clients take turns
         self._running: dict[int, Generation] = {}
+        self._asked: dict[int, float] = {}  # when a client last named it
         self._ids = count()
         self.calls: Mapping[str, Callable[..., dict[str, Any]]] = {
             "generate": self.generate, "submit": self.submit, "result": self.result, "abort": self.abort,
@@ -86,20 +89,23 @@ class Service:
             raise RolloutError("cannot generate in the background", where=f"server of {type(self._rollout).__name__}",
                                why="it has no submit", remedy="use generate, or another rollout")  # fmt: skip
         with self._turn:
+            self._drop_unasked()
             number = next(self._ids)
+            self._asked[number] = time.monotonic()
             self._running[number] = self._rollout.submit(prompt, from_json(SamplingParams, sampling))
         return {"id": number}
 
     def result(self, *, id: int, wait_s: float) -> dict[str, Any]:  # noqa: A002 - the name in JSON
         """See ``Generation.result``; a result is handed out once."""
+        generation = self._known(id)
         try:
-            completions = self._known(id).result(wait_s)
+            completions = generation.result(wait_s)
         except TimeoutError:
             return {"done": False}
-        except RolloutError:
-            self._running.pop(id, None)
+        except Exception:
+            self._drop(id)
             raise
-        self._running.pop(id, None)
+        self._drop(id)
         return {"done": True, "completions": [to_json(c) for c in completions]}
 
     def abort(self, *, id: int) -> dict[str, Any]:  # noqa: A002
@@ -138,10 +144,24 @@ class Service:
 
     def _known(self, number: int) -> Generation:
         try:
-            return self._running[number]
+            generation = self._running[number]
         except KeyError:
             raise RolloutError(f"no generation {number} is running", where="server",
-                               remedy="a result is handed out once") from None  # fmt: skip
+                               remedy=f"a result is handed out once, and kept for {KEPT_S / 60:.0f} minutes") from None  # fmt: skip
+        self._asked[number] = time.monotonic()
+        return generation
+
+    def _drop(self, number: int) -> Generation | None:
+        self._asked.pop(number, None)
+        return self._running.pop(number, None)
+
+    def _drop_unasked(self) -> None:
+        """Those whose clients ended without a word would stay for ever."""
+        limit = time.monotonic() - KEPT_S
+        for number in [number for number, asked in self._asked.copy().items() if asked < limit]:
+            generation = self._drop(number)
+            if generation is not None:
+                generation.abort()
 
 
 class Server(ThreadingHTTPServer):
