@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import http.client
 import json
 import os
@@ -11,19 +10,19 @@ import subprocess
 import tempfile
 import threading
 import time
-import weakref
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from background import Background
 from transformers import AutoModelForCausalLM, Qwen3Config
 
 from engine_api.config import ModelSource
 from engine_api.errors import ConfigError, PluginNotFound, RolloutError
 from engine_api.registry import RolloutRegistry
-from engine_api.rollout import AsyncRollout, Completion, Rollout, SamplingParams
-from rollout_fp8 import client, endpoint, server
+from engine_api.rollout import AsyncRollout, Rollout, SamplingParams
+from rollout_fp8 import client, endpoint
 from rollout_fp8.client import RemoteRollout
 from rollout_fp8.exporter import collect
 from rollout_fp8.server import Server, Service
@@ -121,40 +120,6 @@ def test_an_exporters_stream_and_one_over_a_collective(rollout, arguments, monke
     far.close()
 
 
-class Background:
-    """A rollout that generates in the background, as long as a test likes."""
-
-    weight_version = 3
-
-    def __init__(self) -> None:
-        self.go, self.aborted = threading.Event(), threading.Event()
-
-    def generate(self, prompts, sampling):
-        raise KeyError("a bug")
-
-    def update_weights(self, export, version): ...
-    def sleep(self, weights=True, kv_cache=True): ...
-    def wake_up(self, weights=True, kv_cache=True): ...
-    def close(self): ...
-
-    def submit(self, prompt, sampling):
-        self.prompt, self.sampling = prompt, sampling
-        return self
-
-    def done(self):
-        return self.go.is_set()
-
-    def result(self, timeout_s=None):
-        if not self.go.wait(timeout_s):
-            raise TimeoutError
-        reason = "abort" if self.aborted.is_set() else "stop"
-        return [Completion(prompt_index=0, tokens=[7], log_probs=[-0.5], weight_versions=[3], finish_reason=reason)]
-
-    def abort(self):
-        self.aborted.set()
-        self.go.set()
-
-
 @pytest.fixture
 def background():
     hosted = Background()
@@ -195,55 +160,6 @@ def test_aborting_in_the_background(background) -> None:
     running.abort()
     assert hosted.aborted.is_set()
     assert running.result(5)[0].finish_reason == "abort"
-
-
-class Many(Background):
-    """Each generation is one of its own; what is made is known to the test alone by weak references."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.made: list[weakref.ref[Background]] = []
-
-    def submit(self, prompt, sampling):
-        one = Failing() if prompt == [13] else Background()
-        self.made.append(weakref.ref(one))
-        return one
-
-
-class Failing(Background):
-    def result(self, timeout_s=None):
-        raise KeyError("a bug")
-
-
-def test_generations_that_nobody_asks_for_are_let_go(monkeypatch) -> None:
-    hosted = Many()
-    service = Service(hosted, "cpu", name="background", arguments={})
-    first, second = (service.submit(prompt=[4], sampling={})["id"] for _ in range(2))
-    running = hosted.made[0]()
-    assert running is not None
-    now = time.monotonic()
-    monkeypatch.setattr(server.time, "monotonic", lambda: now + server.KEPT_S / 2)
-    assert service.result(id=second, wait_s=0.0) == {"done": False}
-    monkeypatch.setattr(server.time, "monotonic", lambda: now + server.KEPT_S + 1)
-    service.submit(prompt=[4], sampling={})
-    assert running.aborted.is_set()  # its client is gone
-    del running
-    gc.collect()
-    assert [one() is None for one in hosted.made] == [True, False, False]
-    with pytest.raises(RolloutError, match="kept for 60 minutes"):
-        service.result(id=first, wait_s=0.0)
-    service.abort(id=second)
-    assert service.result(id=second, wait_s=0.0)["done"]
-
-
-def test_a_generation_that_failed_by_a_bug_is_let_go() -> None:
-    hosted = Many()
-    service = Service(hosted, "cpu", name="background", arguments={})
-    number = service.submit(prompt=[13], sampling={})["id"]
-    with pytest.raises(KeyError):
-        service.result(id=number, wait_s=0.0)
-    gc.collect()
-    assert hosted.made[0]() is None
 
 
 def test_a_bug_in_the_hosted_rollout_is_an_error_with_its_text(background) -> None:
@@ -428,31 +344,6 @@ def test_shutdown(arguments) -> None:
     made._server.call("shutdown")
     assert endpoint._exit_code(made._process._process, 20) == 0
     made.close()
-
-
-@pytest.mark.parametrize(("other", "said"), [
-    ({"eos_token_ids": (2, 1)}, r"eos_token_ids is \[1, 2\] here, \[1\] there"),
-    ({"eos_token_ids": ()}, r"eos_token_ids is \[\] here, \[1\] there"),
-    ({"batch_size": 0}, "batch_size is 0 here, 4 there"),
-    ({"dtype": "bfloat16"}, "dtype is 'bfloat16' here, 'float32' there"),
-    ({"quantization": "fp8"}, "quantization is 'fp8' here, 'none' there"),
-    ({"model": ModelSource(path="/nowhere")}, "model is .*/nowhere.* there"),
-    ({"colour": 3}, "colour is nothing that it takes"),
-    ({"batchsize": 4}, "batchsize is nothing that it takes .did you mean batch_size"),
-])  # fmt: skip
-def test_a_server_that_was_made_with_something_else_is_refused_by_name(rollout, arguments, other, said) -> None:
-    with pytest.raises(ConfigError, match=said) as caught:
-        RemoteRollout(name="local", device="cpu", arguments={**arguments, **other}, url=rollout._server.url)
-    assert caught.value.field == "rollout.options.url"
-    assert str(caught.value).count(" there") <= 1  # nothing else is said to differ
-
-
-def test_a_server_of_another_rollout_is_refused_and_what_is_not_asked_for_is_the_servers(rollout, arguments) -> None:
-    url = rollout._server.url
-    with pytest.raises(ConfigError, match="name is 'vllm' here, 'local' there"):
-        RemoteRollout(name="vllm", device="cpu", arguments=arguments, url=url)
-    some = {key: value for key, value in arguments.items() if key in ("model", "pad_token_id", "eos_token_ids")}
-    RemoteRollout(name="local", device="cpu", arguments=some, url=url).close()
 
 
 def test_a_url_that_is_none_or_where_nobody_listens(arguments) -> None:

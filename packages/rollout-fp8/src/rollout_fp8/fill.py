@@ -62,7 +62,7 @@ class Filler:
             return None
         try:
             return work()
-        except Exception as error:
+        except Exception as error:  # whatever it is: the other ranks are on their way into the next gather
             if self._world_size == 1:
                 raise
             self._error = self._error or error

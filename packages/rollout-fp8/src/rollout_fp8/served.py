@@ -48,6 +48,8 @@ def _plain(arguments: Mapping[str, Any]) -> dict[str, Any]:
     """As JSON, alike where it means the same; of the model what says which one it is."""
     plain: dict[str, Any] = {key: _fields(value) for key, value in arguments.items()}
     plain["eos_token_ids"] = sorted(set(plain["eos_token_ids"]))
+    if plain["lora"] is not None:
+        plain["lora"] = asdict(LoraConfig(**plain["lora"]))  # what a server was not given is the default
     if "model" in plain:
         model: Mapping[str, Any] = plain["model"]
         folder = Path(model["path"])

@@ -102,7 +102,7 @@ class Service:
             completions = generation.result(wait_s)
         except TimeoutError:
             return {"done": False}
-        except Exception:
+        except Exception:  # a bug of the rollout's too: it is told once
             self._drop(id)
             raise
         self._drop(id)

@@ -80,8 +80,8 @@ class InProcess:
         def sync() -> Answer:
             try:
                 return self._call("rollout_fp8_sync", args=(stream,))[0]
-            except Exception:
-                for _ in stream:  # the other ranks count on this one in its gathers, which end before it tells them
+            except Exception:  # whatever it is: the other ranks count on this one in the stream's gathers
+                for _ in stream:
                     pass
                 raise
 
