@@ -93,8 +93,9 @@ class Filler:
         self._totals = torch.cat([self._sums, broken, failed])
         if self._world_size > 1:
             dist.all_reduce(self._totals)
-        if self._error is not None:
-            raise self._error
+        error, self._error = self._error, None  # its traceback holds shards
+        if error is not None:
+            raise error
 
     def result(self, plan: WirePlan) -> Mapping[str, int]:
         """Checksums by name, over all ranks (none without audit); waits for the device.
@@ -104,7 +105,7 @@ class Filler:
         totals, count = self._totals.tolist(), len(self._place)
         sums, flags, failed = totals[:count], totals[count : 2 * count], totals[2 * count :]
         if any(failed):
-            ranks = ", ".join(str(rank) for rank, count in enumerate(failed) if count)
+            ranks = ", ".join(str(rank) for rank, flag in enumerate(failed) if flag)
             raise RolloutError("the export is not whole", where=WHERE, why=f"it failed on rank {ranks}",
                                remedy="that rank's own error says why; mend it, then sync again")  # fmt: skip
         bad = [name for name, flag in zip(plan.tensors, flags, strict=True) if flag]
