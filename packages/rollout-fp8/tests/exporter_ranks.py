@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from datetime import timedelta
 from pathlib import Path
 from typing import Literal
 
@@ -14,7 +15,7 @@ from torch import Tensor
 
 from engine_api.capabilities import Capability
 from engine_api.config import LoraConfig, ModelSource
-from engine_api.errors import RolloutError
+from engine_api.errors import RankFailure, RolloutError
 from engine_api.registry import Resolution
 from engine_api.weights import ShardSpec
 from rollout_fp8.checksum import checksum
@@ -151,4 +152,99 @@ def share_adapter(rank: int, world: int, folder: str) -> None:
         left = [name for name, _ in stream]
         assert ("model.norm.weight" in left) == needed
         assert engine.asked[before:] == ["only", *(["base", "base"] if needed else [])]
+    dist.destroy_process_group()
+
+
+class Listed(Shards):
+    """Exports what one rank lists otherwise than the others."""
+
+    def __init__(self, what: str, rank: int, world: int) -> None:
+        super().__init__(checkpoint(0), rank, world)
+        names = list(self.weights)
+        if rank != 1:
+            return
+        if what == "missing":
+            self.weights.pop(LAST)
+        elif what == "extra":
+            self.weights["extra.weight"] = torch.zeros(256, 256)
+        elif what == "swapped":
+            other = {KEYS: VALUES, VALUES: KEYS}
+            self.weights = {other.get(name, name): self.weights[name] for name in names}
+        elif what == "dtype":
+            self.weights[KEYS] = self.weights[KEYS].bfloat16()
+        elif what == "shape":
+            self.weights[KEYS] = torch.zeros(2 * len(self.weights[KEYS]), self.weights[KEYS].shape[1])
+        else:
+            self.weights[KEYS] = None  # type: ignore[assignment] - the engine's own failure
+
+
+LAST = "lm_head.weight"
+KEYS, VALUES = (f"model.layers.0.self_attn.{part}_proj.weight" for part in "kv")
+DIFFERENT = {  # what rank 1 does otherwise: what every rank's error says
+    "missing": rf"rank 0 exports {LAST} .* where rank 1 exports nothing",
+    "extra": r"rank 0 exports nothing where rank 1 exports extra\.weight",
+    "swapped": f"rank 0 exports {KEYS} .* where rank 1 exports {VALUES}",
+    "dtype": rf"rank 0 exports {KEYS} \(float32.* where rank 1 exports {KEYS} \(bfloat16",
+    "shape": rf"rank 0 exports {KEYS} .* where rank 1 exports {KEYS}",
+}
+
+
+def different(rank: int, world: int, folder: str) -> None:
+    """Every rank raises at once and the next collective is whole again."""
+    dist.init_process_group(
+        "gloo", init_method=f"file://{folder}/store", rank=rank, world_size=world, timeout=timedelta(seconds=20)
+    )
+    home = Path(folder, str(rank))
+    home.mkdir()
+    for what, message in DIFFERENT.items():
+        with pytest.raises(RolloutError, match=message):
+            exporter(home, "none").export(Listed(what, rank, world))
+    with pytest.raises(TypeError if rank == 1 else RankFailure, match="NoneType"):
+        exporter(home, "none").export(Listed("failure", rank, world))
+    assert len(list(exporter(home, "none").export(Shards(checkpoint(0), rank, world)))) == len(checkpoint(0))
+    dist.destroy_process_group()
+
+
+class Failing(Shards):
+    """Rank 1's export goes wrong in one tensor, or raises there."""
+
+    def __init__(self, what: str, name: str, rank: int, world: int) -> None:
+        super().__init__(checkpoint(0), rank, world)
+        self.what, self.name = what, name
+
+    def get_per_tensor_param_shard(self) -> Iterator[tuple[str, Tensor, ShardSpec]]:
+        for name, shard, spec in super().get_per_tensor_param_shard():
+            if self.rank != 1 or name != self.name:
+                yield name, shard, spec
+            elif self.what == "dtype":
+                yield name, shard.bfloat16(), spec
+            elif self.what == "layout":
+                yield name, shard.t().contiguous().t(), spec
+            else:
+                raise MemoryError("no memory on rank 1")
+
+
+def failing(rank: int, world: int, folder: str) -> None:
+    """One rank fails at its first sync's data, in a later bucket, and in what is gathered before it is quantized."""
+    dist.init_process_group(
+        "gloo", init_method=f"file://{folder}/store", rank=rank, world_size=world, timeout=timedelta(seconds=20)
+    )
+    home = Path(folder, str(rank))
+    home.mkdir()
+    export = exporter(home, "fp8", bucket_bytes=200_000)
+    late = "model.layers.1.mlp.up_proj.weight"  # see `compare`: its rows on two ranks end within a block
+    good = {name: tensor.clone() for name, tensor in export.export(Shards(checkpoint(0), rank, world))}
+    for what, name in (("dtype", KEYS), ("dtype", late), ("layout", KEYS), ("raises", KEYS), ("raises", late)):
+        stream = export.export(Failing(what, name, rank, world))
+        if rank == 1:
+            with pytest.raises(MemoryError if what == "raises" else RolloutError, match=r"rank 1|first sync"):
+                list(stream)
+        else:
+            list(stream)
+            with pytest.raises(RolloutError, match="failed on rank 1"):
+                stream.checksums()
+        again = export.export(Shards(checkpoint(0), rank, world))
+        for key, tensor in again:
+            assert torch.equal(tensor.view(torch.uint8), good[key].view(torch.uint8)), (what, key)
+        again.checksums()
     dist.destroy_process_group()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -264,7 +264,7 @@ class Hosted:
 @pytest.fixture
 def remote(expected: Expected) -> Iterator[tuple[Hosted, RemoteRollout]]:
     hosted: Any = Hosted(expected)
-    with Server(("127.0.0.1", 0), Service(hosted, "cpu")) as server:
+    with Server(("127.0.0.1", 0), Service(hosted, "cpu", name="hosted", arguments={"lora": asdict(LORA)})) as server:
         thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.05})
         thread.start()
         made = RemoteRollout(name="hosted", device="cpu", arguments={"lora": LORA}, url=server.url)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch.multiprocessing as mp
-from exporter_ranks import RESOLUTION, Shards, exporter, poisoned, run
+from exporter_ranks import RESOLUTION, Shards, different, exporter, failing, poisoned, run
 from served_model import checkpoint
 
 from engine_api.config import ModelSource
@@ -27,6 +27,16 @@ def test_gathered_shards_are_the_whole_weights_bit_for_bit(world, settings, tmp_
 @pytest.mark.distributed
 def test_one_ranks_nan_is_every_ranks_error(tmp_path) -> None:
     mp.spawn(poisoned, args=(2, str(tmp_path)), nprocs=2)
+
+
+@pytest.mark.distributed
+def test_ranks_that_do_not_export_the_same_are_told_so_on_every_rank(tmp_path) -> None:
+    mp.spawn(different, args=(2, str(tmp_path)), nprocs=2)
+
+
+@pytest.mark.distributed
+def test_a_rank_that_fails_in_a_sync_leaves_no_other_in_a_gather(tmp_path) -> None:
+    mp.spawn(failing, args=(2, str(tmp_path)), nprocs=2)
 
 
 def test_an_engine_without_shards_is_refused(tmp_path) -> None:

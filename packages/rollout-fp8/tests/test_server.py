@@ -15,12 +15,13 @@ from typing import Any
 
 import pytest
 import torch
+from background import Background
 from transformers import AutoModelForCausalLM, Qwen3Config
 
 from engine_api.config import ModelSource
 from engine_api.errors import ConfigError, PluginNotFound, RolloutError
 from engine_api.registry import RolloutRegistry
-from engine_api.rollout import AsyncRollout, Completion, Rollout, SamplingParams
+from engine_api.rollout import AsyncRollout, Rollout, SamplingParams
 from rollout_fp8 import client, endpoint
 from rollout_fp8.client import RemoteRollout
 from rollout_fp8.exporter import collect
@@ -119,44 +120,10 @@ def test_an_exporters_stream_and_one_over_a_collective(rollout, arguments, monke
     far.close()
 
 
-class Background:
-    """A rollout that generates in the background, as long as a test likes."""
-
-    weight_version = 3
-
-    def __init__(self) -> None:
-        self.go, self.aborted = threading.Event(), threading.Event()
-
-    def generate(self, prompts, sampling):
-        raise KeyError("a bug")
-
-    def update_weights(self, export, version): ...
-    def sleep(self, weights=True, kv_cache=True): ...
-    def wake_up(self, weights=True, kv_cache=True): ...
-    def close(self): ...
-
-    def submit(self, prompt, sampling):
-        self.prompt, self.sampling = prompt, sampling
-        return self
-
-    def done(self):
-        return self.go.is_set()
-
-    def result(self, timeout_s=None):
-        if not self.go.wait(timeout_s):
-            raise TimeoutError
-        reason = "abort" if self.aborted.is_set() else "stop"
-        return [Completion(prompt_index=0, tokens=[7], log_probs=[-0.5], weight_versions=[3], finish_reason=reason)]
-
-    def abort(self):
-        self.aborted.set()
-        self.go.set()
-
-
 @pytest.fixture
 def background():
     hosted = Background()
-    with Server(("127.0.0.1", 0), Service(hosted, "cpu")) as server:
+    with Server(("127.0.0.1", 0), Service(hosted, "cpu", name="background", arguments={})) as server:
         thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.05})
         thread.start()
         made = RemoteRollout(name="background", device="cpu", arguments={}, url=server.url)

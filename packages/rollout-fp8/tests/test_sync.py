@@ -176,6 +176,17 @@ def test_weights_that_are_not_finite_fail_the_sync_with_their_name(bad, name, au
         SyncSession(InProcess([ServedModel(fp8=True)])).run(stream_of(weights, fp8=True, audit=audit), 0)
 
 
+def test_weights_that_float16_does_not_hold_are_not_called_broken() -> None:
+    weights = checkpoint(0)
+    weights["model.norm.weight"][3] = 1e5
+    workers = InProcess([ServedModel(dtype=torch.float16)])
+    with pytest.raises(RolloutError, match=r"1 .* in float16, .* 65504[^$]*dtype=bfloat16"):
+        SyncSession(workers).run(stream_of(weights, fp8=False, dtype=torch.float16), 0)
+    weights["model.norm.weight"] = weights["model.norm.weight"].to(torch.float16)  # inf: nothing was cut off
+    with pytest.raises(RolloutError, match=r"hold NaN or inf\n[^$]*weights are broken"):
+        SyncSession(workers).run(stream_of(weights, fp8=False, dtype=torch.float16), 0)
+
+
 def test_an_audit_finds_a_single_flipped_bit_in_what_is_served() -> None:
     class Flips(InProcess):
         def sync(self, stream):

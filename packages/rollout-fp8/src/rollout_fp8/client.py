@@ -25,6 +25,7 @@ from rollout_fp8.endpoint import WHERE, Endpoint, ServerProcess
 from rollout_fp8.exporter import DTYPES, collect
 from rollout_fp8.messages import from_json, to_json
 from rollout_fp8.model import architecture_of
+from rollout_fp8.served import require_same
 from rollout_fp8.transports.channel import PeerError
 from rollout_fp8.transports.sender import Sender
 from rollout_fp8.wire import WireStream
@@ -42,13 +43,14 @@ class RemoteRollout:
         device: ``cuda`` or ``cpu``; a server that is started here gets this process's current GPU (and its neighbours,
             ``tensor_parallel_size`` in all).
         arguments: what ``RolloutRegistry.create`` would be given; all but ``model`` must be JSON.
-        url: of a server that runs; None: start one, and end it in ``close``.
+        url: of a server that runs, and was made with the same arguments; None: start one, and end it in ``close``.
         start_timeout_s: until a server that is started here must answer.
         silence_s: how long a server may not answer whether it is alive.
         timeout_s: of each step of a weight sync.
 
     Raises:
         RolloutError: the server does not start, or does not answer.
+        ConfigError: the server at ``url`` was made with other arguments.
         EngineError: what the rollout's own constructor raises.
     """
 
@@ -61,6 +63,7 @@ class RemoteRollout:
         self._failed = False  # the last sync
         self._has_base = False  # of an adapter
         self._process: ServerProcess | None = None
+        connects = url is not None
         if url is None:
             config = {**arguments, "model": asdict(arguments["model"])}
             if arguments.get("lora") is not None:
@@ -70,7 +73,10 @@ class RemoteRollout:
             url = self._process.url
         self._server = Endpoint(url, silence_s, self._process)
         try:
-            self.weight_version: int = self._server.health()["weight_version"]
+            health = self._server.health()
+            if connects:
+                require_same(url, name, arguments, health)
+            self.weight_version: int = health["weight_version"]
         except BaseException:  # an interrupt too must leave no server behind; raised again
             self.close()
             raise

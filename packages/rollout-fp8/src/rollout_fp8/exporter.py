@@ -20,13 +20,14 @@ from engine_api.errors import ConfigError, RolloutError, UnsupportedCapability
 from engine_api.registry import Resolution
 from engine_api.weights import ShardExport, ShardSpec, WeightExport
 from rollout_fp8.adapter import Adapter
-from rollout_fp8.fill import Filler, Reader
+from rollout_fp8.fill import Filler, Reader, there
 from rollout_fp8.layers import kind
 from rollout_fp8.model import architecture_of
 from rollout_fp8.options import Options
 from rollout_fp8.phases import Phases
-from rollout_fp8.plan import WHERE, Bucket, ExportPlan, Source, make_plan
+from rollout_fp8.plan import WHERE, Bucket, ExportPlan, Source, make_plan, require_alike
 from rollout_fp8.quantize import ScalePolicy
+from rollout_fp8.ranks import of_all
 from rollout_fp8.wire import BucketPlan, WirePlan
 
 log = logging.getLogger("rollout_fp8")
@@ -97,9 +98,10 @@ class Exporter:
     def _stream(self, engine: Engine) -> EngineStream:
         """Of all weights: merged ones, or the base of an adapter. The plan is made at the first."""
         if self._plan is None or self._filler is None:
-            self._plan = self._make_plan(engine)
-            self._filler = Filler(self._plan, self._device, scales=self._scales, audit=self._audit)
-            for name, note in self._plan.wire.notes.items():
+            plan, made = self._make_plan(engine), list[Filler]()
+            of_all(lambda: made.append(Filler(plan, self._device, scales=self._scales, audit=self._audit)))
+            self._plan, self._filler = plan, made[0]
+            for name, note in plan.wire.notes.items():
                 log.info("weight sync: %s: %s", name, note)
         return EngineStream(self._plan, self._filler, lambda: self._shards(engine))
 
@@ -108,14 +110,11 @@ class Exporter:
         return engine.get_per_tensor_param_shard(adapter="base") if self._lora else engine.get_per_tensor_param_shard()
 
     def _make_plan(self, engine: Engine) -> ExportPlan:
-        mine = [(name, spec, shard.dtype) for name, shard, spec in self._shards(engine)]
-        rows: list[Any] = [mine]
-        if _world_size() > 1:
-            rows = [None] * _world_size()
-            dist.all_gather_object(rows, mine)
+        rows = of_all(lambda: [(name, spec, shard.dtype) for name, shard, spec in self._shards(engine)])
+        require_alike(rows)
         sources = [
             Source(name=name, stored=stored, boxes=tuple(row[i][1] for row in rows), quantized=self._quantizes(name))
-            for i, (name, _, stored) in enumerate(mine)
+            for i, (name, _, stored) in enumerate(rows[0])
         ]
         return make_plan(sources, dtype=self._dtype, bucket_bytes=self._bucket_bytes)
 
@@ -164,18 +163,22 @@ class EngineStream:
         self._filler.begin()
         ready: list[tuple[Bucket, Tensor]] = []
         for _, buckets in groupby(self._plan.buckets, key=lambda bucket: bucket.gathered):  # two passes, or one
-            reader = Reader(self._plan, self._filler.rank, self._export())
+            # After an error too: the export may begin with a collective.
+            reader = self._filler.attempt(self._read, always=True)
             for bucket in buckets:
                 ready.append((bucket, lane.make(bucket, reader)))
                 if len(ready) == len(self.plan.slots):
                     yield lane.hand_over(*ready.pop(0))
                     lane.taken()
-            reader.finish()
+            self._filler.attempt(lambda reader=reader: there(reader).finish())
         for bucket, buffer in ready:
             yield lane.hand_over(bucket, buffer)
             lane.taken()
         lane.finish()
         self._filler.finish()
+
+    def _read(self) -> Reader:
+        return Reader(self._plan, self._filler.rank, self._export())
 
 
 class AdapterStream:
@@ -205,11 +208,7 @@ class AdapterStream:
     def base(self, *, needed: bool) -> EngineStream | None:
         """The base weights' stream, if any rank's rollout needs them: then all of them get them. After ``adapter``."""
         self._asked = True
-        wanted: list[Any] = [needed]
-        if _world_size() > 1:
-            wanted = [None] * _world_size()
-            dist.all_gather_object(wanted, needed)
-        self._base = self._make_base() if any(wanted) else None
+        self._base = self._make_base() if any(of_all(lambda: needed)) else None
         return self._base
 
     def seconds(self) -> Mapping[str, float]:
@@ -249,7 +248,7 @@ class _Lane:
     def _callers(self) -> Any:
         return self._module.current_stream(self._filler.device)
 
-    def make(self, bucket: Bucket, reader: Reader) -> Tensor:
+    def make(self, bucket: Bucket, reader: Reader | None) -> Tensor:
         slot = bucket.wire.slot
         if self._stream is None:
             return self._filler.fill(bucket, reader, self._phases, gather)
@@ -336,7 +335,3 @@ def whole_tensors(buckets: Iterator[tuple[BucketPlan, Tensor]]) -> Iterator[tupl
             if parts[name][1] == 0:
                 yield name, parts.pop(name)[0]
     assert not parts, f"incomplete: {list(parts)}"
-
-
-def _world_size() -> int:
-    return dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1

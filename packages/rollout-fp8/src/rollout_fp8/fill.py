@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import TypeVar
 
 import torch
 import torch.distributed as dist
@@ -21,6 +22,7 @@ from rollout_fp8.plan import WHERE, Bucket, ExportPlan, Source
 from rollout_fp8.quantize import QuantizePlan, ScalePolicy
 from rollout_fp8.wire import Piece, WirePlan
 
+T = TypeVar("T")
 Gather = Callable[[Tensor, Tensor], None]
 
 
@@ -42,25 +44,40 @@ class Filler:
         flags = sum(len(bucket.of_rank(self.rank)) for bucket in plan.buckets)
         self._flags = torch.zeros(flags, dtype=torch.int32, device=device)
         self._flagged: list[int] = []
-        self._totals = torch.zeros(2, len(self._place), dtype=torch.int64, device=device)
+        self._totals = torch.zeros(2 * len(self._place) + self._world_size, dtype=torch.int64, device=device)
+        self._error: Exception | None = None
 
     def begin(self) -> None:
         """Forget what the last sync counted."""
         self._sums.zero_()
         self._flags.zero_()
+        self._error = None
 
-    def fill(self, bucket: Bucket, reader: Reader, phases: Phases, gather: Gather) -> Tensor:
-        """The bucket's buffer, whole, on this rank; queued on the current stream."""
+    def attempt(self, work: Callable[[], T], *, always: bool = False) -> T | None:
+        """``work()``, unless an attempt of this sync failed before (``always``: even then).
+
+        An error of one rank among several is raised by ``finish``: until then the others count on this one in their gathers.
+        """
+        if self._error is not None and not always:
+            return None
+        try:
+            return work()
+        except Exception as error:  # whatever it is: the other ranks are on their way into the next gather
+            if self._world_size == 1:
+                raise
+            self._error = self._error or error
+            return None
+
+    def fill(self, bucket: Bucket, reader: Reader | None, phases: Phases, gather: Gather) -> Tensor:
+        """The bucket's buffer, whole, on this rank; queued on the current stream. After an error, gathered with anything in it."""
         buffer = self._buffers[bucket.wire.slot]
-        parts = bucket.of_rank(self.rank)
-        mine = [self._here(shard) for shard in reader.take([part.source for part in parts])]
+        places = [part.source for part in bucket.of_rank(self.rank)]
+        mine = self.attempt(lambda: [self._here(shard) for shard in there(reader).take(places)])
         if not bucket.gathered:
             with phases.phase("gather"):
-                sources = [self._plan.sources[part.source] for part in parts]
-                mine = [self._gather_one(*pair, gather) for pair in zip(sources, mine, strict=True)]
+                mine = self._gather_first([self._plan.sources[place] for place in places], mine, gather)
         with phases.phase("quantize"):
-            work = self._work.get(id(bucket)) or self._prepare(bucket, mine, buffer)
-            work.run(mine, self._sums)
+            self.attempt(lambda: self._compute(bucket, there(mine), buffer))
         if bucket.gathered and self._world_size > 1:
             with phases.phase("gather"):
                 region = buffer[self.rank * bucket.region : (self.rank + 1) * bucket.region]
@@ -68,28 +85,51 @@ class Filler:
         return buffer
 
     def finish(self) -> None:
-        """After the last bucket, on all ranks: add up over ranks what each of them counted."""
+        """After the last bucket, on all ranks: add up over ranks what each of them counted. Raises this rank's own error."""
         broken = torch.zeros_like(self._sums)
         broken[self._flagged] = self._flags[: len(self._flagged)].to(torch.int64)
-        self._totals = torch.stack([self._sums, broken])
+        failed = torch.zeros(self._world_size, dtype=torch.int64, device=self.device)
+        failed[self.rank] = int(self._error is not None)
+        self._totals = torch.cat([self._sums, broken, failed])
         if self._world_size > 1:
             dist.all_reduce(self._totals)
+        error, self._error = self._error, None  # its traceback holds shards
+        if error is not None:
+            raise error
 
     def result(self, plan: WirePlan) -> Mapping[str, int]:
         """Checksums by name, over all ranks (none without audit); waits for the device.
 
-        Raises ``RolloutError`` where a weight was not finite.
+        Raises ``RolloutError`` where a weight was not finite, or a rank failed.
         """
-        sums, flags = self._totals.tolist()
+        totals, count = self._totals.tolist(), len(self._place)
+        sums, flags, failed = totals[:count], totals[count : 2 * count], totals[2 * count :]
+        if any(failed):
+            ranks = ", ".join(str(rank) for rank, flag in enumerate(failed) if flag)
+            raise RolloutError("the export is not whole", where=WHERE, why=f"it failed on rank {ranks}",
+                               remedy="that rank's own error says why; mend it, then sync again")  # fmt: skip
         bad = [name for name, flag in zip(plan.tensors, flags, strict=True) if flag]
         if bad:
-            raise RolloutError(f"not finite: {', '.join(bad[:5])}{' …' if len(bad) > 5 else ''}", where=WHERE,
-                               why=f"{len(bad)} tensors hold NaN or inf",
-                               remedy="the engine's weights are broken: go back to a checkpoint")  # fmt: skip
+            raise self._not_finite(plan, bad)
         return {name: value % MODULUS for name, value in zip(plan.tensors, sums, strict=True)} if self.audit else {}
+
+    def _not_finite(self, plan: WirePlan, bad: Sequence[str]) -> RolloutError:
+        stored = {source.name: source.stored for source in self._plan.sources}
+        small = [name for name in bad if plan.tensors[name].dtype == torch.float16 != stored[name]]
+        why, remedy = f"{len(bad)} tensors hold NaN or inf", "the engine's weights are broken: go back to a checkpoint"
+        if small:
+            why += f", {len(small)} of them in float16, which holds nothing above {torch.finfo(torch.float16).max:.0f}"
+            remedy = f"rollout.options.dtype=bfloat16; if they are not finite in that either, {remedy}"
+        return RolloutError(
+            f"not finite: {', '.join(bad[:5])}{' …' if len(bad) > 5 else ''}", where=WHERE, why=why, remedy=remedy
+        )
 
     def _here(self, shard: Tensor) -> Tensor:
         return shard if shard.device.type == self.device.type else shard.to(self.device, non_blocking=True)
+
+    def _compute(self, bucket: Bucket, mine: Sequence[Tensor], buffer: Tensor) -> None:
+        work = self._work.get(id(bucket)) or self._prepare(bucket, mine, buffer)
+        work.run(mine, self._sums)
 
     def _prepare(self, bucket: Bucket, mine: Sequence[Tensor], buffer: Tensor) -> _Work:
         """What does not change from sync to sync: the views into the buffer, and the launches' tables."""
@@ -98,17 +138,16 @@ class Filler:
         plain = [(i, part.weight) for i, part in parts if part.scales is None]
         outs = [w.view(buffer) for _, w, _ in quantized], [s.view(buffer) for *_, s in quantized]
         casts = [w.view(buffer) for _, w in plain]
-        flags = self._own_flags([w for _, w, _ in quantized]), self._own_flags([w for _, w in plain])
         sources = [mine[i] for i, *_ in quantized], [mine[i] for i, _ in plain]
         pieces = self._answers_for(bucket)
         views = [piece.view(buffer) for piece in pieces]
         self._work[id(bucket)] = _Work(
             layouts=layouts(mine), quantized=[i for i, *_ in quantized], outs=outs, plain=[i for i, _ in plain], casts=casts,
-            flags=flags,
             quantize=QuantizePlan(layouts(sources[0]), *map(layouts, outs), scales=self._scales) if quantized else None,
             cast=CastPlan(layouts(sources[1]), layouts(casts)) if plain else None,
             checksums=ChecksumPlan(layouts(views), [p.box for p in pieces], [self._place[p.tensor.name] for p in pieces])
             .bind(views) if self.audit and pieces else None,
+            flags=(self._own_flags([w for _, w, _ in quantized]), self._own_flags([w for _, w in plain])),  # once nothing can fail
         )  # fmt: skip
         return self._work[id(bucket)]
 
@@ -118,23 +157,31 @@ class Filler:
         self._flagged += [self._place[piece.tensor.name] for piece in pieces]
         return self._flags[first : len(self._flagged)]
 
-    def _gather_one(self, source: Source, shard: Tensor, gather: Gather) -> Tensor:
-        """A whole tensor as the engine stores it, from boxes that need not be of one size."""
+    def _gather_first(
+        self, sources: Sequence[Source], mine: Sequence[Tensor] | None, gather: Gather
+    ) -> list[Tensor] | None:
+        """Whole tensors as the engine stores them. All are gathered, also where a rank has nothing to give."""
         if self._world_size == 1:
-            return shard
+            return list(there(mine))
+        shards = mine or [None] * len(sources)
+        wholes = [self._gather_one(*pair, gather) for pair in zip(sources, shards, strict=True)]
+        return None if self._error else [there(whole) for whole in wholes]
+
+    def _gather_one(self, source: Source, shard: Tensor | None, gather: Gather) -> Tensor | None:
+        """From boxes that need not be of one size."""
         boxes = [
             replace(box, replica=0) if rank in source.senders else ShardSpec.nothing(box.global_shape)
             for rank, box in enumerate(source.boxes)
         ]
-        sizes = [torch.Size(b.shape).numel() * shard.dtype.itemsize for b in boxes]
+        sizes = [torch.Size(b.shape).numel() * source.stored.itemsize for b in boxes]
         send = torch.zeros(max(sizes), dtype=torch.uint8, device=self.device)
-        if sizes[self.rank]:
+        if shard is not None and sizes[self.rank]:
             send[: sizes[self.rank]] = shard.contiguous().view(torch.uint8).reshape(-1)
         receive = send.new_empty(self._world_size * len(send))
         gather(receive, send)
-        parts = [row[:size].view(shard.dtype).view(box.shape)
+        parts = [row[:size].view(source.stored).view(box.shape)
                  for row, size, box in zip(receive.view(self._world_size, -1), sizes, boxes, strict=True)]  # fmt: skip
-        return assemble(zip(parts, boxes, strict=True))
+        return self.attempt(lambda: assemble(zip(parts, boxes, strict=True)))
 
     def _answers_for(self, bucket: Bucket) -> list[Piece]:
         """Whose checksums this rank adds up; a bucket that every rank fills alike is the first rank's."""
@@ -180,7 +227,15 @@ class Reader:
         box = source.boxes[self._rank]
         if shard is None or name != source.name or not (spec is box or spec == box):
             raise _changed(f"{source.name} {box}", f"{name} {spec}")
+        if shard.dtype != source.stored or shard.shape != box.shape:
+            raise _changed(f"{name} {box.shape} {source.stored}", f"{tuple(shard.shape)} {shard.dtype}")
         return shard
+
+
+def there(value: T | None) -> T:
+    """What an attempt before this one made."""
+    assert value is not None, "an earlier step of this sync failed"
+    return value
 
 
 def _changed(expected: str, found: str) -> RolloutError:

@@ -4,20 +4,36 @@ from __future__ import annotations
 
 from typing import Any
 
+from huggingface_hub.errors import StrictDataclassError
 from transformers import AutoConfig
 
-from engine_api.config import ModelSource
+from engine_api.config import ModelSource, near_matches
 from engine_api.errors import ConfigError
 
 
 def config_of(source: ModelSource) -> Any:
-    """The Hugging Face configuration of a folder or hub id, overrides applied."""
-    return AutoConfig.from_pretrained(source.path, revision=source.revision, trust_remote_code=source.trust_remote_code,
-                                      **source.config_overrides)  # fmt: skip
+    """The Hugging Face configuration of a folder or hub id, overrides applied.
+
+    Raises ``ConfigError``: nothing there that transformers reads, or an override that its configuration does not have.
+    """
+    config: Any
+    try:
+        config, unknown = AutoConfig.from_pretrained(
+            source.path, revision=source.revision, trust_remote_code=source.trust_remote_code,
+            return_unused_kwargs=True, **source.config_overrides,
+        )  # fmt: skip
+    except (OSError, ValueError, StrictDataclassError) as error:  # the last: a value that the field cannot hold
+        raise ConfigError("engine.model.path", f"cannot read the configuration of {source.path}", why=" ".join(str(error).split()),
+                          remedy="give a folder that save_pretrained wrote, or a hub id; compare engine.model.config_overrides with it") from error  # fmt: skip
+    for key in unknown:
+        known = [name for name in config.to_dict() if not name.startswith("_")]
+        raise ConfigError(f"engine.model.config_overrides.{key}", "the model's config has no such key",
+                          remedy=near_matches(key, known))  # fmt: skip
+    return config
 
 
 def architecture_of(source: ModelSource) -> str:
-    """The class name in ``architectures``. Raises ``ConfigError`` where config.json has none."""
+    """The class name in ``architectures``. Raises ``ConfigError`` where config.json has none, and as ``config_of``."""
     names = config_of(source).architectures
     if not names:
         raise ConfigError("engine.model.path", f"config.json of {source.path} names no architecture",

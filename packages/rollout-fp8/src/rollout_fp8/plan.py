@@ -89,6 +89,24 @@ class ExportPlan:
     world_size: int
 
 
+Row = Sequence[tuple[str, ShardSpec, torch.dtype]]  # what one rank exports, in order
+
+
+def require_alike(rows: Sequence[Row]) -> None:
+    """Raise ``RolloutError`` where a rank's export differs from the first rank's in a name, a dtype, a whole shape or the order."""
+    for rank, row in enumerate(rows):
+        for first, other in zip_longest(map(_told, rows[0]), map(_told, row), fillvalue="nothing"):
+            if first != other:
+                raise RolloutError("the ranks export different tensors", where=WHERE,
+                                   why=f"rank 0 exports {first} where rank {rank} exports {other}",
+                                   remedy="build the engine of one model on all ranks; each lists all tensors in one order")  # fmt: skip
+
+
+def _told(tensor: tuple[str, ShardSpec, torch.dtype]) -> str:
+    name, box, dtype = tensor
+    return f"{name} ({str(dtype).removeprefix('torch.')} {list(box.global_shape)})"
+
+
 def make_plan(sources: Sequence[Source], *, dtype: torch.dtype, bucket_bytes: int, num_slots: int = 2) -> ExportPlan:
     """Plan for tensors served in ``dtype`` (those not quantized).
 

@@ -4,7 +4,7 @@ A small HTTP API, JSON both ways; every request carries a token made of the run'
 ``transports.channel``):
 
 ========================  =============================================  ==========================================
-GET /health               –                                              pid, weight_version
+GET /health               –                                              pid, weight_version, name, arguments
 POST /generate            prompts, sampling                              completions
 POST /submit              prompt, sampling                               id
 POST /result              id, wait_s                                     done, completions
@@ -31,6 +31,7 @@ import os
 import signal
 import sys
 import threading
+import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -47,21 +48,25 @@ from engine_api.registry import RolloutRegistry
 from engine_api.rollout import AsyncRollout, Generation, Rollout, SamplingParams
 from engine_api.weights import WeightExport
 from rollout_fp8.messages import dumps, error_to_json, from_json, to_json
+from rollout_fp8.served import settings_of
 from rollout_fp8.transports.channel import secret
 
 LARGEST = 1 << 28  # bytes of a request
 IDLE_S = 60.0  # of a connection that sends nothing
+KEPT_S = 3600.0  # a generation that no client asks for: steps of training may lie between submitting one and its result
 
 log = logging.getLogger("rollout_fp8.server")
 
 
 class Service:
-    """The rollout, as functions from JSON to JSON."""
+    """The rollout, as functions from JSON to JSON; ``name`` and ``arguments``: as which it is registered, and made."""
 
-    def __init__(self, rollout: Rollout, device: str) -> None:
+    def __init__(self, rollout: Rollout, device: str, *, name: str, arguments: Mapping[str, Any]) -> None:
         self._rollout, self._device = rollout, device
+        self._settings = settings_of(rollout, name, arguments)
         self._turn = threading.Lock()  # a rollout need not be thread-safe; clients take turns
         self._running: dict[int, Generation] = {}
+        self._asked: dict[int, float] = {}  # when a client last named it
         self._ids = count()
         self.calls: Mapping[str, Callable[..., dict[str, Any]]] = {
             "generate": self.generate, "submit": self.submit, "result": self.result, "abort": self.abort,
@@ -70,7 +75,7 @@ class Service:
 
     def health(self) -> dict[str, Any]:
         """Answers while others wait for their turn."""
-        return {"pid": os.getpid(), "weight_version": self._rollout.weight_version}
+        return {"pid": os.getpid(), "weight_version": self._rollout.weight_version, **self._settings}
 
     def generate(self, *, prompts: Sequence[Sequence[int]], sampling: Mapping[str, Any]) -> dict[str, Any]:
         """See ``Rollout.generate``."""
@@ -84,20 +89,23 @@ class Service:
             raise RolloutError("cannot generate in the background", where=f"server of {type(self._rollout).__name__}",
                                why="it has no submit", remedy="use generate, or another rollout")  # fmt: skip
         with self._turn:
+            self._drop_unasked()
             number = next(self._ids)
+            self._asked[number] = time.monotonic()
             self._running[number] = self._rollout.submit(prompt, from_json(SamplingParams, sampling))
         return {"id": number}
 
     def result(self, *, id: int, wait_s: float) -> dict[str, Any]:  # noqa: A002 - the name in JSON
         """See ``Generation.result``; a result is handed out once."""
+        generation = self._known(id)
         try:
-            completions = self._known(id).result(wait_s)
+            completions = generation.result(wait_s)
         except TimeoutError:
             return {"done": False}
-        except RolloutError:
-            self._running.pop(id, None)
+        except Exception:  # a bug of the rollout's too: it is told once
+            self._drop(id)
             raise
-        self._running.pop(id, None)
+        self._drop(id)
         return {"done": True, "completions": [to_json(c) for c in completions]}
 
     def abort(self, *, id: int) -> dict[str, Any]:  # noqa: A002
@@ -136,10 +144,24 @@ class Service:
 
     def _known(self, number: int) -> Generation:
         try:
-            return self._running[number]
+            generation = self._running[number]
         except KeyError:
             raise RolloutError(f"no generation {number} is running", where="server",
-                               remedy="a result is handed out once") from None  # fmt: skip
+                               remedy=f"a result is handed out once, and kept for {KEPT_S / 60:.0f} minutes") from None  # fmt: skip
+        self._asked[number] = time.monotonic()
+        return generation
+
+    def _drop(self, number: int) -> Generation | None:
+        self._asked.pop(number, None)
+        return self._running.pop(number, None)
+
+    def _drop_unasked(self) -> None:
+        """Those whose clients ended without a word would stay for ever."""
+        limit = time.monotonic() - KEPT_S
+        for number in [number for number, asked in self._asked.copy().items() if asked < limit]:
+            generation = self._drop(number)
+            if generation is not None:
+                generation.abort()
 
 
 class Server(ThreadingHTTPServer):
@@ -256,13 +278,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
         end_group_with(0)  # with all that the server has started
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
     try:
-        rollout = create(options.name, options.device, json.loads(options.config))
+        config = json.loads(options.config)
+        rollout = create(options.name, options.device, config)
     except Exception as error:  # whoever started it reads the reason there
         log.exception("the rollout did not start")
         _announce(options.announce, {"error": error_to_json(error)})
         return 1
     try:
-        with Server((options.host, options.port), Service(rollout, options.device)) as server:
+        service = Service(rollout, options.device, name=options.name, arguments=config)
+        with Server((options.host, options.port), service) as server:
             _announce(options.announce, {"url": server.url, "pid": os.getpid()})
             server.serve_forever(poll_interval=0.1)
     finally:

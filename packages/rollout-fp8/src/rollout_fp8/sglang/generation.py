@@ -10,6 +10,7 @@ from typing import Any
 
 from engine_api.errors import EngineError, RolloutError
 from engine_api.rollout import Completion
+from rollout_fp8.sglang import private
 from rollout_fp8.sglang.host import Host
 
 WHERE = "rollout 'sglang'"
@@ -48,8 +49,7 @@ class SglangGeneration:
     async def _abort(self) -> None:
         while True:
             for rid in self._rids:
-                # ``Engine`` has no call for it; SGLang's own HTTP server makes this one. Unknown ids are passed over.
-                self._host.engine.tokenizer_manager.abort_request(rid=rid)
+                private.abort(self._host.engine, rid)
             if self.done():
                 return
             await asyncio.sleep(AGAIN_S)

@@ -11,7 +11,6 @@ one ends with the process.
 from __future__ import annotations
 
 import asyncio
-import atexit
 import queue
 import signal
 import threading
@@ -21,6 +20,7 @@ from functools import partial
 from typing import Any, TypeVar
 
 from engine_api.errors import EngineError, RolloutError
+from rollout_fp8.sglang import private
 
 T = TypeVar("T")
 WHERE = "rollout 'sglang'"
@@ -88,16 +88,12 @@ class Host:
             raise self._ended()
 
     def close(self) -> None:
-        """End SGLang's processes and the thread; idempotent.
-
-        SGLang's own shutdown ends *every* child of this process (``kill_process_tree`` in its ``Engine.shutdown``).
-        """
+        """End SGLang's processes and the thread; idempotent. Every other child of this process ends, too (see ``private``)."""
         if self.engine is None:
             return
         engine, self.engine = self.engine, None
         self._fail("it is closed")
-        engine.shutdown()
-        atexit.unregister(engine.shutdown)  # it would end all children of this process once more
+        private.shut_down(engine)
         self._thread.join()
         self._give_signal_back()
 
@@ -156,7 +152,7 @@ class Host:
 
     def _make(self, make: Callable[[], Any]) -> None:
         self.engine = make()
-        self._loop = self.engine.loop
+        self._loop = private.loop_of(self.engine)
 
     def _wake(self) -> None:
         self._require_loop().call_soon_threadsafe(self._stop_if_idle)

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from engine_api.errors import RolloutError
 from rollout_fp8.phases import Phases
 from rollout_fp8.receiver import Receiver
+from rollout_fp8.sglang import private
 from rollout_fp8.transports.remote import RemoteStream, receive_weights
 
 log = logging.getLogger("rollout_fp8")
@@ -55,8 +56,7 @@ def _install(model: Any, stream: RemoteStream) -> Any:
                            remedy="sync again, or restart the rollout")  # fmt: skip
     phases = Phases(stream.device)
     receiver.sync(stream, phases)
-    if hasattr(model, "post_load_weights"):  # what some models derive from their weights, DeepSeek's w_kc and w_vc say;
-        model.post_load_weights()  # SGLang calls it wherever it does not go through load_weights
+    private.renew_derived(model)
     sums: list[int] = []
     if stream.audit:
         with phases.phase("audit"):
@@ -66,10 +66,7 @@ def _install(model: Any, stream: RemoteStream) -> Any:
 
 
 class _Weights(nn.Module):
-    """A model's parameters without the scales of the key-value cache: they are constants unless a checkpoint has them.
-
-    SGLang marks them so for its own check of loaded weights (``layers/quantization/kv_cache.py``); the mark has no public name.
-    """
+    """A model's parameters without the scales of the key-value cache: they are constants unless a checkpoint has them."""
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
@@ -79,5 +76,5 @@ class _Weights(nn.Module):
         self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
     ) -> Iterator[tuple[str, nn.Parameter]]:
         for name, parameter in self._of[0].named_parameters(prefix, recurse, remove_duplicate):
-            if not getattr(parameter, "_skip_weight_check", False):
+            if not private.is_constant(parameter):
                 yield name, parameter

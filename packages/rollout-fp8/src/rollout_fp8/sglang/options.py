@@ -14,6 +14,7 @@ import torch
 from engine_api.config import ModelSource
 from engine_api.errors import ConfigError, RolloutError
 from rollout_fp8.layers import server_config
+from rollout_fp8.model import config_of
 from rollout_fp8.options import Options
 
 WHERE = "rollout 'sglang'"
@@ -87,10 +88,11 @@ def write_config(folder: Path, source: ModelSource, quantized: str | None) -> di
     """``config.json`` as SGLang is to read it, in a folder without weights and without defaults for sampling.
 
     The model's end-of-sequence ids are left out: SGLang would add them to those that a request names, and its
-    ``ignore_eos`` turns off both. ``quantized``: the architecture whose layers are served in FP8.
+    ``ignore_eos`` turns off both. ``quantized``: the architecture whose layers are served in FP8. Raises ``ConfigError``.
     """
     from transformers import PretrainedConfig
 
+    config_of(source)  # refuses a folder that is none, and overrides that it would pass on to SGLang unseen
     config, _ = PretrainedConfig.get_config_dict(source.path, revision=source.revision)
     config = {**config, **source.config_overrides, "eos_token_id": None}
     for name in ("quantization_config", "_commit_hash"):

@@ -1,4 +1,4 @@
-"""Everything of vLLM that has no public call, each with the reason."""
+"""Everything of vLLM that has no public call, each with the reason and the upstream thread."""
 
 from __future__ import annotations
 
@@ -28,6 +28,7 @@ def not_at_exit(engine: Any) -> None:
 
     Since 0.32 vLLM does both by ``engine_core.shutdown``: in a run that failed it met groups that the trainer had destroyed,
     and its traceback came after the run's own error.
+    Upstream: no thread on the exit known (0.32.0); vllm-project/vllm#21073 is of what deleting such an engine leaves.
     """
     finalizer = getattr(engine.engine_core, "_finalizer", None)
     if finalizer is not None:
@@ -39,6 +40,7 @@ def shut_down(engine: Any) -> None:
 
     The public ``engine_core.shutdown`` ends in ``cleanup_dist_env_and_memory``, which destroys the default group: that
     is the trainer's.
+    Upstream: no thread of vLLM's known (0.32.0); pytorch/torchtitan#3365 leaves that call out, too.
     """
     for model in engine.collective_rpc("get_model"):
         _forget_reloads(model)
@@ -53,6 +55,7 @@ def _forget_reloads(model: Any) -> None:
 
     vLLM's record of its layers has weak keys, but keeps their loaders, whose owners are the layers: none would ever be
     dropped, and the next engine finds memory that can sleep still in use (0.26.0 and 0.32.0, ``LAYERWISE_INFO``).
+    Upstream: the record came with vllm-project/vllm#32133; no thread on what it keeps known.
     """
     for layer in model.modules():
         layerwise.LAYERWISE_INFO.pop(layer, None)
@@ -63,6 +66,7 @@ def _forget_adapters() -> None:
 
     The kernels' tables of pointers are of the whole process and never emptied; where a layer has one projection, the "pointer" is the
     stacked weight itself (0.26.0 and 0.32.0, ``_get_lora_a_ptr``).
+    Upstream: no thread known (0.26.0 and 0.32.0).
     """
     for name in ("_LORA_A_PTR_DICT", "_LORA_B_PTR_DICT"):
         getattr(lora_pointers, name).clear()
@@ -74,6 +78,7 @@ def _forget_compiled(model: Any) -> None:
     vLLM registers hooks with Dynamo that hold the model, and Dynamo puts the compiled function, with the weights as its
     examples, among the globals of the model's source file. Neither is taken back; ``cleanup`` knows the last hook only
     (0.26.0 and 0.32.0, ``TorchCompileWithNoGuardsWrapper``).
+    Upstream: vllm-project/vllm#45195, which takes the hook back, and #21073, which it leaves open.
     """
     for layer in model.modules():
         if isinstance(layer, TorchCompileWithNoGuardsWrapper):
@@ -96,6 +101,7 @@ def forgotten_on_failure() -> Iterator[None]:
     """Let the models go that a start inside made before it failed.
 
     Nobody is given such a model, so that it is found by what keeps it: hooks and tables that were not there before.
+    Upstream: vllm-project/vllm#45195 for the hooks of an engine that did start; no thread on ``_ROPE_DICT`` known (0.32.0).
     """
     rotations = rotary_embedding._ROPE_DICT  # noqa: SLF001 - layers that models share, cleared by a shutdown alone
     before, kept = set(convert_frame._bytecode_hooks), set(rotations)  # noqa: SLF001
@@ -115,6 +121,7 @@ def leave_groups() -> None:
     """Destroy the process groups that vLLM made, its world among them, which has no public call of its own.
 
     A later engine would take an old world for its own, whose default group may be gone.
+    Upstream: vllm-project/vllm#1908, of engines one after another in a process, where ``_WORLD`` comes up.
     """
     if dist.is_initialized():
         parallel_state.destroy_model_parallel()
@@ -130,6 +137,7 @@ def unlink_shared_memory(first: int, size: int) -> None:
 
     Under ``external_launcher`` the names say ranks alone, and vLLM makes the files exclusively (0.32.0,
     ``_CPUSHMDistributed``): no later run of this host would start. Who has such a file mapped keeps it.
+    Upstream: no thread on files that stay known; vllm-project/vllm#34169 is of the names.
     """
     ranks = "-".join(str(first + place) for place in range(size))
     for file in SHARED_MEMORY.glob(f"-*-[[]{ranks}]-cpushm_{dist.get_rank() - first}"):
@@ -141,6 +149,7 @@ def forget_expert_kernels(model: Any) -> None:
 
     vLLM's CPU build packs them where their kernel is made, which a reload does not do a second time: it would serve
     unpacked experts as if they were packed (0.32.0, ``UnquantizedFusedMoEMethod._setup_kernel``).
+    Upstream: vllm-project/vllm#40390 makes the kernel once alone; #42821 is the same fault of ``load_weights`` on CUDA.
     """
     for module in model.modules():
         method: Any = getattr(module, "quant_method", None)
@@ -156,6 +165,7 @@ def base_layer_names(model: Any) -> frozenset[str]:
 
     vLLM puts a wrapper with that child around each layer that may carry an adapter. Before 0.32 its loaders do not look
     through it (0.26.0, ``AutoWeightsLoader._load_module``); since then the wrapper does, and takes no other name.
+    Upstream: no thread of vLLM's known; verl-project/verl#7327 does the same.
     """
     if hasattr(BaseLayerWithLoRA, "load_weights"):
         return frozenset()
@@ -165,7 +175,10 @@ def base_layer_names(model: Any) -> frozenset[str]:
 
 
 def adapter_tensors(model: Any, number: int) -> dict[str, Tensor]:
-    """What the worker keeps of an adapter, whole and on the CPU, by PEFT's names; ``alpha / rank`` is in B. None: {}."""
+    """What the worker keeps of an adapter, whole and on the CPU, by PEFT's names; ``alpha / rank`` is in B. None: {}.
+
+    Upstream: no thread known (0.26.0 and 0.32.0).
+    """
     adapter = model.lora_manager.get_adapter(number)
     found: dict[str, Tensor] = {}
     for layer, weights in adapter.loras.items() if adapter is not None else ():
@@ -177,7 +190,10 @@ def adapter_tensors(model: Any, number: int) -> dict[str, Tensor]:
 
 
 def stale_slots(model: Any, number: int) -> list[str]:
-    """Layers whose slot in the kernels' memory is not the adapter's part of this worker, with zeros around it."""
+    """Layers whose slot in the kernels' memory is not the adapter's part of this worker, with zeros around it.
+
+    Upstream: no thread known (0.26.0 and 0.32.0).
+    """
     manager = model.lora_manager
     adapter = manager.get_adapter(number)
     if adapter is None or number not in manager.lora_index_to_id:
@@ -209,7 +225,10 @@ def _listed(tensors: Any) -> list[Tensor | None]:
 
 @contextmanager
 def own_threads() -> Iterator[None]:
-    """Keep ``torch.set_num_threads``: vLLM's CPU worker replaces it in its process, which here is the trainer's."""
+    """Keep ``torch.set_num_threads``: vLLM's CPU worker replaces it in its process, which here is the trainer's.
+
+    Upstream: no thread known (0.32.0).
+    """
     kept = torch.set_num_threads
     try:
         yield

@@ -6,7 +6,7 @@ import pickle
 from collections.abc import Callable, Mapping, Sequence
 from itertools import count
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -14,11 +14,13 @@ from vllm.lora.request import LoRARequest
 
 from rollout_fp8.adapter_session import Held
 from rollout_fp8.audit import Boxes
+from rollout_fp8.ranks import of_all
 from rollout_fp8.transports.sender import Sender
 from rollout_fp8.transports.workers import SentWorkers
 from rollout_fp8.wire import WirePlan, WireStream
 
 EXTENSION = "rollout_fp8.vllm.worker.SyncExtension"
+T = TypeVar("T")
 Call = Callable[..., list[Any]]  # vLLM's collective_rpc: (method, args=…) → each worker's result
 Answer = tuple[Sequence[int], Mapping[str, float]]
 
@@ -70,24 +72,31 @@ class InProcess:
 
     def learn(self, plan: WirePlan) -> Sequence[Boxes]:
         """See ``Workers.learn``."""
-        return self._of_all(self._call("rollout_fp8_learn", args=(plan, self._aliases))[0])
+        return self._of_all(lambda: self._call("rollout_fp8_learn", args=(plan, self._aliases))[0])
 
     def sync(self, stream: WireStream) -> Sequence[Answer]:
         """See ``Workers.sync``."""
-        return self._of_all(self._call("rollout_fp8_sync", args=(stream,))[0])
+
+        def sync() -> Answer:
+            try:
+                return self._call("rollout_fp8_sync", args=(stream,))[0]
+            except Exception:  # whatever it is: the other ranks count on this one in the stream's gathers
+                for _ in stream:
+                    pass
+                raise
+
+        return self._of_all(sync)
 
     def load_adapter(self, folder: Path, *, audit: bool) -> Sequence[Held]:
         """See ``AdapterWorkers.load_adapter``; every rank has a folder of its own."""
-        return self._of_all(_held(self._call, self._adapter, folder, audit=audit)[0])
+        return self._of_all(lambda: _held(self._call, self._adapter, folder, audit=audit)[0])
 
-    def _of_all(self, mine: Any) -> list[Any]:
-        """Of the ranks that serve this replica, by rank."""
+    def _of_all(self, work: Callable[[], T]) -> list[T]:
+        """Of the ranks that serve this replica, by rank. Raises on all ranks where it fails on one (see ``of_all``)."""
         if self._parallel == 1:
-            return [mine]
-        rows: list[Any] = [None] * dist.get_world_size()
-        dist.all_gather_object(rows, mine)
+            return [work()]
         first = dist.get_rank() // self._parallel * self._parallel
-        return rows[first : first + self._parallel]
+        return of_all(work)[first : first + self._parallel]
 
 
 class OtherProcesses(SentWorkers):

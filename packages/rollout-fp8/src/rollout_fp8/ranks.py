@@ -1,0 +1,38 @@
+"""The engine's ranks, which make a sync together: small objects of Python between them, never tensors of the model."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import torch.distributed as dist
+
+from engine_api.comm import Comm, SingleComm, together
+
+T = TypeVar("T")
+
+
+def of_all(work: Callable[[], T]) -> list[T]:
+    """Everybody's ``work()``, by rank; a collective of the default process group, or of this process alone.
+
+    Raises where it fails anywhere: its own error there, ``RankFailure`` on the other ranks.
+    """
+    return together(_DefaultGroup() if world_size() > 1 else SingleComm(), work)
+
+
+def world_size() -> int:
+    """Of the default process group; 1 without one."""
+    return dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
+
+
+class _DefaultGroup(Comm):
+    def __init__(self) -> None:
+        self.rank, self.world_size = dist.get_rank(), dist.get_world_size()
+
+    def all_gather(self, value: Any) -> list[Any]:
+        rows: list[Any] = [None] * self.world_size
+        dist.all_gather_object(rows, value)
+        return rows
+
+    def close(self) -> None:
+        """The group is the engine's."""

@@ -1,0 +1,62 @@
+"""What a rollout's server was made with, which a client that only connects compares with what it was given."""
+
+from __future__ import annotations
+
+import inspect
+import json
+from collections.abc import Mapping
+from dataclasses import asdict, is_dataclass
+from pathlib import Path
+from typing import Any
+
+from engine_api.config import LoraConfig, ModelSource, near_matches
+from engine_api.errors import ConfigError
+from engine_api.rollout import Rollout
+from rollout_fp8.messages import dumps
+
+# What a client goes by that is not given them: they say how weights are sent, and where completions end.
+DEFAULTS: Mapping[str, Any] = {"dtype": "float32", "quantization": "none", "lora": None, "eos_token_ids": ()}
+
+
+def settings_of(rollout: Rollout, name: str, arguments: Mapping[str, Any]) -> dict[str, Any]:
+    """For /health: ``arguments`` of the rollout that is registered as ``name``, what its class takes for others, and its options."""
+    parameters = inspect.signature(type(rollout)).parameters.values()
+    own = {p.name: p.default for p in parameters if p.default is not p.empty}
+    options = getattr(rollout, "options", None)
+    if is_dataclass(options) and not isinstance(options, type):
+        own |= asdict(options)
+    return {"name": name, "arguments": _plain({**DEFAULTS, **own, **arguments})}
+
+
+def require_same(url: str, name: str, arguments: Mapping[str, Any], settings: Mapping[str, Any]) -> None:
+    """Raise ``ConfigError`` that names what a server does not serve as ``name`` with ``arguments`` would."""
+    there: Mapping[str, Any] = settings.get("arguments", {})
+    wanted = _plain({**DEFAULTS, **arguments})
+    differ = {key: (value, there.get(key)) for key, value in wanted.items() if key not in there or there[key] != value}
+    unknown = [key for key in differ if key not in there]
+    if settings.get("name") != name:
+        differ = {"name": (name, settings.get("name")), **differ}
+    if not differ:
+        return
+    why = [f"{key} is {mine!r} here, {theirs!r} there" for key, (mine, theirs) in differ.items() if key not in unknown]
+    why += [f"{key} is nothing that it takes ({near_matches(key, list(there))})" for key in unknown]
+    raise ConfigError("rollout.options.url", f"the server at {url} serves something else", why="; ".join(why),
+                      remedy="give the run what the server was started with, or leave url out: then one is started")  # fmt: skip
+
+
+def _plain(arguments: Mapping[str, Any]) -> dict[str, Any]:
+    """As JSON, alike where it means the same; of the model what says which one it is."""
+    plain: dict[str, Any] = {key: _fields(value) for key, value in arguments.items()}
+    plain["eos_token_ids"] = sorted(set(plain["eos_token_ids"]))
+    if plain["lora"] is not None:
+        plain["lora"] = asdict(LoraConfig(**plain["lora"]))  # what a server was not given is the default
+    if "model" in plain:
+        model: Mapping[str, Any] = plain["model"]
+        folder = Path(model["path"])
+        plain["model"] = {"path": str(folder.resolve()) if folder.is_dir() else model["path"],
+                          "revision": model.get("revision"), "config_overrides": model.get("config_overrides", {})}  # fmt: skip
+    return json.loads(dumps(plain))
+
+
+def _fields(value: Any) -> Any:
+    return asdict(value) if isinstance(value, ModelSource | LoraConfig) else value

@@ -1,0 +1,136 @@
+"""What a server keeps for its clients, and tells them: one that was made with something else is refused."""
+
+from __future__ import annotations
+
+import gc
+import threading
+import time
+import weakref
+from collections.abc import Iterator
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import pytest
+from background import Background
+from transformers import Qwen3Config
+
+from engine_api.config import LoraConfig, ModelSource
+from engine_api.errors import ConfigError, RolloutError
+from engine_api.registry import RolloutRegistry
+from rollout_fp8 import server
+from rollout_fp8.client import RemoteRollout
+from rollout_fp8.served import require_same, settings_of
+from rollout_fp8.server import Server, Service
+
+
+@pytest.fixture(scope="module")
+def arguments(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    folder = tmp_path_factory.mktemp("model")
+    Qwen3Config(vocab_size=48, hidden_size=32, intermediate_size=48, num_hidden_layers=1, num_attention_heads=2,
+                num_key_value_heads=1, head_dim=16).save_pretrained(folder)  # fmt: skip
+    source = ModelSource(path=str(folder))
+    return {"model": source, "pad_token_id": 0, "eos_token_ids": (1,), "batch_size": 4, "dtype": "float32"}
+
+
+@pytest.fixture(scope="module")
+def url(arguments: dict[str, Any]) -> Iterator[str]:
+    """Of a server that was made with ``arguments``."""
+    hosted = RolloutRegistry.create(name="local", device="cpu", **arguments)
+    service = Service(hosted, "cpu", name="local", arguments=arguments | {"model": asdict(arguments["model"])})
+    with Server(("127.0.0.1", 0), service) as running:
+        thread = threading.Thread(target=running.serve_forever, kwargs={"poll_interval": 0.05})
+        thread.start()
+        yield running.url
+        running.shutdown()
+        thread.join()
+
+
+@pytest.mark.parametrize(("other", "said"), [
+    ({"eos_token_ids": (2, 1)}, r"eos_token_ids is \[1, 2\] here, \[1\] there"),
+    ({"eos_token_ids": ()}, r"eos_token_ids is \[\] here, \[1\] there"),
+    ({"batch_size": 0}, "batch_size is 0 here, 4 there"),
+    ({"dtype": "bfloat16"}, "dtype is 'bfloat16' here, 'float32' there"),
+    ({"quantization": "fp8"}, "quantization is 'fp8' here, 'none' there"),
+    ({"model": ModelSource(path="/nowhere")}, "model is .*/nowhere.* there"),
+    ({"colour": 3}, "colour is nothing that it takes"),
+    ({"batchsize": 4}, "batchsize is nothing that it takes .did you mean batch_size"),
+])  # fmt: skip
+def test_a_server_that_was_made_with_something_else_is_refused_by_name(url, arguments, other, said) -> None:
+    with pytest.raises(ConfigError, match=said) as caught:
+        RemoteRollout(name="local", device="cpu", arguments={**arguments, **other}, url=url)
+    assert caught.value.field == "rollout.options.url"
+    assert str(caught.value).count(" there") <= 1  # nothing else is said to differ
+
+
+def test_a_server_of_another_rollout_is_refused_and_what_is_not_asked_for_is_the_servers(url, arguments) -> None:
+    with pytest.raises(ConfigError, match="name is 'vllm' here, 'local' there"):
+        RemoteRollout(name="vllm", device="cpu", arguments=arguments, url=url)
+    some = {key: value for key, value in arguments.items() if key in ("model", "pad_token_id", "eos_token_ids")}
+    RemoteRollout(name="local", device="cpu", arguments=some, url=url).close()
+
+
+def test_a_folder_is_the_same_by_whichever_path(url, arguments, monkeypatch) -> None:
+    folder = Path(arguments["model"].path)
+    monkeypatch.chdir(folder.parent)
+    RemoteRollout(
+        name="local", device="cpu", arguments={**arguments, "model": ModelSource(path=folder.name)}, url=url
+    ).close()
+
+
+def test_an_adapter_is_compared_with_its_defaults() -> None:
+    settings = settings_of(Background(), "vllm", {"lora": {"rank": 4}})
+    require_same("", "vllm", {"lora": LoraConfig(rank=4)}, settings)
+    with pytest.raises(ConfigError, match=r"lora is .*'rank': 8.* here, .*'rank': 4.* there"):
+        require_same("", "vllm", {"lora": LoraConfig(rank=8)}, settings)
+    with pytest.raises(ConfigError, match="lora is None here"):
+        require_same("", "vllm", {}, settings)
+
+
+class Many(Background):
+    """Each generation is one of its own; what is made is known to the test alone by weak references."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.made: list[weakref.ref[Background]] = []
+
+    def submit(self, prompt, sampling):
+        one = Failing() if prompt == [13] else Background()
+        self.made.append(weakref.ref(one))
+        return one
+
+
+class Failing(Background):
+    def result(self, timeout_s=None):
+        raise KeyError("a bug")
+
+
+def test_generations_that_nobody_asks_for_are_let_go(monkeypatch) -> None:
+    hosted = Many()
+    service = Service(hosted, "cpu", name="background", arguments={})
+    first, second = (service.submit(prompt=[4], sampling={})["id"] for _ in range(2))
+    running = hosted.made[0]()
+    assert running is not None
+    now = time.monotonic()
+    monkeypatch.setattr(server.time, "monotonic", lambda: now + server.KEPT_S / 2)
+    assert service.result(id=second, wait_s=0.0) == {"done": False}
+    monkeypatch.setattr(server.time, "monotonic", lambda: now + server.KEPT_S + 1)
+    service.submit(prompt=[4], sampling={})
+    assert running.aborted.is_set()  # its client is gone
+    del running
+    gc.collect()
+    assert [one() is None for one in hosted.made] == [True, False, False]
+    with pytest.raises(RolloutError, match="kept for 60 minutes"):
+        service.result(id=first, wait_s=0.0)
+    service.abort(id=second)
+    assert service.result(id=second, wait_s=0.0)["done"]
+
+
+def test_a_generation_that_failed_by_a_bug_is_let_go() -> None:
+    hosted = Many()
+    service = Service(hosted, "cpu", name="background", arguments={})
+    number = service.submit(prompt=[13], sampling={})["id"]
+    with pytest.raises(KeyError):
+        service.result(id=number, wait_s=0.0)
+    gc.collect()
+    assert hosted.made[0]() is None
