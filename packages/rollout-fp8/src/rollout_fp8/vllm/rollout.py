@@ -20,6 +20,7 @@ from engine_api.weights import WeightExport
 from rollout_fp8 import versions
 from rollout_fp8.adapter import Expected as ExpectedAdapter
 from rollout_fp8.adapter_session import AdapterParts, AdapterSession
+from rollout_fp8.expected import Expected
 from rollout_fp8.exporter import DTYPES, EngineStream, collect
 from rollout_fp8.layers import server_config
 from rollout_fp8.model import architecture_of, config_of
@@ -35,7 +36,6 @@ from vllm.distributed import get_tp_group  # noqa: E402
 
 from rollout_fp8.vllm import sampling as draws  # noqa: E402
 from rollout_fp8.vllm import start as engines  # noqa: E402
-from rollout_fp8.vllm.expected import Expected  # noqa: E402
 from rollout_fp8.vllm.generation import WHERE, Job, Stepper  # noqa: E402
 from rollout_fp8.vllm.sync import EXTENSION, InProcess, OtherProcesses, ServedAdapter  # noqa: E402
 
@@ -98,9 +98,9 @@ class VllmRollout:
         self._adapter = ServedAdapter(self._engine) if adapter is not None else None
         self._workers: Any = self._reach_workers()
         self._session: Any = (
-            SyncSession(self._workers)
+            SyncSession(self._workers, self._expected)
             if adapter is None
-            else AdapterSession(self._workers, adapter, audit=self.options.audit)
+            else AdapterSession(self._workers, adapter, audit=self.options.audit, model=self._expected)
         )
 
     def generate(self, prompts: Sequence[Sequence[int]], sampling: SamplingParams) -> list[Completion]:
