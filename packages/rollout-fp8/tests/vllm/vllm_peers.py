@@ -179,23 +179,27 @@ def during_a_sync(model: str) -> list[EngineError | None]:
     return got
 
 
-def naps(model: str) -> dict[str, Any]:
-    """Weights and caches that sleep apart."""
+def naps(model: str, other: str) -> dict[str, Any]:
+    """Weights and caches that sleep apart, and ``other``'s weights after a nap."""
+    long = tuple(3 + 7 * i % 200 for i in range(300))  # it fills blocks, whose keys and values are kept
+    asked = [*PROMPTS, long]
     with opened(model) as rollout:
-        before = rollout.generate(PROMPTS, GREEDY)
+        before = rollout.generate(asked, GREEDY)
         rollout.sleep(weights=False)
-        caches = error_of(rollout.generate, PROMPTS, GREEDY)
+        caches = error_of(rollout.generate, asked, GREEDY)
         rollout.wake_up(kv_cache=True, weights=False)
-        after = rollout.generate(PROMPTS, GREEDY)
+        after = rollout.generate(asked, GREEDY)
         rollout.sleep()
         order = error_of(rollout.wake_up, weights=False)
         asleep = error_of(rollout.update_weights, export_of(Path(model), DEVICE), 2)
         rollout.wake_up(kv_cache=False)
-        rollout.update_weights(export_of(Path(model), DEVICE), 2)
-        half = error_of(rollout.generate, PROMPTS, GREEDY)
+        rollout.update_weights(export_of(Path(other), DEVICE), 2)
+        half = error_of(rollout.generate, asked, GREEDY)
         rollout.wake_up(weights=False)
-        synced = rollout.generate(PROMPTS, GREEDY)
-    return {"tokens": [[c.tokens for c in some] for some in (before, after, synced)],
+        synced = rollout.generate(asked, GREEDY)
+        rollout.update_weights(export_of(Path(other), DEVICE), 3)
+        again = rollout.generate(asked, GREEDY)
+    return {"tokens": [[c.tokens for c in some] for some in (before, after, synced, again)],
             "errors": [caches, order, asleep, half]}  # fmt: skip
 
 

@@ -129,7 +129,8 @@ class VllmRollout:
         with self._syncing():
             stream = self._checked(export)
             result = self._session.run(stream, version)
-            if not self._asleep and not self._engine.reset_prefix_cache():
+            # Caches that sleep too: vLLM is told of a nap on CUDA alone, elsewhere they outlive it.
+            if not self._engine.reset_prefix_cache():
                 raise RolloutError("vLLM keeps keys and values of the old weights", where=WHERE,
                                    remedy="close this rollout and create another one")  # fmt: skip
         self.weight_version = version
