@@ -10,6 +10,7 @@ import time
 import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +27,7 @@ from engine_api.losses import sft_loss
 from engine_api.registry import EngineRegistry, RolloutRegistry
 from engine_api.rollout import Completion, SamplingParams, SyncResult
 from engine_conformance.cases._rollouts import export_of
+from rollout_fp8.exporter import collect
 
 # What they run on: ``ROLLOUT_TEST_DEVICE=cuda`` runs them all on GPUs, as far as there are as many as ranks.
 DEVICE = os.environ.get("ROLLOUT_TEST_DEVICE", "cpu")
@@ -201,6 +203,55 @@ def naps(model: str, other: str) -> dict[str, Any]:
         again = rollout.generate(asked, GREEDY)
     return {"tokens": [[c.tokens for c in some] for some in (before, after, synced, again)],
             "errors": [caches, order, asleep, half]}  # fmt: skip
+
+
+def failures(model: str) -> dict[str, Any]:
+    """What a stream of an exporter's kind, or vLLM's own loader, does to a sync, at the first and later; and good syncs between."""
+    whole = {name: tensor.clone() for name, tensor in export_of(Path(model), DEVICE)}
+    up, down, norm = "model.layers.0.mlp.up_proj.weight", "model.layers.0.mlp.down_proj.weight", "model.norm.weight"
+    bad = {
+        "missing": {name: tensor for name, tensor in whole.items() if name != up},
+        "short": whole | {down: whole[down][:7]},
+        "unknown": whole | {norm.replace("norm", "nrm"): whole[norm]},
+    }
+    said: dict[str, Any] = {"errors": {}, "tokens": []}
+    with opened(model, version=None) as rollout:
+
+        def failed(tensors: dict[str, torch.Tensor], dtype: torch.dtype = torch.float32) -> list[str]:
+            """What a sync and ``generate`` raise; in words, for errors hold the frames that they passed, and those the model."""
+            stream = collect(iter(tensors.items()), device=torch.device(DEVICE), dtype=dtype, architecture=None,
+                             scales="fp32", audit=True)  # fmt: skip
+            errors = [error_of(rollout.update_weights, stream, 1), error_of(rollout.generate, PROMPTS, GREEDY)]
+            return ["" if error is None else f"{type(error).__name__}: {error}" for error in errors]
+
+        for when in ("first", "later"):
+            for kind, tensors in bad.items():
+                said["errors"][when, kind] = failed(tensors)
+            for kind, dtype in (("half", torch.float32), ("half, another plan", torch.bfloat16)):
+                with _ending_half_way(rollout):
+                    said["errors"][when, kind] = failed(whole, dtype)
+                said["errors"][f"after {when} {kind}", "none"] = failed(whole)
+                said["tokens"].append([c.tokens for c in rollout.generate(PROMPTS, GREEDY)])
+    return said
+
+
+@contextmanager
+def _ending_half_way(rollout: Any) -> Iterator[None]:
+    """vLLM's loader takes a part of the weights and fails, without a word."""
+    (served,) = rollout._engine.collective_rpc("get_model")
+    load = type(served).load_weights
+
+    def half(weights: Iterator[tuple[str, torch.Tensor]]) -> None:
+        load(
+            served, takewhile(lambda pair: "layers.1.mlp.up_proj" not in pair[0], weights)
+        )  # one of two fused ones has come
+        raise AssertionError
+
+    served.load_weights = half
+    try:
+        yield
+    finally:
+        del served.load_weights
 
 
 def fresh_tokens(models: Sequence[tuple[str, str]]) -> list[list[list[int]]]:
