@@ -47,15 +47,20 @@ def opened(model: str, *, version: int | None = 1, **arguments: Any) -> Iterator
     try:
         if version is not None:
             rollout.update_weights(export_of(Path(model), DEVICE), version)
-        weights = _weights(rollout)
+        weights = weights_of(rollout)
         yield rollout
     finally:
         rollout.close()
+    assert_gone(weights)
+
+
+def assert_gone(weights: Sequence[weakref.ref[Any]]) -> None:
+    """Nothing of a closed rollout is in memory."""
     alive = [weight for tensor in weights if (weight := tensor()) is not None]
-    assert not alive, f"the closed rollout still has weights or layers in memory:{holders(alive[0])}"
+    assert not alive, f"the closed rollout still has {len(alive)} weights or layers in memory:{holders(alive[0])}"
 
 
-def _weights(rollout: Any) -> list[weakref.ref[Any]]:
+def weights_of(rollout: Any) -> list[weakref.ref[Any]]:
     """Of a rollout in this process, and its layers, whose buffers lie in the memory that can sleep too."""
     if rollout.options.executor != "in_process":
         return []
@@ -92,16 +97,13 @@ def left_by_failed_start(model: str) -> tuple[EngineError | None, int, list[str]
     """Of a start that fails once the model is built and compiled: hooks of Dynamo, and who holds the model's layers."""
     hooks = len(convert_frame._bytecode_hooks)
     error = refused(model, enforce_eager=False, kv_cache_bytes=1 << 50)
-    text = None if error is None else error.with_traceback(None)
-    if text is not None:
-        text.__cause__ = text.__context__ = None  # their tracebacks hold what the start had built
     gc.unfreeze()
     gc.collect()
     named = ("Qwen3", "RotaryEmbedding")
     layers = [
         one for one in gc.get_objects() if isinstance(one, torch.nn.Module) and type(one).__name__.startswith(named)
     ]
-    return text, len(convert_frame._bytecode_hooks) - hooks, holders(layers[0]) if layers else []
+    return error, len(convert_frame._bytecode_hooks) - hooks, holders(layers[0]) if layers else []
 
 
 def drawn(

@@ -126,13 +126,13 @@ class VllmRollout:
 
         Raises ``RolloutError``, and serves on, while anything is generated; after any other failure nothing is served.
         """
-        with self._syncing():
-            stream = self._checked(export)
-            result = self._session.run(stream, version)
-            # Caches that sleep too: vLLM is told of a nap on CUDA alone, elsewhere they outlive it.
-            if not self._engine.reset_prefix_cache():
-                raise RolloutError("vLLM keeps keys and values of the old weights", where=WHERE,
-                                   remedy="close this rollout and create another one")  # fmt: skip
+        try:
+            with self._syncing():
+                result = self._session.run(self._checked(export), version)
+                self._forget_prefixes()
+        except BaseException as error:  # whatever it is, its holder must be able to make another rollout; raised again
+            engines.let_go(error)
+            raise
         self.weight_version = version
         return result
 
@@ -212,6 +212,12 @@ class VllmRollout:
         """The stream of an export of whole tensors, in whatever dtype: what no exporter of ours has made."""
         return collect(self._expected.checked(export), device=self._plan.device, dtype=DTYPES[self._plan.dtype],
                        architecture=self._quantized, scales=self.options.scales, audit=self.options.audit)  # fmt: skip
+
+    def _forget_prefixes(self) -> None:
+        # Caches that sleep too: vLLM is told of a nap on CUDA alone, elsewhere they outlive it.
+        if not self._engine.reset_prefix_cache():
+            raise RolloutError("vLLM keeps keys and values of the old weights", where=WHERE,
+                               remedy="close this rollout and create another one")  # fmt: skip
 
     def _reach_workers(self) -> InProcess | OtherProcesses:
         aliases = self._expected.aliases if self._plan.untie else {}
