@@ -10,6 +10,12 @@ from torch import Tensor, nn
 HIDDEN, INNER, HEADS, KV_HEADS, HEAD, VOCAB = 256, 384, 4, 2, 128, 300
 
 
+# Of config.json: Hugging Face's model of these names and shapes.
+CONFIG = {"architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": HIDDEN, "intermediate_size": INNER,
+          "num_attention_heads": HEADS, "num_key_value_heads": KV_HEADS, "head_dim": HEAD, "vocab_size": VOCAB,
+          "num_hidden_layers": 2}  # fmt: skip
+
+
 def checkpoint_shapes(layers: int = 2, experts: int = 0) -> dict[str, tuple[int, ...]]:
     """Names and shapes as Hugging Face has them."""
     shapes: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (VOCAB, HIDDEN)}
@@ -18,7 +24,7 @@ def checkpoint_shapes(layers: int = 2, experts: int = 0) -> dict[str, tuple[int,
         shapes |= {
             f"{at}.self_attn.q_proj.weight": (HEADS * HEAD, HIDDEN), f"{at}.self_attn.k_proj.weight": (KV_HEADS * HEAD, HIDDEN),
             f"{at}.self_attn.v_proj.weight": (KV_HEADS * HEAD, HIDDEN), f"{at}.self_attn.o_proj.weight": (HIDDEN, HEADS * HEAD),
-            f"{at}.input_layernorm.weight": (HIDDEN,),
+            f"{at}.input_layernorm.weight": (HIDDEN,), f"{at}.post_attention_layernorm.weight": (HIDDEN,),
         }  # fmt: skip
         for mlp in [f"{at}.mlp"] if not experts else [f"{at}.mlp.experts.{e}" for e in range(experts)]:
             shapes |= {f"{mlp}.gate_proj.weight": (INNER, HIDDEN), f"{mlp}.up_proj.weight": (INNER, HIDDEN),
@@ -54,6 +60,7 @@ class ServedModel(nn.Module):
             self._linear(f"{at}.mlp.gate_up_proj", 2 * INNER // tp, HIDDEN)
             self._linear(f"{at}.mlp.down_proj", HIDDEN, INNER // tp)
             self._add(f"{at}.input_layernorm.weight", (HIDDEN,))
+            self._add(f"{at}.post_attention_layernorm.weight", (HIDDEN,))
         self._add("model.norm.weight", (HIDDEN,))
         self._add("lm_head.weight", (padded, HIDDEN))
 

@@ -14,8 +14,9 @@ from types import ModuleType, SimpleNamespace
 from typing import Any, ClassVar
 
 import pytest
+import served_model
 import torch
-from served_model import ServedModel, checkpoint
+from served_model import VOCAB, ServedModel, checkpoint
 from torch import Tensor
 
 from engine_api.config import ModelSource
@@ -26,9 +27,7 @@ from rollout_fp8.quantize import quantize
 from rollout_fp8.sglang import loader
 from rollout_fp8.sglang.rollout import SglangRollout
 
-VOCAB = 50
-CONFIG = {"architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "vocab_size": VOCAB, "max_position_embeddings": 64,
-          "num_hidden_layers": 2, "eos_token_id": 7}  # fmt: skip
+CONFIG = {**served_model.CONFIG, "max_position_embeddings": 64, "eos_token_id": 7}
 GREEDY = SamplingParams(max_new_tokens=4, temperature=0.0)
 
 

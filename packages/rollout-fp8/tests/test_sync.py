@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
-from served_model import ServedModel, checkpoint
+from served_model import CONFIG, ServedModel, checkpoint
 from torch import Tensor
 
+from engine_api.config import ModelSource
 from engine_api.errors import RolloutError
 from engine_api.weights import ShardSpec
+from rollout_fp8.expected import Expected
 from rollout_fp8.exporter import collect
 from rollout_fp8.phases import Phases
 from rollout_fp8.quantize import quantize
@@ -98,7 +101,7 @@ def test_a_tensor_parallel_server_gets_each_ranks_part() -> None:
     audit = Audit(stream.plan, [receiver.boxes for receiver in receivers])
     audit.check(stream.checksums(), [receiver.served().tolist() for receiver in receivers])
     models[1].get_parameter("model.layers.1.mlp.down_proj.weight").data[3, 5] += 1
-    with pytest.raises(RolloutError, match=r"1 of 19 tensors differ: model.layers.1.mlp.down_proj.weight"):
+    with pytest.raises(RolloutError, match=r"1 of 21 tensors differ: model.layers.1.mlp.down_proj.weight"):
         audit.check(stream.checksums(), [receiver.served().tolist() for receiver in receivers])
 
 
@@ -151,14 +154,39 @@ def test_a_server_that_rearranges_weights_after_loading_is_refused_and_not_fed_w
 
 @pytest.mark.parametrize(("change", "message"), [
     (lambda w: w.pop("model.layers.1.self_attn.k_proj.weight"), "model.layers.1.self_attn.qkv_proj.weight gets only"),
+    (lambda w: w.pop("model.layers.1.mlp.up_proj.weight"), "model.layers.1.mlp.gate_up_proj.weight gets only"),
+    (lambda w: w.pop("model.layers.1.mlp.gate_proj.weight"), "model.layers.1.mlp.gate_up_proj.weight gets only"),
+    (lambda w: w.update({"model.layers.0.self_attn.o_proj.weight": torch.zeros(100, 512)}), "o_proj.weight"),
     (lambda w: w.pop("model.norm.weight"), "nothing comes for model.norm.weight"),
     (lambda w: w.update({"model.layers.0.input_layernorm.weight": torch.zeros(7)}), "input_layernorm.weight gets only"),
-], ids=["part missing", "missing", "shape"])  # fmt: skip
-def test_an_export_that_is_not_the_servers_model_is_refused(change, message) -> None:
+], ids=["part missing", "second half missing", "first half missing", "short", "missing", "shape"])  # fmt: skip
+@pytest.mark.parametrize("fp8", [False, True], ids=["bf16", "fp8"])
+def test_an_export_that_is_not_the_servers_model_is_refused(change, message, fp8) -> None:
     weights = checkpoint(0)
     change(weights)
     with pytest.raises(RolloutError, match=message):
-        SyncSession(InProcess([ServedModel()])).run(stream_of(weights, fp8=False), 0)
+        SyncSession(InProcess([ServedModel(fp8=fp8)])).run(stream_of(weights, fp8=fp8), 0)
+
+
+@pytest.mark.parametrize(("change", "message"), [
+    (lambda w: w.pop("model.layers.1.mlp.up_proj.weight"), "model.layers.1.mlp.up_proj.weight: missing"),
+    (lambda w: w.update({"model.embed_tokens.weight": torch.zeros(50, 256)}),
+     r"model.embed_tokens.weight: shape \[50, 256\], the model has \[300, 256\]"),
+    (lambda w: w.update({"model.layers.1.mlp.upproj.weight": torch.zeros(2, 2)}), "no such weight .*up_proj"),
+], ids=["missing", "short vocabulary", "unknown"])  # fmt: skip
+@pytest.mark.parametrize("fp8", [False, True], ids=["bf16", "fp8"])
+def test_a_stream_that_is_not_the_model_of_the_configuration_never_reaches_the_servers_loader(
+    tmp_path, change, message, fp8
+) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(CONFIG))
+    weights, model = checkpoint(0), ServedModel(fp8=fp8)
+    session = SyncSession(InProcess([model]), Expected.of(ModelSource(path=str(tmp_path))))
+    assert session.run(stream_of(weights, fp8=fp8), 0).audited
+    change(weights)
+    model.load_weights = None  # type: ignore[assignment,method-assign]
+    stream = stream_of(weights, fp8=False)  # the table of FP8 layers knows no other names
+    with pytest.raises(RolloutError, match=message):
+        session.run(stream, 1)
 
 
 def test_a_dtype_that_the_server_does_not_serve_is_refused() -> None:
@@ -202,7 +230,7 @@ def test_an_audit_finds_a_single_flipped_bit_in_what_is_served() -> None:
 
     with pytest.raises(RolloutError, match="what is served is not what was exported") as caught:
         SyncSession(Flips([ServedModel(fp8=True)])).run(stream_of(checkpoint(0), fp8=True), 0)
-    assert "1 of 33 tensors differ: model.layers.0.self_attn.q_proj.weight" in str(caught.value)
+    assert "1 of 35 tensors differ: model.layers.0.self_attn.q_proj.weight" in str(caught.value)
 
 
 def test_a_plain_export_with_a_name_twice_or_of_integers_or_empty_is_refused() -> None:

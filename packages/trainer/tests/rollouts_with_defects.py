@@ -113,3 +113,22 @@ class ServesOldPrefixes(LocalRollout):
     def generate(self, prompts: Sequence[Sequence[int]], sampling: SamplingParams) -> list[Completion]:
         found = self._answers.setdefault(repr((prompts, sampling)), super().generate(prompts, sampling))
         return [replace(c, weight_versions=[self.weight_version] * len(c.tokens)) for c in found]
+
+
+class KeepsPrefixesOverNaps(ServesOldPrefixes):
+    """A sync forgets what was answered before, but one while the caches sleep does not."""
+
+    _asleep = False
+
+    def update_weights(self, export: WeightExport, version: int) -> SyncResult:
+        if not self._asleep:
+            self._answers.clear()
+        return super().update_weights(export, version)
+
+    def sleep(self, weights: bool = True, kv_cache: bool = True) -> None:
+        super().sleep(weights, kv_cache)
+        self._asleep = True
+
+    def wake_up(self, weights: bool = True, kv_cache: bool = True) -> None:
+        super().wake_up(weights, kv_cache)
+        self._asleep = self._asleep and not kv_cache

@@ -18,6 +18,7 @@ FOUND_BY = {
     "KeepsOldVersion": "rollout.sync",
     "HoldsReferences": "rollout.sync",
     "ServesOldPrefixes": "rollout.sync",
+    "KeepsPrefixesOverNaps": "rollout.sleep",
     "IgnoresNames": "rollout.failed_sync",
     "ForgetsTemperature": "rollout.log_probs",
     "Renormalizes": "rollout.truncation",

@@ -67,9 +67,10 @@ class Generate:
 
 @dataclass(frozen=True, slots=True)
 class Do:
-    """A member without arguments."""
+    """A member without arguments, or ``sleep`` and ``wake_up`` of one part alone."""
 
     member: Literal["sleep", "wake_up", "close"]
+    only: Literal["weights", "kv_cache"] | None = None
 
 
 Action = Sync | Generate | Do
@@ -109,7 +110,8 @@ def drive(setup: Setup, actions: Sequence[Action], eos: Sequence[int] = (EOS,)) 
             return rollout.update_weights(export_of(action.folder, setup.device, action.spoil), action.version)
         if isinstance(action, Generate):
             return rollout.generate(action.prompts, action.sampling)
-        return getattr(rollout, action.member)()
+        parts = {part: part == action.only for part in ("weights", "kv_cache")} if action.only else {}
+        return getattr(rollout, action.member)(**parts)
 
     try:
         return [_attempt(rollout, action, partial(act, action), setup.device) for action in actions]

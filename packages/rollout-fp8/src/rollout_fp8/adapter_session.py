@@ -11,6 +11,7 @@ from typing import Protocol, runtime_checkable
 from engine_api.errors import RolloutError
 from engine_api.rollout import SyncResult
 from rollout_fp8.adapter import WHERE, Adapter, Expected, folder_of, read_folder
+from rollout_fp8.expected import Expected as ExpectedModel
 from rollout_fp8.session import SyncSession, Workers
 from rollout_fp8.wire import WireStream
 
@@ -92,10 +93,13 @@ class AdapterSession:
         workers: of the rollout.
         expected: what the adapter must hold.
         audit: compare what is served with what came.
+        model: what the base weights must hold, as ``SyncSession`` takes it.
     """
 
-    def __init__(self, workers: AdapterWorkers, expected: Expected, *, audit: bool) -> None:
-        self._base, self._workers, self._expected, self._audit = SyncSession(workers), workers, expected, audit
+    def __init__(
+        self, workers: AdapterWorkers, expected: Expected, *, audit: bool, model: ExpectedModel | None = None
+    ) -> None:
+        self._base, self._workers, self._expected, self._audit = SyncSession(workers, model), workers, expected, audit
         self._has_base = False
 
     def run(self, stream: AdapterParts, version: int) -> SyncResult:

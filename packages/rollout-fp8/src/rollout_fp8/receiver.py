@@ -7,12 +7,13 @@ Where a server keeps its weights in packed form (vLLM on a CPU), every sync goes
 
 from __future__ import annotations
 
+import traceback
 from collections.abc import Callable, Iterable, Iterator, Sequence
 
 import torch
 from torch import Tensor, nn
 
-from engine_api.errors import RolloutError
+from engine_api.errors import EngineError, RolloutError
 from engine_api.weights import ShardSpec
 from rollout_fp8.audit import Boxes
 from rollout_fp8.checksum import ChecksumPlan
@@ -22,6 +23,7 @@ from rollout_fp8.phases import Phases
 from rollout_fp8.trace import WHERE, LoaderTrace, Region, misfits, uncovered
 from rollout_fp8.wire import BucketPlan, WirePlan, WireStream, WireTensor, intersection
 
+SYNC = "weight sync"
 Load = Callable[[Iterable[tuple[str, Tensor]]], object]
 Read = Callable[[str], Tensor]
 Place = tuple[int, torch.Size, tuple[int, ...], torch.dtype]  # of a parameter in memory
@@ -72,7 +74,7 @@ class Receiver:
         with torch.no_grad():
             if self._packed:
                 with phases.phase("install"):
-                    self._load(iter(stream))
+                    self._reload(stream)
                 return
             self._check_places()
             if stream.plan is not self._bound:  # views into an earlier stream's buffers would keep them alive
@@ -90,6 +92,15 @@ class Receiver:
             self._check_places()
             self._live.run(sums)
         return sums
+
+    def _reload(self, stream: WireStream) -> None:
+        try:
+            self._load(iter(stream))
+        except EngineError:
+            raise
+        except Exception as error:  # a server's loader raises whatever it likes
+            raise RolloutError("a weight sync ended half-way", where=SYNC, why=_said(error),
+                               remedy="nothing is generated until a good sync: sync again, or restart the rollout") from error  # fmt: skip
 
     def _views(self) -> list[Tensor]:
         parameters = {name: self._read(name) for name in dict.fromkeys(r.parameter for r in self._readable)}
@@ -143,7 +154,7 @@ class Receiver:
                 self._load(trace.watch(marks(self._plan, self._device)))
         except Exception as error:  # a server's loader raises whatever it likes
             raise RolloutError("the server cannot load the model that is trained", where=f"{WHERE}, at {trace.at}",
-                               why=f"{type(error).__name__}: {error}",
+                               why=_said(error),
                                remedy="give rollout and engine the same model, and a server from the tested table") from error  # fmt: skip
         known = {region.name for region in trace.regions}
         problems = [f"the server has no place for {name}" for name in self._plan.tensors if name not in known]
@@ -173,6 +184,14 @@ class Receiver:
                                why=f"{len(unlike)} tensors lie otherwise in memory than in a checkpoint: {shown}",
                                remedy="choose another kernel for these layers in the server's options")  # fmt: skip
         return unlike
+
+
+def _said(error: Exception) -> str:
+    """What an error says; one without words, where it was raised."""
+    if text := str(error):
+        return f"{type(error).__name__}: {text}"
+    (place,) = traceback.extract_tb(error.__traceback__)[-1:]
+    return f"{type(error).__name__} at {place.filename}:{place.lineno}: {place.line}"
 
 
 def _place(tensor: Tensor) -> Place:

@@ -10,6 +10,7 @@ import torch
 
 from engine_api.rollout import SyncResult
 from rollout_fp8.audit import Audit, Boxes
+from rollout_fp8.expected import Expected
 from rollout_fp8.wire import SCALE_SUFFIX, WirePlan, WireStream
 
 log = logging.getLogger("rollout_fp8")
@@ -28,10 +29,15 @@ class Workers(Protocol):
 
 
 class SyncSession:
-    """The syncs of one rollout."""
+    """The syncs of one rollout.
 
-    def __init__(self, workers: Workers) -> None:
-        self._workers = workers
+    Args:
+        workers: that serve it.
+        expected: what the model holds, and every stream must; None: what the workers' own loaders say.
+    """
+
+    def __init__(self, workers: Workers, expected: Expected | None = None) -> None:
+        self._workers, self._expected = workers, expected
         self._audit: tuple[WirePlan, Audit] | None = None
 
     def run(self, stream: WireStream, version: int) -> SyncResult:
@@ -44,6 +50,8 @@ class SyncSession:
         plan = stream.plan
         if self._audit is None or self._audit[0].tensors != plan.tensors:
             self._audit = None
+            if self._expected is not None:
+                self._expected.check(plan)
             self._audit = (plan, Audit(plan, self._workers.learn(plan)))
             if stream.audit and (unread := self._audit[1].unread):
                 log.warning("the server cannot read back %d of %d tensors, %s among them: the audit leaves them out",

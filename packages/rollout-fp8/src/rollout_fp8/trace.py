@@ -21,6 +21,10 @@ from engine_api.weights import ShardSpec
 from rollout_fp8.wire import WireTensor
 
 WHERE = "learning the server's layout"
+# Layers with a row for each token, as Hugging Face's model families call them.
+VOCABULARIES = frozenset(
+    {"embed_tokens", "embed_in", "embed_out", "lm_head", "output", "tok_embeddings", "word_embeddings", "wte"}
+)
 Layout = tuple[torch.Size, tuple[int, ...], torch.dtype]
 
 
@@ -131,18 +135,24 @@ def _unknown(name: str, why: str) -> RolloutError:
 def uncovered(trace: LoaderTrace, parameters: Iterable[str]) -> Iterator[str]:
     """Parameters that the tensors leave as they are, in whole or in part.
 
-    Only rows behind those of a single tensor are no gap: servers pad vocabularies.
+    No gap are rows behind those of an embedding or a head: servers pad vocabularies.
     """
-    covered: dict[str, int] = {}
-    sources: dict[str, set[str]] = {}
+    regions: dict[str, list[Region]] = {}
     for region in trace.regions:
-        covered[region.parameter] = covered.get(region.parameter, 0) + torch.Size(region.box.shape).numel()
-        sources.setdefault(region.parameter, set()).add(region.name)
+        regions.setdefault(region.parameter, []).append(region)
     for name in parameters:
-        if name not in covered:
+        if name not in regions:
             yield f"nothing comes for {name}"
-        elif covered[name] < (shape := trace.layouts[name][0]).numel() and (len(sources[name]) > 1 or len(shape) == 1):
-            yield f"{name} gets only {', '.join(sorted(sources[name]))}"
+        elif not (_fills(regions[name], trace.layouts[name][0].numel()) or _is_padded(regions[name])):
+            yield f"{name} gets only {', '.join(sorted({region.name for region in regions[name]}))}"
+
+
+def _fills(regions: Sequence[Region], size: int) -> bool:
+    return sum(torch.Size(region.box.shape).numel() for region in regions) >= size
+
+
+def _is_padded(regions: Sequence[Region]) -> bool:
+    return len(regions) == 1 and regions[0].offset == 0 and regions[0].name.split(".")[-2] in VOCABULARIES
 
 
 def misfits(trace: LoaderTrace, tensors: Mapping[str, WireTensor], live: Mapping[str, Layout]) -> Iterator[str]:

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from vllm_peers import DEVICE, GREEDY, PROMPTS, SAMPLED, error_of
+from vllm_peers import DEVICE, GREEDY, PROMPTS, SAMPLED, assert_gone, error_of, weights_of
 
 from engine_api.batch import Batch
 from engine_api.config import EngineConfig, LoraConfig, ModelSource, OptimizerConfig, Precision
@@ -46,11 +46,13 @@ def serving(model: str, lora: LoraConfig | None, **options: Any) -> Iterator[tup
     rollout = RolloutRegistry.create(name="vllm", device=DEVICE, model=source, pad_token_id=0, lora=lora, dtype=DTYPE,
                                      enforce_eager=True, **options)  # fmt: skip
     exporter = RolloutRegistry.create_exporter(name="vllm", device=DEVICE, model=source, dtype=DTYPE, lora=lora)
+    weights = weights_of(rollout)
     try:
         yield rollout, exporter
     finally:
         rollout.close()
         exporter.close()
+    assert_gone(weights)
 
 
 def step(engine: Any) -> None:
@@ -155,7 +157,8 @@ def tampered(engine: Any, rollout: Any, exporter: Any) -> list[EngineError | Non
         errors.append(error_of(rollout.update_weights, exporter.export(engine), 3))
         errors.append(error_of(rollout.generate, PROMPTS, GREEDY))
     workers._adapter.load = load
-    return errors
+    # An error holds the frames of its callers too, here one with the engine's inside.
+    return [error and error.with_traceback(None) for error in errors]
 
 
 def on_ranks(model: str, **options: Any) -> tuple[Said, list[str]]:

@@ -23,6 +23,11 @@ def model(root: Path) -> str:
     return str(rollout_model(Target(backend="vllm", device=DEVICE, root=root, rollout=True)))
 
 
+@pytest.fixture(scope="module")
+def other(root: Path) -> str:
+    return str(rollout_model(Target(backend="vllm", device=DEVICE, root=root, rollout=True), seed=11))
+
+
 def call(function: Any, *, world: int = 1, **kwargs: Any) -> Any:
     rows = get_pool(world, device=DEVICE).run(f"vllm_peers:{function.__name__}", deadline=240, **kwargs)
     return rows[0] if world == 1 else rows
@@ -103,10 +108,11 @@ def test_generation_during_a_sync_is_refused(model: str) -> None:
     assert after is None
 
 
-def test_weights_and_caches_sleep_apart(model: str) -> None:
-    said = call(peers.naps, model=model)
-    before, after, synced = said["tokens"]
-    assert before == after == synced
+def test_weights_and_caches_sleep_apart(model: str, other: str) -> None:
+    said = call(peers.naps, model=model, other=other)
+    before, after, synced, again = said["tokens"]
+    assert before == after != synced
+    assert synced == again
     caches, order, asleep, half = said["errors"]
     refused(caches, "caches sleep")
     refused(order, "weights")

@@ -56,6 +56,24 @@ def test_a_sync_serves_what_a_fresh_server_does_and_load_weights_does_not(
     assert synced == fresh[served]
 
 
+def test_a_sync_that_fails_is_explained_and_the_next_good_one_is_served(root: Path) -> None:
+    model, _ = models(root)
+    (said,) = call(peers.failures, model=model)
+    ((want,),) = call(peers.drawn, model=model, batches=[peers.PROMPTS], sampling=peers.GREEDY)
+    words = {"missing": "layers.0.mlp.up_proj.weight: missing", "short": "layers.0.mlp.down_proj.weight: shape [7, ",
+             "unknown": "did you mean model.norm.weight", "half": "raise AssertionError",
+             "half, another plan": "raise AssertionError"}  # fmt: skip
+    for (when, kind), (sync, generate) in said["errors"].items():
+        # On CUDA a later sync does not go through the loader.
+        if kind == "none" or (DEVICE, when, kind) == ("cuda", "later", "half"):
+            assert (sync, generate) == ("", ""), (when, kind)
+        else:
+            assert sync.startswith("RolloutError"), (when, kind, sync)
+            assert words[kind] in sync, (when, kind, sync)
+            assert "RolloutError" in generate, (when, kind, generate)
+    assert said["tokens"] == [[c.tokens for c in want]] * 4
+
+
 def test_log_probs_are_the_engines(root: Path) -> None:
     target = Target(backend="vllm", device=DEVICE, root=root, rollout=True, partner="fsdp2")
     model = rollout_model(target)

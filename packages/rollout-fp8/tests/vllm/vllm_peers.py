@@ -10,6 +10,7 @@ import time
 import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +27,7 @@ from engine_api.losses import sft_loss
 from engine_api.registry import EngineRegistry, RolloutRegistry
 from engine_api.rollout import Completion, SamplingParams, SyncResult
 from engine_conformance.cases._rollouts import export_of
+from rollout_fp8.exporter import collect
 
 # What they run on: ``ROLLOUT_TEST_DEVICE=cuda`` runs them all on GPUs, as far as there are as many as ranks.
 DEVICE = os.environ.get("ROLLOUT_TEST_DEVICE", "cpu")
@@ -45,15 +47,20 @@ def opened(model: str, *, version: int | None = 1, **arguments: Any) -> Iterator
     try:
         if version is not None:
             rollout.update_weights(export_of(Path(model), DEVICE), version)
-        weights = _weights(rollout)
+        weights = weights_of(rollout)
         yield rollout
     finally:
         rollout.close()
+    assert_gone(weights)
+
+
+def assert_gone(weights: Sequence[weakref.ref[Any]]) -> None:
+    """Nothing of a closed rollout is in memory."""
     alive = [weight for tensor in weights if (weight := tensor()) is not None]
-    assert not alive, f"the closed rollout still has weights or layers in memory:{holders(alive[0])}"
+    assert not alive, f"the closed rollout still has {len(alive)} weights or layers in memory:{holders(alive[0])}"
 
 
-def _weights(rollout: Any) -> list[weakref.ref[Any]]:
+def weights_of(rollout: Any) -> list[weakref.ref[Any]]:
     """Of a rollout in this process, and its layers, whose buffers lie in the memory that can sleep too."""
     if rollout.options.executor != "in_process":
         return []
@@ -90,16 +97,13 @@ def left_by_failed_start(model: str) -> tuple[EngineError | None, int, list[str]
     """Of a start that fails once the model is built and compiled: hooks of Dynamo, and who holds the model's layers."""
     hooks = len(convert_frame._bytecode_hooks)
     error = refused(model, enforce_eager=False, kv_cache_bytes=1 << 50)
-    text = None if error is None else error.with_traceback(None)
-    if text is not None:
-        text.__cause__ = text.__context__ = None  # their tracebacks hold what the start had built
     gc.unfreeze()
     gc.collect()
     named = ("Qwen3", "RotaryEmbedding")
     layers = [
         one for one in gc.get_objects() if isinstance(one, torch.nn.Module) and type(one).__name__.startswith(named)
     ]
-    return text, len(convert_frame._bytecode_hooks) - hooks, holders(layers[0]) if layers else []
+    return error, len(convert_frame._bytecode_hooks) - hooks, holders(layers[0]) if layers else []
 
 
 def drawn(
@@ -179,24 +183,77 @@ def during_a_sync(model: str) -> list[EngineError | None]:
     return got
 
 
-def naps(model: str) -> dict[str, Any]:
-    """Weights and caches that sleep apart."""
+def naps(model: str, other: str) -> dict[str, Any]:
+    """Weights and caches that sleep apart, and ``other``'s weights after a nap."""
+    long = tuple(3 + 7 * i % 200 for i in range(300))  # it fills blocks, whose keys and values are kept
+    asked = [*PROMPTS, long]
     with opened(model) as rollout:
-        before = rollout.generate(PROMPTS, GREEDY)
+        before = rollout.generate(asked, GREEDY)
         rollout.sleep(weights=False)
-        caches = error_of(rollout.generate, PROMPTS, GREEDY)
+        caches = error_of(rollout.generate, asked, GREEDY)
         rollout.wake_up(kv_cache=True, weights=False)
-        after = rollout.generate(PROMPTS, GREEDY)
+        after = rollout.generate(asked, GREEDY)
         rollout.sleep()
         order = error_of(rollout.wake_up, weights=False)
         asleep = error_of(rollout.update_weights, export_of(Path(model), DEVICE), 2)
         rollout.wake_up(kv_cache=False)
-        rollout.update_weights(export_of(Path(model), DEVICE), 2)
-        half = error_of(rollout.generate, PROMPTS, GREEDY)
+        rollout.update_weights(export_of(Path(other), DEVICE), 2)
+        half = error_of(rollout.generate, asked, GREEDY)
         rollout.wake_up(weights=False)
-        synced = rollout.generate(PROMPTS, GREEDY)
-    return {"tokens": [[c.tokens for c in some] for some in (before, after, synced)],
+        synced = rollout.generate(asked, GREEDY)
+        rollout.update_weights(export_of(Path(other), DEVICE), 3)
+        again = rollout.generate(asked, GREEDY)
+    return {"tokens": [[c.tokens for c in some] for some in (before, after, synced, again)],
             "errors": [caches, order, asleep, half]}  # fmt: skip
+
+
+def failures(model: str) -> dict[str, Any]:
+    """What a stream of an exporter's kind, or vLLM's own loader, does to a sync, at the first and later; and good syncs between."""
+    whole = {name: tensor.clone() for name, tensor in export_of(Path(model), DEVICE)}
+    up, down, norm = "model.layers.0.mlp.up_proj.weight", "model.layers.0.mlp.down_proj.weight", "model.norm.weight"
+    bad = {
+        "missing": {name: tensor for name, tensor in whole.items() if name != up},
+        "short": whole | {down: whole[down][:7]},
+        "unknown": whole | {norm.replace("norm", "nrm"): whole[norm]},
+    }
+    said: dict[str, Any] = {"errors": {}, "tokens": []}
+    with opened(model, version=None) as rollout:
+
+        def failed(tensors: dict[str, torch.Tensor], dtype: torch.dtype = torch.float32) -> list[str]:
+            """What a sync and ``generate`` raise; in words, for errors hold the frames that they passed, and those the model."""
+            stream = collect(iter(tensors.items()), device=torch.device(DEVICE), dtype=dtype, architecture=None,
+                             scales="fp32", audit=True)  # fmt: skip
+            errors = [error_of(rollout.update_weights, stream, 1), error_of(rollout.generate, PROMPTS, GREEDY)]
+            return ["" if error is None else f"{type(error).__name__}: {error}" for error in errors]
+
+        for when in ("first", "later"):
+            for kind, tensors in bad.items():
+                said["errors"][when, kind] = failed(tensors)
+            for kind, dtype in (("half", torch.float32), ("half, another plan", torch.bfloat16)):
+                with _ending_half_way(rollout):
+                    said["errors"][when, kind] = failed(whole, dtype)
+                said["errors"][f"after {when} {kind}", "none"] = failed(whole)
+                said["tokens"].append([c.tokens for c in rollout.generate(PROMPTS, GREEDY)])
+    return said
+
+
+@contextmanager
+def _ending_half_way(rollout: Any) -> Iterator[None]:
+    """vLLM's loader takes a part of the weights and fails, without a word."""
+    (served,) = rollout._engine.collective_rpc("get_model")
+    load = type(served).load_weights
+
+    def half(weights: Iterator[tuple[str, torch.Tensor]]) -> None:
+        load(
+            served, takewhile(lambda pair: "layers.1.mlp.up_proj" not in pair[0], weights)
+        )  # one of two fused ones has come
+        raise AssertionError
+
+    served.load_weights = half
+    try:
+        yield
+    finally:
+        del served.load_weights
 
 
 def fresh_tokens(models: Sequence[tuple[str, str]]) -> list[list[list[int]]]:

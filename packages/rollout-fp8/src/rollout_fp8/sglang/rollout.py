@@ -22,6 +22,7 @@ from engine_api.registry import Resolution
 from engine_api.rollout import Completion, Generation, SamplingParams, SyncResult
 from engine_api.weights import WeightExport
 from rollout_fp8 import versions
+from rollout_fp8.expected import Expected
 from rollout_fp8.exporter import DTYPES, collect
 from rollout_fp8.model import architecture_of
 from rollout_fp8.session import SyncSession
@@ -74,6 +75,7 @@ class SglangRollout:
         versions.check("sglang", resolution.device, allow_untested=self.options.allow_untested_version)
         self.weight_version = -1  # none yet
         self._eos, self._dtype = tuple(eos_token_ids), DTYPES[dtype]
+        self._expected = Expected.of(model)
         self._architecture = architecture_of(model) if quantization == "fp8" else None
         self._gate = threading.Lock()  # between states
         self._not_ready = "no weights have been installed"
@@ -87,7 +89,7 @@ class SglangRollout:
             self._folder.cleanup()
             raise
         self._schedulers = Schedulers(self._host, self.options.tensor_parallel_size, self._device)
-        self._session = SyncSession(self._schedulers)
+        self._session = SyncSession(self._schedulers, self._expected)
 
     def generate(self, prompts: Sequence[Sequence[int]], sampling: SamplingParams) -> list[Completion]:
         """See ``Rollout.generate``; global random generators stay as they are."""
@@ -213,7 +215,7 @@ class SglangRollout:
     def _stream(self, export: WeightExport) -> WireStream:
         if hasattr(export, "buckets"):
             return cast("WireStream", export)
-        return collect(export, device=self._device, dtype=self._dtype, architecture=self._architecture,
+        return collect(self._expected.checked(export), device=self._device, dtype=self._dtype, architecture=self._architecture,
                        scales=self.options.scales, audit=self.options.audit)  # fmt: skip
 
     @contextmanager

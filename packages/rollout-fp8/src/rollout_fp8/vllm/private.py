@@ -50,6 +50,21 @@ def shut_down(engine: Any) -> None:
     leave_groups()
 
 
+def end_reload(model: Any) -> None:
+    """Put every layer's own tensors back after a reload that ended half-way; what lies in them is undefined.
+
+    vLLM goes on with half a layer at the next reload: it counts what had come before, and then asserts, or serves a mixture (0.26.0
+    and 0.32.0, ``initialize_layerwise_reload`` passes over layers that are begun).
+
+    Upstream: it came with vllm-project/vllm#32133; no thread on a reload that ended half-way known.
+    """
+    for layer in model.modules():
+        info = layerwise.LAYERWISE_INFO.get(layer)
+        if info is not None and info.can_load():
+            layerwise._place_kernel_tensors(layer, info)  # noqa: SLF001
+            info.reset()
+
+
 def _forget_reloads(model: Any) -> None:
     """Let the weights of a model that was reloaded go.
 

@@ -20,6 +20,7 @@ from engine_api.weights import WeightExport
 from rollout_fp8 import versions
 from rollout_fp8.adapter import Expected as ExpectedAdapter
 from rollout_fp8.adapter_session import AdapterParts, AdapterSession
+from rollout_fp8.expected import Expected
 from rollout_fp8.exporter import DTYPES, EngineStream, collect
 from rollout_fp8.layers import server_config
 from rollout_fp8.model import architecture_of, config_of
@@ -35,7 +36,6 @@ from vllm.distributed import get_tp_group  # noqa: E402
 
 from rollout_fp8.vllm import sampling as draws  # noqa: E402
 from rollout_fp8.vllm import start as engines  # noqa: E402
-from rollout_fp8.vllm.expected import Expected  # noqa: E402
 from rollout_fp8.vllm.generation import WHERE, Job, Stepper  # noqa: E402
 from rollout_fp8.vllm.sync import EXTENSION, InProcess, OtherProcesses, ServedAdapter  # noqa: E402
 
@@ -98,9 +98,9 @@ class VllmRollout:
         self._adapter = ServedAdapter(self._engine) if adapter is not None else None
         self._workers: Any = self._reach_workers()
         self._session: Any = (
-            SyncSession(self._workers)
+            SyncSession(self._workers, self._expected)
             if adapter is None
-            else AdapterSession(self._workers, adapter, audit=self.options.audit)
+            else AdapterSession(self._workers, adapter, audit=self.options.audit, model=self._expected)
         )
 
     def generate(self, prompts: Sequence[Sequence[int]], sampling: SamplingParams) -> list[Completion]:
@@ -126,12 +126,13 @@ class VllmRollout:
 
         Raises ``RolloutError``, and serves on, while anything is generated; after any other failure nothing is served.
         """
-        with self._syncing():
-            stream = self._checked(export)
-            result = self._session.run(stream, version)
-            if not self._asleep and not self._engine.reset_prefix_cache():
-                raise RolloutError("vLLM keeps keys and values of the old weights", where=WHERE,
-                                   remedy="close this rollout and create another one")  # fmt: skip
+        try:
+            with self._syncing():
+                result = self._session.run(self._checked(export), version)
+                self._forget_prefixes()
+        except BaseException as error:  # whatever it is, its holder must be able to make another rollout; raised again
+            engines.let_go(error)
+            raise
         self.weight_version = version
         return result
 
@@ -211,6 +212,12 @@ class VllmRollout:
         """The stream of an export of whole tensors, in whatever dtype: what no exporter of ours has made."""
         return collect(self._expected.checked(export), device=self._plan.device, dtype=DTYPES[self._plan.dtype],
                        architecture=self._quantized, scales=self.options.scales, audit=self.options.audit)  # fmt: skip
+
+    def _forget_prefixes(self) -> None:
+        # Caches that sleep too: vLLM is told of a nap on CUDA alone, elsewhere they outlive it.
+        if not self._engine.reset_prefix_cache():
+            raise RolloutError("vLLM keeps keys and values of the old weights", where=WHERE,
+                               remedy="close this rollout and create another one")  # fmt: skip
 
     def _reach_workers(self) -> InProcess | OtherProcesses:
         aliases = self._expected.aliases if self._plan.untie else {}

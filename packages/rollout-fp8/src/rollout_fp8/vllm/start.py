@@ -6,6 +6,7 @@ import gc
 import os
 import random
 import secrets
+import traceback
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -100,6 +101,7 @@ def start(plan: Plan) -> vllm.LLMEngine:
         with environment.workers(plan.device.index, plan.options.tensor_parallel_size):
             return vllm.LLMEngine.from_engine_args(vllm.EngineArgs(**arguments))
     except _FAILURES as error:
+        let_go(error)
         give_back(plan)
         raise _explained(error) from error
 
@@ -120,6 +122,17 @@ def give_back(plan: Plan) -> None:
     gc.collect()
     if plan.device.type == "cuda":
         torch.cuda.empty_cache()
+
+
+def let_go(error: BaseException) -> None:
+    """Empty the frames that an error passed, and the errors behind it: they hold the model.
+
+    Who keeps the error, in an ``except`` say, could make no other rollout: memory that can sleep would still be in use.
+    """
+    behind: BaseException | None = error
+    while behind is not None:
+        traceback.clear_frames(behind.__traceback__)  # but those that still run
+        behind = behind.__cause__ or behind.__context__
 
 
 class Generators:

@@ -44,7 +44,7 @@ class SyncExtension:
         """
         worker: Any = self
         if self._rollout_fp8_plan is None or self._rollout_fp8_plan.tensors != plan.tensors:
-            self._rollout_fp8 = None
+            self._rollout_fp8 = self._rollout_fp8_plan = None  # both: a plan that cannot be learnt leaves none
             self._rollout_fp8_aliases = aliases
             model = worker.get_model()
             packed = PackedReader(model) if next(model.parameters()).device.type == "cpu" else None
@@ -92,7 +92,11 @@ class SyncExtension:
         worker: Any = self
         if worker.device.type == "cpu":
             private.forget_expert_kernels(worker.get_model())
-        worker.reload_weights(weights_iterator=self._rollout_fp8_named(tensors))
+        try:
+            worker.reload_weights(weights_iterator=self._rollout_fp8_named(tensors))
+        except BaseException:  # whatever ended it, the next reload begins anew; raised again
+            private.end_reload(worker.get_model())
+            raise
 
     def _rollout_fp8_named(self, tensors: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
         worker: Any = self

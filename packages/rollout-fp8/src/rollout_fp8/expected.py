@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterator, Mapping
+from collections.abc import Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -14,8 +14,9 @@ from engine_api.errors import RolloutError
 from engine_api.hf_names import pieces_of
 from engine_api.weights import WeightExport
 from rollout_fp8.model import config_of
+from rollout_fp8.wire import SCALE_SUFFIX, WirePlan, WireTensor
 
-WHERE = "rollout 'vllm', weight sync"
+WHERE = "weight sync"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,27 +48,34 @@ class Expected:
         seen: set[str] = set()
         problems: list[str] = []
         for name, tensor in export:
-            problem = self._problem(name, tensor, seen)
+            problem = f"{name}: given twice" if name in seen else self._problem(name, tensor)
             seen.add(name)
             if problem is None:
                 yield name, tensor
             else:
                 problems.append(problem)
-        problems += [] if problems else [f"{name}: missing" for name in self.shapes if name not in seen]
-        if problems:
-            shown = problems[:8] + ([f"and {len(problems) - 8} more"] if len(problems) > 8 else [])
-            raise RolloutError(f"{len(problems)} weight(s) do not fit", where=WHERE, why="\n       ".join(shown),
-                               remedy="give engine and rollout the same model; nothing is generated until a whole export fits")  # fmt: skip
+        self._refuse(problems, seen)
 
-    def _problem(self, name: str, tensor: Tensor, taken: Container[str]) -> str | None:
+    def check(self, plan: WirePlan) -> None:
+        """Raises ``RolloutError`` that lists names that are missing, unknown or of a wrong shape."""
+        weights = {name: tensor for name, tensor in plan.tensors.items() if not name.endswith(SCALE_SUFFIX)}
+        problems = [self._problem(name, tensor) for name, tensor in weights.items()]
+        self._refuse([problem for problem in problems if problem is not None], weights)
+
+    def _problem(self, name: str, tensor: Tensor | WireTensor) -> str | None:
         if name not in self.shapes:
             return f"{name}: the model has no such weight ({near_matches(name, list(self.shapes))})"
-        if name in taken:
-            return f"{name}: given twice"
-        if not tensor.is_floating_point():
+        if not tensor.dtype.is_floating_point:
             return f"{name}: dtype {tensor.dtype}, a floating one is needed"
         wanted, given = self.shapes[name], tuple(tensor.shape)
         return None if wanted == given else f"{name}: shape {list(given)}, the model has {list(wanted)}"
+
+    def _refuse(self, problems: Sequence[str], seen: Container[str]) -> None:
+        problems = problems or [f"{name}: missing" for name in self.shapes if name not in seen]
+        if problems:
+            shown = [*problems[:8], *([f"and {len(problems) - 8} more"] if len(problems) > 8 else [])]
+            raise RolloutError(f"{len(problems)} weight(s) do not fit", where=WHERE, why="\n       ".join(shown),
+                               remedy="give engine and rollout the same model; nothing is generated until a whole export fits")  # fmt: skip
 
 
 def _aliases(model: torch.nn.Module) -> dict[str, str]:
