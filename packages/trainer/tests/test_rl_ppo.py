@@ -17,6 +17,7 @@ import yaml
 from rl_runs import SEVENS, configure, rows_of, same, tensors_of, tree
 
 from engine_api.capabilities import Capability
+from engine_api.comm import SingleComm
 from engine_api.errors import CheckpointMissing, ConfigError, UnsupportedCapability
 from engine_api.registry import EngineRegistry
 from engine_trainer.algorithms.losses import PolicyLoss
@@ -257,6 +258,12 @@ def test_reference_and_critic_leave_the_device_to_the_rollout(sums_model, tmp_pa
     assert others == [["offload", *["reload", "offload"] * 2]] * 2
 
 
+def alone_of(ranks: int, monkeypatch) -> None:
+    """This process is one of so many, whose others are not there to be asked."""
+    monkeypatch.setenv("WORLD_SIZE", str(ranks))
+    monkeypatch.setattr("engine_trainer.spmd.meeting", SingleComm)
+
+
 @pytest.mark.parametrize(
     ("sizes", "ranks"), [({"ulysses": 2}, 1), ({"ulysses": 2}, 3), ({"dp_shard": 2}, 4), ({"dp_replicate": 4}, 2)]
 )
@@ -265,7 +272,7 @@ def test_sizes_of_a_critic_that_make_no_world_are_refused_before_anything_is_loa
 ):
     critic = {**GAE["critic"], "parallelism": sizes}
     config = configure(sums_model, tmp_path / "out", algorithm={"prompts_per_step": 8, **GAE, "critic": critic})
-    monkeypatch.setenv("WORLD_SIZE", str(ranks))
+    alone_of(ranks, monkeypatch)
     monkeypatch.setattr(Spmd, "engines", lambda *_: pytest.fail("an engine was made"))
     with pytest.raises(ConfigError, match=f"does not make a world of {ranks}") as caught:
         train_rl(config)
@@ -281,7 +288,7 @@ def test_sizes_of_a_critic_that_make_the_world_are_taken(sums_model, tmp_path):
 
 def test_what_the_critics_engine_does_not_do_is_refused_before_anything_is_loaded(sums_model, tmp_path, monkeypatch):
     monkeypatch.setattr(Spmd, "engines", lambda *_: pytest.fail("an engine was made"))
-    monkeypatch.setenv("WORLD_SIZE", "2")
+    alone_of(2, monkeypatch)
     critic = {**GAE["critic"], "parallelism": {"tp": 2}}
     with pytest.raises(UnsupportedCapability, match="tp"):
         train_rl(configure(sums_model, tmp_path / "out", algorithm={"prompts_per_step": 8, **GAE, "critic": critic}))
@@ -289,7 +296,7 @@ def test_what_the_critics_engine_does_not_do_is_refused_before_anything_is_loade
 
 def test_engines_that_share_their_process_groups_are_refused_with_other_sizes(sums_model, tmp_path, monkeypatch):
     monkeypatch.setattr(Spmd, "engines", lambda *_: pytest.fail("an engine was made"))
-    monkeypatch.setenv("WORLD_SIZE", "2")
+    alone_of(2, monkeypatch)
     plugin = EngineRegistry.resolve(model_type="value_model", backend="fsdp2", device="cpu").plugin
     shared = SimpleNamespace(plugin=replace(plugin, one_layout=True), device="cpu")
     monkeypatch.setattr("engine_trainer.spmd.EngineRegistry.resolve", lambda **_: shared)
