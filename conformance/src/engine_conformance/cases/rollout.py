@@ -314,6 +314,26 @@ def failed_sync(target: Target) -> float:
     return max(margins)
 
 
+@case(id="rollout.stale_sync", world=(1,), profile="rollout", quick=True)
+def stale_sync(target: Target) -> float:
+    """Weights of an older version than the one served MUST be refused, and nothing be generated until a good sync.
+
+    The version that is served may come again, and be other weights.
+
+    If this fails: a sync that came late, or of an engine that went back to a checkpoint, is served as if it were new.
+    """
+    old, new = rollout_model(target), rollout_model(target, seed=11)
+    ask = Generate(prompts=prompts_of(6, 2), sampling=GREEDY)
+    script = [Sync(folder=new, version=5), Sync(folder=old, version=2), ask, Sync(folder=old, version=5), ask]
+    first, late, silent, again, answer = replies(target, new, script)
+    worked(first, "version 5")
+    refused(late, "version 2 after 5")
+    must(late.version == 5, "weight_version", f"{late.version} after a refused sync, 5 was installed")
+    refused(silent, "after a refused sync")
+    worked(again, "version 5 again")
+    return served(target, answer, old, "version 5 again", version=5)
+
+
 @case(id="rollout.sleep", world=(1,), dtypes=BOTH, profile="rollout")
 def sleep(target: Target) -> float:
     """``sleep`` MUST give memory back; awake again, a rollout refuses until a sync and then serves what came, as it did before.

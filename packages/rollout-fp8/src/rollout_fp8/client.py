@@ -17,6 +17,7 @@ import torch
 from engine_api.devices import device_of
 from engine_api.errors import ConfigError, RolloutError
 from engine_api.registry import Resolution
+from engine_api.requests import check_version
 from engine_api.rollout import Completion, Generation, SamplingParams, SyncResult
 from engine_api.weights import WeightExport
 from rollout_fp8.adapter import folder_of
@@ -71,6 +72,7 @@ class RemoteRollout:
         self._server = Endpoint(url, silence_s, self._process)
         try:
             self.weight_version: int = self._server.health()["weight_version"]
+            self._sent = -1  # the version of the last weights that came from here
         except BaseException:  # an interrupt too must leave no server behind; raised again
             self.close()
             raise
@@ -95,11 +97,13 @@ class RemoteRollout:
         """
         self._server.require_open()
         self._failed = True  # also when the export is bad, of which the server never hears
+        check_version(version, self._sent, where=WHERE)
         if isinstance(export, AdapterParts):
             result = self._send_adapter(export, version)
         else:
             result = self._send(self._stream(export), version)
-        self.weight_version, self._failed = result.version, False
+        self.weight_version = self._sent = result.version
+        self._failed = False
         return result
 
     def _send_adapter(self, parts: AdapterParts, version: int) -> SyncResult:
