@@ -60,6 +60,7 @@ class RemoteRollout:
         self._device, self._arguments, self._timeout_s = device, arguments, timeout_s
         self._sender: Sender | None = None
         self._failed = False  # the last sync
+        self._sent = -1  # the version of the last weights that came from here
         self._has_base = False  # of an adapter
         self._process: ServerProcess | None = None
         if url is None:
@@ -72,7 +73,6 @@ class RemoteRollout:
         self._server = Endpoint(url, silence_s, self._process)
         try:
             self.weight_version: int = self._server.health()["weight_version"]
-            self._sent = -1  # the version of the last weights that came from here
         except BaseException:  # an interrupt too must leave no server behind; raised again
             self.close()
             raise
