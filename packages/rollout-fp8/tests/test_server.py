@@ -68,12 +68,19 @@ def arguments(tmp_path_factory) -> dict[str, Any]:
 
 
 @pytest.fixture(scope="module")
-def rollout(arguments):
+def started(arguments):
     made = RemoteRollout(
         name="local", device="cpu", arguments=arguments, silence_s=20, timeout_s=20, start_timeout_s=120
     )
     yield made
     made.close()
+
+
+@pytest.fixture
+def rollout(started):
+    """Each test counts its versions anew, as a run does."""
+    started._sent = -1
+    return started
 
 
 @pytest.fixture
@@ -221,6 +228,11 @@ def test_two_clients_take_turns(rollout, arguments) -> None:
     for thread in threads:
         thread.join()
     assert [found[i] for i in range(4)] == [want] * 4
+    with pytest.raises(RolloutError, match="version 5 is stale"):
+        rollout.update_weights(iter(weights(1).items()), 5)
+    other.update_weights(iter(weights(1).items()), 3)  # of another run
+    rollout.update_weights(iter(weights(0).items()), 6)
+    assert rollout.generate(PROMPTS, SAMPLING) == want
     other.update_weights(iter(weights(1).items()), 7)
     assert rollout.generate(PROMPTS, SAMPLING) != want
     other.close()

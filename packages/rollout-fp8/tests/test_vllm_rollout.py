@@ -55,6 +55,21 @@ def test_the_user_keeps_what_he_set(variables: pytest.MonkeyPatch) -> None:
     assert os.environ[environment.E8M0] == "0"
 
 
+@pytest.mark.parametrize(
+    ("device", "dtype", "given", "want"),
+    [("cuda", "float32", None, "ieee"), ("cuda", "float32", "tf32x3", "tf32x3"), ("cuda", "bfloat16", None, None),
+     ("cpu", "float32", None, None)],
+)  # fmt: skip
+def test_float32_on_cuda_is_not_rounded_to_tf32_unless_the_user_says_so(
+    variables: pytest.MonkeyPatch, device: str, dtype: str, given: str | None, want: str | None
+) -> None:
+    variables.delenv("TRITON_F32_DEFAULT", raising=False)
+    if given is not None:
+        variables.setenv("TRITON_F32_DEFAULT", given)
+    environment.exact_float32(device, dtype)
+    assert os.environ.get("TRITON_F32_DEFAULT") == want
+
+
 def test_requantized_weights_are_refused(variables: pytest.MonkeyPatch) -> None:
     variables.setenv(environment.E8M0, "1")
     with pytest.raises(RolloutError, match="requantize") as caught:

@@ -35,6 +35,14 @@ class KeepsOldVersion(LocalRollout):
         return super().update_weights(export, version if self.weight_version < 0 else self.weight_version)
 
 
+class TakesStaleVersions(LocalRollout):
+    """A version that is older than the one served is installed."""
+
+    def update_weights(self, export: WeightExport, version: int) -> SyncResult:
+        self.weight_version = min(self.weight_version, version)
+        return super().update_weights(export, version)
+
+
 class HoldsReferences(LocalRollout):
     """Tensors of the export are collected first and copied when all are there."""
 

@@ -248,12 +248,14 @@ def test_an_export_that_does_not_fit_is_refused_until_a_good_one_comes(tmp_path,
     assert {v for c in rollout.generate(PROMPTS, params()) for v in c.weight_versions} == {9}
 
 
-def test_a_bad_export_is_read_to_its_end(tmp_path):
+@pytest.mark.parametrize(("taken", "version", "said"), [(1, 8, "missing"), (0, 6, "stale")])
+def test_a_bad_export_is_read_to_its_end(tmp_path, taken, version, said):
     model, rollout = serve("qwen3", tmp_path)
     stream = export(model)
-    next(stream)  # so that the first name is missing
-    with pytest.raises(RolloutError):
-        rollout.update_weights(stream, 1)
+    for _ in range(taken):
+        next(stream)  # so that the first name is missing
+    with pytest.raises(RolloutError, match=said):
+        rollout.update_weights(stream, version)
     assert next(stream, None) is None  # other ranks gather along and are not left waiting
 
 

@@ -19,6 +19,7 @@ FOUND_BY = {
     "HoldsReferences": "rollout.sync",
     "ServesOldPrefixes": "rollout.sync",
     "KeepsPrefixesOverNaps": "rollout.sleep",
+    "TakesStaleVersions": "rollout.stale_sync",
     "IgnoresNames": "rollout.failed_sync",
     "ForgetsTemperature": "rollout.log_probs",
     "Renormalizes": "rollout.truncation",

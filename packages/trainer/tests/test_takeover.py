@@ -14,6 +14,7 @@ import torch
 import yaml
 from safetensors.torch import load_file
 
+from engine_api.comm import SingleComm
 from engine_api.devices import SIMULATED_CUDA
 from engine_api.errors import ConfigError
 from engine_api.manifest import read_manifest
@@ -211,6 +212,7 @@ def test_two_megatron_engines_of_different_sizes_are_refused_before_anything_is_
 ) -> None:
     monkeypatch.setenv(SIMULATED_CUDA, "1")
     monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.setattr("engine_trainer.spmd.meeting", SingleComm)  # the other rank is not there
     monkeypatch.setattr(Spmd, "engines", lambda *_: pytest.fail("an engine was made"))
     given = [*overrides, *SMALL["rl/gsm8k_grpo.yaml"], *PPO, *MEGATRON, *ON_MEGATRON, "reward.name=exact"]
     with pytest.raises(ConfigError, match="tp 2, beside an engine of data-parallel ranks alone") as caught:

@@ -27,6 +27,9 @@ from engine_conformance.oracle.generate import Greedy, completion_log_probs, gre
 from engine_conformance.tolerances import Tolerance
 
 __all__ = [
+    "BOTH",
+    "FAMILIES",
+    "GREEDY",
     "UNEVEN",
     "binds",
     "clear_paths",
@@ -37,12 +40,27 @@ __all__ = [
     "refused",
     "replies",
     "rollout_model",
+    "sampled",
     "served",
     "well_formed",
     "worked",
 ]
 
 UNEVEN = (5, 1, 23, 9, 2)  # tokens of prompts
+BOTH = ("float32", "bfloat16")
+FAMILIES: tuple[dict[str, Any], ...] = (
+    {"family": "llama", "tied": False},
+    {"family": "qwen2", "tied": True},
+    {"family": "qwen3", "tied": True},
+    {"family": "qwen3_moe", "tied": False},
+)
+GREEDY = SamplingParams(max_new_tokens=8, temperature=0.0)
+
+
+def sampled(seed: int = 1, **kwargs: Any) -> SamplingParams:
+    """Eight tokens, drawn."""
+    arguments_of: dict[str, Any] = {"max_new_tokens": 8, "seed": seed} | kwargs
+    return SamplingParams(**arguments_of)
 
 
 def rollout_model(target: Target, **kwargs: Any) -> Path:

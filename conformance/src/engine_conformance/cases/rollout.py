@@ -15,24 +15,27 @@ from typing import Any
 
 from engine_api.config import OptimizerConfig
 from engine_api.devices import DEVICES
-from engine_api.errors import ConfigError, PluginError, PluginNotFound, PluginUnavailable, RankFailure
+from engine_api.errors import ConfigError, PluginError, PluginNotFound, PluginUnavailable
 from engine_api.plugin import CONTRACT, contract_problem
 from engine_api.registry import RolloutRegistry
 from engine_api.rollout import Rollout, SamplingParams
 from engine_conformance.cases._case import case, must
 from engine_conformance.cases._expect import documents
-from engine_conformance.cases._rollouts import EOS, SPOILS, Action, Do, Generate, Sync, arguments, chain
+from engine_conformance.cases._rollouts import EOS, Do, Generate, Sync, arguments, chain
 from engine_conformance.cases._served import (
+    BOTH,
+    FAMILIES,
+    GREEDY,
     UNEVEN,
     binds,
     clear_paths,
     engine_matches,
     follows,
-    likelier_than_sampled,
     prompts_of,
     refused,
     replies,
     rollout_model,
+    sampled,
     served,
     well_formed,
     worked,
@@ -40,13 +43,6 @@ from engine_conformance.cases._served import (
 from engine_conformance.cases._target import Target
 from engine_conformance.compare import ConformanceFailure
 
-BOTH = ("float32", "bfloat16")
-FAMILIES: tuple[dict[str, Any], ...] = (
-    {"family": "llama", "tied": False},
-    {"family": "qwen2", "tied": True},
-    {"family": "qwen3", "tied": True},
-    {"family": "qwen3_moe", "tied": False},
-)
 # The other half of tied and untied, for the case that is cheap enough.
 MORE: tuple[dict[str, Any], ...] = tuple(one | {"tied": not one["tied"]} for one in FAMILIES[:3])
 
@@ -112,14 +108,6 @@ def signatures(target: Target) -> None:
             binds(getattr(cls, name), name, None, **dict.fromkeys(parameters[1:]))
 
 
-def _sampled(seed: int = 1, **kwargs: Any) -> SamplingParams:
-    arguments_of: dict[str, Any] = {"max_new_tokens": 8, "seed": seed} | kwargs
-    return SamplingParams(**arguments_of)
-
-
-GREEDY = SamplingParams(max_new_tokens=8, temperature=0.0)
-
-
 @case(id="rollout.states", world=(1,), profile="rollout", quick=True)
 def states(target: Target) -> None:
     """Nothing MUST be generated before a first sync nor after ``close``; such a call is a ``RolloutError`` with a remedy.
@@ -179,7 +167,7 @@ def log_probs(target: Target) -> float:
     margins = []
     for kwargs in FAMILIES:
         model = rollout_model(target, **kwargs)
-        asks = [Generate(prompts=prompts_of(*UNEVEN), sampling=_sampled(n=4, temperature=t)) for t in (1.0, 0.7)]
+        asks = [Generate(prompts=prompts_of(*UNEVEN), sampling=sampled(n=4, temperature=t)) for t in (1.0, 0.7)]
         got = replies(target, model, [Sync(folder=model, version=1), *asks])
         for ask, reply in zip(asks, got[1:], strict=True):
             where = f"{model.name} at temperature {ask.sampling.temperature}"
@@ -197,7 +185,7 @@ def truncation(target: Target) -> float:
     """
     model = rollout_model(target)
     cuts = [{"top_k": 1}, {"top_k": 4}, {"top_p": 0.6}, {"top_p": 0.0001}]
-    asks = [Generate(prompts=prompts_of(*UNEVEN), sampling=_sampled(n=8, temperature=1.5, **cut)) for cut in cuts]
+    asks = [Generate(prompts=prompts_of(*UNEVEN), sampling=sampled(n=8, temperature=1.5, **cut)) for cut in cuts]
     got = replies(target, model, [Sync(folder=model, version=1), *asks])
     margins, noise = [], 2 * target.tolerance("log_probs").atol
     for ask, cut, reply in zip(asks, cuts, got[1:], strict=True):
@@ -221,7 +209,7 @@ def sampling(target: Target) -> float:
     a group of samples is one sample; a server's default seed makes every step draw alike.
     """
     model, small = rollout_model(target), rollout_model(target, vocab_size=16, seed=3)
-    asks = [Generate(prompts=prompts_of(4, 7), sampling=_sampled(n=4, temperature=1.5, seed=s)) for s in (1, 1, 2)]
+    asks = [Generate(prompts=prompts_of(4, 7), sampling=sampled(n=4, temperature=1.5, seed=s)) for s in (1, 1, 2)]
     free = replace(asks[0], sampling=replace(asks[0].sampling, seed=None))
     got = replies(target, model, [Sync(folder=model, version=1), *asks, free, free])
     first, again, other, one, two = ([c.tokens for c in well_formed(r, "seeds", version=1)] for r in got[1:])
@@ -230,7 +218,7 @@ def sampling(target: Target) -> float:
     must(one != two, "tokens", "without a seed the same was drawn twice")
     for group in (first[:4], first[4:]):
         must(len({tuple(tokens) for tokens in group}) == 4, "tokens", f"completions of one prompt are alike: {group}")
-    draws = [_sampled(n=DRAWS, max_new_tokens=1, temperature=t, seed=7) for t in (1.0, 2.0)]
+    draws = [sampled(n=DRAWS, max_new_tokens=1, temperature=t, seed=7) for t in (1.0, 2.0)]
     many = [Generate(prompts=prompts_of(3, 6, vocab=16), sampling=draw) for draw in draws]
     counted = replies(target, small, [Sync(folder=small, version=1), *many])
     return max(follows(small, ask, reply) for ask, reply in zip(many, counted[1:], strict=True))
@@ -262,98 +250,6 @@ def stop(target: Target) -> None:
             must(c.tokens == want, "tokens", f"{c.tokens}, not {want}", where=f"{where}, prompt {c.prompt_index}")
 
 
-@case(id="rollout.sync", world=(1,), dtypes=BOTH, profile="rollout")
-def sync(target: Target) -> float:
-    """After every sync, the first and later ones, the new weights MUST be served, all of them and nothing else.
-
-    Weights A, B, A, C; each tensor of an export is overwritten when the next one is asked for, as an engine may do.
-    Prompts repeat, one of them long enough for a cache of prefixes. Every token carries the version.
-
-    If this fails: a kernel's repacked copy of a weight stays (verl #7986; vLLM's CPU linears under plain
-    ``load_weights``, where the head stays old); CUDA graphs or the loader keep pointers to old tensors (vLLM #48312,
-    #41670); scales are laid out or rounded otherwise than the exporter did (vime #133, vLLM #58157); a tensor is
-    kept by reference, not copied; keys and values of old weights are served again.
-    """
-    margins = []
-    for kwargs in (FAMILIES[0], FAMILIES[2], FAMILIES[3]):
-        models = [rollout_model(target, seed=seed, **kwargs) for seed in (0, 11, 0, 12)]
-        prompts = prompts_of(6, 150, 1, 1, 1, 1)
-        asks = [Generate(prompts=prompts, sampling=s) for s in (GREEDY, _sampled(n=2))]
-        script: list[Action] = []
-        for version, model in zip((1, 2, 3, 7), models, strict=True):
-            script += [Sync(folder=model, version=version), *asks]
-        got = replies(target, models[0], script)
-        for place, (version, model) in enumerate(zip((1, 2, 3, 7), models, strict=True)):
-            where, own = f"{kwargs['family']}, sync {place + 1}", got[3 * place : 3 * place + 3]
-            worked(own[0], where)
-            margins += [served(target, reply, model, where, version=version) for reply in own[1:]]
-    return max(margins)
-
-
-@case(id="rollout.failed_sync", world=(1,), profile="rollout")
-def failed_sync(target: Target) -> float:
-    """An export that does not fit MUST raise ``RolloutError``, and nothing be generated until a whole one came.
-
-    A name that is missing, unknown or given twice, another shape, integers for a weight, and an export that fails in
-    the middle (its own error, or a ``RolloutError``).
-
-    If this fails: a loader skips names that it does not know, or goes on with a mixture of old and new weights.
-    """
-    old, new = rollout_model(target), rollout_model(target, seed=11)
-    ask = Generate(prompts=prompts_of(6, 2), sampling=_sampled())
-    script: list[Action] = [Sync(folder=old, version=1)]
-    for spoil in SPOILS:
-        script += [Sync(folder=new, version=2, spoil=spoil), ask, Sync(folder=new, version=3), ask]
-    got, margins = replies(target, old, script), []
-    for place, spoil in enumerate(SPOILS):
-        bad, after, good, again = got[1 + 4 * place : 5 + 4 * place]
-        refused(bad, spoil, also=(RankFailure,) if spoil == "raises" else ())
-        refused(after, f"after a sync that failed ({spoil})")
-        worked(good, f"after {spoil}")
-        margins.append(served(target, again, new, f"after {spoil} and a good sync", version=3))
-    return max(margins)
-
-
-@case(id="rollout.sleep", world=(1,), dtypes=BOTH, profile="rollout")
-def sleep(target: Target) -> float:
-    """``sleep`` MUST give memory back; awake again, a rollout refuses until a sync and then serves what came, as it did before.
-
-    Other weights after the first nap, the first ones after the second, whose caches wake up behind the sync. Twice asleep and
-    twice awake is the same as once. Memory is measured where the device counts it (not on a CPU).
-
-    If this fails: pools of memory are kept, or captured graphs point into memory that is gone (vLLM #48312); keys and values
-    of old weights outlive the nap, where a device frees nothing (one prompt is long enough for a cache of prefixes).
-    """
-    model, other = rollout_model(target), rollout_model(target, seed=11)
-    ask = Generate(prompts=prompts_of(*UNEVEN, 150), sampling=_sampled(n=2))
-    good, new = Sync(folder=model, version=4), Sync(folder=other, version=5)
-    nap = [Do("sleep"), Do("sleep"), ask, Do("wake_up"), Do("wake_up"), ask, new, ask]
-    late = [Do("sleep"), ask, Do("wake_up", "weights"), Do("wake_up", "weights"), replace(good, version=6),
-            Do("wake_up", "kv_cache"), ask]  # fmt: skip
-    got = replies(target, model, [good, ask, *nap, *late])
-    for place in (0, 2, 3, 5, 6, 8, 10, 12, 13, 14, 15):
-        worked(got[place], f"call {place}, sleep and wake")
-    for place, where in ((4, "asleep"), (7, "awake, not synced"), (11, "asleep again")):
-        refused(got[place], where)
-    margins = [served(target, got[1], model, "before", version=4), served(target, got[9], other, "awake", version=5),
-               served(target, got[16], model, "awake with its caches later", version=6)]  # fmt: skip
-    same = [c.tokens for c in got[16].completions] == [c.tokens for c in got[1].completions]
-    must(same, "tokens", "the same seed draws others after waking up")
-    if target.device != "cpu":
-        _gives_memory_back(target)
-    return max(margins)
-
-
-def _gives_memory_back(target: Target) -> None:
-    large = rollout_model(target, vocab_size=32768, hidden_size=1024)
-    script = [Sync(folder=large, version=1), Do("sleep"), Do("wake_up"), Sync(folder=large, version=2)]
-    awake, asleep, _, again = replies(target, large, script)
-    weights = (large / "model.safetensors").stat().st_size * target.torch_dtype.itemsize // 4
-    for reply in (awake, again):
-        freed = reply.used - asleep.used
-        must(freed >= weights // 2, "memory", f"{freed} bytes freed, the weights have {weights}")
-
-
 @case(id="rollout.bad_requests", world=(1,), profile="rollout", quick=True)
 def bad_requests(target: Target) -> float:
     """A request that makes no sense MUST raise ``RolloutError`` or ``ConfigError``, and leave the rollout usable.
@@ -369,9 +265,9 @@ def bad_requests(target: Target) -> float:
         "n": {"n": 0}, "max_new_tokens": {"max_new_tokens": 0}, "temperature": {"temperature": -0.5},
         "top_p": {"top_p": 1.5}, "top_k": {"top_k": -1},
     }  # fmt: skip
-    ask = Generate(prompts=good, sampling=_sampled())
-    asks = {name: Generate(prompts=(*good, bad), sampling=_sampled()) for name, bad in prompts.items()}
-    asks |= {name: replace(ask, sampling=_sampled(**bad)) for name, bad in options.items()}
+    ask = Generate(prompts=good, sampling=sampled())
+    asks = {name: Generate(prompts=(*good, bad), sampling=sampled()) for name, bad in prompts.items()}
+    asks |= {name: replace(ask, sampling=sampled(**bad)) for name, bad in options.items()}
     got = replies(target, model, [Sync(folder=model, version=1), *asks.values(), ask])
     for name, reply in zip(asks, got[1:-1], strict=True):
         refused(reply, name, also=(ConfigError,), prompt=2 if name in prompts else None)
@@ -390,7 +286,7 @@ def engine(target: Target) -> float:
     assert target.partner is not None, "the plan asks for one"
     model, optimizer = rollout_model(target), OptimizerConfig(lr=1e-2, clip_norm=None)
     trainer = replace(target.setup(target.config(model, optimizer=optimizer)), backend=target.partner)
-    ask = Generate(prompts=prompts_of(*UNEVEN), sampling=_sampled(n=2, temperature=0.8))
+    ask = Generate(prompts=prompts_of(*UNEVEN), sampling=sampled(n=2, temperature=0.8))
     batches = [documents(seed) for seed in range(3)]
     links = target.run(chain, target.config(model), trainer=trainer, batches=batches, ask=ask)[0]
     versions = [link.engine_version for link in links]

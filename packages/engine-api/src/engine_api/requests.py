@@ -1,4 +1,4 @@
-"""What a rollout refuses before it generates anything: the same for every rollout."""
+"""What a rollout refuses before it generates or installs anything: the same for every rollout."""
 
 from __future__ import annotations
 
@@ -43,3 +43,10 @@ def check_prompts(
         if limit is not None and len(prompt) + max_new_tokens > limit:
             raise RolloutError(f"prompt {index} has {len(prompt)} tokens, and {max_new_tokens} may follow", where=where,
                                why=room, remedy=remedy)  # fmt: skip
+
+
+def check_version(version: int, served: int, *, where: str) -> None:
+    """Raises ``RolloutError`` for weights older than those that were ``served`` last (-1: none yet)."""
+    if version < served:
+        raise RolloutError(f"version {version} is stale", where=where, why=f"{served} was served before",
+                           remedy="sync the engine's current weights; after a return to a checkpoint create another rollout")  # fmt: skip

@@ -17,6 +17,7 @@ import torch
 from engine_api.devices import device_of
 from engine_api.errors import ConfigError, RolloutError
 from engine_api.registry import Resolution
+from engine_api.requests import check_version
 from engine_api.rollout import Completion, Generation, SamplingParams, SyncResult
 from engine_api.weights import WeightExport
 from rollout_fp8.adapter import folder_of
@@ -61,6 +62,7 @@ class RemoteRollout:
         self._device, self._arguments, self._timeout_s = device, arguments, timeout_s
         self._sender: Sender | None = None
         self._failed = False  # the last sync
+        self._sent = -1  # the version of the last weights that came from here
         self._has_base = False  # of an adapter
         self._process: ServerProcess | None = None
         connects = url is not None
@@ -101,11 +103,13 @@ class RemoteRollout:
         """
         self._server.require_open()
         self._failed = True  # also when the export is bad, of which the server never hears
+        check_version(version, self._sent, where=WHERE)
         if isinstance(export, AdapterParts):
             result = self._send_adapter(export, version)
         else:
             result = self._send(self._stream(export), version)
-        self.weight_version, self._failed = result.version, False
+        self.weight_version = self._sent = result.version
+        self._failed = False
         return result
 
     def _send_adapter(self, parts: AdapterParts, version: int) -> SyncResult:

@@ -32,8 +32,8 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from itertools import count
 from pathlib import Path
@@ -128,7 +128,19 @@ class Service:
                 else stack.enter_context(receive_weights(address, device=device, timeout_s=timeout_s))
             )
             export = stream if adapter is None else SentAdapter(Path(adapter["folder"]), adapter["sums"], stream)
-            return to_json(self._rollout.update_weights(cast("WeightExport", export), version))
+            with self._any_version(version):
+                return to_json(self._rollout.update_weights(cast("WeightExport", export), version))
+
+    @contextmanager
+    def _any_version(self, version: int) -> Iterator[None]:
+        """Take an older version too: runs come and go, and each counts anew. A client refuses what is older than it sent itself."""
+        served = self._rollout.weight_version
+        self._rollout.weight_version = min(served, version)
+        try:
+            yield
+        except BaseException:  # it may serve on; raised again
+            self._rollout.weight_version = served
+            raise
 
     def sleep(self, *, weights: bool = True, kv_cache: bool = True) -> dict[str, Any]:
         """See ``Rollout.sleep``."""

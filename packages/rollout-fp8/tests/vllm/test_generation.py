@@ -131,6 +131,10 @@ def test_memory_that_others_used_meanwhile_is_not_called_too_little() -> None:
     refused(call(peers.explained, text=text), "used by others meanwhile", "one process at a time")
 
 
+def test_an_engine_of_float32_on_cuda_is_built_where_triton_does_not_round(model: str) -> None:
+    assert call(peers.float32_of_starts, model=model) == {"bfloat16": None, "float32": "ieee"}
+
+
 def test_what_cannot_start_says_why(model: str) -> None:
     refused(call(peers.refused, model=model, enforce_eagre=True), "enforce_eager", kind=ConfigError)
     refused(call(peers.refused, model=model, dtype="float8"), "float8", kind=ConfigError)

@@ -13,6 +13,7 @@ from contextlib import contextmanager
 from itertools import takewhile
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import torch
@@ -84,6 +85,27 @@ def refused(model: str, **arguments: Any) -> EngineError | None:
             pass
 
     return error_of(make)
+
+
+def float32_of_starts(model: str) -> dict[str, str | None]:
+    """What Triton is told of float32 when engines for CUDA are built, whose start ends there."""
+    from rollout_fp8.options import VllmOptions
+    from rollout_fp8.vllm import start
+
+    seen: dict[str, str | None] = {}
+    with mock.patch.dict(os.environ), mock.patch.object(start.vllm, "EngineArgs") as arguments:
+        os.environ.pop("TRITON_F32_DEFAULT", None)
+        for dtype in ("bfloat16", "float32"):
+
+            def ends(dtype: str = dtype, **_: Any) -> None:
+                seen[dtype] = os.environ.get("TRITON_F32_DEFAULT")
+                raise RuntimeError
+
+            arguments.side_effect = ends
+            plan = start.Plan(device=torch.device("cuda", 0), model=ModelSource(path=model), dtype=dtype, max_num_seqs=1,
+                              options=VllmOptions(executor="workers"), tied=False)  # fmt: skip
+            assert error_of(start.start, plan)
+    return seen
 
 
 def explained(text: str) -> EngineError:

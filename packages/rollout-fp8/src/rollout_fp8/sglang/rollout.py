@@ -19,6 +19,7 @@ import torch
 from engine_api.config import ModelSource
 from engine_api.errors import EngineError, RolloutError
 from engine_api.registry import Resolution
+from engine_api.requests import check_version
 from engine_api.rollout import Completion, Generation, SamplingParams, SyncResult
 from engine_api.weights import WeightExport
 from rollout_fp8 import versions
@@ -229,9 +230,7 @@ class SglangRollout:
             self._not_ready = _SYNCING
         failed = "the last weight sync failed, some weights may be old and some new"
         try:
-            if version < self.weight_version:
-                raise RolloutError(f"version {version} is stale", where=WHERE, why=f"{self.weight_version} was served before",
-                                   remedy="sync the engine's current weights")  # fmt: skip
+            check_version(version, self.weight_version, where=WHERE)
             self._flush(host)
             yield
             failed = ""

@@ -15,6 +15,7 @@ import torch.distributed as dist
 from engine_api.config import LoraConfig, ModelSource
 from engine_api.errors import ConfigError, RolloutError
 from engine_api.registry import Resolution
+from engine_api.requests import check_version
 from engine_api.rollout import Completion, Generation, SamplingParams, SyncResult
 from engine_api.weights import WeightExport
 from rollout_fp8 import versions
@@ -128,6 +129,7 @@ class VllmRollout:
         """
         try:
             with self._syncing():
+                check_version(version, self.weight_version, where=WHERE)
                 result = self._session.run(self._checked(export), version)
                 self._forget_prefixes()
         except BaseException as error:  # whatever it is, its holder must be able to make another rollout; raised again

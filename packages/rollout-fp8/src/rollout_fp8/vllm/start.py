@@ -79,6 +79,7 @@ def start(plan: Plan) -> vllm.LLMEngine:
     Raises ``RolloutError``: out of memory, no kernels for the device, a model that vLLM does not know.
     """
     _check_fp8(plan)
+    environment.exact_float32(plan.device.type, plan.dtype)
     vllm.envs.disable_envs_cache()  # an earlier engine of this process froze what it had read
     arguments = _arguments(plan)
     try:

@@ -13,7 +13,7 @@ from engine_api.config import ModelSource
 from engine_api.devices import device_of
 from engine_api.errors import ConfigError, RolloutError
 from engine_api.registry import Resolution
-from engine_api.requests import check_prompts, check_sampling
+from engine_api.requests import check_prompts, check_sampling, check_version
 from engine_api.rollout import Completion, SamplingParams, SyncResult
 from engine_api.weights import WeightExport
 from engine_trainer.rollouts import attention
@@ -90,7 +90,8 @@ class LocalRollout:
             raise RolloutError("cannot take weights", where=WHERE, why=self._not_ready, remedy="call wake_up first")
         self._not_ready = "the last weight sync failed, some weights are old and some are new"
         begin = time.perf_counter()
-        self._table.install(export)
+        self._table.install(export)  # a stale one is read to its end, too: other ranks gather along
+        check_version(version, self.weight_version, where=WHERE)
         if self._kind.has_streams:
             self._kind.module.synchronize(self._device)
         self.weight_version, self._not_ready = version, ""

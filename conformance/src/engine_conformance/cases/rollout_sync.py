@@ -1,0 +1,135 @@
+"""What a rollout owes of its weights: the newest that came whole, and memory back while it sleeps."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from engine_api.errors import RankFailure
+from engine_conformance.cases._case import case, must
+from engine_conformance.cases._rollouts import SPOILS, Action, Do, Generate, Sync
+from engine_conformance.cases._served import (
+    BOTH,
+    FAMILIES,
+    GREEDY,
+    UNEVEN,
+    prompts_of,
+    refused,
+    replies,
+    rollout_model,
+    sampled,
+    served,
+    worked,
+)
+from engine_conformance.cases._target import Target
+
+
+@case(id="rollout.sync", world=(1,), dtypes=BOTH, profile="rollout")
+def sync(target: Target) -> float:
+    """After every sync, the first and later ones, the new weights MUST be served, all of them and nothing else.
+
+    Weights A, B, A, C; each tensor of an export is overwritten when the next one is asked for, as an engine may do.
+    Prompts repeat, one of them long enough for a cache of prefixes. Every token carries the version.
+
+    If this fails: a kernel's repacked copy of a weight stays (verl #7986; vLLM's CPU linears under plain
+    ``load_weights``, where the head stays old); CUDA graphs or the loader keep pointers to old tensors (vLLM #48312,
+    #41670); scales are laid out or rounded otherwise than the exporter did (vime #133, vLLM #58157); a tensor is
+    kept by reference, not copied; keys and values of old weights are served again.
+    """
+    margins = []
+    for kwargs in (FAMILIES[0], FAMILIES[2], FAMILIES[3]):
+        models = [rollout_model(target, seed=seed, **kwargs) for seed in (0, 11, 0, 12)]
+        prompts = prompts_of(6, 150, 1, 1, 1, 1)
+        asks = [Generate(prompts=prompts, sampling=s) for s in (GREEDY, sampled(n=2))]
+        script: list[Action] = []
+        for version, model in zip((1, 2, 3, 7), models, strict=True):
+            script += [Sync(folder=model, version=version), *asks]
+        got = replies(target, models[0], script)
+        for place, (version, model) in enumerate(zip((1, 2, 3, 7), models, strict=True)):
+            where, own = f"{kwargs['family']}, sync {place + 1}", got[3 * place : 3 * place + 3]
+            worked(own[0], where)
+            margins += [served(target, reply, model, where, version=version) for reply in own[1:]]
+    return max(margins)
+
+
+@case(id="rollout.failed_sync", world=(1,), profile="rollout")
+def failed_sync(target: Target) -> float:
+    """An export that does not fit MUST raise ``RolloutError``, and nothing be generated until a whole one came.
+
+    A name that is missing, unknown or given twice, another shape, integers for a weight, and an export that fails in
+    the middle (its own error, or a ``RolloutError``).
+
+    If this fails: a loader skips names that it does not know, or goes on with a mixture of old and new weights.
+    """
+    old, new = rollout_model(target), rollout_model(target, seed=11)
+    ask = Generate(prompts=prompts_of(6, 2), sampling=sampled())
+    script: list[Action] = [Sync(folder=old, version=1)]
+    for spoil in SPOILS:
+        script += [Sync(folder=new, version=2, spoil=spoil), ask, Sync(folder=new, version=3), ask]
+    got, margins = replies(target, old, script), []
+    for place, spoil in enumerate(SPOILS):
+        bad, after, good, again = got[1 + 4 * place : 5 + 4 * place]
+        refused(bad, spoil, also=(RankFailure,) if spoil == "raises" else ())
+        refused(after, f"after a sync that failed ({spoil})")
+        worked(good, f"after {spoil}")
+        margins.append(served(target, again, new, f"after {spoil} and a good sync", version=3))
+    return max(margins)
+
+
+@case(id="rollout.stale_sync", since="1.2", world=(1,), profile="rollout", quick=True)
+def stale_sync(target: Target) -> float:
+    """Weights of an older version than the one served MUST be refused, and nothing be generated until a good sync.
+
+    The version that is served may come again, and be other weights.
+
+    If this fails: a sync that came late, or of an engine that went back to a checkpoint, is served as if it were new.
+    """
+    old, new = rollout_model(target), rollout_model(target, seed=11)
+    ask = Generate(prompts=prompts_of(6, 2), sampling=GREEDY)
+    script = [Sync(folder=new, version=5), Sync(folder=old, version=2), ask, Sync(folder=old, version=5), ask]
+    first, late, silent, again, answer = replies(target, new, script)
+    worked(first, "version 5")
+    refused(late, "version 2 after 5")
+    must(late.version == 5, "weight_version", f"{late.version} after a refused sync, 5 was installed")
+    refused(silent, "after a refused sync")
+    worked(again, "version 5 again")
+    return served(target, answer, old, "version 5 again", version=5)
+
+
+@case(id="rollout.sleep", world=(1,), dtypes=BOTH, profile="rollout")
+def sleep(target: Target) -> float:
+    """``sleep`` MUST give memory back; awake again, a rollout refuses until a sync and then serves what came, as it did before.
+
+    Other weights after the first nap, the first ones after the second, whose caches wake up behind the sync. Twice asleep and
+    twice awake is the same as once. Memory is measured where the device counts it (not on a CPU).
+
+    If this fails: pools of memory are kept, or captured graphs point into memory that is gone (vLLM #48312); keys and values
+    of old weights outlive the nap, where a device frees nothing (one prompt is long enough for a cache of prefixes).
+    """
+    model, other = rollout_model(target), rollout_model(target, seed=11)
+    ask = Generate(prompts=prompts_of(*UNEVEN, 150), sampling=sampled(n=2))
+    good, new = Sync(folder=model, version=4), Sync(folder=other, version=5)
+    nap = [Do("sleep"), Do("sleep"), ask, Do("wake_up"), Do("wake_up"), ask, new, ask]
+    late = [Do("sleep"), ask, Do("wake_up", "weights"), Do("wake_up", "weights"), replace(good, version=6),
+            Do("wake_up", "kv_cache"), ask]  # fmt: skip
+    got = replies(target, model, [good, ask, *nap, *late])
+    for place in (0, 2, 3, 5, 6, 8, 10, 12, 13, 14, 15):
+        worked(got[place], f"call {place}, sleep and wake")
+    for place, where in ((4, "asleep"), (7, "awake, not synced"), (11, "asleep again")):
+        refused(got[place], where)
+    margins = [served(target, got[1], model, "before", version=4), served(target, got[9], other, "awake", version=5),
+               served(target, got[16], model, "awake with its caches later", version=6)]  # fmt: skip
+    same = [c.tokens for c in got[16].completions] == [c.tokens for c in got[1].completions]
+    must(same, "tokens", "the same seed draws others after waking up")
+    if target.device != "cpu":
+        _gives_memory_back(target)
+    return max(margins)
+
+
+def _gives_memory_back(target: Target) -> None:
+    large = rollout_model(target, vocab_size=32768, hidden_size=1024)
+    script = [Sync(folder=large, version=1), Do("sleep"), Do("wake_up"), Sync(folder=large, version=2)]
+    awake, asleep, _, again = replies(target, large, script)
+    weights = (large / "model.safetensors").stat().st_size * target.torch_dtype.itemsize // 4
+    for reply in (awake, again):
+        freed = reply.used - asleep.used
+        must(freed >= weights // 2, "memory", f"{freed} bytes freed, the weights have {weights}")
