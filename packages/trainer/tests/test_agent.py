@@ -3,19 +3,17 @@
 from __future__ import annotations
 
 import asyncio
-import importlib.util
 import signal
-import threading
 import time
 from pathlib import Path
 
 import pytest
+from agent_parts import Scripted, Submitting, prompts, sampling
 
 from engine_api.errors import ConfigError, RolloutError
-from engine_api.rollout import Completion, SamplingParams
 from engine_trainer.agent import AgentError, AgentLoop, Episode
 from engine_trainer.agent.generators import Batched, derive
-from engine_trainer.data import ChatTokenizer, Prompt
+from engine_trainer.data import ChatTokenizer
 from engine_trainer.errors import DataError
 from engine_trainer.sections import AgentSection, DataSection
 
@@ -92,72 +90,6 @@ def plain(episode):
 """
 
 
-class Scripted:
-    """Answers with the texts of a script by turn (all prompts alike), and notes what it was asked."""
-
-    weight_version = 4
-
-    def __init__(self, tokenizer, *texts, seconds=0.0):
-        self.tokenizer, self.texts, self.seconds = tokenizer, texts, seconds
-        self.batches, self.asked = [], {}
-
-    def complete(self, prompt, sampling):
-        turn = sum(list(prompt[: len(p)]) == list(p) for p in self.asked.get("all", []) if len(p) < len(prompt))
-        self.asked.setdefault("all", []).append(list(prompt))
-        text = self.texts[min(turn, len(self.texts) - 1)]
-        tokens = [*self.tokenizer.encode_text(text), self.tokenizer.eos_token_id][: sampling.max_new_tokens]
-        stopped = tokens[-1] == self.tokenizer.eos_token_id
-        return tokens, [-0.5] * len(tokens), "stop" if stopped else "length"
-
-    def generate(self, prompts, sampling):
-        time.sleep(self.seconds)
-        self.batches.append(([list(p) for p in prompts], sampling))
-        return [Completion(prompt_index=i, tokens=t, log_probs=v, weight_versions=[4] * len(t), finish_reason=r)
-                for i, (t, v, r) in enumerate(self.complete(p, sampling) for p in prompts)]  # fmt: skip
-
-
-class Submitting(Scripted):
-    """The same in the background, a thread each; ``aborts``: how many first parts end with ``abort`` after two tokens."""
-
-    def __init__(self, *args, aborts=0, seconds=0.0):
-        super().__init__(*args)
-        self.delay, self.aborts, self.submitted, self.aborted, self.lock = seconds, aborts, [], [], threading.Lock()
-
-    def update_weights(self, export, version): ...
-    def sleep(self, weights=True, kv_cache=True): ...
-    def wake_up(self, weights=True, kv_cache=True): ...
-    def close(self): ...
-
-    def submit(self, prompt, sampling):
-        with self.lock:
-            self.submitted.append((list(prompt), sampling))
-            cut = len(self.submitted) <= self.aborts
-            (one,) = Scripted.generate(self, [prompt], sampling) if not cut else [None]
-        if cut:
-            tokens = self.tokenizer.encode_text(self.texts[0])[:2]
-            one = Completion(
-                prompt_index=0, tokens=tokens, log_probs=[-1.0] * 2, weight_versions=[3] * 2, finish_reason="abort"
-            )
-        return Job(one, self.delay, self.aborted)
-
-
-class Job:
-    def __init__(self, completion, seconds, aborted):
-        self.completion, self.over, self.aborted = completion, threading.Event(), aborted
-        threading.Timer(seconds, self.over.set).start()
-
-    def done(self):
-        return self.over.is_set()
-
-    def result(self, timeout_s=None):
-        self.over.wait(timeout_s)
-        return [self.completion]
-
-    def abort(self):
-        self.aborted.append(self)
-        self.over.set()
-
-
 @pytest.fixture
 def chat(tokenizer):
     return ChatTokenizer(tokenizer, DataSection(source="f"))
@@ -171,18 +103,6 @@ def agents(tmp_path, chat):
         return AgentLoop(AgentSection(function=f"{tmp_path}/agents.py:{name}", **settings), chat)
 
     return make
-
-
-def prompts(chat, *texts) -> list[Prompt]:
-    found = []
-    for text in texts:
-        rendered = f"<|bos|><|user|>{text}<|assistant|>"
-        found.append(Prompt(tokens=chat.encode_text(rendered), rendered=rendered, text=text, answer="a"))
-    return found
-
-
-def sampling(n=1, max_new_tokens=200, seed=0, **more):
-    return SamplingParams(n=n, max_new_tokens=max_new_tokens, seed=seed, **more)
 
 
 @pytest.mark.parametrize("kind", [Scripted, Submitting])
@@ -393,37 +313,3 @@ def test_a_turn_given_up_leaves_its_batch(chat):
 
 def test_no_prompts(chat, agents):
     assert agents("ask_twice").run(Scripted(chat, "x"), [], sampling()) == []
-
-
-def recipe():
-    spec = importlib.util.spec_from_file_location("calculator", ROOT / "recipes/rl/calculator.py")
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-@pytest.mark.parametrize(
-    ("expression", "value"),
-    [
-        ("48/2", "24"),
-        ("2 * (3 - -4)", "14"),
-        ("1/8", "0.125"),
-        ("1/0", "error: Fraction(1, 0)"),
-        ("2**99", "error: only numbers, + - * / and brackets"),
-        ("open('x')", "error: only numbers, + - * / and brackets"),
-        ("3 +", "error: invalid syntax (<unknown>, line 1)"),
-    ],
-)
-def test_the_calculator(expression, value):
-    assert recipe().calculate(expression) == value
-
-
-def test_the_calculator_recipe(chat):
-    loop = AgentLoop(AgentSection(function=f"{ROOT}/recipes/rl/calculator.py:solve"), chat)
-    rollout = Scripted(chat, "half: <calc>48/2</calc>", "#### 24")
-    ((trajectory,),) = loop.run(rollout, prompts(chat, "q"), sampling())
-    assert (
-        chat.tokenizer.decode(trajectory.tokens)
-        == "half: <calc>48/2</calc><|eos|>\n<|tool|>24<|assistant|>#### 24<|eos|>"
-    )
-    assert trajectory.info["calls"] == 1

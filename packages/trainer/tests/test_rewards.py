@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+import pickle
 import signal
 import subprocess
 import sys
@@ -10,7 +11,7 @@ import time
 import pytest
 
 from engine_api.errors import ConfigError
-from engine_trainer.rewards import RewardError, Sample, Scorer, WeightedReward, create, known, register
+from engine_trainer.rewards import RewardError, Sample, Scorer, Verdict, WeightedReward, create, known, register
 from engine_trainer.rewards.deadline import DeadlineExceeded, deadline
 from engine_trainer.rewards.exact import exact
 from engine_trainer.rewards.gsm8k import gsm8k
@@ -269,3 +270,29 @@ def test_a_reward_that_raises_ends_all_ranks_together(tmp_path):
     rows = [json.loads(rank.communicate(timeout=120)[0].splitlines()[-1]) for rank in ranks]
     assert [row[0] for row in rows] == ["RankFailure", "RewardError"]
     assert all("KeyError" in row[1] and "a completion" in row[1] for row in rows)
+
+
+def test_a_verdict_is_a_number_that_says_what_it_found():
+    verdict = pickle.loads(pickle.dumps(Verdict(1.0, "12")))
+    assert (verdict, verdict.answer, verdict + 1) == (1.0, "12", 2.0)
+
+
+@pytest.mark.parametrize(
+    ("name", "kwargs", "completion", "answer", "found"),
+    [
+        ("gsm8k", {}, "#### $1,200.0", "1200", "1200"),
+        ("gsm8k", {}, "#### 007.50", "1200", "7.5"),
+        ("gsm8k", {}, "#### -0.0", "1200", "0"),
+        ("gsm8k", {}, "#### 1,234,567", "1200", "1234567"),
+        ("gsm8k", {}, "#### " + "12" * 40, "1200", "12" * 40),
+        ("gsm8k", {}, "none", "1200", None),
+        ("exact", {"extract": "boxed", "ignore_case": True}, r"\boxed{Yes}", "yes", "yes"),
+        ("math", {}, r"\boxed{0.5}", "1/2", "1/2"),
+        ("math", {}, r"\boxed{\frac{1}{2}}", "7", "1/2"),
+        ("math", {"boxed_only": True}, "it is 12", "12", None),
+    ],
+)
+def test_what_the_rewards_of_the_house_find(name, kwargs, completion, answer, found):
+    scorer = Scorer.from_section(RewardSection(name=name, kwargs=kwargs))
+    (score,) = scorer.score([Sample(prompt="p", completion=completion, answer=answer)])
+    assert score.answer == found

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import pickle
 import subprocess
 import sys
 import textwrap
@@ -15,7 +14,7 @@ import pytest
 
 from engine_api.errors import ConfigError
 from engine_trainer.functions import load_function
-from engine_trainer.rewards import RewardError, Sample, Scorer, Verdict, failure_figures
+from engine_trainer.rewards import RewardError, Sample, Scorer, failure_figures
 from engine_trainer.sections import RewardSection
 
 FUNCTIONS = """
@@ -336,32 +335,6 @@ def test_a_sample_that_cannot_travel_is_said(own):
     scorer = own("length", workers=1)
     with pytest.raises(ConfigError, match="cannot be sent"):
         scorer.score([Sample(prompt="p", completion="c", metadata={"f": lambda: 1})])
-
-
-def test_a_verdict_is_a_number_that_says_what_it_found():
-    verdict = pickle.loads(pickle.dumps(Verdict(1.0, "12")))
-    assert (verdict, verdict.answer, verdict + 1) == (1.0, "12", 2.0)
-
-
-@pytest.mark.parametrize(
-    ("name", "kwargs", "completion", "answer", "found"),
-    [
-        ("gsm8k", {}, "#### $1,200.0", "1200", "1200"),
-        ("gsm8k", {}, "#### 007.50", "1200", "7.5"),
-        ("gsm8k", {}, "#### -0.0", "1200", "0"),
-        ("gsm8k", {}, "#### 1,234,567", "1200", "1234567"),
-        ("gsm8k", {}, "#### " + "12" * 40, "1200", "12" * 40),
-        ("gsm8k", {}, "none", "1200", None),
-        ("exact", {"extract": "boxed", "ignore_case": True}, r"\boxed{Yes}", "yes", "yes"),
-        ("math", {}, r"\boxed{0.5}", "1/2", "1/2"),
-        ("math", {}, r"\boxed{\frac{1}{2}}", "7", "1/2"),
-        ("math", {"boxed_only": True}, "it is 12", "12", None),
-    ],
-)
-def test_what_the_rewards_of_the_house_find(name, kwargs, completion, answer, found):
-    scorer = Scorer.from_section(RewardSection(name=name, kwargs=kwargs))
-    (score,) = scorer.score([Sample(prompt="p", completion=completion, answer=answer)])
-    assert score.answer == found
 
 
 @pytest.mark.parametrize("workers", [0, 1])

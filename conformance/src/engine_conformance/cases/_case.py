@@ -37,7 +37,7 @@ LM, VALUE = "language_model", "value_model"
 # In the order in which they run and are listed.
 _MODULES = (
     "plugin", "contract", "refusals", "refusal", "forward", "train", "objectives", "steps", "checkpoint", "portable",
-    "faults", "export", "parallel", "layouts", "memory", "lora", "rl", "rollout",
+    "faults", "export", "parallel", "layouts", "memory", "lora", "rl", "rollout", "rollout_sync",
 )  # fmt: skip
 CASES: dict[str, Case] = {}
 _HINTS = "If this fails"

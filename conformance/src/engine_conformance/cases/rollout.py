@@ -31,6 +31,7 @@ from engine_conformance.cases._served import (
     clear_paths,
     engine_matches,
     follows,
+    likelier_than_sampled,
     prompts_of,
     refused,
     replies,
