@@ -217,7 +217,7 @@ def test_a_file_that_cannot_be_read_is_named(tmp_path, text, said):
 @pytest.mark.parametrize(("epochs", "samples", "expected"), [(1, 100, 12), (2.5, 100, 31), (0.01, 100, 1)])
 def test_epochs_count_whole_batches(file, epochs, samples, expected):
     config = load_config(RLConfig, file, ["run.steps=null", f"run.epochs={epochs}"])
-    assert config.run.total_steps(samples, 8) == expected
+    assert config.run.total_steps(samples, 8, key="algorithm.prompts_per_step", data=config.data) == expected
 
 
 RECIPES = Path(__file__).parents[3] / "recipes"

@@ -23,7 +23,7 @@ from engine_api.registry import RolloutRegistry
 from engine_trainer.lock import FolderLock
 from engine_trainer.replica import RolloutSpec
 from engine_trainer.runtime import Run
-from engine_trainer.sections import RunSection
+from engine_trainer.sections import DataSection, RunSection
 
 pytest.importorskip("ray", reason="the extra ray")
 
@@ -314,6 +314,9 @@ def test_a_killed_process_holds_no_lock(tmp_path):
 
 def test_fewer_rows_than_a_batch_are_refused(tmp_path):
     section = RunSection(output_dir=str(tmp_path), epochs=2.0)
-    assert section.total_steps(8, 8) == 2
-    with pytest.raises(ConfigError, match=r"7 rows, but a step takes 8"):
-        section.total_steps(7, 8)
+    given = {"key": "batch_size", "data": DataSection(source="rows.jsonl")}
+    assert section.total_steps(8, 8, **given) == 2
+    with pytest.raises(
+        ConfigError, match=r"(?s)7 rows of rows.jsonl are left, but a step takes 8.*a smaller batch_size"
+    ):
+        section.total_steps(7, 8, **given)

@@ -55,7 +55,7 @@ def test_the_report_is_one_file_with_its_plots_inside(folder):
 
 def test_the_report_says_where_the_time_went_and_shows_every_set(tmp_path):
     rows = [{"step": s, "time": float(s), "time/generate": 3.0, "time/train": 1.0, "eval/aime/accuracy": 0.1 * s, "eval/aime/maj@4": 0.5,
-             "mismatch/kl": 1e-4, "reward/failures/mine": 1.0} for s in (1, 2)]  # fmt: skip
+             "mismatch/kl_k3": 1e-4, "reward/failures/mine": 1.0} for s in (1, 2)]  # fmt: skip
     rows[1]["time/save"] = 2.0
     (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(r) + "\n" for r in rows))
     page = write_report(tmp_path).read_text()
@@ -68,7 +68,7 @@ def test_the_report_says_where_the_time_went_and_shows_every_set(tmp_path):
     assert {p.name for p in (tmp_path / "plots").iterdir()} == {
         "eval-aime.png", "mismatch.png", "overview.png", "phases.png", "reward-failures.png", "time.png"}  # fmt: skip
     shown = [line.split()[0] for line in summary(tmp_path).splitlines()[2:]]
-    assert shown == ["eval/aime/accuracy", "eval/aime/maj@4", "mismatch/kl"]
+    assert shown == ["eval/aime/accuracy", "eval/aime/maj@4", "mismatch/kl_k3"]
 
 
 def test_a_run_without_metrics_is_said(tmp_path):

@@ -19,6 +19,7 @@ from rl_runs import SEVENS, configure, rows_of, same, tensors_of, tree
 from engine_api.errors import ConfigError
 from engine_trainer.experience import Experience, collect, round_seed, shaped_rewards
 from engine_trainer.logs import Timers, read_metrics
+from engine_trainer.report import HEADLINES
 from engine_trainer.rewards import RewardError, Score, register
 from engine_trainer.rl import train_rl
 from engine_trainer.sampler import Answer, Group
@@ -50,6 +51,7 @@ def test_it_learns(folder, tmp_path):
     assert [r["step"] for r in rows if "eval/reward" in r] == [0, 10, 20, 25]
     assert all(r["mismatch/max"] < 1e-4 for r in rows[1:])
     assert all(r["train/ratio"] == pytest.approx(1.0) for r in rows[1:])
+    assert {name for name in HEADLINES if name.startswith(("mismatch/", "train/"))} <= set(rows[-1])
     problems = [json.loads(line) for line in (out / "eval" / "step-000025.jsonl").read_text().splitlines()]
     assert len(problems) == 20
     assert len(problems[0]["completions"]) == 2

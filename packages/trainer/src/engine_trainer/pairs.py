@@ -82,7 +82,8 @@ def train_pairs(
     tokenizer = load_tokenizer(config.data, config.engine.model)
     data = _load(config, tokenizer)
     order = order_of(data.train, config.data, config.run.seed)
-    with Run(config, kind=kind, total_steps=config.run.total_steps(len(data.train), config.batch_size)) as run:
+    steps = config.run.total_steps(len(data.train), config.batch_size, key="batch_size", data=config.data)
+    with Run(config, kind=kind, total_steps=steps) as run:
         run.start()
         visited = sorted(set(order.take(0, min(run.total_steps * config.batch_size, len(data.train)))))
         trainer = PairTrainer(run, data, objective_of(run, data, visited))

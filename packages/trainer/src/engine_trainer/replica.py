@@ -76,6 +76,7 @@ class RolloutSpec:
         return rollout_dtype(self.section, self.engine_config)
 
 
+DTYPES = ("float32", "bfloat16", "float16")
 # Unless told otherwise a rollout computes where and as the engine does: the nearer, the smaller the mismatch.
 
 
@@ -85,9 +86,12 @@ def rollout_device(section: RolloutSection, engine_device: str) -> str:
 
 
 def rollout_dtype(section: RolloutSection, engine_config: EngineConfig) -> str:
-    """In which it computes."""
+    """In which it computes. Raises ``ConfigError`` for what is no dtype of one."""
     compute = engine_config.precision.compute
-    return str(section.options.get("dtype", "bfloat16" if compute == "float8" else compute))
+    dtype = section.options.get("dtype", "bfloat16" if compute == "float8" else compute)
+    if dtype not in DTYPES:
+        raise ConfigError("rollout.options.dtype", f"unknown dtype {dtype!r}", remedy=f"one of: {', '.join(DTYPES)}")
+    return str(dtype)
 
 
 class Replica:

@@ -24,13 +24,14 @@ HEADLINES = (
     "train/loss",
     "eval/loss",
     "train/grad_norm",
-    "mismatch/kl",
+    "mismatch/kl_k3",
     "rollout/staleness",
     "rollout/response_length",
     "perf/tokens_per_s",
     "perf/generated_tokens_per_s",
     "perf/mfu",
 )
+LESS_IS_BETTER = ("loss", "norm", "perplexity", "mismatch", "staleness")  # in a metric's name
 PHASE = "time/"
 COLUMNS = 3
 
@@ -110,7 +111,7 @@ def _duration(rows: Sequence[Mapping[str, Any]]) -> str:
 
 
 def _best(series: Series) -> float:
-    return min(series.values) if any(w in series.name for w in ("loss", "norm", "perplexity")) else max(series.values)
+    return min(series.values) if any(word in series.name for word in LESS_IS_BETTER) else max(series.values)
 
 
 def _plot(path: Path, series: Sequence[Series]) -> Path:

@@ -51,8 +51,10 @@ def train_rl(config: RLConfig, launcher: Launcher | None = None) -> Outcome:
     for one in heldout:
         warn_of_overlap(questions(train.prompts), questions(one.problems.prompts), one.name)
     order = order_of(train, config.data, config.run.seed)
-    with Run(config, kind="rl", total_steps=config.run.total_steps(len(train), algorithm.prompts_per_step),
-             launcher=launcher) as run:  # fmt: skip
+    steps = config.run.total_steps(
+        len(train), algorithm.prompts_per_step, key="algorithm.prompts_per_step", data=config.data
+    )
+    with Run(config, kind="rl", total_steps=steps, launcher=launcher) as run:
         check_critic(config, run.launcher, ranks)
         run.start(schedule_steps=run.total_steps * algorithm.mini_batches * algorithm.epochs)
         sampler = Sampler.create(run, tokenizer, config.rollout, config.reward, config.agent)

@@ -155,9 +155,7 @@ class RunSection:
     wandb: str | None = None  # project name
     progress: bool = True
     report: bool = True  # plots and report.html at the end
-    profile_steps: Sequence[int] = field(
-        default_factory=list[int]
-    )  # torch's profiler: output_dir/profile, a trace a process
+    profile_steps: Sequence[int] = field(default_factory=list[int])  # a trace a process, in output_dir/profile
 
     def __post_init__(self) -> None:
         if (self.steps is None) == (self.epochs is None):
@@ -169,14 +167,19 @@ class RunSection:
         at_least("run", self, 1, "log_every")
         at_least("run", self, 0, "save_every", "keep")
 
-    def total_steps(self, samples: int, batch_size: int) -> int:
+    def total_steps(self, samples: int, batch_size: int, *, key: str, data: DataSection) -> int:
         """Steps of the whole run; ``epochs`` counts whole batches only, and at least one.
+
+        Args:
+            samples: of ``data``, without those that were dropped.
+            key: of the configuration, where ``batch_size`` stands.
 
         Raises ``ConfigError`` for fewer samples than a batch, which would have some of them twice.
         """
         if samples < batch_size:
-            raise ConfigError("data", f"{samples} rows, but a step takes {batch_size}",
-                              remedy="give more rows, or a smaller batch_size (RL: algorithm.prompts_per_step)")  # fmt: skip
+            raise ConfigError("data.source", f"{samples} rows of {data.source or 'data.reasoning_gym'} are left, but a step takes {batch_size}",
+                              why="rows that data.on_too_long: drop leaves out do not count",
+                              remedy=f"give more rows, or a smaller {key}")  # fmt: skip
         return self.steps if self.steps is not None else max(1, int((self.epochs or 0) * samples) // batch_size)
 
 
@@ -193,9 +196,7 @@ class RolloutSection:
     top_k: int = 0  # 0: all
     batch_size: int = 64  # prompts × n that are generated at the same time on a rank
     quantization: Literal["none", "fp8"] = "none"  # fp8: blockwise e4m3, where the rollout can
-    lora: Literal["merged", "adapter"] = (
-        "merged"  # adapter: the base weights are sent once, then engine.lora's adapter alone
-    )
+    lora: Literal["merged", "adapter"] = "merged"  # adapter: the base is sent once, then engine.lora's adapter alone
     sleep: bool = True  # give the rollout's memory back while the engine trains
     offload_engine: bool = False  # and the engine's memory while the rollout generates
     options: Mapping[str, Any] = field(default_factory=dict[str, Any])  # the rollout's own
@@ -275,8 +276,10 @@ class RewardSection:
         if self.max_timeouts is not None:
             at_least("reward", self, 0, "max_timeouts")
         if (self.name is None) == (self.function is None):
-            raise ConfigError("reward.name", "give reward.name or reward.function, one of the two",
-                              remedy="reward.name: math, or reward.function: rewards.py:score")  # fmt: skip
+            remedy = "reward.name: math, or reward.function: rewards.py:score"
+            if self.name is not None:  # a recipe names one, the command line another
+                remedy = f"reward.name: null for {self.function}, or reward.function: null for {self.name}"
+            raise ConfigError("reward.name", "give reward.name or reward.function, one of the two", remedy=remedy)
         if self.timeout_s is not None and not self.timeout_s > 0:
             raise ConfigError(
                 "reward.timeout_s", f"{self.timeout_s} is not a time", remedy="give seconds above 0, or null"

@@ -48,7 +48,8 @@ def train_sft(config: SFTConfig) -> Outcome:
     tokenizer = load_tokenizer(config.data, config.engine.model)
     data = _Data.load(config, tokenizer)
     order = order_of(data.train, config.data, config.run.seed)
-    with Run(config, kind="sft", total_steps=config.run.total_steps(len(data.train), config.batch_size)) as run:
+    steps = config.run.total_steps(len(data.train), config.batch_size, key="batch_size", data=config.data)
+    with Run(config, kind="sft", total_steps=steps) as run:
         run.start()
         speed = measure(run.engine, run.engine_config, run.device)
         state = run.resume(len(data.train))
