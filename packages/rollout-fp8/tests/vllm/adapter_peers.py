@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from vllm_peers import DEVICE, GREEDY, PROMPTS, SAMPLED, assert_gone, error_of, weights_of
+from vllm_peers import DEVICE, GREEDY, PROMPTS, SAMPLED, SMALL, assert_gone, error_of, weights_of
 
 from engine_api.batch import Batch
 from engine_api.config import EngineConfig, LoraConfig, ModelSource, OptimizerConfig, Precision
@@ -44,7 +44,7 @@ def serving(model: str, lora: LoraConfig | None, **options: Any) -> Iterator[tup
     """A rollout and its exporter."""
     source = ModelSource(path=model)
     rollout = RolloutRegistry.create(name="vllm", device=DEVICE, model=source, pad_token_id=0, lora=lora, dtype=DTYPE,
-                                     enforce_eager=True, **options)  # fmt: skip
+                                     enforce_eager=True, **(SMALL | options))  # fmt: skip
     exporter = RolloutRegistry.create_exporter(name="vllm", device=DEVICE, model=source, dtype=DTYPE, lora=lora)
     weights = weights_of(rollout)
     try:

@@ -32,6 +32,8 @@ from rollout_fp8.exporter import collect
 
 # What they run on: ``ROLLOUT_TEST_DEVICE=cuda`` runs them all on GPUs, as far as there are as many as ranks.
 DEVICE = os.environ.get("ROLLOUT_TEST_DEVICE", "cpu")
+# On a GPU tests stand side by side: without a size for its cache vLLM measures what is free while the others take it, and fails.
+SMALL = {"kv_cache_bytes": 1 << 30, "gpu_memory_utilization": 0.1} if DEVICE == "cuda" else {}
 GREEDY = SamplingParams(max_new_tokens=8, temperature=0.0)
 SAMPLED = SamplingParams(max_new_tokens=6, seed=1, n=2)
 LONG = SamplingParams(max_new_tokens=480, temperature=0.0)  # greedy: it never comes to an end token
@@ -41,7 +43,7 @@ PROMPTS: tuple[tuple[int, ...], ...] = ((5, 6, 7), (9, 8), (11, 12, 13, 14, 15))
 @contextmanager
 def opened(model: str, *, version: int | None = 1, **arguments: Any) -> Iterator[Any]:
     """A rollout, with the weights of its folder unless ``version`` is None."""
-    arguments = {"eos_token_ids": (2,), "enforce_eager": True} | arguments
+    arguments = {"eos_token_ids": (2,), "enforce_eager": True} | SMALL | arguments
     rollout = RolloutRegistry.create(
         name="vllm", device=DEVICE, model=ModelSource(path=model), pad_token_id=0, **arguments
     )
@@ -309,7 +311,7 @@ def trained(
 
     Greedy tokens; what the syncs said; log-probs of drawn tokens by vLLM and by the engine.
     """
-    source, config = ModelSource(path=model), {"dtype": dtype, "pad_token_id": 0, "enforce_eager": True}
+    source, config = ModelSource(path=model), {"dtype": dtype, "pad_token_id": 0, "enforce_eager": True} | SMALL
     engine = EngineRegistry.create(backend="fsdp2", device=DEVICE, config=EngineConfig(
         model=source, optimizer=OptimizerConfig(lr=1e-2), precision=Precision(compute=dtype)))  # fmt: skip
     engine.initialize()
