@@ -12,7 +12,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from ray_runs import on_ray
+from ray_runs import configure, on_ray
 
 from engine_api.capabilities import Capability
 from engine_api.comm import SingleComm
@@ -22,6 +22,7 @@ from engine_api.plugin import ProbeResult
 from engine_api.registry import RolloutRegistry
 from engine_trainer.lock import FolderLock
 from engine_trainer.replica import RolloutSpec
+from engine_trainer.rl import train_rl
 from engine_trainer.runtime import Run
 from engine_trainer.sections import DataSection, RunSection
 
@@ -29,7 +30,8 @@ pytest.importorskip("ray", reason="the extra ray")
 
 from ray.exceptions import ActorDiedError, RayTaskError
 
-from engine_trainer.ray import channel, controller, memory
+from engine_trainer import memory
+from engine_trainer.ray import channel, controller
 from engine_trainer.ray.calls import Call, WorkerFailed, WorkerLost, _telling, _translate
 from engine_trainer.ray.meter import Meter
 from engine_trainer.ray.workers import EngineWorker
@@ -171,24 +173,30 @@ def eight_billion(monkeypatch):
 
 
 def test_the_memory_estimate_by_hand(eight_billion, tmp_path):
-    """8e9 parameters: weight 4, gradient 4, moments 8 = 16 bytes over 4 ranks; 2 for the replica in bf16."""
-    engine, rollout = 32e9, 16e9
+    """8e9 parameters: weight 4, gradient 4, moments 8 = 16 bytes over 4 ranks; 2 for the replica in bf16.
+
+    The replica is awake while there are no gradients, the engine trains while the replica sleeps.
+    """
+    engine, gradient, rollout = 32e9, 8e9, 16e9
     mixed = {"model": {"path": "m"}, "precision": {"compute": "bfloat16"}}
 
     def check(free, rollout=None, **engine_settings):
         needed(tmp_path, free=gpus(free), engine=mixed | engine_settings, rollout=rollout or {})
 
-    check(engine + rollout)
+    check(engine - gradient + rollout)
     with pytest.raises(
         ConfigError,
-        match=r"(?s)gpu0 needs 44.7 GiB.*1 engine rank.s. of 29.8 GiB .policy 29.8. and 1 replica.s. of 14.9 GiB",
+        match=r"(?s)gpu0 needs 37.3 GiB.*1 engine rank.s. of 29.8 GiB .policy 29.8. and 1 replica.s. of 14.9 GiB",
     ):
-        check(engine + rollout - 1e6)
+        check(engine - gradient + rollout - 1e6)
+    check(engine + rollout, {"sleep": False})
+    with pytest.raises(ConfigError, match=r"44\.7 GiB"):
+        check(engine + rollout - 1e6, {"sleep": False})
     check(engine, {"offload_engine": True})
     with pytest.raises(ConfigError, match="by turns"):
         check(engine - 1e6, {"offload_engine": True})
-    check(engine + rollout / 2, {"quantization": "fp8"})
-    check(engine / 2 + rollout, optimizer={"name": "torch.optim.SGD"})
+    check(engine - gradient + rollout / 2, {"quantization": "fp8"})
+    check(gradient + rollout, optimizer={"name": "torch.optim.SGD"})
     check(engine / 4 + rollout, lora={"rank": 8})
     host = {"host": 4 * engine + 4 * rollout - 1e6}
     with pytest.raises(ConfigError, match="4 engine rank"):
@@ -196,15 +204,26 @@ def test_the_memory_estimate_by_hand(eight_billion, tmp_path):
 
 
 def test_the_memory_of_reference_and_critic_by_hand(eight_billion, tmp_path):
-    """On each of four ranks: policy 32e9, reference 8e9 (weights alone), critic in bf16 16e9; the replica 32e9 in float32."""
+    """On each of four ranks: policy 32e9, reference 8e9 (weights alone), critic in bf16 16e9; the replica 32e9 in float32.
+
+    12e9 of it are gradients, which are not there while the replica is awake.
+    """
     algorithm = {"kl": {"coefficient": 0.1}, "advantage": "gae", "critic": {"precision": {"master": "bfloat16"}}}
-    needed(tmp_path, free=gpus(88e9), algorithm=algorithm)
+    needed(tmp_path, free=gpus(76e9), algorithm=algorithm)
     with pytest.raises(ConfigError, match=r"of 52.2 GiB .policy 29.8, reference 7.5, critic 14.9."):
-        needed(tmp_path, free=gpus(88e9 - 1e6), algorithm=algorithm)
+        needed(tmp_path, free=gpus(76e9 - 1e6), algorithm=algorithm)
     # An adapter is its own reference, and the critic may have its own where the policy has none.
     needed(tmp_path, free=gpus(8e9 + 32e9), algorithm={"kl": {"coefficient": 0.1}}, engine={"lora": {"rank": 8}})
-    needed(tmp_path, free=gpus(32e9 + 4e9 + 32e9),
+    needed(tmp_path, free=gpus(24e9 + 4e9 + 32e9),
            algorithm={**algorithm, "kl": {}, "critic": {**algorithm["critic"], "lora": {"rank": 8}}})  # fmt: skip
+
+
+def test_without_ray_too_it_is_said_before_an_engine_is_made(sums_model, tmp_path, monkeypatch):
+    monkeypatch.setattr(memory, "_parameters", lambda source, trunk=False: 10**15)
+    monkeypatch.setattr("engine_trainer.spmd.EngineRegistry.create", lambda **_: pytest.fail("an engine was made"))
+    with pytest.raises(ConfigError, match=r"what is placed on .* needs .* GiB at least") as caught:
+        train_rl(configure(sums_model, tmp_path / "out"))
+    assert "rollout.offload_engine" in caught.value.remedy
 
 
 def test_the_parameters_are_counted_without_memory(sums_model):

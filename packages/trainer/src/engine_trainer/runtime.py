@@ -31,7 +31,7 @@ from engine_api.config import EngineConfig
 from engine_api.contract import Engine
 from engine_api.errors import ConfigError
 from engine_trainer.checkpoints import Checkpoints, compare, read_extra
-from engine_trainer.config import Config
+from engine_trainer.config import Config, RLConfig
 from engine_trainer.groups import EngineGroup, Launcher, divide
 from engine_trainer.interrupt import Interrupt
 from engine_trainer.loading import flatten, to_plain, to_yaml
@@ -88,7 +88,7 @@ class Run:
         )
         self.checkpoints = Checkpoints(self.folder / "checkpoints", keep=config.run.keep)
         self._reached = 0  # the last step that was taken
-        self.launcher = launcher or Spmd()
+        self.launcher = launcher or Spmd(config if isinstance(config, RLConfig) else None)
         self.beside: dict[str, EngineGroup] = {}
         self.interrupted = False
         self._interrupt = Interrupt()

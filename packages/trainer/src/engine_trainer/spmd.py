@@ -19,10 +19,12 @@ from engine_api.losses import LossFn
 from engine_api.registry import EngineRegistry, Resolution
 from engine_api.results import CheckpointHandle, CheckpointInfo, TokenOutputs
 from engine_api.rollout import SamplingParams, SyncResult, WeightExporter
+from engine_trainer.config import RLConfig
 from engine_trainer.data import Prompt
 from engine_trainer.groups import Trained, agreed, model_sizes, said
 from engine_trainer.logs import Timers
 from engine_trainer.meeting import meeting
+from engine_trainer.memory import check_here
 from engine_trainer.profiling import Trace
 from engine_trainer.replica import Answer, Replica, RolloutSpec, create_exporter
 from engine_trainer.sections import EngineSection
@@ -141,9 +143,14 @@ class SpmdRollouts:
 
 
 class Spmd:
-    """Everything in this process. See ``Launcher``."""
+    """Everything in this process. See ``Launcher``.
 
-    def __init__(self) -> None:
+    Args:
+        config: of a run of RL, whose placement is checked before anything is loaded; None: it is somebody else's to check.
+    """
+
+    def __init__(self, config: RLConfig | None = None) -> None:
+        self._config = config
         self.comm: Comm = meeting()
         self._made: list[SpmdEngines] = []
         self._trace: Trace | None = None
@@ -160,7 +167,9 @@ class Spmd:
         return found.device, found.plugin.capabilities
 
     def engines(self, section: EngineSection, config: EngineConfig, device: str) -> SpmdEngines:
-        """See ``Launcher``."""
+        """See ``Launcher``. Raises ``ConfigError``, on all ranks, when policy and rollout cannot fit."""
+        if not self._made and self._config is not None:
+            check_here(self.comm, self._config, config, device)
         engine: Engine = EngineRegistry.create(
             model_type=section.model_type, backend=section.backend, device=device, config=config
         )

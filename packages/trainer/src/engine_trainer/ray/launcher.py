@@ -10,9 +10,10 @@ from engine_api.capabilities import Capability
 from engine_api.comm import Comm, SingleComm
 from engine_api.config import EngineConfig
 from engine_api.errors import ConfigError
+from engine_trainer import memory
 from engine_trainer.config import RLConfig
 from engine_trainer.logs import Timers
-from engine_trainer.ray import cluster, memory
+from engine_trainer.ray import cluster
 from engine_trainer.ray.calls import Pool, attempt, finish
 from engine_trainer.ray.engines import RayEngines
 from engine_trainer.ray.meter import Meter

@@ -15,9 +15,9 @@ import ray
 
 from engine_api.errors import ConfigError
 from engine_api.rollout import WeightWire
+from engine_trainer import memory
 from engine_trainer.logs import Timers
 from engine_trainer.profiling import Trace
-from engine_trainer.ray import memory
 from engine_trainer.ray.calls import Reply
 
 

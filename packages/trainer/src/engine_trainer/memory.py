@@ -2,7 +2,7 @@
 
 An engine that learns (policy, critic) keeps for each parameter: the master weight, its gradient, Adam's two moments, all in the
 master's dtype and divided over the ranks that shard it; a reference model keeps the weight alone. A rollout keeps the weights in its
-dtype. Activations, copies in the dtype of computation (an engine may make them layer by layer), caches and workspaces come on top,
+dtype; one that sleeps while the engine trains has the gradients' place. Activations, copies in the dtype of computation (an engine may make them layer by layer), caches and workspaces come on top,
 and are not estimated: what does not fit by this count cannot fit.
 """
 
@@ -14,11 +14,12 @@ from dataclasses import dataclass
 from functools import lru_cache
 from math import fsum
 
+from engine_api.comm import Comm, together
 from engine_api.config import EngineConfig, ModelSource
 from engine_api.devices import device_of
 from engine_api.errors import ConfigError
 from engine_trainer.config import RLConfig
-from engine_trainer.replica import rollout_dtype
+from engine_trainer.replica import rollout_device, rollout_dtype
 from engine_trainer.sections import EngineSection, RolloutSection
 
 GIB = 1 << 30
@@ -48,25 +49,29 @@ def check(
         engines, rollouts: the room of every rank and of every replica.
         engine: what each rank of the policy is told, on ``device``.
     """
-    held = {name: count / len(engines) for name, count in _engines_bytes(config, engine).items()}
+    counts = _engines_bytes(config, engine)
+    held = {name: (kept + gradient) / len(engines) for name, (kept, gradient) in counts.items()}
     train, serve = fsum(held.values()), _rollout_bytes(config.rollout, engine)
-    by_turns = config.rollout.sleep and config.rollout.offload_engine and device != "cpu"
+    beside = fsum(kept for kept, _ in counts.values()) / len(engines)  # an awake rollout
+    sleeps = config.rollout.sleep and device != "cpu"
+    by_turns = sleeps and config.rollout.offload_engine
     for place in dict.fromkeys(r.device for r in [*engines, *rollouts]):
         free = min(r.free for r in [*engines, *rollouts] if r.device == place)
         trained, served = ([r.device for r in rooms].count(place) for rooms in (engines, rollouts))
-        need = max(trained * train, served * serve) if by_turns else trained * train + served * serve
+        stays = 0.0 if by_turns else beside if sleeps else train
+        need = max(trained * train, trained * stays + served * serve)
         if need > free:
             raise ConfigError(
-                "ray", f"what is placed on {place} needs {need / GIB:.1f} GiB at least, {free / GIB:.1f} GiB are free",
+                "engine.memory", f"what is placed on {place} needs {need / GIB:.1f} GiB at least, {free / GIB:.1f} GiB are free",
                 why=f"{_parameters(engine.model) / 1e9:.2f} B parameters; {trained} engine rank(s) of {train / GIB:.1f} GiB ("
                     + ", ".join(f"{name} {count / GIB:.1f}" for name, count in held.items())
                     + f") and {served} replica(s) of {serve / GIB:.1f} GiB" + (", by turns" if by_turns else ""),
-                remedy="more ranks (ray.engines), rollouts elsewhere (ray.rollouts), rollout.offload_engine, or engine.memory's offload",
+                remedy="more ranks, rollouts elsewhere (launcher: ray, ray.rollouts), rollout.offload_engine, or engine.memory's offload",
             )  # fmt: skip
 
 
-def _engines_bytes(config: RLConfig, policy: EngineConfig) -> dict[str, int]:
-    """Of every engine, over all ranks."""
+def _engines_bytes(config: RLConfig, policy: EngineConfig) -> dict[str, tuple[int, int]]:
+    """Of every engine, over all ranks: what it keeps from step to step, and its gradients."""
     algorithm = config.algorithm
     found = {"policy": _engine_bytes(policy, _parameters(policy.model), learns=True)}
     if algorithm.kl.coefficient and policy.lora is None:  # with an adapter: the policy without it
@@ -77,18 +82,33 @@ def _engines_bytes(config: RLConfig, policy: EngineConfig) -> dict[str, int]:
     return found
 
 
-def _engine_bytes(engine: EngineConfig | EngineSection, parameters: int, *, learns: bool) -> int:
+def _engine_bytes(engine: EngineConfig | EngineSection, parameters: int, *, learns: bool) -> tuple[int, int]:
     memory, optimizer = engine.memory, engine.optimizer
-    kept = 0 if memory.offload_params else 1  # the weight
+    weight, gradient, moments = 0 if memory.offload_params else 1, 0, 0
     if learns and optimizer is not None and engine.lora is None:  # an adapter's share is small
-        moments = 2 if "adam" in optimizer.name.lower() else 0  # of another optimizer nothing is known
-        kept += kept + (0 if memory.offload_params or memory.offload_optimizer else moments)
-    return parameters * kept * BYTES[engine.precision.master] * engine.parallelism.dp_replicate
+        gradient = weight
+        if "adam" in optimizer.name.lower() and not (memory.offload_params or memory.offload_optimizer):
+            moments = 2  # of another optimizer nothing is known
+    size = parameters * BYTES[engine.precision.master] * engine.parallelism.dp_replicate
+    return (weight + moments) * size, gradient * size
 
 
 def _rollout_bytes(section: RolloutSection, engine: EngineConfig) -> float:
     width = 1 if section.quantization == "fp8" else BYTES[rollout_dtype(section, engine)]
     return _parameters(engine.model) * width / int(section.options.get("tensor_parallel_size", 1))
+
+
+def check_here(comm: Comm, config: RLConfig, engine: EngineConfig, device: str) -> None:
+    """``check`` for an engine rank and a replica in each process of ``comm``; all of them raise together."""
+    served = rollout_device(config.rollout, device)
+
+    def rooms() -> tuple[Room, Room]:
+        device_of(device).adopt_local_rank()  # else every rank measures the first device
+        return room(device), room(served)
+
+    found = together(comm, rooms)
+    elsewhere = "url" in config.rollout.options  # a server that runs already
+    check([own for own, _ in found], [] if elsewhere else [other for _, other in found], config, engine, device)
 
 
 def _parameters(source: ModelSource, *, trunk: bool = False) -> int:
