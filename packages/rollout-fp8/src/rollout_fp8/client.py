@@ -26,6 +26,7 @@ from rollout_fp8.endpoint import WHERE, Endpoint, ServerProcess
 from rollout_fp8.exporter import DTYPES, collect
 from rollout_fp8.messages import from_json, to_json
 from rollout_fp8.model import architecture_of
+from rollout_fp8.ranks import require_own_devices
 from rollout_fp8.served import require_same
 from rollout_fp8.transports.channel import PeerError
 from rollout_fp8.transports.sender import Sender
@@ -70,7 +71,9 @@ class RemoteRollout:
             config = {**arguments, "model": asdict(arguments["model"])}
             if arguments.get("lora") is not None:
                 config["lora"] = asdict(arguments["lora"])
-            gpus = int(arguments.get("tensor_parallel_size", 1)) if device != "cpu" else 0
+            size = int(arguments.get("tensor_parallel_size", 1))
+            require_own_devices(device, size)
+            gpus = size if device != "cpu" else 0
             self._process = ServerProcess(name, device, config, gpus=gpus, timeout_s=start_timeout_s)
             url = self._process.url
         self._server = Endpoint(url, silence_s, self._process)

@@ -26,6 +26,7 @@ from rollout_fp8 import versions
 from rollout_fp8.expected import Expected
 from rollout_fp8.exporter import DTYPES, collect
 from rollout_fp8.model import architecture_of
+from rollout_fp8.ranks import require_own_devices
 from rollout_fp8.session import SyncSession
 from rollout_fp8.sglang import environment
 from rollout_fp8.sglang.generation import SglangGeneration
@@ -83,6 +84,7 @@ class SglangRollout:
         self._asleep: frozenset[str] = frozenset()
         self._running: set[Future[Any]] = set()  # generations; one that is done may still stand here
         self._used = False  # something was generated since the caches were flushed
+        require_own_devices(resolution.device, self.options.tensor_parallel_size)
         self._folder = tempfile.TemporaryDirectory(prefix="sglang-")
         try:
             self._host: Host | None = self._start(model, dtype, batch_size)

@@ -22,6 +22,7 @@ import vllm.envs
 from engine_api.config import ModelSource
 from engine_api.errors import ConfigError, RolloutError
 from rollout_fp8.options import VllmOptions
+from rollout_fp8.ranks import require_own_devices
 from rollout_fp8.transports.channel import secret
 from rollout_fp8.vllm import environment, private
 from rollout_fp8.vllm.sampling import NORMALIZE
@@ -79,6 +80,8 @@ def start(plan: Plan) -> vllm.LLMEngine:
     Raises ``RolloutError``: out of memory, no kernels for the device, a model that vLLM does not know.
     """
     _check_fp8(plan)
+    if not plan.in_process:
+        require_own_devices(plan.device.type, plan.options.tensor_parallel_size)
     environment.exact_float32(plan.device.type, plan.dtype)
     vllm.envs.disable_envs_cache()  # an earlier engine of this process froze what it had read
     arguments = _arguments(plan)
