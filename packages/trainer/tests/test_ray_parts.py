@@ -218,6 +218,11 @@ def test_the_memory_of_reference_and_critic_by_hand(eight_billion, tmp_path):
            algorithm={**algorithm, "kl": {}, "critic": {**algorithm["critic"], "lora": {"rank": 8}}})  # fmt: skip
 
 
+def test_a_policy_that_is_only_measured_has_neither_reference_nor_critic(eight_billion, tmp_path):
+    algorithm = {"kl": {"coefficient": 0.1}, "advantage": "gae", "critic": {}}
+    needed(tmp_path, free=gpus(8e9 + 32e9), algorithm=algorithm, engine={"optimizer": None})
+
+
 def test_without_ray_too_it_is_said_before_an_engine_is_made(sums_model, tmp_path, monkeypatch):
     monkeypatch.setattr(memory, "_parameters", lambda source, trunk=False: 10**15)
     monkeypatch.setattr("engine_trainer.spmd.EngineRegistry.create", lambda **_: pytest.fail("an engine was made"))

@@ -2,8 +2,8 @@
 
 An engine that learns (policy, critic) keeps for each parameter: the master weight, its gradient, Adam's two moments, all in the
 master's dtype and divided over the ranks that shard it; a reference model keeps the weight alone. A rollout keeps the weights in its
-dtype; one that sleeps while the engine trains has the gradients' place. Activations, copies in the dtype of computation (an engine may make them layer by layer), caches and workspaces come on top,
-and are not estimated: what does not fit by this count cannot fit.
+dtype; one that sleeps while the engine trains has the gradients' place. Activations, copies in the dtype of computation (an engine
+may make them layer by layer), caches and workspaces come on top, and are not estimated: what does not fit by this count cannot fit.
 """
 
 from __future__ import annotations
@@ -74,6 +74,8 @@ def _engines_bytes(config: RLConfig, policy: EngineConfig) -> dict[str, tuple[in
     """Of every engine, over all ranks: what it keeps from step to step, and its gradients."""
     algorithm = config.algorithm
     found = {"policy": _engine_bytes(policy, _parameters(policy.model), learns=True)}
+    if policy.optimizer is None:  # it is only measured, and alone
+        return found
     if algorithm.kl.coefficient and policy.lora is None:  # with an adapter: the policy without it
         found["reference"] = _engine_bytes(policy, _parameters(policy.model), learns=False)
     if algorithm.critic is not None:
