@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import json
-import os
 from dataclasses import replace
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
-from ray_runs import configure, on_ray, rows_of
+from ray_runs import configure, local_cluster, on_ray, rows_of
 
 from engine_api.config import ModelSource
 from engine_api.errors import ConfigError
@@ -23,7 +21,7 @@ from engine_trainer.logs import Timers
 from engine_trainer.replica import Answer, Group, Replica
 from engine_trainer.rewards import Score
 
-ray = pytest.importorskip("ray", reason="the extra ray")
+pytest.importorskip("ray", reason="the extra ray")
 pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning")  # torch 2.13 renames a collective under FSDP
 
 from engine_trainer.ray.continuing import Continuing  # noqa: E402 - behind importorskip
@@ -151,14 +149,8 @@ def test_overlap_without_replicas_of_its_own_or_without_a_correction_is_refused(
 def cluster(tmp_path_factory):
     """Yields the file of faults, see ``ray_faults``."""
     plan = tmp_path_factory.mktemp("faults") / "plan.json"
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("RAY_FAULTS", str(plan))
-        patch.setenv("PYTHONPATH", os.pathsep.join([str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")]))
-        patch.setenv("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
-        patch.setenv("OMP_NUM_THREADS", "1")
-        ray.init(address="local", num_cpus=4, include_dashboard=False, log_to_driver=False, logging_level="ERROR")
+    with local_cluster(4, plan):
         yield plan
-        ray.shutdown()
 
 
 @pytest.mark.slow

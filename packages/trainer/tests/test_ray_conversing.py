@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import json
-import os
 import threading
 import time
-from pathlib import Path
 
 import pytest
 import torch
-from ray_runs import on_ray, rows_of
+from ray_runs import local_cluster, on_ray, rows_of
 
 from engine_api.config import ModelSource
 from engine_api.errors import RolloutError
@@ -23,7 +21,7 @@ from engine_trainer.replica import Answer, Replica
 from engine_trainer.rewards import Score
 from engine_trainer.sections import AgentSection, DataSection
 
-ray = pytest.importorskip("ray", reason="the extra ray")
+pytest.importorskip("ray", reason="the extra ray")
 pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning")  # torch 2.13 renames a collective under FSDP
 
 from engine_trainer.ray.conversing import Conversing  # noqa: E402 - behind importorskip
@@ -254,16 +252,11 @@ async def add(episode):
 
 
 @pytest.fixture
-def cluster(tmp_path, monkeypatch):
+def cluster(tmp_path):
     """Yields the file of faults, see ``ray_faults``."""
     plan = tmp_path / "plan.json"
-    monkeypatch.setenv("RAY_FAULTS", str(plan))
-    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")]))
-    monkeypatch.setenv("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
-    monkeypatch.setenv("OMP_NUM_THREADS", "1")
-    ray.init(address="local", num_cpus=4, include_dashboard=False, log_to_driver=False, logging_level="ERROR")
-    yield plan
-    ray.shutdown()
+    with local_cluster(4, plan):
+        yield plan
 
 
 @pytest.mark.slow
