@@ -91,6 +91,8 @@ def ends(done: Ended, code: int, *texts: str) -> None:
         (["odd", "--model-type", "value_model"], 3, ["value_model"]),
         (["odd", "--profile", "rollout,rl"], 2, ["one by one"]),
         (["odd", "--parallelism", "tp"], 2, ["NAME=SIZE"]),
+        (["odd", "--option", "spec"], 2, ["--option spec", "NAME=VALUE"]),
+        (["odd", "--option", "9=1"], 2, ["--option 9=1", "NAME=VALUE"]),
         (["odd", "--certify", "--case", "train.moe"], 2, ["leave out --case"]),
         (["odd", "--patience", "0"], 2, ["--patience"]),
         (["odd", "--plugin", "no.such:PLUGIN"], 2, ["no module 'no.such'"]),
@@ -136,6 +138,18 @@ def test_a_class_that_cannot_be_imported_fails_its_case(cli: Cli, install: Insta
     told = ("FAILED plugin.classes", "rank 0 raised", "odd_engine:Odd could not be imported", "SystemExit: 4")
     assert not [text for text in told if text not in done.told], done.told
     assert "SUITE-ERROR" not in done.told
+
+
+def test_options_reach_the_engine_and_the_line_that_repeats_a_case(cli: Cli, install: Install) -> None:
+    install("odd_plugin", DESCRIPTOR)
+    install(
+        "odd_engine", "class Odd:\n    def __init__(self, config, **_):\n        raise ValueError(config.options)\n"
+    )
+    options = ("--option", "spec=local", "--option", "bytes=1024", "--option", "bias=null")
+    done = cli("run", "odd", "--case", "train.epsilon", "--world", "1", *options)
+    assert done.code == 1, done.told
+    assert "ValueError: {'spec': 'local', 'bytes': 1024, 'bias': None}" in done.told
+    assert "--option 'spec=\"local\"' --option bytes=1024 --option bias=null" in done.told
 
 
 def test_a_descriptor_that_prints_fails_its_case(cli: Cli, install: Install) -> None:

@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from dataclasses import fields
 from importlib.metadata import entry_points
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from engine_api.config import Parallelism
 from engine_api.devices import SIMULATED_CUDA, SIMULATED_NPU, npu_is_simulated
@@ -86,6 +86,8 @@ def _add_run(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--case", default="", help="ids or globs, by commas; default: all")
     parser.add_argument("--tier", choices=("quick", "full"), default="full", help="quick: about a minute")
     parser.add_argument("--parallelism", default="", help="how ranks are spread, as tp=2,pp=2; default: data parallel")
+    parser.add_argument("--option", action="append", default=[], metavar="NAME=VALUE",
+                        help="of the engine's or the rollout's own options, as often as there are some; VALUE is JSON or a word")  # fmt: skip
     parser.add_argument("--partner", help="another engine, for checkpoints and rollouts that two share")
     parser.add_argument("--certify", action="store_true", help="all cases, and exit 0 only for conformant")
     parser.add_argument("--report", type=Path, metavar="DIR", help="write report.json, certificate.md, report.html, …")
@@ -166,7 +168,7 @@ def _selection(options: argparse.Namespace) -> Selection:
         model_types=_words("--model-type", options.model_type, (LM, VALUE)),
         profiles=_words("--profile", options.profile, PROFILES), cases=tuple(filter(None, options.case.split(","))),
         quick=options.tier == "quick", layout=_layout(options.parallelism), partner=options.partner,
-        patience=options.patience, plugin=options.plugin,
+        patience=options.patience, plugin=options.plugin, options=dict(map(_option, options.option)),
     )  # fmt: skip
     if options.certify and not selection.complete:
         raise UsageError("--certify runs every case: leave out --case and --tier quick")
@@ -187,6 +189,16 @@ def _worlds(text: str) -> tuple[int, ...]:
     if not all(word.isdecimal() and int(word) > 0 for word in words):
         raise UsageError(f"--world {text} is no list of positive numbers, as 1,2,4")
     return tuple(dict.fromkeys(int(word) for word in words))
+
+
+def _option(text: str) -> tuple[str, Any]:
+    name, equals, value = text.partition("=")
+    if not equals or not name.isidentifier():
+        raise UsageError(f"--option {text}: write NAME=VALUE, as spec=local or kv_cache_bytes=1073741824")
+    try:
+        return name, json.loads(value)
+    except json.JSONDecodeError:
+        return name, value
 
 
 def _layout(text: str) -> Parallelism:

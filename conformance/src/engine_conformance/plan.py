@@ -36,6 +36,7 @@ class Selection:
         partner: another engine, for what two engines owe each other.
         patience: deadlines are this many times as long.
         plugin: ``module:ATTR`` of a descriptor that is not installed.
+        options: the engine's or the rollout's own, by name.
     """
 
     name: str
@@ -50,6 +51,7 @@ class Selection:
     partner: str | None = None
     patience: float = 1.0
     plugin: str | None = None
+    options: Mapping[str, Any] = field(default_factory=dict[str, Any])
 
     @property
     def complete(self) -> bool:
@@ -133,7 +135,7 @@ def make_plan(selection: Selection, root: Path) -> list[Item]:
     targets = [
         Target(backend=selection.name, device=selection.device, world=world, dtype=dtype, model_type=model_type,
                root=root, layout=selection.layout, partner=selection.partner, patience=selection.patience,
-               rollout=rollout)
+               rollout=rollout, options=selection.options)
         for world in selection.worlds
         for dtype in selection.dtypes
         for model_type in (("language_model",) if rollout else model_types(selection))

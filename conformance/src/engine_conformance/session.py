@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import datetime
+import json
 import shlex
 import tempfile
 import time
@@ -95,6 +96,7 @@ def repeat_command(item: Item, selection: Selection) -> str:
     given = {"--profile": item.case.profile if item.case.profile != "engine" else None, "--parallelism": layout,
              "--partner": selection.partner, "--plugin": selection.plugin}  # fmt: skip
     parts += [word for option, value in given.items() if value for word in (option, value)]
+    parts += [word for name, value in selection.options.items() for word in ("--option", f"{name}={json.dumps(value)}")]
     return shlex.join([*parts, "--shim"] if cuda_is_simulated() or npu_is_simulated() else parts)
 
 

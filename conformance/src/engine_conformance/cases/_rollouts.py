@@ -97,7 +97,7 @@ def arguments(setup: Setup, eos: Sequence[int] = (EOS,)) -> dict[str, Any]:
     config = setup.config
     return {
         "model": config.model, "pad_token_id": 0, "eos_token_ids": tuple(eos), "batch_size": 64,
-        "dtype": config.precision.compute,
+        "dtype": config.precision.compute, **(config.options or {}),
     }  # fmt: skip
 
 

@@ -58,6 +58,7 @@ class Target:
         partner: another engine's name, for what two engines owe each other; mostly absent.
         patience: deadlines are this many times as long.
         rollout: whether ``backend`` names a rollout.
+        options: the backend's own (``engine.options``, or ``rollout.options``), by name.
     """
 
     backend: str
@@ -70,6 +71,7 @@ class Target:
     partner: str | None = None
     patience: float = 1.0
     rollout: bool = False
+    options: Mapping[str, Any] = field(default_factory=dict[str, Any])
 
     @cached_property
     def resolution(self) -> Resolution:
@@ -92,6 +94,11 @@ class Target:
     def at(self, world: int) -> Target:
         """The same engine on another number of ranks."""
         return replace(self, world=world)
+
+    def beside(self) -> Target:
+        """The partner's engine, data parallel and with options of its own."""
+        assert self.partner is not None, "the plan asks for one"
+        return replace(self, backend=self.partner, layout=Parallelism(), options={})
 
     def serving(self, model_type: str) -> Target:
         """The same backend's engine for another model type."""
@@ -116,12 +123,14 @@ class Target:
     def config(self, model: Path, **sections: Any) -> EngineConfig:
         """A configuration for ``model``: AdamW at 1e-3, no clipping; ``sections`` replace whole parts of it.
 
-        The layout is the target's, and everything on one rank where the world is one.
+        The layout is the target's, and everything on one rank where the world is one; so are the backend's own options.
         """
         precision = Precision(compute=self.dtype)  # type: ignore[arg-type] - checked by EngineConfig
         parts = {"optimizer": OptimizerConfig(lr=1e-3, clip_norm=None, eps=EPS), "precision": precision} | sections
         if self.world > 1:
             parts = {"parallelism": self.layout} | parts
+        if self.options:
+            parts = {"options": self.options} | parts
         return EngineConfig(model=ModelSource(path=str(model)), **parts)
 
     def setup(self, config: EngineConfig) -> Setup:

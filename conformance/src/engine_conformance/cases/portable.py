@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -112,9 +111,8 @@ def foreign(target: Target) -> float:
 
 def _partner(target: Target, *needs: Capability) -> Target:
     """The second engine, data parallel over the target's ranks."""
-    assert target.partner is not None, "the plan asks for one"
     must(target.partner != target.backend, "partner", f"{target.partner!r} is the engine itself")
-    other = replace(target, backend=target.partner, layout=Parallelism())
+    other = target.beside()
     try:
         declared = other.capabilities
     except PluginError as error:

@@ -284,9 +284,9 @@ def engine(target: Target) -> float:
     If this fails: the first sync works and later ones change nothing; the export's names are mapped to another
     tensor; rollout and engine divide by the temperature differently.
     """
-    assert target.partner is not None, "the plan asks for one"
     model, optimizer = rollout_model(target), OptimizerConfig(lr=1e-2, clip_norm=None)
-    trainer = replace(target.setup(target.config(model, optimizer=optimizer)), backend=target.partner)
+    other = target.beside()
+    trainer = other.setup(other.config(model, optimizer=optimizer))
     ask = Generate(prompts=prompts_of(*UNEVEN), sampling=sampled(n=2, temperature=0.8))
     batches = [documents(seed) for seed in range(3)]
     links = target.run(chain, target.config(model), trainer=trainer, batches=batches, ask=ask)[0]

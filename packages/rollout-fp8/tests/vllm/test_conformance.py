@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from vllm_peers import DEVICE
+from vllm_peers import DEVICE, SMALL
 
 from engine_conformance.cases import Case, Target, load_cases, run_case
 
@@ -17,6 +17,6 @@ pytestmark = [pytest.mark.distributed]
     ("one", "dtype"), [pytest.param(one, dtype, id=f"{one.id}-{dtype}") for one in CASES for dtype in one.dtypes]
 )
 def test_case(one: Case, dtype: str, root: Path) -> None:
-    target = Target(backend="vllm", device=DEVICE, root=root, dtype=dtype, partner="fsdp2", rollout=True)
+    target = Target(backend="vllm", device=DEVICE, root=root, dtype=dtype, partner="fsdp2", rollout=True, options=SMALL)
     outcome = run_case(one, target)
     assert outcome.status == "passed", outcome.message

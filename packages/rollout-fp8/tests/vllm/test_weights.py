@@ -75,10 +75,10 @@ def test_a_sync_that_fails_is_explained_and_the_next_good_one_is_served(root: Pa
 
 
 def test_log_probs_are_the_engines(root: Path) -> None:
-    target = Target(backend="vllm", device=DEVICE, root=root, rollout=True, partner="fsdp2")
+    target = Target(backend="vllm", device=DEVICE, root=root, rollout=True, partner="fsdp2", options=peers.SMALL)
     model = rollout_model(target)
-    trainer = replace(target.setup(target.config(model, optimizer=OptimizerConfig(lr=1e-2, clip_norm=None))),
-                      backend="fsdp2")  # fmt: skip
+    other = target.beside()
+    trainer = other.setup(other.config(model, optimizer=OptimizerConfig(lr=1e-2, clip_norm=None)))
     for temperature, top_p in ((1.0, 1.0), (0.8, 0.9)):
         sampling = replace(peers.SAMPLED, max_new_tokens=12, temperature=temperature, top_p=top_p)
         ask = Generate(prompts=prompts_of(5, 1, 23), sampling=sampling)
