@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
-from vllm_peers import DEVICE
+from vllm_peers import DEVICE, SMALL
 
 from engine_conformance.cases import Target
 from engine_conformance.cases._served import rollout_model
@@ -16,21 +17,23 @@ from engine_conformance.cases._served import rollout_model
 pytestmark = [pytest.mark.distributed]
 
 SCRIPT = """
+import json
 import sys
 import torch.distributed as dist
 from engine_api.config import ModelSource
 from engine_api.registry import RolloutRegistry
 
-model, device = sys.argv[1:]
+model, device, options = sys.argv[1:]
 dist.init_process_group("cpu:gloo,cuda:nccl" if device == "cuda" else "gloo", store=dist.HashStore(), rank=0, world_size=1)
-rollout = RolloutRegistry.create(name="vllm", device=device, model=ModelSource(path=model), pad_token_id=0, enforce_eager=True)
+rollout = RolloutRegistry.create(name="vllm", device=device, model=ModelSource(path=model), pad_token_id=0, enforce_eager=True,
+                                 **json.loads(options))
 dist.destroy_process_group()
 """
 
 
 def test_a_rollout_that_nobody_closed_is_silent_when_the_process_ends(root: Path) -> None:
     model = rollout_model(Target(backend="vllm", device=DEVICE, root=root, rollout=True))
-    done = subprocess.run([sys.executable, "-c", SCRIPT, str(model), DEVICE], capture_output=True, text=True,
+    done = subprocess.run([sys.executable, "-c", SCRIPT, str(model), DEVICE, json.dumps(SMALL)], capture_output=True, text=True,
                           timeout=240, check=False, env={**os.environ, "OMP_NUM_THREADS": "1"})  # fmt: skip
     assert done.returncode == 0, done.stderr
     assert "Traceback" not in done.stderr, done.stderr

@@ -120,6 +120,13 @@ def test_weights_and_caches_sleep_apart(model: str, other: str) -> None:
     refused(half, "caches sleep")
 
 
+@pytest.mark.parametrize("weights", [True, False], ids=["all", "caches"])
+def test_one_that_is_closed_asleep_gives_its_memory_back_and_another_begins(model: str, weights: bool) -> None:
+    before, after, tokens, again = call(peers.closed_asleep, model=model, weights=weights)
+    assert tokens == again
+    assert before - after < 64 << 20  # of 1 GiB of caches; a GPU that others use moves too: alone on one
+
+
 def test_a_failed_start_leaves_no_compiled_model(model: str) -> None:
     error, hooks, held = call(peers.left_by_failed_start, model=model)
     refused(error, "not enough memory")
@@ -139,6 +146,8 @@ def test_what_cannot_start_says_why(model: str) -> None:
     refused(call(peers.refused, model=model, enforce_eagre=True), "enforce_eager", kind=ConfigError)
     refused(call(peers.refused, model=model, dtype="float8"), "float8", kind=ConfigError)
     refused(call(peers.refused, model=model, kv_cache_bytes=1 << 50), "not enough memory", "kv_cache_bytes")
+    if DEVICE == "cuda":  # more than a GPU has, less than a process can address: another step of vLLM's allocator fails
+        refused(call(peers.refused, model=model, kv_cache_bytes=1 << 39), "not enough memory", "kv_cache_bytes")
     refused(call(peers.refused, model=model, tensor_parallel_size=2), "1 ranks", "tensor_parallel_size")
     # And the rank is as good as new.
     assert call(peers.drawn, model=model, batches=[[(5, 6)]], sampling=peers.GREEDY)

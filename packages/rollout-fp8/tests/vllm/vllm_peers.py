@@ -33,7 +33,8 @@ from rollout_fp8.exporter import collect
 # What they run on: ``ROLLOUT_TEST_DEVICE=cuda`` runs them all on GPUs, as far as there are as many as ranks.
 DEVICE = os.environ.get("ROLLOUT_TEST_DEVICE", "cpu")
 # On a GPU tests stand side by side: without a size for its cache vLLM measures what is free while the others take it, and fails.
-SMALL = {"kv_cache_bytes": 1 << 30, "gpu_memory_utilization": 0.1} if DEVICE == "cuda" else {}
+SHARED = {"gpu_memory_utilization": 0.1} if DEVICE == "cuda" else {}
+SMALL = {"kv_cache_bytes": 1 << 30, **SHARED} if DEVICE == "cuda" else {}
 GREEDY = SamplingParams(max_new_tokens=8, temperature=0.0)
 SAMPLED = SamplingParams(max_new_tokens=6, seed=1, n=2)
 LONG = SamplingParams(max_new_tokens=480, temperature=0.0)  # greedy: it never comes to an end token
@@ -231,6 +232,22 @@ def naps(model: str, other: str) -> dict[str, Any]:
             "errors": [caches, order, asleep, half]}  # fmt: skip
 
 
+def closed_asleep(model: str, weights: bool) -> tuple[int, int, list[list[int]], list[list[int]]]:
+    """Free bytes of the device when there is no rollout, before and after one was closed asleep; tokens of it and of the next."""
+    tokens, free = list[list[list[int]]](), list[int]()
+    for end in (
+        None,
+        {"weights": weights},
+        None,
+    ):  # the first leaves what stays for good: kernels, libraries' workspaces
+        with opened(model) as rollout:
+            tokens.append([c.tokens for c in rollout.generate(PROMPTS, GREEDY)])
+            if end is not None:
+                rollout.sleep(**end)
+        free.append(torch.cuda.mem_get_info()[0] if DEVICE == "cuda" else 0)
+    return free[0], free[1], tokens[1], tokens[2]
+
+
 def failures(model: str) -> dict[str, Any]:
     """What a stream of an exporter's kind, or vLLM's own loader, does to a sync, at the first and later; and good syncs between."""
     whole = {name: tensor.clone() for name, tensor in export_of(Path(model), DEVICE)}
@@ -289,6 +306,7 @@ def _fresh(model: str, dtype: str) -> list[list[int]]:
     from rollout_fp8.vllm import environment
 
     environment.prepare()
+    environment.exact_float32(DEVICE, dtype)  # as the rollout that it is compared with
     if not dist.is_initialized():
         dist.init_process_group(
             "cpu:gloo,cuda:nccl" if DEVICE == "cuda" else "gloo", store=dist.HashStore(), rank=0, world_size=1
@@ -297,7 +315,7 @@ def _fresh(model: str, dtype: str) -> list[list[int]]:
         import vllm
 
         server = vllm.LLM(model, dtype=dtype, skip_tokenizer_init=True, enforce_eager=True, generation_config="vllm",
-                          kv_cache_memory_bytes=1 << 28, distributed_executor_backend="external_launcher")  # fmt: skip
+                          kv_cache_memory_bytes=1 << 28, distributed_executor_backend="external_launcher", **SHARED)  # fmt: skip
     params = vllm.SamplingParams(max_tokens=8, temperature=0.0, detokenize=False, ignore_eos=True)
     outputs = server.generate([{"prompt_token_ids": list(p)} for p in PROMPTS], params, use_tqdm=False)
     server.llm_engine.engine_core.shutdown()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -12,6 +13,7 @@ from torch import Tensor
 from torch._dynamo import convert_frame
 from torch._dynamo.eval_frame import remove_from_cache
 from vllm.compilation.wrapper import TorchCompileWithNoGuardsWrapper
+from vllm.device_allocator import cumem
 from vllm.distributed import parallel_state
 from vllm.lora.layers import BaseLayerWithLoRA
 from vllm.lora.ops.triton_ops import utils as lora_pointers
@@ -130,6 +132,37 @@ def forgotten_on_failure() -> Iterator[None]:
             if isinstance(layer, TorchCompileWithNoGuardsWrapper):
                 _forget_layer(layer)
         raise
+
+
+# --- vLLM's allocator of memory that can sleep ---
+
+
+def clear_allocator_error() -> None:
+    """Let the allocator forget the last error of the driver, which it keeps in a variable of its library.
+
+    Until that is cleared its next allocation fails ("out of memory"), and what is freed is not given back (0.26.0 and main,
+    ``cumem_allocator.cpp``). Its own calls for waking and sleeping clear it, those for allocating and freeing do not.
+    Upstream: vllm-project/vllm#36651.
+    """
+    if cumem.CuMemAllocator.instance is not None:
+        ctypes.c_int.in_dll(ctypes.CDLL(cumem.lib_name), "error_code").value = 0
+
+
+def empty_pools() -> None:
+    """Give back the memory of models that are gone.
+
+    The pools go with the engine's shutdown, but after a start that failed they stay, and so do the records of allocations that failed:
+    for vLLM that is memory of an engine that still lives (0.26.0 and main). PyTorch has no segment at such an address.
+    Upstream: no thread known; vllm-project/vllm#36651 is of other stale records.
+    """
+    allocator = cumem.CuMemAllocator.instance
+    if allocator is not None:
+        allocator.release_pools()
+    torch.cuda.empty_cache()
+    if allocator is not None:
+        there = {segment["address"] for segment in torch.cuda.memory_snapshot()}
+        for address in set(allocator.pointer_to_data) - there:
+            del allocator.pointer_to_data[address]
 
 
 def leave_groups() -> None:

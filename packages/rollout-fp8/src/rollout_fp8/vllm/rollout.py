@@ -189,7 +189,7 @@ class VllmRollout:
             if isinstance(self._workers, OtherProcesses):
                 self._workers.close()
             self._stepper = self._workers = self._session = self._adapter = None  # they hold the engine
-            engines.stop(engine, self._plan)
+            engines.stop(engine, self._plan, self._asleep)
             del engine  # the memory that vLLM sleeps with serves one engine at a time: it must be gone before the next
             engines.give_back(self._plan)
 

@@ -7,7 +7,8 @@ import os
 import random
 import secrets
 import traceback
-from collections.abc import Iterator, Mapping, Sequence
+import warnings
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -89,6 +90,7 @@ def start(plan: Plan) -> vllm.LLMEngine:
         if plan.in_process:
             if plan.device.type == "cuda":
                 environment.import_kernels()
+                private.clear_allocator_error()
             _join_group(plan)
             if plan.shared and plan.device.type == "cpu":
                 size = plan.options.tensor_parallel_size
@@ -110,12 +112,26 @@ def start(plan: Plan) -> vllm.LLMEngine:
         raise _explained(error) from error
 
 
-def stop(engine: vllm.LLMEngine, plan: Plan) -> None:
-    """Shut the engine down; its memory is free when the caller has let go of it and called ``give_back``."""
+def stop(engine: vllm.LLMEngine, plan: Plan, asleep: Collection[str]) -> None:
+    """Shut the engine down, of which ``asleep`` sleeps; its memory is free when the caller has let go of it and called ``give_back``."""
     if plan.in_process:
+        if asleep and plan.device.type == "cuda":
+            _map_again(engine, asleep)
         private.shut_down(engine)
     else:
         engine.engine_core.shutdown()
+
+
+def _map_again(engine: vllm.LLMEngine, asleep: Collection[str]) -> None:
+    """Give what sleeps its memory for a moment: vLLM's allocator cannot free an address that has none.
+
+    The driver refuses, the allocator keeps that error, and frees nothing that comes after it (vllm-project/vllm#36651).
+    """
+    try:
+        engine.wake_up(sorted(asleep, reverse=True))
+    except RuntimeError as error:
+        warnings.warn(f"{WHERE}: closed asleep, and there is no memory to wake up in ({error}): some of its memory stays taken "
+                      "until this process ends. Close the engine first, or wake the rollout up before", stacklevel=4)  # fmt: skip
 
 
 def give_back(plan: Plan) -> None:
@@ -123,8 +139,15 @@ def give_back(plan: Plan) -> None:
     gc.unfreeze()  # vLLM froze what it had built
     if plan.in_process:
         private.leave_groups()
+    on_cuda = plan.device.type == "cuda"
+    if on_cuda and plan.in_process:
+        private.clear_allocator_error()
+    # Twice: weights that views refer to (our bound copies, in C++) count as held in the pass that frees the views.
     gc.collect()
-    if plan.device.type == "cuda":
+    gc.collect()
+    if on_cuda and plan.in_process:
+        private.empty_pools()
+    elif on_cuda:
         torch.cuda.empty_cache()
 
 
