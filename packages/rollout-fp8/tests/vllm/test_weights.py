@@ -38,7 +38,7 @@ def fresh(root: Path) -> dict[Any, list[list[int]]]:
     """Greedy tokens of servers that were started on the new weights."""
     folders = [(models(root, family=family, tied=tied)[1], dtype) for family, tied, dtype in SERVED]
     with RankPool(1, device=DEVICE) as pool:
-        (tokens,) = pool.run("vllm_peers:fresh_tokens", deadline=280, models=folders)
+        (tokens,) = pool.run("fresh_peers:fresh_tokens", deadline=280, models=folders)
     return dict(zip(SERVED, tokens, strict=True))
 
 

@@ -33,8 +33,7 @@ from rollout_fp8.exporter import collect
 # What they run on: ``ROLLOUT_TEST_DEVICE=cuda`` runs them all on GPUs, as far as there are as many as ranks.
 DEVICE = os.environ.get("ROLLOUT_TEST_DEVICE", "cpu")
 # On a GPU tests stand side by side: without a size for its cache vLLM measures what is free while the others take it, and fails.
-SHARED = {"gpu_memory_utilization": 0.1} if DEVICE == "cuda" else {}
-SMALL = {"kv_cache_bytes": 1 << 30, **SHARED} if DEVICE == "cuda" else {}
+SMALL = {"kv_cache_bytes": 1 << 30, "gpu_memory_utilization": 0.1} if DEVICE == "cuda" else {}
 GREEDY = SamplingParams(max_new_tokens=8, temperature=0.0)
 SAMPLED = SamplingParams(max_new_tokens=6, seed=1, n=2)
 LONG = SamplingParams(max_new_tokens=480, temperature=0.0)  # greedy: it never comes to an end token
@@ -295,31 +294,6 @@ def _ending_half_way(rollout: Any) -> Iterator[None]:
         yield
     finally:
         del served.load_weights
-
-
-def fresh_tokens(models: Sequence[tuple[str, str]]) -> list[list[list[int]]]:
-    """Greedy tokens of servers that read (folder, dtype) themselves. vLLM ends this rank's group: use a pool of its own."""
-    return [_fresh(*model) for model in models]
-
-
-def _fresh(model: str, dtype: str) -> list[list[int]]:
-    from rollout_fp8.vllm import environment
-
-    environment.prepare()
-    environment.exact_float32(DEVICE, dtype)  # as the rollout that it is compared with
-    if not dist.is_initialized():
-        dist.init_process_group(
-            "cpu:gloo,cuda:nccl" if DEVICE == "cuda" else "gloo", store=dist.HashStore(), rank=0, world_size=1
-        )
-    with environment.in_process(0, 0):
-        import vllm
-
-        server = vllm.LLM(model, dtype=dtype, skip_tokenizer_init=True, enforce_eager=True, generation_config="vllm",
-                          kv_cache_memory_bytes=1 << 28, distributed_executor_backend="external_launcher", **SHARED)  # fmt: skip
-    params = vllm.SamplingParams(max_tokens=8, temperature=0.0, detokenize=False, ignore_eos=True)
-    outputs = server.generate([{"prompt_token_ids": list(p)} for p in PROMPTS], params, use_tqdm=False)
-    server.llm_engine.engine_core.shutdown()
-    return [list(output.outputs[0].token_ids) for output in outputs]
 
 
 def trained(
