@@ -41,10 +41,12 @@ def refused(error: EngineError | None, *words: str, kind: type[EngineError] = Ro
 
 def test_a_draw_does_not_depend_on_its_batch(model: str) -> None:
     first, second, third = peers.PROMPTS
-    batches = [[first], [second, first, third], [first, first]]
-    alone, among, twice = call(peers.drawn, model=model, batches=batches, sampling=peers.SAMPLED)
+    many = [tuple(5 + (7 * i + 3 * j) % 200 for j in range(45)) for i in range(60)]  # more than vLLM begins in one step
+    batches = [[first], [second, first, third], [first, first], [*many, first]]
+    alone, among, twice, last = call(peers.drawn, model=model, batches=batches, sampling=peers.SAMPLED)
     tokens = [c.tokens for c in alone]
     assert [c.tokens for c in among[2:4]] == tokens
+    assert [c.tokens for c in last[-2:]] == tokens
     assert [c.tokens for c in twice[:2]] == tokens
     assert [c.tokens for c in twice[2:]] != tokens
     for one, other in zip(alone, among[2:4], strict=True):

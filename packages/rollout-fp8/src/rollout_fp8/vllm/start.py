@@ -222,6 +222,9 @@ def _arguments(plan: Plan) -> dict[str, Any]:
         "kv_cache_memory_bytes": options.kv_cache_bytes or (CPU_CACHE_BYTES if cpu else None),
         "enforce_eager": cpu if options.enforce_eager is None else options.enforce_eager,
         "enable_prefix_caching": options.prefix_caching,
+        # A prompt that is begun in one step and ended in another draws a token too early; vLLM winds the request's generator back,
+        # which those of a CPU cannot ("CPU Generator does not use offset", 0.32.0).
+        **({"enable_chunked_prefill": False} if cpu else {}),
         "tensor_parallel_size": options.tensor_parallel_size,
         "distributed_executor_backend": _executor(plan),
         "enable_sleep_mode": plan.options.memory_saver and not cpu,
