@@ -6,9 +6,12 @@ import json
 
 import pytest
 
+from engine_trainer import rl
 from engine_trainer.config import RLConfig
+from engine_trainer.evaluate import Evaluator
 from engine_trainer.loading import from_tree
 from engine_trainer.rl import train_rl
+from engine_trainer.sources import Synchronous
 
 pytest.importorskip("engine_fsdp", reason="the loop needs an engine")
 
@@ -20,7 +23,8 @@ def run(sums_model, tmp_path):
         tree = {
             "engine": {"model": {"path": str(sums_model)}, "device": "cpu"},
             "data": {"source": str(sums_model / "train.jsonl"), **sections.get("data", {})},
-            "run": {"output_dir": str(out), "steps": 1, "progress": False, "report": False, "tensorboard": False},
+            "run": {"output_dir": str(out), "steps": 1, "progress": False, "report": False, "tensorboard": False,
+                    **sections.get("run", {})},
             "reward": {"name": "exact"}, "rollout": {"n": 2, "max_new_tokens": 4, **sections.get("rollout", {})},
             "algorithm": {"prompts_per_step": 4, **sections.get("algorithm", {})}, "eval": evaluation,
         }  # fmt: skip
@@ -43,6 +47,25 @@ def test_several_held_out_sets_by_name_with_votes(run, sums_model):
     rows = [json.loads(line) for line in (out / "eval" / "few" / "step-000001.jsonl").read_text().splitlines()]
     assert [len(r["completions"]) for r in rows] == [4, 4, 4]
     assert rows[0]["completions"][0]["answer"] == rows[0]["completions"][0]["text"].strip()
+
+
+def test_nothing_is_generated_beside_an_evaluation(run, sums_model, monkeypatch):
+    """A source that generates beside training would draw with weights that the evaluation brings in its middle."""
+    told = []
+
+    class Watched(Synchronous):
+        def take(self, step):
+            told.append("take")
+            return super().take(step)
+
+        def settle(self):
+            told.append("settle")
+
+    measure = Evaluator.measure
+    monkeypatch.setattr(rl, "Synchronous", Watched)
+    monkeypatch.setattr(Evaluator, "measure", lambda self, step: told.append("measure") or measure(self, step))
+    run({"samples": 1, "max_problems": 2, "source": str(sums_model / "test.jsonl"), "every": 1}, run={"steps": 2})
+    assert told == ["measure", *["take", "settle", "measure"] * 2]
 
 
 def test_a_model_is_measured_alone_as_a_run_measures_it(run, sums_model, capsys):

@@ -253,6 +253,22 @@ def test_a_step_whose_numbers_are_lost_changes_nothing(models, pairs, tmp_path, 
     assert alone[0] == rows[0]
 
 
+def test_held_out_pairs_are_judged_by_their_own_reference(models, pairs, tmp_path):
+    """Found beforehand or by an engine of its own; evaluated twice, on other pairs than are trained on."""
+    rows = {}
+    for reference in ("precomputed", "engine"):
+        config = tree("dpo", models, pairs, tmp_path / reference, dpo={"reference": reference},
+                      eval={"source": str(pairs / "test.jsonl"), "every": 2})  # fmt: skip
+        rows[reference] = train("dpo", config)
+    for a, b in zip(rows["precomputed"], rows["engine"], strict=True):
+        # At first all margins are 0 but for rounding, whose sign is no accuracy.
+        known = [{k: v for k, v in row.items() if not k.endswith("/accuracy")} for row in (a, b)]
+        assert known[0] == pytest.approx(known[1], rel=1e-5, abs=1e-6)
+    margins = [row["eval/margin"] for row in rows["engine"] if "eval/margin" in row]
+    assert margins[0] == pytest.approx(0, abs=1e-6)
+    assert len({round(margin, 4) for margin in margins}) == 3
+
+
 def test_the_reference_of_lora_is_the_adapter_off(models, pairs, tmp_path):
     rows = {}
     for reference in ("precomputed", "engine"):
