@@ -51,7 +51,7 @@ def overrides(options: argparse.Namespace, folder: Path) -> list[str]:
         placed += [f"ray.rollouts={options.rollouts}", f"overlap.mode={options.overlap}"]
     if options.server == "vllm":
         rollout += [f"rollout.options.gpu_memory_utilization={options.memory}", f"rollout.options.max_model_len={options.prompt + options.new}",
-                    "rollout.options.deterministic=false", "rollout.options.truncation=false",
+                    "rollout.options.kv_cache_for_batch=true", "rollout.options.deterministic=false", "rollout.options.truncation=false",
                     f"rollout.options.memory_saver={options.sleep}", f"rollout.options.enforce_eager={options.eager}"]  # fmt: skip
     return [
         "launcher=ray", *placed, f"engine.model.path={folder / 'model'}", f"engine.device={options.device}",

@@ -60,6 +60,8 @@ class VllmOptions(Options):
         memory_saver: on CUDA, let ``sleep`` give memory back; vLLM then serves one rollout a process at a time.
         prefix_caching: keep keys and values of common beginnings; they are dropped at every sync.
         kv_cache_bytes: of each GPU, instead of what ``gpu_memory_utilization`` leaves; None on the CPU: 1 GiB.
+        kv_cache_for_batch: a cache for ``batch_size`` sequences of ``max_model_len`` at once, and not all that is left: no generation
+            uses more, and what is smaller falls asleep and wakes up faster.
         truncation: serve ``top_p`` and ``top_k``. Without it they are refused, and vLLM may take its newer model
             runner, which seeds the draws of all sequences in one kernel.
     """
@@ -71,6 +73,7 @@ class VllmOptions(Options):
     memory_saver: bool = True
     prefix_caching: bool = True
     kv_cache_bytes: int | None = None
+    kv_cache_for_batch: bool = False
     truncation: bool = True
 
 

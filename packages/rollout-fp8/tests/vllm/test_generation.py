@@ -144,12 +144,20 @@ def test_an_engine_of_float32_on_cuda_is_built_where_triton_does_not_round(model
     assert call(peers.float32_of_starts, model=model) == {"bfloat16": None, "float32": "ieee"}
 
 
+def test_a_cache_for_the_batch_holds_it_and_hardly_more(model: str) -> None:
+    blocks, size, tokens = call(peers.cache_for_batch, model=model, batch_size=5, max_model_len=300)
+    assert 5 * 300 <= (blocks - 1) * size <= 5 * 384
+    assert tokens == [292] * 5
+
+
 def test_what_cannot_start_says_why(model: str) -> None:
     refused(call(peers.refused, model=model, enforce_eagre=True), "enforce_eager", kind=ConfigError)
     refused(call(peers.refused, model=model, dtype="float8"), "float8", kind=ConfigError)
     refused(call(peers.refused, model=model, kv_cache_bytes=1 << 50), "not enough memory", "kv_cache_bytes")
     if DEVICE == "cuda":  # more than a GPU has, less than a process can address: another step of vLLM's allocator fails
         refused(call(peers.refused, model=model, kv_cache_bytes=1 << 39), "not enough memory", "kv_cache_bytes")
+    both = {"kv_cache_bytes": 1 << 30, "kv_cache_for_batch": True}
+    refused(call(peers.refused, model=model, **both), "give one of the two", kind=ConfigError)
     refused(call(peers.refused, model=model, tensor_parallel_size=2), "1 ranks", "tensor_parallel_size")
     # And the rank is as good as new.
     assert call(peers.drawn, model=model, batches=[[(5, 6)]], sampling=peers.GREEDY)

@@ -247,6 +247,21 @@ def closed_asleep(model: str, weights: bool) -> tuple[int, int, list[list[int]],
     return free[0], free[1], tokens[1], tokens[2]
 
 
+def cache_for_batch(model: str, batch_size: int, max_model_len: int) -> tuple[int, int, list[int]]:
+    """vLLM's blocks and their size; tokens of as many completions as fill the cache."""
+    arguments = {
+        "kv_cache_bytes": None,
+        "kv_cache_for_batch": True,
+        "max_model_len": max_model_len,
+        "eos_token_ids": (),
+    }
+    with opened(model, batch_size=batch_size, **arguments) as rollout:
+        config = rollout._engine.vllm_config.cache_config
+        prompts = [tuple(range(5 + i, 13 + i)) for i in range(batch_size)]
+        got = rollout.generate(prompts, SamplingParams(max_new_tokens=max_model_len - 8, temperature=0.0))
+        return config.num_gpu_blocks, config.block_size, [len(c.tokens) for c in got]
+
+
 def failures(model: str) -> dict[str, Any]:
     """What a stream of an exporter's kind, or vLLM's own loader, does to a sync, at the first and later; and good syncs between."""
     whole = {name: tensor.clone() for name, tensor in export_of(Path(model), DEVICE)}

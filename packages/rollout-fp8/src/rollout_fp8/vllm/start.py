@@ -25,7 +25,7 @@ from engine_api.errors import ConfigError, RolloutError
 from rollout_fp8.options import VllmOptions
 from rollout_fp8.ranks import require_own_devices
 from rollout_fp8.transports.channel import secret
-from rollout_fp8.vllm import environment, private
+from rollout_fp8.vllm import cache, environment, private
 from rollout_fp8.vllm.sampling import NORMALIZE
 
 WHERE = "rollout 'vllm'"
@@ -219,7 +219,7 @@ def _arguments(plan: Plan) -> dict[str, Any]:
         "max_num_seqs": plan.max_num_seqs,
         "max_num_batched_tokens": options.max_num_batched_tokens,
         "gpu_memory_utilization": options.gpu_memory_utilization,
-        "kv_cache_memory_bytes": options.kv_cache_bytes or (CPU_CACHE_BYTES if cpu else None),
+        "kv_cache_memory_bytes": _cache_bytes(plan) or (CPU_CACHE_BYTES if cpu else None),
         "enforce_eager": cpu if options.enforce_eager is None else options.enforce_eager,
         "enable_prefix_caching": options.prefix_caching,
         # A prompt that is begun in one step and ended in another draws a token too early; vLLM winds the request's generator back,
@@ -234,6 +234,18 @@ def _arguments(plan: Plan) -> dict[str, Any]:
         **({"worker_extension_cls": plan.worker_extension} if plan.worker_extension else {}),
         **_adapter_arguments(plan),
     }
+
+
+def _cache_bytes(plan: Plan) -> int | None:
+    options = plan.options
+    if not options.kv_cache_for_batch:
+        return options.kv_cache_bytes
+    if options.kv_cache_bytes is not None:
+        raise ConfigError(
+            "rollout.options.kv_cache_for_batch", "true beside kv_cache_bytes", remedy="give one of the two"
+        )
+    return cache.bytes_for(plan.model, plan.max_num_seqs, positions=options.max_model_len, dtype=plan.dtype,
+                           parallel=options.tensor_parallel_size)  # fmt: skip
 
 
 def _executor(plan: Plan) -> str | None:
