@@ -14,7 +14,12 @@ def test_tokenizer(tmp_path: Path) -> None:
     tokenizer_of(64).save_pretrained(tmp_path)
     tokenizer = AutoTokenizer.from_pretrained(tmp_path)
     assert tokenizer.encode(NEWLINE, add_special_tokens=False) == [5]
-    assert tokenizer.convert_tokens_to_ids("<|im_end|>") == tokenizer.convert_tokens_to_ids(EOS) == tokenizer.eos_token_id == 2
+    assert (
+        tokenizer.convert_tokens_to_ids("<|im_end|>")
+        == tokenizer.convert_tokens_to_ids(EOS)
+        == tokenizer.eos_token_id
+        == 2
+    )
     turn = [{"role": "user", "content": "w6 w63"}]
     text = tokenizer.apply_chat_template(turn, add_generation_prompt=True, tokenize=False)
     assert tokenizer.tokenize(text) == [BOS, USER, "w6", "w63", ASSISTANT]
