@@ -97,7 +97,7 @@ def row_of(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
         "steps": len(rows), "step_s": step, "min_s": round(min(row["timing_s/step"] for row in rows), 3),
         "max_s": round(max(row["timing_s/step"] for row in rows), 3), "phases_s": phases,
         "response_tokens_per_s_gpu": round(tokens / step / options.gpus),
-        **{name: round(median(row[name] for row in rows), 4) for name in kept if all(name in row for row in rows)},
+        **{name: float(f"{median(row[name] for row in rows):.4g}") for name in kept},
     }  # fmt: skip
 
 
