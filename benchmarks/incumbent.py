@@ -5,7 +5,8 @@
 from the text; no network. Packed sequences, dynamic micro-batches, gradient checkpointing and no offload as in verl's own GRPO
 scripts for small dense models (examples/grpo_trainer, 0.9.1); FSDP2, one GPU a replica and no KL are the choices of the other side.
 CUDA graphs on, weights and KV cache given back while it trains. ``more``: any override of verl's, last. Made for verl 0.9.1, which
-takes transformers below 5.11 and flash-attn; brought up to its first step on a CPU, **not yet run on a GPU**.
+takes transformers below 5.11 and flash-attn; run to its end on a CPU, **not yet on a GPU**. Its trainer asks every 2 s whether the
+answers are there (``ReplayBuffer``): ``gen`` comes in whole multiples of that.
 """
 
 from __future__ import annotations
@@ -33,7 +34,9 @@ def prepare_all(folder: Path, options: argparse.Namespace) -> None:
     """``folder/model`` with random bf16 weights, and ``folder/prompts.parquet``."""
     from datasets import Dataset
 
-    turns = prepare(folder / "model", options.shape, options.prompts * 2, options.prompt)
+    # one epoch: at the start of another the trainer forks its loader's workers anew, within a step
+    rows = options.prompts * (options.warmup + options.steps)
+    turns = prepare(folder / "model", options.shape, rows, options.prompt)
     Dataset.from_list([
         {"prompt": [{"role": "user", "content": turn}], "data_source": "random",
          "reward_model": {"style": "rule", "ground_truth": "0"}, "extra_info": {"index": i}}
@@ -58,19 +61,20 @@ def overrides(options: argparse.Namespace, folder: Path) -> list[str]:
         "trainer.logger=[console,file]", f"trainer.n_gpus_per_node={options.gpus}", "trainer.val_before_train=false",
         f"trainer.total_training_steps={options.warmup + options.steps}", "trainer.total_epochs=1000",
         "trainer.resume_mode=disable", f"trainer.default_local_dir={folder}/checkpoints",
-        "ray_kwargs.ray_init.num_cpus=64",  # its many small actors claim a core each, also where there are fewer
+        # claimed, also where there are fewer cores: three a GPU, nine for its queue of data, one by each small actor that is starting
+        f"ray_kwargs.ray_init.num_cpus={16 + 4 * options.gpus}",
         "+ray_kwargs.ray_init.include_dashboard=false", *options.more,
     ]  # fmt: skip
 
 
 def environment(folder: Path) -> dict[str, str]:
-    """Offline, the log as a file, and this repository (the reward's) on the path of every process."""
+    """Offline, the log as a file, this repository (the reward's) on every process's path, and modules compiled once for all."""
     path = os.pathsep.join([str(Path(__file__).resolve().parent.parent), os.environ.get("PYTHONPATH", "")])
     said = {
         "VERL_FILE_LOGGER_PATH": str(folder / "metrics.jsonl"), "HYDRA_FULL_ERROR": "1", "HF_HUB_OFFLINE": "1",
         "WANDB_MODE": "disabled", "VLLM_NO_USAGE_STATS": "1", "RAY_USAGE_STATS_ENABLED": "0",
         # a machine whose memory grows as it is used looks full to Ray's monitor, which then kills workers
-        "RAY_memory_monitor_refresh_ms": "0", "TOKENIZERS_PARALLELISM": "true", "PYTHONPATH": path,
+        "RAY_memory_monitor_refresh_ms": "0", "TOKENIZERS_PARALLELISM": "true", "PYTHONPATH": path, "PYTHONDONTWRITEBYTECODE": "",
     }  # fmt: skip
     return os.environ | said
 
@@ -78,10 +82,14 @@ def environment(folder: Path) -> dict[str, str]:
 def row_of(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
     """The figures of a finished run."""
     rows = [json.loads(line)["data"] for line in (folder / "metrics.jsonl").read_text().splitlines()][options.warmup :]
+    asked = options.prompts * options.n * (options.prompt + options.new)
+    if found := {row["perf/total_num_tokens"] for row in rows} - {asked}:
+        # its trainer goes on without the answers that failed
+        sys.exit(f"verl's steps had {found} tokens, the work has {asked}; see the errors in {folder}/log")
     names = sorted({name for row in rows for name in row if name.startswith("timing_s/") and "agent_loop" not in name})
     phases = {name.removeprefix("timing_s/"): round(median(row.get(name, 0.0) for row in rows), 3) for name in names}
     step, tokens = phases.pop("step"), options.prompts * options.n * options.new
-    kept = ("response_length/mean", "prompt_length/mean", "perf/mfu/actor", "perf/max_memory_reserved_gb",
+    kept = ("response_length/mean", "prompt_length/mean", "perf/mfu/actor", "actor/perf/max_memory_reserved_gb",
             "training/rollout_probs_diff_mean", "actor/grad_norm")  # fmt: skip
     return {
         "system": f"verl {options.version}", "shape": options.shape, "gpus": options.gpus, "prompts": options.prompts,
@@ -89,7 +97,7 @@ def row_of(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
         "steps": len(rows), "step_s": step, "min_s": round(min(row["timing_s/step"] for row in rows), 3),
         "max_s": round(max(row["timing_s/step"] for row in rows), 3), "phases_s": phases,
         "response_tokens_per_s_gpu": round(tokens / step / options.gpus),
-        **{name: round(median(row[name] for row in rows), 4) for name in kept if all(name in row for row in rows)},
+        **{name: float(f"{median(row[name] for row in rows):.4g}") for name in kept},
     }  # fmt: skip
 
 

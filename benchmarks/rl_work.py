@@ -11,7 +11,9 @@ from typing import Any
 
 from benchmarks.shapes import config, whole_folder
 
-SPECIAL = PAD, BOS, EOS, USER, ASSISTANT = ["<|pad|>", "<|bos|>", "<|eos|>", "<|user|>", "<|assistant|>"]
+# The end of a turn and a newline of one token are what verl's agent loop asks of a Qwen tokenizer.
+PAD, BOS, EOS, USER, ASSISTANT, NEWLINE = "<|pad|>", "<|bos|>", "<|im_end|>", "<|user|>", "<|assistant|>", "\n"
+SPECIAL = [PAD, BOS, EOS, USER, ASSISTANT, NEWLINE]
 CHAT_TEMPLATE = (
     f"{BOS}{{% for m in messages %}}{{% if m['role'] == 'user' %}}{USER}{{{{ m['content'] }}}}{{% else %}}"
     f"{ASSISTANT}{{{{ m['content'] }}}}{EOS}{{% endif %}}{{% endfor %}}"
