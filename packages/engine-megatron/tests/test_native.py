@@ -7,7 +7,6 @@ import json
 import os
 import pickle
 import shutil
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -41,18 +40,6 @@ RESUMES = [
 ]
 
 pytestmark = [pytest.mark.distributed]
-
-
-@pytest.fixture(scope="module")
-def pool(_cuda: None) -> Iterator[RankPool]:
-    with RankPool(2, deadline=120.0) as ranks:
-        yield ranks
-
-
-@pytest.fixture(scope="module")
-def one(_cuda: None) -> Iterator[RankPool]:
-    with RankPool(1, deadline=120.0) as ranks:
-        yield ranks
 
 
 @pytest.fixture(scope="module")
