@@ -107,7 +107,7 @@ def refused(path: str, parallelism: dict[str, int], folder: str, **config: Any) 
 
 
 def a_full_disk(path: str, parallelism: dict[str, int], folder: str) -> tuple[str, list[str], int]:
-    """What a save raises where the last rank cannot write, what it leaves, and the step of the next save."""
+    """What a save raises where the last rank cannot write and whether it says what to do, what it leaves, and the step of the next save."""
     engine = ready(path, parallelism, "megatron")
     step(engine)
     true, kind = FileSystemWriter.write_data, ""
@@ -120,7 +120,7 @@ def a_full_disk(path: str, parallelism: dict[str, int], folder: str) -> tuple[st
     try:
         engine.save_checkpoint(folder)
     except EngineError as error:
-        kind = type(error).__name__
+        kind = f"{type(error).__name__}, {'free disk space' in str(error)}"
     finally:
         FileSystemWriter.write_data = true
     left = engine.comm.all_gather(sorted(file.name for file in Path(folder).parent.iterdir()))[0]

@@ -13,6 +13,7 @@ Megatron gets to see it; torch reads tensors as weights only.
 
 from __future__ import annotations
 
+import errno
 import pickle
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -47,6 +48,7 @@ MEGATRON = "megatron"  # the name of the format in a manifest
 _FOLDER = "state"
 _INDEX = ".metadata"
 _WRITER_THREADS = 2
+_CONTAINER = 4096  # bytes at most around a tensor, its part of the index included
 _FIXED = ("pp", "tp", "ep", "etp")  # sizes that say which part of the model a rank has
 
 
@@ -110,7 +112,7 @@ def writer(rows: Sequence[Held], masters: Masters, trainer: Trainer | None) -> C
     pieces = dict(_pieces(rows, masters, trainer))
 
     def write(directory: Path, **about: Any) -> CheckpointInfo:
-        own = sum(piece.part.data.nbytes for piece in pieces.values() if piece.is_written)  # type: ignore[union-attr]
+        own = sum(piece.part.data.nbytes + _CONTAINER for piece in pieces.values() if piece.is_written)  # type: ignore[union-attr]
         return checkpoint.write_files(directory, num_bytes=own, save=lambda partial: _save(partial, pieces),
                                       state=MEGATRON, **about)  # fmt: skip
 
@@ -134,7 +136,8 @@ def _save(partial: Path, pieces: Mapping[str, Piece]) -> tuple[dict[str, Entry],
     try:
         dist_checkpointing.save(parts, str(folder), sharded_strategy=_InThisProcess("torch_dist", 1))
     except CheckpointException as error:  # a BaseException, on all ranks
-        raise OSError(_failures(error)) from error
+        codes = [failure[0].errno for failure in error.failures.values() if isinstance(failure[0], OSError)]
+        raise OSError(next(iter(codes), errno.EIO), _failures(error)) from error
     files = [f.name for f in folder.iterdir() if f.name.startswith(f"__{rank}_") or (rank == 0 and f.name[:2] != "__")]
     return {key: piece.entry for key, piece in pieces.items()}, [f"{_FOLDER}/{name}" for name in files]
 
