@@ -20,7 +20,7 @@ from engine_api.errors import (
     ConfigError,
     RankFailure,
 )
-from engine_api.manifest import read_manifest
+from engine_api.manifest import Entry, read_manifest
 from engine_api.weights import ShardSpec
 
 WHOLE = {
@@ -89,6 +89,35 @@ def test_what_a_checkpoint_leaves_on_disk(saved):
     assert manifest.num_bytes == sum((saved / "step-5" / n).stat().st_size for n in names[1:])
 
 
+def test_a_portable_manifest_is_as_earlier_releases_read_it(saved):
+    raw = json.loads((saved / "step-5/manifest.json").read_text())
+    assert raw["format"] == 1
+    assert "state" not in raw
+
+
+def own_format(comm, folder):
+    """What an engine writes whose tensors stand in a file of its own."""
+
+    def save(partial):
+        (partial / f"state/{comm.rank}.own").write_bytes(b"1234")
+        return {f"of.{comm.rank}": Entry(dtype="float32", shape=(1,), shards=())}, [f"state/{comm.rank}.own"]
+
+    return checkpoint.write_files(folder, comm=comm, num_bytes=4, save=save, rank_state={}, step=7, engine="test",
+                                  topology={"tp": 2}, extra={}, state="own")  # fmt: skip
+
+
+def test_an_engines_own_format_is_whole_and_refused_by_others(tmp_path, ranks):
+    assert [info.step for info in ranks(2, lambda comm: own_format(comm, tmp_path / "step-7"))] == [7, 7]
+    manifest = read_manifest(tmp_path / "step-7")
+    assert (manifest.format, manifest.state, sorted(manifest.tensors)) == (2, "own", ["of.0", "of.1"])
+    assert sorted(manifest.files) == ["rank-00000.json", "rank-00001.json", "state/0.own", "state/1.own"]
+    for error in ranks(2, lambda comm: read(comm, tmp_path)):
+        assert isinstance(error, CheckpointMismatch)
+        assert "a format of test's own" in str(error)
+        assert "2 ranks wrote it: tp 2" in str(error)
+        assert "load it with test" in str(error)
+
+
 def test_latest_follows_the_newest(saved, ranks):
     ranks(1, lambda comm: write(comm, saved / "step-6", step=6))
     assert checkpoint.locate(saved).name == "step-6"
@@ -146,7 +175,7 @@ DAMAGE = {
     "foreign JSON": (lambda s: (s / "step-5/manifest.json").write_text("[1]"), CheckpointCorrupt, "cannot be read"),
     "lacks tensors": (lambda s: without(s, "tensors"), CheckpointCorrupt, "lacks parts"),
     "has more": (lambda s: edit(s, colour="red"), CheckpointCorrupt, "lacks parts"),
-    "a newer format": (lambda s: edit(s, format=2), CheckpointMismatch, "upgrade engine-api"),
+    "a newer format": (lambda s: edit(s, format=3), CheckpointMismatch, "upgrade engine-api"),
     "a newer contract": (lambda s: edit(s, contract="1.99"), CheckpointMismatch, "upgrade engine-api"),
     "a lost folder": (lambda s: shutil.rmtree(s / "step-5"), CheckpointMissing, "which is not there"),
 }

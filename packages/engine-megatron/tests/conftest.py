@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from engine_conformance.ranks import RankPool
 from engine_conformance.shim import shimmed
 
 sys.path.append(str(Path(__file__).parent))  # ranks import their functions from here
@@ -27,6 +28,20 @@ if not collect_ignore_glob:
 def _cuda() -> Iterator[None]:
     with shimmed():
         yield
+
+
+@pytest.fixture(scope="module")
+def pool(_cuda: None) -> Iterator[RankPool]:
+    """Two ranks."""
+    with RankPool(2, deadline=280.0) as ranks:
+        yield ranks
+
+
+@pytest.fixture(scope="module")
+def one(_cuda: None) -> Iterator[RankPool]:
+    """One rank alone."""
+    with RankPool(1, deadline=280.0) as ranks:
+        yield ranks
 
 
 @pytest.fixture(autouse=True)

@@ -22,18 +22,6 @@ pytestmark = [pytest.mark.distributed, pytest.mark.slow]
 
 
 @pytest.fixture(scope="module")
-def pool(_cuda: None) -> Iterator[RankPool]:
-    with RankPool(2, deadline=280.0) as ranks:
-        yield ranks
-
-
-@pytest.fixture(scope="module")
-def one(_cuda: None) -> Iterator[RankPool]:
-    with RankPool(1, deadline=280.0) as ranks:
-        yield ranks
-
-
-@pytest.fixture(scope="module")
 def four(_cuda: None) -> Iterator[RankPool]:
     with RankPool(4, deadline=280.0) as ranks:
         yield ranks

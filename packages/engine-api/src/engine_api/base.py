@@ -11,9 +11,10 @@ from __future__ import annotations
 
 import math
 from abc import abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -25,7 +26,7 @@ from engine_api.config import EngineConfig
 from engine_api.defaults import EngineDefaults
 from engine_api.errors import ConfigError, EngineStateError
 from engine_api.losses import LossFn, coefficients_of, needs_of
-from engine_api.manifest import Entry
+from engine_api.manifest import Entry, Manifest
 from engine_api.prepare import MicroBatches, prepare
 from engine_api.results import (
     CheckpointHandle,
@@ -151,35 +152,27 @@ class BaseEngine(EngineDefaults):
         """See ``Engine.save_checkpoint``."""
         self._expect("save_checkpoint", "ready")
         self._wait_for_save()
-        state = self.state_shards()
         asynchronous = self.config.checkpoint.async_save
-        if asynchronous:  # training goes on and changes the tensors: the writer gets copies
-            state = {
-                key: (tensor.detach().to("cpu", copy=True), spec)
-                for key, (tensor, spec) in state.items()
-                if spec.replica == 0
-            }
+        write = self._checkpoint_writer(copied=asynchronous)
         arguments: dict[str, Any] = {
-            "comm": self._checkpoint_comm, "state": state, "rank_state": self._rng_state(), "step": self._step,
+            "comm": self._checkpoint_comm, "rank_state": self._rng_state(), "step": self._step,
             "engine": self._name, "topology": dict(self.topology.sizes), "extra": dict(extra or {}),
         }  # fmt: skip
         handle: Future[CheckpointInfo] = Future()
         if asynchronous:
-            handle = self._writer.submit(checkpoint.write, Path(directory), **arguments)
+            handle = self._writer.submit(write, Path(directory), **arguments)
             self._saving = handle
         else:
-            handle.set_result(checkpoint.write(Path(directory), **arguments))
+            handle.set_result(write(Path(directory), **arguments))
         return handle
 
     def load_checkpoint(self, directory: Path | str) -> CheckpointInfo:
         """See ``Engine.load_checkpoint``."""
         self._expect("load_checkpoint", "ready")
         self._wait_for_save()
-        manifest, tensors, rank_state = checkpoint.read(
-            Path(directory), comm=self._checkpoint_comm, layout=self._state_layout, rank=self.topology.rank
-        )
+        manifest, install, rank_state = self._read_checkpoint(Path(directory))
         # From here on nothing can fail: all is read and checked, on every rank.
-        self._install_state(tensors)
+        install()
         self._step = manifest.step
         self._drop_gradients()
         if rank_state is not None and manifest.engine == self._name:  # each engine writes its own
@@ -298,6 +291,29 @@ class BaseEngine(EngineDefaults):
         if self._writer_pool is None:
             self._writer_pool = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
         return self._writer_pool
+
+    # --- checkpoints; an engine with a format of its own beside the portable one overrides these ------------
+
+    def _checkpoint_writer(self, *, copied: bool) -> Callable[..., CheckpointInfo]:
+        """What writes the state of now, given the final name and all else that ``checkpoint.write_files`` asks for.
+
+        ``copied``: it is called later, while training goes on and changes the tensors.
+        """
+        state = self.state_shards()
+        if copied:
+            state = {
+                key: (tensor.detach().to("cpu", copy=True), spec)
+                for key, (tensor, spec) in state.items()
+                if spec.replica == 0
+            }
+        return partial(checkpoint.write, state=state)
+
+    def _read_checkpoint(self, directory: Path) -> tuple[Manifest, Callable[[], None], dict[str, Any] | None]:
+        """All of a checkpoint, read and checked; what replaces the state by it, which cannot fail; this rank's own."""
+        manifest, tensors, rank_state = checkpoint.read(
+            directory, comm=self._checkpoint_comm, layout=self._state_layout, rank=self.topology.rank
+        )
+        return manifest, lambda: self._install_state(tensors), rank_state
 
     # --- what a backend provides ---------------------------------------------------------------
 

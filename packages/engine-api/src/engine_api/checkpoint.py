@@ -8,7 +8,8 @@
       rank-00000.json       rank 0's RNG
     latest                  the newest folder's name, replaced atomically after the rename
 
-A reader asks for boxes; which rank (or engine, or layout) wrote them does not matter.
+A reader asks for boxes; which rank (or engine, or layout) wrote them does not matter. An engine with a format of its own
+for what lies under ``state`` uses `write_files`, `find`, `verify` and `read_rank_state`: all else is the same.
 Why not torch.distributed.checkpoint: its index is a pickle, and reading one runs code.
 """
 
@@ -18,7 +19,7 @@ import errno
 import json
 import os
 import shutil
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -30,7 +31,7 @@ from engine_api.errors import (
     CheckpointWriteError,
     ConfigError,
 )
-from engine_api.manifest import MANIFEST, Entry, Manifest, Shard, fingerprint, read_manifest, verify_files
+from engine_api.manifest import MANIFEST, PORTABLE, Entry, Manifest, Shard, fingerprint, read_manifest, verify_files
 from engine_api.results import CheckpointInfo
 from engine_api.weights import ShardSpec
 
@@ -39,19 +40,40 @@ if TYPE_CHECKING:
 
 LATEST = "latest"
 State = Mapping[str, "tuple[torch.Tensor, ShardSpec]"]
+# Given the unfinished folder, writes what one rank writes; the tensors, and the names of its files.
+Save = Callable[[Path], tuple[dict[str, Entry], Sequence[str]]]
 
 
 def write(
     directory: Path, *, comm: Comm, state: State, rank_state: Mapping[str, Any], step: int, engine: str,
     topology: Mapping[str, int], extra: Mapping[str, Any],
 ) -> CheckpointInfo:  # fmt: skip
+    """Write a portable checkpoint; see `write_files`.
+
+    Args:
+        state: key → (this rank's box on any device, where it belongs). Replicas are written once.
+    """
+    own = {key: box for key, box in state.items() if box[1].replica == 0 and not box[1].is_empty}
+    return write_files(
+        directory, comm=comm, num_bytes=sum(tensor.nbytes for tensor, _ in own.values()),
+        save=lambda partial: _save_boxes(partial, comm.rank, own), rank_state=rank_state, step=step, engine=engine,
+        topology=topology, extra=extra,
+    )  # fmt: skip
+
+
+def write_files(
+    directory: Path, *, comm: Comm, num_bytes: int, save: Save, rank_state: Mapping[str, Any], step: int, engine: str,
+    topology: Mapping[str, int], extra: Mapping[str, Any], state: str = PORTABLE,
+) -> CheckpointInfo:  # fmt: skip
     """Write a checkpoint on all ranks together and give it its final name.
 
     Args:
         directory: the final name; ``directory.partial`` is used until all is written.
-        state: key → (this rank's box on any device, where it belongs). Replicas are written once.
+        num_bytes: of what ``save`` writes on this rank.
+        save: called on all ranks; whatever collective it has must raise on all of them.
         rank_state: what only this rank knows, JSON.
         extra: the caller's own JSON, the same on all ranks.
+        state: the name of the format that ``save`` writes.
 
     Raises:
         CheckpointWriteError: where it failed (``RankFailure`` on the other ranks); nothing half-written
@@ -61,11 +83,12 @@ def write(
     try:
         together(comm, lambda: _check_extra(extra))
         together(comm, lambda: _prepare(directory, partial) if comm.rank == 0 else None)
-        need = sum(together(comm, lambda: sum(t.numel() * t.element_size() for t, _ in _own(state).values())))
+        need = sum(together(comm, lambda: num_bytes))
         # A memory-mapped file on a full disk dies by SIGBUS: ask for the room of all ranks first.
         together(comm, lambda: require_room(partial, need))
-        parts = together(comm, lambda: _write_rank(partial, comm.rank, state, rank_state))
-        manifest = _merge(parts, step=step, engine=engine, world_size=comm.world_size, topology=topology, extra=extra)
+        parts = together(comm, lambda: _write_rank(partial, comm.rank, save, rank_state))
+        manifest = _merge(parts, step=step, engine=engine, world_size=comm.world_size, topology=topology, extra=extra,
+                          state=state)  # fmt: skip
         together(comm, lambda: _commit(directory, partial, manifest) if comm.rank == 0 else None)
     except OSError as error:
         raise _write_error(directory, error) from error
@@ -92,30 +115,30 @@ def _check_extra(extra: Mapping[str, Any]) -> None:
                           remedy="give save_checkpoint numbers, strings, lists and mappings of them") from error  # fmt: skip
 
 
-def _own(state: State) -> dict[str, tuple[torch.Tensor, ShardSpec]]:
-    """What this rank writes: replicas once, no empty boxes."""
-    return {key: box for key, box in state.items() if box[1].replica == 0 and not box[1].is_empty}
-
-
 def _write_rank(
-    partial: Path, rank: int, state: State, rank_state: Mapping[str, Any]
+    partial: Path, rank: int, save: Save, rank_state: Mapping[str, Any]
 ) -> tuple[dict[str, Entry], dict[str, dict[str, Any]]]:
+    entries, names = save(partial)
+    own = f"rank-{rank:05d}.json"
+    (partial / own).write_text(json.dumps(dict(rank_state)))
+    files = {name: fingerprint(partial / name) for name in (*names, own)}
+    for file in files:
+        _sync(partial / file)
+    return entries, files
+
+
+def _save_boxes(partial: Path, rank: int, own: State) -> tuple[dict[str, Entry], Sequence[str]]:
     from safetensors import SafetensorError
 
     # It annotates PathLike bare.
     from safetensors.torch import save_file  # pyright: ignore[reportUnknownVariableType]
 
-    own = _own(state)
     name = f"state/{rank:05d}.safetensors"
     try:
         save_file({key: _storable(tensor) for key, (tensor, _) in own.items()}, partial / name)
     except SafetensorError as error:  # its own type for every I/O error
         raise OSError(errno.EIO, str(error), str(partial / name)) from error
-    (partial / f"rank-{rank:05d}.json").write_text(json.dumps(dict(rank_state)))
-    files = {n: fingerprint(partial / n) for n in (name, f"rank-{rank:05d}.json")}
-    for file in files:
-        _sync(partial / file)
-    return {key: _describe(name, tensor, spec) for key, (tensor, spec) in own.items()}, files
+    return {key: _describe(name, tensor, spec) for key, (tensor, spec) in own.items()}, (name,)
 
 
 def _storable(tensor: torch.Tensor) -> torch.Tensor:
@@ -204,20 +227,46 @@ def read(
     Raises:
         CheckpointError: missing, corrupt or of another model (``RankFailure`` on ranks that saw no fault).
     """
-    folder = together(comm, lambda: locate(directory))[0]
-    manifest = together(comm, lambda: read_manifest(folder))[0]
+    folder, manifest = find(directory, comm)
+    together(comm, lambda: _check_portable(folder, manifest))
     wanted: dict[str, tuple[ShardSpec, torch.dtype]] = {}
     together(comm, lambda: wanted.update(layout(manifest.tensors)))
     together(comm, lambda: _check_keys(folder, manifest, wanted))
-    # Each file is checked by one rank, not by all of them.
-    mine = {name: f for i, (name, f) in enumerate(sorted(manifest.files.items())) if i % comm.world_size == comm.rank}
-    together(comm, lambda: verify_files(folder, mine))
+    verify(folder, manifest, comm)
     tensors: dict[str, torch.Tensor] = {}
     together(comm, lambda: tensors.update(_read_boxes(folder, manifest, wanted)))
-    rank_state: dict[str, Any] | None = None
-    if manifest.world_size == comm.world_size:
-        rank_state = together(comm, lambda: _read_rank_file(folder, manifest, rank))[comm.rank]
-    return manifest, tensors, rank_state
+    return manifest, tensors, read_rank_state(folder, manifest, comm, rank)
+
+
+def find(directory: Path, comm: Comm) -> tuple[Path, Manifest]:
+    """The folder of the checkpoint at ``directory`` and its manifest, the first rank's view of them.
+
+    Raises:
+        CheckpointError: as `locate` and ``read_manifest`` (``RankFailure`` on ranks that saw no fault).
+    """
+    folder = together(comm, lambda: locate(directory))[0]
+    return folder, together(comm, lambda: read_manifest(folder))[0]
+
+
+def verify(folder: Path, manifest: Manifest, comm: Comm) -> None:
+    """Raise ``CheckpointCorrupt`` where a file is missing or altered. Each is checked by one rank, not by all of them."""
+    mine = {name: f for i, (name, f) in enumerate(sorted(manifest.files.items())) if i % comm.world_size == comm.rank}
+    together(comm, lambda: verify_files(folder, mine))
+
+
+def read_rank_state(folder: Path, manifest: Manifest, comm: Comm, rank: int) -> dict[str, Any] | None:
+    """What rank ``rank`` wrote of itself; None for another world size. Raises ``CheckpointCorrupt``."""
+    if manifest.world_size != comm.world_size:
+        return None
+    return together(comm, lambda: _read_rank_file(folder, manifest, rank))[comm.rank]
+
+
+def _check_portable(folder: Path, manifest: Manifest) -> None:
+    if manifest.state != PORTABLE:
+        sizes = ", ".join(f"{name} {size}" for name, size in manifest.topology.items())
+        raise CheckpointMismatch(f"the checkpoint is in a format of {manifest.engine}'s own", where=str(folder),
+                                 why=f"its state is {manifest.state!r}, not {PORTABLE!r}; {manifest.world_size} ranks wrote it: {sizes}",
+                                 remedy=f"load it with {manifest.engine} in that layout, and save it again as {PORTABLE}")  # fmt: skip
 
 
 def _read_rank_file(folder: Path, manifest: Manifest, rank: int) -> dict[str, Any]:

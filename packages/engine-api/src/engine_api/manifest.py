@@ -13,7 +13,8 @@ from engine_api.errors import CheckpointCorrupt, CheckpointMismatch, CheckpointM
 from engine_api.plugin import CONTRACT, contract_problem
 
 MANIFEST = "manifest.json"
-FORMAT = 1
+FORMAT = 2  # the newest that is read; 1 where the state is portable, which earlier releases read
+PORTABLE = "portable"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,7 +37,7 @@ class Entry:
 
 @dataclass(frozen=True, kw_only=True)
 class Manifest:
-    """What stands in ``manifest.json``."""
+    """What stands in ``manifest.json``; ``state`` only where it is not portable, with ``format`` 2."""
 
     step: int
     engine: str
@@ -46,7 +47,8 @@ class Manifest:
     files: Mapping[str, Mapping[str, Any]]  # name -> {"bytes", "sha256"}
     extra: Mapping[str, Any] = field(default_factory=dict[str, Any])
     contract: str = CONTRACT
-    format: int = FORMAT
+    format: int = 1
+    state: str = PORTABLE  # or the name of an engine's own format, whose tensors have no shards here
 
     @property
     def num_bytes(self) -> int:
@@ -55,7 +57,10 @@ class Manifest:
 
     def write(self, folder: Path) -> None:
         """Write ``manifest.json``, the last file of a checkpoint."""
-        (folder / MANIFEST).write_text(json.dumps(asdict(self), indent=1))
+        raw = asdict(self)
+        if self.state == PORTABLE:
+            del raw["state"]
+        (folder / MANIFEST).write_text(json.dumps(raw | {"format": 1 if self.state == PORTABLE else 2}, indent=1))
 
 
 def read_manifest(folder: Path) -> Manifest:

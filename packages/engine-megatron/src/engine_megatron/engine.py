@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from datetime import timedelta
 from pathlib import Path
@@ -12,6 +12,7 @@ from typing import Any, ClassVar, get_args
 import torch
 from torch import Tensor
 
+from engine_api import checkpoint as portable
 from engine_api.base import BaseEngine
 from engine_api.batch import Batch
 from engine_api.capabilities import Capability, unsupported
@@ -22,9 +23,9 @@ from engine_api.devices import device_of
 from engine_api.errors import ConfigError
 from engine_api.hf_folder import fetch, save_hf
 from engine_api.losses import LossFn, needs_of
-from engine_api.manifest import Entry
+from engine_api.manifest import Entry, Manifest
 from engine_api.registry import Resolution
-from engine_api.results import LossOutput, TokenOutputs
+from engine_api.results import CheckpointInfo, LossOutput, TokenOutputs
 from engine_api.weights import ShardExport, ShardSpec, WeightExport
 from engine_megatron import te
 
@@ -32,7 +33,7 @@ te.share_cudnn()  # before Megatron imports Transformer Engine
 
 from megatron.core.transformer.transformer_config import TransformerConfig
 
-from engine_megatron import checkpoint, export, pipeline
+from engine_megatron import checkpoint, export, native, pipeline
 from engine_megatron.masters import check_precision, whole_masters
 from engine_megatron.model import Forward, build_model, let_go, token_multiple, transformer_config
 from engine_megatron.optimizer import Trainer
@@ -236,6 +237,23 @@ class MegatronEngine(BaseEngine):
 
     def _install_state(self, tensors: Mapping[str, Tensor]) -> None:
         checkpoint.install(self.table, self.masters, self.trainer, tensors)
+
+    def _checkpoint_writer(self, *, copied: bool) -> Callable[..., CheckpointInfo]:
+        if self.options.checkpoint == native.MEGATRON:
+            return native.writer(self._held(), self.masters, self.trainer)
+        return super()._checkpoint_writer(copied=copied)
+
+    def _read_checkpoint(self, directory: Path) -> tuple[Manifest, Callable[[], None], dict[str, Any] | None]:
+        folder, manifest = portable.find(directory, self.comm)
+        if manifest.state != native.MEGATRON:
+            return super()._read_checkpoint(folder)
+        held = self._held()
+        tensors = native.read(folder, manifest, held, comm=self.comm, layout=self.layout, trainer=self.trainer)
+        rank_state = portable.read_rank_state(folder, manifest, self.comm, self.layout.rank)
+        return manifest, lambda: native.install(held, self.masters, self.trainer, tensors), rank_state
+
+    def _held(self) -> list[native.Held]:
+        return native.held(self.forward.chunks, self.layout, self.masters)
 
     def _release(self) -> None:
         self.trainer = None

@@ -52,6 +52,13 @@ class Masters:
         if param.dtype != self.dtype and (shard := self.shards.get(param)) is not None:
             shard.tensor.copy_(shard.part_of(value))
 
+    @torch.no_grad()
+    def publish(self) -> None:
+        """Round the masters into the parameters, as far as they are updated here."""
+        for param, shard in self.shards.items():
+            if param.dtype != self.dtype:
+                shard.part_of(param).copy_(shard.tensor)
+
     def gather(self, param: nn.Parameter, shard: Shard | None, value: Tensor | None) -> Tensor:
         """From this rank's range of something of the parameter's shape to the whole, if it is spread."""
         if not self.spread:

@@ -43,9 +43,7 @@ class Part:
     def step(self) -> None:
         """Update the masters, and with them the parameters, as far as they are this rank's to update."""
         self.inner.step()
-        for param, shard in self.masters.shards.items():
-            if param.dtype != self.dtype:
-                param.copy_(shard.tensor)
+        self.masters.publish()
 
 
 class DistributedPart(Part):
@@ -155,6 +153,14 @@ class Trainer:
             for group in part.inner.param_groups:
                 group["lr"] = lr
             part.step()
+        self._fetch()
+
+    def publish(self) -> None:
+        """After masters were set: every rank then has all new weights."""
+        self.masters.publish()
+        self._fetch()
+
+    def _fetch(self) -> None:
         if self.distributed:
             for chunk in self.chunks:
                 chunk.start_param_sync()
@@ -182,28 +188,44 @@ class Trainer:
             for param in self.params:
                 yield param, field, self._whole_value(param, field)
 
+    def own_state(self, param: nn.Parameter) -> Mapping[str, Tensor]:
+        """What the optimizer keeps here of a parameter's range: scalars, and tensors of the range's shape; live.
+
+        Raises ``ConfigError`` for state that is neither.
+        """
+        if (shard := self.masters.shards.get(param)) is None:
+            return {}
+        state: dict[str, Any] = self._inner[param].state.get(shard.tensor, {})
+        for field, value in state.items():
+            if not (isinstance(value, Tensor) and value.shape in ((), shard.tensor.shape)):
+                raise ConfigError("optimizer.name", f"its state {field!r} is no tensor of its weight's shape",
+                                  remedy="this optimizer cannot be saved; use adamw")  # fmt: skip
+        return state
+
     def _whole_value(self, param: nn.Parameter, field: str) -> Tensor:
         shard = self.masters.shards.get(param)
-        value = None if shard is None else self._inner[param].state[shard.tensor].get(field)
-        if value is not None and not (isinstance(value, Tensor) and value.shape in ((), shard.tensor.shape)):  # type: ignore[union-attr]
-            raise ConfigError("optimizer.name", f"its state {field!r} is no tensor of its weight's shape",
-                              remedy="this optimizer cannot be saved; use adamw")  # fmt: skip
+        value = self.own_state(param).get(field)
         if self.distributed and (scalar := self.masters.gather_scalar(param, value)) is not None:
             return scalar
         return self.masters.gather(param, shard, value)
 
     def install(self, state: Mapping[nn.Parameter, Mapping[str, Tensor]]) -> None:
         """Replace the whole state by scalars and tensors of the parameters' shapes."""
+        shards = self.masters.shards
+        self.install_own({
+            param: {field: shards[param].part_of(value) if value.dim() else value for field, value in values.items()}
+            for param, values in state.items() if param in shards
+        })  # fmt: skip
+
+    def install_own(self, state: Mapping[nn.Parameter, Mapping[str, Tensor]]) -> None:
+        """Replace the whole state by scalars and tensors of the size of this rank's ranges."""
         for part in self.parts:
             part.inner.state.clear()
         for param, values in state.items():
-            if (shard := self.masters.shards.get(param)) is None:
-                continue
-            inner = self._inner[param]
+            shard, inner = self.masters.shards[param], self._inner[param]
             on_device = inner.defaults.get("fused") or inner.defaults.get("capturable")
             for field, value in values.items():
+                shape, device = ((), param.device if on_device else "cpu")
                 if value.dim():
-                    kept = shard.part_of(value).to(param.device, copy=True)
-                else:
-                    kept = value.to(param.device if on_device else "cpu", copy=True)
-                inner.state[shard.tensor][field] = kept
+                    shape, device = shard.tensor.shape, param.device
+                inner.state[shard.tensor][field] = value.view(shape).to(device, copy=True)

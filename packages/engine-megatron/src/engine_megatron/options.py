@@ -9,6 +9,7 @@ from engine_api.config import build_options, near_matches
 from engine_api.errors import ConfigError
 
 SPECS = ("auto", "local", "te")
+CHECKPOINTS = ("portable", "megatron")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -28,14 +29,18 @@ class MegatronOptions:
     virtual_stages: int = 1
     # The embedding's rows are padded to a multiple of this and of tp; padding is in no export and no checkpoint.
     vocabulary_multiple: int = 1
+    # What save_checkpoint writes: engine-api's layout, which every engine loads in every layout, or Megatron's own, for which
+    # nothing is gathered: it loads here alone, with the same layout but for dp and cp. load_checkpoint reads either.
+    checkpoint: Literal["portable", "megatron"] = "portable"
     # Seconds after which a collective that does not end fails; in Megatron's groups whole minutes, one at least.
     timeout_s: int = 1800
 
     def __post_init__(self) -> None:
-        if self.spec not in SPECS:
-            raise ConfigError(
-                "options.spec", f"unknown layer spec {self.spec!r}", remedy=near_matches(str(self.spec), SPECS)
-            )
+        for name, what, known in (("spec", "layer spec", SPECS), ("checkpoint", "format", CHECKPOINTS)):
+            if (value := getattr(self, name)) not in known:
+                raise ConfigError(
+                    f"options.{name}", f"unknown {what} {value!r}", remedy=near_matches(str(value), known)
+                )
         if self.expert_tensor_parallel < 0:
             raise ConfigError("options.expert_tensor_parallel", f"{self.expert_tensor_parallel} is negative",
                               remedy="give 1 or more, or 0 for as many as tp")  # fmt: skip

@@ -1,0 +1,155 @@
+"""What runs inside the ranks of test_native."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import torch
+from layout_ranks import ROWS, create
+from torch import Tensor
+from torch.distributed.checkpoint.filesystem import FileSystemWriter
+
+from engine_api import Batch, OptimizerConfig, sft_loss
+from engine_api.config import ScheduleConfig
+from engine_api.errors import EngineError
+from engine_api.weights import ShardSpec
+
+State = dict[str, tuple[Tensor, ShardSpec]]
+OPTIMIZER = OptimizerConfig(lr=1e-2, clip_norm=1.0, eps=1e-5)
+
+
+def ready(path: str, parallelism: dict[str, int], checkpoint: str, *, options: Any = None, **config: Any) -> Any:
+    """An engine with a schedule, of which no two steps have the same rate."""
+    schedule = ScheduleConfig(name="linear", total_steps=10)
+    arguments = {"optimizer": OPTIMIZER, "schedule": schedule} | config
+    engine = create(path, parallelism, {"checkpoint": checkpoint} | (options or {}), **arguments)
+    engine.initialize()
+    return engine
+
+
+def step(engine: Any) -> list[float]:
+    """Loss, gradient norm, learning rate and version of one step."""
+    place = engine.topology
+    output = engine.train_batch(Batch.pack(ROWS[place.dp_rank :: place.dp_size]), sft_loss)
+    return [output.loss, output.grad_norm, output.lr, output.weight_version]
+
+
+def state_of(engine: Any) -> State:
+    """Masters, moments and step counts: this rank's boxes."""
+    return {key: (tensor.detach().clone(), spec) for key, (tensor, spec) in engine.state_shards().items()}
+
+
+def parameters_of(engine: Any) -> list[Tensor]:
+    """What the model computes with."""
+    return [param.detach().clone() for param in engine.forward.chunks.parameters()]
+
+
+def uninterrupted(path: str, parallelism: dict[str, int], folder: str, **config: Any) -> tuple[State, State, list[float]]:  # fmt: skip
+    """A run of three steps, saved after two: its state then, its state at the end, the figures of the third."""
+    engine = ready(path, parallelism, "megatron", **config)
+    step(engine)
+    step(engine)
+    info = engine.save_checkpoint(folder, extra={"epoch": 2}).result()
+    assert (info.step, info.extra) == (2, {"epoch": 2})
+    saved = state_of(engine)
+    figures = step(engine)
+    result = saved, state_of(engine), figures
+    engine.close()
+    return result
+
+
+def resumed(path: str, parallelism: dict[str, int], folder: str, **config: Any) -> tuple[State, State, list[float]]:
+    """The state after a load into an engine that went elsewhere, the state after one more step, the step's figures."""
+    engine = ready(path, parallelism, "portable", **config)
+    if engine.config.optimizer is not None:
+        step(engine)
+    info = engine.load_checkpoint(folder)
+    assert (info.step, info.extra, engine.weight_version) == (2, {"epoch": 2}, 2)
+    loaded = state_of(engine)
+    parameters = parameters_of(engine)
+    figures = [] if engine.config.optimizer is None else step(engine)
+    result = loaded, state_of(engine), figures
+    # Set as the portable format sets them: on every rank what the masters are, rounded.
+    engine.load_checkpoint(folder)
+    engine._install_state(_whole(engine, loaded))
+    assert all(torch.equal(a, b) for a, b in zip(parameters, parameters_of(engine), strict=True))
+    engine.close()
+    return result
+
+
+def _whole(engine: Any, state: State) -> dict[str, Tensor]:
+    """This rank's boxes out of all ranks', as the portable format reads them."""
+    whole: dict[str, Tensor] = {}
+    for row in engine.comm.all_gather(state):
+        for key, (tensor, spec) in row.items():
+            target = whole.setdefault(key, torch.empty(spec.global_shape, dtype=tensor.dtype))
+            if spec.replica == 0:
+                target[spec.slices] = tensor
+    boxes = {f"model.{weight.name}": weight.box for weight in engine.table}
+    fields = {key: boxes["model." + key.removeprefix("optim.").rpartition(".")[0]] for key in whole if key not in boxes}
+    return {key: whole[key][(boxes | fields)[key].slices] if whole[key].dim() else whole[key] for key in whole}
+
+
+def refused(path: str, parallelism: dict[str, int], folder: str, **config: Any) -> tuple[str, str, bool]:
+    """What a load raises, its text, and whether the engine's state is what it was."""
+    engine = ready(path, parallelism, "megatron", **config)
+    step(engine)
+    before, kind, text = state_of(engine), "", ""
+    try:
+        engine.load_checkpoint(folder)
+    except EngineError as error:
+        kind, text = type(error).__name__, str(error)
+    after = state_of(engine)
+    engine.close()
+    return kind, text, all(torch.equal(before[key][0], after[key][0]) for key in before)
+
+
+def a_full_disk(path: str, parallelism: dict[str, int], folder: str) -> tuple[str, list[str], int]:
+    """What a save raises where the last rank cannot write and whether it says what to do, what it leaves, and the step of the next save."""
+    engine = ready(path, parallelism, "megatron")
+    step(engine)
+    true, kind = FileSystemWriter.write_data, ""
+
+    def full(*_: Any) -> None:
+        raise OSError(28, "No space left on device")
+
+    if engine.topology.rank == engine.topology.world_size - 1:
+        FileSystemWriter.write_data = full
+    try:
+        engine.save_checkpoint(folder)
+    except EngineError as error:
+        kind = f"{type(error).__name__}, {'free disk space' in str(error)}"
+    finally:
+        FileSystemWriter.write_data = true
+    left = engine.comm.all_gather(sorted(file.name for file in Path(folder).parent.iterdir()))[0]
+    after = engine.save_checkpoint(folder).result().step
+    engine.close()
+    return kind, left, after
+
+
+def killed_while_saving(path: str, parallelism: dict[str, int], folder: str) -> None:
+    """The last rank dies between its files and the index."""
+    engine = ready(path, parallelism, "megatron")
+    step(engine)
+    true = FileSystemWriter.write_data
+
+    def die(*arguments: Any) -> Any:
+        true(*arguments).wait()
+        os._exit(9)
+
+    if engine.topology.rank == engine.topology.world_size - 1:
+        FileSystemWriter.write_data = die
+    engine.save_checkpoint(folder)
+
+
+def begun_again(path: str, parallelism: dict[str, int], folder: str) -> tuple[list[float], list[float]]:
+    """Figures of the first step of a run that was saved before it, and of the same after a load into one that has moments."""
+    engine = ready(path, parallelism, "megatron")
+    engine.save_checkpoint(folder)
+    first = step(engine)
+    engine.load_checkpoint(folder)
+    again = step(engine)
+    engine.close()
+    return first, again
