@@ -92,7 +92,7 @@ def test_a_resumed_run_is_the_uninterrupted_one_bit_for_bit(
     assert sorted(file.name for file in tmp_path.iterdir()) == ["latest", "step-2"]
 
 
-def test_other_data_parallel_ranks_load_it(
+def test_other_data_and_context_parallel_ranks_load_it(
     pool: RankPool, one: RankPool, model: str, saved: Any, tmp_path: Path
 ) -> None:
     folder, whole = saved
@@ -103,8 +103,9 @@ def test_other_data_parallel_ranks_load_it(
         torch.testing.assert_close(tensor, exact[key], atol=2e-5, rtol=1e-4, msg=lambda text, key=key: f"{key}: {text}")
     torch.testing.assert_close(figures, whole[0][2], atol=1e-5, rtol=1e-5)
     alone = one.run("native_ranks:uninterrupted", path=model, parallelism={}, folder=str(tmp_path / "step-2"))
-    spread = pool.run("native_ranks:resumed", path=model, parallelism={"dp_shard": 2}, folder=str(tmp_path / "step-2"))
-    assert_same_bits([row[0] for row in spread], [row[0] for row in alone], "spread")
+    for spread in ({"dp_shard": 2}, {"cp": 2}):
+        rows = pool.run("native_ranks:resumed", path=model, parallelism=spread, folder=str(tmp_path / "step-2"))
+        assert_same_bits([row[0] for row in rows], [row[0] for row in alone], str(spread))
 
 
 def test_an_engine_without_an_optimizer_loads_the_masters(one: RankPool, model: str, saved: Any) -> None:
