@@ -57,7 +57,9 @@ def write(comm, folder: Path, step: int = 5, **extra):
 
 def read(comm, folder: Path, cut=columns_of, **changes):
     wanted = {k: (cut(k, comm.rank, comm.world_size), v.dtype) for k, v in WHOLE.items()} | changes
-    return checkpoint.read(folder, comm=comm, layout=lambda entries: wanted, rank=comm.rank)
+    found, manifest = checkpoint.find(folder, comm)
+    tensors = checkpoint.read(found, manifest, comm=comm, layout=lambda entries: wanted)
+    return manifest, tensors, checkpoint.read_rank_state(found, manifest, comm, comm.rank)
 
 
 @pytest.fixture

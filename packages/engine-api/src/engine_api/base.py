@@ -170,15 +170,16 @@ class BaseEngine(EngineDefaults):
         """See ``Engine.load_checkpoint``."""
         self._expect("load_checkpoint", "ready")
         self._wait_for_save()
-        manifest, install, rank_state = self._read_checkpoint(Path(directory))
+        folder, manifest = checkpoint.find(Path(directory), self._checkpoint_comm)
+        install = self._read_checkpoint(folder, manifest)
+        rank_state = checkpoint.read_rank_state(folder, manifest, self._checkpoint_comm, self.topology.rank)
         # From here on nothing can fail: all is read and checked, on every rank.
         install()
         self._step = manifest.step
         self._drop_gradients()
         if rank_state is not None and manifest.engine == self._name:  # each engine writes its own
             self._set_rng_state(rank_state)
-        return CheckpointInfo(path=checkpoint.locate(Path(directory)), step=manifest.step, extra=manifest.extra,
-                              num_bytes=manifest.num_bytes)  # fmt: skip
+        return CheckpointInfo(path=folder, step=manifest.step, extra=manifest.extra, num_bytes=manifest.num_bytes)
 
     def close(self) -> None:
         """Wait for a save that still runs, then give everything back; idempotent."""
@@ -308,12 +309,10 @@ class BaseEngine(EngineDefaults):
             }
         return partial(checkpoint.write, state=state)
 
-    def _read_checkpoint(self, directory: Path) -> tuple[Manifest, Callable[[], None], dict[str, Any] | None]:
-        """All of a checkpoint, read and checked; what replaces the state by it, which cannot fail; this rank's own."""
-        manifest, tensors, rank_state = checkpoint.read(
-            directory, comm=self._checkpoint_comm, layout=self._state_layout, rank=self.topology.rank
-        )
-        return manifest, lambda: self._install_state(tensors), rank_state
+    def _read_checkpoint(self, folder: Path, manifest: Manifest) -> Callable[[], None]:
+        """Read and check the state; what replaces the engine's by it, which cannot fail."""
+        tensors = checkpoint.read(folder, manifest, comm=self._checkpoint_comm, layout=self._state_layout)
+        return lambda: self._install_state(tensors)
 
     # --- what a backend provides ---------------------------------------------------------------
 

@@ -9,7 +9,7 @@
     latest                  the newest folder's name, replaced atomically after the rename
 
 A reader asks for boxes; which rank (or engine, or layout) wrote them does not matter. An engine with a format of its own
-for what lies under ``state`` uses `write_files`, `find`, `verify` and `read_rank_state`: all else is the same.
+for what lies under ``state`` uses `write_files` and `verify`: all else is the same.
 Why not torch.distributed.checkpoint: its index is a pickle, and reading one runs code.
 """
 
@@ -216,18 +216,17 @@ Layout = Mapping[str, "tuple[ShardSpec, torch.dtype]"]
 
 
 def read(
-    directory: Path, *, comm: Comm, layout: Callable[[Mapping[str, Entry]], Layout], rank: int
-) -> tuple[Manifest, dict[str, torch.Tensor], dict[str, Any] | None]:
+    folder: Path, manifest: Manifest, *, comm: Comm, layout: Callable[[Mapping[str, Entry]], Layout]
+) -> dict[str, torch.Tensor]:
     """Read boxes into new CPU tensors; every check is made before anything is returned, on all ranks together.
 
     Args:
+        folder, manifest: as `find` gave them.
         layout: given what the checkpoint holds, key → (the box that this rank needs, its dtype).
-        rank: whose rank file to read; the result is None for another world size.
 
     Raises:
-        CheckpointError: missing, corrupt or of another model (``RankFailure`` on ranks that saw no fault).
+        CheckpointError: corrupt, of another model or in another format (``RankFailure`` on ranks that saw no fault).
     """
-    folder, manifest = find(directory, comm)
     together(comm, lambda: _check_portable(folder, manifest))
     wanted: dict[str, tuple[ShardSpec, torch.dtype]] = {}
     together(comm, lambda: wanted.update(layout(manifest.tensors)))
@@ -235,7 +234,7 @@ def read(
     verify(folder, manifest, comm)
     tensors: dict[str, torch.Tensor] = {}
     together(comm, lambda: tensors.update(_read_boxes(folder, manifest, wanted)))
-    return manifest, tensors, read_rank_state(folder, manifest, comm, rank)
+    return tensors
 
 
 def find(directory: Path, comm: Comm) -> tuple[Path, Manifest]:

@@ -12,7 +12,6 @@ from typing import Any, ClassVar, get_args
 import torch
 from torch import Tensor
 
-from engine_api import checkpoint as portable
 from engine_api.base import BaseEngine
 from engine_api.batch import Batch
 from engine_api.capabilities import Capability, unsupported
@@ -243,14 +242,12 @@ class MegatronEngine(BaseEngine):
             return native.writer(self._held(), self.masters, self.trainer)
         return super()._checkpoint_writer(copied=copied)
 
-    def _read_checkpoint(self, directory: Path) -> tuple[Manifest, Callable[[], None], dict[str, Any] | None]:
-        folder, manifest = portable.find(directory, self.comm)
+    def _read_checkpoint(self, folder: Path, manifest: Manifest) -> Callable[[], None]:
         if manifest.state != native.MEGATRON:
-            return super()._read_checkpoint(folder)
+            return super()._read_checkpoint(folder, manifest)
         held = self._held()
         tensors = native.read(folder, manifest, held, comm=self.comm, layout=self.layout, trainer=self.trainer)
-        rank_state = portable.read_rank_state(folder, manifest, self.comm, self.layout.rank)
-        return manifest, lambda: native.install(held, self.masters, self.trainer, tensors), rank_state
+        return lambda: native.install(held, self.masters, self.trainer, tensors)
 
     def _held(self) -> list[native.Held]:
         return native.held(self.forward.chunks, self.layout, self.masters)
