@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import math
+from pathlib import Path
 
 import pytest
 import torch
 from torch import Tensor
+from transformers import LlamaConfig
 
+from engine_api.config import EngineConfig, ModelSource, OptimizerConfig
+from engine_api.registry import EngineRegistry
 from engine_fsdp.attention import build_packing, packed_attention
 from engine_fsdp.head import chunked_log_probs
 
@@ -78,3 +82,19 @@ def test_head_in_bfloat16(chunk: int, entropy: bool) -> None:
     for ours, theirs in zip((hidden, weight), exact, strict=True):
         assert ours.grad is not None and theirs.grad is not None
         assert relative(ours.grad, theirs.grad) < 1e-2
+
+
+def test_what_moves_away_leaves_its_memory_to_others(tmp_path: Path) -> None:
+    size = 64 << 20  # bytes of the embedding alone, in float32
+    model = {"vocab_size": 65536, "hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 2,
+             "num_attention_heads": 4, "num_key_value_heads": 2}  # fmt: skip
+    LlamaConfig(**model).save_pretrained(tmp_path)
+    config = EngineConfig(model=ModelSource(path=str(tmp_path), init="random"), optimizer=OptimizerConfig())
+    engine = EngineRegistry.create(model_type="language_model", backend="fsdp2", device="cuda", config=config)
+    engine.initialize()
+    before = torch.cuda.memory_reserved()
+    engine.to("cpu")
+    left = torch.cuda.memory_reserved()
+    engine.to("cuda")
+    engine.close()
+    assert before - left > size, (before, left)

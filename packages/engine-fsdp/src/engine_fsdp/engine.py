@@ -223,6 +223,8 @@ class FSDPEngine(BaseEngine):
         if optimizer and self.optimizer is not None and not self.config.memory.offload_optimizer:
             move_state(self.optimizer, torch.device("cpu") if away else None)
             self._mark("optimizer", away)
+        if away:
+            device_of(self.device_type).empty_cache()  # else it stays this process' own, and no server could take it
 
     def _mark(self, part: str, away: bool) -> None:
         (self._offloaded.add if away else self._offloaded.discard)(part)

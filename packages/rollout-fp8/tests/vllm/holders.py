@@ -43,3 +43,9 @@ def _name(holder: Any, held: Any) -> str:
     if isinstance(holder, ModuleType):
         return holder.__name__
     return f"{type(holder).__module__}.{type(holder).__qualname__}({sys.getrefcount(holder)})"
+
+
+def compiled_functions() -> set[str]:
+    """Dynamo's, among the globals of models."""
+    models = [module for name, module in list(sys.modules.items()) if name.startswith("vllm.model_executor.models.")]
+    return {key for module in models for key in vars(module) if key.startswith("__compiled_fn")}

@@ -122,13 +122,6 @@ def test_weights_and_caches_sleep_apart(model: str, other: str) -> None:
     refused(half, "caches sleep")
 
 
-@pytest.mark.parametrize("weights", [True, False], ids=["all", "caches"])
-def test_one_that_is_closed_asleep_gives_its_memory_back_and_another_begins(model: str, weights: bool) -> None:
-    before, after, tokens, again = call(peers.closed_asleep, model=model, weights=weights)
-    assert tokens == again
-    assert before - after < 64 << 20  # of 1 GiB of caches; a GPU that others use moves too: alone on one
-
-
 def test_a_failed_start_leaves_no_compiled_model(model: str) -> None:
     error, hooks, held = call(peers.left_by_failed_start, model=model)
     refused(error, "not enough memory")
@@ -142,12 +135,6 @@ def test_memory_that_others_used_meanwhile_is_not_called_too_little() -> None:
 
 def test_an_engine_of_float32_on_cuda_is_built_where_triton_does_not_round(model: str) -> None:
     assert call(peers.float32_of_starts, model=model) == {"bfloat16": None, "float32": "ieee"}
-
-
-def test_a_cache_for_the_batch_holds_it_and_hardly_more(model: str) -> None:
-    blocks, size, tokens = call(peers.cache_for_batch, model=model, batch_size=5, max_model_len=300)
-    assert 5 * 300 <= (blocks - 1) * size <= 5 * 384
-    assert tokens == [292] * 5
 
 
 def test_what_cannot_start_says_why(model: str) -> None:

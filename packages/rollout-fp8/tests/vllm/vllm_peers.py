@@ -18,7 +18,7 @@ from unittest import mock
 import numpy as np
 import torch
 import torch.distributed as dist
-from holders import holders
+from holders import compiled_functions, holders
 from torch._dynamo import convert_frame
 
 from engine_api.batch import Batch
@@ -44,6 +44,7 @@ PROMPTS: tuple[tuple[int, ...], ...] = ((5, 6, 7), (9, 8), (11, 12, 13, 14, 15))
 def opened(model: str, *, version: int | None = 1, **arguments: Any) -> Iterator[Any]:
     """A rollout, with the weights of its folder unless ``version`` is None."""
     arguments = {"eos_token_ids": (2,), "enforce_eager": True} | SMALL | arguments
+    compiled = compiled_functions()
     rollout = RolloutRegistry.create(
         name="vllm", device=DEVICE, model=ModelSource(path=model), pad_token_id=0, **arguments
     )
@@ -55,6 +56,7 @@ def opened(model: str, *, version: int | None = 1, **arguments: Any) -> Iterator
     finally:
         rollout.close()
     assert_gone(weights)
+    assert compiled_functions() <= compiled
 
 
 def assert_gone(weights: Sequence[weakref.ref[Any]]) -> None:
@@ -118,8 +120,8 @@ def explained(text: str) -> EngineError:
 
 
 def left_by_failed_start(model: str) -> tuple[EngineError | None, int, list[str]]:
-    """Of a start that fails once the model is built and compiled: hooks of Dynamo, and who holds the model's layers."""
-    hooks = len(convert_frame._bytecode_hooks)
+    """Of a start that fails once the model is built and compiled: hooks of Dynamo, its functions, and who holds the model's layers."""
+    hooks, before = len(convert_frame._bytecode_hooks), compiled_functions()
     error = refused(model, enforce_eager=False, kv_cache_bytes=1 << 50)
     gc.unfreeze()
     gc.collect()
@@ -127,7 +129,8 @@ def left_by_failed_start(model: str) -> tuple[EngineError | None, int, list[str]
     layers = [
         one for one in gc.get_objects() if isinstance(one, torch.nn.Module) and type(one).__name__.startswith(named)
     ]
-    return error, len(convert_frame._bytecode_hooks) - hooks, holders(layers[0]) if layers else []
+    left = [*(compiled_functions() - before), *(holders(layers[0]) if layers else [])]
+    return error, len(convert_frame._bytecode_hooks) - hooks, left
 
 
 def drawn(
@@ -229,37 +232,6 @@ def naps(model: str, other: str) -> dict[str, Any]:
         again = rollout.generate(asked, GREEDY)
     return {"tokens": [[c.tokens for c in some] for some in (before, after, synced, again)],
             "errors": [caches, order, asleep, half]}  # fmt: skip
-
-
-def closed_asleep(model: str, weights: bool) -> tuple[int, int, list[list[int]], list[list[int]]]:
-    """Free bytes of the device when there is no rollout, before and after one was closed asleep; tokens of it and of the next."""
-    tokens, free = list[list[list[int]]](), list[int]()
-    for end in (
-        None,
-        {"weights": weights},
-        None,
-    ):  # the first leaves what stays for good: kernels, libraries' workspaces
-        with opened(model) as rollout:
-            tokens.append([c.tokens for c in rollout.generate(PROMPTS, GREEDY)])
-            if end is not None:
-                rollout.sleep(**end)
-        free.append(torch.cuda.mem_get_info()[0] if DEVICE == "cuda" else 0)
-    return free[0], free[1], tokens[1], tokens[2]
-
-
-def cache_for_batch(model: str, batch_size: int, max_model_len: int) -> tuple[int, int, list[int]]:
-    """vLLM's blocks and their size; tokens of as many completions as fill the cache."""
-    arguments = {
-        "kv_cache_bytes": None,
-        "kv_cache_for_batch": True,
-        "max_model_len": max_model_len,
-        "eos_token_ids": (),
-    }
-    with opened(model, batch_size=batch_size, **arguments) as rollout:
-        config = rollout._engine.vllm_config.cache_config
-        prompts = [tuple(range(5 + i, 13 + i)) for i in range(batch_size)]
-        got = rollout.generate(prompts, SamplingParams(max_new_tokens=max_model_len - 8, temperature=0.0))
-        return config.num_gpu_blocks, config.block_size, [len(c.tokens) for c in got]
 
 
 def failures(model: str) -> dict[str, Any]:

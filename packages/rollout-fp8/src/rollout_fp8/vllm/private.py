@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -106,10 +106,10 @@ def _forget_layer(layer: Any) -> None:
     hooks = convert_frame._bytecode_hooks  # noqa: SLF001
     for key in [key for key, hook in hooks.items() if getattr(hook, "__self__", None) is layer]:
         del hooks[key]
-    compiled = getattr(layer, "_compiled_bytecode", None)
-    for name in () if compiled is None else compiled.co_names:
-        if name.startswith(_COMPILED):
-            type(layer).forward.__globals__.pop(name, None)
+    compiled, ahead = getattr(layer, "_compiled_bytecode", None), getattr(layer, "aot_compiled_fn", None)
+    names = [] if compiled is None else [name for name in compiled.co_names if name.startswith(_COMPILED)]
+    for name in names if ahead is None else [*names, ahead._artifacts.backend_id]:  # noqa: SLF001
+        type(layer).forward.__globals__.pop(name, None)
     remove_from_cache(layer.original_code_object())
 
 
@@ -117,11 +117,12 @@ def _forget_layer(layer: Any) -> None:
 def forgotten_on_failure() -> Iterator[None]:
     """Let the models go that a start inside made before it failed.
 
-    Nobody is given such a model, so that it is found by what keeps it: hooks and tables that were not there before.
+    Nobody is given such a model, so that it is found by what keeps it: hooks, tables and compiled functions that were not there before.
     Upstream: vllm-project/vllm#45195 for the hooks of an engine that did start; no thread on ``_ROPE_DICT`` known (0.32.0).
     """
     rotations = rotary_embedding._ROPE_DICT  # noqa: SLF001 - layers that models share, cleared by a shutdown alone
     before, kept = set(convert_frame._bytecode_hooks), set(rotations)  # noqa: SLF001
+    known = {name for kind in _compiled_kinds() for name in _functions(kind)}
     try:
         yield
     except BaseException:  # Ctrl-C too: a start that takes a minute is often interrupted; raised again
@@ -131,7 +132,25 @@ def forgotten_on_failure() -> Iterator[None]:
         for layer in [getattr(hook, "__self__", None) for hook in new]:
             if isinstance(layer, TorchCompileWithNoGuardsWrapper):
                 _forget_layer(layer)
+        for kind in _compiled_kinds():  # whose layers may have no hook any more
+            for name in _functions(kind) - known:
+                del kind.forward.__globals__[name]
+                remove_from_cache(kind.forward.__code__)
         raise
+
+
+def _compiled_kinds() -> list[Any]:
+    """Classes of layers that vLLM compiles, of the models that were imported."""
+    found: list[Any] = []
+    for kind in (waiting := TorchCompileWithNoGuardsWrapper.__subclasses__()):
+        waiting.extend(kind.__subclasses__())
+        found.append(kind)
+    return found
+
+
+def _functions(kind: Any) -> set[str]:
+    """Names of what was compiled for it: Dynamo puts that among the globals of the class' source file."""
+    return {name for name in kind.forward.__globals__ if name.startswith(_COMPILED)}
 
 
 # --- vLLM's allocator of memory that can sleep ---
@@ -163,6 +182,16 @@ def empty_pools() -> None:
         there = {segment["address"] for segment in torch.cuda.memory_snapshot()}
         for address in set(allocator.pointer_to_data) - there:
             del allocator.pointer_to_data[address]
+
+
+def sleeping_bytes(tags: Collection[str]) -> int:
+    """What it takes to wake up memory of these kinds.
+
+    Upstream: no public call tells (0.26.0 and main; ``get_current_usage`` counts what is awake too).
+    """
+    allocator = cumem.CuMemAllocator.instance
+    held = [] if allocator is None else allocator.pointer_to_data.values()
+    return sum(data.handle[1] for data in held if data.is_asleep and data.tag in tags)
 
 
 def leave_groups() -> None:

@@ -153,17 +153,17 @@ class VllmRollout:
                     raise RolloutError("cannot sleep", where=WHERE, why="rollout.options.memory_saver is false",
                                        remedy="set it, or rollout.sleep=false")  # fmt: skip
                 if self._asleep:
-                    self._engine.wake_up(sorted(self._asleep))
+                    engines.wake_up(self._engine, self._plan, self._asleep)
                 self._engine.sleep(level=2 if weights else 1)
                 if not weights:
-                    self._engine.wake_up(["weights"])
+                    engines.wake_up(self._engine, self._plan, {"weights"})
             self._asleep = frozenset(wanted)
             if weights:
                 self._not_ready = "it sleeps"
                 self._session.forget_weights()
 
     def wake_up(self, weights: bool = True, kv_cache: bool = True) -> None:
-        """See ``Rollout.wake_up``; caches wake up with the weights or after them."""
+        """See ``Rollout.wake_up``; caches wake up with the weights or after them. Raises ``RolloutError`` without the memory."""
         with self._gate:
             self._check_idle("wake up")
             wanted = {name for name, wake in (("weights", weights), ("kv_cache", kv_cache)) if wake} & self._asleep
@@ -173,7 +173,7 @@ class VllmRollout:
             if not wanted:
                 return
             if self._plan.device.type == "cuda":
-                self._engine.wake_up(sorted(wanted, reverse=True))
+                engines.wake_up(self._engine, self._plan, wanted)
             self._asleep -= wanted
             if "weights" in wanted:
                 self._not_ready = "no weights have been installed since it woke up"

@@ -29,7 +29,7 @@ from rollout_fp8.vllm import cache, environment, private
 from rollout_fp8.vllm.sampling import NORMALIZE
 
 WHERE = "rollout 'vllm'"
-CPU_CACHE_BYTES = 1 << 30
+CPU_CACHE_BYTES = GIB = 1 << 30
 _RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)  # that vLLM makes room for
 _FAILURES = (RuntimeError, ValueError, TypeError, NotImplementedError, AssertionError, OSError, ImportError)
 
@@ -116,22 +116,45 @@ def stop(engine: vllm.LLMEngine, plan: Plan, asleep: Collection[str]) -> None:
     """Shut the engine down, of which ``asleep`` sleeps; its memory is free when the caller has let go of it and called ``give_back``."""
     if plan.in_process:
         if asleep and plan.device.type == "cuda":
-            _map_again(engine, asleep)
+            _map_again(engine, plan, asleep)
         private.shut_down(engine)
     else:
         engine.engine_core.shutdown()
 
 
-def _map_again(engine: vllm.LLMEngine, asleep: Collection[str]) -> None:
+def _map_again(engine: vllm.LLMEngine, plan: Plan, asleep: Collection[str]) -> None:
     """Give what sleeps its memory for a moment: vLLM's allocator cannot free an address that has none.
 
     The driver refuses, the allocator keeps that error, and frees nothing that comes after it (vllm-project/vllm#36651).
     """
     try:
-        engine.wake_up(sorted(asleep, reverse=True))
-    except RuntimeError as error:
+        wake_up(engine, plan, asleep)
+    except (RolloutError, RuntimeError) as error:
         warnings.warn(f"{WHERE}: closed asleep, and there is no memory to wake up in ({error}): some of its memory stays taken "
                       "until this process ends. Close the engine first, or wake the rollout up before", stacklevel=4)  # fmt: skip
+
+
+def wake_up(engine: vllm.LLMEngine, plan: Plan, asleep: Collection[str]) -> None:
+    """Give what sleeps its memory back, on a GPU.
+
+    PyTorch keeps what a process' tensors let go for its next ones, and vLLM's allocator asks the driver: what is kept
+    goes back first, where it is needed.
+
+    Raises ``RolloutError``, with nothing awake: not enough memory.
+    """
+    if not plan.in_process:
+        torch.cuda.empty_cache()  # what its workers need they tell nobody
+    elif (need := private.sleeping_bytes(asleep)) > _free_bytes(plan):
+        torch.cuda.empty_cache()
+        if need > (free := _free_bytes(plan)):
+            raise RolloutError(f"cannot wake up: {' and '.join(sorted(asleep))} need {need / GIB:.2f} GiB, {free / GIB:.2f} GiB are free",
+                               where=f"{WHERE} on {plan.device}", why=f"tensors of this process take {torch.cuda.memory_allocated(plan.device) / GIB:.2f} GiB",
+                               remedy="rollout.offload_engine=true, engine.memory's offload, or a smaller cache (rollout.options.kv_cache_for_batch, kv_cache_bytes)")  # fmt: skip
+    engine.wake_up(sorted(asleep, reverse=True))
+
+
+def _free_bytes(plan: Plan) -> int:
+    return torch.cuda.mem_get_info(plan.device)[0]
 
 
 def give_back(plan: Plan) -> None:

@@ -1,0 +1,80 @@
+"""How much memory rollouts take, and what becomes of it: run in ranks."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+from unittest.mock import patch
+
+import torch
+from vllm_peers import DEVICE, GREEDY, PROMPTS, error_of, export_of, opened
+
+from engine_api.errors import EngineError
+from engine_api.rollout import SamplingParams
+from rollout_fp8.vllm import start
+
+
+def closed_asleep(model: str, weights: bool) -> tuple[int, int, list[list[int]], list[list[int]]]:
+    """Free bytes of the device when there is no rollout, before and after one was closed asleep; tokens of it and of the next."""
+    tokens, free = list[list[list[int]]](), list[int]()
+    for end in (
+        None,
+        {"weights": weights},
+        None,
+    ):  # the first leaves what stays for good: kernels, libraries' workspaces
+        with opened(model) as rollout:
+            tokens.append([c.tokens for c in rollout.generate(PROMPTS, GREEDY)])
+            if end is not None:
+                rollout.sleep(**end)
+        free.append(torch.cuda.mem_get_info()[0] if DEVICE == "cuda" else 0)
+    return free[0], free[1], tokens[1], tokens[2]
+
+
+def cache_for_batch(model: str, batch_size: int, max_model_len: int) -> tuple[int, int, list[int]]:
+    """vLLM's blocks and their size; tokens of as many completions as fill the cache."""
+    arguments = {
+        "kv_cache_bytes": None,
+        "kv_cache_for_batch": True,
+        "max_model_len": max_model_len,
+        "eos_token_ids": (),
+    }
+    with opened(model, batch_size=batch_size, **arguments) as rollout:
+        config = rollout._engine.vllm_config.cache_config
+        prompts = [tuple(range(5 + i, 13 + i)) for i in range(batch_size)]
+        got = rollout.generate(prompts, SamplingParams(max_new_tokens=max_model_len - 8, temperature=0.0))
+        return config.num_gpu_blocks, config.block_size, [len(c.tokens) for c in got]
+
+
+def crowded(model: str) -> tuple[EngineError | None, int, list[list[int]], list[list[int]]]:
+    """Waking up while a tensor holds the GPU's memory; the free bytes when PyTorch keeps it; tokens before and after that."""
+    with opened(model) as rollout:
+        before = rollout.generate(PROMPTS, GREEDY)
+        rollout.sleep()
+        held = torch.empty(torch.cuda.mem_get_info()[0] - (256 << 20), dtype=torch.uint8, device=DEVICE)
+        error = error_of(rollout.wake_up)
+        del held
+        free = torch.cuda.mem_get_info()[0]
+        rollout.wake_up()
+        rollout.update_weights(export_of(Path(model), DEVICE), 2)
+        after = rollout.generate(PROMPTS, GREEDY)
+    return error, free, [c.tokens for c in before], [c.tokens for c in after]
+
+
+def woken(executor: str, need: int, free: int, kept: int) -> tuple[list[Any], EngineError | None]:
+    """What is called to wake up ``need`` bytes where so many are free, and so many more are kept by PyTorch."""
+    calls, plan = list[Any](), SimpleNamespace(in_process=executor == "in_process", device=torch.device("cuda", 0))
+    engine = SimpleNamespace(wake_up=calls.append)
+
+    def empty() -> None:
+        calls.append("empty_cache")
+
+    def room(_: Any) -> tuple[int, int]:
+        return free + (kept if calls else 0), 1 << 40
+
+    with (
+        patch.object(start.private, "sleeping_bytes", lambda tags: need), patch.object(torch.cuda, "empty_cache", empty),
+        patch.object(torch.cuda, "mem_get_info", room), patch.object(torch.cuda, "memory_allocated", lambda _: 7 << 30),
+    ):  # fmt: skip
+        error = error_of(start.wake_up, engine, plan, {"weights", "kv_cache"})
+    return calls, error
