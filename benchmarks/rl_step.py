@@ -6,7 +6,7 @@ generate while the others train. Random weights, so no model is needed: an answe
 ends it), its reward is drawn from its text. One JSON line: medians over the steps after ``--warmup``.
 
 ``step_s``: from step to step. ``phases_s``: the loop's own clocks; with overlap they run at the same time. ``other``: the share
-of a step that is neither generation nor update (log-probs count as update). ``gpu_idle``: 1 minus NVML's utilization, the mean of
+of a step that is neither generation nor update (log-probs count as update), the median of the steps' shares. ``gpu_idle``: 1 minus NVML's utilization, the mean of
 the run's GPUs over the steps that count (it is the share of time in which no kernel ran); ``worker_idle``: the share of time in
 which no method of a worker ran.
 """
@@ -107,14 +107,15 @@ def row_of(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
     step = median(seconds)
     names = sorted({name for r in counted for name in r if name.startswith("time/")})
     phases = {name.removeprefix("time/"): round(median(r.get(name, 0.0) for r in counted), 3) for name in names}
-    spent = sum(phases.get(name, 0.0) for name in (*GENERATE, *UPDATE))
+    spent = [sum(r.get(f"time/{name}", 0.0) for name in (*GENERATE, *UPDATE)) for r in counted]
+    others = [1 - own / whole for own, whole in zip(spent, seconds, strict=True)]
     tokens = median(r["rollout/response_length"] for r in counted) * options.sequences
     return {
         "shape": options.shape, "server": options.server, "quantization": options.quantization, "gpus": options.gpus,
         "rollouts": options.rollouts, "overlap": options.overlap, "sleep": options.sleep, "sequences": options.sequences,
         "new": options.new, "mini_batches": options.mini_batches, "correction": options.correction, "steps": len(seconds),
         "step_s": round(step, 2), "min_s": round(min(seconds), 2), "max_s": round(max(seconds), 2), "phases_s": phases,
-        "other": round(1 - spent / step, 3) if options.overlap == "none" else None, "response_tokens_per_s_gpu": round(tokens / step / options.gpus),
+        "other": round(median(others), 3) if options.overlap == "none" else None, "response_tokens_per_s_gpu": round(tokens / step / options.gpus),
         "mfu_update": round(median(r.get("perf/mfu", 0.0) for r in counted), 3),
         "gpu_idle": idle(folder / "gpus.csv", rows[options.warmup - 1]["time"], rows[-1]["time"]),
         "worker_idle": round(median(r.get("worker/idle", 0.0) for r in counted), 3),
