@@ -23,6 +23,8 @@ TRAINING = re.compile(r"^\| ([\d.]+B) \| (\d) \| ([\d,]+) \| ([\d,]+) \| cuDNN \
 ONE_GPU = re.compile(r"^\| Qwen3-([\d.]+B) \| (bf16|FP8) \| [\d.]+ GB \| \**([\d.]+) ms", re.MULTILINE)
 SEVERAL_GPUS = re.compile(r"^\| (\d) \| (bf16|FP8) \| \**([\d.]+) ms", re.MULTILINE)
 GENERATION = re.compile(r"^\| Qwen3-8B \| ([\d,]+) tokens/s .*?\| ([\d,]+) tokens/s", re.MULTILINE)
+RL_STEP = re.compile(r"^\| ([\d.]+B), 2 GPUs, compiled[^|]*\| (bf16|FP8)[^|]*\|[^|]*\| ([\d.]+) s \|", re.MULTILINE)
+RL_RESPONSES = {"0.6B": 1024, "8B": 512}  # tokens of each of 256 answers
 
 
 def job(response: int, prompts: int = 512) -> Job:
@@ -33,7 +35,7 @@ def job(response: int, prompts: int = 512) -> Job:
 def measured() -> list[tuple[str, float, float]]:
     """(what, measured seconds, calculated seconds) of every row of docs/benchmarks.md that the calculation speaks of."""
     page = BENCHMARKS.read_text()
-    return [*_training(page), *_syncs(page), *_generation(page)]
+    return [*_training(page), *_syncs(page), *_generation(page), *_steps(page)]
 
 
 def _training(page: str) -> Iterator[tuple[str, float, float]]:
@@ -63,6 +65,16 @@ def _generation(page: str) -> Iterator[tuple[str, float, float]]:
             SHAPES["qwen3-8b"], H200, lengths, sequences=512, tensor_parallel=1, fp8=kind == "FP8"
         )
         yield f"generate, 8B, 512 × 256 tokens, {kind}", 512 * 256 / float(tokens.replace(",", "")), calculated.seconds
+
+
+def _steps(page: str) -> Iterator[tuple[str, float, float]]:
+    for model, kind, seconds in RL_STEP.findall(page):
+        response = RL_RESPONSES[model]
+        lengths = Lengths(prompt=128, mean=response, longest=response)
+        calculated = phases.generate(
+            SHAPES[f"qwen3-{model.lower()}"], H200, lengths, sequences=128, tensor_parallel=1, fp8=kind == "FP8"
+        )
+        yield f"generate in a step of RL, {model}, 128 × {response} tokens, {kind}", float(seconds), calculated.seconds
 
 
 def render(page: str) -> str:
