@@ -5,7 +5,7 @@
 from the text; no network. Packed sequences, dynamic micro-batches, gradient checkpointing and no offload as in verl's own GRPO
 scripts for small dense models (examples/grpo_trainer, 0.9.1); FSDP2, one GPU a replica and no KL are the choices of the other side.
 CUDA graphs on, weights and KV cache given back while it trains. ``more``: any override of verl's, last. Made for verl 0.9.1, which
-takes transformers below 5.11 and flash-attn; run to its end on a CPU, **not yet on a GPU**. Its trainer asks every 2 s whether the
+takes transformers below 5.11 and flash-attn; run to its end on a CPU and on two H200s. Its trainer asks every 2 s whether the
 answers are there (``ReplayBuffer``): ``gen`` comes in whole multiples of that.
 """
 

@@ -23,8 +23,9 @@ TRAINING = re.compile(r"^\| ([\d.]+B) \| (\d) \| ([\d,]+) \| ([\d,]+) \| cuDNN \
 ONE_GPU = re.compile(r"^\| Qwen3-([\d.]+B) \| (bf16|FP8) \| [\d.]+ GB \| \**([\d.]+) ms", re.MULTILINE)
 SEVERAL_GPUS = re.compile(r"^\| (\d) \| (bf16|FP8) \| \**([\d.]+) ms", re.MULTILINE)
 GENERATION = re.compile(r"^\| Qwen3-8B \| ([\d,]+) tokens/s .*?\| ([\d,]+) tokens/s", re.MULTILINE)
-RL_STEP = re.compile(r"^\| ([\d.]+B), 2 GPUs, compiled[^|]*\| (bf16|FP8)[^|]*\|[^|]*\| ([\d.]+) s \|", re.MULTILINE)
-RL_RESPONSES = {"0.6B": 1024, "8B": 512}  # tokens of each of 256 answers
+RL_STEP = re.compile(r"^\| ([\d.]+B), (2|1 \+ 1) GPUs, [^|]*\| (bf16|FP8)[^|]*\|[^|]*\| ([\d.]+) s \|", re.MULTILINE)
+RL_REPLICAS = {"2": 2, "1 + 1": 1}  # of 256 answers
+RL_RESPONSES = {"0.6B": 1024, "8B": 512}  # tokens of each
 
 
 def job(response: int, prompts: int = 512) -> Job:
@@ -68,13 +69,17 @@ def _generation(page: str) -> Iterator[tuple[str, float, float]]:
 
 
 def _steps(page: str) -> Iterator[tuple[str, float, float]]:
-    for model, kind, seconds in RL_STEP.findall(page):
-        response = RL_RESPONSES[model]
+    for model, gpus, kind, seconds in RL_STEP.findall(page):
+        response, sequences = RL_RESPONSES[model], 256 // RL_REPLICAS[gpus]
         lengths = Lengths(prompt=128, mean=response, longest=response)
         calculated = phases.generate(
-            SHAPES[f"qwen3-{model.lower()}"], H200, lengths, sequences=128, tensor_parallel=1, fp8=kind == "FP8"
+            SHAPES[f"qwen3-{model.lower()}"], H200, lengths, sequences=sequences, tensor_parallel=1, fp8=kind == "FP8"
         )
-        yield f"generate in a step of RL, {model}, 128 × {response} tokens, {kind}", float(seconds), calculated.seconds
+        yield (
+            f"generate in a step of RL, {model}, {sequences} × {response} tokens, {kind}",
+            float(seconds),
+            calculated.seconds,
+        )
 
 
 def render(page: str) -> str:

@@ -127,7 +127,7 @@ class Engine(Protocol):
         ...
 
     def to(self, device: str, *, model: bool = True, optimizer: bool = True, grad: bool = True) -> None:
-        """Move parts to ``cpu``, whose memory is the device's again, or back to the engine's device."""
+        """Move parts to ``cpu``, which gives their memory back to the device, or back to the engine's device."""
         ...
 
     def close(self) -> None:

@@ -158,6 +158,7 @@ class RemoteRollout:
 
     def wake_up(self, weights: bool = True, kv_cache: bool = True) -> None:
         """See ``Rollout.wake_up``."""
+        device_of(self._device).empty_cache()  # a server on this GPU cannot use what PyTorch keeps for this process
         self._server.call("wake_up", weights=weights, kv_cache=kv_cache)
 
     def close(self) -> None:

@@ -8,6 +8,10 @@ from collections import deque
 from types import FrameType, FunctionType, ModuleType
 from typing import Any
 
+import torch
+from torch._subclasses import FakeTensor
+from vllm.device_allocator import cumem
+
 MOST = 300  # objects whose holders are looked for: each look walks all of memory
 
 
@@ -49,3 +53,16 @@ def compiled_functions() -> set[str]:
     """Dynamo's, among the globals of models."""
     models = [module for name, module in list(sys.modules.items()) if name.startswith("vllm.model_executor.models.")]
     return {key for module in models for key in vars(module) if key.startswith("__compiled_fn")}
+
+
+def sleepable() -> list[str]:
+    """What vLLM's allocator of memory that can sleep has on record, and who holds tensors that lie there."""
+    allocator = cumem.CuMemAllocator.instance
+    records = {} if allocator is None else dict(allocator.pointer_to_data)
+    if not records:
+        return []
+    spans = [range(address, address + data.handle[1]) for address, data in records.items()]
+    gc.unfreeze()
+    tensors = [one for one in gc.get_objects() if issubclass(type(one), torch.Tensor) and one.is_cuda and not isinstance(one, FakeTensor)
+               and any(one.data_ptr() in span for span in spans)]  # fmt: skip
+    return [f"{sum(map(len, spans))} bytes, {len(tensors)} tensors", *(holders(tensors[0]) if tensors else [])]

@@ -73,7 +73,7 @@ def woken(executor: str, need: int, free: int, kept: int) -> tuple[list[Any], En
         return free + (kept if calls else 0), 1 << 40
 
     with (
-        patch.object(start.private, "sleeping_bytes", lambda tags: need), patch.object(torch.cuda, "empty_cache", empty),
+        patch.object(start.private, "sleeping_bytes", lambda _: need), patch.object(torch.cuda, "empty_cache", empty),
         patch.object(torch.cuda, "mem_get_info", room), patch.object(torch.cuda, "memory_allocated", lambda _: 7 << 30),
     ):  # fmt: skip
         error = error_of(start.wake_up, engine, plan, {"weights", "kv_cache"})

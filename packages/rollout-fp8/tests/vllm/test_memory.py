@@ -62,4 +62,4 @@ def test_pytorchs_cache_is_emptied_only_where_it_must_be() -> None:
     assert calls == ["empty_cache"]
     assert isinstance(error, RolloutError)
     assert "kv_cache and weights need 4.00 GiB, 3.00 GiB are free" in str(error)
-    assert "7.00 GiB" in str(error)
+    assert "take 3.00 GiB" in str(error)  # of 7 that PyTorch counts, the 4 that sleep among them

@@ -18,7 +18,7 @@ from unittest import mock
 import numpy as np
 import torch
 import torch.distributed as dist
-from holders import compiled_functions, holders
+from holders import compiled_functions, holders, sleepable
 from torch._dynamo import convert_frame
 
 from engine_api.batch import Batch
@@ -120,16 +120,17 @@ def explained(text: str) -> EngineError:
 
 
 def left_by_failed_start(model: str) -> tuple[EngineError | None, int, list[str]]:
-    """Of a start that fails once the model is built and compiled: hooks of Dynamo, its functions, and who holds the model's layers."""
+    """Of a start that fails once the model is built and compiled: hooks of Dynamo, its functions, and who holds its memory and layers."""
     hooks, before = len(convert_frame._bytecode_hooks), compiled_functions()
     error = refused(model, enforce_eager=False, kv_cache_bytes=1 << 50)
+    left = sleepable()  # before anything is collected: vLLM's next engine looks only there
     gc.unfreeze()
     gc.collect()
     named = ("Qwen3", "RotaryEmbedding")
     layers = [
         one for one in gc.get_objects() if isinstance(one, torch.nn.Module) and type(one).__name__.startswith(named)
     ]
-    left = [*(compiled_functions() - before), *(holders(layers[0]) if layers else [])]
+    left += [*(compiled_functions() - before), *(holders(layers[0]) if layers else [])]
     return error, len(convert_frame._bytecode_hooks) - hooks, left
 
 

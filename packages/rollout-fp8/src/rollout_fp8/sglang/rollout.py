@@ -156,8 +156,7 @@ class SglangRollout:
             wanted = _tags(weights, kv_cache) & self._asleep
             if not wanted:
                 return
-            if self._device.type == "cuda":
-                torch.cuda.empty_cache()  # SGLang's processes cannot use what PyTorch keeps for this one
+            torch.cuda.empty_cache()  # SGLang's processes cannot use what PyTorch keeps for this one
             host.call(lambda: host.engine.resume_memory_occupation(tags=sorted(wanted)))
             self._asleep -= wanted
             if "weights" in wanted:

@@ -106,6 +106,7 @@ def _forget_layer(layer: Any) -> None:
     hooks = convert_frame._bytecode_hooks  # noqa: SLF001
     for key in [key for key, hook in hooks.items() if getattr(hook, "__self__", None) is layer]:
         del hooks[key]
+    # The hook tells a layer its function's name, but is not called for what is compiled ahead of time.
     compiled, ahead = getattr(layer, "_compiled_bytecode", None), getattr(layer, "aot_compiled_fn", None)
     names = [] if compiled is None else [name for name in compiled.co_names if name.startswith(_COMPILED)]
     for name in names if ahead is None else [*names, ahead._artifacts.backend_id]:  # noqa: SLF001
@@ -117,40 +118,25 @@ def _forget_layer(layer: Any) -> None:
 def forgotten_on_failure() -> Iterator[None]:
     """Let the models go that a start inside made before it failed.
 
-    Nobody is given such a model, so that it is found by what keeps it: hooks, tables and compiled functions that were not there before.
+    Nobody is given such a model, so that it is found by what keeps it: hooks and tables that were not there before.
     Upstream: vllm-project/vllm#45195 for the hooks of an engine that did start; no thread on ``_ROPE_DICT`` known (0.32.0).
     """
     rotations = rotary_embedding._ROPE_DICT  # noqa: SLF001 - layers that models share, cleared by a shutdown alone
     before, kept = set(convert_frame._bytecode_hooks), set(rotations)  # noqa: SLF001
-    known = {name for kind in _compiled_kinds() for name in _functions(kind)}
     try:
         yield
     except BaseException:  # Ctrl-C too: a start that takes a minute is often interrupted; raised again
         for key in set(rotations) - kept:
             del rotations[key]
-        new = [hook for key, hook in convert_frame._bytecode_hooks.items() if key not in before]  # noqa: SLF001
-        for layer in [getattr(hook, "__self__", None) for hook in new]:
-            if isinstance(layer, TorchCompileWithNoGuardsWrapper):
-                _forget_layer(layer)
-        for kind in _compiled_kinds():  # whose layers may have no hook any more
-            for name in _functions(kind) - known:
-                del kind.forward.__globals__[name]
-                remove_from_cache(kind.forward.__code__)
+        _forget_hooked(before)
         raise
 
 
-def _compiled_kinds() -> list[Any]:
-    """Classes of layers that vLLM compiles, of the models that were imported."""
-    found: list[Any] = []
-    for kind in (waiting := TorchCompileWithNoGuardsWrapper.__subclasses__()):
-        waiting.extend(kind.__subclasses__())
-        found.append(kind)
-    return found
-
-
-def _functions(kind: Any) -> set[str]:
-    """Names of what was compiled for it: Dynamo puts that among the globals of the class' source file."""
-    return {name for name in kind.forward.__globals__ if name.startswith(_COMPILED)}
+def _forget_hooked(before: set[int]) -> None:
+    new = [hook for key, hook in convert_frame._bytecode_hooks.items() if key not in before]  # noqa: SLF001
+    for layer in [getattr(hook, "__self__", None) for hook in new]:
+        if isinstance(layer, TorchCompileWithNoGuardsWrapper):
+            _forget_layer(layer)
 
 
 # --- vLLM's allocator of memory that can sleep ---
@@ -187,7 +173,8 @@ def empty_pools() -> None:
 def sleeping_bytes(tags: Collection[str]) -> int:
     """What it takes to wake up memory of these kinds.
 
-    Upstream: no public call tells (0.26.0 and main; ``get_current_usage`` counts what is awake too).
+    Upstream: no public call tells (0.26.0; ``get_current_usage`` counts what is awake too). 0.32 wakes whatever is not deferred,
+    whichever kinds are asked for, and empties PyTorch's cache itself.
     """
     allocator = cumem.CuMemAllocator.instance
     held = [] if allocator is None else allocator.pointer_to_data.values()

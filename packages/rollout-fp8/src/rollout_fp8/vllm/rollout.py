@@ -141,7 +141,8 @@ class VllmRollout:
     def sleep(self, weights: bool = True, kv_cache: bool = True) -> None:
         """See ``Rollout.sleep``; with the weights the caches always sleep. vLLM frees nothing on a CPU.
 
-        Caches alone: vLLM moves the weights to the host and back for it.
+        Caches alone: vLLM moves the weights to the host and back for it. Raises ``RolloutError`` without the memory for what it wakes up on
+        the way; then all of it sleeps.
         """
         wanted = {"weights", "kv_cache"} if weights else {"kv_cache"} if kv_cache else set[str]()
         with self._gate:
@@ -155,6 +156,7 @@ class VllmRollout:
                 if self._asleep:
                     engines.wake_up(self._engine, self._plan, self._asleep)
                 self._engine.sleep(level=2 if weights else 1)
+                self._asleep = frozenset({"weights", "kv_cache"})
                 if not weights:
                     engines.wake_up(self._engine, self._plan, {"weights"})
             self._asleep = frozenset(wanted)

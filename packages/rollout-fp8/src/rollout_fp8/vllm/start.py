@@ -8,6 +8,7 @@ import random
 import secrets
 import traceback
 import warnings
+import weakref
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -31,6 +32,7 @@ from rollout_fp8.vllm.sampling import NORMALIZE
 WHERE = "rollout 'vllm'"
 CPU_CACHE_BYTES = GIB = 1 << 30
 _RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)  # that vLLM makes room for
+_living: weakref.WeakSet[Any] = weakref.WeakSet()  # engines of this process
 _FAILURES = (RuntimeError, ValueError, TypeError, NotImplementedError, AssertionError, OSError, ImportError)
 
 
@@ -91,6 +93,8 @@ def start(plan: Plan) -> vllm.LLMEngine:
             if plan.device.type == "cuda":
                 environment.import_kernels()
                 private.clear_allocator_error()
+            if not _living:
+                give_back(plan)  # what frames of a start that failed let go since
             _join_group(plan)
             if plan.shared and plan.device.type == "cpu":
                 size = plan.options.tensor_parallel_size
@@ -102,6 +106,7 @@ def start(plan: Plan) -> vllm.LLMEngine:
             ):  # fmt: skip
                 engine = vllm.LLMEngine.from_engine_args(vllm.EngineArgs(**arguments))
             private.not_at_exit(engine)
+            _living.add(engine)
             return engine
         secret("channel")  # made before the workers are, that they inherit it
         with environment.workers(plan.device.index, plan.options.tensor_parallel_size):
@@ -118,6 +123,7 @@ def stop(engine: vllm.LLMEngine, plan: Plan, asleep: Collection[str]) -> None:
         if asleep and plan.device.type == "cuda":
             _map_again(engine, plan, asleep)
         private.shut_down(engine)
+        _living.discard(engine)
     else:
         engine.engine_core.shutdown()
 
@@ -143,12 +149,15 @@ def wake_up(engine: vllm.LLMEngine, plan: Plan, asleep: Collection[str]) -> None
     Raises ``RolloutError``, with nothing awake: not enough memory.
     """
     if not plan.in_process:
-        torch.cuda.empty_cache()  # what its workers need they tell nobody
+        torch.cuda.empty_cache()  # how much its workers need is not known here
     elif (need := private.sleeping_bytes(asleep)) > _free_bytes(plan):
         torch.cuda.empty_cache()
         if need > (free := _free_bytes(plan)):
+            taken = torch.cuda.memory_allocated(plan.device) - private.sleeping_bytes(
+                {"weights", "kv_cache"}
+            )  # it counts what sleeps
             raise RolloutError(f"cannot wake up: {' and '.join(sorted(asleep))} need {need / GIB:.2f} GiB, {free / GIB:.2f} GiB are free",
-                               where=f"{WHERE} on {plan.device}", why=f"tensors of this process take {torch.cuda.memory_allocated(plan.device) / GIB:.2f} GiB",
+                               where=f"{WHERE} on {plan.device}", why=f"this process' tensors that are awake take {taken / GIB:.2f} GiB",
                                remedy="rollout.offload_engine=true, engine.memory's offload, or a smaller cache (rollout.options.kv_cache_for_batch, kv_cache_bytes)")  # fmt: skip
     engine.wake_up(sorted(asleep, reverse=True))
 
