@@ -173,8 +173,9 @@ def empty_pools() -> None:
 def sleeping_bytes(tags: Collection[str]) -> int:
     """What it takes to wake up memory of these kinds.
 
-    Upstream: no public call tells (0.26.0; ``get_current_usage`` counts what is awake too). 0.32 wakes whatever is not deferred,
-    whichever kinds are asked for, and empties PyTorch's cache itself.
+    No public call tells (0.26.0; ``get_current_usage`` counts what is awake too). 0.32 wakes whatever is not deferred, whichever kinds are
+    asked for, and empties PyTorch's cache itself.
+    Upstream: no thread known.
     """
     allocator = cumem.CuMemAllocator.instance
     held = [] if allocator is None else allocator.pointer_to_data.values()
