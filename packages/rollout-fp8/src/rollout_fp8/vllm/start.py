@@ -153,9 +153,8 @@ def wake_up(engine: vllm.LLMEngine, plan: Plan, asleep: Collection[str]) -> None
     elif (need := private.sleeping_bytes(asleep)) > _free_bytes(plan):
         torch.cuda.empty_cache()
         if need > (free := _free_bytes(plan)):
-            taken = torch.cuda.memory_allocated(plan.device) - private.sleeping_bytes(
-                {"weights", "kv_cache"}
-            )  # it counts what sleeps
+            sleeping = private.sleeping_bytes({"weights", "kv_cache"})  # PyTorch counts it as allocated
+            taken = torch.cuda.memory_allocated(plan.device) - sleeping
             raise RolloutError(f"cannot wake up: {' and '.join(sorted(asleep))} need {need / GIB:.2f} GiB, {free / GIB:.2f} GiB are free",
                                where=f"{WHERE} on {plan.device}", why=f"this process' tensors that are awake take {taken / GIB:.2f} GiB",
                                remedy="rollout.offload_engine=true, engine.memory's offload, or a smaller cache (rollout.options.kv_cache_for_batch, kv_cache_bytes)")  # fmt: skip
