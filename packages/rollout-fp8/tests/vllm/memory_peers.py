@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
+from contextlib import suppress
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
 
 import torch
+from holders import holders
+from vllm.compilation.wrapper import TorchCompileWithNoGuardsWrapper
+from vllm.config import CompilationMode, VllmConfig, set_current_vllm_config
 from vllm_peers import DEVICE, GREEDY, PROMPTS, error_of, export_of, opened
 
 from engine_api.errors import EngineError
@@ -59,6 +65,34 @@ def crowded(model: str) -> tuple[EngineError | None, int, list[list[int]], list[
         rollout.update_weights(export_of(Path(model), DEVICE), 2)
         after = rollout.generate(PROMPTS, GREEDY)
     return error, free, [c.tokens for c in before], [c.tokens for c in after]
+
+
+class Compiled(torch.nn.Module, TorchCompileWithNoGuardsWrapper):
+    """A model that vLLM compiles."""
+
+    def __init__(self) -> None:
+        torch.nn.Module.__init__(self)
+        TorchCompileWithNoGuardsWrapper.__init__(self)
+
+    def forward(self) -> None:
+        """Not called."""
+
+
+def attention_of_failed_start() -> list[str]:
+    """Who holds an attention layer after a start that fails where vLLM's own compiler is at work.
+
+    That is on CUDA; on a CPU vLLM leaves it to PyTorch's, which knows nothing of vLLM's configuration.
+    """
+    layer = torch.nn.Module()
+    left, config = weakref.ref(layer), VllmConfig()
+    config.compilation_config.mode, config.compilation_config.backend = CompilationMode.VLLM_COMPILE, "inductor"
+    config.compilation_config.static_forward_context["layer"] = layer
+    with suppress(RuntimeError), start.private.forgotten_on_failure(), set_current_vllm_config(config):
+        Compiled()
+        raise RuntimeError
+    del layer, config
+    gc.collect()
+    return [] if left() is None else ["a layer", *holders(left())]
 
 
 def woken(executor: str, need: int, free: int, kept: int) -> tuple[list[Any], EngineError | None]:

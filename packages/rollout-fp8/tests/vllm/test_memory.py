@@ -36,7 +36,7 @@ def test_one_that_is_closed_asleep_gives_its_memory_back_and_another_begins(mode
 
 def test_a_cache_for_the_batch_holds_it_and_hardly_more(model: str) -> None:
     blocks, size, tokens = call(peers.cache_for_batch, model=model, batch_size=5, max_model_len=300)
-    assert 5 * 300 <= (blocks - 1) * size <= 5 * 384
+    assert 5 * 300 <= (blocks - 1) * size < 5 * 384 + 128  # the empty block has the size of vLLM's
     assert tokens == [292] * 5
 
 
@@ -48,6 +48,10 @@ def test_what_sleeps_wakes_up_in_memory_that_pytorch_keeps(model: str) -> None:
     assert "offload_engine" in error.remedy
     assert free < GIB  # not even the cache fits, as far as the driver knows
     assert before == after
+
+
+def test_the_compiler_of_a_failed_start_keeps_no_layer() -> None:
+    assert call(peers.attention_of_failed_start) == []
 
 
 def test_pytorchs_cache_is_emptied_only_where_it_must_be() -> None:

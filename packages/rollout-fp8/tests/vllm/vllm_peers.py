@@ -74,10 +74,11 @@ def weights_of(rollout: Any) -> list[weakref.ref[Any]]:
 
 
 def error_of(call: Any, *args: Any, **kwargs: Any) -> EngineError | None:
+    """What it raises, without the frames that it passed: they hold the model."""
     try:
         call(*args, **kwargs)
     except EngineError as error:
-        return error
+        return error.with_traceback(None)
     return None
 
 
@@ -126,7 +127,7 @@ def left_by_failed_start(model: str) -> tuple[EngineError | None, int, list[str]
     left = sleepable()  # before anything is collected: vLLM's next engine looks only there
     gc.unfreeze()
     gc.collect()
-    named = ("Qwen3", "RotaryEmbedding")
+    named = ("Qwen3", "RotaryEmbedding", "Attention")
     layers = [
         one for one in gc.get_objects() if isinstance(one, torch.nn.Module) and type(one).__name__.startswith(named)
     ]

@@ -118,7 +118,8 @@ def _forget_layer(layer: Any) -> None:
 def forgotten_on_failure() -> Iterator[None]:
     """Let the models go that a start inside made before it failed.
 
-    Nobody is given such a model, so that it is found by what keeps it: hooks and tables that were not there before.
+    Nobody is given such a model, so that it is found by what keeps it: hooks and tables that were not there before. Dynamo keeps every
+    compiler that it was given, vLLM's with its configuration and that with the attention layers, which a shutdown would clear.
     Upstream: vllm-project/vllm#45195 for the hooks of an engine that did start; no thread on ``_ROPE_DICT`` known (0.32.0).
     """
     rotations = rotary_embedding._ROPE_DICT  # noqa: SLF001 - layers that models share, cleared by a shutdown alone
@@ -134,9 +135,11 @@ def forgotten_on_failure() -> Iterator[None]:
 
 def _forget_hooked(before: set[int]) -> None:
     new = [hook for key, hook in convert_frame._bytecode_hooks.items() if key not in before]  # noqa: SLF001
-    for layer in [getattr(hook, "__self__", None) for hook in new]:
+    layers: list[Any] = [getattr(hook, "__self__", None) for hook in new]
+    for layer in layers:
         if isinstance(layer, TorchCompileWithNoGuardsWrapper):
             _forget_layer(layer)
+            layer.vllm_config.compilation_config.static_forward_context.clear()
 
 
 # --- vLLM's allocator of memory that can sleep ---
