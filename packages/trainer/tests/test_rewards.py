@@ -38,6 +38,9 @@ def scorer(function, **kwargs) -> Scorer:
         (last_number, "from 1,200.50 to -3", "-3"),
         (last_number, "$1,200.50!", "1,200.50"),
         (last_number, "none", None),
+        (last_number, "it is 42, or so", "42"),
+        (last_number, "12-5", "5"),
+        (last_number, "a loss of -$1,200.50", "-1,200.50"),
         (last_boxed, r"\boxed{1} so \boxed{\frac{1}{2}}.", r"\frac{1}{2}"),
         (last_boxed, r"\boxed{\frac{1}{2}", None),
         (last_boxed, "no box", None),
@@ -59,6 +62,7 @@ def test_finding_an_answer(find, text, expected):
         ({"extract": "marker"}, "7", "7", 0.0),
         ({"extract": "boxed"}, r"\boxed{7}", "7", 1.0),
         ({"extract": "number"}, "it is 7.", "7", 1.0),
+        ({"extract": "number"}, "it is 7, I think", "7", 1.0),
     ],
 )
 def test_exact(kwargs, completion, answer, expected):
@@ -75,6 +79,17 @@ def test_exact(kwargs, completion, answer, expected):
         ({"flexible": True}, "the answer is 18", "18", 1.0),
         ({"flexible": True}, "18 is wrong\n#### 17", "18", 0.0),
         ({}, "#### none", "18", 0.0),
+        ({}, "#### 42 apples in 3 boxes", "42", 1.0),
+        ({}, "#### 42 apples in 3 boxes", "3", 0.0),
+        ({}, "#### 42", "#### 42 apples in 3 boxes", 1.0),
+        ({}, "#### 42", "42 apples in 3 boxes", 1.0),  # as data.layouts leaves it
+        ({}, "#### 1,200.50 dollars for 2", "$1,200.5", 1.0),
+        ({}, "#### 42, 3 a box", "42", 1.0),
+        ({}, "#### -$5 (2 too many)", "-5", 1.0),
+        ({}, "#### $-5", "-5", 1.0),
+        ({}, "#### 10-5", "10", 1.0),
+        ({}, "#### .5 of 3", "0.5", 1.0),
+        ({"flexible": True}, "3 boxes, 42 apples", "42", 1.0),
         ({}, "#### 1234568", "1234567", 0.0),
         ({}, "#### 90071992547409930", "90071992547409931", 0.0),  # equal as float64
         ({}, "#### " + "9" * 400, "8" * 400, 0.0),  # no float64 is that large

@@ -10,7 +10,8 @@ from engine_api.errors import ConfigError
 from engine_trainer.rewards.sample import RewardError, Sample
 
 MARKER = "####"
-_NUMBER = re.compile(r"-?\d[\d,]*(?:\.\d+)?|-?\.\d+")
+# A minus after a word or a bracket takes away from it: 12-5 are two numbers. A comma ends a number unless a digit follows.
+_NUMBER = re.compile(r"(?P<sign>(?<![\w)])-(?=\$?[\d.]))?\$?(?P<size>\d+(?:,\d+)*(?:\.\d+)?|\.\d+)")
 
 
 def after_marker(text: str, marker: str = MARKER) -> str | None:
@@ -19,10 +20,14 @@ def after_marker(text: str, marker: str = MARKER) -> str | None:
     return rest.split("\n", 1)[0].strip() if found else None
 
 
+def numbers(text: str) -> list[str]:
+    """Every number in ``text``, as it is written but for a dollar sign: ``-$1,200`` is ``-1,200``."""
+    return [(found["sign"] or "") + found["size"] for found in _NUMBER.finditer(text)]
+
+
 def last_number(text: str) -> str | None:
-    """The last number in ``text``, as it is written."""
-    numbers = _NUMBER.findall(text)
-    return numbers[-1] if numbers else None
+    """The last number in ``text``, as ``numbers`` writes it."""
+    return next(reversed(numbers(text)), None)
 
 
 def last_boxed(text: str) -> str | None:
@@ -67,9 +72,8 @@ def expected(sample: Sample, function: str) -> str:
     return sample.answer
 
 
-def number_in(text: str) -> Decimal | None:
-    """The last number in ``text``, exactly; None without one."""
-    number = last_number(text)
+def exactly(number: str | None) -> Decimal | None:
+    """A number that ``numbers`` gave; None for none."""
     return None if number is None else Decimal(number.replace(",", ""))
 
 
