@@ -41,6 +41,13 @@ CHAT = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "ho"
             "1,000",
         ),
         ({"problem": "hi", "solution": "ho", "answer": 7}, CHAT, "7"),
+        (
+            {"instruction": "Add.", "input": "1, 2", "output": "3"},
+            [{"role": "user", "content": "Add.\n\n1, 2"}, {"role": "assistant", "content": "3"}],
+            None,
+        ),
+        ({"instruction": "hi", "input": "", "output": "ho"}, CHAT, None),
+        ({"instruction": "hi", "input": None, "output": "ho"}, CHAT, None),
     ],
 )
 def test_the_usual_layouts_for_sft(jsonl, row, messages, answer):
@@ -63,6 +70,17 @@ def test_the_usual_layouts_for_rl(tmp_path, jsonl):
     assert (aime.messages, aime.answer, aime.metadata) == (CHAT[:1], "204", {"ID": "2024-I-1"})
     (gsm8k,) = examples(jsonl({"question": "hi", "answer": "x #### 5"}), "prompt")
     assert (gsm8k.messages, gsm8k.answer) == (CHAT[:1], "5")
+
+
+def test_the_input_of_an_instruction_is_part_of_what_is_asked(jsonl):
+    path = jsonl({"instruction": "Add.", "input": "1, 2", "output": "3", "id": 7})
+    for columns in ({}, {"prompt": "instruction"}):
+        (asked,) = examples(path, "prompt", **columns)
+        assert asked.messages == [{"role": "user", "content": "Add.\n\n1, 2"}]
+        assert asked.metadata == {"output": "3", "id": 7}
+    with pytest.raises(DataError, match="list, not text") as caught:
+        examples(jsonl({"instruction": "Add.", "input": [1, 2], "output": "3"}))
+    assert caught.value.column == "input"
 
 
 def test_columns_can_be_named_and_nested(jsonl):

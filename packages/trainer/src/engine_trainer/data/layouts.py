@@ -7,6 +7,7 @@
 | GSM8K | ``question``, ``answer`` with the result after ``####`` |
 | verl, DAPO-17k, AIME-2024 | ``prompt`` (messages), ``reward_model.ground_truth``, ``data_source`` |
 | MATH, AIME | ``problem``, ``solution``, ``answer`` |
+| Alpaca | ``instruction``, ``input`` (text, may be empty), ``output``: the input follows the instruction after a blank line |
 
 ``data.columns`` names others; a dot reaches into a nested column.
 """
@@ -29,6 +30,7 @@ RESPONSES = ("response", "completion", "solution", "output", "Solution", "answer
 ANSWERS = ("reward_model.ground_truth", "ground_truth", "answer", "Answer", "solution", "Solution")
 ROLES = ("system", "user", "assistant", "tool", "developer")
 GSM8K_MARK = "####"
+INSTRUCTION, INPUT = "instruction", "input"  # Alpaca's prompt is the two of them
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -90,13 +92,14 @@ class _Layout:
     def example(self, row: Row) -> Example:
         turns = _messages(row, self.messages) if self.messages else self._turns(row)
         used = {(c or "").split(".")[0] for c in (self.messages, self.prompt, self.response, self.answer)}
+        used |= {INPUT} if self.prompt == INSTRUCTION else set()
         metadata = {name: value for name, value in row.values.items() if name not in used}
         return Example(messages=turns, answer=self._answer(row), metadata=metadata, file=row.file, number=row.number)
 
     def _turns(self, row: Row) -> Messages:
         assert self.prompt is not None
         value = _cell(row, self.prompt)
-        turns = _messages(row, self.prompt) if isinstance(value, list) else [_turn("user", _text(row, self.prompt))]
+        turns = _messages(row, self.prompt) if isinstance(value, list) else [_turn("user", _asked(row, self.prompt))]
         return [*turns, _turn("assistant", _text(row, self.response))] if self.response else turns
 
     def _answer(self, row: Row) -> str | None:
@@ -136,6 +139,13 @@ def _text(row: Row, name: str) -> str:
     if not isinstance(value, str):
         raise row.error(f"{type(value).__name__}, not text", column=name, remedy="write the text as a string")
     return value
+
+
+def _asked(row: Row, name: str) -> str:
+    text = _text(row, name)
+    if name != INSTRUCTION or row.values.get(INPUT) in (None, ""):
+        return text
+    return f"{text}\n\n{_text(row, INPUT)}"
 
 
 def _messages(row: Row, name: str) -> Messages:
