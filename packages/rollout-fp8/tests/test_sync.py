@@ -14,6 +14,7 @@ from torch import Tensor
 from engine_api.config import ModelSource
 from engine_api.errors import RolloutError
 from engine_api.weights import ShardSpec
+from rollout_fp8 import exporter
 from rollout_fp8.expected import Expected
 from rollout_fp8.exporter import collect
 from rollout_fp8.phases import Phases
@@ -132,6 +133,27 @@ def test_a_server_that_packs_weights_may_keep_them_wider_but_only_what_was_sent(
     model.get_parameter("model.norm.weight").data[3] *= 1 + 2**-20
     with pytest.raises(RolloutError, match=r"model\.norm\.weight holds values that were not sent"):
         receiver.served()
+
+
+def test_a_server_whose_loader_keeps_tensors_is_not_left_with_later_buckets_in_them(monkeypatch) -> None:
+    class Keeps(ServedModel):
+        """Loads once more what it was given when all has come, as vLLM's reload does layer by layer."""
+
+        def load_weights(self, weights):
+            kept = []
+            for name, tensor in weights:
+                super().load_weights([(name, tensor)])
+                kept.append((name, tensor))
+            super().load_weights(kept)
+
+    monkeypatch.setattr(exporter, "BUCKET_BYTES", 300_000)
+    model, stream = Keeps(dtype=torch.bfloat16), stream_of(checkpoint(0), fp8=False, dtype=torch.bfloat16)
+    assert len(stream.plan.buckets) > 2 * len(stream.plan.slots)
+    receiver = Receiver(model, stream.plan, model.load_weights, read=model.get_parameter)
+    receiver.sync(stream, Phases(CPU))
+    want = expected(checkpoint(0), ServedModel(dtype=torch.bfloat16), fp8=False)
+    for name, parameter in model.named_parameters():
+        assert torch.equal(parameter, want[name]), name
 
 
 @pytest.mark.parametrize("audit", [True, False], ids=["audited", "not audited"])

@@ -94,8 +94,10 @@ class Receiver:
         return sums
 
     def _reload(self, stream: WireStream) -> None:
+        # Clones: a loader may keep what it is given until a layer is whole (vLLM's does), and these lie in buffers that later
+        # buckets are filled into.
         try:
-            self._load(iter(stream))
+            self._load((name, tensor.clone()) for name, tensor in stream)
         except EngineError:
             raise
         except Exception as error:  # a server's loader raises whatever it likes

@@ -28,6 +28,7 @@ from engine_api.losses import sft_loss
 from engine_api.registry import EngineRegistry, RolloutRegistry
 from engine_api.rollout import Completion, SamplingParams, SyncResult
 from engine_conformance.cases._rollouts import export_of
+from rollout_fp8 import exporter
 from rollout_fp8.exporter import collect
 
 # What they run on: ``ROLLOUT_TEST_DEVICE=cuda`` runs them all on GPUs, as far as there are as many as ranks.
@@ -323,7 +324,7 @@ def trained(
 
 
 def raw_and_synced(old: str, new: str, dtype: str) -> tuple[str, list[list[int]], list[list[int]]]:
-    """``load_weights`` called on the served model, and then a sync: what the first raised, and tokens after each."""
+    """``load_weights`` called on the served model, and then a sync in many buckets: what the first raised, and tokens after each."""
     with opened(old, dtype=dtype) as rollout:
         tensors = [(name, tensor.clone()) for name, tensor in export_of(Path(new), DEVICE)]
         raised = ""
@@ -333,7 +334,8 @@ def raw_and_synced(old: str, new: str, dtype: str) -> tuple[str, list[list[int]]
             raised = f"{type(error).__name__}: {error}"
         rollout._engine.reset_prefix_cache()
         raw = [c.tokens for c in rollout.generate(PROMPTS, GREEDY)]
-        rollout.update_weights(iter(tensors), 2)
+        with mock.patch.object(exporter, "BUCKET_BYTES", 1 << 14):  # buffers are filled again while vLLM loads
+            rollout.update_weights(iter(tensors), 2)
         return raised, raw, [c.tokens for c in rollout.generate(PROMPTS, GREEDY)]
 
 
