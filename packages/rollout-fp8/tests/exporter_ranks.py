@@ -76,6 +76,8 @@ def compare(rank: int, world: int, home: Path, quantization: str, layout: Layout
     export = exporter(home, quantization, bucket_bytes=200_000, options={"scales": scales})
     for version in range(2):
         weights = checkpoint(version)
+        if quantization == "none":  # five elements a rank of two: no whole number of 32-bit words in bfloat16
+            weights["model.norm.bias"] = torch.arange(10.0) + version
         stream = export.export(Shards(weights, rank, world, layout))
         got = {name: tensor.clone() for name, tensor in stream}
         want: dict[str, Tensor] = {}

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 import numpy as np
 import pytest
 import torch
@@ -35,7 +37,7 @@ def fmix32(h: int) -> int:
 
 def reference(whole: Tensor) -> int:
     raw, row = whole.contiguous().view(torch.uint8).numpy().tobytes(), whole.shape[-1] * whole.element_size()
-    width = 4 if row % 4 == 0 else whole.element_size()
+    width = 4 if row % 4 == 0 and whole.ndim > 1 else min(4, whole.element_size())
     words = [int.from_bytes(raw[i : i + width], "little") for i in range(0, len(raw), width)]
     total = sum(w * (fmix32(i % 2**32) + 1) for i, w in enumerate(words)) % 2**64
     return total - 2**64 if total >= 2**63 else total
@@ -94,7 +96,7 @@ def partitions(draw: st.DrawFn) -> tuple[Tensor, list[ShardSpec]]:
     shape = tuple(draw(st.lists(st.integers(1, 9), min_size=0, max_size=2)))
     dtype = draw(st.sampled_from(DTYPES))
     shape = (*shape, draw(st.integers(1, 30)) * (4 if draw(st.booleans()) else 1))
-    unit = max(4 // dtype.itemsize, 1) if shape[-1] * dtype.itemsize % 4 == 0 else 1
+    unit = max(4 // dtype.itemsize, 1) if len(shape) > 1 and shape[-1] * dtype.itemsize % 4 == 0 else 1
     boxes = [ShardSpec.whole(shape)]
     for _ in range(draw(st.integers(0, 6))):
         box = boxes.pop(draw(st.integers(0, len(boxes) - 1)))
@@ -183,7 +185,7 @@ def box(offset: tuple[int, ...], shape: tuple[int, ...], whole: tuple[int, ...])
         (torch.zeros(2, 4).bfloat16(), box((0, 1), (2, 4), (2, 8)), "first column 1 .* whole number of 4-byte words"),
         (torch.zeros(2, 3).bfloat16(), box((0, 0), (2, 3), (2, 8)), "columns 3 "),
         (torch.zeros(2, 9).bfloat16()[:, :8], box((0, 0), (2, 8), (2, 8)), "row stride 9 "),
-        (torch.zeros(17).bfloat16()[1:], box((0,), (16,), (16,)), "does not begin at a whole word"),
+        (torch.zeros(17).bfloat16()[1:].view(1, 16), box((0, 0), (1, 16), (1, 16)), "does not begin at a whole word"),
         (torch.zeros(8, 2).T, box((0, 0), (2, 8), (2, 8)), "call contiguous"),
         (torch.zeros(3, 4), box((0, 0), (2, 4), (2, 4)), "is not the box"),
     ],
@@ -197,3 +199,12 @@ def test_odd_rows_are_summed_by_element_and_may_be_cut_anywhere() -> None:
     whole = random_tensor((4, 7), torch.bfloat16, 5)
     cut = [checksum(whole[:, a:b], box((0, a), (4, b - a), (4, 7))) for a, b in ((0, 3), (3, 7))]
     assert np.int64(np.array(cut).sum()) == whole_sum(whole) == reference(whole)
+
+
+@settings(max_examples=100, deadline=None)
+@given(size=st.integers(1, 50), ranks=st.integers(1, 9), dtype=st.sampled_from(DTYPES), seed=st.integers(0, 2**31))
+def test_a_bias_adds_over_the_ranks_that_it_is_cut_on(size: int, ranks: int, dtype: torch.dtype, seed: int) -> None:
+    whole, share = random_tensor((size,), dtype, seed), -(-size // ranks)
+    cuts = [min(rank * share, size) for rank in range(ranks + 1)]
+    sums = [checksum(whole[a:b], box((a,), (b - a,), (size,))) for a, b in pairwise(cuts)]
+    assert sum(sums) % 2**64 == whole_sum(whole) % 2**64

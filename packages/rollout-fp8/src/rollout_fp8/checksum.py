@@ -1,8 +1,9 @@
 """A checksum of a tensor's bytes that adds over the boxes that it is cut into.
 
 A tensor is a sequence of 32-bit words, row by row (a row is the last dimension; a tensor of one dimension is one row).
-Where a row is not a whole number of words, each element (1 or 2 bytes) is a word; this depends on the whole tensor's
-last dimension and dtype only. Word i of value w_i, both unsigned, counts with a coefficient of its own::
+Where a row is not a whole number of words, each element (1 or 2 bytes) is a word, and so in a tensor of one dimension, which
+ranks cut anywhere (biases, norms); this depends on the whole tensor's shape and dtype only. Word i of value w_i, both
+unsigned, counts with a coefficient of its own::
 
     checksum = sum_i w_i · (fmix32(i mod 2^32) + 1)  mod 2^64, as a signed 64-bit integer
 
@@ -184,7 +185,7 @@ def _regions(part: Layout, box: ShardSpec) -> Iterator[_Region]:
     rows, itemsize = rows_of(part), part[2].itemsize
     ones = (1,) * (2 - len(box.shape))
     whole, shape, offset = ones + box.global_shape, ones + box.shape, (0,) * len(ones) + box.offset
-    word = 4 if whole[-1] * itemsize % 4 == 0 else itemsize
+    word = 4 if len(box.global_shape) > 1 and whole[-1] * itemsize % 4 == 0 else min(4, itemsize)
     places = {"first column": offset[-1], "columns": shape[-1]} | ({"row stride": rows.stride} if rows.rows > 1 else {})
     for what, count in places.items():
         if count * itemsize % word:
