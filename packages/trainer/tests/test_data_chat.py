@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from engine_api.config import ModelSource
@@ -48,6 +50,13 @@ def test_loss_is_on_the_assistants_turns_with_their_end(tokenizer):
 
 def test_train_on_last_leaves_earlier_turns_out(tokenizer):
     assert learned(tokenizer, build(tokenizer, turns("q1", "r1", "q2", "r2"), train_on="last")) == "r2<|eos|>"
+
+
+def test_turns_that_are_given_carry_no_loss(tokenizer):
+    example = replace(turns("q1", "r1", "q2", "r2"), given=3)
+    assert learned(tokenizer, build(tokenizer, example, system_prompt="be brief")) == "r2<|eos|>"
+    with pytest.raises(DataError, match="no assistant turn"):
+        build(tokenizer, replace(turns("q1", "r1", "q2"), given=2))
 
 
 def test_the_prompt_of_rl_begins_the_document_of_sft(tokenizer):

@@ -83,6 +83,25 @@ def test_the_input_of_an_instruction_is_part_of_what_is_asked(jsonl):
     assert caught.value.column == "input"
 
 
+def test_a_completion_of_messages_follows_the_prompt_which_is_given(jsonl):
+    path = jsonl(
+        {"prompt": CHAT[:1], "completion": CHAT[1:]},
+        {"prompt": "hi", "completion": CHAT[1:]},
+        {"prompt": [*CHAT, CHAT[0]], "completion": "ho"},
+    )
+    first, second, third = examples(path)
+    assert first.messages == second.messages == CHAT
+    assert (first.given, second.given) == (1, 1)
+    assert (third.messages, third.given) == ([*CHAT, *CHAT], 3)
+
+
+@pytest.mark.parametrize("completion", [CHAT, [], 3, ["ho"]])
+def test_a_completion_that_does_not_follow_the_prompt_is_refused(jsonl, completion):
+    with pytest.raises(DataError) as caught:
+        examples(jsonl({"prompt": CHAT[:1], "completion": completion}))
+    assert caught.value.column == "completion"
+
+
 def test_columns_can_be_named_and_nested(jsonl):
     (example,) = examples(
         jsonl({"in": "hi", "out": "ho", "meta": {"gold": "9"}}), prompt="in", response="out", answer="meta.gold"

@@ -76,7 +76,8 @@ class ChatTokenizer:
         longer conversation as a continuation of the shorter one.
         """
         turns = self._dress(example.messages, example)
-        own = [i for i, turn in enumerate(turns) if turn["role"] == "assistant"]
+        given = len(turns) - len(example.messages) + example.given  # a system prompt has come before them
+        own = [i for i, turn in enumerate(turns) if turn["role"] == "assistant" and i >= given]
         if not own:
             raise example.error("no assistant turn, nothing to learn", remedy="add a response to the row")
         if not self.has_template:

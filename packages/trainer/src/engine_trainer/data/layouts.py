@@ -3,7 +3,7 @@
 | layout | columns |
 |---|---|
 | chat | ``messages``: list of {role, content} |
-| prompt and response | ``prompt`` (text or messages), ``response`` or ``completion`` |
+| prompt and response | ``prompt`` (text or messages), ``response`` or ``completion`` (text, or the messages that follow) |
 | GSM8K | ``question``, ``answer`` with the result after ``####`` |
 | verl, DAPO-17k, AIME-2024 | ``prompt`` (messages), ``reward_model.ground_truth``, ``data_source`` |
 | MATH, AIME | ``problem``, ``solution``, ``answer`` |
@@ -40,12 +40,14 @@ class Example:
     Attributes:
         messages: ``{role, content}`` turns, as chat templates take them.
         answer: what a reward compares with, or None.
+        given: how many of the first messages are not learned whatever they are: those of a prompt column.
         metadata: the row's other columns, ``data_source`` among them where there is one.
         file, number: where the row stands.
     """
 
     messages: Messages
     answer: str | None = None
+    given: int = 0
     metadata: Mapping[str, Any] = field(default_factory=dict[str, Any])
     file: str = ""
     number: int = 0
@@ -90,17 +92,30 @@ class _Layout:
                        answer=columns.answer or _present(first, ANSWERS))  # fmt: skip
 
     def example(self, row: Row) -> Example:
-        turns = _messages(row, self.messages) if self.messages else self._turns(row)
+        prompt = _messages(row, self.messages) if self.messages else self._prompt(row)
+        response = self._response(row) if self.response else []
         used = {(c or "").split(".")[0] for c in (self.messages, self.prompt, self.response, self.answer)}
         used |= {INPUT} if self.prompt == INSTRUCTION else set()
         metadata = {name: value for name, value in row.values.items() if name not in used}
-        return Example(messages=turns, answer=self._answer(row), metadata=metadata, file=row.file, number=row.number)
+        return Example(messages=[*prompt, *response], given=len(prompt) if response else 0, answer=self._answer(row),
+                       metadata=metadata, file=row.file, number=row.number)  # fmt: skip
 
-    def _turns(self, row: Row) -> Messages:
+    def _prompt(self, row: Row) -> Messages:
         assert self.prompt is not None
-        value = _cell(row, self.prompt)
-        turns = _messages(row, self.prompt) if isinstance(value, list) else [_turn("user", _asked(row, self.prompt))]
-        return [*turns, _turn("assistant", _text(row, self.response))] if self.response else turns
+        if isinstance(_cell(row, self.prompt), list):
+            return _messages(row, self.prompt)
+        return [_turn("user", _asked(row, self.prompt))]
+
+    def _response(self, row: Row) -> Messages:
+        assert self.response is not None
+        if not isinstance(_cell(row, self.response), list):
+            return [_turn("assistant", _text(row, self.response))]
+        turns = _messages(row, self.response)
+        if turns[0]["role"] != "assistant":
+            raise row.error(f"begins with a turn of the {turns[0]['role']}", column=self.response,
+                            why="it follows the prompt, and the assistant answers that",
+                            remedy="begin it with the assistant's turn; a whole conversation goes into a messages column")  # fmt: skip
+        return turns
 
     def _answer(self, row: Row) -> str | None:
         if self.answer is None:
