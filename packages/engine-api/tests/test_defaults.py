@@ -11,7 +11,7 @@ import torch
 from engine_api.config import OptimizerConfig
 from engine_api.defaults import rng_state, set_rng_state
 from engine_api.errors import CheckpointMismatch, ConfigError, EngineStateError, UnsupportedCapability
-from engine_api.optimizers import build_optimizer, check_fields, state_fields
+from engine_api.optimizers import build_optimizer, check_fields, state_dtypes, state_fields
 
 
 @pytest.mark.parametrize(
@@ -70,3 +70,22 @@ def test_the_state_of_another_optimizer_is_refused():
     check_fields(adamw, ["model.a", *(f"optim.a.{field}" for field in state_fields(adamw))])
     with pytest.raises(CheckpointMismatch, match="momentum_buffer"):
         check_fields(adamw, ["optim.a.momentum_buffer"])
+
+
+def test_the_dtypes_of_state_follow_those_of_weights():
+    adamw = build_optimizer(OptimizerConfig(), [torch.nn.Parameter(torch.zeros(2))])
+    for dtype in (torch.float32, torch.bfloat16):
+        assert state_dtypes(adamw, dtype) == {"exp_avg": dtype, "exp_avg_sq": dtype, "step": torch.float32}
+    assert not adamw.state, "the probe leaves nothing behind"
+
+
+class _Counts(torch.optim.SGD):
+    """Keeps a number that is no tensor."""
+
+    def step(self, closure=None):
+        self.state[self.param_groups[0]["params"][0]]["count"] = 1
+
+
+def test_state_that_is_no_tensor_cannot_be_loaded():
+    with pytest.raises(CheckpointMismatch, match="count is no tensor"):
+        state_dtypes(_Counts([torch.nn.Parameter(torch.zeros(2))]), torch.float32)

@@ -153,3 +153,30 @@ def begun_again(path: str, parallelism: dict[str, int], folder: str) -> tuple[li
     again = step(engine)
     engine.close()
     return first, again
+
+
+def carried(path: str, parallelism: dict[str, int], folder: str, wrote: dict[str, Any], reads: dict[str, Any]) -> tuple[State, State, list[set[torch.dtype]], int]:  # fmt: skip
+    """A checkpoint for an engine with other dtypes: what was saved and what is loaded, the moments' dtypes of the reader before
+    the load, after it and after another step, and its version then.
+    """
+    first = ready(path, parallelism, **wrote)
+    step(first)
+    step(first)
+    first.save_checkpoint(folder)
+    saved = state_of(first)
+    first.close()
+    engine = ready(path, parallelism, **reads)
+    step(engine)
+    dtypes = [_dtypes_of_moments(engine)]
+    engine.load_checkpoint(folder)
+    loaded = state_of(engine)
+    dtypes.append(_dtypes_of_moments(engine))
+    step(engine)
+    result = saved, loaded, [*dtypes, _dtypes_of_moments(engine)], engine.weight_version
+    engine.close()
+    return result
+
+
+def _dtypes_of_moments(engine: Any) -> set[torch.dtype]:
+    states = [state for part in engine.trainer.parts for state in part.inner.state.values()]
+    return {value.dtype for state in states for value in state.values() if value.dim()}

@@ -108,6 +108,25 @@ def test_other_data_and_context_parallel_ranks_load_it(
         assert_same_bits([row[0] for row in rows], [row[0] for row in alone], str(spread))
 
 
+@pytest.mark.parametrize(("wrote", "reads", "made"), [
+    (BF16, BF16_MASTERS, {"checkpoint": "megatron"}), (BF16_MASTERS, BF16, {"checkpoint": "megatron"}),
+    ({}, BF16_MASTERS, {"checkpoint": "portable"}), (BF16_MASTERS, {}, {"checkpoint": "portable"}),
+    (BF16_MASTERS, BF16, {"checkpoint": "megatron"} | SGD),
+])  # fmt: skip
+def test_moments_come_in_the_dtype_that_the_optimizer_holds(
+    pool: RankPool, model: str, tmp_path: Path, wrote: Any, reads: Any, made: Any
+) -> None:
+    rows = pool.run(
+        "native_ranks:carried", path=model, parallelism={"dp_shard": 2}, folder=str(tmp_path / "step-2"),
+        wrote=wrote | made, reads=reads | made,
+    )  # fmt: skip
+    saved, loaded = wholes([row[0] for row in rows]), wholes([row[1] for row in rows])
+    assert set(saved) == set(loaded)
+    assert [key for key in saved if not torch.equal(loaded[key], saved[key].to(loaded[key].dtype))] == []
+    for _, _, (own, *after), version in rows:
+        assert (after, version) == ([own, own], 3)
+
+
 def test_an_engine_without_an_optimizer_loads_the_masters(one: RankPool, model: str, saved: Any) -> None:
     folder, whole = saved
     ((loaded, _, _),) = one.run("native_ranks:resumed", path=model, parallelism={}, folder=str(folder), optimizer=None)

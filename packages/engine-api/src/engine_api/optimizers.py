@@ -51,13 +51,32 @@ def state_fields(optimizer: torch.optim.Optimizer) -> set[str]:
     """The state that this optimizer keeps for a weight, seen on a step of a weight of its own."""
     import torch
 
+    return set(_state_of_a_weight(optimizer, torch.float32))
+
+
+def state_dtypes(optimizer: torch.optim.Optimizer, weights: torch.dtype) -> dict[str, torch.dtype]:
+    """In which dtype this optimizer keeps each field of its state for weights of the dtype ``weights``.
+
+    Raises ``CheckpointMismatch`` for state that is no tensor: none can be loaded into it.
+    """
+    state = _state_of_a_weight(optimizer, weights)
+    if other := sorted(field for field, value in state.items() if not hasattr(value, "dtype")):
+        raise CheckpointMismatch("no checkpoint can be loaded into this optimizer",
+                                 where=f"optimizer {type(optimizer).__name__}",
+                                 why=f"its {', '.join(other)} is no tensor", remedy="use adamw")  # fmt: skip
+    return {field: value.dtype for field, value in state.items()}
+
+
+def _state_of_a_weight(optimizer: torch.optim.Optimizer, dtype: torch.dtype) -> dict[str, Any]:
+    import torch
+
     probe: Any = copy.copy(optimizer)
-    param = torch.nn.Parameter(torch.zeros(2, 2, device=optimizer.param_groups[0]["params"][0].device))
+    param = torch.nn.Parameter(torch.zeros(2, 2, dtype=dtype, device=optimizer.param_groups[0]["params"][0].device))
     param.grad = torch.zeros_like(param)
     state: defaultdict[Any, dict[str, Any]] = defaultdict(dict)
     probe.state, probe.param_groups = state, [{**optimizer.param_groups[0], "params": [param]}]
     type(optimizer).step(probe)
-    return set(state[param])
+    return state[param]
 
 
 def check_fields(optimizer: torch.optim.Optimizer, keys: Iterable[str]) -> None:

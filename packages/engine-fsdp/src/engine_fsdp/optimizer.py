@@ -11,7 +11,7 @@ from torch.distributed.tensor import DTensor
 from engine_api.errors import ConfigError
 from engine_api.hf_names import Piece
 from engine_api.manifest import Entry
-from engine_api.optimizers import check_fields
+from engine_api.optimizers import check_fields, state_dtypes
 from engine_api.weights import ShardSpec
 from engine_fsdp.parallel import Layout
 from engine_fsdp.weights import ShardedParam, local_of, trainable
@@ -59,17 +59,19 @@ def state_layout(
 ) -> BoxLayout:
     """Which boxes of a checkpoint's optimizer state this rank needs; unknown keys are left to the caller's check.
 
+    They come in the dtype that this optimizer keeps: whoever wrote them may have had weights of another one.
     Raises ``CheckpointMismatch`` for the state of another optimizer.
     """
     check_fields(optimizer, entries)
     pieces = {piece.name: (entry, piece) for entry in trainable(table) for piece in entry.pieces}
+    own = {dtype: state_dtypes(optimizer, dtype) for dtype in {entry.param.dtype for entry in trainable(table)}}
     wanted: BoxLayout = {}
     for key, saved in entries.items():
-        name, _, _ = key.removeprefix("optim.").rpartition(".")
+        name, _, field = key.removeprefix("optim.").rpartition(".")
         if key.startswith("optim.") and name in pieces:
             entry, piece = pieces[name]
             spec = piece.spec(entry.first, entry.local.shape[0] if piece.shape else 0, layout.replica)
-            wanted[key] = (spec if saved.shape else ShardSpec.whole(()), getattr(torch, saved.dtype))
+            wanted[key] = (spec if saved.shape else ShardSpec.whole(()), own[entry.param.dtype][field])
     return wanted
 
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from engine_api.manifest import Entry
-from engine_api.optimizers import check_fields
+from engine_api.optimizers import check_fields, state_dtypes
 from engine_api.weights import ShardSpec
 from engine_megatron.masters import Masters
 from engine_megatron.optimizer import Trainer
@@ -52,16 +52,20 @@ def _scalar_replica(weight: Weight) -> int:
 
 
 def layout_of(table: Sequence[Weight], trainer: Trainer | None, entries: Mapping[str, Entry]) -> BoxLayout:
-    """Which boxes this rank needs of a checkpoint; raises ``CheckpointMismatch`` for another optimizer's state."""
+    """Which boxes this rank needs of a checkpoint, in the dtypes that this engine keeps.
+
+    Raises ``CheckpointMismatch`` for another optimizer's state.
+    """
     wanted: BoxLayout = {f"model.{weight.name}": (weight.box, weight.dtype) for weight in table}
     if trainer is None:
         return wanted
     check_fields(trainer.parts[0].inner, entries)
     weights = {weight.name: weight for weight in table}
+    own = state_dtypes(trainer.parts[0].inner, trainer.masters.dtype)
     for key, saved in entries.items():
-        name, _, _ = key.removeprefix("optim.").rpartition(".")
+        name, _, field = key.removeprefix("optim.").rpartition(".")
         if key.startswith("optim.") and name in weights:
-            wanted[key] = (weights[name].box if saved.shape else ShardSpec.whole(()), getattr(torch, saved.dtype))
+            wanted[key] = (weights[name].box if saved.shape else ShardSpec.whole(()), own[field])
     return wanted
 
 

@@ -38,7 +38,7 @@ from engine_api import checkpoint
 from engine_api.comm import Comm, together
 from engine_api.errors import CheckpointCorrupt, CheckpointMismatch
 from engine_api.manifest import Entry, Manifest
-from engine_api.optimizers import check_fields
+from engine_api.optimizers import check_fields, state_dtypes
 from engine_api.results import CheckpointInfo
 from engine_megatron.masters import Masters
 from engine_megatron.optimizer import Trainer
@@ -190,8 +190,10 @@ def _wanted(
 ) -> dict[str, Piece]:
     if any(manifest.topology.get(name) != layout.sizes[name] for name in _FIXED):
         raise _mismatch(folder, manifest, f"this engine has {_sizes(layout.sizes)}")
+    own: Mapping[str, torch.dtype] = {}
     if trainer is not None:
         check_fields(trainer.parts[0].inner, manifest.tensors)
+        own = state_dtypes(trainer.parts[0].inner, trainer.masters.dtype)
     by_key = {row.key: row for row in rows}
     problems = [f"{key} is missing" for key in by_key if f"model.{key}" not in manifest.tensors]
     wanted: dict[str, Piece] = {}
@@ -203,7 +205,9 @@ def _wanted(
         elif entry.shape not in ((row.param.numel(),), () if kind == "optim" else None):
             problems.append(f"{key} has {entry.shape} elements, here {row.param.numel()}")
         elif row.numel and (kind == "model" or trainer is not None):
-            room = torch.empty(row.numel if entry.shape else 1, dtype=getattr(torch, entry.dtype), device="cpu")
+            # A weight in the dtype that was saved: its master takes it in its own. A moment is taken as it comes.
+            dtype = getattr(torch, entry.dtype) if kind == "model" else own[key.rpartition(".")[2]]
+            room = torch.empty(row.numel if entry.shape else 1, dtype=dtype, device="cpu")
             wanted[key] = _piece(key, row, entry, room)
     if problems:
         raise _mismatch(folder, manifest, "; ".join(problems[:3]))
