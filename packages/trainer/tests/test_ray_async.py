@@ -11,7 +11,7 @@ import torch
 from ray_runs import configure, local_cluster, on_ray, rows_of
 
 from engine_api.config import ModelSource
-from engine_api.errors import ConfigError
+from engine_api.errors import ConfigError, RolloutError
 from engine_api.registry import RolloutRegistry
 from engine_api.rollout import SamplingParams
 from engine_trainer.data import Prompt
@@ -51,12 +51,25 @@ def prompts(*tokens: list[int]) -> list[tuple[int, Prompt]]:
     return [(10 + i, Prompt(tokens=list(t), rendered="", text="", answer=None)) for i, t in enumerate(tokens)]
 
 
-def run(continuing: Continuing, new, between=lambda count: None) -> dict[int, list[Answer]]:
+def run(continuing: Continuing, new, between=lambda count: None, times=30) -> dict[int, list[Answer]]:
     found = dict(continuing.advance(new, seed=1))
-    for count in range(1, 30):
+    for count in range(1, times):
         between(count)
         found |= dict(continuing.advance([], seed=1 + count))
     return found
+
+
+def test_a_rollout_that_only_ever_gives_nothing_is_no_endless_wait(sums_model):
+    replica, _ = replica_of(sums_model)
+    real = replica.rollout.generate
+
+    def nothing(*asked):
+        return [replace(c, tokens=[], log_probs=[], weight_versions=[], finish_reason="length") for c in real(*asked)]
+
+    replica.rollout.generate = nothing
+    continuing = Continuing(replica, SamplingParams(n=1, max_new_tokens=12, temperature=0.0), 3)
+    with pytest.raises(RolloutError, match="100 slices without a token"):
+        run(continuing, prompts([6, 2, 7, 3]), times=150)
 
 
 @pytest.mark.parametrize("size", [1, 3, 5, 100])

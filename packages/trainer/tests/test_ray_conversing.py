@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import threading
 import time
+from dataclasses import replace
 
 import pytest
 import torch
@@ -57,6 +58,18 @@ async def fails(episode):
 
 async def leaves(episode):
     sys.exit(3)
+
+async def leaves_from_within(episode):  # a task of its own takes the event loop along
+    async def away():
+        sys.exit(3)
+    if episode.prompt.text == "wrong":
+        await asyncio.create_task(away())
+    asyncio.create_task(away())
+    await episode.generate(max_new_tokens=2)
+    return episode.end()
+
+async def interrupts(episode):
+    raise KeyboardInterrupt
 
 async def blocks(episode):
     time.sleep(1.0)
@@ -210,6 +223,31 @@ def test_what_fails_is_counted_and_one_too_many_ends_it(replica_of):
 def test_a_function_that_exits_is_a_failure(replica_of):
     conversing, _, _ = replica_of("leaves")
     with pytest.raises(AgentError, match="raised SystemExit: 3"):
+        run(conversing, prompts(*GIVEN))
+
+
+def test_a_task_that_exits_holds_no_conversation(replica_of):
+    conversing, _, _ = replica_of("leaves_from_within", timeout_s=None)
+    assert [a.problem for (a,) in run(conversing, prompts(*GIVEN)).values()] == [""] * 3
+    with pytest.raises(AgentError, match=r"(?s)raised SystemExit: 3.*'wrong'"):
+        run(conversing, prompts(*GIVEN, text="wrong"))
+
+
+def test_a_function_that_interrupts_is_named_with_its_problem(replica_of):
+    conversing, _, _ = replica_of("interrupts", timeout_s=None)
+    with pytest.raises(AgentError, match=r"(?s)raised KeyboardInterrupt.*'this one'"):
+        run(conversing, prompts(*GIVEN, text="this one"))
+
+
+def test_a_rollout_that_only_ever_gives_nothing_is_no_endless_wait(replica_of):
+    conversing, replica, _ = replica_of("ask_twice")
+    real = replica.rollout.generate
+
+    def nothing(*asked):
+        return [replace(c, tokens=[], log_probs=[], weight_versions=[], finish_reason="length") for c in real(*asked)]
+
+    replica.rollout.generate = nothing
+    with pytest.raises(RolloutError, match="100 slices without a token"):
         run(conversing, prompts(*GIVEN))
 
 

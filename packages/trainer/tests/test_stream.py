@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from itertools import pairwise
 from types import SimpleNamespace
 
@@ -18,18 +20,18 @@ from engine_trainer.rewards import Score
 
 pytest.importorskip("ray", reason="the extra ray")
 
-from engine_trainer.ray.calls import Call, Reply
+from engine_trainer.ray.calls import Call, Reply, WorkerFailed, WorkerLost
 from engine_trainer.ray.rollouts import Separate
 from engine_trainer.ray.stream import FullyAsync
 
 STEP = 2  # groups
 
 
-class Replica:
-    """A pool of one.
+class Replicas:
+    """A pool, of one unless more are ``held`` by the rollouts.
 
     ``versions``: of the answers' tokens, by position; else those of the last sync. ``flat``: positions whose answers are
-    all worth the same.
+    all worth the same. Replicas in ``slow`` do not end their slices.
     """
 
     timeout_s = 5.0
@@ -37,14 +39,22 @@ class Replica:
     def __init__(self, versions: Mapping[int, Sequence[list[int]]], flat: Sequence[int]) -> None:
         self.versions, self.flat, self.serves = versions, flat, 0
         self.drawn: list[list[int]] = []  # positions, by slice
+        self.by_replica: dict[int, int] = {}  # groups
+        self.slow: set[int] = set()
 
     def call_all(self, *_) -> None:
         pass
 
-    def start(self, _replica, method, new, _seed) -> Call:
+    def start(self, replica, method, new, _seed) -> Call:
         self.drawn.append([position for position, _ in new])
+        self.by_replica[replica] = self.by_replica.get(replica, 0) + len(new)
         found = [(position, self._answers(position)) for position, _ in new]
-        return Call(ref=found, worker="rollout-0", method=method)
+        return Call(ref=found, worker=f"rollout-{replica}", method=method)
+
+    def ready(self, calls, seconds) -> list[Call]:
+        done = [call for call in calls if int(call.worker.removeprefix("rollout-")) not in self.slow]
+        time.sleep(0 if done else min(seconds, 0.02))
+        return done
 
     def finish(self, calls) -> list[Reply]:
         return [Reply(value=call.ref, seconds=0.0) for call in calls]
@@ -57,17 +67,17 @@ class Replica:
 
 @pytest.fixture
 def stream(tmp_path, monkeypatch):
-    """Makes a stream over prompts whose one token is their position, at a policy of some version, and its replica."""
-    monkeypatch.setattr("engine_trainer.ray.stream.first", lambda calls, _: list(calls))
+    """Makes a stream over prompts whose one token is their position, at a policy of some version, and its replicas."""
     made: list[FullyAsync] = []
 
-    def make(max_staleness=1, versions=None, flat=(), version=0, position=0, pending=(), **sections):
+    def make(max_staleness=1, versions=None, flat=(), version=0, position=0, pending=(), replicas=1, **sections):
         algorithm = {"prompts_per_step": STEP, **sections.pop("algorithm", {})}
         config = on_ray(tmp_path, tmp_path, ray={"rollouts": 1}, overlap={"mode": "full", "max_staleness": max_staleness},
                         algorithm=algorithm, **sections)  # fmt: skip
-        replica, policy = Replica(versions or {}, flat), SimpleNamespace(weight_version=version)
+        replica, policy = Replicas(versions or {}, flat), SimpleNamespace(weight_version=version)
+        monkeypatch.setattr("engine_trainer.ray.stream.ready", replica.ready)
         rollouts = object.__new__(Separate)
-        rollouts.pool, rollouts.held = replica, range(1)
+        rollouts.pool, rollouts.held = replica, range(replicas)
         sampler = SimpleNamespace(rollouts=rollouts, timers=Timers(), sampling=lambda **_: None, policy=policy,
                                   sync=lambda: setattr(replica, "serves", policy.weight_version))  # fmt: skip
         data = [Prompt(tokens=[i], rendered="", text="", answer=None) for i in range(100)]
@@ -145,6 +155,61 @@ def test_whatever_ends_the_thread_that_generates_is_raised_where_groups_are_wait
     one, _, replica = stream()
     replica.start = broken
     with pytest.raises(RuntimeError, match="nobody's error"):
+        one.take(1)
+
+
+@pytest.mark.parametrize("ends", [SystemExit(0), KeyboardInterrupt()])
+def test_an_exit_in_the_thread_that_generates_ends_the_run_as_an_error(stream, ends):
+    def leaves(*_):
+        raise ends
+
+    one, _, replica = stream()
+    replica.start = leaves
+    with pytest.raises(WorkerFailed, match=f"generation ended by {type(ends).__name__}"):
+        one.take(1)
+
+
+def test_groups_without_any_token_of_the_model_are_taken_not_drawn_anew_for_ever(stream):
+    one, _, _ = stream(versions={position: [[], []] for position in range(100)}, version=6)
+    experience = one.take(1)
+    assert positions(experience.groups) == [0, 1]
+    assert experience.metrics["rollout/dropped_groups"] == experience.metrics["rollout/staleness"] == 0
+
+
+def test_replicas_share_what_may_be_begun(stream):
+    """Four groups of the first step and the one ahead; one replica has places for all of them."""
+    one, policy, replica = stream(replicas=2)
+    one.take(1)
+    until_idle(one)
+    assert replica.by_replica == {0: 2, 1: 2}
+    for step in range(2, 6):
+        policy.weight_version += 1
+        one.take(step)
+        until_idle(one)
+    assert abs(replica.by_replica[0] - replica.by_replica[1]) <= 1
+
+
+def test_an_idle_replica_begins_while_anothers_slice_runs(stream):
+    """The groups of the first replica teach nothing: it is to draw others, whatever the second one is at."""
+    dynamic = {"dynamic_sampling": {"enabled": True, "max_rounds": 3}}
+    one, _, replica = stream(flat=(0, 1), replicas=2, algorithm=dynamic)
+    replica.slow.add(1)
+    assert positions(one.take(1).groups) == [4, 5]
+    replica.slow.clear()
+
+
+def test_a_replica_that_hangs_is_lost_though_others_go_on(stream):
+    one, _, replica = stream(replicas=2)
+    replica.timeout_s = 0.5
+    replica.slow.add(1)
+    real = replica.start
+
+    def unfinished(*given) -> Call:
+        time.sleep(0.02)
+        return replace(real(*given), ref=[])
+
+    replica.start = unfinished
+    with pytest.raises(WorkerLost, match=r"rollout-1 \(advance\)"):
         one.take(1)
 
 

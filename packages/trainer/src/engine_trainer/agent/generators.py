@@ -133,12 +133,20 @@ class _Turn:
     request: Request
     answer: Future[Completion] = field(default_factory=Future[Completion])
     said: list[Completion] = field(default_factory=list[Completion])
+    empty: int = 0  # slices in a row without a token
 
     def left(self, slice_tokens: int) -> Request:
         """The next slice, of what was said so far as the prompt."""
         done = [token for part in self.said for token in part.tokens]
         most = min(slice_tokens, self.request.max_new_tokens - len(done))
         return replace(self.request, tokens=[*self.request.tokens, *done], max_new_tokens=most)
+
+    def add(self, said: Completion) -> None:
+        """What the next slice gave. Raises ``RolloutError`` after too many that gave nothing."""
+        self.said.append(said)
+        self.empty = 0 if said.tokens or self.complete else self.empty + 1
+        if self.empty >= ABORTS:
+            raise nothing_said(self.empty)
 
     @property
     def complete(self) -> bool:
@@ -197,7 +205,7 @@ class Sliced:
         for turn, said in zip(
             turns, generate_all(rollout, asked, self._sampling, lambda kind: derive(seed, kind)), strict=True
         ):
-            turn.said.append(said)
+            turn.add(said)
             if turn.complete and self._forget(turn) and turn.answer.set_running_or_notify_cancel():
                 turn.answer.set_result(_joined(turn.said))
 
@@ -228,6 +236,12 @@ def generate_all(
         completions = rollout.generate([r.tokens for r in same], sampling_of(same[0], sampling, seed(number)))
         found |= {places[completion.prompt_index]: completion for completion in completions}
     return [found[place] for place in range(len(requests))]
+
+
+def nothing_said(slices: int) -> RolloutError:
+    """The error of a rollout that would be asked for ever."""
+    return RolloutError(f"{slices} slices without a token, and no end", where="overlap.mode: full",
+                        why="the rollout neither stops nor goes on", remedy="see the rollout's log; is its context long enough?")  # fmt: skip
 
 
 def _kind(request: Request) -> tuple[Any, ...]:

@@ -117,16 +117,14 @@ def finish(calls: Sequence[Call], timeout_s: float) -> list[Reply]:
     if failures:
         raise _telling(failures)
     if left:
-        raise _silent(list(left.values()), timeout_s)
+        raise silent(list(left.values()), timeout_s)
     return [replies[call.ref] for call in calls]
 
 
-def first(calls: Sequence[Call], timeout_s: float) -> list[Call]:
-    """Those that are done, at least one. Raises ``WorkerLost`` when none is within ``timeout_s``."""
-    ready, _ = ray.wait([call.ref for call in calls], timeout=timeout_s)
-    if not ready:
-        raise _silent(calls, timeout_s)
-    return [call for call in calls if call.ref in ready]
+def ready(calls: Sequence[Call], seconds: float) -> list[Call]:
+    """Those that are done; waits ``seconds`` for the first of them, and may find none."""
+    done, _ = ray.wait([call.ref for call in calls], timeout=seconds)
+    return [call for call in calls if call.ref in done]
 
 
 def attempt(work: Callable[[], object]) -> None:
@@ -169,7 +167,8 @@ def _translate(call: Call, error: RayError) -> EngineError:
                       why=textwrap.shorten(str(error), SHOWN), remedy="see the worker's log in Ray's session folder (out of memory? a lost node?)")  # fmt: skip
 
 
-def _silent(calls: Sequence[Call], timeout_s: float) -> WorkerLost:
+def silent(calls: Sequence[Call], timeout_s: float) -> WorkerLost:
+    """The error of calls that did not answer in time."""
     names = ", ".join(sorted(f"{c.worker} ({c.method})" for c in calls))
     return WorkerLost(f"no answer within {timeout_s:g} s", where=names, why="it hangs, or has more to do than that",
                       remedy="raise ray.timeout_s if the work takes longer")  # fmt: skip

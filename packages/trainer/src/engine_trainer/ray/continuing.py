@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
 from engine_api.rollout import Completion, SamplingParams
+from engine_trainer.agent.generators import ABORTS, nothing_said
 from engine_trainer.data import Prompt
 from engine_trainer.replica import Answer, Replica
 
@@ -21,6 +22,7 @@ class _Task:
     key: int
     prompt: Prompt
     completions: list[Completion] = field(default_factory=list[Completion])
+    empty: int = 0  # slices of a completion that gave no token
 
 
 class Continuing:
@@ -47,6 +49,9 @@ class Continuing:
         self._tasks += begun
         done = [t for t in self._tasks if not any(c.finish_reason == "abort" for c in t.completions)]
         self._tasks = [t for t in self._tasks if any(c.finish_reason == "abort" for c in t.completions)]
+        for task in self._tasks:
+            if task.empty >= ABORTS * self._sampling.n:
+                raise nothing_said(task.empty)
         with self._replica.timers.phase("reward"):
             return [(t.key, self._replica.judge([t.prompt] * len(t.completions), t.completions)) for t in done]
 
@@ -76,6 +81,7 @@ class Continuing:
             )
             for completion in found:
                 task, i = places[completion.prompt_index]
+                task.empty += not completion.tokens
                 task.completions[i] = self._cut(_joined(task.completions[i], completion))
 
     def _cut(self, completion: Completion) -> Completion:

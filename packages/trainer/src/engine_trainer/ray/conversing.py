@@ -104,7 +104,10 @@ class Conversing:
                 free -= 1
 
     async def _one(self, prompt: Prompt) -> Trajectory:
-        return await self._agent.converse(next(self._numbers), prompt, self._turns, self._sampling)
+        try:
+            return await self._agent.converse(next(self._numbers), prompt, self._turns, self._sampling)
+        except KeyboardInterrupt as error:  # the function's own: a signal's comes in the main thread
+            raise AgentError.failed(f"it raised {type(error).__name__}: {error}", prompt, 1, 0) from error
 
     def _ended(self, group: _Group) -> bool:
         """Whether all of its conversations have; raises what one of them raised."""
@@ -117,4 +120,8 @@ class Conversing:
 def _serve(made: Future[asyncio.AbstractEventLoop]) -> None:
     with event_loop(FAREWELL_S) as loop:
         made.set_result(loop)
-        loop.run_forever()
+        while True:
+            try:
+                return loop.run_forever()
+            except (SystemExit, KeyboardInterrupt):
+                continue  # of a task that a function has started: whoever awaits it is given it, the others go on

@@ -7,16 +7,28 @@ drawn again by a run that is resumed: no prompt is lost.
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 from engine_trainer.algorithms.shaping import informative
 from engine_trainer.config import RLConfig
 from engine_trainer.data import Prompt, PromptDataset, SampleOrder
 from engine_trainer.experience import Experience, answer_figures, round_seed, staleness_figures, totals
-from engine_trainer.ray.calls import Call, first
+from engine_trainer.ray.calls import Call, WorkerFailed, ready, silent
 from engine_trainer.ray.rollouts import Separate
 from engine_trainer.replica import Answer, Group
 from engine_trainer.sampler import Sampler
+
+POLL_S = 0.05  # while a replica is idle: a step may take groups meanwhile, so that there is something to do for it
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Slice:
+    """A call that runs, and until when (``time.monotonic``) it may."""
+
+    call: Call
+    until: float
 
 
 class FullyAsync:
@@ -122,8 +134,8 @@ class FullyAsync:
                 self._dropped.append(group)
 
     def _fresh(self, group: Group) -> bool:
-        oldest = self._oldest()
-        return any(version >= oldest for a in group.answers for version in a.versions)
+        oldest, made = self._oldest(), [version for a in group.answers for version in a.versions]
+        return not made or max(made) >= oldest  # without a token of the model nothing is old: another draw is no better
 
     def _raise(self) -> None:
         if self._failed is not None:
@@ -132,18 +144,18 @@ class FullyAsync:
     # --- generating, in the thread ------------------------------------------------------------------
 
     def _run(self) -> None:
-        running: dict[int, Call] = {}  # by replica
+        running: dict[int, _Slice] = {}  # by replica
         try:
             while not self._closed:
                 self._start(running)
                 if running:
                     self._finish(running)
-        except Exception as error:  # noqa: BLE001 - whatever it is, the loop waits for groups: it is raised there
+        except BaseException as error:  # noqa: BLE001 - whatever it is, the loop waits for groups: it is raised there
             with self._changed:
-                self._failed = error
+                self._failed = error if isinstance(error, Exception) else _ended_by(error)
                 self._changed.notify_all()
 
-    def _start(self, running: dict[int, Call]) -> None:
+    def _start(self, running: dict[int, _Slice]) -> None:
         """A slice on every replica that is idle and has something to do, unless there is to be a sync."""
         with self._changed:
             # Nothing runs and nothing may be drawn: until a step takes of what is ready.
@@ -155,13 +167,19 @@ class FullyAsync:
                 if replica not in running and self._under_way[replica]:
                     self._calls += 1
                     self._busy += 1
-                    running[replica] = self._rollouts.pool.start(replica, "advance", new, self._seed + self._calls)
+                    call = self._rollouts.pool.start(replica, "advance", new, self._seed + self._calls)
+                    running[replica] = _Slice(call=call, until=time.monotonic() + self._rollouts.pool.timeout_s)
 
-    def _finish(self, running: dict[int, Call]) -> None:
-        pool = self._rollouts.pool
-        done = first(list(running.values()), pool.timeout_s)
-        for replica in [r for r, call in running.items() if call in done]:
-            found: list[tuple[int, list[Answer]]] = pool.finish([running.pop(replica)])[0].value
+    def _finish(self, running: dict[int, _Slice]) -> None:
+        """What is done; waits for it, but not while an idle replica may get something to do. Raises ``WorkerLost``."""
+        pool, idle = self._rollouts.pool, len(running) < len(self._rollouts.held)
+        left = min(one.until for one in running.values()) - time.monotonic()
+        done = ready([one.call for one in running.values()], max(0.0, min(left, POLL_S) if idle else left))
+        late = [one.call for one in running.values() if one.call not in done and time.monotonic() >= one.until]
+        if late:
+            raise silent(late, pool.timeout_s)
+        for replica in [r for r, one in running.items() if one.call in done]:
+            found: list[tuple[int, list[Answer]]] = pool.finish([running.pop(replica).call])[0].value
             with self._changed:
                 self._busy -= 1
                 self._under_way[replica] -= len(found)
@@ -183,10 +201,12 @@ class FullyAsync:
         return self._wanted + ahead - len(self._drawn)
 
     def _draw(self, replica: int) -> list[tuple[int, Prompt]]:
-        section = self._config.rollout
-        capacity = max(1, section.batch_size // section.n) - self._under_way[replica]
+        """As many groups as there are places for, but no more than its share of all that are or may be begun."""
+        section, room = self._config.rollout, self._room()
+        share = -(-(sum(self._under_way.values()) + room) // len(self._rollouts.held))  # rounded up
+        places = min(share, max(1, section.batch_size // section.n))
         positions: list[int] = []
-        for _ in range(min(self._room(), capacity)):
+        for _ in range(min(room, places - self._under_way[replica])):
             if self._again:
                 positions.append(self._again.pop(0))
             else:
@@ -198,3 +218,11 @@ class FullyAsync:
 
     def _prompt(self, position: int) -> Prompt:
         return self._data[self._order[position]]
+
+
+def _ended_by(error: BaseException) -> WorkerFailed:
+    """Raised as it is in the loop, an exit would end the run without a word, with its status."""
+    ended = WorkerFailed(f"generation ended by {type(error).__name__}: {error}", where="overlap.mode: full",
+                         why="something that generates or judges ends its process", remedy="mend what calls sys.exit or os.abort")  # fmt: skip
+    ended.__cause__ = error
+    return ended
