@@ -223,6 +223,45 @@ def test_one_expert_a_token_with_a_normalized_weight_is_refused(tmp_path: Path) 
     assert "single expert" in str(refusal(Path(folder)))
 
 
+@pytest.mark.parametrize(("family", "changes"), [
+    ("qwen3_moe", {"use_sliding_window": True, "sliding_window": 8}),
+    ("qwen3_moe", {"use_sliding_window": True, "sliding_window": 8, "layer_types": ["full_attention"] * 2}),
+    ("qwen3_moe", {"layer_types": ["full_attention", "sliding_attention"]}),
+    ("qwen3", {"use_sliding_window": True, "sliding_window": 8, "max_window_layers": 1}),
+    ("qwen3", {"layer_types": ["full_attention", "sliding_attention"], "use_sliding_window": True, "sliding_window": 8}),
+    ("qwen3", {"layer_types": ["full_attention", "chunked_attention"]}),
+    ("qwen2", {"use_sliding_window": True, "sliding_window": 8, "max_window_layers": 1}),
+    ("llama", {"sliding_window": 8}),
+])  # fmt: skip
+def test_a_window_is_refused_in_every_family(tmp_path: Path, family: str, changes: dict[str, Any]) -> None:
+    folder = Path(write_checkpoint(tmp_path / "model", TinyModel(family=family)))
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"layer_types": None} | changes))
+    error = refusal(folder)
+    assert isinstance(error, ConfigError)
+    assert "that is not full" in str(error)
+
+
+def test_a_window_of_an_override_is_refused(tmp_path: Path) -> None:
+    folder = write_checkpoint(tmp_path / "model", TinyModel(family="qwen3_moe"))
+    model = ModelSource(path=str(folder), config_overrides={"sliding_window": 8})
+    with pytest.raises(ConfigError, match="that is not full"):
+        EngineRegistry.create(backend="megatron", device="cpu", config=EngineConfig(model=model)).initialize()
+
+
+def test_a_window_that_no_layer_has_is_none(tmp_path: Path) -> None:
+    folder = Path(write_checkpoint(tmp_path / "model", TinyModel(family="qwen2")))
+    config = json.loads((folder / "config.json").read_text()) | {
+        "use_sliding_window": True,
+        "sliding_window": 8,
+        "max_window_layers": 2,
+    }
+    (folder / "config.json").write_text(json.dumps(config | {"layer_types": None}))
+    engine = create(folder, optimizer=None)
+    engine.initialize()
+    engine.close()
+
+
 def test_what_megatron_refuses_is_refused_before_any_group(monkeypatch: pytest.MonkeyPatch, folder: Path) -> None:
     monkeypatch.setenv("NVTE_FLASH_ATTN", "1")
     assert isinstance(refusal(folder), ConfigError)

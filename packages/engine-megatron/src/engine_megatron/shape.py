@@ -87,7 +87,7 @@ def refuse_other_models(config: Any) -> None:
                           remedy=f"give one of {', '.join(FAMILIES)}, or use another backend")  # fmt: skip
     rope = _rope(config)
     wrong = {
-        "sliding-window attention": "sliding_attention" in (getattr(config, "layer_types", None) or ()),
+        "a sliding window or other attention that is not full": _is_windowed(config),
         "attention_dropout": getattr(config, "attention_dropout", 0.0),
         "an activation that is not silu": config.hidden_act != "silu",
         f"RoPE of type {rope.get('rope_type')}": rope.get("rope_type", "default") != "default",
@@ -105,6 +105,15 @@ def refuse_other_models(config: Any) -> None:
     if found := [name for name, there in wrong.items() if there]:
         raise ConfigError("model.path", f"{file} asks for {', '.join(found)}",
                           why="this engine would compute it wrongly", remedy="use another backend for this model")  # fmt: skip
+
+
+def _is_windowed(config: Any) -> bool:
+    """Whether a layer sees less than all earlier tokens. Qwen3-MoE's window is every layer's, whatever their types say."""
+    types = getattr(config, "layer_types", None)
+    if types is not None and config.model_type != "qwen3_moe":
+        return any(kind != "full_attention" for kind in types)
+    asked = getattr(config, "use_sliding_window", False) or getattr(config, "sliding_window", None) is not None
+    return asked or any(kind != "full_attention" for kind in types or ())
 
 
 def _rope(config: Any) -> Mapping[str, Any]:
