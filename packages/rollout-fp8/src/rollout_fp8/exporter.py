@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from itertools import groupby
 from typing import Any
 
@@ -159,22 +160,26 @@ class EngineStream:
 
     def _make(self) -> Iterator[tuple[BucketPlan, Tensor]]:
         """Two buckets are under way: one is filled and gathered on a stream of its own, one is read by the caller."""
+        self._filler.begin()  # before the lane begins, which waits for what is queued here by then
         lane = _Lane(self._filler, self._phases)
-        self._filler.begin()
         ready: list[tuple[Bucket, Tensor]] = []
-        for _, buckets in groupby(self._plan.buckets, key=lambda bucket: bucket.gathered):  # two passes, or one
-            # After an error too: the export may begin with a collective.
-            reader = self._filler.attempt(self._read, always=True)
-            for bucket in buckets:
-                ready.append((bucket, lane.make(bucket, reader)))
-                if len(ready) == len(self.plan.slots):
-                    yield lane.hand_over(*ready.pop(0))
-                    lane.taken()
-            self._filler.attempt(lambda reader=reader: there(reader).finish())
-        for bucket, buffer in ready:
-            yield lane.hand_over(bucket, buffer)
-            lane.taken()
-        lane.finish()
+        try:
+            for _, buckets in groupby(self._plan.buckets, key=lambda bucket: bucket.gathered):  # two passes, or one
+                with lane.queue():  # with its first tensor an engine may gather what it computes the others from
+                    # After an error too: the export may begin with a collective.
+                    reader = self._filler.attempt(self._read, always=True)
+                for bucket in buckets:
+                    ready.append((bucket, lane.make(bucket, reader)))
+                    if len(ready) == len(self.plan.slots):
+                        yield lane.hand_over(*ready.pop(0))
+                        lane.taken()
+                with lane.queue():
+                    self._filler.attempt(lambda reader=reader: there(reader).finish())
+            for bucket, buffer in ready:
+                yield lane.hand_over(bucket, buffer)
+                lane.taken()
+        finally:  # after an error too: the next sync has a lane of its own, and the same buffers
+            lane.finish()
         self._filler.finish()
 
     def _read(self) -> Reader:
@@ -248,15 +253,18 @@ class _Lane:
     def _callers(self) -> Any:
         return self._module.current_stream(self._filler.device)
 
+    def queue(self) -> AbstractContextManager[Any]:
+        """Inside, what is queued comes before what the lane does next."""
+        return nullcontext() if self._stream is None else self._module.stream(self._stream)
+
     def make(self, bucket: Bucket, reader: Reader | None) -> Tensor:
         slot = bucket.wire.slot
-        if self._stream is None:
-            return self._filler.fill(bucket, reader, self._phases, gather)
-        with self._module.stream(self._stream):
-            if slot in self._read:
+        with self.queue():
+            if self._stream is not None and slot in self._read:
                 self._stream.wait_event(self._read[slot])
             buffer = self._filler.fill(bucket, reader, self._phases, gather)
-            self._done[slot] = self._stream.record_event()
+            if self._stream is not None:
+                self._done[slot] = self._stream.record_event()
         return buffer
 
     def hand_over(self, bucket: Bucket, buffer: Tensor) -> tuple[BucketPlan, Tensor]:

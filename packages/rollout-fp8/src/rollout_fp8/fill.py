@@ -27,11 +27,11 @@ Gather = Callable[[Tensor, Tensor], None]
 
 
 class Filler:
-    """The buffers of a plan, and what is computed into them. Nothing here waits for the device but ``result``."""
+    """The buffers of a plan, and what is computed into them. Nothing here waits for the device but ``result``, and shards that come to the host."""
 
     def __init__(self, plan: ExportPlan, device: torch.device, *, scales: ScalePolicy, audit: bool) -> None:
         self.device, self.audit = device, audit
-        self._in_place = device_of(device.type).has_streams
+        self._is_queued = device_of(device.type).has_streams
         self.rank = dist.get_rank() if plan.world_size > 1 else 0
         self._plan = plan
         self._world_size = plan.world_size
@@ -81,7 +81,7 @@ class Filler:
         if bucket.gathered and self._world_size > 1:
             with phases.phase("gather"):
                 region = buffer[self.rank * bucket.region : (self.rank + 1) * bucket.region]
-                gather(buffer[: bucket.wire.num_bytes], region if self._in_place else region.clone())
+                gather(buffer[: bucket.wire.num_bytes], region if self._is_queued else region.clone())
         return buffer
 
     def finish(self) -> None:
@@ -125,7 +125,8 @@ class Filler:
         )
 
     def _here(self, shard: Tensor) -> Tensor:
-        return shard if shard.device.type == self.device.type else shard.to(self.device, non_blocking=True)
+        # To the host a copy that does not wait would be read before it is there.
+        return shard if shard.device.type == self.device.type else shard.to(self.device, non_blocking=self._is_queued)
 
     def _compute(self, bucket: Bucket, mine: Sequence[Tensor], buffer: Tensor) -> None:
         work = self._work.get(id(bucket)) or self._prepare(bucket, mine, buffer)

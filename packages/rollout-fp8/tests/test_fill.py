@@ -1,0 +1,113 @@
+"""What a bucket is filled with, where the device's queue matters: on a CPU, with stand-ins for tensors and streams elsewhere."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from transport_peers import stream_of
+
+from rollout_fp8 import exporter, fill
+
+
+class Elsewhere:
+    """A shard on a GPU, as far as bringing it here goes."""
+
+    device = torch.device("cuda", 0)
+
+    def __init__(self) -> None:
+        self.non_blocking: list[bool] = []
+
+    def to(self, device: torch.device, *, non_blocking: bool = False) -> Elsewhere:
+        self.non_blocking.append(non_blocking)
+        return self
+
+
+@pytest.mark.parametrize("queued", [False, True], ids=["host", "device"])
+def test_what_comes_to_the_host_has_come_before_it_is_read(monkeypatch, queued) -> None:
+    """A copy that does not wait is only for a device whose queue it is in; the host would read what is not there yet."""
+    monkeypatch.setattr(fill, "device_of", lambda _: SimpleNamespace(has_streams=queued))
+    filler: Any = stream_of(0, fp8=False)._filler
+    shard = Elsewhere()
+    assert filler._here(shard) is shard
+    assert shard.non_blocking == [queued]
+
+
+class Streams:
+    """A device's module of streams, which only writes down what is asked of it, and where an engine is read."""
+
+    def __init__(self) -> None:
+        self.log: list[str] = []
+        self.at = "caller"
+
+    def current_stream(self, _: Any = None) -> Queue:
+        return Queue(self, self.at)
+
+    def Stream(self, _: Any) -> Queue:  # noqa: N802 - torch's name
+        return Queue(self, "lane")
+
+    @contextmanager
+    def stream(self, queue: Queue) -> Iterator[None]:
+        before, self.at = self.at, queue.name
+        try:
+            yield
+        finally:
+            self.at = before
+
+
+class Queue:
+    def __init__(self, streams: Streams, name: str) -> None:
+        self.streams, self.name = streams, name
+
+    def wait_stream(self, other: Queue) -> None:
+        self.streams.log.append(f"{self.name} waits for {other.name}")
+
+    def wait_event(self, _: None) -> None:
+        pass
+
+    def record_event(self) -> None:
+        pass
+
+
+@pytest.fixture
+def streams(monkeypatch) -> Streams:
+    streams = Streams()
+    monkeypatch.setattr(exporter, "device_of", lambda _: SimpleNamespace(has_streams=True, module=streams))
+    return streams
+
+
+def watched(streams: Streams, stream: Any, *, fails_at: int = -1) -> Any:
+    """The same stream; the log says where its counters are cleared, and where its export computes."""
+    export, begin = stream._export, stream._filler.begin
+
+    def reads() -> Iterator[Any]:
+        for index, shard in enumerate(export()):
+            streams.log.append(f"{streams.at} computes a shard")
+            if index == fails_at:
+                raise MemoryError
+            yield shard
+
+    def clears() -> None:
+        streams.log.append(f"{streams.at} clears")
+        begin()
+
+    stream._export, stream._filler.begin = reads, clears
+    return stream
+
+
+def test_what_an_engine_computes_and_what_reads_it_are_in_one_queue(streams) -> None:
+    """Its first shard too, with which it may gather what later ones are computed from; and counters are cleared before."""
+    list(watched(streams, stream_of(0, fp8=True)).buckets())
+    first, second, *computed, last = streams.log
+    assert (first, second, last) == ("caller clears", "lane waits for caller", "caller waits for lane")
+    assert set(computed) == {"lane computes a shard"}
+
+
+def test_an_export_that_fails_leaves_nothing_in_a_queue_that_the_next_does_not_wait_for(streams) -> None:
+    with pytest.raises(MemoryError):
+        list(watched(streams, stream_of(0, fp8=True), fails_at=12).buckets())
+    assert streams.log[-1] == "caller waits for lane"
