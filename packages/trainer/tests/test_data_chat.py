@@ -59,6 +59,38 @@ def test_turns_that_are_given_carry_no_loss(tokenizer):
         build(tokenizer, replace(turns("q1", "r1", "q2"), given=2))
 
 
+WITH_TOOLS = (
+    "{% if tools %}<|system|>{% for t in tools %}{{ t['function']['name'] }}{% endfor %}{% endif %}"
+    "{% for m in messages %}{% if m['role'] != 'system' %}<|{{ m['role'] }}|>{{ m['content'] }}<|eos|>{% endif %}{% endfor %}"
+    "{% if add_generation_prompt %}<|assistant|>{% endif %}"
+)
+TOOLS = [{"type": "function", "function": {"name": "add"}}]
+
+
+def test_the_chat_template_is_given_the_rows_tools(tokenizer_of):
+    tokenizer, example = tokenizer_of(WITH_TOOLS), replace(turns("q", "r"), tools=TOOLS)
+    text = "<|system|>add<|user|>q<|eos|><|assistant|>"
+    assert ChatTokenizer(tokenizer, section()).prompt_text(example) == text
+    document = build(tokenizer, example)[0]
+    assert tokenizer.decode(document.input_ids).startswith(text)
+
+
+def test_what_a_template_leaves_out_is_refused_with_the_row(tokenizer, tokenizer_of):
+    with pytest.raises(DataError, match="leaves out the tool 'add'") as caught:
+        build(tokenizer, replace(turns("q", "r"), tools=TOOLS))
+    assert (caught.value.file, caught.value.row) == ("f", 3)
+    with pytest.raises(DataError, match="leaves out a message of role 'system'"):
+        build(tokenizer_of(WITH_TOOLS), turns("q", "r", system="be brief"))
+    with pytest.raises(DataError, match=r"(?s)leaves out a message of role 'system'.*data.system_prompt"):
+        ChatTokenizer(tokenizer_of(WITH_TOOLS), section(system_prompt="be brief")).prompt_text(turns("q"))
+    with pytest.raises(DataError, match="tools"):
+        build(tokenizer_of(None), replace(turns("q", "r"), tools=TOOLS))
+    call = {"role": "assistant", "content": "", "tool_calls": [{"type": "function", "function": {"name": "add"}}]}
+    example = turns("q", "r", "q2", "r2")
+    with pytest.raises(DataError, match="leaves out the call of 'add'"):
+        build(tokenizer, replace(example, messages=[example.messages[0], call, *example.messages[2:]]))
+
+
 def test_the_prompt_of_rl_begins_the_document_of_sft(tokenizer):
     settings = {"system_prompt": "be brief", "prompt_template": "Q: {prompt}"}
     chat = ChatTokenizer(tokenizer, section(**settings))

@@ -116,6 +116,45 @@ def test_nulls_that_parquet_adds_to_messages_are_dropped(tmp_path):
     assert example.messages[0] == CHAT[0]
 
 
+TOOL = {"type": "function", "function": {"name": "add", "parameters": {"properties": {"a": {"type": "integer"}}}}}
+
+
+@pytest.mark.parametrize("given", [[TOOL], json.dumps([TOOL]), [json.dumps(TOOL)]])
+def test_tools_may_be_json_texts(tmp_path, jsonl, given):
+    row = {"messages": CHAT, "tools": given}
+    (example,) = examples(jsonl(row))
+    assert example.tools == [TOOL]
+    pq.write_table(pa.Table.from_pylist([row, {"messages": CHAT, "tools": None}]), tmp_path / "t.parquet")
+    with_tool, without = examples(str(tmp_path / "t.parquet"))
+    assert (with_tool.tools, without.tools) == ([TOOL], [])
+
+
+@pytest.mark.parametrize("given", ["", "[]", "null", [], None])
+def test_no_tools_are_written_in_many_ways(jsonl, given):
+    (example,) = examples(jsonl({"prompt": "hi", "tools": given, "response": "ho"}))
+    assert example.tools == []
+
+
+@pytest.mark.parametrize("given", ["hammer", '[{"type": "fun', '"add"', [3], {"add": 1}, '["add"]'])
+def test_malformed_tools_are_refused_by_row(jsonl, given):
+    path = jsonl({"messages": CHAT}, {"messages": CHAT, "tools": given})
+    with pytest.raises(DataError) as caught:
+        examples(path)
+    assert (caught.value.file, caught.value.row, caught.value.column) == (path, 2, "tools")
+
+
+def test_nulls_that_parquet_adds_within_tools_and_calls_are_dropped(tmp_path, jsonl):
+    calls = [{"function": {"name": n, "arguments": a}} for n, a in (("add", {"a": 1}), ("say", {"text": "hi"}))]
+    turns = [CHAT[0], {"role": "assistant", "content": "", "tool_calls": calls}]
+    tools = [TOOL, {"type": "function", "function": {"name": "say", "parameters": {"required": ["text"]}}}]
+    pq.write_table(pa.Table.from_pylist([{"messages": turns, "tools": tools}]), tmp_path / "a.parquet")
+    (example,) = examples(str(tmp_path / "a.parquet"))
+    assert (example.messages, example.tools) == (turns, tools)
+    calls[0]["function"]["arguments"]["a"] = None  # nobody has filled JSONL up: what is null there was meant
+    (example,) = examples(jsonl({"messages": turns}))
+    assert example.messages == turns
+
+
 @pytest.mark.parametrize(
     ("second", "column", "said"),
     [

@@ -55,6 +55,18 @@ def test_every_layout_gives_the_same_documents(tmp_path, tokenizer, name, kind):
     assert len(pair) == 18
 
 
+@pytest.mark.parametrize("name", ["texts", "messages", "conversations"])
+def test_tools_reach_the_template_in_every_layout(tmp_path, tokenizer_of, name):
+    template = (
+        "{% for t in tools %}{{ t['name'] }}{% endfor %}{% for m in messages %}<|{{ m['role'] }}|>{{ m['content'] }}<|eos|>"
+        "{% endfor %}{% if add_generation_prompt %}<|assistant|>{% endif %}"
+    )
+    tokenizer, row = tokenizer_of(template), LAYOUTS[name] | {"tools": '[{"name": "add"}]'}
+    (pair,) = read(write(tmp_path / "a.jsonl", row), tokenizer).pairs
+    for document in pair.documents:
+        assert tokenizer.decode(document.input_ids).startswith("add<|user|>hi")
+
+
 def test_without_a_template(tmp_path, tokenizer_of):
     (pair,) = read(write(tmp_path / "a.jsonl", LAYOUTS["texts"]), tokenizer_of(None)).pairs
     assert pair.chosen.loss_weight.tolist() == [0, 0, 1, 1, 1, 1]

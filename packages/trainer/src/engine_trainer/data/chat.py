@@ -6,7 +6,7 @@ The prompt's tokens are then the very ids that a rollout is given, and no token 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -61,7 +61,11 @@ class ChatTokenizer:
     def prompt_text(self, example: Example) -> str:
         """What a rollout continues, as text."""
         turns = self._dress(example.prompt, example)
-        return self._render(turns, example, ask=True) if self.has_template else turns[0]["content"]
+        if not self.has_template:
+            return turns[0]["content"]
+        text = self._render(turns, example, ask=True)
+        self._require_whole(text, turns, example)
+        return text
 
     def encode_prompts(self, examples: Sequence[Example]) -> list[tuple[str, list[int]]]:
         """What a rollout continues, as text and as token ids, one pair an example."""
@@ -126,7 +130,23 @@ class ChatTokenizer:
             segments.append(Segment(text=asked[len(done) :], learned=False))
             segments.append(Segment(text=answered[len(asked) :], learned=True))
             done = answered
+        self._require_whole(done, turns[: own[-1] + 1], example)
         return segments
+
+    def _require_whole(self, text: str, turns: Messages, example: Example) -> None:
+        """Raise ``DataError`` where the template has left something out.
+
+        Of what was said, questions and system prompts are looked for: templates cut thoughts out of answers, and write
+        what tools say in their own way.
+        """
+        names = [("the tool", _function(tool)) for tool in example.tools]
+        names += [("the call of", _function(call)) for turn in turns for call in turn.get("tool_calls") or ()]
+        lost = [f"{what} {name!r}" for what, name in names if name not in text]
+        lost += [f"a message of role {t['role']!r}" for t in turns
+                 if t["role"] not in ("assistant", "tool") and str(t.get("content") or "").strip() not in text]  # fmt: skip
+        if lost:
+            raise example.error(f"the chat template leaves out {lost[0]}", why="it would not reach the model",
+                                remedy="set another data.chat_template, or take it out of the row or of data.system_prompt")  # fmt: skip
 
     def _not_a_prefix(self, example: Example, at: int, expected: str) -> Exception:
         return example.error(
@@ -172,15 +192,17 @@ class ChatTokenizer:
         return turns
 
     def _require_plain(self, turns: Messages, example: Example) -> None:
+        if example.tools:
+            raise example.error("tools, but the tokenizer has no chat template", remedy="set data.chat_template")
         roles = [t["role"] for t in turns]
         if roles not in (["user"], ["user", "assistant"]) or self.section.system_prompt is not None:
             raise example.error("a conversation, but the tokenizer has no chat template", why=f"roles: {', '.join(roles)}",
                                 remedy="set data.chat_template, or give one prompt with one response")  # fmt: skip
 
     def _render(self, turns: Messages, example: Example, *, ask: bool) -> str:
+        given = dict(self.section.chat_template_kwargs) | ({"tools": list(example.tools)} if example.tools else {})
         try:
-            return str(self.tokenizer.apply_chat_template(turns, tokenize=False, add_generation_prompt=ask,
-                                                          **self.section.chat_template_kwargs))  # fmt: skip
+            return str(self.tokenizer.apply_chat_template(turns, tokenize=False, add_generation_prompt=ask, **given))
         except (jinja2.TemplateError, TypeError, ValueError) as error:
             raise example.error("the chat template cannot render this conversation", why=str(error),
                                 remedy="check the roles and their order, or set data.chat_template") from error  # fmt: skip
@@ -220,6 +242,12 @@ def load_tokenizer(section: DataSection, model: ModelSource) -> ChatTokenizer:
         raise ConfigError(key, f"no tokenizer at {path!r}", why=(str(error).splitlines() or [""])[0],
                           remedy="name a folder with tokenizer.json, or a hub id, in data.tokenizer") from error  # fmt: skip
     return ChatTokenizer(tokenizer, section)
+
+
+def _function(tool: Mapping[str, Any]) -> str:
+    """The name of a tool, or of a call of one, with or without the ``function`` around it."""
+    inner = tool.get("function")
+    return str((inner if isinstance(inner, Mapping) else tool).get("name") or "")
 
 
 def _template_text(value: str) -> str:

@@ -9,11 +9,13 @@
 | MATH, AIME | ``problem``, ``solution``, ``answer`` |
 | Alpaca | ``instruction``, ``input`` (text, may be empty), ``output``: the input follows the instruction after a blank line |
 
-``data.columns`` names others; a dot reaches into a nested column.
+``data.columns`` names others; a dot reaches into a nested column. A column ``tools`` (JSON schemas, or their JSON text) goes
+to the chat template.
 """
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
@@ -30,6 +32,7 @@ RESPONSES = ("response", "completion", "solution", "output", "Solution", "answer
 ANSWERS = ("reward_model.ground_truth", "ground_truth", "answer", "Answer", "solution", "Solution")
 ROLES = ("system", "user", "assistant", "tool", "developer")
 GSM8K_MARK = "####"
+TOOLS = "tools"
 INSTRUCTION, INPUT = "instruction", "input"  # Alpaca's prompt is the two of them
 
 
@@ -40,6 +43,7 @@ class Example:
     Attributes:
         messages: ``{role, content}`` turns, as chat templates take them.
         answer: what a reward compares with, or None.
+        tools: schemas of a ``tools`` column, as chat templates take them.
         given: how many of the first messages are not learned whatever they are: those of a prompt column.
         metadata: the row's other columns, ``data_source`` among them where there is one.
         file, number: where the row stands.
@@ -47,6 +51,7 @@ class Example:
 
     messages: Messages
     answer: str | None = None
+    tools: Sequence[Mapping[str, Any]] = ()
     given: int = 0
     metadata: Mapping[str, Any] = field(default_factory=dict[str, Any])
     file: str = ""
@@ -98,7 +103,7 @@ class _Layout:
         used |= {INPUT} if self.prompt == INSTRUCTION else set()
         metadata = {name: value for name, value in row.values.items() if name not in used}
         return Example(messages=[*prompt, *response], given=len(prompt) if response else 0, answer=self._answer(row),
-                       metadata=metadata, file=row.file, number=row.number)  # fmt: skip
+                       tools=_tools(row), metadata=metadata, file=row.file, number=row.number)  # fmt: skip
 
     def _prompt(self, row: Row) -> Messages:
         assert self.prompt is not None
@@ -176,8 +181,41 @@ def _messages(row: Row, name: str) -> Messages:
         if not isinstance(turn.get("content"), str) and not turn.get("tool_calls"):
             raise row.error("a message without text", column=name, why=f"message: {str(turn)[:120]}",
                             remedy="give each message a string `content`")  # fmt: skip
-    # Parquet pads every message to the same keys; a template would print those nulls.
-    return [{k: v for k, v in turn.items() if v is not None} for turn in value]
+    turns = value if _as_written(row) else [_filled(turn) for turn in value]
+    return [{k: v for k, v in turn.items() if v is not None} for turn in turns]
+
+
+def _tools(row: Row) -> list[dict[str, Any]]:
+    value = _parsed(row, row.values.get(TOOLS))
+    if value in (None, "", []):
+        return []
+    tools = [_parsed(row, tool) for tool in value] if isinstance(value, list) else [None]
+    if not all(isinstance(tool, Mapping) for tool in tools):
+        raise row.error("not a list of tools", column=TOOLS, why=f"it is {str(value)[:120]}",
+                        remedy="write their JSON schemas as a list, or as JSON text; rename a column that means something else")  # fmt: skip
+    return tools if _as_written(row) else [_filled(tool) for tool in tools]
+
+
+def _parsed(row: Row, value: Any) -> Any:
+    if not isinstance(value, str) or not value.strip():
+        return value or None
+    try:
+        return json.loads(value)
+    except ValueError as error:
+        raise row.error("the text is not JSON", column=TOOLS, why=f"{error}: {value[:120]}",
+                        remedy="write the tools' JSON schemas; rename a column that means something else") from error  # fmt: skip
+
+
+def _as_written(row: Row) -> bool:
+    """Whether a null is the author's. Parquet and arrow give every message the keys of all; a template would print those nulls."""
+    return row.file.endswith(".jsonl")
+
+
+def _filled(value: Any) -> Any:
+    """Without the keys that are null, at every depth."""
+    if isinstance(value, Mapping):
+        return {k: _filled(v) for k, v in value.items() if v is not None}
+    return [_filled(v) for v in value] if isinstance(value, list) else value
 
 
 def _turn(role: str, content: str) -> dict[str, Any]:

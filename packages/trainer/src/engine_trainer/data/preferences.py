@@ -19,7 +19,7 @@ import numpy as np
 
 from engine_trainer.data.chat import ChatTokenizer
 from engine_trainer.data.datasets import Bound, Document
-from engine_trainer.data.layouts import PROMPTS, Example, Need, to_examples
+from engine_trainer.data.layouts import PROMPTS, TOOLS, Example, Need, to_examples
 from engine_trainer.data.readers import Row, read_rows
 from engine_trainer.errors import DataError
 from engine_trainer.sections import ColumnsSection, DataSection
@@ -95,7 +95,7 @@ def _example(row: Row, name: str, columns: ColumnsSection) -> Example:
             remedy="write the answer's text, or [{role, content}, …]",
         )
     if _is_whole(answer):
-        return _read(row, {"messages": answer}, ColumnsSection(messages="messages"))
+        return _conversation(row, answer)
     prompt = columns.prompt or next((p for p in PROMPTS if row.values.get(p) is not None), None)
     if prompt is None:
         raise row.error("no prompt column", column="prompt", why="the answers are not whole conversations",
@@ -103,13 +103,17 @@ def _example(row: Row, name: str, columns: ColumnsSection) -> Example:
     if isinstance(answer, str):
         return _read(row, row.values, ColumnsSection(prompt=prompt, response=name))
     opening = _read(row, row.values, ColumnsSection(prompt=prompt), need="prompt").messages
-    return _read(row, {"messages": [*opening, *answer]}, ColumnsSection(messages="messages"))
+    return _conversation(row, [*opening, *answer])
 
 
 def _is_whole(answer: str | list[Any]) -> bool:
     """Whether messages begin with what somebody asked, not with the assistant's turn."""
     first = answer[0] if isinstance(answer, list) else None
     return isinstance(first, dict) and first.get("role") != "assistant"
+
+
+def _conversation(row: Row, turns: list[Any]) -> Example:
+    return _read(row, {"messages": turns, TOOLS: row.values.get(TOOLS)}, ColumnsSection(messages="messages"))
 
 
 def _read(row: Row, values: Mapping[str, Any], columns: ColumnsSection, need: Need = "response") -> Example:
