@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import signal
 import subprocess
 import sys
@@ -24,14 +25,14 @@ from engine_trainer.lock import FolderLock
 from engine_trainer.replica import RolloutSpec
 from engine_trainer.rl import train_rl
 from engine_trainer.runtime import Run
-from engine_trainer.sections import DataSection, RunSection
+from engine_trainer.sections import DataSection, RaySection, RunSection
 
 pytest.importorskip("ray", reason="the extra ray")
 
 from ray.exceptions import ActorDiedError, RayTaskError
 
 from engine_trainer import memory
-from engine_trainer.ray import channel, controller
+from engine_trainer.ray import channel, cluster, controller
 from engine_trainer.ray.calls import Call, WorkerFailed, WorkerLost, _telling, _translate
 from engine_trainer.ray.meter import Meter
 from engine_trainer.ray.workers import EngineWorker
@@ -275,6 +276,36 @@ def test_a_worker_that_cannot_be_made_is_no_lost_one():
     assert isinstance(_translate(call, ActorDiedError(import_failed)), WorkerFailed)
     assert "no module named torch" in str(_translate(call, ActorDiedError(import_failed)))
     assert isinstance(_translate(call, ActorDiedError()), WorkerLost)
+
+
+def test_a_cluster_that_cannot_start_here_is_said(monkeypatch):
+    def failing(**_):
+        raise Exception("The current node timed out during startup.\nSee the logs")  # noqa: TRY002 - what Ray raises
+
+    closed = []
+    monkeypatch.setattr("ray.init", failing)
+    monkeypatch.setattr("ray.shutdown", lambda: closed.append(True))
+    here = r"(?s)no cluster could be started here.*timed out during startup"
+    with pytest.raises(ConfigError, match=here) as caught, cluster.connected(RaySection()):
+        pytest.fail("there is none")
+    assert "RAY_TMPDIR" in caught.value.remedy
+    assert closed == [True]  # what has started of it
+    elsewhere = RaySection(address="10.0.0.1:6379")
+    with pytest.raises(ConfigError, match=r"no cluster at 10\.0\.0\.1:6379") as caught, cluster.connected(elsewhere):
+        pytest.fail("there is none")
+    assert "ray start --head" in caught.value.remedy
+
+
+def test_a_folder_that_ray_cannot_write_to_is_said(monkeypatch, tmp_path):
+    """In a process of its own: Ray keeps the place."""
+    (tmp_path / "file").write_text("")
+    code = ("from engine_trainer.ray.cluster import connected\nfrom engine_trainer.sections import RaySection\n"
+            "from engine_api.errors import ConfigError\n"
+            "try:\n    with connected(RaySection()): pass\nexcept ConfigError as error:\n    print('SAID', error)")  # fmt: skip
+    done = subprocess.run([sys.executable, "-c", code], env={**os.environ, "RAY_TMPDIR": str(tmp_path / "file" / "below")},
+                          capture_output=True, text=True, check=False, timeout=120)  # fmt: skip
+    assert "SAID" in done.stdout, done.stderr
+    assert "Not a directory" in done.stdout
 
 
 def test_a_launcher_that_cannot_close_leaves_no_lock(tmp_path):

@@ -28,7 +28,7 @@ ACCELERATORS = {"cuda": "GPU", "npu": "NPU"}  # device type -> Ray's name of the
 def connected(section: RaySection) -> Iterator[None]:
     """Join ``ray.address``, or start a cluster on this machine that ends with the context (and with this process).
 
-    A process that is connected already stays so. Raises ``ConfigError`` when there is no cluster at the address.
+    A process that is connected already stays so. Raises ``ConfigError`` when there is no cluster at the address, or none can start.
     """
     if ray.is_initialized():
         yield
@@ -42,9 +42,9 @@ def connected(section: RaySection) -> Iterator[None]:
         ray.init(
             address=section.address or "local", logging_level=logging.ERROR, log_to_driver=section.log_workers, **local
         )
-    except (ConnectionError, ValueError, RuntimeError) as error:
-        raise ConfigError("ray.address", f"no cluster at {section.address or 'this machine'}", why=_first_line(error),
-                          remedy="start one (ray start --head), or leave ray.address out for one on this machine") from error  # fmt: skip
+    except Exception as error:  # Ray raises a bare one where a node does not start, and whatever its files and ports do
+        ray.shutdown()  # what has started of it
+        raise _not_connected(section, error) from error
     try:
         yield
     finally:
@@ -122,6 +122,15 @@ def kill(actors: Sequence[Any]) -> None:
     """End actors at once, those that hang too."""
     for actor in actors:
         attempt(lambda actor=actor: ray.kill(actor, no_restart=True))
+
+
+def _not_connected(section: RaySection, error: Exception) -> ConfigError:
+    why = f"{type(error).__name__}: {_first_line(error)}"
+    if section.address:
+        return ConfigError("ray.address", f"no cluster at {section.address}", why=why,
+                           remedy="start one (ray start --head), or leave ray.address out for one on this machine")  # fmt: skip
+    return ConfigError("ray.address", "no cluster could be started here", why=why,
+                       remedy="see /tmp/ray/session_latest/logs; RAY_TMPDIR names another place with room; or join one: ray.address")  # fmt: skip
 
 
 def _said(resources: Resources) -> str:
