@@ -187,20 +187,18 @@ def _messages(row: Row, name: str) -> Messages:
 
 def _tools(row: Row) -> list[dict[str, Any]]:
     value = _parsed(row, row.values.get(TOOLS))
-    if value in (None, "", []):
+    if value is None:
         return []
-    tools = [_parsed(row, tool) for tool in value] if isinstance(value, list) else [None]
-    if not all(isinstance(tool, Mapping) for tool in tools):
+    tools: list[Any] = [_parsed(row, tool) for tool in value] if isinstance(value, list) else [value]
+    if not isinstance(value, list) or not all(isinstance(tool, Mapping) for tool in tools):
         raise row.error("not a list of tools", column=TOOLS, why=f"it is {str(value)[:120]}",
                         remedy="write their JSON schemas as a list, or as JSON text; rename a column that means something else")  # fmt: skip
     return tools if _as_written(row) else [_filled(tool) for tool in tools]
 
 
 def _parsed(row: Row, value: Any) -> Any:
-    if not isinstance(value, str) or not value.strip():
-        return value or None
     try:
-        return json.loads(value)
+        return json.loads(value) if isinstance(value, str) and value.strip() else value or None
     except ValueError as error:
         raise row.error("the text is not JSON", column=TOOLS, why=f"{error}: {value[:120]}",
                         remedy="write the tools' JSON schemas; rename a column that means something else") from error  # fmt: skip

@@ -94,7 +94,7 @@ def _example(row: Row, name: str, columns: ColumnsSection) -> Example:
             column=name,
             remedy="write the answer's text, or [{role, content}, …]",
         )
-    if _is_whole(answer):
+    if isinstance(answer, list) and _is_whole(answer):
         return _conversation(row, answer)
     prompt = columns.prompt or next((p for p in PROMPTS if row.values.get(p) is not None), None)
     if prompt is None:
@@ -106,9 +106,9 @@ def _example(row: Row, name: str, columns: ColumnsSection) -> Example:
     return _conversation(row, [*opening, *answer])
 
 
-def _is_whole(answer: str | list[Any]) -> bool:
+def _is_whole(answer: list[Any]) -> bool:
     """Whether messages begin with what somebody asked, not with the assistant's turn."""
-    first = answer[0] if isinstance(answer, list) else None
+    first = answer[0]
     return isinstance(first, dict) and first.get("role") != "assistant"
 
 
