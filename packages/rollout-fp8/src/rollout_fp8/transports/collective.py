@@ -74,8 +74,8 @@ class CollectiveOutgoing:
 
     def open(self, channels: Sequence[Channel]) -> None:
         """See ``kinds.Outgoing.open``."""
-        size, timeout = len(channels) + 1, timedelta(seconds=self._timeout_s)
-        store = TCPStore(self._host, 0, size, is_master=True, timeout=timeout, wait_for_workers=False)
+        size = len(channels) + 1
+        store = _store(self._host, 0, size, self._timeout_s)
         for rank, channel in enumerate(channels, start=1):
             channel.send("join", self._host, store.port, rank, size)
         self._group = Group(store, 0, size, self._device, self._timeout_s)
@@ -110,8 +110,7 @@ class CollectiveIncoming:
     def open(self, channel: Channel) -> None:
         """See ``kinds.Incoming.open``."""
         host, port, rank, size = channel.receive("join")
-        timeout = timedelta(seconds=self._timeout_s)
-        store = TCPStore(host, port, size, is_master=False, timeout=timeout, wait_for_workers=False)
+        store = _store(host, port, size, self._timeout_s)
         self._group = Group(store, rank, size, self._device, self._timeout_s)
         channel.send("opened")
 
@@ -148,6 +147,23 @@ class CollectiveIncoming:
     def _buffer(self, index: int) -> Tensor:
         bucket = self._plan.buckets[index]
         return self._slots[bucket.slot][: bucket.num_bytes]
+
+
+def _store(host: str, port: int, size: int, timeout_s: float) -> TCPStore:
+    """Where a sender and its receivers meet: opened by the sender, on any port (0), and joined by the others.
+
+    Raises ``PeerError`` where there is none in time.
+    """
+    opens = port == 0
+    try:
+        return TCPStore(host, port, size, is_master=opens, timeout=timedelta(seconds=timeout_s), wait_for_workers=False)
+    except RuntimeError as error:  # what torch raises for an address of no use, one that is taken, and a deadline
+        what = f"cannot open a store at {host}" if opens else f"cannot join the sender's store at {host}:{port}"
+        remedy = (
+            "give the sender an address of this host, on which it has a port free" if opens
+            else "see whether the sender still runs, and that its host's ports can be reached from here (firewall, interface)"
+        )  # fmt: skip
+        raise PeerError(what, where=WHERE, why=str(error).partition("\n")[0], remedy=remedy) from error
 
 
 @contextmanager
