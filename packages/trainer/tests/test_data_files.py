@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -215,3 +216,70 @@ def test_a_folder_of_several_splits_needs_one_named(tmp_path, jsonl):
         read_rows(str(tmp_path))
     with pytest.raises(DataError, match="no data file of split 'dev'"):
         read_rows(str(tmp_path), "dev")
+
+
+def names(folder, split=None):
+    return [Path(row.file).relative_to(folder).as_posix() for row in read_rows(str(folder), split)]
+
+
+def test_a_split_is_its_own_files_and_not_those_whose_names_begin_like_it(tmp_path, jsonl):
+    for name in ("train.jsonl", "train_small.jsonl", "test.jsonl", "testing-notes.jsonl"):
+        jsonl({"prompt": name, "response": "b"}, name=name)
+    assert names(tmp_path, "train") == ["train.jsonl"]
+    assert names(tmp_path, "train_small") == ["train_small.jsonl"]
+    assert names(tmp_path, "test") == ["test.jsonl"]
+
+
+def test_splits_whose_names_begin_alike_are_told_apart(tmp_path, jsonl):
+    shards = [f"{name}-0000{i}-of-00002{mark}" for name, mark in (("train_prefs", "-a09b74b3ef9c3b56"), ("train_sft", ""))
+              for i in range(2)]  # fmt: skip
+    for name in shards:
+        jsonl({"prompt": name, "response": "b"}, name=f"{name}.jsonl")
+    with pytest.raises(DataError, match=r"(?s)several.*train_prefs.*train_sft.*data.split"):
+        read_rows(str(tmp_path), "train")
+    assert names(tmp_path, "train_prefs") == [f"{name}.jsonl" for name in shards[:2]]
+
+
+def test_a_split_may_be_a_folder(tmp_path, jsonl):
+    for name in ("train/0.jsonl", "train/1.jsonl", "validation/0.jsonl"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        jsonl({"prompt": name, "response": "b"}, name=name)
+    assert names(tmp_path, "train") == ["train/0.jsonl", "train/1.jsonl"]
+    with pytest.raises(DataError, match="several splits"):
+        read_rows(str(tmp_path))
+
+
+def test_data_sets_side_by_side_are_not_mixed(tmp_path, jsonl):
+    for name in ("main/train-0.jsonl", "socratic/train-0.jsonl"):
+        (tmp_path / name).parent.mkdir()
+        jsonl({"prompt": name, "response": "b"}, name=name)
+    with pytest.raises(DataError, match=r"(?s)several data sets.*main.*socratic.*name one"):
+        read_rows(str(tmp_path), "train")
+    assert len(read_rows([str(tmp_path / "main"), str(tmp_path / "socratic")], "train")) == 2
+
+
+def test_one_data_set_in_two_formats_is_not_read_twice(tmp_path, jsonl):
+    jsonl({"prompt": "a", "response": "b"}, name="rows.jsonl")
+    pq.write_table(pa.table({"prompt": ["a"], "response": ["b"]}), tmp_path / "rows.parquet")
+    with pytest.raises(DataError, match=r"(?s)more than one format.*rows.jsonl.*rows.parquet.*name one"):
+        read_rows(str(tmp_path))
+
+
+@pytest.mark.parametrize("other", ["held_out.jsonl", "heldout-0.jsonl", "dev.jsonl"])
+def test_what_is_held_out_is_not_trained_on(tmp_path, jsonl, other):
+    for name in ("rows.jsonl", other):
+        jsonl({"prompt": name, "response": "b"}, name=name)
+    with pytest.raises(DataError, match=f"(?s)several splits.*{other}.*as the source"):
+        read_rows(str(tmp_path))
+
+
+def test_files_of_other_layouts_are_not_mixed(tmp_path, jsonl):
+    jsonl({"question": "hi", "answer": "ho"}, name="a.jsonl")
+    jsonl({"question": "hi", "answer": "7", "solution": "ho"}, name="b.jsonl")
+    with pytest.raises(
+        DataError, match=r"(?s)other columns.*a.jsonl: prompt question.*b.jsonl: prompt question.*name one"
+    ) as caught:
+        examples(str(tmp_path))
+    assert caught.value.file.endswith("b.jsonl")
+    jsonl({"question": "hi", "answer": "ho", "more": 1}, name="b.jsonl")
+    assert [e.messages for e in examples(str(tmp_path))] == [CHAT, CHAT]

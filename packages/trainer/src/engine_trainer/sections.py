@@ -110,7 +110,7 @@ class DataSection:
     )
     reasoning_gym: GymSection | None = None  # instead of source
     split: str | None = (
-        None  # of a folder: only files whose name begins with it (train, test, …); of a saved data set, its own
+        None  # of a folder: only its files of that name (train.jsonl, train-0*.parquet, train/…); of a saved data set, its own
     )
     columns: ColumnsSection = field(default_factory=ColumnsSection)
     tokenizer: str | None = None  # null: engine.model.path

@@ -69,8 +69,23 @@ class Example:
 
 def to_examples(rows: Sequence[Row], columns: ColumnsSection, need: Need) -> list[Example]:
     """Every row as an example. Raises ``DataError`` that names file, row and column."""
-    layout = _Layout.of(rows[0], columns, need)
-    return [layout.example(row) for row in rows]
+    layouts: dict[str, _Layout] = {}
+    for row in rows:
+        if row.file not in layouts:
+            layouts[row.file] = _Layout.of(row, columns, need)
+    _require_alike(layouts, need)
+    return [layouts[row.file].example(row) for row in rows]
+
+
+def _require_alike(layouts: Mapping[str, _Layout], need: Need) -> None:
+    """Raise ``DataError`` for a file that is read in another way than the first: one of them is not what was meant."""
+    said = {file: layout.said(need) for file, layout in layouts.items()}
+    first = next(iter(said))
+    for file, columns in said.items():
+        if columns != said[first]:
+            raise DataError("the file has other columns than the one before", file=file,
+                            why=f"{first}: {said[first]}; {file}: {columns}",
+                            remedy="name one of the files, or give all the same columns (or set data.columns)")  # fmt: skip
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -95,6 +110,12 @@ class _Layout:
                               remedy=f"name it with data.columns.{missing}, or see engine_trainer.data.layouts")  # fmt: skip
         return _Layout(messages=None, prompt=prompt, response=response if need == "response" else None,
                        answer=columns.answer or _present(first, ANSWERS))  # fmt: skip
+
+    def said(self, need: Need) -> str:
+        """Which columns are read, in words."""
+        names = {"messages": self.messages, "prompt": self.prompt, "response": self.response}
+        names |= {"answer": self.answer} if need == "prompt" else {}
+        return ", ".join(f"{part} {name}" for part, name in names.items() if name)
 
     def example(self, row: Row) -> Example:
         prompt = _messages(row, self.messages) if self.messages else self._prompt(row)

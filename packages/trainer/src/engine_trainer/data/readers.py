@@ -11,13 +11,12 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from engine_trainer.data.folders import files_of
 from engine_trainer.data.hub import PREFIX, from_hub, hint
 from engine_trainer.data.saved import is_saved, saved_files
 from engine_trainer.errors import DataError
 
 SUFFIXES = (".jsonl", ".parquet", ".arrow")
-# Folders as the Hugging Face hub lays them out hold these side by side; training on all of them is never meant.
-HELD_OUT_NAMES = ("test", "validation", "valid", "val", "dev", "eval")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -47,7 +46,7 @@ def read_rows(source: str | Sequence[str], split: str | None = None) -> list[Row
 
 def _files(path: Path, split: str | None) -> list[Path]:
     if path.is_dir():
-        return saved_files(path, split) if is_saved(path) else _folder(path, split)
+        return saved_files(path, split) if is_saved(path) else files_of(path, split, SUFFIXES)
     if not path.is_file():
         raise DataError("there is no such file or folder", file=str(path),
                         remedy=hint(path) or "check the path; see the recipe's comments")  # fmt: skip
@@ -55,20 +54,6 @@ def _files(path: Path, split: str | None) -> list[Path]:
         raise DataError(f"{path.suffix or 'no'} suffix", file=str(path), why=f"known: {', '.join(SUFFIXES)}",
                         remedy="convert it to JSONL: one JSON object a line")  # fmt: skip
     return [path]
-
-
-def _folder(path: Path, split: str | None) -> list[Path]:
-    files = sorted(f for f in path.rglob("*") if f.suffix in SUFFIXES and f.is_file())
-    chosen = [f for f in files if split is None or f.name.startswith(split)]
-    if not chosen:
-        names = ", ".join(str(f.relative_to(path)) for f in files[:5]) or "none"
-        raise DataError("the folder has no data file" + (f" of split {split!r}" if split else ""), file=str(path),
-                        why=f"data files there: {names}", remedy="check the path and the split")  # fmt: skip
-    mixed = [f.name for f in chosen if f.name.startswith(HELD_OUT_NAMES)]
-    if split is None and mixed and len(mixed) < len(chosen):
-        raise DataError("the folder holds several splits", file=str(path), why=f"{mixed[0]} looks held out",
-                        remedy="set split, for example data.split=train")  # fmt: skip
-    return chosen
 
 
 def _read_file(path: Path) -> list[Row]:

@@ -1,0 +1,86 @@
+"""Which files of a folder are one data set's split: data sets, splits and formats that stand side by side are never mixed.
+
+A file's split is what its name says without the number of a shard (``train-00000-of-00002.parquet``), or the folder that it
+lies in (``train/0.jsonl``).
+"""
+
+from __future__ import annotations
+
+import re
+from collections import defaultdict
+from collections.abc import Sequence
+from pathlib import Path
+
+from engine_trainer.errors import DataError
+
+_SHARD = re.compile(r"(^|[-_.])\d+([-_.]of[-_.]\d+)?(-[0-9a-f]{16})?$")  # the last: what datasets once put after it
+_HELD_OUT = re.compile(
+    r"(test|validation|valid|val|dev|eval|held[-_]?out|holdout)(set|ing|data)?([-_.\d]|$)", re.IGNORECASE
+)
+_TRAIN = re.compile(r"train(set|ing|data)?([-_.\d]|$)", re.IGNORECASE)
+SHOWN = 6
+
+
+def files_of(folder: Path, split: str | None, suffixes: Sequence[str]) -> list[Path]:
+    """The data files of ``split``, or all of them, in the order of their names.
+
+    Raises ``DataError``: none, or some that do not belong together.
+    """
+    files = sorted(f for f in folder.rglob("*") if f.suffix in suffixes and f.is_file())
+    chosen = files if split is None else _of_split(folder, files, split)
+    if not chosen:
+        names = _names(folder, files) or "none"
+        raise DataError("the folder has no data file" + (f" of split {split!r}" if split else ""), file=str(folder),
+                        why=f"data files there: {names}", remedy="check the path and the split")  # fmt: skip
+    if split is None and len({_side(folder, f) for f in chosen}) > 1:
+        odd = next(f for f in chosen if _side(folder, f))
+        raise DataError("the folder holds several splits", file=str(folder), why=_names(folder, [odd, *chosen]),
+                        remedy="set data.split (of held-out rows eval.split) to one, or name a file as the source")  # fmt: skip
+    _require_one(folder, chosen)
+    return chosen
+
+
+def _of_split(folder: Path, files: Sequence[Path], split: str) -> list[Path]:
+    exact = [f for f in files if split in (_name(f), f.stem)]
+    exact = exact or [f for f in files if split in f.relative_to(folder).parts[:-1]]
+    if exact:
+        return exact
+    alike = [f for f in files if f.name.startswith(split)]
+    splits = sorted({_name(f) for f in alike})
+    if len(splits) > 1:
+        raise DataError(f"several splits begin with {split!r}", file=str(folder), why=", ".join(splits[:SHOWN]),
+                        remedy=f"name one of them, for example data.split={splits[0]}")  # fmt: skip
+    return alike
+
+
+def _require_one(folder: Path, files: Sequence[Path]) -> None:
+    """Raise ``DataError`` where files of one name lie in several folders, or in several formats."""
+    places: dict[str, set[Path]] = defaultdict(set)
+    formats: dict[tuple[Path, str], set[str]] = defaultdict(set)
+    for file in files:
+        places[_name(file)].add(file.parent)
+        formats[file.parent, _name(file)].add(file.suffix)
+    if any(len(found) > 1 for found in places.values()):
+        raise DataError("the folder holds several data sets", file=str(folder), why=_names(folder, files),
+                        remedy=f"name one as the source, such as {files[0].parent}; data.source takes a list of several")  # fmt: skip
+    if any(len(found) > 1 for found in formats.values()):
+        raise DataError("the folder holds a data set in more than one format", file=str(folder), why=_names(folder, files),
+                        remedy=f"name one as the source, such as {files[0]}")  # fmt: skip
+
+
+def _name(file: Path) -> str:
+    """Without suffix and shard; empty for a file that is called by its shard alone."""
+    return _SHARD.sub("", file.stem)
+
+
+def _side(folder: Path, file: Path) -> str:
+    """What a file is for, by its name or a folder's: training, held out, or not said."""
+    names = (file.stem, *file.relative_to(folder).parts[:-1])
+    if any(_HELD_OUT.match(name) for name in names):
+        return "held out"
+    return "train" if any(_TRAIN.match(name) for name in names) else ""
+
+
+def _names(folder: Path, files: Sequence[Path]) -> str:
+    names = list(dict.fromkeys(f.relative_to(folder).as_posix() for f in files))
+    return ", ".join(names[:SHOWN]) + (f" and {len(names) - SHOWN} more" if len(names) > SHOWN else "")
