@@ -20,6 +20,7 @@ from engine_api.errors import ConfigError, RolloutError
 from engine_api.registry import RolloutRegistry
 from rollout_fp8 import server
 from rollout_fp8.client import RemoteRollout
+from rollout_fp8.options import VllmOptions
 from rollout_fp8.served import require_same, settings_of
 from rollout_fp8.server import Server, Service
 
@@ -85,6 +86,19 @@ def test_an_adapter_is_compared_with_its_defaults() -> None:
         require_same("", "vllm", {"lora": LoraConfig(rank=8)}, settings)
     with pytest.raises(ConfigError, match="lora is None here"):
         require_same("", "vllm", {}, settings)
+
+
+@pytest.mark.parametrize(("option", "here", "there"), [("scales", "fp32", "pow2"), ("audit", True, False)])
+def test_options_by_which_weights_are_sent_are_compared_with_the_runs_defaults(option, here, there) -> None:
+    """The exporter goes by its own default where the run leaves them out, not by the server's option."""
+
+    class Optioned(Background):
+        options = VllmOptions(**{option: there})
+
+    settings = settings_of(Optioned(), "vllm", {})
+    with pytest.raises(ConfigError, match=f"{option} is {here!r} here, {there!r} there"):
+        require_same("", "vllm", {}, settings)
+    require_same("", "vllm", {option: there}, settings)
 
 
 class Many(Background):

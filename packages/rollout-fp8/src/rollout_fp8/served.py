@@ -13,9 +13,11 @@ from engine_api.config import LoraConfig, ModelSource, near_matches
 from engine_api.errors import ConfigError
 from engine_api.rollout import Rollout
 from rollout_fp8.messages import dumps
+from rollout_fp8.options import Options
 
 # What a client goes by that is not given them: they say how weights are sent, and where completions end.
-DEFAULTS: Mapping[str, Any] = {"dtype": "float32", "quantization": "none", "lora": None, "eos_token_ids": ()}
+DEFAULTS: Mapping[str, Any] = {"dtype": "float32", "quantization": "none", "lora": None, "eos_token_ids": (),
+                               "scales": Options().scales, "audit": Options().audit}  # fmt: skip
 
 
 def settings_of(rollout: Rollout, name: str, arguments: Mapping[str, Any]) -> dict[str, Any]:
