@@ -11,8 +11,11 @@ from safetensors import safe_open
 from torch import Tensor
 
 from engine_conformance.cases._case import must
+from engine_conformance.compare import assert_bitwise
 
-__all__ = ["read_manifest", "read_rank_files", "read_state"]
+__all__ = ["assert_same_state", "read_manifest", "read_rank_files", "read_state"]
+
+_PORTABLE = "portable"
 
 
 def read_manifest(folder: Path) -> dict[str, Any]:
@@ -23,8 +26,21 @@ def read_manifest(folder: Path) -> dict[str, Any]:
 
 
 def read_state(folder: Path) -> dict[str, Tensor]:
-    """Every tensor of a checkpoint, put together from its boxes, which must cover it exactly once."""
+    """Every tensor of a portable checkpoint, put together from its boxes, which must cover it exactly once."""
+    problem = f"is in the engine's own format ({_format(folder)}), not portable, as the case asks of who declares portable-checkpoint"
+    remedy = "leave out the engine's --option that asks for its own"
+    must(_format(folder) == _PORTABLE, "checkpoint", f"{problem}; {remedy}", where=str(folder))
     return {key: _assemble(folder, key, entry) for key, entry in read_manifest(folder)["tensors"].items()}
+
+
+def assert_same_state(got: Path, want: Path, *, name: str) -> None:
+    """Two portable checkpoints hold the same bits. Of an engine's own format, which nobody else reads, nothing is asked here."""
+    if _PORTABLE in (_format(got), _format(want)):
+        assert_bitwise(read_state(got), read_state(want), name=name)
+
+
+def _format(folder: Path) -> str:
+    return str(read_manifest(folder).get("state", _PORTABLE))
 
 
 def read_rank_files(folder: Path) -> dict[str, Any]:

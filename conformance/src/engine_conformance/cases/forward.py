@@ -27,7 +27,7 @@ from engine_conformance.cases._ranks import (
     train,
     whole_weights,
 )
-from engine_conformance.cases._state import read_rank_files, read_state
+from engine_conformance.cases._state import assert_same_state, read_rank_files
 from engine_conformance.cases._target import Setup, Target
 from engine_conformance.compare import assert_bitwise, assert_close_per_token
 from engine_conformance.fixtures import LENGTHS, PackedDocuments, concatenate, packed_documents
@@ -305,4 +305,4 @@ def pure(target: Target) -> None:
         must(equal, "step", "after inference, it differs from the same step without", where=where)
     if portable:
         must(read_rank_files(folders[0]) == read_rank_files(folders[1]), "generators", "moved between two saves")
-        assert_bitwise(read_state(folders[1]), read_state(folders[0]), name="state after inference")
+        assert_same_state(folders[1], folders[0], name="state after inference")
