@@ -9,9 +9,12 @@ from pathlib import Path
 import pytest
 import torch
 import yaml
+from own_rewards import FUNCTIONS
 
 from engine_api import BaseEngine, Capability, EngineRegistry, ShardSpec, TokenOutputs, Topology
 from engine_api.comm import SingleComm
+from engine_trainer.rewards import Scorer
+from engine_trainer.sections import RewardSection
 
 TEMPLATE = (
     "{{ bos_token }}{% for m in messages %}<|{{ m['role'] }}|>{{ m['content'] }}"
@@ -202,3 +205,19 @@ def sft_file(tmp_path, model_folder, bigram):
     path = tmp_path / "sft.yaml"
     path.write_text(yaml.safe_dump(config))
     return path
+
+
+@pytest.fixture
+def own(tmp_path):
+    """Makes a scorer of one of the functions in ``own_rewards``."""
+    (tmp_path / "mine.py").write_text(FUNCTIONS)
+    (tmp_path / "beside.py").write_text("SEVEN = 7")
+    scorers = []
+
+    def make(name, **settings) -> Scorer:
+        scorers.append(Scorer.from_section(RewardSection(function=f"{tmp_path}/mine.py:{name}", **settings)))
+        return scorers[-1]
+
+    yield make
+    for scorer in scorers:
+        scorer.close()

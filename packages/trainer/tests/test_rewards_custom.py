@@ -3,142 +3,15 @@
 from __future__ import annotations
 
 import os
-import subprocess
-import sys
-import textwrap
-import threading
 import time
-from pathlib import Path
 
 import pytest
+from own_rewards import samples, totals
 
 from engine_api.errors import ConfigError
 from engine_trainer.functions import load_function
 from engine_trainer.rewards import RewardError, Sample, Scorer, failure_figures
 from engine_trainer.sections import RewardSection
-
-FUNCTIONS = """
-import asyncio, os, sys, time
-import beside
-
-class Own:
-    def __float__(self):
-        raise KeyError("its own")
-
-def length(sample, scale=1.0):
-    return scale * len(sample.completion)
-
-def borrowed(sample):
-    return beside.SEVEN
-
-def answer(sample):
-    return float(sample.completion == sample.answer)
-
-def process(sample):
-    time.sleep(0.05)
-    return float(os.getpid())
-
-async def slow(sample):
-    await asyncio.sleep(0.3)
-    return 1.0
-
-async def rude(sample):
-    if sample.completion == "block":
-        while True:
-            time.sleep(0.01)
-    await asyncio.sleep(0.01)
-    return 1.0
-
-def fickle(sample):
-    what = sample.completion
-    if what == "raise":
-        raise KeyError("boom")
-    if what == "spin":
-        while True:
-            pass
-    if what == "in C":  # signals are blocked: no alarm comes through
-        import signal
-        signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGALRM})
-        time.sleep(60)
-    if what == "die":
-        os._exit(3)
-    if what == "exit":
-        sys.exit(3)
-    if what == "huge":
-        return 10 ** 400
-    if what == "own":
-        return Own()
-    return float("nan") if what == "nan" else 1.0
-
-async def afickle(sample):
-    await asyncio.sleep(60 if sample.completion == "spin" else 0)
-    return fickle(sample)
-
-async def nested(sample):  # raises in a task of its own, which takes the event loop along
-    return await asyncio.create_task(afickle(sample))
-
-async def threaded(sample):
-    await asyncio.to_thread(time.sleep, 60 if sample.completion == "hang" else 0)
-    return 1.0
-
-async def stubborn(sample):
-    if sample.completion == "cancelled":
-        raise asyncio.CancelledError
-    while sample.completion == "hang":
-        try:
-            await asyncio.sleep(60)
-        except asyncio.CancelledError:  # and tries again
-            pass
-    return 1.0
-
-def starts(sample):  # a program of its own, and then C that no alarm interrupts and that lets no thread run
-    import pathlib, re, signal, subprocess
-    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGALRM})
-    process = subprocess.Popen(["sleep", "600"])
-    pathlib.Path(sample.completion).write_text(f"{os.getpid()} {process.pid}")
-    re.match("(a+)+$", "a" * 64 + "b")
-    return 1.0
-
-NUMBER = 3
-"""
-
-
-def running(pid: int) -> bool:
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except FileNotFoundError:
-        return False
-
-
-def ended(*pids: int) -> bool:
-    """Within ten seconds."""
-    end = time.monotonic() + 10
-    while any(map(running, pids)) and time.monotonic() < end:
-        time.sleep(0.05)
-    return not any(map(running, pids))
-
-
-@pytest.fixture
-def own(tmp_path):
-    (tmp_path / "mine.py").write_text(textwrap.dedent(FUNCTIONS))
-    (tmp_path / "beside.py").write_text("SEVEN = 7")
-    scorers = []
-
-    def make(name, **settings) -> Scorer:
-        scorers.append(Scorer.from_section(RewardSection(function=f"{tmp_path}/mine.py:{name}", **settings)))
-        return scorers[-1]
-
-    yield make
-    for scorer in scorers:
-        scorer.close()
-
-
-def samples(*completions: str) -> list[Sample]:
-    return [Sample(prompt="p", completion=c, answer="a") for c in completions]
-
-
-def totals(scorer: Scorer, *completions: str) -> list[float]:
-    return [score.total for score in scorer.score(samples(*completions))]
 
 
 @pytest.mark.parametrize("workers", [0, 2])
@@ -277,50 +150,6 @@ def test_a_thread_that_never_returns_holds_nobody(own):
     assert time.monotonic() - begin < 5
 
 
-def test_a_process_that_died_while_it_was_idle_is_replaced(own):
-    scorer = own("length", workers=1)
-    assert totals(scorer, "a") == [1.0]
-    (worker,) = scorer.workers._workers
-    worker.process.kill()
-    worker.process.wait()
-    assert totals(scorer, "ab", "c") == [2.0, 1.0]
-
-
-def test_a_process_that_no_alarm_reaches_is_killed_and_replaced(own, monkeypatch):
-    monkeypatch.setattr("engine_trainer.rewards.workers.GRACE_S", 0.2)
-    scorer = own("fickle", workers=1, timeout_s=0.3)
-    begin = time.monotonic()
-    (score,) = scorer.score(samples("in C"))
-    assert score.timed_out == ("fickle",)
-    assert totals(scorer, "fine") == [1.0]
-    assert time.monotonic() - begin < 30
-
-
-def test_a_function_that_ends_its_process_is_a_failure(own):
-    scorer = own("fickle", workers=1, max_failures=1)
-    assert totals(scorer, "die", "fine") == [0.0, 1.0]
-    with pytest.raises(RewardError, match="ended with status 3"):
-        scorer.score(samples("die"))
-
-
-def test_with_a_process_of_its_own_the_time_is_kept_in_any_thread(own):
-    scorer, found = own("fickle", workers=1, timeout_s=0.3), []
-    thread = threading.Thread(target=lambda: found.append(totals(scorer, "spin", "fine")))
-    thread.start()
-    thread.join()
-    assert found == [[0.0, 1.0]]
-
-
-def test_closing_leaves_no_process(own):
-    scorer = own("length", workers=2)
-    scorer.score(samples("a", "b"))
-    processes = [w.process for w in scorer.workers._workers]
-    assert len(processes) == 2
-    scorer.close()
-    assert all(p.poll() is not None for p in processes)
-    assert totals(scorer, "abc") == [3.0]  # they start again
-
-
 def test_a_reward_that_another_process_cannot_make_is_said(own):
     from engine_trainer.rewards import register
 
@@ -348,29 +177,3 @@ def test_a_coroutine_that_pays_no_heed_to_its_cancellation_holds_nobody(own, wor
     assert scores[2].failed == ("stubborn",)
     assert totals(scorer, "fine") == [1.0]
     assert time.monotonic() - begin < 20
-
-
-def test_a_call_that_takes_too_long_leaves_no_process_of_its_own(own, tmp_path, monkeypatch):
-    monkeypatch.setattr("engine_trainer.rewards.workers.GRACE_S", 0.2)
-    assert totals(own("starts", workers=1, timeout_s=0.3), str(tmp_path / "pids")) == [0.0]
-    assert ended(*map(int, (tmp_path / "pids").read_text().split()))
-
-
-def test_a_parent_that_is_killed_in_the_middle_of_a_call_leaves_nothing(own, tmp_path):
-    own("length")  # writes the file
-    code = f"""
-import os, pathlib, signal, threading, time
-from engine_trainer.rewards import Sample, Scorer
-from engine_trainer.sections import RewardSection
-pids = pathlib.Path({str(tmp_path / "pids")!r})
-def kill():
-    while not pids.exists() or " " not in pids.read_text():
-        time.sleep(0.05)
-    time.sleep(0.3)
-    os.kill(os.getpid(), signal.SIGKILL)
-threading.Thread(target=kill).start()
-scorer = Scorer.from_section(RewardSection(function={f"{tmp_path}/mine.py:starts"!r}, workers=1, timeout_s=None))
-scorer.score([Sample(prompt="", completion=str(pids), answer="")])
-"""
-    assert subprocess.run([sys.executable, "-c", code], check=False, timeout=60).returncode == -9
-    assert ended(*map(int, (tmp_path / "pids").read_text().split()))

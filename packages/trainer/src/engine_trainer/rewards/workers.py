@@ -23,6 +23,7 @@ from engine_trainer.rewards.sample import Sample
 
 START_S = 120.0  # until a process has imported its reward functions
 END_S = 2.0  # for a process to end by itself after its pipe was closed
+LOOK_S = 0.25  # between two looks whether a process still lives: what it has started may hold its end of the pipe
 log = logging.getLogger("engine_trainer")
 
 
@@ -58,8 +59,9 @@ class Workers:
     def run(self, reward: int, samples: Sequence[Sample], *, chunk: int) -> Iterator[tuple[int, Outcome]]:
         """As ``calls.call_all``, over all processes; ``chunk`` samples go to a process at a time.
 
-        A process that stays silent past the limit of a call is killed; what it had not answered counts as timed out. A
-        caller that stops in the middle, and an error, end all processes.
+        A process that stays silent past the limit of a call is killed, and its call counts as timed out; that of one which
+        ended, as failed. Where it had several calls (of a coroutine function), those without an outcome are made again, in
+        halves, until the one that did it is alone. A caller that stops in the middle, and an error, end all processes.
 
         Raises ``ConfigError`` when a process cannot make the functions.
         """
@@ -68,7 +70,7 @@ class Workers:
         try:
             while waiting or any(w.task for w in self._workers):
                 self._hand_out(reward, samples, waiting)
-                yield from self._collect(reward)
+                yield from self._collect(reward, waiting)
             finished = True
         finally:
             if not finished:  # answers are under way that nobody will read
@@ -89,9 +91,8 @@ class Workers:
         while len(self._workers) < min(self.count, len(waiting)):
             self._workers.append(self._start())
         for worker in self._workers:
-            if worker.task is None and waiting:
+            if worker.task is None and waiting and _send(worker, reward, [samples[i] for i in waiting[-1]]):
                 numbers = waiting.pop()
-                _send(worker, reward, [samples[i] for i in numbers])
                 worker.task = _Task(numbers=numbers, left=set(numbers), deadline=self._until(reward))
 
     def _forget_dead(self) -> None:
@@ -107,23 +108,25 @@ class Workers:
         # The worker keeps the time itself; this one is for code that its alarm cannot interrupt.
         return math.inf if timeout is None else time.monotonic() + timeout + 2 * GRACE_S
 
-    def _collect(self, reward: int) -> Iterator[tuple[int, Outcome]]:
+    def _collect(self, reward: int, waiting: list[list[int]]) -> Iterator[tuple[int, Outcome]]:
         busy = [w for w in self._workers if w.task]
-        until = min(w.task.deadline for w in busy if w.task)
-        seconds = None if until == math.inf else max(0.0, until - time.monotonic())
-        ready = wait([w.pipe for w in busy], timeout=seconds)
+        until = min((w.task.deadline for w in busy if w.task), default=0.0)
+        wait([w.pipe for w in busy], timeout=max(0.0, min(LOOK_S, until - time.monotonic())))
         for worker in busy:
-            if worker.pipe in ready:
-                yield from self._read(worker, reward)
+            ended = worker.process.poll() is not None  # before the look for its last words
+            if worker.pipe.poll():
+                yield from self._read(worker, reward, waiting)
+            elif ended:
+                yield from self._replace(worker, waiting, _how_it_ended(worker))
             elif worker.task and time.monotonic() >= worker.task.deadline:
-                yield from self._kill(worker, "does not answer")
+                yield from self._replace(worker, waiting, "")
 
-    def _read(self, worker: _Worker, reward: int) -> Iterator[tuple[int, Outcome]]:
+    def _read(self, worker: _Worker, reward: int, waiting: list[list[int]]) -> Iterator[tuple[int, Outcome]]:
         assert worker.task is not None
         try:
             message = worker.pipe.recv()
-        except (EOFError, ConnectionResetError):  # the function ended its process
-            yield from self._kill(worker, f"ended with status {worker.process.wait()}")
+        except (EOFError, OSError):  # OSError: in the middle of a message
+            yield from self._replace(worker, waiting, _how_it_ended(worker))
             return
         if message is None:
             worker.task = None
@@ -134,15 +137,22 @@ class Workers:
         worker.task.deadline = self._until(reward)
         yield number, outcome
 
-    def _kill(self, worker: _Worker, why: str) -> Iterator[tuple[int, Outcome]]:
+    def _replace(self, worker: _Worker, waiting: list[list[int]], ended: str) -> Iterator[tuple[int, Outcome]]:
+        """``ended``: how; empty for one that is silent."""
         assert worker.task is not None
-        log.warning("a reward process %s: it is replaced, %d completions count 0", why, len(worker.task.left))
+        left = sorted(worker.task.left)
         self._workers.remove(worker)
         worker.pipe.close()
         _end(worker, 0.0)
-        silent = why == "does not answer"
-        for number in sorted(worker.task.left):
-            yield number, Outcome() if silent else Outcome(problem=f"its process {why}")
+        then = (
+            "its completion counts 0" if len(left) == 1 else f"the {len(left)} completions that it had are judged again"
+        )
+        log.warning("a reward process %s: it is replaced, %s", ended or "does not answer", then)
+        if len(left) > 1:
+            half = len(left) // 2
+            waiting += [left[half:], left[:half]]
+        elif left:
+            yield left[0], Outcome(problem=f"its process {ended}") if ended else Outcome()
 
     def _start(self) -> _Worker:
         ours, theirs = Pipe()
@@ -155,7 +165,7 @@ class Workers:
         try:
             ours.send((self.specs, self.concurrency))
             problem = ours.recv() if ours.poll(START_S) else self._late()
-        except (EOFError, ConnectionResetError):
+        except (EOFError, OSError):
             problem = ConfigError("reward.workers", f"a reward process ended with status {process.wait()} as it started",
                                   remedy="set reward.workers: 0 to see why")  # fmt: skip
         if problem is not None:
@@ -169,12 +179,27 @@ class Workers:
                            why="importing its functions takes that long", remedy="import what is slow inside the function")  # fmt: skip
 
 
-def _send(worker: _Worker, reward: int, samples: list[Sample]) -> None:
+def _send(worker: _Worker, reward: int, samples: list[Sample]) -> bool:
+    """Whether it could be given them: not where it has ended meanwhile."""
     try:
         worker.pipe.send((reward, samples))
     except (pickle.PicklingError, TypeError, AttributeError) as error:
         raise ConfigError("reward.workers", "a sample cannot be sent to another process", why=str(error),
                           remedy="keep plain values in the data, or set reward.workers: 0") from error  # fmt: skip
+    except OSError:
+        worker.process.kill()  # whatever closed its pipe: it is of no use, and is replaced
+        worker.process.wait()
+        return False
+    return True
+
+
+def _how_it_ended(worker: _Worker) -> str:
+    try:
+        status = worker.process.wait(END_S)
+    except subprocess.TimeoutExpired:
+        return "closed its pipe"
+    name = f" ({signal.Signals(-status).name})" if -status in set(signal.Signals) else ""
+    return f"ended with status {status}{name}"
 
 
 def _end(worker: _Worker, seconds: float) -> None:
