@@ -8,6 +8,7 @@ import pytest
 
 from engine_trainer import rl
 from engine_trainer.config import RLConfig
+from engine_trainer.errors import DataError
 from engine_trainer.evaluate import Evaluator
 from engine_trainer.loading import from_tree
 from engine_trainer.rl import train_rl
@@ -87,6 +88,17 @@ def test_a_model_is_measured_alone_as_a_run_measures_it(run, sums_model, capsys)
     assert len((out / "evaluation" / "step-000000.jsonl").read_text().splitlines()) == 5
     assert main(["eval", str(out / "config.yaml"), "eval=null"]) == 2
     assert "nothing to measure on" in capsys.readouterr().err
+
+
+def test_held_out_prompts_without_room_are_named_with_their_set_or_dropped(run, tmp_path, caplog):
+    rows = [{"prompt": "1+" * 20 + "1", "answer": "1"}, {"prompt": "1+1=", "answer": "2"}]
+    (tmp_path / "held.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    held = {"sets": {"few": {"source": str(tmp_path / "held.jsonl")}}}
+    with pytest.raises(DataError, match=r"(?s)held.jsonl:1.*1 of 2 rows of eval.sets.few.*data.on_too_long=drop"):
+        run(held, rollout={"max_new_tokens": 24})
+    _, (before, _) = run(held, rollout={"max_new_tokens": 24}, data={"on_too_long": "drop"})
+    assert before["eval/few/problems"] == 1
+    assert "1 of 2 rows of eval.sets.few are too long and were dropped" in caplog.text
 
 
 def test_prompts_without_room_are_dropped_and_counted(run, sums_model, tmp_path, caplog):

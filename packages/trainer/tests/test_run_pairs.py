@@ -345,10 +345,23 @@ def test_two_ranks_agree_with_one(models, pairs, tmp_path, kind):
 @pytest.mark.parametrize("kind", ["dpo", "rm"])
 @pytest.mark.parametrize("held", [False, True])
 def test_pairs_longer_than_the_models_context_are_named_before_the_run(models, pairs, tmp_path, kind, held):
-    """The model has 64 positions. A held-out pair is not dropped: a score means the same pairs."""
+    """The model has 64 positions."""
     (tmp_path / "long.jsonl").write_text(json.dumps({"prompt": "1+1=", "chosen": "2" * 80, "rejected": "3"}) + "\n")
-    config = tree(kind, models, pairs, tmp_path / "out", data={"on_too_long": "drop" if held else "error"})
+    config = tree(kind, models, pairs, tmp_path / "out", data={"on_too_long": "error"})
     config["eval" if held else "data"] = {**config.get("eval", {}), **(config["data"] if not held else {}),
                                           "source": str(tmp_path / "long.jsonl")}  # fmt: skip
-    with pytest.raises(DataError, match=r"(?s)long\.jsonl:1.*8\d tokens in the longer.*the context has 64"):
+    said = "1 of 1 pairs of eval" if held else "1 of 1 pairs are"
+    with pytest.raises(DataError, match=rf"(?s)long\.jsonl:1.*8\d tokens in the longer.*the context has 64.*{said}"):
         train(kind, config)
+
+
+@pytest.mark.parametrize("kind", ["dpo", "rm"])
+def test_held_out_pairs_that_are_too_long_are_dropped_as_those_of_training_are(models, pairs, tmp_path, kind, caplog):
+    rows = (pairs / "test.jsonl").read_text() + json.dumps({"prompt": "1+1=", "chosen": "2" * 80, "rejected": "3"})
+    (tmp_path / "held.jsonl").write_text(rows + "\n")
+    config = tree(kind, models, pairs, tmp_path / "out", data={"on_too_long": "drop"}, run={"steps": 1},
+                  eval={"source": str(tmp_path / "held.jsonl")})  # fmt: skip
+    train(kind, config)
+    assert (
+        f"1 of {len(rows.splitlines())} pairs of eval are too long and were dropped: the context has 64" in caplog.text
+    )

@@ -246,5 +246,17 @@ def test_named_sets_that_nothing_judges_are_refused(sft_file, tmp_path):
 def test_a_document_longer_than_the_models_context_is_named_before_the_run(sft_file, tmp_path, held):
     (tmp_path / "long.jsonl").write_text(json.dumps({"prompt": "say a", "response": "abc" * 20}) + "\n")
     source = ["eval.source" if held else "data.source", f"={tmp_path}/long.jsonl"]
-    with pytest.raises(DataError, match=r"(?s)long\.jsonl:1.*6\d tokens, the context has 40.*max_position_embeddings"):
+    said = "1 of 1 rows of eval" if held else "1 of 1 rows are"
+    with pytest.raises(DataError, match=rf"(?s)long\.jsonl:1.*6\d tokens, the context has 40.*{said}.*on_too_long"):
         run(sft_file, "engine.model.config_overrides={max_position_embeddings: 40}", "".join(source))
+
+
+@pytest.mark.parametrize("way", ["drop", "truncate"])
+def test_held_out_rows_that_are_too_long_are_dropped_or_cut_as_those_of_training_are(sft_file, tmp_path, caplog, way):
+    rows = [{"prompt": "say a", "response": "abc" * 20}, {"prompt": "say b", "response": "bca"}]
+    (tmp_path / "held.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    outcome = run(sft_file, "engine.model.config_overrides={max_position_embeddings: 40}", f"data.on_too_long={way}",
+                  f"eval.source={tmp_path}/held.jsonl", "run.steps=1")  # fmt: skip
+    assert all("eval/loss" in row for row in read_metrics(outcome.folder / "metrics.jsonl"))
+    done = {"drop": "dropped", "truncate": "cut"}[way]
+    assert f"1 of 2 rows of eval are too long and were {done}: the context has 40" in caplog.text

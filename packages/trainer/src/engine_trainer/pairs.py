@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Protocol
 
 import torch
@@ -110,8 +110,9 @@ def _load(config: DPOConfig | RewardModelConfig, tokenizer: ChatTokenizer) -> Pa
     if config.eval is None:
         return PairData(train=train, heldout=None)
     held = config.eval
-    unlimited = replace(section, max_length=None, on_too_long="error")  # a score always means the same pairs
-    heldout = PairDataset.read(held.source, held.split, tokenizer, unlimited, limit=held.max_pairs, room=room)
+    heldout = PairDataset.read(
+        held.source, held.split, tokenizer, section, limit=held.max_pairs, room=room, name="eval"
+    )
     return PairData(train=train, heldout=heldout)
 
 

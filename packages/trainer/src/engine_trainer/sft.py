@@ -23,7 +23,6 @@ from engine_trainer.data import (
     read_examples,
     read_heldout,
     warn_of_overlap,
-    without_limit,
 )
 from engine_trainer.runtime import Outcome, Run
 from engine_trainer.throughput import measure
@@ -88,7 +87,7 @@ class _Data:
         warn_of_overlap(questions(examples), questions(heldout))
         asked = config.eval if config.reward is not None else None
         return _Data(
-            train=train, heldout=SFTDataset.build(heldout, tokenizer, without_limit(config.data), room) if own else None,
+            train=train, heldout=SFTDataset.build(heldout, tokenizer, config.data, room, "eval") if own else None,
             problems=heldout_sets(config.data, asked, tokenizer, config.engine.model, config.rollout),
         )  # fmt: skip
 

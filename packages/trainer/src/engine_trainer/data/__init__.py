@@ -13,7 +13,6 @@ from engine_trainer.data.datasets import (
     questions,
     read_examples,
     warn_of_overlap,
-    without_limit,
 )
 from engine_trainer.data.heldout import Heldout, heldout_sets, read_heldout
 from engine_trainer.data.layouts import Example
@@ -21,5 +20,5 @@ from engine_trainer.data.order import SampleOrder
 
 __all__ = [
     "ChatTokenizer", "Document", "Example", "Heldout", "Prompt", "PromptDataset", "SFTDataset", "SampleOrder", "heldout_sets", "load_tokenizer",
-    "order_of", "positions_of", "questions", "read_examples", "read_heldout", "room_for_prompts", "warn_of_overlap", "without_limit",
+    "order_of", "positions_of", "questions", "read_examples", "read_heldout", "room_for_prompts", "warn_of_overlap",
 ]  # fmt: skip

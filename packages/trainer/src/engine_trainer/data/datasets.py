@@ -74,18 +74,22 @@ class SFTDataset:
 
     @staticmethod
     def build(
-        examples: Sequence[Example], tokenizer: ChatTokenizer, section: DataSection, room: int | None = None
+        examples: Sequence[Example],
+        tokenizer: ChatTokenizer,
+        section: DataSection,
+        room: int | None = None,
+        name: str = "",
     ) -> SFTDataset:
         """Tokenize. Raises ``DataError`` for a row that teaches nothing or is too long.
 
-        ``room``: tokens of the model's context (``context.positions_of``).
+        ``room``: tokens of the model's context (``context.positions_of``); ``name``: of held-out rows, in messages.
         """
         documents: list[Document] = []
         for start in range(0, len(examples), CHUNK):
             part = examples[start : start + CHUNK]
             encoded = tokenizer.encode_documents([tokenizer.document(e) for e in part])
             documents += [_document(e, ids, weights) for e, (ids, weights) in zip(part, encoded, strict=True)]
-        return SFTDataset(*_fit(examples, documents, section, Bound.of(section, room)))
+        return SFTDataset(*_fit(examples, documents, section, Bound.of(section, room), name))
 
     def __len__(self) -> int:
         return len(self.documents)
@@ -106,15 +110,20 @@ class PromptDataset:
 
     @staticmethod
     def build(
-        examples: Sequence[Example], tokenizer: ChatTokenizer, section: DataSection, room: int | None = None
+        examples: Sequence[Example],
+        tokenizer: ChatTokenizer,
+        section: DataSection,
+        room: int | None = None,
+        name: str = "",
     ) -> PromptDataset:
         """Tokenize. Raises ``DataError`` for a prompt that is empty or too long.
 
-        ``room``: tokens of the model's context that a completion leaves (``context.room_for_prompts``).
+        ``room``: tokens of the model's context that a completion leaves (``context.room_for_prompts``); ``name``: of
+        held-out rows, in messages.
         """
         encoded = tokenizer.encode_prompts(examples)
         prompts = [_prompt(e, text, ids) for e, (text, ids) in zip(examples, encoded, strict=True)]
-        return PromptDataset(*_fit(examples, prompts, section, Bound.of(section, room, prompts=True)))
+        return PromptDataset(*_fit(examples, prompts, section, Bound.of(section, room, prompts=True), name))
 
     def __len__(self) -> int:
         return len(self.prompts)
@@ -148,11 +157,6 @@ def warn_of_overlap(train: Sequence[str], heldout: Sequence[str], name: str = ""
         log.warning("%d of %d held-out prompts%s are also in the training data: their accuracy says nothing", shared, len(heldout),
                     f" of {name}" if name else "")  # fmt: skip
     return shared
-
-
-def without_limit(section: DataSection) -> DataSection:
-    """For held-out rows: too long ones are an error, never dropped, so that a score always means the same set."""
-    return replace(section, on_too_long="error")
 
 
 def order_of(dataset: Sized, section: DataSection, seed: int) -> SampleOrder:
@@ -203,27 +207,30 @@ class Bound:
 
 
 def _fit(
-    examples: Sequence[Example], items: Sequence[T], section: DataSection, bound: Bound
+    examples: Sequence[Example], items: Sequence[T], section: DataSection, bound: Bound, name: str
 ) -> tuple[list[T], int, int]:
     """What is kept, how many were dropped, how many were cut."""
     limit, said = bound.tokens, bound.said
     if limit is None:
         return list(items), 0, 0
+    rows = f"of {len(items)} rows" + (f" of {name}" if name else "")
+    long = [(example, item) for example, item in zip(examples, items, strict=True) if len(item) > limit]
+    if long and section.on_too_long == "error":
+        example, item = long[0]
+        raise example.error(f"{len(item)} tokens, {said}", why=f"{len(long)} {rows} are too long, this is the first",
+                            remedy=f"{bound.remedy}, or set data.on_too_long=drop (or truncate)")  # fmt: skip
     kept: list[T] = []
     cut = 0
-    for example, item in zip(examples, items, strict=True):
+    for item in items:
         if len(item) <= limit:
             kept.append(item)
-        elif section.on_too_long == "error":
-            raise example.error(f"{len(item)} tokens, {said}",
-                                remedy=f"{bound.remedy}, or set data.on_too_long=drop (or truncate)")  # fmt: skip
         elif section.on_too_long == "truncate" and (shorter := item.cut(limit)) is not None:
             kept.append(shorter)
             cut += 1
     dropped = len(items) - len(kept)
     if not kept:
-        raise DataError(f"all {len(items)} rows are too long: {said}", remedy=bound.remedy)
+        raise DataError(f"all {rows.removeprefix('of ')} are too long: {said}", remedy=bound.remedy)
     for count, what in ((dropped, "dropped"), (cut, "cut")):
         if count:
-            log.warning("%d of %d rows are too long and were %s: %s", count, len(items), what, said)
+            log.warning("%d %s are too long and were %s: %s", count, rows, what, said)
     return kept, dropped, cut

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from engine_api.config import ModelSource
 from engine_trainer.data.chat import ChatTokenizer
 from engine_trainer.data.context import room_for_prompts
-from engine_trainer.data.datasets import PromptDataset, without_limit
+from engine_trainer.data.datasets import PromptDataset
 from engine_trainer.data.gym import gym_examples
 from engine_trainer.data.layouts import Example, Need, to_examples
 from engine_trainer.data.readers import read_rows
@@ -38,12 +38,12 @@ def heldout_sets(
     section: DataSection, evaluation: EvalSection | None, tokenizer: ChatTokenizer, model: ModelSource,
     rollout: RolloutSection,
 ) -> list[Heldout]:  # fmt: skip
-    """Every set that accuracy is measured on (``samples`` above 0). Raises ``DataError``, also for a prompt that is too long."""
+    """Every set that accuracy is measured on (``samples`` above 0). Raises ``DataError``, also for a prompt that is too long and not dropped or cut."""
     found: list[Heldout] = []
     for name, chosen in (evaluation.all_sets(section) if evaluation else {}).items():
         if chosen.samples:
-            problems = PromptDataset.build(read_heldout(section, chosen, "prompt"), tokenizer, without_limit(section),
-                                           room_for_prompts(model, rollout))  # fmt: skip
+            problems = PromptDataset.build(read_heldout(section, chosen, "prompt"), tokenizer, section,
+                                           room_for_prompts(model, rollout), f"eval.sets.{name}" if name else "eval")  # fmt: skip
             assert chosen.temperature is not None, "all_sets fills it in"
             found.append(Heldout(name=name, problems=problems, samples=chosen.samples, temperature=chosen.temperature))
     return found

@@ -52,22 +52,17 @@ class PairDataset:
 
     @staticmethod
     def read(source: str | Sequence[str], split: str | None, tokenizer: ChatTokenizer, section: DataSection,
-             *, limit: int | None = None, room: int | None = None) -> PairDataset:  # fmt: skip
+             *, limit: int | None = None, room: int | None = None, name: str = "") -> PairDataset:  # fmt: skip
         """The rows of ``source``, at most ``limit``. Raises ``DataError`` that names file, row and column.
 
-        ``room``: tokens of the model's context (``context.positions_of``).
+        ``room``: tokens of the model's context (``context.positions_of``); ``name``: of held-out pairs, in messages.
         """
         bound = Bound.of(section, room)
         rows = read_rows(source, split)[:limit]
-        chosen, rejected = (_documents(rows, name, tokenizer, section.columns) for name in ANSWER_COLUMNS)
-        kept = [Pair(chosen=c, rejected=r) for row, c, r in zip(rows, chosen, rejected, strict=True)
-                if _fits(row, c, r, section, bound)]  # fmt: skip
-        dropped = len(rows) - len(kept)
-        if not kept:
-            raise DataError(f"all {dropped} pairs are too long: {bound.said}", remedy=bound.remedy)
-        if dropped:
-            log.warning("%d of %d pairs are too long and were dropped: %s", dropped, len(rows), bound.said)
-        return PairDataset(kept, dropped)
+        chosen, rejected = (_documents(rows, column, tokenizer, section.columns) for column in ANSWER_COLUMNS)
+        pairs = [Pair(chosen=c, rejected=r) for c, r in zip(chosen, rejected, strict=True)]
+        kept = _fitting(rows, pairs, section, bound, f" of {name}" if name else "")
+        return PairDataset(kept, len(pairs) - len(kept))
 
     def __len__(self) -> int:
         return len(self.pairs)
@@ -128,11 +123,17 @@ def _document(example: Example, name: str, ids: list[int], weights: list[float])
     return Document(input_ids=np.asarray(ids, dtype=np.int64), loss_weight=np.asarray(weights, dtype=np.float32))
 
 
-def _fits(row: Row, chosen: Document, rejected: Document, section: DataSection, bound: Bound) -> bool:
-    size = max(len(chosen), len(rejected))
-    if bound.tokens is None or size <= bound.tokens:
-        return True
-    if section.on_too_long != "drop":  # an answer without its end is not the one that was preferred
-        raise row.error(f"{size} tokens in the longer answer's document, {bound.said}",
-                        remedy=f"{bound.remedy}, or set data.on_too_long=drop")  # fmt: skip
-    return False
+def _fitting(rows: Sequence[Row], pairs: Sequence[Pair], section: DataSection, bound: Bound, of: str) -> list[Pair]:
+    """The pairs of which both documents fit; never cut, for an answer without its end is not the one that was preferred."""
+    sizes = [max(map(len, pair.documents)) for pair in pairs]
+    long = [i for i, size in enumerate(sizes) if bound.tokens is not None and size > bound.tokens]
+    if long and section.on_too_long != "drop":
+        raise rows[long[0]].error(f"{sizes[long[0]]} tokens in the longer answer's document, {bound.said}",
+                                  why=f"{len(long)} of {len(pairs)} pairs{of} are too long, this is the first",
+                                  remedy=f"{bound.remedy}, or set data.on_too_long=drop")  # fmt: skip
+    if len(long) == len(pairs):
+        raise DataError(f"all {len(pairs)} pairs{of} are too long: {bound.said}", remedy=bound.remedy)
+    if long:
+        log.warning("%d of %d pairs%s are too long and were dropped: %s", len(long), len(pairs), of, bound.said)
+    left_out = set(long)
+    return [pair for i, pair in enumerate(pairs) if i not in left_out]
