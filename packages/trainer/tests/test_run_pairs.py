@@ -7,6 +7,7 @@ import math
 import os
 import random
 import re
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -300,6 +301,33 @@ def test_what_makes_no_sense_is_refused_by_name(models, pairs, tmp_path, kind, s
     with pytest.raises(ConfigError) as caught:
         from_tree(TRAIN[kind][0], tree(kind, models, pairs, tmp_path, **sections))
     assert caught.value.field == field
+
+
+@pytest.mark.parametrize("kind", ["dpo", "rm"])
+@pytest.mark.parametrize(
+    "rates", [{"attention_dropout": 0.1}, {"resid_pdrop": 0.2}, {"router_jitter_noise": 0.01}], ids=str
+)
+def test_a_model_that_drops_out_is_refused(models, pairs, tmp_path, kind, rates):
+    """The slopes are of another forward pass than the one that is trained on."""
+    config = tree(kind, {kind: with_config(models[kind], tmp_path / "model", rates)}, pairs, tmp_path / "out")
+    with pytest.raises(ConfigError, match=next(iter(rates))) as caught:
+        train(kind, config)
+    assert caught.value.field == "engine.model.config_overrides"
+    assert f"{{{next(iter(rates))}: 0.0}}" in str(caught.value)
+    config["engine"]["model"]["config_overrides"] = dict.fromkeys(rates, 0.0)
+    assert len(train(kind, config)) == 4
+
+
+def test_dropout_before_a_head_that_no_engine_has_is_none(models, pairs, tmp_path):
+    model = with_config(models["rm"], tmp_path / "model", {"classifier_dropout": 0.1})
+    assert len(train("rm", tree("rm", {"rm": model}, pairs, tmp_path / "out"))) == 4
+
+
+def with_config(model: Path, folder: Path, changes: dict) -> Path:
+    shutil.copytree(model, folder)
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | changes))
+    return folder
 
 
 def test_the_commands(models, pairs, tmp_path, capsys):

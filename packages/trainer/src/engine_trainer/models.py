@@ -17,9 +17,19 @@ def text_config(source: ModelSource) -> Any:
     return whole.get_text_config()
 
 
+_RANDOM = ("drop", "jitter")  # in the names of what transformers draws in training and not in inference
+_OTHER_HEADS = ("classifier_", "summary_")  # of heads that no engine has: a value is a plain product
+
+
+def random_rates(source: ModelSource) -> dict[str, float]:
+    """By its key in ``config.json``, what makes a training pass another one than inference, and than the one before."""
+    found = text_config(source).to_dict()
+    return {name: rate for name, rate in found.items()
+            if any(part in name for part in _RANDOM) and not name.startswith(_OTHER_HEADS) and isinstance(rate, float) and rate > 0}  # fmt: skip
+
+
 def draws_dropout(section: EngineSection) -> bool:
     """Whether an update computes other log-probs than inference does: dropout in the model, or in its adapter."""
     if section.lora is not None and section.lora.dropout > 0:
         return True
-    rates = (value for name, value in text_config(section.model).to_dict().items() if "drop" in name)
-    return any(isinstance(rate, float) and rate > 0 for rate in rates)
+    return bool(random_rates(section.model))

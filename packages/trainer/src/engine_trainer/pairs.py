@@ -15,6 +15,7 @@ from typing import Protocol
 import torch
 
 from engine_api.batch import Batch
+from engine_api.errors import ConfigError
 from engine_api.results import TokenOutputs, TrainOutput
 from engine_trainer.algorithms.packed import document_of, sum_by_document
 from engine_trainer.algorithms.preference import LinearLoss, PairLossName, pair_loss
@@ -22,6 +23,7 @@ from engine_trainer.config import DPOConfig, RewardModelConfig
 from engine_trainer.data import ChatTokenizer, load_tokenizer, order_of, positions_of
 from engine_trainer.data.preferences import Pair, PairDataset
 from engine_trainer.groups import divide
+from engine_trainer.models import random_rates
 from engine_trainer.runtime import Outcome, Run
 
 SHOW = ("train/loss", "train/accuracy", "train/margin", "train/grad_norm", "eval/accuracy")
@@ -80,6 +82,7 @@ def train_pairs(
     Raises ``EngineError``: configuration, data, plug-ins, checkpoints.
     """
     tokenizer = load_tokenizer(config.data, config.engine.model)
+    _refuse_dropout(config)
     data = _load(config, tokenizer)
     order = order_of(data.train, config.data, config.run.seed)
     steps = config.run.total_steps(len(data.train), config.batch_size, key="batch_size", data=config.data)
@@ -100,6 +103,15 @@ def train_pairs(
             run.end_step(step, metrics, {"position": position, "rows": len(data.train)}, show=SHOW)
         trainer.objective.close()
         return run.finish(tokenizer.tokenizer)
+
+
+def _refuse_dropout(config: DPOConfig | RewardModelConfig) -> None:
+    """The adapter's is refused with the configuration; the model's own stands in its files."""
+    if rates := random_rates(config.engine.model):
+        off = ", ".join(f"{name}: 0.0" for name in rates)
+        raise ConfigError("engine.model.config_overrides", f"{', '.join(f'{name} is {rate}' for name, rate in rates.items())} with pairs",
+                          why="the slopes of the loss are taken in one forward pass and used in another, which would drop other things",
+                          remedy=f"set engine.model.config_overrides: {{{off}}}")  # fmt: skip
 
 
 def _load(config: DPOConfig | RewardModelConfig, tokenizer: ChatTokenizer) -> PairData:
