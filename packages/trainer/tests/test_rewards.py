@@ -160,6 +160,56 @@ def combined(*parts) -> Scorer:
     return Scorer.from_section(RewardSection(name="combine", kwargs={"rewards": list(parts)}))
 
 
+@pytest.mark.parametrize(
+    ("rewards", "said"),
+    [
+        ([{"name": "exact", "weight": "1"}], r"rewards\[0\]\.weight: '1' is text"),
+        ([{"name": "exact", "weight": True}], r"rewards\[0\]\.weight: True is true/false"),
+        ([{"name": "exact", "weight": None}], r"rewards\[0\]\.weight: None is null"),
+        ([{"name": "exact"}, {"name": "gsm8k", "weight": float("nan")}], r"rewards\[1\]\.weight: nan"),
+        ([{"name": "exact", "weight": float("inf")}], r"rewards\[0\]\.weight: inf"),
+        ([{"name": "exact", "timeout_s": 0}], r"rewards\[0\]\.timeout_s: 0.* is not a time"),
+        ([{"name": "exact", "timeout_s": "a"}], r"rewards\[0\]\.timeout_s: 'a' is text"),
+        ([{"name": "exact", "kwargs": [1]}], r"rewards\[0\]\.kwargs: \[1\] is a list"),
+        ([{"name": "exact", "wieght": 1}], r"(?s)rewards\[0\]\.wieght: unknown key.*weight"),
+        ([{"name": "exact", "function": "a.py:b"}], r"(?s)rewards\[0\]: .*name or function, one of the two"),
+        ([{"weight": 1.0}], r"(?s)rewards\[0\]: .*name or function, one of the two"),
+        ([{"name": "combine"}], r"rewards\[0\]\.name: combine within combine"),
+        (["exact"], r"rewards\[0\]: 'exact' is text"),
+        ({"name": "exact"}, r"kwargs\.rewards: .* is a mapping"),
+        (None, r"kwargs\.rewards: None is null"),
+        ([], r"kwargs\.rewards: no reward is named"),
+        ([{"name": "exact"}, {"function": "a.py:exact"}], r"kwargs\.rewards: names .*exact"),
+    ],
+)
+def test_a_sum_that_is_not_what_it_seems_is_refused_with_the_configuration(rewards, said):
+    with pytest.raises(ConfigError, match=said):
+        RewardSection(name="combine", kwargs={"rewards": rewards})
+
+
+def test_nothing_beside_the_rewards_is_passed_over():
+    with pytest.raises(ConfigError, match=r"reward\.kwargs\.weights: unknown key"):
+        RewardSection(name="combine", kwargs={"rewards": [{"name": "exact"}], "weights": [0.5]})
+
+
+def test_a_sum_that_no_float_holds_is_said():
+    register("test_large")(lambda: lambda sample: 1e308)
+    with pytest.raises(RewardError, match="weighted sum is no finite number"):
+        combined({"name": "test_large", "weight": 9.0}, {"name": "exact"}).score(
+            [Sample(prompt="p", completion="c", answer="c")]
+        )
+
+
+def test_a_weight_of_zero_is_only_measured_and_what_failed_counts_zero():
+    register("test_one")(lambda: lambda sample: 1.0)
+    register("test_broken")(lambda: lambda sample: float("nan"))
+    parts = [{"name": "test_one", "weight": 0}, {"name": "exact", "weight": -2}, {"name": "test_broken", "weight": 5.0}]
+    section = RewardSection(name="combine", kwargs={"rewards": parts}, max_failures=1)
+    (score,) = Scorer.from_section(section).score([Sample(prompt="p", completion="c", answer="c")])
+    assert (score.total, score.parts) == (-2.0, {"test_one": 1.0, "exact": 1.0, "test_broken": 0.0})
+    assert (score.correct, score.failed) == (True, ("test_broken",))
+
+
 def test_rewards_add_up_by_weight_and_the_first_says_correct():
     register("test_length")(lambda: lambda s: len(s.completion) / 10)
     both = combined({"name": "exact"}, {"name": "test_length", "weight": -0.5, "timeout_s": 1.0})

@@ -22,6 +22,7 @@ from engine_api.config import (
     ScheduleConfig,
 )
 from engine_api.errors import ConfigError
+from engine_trainer.combined import COMBINE, parts_of
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -281,9 +282,9 @@ class RewardSection:
                 remedy = f"reward.name: null for {self.function}, or reward.function: null for {self.name}"
             raise ConfigError("reward.name", "give reward.name or reward.function, one of the two", remedy=remedy)
         if self.timeout_s is not None and not self.timeout_s > 0:
-            raise ConfigError(
-                "reward.timeout_s", f"{self.timeout_s} is not a time", remedy="give seconds above 0, or null"
-            )
+            raise ConfigError("reward.timeout_s", f"{self.timeout_s} is not a time", remedy="give seconds above 0, or null")  # fmt: skip
+        if self.name == COMBINE:
+            parts_of(self.kwargs, self.timeout_s)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -309,9 +310,7 @@ class AgentSection:
         if self.max_turn_tokens is not None:
             at_least("agent", self, 1, "max_turn_tokens")
         if self.timeout_s is not None and not self.timeout_s > 0:
-            raise ConfigError(
-                "agent.timeout_s", f"{self.timeout_s} is not a time", remedy="give seconds above 0, or null"
-            )
+            raise ConfigError("agent.timeout_s", f"{self.timeout_s} is not a time", remedy="give seconds above 0, or null")  # fmt: skip
 
 
 @dataclass(frozen=True, kw_only=True)

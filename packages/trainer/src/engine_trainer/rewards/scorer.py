@@ -5,18 +5,17 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
-from typing import Any
 
 from engine_api.errors import ConfigError
+from engine_trainer.combined import COMBINE, parts_of
 from engine_trainer.functions import is_async
 from engine_trainer.rewards.calls import Outcome, call_all
 from engine_trainer.rewards.registry import RewardSpec
 from engine_trainer.rewards.sample import RewardError, RewardFn, Sample, Verdict
 from engine_trainer.rewards.workers import Workers
 from engine_trainer.sections import RewardSection
-
-COMBINE = "combine"  # the name under which several rewards are given: kwargs.rewards, a list
 
 log = logging.getLogger("engine_trainer")
 
@@ -72,8 +71,7 @@ class Scorer:
     def from_section(section: RewardSection) -> Scorer:
         """As ``reward`` says: one reward, or, as ``combine``, the weighted sum of ``kwargs["rewards"]``.
 
-        Each of those is a mapping with ``name`` or ``function`` and, if wanted, ``weight`` (1), ``kwargs`` and ``timeout_s``.
-        Raises ``ConfigError``, ``PluginError``.
+        Each of those is an ``engine_trainer.combined.RewardPart``. Raises ``ConfigError``, ``PluginError``.
         """
         parts = _parts(section)
         rewards = [WeightedReward(name=spec.title, function=spec.make(), weight=weight, timeout_s=spec.timeout_s)
@@ -93,7 +91,7 @@ class Scorer:
             EngineError: what a reward raises on purpose: data without an answer.
         """
         outcomes = [self._judge(place, samples) for place in range(len(self.rewards))]
-        return [self._score([one[i] for one in outcomes]) for i in range(len(samples))]
+        return [self._score(sample, [one[i] for one in outcomes]) for i, sample in enumerate(samples)]
 
     def close(self) -> None:
         """End the processes; idempotent."""
@@ -139,16 +137,24 @@ class Scorer:
                 ) from outcome.cause
             log.warning("reward %r failed, counted as 0: %s", reward.name, outcome.problem)
 
-    def _score(self, outcomes: Sequence[Outcome]) -> Score:
+    def _score(self, sample: Sample, outcomes: Sequence[Outcome]) -> Score:
         named = list(zip(self.rewards, outcomes, strict=True))
         parts = {r.name: float(o.value) if o.value is not None else 0.0 for r, o in named}
         first = outcomes[0].value
         return Score(
-            total=math.fsum(r.weight * parts[r.name] for r in self.rewards), parts=parts,
+            total=self._total(sample, parts), parts=parts,
             correct=parts[self.rewards[0].name] >= 1.0, answer=first.answer if isinstance(first, Verdict) else None,
             timed_out=tuple(r.name for r, o in named if o.timed_out), failed=tuple(r.name for r, o in named if o.problem),
             problems=tuple(o.problem for o in outcomes if o.problem),
         )  # fmt: skip
+
+    def _total(self, sample: Sample, parts: Mapping[str, float]) -> float:
+        with suppress(OverflowError):
+            total = math.fsum(r.weight * parts[r.name] for r in self.rewards)
+            if math.isfinite(total):
+                return total
+        raise RewardError(COMBINE, sample, f"the weighted sum is no finite number: {dict(parts)}",
+                          remedy="give smaller weights, or bound the rewards")  # fmt: skip
 
 
 def failure_figures(scores: Sequence[Score]) -> dict[str, float]:
@@ -167,14 +173,7 @@ def _parts(section: RewardSection) -> list[tuple[RewardSpec, float]]:
             name=section.name, function=section.function, kwargs=dict(section.kwargs), timeout_s=section.timeout_s
         )
         return [(spec, 1.0)]
-    return [_part(part, section.timeout_s) for part in section.kwargs.get("rewards", ())]
-
-
-def _part(part: Mapping[str, Any], timeout_s: float | None) -> tuple[RewardSpec, float]:
-    unknown = set(part) - {"name", "function", "weight", "kwargs", "timeout_s"}
-    if unknown or ("name" in part) == ("function" in part):
-        raise ConfigError("reward.kwargs.rewards", f"{dict(part)}",
-                          remedy="give name or function, and if wanted weight, kwargs, timeout_s")  # fmt: skip
-    spec = RewardSpec(name=part.get("name"), function=part.get("function"), kwargs=dict(part.get("kwargs") or {}),
-                      timeout_s=part.get("timeout_s", timeout_s))  # fmt: skip
-    return spec, float(part.get("weight", 1.0))
+    return [
+        (RewardSpec(name=p.name, function=p.function, kwargs=dict(p.kwargs), timeout_s=p.timeout_s), p.weight)
+        for p in parts_of(section.kwargs, section.timeout_s)
+    ]
