@@ -218,6 +218,19 @@ def test_what_does_not_divide_is_refused_before_any_group_is_built(
     assert error.field == field
 
 
+def test_more_ranks_than_key_value_heads_are_told_what_to_do(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    folder = write_checkpoint(tmp_path / "model", TinyModel(num_heads=8, num_kv_heads=2))
+    for name, value in {"RANK": "0", "WORLD_SIZE": "4", "MASTER_ADDR": "nowhere"}.items():
+        monkeypatch.setenv(name, value)
+    error = refusal(Path(folder), parallelism=Parallelism(tp=4))
+    assert isinstance(error, ConfigError)
+    assert error.field == "parallelism.tp"
+    assert "4 does not divide 2 key-value heads" in str(error)
+    assert "a rank has whole ones" in error.why
+    assert "choose one of 1, 2" in error.remedy
+    assert "parallelism.cp or pp" in error.remedy
+
+
 def test_one_expert_a_token_with_a_normalized_weight_is_refused(tmp_path: Path) -> None:
     folder = write_checkpoint(tmp_path / "model", TinyModel(family="qwen3_moe", top_k=1, norm_topk_prob=True))
     assert "single expert" in str(refusal(Path(folder)))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import math
 import zlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -104,9 +105,17 @@ def check_layout(shape: Shape, layout: Layout, multiple: int) -> None:
     for field, (size, parts) in sizes.items():
         for what, count in parts.items():
             if count % size:
-                raise ConfigError(
-                    field, f"{size} does not divide {count} {what}", remedy="choose a size that divides it"
-                )
+                raise _uneven(field, size, what, count, math.gcd(*parts.values()))
+
+
+def _uneven(field: str, size: int, what: str, count: int, common: int) -> ConfigError:
+    """``common``: what all that is divided by this size has in common; an engine may have as many ranks as divide it."""
+    fit = f"choose one of {', '.join(str(n) for n in range(1, common + 1) if common % n == 0)}"
+    if field != "parallelism.tp":
+        return ConfigError(field, f"{size} does not divide {count} {what}", remedy=fit)
+    return ConfigError(field, f"{size} does not divide {count} {what}",
+                       why="a rank has whole ones: none is split, and none copied to several ranks" if "heads" in what else "",
+                       remedy=f"{fit}, and parallelism.cp or pp for the other ranks")  # fmt: skip
 
 
 def padded_vocabulary(shape: Shape, layout: Layout, multiple: int) -> int:
