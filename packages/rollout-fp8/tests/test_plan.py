@@ -119,3 +119,26 @@ def test_shards_that_overlap_are_refused() -> None:
     half = ShardSpec(global_shape=(256, 128), offset=(64, 0), shape=(128, 128))
     with pytest.raises(RolloutError, match="exactly once"):
         make_plan([source("w", (half, half))], dtype=torch.bfloat16, bucket_bytes=1 << 20)
+
+
+def test_a_name_that_comes_twice_is_refused() -> None:
+    with pytest.raises(RolloutError, match=r"cannot send w[^$]*comes twice"):
+        make_plan([source("w", rows((8, 8), 1))] * 2, dtype=torch.bfloat16, bucket_bytes=1 << 20)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.int32, torch.float8_e4m3fn], ids=str)
+def test_a_dtype_that_is_not_cast_is_refused(dtype: torch.dtype) -> None:
+    wrong = Source(name="w", boxes=rows((8, 8), 1), stored=dtype, quantized=False)
+    with pytest.raises(RolloutError, match=rf"cannot send w[^$]*{dtype}"):
+        make_plan([wrong], dtype=torch.bfloat16, bucket_bytes=1 << 20)
+
+
+@pytest.mark.parametrize("copy", [(0, 64), (64, 128), (32, 96)], ids=str)
+def test_a_copy_of_what_no_rank_holds_is_refused(copy: tuple[int, int]) -> None:
+    """It might be sent in place of the box that begins where it does, or beside those that cover the tensor."""
+    a, b = copy
+    half = ShardSpec(global_shape=(128, 8), offset=(a, 0), shape=(b - a, 8), replica=1)
+    boxes = (ShardSpec.whole((128, 8)), half)
+    other = source("v", (ShardSpec.whole((512, 8)), ShardSpec.nothing((512, 8))), quantized=False)
+    with pytest.raises(RolloutError, match="w do not cover"):
+        make_plan([other, source("w", boxes, quantized=False)], dtype=torch.bfloat16, bucket_bytes=1 << 20)

@@ -22,6 +22,7 @@ from engine_api.registry import Resolution
 from engine_api.weights import ShardExport, ShardSpec, WeightExport
 from rollout_fp8.adapter import Adapter
 from rollout_fp8.fill import Filler, Reader, there
+from rollout_fp8.kernels.cast import FLOATS
 from rollout_fp8.layers import kind
 from rollout_fp8.model import architecture_of
 from rollout_fp8.options import Options
@@ -132,6 +133,7 @@ class EngineStream:
         self._plan, self._filler, self._export = plan, filler, export
         self._phases = Phases(filler.device)
         self._left: Iterator[tuple[BucketPlan, Tensor]] | None = None
+        self._is_whole = False
 
     def buckets(self) -> Iterator[tuple[BucketPlan, Tensor]]:
         """See ``WireStream.buckets``. The next bucket is made while this one is installed."""
@@ -151,7 +153,11 @@ class EngineStream:
             pass
 
     def checksums(self) -> Mapping[str, int]:
-        """See ``WireStream.checksums``. Raises ``RolloutError`` for weights that are not finite."""
+        """See ``WireStream.checksums``. Raises ``RolloutError`` for weights that are not finite, and before the last bucket."""
+        if not self._is_whole:
+            raise RolloutError("the weights were not taken to their end", where=WHERE,
+                               why="the server left the stream before its last bucket",
+                               remedy="nothing is generated until a good sync: sync again, or restart the rollout")  # fmt: skip
         return self._filler.result(self.plan)
 
     def seconds(self) -> Mapping[str, float]:
@@ -181,6 +187,7 @@ class EngineStream:
         finally:  # after an error too: the next sync has a lane of its own, and the same buffers
             lane.finish()
         self._filler.finish()
+        self._is_whole = True
 
     def _read(self) -> Reader:
         return Reader(self._plan, self._filler.rank, self._export())
@@ -297,14 +304,17 @@ def collect(
     table; None: quantize nothing.
 
     Raises:
-        RolloutError: a name twice, a tensor that is not floating point, or no tensor at all.
+        RolloutError: a name twice, a tensor of a dtype that is not cast, or no tensor at all.
     """
     tensors: dict[str, Tensor] = {}
     for name, tensor in export:
-        if name in tensors or not tensor.is_floating_point():
+        if name in tensors or tensor.dtype not in FLOATS:
             why = "it comes twice" if name in tensors else f"it is {tensor.dtype}"
             raise RolloutError(
-                f"cannot install {name}", where=WHERE, why=why, remedy="export each weight once, in a float dtype"
+                f"cannot install {name}",
+                where=WHERE,
+                why=why,
+                remedy="export each weight once, in float32, bfloat16 or float16",
             )
         tensors[name] = tensor.detach().to(device, copy=True)
     if not tensors:

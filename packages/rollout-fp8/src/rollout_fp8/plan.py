@@ -7,6 +7,7 @@ bit, the bytes on the wire are not, and ``WirePlan.notes`` says so.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import zip_longest
@@ -16,6 +17,7 @@ import torch
 
 from engine_api.errors import RolloutError
 from engine_api.weights import ShardSpec
+from rollout_fp8.kernels.cast import FLOATS
 from rollout_fp8.wire import ALIGNMENT, BLOCK, SCALE_SUFFIX, BucketPlan, Piece, WirePlan, WireTensor, covers
 
 WHERE = "weight sync"
@@ -120,10 +122,12 @@ def make_plan(sources: Sequence[Source], *, dtype: torch.dtype, bucket_bytes: in
         num_slots: buffers that are filled in turn.
 
     Raises:
-        RolloutError: the boxes of a tensor do not cover it exactly once.
+        RolloutError: the boxes of a tensor do not cover it exactly once, a name comes twice, or in a dtype that is not cast.
     """
     assert sources and num_slots >= 1, "nothing to plan"
+    names = Counter(source.name for source in sources)
     for source in sources:
+        _check_sent(source, names[source.name])
         _check_cover(source)
     world_size = len(sources[0].boxes)
     sources = _with_senders(sources, dtype, world_size)
@@ -167,11 +171,19 @@ def _on_blocks(box: ShardSpec) -> bool:
     return all(o % BLOCK == 0 and ((o + s) % BLOCK == 0 or o + s == whole) for o, s, whole in edges)
 
 
+def _check_sent(source: Source, count: int) -> None:
+    if count > 1 or source.stored not in FLOATS:
+        raise RolloutError(f"cannot send {source.name}", where=WHERE, why="it comes twice" if count > 1 else f"it is {source.stored}",
+                           remedy="the engine must export each weight once, in float32, bfloat16 or float16")  # fmt: skip
+
+
 def _check_cover(source: Source) -> None:
     once = [box for box in source.boxes if box.replica == 0 and not box.is_empty]
-    if not covers(source.shape, once):
+    copies = {(box.offset, box.shape) for box in source.boxes if box.replica and not box.is_empty}
+    unlike = copies - {(box.offset, box.shape) for box in once}  # one of them might be sent in place of a box
+    if unlike or not covers(source.shape, once):
         raise RolloutError(f"the shards of {source.name} do not cover {list(source.shape)} exactly once", where=WHERE,
-                           why=f"boxes: {[(b.offset, b.shape) for b in once]}",
+                           why=f"boxes: {[(b.offset, b.shape) for b in once]}" + (f"; copies of none: {sorted(unlike)}" if unlike else ""),
                            remedy="the engine's get_per_tensor_param_shard is wrong: certify it with engine-conformance")  # fmt: skip
 
 
