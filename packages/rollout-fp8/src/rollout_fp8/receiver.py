@@ -51,7 +51,7 @@ class Receiver:
         self._of = _grouped(self.regions)
         written = {} if self._packed else {region.parameter: None for region in self.regions}
         self._places = {name: _place(self._read(name)) for name in written}
-        self._copies: dict[tuple[int, int], BoundCast] = {}
+        self._copies: dict[tuple[int, int], BoundCast | None] = {}
         self._bound: WirePlan | None = None  # whose buckets they are of
         unlike = self._unlike_marks()
         self._readable = [region for region in self.regions if region.name not in unlike]
@@ -136,8 +136,11 @@ class Receiver:
                 p for piece in bucket.pieces for p in self._pairs(piece.tensor.name, piece.box, piece.view(buffer))
             ]
             sources, targets = [source for source, _ in pairs], [target for _, target in pairs]
-            self._copies[key] = CastPlan(layouts(sources), layouts(targets)).bind(sources, targets)
-        self._copies[key].run()
+            # Under tensor parallelism a bucket may hold nothing that this worker serves.
+            bound = CastPlan(layouts(sources), layouts(targets)).bind(sources, targets) if pairs else None
+            self._copies[key] = bound
+        if (copies := self._copies[key]) is not None:
+            copies.run()
 
     def _pairs(self, name: str, box: ShardSpec, part: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
         for region in self._of[name]:

@@ -51,11 +51,16 @@ class LoaderTrace(TorchDispatchMode):
 
     def __init__(self, parameters: Callable[[], Mapping[str, Tensor]]) -> None:
         super().__init__()
-        self.regions: list[Region] = []
+        self._regions: dict[Region, None] = {}
         self.layouts: dict[str, Layout] = {}
         self._ask = parameters
         self._owners: dict[int, tuple[str, Tensor]] = {}
         self._current: tuple[str, Tensor] | None = None
+
+    @property
+    def regions(self) -> list[Region]:
+        """In the order of the copies."""
+        return list(self._regions)
 
     @property
     def at(self) -> str:
@@ -92,8 +97,9 @@ class LoaderTrace(TorchDispatchMode):
             return
         parameter, tensor = owner
         box = _box(whole, source, name)
-        self.regions.append(Region(name=name, box=box, parameter=parameter, stride=_stride(target, source, name),
-                                   offset=int(target.storage_offset() - tensor.storage_offset())))  # fmt: skip
+        region = Region(name=name, box=box, parameter=parameter, stride=_stride(target, source, name),
+                        offset=int(target.storage_offset() - tensor.storage_offset()))  # fmt: skip
+        self._regions[region] = None  # once: a loader that copies something twice fills no more by it
 
 
 def _storage(tensor: Tensor) -> int:
