@@ -238,5 +238,6 @@ def test_the_models_tokenizer_is_of_the_models_revision(monkeypatch, tokenizer, 
         return tokenizer
 
     monkeypatch.setattr("transformers.AutoTokenizer.from_pretrained", load)
+    monkeypatch.setattr("engine_trainer.data.chat.require_source", lambda *_: None)
     load_tokenizer(DataSection(source="x", tokenizer=own), ModelSource(path="some/model", revision="abc"))
     assert asked["revision"] == revision

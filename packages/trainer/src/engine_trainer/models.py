@@ -1,19 +1,30 @@
-"""What a model's ``config.json`` says."""
+"""Where a model lies, and what its ``config.json`` says."""
 
 from __future__ import annotations
 
+import time
+from pathlib import Path
 from typing import Any
 
 from engine_api.config import ModelSource
+from engine_api.errors import ConfigError
 from engine_trainer.sections import EngineSection
+
+MODEL_KEY = "engine.model.path"
+_ANY_OF = ("config.json", "tokenizer.json", "tokenizer_config.json")  # a cache that has one of these has been filled
 
 
 def text_config(source: ModelSource) -> Any:
-    """The configuration of the model's language part, as transformers reads it."""
+    """The configuration of the model's language part, as transformers reads it. Raises ``ConfigError``."""
     from transformers import AutoConfig
 
-    whole = AutoConfig.from_pretrained(source.path, revision=source.revision, trust_remote_code=source.trust_remote_code,
-                                       **source.config_overrides)  # fmt: skip
+    require_source(source.path, MODEL_KEY, source.revision)
+    try:
+        whole = AutoConfig.from_pretrained(source.path, revision=source.revision, trust_remote_code=source.trust_remote_code,
+                                           **source.config_overrides)  # fmt: skip
+    except (OSError, ValueError) as error:
+        raise ConfigError(MODEL_KEY, f"no model that transformers knows at {source.path!r}", why=first_line(error),
+                          remedy=_inside(Path(source.path)) or "name a folder with config.json, or a hub id") from error  # fmt: skip
     return whole.get_text_config()
 
 
@@ -33,3 +44,72 @@ def draws_dropout(section: EngineSection) -> bool:
     if section.lora is not None and section.lora.dropout > 0:
         return True
     return bool(random_rates(section.model))
+
+
+def require_source(path: str, key: str, revision: str | None = None) -> None:
+    """Raise ``ConfigError`` where ``path`` is no folder, not in the hub's cache, and the hub does not have it or cannot be reached.
+
+    transformers finds that out, too, but asks five times for each of several files: without a network most of a minute.
+    """
+    from huggingface_hub import try_to_load_from_cache
+
+    if Path(path).is_dir():
+        return
+    if path.startswith(("/", ".", "~")):  # never meant as a hub id
+        raise ConfigError(key, f"there is no folder {path!r}", remedy="correct the path; ~ is not expanded")
+    _require_name(path, key)
+    if not any(isinstance(try_to_load_from_cache(path, name, revision=revision), str) for name in _ANY_OF):
+        _require_on_hub(path, key, revision)
+
+
+def first_line(error: Exception) -> str:
+    """Of its text."""
+    return (str(error).strip().splitlines() or [type(error).__name__])[0]
+
+
+def _require_name(path: str, key: str) -> None:
+    from huggingface_hub.errors import HFValidationError
+    from huggingface_hub.utils import validate_repo_id
+
+    try:
+        validate_repo_id(path)
+    except HFValidationError as error:
+        raise ConfigError(key, f"there is no folder {path!r}, and no model on the hub has such a name", why=first_line(error),
+                          remedy="correct the path (it is relative to the working directory), or give owner/name") from error  # fmt: skip
+
+
+def _require_on_hub(path: str, key: str, revision: str | None) -> None:
+    from huggingface_hub import get_hf_file_metadata, hf_hub_url
+    from huggingface_hub.errors import (
+        GatedRepoError,
+        HfHubHTTPError,
+        OfflineModeIsEnabled,
+        RepositoryNotFoundError,
+        RevisionNotFoundError,
+    )
+
+    remedy = "correct the name; a folder's path is relative to the working directory"
+    for last in (False, True):
+        try:
+            get_hf_file_metadata(hf_hub_url(path, _ANY_OF[0], revision=revision))
+        except GatedRepoError:
+            return  # transformers says how to be let in
+        except (RepositoryNotFoundError, RevisionNotFoundError) as error:
+            raise ConfigError(key, f"there is no folder {path!r}, and no such model on the hub", why=first_line(error),
+                              remedy=f"{remedy}; a private one needs `hf auth login`") from error  # fmt: skip
+        except (HfHubHTTPError, OfflineModeIsEnabled):
+            return  # the hub is there, or must not be asked: transformers says what is wrong
+        except Exception as error:  # no answer; whose class that is, is the hub's release's choice
+            if last:
+                raise ConfigError(key, f"there is no folder {path!r}, and the hub cannot be asked for it", why=first_line(error),
+                                  remedy=f"{remedy}; without a network download it where there is one (`hf download {path}`)") from error  # fmt: skip
+            time.sleep(1)  # one lost packet is no end of a run
+        else:
+            return
+
+
+def _inside(folder: Path) -> str:
+    """A remedy where a run's folder is named in place of the model in it; empty otherwise."""
+    return (
+        f"name {folder / 'hf'}, the model that this run has saved" if (folder / "hf" / "config.json").is_file() else ""
+    )

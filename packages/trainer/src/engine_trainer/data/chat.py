@@ -16,8 +16,11 @@ import jinja2
 from engine_api.config import ModelSource
 from engine_api.errors import ConfigError
 from engine_trainer.data.layouts import Example, Messages
+from engine_trainer.models import MODEL_KEY, first_line, require_source
 from engine_trainer.sections import DataSection
 
+TOKENIZER_FILES = ("tokenizer*", "*.model", "vocab*", "merges.txt", "*.tiktoken", "tekken.json")
+_FILES = "tokenizer.json, tokenizer.model, vocab.json with merges.txt, vocab.txt"
 PROBE = "ANSWER"  # an assistant's text, to see what a template writes after one
 
 
@@ -232,16 +235,32 @@ def load_tokenizer(section: DataSection, model: ModelSource) -> ChatTokenizer:
     from transformers import AutoTokenizer
 
     path = section.tokenizer or model.path
-    key = "data.tokenizer" if section.tokenizer else "engine.model.path"
-    if path.startswith(("/", ".", "~")) and not Path(path).is_dir():  # never meant as a hub id
-        raise ConfigError(key, f"there is no folder {path!r}", remedy="correct the path; ~ is not expanded")
+    key = "data.tokenizer" if section.tokenizer else MODEL_KEY
+    revision = None if section.tokenizer else model.revision
+    require_source(path, key, revision)
+    _require_files(Path(path), key)
     try:
-        tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=model.trust_remote_code,
-                                                  revision=None if section.tokenizer else model.revision)  # fmt: skip
+        tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=model.trust_remote_code, revision=revision)
     except (OSError, ValueError) as error:
-        raise ConfigError(key, f"no tokenizer at {path!r}", why=(str(error).splitlines() or [""])[0],
+        raise ConfigError(key, f"no tokenizer at {path!r}", why=first_line(error),
                           remedy="name a folder with tokenizer.json, or a hub id, in data.tokenizer") from error  # fmt: skip
+    if len(tokenizer.get_vocab()) <= len(
+        tokenizer.all_special_ids
+    ):  # of a model's type transformers makes an empty one
+        raise ConfigError(key, f"the tokenizer at {path!r} has no vocabulary", why=f"its folder should have one of {_FILES}",
+                          remedy="copy the whole tokenizer into it, or name another in data.tokenizer")  # fmt: skip
     return ChatTokenizer(tokenizer, section)
+
+
+def _require_files(folder: Path, key: str) -> None:
+    """Raise ``ConfigError`` for a folder without any file of a tokenizer."""
+    if not folder.is_dir() or any(any(folder.glob(pattern)) for pattern in TOKENIZER_FILES):
+        return
+    there = ", ".join(sorted(f.name for f in folder.iterdir())[:8]) or "nothing"
+    saved = folder / "hf"
+    raise ConfigError(key, f"no tokenizer in the folder {str(folder)!r}", why=f"it has {there}; expected is one of {_FILES}",
+                      remedy=f"name {saved}, the model that this run has saved" if saved.is_dir() else
+                      "copy the tokenizer's files into it, or name another folder or a hub id in data.tokenizer")  # fmt: skip
 
 
 def _function(tool: Mapping[str, Any]) -> str:

@@ -1,0 +1,98 @@
+"""A model that is not there, or not whole, is named before anything is loaded."""
+
+from __future__ import annotations
+
+import json
+
+import huggingface_hub
+import pytest
+from huggingface_hub import constants
+
+from engine_api.config import ModelSource
+from engine_api.errors import ConfigError
+from engine_trainer import models
+from engine_trainer.data import load_tokenizer, positions_of
+from engine_trainer.sections import DataSection
+
+QWEN = {"model_type": "qwen3", "hidden_size": 8, "vocab_size": 10}
+
+
+@pytest.fixture
+def hub(monkeypatch, tmp_path):
+    """A hub that answers as it is told, and counts how often it is asked."""
+    asked = []
+
+    def answer_with(error):
+        def answer(url, **_):
+            asked.append(url)
+            if error is not None:
+                raise error
+
+        monkeypatch.setattr(huggingface_hub, "get_hf_file_metadata", answer)
+        return asked
+
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr(models.time, "sleep", lambda _: None)
+    return answer_with
+
+
+def load(path, **section):
+    return load_tokenizer(DataSection(source="x", **section), ModelSource(path=str(path)))
+
+
+def test_without_a_network_a_name_that_is_not_cached_is_told_after_two_questions(hub):
+    asked = hub(RuntimeError("Name or service not known"))
+    with pytest.raises(ConfigError, match=r"(?s)no folder 'Qwen/Qwen3-0.6X'.*service not known.*hf download") as caught:
+        load("Qwen/Qwen3-0.6X")
+    assert (caught.value.field, len(asked)) == ("engine.model.path", 2)
+    with pytest.raises(ConfigError) as caught:
+        positions_of(ModelSource(path="Qwen/Qwen3-0.6X"))
+    assert caught.value.field == "engine.model.path"
+
+
+def test_a_path_that_cannot_be_a_name_is_told_without_a_question(hub):
+    asked = hub(None)
+    for path in ("runs/sft/hf", "./model", "/no/model"):
+        with pytest.raises(ConfigError, match=f"no folder '{path}'"):
+            load(path, tokenizer=path)
+    assert not asked
+
+
+def test_what_is_cached_is_not_asked_for(hub, monkeypatch):
+    asked = hub(RuntimeError("no network"))
+    monkeypatch.setattr(huggingface_hub, "try_to_load_from_cache", lambda *_, **__: "/cache/config.json")
+    models.require_source("owner/name", "k")
+    assert not asked
+
+
+def test_a_hub_that_forbids_or_fails_is_left_to_transformers(hub):
+    hub(huggingface_hub.errors.OfflineModeIsEnabled("offline"))
+    models.require_source("owner/name", "k")
+
+
+@pytest.mark.parametrize("files", [{"config.json": QWEN}, {"config.json": QWEN, "tokenizer_config.json": {}}])
+def test_a_folder_without_a_tokenizer_is_refused_by_its_name(tmp_path, files):
+    """transformers makes an empty tokenizer of Qwen's kind for it."""
+    for name, content in files.items():
+        (tmp_path / name).write_text(json.dumps(content))
+    with pytest.raises(ConfigError, match=r"(?s)tokenizer.*tokenizer.json") as caught:
+        load(tmp_path)
+    assert caught.value.field == "engine.model.path"
+    assert str(tmp_path) in caught.value.what
+
+
+def test_a_runs_folder_is_told_from_the_model_in_it(tmp_path):
+    (tmp_path / "hf").mkdir()
+    (tmp_path / "hf" / "config.json").write_text("{}")
+    with pytest.raises(ConfigError, match=f"name {tmp_path}/hf"):
+        load(tmp_path)
+    with pytest.raises(ConfigError, match=f"name {tmp_path}/hf"):
+        positions_of(ModelSource(path=str(tmp_path)))
+
+
+def test_a_model_that_transformers_does_not_know_is_refused(tmp_path):
+    (tmp_path / "config.json").write_text('{"model_type": "nobody"}')
+    with pytest.raises(ConfigError, match="nobody") as caught:
+        positions_of(ModelSource(path=str(tmp_path)))
+    assert caught.value.field == "engine.model.path"
