@@ -93,6 +93,19 @@ def test_what_is_printed_reads_back_equal(file):
         ("data.source=null", "data.source", "one of the two"),
         ("data.source=[1]", "data.source", "text or a list"),
         ("run.epochs=1", "run.steps", "one of the two"),
+        ("run.steps=0", "run.steps", "0 is not a length"),
+        ("run.steps=0", "run.steps", "engine-train eval"),
+        ("run.steps=-2", "run.steps", "-2 is not a length"),
+        ("run={steps: null, epochs: 0}", "run.epochs", "0.0 is not a length"),
+        ("run={steps: null, epochs: .nan}", "run.epochs", "nan is not a length"),
+        ("run={steps: null, epochs: .inf}", "run.epochs", "inf is not a length"),
+        ("data.max_length=0", "data.max_length", "at least 1"),
+        ("data.max_length=-5", "data.max_length", "at least 1"),
+        ("eval={source: x, samples: 0}", "eval.samples", "at least 1"),
+        ("eval={source: x, sets: {a: {source: y, samples: 0}}}", "eval.sets.a.samples", "at least 1"),
+        ("eval={source: x, samples: 0, sets: {a: {source: y, samples: 2}}}", "eval.samples", "at least 1"),
+        ("data.reasoning_gym={datasets: [], heldout_share: 1.5}", "data.reasoning_gym.heldout_share", "[0, 1]"),
+        ("data.reasoning_gym={datasets: [], worked_share: -1}", "data.reasoning_gym.worked_share", "[0, 1]"),
         ("eval.every=2", "eval.source", "no held-out part"),
         ("eval.sets.a={samples: 2}", "eval.sets.a.source", "no held-out part"),
         ("eval.sets.a={source: x, samples: -1}", "eval.sets.a.samples", "at least 0"),
@@ -112,6 +125,50 @@ def test_a_wrong_key_or_value_is_named(file, override, field, said):
         load_config(RLConfig, file, [override])
     assert caught.value.field == field
     assert said in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("tree", "field", "said"),
+    [
+        ({"reward": {"name": "math"}}, "reward", "eval"),
+        ({"reward": {"name": "math"}, "eval": {"source": "x", "samples": 0}}, "reward", "eval.samples"),
+        ({"eval": {"source": "x", "samples": 4}}, "eval.samples", "reward"),
+        (
+            {"reward": {"name": "math"}, "eval": {"source": "x", "sets": {"a": {"source": "y", "samples": 0}}}},
+            "eval.sets.a.samples",
+            "at least 1",
+        ),
+    ],
+)
+def test_what_nothing_reads_in_sft_is_refused(tree, field, said):
+    base = {name: part for name, part in BASE.items() if name != "reward"}
+    with pytest.raises(ConfigError) as caught:
+        from_tree(SFTConfig, base | tree)
+    assert caught.value.field == field
+    assert said in str(caught.value)
+
+
+def test_sft_measures_the_loss_alone_or_the_accuracy_too():
+    base = {name: part for name, part in BASE.items() if name != "reward"}
+    for tree in (
+        {"eval": {"source": "x"}},
+        {"eval": {"source": "x", "samples": 0}},
+        {
+            "reward": {"name": "math"},
+            "eval": {"source": "x", "samples": 0, "sets": {"a": {"source": "y", "samples": 2}}},
+        },
+    ):
+        from_tree(SFTConfig, base | tree)
+
+
+def test_an_evaluation_on_generated_problems_needs_some():
+    tree = {**BASE, "data": {"reasoning_gym": {"datasets": [{"name": "chain_sum"}], "heldout_size": 0}}}
+    from_tree(RLConfig, tree)
+    with pytest.raises(ConfigError) as caught:
+        from_tree(RLConfig, {**tree, "eval": {}})
+    assert caught.value.field == "data.reasoning_gym.heldout_size"
+    # With samples 0 the generated problems are left out, and the sets by name are measured.
+    from_tree(RLConfig, {**tree, "eval": {"samples": 0, "sets": {"a": {"source": "x", "samples": 1}}}})
 
 
 @pytest.mark.parametrize("key", ["reward", "run.output_dir", "engine.model.path", "data"])
@@ -156,7 +213,7 @@ def test_one_completion_is_enough_where_no_group_is_compared(file):
 
 def test_every_option_of_the_trainer_has_a_reader():
     """A field that no line reads would be ignored in silence."""
-    from engine_trainer import algorithm_sections, config, sections
+    from engine_trainer import algorithm_sections, config, eval_sections, sections
 
     source = Path(config.__file__).parent
     trees = [ast.parse(path.read_text()) for path in source.rglob("*.py")]
@@ -168,7 +225,7 @@ def test_every_option_of_the_trainer_has_a_reader():
         for node in ast.walk(tree)
         if isinstance(node, ast.Attribute) and id(node) not in checks
     }
-    classes = [c for module in (algorithm_sections, config, sections) for c in vars(module).values()
+    classes = [c for module in (algorithm_sections, config, eval_sections, sections) for c in vars(module).values()
                if dataclasses.is_dataclass(c) and c.__module__ == module.__name__]  # fmt: skip
     assert len(classes) > 15
     assert not [f"{c.__name__}.{f.name}" for c in classes for f in dataclasses.fields(c) if f.name not in read]

@@ -17,13 +17,12 @@ from engine_trainer.algorithm_sections import (
     KLSection,
     OverlongSection,
 )
+from engine_trainer.eval_sections import EvalSection, EvalSet, HeldoutSection, check_evaluation
 from engine_trainer.sections import (
     AgentSection,
     ColumnsSection,
     DataSection,
     EngineSection,
-    EvalSection,
-    EvalSet,
     GymDataset,
     GymSection,
     OverlapSection,
@@ -56,10 +55,9 @@ class SFTConfig:
 
     def __post_init__(self) -> None:
         at_least("", self, 1, "batch_size")
-        _check_eval(self.eval, self.data)
-        if self.eval is not None and self.eval.sets and self.reward is None:
-            raise ConfigError("eval.sets", "without a reward", why="their problems are answered and judged",
-                              remedy="name a reward, or use eval.source alone for the loss")  # fmt: skip
+        _check_accuracy(self.eval, self.reward)
+        if self.eval is not None:
+            check_evaluation(self.eval, self.data, loss=True)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -79,7 +77,8 @@ class RLConfig:
     overlap: OverlapSection = field(default_factory=OverlapSection)
 
     def __post_init__(self) -> None:
-        _check_eval(self.eval, self.data)
+        if self.eval is not None:
+            check_evaluation(self.eval, self.data, loss=False)
         if self.rollout.n < 2 and (not self.algorithm.by_token or self.algorithm.dynamic_sampling.enabled):
             raise ConfigError("rollout.n", f"{self.rollout.n} completion a prompt", why="a group is compared with itself",
                               remedy="draw at least 2, or use advantage: gae or reinforce_pp without dynamic sampling")  # fmt: skip
@@ -92,6 +91,23 @@ class RLConfig:
                               remedy="use 1.0; eval.temperature may be 0")  # fmt: skip
 
 
+def _check_accuracy(section: EvalSection | None, reward: RewardSection | None) -> None:
+    """Raise ``ConfigError`` for a reward that judges nothing, or problems that nothing judges."""
+    if reward is None:
+        if section is not None and section.sets:
+            raise ConfigError("eval.sets", "without a reward", why="their problems are answered and judged",
+                              remedy="name a reward, or use eval.source alone for the loss")  # fmt: skip
+        if section is not None and section.samples > 1:
+            raise ConfigError("eval.samples", f"{section.samples} without a reward", why="nothing is answered, only the loss is measured",
+                              remedy="name a reward for the accuracy, or leave it out")  # fmt: skip
+    elif section is None:
+        raise ConfigError("reward", "nothing reads it without eval", why="SFT learns from responses; a reward measures accuracy",
+                          remedy="name held-out problems (eval.source), or set reward: null")  # fmt: skip
+    elif not section.samples and not section.sets:
+        raise ConfigError("reward", "nothing reads it with eval.samples: 0", why="only the loss is measured",
+                          remedy="set eval.samples to 1 or more, or reward: null")  # fmt: skip
+
+
 def _check_overlap(config: RLConfig) -> None:
     if config.overlap.mode == "none":
         return
@@ -101,21 +117,6 @@ def _check_overlap(config: RLConfig) -> None:
     if config.algorithm.old_log_probs == "engine" and not config.algorithm.correction.enabled:
         raise ConfigError("overlap.mode", f"{config.overlap.mode} needs a correction", why="older weights made the completions",
                           remedy="algorithm.correction.weight: token, or algorithm.old_log_probs: rollout")  # fmt: skip
-
-
-@dataclass(frozen=True, kw_only=True)
-class HeldoutSection:
-    """Held-out pairs of preferences, before the first step and after the last one at least."""
-
-    source: str  # a file or folder
-    split: str | None = None  # as data.split
-    every: int = 0  # steps; 0: only before and after
-    max_pairs: int | None = None
-
-    def __post_init__(self) -> None:
-        at_least("eval", self, 0, "every")
-        if self.max_pairs is not None:
-            at_least("eval", self, 1, "max_pairs")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -183,8 +184,3 @@ def _check_pairs(config: DPOConfig | RewardModelConfig, model_type: str) -> None
         if getattr(data.columns, name) is not None:
             raise ConfigError(f"data.columns.{name}", "nothing reads it for pairs",
                               remedy="columns are named prompt, chosen and rejected; data.columns.prompt renames the first")  # fmt: skip
-
-
-def _check_eval(section: EvalSection | None, data: DataSection) -> None:
-    if section is not None:
-        section.all_sets(data)

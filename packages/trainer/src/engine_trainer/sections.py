@@ -6,6 +6,7 @@ can be told is written down once. Every field has a reader.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
@@ -90,6 +91,10 @@ class GymSection:
     def __post_init__(self) -> None:
         at_least("data.reasoning_gym", self, 1, "size")
         at_least("data.reasoning_gym", self, 0, "skip", "heldout_size")
+        for name in ("heldout_share", "worked_share"):
+            if not 0 <= getattr(self, name) <= 1:
+                raise ConfigError(f"data.reasoning_gym.{name}", f"{getattr(self, name)} is no share",
+                                  remedy="give a number in [0, 1]")  # fmt: skip
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -133,6 +138,8 @@ class DataSection:
         if (self.source is None) == (self.reasoning_gym is None):
             raise ConfigError("data.source", "give data.source or data.reasoning_gym, one of the two",
                               remedy="data.source: a .jsonl, .parquet or .arrow file, a folder of them, or hf://datasets/owner/name")  # fmt: skip
+        if self.max_length is not None:
+            at_least("data", self, 1, "max_length")
         if "{prompt}" not in self.prompt_template:
             raise ConfigError("data.prompt_template", f"{self.prompt_template!r} has no {{prompt}}",
                               remedy="write {prompt} where the question goes")  # fmt: skip
@@ -161,10 +168,10 @@ class RunSection:
     def __post_init__(self) -> None:
         if (self.steps is None) == (self.epochs is None):
             raise ConfigError("run.steps", "give run.steps or run.epochs, one of the two", remedy="run.steps: 100")
-        if (self.steps if self.steps is not None else self.epochs or 0) <= 0:
-            raise ConfigError(
-                "run.steps", f"{self.steps or self.epochs} is not a length", remedy="give a number above 0"
-            )
+        name, length = ("steps", self.steps) if self.steps is not None else ("epochs", self.epochs)
+        if length is None or not 0 < length < math.inf:  # not a number is none either
+            raise ConfigError(f"run.{name}", f"{length} is not a length",
+                              remedy="give a number above 0; `engine-train eval` measures a model without training it")  # fmt: skip
         at_least("run", self, 1, "log_every")
         at_least("run", self, 0, "save_every", "keep")
 
@@ -311,82 +318,6 @@ class AgentSection:
             at_least("agent", self, 1, "max_turn_tokens")
         if self.timeout_s is not None and not self.timeout_s > 0:
             raise ConfigError("agent.timeout_s", f"{self.timeout_s} is not a time", remedy="give seconds above 0, or null")  # fmt: skip
-
-
-@dataclass(frozen=True, kw_only=True)
-class EvalSet:
-    """One held-out set of ``eval.sets``."""
-
-    source: str | None = None  # as data.source; null: the held-out problems of data.reasoning_gym
-    split: str | None = None  # as data.split
-    samples: int | None = None  # completions a problem; null: eval.samples
-    temperature: float | None = None  # 0: greedy; null: eval.temperature
-    max_problems: int | None = None
-
-    def check(self, key: str) -> None:
-        """Raise ``ConfigError`` for values that make no sense."""
-        at_least(key, self, 0, *(n for n in ("samples", "temperature") if getattr(self, n) is not None))
-        if self.max_problems is not None:
-            at_least(key, self, 1, "max_problems")
-        if self.temperature == 0 and (self.samples or 0) > 1:
-            raise ConfigError(f"{key}.samples", f"{self.samples} at temperature 0", why="greedy completions are all equal",
-                              remedy="use 1 sample, or a temperature above 0")  # fmt: skip
-
-
-@dataclass(frozen=True, kw_only=True)
-class EvalSection:
-    """Evaluation on held-out problems, before the first step and after the last one at least.
-
-    ``source`` and what belongs to it is one set, reported as ``eval/…``; ``sets`` are more, reported as ``eval/NAME/…``.
-    """
-
-    source: str | None = None  # a file or folder; null: the held-out problems of data.reasoning_gym
-    split: str | None = None  # as data.split
-    every: int = 0  # steps; 0: only before and after
-    samples: int = 1  # completions a problem; 0: only the loss (SFT)
-    temperature: float = 1.0  # 0: greedy
-    max_problems: int | None = None
-    sets: Mapping[str, EvalSet] = field(default_factory=dict[str, EvalSet])
-
-    def __post_init__(self) -> None:
-        at_least("eval", self, 0, "every")
-        self._own.check("eval")
-        for name in self.sets:
-            if not name or not all(c.isalnum() or c in "._-" for c in name) or name.startswith("."):
-                raise ConfigError(
-                    f"eval.sets.{name}", "not a name for metrics and files", remedy="use letters, digits, - _ ."
-                )
-
-    @property
-    def _own(self) -> EvalSet:
-        return EvalSet(source=self.source, split=self.split, samples=self.samples, temperature=self.temperature,
-                       max_problems=self.max_problems)  # fmt: skip
-
-    def own_set(self, data: DataSection) -> EvalSet | None:
-        """The set without a name, where it has something to read."""
-        return self._own if self.source is not None or data.reasoning_gym is not None else None
-
-    def all_sets(self, data: DataSection) -> dict[str, EvalSet]:
-        """Every set by name, the one without a name as an empty text, with all values filled in.
-
-        Raises ``ConfigError``: values that make no sense, a set that has nothing to read, no set at all.
-        """
-        own = self.own_set(data)
-        sets = {"": own} if own is not None else {}
-        for name, given in self.sets.items():
-            sets[name] = replace(given, samples=self.samples if given.samples is None else given.samples,
-                                 temperature=self.temperature if given.temperature is None else given.temperature)  # fmt: skip
-            sets[name].check(f"eval.sets.{name}")
-            if given.source is None and data.reasoning_gym is None:
-                raise _nothing_held_out(f"eval.sets.{name}.source")
-        if not sets:
-            raise _nothing_held_out("eval.source")
-        return sets
-
-
-def _nothing_held_out(key: str) -> ConfigError:
-    return ConfigError(key, "missing", why="data.source has no held-out part of its own",
-                       remedy="name a file of problems that are not trained on, or leave eval out")  # fmt: skip
 
 
 def at_least(section: str, part: object, low: float, *names: str) -> None:

@@ -11,7 +11,8 @@ from engine_trainer.data.datasets import PromptDataset
 from engine_trainer.data.gym import gym_examples
 from engine_trainer.data.layouts import Example, Need, to_examples
 from engine_trainer.data.readers import read_rows
-from engine_trainer.sections import DataSection, EvalSection, EvalSet, RolloutSection
+from engine_trainer.eval_sections import EvalSection, EvalSet
+from engine_trainer.sections import DataSection, RolloutSection
 
 
 @dataclass(frozen=True, kw_only=True)
