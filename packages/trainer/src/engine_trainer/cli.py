@@ -1,4 +1,7 @@
-"""``engine-train sft|rl|dpo|rm|eval CONFIG [key.sub=value …]``. Exit status: 0 done, 1 the run failed, 2 wrong usage or input."""
+"""``engine-train sft|rl|dpo|rm|eval CONFIG [key.sub=value …]``.
+
+Exit status: 0 done (or stopped by Ctrl-C and saved), 1 the run failed, 2 wrong usage or input, 130 aborted by a second Ctrl-C.
+"""
 
 from __future__ import annotations
 
@@ -8,14 +11,17 @@ import logging
 import sys
 import traceback
 from collections.abc import Sequence
+from pathlib import Path
 
 from engine_api.errors import ConfigError, EngineError, RankFailure
+from engine_trainer.checkpoints import Checkpoints
 from engine_trainer.config import Config, DPOConfig, RewardModelConfig, RLConfig, SFTConfig
 from engine_trainer.errors import DataError
 from engine_trainer.loading import load_config, to_yaml
 from engine_trainer.runtime import Outcome, global_rank, world_size
 
 DONE, FAILED, USAGE = 0, 1, 2
+ABORTED = 130  # as a shell has it for SIGINT
 CONFIGS: dict[str, type[Config]] = {
     "sft": SFTConfig,
     "rl": RLConfig,
@@ -29,18 +35,20 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run the command; errors that the contract knows are printed without a traceback (``--debug`` shows it)."""
     options = _parser().parse_intermixed_args(argv)
     _set_up_logging()
+    config: Config | None = None
     try:
-        return _run(options)
+        config = load_config(CONFIGS[options.task], options.config, options.overrides)
+        return _run(options, config)
     except EngineError as error:
         _report(error, debug=options.debug)
         return USAGE if isinstance(error, ConfigError | DataError) else FAILED
     except KeyboardInterrupt:
-        _say("aborted; the last checkpoint stands, the same command goes on from there")
-        return FAILED
+        if global_rank() == 0:
+            _say(_aborted(options.task, config))
+        return ABORTED
 
 
-def _run(options: argparse.Namespace) -> int:
-    config = load_config(CONFIGS[options.task], options.config, options.overrides)
+def _run(options: argparse.Namespace, config: Config) -> int:
     if options.print_config:
         if global_rank() == 0:
             print(to_yaml(config), end="")
@@ -94,6 +102,17 @@ def _require_ray() -> None:
         raise ConfigError(
             "launcher", "ray is not installed", remedy="pip install engine-trainer[ray], or launcher: none"
         )
+
+
+def _aborted(task: str, config: Config | None) -> str:
+    """What an interrupted command leaves."""
+    if config is None or task == "eval":
+        return "aborted"
+    steps = Checkpoints(Path(config.run.output_dir) / "checkpoints", keep=config.run.keep).steps()
+    if not steps:
+        return "aborted; there is no checkpoint yet, the same command begins anew"
+    again = "the same command" if config.run.resume == "auto" else "run.resume=auto"
+    return f"aborted; the checkpoint of step {max(steps)} stands, {again} goes on from there"
 
 
 def _close(outcome: Outcome, *, report: bool) -> None:

@@ -1,0 +1,172 @@
+"""Ctrl-C at a terminal, with real processes: one clear line, the shell's status for it, and nothing that goes on."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import time
+from pathlib import Path
+
+import pytest
+from ray_runs import ON_RAY, start, tree
+
+from engine_trainer.cli import main
+
+REWARD = """
+import os, pathlib, time
+
+def score(sample):
+    pathlib.Path({marks!r}, str(os.getpid())).touch()
+    while not pathlib.Path({go!r}).exists():
+        time.sleep(0.05)
+    return float(len(sample.completion))
+"""
+PRESS_S = 1.5  # between two: within a second they count as one
+
+
+def below(pid: int) -> set[int]:
+    """All processes of its session and those that they have started, zombies too."""
+    parents = {}
+    for entry in Path("/proc").glob("[0-9]*"):
+        try:
+            fields = (entry / "stat").read_text().rpartition(")")[2].split()
+        except (FileNotFoundError, ProcessLookupError):
+            continue
+        parents[int(entry.name)] = int(fields[1])
+    found, new = {pid}, {pid}
+    while new:
+        new = {child for child, parent in parents.items() if parent in new} - found
+        found |= new
+    return found - {pid}
+
+
+def alive(pids: set[int]) -> dict[int, str]:
+    found = {}
+    for pid in pids:
+        try:
+            found[pid] = Path(f"/proc/{pid}/cmdline").read_text().replace("\0", " ")[:200]
+        except (FileNotFoundError, ProcessLookupError):
+            continue
+    return found
+
+
+def gone(pids: set[int], seconds: float) -> dict[int, str]:
+    """Those that are left after that time."""
+    end = time.monotonic() + seconds
+    while (left := alive(pids)) and time.monotonic() < end:
+        time.sleep(0.1)
+    return left
+
+
+@pytest.fixture
+def running(tmp_path, sums_model):
+    """Starts a run whose reward never returns, and waits until it judges."""
+    (marks := tmp_path / "marks").mkdir()
+    (tmp_path / "slow.py").write_text(REWARD.format(go=str(tmp_path / "go"), marks=str(marks)))
+    made: list[subprocess.Popen[str]] = []
+
+    def begin(**sections) -> subprocess.Popen[str]:
+        reward = {
+            "name": None,
+            "function": f"{tmp_path}/slow.py:score",
+            "timeout_s": None,
+            **sections.pop("reward", {}),
+        }
+        made.append(start(tree(sums_model, tmp_path / "out", reward=reward, **sections), tmp_path / "config.yaml"))
+        end = time.monotonic() + 120
+        while not list(marks.iterdir()):
+            assert made[-1].poll() is None, made[-1].stdout.read()
+            assert time.monotonic() < end, "it never judged"
+            time.sleep(0.1)
+        return made[-1]
+
+    yield begin
+    for process in made:
+        if process.poll() is None:
+            os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+        process.stdout.close()
+
+
+def press(process: subprocess.Popen[str], *, times: int) -> None:
+    """As a terminal does: to all processes of the foreground."""
+    for _ in range(times):
+        os.killpg(process.pid, signal.SIGINT)
+        time.sleep(PRESS_S)
+
+
+WHERE = ["here", "workers", pytest.param("ray", marks=[pytest.mark.slow, pytest.mark.distributed])]
+
+
+def placed(where: str) -> dict:
+    if where == "ray":
+        pytest.importorskip("ray", reason="the extra ray")
+        return {"launcher": "ray", "ray": {**ON_RAY, "engines": 1}}
+    return {"reward": {"workers": 2}} if where == "workers" else {}
+
+
+@pytest.mark.parametrize("where", WHERE)
+def test_one_press_ends_the_step_and_saves(running, tmp_path, where):
+    process = running(**placed(where), run={"save_every": 0})
+    others = below(process.pid)
+    press(process, times=1)
+    (tmp_path / "go").touch()
+    said, _ = process.communicate(timeout=60)
+    assert process.returncode == 0, said
+    assert "stopped after step 1 of 3, saved" in said
+    assert (tmp_path / "out" / "checkpoints" / "step-000001" / "manifest.json").is_file()
+    assert gone(others, 15) == {}
+
+
+@pytest.mark.parametrize("where", WHERE)
+def test_a_second_press_ends_it_with_one_line_and_leaves_nothing(running, where):
+    process = running(**placed(where))
+    others = below(process.pid)
+    press(process, times=2)
+    said, _ = process.communicate(timeout=60)
+    assert process.returncode == 130
+    assert "Traceback" not in said
+    (line,) = [line for line in said.splitlines() if "aborted" in line]
+    assert "no checkpoint" in line
+    assert gone(others, 15) == {}
+
+
+@pytest.mark.slow
+@pytest.mark.distributed
+def test_a_press_while_the_cluster_starts_leaves_none(tmp_path, sums_model):
+    pytest.importorskip("ray", reason="the extra ray")
+    process = start(
+        tree(sums_model, tmp_path / "out", launcher="ray", ray={**ON_RAY, "engines": 1}), tmp_path / "config.yaml"
+    )
+    end = time.monotonic() + 60
+    while not any("gcs_server" in line for line in alive(below(process.pid)).values()):
+        assert time.monotonic() < end
+        time.sleep(0.02)
+    others = below(process.pid)
+    os.killpg(process.pid, signal.SIGINT)
+    said, _ = process.communicate(timeout=60)
+    assert (process.returncode, said.splitlines()[-1:]) == (
+        130,
+        ["aborted; there is no checkpoint yet, the same command begins anew"],
+    ), said
+    assert gone(others, 15) == {}
+
+
+@pytest.mark.parametrize("resume", ["auto", "never"])
+def test_an_aborted_command_says_what_stands(tmp_path, sft_file, monkeypatch, capsys, resume):
+    def interrupted(_):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("engine_trainer.sft.train_sft", interrupted)
+    out = tmp_path / "stands"
+    arguments = ["sft", str(sft_file), f"run.output_dir={out}", f"run.resume={resume}"]
+    assert main(arguments) == 130
+    assert capsys.readouterr().err == "aborted; there is no checkpoint yet, the same command begins anew\n"
+    for step in (8, 12):
+        (out / "checkpoints" / f"step-{step:06d}").mkdir(parents=True)
+        (out / "checkpoints" / f"step-{step:06d}" / "manifest.json").write_text("{}")
+    (out / "checkpoints" / "step-000016.partial").mkdir()
+    assert main(arguments) == 130
+    again = {"auto": "the same command", "never": "run.resume=auto"}[resume]
+    assert capsys.readouterr().err == f"aborted; the checkpoint of step 12 stands, {again} goes on from there\n"
