@@ -28,7 +28,8 @@ MODEL: dict[str, Any] = {
 CHAT_TEMPLATE = (
     "{{ bos_token }}{% for m in messages %}"
     "{% if m['role'] == 'user' %}<|user|>{{ m['content'] }}"
-    "{% elif m['role'] == 'assistant' %}<|assistant|>{{ m['content'] }}{{ eos_token }}{% endif %}"
+    "{% elif m['role'] == 'assistant' %}<|assistant|>{{ m['content'] }}{{ eos_token }}"
+    "{% else %}{{ raise_exception('this template knows the roles user and assistant, not ' + m['role']) }}{% endif %}"
     "{% endfor %}{% if add_generation_prompt %}<|assistant|>{% endif %}"
 )
 PAD, BOS, EOS, *TURNS = SPECIAL = ["<|pad|>", "<|bos|>", "<|eos|>", "<|user|>", "<|assistant|>"]

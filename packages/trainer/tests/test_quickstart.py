@@ -1,0 +1,42 @@
+"""recipes/quickstart/prepare.py: the chat template of the model that the quickstart and the first hour begin with."""
+
+from __future__ import annotations
+
+import importlib.util
+from pathlib import Path
+
+import jinja2
+import pytest
+
+from engine_trainer.data import ChatTokenizer, Example
+from engine_trainer.errors import DataError
+from engine_trainer.sections import DataSection
+
+PREPARE = Path(__file__).parents[3] / "recipes" / "quickstart" / "prepare.py"
+
+
+@pytest.fixture
+def quickstart(tokenizer_of):
+    spec = importlib.util.spec_from_file_location("quickstart_prepare", PREPARE)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return tokenizer_of(module.CHAT_TEMPLATE)
+
+
+def turn(role: str, content: str) -> dict[str, str]:
+    return {"role": role, "content": content}
+
+
+def test_a_question_and_its_answer(quickstart):
+    text = quickstart.apply_chat_template([turn("user", "hi"), turn("assistant", "ho")], tokenize=False)
+    assert text == "<|bos|><|user|>hi<|assistant|>ho<|eos|>"
+
+
+@pytest.mark.parametrize("role", ["system", "tool", "developer"])
+def test_a_role_that_it_does_not_know_is_refused(quickstart, role):
+    """Served by vLLM or transformers, too: whoever sends it would think that the model has read it."""
+    with pytest.raises(jinja2.TemplateError, match=role):
+        quickstart.apply_chat_template([turn(role, "be brief"), turn("user", "hi")], tokenize=False)
+    example = Example(messages=[turn("user", "hi"), turn(role, "4"), turn("assistant", "ho")], file="f", number=3)
+    with pytest.raises(DataError, match=f"(?s)f:3.*{role}"):
+        ChatTokenizer(quickstart, DataSection(source="f")).document(example)
