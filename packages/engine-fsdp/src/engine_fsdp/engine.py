@@ -23,12 +23,13 @@ from engine_api.errors import ConfigError, EngineStateError
 from engine_api.hf_folder import save_hf
 from engine_api.manifest import Entry
 from engine_api.optimizers import build_optimizer
+from engine_api.prepare import MicroBatches
 from engine_api.registry import Resolution
 from engine_api.results import TokenOutputs
 from engine_api.weights import ShardExport, ShardSpec, WeightExport
 from engine_fsdp import checkpoint, export, lora
 from engine_fsdp.attention import choose_kernel
-from engine_fsdp.model import Kind, PackedModel, blocks_of, build_model, pack_inputs
+from engine_fsdp.model import Kind, PackedModel, blocks_of, build_model, document_limit, pack_inputs
 from engine_fsdp.optimizer import clip, move_state
 from engine_fsdp.options import fsdp_options
 from engine_fsdp.parallel import (
@@ -75,6 +76,7 @@ class FSDPEngine(BaseEngine):
         built = build_model(config, self.kind, layout.ulysses)
         lm, self.folder = built.lm, built.folder
         self.vocab_size = int(lm.config.get_text_config().vocab_size)
+        self._limit_documents(lm.config)
         if config.lora is not None:
             lora.inject(lm, config.lora)
         self.module = PackedModel(lm, kind=self.kind, logit_chunk=config.memory.logit_chunk, group=layout.ulysses_group)
@@ -97,6 +99,14 @@ class FSDPEngine(BaseEngine):
             for block in blocks:
                 block.compile(mode=self.options.compile_mode)
 
+    def _limit_documents(self, hf_config: Any) -> None:
+        self.document_limit = document_limit(hf_config)
+        padding = self.config.memory.pad_to_multiple * self.layout.ulysses  # becomes a document of its own
+        if self.document_limit and padding > self.document_limit.tokens:
+            raise ConfigError("memory.pad_to_multiple", f"padding of up to {padding} tokens, this model takes {self.document_limit.tokens}",
+                              why=f"beyond that its RoPE ({self.document_limit.kind}) changes for all documents",
+                              remedy="choose a smaller one")  # fmt: skip
+
     def _materialize(self, lm: Any, home: torch.device) -> None:
         self.module.to_empty(device=home)
         lm.tie_weights()  # to_empty gave each module a parameter of its own
@@ -109,6 +119,11 @@ class FSDPEngine(BaseEngine):
             lm.get_submodule(owner)._buffers[leaf] = buffer.to(self.device)  # noqa: SLF001
 
     # --- running -------------------------------------------------------------------------------
+
+    def _prepare(self, batch: Batch, *, needs_weight: bool) -> MicroBatches:
+        if limit := self.document_limit:
+            together(self.comm, lambda: limit.check(batch.lengths))
+        return super()._prepare(batch, needs_weight=needs_weight)
 
     def forward_step(
         self, batch: Batch, *, needs: Sequence[str], temperature: float, coefficients: Tensor | None = None

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from engine_api.batch import Batch
 from engine_api.config import EngineConfig, near_matches
-from engine_api.errors import ConfigError, UnsupportedCapability
+from engine_api.errors import BatchError, ConfigError, UnsupportedCapability
 from engine_api.hf_folder import fetch
 from engine_api.hf_names import Piece, pieces_of
 from engine_api.results import TokenOutputs
@@ -141,6 +141,7 @@ def build_model(config: EngineConfig, kind: Kind, ulysses: int) -> BuiltModel:
             hf_config, attn_implementation=attention.NAME, dtype=DTYPES[config.precision.master],
             trust_remote_code=config.model.trust_remote_code,
         )  # fmt: skip
+    _refuse_biased_head(lm, kind)
     if config.memory.recompute == "full":
         lm.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     return BuiltModel(lm=lm, pieces=pieces_of(lm), folder=folder, materialized=random)
@@ -185,6 +186,42 @@ def _refuse_unknown_head(hf_config: Any) -> None:
         if value is not None and value != 1.0:
             raise UnsupportedCapability(f"{key}={value}", where="engine-fsdp", why="its head computes plain h W^T",
                                         remedy="use another backend for this model family")  # fmt: skip
+
+
+def _refuse_biased_head(lm: Any, kind: Kind) -> None:
+    if kind == "language_model" and getattr(lm.get_output_embeddings(), "bias", None) is not None:
+        raise UnsupportedCapability("an output head with a bias", where=f"engine-fsdp with {type(lm).__name__}",
+                                    why="its head computes plain h W^T", remedy="use another backend for this model family")  # fmt: skip
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class DocumentLimit:
+    """From how many positions on transformers takes RoPE's frequencies from the longest document of a pack."""
+
+    tokens: int
+    kind: str
+
+    def check(self, lengths: Sequence[int]) -> None:
+        """Raise ``BatchError`` for a longer document: others beside it would be computed with its frequencies."""
+        for index, length in enumerate(lengths):
+            if length > self.tokens:
+                raise BatchError("cu_seqlens", f"document {index} has {length} tokens, this model takes {self.tokens}", index=index,
+                                 why=f"beyond that its RoPE ({self.kind}) follows the longest document of a pack, and changes the others",
+                                 remedy="shorten the document, or use a model or backend whose RoPE does not")  # fmt: skip
+
+
+def document_limit(hf_config: Any) -> DocumentLimit | None:
+    """The limit of a model whose RoPE depends on length, or None."""
+    text = hf_config.get_text_config()
+    rope: Mapping[str, Any] = getattr(text, "rope_parameters", None) or {}
+    found: list[DocumentLimit] = []
+    for part in [rope] if "rope_type" in rope else rope.values():  # one, or one a kind of layer
+        kind = str(part.get("rope_type", "default")) if isinstance(part, Mapping) else "default"
+        if "dynamic" in kind:
+            found.append(DocumentLimit(tokens=int(text.max_position_embeddings), kind=kind))
+        elif kind == "longrope":
+            found.append(DocumentLimit(tokens=int(part["original_max_position_embeddings"]), kind=kind))
+    return min(found, key=lambda limit: limit.tokens, default=None)
 
 
 def blocks_of(lm: Any) -> list[nn.Module]:

@@ -24,6 +24,8 @@ from engine_fsdp.parallel import Layout
 
 log = logging.getLogger("engine_fsdp")
 
+_FLOATING = ("F64", "F32", "F16", "BF16")  # as safetensors names them
+
 
 @dataclass(kw_only=True)
 class ShardedParam:
@@ -151,6 +153,10 @@ def _read_piece(handle: Any, entry: ShardedParam, piece: Piece) -> None:
     if tuple(source.get_shape()) != piece.shape:
         raise ConfigError("model.path", f"{piece.name} is {tuple(source.get_shape())}, config.json says {piece.shape}",
                           remedy="use files and config.json of the same model")  # fmt: skip
+    if source.get_dtype() not in _FLOATING:
+        raise ConfigError("model.path", f"{piece.name} is stored as {source.get_dtype()}",
+                          why="this engine reads floating-point weights as they are, not quantized ones",
+                          remedy="use the model's bf16, fp16 or fp32 files")  # fmt: skip
     target = piece.view(entry.local.detach(), entry.first)
     if piece.expert is None and piece.shape:
         if rows:
