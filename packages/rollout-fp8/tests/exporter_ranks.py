@@ -221,7 +221,7 @@ class Failing(Shards):
             elif self.what == "dtype":
                 yield name, shard.bfloat16(), spec
             elif self.what == "layout":
-                yield name, shard.t().contiguous().t(), spec
+                yield name, torch.cat([shard, shard], 1)[:, : shard.shape[1]], spec  # rows that lie apart
             else:
                 raise MemoryError("no memory on rank 1")
 

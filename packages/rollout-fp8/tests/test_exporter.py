@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+import torch
 import torch.multiprocessing as mp
 from exporter_ranks import RESOLUTION, Shards, different, exporter, failing, poisoned, run
 from served_model import checkpoint
@@ -75,3 +76,17 @@ def test_a_model_that_the_layer_table_does_not_know_is_refused(tmp_path) -> None
         Exporter(resolution=RESOLUTION, model=model, dtype="int8")
     with pytest.raises(ConfigError, match=r"rollout\.quantization"):
         Exporter(resolution=RESOLUTION, model=model, dtype="bfloat16", quantization="int4")
+
+
+def test_shards_may_lie_in_memory_as_they_like(tmp_path) -> None:
+    export = exporter(tmp_path, "fp8")
+    weights = {name: tensor.t().contiguous().t() for name, tensor in checkpoint(0).items()}
+    got = {name: tensor.clone() for name, tensor in export.export(Shards(weights, 0, 1))}
+    for name, tensor in exporter(tmp_path, "fp8").export(Shards(checkpoint(0), 0, 1)):
+        assert torch.equal(got[name].view(torch.uint8), tensor.view(torch.uint8)), name
+
+
+def test_shards_that_cannot_be_sent_as_they_are_cut_are_refused(tmp_path) -> None:
+    weights = {"model.layers.0.mlp.up_proj.weight": torch.zeros(2, 128, 128)}
+    with pytest.raises(RolloutError, match=r"cannot be sent as they are cut[^$]*two dimensions"):
+        list(exporter(tmp_path, "fp8").export(Shards(weights, 0, 1)))

@@ -26,6 +26,9 @@ class Elsewhere:
         self.non_blocking.append(non_blocking)
         return self
 
+    def is_contiguous(self) -> bool:
+        return True
+
 
 @pytest.mark.parametrize("queued", [False, True], ids=["host", "device"])
 def test_what_comes_to_the_host_has_come_before_it_is_read(monkeypatch, queued) -> None:

@@ -335,6 +335,30 @@ def test_a_plain_export_with_a_name_twice_or_of_integers_or_empty_is_refused() -
             collect(export, device=CPU, dtype=torch.float32, architecture=None, scales="fp32", audit=True)
 
 
+def test_a_tensor_of_a_plain_export_may_lie_in_memory_as_it_likes() -> None:
+    weights = {name: tensor.t().contiguous().t() for name, tensor in checkpoint(0).items()}
+    model = ServedModel()
+    SyncSession(InProcess([model])).run(stream_of(weights, fp8=False), 0)
+    want = expected(checkpoint(0), ServedModel(), fp8=False)
+    for name, parameter in model.named_parameters():
+        assert torch.equal(parameter, want[name]), name
+
+
+def test_a_server_that_cuts_within_a_word_of_the_audit_is_refused_by_name_of_the_reason() -> None:
+    class Odd(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = torch.nn.Parameter(torch.zeros(4, 3, dtype=torch.bfloat16), requires_grad=False)
+
+        def load_weights(self, weights):
+            for _, tensor in weights:
+                self.weight.data.copy_(tensor[:, 3:])
+
+    model, stream = Odd(), stream_of({"weight": torch.randn(4, 6)}, fp8=False, dtype=torch.bfloat16)
+    with pytest.raises(RolloutError, match=r"cannot compare[^$]*columns? 3 [^$]*to do: .*tensor_parallel_size"):
+        Receiver(model, stream.plan, model.load_weights)
+
+
 def test_a_box_is_found_in_every_dimension() -> None:
     from rollout_fp8.receiver import intersection
 

@@ -16,7 +16,7 @@ from engine_api.weights import ShardExport, ShardSpec, assemble
 from rollout_fp8.audit import MODULUS
 from rollout_fp8.checksum import BoundChecksum, ChecksumPlan
 from rollout_fp8.kernels.cast import CastPlan
-from rollout_fp8.kernels.table import Layout, layouts, misfit
+from rollout_fp8.kernels.table import Layout, layouts, misfit, rows_of
 from rollout_fp8.phases import Phases
 from rollout_fp8.plan import WHERE, Bucket, ExportPlan, Source
 from rollout_fp8.quantize import QuantizePlan, ScalePolicy
@@ -125,11 +125,17 @@ class Filler:
         )
 
     def _here(self, shard: Tensor) -> Tensor:
-        # To the host a copy that does not wait would be read before it is there.
-        return shard if shard.device.type == self.device.type else shard.to(self.device, non_blocking=self._is_queued)
+        if shard.device.type != self.device.type:
+            # To the host a copy that does not wait would be read before it is there.
+            shard = shard.to(self.device, non_blocking=self._is_queued)
+        return shard if shard.is_contiguous() else _in_rows(shard)
 
     def _compute(self, bucket: Bucket, mine: Sequence[Tensor], buffer: Tensor) -> None:
-        work = self._work.get(id(bucket)) or self._prepare(bucket, mine, buffer)
+        try:
+            work = self._work.get(id(bucket)) or self._prepare(bucket, mine, buffer)
+        except ValueError as error:  # a plan's: words that are cut, or no weight of two dimensions
+            raise RolloutError("the engine's shards cannot be sent as they are cut", where=WHERE, why=str(error),
+                               remedy="another layout of the engine (engine.parallelism), or rollout.name=local") from error  # fmt: skip
         work.run(mine, self._sums)
 
     def _prepare(self, bucket: Bucket, mine: Sequence[Tensor], buffer: Tensor) -> _Work:
@@ -231,6 +237,15 @@ class Reader:
         if shard.dtype != source.stored or shard.shape != box.shape:
             raise _changed(f"{name} {box.shape} {source.stored}", f"{tuple(shard.shape)} {shard.dtype}")
         return shard
+
+
+def _in_rows(shard: Tensor) -> Tensor:
+    """As kernels read it: rows at one distance. The contract says nothing of an export's strides."""
+    try:
+        rows_of(layouts([shard])[0])
+    except ValueError:
+        return shard.contiguous()
+    return shard
 
 
 def there(value: T | None) -> T:

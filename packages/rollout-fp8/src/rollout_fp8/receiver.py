@@ -56,7 +56,11 @@ class Receiver:
         unlike = self._unlike_marks()
         self._readable = [region for region in self.regions if region.name not in unlike]
         boxes, views = [region.box for region in self._readable], self._views()
-        self._checksums = ChecksumPlan(layouts(views), boxes, list(range(len(boxes))))
+        try:
+            self._checksums = ChecksumPlan(layouts(views), boxes, list(range(len(boxes))))
+        except ValueError as error:
+            raise RolloutError("cannot compare what is served with what is sent", where=WHERE, why=str(error),
+                               remedy="use another tensor_parallel_size, or rollout.name=local") from error  # fmt: skip
         self._live = None if self._packed else self._checksums.bind(views)  # unpacked copies are made for each audit
 
     @property
