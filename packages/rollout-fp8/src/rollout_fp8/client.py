@@ -15,8 +15,8 @@ from typing import Any, cast
 import torch
 
 from engine_api.devices import device_of
-from engine_api.errors import ConfigError, RolloutError
-from engine_api.registry import Resolution
+from engine_api.errors import ConfigError, EngineError, RolloutError
+from engine_api.registry import Resolution, RolloutRegistry
 from engine_api.requests import check_version
 from engine_api.rollout import Completion, Generation, SamplingParams, SyncResult
 from engine_api.weights import WeightExport
@@ -42,7 +42,7 @@ class RemoteRollout:
 
     Args:
         name: of the registered rollout that the server hosts.
-        device: ``cuda`` or ``cpu``; a server that is started here gets this process's current GPU (and its neighbours,
+        device: ``cuda``, ``cpu`` or ``auto``; a server that is started here gets this process's current GPU (and its neighbours,
             ``tensor_parallel_size`` in all).
         arguments: what ``RolloutRegistry.create`` would be given; all but ``model`` must be JSON.
         url: of a server that runs, and was made with the same arguments; None: start one, and end it in ``close``.
@@ -60,6 +60,8 @@ class RemoteRollout:
         self, *, name: str, device: str, arguments: Mapping[str, Any], url: str | None = None, start_timeout_s: float = 900.0,
         silence_s: float = 30.0, timeout_s: float = 300.0,
     ) -> None:  # fmt: skip
+        if device == "auto":
+            device = RolloutRegistry.resolve(backend=name).device
         self._device, self._arguments, self._timeout_s = device, arguments, timeout_s
         self._sender: Sender | None = None
         self._failed = False  # the last sync
@@ -81,6 +83,7 @@ class RemoteRollout:
             health = self._server.health()
             if connects:
                 require_same(url, name, arguments, health)
+            self._served: Mapping[str, Any] = health["arguments"]  # for what the client was not told
             self.weight_version: int = health["weight_version"]
         except BaseException:  # an interrupt too must leave no server behind; raised again
             self.close()
@@ -183,9 +186,9 @@ class RemoteRollout:
     def _stream(self, export: WeightExport) -> WireStream:
         if hasattr(export, "plan"):
             return cast("WireStream", export)
-        given = self._arguments
+        given = {**self._served, **self._arguments}
         quantized = given.get("quantization", "none") == "fp8"
-        return collect(export, device=device_of(self._device).current(), dtype=DTYPES[given.get("dtype", "float32")], audit=bool(given.get("audit", True)),
+        return collect(export, device=device_of(self._device).current(), dtype=DTYPES[given["dtype"]], audit=bool(given.get("audit", True)),
                        architecture=architecture_of(given["model"]) if quantized else None,
                        scales=given.get("scales", "fp32"))  # fmt: skip
 
@@ -210,27 +213,39 @@ class RemoteGeneration:
     def __init__(self, server: Endpoint, number: int) -> None:
         self._server, self._number = server, number
         self._found: list[Completion] | None = None
+        self._failure: EngineError | None = None  # the server tells it once
 
     def done(self) -> bool:
-        """See ``Generation.done``."""
-        return self._found is not None or self._fetch(0.0)
+        """See ``Generation.done``; also when it failed."""
+        return self._over or self._fetch(0.0)
 
     def result(self, timeout_s: float | None = None) -> list[Completion]:
         """See ``Generation.result``."""
         deadline = None if timeout_s is None else time.monotonic() + timeout_s
-        while self._found is None:
+        while not self._over:
             left = WAIT_S if deadline is None else min(WAIT_S, deadline - time.monotonic())
             if not self._fetch(max(left, 0.0)) and left <= 0:
                 raise TimeoutError(f"{WHERE}: nothing came within {timeout_s} s")
+        if self._failure is not None:
+            raise self._failure
+        assert self._found is not None, "it is over"
         return self._found
 
     def abort(self) -> None:
         """See ``Generation.abort``."""
-        if self._found is None:
+        if not self._over:
             self._server.call("abort", id=self._number)
 
+    @property
+    def _over(self) -> bool:
+        return self._found is not None or self._failure is not None
+
     def _fetch(self, wait_s: float) -> bool:
-        answer = self._server.call("result", id=self._number, wait_s=wait_s)
+        try:
+            answer = self._server.call("result", id=self._number, wait_s=wait_s)
+        except EngineError as error:
+            self._failure = error
+            return True
         if answer["done"]:
             self._found = _completions(answer)
         return answer["done"]

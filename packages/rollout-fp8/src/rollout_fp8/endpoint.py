@@ -50,11 +50,12 @@ class ServerProcess:
 
     def __init__(self, name: str, device: str, config: Mapping[str, Any], *, gpus: int, timeout_s: float) -> None:
         self._folder = tempfile.TemporaryDirectory(prefix="rollout-server-")
-        self.log = Path(tempfile.mkstemp(prefix=f"rollout-{name}-", suffix=".log")[1])
+        descriptor, log_name = tempfile.mkstemp(prefix=f"rollout-{name}-", suffix=".log")
+        self.log = Path(log_name)
         announce = Path(self._folder.name) / "announce.json"
         command = [sys.executable, "-m", "rollout_fp8.server", "--name", name, "--device", device, "--config",
                    json.dumps(config), "--announce", str(announce), "--with-parent"]  # fmt: skip
-        with self.log.open("wb") as log:
+        with os.fdopen(descriptor, "wb") as log:
             self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=log, stderr=subprocess.STDOUT,
                                              start_new_session=True, env=_environment(gpus))  # fmt: skip
         # At the end of the interpreter too, if nobody calls ``close``.
@@ -215,7 +216,9 @@ class Pending:
 
     def answered(self, wait_s: float) -> bool:
         """Whether there is an answer, or the server is gone."""
-        return bool(select.select([self._http.sock], [], [], wait_s)[0])
+        watched = select.poll()  # ``select.select`` knows no descriptor above 1023
+        watched.register(self._http.sock, select.POLLIN)
+        return bool(watched.poll(wait_s * 1000))
 
     def check(self) -> None:
         """Now and then, look whether the server is alive. Raises ``RolloutError``."""

@@ -16,8 +16,13 @@ from rollout_fp8.messages import dumps
 from rollout_fp8.options import Options
 
 # What a client goes by that is not given them: they say how weights are sent, and where completions end.
-DEFAULTS: Mapping[str, Any] = {"dtype": "float32", "quantization": "none", "lora": None, "eos_token_ids": (),
+DEFAULTS: Mapping[str, Any] = {"quantization": "none", "lora": None, "eos_token_ids": (),
                                "scales": Options().scales, "audit": Options().audit}  # fmt: skip
+
+
+def default_dtype(name: str) -> str:
+    """What a rollout is made with that is told none; its class need not be importable where its clients are."""
+    return "bfloat16" if name == "sglang" else "float32"
 
 
 def settings_of(rollout: Rollout, name: str, arguments: Mapping[str, Any]) -> dict[str, Any]:
@@ -27,13 +32,13 @@ def settings_of(rollout: Rollout, name: str, arguments: Mapping[str, Any]) -> di
     options = getattr(rollout, "options", None)
     if is_dataclass(options) and not isinstance(options, type):
         own |= asdict(options)
-    return {"name": name, "arguments": _plain({**DEFAULTS, **own, **arguments})}
+    return {"name": name, "arguments": _plain({**_defaults(name), **own, **arguments})}
 
 
 def require_same(url: str, name: str, arguments: Mapping[str, Any], settings: Mapping[str, Any]) -> None:
     """Raise ``ConfigError`` that names what a server does not serve as ``name`` with ``arguments`` would."""
     there: Mapping[str, Any] = settings.get("arguments", {})
-    wanted = _plain({**DEFAULTS, **arguments})
+    wanted = _plain({**_defaults(name), **arguments})
     differ = {key: (value, there.get(key)) for key, value in wanted.items() if key not in there or there[key] != value}
     unknown = [key for key in differ if key not in there]
     if settings.get("name") != name:
@@ -44,6 +49,10 @@ def require_same(url: str, name: str, arguments: Mapping[str, Any], settings: Ma
     why += [f"{key} is nothing that it takes ({near_matches(key, list(there))})" for key in unknown]
     raise ConfigError("rollout.options.url", f"the server at {url} serves something else", why="; ".join(why),
                       remedy="give the run what the server was started with, or leave url out: then one is started")  # fmt: skip
+
+
+def _defaults(name: str) -> dict[str, Any]:
+    return {"dtype": default_dtype(name), **DEFAULTS}
 
 
 def _plain(arguments: Mapping[str, Any]) -> dict[str, Any]:

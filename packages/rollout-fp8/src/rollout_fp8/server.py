@@ -45,7 +45,7 @@ from engine_api.devices import device_of
 from engine_api.errors import EngineError, RolloutError
 from engine_api.leash import end_group_with
 from engine_api.registry import RolloutRegistry
-from engine_api.rollout import AsyncRollout, Generation, Rollout, SamplingParams
+from engine_api.rollout import AsyncRollout, Completion, Generation, Rollout, SamplingParams
 from engine_api.weights import WeightExport
 from rollout_fp8.messages import dumps, error_to_json, from_json, to_json
 from rollout_fp8.served import settings_of
@@ -99,9 +99,9 @@ class Service:
         """See ``Generation.result``; a result is handed out once."""
         generation = self._known(id)
         try:
-            completions = generation.result(wait_s)
-        except TimeoutError:
-            return {"done": False}
+            completions = _result(generation, wait_s)
+            if completions is None:
+                return {"done": False}
         except Exception:  # a bug of the rollout's too: it is told once
             self._drop(id)
             raise
@@ -174,6 +174,14 @@ class Service:
             generation = self._drop(number)
             if generation is not None:
                 generation.abort()
+
+
+def _result(generation: Generation, wait_s: float) -> list[Completion] | None:
+    """None while it runs. What it raises once it is over is its own, a ``TimeoutError`` too."""
+    try:
+        return generation.result(wait_s)
+    except TimeoutError:
+        return generation.result(0.0) if generation.done() else None
 
 
 class Server(ThreadingHTTPServer):
@@ -291,13 +299,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
     try:
         config = json.loads(options.config)
-        rollout = create(options.name, options.device, config)
+        device = options.device
+        if device == "auto":
+            device = RolloutRegistry.resolve(backend=options.name).device
+        rollout = create(options.name, device, config)
     except Exception as error:  # whoever started it reads the reason there
         log.exception("the rollout did not start")
         _announce(options.announce, {"error": error_to_json(error)})
         return 1
     try:
-        service = Service(rollout, options.device, name=options.name, arguments=config)
+        service = Service(rollout, device, name=options.name, arguments=config)
         with Server((options.host, options.port), service) as server:
             _announce(options.announce, {"url": server.url, "pid": os.getpid()})
             server.serve_forever(poll_interval=0.1)
@@ -311,7 +322,7 @@ def _parser() -> argparse.ArgumentParser:
         prog="python -m rollout_fp8.server", description="A rollout in a process of its own."
     )
     parser.add_argument("--name", required=True, help="of a registered rollout: vllm, sglang, local")
-    parser.add_argument("--device", default="auto", help="cuda or cpu")
+    parser.add_argument("--device", default="auto", help="cuda, cpu, or auto: the first of them that is here")
     parser.add_argument(
         "--config", required=True, help="JSON: what the rollout's class takes (model, batch_size, dtype, …)"
     )

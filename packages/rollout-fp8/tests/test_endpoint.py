@@ -1,0 +1,180 @@
+"""A server as its clients see it: what they are told of a generation that failed, and what they take of this process."""
+
+from __future__ import annotations
+
+import inspect
+import json
+import os
+import resource
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from background import Background
+from transformers import AutoModelForCausalLM, Qwen3Config
+
+from engine_api.config import ModelSource
+from engine_api.errors import ConfigError, RolloutError
+from engine_api.registry import Resolution
+from engine_api.rollout import SamplingParams
+from rollout_fp8 import client
+from rollout_fp8.client import RemoteRollout, SglangServer, VllmServer
+from rollout_fp8.endpoint import ServerProcess
+from rollout_fp8.exporter import DTYPES
+from rollout_fp8.plugin import SGLANG, VLLM
+from rollout_fp8.served import default_dtype
+from rollout_fp8.server import Server, Service
+from rollout_fp8.sglang.rollout import SglangRollout
+from rollout_fp8.transports.channel import secret
+
+pytestmark = pytest.mark.distributed
+
+
+class Ends(Background):
+    """Each generation is over, by an error of the rollout's own."""
+
+    error: Exception = RolloutError(
+        "no room", where="rollout 'ends'", why="the cache is full", remedy="lower batch_size"
+    )
+
+    def submit(self, prompt, sampling):
+        self.go.set()
+        return self
+
+    def result(self, timeout_s=None):
+        raise self.error
+
+
+@contextmanager
+def serving(service: Service) -> Iterator[str]:
+    with Server(("127.0.0.1", 0), service) as running:
+        thread = threading.Thread(target=running.serve_forever, kwargs={"poll_interval": 0.05})
+        thread.start()
+        try:
+            yield running.url
+        finally:
+            running.shutdown()
+            thread.join()
+
+
+@pytest.fixture
+def hosted() -> Iterator[tuple[Ends, str]]:
+    rollout = Ends()
+    with serving(Service(rollout, "cpu", name="ends", arguments={})) as url:
+        yield rollout, url
+
+
+@pytest.mark.parametrize("error", [Ends.error, KeyError("a bug"), TimeoutError("of a lock of its own")])
+def test_a_generation_that_failed_is_done_and_tells_why_as_often_as_it_is_asked(hosted, error) -> None:
+    rollout, url = hosted
+    rollout.error = error
+    made = RemoteRollout(name="ends", device="cpu", arguments={}, url=url)
+    running = made.submit([4], SamplingParams())
+    assert running.done()
+    assert running.done()
+    running.abort()  # it is over: nothing to do
+    for _ in range(2):
+        with pytest.raises(RolloutError, match=str(error.args[0])):
+            running.result(5)
+    made.close()
+
+
+def test_many_open_files_do_not_matter(hosted) -> None:
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if hard < 1200:
+        pytest.skip(f"this host lets a process open {hard} files")
+    resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, 1200), hard))
+    taken = [os.open(os.devnull, os.O_RDONLY) for _ in range(1030)]
+    try:
+        made = RemoteRollout(name="ends", device="cpu", arguments={}, url=hosted[1])
+        assert made.weight_version == 3
+        made.close()
+    finally:
+        for number in taken:
+            os.close(number)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+
+
+def test_a_server_that_was_started_takes_one_descriptor_at_most(tmp_path, monkeypatch) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    before = set(Path("/proc/self/fd").iterdir())
+    with pytest.raises(RolloutError, match="KeyError"):
+        ServerProcess("local", "cpu", {}, gpus=0, timeout_s=60)
+    assert set(Path("/proc/self/fd").iterdir()) <= before
+
+
+CONFIG = Qwen3Config(
+    vocab_size=48, hidden_size=32, intermediate_size=48, num_hidden_layers=1, num_attention_heads=2, num_key_value_heads=1,
+    head_dim=16, tie_word_embeddings=False,
+)  # fmt: skip
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="auto is the GPU here")
+def test_the_device_auto_is_the_servers_own_choice_for_weights_too(tmp_path, monkeypatch) -> None:
+    CONFIG.save_pretrained(tmp_path)
+    source = ModelSource(path=str(tmp_path))
+    with torch.random.fork_rng():
+        weights = AutoModelForCausalLM.from_config(CONFIG).state_dict()
+    given: dict[str, Any] = {"pad_token_id": 0, "dtype": "float32"}
+    secret("http")  # the same for both
+    announce, command = tmp_path / "news", [sys.executable, "-m", "rollout_fp8.server", "--name", "local"]
+    config = json.dumps({**given, "model": asdict(source)})
+    with subprocess.Popen([*command, "--config", config, "--announce", str(announce)]) as process:
+        try:
+            while not announce.exists():
+                assert process.poll() is None
+                time.sleep(0.1)
+            url = json.loads(announce.read_text())["url"]
+            made = RemoteRollout(name="local", device="auto", arguments={**given, "model": source}, url=url)
+            assert made.update_weights(iter(weights.items()), 1).version == 1
+            assert made.generate([[3]], SamplingParams(max_new_tokens=2))
+            made.close()
+        finally:
+            process.terminate()
+
+
+class MadeAsSglang(Background):
+    def __init__(self, *, dtype: str = "bfloat16", quantization: str = "none", scales: str = "fp32") -> None:
+        super().__init__()
+
+
+class MadeAsVllm(Background):
+    def __init__(self, *, dtype: str = "float32", quantization: str = "none", scales: str = "fp32") -> None:
+        super().__init__()
+
+
+@pytest.mark.parametrize(
+    ("kind", "hosts", "dtype"), [(SglangServer, MadeAsSglang, "bfloat16"), (VllmServer, MadeAsVllm, "float32")]
+)
+def test_a_client_that_names_no_dtype_goes_by_the_one_of_its_rollout(tmp_path, monkeypatch, kind, hosts, dtype) -> None:
+    name = hosts.__name__.removeprefix("MadeAs").lower()
+    plugin = {"sglang": SGLANG, "vllm": VLLM}[name]
+    here = Resolution(plugin=plugin, row=plugin.rows[1], device="cpu", source="test", trace=())
+    given = {"model": ModelSource(path=str(tmp_path)), "pad_token_id": 0}
+    monkeypatch.setattr(client, "collect", lambda export, **how: how)
+    for own, other in ({}, "float16"), ({"dtype": "float16"}, dtype):
+        made_with = {**given, "model": asdict(given["model"]), **own}
+        with serving(Service(hosts(**own), "cpu", name=name, arguments=made_with)) as url:
+            with pytest.raises(ConfigError, match="dtype is"):
+                kind(resolution=here, url=url, **given, dtype=other)
+            if "dtype" in own:
+                with pytest.raises(ConfigError, match=f"dtype is '{dtype}' here, 'float16' there"):
+                    kind(resolution=here, url=url, **given)
+                continue
+            made = kind(resolution=here, url=url, **given)
+            sent: Any = made._stream(iter(()))
+            assert sent["dtype"] == DTYPES[dtype]
+            made.close()
+
+
+def test_the_dtype_that_clients_go_by_is_the_rollouts() -> None:
+    assert inspect.signature(SglangRollout).parameters["dtype"].default == default_dtype("sglang")
