@@ -8,11 +8,22 @@ import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+from engine_api.errors import RolloutError
+
 # SGLang's public switch for a context_length above the model's; requests stay below the model's own (see options.SPARE).
 LONGER = "SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN"
 # What torchrun tells a rank. SGLang's processes would look for its store in place of their own, and wait for it.
 LAUNCHER = "TORCHELASTIC_"
+ORIGINAL = "SGLANG_RETURN_ORIGINAL_LOGPROB"
 _OWN = ("NCCL_", "CUDA_", LAUNCHER, LONGER)  # variables of this process, where the trainer's NCCL reads them
+
+
+def require_tempered_log_probs() -> None:
+    """Raise ``RolloutError`` where the user has SGLang tell log-probs of another distribution than the one that it draws from."""
+    if os.environ.get(ORIGINAL, "").lower() not in ("", "0", "false", "no", "n"):
+        raise RolloutError(f"{ORIGINAL}={os.environ[ORIGINAL]}", where="rollout 'sglang'",
+                           why="SGLang would report log-probs without the temperature, and training would take them for those of its draws",
+                           remedy=f"unset {ORIGINAL}")  # fmt: skip
 
 
 @contextmanager

@@ -11,10 +11,12 @@ one ends with the process.
 from __future__ import annotations
 
 import asyncio
+import multiprocessing
 import queue
 import signal
 import threading
-from collections.abc import Callable, Coroutine, Iterable
+import time
+from collections.abc import Callable, Collection, Coroutine, Iterable
 from concurrent.futures import Future
 from functools import partial
 from typing import Any, TypeVar
@@ -23,6 +25,7 @@ from engine_api.errors import EngineError, RolloutError
 from rollout_fp8.sglang import private
 
 T = TypeVar("T")
+ABANDON_S = 30.0  # for SGLang's constructor to see that its processes are gone; later its thread looks after the rest
 WHERE = "rollout 'sglang'"
 
 
@@ -48,13 +51,18 @@ class Host:
         self._idle = False
         self._previous = self._take_signal()
         started: Future[None] = Future()
+        older = set(multiprocessing.active_children())
         # A daemon: a rollout that nobody closed must not keep the interpreter from ending.
         self._thread = threading.Thread(target=self._run, args=(make, started), name="sglang", daemon=True)
         self._thread.start()
         try:
             started.result()
-        except Exception as error:  # SGLang raises whatever stopped it
-            self._give_signal_back()
+        except (
+            BaseException
+        ) as error:  # SGLang raises whatever stopped it, and an interrupt must leave no process behind either
+            self._abandon(older)
+            if not isinstance(error, Exception):
+                raise
             raise RolloutError(
                 "SGLang did not start", where=WHERE, why=f"{type(error).__name__}: {error}",
                 remedy="its own messages stand above; out of memory: lower rollout.options.gpu_memory_utilization or batch_size; "
@@ -151,8 +159,31 @@ class Host:
         )
 
     def _make(self, make: Callable[[], Any]) -> None:
-        self.engine = make()
-        self._loop = private.loop_of(self.engine)
+        engine = make()
+        with self._lock:
+            if not self.problem:
+                self.engine, self._loop = engine, private.loop_of(engine)
+                return
+        private.shut_down(engine)  # nobody waits for it any more
+        raise self._ended()
+
+    def _abandon(self, older: Collection[Any]) -> None:
+        """End what a start has left that failed or was interrupted. ``older``: children that were there before it.
+
+        SGLang's constructor waits for its processes: once they are gone it ends, and the thread with it.
+        """
+        with self._lock:
+            self.problem = self.problem or "its start was given up"
+        deadline = time.monotonic() + ABANDON_S
+        while True:
+            for child in set(multiprocessing.active_children()) - set(older):
+                child.kill()
+                child.join()
+            if not self._thread.is_alive() or self.engine is not None or time.monotonic() > deadline:
+                break
+            self._thread.join(0.1)
+        self.close()  # where it had come up just then
+        self._give_signal_back()
 
     def _wake(self) -> None:
         self._require_loop().call_soon_threadsafe(self._stop_if_idle)

@@ -74,6 +74,7 @@ class SglangRollout:
         check_arguments(
             self.options, dtype=dtype, quantization=quantization, batch_size=batch_size, device=self._device
         )
+        environment.require_tempered_log_probs()
         versions.check("sglang", resolution.device, allow_untested=self.options.allow_untested_version)
         self.weight_version = -1  # none yet
         self._eos, self._dtype = tuple(eos_token_ids), DTYPES[dtype]
@@ -86,12 +87,16 @@ class SglangRollout:
         self._used = False  # something was generated since the caches were flushed
         require_own_devices(resolution.device, self.options.tensor_parallel_size)
         self._folder = tempfile.TemporaryDirectory(prefix="sglang-")
+        self._host: Host | None = None
         try:
-            self._host: Host | None = self._start(model, dtype, batch_size)
-        except BaseException:  # an interrupt too must leave no folder behind; raised again
+            self._host = self._start(model, dtype, batch_size)
+            self._learn_limits(self._host)
+            self._schedulers = Schedulers(self._host, self.options.tensor_parallel_size, self._device)
+        except BaseException:  # an interrupt too must leave no process and no folder behind; raised again
+            if self._host is not None:
+                self._host.close()
             self._folder.cleanup()
             raise
-        self._schedulers = Schedulers(self._host, self.options.tensor_parallel_size, self._device)
         self._session = SyncSession(self._schedulers, self._expected)
 
     def generate(self, prompts: Sequence[Sequence[int]], sampling: SamplingParams) -> list[Completion]:
@@ -177,16 +182,19 @@ class SglangRollout:
     def _start(self, model: ModelSource, dtype: str, batch_size: int) -> Host:
         folder = Path(self._folder.name)
         config = write_config(folder, model, self._architecture)
-        context = context_of(config, self.options)
+        self._context = context_of(config, self.options)
+        self._vocabulary = int(config["vocab_size"])
         arguments = engine_arguments(self.options, folder=folder, source=model, dtype=dtype, batch_size=batch_size,
-                                     gpu=self._device.index or 0, context=context)  # fmt: skip
-        host = Host(partial(_engine, arguments))
+                                     gpu=self._device.index or 0, context=self._context)  # fmt: skip
+        return Host(partial(_engine, arguments))
+
+    def _learn_limits(self, host: Host) -> None:
         told: Mapping[str, Any] = host.call(host.engine.get_server_info)
         # Where memory is short SGLang has room for less than the context, and would cut completions off in silence
         # (``init_req_max_new_tokens`` in its scheduler).
-        self._limit = min(context, told["max_req_input_len"] - 1, told["max_total_num_tokens"] - 2 * told["page_size"])
-        self._vocabulary = int(config["vocab_size"])
-        return host
+        self._limit = min(
+            self._context, told["max_req_input_len"] - 1, told["max_total_num_tokens"] - 2 * told["page_size"]
+        )
 
     def _begin(self, host: Host, prompts: Sequence[Sequence[int]], sampling: SamplingParams) -> SglangGeneration:
         """Each completion is a request of its own: SGLang's ``n`` would give all of them one seed."""

@@ -1,0 +1,74 @@
+"""Starts of the ``sglang`` rollout that do not come to their end: nothing is left of them."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import signal
+import threading
+import time
+from pathlib import Path
+
+import pytest
+import sglang_fakes
+from sglang_fakes import Engine
+
+from engine_api.errors import RolloutError
+
+engine, folder, make = sglang_fakes.engine, sglang_fakes.folder, sglang_fakes.make  # fixtures
+
+
+def interrupt(*_: object) -> None:
+    raise KeyboardInterrupt
+
+
+@pytest.mark.parametrize("how", ["interrupt", "error"])
+def test_a_start_that_does_not_come_to_its_end_leaves_no_process(make, monkeypatch, how):
+    handler, old = signal.getsignal(signal.SIGQUIT), signal.signal(signal.SIGUSR1, interrupt)
+    started: list[multiprocessing.Process] = []
+
+    def begin(self: Engine, **_: object) -> None:
+        started.extend(multiprocessing.get_context("spawn").Process(target=time.sleep, args=(60,)) for _ in range(2))
+        for process in started:
+            process.start()
+        if how == "error":
+            raise RuntimeError("no memory left")
+        os.kill(os.getpid(), signal.SIGUSR1)
+        started[0].join()  # SGLang waits for its processes, and says so when one is gone
+        raise EOFError
+
+    monkeypatch.setattr(Engine, "__init__", begin)
+    try:
+        with pytest.raises(KeyboardInterrupt if how == "interrupt" else RolloutError):
+            make()
+        assert [process.is_alive() for process in started] == [False, False]
+    finally:
+        signal.signal(signal.SIGUSR1, old)
+        for process in started:
+            process.kill()
+    assert signal.getsignal(signal.SIGQUIT) is handler
+    assert not [thread for thread in threading.enumerate() if thread.name == "sglang"]
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt, KeyError])
+def test_a_start_that_fails_once_sglang_is_up_ends_it(make, monkeypatch, error):
+    handler = signal.getsignal(signal.SIGQUIT)
+    monkeypatch.setattr("rollout_fp8.sglang.rollout.Schedulers", lambda *_: (_ for _ in ()).throw(error))
+    with pytest.raises(error):
+        make()
+    assert Engine.made[0].calls == ["shutdown"]
+    assert signal.getsignal(signal.SIGQUIT) is handler
+    assert not Path(Engine.made[0].arguments["model_path"]).exists()
+
+
+@pytest.mark.parametrize("value", ["1", "True", "yes"])
+def test_log_probs_of_another_meaning_are_refused(make, monkeypatch, value):
+    monkeypatch.setenv("SGLANG_RETURN_ORIGINAL_LOGPROB", value)
+    with pytest.raises(RolloutError, match=f"SGLANG_RETURN_ORIGINAL_LOGPROB={value}") as caught:
+        make()
+    assert "temperature" in caught.value.why
+    assert "unset" in caught.value.remedy
+    assert not Engine.made
+    for harmless in ("0", "false", ""):
+        monkeypatch.setenv("SGLANG_RETURN_ORIGINAL_LOGPROB", harmless)
+        make()
