@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import multiprocessing
 import os
 import signal
@@ -94,6 +95,18 @@ def test_a_server_that_does_not_start_says_why(make, monkeypatch):
         make()
     assert "gpu_memory_utilization" in caught.value.remedy
     assert signal.getsignal(signal.SIGQUIT) is handler
+
+
+def test_a_timeout_inside_sglang_is_an_error_of_the_contract(make, monkeypatch):
+    rollout = make()
+    rollout.update_weights(export(), 1)
+
+    async def late(self, *_: object) -> None:
+        raise TimeoutError("of its own")
+
+    monkeypatch.setattr(Engine, "_one", late)
+    with pytest.raises(RolloutError, match="of its own"):
+        rollout.generate([[1]], GREEDY)
 
 
 def test_an_untested_version_is_refused(make, monkeypatch):
@@ -204,6 +217,27 @@ def test_a_token_that_the_server_made_up_is_an_error(make):
     Engine.made[0].refuse = {"type": "stop", "matched": "NaN happened"}  # SGLang puts a stop token in its place
     with pytest.raises(RolloutError, match="NaN happened"):
         rollout.generate([[1]], GREEDY)
+
+
+@pytest.mark.parametrize("value", [math.nan, -math.inf])
+def test_a_log_prob_that_is_none_is_refused(make, monkeypatch, value):
+    rollout = make()
+    rollout.update_weights(export(), 1)
+    answer = Engine._one
+
+    async def spoilt(self, *request):
+        told = await answer(self, *request)
+        if told["output_ids"][0] == 6:
+            told["meta_info"]["output_token_logprobs"][2] = (value, 8, None)
+        return told
+
+    monkeypatch.setattr(Engine, "_one", spoilt)
+    assert rollout.generate([[1]], GREEDY)
+    with pytest.raises(RolloutError, match=f"prompt 1: token 2 was drawn with log-prob {value}") as caught:
+        rollout.generate([[1], [5]], GREEDY)
+    assert "dtype" in caught.value.remedy
+    with pytest.raises(RolloutError, match="prompt 0: token 2"):
+        rollout.submit([5], GREEDY).result(5)
 
 
 def test_what_a_call_of_the_server_raises_is_an_error_of_the_contract(make, monkeypatch):

@@ -59,10 +59,10 @@ def answers_of(future: Future[list[Mapping[str, Any]]], timeout_s: float | None 
     """What a request came to; SGLang's errors become a ``RolloutError``."""
     try:
         return future.result(timeout_s)
-    except FutureTimeout:
-        raise
     except EngineError:
         raise
     except (Exception, CancelledError) as error:
+        if isinstance(error, FutureTimeout) and not future.done():
+            raise
         raise RolloutError("SGLang did not answer", where=WHERE, why=f"{type(error).__name__}: {error}",
                            remedy="its own messages say more; lower batch_size if memory ran out") from error  # fmt: skip

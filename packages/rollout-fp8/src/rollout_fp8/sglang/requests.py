@@ -9,6 +9,7 @@ from typing import Any
 from engine_api.errors import RolloutError
 from engine_api.requests import check_prompts, check_sampling
 from engine_api.rollout import Completion, FinishReason, SamplingParams
+from rollout_fp8.log_probs import require_finite
 from rollout_fp8.seeds import seeds
 
 WHERE = "rollout 'sglang'"
@@ -40,8 +41,10 @@ def request_parameters(
 def completions_of(
     answers: Sequence[Mapping[str, Any]], *, n: int, version: int, stop: Sequence[int]
 ) -> list[Completion]:
-    """``n`` a prompt, in the order of the requests. Raises ``RolloutError``, see ``completion_of``."""
-    return [completion_of(answer, place // n, version, stop) for place, answer in enumerate(answers)]
+    """``n`` a prompt, in the order of the requests. Raises ``RolloutError``, see ``completion_of`` and ``require_finite``."""
+    completions = [completion_of(answer, place // n, version, stop) for place, answer in enumerate(answers)]
+    require_finite(completions, WHERE)
+    return completions
 
 
 def completion_of(answer: Mapping[str, Any], prompt_index: int, version: int, stop: Sequence[int]) -> Completion:
