@@ -103,5 +103,6 @@ def test_workers_are_no_ranks_and_see_their_devices(
     with environment.workers(2, 2):
         assert not {"RANK", "MASTER_PORT", "TORCHELASTIC_RUN_ID"} & set(os.environ)
         assert os.environ["CUDA_VISIBLE_DEVICES"] == wanted
+        assert os.environ["VLLM_WORKER_MULTIPROC_METHOD"] == "spawn"
     assert os.environ.get("CUDA_VISIBLE_DEVICES") == visible
     assert os.environ["RANK"] == "1"

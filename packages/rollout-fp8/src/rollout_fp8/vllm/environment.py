@@ -81,7 +81,7 @@ def workers(first_device: int | None, count: int) -> Iterator[None]:
     changes: dict[str, str | None] = dict.fromkeys(
         [*_LAUNCHER, *(name for name in os.environ if name.startswith("TORCHELASTIC_"))]
     )
-    changes |= {"VLLM_ENABLE_V1_MULTIPROCESSING": "1", "VLLM_WORKER_MULTIPROCESSING_METHOD": "spawn"}
+    changes |= {"VLLM_ENABLE_V1_MULTIPROCESSING": "1", "VLLM_WORKER_MULTIPROC_METHOD": "spawn"}
     if first_device is not None:
         visible = os.environ.get("CUDA_VISIBLE_DEVICES")
         names = visible.split(",") if visible else [str(i) for i in range(first_device + count)]

@@ -9,6 +9,7 @@ from __future__ import annotations
 import threading
 from collections import deque
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from itertools import count
 from typing import Any
@@ -19,6 +20,7 @@ from vllm.lora.request import LoRARequest
 
 from engine_api.errors import RolloutError
 from engine_api.rollout import Completion, FinishReason
+from rollout_fp8.log_probs import require_finite
 
 WHERE = "rollout 'vllm'"
 
@@ -61,7 +63,9 @@ class Job:
             raise TimeoutError(f"{WHERE}: nothing came within {timeout_s} s")
         if self._failure is not None:
             raise self._failure
-        return [self._completion(sequence) for sequence in self.sequences if sequence.kept]
+        completions = [self._completion(sequence) for sequence in self.sequences if sequence.kept]
+        require_finite(completions, WHERE)
+        return completions
 
     def abort(self) -> None:
         """See ``Generation``; returns when it is done."""
@@ -100,6 +104,7 @@ class Stepper:
         self._live: dict[str, tuple[_Sequence, Job]] = {}  # the thread's own
         self._closing = False
         self._failure = ""
+        self._lost = False  # the engine's processes are gone: the thread may wait for them for ever
         self._thread = threading.Thread(target=self._run, name="vllm-stepper", daemon=True)
         self._thread.start()
 
@@ -112,12 +117,21 @@ class Stepper:
         """Of the next request."""
         return str(next(self._names))
 
+    def check(self, what: str) -> None:
+        """Raises ``RolloutError`` after a failure, of which the engine does not come back: what it computes is nobody's."""
+        if self._failure:
+            raise RolloutError(f"cannot {what}", where=WHERE, why=f"vLLM failed: {self._failure}",
+                               remedy="close this rollout and create another one")  # fmt: skip
+
+    def fail(self, why: str) -> None:
+        """The engine is gone. From another thread: the stepper's own may wait in vLLM for what will never come."""
+        self._lost = True
+        self._end(why)
+
     def enter(self, job: Job) -> None:
         """Begin with all of a job's completions at once. Raises ``RolloutError`` after a failure."""
         with self._changed:
-            if self._failure:
-                raise RolloutError("cannot generate", where=WHERE, why=f"vLLM failed: {self._failure}",
-                                   remedy="close this rollout and create another one")  # fmt: skip
+            self.check("generate")
             self._jobs.append(job)
             self._calls.append(lambda: self._start(job))
             self._changed.notify()
@@ -133,7 +147,8 @@ class Stepper:
         with self._changed:
             self._closing = True
             self._changed.notify()
-        self._thread.join()
+        if not self._lost:
+            self._thread.join()
         self._engine = None  # somebody may keep a job, and with it this
 
     def _run(self) -> None:
@@ -146,11 +161,20 @@ class Stepper:
                 if self._live:
                     for output in self._engine.step():
                         self._receive(output)
-        except Exception as error:  # noqa: BLE001 - a thread has no caller: whoever waits for a job gets it
-            self._failure = f"{type(error).__name__}: {error}"
-        why = f"vLLM failed: {self._failure}" if self._failure else "the rollout was closed"
+        except BaseException as error:  # noqa: BLE001 - a thread has no caller: whoever waits for a job gets it
+            with suppress(
+                Exception
+            ):  # nothing stays scheduled, if vLLM still listens; the first error is the one to tell
+                self._engine.abort_request([*self._live])
+            self._end(f"{type(error).__name__}: {error}")
+        else:
+            self._end("")
+
+    def _end(self, failure: str) -> None:
+        """Of all jobs; "": the rollout was closed."""
+        why = f"vLLM failed: {failure}" if failure else "the rollout was closed"
         with self._changed:
-            self._failure = self._failure or "closed"
+            self._failure = self._failure or failure or "closed"
             for job in self._jobs:
                 job.end(RolloutError("the generation was lost", where=WHERE, why=why, remedy="create another rollout"))
             self._jobs.clear()
@@ -188,7 +212,8 @@ class Stepper:
             self._end_if_over(job)
 
     def _end_if_over(self, job: Job) -> None:
-        if not job.done() and all(s.reason is not None for s in job.sequences):
+        if all(s.reason is not None for s in job.sequences):
             with self._changed:
-                self._jobs.remove(job)
-            job.end()
+                if job in self._jobs:  # another thread may have ended it
+                    self._jobs.remove(job)
+                    job.end()

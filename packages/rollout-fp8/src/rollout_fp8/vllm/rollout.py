@@ -28,6 +28,7 @@ from rollout_fp8.model import architecture_of, config_of
 from rollout_fp8.options import VllmOptions
 from rollout_fp8.seeds import seeds
 from rollout_fp8.session import SyncSession
+from rollout_fp8.transports.channel import PeerError
 from rollout_fp8.transports.remote import RemoteStream
 from rollout_fp8.vllm import environment
 
@@ -38,6 +39,7 @@ from vllm.distributed import get_tp_group  # noqa: E402
 from rollout_fp8.vllm import sampling as draws  # noqa: E402
 from rollout_fp8.vllm import start as engines  # noqa: E402
 from rollout_fp8.vllm.generation import WHERE, Job, Stepper  # noqa: E402
+from rollout_fp8.vllm.processes import Watched, processes_of  # noqa: E402
 from rollout_fp8.vllm.sync import EXTENSION, InProcess, OtherProcesses, ServedAdapter  # noqa: E402
 
 _DTYPES = ("float32", "bfloat16", "float16")
@@ -96,7 +98,9 @@ class VllmRollout:
         limits = self._engine.model_config
         self._positions, self._vocabulary = limits.max_model_len, limits.get_vocab_size()
         self._stepper: Any = Stepper(self._engine, self._plan.device)
-        self._adapter = ServedAdapter(self._engine) if adapter is not None else None
+        self._processes = None if self._plan.in_process else processes_of(self._engine, self._stepper.fail)
+        self._server: Any = self._engine if self._processes is None else Watched(self._engine, self._processes)
+        self._adapter = ServedAdapter(self._server) if adapter is not None else None
         self._workers: Any = self._reach_workers()
         self._session: Any = (
             SyncSession(self._workers, self._expected)
@@ -110,8 +114,9 @@ class VllmRollout:
             job = self._begin(prompts, sampling, streamed=False)
             try:
                 return job.result()
-            except KeyboardInterrupt:
-                job.abort()
+            except BaseException:  # whatever it is: vLLM would go on generating for nobody; raised again
+                if not self._plan.shared:  # the other ranks' steps wait for this one's
+                    job.abort()
                 raise
 
     def submit(self, prompt: Sequence[int], sampling: SamplingParams) -> Generation:
@@ -134,6 +139,8 @@ class VllmRollout:
                 self._forget_prefixes()
         except BaseException as error:  # whatever it is, its holder must be able to make another rollout; raised again
             engines.let_go(error)
+            if self._processes is not None and isinstance(error, PeerError):
+                self._processes.explain(error)
             raise
         self.weight_version = version
         return result
@@ -154,11 +161,11 @@ class VllmRollout:
                     raise RolloutError("cannot sleep", where=WHERE, why="rollout.options.memory_saver is false",
                                        remedy="set it, or rollout.sleep=false")  # fmt: skip
                 if self._asleep:
-                    engines.wake_up(self._engine, self._plan, self._asleep)
-                self._engine.sleep(level=2 if weights else 1)
+                    engines.wake_up(self._server, self._plan, self._asleep)
+                self._server.sleep(level=2 if weights else 1)
                 self._asleep = frozenset({"weights", "kv_cache"})
                 if not weights:
-                    engines.wake_up(self._engine, self._plan, {"weights"})
+                    engines.wake_up(self._server, self._plan, {"weights"})
             self._asleep = frozenset(wanted)
             if weights:
                 self._not_ready = "it sleeps"
@@ -175,7 +182,7 @@ class VllmRollout:
             if not wanted:
                 return
             if self._plan.device.type == "cuda":
-                engines.wake_up(self._engine, self._plan, wanted)
+                engines.wake_up(self._server, self._plan, wanted)
             self._asleep -= wanted
             if "weights" in wanted:
                 self._not_ready = "no weights have been installed since it woke up"
@@ -187,10 +194,12 @@ class VllmRollout:
                 return
             self._not_ready = "it is closed"
             engine, self._engine = self._engine, None
+            if self._processes is not None:
+                self._processes.close()
             self._stepper.close()
             if isinstance(self._workers, OtherProcesses):
                 self._workers.close()
-            self._stepper = self._workers = self._session = self._adapter = None  # they hold the engine
+            self._server = self._stepper = self._workers = self._session = self._adapter = None  # they hold the engine
             engines.stop(engine, self._plan, self._asleep)
             del engine  # the memory that vLLM sleeps with serves one engine at a time: it must be gone before the next
             engines.give_back(self._plan)
@@ -219,13 +228,13 @@ class VllmRollout:
 
     def _forget_prefixes(self) -> None:
         # Caches that sleep too: vLLM is told of a nap on CUDA alone, elsewhere they outlive it.
-        if not self._engine.reset_prefix_cache():
+        if not self._server.reset_prefix_cache():
             raise RolloutError("vLLM keeps keys and values of the old weights", where=WHERE,
                                remedy="close this rollout and create another one")  # fmt: skip
 
     def _reach_workers(self) -> InProcess | OtherProcesses:
         aliases = self._expected.aliases if self._plan.untie else {}
-        parallel, call = self.options.tensor_parallel_size, self._engine.collective_rpc
+        parallel, call = self.options.tensor_parallel_size, self._server.collective_rpc
         return (
             InProcess(call, aliases, parallel, self._adapter)
             if self._plan.in_process
@@ -275,6 +284,8 @@ class VllmRollout:
                     self._not_ready = failed
 
     def _check_ready(self) -> None:
+        if self._engine is not None:
+            self._stepper.check("generate")
         asleep = "its caches sleep" if self._asleep else ""
         if self._not_ready or asleep:
             remedy = "create another one" if self._engine is None else "call wake_up, then update_weights"
@@ -283,6 +294,7 @@ class VllmRollout:
     def _check_idle(self, what: str) -> None:
         if self._engine is None:
             raise RolloutError(f"cannot {what}", where=WHERE, why="it is closed", remedy="create another one")
+        self._stepper.check(what)
         if self._stepper.busy:
             raise RolloutError(f"cannot {what}", where=WHERE, why="it is generating",
                                remedy="wait for what was submitted, or abort it")  # fmt: skip

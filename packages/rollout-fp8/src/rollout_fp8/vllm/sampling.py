@@ -21,6 +21,10 @@ from engine_api.requests import check_prompts, check_sampling
 from engine_api.rollout import SamplingParams
 
 TEMPERATURE = "rollout_fp8_temperature"  # key of the request's extra arguments
+COLDEST, HOTTEST = (
+    0.01,
+    2.0,
+)  # vLLM raises a temperature below the one to it, and refuses one above the other (0.32.0; 0 is greedy)
 NORMALIZE = "rollout_fp8.vllm.sampling:Normalize"
 
 
@@ -111,6 +115,10 @@ def check_request(
     if not truncation and (sampling.top_p < 1 or sampling.top_k > 0):
         raise RolloutError(f"top_p={sampling.top_p}, top_k={sampling.top_k}", where=where,
                            why="the rollout was made with truncation=false", remedy="rollout.options.truncation=true")  # fmt: skip
+    if not truncation and sampling.temperature > 0 and not COLDEST <= sampling.temperature <= HOTTEST:
+        raise RolloutError(f"temperature={sampling.temperature}", where=where,
+                           why=f"with truncation=false vLLM applies it, and knows {COLDEST} to {HOTTEST:g}, and 0: it would draw at another",
+                           remedy="rollout.options.truncation=true, or a temperature in that range")  # fmt: skip
     check_prompts(prompts, sampling.max_new_tokens, where, vocabulary=vocabulary, limit=positions,
                   room=f"one sequence has at most {positions}",
                   remedy="shorten it, lower max_new_tokens, or raise rollout.options.max_model_len")  # fmt: skip

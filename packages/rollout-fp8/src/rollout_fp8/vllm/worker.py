@@ -6,6 +6,7 @@ The methods below become methods of the worker (``worker_extension_cls``), so th
 
 from __future__ import annotations
 
+import os
 import pickle
 import time
 from collections.abc import Iterable, Iterator, Mapping
@@ -32,6 +33,10 @@ class SyncExtension:
     _rollout_fp8: Receiver | None = None
     _rollout_fp8_plan: WirePlan | None = None
     _rollout_fp8_aliases: Mapping[str, str]
+
+    def rollout_fp8_processes(self) -> tuple[int, int]:
+        """Of this worker, and of who started it: vLLM's own process, unless that is the worker or the rollout's."""
+        return os.getpid(), os.getppid()
 
     def rollout_fp8_learn_pickled(self, plan: bytes, aliases: Mapping[str, str]) -> bytes:
         """``rollout_fp8_learn`` between processes: vLLM's own serializer knows no classes of ours, bytes pass."""

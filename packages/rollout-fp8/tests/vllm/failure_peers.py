@@ -1,0 +1,102 @@
+"""What test_failures.py calls in ranks: generations that end by an error, and engines that are gone."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+from vllm_peers import DEVICE, GREEDY, LONG, PROMPTS, SAMPLED, error_of, opened
+
+from engine_api.rollout import SamplingParams
+from engine_conformance.cases._rollouts import export_of
+
+
+def interrupted(model: str) -> list[tuple[str, bool]]:
+    """For whatever may come up in the thread that waits: what ``generate`` raised, and whether anything went on."""
+    from rollout_fp8.vllm.generation import Job
+
+    seen: list[tuple[str, bool]] = []
+    with opened(model) as rollout:
+        for kind in (KeyboardInterrupt, asyncio.CancelledError, SystemExit, ZeroDivisionError):
+            with mock.patch.object(Job, "result", side_effect=kind):
+                try:
+                    rollout.generate(PROMPTS, LONG)
+                except BaseException as error:  # noqa: BLE001 - looked at
+                    seen.append(
+                        (type(error).__name__, rollout._stepper.busy or rollout._engine.has_unfinished_requests())
+                    )
+        rollout.update_weights(export_of(Path(model), DEVICE), 2)  # refused while anything is generated
+        assert rollout.generate(PROMPTS, GREEDY)
+    return seen
+
+
+def failed_steps(model: str) -> tuple[list[Any], bool]:
+    """Of an engine whose step fails: what its calls raise then, and whether anything stays scheduled."""
+    with opened(model) as rollout:
+        with mock.patch.object(rollout._engine, "step", side_effect=SystemExit("no step")):
+            first = error_of(rollout.submit(PROMPTS[0], LONG).result, 30)
+        calls = [lambda: rollout.generate(PROMPTS, GREEDY), rollout.sleep, rollout.wake_up,
+                 lambda: rollout.update_weights(export_of(Path(model), DEVICE), 2)]  # fmt: skip
+        return [first, *(error_of(call) for call in calls)], rollout._engine.has_unfinished_requests()
+
+
+def not_finite(model: str) -> list[Any]:
+    """Of a model that computes NaN: what ``generate`` and a generation in the background raise."""
+    with opened(model) as rollout, _spoilt(rollout):
+        return [error_of(rollout.generate, PROMPTS, SAMPLED), error_of(rollout.submit(PROMPTS[0], SAMPLED).result, 60)]
+
+
+@contextmanager
+def _spoilt(rollout: Any) -> Iterator[None]:
+    (served,) = rollout._engine.collective_rpc("get_model")
+    compute = type(served).compute_logits
+    served.compute_logits = lambda *args, **kwargs: compute(served, *args, **kwargs) * float("nan")
+    try:
+        yield
+    finally:
+        del served.compute_logits
+
+
+def temperatures(model: str) -> dict[tuple[bool, float], Any]:
+    """With ``truncation`` and without it: what each temperature is answered with, an error or the least log-prob."""
+    said: dict[tuple[bool, float], Any] = {}
+    for truncation in (True, False):
+        with opened(model, truncation=truncation) as rollout:
+            for temperature in (0.0, 1e-6, 0.005, 0.01, 2.0, 3.0):
+                asked = SamplingParams(max_new_tokens=4, seed=3, temperature=temperature)
+                try:
+                    drawn = rollout.generate(PROMPTS, asked)
+                    said[truncation, temperature] = min(min(c.log_probs) for c in drawn)
+                except Exception as error:  # noqa: BLE001 - looked at; in words, for errors hold the frames that they passed
+                    said[truncation, temperature] = f"{type(error).__name__}: {error}"
+    return said
+
+
+def killed(model: str, *, parallel: int, busy: bool) -> list[tuple[Any, float]]:
+    """Of a server in processes of its own, whose last worker is killed, the calls after that: what each raised, after how many seconds.
+
+    ``busy``: it generates meanwhile.
+    """
+    said: list[tuple[Any, float]] = []
+    with opened(model, executor="workers", tensor_parallel_size=parallel) as rollout:
+        running = rollout.submit(PROMPTS[0], LONG) if busy else None
+        worker, _ = rollout._engine.collective_rpc("rollout_fp8_processes")[-1]
+        os.kill(worker, signal.SIGKILL)
+        calls = [
+            *([lambda: running.result(60)] if running is not None else []),
+            lambda: rollout.update_weights(export_of(Path(model), DEVICE), 2),
+            lambda: rollout.generate(PROMPTS, GREEDY),
+            rollout.sleep,
+        ]
+        for call in [*calls, rollout.close]:
+            begin = time.monotonic()
+            error = error_of(call)
+            said.append((error, time.monotonic() - begin))
+    return said

@@ -1,0 +1,68 @@
+"""Generations that end by an error, and engines that are gone: nothing goes on for nobody, and nobody waits."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from vllm_peers import DEVICE
+
+from engine_api.errors import RolloutError
+from engine_conformance.cases import Target
+from engine_conformance.cases._served import rollout_model
+from engine_conformance.ranks import get_pool
+
+pytestmark = [pytest.mark.distributed]
+
+
+@pytest.fixture(scope="module")
+def model(root: Path) -> str:
+    return str(rollout_model(Target(backend="vllm", device=DEVICE, root=root, rollout=True)))
+
+
+def call(function: str, **kwargs: Any) -> Any:
+    (row,) = get_pool(1, device=DEVICE).run(f"failure_peers:{function}", deadline=240, **kwargs)
+    return row
+
+
+def test_whatever_ends_a_generation_leaves_nothing_scheduled(model: str) -> None:
+    names = ["KeyboardInterrupt", "CancelledError", "SystemExit", "ZeroDivisionError"]
+    assert call("interrupted", model=model) == [(name, False) for name in names]
+
+
+def test_an_engine_whose_step_failed_is_no_good_for_anything(model: str) -> None:
+    errors, scheduled = call("failed_steps", model=model)
+    for error in errors:
+        assert isinstance(error, RolloutError), errors
+        assert "no step" in error.why
+        assert error.remedy
+    assert not scheduled
+
+
+@pytest.mark.parametrize(("parallel", "busy"), [(1, False), (2, True)])
+def test_the_end_of_a_process_of_vllms_ends_every_call_at_once(model: str, parallel: int, busy: bool) -> None:
+    *calls, (closing, _) = call("killed", model=model, parallel=parallel, busy=busy)
+    assert closing is None
+    assert len(calls) == 3 + busy
+    for error, seconds in calls:
+        assert isinstance(error, RolloutError), calls
+        assert error.remedy
+        assert seconds < 10
+        assert "has ended" in str(error)
+
+
+def test_a_log_prob_that_is_none_is_refused(model: str) -> None:
+    for error in call("not_finite", model=model):
+        assert isinstance(error, RolloutError)
+        assert "prompt 0: token 0 was drawn with log-prob nan" in error.what
+        assert "dtype" in error.remedy
+
+
+def test_a_temperature_that_vllm_would_change_is_refused(model: str) -> None:
+    said = call("temperatures", model=model)
+    for given in (1e-6, 0.005, 3.0):
+        error = said.pop((False, given))
+        assert error.startswith(f"RolloutError: rollout 'vllm': temperature={given}"), error
+        assert "truncation=true" in error
+    assert all(isinstance(least, float) for least in said.values()), said
