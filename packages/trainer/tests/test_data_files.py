@@ -175,6 +175,24 @@ def test_a_broken_row_is_named_with_file_line_and_column(jsonl, second, column, 
     assert (caught.value.file, caught.value.row, caught.value.column) == (path, 3, column)
 
 
+def test_a_null_in_the_first_row_does_not_choose_other_columns(jsonl):
+    path = jsonl(
+        {"problem": "hi", "solution": "so it is", "answer": None}, {"problem": "hi", "solution": "ho", "answer": "7"}
+    )
+    with pytest.raises(DataError, match="missing or null") as caught:  # the answers were taken from `solution`
+        examples(path, "prompt")
+    assert (caught.value.row, caught.value.column) == (1, "answer")
+    first, second = examples(path)  # SFT reads no answer
+    assert (first.answer, second.answer) == (None, "7")
+    assert first.messages[1]["content"] == "so it is"
+
+
+def test_a_column_that_is_null_throughout_is_not_there(tmp_path):
+    rows = [{"messages": None, "prompt": "hi", "response": "ho", "answer": None}] * 2
+    pq.write_table(pa.Table.from_pylist(rows), tmp_path / "a.parquet")
+    assert [(e.messages, e.answer) for e in examples(str(tmp_path / "a.parquet"))] == [(CHAT, None)] * 2
+
+
 def test_a_missing_column_is_named_with_those_that_are_there(jsonl):
     with pytest.raises(DataError, match="columns: text, label") as caught:
         examples(jsonl({"text": "a", "label": 1}))
@@ -238,6 +256,24 @@ def test_splits_whose_names_begin_alike_are_told_apart(tmp_path, jsonl):
     with pytest.raises(DataError, match=r"(?s)several.*train_prefs.*train_sft.*data.split"):
         read_rows(str(tmp_path), "train")
     assert names(tmp_path, "train_prefs") == [f"{name}.jsonl" for name in shards[:2]]
+
+
+def test_a_split_of_a_single_file_is_said_to_do_nothing(jsonl, caplog):
+    path = jsonl({"prompt": "a", "response": "b"}, name="train.jsonl")
+    assert len(read_rows(path, "test")) == 1
+    assert f"split 'test' chooses nothing: {path} is one file" in caplog.text
+    caplog.clear()
+    read_rows(path, "train")
+    read_rows(path)
+    assert not caplog.text
+
+
+@pytest.mark.parametrize("name", ["trian.jsonl", "train.json", "train"])
+def test_a_misspelt_file_is_told_its_near_matches(tmp_path, jsonl, name):
+    jsonl({"prompt": "a", "response": "b"}, name="train.jsonl")
+    with pytest.raises(DataError, match=r"did you mean .*train\.jsonl") as caught:
+        read_rows(str(tmp_path / name))
+    assert "no such file" in caught.value.what
 
 
 def test_a_split_may_be_a_folder(tmp_path, jsonl):

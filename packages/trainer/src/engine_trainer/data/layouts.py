@@ -69,10 +69,10 @@ class Example:
 
 def to_examples(rows: Sequence[Row], columns: ColumnsSection, need: Need) -> list[Example]:
     """Every row as an example. Raises ``DataError`` that names file, row and column."""
-    layouts: dict[str, _Layout] = {}
+    files: dict[str, list[Row]] = {}
     for row in rows:
-        if row.file not in layouts:
-            layouts[row.file] = _Layout.of(row, columns, need)
+        files.setdefault(row.file, []).append(row)
+    layouts = {file: _Layout.of(own, columns, need) for file, own in files.items()}
     _require_alike(layouts, need)
     return [layouts[row.file].example(row) for row in rows]
 
@@ -94,22 +94,23 @@ class _Layout:
     prompt: str | None
     response: str | None
     answer: str | None
+    needs_answer: bool  # else a null is none
 
     @staticmethod
-    def of(first: Row, columns: ColumnsSection, need: Need) -> _Layout:
-        messages = columns.messages or _present(first, ("messages",))
+    def of(rows: Sequence[Row], columns: ColumnsSection, need: Need) -> _Layout:
+        present, judged = _Present(rows), need == "prompt"
+        messages = columns.messages or present.first(("messages",))
         if messages and not columns.prompt:
-            return _Layout(
-                messages=messages, prompt=None, response=None, answer=columns.answer or _present(first, ANSWERS)
-            )
-        prompt = columns.prompt or _present(first, PROMPTS)
-        response = columns.response or _present(first, RESPONSES)
+            return _Layout(messages=messages, prompt=None, response=None, answer=columns.answer or present.first(ANSWERS),
+                           needs_answer=judged)  # fmt: skip
+        prompt = columns.prompt or present.first(PROMPTS)
+        response = columns.response or present.first(RESPONSES)
         if prompt is None or (response is None and need == "response"):
             missing = "prompt" if prompt is None else "response"
-            raise first.error(f"no {missing} column", column=missing, why=f"columns: {', '.join(map(str, first.values))}",
+            raise rows[0].error(f"no {missing} column", column=missing, why=f"columns: {', '.join(map(str, rows[0].values))}",
                               remedy=f"name it with data.columns.{missing}, or see engine_trainer.data.layouts")  # fmt: skip
         return _Layout(messages=None, prompt=prompt, response=response if need == "response" else None,
-                       answer=columns.answer or _present(first, ANSWERS))  # fmt: skip
+                       answer=columns.answer or present.first(ANSWERS), needs_answer=judged)  # fmt: skip
 
     def said(self, need: Need) -> str:
         """Which columns are read, in words."""
@@ -144,7 +145,7 @@ class _Layout:
         return turns
 
     def _answer(self, row: Row) -> str | None:
-        if self.answer is None:
+        if self.answer is None or (not self.needs_answer and _reach(row.values, self.answer) is None):
             return None
         value = _cell(row, self.answer)
         if not isinstance(value, str | int | float) or isinstance(value, bool):
@@ -155,8 +156,21 @@ class _Layout:
         return text.rsplit(GSM8K_MARK, 1)[1].strip() if GSM8K_MARK in text else text
 
 
-def _present(row: Row, names: Sequence[str]) -> str | None:
-    return next((n for n in names if _reach(row.values, n) is not None), None)
+class _Present:
+    """Which columns some row fills. The first row alone would choose for all of them, by what happens to be null in it."""
+
+    def __init__(self, rows: Sequence[Row]) -> None:
+        self._rows = rows
+        self._filled = {name for row in rows for name, value in row.values.items() if value is not None}
+
+    def first(self, names: Sequence[str]) -> str | None:
+        """The first of ``names`` that is filled, None for none; dots reach into nested columns."""
+        return next((name for name in names if self._has(name)), None)
+
+    def _has(self, name: str) -> bool:
+        if name in self._filled or name.split(".", maxsplit=1)[0] not in self._filled:
+            return name in self._filled
+        return any(_reach(row.values, name) is not None for row in self._rows)
 
 
 def _reach(values: Any, name: str) -> Any:

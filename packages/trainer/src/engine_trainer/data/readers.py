@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import logging
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +18,7 @@ from engine_trainer.data.hub import PREFIX, from_hub, hint
 from engine_trainer.data.saved import is_saved, saved_files
 from engine_trainer.errors import DataError
 
+log = logging.getLogger("engine_trainer")
 SUFFIXES = (".jsonl", ".parquet", ".arrow")
 
 
@@ -49,11 +52,22 @@ def _files(path: Path, split: str | None) -> list[Path]:
         return saved_files(path, split) if is_saved(path) else files_of(path, split, SUFFIXES)
     if not path.is_file():
         raise DataError("there is no such file or folder", file=str(path),
-                        remedy=hint(path) or "check the path; see the recipe's comments")  # fmt: skip
+                        remedy=_nearest(path) or hint(path) or "check the path; it is relative to the working directory")  # fmt: skip
     if path.suffix not in SUFFIXES:
         raise DataError(f"{path.suffix or 'no'} suffix", file=str(path), why=f"known: {', '.join(SUFFIXES)}",
                         remedy="convert it to JSONL: one JSON object a line")  # fmt: skip
+    if split is not None and not path.name.startswith(split):
+        log.warning("split %r chooses nothing: %s is one file", split, path)
     return [path]
+
+
+def _nearest(path: Path) -> str:
+    """A remedy that names what lies in the folder under nearly that name; empty where nothing does."""
+    there = (
+        [f.name for f in path.parent.iterdir() if f.is_dir() or f.suffix in SUFFIXES] if path.parent.is_dir() else []
+    )
+    close = get_close_matches(path.name, there)
+    return f"did you mean {' or '.join(str(path.with_name(name)) for name in close)}?" if close else ""
 
 
 def _read_file(path: Path) -> list[Row]:
