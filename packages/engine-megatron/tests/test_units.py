@@ -262,6 +262,15 @@ def test_a_window_of_an_override_is_refused(tmp_path: Path) -> None:
         EngineRegistry.create(backend="megatron", device="cpu", config=EngineConfig(model=model)).initialize()
 
 
+@pytest.mark.parametrize("overrides", [{"rope_scaling": None}, {"rope_parameters": {"rope_type": "default"}}], ids=str)
+def test_rope_without_its_base_is_refused(folder: Path, overrides: dict[str, Any]) -> None:
+    """An override replaces all of RoPE's parameters: the base was then 10,000, whatever the file says."""
+    model = ModelSource(path=str(folder), config_overrides=overrides)
+    with pytest.raises(ConfigError, match="rope_theta") as caught:
+        EngineRegistry.create(backend="megatron", device="cpu", config=EngineConfig(model=model)).initialize()
+    assert caught.value.field == "model.config_overrides"
+
+
 def test_a_window_that_no_layer_has_is_none(tmp_path: Path) -> None:
     folder = Path(write_checkpoint(tmp_path / "model", TinyModel(family="qwen2")))
     config = json.loads((folder / "config.json").read_text()) | {

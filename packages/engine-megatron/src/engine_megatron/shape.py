@@ -86,6 +86,10 @@ def refuse_other_models(config: Any) -> None:
         raise ConfigError("model.path", f"{file} is of type {family!r}", why="this engine has no mapping for it",
                           remedy=f"give one of {', '.join(FAMILIES)}, or use another backend")  # fmt: skip
     rope = _rope(config)
+    if "rope_theta" not in rope:  # transformers puts it there when it reads a file
+        raise ConfigError("model.config_overrides", "leave RoPE without rope_theta",
+                          why="an override of rope_scaling or rope_parameters replaces all of them, the file's base too",
+                          remedy="give rope_parameters: {rope_type: default, rope_theta: …}")  # fmt: skip
     wrong = {
         "a sliding window or other attention that is not full": _is_windowed(config),
         "attention_dropout": getattr(config, "attention_dropout", 0.0),
@@ -129,7 +133,7 @@ def shape_of(config: Any, kind: Kind, spec: Spec = "local") -> Shape:
         intermediate=config.intermediate_size, layers=config.num_hidden_layers, heads=heads,
         kv_heads=config.num_key_value_heads or heads,
         head_dim=getattr(config, "head_dim", None) or config.hidden_size // heads, eps=float(config.rms_norm_eps),
-        rope_base=float(_rope(config).get("rope_theta", 10000.0)), std=float(config.initializer_range),
+        rope_base=float(_rope(config)["rope_theta"]), std=float(config.initializer_range),
         tied=bool(config.tie_word_embeddings) and kind == "language_model", qkv_bias=family == "qwen2",
         qk_norm=family in ("qwen3", "qwen3_moe"), value_bias=bool(getattr(config, "token_classification_bias", True)),
         max_positions=int(config.max_position_embeddings), spec=spec, **_experts(config),
