@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from engine_api.errors import RolloutError
+from rollout_fp8.trace import WHERE
 
 ROWS = 1024  # of the identity at a time
 
@@ -33,7 +34,8 @@ class PackedReader:
         widths = (getattr(layer, name, None) for name in ("input_size_per_partition", "input_size", "embedding_dim"))
         columns = next((width for width in widths if width is not None), None)
         if leaf != "weight" or columns is None or not hasattr(method, "apply"):
-            raise RolloutError(f"cannot read back {name}", where="audit of the weight sync",
-                               why=f"{type(layer).__name__} keeps it packed", remedy="use rollout.options.audit=false")  # fmt: skip
+            # Without an audit, too: what a server serves is compared once, when its layout is learnt.
+            raise RolloutError(f"cannot read back {name}", where=WHERE,
+                               why=f"{type(layer).__name__} keeps it packed", remedy="use rollout.name=local for this model")  # fmt: skip
         parts = [method.apply(layer, rows, None) for rows in torch.eye(columns, dtype=tensor.dtype).split(ROWS)]
         return torch.cat(parts).t().contiguous()
