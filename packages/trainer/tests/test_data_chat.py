@@ -153,6 +153,17 @@ def test_a_template_can_be_given_as_text_or_file(tokenizer_of, tmp_path):
         ChatTokenizer(tokenizer_of(None), section(chat_template="no.jinja"))
 
 
+@pytest.mark.parametrize("said", ["", " \n"])
+def test_an_empty_answer_is_refused_though_its_end_could_be_learned(tokenizer, tokenizer_of, said):
+    for one in (tokenizer, tokenizer_of(None)):
+        with pytest.raises(DataError, match="the response is empty") as caught:
+            build(one, turns("q", said))
+        assert (caught.value.file, caught.value.row) == ("f", 3)
+    with pytest.raises(DataError, match="the response is empty"):
+        build(tokenizer, turns("q", said, "q", "r"))
+    assert learned(tokenizer, build(tokenizer, turns("q", said, "q", "r"), train_on="last")) == "r<|eos|>"
+
+
 def test_rows_that_teach_nothing_or_cannot_be_rendered_are_refused(tokenizer, tokenizer_of):
     with pytest.raises(DataError, match="no assistant turn"):
         build(tokenizer, turns("q"))

@@ -87,9 +87,12 @@ class ChatTokenizer:
         own = [i for i, turn in enumerate(turns) if turn["role"] == "assistant" and i >= given]
         if not own:
             raise example.error("no assistant turn, nothing to learn", remedy="add a response to the row")
+        own = own if self.section.train_on == "all" else own[-1:]
+        if not all(_says_something(turns[i]) for i in own):  # to end at once is not what a row without a response means
+            raise example.error("the response is empty, nothing to learn", remedy="complete the row, or remove it")
         if not self.has_template:
             return [Segment(text=turns[0]["content"], learned=False), Segment(text=turns[1]["content"], learned=True)]
-        return self._cut(turns, own if self.section.train_on == "all" else own[-1:], example)
+        return self._cut(turns, own, example)
 
     def encode_documents(self, documents: Sequence[Sequence[Segment]]) -> list[tuple[list[int], list[float]]]:
         """Token ids and loss weights (1 on learned tokens up to the one that ends the turn) of each document."""
@@ -261,6 +264,11 @@ def _require_files(folder: Path, key: str) -> None:
     raise ConfigError(key, f"no tokenizer in the folder {str(folder)!r}", why=f"it has {there}; expected is one of {_FILES}",
                       remedy=f"name {saved}, the model that this run has saved" if saved.is_dir() else
                       "copy the tokenizer's files into it, or name another folder or a hub id in data.tokenizer")  # fmt: skip
+
+
+def _says_something(turn: Mapping[str, Any]) -> bool:
+    """Whether there is text, a call of a tool, or what else a template may know (thoughts)."""
+    return any(v.strip() if isinstance(v, str) else v for name, v in turn.items() if name != "role")
 
 
 def _function(tool: Mapping[str, Any]) -> str:
