@@ -64,6 +64,28 @@ def test_tensorboard_gets_the_same_figures(tmp_path):
     assert [(e.step, e.value) for e in events.Scalars("train/loss")] == [(3, 0.5)]
 
 
+def test_a_run_that_begins_anew_in_its_folder_leaves_nothing_of_what_was_there(tmp_path, monkeypatch):
+    """It was killed before its first checkpoint: metrics.jsonl begins anew, and so does what is shown of it."""
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    ids = []
+
+    def init(**settings):
+        ids.append(settings["id"])
+        return SimpleNamespace(id=f"run-{len(ids)}", log=lambda *_, **__: None, finish=lambda: None)
+
+    monkeypatch.setitem(sys.modules, "wandb", SimpleNamespace(init=init))
+    for begin, step, loss in ((0, 1, 0.5), (0, 1, 0.25), (1, 2, 0.125)):
+        log = RunLog(tmp_path, section(tensorboard=True, wandb="p"), active=True, total_steps=5)
+        log.open(begin)
+        log.write(step, {"train/loss": loss})
+        log.close()
+        time.sleep(1.1)  # TensorBoard orders its files by the second that their names hold
+    events = EventAccumulator(str(tmp_path / "tensorboard")).Reload()
+    assert [(e.step, e.value) for e in events.Scalars("train/loss")] == [(1, 0.25), (2, 0.125)]
+    assert ids == [None, None, "run-2"]
+
+
 def test_wandb_is_used_when_installed_and_asked_for_when_not(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "wandb", None)
     with pytest.raises(ConfigError, match="not installed") as caught:
@@ -74,9 +96,9 @@ def test_wandb_is_used_when_installed_and_asked_for_when_not(tmp_path, monkeypat
         id="abc", log=lambda m, step: calls.append((step, m)), finish=lambda: calls.append("end")
     )
     monkeypatch.setitem(sys.modules, "wandb", types.SimpleNamespace(init=lambda **kw: calls.append(kw) or run))
-    for _ in range(2):
+    for done in range(2):
         log = RunLog(tmp_path, section(wandb="p"), active=True, total_steps=5, config={"a": 1})
-        log.open(0)
+        log.open(done)
         log.write(1, {"x": 2.0})
         log.close()
     assert (calls[0]["project"], calls[0]["id"], calls[0]["config"]) == ("p", None, {"a": 1})

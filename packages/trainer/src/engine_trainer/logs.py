@@ -96,9 +96,9 @@ class RunLog:
         if self.section.tensorboard:
             from torch.utils.tensorboard.writer import SummaryWriter
 
-            self._board = SummaryWriter(str(self.folder / "tensorboard"), purge_step=step + 1 if step else None)
+            self._board = SummaryWriter(str(self.folder / "tensorboard"), purge_step=step + 1 if step else 0)
         if self.section.wandb is not None:
-            self._wandb = self._start_wandb(self.section.wandb)
+            self._wandb = self._start_wandb(self.section.wandb, step)
         if self.section.progress:
             # A log file keeps every refresh: there, one in ten seconds is enough.
             interval = 0.1 if sys.stderr.isatty() else 10.0
@@ -143,9 +143,10 @@ class RunLog:
         if run is not None:
             run.finish()
 
-    def _start_wandb(self, project: str) -> Any:
+    def _start_wandb(self, project: str, step: int) -> Any:
         note = self.folder / "wandb.id"
-        name = note.read_text().strip() if note.is_file() else None
+        # A run that begins anew is another one there, too: wandb drops rows of steps that it has had.
+        name = note.read_text().strip() if step and note.is_file() else None
         run = _import_wandb().init(project=project, dir=str(self.folder), id=name, resume="allow", config=self._config)
         note.write_text(run.id)
         return run
