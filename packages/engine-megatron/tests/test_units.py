@@ -268,7 +268,7 @@ def test_rope_without_its_base_is_refused(folder: Path, overrides: dict[str, Any
     model = ModelSource(path=str(folder), config_overrides=overrides)
     with pytest.raises(ConfigError, match="rope_theta") as caught:
         EngineRegistry.create(backend="megatron", device="cpu", config=EngineConfig(model=model)).initialize()
-    assert caught.value.field == "model.config_overrides"
+    assert caught.value.field == f"model.config_overrides.{next(iter(overrides))}"
 
 
 def test_a_window_that_no_layer_has_is_none(tmp_path: Path) -> None:

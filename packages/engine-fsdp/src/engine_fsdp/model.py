@@ -10,10 +10,11 @@ import torch
 from torch import Tensor, nn
 
 from engine_api.batch import Batch
-from engine_api.config import EngineConfig, near_matches
+from engine_api.config import EngineConfig
 from engine_api.errors import BatchError, ConfigError, UnsupportedCapability
 from engine_api.hf_folder import fetch
 from engine_api.hf_names import Piece, pieces_of
+from engine_api.hf_overrides import override
 from engine_api.results import TokenOutputs
 from engine_fsdp import attention
 from engine_fsdp.head import chunked_log_probs
@@ -167,12 +168,7 @@ def _hf_config(folder: str, config: EngineConfig, kind: Kind) -> Any:
     if type(hf_config) not in _auto_class(kind)._model_mapping and not config.model.trust_remote_code:  # noqa: SLF001 - nothing public says it without building
         raise ConfigError("model.path", f"transformers has no {kind} of type {hf_config.model_type!r}",
                           remedy="give a causal language model")  # fmt: skip
-    for key, value in config.model.config_overrides.items():
-        if not hasattr(hf_config, key):
-            known = [k for k in hf_config.to_dict() if not k.startswith("_")]
-            raise ConfigError(f"model.config_overrides.{key}", "the model's config has no such key",
-                              remedy=near_matches(key, known))  # fmt: skip
-        setattr(hf_config, key, value)
+    override(hf_config, config.model.config_overrides)
     if kind == "value_model":
         hf_config.num_labels = 1
     return hf_config

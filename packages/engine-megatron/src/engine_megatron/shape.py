@@ -7,8 +7,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from engine_api.config import ModelSource, near_matches
+from engine_api.config import ModelSource
 from engine_api.errors import ConfigError
+from engine_api.hf_overrides import override
 from engine_megatron.te import Spec
 
 Kind = Literal["language_model", "value_model"]
@@ -69,12 +70,7 @@ def read_hf_config(source: ModelSource, folder: str) -> Any:
     except (OSError, ValueError) as error:
         raise ConfigError("model.path", f"{file} is of no use", why=str(error).splitlines()[0],
                           remedy=f"give a folder that save_pretrained wrote, of {', '.join(FAMILIES)}") from error  # fmt: skip
-    for key, value in source.config_overrides.items():
-        if not hasattr(config, key):
-            known = [name for name in config.to_dict() if not name.startswith("_")]
-            raise ConfigError(f"model.config_overrides.{key}", "the model's config has no such key",
-                              remedy=near_matches(key, known))  # fmt: skip
-        setattr(config, key, value)
+    override(config, source.config_overrides)
     return config
 
 
@@ -86,10 +82,6 @@ def refuse_other_models(config: Any) -> None:
         raise ConfigError("model.path", f"{file} is of type {family!r}", why="this engine has no mapping for it",
                           remedy=f"give one of {', '.join(FAMILIES)}, or use another backend")  # fmt: skip
     rope = _rope(config)
-    if "rope_theta" not in rope:  # transformers puts it there when it reads a file
-        raise ConfigError("model.config_overrides", "leave RoPE without rope_theta",
-                          why="an override of rope_scaling or rope_parameters replaces all of them, the file's base too",
-                          remedy="give rope_parameters: {rope_type: default, rope_theta: …}")  # fmt: skip
     wrong = {
         "a sliding window or other attention that is not full": _is_windowed(config),
         "attention_dropout": getattr(config, "attention_dropout", 0.0),

@@ -1,0 +1,54 @@
+"""Keys of a model's config.json that a configuration overrides: each has its effect, or is refused."""
+
+from __future__ import annotations
+
+import pytest
+
+from engine_api.errors import ConfigError
+from engine_api.hf_overrides import override
+
+transformers = pytest.importorskip("transformers")
+
+
+def qwen3(**keys):
+    return transformers.Qwen3Config(num_hidden_layers=2, **keys)
+
+
+WINDOWED = {"use_sliding_window": True, "sliding_window": 8, "max_window_layers": 1}
+
+
+@pytest.mark.parametrize(("keys", "overrides", "field"), [
+    ({}, {"hidden_sise": 1}, "hidden_sise"),
+    ({}, {"rope_scaling": None}, "rope_scaling"),
+    ({}, {"rope_parameters": {"rope_type": "default"}}, "rope_parameters"),
+    ({}, {"rope_parameters": {"rope_type": "linear", "factor": 2.0}}, "rope_parameters"),
+    ({}, {"use_sliding_window": True, "sliding_window": 8}, "use_sliding_window"),
+    ({}, {"sliding_window": 8}, "sliding_window"),
+    (WINDOWED, {"use_sliding_window": False}, "use_sliding_window"),
+    (WINDOWED, {"max_window_layers": 2}, "max_window_layers"),
+], ids=str)  # fmt: skip
+def test_what_would_have_no_effect_or_half_of_it_is_refused(keys, overrides, field):
+    with pytest.raises(ConfigError) as caught:
+        override(qwen3(**keys), overrides)
+    assert caught.value.field == f"model.config_overrides.{field}"
+    assert caught.value.remedy
+
+
+@pytest.mark.parametrize(("keys", "overrides"), [
+    ({}, {"rms_norm_eps": 0.5}), (WINDOWED, {"sliding_window": 4}), (WINDOWED, {"sliding_window": None}),
+    ({}, {"use_sliding_window": False}), ({}, {"layer_types": ["full_attention", "sliding_attention"], "sliding_window": 8}),
+    ({}, {"rope_parameters": {"rope_type": "default", "rope_theta": 5e5}}),
+], ids=str)  # fmt: skip
+def test_what_has_its_effect_is_set(keys, overrides):
+    config = qwen3(**keys)
+    override(config, overrides)
+    for key, value in overrides.items():
+        assert getattr(config, key) == value
+
+
+def test_the_window_of_a_family_without_types_of_layers_is_its_own():
+    config = transformers.Qwen3MoeConfig(num_hidden_layers=2)
+    override(config, {"sliding_window": 8})
+    assert config.sliding_window == 8
+    with pytest.raises(ConfigError, match="use_sliding_window"):
+        override(transformers.Qwen3MoeConfig(num_hidden_layers=2), {"use_sliding_window": True})
