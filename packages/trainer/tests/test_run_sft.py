@@ -11,7 +11,9 @@ import torch
 
 from engine_api.errors import ConfigError, UnsupportedCapability
 from engine_api.registry import EngineRegistry
+from engine_trainer import sft
 from engine_trainer.config import SFTConfig
+from engine_trainer.data import load_tokenizer
 from engine_trainer.errors import DataError
 from engine_trainer.loading import load_config
 from engine_trainer.logs import read_metrics
@@ -72,6 +74,16 @@ def test_heldout_loss_is_that_of_every_learned_token(sft_file, tmp_path):
 def test_heldout_rows_that_are_trained_on_are_reported(sft_file, tmp_path, caplog):
     run(sft_file, f"eval.source={tmp_path / 'rows.jsonl'}", "eval.samples=0", "run.steps=1")
     assert "20 of 20 held-out prompts" in caplog.text
+
+
+def test_rows_of_a_named_set_that_are_trained_on_are_reported_too(sft_file, tmp_path, caplog):
+    rows = (tmp_path / "rows.jsonl").read_text()
+    (tmp_path / "held.jsonl").write_text(rows.replace("say", "tell"))
+    sets = f"eval={{source: {tmp_path}/held.jsonl, sets: {{seen: {{source: {tmp_path}/rows.jsonl, max_problems: 2}}}}}}"
+    config = load_config(SFTConfig, sft_file, [sets, "reward.name=exact"])
+    sft._Data.load(config, load_tokenizer(config.data, config.engine.model))
+    (said,) = [r.getMessage() for r in caplog.records if "held-out" in r.getMessage()]
+    assert said.startswith("2 of 2 held-out prompts of seen are also in the training data")
 
 
 def test_a_resumed_run_ends_as_one_that_was_left_alone(sft_file, tmp_path):
@@ -228,6 +240,14 @@ def test_what_was_measured_is_logged_between_the_logged_steps_too(sft_file, tmp_
     rows = read_metrics(outcome.folder / "metrics.jsonl")
     assert [row["step"] for row in rows if "eval/loss" in row] == [0, 2, 4, 6]
     assert [row["step"] for row in rows] == [0, 2, 4, 5, 6]
+
+
+@pytest.mark.parametrize("steps", [2, 3])
+def test_a_run_that_has_nothing_left_to_train_says_so(sft_file, capsys, steps):
+    run(sft_file, "run.steps=3")
+    assert "nothing is left" not in capsys.readouterr().out
+    run(sft_file, f"run.steps={steps}", "engine.optimizer.lr=0.5")
+    assert f"nothing is left to train: the run has {steps} steps, and step-000003 is there" in capsys.readouterr().out
 
 
 def test_another_length_of_the_run_is_named_on_resume(sft_file, caplog):

@@ -159,6 +159,9 @@ class Run:
                 )  # fmt: skip
             self.checkpoints.saved = self._reached = int(state["step"])
             self.log.say(f"resumed from {found} after step {state['step']}")
+            if self._reached >= self.total_steps:
+                self.log.say(f"nothing is left to train: the run has {self.total_steps} steps, and {found.name} is there; give it more "
+                             "(run.steps or run.epochs), or begin anew in another run.output_dir")  # fmt: skip
         together(self.comm, lambda: self._open(int(state["step"])) if self.is_main else None)
         return state
 

@@ -84,12 +84,15 @@ class _Data:
         train = SFTDataset.build(examples, tokenizer, config.data, room)
         own = config.eval.own_set(config.data) if config.eval else None
         heldout = read_heldout(config.data, own, "response") if own else []
-        warn_of_overlap(questions(examples), questions(heldout))
+        seen = questions(examples)
+        warn_of_overlap(seen, questions(heldout))
         asked = config.eval if config.reward is not None else None
-        return _Data(
-            train=train, heldout=SFTDataset.build(heldout, tokenizer, config.data, room, "eval") if own else None,
-            problems=heldout_sets(config.data, asked, tokenizer, config.engine.model, config.rollout),
-        )  # fmt: skip
+        problems = heldout_sets(config.data, asked, tokenizer, config.engine.model, config.rollout)
+        for one in problems:
+            if one.name:
+                warn_of_overlap(seen, questions(one.problems.prompts), one.name)
+        held = SFTDataset.build(heldout, tokenizer, config.data, room, "eval") if own else None
+        return _Data(train=train, heldout=held, problems=problems)
 
 
 class _Evaluation:
