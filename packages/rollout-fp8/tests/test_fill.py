@@ -9,6 +9,9 @@ from typing import Any
 
 import pytest
 import torch
+from exporter_ranks import Shards
+from exporter_ranks import exporter as exporter_of
+from served_model import checkpoint
 from transport_peers import stream_of
 
 from rollout_fp8 import exporter, fill
@@ -45,12 +48,14 @@ class Streams:
 
     def __init__(self) -> None:
         self.log: list[str] = []
+        self.made = 0
         self.at = "caller"
 
     def current_stream(self, _: Any = None) -> Queue:
         return Queue(self, self.at)
 
     def Stream(self, _: Any) -> Queue:  # noqa: N802 - torch's name
+        self.made += 1
         return Queue(self, "lane")
 
     @contextmanager
@@ -114,3 +119,11 @@ def test_an_export_that_fails_leaves_nothing_in_a_queue_that_the_next_does_not_w
     with pytest.raises(MemoryError):
         list(watched(streams, stream_of(0, fp8=True), fails_at=12).buckets())
     assert streams.log[-1] == "caller waits for lane"
+
+
+def test_all_syncs_are_filled_in_one_queue(streams, tmp_path) -> None:
+    """PyTorch keeps freed memory for the stream that it was taken on: with one a sync it would keep what each of them took."""
+    export = exporter_of(tmp_path, "fp8")
+    for version in range(3):
+        list(export.export(Shards(checkpoint(version), 0, 1)).buckets())
+    assert streams.made == 1

@@ -184,7 +184,7 @@ class EngineStream:
             for bucket, buffer in ready:
                 yield lane.hand_over(bucket, buffer)
                 lane.taken()
-        finally:  # after an error too: the next sync has a lane of its own, and the same buffers
+        finally:  # after an error too: what the lane reads may then be freed
             lane.finish()
         self._filler.finish()
         self._is_whole = True
@@ -249,7 +249,9 @@ class _Lane:
         self._last: int | None = None
         self._stream: Any = None
         if device_of(filler.device.type).has_streams:
-            self._stream = self._module.Stream(filler.device)
+            if filler.stream is None:
+                filler.stream = self._module.Stream(filler.device)
+            self._stream = filler.stream
             self._stream.wait_stream(self._callers)
 
     @property

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -32,6 +32,8 @@ class Filler:
     def __init__(self, plan: ExportPlan, device: torch.device, *, scales: ScalePolicy, audit: bool) -> None:
         self.device, self.audit = device, audit
         self._is_queued = device_of(device.type).has_streams
+        # For all syncs, once there is one: PyTorch keeps freed memory for the stream that it was taken on.
+        self.stream: Any = None
         self.rank = dist.get_rank() if plan.world_size > 1 else 0
         self._plan = plan
         self._world_size = plan.world_size
