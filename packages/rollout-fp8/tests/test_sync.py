@@ -189,8 +189,11 @@ def test_copies_on_two_workers_that_differ_fail_the_audit() -> None:
         audit.check(stream.checksums(), [receiver.served().tolist() for receiver in receivers])
 
 
-def test_a_server_that_packs_weights_may_keep_them_wider_but_only_what_was_sent() -> None:
-    model, stream = ServedModel(dtype=torch.float32), stream_of(checkpoint(0), fp8=False, dtype=torch.bfloat16)
+def test_a_server_that_packs_weights_may_keep_vectors_wider_but_only_what_was_sent() -> None:
+    model, stream = ServedModel(dtype=torch.bfloat16), stream_of(checkpoint(0), fp8=False, dtype=torch.bfloat16)
+    for parameter in model.parameters():
+        if parameter.dim() == 1:
+            parameter.data = parameter.float()
     with pytest.raises(RolloutError, match=r"comes as torch\.bfloat16, .* is served as torch\.float32"):
         Receiver(model, stream.plan, model.load_weights)
     receiver = Receiver(model, stream.plan, model.load_weights, read=model.get_parameter)
@@ -201,6 +204,13 @@ def test_a_server_that_packs_weights_may_keep_them_wider_but_only_what_was_sent(
     model.get_parameter("model.norm.weight").data[3] *= 1 + 2**-20
     with pytest.raises(RolloutError, match=r"model\.norm\.weight holds values that were not sent"):
         receiver.served()
+
+
+def test_a_server_that_packs_weights_is_not_given_those_of_another_dtype() -> None:
+    """It would serve rounded weights as float32, and the audit would find nothing."""
+    model, stream = ServedModel(dtype=torch.float32), stream_of(checkpoint(0), fp8=False, dtype=torch.bfloat16)
+    with pytest.raises(RolloutError, match=r"comes as torch\.bfloat16, .* is served as torch\.float32"):
+        Receiver(model, stream.plan, model.load_weights, read=model.get_parameter)
 
 
 def test_a_server_whose_loader_keeps_tensors_is_not_left_with_later_buckets_in_them(monkeypatch) -> None:

@@ -164,14 +164,16 @@ def _is_padded(regions: Sequence[Region]) -> bool:
 def misfits(trace: LoaderTrace, tensors: Mapping[str, WireTensor], live: Mapping[str, Layout]) -> Iterator[str]:
     """Parameters that are served otherwise than they are loaded (of those in ``live``), and tensors of other dtypes.
 
-    Where nothing is copied into place (no ``live``), a parameter may have a dtype that holds every value of the tensor's.
+    Where nothing is copied into place (no ``live``), a vector may be served in a dtype that holds every value of the tensor's, as biases
+    are. Matrices may not: a server made for float32 would serve rounded weights.
     """
     for name in dict.fromkeys(region.parameter for region in trace.regions):
         if live and live.get(name) != trace.layouts[name]:
             yield f"{name} is served as {live.get(name)}, its checkpoint is {trace.layouts[name]}"
     for region in trace.regions:
-        wire, dtype = tensors[region.name].dtype, trace.layouts[region.parameter][2]
-        if wire != dtype and (live or not _holds(dtype, wire)):
+        tensor, dtype = tensors[region.name], trace.layouts[region.parameter][2]
+        wire = tensor.dtype
+        if wire != dtype and (live or len(tensor.shape) > 1 or not _holds(dtype, wire)):
             yield f"{region.name} comes as {wire}, {region.parameter} is served as {dtype}"
 
 
