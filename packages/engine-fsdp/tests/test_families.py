@@ -8,11 +8,12 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForCausalLM, LlamaConfig, Phi3Config, PhiConfig
+from transformers import AutoModelForCausalLM, Gemma3TextConfig, LlamaConfig, Phi3Config, PhiConfig
 
 from engine_api import Batch, EngineConfig, EngineRegistry, Memory, ModelSource, OptimizerConfig, Precision
 from engine_api.errors import BatchError, ConfigError, UnsupportedCapability
 from engine_conformance.fixtures import write_checkpoint
+from engine_fsdp import model as model_module
 
 TINY: dict[str, Any] = {
     "vocab_size": 64, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4,
@@ -83,3 +84,22 @@ def test_weights_that_are_stored_quantized_are_refused_whatever_config_json_says
     save_file(stored | {name: stored[name].to(dtype)}, folder / "model.safetensors", metadata={"format": "pt"})
     with pytest.raises(ConfigError, match=f"{name} is stored as"):
         make(folder)
+
+
+@pytest.mark.filterwarnings("ignore:DTensor random operators")  # its embedding is made anew, and then read
+def test_attention_that_looks_ahead_is_refused(tmp_path: Path) -> None:
+    config = Gemma3TextConfig(**TINY, head_dim=8, use_bidirectional_attention=True, pad_token_id=0)
+    with pytest.raises(UnsupportedCapability, match="not causal"):
+        make(saved(config, tmp_path / "model"), precision=Precision(compute="bfloat16"))
+
+
+def test_the_check_at_start_sees_in_bfloat16_as_well(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A bias of the head of ordinary size: many tokens differ a little, none by half of the largest score."""
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        lm = AutoModelForCausalLM.from_config(PhiConfig(**TINY))
+        lm.lm_head.bias.data.normal_()
+        lm.save_pretrained(tmp_path / "model")
+    monkeypatch.setattr(model_module, "_refuse_biased_head", lambda *_: None)
+    with pytest.raises(UnsupportedCapability, match="on average"):
+        make(tmp_path / "model", precision=Precision(compute="bfloat16"))

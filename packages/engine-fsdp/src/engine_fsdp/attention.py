@@ -141,10 +141,7 @@ def packed_attention(
     """
     if packing is None or attention_mask is not None:
         raise UnsupportedCapability("unpacked attention", where=NAME, remedy="call the model through its engine")
-    unknown = sorted(n for n, v in extra.items() if v is not None and n not in _HARMLESS)
-    if dropout or unknown:
-        raise UnsupportedCapability(f"attention with {'dropout' if dropout else ', '.join(unknown)}", where=type(module).__name__,
-                                    remedy="set attention_dropout: 0 in model.config_overrides, or use another engine")  # fmt: skip
+    _refuse_left_out(module, dropout, extra)
     if packing.group is None:
         out = _attend(query, key, value, packing, scaling, sliding_window)
     else:
@@ -154,6 +151,18 @@ def packed_attention(
         q, k, v = (heads_to_sequence(x, packing.group) for x in (query, key, value))
         out = sequence_to_heads(_attend(q, k, v, packing, scaling, sliding_window), packing.group)
     return out.transpose(1, 2), None
+
+
+def _refuse_left_out(module: nn.Module, dropout: float, extra: dict[str, Any]) -> None:
+    if dropout:
+        raise UnsupportedCapability("attention with dropout", where=type(module).__name__,
+                                    remedy="set attention_dropout: 0 in model.config_overrides, or use another engine")  # fmt: skip
+    unknown = sorted(n for n, v in extra.items() if v is not None and n not in _HARMLESS)
+    if extra.get("is_causal") is False or getattr(module, "is_causal", True) is False:
+        unknown = ["tokens that look ahead: it is not causal"]
+    if unknown:
+        raise UnsupportedCapability(f"attention with {', '.join(unknown)}", where=type(module).__name__,
+                                    why="its kernels would leave that out", remedy="use another engine for this model family")  # fmt: skip
 
 
 # What transformers hands to every attention function and what does not change the result.
