@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForCausalLM, Gemma3TextConfig, LlamaConfig, Phi3Config, PhiConfig
+from transformers import AutoModelForCausalLM, Gemma3TextConfig, Glm4MoeConfig, LlamaConfig, Phi3Config, PhiConfig
 
 from engine_api import Batch, EngineConfig, EngineRegistry, Memory, ModelSource, OptimizerConfig, Precision
 from engine_api.errors import BatchError, ConfigError, UnsupportedCapability
@@ -103,3 +103,13 @@ def test_the_check_at_start_sees_in_bfloat16_as_well(tmp_path: Path, monkeypatch
     monkeypatch.setattr(model_module, "_refuse_biased_head", lambda *_: None)
     with pytest.raises(UnsupportedCapability, match="on average"):
         make(tmp_path / "model", precision=Precision(compute="bfloat16"))
+
+
+@pytest.mark.parametrize("init", ["pretrained", "random"])
+def test_saved_tensors_that_are_no_parameters_are_refused(tmp_path: Path, init: Any) -> None:
+    """A router's correction was left at zero, in no export and in no checkpoint: tokens went to other experts."""
+    config = Glm4MoeConfig(**TINY, head_dim=8, moe_intermediate_size=16, n_routed_experts=8, num_experts_per_tok=2, n_group=1,
+                           topk_group=1, first_k_dense_replace=0, n_shared_experts=1, pad_token_id=0)  # fmt: skip
+    model = ModelSource(path=str(saved(config, tmp_path / "model")), init=init)
+    with pytest.raises(UnsupportedCapability, match=r"layers\.0\.mlp\.gate\.e_score_correction_bias"):
+        EngineRegistry.create(backend="fsdp2", device="cpu", config=EngineConfig(model=model)).initialize()

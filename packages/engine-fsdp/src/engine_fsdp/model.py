@@ -143,6 +143,7 @@ def build_model(config: EngineConfig, kind: Kind, ulysses: int) -> BuiltModel:
             trust_remote_code=config.model.trust_remote_code,
         )  # fmt: skip
     _refuse_biased_head(lm, kind)
+    _refuse_saved_buffers(lm)
     if config.memory.recompute == "full":
         lm.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     return BuiltModel(lm=lm, pieces=pieces_of(lm), folder=folder, materialized=random)
@@ -188,6 +189,15 @@ def _refuse_biased_head(lm: Any, kind: Kind) -> None:
     if kind == "language_model" and getattr(lm.get_output_embeddings(), "bias", None) is not None:
         raise UnsupportedCapability("an output head with a bias", where=f"engine-fsdp with {type(lm).__name__}",
                                     why="its head computes plain h W^T", remedy="use another backend for this model family")  # fmt: skip
+
+
+def _refuse_saved_buffers(lm: Any) -> None:
+    """Reading, exports and checkpoints are of parameters. RoPE's frequencies are saved by some, and made anew."""
+    params = {name for name, _ in lm.named_parameters(remove_duplicate=False)}
+    if other := sorted(name for name in set(lm.state_dict()) - params if not name.endswith("inv_freq")):
+        raise UnsupportedCapability("saved tensors that are no parameters", where=f"engine-fsdp with {type(lm).__name__}",
+                                    why=f"{other[0]} and the like would be neither read nor exported",
+                                    remedy="use another backend for this model family")  # fmt: skip
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
