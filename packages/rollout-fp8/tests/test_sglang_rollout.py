@@ -174,6 +174,7 @@ def test_top_k_1_keeps_the_temperature_in_its_log_probs(make):
         ([[1], [1], [1] * 61], GREEDY, "prompt 2"),
         ([[1]], SamplingParams(n=0), "n=0"),
         ([[1]], SamplingParams(temperature=-1.0), "temperature"),
+        ([[1]], SamplingParams(temperature=1e-7), "greedily"),
         ([[1]], SamplingParams(top_p=0.0), "top_p"),
         ([[1]], SamplingParams(top_k=-1), "top_k"),
     ],

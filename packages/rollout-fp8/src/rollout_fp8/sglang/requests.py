@@ -13,12 +13,16 @@ from rollout_fp8.log_probs import require_finite
 from rollout_fp8.seeds import seeds
 
 WHERE = "rollout 'sglang'"
+COLDEST = 1e-6  # what is below it SGLang takes for 0 (``_SAMPLING_EPS``, 0.5.16)
 LIKELIEST = 1e-9  # a nucleus that holds one token
 
 
 def check_request(prompts: Sequence[Sequence[int]], sampling: SamplingParams, *, vocab_size: int, limit: int) -> None:
     """Refuse what cannot be generated. Raises ``RolloutError`` that names the prompt at fault."""
     check_sampling(sampling, WHERE)
+    if 0 < sampling.temperature < COLDEST:
+        raise RolloutError(f"temperature={sampling.temperature}", where=WHERE, remedy=f"0, or at least {COLDEST}",
+                           why="SGLang would draw greedily, and report log-probs at temperature 1")  # fmt: skip
     check_prompts(prompts, sampling.max_new_tokens, WHERE, vocabulary=vocab_size, limit=limit,
                   room=f"the server has room for {limit} tokens a sequence",
                   remedy="shorten it, lower max_new_tokens, or raise rollout.options.gpu_memory_utilization")  # fmt: skip
