@@ -226,9 +226,9 @@ class RemoteGeneration:
             left = WAIT_S if deadline is None else min(WAIT_S, deadline - time.monotonic())
             if not self._fetch(max(left, 0.0)) and left <= 0:
                 raise TimeoutError(f"{WHERE}: nothing came within {timeout_s} s")
-        if self._failure is not None:
+        if self._found is None:
+            assert self._failure is not None, "it is over"
             raise self._failure
-        assert self._found is not None, "it is over"
         return self._found
 
     def abort(self) -> None:

@@ -62,8 +62,8 @@ class VllmOptions(Options):
         kv_cache_bytes: of each GPU, instead of what ``gpu_memory_utilization`` leaves; None on the CPU: 1 GiB.
         kv_cache_for_batch: a cache for ``batch_size`` sequences of ``max_model_len`` at once, and not all that is left: no generation
             uses more, and what is smaller falls asleep and wakes up faster.
-        truncation: serve ``top_p`` and ``top_k``. Without it they are refused, and vLLM may take its newer model
-            runner, which seeds the draws of all sequences in one kernel.
+        truncation: serve ``top_p`` and ``top_k``. Without it they are refused, and so are temperatures that vLLM changes (below 0.01, but
+            0) or does not take (above 2); vLLM may then take its newer model runner, which seeds the draws of all sequences in one kernel.
     """
 
     executor: Literal["in_process", "workers"] = "in_process"

@@ -3,17 +3,22 @@
 from __future__ import annotations
 
 import asyncio
+import multiprocessing
 import os
 import signal
+import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from unittest import mock
 
+import torch
 from vllm_peers import DEVICE, GREEDY, LONG, PROMPTS, SAMPLED, error_of, opened
 
+from engine_api.config import ModelSource
 from engine_api.rollout import SamplingParams
 from engine_conformance.cases._rollouts import export_of
 
@@ -99,4 +104,63 @@ def killed(model: str, *, parallel: int, busy: bool) -> list[tuple[Any, float]]:
             begin = time.monotonic()
             error = error_of(call)
             said.append((error, time.monotonic() - begin))
+    return said
+
+
+def refused_requests(model: str) -> tuple[list[list[list[int]]], Any, bool, bool]:
+    """Tokens without stop tokens and with some that no vocabulary has; what a job raises of which vLLM refuses a request; then whether
+    another goes on, and whether anything is scheduled once that was aborted.
+    """
+    with opened(model) as rollout:
+        odd = replace(GREEDY, stop_token_ids=(10**6, -1))
+        tokens = [[c.tokens for c in rollout.generate(PROMPTS, asked)] for asked in (GREEDY, odd)]
+        beside = rollout.submit(PROMPTS[0], LONG)
+        second = [mock.DEFAULT, ValueError]  # its class: an error would hold the frames that it passed
+        with mock.patch.object(rollout._engine, "add_request", wraps=rollout._engine.add_request, side_effect=second):
+            error = error_of(rollout.generate, PROMPTS, GREEDY)
+        goes_on = not beside.done()
+        beside.abort()
+        return tokens, error, goes_on, rollout._engine.has_unfinished_requests() or rollout._stepper.busy
+
+
+def worker_errors(model: str) -> tuple[Any, bool]:
+    """What a sync raises whose plan a process of vLLM's cannot take; whether a good one is served afterwards."""
+    from rollout_fp8.vllm import sync
+
+    with opened(model, executor="workers") as rollout:
+        rollout._session.forget()
+        with mock.patch.object(sync.pickle, "dumps", return_value=b"no plan"):
+            error = error_of(rollout.update_weights, export_of(Path(model), DEVICE), 2)
+        rollout.update_weights(export_of(Path(model), DEVICE), 2)
+        return error, bool(rollout.generate(PROMPTS, GREEDY))
+
+
+def interrupted_start(model: str) -> tuple[list[str], list[str]]:
+    """Of a start that is interrupted once vLLM is up: processes and threads that it left."""
+    from rollout_fp8.vllm import rollout
+
+    with mock.patch.object(rollout, "processes_of", side_effect=KeyboardInterrupt):
+        try:
+            with opened(model, executor="workers"):
+                pass
+        except KeyboardInterrupt:
+            pass
+    threads = [thread.name for thread in threading.enumerate() if thread.name.startswith("vllm")]
+    return [child.name for child in multiprocessing.active_children()], threads
+
+
+def failed_starts(model: str) -> list[Any]:
+    """What a start raises that vLLM ends with an error of any kind, or that is interrupted."""
+    from rollout_fp8.options import VllmOptions
+    from rollout_fp8.vllm import start
+
+    plan = start.Plan(device=torch.device("cpu"), model=ModelSource(path=model), dtype="float32", max_num_seqs=1,
+                      options=VllmOptions(executor="workers"), tied=False)  # fmt: skip
+    said: list[Any] = []
+    for kind in (KeyError("no such architecture"), AttributeError("a bug"), KeyboardInterrupt()):
+        with mock.patch.object(start.vllm.LLMEngine, "from_engine_args", side_effect=kind):
+            try:
+                start.start(plan)
+            except BaseException as error:  # noqa: BLE001 - looked at
+                said.append(error.with_traceback(None))
     return said

@@ -66,3 +66,31 @@ def test_a_temperature_that_vllm_would_change_is_refused(model: str) -> None:
         assert error.startswith(f"RolloutError: rollout 'vllm': temperature={given}"), error
         assert "truncation=true" in error
     assert all(isinstance(least, float) for least in said.values()), said
+
+
+def test_a_request_that_vllm_refuses_ends_no_other(model: str) -> None:
+    (plain, odd), error, goes_on, scheduled = call("refused_requests", model=model)
+    assert odd == plain  # what cannot be drawn ends nothing
+    assert isinstance(error, RolloutError)
+    assert "ValueError" in error.why
+    assert goes_on
+    assert not scheduled
+
+
+def test_what_fails_in_a_process_of_vllms_is_an_error_of_the_contract(model: str) -> None:
+    error, served = call("worker_errors", model=model)
+    assert isinstance(error, RolloutError)
+    assert "load key" in error.why
+    assert served
+
+
+def test_a_start_that_is_interrupted_leaves_no_process(model: str) -> None:
+    assert call("interrupted_start", model=model) == ([], [])
+
+
+def test_whatever_vllm_raises_at_its_start_is_an_error_of_the_contract(model: str) -> None:
+    architecture, bug, interrupt = call("failed_starts", model=model)
+    assert isinstance(architecture, RolloutError)
+    assert "no such architecture" in architecture.why
+    assert isinstance(bug, RolloutError)
+    assert isinstance(interrupt, KeyboardInterrupt)

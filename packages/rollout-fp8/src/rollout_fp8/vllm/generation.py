@@ -185,10 +185,19 @@ class Stepper:
             return not self._closing
 
     def _start(self, job: Job) -> None:
-        for sequence in job.sequences:
-            self._live[sequence.request] = (sequence, job)
-            prompt: Any = {"prompt_token_ids": list(sequence.prompt)}
-            self._engine.add_request(sequence.request, prompt, sequence.params, lora_request=job.adapter)
+        entered: list[str] = []
+        try:
+            for sequence in job.sequences:
+                prompt: Any = {"prompt_token_ids": list(sequence.prompt)}
+                self._engine.add_request(sequence.request, prompt, sequence.params, lora_request=job.adapter)
+                self._live[sequence.request] = (sequence, job)
+                entered.append(sequence.request)
+        except Exception as error:  # noqa: BLE001 - vLLM looks at a request before it takes it, and may raise anything; others go on
+            self._engine.abort_request(entered)
+            for request in entered:
+                del self._live[request]
+            self._finish(job, RolloutError("vLLM refuses a request", where=WHERE, why=f"{type(error).__name__}: {error}",
+                                           remedy="see its message; what else is generated goes on"))  # fmt: skip
         self._end_if_over(job)
 
     def _stop(self, job: Job) -> None:
@@ -213,7 +222,10 @@ class Stepper:
 
     def _end_if_over(self, job: Job) -> None:
         if all(s.reason is not None for s in job.sequences):
-            with self._changed:
-                if job in self._jobs:  # another thread may have ended it
-                    self._jobs.remove(job)
-                    job.end()
+            self._finish(job)
+
+    def _finish(self, job: Job, failure: RolloutError | None = None) -> None:
+        with self._changed:
+            if job in self._jobs:  # another thread may have ended it
+                self._jobs.remove(job)
+                job.end(failure)

@@ -15,9 +15,7 @@ from concurrent.futures import Future, wait
 from contextlib import suppress
 from typing import Any, TypeVar
 
-from vllm.v1.engine.exceptions import EngineDeadError
-
-from engine_api.errors import RolloutError
+from engine_api.errors import EngineError, RolloutError
 
 WHERE = "rollout 'vllm'"
 POLL_S = 0.2
@@ -36,7 +34,11 @@ class Processes:
     def __init__(self, numbers: Collection[int], ended: Callable[[str], None]) -> None:
         self.problem = ""  # which one has ended
         self._ended = ended
-        self._handles = {os.pidfd_open(number): number for number in numbers}
+        try:
+            self._handles = {os.pidfd_open(number): number for number in numbers}
+        except OSError as error:
+            raise RolloutError("vLLM's processes cannot be watched", where=WHERE, why=f"pidfd_open: {error}",
+                               remedy="a kernel of 5.3 or newer, in a container that lets it through, or rollout.options.executor=in_process") from error  # fmt: skip
         self._told, tell = os.pipe()
         self._tell: int | None = tell  # closing it ends the thread
         self._thread = threading.Thread(target=self._watch, name="vllm-processes", daemon=True)
@@ -52,9 +54,14 @@ class Processes:
                 raise self._gone()
         try:
             return called.result()
-        except EngineDeadError as error:
-            self._thread.join(GRACE_S)
-            raise self._gone() from error
+        except EngineError:
+            raise
+        except (
+            Exception
+        ) as error:  # vLLM raises what its workers did, without their types, and anything once they are gone
+            self.explain(error)
+            raise RolloutError("a call of vLLM failed", where=WHERE, why=f"{type(error).__name__}: {error}",
+                               remedy="its own messages say more") from error  # fmt: skip
 
     def explain(self, error: Exception) -> None:
         """Raises ``RolloutError`` from ``error`` where a process has ended: what it had open is closed a moment before that is known."""
@@ -70,7 +77,7 @@ class Processes:
         self._thread.join()
 
     def _gone(self) -> RolloutError:
-        return RolloutError("vLLM has ended", where=WHERE, why=self.problem or "its engine is dead",
+        return RolloutError("vLLM has ended", where=WHERE, why=self.problem,
                             remedy="see its messages for the reason (out of memory?); close this rollout and create another one")  # fmt: skip
 
     def _watch(self) -> None:

@@ -39,7 +39,7 @@ from vllm.distributed import get_tp_group  # noqa: E402
 from rollout_fp8.vllm import sampling as draws  # noqa: E402
 from rollout_fp8.vllm import start as engines  # noqa: E402
 from rollout_fp8.vllm.generation import WHERE, Job, Stepper  # noqa: E402
-from rollout_fp8.vllm.processes import Watched, processes_of  # noqa: E402
+from rollout_fp8.vllm.processes import Processes, Watched, processes_of  # noqa: E402
 from rollout_fp8.vllm.sync import EXTENSION, InProcess, OtherProcesses, ServedAdapter  # noqa: E402
 
 _DTYPES = ("float32", "bfloat16", "float16")
@@ -97,16 +97,15 @@ class VllmRollout:
         self._engine: Any = engines.start(self._plan)
         limits = self._engine.model_config
         self._positions, self._vocabulary = limits.max_model_len, limits.get_vocab_size()
-        self._stepper: Any = Stepper(self._engine, self._plan.device)
-        self._processes = None if self._plan.in_process else processes_of(self._engine, self._stepper.fail)
-        self._server: Any = self._engine if self._processes is None else Watched(self._engine, self._processes)
-        self._adapter = ServedAdapter(self._server) if adapter is not None else None
-        self._workers: Any = self._reach_workers()
-        self._session: Any = (
-            SyncSession(self._workers, self._expected)
-            if adapter is None
-            else AdapterSession(self._workers, adapter, audit=self.options.audit, model=self._expected)
-        )
+        self._processes: Processes | None = None
+        self._server: Any = self._engine  # to be called, where its processes may end
+        self._stepper: Any = None
+        self._workers: Any = None
+        try:
+            self._reach(adapter)
+        except BaseException:  # an interrupt too must leave no engine behind; raised again
+            self.close()
+            raise
 
     def generate(self, prompts: Sequence[Sequence[int]], sampling: SamplingParams) -> list[Completion]:
         """See ``Rollout.generate``; global random generators stay as they are."""
@@ -196,7 +195,8 @@ class VllmRollout:
             engine, self._engine = self._engine, None
             if self._processes is not None:
                 self._processes.close()
-            self._stepper.close()
+            if self._stepper is not None:
+                self._stepper.close()
             if isinstance(self._workers, OtherProcesses):
                 self._workers.close()
             self._server = self._stepper = self._workers = self._session = self._adapter = None  # they hold the engine
@@ -232,6 +232,19 @@ class VllmRollout:
             raise RolloutError("vLLM keeps keys and values of the old weights", where=WHERE,
                                remedy="close this rollout and create another one")  # fmt: skip
 
+    def _reach(self, adapter: ExpectedAdapter | None) -> None:
+        self._stepper = Stepper(self._engine, self._plan.device)
+        if not self._plan.in_process:
+            self._processes = processes_of(self._engine, self._stepper.fail)
+            self._server = Watched(self._engine, self._processes)
+        self._adapter = ServedAdapter(self._server) if adapter is not None else None
+        self._workers = self._reach_workers()
+        self._session: Any = (
+            SyncSession(self._workers, self._expected)
+            if adapter is None
+            else AdapterSession(self._workers, adapter, audit=self.options.audit, model=self._expected)
+        )
+
     def _reach_workers(self) -> InProcess | OtherProcesses:
         aliases = self._expected.aliases if self._plan.untie else {}
         parallel, call = self.options.tensor_parallel_size, self._server.collective_rpc
@@ -255,7 +268,10 @@ class VllmRollout:
             return job
 
     def _fill(self, job: Job, asked: _Asked, *, streamed: bool, kept: bool) -> None:
-        stop = sorted({*self._eos, *asked.sampling.stop_token_ids})
+        # Others are never drawn, and vLLM refuses them (0.32.0): tokenizers may have more tokens than models.
+        stop = sorted(
+            {token for token in (*self._eos, *asked.sampling.stop_token_ids) if 0 <= token < self._vocabulary}
+        )
         rows = seeds(asked.prompts, asked.sampling)
         for index, (prompt, row) in enumerate(zip(asked.prompts, rows, strict=True)):
             for seed in row:

@@ -22,7 +22,7 @@ import vllm
 import vllm.envs
 
 from engine_api.config import ModelSource
-from engine_api.errors import ConfigError, RolloutError
+from engine_api.errors import ConfigError, EngineError, RolloutError
 from rollout_fp8.options import VllmOptions
 from rollout_fp8.ranks import require_own_devices
 from rollout_fp8.transports.channel import secret
@@ -33,7 +33,6 @@ WHERE = "rollout 'vllm'"
 CPU_CACHE_BYTES = GIB = 1 << 30
 _RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)  # that vLLM makes room for
 _living: weakref.WeakSet[Any] = weakref.WeakSet()  # engines of this process
-_FAILURES = (RuntimeError, ValueError, TypeError, NotImplementedError, AssertionError, OSError, ImportError)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -111,10 +110,14 @@ def start(plan: Plan) -> vllm.LLMEngine:
         secret("channel")  # made before the workers are, that they inherit it
         with environment.workers(plan.device.index, plan.options.tensor_parallel_size):
             return vllm.LLMEngine.from_engine_args(vllm.EngineArgs(**arguments))
-    except _FAILURES as error:
+    except EngineError:
+        raise
+    except BaseException as error:  # vLLM raises whatever stopped it, and an interrupt leaves a part of it, too
         let_go(error)
         give_back(plan)
-        raise _explained(error) from error
+        if isinstance(error, Exception):
+            raise _explained(error) from error
+        raise
 
 
 def stop(engine: vllm.LLMEngine, plan: Plan, asleep: Collection[str]) -> None:
