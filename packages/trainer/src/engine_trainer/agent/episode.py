@@ -22,8 +22,13 @@ class AgentError(EngineError):
     def failed(cls, problem: str, prompt: Prompt, count: int, most: int) -> Self:
         """The failure that was one too many: the ``count``-th, of which a run bears ``most``."""
         return cls(problem + (f"; failed trajectories: {count}" if most else ""), where="agent.function",
-                   why=f"problem {prompt.text[:400]!r}",
+                   why=about(prompt),
                    remedy="mend it; agent.max_failures lets some trajectories end there")  # fmt: skip
+
+
+def about(prompt: Prompt) -> str:
+    """For errors."""
+    return f"problem {prompt.text[:400]!r}"
 
 
 class EpisodeOver(BaseException):
@@ -79,6 +84,32 @@ class Request:
     stop_token_ids: tuple[int, ...] = ()  # beside the rollout's own
 
 
+class Clock:
+    """The time that a function has for itself; None: any. It stands still while the model speaks.
+
+    Attributes:
+        out: set when the time is up.
+    """
+
+    def __init__(self, seconds: float | None) -> None:
+        self.out = asyncio.Event()
+        self._left, self._since = seconds, 0.0
+        self._handle: asyncio.TimerHandle | None = None
+
+    def go(self) -> None:
+        """It runs from now on."""
+        if self._left is not None and self._handle is None:
+            loop = asyncio.get_running_loop()
+            self._since, self._handle = loop.time(), loop.call_later(self._left, self.out.set)
+
+    def stop(self) -> None:
+        """It stands still."""
+        if self._left is not None and self._handle is not None:
+            self._handle.cancel()
+            self._left -= asyncio.get_running_loop().time() - self._since
+            self._handle = None
+
+
 class Generator(Protocol):
     """The model, as episodes ask it."""
 
@@ -93,7 +124,7 @@ class Episode:
     Attributes:
         prompt: the problem: ``text``, ``answer``, ``metadata``, ``tokens``.
         info: for whatever the reward function is to know.
-        clock: the function's time limit, which stands still while the model speaks.
+        clock: the function's time limit.
     """
 
     def __init__(
@@ -101,7 +132,9 @@ class Episode:
         max_turn_tokens: int | None,
     ) -> None:  # fmt: skip
         self.prompt, self.info = prompt, dict[str, Any]()
-        self.clock: asyncio.Timeout | None = None
+        self.clock: Clock | None = None
+        self._asking: asyncio.Task[Any] | None = None  # the function, or a task that it has started
+        self._left = False
         self._number, self._generator, self._tokenizer = number, generator, tokenizer
         self._max_tokens, self._max_turns, self._max_turn_tokens = max_tokens, max_turns, max_turn_tokens
         self._said: list[int] = []
@@ -109,7 +142,6 @@ class Episode:
         self._log_probs: list[float] = []
         self._versions: list[int] = []
         self._turns: list[Turn] = []
-        self._speaking = False
 
     @property
     def tokens(self) -> list[int]:
@@ -138,9 +170,11 @@ class Episode:
 
         Raises ``EpisodeOver``, which need not be caught, when no turn or no token is left.
         """
-        if self._speaking:
-            raise AgentError("the model was asked while it speaks", where="agent.function", why="an episode is one conversation",
-                             remedy="await one generate after the other")  # fmt: skip
+        if self._left:  # a task that is left over: an error that it catches, to ask again, would hold the event loop
+            await asyncio.get_running_loop().create_future()
+        if self._asking is not None:
+            raise AgentError("the model was asked while it speaks", where="agent.function",
+                             why=f"an episode is one conversation; {about(self.prompt)}", remedy="await one generate after the other")  # fmt: skip
         if given is not None:
             self.append(given)
         if len(self._turns) >= self._max_turns or self.room < 1:
@@ -171,28 +205,28 @@ class Episode:
         """The conversation, with why it ended; the runner's."""
         finished = end == "done" and bool(self._turns) and self._turns[-1].finished
         info = {**self.info, "turns": [turn.text for turn in self._turns]}
-        return Trajectory(tokens=self._said, loss_weights=self._weights, log_probs=self._log_probs,
-                          weight_versions=self._versions, text="".join(turn.text for turn in self._turns), finished=finished,
+        return Trajectory(tokens=list(self._said), loss_weights=list(self._weights), log_probs=list(self._log_probs),
+                          weight_versions=list(self._versions), text="".join(turn.text for turn in self._turns), finished=finished,
                           turns=len(self._turns), end=end, problem=problem, info=info)  # fmt: skip
+
+    def leave(self) -> None:
+        """Its function has ended: whatever that has started asks no more; the runner's."""
+        self._left = True
+        if self._asking is not None:
+            self._asking.cancel()
 
     # --- inside ---------------------------------------------------------------------------------
 
     async def _ask(self, request: Request) -> Completion:
-        self._speaking = True
-        left = self._stop_clock()
+        self._asking = asyncio.current_task()
+        if self.clock is not None:
+            self.clock.stop()
         try:
             return await self._generator.generate(request)
         finally:
-            self._speaking = False
-            if self.clock is not None and left is not None:
-                self.clock.reschedule(asyncio.get_running_loop().time() + left)
-
-    def _stop_clock(self) -> float | None:
-        if self.clock is None or self.clock.expired():
-            return None
-        when = self.clock.when()
-        self.clock.reschedule(None)
-        return None if when is None else when - asyncio.get_running_loop().time()
+            self._asking = None
+            if self.clock is not None:
+                self.clock.go()
 
     def _record(self, completion: Completion) -> Turn:
         self._said += completion.tokens

@@ -13,16 +13,17 @@ from typing import Any, cast
 
 from engine_api.errors import ConfigError, EngineError
 from engine_api.rollout import AsyncRollout, Completion, Rollout, SamplingParams
-from engine_trainer.agent.episode import AgentError, Episode, EpisodeOver, Generator, Trajectory
+from engine_trainer.agent.episode import AgentError, Clock, Episode, EpisodeOver, Generator, Trajectory, about
 from engine_trainer.agent.generators import Batched, Submitted
 from engine_trainer.data import ChatTokenizer, Prompt
 from engine_trainer.functions import is_async, load_function, require_arguments, run_past_exits
 from engine_trainer.rewards.deadline import Alarm, DeadlineExceeded, alarm
 from engine_trainer.sections import AgentSection
-from engine_trainer.threads import DaemonThreads
+from engine_trainer.threads import event_loop
 
 log = logging.getLogger("engine_trainer")
 AgentFn = Callable[[Episode], Awaitable[Trajectory]]
+FAREWELL_S = 2.0  # for functions to let go when they are cancelled
 BEAT_S = 0.25  # between two signs that functions leave the event loop free
 
 
@@ -46,11 +47,8 @@ class AgentLoop:
         """
         if not prompts:
             return []
-        with asyncio.Runner() as runner:
-            loop = runner.get_loop()
-            loop.set_default_executor(DaemonThreads())  # of tools: asyncio.to_thread
-            with self._alarm() as held:
-                found = run_past_exits(loop, self._run(rollout, prompts, sampling, held))
+        with event_loop(FAREWELL_S) as loop, self._alarm() as held:
+            found = run_past_exits(loop, self._run(rollout, prompts, sampling, held))
         return [[found[i * sampling.n + k] for k in range(sampling.n)] for i in range(len(prompts))]
 
     def _alarm(self) -> AbstractContextManager[Alarm | None]:
@@ -75,9 +73,7 @@ class AgentLoop:
         try:
             await asyncio.gather(*tasks)
         finally:
-            for task in tasks:
-                task.cancel()
-            await asyncio.gather(*tasks, return_exceptions=True)
+            await _end(*tasks, seconds=2 * FAREWELL_S)
             beat.cancel()
         return found
 
@@ -98,19 +94,37 @@ class AgentLoop:
         generator.leave()
 
     async def _one(self, episode: Episode) -> Trajectory:
-        clock = asyncio.timeout(self.section.timeout_s)
+        """The function in a task of its own: one that pays no heed to its cancellation is left behind, and holds nobody."""
+        episode.clock = clock = Clock(self.section.timeout_s)
+        talk = asyncio.create_task(_awaited(self.function(episode)))
+        out = asyncio.create_task(clock.out.wait())
+        clock.go()
         try:
-            async with clock as episode.clock:
-                return _checked(await self.function(episode))
+            await asyncio.wait((talk, out), return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            late = not talk.done()
+            out.cancel()
+            await _end(talk, seconds=FAREWELL_S)
+            episode.leave()
+        return self._ended(episode, talk, late)
+
+    def _ended(self, episode: Episode, talk: asyncio.Task[Trajectory], late: bool) -> Trajectory:
+        """``late``: its time was up."""
+        try:
+            if talk.done():
+                return _checked(talk.result(), episode.prompt)
         except EpisodeOver:
             return episode.close("limit")
         except EngineError:
             raise
-        except (Exception, SystemExit, DeadlineExceeded) as error:  # noqa: BLE001 - a user's function may raise anything; it is counted and named
-            if isinstance(error, DeadlineExceeded) or (isinstance(error, TimeoutError) and clock.expired()):
-                log.warning("agent.function took longer than %s s: %.200r", self.section.timeout_s, episode.prompt.text)
-                return episode.close("timeout")
-            return episode.close("failed", self._fail(episode, error))
+        except (Exception, SystemExit, DeadlineExceeded, asyncio.CancelledError) as error:  # noqa: BLE001 - a user's function may raise anything; it is counted and named
+            late = isinstance(error, DeadlineExceeded) or (
+                late and isinstance(error, TimeoutError | asyncio.CancelledError)
+            )
+            if not late:
+                return episode.close("failed", self._fail(episode, error))
+        log.warning("agent.function took longer than %s s: %.200r", self.section.timeout_s, episode.prompt.text)
+        return episode.close("timeout")
 
     def _fail(self, episode: Episode, error: BaseException) -> str:
         self._failures += 1
@@ -130,11 +144,25 @@ def _load(target: str, kwargs: Mapping[str, Any]) -> AgentFn:
     return cast("AgentFn", partial(function, **kwargs))
 
 
-def _checked(value: object) -> Trajectory:
+def _checked(value: object, prompt: Prompt) -> Trajectory:
     if not isinstance(value, Trajectory):
-        raise AgentError(f"it returned {type(value).__name__}", where="agent.function", why="a trajectory is needed",
-                         remedy="return episode.end()")  # fmt: skip
+        raise AgentError(f"it returned {type(value).__name__}", where="agent.function",
+                         why=f"a trajectory is needed; {about(prompt)}", remedy="return episode.end()")  # fmt: skip
     return value
+
+
+async def _awaited(talk: Awaitable[Trajectory]) -> Trajectory:
+    return await talk
+
+
+async def _end(*tasks: asyncio.Task[Any], seconds: float) -> None:
+    """Cancel tasks and wait for them, no longer than that; what they raise is read."""
+    for task in tasks:
+        task.cancel()
+    done, _ = await asyncio.wait(tasks, timeout=seconds)
+    for task in done:
+        if not task.cancelled():
+            task.exception()
 
 
 async def _beat(held: Alarm | None) -> None:

@@ -1,0 +1,116 @@
+"""How conversations end: all of them where one fails, whatever a function does about it, and nothing goes on behind its back."""
+
+from __future__ import annotations
+
+import time
+
+import pytest
+from agent_parts import Scripted, Submitting, prompts, sampling
+
+from engine_trainer.agent import AgentError, AgentLoop, runner
+from engine_trainer.data import ChatTokenizer
+from engine_trainer.sections import AgentSection, DataSection
+
+AGENTS = """
+import asyncio, pathlib
+
+async def one_fails(episode):
+    if episode.prompt.text == "wrong":
+        await asyncio.sleep(0.1)
+        raise KeyError("tool")
+    await episode.generate()
+    return episode.end()
+
+async def stubborn(episode):
+    if episode.prompt.text == "wrong":
+        raise KeyError("tool")
+    await episode.generate()
+    while "slow" in episode.prompt.text:
+        try:
+            await asyncio.sleep(30)
+        except asyncio.CancelledError:  # and tries again
+            pass
+    return episode.end()
+
+async def strays(episode):
+    task = asyncio.create_task(episode.generate())
+    await asyncio.sleep(0.05)
+    return episode.end()
+
+async def cancels_itself(episode):
+    raise asyncio.CancelledError
+
+async def returns_early(episode):
+    await episode.generate()
+    first = episode.end()
+    await episode.generate(" tool ")
+    return first
+
+async def nothing(episode):
+    await episode.generate()
+
+async def twice_at_once(episode):
+    await asyncio.gather(episode.generate(), episode.generate())
+    return episode.end()
+"""
+
+
+@pytest.fixture
+def chat(tokenizer):
+    return ChatTokenizer(tokenizer, DataSection(source="f"))
+
+
+@pytest.fixture
+def agents(tmp_path, chat, monkeypatch):
+    monkeypatch.setattr(runner, "FAREWELL_S", 0.5, raising=False)
+    (tmp_path / "agents.py").write_text(AGENTS)
+
+    def make(name, **settings) -> AgentLoop:
+        return AgentLoop(AgentSection(function=f"{tmp_path}/agents.py:{name}", **settings), chat)
+
+    return make
+
+
+def test_one_that_fails_ends_the_others_and_their_turns(chat, agents):
+    rollout = Submitting(chat, "one", seconds=20.0)
+    begin = time.monotonic()
+    with pytest.raises(AgentError, match=r"(?s)KeyError.*problem 'wrong'"):
+        agents("one_fails").run(rollout, prompts(chat, "a", "wrong", "b"), sampling(n=2))
+    assert time.monotonic() - begin < 10
+    assert len(rollout.submitted) == len(rollout.aborted) == 4
+
+
+@pytest.mark.parametrize("kind", [Scripted, Submitting])
+def test_one_that_pays_no_heed_to_its_cancellation_holds_nobody(chat, agents, kind):
+    begin = time.monotonic()
+    slow, fast = agents("stubborn", timeout_s=0.3).run(kind(chat, "one"), prompts(chat, "slow", "fast"), sampling())
+    assert (slow[0].end, slow[0].turns, fast[0].end) == ("timeout", 1, "done")
+    with pytest.raises(AgentError, match=r"(?s)KeyError.*problem 'wrong'"):
+        agents("stubborn", concurrency=1).run(kind(chat, "one"), prompts(chat, "fast", "wrong", "slow"), sampling())
+    with pytest.raises(AgentError, match=r"(?s)KeyError.*problem 'wrong'"):
+        agents("stubborn").run(kind(chat, "one"), prompts(chat, "slow", "wrong"), sampling())
+    assert time.monotonic() - begin < 10
+
+
+def test_a_turn_that_a_function_left_behind_ends_with_it(chat, agents):
+    rollout = Submitting(chat, "one", seconds=0.08)  # the first is done while the third one runs
+    found = agents("strays", concurrency=1).run(rollout, prompts(chat, "p", "q", "r"), sampling())
+    assert [t.tokens for (t,) in found] == [[], [], []]
+    assert len(rollout.submitted) == len(rollout.aborted) == 3
+
+
+def test_a_conversation_is_as_it_was_when_it_was_taken(chat, agents):
+    ((trajectory,),) = agents("returns_early").run(Scripted(chat, "one", "two"), prompts(chat, "q"), sampling())
+    assert (trajectory.text, len(trajectory.tokens), trajectory.turns) == ("one", 4, 1)
+    assert len(trajectory.tokens) == len(trajectory.loss_weights) == len(trajectory.log_probs)
+
+
+@pytest.mark.parametrize("name", ["nothing", "twice_at_once"])
+def test_a_misuse_names_its_problem(chat, agents, name):
+    with pytest.raises(AgentError, match="problem 'the third one'"):
+        agents(name).run(Submitting(chat, "one", seconds=0.1), prompts(chat, "the third one"), sampling())
+
+
+def test_one_that_is_cancelled_from_inside_has_failed(chat, agents):
+    with pytest.raises(AgentError, match=r"(?s)raised CancelledError.*problem 'q'"):
+        agents("cancels_itself").run(Scripted(chat, "one"), prompts(chat, "q"), sampling())
