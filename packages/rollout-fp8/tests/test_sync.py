@@ -14,11 +14,9 @@ from torch import Tensor
 from engine_api.config import ModelSource
 from engine_api.errors import RolloutError
 from engine_api.weights import ShardSpec
-from rollout_fp8 import exporter
 from rollout_fp8.expected import Expected
 from rollout_fp8.exporter import collect
 from rollout_fp8.phases import Phases
-from rollout_fp8.plan import Source, make_plan
 from rollout_fp8.quantize import quantize
 from rollout_fp8.receiver import Receiver
 from rollout_fp8.session import SyncSession
@@ -107,73 +105,6 @@ def test_a_tensor_parallel_server_gets_each_ranks_part() -> None:
         audit.check(stream.checksums(), [receiver.served().tolist() for receiver in receivers])
 
 
-def test_a_bucket_of_which_a_worker_serves_nothing_passes_it_by() -> None:
-    """Rank 0 of the engine holds nearly all: the last bucket is its upper half of a weight, and a server's worker has the lower."""
-    weights = checkpoint(3)
-    last = "model.layers.1.mlp.gate_proj.weight"
-    weights[last] = weights.pop(last)
-
-    def boxes(name: str, shape: tuple[int, ...]) -> tuple[ShardSpec, ShardSpec]:
-        if name != last:
-            return ShardSpec.whole(shape), ShardSpec.nothing(shape)
-        half = shape[0] // 2, *shape[1:]
-        upper, lower = (
-            ShardSpec(global_shape=shape, offset=(at, *[0] * (len(shape) - 1)), shape=half) for at in (0, half[0])
-        )
-        return upper, lower
-
-    sources = [Source(name=name, boxes=boxes(name, tuple(tensor.shape)), stored=tensor.dtype, quantized=False)
-               for name, tensor in weights.items()]  # fmt: skip
-    plan = make_plan(sources, dtype=torch.float32, bucket_bytes=500_000).wire
-    assert [piece.box.offset for piece in plan.buckets[-1].pieces] == [(0, 0)]
-
-    class Made:
-        audit = True
-
-        def __init__(self) -> None:
-            self.plan = plan
-
-        def buckets(self):
-            for bucket in plan.buckets:
-                buffer = torch.zeros(bucket.num_bytes, dtype=torch.uint8)
-                for piece in bucket.pieces:
-                    piece.view(buffer).copy_(weights[piece.tensor.name][piece.box.slices])
-                yield bucket, buffer
-
-    for rank in range(2):
-        model: Any = ServedModel(tp=2, rank=rank)
-        stream: Any = Made()
-        Receiver(model, plan, model.load_weights).sync(stream, Phases(CPU))
-        want = expected(weights, ServedModel(tp=2, rank=rank), fp8=False)
-        for name, parameter in model.named_parameters():
-            assert torch.equal(parameter, want[name]), name
-
-
-def test_a_server_that_copies_one_half_twice_does_not_hide_that_the_other_is_missing() -> None:
-    class Twice(ServedModel):
-        def load_weights(self, weights):
-            for name, tensor in weights:
-                super().load_weights([(name, tensor), (name, tensor)])
-
-    SyncSession(InProcess([Twice()])).run(stream_of(checkpoint(0), fp8=False), 0)
-    weights = checkpoint(0)
-    weights.pop("model.layers.1.mlp.up_proj.weight")
-    with pytest.raises(RolloutError, match=r"gate_up_proj\.weight gets only model\.layers\.1\.mlp\.gate_proj\.weight"):
-        SyncSession(InProcess([Twice()])).run(stream_of(weights, fp8=False), 0)
-
-
-@pytest.mark.parametrize("audit", [True, False], ids=["audited", "not audited"])
-def test_a_server_that_does_not_take_a_stream_to_its_end_has_not_served_it(monkeypatch, audit) -> None:
-    class Stops(InProcess):
-        def sync(self, stream):
-            next(stream.buckets())
-            return [([], {})]
-
-    monkeypatch.setattr(exporter, "BUCKET_BYTES", 300_000)
-    with pytest.raises(RolloutError, match="not taken to their end"):
-        SyncSession(Stops([ServedModel()])).run(stream_of(checkpoint(0), fp8=False, audit=audit), 0)
-
-
 def test_copies_on_two_workers_that_differ_fail_the_audit() -> None:
     weights = checkpoint(3)
     receivers, models = [], [ServedModel(tp=2, rank=rank) for rank in range(2)]
@@ -211,27 +142,6 @@ def test_a_server_that_packs_weights_is_not_given_those_of_another_dtype() -> No
     model, stream = ServedModel(dtype=torch.float32), stream_of(checkpoint(0), fp8=False, dtype=torch.bfloat16)
     with pytest.raises(RolloutError, match=r"comes as torch\.bfloat16, .* is served as torch\.float32"):
         Receiver(model, stream.plan, model.load_weights, read=model.get_parameter)
-
-
-def test_a_server_whose_loader_keeps_tensors_is_not_left_with_later_buckets_in_them(monkeypatch) -> None:
-    class Keeps(ServedModel):
-        """Loads once more what it was given when all has come, as vLLM's reload does layer by layer."""
-
-        def load_weights(self, weights):
-            kept = []
-            for name, tensor in weights:
-                super().load_weights([(name, tensor)])
-                kept.append((name, tensor))
-            super().load_weights(kept)
-
-    monkeypatch.setattr(exporter, "BUCKET_BYTES", 300_000)
-    model, stream = Keeps(dtype=torch.bfloat16), stream_of(checkpoint(0), fp8=False, dtype=torch.bfloat16)
-    assert len(stream.plan.buckets) > 2 * len(stream.plan.slots)
-    receiver = Receiver(model, stream.plan, model.load_weights, read=model.get_parameter)
-    receiver.sync(stream, Phases(CPU))
-    want = expected(checkpoint(0), ServedModel(dtype=torch.bfloat16), fp8=False)
-    for name, parameter in model.named_parameters():
-        assert torch.equal(parameter, want[name]), name
 
 
 @pytest.mark.parametrize("audit", [True, False], ids=["audited", "not audited"])
@@ -352,21 +262,6 @@ def test_a_tensor_of_a_plain_export_may_lie_in_memory_as_it_likes() -> None:
     want = expected(checkpoint(0), ServedModel(), fp8=False)
     for name, parameter in model.named_parameters():
         assert torch.equal(parameter, want[name]), name
-
-
-def test_a_server_that_cuts_within_a_word_of_the_audit_is_refused_by_name_of_the_reason() -> None:
-    class Odd(torch.nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.weight = torch.nn.Parameter(torch.zeros(4, 3, dtype=torch.bfloat16), requires_grad=False)
-
-        def load_weights(self, weights):
-            for _, tensor in weights:
-                self.weight.data.copy_(tensor[:, 3:])
-
-    model, stream = Odd(), stream_of({"weight": torch.randn(4, 6)}, fp8=False, dtype=torch.bfloat16)
-    with pytest.raises(RolloutError, match=r"cannot compare[^$]*columns? 3 [^$]*to do: .*tensor_parallel_size"):
-        Receiver(model, stream.plan, model.load_weights)
 
 
 def test_a_box_is_found_in_every_dimension() -> None:

@@ -208,7 +208,7 @@ def _place(tensor: Tensor) -> Place:
 
 
 def _raw(tensor: Tensor) -> Tensor:
-    return tensor.contiguous().view(torch.uint8)
+    return tensor.contiguous().view(-1).view(torch.uint8)
 
 
 def marks(plan: WirePlan, device: torch.device) -> Iterator[tuple[str, Tensor]]:

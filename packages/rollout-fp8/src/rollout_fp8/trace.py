@@ -158,7 +158,8 @@ def _fills(regions: Sequence[Region], size: int) -> bool:
 
 
 def _is_padded(regions: Sequence[Region]) -> bool:
-    return len(regions) == 1 and regions[0].offset == 0 and regions[0].name.split(".")[-2] in VOCABULARIES
+    layer = regions[0].name.rpartition(".")[0].rpartition(".")[2]
+    return len(regions) == 1 and regions[0].offset == 0 and layer in VOCABULARIES
 
 
 def misfits(trace: LoaderTrace, tensors: Mapping[str, WireTensor], live: Mapping[str, Layout]) -> Iterator[str]:
