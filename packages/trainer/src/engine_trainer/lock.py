@@ -21,9 +21,13 @@ class FolderLock:
         self._file: IO[str] | None = None
 
     def acquire(self) -> None:
-        """Raises ``ConfigError`` that names the process that holds it."""
-        self._folder.mkdir(parents=True, exist_ok=True)
-        file = (self._folder / LOCK).open("a+", encoding="utf-8")
+        """Raises ``ConfigError`` that names the process that holds it, or says why there can be no such folder."""
+        try:
+            self._folder.mkdir(parents=True, exist_ok=True)
+            file = (self._folder / LOCK).open("a+", encoding="utf-8")
+        except OSError as error:
+            raise ConfigError("run.output_dir", f"no folder can be made or written to at {self._folder}",
+                              why=f"{error.strerror}: {error.filename}", remedy="name another one, or mend its permissions") from error  # fmt: skip
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError as error:
