@@ -103,6 +103,20 @@ def test_a_completion_that_does_not_follow_the_prompt_is_refused(jsonl, completi
     assert caught.value.column == "completion"
 
 
+def test_an_answer_that_is_a_number_is_written_without_its_type(tmp_path):
+    """What JSON or pandas makes a float of, for a null in its column, is still a whole number."""
+    pq.write_table(pa.table({"prompt": ["a", "b"], "answer": [42.0, -0.5]}), tmp_path / "a.parquet")
+    assert [e.answer for e in examples(str(tmp_path / "a.parquet"), "prompt")] == ["42", "-0.5"]
+
+
+@pytest.mark.parametrize("answer", ["NaN", "Infinity"])
+def test_an_answer_that_is_no_number_is_refused(jsonl, answer):
+    path = jsonl({"prompt": "a", "answer": 1.5}, f'{{"prompt": "a", "answer": {answer}}}')
+    with pytest.raises(DataError, match="is not an answer") as caught:
+        examples(path, "prompt")
+    assert (caught.value.row, caught.value.column) == (2, "answer")
+
+
 def test_columns_can_be_named_and_nested(jsonl):
     (example,) = examples(
         jsonl({"in": "hi", "out": "ho", "meta": {"gold": "9"}}), prompt="in", response="out", answer="meta.gold"

@@ -24,6 +24,9 @@ class EvalSet:
         at_least(key, self, 0, *(n for n in ("samples", "temperature") if getattr(self, n) is not None))
         if self.max_problems is not None:
             at_least(key, self, 1, "max_problems")
+        if self.split is not None and self.source is None:
+            raise ConfigError(f"{key}.split", f"without {key}.source", why="it chooses files of a folder",
+                              remedy=f"name the folder in {key}.source, which may be data.source's")  # fmt: skip
         if self.temperature == 0 and (self.samples or 0) > 1:
             raise ConfigError(f"{key}.samples", f"{self.samples} at temperature 0", why="greedy completions are all equal",
                               remedy="use 1 sample, or a temperature above 0")  # fmt: skip

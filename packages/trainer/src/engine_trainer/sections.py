@@ -106,6 +106,11 @@ class ColumnsSection:
     response: str | None = None
     answer: str | None = None  # what the reward compares with; dots reach into nested columns
 
+    def __post_init__(self) -> None:
+        if self.messages is not None and (self.prompt is not None or self.response is not None):
+            raise ConfigError("data.columns.messages", "beside prompt or response", why="a row is a conversation, or a prompt with a response",
+                              remedy="name one of the two")  # fmt: skip
+
 
 @dataclass(frozen=True, kw_only=True)
 class DataSection:
@@ -140,6 +145,10 @@ class DataSection:
                               remedy="data.source: a .jsonl, .parquet or .arrow file, a folder of them, or hf://datasets/owner/name")  # fmt: skip
         if self.max_length is not None:
             at_least("data", self, 1, "max_length")
+        if self.split is not None and self.source is None:
+            raise ConfigError(
+                "data.split", "without data.source", why="generated problems have no files", remedy="set it to null"
+            )
         if "{prompt}" not in self.prompt_template:
             raise ConfigError("data.prompt_template", f"{self.prompt_template!r} has no {{prompt}}",
                               remedy="write {prompt} where the question goes")  # fmt: skip

@@ -16,6 +16,7 @@ to the chat template.
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
@@ -152,7 +153,10 @@ class _Layout:
             raise row.error(
                 f"{type(value).__name__} is not an answer", column=self.answer, remedy="give text or a number"
             )
-        text = str(value)
+        if isinstance(value, float) and not math.isfinite(value):
+            raise row.error(f"{value} is not an answer", column=self.answer, remedy="complete the row, or remove it")
+        # Where a column has nulls, whole numbers come as floats: 42.0 is the answer 42.
+        text = str(int(value) if isinstance(value, float) and value.is_integer() else value)
         return text.rsplit(GSM8K_MARK, 1)[1].strip() if GSM8K_MARK in text else text
 
 

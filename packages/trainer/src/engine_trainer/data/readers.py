@@ -52,7 +52,8 @@ def _files(path: Path, split: str | None) -> list[Path]:
         return saved_files(path, split) if is_saved(path) else files_of(path, split, SUFFIXES)
     if not path.is_file():
         raise DataError("there is no such file or folder", file=str(path),
-                        remedy=_nearest(path) or hint(path) or "check the path; it is relative to the working directory")  # fmt: skip
+                        remedy=_nearest(path) or hint(path) or
+                        "check the path, relative to the working directory; a recipe's comments say how to get its data")  # fmt: skip
     if path.suffix not in SUFFIXES:
         raise DataError(f"{path.suffix or 'no'} suffix", file=str(path), why=f"known: {', '.join(SUFFIXES)}",
                         remedy="convert it to JSONL: one JSON object a line")  # fmt: skip
