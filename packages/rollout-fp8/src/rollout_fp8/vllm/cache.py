@@ -25,7 +25,7 @@ def bytes_for(source: ModelSource, sequences: int, *, positions: int | None, dty
         raise ConfigError("rollout.options.kv_cache_for_batch", "true, for a model with latent attention",
                           why="its cache holds no keys and values", remedy="give rollout.options.kv_cache_bytes, or neither")  # fmt: skip
     heads = config.num_attention_heads
-    own_heads = math.ceil((config.num_key_value_heads or heads) / parallel)
+    own_heads = math.ceil((getattr(config, "num_key_value_heads", None) or heads) / parallel)
     size = getattr(config, "head_dim", None) or config.hidden_size // heads
     token = 2 * config.num_hidden_layers * own_heads * size * getattr(torch, dtype).itemsize
     blocks = sequences * math.ceil((positions or config.max_position_embeddings) / BLOCK) + 1  # vLLM keeps one empty
