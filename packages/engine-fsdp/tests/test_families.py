@@ -8,7 +8,15 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForCausalLM, Gemma3TextConfig, Glm4MoeConfig, LlamaConfig, Phi3Config, PhiConfig
+from transformers import (
+    AutoModelForCausalLM,
+    Gemma3TextConfig,
+    Glm4MoeConfig,
+    Lfm2Config,
+    LlamaConfig,
+    Phi3Config,
+    PhiConfig,
+)
 
 from engine_api import Batch, EngineConfig, EngineRegistry, Memory, ModelSource, OptimizerConfig, Precision
 from engine_api.errors import BatchError, ConfigError, UnsupportedCapability
@@ -113,3 +121,10 @@ def test_saved_tensors_that_are_no_parameters_are_refused(tmp_path: Path, init: 
     model = ModelSource(path=str(saved(config, tmp_path / "model")), init=init)
     with pytest.raises(UnsupportedCapability, match=r"layers\.0\.mlp\.gate\.e_score_correction_bias"):
         EngineRegistry.create(backend="fsdp2", device="cpu", config=EngineConfig(model=model)).initialize()
+
+
+def test_layers_that_mix_tokens_outside_attention_are_refused(tmp_path: Path) -> None:
+    """A short convolution reaches into the document before; the check at start sees that in float32 alone."""
+    config = Lfm2Config(**TINY, layer_types=["conv", "full_attention"], pad_token_id=0)
+    with pytest.raises(UnsupportedCapability, match="layers of type conv"):
+        make(saved(config, tmp_path / "model"), precision=Precision(compute="bfloat16"))

@@ -133,6 +133,7 @@ def build_model(config: EngineConfig, kind: Kind, ulysses: int) -> BuiltModel:
     folder = fetch(config.model)
     hf_config = _hf_config(folder, config, kind)
     _refuse_unknown_head(hf_config)
+    _refuse_other_layers(hf_config)
     attention.register()
     attention.check_heads(hf_config.get_text_config(), ulysses)
     random = config.model.init == "random"
@@ -183,6 +184,17 @@ def _refuse_unknown_head(hf_config: Any) -> None:
         if value is not None and value != 1.0:
             raise UnsupportedCapability(f"{key}={value}", where="engine-fsdp", why="its head computes plain h W^T",
                                         remedy="use another backend for this model family")  # fmt: skip
+
+
+# What attention by documents computes, and layers that look at each token alone (transformers' names).
+_LAYERS = {"full_attention", "attention", "sliding_attention", "moe", "mlp", "sparse", "dense"}
+
+
+def _refuse_other_layers(hf_config: Any) -> None:
+    if other := sorted(set(getattr(hf_config.get_text_config(), "layer_types", None) or ()) - _LAYERS):
+        raise UnsupportedCapability(f"layers of type {', '.join(other)}", where="engine-fsdp",
+                                    why="they would look into the documents beside theirs in a pack",
+                                    remedy="use another backend for this model family")  # fmt: skip
 
 
 def _refuse_biased_head(lm: Any, kind: Kind) -> None:
