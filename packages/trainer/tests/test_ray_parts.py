@@ -13,17 +13,15 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from ray_runs import configure, on_ray
+from ray_runs import on_ray
 
 from engine_api.capabilities import Capability
 from engine_api.comm import SingleComm
-from engine_api.config import ModelSource
 from engine_api.errors import ConfigError, RankFailure, RolloutError
 from engine_api.plugin import ProbeResult
 from engine_api.registry import RolloutRegistry
 from engine_trainer.lock import FolderLock
 from engine_trainer.replica import RolloutSpec
-from engine_trainer.rl import train_rl
 from engine_trainer.runtime import Run
 from engine_trainer.sections import DataSection, RaySection, RunSection
 
@@ -31,7 +29,6 @@ pytest.importorskip("ray", reason="the extra ray")
 
 from ray.exceptions import ActorDiedError, RayTaskError
 
-from engine_trainer import memory
 from engine_trainer.ray import channel, cluster, controller
 from engine_trainer.ray.calls import Call, WorkerFailed, WorkerLost, _telling, _translate
 from engine_trainer.ray.meter import Meter
@@ -153,93 +150,6 @@ def test_weights_of_another_version_than_the_controllers_are_not_sent():
     assert worker.wire_address(3) == "a"
     with pytest.raises(RolloutError, match="the engine has weights of version 3, not 4"):
         worker.wire_address(4)
-
-
-def needed(out, *, free: dict[str, float], device="cuda", engines=4, replicas=4, **sections) -> None:
-    """``memory.check`` of ranks and replicas on four GPUs, or all on a host."""
-    config = on_ray(out, out, **sections)
-    rooms = [memory.Room(device=name, free=int(room)) for name, room in free.items()]
-    placed = rooms * 4 if len(rooms) == 1 else rooms
-    engine = config.engine.build(seed=0, total_steps=1)
-    memory.check(placed[:engines], placed[:replicas], config, engine, device)
-
-
-def gpus(free: float) -> dict[str, float]:
-    return {f"gpu{i}": free for i in range(4)}
-
-
-@pytest.fixture
-def eight_billion(monkeypatch):
-    monkeypatch.setattr(memory, "_parameters", lambda source, trunk=False: 8_000_000_000)
-
-
-def test_the_memory_estimate_by_hand(eight_billion, tmp_path):
-    """8e9 parameters: weight 4, gradient 4, moments 8 = 16 bytes over 4 ranks; 2 for the replica in bf16.
-
-    The replica is awake while there are no gradients, the engine trains while the replica sleeps.
-    """
-    engine, gradient, rollout = 32e9, 8e9, 16e9
-    mixed = {"model": {"path": "m"}, "precision": {"compute": "bfloat16"}}
-
-    def check(free, rollout=None, **engine_settings):
-        needed(tmp_path, free=gpus(free), engine=mixed | engine_settings, rollout=rollout or {})
-
-    check(engine - gradient + rollout)
-    with pytest.raises(
-        ConfigError,
-        match=r"(?s)gpu0 needs 37.3 GiB.*1 engine rank.s. of 29.8 GiB .policy 29.8. and 1 replica.s. of 14.9 GiB",
-    ):
-        check(engine - gradient + rollout - 1e6)
-    check(engine + rollout, {"sleep": False})
-    with pytest.raises(ConfigError, match=r"44\.7 GiB"):
-        check(engine + rollout - 1e6, {"sleep": False})
-    check(engine, {"offload_engine": True})
-    with pytest.raises(ConfigError, match="by turns"):
-        check(engine - 1e6, {"offload_engine": True})
-    check(engine - gradient + rollout / 2, {"quantization": "fp8"})
-    check(gradient + rollout, optimizer={"name": "torch.optim.SGD"})
-    check(engine / 4 + rollout, lora={"rank": 8})
-    host = {"host": 4 * engine + 4 * rollout - 1e6}
-    with pytest.raises(ConfigError, match="4 engine rank"):
-        needed(tmp_path, free=host, device="cpu", engine=mixed)
-
-
-def test_the_memory_of_reference_and_critic_by_hand(eight_billion, tmp_path):
-    """On each of four ranks: policy 32e9, reference 8e9 (weights alone), critic in bf16 16e9; the replica 32e9 in float32.
-
-    12e9 of it are gradients, which are not there while the replica is awake.
-    """
-    algorithm = {"kl": {"coefficient": 0.1}, "advantage": "gae", "critic": {"precision": {"master": "bfloat16"}}}
-    needed(tmp_path, free=gpus(76e9), algorithm=algorithm)
-    with pytest.raises(ConfigError, match=r"of 52.2 GiB .policy 29.8, reference 7.5, critic 14.9."):
-        needed(tmp_path, free=gpus(76e9 - 1e6), algorithm=algorithm)
-    # An adapter is its own reference, and the critic may have its own where the policy has none.
-    needed(tmp_path, free=gpus(8e9 + 32e9), algorithm={"kl": {"coefficient": 0.1}}, engine={"lora": {"rank": 8}})
-    needed(tmp_path, free=gpus(24e9 + 4e9 + 32e9),
-           algorithm={**algorithm, "kl": {}, "critic": {**algorithm["critic"], "lora": {"rank": 8}}})  # fmt: skip
-
-
-def test_a_policy_that_is_only_measured_has_neither_reference_nor_critic(eight_billion, tmp_path):
-    algorithm = {"kl": {"coefficient": 0.1}, "advantage": "gae", "critic": {}}
-    needed(tmp_path, free=gpus(8e9 + 32e9), algorithm=algorithm, engine={"optimizer": None})
-
-
-def test_without_ray_too_it_is_said_before_an_engine_is_made(sums_model, tmp_path, monkeypatch):
-    monkeypatch.setattr(memory, "_parameters", lambda source, trunk=False: 10**15)
-    monkeypatch.setattr("engine_trainer.spmd.EngineRegistry.create", lambda **_: pytest.fail("an engine was made"))
-    with pytest.raises(ConfigError, match=r"what is placed on .* needs .* GiB at least") as caught:
-        train_rl(configure(sums_model, tmp_path / "out"))
-    assert "rollout.offload_engine" in caught.value.remedy
-
-
-def test_the_parameters_are_counted_without_memory(sums_model):
-    from safetensors.torch import load_file
-
-    expected = sum(t.numel() for t in load_file(sums_model / "model.safetensors").values())
-    assert memory._parameters(ModelSource(path=str(sums_model))) == expected
-    untied = ModelSource(path=str(sums_model), config_overrides={"tie_word_embeddings": False})
-    assert memory._parameters(untied) == expected + 16 * 32
-    assert memory._parameters(untied, trunk=True) == expected
 
 
 def test_a_workers_time_and_idle_share(monkeypatch):

@@ -2,7 +2,8 @@
 
 An engine that learns (policy, critic) keeps for each parameter: the master weight, its gradient, Adam's two moments, all in the
 master's dtype and divided over the ranks that shard it; a reference model keeps the weight alone. A rollout keeps the weights in its
-dtype; one that sleeps while the engine trains has the gradients' place. Activations, copies in the dtype of computation (an engine
+dtype; one that sleeps while the engine trains has the gradients' place. With ``rollout.offload_engine`` they take turns, but for a sync,
+which brings the policy's weights to a rollout that is awake; reference and critic are away then. Activations, copies in the dtype of computation (an engine
 may make them layer by layer), caches and workspaces come on top, and are not estimated: what does not fit by this count cannot fit.
 """
 
@@ -24,6 +25,8 @@ from engine_trainer.sections import EngineSection, RolloutSection
 
 GIB = 1 << 30
 BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "float8": 2}  # float8 is computed from bf16 weights
+
+WITH_MOMENTS = ("adamw", *(f"torch.optim.{name}" for name in ("Adam", "AdamW", "Adamax", "NAdam", "RAdam")))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,7 +52,7 @@ def check(
         engines, rollouts: the room of every rank and of every replica.
         engine: what each rank of the policy is told, on ``device``.
     """
-    counts = _engines_bytes(config, engine)
+    counts = _engines_bytes(config, engine, device)
     held = {name: (kept + gradient) / len(engines) for name, (kept, gradient) in counts.items()}
     train, serve = fsum(held.values()), _rollout_bytes(config.rollout, engine)
     beside = fsum(kept for kept, _ in counts.values()) / len(engines)  # an awake rollout
@@ -58,7 +61,7 @@ def check(
     for place in dict.fromkeys(r.device for r in [*engines, *rollouts]):
         free = min(r.free for r in [*engines, *rollouts] if r.device == place)
         trained, served = ([r.device for r in rooms].count(place) for rooms in (engines, rollouts))
-        stays = 0.0 if by_turns else beside if sleeps else train
+        stays = counts["policy"][0] / len(engines) if by_turns else beside if sleeps else train
         need = max(trained * train, trained * stays + served * serve)
         if need > free:
             raise ConfigError(
@@ -70,27 +73,30 @@ def check(
             )  # fmt: skip
 
 
-def _engines_bytes(config: RLConfig, policy: EngineConfig) -> dict[str, tuple[int, int]]:
+def _engines_bytes(config: RLConfig, policy: EngineConfig, device: str) -> dict[str, tuple[int, int]]:
     """Of every engine, over all ranks: what it keeps from step to step, and its gradients."""
     algorithm = config.algorithm
-    found = {"policy": _engine_bytes(policy, _parameters(policy.model), learns=True)}
+    found = {"policy": _engine_bytes(policy, _parameters(policy.model), device, learns=True)}
     if policy.optimizer is None:  # it is only measured, and alone
         return found
     if algorithm.kl.coefficient and policy.lora is None:  # with an adapter: the policy without it
-        found["reference"] = _engine_bytes(policy, _parameters(policy.model), learns=False)
+        found["reference"] = _engine_bytes(policy, _parameters(policy.model), device, learns=False)
     if algorithm.critic is not None:
         critic = algorithm.critic.engine(config.engine)
-        found["critic"] = _engine_bytes(critic, _parameters(critic.model, trunk=True), learns=True)
+        found["critic"] = _engine_bytes(critic, _parameters(critic.model, trunk=True), device, learns=True)
     return found
 
 
-def _engine_bytes(engine: EngineConfig | EngineSection, parameters: int, *, learns: bool) -> tuple[int, int]:
+def _engine_bytes(
+    engine: EngineConfig | EngineSection, parameters: int, device: str, *, learns: bool
+) -> tuple[int, int]:
     memory, optimizer = engine.memory, engine.optimizer
-    weight, gradient, moments = 0 if memory.offload_params else 1, 0, 0
+    away = device != "cpu"  # what is offloaded goes to the host, which is no relief where the device is the host
+    weight, gradient, moments = 0 if away and memory.offload_params else 1, 0, 0
     if learns and optimizer is not None and engine.lora is None:  # an adapter's share is small
         gradient = weight
-        if "adam" in optimizer.name.lower() and not (memory.offload_params or memory.offload_optimizer):
-            moments = 2  # of another optimizer nothing is known
+        if optimizer.name in WITH_MOMENTS and not (away and (memory.offload_params or memory.offload_optimizer)):
+            moments = 2  # of another optimizer nothing is known: one in 8 bit keeps less
     size = parameters * BYTES[engine.precision.master] * engine.parallelism.dp_replicate
     return (weight + moments) * size, gradient * size
 
