@@ -112,6 +112,16 @@ def test_a_server_that_was_started_takes_one_descriptor_at_most(tmp_path, monkey
     assert set(Path("/proc/self/fd").iterdir()) <= before
 
 
+def test_who_waits_for_a_server_that_another_thread_closes_is_told_so(tmp_path) -> None:
+    CONFIG.save_pretrained(tmp_path)
+    given = {"model": ModelSource(path=str(tmp_path)), "pad_token_id": 0, "dtype": "float32"}
+    made = RemoteRollout(name="local", device="cpu", arguments=given, start_timeout_s=120)
+    pending = made._server.start("generate", prompts=[[3]], sampling={"max_new_tokens": 100_000})
+    made.close()  # the server ended well: its log is gone
+    with pending, pytest.raises(RolloutError, match="does not answer"):
+        pending.answer()
+
+
 CONFIG = Qwen3Config(
     vocab_size=48, hidden_size=32, intermediate_size=48, num_hidden_layers=1, num_attention_heads=2, num_key_value_heads=1,
     head_dim=16, tie_word_embeddings=False,

@@ -79,7 +79,12 @@ class ServerProcess:
 
     def error(self, what: str, why: str) -> RolloutError:
         """With the last lines of its log."""
-        lines = self.log.read_text(encoding="utf-8", errors="replace").splitlines()[-LOG_LINES:]
+        try:
+            lines = self.log.read_text(encoding="utf-8", errors="replace").splitlines()[-LOG_LINES:]
+        except FileNotFoundError:
+            return RolloutError(
+                what, where=WHERE, why=f"another thread closed it ({why})", remedy="create another rollout"
+            )
         return RolloutError(what, where=WHERE, why="\n       ".join([why, *lines]),
                             remedy=f"its log is {self.log}; close this rollout and create another")  # fmt: skip
 
