@@ -59,6 +59,7 @@ def test_what_is_printed_reads_back_equal(file):
         ("engine.optimizer.betas=[0.9]", "engine.optimizer.betas", "a list of 2 values"),
         ("algorithm.kl.estimator=k4", "algorithm.kl.estimator", "k1, k2, k3"),
         ("algorithm.prompts_per_step=0", "algorithm.prompts_per_step", "at least 1"),
+        ("algorithm.clip_low=1.5", "algorithm.clip_low", "above 1"),
         ("algorithm.dual_clip=1.0", "algorithm.dual_clip", "above 1"),
         ("algorithm.advantage=gea", "algorithm.advantage", "did you mean gae"),
         ("algorithm.loss=gsop", "algorithm.loss", "did you mean gspo"),

@@ -189,6 +189,8 @@ class AlgorithmSection:
 def _check_choices(section: AlgorithmSection) -> None:
     """Raise ``ConfigError`` for what does not go together."""
     refused = [
+        (section.clip_low > 1, "clip_low", f"{section.clip_low} is above 1", "no ratio is below 1 - clip_low then",
+         "give a number in [0, 1]; 1.0 is no bound from below"),
         (section.dual_clip is not None and not section.dual_clip > 1, "dual_clip", f"{section.dual_clip} is not above 1",
          "", "use 3.0, or null for none"),
         (section.dual_clip is not None and section.loss != "ppo", "dual_clip", f"{section.dual_clip} with loss {section.loss}",
