@@ -63,6 +63,14 @@ def test_the_schedule_ends_with_the_run(sft_file):
     assert rates == pytest.approx([0.1, 0.075, 0.05, 0.025])
 
 
+def test_a_warmup_that_the_run_does_not_outlast_is_said(sft_file, caplog):
+    run(sft_file, "engine.schedule.warmup_steps=50", "run.steps=4")
+    assert "engine.schedule.warmup_steps is 50, but the run has 4 steps of" in caplog.text
+    caplog.clear()
+    run(sft_file, "engine.schedule.warmup_steps=3", "run.steps=4")
+    assert "warmup_steps is" not in caplog.text
+
+
 def test_heldout_loss_is_that_of_every_learned_token(sft_file, tmp_path):
     outcome = run(sft_file, f"eval.source={tmp_path / 'rows.jsonl'}", "eval.every=2", "eval.samples=0")
     rows = read_metrics(outcome.folder / "metrics.jsonl")

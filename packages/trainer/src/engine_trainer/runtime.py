@@ -128,7 +128,11 @@ class Run:
         """
         together(self.comm, lambda: self._lock.acquire() if self.is_main else None)
         section = self.config.engine
-        self.engine_config = section.build(seed=self.config.run.seed, total_steps=schedule_steps or self.total_steps)
+        updates = schedule_steps or self.total_steps
+        self.engine_config = section.build(seed=self.config.run.seed, total_steps=updates)
+        if self.is_main and section.schedule.warmup_steps >= updates:
+            log.warning("engine.schedule.warmup_steps is %d, but the run has %d steps of the optimizer: the learning rate never "
+                        "reaches engine.optimizer.lr", section.schedule.warmup_steps, updates)  # fmt: skip
         self.device, capabilities = self.launcher.resolve(section)
         if self.config.run.save_hf and Capability.SAVE_HF not in capabilities:
             raise unsupported(Capability.SAVE_HF, section.backend, capabilities)
