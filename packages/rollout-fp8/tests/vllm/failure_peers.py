@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -163,4 +164,43 @@ def failed_starts(model: str) -> list[Any]:
                 start.start(plan)
             except BaseException as error:  # noqa: BLE001 - looked at
                 said.append(error.with_traceback(None))
+    return said
+
+
+class GivesUp:
+    """An engine of vLLM's interface that ends the second of its requests for a reason of its own, and no other."""
+
+    def __init__(self, reason: str) -> None:
+        self.reason, self.scheduled = reason, list[str]()
+
+    def add_request(self, request: str, *_: Any, **__: Any) -> None:
+        self.scheduled.append(request)
+
+    def abort_request(self, requests: list[str]) -> None:
+        self.scheduled = [request for request in self.scheduled if request not in requests]
+
+    def step(self) -> list[Any]:
+        if len(self.scheduled) != 3:
+            return []
+        request = self.scheduled.pop(1)
+        told = SimpleNamespace(token_ids=[], logprobs=SimpleNamespace(logprobs=[]), finish_reason=self.reason)
+        return [SimpleNamespace(request_id=request, outputs=[told], finished=True)]
+
+
+def given_up() -> list[tuple[Any, list[str]]]:
+    """For each reason: what the job raises, and what stays scheduled."""
+    import vllm
+
+    from rollout_fp8.vllm.generation import Job, Stepper
+
+    said: list[tuple[Any, list[str]]] = []
+    for reason in ("error", "repetition", "abort"):
+        engine: Any = GivesUp(reason)
+        stepper = Stepper(engine, torch.device("cpu"))
+        job = Job(stepper, 1)
+        for index in range(3):
+            job.add(index, (5,), vllm.SamplingParams())
+        stepper.enter(job)
+        said.append((error_of(job.result, 30), engine.scheduled))
+        stepper.close()
     return said

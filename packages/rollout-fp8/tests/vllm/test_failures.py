@@ -94,3 +94,10 @@ def test_whatever_vllm_raises_at_its_start_is_an_error_of_the_contract(model: st
     assert "no such architecture" in architecture.why
     assert isinstance(bug, RolloutError)
     assert isinstance(interrupt, KeyboardInterrupt)
+
+
+def test_a_request_that_vllm_gives_up_is_no_completion() -> None:
+    for reason, (error, scheduled) in zip(("error", "repetition", "abort"), call("given_up"), strict=True):
+        assert isinstance(error, RolloutError), (reason, error)
+        assert f"prompt 1 ended with {reason!r}" in error.what
+        assert scheduled == []

@@ -185,20 +185,23 @@ class Stepper:
             return not self._closing
 
     def _start(self, job: Job) -> None:
-        entered: list[str] = []
         try:
             for sequence in job.sequences:
                 prompt: Any = {"prompt_token_ids": list(sequence.prompt)}
                 self._engine.add_request(sequence.request, prompt, sequence.params, lora_request=job.adapter)
                 self._live[sequence.request] = (sequence, job)
-                entered.append(sequence.request)
         except Exception as error:  # noqa: BLE001 - vLLM looks at a request before it takes it, and may raise anything; others go on
-            self._engine.abort_request(entered)
-            for request in entered:
-                del self._live[request]
-            self._finish(job, RolloutError("vLLM refuses a request", where=WHERE, why=f"{type(error).__name__}: {error}",
-                                           remedy="see its message; what else is generated goes on"))  # fmt: skip
+            self._drop(job, RolloutError("vLLM refuses a request", where=WHERE, why=f"{type(error).__name__}: {error}",
+                                         remedy="see its message; what else is generated goes on"))  # fmt: skip
         self._end_if_over(job)
+
+    def _drop(self, job: Job, failure: RolloutError) -> None:
+        """End a job of which one request failed, with all of its others."""
+        running = [s.request for s in job.sequences if s.request in self._live]
+        self._engine.abort_request(running)
+        for request in running:
+            del self._live[request]
+        self._finish(job, failure)
 
     def _stop(self, job: Job) -> None:
         running = [s for s in job.sequences if s.reason is None and s.request in self._live]
@@ -216,8 +219,14 @@ class Stepper:
         sequence.tokens += new.token_ids
         sequence.log_probs += new.logprobs.logprobs
         if output.finished:
-            sequence.reason = new.finish_reason
             del self._live[output.request_id]
+            if new.finish_reason not in ("stop", "length"):  # our own aborts are not heard of here
+                what = f"prompt {sequence.prompt_index} ended with {new.finish_reason!r} after {len(sequence.tokens)} tokens"
+                self._drop(
+                    job, RolloutError(what, where=WHERE, why="vLLM gave it up", remedy="its own messages say more")
+                )
+                return
+            sequence.reason = new.finish_reason
             self._end_if_over(job)
 
     def _end_if_over(self, job: Job) -> None:
