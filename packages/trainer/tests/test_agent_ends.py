@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
 
 import pytest
 from agent_parts import Scripted, Submitting, prompts, sampling
 
+from engine_api.errors import RolloutError
 from engine_trainer.agent import AgentError, AgentLoop, runner
+from engine_trainer.agent.episode import Request
+from engine_trainer.agent.generators import Batched
 from engine_trainer.data import ChatTokenizer
 from engine_trainer.sections import AgentSection, DataSection
 
@@ -35,6 +39,13 @@ async def stubborn(episode):
 async def strays(episode):
     task = asyncio.create_task(episode.generate())
     await asyncio.sleep(0.05)
+    return episode.end()
+
+async def shrugs(episode):
+    try:
+        await episode.generate()
+    except Exception:  # as people write it
+        pass
     return episode.end()
 
 async def cancels_itself(episode):
@@ -114,3 +125,33 @@ def test_a_misuse_names_its_problem(chat, agents, name):
 def test_one_that_is_cancelled_from_inside_has_failed(chat, agents):
     with pytest.raises(AgentError, match=r"(?s)raised CancelledError.*problem 'q'"):
         agents("cancels_itself").run(Scripted(chat, "one"), prompts(chat, "q"), sampling())
+
+
+@pytest.mark.parametrize("kind", [Scripted, Submitting])
+def test_a_rollout_that_fails_ends_all_though_a_function_shrugs(chat, agents, kind):
+    def gone(*_):
+        raise RolloutError("gone", where="there", remedy="none")
+
+    rollout = kind(chat, "x")
+    setattr(rollout, "generate" if kind is Scripted else "submit", gone)
+
+    begin = time.monotonic()
+    with pytest.raises(RolloutError, match="gone"):
+        agents("shrugs", timeout_s=2.0).run(rollout, prompts(chat, "q", "r"), sampling(n=2))
+    assert time.monotonic() - begin < 5
+
+
+def test_a_turn_that_was_just_given_up_is_not_answered(chat):
+    """Its task has not run since: the batch still has it."""
+
+    async def give_up() -> str:
+        generator = Batched(Scripted(chat, "one"), sampling(), running=2)
+        asked = [Request(number=i, turn=0, tokens=prompts(chat, "q")[0].tokens, max_new_tokens=9) for i in range(2)]
+        first = asyncio.create_task(generator.generate(asked[0]))
+        await asyncio.sleep(0)
+        first.cancel()
+        completion = await generator.generate(asked[1])
+        assert first.cancelled() or first.cancelling()
+        return chat.decode(completion.tokens)
+
+    assert asyncio.run(give_up()) == "one"

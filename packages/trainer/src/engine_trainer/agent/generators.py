@@ -37,11 +37,15 @@ class Submitted:
     """Each turn is submitted by itself. A turn that a weight sync aborted is continued with the new weights.
 
     A turn's random numbers are a function of the seed, the episode's first prompt, which of its samples it is, and the turn.
+
+    Attributes:
+        failed: what the rollout raised. A function may catch it as if it were its tool's: whoever runs functions looks here.
     """
 
     def __init__(self, rollout: AsyncRollout, sampling: SamplingParams, names: Sequence[Any]) -> None:
         self._rollout, self._sampling, self._names = rollout, sampling, names
         self._threads = DaemonThreads()  # one waits for each turn
+        self.failed: Exception | None = None
 
     async def generate(self, request: Request) -> Completion:
         """See ``Generator``."""
@@ -65,11 +69,15 @@ class Submitted:
 
     async def _once(self, request: Request, part: int) -> Completion:
         seed = derive(self._sampling.seed, self._names[request.number], request.turn, part)
-        generation = self._rollout.submit(request.tokens, sampling_of(request, self._sampling, seed))
         try:
-            (completion,) = await asyncio.get_running_loop().run_in_executor(self._threads, generation.result)
-        except asyncio.CancelledError:
-            generation.abort()  # its thread returns
+            generation = self._rollout.submit(request.tokens, sampling_of(request, self._sampling, seed))
+            try:
+                (completion,) = await asyncio.get_running_loop().run_in_executor(self._threads, generation.result)
+            except asyncio.CancelledError:
+                generation.abort()  # its thread returns
+                raise
+        except Exception as error:
+            self.failed = self.failed or error
             raise
         return completion
 
@@ -89,12 +97,16 @@ class Batched:
         rollout: generates while everything else waits.
         sampling: of all turns.
         running: trajectories at the same time; each place ends with ``leave``.
+
+    Attributes:
+        failed: see ``Submitted``.
     """
 
     def __init__(self, rollout: Rollout, sampling: SamplingParams, running: int) -> None:
         self._rollout, self._sampling, self._running = rollout, sampling, running
         self._waiting: list[_Waiting] = []
         self._batches = 0
+        self.failed: Exception | None = None
 
     async def generate(self, request: Request) -> Completion:
         """See ``Generator``."""
@@ -116,11 +128,18 @@ class Batched:
         if not self._waiting or len(self._waiting) < self._running:
             return
         batch, self._waiting = sorted(self._waiting, key=lambda w: w.request.number), []
+        batch = [one for one in batch if not one.answer.done()]  # one was cancelled, and has not run since
 
         def seed(kind: int) -> int | None:
             return derive(self._sampling.seed, self._batches + kind)
 
-        completions = generate_all(self._rollout, [w.request for w in batch], self._sampling, seed)
+        try:
+            completions = generate_all(self._rollout, [w.request for w in batch], self._sampling, seed)
+        except Exception as error:  # noqa: BLE001 - raised in all that wait, not in the one that came last alone
+            self.failed = self.failed or error
+            for one in batch:
+                one.answer.set_exception(error)
+            return
         self._batches += len({_kind(w.request) for w in batch})
         for one, completion in zip(batch, completions, strict=True):
             one.answer.set_result(completion)

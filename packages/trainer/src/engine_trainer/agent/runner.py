@@ -91,6 +91,8 @@ class AgentLoop:
         """One trajectory after the other."""
         for number, episode in episodes:
             found[number] = await self._one(episode)
+            if generator.failed is not None:  # whatever its function made of it
+                raise generator.failed
         generator.leave()
 
     async def _one(self, episode: Episode) -> Trajectory:
