@@ -37,6 +37,12 @@ def test_yaml_overrides_and_defaults_meet(file):
     assert config.engine.memory.max_tokens == 16384
 
 
+def test_a_quoted_override_is_the_text_in_the_quotes(file):
+    for quote in "\"'":
+        config = load_config(RLConfig, file, [f"data.prompt_template={quote}{{prompt}} Think: step by step.{quote}"])
+        assert config.data.prompt_template == "{prompt} Think: step by step."
+
+
 def test_what_is_printed_reads_back_equal(file):
     config = load_config(RLConfig, file, ["engine.lora.rank=4", "engine.optimizer.betas=[0.8,0.9]"])
     assert from_tree(RLConfig, yaml.safe_load(to_yaml(config))) == config
@@ -95,6 +101,8 @@ def test_what_is_printed_reads_back_equal(file):
         ("data={source: null, split: train, reasoning_gym: {datasets: []}}", "data.split", "data.source"),
         ("eval={split: test}", "eval.split", "eval.source"),
         ("eval={source: x, sets: {a: {split: test}}}", "eval.sets.a.split", "eval.sets.a.source"),
+        ("data.prompt_template={prompt}", "data.prompt_template", """'"{prompt}"'"""),
+        ("data.prompt_template={prompt} Think.", "data.prompt_template", "quotes"),
         ("data.prompt_template=hello", "data.prompt_template", "{prompt}"),
         ("data.source=null", "data.source", "one of the two"),
         ("data.source=[1]", "data.source", "text or a list"),

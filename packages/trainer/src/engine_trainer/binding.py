@@ -137,7 +137,10 @@ def _join(key: str, name: str) -> str:
 
 
 def _wrong(key: str, value: Any, expected: str) -> ConfigError:
-    return ConfigError(key, f"{value!r} is {_a_type(value)}", why=f"expected {expected}", remedy="correct the value")
+    remedy = "correct the value"
+    if isinstance(value, Mapping) and expected.startswith("text"):  # YAML reads {prompt} so
+        remedy += """; a text that begins with a brace goes into quotes, on a command line '"{prompt}"'"""
+    return ConfigError(key, f"{value!r} is {_a_type(value)}", why=f"expected {expected}", remedy=remedy)
 
 
 def _a_type(value: Any) -> str:

@@ -96,7 +96,7 @@ def _apply(tree: DictConfig, override: str) -> None:
         OmegaConf.update(tree, key, value["value"], merge=True)
     except (yaml.YAMLError, OmegaConfBaseException, TypeError, IndexError) as error:
         raise ConfigError(key, "the override cannot be applied", why=_first_line(error),
-                          remedy="write key.sub=value with a YAML value") from error  # fmt: skip
+                          remedy="write key.sub=value with a YAML value; a text with braces or colons goes into quotes: key='\"…\"'") from error  # fmt: skip
 
 
 def _plain(value: Any) -> Any:
