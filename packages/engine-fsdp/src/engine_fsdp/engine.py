@@ -222,6 +222,8 @@ class FSDPEngine(BaseEngine):
 
     def _install_state(self, tensors: Mapping[str, Tensor]) -> None:
         checkpoint.install(self.table, self.optimizer, tensors)
+        if self.optimizer is not None and (self.config.memory.offload_optimizer or "optimizer" in self._offloaded):
+            move_state(self.optimizer, torch.device("cpu"))
 
     def to(self, device: str, *, model: bool = True, optimizer: bool = True, grad: bool = True) -> None:
         """See ``Engine.to``. Gradients live beside their weights and move with them."""

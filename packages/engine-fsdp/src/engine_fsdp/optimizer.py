@@ -85,16 +85,16 @@ def install_state(optimizer: torch.optim.Optimizer, table: list[ShardedParam], t
             entry, piece = pieces[name]
             state = optimizer.state[entry.param]
             if value.dim() == 0:
-                state[field] = value.to(_scalar_device(optimizer, entry))
+                state[field] = value.to(_scalar_device(optimizer, entry.param))
                 continue
             if field not in state:
                 state[field] = torch.zeros_like(entry.param, dtype=value.dtype, requires_grad=False)
             piece.view(local_of(state[field]), entry.first).copy_(value)
 
 
-def _scalar_device(optimizer: torch.optim.Optimizer, entry: ShardedParam) -> torch.device:
+def _scalar_device(optimizer: torch.optim.Optimizer, param: Tensor) -> torch.device:
     on_device = optimizer.defaults.get("fused") or optimizer.defaults.get("capturable")
-    return entry.local.device if on_device else torch.device("cpu")
+    return local_of(param).device if on_device else torch.device("cpu")
 
 
 def move_state(optimizer: torch.optim.Optimizer, device: torch.device | None) -> None:
@@ -102,5 +102,9 @@ def move_state(optimizer: torch.optim.Optimizer, device: torch.device | None) ->
     for param, state in optimizer.state.items():
         target = device or local_of(param).device
         for field, value in state.items():
-            if isinstance(value, Tensor) and value.dim():  # step counts stay where the optimizer put them
+            if isinstance(value, Tensor) and value.dim():
                 state[field] = value.to(target)
+            elif (
+                isinstance(value, Tensor) and device is None
+            ):  # a step count; loaded while its weight was away, it is there
+                state[field] = value.to(_scalar_device(optimizer, param))
