@@ -156,6 +156,19 @@ def test_installed_names():
     assert create("gsm8k", {"flexible": True})(sample("18", "18")) == 1.0
 
 
+@pytest.mark.parametrize(
+    ("ways", "vote"),
+    [
+        (("0.5", "1/2", r"\frac{1}{2}", r"50\%", "x = 0.5"), "1/2"),
+        (("6", "6.0", r"2 \cdot 3", "n=6"), "6"),
+    ],
+)
+def test_one_answer_is_one_vote_however_it_is_written(ways, vote):
+    judge = math()
+    found = [judge(sample(rf"\boxed{{{way}}}", ways[0])) for way in ways]
+    assert [(float(v), v.answer) for v in found] == [(1.0, vote)] * len(ways)
+
+
 def combined(*parts) -> Scorer:
     return Scorer.from_section(RewardSection(name="combine", kwargs={"rewards": list(parts)}))
 

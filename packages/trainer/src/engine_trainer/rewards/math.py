@@ -47,10 +47,13 @@ def _vote(given: list[Any]) -> str | None:
     """One text for an answer however it is written: numbers as fractions, formulas as sympy writes them."""
     if not given:
         return None
-    from sympy import Expr, nsimplify
+    from sympy import Eq, Expr, nsimplify
 
     first = given[0]
-    return str(nsimplify(first, rational=True) if isinstance(first, Expr) and first.is_number else first)
+    if isinstance(first, Eq) and first.lhs.is_Symbol:  # x = 3 says 3, as it does where answers are compared
+        first = first.rhs
+    # doit: a percentage and a product come as they were written.
+    return str(nsimplify(first.doit(), rational=True) if isinstance(first, Expr) and first.is_number else first)
 
 
 def _box(text: str) -> str:
