@@ -117,6 +117,15 @@ def test_an_answer_that_is_no_number_is_refused(jsonl, answer):
     assert (caught.value.row, caught.value.column) == (2, "answer")
 
 
+def test_a_prompt_that_ends_with_an_answer_is_refused_where_it_would_be_left_out(jsonl):
+    path = jsonl({"prompt": CHAT, "answer": "7"})
+    with pytest.raises(DataError, match=r"(?s)ends with the assistant.*data.columns.messages=prompt") as caught:
+        examples(path, "prompt")
+    assert (caught.value.row, caught.value.column) == (1, "prompt")
+    (asked,) = examples(path, "prompt", messages="prompt")
+    assert asked.prompt == CHAT[:1]
+
+
 def test_columns_can_be_named_and_nested(jsonl):
     (example,) = examples(
         jsonl({"in": "hi", "out": "ho", "meta": {"gold": "9"}}), prompt="in", response="out", answer="meta.gold"

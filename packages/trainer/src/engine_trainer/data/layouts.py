@@ -131,7 +131,11 @@ class _Layout:
     def _prompt(self, row: Row) -> Messages:
         assert self.prompt is not None
         if isinstance(_cell(row, self.prompt), list):
-            return _messages(row, self.prompt)
+            turns = _messages(row, self.prompt)
+            if self.response is None and turns[-1]["role"] == "assistant":
+                raise row.error("the prompt ends with the assistant's turn", column=self.prompt, why="it would be left out: a rollout makes that turn",
+                                remedy=f"end it with a question; of whole conversations set data.columns.messages={self.prompt}")  # fmt: skip
+            return turns
         return [_turn("user", _asked(row, self.prompt))]
 
     def _response(self, row: Row) -> Messages:
