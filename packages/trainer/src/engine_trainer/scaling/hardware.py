@@ -36,7 +36,7 @@ class Hardware:
     link_share: float = 0.60  # of NVLink and of the network in collectives: the sync of 8B on two GPUs
     step_host_s: float = 0.025  # of a training step and micro-batch that nothing hides: 0.6B and 1.7B
     decode_host_s: float = 0.0025  # of a decoding step: 0.6B, 128 sequences, a run that is not in docs/benchmarks.md
-    sync_host_s: float = 0.012  # of a sync: 0.6B
+    sync_host_s: float = 0.008  # of a sync: 0.6B
     link_latency_s: float = 10e-6  # of one all-reduce while decoding. Assumed.
 
     def link(self, gpus: int) -> tuple[float, str]:
