@@ -100,6 +100,7 @@ def test_what_is_printed_reads_back_equal(file):
         ("data.columns={messages: a, response: b}", "data.columns.messages", "one of the two"),
         ("data={source: null, split: train, reasoning_gym: {datasets: []}}", "data.split", "data.source"),
         ("eval={split: test}", "eval.split", "eval.source"),
+        ("data.source=[]", "data.source", "give data.source"),
         ("eval={source: x, sets: {a: {split: test}}}", "eval.sets.a.split", "eval.sets.a.source"),
         ("data.prompt_template={prompt}", "data.prompt_template", """'"{prompt}"'"""),
         ("data.prompt_template={prompt} Think.", "data.prompt_template", "quotes"),

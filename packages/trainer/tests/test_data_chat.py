@@ -91,6 +91,16 @@ def test_what_a_template_leaves_out_is_refused_with_the_row(tokenizer, tokenizer
         build(tokenizer, replace(example, messages=[example.messages[0], call, *example.messages[2:]]))
 
 
+def test_a_template_may_read_what_it_does_not_write(tokenizer_of):
+    mode = (
+        "{% for m in messages %}{% if m['role'] == 'system' and '/no_think' in m['content'] %}<|system|>quick<|eos|>"
+        "{% else %}<|{{ m['role'] }}|>{{ m['content'] }}<|eos|>{% endif %}{% endfor %}"
+        "{% if add_generation_prompt %}<|assistant|>{% endif %}"
+    )
+    chat = ChatTokenizer(tokenizer_of(mode), section(system_prompt="be brief /no_think"))
+    assert chat.prompt_text(turns("q")) == "<|system|>quick<|eos|><|user|>q<|eos|><|assistant|>"
+
+
 def test_the_prompt_of_rl_begins_the_document_of_sft(tokenizer):
     settings = {"system_prompt": "be brief", "prompt_template": "Q: {prompt}"}
     chat = ChatTokenizer(tokenizer, section(**settings))
@@ -160,8 +170,12 @@ def test_an_empty_answer_is_refused_though_its_end_could_be_learned(tokenizer, t
             build(one, turns("q", said))
         assert (caught.value.file, caught.value.row) == ("f", 3)
     with pytest.raises(DataError, match="the response is empty"):
-        build(tokenizer, turns("q", said, "q", "r"))
-    assert learned(tokenizer, build(tokenizer, turns("q", said, "q", "r"), train_on="last")) == "r<|eos|>"
+        build(tokenizer, turns("q", "r", "q", said))
+
+
+@pytest.mark.parametrize("train_on", ["all", "last"])
+def test_an_earlier_turn_that_says_nothing_carries_no_loss(tokenizer, train_on):
+    assert learned(tokenizer, build(tokenizer, turns("q", " ", "q", "r"), train_on=train_on)) == "r<|eos|>"
 
 
 def test_rows_that_teach_nothing_or_cannot_be_rendered_are_refused(tokenizer, tokenizer_of):

@@ -308,6 +308,16 @@ def test_a_split_may_be_a_folder(tmp_path, jsonl):
         read_rows(str(tmp_path))
 
 
+def test_calls_of_tools_may_be_json_texts(jsonl):
+    call = {"function": {"name": "add", "arguments": {"a": 1}}}
+    for given in ([call], json.dumps([call]), [json.dumps(call)]):
+        turns = [CHAT[0], {"role": "assistant", "content": "", "tool_calls": given}]
+        (example,) = examples(jsonl({"messages": turns}))
+        assert example.messages[-1]["tool_calls"] == [call]
+    with pytest.raises(DataError, match="tool_calls"):
+        examples(jsonl({"messages": [CHAT[0], {"role": "assistant", "content": "", "tool_calls": "[1]"}]}))
+
+
 def test_data_sets_side_by_side_are_not_mixed(tmp_path, jsonl):
     for name in ("main/train-0.jsonl", "socratic/train-0.jsonl"):
         (tmp_path / name).parent.mkdir()

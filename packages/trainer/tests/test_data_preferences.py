@@ -67,6 +67,12 @@ def test_tools_reach_the_template_in_every_layout(tmp_path, tokenizer_of, name):
         assert tokenizer.decode(document.input_ids).startswith("add<|user|>hi")
 
 
+def test_to_say_nothing_may_be_what_was_rejected(tmp_path, tokenizer):
+    row = {"chosen": [USER, GOOD], "rejected": [USER, BAD | {"content": ""}]}
+    (pair,) = read(write(tmp_path / "a.jsonl", row), tokenizer).pairs
+    assert pair.rejected.loss_weight.sum() == 1  # the token that ends the turn
+
+
 def test_without_a_template(tmp_path, tokenizer_of):
     (pair,) = read(write(tmp_path / "a.jsonl", LAYOUTS["texts"]), tokenizer_of(None)).pairs
     assert pair.chosen.loss_weight.tolist() == [0, 0, 1, 1, 1, 1]

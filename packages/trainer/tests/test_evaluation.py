@@ -27,6 +27,14 @@ def test_of_a_folder_of_several_splits_each_set_has_its_own(sums_model, tmp_path
     assert not questions[""] & questions["seen"]
 
 
+def test_a_set_may_be_of_several_files(sums_model, tmp_path):
+    files = [str(sums_model / "train.jsonl"), str(sums_model / "test.jsonl")]
+    config = configure(sums_model, tmp_path, eval={"source": files})
+    tokenizer = load_tokenizer(config.data, config.engine.model)
+    (one,) = heldout_sets(config.data, config.eval, tokenizer, config.engine.model, config.rollout)
+    assert len(one.problems) == 100
+
+
 def test_every_evaluation_draws_with_the_runs_seed_and_its_own_temperature(sums_model, tmp_path, monkeypatch):
     pytest.importorskip("engine_fsdp", reason="the loop needs an engine")
     drawn, sample = [], Sampler.sample

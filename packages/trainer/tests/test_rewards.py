@@ -169,6 +169,15 @@ def test_one_answer_is_one_vote_however_it_is_written(ways, vote):
     assert [(float(v), v.answer) for v in found] == [(1.0, vote)] * len(ways)
 
 
+@pytest.mark.parametrize(
+    "given", ["2018!", "3^{10000}", r"\binom{100000}{50000}", r"1.5\times10^{5000}", "2^{2^{2^{100}}}", "10^{9}!"]
+)
+@pytest.mark.timeout(60)
+def test_an_answer_that_is_too_long_to_write_costs_nothing(given):
+    assert math()(sample(rf"\boxed{{{given}}}", "18")) == 0.0
+    assert math()(sample(rf"\boxed{{{given}}}", given)) == 1.0
+
+
 def combined(*parts) -> Scorer:
     return Scorer.from_section(RewardSection(name="combine", kwargs={"rewards": list(parts)}))
 

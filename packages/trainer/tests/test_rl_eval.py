@@ -69,7 +69,7 @@ def test_nothing_is_generated_beside_an_evaluation(run, sums_model, monkeypatch)
     assert told == ["measure", *["take", "settle", "measure"] * 2]
 
 
-def test_a_model_is_measured_alone_as_a_run_measures_it(run, sums_model, capsys):
+def test_a_model_is_measured_alone_as_a_run_measures_it(run, sums_model, capsys, caplog):
     from engine_trainer.cli import main
 
     held = {"source": str(sums_model / "test.jsonl"), "samples": 2, "max_problems": 5}
@@ -77,7 +77,9 @@ def test_a_model_is_measured_alone_as_a_run_measures_it(run, sums_model, capsys)
     metrics = (out / "metrics.jsonl").read_text()
     baseline = out / "eval" / "step-000000.jsonl"
     baseline.write_text("what the run measured")
-    assert main(["eval", str(out / "config.yaml")]) == 0
+    caplog.clear()
+    assert main(["eval", str(out / "config.yaml"), "engine.schedule.warmup_steps=5"]) == 0
+    assert "warmup" not in caplog.text  # nothing is trained
     figures = json.loads((out / "evaluation.json").read_text())
     assert figures == {name: value for name, value in before.items() if name.startswith("eval/")}
     assert f"eval/accuracy {figures['eval/accuracy']:.4g}".split() in [

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 from engine_api.config import near_matches
@@ -22,7 +22,7 @@ class RewardPart:
     name: str | None = None
     function: str | None = None
     weight: float = 1.0  # any finite number; 0: it is only measured
-    kwargs: Mapping[str, Any] = field(default_factory=dict[str, Any])
+    kwargs: Mapping[str, Any] | None = None
     timeout_s: float | None = 10.0  # a call; where it is left out reward.timeout_s
 
     @property

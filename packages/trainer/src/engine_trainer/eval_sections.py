@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from engine_api.errors import ConfigError
@@ -13,7 +13,7 @@ from engine_trainer.sections import DataSection, at_least
 class EvalSet:
     """One held-out set of ``eval.sets``."""
 
-    source: str | None = None  # as data.source; null: the held-out problems of data.reasoning_gym
+    source: str | Sequence[str] | None = None  # as data.source; null: the held-out problems of data.reasoning_gym
     split: str | None = None  # as data.split
     samples: int | None = None  # completions a problem; null: eval.samples
     temperature: float | None = None  # 0: greedy; null: eval.temperature
@@ -39,7 +39,7 @@ class EvalSection:
     ``source`` and what belongs to it is one set, reported as ``eval/…``; ``sets`` are more, reported as ``eval/NAME/…``.
     """
 
-    source: str | None = None  # a file or folder; null: the held-out problems of data.reasoning_gym
+    source: str | Sequence[str] | None = None  # as data.source; null: the held-out problems of data.reasoning_gym
     split: str | None = None  # as data.split
     every: int = 0  # steps; 0: only before and after
     samples: int = 1  # completions a problem; 0: only the loss (SFT), or sets alone (generated problems)
@@ -92,7 +92,7 @@ def _nothing_held_out(key: str) -> ConfigError:
 class HeldoutSection:
     """Held-out pairs of preferences, before the first step and after the last one at least."""
 
-    source: str  # a file or folder
+    source: str | Sequence[str]  # as data.source
     split: str | None = None  # as data.split
     every: int = 0  # steps; 0: only before and after
     max_pairs: int | None = None

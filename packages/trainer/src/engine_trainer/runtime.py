@@ -130,7 +130,7 @@ class Run:
         section = self.config.engine
         updates = schedule_steps or self.total_steps
         self.engine_config = section.build(seed=self.config.run.seed, total_steps=updates)
-        if self.is_main and section.schedule.warmup_steps >= updates:
+        if self.is_main and section.optimizer is not None and section.schedule.warmup_steps >= updates:
             log.warning("engine.schedule.warmup_steps is %d, but the run has %d steps of the optimizer: the learning rate never "
                         "reaches engine.optimizer.lr", section.schedule.warmup_steps, updates)  # fmt: skip
         self.device, capabilities = self.launcher.resolve(section)

@@ -140,14 +140,17 @@ class DataSection:
     seed: int | None = None  # null: run.seed
 
     def __post_init__(self) -> None:
-        if (self.source is None) == (self.reasoning_gym is None):
+        if (not self.source) == (self.reasoning_gym is None):
             raise ConfigError("data.source", "give data.source or data.reasoning_gym, one of the two",
                               remedy="data.source: a .jsonl, .parquet or .arrow file, a folder of them, or hf://datasets/owner/name")  # fmt: skip
         if self.max_length is not None:
             at_least("data", self, 1, "max_length")
         if self.split is not None and self.source is None:
             raise ConfigError(
-                "data.split", "without data.source", why="generated problems have no files", remedy="set it to null"
+                "data.split",
+                "without data.source",
+                why="generated problems have no files",
+                remedy="set data.split=null",
             )
         if "{prompt}" not in self.prompt_template:
             raise ConfigError("data.prompt_template", f"{self.prompt_template!r} has no {{prompt}}",

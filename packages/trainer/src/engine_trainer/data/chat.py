@@ -21,7 +21,7 @@ from engine_trainer.sections import DataSection
 
 TOKENIZER_FILES = ("tokenizer*", "*.model", "vocab*", "merges.txt", "*.tiktoken", "tekken.json")
 _FILES = "tokenizer.json, tokenizer.model, vocab.json with merges.txt, vocab.txt"
-PROBE = "ANSWER"  # an assistant's text, to see what a template writes after one
+PROBE = "ANSWER"  # a text of no meaning, to see what a template makes of one
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -67,7 +67,7 @@ class ChatTokenizer:
         if not self.has_template:
             return turns[0]["content"]
         text = self._render(turns, example, ask=True)
-        self._require_whole(text, turns, example)
+        self._require_whole(text, turns, example, ask=True)
         return text
 
     def encode_prompts(self, examples: Sequence[Example]) -> list[tuple[str, list[int]]]:
@@ -76,8 +76,10 @@ class ChatTokenizer:
         ids = self._encode(texts) if self.has_template else [self._opening(t) for t in texts]
         return list(zip(texts, ids, strict=True))
 
-    def document(self, example: Example) -> list[Segment]:
-        """The example's text, cut at the borders of the assistant's turns.
+    def document(self, example: Example, *, may_be_empty: bool = False) -> list[Segment]:
+        """The example's text, cut at the borders of the assistant's turns; earlier ones that say nothing are not learned.
+
+        ``may_be_empty``: the answer, as in a pair: to end at once is what was rejected.
 
         Raises ``DataError`` when nothing can be learned from it, or when the template does not render a
         longer conversation as a continuation of the shorter one.
@@ -87,9 +89,12 @@ class ChatTokenizer:
         own = [i for i, turn in enumerate(turns) if turn["role"] == "assistant" and i >= given]
         if not own:
             raise example.error("no assistant turn, nothing to learn", remedy="add a response to the row")
-        own = own if self.section.train_on == "all" else own[-1:]
-        if not all(_says_something(turns[i]) for i in own):  # to end at once is not what a row without a response means
+        if not may_be_empty and not _says_something(
+            turns[own[-1]]
+        ):  # to end at once is not what a row without a response means
             raise example.error("the response is empty, nothing to learn", remedy="complete the row, or remove it")
+        earlier = [i for i in own[:-1] if _says_something(turns[i])] if self.section.train_on == "all" else []
+        own = [*earlier, own[-1]]
         if not self.has_template:
             return [Segment(text=turns[0]["content"], learned=False), Segment(text=turns[1]["content"], learned=True)]
         return self._cut(turns, own, example)
@@ -136,11 +141,11 @@ class ChatTokenizer:
             segments.append(Segment(text=asked[len(done) :], learned=False))
             segments.append(Segment(text=answered[len(asked) :], learned=True))
             done = answered
-        self._require_whole(done, turns[: own[-1] + 1], example)
+        self._require_whole(done, turns[: own[-1] + 1], example, ask=False)
         return segments
 
-    def _require_whole(self, text: str, turns: Messages, example: Example) -> None:
-        """Raise ``DataError`` where the template has left something out.
+    def _require_whole(self, text: str, turns: Messages, example: Example, *, ask: bool) -> None:
+        """Raise ``DataError`` where the template has left something out of ``text``, which it made of ``turns``.
 
         Of what was said, questions and system prompts are looked for: templates cut thoughts out of answers, and write
         what tools say in their own way.
@@ -148,8 +153,14 @@ class ChatTokenizer:
         names = [("the tool", _function(tool)) for tool in example.tools]
         names += [("the call of", _function(call)) for turn in turns for call in turn.get("tool_calls") or ()]
         lost = [f"{what} {name!r}" for what, name in names if name not in text]
-        lost += [f"a message of role {t['role']!r}" for t in turns
-                 if t["role"] not in ("assistant", "tool") and str(t.get("content") or "").strip() not in text]  # fmt: skip
+        for at, turn in enumerate(turns):
+            said = turn["role"] in ("assistant", "tool") or str(turn.get("content") or "").strip() in text
+            # It may read what it does not write: SmolLM3's takes /no_think out of a system prompt, and sets its mode.
+            if (
+                not said
+                and self._render([*turns[:at], {**turn, "content": PROBE}, *turns[at + 1 :]], example, ask=ask) == text
+            ):
+                lost.append(f"a message of role {turn['role']!r}")
         if lost:
             raise example.error(f"the chat template leaves out {lost[0]}", why="it would not reach the model",
                                 remedy="set another data.chat_template, or take it out of the row or of data.system_prompt")  # fmt: skip

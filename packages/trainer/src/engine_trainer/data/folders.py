@@ -62,7 +62,7 @@ def _require_one(folder: Path, files: Sequence[Path]) -> None:
         formats[file.parent, _name(file)].add(file.suffix)
     if any(len(found) > 1 for found in places.values()):
         raise DataError("the folder holds several data sets", file=str(folder), why=_names(folder, files),
-                        remedy=f"name one as the source, such as {files[0].parent}; data.source takes a list of several")  # fmt: skip
+                        remedy=f"name one as the source, such as {files[0].parent}, or several as a list")  # fmt: skip
     if any(len(found) > 1 for found in formats.values()):
         raise DataError("the folder holds a data set in more than one format", file=str(folder), why=_names(folder, files),
                         remedy=f"name one as the source, such as {files[0]}")  # fmt: skip

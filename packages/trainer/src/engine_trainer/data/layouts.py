@@ -34,6 +34,7 @@ ANSWERS = ("reward_model.ground_truth", "ground_truth", "answer", "Answer", "sol
 ROLES = ("system", "user", "assistant", "tool", "developer")
 GSM8K_MARK = "####"
 TOOLS = "tools"
+CALLS = "tool_calls"
 INSTRUCTION, INPUT = "instruction", "input"  # Alpaca's prompt is the two of them
 
 
@@ -225,7 +226,17 @@ def _messages(row: Row, name: str) -> Messages:
             raise row.error("a message without text", column=name, why=f"message: {str(turn)[:120]}",
                             remedy="give each message a string `content`")  # fmt: skip
     turns = value if _as_written(row) else [_filled(turn) for turn in value]
-    return [{k: v for k, v in turn.items() if v is not None} for turn in turns]
+    return [{k: _calls(row, name, v) if k == CALLS else v for k, v in turn.items() if v is not None} for turn in turns]
+
+
+def _calls(row: Row, name: str, value: Any) -> list[Any]:
+    """Calls of tools; as JSON text too, for arguments differ from row to row."""
+    value = _parsed(row, value, name) or []
+    calls: list[Any] = [_parsed(row, call, name) for call in value] if isinstance(value, list) else [value]
+    if not isinstance(value, list) or not all(isinstance(call, Mapping) for call in calls):
+        raise row.error("tool_calls that are no list of calls", column=name, why=f"it is {str(value)[:120]}",
+                        remedy="write [{function: {name, arguments}}, …], or that as JSON text")  # fmt: skip
+    return calls
 
 
 def _tools(row: Row) -> list[dict[str, Any]]:
@@ -239,12 +250,12 @@ def _tools(row: Row) -> list[dict[str, Any]]:
     return tools if _as_written(row) else [_filled(tool) for tool in tools]
 
 
-def _parsed(row: Row, value: Any) -> Any:
+def _parsed(row: Row, value: Any, column: str = TOOLS) -> Any:
     try:
         return json.loads(value) if isinstance(value, str) and value.strip() else value or None
     except ValueError as error:
-        raise row.error("the text is not JSON", column=TOOLS, why=f"{error}: {value[:120]}",
-                        remedy="write the tools' JSON schemas; rename a column that means something else") from error  # fmt: skip
+        raise row.error("the text is not JSON", column=column, why=f"{error}: {value[:120]}",
+                        remedy="write tools and their calls as JSON; rename a column that means something else") from error  # fmt: skip
 
 
 def _as_written(row: Row) -> bool:

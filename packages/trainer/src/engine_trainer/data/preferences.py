@@ -73,7 +73,7 @@ class PairDataset:
 
 def _documents(rows: Sequence[Row], name: str, tokenizer: ChatTokenizer, columns: ColumnsSection) -> list[Document]:
     examples = [_example(row, name, columns) for row in rows]
-    encoded = tokenizer.encode_documents([tokenizer.document(e) for e in examples])
+    encoded = tokenizer.encode_documents([tokenizer.document(e, may_be_empty=True) for e in examples])
     return [_document(e, name, ids, weights) for e, (ids, weights) in zip(examples, encoded, strict=True)]
 
 

@@ -174,6 +174,6 @@ def _parts(section: RewardSection) -> list[tuple[RewardSpec, float]]:
         )
         return [(spec, 1.0)]
     return [
-        (RewardSpec(name=p.name, function=p.function, kwargs=dict(p.kwargs), timeout_s=p.timeout_s), p.weight)
+        (RewardSpec(name=p.name, function=p.function, kwargs=dict(p.kwargs or {}), timeout_s=p.timeout_s), p.weight)
         for p in parts_of(section.kwargs, section.timeout_s)
     ]

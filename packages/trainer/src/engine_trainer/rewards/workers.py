@@ -144,10 +144,10 @@ class Workers:
         self._workers.remove(worker)
         worker.pipe.close()
         _end(worker, 0.0)
-        then = (
-            "its completion counts 0" if len(left) == 1 else f"the {len(left)} completions that it had are judged again"
+        then = {0: "", 1: ", its completion counts 0"}.get(
+            len(left), f", the {len(left)} completions that it had are judged again"
         )
-        log.warning("a reward process %s: it is replaced, %s", ended or "does not answer", then)
+        log.warning("a reward process %s: it is replaced%s", ended or "does not answer", then)
         if len(left) > 1:
             half = len(left) // 2
             waiting += [left[half:], left[:half]]
