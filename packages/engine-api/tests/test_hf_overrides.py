@@ -34,6 +34,30 @@ def test_what_would_have_no_effect_or_half_of_it_is_refused(keys, overrides, fie
     assert caught.value.remedy
 
 
+@pytest.mark.parametrize(("key", "value", "remedy"), [
+    ("rope_scaling", {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32768}, "add rope_theta: 500000.0 to it"),
+    ("rope_scaling", None, "give rope_parameters: {rope_type: default, rope_theta: 500000.0}"),
+], ids=str)  # fmt: skip
+def test_rope_without_its_base_is_told_the_one_of_the_file(key, value, remedy):
+    with pytest.raises(ConfigError) as caught:
+        override(qwen3(rope_parameters={"rope_type": "default", "rope_theta": 5e5}), {key: value})
+    assert caught.value.remedy == remedy
+
+
+def test_rope_of_several_kinds_of_layers_is_told_each_base():
+    rope = {
+        "full_attention": {"rope_type": "default", "rope_theta": 1e6},
+        "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
+    }
+    with pytest.raises(
+        ConfigError, match=r"add rope_theta: 1000000\.0 \(full_attention\), 10000\.0 \(sliding_attention\) to it"
+    ):
+        override(
+            transformers.Gemma3TextConfig(rope_parameters=rope),
+            {"rope_scaling": {"rope_type": "linear", "factor": 8.0}},
+        )
+
+
 @pytest.mark.parametrize(("keys", "overrides"), [
     ({}, {"rms_norm_eps": 0.5}), (WINDOWED, {"sliding_window": 4}), (WINDOWED, {"sliding_window": None}),
     ({}, {"use_sliding_window": False}), ({}, {"layer_types": ["full_attention", "sliding_attention"], "sliding_window": 8}),

@@ -20,6 +20,7 @@ def override(config: Any, overrides: Mapping[str, Any]) -> None:
 
     Raises ``ConfigError`` for a key that is unknown, or that would have no effect or half of it.
     """
+    bases = _bases(config.get_text_config())
     for key, value in overrides.items():
         if not hasattr(config, key):
             known = [name for name in config.to_dict() if not name.startswith("_")]
@@ -30,7 +31,7 @@ def override(config: Any, overrides: Mapping[str, Any]) -> None:
         if any(part.get("rope_theta") is None for part in _rope(text)):
             raise ConfigError(f"{_FIELD}.{key}", "leaves RoPE without rope_theta",
                               why="it replaces all of RoPE's parameters, the base in the file too",
-                              remedy="give rope_parameters: {rope_type: default, rope_theta: …}")  # fmt: skip
+                              remedy=f"add {bases} to it" if overrides[key] else f"give rope_parameters: {{rope_type: default, {bases}}}")  # fmt: skip
     if "layer_types" not in overrides and (key := _idle_window(text, overrides)):
         raise ConfigError(f"{_FIELD}.{key}", "would have no effect",
                           why="transformers decides which layers have a window when it reads config.json",
@@ -42,6 +43,14 @@ def _rope(text: Any) -> Iterator[Mapping[str, Any]]:
     rope: Mapping[str, Any] = getattr(text, "rope_parameters", None) or {}
     kinds: list[Mapping[str, Any]] = [part for part in rope.values() if isinstance(part, Mapping)]
     yield from kinds or [rope]
+
+
+def _bases(text: Any) -> str:
+    """What the file says of RoPE's base, as an override would say it."""
+    rope: Mapping[str, Any] = getattr(text, "rope_parameters", None) or {}
+    kinds: dict[str, Mapping[str, Any]] = {kind: part for kind, part in rope.items() if isinstance(part, Mapping)}
+    told = [f"{part.get('rope_theta', '…')} ({kind})" for kind, part in kinds.items()]
+    return f"rope_theta: {', '.join(told) or rope.get('rope_theta', '…')}"
 
 
 def _idle_window(text: Any, overrides: Mapping[str, Any]) -> str | None:
