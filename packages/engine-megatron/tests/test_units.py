@@ -244,7 +244,8 @@ def test_one_expert_a_token_with_a_normalized_weight_is_refused(tmp_path: Path) 
     ("qwen3", {"layer_types": ["full_attention", "sliding_attention"], "use_sliding_window": True, "sliding_window": 8}),
     ("qwen3", {"layer_types": ["full_attention", "chunked_attention"]}),
     ("qwen2", {"use_sliding_window": True, "sliding_window": 8, "max_window_layers": 1}),
-    ("llama", {"sliding_window": 8}),
+    ("llama", {"sliding_window": 8}), ("llama", {"sliding_window": 8, "use_sliding_window": True}),
+    ("qwen3_moe", {"use_sliding_window": False, "sliding_window": 8, "layer_types": ["sliding_attention"] * 2}),
 ])  # fmt: skip
 def test_a_window_is_refused_in_every_family(tmp_path: Path, family: str, changes: dict[str, Any]) -> None:
     folder = Path(write_checkpoint(tmp_path / "model", TinyModel(family=family)))
@@ -279,6 +280,15 @@ def test_a_window_that_no_layer_has_is_none(tmp_path: Path) -> None:
         "max_window_layers": 2,
     }
     (folder / "config.json").write_text(json.dumps(config | {"layer_types": None}))
+    engine = create(folder, optimizer=None)
+    engine.initialize()
+    engine.close()
+
+
+def test_a_window_that_is_switched_off_is_none(tmp_path: Path) -> None:
+    folder = Path(write_checkpoint(tmp_path / "model", TinyModel(family="llama")))
+    config = json.loads((folder / "config.json").read_text()) | {"use_sliding_window": False, "sliding_window": 8}
+    (folder / "config.json").write_text(json.dumps(config))
     engine = create(folder, optimizer=None)
     engine.initialize()
     engine.close()

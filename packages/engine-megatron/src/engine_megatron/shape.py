@@ -108,8 +108,10 @@ def _is_windowed(config: Any) -> bool:
     types = getattr(config, "layer_types", None)
     if types is not None and config.model_type != "qwen3_moe":
         return any(kind != "full_attention" for kind in types)
-    asked = getattr(config, "use_sliding_window", False) or getattr(config, "sliding_window", None) is not None
-    return asked or any(kind != "full_attention" for kind in types or ())
+    slides = getattr(config, "use_sliding_window", None)
+    if slides is None or config.model_type == "qwen3_moe":  # whose switch counts only while its file is read
+        slides = slides or getattr(config, "sliding_window", None) is not None
+    return slides or any(kind != "full_attention" for kind in types or ())
 
 
 def _rope(config: Any) -> Mapping[str, Any]:
