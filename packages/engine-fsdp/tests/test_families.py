@@ -78,6 +78,15 @@ def test_rope_that_follows_the_longest_document_of_a_pack_has_a_limit(tmp_path: 
     engine.close()
 
 
+@pytest.mark.parametrize("kind", ROPE)
+def test_a_limit_of_documents_is_told_at_the_start(tmp_path: Path, caplog: pytest.LogCaptureFixture, kind: str) -> None:
+    """In RL documents grow: it would be met in the middle of a run."""
+    make(saved(ROPE[kind], tmp_path / "model")).close()
+    (told,) = [record.getMessage() for record in caplog.records if "documents" in record.getMessage()]
+    assert f"at most {LIMIT} tokens" in told
+    assert f"RoPE ({kind})" in told
+
+
 def test_padding_beyond_the_limit_is_refused(tmp_path: Path) -> None:
     folder = saved(ROPE["longrope"], tmp_path / "model")
     with pytest.raises(ConfigError, match="pad_to_multiple"):

@@ -41,7 +41,7 @@ from engine_fsdp.parallel import (
     shard_model,
 )
 from engine_fsdp.verify import verify_model
-from engine_fsdp.weights import ShardedParam, fill, parameter_table, trainable
+from engine_fsdp.weights import ShardedParam, fill, log, parameter_table, trainable
 
 
 class FSDPEngine(BaseEngine):
@@ -106,6 +106,9 @@ class FSDPEngine(BaseEngine):
             raise ConfigError("memory.pad_to_multiple", f"padding of up to {padding} tokens, this model takes {self.document_limit.tokens}",
                               why=f"beyond that its RoPE ({self.document_limit.kind}) changes for all documents",
                               remedy="choose a smaller one")  # fmt: skip
+        if self.document_limit and self.comm.rank == 0:  # in RL documents grow: it would be met in the middle of a run
+            log.warning("engine-fsdp takes documents of at most %d tokens of this model: beyond that its RoPE (%s) follows the longest "
+                        "document of a pack, and changes the others", self.document_limit.tokens, self.document_limit.kind)  # fmt: skip
 
     def _materialize(self, lm: Any, home: torch.device) -> None:
         self.module.to_empty(device=home)
