@@ -135,5 +135,6 @@ def test_saved_tensors_that_are_no_parameters_are_refused(tmp_path: Path, init: 
 def test_layers_that_mix_tokens_outside_attention_are_refused(tmp_path: Path) -> None:
     """A short convolution reaches into the document before; the check at start sees that in float32 alone."""
     config = Lfm2Config(**TINY, layer_types=["conv", "full_attention"], pad_token_id=0)
-    with pytest.raises(UnsupportedCapability, match="layers of type conv"):
+    with pytest.raises(UnsupportedCapability, match="layers of type conv") as caught:
         make(saved(config, tmp_path / "model"), precision=Precision(compute="bfloat16"))
+    assert "would leave that out, or they would look into the documents beside theirs" in caught.value.why

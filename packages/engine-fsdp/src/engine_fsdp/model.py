@@ -193,7 +193,7 @@ _LAYERS = {"full_attention", "attention", "sliding_attention", "moe", "mlp", "sp
 def _refuse_other_layers(hf_config: Any) -> None:
     if other := sorted(set(getattr(hf_config.get_text_config(), "layer_types", None) or ()) - _LAYERS):
         raise UnsupportedCapability(f"layers of type {', '.join(other)}", where="engine-fsdp",
-                                    why="they would look into the documents beside theirs in a pack",
+                                    why="this engine's attention would leave that out, or they would look into the documents beside theirs",
                                     remedy="use another backend for this model family")  # fmt: skip
 
 
