@@ -9,10 +9,8 @@ from engine_api.errors import ConfigError
 from engine_trainer.rewards.sample import RewardError, RewardFn, Sample, Verdict
 from engine_trainer.rewards.text import after_marker, expected, last_boxed
 
-VOTED, COMPARED = (
-    64,
-    10_000,
-)  # largest exponents, and arguments of factorials, of what is worked out to vote and to compare
+# Largest exponents, and arguments of factorials, of what is worked out to vote and to compare.
+VOTED, COMPARED = 64, 10_000
 
 
 def math(*, boxed_only: bool = False) -> RewardFn:
