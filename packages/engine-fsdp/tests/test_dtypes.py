@@ -9,9 +9,20 @@ import pytest
 import torch
 
 from engine_api import Batch, EngineConfig, EngineRegistry, ModelSource, OptimizerConfig, Precision, sft_loss
+from engine_api.errors import CheckpointMismatch
 from engine_conformance.fixtures import write_checkpoint
 
 BATCH = Batch.pack([{"input_ids": [1, 2, 3, 4], "loss_weight": [0.0, 1.0, 1.0, 1.0]}])
+
+
+class Counts(torch.optim.SGD):
+    """Keeps a number that is no tensor: no state can be loaded into it."""
+
+    def step(self, closure: Any = None) -> None:
+        super().step(closure)
+        self.state[self.param_groups[0]["params"][0]]["count"] = 1
+
+
 PRECISION = {
     "float32": Precision(),
     "bfloat16": Precision(master="bfloat16", compute="bfloat16", reduce="bfloat16"),
@@ -56,4 +67,20 @@ def test_moments_come_in_the_dtype_that_the_optimizer_holds(
     assert [key for key in saved if not torch.equal(loaded[key], saved[key].to(own[key]))] == []
     assert engine.train_batch(BATCH, sft_loss).weight_version == 3
     assert {key: tensor.dtype for key, tensor in state_of(engine).items()} == own
+    engine.close()
+
+
+def test_weights_alone_are_loaded_beside_an_optimizer_whose_state_is_no_tensor(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.optim, "Counts", Counts, raising=False)
+    first = make(folder, "float32", OptimizerConfig(lr=1e-2))
+    first.save_checkpoint(tmp_path / "step-0").result()  # before its first step
+    first.train_batch(BATCH, sft_loss)
+    first.save_checkpoint(tmp_path / "step-1").result()
+    first.close()
+    engine = make(folder, "float32", OptimizerConfig(name="torch.optim.Counts", lr=1e-2))
+    assert engine.load_checkpoint(tmp_path / "step-0").step == 0
+    with pytest.raises(CheckpointMismatch, match="another optimizer"):
+        engine.load_checkpoint(tmp_path / "step-1")
     engine.close()

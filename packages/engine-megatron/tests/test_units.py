@@ -345,3 +345,27 @@ def test_files_that_do_not_belong(folder: Path) -> None:
     assert "cannot be read" in str(refusal(folder))
     (folder / "model.safetensors").unlink()
     assert "holds no weights" in str(refusal(folder))
+
+
+class Counts(torch.optim.SGD):
+    """Keeps a number that is no tensor: no state can be loaded into it."""
+
+    def step(self, closure: Any = None) -> None:
+        super().step(closure)
+        self.state[self.param_groups[0]["params"][0]]["count"] = 1
+
+
+@pytest.mark.parametrize("kind", ["portable", "megatron"])
+def test_weights_alone_are_loaded_beside_an_optimizer_whose_state_is_no_tensor(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str
+) -> None:
+    monkeypatch.setattr(torch.optim, "Counts", Counts, raising=False)
+    options = {"checkpoint": kind}
+    first = create(folder, options=options)
+    first.initialize()
+    first.save_checkpoint(tmp_path / "step-0").result()  # before its first step
+    first.close()
+    engine = create(folder, options=options, optimizer=OptimizerConfig(name="torch.optim.Counts", lr=1e-2))
+    engine.initialize()
+    assert engine.load_checkpoint(tmp_path / "step-0").step == 0
+    engine.close()

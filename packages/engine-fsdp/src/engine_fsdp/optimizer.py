@@ -64,7 +64,9 @@ def state_layout(
     """
     check_fields(optimizer, entries)
     pieces = {piece.name: (entry, piece) for entry in trainable(table) for piece in entry.pieces}
-    own = {dtype: state_dtypes(optimizer, dtype) for dtype in {entry.param.dtype for entry in trainable(table)}}
+    stateful = any(key.startswith("optim.") for key in entries)  # without, any optimizer takes it
+    kinds = {entry.param.dtype for entry in trainable(table)} if stateful else ()
+    own = {dtype: state_dtypes(optimizer, dtype) for dtype in kinds}
     wanted: BoxLayout = {}
     for key, saved in entries.items():
         name, _, field = key.removeprefix("optim.").rpartition(".")

@@ -61,7 +61,8 @@ def layout_of(table: Sequence[Weight], trainer: Trainer | None, entries: Mapping
         return wanted
     check_fields(trainer.parts[0].inner, entries)
     weights = {weight.name: weight for weight in table}
-    own = state_dtypes(trainer.parts[0].inner, trainer.masters.dtype)
+    stateful = any(key.startswith("optim.") for key in entries)  # without, any optimizer takes it
+    own = state_dtypes(trainer.parts[0].inner, trainer.masters.dtype) if stateful else {}
     for key, saved in entries.items():
         name, _, field = key.removeprefix("optim.").rpartition(".")
         if key.startswith("optim.") and name in weights:

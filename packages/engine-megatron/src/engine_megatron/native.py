@@ -193,7 +193,8 @@ def _wanted(
     own: Mapping[str, torch.dtype] = {}
     if trainer is not None:
         check_fields(trainer.parts[0].inner, manifest.tensors)
-        own = state_dtypes(trainer.parts[0].inner, trainer.masters.dtype)
+        if any(key.startswith("optim.") for key in manifest.tensors):  # without, any optimizer takes it
+            own = state_dtypes(trainer.parts[0].inner, trainer.masters.dtype)
     by_key = {row.key: row for row in rows}
     problems = [f"{key} is missing" for key in by_key if f"model.{key}" not in manifest.tensors]
     wanted: dict[str, Piece] = {}
