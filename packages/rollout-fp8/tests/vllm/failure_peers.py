@@ -140,14 +140,16 @@ def interrupted_start(model: str) -> tuple[list[str], list[str]]:
     """Of a start that is interrupted once vLLM is up: processes and threads that it left."""
     from rollout_fp8.vllm import rollout
 
+    # A test before may have killed what a thread waits for.
+    before = {*threading.enumerate(), *multiprocessing.active_children()}
     with mock.patch.object(rollout, "processes_of", side_effect=KeyboardInterrupt):
         try:
             with opened(model, executor="workers"):
                 pass
         except KeyboardInterrupt:
             pass
-    threads = [thread.name for thread in threading.enumerate() if thread.name.startswith("vllm")]
-    return [child.name for child in multiprocessing.active_children()], threads
+    threads = [one.name for one in threading.enumerate() if one.name.startswith("vllm") and one not in before]
+    return [one.name for one in multiprocessing.active_children() if one not in before], threads
 
 
 def failed_starts(model: str) -> list[Any]:
