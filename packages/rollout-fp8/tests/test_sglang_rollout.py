@@ -64,6 +64,18 @@ def test_fp32_does_not_take_an_attention_that_has_no_fp32(make):
 
 
 @pytest.mark.parametrize(
+    ("dtype", "given", "want"), [("float32", None, "ieee"), ("float32", "tf32x3", "tf32x3"), ("bfloat16", None, None)]
+)
+def test_float32_is_not_rounded_to_tf32_in_the_servers_processes(make, monkeypatch, dtype, given, want):
+    monkeypatch.delenv("TRITON_F32_DEFAULT", raising=False)
+    if given is not None:
+        monkeypatch.setenv("TRITON_F32_DEFAULT", given)
+    make(dtype=dtype)
+    assert Engine.made[0].inherited.get("TRITON_F32_DEFAULT") == want
+    assert os.environ.get("TRITON_F32_DEFAULT") == given
+
+
+@pytest.mark.parametrize(
     ("options", "said"),
     [
         ({"attention_backnd": "fa3"}, "attention_backend"),

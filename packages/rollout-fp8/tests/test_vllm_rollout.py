@@ -7,6 +7,7 @@ import os
 import pytest
 
 from engine_api.errors import ConfigError, RolloutError
+from rollout_fp8.float32 import exact_float32
 from rollout_fp8.options import VllmOptions
 from rollout_fp8.vllm import environment
 
@@ -66,7 +67,7 @@ def test_float32_on_cuda_is_not_rounded_to_tf32_unless_the_user_says_so(
     variables.delenv("TRITON_F32_DEFAULT", raising=False)
     if given is not None:
         variables.setenv("TRITON_F32_DEFAULT", given)
-    environment.exact_float32(device, dtype)
+    exact_float32(device, dtype)
     assert os.environ.get("TRITON_F32_DEFAULT") == want
 
 

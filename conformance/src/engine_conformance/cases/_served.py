@@ -64,11 +64,11 @@ def sampled(seed: int = 1, **kwargs: Any) -> SamplingParams:
 
 
 def rollout_model(target: Target, **kwargs: Any) -> Path:
-    """A generated model whose heads have 32 elements: served kernels have a smallest head, and 16 is below it."""
+    """A generated model whose heads have 64 elements: served kernels have a smallest head, SGLang's rotation for experts 64."""
     # Untied: a tied head with random weights mostly repeats the last token.
     # Qwen2 has no head_dim of its own: its heads share the hidden size.
-    heads = {"num_heads": 2, "num_kv_heads": 1} if kwargs.get("family") == "qwen2" else {}
-    return target.model(**({"tied": False, "head_dim": 32, **heads} | kwargs))
+    heads = {"num_heads": 2, "num_kv_heads": 1, "hidden_size": 128} if kwargs.get("family") == "qwen2" else {}
+    return target.model(**({"tied": False, "head_dim": 64, **heads} | kwargs))
 
 
 def prompts_of(*lengths: int, seed: int = 0, vocab: int = 256) -> Prompts:

@@ -17,10 +17,11 @@ def fresh_tokens(models: Sequence[tuple[str, str]]) -> list[list[list[int]]]:
 
 
 def _fresh(model: str, dtype: str) -> list[list[int]]:
+    from rollout_fp8.float32 import exact_float32
     from rollout_fp8.vllm import environment
 
     environment.prepare()
-    environment.exact_float32(DEVICE, dtype)  # as the rollout that it is compared with
+    exact_float32(DEVICE, dtype)  # as the rollout that it is compared with
     if not dist.is_initialized():
         dist.init_process_group(
             "cpu:gloo,cuda:nccl" if DEVICE == "cuda" else "gloo", store=dist.HashStore(), rank=0, world_size=1

@@ -9,13 +9,14 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from engine_api.errors import RolloutError
+from rollout_fp8.float32 import VARIABLE, exact_float32
 
 # SGLang's public switch for a context_length above the model's; requests stay below the model's own (see options.SPARE).
 LONGER = "SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN"
 # What torchrun tells a rank. SGLang's processes would look for its store in place of their own, and wait for it.
 LAUNCHER = "TORCHELASTIC_"
 ORIGINAL = "SGLANG_RETURN_ORIGINAL_LOGPROB"
-_OWN = ("NCCL_", "CUDA_", LAUNCHER, LONGER)  # variables of this process, where the trainer's NCCL reads them
+_OWN = ("NCCL_", "CUDA_", LAUNCHER, LONGER, VARIABLE)  # variables of this process, where the trainer's NCCL reads them
 
 
 def require_tempered_log_probs() -> None:
@@ -27,14 +28,15 @@ def require_tempered_log_probs() -> None:
 
 
 @contextmanager
-def kept() -> Iterator[None]:
-    """While SGLang is started; its processes inherit what it sets, this one is afterwards as it was."""
+def kept(dtype: str) -> Iterator[None]:
+    """While SGLang is started to compute in ``dtype``; its processes inherit what it sets, this one is afterwards as it was."""
     before = {name: value for name, value in os.environ.items() if name.startswith(_OWN)}
     method = multiprocessing.get_start_method(allow_none=True)
     try:
         for name in [name for name in before if name.startswith(LAUNCHER)]:
             del os.environ[name]
         os.environ[LONGER] = "1"
+        exact_float32("cuda", dtype)
         with _own_logging():
             yield
     finally:

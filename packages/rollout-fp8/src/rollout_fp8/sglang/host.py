@@ -66,7 +66,7 @@ class Host:
             raise RolloutError(
                 "SGLang did not start", where=WHERE, why=f"{type(error).__name__}: {error}",
                 remedy="its own messages stand above; out of memory: lower rollout.options.gpu_memory_utilization or batch_size; "
-                "no kernel: another rollout.options.attention_backend",
+                "no memory for the cache beside the weights: raise it; no kernel: another rollout.options.attention_backend",
             ) from error  # fmt: skip
 
     def start(self, function: Callable[[], T]) -> Future[T]:

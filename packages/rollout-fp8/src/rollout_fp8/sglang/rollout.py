@@ -274,7 +274,7 @@ class SglangRollout:
 
 def _engine(arguments: Mapping[str, Any]) -> Any:
     secret("channel")  # made before the schedulers are, that they inherit it
-    with environment.kept():
+    with environment.kept(arguments["dtype"]):
         return importlib.import_module("sglang").Engine(**arguments)
 
 

@@ -40,17 +40,6 @@ def prepare() -> None:
         )  # fmt: skip
 
 
-def exact_float32(device: str, dtype: str) -> None:
-    """Before an engine is built or its workers are started: products of float32 are products of float32 on CUDA too.
-
-    Triton's ``tl.dot`` rounds float32 to TF32 (10 bits) unless it is told otherwise; vLLM's batch-invariant products and its Triton
-    attention tell it nothing, and log-probs were off by 0.012 nats. Triton reads the variable whenever it compiles a kernel, so that it
-    stays as long as the process does, unless the user set it.
-    """
-    if (device, dtype) == ("cuda", "float32"):
-        os.environ.setdefault("TRITON_F32_DEFAULT", "ieee")
-
-
 def import_kernels() -> None:
     """Import FlashInfer where it is installed, before vLLM does so while it builds a model.
 

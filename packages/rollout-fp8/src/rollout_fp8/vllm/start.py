@@ -23,6 +23,7 @@ import vllm.envs
 
 from engine_api.config import ModelSource
 from engine_api.errors import ConfigError, EngineError, RolloutError
+from rollout_fp8.float32 import exact_float32
 from rollout_fp8.options import VllmOptions
 from rollout_fp8.ranks import require_own_devices
 from rollout_fp8.transports.channel import secret
@@ -84,7 +85,7 @@ def start(plan: Plan) -> vllm.LLMEngine:
     _check_fp8(plan)
     if not plan.in_process:
         require_own_devices(plan.device.type, plan.options.tensor_parallel_size)
-    environment.exact_float32(plan.device.type, plan.dtype)
+    exact_float32(plan.device.type, plan.dtype)  # it stays: kernels are compiled whenever one is first needed
     vllm.envs.disable_envs_cache()  # an earlier engine of this process froze what it had read
     arguments = _arguments(plan)
     try:
