@@ -119,7 +119,7 @@ def check_docs(session: nox.Session) -> None:
 def unit_commands(session: nox.Session) -> list[tuple[str, ...]]:
     """Tests of the repository and of each package, the longest first; the trainer's on Ray by themselves."""
     folders = dict.fromkeys([TRAINER, SUITE, *packages(), ".", EXAMPLE])
-    found = [(f"{folder}/tests",) for folder in folders if (ROOT / folder / "tests").is_dir()]
+    found: list[tuple[str, ...]] = [(f"{folder}/tests",) for folder in folders if (ROOT / folder / "tests").is_dir()]
     on_ray = tuple(sorted(f"{TRAINER}/tests/{path.name}" for path in (ROOT / TRAINER / "tests").glob("test_ray*.py")))
     found[:1] = [on_ray, (f"{TRAINER}/tests", *(f"--ignore={path}" for path in on_ray))]
     return [(*PYTEST_RUN, *part, *session.posargs) for part in found]

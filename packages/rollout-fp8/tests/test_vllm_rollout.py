@@ -7,7 +7,7 @@ import os
 import pytest
 
 from engine_api.errors import ConfigError, RolloutError
-from rollout_fp8.float32 import exact_float32
+from rollout_fp8.kernels.float32 import exact_float32
 from rollout_fp8.options import VllmOptions
 from rollout_fp8.vllm import environment
 

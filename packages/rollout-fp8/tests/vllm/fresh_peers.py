@@ -17,7 +17,7 @@ def fresh_tokens(models: Sequence[tuple[str, str]]) -> list[list[list[int]]]:
 
 
 def _fresh(model: str, dtype: str) -> list[list[int]]:
-    from rollout_fp8.float32 import exact_float32
+    from rollout_fp8.kernels.float32 import exact_float32
     from rollout_fp8.vllm import environment
 
     environment.prepare()

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from engine_api.errors import RolloutError
-from rollout_fp8.float32 import VARIABLE, exact_float32
+from rollout_fp8.kernels.float32 import VARIABLE, exact_float32
 
 # SGLang's public switch for a context_length above the model's; requests stay below the model's own (see options.SPARE).
 LONGER = "SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN"

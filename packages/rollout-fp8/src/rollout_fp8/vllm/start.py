@@ -23,7 +23,7 @@ import vllm.envs
 
 from engine_api.config import ModelSource
 from engine_api.errors import ConfigError, EngineError, RolloutError
-from rollout_fp8.float32 import exact_float32
+from rollout_fp8.kernels.float32 import exact_float32
 from rollout_fp8.options import VllmOptions
 from rollout_fp8.ranks import require_own_devices
 from rollout_fp8.transports.channel import secret
