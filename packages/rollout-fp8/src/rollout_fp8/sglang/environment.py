@@ -16,7 +16,8 @@ LONGER = "SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN"
 # What torchrun tells a rank. SGLang's processes would look for its store in place of their own, and wait for it.
 LAUNCHER = "TORCHELASTIC_"
 ORIGINAL = "SGLANG_RETURN_ORIGINAL_LOGPROB"
-_OWN = ("NCCL_", "CUDA_", LAUNCHER, LONGER, VARIABLE)  # variables of this process, where the trainer's NCCL reads them
+# Variables of this process, where the trainer's NCCL and Triton read them.
+_OWN = ("NCCL_", "CUDA_", LAUNCHER, LONGER, VARIABLE)
 
 
 def require_tempered_log_probs() -> None:
