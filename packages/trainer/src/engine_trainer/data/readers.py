@@ -53,7 +53,7 @@ def _files(path: Path, split: str | None) -> list[Path]:
     if not path.is_file():
         raise DataError("there is no such file or folder", file=str(path),
                         remedy=_nearest(path) or hint(path) or
-                        "check the path, relative to the working directory; a recipe's comments say how to get its data")  # fmt: skip
+                        "check data.source and eval.source, relative to the working directory; a recipe's comments say how to get its data")  # fmt: skip
     if path.suffix not in SUFFIXES:
         raise DataError(f"{path.suffix or 'no'} suffix", file=str(path), why=f"known: {', '.join(SUFFIXES)}",
                         remedy="convert it to JSONL: one JSON object a line")  # fmt: skip
