@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import copy
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from pkgutil import resolve_name
 from typing import TYPE_CHECKING, Any
 
@@ -86,3 +86,14 @@ def check_fields(optimizer: torch.optim.Optimizer, keys: Iterable[str]) -> None:
         raise CheckpointMismatch("the checkpoint is of another optimizer", where=f"optimizer {type(optimizer).__name__}",
                                  why=f"it keeps {', '.join(sorted(own)) or 'nothing'}, saved is {', '.join(sorted(saved))}",
                                  remedy="load it with the optimizer that it was saved with")  # fmt: skip
+
+
+def loaded_dtypes(
+    optimizer: torch.optim.Optimizer, weights: torch.dtype, keys: Collection[str]
+) -> dict[str, torch.dtype]:
+    """``state_dtypes`` for a checkpoint of these keys; empty where it has no ``optim.`` keys: any optimizer takes it.
+
+    Raises ``CheckpointMismatch`` as ``check_fields`` and ``state_dtypes`` do.
+    """
+    check_fields(optimizer, keys)
+    return state_dtypes(optimizer, weights) if any(key.startswith("optim.") for key in keys) else {}

@@ -11,7 +11,7 @@ from torch.distributed.tensor import DTensor
 from engine_api.errors import ConfigError
 from engine_api.hf_names import Piece
 from engine_api.manifest import Entry
-from engine_api.optimizers import check_fields, state_dtypes
+from engine_api.optimizers import loaded_dtypes
 from engine_api.weights import ShardSpec
 from engine_fsdp.parallel import Layout
 from engine_fsdp.weights import ShardedParam, local_of, trainable
@@ -62,11 +62,9 @@ def state_layout(
     They come in the dtype that this optimizer keeps: whoever wrote them may have had weights of another one.
     Raises ``CheckpointMismatch`` for the state of another optimizer.
     """
-    check_fields(optimizer, entries)
     pieces = {piece.name: (entry, piece) for entry in trainable(table) for piece in entry.pieces}
-    stateful = any(key.startswith("optim.") for key in entries)  # without, any optimizer takes it
-    kinds = {entry.param.dtype for entry in trainable(table)} if stateful else ()
-    own = {dtype: state_dtypes(optimizer, dtype) for dtype in kinds}
+    kinds = {entry.param.dtype for entry in trainable(table)}
+    own = {dtype: loaded_dtypes(optimizer, dtype, entries) for dtype in kinds}
     wanted: BoxLayout = {}
     for key, saved in entries.items():
         name, _, field = key.removeprefix("optim.").rpartition(".")

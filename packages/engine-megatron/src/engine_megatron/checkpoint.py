@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from engine_api.manifest import Entry
-from engine_api.optimizers import check_fields, state_dtypes
+from engine_api.optimizers import loaded_dtypes
 from engine_api.weights import ShardSpec
 from engine_megatron.masters import Masters
 from engine_megatron.optimizer import Trainer
@@ -59,10 +59,8 @@ def layout_of(table: Sequence[Weight], trainer: Trainer | None, entries: Mapping
     wanted: BoxLayout = {f"model.{weight.name}": (weight.box, weight.dtype) for weight in table}
     if trainer is None:
         return wanted
-    check_fields(trainer.parts[0].inner, entries)
     weights = {weight.name: weight for weight in table}
-    stateful = any(key.startswith("optim.") for key in entries)  # without, any optimizer takes it
-    own = state_dtypes(trainer.parts[0].inner, trainer.masters.dtype) if stateful else {}
+    own = loaded_dtypes(trainer.parts[0].inner, trainer.masters.dtype, entries)
     for key, saved in entries.items():
         name, _, field = key.removeprefix("optim.").rpartition(".")
         if key.startswith("optim.") and name in weights:

@@ -38,7 +38,7 @@ from engine_api import checkpoint
 from engine_api.comm import Comm, together
 from engine_api.errors import CheckpointCorrupt, CheckpointMismatch
 from engine_api.manifest import Entry, Manifest
-from engine_api.optimizers import check_fields, state_dtypes
+from engine_api.optimizers import loaded_dtypes
 from engine_api.results import CheckpointInfo
 from engine_megatron.masters import Masters
 from engine_megatron.optimizer import Trainer
@@ -192,9 +192,7 @@ def _wanted(
         raise _mismatch(folder, manifest, f"this engine has {_sizes(layout.sizes)}")
     own: Mapping[str, torch.dtype] = {}
     if trainer is not None:
-        check_fields(trainer.parts[0].inner, manifest.tensors)
-        if any(key.startswith("optim.") for key in manifest.tensors):  # without, any optimizer takes it
-            own = state_dtypes(trainer.parts[0].inner, trainer.masters.dtype)
+        own = loaded_dtypes(trainer.parts[0].inner, trainer.masters.dtype, manifest.tensors)
     by_key = {row.key: row for row in rows}
     problems = [f"{key} is missing" for key in by_key if f"model.{key}" not in manifest.tensors]
     wanted: dict[str, Piece] = {}
