@@ -76,7 +76,7 @@ class Submitted:
             except asyncio.CancelledError:
                 generation.abort()  # its thread returns
                 raise
-        except Exception as error:
+        except Exception as error:  # the function may catch any: the run ends of it all the same
             self.failed = self.failed or error
             raise
         return completion

@@ -89,9 +89,8 @@ class ChatTokenizer:
         own = [i for i, turn in enumerate(turns) if turn["role"] == "assistant" and i >= given]
         if not own:
             raise example.error("no assistant turn, nothing to learn", remedy="add a response to the row")
-        if not may_be_empty and not _says_something(
-            turns[own[-1]]
-        ):  # to end at once is not what a row without a response means
+        # To end at once is not what a row without a response means.
+        if not may_be_empty and not _says_something(turns[own[-1]]):
             raise example.error("the response is empty, nothing to learn", remedy="complete the row, or remove it")
         earlier = [i for i in own[:-1] if _says_something(turns[i])] if self.section.train_on == "all" else []
         own = [*earlier, own[-1]]
