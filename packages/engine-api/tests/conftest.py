@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -10,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from waiting import DEADLINE_S
 
 from engine_api import BaseEngine, Batch, EngineConfig, Memory, ModelSource, OptimizerConfig
 from engine_api.comm import Comm, SingleComm
@@ -43,7 +45,7 @@ class ThreadComm:
 def run_ranks(count: int, work: Callable[[Comm], Any]) -> list[Any]:
     """What ``work`` returned, or the exception that it raised, by rank."""
     rows: list[Any] = [None] * count
-    barrier = threading.Barrier(count, timeout=20)
+    barrier = threading.Barrier(count, timeout=DEADLINE_S)
     with ThreadPoolExecutor(count) as pool:
         futures = [pool.submit(work, ThreadComm(rank, rows, barrier)) for rank in range(count)]
         return [future.exception() or future.result() for future in futures]
@@ -82,6 +84,8 @@ def add_distribution(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callabl
         (info / "entry_points.txt").write_text(f"[{group}]\n{lines}\n")
         for module, text in modules.items():
             (site / f"{module}.py").write_text(text)
+            # Another test may have imported a module of that name.
+            monkeypatch.delitem(sys.modules, module, raising=False)
         monkeypatch.syspath_prepend(site)
         return site
 

@@ -1,15 +1,11 @@
-"""What an engine has without writing it: refusals by call, plain hooks, generators; and optimizers by name."""
+"""What an engine has without writing it: refusals by call, plain hooks; and optimizers by name."""
 
 from __future__ import annotations
 
-import random
-
-import numpy as np
 import pytest
 import torch
 
 from engine_api.config import OptimizerConfig
-from engine_api.defaults import rng_state, set_rng_state
 from engine_api.errors import CheckpointMismatch, ConfigError, EngineStateError, UnsupportedCapability
 from engine_api.optimizers import build_optimizer, check_fields, state_dtypes, state_fields
 
@@ -36,16 +32,6 @@ def test_what_is_not_declared_is_refused_by_name(make_engine, call, capability):
 def test_a_declared_member_that_is_not_there_is_the_engines_error(make_engine):
     with pytest.raises(AssertionError, match="save-hf is declared"):
         make_engine(capabilities=["save-hf"]).save_hf("folder")
-
-
-def test_generators_come_back_as_they_were():
-    def draws():
-        return random.random(), np.random.rand(), float(torch.rand(()))  # noqa: NPY002 - what user code draws from
-
-    state = rng_state("cpu")
-    before = draws()
-    set_rng_state(state, "cpu")
-    assert draws() == before
 
 
 @pytest.mark.parametrize(

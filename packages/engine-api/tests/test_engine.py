@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import random
+
+import numpy as np
 import pytest
 import torch
 
@@ -12,6 +15,7 @@ from engine_api.errors import (
     CheckpointWriteError,
     ConfigError,
     EngineStateError,
+    RankFailure,
     UnsupportedCapability,
 )
 
@@ -40,6 +44,22 @@ def test_states(make_engine, make_batch, tmp_path):
                  lambda: engine.save_checkpoint(tmp_path), lambda: engine.load_checkpoint(tmp_path)):  # fmt: skip
         with pytest.raises(EngineStateError, match="closed"):
             call()
+
+
+def test_an_engine_that_trains_seeds_its_process(make_engine):
+    def drawn(**config):
+        engine = make_engine(**config)
+        draws = random.random(), np.random.rand(), float(torch.rand(()))  # noqa: NPY002 - what user code draws from
+        engine.close()
+        return draws
+
+    first = drawn(seed=1)
+    assert drawn(seed=1) == first
+    assert not set(drawn(seed=2)) & set(first)
+    random.seed(5)
+    before = random.getstate()
+    make_engine(seed=1, optimizer=None).close()  # a reference, made while another engine trains
+    assert random.getstate() == before
 
 
 def test_loss_and_gradient_are_sums_over_a_denominator(make_engine, make_batch):
@@ -179,6 +199,36 @@ def test_bad_calls_are_refused_and_leave_the_engine_usable(make_engine, make_bat
     with pytest.raises(EngineStateError, match="inference only"):
         make_engine(optimizer=None).train_batch(make_batch([4]), sft_loss)
     assert engine.train_batch(make_batch([4]), sft_loss).weight_version == 1
+
+
+def test_an_argument_that_is_wrong_on_one_rank_is_refused_on_all(make_engine, make_batch, ranks):
+    def work(comm):
+        engine = make_engine(comm=comm)
+        with pytest.raises((ConfigError, RankFailure)) as caught:
+            engine.train_batch(make_batch([4]), sft_loss, denominator="1" if comm.rank == 1 else None)
+        return type(caught.value), engine.train_batch(make_batch([4]), sft_loss).weight_version
+
+    assert ranks(2, work) == [(RankFailure, 1), (ConfigError, 1)]
+
+
+def test_a_refused_step_leaves_the_gradients_of_earlier_calls(make_engine, make_batch):
+    engine, other = make_engine(), make_engine()
+    for each in (engine, other):
+        each.forward_backward(make_batch([4]), sft_loss)
+    with pytest.raises(ConfigError, match="expected a positive number"):
+        engine.train_batch(make_batch([5]), sft_loss, temperature=[])
+    assert engine.optimizer_step() == other.optimizer_step()
+
+
+def test_a_metric_that_is_no_number_leaves_no_gradient_for_the_next_step(make_engine, make_batch):
+    def loss(outputs, batch):
+        return LossOutput(loss=outputs.log_probs.sum(), metrics={"words": "many"})
+
+    engine = make_engine()
+    with pytest.raises(ConfigError, match=r"loss\.metrics\.words"):
+        engine.forward_backward(make_batch([4]), loss)
+    with pytest.raises(EngineStateError, match="without a gradient"):
+        engine.optimizer_step()
 
 
 def test_a_loss_that_needs_what_there_is_not_is_refused_before_any_forward(make_engine, make_batch):

@@ -51,7 +51,7 @@ def test_a_loss_says_what_it_needs():
 
 def test_aggregation_modes_are_weights():
     mask, cu = torch.tensor([0, 1, 1, 0, 1, 0]), torch.tensor([0, 3, 5, 6])
-    for mode in ("token-mean", "seq-mean-token-sum"):
+    for mode in ("token-mean", "seq-mean-token-sum", "seq-mean-token-sum-norm"):
         assert token_weights(mask, cu, mode).tolist() == [0, 1, 1, 0, 1, 0]
     by_document = token_weights(mask, cu, "seq-mean-token-mean")
     assert by_document.tolist() == [0, 0.5, 0.5, 0, 1, 0]  # a document without tokens weighs nothing

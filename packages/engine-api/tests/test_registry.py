@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import threading
 
 import pytest
 
@@ -83,6 +84,94 @@ def test_two_distributions_with_one_row_are_both_named(registry, acme, add_distr
     add_distribution("emca", {"emca": "emca_plugin:PLUGIN"}, {"emca_plugin": other})
     with pytest.raises(PluginConflict, match=r"(?s)acme==1.0.*emca==1.0"):
         registry.resolve(backend="acme")
+
+
+@pytest.mark.parametrize("device", ["auto", "cpu", "cuda"])
+@pytest.mark.parametrize("probes", ["ok=True", "ok=False"])
+def test_whether_two_plugins_conflict_does_not_depend_on_what_their_probes_say(
+    registry, acme, add_distribution, device, probes
+):
+    other = GOOD.format(module="acme").replace("ok=True", probes).replace("ok=False", probes)
+    add_distribution("emca", {"emca": "emca_plugin:PLUGIN"}, {"emca_plugin": other})
+    with pytest.raises(PluginConflict, match=r"(?s)language_model by acme on c.*acme==1.0.*emca==1.0"):
+        registry.resolve(backend="acme", device=device)
+    assert len(registry.conflicts()) == 5
+
+
+def test_a_conflict_on_another_device_than_the_one_asked_for_is_none(registry, acme, add_distribution):
+    other = GOOD.format(module="acme").replace('devices=("cuda", "cpu")', 'devices=("cuda",)')
+    add_distribution("emca", {"emca": "emca_plugin:PLUGIN"}, {"emca_plugin": other})
+    assert registry.resolve(backend="acme", device="cpu").source.startswith("acme==1.0")
+    with pytest.raises(PluginConflict, match="on cuda"):
+        registry.resolve(backend="acme")
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ("rows=None", "rows: expected a tuple of one or more Row, got None"),
+        ("rows=(None,)", "rows: expected"),
+        ("rows=()", "rows: expected"),
+        ("name=3", "name: expected a name, got 3"),
+        ("contract=None", "contract: expected a version, MAJOR.MINOR, got None"),
+        ("capabilities=None", "capabilities: expected a frozenset of Capability, got None"),
+        ("options=5", 'options: expected "module:Class" or None, got 5'),
+        ("exporter='nowhere'", "exporter: expected"),
+        ("one_layout=None", "one_layout: expected True or False, got None"),
+        ("probe=None", "probe: expected a function of a device's name, got None"),
+        ("rows=(dataclasses.replace(PLUGIN.rows[0], backends=None),)", r"rows\[0\].backends: expected a tuple"),
+        ("rows=(dataclasses.replace(PLUGIN.rows[0], devices='cpu'),)", r"rows\[0\].devices: expected a tuple"),
+        ("rows=(dataclasses.replace(PLUGIN.rows[0], target='x'),)", r"rows\[0\].target: expected"),
+        ("rows=(dataclasses.replace(PLUGIN.rows[0], model_types=(1,)),)", r"rows\[0\].model_types: expected"),
+        ("rows=(PLUGIN.rows[0], PLUGIN.rows[0])", r"rows\[0\] and rows\[1\] both serve language_model by acme on cuda"),
+    ],
+)
+def test_a_descriptor_with_a_wrong_field_is_refused_by_the_fields_name(registry, acme, add_distribution, change, said):
+    text = GOOD.format(module="bent") + f"import dataclasses\nPLUGIN = dataclasses.replace(PLUGIN, {change})\n"
+    add_distribution("bent", {"bent": "bent_plugin:PLUGIN"}, {"bent_plugin": text})
+    assert registry.resolve(backend="acme").source.startswith("acme==1.0")
+    with pytest.raises(ContractMismatch, match=said):
+        registry.resolve(backend="bent")
+
+
+@pytest.mark.parametrize("answer", ["None", "True", "ProbeResult(ok=None)", "ProbeResult(ok=True, reason=None)"])
+def test_a_probe_that_returns_no_answer_says_no(registry, add_distribution, answer):
+    text = GOOD.format(module="mute").replace("return ProbeResult(ok=True)", f"return {answer}")
+    add_distribution("mute", {"mute": "mute_plugin:PLUGIN"}, {"mute_plugin": text})
+    with pytest.raises(PluginUnavailable, match=r"its probe failed: .*expected"):
+        registry.resolve(backend="acme", device="cpu")
+
+
+def test_an_import_that_takes_long_is_named_in_the_log(registry, add_distribution, monkeypatch):
+    said, texts = threading.Event(), []
+
+    class Log:
+        def warning(self, text, *values):
+            texts.append(text % values)
+            said.set()
+
+        info = warning
+
+    monkeypatch.setattr("engine_api.discovery.LONG_S", 0.1)
+    monkeypatch.setattr("engine_api.discovery.log", Log())
+    monkeypatch.setattr("builtins.SAID", said, raising=False)
+    slow = "import builtins\nbuiltins.SAID.wait()\n" + GOOD.format(module="slow")
+    add_distribution("slow", {"slow": "slow_plugin:PLUGIN"}, {"slow_plugin": slow})
+    assert registry.resolve(backend="acme").device == "cpu"
+    assert texts == [
+        "the import of slow==1.0 (slow_plugin:PLUGIN) has not returned for 0.1 s; a descriptor must import nothing heavy"
+    ]
+
+
+def test_an_unknown_name_comes_with_the_plugins_that_are_broken(registry, add_distribution):
+    add_distribution("rotten", {"rotten": "rotten_plugin:PLUGIN"}, {"rotten_plugin": "import no_such_module"})
+    with pytest.raises(PluginNotFound, match=r"(?s)broken, and not asked: rotten==1\.0.*doctor"):
+        registry.resolve(backend="bogus")
+
+
+def test_registering_with_a_wrong_field_is_refused(registry):
+    with pytest.raises(PluginLoadError, match="name: expected"):
+        registry.register(backend=None, device="cpu")(type("Engine", (), {}))
 
 
 def test_a_broken_descriptor_is_kept_with_its_cause_and_breaks_nobody(registry, acme, add_distribution):

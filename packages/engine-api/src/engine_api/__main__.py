@@ -9,9 +9,10 @@ from collections.abc import Sequence
 
 from engine_api.capabilities import Capability
 from engine_api.devices import DEVICES, cuda_devices, torch_version
-from engine_api.discovery import Found, probe
+from engine_api.discovery import Found, printable, probe, refuse
 from engine_api.errors import PluginError
-from engine_api.plugin import CONTRACT
+from engine_api.plugin import CONTRACT, ENGINE_GROUP, ROLLOUT_GROUP
+from engine_api.preflight import offenders
 from engine_api.registry import EngineRegistry, RolloutRegistry
 
 
@@ -28,6 +29,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     explain.add_argument("--rollout", action="store_true", help="look among rollouts")
     commands.add_parser("doctor", help="what is missing or broken in this environment")
     options = parser.parse_args(arguments)
+    # A plug-in that ends its process or does not return does so in a child; here it is named, and left out.
+    refuse(offenders((ENGINE_GROUP, ROLLOUT_GROUP)))
+    EngineRegistry.refresh()
+    RolloutRegistry.refresh()
     if options.command == "list":
         return _list(options.capability)
     if options.command == "explain":
@@ -52,6 +57,8 @@ def _list(capability: str | None) -> int:
     broken = _broken()
     for found in broken:
         print(f"broken: {found.name} from {found.source}: {found.problem}")
+    for conflict in _conflicts():
+        print(f"conflict: {conflict}")
     if len(lines) == 1:
         print("nothing is installed that offers an engine; try: pip install engine-trainer[fsdp]")
     return 0
@@ -88,8 +95,15 @@ def _doctor() -> int:
     for found in broken:
         print(f"\n{found.name} from {found.source} is broken: {found.problem}")
         if found.cause is not None:
-            traceback.print_exception(found.cause, file=sys.stdout)
-    return 1 if broken else 0
+            print(printable("".join(traceback.format_exception(found.cause))))
+    conflicts = _conflicts()
+    for conflict in conflicts:
+        print(f"\nconflict: {conflict}")
+    return 1 if broken or conflicts else 0
+
+
+def _conflicts() -> list[str]:
+    return [*EngineRegistry.conflicts(), *RolloutRegistry.conflicts()]
 
 
 def _broken() -> list[Found]:

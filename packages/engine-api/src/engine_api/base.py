@@ -19,13 +19,24 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from engine_api import checkpoint
+from engine_api.arguments import (
+    check_batch,
+    check_extra,
+    check_loss,
+    check_switches,
+    denominator_of,
+    folder_of,
+    temperature_of,
+)
 from engine_api.batch import Batch
 from engine_api.capabilities import Capability, refuse_undeclared, unsupported
-from engine_api.comm import Comm
+from engine_api.comm import Comm, together
 from engine_api.config import EngineConfig
 from engine_api.defaults import EngineDefaults
-from engine_api.errors import ConfigError, EngineStateError
-from engine_api.losses import LossFn, coefficients_of, needs_of
+from engine_api.errors import CheckpointCorrupt, ConfigError, EngineStateError
+from engine_api.generators import seed_all
+from engine_api.heartbeat import watched
+from engine_api.losses import LossFn, coefficients_of, evaluate, needs_of
 from engine_api.manifest import Entry, Manifest
 from engine_api.prepare import MicroBatches, prepare
 from engine_api.results import (
@@ -83,9 +94,12 @@ class BaseEngine(EngineDefaults):
         return self._step
 
     def initialize(self) -> None:
-        """Build everything; once."""
+        """Build everything, and seed this process's generators for training; once."""
         self._expect("initialize", "created")
-        self._build()
+        with watched("initialize"):
+            self._build()
+        if self.config.optimizer is not None:  # an engine that only infers draws nothing, and may be made in mid-run
+            seed_all(self.config.seed, rank=self._seed_rank)
         if self.topology.dp_size > 1 and Capability.DP not in self.capabilities:
             self._release()  # only now it is known how many ranks there are
             raise unsupported(Capability.DP, self._name, self.capabilities)
@@ -96,12 +110,12 @@ class BaseEngine(EngineDefaults):
     ) -> TrainOutput:
         """See ``Engine.train_batch``."""
         self._expect("train_batch", "ready")
-        self._drop_gradients()
-        work = self._compute("train_batch", batch, loss, denominator, temperature)
-        # The norm before the loss: reading either waits for the device, and this way it waits once.
-        norm = self._clip()
-        forward = self._gather_results(work)
-        step = self._step_with(norm)
+        with watched(self._called("train_batch")):
+            work = self._compute("train_batch", batch, loss, denominator, temperature, fresh=True)
+            # The norm before the loss: reading either waits for the device, and this way it waits once.
+            norm = self._clip()
+            forward = self._gather_results(work)
+            step = self._step_with(norm)
         return TrainOutput(
             loss=forward.loss, metrics=forward.metrics, denominator=forward.denominator,
             num_tokens=forward.num_tokens, num_micro_batches=forward.num_micro_batches,
@@ -113,7 +127,8 @@ class BaseEngine(EngineDefaults):
     ) -> ForwardBackwardOutput:
         """See ``Engine.forward_backward``."""
         self._expect("forward_backward", "ready")
-        return self._gather_results(self._compute("forward_backward", batch, loss, denominator, temperature))
+        with watched(self._called("forward_backward")):
+            return self._gather_results(self._compute("forward_backward", batch, loss, denominator, temperature))
 
     def optimizer_step(self) -> StepOutput:
         """See ``Engine.optimizer_step``."""
@@ -121,7 +136,8 @@ class BaseEngine(EngineDefaults):
         self._require_optimizer("optimizer_step")
         if not self._pending:
             raise EngineStateError("optimizer_step", "without a gradient", "past a forward_backward")
-        return self._step_with(self._clip())
+        with watched(self._called("optimizer_step")):
+            return self._step_with(self._clip())
 
     def _step_with(self, norm: float) -> StepOutput:
         optimizer = self._require_optimizer("optimizer_step")
@@ -138,46 +154,70 @@ class BaseEngine(EngineDefaults):
     ) -> TokenOutputs:
         """See ``Engine.infer_batch``."""
         self._expect("infer_batch", "ready")
-        _check_call(None, temperature)
-        if not adapter and self.config.lora is None:
-            raise unsupported(Capability.LORA, self._name, self.capabilities) if Capability.LORA not in self.capabilities \
-                else ConfigError("lora", "adapter=False, but there is no adapter", remedy="set lora.rank, or leave adapter on")  # fmt: skip
-        micro_batches = self._prepare(batch, needs_weight=False)
-        needs = self._inference_needs(entropy)
-        with self._inference(adapter):
-            parts = [self.forward_step(part, needs=needs, temperature=temperature) for part in micro_batches.parts]
-        return micro_batches.merge(parts)
+        with watched(self._called("infer_batch")):
+            together(self.comm, lambda: self._check_inference(batch, temperature, entropy=entropy, adapter=adapter))
+            temperature = temperature_of(temperature)
+            micro_batches = self._prepare(batch, needs_weight=False)
+            needs = self._inference_needs(entropy)
+            with self._inference(adapter):
+                parts = [self.forward_step(part, needs=needs, temperature=temperature) for part in micro_batches.parts]
+            return micro_batches.merge(parts)
 
     def save_checkpoint(self, directory: Path | str, *, extra: Mapping[str, Any] | None = None) -> CheckpointHandle:
         """See ``Engine.save_checkpoint``."""
         self._expect("save_checkpoint", "ready")
+        folder = folder_of(directory)
+        check_extra(extra)
+        with watched(self._called("save_checkpoint")):
+            return self._save_checkpoint(folder, dict(extra or {}))
+
+    def _save_checkpoint(self, directory: Path, extra: dict[str, Any]) -> CheckpointHandle:
         self._wait_for_save()
         asynchronous = self.config.checkpoint.async_save
         write = self._checkpoint_writer(copied=asynchronous)
         arguments: dict[str, Any] = {
             "comm": self._checkpoint_comm, "rank_state": self._rng_state(), "step": self._step,
-            "engine": self._name, "topology": dict(self.topology.sizes), "extra": dict(extra or {}),
+            "engine": self._name, "topology": dict(self.topology.sizes), "extra": extra,
         }  # fmt: skip
         handle: Future[CheckpointInfo] = Future()
         if asynchronous:
-            handle = self._writer.submit(write, Path(directory), **arguments)
+            handle = self._writer.submit(write, directory, **arguments)
             self._saving = handle
         else:
-            handle.set_result(write(Path(directory), **arguments))
+            handle.set_result(write(directory, **arguments))
         return handle
 
-    def load_checkpoint(self, directory: Path | str) -> CheckpointInfo:
-        """See ``Engine.load_checkpoint``."""
+    def load_checkpoint(self, directory: Path | str, *, optimizer: bool = True) -> CheckpointInfo:
+        """See ``Engine.load_checkpoint``.
+
+        Args:
+            directory: A checkpoint, or a folder of them.
+            optimizer: Whether the optimizer's state is loaded too. False leaves it unread, and the optimizer begins
+                again; weights, step and generators are loaded.
+        """
         self._expect("load_checkpoint", "ready")
+        check_switches(optimizer=optimizer)
+        with watched(self._called("load_checkpoint")):
+            return self._load_checkpoint(folder_of(directory), optimizer=optimizer)
+
+    def _load_checkpoint(self, directory: Path, *, optimizer: bool) -> CheckpointInfo:
         self._wait_for_save()
-        folder, manifest = checkpoint.find(Path(directory), self._checkpoint_comm)
-        install = self._read_checkpoint(folder, manifest)
-        rank_state = checkpoint.read_rank_state(folder, manifest, self._checkpoint_comm, self.topology.rank)
+        comm = self._checkpoint_comm
+        folder, manifest = checkpoint.find(directory, comm)
+        wanted = manifest if optimizer else checkpoint.without_optimizer(manifest)
+        if optimizer and self.config.optimizer is not None:
+            together(comm, lambda: checkpoint.check_optimizer_state(folder, manifest, self._optimizer_fields()))
+        install = self._read_checkpoint(folder, wanted)
+        rank_state = checkpoint.read_rank_state(folder, manifest, comm, self.topology.rank)
+        if manifest.engine != self._name:  # each engine writes its own
+            rank_state = None
+        if rank_state is not None:
+            together(comm, lambda: self._try_rng_state(rank_state, folder))
         # From here on nothing can fail: all is read and checked, on every rank.
         install()
         self._step = manifest.step
         self._drop_gradients()
-        if rank_state is not None and manifest.engine == self._name:  # each engine writes its own
+        if rank_state is not None:
             self._set_rng_state(rank_state)
         return CheckpointInfo(path=folder, step=manifest.step, extra=manifest.extra, num_bytes=manifest.num_bytes)
 
@@ -198,6 +238,7 @@ class BaseEngine(EngineDefaults):
     # --- shared steps -------------------------------------------------------------------------
 
     _has_gradient = False
+    _loss_error: Exception | None = None  # of this rank, in the call that runs
     _writer_pool: ThreadPoolExecutor | None = None
 
     def _prepare(self, batch: Batch, *, needs_weight: bool) -> MicroBatches:
@@ -205,12 +246,44 @@ class BaseEngine(EngineDefaults):
         return prepare(batch, comm=self.comm, topology=self.topology, max_tokens=memory.max_tokens,
                        vocab_size=self.vocab_size, needs_weight=needs_weight)  # fmt: skip
 
-    def _compute(self, called: str, batch: Batch, loss: LossFn, denominator: float | None, temperature: float) -> _Work:
-        """Forward and backward; nothing is read back from the device yet."""
-        self._require_optimizer(called)
-        _check_call(denominator, temperature)
+    def _check_training(self, batch: Batch, loss: LossFn, denominator: float | None, temperature: float) -> None:
+        check_batch(batch)
         self._check_needs(needs_of(loss))
+        check_loss(loss)
+        denominator_of(denominator)
+        temperature_of(temperature)
+
+    def _check_inference(self, batch: Batch, temperature: float, *, entropy: bool, adapter: bool) -> None:
+        check_batch(batch)
+        temperature_of(temperature)
+        check_switches(entropy=entropy, adapter=adapter)
+        self._inference_needs(entropy)
+        if adapter or self.config.lora is not None:
+            return
+        if Capability.LORA not in self.capabilities:
+            raise unsupported(Capability.LORA, self._name, self.capabilities)
+        raise ConfigError("lora", "adapter=False, but there is no adapter", remedy="set lora.rank, or leave adapter on")
+
+    def _compute(
+        self,
+        called: str,
+        batch: Batch,
+        loss: LossFn,
+        denominator: float | None,
+        temperature: float,
+        *,
+        fresh: bool = False,
+    ) -> _Work:
+        """Run forward and backward; nothing is read back from the device yet.
+
+        ``fresh``: earlier gradients are dropped, once the call is known to be a good one.
+        """
+        self._require_optimizer(called)
+        together(self.comm, lambda: self._check_training(batch, loss, denominator, temperature))
+        denominator, temperature = denominator_of(denominator), temperature_of(temperature)
         micro_batches = self._prepare(batch, needs_weight=denominator is None)
+        if fresh:
+            self._drop_gradients()
         total = denominator or micro_batches.loss_weight or 0.0
         if not micro_batches.num_tokens or micro_batches.loss_weight == 0.0 or total == 0.0:
             # Nothing carries loss anywhere: no gradient, no collective, no NaN.
@@ -218,6 +291,7 @@ class BaseEngine(EngineDefaults):
         try:
             outputs = self._run_train(micro_batches.parts, loss, total, temperature)
         except BaseException:  # Ctrl-C too: half a gradient must not meet the next step
+            self._loss_error = None
             self._abort()
             self._drop_gradients()
             raise
@@ -225,7 +299,11 @@ class BaseEngine(EngineDefaults):
         return _Work(micro_batches, total, outputs)
 
     def _gather_results(self, work: _Work) -> ForwardBackwardOutput:
-        sums = self._sum_over_data_parallel(work.outputs) if work.outputs else {"loss": 0.0}
+        try:
+            sums = self._sum_over_data_parallel(work.outputs) if work.outputs else {"loss": 0.0}
+        except Exception:  # the loss failed, here or on another rank: what was added up is no gradient
+            self._drop_gradients()
+            raise
         value = sums.pop("loss") / (work.denominator or 1.0)
         self._pending.append(value)
         return ForwardBackwardOutput(
@@ -246,19 +324,41 @@ class BaseEngine(EngineDefaults):
             with self._accumulation(last=index == len(parts) - 1):
                 known = coefficients_of(loss, part) if part.num_tokens else None
                 outputs = self.forward_step(part, needs=needs, temperature=temperature, coefficients=known)
-                result = loss(outputs, part.to(_device_of(outputs))) if part.num_tokens else _no_loss(outputs)
+                result = self._apply_loss(loss, outputs, part)
                 (result.loss / denominator).backward()
                 results.append(LossOutput(loss=result.loss.detach(), metrics=result.metrics))
         return results
 
+    def _apply_loss(self, loss: LossFn, outputs: TokenOutputs, part: Batch) -> LossOutput:
+        """Return the loss of one micro-batch; none once it has failed.
+
+        A rank whose loss raises takes part in the collectives that are left, or the others would wait there for it. The
+        error is raised where the losses are added up, on all ranks together.
+        """
+        if self._loss_error is not None or not part.num_tokens:
+            return _no_loss(outputs)
+        try:
+            return evaluate(loss, outputs, part.to(_device_of(outputs)))
+        except Exception as error:  # whatever a caller's function raises; raised again by `_own_sums`
+            if self.comm.world_size == 1:
+                raise
+            self._loss_error = error
+            return _no_loss(outputs)
+
     def _sum_over_data_parallel(self, outputs: Sequence[LossOutput]) -> dict[str, float]:
+        rows = together(self.comm, lambda: self._own_sums(outputs))
+        names = sorted({name for row in rows for name in row})
+        return {name: math.fsum(row.get(name, 0.0) for row in rows) for name in names}
+
+    def _own_sums(self, outputs: Sequence[LossOutput]) -> dict[str, float]:
+        error, self._loss_error = self._loss_error, None
+        if error is not None:
+            raise error
         sums: dict[str, float] = {"loss": 0.0}
         for output in outputs:
             for name, value in {"loss": output.loss, **output.metrics}.items():
                 sums[name] = sums.get(name, 0.0) + float(value)
-        rows = self.comm.all_gather(sums if self.topology.is_primary else {})
-        names = sorted({name for row in rows for name in row})
-        return {name: math.fsum(row.get(name, 0.0) for row in rows) for name in names}
+        return sums if self.topology.is_primary else {}
 
     def _why_skip(self, norm: float) -> str | None:
         if not self._has_gradient:
@@ -272,6 +372,10 @@ class BaseEngine(EngineDefaults):
         self._pending.clear()
         self._has_gradient = False
         self._zero_grad()
+
+    def _called(self, name: str) -> str:
+        """Return what other ranks read of a call when this one fails in it."""
+        return f"{name} at step {self._step}"
 
     def _expect(self, called: str, state: str) -> None:
         if self._state != state:
@@ -313,6 +417,21 @@ class BaseEngine(EngineDefaults):
         """Read and check the state; what replaces the engine's by it, which cannot fail."""
         tensors = checkpoint.read(folder, manifest, comm=self._checkpoint_comm, layout=self._state_layout)
         return lambda: self._install_state(tensors)
+
+    def _try_rng_state(self, state: Mapping[str, Any], folder: Path) -> None:
+        """Raise ``CheckpointCorrupt`` for generators that cannot be restored; they are left as they were."""
+        before = self._rng_state()
+        try:
+            self._set_rng_state(state)
+        except Exception as error:  # an engine's own generators may raise anything
+            raise CheckpointCorrupt(
+                f"rank {self.topology.rank}'s generators cannot be restored",
+                where=str(folder),
+                why=error.why if isinstance(error, CheckpointCorrupt) else f"{type(error).__name__}: {error}",
+                remedy="use an earlier checkpoint",
+            ) from error
+        finally:
+            self._set_rng_state(before)
 
     # --- what a backend provides ---------------------------------------------------------------
 
@@ -388,12 +507,3 @@ def _no_loss(outputs: TokenOutputs) -> LossOutput:
     # An empty micro-batch takes part in the backward collectives with a zero that depends on the weights.
     tensors = _given(outputs)
     return LossOutput(loss=sum((t.sum() for t in tensors[1:]), start=tensors[0].sum()) * 0.0)
-
-
-def _check_call(denominator: float | None, temperature: float) -> None:
-    if denominator is not None and not (math.isfinite(denominator) and denominator > 0):
-        raise ConfigError(
-            "denominator", f"{denominator} is not a positive number", remedy="leave it out for Σ loss_weight"
-        )
-    if not (math.isfinite(temperature) and temperature > 0):
-        raise ConfigError("temperature", f"{temperature} is not a positive number", remedy="use 1.0")

@@ -12,20 +12,25 @@ carries no loss.
 
 from __future__ import annotations
 
+import numbers
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
-from engine_api.errors import BatchError
+from engine_api.codec import register
+from engine_api.errors import BatchError, kind_of
 
 if TYPE_CHECKING:
     import torch
 
 LOSS_WEIGHT = "loss_weight"
+INPUT_IDS, CU_SEQLENS = "input_ids", "cu_seqlens"
+DTYPES = ("float32", "float64", "float16", "bfloat16", "int64", "int32", "int16", "int8", "uint8", "bool")
 
 
+@register
 @dataclass(frozen=True, kw_only=True, eq=False)  # tensors have no truth value to compare by
 class Batch:
     """Packed documents with per-token fields.
@@ -44,9 +49,11 @@ class Batch:
     fields: Mapping[str, torch.Tensor] = field(default_factory=dict[str, "torch.Tensor"])
 
     def __post_init__(self) -> None:
+        _check_names(self.fields)
         object.__setattr__(self, "fields", MappingProxyType(dict(self.fields)))
         for name, value in {"input_ids": self.input_ids, "cu_seqlens": self.cu_seqlens, **self.fields}.items():
             _check_tensor(name, value)
+            _check_device(name, value, self.input_ids)
         _check_ids(self.input_ids)
         _check_boundaries(self.cu_seqlens, self.num_tokens)
         for name, value in self.fields.items():
@@ -98,16 +105,25 @@ class Batch:
         return torch.cat(spans) if spans else torch.zeros(0, dtype=torch.int64)
 
     def select(self, documents: Sequence[int]) -> Batch:
-        """The batch of these documents alone, in this order."""
+        """The batch of these documents alone, in this order. Raises ``BatchError`` for a number that is no document's."""
         import torch
 
+        for place, document in enumerate(documents):
+            if not isinstance(document, numbers.Integral) or not 0 <= document < self.num_documents:
+                raise BatchError(
+                    "documents",
+                    f"expected a document's number below {self.num_documents}, got {document!r}",
+                    index=place,
+                    remedy="documents are counted from 0",
+                )
         index = self.token_index(documents).to(self.input_ids.device)
         ends = torch.tensor([0, *(self.lengths[d] for d in documents)], dtype=torch.int64).cumsum(0)
         picked = {name: value[index] for name, value in self.fields.items()}
         return Batch(input_ids=self.input_ids[index], cu_seqlens=ends.to(self.cu_seqlens.device), fields=picked)
 
     def to(self, device: Any) -> Batch:
-        """The same batch on ``device``."""
+        """The same batch on ``device``. Raises ``BatchError`` for what is no device that holds values."""
+        _check_target(device)
         moved = {name: value.to(device, non_blocking=True) for name, value in self.fields.items()}
         copy = self.with_computed(**moved)
         object.__setattr__(copy, "input_ids", self.input_ids.to(device, non_blocking=True))
@@ -143,20 +159,22 @@ class Batch:
         """
         import torch
 
+        _check_sequence(documents, Mapping, "mappings of per-token values")
         if not documents:
             return Batch(input_ids=torch.zeros(0, dtype=torch.int64), cu_seqlens=torch.zeros(1, dtype=torch.int64))
         names = list(documents[0])
-        for index, document in enumerate(documents):
-            _check_document(index, document, names)
-        columns = {n: torch.cat([_column(d[n], n) for d in documents]) for n in names}
-        ends = torch.tensor([0, *(len(d["input_ids"]) for d in documents)], dtype=torch.int64).cumsum(0)
-        return Batch(input_ids=columns.pop("input_ids"), cu_seqlens=ends, fields=columns)
+        rows = [_columns_of(index, document, names) for index, document in enumerate(documents)]
+        columns = {name: torch.cat([row[name] for row in rows]) for name in names}
+        ends = torch.tensor([0, *(len(row[INPUT_IDS]) for row in rows)], dtype=torch.int64).cumsum(0)
+        ids = columns.pop(INPUT_IDS)
+        return Batch(input_ids=ids, cu_seqlens=ends.to(ids.device), fields=columns)
 
     @staticmethod
     def concat(batches: Sequence[Batch]) -> Batch:
         """All documents of ``batches``, in order; their fields must be the same."""
         import torch
 
+        _check_sequence(batches, Batch, "batches")
         if not batches:
             return Batch.pack([])
         names = set(batches[0].fields)
@@ -164,6 +182,7 @@ class Batch:
             if set(batch.fields) != names:
                 raise BatchError("fields", f"{sorted(batch.fields)} differ from {sorted(names)}", index=index,
                                  remedy="give all batches the same fields")  # fmt: skip
+            _check_device("input_ids", batch.input_ids, batches[0].input_ids)
         lengths = [length for batch in batches for length in batch.lengths]
         return Batch(
             input_ids=torch.cat([b.input_ids for b in batches]),
@@ -176,34 +195,135 @@ def _unpickle(input_ids: torch.Tensor, cu_seqlens: torch.Tensor, extra: dict[str
     return Batch(input_ids=input_ids, cu_seqlens=cu_seqlens, fields=extra)
 
 
+def _check_sequence(parts: object, kind: type, said: str) -> None:
+    """Raise ``BatchError`` unless ``parts`` is a sequence of ``kind``."""
+    if not _is_list(parts):
+        raise BatchError("documents", f"expected a list of {said}, got {kind_of(parts)}")
+    for index, part in enumerate(cast("Sequence[object]", parts)):
+        if not isinstance(part, kind):
+            raise BatchError("documents", f"expected a list of {said}, got {kind_of(part)}", index=index)
+
+
+def _check_names(fields: object) -> None:
+    if not isinstance(fields, Mapping):
+        raise BatchError("fields", f"expected a mapping from names to tensors, got {kind_of(fields)}")
+    for name in cast("Mapping[object, object]", fields):
+        if not isinstance(name, str) or name in ("", INPUT_IDS, CU_SEQLENS):
+            raise BatchError(
+                "fields",
+                f"{name!r} cannot be the name of a field",
+                remedy=f"use a text other than {INPUT_IDS} and {CU_SEQLENS}, which are no fields",
+            )
+
+
 def _check_tensor(name: str, value: object) -> None:
+    """Raise ``BatchError`` for what is no tensor of plain numbers: each engine indexes, copies and hashes it."""
     import torch
 
     if not isinstance(value, torch.Tensor):
-        raise BatchError(name, f"{type(value).__name__}, not a tensor", remedy="convert with torch.as_tensor")
+        raise BatchError(name, f"expected a tensor, got {kind_of(value)}", remedy="convert with torch.as_tensor")
+    refused = [
+        (
+            type(value) not in (torch.Tensor, torch.nn.Parameter),
+            f"a {type(value).__name__}",
+            "convert it to torch.Tensor",
+        ),
+        (value.is_meta, "a tensor on the meta device", "give it values"),
+        (value.is_nested, "a nested tensor", "concatenate its parts"),
+        (value.layout is not torch.strided, f"a tensor of layout {value.layout}", "convert with .to_dense()"),
+        (value.requires_grad, "a tensor that requires a gradient", "take it out of the graph with .detach()"),
+        (
+            str(value.dtype).removeprefix("torch.") not in DTYPES,
+            f"a tensor of {value.dtype}",
+            f"known: {', '.join(DTYPES)}",
+        ),
+    ]
+    for wrong, got, remedy in refused:
+        if wrong:
+            raise BatchError(name, f"expected a plain, dense tensor of numbers, got {got}", remedy=remedy)
 
 
-def _column(value: Any, name: str) -> torch.Tensor:
+def _check_target(device: Any) -> None:
     import torch
 
-    if isinstance(value, torch.Tensor):
-        return value
-    return torch.as_tensor(value, dtype=torch.int64 if name == "input_ids" else torch.float32)
+    try:
+        kind = torch.device(device).type
+    except (TypeError, RuntimeError) as error:
+        raise BatchError(
+            "device", f"expected a device, got {device!r:.100}", why=str(error).split("\n", 1)[0]
+        ) from error
+    if kind == "meta":
+        raise BatchError("device", "the meta device holds no values", remedy="give one that computes")
 
 
-def _check_document(index: int, document: Mapping[str, Any], names: Sequence[str]) -> None:
+def _check_device(name: str, value: torch.Tensor, ids: torch.Tensor) -> None:
+    if value.device != ids.device:
+        raise BatchError(
+            name,
+            f"is on {value.device}, input_ids on {ids.device}",
+            remedy="put a whole batch on one device, with Batch.to for example",
+        )
+
+
+def _columns_of(index: int, document: Mapping[str, Any], names: Sequence[str]) -> dict[str, torch.Tensor]:
+    """Return a document's columns as tensors of one length. Raises ``BatchError``."""
     if set(document) != set(names):
         raise BatchError(
-            "documents", f"fields {sorted(document)} differ from document 0's {sorted(names)}", index=index,
+            "documents",
+            f"fields {sorted(map(str, document))} differ from document 0's {sorted(map(str, names))}",
+            index=index,
             remedy="give every document the same fields",
-        )  # fmt: skip
-    if "input_ids" not in document:
-        raise BatchError("documents", "input_ids is missing", index=index)
-    size = len(document["input_ids"])
-    for name in names:
-        if len(document[name]) != size:
-            raise BatchError(name, f"{len(document[name])} values for {size} tokens", index=index,
-                             remedy="give one value a token")  # fmt: skip
+        )
+    if INPUT_IDS not in document:
+        raise BatchError("documents", f"{INPUT_IDS} is missing", index=index)
+    columns = {name: _column(index, name, document[name]) for name in names}
+    size = len(columns[INPUT_IDS])
+    for name, column in columns.items():
+        if len(column) != size:
+            raise BatchError(
+                name, f"{len(column)} values for {size} tokens", index=index, remedy="give one value a token"
+            )
+        _check_device(name, column, columns[INPUT_IDS])
+    return columns
+
+
+def _column(index: int, name: str, value: object) -> torch.Tensor:
+    """Return one field of document ``index`` as a tensor ``[t]``; ids are never rounded, a truth value is no id."""
+    import torch
+
+    ids = name == INPUT_IDS
+    expected = "integers" if ids else "numbers"
+    rows = cast("Sequence[object]", value) if _is_list(value) else None
+    if rows is not None:
+        _check_kinds(index, name, rows, numbers.Integral if ids else numbers.Real)
+    elif not hasattr(value, "__array__"):  # tensors and NumPy's arrays have it
+        raise BatchError(
+            name, f"expected a list, an array or a tensor of {expected}, got {kind_of(value)}", index=index
+        )
+    own = torch.int64 if ids else torch.float32
+    try:
+        column = torch.as_tensor(value, dtype=None if rows is None else own)
+    except (TypeError, ValueError, OverflowError, RuntimeError) as error:  # torch has no one error for this
+        raise BatchError(name, f"expected {expected}, got {kind_of(value)}", index=index, why=str(error)) from error
+    _check_tensor(name, column)
+    if column.dim() != 1:
+        raise BatchError(name, f"expected one value a token, got the shape {tuple(column.shape)}", index=index)
+    if ids and (column.is_floating_point() or column.dtype == torch.bool):
+        raise BatchError(name, f"expected integers, got {column.dtype}", index=index, remedy="convert with .long()")
+    return column if isinstance(value, torch.Tensor) else column.to(own)
+
+
+def _is_list(value: object) -> bool:
+    return isinstance(value, Sequence) and not isinstance(value, str | bytes)
+
+
+def _check_kinds(index: int, name: str, values: Sequence[object], wanted: type) -> None:
+    """Raise ``BatchError`` for an element of a list that is not of a kind of number; for ids a truth value is none."""
+    for found in set(map(type, values)):
+        if not issubclass(found, wanted) or (name == INPUT_IDS and found is bool):
+            raise BatchError(
+                name, f"expected a list of {wanted.__name__} numbers, got a {found.__name__} in it", index=index
+            )
 
 
 def _check_ids(ids: torch.Tensor) -> None:

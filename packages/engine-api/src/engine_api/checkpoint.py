@@ -4,9 +4,13 @@
 
     step-000120/            written as step-000120.partial, renamed when complete
       manifest.json         contract, engine, topology, tensors, sizes and checksums
+      manifest.sha256       the manifest's own checksum
       state/00000.safetensors   rank 0's boxes of model.<name>, optim.<name>.exp_avg, …
       rank-00000.json       rank 0's RNG
     latest                  the newest folder's name, replaced atomically after the rename
+
+Who is killed between the rename and the replacement leaves a ``latest`` that is behind: `locate` takes the newest whole
+``step-N`` all the same, and `repair` moves the pointer.
 
 A reader asks for boxes; which rank (or engine, or layout) wrote them does not matter. An engine with a format of its own
 for what lies under ``state`` uses `write_files` and `verify`: all else is the same.
@@ -17,9 +21,12 @@ from __future__ import annotations
 
 import errno
 import json
-import os
+import logging
+import math
+import re
 import shutil
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -31,14 +38,31 @@ from engine_api.errors import (
     CheckpointWriteError,
     ConfigError,
 )
-from engine_api.manifest import MANIFEST, PORTABLE, Entry, Manifest, Shard, fingerprint, read_manifest, verify_files
+from engine_api.folders import sync, sync_folders, write_text
+from engine_api.manifest import (
+    DIGEST,
+    MANIFEST,
+    PORTABLE,
+    Entry,
+    Manifest,
+    Shard,
+    field_of,
+    fingerprint,
+    is_inside,
+    read_manifest,
+    verify_files,
+    weight_of,
+)
 from engine_api.results import CheckpointInfo
 from engine_api.weights import ShardSpec
 
 if TYPE_CHECKING:
     import torch
 
+log = logging.getLogger("engine_api")
+
 LATEST = "latest"
+_STEP = re.compile(r"step-(\d+)")  # of a folder's whole name; its number says which of two is the newer
 State = Mapping[str, "tuple[torch.Tensor, ShardSpec]"]
 # Given the unfinished folder, writes what one rank writes; the tensors, and the names of its files.
 Save = Callable[[Path], tuple[dict[str, Entry], Sequence[str]]]
@@ -105,6 +129,15 @@ def _prepare(directory: Path, partial: Path) -> None:
                                    remedy="choose another name, or remove it first")  # fmt: skip
     shutil.rmtree(partial, ignore_errors=True)  # a killed save's remains
     (partial / "state").mkdir(parents=True)
+    later = [path.name for number, path in steps(directory.parent).items() if number > _number(directory)]
+    if later and _number(directory) >= 0:
+        log.warning(
+            "%s is saved beside %s, which counts as newer: who loads %s without naming a step gets %s",
+            directory.name,
+            later[-1],
+            directory.parent,
+            later[-1],
+        )
 
 
 def _check_extra(extra: Mapping[str, Any]) -> None:
@@ -123,7 +156,7 @@ def _write_rank(
     (partial / own).write_text(json.dumps(dict(rank_state)))
     files = {name: fingerprint(partial / name) for name in (*names, own)}
     for file in files:
-        _sync(partial / file)
+        sync(partial / file)
     return entries, files
 
 
@@ -159,14 +192,6 @@ def require_room(folder: Path, need: int) -> None:
         raise OSError(errno.ENOSPC, f"{need} bytes needed, {free} free", str(folder))
 
 
-def _sync(path: Path) -> None:
-    handle = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
-
-
 def _merge(parts: list[tuple[dict[str, Entry], dict[str, dict[str, Any]]]], **about: Any) -> Manifest:
     tensors: dict[str, Entry] = {}
     files: dict[str, dict[str, Any]] = {}
@@ -175,18 +200,30 @@ def _merge(parts: list[tuple[dict[str, Entry], dict[str, dict[str, Any]]]], **ab
         for key, entry in entries.items():
             before = tensors[key].shards if key in tensors else ()
             tensors[key] = Entry(dtype=entry.dtype, shape=entry.shape, shards=before + entry.shards)
-    return Manifest(tensors=tensors, files=files, **about)
+    return Manifest(tensors=_with_steps(tensors), files=files, **about)
+
+
+def _with_steps(tensors: Mapping[str, Entry]) -> dict[str, Entry]:
+    """Record for each weight whether there is optimizer state for it, so that a loss of it shows."""
+    moved = {kept[0] for key in tensors if (kept := field_of(key)) is not None}
+    return {
+        key: entry if (name := weight_of(key)) is None else replace(entry, stepped=name in moved)
+        for key, entry in tensors.items()
+    }
 
 
 def _commit(directory: Path, partial: Path, manifest: Manifest) -> None:
     manifest.write(partial)
     # All that can meet a full disk comes before the rename.
     (partial / LATEST).write_text(directory.name)
-    for name in (MANIFEST, LATEST):
-        _sync(partial / name)
+    # The rename must not outlive what it names. The other files are on the disk: who wrote them saw to it.
+    for name in (MANIFEST, DIGEST, LATEST):
+        sync(partial / name)
+    sync_folders(partial)
     partial.rename(directory)
+    sync(directory.parent)
     (directory / LATEST).replace(directory.parent / LATEST)
-    _sync(directory.parent)
+    sync(directory.parent)
 
 
 def _write_error(directory: Path, error: OSError) -> CheckpointWriteError:
@@ -197,19 +234,75 @@ def _write_error(directory: Path, error: OSError) -> CheckpointWriteError:
 
 
 def locate(directory: Path) -> Path:
-    """The checkpoint at ``directory``, or the latest of a folder of checkpoints.
+    """Return the checkpoint at ``directory``, or the latest of a folder of checkpoints.
 
-    Raises ``CheckpointMissing``.
+    Of a folder of checkpoints that is the one that ``latest`` names, or a whole ``step-N`` of a higher number: a save
+    killed right after its rename left ``latest`` behind.
+
+    Raises ``CheckpointMissing``; ``CheckpointCorrupt`` for a ``latest`` that is no name of a folder.
     """
-    pointer = directory / LATEST
-    # A save killed right after its rename leaves a pointer inside a whole checkpoint.
-    if not pointer.is_file() or (directory / MANIFEST).is_file():
+    # Such a save also leaves a pointer inside a whole checkpoint.
+    if (directory / MANIFEST).is_file():
         return directory
-    target = directory / pointer.read_text().strip()
-    if not target.is_dir():
-        raise CheckpointMissing(f"`latest` names {target.name}, which is not there", where=str(directory),
-                                remedy="name one of its step folders")  # fmt: skip
-    return target
+    pointer = directory / LATEST
+    named = _read_pointer(pointer) if pointer.is_file() else None
+    own = steps(directory)
+    newest = own[max(own)] if own else None
+    if named is None:
+        return newest or directory
+    if not named.is_dir():
+        raise CheckpointMissing(
+            f"`latest` names {named.name}, which is not there",
+            where=str(directory),
+            remedy="name one of its step folders",
+        )
+    if newest is not None and 0 <= _number(named) < _number(newest):
+        return newest
+    return named
+
+
+def steps(directory: Path) -> dict[int, Path]:
+    """Return the whole checkpoints ``step-N`` in a folder of checkpoints by their number, the lowest first."""
+    found = {_number(path): path for path in directory.glob("step-*") if (path / MANIFEST).is_file()}
+    return {number: found[number] for number in sorted(found) if number >= 0}
+
+
+def repair(directory: Path) -> Path | None:
+    """Make ``latest`` name the newest whole ``step-N`` after a save that was killed before it did; return that folder.
+
+    For the one process that writes to the folder, while it saves nothing.
+    """
+    own = steps(directory)
+    if not own:
+        return None
+    newest = own[max(own)]
+    pointer = directory / LATEST
+    if not pointer.is_file() or pointer.read_bytes() != newest.name.encode():
+        write_text(pointer, newest.name)
+    (newest / LATEST).unlink(missing_ok=True)
+    return newest
+
+
+def _number(folder: Path) -> int:
+    """Return N of ``step-N``, and -1 for other names."""
+    match = _STEP.fullmatch(folder.name)
+    return -1 if match is None else int(match[1])
+
+
+def _read_pointer(pointer: Path) -> Path:
+    try:
+        name = pointer.read_text().strip()
+    except (OSError, UnicodeDecodeError) as error:
+        raise _foreign_pointer(pointer, str(error)) from error
+    if not is_inside(name) or "/" in name:
+        raise _foreign_pointer(pointer, f"it holds {name[:80]!r}")
+    return pointer.parent / name
+
+
+def _foreign_pointer(pointer: Path, why: str) -> CheckpointCorrupt:
+    return CheckpointCorrupt(
+        "it does not name a folder beside it", where=str(pointer), why=why, remedy="name one of its step folders"
+    )
 
 
 Layout = Mapping[str, "tuple[ShardSpec, torch.dtype]"]
@@ -272,8 +365,52 @@ def _read_rank_file(folder: Path, manifest: Manifest, rank: int) -> dict[str, An
     name = f"rank-{rank:05d}.json"
     if name not in manifest.files:
         raise CheckpointCorrupt(f"{name} is not in the manifest", where=str(folder), remedy="use an earlier checkpoint")
-    state: dict[str, Any] = json.loads((folder / name).read_text())
-    return state
+    try:
+        state = json.loads((folder / name).read_bytes())
+    except (OSError, ValueError, RecursionError) as error:
+        raise _unreadable(folder / name, error) from error
+    if not isinstance(state, dict):
+        raise _unreadable(folder / name, f"expected a mapping, got {type(state).__name__}")
+    return state  # pyright: ignore[reportUnknownVariableType] - JSON's keys are strings
+
+
+def _unreadable(path: Path, why: object) -> CheckpointCorrupt:
+    return CheckpointCorrupt("it cannot be read", where=str(path), why=str(why), remedy="use an earlier checkpoint")
+
+
+def check_optimizer_state(folder: Path, manifest: Manifest, fields: Collection[str]) -> None:
+    """Raise ``CheckpointMismatch`` where a weight that has had a step lacks some of the optimizer's state.
+
+    Args:
+        folder, manifest: as `find` gave them.
+        fields: what the engine's optimizer keeps of a weight that has had a step; empty for one that keeps nothing, and
+            where it is not known: then the checkpoint must have of each weight what it has of any.
+    """
+    saved: dict[str, set[str]] = {}
+    for key in manifest.tensors:
+        if (kept := field_of(key)) is not None:
+            saved.setdefault(kept[0], set()).add(kept[1])
+    weights = {name: entry for key, entry in manifest.tensors.items() if (name := weight_of(key)) is not None}
+    # Earlier releases did not record which weights had had a step: there, one without any state may have had none.
+    needed = saved.keys() | {name for name, entry in weights.items() if entry.stepped}
+    every = {kept for own in saved.values() for kept in own} or set(fields)
+    if not needed and fields and manifest.step > 0:
+        needed = weights.keys()
+    missing = [
+        f"optim.{name}.{kept}" for name in sorted(needed) for kept in sorted(every - saved.get(name, set[str]()))
+    ]
+    if missing:
+        raise CheckpointMismatch(
+            "the checkpoint lacks optimizer state",
+            where=str(folder),
+            why=f"missing: {_few(missing)}; the weights are those after step {manifest.step}",
+            remedy="use a whole checkpoint, or ask for all but the optimizer's state: load_checkpoint(…, optimizer=False)",
+        )
+
+
+def without_optimizer(manifest: Manifest) -> Manifest:
+    """Return the manifest as if no optimizer state had been saved."""
+    return replace(manifest, tensors={key: e for key, e in manifest.tensors.items() if field_of(key) is None})
 
 
 def _check_keys(folder: Path, manifest: Manifest, wanted: Layout) -> None:
@@ -288,10 +425,23 @@ def _check_keys(folder: Path, manifest: Manifest, wanted: Layout) -> None:
     ]
     problems = [f"missing: {_few(missing)}"] * bool(missing) + [f"unknown: {_few(unknown)}"] * bool(unknown)
     problems += [f"shapes: {_few(differ)}"] * bool(differ)
+    kinds = [
+        f"{key}: checkpoint {manifest.tensors[key].dtype}, model {str(dtype).removeprefix('torch.')}"
+        for key, (_, dtype) in wanted.items()
+        if key in manifest.tensors and _is_floating(manifest.tensors[key].dtype) != dtype.is_floating_point
+    ]
+    problems += [f"dtypes: {_few(kinds)}"] * bool(kinds)
     if problems:
-        raise CheckpointMismatch("the checkpoint is of another model or set-up", where=str(folder),
-                                 why="; ".join(problems),
-                                 remedy="load it with the model and optimizer that it was saved with")  # fmt: skip
+        raise CheckpointMismatch(
+            "the checkpoint is of another model or set-up",
+            where=str(folder),
+            why="; ".join(problems),
+            remedy="load it with the model and optimizer that it was saved with",
+        )
+
+
+def _is_floating(dtype: str) -> bool:
+    return dtype.startswith(("float", "bfloat"))
 
 
 def _few(names: list[str]) -> str:
@@ -300,39 +450,72 @@ def _few(names: list[str]) -> str:
 
 def _read_boxes(folder: Path, manifest: Manifest, wanted: Layout) -> dict[str, torch.Tensor]:
     import torch
-    from safetensors import safe_open
+    from safetensors import SafetensorError, safe_open
 
     out = {key: torch.empty(spec.shape, dtype=dtype) for key, (spec, dtype) in wanted.items()}
     by_file: dict[str, list[tuple[str, Shard]]] = {}
-    for key in wanted:
-        for shard in manifest.tensors[key].shards:
+    holes: list[str] = []
+    for key, (spec, _) in wanted.items():
+        shards = _meeting(manifest.tensors[key].shards, spec)
+        holes += [key] * (not _cover_once(shards, spec))
+        for shard in shards:
             by_file.setdefault(shard.file, []).append((key, shard))
-    filled = dict.fromkeys(out, 0)
-    for file, shards in by_file.items():
-        reader: Any = safe_open(folder / file, framework="pt")  # it is not annotated
-        with reader as handle:
-            for key, shard in shards:
-                filled[key] += _copy_overlap(handle, key, shard, wanted[key][0], out[key])
-    holes = sorted(key for key, count in filled.items() if count != out[key].numel())
     if holes:
-        raise CheckpointCorrupt(f"the shards do not cover {_few(holes)} exactly once", where=str(folder),
-                                remedy="use an earlier checkpoint")  # fmt: skip
+        raise CheckpointCorrupt(
+            f"the shards do not cover {_few(sorted(holes))} exactly once",
+            where=str(folder),
+            remedy="use an earlier checkpoint",
+        )
+    for file, shards in by_file.items():
+        try:
+            reader: Any = safe_open(folder / file, framework="pt")  # it is not annotated
+            with reader as handle:
+                for key, shard in shards:
+                    _copy_overlap(handle, key, shard, wanted[key][0], out[key], manifest.tensors[key].dtype)
+        except (OSError, ValueError, SafetensorError) as error:
+            raise _unreadable(folder / file, error) from error
     return out
 
 
-def _copy_overlap(handle: Any, key: str, shard: Shard, spec: ShardSpec, target: torch.Tensor) -> int:
-    source: list[slice] = []
-    destination: list[slice] = []
-    count = 1
-    for a, n, b, m in zip(shard.offset, shard.shape, spec.offset, spec.shape, strict=True):
-        low, high = max(a, b), min(a + n, b + m)
-        if high <= low:
-            return 0
-        source.append(slice(low - a, high - a))
-        destination.append(slice(low - b, high - b))
-        count *= high - low
-    if not source:  # a scalar
-        target.copy_(handle.get_tensor(key))
-        return 1
-    target[tuple(destination)] = handle.get_slice(key)[tuple(source)].to(target.dtype)
-    return count
+def _meeting(shards: Sequence[Shard], spec: ShardSpec) -> list[Shard]:
+    """Return the shards that have anything of the box."""
+    return [shard for shard in shards if all(low < high for low, high in _overlap(shard, spec))]
+
+
+def _overlap(shard: Shard, spec: ShardSpec) -> list[tuple[int, int]]:
+    """Return where shard and box meet, as (first, after the last) in each dimension."""
+    sides = zip(shard.offset, shard.shape, spec.offset, spec.shape, strict=True)
+    return [(max(a, b), min(a + n, b + m)) for a, n, b, m in sides]
+
+
+def _cover_once(shards: Sequence[Shard], spec: ShardSpec) -> bool:
+    """Return whether each element of the box is in exactly one of the shards that meet it."""
+    import torch
+
+    met = [_overlap(shard, spec) for shard in shards]
+    covered = sum(math.prod(high - low for low, high in box) for box in met)
+    if covered != (0 if spec.is_empty else math.prod(spec.shape)):
+        return False
+    if len(met) < 2:
+        return True
+    # As many elements as the box has: all are covered once, unless some are covered twice and others never.
+    corners = torch.tensor(met)  # [shards, dimensions, 2]
+    low = torch.maximum(corners[:, None, :, 0], corners[None, :, :, 0])
+    high = torch.minimum(corners[:, None, :, 1], corners[None, :, :, 1])
+    return int((low < high).all(-1).sum()) == len(met)
+
+
+def _copy_overlap(handle: Any, key: str, shard: Shard, spec: ShardSpec, target: torch.Tensor, dtype: str) -> None:
+    stored = handle.get_slice(key)
+    shape = tuple(stored.get_shape())
+    if shape != shard.shape:
+        raise ValueError(f"{key} is {shape}, the manifest says {shard.shape}")
+    if not shape:
+        source = handle.get_tensor(key)
+    else:
+        met = zip(_overlap(shard, spec), shard.offset, strict=True)
+        source = stored[tuple(slice(low - offset, high - offset) for (low, high), offset in met)]
+    if (found := str(source.dtype).removeprefix("torch.")) != dtype:
+        raise ValueError(f"{key} is {found}, the manifest says {dtype}")
+    met = zip(_overlap(shard, spec), spec.offset, strict=True)
+    target[tuple(slice(low - offset, high - offset) for (low, high), offset in met)] = source.to(target.dtype)

@@ -1,7 +1,8 @@
-"""The control plane of an engine: small Python objects between ranks, never tensors of the model.
+"""The control plane of an engine: small values between ranks, never tensors of the model.
 
 It runs on a gloo group of its own, so that agreeing costs no device synchronization, and an
 error on one rank becomes an error on all: no rank is left waiting in a collective.
+Values travel as ``engine_api.codec`` has them; nothing is unpickled.
 """
 
 # torch's own annotations are partial.
@@ -10,13 +11,17 @@ error on one rank becomes an error on all: no rank is left waiting in a collecti
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any, Protocol, TypeVar
 
+from engine_api import heartbeat
+from engine_api.codec import CodecError, decode, encode
 from engine_api.errors import RankFailure
 
 T = TypeVar("T")
+_FRAME = 1024  # bytes that the first exchange carries: most values need no second one
+_PREFIX = 9  # bytes of it: the message's length, and whether it is an error's text
 
 
 class Comm(Protocol):
@@ -26,7 +31,10 @@ class Comm(Protocol):
     world_size: int
 
     def all_gather(self, value: Any) -> list[Any]:
-        """Everybody's ``value``, by rank."""
+        """Everybody's ``value``, by rank: equal ones, of the same types.
+
+        Raises ``CodecError`` for a value that ``engine_api.codec`` does not carry, and ``RankFailure`` on the other ranks.
+        """
         ...
 
     def close(self) -> None:
@@ -48,30 +56,97 @@ class SingleComm:
         """Nothing to give back."""
 
 
-class TorchComm:
-    """A gloo group over all ranks of the default process group. All ranks must construct it together."""
+class GroupComm:
+    """A process group that somebody else made, and destroys; None: the default one."""
 
-    def __init__(self, timeout: timedelta | None = None) -> None:
+    def __init__(self, group: Any = None) -> None:
         import torch.distributed as dist
 
-        self.rank, self.world_size = dist.get_rank(), dist.get_world_size()
-        self._group: Any = dist.new_group(backend="gloo", timeout=timeout)
+        self.rank = dist.get_rank(group)
+        self.world_size = dist.get_world_size(group)
+        self._group = group
+        self._lane = "default group" if group is None else f"group {group.group_name}"
         # One thread a time: an asynchronous save has a group of its own.
         self._lock = threading.Lock()
 
     def all_gather(self, value: Any) -> list[Any]:
-        """Everybody's ``value``, by rank."""
+        """See ``Comm``. Raises ``RankFailure`` for a rank that is gone, or does not come within the group's timeout."""
+        failed: CodecError | None = None
+        try:
+            message = encode(value)
+        except CodecError as error:  # told to the others, who wait for this rank; raised below
+            failed = error
+            message = encode(str(error))
+        with self._lock, heartbeat.watched("all_gather", self._lane):
+            rows = self._exchange(message, failed=failed is not None)
+        if failed is not None:
+            raise heartbeat.agreed(failed)
+        values = [decode(row) for row, _ in rows]
+        failures = {rank: str(values[rank]) for rank, (_, wrong) in enumerate(rows) if wrong}
+        if failures:
+            raise RankFailure(failures)
+        return values
+
+    def close(self) -> None:
+        """The group is its owner's."""
+
+    def _exchange(self, message: bytes, *, failed: bool) -> list[tuple[bytes, bool]]:
+        """Every rank's message, and whether it is an error's."""
+        head = len(message).to_bytes(_PREFIX - 1, "little") + bytes([failed])
+        room = _FRAME - _PREFIX
+        first = self._gather((head + message[:room]).ljust(_FRAME, b"\0"))
+        sizes = [int.from_bytes(row[: _PREFIX - 1], "little") for row in first]
+        more = max(sizes) - room
+        rest: Sequence[bytes] = [b""] * len(first)
+        if more > 0:
+            rest = self._gather(message[room:].ljust(more, b"\0"))
+        return [
+            ((row[_PREFIX:] + tail)[:size], bool(row[_PREFIX - 1]))
+            for row, tail, size in zip(first, rest, sizes, strict=True)
+        ]
+
+    def _gather(self, frame: bytes) -> list[bytes]:
+        """Every rank's frame, all of one size."""
+        import torch
         import torch.distributed as dist
 
-        rows: list[Any] = [None] * self.world_size
-        with self._lock:
-            dist.all_gather_object(rows, value, group=self._group)
-        return rows
+        device = self._device()
+        sent = torch.frombuffer(bytearray(frame), dtype=torch.uint8).to(device)
+        received = torch.empty((self.world_size, len(frame)), dtype=torch.uint8, device=device)
+        dist.all_gather(list(received.unbind(0)), sent, group=self._group)
+        return [row.tobytes() for row in received.cpu().numpy()]
+
+    def _device(self) -> str:
+        """The CPU where the group has a backend for it, as all have that engines make."""
+        import torch
+        import torch.distributed as dist
+
+        backends = dist.get_backend_config(self._group)
+        return "cpu" if "cpu:" in backends else torch.accelerator.current_accelerator().type  # pyright: ignore[reportOptionalMemberAccess] - a group without the CPU has one
+
+
+class TorchComm(GroupComm):
+    """A gloo group over all ranks of the default process group. All ranks must construct it together.
+
+    While one is open, a thread of this process tells the other ranks that it lives (see ``engine_api.heartbeat``).
+
+    Args:
+        timeout: after which a rank that does not come is a ``RankFailure`` on the others, 10 minutes by default; the first
+            group's is also how long a rank may be silent.
+    """
+
+    def __init__(self, timeout: timedelta | None = None) -> None:
+        import torch.distributed as dist
+
+        limit = timeout or timedelta(seconds=heartbeat.TIMEOUT_S)
+        super().__init__(dist.new_group(backend="gloo", timeout=limit))
+        self._watch = heartbeat.join(self._group.group_name, self.all_gather, limit.total_seconds())
 
     def close(self) -> None:
         """Destroy the group."""
         import torch.distributed as dist
 
+        self._watch.leave()
         if dist.is_initialized():
             dist.destroy_process_group(self._group)
 
@@ -91,7 +166,7 @@ def together(comm: Comm, work: Callable[[], T]) -> list[T]:
     message = None if error is None else str(error) or type(error).__name__
     rows = comm.all_gather((message, mine))
     if error is not None:
-        raise error
+        raise heartbeat.agreed(error)
     failures = {rank: message for rank, (message, _) in enumerate(rows) if message is not None}
     if failures:
         raise RankFailure(failures)

@@ -5,18 +5,18 @@
 
 from __future__ import annotations
 
-import base64
-import random
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
+from engine_api import generators
+from engine_api.arguments import check_device
 from engine_api.capabilities import Capability, unsupported
 from engine_api.contract import Adapter
-from engine_api.devices import device_of
 from engine_api.errors import ConfigError, EngineStateError
+from engine_api.results import Topology
 from engine_api.weights import ShardExport
 
 if TYPE_CHECKING:
@@ -29,6 +29,7 @@ class EngineDefaults(ABC):
     _name: str
     _state: str
     device_type: str
+    topology: Topology
 
     @property
     @abstractmethod
@@ -50,9 +51,7 @@ class EngineDefaults(ABC):
     def to(self, device: str, *, model: bool = True, optimizer: bool = True, grad: bool = True) -> None:
         """See ``Engine.to``; raises ``UnsupportedCapability``, or ``ConfigError`` for what is no device of it."""
         error = self._refusal("to", Capability.OFFLOAD)
-        if device not in ("cpu", self.device_type):
-            raise ConfigError("device", f"{device!r} is neither cpu nor this engine's {self.device_type}",
-                              remedy=f"cpu or {self.device_type}")  # fmt: skip
+        check_device(device, self.device_type)
         raise error
 
     def _refusal(self, called: str, capability: Capability) -> Exception:
@@ -87,50 +86,23 @@ class EngineDefaults(ABC):
         if absent := [name for name in needs if name not in self.gives]:
             raise ConfigError("loss.needs", f"this engine gives no {absent[0]!r}", remedy=f"it gives: {', '.join(self.gives)}")  # fmt: skip
 
+    def _optimizer_fields(self) -> Collection[str]:
+        """Return what the optimizer keeps of a weight that has had a step, so that a load can ask for all of it.
+
+        Empty where nothing is kept, or nothing is known: then a checkpoint must have of each weight what it has of any.
+        """
+        return ()
+
+    @property
+    def _seed_rank(self) -> int:
+        """Number that sets this rank's random draws (dropout) apart; ranks that must draw alike return the same."""
+        return self.topology.rank
+
     def _rng_state(self) -> dict[str, Any]:
-        """This rank's generators as JSON: Python's, NumPy's, torch's and the device's."""
-        return rng_state(self.device_type)
+        """Return the state of this rank's generators as JSON: Python's, NumPy's, torch's and the device's."""
+        return generators.capture(self.device_type)
 
     def _set_rng_state(self, state: Mapping[str, Any]) -> None:
-        """Restore what ``_rng_state`` gave."""
-        set_rng_state(state, self.device_type)
-
-
-def rng_state(device_type: str) -> dict[str, Any]:
-    """Python's, NumPy's, torch's and the current device's generators, as JSON."""
-    import numpy as np
-    import torch
-
-    name, keys, *rest = np.random.get_state()  # noqa: NPY002 - the global one is what user code draws from
-    version, words, gauss = random.getstate()
-    state: dict[str, Any] = {
-        "python": [version, list(words), gauss],
-        "numpy": [str(name), np.asarray(keys).tolist(), *rest],
-        "torch": _encode(torch.get_rng_state()),
-    }
-    own = device_of(device_type).rng_state()
-    return state if own is None else state | {device_type: _encode(own)}
-
-
-def set_rng_state(state: Mapping[str, Any], device_type: str) -> None:
-    """Restore what ``rng_state`` gave."""
-    import numpy as np
-    import torch
-
-    version, words, gauss = state["python"]
-    random.setstate((version, tuple(words), gauss))
-    name, keys, *rest = state["numpy"]
-    np.random.set_state((name, np.array(keys, dtype=np.uint32), *rest))  # noqa: NPY002
-    torch.set_rng_state(_decode(state["torch"]))
-    if device_type in state:
-        device_of(device_type).set_rng_state(_decode(state[device_type]))
-
-
-def _encode(state: torch.Tensor) -> str:
-    return base64.b64encode(state.numpy().tobytes()).decode()
-
-
-def _decode(text: str) -> torch.Tensor:
-    import torch
-
-    return torch.frombuffer(bytearray(base64.b64decode(text)), dtype=torch.uint8)
+        """Restore what ``_rng_state`` returned; raise ``CheckpointCorrupt``, and change nothing, for anything else."""
+        generators.check(state, self.device_type)
+        generators.restore(state, self.device_type)

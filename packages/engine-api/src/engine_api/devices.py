@@ -136,6 +136,10 @@ class Device:
     def set_rng_state(self, state: torch.Tensor) -> None:
         """Restore what ``rng_state`` gave."""
 
+    def group_timeout(self, timeout: timedelta) -> timedelta:
+        """Return the timeout of process groups in which a rank may be late by ``timeout``."""
+        return timeout
+
     def process_group(self, store: Any, rank: int, size: int, timeout: timedelta) -> Any:
         """A process group of its own for tensors of this device, apart from torch.distributed's default one."""
         import torch.distributed as dist
@@ -214,6 +218,10 @@ class Cuda(Accelerator):
         if compute not in ("bfloat16", "float16"):
             return ()
         return ("cudnn", "varlen") if self.module.get_device_capability()[0] >= 9 else ("varlen",)
+
+    def group_timeout(self, timeout: timedelta) -> timedelta:
+        """See ``Device.group_timeout``. NCCL's own watchdog ends the process: ``engine_api.heartbeat`` must come before it."""
+        return timeout + timedelta(seconds=60)
 
     def process_group(self, store: Any, rank: int, size: int, timeout: timedelta) -> Any:
         """NCCL's."""

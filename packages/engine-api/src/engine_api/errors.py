@@ -48,6 +48,11 @@ class EngineError(Exception):
         return (_rebuild, (type(self), self.args, self.__dict__.copy()))
 
 
+def kind_of(value: object) -> str:
+    """Return the name of a value's type, for errors that say what they got."""
+    return "None" if value is None else f"a {type(value).__name__}"
+
+
 def _rebuild(cls: type[EngineError], args: tuple[object, ...], state: dict[str, object]) -> EngineError:
     error = cls.__new__(cls, *args)
     error.__dict__.update(state)

@@ -11,11 +11,15 @@ from engine_api.checkpoint import require_room
 from engine_api.comm import Comm, together
 from engine_api.config import ModelSource
 from engine_api.errors import CheckpointWriteError, ConfigError
+from engine_api.folders import real, replace_folder, restore
+from engine_api.manifest import is_inside
 from engine_api.weights import WeightExport
 
 if TYPE_CHECKING:
     import torch
 
+INDEX = "model.safetensors.index.json"
+WEIGHT_FILES = ("model*.safetensors*",)  # as save_hf names them
 _FILE_BYTES = 4 << 30
 _COMPANIONS = (
     "tokenizer*",
@@ -47,10 +51,40 @@ def fetch(model: ModelSource) -> str:
                           why=str(error).splitlines()[0], remedy="give a folder with config.json, or a hub id") from error  # fmt: skip
 
 
+def read_index(folder: Path) -> dict[str, str] | None:
+    """Return the file of each tensor, by name, as the folder's index has it; None where the folder has no index.
+
+    Raises ``ConfigError`` for an index that cannot be read, or that names a file outside the folder.
+    """
+    path = folder / INDEX
+    if not path.is_file():
+        return None
+    try:
+        files = json.loads(path.read_bytes())["weight_map"]
+    except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
+        raise ConfigError("model.path", f"{path} cannot be read", why=str(error), remedy="fetch it again") from error
+    if not isinstance(files, dict):
+        raise ConfigError(
+            "model.path",
+            f"{path}: expected a mapping as weight_map, got {type(files).__name__}",
+            remedy="fetch it again",
+        )
+    for tensor, name in files.items():  # pyright: ignore[reportUnknownVariableType]
+        if not (isinstance(name, str) and is_inside(name)):
+            raise ConfigError(
+                "model.path",
+                f"{path}: expected the name of a file in this folder for {tensor}, got {name!r}",
+                why="a file elsewhere would be read in its place",
+                remedy="fetch the model again from whom you trust",
+            )
+    return files  # pyright: ignore[reportUnknownVariableType] - checked above
+
+
 def save_hf(export: WeightExport, directory: Path, *, comm: Comm, source: str, hf_config: Any) -> None:
     """Write on rank 0 while all ranks exhaust ``export``; files of at most 4 GiB (or one tensor).
 
-    Written under ``.partial`` and moved when complete; what a folder held before is then replaced.
+    Written under ``.partial``, on the disk before it takes the folder's name: a kill leaves the former model or the new
+    one, whole. Files of the former folder that are no weights, and not written again, are kept.
 
     Args:
         export: of all ranks together, as ``Engine.get_per_tensor_param`` gives it.
@@ -64,7 +98,8 @@ def save_hf(export: WeightExport, directory: Path, *, comm: Comm, source: str, h
     """
     from safetensors import SafetensorError
 
-    writer = _Writer(directory.with_name(directory.name + ".partial")) if comm.rank == 0 else None
+    place = real(directory)
+    writer = _Writer(place.with_name(place.name + ".partial")) if comm.rank == 0 else None
     for name, tensor in export:
         if writer is not None and writer.failure is None:
             # The others wait in the next gather: a full disk is told when all are through.
@@ -116,7 +151,7 @@ class _Writer:
             weight_map |= dict.fromkeys(names, final)
         if count > 1:
             text = json.dumps({"metadata": {"total_size": self.total}, "weight_map": weight_map}, indent=1)
-            (self.directory / "model.safetensors.index.json").write_text(text)
+            (self.directory / INDEX).write_text(text)
 
 
 def _finish(writer: _Writer, directory: Path, source: str, hf_config: Any) -> None:
@@ -125,13 +160,10 @@ def _finish(writer: _Writer, directory: Path, source: str, hf_config: Any) -> No
     try:
         if writer.failure is not None:
             raise writer.failure
+        restore(directory)
         writer.close()
         _describe(writer, directory, source, hf_config)
-        directory.mkdir(parents=True, exist_ok=True)
-        for stale in directory.glob("model*.safetensors*"):
-            stale.unlink()
-        for file in writer.directory.iterdir():
-            file.replace(directory / file.name)
+        replace_folder(writer.directory, directory, stale=WEIGHT_FILES)
     except (OSError, SafetensorError) as error:
         raise CheckpointWriteError("the model could not be written", where=str(directory), why=str(error),
                                    remedy="free disk space, or check path and permissions") from error  # fmt: skip

@@ -10,6 +10,7 @@ from typing import Any
 
 from engine_api.config import near_matches
 from engine_api.errors import ConfigError
+from engine_api.hf_config import check_sizes
 
 _FIELD = "model.config_overrides"
 _ROPE = ("rope_scaling", "rope_parameters")
@@ -27,6 +28,7 @@ def override(config: Any, overrides: Mapping[str, Any]) -> None:
             raise ConfigError(f"{_FIELD}.{key}", "the model's config has no such key", remedy=near_matches(key, known))
         setattr(config, key, value)
     text = config.get_text_config()
+    check_sizes(text, _FIELD, _FIELD)
     for key in (key for key in _ROPE if key in overrides):
         if any(part.get("rope_theta") is None for part in _rope(text)):
             raise ConfigError(f"{_FIELD}.{key}", "leaves RoPE without rope_theta",

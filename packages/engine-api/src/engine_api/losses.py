@@ -11,16 +11,19 @@ A loss that needs more than log-probs says so in an attribute ``needs``
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Literal, Protocol
+from collections.abc import Iterable
+from typing import TYPE_CHECKING, Literal, Protocol, cast, get_args
 
+from engine_api.arguments import check_coefficients, check_loss_output
 from engine_api.batch import Batch
-from engine_api.errors import ConfigError
+from engine_api.errors import ConfigError, kind_of
 from engine_api.results import LossOutput, TokenOutputs
 
 if TYPE_CHECKING:
     import torch
 
-Aggregation = Literal["token-mean", "seq-mean-token-sum", "seq-mean-token-mean"]
+Aggregation = Literal["token-mean", "seq-mean-token-sum", "seq-mean-token-sum-norm", "seq-mean-token-mean"]
+AGGREGATIONS: tuple[Aggregation, ...] = get_args(Aggregation)
 
 
 class LossFn(Protocol):
@@ -32,8 +35,17 @@ class LossFn(Protocol):
 
 
 def needs_of(loss: LossFn) -> tuple[str, ...]:
-    """Which outputs ``loss`` wants to be computed."""
-    return tuple(getattr(loss, "needs", ("log_probs",)))
+    """Return the names of the outputs that ``loss`` wants to be computed. Raises ``ConfigError`` for what are no names."""
+    needs: object = getattr(loss, "needs", ("log_probs",))
+    if isinstance(needs, str) or not isinstance(needs, Iterable):
+        raise ConfigError("loss.needs", f"expected a tuple of names, got {needs!r:.100}", remedy='write ("log_probs",)')
+    names = tuple(cast("Iterable[object]", needs))
+    for name in names:
+        if not isinstance(name, str):
+            raise ConfigError(
+                "loss.needs", f"expected a tuple of names, got {name!r:.100} in it", remedy='write ("log_probs",)'
+            )
+    return cast("tuple[str, ...]", names)
 
 
 def coefficients_of(loss: LossFn, batch: Batch) -> torch.Tensor | None:
@@ -43,7 +55,17 @@ def coefficients_of(loss: LossFn, batch: Batch) -> torch.Tensor | None:
     ``coefficients(batch)`` promises to be ``Σ_t c_t log p_t`` plus what does not depend on the weights.
     """
     method = getattr(loss, "coefficients", None)
-    result: torch.Tensor | None = None if method is None else method(batch)
+    if method is not None and not callable(method):
+        raise ConfigError("loss.coefficients", f"expected a method, got {kind_of(method)}", remedy="take it out")
+    result = None if method is None else cast("torch.Tensor | None", method(batch))
+    check_coefficients(result, batch.input_ids)
+    return result
+
+
+def evaluate(loss: LossFn, outputs: TokenOutputs, batch: Batch) -> LossOutput:
+    """Return what ``loss`` says of a micro-batch. Raises ``ConfigError`` for what an engine cannot differentiate or add up."""
+    result = loss(outputs, batch)
+    check_loss_output(result)
     return result
 
 
@@ -51,10 +73,10 @@ class SFTLoss:
     """Negative log-likelihood: ``-Σ_t w_t log p_t`` with ``w = batch.loss_weight``."""
 
     def __call__(self, outputs: TokenOutputs, batch: Batch) -> LossOutput:
-        """The sum, with metrics ``nll`` and ``tokens``."""
+        """Return the sum, with the metrics ``nll`` and ``tokens``."""
         assert outputs.log_probs is not None
         weight = batch.loss_weight.to(outputs.log_probs.device)
-        loss = -(weight * outputs.log_probs).sum()
+        loss = -(weight * where_counted(outputs.log_probs, weight)).sum()
         return LossOutput(loss=loss, metrics={"nll": loss.detach(), "tokens": weight.count_nonzero()})
 
     def coefficients(self, batch: Batch) -> torch.Tensor:
@@ -65,15 +87,27 @@ class SFTLoss:
 sft_loss = SFTLoss()
 
 
+def where_counted(values: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    """Return ``values`` where ``weight`` is above 0, and 0 elsewhere; differentiable.
+
+    A loss takes its inputs through this function before it multiplies them by weights: 0 · NaN and
+    0 · ∞ are NaN, so that one such number at a token that carries no loss (a prompt's, what a tool
+    said) would be the loss of the whole batch.
+    """
+    return values.where(weight > 0, 0.0)
+
+
 def token_weights(mask: torch.Tensor, cu_seqlens: torch.Tensor, mode: Aggregation) -> torch.Tensor:
-    """The field's aggregation modes as weights on tokens, to be divided by their sum or by a caller's denominator.
+    """Return an aggregation mode as weights on tokens, for a sum that its caller divides.
 
     Args:
         mask: ``[T]``, 1 where a token counts.
         cu_seqlens: ``[D+1]`` document boundaries.
         mode: ``token-mean``: every token weighs the same (divide by Σ mask; DAPO, arXiv:2503.14476);
             ``seq-mean-token-sum``: the same weights (divide by the number of documents instead);
-            ``seq-mean-token-mean``: each document weighs the same (GRPO, arXiv:2402.03300).
+            ``seq-mean-token-sum-norm``: the same weights (divide by the number of documents times a
+            constant length; Dr. GRPO, arXiv:2503.20783); ``seq-mean-token-mean``: each document
+            weighs the same (GRPO, arXiv:2402.03300).
 
     Returns:
         ``[T]`` float32.
@@ -81,12 +115,11 @@ def token_weights(mask: torch.Tensor, cu_seqlens: torch.Tensor, mode: Aggregatio
     import torch
 
     mask = mask.float()
-    if mode in ("token-mean", "seq-mean-token-sum"):
-        return mask
+    if mode not in AGGREGATIONS:
+        raise ConfigError("loss.aggregation", f"unknown mode {mode!r}", remedy=f"one of {', '.join(AGGREGATIONS)}")
     if mode != "seq-mean-token-mean":
-        raise ConfigError("loss.aggregation", f"unknown mode {mode!r}",
-                          remedy="token-mean, seq-mean-token-sum or seq-mean-token-mean")  # fmt: skip
+        return mask
     lengths = (cu_seqlens[1:] - cu_seqlens[:-1]).to(mask.device)
     document = torch.repeat_interleave(torch.arange(len(lengths), device=mask.device), lengths)
-    counts = torch.zeros(len(lengths), device=mask.device).index_add_(0, document, mask)
+    counts = torch.zeros(len(lengths), dtype=mask.dtype, device=mask.device).index_add_(0, document, mask)
     return mask / counts.clamp(min=1.0)[document]

@@ -7,13 +7,14 @@ from __future__ import annotations
 
 import copy
 from collections import defaultdict
-from collections.abc import Collection, Iterable
+from collections.abc import Iterable, Mapping
 from pkgutil import resolve_name
 from typing import TYPE_CHECKING, Any
 
 from engine_api.config import OptimizerConfig
 from engine_api.devices import device_of
 from engine_api.errors import CheckpointMismatch, ConfigError
+from engine_api.manifest import OPTIMIZER, WEIGHTS, Entry, field_of
 
 if TYPE_CHECKING:
     import torch
@@ -88,12 +89,41 @@ def check_fields(optimizer: torch.optim.Optimizer, keys: Iterable[str]) -> None:
                                  remedy="load it with the optimizer that it was saved with")  # fmt: skip
 
 
-def loaded_dtypes(
-    optimizer: torch.optim.Optimizer, weights: torch.dtype, keys: Collection[str]
-) -> dict[str, torch.dtype]:
-    """``state_dtypes`` for a checkpoint of these keys; empty where it has no ``optim.`` keys: any optimizer takes it.
+def check_shapes(optimizer: torch.optim.Optimizer, entries: Mapping[str, Entry]) -> None:
+    """Raise ``CheckpointMismatch`` for saved state that has not the shape in which this optimizer keeps it.
 
-    Raises ``CheckpointMismatch`` as ``check_fields`` and ``state_dtypes`` do.
+    What it keeps is a scalar, or has its weight's shape.
     """
-    check_fields(optimizer, keys)
-    return state_dtypes(optimizer, weights) if any(key.startswith("optim.") for key in keys) else {}
+    import torch
+
+    state = _state_of_a_weight(optimizer, torch.float32)
+    scalars = {kept for kept, value in state.items() if hasattr(value, "dim") and not value.dim()}
+    for key, entry in entries.items():
+        if (found := field_of(key)) is None:
+            continue
+        name, kept = found
+        weight = next((entries[k] for kind in WEIGHTS if (k := f"{kind}.{name}") in entries), None)
+        if weight is None:
+            continue  # of another model: the keys are compared elsewhere
+        expected = () if kept in scalars else weight.shape
+        if entry.shape != expected:
+            raise CheckpointMismatch(
+                f"{key} has the shape {entry.shape}",
+                where=f"optimizer {type(optimizer).__name__}",
+                why=f"it keeps {kept} of this weight in the shape {expected}",
+                remedy="load it with the optimizer that it was saved with",
+            )
+
+
+def loaded_dtypes(
+    optimizer: torch.optim.Optimizer, weights: torch.dtype, entries: Mapping[str, Entry]
+) -> dict[str, torch.dtype]:
+    """``state_dtypes`` for a checkpoint of these tensors; empty where it has no ``optim.`` keys: any optimizer takes it.
+
+    Raises ``CheckpointMismatch`` as ``check_fields``, ``check_shapes`` and ``state_dtypes`` do.
+    """
+    check_fields(optimizer, entries)
+    if not any(key.startswith(OPTIMIZER) for key in entries):
+        return {}
+    check_shapes(optimizer, entries)
+    return state_dtypes(optimizer, weights)

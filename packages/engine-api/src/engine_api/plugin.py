@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 from engine_api.capabilities import Capability
 
-CONTRACT = "1.2"  # MAJOR.MINOR of the contract, apart from package versions
+CONTRACT = "1.3"  # MAJOR.MINOR of the contract, apart from package versions
 
 ENGINE_GROUP = "engine_api.engines"
 ROLLOUT_GROUP = "engine_api.rollouts"
@@ -42,6 +44,10 @@ class Row:
     def serves(self, model_type: str, backend: str, device: str) -> bool:
         """Whether this row offers the triple."""
         return model_type in self.model_types and backend in self.backends and device in self.devices
+
+    def triples(self) -> list[tuple[str, str, str]]:
+        """Return every (model type, backend, device) that this row offers."""
+        return [(m, b, d) for m in self.model_types for b in self.backends for d in self.devices]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -81,6 +87,96 @@ class EnginePlugin:
     wire: str | None = None
     one_layout: bool = False
     probe: Callable[[str], ProbeResult] = always_available
+
+
+def _is_text(value: Any) -> bool:
+    # What cannot be printed (a line break, half of a surrogate pair) cannot be listed.
+    return isinstance(value, str) and bool(value.strip()) and value.isprintable()
+
+
+def _items(value: Any, *kinds: type) -> list[Any]:
+    """Return what a collection of one of the kinds holds; nothing for anything else."""
+    return list(value) if isinstance(value, kinds) else []
+
+
+def _is_list_of_text(value: Any) -> bool:
+    items = _items(value, tuple, list)
+    return bool(items) and all(_is_text(item) for item in items)
+
+
+def _is_list_of_rows(value: Any) -> bool:
+    items = _items(value, tuple, list)
+    return bool(items) and all(isinstance(item, Row) for item in items)
+
+
+def _is_set_of_text(value: Any) -> bool:
+    return isinstance(value, frozenset | set) and all(_is_text(item) for item in _items(value, frozenset, set))
+
+
+def _is_target(value: Any) -> bool:
+    return _is_text(value) and re.fullmatch(r"[^\s:]+:[^\s:]+", value) is not None
+
+
+def _is_target_or_none(value: Any) -> bool:
+    return value is None or _is_target(value)
+
+
+_NAMES = "a tuple of one or more names"
+_TARGET = '"module:Class"'
+
+# Of a descriptor and of its rows: which value each field takes, in words and as a check.
+_FIELDS: dict[str, tuple[str, Callable[[Any], bool]]] = {
+    "name": ("a name", _is_text),
+    "contract": ("a version, MAJOR.MINOR", _is_text),
+    "rows": ("a tuple of one or more Row", _is_list_of_rows),
+    "capabilities": ("a frozenset of Capability", _is_set_of_text),
+    "options": (f"{_TARGET} or None", _is_target_or_none),
+    "exporter": (f"{_TARGET} or None", _is_target_or_none),
+    "wire": (f"{_TARGET} or None", _is_target_or_none),
+    "one_layout": ("True or False", lambda value: isinstance(value, bool)),
+    "probe": ("a function of a device's name", callable),
+}
+_ROW_FIELDS: dict[str, tuple[str, Callable[[Any], bool]]] = {
+    "backends": (_NAMES, _is_list_of_text),
+    "devices": (_NAMES, _is_list_of_text),
+    "target": (_TARGET, _is_target),
+    "model_types": (_NAMES, _is_list_of_text),
+}
+_PROBE_FIELDS: dict[str, tuple[str, Callable[[Any], bool]]] = {
+    "ok": ("True or False", lambda value: isinstance(value, bool)),
+    "reason": ("text", lambda value: isinstance(value, str)),
+    "remedy": ("text", lambda value: isinstance(value, str)),
+}
+
+
+def _misfit(value: Any, fields: dict[str, tuple[str, Callable[[Any], bool]]], where: str) -> str | None:
+    for name, (expected, fits) in fields.items():
+        given = getattr(value, name)
+        if not fits(given):
+            return f"{where}{name}: expected {expected}, got {given!a:.100}"
+    return None
+
+
+def descriptor_problem(plugin: EnginePlugin) -> str | None:
+    """Return what is wrong with a descriptor's fields, with the field's name; None where all are as they must be."""
+    if problem := _misfit(plugin, _FIELDS, ""):
+        return problem
+    claimed: dict[tuple[str, str, str], int] = {}
+    for place, row in enumerate(plugin.rows):
+        if problem := _misfit(row, _ROW_FIELDS, f"rows[{place}]."):
+            return problem
+        for triple in row.triples():
+            if claimed.setdefault(triple, place) != place:
+                model_type, backend, device = triple
+                return f"rows[{claimed[triple]}] and rows[{place}] both serve {model_type} by {backend} on {device}"
+    return None
+
+
+def probe_problem(result: Any) -> str | None:
+    """Return what is wrong with a probe's answer, or None."""
+    if not isinstance(result, ProbeResult):
+        return f"expected a ProbeResult, got {result!a:.100}"
+    return _misfit(result, _PROBE_FIELDS, "")
 
 
 def is_older(contract: str, since: str) -> bool:

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from engine_api.batch import LOSS_WEIGHT, Batch
+from engine_api.codec import register
 from engine_api.comm import Comm, together
 from engine_api.errors import BatchError
 from engine_api.microbatch import least_bins, split_micro_batches
@@ -46,6 +47,7 @@ class MicroBatches:
         return whole
 
 
+@register
 @dataclass(frozen=True, slots=True)
 class _Row:
     dp_rank: int

@@ -16,7 +16,15 @@ from engine_api.config import EngineConfig, near_matches
 from engine_api.devices import DEVICES
 from engine_api.discovery import Found, discover, import_target, probe
 from engine_api.errors import ContractMismatch, PluginConflict, PluginLoadError, PluginNotFound, PluginUnavailable
-from engine_api.plugin import CONTRACT, ENGINE_GROUP, KNOWN_DISTRIBUTIONS, ROLLOUT_GROUP, EnginePlugin, Row
+from engine_api.plugin import (
+    CONTRACT,
+    ENGINE_GROUP,
+    KNOWN_DISTRIBUTIONS,
+    ROLLOUT_GROUP,
+    EnginePlugin,
+    Row,
+    descriptor_problem,
+)
 from engine_api.rollout import WeightExporter, WeightWire, WholeExporter
 
 log = logging.getLogger("engine_api")
@@ -79,6 +87,13 @@ class Registry:
             row = Row(model_types=(model_type,), backends=(backend,), devices=(device,),
                       target=f"{cls.__module__}:{cls.__qualname__}")  # fmt: skip
             descriptor = EnginePlugin(name=backend, contract=CONTRACT, rows=(row,), **plugin)
+            if problem := descriptor_problem(descriptor):
+                raise PluginLoadError(
+                    f"{cls.__qualname__} cannot be registered",
+                    where=self.group,
+                    why=problem,
+                    remedy="fix the argument of `register`",
+                )
             self._classes[row.target] = cls
             # A notebook's cell that runs again replaces what it registered before.
             self._in_process = [f for f in self._in_process if f.plugin is None or f.plugin.rows != (row,)]
@@ -105,8 +120,12 @@ class Registry:
         offers = [(f, row) for f, row in self.rows() if model_type in row.model_types and backend in row.backends]
         if not offers:
             raise self._not_found(model_type, backend)
+        wanted_devices = DEVICES if device == "auto" else (device,)
+        # Before any probe: which plug-ins claim the same does not depend on what this machine has.
+        for wanted in wanted_devices:
+            self._refuse_conflict(offers, model_type, backend, wanted)
         trace: list[Candidate] = []
-        for wanted in DEVICES if device == "auto" else (device,):
+        for wanted in wanted_devices:
             chosen = self._try_device(offers, wanted, trace)
             if chosen:
                 return self._accept(chosen, wanted, trace, auto=device == "auto")
@@ -119,20 +138,37 @@ class Registry:
     def _try_device(
         self, offers: list[tuple[Found, Row]], device: str, trace: list[Candidate]
     ) -> tuple[Found, Row] | None:
-        accepted: list[tuple[Found, Row]] = []
         for found, row in offers:
             if device in row.devices:
                 result = probe(found, device)
-                trace.append(Candidate(source=found.source, device=device, accepted=result.ok,
-                                       reason=result.reason, remedy=result.remedy))  # fmt: skip
-                accepted += [(found, row)] if result.ok else []
-        if len(accepted) > 1:
-            names = " and ".join(f.source for f, _ in accepted)
+                candidate = Candidate(
+                    source=found.source, device=device, accepted=result.ok, reason=result.reason, remedy=result.remedy
+                )
+                trace.append(candidate)
+                if result.ok:
+                    return found, row
+        return None
+
+    def _refuse_conflict(self, offers: list[tuple[Found, Row]], model_type: str, backend: str, device: str) -> None:
+        claims = [found.source for found, row in offers if device in row.devices]
+        if len(claims) > 1:
             raise PluginConflict(
-                f"{'/'.join(accepted[0][1].backends)} on {device} is offered by {names}", where=self.group,
+                f"{model_type} by {backend} on {device} is offered by {' and '.join(claims)}",
+                where=self.group,
                 remedy="uninstall one of them",
-            )  # fmt: skip
-        return accepted[0] if accepted else None
+            )
+
+    def conflicts(self) -> list[str]:
+        """Return the triples that more than one plug-in claims, with the plug-ins; asks no probe."""
+        claims: dict[tuple[str, str, str], list[str]] = {}
+        for found, row in self.rows():
+            for triple in row.triples():
+                claims.setdefault(triple, []).append(found.source)
+        return [
+            f"{model_type} by {backend} on {device} is offered by {' and '.join(sources)}: uninstall one of them"
+            for (model_type, backend, device), sources in sorted(claims.items())
+            if len(sources) > 1
+        ]
 
     def _accept(self, chosen: tuple[Found, Row], device: str, trace: list[Candidate], *, auto: bool) -> Resolution:
         found, row = chosen
@@ -159,8 +195,12 @@ class Registry:
             return PluginNotFound(f"{self.kind} {backend!r} is not installed", where=self.group,
                                   remedy=f"pip install {distributions[backend]}")  # fmt: skip
         known = sorted({b for _, row in self.rows() for b in row.backends} | set(distributions))
+        broken = ", ".join(found.source for found in self.found() if found.problem)
         return PluginNotFound(
-            f"no {self.kind} is called {backend!r}", where=self.group, remedy=near_matches(backend, known)
+            f"no {self.kind} is called {backend!r}",
+            where=self.group,
+            why=f"broken, and not asked: {broken}; `python -m engine_api doctor` says why" if broken else "",
+            remedy=near_matches(backend, known),
         )
 
     def _broken(self, found: Found) -> Exception:
@@ -198,6 +238,7 @@ class EngineRegistry:
     resolve = staticmethod(_engines.resolve)
     found = staticmethod(_engines.found)
     rows = staticmethod(_engines.rows)
+    conflicts = staticmethod(_engines.conflicts)
     refresh = staticmethod(_engines.refresh)
 
     @staticmethod
@@ -220,6 +261,7 @@ class RolloutRegistry:
     resolve = staticmethod(_rollouts.resolve)
     found = staticmethod(_rollouts.found)
     rows = staticmethod(_rollouts.rows)
+    conflicts = staticmethod(_rollouts.conflicts)
     refresh = staticmethod(_rollouts.refresh)
 
     @staticmethod

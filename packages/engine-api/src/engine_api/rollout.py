@@ -7,6 +7,7 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Literal, Protocol, runtime_checkable
 
+from engine_api.codec import register
 from engine_api.weights import WeightExport
 
 if TYPE_CHECKING:
@@ -17,6 +18,7 @@ if TYPE_CHECKING:
 FinishReason = Literal["stop", "length", "abort"]
 
 
+@register
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SamplingParams:
     """How completions are drawn."""
@@ -30,6 +32,7 @@ class SamplingParams:
     seed: int | None = None
 
 
+@register
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Completion:
     """One completion.
@@ -50,6 +53,7 @@ class Completion:
     finish_reason: FinishReason
 
 
+@register
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SyncResult:
     """What one weight sync did.

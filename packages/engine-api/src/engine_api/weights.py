@@ -6,10 +6,13 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from engine_api.codec import register
+
 if TYPE_CHECKING:
     import torch
 
 
+@register
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ShardSpec:
     """The box of a whole tensor that one rank's shard covers.

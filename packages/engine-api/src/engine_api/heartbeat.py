@@ -1,0 +1,551 @@
+"""Who is gone when a collective does not end: every rank's sign of life, and what became of those that failed.
+
+A daemon thread of each rank publishes a beat once a second in the store by which the ranks found each other, over a
+connection of its own. A rank that fails, or closes its last group, leaves a note there. ``watched(call)`` stands around
+calls with collectives. A call that fails there because of another rank ends in a ``RankFailure`` that names this rank, what
+became of it, its call and its log.
+
+A rank that waits for one that will not come is interrupted: its groups are aborted, and its connections to other ranks
+are shut down (gloo knows no abort). That happens when a rank's process is gone (seen on the same host; elsewhere by a note
+of a rank that saw it, or by silence for ``timeout_s``), when it has failed in the same call, or when it closed after an error.
+
+::
+
+    engine_api/<group>/beat/<rank>     Beat, overwritten
+    engine_api/<group>/notes           number of notes
+    engine_api/<group>/note/<n>        Note
+
+A process has one watch, made with its first ``TorchComm`` and ended with its last; without one ``watched`` does nothing.
+"""
+
+# torch's own annotations are partial.
+# pyright: reportUnknownMemberType=false, reportUnknownVariableType=false, reportUnknownArgumentType=false
+
+from __future__ import annotations
+
+import atexit
+import logging
+import re
+import secrets
+import sys
+import threading
+import time
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
+
+from engine_api.codec import decode, encode, register
+from engine_api.connections import Process, age, hang_up
+from engine_api.errors import EngineError, RankFailure
+
+log = logging.getLogger("engine_api")
+
+PERIOD_S = 1.0  # between two beats
+TIMEOUT_S = 600.0  # of silence, after which a rank counts as gone
+GRACE_S = 2.0  # for a call to end by itself, once another rank has failed in it
+EXPLAIN_S = 10.0  # to find out who is gone, once a collective has failed
+LOOK_S = 0.05  # between two looks meanwhile
+STORE_S = 3.0  # for the thread to look, unless the store hangs
+
+E = TypeVar("E", bound=BaseException)
+T = TypeVar("T")
+Item = TypeVar("Item")
+_END: Any = object()
+
+
+@register
+@dataclass(frozen=True, slots=True)
+class Call:
+    """A call with collectives in it: the ``number``-th of its ``lane``, on every rank."""
+
+    lane: str
+    number: int
+    name: str = field(compare=False)
+
+    def __str__(self) -> str:
+        return f"{self.name} (call {self.number})"
+
+
+@register
+@dataclass(frozen=True, slots=True)
+class Beat:
+    """A rank's sign of life; ``at`` by its host's clock, ``call`` None between calls."""
+
+    count: int
+    at: float
+    call: Call | None
+
+
+@register
+@dataclass(frozen=True, slots=True)
+class Note:
+    """What became of ``rank``, written by itself or by a rank that saw it.
+
+    Attributes:
+        call: in which it failed; None: it is gone for good.
+        text: for the others' errors.
+        failures: where it stopped because of other ranks: theirs.
+        expected: it closed without an error.
+    """
+
+    rank: int
+    call: Call | None
+    text: str
+    failures: Mapping[int, str] = field(default_factory=dict[int, str])
+    expected: bool = False
+
+
+@dataclass(eq=False)
+class _Open:
+    """A call that runs in this process."""
+
+    call: Call
+    doomed: float | None = None  # since when it is known that a rank will not come
+    aborted: bool = False
+
+
+def agreed(error: E) -> E:
+    """Mark an error of which all ranks have heard, each in its own way."""
+    error.__dict__["engine_api_agreed"] = True
+    return error
+
+
+def _is_agreed(error: BaseException) -> bool:
+    return isinstance(error, RankFailure) or "engine_api_agreed" in error.__dict__
+
+
+# What gloo says, which has no class of its own for it: "[…/gloo/transport/tcp/pair.cc:553] Connection closed by peer …".
+_GLOO = re.compile(r"gloo[/\\]")
+
+
+def is_distributed(error: BaseException) -> bool:
+    """Return whether an error says that a collective failed, and not what this rank did wrong."""
+    torch = sys.modules.get("torch")
+    if torch is None or not isinstance(error, RuntimeError):
+        return False
+    return isinstance(error, torch.distributed.DistError) or _GLOO.search(str(error)) is not None
+
+
+# --- the process's watch ------------------------------------------------------------------------------
+
+_current: Watch | None = None
+_members = 0
+_lock = threading.Lock()
+_calls = threading.local()  # ``inside``: whether this thread is in a watched call
+
+
+class Membership:
+    """A ``TorchComm``'s hold on this process's watch."""
+
+    def __init__(self, watch: Watch) -> None:
+        self._watch: Watch | None = watch
+
+    def leave(self) -> None:
+        """Let go; with the last one the thread ends. Idempotent."""
+        watch, self._watch = self._watch, None
+        if watch is not None:
+            _release(watch)
+
+
+def join(group: str, all_gather: Callable[[Any], list[Any]], timeout_s: float = TIMEOUT_S) -> Membership:
+    """Take part in the watch over all ranks of the default group; a collective.
+
+    Args:
+        group: a name that no other group of this run has, the same on all ranks.
+        all_gather: over all ranks; by it they say who they are.
+        timeout_s: of silence, after which a rank counts as gone. The first member's holds for all.
+    """
+    global _current, _members  # noqa: PLW0603 - one a process
+    import torch.distributed as dist
+    from torch.distributed import distributed_c10d as c10d
+
+    store: Any = c10d._get_default_store()  # noqa: SLF001  # pyright: ignore[reportPrivateUsage] - it has no public name
+    # A token, for a group of this name may have been in the same store before.
+    mine = (_current.name if _current else None, secrets.token_hex(4), Process.this())
+    rows: list[tuple[str | None, str, Process]] = all_gather(mine)
+    with _lock:
+        # Ranks of which some failed before may not have the same watch: then all of them begin another one.
+        if _current is None or any(name != _current.name for name, _, _ in rows):
+            if _current is not None:
+                _current.stop()
+            processes = [process for _, _, process in rows]
+            name = f"engine_api/{group}-{rows[0][1]}"
+            _current = Watch(name, store, dist.get_rank(), processes, timeout_s)
+            _members = 0
+        _members += 1
+        return Membership(_current)
+
+
+def _release(watch: Watch) -> None:
+    global _current, _members  # noqa: PLW0603 - one a process
+    with _lock:
+        if watch is not _current:  # it was replaced
+            return
+        _members -= 1
+        if _members:
+            return
+        _current = None
+    watch.say_goodbye(sys.exception())
+    watch.stop()
+
+
+@contextmanager
+def watched(name: str, lane: str = "engine") -> Generator[None]:
+    """Turn what other ranks cause in a call into ``RankFailure``, and tell them what this rank causes.
+
+    Args:
+        name: of the call, for the others' errors.
+        lane: calls of one lane come in the same order on all ranks.
+    """
+    watch = _current
+    if watch is None or getattr(_calls, "inside", False):
+        yield
+        return
+    opened = watch.enter(name, lane)
+    _calls.inside = True
+    try:
+        yield
+    except BaseException as error:  # Ctrl-C and sys.exit too: the others wait for this rank
+        if not _is_agreed(error) and (opened.aborted or is_distributed(error)):
+            raise watch.failure(opened, error) from error
+        watch.note_error(opened, error)
+        raise
+    else:
+        if opened.aborted:  # an aborted device queue ends its kernels without an error
+            raise watch.failure(opened, None)
+    finally:
+        _calls.inside = False
+        watch.exit(opened)
+
+
+def watched_each(name: str, items: Iterable[Item], lane: str = "engine") -> Iterator[Item]:
+    """Yield ``items``, where taking one is a call of its own to ``watched``: the reader may do as it likes between two."""
+    left = iter(items)
+    try:
+        while True:
+            with watched(name, lane):
+                item = next(left, _END)
+            if item is _END:
+                return
+            yield item
+            del item  # an export's tensor must not outlive the next one's making
+    finally:  # its reader may have lost interest: what the iterator holds is given back now
+        if isinstance(left, Generator):
+            left.close()
+
+
+class Watch:
+    """This rank's thread, and what it knows of the others. Only the thread talks to the store, which may hang."""
+
+    def __init__(self, name: str, store: Any, rank: int, processes: Sequence[Process], timeout_s: float) -> None:
+        self.name = name
+        self._rank = rank
+        self._processes = list(processes)
+        self._timeout_s = timeout_s
+        self._port = _port_of(store)
+        self._store = store.clone()  # a connection of its own: a call may wait in the other one
+        self._open: list[_Open] = []
+        self._numbers: dict[str, int] = {}
+        self._count = 0
+        self._looked = time.monotonic()
+        self._beats: dict[int, tuple[Beat | None, float]] = {}  # by rank: the last one, and since when it is known
+        self._notes: list[Note] = []
+        self._outbox: list[Note] = []
+        self._gone: dict[int, str] = {}
+        self._lost = ""  # why the store cannot be reached
+        self._explaining = 0
+        self._rounds = 0
+        self._round = threading.Condition()
+        self._wake = threading.Event()
+        self._stopping = False
+        self._thread = threading.Thread(target=self._run, name="engine-api-heartbeat", daemon=True)
+        atexit.register(self.stop)  # no thread in torch's code outlives the interpreter
+        self._thread.start()
+
+    # --- what callers do ----------------------------------------------------------------------------
+
+    def enter(self, name: str, lane: str) -> _Open:
+        """Begin a call."""
+        number = self._numbers.get(lane, 0) + 1
+        self._numbers[lane] = number
+        opened = _Open(Call(lane, number, name))
+        self._open.append(opened)
+        return opened
+
+    def exit(self, opened: _Open) -> None:
+        """End it."""
+        self._open.remove(opened)
+
+    def note_error(self, opened: _Open, error: BaseException) -> None:
+        """Tell the others about an error that they have not heard of."""
+        if _is_agreed(error):
+            return
+        if isinstance(error, EngineError):  # refused before anything was sent: the call does not count
+            self._numbers[opened.call.lane] -= 1
+            return
+        self._publish(Note(self._rank, opened.call, _words(error)))
+
+    def failure(self, opened: _Open, error: BaseException | None) -> RankFailure:
+        """Return the failure that a collective's error stands for, once it is known who is gone."""
+        found = self._who(opened, error)
+        failure = RankFailure({rank: f"{text}\n    noticed in {opened.call}" for rank, text in found.items()})
+        self._publish(Note(self._rank, opened.call, "stopped with others", failures=failure.failures))
+        return failure
+
+    def say_goodbye(self, error: BaseException | None) -> None:
+        """Leave a note that this rank will take part in nothing any more."""
+        text = "it closed its engine" if error is None else _words(error)
+        failures = error.failures if isinstance(error, RankFailure) else {}
+        self._publish(Note(self._rank, None, text, failures=failures, expected=error is None))
+
+    def stop(self) -> None:
+        """End the thread, unless the store hangs; idempotent."""
+        atexit.unregister(self.stop)
+        self._stopping = True
+        self._wake.set()
+        self._thread.join(STORE_S)
+
+    def _publish(self, note: Note) -> None:
+        self._outbox.append(note)
+        self._next_round()
+
+    def _next_round(self) -> None:
+        """Have the thread look now, and wait until it has, or hangs."""
+        with self._round:
+            wanted = self._rounds + 2 if self._thread.is_alive() else 0  # the one that runs may have begun before
+            end = time.monotonic() + STORE_S
+            while self._rounds < wanted and self._thread.is_alive() and (left := end - time.monotonic()) > 0:
+                self._wake.set()
+                self._round.wait(min(left, LOOK_S))
+
+    # --- who is gone ----------------------------------------------------------------------------------
+
+    def _who(self, opened: _Open, error: BaseException | None) -> dict[int, str]:
+        """Return what became of the ranks that are to blame, by rank."""
+        end = time.monotonic() + EXPLAIN_S
+        self._explaining += 1
+        try:
+            while True:
+                self._next_round()
+                found = self._causes(opened)
+                if found or time.monotonic() > end:
+                    return found or self._suspects(opened, error)
+                time.sleep(LOOK_S)
+        finally:
+            self._explaining -= 1
+
+    def _causes(self, opened: _Open) -> dict[int, str]:
+        found: dict[int, str] = {}
+        notes = [n for n in list(self._notes) if n.call in (None, opened.call) and n.rank != self._rank]
+        for note in notes:  # of a rank that said goodbye as well, the first
+            if not note.failures and not note.expected:
+                found.setdefault(note.rank, self._told(note))
+        for rank, text in (pair for note in notes for pair in note.failures.items()):
+            if rank != self._rank:
+                found.setdefault(rank, text.partition("\n    noticed in")[0])
+        for rank, text in list(self._gone.items()):
+            found.setdefault(rank, self._with_log(rank, text))
+        stopped = {
+            rank: self._with_log(
+                rank, f"its process {process.pid} on {process.host} is stopped (SIGSTOP?), {self._last_seen(rank)}"
+            )
+            for rank, process in enumerate(self._processes)
+            if process.is_stopped()
+        }
+        return found or stopped
+
+    def _suspects(self, opened: _Open, error: BaseException | None) -> dict[int, str]:
+        """Return what is known of ranks that are not gone for certain, where no cause was found."""
+        others = [rank for rank in range(len(self._processes)) if rank != self._rank]
+        if self._lost:
+            why = f"the store that it or the launcher serves cannot be reached: {self._lost}"
+            return {0 if self._rank else others[0]: why}
+        last = {note.rank: self._told(note) for note in self._notes if note.rank != self._rank and not note.failures}
+        beats = {rank: self._beats.get(rank, (None, 0.0))[0] for rank in others}
+        late = {
+            rank: self._with_log(rank, f"it has not come to {opened.call}: {self._last_seen(rank)}")
+            for rank, beat in beats.items()
+            if beat is None or beat.call != opened.call
+        }
+        what = str(error).splitlines()[0] if error and str(error) else "a collective was aborted"
+        unknown = dict.fromkeys(others, f"it lives, and is in the same call: {what}")
+        return last or late or unknown
+
+    def _told(self, note: Note) -> str:
+        where = f" (in {note.call})" if note.call else ""
+        return self._with_log(note.rank, f"{note.text}{where}")
+
+    def _with_log(self, rank: int, text: str) -> str:
+        return f"{text}\n    its log: {self._processes[rank].log}"
+
+    def _last_seen(self, rank: int) -> str:
+        beat, _ = self._beats.get(rank, (None, 0.0))
+        return "never seen" if beat is None else f"last seen {age(beat.at)}, {_doing(beat)}"
+
+    # --- the thread -----------------------------------------------------------------------------------
+
+    def _run(self) -> None:
+        while True:
+            last = self._stopping
+            try:
+                if self._lost:  # for good: its host has ended
+                    self._find_gone()
+                else:
+                    self._look()
+            except Exception as error:  # noqa: BLE001 - whatever a store raises that its host took with it; said in errors
+                self._lost = (str(error) or type(error).__name__).splitlines()[0]
+            try:
+                self._interrupt()
+            except Exception:
+                log.exception("the collectives of a rank that waits in vain could not be aborted")
+            with self._round:
+                self._rounds += 1
+                self._round.notify_all()
+            if last:
+                return
+            self._wake.wait(LOOK_S if self._explaining else PERIOD_S)
+            self._wake.clear()
+
+    def _look(self) -> None:
+        self._find_gone()
+        while self._outbox:
+            self._write(self._outbox[0])
+            self._outbox.pop(0)
+        self._count += 1
+        running = self._open[0].call if self._open else None
+        self._store.set(self._key(f"beat/{self._rank}"), encode(Beat(self._count, time.time(), running)))
+        self._read_notes()
+        self._watch_neighbours()
+
+    def _find_gone(self) -> None:
+        for rank, process in enumerate(self._processes):
+            if rank == self._rank or rank in self._gone or not process.is_gone():
+                continue
+            if not self._lost:
+                self._read_notes()
+                self._read_beat(rank)
+            if any(note.rank == rank and note.call is None for note in self._notes):
+                continue  # it said goodbye
+            self._bury(rank, f"its process {process.pid} on {process.host} is gone (killed? out of memory?)")
+
+    def _watch_neighbours(self) -> None:
+        """Follow the beat of the next rank that is not gone; of the further ones somebody else does."""
+        now = time.monotonic()
+        if now - self._looked > 3 * PERIOD_S:  # this process slept itself
+            self._beats = {rank: (beat, now) for rank, (beat, _) in self._beats.items()}
+        self._looked = now
+        size = len(self._processes)
+        if self._explaining:
+            for rank in range(size):
+                self._read_beat(rank)
+            return
+        for step in range(1, size):
+            rank = (self._rank + step) % size
+            if rank in self._gone:
+                continue
+            self._read_beat(rank)
+            if any(note.rank == rank and note.call is None for note in self._notes):
+                return
+            if now - self._beats[rank][1] < self._timeout_s:
+                return
+            self._bury(rank, f"it has been silent for {self._timeout_s:g} s (stopped? its host lost?)")
+
+    def _bury(self, rank: int, why: str) -> None:
+        self._gone[rank] = f"{why}, {self._last_seen(rank)}"
+        if not self._lost:
+            self._write(Note(rank, None, self._gone[rank]))
+
+    def _interrupt(self) -> None:
+        """Abort calls that wait for a rank that will not come."""
+        now = time.monotonic()
+        for opened in list(self._open):
+            if opened.aborted or not self._is_doomed(opened):
+                continue
+            if opened.doomed is None:
+                opened.doomed = now
+            if now - opened.doomed >= GRACE_S:
+                opened.aborted = True
+                abort_groups()
+                others = [process for rank, process in enumerate(self._processes) if rank != self._rank]
+                hang_up(others, spare={self._port} if self._port else set())
+
+    def _is_doomed(self, opened: _Open) -> bool:
+        others = (note for note in self._notes if note.rank != self._rank and not note.expected)
+        return bool(self._gone) or any(note.call in (None, opened.call) for note in others)
+
+    # --- the store --------------------------------------------------------------------------------------
+
+    def _key(self, name: str) -> str:
+        return f"{self.name}/{name}"
+
+    def _write(self, note: Note) -> None:
+        number = self._store.add(self._key("notes"), 1)
+        self._store.set(self._key(f"note/{number}"), encode(note))
+
+    def _read_notes(self) -> None:
+        total = self._store.add(self._key("notes"), 0)
+        while len(self._notes) < total:
+            key = self._key(f"note/{len(self._notes) + 1}")
+            if not self._store.check([key]):  # it is being written
+                return
+            self._notes.append(_expect(decode(self._store.get(key)), Note))
+
+    def _read_beat(self, rank: int) -> None:
+        key = self._key(f"beat/{rank}")
+        beat = _expect(decode(self._store.get(key)), Beat) if self._store.check([key]) else None
+        known = self._beats.get(rank)
+        if known is None or known[0] != beat:
+            self._beats[rank] = (beat, time.monotonic())
+
+
+def _expect(value: object, kind: type[T]) -> T:
+    if not isinstance(value, kind):
+        raise TypeError(f"expected a {kind.__name__} in the store, got a {type(value).__name__}")
+    return value
+
+
+def _doing(beat: Beat) -> str:
+    return f"in {beat.call}" if beat.call else "between calls"
+
+
+def _words(error: BaseException) -> str:
+    if isinstance(error, EngineError):
+        return str(error)
+    text = str(error)
+    return f"{type(error).__name__}: {text}" if text else type(error).__name__
+
+
+def _port_of(store: Any) -> int | None:
+    """Return the port of a TCP store, whatever it is wrapped in."""
+    while hasattr(store, "underlying_store"):
+        store = store.underlying_store
+    return getattr(store, "port", None)
+
+
+def abort_groups() -> None:
+    """Abort all of this process's groups, as far as their backends can: NCCL, not gloo."""
+    import torch.distributed as dist
+    from torch.distributed import distributed_c10d as c10d
+
+    # As torch's own ``_abort_process_group``, which also forgets the groups: their owners will destroy them.
+    names = c10d._world.pg_names  # noqa: SLF001  # pyright: ignore[reportPrivateUsage] - no public list of groups
+    groups: list[Any] = sorted(names, key=lambda group: names[group], reverse=True)
+    nccl = _nccl_of(dist.group.WORLD)
+    if nccl is not None:  # so that aborting one communicator does not wait for another one (pytorch #119797)
+        nccl._group_start()  # noqa: SLF001
+    for group in groups:
+        group.abort()
+    if nccl is not None:
+        nccl._group_end()  # noqa: SLF001
+
+
+def _nccl_of(group: Any) -> Any:
+    """Return the NCCL backend of a group, None without one."""
+    import torch.distributed as dist
+
+    if group is None or not dist.is_nccl_available():
+        return None
+    kinds = group._device_types  # noqa: SLF001 - there is no public name for it
+    backends = [group._get_backend(kind) for kind in kinds]  # noqa: SLF001 - nor for this
+    return next((backend for backend in backends if isinstance(backend, dist.ProcessGroupNCCL)), None)

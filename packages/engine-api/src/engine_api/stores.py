@@ -1,0 +1,42 @@
+"""Stores by which processes find each other, on the one address that they are asked to listen on."""
+
+# torch's own annotations are partial.
+# pyright: reportUnknownMemberType=false, reportUnknownVariableType=false, reportUnknownArgumentType=false
+
+from __future__ import annotations
+
+import socket
+from datetime import timedelta
+from typing import Any
+
+
+def serve_store(host: str, processes: int, timeout_s: float) -> Any:
+    """Return a ``TCPStore`` of ``processes`` that listens on ``host`` alone, at any free port (``store.port``).
+
+    torch's own listens on every interface, whichever address it is given. A store asks nobody who it is: what is read
+    from it must not be trusted, and ``host`` not be an address that strangers reach.
+
+    Raises ``OSError``: ``host`` is no address of this machine.
+    """
+    from torch.distributed import TCPStore  # pyright: ignore[reportPrivateImportUsage] - documented, not re-exported
+
+    family = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)[0][0]
+    with socket.create_server((host, 0), family=family) as server:
+        port = int(server.getsockname()[1])
+        return TCPStore(
+            host,
+            port,
+            processes,
+            is_master=True,
+            timeout=timedelta(seconds=timeout_s),
+            wait_for_workers=False,
+            master_listen_fd=server.detach(),
+        )
+
+
+def reach_store(host: str, port: int, processes: int, timeout_s: float) -> Any:
+    """Return the store that another process serves. Raises ``RuntimeError`` where there is none within ``timeout_s``."""
+    from torch.distributed import TCPStore  # pyright: ignore[reportPrivateImportUsage] - as above
+
+    timeout = timedelta(seconds=timeout_s)
+    return TCPStore(host, port, processes, is_master=False, timeout=timeout, wait_for_workers=False)

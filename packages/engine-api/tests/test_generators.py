@@ -1,0 +1,77 @@
+"""The generators of a process: seeded by seed and rank, captured, checked before anything changes, restored."""
+
+from __future__ import annotations
+
+import json
+import random
+
+import numpy as np
+import pytest
+import torch
+
+from engine_api.errors import CheckpointCorrupt
+from engine_api.generators import capture, check, restore, seed_all
+
+
+def draws():
+    """Return numbers of each generator that user code draws from, normal ones too: of those one is kept."""
+    python = random.random(), random.gauss(0, 1)
+    numpy = np.random.rand(), np.random.randn()  # noqa: NPY002 - the global one
+    return *python, *numpy, float(torch.rand(())), float(torch.randn(()))
+
+
+def test_generators_come_back_as_they_were():
+    draws()  # a normal number is kept by now
+    state = json.loads(json.dumps(capture("cpu")))
+    before = draws()
+    check(state, "cpu")
+    restore(state, "cpu")
+    assert draws() == before
+
+
+def test_a_seed_and_a_rank_decide_every_generator():
+    def drawn(seed, rank):
+        seed_all(seed, rank=rank)
+        return draws()
+
+    assert drawn(3, 1) == drawn(3, 1)
+    kinds = [drawn(seed, rank) for seed in (-1, 0, 1, 2**70) for rank in range(3)]
+    for one_generator in zip(*kinds, strict=True):
+        assert len(set(one_generator)) == len(kinds), "another seed, or another rank, draws something else"
+
+
+def damaged(state, path, value):
+    """Return a copy of ``state`` with ``value`` at ``path``; an empty path is the whole."""
+    if not path:
+        return value
+    copy = dict(state) if isinstance(state, dict) else list(state)
+    copy[path[0]] = damaged(copy[path[0]], path[1:], value)
+    return copy
+
+
+@pytest.mark.parametrize(
+    ("path", "value", "told"),
+    [
+        ((), None, "expected a mapping"),
+        (("python",), [3, [1, 2, 3], None], "'python'"),
+        (("python", 2), "0.5", "kept normal number"),
+        (("numpy", 2), 10**6, "position in 0 … 624"),
+        (("numpy", 2), -1, "position in 0 … 624"),
+        (("numpy", 1, 0), 0.5, "integers"),
+        (("numpy", 3), 7, "0 or 1"),
+        (("torch",), "AAAA", "'torch'"),
+        (("torch",), "no base64!", "'torch'"),
+    ],
+)
+def test_a_damaged_state_is_refused_by_the_name_of_its_generator(path, value, told):
+    before = capture("cpu")
+    with pytest.raises(CheckpointCorrupt, match=told) as caught:
+        check(damaged(before, path, value), "cpu", where="step-1/rank-00000.json")
+    assert caught.value.where == "step-1/rank-00000.json"
+    assert capture("cpu") == before
+
+
+def test_a_missing_generator_is_refused():
+    for name in ("python", "numpy", "torch"):
+        with pytest.raises(CheckpointCorrupt, match=f"{name}.*\n.*missing"):
+            check({key: value for key, value in capture("cpu").items() if key != name}, "cpu")

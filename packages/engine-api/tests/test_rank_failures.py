@@ -1,0 +1,178 @@
+"""A rank that goes away is named by every other one, whatever they wait in."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from engine_api import heartbeat
+from engine_api.codec import CodecError
+from engine_api.comm import SingleComm, together
+from engine_api.connections import Process, hang_up
+from engine_api.heartbeat import agreed, watched, watched_each
+
+PEERS = Path(__file__).with_name("rank_peers.py")
+DEADLINE_S = 240.0
+LONG_S = 600.0  # a timeout that no test waits for
+SHORT_S = 6.0
+SAID = {
+    "killed": "is gone (killed? out of memory?)",
+    "stopped": ("is stopped (SIGSTOP?)", "it has been silent for"),
+    "exits": "SystemExit: 3 (in call at step 3 (call 4))",
+    "raises": 'KeyError: "this rank\'s own mistake" (in call at step 3 (call 4))',
+}
+
+
+def free_port():
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        return free.getsockname()[1]
+
+
+@contextlib.contextmanager
+def ranks(world, *arguments):
+    """``world`` processes of rank_peers, none of which outlives the block."""
+    common = {
+        "WORLD_SIZE": str(world),
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(free_port()),
+        "OMP_NUM_THREADS": "1",
+    }
+    started = [
+        subprocess.Popen(
+            [sys.executable, str(PEERS), *map(str, arguments)],
+            env={**os.environ, **common, "RANK": str(rank)},
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for rank in range(world)
+    ]
+    try:
+        yield started
+    finally:
+        for process in started:
+            process.kill()  # a stopped one too
+            process.communicate()
+
+
+@pytest.mark.distributed
+@pytest.mark.timeout(2 * DEADLINE_S)
+@pytest.mark.parametrize("call", ["all_reduce", "all_gather", "together"])
+@pytest.mark.parametrize("world", [2, 3])
+@pytest.mark.parametrize("how", sorted(SAID))
+def test_every_other_rank_names_the_one_that_goes_away(how, world, call):
+    limit = SHORT_S if how == "stopped" else LONG_S
+    with ranks(world, how, call, limit) as started:
+        *left, gone = started
+        for process in left:
+            end = time.monotonic() + DEADLINE_S
+            said, errors = process.communicate(timeout=end - time.monotonic())
+            assert process.returncode == 0, errors
+            told = json.loads(said)
+            assert list(told) == [str(world - 1)], "another rank is blamed"
+            text = told[str(world - 1)]
+            wanted = SAID[how]
+            assert any(w in text for w in ([wanted] if isinstance(wanted, str) else wanted)), text
+            assert f"process {gone.pid} on" in text, "its process and log are not named"
+            assert "noticed in call at step 3 (call 4)" in text
+
+
+def test_one_rank_alone_has_no_watch_and_no_thread():
+    with watched("a call"):
+        assert together(SingleComm(), lambda: 1) == [1]
+    assert list(watched_each("an export", iter([1, 2]))) == [1, 2]
+    assert heartbeat._current is None
+
+
+def test_an_abandoned_export_closes_what_it_reads():
+    closed = []
+
+    def tensors():
+        try:
+            yield 1
+            yield 2
+        finally:
+            closed.append(True)
+
+    reader = watched_each("an export", tensors())
+    assert next(reader) == 1
+    reader.close()
+    assert closed == [True]
+
+
+@pytest.mark.parametrize(
+    ("error", "is_one"),
+    [
+        (RuntimeError("[/pytorch/third_party/gloo/gloo/transport/tcp/pair.cc:553] Connection closed by peer"), True),
+        (RuntimeError("mat1 and mat2 shapes cannot be multiplied"), False),
+        (ValueError("gloo/"), False),
+    ],
+)
+def test_a_mistake_of_the_rank_itself_is_no_failure_of_a_collective(error, is_one):
+    import torch.distributed  # noqa: F401 - whose errors are asked for
+
+    assert heartbeat.is_distributed(error) is is_one
+
+
+def test_an_error_of_which_all_ranks_heard_is_marked():
+    error = CodecError("no")
+    assert not heartbeat._is_agreed(error)
+    assert heartbeat._is_agreed(agreed(error))
+
+
+def test_a_process_that_ended_is_gone_and_another_one_of_its_number_is_not_it():
+    child = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE, text=True)
+    here = Process.this()
+    started = heartbeat_started(child.pid)
+    peer = Process(pid=child.pid, started=started, kernel=here.kernel, host="", log="", addresses=())
+    assert not peer.is_gone()
+    assert Process(pid=child.pid, started="1", kernel=here.kernel, host="", log="", addresses=()).is_gone()
+    assert not Process(pid=child.pid, started="1", kernel="another host", host="", log="", addresses=()).is_gone()
+    child.communicate("\n")
+    assert peer.is_gone()
+
+
+def heartbeat_started(pid):
+    from engine_api.connections import _stat
+
+    return _stat(pid)[1]
+
+
+def test_only_connections_to_the_named_processes_are_shut_down():
+    code = "import socket,sys; s=socket.create_connection(('127.0.0.1', int(sys.argv[1]))); print(flush=True); sys.stdin.read()"
+    here = Process.this()
+    with contextlib.ExitStack() as stack:
+        server = stack.enter_context(socket.create_server(("127.0.0.1", 0)))
+        server.settimeout(DEADLINE_S)
+        found = []
+        for _ in range(2):
+            child = subprocess.Popen(
+                [sys.executable, "-c", code, str(server.getsockname()[1])],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                text=True,
+            )
+            stack.callback(child.communicate)
+            connection = stack.enter_context(server.accept()[0])
+            child.stdout.readline()
+            peer = Process(
+                pid=child.pid, started=heartbeat_started(child.pid), kernel=here.kernel, host="", log="", addresses=()
+            )
+            found.append((peer, connection))
+        (first, cut), (_, kept) = found
+        assert hang_up([first], spare={server.getsockname()[1]}) == 0
+        assert hang_up([first], spare=set()) == 1
+        assert cut.recv(1) == b""
+        kept.settimeout(0.0)
+        with pytest.raises(BlockingIOError):
+            kept.recv(1)
