@@ -150,13 +150,13 @@ def packed_attention(
             key, value = (x.repeat_interleave(size // x.shape[1], dim=1) for x in (key, value))
         q, k, v = (heads_to_sequence(x, packing.group) for x in (query, key, value))
         out = sequence_to_heads(_attend(q, k, v, packing, scaling, sliding_window), packing.group)
-    return out.transpose(1, 2), None
+    return out.transpose(1, 2).contiguous(), None  # some families view it in another shape
 
 
 def _refuse_left_out(module: nn.Module, dropout: float, extra: dict[str, Any]) -> None:
     if dropout:
         raise UnsupportedCapability("attention with dropout", where=type(module).__name__,
-                                    remedy="set attention_dropout: 0 in model.config_overrides, or use another engine")  # fmt: skip
+                                    remedy="set its rate to 0 in model.config_overrides")  # fmt: skip
     unknown = sorted(n for n, v in extra.items() if v is not None and n not in _HARMLESS)
     if extra.get("is_causal") is False or getattr(module, "is_causal", True) is False:
         unknown = ["tokens that look ahead: it is not causal"]

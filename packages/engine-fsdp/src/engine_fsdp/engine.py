@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from datetime import timedelta
 from pathlib import Path
@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
 
+from engine_api.arguments import check_device, check_export, check_switches, folder_of
 from engine_api.base import BaseEngine
 from engine_api.batch import Batch
 from engine_api.comm import Comm, SingleComm, TorchComm, together
@@ -20,16 +21,17 @@ from engine_api.config import EngineConfig
 from engine_api.contract import Adapter
 from engine_api.devices import device_of
 from engine_api.errors import ConfigError, EngineStateError
+from engine_api.heartbeat import watched_each
 from engine_api.hf_folder import save_hf
 from engine_api.manifest import Entry
-from engine_api.optimizers import build_optimizer
+from engine_api.optimizers import build_optimizer, state_fields
 from engine_api.prepare import MicroBatches
 from engine_api.registry import Resolution
 from engine_api.results import TokenOutputs
 from engine_api.weights import ShardExport, ShardSpec, WeightExport
 from engine_fsdp import checkpoint, export, lora
 from engine_fsdp.attention import choose_kernel
-from engine_fsdp.model import Kind, PackedModel, blocks_of, build_model, document_limit, pack_inputs
+from engine_fsdp.model import BuiltModel, Kind, PackedModel, blocks_of, build_model, document_limit, pack_inputs
 from engine_fsdp.optimizer import clip, move_state
 from engine_fsdp.options import fsdp_options
 from engine_fsdp.parallel import (
@@ -37,6 +39,7 @@ from engine_fsdp.parallel import (
     build_layout,
     ensure_process_group,
     forget_meshes,
+    limit_groups,
     reset_after_failure,
     shard_model,
 )
@@ -61,6 +64,7 @@ class FSDPEngine(BaseEngine):
         self._owns_group = ensure_process_group(self.device_type, self.options.timeout_s)
         self.device = device_of(self.device_type).current()
         self.layout: Layout = build_layout(config.parallelism, self.device_type)
+        limit_groups(self.layout, self.device_type, self.options.timeout_s)
         self.topology = self.layout.topology
         timeout = timedelta(seconds=self.options.timeout_s)
         self.comm: Comm = TorchComm(timeout) if self.topology.world_size > 1 else SingleComm()
@@ -73,7 +77,10 @@ class FSDPEngine(BaseEngine):
 
     def _build_model(self) -> None:
         config, layout = self.config, self.layout
-        built = build_model(config, self.kind, layout.ulysses)
+        models: list[BuiltModel] = []
+        # A folder may be damaged, or absent, on one machine only.
+        together(self.comm, lambda: models.append(build_model(config, self.kind, layout.ulysses)))
+        (built,) = models
         lm, self.folder = built.lm, built.folder
         self.vocab_size = int(lm.config.get_text_config().vocab_size)
         self._limit_documents(lm.config)
@@ -195,19 +202,24 @@ class FSDPEngine(BaseEngine):
     ) -> WeightExport:
         """See ``Engine.get_per_tensor_param``."""
         self._expect("get_per_tensor_param", "ready")
-        return export.export_whole(self.table, self.layout, self.config.lora, dtype, adapter, bucket_bytes, self.device)
+        check_export(dtype, bucket_bytes)
+        tensors = export.export_whole(
+            self.table, self.layout, self.config.lora, dtype, adapter, bucket_bytes, self.device
+        )
+        return watched_each(self._called("get_per_tensor_param"), tensors)
 
     def get_per_tensor_param_shard(
         self, *, dtype: torch.dtype | None = None, adapter: Adapter = "merged"
     ) -> ShardExport:
         """See ``Engine.get_per_tensor_param_shard``."""
         self._expect("get_per_tensor_param_shard", "ready")
+        check_export(dtype)
         return export.export_shards(self.table, self.layout, self.config.lora, dtype, adapter)
 
     def save_hf(self, directory: Path | str, *, dtype: torch.dtype | None = None) -> None:
         """See ``Engine.save_hf``."""
         self._expect("save_hf", "ready")
-        save_hf(self.get_per_tensor_param(dtype=dtype), Path(directory), comm=self.comm, source=self.folder,
+        save_hf(self.get_per_tensor_param(dtype=dtype), folder_of(directory), comm=self.comm, source=self.folder,
                 hf_config=self.module.lm.config)  # fmt: skip
 
     # --- state ---------------------------------------------------------------------------------
@@ -220,6 +232,9 @@ class FSDPEngine(BaseEngine):
         """See ``BaseEngine.state_shards``."""
         return checkpoint.state_of(self.table, self.optimizer, self.layout)
 
+    def _optimizer_fields(self) -> Collection[str]:
+        return () if self.optimizer is None else state_fields(self.optimizer)
+
     def _state_layout(self, entries: Mapping[str, Entry]) -> dict[str, tuple[ShardSpec, torch.dtype]]:
         return checkpoint.layout_of(self.table, self.optimizer, entries, self.layout)
 
@@ -231,9 +246,8 @@ class FSDPEngine(BaseEngine):
     def to(self, device: str, *, model: bool = True, optimizer: bool = True, grad: bool = True) -> None:
         """See ``Engine.to``. Gradients live beside their weights and move with them."""
         self._expect("to", "ready")
-        if device not in ("cpu", self.device_type):
-            raise ConfigError("device", f"{device!r} is neither cpu nor this engine's {self.device_type}",
-                              remedy=f"cpu or {self.device_type}")  # fmt: skip
+        check_device(device, self.device_type)
+        check_switches(model=model, optimizer=optimizer, grad=grad)
         if model and not grad and self._has_gradient:
             raise EngineStateError("to(model=True, grad=False)", "holding gradients", "past optimizer_step")
         away = device == "cpu" and self.device_type != "cpu"

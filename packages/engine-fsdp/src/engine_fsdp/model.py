@@ -11,14 +11,20 @@ from torch import Tensor, nn
 
 from engine_api.batch import Batch
 from engine_api.config import EngineConfig
+from engine_api.devices import device_of
 from engine_api.errors import BatchError, ConfigError, UnsupportedCapability
+from engine_api.hf_config import read_hf_config, require_memory, unbuildable
 from engine_api.hf_folder import fetch
 from engine_api.hf_names import Piece, pieces_of
+from engine_api.hf_noise import refuse_noise
 from engine_api.hf_overrides import override
 from engine_api.results import TokenOutputs
 from engine_fsdp import attention
 from engine_fsdp.head import chunked_log_probs
 from engine_fsdp.parallel import DTYPES, Layout, gather_tokens
+from engine_fsdp.weights import check_files
+
+WHERE = "engine-fsdp"
 
 Kind = Literal["language_model", "value_model"]
 
@@ -134,20 +140,41 @@ def build_model(config: EngineConfig, kind: Kind, ulysses: int) -> BuiltModel:
     hf_config = _hf_config(folder, config, kind)
     _refuse_unknown_head(hf_config)
     _refuse_other_layers(hf_config)
+    _refuse_other_attention(hf_config, kind)
+    if config.optimizer is not None:
+        refuse_noise(hf_config, where=WHERE)
     attention.register()
     attention.check_heads(hf_config.get_text_config(), ulysses)
     random = config.model.init == "random"
-    with torch.random.fork_rng(devices=[]), torch.device("cpu" if random else "meta"):
-        torch.default_generator.manual_seed(config.seed)  # the CPU alone: no device is reseeded
-        lm = _auto_class(kind).from_config(
-            hf_config, attn_implementation=attention.NAME, dtype=DTYPES[config.precision.master],
-            trust_remote_code=config.model.trust_remote_code,
-        )  # fmt: skip
+    lm = _from_config(hf_config, config, kind, folder, torch.device("meta"))
+    if random:
+        need = sum(parameter.nbytes for parameter in lm.parameters())
+        require_memory(hf_config, folder, need, device_of("cpu").room()[1])
+        lm = _from_config(hf_config, config, kind, folder, torch.device("cpu"))
     _refuse_biased_head(lm, kind)
     _refuse_saved_buffers(lm)
     if config.memory.recompute == "full":
         lm.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
-    return BuiltModel(lm=lm, pieces=pieces_of(lm), folder=folder, materialized=random)
+    pieces = pieces_of(lm)
+    if not random:
+        check_files(folder, [piece for name, _ in lm.named_parameters() for piece in pieces[name]])
+    return BuiltModel(lm=lm, pieces=pieces, folder=folder, materialized=random)
+
+
+def _from_config(hf_config: Any, config: EngineConfig, kind: Kind, folder: str, device: torch.device) -> Any:
+    with torch.random.fork_rng(devices=[]), device:
+        torch.default_generator.manual_seed(config.seed)  # the CPU alone: no device is reseeded
+        try:
+            return _auto_class(kind).from_config(
+                hf_config,
+                attn_implementation=attention.NAME,
+                dtype=DTYPES[config.precision.master],
+                trust_remote_code=config.model.trust_remote_code,
+            )
+        except (
+            Exception
+        ) as error:  # each family's own code reads the configuration: an activation or a RoPE unknown to it
+            raise unbuildable(hf_config, folder, error) from error
 
 
 def _auto_class(kind: Kind) -> Any:
@@ -157,13 +184,11 @@ def _auto_class(kind: Kind) -> Any:
 
 
 def _hf_config(folder: str, config: EngineConfig, kind: Kind) -> Any:
-    from transformers import AutoConfig
-
-    try:
-        hf_config = AutoConfig.from_pretrained(folder, trust_remote_code=config.model.trust_remote_code)
-    except (OSError, ValueError) as error:
-        raise ConfigError("model.path", f"{folder}/config.json is of no use", why=str(error).splitlines()[0],
-                          remedy="give a folder that save_pretrained wrote, of a family that transformers knows") from error  # fmt: skip
+    hf_config = read_hf_config(
+        folder,
+        remedy="give a folder that save_pretrained wrote, of a family that transformers knows",
+        trust_remote_code=config.model.trust_remote_code,
+    )
     if config.model.init == "pretrained" and getattr(hf_config, "quantization_config", None):
         raise ConfigError("model.path", f"{folder} holds quantized weights (quantization_config)",
                           why="they would be read without their scales", remedy="use the bf16 release of the model")  # fmt: skip
@@ -194,6 +219,14 @@ def _refuse_other_layers(hf_config: Any) -> None:
     if other := sorted(set(getattr(hf_config.get_text_config(), "layer_types", None) or ()) - _LAYERS):
         raise UnsupportedCapability(f"layers of type {', '.join(other)}", where="engine-fsdp",
                                     why="this engine's attention would leave that out, or they would look into the documents beside theirs",
+                                    remedy="use another backend for this model family")  # fmt: skip
+
+
+def _refuse_other_attention(hf_config: Any, kind: Kind) -> None:
+    cls = _auto_class(kind)._model_mapping.get(type(hf_config), None)  # noqa: SLF001 - None: code of the model's own folder
+    if cls is not None and not cls._supports_attention_backend:
+        raise UnsupportedCapability("attention that cannot be replaced", where=f"{WHERE} with {cls.__name__}",
+                                    why="transformers computes it in the family's own code, which knows no documents",
                                     remedy="use another backend for this model family")  # fmt: skip
 
 

@@ -23,8 +23,9 @@ class FSDPOptions:
     compile_mode: str = "default"
     # At start, compare packed log-probs with the model's own forward, document by document.
     verify_model: bool = True
-    # Seconds after which a collective that does not end fails.
-    timeout_s: int = 1800
+    timeout_s: int = 600
+    """Seconds that a rank may keep the others waiting in a collective, or be silent (stopped, its host lost), after which the
+    call ends with ``RankFailure`` on them. A rank whose process is gone is noticed within seconds."""
 
     def __post_init__(self) -> None:
         if self.prefetch_blocks < 0:

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed import distributed_c10d as c10d
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 
@@ -30,7 +31,8 @@ def ensure_process_group(device_type: str, timeout_s: int) -> bool:
     device.adopt_local_rank()
     if dist.is_initialized():
         return False
-    backend, timeout = device.process_groups, timedelta(seconds=timeout_s)
+    backend = device.process_groups
+    timeout = device.group_timeout(timedelta(seconds=timeout_s))
     if "RANK" in os.environ and "MASTER_ADDR" in os.environ:  # torchrun, or a launcher that speaks its variables
         dist.init_process_group(backend, timeout=timeout)
     else:
@@ -94,6 +96,15 @@ def build_layout(parallelism: Parallelism, device_type: str) -> Layout:
         ulysses_group=mesh["ulysses"].get_group() if ulysses > 1 else None, ulysses=ulysses, ulysses_rank=sp,
         shard_group=flat.get_group(), shard_rank=flat.get_local_rank(), shard_size=shard, replica=replica,
     )  # fmt: skip
+
+
+def limit_groups(layout: Layout, device_type: str, timeout_s: int) -> None:
+    """Give the mesh's groups the engine's timeout: torch makes them with its own default, whatever the default group has."""
+    timeout = device_of(device_type).group_timeout(timedelta(seconds=timeout_s))
+    groups = [*layout.mesh.get_all_groups(), layout.shard_group, layout.ulysses_group]
+    for group in groups:
+        if group is not None:
+            c10d._set_pg_timeout(timeout, group)  # noqa: SLF001 - there is no public name for it in torch 2.11
 
 
 def _shard_size(parallelism: Parallelism, world: int) -> int:

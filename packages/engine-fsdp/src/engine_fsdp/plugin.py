@@ -12,7 +12,7 @@ _DEVICES = ("cuda", "cpu")
 
 PLUGIN = EnginePlugin(
     name="engine-fsdp",
-    contract="1.1",
+    contract="1.3",
     rows=(
         Row(model_types=("language_model",), backends=_BACKENDS, devices=_DEVICES,
             target="engine_fsdp.engine:FSDPEngineWithLMHead"),

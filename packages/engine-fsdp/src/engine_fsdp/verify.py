@@ -1,7 +1,7 @@
 """At start: does the packed forward compute what the model itself computes, one document at a time?
 
 Catches what a structure check cannot: a head with more than h W^T, layers that mix tokens outside attention
-(state-space, linear attention) and would leak between documents, positions that are not reset.
+(state-space, linear attention) and would leak between documents, positions that are not reset, noise in training.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from engine_api.batch import Batch
-from engine_api.errors import ConfigError, UnsupportedCapability
+from engine_api.errors import ConfigError, EngineError, UnsupportedCapability
 from engine_fsdp import attention
 
 # Largest difference in nats or value units, for scores of ordinary size; float32 agrees to about 1e-5.
@@ -23,33 +23,68 @@ _AVERAGE = {"float32": 1e-3, "bfloat16": 0.05, "float16": 0.01}
 
 
 def verify_model(engine: Any, lengths: list[int]) -> None:
-    """Raise ``UnsupportedCapability`` when packed outputs differ from the model's own, per token."""
+    """Raise ``UnsupportedCapability`` when packed outputs differ from the model's own, or training's from inference's."""
     generator = torch.Generator().manual_seed(0)
     documents = [torch.randint(0, engine.vocab_size, (n,), generator=generator) for n in lengths]
     ends = torch.tensor([0, *lengths]).cumsum(0)
     batch = Batch(input_ids=torch.cat(documents), cu_seqlens=ends)
     value_model = engine.kind == "value_model"
-    with torch.no_grad():
-        outputs = engine.forward_step(batch, needs=engine.gives[:1], temperature=1.0)
-        got = outputs.values if value_model else outputs.log_probs
-        want = torch.cat([_reference(engine, d, value_model) for d in documents])
+    try:
+        with torch.no_grad():
+            got = _packed(engine, batch)
+            trained = _packed_in_training(engine, batch) if engine.config.optimizer is not None else got
+            want = torch.cat([_reference(engine, d, value_model) for d in documents])
+    except EngineError:
+        raise
+    except Exception as error:  # the family's own code, on sizes that nobody else has looked at
+        raise ConfigError(
+            "model.path",
+            f"{type(engine.module.lm).__name__} cannot compute {len(documents)} short documents",
+            why=f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}",
+            remedy="check the sizes in config.json, or use another backend for this model family",
+        ) from error
     engine._reshard()  # noqa: SLF001 - the engine's own helper module
     if not bool(want.isfinite().all()):
         bad = [entry.name for entry in engine.table if not bool(entry.local.isfinite().all())]
         raise ConfigError("model.path", "the model's own outputs are not finite",
                           why=f"NaN or infinity in: {', '.join(bad[:3])}" if bad else f"in {engine.config.precision.compute}",
                           remedy="fetch or export the weights again" if bad else "use precision.compute: float32")  # fmt: skip
-    worst, average = float((got - want).abs().max()), float((got - want).square().mean().sqrt())
-    scale, compute = max(1.0, float(want.abs().max())), engine.config.precision.compute
-    near = worst <= _TOLERANCE[compute] * scale and (value_model or average <= _AVERAGE[compute] * scale)
-    if not near:
-        at = int((got - want).abs().argmax())
-        raise UnsupportedCapability(
-            "this model family", where=f"engine-fsdp with {type(engine.module.lm).__name__}",
-            why=f"packed outputs differ from the model's own by {worst:.3g} at token {at} of documents {lengths}, "
-            f"{average:.3g} on average",
-            remedy="report the model; options.verify_model: false skips this check at your own risk",
-        )  # fmt: skip
+    for name, found, expected in (
+        ("packed outputs differ from the model's own", got, want),
+        ("outputs in training mode differ from those in inference", trained, got),
+    ):
+        if difference := _difference(found, expected, engine.config.precision.compute, average=not value_model):
+            raise UnsupportedCapability(
+                "this model family",
+                where=f"engine-fsdp with {type(engine.module.lm).__name__}",
+                why=f"{name} by {difference} of documents {lengths}",
+                remedy="report the model; options.verify_model: false skips this check at your own risk",
+            )
+
+
+def _difference(got: Tensor, want: Tensor, compute: str, *, average: bool) -> str:
+    """Return how far outputs lie apart, in words; empty where that is rounding."""
+    apart = (got - want).abs()
+    worst = float(apart.max())
+    mean = float(apart.square().mean().sqrt())
+    scale = max(1.0, float(want.abs().max()))
+    if worst <= _TOLERANCE[compute] * scale and (not average or mean <= _AVERAGE[compute] * scale):
+        return ""
+    return f"{worst:.3g}, {mean:.3g} on average, most at token {int(apart.argmax())}"
+
+
+def _packed(engine: Any, batch: Batch) -> Tensor:
+    outputs = engine.forward_step(batch, needs=engine.gives[:1], temperature=1.0)
+    return outputs.values if engine.kind == "value_model" else outputs.log_probs
+
+
+def _packed_in_training(engine: Any, batch: Batch) -> Tensor:
+    """Return packed outputs of a training pass: dropout and a router's noise are on. An adapter adds nothing yet."""
+    engine.module.train()
+    try:
+        return _packed(engine, batch)
+    finally:
+        engine.module.eval()
 
 
 def _reference(engine: Any, ids: Tensor, value_model: bool) -> Tensor:

@@ -5,10 +5,9 @@ No rank ever holds the whole model: each reads only its own rows of each file.
 
 from __future__ import annotations
 
-import json
 import logging
 import math
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,6 +17,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from engine_api.errors import ConfigError
+from engine_api.hf_folder import read_index
 from engine_api.hf_names import Piece
 from engine_api.weights import ShardSpec
 from engine_fsdp.parallel import Layout
@@ -79,13 +79,9 @@ def parameter_table(root: nn.Module, pieces: dict[str, list[Piece]], layout: Lay
 
 def weight_files(folder: str) -> dict[str, str]:
     """Tensor name → file name; raises ``ConfigError`` for a folder without safetensors weights."""
-    index = Path(folder) / "model.safetensors.index.json"
-    if index.is_file():
-        try:
-            result: dict[str, str] = json.loads(index.read_text())["weight_map"]
-        except (ValueError, KeyError, TypeError) as error:
-            raise _unreadable(index, error) from error
-        return result
+    index = read_index(Path(folder))
+    if index is not None:
+        return index
     names = sorted(p.name for p in Path(folder).glob("*.safetensors"))
     if not names:
         pickled = sorted(p.name for p in Path(folder).glob("*.bin"))
@@ -114,22 +110,15 @@ def _unreadable(path: Path, error: Exception) -> ConfigError:
 
 
 def fill(table: list[ShardedParam], folder: str, seed: int) -> None:
-    """Fill the shards from the folder's files; what a base model lacks (a value head) is made from the seed."""
+    """Fill the shards from files that `check_files` let through; a value head that they lack is made from the seed."""
     files = weight_files(folder)
-    missing: list[str] = []
     opened = _Files(folder)
     for entry in (e for e in table if not e.adapter):
         if entry.name.startswith("score.") and entry.pieces[0].name not in files:
             _new_head(entry, seed)
             continue
         for piece in entry.pieces:
-            if piece.name in files:
-                _read_piece(opened.get(files[piece.name]), entry, piece)
-            else:
-                missing.append(piece.name)
-    if missing:
-        raise ConfigError("model.path", f"{folder} lacks {len(missing)} tensors: {', '.join(missing[:3])} …",
-                          remedy="use the folder that save_pretrained wrote for this config.json")  # fmt: skip
+            _read_piece(opened, files[piece.name], entry, piece)
     wanted = {piece.name for entry in table for piece in entry.pieces}
     if unused := sorted(set(files) - wanted):
         log.warning("%s: %d tensors are not used: %s", folder, len(unused), ", ".join(unused[:4]))
@@ -147,9 +136,32 @@ class _Files:
         return self.open[name]
 
 
-def _read_piece(handle: Any, entry: ShardedParam, piece: Piece) -> None:
-    rows = entry.local.shape[0] if piece.shape else 0
-    source = handle.get_slice(piece.name)
+def check_files(folder: str, pieces: Iterable[Piece]) -> None:
+    """Raise ``ConfigError`` unless the folder's files hold these tensors, in their shapes; only headers are read.
+
+    A value head may be missing.
+    """
+    files = weight_files(folder)
+    opened = _Files(folder)
+    missing: list[str] = []
+    for piece in pieces:
+        if piece.name in files:
+            _checked(opened, files[piece.name], piece)
+        elif not piece.name.startswith("score."):
+            missing.append(piece.name)
+    if missing:
+        raise ConfigError("model.path", f"{folder} lacks {len(missing)} tensors: {', '.join(missing[:3])} …",
+                          remedy="use the folder that save_pretrained wrote for this config.json")  # fmt: skip
+
+
+def _checked(opened: _Files, file: str, piece: Piece) -> Any:
+    """Return the saved tensor, of which nothing is read yet."""
+    from safetensors import SafetensorError
+
+    try:
+        source = opened.get(file).get_slice(piece.name)
+    except SafetensorError as error:  # an index that names another file than the tensor's
+        raise _unreadable(opened.folder / file, error) from error
     if tuple(source.get_shape()) != piece.shape:
         raise ConfigError("model.path", f"{piece.name} is {tuple(source.get_shape())}, config.json says {piece.shape}",
                           remedy="use files and config.json of the same model")  # fmt: skip
@@ -157,12 +169,23 @@ def _read_piece(handle: Any, entry: ShardedParam, piece: Piece) -> None:
         raise ConfigError("model.path", f"{piece.name} is stored as {source.get_dtype()}",
                           why="this engine reads floating-point weights as they are, not quantized ones",
                           remedy="use the model's bf16, fp16 or fp32 files")  # fmt: skip
+    return source
+
+
+def _read_piece(opened: _Files, file: str, entry: ShardedParam, piece: Piece) -> None:
+    from safetensors import SafetensorError
+
+    rows = entry.local.shape[0] if piece.shape else 0
+    source = _checked(opened, file, piece)
     target = piece.view(entry.local.detach(), entry.first)
-    if piece.expert is None and piece.shape:
-        if rows:
-            target.copy_(source[entry.first : entry.first + rows])
-    elif target.numel():
-        target.copy_(handle.get_tensor(piece.name))
+    try:
+        if piece.expert is None and piece.shape:
+            if rows:
+                target.copy_(source[entry.first : entry.first + rows])
+        elif target.numel():
+            target.copy_(opened.get(file).get_tensor(piece.name))
+    except (SafetensorError, OSError) as error:
+        raise _unreadable(opened.folder / file, error) from error
 
 
 def _new_head(entry: ShardedParam, seed: int) -> None:
