@@ -17,7 +17,7 @@ import torch
 from engine_api import OptimizerConfig
 from engine_api.config import Precision
 from engine_api.errors import CheckpointCorrupt, ConfigError
-from engine_api.manifest import read_manifest
+from engine_api.manifest import read_manifest, seal
 from engine_api.weights import assemble
 from engine_conformance.fixtures import TinyModel, write_checkpoint
 from engine_conformance.ranks import RankError, RankPool
@@ -145,7 +145,7 @@ def test_a_run_begins_again(pool: RankPool, model: str, tmp_path: Path) -> None:
 def test_a_manifest_lists_all_of_it(saved: Any) -> None:
     manifest = read_manifest(saved[0])
     files = {str(file.relative_to(saved[0])) for file in saved[0].rglob("*") if file.is_file()}
-    assert files == {*manifest.files, "manifest.json"}
+    assert files == {*manifest.files, "manifest.json", "manifest.sha256"}
     assert (manifest.format, manifest.step, manifest.engine) == (2, 2, "engine-megatron")
     assert {key.rpartition(".")[2] for key in manifest.tensors if key.startswith("optim.")} == {
         "exp_avg",
@@ -208,6 +208,7 @@ def sworn(folder: Path, data: bytes, name: str = "state/.metadata") -> None:
     manifest = json.loads((folder / "manifest.json").read_text())
     manifest["files"][name] = {"bytes": len(data), "sha256": hashlib.sha256(data).hexdigest()}
     (folder / "manifest.json").write_text(json.dumps(manifest))
+    seal(folder)
 
 
 def saved_by_torch(what: Any) -> bytes:

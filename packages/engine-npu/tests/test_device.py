@@ -110,15 +110,15 @@ def test_more_ranks_than_devices(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_the_generator_of_the_device_is_saved(monkeypatch: pytest.MonkeyPatch) -> None:
-    from engine_api.defaults import rng_state, set_rng_state
+    from engine_api.generators import capture, restore
 
     kept: list[torch.Tensor] = []
     fake = SimpleNamespace(get_rng_state=lambda: torch.arange(16, dtype=torch.uint8), set_rng_state=kept.append)
     monkeypatch.setattr(Npu, "module", fake)
-    state = rng_state("npu")
-    set_rng_state(state, "npu")
+    state = capture("npu")
+    restore(state, "npu")
     assert kept[0].tolist() == list(range(16))
-    assert "npu" not in rng_state("cpu")
+    assert "npu" not in capture("cpu")
 
 
 def test_torch_npu_that_does_not_load_says_why(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file
+from waiting import DEADLINE_S
 
 from engine_api import RolloutRegistry
 from engine_api.devices import SIMULATED_NPU
@@ -29,7 +30,11 @@ CONFIG = {
     "engine": {"backend": "fsdp2", "optimizer": {"lr": 0.003}},
     "run": {"steps": 3, "seed": 3, "save_every": 3, "progress": False, "report": False, "tensorboard": False},
 }
-RL = {"reward": {"name": "sevens"}, "rollout": {"n": 4, "max_new_tokens": 4}, "algorithm": {"prompts_per_step": 8}}
+RL = {
+    "reward": {"name": "sevens", "workers": 0, "timeout_s": None},
+    "rollout": {"n": 4, "max_new_tokens": 4},
+    "algorithm": {"prompts_per_step": 8},
+}
 RAY = {
     "launcher": "ray",
     "ray": {"gpus_per_worker": 0, "cpus_per_worker": 0.5, "imports": ["npu_trainer"]},
@@ -83,7 +88,7 @@ def train(kind: str, device: str, model: Path, out: Path) -> tuple[list[dict[str
         SIMULATED_NPU: "1" if device == "npu" else "",
     }
     done = subprocess.run([sys.executable, "-c", RUN, command, str(file), *given], capture_output=True, text=True, check=False,
-                          timeout=240, env=environment)  # fmt: skip
+                          timeout=DEADLINE_S, env=environment)  # fmt: skip
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-3000:]
     rows = [
         row for line in (out / "metrics.jsonl").read_text().splitlines() if "train/loss" in (row := json.loads(line))
@@ -94,7 +99,6 @@ def train(kind: str, device: str, model: Path, out: Path) -> tuple[list[dict[str
 
 @pytest.mark.slow
 @pytest.mark.distributed
-@pytest.mark.timeout(500)
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_run_is_the_cpu_s(kind: str, model: Path, tmp_path: Path) -> None:
     if kind == "ray":
@@ -117,7 +121,7 @@ def test_ranks_under_ray_join_the_device_s_groups(monkeypatch: pytest.MonkeyPatc
 
     joined: list[str] = []
     monkeypatch.setattr("torch.distributed.init_process_group", lambda groups, **_: joined.append(groups))
-    monkeypatch.setattr("engine_trainer.ray.channel.reach", lambda *_: None)
+    monkeypatch.setattr("engine_trainer.ray.workers.reach_store", lambda *_: None)
     monkeypatch.setattr(os, "environ", dict(os.environ))
     fake = SimpleNamespace(device_count=lambda: 1, set_device=lambda _: None)
     monkeypatch.setattr(Npu, "module", fake)

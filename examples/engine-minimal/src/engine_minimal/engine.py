@@ -2,7 +2,7 @@
 
 import math
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -19,7 +19,7 @@ from engine_api.contract import Adapter
 from engine_api.errors import ConfigError
 from engine_api.hf_names import pieces_of
 from engine_api.manifest import Entry
-from engine_api.optimizers import build_optimizer, check_fields
+from engine_api.optimizers import build_optimizer, check_fields, check_shapes, state_fields
 from engine_api.weights import WeightExport
 
 
@@ -111,10 +111,14 @@ class MinimalEngine(BaseEngine):
         rank, world = self.topology.rank, self.topology.world_size
         return {k: (v, ShardSpec.whole(v.shape, (rank - i) % world)) for i, (k, v) in enumerate(state.items())}
 
+    def _optimizer_fields(self) -> Collection[str]:
+        return state_fields(self.optimizer) if self.optimizer else ()
+
     def _state_layout(self, entries: Mapping[str, Entry]) -> dict[str, tuple[ShardSpec, torch.dtype]]:
         wanted = {f"model.{name}": (ShardSpec.whole(param.shape), param.dtype) for name, param in self.weights.items()}
         if self.optimizer:
             check_fields(self.optimizer, entries)
+            check_shapes(self.optimizer, entries)
         for key, saved in entries.items() if self.optimizer else ():
             if key.startswith("optim.") and key.removeprefix("optim.").rpartition(".")[0] in self.weights:
                 wanted[key] = ShardSpec.whole(saved.shape), getattr(torch, saved.dtype)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from datetime import timedelta
 from pathlib import Path
@@ -12,6 +12,7 @@ from typing import Any, ClassVar, get_args
 import torch
 from torch import Tensor
 
+from engine_api.arguments import check_export, folder_of
 from engine_api.base import BaseEngine
 from engine_api.batch import Batch
 from engine_api.capabilities import Capability, unsupported
@@ -20,9 +21,11 @@ from engine_api.config import EngineConfig
 from engine_api.contract import Adapter
 from engine_api.devices import device_of
 from engine_api.errors import ConfigError
+from engine_api.heartbeat import watched_each
 from engine_api.hf_folder import fetch, save_hf
-from engine_api.losses import LossFn, needs_of
+from engine_api.losses import LossFn, evaluate, needs_of
 from engine_api.manifest import Entry, Manifest
+from engine_api.optimizers import state_fields
 from engine_api.registry import Resolution
 from engine_api.results import CheckpointInfo, LossOutput, TokenOutputs
 from engine_api.weights import ShardExport, ShardSpec, WeightExport
@@ -107,7 +110,7 @@ class MegatronEngine(BaseEngine):
                               remedy="turn it on")  # fmt: skip
 
     def _build_groups(self, timeout: timedelta) -> None:
-        ModelParallel.join(self.layout, self.device_type, timeout)
+        ModelParallel.join(self.layout, self.device_type, device_of(self.device_type).group_timeout(timeout))
         self._groups.callback(ModelParallel.leave)
         self.device = device_of(self.device_type).current()
         self.comm: Comm = TorchComm(timeout) if self.layout.world > 1 else SingleComm()
@@ -157,7 +160,7 @@ class MegatronEngine(BaseEngine):
 
         def loss_of(outputs: TokenOutputs, batch: Batch) -> LossOutput:
             if batch.num_tokens:
-                return loss(outputs, batch.to(self.device))
+                return evaluate(loss, outputs, batch.to(self.device))
             given = [t for t in (outputs.log_probs, outputs.entropy, outputs.values) if t is not None]
             return LossOutput(loss=sum((t.sum() for t in given[1:]), start=given[0].sum()) * 0.0)
 
@@ -174,6 +177,10 @@ class MegatronEngine(BaseEngine):
             yield
         finally:
             self.forward.chunks.eval()
+
+    @property
+    def _seed_rank(self) -> int:
+        return self.topology.dp_rank  # tensor-parallel ranks hold the same tokens, and must draw the same for them
 
     # --- the step ------------------------------------------------------------------------------
 
@@ -199,14 +206,17 @@ class MegatronEngine(BaseEngine):
     ) -> WeightExport:
         """See ``Engine.get_per_tensor_param``."""
         self._expect("get_per_tensor_param", "ready")
+        check_export(dtype, bucket_bytes)
         self._check_adapter(adapter)
-        return export.export_whole(self.table, self.layout, self._reader(dtype), bucket_bytes, self.device)
+        tensors = export.export_whole(self.table, self.layout, self._reader(dtype), bucket_bytes, self.device)
+        return watched_each(self._called("get_per_tensor_param"), tensors)
 
     def get_per_tensor_param_shard(
         self, *, dtype: torch.dtype | None = None, adapter: Adapter = "merged"
     ) -> ShardExport:
         """See ``Engine.get_per_tensor_param_shard``."""
         self._expect("get_per_tensor_param_shard", "ready")
+        check_export(dtype)
         self._check_adapter(adapter)
         return export.export_shards(self.table, self._reader(dtype))
 
@@ -216,7 +226,7 @@ class MegatronEngine(BaseEngine):
     def save_hf(self, directory: Path | str, *, dtype: torch.dtype | None = None) -> None:
         """See ``Engine.save_hf``."""
         self._expect("save_hf", "ready")
-        save_hf(self.get_per_tensor_param(dtype=dtype), Path(directory), comm=self.comm, source=self.folder,
+        save_hf(self.get_per_tensor_param(dtype=dtype), folder_of(directory), comm=self.comm, source=self.folder,
                 hf_config=self.hf_config)  # fmt: skip
 
     def _check_adapter(self, adapter: Adapter) -> None:
@@ -230,6 +240,9 @@ class MegatronEngine(BaseEngine):
     def state_shards(self) -> dict[str, tuple[Tensor, ShardSpec]]:
         """See ``BaseEngine.state_shards``; all ranks together."""
         return checkpoint.state_of(self.table, self.masters, self.trainer)
+
+    def _optimizer_fields(self) -> Collection[str]:
+        return () if self.trainer is None else state_fields(self.trainer.parts[0].inner)
 
     def _state_layout(self, entries: Mapping[str, Entry]) -> dict[str, tuple[ShardSpec, torch.dtype]]:
         return checkpoint.layout_of(self.table, self.trainer, entries)

@@ -32,8 +32,10 @@ class MegatronOptions:
     # What save_checkpoint writes: engine-api's layout, which every engine loads in every layout, or Megatron's own, for which
     # nothing is gathered: it loads here alone, with the same layout but for dp and cp. load_checkpoint reads either.
     checkpoint: Literal["portable", "megatron"] = "portable"
-    # Seconds after which a collective that does not end fails; in Megatron's groups whole minutes, one at least.
-    timeout_s: int = 1800
+    timeout_s: int = 600
+    """Seconds that a rank may keep the others waiting in a collective, or be silent (stopped, its host lost), after which the
+    call ends with ``RankFailure`` on them; in Megatron's groups whole minutes, one at least. A rank whose process is gone is
+    noticed within seconds."""
 
     def __post_init__(self) -> None:
         for name, what, known in (("spec", "layer spec", SPECS), ("checkpoint", "format", CHECKPOINTS)):

@@ -45,7 +45,7 @@ def missing() -> ProbeResult | None:
 
 PLUGIN = EnginePlugin(
     name="engine-megatron",
-    contract="1.1",
+    contract="1.3",
     rows=(
         Row(model_types=("language_model",), backends=_BACKENDS, devices=_DEVICES,
             target="engine_megatron.engine:MegatronEngineWithLMHead"),

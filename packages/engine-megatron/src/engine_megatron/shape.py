@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
+from engine_api import hf_config
 from engine_api.config import ModelSource
 from engine_api.errors import ConfigError
 from engine_api.hf_overrides import override
@@ -56,8 +57,6 @@ class Shape:
 
 def read_hf_config(source: ModelSource, folder: str) -> Any:
     """The configuration as transformers reads it, overrides applied; raises ``ConfigError``."""
-    from transformers import AutoConfig
-
     if source.trust_remote_code:
         raise ConfigError("model.trust_remote_code", "this engine has its own model", remedy="leave it out")
     if source.attention not in ("auto", "sdpa"):
@@ -65,11 +64,9 @@ def read_hf_config(source: ModelSource, folder: str) -> Any:
     file = Path(folder) / "config.json"
     if not file.is_file():
         raise ConfigError("model.path", f"{file} is not there", remedy="give a folder that save_pretrained wrote")
-    try:
-        config = AutoConfig.from_pretrained(folder)
-    except (OSError, ValueError) as error:
-        raise ConfigError("model.path", f"{file} is of no use", why=str(error).splitlines()[0],
-                          remedy=f"give a folder that save_pretrained wrote, of {', '.join(FAMILIES)}") from error  # fmt: skip
+    config = hf_config.read_hf_config(
+        folder, remedy=f"give a folder that save_pretrained wrote, of {', '.join(FAMILIES)}"
+    )
     override(config, source.config_overrides)
     return config
 

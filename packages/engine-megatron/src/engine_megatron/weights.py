@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import logging
 import math
 import zlib
@@ -15,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from engine_api.errors import ConfigError
+from engine_api.hf_folder import read_index
 from engine_api.weights import ShardSpec
 from engine_megatron.families import TIED_HEAD, Cut, Rule, Split, cuts, rules_of, saved_shape
 from engine_megatron.masters import Masters
@@ -226,12 +226,9 @@ class Files:
 
 
 def _weight_files(folder: Path) -> list[Path]:
-    index = folder / "model.safetensors.index.json"
-    if index.is_file():
-        try:
-            return sorted({folder / name for name in json.loads(index.read_text())["weight_map"].values()})
-        except (ValueError, KeyError, TypeError, AttributeError) as error:
-            raise _unreadable(index, error) from error
+    index = read_index(folder)
+    if index is not None:
+        return sorted({folder / name for name in index.values()})
     files = sorted(folder.glob("*.safetensors"))
     if not files:
         raise ConfigError("model.path", f"{folder} holds no weights (*.safetensors)",

@@ -18,7 +18,7 @@ _LM, _VALUE = ("language_model",), ("value_model",)
 
 FSDP = EnginePlugin(
     name="engine-npu",
-    contract="1.1",
+    contract="1.3",
     rows=(
         Row(model_types=_LM, backends=("fsdp", "fsdp2"), devices=_DEVICES, target="engine_npu.engine:NPUFSDPEngineWithLMHead"),
         Row(model_types=_VALUE, backends=("fsdp", "fsdp2"), devices=_DEVICES, target="engine_npu.engine:NPUFSDPEngineWithValueHead"),
@@ -33,7 +33,7 @@ _MEGATRON = MEGATRON_ELSEWHERE.capabilities - {Capability.FP8}  # Transformer En
 
 MEGATRON = EnginePlugin(
     name="engine-npu-megatron",
-    contract="1.1",
+    contract="1.3",
     rows=(
         Row(model_types=_LM, backends=("megatron",), devices=_DEVICES, target="engine_npu.megatron:MindspeedEngineWithLMHead"),
         Row(model_types=_VALUE, backends=("megatron",), devices=_DEVICES, target="engine_npu.megatron:MindspeedEngineWithValueHead"),
@@ -46,7 +46,7 @@ MEGATRON = EnginePlugin(
 
 MINDSPEED = EnginePlugin(
     name="engine-npu-mindspeed",
-    contract="1.1",
+    contract="1.3",
     rows=(
         Row(model_types=_LM, backends=("mindspeed_megatron",), devices=_DEVICES,
             target="engine_npu.megatron:MindSpeedMegatronEngineWithLMHead"),

@@ -1,0 +1,39 @@
+"""Fuzz model folders: whatever is in one, its architecture and its files are read or refused by a typed error."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from damaged_folders import DAMAGES, damaged, whole_folder
+from fuzzing import fuzz
+from hypothesis import given
+from hypothesis import strategies as st
+
+from engine_api.config import ModelSource
+from engine_api.errors import EngineError
+from engine_megatron.parallel import Layout
+from engine_megatron.shape import read_hf_config, refuse_other_models, shape_of
+from engine_megatron.weights import Files, check_layout, weight_table
+
+LAYOUT = Layout(world=1, rank=0, tensor=1, data=1, stages=1)
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory):
+    return {name: whole_folder(tmp_path_factory.mktemp(name), name) for name in ("qwen3", "qwen3_moe")}
+
+
+@pytest.mark.filterwarnings("ignore")  # of transformers, about what it finds in a damaged file
+@fuzz()
+@given(family=st.sampled_from(["qwen3", "qwen3_moe"]), damages=DAMAGES)
+def test_a_damaged_folder_is_refused_by_a_typed_error_or_read(tmp_path_factory, whole, family, damages):
+    folder = damaged(whole[family], tmp_path_factory.getbasetemp() / "damaged", damages)
+    try:
+        config = read_hf_config(ModelSource(path=str(folder)), str(folder))
+        refuse_other_models(config)
+        shape = shape_of(config, "language_model")
+        check_layout(shape, LAYOUT, 1)
+        Files(str(folder)).check(weight_table(shape, LAYOUT, 1, torch.float32))
+    except EngineError as error:
+        refused = error
+        assert refused.remedy
