@@ -136,7 +136,12 @@ def engine(monkeypatch):
     monkeypatch.setattr("torch.distributed.get_rank", lambda: 0)  # of the scheduler, which is a thread here
     monkeypatch.setattr("rollout_fp8.versions.check", lambda *args, **kwargs: None)
     Engine.made.clear()
-    return Engine
+    # An engine that a test makes by itself takes the root logger, as SGLang's does: for that test alone.
+    root = logging.getLogger()
+    level, handlers = root.level, list(root.handlers)
+    yield Engine
+    root.setLevel(level)
+    root.handlers[:] = handlers
 
 
 @pytest.fixture

@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import socket
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
 import torch
 from test_plan import rows, source
+from waiting import NEVER_S
 
 from rollout_fp8.plan import make_plan
+from rollout_fp8.transports import collective
 from rollout_fp8.transports.channel import PeerError
-from rollout_fp8.transports.collective import CollectiveIncoming, CollectiveOutgoing
+from rollout_fp8.transports.collective import CollectiveIncoming, CollectiveOutgoing, Group, _store
 
 CPU = torch.device("cpu")
 
@@ -39,3 +43,28 @@ def test_a_store_that_a_receiver_does_not_reach_is_named_with_what_to_look_at() 
 def test_a_store_that_cannot_be_opened_is_named_with_what_to_look_at() -> None:
     with pytest.raises(PeerError, match=r"cannot open .*no-such-host\.invalid[^$]*to do: .*address of this host"):
         CollectiveOutgoing(CPU, "no-such-host.invalid", timeout_s=1.0).open([])
+
+
+def test_one_that_failed_and_keeps_its_error_holds_no_other(monkeypatch) -> None:
+    """Over gloo: connections live as long as any broadcast over them, wherever that is referred to."""
+    monkeypatch.setattr(collective, "_without_watchdog", nullcontext)  # the environment is not for threads to change
+    store = _store("127.0.0.1", 0, 3, NEVER_S)
+    stores = [store, *(_store("127.0.0.1", store.port, 3, NEVER_S) for _ in range(2))]
+    with ThreadPoolExecutor(3) as threads:
+        made = [threads.submit(Group, stores[rank], rank, 3, CPU, NEVER_S) for rank in range(3)]
+        sender, waits, leaves = [future.result() for future in made]
+        del made
+    buffer = torch.zeros(1 << 20, dtype=torch.uint8)
+    coming = [waits.broadcast(buffer) for _ in range(2)]
+    leaves.abort()
+
+    def send_three() -> None:
+        for _ in range(3):
+            sender.wait(sender.broadcast(buffer.clone()))
+
+    with pytest.raises(PeerError, match="a broadcast failed") as kept:
+        send_three()
+    sender.abort()
+    waits.abort()
+    coming.clear()  # waits for the two broadcasts: they end because the sender has left, not because its error is let go
+    assert kept.value

@@ -10,7 +10,6 @@ import subprocess
 import sys
 import tempfile
 import threading
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict
@@ -21,6 +20,7 @@ import pytest
 import torch
 from background import Background
 from transformers import AutoModelForCausalLM, Qwen3Config
+from waiting import DEADLINE_S, until
 
 from engine_api.config import ModelSource
 from engine_api.errors import ConfigError, RolloutError
@@ -84,7 +84,7 @@ def test_a_generation_that_failed_is_done_and_tells_why_as_often_as_it_is_asked(
     running.abort()  # it is over: nothing to do
     for _ in range(2):
         with pytest.raises(RolloutError, match=str(error.args[0])):
-            running.result(5)
+            running.result(DEADLINE_S)
     made.close()
 
 
@@ -108,15 +108,18 @@ def test_a_server_that_was_started_takes_one_descriptor_at_most(tmp_path, monkey
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     before = set(Path("/proc/self/fd").iterdir())
     with pytest.raises(RolloutError, match="KeyError"):
-        ServerProcess("local", "cpu", {}, gpus=0, timeout_s=60)
+        ServerProcess("local", "cpu", {}, gpus=0, timeout_s=DEADLINE_S)
     assert set(Path("/proc/self/fd").iterdir()) <= before
 
 
 def test_who_waits_for_a_server_that_another_thread_closes_is_told_so(tmp_path) -> None:
     CONFIG.save_pretrained(tmp_path)
     given = {"model": ModelSource(path=str(tmp_path)), "pad_token_id": 0, "dtype": "float32"}
-    made = RemoteRollout(name="local", device="cpu", arguments=given, start_timeout_s=120)
-    pending = made._server.start("generate", prompts=[[3]], sampling={"max_new_tokens": 100_000})
+    made = RemoteRollout(name="local", device="cpu", arguments=given, start_timeout_s=DEADLINE_S)
+    with torch.random.fork_rng():
+        made.update_weights(iter(AutoModelForCausalLM.from_config(CONFIG).state_dict().items()), 0)
+    # More tokens than it makes while it is closed, however busy the machine is: it computes for minutes.
+    pending = made._server.start("generate", prompts=[[3]], sampling={"max_new_tokens": 30_000})
     made.close()  # the server ended well: its log is gone
     with pending, pytest.raises(RolloutError, match="does not answer"):
         pending.answer()
@@ -140,9 +143,8 @@ def test_the_device_auto_is_the_servers_own_choice_for_weights_too(tmp_path, mon
     config = json.dumps({**given, "model": asdict(source)})
     with subprocess.Popen([*command, "--config", config, "--announce", str(announce)]) as process:
         try:
-            while not announce.exists():
-                assert process.poll() is None
-                time.sleep(0.1)
+            until(lambda: announce.exists() or process.poll() is not None)
+            assert process.poll() is None
             url = json.loads(announce.read_text())["url"]
             made = RemoteRollout(name="local", device="auto", arguments={**given, "model": source}, url=url)
             assert made.update_weights(iter(weights.items()), 1).version == 1

@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from waiting import DEADLINE_S
 
 from engine_api.errors import RolloutError
 from rollout_fp8.vllm.processes import Processes
@@ -22,7 +23,7 @@ pytestmark = pytest.mark.skipif(
 
 @pytest.fixture
 def children() -> Iterator[list[subprocess.Popen[bytes]]]:
-    started = [subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"]) for _ in range(2)]
+    started = [subprocess.Popen([sys.executable, "-c", "import time; time.sleep(3600)"]) for _ in range(2)]
     yield started
     for child in started:
         child.kill()
@@ -37,8 +38,8 @@ def test_the_end_of_one_ends_all(children: list[subprocess.Popen[bytes]]) -> Non
     before, ended = handles(), queue.SimpleQueue[str]()
     watch = Processes([child.pid for child in children], ended.put)
     children[0].kill()
-    assert f"process {children[0].pid} has ended" in ended.get(timeout=10)
-    assert children[1].wait(timeout=10) == -signal.SIGKILL
+    assert f"process {children[0].pid} has ended" in ended.get(timeout=DEADLINE_S)
+    assert children[1].wait(timeout=DEADLINE_S) == -signal.SIGKILL
     watch.close()
     assert handles() == before
 

@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 import sglang_fakes
 from sglang_fakes import GREEDY, VOCAB, Engine, export, same, served
+from waiting import DEADLINE_S
 
 from engine_api.errors import ConfigError, PluginUnavailable, RolloutError
 from engine_api.rollout import AsyncRollout, SamplingParams
@@ -250,7 +251,7 @@ def test_a_log_prob_that_is_none_is_refused(make, monkeypatch, value):
         rollout.generate([[1], [5]], GREEDY)
     assert "dtype" in caught.value.remedy
     with pytest.raises(RolloutError, match="prompt 0: token 2"):
-        rollout.submit([5], GREEDY).result(5)
+        rollout.submit([5], GREEDY).result(DEADLINE_S)
 
 
 def test_what_a_call_of_the_server_raises_is_an_error_of_the_contract(make, monkeypatch):
@@ -273,7 +274,7 @@ def test_a_process_that_dies_while_generating_is_an_error_and_nothing_hangs(make
     with pytest.raises(RolloutError, match="processes failed"):
         rollout.generate([[1]], GREEDY)
     with pytest.raises(RolloutError, match="processes failed"):
-        before.result(5)
+        before.result(DEADLINE_S)
     with pytest.raises(RolloutError):
         rollout.update_weights(export(1), 2)
 
@@ -282,7 +283,7 @@ def test_generation_in_the_background_and_abort(make):
     rollout = make()
     rollout.update_weights(export(), 1)
     server = Engine.made[0]
-    got = rollout.submit([3], SamplingParams(n=2, max_new_tokens=2, temperature=0.0)).result(5)
+    got = rollout.submit([3], SamplingParams(n=2, max_new_tokens=2, temperature=0.0)).result(DEADLINE_S)
     assert [(c.prompt_index, c.tokens) for c in got] == [(0, [4, 5])] * 2
     server.hold = asyncio.Event()
     slow = rollout.submit([3], SamplingParams(n=3, max_new_tokens=30))
@@ -291,9 +292,9 @@ def test_generation_in_the_background_and_abort(make):
     assert not slow.done()
     quick = rollout.submit([3], GREEDY)
     quick.abort()  # before the server knows of it
-    assert [c.finish_reason for c in quick.result(5)] == ["abort"]
+    assert [c.finish_reason for c in quick.result(DEADLINE_S)] == ["abort"]
     slow.abort()
-    ends = slow.result(5)
+    ends = slow.result(DEADLINE_S)
     assert [(c.tokens, c.finish_reason, c.weight_versions) for c in ends] == [([4], "abort", [1])] * 3
     slow.abort()
     rollout.close()

@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 import sglang_fakes
 from sglang_fakes import Engine
+from waiting import NEVER_S, until
 
 from engine_api.errors import RolloutError
 
@@ -28,7 +29,9 @@ def test_a_start_that_does_not_come_to_its_end_leaves_no_process(make, monkeypat
     started: list[multiprocessing.Process] = []
 
     def begin(self: Engine, **_: object) -> None:
-        started.extend(multiprocessing.get_context("spawn").Process(target=time.sleep, args=(60,)) for _ in range(2))
+        started.extend(
+            multiprocessing.get_context("spawn").Process(target=time.sleep, args=(NEVER_S,)) for _ in range(2)
+        )
         for process in started:
             process.start()
         if how == "error":
@@ -41,13 +44,13 @@ def test_a_start_that_does_not_come_to_its_end_leaves_no_process(make, monkeypat
     try:
         with pytest.raises(KeyboardInterrupt if how == "interrupt" else RolloutError):
             make()
-        assert [process.is_alive() for process in started] == [False, False]
+        until(lambda: not any(process.is_alive() for process in started))
     finally:
         signal.signal(signal.SIGUSR1, old)
         for process in started:
             process.kill()
     assert signal.getsignal(signal.SIGQUIT) is handler
-    assert not [thread for thread in threading.enumerate() if thread.name == "sglang"]
+    until(lambda: not [thread for thread in threading.enumerate() if thread.name == "sglang"])
 
 
 @pytest.mark.parametrize("error", [KeyboardInterrupt, KeyError])

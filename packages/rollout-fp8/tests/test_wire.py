@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-import time
 from contextlib import nullcontext
 from typing import Any
 
@@ -12,6 +11,7 @@ import torch
 from exporter_ranks import RESOLUTION, Lora, Shards, exporter
 from served_model import ServedModel, checkpoint
 from test_server import CONFIG, PROMPTS, SAMPLING, weights
+from waiting import DEADLINE_S, NEVER_S
 
 from engine_api.config import LoraConfig, ModelSource
 from engine_api.discovery import import_target
@@ -66,7 +66,18 @@ class Flipped:
 def ends(monkeypatch):
     """An engine's end for two replicas, and theirs, in threads: what NCCL is told through the environment is not for them."""
     monkeypatch.setattr(collective, "_without_watchdog", nullcontext)
-    made = [Wire(resolution=RESOLUTION, timeout_s=3.0) for _ in range(3)]
+    yield from _wires(NEVER_S)
+
+
+@pytest.fixture
+def impatient_ends(monkeypatch):
+    """``ends`` that soon give up on a peer that does not come."""
+    monkeypatch.setattr(collective, "_without_watchdog", nullcontext)
+    yield from _wires(3.0)
+
+
+def _wires(timeout_s: float):
+    made = [Wire(resolution=RESOLUTION, timeout_s=timeout_s) for _ in range(3)]
     yield made
     for wire in made:
         wire.close()
@@ -86,7 +97,7 @@ def together(*works: Any) -> list[Any]:
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(30)
+        thread.join(DEADLINE_S)
         assert not thread.is_alive()
     return found
 
@@ -140,7 +151,6 @@ def test_a_replica_that_serves_something_else_fails_the_sync_for_all(ends, tmp_p
     wire, good, bad = ends
     export, sender = exporter(tmp_path, "fp8"), wire.serve("127.0.0.1", 2)
     stream, address, sessions = export.export(Shards(checkpoint(0), 0, 1)), sender.address, [Worker(), make()]
-    begin = time.monotonic()
     sent, first, second = together(
         lambda: sender.send(stream), receiving(good, address, 0, SyncSession(sessions[0])),
         receiving(bad, address, 1, SyncSession(sessions[1])),
@@ -149,7 +159,6 @@ def test_a_replica_that_serves_something_else_fails_the_sync_for_all(ends, tmp_p
     assert isinstance(sent, PeerError)
     assert said in str(sent)
     assert isinstance(first, PeerError | SyncResult)  # it may have been through
-    assert time.monotonic() - begin < 10
 
 
 def test_weights_that_are_not_finite_are_served_by_nobody(ends, tmp_path) -> None:
@@ -165,10 +174,10 @@ def test_weights_that_are_not_finite_are_served_by_nobody(ends, tmp_path) -> Non
     assert all(isinstance(error, RolloutError) and "not finite: model.norm.weight" in str(error) for error in failed)
 
 
-def test_a_replica_that_does_not_come_or_comes_with_the_address_of_an_earlier_sync(ends, tmp_path) -> None:
-    wire, first, second = ends
+def test_a_replica_that_does_not_come_or_comes_with_the_address_of_an_earlier_sync(impatient_ends, tmp_path) -> None:
+    wire, first, second = impatient_ends
     export, sender = exporter(tmp_path, "fp8"), wire.serve("127.0.0.1", 2)
-    stale, begin = sender.address, time.monotonic()
+    stale = sender.address
     failed = together(
         lambda: sender.send(export.export(Shards(checkpoint(0), 0, 1))), receiving(first, stale, 0, SyncSession(Worker()))
     )  # fmt: skip
@@ -182,11 +191,10 @@ def test_a_replica_that_does_not_come_or_comes_with_the_address_of_an_earlier_sy
     )  # fmt: skip
     assert "it came for sync 0 as receiver 0; this is sync 1" in str(late)
     assert "receiver 0 did not connect" in str(sent)
-    assert time.monotonic() - begin < 20
 
 
-def test_a_stranger_without_the_key_is_not_taken_in(ends, tmp_path) -> None:
-    wire, stranger, _ = ends
+def test_a_stranger_without_the_key_is_not_taken_in(impatient_ends, tmp_path) -> None:
+    wire, stranger, _ = impatient_ends
     sender, stream = wire.serve("127.0.0.1", 1), exporter(tmp_path, "none").export(Shards(checkpoint(0), 0, 1))
     guessed = sender.address.rpartition("#")[0] + "#" + "00" * 32
     sent, refused = together(lambda: sender.send(stream), receiving(stranger, guessed, 0, SyncSession(Worker())))
@@ -211,7 +219,9 @@ def test_a_server_behind_the_wire_serves_what_came_over_it(ends, tmp_path) -> No
     here = RolloutRegistry.create(name="local", device="cpu", **arguments)
     export = Exporter(resolution=RESOLUTION, model=model, dtype="float32")
     sender = wire.serve("127.0.0.1", 1)
-    there = RemoteRollout(name="local", device="cpu", arguments=arguments, timeout_s=20, start_timeout_s=120)
+    there = RemoteRollout(
+        name="local", device="cpu", arguments=arguments, timeout_s=NEVER_S, start_timeout_s=DEADLINE_S
+    )
     try:
         for version in (4, 5):
             here.update_weights(iter(weights(version).items()), version)
@@ -231,9 +241,9 @@ def test_a_server_behind_the_wire_serves_what_came_over_it(ends, tmp_path) -> No
 def test_who_is_gone_is_named_where_only_a_broadcast_fails() -> None:
     listener, ends = Listener(), []
     for _ in range(3):
-        thread = threading.Thread(target=lambda: ends.append(listener.accept("a receiver", 20)))
+        thread = threading.Thread(target=lambda: ends.append(listener.accept("a receiver", DEADLINE_S)))
         thread.start()
-        ends.append(connect(listener.address, 5))
+        ends.append(connect(listener.address, DEADLINE_S))
         thread.join()
     pairs = [sorted(ends[i : i + 2], key=lambda end: end.peer != "a receiver") for i in (0, 2, 4)]
     pairs[0][1].close()

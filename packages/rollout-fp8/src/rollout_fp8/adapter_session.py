@@ -8,6 +8,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Protocol, runtime_checkable
 
+from engine_api.codec import register
 from engine_api.errors import RolloutError
 from engine_api.rollout import SyncResult
 from rollout_fp8.adapter import WHERE, Adapter, Expected, folder_of, read_folder
@@ -61,6 +62,7 @@ class SentAdapter:
         return {}
 
 
+@register
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Held:
     """What one worker has of an adapter after it was told to load it.

@@ -69,24 +69,25 @@ class RemoteRollout:
         self._has_base = False  # of an adapter
         self._process: ServerProcess | None = None
         connects = url is not None
-        if url is None:
-            config = {**arguments, "model": asdict(arguments["model"])}
-            if arguments.get("lora") is not None:
-                config["lora"] = asdict(arguments["lora"])
-            size = int(arguments.get("tensor_parallel_size", 1))
-            require_own_devices(device, size)
-            gpus = size if device != "cpu" else 0
-            self._process = ServerProcess(name, device, config, gpus=gpus, timeout_s=start_timeout_s)
-            url = self._process.url
-        self._server = Endpoint(url, silence_s, self._process)
         try:
+            if url is None:
+                config = {**arguments, "model": asdict(arguments["model"])}
+                if arguments.get("lora") is not None:
+                    config["lora"] = asdict(arguments["lora"])
+                size = int(arguments.get("tensor_parallel_size", 1))
+                require_own_devices(device, size)
+                gpus = size if device != "cpu" else 0
+                self._process = ServerProcess(name, device, config, gpus=gpus, timeout_s=start_timeout_s)
+                url = self._process.url
+            self._server = Endpoint(url, silence_s, self._process)
             health = self._server.health()
             if connects:
                 require_same(url, name, arguments, health)
             self._served: Mapping[str, Any] = health["arguments"]  # for what the client was not told
             self.weight_version: int = health["weight_version"]
         except BaseException:  # an interrupt too must leave no server behind; raised again
-            self.close()
+            if self._process is not None:
+                self._process.close()
             raise
 
     def generate(self, prompts: Sequence[Sequence[int]], sampling: SamplingParams) -> list[Completion]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import http.client
 import json
 import os
+import secrets
 import select
 import signal
 import socket
@@ -13,7 +14,7 @@ import sys
 import tempfile
 import time
 import weakref
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, Self
 from urllib.parse import urlsplit
@@ -21,7 +22,7 @@ from urllib.parse import urlsplit
 import torch
 
 from engine_api.errors import RolloutError
-from rollout_fp8.messages import dumps, error_from_json
+from rollout_fp8.messages import CONFIG, dumps, error_from_json
 from rollout_fp8.transports.channel import secret
 
 WHERE = "rollout in a server"
@@ -50,17 +51,30 @@ class ServerProcess:
 
     def __init__(self, name: str, device: str, config: Mapping[str, Any], *, gpus: int, timeout_s: float) -> None:
         self._folder = tempfile.TemporaryDirectory(prefix="rollout-server-")
-        descriptor, log_name = tempfile.mkstemp(prefix=f"rollout-{name}-", suffix=".log")
-        self.log = Path(log_name)
         announce = Path(self._folder.name) / "announce.json"
-        command = [sys.executable, "-m", "rollout_fp8.server", "--name", name, "--device", device, "--config",
-                   json.dumps(config), "--announce", str(announce), "--with-parent"]  # fmt: skip
-        with os.fdopen(descriptor, "wb") as log:
-            self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=log, stderr=subprocess.STDOUT,
-                                             start_new_session=True, env=_environment(gpus))  # fmt: skip
-        # At the end of the interpreter too, if nobody calls ``close``.
-        self._end = weakref.finalize(self, _end, self._process, self.log)
+        command = [sys.executable, "-m", "rollout_fp8.server", "--name", name, "--device", device,
+                   "--announce", str(announce), "--with-parent"]  # fmt: skip
+        self.log = Path(tempfile.gettempdir(), f"rollout-{name}-{secrets.token_hex(4)}.log")
+        started: list[subprocess.Popen[bytes]] = []
+        # At the end of the interpreter too, if no one calls ``close``; made before there is anything to end.
+        self._end = weakref.finalize(self, _end_all, started, self.log)
         try:
+            # For this user alone: what a model's code prints may be private.
+            with open(self.log, "xb", opener=lambda path, flags: os.open(path, flags, 0o600)) as log:
+                # Every user of this machine can read another's command lines, and not their environment.
+                environment = {**_environment(gpus), CONFIG: json.dumps(config)}
+                # In one statement: an interrupt after it finds the process in the list.
+                started.append(
+                    subprocess.Popen(
+                        command,
+                        stdin=subprocess.PIPE,
+                        stdout=log,
+                        stderr=subprocess.STDOUT,
+                        start_new_session=True,
+                        env=environment,
+                    )
+                )
+            (self._process,) = started
             self.url = self._await(announce, timeout_s)
         except BaseException:  # an interrupt too must leave no process behind; raised again
             self.close()
@@ -128,6 +142,11 @@ def _exit_code(process: subprocess.Popen[bytes], wait_s: float = 0.0) -> int | N
             return None
         time.sleep(0.05)
     return found.si_status if found.si_code == os.CLD_EXITED else -found.si_status
+
+
+def _end_all(started: Iterable[subprocess.Popen[bytes]], log: Path) -> None:
+    for process in started:
+        _end(process, log)
 
 
 def _end(process: subprocess.Popen[bytes], log: Path) -> None:

@@ -18,6 +18,7 @@ from engine_api.config import LoraConfig, ModelSource
 from engine_api.contract import Engine
 from engine_api.devices import device_of
 from engine_api.errors import ConfigError, RolloutError, UnsupportedCapability
+from engine_api.heartbeat import watched_each
 from engine_api.registry import Resolution
 from engine_api.weights import ShardExport, ShardSpec, WeightExport
 from rollout_fp8.adapter import Adapter
@@ -138,7 +139,7 @@ class EngineStream:
     def buckets(self) -> Iterator[tuple[BucketPlan, Tensor]]:
         """See ``WireStream.buckets``. The next bucket is made while this one is installed."""
         if self._left is None:
-            self._left = self._make()
+            self._left = watched_each("weight sync", self._make(), lane="sync")
         return self._left
 
     def __iter__(self) -> Iterator[tuple[str, Tensor]]:

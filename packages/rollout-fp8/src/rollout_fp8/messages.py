@@ -11,6 +11,7 @@ from engine_api import errors
 from engine_api.errors import EngineError, RolloutError
 from engine_api.rollout import Completion, SamplingParams, SyncResult
 
+CONFIG = "ROLLOUT_FP8_CONFIG"  # the environment variable that has a server's ``--config``, which may hold secrets
 T = TypeVar("T", Completion, SamplingParams, SyncResult)
 
 

@@ -1,13 +1,13 @@
-"""The engine's ranks, which make a sync together: small objects of Python between them, never tensors of the model."""
+"""The engine's ranks, which make a sync together: small values between them, never tensors of the model."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import torch.distributed as dist
 
-from engine_api.comm import Comm, SingleComm, together
+from engine_api.comm import GroupComm, SingleComm, together
 from engine_api.errors import ConfigError
 
 T = TypeVar("T")
@@ -18,7 +18,7 @@ def of_all(work: Callable[[], T]) -> list[T]:
 
     Raises where it fails anywhere: its own error there, ``RankFailure`` on the other ranks.
     """
-    return together(_DefaultGroup() if world_size() > 1 else SingleComm(), work)
+    return together(GroupComm() if world_size() > 1 else SingleComm(), work)
 
 
 def world_size() -> int:
@@ -32,16 +32,3 @@ def require_own_devices(device: str, size: int) -> None:
         raise ConfigError("rollout.options.tensor_parallel_size", f"{size}, for the replica of each of {ranks} ranks",
                           why="it takes its rank's device and those behind it, which the next ranks' replicas take too",
                           remedy="1; vllm with executor: in_process, by which ranks serve one together; or launcher: ray with ray.rollouts")  # fmt: skip
-
-
-class _DefaultGroup(Comm):
-    def __init__(self) -> None:
-        self.rank, self.world_size = dist.get_rank(), dist.get_world_size()
-
-    def all_gather(self, value: Any) -> list[Any]:
-        rows: list[Any] = [None] * self.world_size
-        dist.all_gather_object(rows, value)
-        return rows
-
-    def close(self) -> None:
-        """The group is the engine's."""

@@ -29,11 +29,12 @@ import json
 import logging
 import os
 import signal
+import socket
 import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from itertools import count
 from pathlib import Path
@@ -47,12 +48,14 @@ from engine_api.leash import end_group_with
 from engine_api.registry import RolloutRegistry
 from engine_api.rollout import AsyncRollout, Completion, Generation, Rollout, SamplingParams
 from engine_api.weights import WeightExport
-from rollout_fp8.messages import dumps, error_to_json, from_json, to_json
+from rollout_fp8.messages import CONFIG, dumps, error_to_json, from_json, to_json
 from rollout_fp8.served import settings_of
 from rollout_fp8.transports.channel import secret
 
 LARGEST = 1 << 28  # bytes of a request
 IDLE_S = 60.0  # of a connection that sends nothing
+STRANGER_S = 10.0  # for a connection to show the token
+STRANGERS = 64  # connections that have not shown it yet, at most; the oldest goes first
 KEPT_S = 3600.0  # a generation that no client asks for: steps of training may lie between submitting one and its result
 
 log = logging.getLogger("rollout_fp8.server")
@@ -191,7 +194,40 @@ class Server(ThreadingHTTPServer):
 
     def __init__(self, address: tuple[str, int], service: Service) -> None:
         self.service, self.token = service, secret("http").hex()
+        self._strangers: dict[Any, float] = {}  # sockets, the oldest first: until when, by time.monotonic()
         super().__init__(address, _Handler)
+
+    def process_request(self, request: Any, client_address: Any) -> None:
+        """Hear a new connection in a thread of its own, for ``STRANGER_S`` unless it shows the token."""
+        for oldest in list(self._strangers)[: 1 - STRANGERS]:
+            self._hang_up(oldest)
+        self._strangers[request] = time.monotonic() + STRANGER_S
+        super().process_request(request, client_address)
+
+    def is_known(self, request: Any) -> None:
+        """Take note that a connection has shown the token."""
+        self._strangers.pop(request, None)
+
+    def shutdown_request(self, request: Any) -> None:
+        """Close a connection."""
+        self._strangers.pop(request, None)
+        super().shutdown_request(request)
+
+    def service_actions(self) -> None:
+        """Hang up on connections that have not shown the token in time, however they spend it."""
+        now = time.monotonic()
+        for request in [request for request, until in self._strangers.copy().items() if until <= now]:
+            self._hang_up(request)
+
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        """Say what went wrong with a connection, unless its other end is closed: that is a client's affair."""
+        if not isinstance(sys.exc_info()[1], OSError):
+            super().handle_error(request, client_address)
+
+    def _hang_up(self, request: Any) -> None:
+        self._strangers.pop(request, None)
+        with suppress(OSError):  # it has hung up itself
+            request.shutdown(socket.SHUT_RDWR)
 
     def server_bind(self) -> None:
         """Without the look-up of this host's name that ``HTTPServer`` makes."""
@@ -245,6 +281,7 @@ class _Handler(BaseHTTPRequestHandler):
         given = self.headers.get("Authorization", "").removeprefix("Bearer ")
         if not hmac.compare_digest(given.encode(), self._server.token.encode()):
             raise self._refused(401, "the token is wrong", "give server and client the same ROLLOUT_FP8_KEY")
+        self._server.is_known(self.connection)
         if self.path not in calls:
             raise self._refused(404, f"there is no {self.command} {self.path}", f"one of: {', '.join(sorted(calls))}")
         call, arguments = calls[self.path], self._body()
@@ -298,7 +335,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         end_group_with(0)  # with all that the server has started
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
     try:
-        config = json.loads(options.config)
+        config = json.loads(options.config or os.environ.pop(CONFIG))
         device = options.device
         if device == "auto":
             device = RolloutRegistry.resolve(backend=options.name).device
@@ -324,7 +361,9 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--name", required=True, help="of a registered rollout: vllm, sglang, local")
     parser.add_argument("--device", default="auto", help="cuda, cpu, or auto: the first of them that is here")
     parser.add_argument(
-        "--config", required=True, help="JSON: what the rollout's class takes (model, batch_size, dtype, …)"
+        "--config",
+        required=CONFIG not in os.environ,
+        help=f"JSON: what the rollout's class takes (model, batch_size, dtype, …); else in the variable {CONFIG}",
     )
     parser.add_argument("--host", default="127.0.0.1", help="where it listens")
     parser.add_argument("--port", type=int, default=0, help="0: a free one")

@@ -15,6 +15,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from engine_api.codec import register
 from engine_api.weights import ShardSpec
 
 BLOCK = 128  # rows and columns of a block with one scale
@@ -22,6 +23,7 @@ SCALE_SUFFIX = "_scale_inv"  # what both servers call the scales of ``X.weight``
 ALIGNMENT = 512  # bytes; where pieces begin in a bucket: full width of a memory transaction, and any dtype's view
 
 
+@register
 @dataclass(frozen=True, kw_only=True, slots=True)
 class WireTensor:
     """One tensor as it is served."""
@@ -36,6 +38,7 @@ class WireTensor:
         return prod(self.shape) * self.dtype.itemsize
 
 
+@register
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Piece:
     """A box of a wire tensor, and the bytes of a bucket's buffer that hold it (row-major)."""
@@ -55,6 +58,7 @@ class Piece:
         return flat.view(self.tensor.dtype).view(self.box.shape)
 
 
+@register
 @dataclass(frozen=True, kw_only=True, slots=True)
 class BucketPlan:
     """What one bucket holds; ``slot`` says which of the plan's buffers it is filled into."""
@@ -64,6 +68,7 @@ class BucketPlan:
     slot: int
 
 
+@register
 @dataclass(frozen=True, kw_only=True, slots=True)
 class WirePlan:
     """Everything about a sync that does not change from one to the next.

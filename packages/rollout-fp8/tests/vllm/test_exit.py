@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 from vllm_peers import DEVICE, SMALL
+from waiting import DEADLINE_S
 
 from engine_conformance.cases import Target
 from engine_conformance.cases._served import rollout_model
@@ -34,6 +35,6 @@ dist.destroy_process_group()
 def test_a_rollout_that_nobody_closed_is_silent_when_the_process_ends(root: Path) -> None:
     model = rollout_model(Target(backend="vllm", device=DEVICE, root=root, rollout=True))
     done = subprocess.run([sys.executable, "-c", SCRIPT, str(model), DEVICE, json.dumps(SMALL)], capture_output=True, text=True,
-                          timeout=240, check=False, env={**os.environ, "OMP_NUM_THREADS": "1"})  # fmt: skip
+                          timeout=DEADLINE_S, check=False, env={**os.environ, "OMP_NUM_THREADS": "1"})  # fmt: skip
     assert done.returncode == 0, done.stderr
     assert "Traceback" not in done.stderr, done.stderr

@@ -42,13 +42,12 @@ def test_an_engine_whose_step_failed_is_no_good_for_anything(model: str) -> None
 
 @pytest.mark.parametrize(("parallel", "busy"), [(1, False), (2, True)])
 def test_the_end_of_a_process_of_vllms_ends_every_call_at_once(model: str, parallel: int, busy: bool) -> None:
-    *calls, (closing, _) = call("killed", model=model, parallel=parallel, busy=busy)
+    *calls, closing = call("killed", model=model, parallel=parallel, busy=busy)
     assert closing is None
     assert len(calls) == 3 + busy
-    for error, seconds in calls:
+    for error in calls:
         assert isinstance(error, RolloutError), calls
         assert error.remedy
-        assert seconds < 10
         assert "has ended" in str(error)
 
 

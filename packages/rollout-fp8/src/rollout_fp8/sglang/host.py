@@ -32,11 +32,10 @@ WHERE = "rollout 'sglang'"
 class Host:
     """Owns the thread, the loop and the engine.
 
+    Nothing is started until ``open``: whoever makes a host holds it before there is anything to end.
+
     Args:
         make: constructs the engine; called on the thread.
-
-    Raises:
-        RolloutError: the engine did not start.
     """
 
     def __init__(self, make: Callable[[], Any]) -> None:
@@ -49,25 +48,35 @@ class Host:
         self._lock = threading.Lock()
         self._loop: asyncio.AbstractEventLoop | None = None
         self._idle = False
-        self._previous = self._take_signal()
-        started: Future[None] = Future()
-        older = set(multiprocessing.active_children())
+        self._previous: Any = None  # SIGQUIT's handler before this one
+        self._started: Future[None] = Future()
         # A daemon: a rollout that nobody closed must not keep the interpreter from ending.
-        self._thread = threading.Thread(target=self._run, args=(make, started), name="sglang", daemon=True)
-        self._thread.start()
+        self._thread = threading.Thread(target=self._run, args=(make,), name="sglang", daemon=True)
+
+    def open(self) -> None:
+        """Start the thread and SGLang, and wait until it is up. An interrupt at any moment leaves nothing behind.
+
+        Raises:
+            RolloutError: the engine did not start.
+        """
+        older = set(multiprocessing.active_children())
         try:
-            started.result()
-        except (
-            BaseException
-        ) as error:  # SGLang raises whatever stopped it, and an interrupt must leave no process behind either
+            self._take_signal()
+            self._thread.start()
+            self._started.result()
+        # SGLang raises whatever stopped it, and an interrupt must leave no process behind either.
+        except BaseException as error:
             self._abandon(older)
             if not isinstance(error, Exception):
                 raise
             raise RolloutError(
-                "SGLang did not start", where=WHERE, why=f"{type(error).__name__}: {error}",
-                remedy="its own messages stand above; out of memory: lower rollout.options.gpu_memory_utilization or batch_size; "
-                "no memory for the cache beside the weights: raise it; no kernel: another rollout.options.attention_backend",
-            ) from error  # fmt: skip
+                "SGLang did not start",
+                where=WHERE,
+                why=f"{type(error).__name__}: {error}",
+                remedy="its own messages stand above; out of memory: lower rollout.options.gpu_memory_utilization "
+                "or batch_size; no memory for the cache beside the weights: raise it; no kernel: another "
+                "rollout.options.attention_backend",
+            ) from error
 
     def start(self, function: Callable[[], T]) -> Future[T]:
         """Begin a blocking call of the engine on its thread; completions go on meanwhile."""
@@ -107,8 +116,8 @@ class Host:
 
     # --- the thread -----------------------------------------------------------------------------
 
-    def _run(self, make: Callable[[], Any], started: Future[None]) -> None:
-        _settle(started, partial(self._make, make))
+    def _run(self, make: Callable[[], Any]) -> None:
+        _settle(self._started, partial(self._make, make))
         loop = self._loop
         if loop is None:
             return
@@ -159,39 +168,48 @@ class Host:
         )
 
     def _make(self, make: Callable[[], Any]) -> None:
+        with self._lock:
+            # The start was interrupted before this thread had begun to run.
+            if self.problem:
+                raise self._ended()
         engine = make()
         with self._lock:
             if not self.problem:
                 self.engine, self._loop = engine, private.loop_of(engine)
                 return
-        private.shut_down(engine)  # nobody waits for it any more
+        private.shut_down(engine)  # no one waits for it any more
+        private.loop_of(engine).close()
         raise self._ended()
 
     def _abandon(self, older: Collection[Any]) -> None:
-        """End what a start has left that failed or was interrupted. ``older``: children that were there before it.
+        """End everything that a failed or interrupted start has left, but not ``older``, the children before it.
 
         SGLang's constructor waits for its processes: once they are gone it ends, and the thread with it.
         """
         with self._lock:
             self.problem = self.problem or "its start was given up"
         deadline = time.monotonic() + ABANDON_S
-        while True:
-            for child in set(multiprocessing.active_children()) - set(older):
-                child.kill()
-                child.join()
-            if not self._thread.is_alive() or self.engine is not None or time.monotonic() > deadline:
-                break
-            self._thread.join(0.1)
-        self.close()  # where it had come up just then
-        self._give_signal_back()
+        over = False
+        try:
+            while not over:
+                # Asked before the processes are looked at: SGLang may have started one more since.
+                over = not self._thread.is_alive() or self.engine is not None or time.monotonic() > deadline
+                for child in set(multiprocessing.active_children()) - set(older):
+                    child.kill()
+                    child.join()
+                if not over:
+                    self._thread.join(0.1)
+            self.close()  # where it had come up just then
+        finally:
+            self._give_signal_back()
 
     def _wake(self) -> None:
         self._require_loop().call_soon_threadsafe(self._stop_if_idle)
 
     def _stop_if_idle(self) -> None:
         # Inside a blocking call the loop must go on: stopping it would break the call.
-        if self._idle:
-            self._require_loop().stop()
+        if self._idle and self._loop is not None:
+            self._loop.stop()
 
     def _require_loop(self) -> asyncio.AbstractEventLoop:
         self.check()
@@ -211,10 +229,11 @@ class Host:
         if self._loop is not None and not self._loop.is_closed():
             self._loop.call_soon_threadsafe(self._loop.stop)
 
-    def _take_signal(self) -> Any:
-        if threading.current_thread() is not threading.main_thread():
-            return None
-        return signal.signal(signal.SIGQUIT, self._on_signal)
+    def _take_signal(self) -> None:
+        if threading.current_thread() is threading.main_thread():
+            # Kept before it is replaced: an interrupt between the two must find what to put back.
+            self._previous = signal.getsignal(signal.SIGQUIT)
+            signal.signal(signal.SIGQUIT, self._on_signal)
 
     def _give_signal_back(self) -> None:
         if threading.current_thread() is threading.main_thread() and self._previous is not None:

@@ -89,15 +89,16 @@ class SglangRollout:
         self._folder = tempfile.TemporaryDirectory(prefix="sglang-")
         self._host: Host | None = None
         try:
-            self._host = self._start(model, dtype, batch_size)
+            self._host = self._make_host(model, dtype, batch_size)
+            self._host.open()
             self._learn_limits(self._host)
             self._schedulers = Schedulers(self._host, self.options.tensor_parallel_size, self._device)
+            self._session = SyncSession(self._schedulers, self._expected)
         except BaseException:  # an interrupt too must leave no process and no folder behind; raised again
             if self._host is not None:
                 self._host.close()
             self._folder.cleanup()
             raise
-        self._session = SyncSession(self._schedulers, self._expected)
 
     def generate(self, prompts: Sequence[Sequence[int]], sampling: SamplingParams) -> list[Completion]:
         """See ``Rollout.generate``; global random generators stay as they are."""
@@ -179,7 +180,7 @@ class SglangRollout:
 
     # --- the server -----------------------------------------------------------------------------
 
-    def _start(self, model: ModelSource, dtype: str, batch_size: int) -> Host:
+    def _make_host(self, model: ModelSource, dtype: str, batch_size: int) -> Host:
         folder = Path(self._folder.name)
         config = write_config(folder, model, self._architecture)
         self._context = context_of(config, self.options)

@@ -16,5 +16,5 @@ Each receiver, for each sync::
         stream.answer = receiver.served().tolist()
 
 Whatever fails on either side is an error on all of them within the timeout. Connections are authenticated with a secret
-(see ``channel``): messages are pickled, so whoever knows it can run code in these processes.
+(see ``channel``). Messages are data (``engine_api.codec``); whoever knows the secret decides which weights are served.
 """

@@ -1,7 +1,7 @@
 """Messages between the process that has the weights and those that serve them.
 
 A channel is a ``multiprocessing.connection.Connection``, on a Unix socket (one host) or TCP (several). Its messages are
-pickled, so both ends first prove to each other that they know a key: one that they were given, or else the secret of this
+``engine_api.codec``'s: nothing is unpickled. Both ends first prove to each other that they know a key: one that they were given, or else the secret of this
 run, in the environment variable ``ROLLOUT_FP8_KEY``, which a process makes when it has none, and which its children inherit. On TCP the messages
 themselves are neither encrypted nor signed: use it inside a network that you trust.
 
@@ -20,9 +20,10 @@ import struct
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from multiprocessing.connection import Connection, answer_challenge, deliver_challenge, wait
+from multiprocessing.connection import Connection, wait
 from typing import Any
 
+from engine_api.codec import CodecError, decode, encode
 from engine_api.errors import RolloutError
 
 WHERE = "weight sync"
@@ -72,7 +73,7 @@ class Channel:
     def send(self, tag: str, *body: Any) -> None:
         """Raises ``PeerError``."""
         try:
-            self._connection.send((tag, *body))
+            self._connection.send_bytes(encode((tag, *body)))
         except BlockingIOError as error:
             raise self._silent() from error
         except OSError as error:
@@ -91,7 +92,8 @@ class Channel:
         found, *body = self._next()
         if found == "failed":
             raise PeerError(f"{self.peer} failed", where=WHERE, why=str(body[0]), remedy="see its message")
-        assert found == tag, f"{self.peer} sent {found!r} in place of {tag!r}"
+        if found != tag:
+            raise self._foreign(f"expected a message {tag!r}, got {found!r}")
         return tuple(body)
 
     def speaks(self, wait_s: float = 0.0) -> bool:
@@ -104,7 +106,7 @@ class Channel:
     def fail(self, text: str) -> None:
         """Tell the peer, if it still listens, and close."""
         with suppress(OSError):
-            self._connection.send(("failed", text))
+            self._connection.send_bytes(encode(("failed", text)))
         self.close()
 
     def hung_up(self) -> bool:
@@ -117,10 +119,10 @@ class Channel:
         """What the peer said before it closed, if it failed; anything else that it said is lost."""
         try:
             while self._connection.poll(wait_s):
-                found, *body = self._connection.recv()
+                found, *body = _parts(self._connection.recv_bytes())
                 if found == "failed":
                     return str(body[0])
-        except (OSError, EOFError):
+        except (OSError, EOFError, CodecError):
             pass
         return ""
 
@@ -143,13 +145,6 @@ class Channel:
             raise self._closed("it sent no files")
         return descriptors
 
-    def prove(self, key: bytes | None, *, first: bool) -> None:
-        """Both ends show that they know the key (None: this run's). Raises ``AuthenticationError``, ``OSError``, ``EOFError``."""
-        key = key or secret("channel")
-        steps = (deliver_challenge, answer_challenge)
-        for step in steps if first else reversed(steps):
-            step(self._connection, key)
-
     def fileno(self) -> int:
         """For ``multiprocessing.connection.wait``."""
         return self._connection.fileno()
@@ -168,9 +163,11 @@ class Channel:
 
     def _next(self) -> tuple[Any, ...]:
         try:
-            return self._connection.recv()
+            return _parts(self._connection.recv_bytes())
         except BlockingIOError as error:
             raise self._silent() from error
+        except CodecError as error:
+            raise self._foreign(error.why) from error
         except (OSError, EOFError) as error:
             raise self._closed(str(error)) from error
 
@@ -178,9 +175,25 @@ class Channel:
         return PeerError(f"{self.peer} is silent", where=WHERE, why=f"nothing within {self.timeout_s:g} s",
                          remedy="see whether that process hangs or was stopped")  # fmt: skip
 
+    def _foreign(self, why: str) -> PeerError:
+        return PeerError(
+            f"{self.peer} sent what is no message of a weight sync",
+            where=WHERE,
+            why=why,
+            remedy="see what that process is, and that both have the same packages",
+        )
+
     def _closed(self, why: str) -> PeerError:
         return PeerError(f"{self.peer} closed the channel", where=WHERE, why=why or "its process ended, or gave up",
                          remedy="see that process's messages")  # fmt: skip
+
+
+def _parts(message: bytes) -> tuple[Any, ...]:
+    """Return a message's tag and body. Raises ``CodecError``."""
+    parts = decode(message)
+    if not isinstance(parts, tuple) or not parts or (parts[0] == "failed" and len(parts) < 2):
+        raise CodecError("no message", where=WHERE, why=f"expected a tag and a body, got a {type(parts).__name__}")
+    return parts
 
 
 def collect(channels: Sequence[Channel], tag: str, watch: Watch = nothing) -> list[tuple[Any, ...]]:

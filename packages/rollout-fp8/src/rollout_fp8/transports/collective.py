@@ -16,9 +16,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed import TCPStore  # pyright: ignore[reportPrivateImportUsage] - documented, not re-exported
 
 from engine_api.devices import device_of
+from engine_api.stores import reach_store, serve_store
 from rollout_fp8.transports.channel import WHERE, Channel, PeerError, collect
 from rollout_fp8.wire import BucketPlan, WirePlan
 
@@ -37,7 +37,7 @@ class Group:
         timeout = timedelta(seconds=2 * timeout_s + 60 if kind.has_streams else timeout_s)
         try:
             with _without_watchdog():
-                self._group = kind.process_group(store, rank, size, timeout)
+                self._group: Any = kind.process_group(store, rank, size, timeout)
         except RuntimeError as error:
             raise _broken(error) from error
         # NCCL connects at the first broadcast, and blocks the host meanwhile.
@@ -55,11 +55,15 @@ class Group:
         try:
             work.wait()
         except RuntimeError as error:
+            # Whoever keeps the error keeps this frame, and gloo's work keeps its connections: the others would wait for
+            # bytes from this process until their timeout, though it has left. (``abort`` lets the group go for that, too.)
+            del work
             raise _broken(error) from error
 
     def abort(self) -> None:
-        """End broadcasts that hang."""
-        self._group.abort()
+        """End broadcasts that hang, and leave the group, whoever still holds this object."""
+        group, self._group = self._group, None
+        group.abort()
 
 
 class CollectiveOutgoing:
@@ -149,15 +153,15 @@ class CollectiveIncoming:
         return self._slots[bucket.slot][: bucket.num_bytes]
 
 
-def _store(host: str, port: int, size: int, timeout_s: float) -> TCPStore:
+def _store(host: str, port: int, size: int, timeout_s: float) -> Any:
     """Where a sender and its receivers meet: opened by the sender, on any port (0), and joined by the others.
 
     Raises ``PeerError`` where there is none in time.
     """
     opens = port == 0
     try:
-        return TCPStore(host, port, size, is_master=opens, timeout=timedelta(seconds=timeout_s), wait_for_workers=False)
-    except RuntimeError as error:  # what torch raises for an address of no use, one that is taken, and a deadline
+        return serve_store(host, size, timeout_s) if opens else reach_store(host, port, size, timeout_s)
+    except (OSError, RuntimeError) as error:  # an address of no use, or one that is taken; torch's, and a deadline
         what = f"cannot open a store at {host}" if opens else f"cannot join the sender's store at {host}:{port}"
         remedy = (
             "give the sender an address of this host, on which it has a port free" if opens

@@ -10,18 +10,21 @@ waits for that copy.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.multiprocessing.reductions import reduce_tensor  # what torch's own queues share CUDA tensors with
+from torch.multiprocessing import reductions  # what torch's own queues share CUDA tensors with
 
 from engine_api.errors import RolloutError
 from rollout_fp8.transports.channel import WHERE, Channel, collect
 from rollout_fp8.wire import BucketPlan, WirePlan
 
-STORAGE_DEVICE = 6  # its place among the arguments of torch's ``rebuild_cuda_tensor``
+# Places among the arguments of torch's ``rebuild_cuda_tensor``. Classes do not travel: the receiver knows them.
+TENSOR_CLASS = 0
+STORAGE_CLASS = 4
+STORAGE_DEVICE = 6
 
 
 class IpcOutgoing:
@@ -57,7 +60,7 @@ class IpcOutgoing:
         # All that lies behind it: a later bucket of this slot may be larger.
         rest = buffer.untyped_storage().nbytes() - buffer.storage_offset()
         whole = buffer.as_strided((rest,), (1,))
-        return [reduce_tensor(whole) for _ in self._read]  # torch counts users: each takes a handle of its own
+        return [_shared(whole) for _ in self._read]  # torch counts users: each takes a handle of its own
 
     def taken(self) -> None:
         """See ``kinds.Outgoing.taken``."""
@@ -93,11 +96,11 @@ class IpcIncoming:
     def expect(self, index: int) -> None:
         """Nothing to prepare."""
 
-    def take(self, index: int, told: tuple[Callable[..., Tensor], tuple[Any, ...]] | None) -> Tensor:
+    def take(self, index: int, told: tuple[Any, ...] | None) -> Tensor:
         """See ``kinds.Incoming.take``."""
         bucket = self._plan.buckets[index]
         if told is not None:
-            self._buffers[bucket.slot] = self._opened(*told)
+            self._buffers[bucket.slot] = self._opened(told)
         # A stream of the event's own GPU: another GPU's ends the process there (torch 2.11). A copy waits for both.
         torch.cuda.current_stream(self._source).wait_event(self._ready[bucket.slot])
         buffer = self._buffers[bucket.slot][: bucket.num_bytes]
@@ -119,9 +122,13 @@ class IpcIncoming:
     def _near(self) -> bool:
         return self._source == self._device
 
-    def _opened(self, rebuild: Callable[..., Tensor], arguments: tuple[Any, ...]) -> Tensor:
-        # The sender may count its GPUs otherwise. By place, not by name: SGLang puts a function of its own around torch's.
-        return rebuild(*arguments[:STORAGE_DEVICE], self._source.index, *arguments[STORAGE_DEVICE + 1 :])
+    def _opened(self, told: tuple[Any, ...]) -> Tensor:
+        arguments = list(told)
+        arguments[TENSOR_CLASS] = Tensor
+        arguments[STORAGE_CLASS] = torch.storage.TypedStorage
+        # The sender may count its GPUs differently. By place, not by name: SGLang puts a function of its own around torch's.
+        arguments[STORAGE_DEVICE] = self._source.index
+        return reductions.rebuild_cuda_tensor(*arguments)
 
     def _copied(self, bucket: BucketPlan, buffer: Tensor) -> Tensor:
         if bucket.slot not in self._copies:
@@ -129,6 +136,16 @@ class IpcIncoming:
                 self._plan.slots[bucket.slot], dtype=torch.uint8, device=self._device
             )
         return self._copies[bucket.slot][: bucket.num_bytes].copy_(buffer, non_blocking=True)
+
+
+def _shared(whole: Tensor) -> tuple[Any, ...]:
+    """Return the arguments by which another process opens a tensor's memory, without their classes."""
+    _, arguments = reductions.reduce_tensor(whole)
+    told = list(arguments)
+    assert told[TENSOR_CLASS] is Tensor, "the buffer is a plain tensor"
+    assert told[STORAGE_CLASS] is torch.storage.TypedStorage, "as torch shares one since 2.0"
+    told[TENSOR_CLASS] = told[STORAGE_CLASS] = None
+    return tuple(told)
 
 
 def _shared_event() -> torch.cuda.Event:

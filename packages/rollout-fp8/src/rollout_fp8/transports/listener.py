@@ -2,28 +2,46 @@
 
 from __future__ import annotations
 
+import selectors
 import shutil
 import socket
 import tempfile
 import time
 import weakref
-from contextlib import ExitStack
-from multiprocessing import AuthenticationError
+from contextlib import ExitStack, suppress
+from dataclasses import dataclass, field
 
+from rollout_fp8.transports import channel as channels
+from rollout_fp8.transports import handshake
 from rollout_fp8.transports.channel import KEY, POLL_S, WHERE, Channel, PeerError, Watch, nothing
 
-HANDSHAKE_S = 10.0
+HANDSHAKE_S = 10.0  # for a peer to prove that it knows the secret
+STRANGERS = 64  # peers that have not proven it yet, at most; the oldest goes first
+
+
+@dataclass(kw_only=True)
+class _Stranger:
+    """A peer that has not proven anything yet."""
+
+    connection: socket.socket
+    nonce: bytes
+    until: float  # of time.monotonic()
+    said: bytes = field(default=b"")
 
 
 class Listener:
     """Where receivers connect; ``host`` None: on this host only, through a Unix socket in a folder of its own.
 
-    ``key``: see ``Channel.prove``.
+    ``key``: what both ends must know; None: this run's secret. All peers are heard at once: one that is silent, or
+    sends its bytes one by one, holds no other.
     """
 
     def __init__(self, host: str | None = None, key: bytes | None = None) -> None:
         self._key = key
+        self._strangers: dict[socket.socket, _Stranger] = {}  # the oldest first
         held = ExitStack()
+        held.callback(_close_all, self._strangers)
+        self._selector = held.enter_context(selectors.DefaultSelector())
         if host is None:
             folder = tempfile.mkdtemp(prefix="rollout-")
             held.callback(shutil.rmtree, folder)
@@ -34,23 +52,81 @@ class Listener:
         else:
             self._socket = held.enter_context(socket.create_server((host, 0)))
             self.address = f"tcp:{host}:{self._socket.getsockname()[1]}"
-        self._socket.settimeout(POLL_S)
+        self._socket.setblocking(False)
+        self._selector.register(self._socket, selectors.EVENT_READ)
         self._give_back = weakref.finalize(self, held.close)  # at the interpreter's end, if nobody calls ``close``
 
     def accept(self, peer: str, timeout_s: float, watch: Watch = nothing) -> Channel:
-        """The next one that knows the secret. Raises ``PeerError`` when none comes in time, and what ``watch`` raises."""
+        """Return a channel to the next peer that knows the secret.
+
+        Raises ``PeerError`` when none proves it within ``timeout_s``, and what ``watch`` raises.
+        """
         deadline = time.monotonic() + timeout_s
-        while time.monotonic() < deadline:
-            try:
-                connection = self._socket.accept()[0]
-            except TimeoutError:
-                watch()
+        while True:
+            connection = self._next(min(POLL_S, max(0.0, deadline - time.monotonic())))
+            if connection is not None:
+                return _channel(connection, peer, timeout_s)
+            if time.monotonic() >= deadline:
+                raise PeerError(
+                    f"{peer} did not connect to {self.address}",
+                    where=WHERE,
+                    why=f"nothing within {timeout_s:g} s",
+                    remedy="see whether that process runs, and reaches this address",
+                )
+            watch()
+
+    def _next(self, wait_s: float) -> socket.socket | None:
+        """Hear whoever speaks within ``wait_s``; return the first that has proven itself."""
+        for key, _ in self._selector.select(wait_s):
+            if key.fileobj is self._socket:
+                self._welcome()
                 continue
-            channel = _proven(connection, peer, timeout_s, self._key, first=True)
-            if channel is not None:
-                return channel
-        raise PeerError(f"{peer} did not connect to {self.address}", where=WHERE, why=f"nothing within {timeout_s:g} s",
-                        remedy="see whether that process runs, and reaches this address")  # fmt: skip
+            stranger = self._strangers.get(key.data)
+            if stranger is not None and self._hear(stranger):
+                return stranger.connection
+        now = time.monotonic()
+        for stranger in [one for one in self._strangers.values() if one.until <= now]:
+            self._forget(stranger).close()
+        return None
+
+    def _welcome(self) -> None:
+        try:
+            connection = self._socket.accept()[0]
+        except (BlockingIOError, ConnectionAbortedError):  # it has gone again
+            return
+        while len(self._strangers) >= STRANGERS:
+            self._forget(next(iter(self._strangers.values()))).close()
+        connection.setblocking(False)
+        stranger = _Stranger(connection=connection, nonce=handshake.nonce(), until=time.monotonic() + HANDSHAKE_S)
+        self._strangers[connection] = stranger
+        self._selector.register(connection, selectors.EVENT_READ, connection)
+        with suppress(OSError):  # it has gone again: its end is heard next
+            connection.sendall(stranger.nonce)
+
+    def _hear(self, stranger: _Stranger) -> bool:
+        """Read what it says; returns whether it knows the secret. One that does not is closed."""
+        try:
+            data = stranger.connection.recv(handshake.ANSWER - len(stranger.said))
+        except BlockingIOError:
+            return False
+        except OSError:
+            data = b""
+        stranger.said += data
+        if data and len(stranger.said) < handshake.ANSWER:
+            return False
+        connection = self._forget(stranger)
+        reply = data and handshake.reply(_key(self._key), stranger.nonce, stranger.said)
+        if reply:
+            with suppress(OSError):
+                connection.sendall(reply)
+                return True
+        connection.close()
+        return False
+
+    def _forget(self, stranger: _Stranger) -> socket.socket:
+        self._selector.unregister(stranger.connection)
+        del self._strangers[stranger.connection]
+        return stranger.connection
 
     def close(self) -> None:
         """Idempotent."""
@@ -58,18 +134,31 @@ class Listener:
 
 
 def connect(address: str, timeout_s: float, key: bytes | None = None) -> Channel:
-    """To a listener, with its key. Raises ``PeerError``."""
+    """Return a channel to a listener, with its key. Raises ``PeerError``, after ``timeout_s`` at the latest."""
     peer = f"the sender at {address}"
+    deadline = time.monotonic() + timeout_s
     try:
         connection = _dial(address, timeout_s)
     except OSError as error:
-        raise PeerError(f"cannot reach {peer}", where=WHERE, why=str(error),
-                        remedy="see whether it runs on this host, or is reachable from here") from error  # fmt: skip
-    channel = _proven(connection, peer, timeout_s, key, first=False)
-    if channel is None:
-        raise PeerError(f"{peer} does not take this process in", where=WHERE, why="it closed, or knows another secret",
-                        remedy=f"give both processes the same {KEY}")  # fmt: skip
-    return channel
+        raise PeerError(
+            f"cannot reach {peer}",
+            where=WHERE,
+            why=str(error),
+            remedy="see whether it runs on this host, or is reachable from here",
+        ) from error
+    try:
+        proven = handshake.prove(connection, _key(key), deadline)
+    except (OSError, EOFError):
+        proven = False
+    if not proven:
+        connection.close()
+        raise PeerError(
+            f"{peer} does not take this process in",
+            where=WHERE,
+            why="it closed, is silent, or knows another secret",
+            remedy=f"give both processes the same {KEY}",
+        )
+    return _channel(connection, peer, timeout_s)
 
 
 def _dial(address: str, timeout_s: float) -> socket.socket:
@@ -85,20 +174,20 @@ def _dial(address: str, timeout_s: float) -> socket.socket:
         except OSError:
             connection.close()
             raise
-    connection.settimeout(None)
     return connection
 
 
-def _proven(
-    connection: socket.socket, peer: str, timeout_s: float, key: bytes | None, *, first: bool
-) -> Channel | None:
+def _channel(connection: socket.socket, peer: str, timeout_s: float) -> Channel:
+    connection.setblocking(True)
     if connection.family != socket.AF_UNIX:
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-    channel = Channel(connection, peer, min(timeout_s, HANDSHAKE_S))
-    try:
-        channel.prove(key, first=first)
-    except (AuthenticationError, OSError, EOFError):
-        channel.close()
-        return None
-    channel.limit(timeout_s)
-    return channel
+    return Channel(connection, peer, timeout_s)
+
+
+def _key(given: bytes | None) -> bytes:
+    return given or channels.secret("channel")
+
+
+def _close_all(strangers: dict[socket.socket, _Stranger]) -> None:
+    for connection in strangers:
+        connection.close()

@@ -25,7 +25,7 @@ class RemoteStream:
     ``seconds`` are the sender's, and ``transfer``: how long this side waited for buckets, their making included.
 
     Attributes:
-        answer: what the sender gets at the end, for the consumer to set; it is pickled.
+        answer: what the sender gets at the end, for the consumer to set; see ``engine_api.codec``.
     """
 
     def __init__(

@@ -10,8 +10,9 @@ from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
-import torch.distributed as dist
 
+from engine_api.codec import register
+from engine_api.comm import GroupComm
 from engine_api.config import LoraConfig, ModelSource
 from engine_api.errors import ConfigError, RolloutError
 from engine_api.registry import Resolution
@@ -94,14 +95,16 @@ class VllmRollout:
         self._gate = threading.Lock()  # between states
         self._not_ready = "no weights have been installed"
         self._asleep: frozenset[str] = frozenset()
-        self._engine: Any = engines.start(self._plan)
-        limits = self._engine.model_config
-        self._positions, self._vocabulary = limits.max_model_len, limits.get_vocab_size()
+        self._engine: Any = None
         self._processes: Processes | None = None
-        self._server: Any = self._engine  # to be called, where its processes may end
+        self._server: Any = None  # the engine; to be called, where its processes may end
         self._stepper: Any = None
         self._workers: Any = None
         try:
+            self._engine = self._server = engines.start(self._plan)
+            limits = self._engine.model_config
+            self._positions = limits.max_model_len
+            self._vocabulary = limits.get_vocab_size()
             self._reach(adapter)
         except BaseException:  # an interrupt too must leave no engine behind; raised again
             self.close()
@@ -319,6 +322,7 @@ class VllmRollout:
 _SYNCING = "a weight sync is running"
 
 
+@register
 class _Asked(NamedTuple):
     prompts: Sequence[Sequence[int]]
     sampling: SamplingParams
@@ -327,10 +331,9 @@ class _Asked(NamedTuple):
 def _gathered(prompts: Sequence[Sequence[int]], sampling: SamplingParams) -> tuple[list[_Asked], int]:
     """What all ranks of this replica ask for, and which of it is this rank's: their schedulers must do alike."""
     group = get_tp_group()
-    rows: list[Any] = [None] * group.world_size
     # All ranks must draw alike, also where the caller leaves the seed to chance.
     drawn = sampling if sampling.seed is not None else replace(sampling, seed=secrets.randbits(62))
-    dist.all_gather_object(rows, _Asked(prompts, drawn), group=group.cpu_group)
+    rows = GroupComm(group.cpu_group).all_gather(_Asked([list(map(int, prompt)) for prompt in prompts], drawn))
     return rows, group.rank_in_group
 
 

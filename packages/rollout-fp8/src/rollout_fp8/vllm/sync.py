@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import pickle
 from collections.abc import Callable, Mapping, Sequence
 from itertools import count
 from pathlib import Path
@@ -12,6 +11,7 @@ import torch
 import torch.distributed as dist
 from vllm.lora.request import LoRARequest
 
+from engine_api.codec import decode, encode
 from rollout_fp8.adapter_session import Held
 from rollout_fp8.audit import Boxes
 from rollout_fp8.ranks import of_all
@@ -118,8 +118,8 @@ class OtherProcesses(SentWorkers):
 
     def learn(self, plan: WirePlan) -> Sequence[Boxes]:
         """See ``Workers.learn``."""
-        told = self._call("rollout_fp8_learn_pickled", args=(pickle.dumps(plan), self._aliases))
-        return [pickle.loads(boxes) for boxes in told]  # noqa: S301 - from children of this process
+        told = self._call("rollout_fp8_learn_encoded", args=(encode(plan), self._aliases))
+        return [decode(boxes) for boxes in told]
 
     def load_adapter(self, folder: Path, *, audit: bool) -> Sequence[Held]:
         """See ``AdapterWorkers.load_adapter``; all workers read one folder."""
@@ -136,4 +136,4 @@ def _held(call: Call, adapter: ServedAdapter | None, folder: Path, *, audit: boo
     if error:
         return [Held(error=error)]
     told = call("rollout_fp8_adapter", args=(adapter.number, audit))
-    return [pickle.loads(held) for held in told]  # noqa: S301 - from this process or its children
+    return [decode(held) for held in told]

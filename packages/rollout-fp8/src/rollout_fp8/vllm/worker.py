@@ -7,7 +7,6 @@ The methods below become methods of the worker (``worker_extension_cls``), so th
 from __future__ import annotations
 
 import os
-import pickle
 import time
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
@@ -15,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from engine_api.codec import decode, encode
 from engine_api.errors import RolloutError
 from rollout_fp8.adapter import whole_checksum
 from rollout_fp8.adapter_session import Held
@@ -38,9 +38,9 @@ class SyncExtension:
         """Of this worker, and of who started it: vLLM's own process, unless that is the worker or the rollout's."""
         return os.getpid(), os.getppid()
 
-    def rollout_fp8_learn_pickled(self, plan: bytes, aliases: Mapping[str, str]) -> bytes:
-        """``rollout_fp8_learn`` between processes: vLLM's own serializer knows no classes of ours, bytes pass."""
-        return pickle.dumps(self.rollout_fp8_learn(pickle.loads(plan), aliases))  # noqa: S301 - from the process that started this one
+    def rollout_fp8_learn_encoded(self, plan: bytes, aliases: Mapping[str, str]) -> bytes:
+        """Do ``rollout_fp8_learn`` between processes: vLLM's own serializer knows no classes of ours, bytes pass."""
+        return encode(self.rollout_fp8_learn(decode(plan), aliases))
 
     def rollout_fp8_learn(self, plan: WirePlan, aliases: Mapping[str, str]) -> Boxes:
         """Learn where the tensors of ``plan`` go, unless that is known; what this worker serves of them.
@@ -83,15 +83,15 @@ class SyncExtension:
             stream.answer = sums, {**stream.seconds(), **seconds}
 
     def rollout_fp8_adapter(self, number: int, audit: bool) -> bytes:
-        """What this worker has of adapter ``number``: a pickled ``Held``."""
+        """What this worker has of adapter ``number``: an encoded ``Held``."""
         worker: Any = self
         model = worker.get_model()
         if not audit:
-            return pickle.dumps(Held())
+            return encode(Held())
         begin = time.perf_counter()
         sums = {name: whole_checksum(tensor) for name, tensor in private.adapter_tensors(model, number).items()}
         wrong = private.stale_slots(model, number)
-        return pickle.dumps(Held(sums=sums, wrong=wrong, seconds=time.perf_counter() - begin))
+        return encode(Held(sums=sums, wrong=wrong, seconds=time.perf_counter() - begin))
 
     def _rollout_fp8_load(self, tensors: Iterable[tuple[str, Tensor]]) -> None:
         worker: Any = self
