@@ -36,18 +36,21 @@ def own(value: int) -> int:
 
 
 def raise_on(rank: int) -> None:
+    dist.barrier()  # the others are on their way into the next one
     if dist.get_rank() == rank:
         raise KeyError("odd one out")
     dist.barrier()
 
 
 def exit_on(rank: int) -> None:
+    dist.barrier()
     if dist.get_rank() == rank:
         sys.exit(7)
     dist.barrier()
 
 
 def crash_on(rank: int) -> None:
+    dist.barrier()
     if dist.get_rank() == rank:
         os.abort()
     dist.barrier()

@@ -60,6 +60,20 @@ def test_every_capability_is_tested_where_declared_and_probed_where_not() -> Non
     assert probed == set(Capability)
 
 
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_run_in_one_precision_can_show_every_capability(dtype: str) -> None:
+    shown = {one.group for one in CASES.values() if dtype in one.dtypes and not one.probes}
+    assert {str(one) for one in set(Capability) - NO_CASE_YET - {Capability.DP}} <= shown
+
+
+def test_an_engine_without_bfloat16_is_asked_for_nothing_in_it() -> None:
+    plugin = EnginePlugin(name="full precision", contract="1.2", rows=(), capabilities=frozenset())
+    for dtype, told in (("float32", None), ("bfloat16", "not declared: bf16")):
+        target = Target(backend="full precision", root=Path(), dtype=dtype)
+        target.__dict__["resolution"] = SimpleNamespace(plugin=plugin)
+        assert CASES["train.trajectory"].why_not(target) == told
+
+
 def test_the_quick_tier_has_something_of_every_core_group() -> None:
     quick = {one.id.split(".")[0] for one in CASES.values() if one.quick}
     assert quick >= {"plugin", "contract", "forward", "train", "steps", "checkpoint", "export"}

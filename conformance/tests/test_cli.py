@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import datetime
 import json
+import os
+import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -170,6 +172,33 @@ def test_an_old_report_is_told_from_a_good_one(cli: Cli, tmp_path: Path) -> None
     ends(cli("verify", str(old)), 1, "older")
     ends(cli("verify", "absent.json"), 2, "is no file")
     ends(cli("badge", str(old)), 2, "does not verify")
+
+
+def test_all_but_the_check_of_a_report_runs_without_jsonschema(tmp_path: Path) -> None:
+    (tmp_path / "blocked").mkdir()
+    (tmp_path / "blocked" / "jsonschema.py").write_text("raise ImportError('jsonschema is blocked')")
+    # Ranks and the child that reads descriptors get the path by the environment.
+    path = os.pathsep.join([str(tmp_path / "blocked"), *filter(None, sys.path)])
+
+    def run(*arguments: str) -> Ended:
+        command = [sys.executable, "-m", "engine_conformance", *arguments]
+        done = subprocess.run(
+            command, cwd=tmp_path, env={**os.environ, "PYTHONPATH": path}, capture_output=True, text=True, check=False
+        )
+        return Ended(done.returncode, done.stdout + done.stderr)
+
+    loopback = ("run", "loopback", "--plugin", "engine_loopback.plugin:PLUGIN", "--world", "1")
+    ends(run("run", "--help"), 0, "--certify")
+    ends(run("list", "--group", "moe"), 0, "train.moe")
+    ends(run("explain", "train.moe"), 0, "MUST")
+    ends(
+        run(*loopback, "--case", "export.exact", "--model-type", "language_model", "--report", "report"),
+        0,
+        "export.exact",
+    )
+    assert {"report.json", "certificate.md", "report.html"} <= {file.name for file in (tmp_path / "report").iterdir()}
+    for command in ("verify", "badge"):
+        ends(run(command, "report/report.json"), 3, "jsonschema is blocked", "pip install 'engine-conformance[verify]'")
 
 
 # --- deviations -------------------------------------------------------------------------------

@@ -18,8 +18,24 @@ from engine_conformance.compare import (
     assert_weights_close,
 )
 from engine_conformance.fixtures import LENGTHS, packed_documents
-from engine_conformance.oracle import AdamWConfig, Schedule, load_oracle, read_safetensors, train_steps
-from engine_conformance.tolerances import Tolerance, tolerance, weight_tolerance
+from engine_conformance.oracle import (
+    AdamWConfig,
+    AdamWState,
+    Schedule,
+    adamw_step,
+    load_oracle,
+    loss_and_grads,
+    read_safetensors,
+    sft,
+    train_steps,
+)
+from engine_conformance.tolerances import (
+    Tolerance,
+    gradient_tolerance,
+    moment_tolerance,
+    tolerance,
+    weight_tolerance,
+)
 
 TOL = Tolerance(atol=1e-3)
 BOUNDS = [0, 3, 7, 10]
@@ -153,6 +169,47 @@ def test_tolerances_hold_for_float32_and_see_defects(checkpoint: Any) -> None:
     slower, _, _ = float32_run(folder, batches, lr=0.9e-3)
     with pytest.raises(ConformanceFailure, match=r"got / want is 0\.9\b"):
         assert_weights_close(slower, result.params, bound, start=read_safetensors(folder))
+
+
+def bfloat16_gradients(folder: Any, batch: Any) -> dict[str, Tensor]:
+    """Return the gradients of transformers in bfloat16, summed over documents in float32."""
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16)
+    sums = {name: torch.zeros_like(p, dtype=torch.float64) for name, p in model.named_parameters()}
+    for start, stop in zip(batch.cu_seqlens, batch.cu_seqlens[1:], strict=False):
+        ids, weight = (torch.as_tensor(x[start:stop]) for x in (batch.input_ids, batch.loss_weight))
+        log_p = model(input_ids=ids[None]).logits[0, :-1].float().log_softmax(-1)
+        loss = -(weight[1:] * log_p.gather(-1, ids[1:, None])[:, 0]).sum() / batch.denominator
+        loss.backward()
+        for name, p in model.named_parameters():
+            sums[name] += p.grad.double() if p.grad is not None else 0
+        model.zero_grad()
+    return sums
+
+
+@pytest.mark.parametrize("arguments", [{}, {"tied": False, "family": "llama"}, {"vocab_size": 2048}, {"num_layers": 4}])
+def test_gradient_and_moment_tolerances_hold_for_bfloat16_and_see_defects(checkpoint: Any, arguments: Any) -> None:
+    folder = checkpoint(**{"tied": True} | arguments)
+    oracle, config = load_oracle(folder), AdamWConfig(weight_decay=0.0)
+    half, layers = torch.bfloat16, oracle.config.num_layers
+    for seed in range(3):
+        batch = packed_documents(3000 + seed, LENGTHS["uneven"], vocab_size=oracle.config.vocab_size)
+        got, (_, want) = bfloat16_gradients(folder, batch), loss_and_grads(oracle, batch, sft, batch.denominator)
+        bounds = {name: gradient_tolerance(grad, half, layers=layers) for name, grad in want.items()}
+        assert assert_weights_close(got, want, bounds) < 0.9
+        result = train_steps(oracle, [batch], optimizer=config, schedule=Schedule(lr=1e-3))
+        zero = AdamWState(step=0, exp_avg=_zeros(want), exp_avg_sq=_zeros(want))
+        params, state = adamw_step(oracle.params, got, zero, config, lr=1e-3)
+        assert assert_weights_close(params, result.params, weight_tolerance(result, half, layers=layers)) < 1
+        moments = moment_tolerance(result, half, layers=layers)
+        for name in ("exp_avg", "exp_avg_sq"):
+            assert assert_weights_close(getattr(state, name), getattr(result.optimizer, name), moments[name]) < 1
+        for wrong in (_zeros(got), {name: -grad for name, grad in got.items()}, {n: 2 * g for n, g in got.items()}):
+            with pytest.raises(ConformanceFailure):
+                assert_weights_close(wrong, want, bounds)
+
+
+def _zeros(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    return {name: torch.zeros_like(tensor) for name, tensor in tensors.items()}
 
 
 def test_an_absent_tokens_embedding_may_only_decay(checkpoint: Any) -> None:

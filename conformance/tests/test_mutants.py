@@ -74,6 +74,29 @@ def test_engine_without_defect_passes(name: str, root: Path) -> None:
     assert outcome.status == "passed", outcome.message
 
 
+IN_BFLOAT16: dict[str, bool] = json.loads((ROOT / "mutants" / "bfloat16.json").read_text())
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize(
+    "one",
+    [
+        _parameter(one, one.name.removeprefix("mutant-"), first=one in FIRST)
+        for one in MUTANTS
+        if IN_BFLOAT16.get(one.name)
+    ],
+)
+def test_mutant_is_caught_in_bfloat16_as_the_page_says(one: Mutant, root: Path) -> None:
+    outcome = kill(replace(one, dtype="bfloat16"), root)
+    assert is_caught(outcome), f"{one.defect} {one.case} in bfloat16 ended as {outcome.status}: {outcome.message}"
+
+
+def test_the_page_knows_of_bfloat16_for_every_mutant_whose_case_says_something_in_it(root: Path) -> None:
+    half = [replace(one, dtype="bfloat16") for one in MUTANTS if one.dtype == "float32"]
+    asked = {one.name for one in half if load_cases()[one.case].why_not(one.target(root)) is None}
+    assert asked == set(IN_BFLOAT16), "python tools/mutants.py --bfloat16 NAME, and take out what is gone"
+
+
 def test_there_are_enough() -> None:
     assert len(MUTANTS) >= 40
     assert {str(capability) for capability in CAPABILITIES} <= {one.group for one in MUTANTS}

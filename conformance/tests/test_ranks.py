@@ -80,7 +80,7 @@ def test_rank_that_raises_is_told_from_its_victim(pool: RankPool) -> None:
 def test_stall_gives_every_stack_and_kills_own_processes(pool: RankPool) -> None:
     pids = pool.pids
     with pytest.raises(RankError, match=r"in stall_on") as caught:
-        pool.run("rank_functions:stall_on", rank=0, deadline=1.0)
+        pool.run("rank_functions:stall_on", rank=0, deadline=10.0)
     assert [failure.kind for failure in caught.value.failures] == ["stalled", "stalled"]
     assert "barrier" in caught.value.failures[1].text
     assert not any(running(pid) for pid in pids)

@@ -1,19 +1,16 @@
-"""The training state as boxes under canonical keys, and this rank's random-number generators."""
+"""The training state as boxes under canonical keys."""
 
 from __future__ import annotations
 
-import base64
-import random
-from collections.abc import Iterator, Mapping
-from typing import Any
+from collections.abc import Collection, Iterator, Mapping
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from engine_api.base import BaseEngine
 from engine_api.errors import CheckpointMismatch, ConfigError
 from engine_api.manifest import Entry
+from engine_api.optimizers import check_shapes
 from engine_api.weights import ShardSpec
 from engine_loopback.optimizer import AdamW, state_fields
 from engine_loopback.weights import Partition, Weight
@@ -54,6 +51,9 @@ class CheckpointEngine(BaseEngine):
         """A moment lies where its weight does; a step count is whole on every rank that holds any of it."""
         return weight.box if value.dim() else ShardSpec.whole((), replica=self.partition.holder_index(weight.name))
 
+    def _optimizer_fields(self) -> Collection[str]:
+        return state_fields(self.config.optimizer, self.adamw) if self.config.optimizer is not None else ()
+
     def _state_layout(self, entries: Mapping[str, Entry]) -> dict[str, tuple[ShardSpec, torch.dtype]]:
         wanted = {self.key_of(weight): (weight.box, weight.dtype) for weight in self.weights.values()}
         return wanted | (self.optimizer_layout(entries) if self.optimizer else {})
@@ -62,6 +62,8 @@ class CheckpointEngine(BaseEngine):
         """Which boxes of the saved optimizer state this rank needs: none of weights that it does not hold."""
         saved = {key: key.removeprefix("optim.").rpartition(".") for key in entries if key.startswith("optim.")}
         self.same_optimizer({field for _, _, field in saved.values()})
+        if saved and self.optimizer is not None:
+            check_shapes(self.optimizer, entries)
         known = {key: self.weights[name] for key, (name, _, _) in saved.items() if self.is_trained(name)}
         return {
             key: (weight.box if entries[key].shape else ShardSpec.whole(()), getattr(torch, entries[key].dtype))
@@ -97,32 +99,3 @@ class CheckpointEngine(BaseEngine):
         on_device = optimizer.defaults.get("fused") or optimizer.defaults.get("capturable")
         stays = away if value.dim() else not on_device
         optimizer.state[weight.held][field] = value.to("cpu" if stays else weight.held.device, copy=True)
-
-    def _rng_state(self) -> dict[str, Any]:
-        version, words, gauss = random.getstate()
-        name, keys, position, has_gauss, cached = np.random.get_state()  # noqa: NPY002 - what user code draws from
-        state: dict[str, Any] = {
-            "python": [version, list(words), gauss],
-            "numpy": [str(name), np.asarray(keys).tolist(), int(position), int(has_gauss), float(cached)],
-            "torch": _encode(torch.get_rng_state()),
-        }
-        if self.device.type == "cuda":
-            state["cuda"] = _encode(torch.cuda.get_rng_state(self.device))
-        return state
-
-    def _set_rng_state(self, state: Mapping[str, Any]) -> None:
-        version, words, gauss = state["python"]
-        random.setstate((version, tuple(words), gauss))
-        name, keys, position, has_gauss, cached = state["numpy"]
-        np.random.set_state((name, np.array(keys, dtype=np.uint32), position, has_gauss, cached))  # noqa: NPY002
-        torch.set_rng_state(_decode(state["torch"]))
-        if self.device.type == "cuda" and "cuda" in state:
-            torch.cuda.set_rng_state(_decode(state["cuda"]), self.device)
-
-
-def _encode(state: Tensor) -> str:
-    return base64.b64encode(state.numpy().tobytes()).decode()
-
-
-def _decode(text: str) -> Tensor:
-    return torch.frombuffer(bytearray(base64.b64decode(text)), dtype=torch.uint8)

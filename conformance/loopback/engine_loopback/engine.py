@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from engine_api.arguments import check_device, check_switches
 from engine_api.batch import Batch
 from engine_api.comm import Comm, SingleComm, TorchComm, together
 from engine_api.config import EngineConfig, build_options
@@ -218,9 +219,8 @@ class LoopbackEngine(ExportEngine):
     def to(self, device: str, *, model: bool = True, optimizer: bool = True, grad: bool = True) -> None:
         """See ``Engine.to``. Gradients live beside their weights and move with them."""
         self._expect("to", "ready")
-        if device not in ("cpu", self.device_type):
-            raise ConfigError("device", f"{device!r} is neither cpu nor this engine's {self.device_type}",
-                              remedy=f"cpu or {self.device_type}")  # fmt: skip
+        check_device(device, self.device_type)
+        check_switches(model=model, optimizer=optimizer, grad=grad)
         if model and not grad and self._has_gradient:
             raise EngineStateError("to(model=True, grad=False)", "holding gradients", "past optimizer_step")
         away = device == "cpu" and self.device_type != "cpu"

@@ -12,10 +12,12 @@ from typing import Any, get_args
 import torch
 from torch import Tensor
 
+from engine_api.arguments import check_export, folder_of
 from engine_api.checkpoint import require_room
 from engine_api.comm import together
 from engine_api.contract import Adapter
 from engine_api.errors import CheckpointWriteError, ConfigError
+from engine_api.folders import real, replace_folder, restore
 from engine_api.weights import ShardExport, WeightExport
 from engine_loopback.checkpoint import CheckpointEngine
 from engine_loopback.lora import pair_of
@@ -36,6 +38,7 @@ class ExportEngine(CheckpointEngine):
     ) -> WeightExport:
         """See ``Engine.get_per_tensor_param``."""
         self._expect("get_per_tensor_param", "ready")
+        check_export(dtype, bucket_bytes)
         self.check_adapter(adapter)
         return self.whole_tensors(self.exported(adapter), dtype, bucket_bytes)
 
@@ -44,6 +47,7 @@ class ExportEngine(CheckpointEngine):
     ) -> ShardExport:
         """See ``Engine.get_per_tensor_param_shard``."""
         self._expect("get_per_tensor_param_shard", "ready")
+        check_export(dtype)
         self.check_adapter(adapter)
         return ((weight.name, self.shard(weight, dtype), weight.box) for weight in self.exported(adapter))
 
@@ -106,30 +110,29 @@ class ExportEngine(CheckpointEngine):
     def save_hf(self, directory: Path | str, *, dtype: torch.dtype | None = None) -> None:
         """See ``Engine.save_hf``. Rank 0 holds the whole model on the CPU before it writes."""
         self._expect("save_hf", "ready")
+        folder = folder_of(directory)
         tensors: dict[str, Tensor] = {}
         for name, tensor in self.get_per_tensor_param(dtype=dtype):
             if self.layout.rank == 0:
                 tensors[name] = tensor.to("cpu", copy=True)
-        together(self.comm, lambda: self.write_folder(Path(directory), tensors) if self.layout.rank == 0 else None)
+        together(self.comm, lambda: self.write_folder(folder, tensors) if self.layout.rank == 0 else None)
 
     def write_folder(self, directory: Path, tensors: Mapping[str, Tensor]) -> None:
         """Write beside ``directory`` and move what is complete; raises ``CheckpointWriteError``."""
         from safetensors import SafetensorError
         from safetensors.torch import save_file
 
+        directory = real(directory)
         partial = directory.with_name(directory.name + ".partial")
         try:
             shutil.rmtree(partial, ignore_errors=True)  # a killed save's remains
+            restore(directory)
             partial.mkdir(parents=True)
             require_room(partial, sum(t.numel() * t.element_size() for t in tensors.values()))
             save_file(dict(tensors), partial / "model.safetensors", metadata={"format": "pt"})
             (partial / "config.json").write_text(json.dumps(self.hf_config(tensors), indent=2, sort_keys=True))
             self.copy_companions(directory, partial)
-            directory.mkdir(parents=True, exist_ok=True)
-            for stale in directory.glob("model*.safetensors*"):
-                stale.unlink()
-            for file in partial.iterdir():
-                file.replace(directory / file.name)
+            replace_folder(partial, directory, stale=("model*.safetensors*",))
         except (OSError, SafetensorError) as error:
             raise CheckpointWriteError("the model could not be written", where=str(directory), why=str(error),
                                        remedy="free disk space, or check path and permissions") from error  # fmt: skip

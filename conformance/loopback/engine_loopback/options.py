@@ -12,7 +12,7 @@ class LoopbackOptions:
     """Options of the loopback engine (``EngineConfig.options``)."""
 
     # Seconds after which a collective that does not end fails.
-    timeout_s: int = 1800
+    timeout_s: int = 600
 
     def __post_init__(self) -> None:
         if self.timeout_s < 1:

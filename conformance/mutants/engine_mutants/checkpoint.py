@@ -354,6 +354,36 @@ class OtherOptimizerAccepted(LoopbackEngine):
 
 
 @mutant("faults.failed_load", group=GROUP)
+class MissingStateMadeUp(LoopbackEngine):
+    """Optimizer state that a checkpoint lacks begins with zeros."""
+
+    def load_checkpoint(self, directory: Path | str) -> CheckpointInfo:
+        with _instead("check_optimizer_state", lambda _: lambda *_: None):
+            return super().load_checkpoint(directory)
+
+
+@mutant("faults.failed_load", group=GROUP)
+class FilesReadAnywhere(LoopbackEngine):
+    """Tensors are read from whichever file the manifest names, listed or not."""
+
+    def load_checkpoint(self, directory: Path | str) -> CheckpointInfo:
+        def anywhere(raw: dict[str, Any], *_: Any) -> manifest.Shard:
+            return manifest.Shard(file=raw["file"], offset=tuple(raw["offset"]), shape=tuple(raw["shape"]))
+
+        with patch.object(manifest, "_shard", anywhere):
+            return super().load_checkpoint(directory)
+
+
+@mutant("faults.failed_load", group=GROUP)
+class ManifestNotChecked(LoopbackEngine):
+    """The files of a checkpoint are compared with the manifest, and the manifest with nothing."""
+
+    def load_checkpoint(self, directory: Path | str) -> CheckpointInfo:
+        with patch.object(manifest, "_check_seal", lambda *_: True):
+            return super().load_checkpoint(directory)
+
+
+@mutant("faults.failed_load", group=GROUP)
 class NewerContractAccepted(LoopbackEngine):
     """A checkpoint of a newer contract is read as one of this one."""
 

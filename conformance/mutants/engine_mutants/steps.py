@@ -15,7 +15,7 @@ from engine_api.batch import Batch
 from engine_api.errors import EngineStateError
 from engine_api.losses import LossFn
 from engine_api.prepare import MicroBatches
-from engine_api.results import ForwardBackwardOutput, LossOutput, StepOutput
+from engine_api.results import ForwardBackwardOutput, LossOutput, StepOutput, TokenOutputs
 from engine_api.schedule import lr_factor
 from engine_loopback.engine import LoopbackEngine
 from engine_loopback.optimizer import clip_factor
@@ -290,6 +290,17 @@ class LossErrorSwallowed(LoopbackEngine):
             return super()._run_train(parts, loss, denominator, temperature)
         except KeyError:
             return [LossOutput(loss=torch.tensor(math.nan))]
+
+
+@mutant("steps.loss_raises_on_one_rank", group="dp", world=2, deadline=0.2)
+class LossRaisesAlone(LoopbackEngine):
+    """A rank whose loss raises leaves the call at once, and the others in their backward."""
+
+    def _apply_loss(self, loss: LossFn, outputs: TokenOutputs, part: Batch) -> LossOutput:
+        result = super()._apply_loss(loss, outputs, part)
+        if self._loss_error is not None:
+            raise self._loss_error
+        return result
 
 
 @mutant("steps.bad_batch_on_one_rank", group="dp", world=2, deadline=0.1)

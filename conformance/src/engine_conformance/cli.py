@@ -1,4 +1,4 @@
-"""``engine-conformance run | list | explain | verify | badge``.
+"""``engine-conformance run | merge | list | explain | verify | badge``.
 
 Exit codes: 0 nothing failed (with ``--certify``: conformant), 1 not, 2 usage, 3 could not run.
 """
@@ -25,7 +25,7 @@ from engine_conformance.errors import CannotRun, UsageError
 from engine_conformance.explain import explain_case, list_cases
 from engine_conformance.messages import describe, line
 from engine_conformance.preflight import preflight
-from engine_conformance.results import Row
+from engine_conformance.results import Row, Run
 from engine_conformance.verdict import EXIT, exit_code, judgements
 
 if TYPE_CHECKING:
@@ -68,12 +68,28 @@ def _parser() -> argparse.ArgumentParser:
     explaining.set_defaults(command=lambda options, _: _print(explain_case(options.case)))
     verifying = commands.add_parser("verify", help="whether a report.json is whole, unaltered and of this suite")
     verifying.add_argument("report", type=Path)
-    verifying.set_defaults(command=_verify)
+    verifying.add_argument(
+        "--parts",
+        type=Path,
+        nargs="+",
+        default=[],
+        metavar="REPORT",
+        help="what a joined report was made of: join again, and compare",
+    )
+    verifying.set_defaults(command=_verify, name="verify")
+    _add_merge(commands.add_parser("merge", help="join reports of one engine, suite and kind of machine into one"))
     badge = commands.add_parser("badge", help="the shields.io endpoint of a report.json")
     badge.add_argument("report", type=Path)
     badge.add_argument("--out", type=Path, help="a file; default: standard output")
-    badge.set_defaults(command=_badge)
+    badge.set_defaults(command=_badge, name="badge")
     return parser
+
+
+def _add_merge(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("reports", type=Path, nargs="+", metavar="REPORT", help="a report.json, or its folder")
+    parser.add_argument("--report", type=Path, required=True, metavar="DIR", help="write the joined reports there")
+    parser.add_argument("--certify", action="store_true", help="exit 0 only if every verdict is conformant")
+    parser.set_defaults(command=_merge)
 
 
 def _add_run(parser: argparse.ArgumentParser) -> None:
@@ -93,7 +109,13 @@ def _add_run(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--report", type=Path, metavar="DIR", help="write report.json, certificate.md, report.html, …")
     parser.add_argument("--deviations", type=Path, help=f"default: {_DEVIATIONS} in this folder, if there is one")
     parser.add_argument("--patience", type=float, default=1.0, help="deadlines are this many times as long")
-    parser.add_argument("--limit", type=float, default=math.inf, help="start no case after this many seconds")
+    parser.add_argument(
+        "--limit",
+        type=float,
+        default=math.inf,
+        help="start no case after this many seconds; the next run may --continue",
+    )
+    parser.add_argument("--continue", dest="go_on", action="store_true", help="run what the report in --report DIR has not shown, and join both in it; begins it if there is none")  # fmt: skip
     parser.add_argument("--plugin", help="module:ATTR of a descriptor that is not installed")
     parser.add_argument(
         "--shim",
@@ -141,21 +163,89 @@ def _run_offered(options: argparse.Namespace, given: Sequence[str]) -> int:
     if listed:
         print(f"{len(deviations)} deviation(s) from {listed}")
     preflight(options.name, options.device)
+    earlier = _earlier(options.report, selection, given) if options.go_on else None
 
     def listen(row: Row) -> None:
         well = row.outcome.status in ("passed", "refused")
         if not (well and options.quiet):
             print(line(row) if well or row.outcome.status == "not-run" else describe(row), flush=True)
 
-    run = run_selection(selection, command=given, certify=options.certify, deviations=deviations,
-                        limit=options.limit, listen=listen)  # fmt: skip
+    from engine_conformance.report import merge, read_document, shown, to_document
+
+    done = shown(read_document(earlier)[0]) if earlier else ()
+    run = run_selection(
+        selection,
+        command=given,
+        certify=options.certify,
+        deviations=deviations,
+        limit=options.limit,
+        done=done,
+        listen=listen,
+    )
+    if earlier:
+        documents = {str(options.report): earlier}
+        if run.rows:
+            own = judgements(run.rows, complete=selection.complete, declared=run.declared)
+            documents["what was run now"] = to_document(run, own)
+        run = merge(documents, command=given, certify=options.certify)
+    return _conclude(run, options.report, certify=options.certify)
+
+
+def _conclude(run: Run, folder: Path | None, *, certify: bool) -> int:
+    """Judge a run, write its reports, print its summary; return the exit code."""
     from engine_conformance.report import summary, write_reports
 
-    verdicts = judgements(run.rows, complete=selection.complete, declared=run.declared)
-    if options.report:
-        write_reports(options.report, run, verdicts)
-    print(f"\n{summary(run, verdicts, folder=options.report)}")
-    return exit_code(run.rows, verdicts, certify=options.certify)
+    verdicts = judgements(run.rows, complete=run.selection["complete"], declared=run.declared)
+    if folder:
+        write_reports(folder, run, verdicts)
+    print(f"\n{summary(run, verdicts, folder=folder)}")
+    return exit_code(run.rows, verdicts, certify=certify)
+
+
+def _earlier(folder: Path | None, selection: Selection, given: Sequence[str]) -> dict[str, Any] | None:
+    """Return the report that a run is to go on with, or None where the folder has none yet.
+
+    Raises:
+        UsageError: if no folder is named, or its report is of something else than what is about to run.
+    """
+    from engine_conformance.report import differences, read_document
+    from engine_conformance.session import describe_run
+
+    if folder is None:
+        raise UsageError("--continue goes on with the report in --report DIR: name its folder")
+    if not (folder / "report.json").exists():
+        print(f"--continue: no report.json in {folder} yet: this run begins it")
+        return None
+    document = _whole(folder)
+    if problems := differences(read_document(document)[0], describe_run(selection, command=given)):
+        reasons = "".join(f"\n  {problem}" for problem in problems)
+        raise UsageError(f"--continue: {folder} reports something else than what would run now{reasons}")
+    return document
+
+
+def _whole(path: Path) -> dict[str, Any]:
+    """Return the document of a report (a file, or the folder of one) that verifies.
+
+    Raises:
+        UsageError: if it does not.
+    """
+    from engine_conformance.environment import suite
+    from engine_conformance.report import verify
+
+    file = path / "report.json" if path.is_dir() else path
+    if not file.is_file():
+        raise UsageError(f"{file} is no file; name a report.json, or the folder of one")
+    if problems := verify(file, suite=suite()):
+        raise UsageError("\n".join(["a report that does not verify is not joined:", *problems]))
+    return json.loads(file.read_text())
+
+
+def _merge(options: argparse.Namespace, given: Sequence[str]) -> int:
+    from engine_conformance.report import merge
+
+    documents = {str(path): _whole(path) for path in options.reports}
+    _check_writable(options.report)
+    return _conclude(merge(documents, command=given, certify=options.certify), options.report, certify=options.certify)
 
 
 def _selection(options: argparse.Namespace) -> Selection:
@@ -257,8 +347,25 @@ def _verify(options: argparse.Namespace, _: Sequence[str]) -> int:
     if not options.report.is_file():
         raise UsageError(f"{options.report} is no file; name a report.json")
     problems = verify(options.report, suite=suite())
+    if options.parts and not problems:
+        problems = _remade(options.report, options.parts)
     print("\n".join(problems) or f"{options.report}: whole, unaltered, and written by this suite")
     return EXIT["not conformant"] if problems else EXIT["conformant"]
+
+
+def _remade(report: Path, parts: Sequence[Path]) -> list[str]:
+    """Return in which fields a joined report differs from what its parts give when they are joined again."""
+    from engine_conformance.report import merge, to_document
+
+    stated = json.loads(report.read_text())
+    run = merge({str(path): _whole(path) for path in parts}, command=stated["command"], certify=stated["certify"])
+    verdicts = judgements(run.rows, complete=run.selection["complete"], declared=run.declared)
+    made = to_document(run, verdicts)
+    return [
+        f"{report}: {name}: is not what its parts give"
+        for name in made
+        if name != "digest" and stated[name] != made[name]
+    ]
 
 
 def _badge(options: argparse.Namespace, _: Sequence[str]) -> int:

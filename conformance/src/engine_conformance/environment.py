@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import hashlib
 import importlib.metadata
+import importlib.util
 import os
 import platform
 from functools import cache
@@ -14,7 +15,7 @@ import engine_conformance
 from engine_api.devices import cuda_devices, cuda_is_simulated, npu_is_simulated
 from engine_api.plugin import CONTRACT
 
-__all__ = ["SHIMMED", "SIMULATED", "devices_of", "environment", "reported", "suite"]
+__all__ = ["SHIMMED", "SIMULATED", "devices_of", "environment", "reported", "sources", "suite"]
 
 SHIMMED = "cpu (shimmed)"  # how a report names a CPU that answered in CUDA's place
 SIMULATED = "simulated"  # how a report names a device that is made of CPU tensors
@@ -24,12 +25,33 @@ _VERSIONS = ("torch", "transformers", "numpy", "safetensors", "engine-api", "eng
 @cache
 def suite() -> dict[str, str]:
     """The suite's version, the contract that it tests, and the SHA-256 of all its files."""
-    root = Path(engine_conformance.__file__).parent
+    digest = _digest(Path(engine_conformance.__file__).parent)
+    return {"version": engine_conformance.__version__, "contract": CONTRACT, "digest": digest}
+
+
+def sources(*modules: str) -> dict[str, str]:
+    """Return the SHA-256 of the files of each module's top-level package, by its name; nothing of theirs is imported.
+
+    A version alone does not tell two builds of it apart.
+    """
+    found: dict[str, str] = {}
+    for name in sorted({module.partition(".")[0] for module in modules}):
+        spec = importlib.util.find_spec(name)
+        places = [*(spec.submodule_search_locations or ()), spec.origin] if spec else []
+        if path := next((Path(place) for place in places if place and Path(place).exists()), None):
+            found[name] = _digest(path)
+    return found
+
+
+def _digest(root: Path) -> str:
+    """Return the SHA-256 of a file, or of the names and contents of all files of a folder."""
+    if root.is_file():
+        return hashlib.sha256(root.read_bytes()).hexdigest()
     digest = hashlib.sha256()
     for path in sorted(p for p in root.rglob("*") if p.is_file() and "__pycache__" not in p.parts):
         digest.update(path.relative_to(root).as_posix().encode() + b"\0")
         digest.update(hashlib.sha256(path.read_bytes()).digest())
-    return {"version": engine_conformance.__version__, "contract": CONTRACT, "digest": digest.hexdigest()}
+    return digest.hexdigest()
 
 
 def reported(device: str) -> str:

@@ -16,6 +16,7 @@ from engine_conformance.cases import Case, Target, load_cases
 from engine_conformance.environment import devices_of, reported
 from engine_conformance.errors import CannotRun, UsageError
 from engine_conformance.results import Setting
+from engine_conformance.verdict import is_complete
 
 __all__ = ["Item", "Selection", "changed", "make_plan", "resolve", "resolve_kind"]
 
@@ -56,7 +57,7 @@ class Selection:
     @property
     def complete(self) -> bool:
         """Whether nothing was left out by hand: only then a verdict may be ``conformant``."""
-        return not self.cases and not self.quick
+        return is_complete({"cases": self.cases, "quick": self.quick})
 
     def as_dict(self) -> dict[str, Any]:
         """For a report: what differs from the defaults of `Parallelism` is all that is said of the layout."""

@@ -34,7 +34,7 @@ __all__ = ["RankError", "RankFailure", "RankPool", "close_pools", "get_pool"]
 _COMMAND = "from engine_conformance._rank_worker import main; main({})"
 _START_SECONDS = 180.0  # importing torch from a cold disk, and the rendezvous
 _GRACE_SECONDS = 1.0  # after the first failure: who fails within it failed too, the rest are its victims
-_DUMP_SECONDS = 2.0  # for a rank to write its stack after the signal
+_DUMP_SECONDS = 20.0  # at most, for a rank to write its stack after the signal
 _CLOSE_SECONDS = 5.0
 _OUTPUT_LINES = 20
 
@@ -83,6 +83,14 @@ class RankPool:
         """
         if self._processes:
             return
+        _running.add(self)
+        try:
+            self._start()
+        except BaseException:  # an interrupt too must leave no rank behind; raised again
+            self._kill()
+            raise
+
+    def _start(self) -> None:
         self._folder = Path(tempfile.mkdtemp(prefix="ranks-"))
         # Read when torch is imported, so it cannot be set from inside.
         environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(sys.path)}
@@ -91,14 +99,15 @@ class RankPool:
             command = [sys.executable, "-P", "-c", _COMMAND.format(theirs.fileno())]
             # What an engine prints is kept for its failure's report, and never mixes with the suite's own output.
             with self._log(rank).open("wb") as log:
-                process = Popen(
-                    command, pass_fds=[theirs.fileno()], env=environment, stdin=DEVNULL, stdout=log, stderr=STDOUT
+                # In one statement: an interrupt after it finds the process in the list.
+                self._processes.append(
+                    Popen(
+                        command, pass_fds=[theirs.fileno()], env=environment, stdin=DEVNULL, stdout=log, stderr=STDOUT
+                    )
                 )
+            self._pipes.append(ours)
             theirs.close()
             ours.send_bytes(pickle.dumps(self._spec(rank)))
-            self._pipes.append(ours)
-            self._processes.append(process)
-        _running.add(self)
         self._collect("start", _START_SECONDS)
 
     def run(

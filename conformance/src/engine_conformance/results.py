@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, get_args
 
-__all__ = ["BAD", "STATUSES", "Outcome", "Row", "Run", "Setting", "Status"]
+__all__ = ["BAD", "STATUSES", "Outcome", "Part", "Row", "Run", "Setting", "Status"]
 
 Status = Literal[
     "passed",
@@ -75,6 +75,23 @@ class Row:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class Part:
+    """One of the runs that a joined report was made of.
+
+    Attributes:
+        digest: of its own ``report.json``.
+        started, seconds, command, selection, environment: as in its `Run`; the selection without ``complete``.
+    """
+
+    digest: str
+    started: str
+    seconds: float
+    command: Sequence[str]
+    selection: Mapping[str, Any]
+    environment: Mapping[str, str]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class Run:
     """Everything that a report is made of.
 
@@ -90,6 +107,8 @@ class Run:
         environment: versions and machine, by name.
         suite: version and digest of the suite.
         started: ISO 8601, UTC.
+        sources: SHA-256 of the files of the engine's package, its partner's and engine-api, by package.
+        parts: the runs that were joined into this one; empty for a run of its own.
     """
 
     name: str
@@ -105,3 +124,5 @@ class Run:
     started: str
     seconds: float
     rows: Sequence[Row] = field(repr=False)
+    sources: Mapping[str, str] = field(default_factory=dict[str, str])
+    parts: Sequence[Part] = ()

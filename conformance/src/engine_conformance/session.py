@@ -7,21 +7,24 @@ import json
 import shlex
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import torch
 
 from engine_api.devices import cuda_is_simulated, npu_is_simulated
-from engine_api.registry import Resolution
+from engine_api.errors import PluginError
+from engine_api.registry import EngineRegistry, Resolution
 from engine_conformance.cases import run_case
+from engine_conformance.cases._case import LM
 from engine_conformance.deviations import Deviation, with_deviations
-from engine_conformance.environment import environment, suite
+from engine_conformance.environment import environment, sources, suite
 from engine_conformance.plan import Item, Selection, changed, make_plan, resolve
 from engine_conformance.ranks import close_pools
-from engine_conformance.results import Outcome, Row, Run
+from engine_conformance.results import Outcome, Row, Run, Setting
 
-__all__ = ["repeat_command", "run_item", "run_selection"]
+__all__ = ["describe_run", "repeat_command", "run_item", "run_selection"]
 
 Listener = Callable[[Row], None]
 
@@ -33,6 +36,7 @@ def run_selection(
     certify: bool = False,
     deviations: Sequence[Deviation] = (),
     limit: float = float("inf"),
+    done: Collection[tuple[str, Setting]] = (),
     listen: Listener | None = None,
 ) -> Run:
     """Run everything that was selected; pools of ranks are closed at the end.
@@ -43,31 +47,64 @@ def run_selection(
         certify: whether a certificate was asked for, for the report.
         deviations: of this engine.
         limit: seconds after which no case is started; the rest is reported as not run.
+        done: cases and settings that an earlier run has shown: they are left out.
         listen: called with each row as it comes.
 
     Raises:
         UsageError, CannotRun: see `make_plan`.
     """
-    began, started = time.monotonic(), datetime.datetime.now(tz=datetime.UTC)
+    began, about = time.monotonic(), describe_run(selection, command=command, certify=certify)
     torch.set_num_threads(1)  # the oracle's tensors are tiny: threads cost more than they do
     with tempfile.TemporaryDirectory(prefix="conformance-") as folder:
         items, rows = make_plan(selection, Path(folder)), list[Row]()
         try:
             for item in items:
+                if (item.case.id, item.setting) in done:
+                    continue
                 late = time.monotonic() - began > limit
                 rows.append(run_item(item, selection, deviations, late="out of time (--limit)" if late else ""))
                 if listen:
                     listen(rows[-1])
         finally:
             close_pools()
+    return replace(about, seconds=time.monotonic() - began, rows=rows)
+
+
+def describe_run(selection: Selection, *, command: Sequence[str], certify: bool = False) -> Run:
+    """Return a run of this selection that begins now and has no rows yet.
+
+    Raises:
+        CannotRun: see `resolve`.
+    """
     chosen = resolve(selection)
+    tested = [chosen]
+    if selection.partner is not None:
+        tested += _partner(selection, selection.partner)
+    modules = [row.target.partition(":")[0] for one in tested for row in one.plugin.rows]
     return Run(
-        name=selection.name, distribution=chosen.source, contract=chosen.plugin.contract,
-        declared=sorted(map(str, chosen.plugin.capabilities)), trace=[str(c) for c in chosen.trace],
-        command=list(command), selection=selection.as_dict() | {"complete": selection.complete}, certify=certify,
-        environment=environment(*_distribution(chosen)), suite=suite(), started=started.isoformat(timespec="seconds"),
-        seconds=time.monotonic() - began, rows=rows,
-    )  # fmt: skip
+        name=selection.name,
+        distribution=chosen.source,
+        contract=chosen.plugin.contract,
+        declared=sorted(map(str, chosen.plugin.capabilities)),
+        trace=[str(c) for c in chosen.trace],
+        command=list(command),
+        selection=selection.as_dict() | {"complete": selection.complete},
+        certify=certify,
+        environment=environment(*_distribution(chosen)),
+        suite=suite(),
+        started=datetime.datetime.now(tz=datetime.UTC).isoformat(timespec="seconds"),
+        seconds=0.0,
+        rows=[],
+        sources=sources("engine_api", *modules),
+    )
+
+
+def _partner(selection: Selection, name: str) -> list[Resolution]:
+    """Return what the partner's name stands for; nothing if it cannot run here, which the cases then say."""
+    try:
+        return [EngineRegistry.resolve(model_type=LM, backend=name, device=selection.device)]
+    except PluginError:
+        return []
 
 
 def run_item(item: Item, selection: Selection, deviations: Sequence[Deviation] = (), *, late: str = "") -> Row:

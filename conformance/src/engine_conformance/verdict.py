@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 from engine_conformance.results import BAD, Row
 
-__all__ = ["EXIT", "Judgement", "Verdict", "exit_code", "judge", "judgements", "untested"]
+__all__ = ["EXIT", "Judgement", "Verdict", "exit_code", "is_complete", "judge", "judgements", "untested"]
 
 Verdict = Literal["conformant", "partial", "non-conformant"]
 EXIT = {"conformant": 0, "not conformant": 1, "usage": 2, "could not run": 3}
@@ -43,6 +43,35 @@ def judgements(rows: Sequence[Row], *, complete: bool, declared: Sequence[str] =
     keys = dict.fromkeys((row.profile, row.setting.model_type) for row in rows)
     missing = untested(rows, declared)
     return [_judgement(rows, key, complete=complete and not missing) for key in keys]
+
+
+def is_complete(
+    selection: Mapping[str, Any], rows: Sequence[Row] = (), parts: Sequence[Mapping[str, Any]] = ()
+) -> bool:
+    """Return whether nothing was left out by hand: only then a verdict may be ``conformant``.
+
+    Of a joined report: whether each setting of its rows was asked for as a whole by one of its parts.
+
+    Args:
+        selection: what was asked for, by the names of a report's ``selection``.
+        rows: of a joined report.
+        parts: the selections of a joined report's parts.
+    """
+    if not parts:
+        return not selection["cases"] and not selection["quick"]
+    return all(any(_asked_for_all(part, row) for part in parts) for row in rows)
+
+
+def _asked_for_all(selection: Mapping[str, Any], row: Row) -> bool:
+    """Return whether a run of this selection had every case of the row's setting, model type and profile."""
+    model_types, profiles = selection["model_types"], selection["profiles"]
+    return (
+        is_complete(selection)
+        and row.setting.world in selection["worlds"]
+        and row.setting.dtype in selection["dtypes"]
+        and (not model_types or row.setting.model_type in model_types)
+        and (not profiles or row.profile in profiles)
+    )
 
 
 def _judgement(rows: Sequence[Row], key: tuple[str, str], *, complete: bool) -> Judgement:

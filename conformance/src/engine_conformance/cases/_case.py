@@ -18,6 +18,7 @@ from engine_conformance.results import Outcome, Status
 
 __all__ = [
     "CASES",
+    "FLOAT32",
     "PROFILES",
     "AcceptedUndeclared",
     "Case",
@@ -34,6 +35,7 @@ CaseFunction = Callable[[Target], "float | None"]
 
 PROFILES = ("engine", "rl", "rollout")
 LM, VALUE = "language_model", "value_model"
+BOTH_PRECISIONS, FLOAT32 = ("float32", "bfloat16"), ("float32",)
 # In the order in which they run and are listed.
 _MODULES = (
     "plugin", "contract", "refusals", "refusal", "forward", "train", "objectives", "steps", "checkpoint", "portable",
@@ -67,7 +69,7 @@ class Case:
         requires: capabilities without which it does not apply; the first one is its group.
         probes: the capability whose *absence* it shows: it runs only where that is not declared.
         world: world sizes at which it says something.
-        dtypes: precisions of computation at which it is worth running.
+        dtypes: precisions of computation at which it says something: both, unless the case says why not.
         model_types: which kinds of engine it is about.
         profile: ``engine``, ``rl`` or ``rollout``.
         quick: part of the quick tier.
@@ -126,6 +128,8 @@ class Case:
         missing = [str(c) for c in self.requires if c not in have]
         if target.world > 1 and Capability.DP not in have and not _MODEL_PARALLEL & {*self.requires, *target.spread}:
             missing.append(str(Capability.DP))
+        if target.dtype == "bfloat16" and self.profile != "rollout" and Capability.BF16 not in have:
+            missing.append(str(Capability.BF16))
         if missing:
             return f"not declared: {', '.join(missing)}"
         if self.probes in have:
@@ -146,7 +150,7 @@ def case(
     requires: tuple[Capability, ...] = (),
     probes: Capability | None = None,
     world: tuple[int, ...] = (1, 2, 4),
-    dtypes: tuple[str, ...] = ("float32",),
+    dtypes: tuple[str, ...] = BOTH_PRECISIONS,
     model_types: tuple[str, ...] = (LM,),
     profile: str = "engine",
     quick: bool = False,

@@ -22,6 +22,7 @@ from engine_conformance.tolerances import weight_tolerance
 
 __all__ = [
     "asking",
+    "clear_documents",
     "documents",
     "merged",
     "oracle_of",
@@ -30,6 +31,7 @@ __all__ = [
     "outputs_match",
     "raised_everywhere",
     "same_on_all_ranks",
+    "trained_on",
     "training_matches",
 ]
 
@@ -40,6 +42,31 @@ CONFIG = AdamWConfig(weight_decay=0.0, eps=EPS)
 def documents(seed: int = 0, lengths: str = "uneven") -> PackedDocuments:
     """The batch of this seed and these lengths, always the same object."""
     return packed_documents(seed, LENGTHS[lengths])
+
+
+def trained_on(target: Target, oracle: OracleModel, seed: int, lengths: str = "uneven") -> PackedDocuments:
+    """Return the batch of this seed and these lengths, or one whose choices of experts rounding does not change.
+
+    In float32 every choice is clear enough. In bfloat16 two router logits may each be off by their tolerance: the first
+    batch from the seed on is taken whose choices are clearer than that, which only few and short documents are.
+    """
+    if oracle.config.moe is None or target.dtype == "float32":
+        return documents(seed, lengths)
+    return clear_documents(oracle, seed, (3, 2, 2, 1), gap=2 * target.tolerance("router_logits").atol)
+
+
+@cache
+def _candidate(seed: int, lengths: tuple[int, ...]) -> PackedDocuments:
+    return packed_documents(seed, lengths)
+
+
+def clear_documents(oracle: OracleModel, seed: int, lengths: tuple[int, ...], *, gap: float) -> PackedDocuments:
+    """Return the first batch from ``1000 * seed`` on whose choices of experts are all clearer than ``gap``."""
+    for candidate in range(1000 * seed, 1000 * seed + 1000):
+        batch = _candidate(candidate, lengths)
+        if oracle.routing_margin(batch.input_ids, batch.cu_seqlens).min() > gap:
+            return batch
+    raise AssertionError("no batch with clear choices of experts")
 
 
 @cache

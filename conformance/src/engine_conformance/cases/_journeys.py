@@ -12,7 +12,7 @@ from torch import Tensor
 from engine_api.config import OptimizerConfig, Parallelism, ScheduleConfig
 from engine_api.results import TrainOutput
 from engine_conformance.cases._case import must
-from engine_conformance.cases._expect import documents, oracle_of, oracle_training, same_on_all_ranks
+from engine_conformance.cases._expect import oracle_of, oracle_training, same_on_all_ranks, trained_on
 from engine_conformance.cases._ranks import Trained, digest, opened, save, step, summary, whole_weights
 from engine_conformance.cases._state import read_state
 from engine_conformance.cases._target import EPS, Setup, Target
@@ -25,7 +25,7 @@ from engine_conformance.compare import (
 )
 from engine_conformance.fixtures import PackedDocuments
 from engine_conformance.oracle import AdamWConfig, AdamWState, Schedule, StepResult, TrainResult
-from engine_conformance.tolerances import weight_tolerance
+from engine_conformance.tolerances import moment_tolerance, weight_tolerance
 
 __all__ = [
     "ADAMW",
@@ -37,6 +37,7 @@ __all__ = [
     "journey",
     "leg",
     "leg_matches",
+    "moments_match",
     "start_of",
     "state_matches",
 ]
@@ -47,8 +48,6 @@ SCHEDULE = ScheduleConfig(name="cosine", warmup_steps=2, total_steps=12)
 ADAMW = AdamWConfig(weight_decay=0.1, max_grad_norm=2.0, eps=EPS)
 RATES = Schedule(kind="cosine", lr=1e-3, warmup_steps=2, total_steps=12)
 _MOMENTS = ("exp_avg", "exp_avg_sq")
-# A moment is a sum of clipped gradients: relative to its tensor's largest element, as float32 gradients are.
-_MOMENT_ERROR = 1e-4
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -113,20 +112,25 @@ def _step_matches(target: Target, got: TrainOutput, exact: StepResult, *, versio
     )
 
 
-def state_matches(folder: Path, want: TrainResult) -> float:
-    """A checkpoint holds exactly the oracle's names, and its moments and step; returns the margin."""
+def state_matches(target: Target, folder: Path, want: TrainResult) -> float:
+    """Require that a checkpoint holds exactly the oracle's names, its moments and its step; return the margin."""
     state, names = read_state(folder), list(want.params)
     fields = (*_MOMENTS, "step")
     expected = [f"model.{n}" for n in names] + [f"optim.{n}.{one}" for n in names for one in fields]
     assert_names("checkpoint", state, dict.fromkeys(expected))
     steps = {float(state[f"optim.{n}.step"]) for n in names}
     must(steps == {float(want.optimizer.step)}, "optim step", f"{sorted(steps)}, the oracle made {want.optimizer.step}")
+    return moments_match(target, state, want)
+
+
+def moments_match(target: Target, state: Mapping[str, Tensor], want: TrainResult) -> float:
+    """Compare a checkpoint's moments with the oracle's; return the margin."""
+    bounds = moment_tolerance(want, target.torch_dtype, layers=want.oracle.config.num_layers)
     margins = []
     for one in _MOMENTS:
         exact: dict[str, Tensor] = getattr(want.optimizer, one)
-        bounds = {n: torch.full_like(e, _MOMENT_ERROR * float(e.abs().max())) for n, e in exact.items()}
-        got = {n: state[f"optim.{n}.{one}"] for n in names}
-        margins.append(assert_weights_close(got, exact, bounds, name=one))
+        got = {n: state[f"optim.{n}.{one}"] for n in exact}
+        margins.append(assert_weights_close(got, exact, bounds[one], name=one))
     return max(margins)
 
 
@@ -144,7 +148,7 @@ def start_of(state: Mapping[str, Tensor], model: Path) -> TrainResult:
     moments = AdamWState(step=int(steps.pop()), **{one: parts[one] for one in _MOMENTS})
     oracle = replace(plain, params=parts["params"])
     still = {n: torch.zeros_like(p) for n, p in oracle.params.items()}
-    return TrainResult(steps=(), oracle=oracle, optimizer=moments, config=ADAMW, sensitivity=still)
+    return TrainResult(steps=(), oracle=oracle, optimizer=moments, config=ADAMW, sensitivity=still, independent=still)
 
 
 def _named(state: Mapping[str, Tensor], names: Mapping[str, Tensor], key: str) -> dict[str, Tensor]:
@@ -170,9 +174,9 @@ def journey(model: Path, stages: Sequence[Stage], *, steps: int = 1) -> float:
 
     What is loaded must be what was saved, bit for bit; names, moments, step and schedule must be the oracle's.
     """
-    first = stages[0].target
+    first, oracle = stages[0].target, oracle_of(str(model))
     names = ("uneven", "equal", "skewed")
-    batches = tuple(documents(60 + i, names[i % 3]) for i in range(steps * len(stages)))
+    batches = tuple(trained_on(first, oracle, 60 + i, names[i % 3]) for i in range(steps * len(stages)))
     folder, source, margins = first.scratch(), None, list[float]()
     for index, stage in enumerate(stages):
         done, goal, place = index * steps, (index + 1) * steps, folder / f"stage-{index}"
@@ -183,6 +187,6 @@ def journey(model: Path, stages: Sequence[Stage], *, steps: int = 1) -> float:
             kept = {name: saved[f"model.{name}"] for name in legs[0].start if f"model.{name}" in saved}
             assert_bitwise(legs[0].start, kept, name=f"weights loaded by {stage}")
         want = oracle_training(str(model), batches[:goal], optimizer=ADAMW, schedule=RATES)
-        margins += [leg_matches(stage.target, legs, want, before=done), state_matches(place, want)]
+        margins += [leg_matches(stage.target, legs, want, before=done), state_matches(stage.target, place, want)]
         source = place
     return max(margins)

@@ -17,6 +17,7 @@ from engine_conformance.cases._expect import (
     oracle_training,
     outputs_match,
     raised_everywhere,
+    trained_on,
     training_matches,
 )
 from engine_conformance.cases._ranks import (
@@ -79,7 +80,7 @@ def layout_holds(
     """
     oracle = oracle_of(str(model))
     calls = [asking(target, documents(70, one), temperature=_TEMPERATURE[target.model_type]) for one in LENGTHS]
-    batches = tuple(documents(71 + i, one) for i, one in enumerate(lengths))
+    batches = tuple(trained_on(target, oracle, 71 + i, one) for i, one in enumerate(lengths))
     config = target.config(model, parallelism=layout, memory=_MEMORY, optimizer=OPTIMIZER)
     rows: list[Run] = target.run(run, config, calls=calls, batches=batches)
     margins = [outputs_match(target, oracle, call, [row.answers[i] for row in rows]) for i, call in enumerate(calls)]

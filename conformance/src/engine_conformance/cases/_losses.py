@@ -33,7 +33,7 @@ __all__ = [
     "value",
 ]
 
-_BONUS, _WARM = 0.1, 0.7
+_BONUS, _WARM = 1.0, 0.7  # a bonus as large as the likelihood: its gradient shows in bfloat16 too
 
 
 def default_loss(model_type: str) -> LossFn:

@@ -29,7 +29,9 @@ class Policy:
     Attributes:
         clip: epsilon of PPO (Schulman et al. 2017, arXiv:1707.06347, eq. 7).
         kl: weight of the KL to the reference.
-        estimator: k2 or k3 of Schulman 2020, "Approximating KL Divergence"; GRPO's is k3 (arXiv:2402.03300, eq. 4).
+        estimator: k2 or k3 of Schulman 2020, "Approximating KL Divergence"; GRPO's is k3
+            (arXiv:2402.03300, eq. 4). It is bare, without an importance ratio: an engine is held to
+            the loss that it is given, whatever that descends to.
         entropy: weight of the entropy bonus (arXiv:1707.06347, eq. 9).
     """
 

@@ -113,7 +113,8 @@ def policy_holds(target: Target, phases: Sequence[Phase], policy: losses.Policy)
     """A policy's updates, and its metrics as sums at each of them, are the oracle's."""
     model = target.model()
     replay = _replay(model, phases, policy.oracle, policy)
-    assert any(clipped for clipped, _ in replay.metrics), "the fixture clips nothing: take another seed"
+    again = any(phase.epochs > 1 for phase in phases)
+    assert not again or any(clipped for clipped, _ in replay.metrics), "the fixture clips nothing: take another seed"
     config = target.config(model, optimizer=OPTIMIZER, memory=SPLIT)
     ranks = target.run(updates, config, phases=phases, loss=policy)
     margins = [training_matches(target, ranks, replay.result, oracle_of(str(model)))]

@@ -27,7 +27,6 @@ from engine_conformance.oracle.generate import Greedy, completion_log_probs, gre
 from engine_conformance.tolerances import Tolerance
 
 __all__ = [
-    "BOTH",
     "FAMILIES",
     "GREEDY",
     "UNEVEN",
@@ -47,7 +46,6 @@ __all__ = [
 ]
 
 UNEVEN = (5, 1, 23, 9, 2)  # tokens of prompts
-BOTH = ("float32", "bfloat16")
 FAMILIES: tuple[dict[str, Any], ...] = (
     {"family": "llama", "tied": False},
     {"family": "qwen2", "tied": True},

@@ -23,6 +23,7 @@ from engine_api.errors import (
     CheckpointWriteError,
     EngineError,
 )
+from engine_api.manifest import seal
 from engine_conformance.cases._case import LM, VALUE, case, must
 from engine_conformance.cases._expect import documents, oracle_of, oracle_training, raised_everywhere, training_matches
 from engine_conformance.cases._ranks import (
@@ -94,14 +95,38 @@ def _half_manifest(folder: Path) -> None:
     file.write_text(file.read_text()[:200])
 
 
-def _edit(folder: Path, change: Callable[[dict[str, object]], None]) -> None:
+def _edit(folder: Path, change: Callable[[dict[str, Any]], None]) -> None:
     manifest = json.loads((folder / "manifest.json").read_text())
     change(manifest)
     (folder / "manifest.json").write_text(json.dumps(manifest))
+    seal(folder)  # as whoever wrote it so would have: not the altered file is to be found, but what it says
 
 
 def _newer(folder: Path) -> None:
     _edit(folder, lambda m: m.update(contract="99.0"))
+
+
+def _one_bit(folder: Path) -> None:
+    file = folder / "manifest.json"
+    file.write_text(file.read_text().replace('"step": 1', '"step": 3', 1))
+
+
+def _half_state(folder: Path) -> None:
+    def drop(manifest: dict[str, Any]) -> None:
+        gone = next(key for key in manifest["tensors"] if key.startswith("optim."))
+        name = gone.rpartition(".")[0]
+        manifest["tensors"] = {k: v for k, v in manifest["tensors"].items() if k.rpartition(".")[0] != name}
+
+    _edit(folder, drop)
+
+
+def _elsewhere(folder: Path) -> None:
+    def lead_out(manifest: dict[str, Any]) -> None:
+        shards = [shard for tensor in manifest["tensors"].values() for shard in tensor["shards"]]
+        for shard in shards:
+            shard["file"] = f"../good/{shard['file']}"
+
+    _edit(folder, lead_out)
 
 
 def _pickled(folder: Path) -> None:
@@ -118,6 +143,9 @@ DAMAGE: Mapping[str, tuple[Callable[[Path], None], type[CheckpointError]]] = {
 # Where the format is the contract's.
 DAMAGE_OF_FORMAT: Mapping[str, tuple[Callable[[Path], None], type[CheckpointError]]] = {
     "half a manifest": (_half_manifest, CheckpointCorrupt),
+    "one bit of the manifest": (_one_bit, CheckpointCorrupt),
+    "no state of one weight": (_half_state, CheckpointMismatch),
+    "files of another checkpoint": (_elsewhere, CheckpointCorrupt),
     "newer": (_newer, CheckpointMismatch),
     "pickled": (_pickled, CheckpointMissing),
 }
@@ -127,9 +155,11 @@ DAMAGE_OF_FORMAT: Mapping[str, tuple[Callable[[Path], None], type[CheckpointErro
 def failed_load(target: Target) -> float:
     """A load that fails MUST raise its typed error on every rank, and leave weights, moments, step and generators.
 
-    Truncated, altered by one bit, incomplete, of a newer contract, of another model or optimizer, a pickle, absent.
+    Truncated, altered by one bit, incomplete, of a newer contract, of another model or optimizer, a pickle, absent; its
+    optimizer state without one weight's, its tensors in another checkpoint's files.
 
-    If this fails: tensors are copied in before all are checked; a rank that read its own good file goes on alone.
+    If this fails: tensors are copied in before all are checked; a rank that read its own good file goes on alone; state
+    that is missing is made up; files are read wherever the manifest says.
     """
     model, other, work = target.model(), target.model(num_layers=1, seed=4), target.scratch()
     batch = documents(61, "uneven")

@@ -13,7 +13,6 @@ from engine_conformance.cases._target import Target
 
 TP, PP, CP, EP, DP = Capability.TP, Capability.PP, Capability.CP, Capability.EP, Capability.DP
 MOE, PORTABLE = Capability.MOE, Capability.PORTABLE_CHECKPOINT
-PRECISIONS = ("float32", "bfloat16")
 SEVERAL, BOTH = (2, 4), (LM, VALUE)
 # Heads, groups of them, layers and experts enough for four ranks; two query heads a key head.
 WIDE: dict[str, Any] = {"num_heads": 8, "num_kv_heads": 4}
@@ -21,7 +20,7 @@ DEEP: dict[str, Any] = {"num_layers": 4}
 EXPERTS: dict[str, Any] = {"family": "qwen3_moe", "tied": False, "num_experts": 8}
 
 
-@case(id="parallel.tp", requires=(TP,), world=SEVERAL, dtypes=PRECISIONS, model_types=BOTH)
+@case(id="parallel.tp", requires=(TP,), world=SEVERAL, model_types=BOTH)
 def tp(target: Target) -> float:
     """Tensor parallelism MUST NOT change a token's outputs, nor loss, gradient norm or update; its ranks MUST agree.
 
@@ -44,7 +43,7 @@ def tp_families(target: Target) -> float:
     return max(layout_holds(target, model, Parallelism(tp=target.world)) for model in models)
 
 
-@case(id="parallel.pp", requires=(PP,), world=SEVERAL, dtypes=PRECISIONS, model_types=BOTH)
+@case(id="parallel.pp", requires=(PP,), world=SEVERAL, model_types=BOTH)
 def pp(target: Target) -> float:
     """A pipeline MUST NOT change a token's outputs, nor loss, gradient norm or update; every stage MUST report the same.
 
@@ -66,7 +65,7 @@ def pp_tied(target: Target) -> float:
     return layout_holds(target, target.model(tied=True, **DEEP), Parallelism(pp=target.world))
 
 
-@case(id="parallel.cp", requires=(CP,), world=SEVERAL, dtypes=PRECISIONS)
+@case(id="parallel.cp", requires=(CP,), world=SEVERAL)
 def cp(target: Target) -> float:
     """Context parallelism MUST NOT change a token's outputs, nor an update; its ranks MUST answer bit for bit the same.
 

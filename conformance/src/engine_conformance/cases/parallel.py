@@ -21,7 +21,7 @@ from engine_conformance.fixtures import PackedDocuments
 from engine_conformance.oracle import TrainResult
 from engine_conformance.tolerances import weight_tolerance
 
-PRECISIONS, BOTH = ("float32", "bfloat16"), (LM, VALUE)
+BOTH = (LM, VALUE)
 _FIELDS = MODEL_PARALLEL | {Capability.EP: "ep", Capability.HSDP: "dp_replicate"}
 
 
@@ -55,7 +55,7 @@ def _same_run(target: Target, several: Trained, one: Trained, want: TrainResult)
     return max(*margins, assert_weights_close(several.weights, one.weights, bounds, name="weights of several ranks"))
 
 
-@case(id="parallel.hsdp", requires=(Capability.HSDP,), world=(2, 4), dtypes=PRECISIONS, model_types=BOTH)
+@case(id="parallel.hsdp", requires=(Capability.HSDP,), world=(2, 4), model_types=BOTH)
 def hsdp(target: Target) -> float:
     """Hybrid sharding MUST NOT change loss, gradient norm, update or export, and its copies MUST count once.
 
@@ -64,7 +64,7 @@ def hsdp(target: Target) -> float:
     return layout_holds(target, target.model(), Parallelism(dp_replicate=2))
 
 
-@case(id="parallel.ulysses", requires=(Capability.ULYSSES,), world=(2, 4), dtypes=PRECISIONS, model_types=BOTH)
+@case(id="parallel.ulysses", requires=(Capability.ULYSSES,), world=(2, 4), model_types=BOTH)
 def ulysses(target: Target) -> float:
     """Sequence parallelism MUST NOT change a token's outputs, nor an update; its ranks MUST answer bit for bit the same.
 

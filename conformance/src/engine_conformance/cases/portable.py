@@ -61,7 +61,7 @@ def _goes_on(target: Target, model: Path, source: Path, state: dict[str, Tensor]
     want = train_steps(
         start.oracle, batches, oracle_default(start.oracle), optimizer=ADAMW, schedule=RATES, start=start
     )
-    return max(leg_matches(target, legs, want, before=start.optimizer.step), state_matches(place, want))
+    return max(leg_matches(target, legs, want, before=start.optimizer.step), state_matches(target, place, want))
 
 
 @case(id="checkpoint.gold", requires=PORTABLE, model_types=BOTH)

@@ -19,11 +19,10 @@ from engine_api.errors import ConfigError, PluginError, PluginNotFound, PluginUn
 from engine_api.plugin import CONTRACT, contract_problem
 from engine_api.registry import RolloutRegistry
 from engine_api.rollout import Rollout, SamplingParams
-from engine_conformance.cases._case import case, must
+from engine_conformance.cases._case import FLOAT32, case, must
 from engine_conformance.cases._expect import documents
 from engine_conformance.cases._rollouts import EOS, Do, Generate, Sync, arguments, chain
 from engine_conformance.cases._served import (
-    BOTH,
     FAMILIES,
     GREEDY,
     UNEVEN,
@@ -58,7 +57,7 @@ assert not heavy, f"loading the descriptor imports {{heavy}}"
 """
 
 
-@case(id="rollout.descriptor", world=(1,), profile="rollout", quick=True)
+@case(id="rollout.descriptor", world=(1,), dtypes=FLOAT32, profile="rollout", quick=True)
 def descriptor(target: Target) -> None:
     """The descriptor MUST load without torch, state a contract that is served, and probe every device without raising.
 
@@ -89,7 +88,7 @@ def descriptor(target: Target) -> None:
         must(False, "name", f"{target.backend}x was taken for {target.backend}")
 
 
-@case(id="rollout.signatures", world=(1,), profile="rollout", quick=True)
+@case(id="rollout.signatures", world=(1,), dtypes=FLOAT32, profile="rollout", quick=True)
 def signatures(target: Target) -> None:
     """The class MUST be constructed with what every rollout is given, and its members be called as the contract calls them.
 
@@ -109,7 +108,7 @@ def signatures(target: Target) -> None:
             binds(getattr(cls, name), name, None, **dict.fromkeys(parameters[1:]))
 
 
-@case(id="rollout.states", world=(1,), profile="rollout", quick=True)
+@case(id="rollout.states", world=(1,), dtypes=FLOAT32, profile="rollout", quick=True)
 def states(target: Target) -> None:
     """Nothing MUST be generated before a first sync nor after ``close``; such a call is a ``RolloutError`` with a remedy.
 
@@ -138,7 +137,7 @@ def states(target: Target) -> None:
         worked(unused[place], "never synced")
 
 
-@case(id="rollout.greedy", world=(1,), dtypes=BOTH, profile="rollout")
+@case(id="rollout.greedy", world=(1,), profile="rollout")
 def greedy(target: Target) -> float:
     """Temperature 0 MUST give the likeliest tokens, whatever the family, the batch and the number of completions.
 
@@ -159,7 +158,7 @@ def greedy(target: Target) -> float:
     return max(margins)
 
 
-@case(id="rollout.log_probs", world=(1,), dtypes=BOTH, profile="rollout")
+@case(id="rollout.log_probs", world=(1,), profile="rollout")
 def log_probs(target: Target) -> float:
     """The log-prob of every sampled token MUST be the model's, of the logits divided by the temperature.
 
@@ -176,7 +175,7 @@ def log_probs(target: Target) -> float:
     return max(margins)
 
 
-@case(id="rollout.truncation", world=(1,), profile="rollout")
+@case(id="rollout.truncation", world=(1,), dtypes=FLOAT32, profile="rollout")
 def truncation(target: Target) -> float:
     """``top_k`` and ``top_p`` MUST leave out what they must, and log-probs be of the whole distribution.
 
@@ -200,7 +199,7 @@ def truncation(target: Target) -> float:
 DRAWS = 256  # of each prompt
 
 
-@case(id="rollout.sampling", world=(1,), profile="rollout")
+@case(id="rollout.sampling", world=(1,), dtypes=FLOAT32, profile="rollout")
 def sampling(target: Target) -> float:
     """Samples MUST follow the model's distribution, repeat with the seed, and differ without it and among ``n``.
 
@@ -225,7 +224,7 @@ def sampling(target: Target) -> float:
     return max(follows(small, ask, reply) for ask, reply in zip(many, counted[1:], strict=True))
 
 
-@case(id="rollout.stop", world=(1,), profile="rollout", quick=True)
+@case(id="rollout.stop", world=(1,), dtypes=FLOAT32, profile="rollout", quick=True)
 def stop(target: Target) -> None:
     """A completion MUST end with its first stop token, or at ``max_new_tokens``, say which, and stand in its prompt's place.
 
@@ -251,7 +250,7 @@ def stop(target: Target) -> None:
             must(c.tokens == want, "tokens", f"{c.tokens}, not {want}", where=f"{where}, prompt {c.prompt_index}")
 
 
-@case(id="rollout.bad_requests", world=(1,), profile="rollout", quick=True)
+@case(id="rollout.bad_requests", world=(1,), dtypes=FLOAT32, profile="rollout", quick=True)
 def bad_requests(target: Target) -> float:
     """A request that makes no sense MUST raise ``RolloutError`` or ``ConfigError``, and leave the rollout usable.
 
@@ -275,7 +274,7 @@ def bad_requests(target: Target) -> float:
     return served(target, got[-1], model, "after the refused requests", version=1)
 
 
-@case(id="rollout.engine", world=(1,), dtypes=BOTH, profile="rollout", partner=True)
+@case(id="rollout.engine", world=(1,), profile="rollout", partner=True)
 def engine(target: Target) -> float:
     """After each step of an engine and a sync, log-probs of generated tokens MUST be the engine's own of the same text.
 

@@ -5,10 +5,9 @@ from __future__ import annotations
 from dataclasses import replace
 
 from engine_api.errors import RankFailure
-from engine_conformance.cases._case import case, must
+from engine_conformance.cases._case import FLOAT32, case, must
 from engine_conformance.cases._rollouts import SPOILS, Action, Do, Generate, Sync
 from engine_conformance.cases._served import (
-    BOTH,
     FAMILIES,
     GREEDY,
     UNEVEN,
@@ -23,7 +22,7 @@ from engine_conformance.cases._served import (
 from engine_conformance.cases._target import Target
 
 
-@case(id="rollout.sync", world=(1,), dtypes=BOTH, profile="rollout")
+@case(id="rollout.sync", world=(1,), profile="rollout")
 def sync(target: Target) -> float:
     """After every sync, the first and later ones, the new weights MUST be served, all of them and nothing else.
 
@@ -51,7 +50,7 @@ def sync(target: Target) -> float:
     return max(margins)
 
 
-@case(id="rollout.failed_sync", world=(1,), profile="rollout")
+@case(id="rollout.failed_sync", world=(1,), dtypes=FLOAT32, profile="rollout")
 def failed_sync(target: Target) -> float:
     """An export that does not fit MUST raise ``RolloutError``, and nothing be generated until a whole one came.
 
@@ -75,7 +74,7 @@ def failed_sync(target: Target) -> float:
     return max(margins)
 
 
-@case(id="rollout.stale_sync", since="1.2", world=(1,), profile="rollout", quick=True)
+@case(id="rollout.stale_sync", since="1.2", world=(1,), dtypes=FLOAT32, profile="rollout", quick=True)
 def stale_sync(target: Target) -> float:
     """Weights of an older version than the one served MUST be refused, and nothing be generated until a good sync.
 
@@ -95,7 +94,7 @@ def stale_sync(target: Target) -> float:
     return served(target, answer, old, "version 5 again", version=5)
 
 
-@case(id="rollout.sleep", world=(1,), dtypes=BOTH, profile="rollout")
+@case(id="rollout.sleep", world=(1,), profile="rollout")
 def sleep(target: Target) -> float:
     """``sleep`` MUST give memory back; awake again, a rollout refuses until a sync and then serves what came, as it did before.
 

@@ -9,11 +9,12 @@ from functools import cache
 from pathlib import Path
 
 import torch
+from torch import Tensor
 
 from engine_api.batch import Batch
 from engine_api.capabilities import Capability
 from engine_api.config import Memory, OptimizerConfig, ScheduleConfig
-from engine_api.errors import BatchError, EngineError
+from engine_api.errors import BatchError, EngineError, RankFailure
 from engine_api.losses import LossFn
 from engine_api.results import ForwardBackwardOutput, StepOutput, Topology, TrainOutput
 from engine_conformance.cases import _losses as losses
@@ -45,7 +46,7 @@ from engine_conformance.cases._target import EPS, Setup, Target
 from engine_conformance.compare import assert_scalar_close, assert_weights_close
 from engine_conformance.fixtures import PackedDocuments, packed_documents
 from engine_conformance.oracle import AdamWConfig, Schedule, loss_and_grads
-from engine_conformance.tolerances import weight_tolerance
+from engine_conformance.tolerances import gradient_tolerance, weight_tolerance
 
 TYPES = (LM, VALUE)
 Step = tuple[PackedDocuments, LossFn]
@@ -239,6 +240,52 @@ def _no_half_stays(target: Target, model: Path) -> float:
     )
 
 
+Alone = tuple[list[tuple[str, str, list[int]]], Trained]
+
+
+def raise_alone(setup: Setup, batch: PackedDocuments) -> Alone:
+    """Train with a loss that raises on the last rank, then take a good step.
+
+    Returns each call's error (its class, its text, the ranks that it blames), and the step.
+    """
+    good = losses.default_loss(setup.model_type)
+    with opened(setup) as engine:
+        mine = local_batch(engine, batch, setup.device)
+        last = engine.topology.rank == engine.topology.world_size - 1
+        errors: list[tuple[str, str, list[int]]] = []
+        for call in (engine.train_batch, engine.forward_backward):
+            for raising in (losses.ForModelType(setup.model_type, losses.raises), losses.RaisesLater(setup.model_type)):
+                try:
+                    call(mine, raising if last else good)
+                except (KeyError, EngineError) as error:
+                    blamed = list(error.failures) if isinstance(error, RankFailure) else []
+                    errors.append((type(error).__name__, str(error), blamed))
+                else:
+                    errors.append(("", "", []))
+        return errors, summary(engine, [step(engine, setup, batch)])
+
+
+@case(id="steps.loss_raises_on_one_rank", since="1.3", world=(2, 4), model_types=TYPES, quick=True)
+def loss_raises_on_one_rank(target: Target) -> float:
+    """A loss that raises on one rank MUST end the call on every rank: its own error there, ``RankFailure`` that names it elsewhere.
+
+    At the first micro-batch and at the second; the next step is as ever.
+
+    If this fails with a stall: the good ranks wait in a collective of their backward for the one that raised.
+    """
+    model, batch = target.model(), _two_for_each_rank()
+    ranks = target.run(raise_alone, target.config(model, memory=Memory(max_tokens=12)), batch=batch)
+    last = target.world - 1
+    for rank, (errors, _) in enumerate(ranks):
+        want, blamed = ("KeyError", []) if rank == last else ("RankFailure", [last])
+        for kind, text, named in errors:
+            must(kind == want, "error", f"{kind or 'none'} ({text}), {want} expected", where=f"rank {rank}")
+            must(named == blamed, "RankFailure.failures", f"ranks {named}, {blamed} expected", where=f"rank {rank}")
+            must("on purpose" in text, "error", f"{text!r} does not say what the loss raised", where=f"rank {rank}")
+    want = oracle_training(str(model), (batch,))
+    return training_matches(target, [trained for _, trained in ranks], want, oracle_of(str(model)))
+
+
 def one_bad_rank(setup: Setup, good: PackedDocuments) -> tuple[list[EngineError | None], Trained]:
     """Batches that are bad on the last rank alone, then a good step; with each call's error."""
     loss = losses.default_loss(setup.model_type)
@@ -317,8 +364,12 @@ def clipping(target: Target) -> float:
     ]
     untouched = runs[None].digest == runs[2 * norm].digest
     must(untouched, "weights", "a step whose norm is half of clip_norm differs from one without clipping")
-    params = {name: p - 1e-2 * 0.5 * grads[name] for name, p in oracle.params.items()}
-    bounds = {name: 1e-7 * g.abs().max() + 2e-7 * params[name].abs() for name, g in grads.items()}
+    params, bounds = dict[str, Tensor](), dict[str, Tensor]()
+    for name, grad in grads.items():
+        params[name] = oracle.params[name] - 1e-2 * 0.5 * grad
+        # The gradient's error, the norm's that it is scaled by, and a rounding of the weight.
+        wrong = gradient_tolerance(grad, target.torch_dtype) + target.tolerance("grad_norm").bound(grad)
+        bounds[name] = 1e-2 * 0.5 * wrong + 2e-7 * params[name].abs()
     return max(*margins, assert_weights_close(runs[norm / 2].weights, params, bounds, start=oracle.params))
 
 

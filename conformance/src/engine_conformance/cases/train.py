@@ -14,15 +14,17 @@ from torch import Tensor
 from engine_api.capabilities import Capability
 from engine_api.config import Memory, OptimizerConfig, ScheduleConfig
 from engine_api.results import ForwardBackwardOutput, StepOutput
-from engine_conformance.cases._case import LM, VALUE, case, must
+from engine_conformance.cases._case import FLOAT32, LM, VALUE, case, must
 from engine_conformance.cases._expect import (
     asking,
+    clear_documents,
     documents,
     merged,
     oracle_of,
     oracle_outputs,
     oracle_training,
     same_on_all_ranks,
+    trained_on,
     training_matches,
 )
 from engine_conformance.cases._losses import default_loss
@@ -42,9 +44,8 @@ from engine_conformance.cases._target import Setup, Target
 from engine_conformance.compare import assert_close_per_token, assert_scalar_close, assert_weights_close
 from engine_conformance.fixtures import PackedDocuments, concatenate, packed_documents
 from engine_conformance.oracle import AdamWConfig, OracleModel, Schedule, loss_and_grads, sft
-from engine_conformance.tolerances import Tolerance, weight_tolerance
+from engine_conformance.tolerances import Tolerance, gradient_tolerance, weight_tolerance
 
-BOTH = ("float32", "bfloat16")
 TYPES = (LM, VALUE)
 
 
@@ -52,7 +53,7 @@ def _batches(*lengths: str, seed: int = 10) -> tuple[PackedDocuments, ...]:
     return tuple(documents(seed + i, name) for i, name in enumerate(lengths))
 
 
-@case(id="train.trajectory", dtypes=BOTH, model_types=TYPES, quick=True)
+@case(id="train.trajectory", model_types=TYPES, quick=True)
 def trajectory(target: Target) -> float:
     """Loss, gradient norm, rate and every weight MUST be the oracle's over 20 steps of clipped, decayed AdamW.
 
@@ -79,7 +80,8 @@ def trajectory(target: Target) -> float:
     return training_matches(target, target.run(train, config, batches=batches), want, oracle_of(str(model)))
 
 
-@case(id="train.epsilon")
+# In bfloat16 gradients of epsilon's size are off by more than any of these defects move a weight.
+@case(id="train.epsilon", dtypes=FLOAT32)
 def epsilon(target: Target) -> float:
     """AdamW MUST add the configured epsilon to the root of the corrected second moment, and use the configured betas.
 
@@ -96,7 +98,7 @@ def epsilon(target: Target) -> float:
     return training_matches(target, ranks, want, oracle_of(str(model)))
 
 
-@case(id="train.families", dtypes=BOTH)
+@case(id="train.families")
 def families(target: Target) -> float:
     """Two unclipped steps of every dense family, tied and untied, MUST end in the oracle's weights.
 
@@ -121,24 +123,15 @@ def moe(target: Target) -> float:
     """
     model = target.model(family="qwen3_moe", tied=False)
     oracle = oracle_of(str(model))
-    batches = tuple(_steady(oracle, seed) for seed in (0, 1000))
+    if target.dtype == "float32":
+        batches = tuple(clear_documents(oracle, seed, (6, 5, 4, 3), gap=0.05) for seed in (0, 1))
+    else:
+        batches = tuple(trained_on(target, oracle, seed) for seed in (0, 1))
     ranks = target.run(train, target.config(model), batches=batches)
     return training_matches(target, ranks, oracle_training(str(model), batches), oracle)
 
 
-_STEADY: dict[tuple[int, int], PackedDocuments] = {}
-
-
-def _steady(oracle: OracleModel, seed: int) -> PackedDocuments:
-    """The first batch from ``seed`` on whose choices of experts a step of training does not change."""
-    for candidate in range(seed, seed + 200):
-        batch = _STEADY.setdefault((id(oracle), candidate), packed_documents(candidate, (6, 5, 4, 3)))
-        if oracle.routing_margin(batch.input_ids, batch.cu_seqlens).min() > 0.05:
-            return batch
-    raise AssertionError("no batch with clear choices of experts")
-
-
-@case(id="train.microbatches", dtypes=BOTH, model_types=TYPES)
+@case(id="train.microbatches", model_types=TYPES)
 def microbatches(target: Target) -> float:
     """Loss, gradient norm and weights MUST NOT depend on the number of micro-batches.
 
@@ -157,7 +150,7 @@ def microbatches(target: Target) -> float:
     return max(training_matches(target, ranks, want, start), training_matches(target, small, both, start))
 
 
-@case(id="train.uneven_ranks", world=(2, 4), dtypes=BOTH, model_types=TYPES, quick=True)
+@case(id="train.uneven_ranks", world=(2, 4), model_types=TYPES, quick=True)
 def uneven_ranks(target: Target) -> float:
     """Loss, gradient norm and weights MUST NOT depend on how tokens fall on data-parallel ranks, an empty rank included.
 
@@ -227,7 +220,7 @@ def _accumulates(target: Target, model: Path, parts: Sequence[PackedDocuments]) 
     )
 
 
-@case(id="train.accumulation", dtypes=BOTH, model_types=TYPES, quick=True)
+@case(id="train.accumulation", model_types=TYPES, quick=True)
 def accumulation(target: Target) -> float:
     """Two ``forward_backward`` and one ``optimizer_step`` MUST equal one ``train_batch`` of all documents.
 
@@ -251,12 +244,33 @@ def _large_and_many_faint(seed: int) -> list[PackedDocuments]:
 def accumulation_precision(target: Target) -> float:
     """Gradients MUST be accumulated in float32: many faint ones after a large one are not rounded away.
 
-    25 calls, the first with weights of about 1 and the others of 1/512.
+    25 calls, the first with weights of about 1 and the others of 1/512. In bfloat16, where each gradient differs from the
+    oracle's by more than all faint ones, the sum is compared with the sum of what the engine gives for its parts alone.
 
     If this fails: gradients are accumulated in bfloat16 (ISEEKYAN/Megatron-LM #149: the gradient norm is off by
     3.5e-5 at an identical loss; here by more), or reduced over ranks in bfloat16 with each call.
     """
-    return _accumulates(target, target.model(), _large_and_many_faint(400))
+    parts = _large_and_many_faint(400)
+    if target.dtype == "float32":
+        return _accumulates(target, target.model(), parts)
+    return _adds_up(target, target.model(), parts)
+
+
+def _adds_up(target: Target, model: Path, parts: Sequence[PackedDocuments]) -> float:
+    """Compare the gradient of all parts with the sum of the large one's and the faint ones', as SGD's updates show them."""
+    config = target.config(model, optimizer=OptimizerConfig(name="torch.optim.SGD", lr=1.0, clip_norm=None))
+    denominator, stored = concatenate(parts).denominator, oracle_of(str(model)).params
+    gradients = []
+    for share in (parts, parts[:1], parts[1:]):
+        ranks: list[Halves] = target.run(accumulate, config, parts=share, denominator=denominator)
+        same_on_all_ranks([trained for trained, *_ in ranks])
+        weights = ranks[0][0].weights
+        gradients.append({name: stored[name] - weights[name].double() for name in stored})
+    whole, large, faint = gradients
+    want = {name: large[name] + faint[name] for name in whole}
+    # What float32 loses in sums of another order, and three roundings of a weight.
+    bounds = {n: gradient_tolerance(g) + 2e-7 * stored[n].abs() + 1e-7 * g.abs() for n, g in want.items()}
+    return assert_weights_close(whole, want, bounds, name="accumulated gradient")
 
 
 def train_then_look(
@@ -272,7 +286,7 @@ def train_then_look(
     return trained, answers
 
 
-@case(id="train.visible_at_once", dtypes=BOTH, model_types=TYPES, quick=True)
+@case(id="train.visible_at_once", model_types=TYPES, quick=True)
 def visible_at_once(target: Target) -> float:
     """After each step the export and inference MUST use the stepped weights, tied ones as one tensor.
 
@@ -319,18 +333,26 @@ def optimizer_by_path(target: Target) -> float:
     ranks = target.run(train, target.config(model, optimizer=optimizer), batches=batches)
     same_on_all_ranks(ranks)
     oracle = oracle_of(str(model))
-    params, largest = _sgd(oracle, batches)
-    # An update is a sum of gradients here, not of ratios of them: its error is the gradient's own.
-    bounds = {name: 1e-5 * largest[name] + 2e-7 * p.abs() for name, p in params.items()}
+    params, bounds = _sgd(target, oracle, batches)
     return assert_weights_close(ranks[0].weights, params, bounds, start=oracle.params)
 
 
-def _sgd(oracle: OracleModel, batches: Sequence[PackedDocuments]) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-    """Final weights, and the largest distance that an element of each tensor moved."""
+def _sgd(
+    target: Target, oracle: OracleModel, batches: Sequence[PackedDocuments]
+) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """Return the final weights and how far each may be off.
+
+    An update is a sum of gradients here, not of ratios of them: its error is the sum of theirs, and of roundings of the weight.
+    """
     model, momentum = oracle, {name: torch.zeros_like(p) for name, p in oracle.params.items()}
+    errors, bounds = dict(momentum), dict(momentum)
     for batch in batches:
         _, grads = loss_and_grads(model, batch, sft, batch.denominator)
-        momentum = {name: 0.9 * momentum[name] + grads[name] for name in momentum}
-        params = {name: p - 1e-2 * momentum[name] for name, p in model.params.items()}
+        params = {}
+        for name, grad in grads.items():
+            momentum[name] = 0.9 * momentum[name] + grad
+            errors[name] = 0.9 * errors[name] + gradient_tolerance(grad, target.torch_dtype)
+            bounds[name] = bounds[name] + 1e-2 * errors[name]
+            params[name] = model.params[name] - 1e-2 * momentum[name]
         model = OracleModel(config=oracle.config, params=params)
-    return model.params, {name: (p - oracle.params[name]).abs().max() for name, p in model.params.items()}
+    return model.params, {name: bounds[name] + 2e-7 * p.abs() for name, p in model.params.items()}

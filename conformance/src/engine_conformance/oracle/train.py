@@ -21,7 +21,7 @@ from engine_conformance.oracle.losses import sft_loss
 from engine_conformance.oracle.model import OracleModel
 from engine_conformance.oracle.schedule import Schedule
 
-__all__ = ["Loss", "StepResult", "TrainResult", "loss_and_grads", "sft", "train_steps"]
+__all__ = ["Loss", "StepResult", "TrainResult", "loss_and_grads", "sft", "spread", "train_steps"]
 
 Loss = Callable[[OracleModel, PackedDocuments, float], Tensor]
 """``loss(oracle, batch, denominator)``: a scalar, already divided by the denominator."""
@@ -50,9 +50,10 @@ class TrainResult:
     them. ``params`` are the trainable tensors by name: the adapter's if there is one.
 
     ``sensitivity`` says how far a rounding error in the gradients can move each weight: to first
-    order, gradients off by r times the root mean square of their tensor move it by r * sensitivity.
+    order, gradients off by r times their `spread` move it by r * sensitivity.
     Adam divides by a weight's own gradient history, so a weight whose gradients nearly vanish is
-    moved at full rate in a direction that rounding decides.
+    moved at full rate in a direction that rounding decides. ``independent`` is the same for errors that are
+    independent from step to step: the root of the sum of squares, where ``sensitivity`` is the sum.
     """
 
     steps: tuple[StepResult, ...]
@@ -60,6 +61,7 @@ class TrainResult:
     optimizer: AdamWState
     config: AdamWConfig
     sensitivity: dict[str, Tensor]
+    independent: dict[str, Tensor]
 
     @property
     def params(self) -> dict[str, Tensor]:
@@ -112,8 +114,9 @@ def train_steps(
     model = oracle if start is None else start.oracle
     state = zero_state(model.trainable) if start is None else start.optimizer
     sensitivity = {name: torch.zeros_like(p) for name, p in model.trainable.items()}
+    independent = dict(sensitivity)
     if start is not None:
-        sensitivity = start.sensitivity
+        sensitivity, independent = start.sensitivity, start.independent
     steps: list[StepResult] = []
     divisors = denominators or [batch.denominator for batch in batches]
     for batch, denominator in zip(batches, divisors, strict=True):
@@ -123,12 +126,20 @@ def train_steps(
         model = _with_trainable(model, params)
         moved = _sensitivity(grads, state, config, lr)
         sensitivity = {name: before + moved[name] for name, before in sensitivity.items()}
+        independent = {name: before.hypot(moved[name]) for name, before in independent.items()}
         steps.append(StepResult(loss=value, grad_norm=global_norm(grads), lr=lr))
-    return TrainResult(steps=tuple(steps), oracle=model, optimizer=state, config=config, sensitivity=sensitivity)
+    return TrainResult(
+        steps=tuple(steps),
+        oracle=model,
+        optimizer=state,
+        config=config,
+        sensitivity=sensitivity,
+        independent=independent,
+    )
 
 
 def _sensitivity(grads: dict[str, Tensor], state: AdamWState, config: AdamWConfig, lr: float) -> dict[str, Tensor]:
-    """``lr * rms(g) / (sqrt(v) + eps)``: how an error of one rms in the gradient changes this update.
+    """Return ``lr * spread(g) / (sqrt(v) + eps)``: how an error of one spread in the gradient changes this update.
 
     Zero where no gradient was ever seen: an absent token's embedding has no rounding error either.
     """
@@ -137,9 +148,27 @@ def _sensitivity(grads: dict[str, Tensor], state: AdamWState, config: AdamWConfi
     moved = dict[str, Tensor]()
     for name, grad in grads.items():
         root = (state.exp_avg_sq[name] / unbias).sqrt()
-        size = lr * scale * grad.square().mean().sqrt()
+        size = lr * scale * spread(grad.square())
         moved[name] = torch.where(root > 0, size / (root + config.eps), 0.0)
     return moved
+
+
+def spread(squares: Tensor) -> Tensor:
+    """Return the root mean square of the row, the column or the whole tensor, whichever is largest at each element.
+
+    Means are of what is not 0: an embedding has rows without any gradient.
+
+    Args:
+        squares: of a gradient. It is a sum over tokens of an output's error times an input, and a few rows (the tokens
+            of an embedding) or columns may carry most of the tensor: rounding errors are relative to theirs.
+    """
+    counted = (squares > 0).double()
+    mean = (squares.sum() / counted.sum().clamp(min=1)).expand_as(squares)
+    if squares.ndim == 2:
+        for dim in (0, 1):
+            own = squares.sum(dim, keepdim=True) / counted.sum(dim, keepdim=True).clamp(min=1)
+            mean = mean.maximum(own)
+    return mean.sqrt()
 
 
 def _with_trainable(oracle: OracleModel, params: dict[str, Tensor]) -> OracleModel:

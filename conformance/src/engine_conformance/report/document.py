@@ -7,12 +7,13 @@ import json
 import math
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict
 from typing import Any
 
-from engine_conformance.results import STATUSES, Outcome, Row, Run, Setting
+from engine_conformance.results import STATUSES, Outcome, Part, Row, Run, Setting
 from engine_conformance.verdict import Judgement
 
-__all__ = ["INFINITE", "SCHEMA", "counts", "digest", "read_document", "to_document"]
+__all__ = ["INFINITE", "SCHEMA", "counts", "digest", "parts_of", "read_document", "to_document"]
 
 SCHEMA = "1"
 INFINITE = "infinite"  # JSON has no infinity
@@ -49,6 +50,8 @@ def to_document(run: Run, verdicts: Sequence[Judgement]) -> dict[str, Any]:
         "seconds": round(run.seconds, 3),
         "counts": counts(run.rows),
         "rows": [_row(row) for row in run.rows],
+        "sources": dict(run.sources),
+        "parts": [asdict(part) for part in run.parts],
     }
     return document | {"digest": digest(document)}
 
@@ -61,8 +64,17 @@ def read_document(document: Mapping[str, Any]) -> tuple[Run, list[Judgement]]:
         **{name: document[name] for name in fields},
         selection=document["selection"] | {"complete": document["complete"]},
         rows=[_read_row(row) for row in document["rows"]],
+        # Reports from before reports could be joined have neither.
+        sources=document.get("sources", {}),
+        parts=tuple(Part(**part) for part in document.get("parts", [])),
     )
     return run, [Judgement(**entry) for entry in document["verdicts"]]
+
+
+def parts_of(document: Mapping[str, Any]) -> list[Part]:
+    """Return the runs that a report consists of: its parts, or itself."""
+    names = ("digest", "started", "seconds", "command", "selection", "environment")
+    return [Part(**part) for part in document.get("parts", [])] or [Part(**{name: document[name] for name in names})]
 
 
 def counts(rows: Iterable[Row]) -> dict[str, int]:

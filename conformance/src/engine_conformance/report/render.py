@@ -50,7 +50,7 @@ def _context(document: Mapping[str, Any]) -> dict[str, Any]:
         "cases": view.by_case(run.rows),
         "install": shlex.join(["pip", "install", *install]),
         "notes": notes,
-        "command": shlex.join(["engine-conformance", *run.command]),
+        "command": "\n".join(view.commands(run)),
     }
 
 

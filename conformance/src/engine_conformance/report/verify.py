@@ -6,22 +6,28 @@ import json
 import math
 import re
 import shlex
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from functools import cache
 from importlib import resources
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from jsonschema import Draft202012Validator
-from jsonschema.exceptions import ValidationError
-
+from engine_conformance.errors import CannotRun
 from engine_conformance.report.document import SCHEMA, counts, digest, read_document
-from engine_conformance.verdict import judgements
+from engine_conformance.report.merge import joined_environment, joined_selection, key
+from engine_conformance.results import Run
+from engine_conformance.verdict import is_complete, judgements
+
+if TYPE_CHECKING:
+    from jsonschema import Draft202012Validator
+    from jsonschema.exceptions import ValidationError
 
 __all__ = ["schema", "verify"]
 
 _MOST = 10  # problems that are told of a document that does not fit the schema
 _LONG = 200
+_ROUNDED = 0.002  # seconds: a sum of rounded times
 
 
 @cache
@@ -31,15 +37,19 @@ def schema() -> dict[str, Any]:
 
 
 def verify(path: Path, *, suite: Mapping[str, str]) -> list[str]:
-    """What is wrong with a report, one text a problem; none means good. Raises for nothing that the file holds.
+    """Return what is wrong with a report, one text a problem; none means good. Nothing that the file holds raises.
 
     Args:
         path: a ``report.json``.
         suite: version, contract and digest of the suite that verifies.
+
+    Raises:
+        CannotRun: jsonschema is not installed (extra ``verify``).
     """
+    validator = _validator()
     try:
         document = json.loads(path.read_bytes(), parse_float=_finite, parse_constant=_finite)
-        problems = list(_misfits(document))
+        problems = list(_misfits(document, validator))
     except OSError as error:
         return [f"{path}: cannot be read: {error.strerror}"]
     except ValueError as error:
@@ -56,6 +66,18 @@ def verify(path: Path, *, suite: Mapping[str, str]) -> list[str]:
     return [f"{path}: {problem}" for check in checks for problem in check()]
 
 
+def _validator() -> Draft202012Validator:
+    # Runs and their reports do without jsonschema: only whoever checks a report needs it.
+    try:
+        from jsonschema import Draft202012Validator
+    except ImportError as error:
+        raise CannotRun(
+            f"a report is checked with jsonschema, which is not there: {error}\n"
+            "  to do: pip install 'engine-conformance[verify]'"
+        ) from error
+    return Draft202012Validator(schema())
+
+
 def _finite(text: str) -> float:
     number = float(text)
     if not math.isfinite(number):
@@ -63,14 +85,14 @@ def _finite(text: str) -> float:
     return number
 
 
-def _misfits(document: Any) -> Iterator[str]:
-    """Where a document does not fit the schema; another version of it is all that is said then."""
+def _misfits(document: Any, validator: Draft202012Validator) -> Iterator[str]:
+    """Yield where a document does not fit the schema; of another version of the schema only that is said."""
     version = document.get("schema") if isinstance(document, dict) else None
     if isinstance(version, str) and re.fullmatch("[0-9]{1,6}", version) and version != SCHEMA:
         age = "an older" if int(version) < int(SCHEMA) else "a newer"
         yield f"{age} report: schema {version}, this suite reads {SCHEMA}; run the suite again with: {_again(document)}"
         return
-    errors = sorted(Draft202012Validator(schema()).iter_errors(document), key=lambda error: list(error.path))
+    errors = sorted(validator.iter_errors(document), key=lambda error: list(error.path))
     errors.sort(key=lambda error: list(error.path) != ["schema"])
     for error in errors[:_MOST]:
         yield _misfit(error)
@@ -101,9 +123,10 @@ def _altered(document: Mapping[str, Any]) -> Iterator[str]:
 def _contradictions(document: Mapping[str, Any]) -> Iterator[str]:
     """What does not follow from the rows and the selection."""
     run, stated = read_document(document)
-    chosen = document["selection"]
-    if document["complete"] != (complete := not chosen["cases"] and not chosen["quick"]):
+    complete = is_complete(document["selection"], run.rows, [part.selection for part in run.parts])
+    if document["complete"] != complete:
         yield f"complete: states {document['complete']}, its selection says {complete}"
+    yield from _joined_wrongly(document, run)
     for status, number in counts(run.rows).items():
         if document["counts"][status] != number:
             yield f"counts.{status}: states {document['counts'][status]}, its rows give {number}"
@@ -111,10 +134,32 @@ def _contradictions(document: Mapping[str, Any]) -> Iterator[str]:
     derived = {(j.profile, j.model_type): j for j in judgements(run.rows, complete=complete, declared=run.declared)}
     if len(given) < len(stated):
         yield "verdicts: two are about the same profile and model type"
-    for key in dict.fromkeys((*given, *derived)):
-        told = [repr(one.verdict) if (one := found.get(key)) else "nothing" for found in (given, derived)]
-        if given.get(key) != derived.get(key):
-            yield f"verdicts: {' / '.join(key)}: states {told[0]}, its rows give {told[1]}{_groups(given, derived, key)}"
+    for about in dict.fromkeys((*given, *derived)):
+        told = [repr(one.verdict) if (one := found.get(about)) else "nothing" for found in (given, derived)]
+        if given.get(about) != derived.get(about):
+            groups = _groups(given, derived, about)
+            yield f"verdicts: {' / '.join(about)}: states {told[0]}, its rows give {told[1]}{groups}"
+
+
+def _joined_wrongly(document: Mapping[str, Any], run: Run) -> Iterator[str]:
+    """Tell what does not follow from a joined report's parts, and which cases are reported twice."""
+    for (case, setting), number in Counter(key(row) for row in run.rows).items():
+        if number > 1:
+            yield f"rows: {case} in {setting} is there {number} times"
+    if not run.parts:
+        return
+    selections = [part.selection for part in run.parts]
+    if document["selection"] != joined_selection(selections):
+        yield "selection: is not what its parts asked for"
+    if document["environment"] != joined_environment([part.environment for part in run.parts]):
+        yield "environment: is not that of its parts"
+    if document["started"] != min(part.started for part in run.parts):
+        yield "started: is not when the first of its parts did"
+    if abs(document["seconds"] - sum(part.seconds for part in run.parts)) > _ROUNDED:
+        yield f"seconds: states {document['seconds']}, its parts took {sum(part.seconds for part in run.parts):.3f}"
+    for setting in dict.fromkeys(row.setting for row in run.rows):
+        if not any(setting.world in one["worlds"] and setting.dtype in one["dtypes"] for one in selections):
+            yield f"rows: no part asked for {setting}"
 
 
 def _groups(given: Mapping[Any, Any], derived: Mapping[Any, Any], key: tuple[str, str]) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import shlex
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -16,9 +17,11 @@ __all__ = [
     "ProfileView",
     "absent",
     "by_case",
+    "commands",
     "facts",
     "lane",
     "margin_text",
+    "precisions",
     "problems",
     "profiles",
     "reasons",
@@ -149,6 +152,23 @@ def requirements(run: Run) -> tuple[list[str], list[str]]:
     return [f"{name}=={version}" for name, version in installed.items()], notes
 
 
+def precisions(settings: Iterable[Setting]) -> str:
+    """Return the precisions, each with its numbers of ranks where they are not the same for all."""
+    worlds: dict[str, set[int]] = {}
+    for one in settings:
+        worlds.setdefault(one.dtype, set()).add(one.world)
+    if all(found == next(iter(worlds.values())) for found in worlds.values()):
+        return ", ".join(worlds)
+    return "; ".join(f"{dtype} on {', '.join(map(str, sorted(found)))}" for dtype, found in worlds.items())
+
+
+def commands(run: Run) -> list[str]:
+    """Return the command lines that make the report again: of each of its parts, and of the joining."""
+    lines = [shlex.join(["engine-conformance", *part.command]) for part in run.parts]
+    own = shlex.join(["engine-conformance", *run.command])
+    return lines if own in lines else [*lines, own]
+
+
 def facts(run: Run, digest: str) -> Sequence[tuple[str, str]]:
     """What was tested, with what, when and where: a name and a text each."""
     suite = run.suite
@@ -162,7 +182,7 @@ def facts(run: Run, digest: str) -> Sequence[tuple[str, str]]:
         ("Declared capabilities", ", ".join(run.declared) or "none"),
         ("Devices", ", ".join(dict.fromkeys(devices))),
         ("Numbers of ranks", ", ".join(str(world) for world in sorted({one.world for one in settings}))),
-        ("Precisions", ", ".join(dict.fromkeys(one.dtype for one in settings))),
+        ("Precisions", precisions(settings)),
         ("Started", run.started),
         ("Duration", f"{run.seconds:.1f} s"),
         ("Digest of report.json", digest),
