@@ -5,6 +5,8 @@ from __future__ import annotations
 import threading
 import time
 
+from waiting import NEVER_S
+
 from engine_api.rollout import Completion, SamplingParams
 from engine_trainer.data import Prompt
 
@@ -34,10 +36,14 @@ class Scripted:
 
 
 class Submitting(Scripted):
-    """The same in the background, a thread each; ``aborts``: how many first parts end with ``abort`` after two tokens."""
+    """The same in the background, a thread each; ``aborts``: how many first parts end with ``abort`` after two tokens.
 
-    def __init__(self, *args, aborts=0, seconds=0.0):
+    ``together``: turns end only when so many of them have been asked for, side by side.
+    """
+
+    def __init__(self, *args, aborts=0, seconds=0.0, together=0):
         super().__init__(*args)
+        self.together, self.waiting = together, []
         self.delay, self.aborts, self.submitted, self.aborted, self.lock = seconds, aborts, [], [], threading.Lock()
 
     def update_weights(self, export, version): ...
@@ -55,13 +61,23 @@ class Submitting(Scripted):
             one = Completion(
                 prompt_index=0, tokens=tokens, log_probs=[-1.0] * 2, weight_versions=[3] * 2, finish_reason="abort"
             )
-        return Job(one, self.delay, self.aborted)
+        if not self.together:
+            return Job(one, self.delay, self.aborted)
+        with self.lock:
+            self.waiting.append(made := Job(one, NEVER_S, self.aborted))
+            if len(self.waiting) == self.together:
+                for job in self.waiting:
+                    job.over.set()
+                self.waiting = []
+        return made
 
 
 class Job:
     def __init__(self, completion, seconds, aborted):
         self.completion, self.over, self.aborted = completion, threading.Event(), aborted
-        threading.Timer(seconds, self.over.set).start()
+        timer = threading.Timer(seconds, self.over.set)
+        timer.daemon = True  # one that nothing waits for keeps no process
+        timer.start()
 
     def done(self):
         return self.over.is_set()

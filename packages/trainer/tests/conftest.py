@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 import yaml
-from own_rewards import FUNCTIONS
+from own_rewards import FUNCTIONS, SLOW, SLOW_IN_C
 
 from engine_api import BaseEngine, Capability, EngineRegistry, ShardSpec, TokenOutputs, Topology
 from engine_api.comm import SingleComm
@@ -50,7 +50,7 @@ def tokenizer():
     return make_tokenizer()
 
 
-@pytest.fixture
+@pytest.fixture(scope="session")
 def tokenizer_of():
     """A tokenizer with another template, or none."""
     return make_tokenizer
@@ -212,9 +212,13 @@ def own(tmp_path):
     """Makes a scorer of one of the functions in ``own_rewards``."""
     (tmp_path / "mine.py").write_text(FUNCTIONS)
     (tmp_path / "beside.py").write_text("SEVEN = 7")
+    (tmp_path / "slow_module.py").write_text(SLOW)
+    (tmp_path / "slow_module_in_c.py").write_text(SLOW_IN_C)
     scorers = []
 
     def make(name, **settings) -> Scorer:
+        if settings.get("workers") == 0:  # nothing keeps the time there
+            settings = {"timeout_s": None} | settings
         scorers.append(Scorer.from_section(RewardSection(function=f"{tmp_path}/mine.py:{name}", **settings)))
         return scorers[-1]
 

@@ -4,8 +4,12 @@ from __future__ import annotations
 
 from engine_trainer.rewards import Sample, Scorer
 
+# What is still imported long after any limit: its own code, and a module in C that imports in turn.
+SLOW = "import time\ntime.sleep(600)\n"
+SLOW_IN_C = "import torch\nimport slow_module\n"
+
 FUNCTIONS = """
-import asyncio, os, sys, time
+import asyncio, os, pathlib, sys, time
 import beside
 
 class Own:
@@ -22,12 +26,21 @@ def answer(sample):
     return float(sample.completion == sample.answer)
 
 def process(sample):
-    time.sleep(0.05)
+    folder = pathlib.Path(__file__).with_name("met")
+    folder.mkdir(exist_ok=True)
+    (folder / str(os.getpid())).touch()
+    while len(list(folder.iterdir())) < 3:
+        time.sleep(0.01)
     return float(os.getpid())
 
-async def slow(sample):
-    await asyncio.sleep(0.3)
-    return 1.0
+WAITING = []
+
+async def together(sample):
+    all_of_them = len(WAITING) // 20 * 20 + 20
+    WAITING.append(sample)
+    while len(WAITING) < all_of_them:
+        await asyncio.sleep(0.01)
+    return 20.0
 
 async def rude(sample):
     if sample.completion == "block":
@@ -46,7 +59,7 @@ def fickle(sample):
     if what == "in C":  # signals are blocked: no alarm comes through
         import signal
         signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGALRM})
-        time.sleep(60)
+        time.sleep(3600)
     if what == "die":
         os._exit(3)
     if what == "exit":
@@ -58,14 +71,17 @@ def fickle(sample):
     return float("nan") if what == "nan" else 1.0
 
 async def afickle(sample):
-    await asyncio.sleep(60 if sample.completion == "spin" else 0)
+    await asyncio.sleep(3600 if sample.completion == "spin" else 0)
     return fickle(sample)
 
 async def nested(sample):  # raises in a task of its own, which takes the event loop along
     return await asyncio.create_task(afickle(sample))
 
 async def threaded(sample):
-    await asyncio.to_thread(time.sleep, 60 if sample.completion == "hang" else 0)
+    def wait():
+        while sample.completion != "fine" and not pathlib.Path(sample.completion).exists():
+            time.sleep(0.01)
+    await asyncio.to_thread(wait)
     return 1.0
 
 async def stubborn(sample):
@@ -73,9 +89,55 @@ async def stubborn(sample):
         raise asyncio.CancelledError
     while sample.completion == "hang":
         try:
-            await asyncio.sleep(60)
+            await asyncio.sleep(3600)
         except asyncio.CancelledError:  # and tries again
             pass
+    return 1.0
+
+def lasts(sample):  # whatever happens
+    what = sample.completion
+    if what == "imports":
+        import slow_module
+    if what == "imports in C":
+        import slow_module_in_c
+    if what == "regex":
+        import re
+        re.match("(a+)+$", "a" * 64 + "b")
+    if what == "powers":
+        10 ** 10 ** 9
+    if what == "sleeps in C":
+        import ctypes, signal
+        signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())
+        ctypes.PyDLL(None).sleep(600)  # and lets no thread run
+    while what == "catches":
+        try:
+            time.sleep(600)
+        except BaseException:
+            pass
+    return 1.0
+
+def forks(sample):
+    if sample.completion == "both return":
+        os.fork()
+    if sample.completion == "the child stays" and os.fork() == 0:
+        time.sleep(600)
+    if sample.completion == "the child exits" and os.fork() == 0:
+        sys.exit(3)
+    if sample.completion == "the child raises" and os.fork() == 0:
+        raise KeyError("of the child")
+    return 1.0
+
+async def holds(sample):  # C that no alarm interrupts, side by side with others
+    if sample.completion == "regex":
+        import re
+        re.match("(a+)+$", "a" * 64 + "b")
+    await asyncio.sleep(0)
+    return 1.0
+
+def writes(sample):  # into the pipe to its parent
+    import struct
+    if sample.completion == "garbage":
+        os.write(int(sys.argv[1]), struct.pack("!i", 5) + b"hello")
     return 1.0
 
 def starts(sample):  # a program of its own, and then C that no alarm interrupts and that lets no thread run

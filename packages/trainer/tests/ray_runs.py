@@ -57,7 +57,7 @@ def tree(folder: Path, out: Path, **sections) -> dict:
         "data": {"source": str(folder / "train.jsonl")},
         "run": {"output_dir": str(out), "steps": 3, "seed": 3, "save_every": 1, "progress": False, "report": False,
                 "tensorboard": False},
-        "reward": {"name": "sevens"}, "rollout": {"n": 4, "max_new_tokens": 4, "batch_size": 64},
+        "reward": {"name": "sevens", "workers": 0, "timeout_s": None}, "rollout": {"n": 4, "max_new_tokens": 4, "batch_size": 64},
         "algorithm": {"prompts_per_step": 8, "correction": {"weight": "token", "cap": 1.3}},
     }  # fmt: skip
     for name, values in sections.items():
@@ -84,13 +84,13 @@ def result_of(out: Path) -> tuple[bytes, list[dict]]:
     return (out / "hf" / "model.safetensors").read_bytes(), rows_of(out)
 
 
-def start(config: dict, file: Path, *, ranks: int = 1, environment=None) -> subprocess.Popen:
+def start(config: dict, file: Path, *, ranks: int = 1, task: str = "rl", environment=None) -> subprocess.Popen:
     """``engine-train rl`` as a process, or as ranks of torchrun."""
     file.write_text(yaml.safe_dump(config))
     launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(ranks)] if ranks > 1 else []
     script = file.with_suffix(".py")
     script.write_text(f"import sys\nsys.path.insert(0, {str(HERE)!r})\nimport ray_faults\n"
                       "from engine_trainer.cli import main\nsys.exit(main(sys.argv[1:]))\n")  # fmt: skip
-    return subprocess.Popen([sys.executable, *launcher, str(script), "rl", str(file)], stdout=subprocess.PIPE,
+    return subprocess.Popen([sys.executable, *launcher, str(script), task, str(file)], stdout=subprocess.PIPE,
                             stderr=subprocess.STDOUT, text=True, start_new_session=True,
                             env={**os.environ, "OMP_NUM_THREADS": "1", **(environment or {})})  # fmt: skip

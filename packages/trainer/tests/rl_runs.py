@@ -26,7 +26,7 @@ def tree(folder: Path, out: Path, **sections) -> dict:
         "engine": {"model": {"path": str(folder)}, "device": "cpu", "optimizer": {"lr": 0.003}},
         "data": {"source": str(folder / "train.jsonl")},
         "run": {"output_dir": str(out), "steps": 3, "seed": 3, "progress": False, "report": False, "tensorboard": False},
-        "reward": {"name": "sevens"}, "rollout": {"n": 4, "max_new_tokens": 4, "batch_size": 64},
+        "reward": {"name": "sevens", "workers": 0, "timeout_s": None}, "rollout": {"n": 4, "max_new_tokens": 4, "batch_size": 64},
         "algorithm": {"prompts_per_step": 8},
     }  # fmt: skip
     return base | {name: {**base.get(name, {}), **values} for name, values in sections.items()}

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import signal
-import time
 from pathlib import Path
 
 import pytest
 from agent_parts import Scripted, Submitting, prompts, sampling
+from waiting import NEVER_S
 
 from engine_api.errors import ConfigError, RolloutError
 from engine_trainer.agent import AgentError, AgentLoop, Episode
@@ -19,7 +19,11 @@ from engine_trainer.sections import AgentSection, DataSection
 
 ROOT = Path(__file__).parents[3]
 AGENTS = """
-import asyncio, sys, time
+import asyncio, pathlib, sys, time
+
+def wait_for(path):
+    while not path.exists():
+        time.sleep(0.01)
 
 async def ask_twice(episode):
     await episode.generate()
@@ -42,13 +46,13 @@ async def slow_tool(episode):
     await episode.generate()
     episode.info["began"] = True
     if "slow" in episode.prompt.text:
-        await asyncio.sleep(30)
+        await asyncio.Event().wait()
     await episode.generate("x")
     return episode.end()
 
 async def hung_tool(episode):
     await episode.generate()
-    await asyncio.to_thread(time.sleep, 60)
+    await asyncio.to_thread(wait_for, pathlib.Path(__file__).with_name("go"))
     return episode.end()
 
 async def fails(episode):
@@ -183,26 +187,23 @@ def test_many_trajectories_share_batches(chat, agents):
 
 
 def test_a_slow_tool_is_given_up_and_the_others_go_on(chat, agents):
-    begin = time.monotonic()
-    rollout = Scripted(chat, "one", "two", seconds=0.3)
-    slow, fast = agents("slow_tool", timeout_s=0.2).run(rollout, prompts(chat, "slow", "fast"), sampling())
-    assert time.monotonic() - begin < 10
+    rollout = Scripted(chat, "one", "two", seconds=1.5)
+    slow, fast = agents("slow_tool", timeout_s=1.0).run(rollout, prompts(chat, "slow", "fast"), sampling())
     assert (slow[0].end, slow[0].finished, slow[0].turns) == ("timeout", False, 1)
     assert slow[0].info == {"began": True, "turns": ["one"]}
     assert (fast[0].end, fast[0].turns) == ("done", 2)  # though the model alone took longer than the limit
 
 
-def test_a_tool_that_never_returns_holds_nobody(chat, agents):
-    begin = time.monotonic()
+def test_a_tool_that_does_not_return_holds_nobody(chat, agents, tmp_path):
     ((one,),) = agents("hung_tool", timeout_s=0.2).run(Scripted(chat, "one"), prompts(chat, "q"), sampling())
-    assert time.monotonic() - begin < 5
     assert one.end == "timeout"
+    (tmp_path / "go").touch()  # the tool returns only now
 
 
 @pytest.mark.parametrize("kind", [Scripted, Submitting])
 def test_a_function_that_never_awaits_is_interrupted_and_the_model_is_not(chat, agents, kind):
-    rollout = kind(chat, "one", "two", seconds=1.0)
-    slow, fast = agents("blocks", timeout_s=0.3, concurrency=1).run(rollout, prompts(chat, "slow", "fast"), sampling())
+    rollout = kind(chat, "one", "two", seconds=1.5)
+    slow, fast = agents("blocks", timeout_s=1.0, concurrency=1).run(rollout, prompts(chat, "slow", "fast"), sampling())
     assert (slow[0].end, slow[0].turns) == ("timeout", 1)
     assert (fast[0].end, fast[0].turns) == ("done", 2)
     assert signal.getitimer(signal.ITIMER_REAL) == (0.0, 0.0)
@@ -258,10 +259,8 @@ def test_a_rollout_that_fails_ends_all(chat, agents):
 
 
 def test_submissions_run_side_by_side_and_their_seeds_know_no_order(chat, agents):
-    rollout = Submitting(chat, "one", "two", seconds=0.2)
-    begin = time.monotonic()
+    rollout = Submitting(chat, "one", "two", together=16)
     agents("ask_twice", concurrency=16).run(rollout, prompts(chat, "p", "q"), sampling(n=8))
-    assert time.monotonic() - begin < 16 * 2 * 0.2 / 3
     seeds = {s.seed for _, s in rollout.submitted}
     assert len(seeds) == 32
     alone = Submitting(chat, "one", "two")
@@ -280,7 +279,7 @@ def test_a_turn_that_a_sync_aborted_is_continued_with_the_weights_after_it(chat,
 
 
 def test_a_turn_given_up_in_the_background_is_aborted(chat):
-    rollout = Submitting(chat, "one", seconds=5.0)
+    rollout = Submitting(chat, "one", seconds=NEVER_S)
     from engine_trainer.agent.generators import Submitted
 
     async def give_up():
@@ -290,9 +289,7 @@ def test_a_turn_given_up_in_the_background_is_aborted(chat):
             async with asyncio.timeout(0.1):
                 await episode.generate()
 
-    begin = time.monotonic()
     asyncio.run(give_up())
-    assert time.monotonic() - begin < 4
     assert len(rollout.aborted) == 1
 
 

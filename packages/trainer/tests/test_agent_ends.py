@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-import time
 
 import pytest
 from agent_parts import Scripted, Submitting, prompts, sampling
+from waiting import NEVER_S
 
 from engine_api.errors import RolloutError
 from engine_trainer.agent import AgentError, AgentLoop, runner
@@ -16,7 +16,7 @@ from engine_trainer.data import ChatTokenizer
 from engine_trainer.sections import AgentSection, DataSection
 
 AGENTS = """
-import asyncio, pathlib
+import asyncio, os, pathlib, signal
 
 async def one_fails(episode):
     if episode.prompt.text == "wrong":
@@ -31,7 +31,7 @@ async def stubborn(episode):
     await episode.generate()
     while "slow" in episode.prompt.text:
         try:
-            await asyncio.sleep(30)
+            await asyncio.Event().wait()
         except asyncio.CancelledError:  # and tries again
             pass
     return episode.end()
@@ -50,6 +50,11 @@ async def shrugs(episode):
 
 async def cancels_itself(episode):
     raise asyncio.CancelledError
+
+async def rings(episode):  # as where the process had no processor for longer than the limit
+    await episode.generate()
+    await asyncio.to_thread(os.kill, os.getpid(), signal.SIGALRM)
+    return episode.end()
 
 async def returns_early(episode):
     await episode.generate()
@@ -83,24 +88,26 @@ def agents(tmp_path, chat, monkeypatch):
 
 
 def test_one_that_fails_ends_the_others_and_their_turns(chat, agents):
-    rollout = Submitting(chat, "one", seconds=20.0)
-    begin = time.monotonic()
+    rollout = Submitting(chat, "one", seconds=NEVER_S)
     with pytest.raises(AgentError, match=r"(?s)KeyError.*problem 'wrong'"):
         agents("one_fails").run(rollout, prompts(chat, "a", "wrong", "b"), sampling(n=2))
-    assert time.monotonic() - begin < 10
     assert len(rollout.submitted) == len(rollout.aborted) == 4
 
 
 @pytest.mark.parametrize("kind", [Scripted, Submitting])
 def test_one_that_pays_no_heed_to_its_cancellation_holds_nobody(chat, agents, kind):
-    begin = time.monotonic()
     slow, fast = agents("stubborn", timeout_s=0.3).run(kind(chat, "one"), prompts(chat, "slow", "fast"), sampling())
     assert (slow[0].end, slow[0].turns, fast[0].end) == ("timeout", 1, "done")
     with pytest.raises(AgentError, match=r"(?s)KeyError.*problem 'wrong'"):
         agents("stubborn", concurrency=1).run(kind(chat, "one"), prompts(chat, "fast", "wrong", "slow"), sampling())
     with pytest.raises(AgentError, match=r"(?s)KeyError.*problem 'wrong'"):
         agents("stubborn").run(kind(chat, "one"), prompts(chat, "slow", "wrong"), sampling())
-    assert time.monotonic() - begin < 10
+
+
+@pytest.mark.parametrize("kind", [Scripted, Submitting])
+def test_an_alarm_while_the_event_loop_waits_is_no_functions_fault(chat, agents, kind):
+    ((one,),) = agents("rings", timeout_s=NEVER_S).run(kind(chat, "one"), prompts(chat, "q"), sampling())
+    assert one.end == "done"
 
 
 def test_a_turn_that_a_function_left_behind_ends_with_it(chat, agents):
@@ -135,10 +142,8 @@ def test_a_rollout_that_fails_ends_all_though_a_function_shrugs(chat, agents, ki
     rollout = kind(chat, "x")
     setattr(rollout, "generate" if kind is Scripted else "submit", gone)
 
-    begin = time.monotonic()
     with pytest.raises(RolloutError, match="gone"):
-        agents("shrugs", timeout_s=2.0).run(rollout, prompts(chat, "q", "r"), sampling(n=2))
-    assert time.monotonic() - begin < 5
+        agents("shrugs", timeout_s=NEVER_S).run(rollout, prompts(chat, "q", "r"), sampling(n=2))
 
 
 def test_a_turn_that_was_just_given_up_is_not_answered(chat):

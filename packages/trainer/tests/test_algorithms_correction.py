@@ -271,7 +271,7 @@ def loss_batch(**extra):
     return Batch(input_ids=torch.arange(len(mask)), cu_seqlens=cu, fields=fields), engine
 
 
-@pytest.mark.parametrize("settings", [{}, {"kl_coef": 0.3}, {"entropy_coef": 0.1}])
+@pytest.mark.parametrize("settings", [{}, {"kl_coef": 0.3, "kl_importance": False}, {"entropy_coef": 0.1}])
 def test_the_weight_multiplies_the_policy_term_alone(settings):
     weights = torch.linspace(0, 2, sum(LENGTHS))
     batch, engine = loss_batch(correction=weights)
@@ -291,6 +291,20 @@ def test_the_weight_multiplies_the_policy_term_alone(settings):
     torch.testing.assert_close(corrected[1], zeroed[1] + weights * policy)
     torch.testing.assert_close(plain[1], zeroed[1] + policy)
     torch.testing.assert_close(corrected[2], plain[2])
+
+
+def test_a_kl_with_the_importance_ratio_is_weighted_as_its_samples_are():
+    weights = torch.linspace(0, 2, sum(LENGTHS))
+    batch, engine = loss_batch(correction=weights)
+    without = batch.with_fields(advantages=batch["advantages"] * 0)
+
+    def gradient(**settings):
+        log_probs = engine.clone().requires_grad_()
+        loss = PolicyLoss(on_policy=True, kl_coef=0.3, **settings)
+        return torch.autograd.grad(loss(TokenOutputs(log_probs=log_probs), without).loss, log_probs)[0]
+
+    torch.testing.assert_close(gradient(corrected=True), weights * gradient())
+    torch.testing.assert_close(gradient(), 0.3 * 0.3 * batch.loss_weight)  # r d, of d = 0.3
 
 
 def test_coefficients_are_the_gradient_of_a_corrected_loss():

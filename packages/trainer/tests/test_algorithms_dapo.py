@@ -17,7 +17,11 @@ from engine_trainer.algorithms.advantages import group_advantages
 from engine_trainer.algorithms.losses import PolicyLoss, denominator
 from engine_trainer.algorithms.shaping import informative, overlong_penalty
 from engine_trainer.config import RLConfig
+from engine_trainer.data import Prompt
+from engine_trainer.experience import shaped_rewards
 from engine_trainer.loading import load_config
+from engine_trainer.replica import Answer, Group
+from engine_trainer.rewards import Score
 
 LOW, HIGH, MAX_LENGTH, CACHE = 0.2, 0.28, 10, 4
 
@@ -74,12 +78,37 @@ def test_the_recipe_has_the_papers_numbers():
     algorithm = config.algorithm
     assert (algorithm.clip_low, algorithm.clip_high, algorithm.aggregation) == (0.2, 0.28, "token-mean")
     assert (algorithm.prompts_per_step, config.rollout.n, algorithm.mini_batches) == (512, 16, 16)
-    assert (config.rollout.max_new_tokens, algorithm.overlong.buffer, algorithm.overlong.penalty) == (
-        16384 + 4096,
-        4096,
-        1.0,
-    )
+    assert (config.rollout.max_new_tokens, algorithm.overlong.buffer) == (16384 + 4096, 4096)
     assert (algorithm.dynamic_sampling.enabled, algorithm.kl.coefficient) == (True, 0.0)
     optimizer, schedule = config.engine.optimizer, config.engine.schedule
     assert optimizer is not None
     assert (optimizer.lr, schedule.name, schedule.warmup_steps) == (1e-6, "constant", 20 * 16)
+
+
+@pytest.mark.parametrize("recipe", ["dapo.yaml", "dapo_fp8.yaml"])
+def test_the_recipes_totals_are_the_papers_on_another_scale(recipe):
+    """Eq. 13, rewards 1 and -1: a right answer at the limit is half-way from wrong to right."""
+    config = load_config(RLConfig, Path(__file__).parents[3] / "recipes" / "rl" / recipe, ["engine.model.path=m"])
+    limit, buffer = 16384 + 4096, 4096
+    lengths = [1, limit - buffer, limit - buffer + 1, limit - buffer // 2, limit]
+    graded = [(length, right) for right in (True, False) for length in lengths]
+
+    def paper(length: int, right: bool) -> float:
+        soft = 0.0 if length <= limit - buffer else ((limit - buffer) - length) / buffer
+        return (1.0 if right else -1.0) + soft
+
+    answers = [
+        Answer(tokens=[5] * length, log_probs=[-1.0] * length, text="", finished=length < limit,
+               weight_versions=[0] * length, score=Score(total=float(right), parts={}, correct=right))
+        for length, right in graded
+    ]  # fmt: skip
+    prompt = Prompt(tokens=[6], rendered="", text="", answer=None)
+    totals = shaped_rewards([Group(prompt=prompt, answers=answers)], config)[0]
+    expected = torch.tensor([paper(*one) for one in graded], dtype=torch.float64)
+    torch.testing.assert_close(totals, (expected + 1) / 2, rtol=0, atol=1e-7)
+    at_the_limit = dict(zip(graded, totals.tolist(), strict=True))
+    assert at_the_limit[limit, True] == 0.5
+    assert at_the_limit[limit, False] == -0.5
+    assert at_the_limit[1, False] == 0.0
+    # Advantages do not know the scale: those of the recipe are the paper's.
+    torch.testing.assert_close(group_advantages(totals[None]), group_advantages(expected[None]), rtol=1e-5, atol=1e-6)

@@ -131,7 +131,8 @@ def test_on_policy_has_the_gradient_of_a_ratio_of_one():
         PolicyLoss(clip_low=0.2, clip_high=0.28),
         PolicyLoss(dual_clip=1.5),
         PolicyLoss(kl_coef=0.3, kl_estimator="k1"),
-        PolicyLoss(kl_coef=0.3, kl_estimator="k2"),
+        PolicyLoss(kl_coef=0.3, kl_estimator="k2", kl_importance=False),  # with it the ratio of k2 has no gradient
+        PolicyLoss(kl_coef=0.3, kl_estimator="k3", kl_importance=False),
         PolicyLoss(kl_coef=0.3, kl_estimator="k3", entropy_coef=0.05),
     ],
 )
@@ -173,6 +174,47 @@ def test_the_split_into_micro_batches_changes_nothing():
         assert float(sum(p.metrics[name] for p in parts)) == pytest.approx(float(total), rel=1e-6)
 
 
+@pytest.mark.parametrize("importance", [True, False])
+def test_k3_of_a_token_is_held_to_its_bound(importance):
+    """As verl's low_var_kl: clamp(k3, max=10), without a gradient beyond; a large ratio alone is no reason for it."""
+    ratios, d = [1.0, 1.1, 1.0, 1.0, 8.0], [-8.0, -2.0, -2.62, -20.0, 3.0]
+    old = [-9.0, -3.0, -3.0, -21.0, -4.5]
+    ref = [o + math.log(r) - x for o, r, x in zip(old, ratios, d, strict=True)]
+
+    def run(bound):
+        batch, new = make_batch(ratios, [0.0] * len(d), ref=ref, old=old)
+        loss = PolicyLoss(kl_coef=1.0, kl_importance=importance, kl_bound=bound)
+        result = loss(TokenOutputs(log_probs=new), batch)
+        (gradient,) = torch.autograd.grad(result.loss, new)
+        return float(result.loss.detach()), gradient[1:].tolist()
+
+    weights = ratios if importance else [1.0] * len(d)
+    k3 = [math.exp(-x) - 1 + x for x in d]
+    slopes = [w * x if importance else 1 - math.exp(-x) for w, x in zip(weights, d, strict=True)]
+    value, gradient = run(10.0)
+    assert value == pytest.approx(sum(w * min(k, 10.0) for w, k in zip(weights, k3, strict=True)))
+    assert gradient == pytest.approx([s if k < 10 else 0.0 for s, k in zip(slopes, k3, strict=True)])
+    assert [k < 10 for k in k3] == [False, True, False, False, True]
+    value, gradient = run(None)
+    assert value == pytest.approx(sum(w * k for w, k in zip(weights, k3, strict=True)))
+    assert gradient == pytest.approx(slopes)
+
+
+def test_the_slope_of_k3_with_the_ratio_is_exact_in_float32():
+    """Autograd of r · k3 takes it as a difference of two numbers of 5e8, whose steps are 32."""
+    old, ref = torch.tensor([0.0, -20.0]), torch.tensor([0.0, -0.5])
+    batch = Batch(
+        input_ids=torch.arange(2),
+        cu_seqlens=torch.tensor([0, 2]),
+        fields={"old_log_probs": old, "ref_log_probs": ref, "advantages": torch.zeros(2),
+                "loss_weight": torch.tensor([0.0, 1.0])},
+    )  # fmt: skip
+    new = old.clone().requires_grad_()
+    result = PolicyLoss(kl_coef=1.0, kl_bound=None)(TokenOutputs(log_probs=new), batch)
+    (gradient,) = torch.autograd.grad(result.loss, new)
+    assert gradient.tolist() == [0.0, -19.5]
+
+
 def test_far_ratios_stay_finite():
     batch, new = make_batch([1.0], [-1.0], old=[-200.0], ref=[-300.0])
     moved = (new.detach() + 150).requires_grad_()
@@ -188,6 +230,7 @@ def test_denominators_by_hand():
     assert denominator("token-mean", counts) == 10
     assert denominator("seq-mean-token-sum", counts) == 2
     assert denominator("seq-mean-token-mean", counts) == 2
+    assert denominator("seq-mean-token-sum-norm", counts, 512) == 2 * 512
     assert denominator("token-mean", []) == 0
 
 
@@ -196,6 +239,7 @@ def test_denominators_by_hand():
     [
         ("token-mean", (1 + 2 + 3 + 30) / 4),
         ("seq-mean-token-sum", (6 + 30) / 2),
+        ("seq-mean-token-sum-norm", (6 + 30) / (2 * 8)),
         ("seq-mean-token-mean", (2 + 30) / 2),
     ],
 )
@@ -204,7 +248,7 @@ def test_aggregation_modes_by_hand(mode, expected):
     mask, cu = torch.tensor([0, 1.0, 1, 1, 0, 1]), torch.tensor([0, 4, 6])
     weight = token_weights(mask, cu, mode)
     losses = torch.tensor([9.0, 1, 2, 3, 9, 30])
-    assert float((weight * losses).sum()) / denominator(mode, [3, 1]) == pytest.approx(expected)
+    assert float((weight * losses).sum()) / denominator(mode, [3, 1], 8) == pytest.approx(expected)
 
 
 @pytest.mark.parametrize(
@@ -216,6 +260,7 @@ def test_aggregation_modes_by_hand(mode, expected):
         ("dual_clip", 1.0),
         ("kl_coef", -1),
         ("kl_estimator", "k4"),
+        ("kl_bound", 0.0),
     ],
 )
 def test_values_out_of_range_are_refused_by_name(field, bad):

@@ -6,6 +6,7 @@ import sys
 
 import pytest
 import yaml
+from waiting import DEADLINE_S
 
 from engine_trainer.cli import main
 from engine_trainer.config import SFTConfig
@@ -90,5 +91,5 @@ def test_a_wrong_key_is_answered_without_loading_torch(sft_file):
     code = ("import sys; from engine_trainer.cli import main; status = main(sys.argv[1:]);"
             "assert 'torch' not in sys.modules and 'transformers' not in sys.modules; sys.exit(status)")  # fmt: skip
     command = [sys.executable, "-c", code, "sft", str(sft_file), "run.nothing=1"]
-    done = subprocess.run(command, env=os.environ, capture_output=True, text=True, check=False, timeout=60)
+    done = subprocess.run(command, env=os.environ, capture_output=True, text=True, check=False, timeout=DEADLINE_S)
     assert done.returncode == 2, done.stderr

@@ -8,7 +8,7 @@ import pytest
 import yaml
 
 from engine_api.errors import ConfigError
-from engine_trainer.config import DPOConfig, RewardModelConfig, RLConfig, SFTConfig
+from engine_trainer.config import CorrectionSection, DPOConfig, RewardModelConfig, RLConfig, SFTConfig
 from engine_trainer.loading import from_tree, load_config, to_plain, to_yaml
 
 BASE = {
@@ -74,6 +74,19 @@ def test_what_is_printed_reads_back_equal(file):
         ("algorithm={advantage: gae, critic: {value_clip: 0}}", "algorithm.critic.value_clip", "above 0"),
         ("algorithm={advantage: gae, critic: {lr: 1}}", "algorithm.critic.lr", "unknown key"),
         ("algorithm.kl={target: 6, coefficient: 0.2}", "algorithm.kl.target", "where: reward"),
+        ("algorithm.kl={where: reward, estimator: k3}", "algorithm.kl.estimator", "may push away"),
+        ("algorithm.kl={where: reward, estimator: k2}", "algorithm.kl.estimator", "estimator: k1"),
+        ("algorithm.kl={importance: false, estimator: k1}", "algorithm.kl.estimator", "expectation is 0"),
+        ("algorithm.kl={where: reward, importance: false}", "algorithm.kl.importance", "nothing reads it"),
+        ("algorithm.kl={bound: -1}", "algorithm.kl.bound", "above 0"),
+        ("algorithm.kl={bound: 5, where: reward}", "algorithm.kl.bound", "nothing reads 5"),
+        ("algorithm.kl={bound: null, estimator: k2}", "algorithm.kl.bound", "use k3"),
+        ("algorithm.aggregation_length=512", "algorithm.aggregation_length", "seq-mean-token-sum-norm"),
+        (
+            "algorithm={aggregation: seq-mean-token-sum-norm, aggregation_length: 0}",
+            "algorithm.aggregation_length",
+            "at least 1",
+        ),
         ("algorithm.correction.weights=token", "algorithm.correction.weights", "did you mean weight"),
         ("algorithm.correction.weight=tokens", "algorithm.correction.weight", "did you mean token"),
         ("algorithm.correction.reject=geometrical", "algorithm.correction.reject", "did you mean geometric"),
@@ -243,7 +256,59 @@ def test_every_option_of_the_trainer_has_a_reader():
     classes = [c for module in (algorithm_sections, config, eval_sections, sections) for c in vars(module).values()
                if dataclasses.is_dataclass(c) and c.__module__ == module.__name__]  # fmt: skip
     assert len(classes) > 15
-    assert not [f"{c.__name__}.{f.name}" for c in classes for f in dataclasses.fields(c) if f.name not in read]
+    own = [(c.__name__, name) for c in classes for name in c.__annotations__]  # what is inherited is the contract's
+    assert not [f"{section}.{name}" for section, name in own if name not in read]
+
+
+def test_the_rate_is_the_tasks(file):
+    """Policies that have been trained already move a tenth as fast by default; a rate that is given holds."""
+    plain = {name: BASE[name] for name in ("engine", "data", "run")}
+    value = {**plain, "engine": {**plain["engine"], "model_type": "value_model"}}
+    decay = {"optimizer": {"weight_decay": 0.1}}
+    for cls, tree, rate in (
+        (RLConfig, BASE, 1e-6), (DPOConfig, plain, 1e-6), (SFTConfig, plain, 1e-5), (RewardModelConfig, value, 1e-5),
+    ):  # fmt: skip
+        assert from_tree(cls, tree).engine.optimizer.lr == rate
+        other = {**tree, "engine": {**tree["engine"], **decay}}
+        assert from_tree(cls, other).engine.optimizer.lr == rate
+        given = {**tree, "engine": {**tree["engine"], "optimizer": {"lr": 3e-4}}}
+        assert from_tree(cls, given).engine.optimizer.lr == 3e-4
+    critic = load_config(RLConfig, file, ["algorithm={advantage: gae, critic: {}}"]).algorithm.critic
+    assert critic is not None
+    assert (critic.optimizer.lr, critic.value_clip) == (1e-5, 0.5)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "weight"),
+    [
+        ([], "none"),
+        (["rollout.name=vllm"], "token"),
+        (["rollout.name=sglang"], "token"),
+        (["rollout.name=vllm", "algorithm.old_log_probs=rollout"], "none"),
+        (["rollout.name=vllm", "algorithm.correction.weight=none"], "none"),
+        (["rollout.name=vllm", "algorithm.correction.weight=icepop"], "icepop"),
+        (["algorithm.correction.weight=token"], "token"),
+        (["rollout.name=vllm", "algorithm.correction.reject=geometric"], "token"),
+    ],
+)
+def test_another_implementations_rollout_is_corrected_by_default(file, overrides, weight):
+    config = load_config(RLConfig, file, overrides)
+    assert config.algorithm.correction.weight == weight
+    assert from_tree(RLConfig, yaml.safe_load(to_yaml(config))) == config  # what is printed is what runs
+
+
+@pytest.mark.parametrize(
+    ("given", "bounds"),
+    [
+        ({"reject": "token"}, (0.5, 2.0)),
+        ({"reject": "sequence"}, (0.5, 2.0)),
+        ({"reject": "geometric"}, (0.999, 1.001)),
+        ({"reject": "geometric", "reject_low": 0.99}, (0.99, 1.001)),
+        ({"reject": "sequence", "reject_high": 3.0}, (0.5, 3.0)),
+    ],
+)
+def test_the_bounds_of_rejection_are_those_of_its_ratio(given, bounds):
+    assert CorrectionSection(**given).bounds == bounds
 
 
 def test_a_value_that_the_contract_refuses_is_named_below_engine(file):

@@ -88,7 +88,7 @@ def test_evaluations_of_sft_count_over_a_resume_too(sums_model, tmp_path):
     here |= {
         "batch_size": 8,
         "eval": {"source": str(sums_model / "train.jsonl")},
-        "reward": {"name": "fickle", "max_failures": 20},
+        "reward": {"name": "fickle", "max_failures": 20, "workers": 0, "timeout_s": None},
     }
     train_sft(from_tree(SFTConfig, here | {"run": {**here["run"], "steps": 1}}))  # two evaluations
     each = rows_of(tmp_path / "out")[0]["eval/failures"]

@@ -162,7 +162,7 @@ def test_what_generates_beside_the_loop_is_closed_after_an_error(sums_model, tmp
     config = from_tree(RLConfig, {
         "engine": {"model": {"path": str(sums_model)}, "device": "cpu"}, "data": {"source": str(sums_model / "train.jsonl")},
         "run": {"output_dir": str(tmp_path / "out"), "steps": 1, "progress": False, "report": False, "tensorboard": False},
-        "reward": {"name": "broken"}, "rollout": {"n": 2, "max_new_tokens": 4}, "algorithm": {"prompts_per_step": 4},
+        "reward": {"name": "broken", "workers": 0, "timeout_s": None}, "rollout": {"n": 2, "max_new_tokens": 4}, "algorithm": {"prompts_per_step": 4},
     })  # fmt: skip
     with pytest.raises(RewardError, match="ZeroDivisionError"):
         train_rl(config)

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import time
 from types import SimpleNamespace
 
 import pytest
 from rl_runs import configure, tree
+from waiting import DEADLINE_S
 
 from engine_api.comm import SingleComm
 from engine_api.errors import ConfigError
@@ -48,10 +48,8 @@ def test_every_kind_of_run_takes_the_lock(sums_model, taken, monkeypatch, what):
 def test_under_torchrun_all_ranks_say_so_together(sums_model, taken):
     from test_rl import start
 
-    begin = time.monotonic()
     process = start(taken.parent, tree(sums_model, taken), 2)
-    text, _ = process.communicate(timeout=120)
-    assert time.monotonic() - begin < 90
+    text, _ = process.communicate(timeout=DEADLINE_S)
     assert "[rank 0] error: config run.output_dir: another run writes to" in text
     assert "[rank 1] stopped: " in text
 

@@ -7,6 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from waiting import until
 
 from engine_api.config import ModelSource
 from engine_api.errors import ConfigError
@@ -25,9 +26,9 @@ def test_phases_add_up_and_begin_anew():
     for _ in range(2):
         with timers.phase("a"):
             time.sleep(0.01)
-    assert 0.01 <= timers.last("a") < 0.02 + 0.05
-    taken = timers.take()
-    assert taken["time/a"] >= 0.02
+    last, taken = timers.last("a"), timers.take()
+    assert last >= 0.01
+    assert taken["time/a"] >= last + 0.01
     assert timers.take() == {}
 
 
@@ -80,7 +81,8 @@ def test_a_run_that_begins_anew_in_its_folder_leaves_nothing_of_what_was_there(t
         log.open(begin)
         log.write(step, {"train/loss": loss})
         log.close()
-        time.sleep(1.1)  # TensorBoard orders its files by the second that their names hold
+        second = int(time.time())  # TensorBoard orders its files by the second that their names hold
+        until(lambda second=second: int(time.time()) > second)
     events = EventAccumulator(str(tmp_path / "tensorboard")).Reload()
     assert [(e.step, e.value) for e in events.Scalars("train/loss")] == [(1, 0.25), (2, 0.125)]
     assert ids == [None, None, "run-2"]

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import json
-import time
 from pathlib import Path
 
 import pytest
 from ray_runs import local_cluster, on_ray, result_of, start, tree
+from waiting import DEADLINE_S, until
 
 from engine_api.errors import ConfigError
 
@@ -43,7 +43,7 @@ def alone(sums_model, tmp_path_factory):
 
 def torchrun(model: Path, out: Path, **sections):
     process = start(tree(model, out, **sections), out.parent / "run.yaml", ranks=2)
-    text, _ = process.communicate(timeout=240)
+    text, _ = process.communicate(timeout=DEADLINE_S)
     assert process.returncode == 0, text
     return result_of(out)
 
@@ -98,13 +98,9 @@ def test_killed_in_each_phase_apart_from_the_engine_it_ends_as_one_left_alone(su
 
 def test_a_worker_that_hangs_is_lost_within_the_deadline(sums_model, tmp_path, plan):
     plan.write_text(json.dumps([fault("engine-1", "answer", do="hang")]))
-    begin = time.monotonic()
     with pytest.raises(WorkerLost, match=r"(?s)engine-1 \(answer\).*no answer within 20 s"):
         train_on_ray(on_ray(sums_model, tmp_path / "out", ray={"restarts": 0, "timeout_s": 20.0}))
-    assert time.monotonic() - begin < 90
-    while ray.available_resources().get("CPU", 0) < 6:  # Ray counts with a delay
-        assert time.monotonic() - begin < 90
-        time.sleep(0.1)
+    until(lambda: ray.available_resources().get("CPU", 0) >= 6)  # Ray counts with a delay
 
 
 def test_a_reward_that_raises_is_its_own_error_and_not_repeated(sums_model, tmp_path):

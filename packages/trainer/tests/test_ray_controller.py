@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import json
-import time
 from pathlib import Path
 
 import pytest
 from ray_runs import ON_RAY, result_of, start, tree
+from waiting import DEADLINE_S, until
 
 ray = pytest.importorskip("ray", reason="the extra ray")
 pytest.importorskip("engine_fsdp", reason="the loop needs an engine")
-pytestmark = [pytest.mark.distributed, pytest.mark.slow, pytest.mark.timeout(600)]
-GONE_S = 60.0  # Ray's agents look for their node every half minute
+pytestmark = [pytest.mark.distributed, pytest.mark.slow]
 
 
 def left_of(marker: str) -> list[str]:
@@ -33,7 +32,7 @@ def killed_at(config: dict, plan: Path, method: str, *, environment=None) -> Non
     plan.write_text(
         json.dumps([{"worker": "engine-0", "method": method, "nth": 2, "when": "before", "do": process.pid}])
     )
-    text, _ = process.communicate(timeout=120)
+    text, _ = process.communicate(timeout=DEADLINE_S)
     assert process.returncode == -9, text
     assert json.loads(plan.read_text()) == []
 
@@ -42,7 +41,7 @@ def killed_at(config: dict, plan: Path, method: str, *, environment=None) -> Non
 def alone(sums_model, tmp_path_factory):
     out = tmp_path_factory.mktemp("alone") / "out"
     process = start(tree(sums_model, out, run={"steps": 4}), out.parent / "run.yaml")
-    text, _ = process.communicate(timeout=120)
+    text, _ = process.communicate(timeout=DEADLINE_S)
     assert process.returncode == 0, text
     return result_of(out)
 
@@ -56,14 +55,12 @@ def test_a_cluster_of_its_own_goes_with_the_controller(sums_model, tmp_path, alo
     config = on_one_engine(sums_model, tmp_path / "out")
     killed_at(config, plan, "train", environment={"RAY_FAULTS": str(plan)})
     process = start(config, tmp_path / "run.yaml")
-    text, _ = process.communicate(timeout=120)
+    text, _ = process.communicate(timeout=DEADLINE_S)
     assert process.returncode == 0, text
     assert "resumed from" in text
     assert result_of(tmp_path / "out") == alone
-    end = time.monotonic() + GONE_S
-    while left := left_of(str(plan)):
-        assert time.monotonic() < end, left
-        time.sleep(0.5)
+    # Ray's agents look for their node every half minute.
+    until(lambda: not left_of(str(plan)), missing=lambda: left_of(str(plan)))
 
 
 def test_a_cluster_that_it_joined_gets_its_workers_back(sums_model, tmp_path, monkeypatch, alone):
@@ -78,7 +75,7 @@ def test_a_cluster_that_it_joined_gets_its_workers_back(sums_model, tmp_path, mo
         for method in ("answer", "save"):
             killed_at(config, plan, method)
         process = start(config, tmp_path / "run.yaml")
-        text, _ = process.communicate(timeout=120)
+        text, _ = process.communicate(timeout=DEADLINE_S)
         assert process.returncode == 0, text
     finally:
         ray.shutdown()
@@ -89,12 +86,9 @@ def test_a_second_run_in_the_folder_is_refused_while_the_first_one_runs(sums_mod
     config = tree(sums_model, tmp_path / "out", run={"steps": 5000})
     first = start(config, tmp_path / "first.yaml")
     try:
-        end = time.monotonic() + 60
-        while not (tmp_path / "out" / "metrics.jsonl").is_file():
-            assert time.monotonic() < end
-            time.sleep(0.1)
+        until((tmp_path / "out" / "metrics.jsonl").is_file)
         second = start(config, tmp_path / "second.yaml")
-        text, _ = second.communicate(timeout=60)
+        text, _ = second.communicate(timeout=DEADLINE_S)
         assert second.returncode == 2
         assert "another run writes to" in text
         assert f"process {first.pid} on" in text

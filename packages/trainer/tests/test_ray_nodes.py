@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import os
-import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 from ray_runs import on_ray, result_of
+from waiting import DEADLINE_S, until
 
 ray = pytest.importorskip("ray", reason="the extra ray")
 pytest.importorskip("engine_fsdp", reason="the loop needs an engine")
@@ -40,11 +40,11 @@ def test_a_node_is_lost(nodes, sums_model, tmp_path):
     # In a thread, because the cluster's nodes are started and ended by the main one.
     with ThreadPoolExecutor(1) as thread:
         run = thread.submit(train_on_ray, on_ray(sums_model, tmp_path / "out", run={"steps": 4}))
-        while not (tmp_path / "out" / "checkpoints" / "step-000001" / "manifest.json").is_file():
-            assert not run.done(), run.result()
-            time.sleep(0.02)
+        saved = tmp_path / "out" / "checkpoints" / "step-000001" / "manifest.json"
+        until(lambda: saved.is_file() or run.done())
+        assert not run.done(), run.result()
         nodes.remove_node(first, allow_graceful=False)
-        time.sleep(5)
+        until(lambda: sum(node["Alive"] for node in ray.nodes()) == 1)  # the head alone
         nodes.add_node(num_cpus=2)
-        assert run.result(200).step == 4
+        assert run.result(DEADLINE_S).step == 4
     assert result_of(tmp_path / "out") == result_of(tmp_path / "alone")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import random
 import signal
 import subprocess
 import sys
@@ -11,9 +12,11 @@ import threading
 from dataclasses import replace
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 from ray_runs import on_ray
+from waiting import DEADLINE_S
 
 from engine_api.capabilities import Capability
 from engine_api.comm import SingleComm
@@ -60,7 +63,7 @@ def carried(export, receivers: int = 2) -> tuple[list[object], list[list[tuple[s
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(60)
+        thread.join(DEADLINE_S)
     return outcomes, got
 
 
@@ -178,6 +181,12 @@ def test_of_several_failures_the_one_that_explains_the_others_is_raised(monkeypa
     assert _telling([(None, e) for e in (neighbour, broken, own)]) is own
     assert _telling([(None, e) for e in (neighbour, broken)]) is broken
     assert _telling([(None, e) for e in (broken, own, lost)]) is lost
+    stopped = [Call(ref=None, worker="engine-1", method="train")]
+    assert _telling([(None, own)], stopped) is own
+    given_up = _telling([(None, neighbour)], stopped)
+    assert isinstance(given_up, WorkerLost), "a run that could go on from its checkpoint would end"
+    assert given_up.where == "engine-1 (train)"
+    assert given_up.why == str(neighbour)
 
 
 def test_a_worker_that_cannot_be_made_is_no_lost_one():
@@ -213,9 +222,43 @@ def test_a_folder_that_ray_cannot_write_to_is_said(monkeypatch, tmp_path):
             "from engine_api.errors import ConfigError\n"
             "try:\n    with connected(RaySection()): pass\nexcept ConfigError as error:\n    print('SAID', error)")  # fmt: skip
     done = subprocess.run([sys.executable, "-c", code], env={**os.environ, "RAY_TMPDIR": str(tmp_path / "file" / "below")},
-                          capture_output=True, text=True, check=False, timeout=120)  # fmt: skip
+                          capture_output=True, text=True, check=False, timeout=DEADLINE_S)  # fmt: skip
     assert "SAID" in done.stdout, done.stderr
     assert "Not a directory" in done.stdout
+
+
+def test_an_interrupt_while_a_cluster_starts_leaves_none():
+    code = """
+import ray
+from waiting import children, until
+from engine_trainer.ray.cluster import connected
+from engine_trainer.sections import RaySection
+start = ray.init
+
+def interrupted(*args, **kwargs):
+    start(*args, num_cpus=1, **kwargs)
+    assert children()
+    raise KeyboardInterrupt
+
+ray.init = interrupted
+try:
+    with connected(RaySection()):
+        pass
+except KeyboardInterrupt:
+    assert not ray.is_initialized()
+    until(lambda: not children())
+    print("nothing is left")
+"""
+    path = os.pathsep.join(filter(None, sys.path))
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        env={**os.environ, "PYTHONPATH": path},
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=DEADLINE_S,
+    )
+    assert done.stdout.splitlines()[-1:] == ["nothing is left"], done.stderr
 
 
 def test_a_launcher_that_cannot_close_leaves_no_lock(tmp_path):
@@ -285,3 +328,13 @@ def test_fewer_rows_than_a_batch_are_refused(tmp_path):
         ConfigError, match=r"(?s)7 rows of rows.jsonl are left, but a step takes 8.*a smaller batch_size"
     ):
         section.total_steps(7, 8, **given)
+
+
+def test_a_worker_draws_by_the_runs_seed_and_its_own_number():
+    def drawn(*seed):
+        EngineWorker("engine-0").setup(".", [], [], seed)
+        return random.random(), np.random.rand(), float(torch.rand(()))  # noqa: NPY002 - what user code draws from
+
+    assert drawn(1, 0) == drawn(1, 0)
+    for column in zip(drawn(1, 0), drawn(1, 1), drawn(2, 0), strict=True):
+        assert len(set(column)) == 3

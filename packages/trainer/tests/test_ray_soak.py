@@ -21,7 +21,7 @@ pytest.importorskip("engine_fsdp", reason="the loop needs an engine")
 from engine_trainer.ray.controller import train_on_ray  # noqa: E402 - behind importorskip
 
 KILLS = int(os.environ.get("RAY_SOAK_KILLS", "3"))
-pytestmark = [pytest.mark.distributed, pytest.mark.slow, pytest.mark.timeout(300 + 60 * KILLS),
+pytestmark = [pytest.mark.distributed, pytest.mark.slow, pytest.mark.timeout(1200 + 240 * KILLS),
               pytest.mark.filterwarnings("ignore::FutureWarning")]  # fmt: skip
 STEPS = 8 + 8 * KILLS  # about five in two seconds
 

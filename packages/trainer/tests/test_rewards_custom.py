@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
+import importlib
 import os
-import time
 
 import pytest
 from own_rewards import samples, totals
 
 from engine_api.errors import ConfigError
 from engine_trainer.functions import load_function
-from engine_trainer.rewards import RewardError, Sample, Scorer, failure_figures
+from engine_trainer.rewards import RewardError, Sample, Scorer, WeightedReward, failure_figures
 from engine_trainer.sections import RewardSection
 
 
@@ -27,6 +27,7 @@ def test_a_function_of_a_module(monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
     scorer = Scorer.from_section(RewardSection(function="my_module_of_rewards:one"))
     assert totals(scorer, "x") == [1.0]
+    scorer.close()
 
 
 @pytest.mark.parametrize(
@@ -67,10 +68,7 @@ def test_name_and_function_exclude_each_other():
 
 def test_processes_judge_side_by_side_in_the_order_of_the_samples(own):
     scorer = own("process", workers=3)
-    scorer.score(samples("warm", "up", "!"))
-    begin = time.monotonic()
-    pids = totals(scorer, *["x"] * 12)
-    assert time.monotonic() - begin < 12 * 0.05
+    pids = totals(scorer, *["x"] * 3)  # each returns when three are there
     assert len(set(pids)) == 3
     assert os.getpid() not in pids
     assert totals(own("length", workers=3), "a", "bb", "ccc", "dddd") == [1.0, 2.0, 3.0, 4.0]
@@ -78,19 +76,14 @@ def test_processes_judge_side_by_side_in_the_order_of_the_samples(own):
 
 @pytest.mark.parametrize("workers", [0, 1])
 def test_coroutines_run_side_by_side(own, workers):
-    scorer = own("slow", workers=workers, concurrency=20)
-    begin = time.monotonic()
-    scorer.score(samples("first"))  # starts the process
-    mid = time.monotonic()
-    assert totals(scorer, *["x"] * 40) == [1.0] * 40
-    assert time.monotonic() - mid < 40 * 0.3 / 4
-    assert mid - begin < 60
+    scorer = own("together", workers=workers, concurrency=20)
+    assert totals(scorer, *["x"] * 40) == [20.0] * 40  # each returns when twenty are there
 
 
 @pytest.mark.parametrize("function", ["fickle", "afickle"])
-@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize("workers", [1, 2])
 def test_what_fails_counts_zero_and_is_named(own, function, workers):
-    scorer = own(function, workers=workers, timeout_s=0.5, max_failures=2)
+    scorer = own(function, workers=workers, timeout_s=2.0, max_failures=2)
     scores = scorer.score(samples("fine", "raise", "spin", "nan", "fine"))
     assert [s.total for s in scores] == [1.0, 0.0, 0.0, 0.0, 1.0]
     assert [s.timed_out for s in scores] == [(), (), (function,), (), ()]
@@ -124,39 +117,56 @@ def test_what_is_no_float_is_a_failure(own, workers, caplog):
         scorer.score(samples("huge"))
 
 
-@pytest.mark.parametrize("workers", [0, 1])
-def test_a_service_that_is_gone_ends_the_run_soon(own, workers):
-    scorer = own("fickle", workers=workers, timeout_s=0.1, max_timeouts=3)
+@pytest.mark.parametrize("function", ["fickle", "afickle"])
+def test_a_service_that_is_gone_ends_the_run_soon(own, function):
+    scorer = own(function, timeout_s=1.0, max_timeouts=3, concurrency=1)
     assert totals(scorer, *["spin", "spin", "spin", "fine", "spin"]) == [0, 0, 0, 1, 0]
-    begin = time.monotonic()
-    with pytest.raises(RewardError, match=r"4 calls in a row took longer than 0\.1 s"):
-        scorer.score(samples(*["spin"] * 1000))
-    assert time.monotonic() - begin < 5
-    assert totals(own("fickle", workers=workers, timeout_s=0.1, max_timeouts=None), *["spin"] * 10) == [0] * 10
+    with pytest.raises(RewardError, match=r"4 calls in a row took longer than 1\.0 s"):
+        scorer.score(samples(*["spin"] * 1000))  # which would take a quarter of an hour
+    assert totals(own(function, timeout_s=0.1, max_timeouts=None), *["spin"] * 5) == [0] * 5
 
 
-def test_a_coroutine_that_never_awaits_is_interrupted(own, monkeypatch):
-    monkeypatch.setattr("engine_trainer.rewards.calls.GRACE_S", 0.2)
-    completions = ["fine", "block", "fine", "block"]
-    assert totals(own("rude", timeout_s=0.3, concurrency=1), *completions) == [1.0, 0.0, 1.0, 0.0]
+def test_a_limit_that_nothing_could_keep_is_refused(own):
+    with pytest.raises(ConfigError, match=r"expected null with reward\.workers: 0, got 10 s for 'math'"):
+        RewardSection(name="math", workers=0)
+    parts = [{"name": "exact"}, {"name": "gsm8k", "timeout_s": 3}]
+    with pytest.raises(ConfigError, match="got 3 s for 'gsm8k'"):
+        RewardSection(name="combine", kwargs={"rewards": parts}, workers=0, timeout_s=None)
+    with pytest.raises(ConfigError, match="got 2 s for 'mine'"):
+        Scorer([WeightedReward(name="mine", function=len, timeout_s=2.0)])
+
+
+def test_a_coroutine_that_never_awaits_is_interrupted(own):
+    completions = ["fine", "block", "fine"]
+    scorer = own("rude", timeout_s=1.0, concurrency=1)
+    assert totals(scorer, "fine") == [1.0]
+    (before,) = scorer.workers._workers
+    assert totals(scorer, *completions) == [1.0, 0.0, 1.0]
+    assert scorer.workers._workers == [before]  # its process goes on
     # On one loop it makes its neighbours late; all of it still ends.
-    together = totals(own("rude", timeout_s=0.3), *completions)
+    together = totals(own("rude", timeout_s=0.3), *completions, "block")
     assert (together[1], together[3]) == (0.0, 0.0)
 
 
 def test_a_thread_that_never_returns_holds_nobody(own):
-    begin = time.monotonic()
-    assert totals(own("threaded", timeout_s=0.2), "fine", "hang", "fine") == [1.0, 0.0, 1.0]
-    assert time.monotonic() - begin < 5
+    assert totals(own("threaded", timeout_s=2.0), "fine", "hang", "fine") == [1.0, 0.0, 1.0]
 
 
 def test_a_reward_that_another_process_cannot_make_is_said(own):
     from engine_trainer.rewards import register
 
     register("test_only_here")(lambda: lambda s: 1.0)
-    scorer = Scorer.from_section(RewardSection(name="test_only_here", workers=1))
-    with pytest.raises(ConfigError, match="no reward is called 'test_only_here'"):
-        scorer.score(samples("x"))
+    with pytest.raises(ConfigError, match="cannot make 'test_only_here', which was registered in the process"):
+        Scorer.from_section(RewardSection(name="test_only_here"))
+
+
+def test_a_reward_that_a_module_registers_is_made_in_another_process(tmp_path, monkeypatch):
+    code = "from engine_trainer.rewards import register\n\n@register('of_a_module')\ndef make():\n    return lambda sample: 3.0\n"
+    (tmp_path / "registers_a_reward.py").write_text(code)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    importlib.import_module("registers_a_reward")
+    scorer = Scorer.from_section(RewardSection(name="of_a_module"))
+    assert totals(scorer, "x") == [3.0]
     scorer.close()
 
 
@@ -166,14 +176,10 @@ def test_a_sample_that_cannot_travel_is_said(own):
         scorer.score([Sample(prompt="p", completion="c", metadata={"f": lambda: 1})])
 
 
-@pytest.mark.parametrize("workers", [0, 1])
-def test_a_coroutine_that_pays_no_heed_to_its_cancellation_holds_nobody(own, workers, monkeypatch):
-    monkeypatch.setattr("engine_trainer.rewards.calls.GRACE_S", 0.2)
-    scorer = own("stubborn", workers=workers, timeout_s=0.3, max_failures=1)
-    begin = time.monotonic()
+def test_a_coroutine_that_pays_no_heed_to_its_cancellation_holds_nobody(own):
+    scorer = own("stubborn", timeout_s=2.0, max_failures=1)
     scores = scorer.score(samples("hang", "fine", "cancelled", "hang"))
     assert [s.total for s in scores] == [0.0, 1.0, 0.0, 0.0]
     assert [bool(s.timed_out) for s in scores] == [True, False, False, True]
     assert scores[2].failed == ("stubborn",)
     assert totals(scorer, "fine") == [1.0]
-    assert time.monotonic() - begin < 20

@@ -9,12 +9,12 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
 import torch
 from rl_runs import SEVENS, configure, rows_of, same, tensors_of, tree
+from waiting import DEADLINE_S, until
 
 from engine_api.errors import ConfigError
 from engine_trainer.experience import Experience, collect, round_seed, shaped_rewards
@@ -341,18 +341,16 @@ def test_two_ranks_killed_and_resumed_equal_two_ranks_left_alone_and_agree_with_
     trees = {n: tree(folder, o, **sections) for n, o in outs.items()}
     for name in ("one", "two"):
         process = start(tmp_path, trees[name], 1 if name == "one" else 2)
-        text, _ = process.communicate(timeout=240)
+        text, _ = process.communicate(timeout=DEADLINE_S)
         assert process.returncode == 0, text
     process = start(tmp_path, trees["killed"], 2)
-    deadline = time.monotonic() + 200
-    while not (outs["killed"] / "checkpoints" / "step-000004").is_dir():
-        assert process.poll() is None, process.communicate()[0]
-        assert time.monotonic() < deadline
-        time.sleep(0.005)
+    saved = outs["killed"] / "checkpoints" / "step-000004"
+    until(lambda: saved.is_dir() or process.poll() is not None)
+    assert process.poll() is None, process.communicate()[0]
     os.killpg(process.pid, signal.SIGKILL)  # the session that was started for it above
     process.communicate()
     process = start(tmp_path, trees["killed"], 2)
-    text, _ = process.communicate(timeout=240)
+    text, _ = process.communicate(timeout=DEADLINE_S)
     assert process.returncode == 0, text
     assert same(outs["two"] / "hf", outs["killed"] / "hf")
     assert rows_of(outs["killed"]) == rows_of(outs["two"])
@@ -377,7 +375,7 @@ def test_two_ranks_that_correct_in_the_update_agree_with_one(folder, tmp_path):
                 "algorithm": {"correction": {"weight": "sequence", "cap": 1.5}}}  # fmt: skip
     for ranks in (1, 2):
         process = start(tmp_path, tree(folder, tmp_path / str(ranks), **sections), ranks)
-        text, _ = process.communicate(timeout=240)
+        text, _ = process.communicate(timeout=DEADLINE_S)
         assert process.returncode == 0, text
     differ_by_rounding(tmp_path / "1", tmp_path / "2")
     assert all(0 < row["correction/ess"] < 0.999 for row in rows_of(tmp_path / "2") if row["step"])

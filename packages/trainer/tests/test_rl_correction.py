@@ -36,8 +36,8 @@ def shifted_rollout():
     RolloutRegistry.unregister("shifted")
 
 
-def run(model, out, monkeypatch, **algorithm):
-    """One step of plain SGD; (the groups, the row of metrics, the weights after it)."""
+def run(model, out, monkeypatch, *, correction=None, **algorithm):
+    """One step of plain SGD; (the groups, the row of metrics, the weights after it). No weights unless ``correction`` says so."""
     from safetensors.torch import load_file
 
     seen = []
@@ -47,8 +47,8 @@ def run(model, out, monkeypatch, **algorithm):
                    "optimizer": {"name": "torch.optim.SGD", "lr": LEARNING_RATE, "clip_norm": None}},
         "data": {"source": str(model / "train.jsonl")},
         "run": {"output_dir": str(out), "steps": 1, "seed": 3, "progress": False, "report": False, "tensorboard": False},
-        "reward": {"name": "mixed"}, "rollout": {"name": "shifted", "n": 4, "max_new_tokens": 4},
-        "algorithm": {"prompts_per_step": 8, **algorithm},
+        "reward": {"name": "mixed", "workers": 0, "timeout_s": None}, "rollout": {"name": "shifted", "n": 4, "max_new_tokens": 4},
+        "algorithm": {"prompts_per_step": 8, "correction": {"weight": "none", **(correction or {})}, **algorithm},
     }  # fmt: skip
     train_rl(from_tree(RLConfig, config))
     return seen[0].groups, json.loads((out / "metrics.jsonl").read_text()), load_file(out / "hf" / "model.safetensors")
@@ -77,15 +77,19 @@ class Reference:
         return [old - torch.tensor(a.log_probs).double() for group, mean in zip(self.answers, means, strict=True)
                 for _, a, old in group if abs(a.score.total - mean) > 1e-9]  # fmt: skip
 
-    def update(self, groups, factor):
-        """``factor(delta)`` gives the tokens' factors; the denominator is the number of all tokens."""
+    def update(self, groups, factor, *, length=None):
+        """``factor(delta)`` gives the tokens' factors; the denominator is the number of all tokens.
+
+        With ``length`` Dr. GRPO's (arXiv:2503.20783): advantages are not divided by the deviation,
+        the sum is by this many tokens an answer.
+        """
         loss, count = torch.zeros((), dtype=torch.float64), 0
         for group in groups:
             rewards = torch.tensor([a.score.total for _, a, _ in group]).double()
             for (prompt, answer, old), reward in zip(group, rewards, strict=True):
-                count += len(answer.tokens)
+                count += length or len(answer.tokens)
                 if rewards.std() > 1e-9:
-                    advantage = (reward - rewards.mean()) / (rewards.std() + 1e-6)
+                    advantage = (reward - rewards.mean()) / (1.0 if length else rewards.std() + 1e-6)
                     ratio = (self.of(prompt, answer) - old).exp()
                     held = (advantage * ratio).minimum(advantage * ratio.clamp(0.8, 1.2))
                     loss = loss - (factor(old - torch.tensor(answer.log_probs).double()) * held).sum()
@@ -101,6 +105,7 @@ def product(delta):
 
 
 SETTINGS = {
+    "the default": ({"weight": "auto"}, lambda d: d.exp().clamp(max=2.0)),
     "token": ({"weight": "token", "cap": 1.3}, lambda d: d.exp().clamp(max=1.3)),
     "sequence": ({"weight": "sequence", "cap": 1.5}, lambda d: product(d).clamp(max=1.5).expand(len(d))),
     "icepop": ({"weight": "icepop", "low": 0.6, "high": 1.7}, lambda d: d.exp() * (d.exp() > 0.6) * (d.exp() < 1.7)),
@@ -153,6 +158,19 @@ def test_without_correction_the_shift_changes_nothing_and_is_reported(sums_model
     delta = torch.cat(reference.deltas())
     assert row["mismatch/rms"] == pytest.approx(float(delta.square().mean().sqrt()), rel=1e-4)
     assert not any(name.startswith("correction/") for name in row)
+
+
+@pytest.mark.parametrize(("given", "length"), [({}, 4), ({"aggregation_length": 3}, 3)])
+def test_a_step_of_dr_grpo_is_divided_by_a_constant(sums_model, tmp_path, monkeypatch, given, length):
+    """By default the constant is rollout.max_new_tokens."""
+    algorithm = {"advantage": "dr_grpo", "aggregation": "seq-mean-token-sum-norm", **given}
+    groups, row, updated = run(sums_model, tmp_path / "out", monkeypatch, **algorithm)
+    assert {len(a.tokens) for g in groups for a in g.answers} != {length}
+    reference = Reference(sums_model, groups)
+    reference.update(reference.answers, torch.ones_like, length=length)
+    for parameter, expected in reference.model.named_parameters():
+        torch.testing.assert_close(updated[parameter].double(), expected.detach(), atol=4e-6, rtol=0)
+    assert row["train/grad_norm"] > 0
 
 
 def test_rejecting_everything_is_no_update(sums_model, tmp_path, monkeypatch, shifted_rollout):

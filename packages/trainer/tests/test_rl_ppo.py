@@ -15,6 +15,7 @@ import pytest
 import torch
 import yaml
 from rl_runs import SEVENS, configure, rows_of, same, tensors_of, tree
+from waiting import DEADLINE_S
 
 from engine_api.capabilities import Capability
 from engine_api.comm import SingleComm
@@ -139,7 +140,7 @@ def test_the_loss_is_the_one_that_is_configured():
         mean = "seq-mean-token-mean" if kind.startswith("gspo") else "token-mean"
         loss = policy_loss(from_tree(AlgorithmSection, {**given, "loss": kind, "aggregation": mean}))
         assert loss == PolicyLoss(kind=kind, clip_low=0.1, clip_high=0.3, entropy_coef=0.01, corrected=True, kl_coef=0.2,
-                                  kl_estimator="k2", entropy=True)  # fmt: skip
+                                  kl_estimator="k2", kl_importance=True, kl_bound=10.0, entropy=True)  # fmt: skip
     assert policy_loss(AlgorithmSection(dual_clip=3.0)) == PolicyLoss(dual_clip=3.0, entropy=True, on_policy=True)
 
 
@@ -261,7 +262,7 @@ def test_reference_and_critic_leave_the_device_to_the_rollout(sums_model, tmp_pa
 def alone_of(ranks: int, monkeypatch) -> None:
     """This process is one of so many, whose others are not there to be asked."""
     monkeypatch.setenv("WORLD_SIZE", str(ranks))
-    monkeypatch.setattr("engine_trainer.spmd.meeting", SingleComm)
+    monkeypatch.setattr("engine_trainer.spmd.meeting", lambda timeout_s: SingleComm())
 
 
 @pytest.mark.parametrize(
@@ -318,7 +319,7 @@ def launch(tmp_path: Path, config: dict, ranks: int) -> None:
     script.write_text(MAIN)
     file.write_text(yaml.safe_dump(config))
     launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(ranks)] if ranks > 1 else []
-    done = subprocess.run([sys.executable, *launcher, str(script), "rl", str(file)], timeout=240, capture_output=True,
+    done = subprocess.run([sys.executable, *launcher, str(script), "rl", str(file)], timeout=DEADLINE_S, capture_output=True,
                           text=True, env={**os.environ, "OMP_NUM_THREADS": "1"}, check=False)  # fmt: skip
     assert done.returncode == 0, done.stderr[-3000:]
 

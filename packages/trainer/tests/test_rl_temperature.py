@@ -44,7 +44,7 @@ class Textbook:
                     now, entropy = self.log_probs(prompt, answer)
                     ratio = (now - old).exp()  # the reference is the policy before the step, too
                     gain = (advantage * ratio).minimum(advantage * ratio.clamp(0.8, 1.2))
-                    terms.append((kl * (1 / ratio - 1 + (now - old)) - gain).sum())
+                    terms.append((kl * ratio * (1 / ratio - 1 + (now - old)) - gain).sum())
                     entropies.append(entropy)
         self.model.zero_grad()
         (torch.stack(terms).sum() / count).backward()
@@ -56,7 +56,7 @@ class Textbook:
 
 @pytest.mark.parametrize("algorithm", [
     {},
-    {"mini_batches": 2, "kl": {"coefficient": KL}},
+    {"mini_batches": 2, "kl": {"coefficient": KL, "bound": None}},
     {"kl": {"coefficient": KL, "where": "reward"}},
 ], ids=["one update", "two updates and a KL in the loss", "a KL in the reward"])  # fmt: skip
 def test_a_step_is_the_textbooks_at_another_temperature(sums_model, tmp_path, monkeypatch, algorithm):

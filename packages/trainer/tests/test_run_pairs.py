@@ -15,6 +15,7 @@ from pathlib import Path
 import pytest
 import torch
 import yaml
+from waiting import DEADLINE_S
 
 from engine_api.errors import ConfigError
 from engine_trainer import pairs as pairs_module
@@ -358,7 +359,7 @@ def test_two_ranks_agree_with_one(models, pairs, tmp_path, kind):
         )
         file.write_text(yaml.safe_dump(config))
         launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(ranks)] if ranks > 1 else []
-        done = subprocess.run([sys.executable, *launcher, "-m", "engine_trainer", kind, str(file)], timeout=240, capture_output=True,
+        done = subprocess.run([sys.executable, *launcher, "-m", "engine_trainer", kind, str(file)], timeout=DEADLINE_S, capture_output=True,
                               text=True, env={**os.environ, "OMP_NUM_THREADS": "1"}, check=False)  # fmt: skip
         assert done.returncode == 0, done.stderr[-3000:]
     for a, b in zip(rows_of(tmp_path / "1"), rows_of(tmp_path / "2"), strict=True):

@@ -114,6 +114,41 @@ def test_a_newer_folder_that_latest_does_not_name_yet_is_taken(sft_file):
     assert len(read_metrics(folder / "metrics.jsonl")) == 7
 
 
+def test_what_a_kill_before_the_pointer_moved_left_undone_is_done_at_the_next_start(sft_file):
+    """Nothing is left to train: no save would do it."""
+    out = ("run.save_every=3", "run.keep=0")
+    folder = run(sft_file, *out).folder / "checkpoints"
+    (folder / "latest").rename(folder / "step-000006" / "latest")
+    (folder / "latest").write_text("step-000003")
+    run(sft_file, "run.save_every=3", "run.keep=1")
+    assert (folder / "latest").read_text() == "step-000006"
+    assert sorted(path.name for path in folder.iterdir()) == ["latest", "step-000006"]
+    assert not (folder / "step-000006/latest").exists()
+
+
+def test_a_kill_in_the_save_of_a_longer_runs_model_leaves_the_former_one(sft_file, monkeypatch, bigram_class):
+    folder = run(sft_file).folder
+    before = table(run(sft_file))
+    (folder / "hf/notes").write_text("of the user")
+
+    class Killed(BaseException):
+        pass
+
+    def die(*_: object, **__: object) -> None:
+        raise Killed
+
+    with monkeypatch.context() as patch:
+        patch.setattr("engine_trainer.runtime.replace_folder", die)
+        with pytest.raises(Killed):
+            run(sft_file, "run.steps=8")
+    assert torch.equal(torch.load(folder / "hf/table.pt", weights_only=True), before)
+    assert (folder / "hf/tokenizer.json").is_file()
+    longer = run(sft_file, "run.steps=8")
+    assert not torch.equal(table(longer), before)
+    assert (folder / "hf/notes").read_text() == "of the user"
+    assert not list(folder.glob("hf.*"))
+
+
 def test_without_a_last_checkpoint_the_model_is_written_and_nothing_else(sft_file):
     outcome = run(sft_file, "run.save_last=false")
     assert outcome.step == outcome.total_steps

@@ -195,7 +195,7 @@ def test_the_exporter_is_told_what_the_rollout_is_told(sums_model, tmp_path, mon
     config = from_tree(RLConfig, {
         "engine": {"model": {"path": str(sums_model)}, "device": "cpu"}, "data": {"source": str(sums_model / "train.jsonl")},
         "run": {"output_dir": str(tmp_path / "out"), "steps": 1, "progress": False, "report": False, "tensorboard": False},
-        "reward": {"name": "length"},
+        "reward": {"name": "length", "workers": 0, "timeout_s": None},
         "rollout": {"n": 2, "max_new_tokens": 4, "sleep": False, "options": {"dtype": "bfloat16"}},
         "algorithm": {"prompts_per_step": 4},
     })  # fmt: skip

@@ -10,6 +10,7 @@ from types import SimpleNamespace
 
 import pytest
 from ray_runs import on_ray
+from waiting import DEADLINE_S, NEVER_S
 
 from engine_api.comm import SingleComm
 from engine_trainer.data import Prompt
@@ -34,7 +35,7 @@ class Replicas:
     all worth the same. Replicas in ``slow`` do not end their slices.
     """
 
-    timeout_s = 5.0
+    timeout_s = NEVER_S
 
     def __init__(self, versions: Mapping[int, Sequence[list[int]]], flat: Sequence[int]) -> None:
         self.versions, self.flat, self.serves = versions, flat, 0
@@ -97,7 +98,7 @@ def positions(groups: Sequence[Group]) -> list[int]:
 def until_idle(one: FullyAsync) -> None:
     """Until the replica has done all that it may, as while a long step is trained on."""
     with one._changed:
-        assert one._changed.wait_for(lambda: not one._has_work(), timeout=10)
+        assert one._changed.wait_for(lambda: not one._has_work(), timeout=DEADLINE_S)
 
 
 @pytest.mark.parametrize("bound", [1, 2, 3])

@@ -48,7 +48,7 @@ RECIPES = Path(__file__).parents[3] / "recipes"
 SMALL = {
     "sft/gsm8k.yaml": ["batch_size=4", "eval.every=1", "eval.max_problems=4", "rollout.max_new_tokens=6"],
     "rl/gsm8k_grpo.yaml": ["algorithm.prompts_per_step=4", "rollout.n=4", "rollout.max_new_tokens=6", "eval.every=1",
-                           "eval.max_problems=4", "reward.name=vowels"],
+                           "eval.max_problems=4", "reward.name=vowels", "reward.workers=0", "reward.timeout_s=null"],
 }  # fmt: skip
 CLOCKS = re.compile(r"time$|time/|perf/|sync/.*_s$")
 
@@ -212,7 +212,7 @@ def test_two_megatron_engines_of_different_sizes_are_refused_before_anything_is_
 ) -> None:
     monkeypatch.setenv(SIMULATED_CUDA, "1")
     monkeypatch.setenv("WORLD_SIZE", "2")
-    monkeypatch.setattr("engine_trainer.spmd.meeting", SingleComm)  # the other rank is not there
+    monkeypatch.setattr("engine_trainer.spmd.meeting", lambda timeout_s: SingleComm())  # the other rank is not there
     monkeypatch.setattr(Spmd, "engines", lambda *_: pytest.fail("an engine was made"))
     given = [*overrides, *SMALL["rl/gsm8k_grpo.yaml"], *PPO, *MEGATRON, *ON_MEGATRON, "reward.name=exact"]
     with pytest.raises(ConfigError, match="tp 2, beside an engine of data-parallel ranks alone") as caught:

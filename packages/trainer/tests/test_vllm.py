@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 from ray_runs import local_cluster, on_ray, reshaped, result_of, start, tree
+from waiting import DEADLINE_S
 
 ray = pytest.importorskip("ray", reason="the extra ray")
 versions = pytest.importorskip("rollout_fp8.versions", reason="rollout-fp8")
@@ -19,7 +20,6 @@ versions = pytest.importorskip("rollout_fp8.versions", reason="rollout-fp8")
 NEEDS_VLLM = pytest.mark.skipif(versions.installed(versions.tested("vllm", "cpu")) is None, reason="vLLM's CPU build")
 pytestmark = [
     NEEDS_VLLM, pytest.mark.distributed, pytest.mark.slow, pytest.mark.filterwarnings("ignore::FutureWarning"),
-    pytest.mark.timeout(600),
 ]  # fmt: skip
 
 from ray.util import placement_group, remove_placement_group  # noqa: E402 - behind importorskip
@@ -64,7 +64,7 @@ def alone(model, tmp_path_factory):
     def run(algorithm: str) -> Path:
         out = tmp_path_factory.mktemp(algorithm) / "out"
         process = start(tree(model, out, **sections(model, algorithm)), out.parent / "run.yaml", ranks=2)
-        text, _ = process.communicate(timeout=400)
+        text, _ = process.communicate(timeout=DEADLINE_S)
         assert process.returncode == 0, text
         return out
 
@@ -88,7 +88,7 @@ def test_ranks_that_share_documents_have_a_replica_each(model, tmp_path, alone):
     """vLLM makes process groups in all ranks or hangs, and a rank without a replica would idle while others generate."""
     shared = {**sections(model, "grpo"), "engine": {"parallelism": {"ulysses": 2}}}
     process = start(tree(model, tmp_path / "out", **shared), tmp_path / "run.yaml", ranks=2)
-    text, _ = process.communicate(timeout=400)
+    text, _ = process.communicate(timeout=DEADLINE_S)
     assert process.returncode == 0, text
     rows, others = (result_of(folder)[1] for folder in (tmp_path / "out", alone("grpo")))
     assert rows[1]["train/reward"] == others[1]["train/reward"]  # the same weights still, and replicas as many
@@ -135,7 +135,7 @@ def served(folder: Path, prompts: list[str], script: Path) -> list[dict]:
     """What vLLM makes of a folder and of texts, by its own tokenizer, in a process as a user starts it."""
     script.write_text(SERVE)
     done = subprocess.run([sys.executable, str(script), json.dumps([str(folder), prompts])], capture_output=True, text=True,
-                          timeout=400, check=False, env={**os.environ, "VLLM_CPU_KVCACHE_SPACE": "1"})  # fmt: skip
+                          timeout=DEADLINE_S, check=False, env={**os.environ, "VLLM_CPU_KVCACHE_SPACE": "1"})  # fmt: skip
     assert done.returncode == 0, done.stderr[-4000:]
     return [json.loads(line[7:]) for line in done.stdout.splitlines() if line.startswith("served ")]
 

@@ -13,8 +13,10 @@ from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_
 
 from engine_api.config import near_matches
 from engine_api.errors import ConfigError
+from engine_trainer.secrets import masked
 
 T = TypeVar("T")
+INT64 = 2**63  # integers reach torch, NumPy and other processes
 UNSET = "???"  # OmegaConf's mark of a mandatory value that is still missing
 
 
@@ -55,6 +57,7 @@ def describe(hint: Any) -> str:
 
 def _value(hint: Any, value: Any, key: str) -> Any:
     origin = get_origin(hint)
+    _check_plain(value, key)
     if isinstance(value, str) and value == UNSET:
         raise ConfigError(key, "missing", remedy=f"set it to {describe(hint)}")
     if hint is Any:
@@ -70,6 +73,33 @@ def _value(hint: Any, value: Any, key: str) -> Any:
     if origin is Mapping:
         return _mapping(hint, value, key)
     return _scalar(hint, value, key)
+
+
+def _check_plain(value: Any, key: str) -> None:
+    """Raise ``ConfigError`` for text that no file holds, and integers that no tensor holds, at every depth of a value."""
+    if isinstance(value, str) and not _is_text(value):
+        why = "a NUL, or half of a surrogate pair, is no character of a path or a prompt"
+        raise ConfigError(key, f"{value!r:.100} is not text", why=why, remedy="write it in UTF-8, without NUL")
+    if isinstance(value, int) and not -INT64 <= value < INT64:
+        raise ConfigError(
+            key, "expected an integer of 64 bits", why=f"it has {value.bit_length()}", remedy="give a smaller one"
+        )
+    if isinstance(value, Mapping):
+        for name, part in value.items():
+            if not isinstance(name, str | int) or isinstance(name, bool) or not _is_text(str(name)):
+                raise ConfigError(key, f"expected text as a key, got {name!r:.100}", remedy="put it into quotes")
+            _check_plain(part, _join(key, str(name)))
+    elif isinstance(value, list | tuple):
+        for index, part in enumerate(value):
+            _check_plain(part, f"{key}[{index}]")
+
+
+def _is_text(value: str) -> bool:
+    try:
+        value.encode("utf-8")
+    except UnicodeEncodeError:
+        return False
+    return "\0" not in value
 
 
 def _scalar(hint: Any, value: Any, key: str) -> Any:
@@ -118,6 +148,10 @@ def _sequence(hint: Any, value: Any, key: str) -> Any:
 def _mapping(hint: Any, value: Any, key: str) -> Any:
     if not isinstance(value, Mapping):
         raise _wrong(key, value, describe(hint))
+    if len({str(name) for name in value}) < len(value):
+        raise ConfigError(
+            key, "two keys that are equal as text", why=", ".join(map(repr, value))[:200], remedy="remove one"
+        )
     return {str(k): _value(get_args(hint)[1], v, _join(key, str(k))) for k, v in value.items()}
 
 
@@ -125,7 +159,11 @@ def _check_keys(cls: type, data: Mapping[Any, Any], key: str) -> None:
     known = _names(cls)
     for name in data:
         if name not in known:
-            raise ConfigError(_join(key, str(name)), "unknown key", remedy=near_matches(str(name), known))
+            if not isinstance(name, str):
+                raise ConfigError(
+                    key or cls.__name__, f"expected text as a key, got {name!r:.100}", remedy="put it into quotes"
+                )
+            raise ConfigError(_join(key, name) or "the empty key", "unknown key", remedy=near_matches(str(name), known))
 
 
 def _names(cls: Any) -> list[str]:
@@ -140,7 +178,8 @@ def _wrong(key: str, value: Any, expected: str) -> ConfigError:
     remedy = "correct the value"
     if isinstance(value, Mapping) and expected.startswith("text"):  # YAML reads {prompt} so
         remedy += """; a text that begins with a brace goes into quotes, on a command line '"{prompt}"'"""
-    return ConfigError(key, f"{value!r} is {_a_type(value)}", why=f"expected {expected}", remedy=remedy)
+    shown = f"{masked(value, key.rpartition('.')[2])!r:.200}"
+    return ConfigError(key, f"{shown} is {_a_type(value)}", why=f"expected {expected}", remedy=remedy)
 
 
 def _a_type(value: Any) -> str:

@@ -2,18 +2,24 @@
 
 from __future__ import annotations
 
+import json
 import re
 import shutil
 from collections.abc import Mapping
+from dataclasses import asdict
+from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
-from engine_api.checkpoint import LATEST, locate
+from engine_api.checkpoint import LATEST, locate, repair
 from engine_api.comm import Comm, together
 from engine_api.errors import CheckpointMismatch, CheckpointMissing, ConfigError
+from engine_api.folders import remove
 from engine_api.manifest import MANIFEST, read_manifest
 from engine_api.results import CheckpointHandle
 from engine_trainer.groups import EngineGroup
+from engine_trainer.loading import flatten, to_plain
+from engine_trainer.secrets import Referred
 
 _STEP = re.compile(r"step-(\d{6,})$")
 # What a run may not change between its parts; everything else may, and is named when it does.
@@ -85,11 +91,15 @@ class Checkpoints:
         return path.parent / name / path.name
 
     def clean(self) -> None:
-        """Remove what a killed save left."""
+        """Finish what a killed save or removal left undone: halves go, ``latest`` names the newest, older ones go."""
         whole = {path.name for path in self.steps().values()}
         halves = [path for path in self.folder.glob("*/step-*") if path.name not in whole]
+        (self.folder / f"{LATEST}.partial").unlink(missing_ok=True)
         for path in [*self.folder.glob("step-*.partial"), *halves]:
             shutil.rmtree(path)
+        for folder in {self.folder, *(path.parent for path in self.folder.glob("*/step-*"))}:
+            repair(folder)
+        self._prune()
 
     def _given(self, path: Path, own: Mapping[int, Path]) -> Path:
         if not path.is_dir():
@@ -110,7 +120,7 @@ class Checkpoints:
         for _, path in steps[: -self.keep] if self.keep else []:
             # The policy's first: what is left of a killed removal is no checkpoint.
             for part in (path, *self.folder.glob(f"*/{path.name}")):
-                shutil.rmtree(part)
+                remove(part)
         assert not steps or (self.folder / LATEST).is_file()
 
 
@@ -122,6 +132,21 @@ def read_extra(path: Path) -> Mapping[str, Any]:
                                  why="it does not say where the loop stood",
                                  remedy="export it with save_hf, and name that as engine.model.path")  # fmt: skip
     return extra
+
+
+def fingerprint(config: Any) -> dict[str, Any]:
+    """Return what a checkpoint keeps of its configuration, by dotted key, without secrets.
+
+    Of a value that must not change and that stands elsewhere (``${oc.env:DATA}``) it has the reference and eight digits
+    of the value's SHA-256: enough to see a change, too few to find the value.
+    """
+    found = flatten(to_plain(config))
+    for key, value in flatten(asdict(config)).items():
+        values = value if isinstance(value, list | tuple) else [value]
+        if _below(key, FIXED) and any(isinstance(one, Referred) for one in values):
+            digest = sha256(json.dumps([str(one) for one in values]).encode()).hexdigest()
+            found[key] = f"{found[key]} (SHA-256 {digest[:8]}…)"
+    return found
 
 
 def compare(then: Mapping[str, Any], now: Mapping[str, Any], where: str) -> list[str]:

@@ -19,6 +19,7 @@ from engine_trainer.config import Config, DPOConfig, RewardModelConfig, RLConfig
 from engine_trainer.errors import DataError
 from engine_trainer.loading import load_config, to_yaml
 from engine_trainer.runtime import Outcome, global_rank, world_size
+from engine_trainer.torchrun import end_with_torchrun
 
 DONE, FAILED, USAGE = 0, 1, 2
 ABORTED = 130  # as a shell has it for SIGINT
@@ -33,6 +34,7 @@ CONFIGS: dict[str, type[Config]] = {
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command; errors that the contract knows are printed without a traceback (``--debug`` shows it)."""
+    end_with_torchrun()  # before anything slow: until then a rank would outlive its launcher
     options = _parser().parse_intermixed_args(argv)
     _set_up_logging()
     config: Config | None = None

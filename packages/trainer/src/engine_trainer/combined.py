@@ -10,6 +10,7 @@ from typing import Any
 from engine_api.config import near_matches
 from engine_api.errors import ConfigError
 from engine_trainer.binding import bind
+from engine_trainer.secrets import masked
 
 COMBINE = "combine"
 KEY = "reward.kwargs.rewards"
@@ -50,10 +51,22 @@ def parts_of(kwargs: Mapping[str, Any], timeout_s: float | None) -> list[RewardP
     return parts
 
 
+def refuse_limits_without_workers(limits: Mapping[str, float | None]) -> None:
+    """Raise ``ConfigError`` for a time limit, of the reward by name, that no process of its own can keep."""
+    for name, timeout_s in limits.items():
+        if timeout_s is not None:
+            raise ConfigError(
+                "reward.timeout_s",
+                f"expected null with reward.workers: 0, got {timeout_s:g} s for {name!r}",
+                why="nothing can end a call for sure inside the process that makes it",
+                remedy="set reward.workers: 1, or more: their processes are killed at the limit; or reward.timeout_s: null",
+            )
+
+
 def _part(given: Any, key: str, timeout_s: float | None) -> RewardPart:
     part = bind(RewardPart, {"timeout_s": timeout_s, **given} if isinstance(given, Mapping) else given, key)
     if (part.name is None) == (part.function is None):
-        raise ConfigError(key, f"{dict(given)}", remedy="give name or function, one of the two, and if wanted weight, kwargs, timeout_s")  # fmt: skip
+        raise ConfigError(key, f"{masked(given)}", remedy="give name or function, one of the two, and if wanted weight, kwargs, timeout_s")  # fmt: skip
     if part.name == COMBINE:
         raise ConfigError(f"{key}.name", "combine within combine", remedy="write its rewards beside the others, weights multiplied")  # fmt: skip
     if not math.isfinite(part.weight):

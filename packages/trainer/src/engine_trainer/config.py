@@ -5,7 +5,7 @@ Every field has a reader; an unknown key or a value of a wrong type is refused b
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Literal
 
 from engine_api.errors import ConfigError
@@ -26,6 +26,8 @@ from engine_trainer.sections import (
     GymDataset,
     GymSection,
     OverlapSection,
+    PolicyEngineSection,
+    PolicyOptimizer,
     RaySection,
     RewardSection,
     RolloutSection,
@@ -36,7 +38,7 @@ from engine_trainer.sections import (
 __all__ = [
     "AgentSection", "AlgorithmSection", "ColumnsSection", "Config", "CorrectionSection", "CriticSection", "DPOConfig", "DPOSection",
     "DataSection", "DynamicSamplingSection", "EngineSection", "EvalSection", "EvalSet", "GymDataset", "GymSection",
-    "HeldoutSection", "KLSection", "OverlapSection", "OverlongSection", "RLConfig", "RaySection", "RewardModelConfig", "RewardSection",
+    "HeldoutSection", "KLSection", "OverlapSection", "OverlongSection", "PolicyEngineSection", "PolicyOptimizer", "RLConfig", "RaySection", "RewardModelConfig", "RewardSection",
     "RolloutSection", "RunSection", "SFTConfig",
 ]  # fmt: skip
 
@@ -64,7 +66,7 @@ class SFTConfig:
 class RLConfig:
     """``engine-train rl``."""
 
-    engine: EngineSection
+    engine: PolicyEngineSection
     data: DataSection
     run: RunSection
     reward: RewardSection
@@ -85,6 +87,10 @@ class RLConfig:
         if self.algorithm.overlong.buffer > self.rollout.max_new_tokens:
             raise ConfigError("algorithm.overlong.buffer", f"{self.algorithm.overlong.buffer} is above rollout.max_new_tokens",
                               remedy=f"give at most {self.rollout.max_new_tokens}")  # fmt: skip
+        correction = self.algorithm.correction.resolved(
+            rollout=self.rollout.name, old_log_probs=self.algorithm.old_log_probs
+        )
+        object.__setattr__(self, "algorithm", replace(self.algorithm, correction=correction))
         _check_overlap(self)
         if self.rollout.temperature == 0:
             raise ConfigError("rollout.temperature", "0 is greedy", why="a group of equal completions teaches nothing",
@@ -152,7 +158,7 @@ class RewardModelConfig:
 class DPOConfig:
     """``engine-train dpo``."""
 
-    engine: EngineSection
+    engine: PolicyEngineSection
     data: DataSection
     run: RunSection
     batch_size: int = 64  # pairs a step, over all ranks

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 import torch
 
 from engine_api.batch import Batch
+from engine_api.losses import where_counted
 from engine_trainer.algorithm_sections import AlgorithmSection
 from engine_trainer.algorithms.advantages import group_advantages
 from engine_trainer.algorithms.kl_controller import next_coefficient
@@ -118,14 +119,16 @@ class CreditAssignment:
         return [whiten(a, s["mask"], whole) for a, s in zip(advantages, shares, strict=True)]
 
     def _kl(self, share: Batch) -> torch.Tensor:
-        return kl_divergence(share["old_log_probs"], share["ref_log_probs"], self.algorithm.kl.estimator)
+        return kl_divergence(share["old_log_probs"], share["ref_log_probs"], self.algorithm.kl.chosen)
 
     def _kl_sums(
         self, shares: Sequence[Batch], places: Sequence[Sequence[Place]], kl: Sequence[torch.Tensor]
     ) -> dict[Place, float]:
         """Σ KL over each completion's tokens, of all ranks."""
-        own = [dict(zip(place, sum_by_document((x * share["mask"]).double(), share.cu_seqlens).tolist(), strict=True))
-               for share, place, x in zip(shares, places, kl, strict=True)]  # fmt: skip
+        own: list[dict[Place, float]] = []
+        for share, place, x in zip(shares, places, kl, strict=True):
+            counted = where_counted(x, share["mask"]).double()
+            own.append(dict(zip(place, sum_by_document(counted, share.cu_seqlens).tolist(), strict=True)))
         return {place: value for row in self.policy.gather(own) for place, value in row.items()}
 
     def _penalties(self, sums: Mapping[Place, float], shape: Sequence[int]) -> torch.Tensor:

@@ -48,7 +48,7 @@ class Critic:
     def values(self, shares: Sequence[Batch]) -> list[torch.Tensor]:
         """``[T]`` float32 of each share that is held: V of the state before each token."""
         bare = [Batch(input_ids=s.input_ids, cu_seqlens=s.cu_seqlens) for s in shares]
-        return [torch.zeros(0) if o.values is None else o.values for o in self.engines.infer(bare)]
+        return [torch.zeros(0, dtype=torch.float32) if o.values is None else o.values for o in self.engines.infer(bare)]
 
     def learn(self, updates: Iterable[Update]) -> dict[str, float]:
         """The updates of one step; ``critic/…``, the same on all ranks.

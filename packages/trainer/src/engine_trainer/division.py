@@ -102,5 +102,5 @@ class Division:
 def _pack(documents: Sequence[Document]) -> Batch:
     if documents:
         return Batch.pack([d.fields() for d in documents])
-    nothing = torch.zeros(0)
+    nothing = torch.zeros(0, dtype=torch.float32)
     return Batch.pack([]).with_fields(mask=nothing, rollout_log_probs=nothing)

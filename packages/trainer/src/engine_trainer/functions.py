@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import hashlib
 import importlib
 import importlib.util
 import inspect
 import sys
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from pathlib import Path
 from types import ModuleType
 from typing import Any, TypeVar
@@ -42,32 +43,45 @@ def load_function(target: str, key: str) -> Callable[..., Any]:
 
 
 def is_async(function: Callable[..., Any]) -> bool:
-    """Whether calling it gives a coroutine: ``async def``, or an object whose ``__call__`` is one."""
-    inner = getattr(function, "func", function)  # functools.partial
-    return inspect.iscoroutinefunction(inner) or inspect.iscoroutinefunction(getattr(inner, "__call__", None))  # noqa: B004 - not whether, but what
+    """Return whether calling it gives a coroutine: ``async def``, or an object whose ``__call__`` is one."""
+    while isinstance(function, functools.partial):
+        function = function.func
+    return inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(getattr(function, "__call__", None))  # noqa: B004 - not whether, but what
 
 
-def require_arguments(function: Callable[..., Any], key: str, *positional: str, **keywords: Any) -> None:
+def require_arguments(
+    function: Callable[..., Any], key: str, positional: Sequence[str], keywords: Mapping[str, Any]
+) -> None:
     """Raise ``ConfigError`` unless ``function`` can be called with these; ``positional`` are their names, for the error."""
     try:
         inspect.signature(function).bind(*positional, **keywords)
     except TypeError as error:
         given = ", ".join([*positional, *(f"{name}=…" for name in keywords)])
-        raise ConfigError(key, f"the function cannot be called with ({given})", why=str(error),
-                          remedy="give it these parameters, or correct its kwargs") from error  # fmt: skip
+        raise ConfigError(
+            key,
+            f"the function cannot be called with ({given})",
+            why=str(error),
+            remedy="give it these parameters, or correct its kwargs",
+        ) from error
+    except ValueError:  # a function in C that does not say what it takes: its first call will
+        return
 
 
-def run_past_exits(loop: asyncio.AbstractEventLoop, main: Coroutine[Any, Any, T]) -> T:
+def run_past_exits(
+    loop: asyncio.AbstractEventLoop,
+    main: Coroutine[Any, Any, T],
+    exits: tuple[type[BaseException], ...] = (SystemExit,),
+) -> T:
     """Run ``main`` to its end, though a task that a user's function has started calls ``sys.exit``.
 
     An event loop ends with the exit of any task of it. Here it goes on: who awaits that task is given the exit, and
-    where nobody does asyncio's log has it.
+    where nobody does asyncio's log has it. ``exits`` are the exceptions that count as one.
     """
     task = loop.create_task(main)
     while True:
         try:
             return loop.run_until_complete(task)
-        except SystemExit:
+        except exits:
             if task.done():  # its own
                 raise
 

@@ -112,6 +112,12 @@ class Learner:
 
     # --- before the updates ---------------------------------------------------------------------
 
+    @property
+    def _aggregation_length(self) -> int:
+        """The constant, in tokens, that ``seq-mean-token-sum-norm`` divides by."""
+        given = self.config.algorithm.aggregation_length
+        return self.config.rollout.max_new_tokens if given is None else given
+
     @cached_property
     def _dropout(self) -> bool:
         return draws_dropout(self.config.engine)
@@ -140,7 +146,8 @@ class Learner:
         for k in range(count):
             chosen = [d for d in documents if d.group * count // len(groups) == k]
             live = [d for d in chosen if d.counted and known[d.where] != 0]
-            whole = denominator(self.config.algorithm.aggregation, [d.counted for d in chosen])
+            counts = [d.counted for d in chosen]
+            whole = denominator(self.config.algorithm.aggregation, counts, self._aggregation_length)
             tokens = sum(d.counted for d in live)
             mini_batches.append(_MiniBatch(denominator=whole, tokens=tokens, documents=live))
         return mini_batches
@@ -235,14 +242,23 @@ def _correct(share: Batch, section: CorrectionSection) -> tuple[Batch, dict[str,
 
 
 def policy_loss(algorithm: AlgorithmSection) -> PolicyLoss:
-    """The loss that the configuration describes. Raises ``ConfigError``."""
+    """Return the loss that the configuration describes. Raises ``ConfigError``."""
     one_update = algorithm.mini_batches == algorithm.epochs == 1
+    kl = algorithm.kl
     return PolicyLoss(
-        kind=algorithm.loss, clip_low=algorithm.clip_low, clip_high=algorithm.clip_high, dual_clip=algorithm.dual_clip,
-        kl_coef=algorithm.kl.coefficient if algorithm.kl.where == "loss" else 0.0, kl_estimator=algorithm.kl.estimator,
-        entropy_coef=algorithm.entropy_coefficient, entropy=True,
-        on_policy=one_update and algorithm.old_log_probs == "engine", corrected=algorithm.correction.enabled,
-    )  # fmt: skip
+        kind=algorithm.loss,
+        clip_low=algorithm.clip_low,
+        clip_high=algorithm.clip_high,
+        dual_clip=algorithm.dual_clip,
+        kl_coef=kl.coefficient if kl.where == "loss" else 0.0,
+        kl_estimator=kl.chosen,
+        kl_importance=kl.importance,
+        kl_bound=kl.bound,
+        entropy_coef=algorithm.entropy_coefficient,
+        entropy=True,
+        on_policy=one_update and algorithm.old_log_probs == "engine",
+        corrected=algorithm.correction.enabled,
+    )
 
 
 def _document(row: int, place: int, group: Group, answer: Answer, drop_cut: bool, oldest: int) -> Document:

@@ -18,6 +18,7 @@ from typing import Any
 from tqdm import tqdm
 
 from engine_api.errors import ConfigError
+from engine_api.folders import write_text
 from engine_trainer.sections import RunSection
 
 METRICS = "metrics.jsonl"
@@ -148,7 +149,7 @@ class RunLog:
         # A run that begins anew is another one there, too: wandb drops rows of steps that it has had.
         name = note.read_text().strip() if step and note.is_file() else None
         run = _import_wandb().init(project=project, dir=str(self.folder), id=name, resume="allow", config=self._config)
-        note.write_text(run.id)
+        write_text(note, run.id)
         return run
 
 
@@ -156,12 +157,12 @@ def truncate(path: Path, step: int) -> int:
     """Keep the rows up to ``step`` (of a new run, ``step == 0``: none); returns how many were removed. Atomic."""
     if not path.is_file():
         return 0
-    rows = path.read_text(encoding="utf-8").splitlines()
+    text = path.read_text(encoding="utf-8", errors="replace")  # a kill may cut a character in two
+    rows = text.splitlines()
     kept = [row for row in rows if step > 0 and _step_of(row) <= step]
-    if len(kept) != len(rows):
-        partial = path.with_name(path.name + ".partial")
-        partial.write_text("".join(row + "\n" for row in kept), encoding="utf-8")
-        partial.replace(path)
+    whole = "".join(row + "\n" for row in kept)
+    if whole != text:  # also where a kill cut off only the last line's end
+        write_text(path, whole)
     return len(rows) - len(kept)
 
 

@@ -7,43 +7,154 @@ from __future__ import annotations
 
 import itertools
 import os
-import pickle
+import time
+from datetime import timedelta
 from typing import Any
 
+from engine_api.codec import CodecError, decode, encode
 from engine_api.comm import Comm, SingleComm, TorchComm
+from engine_api.connections import Process
+from engine_api.errors import RankFailure
 
 _rounds = itertools.count()  # of this process; every rank calls as often
+_LOOK_S = 0.02  # between two looks for a rank's value
+_LONGEST_LOOK_S = 0.5
 
 
-def meeting() -> Comm:
-    """Of all ranks that torchrun started; of this process alone without it."""
+def meeting(timeout_s: float) -> Comm:
+    """Return the agreement of all ranks that torchrun started; of this process alone without it.
+
+    Args:
+        timeout_s: after which a rank that lives and does not come is a ``RankFailure``.
+    """
     import torch.distributed as dist
 
     if int(os.environ.get("WORLD_SIZE", "1")) == 1:
         return SingleComm()
-    return TorchComm() if dist.is_initialized() else StoreComm()
+    return TorchComm(timedelta(seconds=timeout_s)) if dist.is_initialized() else StoreComm(timeout_s)
 
 
 class StoreComm:
-    """Through the store by which the ranks find each other (``MASTER_ADDR``, ``MASTER_PORT``)."""
+    """Agreement through the store by which the ranks find each other (``MASTER_ADDR``, ``MASTER_PORT``).
 
-    def __init__(self) -> None:
-        self.rank, self.world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    Whoever reaches that store can write to it. What it holds is decoded as data (``engine_api.codec``): a value of
+    somebody else is a ``CodecError``, or a wrong value, and nothing of it is run.
+    """
+
+    def __init__(self, timeout_s: float) -> None:
+        self.rank = int(os.environ["RANK"])
+        self.world_size = int(os.environ["WORLD_SIZE"])
+        self._timeout_s = timeout_s
         self._store: Any = None
+        self._first = 0  # round of this agreement
+        self._known: dict[int, Process] = {}  # ranks that have said who they are
 
     def all_gather(self, value: Any) -> list[Any]:
-        """Everybody's ``value``, by rank; waits for the last as long as a process group would."""
+        """See ``Comm``. Raises ``RankFailure`` for a rank whose process has ended, or that does not come in time."""
         import torch.distributed as dist
-        from torch.distributed.rendezvous import rendezvous
 
-        if self._store is None:
-            store, _, _ = next(rendezvous("env://", self.rank, self.world_size))
-            self._store = dist.PrefixStore("engine_trainer", store)  # pyright: ignore[reportPrivateImportUsage] - documented, not re-exported
         round_ = next(_rounds)
-        self._store.set(f"{round_}/{self.rank}", pickle.dumps(value))
-        rows = [self._store.get(f"{round_}/{rank}") for rank in range(self.world_size)]
-        return [pickle.loads(row) for row in rows]  # noqa: S301 - from this run's own ranks, as in any collective of objects
+        failed: CodecError | None = None
+        try:
+            message = encode((None, value))
+        except CodecError as error:  # told to the others, who wait for this rank; raised below
+            failed = error
+            message = encode((str(error), None))
+        try:
+            if self._store is None:
+                self._store = self._met(round_)
+            _publish(self._store, f"{round_}/{self.rank}", message)
+            found = self._collect(round_)
+        except dist.DistError as error:  # the launcher, or the rank that serves the store
+            raise RankFailure({0: f"the store that it or the launcher serves cannot be reached: {error}"}) from error
+        if failed is not None:
+            raise failed
+        rows = [_row(f"{round_}/{rank}", decode(message)) for rank, message in enumerate(found)]
+        failures = {rank: error for rank, (error, _) in enumerate(rows) if error is not None}
+        if failures:
+            raise RankFailure(failures)
+        return [value for _, value in rows]
 
     def close(self) -> None:
         """Let go of the store."""
         self._store = None
+
+    def _met(self, round_: int) -> Any:
+        """Return the store, where this rank has said who it is."""
+        import torch.distributed as dist
+        from torch.distributed.rendezvous import rendezvous
+
+        limit = timedelta(seconds=self._timeout_s)
+        store, _, _ = next(rendezvous("env://", self.rank, self.world_size, timeout=limit))
+        mine = dist.PrefixStore("engine_trainer", store)  # pyright: ignore[reportPrivateImportUsage] - documented, not re-exported
+        self._first = round_
+        _publish(mine, f"process/{round_}/{self.rank}", encode(Process.this()))
+        return mine
+
+    def _collect(self, round_: int) -> list[bytes]:
+        found: dict[int, bytes] = {}
+        end = time.monotonic() + self._timeout_s
+        pause = _LOOK_S
+        while True:
+            for rank in range(self.world_size):
+                key = f"{round_}/{rank}"
+                if rank not in found and self._store.check([key]):
+                    found[rank] = self._store.get(key)
+            missing = [rank for rank in range(self.world_size) if rank not in found]
+            if not missing:
+                return [found[rank] for rank in range(self.world_size)]
+            gone = self._gone(missing, round_)
+            if gone:
+                raise RankFailure(gone)
+            if time.monotonic() > end:
+                raise RankFailure({rank: self._late(rank) for rank in missing})
+            time.sleep(pause)
+            pause = min(2 * pause, _LONGEST_LOOK_S)
+
+    def _gone(self, ranks: list[int], round_: int) -> dict[int, str]:
+        """Return what became of those of ``ranks`` whose process has ended."""
+        found: dict[int, str] = {}
+        for rank in ranks:
+            process = self._process(rank)
+            # Its value may have come between the look at the store and the process's end.
+            if process is not None and process.is_gone() and not self._store.check([f"{round_}/{rank}"]):
+                found[rank] = f"its process {process.pid} on {process.host} is gone; its log: {process.log}"
+        return found
+
+    def _late(self, rank: int) -> str:
+        process = self._process(rank)
+        if process is None:
+            return f"it has not come within {self._timeout_s:g} s; nothing is known of it"
+        state = "is stopped" if process.is_stopped() else "does not come"
+        return f"its process {process.pid} on {process.host} {state}, {self._timeout_s:g} s on; its log: {process.log}"
+
+    def _process(self, rank: int) -> Process | None:
+        key = f"process/{self._first}/{rank}"
+        if rank not in self._known and self._store.check([key]):
+            process = decode(self._store.get(key))
+            if not isinstance(process, Process):
+                raise _foreign(key, process)
+            self._known[rank] = process
+        return self._known.get(rank)
+
+
+def _row(key: str, value: Any) -> tuple[str | None, Any]:
+    if type(value) is not tuple or len(value) != 2 or not isinstance(value[0], str | None):
+        raise _foreign(key, value)
+    return value
+
+
+def _publish(store: Any, key: str, message: bytes) -> None:
+    """Write a key that nobody has written. Raises ``CodecError`` where somebody has."""
+    if store.check([key]):
+        raise _foreign(key, store.get(key)[:16])
+    store.set(key, message)
+
+
+def _foreign(key: str, found: object) -> CodecError:
+    return CodecError(
+        "the run's store holds a value that no rank has written",
+        where=f"MASTER_ADDR:MASTER_PORT, key engine_trainer/{key}",
+        why=f"found {found!r}",
+        remedy="see who else can reach this port: it is open to the run's network, without a password",
+    )

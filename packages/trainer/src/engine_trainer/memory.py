@@ -14,14 +14,18 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from math import fsum
+from typing import Any
 
+from engine_api.codec import register
 from engine_api.comm import Comm, together
 from engine_api.config import EngineConfig, ModelSource
 from engine_api.devices import device_of
 from engine_api.errors import ConfigError
+from engine_api.hf_config import read_hf_config, unbuildable
 from engine_trainer.config import RLConfig
+from engine_trainer.models import MODEL_KEY
 from engine_trainer.replica import rollout_device, rollout_dtype
-from engine_trainer.sections import EngineSection, RolloutSection
+from engine_trainer.sections import EngineSection, RolloutSection, positive_option
 
 GIB = 1 << 30
 BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "float8": 2}  # float8 is computed from bf16 weights
@@ -29,6 +33,7 @@ BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "float8": 2}  # float8 is co
 WITH_MOMENTS = ("adamw", *(f"torch.optim.{name}" for name in ("Adam", "AdamW", "Adamax", "NAdam", "RAdam")))
 
 
+@register
 @dataclass(frozen=True, kw_only=True)
 class Room:
     """Memory of one device (a GPU, or a node's main memory); workers with the same ``device`` share it."""
@@ -103,7 +108,7 @@ def _engine_bytes(
 
 def _rollout_bytes(section: RolloutSection, engine: EngineConfig) -> float:
     width = 1 if section.quantization == "fp8" else BYTES[rollout_dtype(section, engine)]
-    return _parameters(engine.model) * width / int(section.options.get("tensor_parallel_size", 1))
+    return _parameters(engine.model) * width / positive_option(section, "tensor_parallel_size")
 
 
 def check_here(comm: Comm, config: RLConfig, engine: EngineConfig, device: str) -> None:
@@ -131,9 +136,20 @@ def _count(
 ) -> int:
     """Without memory: only shapes."""
     import torch
-    from transformers import AutoConfig, AutoModel, AutoModelForCausalLM
+    from transformers import AutoModel, AutoModelForCausalLM
 
-    config = AutoConfig.from_pretrained(path, revision=revision, trust_remote_code=trusted, **dict(overrides))
-    with torch.device("meta"):
-        model = (AutoModel if trunk else AutoModelForCausalLM).from_config(config, trust_remote_code=trusted)
+    config = read_hf_config(
+        path,
+        field=MODEL_KEY,
+        remedy="name a folder with config.json, or a hub id",
+        revision=revision,
+        trust_remote_code=trusted,
+        overrides=dict(overrides),
+    )
+    cls: Any = AutoModel if trunk else AutoModelForCausalLM
+    try:
+        with torch.device("meta"):
+            model = cls.from_config(config, trust_remote_code=trusted)
+    except Exception as error:  # each family's own code reads the configuration: an activation or a RoPE unknown to it
+        raise unbuildable(config, path, error, field=MODEL_KEY) from error
     return sum(p.numel() for p in model.parameters())

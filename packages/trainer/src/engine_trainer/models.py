@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import os
 import time
 from pathlib import Path
 from typing import Any
 
 from engine_api.config import ModelSource
 from engine_api.errors import ConfigError
+from engine_api.hf_config import read_hf_config
+from engine_api.hf_noise import noise_rates
 from engine_trainer.sections import EngineSection
 
 MODEL_KEY = "engine.model.path"
@@ -16,27 +19,22 @@ _ANY_OF = ("config.json", "tokenizer.json", "tokenizer_config.json")  # a cache 
 
 def text_config(source: ModelSource) -> Any:
     """The configuration of the model's language part, as transformers reads it. Raises ``ConfigError``."""
-    from transformers import AutoConfig
-
     require_source(source.path, MODEL_KEY, source.revision)
-    try:
-        whole = AutoConfig.from_pretrained(source.path, revision=source.revision, trust_remote_code=source.trust_remote_code,
-                                           **source.config_overrides)  # fmt: skip
-    except (OSError, ValueError) as error:
-        raise ConfigError(MODEL_KEY, f"no model that transformers knows at {source.path!r}", why=first_line(error),
-                          remedy=_inside(Path(source.path)) or "name a folder with config.json, or a hub id") from error  # fmt: skip
+    whole = read_hf_config(
+        source.path,
+        field=MODEL_KEY,
+        what=f"no model that transformers knows at {source.path!r}",
+        remedy=_inside(Path(source.path)) or "name a folder with config.json, or a hub id",
+        revision=source.revision,
+        trust_remote_code=source.trust_remote_code,
+        overrides=source.config_overrides,
+    )
     return whole.get_text_config()
 
 
-_RANDOM = ("drop", "jitter")  # in the names of what transformers draws in training and not in inference
-_OTHER_HEADS = ("classifier_", "summary_")  # of heads that no engine has: a value is a plain product
-
-
 def random_rates(source: ModelSource) -> dict[str, float]:
-    """By its key in ``config.json``, what makes a training pass another one than inference, and than the one before."""
-    found = text_config(source).to_dict()
-    return {name: rate for name, rate in found.items()
-            if any(part in name for part in _RANDOM) and not name.startswith(_OTHER_HEADS) and isinstance(rate, float) and rate > 0}  # fmt: skip
+    """Return the dropout and jitter rates above 0 in ``config.json``, by key."""
+    return noise_rates(text_config(source))
 
 
 def draws_dropout(section: EngineSection) -> bool:
@@ -53,7 +51,7 @@ def require_source(path: str, key: str, revision: str | None = None) -> None:
     """
     from huggingface_hub import try_to_load_from_cache
 
-    if Path(path).is_dir():
+    if os.path.isdir(path):  # noqa: PTH112 - False for a path that is too long, too
         return
     if path.startswith(("/", ".", "~")):  # never meant as a hub id
         raise ConfigError(key, f"there is no folder {path!r}", remedy="correct the path; ~ is not expanded")

@@ -16,6 +16,7 @@ import torch
 
 from engine_api.batch import Batch
 from engine_api.errors import ConfigError
+from engine_api.losses import where_counted
 from engine_api.results import TokenOutputs, TrainOutput
 from engine_trainer.algorithms.packed import document_of, sum_by_document
 from engine_trainer.algorithms.preference import LinearLoss, PairLossName, pair_loss
@@ -202,15 +203,20 @@ def pack(objective: Objective, pairs: Sequence[Pair]) -> Batch:
     """The documents of ``pairs``, chosen and rejected by turns, with ``loss_weight`` as the objective sums them up."""
     documents = [{"input_ids": document.input_ids.tolist(), "loss_weight": weights}
                  for pair in pairs for document, weights in zip(pair.documents, objective.weights(pair), strict=True)]  # fmt: skip
-    return Batch.pack(documents) if documents else Batch.pack([]).with_fields(loss_weight=torch.zeros(0))
+    return (
+        Batch.pack(documents)
+        if documents
+        else Batch.pack([]).with_fields(loss_weight=torch.zeros(0, dtype=torch.float32))
+    )
 
 
 def document_sums(outputs: TokenOutputs, batch: Batch) -> torch.Tensor:
-    """``[D]`` float64: what the model gave for each document, summed up over ``loss_weight``."""
+    """Return the weighted sum of each document's log-probs or values: ``[D]`` float64."""
     given = outputs.log_probs if outputs.values is None else outputs.values
     if given is None:  # an empty batch may have none
         return torch.zeros(0, dtype=torch.float64)
-    return sum_by_document(batch.loss_weight.double() * given.cpu().double(), batch.cu_seqlens)
+    weight = batch.loss_weight.double()
+    return sum_by_document(weight * where_counted(given.cpu().double(), weight), batch.cu_seqlens)
 
 
 def _coefficients(batch: Batch, slopes: torch.Tensor) -> torch.Tensor:

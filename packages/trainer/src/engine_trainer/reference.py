@@ -49,4 +49,4 @@ class Reference:
 
 def log_probs_of(outputs: TokenOutputs) -> torch.Tensor:
     """Inferred log-probs; an empty batch may have none."""
-    return torch.zeros(0) if outputs.log_probs is None else outputs.log_probs
+    return torch.zeros(0, dtype=torch.float32) if outputs.log_probs is None else outputs.log_probs

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 
 from engine_api.capabilities import Capability
+from engine_api.codec import register
 from engine_api.config import EngineConfig, LoraConfig
 from engine_api.errors import ConfigError
 from engine_api.plugin import is_older
@@ -15,9 +17,11 @@ from engine_trainer.agent import AgentLoop, Trajectory
 from engine_trainer.data import ChatTokenizer, Prompt
 from engine_trainer.logs import Timers
 from engine_trainer.rewards import Sample, Score, Scorer
+from engine_trainer.secrets import masked
 from engine_trainer.sections import AgentSection, EngineSection, RewardSection, RolloutSection
 
 
+@register
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Answer:
     """One completion, judged."""
@@ -106,9 +110,13 @@ class Replica:
     @staticmethod
     def create(spec: RolloutSpec, timers: Timers) -> Replica:
         """Raises ``PluginError``, ``ConfigError``."""
-        scorer = Scorer.from_section(spec.reward)  # first: a mistake there costs nothing yet
-        agent = AgentLoop(spec.agent, spec.tokenizer) if spec.agent else None
-        return Replica(create_rollout(spec), scorer, spec.tokenizer, timers, agent)
+        with ExitStack() as stack:
+            scorer = Scorer.from_section(spec.reward)  # first: a mistake there costs nothing yet
+            stack.callback(scorer.close)
+            agent = AgentLoop(spec.agent, spec.tokenizer) if spec.agent else None
+            made = Replica(create_rollout(spec), scorer, spec.tokenizer, timers, agent)
+            stack.pop_all()
+        return made
 
     def answer(self, prompts: Sequence[Prompt], sampling: SamplingParams) -> list[list[Answer]]:
         """``sampling.n`` judged answers to each prompt. Raises ``RolloutError``, ``RewardError``, ``AgentError``."""
@@ -148,8 +156,10 @@ class Replica:
 
     def close(self) -> None:
         """Close the rollout, and end the processes that judge; idempotent."""
-        self.rollout.close()
-        self.scorer.close()
+        try:
+            self.rollout.close()
+        finally:
+            self.scorer.close()
 
 
 def sample_of(prompt: Prompt, said: Answer | Trajectory) -> Sample:
@@ -195,7 +205,7 @@ def create_rollout(spec: RolloutSpec) -> Rollout:
         if "'quantization'" in str(error):
             raise ConfigError("rollout.quantization", f"rollout {section.name!r} does not serve {section.quantization}",
                               why=str(error), remedy="use rollout.name=vllm or sglang, or quantization: none") from error  # fmt: skip
-        raise ConfigError("rollout.options", f"rollout {section.name!r} cannot be made with {dict(section.options)}",
+        raise ConfigError("rollout.options", f"rollout {section.name!r} cannot be made with {masked(section.options)}",
                           why=str(error), remedy="see the rollout's own class for what it takes") from error  # fmt: skip
 
 

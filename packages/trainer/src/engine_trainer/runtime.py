@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import logging
 import os
+import shutil
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -30,11 +31,15 @@ from engine_api.comm import Comm, together
 from engine_api.config import EngineConfig
 from engine_api.contract import Engine
 from engine_api.errors import ConfigError
-from engine_trainer.checkpoints import Checkpoints, compare, read_extra
+from engine_api.folders import replace_folder, restore, write_text
+from engine_api.generators import seed_all
+from engine_api.hf_folder import WEIGHT_FILES
+from engine_trainer import loopback
+from engine_trainer.checkpoints import Checkpoints, compare, fingerprint, read_extra
 from engine_trainer.config import Config, RLConfig
 from engine_trainer.groups import EngineGroup, Launcher, divide
 from engine_trainer.interrupt import Interrupt
-from engine_trainer.loading import flatten, to_plain, to_yaml
+from engine_trainer.loading import to_plain, to_yaml
 from engine_trainer.lock import FolderLock
 from engine_trainer.logs import RunLog, Timers
 from engine_trainer.report import write_report
@@ -88,7 +93,9 @@ class Run:
         )
         self.checkpoints = Checkpoints(self.folder / "checkpoints", keep=config.run.keep)
         self._reached = 0  # the last step that was taken
-        self.launcher = launcher or Spmd(config if isinstance(config, RLConfig) else None)
+        if launcher is None:
+            loopback.stay()
+        self.launcher = launcher or Spmd(config if isinstance(config, RLConfig) else None, config.run.timeout_s)
         self.beside: dict[str, EngineGroup] = {}
         self.interrupted = False
         self._interrupt = Interrupt()
@@ -127,6 +134,8 @@ class Run:
         Raises ``ConfigError``, before anything is made, where another run writes to the folder: all processes together.
         """
         together(self.comm, lambda: self._lock.acquire() if self.is_main else None)
+        # For all that is no engine: rewards, agents, plug-ins. An engine seeds its process again when it is there.
+        seed_all(self.config.run.seed, rank=global_rank())
         section = self.config.engine
         updates = schedule_steps or self.total_steps
         self.engine_config = section.build(seed=self.config.run.seed, total_steps=updates)
@@ -212,8 +221,7 @@ class Run:
         self.checkpoints.wait(self.comm)
         step = self._reached
         if step == self.total_steps and self.config.run.save_hf:
-            self.policy.save_hf(self.folder / "hf")
-            together(self.comm, lambda: self._save_tokenizer(tokenizer) if self.is_main else None)
+            self._save_model(tokenizer)
         self.log.close()
         if self.is_main and self.config.run.report:
             write_report(self.folder)
@@ -229,8 +237,22 @@ class Run:
 
     # --- inside ---------------------------------------------------------------------------------
 
-    def _save_tokenizer(self, tokenizer: Any) -> None:
-        tokenizer.save_pretrained(self.folder / "hf")
+    def _save_model(self, tokenizer: Any) -> None:
+        """Write model and tokenizer beside ``hf``, then replace it: a kill leaves the former folder or the new one."""
+        final = self.folder / "hf"
+        new = self.folder / "hf.new"
+
+        def prepare() -> None:
+            restore(final)
+            shutil.rmtree(new, ignore_errors=True)  # a killed save's remains
+
+        def replace() -> None:
+            tokenizer.save_pretrained(new)
+            replace_folder(new, final, stale=WEIGHT_FILES)
+
+        together(self.comm, lambda: prepare() if self.is_main else None)
+        self.policy.save_hf(new)
+        together(self.comm, lambda: replace() if self.is_main else None)
 
     def _find(self) -> Path | None:
         if not self.is_main:
@@ -245,8 +267,8 @@ class Run:
     def _open(self, step: int) -> None:
         self.folder.mkdir(parents=True, exist_ok=True)
         self.checkpoints.clean()
-        (self.folder / "config.yaml").write_text(to_yaml(self.config), encoding="utf-8")
+        write_text(self.folder / "config.yaml", to_yaml(self.config))
         self.log.open(step)
 
     def _fingerprint(self) -> dict[str, Any]:
-        return {"kind": self.kind, **flatten(to_plain(self.config))}
+        return {"kind": self.kind, **fingerprint(self.config)}

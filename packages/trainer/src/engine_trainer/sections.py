@@ -23,7 +23,7 @@ from engine_api.config import (
     ScheduleConfig,
 )
 from engine_api.errors import ConfigError
-from engine_trainer.combined import COMBINE, parts_of
+from engine_trainer.combined import COMBINE, parts_of, refuse_limits_without_workers
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,6 +60,25 @@ class EngineSection:
             )  # fmt: skip
         except ConfigError as error:
             raise ConfigError(f"engine.{error.field}", error.what, why=error.why, remedy=error.remedy) from error
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PolicyOptimizer(OptimizerConfig):
+    """The optimizer of a policy that learns from rewards or preferences."""
+
+    lr: float = 1e-6
+    """Largest learning rate; 1e-6 is the default of TRL's GRPO and DPO, of verl and of OpenRLHF.
+
+    A policy that has been trained leaves its distribution at the 1e-5 of supervised fine-tuning.
+    Adapters (``engine.lora``) want 10 to 100 times as much.
+    """
+
+
+@dataclass(frozen=True, kw_only=True)
+class PolicyEngineSection(EngineSection):
+    """The engine of a policy in ``rl`` and ``dpo``."""
+
+    optimizer: PolicyOptimizer | None = field(default_factory=PolicyOptimizer)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -125,7 +144,8 @@ class DataSection:
     )
     columns: ColumnsSection = field(default_factory=ColumnsSection)
     tokenizer: str | None = None  # null: engine.model.path
-    chat_template: str | None = None  # Jinja text or a .jinja file; null: the tokenizer's own
+    # Jinja text or a .jinja file; null: the tokenizer's own. A rendering has 10 s of processor time and 1 GiB of memory.
+    chat_template: str | None = None
     chat_template_kwargs: Mapping[str, Any] = field(default_factory=dict[str, Any])
     system_prompt: str | None = None  # put before rows that have none
     prompt_template: str = "{prompt}"  # around the last user turn
@@ -165,6 +185,8 @@ class RunSection:
     steps: int | None = None  # optimizer updates (RL: rounds of prompts); null: epochs
     epochs: float | None = None
     seed: int = 0
+    """Seed of every random number of a run: order of the data, weights, sampling, and by rank dropout and what user code
+    draws from Python's, NumPy's and torch's generators."""
     log_every: int = 1
     save_every: int = 0  # 0: only at the end
     save_last: bool = True  # a checkpoint at the end; false: only those of save_every
@@ -176,6 +198,10 @@ class RunSection:
     progress: bool = True
     report: bool = True  # plots and report.html at the end
     profile_steps: Sequence[int] = field(default_factory=list[int])  # a trace a process, in output_dir/profile
+    timeout_s: float = 3600.0
+    """Seconds that a rank which lives may keep the others waiting between the engine's calls, after which the run ends with
+    ``RankFailure``: how much longer one rank may generate, score or read than another. A rank that is gone is noticed within
+    seconds; for one that is stopped, and inside the engine's calls, ``engine.options.timeout_s`` holds."""
 
     def __post_init__(self) -> None:
         if (self.steps is None) == (self.epochs is None):
@@ -186,6 +212,10 @@ class RunSection:
                               remedy="give a number above 0; `engine-train eval` measures a model without training it")  # fmt: skip
         at_least("run", self, 1, "log_every")
         at_least("run", self, 0, "save_every", "keep")
+        if not 0 < self.timeout_s < math.inf:
+            raise ConfigError(
+                "run.timeout_s", f"expected seconds above 0, got {self.timeout_s}", remedy="run.timeout_s: 3600"
+            )
 
     def total_steps(self, samples: int, batch_size: int, *, key: str, data: DataSection) -> int:
         """Steps of the whole run; ``epochs`` counts whole batches only, and at least one.
@@ -282,13 +312,31 @@ class RewardSection:
     """
 
     name: str | None = None
-    function: str | None = None  # path/to/file.py:name or package.module:name, in place of name
+    """Name of a reward: ``math``, ``gsm8k``, ``exact``, ``reasoning_gym``, an installed one, or ``combine``."""
+    function: str | None = None
+    """``path/to/file.py:name`` or ``package.module:name``, in place of ``name``."""
     kwargs: Mapping[str, Any] = field(default_factory=dict[str, Any])
-    timeout_s: float | None = 10.0  # a call; one that takes longer counts 0
-    workers: int = 0  # processes that judge, for each rank that samples; 0: its own process
-    concurrency: int = 64  # calls of an async function at the same time, in each process
-    max_failures: int = 0  # calls of a run that may raise or give no finite number, and count 0; then it ends
-    max_timeouts: int | None = 64  # calls in a row that may take too long; then the run ends; null: any number
+    """Arguments of the function, or of the factory that ``name`` stands for."""
+    timeout_s: float | None = 10.0
+    """Seconds that a call may take; null: any time.
+
+    The process of a plain function that takes longer is killed and replaced, whatever the function does, and the call counts 0.
+    The clock runs during a call, imports inside the function included: what is slow to import stands at the top of the
+    file, which each process loads once, outside of the clock (it has two minutes for that). A coroutine is cancelled; one that
+    holds its event loop is interrupted two seconds later, and its process killed after two more. Needs ``workers``.
+    """
+    workers: int = 1
+    """Processes that judge, for each rank that samples.
+
+    They load the function's file instead of the trainer's own process. 0: the trainer's own process calls the function,
+    for one that needs its memory or its device; nothing can then end a call, so that ``timeout_s`` must be null.
+    """
+    concurrency: int = 64
+    """Calls of an async function that run at the same time, in each process."""
+    max_failures: int = 0
+    """Calls of a run that may raise or give no finite number, and count 0; with one more the run ends."""
+    max_timeouts: int | None = 64
+    """Calls in a row that may take too long; with one more the run ends. null: any number."""
 
     def __post_init__(self) -> None:
         at_least("reward", self, 0, "workers", "max_failures")
@@ -302,8 +350,11 @@ class RewardSection:
             raise ConfigError("reward.name", "give reward.name or reward.function, one of the two", remedy=remedy)
         if self.timeout_s is not None and not self.timeout_s > 0:
             raise ConfigError("reward.timeout_s", f"{self.timeout_s} is not a time", remedy="give seconds above 0, or null")  # fmt: skip
+        limits = {self.name or self.function or "": self.timeout_s}
         if self.name == COMBINE:
-            parts_of(self.kwargs, self.timeout_s)
+            limits = {part.title: part.timeout_s for part in parts_of(self.kwargs, self.timeout_s)}
+        if self.workers == 0:
+            refuse_limits_without_workers(limits)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -339,3 +390,14 @@ def at_least(section: str, part: object, low: float, *names: str) -> None:
         if not value >= low:  # NaN fails too
             key = f"{section}.{name}" if section else name
             raise ConfigError(key, f"{value} is too small", remedy=f"give at least {low}")
+
+
+def positive_option(rollout: RolloutSection, name: str, default: int = 1) -> int:
+    """Return one of the rollout's options that the trainer reads, too. Raises ``ConfigError`` for no positive integer."""
+    value: object = rollout.options.get(name, default)
+    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+        key = f"rollout.options.{name}"
+        raise ConfigError(
+            key, f"expected a positive integer, got {value!r:.100}", remedy="give an integer of at least 1"
+        )
+    return value

@@ -8,7 +8,7 @@ from contextlib import closing
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from engine_api.losses import sft_loss
+from engine_api.losses import sft_loss, where_counted
 from engine_api.results import TrainOutput
 from engine_trainer.config import SFTConfig
 from engine_trainer.data import (
@@ -144,8 +144,9 @@ def heldout_loss(run: Run, dataset: SFTDataset) -> Metrics:
         log_probs = run.engine.infer_batch(batch).log_probs
         if batch.num_tokens and run.engine.topology.is_primary:
             assert log_probs is not None, "a language model gives log-probs"
-            nll -= float((batch.loss_weight.double() * log_probs.cpu().double()).sum())
-            tokens += float(batch.loss_weight.double().sum())
+            weight = batch.loss_weight.double()
+            nll -= float((weight * where_counted(log_probs.cpu().double(), weight)).sum())
+            tokens += float(weight.sum())
     rows = run.comm.all_gather((nll, tokens))
     loss = math.fsum(n for n, _ in rows) / math.fsum(t for _, t in rows)
     return {"eval/loss": loss, "eval/perplexity": math.exp(min(loss, 700.0))}

@@ -6,6 +6,7 @@ Every method is called on all ranks together. A rank holds the share of its own 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -27,7 +28,7 @@ from engine_trainer.meeting import meeting
 from engine_trainer.memory import check_here
 from engine_trainer.profiling import Trace
 from engine_trainer.replica import Answer, Replica, RolloutSpec, create_exporter
-from engine_trainer.sections import EngineSection
+from engine_trainer.sections import EngineSection, RunSection
 
 if TYPE_CHECKING:
     import torch
@@ -147,11 +148,13 @@ class Spmd:
 
     Args:
         config: of a run of RL, whose placement is checked before anything is loaded; None: it is somebody else's to check.
+        timeout_s: that a rank which lives may keep the others waiting between the engine's calls.
     """
 
-    def __init__(self, config: RLConfig | None = None) -> None:
+    def __init__(self, config: RLConfig | None = None, timeout_s: float = RunSection.timeout_s) -> None:
         self._config = config
-        self.comm: Comm = meeting()
+        self._timeout_s = timeout_s
+        self.comm: Comm = meeting(timeout_s)
         self._made: list[SpmdEngines] = []
         self._trace: Trace | None = None
 
@@ -176,7 +179,8 @@ class Spmd:
         engine.initialize()
         if not self._made:  # the first engine makes the process group
             self.comm.close()
-            self.comm = TorchComm() if engine.topology.world_size > 1 else SingleComm()
+            several = engine.topology.world_size > 1
+            self.comm = TorchComm(timedelta(seconds=self._timeout_s)) if several else SingleComm()
         self._made.append(SpmdEngines(engine, self.comm, device))
         return self._made[-1]
 

@@ -142,7 +142,7 @@ def _load(target: str, kwargs: Mapping[str, Any]) -> AgentFn:
     if not is_async(function):
         raise ConfigError("agent.function", f"{target} is not async", why="it awaits the model",
                           remedy="write async def; a slow tool runs beside it with await asyncio.to_thread(tool, …)")  # fmt: skip
-    require_arguments(function, "agent.function", "episode", **kwargs)
+    require_arguments(function, "agent.function", ["episode"], kwargs)
     return cast("AgentFn", partial(function, **kwargs))
 
 

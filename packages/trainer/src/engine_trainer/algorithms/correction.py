@@ -24,6 +24,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from engine_api.losses import where_counted
 from engine_trainer.algorithms.packed import document_of, sum_by_document
 from engine_trainer.algorithms.surrogates import exp_ratio
 
@@ -53,9 +54,9 @@ class Ratios:
     document: torch.Tensor
 
     def per_document(self, values: torch.Tensor) -> torch.Tensor:
-        """``[D]`` float64: the sum of ``values`` ``[T]`` over each document's counted tokens."""
+        """Sum ``values`` ``[T]`` over each document's counted tokens: ``[D]`` float64."""
         sums = torch.zeros_like(self.counts)
-        return sums.index_add_(0, self.document, values.double() * self.counted)
+        return sums.index_add_(0, self.document, where_counted(values.double(), self.counted))
 
     def units(self, level: str) -> tuple[torch.Tensor, torch.Tensor]:
         """The ratios of a level, and which of them count: ``[T]`` of tokens, ``[D]`` of sequences."""
@@ -69,17 +70,19 @@ class Ratios:
 
 
 def ratios(engine: torch.Tensor, rollout: torch.Tensor, mask: torch.Tensor, cu_seqlens: torch.Tensor) -> Ratios:
-    """The engine's probabilities over the rollout's, at every level.
+    """Return the engine's probabilities over the rollout's, at every level.
 
     Args:
-        engine, rollout: ``[T]`` finite log-probs, of the engine and as the rollout gave them.
+        engine, rollout: ``[T]`` log-probs, of the engine and as the rollout gave them; finite where
+            a token counts.
         mask: ``[T]``, above 0 where a token counts.
         cu_seqlens: ``[D+1]`` document boundaries.
     """
     counted = mask > 0
     document = document_of(cu_seqlens, mask.device)
-    log = (engine.detach().double() - rollout.detach().double()) * counted
-    counts, sums = sum_by_document(counted.double(), cu_seqlens), sum_by_document(log, cu_seqlens)
+    log = where_counted(engine.detach().double() - rollout.detach().double(), mask)
+    counts = sum_by_document(counted.double(), cu_seqlens)
+    sums = sum_by_document(log, cu_seqlens)
     return Ratios(log=log, token=exp_ratio(log), sequence=exp_ratio(sums), geometric=exp_ratio(sums / counts.clamp(min=1.0)),
                   counts=counts, counted=counted, document=document)  # fmt: skip
 
@@ -130,7 +133,7 @@ def correction_figures(sums: Mapping[str, float], section: CorrectionSection) ->
     where nothing counts.
     """
     figures: dict[str, float] = {}
-    if section.weight != "none" and (units := sums["correction_units"]):
+    if section.weighted and (units := sums["correction_units"]):
         figures["weight_mean"] = sums["correction_weight"] / units
         figures["ess"] = effective_size(sums["correction_weight"], sums["correction_weight_square"], units)
         high = "masked_high" if section.weight == "icepop" else "clipped"
@@ -150,7 +153,7 @@ def effective_size(weight: float, square: float, count: float) -> float:
 
 
 def _weigh(given: Ratios, section: CorrectionSection) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-    if section.weight == "none":
+    if not section.weighted:
         return torch.ones_like(given.token), {}
     level = "sequence" if section.weight == "sequence" else "token"
     ratio, counted = given.units(level)
@@ -168,10 +171,12 @@ def _reject(given: Ratios, section: CorrectionSection) -> tuple[torch.Tensor, di
     if section.reject == "none":
         return torch.ones_like(given.counted), {}
     ratio, counted = given.units(section.reject)
-    kept = given.spread(inside(ratio, section.reject_low, section.reject_high), section.reject)
+    low, high = section.bounds
+    kept = given.spread(inside(ratio, low, high), section.reject)
     return kept, {
-        "correction_judged": counted.sum(), "correction_tokens": given.counted.sum(),
-        "correction_rejected_low": ((ratio < section.reject_low) & counted).sum(),
-        "correction_rejected_high": ((ratio > section.reject_high) & counted).sum(),
+        "correction_judged": counted.sum(),
+        "correction_tokens": given.counted.sum(),
+        "correction_rejected_low": ((ratio < low) & counted).sum(),
+        "correction_rejected_high": ((ratio > high) & counted).sum(),
         "correction_rejected_tokens": (~kept & given.counted).sum(),
-    }  # fmt: skip
+    }

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Literal
 from engine_api.batch import Batch
 from engine_api.config import near_matches
 from engine_api.errors import ConfigError
-from engine_api.losses import Aggregation
+from engine_api.losses import Aggregation, where_counted
 from engine_api.results import LossOutput, TokenOutputs
 from engine_trainer.algorithms.packed import document_of, sum_by_document
 from engine_trainer.algorithms.surrogates import MAX_LOG_RATIO, Surrogate, cispo, clipped, exp_ratio, gspo
@@ -30,11 +30,11 @@ KINDS: tuple[Kind, ...] = ("ppo", "gspo", "gspo_token", "cispo")
 
 
 def kl_divergence(log_probs: torch.Tensor, ref_log_probs: torch.Tensor, estimator: Estimator) -> torch.Tensor:
-    """KL(policy ‖ reference) a token, estimated from one sample of the policy (Schulman 2020, "Approximating KL").
+    """Estimate each token's KL(policy ‖ reference) from one sample (Schulman 2020, "Approximating KL").
 
-    With ``d = log_probs - ref_log_probs``: ``k1 = d`` (unbiased, may be negative), ``k2 = d² / 2`` (biased, its
-    gradient is that of the KL on policy), ``k3 = exp(-d) - 1 + d`` (unbiased, never negative). As a loss
-    term, ``k1`` has an expected gradient of zero on policy: it is there to be measured rather than minimised.
+    With ``d = log_probs - ref_log_probs``: ``k1 = d`` (unbiased, may be negative), ``k2 = d² / 2``
+    (biased), ``k3 = exp(-d) - 1 + d`` (unbiased, never negative). What is true of the value is not
+    true of its gradient: a penalty in the loss is ``kl_penalty``, and a penalty in the reward is ``k1``.
 
     Args:
         log_probs, ref_log_probs: ``[T]`` floating; the difference is clamped to ±``MAX_LOG_RATIO``.
@@ -42,10 +42,60 @@ def kl_divergence(log_probs: torch.Tensor, ref_log_probs: torch.Tensor, estimato
     Returns:
         ``[T]`` nats.
     """
-    d = (log_probs - ref_log_probs).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
+    d = _log_ratio(log_probs, ref_log_probs)
     if estimator == "k1":
         return d
     return d.square() / 2 if estimator == "k2" else (-d).exp() - 1 + d
+
+
+def kl_penalty(
+    log_probs: torch.Tensor,
+    ref_log_probs: torch.Tensor,
+    estimator: Estimator,
+    *,
+    log_ratio: torch.Tensor | None,
+    bound: float | None,
+) -> torch.Tensor:
+    """Return the KL term of a loss for each token: ``[T]`` nats with a gradient.
+
+    Tokens are drawn from a policy that is not the one whose gradient is taken, at least after the
+    first update, and even before it the samples' distribution depends on the weights: the gradient
+    of the expectation is not the expectation of the estimator's gradient (arXiv:2510.01555). With
+    ``r`` the ratio of the policy to what sampled, the term is
+
+        k1, k3    r k, with the gradient through both factors: r (d + 1) ∇log π and r d ∇log π
+        k2        sg(r) k, whose gradient is the same r d ∇log π
+
+    In expectation all three are the gradient of each token's KL(policy ‖ reference), on and off
+    policy; k1's has more variance.
+
+    Args:
+        log_probs: ``[T]`` of the policy, with a gradient.
+        ref_log_probs: ``[T]``.
+        estimator: see ``kl_divergence``.
+        log_ratio: ``[T]``, log r; None: the bare estimator, whose expected gradient on policy is 0
+            (k1), that of KL(policy ‖ reference) (k2) or that of KL(reference ‖ policy) (k3), and
+            off policy another one.
+        bound: nats; a token whose k3 is above it counts as so much (times r) and has no gradient,
+            as in verl; None: no bound. It is on k3 before the ratio: a token that the policy has
+            overshot (r and d large) keeps its gradient.
+    """
+    value = kl_divergence(log_probs, ref_log_probs, estimator)
+    held = value.detach() > bound if bound is not None and estimator == "k3" else None
+    if log_ratio is None:
+        return value if held is None else value.clamp(max=bound)
+    # The slope is written out: autograd would take that of k3 as a difference of two numbers up to
+    # exp(20).
+    ratio = exp_ratio(log_ratio.detach())
+    d = _log_ratio(log_probs, ref_log_probs).detach()
+    slope = ratio * (d + 1 if estimator == "k1" else d)
+    if held is not None:
+        value, slope = value.clamp(max=bound), slope.masked_fill(held, 0.0)
+    return (ratio * value).detach() + slope * (log_probs - log_probs.detach())
+
+
+def _log_ratio(log_probs: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
+    return (log_probs - other).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -54,9 +104,10 @@ class PolicyLoss:
 
     With ``r`` the ratio of ``log_probs`` to ``old_log_probs``, advantage A, weight w and correction c, the sum over tokens of::
 
-        w · ( c · S(r, A) + kl_coef · KL - entropy_coef · H )
+        w · ( c · S(r, A) + kl_coef · c · KL(r) - entropy_coef · H )
 
-    where S is the surrogate of ``kind`` (``engine_trainer.algorithms.surrogates``).
+    where S is the surrogate of ``kind`` (``engine_trainer.algorithms.surrogates``), and KL that of
+    ``kl_penalty``. What a batch holds at tokens without weight is not read: it may be NaN.
 
     Attributes:
         kind: ``ppo``, S = max(-A r, -A clip(r, 1 - clip_low, 1 + clip_high)) (arXiv:1707.06347, eq. 7); ``gspo`` and
@@ -66,6 +117,10 @@ class PolicyLoss:
         dual_clip: for ``ppo``, above 1: where A < 0, S is at most ``-A dual_clip`` (arXiv:1912.09729, eq. 5); or None.
         kl_coef: weight of the KL to ``ref_log_probs``; 0: the field is not read.
         kl_estimator: see ``kl_divergence``; GRPO's is ``k3`` (arXiv:2402.03300, eq. 4).
+        kl_importance: multiply the KL by the ratio r of each token, and by c where there is a
+            correction: tokens are then weighted as if the policy had drawn them. Else the bare
+            estimator, without c, which is GRPO's.
+        kl_bound: nats; see ``kl_penalty``.
         entropy_coef: weight of the entropy bonus.
         entropy: compute the entropy as a metric although its weight is 0.
         on_policy: the weights are still those that made the old log-probs, so that r is 1 and its gradient is that
@@ -86,6 +141,8 @@ class PolicyLoss:
     dual_clip: float | None = None
     kl_coef: float = 0.0
     kl_estimator: Estimator = "k3"
+    kl_importance: bool = True
+    kl_bound: float | None = 10.0
     entropy_coef: float = 0.0
     entropy: bool = False
     on_policy: bool = False
@@ -98,8 +155,10 @@ class PolicyLoss:
         _check(self.dual_clip is None or self.dual_clip > 1, "dual_clip", self.dual_clip, "give a number > 1, or null")
         _check(self.dual_clip is None or self.kind == "ppo", "dual_clip", self.dual_clip, "null: it belongs to ppo")
         _check(self.kl_coef >= 0, "kl_coef", self.kl_coef, "give a number >= 0")
-        _check(self.kl_estimator in ESTIMATORS, "kl_estimator", self.kl_estimator,
-               near_matches(str(self.kl_estimator), ESTIMATORS))  # fmt: skip
+        remedy = near_matches(str(self.kl_estimator), ESTIMATORS)
+        _check(self.kl_estimator in ESTIMATORS, "kl_estimator", self.kl_estimator, remedy)
+        bounded = self.kl_bound is None or self.kl_bound > 0
+        _check(bounded, "kl_bound", self.kl_bound, "give a number > 0, or null")
 
     @property
     def needs(self) -> tuple[str, ...]:
@@ -112,16 +171,23 @@ class PolicyLoss:
         return self.kl_coef == 0 and self.entropy_coef == 0
 
     def __call__(self, outputs: TokenOutputs, batch: Batch) -> LossOutput:
-        """The sum over ``batch``; see the class."""
+        """Return the sum over ``batch``; see the class."""
         assert outputs.log_probs is not None
         weight, counted = batch.loss_weight, batch.loss_weight > 0
-        log_ratio = outputs.log_probs - (outputs.log_probs.detach() if self.on_policy else batch["old_log_probs"])
-        surrogate = self._surrogate(outputs.log_probs, log_ratio, batch)
+        log_probs = where_counted(outputs.log_probs, weight)
+        old = log_probs.detach() if self.on_policy else where_counted(batch["old_log_probs"], weight)
+        log_ratio = log_probs - old
+        surrogate = self._surrogate(log_probs, log_ratio, batch)
         loss = (self._policy_weight(batch) * surrogate.value).sum()
         metrics = {name: (where & counted).sum() for name, where in surrogate.held.items()}
-        metrics |= {"tokens": counted.sum(), "weight": weight.sum(), "policy_loss": loss.detach(),
-                    "ratio": (surrogate.ratio * counted).sum(), "old_kl": _old_kl(log_ratio.detach(), counted)}  # fmt: skip
-        loss = loss + self._kl(outputs.log_probs, batch, metrics) + self._entropy(outputs.entropy, weight, metrics)
+        metrics |= {
+            "tokens": counted.sum(),
+            "weight": weight.sum(),
+            "policy_loss": loss.detach(),
+            "ratio": (surrogate.ratio * counted).sum(),
+            "old_kl": _old_kl(log_ratio.detach(), counted),
+        }
+        loss = loss + self._kl(log_probs, log_ratio, batch, metrics) + self._entropy(outputs.entropy, weight, metrics)
         return LossOutput(loss=loss, metrics=metrics)
 
     def coefficients(self, batch: Batch) -> torch.Tensor | None:
@@ -131,7 +197,7 @@ class PolicyLoss:
         """
         if not (self.on_policy and self.only_advantages):
             return None
-        own = -self._policy_weight(batch) * batch["advantages"]
+        own = -self._policy_weight(batch) * where_counted(batch["advantages"], batch.loss_weight)
         if self.kind != "gspo":
             return own
         counted = (batch.loss_weight > 0).to(own.dtype)
@@ -139,30 +205,46 @@ class PolicyLoss:
         return mean[document_of(batch.cu_seqlens, own.device)] * counted
 
     def _policy_weight(self, batch: Batch) -> torch.Tensor:
-        return batch.loss_weight * batch["correction"] if self.corrected else batch.loss_weight
+        weight = batch.loss_weight
+        return weight * where_counted(batch["correction"], weight) if self.corrected else weight
 
     def _surrogate(self, log_probs: torch.Tensor, log_ratio: torch.Tensor, batch: Batch) -> Surrogate:
-        advantages, low, high = batch["advantages"], 1 - self.clip_low, 1 + self.clip_high
+        advantages = where_counted(batch["advantages"], batch.loss_weight)
+        low, high = 1 - self.clip_low, 1 + self.clip_high
         if self.kind == "ppo":
             return clipped(exp_ratio(log_ratio), advantages, low=low, high=high, dual=self.dual_clip)
         if self.kind == "cispo":
             return cispo(log_probs, log_ratio, advantages, low=low, high=high)
-        return gspo(log_probs, log_ratio, advantages, batch.loss_weight > 0, batch.cu_seqlens, low=low, high=high,
-                    level="token" if self.kind == "gspo_token" else "sequence")  # fmt: skip
+        level = "token" if self.kind == "gspo_token" else "sequence"
+        counted = batch.loss_weight > 0
+        return gspo(log_probs, log_ratio, advantages, counted, batch.cu_seqlens, low=low, high=high, level=level)
 
-    def _kl(self, log_probs: torch.Tensor, batch: Batch, metrics: dict[str, torch.Tensor]) -> torch.Tensor | float:
+    def _kl(
+        self, log_probs: torch.Tensor, log_ratio: torch.Tensor, batch: Batch, metrics: dict[str, torch.Tensor]
+    ) -> torch.Tensor | float:
         if self.kl_coef == 0:
             return 0.0
-        kl = kl_divergence(log_probs, batch["ref_log_probs"], self.kl_estimator)
-        metrics["ref_kl"] = (kl.detach() * (batch.loss_weight > 0)).sum()
-        return self.kl_coef * (batch.loss_weight * kl).sum()
+        weight = batch.loss_weight
+        reference = where_counted(batch["ref_log_probs"], weight)
+        metrics["ref_kl"] = kl_divergence(log_probs.detach(), reference, self.kl_estimator).sum()
+        if self.kl_importance:
+            weight = self._policy_weight(batch)
+        kl = kl_penalty(
+            log_probs,
+            reference,
+            self.kl_estimator,
+            log_ratio=log_ratio if self.kl_importance else None,
+            bound=self.kl_bound,
+        )
+        return self.kl_coef * (weight * kl).sum()
 
     def _entropy(
         self, entropy: torch.Tensor | None, weight: torch.Tensor, metrics: dict[str, torch.Tensor]
     ) -> torch.Tensor | float:
         if entropy is None:
             return 0.0
-        metrics["entropy"] = (entropy.detach() * (weight > 0)).sum()
+        entropy = where_counted(entropy, weight)
+        metrics["entropy"] = entropy.detach().sum()
         return -self.entropy_coef * (weight * entropy).sum() if self.entropy_coef else 0.0
 
 
@@ -171,20 +253,27 @@ def _old_kl(log_ratio: torch.Tensor, counted: torch.Tensor) -> torch.Tensor:
     return ((log_ratio.exp() - 1 - log_ratio) * counted).sum()
 
 
-def denominator(mode: Aggregation, token_counts: Sequence[int]) -> float:
-    """What a sum with ``token_weights(…, mode)`` is divided by, over the whole optimizer batch of all ranks.
+def denominator(mode: Aggregation, token_counts: Sequence[int], length: int | None = None) -> float:
+    """Return what a sum with ``token_weights(…, mode)`` is divided by, over the whole optimizer batch of all ranks.
 
     Args:
         mode: ``token-mean``: the number of tokens (the sum of the weights; DAPO's token-level loss);
-            ``seq-mean-token-sum``, ``seq-mean-token-mean``: the number of sequences.
+            ``seq-mean-token-sum``, ``seq-mean-token-mean``: the number of sequences;
+            ``seq-mean-token-sum-norm``: the number of sequences times ``length``.
         token_counts: one a sequence, the tokens that count; a sequence without any is no sequence here.
+        length: tokens, the same in all steps of a run; for ``seq-mean-token-sum-norm``, which needs
+            it.
 
     Returns:
         A number >= 0; 0 when nothing counts at all.
     """
     if mode == "token-mean":
         return float(sum(token_counts))
-    return float(sum(count > 0 for count in token_counts))
+    sequences = float(sum(count > 0 for count in token_counts))
+    if mode != "seq-mean-token-sum-norm":
+        return sequences
+    assert length is not None, "the constant has a default in the configuration alone"
+    return sequences * length
 
 
 def _check(ok: bool, name: str, value: object, remedy: str) -> None:

@@ -19,6 +19,7 @@ from torch.nn.functional import logsigmoid
 from engine_api.batch import Batch
 from engine_api.config import near_matches
 from engine_api.errors import ConfigError
+from engine_api.losses import where_counted
 from engine_api.results import LossOutput, TokenOutputs
 
 PairLossName = Literal["sigmoid", "hinge", "ipo"]
@@ -71,7 +72,7 @@ _LOSSES: dict[str, Callable[[torch.Tensor, float], tuple[torch.Tensor, torch.Ten
 class LinearLoss:
     """``Σ_t coefficient_t x_t`` of the log-probs or the values x; the batch's field ``coefficient`` carries the slopes.
 
-    ``loss_weight`` is the engine's affair (which tokens carry loss at all), and not a factor.
+    ``loss_weight`` says which tokens carry loss at all, and is not a factor.
     """
 
     output: Output = "log_probs"
@@ -85,8 +86,9 @@ class LinearLoss:
         """The sum, without metrics: the pairs' own are known before."""
         given = outputs.log_probs if self.output == "log_probs" else outputs.values
         assert given is not None
-        return LossOutput(loss=(batch["coefficient"] * given).sum())
+        weight = batch.loss_weight
+        return LossOutput(loss=(where_counted(batch["coefficient"], weight) * where_counted(given, weight)).sum())
 
     def coefficients(self, batch: Batch) -> torch.Tensor | None:
-        """``[T]``: the derivative by each log-prob, known beforehand."""
-        return batch["coefficient"] if self.output == "log_probs" else None
+        """Return the derivative by each log-prob, which is known beforehand: ``[T]``."""
+        return where_counted(batch["coefficient"], batch.loss_weight) if self.output == "log_probs" else None

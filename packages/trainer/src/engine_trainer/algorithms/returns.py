@@ -15,6 +15,7 @@ from dataclasses import dataclass
 
 import torch
 
+from engine_api.codec import register
 from engine_trainer.algorithms.packed import document_of
 
 VARIANCE_FLOOR = 1e-8  # as verl's masked_whiten
@@ -87,6 +88,7 @@ def gae(
     return _spread(advantages, at, mask), _spread(advantages + value, at, mask)
 
 
+@register
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Moments:
     """Count, mean and squared deviations of numbers; parts on several ranks merge to those of the whole (Chan et al. 1979)."""

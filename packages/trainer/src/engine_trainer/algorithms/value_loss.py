@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 from engine_api.batch import Batch
 from engine_api.errors import ConfigError
+from engine_api.losses import where_counted
 from engine_api.results import LossOutput, TokenOutputs
 
 if TYPE_CHECKING:
@@ -39,21 +40,25 @@ class ValueLoss:
 
     def __post_init__(self) -> None:
         if self.clip is not None and not self.clip > 0:
-            raise ConfigError("algorithm.critic.value_clip", f"{self.clip!r} is not above 0",
-                              remedy="give a number above 0, or null")  # fmt: skip
+            raise ConfigError(
+                "algorithm.critic.value_clip",
+                f"expected a number above 0, got {self.clip!r}",
+                remedy="give a number above 0, or null",
+            )
 
     def __call__(self, outputs: TokenOutputs, batch: Batch) -> LossOutput:
-        """The sum over ``batch``; see the class."""
+        """Return the sum over ``batch``; see the class."""
         assert outputs.values is not None
-        values, returns, counted = outputs.values, batch["returns"], batch.loss_weight > 0
+        weight, counted = batch.loss_weight, batch.loss_weight > 0
+        values, returns = where_counted(outputs.values, weight), where_counted(batch["returns"], weight)
         square = (values - returns).square()
         metrics = _metrics(values.detach(), returns, counted)
         if self.clip is not None:
-            old = batch["old_values"]
+            old = where_counted(batch["old_values"], weight)
             held = (values.maximum(old - self.clip).minimum(old + self.clip) - returns).square()
             metrics["clipped"] = ((held > square) & counted).sum()
             square = square.maximum(held)
-        return LossOutput(loss=(batch.loss_weight * square).sum() / 2, metrics=metrics)
+        return LossOutput(loss=(weight * square).sum() / 2, metrics=metrics)
 
 
 def _metrics(values: torch.Tensor, returns: torch.Tensor, counted: torch.Tensor) -> dict[str, torch.Tensor]:

@@ -11,16 +11,19 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import jinja2
-
 from engine_api.config import ModelSource
 from engine_api.errors import ConfigError
 from engine_trainer.data.layouts import Example, Messages
+from engine_trainer.data.templates import TemplateError, renderer
 from engine_trainer.models import MODEL_KEY, first_line, require_source
 from engine_trainer.sections import DataSection
 
 TOKENIZER_FILES = ("tokenizer*", "*.model", "vocab*", "merges.txt", "*.tiktoken", "tekken.json")
 _FILES = "tokenizer.json, tokenizer.model, vocab.json with merges.txt, vocab.txt"
+RESERVED = {
+    "messages", "conversation", "conversations", "chat_template", "tools", "add_generation_prompt", "continue_final_message",
+    "return_assistant_tokens_mask", "tokenize", "return_dict",
+}  # fmt: skip
 PROBE = "ANSWER"  # a text of no meaning, to see what a template makes of one
 
 
@@ -50,6 +53,9 @@ class ChatTokenizer:
         if section.chat_template is not None:
             tokenizer.chat_template = _template_text(section.chat_template)
         self.has_template = bool(tokenizer.chat_template)
+        self._is_jinja = _renders_jinja(tokenizer)
+        for name in RESERVED & section.chat_template_kwargs.keys():
+            raise ConfigError(f"data.chat_template_kwargs.{name}", "the trainer sets it itself", remedy="leave it out")
         if tokenizer.eos_token_id is None:
             raise ConfigError("data.tokenizer", "the tokenizer has no EOS token", why="completions could not end",
                               remedy="set eos_token in its tokenizer_config.json")  # fmt: skip
@@ -216,12 +222,24 @@ class ChatTokenizer:
                                 remedy="set data.chat_template, or give one prompt with one response")  # fmt: skip
 
     def _render(self, turns: Messages, example: Example, *, ask: bool) -> str:
-        given = dict(self.section.chat_template_kwargs) | ({"tools": list(example.tools)} if example.tools else {})
+        given = dict(self.section.chat_template_kwargs)
+        tools = list(example.tools) or None
         try:
-            return str(self.tokenizer.apply_chat_template(turns, tokenize=False, add_generation_prompt=ask, **given))
-        except (jinja2.TemplateError, TypeError, ValueError) as error:
-            raise example.error("the chat template cannot render this conversation", why=str(error),
-                                remedy="check the roles and their order, or set data.chat_template") from error  # fmt: skip
+            if not self._is_jinja:
+                return str(
+                    self.tokenizer.apply_chat_template(
+                        turns, tokenize=False, add_generation_prompt=ask, **given, **({"tools": tools} if tools else {})
+                    )
+                )
+            template = self.tokenizer.get_chat_template(tools=tools)
+            known = {**self.tokenizer.special_tokens_map, **given, "tools": tools}
+            return renderer().render(template, turns, ask=ask, given=known)
+        except (TemplateError, TypeError, ValueError, KeyError) as error:  # of a template, or of a tokenizer's own code
+            raise example.error(
+                "the chat template cannot render this conversation",
+                why=str(error),
+                remedy="check the roles and their order, or set data.chat_template",
+            ) from error
 
     def _encode(self, texts: Sequence[str]) -> list[list[int]]:
         filled = [t for t in texts if t]  # some tokenizers make a token of an empty text
@@ -236,11 +254,21 @@ class ChatTokenizer:
         """The first special token that the template writes after an assistant's text."""
         if not self.has_template:
             return []
-        probe = Example(messages=[{"role": "user", "content": "1"}, {"role": "assistant", "content": PROBE}])
+        probe = Example(
+            messages=[{"role": "user", "content": "1"}, {"role": "assistant", "content": PROBE}],
+            file="data.chat_template, a probe of one question and its answer",
+        )
         tail = self._render(probe.messages, probe, ask=False).rpartition(PROBE)[2]
         special = set(self.tokenizer.all_special_ids)
         special |= {i for i, token in self.tokenizer.added_tokens_decoder.items() if token.special}
         return [i for i in self._encode([tail])[0] if i in special][:1]
+
+
+def _renders_jinja(tokenizer: Any) -> bool:
+    """Whether a tokenizer renders a template's text, and has no method of its own in its place."""
+    from transformers import PreTrainedTokenizerBase
+
+    return type(tokenizer).apply_chat_template is PreTrainedTokenizerBase.apply_chat_template
 
 
 def load_tokenizer(section: DataSection, model: ModelSource) -> ChatTokenizer:
@@ -290,8 +318,12 @@ def _function(tool: Mapping[str, Any]) -> str:
 def _template_text(value: str) -> str:
     if "{%" in value or "{{" in value:
         return value
-    path = Path(value)
-    if not path.is_file():
-        raise ConfigError("data.chat_template", f"{value!r} is neither a Jinja template nor a file",
-                          remedy="give the template's text, or the path of a .jinja file")  # fmt: skip
-    return path.read_text(encoding="utf-8")
+    try:
+        return Path(value).read_text(encoding="utf-8")
+    except (OSError, ValueError) as error:
+        raise ConfigError(
+            "data.chat_template",
+            f"{value!r:.200} is neither a Jinja template nor a file that can be read",
+            why=str(error)[:200],
+            remedy="give the template's text, or the path of a .jinja file",
+        ) from error

@@ -5,7 +5,7 @@ from __future__ import annotations
 from engine_api.config import ModelSource
 from engine_api.errors import ConfigError
 from engine_trainer.models import text_config
-from engine_trainer.sections import RolloutSection
+from engine_trainer.sections import RolloutSection, positive_option
 
 SERVED = ("max_model_len", "context_length")  # what vLLM and SGLang call the context that they serve
 
@@ -24,7 +24,7 @@ def room_for_prompts(model: ModelSource, rollout: RolloutSection, following: int
     Raises ``ConfigError`` when nothing is left.
     """
     following = rollout.max_new_tokens if following is None else following
-    limits = [int(rollout.options[name]) for name in SERVED if rollout.options.get(name)]
+    limits = [positive_option(rollout, name) for name in SERVED if rollout.options.get(name)]
     positions = positions_of(model)
     limits += [positions] if positions else []
     if not limits:

@@ -84,10 +84,27 @@ def _stream(section: GymSection, size: int) -> Iterator[dict[str, Any]]:
         mixture = reasoning_gym.create_dataset(
             "composite", seed=1_000_003 * (section.seed + 1), size=size, datasets=specs
         )
-    except (AssertionError, TypeError, ValueError) as error:
-        raise ConfigError("data.reasoning_gym.datasets", "reasoning-gym refuses the settings", why=str(error),
-                          remedy="see the tasks' own configuration classes") from error  # fmt: skip
-    return (mixture[i] for i in range(size))
+    except Exception as error:  # each task looks at its settings in its own way
+        raise _refused(error) from error
+    return _entries(mixture, size)
+
+
+def _entries(mixture: Any, size: int) -> Iterator[dict[str, Any]]:
+    for index in range(size):
+        try:
+            entry = mixture[index]
+        except Exception as error:  # settings that a task does not look at fail where it draws
+            raise _refused(error) from error
+        yield entry
+
+
+def _refused(error: Exception) -> ConfigError:
+    return ConfigError(
+        "data.reasoning_gym.datasets",
+        "reasoning-gym refuses the settings",
+        why=f"{type(error).__name__}: {error}"[:500],
+        remedy="see the tasks' own configuration classes",
+    )
 
 
 def _example(entry: dict[str, Any], response: str, number: int) -> Example:

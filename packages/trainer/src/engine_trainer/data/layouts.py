@@ -15,13 +15,13 @@ to the chat template.
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from engine_trainer.data.readers import Row
+from engine_trainer.data.strict_json import loads
 from engine_trainer.errors import DataError
 from engine_trainer.sections import ColumnsSection
 
@@ -61,7 +61,7 @@ class Example:
 
     def error(self, what: str, *, why: str = "", remedy: str = "") -> DataError:
         """A ``DataError`` that names this example's row."""
-        return DataError(what, file=self.file, row=self.number, why=why, remedy=remedy)
+        return DataError(what, file=self.file, row=self.number or None, why=why, remedy=remedy)
 
     @property
     def prompt(self) -> Messages:
@@ -222,7 +222,9 @@ def _messages(row: Row, name: str) -> Messages:
         if not isinstance(turn, Mapping) or turn.get("role") not in ROLES:
             raise row.error("a message without a known role", column=name, why=f"message: {str(turn)[:120]}",
                             remedy=f"roles: {', '.join(ROLES)}")  # fmt: skip
-        if not isinstance(turn.get("content"), str) and not turn.get("tool_calls"):
+        content = turn.get("content")
+        calls = turn["role"] == "assistant" and turn.get(CALLS)
+        if not isinstance(content, str) and not (calls and content is None):
             raise row.error("a message without text", column=name, why=f"message: {str(turn)[:120]}",
                             remedy="give each message a string `content`")  # fmt: skip
     turns = value if _as_written(row) else [_filled(turn) for turn in value]
@@ -251,8 +253,10 @@ def _tools(row: Row) -> list[dict[str, Any]]:
 
 
 def _parsed(row: Row, value: Any, column: str = TOOLS) -> Any:
+    if not isinstance(value, str) or not value.strip():
+        return value or None
     try:
-        return json.loads(value) if isinstance(value, str) and value.strip() else value or None
+        return loads(value.encode("utf-8"))
     except ValueError as error:
         raise row.error("the text is not JSON", column=column, why=f"{error}: {value[:120]}",
                         remedy="write tools and their calls as JSON; rename a column that means something else") from error  # fmt: skip

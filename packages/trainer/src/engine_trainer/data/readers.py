@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import json
+import codecs
 import logging
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -13,9 +13,11 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from engine_trainer.data.columns import python_columns
 from engine_trainer.data.folders import files_of
 from engine_trainer.data.hub import PREFIX, from_hub, hint
 from engine_trainer.data.saved import is_saved, saved_files
+from engine_trainer.data.strict_json import loads
 from engine_trainer.errors import DataError
 
 log = logging.getLogger("engine_trainer")
@@ -48,6 +50,7 @@ def read_rows(source: str | Sequence[str], split: str | None = None) -> list[Row
 
 
 def _files(path: Path, split: str | None) -> list[Path]:
+    _require_path(path)
     if path.is_dir():
         return saved_files(path, split) if is_saved(path) else files_of(path, split, SUFFIXES)
     if not path.is_file():
@@ -60,6 +63,21 @@ def _files(path: Path, split: str | None) -> list[Path]:
     if split is not None and not path.name.startswith(split):
         log.warning("split %r chooses nothing: %s is one file", split, path)
     return [path]
+
+
+def _require_path(path: Path) -> None:
+    """Raise ``DataError`` for a path that the system cannot even look for."""
+    try:
+        path.stat()
+    except (FileNotFoundError, NotADirectoryError):
+        pass  # the caller says what is there instead
+    except (OSError, ValueError) as error:  # too long, a NUL in it, no permission, a loop of links
+        raise DataError(
+            "the path cannot be looked at",
+            file=f"{str(path)!r:.200}",
+            why=str(error)[:200],
+            remedy="check data.source and eval.source",
+        ) from error
 
 
 def _nearest(path: Path) -> str:
@@ -79,16 +97,22 @@ def _read_file(path: Path) -> list[Row]:
 
 
 def _jsonl(path: Path) -> Iterator[Row]:
-    with path.open("rb") as lines:
-        for number, line in enumerate(lines, start=1):
-            if line.strip():
-                yield Row(values=_object(line, str(path), number), file=str(path), number=number)
+    try:
+        with path.open("rb") as lines:
+            for number, line in enumerate(lines, start=1):
+                text = line.removeprefix(codecs.BOM_UTF8) if number == 1 else line
+                if text.strip():
+                    yield Row(values=_object(text, str(path), number), file=str(path), number=number)
+    except OSError as error:
+        raise DataError(
+            "the file cannot be read", file=str(path), why=str(error), remedy="check its permissions"
+        ) from error
 
 
 def _object(line: bytes, file: str, number: int) -> dict[str, Any]:
     try:
-        value = json.loads(line)
-    except ValueError as error:  # bad JSON and bad UTF-8 alike
+        value = loads(line)
+    except ValueError as error:  # bad UTF-8 too, and an integer of more digits than Python converts
         raise DataError("the line is not JSON", file=file, row=number, why=str(error),
                         remedy="write one whole JSON object a line (a file cut short ends so)") from error  # fmt: skip
     if not isinstance(value, dict):
@@ -101,14 +125,13 @@ def _table(path: Path) -> Iterator[Row]:
     kind = path.suffix.removeprefix(".")
     try:
         table = pq.read_table(path) if kind == "parquet" else _arrow(path)
-    except (pa.ArrowException, OSError) as error:
+        names = table.column_names  # raises for bad UTF-8
+    except (pa.ArrowException, OSError, MemoryError, ValueError) as error:  # a damaged file may claim any size
         raise DataError(f"the file is not readable {kind}", file=str(path), why=str(error),
                         remedy="write it again; a copy cut short reads so") from error  # fmt: skip
-    number = 0
-    for batch in table.to_batches(max_chunksize=4096):
-        for values in batch.to_pylist():
-            number += 1
-            yield Row(values=values, file=str(path), number=number)
+    columns = list(python_columns(table, names, str(path)))
+    for number, values in enumerate(zip(*columns, strict=True), start=1):
+        yield Row(values=dict(zip(names, values, strict=True)), file=str(path), number=number)
 
 
 def _arrow(path: Path) -> pa.Table:

@@ -11,10 +11,11 @@
 
 from __future__ import annotations
 
-import json
+import os
 from pathlib import Path
 from typing import Any
 
+from engine_trainer.data.strict_json import loads
 from engine_trainer.errors import DataError
 
 DICT, STATE = "dataset_dict.json", "state.json"
@@ -40,7 +41,7 @@ def saved_files(folder: Path, split: str | None) -> list[Path]:
 
 
 def _split(folder: Path, split: str | None) -> str:
-    splits = [str(name) for name in _read(folder / DICT).get("splits", [])]
+    splits = _texts(folder / DICT, "splits", _read(folder / DICT).get("splits", []))
     if split is None and len(splits) == 1:
         return splits[0]
     if split is None:
@@ -57,16 +58,32 @@ def _shards(folder: Path) -> list[Path]:
     if state.get("_indices_data_files"):
         raise DataError("the rows are chosen by an index file", file=str(folder), why="an old release of datasets saved it so",
                         remedy="load and save it again with a recent one")  # fmt: skip
-    files = [folder / str(part["filename"]) for part in state.get("_data_files", [])]
-    absent = [f.name for f in files if not f.is_file()]
+    parts = state.get("_data_files", [])
+    names = [part.get("filename") for part in parts if isinstance(part, dict)] if isinstance(parts, list) else parts
+    files = [folder / name for name in _texts(folder / STATE, "_data_files", names)]
+    absent = [f.name for f in files if not os.path.isfile(f)]  # noqa: PTH113 - False for a name that cannot be one, too
     if absent or not files:
         raise DataError("a data file is missing", file=str(folder), why=f"{STATE} names {', '.join(absent) or 'none'}",
                         remedy="copy the whole folder")  # fmt: skip
     return files
 
 
+def _texts(path: Path, key: str, names: Any) -> list[str]:
+    """Return a list of names. Raises ``DataError`` for what is none."""
+    if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
+        raise DataError(
+            f"{key}: expected a list of names, got {names!r:.100}",
+            file=str(path),
+            remedy="copy the whole folder again",
+        )
+    return names
+
+
 def _read(path: Path) -> dict[str, Any]:
     try:
-        return json.loads(path.read_text(encoding="utf-8"))
+        value = loads(path.read_bytes())
     except (OSError, ValueError) as error:
         raise DataError("not readable", file=str(path), why=str(error), remedy="copy the whole folder again") from error
+    if not isinstance(value, dict):
+        raise DataError("expected an object of JSON", file=str(path), remedy="copy the whole folder again")
+    return value

@@ -115,7 +115,7 @@ def finish(calls: Sequence[Call], timeout_s: float) -> list[Reply]:
                 end = min(end, time.monotonic() + GRACE_S) if not failures else end
                 failures.append((call, error))
     if failures:
-        raise _telling(failures)
+        raise _telling(failures, list(left.values()))
     if left:
         raise silent(list(left.values()), timeout_s)
     return [replies[call.ref] for call in calls]
@@ -135,8 +135,11 @@ def attempt(work: Callable[[], object]) -> None:
         return
 
 
-def _telling(failures: Sequence[tuple[Call, RayError]]) -> EngineError:
-    """The failure that explains the others: a death, then an error of its own, then one that a neighbour caused."""
+def _telling(failures: Sequence[tuple[Call, RayError]], left: Sequence[Call] = ()) -> EngineError:
+    """Return the failure that explains the others: a death, then an error of its own, then one that a neighbour caused.
+
+    Where all that answered blame a neighbour, the workers ``left``, which do not answer, are lost.
+    """
     errors = [_translate(call, error) for call, error in failures]
 
     def rank(error: EngineError) -> int:
@@ -147,7 +150,15 @@ def _telling(failures: Sequence[tuple[Call, RayError]]) -> EngineError:
         ]
         return order.index(True) if any(order) else len(order)
 
-    return min(errors, key=rank)
+    found = min(errors, key=rank)
+    if not isinstance(found, RankFailure) or not left:
+        return found
+    return WorkerLost(
+        "no answer, and the other ranks have given it up",
+        where=_names(left),
+        why=str(found),
+        remedy="see whether that process was stopped, and the worker's log in Ray's session folder",
+    )
 
 
 def _translate(call: Call, error: RayError) -> EngineError:
@@ -167,8 +178,11 @@ def _translate(call: Call, error: RayError) -> EngineError:
                       why=textwrap.shorten(str(error), SHOWN), remedy="see the worker's log in Ray's session folder (out of memory? a lost node?)")  # fmt: skip
 
 
+def _names(calls: Sequence[Call]) -> str:
+    return ", ".join(sorted(f"{c.worker} ({c.method})" for c in calls))
+
+
 def silent(calls: Sequence[Call], timeout_s: float) -> WorkerLost:
     """The error of calls that did not answer in time."""
-    names = ", ".join(sorted(f"{c.worker} ({c.method})" for c in calls))
-    return WorkerLost(f"no answer within {timeout_s:g} s", where=names, why="it hangs, or has more to do than that",
+    return WorkerLost(f"no answer within {timeout_s:g} s", where=_names(calls), why="it hangs, or has more to do than that",
                       remedy="raise ray.timeout_s if the work takes longer")  # fmt: skip

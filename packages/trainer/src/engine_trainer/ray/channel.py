@@ -14,13 +14,13 @@ from datetime import timedelta
 from typing import Any
 
 import torch
-from torch.distributed import TCPStore  # pyright: ignore[reportPrivateImportUsage] - documented, not re-exported
 
 from engine_api.capabilities import Capability
 from engine_api.devices import device_of
 from engine_api.errors import PluginUnavailable, RolloutError
 from engine_api.registry import RolloutRegistry
 from engine_api.rollout import WeightExporter, WeightWire, WholeExporter
+from engine_api.stores import reach_store, serve_store
 from engine_api.weights import WeightExport
 from engine_trainer.replica import RolloutSpec, create_exporter
 
@@ -29,16 +29,6 @@ ALIGNMENT = 16  # bytes; where a tensor begins in a buffer: any dtype's view
 END, FAILED = 0, -1  # in the place of a header's length
 
 Entry = tuple[str, str, list[int], int]  # name, dtype, shape, first byte
-
-
-def serve(host: str, size: int, timeout_s: float) -> Any:
-    """The store that the sender's process holds; ``store.port`` tells the others where."""
-    return TCPStore(host, 0, size, is_master=True, timeout=timedelta(seconds=timeout_s), wait_for_workers=False)
-
-
-def reach(host: str, port: int, size: int, timeout_s: float) -> Any:
-    """The same store from a receiver."""
-    return TCPStore(host, port, size, is_master=False, timeout=timedelta(seconds=timeout_s), wait_for_workers=False)
 
 
 def why_whole(spec: RolloutSpec, capabilities: Collection[Capability]) -> str:
@@ -84,7 +74,7 @@ class WholeWire:
 
     def serve(self, host: str, receivers: int) -> WholeWire:
         """See ``WeightWire.serve``."""
-        self._store = serve(host, receivers + 1, self._timeout_s)
+        self._store = serve_store(host, receivers + 1, self._timeout_s)
         self.address = f"{host}:{self._store.port}:{receivers + 1}"
         return self
 
@@ -110,7 +100,7 @@ class WholeWire:
     def _connected(self, address: str, rank: int, store: Any) -> Channel:
         if self._channel is None:
             host, port, size = address.rsplit(":", 2)
-            store = store or reach(host, int(port), int(size), self._timeout_s)
+            store = store or reach_store(host, int(port), int(size), self._timeout_s)
             self._channel = Channel(store, rank, int(size), self._device, self._timeout_s)
         return self._channel
 

@@ -3,18 +3,23 @@
 from __future__ import annotations
 
 import contextlib
+import ipaddress
 import logging
 import os
+import secrets
 import time
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
 import ray
+from ray._private import ray_constants
 from ray.exceptions import GetTimeoutError
 from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from engine_api.errors import ConfigError
+from engine_trainer.loopback import of_gloo
 from engine_trainer.ray.calls import attempt
 from engine_trainer.sections import EngineSection, RaySection
 
@@ -38,17 +43,74 @@ def connected(section: RaySection) -> Iterator[None]:
     if not section.address:
         os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     local: dict[str, Any] = {} if section.address else {"include_dashboard": False}
-    try:
-        ray.init(
-            address=section.address or "local", logging_level=logging.ERROR, log_to_driver=section.log_workers, **local
-        )
-    except Exception as error:  # Ray raises a bare one where a node does not start, and whatever its files and ports do
-        ray.shutdown()  # what has started of it
-        raise _not_connected(section, error) from error
+    with contextlib.nullcontext() if section.address else _on_loopback():
+        try:
+            try:
+                if not section.address:
+                    _keep_token_private()
+                ray.init(
+                    address=section.address or "local",
+                    logging_level=logging.ERROR,
+                    log_to_driver=section.log_workers,
+                    **local,
+                )
+            # Ray raises a bare one where a node does not start, and whatever its files and ports do.
+            except Exception as error:
+                raise _not_connected(section, error) from error
+            if not section.address:
+                _require_loopback()
+            yield
+        finally:
+            # Of a start that failed or was interrupted too: its processes would stay.
+            ray.shutdown()
+
+
+@contextlib.contextmanager
+def _on_loopback() -> Iterator[None]:
+    """Confine the cluster that is started in the body, and gloo in its workers, to this machine.
+
+    Ray takes the loopback address for a node on Windows and macOS alone, where clusters of several nodes are not
+    supported. A variable says so elsewhere: Ray has read it when it was imported, and its daemons read it anew.
+    """
+    names = {ray_constants.ENABLE_RAY_CLUSTERS_ENV_VAR: "0"}
+    names |= {name: value for name, value in of_gloo().items() if name not in os.environ}
+    before = {name: os.environ.get(name) for name in names}
+    enabled = ray_constants.ENABLE_RAY_CLUSTER
+    os.environ |= names
+    ray_constants.ENABLE_RAY_CLUSTER = False
     try:
         yield
     finally:
-        ray.shutdown()
+        ray_constants.ENABLE_RAY_CLUSTER = enabled
+        for name, value in before.items():
+            os.environ.pop(name)
+            if value is not None:
+                os.environ[name] = value
+
+
+def _keep_token_private() -> None:
+    """Make the file of Ray's token for this user alone, before Ray makes it for everyone to read."""
+    if os.environ.get("RAY_AUTH_MODE") == "disabled" or {"RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH"} & set(os.environ):
+        return
+    path = Path.home() / ".ray" / "auth_token"  # as Ray says
+    path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+    try:
+        with open(path, "x", opener=lambda name, flags: os.open(name, flags, 0o600)) as file:
+            file.write(secrets.token_hex(32))
+    except FileExistsError:
+        if path.stat().st_mode & 0o044:
+            log.warning("others may read %s, with which they can run code as you: chmod 600 it", path)
+
+
+def _require_loopback() -> None:
+    found = ray.util.get_node_ip_address()
+    if not ipaddress.ip_address(found).is_loopback:
+        raise ConfigError(
+            "ray.address",
+            f"expected a cluster on loopback, got one on {found}",
+            why="this version of Ray takes another way to its address",
+            remedy="start a cluster of your own (ray start --head) where no one else reaches it, and give its address",
+        )
 
 
 def per_worker(section: RaySection, engine: EngineSection) -> Resources:

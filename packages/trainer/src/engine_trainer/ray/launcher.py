@@ -117,8 +117,11 @@ class OnRay:
         self._placements.append(placement)
         actors = [placement.start(cls, bundle, f"{name}-{bundle}") for bundle in range(workers)]
         pool = Pool(name, actors, self.section.timeout_s, self.meter)
+        before = sum(len(other) for other in self._pools)  # engines come first: their numbers are their ranks
         self._pools.append(pool)
-        pool.call_all("setup", str(Path.cwd()), sys.path, list(self.section.imports))
+        where = (str(Path.cwd()), sys.path, list(self.section.imports))
+        seed = self.config.run.seed
+        pool.finish([pool.start(number, "setup", *where, (seed, before + number)) for number in range(workers)])
         return pool
 
     def _join(self, pool: Pool, device: str) -> None:

@@ -14,6 +14,7 @@ from typing import Any
 import ray
 
 from engine_api.errors import ConfigError
+from engine_api.generators import seed_all
 from engine_api.rollout import WeightWire
 from engine_trainer import memory
 from engine_trainer.logs import Timers
@@ -34,14 +35,16 @@ class Worker:
         self._wire: WeightWire | None = None  # the engine's end or a rollout's, where they are apart
         self._trace = Trace(name)
 
-    def setup(self, folder: str, path: Sequence[str], imports: Sequence[str]) -> None:
-        """The first call.
+    def setup(self, folder: str, path: Sequence[str], imports: Sequence[str], seed: tuple[int, int]) -> None:
+        """Make this process ready; the first call.
 
         Args:
             folder: the controller's working directory: relative paths mean the same here, where it exists.
             path: where the controller finds modules; they are looked for there after this process's own places.
             imports: modules that register engines, rollouts or rewards in process.
+            seed: the run's, and this worker's number among all of them.
         """
+        seed_all(seed[0], rank=seed[1])
         with suppress(FileNotFoundError):  # on another node a path must be absolute, as with torchrun
             os.chdir(folder)
         sys.path += [place for place in path if place not in sys.path]

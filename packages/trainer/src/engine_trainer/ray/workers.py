@@ -18,6 +18,7 @@ from engine_api.errors import RolloutError
 from engine_api.losses import LossFn
 from engine_api.results import CheckpointHandle, CheckpointInfo, TokenOutputs, Topology
 from engine_api.rollout import SamplingParams, SyncResult, WeightExporter, WeightSender
+from engine_api.stores import reach_store, serve_store
 from engine_trainer.data import Prompt
 from engine_trainer.groups import Trained
 from engine_trainer.ray import channel
@@ -56,7 +57,7 @@ class EngineWorker(Worker):
     def serve_store(self, size: int, timeout_s: float) -> tuple[str, int]:
         """On the first rank: where the others meet."""
         host = address()
-        self._store = channel.serve(host, size, timeout_s)
+        self._store = serve_store(host, size, timeout_s)
         return host, self._store.port
 
     def join(self, meet: tuple[str, int], rank: int, size: int, device: str, timeout_s: float) -> None:
@@ -66,7 +67,7 @@ class EngineWorker(Worker):
         host, port = meet
         os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(size), "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1",
                        "MASTER_ADDR": host, "MASTER_PORT": str(port)}  # fmt: skip
-        store = self._store or channel.reach(host, port, size, timeout_s)
+        store = self._store or reach_store(host, port, size, timeout_s)
         kind = device_of(device)
         kind.adopt_local_rank()
         dist.init_process_group(kind.process_groups, store=store, rank=rank, world_size=size,

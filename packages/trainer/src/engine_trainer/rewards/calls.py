@@ -1,22 +1,28 @@
-"""Calls one reward function for many completions, each under its time limit; what goes wrong is an outcome, not an end."""
+"""Calls one reward function for many completions; what goes wrong is an outcome, not an end."""
 
 from __future__ import annotations
 
 import asyncio
+import inspect
 import math
+import pickle
 import threading
 import traceback
-from collections.abc import Awaitable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
-from typing import cast
+from typing import Any, cast
 
 from engine_api.errors import EngineError
 from engine_trainer.functions import is_async, run_past_exits
-from engine_trainer.rewards.deadline import DeadlineExceeded, deadline
-from engine_trainer.rewards.sample import RewardFn, Sample, Verdict
+from engine_trainer.rewards.deadline import DeadlineExceeded, alarm
+from engine_trainer.rewards.sample import SHOWN, RewardFn, Sample, Verdict
 from engine_trainer.threads import event_loop
 
-GRACE_S = 2.0  # beyond its own limit, before a call that keeps its thread busy is interrupted from outside
+GRACE_S = 2.0  # beyond its own limit, before a coroutine that holds its event loop is interrupted from outside
+KNOWN = ("engine_api", "engine_trainer")  # packages whose errors every process can read
+Interrupts = tuple[type[BaseException], ...]
+OURS: Interrupts = (KeyboardInterrupt,)  # of the person who runs this process; no failure of a reward
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -24,9 +30,9 @@ class Outcome:
     """What one call came to; ``value`` is None unless it gave a finite number.
 
     Attributes:
-        problem: what it raised or returned instead; empty for a number and for a call that took too long.
-        error: an error of the contract, which names its own remedy: data without an answer, say.
-        cause: the exception itself, in the process where it was raised.
+        problem: What it raised or returned instead; empty for a number and for a call that took too long.
+        error: An error of the contract, which names its own remedy: data without an answer, say.
+        cause: The exception itself, in the process where it was raised.
     """
 
     value: float | None = None
@@ -41,56 +47,95 @@ class Outcome:
 
 
 def call_all(
-    function: RewardFn, samples: Sequence[Sample], *, timeout_s: float | None, concurrency: int
+    function: RewardFn,
+    samples: Sequence[Sample],
+    *,
+    concurrency: int,
+    timeout_s: float | None = None,
+    interrupts: Interrupts = OURS,
 ) -> Iterator[tuple[int, Outcome]]:
-    """``function`` of every sample, as (place in ``samples``, outcome), in the order in which they end.
+    """Yield (place in ``samples``, outcome) of ``function`` for every sample, in the order in which they end.
 
-    A plain function is called for one after the other, a coroutine function for up to ``concurrency`` at once.
-
-    Raises ``ConfigError`` for a plain function with a time limit outside the main thread.
+    Args:
+        function: A plain one is called for one sample after the other.
+        samples: What to judge.
+        concurrency: Calls of a coroutine function that run at once.
+        timeout_s: Limit of a call of a coroutine function. That of a plain function is kept by the process that
+            started this one: nothing inside a process can end a call for sure.
+        interrupts: Exceptions that end this loop too. Any other is an outcome, whatever it derives from.
     """
     if is_async(function):
-        return _side_by_side(function, samples, timeout_s, concurrency)
-    return ((place, _call(function, sample, timeout_s)) for place, sample in enumerate(samples))
+        return _side_by_side(function, samples, concurrency, timeout_s, interrupts)
+    return ((place, _call(function, sample, interrupts)) for place, sample in enumerate(samples))
 
 
-def _call(function: RewardFn, sample: Sample, timeout_s: float | None) -> Outcome:
+def shown(form: Callable[[Any], str], value: object) -> str:
+    """Return what ``str`` or ``repr`` makes of a stranger's object, short and printable, whatever that raises."""
     try:
-        with deadline(timeout_s):
-            value = function(sample)
-    except DeadlineExceeded:
-        return Outcome()
-    except (Exception, SystemExit) as error:  # noqa: BLE001 - a user's function may raise anything; the scorer names it
+        text = form(value)
+        text = text if len(text) <= SHOWN else f"{text[:SHOWN]}… ({len(text)} characters)"
+        return text.encode("utf-8", "backslashreplace").decode()
+    except OURS:
+        raise
+    except BaseException as error:  # noqa: BLE001 - its own __str__ or __repr__ may raise anything
+        return f"({type(error).__name__} when it was asked for its text)"
+
+
+def plain(error: EngineError) -> EngineError:
+    """Return the error as every process can read and show it, also where it is of a stranger's class."""
+    parts = {name: getattr(error, name, "") for name in ("what", "where", "why", "remedy")}
+    ours = type(error).__module__.partition(".")[0] in KNOWN and all(type(part) is str for part in parts.values())
+    if ours and _can_travel(error):
+        return error
+    texts = {name: shown(str, part) for name, part in parts.items()}
+    return EngineError(f"{type(error).__name__}: {texts.pop('what')}", **texts)
+
+
+def _can_travel(error: EngineError) -> bool:
+    try:
+        pickle.dumps(error)
+    except Exception:  # noqa: BLE001 - a field of it may be anything
+        return False
+    return True
+
+
+def _call(function: RewardFn, sample: Sample, interrupts: Interrupts) -> Outcome:
+    try:
+        value = function(sample)
+    except interrupts:
+        raise
+    except BaseException as error:  # noqa: BLE001 - a user's function may raise anything; the scorer names it
         return _failed(error)
-    return _checked(value)
+    return _checked(value, interrupts)
 
 
 def _side_by_side(
-    function: RewardFn, samples: Sequence[Sample], timeout_s: float | None, concurrency: int
+    function: RewardFn, samples: Sequence[Sample], concurrency: int, timeout_s: float | None, interrupts: Interrupts
 ) -> Iterator[tuple[int, Outcome]]:
     waiting = list(enumerate(samples))[::-1]
     running: dict[asyncio.Task[Outcome], int] = {}
     # A coroutine that never awaits holds the loop, whose own limits then do not come: an alarm interrupts it.
     main = threading.current_thread() is threading.main_thread()
     limit = timeout_s + GRACE_S if timeout_s is not None and main else None
+    exits = tuple(kind for kind in (SystemExit, KeyboardInterrupt) if kind not in interrupts)
 
     async def advance() -> set[asyncio.Task[Outcome]]:
         while waiting and len(running) < concurrency:
             place, sample = waiting.pop()
-            running[asyncio.create_task(_await(function, sample, timeout_s))] = place
+            running[asyncio.create_task(_await(function, sample, timeout_s, interrupts))] = place
         done, _ = await asyncio.wait(running, return_when=asyncio.FIRST_COMPLETED)
         return done
 
     with event_loop(GRACE_S) as loop:
         while waiting or running:
-            with deadline(limit, again=True):
-                done = run_past_exits(loop, advance())
+            with nullcontext() if limit is None else alarm(limit, again=True):
+                done = run_past_exits(loop, advance(), exits)
             for task in done:
                 yield running.pop(task), task.result()
 
 
-async def _await(function: RewardFn, sample: Sample, timeout_s: float | None) -> Outcome:
-    call = asyncio.create_task(_judge(function, sample))
+async def _await(function: RewardFn, sample: Sample, timeout_s: float | None, interrupts: Interrupts) -> Outcome:
+    call = asyncio.create_task(_judge(function, sample, interrupts))
     # Not wait_for: after the cancellation it waits for the call, which may pay no heed.
     done, _ = await asyncio.wait([call], timeout=timeout_s)
     if not done:
@@ -99,35 +144,56 @@ async def _await(function: RewardFn, sample: Sample, timeout_s: float | None) ->
     return call.result()
 
 
-async def _judge(function: RewardFn, sample: Sample) -> Outcome:
-    """Within the task: an exit that leaves a task ends the event loop."""
+async def _judge(function: RewardFn, sample: Sample, interrupts: Interrupts) -> Outcome:
+    """Await one call within its task: an exit that leaves a task ends the event loop."""
     try:
         value = await cast("Awaitable[float]", function(sample))
     except (TimeoutError, DeadlineExceeded):
         return Outcome()
     except asyncio.CancelledError:  # its own: what ``_await`` has cancelled nobody reads
         return Outcome(problem="it was cancelled from inside")
-    except (Exception, SystemExit) as error:  # noqa: BLE001 - as in _call
+    except interrupts:
+        raise
+    except BaseException as error:  # noqa: BLE001 - as in _call
         return _failed(error)
-    return _checked(value)
+    return _checked(value, interrupts)
 
 
-def _failed(error: Exception | SystemExit) -> Outcome:
+def _failed(error: BaseException) -> Outcome:
     if isinstance(error, EngineError):
-        return Outcome(error=error)
+        return Outcome(error=plain(error), cause=error)
     frames = traceback.extract_tb(error.__traceback__)
     place = f" ({frames[-1].filename}:{frames[-1].lineno})" if frames else ""
-    return Outcome(problem=f"it raised {type(error).__name__}: {error}{place}", cause=error)
+    return Outcome(problem=f"it raised {type(error).__name__}: {shown(str, error)}{place}", cause=error)
 
 
-def _checked(value: object) -> Outcome:
+def _checked(value: object, interrupts: Interrupts) -> Outcome:
+    """Return the outcome of what a function returned, with nothing of the function's own types in it."""
+    if inspect.iscoroutine(value):
+        value.close()
+        return Outcome(problem="it returned a coroutine, not a number: write it with async def")
+    if isinstance(value, str | bytes | bytearray):  # float() would read digits in it
+        return Outcome(problem=f"it returned {shown(repr, value)}, not a number")
     try:
-        number = value if isinstance(value, Verdict) else float(value)  # pyright: ignore[reportArgumentType]
+        return _number(value)
+    except interrupts:
+        raise
     except (TypeError, ValueError) as error:
-        return Outcome(problem=f"it returned {value!r}, not a number", cause=error)
-    except (Exception, SystemExit) as error:  # noqa: BLE001 - a number too large, or whatever its own __float__ raises
-        said = f"{type(error).__name__}: {error}"
+        return Outcome(problem=f"it returned {shown(repr, value)}, not a number", cause=error)
+    except BaseException as error:  # noqa: BLE001 - a number too large, or whatever its own __float__ raises
+        said = f"{type(error).__name__}: {shown(str, error)}"
         return Outcome(problem=f"it returned a {type(value).__name__} that is no float: {said}", cause=error)
+
+
+def _number(value: Any) -> Outcome:
+    number = float(value)
     if not math.isfinite(number):
-        return Outcome(problem=f"it returned {float(number)}, not a finite number")
-    return Outcome(value=number)
+        return Outcome(problem=f"it returned {number}, not a finite number")
+    if not isinstance(value, Verdict):
+        return Outcome(value=number)
+    answer: object = value.answer
+    if answer is None:
+        return Outcome(value=Verdict(number))
+    if not isinstance(answer, str):
+        return Outcome(problem=f"it returned a Verdict whose answer is a {type(answer).__name__}, not text")
+    return Outcome(value=Verdict(number, str.__str__(answer)))

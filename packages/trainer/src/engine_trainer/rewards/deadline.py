@@ -1,7 +1,8 @@
-"""A deadline around a piece of Python that may run for ever."""
+"""An alarm around Python code that may run for ever."""
 
 from __future__ import annotations
 
+import asyncio
 import signal
 import threading
 from collections.abc import Iterator
@@ -10,60 +11,68 @@ from types import FrameType
 
 from engine_api.errors import ConfigError
 
+RETRY_S = 0.1  # until the next look whether an import that the alarm must not interrupt has ended
+IMPORTING = "<frozen importlib"  # how the file names of the import system's own frames begin
+
 
 class DeadlineExceeded(BaseException):
     """The time is up. Not an ``Exception``: a checker's own ``except Exception`` must not eat it."""
-
-
-@contextmanager
-def deadline(seconds: float | None, *, again: bool = False) -> Iterator[None]:
-    """Raise ``DeadlineExceeded`` in the body after ``seconds`` of wall time; None: no limit.
-
-    ``again``: and after as many seconds again, for a body that goes on with something else.
-
-    Raises ``ConfigError`` outside the main thread.
-    """
-    if seconds is None:
-        yield
-        return
-    with alarm(seconds, again=again):
-        yield
 
 
 class Alarm:
     """The clock of ``alarm``; ``seconds``: after which it raises, unless it is put off."""
 
     def __init__(self, seconds: float, *, again: bool) -> None:
-        self.seconds, self._again = seconds, again
+        self.seconds = seconds
+        self._again = again
 
     def restart(self) -> None:
-        """All of the time again."""
+        """Give the body all of the time again."""
         signal.setitimer(signal.ITIMER_REAL, self.seconds, self.seconds if self._again else 0.0)
 
     @contextmanager
     def stopped(self) -> Iterator[None]:
-        """No limit in the body; all of the time again after it."""
+        """Lift the limit in the body, and give all of the time again after it."""
         signal.setitimer(signal.ITIMER_REAL, 0.0)
         try:
             yield
         finally:
             self.restart()
 
+    def ring(self, number: int, frame: FrameType | None) -> None:
+        """Raise ``DeadlineExceeded``, or ring again soon where the code is in the middle of an import.
+
+        An exception that comes out of nowhere leaves a module in C half made, and the next use of it ends the process.
+        """
+        del number
+        if _imports(frame):
+            signal.setitimer(signal.ITIMER_REAL, RETRY_S, self.seconds if self._again else 0.0)
+            return
+        raise DeadlineExceeded
+
 
 @contextmanager
 def alarm(seconds: float, *, again: bool = False) -> Iterator[Alarm]:
-    """``deadline``, with its clock.
+    """Raise ``DeadlineExceeded`` in the body after ``seconds`` of wall time.
 
-    By ``SIGALRM``, which interrupts Python code (not a call that stays inside C) and needs the main thread:
-    a thread cannot be stopped from outside, and a process for each call costs more than most rewards.
+    It comes by ``SIGALRM``, which interrupts Python code and neither an import nor a call that stays inside C. It is
+    therefore no bound by itself: what must end is in a process of its own, which another one kills (``workers``).
 
-    Raises ``ConfigError`` outside the main thread.
+    Args:
+        seconds: Until it raises.
+        again: Raise after as many seconds again, for a body that goes on with something else.
+
+    Raises ``ConfigError`` outside the main thread, where no signal arrives.
     """
     if threading.current_thread() is not threading.main_thread():
-        raise ConfigError("reward.timeout_s", "a time limit needs the main thread", why="it is kept by SIGALRM",
-                          remedy="set reward.workers: 1 (a process of its own keeps the time), or timeout_s: null")  # fmt: skip
-    before = signal.signal(signal.SIGALRM, _raise)
+        raise ConfigError(
+            "timeout_s",
+            "a time limit needs the main thread",
+            why="it is kept by SIGALRM",
+            remedy="set timeout_s: null, or run it in the main thread",
+        )
     made = Alarm(seconds, again=again)
+    before = signal.signal(signal.SIGALRM, made.ring)
     made.restart()
     try:
         yield made
@@ -72,6 +81,9 @@ def alarm(seconds: float, *, again: bool = False) -> Iterator[Alarm]:
         signal.signal(signal.SIGALRM, before)
 
 
-def _raise(number: int, frame: FrameType | None) -> None:
-    del number, frame
-    raise DeadlineExceeded
+def _imports(frame: FrameType | None) -> bool:
+    while frame is not None:
+        if frame.f_code.co_filename.startswith(IMPORTING):
+            return True
+        frame = frame.f_back
+    return False

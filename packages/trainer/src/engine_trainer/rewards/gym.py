@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import importlib.util
 from collections.abc import Callable
 from functools import cache
@@ -27,6 +28,7 @@ def reasoning_gym(*, extract: str = "marker", full_match: bool = True) -> Reward
     check_extractor(extract)
     if importlib.util.find_spec("reasoning_gym") is None:
         raise ConfigError("reward.name", "'reasoning_gym' needs reasoning-gym", remedy="pip install reasoning-gym")
+    importlib.import_module("reasoning_gym")  # now: in the first call the time limit would count it
 
     def judge(sample: Sample) -> float:
         answer = EXTRACTORS[extract](sample.completion)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import importlib.util
 from typing import Any
 
@@ -26,6 +27,7 @@ def math(*, boxed_only: bool = False) -> RewardFn:
     """
     if importlib.util.find_spec("math_verify") is None:
         raise ConfigError("reward.name", "'math' needs math-verify", remedy="pip install 'math-verify[antlr4_13_2]'")
+    importlib.import_module("math_verify")  # now: in the first call the time limit would count it
 
     def judge(sample: Sample) -> float:
         answer = last_boxed(sample.completion)

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import functools
+import importlib
 import importlib.metadata
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 from engine_api.config import near_matches
-from engine_api.errors import ConfigError, PluginConflict, PluginLoadError
+from engine_api.errors import ConfigError, EngineError, PluginConflict, PluginLoadError
 from engine_trainer.functions import load_function, require_arguments
 from engine_trainer.rewards.sample import RewardFn
 
@@ -46,9 +47,22 @@ def create(name: str, kwargs: Mapping[str, Any] | None = None) -> RewardFn:
     factory = _in_process.get(name) or _installed(name)
     try:
         return factory(**(kwargs or {}))
-    except TypeError as error:
-        raise ConfigError("reward.kwargs", f"{name!r} cannot be made with {dict(kwargs or {})}", why=str(error),
-                          remedy=f"see help({getattr(factory, '__module__', '')}.{getattr(factory, '__qualname__', name)})") from error  # fmt: skip
+    except EngineError:
+        raise
+    except (Exception, SystemExit) as error:  # a stranger's factory may raise anything
+        place = f"{getattr(factory, '__module__', '')}.{getattr(factory, '__qualname__', name)}"
+        raise ConfigError(
+            "reward.kwargs",
+            f"{name!r} cannot be made with {{{', '.join(f'{key}: …' for key in kwargs or {})}}}",
+            why=f"{type(error).__name__}: {error}",
+            remedy=f"see help({place})",
+        ) from error
+
+
+def module_of(name: str) -> str | None:
+    """Return the module that registered ``name`` in this process; None for an installed one."""
+    factory = _in_process.get(name)
+    return None if factory is None else str(getattr(factory, "__module__", ""))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -56,12 +70,16 @@ class RewardSpec:
     """A reward as a configuration names it: by ``name``, or as one's own ``function`` (``file.py:name``); one of the two.
 
     One's own function is called as ``function(sample, **kwargs)``; nothing makes it first.
+
+    Attributes:
+        module: What another process imports first, for a name that this process has registered itself.
     """
 
     name: str | None = None
     function: str | None = None
     kwargs: Mapping[str, Any] = field(default_factory=dict[str, Any])
     timeout_s: float | None = 10.0  # a call
+    module: str | None = None
 
     @property
     def title(self) -> str:
@@ -69,12 +87,31 @@ class RewardSpec:
         return self.name or (self.function or "").rpartition(":")[2]
 
     def make(self) -> RewardFn:
-        """The function. Raises what ``create`` and ``load_function`` raise."""
+        """Return the function. Raises what ``create`` and ``load_function`` raise."""
         if self.function is None:
+            if self.module is not None:
+                self._register()
             return create(self.name or "", self.kwargs)
         loaded = load_function(self.function, "reward.function")
-        require_arguments(loaded, "reward.function", "sample", **self.kwargs)
+        require_arguments(loaded, "reward.function", ["sample"], self.kwargs)
         return functools.partial(loaded, **self.kwargs) if self.kwargs else loaded
+
+    def _register(self) -> None:
+        """Import the module that registers the name. Raises ``ConfigError`` where that does not do it."""
+        problem = f"{self.module} does not register it when it is imported"
+        if self.name not in _in_process and self.module != "__main__":
+            try:
+                importlib.import_module(self.module or "")
+            except (Exception, SystemExit) as error:  # noqa: BLE001 - a stranger's module may raise anything
+                problem = f"{type(error).__name__}: {error}"
+        if self.name not in _in_process:
+            raise ConfigError(
+                "reward.name",
+                f"a reward process cannot make {self.name!r}, which was registered in the process that started it",
+                why=problem,
+                remedy="register it at the top of a module that can be imported, name it as reward.function, "
+                "or set reward.workers: 0 and reward.timeout_s: null",
+            )
 
 
 def _installed(name: str) -> Factory:

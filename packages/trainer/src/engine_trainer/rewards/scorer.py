@@ -6,13 +6,13 @@ import logging
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
-from engine_api.errors import ConfigError
-from engine_trainer.combined import COMBINE, parts_of
-from engine_trainer.functions import is_async
+from engine_api.codec import register
+from engine_api.errors import ConfigError, EngineError
+from engine_trainer.combined import COMBINE, parts_of, refuse_limits_without_workers
 from engine_trainer.rewards.calls import Outcome, call_all
-from engine_trainer.rewards.registry import RewardSpec
+from engine_trainer.rewards.registry import RewardSpec, module_of
 from engine_trainer.rewards.sample import RewardError, RewardFn, Sample, Verdict
 from engine_trainer.rewards.workers import Workers
 from engine_trainer.sections import RewardSection
@@ -22,14 +22,20 @@ log = logging.getLogger("engine_trainer")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class WeightedReward:
-    """A reward function with its name, its weight in the sum and its time limit."""
+    """A reward with its name and its weight in the sum.
+
+    Attributes:
+        function: What judges; None where ``Workers`` do.
+        timeout_s: Of a call; only ``Workers`` can keep it.
+    """
 
     name: str
-    function: RewardFn
+    function: RewardFn | None = None
     weight: float = 1.0
-    timeout_s: float | None = 10.0  # a call
+    timeout_s: float | None = None
 
 
+@register
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Score:
     """What one completion got."""
@@ -49,7 +55,7 @@ class Scorer:
     Args:
         rewards: each with another name.
         workers: processes that judge; None: this one.
-        concurrency: calls of a coroutine function at once, in each process.
+        concurrency: calls of a coroutine function at once, in this process.
         max_failures: calls that may raise or give no finite number, in this scorer's life, and count 0 (``Failures``: in the run's).
         max_timeouts: calls of one reward in a row that may take too long, and count 0; None: any number.
     """
@@ -62,8 +68,13 @@ class Scorer:
             raise ConfigError(
                 "reward.kwargs.rewards", f"names {[r.name for r in rewards]}", remedy="name each reward once"
             )
-        self.rewards, self.workers, self.concurrency = tuple(rewards), workers, concurrency
-        self.max_failures, self.max_timeouts = max_failures, max_timeouts
+        if workers is None:
+            refuse_limits_without_workers({reward.name: reward.timeout_s for reward in rewards})
+        self.rewards = tuple(rewards)
+        self.workers = workers
+        self.concurrency = concurrency
+        self.max_failures = max_failures
+        self.max_timeouts = max_timeouts
         self._failures = 0
         self._silent = dict.fromkeys((r.name for r in rewards), 0)  # timeouts in a row
 
@@ -74,11 +85,27 @@ class Scorer:
         Each of those is an ``engine_trainer.combined.RewardPart``. Raises ``ConfigError``, ``PluginError``.
         """
         parts = _parts(section)
-        rewards = [WeightedReward(name=spec.title, function=spec.make(), weight=weight, timeout_s=spec.timeout_s)
-                   for spec, weight in parts]  # fmt: skip
-        workers = Workers([s for s, _ in parts], count=section.workers, concurrency=section.concurrency)
-        return Scorer(rewards, workers=workers if section.workers else None, concurrency=section.concurrency,
-                      max_failures=section.max_failures, max_timeouts=section.max_timeouts)  # fmt: skip
+        workers = None
+        if section.workers:
+            specs = [replace(spec, module=module_of(spec.name or "")) for spec, _ in parts]
+            workers = Workers(specs, count=section.workers, concurrency=section.concurrency)
+            workers.start()
+        rewards = [
+            WeightedReward(
+                name=spec.title,
+                function=None if workers else spec.make(),
+                weight=weight,
+                timeout_s=spec.timeout_s,
+            )
+            for spec, weight in parts
+        ]
+        return Scorer(
+            rewards,
+            workers=workers,
+            concurrency=section.concurrency,
+            max_failures=section.max_failures,
+            max_timeouts=section.max_timeouts,
+        )
 
     def score(self, samples: Sequence[Sample]) -> list[Score]:
         """One ``Score`` a sample, in order.
@@ -109,15 +136,16 @@ class Scorer:
         return [found[i] for i in range(len(samples))]
 
     def _calls(self, place: int, samples: Sequence[Sample]) -> Iterator[tuple[int, Outcome]]:
-        reward = self.rewards[place]
-        if self.workers is None:
-            return call_all(reward.function, samples, timeout_s=reward.timeout_s, concurrency=self.concurrency)
-        return self.workers.run(place, samples, chunk=self.concurrency if is_async(reward.function) else 1)
+        if self.workers is not None:
+            return self.workers.run(place, samples)
+        function = self.rewards[place].function
+        assert function is not None, "without workers every reward has one"
+        return call_all(function, samples, concurrency=self.concurrency)
 
     def _watch(self, reward: WeightedReward, sample: Sample, outcome: Outcome) -> None:
         """Count what went wrong; raise when it is too much."""
         if outcome.error is not None:
-            raise outcome.error
+            raise _named(reward, sample, outcome.error) from outcome.cause
         self._silent[reward.name] = self._silent[reward.name] + 1 if outcome.timed_out else 0
         if outcome.timed_out:
             log.warning(
@@ -127,8 +155,13 @@ class Scorer:
                 sample.completion,
             )
             if self.max_timeouts is not None and self._silent[reward.name] > self.max_timeouts:
-                raise RewardError(reward.name, sample, f"{self._silent[reward.name]} calls in a row took longer than {reward.timeout_s} s",
-                                  remedy="see whether what it calls still answers; reward.max_timeouts allows more")  # fmt: skip
+                raise RewardError(
+                    reward.name,
+                    sample,
+                    f"{self._silent[reward.name]} calls in a row took longer than {reward.timeout_s} s",
+                    remedy="see whether what it calls still answers, and whether it imports at the top of its file, "
+                    "where no clock runs; reward.max_timeouts allows more",
+                )
         if outcome.problem:
             self._failures += 1
             if self._failures > self.max_failures:
@@ -155,6 +188,13 @@ class Scorer:
                 return total
         raise RewardError(COMBINE, sample, f"the weighted sum is no finite number: {dict(parts)}",
                           remedy="give smaller weights, or bound the rewards")  # fmt: skip
+
+
+def _named(reward: WeightedReward, sample: Sample, error: EngineError) -> EngineError:
+    """Return an error that names the function and what it judged."""
+    if isinstance(error, RewardError):
+        return error
+    return RewardError(reward.name, sample, f"it raised {type(error).__name__}: {error.what}", remedy=error.remedy)
 
 
 def failure_figures(scores: Sequence[Score]) -> dict[str, float]:

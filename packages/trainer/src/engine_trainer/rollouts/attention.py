@@ -41,6 +41,10 @@ def decode_attention(
     if extra:
         raise RolloutError(f"the model's attention uses {', '.join(extra)}", where="rollout 'local'",
                            remedy="use another rollout for this model family")  # fmt: skip
+    if (chosen := kwargs.pop("indices", None)) is not None:  # indexed attention: each new token sees these places alone
+        seen = torch.zeros(*chosen.shape[:2], key.shape[2], dtype=torch.bool, device=key.device)
+        seen = seen.scatter(-1, chosen.long(), True)[:, None]
+        attention_mask = seen if attention_mask is None else attention_mask & seen
     rows, heads, new, size = query.shape
     if new > 1 or heads == key.shape[1]:
         return sdpa_attention_forward(module, query, key, value, attention_mask, scaling=scaling, **kwargs)

@@ -12,6 +12,8 @@ import torch
 from transformers import PreTrainedConfig
 from transformers.cache_utils import Cache, DynamicCache, DynamicLayer
 
+from engine_api.errors import RolloutError
+
 
 class BufferedLayer(DynamicLayer):
     """Keys and values of one layer, ``[rows, heads, capacity, head_dim]``; ``keys`` and ``values`` view what is filled."""
@@ -57,8 +59,20 @@ class BufferedLayer(DynamicLayer):
 
 
 def make_cache(config: PreTrainedConfig, capacity: int) -> Cache:
-    """A cache for ``capacity`` tokens a row; models with other than full attention get transformers' own."""
+    """Return a cache for ``capacity`` tokens a row; models with other than full attention get transformers' own.
+
+    Raises ``RolloutError`` for a family whose state cannot be repeated row by row.
+    """
     cache = DynamicCache(config=config)
+    if other := sorted(
+        {type(layer).__name__ for layer in cache.layers if not hasattr(layer, "batch_repeat_interleave")}
+    ):
+        raise RolloutError(
+            f"a cache with {', '.join(other)} cannot be repeated for the completions of a prompt",
+            where="rollout 'local'",
+            why=f"{config.model_type} keeps a state beside keys and values",
+            remedy="use another rollout for this model family",
+        )
     if all(type(layer) is DynamicLayer for layer in cache.layers):
         return Cache(layers=[BufferedLayer(capacity) for _ in cache.layers])
     return cache

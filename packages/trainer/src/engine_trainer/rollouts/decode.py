@@ -86,7 +86,7 @@ class _Rows:
 
     def __init__(self, count: int, steps: int, device: torch.device) -> None:
         self.tokens = torch.zeros(count, steps, dtype=torch.int64, device=device)
-        self.log_probs = torch.zeros(count, steps, device=device)
+        self.log_probs = torch.zeros(count, steps, dtype=torch.float32, device=device)
         self.lengths = torch.zeros(count, dtype=torch.int64, device=device)
         self.stopped = torch.zeros(count, dtype=torch.bool, device=device)
         self.kept = torch.arange(count, device=device)

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import sys
 import time
 from collections.abc import Sequence
+from itertools import groupby
 from typing import Any
 
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoModelForCausalLM
 
 from engine_api.config import ModelSource
 from engine_api.devices import device_of
 from engine_api.errors import ConfigError, RolloutError
+from engine_api.hf_config import read_hf_config, require_memory, unbuildable
 from engine_api.registry import Resolution
 from engine_api.requests import check_prompts, check_sampling, check_version
 from engine_api.rollout import Completion, SamplingParams, SyncResult
@@ -19,6 +22,7 @@ from engine_api.weights import WeightExport
 from engine_trainer.rollouts import attention
 from engine_trainer.rollouts.decode import Decoded, decode
 from engine_trainer.rollouts.sampling import uniforms
+from engine_trainer.rollouts.verify import POSITIONS, verify_generation
 from engine_trainer.rollouts.weights import WeightTable
 
 WHERE = "rollout 'local'"
@@ -60,6 +64,9 @@ class LocalRollout:
         self._pad, self._eos, self._batch_size = pad_token_id, tuple(eos_token_ids), batch_size
         self._not_ready = "no weights have been installed"
         self._model: Any = self._build()
+        self._text = self._model.config.get_text_config()
+        self._limit = getattr(self._text, "max_position_embeddings", None) or sys.maxsize
+        self._verified = False
         self._table: WeightTable | None = WeightTable(self._model)
         self._shapes = {name: p.shape for name, p in self._model.named_parameters()}
 
@@ -92,6 +99,9 @@ class LocalRollout:
         begin = time.perf_counter()
         self._table.install(export)  # a stale one is read to its end, too: other ranks gather along
         check_version(version, self.weight_version, where=WHERE)
+        if not self._verified and self._limit >= POSITIONS:
+            self._not_ready = "this model family cannot be served"
+            self._verified = verify_generation(self._model, self._text.vocab_size, self._dtype, WHERE, self._chunks)
         if self._kind.has_streams:
             self._kind.module.synchronize(self._device)
         self.weight_version, self._not_ready = version, ""
@@ -128,30 +138,58 @@ class LocalRollout:
 
     def _build(self) -> Any:
         source = self._source
-        config = AutoConfig.from_pretrained(source.path, revision=source.revision, trust_remote_code=source.trust_remote_code,
-                                            **source.config_overrides)  # fmt: skip
-        # Building draws initial weights; the run's own random numbers must not notice.
-        devices = [] if self._kind.rng_state() is None else [self._device]
-        with torch.random.fork_rng(devices=devices, device_type=self._device.type), self._device:
-            model = AutoModelForCausalLM.from_config(config, dtype=self._dtype, attn_implementation=attention.NAME,
-                                                     trust_remote_code=source.trust_remote_code)  # fmt: skip
+        config = read_hf_config(
+            source.path,
+            remedy="give a folder that save_pretrained wrote, of a family that transformers knows",
+            revision=source.revision,
+            trust_remote_code=source.trust_remote_code,
+            overrides=source.config_overrides,
+        )
+        self._kind.empty_cache()
+        need = sum(parameter.nbytes for parameter in self._built(config, torch.device("meta")).parameters())
+        require_memory(config, source.path, need, self._kind.room()[1])
+        model = self._built(config, self._device)
         if not model._supports_sdpa:  # noqa: SLF001 - transformers has no public name for it
             raise RolloutError(f"{type(model).__name__} has no sdpa attention", where=WHERE,
                                remedy="use another rollout for this model family")  # fmt: skip
         return model.requires_grad_(False).eval()
 
+    def _built(self, config: Any, device: torch.device) -> Any:
+        # Building draws initial weights; the run's own random numbers must not notice.
+        devices = [] if self._kind.rng_state() is None else [self._device]
+        with torch.random.fork_rng(devices=devices, device_type=self._device.type), device:
+            try:
+                return AutoModelForCausalLM.from_config(
+                    config,
+                    dtype=self._dtype,
+                    attn_implementation=attention.NAME,
+                    trust_remote_code=self._source.trust_remote_code,
+                )
+            except (
+                Exception
+            ) as error:  # each family's own code reads the configuration, and knows its own attention alone
+                raise unbuildable(config, self._source.path, error) from error
+
     def _check(self, prompts: Sequence[Sequence[int]], sampling: SamplingParams) -> None:
         check_sampling(sampling, WHERE)
-        config = self._model.config
-        limit = getattr(config, "max_position_embeddings", None)
-        check_prompts(prompts, sampling.max_new_tokens, WHERE, vocabulary=config.vocab_size, limit=limit,
-                      room=f"the model has {limit} positions", remedy="shorten it, or lower max_new_tokens")  # fmt: skip
+        check_prompts(
+            prompts,
+            sampling.max_new_tokens,
+            WHERE,
+            vocabulary=self._text.vocab_size,
+            limit=self._limit,
+            room=f"the model has {self._limit} positions",
+            remedy="shorten it, or lower max_new_tokens",
+        )
 
     def _chunks(self, prompts: Sequence[Sequence[int]], n: int) -> list[list[int]]:
         """Prompts of like length together, so that little is padded; at least one prompt each."""
         order = sorted(range(len(prompts)), key=lambda i: (len(prompts[i]), i))
         size = max(1, self._batch_size // n)
-        return [order[at : at + size] for at in range(0, len(order), size)]
+        # Llama 4 scales queries by their place in the batch, padding included.
+        by_place = getattr(self._text, "attn_temperature_tuning", False)
+        groups = [list(same) for _, same in groupby(order, key=lambda i: len(prompts[i]) if by_place else 0)]
+        return [group[at : at + size] for group in groups for at in range(0, len(group), size)]
 
     def _completions(self, decoded: Decoded, index: int, rows: range) -> list[Completion]:
         completions: list[Completion] = []

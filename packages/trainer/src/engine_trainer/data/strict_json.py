@@ -1,0 +1,56 @@
+"""JSON as people's files have it, without what Python's parser lets pass or breaks on.
+
+Deep nesting ends recursive parsers and writers, the first of two equal keys would be lost, and no tokenizer takes half of
+a surrogate pair.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections import Counter
+from itertools import accumulate
+from typing import Any
+
+MAX_DEPTH = 100  # levels of lists and objects
+_STRING = re.compile(rb'"(?:[^"\\]|\\.)*"?', re.DOTALL)
+_NO_BRACKETS = bytes(set(range(256)) - set(b"[]{}"))
+_SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")  # as JSON escapes one; UTF-8 has none
+
+
+def loads(text: bytes) -> Any:
+    """Return the value of a JSON text in UTF-8.
+
+    Raises ``ValueError`` also for nesting beyond ``MAX_DEPTH``, a key that an object has twice, and half of a surrogate pair.
+    """
+    if _is_deep(text):
+        raise ValueError(f"it is nested deeper than {MAX_DEPTH} levels")
+    value = json.loads(text.decode("utf-8"), object_pairs_hook=_unique)
+    if _SURROGATE.search(text):
+        _require_text(value)
+    return value
+
+
+def _is_deep(text: bytes) -> bool:
+    if text.count(b"[") + text.count(b"{") <= MAX_DEPTH:
+        return False  # as good as always
+    brackets = _STRING.sub(b"", text).translate(None, _NO_BRACKETS)
+    return max(accumulate(1 if bracket in b"[{" else -1 for bracket in brackets), default=0) > MAX_DEPTH
+
+
+def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    values = dict(pairs)
+    if len(values) < len(pairs):
+        (twice, _), *_ = Counter(key for key, _ in pairs).most_common(1)
+        raise ValueError(f"an object has the key {twice!r:.100} twice")
+    return values
+
+
+def _require_text(value: Any) -> None:
+    for key, part in value.items() if isinstance(value, dict) else [("", value)]:
+        try:
+            json.dumps([key, part], ensure_ascii=False).encode("utf-8")
+        except UnicodeEncodeError as error:
+            raise ValueError(
+                f"{key!r:.100} has half of a surrogate pair ({error.object[error.start]!r}), no character"
+            ) from error

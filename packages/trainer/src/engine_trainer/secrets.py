@@ -1,0 +1,80 @@
+"""What of a configuration is not written down: values from the environment, and what is called a key or a password.
+
+A configuration is written to ``config.yaml``, the report, manifests of checkpoints, wandb and the terminal, and all of
+them are shown to people who need not know the secrets of the one who ran it.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any, Self
+
+MASK = "***"
+# A whole word of a key's name.
+NAMES = re.compile(r"(^|_|-)(key|apikey|token|secret|password|passwd|passphrase|credential)s?($|_|-)", re.IGNORECASE)
+OF_TEXTS = re.compile(r"^(bos|eos|pad|unk|sep|cls|mask|stop)_token$")  # tokens of a tokenizer
+LOGIN = re.compile(r"(?<=://)[^/@\s]+(?=@)")  # of a URL
+NODE = re.compile(r"^\$\{([\w.\[\]-]+)\}$")  # a reference to another key
+
+
+class Referred(str):
+    """A text that a configuration takes from elsewhere (``${oc.env:NAME}``).
+
+    It is its value to whoever uses it; written down and in error texts it is the reference.
+    """
+
+    __slots__ = ("reference",)
+    reference: str
+
+    def __new__(cls, value: str, reference: str) -> Self:
+        """Make a text of ``value`` that is written as ``reference``."""
+        made = super().__new__(cls, value)
+        made.reference = reference
+        return made
+
+    def __getnewargs__(self) -> tuple[str, str]:
+        return str.__str__(self), self.reference
+
+    def __repr__(self) -> str:
+        return repr(self.reference)
+
+
+def refer(resolved: Any, source: Any) -> Any:
+    """Return ``resolved`` with every text that is a reference in ``source`` as ``Referred``; both are plain trees."""
+    if isinstance(source, str) and "${" in source:
+        return _referred(resolved, source)
+    if isinstance(resolved, dict):
+        return {name: refer(value, source[name]) for name, value in resolved.items()}
+    if isinstance(resolved, list):
+        return [refer(value, given) for value, given in zip(resolved, source, strict=True)]
+    return resolved
+
+
+def masked(value: Any, name: str = "") -> Any:
+    """Return ``value``, of the key ``name``, as it may be written: plain mappings, lists and scalars."""
+    if isinstance(value, Referred):
+        return value.reference
+    if isinstance(value, Mapping):
+        return {str(key): masked(inner, str(key)) for key, inner in value.items()}
+    if isinstance(value, str):
+        return MASK if value and _is_secret(name) else LOGIN.sub(MASK, value)
+    if isinstance(value, Sequence):
+        return [masked(inner, name) for inner in value]
+    return value
+
+
+def _referred(resolved: Any, source: str) -> Any:
+    """Mark what a reference gave; a whole section of it refers to the parts of the section."""
+    if isinstance(resolved, str):
+        return resolved if resolved == source else Referred(resolved, source)
+    node = NODE.match(source)
+    if isinstance(resolved, dict):
+        return {name: _referred(v, f"${{{node[1]}.{name}}}" if node else MASK) for name, v in resolved.items()}
+    if isinstance(resolved, list):
+        return [_referred(v, f"${{{node[1]}[{i}]}}" if node else MASK) for i, v in enumerate(resolved)]
+    return resolved
+
+
+def _is_secret(name: str) -> bool:
+    return bool(NAMES.search(name)) and not OF_TEXTS.match(name)
