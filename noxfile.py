@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import argparse
 import os
+import subprocess
 import sys
 import time
 import tomllib
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
+from contextlib import contextmanager
 from pathlib import Path
 
 import nox
@@ -26,7 +29,7 @@ API, FSDP, TRAINER, SUITE = "packages/engine-api", "packages/engine-fsdp", "pack
 ROLLOUT = "packages/rollout-fp8"
 EXAMPLE = "examples/engine-minimal"
 # Tools that write a page from its source, and compare the two with --check.
-GENERATORS = ("matrix", "cases", "reports", "mutants", "scaling")
+GENERATORS = ("matrix", "cases", "reports", "mutants", "scaling", "kl_gradients")
 # Cases about how ranks are spread, and what crosses from one layout to another.
 LAYOUTS = "parallel.*,checkpoint.partner*,export.shards,export.exact"
 # Extras that want a GPU, a server or an account.
@@ -134,8 +137,9 @@ def conformance_commands() -> list[tuple[str, ...]]:
     for engine, device in engine_devices(load()):
         if device == "cpu":
             two, four = (run_arguments(load(), engine, device, sizes) for sizes in ((1, 2), (4,)))
-            found += [("engine-conformance", *two, "--certify", "--quiet")]
-            found += [("engine-conformance", *four, "--case", LAYOUTS, "--quiet")]
+            # A deadline is for what hangs: a busy machine must not run into one.
+            found += [("engine-conformance", *two, "--certify", "--quiet", "--patience", "10")]
+            found += [("engine-conformance", *four, "--case", LAYOUTS, "--quiet", "--patience", "10")]
     return found
 
 
@@ -174,6 +178,31 @@ def tests(session: nox.Session) -> None:
         session.notify("vllm")
 
 
+@contextmanager
+def busy_loops(count: int) -> Iterator[None]:
+    """Keep ``count`` processes computing meanwhile; they end with this one, however it ends."""
+    loop = "import os, sys\nparent = int(sys.argv[1])\nwhile os.getppid() == parent: pass"
+    running: list[subprocess.Popen[bytes]] = []
+    try:
+        for _ in range(count):
+            running.append(subprocess.Popen([sys.executable, "-c", loop, str(os.getpid())]))  # noqa: PERF401 - each is ended
+        yield
+    finally:
+        for process in running:
+            process.kill()
+            process.wait()
+
+
+@nox.session(venv_backend="none")
+def busy(session: nox.Session) -> None:
+    """Run `nox -s tests`, with what follows it, on a machine that has much else to do; after `--`: `--beside N` (4), pytest arguments."""
+    parser = argparse.ArgumentParser(prog="nox -s busy --")
+    parser.add_argument("--beside", type=int, default=4, metavar="N", help="so many endless loops run meanwhile")
+    arguments, rest = parser.parse_known_args(session.posargs)
+    with busy_loops(arguments.beside):
+        session.run(sys.executable, "-m", "nox", "-s", "tests", *(["--", *rest] if rest else []))
+
+
 @nox.session
 def lint(session: nox.Session) -> None:
     """Style and format alone."""
@@ -200,6 +229,25 @@ def unit(session: nox.Session) -> None:
     """Tests alone; after `--`: pytest arguments."""
     install(session, packages(), *PYTEST)
     side_by_side(session, unit_commands(session))
+
+
+@nox.session
+def fuzz(session: nox.Session) -> None:
+    """Fuzz everything that takes a user's input; after `--`: `--examples N` (200) and pytest arguments."""
+    parser = argparse.ArgumentParser(prog="nox -s fuzz --")
+    parser.add_argument("--examples", type=int, default=200)
+    arguments, rest = parser.parse_known_args(session.posargs)
+    install(session, packages(), *PYTEST)
+    files = sorted(str(path.relative_to(ROOT)) for path in ROOT.glob("[!.]*/**/tests/**/test_fuzz_*.py"))
+    asked = {"FUZZ_EXAMPLES": str(arguments.examples), "OMP_NUM_THREADS": "1"}
+    session.run(*PYTEST_RUN, "--timeout=0", *files, *rest, env=asked)
+
+
+@nox.session
+def kills(session: nox.Session) -> None:
+    """Kill training runs at random moments and compare how they end; after `--`: `--count N` (500), `--lanes N`, `--minutes M`."""
+    install(session, [API, FSDP, TRAINER])
+    session.run("python", "tools/kills.py", *session.posargs)
 
 
 @nox.session

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 from layout import PACKAGES, ROOT
+from waiting import DEADLINE_S
 
 PAGE = ROOT / "docs" / "first-hour.md"
 # Either a fence that follows a line with a file's name, or a fence of shell commands.
@@ -26,7 +27,13 @@ def run(command: str, folder: Path) -> str:
     environment = os.environ | {"PYTHONPATH": path, "OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false",
                                 "HF_HUB_OFFLINE": "1", "CUDA_VISIBLE_DEVICES": ""}  # fmt: skip
     done = subprocess.run(
-        [*start, *words[1:]], cwd=folder, env=environment, capture_output=True, text=True, timeout=240, check=False
+        [*start, *words[1:]],
+        cwd=folder,
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=DEADLINE_S,
+        check=False,
     )
     assert done.returncode == 0, f"{command}\n{done.stdout[-2000:]}\n{done.stderr[-4000:]}"
     return done.stdout

@@ -29,7 +29,7 @@ def render() -> str:
     parts = [INTRODUCTION]
     for profile in PROFILES:
         cases = [one for one in load_cases().values() if one.profile == profile]
-        head = ("case", "MUST", "group", "models", "ranks", "tier", "since")
+        head = ("case", "MUST", "group", "models", "ranks", "precisions", "tier", "since")
         parts.append(f"## Profile `{profile}`: {len(cases)} cases\n\n{table(head, [_row(one) for one in cases])}")
     return "\n".join(parts)
 
@@ -38,7 +38,7 @@ def _row(one: Case) -> tuple[str, ...]:
     return (
         f"[`{one.id}`](contract.md#{one.id})", one.must, "undeclared" if one.probes else one.group,
         ", ".join(SHORT[m] for m in one.model_types), ", ".join(map(str, one.world)),
-        "quick" if one.quick else "full", one.since,
+        ", ".join(one.dtypes), "quick" if one.quick else "full", one.since,
     )  # fmt: skip
 
 

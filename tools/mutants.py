@@ -3,6 +3,8 @@
 ``python tools/mutants.py [NAME …]`` runs the named cases and controls, and fails when one does not bite.
 ``python tools/mutants.py --others [NAME …]`` looks for another case that catches each, and writes
 ``conformance/mutants/others.json`` (with ``--into FILE``: there), from which a case is seen to catch something alone.
+``python tools/mutants.py --bfloat16 [NAME …]`` runs the named case in bfloat16 and writes into
+``conformance/mutants/bfloat16.json`` whether it catches the mutant there as well.
 ``python tools/mutants.py --failures NAME …`` writes what the command line prints for them into docs/adding-an-engine.md.
 ``python tools/mutants.py --page`` writes docs/mutants.md; ``--check`` compares it.
 """
@@ -33,6 +35,7 @@ from engine_mutants.stays import reason  # noqa: E402
 
 TUTORIAL = ROOT / "docs" / "adding-an-engine.md"
 PAGE, OTHERS = ROOT / "docs" / "mutants.md", ROOT / "conformance" / "mutants" / "others.json"
+BFLOAT16 = ROOT / "conformance" / "mutants" / "bfloat16.json"
 INTRODUCTION = """\
 # Mutants
 
@@ -41,7 +44,9 @@ INTRODUCTION = """\
 A suite is worth what it catches. Each row is the reference engine of the suite's own tests (`conformance/loopback`) with
 one defect, and the case that must fail for it, in one setting. `nox -s mutants` runs them all, as the tests do at every
 change, and checks that the engine without the defect passes the same cases. "Also" is the first other case that was seen
-to fail for the same defect; where there is none, the named case alone stands between the defect and a user.
+to fail for the same defect; where there is none, the named case alone stands between the defect and a user. "bfloat16"
+is whether the named case catches it when it runs in bfloat16, where tolerances are thousands of times wider: what it misses
+there, a run in float32 shows.
 """
 
 
@@ -74,6 +79,19 @@ def other(one: Mutant, root: Path) -> str | None:
     return None
 
 
+def in_bfloat16(mutants: Iterable[Mutant], root: Path) -> dict[str, bool]:
+    """Run the named cases in bfloat16 where they say something in it; return by name whether each mutant is caught."""
+    found = dict[str, bool]()
+    for one in mutants:
+        half = replace(one, dtype="bfloat16")
+        if one.dtype == "bfloat16" or load_cases()[one.case].why_not(half.target(root)):
+            continue
+        outcome = kill(half, root)
+        found[one.name] = is_caught(outcome)
+        print(f"{outcome.status:<20} {one.name:<44} {one.case:<32} {outcome.seconds:5.1f} s", flush=True)
+    return found
+
+
 def failures(mutants: Iterable[Mutant], root: Path) -> str:
     """What the command line prints for each."""
     texts = []
@@ -87,13 +105,18 @@ def failures(mutants: Iterable[Mutant], root: Path) -> str:
 def render() -> str:
     """The page."""
     others: dict[str, str | None] = json.loads(OTHERS.read_text()) if OTHERS.exists() else {}
+    half: dict[str, bool] = json.loads(BFLOAT16.read_text())
     rows = [
         (f"`{one.name.removeprefix('mutant-')}`", one.group, one.defect.replace("|", "\\|"), f"`{one.case}`",
-         _setting(one), _also(others, one), one.seen_in)
+         _setting(one), _half(half, one), _also(others, one), one.seen_in)
         for one in load_mutants().values()
     ]  # fmt: skip
-    head = ("mutant", "group", "defect", "caught by", "setting", "also", "seen in")
+    head = ("mutant", "group", "defect", "caught by", "setting", "bfloat16", "also", "seen in")
     return f"{INTRODUCTION}\n{len(rows)} mutants.\n\n{table(head, rows)}\n{_reasons(others)}"
+
+
+def _half(half: Mapping[str, bool], one: Mutant) -> str:
+    return "" if one.name not in half else "caught" if half[one.name] else "missed"
 
 
 def _also(others: Mapping[str, str | None], one: Mutant) -> str:
@@ -134,7 +157,7 @@ def main() -> int:
     """Exit 0: every mutant is caught by its named case; 1: one lives, or the page is out of date."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("names", nargs="*", help="only these; default: all")
-    for option in ("--others", "--failures", "--page", "--check"):
+    for option in ("--others", "--bfloat16", "--failures", "--page", "--check"):
         parser.add_argument(option, action="store_true")
     parser.add_argument("--into", type=Path, default=OTHERS)
     options = parser.parse_args()
@@ -161,6 +184,12 @@ def _run(options: argparse.Namespace, mutants: list[Mutant], root: Path) -> int:
         for one in mutants:
             known[one.name] = other(one, root)
             options.into.write_text(json.dumps(dict(sorted(known.items())), indent=1) + "\n")
+        return 0
+    if options.bfloat16:
+        known = json.loads(BFLOAT16.read_text()) if BFLOAT16.exists() else {}
+        for one in mutants:
+            known |= in_bfloat16([one], root)
+            BFLOAT16.write_text(json.dumps(dict(sorted(known.items())), indent=1) + "\n")
         return 0
     problems = run_named(mutants, root)
     print("\n".join(problems) or f"all {len(mutants)} mutants are caught")

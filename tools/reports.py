@@ -5,13 +5,16 @@ from __future__ import annotations
 import json
 import math
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
 from matrix import ROOT, replace_section, table, write_or_check
 
 from engine_conformance.environment import SHIMMED
+from engine_conformance.report.view import precisions
+from engine_conformance.results import Setting
 
 README, REPORTS = ROOT / "README.md", ROOT / "conformance" / "reports"
 HEAD = ("engine", "model type", "device", "ranks", "precision", "cases", "worst margin", "verdict", "when")
@@ -32,9 +35,13 @@ def _rows(path: Path, report: Mapping[str, Any]) -> Iterator[tuple[str, ...]]:
         margins = [math.inf if r["margin"] == "infinite" else r["margin"] for r in mine if r["margin"] is not None]
         yield (
             f"`{report['name']}` ({report['distribution'].split(' ')[0]})", one["model_type"], _device(report),
-            ", ".join(map(str, chosen["worlds"])), ", ".join(chosen["dtypes"]), f"{shown} of {len(mine)}",
+            ", ".join(map(str, chosen["worlds"])), precisions(_settings(mine)), f"{shown} of {len(mine)}",
             f"{max(margins):.2g}" if margins else "-", f"[{one['verdict']}]({link})", report["started"][:10],
         )  # fmt: skip
+
+
+def _settings(rows: Iterable[Mapping[str, Any]]) -> list[Setting]:
+    return [Setting(**{one.name: row[one.name] for one in fields(Setting)}) for row in rows]
 
 
 def _device(report: Mapping[str, Any]) -> str:

@@ -1,0 +1,120 @@
+"""Tiny random models of every causal language model that transformers knows.
+
+A configuration is made from the family's own defaults, with the keys that say how large it is replaced. Nothing of a
+family stands here but the few keys whose values depend on each other.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+VOCABULARY = 64
+WINDOW = 12  # of sliding windows and chunks: shorter than most documents
+DOCUMENTS = (23, 37, 14)
+
+_SIZES: dict[str, Any] = {
+    "vocab_size": VOCABULARY, "vocab_size_per_layer_input": VOCABULARY, "max_position_embeddings": 128,
+    "n_positions": 128, "max_seq_len": 128, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2,
+    "hidden_size": 32, "n_embd": 32, "d_model": 32, "embedding_size": 32, "word_embed_proj_dim": 32, "lru_width": 32,
+    "hidden_size_per_layer_input": 8, "embedding_dim": 32,
+    "intermediate_size": 64, "ffn_dim": 64, "n_inner": 64, "mlp_hidden_size": 64, "ffn_hidden_size": 64,
+    "shared_intermediate_size": 32, "moe_shared_expert_intermediate_size": 16, "shared_expert_intermediate_size": 16,
+    "intermediate_size_mlp": 64, "expert_ffn_hidden_size": 16,
+    "moe_intermediate_size": 16, "num_hidden_layers": 4, "n_layer": 4, "num_layers": 4, "n_layers": 4,
+    "num_attention_heads": 4, "n_head": 4, "n_heads": 4, "num_heads": 4, "num_key_value_heads": 2, "head_dim": 8,
+    "kv_channels": 8, "attention_head_dim": 8, "rotary_dim": 4, "global_head_dim": 8, "num_global_key_value_heads": 2,
+    "q_lora_rank": 16, "kv_lora_rank": 16, "qk_rope_head_dim": 8, "qk_nope_head_dim": 8, "qk_head_dim": 16, "v_head_dim": 8,
+    "num_experts": 4, "num_local_experts": 4, "n_routed_experts": 4, "moe_num_experts": 4,
+    "num_experts_per_tok": 2, "num_experts_per_token": 2, "moe_topk": 2, "moe_k": 2, "top_k": 2, "n_group": 1,
+    "topk_group": 1, "num_expert_group": 1, "n_shared_experts": 1, "num_shared_experts": 1, "first_k_dense_replace": 1,
+    "sliding_window": WINDOW, "attention_chunk_size": WINDOW, "attention_window_size": WINDOW, "window_size": WINDOW,
+    "index_topk": 8, "index_head_dim": 16, "index_n_heads": 2,
+    "linear_key_head_dim": 8, "linear_value_head_dim": 8, "linear_num_key_heads": 2, "linear_num_value_heads": 4,
+    "linear_conv_kernel_dim": 4, "mamba_d_state": 8, "mamba_d_ssm": 32, "mamba_n_heads": 4, "mamba_d_head": 16,
+    "mamba_num_heads": 4, "mamba_head_dim": 16, "ssm_state_size": 8, "state_size": 8, "mamba_expand": 2, "mamba_n_groups": 1,
+    "n_groups": 1, "chunk_size": 16, "mamba_chunk_size": 16, "time_step_rank": 4, "mamba_dt_rank": 4,
+    "initializer_range": 0.2, "dtype": "float32",
+}  # fmt: skip
+
+
+# Sizes that families leave open, and work out from others or not at all.
+_ALSO_OPEN = ("head_dim", "num_experts_per_tok", "num_key_value_heads")
+
+# Where sizes depend on each other.
+_FAMILIES: dict[str, dict[str, Any]] = {
+    "dots1": {"n_group": 1, "topk_group": 1, "moe_intermediate_size": 16, "n_routed_experts": 4, "n_shared_experts": 1},
+    "falcon_h1": {"mamba_d_ssm": 64, "mamba_d_head": 16},
+    "mamba2": {"num_heads": 4, "head_dim": 16},
+    "zaya": {"num_experts_per_tok": 1},
+}
+
+# The families of which there are tiny ones, and which compute in float64.
+_MODEL_TYPES = """
+afmoe apertus arcee aria_text axk1 axk2 bamba bert bert-generation big_bird biogpt bitnet
+blenderbot-small bloom camembert codegen cohere cohere2 cohere2_moe cwm data2vec-text deepseek_v2
+deepseek_v3 deepseek_v32 deepseek_v4 diffllama doge dots1 electra ernie ernie4_5 ernie4_5_moe
+exaone4 exaone_moe falcon falcon_h1 falcon_mamba flex_olmo fuyu gemma gemma2 gemma3_text
+gemma4_text gemma4_unified_text glm glm4 glm4_moe glm4_moe_lite glm_moe_dsa gpt-sw3 gpt2
+gpt_bigcode gpt_neox gpt_neox_japanese gpt_oss gptj granite granite_swa granitemoe granitemoe_swa
+granitemoehybrid granitemoeshared helium hrm_text hunyuan_v1_dense hunyuan_v1_moe hy_v3 hy_v4
+hyperclovax jais2 jamba jetmoe laguna lfm2 llama llama4_text longcat_flash mamba mamba2
+megatron-bert mellum mimo_v2_flash minicpm3 minimax minimax_m2 minimax_m3_vl_text ministral
+ministral3 mistral mixtral modernbert-decoder moshi mpt nanochat nemotron nemotron_h olmo olmo2
+olmo3 olmo_hybrid olmoe openai-gpt opt persimmon phi phi3 phimoe qwen2 qwen2_moe qwen3
+qwen3_5_moe_text qwen3_5_text qwen3_moe qwen3_next recurrent_gemma rembert roberta
+roberta-prelayernorm roformer rwkv seed_oss smollm3 solar_open stablelm starcoder2 vaultgemma
+xlm-roberta xlm-roberta-xl xlstm youtu zaya
+"""
+MODEL_TYPES = tuple(_MODEL_TYPES.split())
+
+
+def tiny_config(model_type: str, **changes: Any) -> Any:
+    """Return a tiny configuration of a family; raises whatever transformers does where it has no such sizes."""
+    from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
+    made = CONFIG_MAPPING[model_type]
+    defaults = made().to_dict()
+    known = {
+        key: value
+        for key, value in _SIZES.items()
+        if key in defaults and (defaults[key] is not None or key in _ALSO_OPEN)
+    }
+    if "kv_lora_rank" in known:  # latent attention: each head has keys of its own
+        known["num_key_value_heads"] = known["num_attention_heads"]
+    return made(**(known | _FAMILIES.get(model_type, {}) | changes))
+
+
+def tiny_model(model_type: str, **changes: Any) -> Any:
+    """Return a model of a family with random weights, none of them at a value that would hide it (0, 1)."""
+    from transformers import AutoModelForCausalLM
+
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        model = AutoModelForCausalLM.from_config(tiny_config(model_type, **changes))
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.add_(0.1 * torch.randn_like(parameter))
+    return model
+
+
+def documents() -> list[torch.Tensor]:
+    """Return token ids of three documents."""
+    generator = torch.Generator().manual_seed(7)
+    return [torch.randint(3, VOCABULARY, (length,), generator=generator) for length in DOCUMENTS]
+
+
+def oracle(folder: str) -> Any:
+    """Return the model of a folder as transformers computes it in float64, attention and experts in plain PyTorch."""
+    from transformers import AutoModelForCausalLM
+
+    plain = {"attn_implementation": "eager", "experts_implementation": "eager"}
+    return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float64, **plain).eval()
+
+
+def log_probs(model: Any, ids: torch.Tensor) -> torch.Tensor:
+    """Return ``[L]`` log-probs of a document's tokens, 0 for the first one; alone in its batch."""
+    with torch.no_grad():
+        scores = model(input_ids=ids[None], use_cache=False).logits[0].log_softmax(-1)
+    return torch.cat([scores.new_zeros(1), scores[:-1].gather(-1, ids[1:, None])[:, 0]])

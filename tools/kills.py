@@ -1,0 +1,454 @@
+"""Kill training runs at random moments, start them again, and compare how they end with runs that were left alone.
+
+``python tools/kills.py --count 500 --lanes 8`` makes a tiny model and data, runs ``engine-train sft`` and ``rl`` on one process
+and on two (torchrun), each once unbroken, and then again and again with SIGKILL to a rank, to all processes or to torchrun
+itself, a third of them while something is saved. The same command then goes on (``run.resume=auto``) and is killed again,
+until the run ends. Its ``hf/``, its step folders and ``latest`` must be those of the unbroken run, bit for bit, and no process
+may be left after a kill.
+
+Exit 0: all were. It needs neither network nor GPU; from a tree that is not installed:
+``PYTHONPATH=$(python tools/from_source.py /tmp/site) python tools/kills.py …``
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import json
+import os
+import random
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+import uuid
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+STEPS = 16
+KEEP = 2
+TASKS = ("sft", "rl")
+WORLDS = (1, 2)
+MARK = "ENGINE_KILLS_LIFE"  # in the environment of every process of a life
+GONE_S = 90.0  # until all processes of a killed life must be gone: torchrun gives its ranks 30 s to end
+LIFE_S = 600.0  # until a life that nobody kills must have ended
+LOOK_S = 0.01
+SAVE_LOOK_S = 0.0005
+SAVE_S = 0.01  # about what a save of so small a model takes
+CHARACTERS = ["<pad>", "<eos>", "+", "=", "#", " ", *"0123456789"]
+RUN = {"steps": STEPS, "save_every": 1, "keep": KEEP, "seed": 3, "output_dir": "out"}
+QUIET = {"progress": False, "tensorboard": False, "report": False}
+
+
+# --- what is trained -----------------------------------------------------------------------------
+
+
+def make_inputs(root: Path) -> None:
+    """Write a random model of two layers with its tokenizer, sums to complete, and a configuration a task."""
+    from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast, Qwen3Config
+
+    tokenizer = Tokenizer(models.WordLevel({c: i for i, c in enumerate(CHARACTERS)}, unk_token="<pad>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex("."), "isolated")
+    tokenizer.decoder = decoders.Fuse()
+    whole = PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token="<pad>", eos_token="<eos>")
+    whole.save_pretrained(root / "model")
+    Qwen3Config(
+        vocab_size=len(CHARACTERS),
+        hidden_size=32,
+        intermediate_size=64,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=8,
+        max_position_embeddings=64,
+        tie_word_embeddings=True,
+        initializer_range=0.2,
+        pad_token_id=0,
+        eos_token_id=1,
+        bos_token_id=None,
+    ).save_pretrained(root / "model")
+    sums = [(f"{a}+{b}=", str((a + b) % 10)) for a in range(10) for b in range(10)]
+    columns = {"sft": ("prompt", "response"), "rl": ("prompt", "answer")}
+    for task, names in columns.items():
+        rows = (json.dumps(dict(zip(names, row, strict=True))) + "\n" for row in sums)
+        (root / f"{task}.jsonl").write_text("".join(rows))
+        (root / f"{task}.yaml").write_text(yaml.safe_dump(configuration(task)))
+
+
+def configuration(task: str) -> dict[str, Any]:
+    """Return the configuration of a task, with paths relative to a run's folder: it stands in every checkpoint."""
+    engine = {
+        # Weights from the seed; an adapter with dropout, so that a generator that is lost shows.
+        "model": {"path": "../model", "init": "random"},
+        "backend": "fsdp2",
+        "device": "cpu",
+        "optimizer": {"lr": 1e-2},
+        "lora": {"rank": 4, "dropout": 0.3},
+    }
+    own: dict[str, dict[str, Any]] = {
+        "sft": {"batch_size": 4},
+        "rl": {
+            "algorithm": {"prompts_per_step": 4},
+            "rollout": {"name": "local", "n": 4, "max_new_tokens": 4},
+            "reward": {"name": "exact"},
+        },
+    }
+    return {"engine": engine, "data": {"source": f"../{task}.jsonl"}, "run": RUN | QUIET, **own[task]}
+
+
+# --- one process, or one launcher with its ranks ---------------------------------------------------
+
+
+@dataclass
+class Life:
+    """One start of a run's command, with all processes that came of it."""
+
+    folder: Path
+    task: str
+    world: int
+    mark: str = field(default_factory=lambda: uuid.uuid4().hex)
+    began: float = 0.0
+
+    def start(self) -> None:
+        """Start the command."""
+        command = [sys.executable]
+        if self.world > 1:
+            command += ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={self.world}"]
+        command += ["-m", "engine_trainer", self.task, f"../{self.task}.yaml"]
+        own = {MARK: self.mark, "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
+        self.began = time.time()
+        with (self.folder / "log.txt").open("a") as log:
+            log.write(f"--- {' '.join(command)}\n")
+            log.flush()
+            LIVES.append(self)
+            self.process = subprocess.Popen(
+                command, cwd=self.folder, env=os.environ | own, stdout=log, stderr=log, start_new_session=True
+            )
+
+    def processes(self) -> dict[int, bool]:
+        """Return the living processes of this life by their ids, and whether each is a rank."""
+        found: dict[int, bool] = {}
+        wanted = f"{MARK}={self.mark}".encode()
+        for entry in Path("/proc").iterdir():
+            if not entry.name.isdigit():
+                continue
+            try:
+                environment = (entry / "environ").read_bytes().split(b"\0")
+            except OSError:  # it has ended meanwhile, or belongs to somebody else
+                continue
+            if wanted in environment:
+                found[int(entry.name)] = self.world == 1 or any(part.startswith(b"RANK=") for part in environment)
+        return found
+
+    def victims(self, target: str, chance: random.Random) -> list[int]:
+        """Return the processes to kill: torchrun, all, or one of the ranks."""
+        if target == "launcher":
+            return [self.process.pid]
+        processes = self.processes()
+        if target == "all":
+            return sorted(processes)
+        ranks = sorted(pid for pid, is_rank in processes.items() if is_rank)
+        return chance.sample(ranks, min(1, len(ranks)))
+
+    def kill(self, victims: Sequence[int]) -> bool:
+        """Send SIGKILL; return whether the command had not ended yet."""
+        if self.is_over():
+            return False
+        for pid in victims:
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        return bool(victims)
+
+    def gone(self) -> list[int]:
+        """Wait until no process is left, and kill what does not end; return those that had to be killed."""
+        deadline = time.monotonic() + GONE_S
+        while time.monotonic() < deadline:
+            self.process.poll()
+            if self.process.returncode is not None and not self.processes():
+                return []
+            time.sleep(0.05)
+        left = sorted(self.processes())
+        for pid in left:
+            os.kill(pid, signal.SIGKILL)
+        self.process.wait()
+        return left
+
+    def is_over(self) -> bool:
+        """Return whether the command has ended."""
+        return self.process.poll() is not None
+
+    def in_loop(self) -> bool:
+        """Return whether this life has begun to train: it has written to its log of metrics."""
+        log = self.folder / "out/metrics.jsonl"
+        return log.is_file() and log.stat().st_mtime > self.began
+
+    def to_do(self) -> float:
+        """Return which part of the run's steps is not saved yet."""
+        saved = (int(path.name.removeprefix("step-")) for path in (self.folder / "out/checkpoints").glob("step-??????"))
+        return 1 - max(saved, default=0) / STEPS
+
+    def is_saving(self) -> bool:
+        """Return whether a save, or a removal, stands unfinished right now."""
+        return any(True for _ in unfinished(self.folder / "out"))
+
+
+LIVES: list[Life] = []  # all that were started
+
+
+def unfinished(out: Path) -> Iterator[Path]:
+    """Yield what a save leaves that is killed: folders under provisional names, and a pointer that has not moved."""
+    for path in (*_inside(out / "checkpoints"), *_inside(out)):
+        if path.suffix == ".partial" or path.name.startswith("hf."):
+            yield path
+    yield from (out / "checkpoints").glob("step-*/latest")
+
+
+def _inside(folder: Path) -> list[Path]:
+    try:
+        return list(folder.iterdir())
+    except FileNotFoundError:
+        return []
+
+
+# --- a run of several lives ------------------------------------------------------------------------
+
+
+@dataclass
+class Unbroken:
+    """How a run ends that is left alone, and how long it takes."""
+
+    digests: Mapping[str, str]
+    rows: Sequence[Any]
+    startup_s: float
+    loop_s: float
+
+
+def digests(out: Path) -> dict[str, str]:
+    """Return the SHA-256 of each file in ``hf/`` and in ``checkpoints/``, ``latest`` included."""
+    files = [path for part in ("hf", "checkpoints") for path in (out / part).rglob("*") if path.is_file()]
+    return {str(p.relative_to(out)): hashlib.sha256(p.read_bytes()).hexdigest() for p in sorted(files)}
+
+
+def rows(out: Path) -> list[Any]:
+    """Return what the log of metrics says of each step, without what a clock says."""
+    kept = ("step", "train/loss", "train/grad_norm", "reward/mean")
+    lines = (out / "metrics.jsonl").read_text().splitlines()
+    return [[row.get(name) for name in kept] for row in map(json.loads, lines)]
+
+
+def unbroken(root: Path, task: str, world: int) -> Unbroken:
+    """Run a task to its end."""
+    folder = root / f"{task}-{world}-unbroken"
+    folder.mkdir()
+    life = Life(folder, task, world)
+    life.start()
+    entered = wait(life, life.in_loop)
+    code = life.process.wait(LIFE_S)
+    if code:
+        raise SystemExit(f"{task} on {world} failed by itself:\n{(folder / 'log.txt').read_text()[-4000:]}")
+    return Unbroken(digests(folder / "out"), rows(folder / "out"), entered - life.began, time.time() - entered)
+
+
+def wait(life: Life, until: Callable[[], bool], *, seconds: float = LIFE_S, every: float = LOOK_S) -> float:
+    """Wait for a condition, the life's end, or so many seconds; return the time."""
+    deadline = time.monotonic() + seconds
+    while not until() and not life.is_over() and time.monotonic() < deadline:
+        time.sleep(every)
+    return time.time()
+
+
+class Campaign:
+    """The kills that are left to do, and what came of those that were done."""
+
+    def __init__(self, root: Path, count: int, seed: int, deadline: float) -> None:
+        self.root, self.left, self.seed, self.deadline = root, count, seed, deadline
+        self.counts: dict[tuple[str, int], Counter[str]] = {(t, w): Counter() for t in TASKS for w in WORLDS}
+        self.problems: list[str] = []
+        self._lock = threading.Lock()
+        self._runs = 0
+
+    def next_run(self) -> int | None:
+        """Return the number of a new run; None where no kill is left or the time is up."""
+        with self._lock:
+            if self.left <= 0 or time.monotonic() > self.deadline:
+                return None
+            self._runs += 1
+            return self._runs - 1
+
+    def note(self, task: str, world: int, *names: str) -> None:
+        """Count something."""
+        with self._lock:
+            self.counts[task, world].update(names)
+            if "kills" in names:
+                self.left -= 1
+
+    def wants_a_save(self) -> bool:
+        """Return whether fewer than a third of the kills so far fell into a save."""
+        with self._lock:
+            total = sum(self.counts.values(), Counter[str]())
+            return 3 * total["in a save"] <= total["kills"]
+
+    def run(self, number: int, references: Mapping[tuple[str, int], Unbroken]) -> None:
+        """Kill and go on with one run until it ends, then compare it."""
+        chance = random.Random(f"{self.seed}:{number}")
+        task, world = TASKS[number % 2], WORLDS[number // 2 % 2]
+        reference = references[task, world]
+        folder = self.root / f"{task}-{world}-{number}"
+        folder.mkdir()
+        kills = chance.randint(3, 8)
+        while True:
+            life = Life(folder, task, world)
+            life.start()
+            self.note(task, world, "lives")
+            killed = (
+                kills > 0
+                and self.left > 0
+                and time.monotonic() < self.deadline
+                and self.strike(life, reference, chance)
+            )
+            kills -= killed
+            if not killed:
+                wait(life, life.is_over)
+            if left := life.gone():
+                self.fail(folder, f"processes {left} were left")
+            if not killed:
+                break
+        self.compare(folder, life, reference)
+
+    def strike(self, life: Life, reference: Unbroken, chance: random.Random) -> bool:
+        """Kill at a random moment; return whether the life was killed, rather than at its end."""
+        target = chance.choice(["rank", "all", "launcher"] if life.world > 1 else ["all"])
+        moment = "save" if self.wants_a_save() else chance.choice(["start", "loop", "loop"])
+        if moment == "start":
+            wait(life, lambda: False, seconds=chance.uniform(0.0, reference.startup_s))
+        else:
+            wait(life, life.in_loop)
+            wait(life, lambda: False, seconds=chance.uniform(0.0, 0.6 * life.to_do() * reference.loop_s))
+        victims = life.victims(target, chance)  # a look at all processes lasts longer than a save
+        if moment == "save":
+            wait(life, lambda: not life.is_saving(), every=SAVE_LOOK_S)
+            wait(life, life.is_saving, every=SAVE_LOOK_S)
+            time.sleep(chance.choice([0.0, chance.uniform(0.0, SAVE_S)]))
+        trained = life.in_loop()
+        if not life.kill(victims):
+            return False
+        if left := life.gone():
+            self.fail(life.folder, f"processes {left} were left {GONE_S:.0f} s after SIGKILL to {target}")
+        # Before it trains it removes what an earlier kill has left: only then remains are its own.
+        inside = "while starting" if not trained else "in a save" if life.is_saving() else "while training"
+        self.note(life.task, life.world, "kills", f"of {target}", inside)
+        return True
+
+    def compare(self, folder: Path, life: Life, reference: Unbroken) -> None:
+        """Compare a run that has come to its end with the unbroken one."""
+        if life.process.returncode:
+            self.fail(folder, f"exit {life.process.returncode}")
+            return
+        found, out = digests(folder / "out"), folder / "out"
+        differ = sorted(n for n in {*found, *reference.digests} if found.get(n) != reference.digests.get(n))
+        if differ:
+            self.fail(folder, f"{len(differ)} files are not the unbroken run's: {', '.join(differ[:6])}")
+        elif rows(out) != reference.rows:
+            self.fail(folder, "metrics.jsonl does not say what the unbroken run's says")
+        elif remains := sorted(str(path.relative_to(out)) for path in unfinished(out)):
+            self.fail(folder, f"remains of killed saves: {', '.join(remains)}")
+        else:
+            self.note(life.task, life.world, "equal")
+            shutil.rmtree(folder)
+        self.note(life.task, life.world, "runs")
+
+    def fail(self, folder: Path, what: str) -> None:
+        """Note what is wrong, with the end of the run's log."""
+        log = (folder / "log.txt").read_text(errors="replace")
+        with self._lock:
+            self.problems.append(f"{folder.name}: {what}\n{log[-3000:]}")
+
+
+@contextmanager
+def ended_with(campaign: Campaign) -> Iterator[None]:
+    """Kill all lives when the campaign is interrupted: nothing of it may go on without it."""
+    try:
+        yield
+    except BaseException:
+        campaign.left = 0
+        for life in LIVES:
+            for pid in life.processes():
+                with suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
+        raise
+
+
+COLUMNS = (
+    "runs",
+    "equal",
+    "lives",
+    "kills",
+    "of rank",
+    "of all",
+    "of launcher",
+    "while starting",
+    "while training",
+    "in a save",
+)
+
+
+def table(counts: Mapping[tuple[str, int], Counter[str]]) -> str:
+    """Return the counts, a line for each task and world and one for all."""
+    lines = [["task", "world", *COLUMNS]]
+    lines += [[task, str(world), *(str(own[name]) for name in COLUMNS)] for (task, world), own in counts.items()]
+    total = sum(counts.values(), Counter[str]())
+    lines += [["all", "", *(str(total[name]) for name in COLUMNS)]]
+    widths = [max(len(line[i]) for line in lines) for i in range(len(lines[0]))]
+    return "\n".join("  ".join(cell.rjust(width) for cell, width in zip(line, widths, strict=True)) for line in lines)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the campaign; return 0 where every run ended as the unbroken one, and as many kills as asked for were done."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--count", type=int, default=500, help="kills (500)")
+    parser.add_argument("--lanes", type=int, default=os.cpu_count() or 1, help="runs at a time (one a core)")
+    parser.add_argument(
+        "--minutes", type=float, help="begin no kill after so many minutes, and say how many there were"
+    )
+    parser.add_argument("--seed", type=int, default=0, help="of the moments and the victims (0)")
+    parser.add_argument("--folder", type=Path, help="where runs are made; those that failed stay there")
+    options = parser.parse_args(arguments)
+    begin = time.monotonic()
+    if options.folder is not None:
+        options.folder.mkdir(parents=True, exist_ok=True)
+    root = Path(tempfile.mkdtemp(prefix="kills-", dir=options.folder))
+    make_inputs(root)
+    campaign = Campaign(root, options.count, options.seed, begin + 60 * (options.minutes or 1e6))
+    signal.signal(signal.SIGTERM, lambda *_: os.kill(os.getpid(), signal.SIGINT))
+    with ThreadPoolExecutor(options.lanes) as pool, ended_with(campaign):
+        keys = list(campaign.counts)
+        references = dict(zip(keys, pool.map(lambda key: unbroken(root, *key), keys), strict=True))
+
+        def lane(_: int) -> None:
+            while (number := campaign.next_run()) is not None:
+                campaign.run(number, references)
+
+        list(pool.map(lane, range(options.lanes)))
+    print("\n\n".join(campaign.problems))
+    print(table(campaign.counts))
+    print(f"seed {options.seed}, {options.lanes} lanes, {time.monotonic() - begin:.0f} s")
+    if campaign.problems:
+        print(f"{len(campaign.problems)} problems; what is left lies in {root}")
+        return 1
+    shutil.rmtree(root)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
