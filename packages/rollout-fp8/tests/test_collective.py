@@ -45,15 +45,31 @@ def test_a_store_that_cannot_be_opened_is_named_with_what_to_look_at() -> None:
         CollectiveOutgoing(CPU, "no-such-host.invalid", timeout_s=1.0).open([])
 
 
+def make_groups(monkeypatch, size: int) -> list[Group]:
+    """Return the sender and its receivers, in one process, with a timeout that no test outlasts."""
+    monkeypatch.setattr(collective, "_without_watchdog", nullcontext)  # the environment is not for threads to change
+    store = _store("127.0.0.1", 0, size, NEVER_S)
+    stores = [store, *(_store("127.0.0.1", store.port, size, NEVER_S) for _ in range(size - 1))]
+    with ThreadPoolExecutor(size) as threads:
+        made = [threads.submit(Group, stores[rank], rank, size, CPU, NEVER_S) for rank in range(size)]
+        return [future.result() for future in made]
+
+
+def test_a_receiver_leaves_without_waiting_for_the_broadcasts_that_it_expects(monkeypatch) -> None:
+    """A receiver that fails tells its sender after it has left: the sender must not wait for the group's timeout."""
+    sender, leaves = make_groups(monkeypatch, 2)
+    buffer = torch.zeros(1 << 20, dtype=torch.uint8)
+    coming = [leaves.broadcast(buffer) for _ in range(2)]
+    leaves.abort()
+    coming.clear()
+    # Only now does the first of them come, so that the group itself ends, too.
+    sender.broadcast(buffer.clone())
+    sender.abort()
+
+
 def test_one_that_failed_and_keeps_its_error_holds_no_other(monkeypatch) -> None:
     """Over gloo: connections live as long as any broadcast over them, wherever that is referred to."""
-    monkeypatch.setattr(collective, "_without_watchdog", nullcontext)  # the environment is not for threads to change
-    store = _store("127.0.0.1", 0, 3, NEVER_S)
-    stores = [store, *(_store("127.0.0.1", store.port, 3, NEVER_S) for _ in range(2))]
-    with ThreadPoolExecutor(3) as threads:
-        made = [threads.submit(Group, stores[rank], rank, 3, CPU, NEVER_S) for rank in range(3)]
-        sender, waits, leaves = [future.result() for future in made]
-        del made
+    sender, waits, leaves = make_groups(monkeypatch, 3)
     buffer = torch.zeros(1 << 20, dtype=torch.uint8)
     coming = [waits.broadcast(buffer) for _ in range(2)]
     leaves.abort()

@@ -8,6 +8,7 @@ trainer and rollouts each have for themselves: ``ProcessGroupNCCL`` and its like
 from __future__ import annotations
 
 import os
+import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
@@ -61,9 +62,13 @@ class Group:
             raise _broken(error) from error
 
     def abort(self) -> None:
-        """End broadcasts that hang, and leave the group, whoever still holds this object."""
-        group, self._group = self._group, None
-        group.abort()
+        """End broadcasts that hang, and leave the group, whoever still holds this object. Returns at once."""
+        held = [self._group]
+        self._group = None
+        held[0].abort()
+        # gloo's group knows no abort: where it is let go, it waits for the broadcasts that have begun, as long as its
+        # timeout. Whoever leaves because of an error must not wait there before the sender hears of it.
+        threading.Thread(target=held.clear, name="leave a group of broadcasts", daemon=True).start()
 
 
 class CollectiveOutgoing:
