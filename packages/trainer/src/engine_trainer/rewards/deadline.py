@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import signal
 import threading
 from collections.abc import Iterator
@@ -10,7 +11,7 @@ from types import FrameType
 
 from engine_api.errors import ConfigError
 
-RETRY_S = 0.1  # until the next look whether an import that the alarm must not interrupt has ended
+RETRY_S = 0.1  # until the next look whether what the alarm must not interrupt has ended
 IMPORTING = "<frozen importlib"  # how the file names of the import system's own frames begin
 
 
@@ -39,12 +40,13 @@ class Alarm:
             self.restart()
 
     def ring(self, number: int, frame: FrameType | None) -> None:
-        """Raise ``DeadlineExceeded``, or ring again soon where the code is in the middle of an import.
+        """Raise ``DeadlineExceeded``, or ring again soon where that would be wrong.
 
-        An exception that comes out of nowhere leaves a module in C half made, and the next use of it ends the process.
+        In the middle of an import an exception out of nowhere leaves a module in C half made, and the next use of it ends
+        the process. While an event loop waits, none of its functions holds it: it was the process that came late.
         """
         del number
-        if _imports(frame):
+        if _imports(frame) or _event_loop_waits():
             signal.setitimer(signal.ITIMER_REAL, RETRY_S, self.seconds if self._again else 0.0)
             return
         raise DeadlineExceeded
@@ -78,6 +80,14 @@ def alarm(seconds: float, *, again: bool = False) -> Iterator[Alarm]:
     finally:
         signal.setitimer(signal.ITIMER_REAL, 0.0)
         signal.signal(signal.SIGALRM, before)
+
+
+def _event_loop_waits() -> bool:
+    """Return whether an event loop runs in this thread, and none of its tasks does."""
+    try:
+        return asyncio.current_task() is None
+    except RuntimeError:  # no event loop runs
+        return False
 
 
 def _imports(frame: FrameType | None) -> bool:
