@@ -28,6 +28,8 @@ def override(config: Any, overrides: Mapping[str, Any], *, field: str = _FIELD) 
     Raises ``ConfigError`` for a key that is unknown, or that would have no effect or half of it, and for a value that
     the model's family does not take.
     """
+    from transformers import PreTrainedConfig
+
     bases = _bases(config.get_text_config())
     for key, value in overrides.items():
         if not _is_key(config, key):
@@ -35,9 +37,22 @@ def override(config: Any, overrides: Mapping[str, Any], *, field: str = _FIELD) 
             raise ConfigError(f"{field}.{key}", "the model's config has no such key", remedy=near_matches(key, known))
         try:
             setattr(config, key, value)
+            text: Any = config.get_text_config()
+            config.to_dict()  # what a value of another kind breaks, too
         except Exception as error:  # each family's own code looks at a value, and raises anything
-            raise _refused(config, f"{field}.{key}", value, error) from error
-    text = _text_of(config, overrides, field)
+            raise ConfigError(
+                f"{field}.{key}",
+                f"a configuration of {config.model_type} does not take {value!r:.100}",
+                why=f"{type(error).__name__}: {' '.join(str(error).split())[:300]}",
+                remedy="give a value of the kind that the model's config.json has there",
+            ) from error
+        if not isinstance(text, PreTrainedConfig):
+            raise ConfigError(
+                f"{field}.{key}",
+                f"expected the configuration of a language model, got {text!r:.100}",
+                remedy="change the model's config.json itself, where its parts stand",
+            )
+    text = config.get_text_config()
     check_sizes(text, field, field)
     for key in (key for key in _ROPE if key in overrides):
         if any(part.get("rope_theta") is None for part in _rope(text)):
@@ -58,33 +73,6 @@ def _is_key(config: Any, key: str) -> bool:
     if isinstance(own, property):
         return own.fset is not None
     return key in config.to_dict() or key in config.attribute_map or key in vars(config)
-
-
-def _text_of(config: Any, overrides: Mapping[str, Any], field: str) -> Any:
-    """Return the language part. Raises ``ConfigError`` where the overrides have left none that can be written."""
-    from transformers import PreTrainedConfig
-
-    try:
-        text = config.get_text_config()
-        config.to_dict()
-    except Exception as error:  # as above
-        raise _refused(config, field, dict(overrides), error) from error
-    if not isinstance(text, PreTrainedConfig):
-        raise ConfigError(
-            field,
-            f"expected a language model's configuration as text_config, got {text!r:.100}",
-            remedy="override single keys: in a model of several parts those of the language part stand in its file alone",
-        )
-    return text
-
-
-def _refused(config: Any, field: str, value: object, error: Exception) -> ConfigError:
-    return ConfigError(
-        field,
-        f"a configuration of {config.model_type} does not take {value!r:.100}",
-        why=f"{type(error).__name__}: {' '.join(str(error).split())[:300]}",
-        remedy="give a value of the kind that the model's config.json has there",
-    )
 
 
 def _rope(text: Any) -> Iterator[Mapping[str, Any]]:
