@@ -198,8 +198,17 @@ def test_a_change_of_what_a_reference_names_is_seen_where_nothing_may_change(sum
 
 
 def test_a_secret_is_known_by_a_whole_word_of_its_name() -> None:
-    kept = {"eos_token": "<eos>", "tokenizer": "x", "monkey": "x", "max_new_tokens": 3, "key": ""}
+    kept = {
+        "eos_token": "<eos>",
+        "tokenizer": "x",
+        "maxTokenizer": "x",
+        "author": "x",
+        "monkey": "x",
+        "max_new_tokens": 3,
+        "key": "",
+    }
     assert masked(kept) == kept
     names = ["key", "api_key", "API-KEY", "apikey", "hf_token", "tokens", "client_secret", "Password", "credentials"]
+    names += ["Authorization", "Proxy-Authorization", "bearer", "Cookie", "apiKey", "accessToken", "HFToken"]
     assert masked(dict.fromkeys(names, "x")) == dict.fromkeys(names, MASK)
     assert masked({"keys": ["x", {"a": "x"}]}) == {"keys": [MASK, {"a": "x"}]}

@@ -15,7 +15,8 @@ import pytest
 from ray_runs import ON_RAY, start, tree
 from sockets import Listening, listening
 
-from engine_trainer.loopback import GLOO, of_gloo, stay
+from engine_trainer.loopback import confined, stay
+from engine_trainer.sections import RolloutSection
 
 pytestmark = [
     pytest.mark.distributed,
@@ -142,17 +143,46 @@ def test_rays_token_is_made_for_this_user_alone(tmp_path, monkeypatch, setting, 
     assert f"others may read {file}" in caplog.text
 
 
-def test_gloo_is_confined_where_all_ranks_are_here_and_nobody_has_said_otherwise(monkeypatch) -> None:
-    monkeypatch.delenv(GLOO, raising=False)
+INTERFACES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
+
+
+def test_gloo_and_nccl_are_confined_where_all_of_a_run_is_here_and_nobody_has_said_otherwise(monkeypatch) -> None:
+    for name in INTERFACES:
+        monkeypatch.delenv(name, raising=False)
     stay({"WORLD_SIZE": "4", "LOCAL_WORLD_SIZE": "2"})
     stay({"WORLD_SIZE": "4"})
-    assert GLOO not in os.environ
+    assert not set(INTERFACES) & set(os.environ)
     stay({"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"})
-    assert os.environ[GLOO] in {name for _, name in socket.if_nameindex()}
-    assert {GLOO: os.environ[GLOO]} == of_gloo()
-    monkeypatch.setenv(GLOO, "eth7")
+    known = {name for _, name in socket.if_nameindex()}
+    assert {name: os.environ[name].lstrip("=") in known for name in INTERFACES} == dict.fromkeys(INTERFACES, True)
+    assert {name: os.environ[name] for name in INTERFACES} == confined()
+    for name in INTERFACES:
+        monkeypatch.setenv(name, "eth7")
     stay({})
-    assert os.environ[GLOO] == "eth7"
+    assert {os.environ[name] for name in INTERFACES} == {"eth7"}
+
+
+@pytest.mark.parametrize(
+    ("url", "here"),
+    [
+        (None, True),
+        ("http://127.0.0.1:8000", True),
+        ("http://localhost:8000", True),
+        ("http://[::1]:8000", True),
+        ("http://10.0.0.7:8000", False),
+        ("http://gpu7:8000", False),
+        ("gpu7", False),
+        ("http://[", False),
+        (7, False),
+    ],
+)
+def test_a_run_whose_rollout_is_on_another_host_is_not_confined(monkeypatch, url, here) -> None:
+    """Weights go to it by gloo or NCCL, from this process."""
+    for name in INTERFACES:
+        monkeypatch.delenv(name, raising=False)
+    rollout = RolloutSection(name="vllm-server", options={} if url is None else {"url": url})
+    stay({}, rollout)
+    assert {name in os.environ for name in INTERFACES} == {here}
 
 
 def test_a_store_listens_on_the_address_that_it_was_asked_for_alone() -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any
 
 from engine_api.errors import ConfigError
@@ -33,9 +32,8 @@ def read_hf_config(
     remedy: str,
     revision: str | None = None,
     trust_remote_code: bool = False,
-    overrides: Mapping[str, Any] | None = None,
 ) -> Any:
-    """Return transformers' configuration of a folder or hub id.
+    """Return transformers' configuration of a folder or hub id, as the file has it (``hf_overrides`` changes it).
 
     Args:
         path: the folder, or the hub id.
@@ -44,7 +42,6 @@ def read_hf_config(
         remedy: what to do, for errors.
         revision: of the hub id.
         trust_remote_code: whether code of the folder may read it.
-        overrides: keys that are set while the file is read.
 
     Raises:
         ConfigError: the file is absent or damaged, of a family that transformers does not know, or of sizes that no
@@ -56,7 +53,7 @@ def read_hf_config(
     try:
         # Its annotations are partial.
         read: Any = AutoConfig.from_pretrained  # pyright: ignore[reportUnknownMemberType, reportUnknownVariableType]
-        config: Any = read(path, revision=revision, trust_remote_code=trust_remote_code, **(overrides or {}))
+        config: Any = read(path, revision=revision, trust_remote_code=trust_remote_code)
         content: Any = config.get_text_config()
     except (
         Exception

@@ -14,6 +14,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from engine_api.errors import ConfigError
 from engine_trainer.binding import bind
+from engine_trainer.references import check_references
 from engine_trainer.secrets import masked, refer
 
 T = TypeVar("T")
@@ -49,6 +50,7 @@ def from_tree(cls: type[T], tree: Any) -> T:
     """The configuration ``cls`` from a mapping; ``${...}`` references are resolved."""
     with _refused("?", "the reference cannot be resolved", "correct the ${...} reference"):
         made = OmegaConf.create(tree)
+        _check_references(made)
         resolved = OmegaConf.to_container(made, resolve=True)
         plain = refer(resolved, OmegaConf.to_container(made, resolve=False))
     return bind(cls, plain)
@@ -91,6 +93,7 @@ def _read(path: Path, above: tuple[Path, ...]) -> DictConfig:
         raise ConfigError(str(path), "there is no such file", remedy="name a YAML file; recipes/ holds some")
     tree = _parse(path)
     with _refused(BASE, "the reference cannot be resolved", "write a file's path"):
+        _check_references(tree)
         base = tree.pop(BASE, None)
     if base is None:
         return tree
@@ -140,7 +143,13 @@ def _apply(tree: DictConfig, override: str) -> None:
         _check_yaml(text)
         value = OmegaConf.to_container(OmegaConf.from_dotlist([f"value={text}"]))
         assert isinstance(value, dict)
+        _check_references(tree)
         OmegaConf.update(tree, key, value["value"], merge=True)
+
+
+def _check_references(tree: DictConfig) -> None:
+    """Raise ``ConfigError`` for references that multiply; before whatever may resolve one."""
+    check_references(OmegaConf.to_container(tree, resolve=False))
 
 
 @contextmanager

@@ -9,6 +9,7 @@ may make them layer by layer), caches and workspaces come on top, and are not es
 
 from __future__ import annotations
 
+import json
 import socket
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -21,9 +22,9 @@ from engine_api.comm import Comm, together
 from engine_api.config import EngineConfig, ModelSource
 from engine_api.devices import device_of
 from engine_api.errors import ConfigError
-from engine_api.hf_config import read_hf_config, unbuildable
+from engine_api.hf_config import unbuildable
 from engine_trainer.config import RLConfig
-from engine_trainer.models import MODEL_KEY
+from engine_trainer.models import MODEL_KEY, hf_config
 from engine_trainer.replica import rollout_device, rollout_dtype
 from engine_trainer.sections import EngineSection, RolloutSection, positive_option
 
@@ -125,27 +126,21 @@ def check_here(comm: Comm, config: RLConfig, engine: EngineConfig, device: str) 
 
 
 def _parameters(source: ModelSource, *, trunk: bool = False) -> int:
-    """Of a model; ``trunk``: without its head, as a value model has it."""
-    overrides = tuple(source.config_overrides.items())
+    """Count a model's parameters; ``trunk``: without its head, as a value model has it."""
+    overrides = json.dumps(dict(source.config_overrides))
     return _count(source.path, source.revision, source.trust_remote_code, overrides, trunk)
 
 
 @lru_cache(maxsize=4)
-def _count(
-    path: str, revision: str | None, trusted: bool, overrides: tuple[tuple[str, object], ...], trunk: bool
-) -> int:
-    """Without memory: only shapes."""
+def _count(path: str, revision: str | None, trusted: bool, overrides: str, trunk: bool) -> int:
+    """Count without memory: only shapes."""
     import torch
     from transformers import AutoModel, AutoModelForCausalLM
 
-    config = read_hf_config(
-        path,
-        field=MODEL_KEY,
-        remedy="name a folder with config.json, or a hub id",
-        revision=revision,
-        trust_remote_code=trusted,
-        overrides=dict(overrides),
+    source = ModelSource(
+        path=path, revision=revision, trust_remote_code=trusted, config_overrides=json.loads(overrides)
     )
+    config = hf_config(source)
     cls: Any = AutoModel if trunk else AutoModelForCausalLM
     try:
         with torch.device("meta"):

@@ -11,25 +11,39 @@ from engine_api.config import ModelSource
 from engine_api.errors import ConfigError
 from engine_api.hf_config import read_hf_config
 from engine_api.hf_noise import noise_rates
+from engine_api.hf_overrides import override
 from engine_trainer.sections import EngineSection
 
 MODEL_KEY = "engine.model.path"
 _ANY_OF = ("config.json", "tokenizer.json", "tokenizer_config.json")  # a cache that has one of these has been filled
 
 
-def text_config(source: ModelSource) -> Any:
-    """The configuration of the model's language part, as transformers reads it. Raises ``ConfigError``."""
-    require_source(source.path, MODEL_KEY, source.revision)
-    whole = read_hf_config(
+def hf_config(source: ModelSource, *, key: str = MODEL_KEY, what: str = "", remedy: str = "") -> Any:
+    """Return transformers' configuration of a model, with its overrides, as the engines have it. Raises ``ConfigError``.
+
+    Args:
+        source: where the model lies.
+        key: the configuration key of its path, for errors.
+        what: what an error says; by default that the file is of no use.
+        remedy: what to do, for errors.
+    """
+    config = read_hf_config(
         source.path,
-        field=MODEL_KEY,
-        what=f"no model that transformers knows at {source.path!r}",
-        remedy=_inside(Path(source.path)) or "name a folder with config.json, or a hub id",
+        field=key,
+        what=what,
+        remedy=remedy or "name a folder with config.json, or a hub id",
         revision=source.revision,
         trust_remote_code=source.trust_remote_code,
-        overrides=source.config_overrides,
     )
-    return whole.get_text_config()
+    override(config, source.config_overrides, field=f"{key.removesuffix('.path')}.config_overrides")
+    return config
+
+
+def text_config(source: ModelSource) -> Any:
+    """Return the configuration of the model's language part. Raises ``ConfigError``."""
+    require_source(source.path, MODEL_KEY, source.revision)
+    what = f"no model that transformers knows at {source.path!r}"
+    return hf_config(source, what=what, remedy=_inside(Path(source.path))).get_text_config()
 
 
 def random_rates(source: ModelSource) -> dict[str, float]:

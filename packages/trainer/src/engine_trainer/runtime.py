@@ -94,7 +94,7 @@ class Run:
         self.checkpoints = Checkpoints(self.folder / "checkpoints", keep=config.run.keep)
         self._reached = 0  # the last step that was taken
         if launcher is None:
-            loopback.stay()
+            loopback.stay(rollout=getattr(config, "rollout", None))  # not every task generates
         self.launcher = launcher or Spmd(config if isinstance(config, RLConfig) else None, config.run.timeout_s)
         self.beside: dict[str, EngineGroup] = {}
         self.interrupted = False

@@ -11,8 +11,12 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Self
 
 MASK = "***"
-# A whole word of a key's name.
-NAMES = re.compile(r"(^|_|-)(key|apikey|token|secret|password|passwd|passphrase|credential)s?($|_|-)", re.IGNORECASE)
+# A whole word of a key's name: api_key, API-KEY, apiKey.
+NAMES = re.compile(
+    r"(^|_)(key|apikey|token|secret|password|passwd|passphrase|credential|authorization|bearer|cookie)s?($|_)",
+    re.IGNORECASE,
+)
+_WORDS = re.compile(r"-|(?<=[a-z0-9])(?=[A-Z])|(?<=[A-Z])(?=[A-Z][a-z])")  # where words meet without an underscore
 OF_TEXTS = re.compile(r"^(bos|eos|pad|unk|sep|cls|mask|stop)_token$")  # tokens of a tokenizer
 LOGIN = re.compile(r"(?<=://)[^/@\s]+(?=@)")  # of a URL
 NODE = re.compile(r"^\$\{([\w.\[\]-]+)\}$")  # a reference to another key
@@ -77,4 +81,4 @@ def _referred(resolved: Any, source: str) -> Any:
 
 
 def _is_secret(name: str) -> bool:
-    return bool(NAMES.search(name)) and not OF_TEXTS.match(name)
+    return bool(NAMES.search(_WORDS.sub("_", name))) and not OF_TEXTS.match(name)

@@ -19,9 +19,9 @@ from ray.util.placement_group import PlacementGroup, placement_group, remove_pla
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from engine_api.errors import ConfigError
-from engine_trainer.loopback import of_gloo
+from engine_trainer.loopback import confined
 from engine_trainer.ray.calls import attempt
-from engine_trainer.sections import EngineSection, RaySection
+from engine_trainer.sections import EngineSection, RaySection, RolloutSection
 
 POLL_S = 1.0  # between two looks at a cluster that may grow
 log = logging.getLogger("engine_trainer")
@@ -30,9 +30,10 @@ ACCELERATORS = {"cuda": "GPU", "npu": "NPU"}  # device type -> Ray's name of the
 
 
 @contextlib.contextmanager
-def connected(section: RaySection) -> Iterator[None]:
+def connected(section: RaySection, rollout: RolloutSection | None = None) -> Iterator[None]:
     """Join ``ray.address``, or start a cluster on this machine that ends with the context (and with this process).
 
+    A cluster that is started is confined to this machine; its workers' gloo and NCCL are, unless ``rollout`` is elsewhere.
     A process that is connected already stays so. Raises ``ConfigError`` when there is no cluster at the address, or none can start.
     """
     if ray.is_initialized():
@@ -43,7 +44,7 @@ def connected(section: RaySection) -> Iterator[None]:
     if not section.address:
         os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     local: dict[str, Any] = {} if section.address else {"include_dashboard": False}
-    with contextlib.nullcontext() if section.address else _on_loopback():
+    with contextlib.nullcontext() if section.address else _on_loopback(rollout):
         try:
             try:
                 if not section.address:
@@ -66,14 +67,14 @@ def connected(section: RaySection) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _on_loopback() -> Iterator[None]:
-    """Confine the cluster that is started in the body, and gloo in its workers, to this machine.
+def _on_loopback(rollout: RolloutSection | None) -> Iterator[None]:
+    """Confine the cluster that is started in the body, and gloo and NCCL in its workers, to this machine.
 
     Ray takes the loopback address for a node on Windows and macOS alone, where clusters of several nodes are not
     supported. A variable says so elsewhere: Ray has read it when it was imported, and its daemons read it anew.
     """
     names = {ray_constants.ENABLE_RAY_CLUSTERS_ENV_VAR: "0"}
-    names |= {name: value for name, value in of_gloo().items() if name not in os.environ}
+    names |= {name: value for name, value in confined(rollout).items() if name not in os.environ}
     before = {name: os.environ.get(name) for name in names}
     enabled = ray_constants.ENABLE_RAY_CLUSTER
     os.environ |= names

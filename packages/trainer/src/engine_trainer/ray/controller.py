@@ -30,7 +30,7 @@ def train_on_ray(config: RLConfig) -> Outcome:
     if "WORLD_SIZE" in os.environ:
         raise ConfigError("launcher", "ray, but torchrun has started this process", why="WORLD_SIZE is set",
                           remedy="start one process: engine-train rl … launcher=ray")  # fmt: skip
-    with connected(config.ray):
+    with connected(config.ray, config.rollout):
         patience_s = 0.0
         for left in range(config.ray.restarts, -1, -1):
             try:

@@ -14,11 +14,12 @@ from transformers import AutoModelForCausalLM
 from engine_api.config import ModelSource
 from engine_api.devices import device_of
 from engine_api.errors import ConfigError, RolloutError
-from engine_api.hf_config import read_hf_config, require_memory, unbuildable
+from engine_api.hf_config import require_memory, unbuildable
 from engine_api.registry import Resolution
 from engine_api.requests import check_prompts, check_sampling, check_version
 from engine_api.rollout import Completion, SamplingParams, SyncResult
 from engine_api.weights import WeightExport
+from engine_trainer.models import hf_config
 from engine_trainer.rollouts import attention
 from engine_trainer.rollouts.decode import Decoded, decode
 from engine_trainer.rollouts.sampling import uniforms
@@ -138,12 +139,10 @@ class LocalRollout:
 
     def _build(self) -> Any:
         source = self._source
-        config = read_hf_config(
-            source.path,
+        config = hf_config(
+            source,
+            key="model.path",
             remedy="give a folder that save_pretrained wrote, of a family that transformers knows",
-            revision=source.revision,
-            trust_remote_code=source.trust_remote_code,
-            overrides=source.config_overrides,
         )
         self._kind.empty_cache()
         need = sum(parameter.nbytes for parameter in self._built(config, torch.device("meta")).parameters())
