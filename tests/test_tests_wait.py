@@ -17,9 +17,6 @@ SHORT_S = 60.0  # what imports torch takes 13 s on a busy machine, and there are
 
 # Function (file::name) -> shape -> why it is right there.
 EXCEPTIONS = {
-    "packages/engine-api/tests/test_rank_failures.py::free_port": {"port": "the first rank binds it at once"},
-    "packages/engine-fsdp/tests/test_rank_failures.py::launch": {"port": "the first rank binds it at once"},
-    "packages/trainer/tests/test_meeting.py::free_port": {"port": "the first rank binds it at once"},
     "packages/rollout-fp8/tests/sglang_fakes.py::_one": {"sleep": "a request that the scheduler does not know yet"},
     "packages/rollout-fp8/tests/test_transports.py::close": {"wait": "who does not end within it is killed"},
     "packages/rollout-fp8/tests/transport_peers.py::buckets": {"sleep": "a receiver that is late"},

@@ -18,6 +18,7 @@ from engine_api.codec import CodecError
 from engine_api.comm import SingleComm, together
 from engine_api.connections import Process, hang_up
 from engine_api.heartbeat import agreed, watched, watched_each
+from engine_api.stores import serve_store
 
 PEERS = Path(__file__).with_name("rank_peers.py")
 DEADLINE_S = 240.0
@@ -31,19 +32,15 @@ SAID = {
 }
 
 
-def free_port():
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        return free.getsockname()[1]
-
-
 @contextlib.contextmanager
 def ranks(world, *arguments):
-    """``world`` processes of rank_peers, none of which outlives the block."""
+    """``world`` processes of rank_peers over a store of this one; none of them outlives the block."""
+    store = serve_store("127.0.0.1", world, DEADLINE_S)
     common = {
         "WORLD_SIZE": str(world),
         "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(free_port()),
+        "MASTER_PORT": str(store.port),
+        "TORCHELASTIC_USE_AGENT_STORE": "True",
         "OMP_NUM_THREADS": "1",
     }
     started = [

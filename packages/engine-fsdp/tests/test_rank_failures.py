@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
-import socket
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 from transformers import LlamaConfig
+
+from engine_api.stores import serve_store
 
 PEERS = Path(__file__).with_name("rank_peers.py")
 DEADLINE_S = 300.0
@@ -40,35 +42,42 @@ dist.destroy_process_group()
 SAID = {"killed": "is gone (killed? out of memory?)", "raises": "MemoryError: this rank's own"}
 
 
-def launch(world, *arguments):
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = str(free.getsockname()[1])
-    common = {**os.environ, "WORLD_SIZE": str(world), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
-    return [
+@contextlib.contextmanager
+def ranks(world, *arguments):
+    """``world`` processes over a store of this one, as torchrun starts them; none of them outlives the block."""
+    store = serve_store("127.0.0.1", world, DEADLINE_S)
+    common = {
+        "WORLD_SIZE": str(world),
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(store.port),
+        "TORCHELASTIC_USE_AGENT_STORE": "True",
+        "OMP_NUM_THREADS": "1",
+    }
+    started = [
         subprocess.Popen(
             [sys.executable, *arguments],
-            env={**common, "OMP_NUM_THREADS": "1", "RANK": str(rank), "LOCAL_RANK": str(rank)},
+            env={**os.environ, **common, "RANK": str(rank), "LOCAL_RANK": str(rank)},
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,
         )
         for rank in range(world)
     ]
+    try:
+        yield started
+    finally:
+        for process in started:
+            process.kill()
+            process.communicate()
 
 
 @pytest.mark.distributed
 @pytest.mark.timeout(2 * DEADLINE_S)
 def test_every_group_of_the_mesh_has_the_engines_timeout():
-    started = launch(2, "-c", TIMEOUTS)
-    try:
+    with ranks(2, "-c", TIMEOUTS) as started:
         for process in started:
             out, errors = process.communicate(timeout=DEADLINE_S)
             assert out == "{77.0}\n", errors
-    finally:
-        for process in started:
-            process.kill()
-            process.communicate()
 
 
 @pytest.mark.distributed
@@ -88,8 +97,7 @@ def test_every_group_of_the_mesh_has_the_engines_timeout():
 def test_every_other_rank_names_the_one_that_goes_away(tmp_path, world, how, call):
     sizes = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2}
     LlamaConfig(vocab_size=32, num_key_value_heads=2, **sizes).save_pretrained(tmp_path / "model")
-    started = launch(world, str(PEERS), how, call, str(tmp_path))
-    try:
+    with ranks(world, str(PEERS), how, call, str(tmp_path)) as started:
         *left, gone = started
         for process in left:
             out, errors = process.communicate(timeout=DEADLINE_S)
@@ -98,7 +106,3 @@ def test_every_other_rank_names_the_one_that_goes_away(tmp_path, world, how, cal
             assert list(told) == [str(world - 1)], told
             assert SAID[how] in told[str(world - 1)]
             assert f"process {gone.pid} on" in told[str(world - 1)]
-    finally:
-        for process in started:
-            process.kill()
-            process.communicate()

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import socket
+import subprocess
+import sys
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
 from typing import Any
@@ -32,12 +34,13 @@ class Told:
 
 
 def test_a_store_that_a_receiver_does_not_reach_is_named_with_what_to_look_at() -> None:
-    with socket.create_server(("127.0.0.1", 0)) as taken:
-        port = taken.getsockname()[1]  # nobody listens there any more
     plan = make_plan([source("w", rows((128, 128), 1))], dtype=torch.bfloat16, bucket_bytes=1 << 20).wire
-    channel: Any = Told(port)
-    with pytest.raises(PeerError, match=rf"cannot join .*127\.0\.0\.1:{port}[^$]*to do: .*reach"):
-        CollectiveIncoming(plan, CPU, timeout_s=1.0).open(channel)
+    with socket.socket() as held:  # bound and deaf: nothing else gets the port meanwhile
+        held.bind(("127.0.0.1", 0))
+        port = held.getsockname()[1]
+        channel: Any = Told(port)
+        with pytest.raises(PeerError, match=rf"cannot join .*127\.0\.0\.1:{port}[^$]*to do: .*reach"):
+            CollectiveIncoming(plan, CPU, timeout_s=1.0).open(channel)
 
 
 def test_a_store_that_cannot_be_opened_is_named_with_what_to_look_at() -> None:
@@ -65,6 +68,39 @@ def test_a_receiver_leaves_without_waiting_for_the_broadcasts_that_it_expects(mo
     # Only now does the first of them come, so that the group itself ends, too.
     sender.broadcast(buffer.clone())
     sender.abort()
+
+
+# A sender whose receiver is there and expects nothing; the receiver leaves when its standard input is closed.
+ENDS_WITH_A_BROADCAST_BEGUN = """
+import os, subprocess, sys
+import torch
+from engine_api.stores import reach_store, serve_store
+from rollout_fp8.transports.collective import Group
+
+cpu, long_s = torch.device("cpu"), 3600.0
+if len(sys.argv) > 2:
+    group = Group(reach_store("127.0.0.1", int(sys.argv[2]), 2, long_s), 1, 2, cpu, long_s)
+    sys.stdin.read()
+    os._exit(0)
+store = serve_store("127.0.0.1", 2, long_s)
+# Its standard input is closed where this process's interpreter lets go of its modules: late.
+receiver = subprocess.Popen([sys.executable, sys.argv[1], "-", str(store.port)], stdin=subprocess.PIPE)
+group = Group(store, 0, 2, cpu, long_s)
+begun = group.broadcast(torch.zeros(1 << 24, dtype=torch.uint8))
+del begun
+group.abort()
+del group
+sys.exit("the sync failed")
+"""
+
+
+@pytest.mark.distributed
+def test_a_process_that_ends_after_it_left_a_broadcast_ends_as_it_wants_to(tmp_path) -> None:
+    """It is not aborted when the others leave, too, while its interpreter ends."""
+    script = tmp_path / "sender.py"
+    script.write_text(ENDS_WITH_A_BROADCAST_BEGUN)
+    done = subprocess.run([sys.executable, str(script), str(script)], capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stderr.splitlines()[-1]) == (1, "the sync failed"), done.stderr
 
 
 def test_one_that_failed_and_keeps_its_error_holds_no_other(monkeypatch) -> None:

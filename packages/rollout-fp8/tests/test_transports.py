@@ -12,7 +12,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack, closing, suppress
 from typing import Any
 
 import pytest
@@ -337,17 +337,41 @@ def test_a_receiver_of_an_earlier_sync_is_sent_away(started) -> None:
     assert "did not connect" in str(found[0])
 
 
+def test_one_of_an_earlier_sync_that_comes_again_and_again_does_not_hold_the_sender(started) -> None:
+    """All receivers have one deadline, however many come that are sent away."""
+    sender = started(Sender(kind="shm", timeout_s=1.0))
+    place, over = sender.address.partition("#")[0], threading.Event()
+
+    def nag() -> None:
+        while not over.is_set():
+            with suppress(PeerError):
+                channel = connect(place, DEADLINE_S)
+                with closing(channel):
+                    channel.send("hello", 0, 99)
+                    channel.receive("plan")
+
+    thread = threading.Thread(target=nag)
+    thread.start()
+    try:
+        with pytest.raises(PeerError, match="receiver 0 did not connect"):
+            sender.send_weights(stream_of(0, fp8=False))
+    finally:
+        over.set()
+        sender.close()
+        thread.join()
+
+
 @pytest.mark.parametrize("host", [None, "127.0.0.1"])
 def test_a_stranger_is_not_taken_in_and_keeps_nobody_out(started, host, monkeypatch) -> None:
     listener = started(Listener(host))
     accepted: list[Any] = []
-    thread = threading.Thread(target=lambda: accepted.append(listener.accept("a friend", 20)))
+    thread = threading.Thread(target=lambda: accepted.append(listener.accept("a friend", DEADLINE_S)))
     thread.start()
     with dial(listener) as guesses:
         message, _ = handshake.answer(b"guessed", guesses.recv(handshake.NONCE))
         guesses.sendall(message)
         assert guesses.recv(1) == b""
-    friend = started(connect(listener.address, 5))
+    friend = started(connect(listener.address, DEADLINE_S))
     thread.join()
     accepted[0].send("hello", 1)
     assert friend.receive("hello") == (1,)
@@ -488,7 +512,7 @@ def test_a_sender_that_is_not_there_or_knows_another_secret(started, monkeypatch
     thread = threading.Thread(target=_take_nobody, args=(listener,))
     thread.start()
     with pytest.raises(PeerError, match="does not take this process in") as caught:
-        connect(listener.address, 5)
+        connect(listener.address, DEADLINE_S)
     assert "ROLLOUT_FP8_KEY" in caught.value.remedy
     thread.join()
 

@@ -7,7 +7,6 @@ import json
 import os
 import pickle
 import signal
-import socket
 import subprocess
 import sys
 from datetime import timedelta
@@ -39,16 +38,10 @@ TCPStore("127.0.0.1", int(sys.argv[1]), None, False).set(sys.argv[2], sys.stdin.
 SERVES = """
 import sys
 from torch.distributed import TCPStore
-store = TCPStore("127.0.0.1", int(sys.argv[1]), None, True)
-print(flush=True)
+store = TCPStore("127.0.0.1", 0, None, True)
+print(store.port, flush=True)
 sys.stdin.read()
 """
-
-
-def free_port():
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        return free.getsockname()[1]
 
 
 @contextlib.contextmanager
@@ -143,10 +136,9 @@ def test_a_stopped_rank_is_named_at_the_deadline(store):
 
 
 def test_a_lost_store_is_said_to_be_lost():
-    port = free_port()
-    server = subprocess.Popen([sys.executable, "-c", SERVES, str(port)], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+    server = subprocess.Popen([sys.executable, "-c", SERVES], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
     try:
-        server.stdout.readline()
+        port = int(server.stdout.readline())
         with ranks(2, port, 10 * DEADLINE_S, "one stays away") as started:
             assert json.loads(started[1].stdout.readline()) == ["met", 1]
             server.kill()

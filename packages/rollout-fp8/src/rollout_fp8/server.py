@@ -225,7 +225,8 @@ class Server(ThreadingHTTPServer):
             super().handle_error(request, client_address)
 
     def _hang_up(self, request: Any) -> None:
-        self._strangers.pop(request, None)
+        if self._strangers.pop(request, None) is None:  # it has shown the token just now
+            return
         with suppress(OSError):  # it has hung up itself
             request.shutdown(socket.SHUT_RDWR)
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 import threading
+import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
@@ -24,6 +25,7 @@ from rollout_fp8.transports.channel import WHERE, Channel, PeerError, collect
 from rollout_fp8.wire import BucketPlan, WirePlan
 
 WATCHDOG = "TORCH_NCCL_ASYNC_ERROR_HANDLING"
+LEAVE_POLL_S = 0.05
 
 
 class Group:
@@ -34,6 +36,8 @@ class Group:
 
     def __init__(self, store: Any, rank: int, size: int, device: torch.device, timeout_s: float) -> None:
         kind = device_of(device.type)
+        self._streams = kind.has_streams
+        self._begun: list[dist.Work] = []  # broadcasts over gloo that nothing has waited for yet
         # NCCL's and HCCL's own deadline ends the process: the channel's must come first.
         timeout = timedelta(seconds=2 * timeout_s + 60 if kind.has_streams else timeout_s)
         try:
@@ -47,28 +51,49 @@ class Group:
     def broadcast(self, buffer: Tensor) -> dist.Work:
         """Begin; on CUDA after what is queued on the current stream."""
         try:
-            return self._group.broadcast(buffer, 0)
+            work = self._group.broadcast(buffer, 0)
         except RuntimeError as error:
             raise _broken(error) from error
+        if not self._streams:
+            self._begun.append(work)
+        return work
 
     def wait(self, work: dist.Work) -> None:
         """For the bytes (on CUDA the current stream waits, not the host)."""
         try:
             work.wait()
         except RuntimeError as error:
+            self._forget(work)
             # Whoever keeps the error keeps this frame, and gloo's work keeps its connections: the others would wait for
             # bytes from this process until their timeout, though it has left. (``abort`` lets the group go for that, too.)
             del work
             raise _broken(error) from error
+        self._forget(work)
+
+    def _forget(self, work: dist.Work) -> None:
+        self._begun = [begun for begun in self._begun if begun is not work]
 
     def abort(self) -> None:
         """End broadcasts that hang, and leave the group, whoever still holds this object. Returns at once."""
-        held = [self._group]
+        group = self._group
+        begun = self._begun
         self._group = None
-        held[0].abort()
-        # gloo's group knows no abort: where it is let go, it waits for the broadcasts that have begun, as long as its
-        # timeout. Whoever leaves because of an error must not wait there before the sender hears of it.
-        threading.Thread(target=held.clear, name="leave a group of broadcasts", daemon=True).start()
+        self._begun = []
+        group.abort()
+        threading.Thread(target=_leave, args=([group], begun), name="leave a group of broadcasts", daemon=True).start()
+
+
+def _leave(group: list[Any], begun: list[dist.Work]) -> None:
+    """Let go of a group, the last that holds it, once the broadcasts have ended that it has begun.
+
+    gloo's group knows no abort: where it is let go, it waits for those broadcasts, as long as its timeout. Whoever leaves
+    because of an error must not wait there before the sender hears of it; and a thread that waits there, in C++, when the
+    interpreter ends would end the process by SIGABRT. So it waits here.
+    """
+    while begun:
+        begun[:] = [work for work in begun if not work.is_completed()]
+        time.sleep(LEAVE_POLL_S)
+    group.clear()
 
 
 class CollectiveOutgoing:

@@ -56,24 +56,31 @@ class Listener:
         self._selector.register(self._socket, selectors.EVENT_READ)
         self._give_back = weakref.finalize(self, held.close)  # at the interpreter's end, if nobody calls ``close``
 
-    def accept(self, peer: str, timeout_s: float, watch: Watch = nothing) -> Channel:
-        """Return a channel to the next peer that knows the secret.
+    def accept(self, peer: str, timeout_s: float, watch: Watch = nothing, *, deadline: float | None = None) -> Channel:
+        """Return a channel to the next peer that knows the secret; ``timeout_s`` is the channel's, too.
 
-        Raises ``PeerError`` when none proves it within ``timeout_s``, and what ``watch`` raises.
+        Raises ``PeerError`` when none proves it within ``timeout_s``, or until ``deadline`` of ``time.monotonic()`` where
+        that is given (one for several peers), and what ``watch`` raises.
         """
-        deadline = time.monotonic() + timeout_s
+        if deadline is None:
+            deadline = time.monotonic() + timeout_s
+        elif time.monotonic() >= deadline:  # even where somebody is there already
+            raise self._nobody(peer, timeout_s)
         while True:
             connection = self._next(min(POLL_S, max(0.0, deadline - time.monotonic())))
             if connection is not None:
                 return _channel(connection, peer, timeout_s)
             if time.monotonic() >= deadline:
-                raise PeerError(
-                    f"{peer} did not connect to {self.address}",
-                    where=WHERE,
-                    why=f"nothing within {timeout_s:g} s",
-                    remedy="see whether that process runs, and reaches this address",
-                )
+                raise self._nobody(peer, timeout_s)
             watch()
+
+    def _nobody(self, peer: str, timeout_s: float) -> PeerError:
+        return PeerError(
+            f"{peer} did not connect to {self.address}",
+            where=WHERE,
+            why=f"nothing within {timeout_s:g} s",
+            remedy="see whether that process runs, and reaches this address",
+        )
 
     def _next(self, wait_s: float) -> socket.socket | None:
         """Hear whoever speaks within ``wait_s``; return the first that has proven itself."""

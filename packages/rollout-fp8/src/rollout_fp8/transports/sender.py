@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -92,22 +93,29 @@ class Sender:
         return self._session
 
     def _accept(self, watch: Watch) -> list[Channel]:
-        """All receivers, by rank. Those of an earlier sync, that come late, are sent away."""
+        """Return channels to all receivers, by rank. Those of an earlier sync, that come late, are sent away.
+
+        Raises ``PeerError`` when not all have come within ``timeout_s``, whoever else has.
+        """
         found: dict[int, Channel] = {}
+        come: list[Channel] = []
+        deadline = time.monotonic() + self.timeout_s
         try:
             while len(found) < self._receivers:
                 missing = [rank for rank in range(self._receivers) if rank not in found]
                 peer = "receiver " + ", ".join(str(rank) for rank in missing)
-                channel = self._listener.accept(peer, self.timeout_s, watch)
-                rank, count = channel.receive("hello")
+                channel = self._listener.accept(peer, self.timeout_s, watch, deadline=deadline)
+                come.append(channel)
+                rank, count = channel.receive("hello", watch)
                 if count != self._count or rank not in missing:
                     channel.fail(f"it came for sync {count} as receiver {rank}; this is sync {self._count}")
                     continue
                 channel.peer = f"receiver {rank}"
                 found[rank] = channel
         except BaseException as error:  # an interrupt too: the receivers would wait for this process; raised again
-            for channel in found.values():
-                channel.fail(str(error))
+            for channel in come:
+                if not channel.closed:
+                    channel.fail(str(error) or type(error).__name__)
             raise
         return [found[rank] for rank in range(self._receivers)]
 

@@ -62,11 +62,7 @@ def in_process(rank: int, local_rank: int) -> Iterator[None]:
 
 @contextmanager
 def workers(first_device: int | None, count: int) -> Iterator[None]:
-    """While an engine is built in processes of its own, on ``count`` devices from ``first_device`` on (None: CPU).
-
-    One variable stays: vLLM pickles what a weight sync tells the workers, over a socket of this user, only with it.
-    """
-    os.environ["VLLM_ALLOW_INSECURE_SERIALIZATION"] = "1"
+    """While an engine is built in processes of its own, on ``count`` devices from ``first_device`` on (None: CPU)."""
     changes: dict[str, str | None] = dict.fromkeys(
         [*_LAUNCHER, *(name for name in os.environ if name.startswith("TORCHELASTIC_"))]
     )
