@@ -21,6 +21,12 @@ assert x.device.type == "npu" and x.is_contiguous() and x[1].tolist() == [3.0, 4
 assert x.cpu().device.type == "cpu" and torch.equal(x.cpu().to("npu").cpu(), x.cpu())
 assert float(x.sum()) == 15.0
 """,
+    "a copy leaves the device in inference mode, too": """
+with torch.inference_mode():
+    x = torch.ones(2, device="npu")
+    assert x.cpu().device.type == "cpu" and type(x.cpu()) is torch.Tensor
+    assert x.double().device.type == "npu"
+""",
     "devices do not mix": """
 try:
     torch.ones(2, device="npu") + torch.ones(2)

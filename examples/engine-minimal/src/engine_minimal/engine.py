@@ -19,7 +19,7 @@ from engine_api.contract import Adapter
 from engine_api.errors import ConfigError
 from engine_api.hf_names import pieces_of
 from engine_api.manifest import Entry
-from engine_api.optimizers import build_optimizer, check_fields, check_shapes, state_fields
+from engine_api.optimizers import build_optimizer, check_shapes, state_fields
 from engine_api.weights import WeightExport
 
 
@@ -117,7 +117,6 @@ class MinimalEngine(BaseEngine):
     def _state_layout(self, entries: Mapping[str, Entry]) -> dict[str, tuple[ShardSpec, torch.dtype]]:
         wanted = {f"model.{name}": (ShardSpec.whole(param.shape), param.dtype) for name, param in self.weights.items()}
         if self.optimizer:
-            check_fields(self.optimizer, entries)
             check_shapes(self.optimizer, entries)
         for key, saved in entries.items() if self.optimizer else ():
             if key.startswith("optim.") and key.removeprefix("optim.").rpartition(".")[0] in self.weights:
