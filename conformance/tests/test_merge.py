@@ -219,6 +219,11 @@ def test_the_command_line_joins_verifies_and_compares_with_the_parts(
     capsys.readouterr()
     assert main(["verify", str(out / "report.json"), "--parts", *names]) == 1
     assert "rows: is not what its parts give" in capsys.readouterr().out
+    for name in ("parts", "sources"):
+        lacking = {field: value for field, value in other.items() if field != name}
+        lacking["digest"] = digest(lacking)
+        stored(out / "report.json", lacking)
+        assert main(["verify", str(out / "report.json"), "--parts", *names]) == 1, f"a report without {name}"
     altered = json.loads((kept[0] / "report.json").read_text())
     altered["seconds"] = 0.5
     stored(kept[0] / "report.json", altered)

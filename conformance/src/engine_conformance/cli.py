@@ -364,7 +364,7 @@ def _remade(report: Path, parts: Sequence[Path]) -> list[str]:
     return [
         f"{report}: {name}: is not what its parts give"
         for name in made
-        if name != "digest" and stated[name] != made[name]
+        if name != "digest" and stated.get(name) != made[name]
     ]
 
 

@@ -326,7 +326,7 @@ def test_a_receiver_of_an_earlier_sync_is_sent_away(started) -> None:
     late = sender.address
     with pytest.raises(PeerError, match="did not connect"):
         sender.send_weights(stream_of(0, fp8=False))
-    sender.timeout_s = 2.0
+    sender.timeout_s = 10.0
     thread, found = in_thread(sender, stream_of(1, fp8=False))
     with (
         pytest.raises(PeerError, match="it came for sync 0 as receiver 0; this is sync 1"),

@@ -127,7 +127,7 @@ def test_a_rank_that_dies_before_the_groups_are_made_is_named_at_once(store):
 
 
 def test_a_stopped_rank_is_named_at_the_deadline(store):
-    with ranks(2, store.port, 5.0, "one stays away") as started:
+    with ranks(2, store.port, 20.0, "one stays away") as started:
         assert json.loads(started[1].stdout.readline()) == ["met", 1]
         os.kill(started[1].pid, signal.SIGSTOP)
         kind, text = said(started[0])[-1]
