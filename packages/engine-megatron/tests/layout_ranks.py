@@ -178,11 +178,14 @@ class BreaksOnce:
         return sft_loss(outputs, batch)
 
 
-def a_loss_that_raises(path: str, parallelism: dict[str, int], options: dict[str, Any]) -> tuple[str, float]:
-    """The error's type, and the gradient norm of the step after it."""
+def a_loss_that_raises(
+    path: str, parallelism: dict[str, int], options: dict[str, Any], alone: bool = False
+) -> tuple[str, float]:
+    """Return the error's type, and the gradient norm of the step after it; ``alone``: it raises on the last rank only."""
     engine = create(path, parallelism, options)
     engine.initialize()
-    batch, loss = Batch.pack(ROWS), BreaksOnce()
+    last = engine.topology.rank == engine.topology.world_size - 1
+    batch, loss = Batch.pack(ROWS), BreaksOnce() if last or not alone else sft_loss
     raised = ""
     try:
         engine.train_batch(batch, loss)

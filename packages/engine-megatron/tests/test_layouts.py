@@ -247,6 +247,17 @@ def test_a_loss_that_raises_on_the_last_stage_leaves_no_stage_waiting(
         assert all(abs(got - norm) < 1e-3 * norm for _, got in results)
 
 
+def test_a_loss_that_raises_on_one_tensor_parallel_rank_leaves_its_neighbour_no_backward_to_wait_in(
+    four: RankPool, one: RankPool, folder: str
+) -> None:
+    ((_, norm),) = one.run("layout_ranks:a_loss_that_raises", path=folder, parallelism={}, options={})
+    results = four.run(
+        "layout_ranks:a_loss_that_raises", path=folder, parallelism={"tp": 2, "pp": 2}, options={}, alone=True
+    )
+    assert [raised for raised, _ in results] == ["RankFailure"] * 3 + ["KeyError"]
+    assert all(abs(got - norm) < 1e-3 * norm for _, got in results)
+
+
 def test_two_layouts_at_once_are_refused(pool: RankPool, folder: str) -> None:
     for error, finite in pool.run("layout_ranks:another_layout_at_once", path=folder):
         assert "global variables" in error

@@ -161,8 +161,7 @@ class MegatronEngine(BaseEngine):
         def loss_of(outputs: TokenOutputs, batch: Batch) -> LossOutput:
             if batch.num_tokens:
                 return evaluate(loss, outputs, batch.to(self.device))
-            given = [t for t in (outputs.log_probs, outputs.entropy, outputs.values) if t is not None]
-            return LossOutput(loss=sum((t.sum() for t in given[1:]), start=given[0].sum()) * 0.0)
+            return LossOutput(loss=pipeline.nothing_of(outputs))
 
         with self._accumulation(last=True):
             results, error = pipeline.train(self.forward, self._chunks, parts, loss_of, needs, denominator, temperature)

@@ -70,6 +70,12 @@ def infer(forward: Forward, chunks: Sequence[Any], batch: Batch, needs: Sequence
     return TokenOutputs(**dict(zip(names, rows, strict=True)))
 
 
+def nothing_of(outputs: TokenOutputs) -> Tensor:
+    """Return a zero that depends on every output with a gradient."""
+    given = [t for t in (outputs.log_probs, outputs.entropy, outputs.values) if t is not None]
+    return sum((t.sum() for t in given[1:]), start=given[0].sum()) * 0.0
+
+
 def train(
     forward: Forward, chunks: Sequence[Any], parts: Sequence[Batch], loss_of: Callable[[TokenOutputs, Batch], LossOutput],
     needs: Sequence[str], denominator: float, temperature: float,
@@ -86,7 +92,8 @@ def train(
             result = loss_of(outputs, batch)
         except Exception as error:  # noqa: BLE001 - whatever it is, no stage may be left waiting; raised by the caller
             raised.append(error)
-            return hidden.sum() * 0.0, None
+            # Through all outputs: tensor-parallel neighbours whose loss did not raise wait for this rank in their backward.
+            return nothing_of(outputs), None
         return result.loss / denominator, LossOutput(loss=result.loss.detach(), metrics=result.metrics)
 
     results = run(forward, chunks, parts, on_last, backward=True)
