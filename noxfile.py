@@ -232,6 +232,14 @@ def unit(session: nox.Session) -> None:
 
 
 @nox.session
+def nightly(session: nox.Session) -> None:
+    """Tests that CI leaves out, as it has run some of their kind; after `--`: pytest arguments."""
+    install(session, packages(), *PYTEST)
+    for folder in (API, FSDP, TRAINER):
+        session.run(*PYTEST_RUN, "-m", "nightly", f"{folder}/tests", *session.posargs, env={"OMP_NUM_THREADS": "1"})
+
+
+@nox.session
 def fuzz(session: nox.Session) -> None:
     """Fuzz everything that takes a user's input; after `--`: `--examples N` (200) and pytest arguments."""
     parser = argparse.ArgumentParser(prog="nox -s fuzz --")

@@ -64,8 +64,17 @@ def ranks(world, *arguments):
 
 @pytest.mark.distributed
 @pytest.mark.timeout(2 * DEADLINE_S)
-@pytest.mark.parametrize("call", ["all_reduce", "all_gather", "together"])
-@pytest.mark.parametrize("world", [2, 3])
+@pytest.mark.parametrize(
+    ("world", "call"),
+    [
+        (2, "all_reduce"),
+        (3, "together"),
+        *(
+            pytest.param(world, call, marks=pytest.mark.nightly)
+            for world, call in ((3, "all_reduce"), (2, "all_gather"), (3, "all_gather"), (2, "together"))
+        ),
+    ],
+)
 @pytest.mark.parametrize("how", sorted(SAID))
 def test_every_other_rank_names_the_one_that_goes_away(how, world, call):
     limit = SHORT_S if how == "stopped" else LONG_S

@@ -16,12 +16,10 @@ from engine_api.stores import serve_store
 
 PEERS = Path(__file__).with_name("rank_peers.py")
 DEADLINE_S = 300.0
-CALLS = (
+OTHER_CALLS = (
     "train_batch",
     "forward_backward",
-    "optimizer_step",
     "infer_batch",
-    "save_checkpoint",
     "load_checkpoint",
     "get_per_tensor_param",
     "save_hf",
@@ -86,9 +84,11 @@ def test_every_group_of_the_mesh_has_the_engines_timeout():
 @pytest.mark.parametrize(
     ("world", "how", "call"),
     [
-        *((2, "killed", call) for call in CALLS),
+        (2, "killed", "optimizer_step"),
+        (2, "killed", "save_checkpoint"),
+        *(pytest.param(2, "killed", call, marks=pytest.mark.nightly) for call in OTHER_CALLS),
         (2, "raises", "train_batch"),
-        (2, "raises", "save_hf"),
+        pytest.param(2, "raises", "save_hf", marks=pytest.mark.nightly),
         (3, "killed", "train_batch"),
         (2, "killed", "random 1"),
         (3, "killed", "random 2"),

@@ -76,12 +76,13 @@ def ranks(world, folder, *arguments):
     [
         ("sft", 2, "killed"),
         ("sft", 3, "raises"),
-        ("sft", 2, "exits"),
         ("sft", 2, "stopped"),
-        ("rl", 2, "killed"),
         ("rl", 2, "exits"),
         ("rl", 3, "killed"),
-        ("rl", 2, "stopped"),
+        *(
+            pytest.param(task, 2, how, marks=pytest.mark.nightly)
+            for task, how in (("sft", "exits"), ("rl", "killed"), ("rl", "stopped"))
+        ),
     ],
 )
 def test_the_command_of_every_other_rank_names_the_one_that_goes_away(sums_model, tmp_path, task, world, how):

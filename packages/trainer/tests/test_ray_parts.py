@@ -293,7 +293,7 @@ def test_a_restart_goes_on_from_what_the_run_has_saved_else_where_it_was_told_to
             (out / "checkpoints" / "step-000006" / "manifest.json").write_text("{}")
         raise WorkerLost("died")
 
-    monkeypatch.setattr(controller, "connected", lambda _: contextlib.nullcontext())
+    monkeypatch.setattr(controller, "connected", lambda *_: contextlib.nullcontext())
     monkeypatch.setattr(controller, "OnRay", lambda *_: None)
     monkeypatch.setattr(controller, "train_rl", train)
     config = on_ray(sums_model, out, run={"resume": elsewhere})
