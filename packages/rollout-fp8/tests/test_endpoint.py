@@ -121,8 +121,37 @@ def test_who_waits_for_a_server_that_another_thread_closes_is_told_so(tmp_path) 
     # More tokens than it makes while it is closed, however busy the machine is: it computes for minutes.
     pending = made._server.start("generate", prompts=[[3]], sampling={"max_new_tokens": 30_000})
     made.close()  # the server ended well: its log is gone
-    with pending, pytest.raises(RolloutError, match="does not answer"):
+    with pending, pytest.raises(RolloutError, match=r"does not answer|was closed"):
         pending.answer()
+
+
+class Torn(Background):
+    """Closed under a generation, it breaks in its own way, as a model does that is taken away."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.begun, self.torn = threading.Event(), threading.Event()
+
+    def generate(self, prompts, sampling):
+        self.begun.set()
+        assert self.torn.wait(DEADLINE_S)
+        raise AttributeError("'NoneType' object has no attribute 'device'")
+
+    def close(self):
+        self.torn.set()
+
+
+def test_a_call_that_the_end_of_the_server_cut_short_says_so() -> None:
+    rollout = Torn()
+    service = Service(rollout, "cpu", name="torn", arguments={})
+    with serving(service) as url:
+        made = RemoteRollout(name="torn", device="cpu", arguments={}, url=url)
+        pending = made._server.start("generate", prompts=[[3]], sampling={})
+        assert rollout.begun.wait(DEADLINE_S)
+        service.close()
+        with pending, pytest.raises(RolloutError, match="the server was closed during this call"):
+            pending.answer()
+        made.close()
 
 
 CONFIG = Qwen3Config(

@@ -28,7 +28,9 @@ BOMBS = {
     "loops": ("{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}", "processor time"),
     "prints in loops": ("{% for i in range(99999) %}{% for j in range(9999) %}aaaaaaaaaaaaaaaa{% endfor %}{% endfor %}", "processor time|MiB"),
     "doubles a text": (
-        "{% set n = namespace(t='ab') %}{% for i in range(99) %}{% set n.t = n.t ~ n.t %}{% endfor %}{{ n.t }}", "MiB of memory"),
+        "{% set n = namespace(t='ab') %}{% for i in range(99) %}{% set n.t = n.t ~ n.t %}{% endfor %}{{ n.t }}",
+        "MiB of memory|processor time",
+    ),
     "pads": ("{{ 'a'.ljust(10 ** 11) }}", "MiB of memory"),
     "divides by zero": ("{{ 1 / 0 }}", "ZeroDivisionError"),
     "recurses": ("{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}", "RecursionError"),

@@ -19,7 +19,7 @@ from engine_api.contract import Adapter
 from engine_api.errors import ConfigError
 from engine_api.hf_names import pieces_of
 from engine_api.manifest import Entry
-from engine_api.optimizers import build_optimizer, check_shapes, state_fields
+from engine_api.optimizers import build_optimizer, loaded_dtypes, state_fields
 from engine_api.weights import WeightExport
 
 
@@ -116,11 +116,11 @@ class MinimalEngine(BaseEngine):
 
     def _state_layout(self, entries: Mapping[str, Entry]) -> dict[str, tuple[ShardSpec, torch.dtype]]:
         wanted = {f"model.{name}": (ShardSpec.whole(param.shape), param.dtype) for name, param in self.weights.items()}
-        if self.optimizer:
-            check_shapes(self.optimizer, entries)
+        kept = loaded_dtypes(self.optimizer, torch.float32, entries) if self.optimizer else {}
         for key, saved in entries.items() if self.optimizer else ():
-            if key.startswith("optim.") and key.removeprefix("optim.").rpartition(".")[0] in self.weights:
-                wanted[key] = ShardSpec.whole(saved.shape), getattr(torch, saved.dtype)
+            name, _, field = key.removeprefix("optim.").rpartition(".")
+            if key.startswith("optim.") and name in self.weights:
+                wanted[key] = ShardSpec.whole(saved.shape), kept[field]
         return wanted
 
     def _install_state(self, tensors: Mapping[str, Tensor]) -> None:

@@ -223,11 +223,7 @@ def _check_tensor(name: str, value: object) -> None:
     if not isinstance(value, torch.Tensor):
         raise BatchError(name, f"expected a tensor, got {kind_of(value)}", remedy="convert with torch.as_tensor")
     refused = [
-        (
-            type(value) not in (torch.Tensor, torch.nn.Parameter),
-            f"a {type(value).__name__}",
-            "convert it to torch.Tensor",
-        ),
+        (not _is_plain(value), f"a {type(value).__name__}", "convert it to torch.Tensor"),
         (value.is_meta, "a tensor on the meta device", "give it values"),
         (value.is_nested, "a nested tensor", "concatenate its parts"),
         (value.layout is not torch.strided, f"a tensor of layout {value.layout}", "convert with .to_dense()"),
@@ -241,6 +237,13 @@ def _check_tensor(name: str, value: object) -> None:
     for wrong, got, remedy in refused:
         if wrong:
             raise BatchError(name, f"expected a plain, dense tensor of numbers, got {got}", remedy=remedy)
+
+
+def _is_plain(value: torch.Tensor) -> bool:
+    """Whether it is what its device makes: a backend that is written in Python has tensors of a class of its own."""
+    import torch
+
+    return type(value) in (torch.Tensor, torch.nn.Parameter) or type(value) is type(torch.empty(0, device=value.device))
 
 
 def _check_target(device: Any) -> None:

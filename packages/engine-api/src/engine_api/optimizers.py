@@ -90,13 +90,11 @@ def check_fields(optimizer: torch.optim.Optimizer, keys: Iterable[str]) -> None:
 
 
 def check_shapes(optimizer: torch.optim.Optimizer, entries: Mapping[str, Entry]) -> None:
-    """Raise ``CheckpointMismatch`` for saved state of another kind of optimizer, or of another shape than this one keeps.
+    """Raise ``CheckpointMismatch`` for saved state that has not the shape in which this optimizer keeps it.
 
     What it keeps is a scalar, or has its weight's shape.
     """
     import torch
-
-    check_fields(optimizer, entries)
 
     state = _state_of_a_weight(optimizer, torch.float32)
     scalars = {kept for kept, value in state.items() if hasattr(value, "dim") and not value.dim()}
@@ -122,8 +120,9 @@ def loaded_dtypes(
 ) -> dict[str, torch.dtype]:
     """``state_dtypes`` for a checkpoint of these tensors; empty where it has no ``optim.`` keys: any optimizer takes it.
 
-    Raises ``CheckpointMismatch`` as ``check_shapes`` and ``state_dtypes`` do.
+    Raises ``CheckpointMismatch`` as ``check_fields``, ``check_shapes`` and ``state_dtypes`` do.
     """
+    check_fields(optimizer, entries)
     if not any(key.startswith(OPTIMIZER) for key in entries):
         return {}
     check_shapes(optimizer, entries)

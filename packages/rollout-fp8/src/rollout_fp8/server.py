@@ -71,10 +71,27 @@ class Service:
         self._running: dict[int, Generation] = {}
         self._asked: dict[int, float] = {}  # when a client last named it
         self._ids = count()
+        self._closed = False
         self.calls: Mapping[str, Callable[..., dict[str, Any]]] = {
             "generate": self.generate, "submit": self.submit, "result": self.result, "abort": self.abort,
             "update_weights": self.update_weights, "sleep": self.sleep, "wake_up": self.wake_up,
         }  # fmt: skip
+
+    def close(self) -> None:
+        """Close the rollout, under what it is still doing for clients: nobody waits for their minutes."""
+        self._closed = True
+        self._rollout.close()
+
+    @contextmanager
+    def serving(self) -> Iterator[None]:
+        """Tell a client that its call was cut short by the end of the server, whatever the rollout says of it."""
+        try:
+            yield
+        except Exception as error:
+            if not self._closed:
+                raise
+            raise RolloutError("the server was closed during this call", where="server",
+                               remedy="start another one") from error  # fmt: skip
 
     def health(self) -> dict[str, Any]:
         """Answers while others wait for their turn."""
@@ -290,7 +307,8 @@ class _Handler(BaseHTTPRequestHandler):
             inspect.signature(call).bind(**arguments)
         except TypeError as error:
             raise self._refused(400, f"{self.path}: {error}", "see rollout_fp8.server") from error
-        return call(**arguments)
+        with self._server.service.serving():
+            return call(**arguments)
 
     def _body(self) -> dict[str, Any]:
         length = self.headers.get("Content-Length", "0")
@@ -345,13 +363,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
         log.exception("the rollout did not start")
         _announce(options.announce, {"error": error_to_json(error)})
         return 1
+    service = Service(rollout, device, name=options.name, arguments=config)
     try:
-        service = Service(rollout, device, name=options.name, arguments=config)
         with Server((options.host, options.port), service) as server:
             _announce(options.announce, {"url": server.url, "pid": os.getpid()})
             server.serve_forever(poll_interval=0.1)
     finally:
-        rollout.close()
+        service.close()
     return 0
 
 
