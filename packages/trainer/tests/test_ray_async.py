@@ -205,7 +205,6 @@ def test_fully_asynchronous_staleness_is_bounded_and_a_death_loses_no_prompt(clu
     assert [r["step"] for r in rows] == list(range(1, 7))
     assert all(r["rollout/groups"] == 8 for r in rows)
     assert max(r["rollout/staleness_max"] for r in rows) >= 1
-    assert any(r["rollout/continued"] > 0 for r in rows)
     manifest = json.loads((out / "checkpoints" / "step-000006" / "manifest.json").read_text())
     state = manifest["extra"]["loop"]
     dropped = sum(r["rollout/dropped_groups"] for r in rows)
@@ -225,6 +224,9 @@ def test_it_learns_while_replicas_never_stop(cluster, sums_model, tmp_path):
     }
     out = tmp_path / "out"
     train_on_ray(on_ray(sums_model, out, ray={"engines": 1, "rollouts": 1}, **sections))
-    rewards = [r["train/reward"] for r in rows_of(out)]
+    rows = rows_of(out)
+    # Which sync comes in the middle of an answer is chance; that none of forty does is a defect.
+    assert any(r["rollout/continued"] > 0 for r in rows)
+    rewards = [r["train/reward"] for r in rows]
     assert sum(rewards[:5]) / 5 < 0.1
     assert sum(rewards[-5:]) / 5 > 0.6
