@@ -324,7 +324,6 @@ def test_conversations_go_on_over_syncs_and_a_death_loses_none(cluster, sums_mod
     assert [r["step"] for r in rows] == list(range(7))
     steps = rows[1:]
     assert all(r["rollout/groups"] == 8 and 1.0 < r["agent/turns"] <= 2.0 for r in steps)
-    assert all("rollout/continued" in r for r in steps)  # how many is chance
     assert max(r["rollout/staleness_max"] for r in steps) >= 1
     assert [r["step"] for r in rows if "eval/accuracy" in r] == [0, 3, 6]
     state = json.loads((out / "checkpoints" / "step-000006" / "manifest.json").read_text())["extra"]["loop"]
@@ -344,6 +343,9 @@ def test_it_learns_over_turns_while_replicas_never_stop(cluster, sums_model, tmp
                 "rollout": {"n": 8, "max_new_tokens": 8}, "run": {"steps": 40, "save_every": 0}}  # fmt: skip
     out = tmp_path / "out"
     train_on_ray(on_ray(sums_model, out, ray={"engines": 1, "rollouts": 1}, **sections))
-    rewards = [r["train/reward"] for r in rows_of(out)]
+    rows = rows_of(out)
+    # Which sync comes in the middle of a conversation is chance; that none of forty does is a defect.
+    assert any(r["rollout/continued"] > 0 for r in rows)
+    rewards = [r["train/reward"] for r in rows]
     assert sum(rewards[:5]) / 5 < 0.2
     assert sum(rewards[-5:]) / 5 > 0.6

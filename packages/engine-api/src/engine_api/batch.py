@@ -240,7 +240,7 @@ def _check_tensor(name: str, value: object) -> None:
 
 
 def _is_plain(value: torch.Tensor) -> bool:
-    """Whether it is what its device makes: a backend that is written in Python has tensors of a class of its own."""
+    """Return whether a tensor is of the class that its device makes, which a backend written in Python defines."""
     import torch
 
     return type(value) in (torch.Tensor, torch.nn.Parameter) or type(value) is type(torch.empty(0, device=value.device))

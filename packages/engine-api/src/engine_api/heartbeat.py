@@ -397,6 +397,7 @@ class Watch:
                 self._lost = (str(error) or type(error).__name__).splitlines()[0]
             try:
                 self._interrupt()
+            # Backends raise what they like where a group is aborted; this rank's heartbeat must go on.
             except Exception:
                 log.exception("the collectives of a rank that waits in vain could not be aborted")
             with self._round:

@@ -71,27 +71,16 @@ class Service:
         self._running: dict[int, Generation] = {}
         self._asked: dict[int, float] = {}  # when a client last named it
         self._ids = count()
-        self._closed = False
+        self.closed = False
         self.calls: Mapping[str, Callable[..., dict[str, Any]]] = {
             "generate": self.generate, "submit": self.submit, "result": self.result, "abort": self.abort,
             "update_weights": self.update_weights, "sleep": self.sleep, "wake_up": self.wake_up,
         }  # fmt: skip
 
     def close(self) -> None:
-        """Close the rollout, under what it is still doing for clients: nobody waits for their minutes."""
-        self._closed = True
+        """Close the rollout without waiting for the calls that still run in it; they may fail in any way."""
+        self.closed = True
         self._rollout.close()
-
-    @contextmanager
-    def serving(self) -> Iterator[None]:
-        """Tell a client that its call was cut short by the end of the server, whatever the rollout says of it."""
-        try:
-            yield
-        except Exception as error:
-            if not self._closed:
-                raise
-            raise RolloutError("the server was closed during this call", where="server",
-                               remedy="start another one") from error  # fmt: skip
 
     def health(self) -> dict[str, Any]:
         """Answers while others wait for their turn."""
@@ -287,7 +276,14 @@ class _Handler(BaseHTTPRequestHandler):
             status, answer = 422, error_to_json(error)
         except Exception as error:  # the client waits for an answer; it gets this one
             log.exception("%s failed", self.path)
-            status, answer = 500, error_to_json(error)
+            told: Exception = error
+            if self._server.service.closed:
+                told = RolloutError(
+                    "the server was closed during this call",
+                    where="server",
+                    remedy="start another one",
+                )
+            status, answer = 500, error_to_json(told)
         data = dumps(answer)
         self.send_response(status)
         self.send_header("Content-Type", "application/json")
@@ -307,8 +303,7 @@ class _Handler(BaseHTTPRequestHandler):
             inspect.signature(call).bind(**arguments)
         except TypeError as error:
             raise self._refused(400, f"{self.path}: {error}", "see rollout_fp8.server") from error
-        with self._server.service.serving():
-            return call(**arguments)
+        return call(**arguments)
 
     def _body(self) -> dict[str, Any]:
         length = self.headers.get("Content-Length", "0")
