@@ -32,7 +32,7 @@ pytest.importorskip("ray", reason="the extra ray")
 
 from ray.exceptions import ActorDiedError, RayTaskError
 
-from engine_trainer.ray import channel, cluster, controller
+from engine_trainer.ray import calls, channel, cluster, controller
 from engine_trainer.ray.calls import Call, WorkerFailed, WorkerLost, _telling, _translate
 from engine_trainer.ray.meter import Meter
 from engine_trainer.ray.workers import EngineWorker
@@ -97,6 +97,16 @@ def test_an_export_that_fails_is_told_to_the_receivers():
     outcomes, _ = carried(failing())
     assert isinstance(outcomes[0], OSError)
     assert all(isinstance(o, RolloutError) for o in outcomes[1:])
+
+
+def test_a_start_has_the_longer_of_two_deadlines(monkeypatch):
+    asked = []
+    monkeypatch.setattr(calls, "finish", lambda _, timeout_s, **named: asked.append((timeout_s, named)) or [])
+    pool = calls.Pool("engine", [], 30.0, Meter())
+    pool.finish([])
+    pool.finish([], start_timeout_s=20.0)
+    pool.finish([], start_timeout_s=120.0)
+    assert asked == [(30.0, {}), (30.0, {}), (120.0, {"setting": "ray.start_timeout_s"})]
 
 
 @pytest.fixture

@@ -270,7 +270,7 @@ class RaySection:
     gpus_per_worker: float | None = None  # null: 1 where the engine computes on GPUs
     cpus_per_worker: float = 1.0
     timeout_s: float = 1800.0  # of every call of a worker; one that is silent for longer is lost
-    start_timeout_s: float = 120.0  # until the cluster has room for the workers
+    start_timeout_s: float = 120.0  # until the cluster has room for the workers, then until they have started
     restarts: int = 3  # from the last checkpoint, after a worker or a node was lost
     # modules that each worker imports first: what registers engines, rollouts, rewards in process
     imports: Sequence[str] = field(default_factory=list[str])

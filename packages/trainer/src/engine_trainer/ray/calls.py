@@ -83,16 +83,26 @@ class Pool:
         """The same call on all of them; their values by rank."""
         return [reply.value for reply in self.finish(self.start_all(method, *arguments))]
 
-    def finish(self, calls: Sequence[Call]) -> list[Reply]:
-        """Wait for calls of any pool, in their order. Raises as ``finish``."""
-        replies = finish(calls, self.timeout_s)
+    def finish(self, calls: Sequence[Call], *, start_timeout_s: float = 0.0) -> list[Reply]:
+        """Wait for calls of any pool, in their order. Raises as ``finish``.
+
+        Args:
+            start_timeout_s: deadline of the calls in which workers start, where it is longer than that of a call.
+        """
+        if start_timeout_s > self.timeout_s:
+            replies = finish(calls, start_timeout_s, setting="ray.start_timeout_s")
+        else:
+            replies = finish(calls, self.timeout_s)
         for call, reply in zip(calls, replies, strict=True):
             self.meter.note(call.worker, call.method, reply.seconds)
         return replies
 
 
-def finish(calls: Sequence[Call], timeout_s: float) -> list[Reply]:
-    """Every call's reply, in order.
+def finish(calls: Sequence[Call], timeout_s: float, *, setting: str = "ray.timeout_s") -> list[Reply]:
+    """Return every call's reply, in order.
+
+    Args:
+        setting: the key of the configuration that ``timeout_s`` comes from.
 
     Raises:
         WorkerLost: a worker died, its node was lost, or it did not answer within ``timeout_s``.
@@ -117,7 +127,7 @@ def finish(calls: Sequence[Call], timeout_s: float) -> list[Reply]:
     if failures:
         raise _telling(failures, list(left.values()))
     if left:
-        raise silent(list(left.values()), timeout_s)
+        raise silent(list(left.values()), timeout_s, setting=setting)
     return [replies[call.ref] for call in calls]
 
 
@@ -182,7 +192,11 @@ def _names(calls: Sequence[Call]) -> str:
     return ", ".join(sorted(f"{c.worker} ({c.method})" for c in calls))
 
 
-def silent(calls: Sequence[Call], timeout_s: float) -> WorkerLost:
+def silent(calls: Sequence[Call], timeout_s: float, *, setting: str = "ray.timeout_s") -> WorkerLost:
     """The error of calls that did not answer in time."""
-    return WorkerLost(f"no answer within {timeout_s:g} s", where=_names(calls), why="it hangs, or has more to do than that",
-                      remedy="raise ray.timeout_s if the work takes longer")  # fmt: skip
+    return WorkerLost(
+        f"no answer within {timeout_s:g} s",
+        where=_names(calls),
+        why="it hangs, or has more to do than that",
+        remedy=f"raise {setting} if the work takes longer",
+    )

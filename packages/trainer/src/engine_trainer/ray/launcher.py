@@ -121,7 +121,8 @@ class OnRay:
         self._pools.append(pool)
         where = (str(Path.cwd()), sys.path, list(self.section.imports))
         seed = self.config.run.seed
-        pool.finish([pool.start(number, "setup", *where, (seed, before + number)) for number in range(workers)])
+        starting = [pool.start(number, "setup", *where, (seed, before + number)) for number in range(workers)]
+        pool.finish(starting, start_timeout_s=self.section.start_timeout_s)
         return pool
 
     def _join(self, pool: Pool, device: str) -> None:
