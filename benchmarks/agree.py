@@ -38,7 +38,12 @@ def documents(vocabulary: int) -> list[dict[str, torch.Tensor]]:
     for length in LENGTHS:
         weight = torch.ones(length)
         weight[0] = 0.0
-        rows.append({"input_ids": torch.randint(0, vocabulary, (length,), generator=generator), "loss_weight": weight})
+        rows.append(
+            {
+                "input_ids": torch.randint(0, vocabulary, (length,), generator=generator),
+                "loss_weight": weight,
+            }
+        )
     return rows
 
 
@@ -46,10 +51,16 @@ def build(options: argparse.Namespace) -> Any:
     """The engine, initialized."""
     precision = Precision(compute=options.compute)
     config = EngineConfig(
-        model=ModelSource(path=model_folder(options.shape), init="random", config_overrides={"initializer_range": 0.05}),
-        optimizer=OptimizerConfig(lr=1e-4), parallelism=Parallelism(ulysses=options.ulysses), precision=precision,
+        model=ModelSource(
+            path=model_folder(options.shape),
+            init="random",
+            config_overrides={"initializer_range": 0.05},
+        ),
+        optimizer=OptimizerConfig(lr=1e-4),
+        parallelism=Parallelism(ulysses=options.ulysses),
+        precision=precision,
         memory=Memory(max_tokens=4096, logit_chunk=1024),
-    )  # fmt: skip
+    )
     engine = EngineRegistry.create(backend="fsdp2", device=options.device, config=config)
     engine.initialize()
     return engine
@@ -67,8 +78,13 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
     steps = [engine.train_batch(batch, sft_loss) for _ in range(3)]
     after = _collect(engine, comm, batch, mine)
     engine.close()
-    return {"rank": place.rank, "before": before, "after": after, "loss": [s.loss for s in steps],
-            "grad_norm": [s.grad_norm for s in steps]}  # fmt: skip
+    return {
+        "rank": place.rank,
+        "before": before,
+        "after": after,
+        "loss": [s.loss for s in steps],
+        "grad_norm": [s.grad_norm for s in steps],
+    }
 
 
 def _collect(engine: Any, comm: Any, batch: Batch, mine: list[int]) -> torch.Tensor:
@@ -79,9 +95,15 @@ def _collect(engine: Any, comm: Any, batch: Batch, mine: list[int]) -> torch.Ten
     return torch.cat([parts[d] for d in sorted(parts)])
 
 
-def compare(ours: dict[str, Any], reference: dict[str, Any], options: argparse.Namespace) -> dict[str, Any]:
+def compare(
+    ours: dict[str, Any], reference: dict[str, Any], options: argparse.Namespace
+) -> dict[str, Any]:
     """Largest and root-mean-square differences per token."""
-    row: dict[str, Any] = {"shape": options.shape, "compute": options.compute, "ulysses": options.ulysses}
+    row: dict[str, Any] = {
+        "shape": options.shape,
+        "compute": options.compute,
+        "ulysses": options.ulysses,
+    }
     for when in ("before", "after"):
         difference = (ours[when] - reference[when]).double()
         row[f"{when}_max"] = round(float(difference.abs().max()), 6)

@@ -13,11 +13,24 @@ import torch
 from engine_api import EngineConfig, EngineRegistry, Memory, ModelSource, OptimizerConfig
 
 SHAPE = {
-    "architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "hidden_size": 384, "intermediate_size": 1152,
-    "num_hidden_layers": 6, "num_attention_heads": 6, "num_key_value_heads": 3, "head_dim": 64, "vocab_size": 4096,
-    "max_position_embeddings": 4096, "tie_word_embeddings": True, "rms_norm_eps": 1e-6, "rope_theta": 10000.0,
-    "hidden_act": "silu", "pad_token_id": None, "eos_token_id": 0, "bos_token_id": 0,
-}  # fmt: skip
+    "architectures": ["Qwen3ForCausalLM"],
+    "model_type": "qwen3",
+    "hidden_size": 384,
+    "intermediate_size": 1152,
+    "num_hidden_layers": 6,
+    "num_attention_heads": 6,
+    "num_key_value_heads": 3,
+    "head_dim": 64,
+    "vocab_size": 4096,
+    "max_position_embeddings": 4096,
+    "tie_word_embeddings": True,
+    "rms_norm_eps": 1e-6,
+    "rope_theta": 10000.0,
+    "hidden_act": "silu",
+    "pad_token_id": None,
+    "eos_token_id": 0,
+    "bos_token_id": 0,
+}
 SHAPE_TEXT = "Qwen3, 6 layers, hidden 384, vocabulary 4096, float32"
 
 
@@ -37,9 +50,10 @@ def make_engine(folder: Path) -> Iterator[Callable[..., Any]]:
 
     def make(**memory: Any) -> Any:
         config = EngineConfig(
-            model=ModelSource(path=str(folder), init="random"), optimizer=OptimizerConfig(lr=1e-4),
+            model=ModelSource(path=str(folder), init="random"),
+            optimizer=OptimizerConfig(lr=1e-4),
             memory=Memory(**memory),
-        )  # fmt: skip
+        )
         engine = EngineRegistry.create(backend="fsdp2", device="cpu", config=config)
         engine.initialize()
         engines.append(engine)

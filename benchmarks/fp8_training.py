@@ -57,23 +57,45 @@ def train(way: str, options: argparse.Namespace) -> Mapping[str, Series]:
                 *overrides(options, folder),
                 *WAYS[way],
             ]
-            subprocess.run(command, stdout=log, stderr=log, check=True, env=os.environ | {"OMP_NUM_THREADS": "4"})
+            subprocess.run(
+                command,
+                stdout=log,
+                stderr=log,
+                check=True,
+                env=os.environ | {"OMP_NUM_THREADS": "4"},
+            )
     return load_series(folder / "metrics.jsonl")
 
 
 def overrides(options: argparse.Namespace, folder: Path) -> list[str]:
     """What is said to every way alike."""
-    return [f"engine.model.path={options.output / 'model'}", f"engine.device={options.device}", f"run.output_dir={folder}",
-            *(TINY_SFT if options.tiny else ()), f"run.steps={options.steps}", f"run.log_every={max(1, options.steps // 60)}",
-            f"eval.every={max(1, options.steps // 10)}"]  # fmt: skip
+    return [
+        f"engine.model.path={options.output / 'model'}",
+        f"engine.device={options.device}",
+        f"run.output_dir={folder}",
+        *(TINY_SFT if options.tiny else ()),
+        f"run.steps={options.steps}",
+        f"run.log_every={max(1, options.steps // 60)}",
+        f"eval.every={max(1, options.steps // 10)}",
+    ]
 
 
 def log_probs(
-    folder: Path, backend: str, compute: Any, batch: Batch, options: argparse.Namespace, own: Any = None
+    folder: Path,
+    backend: str,
+    compute: Any,
+    batch: Batch,
+    options: argparse.Namespace,
+    own: Any = None,
 ) -> Tensor:
     """Of every token under the weights in ``folder``, on the CPU, float64."""
-    config = EngineConfig(model=ModelSource(path=str(folder)), optimizer=None, precision=Precision(compute=compute),
-                          memory=Memory(max_tokens=4096), options=own)  # fmt: skip
+    config = EngineConfig(
+        model=ModelSource(path=str(folder)),
+        optimizer=None,
+        precision=Precision(compute=compute),
+        memory=Memory(max_tokens=4096),
+        options=own,
+    )
     engine = EngineRegistry.create(backend=backend, device=options.device, config=config)
     engine.initialize()
     try:
@@ -87,7 +109,9 @@ def log_probs(
 def documents(folder: Path) -> Batch:
     """Random tokens do for an error of arithmetic; a trained model is far from sure of them, which is the hard case."""
     vocabulary = json.loads((folder / "config.json").read_text())["vocab_size"]
-    rows = torch.randint(0, vocabulary, (DOCUMENTS, LENGTH), generator=torch.Generator().manual_seed(0))
+    rows = torch.randint(
+        0, vocabulary, (DOCUMENTS, LENGTH), generator=torch.Generator().manual_seed(0)
+    )
     weight = torch.ones(LENGTH)
     weight[0] = 0.0
     return Batch.pack([{"input_ids": row, "loss_weight": weight} for row in rows])
@@ -121,7 +145,12 @@ def draw(runs: Mapping[str, Mapping[str, Series]], path: Path) -> None:
     for axes, (title, metric) in zip(figure.subplots(1, 2), LOSSES.items(), strict=True):
         for way, run in runs.items():
             axes.plot(run[metric].steps, run[metric].values, label=way)
-        axes.set(title=f"{title.replace('_', '-')} loss", xlabel="step", ylabel="nats a token", yscale="log")
+        axes.set(
+            title=f"{title.replace('_', '-')} loss",
+            xlabel="step",
+            ylabel="nats a token",
+            yscale="log",
+        )
         axes.legend()
     figure.savefig(path, dpi=110)
 
@@ -129,7 +158,9 @@ def draw(runs: Mapping[str, Mapping[str, Series]], path: Path) -> None:
 def main() -> None:
     """Train each way, compare, print."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
-    parser.add_argument("--ways", type=lambda text: text.split(","), default=list(WAYS), help=", ".join(WAYS))
+    parser.add_argument(
+        "--ways", type=lambda text: text.split(","), default=list(WAYS), help=", ".join(WAYS)
+    )
     parser.add_argument("--steps", type=int, default=600)
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--tiny", action="store_true")
@@ -139,7 +170,9 @@ def main() -> None:
         parser.error(f"--ways: {', '.join(sorted(unknown))} is none of {', '.join(WAYS)}")
     model = options.output / "model"
     if not (model / "config.json").is_file():
-        problems = load_config(SFTConfig, RECIPE / "sft.yaml", overrides(options, options.output)).data.reasoning_gym
+        problems = load_config(
+            SFTConfig, RECIPE / "sft.yaml", overrides(options, options.output)
+        ).data.reasoning_gym
         prepare(model, problems, TINY if options.tiny else SHAPE)
     runs = {way: train(way, options) for way in options.ways}
     found = errors(options)

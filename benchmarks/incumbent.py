@@ -37,68 +37,129 @@ def prepare_all(folder: Path, options: argparse.Namespace) -> None:
     # one epoch: at the start of another the trainer forks its loader's workers anew, within a step
     rows = options.prompts * (options.warmup + options.steps)
     turns = prepare(folder / "model", options.shape, rows, options.prompt)
-    Dataset.from_list([
-        {"prompt": [{"role": "user", "content": turn}], "data_source": "random",
-         "reward_model": {"style": "rule", "ground_truth": "0"}, "extra_info": {"index": i}}
-        for i, turn in enumerate(turns)
-    ]).to_parquet(folder / "prompts.parquet")  # fmt: skip
+    Dataset.from_list(
+        [
+            {
+                "prompt": [{"role": "user", "content": turn}],
+                "data_source": "random",
+                "reward_model": {"style": "rule", "ground_truth": "0"},
+                "extra_info": {"index": i},
+            }
+            for i, turn in enumerate(turns)
+        ]
+    ).to_parquet(folder / "prompts.parquet")
 
 
 def overrides(options: argparse.Namespace, folder: Path) -> list[str]:
     """What is said to ``verl.trainer.main_ppo``."""
     actor, rollout = "actor_rollout_ref.actor", "actor_rollout_ref.rollout"
     return [
-        "algorithm.adv_estimator=grpo", f"data.train_files={folder}/prompts.parquet", f"data.val_files={folder}/prompts.parquet",
-        f"data.train_batch_size={options.prompts}", f"data.max_prompt_length={options.prompt}",
-        f"data.max_response_length={options.new}", f"actor_rollout_ref.model.path={folder}/model",
-        f"{actor}.strategy=fsdp2", f"{actor}.optim.lr=1e-6", f"{actor}.ppo_mini_batch_size={options.prompts}",
-        f"{actor}.use_dynamic_bsz=true", f"{actor}.ppo_max_token_len_per_gpu={options.max_tokens}",
-        f"{rollout}.name=vllm", f"{rollout}.tensor_model_parallel_size=1", f"{rollout}.n={options.n}",
-        f"{rollout}.gpu_memory_utilization={options.memory}", f"{rollout}.ignore_eos=true",
+        "algorithm.adv_estimator=grpo",
+        f"data.train_files={folder}/prompts.parquet",
+        f"data.val_files={folder}/prompts.parquet",
+        f"data.train_batch_size={options.prompts}",
+        f"data.max_prompt_length={options.prompt}",
+        f"data.max_response_length={options.new}",
+        f"actor_rollout_ref.model.path={folder}/model",
+        f"{actor}.strategy=fsdp2",
+        f"{actor}.optim.lr=1e-6",
+        f"{actor}.ppo_mini_batch_size={options.prompts}",
+        f"{actor}.use_dynamic_bsz=true",
+        f"{actor}.ppo_max_token_len_per_gpu={options.max_tokens}",
+        f"{rollout}.name=vllm",
+        f"{rollout}.tensor_model_parallel_size=1",
+        f"{rollout}.n={options.n}",
+        f"{rollout}.gpu_memory_utilization={options.memory}",
+        f"{rollout}.ignore_eos=true",
         f"{rollout}.max_num_seqs={options.prompts * options.n // options.gpus}",
         f"{rollout}.max_model_len={options.prompt + options.new}",
-        f"reward.custom_reward_function.path={Path(__file__).resolve()}", "reward.custom_reward_function.name=score",
-        "trainer.logger=[console,file]", f"trainer.n_gpus_per_node={options.gpus}", "trainer.val_before_train=false",
-        f"trainer.total_training_steps={options.warmup + options.steps}", "trainer.total_epochs=1000",
-        "trainer.resume_mode=disable", f"trainer.default_local_dir={folder}/checkpoints",
+        f"reward.custom_reward_function.path={Path(__file__).resolve()}",
+        "reward.custom_reward_function.name=score",
+        "trainer.logger=[console,file]",
+        f"trainer.n_gpus_per_node={options.gpus}",
+        "trainer.val_before_train=false",
+        f"trainer.total_training_steps={options.warmup + options.steps}",
+        "trainer.total_epochs=1000",
+        "trainer.resume_mode=disable",
+        f"trainer.default_local_dir={folder}/checkpoints",
         # claimed, also where there are fewer cores: three a GPU, nine for its queue of data, one by each small actor that is starting
         f"ray_kwargs.ray_init.num_cpus={16 + 4 * options.gpus}",
-        "+ray_kwargs.ray_init.include_dashboard=false", *options.more,
-    ]  # fmt: skip
+        "+ray_kwargs.ray_init.include_dashboard=false",
+        *options.more,
+    ]
 
 
 def environment(folder: Path) -> dict[str, str]:
     """Offline, the log as a file, this repository (the reward's) on every process's path, and modules compiled once for all."""
-    path = os.pathsep.join([str(Path(__file__).resolve().parent.parent), os.environ.get("PYTHONPATH", "")])
+    path = os.pathsep.join(
+        [str(Path(__file__).resolve().parent.parent), os.environ.get("PYTHONPATH", "")]
+    )
     said = {
-        "VERL_FILE_LOGGER_PATH": str(folder / "metrics.jsonl"), "HYDRA_FULL_ERROR": "1", "HF_HUB_OFFLINE": "1",
-        "WANDB_MODE": "disabled", "VLLM_NO_USAGE_STATS": "1", "RAY_USAGE_STATS_ENABLED": "0",
+        "VERL_FILE_LOGGER_PATH": str(folder / "metrics.jsonl"),
+        "HYDRA_FULL_ERROR": "1",
+        "HF_HUB_OFFLINE": "1",
+        "WANDB_MODE": "disabled",
+        "VLLM_NO_USAGE_STATS": "1",
+        "RAY_USAGE_STATS_ENABLED": "0",
         # a machine whose memory grows as it is used looks full to Ray's monitor, which then kills workers
-        "RAY_memory_monitor_refresh_ms": "0", "TOKENIZERS_PARALLELISM": "true", "PYTHONPATH": path, "PYTHONDONTWRITEBYTECODE": "",
-    }  # fmt: skip
+        "RAY_memory_monitor_refresh_ms": "0",
+        "TOKENIZERS_PARALLELISM": "true",
+        "PYTHONPATH": path,
+        "PYTHONDONTWRITEBYTECODE": "",
+    }
     return os.environ | said
 
 
 def row_of(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
     """The figures of a finished run."""
-    rows = [json.loads(line)["data"] for line in (folder / "metrics.jsonl").read_text().splitlines()][options.warmup :]
+    rows = [
+        json.loads(line)["data"] for line in (folder / "metrics.jsonl").read_text().splitlines()
+    ][options.warmup :]
     asked = options.prompts * options.n * (options.prompt + options.new)
     if found := {row["perf/total_num_tokens"] for row in rows} - {asked}:
         # its trainer goes on without the answers that failed
-        sys.exit(f"verl's steps had {found} tokens, the work has {asked}; see the errors in {folder}/log")
-    names = sorted({name for row in rows for name in row if name.startswith("timing_s/") and "agent_loop" not in name})
-    phases = {name.removeprefix("timing_s/"): round(median(row.get(name, 0.0) for row in rows), 3) for name in names}
+        sys.exit(
+            f"verl's steps had {found} tokens, the work has {asked}; see the errors in {folder}/log"
+        )
+    names = sorted(
+        {
+            name
+            for row in rows
+            for name in row
+            if name.startswith("timing_s/") and "agent_loop" not in name
+        }
+    )
+    phases = {
+        name.removeprefix("timing_s/"): round(median(row.get(name, 0.0) for row in rows), 3)
+        for name in names
+    }
     step, tokens = phases.pop("step"), options.prompts * options.n * options.new
-    kept = ("response_length/mean", "prompt_length/mean", "perf/mfu/actor", "actor/perf/max_memory_reserved_gb",
-            "training/rollout_probs_diff_mean", "actor/grad_norm")  # fmt: skip
+    kept = (
+        "response_length/mean",
+        "prompt_length/mean",
+        "perf/mfu/actor",
+        "actor/perf/max_memory_reserved_gb",
+        "training/rollout_probs_diff_mean",
+        "actor/grad_norm",
+    )
     return {
-        "system": f"verl {options.version}", "shape": options.shape, "gpus": options.gpus, "prompts": options.prompts,
-        "n": options.n, "prompt": options.prompt, "new": options.new, "max_tokens": options.max_tokens, "more": options.more,
-        "steps": len(rows), "step_s": step, "min_s": round(min(row["timing_s/step"] for row in rows), 3),
-        "max_s": round(max(row["timing_s/step"] for row in rows), 3), "phases_s": phases,
+        "system": f"verl {options.version}",
+        "shape": options.shape,
+        "gpus": options.gpus,
+        "prompts": options.prompts,
+        "n": options.n,
+        "prompt": options.prompt,
+        "new": options.new,
+        "max_tokens": options.max_tokens,
+        "more": options.more,
+        "steps": len(rows),
+        "step_s": step,
+        "min_s": round(min(row["timing_s/step"] for row in rows), 3),
+        "max_s": round(max(row["timing_s/step"] for row in rows), 3),
+        "phases_s": phases,
         "response_tokens_per_s_gpu": round(tokens / step / options.gpus),
         **{name: float(f"{median(row[name] for row in rows):.4g}") for name in kept},
-    }  # fmt: skip
+    }
 
 
 def main() -> None:
@@ -112,11 +173,15 @@ def main() -> None:
     parser.add_argument("--n", type=int, default=N, help="completions a prompt")
     parser.add_argument("--prompt", type=int, default=PROMPT, help="tokens of a prompt")
     parser.add_argument("--new", type=int, default=NEW, help="tokens of a completion")
-    parser.add_argument("--max-tokens", type=int, default=MAX_TOKENS, help="of a micro-batch on a rank")
+    parser.add_argument(
+        "--max-tokens", type=int, default=MAX_TOKENS, help="of a micro-batch on a rank"
+    )
     parser.add_argument("--memory", type=float, default=0.5, help="vLLM's share of a GPU")
     parser.add_argument("--steps", type=int, default=4)
     parser.add_argument("--warmup", type=int, default=2)
-    parser.add_argument("--output", type=Path, default=None, help="kept; the model in it is made anew")
+    parser.add_argument(
+        "--output", type=Path, default=None, help="kept; the model in it is made anew"
+    )
     parser.add_argument("more", nargs="*", metavar="key=value", help="of verl's configuration")
     options = parser.parse_intermixed_args()
     options.version = version("verl")
@@ -126,11 +191,18 @@ def main() -> None:
     command = [sys.executable, "-m", "verl.trainer.main_ppo", *overrides(options, folder)]
     with (folder / "log").open("w") as log:
         done = subprocess.run(
-            command, env=environment(folder), stdout=log, stderr=subprocess.STDOUT, cwd=folder, check=False
+            command,
+            env=environment(folder),
+            stdout=log,
+            stderr=subprocess.STDOUT,
+            cwd=folder,
+            check=False,
         )
     shutil.rmtree(folder / "model")
     if done.returncode:
-        sys.exit(f"verl ended with {done.returncode}; the end of {folder}/log:\n{(folder / 'log').read_text()[-8000:]}")
+        sys.exit(
+            f"verl ended with {done.returncode}; the end of {folder}/log:\n{(folder / 'log').read_text()[-8000:]}"
+        )
     print(json.dumps(row_of(options, folder)), flush=True)
 
 

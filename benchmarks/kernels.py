@@ -23,8 +23,15 @@ from rollout_fp8.kernels.table import layouts
 from rollout_fp8.quantize import QuantizePlan, empty_like
 
 HIDDEN, INTERMEDIATE, QUERIES, KEYS = 4096, 12288, 4096, 1024
-LAYER = ((QUERIES, HIDDEN), (KEYS, HIDDEN), (KEYS, HIDDEN), (HIDDEN, QUERIES), (INTERMEDIATE, HIDDEN),
-         (INTERMEDIATE, HIDDEN), (HIDDEN, INTERMEDIATE))  # fmt: skip
+LAYER = (
+    (QUERIES, HIDDEN),
+    (KEYS, HIDDEN),
+    (KEYS, HIDDEN),
+    (HIDDEN, QUERIES),
+    (INTERMEDIATE, HIDDEN),
+    (INTERMEDIATE, HIDDEN),
+    (HIDDEN, INTERMEDIATE),
+)
 CALL = 9  # layers a call: about 60 tensors, as in a bucket of a sync
 Work = Callable[[], None]
 
@@ -67,7 +74,11 @@ def chunks(tensors: list[Tensor]) -> list[list[Tensor]]:
 
 def weights(layers: int, dtype: torch.dtype) -> list[Tensor]:
     """Random weights of this many layers."""
-    return [torch.randn(shape, device="cuda", dtype=dtype) * 0.02 for _ in range(layers) for shape in LAYER]
+    return [
+        torch.randn(shape, device="cuda", dtype=dtype) * 0.02
+        for _ in range(layers)
+        for shape in LAYER
+    ]
 
 
 def quantizing(layers: int, dtype: torch.dtype, policy: str) -> tuple[list[Work], int]:
@@ -130,9 +141,16 @@ def main() -> None:
                 call()
 
         ms = median_ms(everything, options.repeats)
-        row = {"case": name, "layers": options.layers, "gb": round(size / 1e9, 2), "ms": round(ms, 3),
-               "gb_per_s": round(size / ms / 1e6), "host_us_per_call": round(host_us(calls[0]), 1),
-               "torch": torch.__version__, "device": torch.cuda.get_device_name()}  # fmt: skip
+        row = {
+            "case": name,
+            "layers": options.layers,
+            "gb": round(size / 1e9, 2),
+            "ms": round(ms, 3),
+            "gb_per_s": round(size / ms / 1e6),
+            "host_us_per_call": round(host_us(calls[0]), 1),
+            "torch": torch.__version__,
+            "device": torch.cuda.get_device_name(),
+        }
         print(json.dumps(row), flush=True)
         calls.clear()
 

@@ -32,19 +32,59 @@ import torch
 from torch import Tensor
 
 from benchmarks.suite import Step, last_words, run
-from engine_api import Batch, EngineConfig, EngineRegistry, Memory, ModelSource, OptimizerConfig, Parallelism, sft_loss
+from engine_api import (
+    Batch,
+    EngineConfig,
+    EngineRegistry,
+    Memory,
+    ModelSource,
+    OptimizerConfig,
+    Parallelism,
+    sft_loss,
+)
 from engine_api.comm import Comm, SingleComm, TorchComm
 from engine_api.config import Precision
 from engine_api.weights import assemble
-from engine_conformance.fixtures import PackedDocuments, TinyModel, packed_documents, write_checkpoint
-from engine_conformance.oracle import AdamWConfig, Schedule, load_oracle, loss_and_grads, sft, train_steps
+from engine_conformance.fixtures import (
+    PackedDocuments,
+    TinyModel,
+    packed_documents,
+    write_checkpoint,
+)
+from engine_conformance.oracle import (
+    AdamWConfig,
+    Schedule,
+    load_oracle,
+    loss_and_grads,
+    sft,
+    train_steps,
+)
 from engine_conformance.tolerances import tolerance
 
 # Sides that FP8's blocks divide, also on two ranks; heads as large as real ones.
-DENSE = TinyModel(vocab_size=1024, hidden_size=256, intermediate_size=512, num_layers=4, num_heads=8, num_kv_heads=4, head_dim=64,
-                  max_position=2048)  # fmt: skip
-EXPERTS = TinyModel(family="qwen3_moe", vocab_size=1024, hidden_size=256, num_layers=2, num_heads=8, num_kv_heads=4, head_dim=64,
-                    num_experts=8, top_k=2, moe_intermediate_size=256, max_position=2048)  # fmt: skip
+DENSE = TinyModel(
+    vocab_size=1024,
+    hidden_size=256,
+    intermediate_size=512,
+    num_layers=4,
+    num_heads=8,
+    num_kv_heads=4,
+    head_dim=64,
+    max_position=2048,
+)
+EXPERTS = TinyModel(
+    family="qwen3_moe",
+    vocab_size=1024,
+    hidden_size=256,
+    num_layers=2,
+    num_heads=8,
+    num_kv_heads=4,
+    head_dim=64,
+    num_experts=8,
+    top_k=2,
+    moe_intermediate_size=256,
+    max_position=2048,
+)
 LENGTHS = (700, 129, 1, 300, 64, 31, 257, 8)
 STEPS, LR, EPS, BETA = 3, 1e-4, 1e-5, 0.9
 
@@ -64,9 +104,11 @@ class Limit:
 
 # The local spec on a CPU gave 1.2e-5, 3e-6 and 1e-6 in float32; 0.16, 0.04 and 8e-4 in bfloat16, with experts 0.19, 0.18 and 1e-3.
 # FP8's are a guess: eight times bfloat16's rounding, and less than the 1 of a gradient that is not there.
-LIMITS = {"float32": Limit(nats=1e-4, weight=1e-4, routed=1e-4, norm=1e-4),
-          "bfloat16": Limit(nats=0.3, weight=0.12, routed=0.3, norm=0.01),
-          "float8": Limit(nats=1.5, weight=0.8, routed=0.9, norm=0.1)}  # fmt: skip
+LIMITS = {
+    "float32": Limit(nats=1e-4, weight=1e-4, routed=1e-4, norm=1e-4),
+    "bfloat16": Limit(nats=0.3, weight=0.12, routed=0.3, norm=0.01),
+    "float8": Limit(nats=1.5, weight=0.8, routed=0.9, norm=0.1),
+}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -103,7 +145,12 @@ LAYOUTS = {
     "te-pp2": Layout(gpus=2, parallelism={"pp": 2}),
     "te-dp2": Layout(gpus=2),
     "te-ep2": Layout(gpus=2, parallelism={"ep": 2}, experts=True),
-    "te-ep2-tp2-sp": Layout(gpus=2, parallelism={"ep": 2, "tp": 2}, options=_SP | {"expert_tensor_parallel": 1}, experts=True),
+    "te-ep2-tp2-sp": Layout(
+        gpus=2,
+        parallelism={"ep": 2, "tp": 2},
+        options=_SP | {"expert_tensor_parallel": 1},
+        experts=True,
+    ),
     "fp8-tp2-sp": Layout(gpus=2, compute="float8", parallelism={"tp": 2}, options=_SP),
     "fp8-cp2": Layout(gpus=2, compute="float8", parallelism={"cp": 2}),
     "fp8-ep2": Layout(gpus=2, compute="float8", parallelism={"ep": 2}, experts=True),
@@ -112,7 +159,7 @@ LAYOUTS = {
     "te-cp4": Layout(gpus=4, parallelism={"cp": 4}),
     "te-ep4": Layout(gpus=4, parallelism={"ep": 4}, experts=True),
     "te-ep2-cp2": Layout(gpus=4, parallelism={"ep": 2, "cp": 2}, experts=True),
-}  # fmt: skip
+}
 
 
 # --- in the ranks ------------------------------------------------------------------------------
@@ -121,11 +168,13 @@ LAYOUTS = {
 def build(layout: Layout, folder: Path, device: str) -> Any:
     """The engine, initialized."""
     config = EngineConfig(
-        model=ModelSource(path=str(folder)), precision=Precision(compute=layout.compute),
+        model=ModelSource(path=str(folder)),
+        precision=Precision(compute=layout.compute),
         optimizer=OptimizerConfig(lr=LR, eps=EPS, clip_norm=None, betas=(BETA, 0.999)),
-        parallelism=Parallelism(**layout.parallelism), options={"spec": layout.spec} | layout.options,
+        parallelism=Parallelism(**layout.parallelism),
+        options={"spec": layout.spec} | layout.options,
         memory=Memory(max_tokens=1024, logit_chunk=256, recompute=layout.recompute),
-    )  # fmt: skip
+    )
     engine = EngineRegistry.create(backend="megatron", device=device, config=config)
     engine.initialize()
     return engine
@@ -137,15 +186,26 @@ def measure(engine: Any, documents: PackedDocuments, comm: Comm) -> dict[str, An
     mine = list(range(place.dp_rank, len(lengths), place.dp_size))
     own = documents.take(mine)
     bounds = own.cu_seqlens.tolist()
-    rows = [{"input_ids": own.input_ids[a:b], "loss_weight": own.loss_weight[a:b]} for a, b in pairwise(bounds)]
-    batch = Batch.pack([{name: torch.as_tensor(value) for name, value in row.items()} for row in rows])
+    rows = [
+        {"input_ids": own.input_ids[a:b], "loss_weight": own.loss_weight[a:b]}
+        for a, b in pairwise(bounds)
+    ]
+    batch = Batch.pack(
+        [{name: torch.as_tensor(value) for name, value in row.items()} for row in rows]
+    )
     before = _in_order(engine.infer_batch(batch).log_probs, batch.lengths, mine, comm)
     first = engine.train_batch(batch, sft_loss)
     grads = _first_gradients(engine, comm)
     for _ in range(STEPS - 1):
         engine.train_batch(batch, sft_loss)
     after = _in_order(engine.infer_batch(batch).log_probs, batch.lengths, mine, comm)
-    return {"before": before, "after": after, "grads": grads, "loss": first.loss, "norm": first.grad_norm}
+    return {
+        "before": before,
+        "after": after,
+        "grads": grads,
+        "loss": first.loss,
+        "norm": first.grad_norm,
+    }
 
 
 def _in_order(values: Tensor, lengths: Any, mine: list[int], comm: Comm) -> Tensor:
@@ -163,34 +223,61 @@ def _first_gradients(engine: Any, comm: Comm) -> dict[str, Tensor]:
             own[key.removeprefix("optim.").removesuffix(".exp_avg")] = (tensor.detach().cpu(), spec)
     rows = comm.all_gather(own)
     names = sorted({name for row in rows for name in row})
-    return {name: assemble([row[name] for row in rows if name in row]) / (1 - BETA) for name in names}
+    return {
+        name: assemble([row[name] for row in rows if name in row]) / (1 - BETA) for name in names
+    }
 
 
-def compare(got: dict[str, Any], folder: Path, documents: PackedDocuments, layout: Layout) -> dict[str, Any]:
+def compare(
+    got: dict[str, Any], folder: Path, documents: PackedDocuments, layout: Layout
+) -> dict[str, Any]:
     """The step's row: errors against the oracle, and whether they are within the limits."""
     oracle = load_oracle(folder)
     dtype = torch.float32 if layout.compute == "float32" else torch.bfloat16
     gap = 2 * tolerance("router_logits", dtype).atol if layout.experts else 0.0
     keep = oracle.routing_margin(documents.input_ids, documents.cu_seqlens) > gap
     loss, grads = loss_and_grads(oracle, documents, sft, documents.denominator)
-    trained = train_steps(oracle, [documents] * STEPS, optimizer=AdamWConfig(betas=(BETA, 0.999), eps=EPS, weight_decay=0.0),
-                          schedule=Schedule(lr=LR))  # fmt: skip
+    trained = train_steps(
+        oracle,
+        [documents] * STEPS,
+        optimizer=AdamWConfig(betas=(BETA, 0.999), eps=EPS, weight_decay=0.0),
+        schedule=Schedule(lr=LR),
+    )
     row: dict[str, Any] = {"kept": round(float(keep.double().mean()), 3)}
     for when, model in (("before", oracle), ("after", trained.oracle)):
         want = model.token_outputs(documents.input_ids, documents.cu_seqlens).log_probs
         error = got[when].double() - want
-        kept = [part[own] for part, own in zip(error.split(LENGTHS), keep.split(LENGTHS), strict=True) if own.any()]
+        kept = [
+            part[own]
+            for part, own in zip(error.split(LENGTHS), keep.split(LENGTHS), strict=True)
+            if own.any()
+        ]
         row[f"{when}_rms"], row[f"{when}_max"] = _rms(error[keep]), float(error[keep].abs().max())
         row[f"{when}_document"] = max(_rms(part) for part in kept)
-    errors = {name: float((got["grads"][name].double() - true).norm() / true.norm()) for name, true in grads.items()}
+    errors = {
+        name: float((got["grads"][name].double() - true).norm() / true.norm())
+        for name, true in grads.items()
+    }
     experts = sorted(error for name, error in errors.items() if ".experts." in name)
     worst = max((name for name in errors if ".experts." not in name), key=lambda name: errors[name])
-    row |= {"weight": errors[worst], "weight_name": worst, "experts": experts[len(experts) // 2] if experts else 0.0}
-    row["loss"], row["norm"] = (abs(got["loss"] - loss) / abs(loss), abs(got["norm"] / trained.steps[0].grad_norm - 1))
+    row |= {
+        "weight": errors[worst],
+        "weight_name": worst,
+        "experts": experts[len(experts) // 2] if experts else 0.0,
+    }
+    row["loss"], row["norm"] = (
+        abs(got["loss"] - loss) / abs(loss),
+        abs(got["norm"] / trained.steps[0].grad_norm - 1),
+    )
     limit = LIMITS[layout.compute]
     weight = limit.routed if layout.experts else limit.weight
-    judged = {"before_document": limit.nats, "after_document": limit.nats, "weight": weight, "experts": weight,
-              "norm": limit.norm}  # fmt: skip
+    judged = {
+        "before_document": limit.nats,
+        "after_document": limit.nats,
+        "weight": weight,
+        "experts": weight,
+        "norm": limit.norm,
+    }
     row["passed"] = all(row[name] <= most for name, most in judged.items())
     return row
 
@@ -224,25 +311,53 @@ def in_rank(name: str, root: Path, device: str) -> bool:
 def step_of(name: str, root: Path, device: str) -> Step:
     """The command of a step."""
     gpus = LAYOUTS[name].gpus
-    module = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(gpus), "-m", "benchmarks.megatron_smoke",
-              "--rank-of", name, "--output", str(root), "--device", device)  # fmt: skip
-    return Step(command=module, seconds=LAYOUTS[name].seconds, gpus=gpus, environment={"OMP_NUM_THREADS": "4"})
+    module = (
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        "--nproc-per-node",
+        str(gpus),
+        "-m",
+        "benchmarks.megatron_smoke",
+        "--rank-of",
+        name,
+        "--output",
+        str(root),
+        "--device",
+        device,
+    )
+    return Step(
+        command=module,
+        seconds=LAYOUTS[name].seconds,
+        gpus=gpus,
+        environment={"OMP_NUM_THREADS": "4"},
+    )
 
 
 def _line(row: dict[str, Any]) -> str:
-    log_probs = "  ".join(f"{when} {row[f'{when}_rms']:.1e} {row[f'{when}_document']:.1e} {row[f'{when}_max']:.1e}"
-                          for when in ("before", "after"))  # fmt: skip
-    return (f"{log_probs} of {row['kept']:.1%}  weight {row['weight']:.1e} {row['experts']:.1e}  norm {row['norm']:.1e}  "
-            f"{row['seconds']} s  {row['weight_name']}")  # fmt: skip
+    log_probs = "  ".join(
+        f"{when} {row[f'{when}_rms']:.1e} {row[f'{when}_document']:.1e} {row[f'{when}_max']:.1e}"
+        for when in ("before", "after")
+    )
+    return (
+        f"{log_probs} of {row['kept']:.1%}  weight {row['weight']:.1e} {row['experts']:.1e}  norm {row['norm']:.1e}  "
+        f"{row['seconds']} s  {row['weight_name']}"
+    )
 
 
 def main() -> int:
     """Parse; run steps, or be one rank of one."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
-    parser.add_argument("--only", default=",".join(LAYOUTS), help="names, in the order in which they are to run")
+    parser.add_argument(
+        "--only", default=",".join(LAYOUTS), help="names, in the order in which they are to run"
+    )
     parser.add_argument("--output", type=Path, default=Path("runs/megatron-smoke"))
-    parser.add_argument("--gpus", type=int, default=torch.cuda.device_count(), help="run what needs at most so many")
-    parser.add_argument("--budget", type=float, default=float("inf"), help="seconds after which no step begins")
+    parser.add_argument(
+        "--gpus", type=int, default=torch.cuda.device_count(), help="run what needs at most so many"
+    )
+    parser.add_argument(
+        "--budget", type=float, default=float("inf"), help="seconds after which no step begins"
+    )
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--list", action="store_true", help="show the steps and run nothing")
     parser.add_argument("--rank-of", choices=sorted(LAYOUTS), help=argparse.SUPPRESS)
@@ -254,7 +369,9 @@ def main() -> int:
         parser.error(f"unknown: {', '.join(unknown)}; there are {', '.join(LAYOUTS)}")
     if options.list:
         for name in names:
-            print(f"{name:16} {LAYOUTS[name].gpus} GPU  at most {LAYOUTS[name].seconds} s  {LAYOUTS[name]}")
+            print(
+                f"{name:16} {LAYOUTS[name].gpus} GPU  at most {LAYOUTS[name].seconds} s  {LAYOUTS[name]}"
+            )
         return 0
     return _run(names, options)
 
@@ -266,7 +383,10 @@ def _run(names: list[str], options: argparse.Namespace) -> int:
     os.environ["PYTHONPATH"] = os.pathsep.join([str(Path.cwd()), os.environ.get("PYTHONPATH", "")])
     begin, failed = time.monotonic(), False
     for name in names:
-        spent, missing = time.monotonic() - begin > options.budget, LAYOUTS[name].gpus > options.gpus
+        spent, missing = (
+            time.monotonic() - begin > options.budget,
+            LAYOUTS[name].gpus > options.gpus,
+        )
         if spent or missing:
             why = "the budget is spent" if spent else f"it needs {LAYOUTS[name].gpus} GPUs"
             print(f"{name:16} not run: {why}", flush=True)
@@ -275,9 +395,15 @@ def _run(names: list[str], options: argparse.Namespace) -> int:
         status, seconds, rows = run(name, step_of(name, root, options.device), root)
         failed |= status != 0
         with (root / "rows.jsonl").open("a") as file:
-            file.writelines(f"{json.dumps({'step': name, 'status': status} | json.loads(row))}\n" for row in rows)
+            file.writelines(
+                f"{json.dumps({'step': name, 'status': status} | json.loads(row))}\n"
+                for row in rows
+            )
         told = _line(json.loads(rows[0])) if rows else last_words(root / f"{name}.log")
-        print(f"{name:16} {'passed' if status == 0 else f'exit {status}'} {seconds:4.0f} s  {told}", flush=True)
+        print(
+            f"{name:16} {'passed' if status == 0 else f'exit {status}'} {seconds:4.0f} s  {told}",
+            flush=True,
+        )
     return int(failed)
 
 

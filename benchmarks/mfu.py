@@ -41,19 +41,53 @@ from engine_api import (
 )
 
 SHAPES: dict[str, dict[str, Any]] = {
-    "tiny": {"hidden_size": 256, "intermediate_size": 768, "num_hidden_layers": 2, "num_attention_heads": 4,
-             "num_key_value_heads": 2, "head_dim": 64, "vocab_size": 2048},
-    "0.6b": {"hidden_size": 1024, "intermediate_size": 3072, "num_hidden_layers": 28, "num_attention_heads": 16,
-             "num_key_value_heads": 8, "head_dim": 128, "vocab_size": 151936},
-    "1.7b": {"hidden_size": 2048, "intermediate_size": 6144, "num_hidden_layers": 28, "num_attention_heads": 16,
-             "num_key_value_heads": 8, "head_dim": 128, "vocab_size": 151936},
-    "8b": {"hidden_size": 4096, "intermediate_size": 12288, "num_hidden_layers": 36, "num_attention_heads": 32,
-           "num_key_value_heads": 8, "head_dim": 128, "vocab_size": 151936, "tie_word_embeddings": False},
-}  # fmt: skip
+    "tiny": {
+        "hidden_size": 256,
+        "intermediate_size": 768,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 64,
+        "vocab_size": 2048,
+    },
+    "0.6b": {
+        "hidden_size": 1024,
+        "intermediate_size": 3072,
+        "num_hidden_layers": 28,
+        "num_attention_heads": 16,
+        "num_key_value_heads": 8,
+        "head_dim": 128,
+        "vocab_size": 151936,
+    },
+    "1.7b": {
+        "hidden_size": 2048,
+        "intermediate_size": 6144,
+        "num_hidden_layers": 28,
+        "num_attention_heads": 16,
+        "num_key_value_heads": 8,
+        "head_dim": 128,
+        "vocab_size": 151936,
+    },
+    "8b": {
+        "hidden_size": 4096,
+        "intermediate_size": 12288,
+        "num_hidden_layers": 36,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 8,
+        "head_dim": 128,
+        "vocab_size": 151936,
+        "tie_word_embeddings": False,
+    },
+}
 COMMON = {
-    "architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "max_position_embeddings": 40960,
-    "tie_word_embeddings": True, "rms_norm_eps": 1e-6, "rope_theta": 1e6, "hidden_act": "silu",
-}  # fmt: skip
+    "architectures": ["Qwen3ForCausalLM"],
+    "model_type": "qwen3",
+    "max_position_embeddings": 40960,
+    "tie_word_embeddings": True,
+    "rms_norm_eps": 1e-6,
+    "rope_theta": 1e6,
+    "hidden_act": "silu",
+}
 PEAK = 989.5e12
 
 
@@ -100,7 +134,9 @@ def entries(text: str) -> list[Entry]:
         pairs = [part.split("=") for part in sizes.split("+") if part]
         known = {f.name for f in fields(Parallelism)}
         if not all(len(pair) == 2 and pair[0] in known and pair[1].isdecimal() for pair in pairs):
-            raise ValueError(f"{word}: write NAME:SIZE=N, as megatron:tp=2+pp=2; sizes: {', '.join(sorted(known))}")
+            raise ValueError(
+                f"{word}: write NAME:SIZE=N, as megatron:tp=2+pp=2; sizes: {', '.join(sorted(known))}"
+            )
         layout = Parallelism(**{name: int(size) for name, size in pairs})
         found.append(Entry(backend=backend, layout=layout, text=sizes))
     return found
@@ -111,28 +147,44 @@ def micro_batch_tokens(options: argparse.Namespace, layout: Parallelism) -> int:
 
     Fewer would measure the pipeline's bubble; raises ``ValueError`` when the documents are too few for that.
     """
-    own = options.tokens * layout.tp * layout.pp * layout.cp * layout.ulysses  # ranks that share documents
+    own = (
+        options.tokens * layout.tp * layout.pp * layout.cp * layout.ulysses
+    )  # ranks that share documents
     if layout.pp == 1:
         return own
     parts = 4 * layout.pp
     if own // parts < options.document:
-        raise ValueError(f"pp={layout.pp}: {own} tokens in documents of {options.document} are fewer than {parts} micro-batches; "
-                         f"--tokens {-(-parts * options.document * options.tokens // own)}, or shorter documents")  # fmt: skip
+        raise ValueError(
+            f"pp={layout.pp}: {own} tokens in documents of {options.document} are fewer than {parts} micro-batches; "
+            f"--tokens {-(-parts * options.document * options.tokens // own)}, or shorter documents"
+        )
     return own // parts
 
 
 def build(options: argparse.Namespace, entry: Entry) -> Any:
     """The engine for these options, initialized."""
-    declared = EngineRegistry.resolve(model_type="language_model", backend=entry.backend, device=options.device)
-    compiled = options.compile and Capability.COMPILE in declared.plugin.capabilities  # an engine's own affair
+    declared = EngineRegistry.resolve(
+        model_type="language_model", backend=entry.backend, device=options.device
+    )
+    compiled = (
+        options.compile and Capability.COMPILE in declared.plugin.capabilities
+    )  # an engine's own affair
     config = EngineConfig(
-        model=ModelSource(path=model_folder(options.shape), init="random", attention=options.attention),
-        optimizer=OptimizerConfig(lr=1e-5), parallelism=entry.layout,
+        model=ModelSource(
+            path=model_folder(options.shape), init="random", attention=options.attention
+        ),
+        optimizer=OptimizerConfig(lr=1e-5),
+        parallelism=entry.layout,
         precision=Precision(compute="float32" if options.device == "cpu" else "bfloat16"),
-        memory=Memory(max_tokens=micro_batch_tokens(options, entry.layout), logit_chunk=options.chunk, compile=compiled,
-                      reshard_after_forward=options.reshard, recompute=options.recompute),
+        memory=Memory(
+            max_tokens=micro_batch_tokens(options, entry.layout),
+            logit_chunk=options.chunk,
+            compile=compiled,
+            reshard_after_forward=options.reshard,
+            recompute=options.recompute,
+        ),
         options=json.loads(options.options).get(entry.backend),
-    )  # fmt: skip
+    )
     engine = EngineRegistry.create(backend=entry.backend, device=options.device, config=config)
     engine.initialize()
     return engine
@@ -147,13 +199,19 @@ def measure(options: argparse.Namespace, entry: Entry) -> dict[str, Any]:
     engine = build(options, entry)
     started = time.perf_counter() - begin
     world = engine.topology.world_size
-    own = options.tokens * world // engine.topology.dp_size  # ranks that share documents share their tokens
+    own = (
+        options.tokens * world // engine.topology.dp_size
+    )  # ranks that share documents share their tokens
     seeds = range(options.warmup + options.steps)
-    batches = [packed(shape, own, options.document, 1000 * engine.topology.dp_rank + s) for s in seeds]
+    batches = [
+        packed(shape, own, options.document, 1000 * engine.topology.dp_rank + s) for s in seeds
+    ]
     times = []
     for batch in batches:
         begin = time.perf_counter()
-        result = engine.train_batch(batch, sft_loss)  # ends with the gradient norm on the host: no stray work
+        result = engine.train_batch(
+            batch, sft_loss
+        )  # ends with the gradient norm on the host: no stray work
         times.append(time.perf_counter() - begin)
     step = sorted(times[options.warmup :])[options.steps // 2]
     rate = options.tokens * world / step
@@ -161,17 +219,32 @@ def measure(options: argparse.Namespace, entry: Entry) -> dict[str, Any]:
     if options.profile:
         table = profile(engine, batches)  # on every rank: it trains
         if engine.topology.rank == 0:
-            name = "-".join(part for part in (options.profile.stem, entry.backend, entry.text) if part)
+            name = "-".join(
+                part for part in (options.profile.stem, entry.backend, entry.text) if part
+            )
             options.profile.with_stem(name).write_text(table)
     row = {
-        "backend": entry.backend, "layout": entry.text, "shape": options.shape, "gpus": world, "tokens": options.tokens,
-        "micro_batches": result.num_micro_batches, "document": options.document, "attention": getattr(engine, "kernel", options.attention),
-        "compile": engine.config.memory.compile, "chunk": options.chunk, "recompute": options.recompute,
-        "options": engine.config.options or {}, "step_ms": round(step * 1e3, 1), "tokens_per_s": round(rate),
-        "mfu": round(flops_per_token(shape, options.document) * rate / PEAK / world, 4), "peak_gib": round(peak, 1),
-        "loss": round(result.loss, 3), "start_s": round(started, 1), "first_step_s": round(times[0], 1),
+        "backend": entry.backend,
+        "layout": entry.text,
+        "shape": options.shape,
+        "gpus": world,
+        "tokens": options.tokens,
+        "micro_batches": result.num_micro_batches,
+        "document": options.document,
+        "attention": getattr(engine, "kernel", options.attention),
+        "compile": engine.config.memory.compile,
+        "chunk": options.chunk,
+        "recompute": options.recompute,
+        "options": engine.config.options or {},
+        "step_ms": round(step * 1e3, 1),
+        "tokens_per_s": round(rate),
+        "mfu": round(flops_per_token(shape, options.document) * rate / PEAK / world, 4),
+        "peak_gib": round(peak, 1),
+        "loss": round(result.loss, 3),
+        "start_s": round(started, 1),
+        "first_step_s": round(times[0], 1),
         "torch": torch.__version__,
-    }  # fmt: skip
+    }
     engine.close()
     return row
 
@@ -204,8 +277,10 @@ def profile(engine: Any, batches: list[Batch]) -> str:
     with profiler(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as recorded:
         for batch in batches[:3]:
             engine.train_batch(batch, sft_loss)
-    tables = [recorded.key_averages().table(sort_by=key, row_limit=18, max_name_column_width=60)
-              for key in ("self_cuda_time_total", "self_cpu_time_total")]  # fmt: skip
+    tables = [
+        recorded.key_averages().table(sort_by=key, row_limit=18, max_name_column_width=60)
+        for key in ("self_cuda_time_total", "self_cpu_time_total")
+    ]
     return "\n".join(tables)
 
 
@@ -219,13 +294,19 @@ def main() -> None:
     parser.add_argument("--document", type=int, default=4096)
     parser.add_argument("--attention", default="auto")
     parser.add_argument("--chunk", type=int, default=4096)
-    parser.add_argument("--no-compile", dest="compile", action="store_false", help="default: where the engine can")
+    parser.add_argument(
+        "--no-compile", dest="compile", action="store_false", help="default: where the engine can"
+    )
     parser.add_argument("--no-reshard", dest="reshard", action="store_false")
     parser.add_argument("--recompute", default="none")
     parser.add_argument("--steps", type=int, default=10)
     parser.add_argument("--warmup", type=int, default=4)
-    parser.add_argument("--profile", type=Path, help="write rank 0's profile of three steps there, a file a layout")
-    parser.add_argument("--options", default="{}", help='JSON: engines\' own options by backend, {"megatron": {…}}')
+    parser.add_argument(
+        "--profile", type=Path, help="write rank 0's profile of three steps there, a file a layout"
+    )
+    parser.add_argument(
+        "--options", default="{}", help='JSON: engines\' own options by backend, {"megatron": {…}}'
+    )
     options = parser.parse_args()
     layouts = entries(options.backend)
     if unknown := sorted(set(json.loads(options.options)) - {entry.backend for entry in layouts}):

@@ -51,7 +51,10 @@ def asked(options: argparse.Namespace, folder: Path) -> list[list[int]]:
     tokenizer = AutoTokenizer.from_pretrained(folder)
     texts = [json.loads(line)["prompt"] for line in options.prompts.read_text().splitlines()]
     turns = [[{"role": "user", "content": texts[i % len(texts)]}] for i in range(options.sequences)]
-    texts = [tokenizer.apply_chat_template(turn, add_generation_prompt=True, tokenize=False) for turn in turns]
+    texts = [
+        tokenizer.apply_chat_template(turn, add_generation_prompt=True, tokenize=False)
+        for turn in turns
+    ]
     return [tokenizer.encode(text, add_special_tokens=False) for text in texts]
 
 
@@ -61,7 +64,11 @@ def generated(options: argparse.Namespace, engine: Any, folder: Path) -> Batch:
     arguments = {"gpu_memory_utilization": options.memory} if options.server in OPTIONS else {}
     arguments |= OPTIONS.get(options.server, {}) | json.loads(options.rollout)
     # The local rollout, which needs no server, serves no quantization and is not told of one.
-    wire = {} if options.server == "local" else {"dtype": options.dtype, "quantization": options.quantization}
+    wire = (
+        {}
+        if options.server == "local"
+        else {"dtype": options.dtype, "quantization": options.quantization}
+    )
     arguments |= wire or {"dtype": options.dtype}
     rollout = RolloutRegistry.create(
         name=options.server,
@@ -71,7 +78,9 @@ def generated(options: argparse.Namespace, engine: Any, folder: Path) -> Batch:
         batch_size=options.sequences,
         **arguments,
     )
-    exporter = RolloutRegistry.create_exporter(name=options.server, device=options.device, model=model, **wire)
+    exporter = RolloutRegistry.create_exporter(
+        name=options.server, device=options.device, model=model, **wire
+    )
     try:
         rollout.update_weights(exporter.export(engine), 0)
         rows = asked(options, folder)
@@ -109,7 +118,9 @@ def rows_of(batch: Batch, engine_log_probs: torch.Tensor, new: int) -> Iterator[
 def figures(given: Ratios) -> dict[str, Any]:
     """Return the mismatch, quantiles of the geometric ratio, and the shares that are rejected at each band."""
     log, tokens = given.log[given.counted], float(given.counts.sum())
-    quantiles = torch.quantile(given.geometric, torch.tensor([0.01, 0.1, 0.5, 0.9, 0.99], dtype=torch.float64))
+    quantiles = torch.quantile(
+        given.geometric, torch.tensor([0.01, 0.1, 0.5, 0.9, 0.99], dtype=torch.float64)
+    )
     row: dict[str, Any] = {
         "kl_k3": float((log.exp() - 1 - log).sum()) / tokens,
         "rms": float(log.square().mean().sqrt()),
@@ -118,7 +129,9 @@ def figures(given: Ratios) -> dict[str, Any]:
     for level, bands in LEVELS.items():
         ratio, counted = given.units(level)
         row[f"rejected_{level}"] = {
-            f"{low:.6g}…{high:.6g}": round(float((~inside(ratio, low, high)[counted]).double().mean()), 4)
+            f"{low:.6g}…{high:.6g}": round(
+                float((~inside(ratio, low, high)[counted]).double().mean()), 4
+            )
             for low, high in bands
         }
     return row
@@ -128,17 +141,25 @@ def main() -> None:
     """Generate, score, print one JSON line a length."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--model", help="a Hugging Face folder or hub id")
-    parser.add_argument("--shape", choices=sorted(SHAPES), help="random weights of a shape of benchmarks/shapes.py")
-    parser.add_argument("--prompts", type=Path, default=None, help="JSONL with a prompt in each row")
+    parser.add_argument(
+        "--shape", choices=sorted(SHAPES), help="random weights of a shape of benchmarks/shapes.py"
+    )
+    parser.add_argument(
+        "--prompts", type=Path, default=None, help="JSONL with a prompt in each row"
+    )
     parser.add_argument("--server", default="vllm", help="name of the rollout")
     parser.add_argument("--quantization", choices=("none", "fp8"), default="fp8")
-    parser.add_argument("--dtype", default="bfloat16", help="of the rollout, and what the engine computes in")
+    parser.add_argument(
+        "--dtype", default="bfloat16", help="of the rollout, and what the engine computes in"
+    )
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--sequences", type=int, default=128)
     parser.add_argument("--prompt", type=int, default=128, help="tokens of a random prompt")
     parser.add_argument("--new", type=int, default=4096, help="most tokens of a completion")
     parser.add_argument("--memory", type=float, default=0.4, help="the server's share of the GPU")
-    parser.add_argument("--max-tokens", type=int, default=16384, help="of a micro-batch of the engine")
+    parser.add_argument(
+        "--max-tokens", type=int, default=16384, help="of a micro-batch of the engine"
+    )
     parser.add_argument("--rollout", default="{}", help="more rollout.options, as JSON")
     options = parser.parse_args()
     if (options.model is None) == (options.shape is None):

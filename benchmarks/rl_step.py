@@ -43,24 +43,51 @@ def score(sample: Sample) -> float:
 
 def overrides(options: argparse.Namespace, folder: Path) -> list[str]:
     """What is said to ``engine-train rl`` beside the recipe."""
-    rollout = [f"rollout.name={options.server}", f"rollout.quantization={options.quantization}", f"rollout.sleep={options.sleep}",
-               f"rollout.batch_size={options.sequences // (options.rollouts or options.gpus)}", f"rollout.n={options.n}",
-               f"rollout.max_new_tokens={options.new}"]  # fmt: skip
+    rollout = [
+        f"rollout.name={options.server}",
+        f"rollout.quantization={options.quantization}",
+        f"rollout.sleep={options.sleep}",
+        f"rollout.batch_size={options.sequences // (options.rollouts or options.gpus)}",
+        f"rollout.n={options.n}",
+        f"rollout.max_new_tokens={options.new}",
+    ]
     placed = [f"ray.engines={options.gpus - options.rollouts}"]
     if options.rollouts:
         placed += [f"ray.rollouts={options.rollouts}", f"overlap.mode={options.overlap}"]
     if options.server == "vllm":
-        rollout += [f"rollout.options.gpu_memory_utilization={options.memory}", f"rollout.options.max_model_len={options.prompt + options.new}",
-                    "rollout.options.kv_cache_for_batch=true", "rollout.options.deterministic=false", "rollout.options.truncation=false",
-                    f"rollout.options.memory_saver={options.sleep}", f"rollout.options.enforce_eager={options.eager}"]  # fmt: skip
+        rollout += [
+            f"rollout.options.gpu_memory_utilization={options.memory}",
+            f"rollout.options.max_model_len={options.prompt + options.new}",
+            "rollout.options.kv_cache_for_batch=true",
+            "rollout.options.deterministic=false",
+            "rollout.options.truncation=false",
+            f"rollout.options.memory_saver={options.sleep}",
+            f"rollout.options.enforce_eager={options.eager}",
+        ]
     return [
-        "launcher=ray", *placed, f"engine.model.path={folder / 'model'}", f"engine.device={options.device}",
-        f"engine.memory.max_tokens={options.max_tokens}", f"data.source={folder / 'problems.jsonl'}", "eval=null",
-        f"algorithm.prompts_per_step={options.sequences // options.n}", f"algorithm.mini_batches={options.mini_batches}",
-        f"algorithm.overlong.buffer={options.new // 4}", f"algorithm.correction.weight={options.correction}",
-        "reward.name=null", f"reward.function={Path(__file__)}:score", f"run.steps={options.warmup + options.steps}", "run.save_every=0", "run.save_last=false",
-        "run.save_hf=false", "run.report=false", "run.tensorboard=false", f"run.output_dir={folder / 'run'}", *rollout, *options.more,
-    ]  # fmt: skip
+        "launcher=ray",
+        *placed,
+        f"engine.model.path={folder / 'model'}",
+        f"engine.device={options.device}",
+        f"engine.memory.max_tokens={options.max_tokens}",
+        f"data.source={folder / 'problems.jsonl'}",
+        "eval=null",
+        f"algorithm.prompts_per_step={options.sequences // options.n}",
+        f"algorithm.mini_batches={options.mini_batches}",
+        f"algorithm.overlong.buffer={options.new // 4}",
+        f"algorithm.correction.weight={options.correction}",
+        "reward.name=null",
+        f"reward.function={Path(__file__)}:score",
+        f"run.steps={options.warmup + options.steps}",
+        "run.save_every=0",
+        "run.save_last=false",
+        "run.save_hf=false",
+        "run.report=false",
+        "run.tensorboard=false",
+        f"run.output_dir={folder / 'run'}",
+        *rollout,
+        *options.more,
+    ]
 
 
 @contextlib.contextmanager
@@ -94,7 +121,11 @@ def idle(path: Path, begin: float, end: float) -> float | None:
     for line in path.read_text().splitlines():
         stamp, _, value = line.partition(", ")
         with contextlib.suppress(ValueError):  # the last line may be cut
-            if begin <= datetime.strptime(stamp, "%Y/%m/%d %H:%M:%S.%f").astimezone().timestamp() <= end:
+            if (
+                begin
+                <= datetime.strptime(stamp, "%Y/%m/%d %H:%M:%S.%f").astimezone().timestamp()
+                <= end
+            ):
                 found.append(float(value))
     return round(1 - mean(found) / 100, 3) if found else None
 
@@ -106,22 +137,38 @@ def row_of(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
     counted = rows[options.warmup :]
     step = median(seconds)
     names = sorted({name for r in counted for name in r if name.startswith("time/")})
-    phases = {name.removeprefix("time/"): round(median(r.get(name, 0.0) for r in counted), 3) for name in names}
+    phases = {
+        name.removeprefix("time/"): round(median(r.get(name, 0.0) for r in counted), 3)
+        for name in names
+    }
     spent = [sum(r.get(f"time/{name}", 0.0) for name in (*GENERATE, *UPDATE)) for r in counted]
     others = [1 - own / whole for own, whole in zip(spent, seconds, strict=True)]
     tokens = median(r["rollout/response_length"] for r in counted) * options.sequences
     return {
-        "shape": options.shape, "server": options.server, "quantization": options.quantization, "gpus": options.gpus,
-        "rollouts": options.rollouts, "overlap": options.overlap, "sleep": options.sleep, "sequences": options.sequences,
-        "new": options.new, "mini_batches": options.mini_batches, "correction": options.correction, "steps": len(seconds),
-        "step_s": round(step, 2), "min_s": round(min(seconds), 2), "max_s": round(max(seconds), 2), "phases_s": phases,
-        "other": round(median(others), 3) if options.overlap == "none" else None, "response_tokens_per_s_gpu": round(tokens / step / options.gpus),
+        "shape": options.shape,
+        "server": options.server,
+        "quantization": options.quantization,
+        "gpus": options.gpus,
+        "rollouts": options.rollouts,
+        "overlap": options.overlap,
+        "sleep": options.sleep,
+        "sequences": options.sequences,
+        "new": options.new,
+        "mini_batches": options.mini_batches,
+        "correction": options.correction,
+        "steps": len(seconds),
+        "step_s": round(step, 2),
+        "min_s": round(min(seconds), 2),
+        "max_s": round(max(seconds), 2),
+        "phases_s": phases,
+        "other": round(median(others), 3) if options.overlap == "none" else None,
+        "response_tokens_per_s_gpu": round(tokens / step / options.gpus),
         "mfu_update": round(median(r.get("perf/mfu", 0.0) for r in counted), 3),
         "gpu_idle": idle(folder / "gpus.csv", rows[options.warmup - 1]["time"], rows[-1]["time"]),
         "worker_idle": round(median(r.get("worker/idle", 0.0) for r in counted), 3),
         "mismatch_kl": median(r.get("mismatch/kl_k3") or 0.0 for r in counted),
         "stale_tokens": median(r.get("rollout/stale_tokens", 0.0) for r in counted),
-    }  # fmt: skip
+    }
 
 
 def main() -> None:
@@ -131,20 +178,34 @@ def main() -> None:
     parser.add_argument("--server", default="vllm")
     parser.add_argument("--quantization", choices=("none", "fp8"), default="none")
     parser.add_argument("--gpus", type=int, default=4, help="workers in all")
-    parser.add_argument("--rollouts", type=int, default=0, help="of them replicas of their own; 0: beside the engine")
+    parser.add_argument(
+        "--rollouts",
+        type=int,
+        default=0,
+        help="of them replicas of their own; 0: beside the engine",
+    )
     parser.add_argument("--overlap", choices=("none", "one_step_off", "full"), default="none")
     parser.add_argument(
-        "--sleep", choices=("true", "false"), default="true", help="whether the rollout gives its memory back"
+        "--sleep",
+        choices=("true", "false"),
+        default="true",
+        help="whether the rollout gives its memory back",
     )
     parser.add_argument("--sequences", type=int, default=N * PROMPTS, help="completions a step")
     parser.add_argument("--n", type=int, default=N, help="completions a prompt")
     parser.add_argument("--prompt", type=int, default=PROMPT, help="tokens of a prompt")
     parser.add_argument("--new", type=int, default=NEW, help="tokens of a completion")
     parser.add_argument("--mini-batches", type=int, default=1)
-    parser.add_argument("--correction", help="algorithm.correction.weight; none, with overlap token")
-    parser.add_argument("--max-tokens", type=int, default=MAX_TOKENS, help="of a micro-batch on a rank")
+    parser.add_argument(
+        "--correction", help="algorithm.correction.weight; none, with overlap token"
+    )
+    parser.add_argument(
+        "--max-tokens", type=int, default=MAX_TOKENS, help="of a micro-batch on a rank"
+    )
     parser.add_argument("--memory", type=float, default=0.5, help="vLLM's share of a GPU")
-    parser.add_argument("--eager", choices=("true", "false"), default="false", help="without CUDA graphs")
+    parser.add_argument(
+        "--eager", choices=("true", "false"), default="false", help="without CUDA graphs"
+    )
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--steps", type=int, default=4)
     parser.add_argument("--warmup", type=int, default=2)
@@ -159,7 +220,9 @@ def main() -> None:
     folder = options.output or Path(tempfile.mkdtemp(prefix="rl-step-"))
     folder.mkdir(parents=True, exist_ok=True)
     folder = folder.resolve()
-    turns = prepare(folder / "model", options.shape, options.sequences // options.n * 2, options.prompt)
+    turns = prepare(
+        folder / "model", options.shape, options.sequences // options.n * 2, options.prompt
+    )
     (folder / "problems.jsonl").write_text(
         "".join(json.dumps({"prompt": turn, "answer": "0"}) + "\n" for turn in turns)
     )

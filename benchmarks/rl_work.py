@@ -12,7 +12,14 @@ from typing import Any
 from benchmarks.shapes import config, whole_folder
 
 # The end of a turn and a newline of one token are what verl's agent loop asks of a Qwen tokenizer.
-PAD, BOS, EOS, USER, ASSISTANT, NEWLINE = "<|pad|>", "<|bos|>", "<|im_end|>", "<|user|>", "<|assistant|>", "\n"
+PAD, BOS, EOS, USER, ASSISTANT, NEWLINE = (
+    "<|pad|>",
+    "<|bos|>",
+    "<|im_end|>",
+    "<|user|>",
+    "<|assistant|>",
+    "\n",
+)
 SPECIAL = [PAD, BOS, EOS, USER, ASSISTANT, NEWLINE]
 CHAT_TEMPLATE = (
     f"{BOS}{{% for m in messages %}}{{% if m['role'] == 'user' %}}{USER}{{{{ m['content'] }}}}{{% else %}}"
@@ -57,6 +64,8 @@ def prepare(folder: Path, shape: str, prompts: int, tokens: int) -> list[str]:
     (folder / "config.json").write_text(json.dumps(own | ids | {"dtype": "bfloat16"}))
     drawn = random.Random(0)
     return [
-        " ".join(f"w{drawn.randrange(len(SPECIAL), own['vocab_size'])}" for _ in range(tokens - TURNS))
+        " ".join(
+            f"w{drawn.randrange(len(SPECIAL), own['vocab_size'])}" for _ in range(tokens - TURNS)
+        )
         for _ in range(prompts)
     ]

@@ -22,7 +22,15 @@ from typing import Any
 import torch.distributed as dist
 
 from benchmarks.shapes import config as shape_config
-from engine_api import Batch, EngineConfig, EngineRegistry, ModelSource, OptimizerConfig, Parallelism, sft_loss
+from engine_api import (
+    Batch,
+    EngineConfig,
+    EngineRegistry,
+    ModelSource,
+    OptimizerConfig,
+    Parallelism,
+    sft_loss,
+)
 from engine_api.config import Precision
 from engine_conformance.shim import install
 
@@ -32,13 +40,16 @@ ROW = {"input_ids": [5, 9, 7, 8, 3], "loss_weight": [0.0, 1.0, 1.0, 1.0, 1.0]}
 def trained(arguments: argparse.Namespace, model: Path, checkpoint: str) -> Any:
     """An engine after one step, so that there are moments."""
     engine = EngineRegistry.create(
-        backend="megatron", device="cpu" if arguments.shim else "cuda",
+        backend="megatron",
+        device="cpu" if arguments.shim else "cuda",
         config=EngineConfig(
-            model=ModelSource(path=str(model), init="random"), optimizer=OptimizerConfig(),
-            precision=Precision(compute="bfloat16"), options={"checkpoint": checkpoint},
+            model=ModelSource(path=str(model), init="random"),
+            optimizer=OptimizerConfig(),
+            precision=Precision(compute="bfloat16"),
+            options={"checkpoint": checkpoint},
             parallelism=Parallelism(tp=arguments.tp, pp=arguments.pp, ep=arguments.ep),
         ),
-    )  # fmt: skip
+    )
     engine.initialize()
     engine.train_batch(Batch.pack([ROW]), sft_loss)
     return engine
@@ -71,12 +82,16 @@ def measure(engine: Any, folder: Path, repeats: int) -> dict[str, float]:
             shutil.rmtree(target)
         for name, value in found.items():
             rows[name] += [value] * (index > 0)
-    return {name: round(statistics.median(values), 2) for name, values in rows.items()} | {"mib": size >> 20}
+    return {name: round(statistics.median(values), 2) for name, values in rows.items()} | {
+        "mib": size >> 20
+    }
 
 
 def main() -> None:
     """One line a format."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--shape", default="qwen3-0.6b")
     parser.add_argument("--layers", type=int)
     parser.add_argument("--repeats", type=int, default=3)
@@ -89,14 +104,19 @@ def main() -> None:
     dist.init_process_group("gloo" if arguments.shim else "nccl")  # of both engines
     with tempfile.TemporaryDirectory() as name:
         model = Path(name)
-        (model / "config.json").write_text(json.dumps(shape_config(arguments.shape, arguments.layers)))
+        (model / "config.json").write_text(
+            json.dumps(shape_config(arguments.shape, arguments.layers))
+        )
         for checkpoint in ("portable", "megatron"):
             engine = trained(arguments, model, checkpoint)
             folder = Path(engine.comm.all_gather(name)[0])
             figures = measure(engine, folder, arguments.repeats)
             if engine.topology.rank == 0:
                 print(
-                    json.dumps({"checkpoint": checkpoint, "sizes": dict(engine.topology.sizes)} | figures), flush=True
+                    json.dumps(
+                        {"checkpoint": checkpoint, "sizes": dict(engine.topology.sizes)} | figures
+                    ),
+                    flush=True,
                 )
             engine.close()
     dist.destroy_process_group()

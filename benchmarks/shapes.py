@@ -20,33 +20,67 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 _COMMON: dict[str, Any] = {
-    "architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "vocab_size": 151936, "head_dim": 128,
-    "max_position_embeddings": 40960, "rms_norm_eps": 1e-6, "rope_theta": 1e6, "hidden_act": "silu",
-    "attention_bias": False, "tie_word_embeddings": False, "initializer_range": 0.02, "bos_token_id": None,
-    "eos_token_id": None, "pad_token_id": None,
-}  # fmt: skip
+    "architectures": ["Qwen3ForCausalLM"],
+    "model_type": "qwen3",
+    "vocab_size": 151936,
+    "head_dim": 128,
+    "max_position_embeddings": 40960,
+    "rms_norm_eps": 1e-6,
+    "rope_theta": 1e6,
+    "hidden_act": "silu",
+    "attention_bias": False,
+    "tie_word_embeddings": False,
+    "initializer_range": 0.02,
+    "bos_token_id": None,
+    "eos_token_id": None,
+    "pad_token_id": None,
+}
 _A3B = _COMMON | {
-    "architectures": ["Qwen3MoeForCausalLM"], "model_type": "qwen3_moe", "hidden_size": 2048, "intermediate_size": 6144,
-    "num_hidden_layers": 48, "num_attention_heads": 32, "num_key_value_heads": 4, "num_experts": 128,
-    "num_experts_per_tok": 8, "moe_intermediate_size": 768, "norm_topk_prob": True, "decoder_sparse_step": 1,
+    "architectures": ["Qwen3MoeForCausalLM"],
+    "model_type": "qwen3_moe",
+    "hidden_size": 2048,
+    "intermediate_size": 6144,
+    "num_hidden_layers": 48,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 4,
+    "num_experts": 128,
+    "num_experts_per_tok": 8,
+    "moe_intermediate_size": 768,
+    "norm_topk_prob": True,
+    "decoder_sparse_step": 1,
     "mlp_only_layers": [],
-}  # fmt: skip
+}
 SHAPES: dict[str, dict[str, Any]] = {
-    "qwen3-0.6b": _COMMON | {
-        "hidden_size": 1024, "intermediate_size": 3072, "num_hidden_layers": 28, "num_attention_heads": 16,
-        "num_key_value_heads": 8, "tie_word_embeddings": True,
+    "qwen3-0.6b": _COMMON
+    | {
+        "hidden_size": 1024,
+        "intermediate_size": 3072,
+        "num_hidden_layers": 28,
+        "num_attention_heads": 16,
+        "num_key_value_heads": 8,
+        "tie_word_embeddings": True,
     },
-    "qwen3-8b": _COMMON | {
-        "hidden_size": 4096, "intermediate_size": 12288, "num_hidden_layers": 36, "num_attention_heads": 32,
+    "qwen3-8b": _COMMON
+    | {
+        "hidden_size": 4096,
+        "intermediate_size": 12288,
+        "num_hidden_layers": 36,
+        "num_attention_heads": 32,
         "num_key_value_heads": 8,
     },
     "qwen3-30b-a3b": _A3B,
-    "qwen3-30b-a3b-cut": _A3B | {"num_hidden_layers": 24},  # half the layers: fits one GPU together with its export
-    "tiny": _COMMON | {
-        "hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 2, "num_attention_heads": 4,
-        "num_key_value_heads": 2, "vocab_size": 2048,
+    "qwen3-30b-a3b-cut": _A3B
+    | {"num_hidden_layers": 24},  # half the layers: fits one GPU together with its export
+    "tiny": _COMMON
+    | {
+        "hidden_size": 256,
+        "intermediate_size": 512,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "vocab_size": 2048,
     },
-}  # fmt: skip
+}
 
 
 def config(shape: str, layers: int | None = None) -> dict[str, Any]:
@@ -68,7 +102,10 @@ def weights(shape: str, layers: int | None, device: str) -> Iterator[tuple[str, 
         if name.endswith("norm.weight"):
             yield name, torch.ones(size, dtype=torch.bfloat16, device=device)
         else:
-            yield name, torch.randn(size, generator=generator, device=device, dtype=torch.bfloat16) * 0.02
+            yield (
+                name,
+                torch.randn(size, generator=generator, device=device, dtype=torch.bfloat16) * 0.02,
+            )
 
 
 def whole_folder(shape: str, layers: int | None = None) -> Path:
@@ -82,11 +119,16 @@ def whole_folder(shape: str, layers: int | None = None) -> Path:
     folder = root / f"enginehouse-{shape}-{hashlib.sha256(asked.encode()).hexdigest()[:8]}"
     if int(os.environ.get("LOCAL_RANK", "0")) == 0 and not folder.is_dir():
         # In a process of its own: what it holds on the GPU is gone when it is measured.
-        subprocess.run([sys.executable, "-m", "benchmarks.shapes", shape, str(layers or 0), str(folder)], check=True)
+        subprocess.run(
+            [sys.executable, "-m", "benchmarks.shapes", shape, str(layers or 0), str(folder)],
+            check=True,
+        )
     deadline = time.monotonic() + 600
     while not folder.is_dir():
         if time.monotonic() > deadline:
-            raise TimeoutError(f"{folder} was not written within 600 s: see what the first rank printed")
+            raise TimeoutError(
+                f"{folder} was not written within 600 s: see what the first rank printed"
+            )
         time.sleep(0.5)
     return folder
 
@@ -94,9 +136,14 @@ def whole_folder(shape: str, layers: int | None = None) -> Path:
 def main() -> None:
     """``SHAPE LAYERS FOLDER``: write a whole folder; 0 layers: all."""
     shape, layers, folder = sys.argv[1], int(sys.argv[2]) or None, Path(sys.argv[3])
-    needed, free = sum(2 * math.prod(size) for _, size in tensors(shape, layers)), shutil.disk_usage(folder.parent).free
+    needed, free = (
+        sum(2 * math.prod(size) for _, size in tensors(shape, layers)),
+        shutil.disk_usage(folder.parent).free,
+    )
     if needed > free:
-        sys.exit(f"{folder.parent} has {free / 1e9:.1f} GB free, {shape} takes {needed / 1e9:.1f} GB: make room")
+        sys.exit(
+            f"{folder.parent} has {free / 1e9:.1f} GB free, {shape} takes {needed / 1e9:.1f} GB: make room"
+        )
     partial = Path(tempfile.mkdtemp(prefix="partial-", dir=folder.parent))
     try:
         _write(partial, shape, layers)
@@ -121,7 +168,9 @@ def _write(folder: Path, shape: str, layers: int | None, shard_bytes: int = 2 <<
         if sum(v.nbytes for v in shard.values()) >= shard_bytes:
             flush()
     flush()
-    (folder / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": place}))
+    (folder / "model.safetensors.index.json").write_text(
+        json.dumps({"metadata": {}, "weight_map": place})
+    )
 
 
 def tensors(shape: str, layers: int | None = None) -> list[tuple[str, tuple[int, ...]]]:
@@ -132,7 +181,10 @@ def tensors(shape: str, layers: int | None = None) -> list[tuple[str, tuple[int,
 def _tensors(own: dict[str, Any]) -> Iterator[tuple[str, tuple[int, ...]]]:
     hidden, width = own["hidden_size"], own["head_dim"]
     queries, keys = own["num_attention_heads"] * width, own["num_key_value_heads"] * width
-    experts, inner = own.get("num_experts"), own.get("moe_intermediate_size", own["intermediate_size"])
+    experts, inner = (
+        own.get("num_experts"),
+        own.get("moe_intermediate_size", own["intermediate_size"]),
+    )
     yield "model.embed_tokens.weight", (own["vocab_size"], hidden)
     for layer in range(own["num_hidden_layers"]):
         at = f"model.layers.{layer}"

@@ -23,12 +23,26 @@ from pathlib import Path
 import torch
 
 # Not every shape before the first request: those that occur are compiled when they do.
-ENVIRONMENT = {"VLLM_DEEP_GEMM_WARMUP": "skip", "SGLANG_JIT_DEEPGEMM_PRECOMPILE": "0", "HF_HUB_OFFLINE": "1"}
-VLLM = {"gpu_memory_utilization": 0.55, "max_model_len": 1024, "truncation": False, "deterministic": False,
-        "memory_saver": False}  # fmt: skip
+ENVIRONMENT = {
+    "VLLM_DEEP_GEMM_WARMUP": "skip",
+    "SGLANG_JIT_DEEPGEMM_PRECOMPILE": "0",
+    "HF_HUB_OFFLINE": "1",
+}
+VLLM = {
+    "gpu_memory_utilization": 0.55,
+    "max_model_len": 1024,
+    "truncation": False,
+    "deterministic": False,
+    "memory_saver": False,
+}
 # Triton and PyTorch: FlashAttention 3 and FlashInfer are large, and not on every machine.
-SGLANG = {"gpu_memory_utilization": 0.55, "max_model_len": 1024, "deterministic": False, "attention_backend": "triton",
-          "sampling_backend": "pytorch"}  # fmt: skip
+SGLANG = {
+    "gpu_memory_utilization": 0.55,
+    "max_model_len": 1024,
+    "deterministic": False,
+    "attention_backend": "triton",
+    "sampling_backend": "pytorch",
+}
 CUDA_TESTS = ("-m", "pytest", "-q", "-m", "gpu", "packages/rollout-fp8/tests")
 
 
@@ -42,20 +56,47 @@ class Step:
     environment: dict[str, str] = field(default_factory=dict[str, str])
 
 
-def syncs(name: str, shape: str, seconds: int, *arguments: str, gpus: int = 1, server: str = "vllm",
-          **options: object) -> dict[str, Step]:  # fmt: skip
+def syncs(
+    name: str,
+    shape: str,
+    seconds: int,
+    *arguments: str,
+    gpus: int = 1,
+    server: str = "vllm",
+    **options: object,
+) -> dict[str, Step]:
     """benchmarks/sync.py, a step in bf16 and one in FP8."""
     rollout = (VLLM if server.startswith("vllm") else SGLANG) | options
     return {
-        name + suffix: Step(command=(*spread(gpus), "-m", "benchmarks.sync", "--server", server, "--shape", shape,
-                                     "--quantization", quantization, "--rollout", json.dumps(rollout), *arguments), seconds=seconds, gpus=gpus)
+        name + suffix: Step(
+            command=(
+                *spread(gpus),
+                "-m",
+                "benchmarks.sync",
+                "--server",
+                server,
+                "--shape",
+                shape,
+                "--quantization",
+                quantization,
+                "--rollout",
+                json.dumps(rollout),
+                *arguments,
+            ),
+            seconds=seconds,
+            gpus=gpus,
+        )
         for suffix, quantization in (("", "none"), ("-fp8", "fp8"))
-    }  # fmt: skip
+    }
 
 
 def spread(gpus: int) -> tuple[str, ...]:
     """What starts a module on so many GPUs."""
-    return ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(gpus)) if gpus > 1 else ()
+    return (
+        ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(gpus))
+        if gpus > 1
+        else ()
+    )
 
 
 def mfu(backends: str, shape: str, seconds: int, *arguments: str, gpus: int = 1) -> Step:
@@ -66,41 +107,155 @@ def mfu(backends: str, shape: str, seconds: int, *arguments: str, gpus: int = 1)
 
 def throughput(server: str, shape: str, seconds: int, *arguments: str) -> Step:
     """benchmarks/rollout_throughput.py, FP8 over bf16."""
-    return Step(command=("-m", "benchmarks.rollout_throughput", "--server", server, "--shape", shape, "--both", *arguments),
-                seconds=seconds)  # fmt: skip
+    return Step(
+        command=(
+            "-m",
+            "benchmarks.rollout_throughput",
+            "--server",
+            server,
+            "--shape",
+            shape,
+            "--both",
+            *arguments,
+        ),
+        seconds=seconds,
+    )
 
 
 STEPS = {
     "kernels": Step(command=("-m", "benchmarks.kernels"), seconds=90),
-    "kernel-tests": Step(command=(*CUDA_TESTS[:-1], "packages/rollout-fp8/tests/test_kernels_cuda.py"), seconds=120),
-    "transport-tests": Step(command=(*CUDA_TESTS[:-1], "packages/rollout-fp8/tests/test_transports_cuda.py"), seconds=240, gpus=2),
+    "kernel-tests": Step(
+        command=(*CUDA_TESTS[:-1], "packages/rollout-fp8/tests/test_kernels_cuda.py"), seconds=120
+    ),
+    "transport-tests": Step(
+        command=(*CUDA_TESTS[:-1], "packages/rollout-fp8/tests/test_transports_cuda.py"),
+        seconds=240,
+        gpus=2,
+    ),
     **syncs("sync-0.6b", "qwen3-0.6b", 300),
     **syncs("sync-8b", "qwen3-8b", 580, "--sequences", "512"),
     **syncs("sync-moe", "qwen3-30b-a3b-cut", 580, "--layers", "12", "--sequences", "512"),
     **syncs("sync-8b-2", "qwen3-8b", 400, gpus=2, enforce_eager=True),
     **syncs("sync-8b-4", "qwen3-8b", 400, gpus=4, enforce_eager=True),
-    **syncs("sync-8b-2-tp", "qwen3-8b", 400, "--tensor-parallel", "2", gpus=2, tensor_parallel_size=2, enforce_eager=True),
-    **syncs("sync-8b-4-tp", "qwen3-8b", 400, "--tensor-parallel", "4", gpus=4, tensor_parallel_size=4, enforce_eager=True),
+    **syncs(
+        "sync-8b-2-tp",
+        "qwen3-8b",
+        400,
+        "--tensor-parallel",
+        "2",
+        gpus=2,
+        tensor_parallel_size=2,
+        enforce_eager=True,
+    ),
+    **syncs(
+        "sync-8b-4-tp",
+        "qwen3-8b",
+        400,
+        "--tensor-parallel",
+        "4",
+        gpus=4,
+        tensor_parallel_size=4,
+        enforce_eager=True,
+    ),
     **syncs("sync-moe-2", "qwen3-30b-a3b-cut", 400, "--layers", "12", gpus=2, enforce_eager=True),
     **syncs("sync-moe-4", "qwen3-30b-a3b-cut", 400, "--layers", "12", gpus=4, enforce_eager=True),
     **syncs("sync-8b-server", "qwen3-8b", 400, server="vllm-server", enforce_eager=True),
-    **syncs("sync-8b-megatron-tp", "qwen3-8b", 400, "--backend", "megatron", "--tp", "2", gpus=2, enforce_eager=True),
-    **syncs("sync-moe-megatron-ep", "qwen3-30b-a3b-cut", 400, "--layers", "12", "--backend", "megatron", "--ep", "2", gpus=2,
-            enforce_eager=True),
+    **syncs(
+        "sync-8b-megatron-tp",
+        "qwen3-8b",
+        400,
+        "--backend",
+        "megatron",
+        "--tp",
+        "2",
+        gpus=2,
+        enforce_eager=True,
+    ),
+    **syncs(
+        "sync-moe-megatron-ep",
+        "qwen3-30b-a3b-cut",
+        400,
+        "--layers",
+        "12",
+        "--backend",
+        "megatron",
+        "--ep",
+        "2",
+        gpus=2,
+        enforce_eager=True,
+    ),
     "mfu-1.7b": mfu("fsdp2,megatron", "1.7b", 400),
-    "mfu-1.7b-long": mfu("fsdp2,megatron", "1.7b", 400, "--tokens", "16384", "--document", "16384", "--recompute", "full"),
-    "mfu-8b-2": mfu("fsdp2,megatron:tp=2,megatron:pp=2", "8b", 500, "--tokens", "16384", "--recompute", "full", gpus=2),
+    "mfu-1.7b-long": mfu(
+        "fsdp2,megatron",
+        "1.7b",
+        400,
+        "--tokens",
+        "16384",
+        "--document",
+        "16384",
+        "--recompute",
+        "full",
+    ),
+    "mfu-8b-2": mfu(
+        "fsdp2,megatron:tp=2,megatron:pp=2",
+        "8b",
+        500,
+        "--tokens",
+        "16384",
+        "--recompute",
+        "full",
+        gpus=2,
+    ),
     "fp8-training": Step(command=("-m", "benchmarks.fp8_training"), seconds=500),
     "throughput-8b": throughput("vllm", "qwen3-8b", 580),
     "throughput-moe": throughput("vllm", "qwen3-30b-a3b-cut", 580),
-    "rollout-profile": Step(command=("-m", "engine_conformance", "run", "vllm", "--profile", "rollout", "--device", "cuda",
-                                     "--partner", "fsdp2", "--world", "1", "--dtype", "bfloat16"), seconds=300),
-    "sglang-smoke": Step(command=("-m", "benchmarks.rollout_throughput", "--server", "sglang", "--shape", "qwen3-0.6b",
-                                  "--sequences", "64", "--rollout", json.dumps(SGLANG | {"cuda_graph": False})), seconds=300),
+    "rollout-profile": Step(
+        command=(
+            "-m",
+            "engine_conformance",
+            "run",
+            "vllm",
+            "--profile",
+            "rollout",
+            "--device",
+            "cuda",
+            "--partner",
+            "fsdp2",
+            "--world",
+            "1",
+            "--dtype",
+            "bfloat16",
+        ),
+        seconds=300,
+    ),
+    "sglang-smoke": Step(
+        command=(
+            "-m",
+            "benchmarks.rollout_throughput",
+            "--server",
+            "sglang",
+            "--shape",
+            "qwen3-0.6b",
+            "--sequences",
+            "64",
+            "--rollout",
+            json.dumps(SGLANG | {"cuda_graph": False}),
+        ),
+        seconds=300,
+    ),
     **syncs("sglang-sync-0.6b", "qwen3-0.6b", 400, server="sglang"),
     **syncs("sglang-sync-8b", "qwen3-8b", 580, "--sequences", "512", server="sglang"),
-    **syncs("sglang-sync-moe", "qwen3-30b-a3b-cut", 580, "--layers", "12", "--sequences", "512", server="sglang"),
-}  # fmt: skip
+    **syncs(
+        "sglang-sync-moe",
+        "qwen3-30b-a3b-cut",
+        580,
+        "--layers",
+        "12",
+        "--sequences",
+        "512",
+        server="sglang",
+    ),
+}
 
 
 def run(name: str, step: Step, output: Path) -> tuple[int, float, list[str]]:
@@ -108,8 +263,13 @@ def run(name: str, step: Step, output: Path) -> tuple[int, float, list[str]]:
     log = output / f"{name}.log"
     begin = time.monotonic()
     with log.open("w") as file:
-        process = subprocess.Popen([sys.executable, *step.command], stdout=file, stderr=subprocess.STDOUT,
-                                   env=os.environ | ENVIRONMENT | step.environment, start_new_session=True)  # fmt: skip
+        process = subprocess.Popen(
+            [sys.executable, *step.command],
+            stdout=file,
+            stderr=subprocess.STDOUT,
+            env=os.environ | ENVIRONMENT | step.environment,
+            start_new_session=True,
+        )
         try:
             status = process.wait(step.seconds)
         except subprocess.TimeoutExpired:
@@ -139,9 +299,13 @@ def last_words(log: Path) -> str:
 def main() -> int:
     """Parse, run, print a table."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
-    parser.add_argument("--only", default=",".join(STEPS), help="names, in the order in which they are to run")
+    parser.add_argument(
+        "--only", default=",".join(STEPS), help="names, in the order in which they are to run"
+    )
     parser.add_argument("--output", type=Path, default=Path("runs/suite"))
-    parser.add_argument("--budget", type=float, default=float("inf"), help="seconds after which no step begins")
+    parser.add_argument(
+        "--budget", type=float, default=float("inf"), help="seconds after which no step begins"
+    )
     parser.add_argument("--list", action="store_true", help="show the steps and run nothing")
     options = parser.parse_args()
     names = options.only.split(",")
@@ -158,7 +322,11 @@ def main() -> int:
     for name in names:
         spent, missing = time.monotonic() - begin > options.budget, STEPS[name].gpus > present
         if spent or missing:
-            why = "the budget is spent" if spent else f"it needs {STEPS[name].gpus} GPUs, here are {present}"
+            why = (
+                "the budget is spent"
+                if spent
+                else f"it needs {STEPS[name].gpus} GPUs, here are {present}"
+            )
             print(f"{name:18} not run: {why}", flush=True)
             failed = True
             continue
@@ -167,7 +335,10 @@ def main() -> int:
         with (options.output / "rows.jsonl").open("a") as file:
             file.writelines(f"{json.dumps({'step': name} | json.loads(row))}\n" for row in rows)
         words = "" if status == 0 else last_words(options.output / f"{name}.log")
-        print(f"{name:18} {'passed' if status == 0 else f'exit {status}'} {seconds:6.0f} s  {words}", flush=True)
+        print(
+            f"{name:18} {'passed' if status == 0 else f'exit {status}'} {seconds:6.0f} s  {words}",
+            flush=True,
+        )
         for row in rows:
             print(f"  {row}", flush=True)
     return int(failed)

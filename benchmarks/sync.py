@@ -42,8 +42,12 @@ LINK = 450e9  # bytes/s in one direction, NVLink 4 with 18 links
 @contextmanager
 def engine_of(folder: str, device: str, backend: str, layout: Parallelism) -> Iterator[Any]:
     """An engine that holds fp32 masters and no optimizer."""
-    config = EngineConfig(model=ModelSource(path=folder), optimizer=None, parallelism=layout,
-                          precision=Precision(compute="bfloat16"))  # fmt: skip
+    config = EngineConfig(
+        model=ModelSource(path=folder),
+        optimizer=None,
+        parallelism=layout,
+        precision=Precision(compute="bfloat16"),
+    )
     engine = EngineRegistry.create(backend=backend, device=device, config=config)
     engine.initialize()
     try:
@@ -70,42 +74,71 @@ def barrier() -> None:
 
 def wire_bytes(plan: Any, world: int) -> int:
     """Into this GPU from the others, in one sync."""
-    return sum(b.wire.num_bytes * (world - 1) // world for b in plan.buckets if b.gathered and world > 1)
+    return sum(
+        b.wire.num_bytes * (world - 1) // world for b in plan.buckets if b.gathered and world > 1
+    )
 
 
-def measure(options: argparse.Namespace, engine: Any, folder: str, quantization: str) -> Iterator[dict[str, Any]]:
+def measure(
+    options: argparse.Namespace, engine: Any, folder: str, quantization: str
+) -> Iterator[dict[str, Any]]:
     """Rows of one rollout: audited and not."""
     world = engine.topology.world_size
     model = ModelSource(path=folder)
     begin = time.perf_counter()
     rollout = RolloutRegistry.create(
-        name=options.server, device="cuda", model=model, pad_token_id=0, dtype="bfloat16", quantization=quantization,
-        batch_size=max(64, options.sequences), **json.loads(options.rollout),
-    )  # fmt: skip
+        name=options.server,
+        device="cuda",
+        model=model,
+        pad_token_id=0,
+        dtype="bfloat16",
+        quantization=quantization,
+        batch_size=max(64, options.sequences),
+        **json.loads(options.rollout),
+    )
     started = time.perf_counter() - begin
     try:
         versions = itertools.count()
         for audit in (True, False):
-            exporter = RolloutRegistry.create_exporter(name=options.server, device="cuda", model=model, dtype="bfloat16",
-                                                       quantization=quantization, options={"audit": audit})  # fmt: skip
+            exporter = RolloutRegistry.create_exporter(
+                name=options.server,
+                device="cuda",
+                model=model,
+                dtype="bfloat16",
+                quantization=quantization,
+                options={"audit": audit},
+            )
             first, _ = timed(engine, exporter, rollout, next(versions))
-            runs = [timed(engine, exporter, rollout, next(versions)) for _ in range(options.warmup + options.repeats)][
-                options.warmup :
-            ]
+            runs = [
+                timed(engine, exporter, rollout, next(versions))
+                for _ in range(options.warmup + options.repeats)
+            ][options.warmup :]
             seconds, phases = sorted(runs, key=lambda run: run[0])[len(runs) // 2]
             plan = exporter._plan  # noqa: SLF001 - a figure for the table
             wire = wire_bytes(plan, world)
             yield {
-                "backend": options.backend, "layout": {name: getattr(options, name) for name in SIZES},
-                "shape": options.shape, "layers": options.layers, "server": options.server, "gpus": world,
-                "tensor_parallel": options.tensor_parallel, "quantization": quantization, "audit": audit,
-                "ms": round(seconds * 1e3, 1), "min_ms": round(min(s for s, _ in runs) * 1e3, 1),
+                "backend": options.backend,
+                "layout": {name: getattr(options, name) for name in SIZES},
+                "shape": options.shape,
+                "layers": options.layers,
+                "server": options.server,
+                "gpus": world,
+                "tensor_parallel": options.tensor_parallel,
+                "quantization": quantization,
+                "audit": audit,
+                "ms": round(seconds * 1e3, 1),
+                "min_ms": round(min(s for s, _ in runs) * 1e3, 1),
                 "max_ms": round(max(s for s, _ in runs) * 1e3, 1),
                 "phases_ms": {name: round(value * 1e3, 1) for name, value in phases.items()},
-                "bytes": plan.wire.num_bytes, "tensors": len(plan.wire.tensors), "gathered_late": len(plan.wire.notes),
-                "wire": wire, "wire_gb_s": round(wire / seconds / 1e9, 1), "link": round(wire / seconds / LINK, 3),
-                "first_s": round(first, 2), "start_s": round(started, 1),
-            }  # fmt: skip
+                "bytes": plan.wire.num_bytes,
+                "tensors": len(plan.wire.tensors),
+                "gathered_late": len(plan.wire.notes),
+                "wire": wire,
+                "wire_gb_s": round(wire / seconds / 1e9, 1),
+                "link": round(wire / seconds / LINK, 3),
+                "first_s": round(first, 2),
+                "start_s": round(started, 1),
+            }
             exporter.close()
         if options.sequences:
             yield generated(options, rollout, quantization, world)
@@ -116,7 +149,9 @@ def measure(options: argparse.Namespace, engine: Any, folder: str, quantization:
         torch.cuda.empty_cache()
 
 
-def generated(options: argparse.Namespace, rollout: Any, quantization: str, world: int) -> dict[str, Any]:
+def generated(
+    options: argparse.Namespace, rollout: Any, quantization: str, world: int
+) -> dict[str, Any]:
     """Tokens a second of ``--sequences`` completions of 256 tokens to prompts of 128, the median of three after one."""
     rates: list[float] = []
     for seed in range(4):  # other prompts each time: none is found in the prefix cache
@@ -125,9 +160,17 @@ def generated(options: argparse.Namespace, rollout: Any, quantization: str, worl
         begin = time.perf_counter()
         completions = rollout.generate(prompts, SamplingParams(max_new_tokens=256))
         rates.append(sum(len(c.tokens) for c in completions) / (time.perf_counter() - begin))
-    return {"shape": options.shape, "layers": options.layers, "server": options.server, "gpus": world,
-            "quantization": quantization, "sequences": options.sequences, "tokens_per_s": [round(r) for r in rates[1:]],
-            "first_repeat": round(rates[0]), "median": round(sorted(rates[1:])[1])}  # fmt: skip
+    return {
+        "shape": options.shape,
+        "layers": options.layers,
+        "server": options.server,
+        "gpus": world,
+        "quantization": quantization,
+        "sequences": options.sequences,
+        "tokens_per_s": [round(r) for r in rates[1:]],
+        "first_repeat": round(rates[0]),
+        "median": round(sorted(rates[1:])[1]),
+    }
 
 
 def main() -> None:
@@ -142,7 +185,9 @@ def main() -> None:
     parser.add_argument("--tensor-parallel", type=int, default=1, help="of the server")
     parser.add_argument("--quantization", default="none,fp8")
     parser.add_argument("--rollout", default="{}", help="rollout.options as JSON")
-    parser.add_argument("--sequences", type=int, default=0, help="also measure generation with so many at a time")
+    parser.add_argument(
+        "--sequences", type=int, default=0, help="also measure generation with so many at a time"
+    )
     parser.add_argument("--repeats", type=int, default=10)
     parser.add_argument("--warmup", type=int, default=2)
     options = parser.parse_args()

@@ -39,7 +39,9 @@ print(min(times), (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) 
 
 
 def _head(kind: str) -> tuple[float, float]:
-    out = subprocess.run([sys.executable, "-c", HEAD, kind], check=True, capture_output=True, text=True).stdout.split()
+    out = subprocess.run(
+        [sys.executable, "-c", HEAD, kind], check=True, capture_output=True, text=True
+    ).stdout.split()
     return float(out[0]), float(out[1])
 
 
@@ -47,9 +49,10 @@ def test_chunked_logits(benchmark: Any) -> None:
     """Forward and backward of the head; peak is what the process grew by, in its own process."""
     (chunked, chunked_mib), (full, full_mib) = _head("chunked"), _head("full")
     benchmark.extra_info.update(
-        shape="2048 tokens, hidden 256, vocabulary 32768, chunks of 256", ratio=f"{chunked / full:.2f} (chunked / full time)",
+        shape="2048 tokens, hidden 256, vocabulary 32768, chunks of 256",
+        ratio=f"{chunked / full:.2f} (chunked / full time)",
         memory=f"{chunked_mib:.0f} MiB against {full_mib:.0f} MiB",
-    )  # fmt: skip
+    )
     benchmark.pedantic(lambda: _head("chunked"), rounds=1)
 
 
@@ -65,8 +68,12 @@ def _import_seconds(module: str) -> float:
 def test_import_time(benchmark: Any) -> None:
     """A process that imports the contract, against one that imports nothing and one that imports torch."""
     api, empty, torch = (
-        _import_seconds(m) for m in ("engine_api, engine_api.registry, engine_api.base", "sys", "torch")
+        _import_seconds(m)
+        for m in ("engine_api, engine_api.registry, engine_api.base", "sys", "torch")
     )
-    benchmark.extra_info.update(shape="one process", ratio=f"{api / torch:.3f} (engine_api / torch)",
-                                memory=f"{(api - empty) * 1000:.0f} ms above an empty process")  # fmt: skip
+    benchmark.extra_info.update(
+        shape="one process",
+        ratio=f"{api / torch:.3f} (engine_api / torch)",
+        memory=f"{(api - empty) * 1000:.0f} ms above an empty process",
+    )
     benchmark.pedantic(lambda: _import_seconds("engine_api"), rounds=1)

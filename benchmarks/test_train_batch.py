@@ -36,7 +36,9 @@ def plain_step(folder: Path, batch: Batch) -> Callable[[], float]:
     from transformers import AutoConfig, AutoModelForCausalLM
 
     torch.manual_seed(0)
-    model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folder), attn_implementation="sdpa").train()
+    model = AutoModelForCausalLM.from_config(
+        AutoConfig.from_pretrained(folder), attn_implementation="sdpa"
+    ).train()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, weight_decay=0.0, fused=True)
     rows = batch.input_ids.split(batch.lengths)
     ids = torch.nn.utils.rnn.pad_sequence(list(rows), batch_first=True)
@@ -45,7 +47,9 @@ def plain_step(folder: Path, batch: Batch) -> Callable[[], float]:
 
     def step() -> float:
         optimizer.zero_grad()
-        logits = model(input_ids=ids, attention_mask=mask.long() if padded else None, use_cache=False).logits
+        logits = model(
+            input_ids=ids, attention_mask=mask.long() if padded else None, use_cache=False
+        ).logits
         nll = F.cross_entropy(logits[:, :-1].flatten(0, 1), ids[:, 1:].flatten(), reduction="none")
         weight = mask[:, 1:].flatten()
         loss = (nll * weight).sum() / weight.sum()
@@ -57,7 +61,9 @@ def plain_step(folder: Path, batch: Batch) -> Callable[[], float]:
     return step
 
 
-def interleaved(first: Callable[[], Any], second: Callable[[], Any], rounds: int = 15) -> tuple[float, float]:
+def interleaved(
+    first: Callable[[], Any], second: Callable[[], Any], rounds: int = 15
+) -> tuple[float, float]:
     """Median seconds of both, taken by turns so that a busy machine is busy for both."""
     times: tuple[list[float], list[float]] = ([], [])
     for turn in range(rounds + 2):
@@ -80,10 +86,17 @@ def test_overhead(benchmark: Any, folder: Path, make_engine: Callable[..., Any])
     benchmark.pedantic(lambda: engine.train_batch(batch, sft_loss), rounds=3)
 
 
-def test_packed_against_padded(benchmark: Any, folder: Path, make_engine: Callable[..., Any]) -> None:
+def test_packed_against_padded(
+    benchmark: Any, folder: Path, make_engine: Callable[..., Any]
+) -> None:
     """Packing saves the padding: mixed lengths, packed by the engine, padded by the loop."""
     batch, engine = documents(MIXED), make_engine()
-    ours, theirs = interleaved(lambda: engine.train_batch(batch, sft_loss), plain_step(folder, batch), rounds=7)
-    benchmark.extra_info.update(shape=SHAPE_TEXT, documents="22 of 32 to 384, 1536 tokens",
-                                ratio=f"{ours / theirs:.3f} (packed / padded)")  # fmt: skip
+    ours, theirs = interleaved(
+        lambda: engine.train_batch(batch, sft_loss), plain_step(folder, batch), rounds=7
+    )
+    benchmark.extra_info.update(
+        shape=SHAPE_TEXT,
+        documents="22 of 32 to 384, 1536 tokens",
+        ratio=f"{ours / theirs:.3f} (packed / padded)",
+    )
     benchmark.pedantic(lambda: engine.train_batch(batch, sft_loss), rounds=3)

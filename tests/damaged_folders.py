@@ -14,24 +14,106 @@ from tiny_models import tiny_model
 Damage = Callable[[Path], None]
 
 _KEYS = (
-    "model_type", "architectures", "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers",
-    "num_attention_heads", "num_key_value_heads", "head_dim", "hidden_act", "max_position_embeddings", "initializer_range",
-    "rms_norm_eps", "tie_word_embeddings", "rope_parameters", "rope_scaling", "rope_theta", "layer_types", "sliding_window",
-    "use_sliding_window", "max_window_layers", "attention_bias", "attention_dropout", "num_experts", "num_experts_per_tok",
-    "moe_intermediate_size", "decoder_sparse_step", "mlp_only_layers", "norm_topk_prob", "dtype", "pad_token_id", "eos_token_id",
-    "quantization_config", "text_config", "auto_map", "torch_dtype", "id2label", "num_labels", "use_cache", "_attn_implementation",
-)  # fmt: skip
+    "model_type",
+    "architectures",
+    "vocab_size",
+    "hidden_size",
+    "intermediate_size",
+    "num_hidden_layers",
+    "num_attention_heads",
+    "num_key_value_heads",
+    "head_dim",
+    "hidden_act",
+    "max_position_embeddings",
+    "initializer_range",
+    "rms_norm_eps",
+    "tie_word_embeddings",
+    "rope_parameters",
+    "rope_scaling",
+    "rope_theta",
+    "layer_types",
+    "sliding_window",
+    "use_sliding_window",
+    "max_window_layers",
+    "attention_bias",
+    "attention_dropout",
+    "num_experts",
+    "num_experts_per_tok",
+    "moe_intermediate_size",
+    "decoder_sparse_step",
+    "mlp_only_layers",
+    "norm_topk_prob",
+    "dtype",
+    "pad_token_id",
+    "eos_token_id",
+    "quantization_config",
+    "text_config",
+    "auto_map",
+    "torch_dtype",
+    "id2label",
+    "num_labels",
+    "use_cache",
+    "_attn_implementation",
+)
 _NUMBERS = st.sampled_from(
-    [0, -1, 1, 2, 3, 4, 7, 10**9, 2**31, 2**63, 10**30, 0.5, -0.0, 1e-30, 1e300, float("nan"), float("inf")]
+    [
+        0,
+        -1,
+        1,
+        2,
+        3,
+        4,
+        7,
+        10**9,
+        2**31,
+        2**63,
+        10**30,
+        0.5,
+        -0.0,
+        1e-30,
+        1e300,
+        float("nan"),
+        float("inf"),
+    ]
 )
 _WORDS = st.sampled_from(
-    ["", "silu", "gelu", "nonesuch", "qwen3", "gpt2", "mamba", "vit", "bert", "default", "yarn", "linear", "dynamic", "longrope",
-     "full_attention", "float32", "bfloat16", "int7", "\ud800", "\x00", "../x", "x" * 5000]
-)  # fmt: skip
+    [
+        "",
+        "silu",
+        "gelu",
+        "nonesuch",
+        "qwen3",
+        "gpt2",
+        "mamba",
+        "vit",
+        "bert",
+        "default",
+        "yarn",
+        "linear",
+        "dynamic",
+        "longrope",
+        "full_attention",
+        "float32",
+        "bfloat16",
+        "int7",
+        "\ud800",
+        "\x00",
+        "../x",
+        "x" * 5000,
+    ]
+)
 _PLAIN = st.none() | st.booleans() | _NUMBERS | _WORDS
 _ROPE = st.dictionaries(
     st.sampled_from(
-        ["rope_type", "rope_theta", "factor", "partial_rotary_factor", "long_factor", "full_attention", "beta_fast"]
+        [
+            "rope_type",
+            "rope_theta",
+            "factor",
+            "partial_rotary_factor",
+            "long_factor",
+            "full_attention",
+            "beta_fast",
+        ]
     ),
     _PLAIN | st.lists(_NUMBERS, max_size=4),
     max_size=4,
@@ -51,14 +133,18 @@ def _remove_key(key: str) -> Damage:
     def damage(folder: Path) -> None:
         file = folder / "config.json"
         file.write_text(
-            json.dumps({name: value for name, value in json.loads(file.read_text()).items() if name != key})
+            json.dumps(
+                {name: value for name, value in json.loads(file.read_text()).items() if name != key}
+            )
         )
 
     return damage
 
 
 def _index(content: Any) -> Damage:
-    return lambda folder: _write(folder / "model.safetensors.index.json", json.dumps(content).encode())
+    return lambda folder: _write(
+        folder / "model.safetensors.index.json", json.dumps(content).encode()
+    )
 
 
 def _write(path: Path, content: bytes) -> None:
@@ -99,7 +185,15 @@ _NAMES = st.sampled_from(["config.json", "model.safetensors", "generation_config
 _MAPS = st.dictionaries(
     st.sampled_from(["model.embed_tokens.weight", "model.norm.weight", "lm_head.weight", "x"]),
     st.sampled_from(
-        ["model.safetensors", "config.json", "absent.safetensors", "../model.safetensors", "/etc/passwd", "", "."]
+        [
+            "model.safetensors",
+            "config.json",
+            "absent.safetensors",
+            "../model.safetensors",
+            "/etc/passwd",
+            "",
+            ".",
+        ]
     )
     | _PLAIN,
     max_size=4,
@@ -109,7 +203,10 @@ DAMAGES = st.lists(
         st.builds(_set, st.sampled_from(_KEYS), _VALUES),
         st.builds(_remove_key, st.sampled_from(_KEYS)),
         st.builds(
-            _index, st.fixed_dictionaries({"weight_map": _MAPS | _PLAIN}) | _PLAIN | st.lists(_PLAIN, max_size=2)
+            _index,
+            st.fixed_dictionaries({"weight_map": _MAPS | _PLAIN})
+            | _PLAIN
+            | st.lists(_PLAIN, max_size=2),
         ),
         st.builds(_bytes_at, _NAMES, st.integers(0, 3000), st.binary(min_size=1, max_size=8)),
         st.builds(_cut, _NAMES, st.floats(0, 1)),
@@ -133,6 +230,9 @@ def damaged(whole: Path, folder: Path, damages: list[Damage]) -> Path:
     for damage in damages:
         try:
             damage(folder)
-        except (OSError, ValueError):  # an earlier damage has left no such file, or nothing to be changed
+        except (
+            OSError,
+            ValueError,
+        ):  # an earlier damage has left no such file, or nothing to be changed
             continue
     return folder

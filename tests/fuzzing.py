@@ -30,5 +30,9 @@ def fuzz(*, cost: int = 1) -> Callable[[Test], Test]:
         derandomize=EXAMPLES == DEFAULT_EXAMPLES,
         database=None,
         print_blob=True,
-        suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large, HealthCheck.filter_too_much],
+        suppress_health_check=[
+            HealthCheck.too_slow,
+            HealthCheck.data_too_large,
+            HealthCheck.filter_too_much,
+        ],
     )

@@ -7,7 +7,9 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
-PACKAGES = sorted(p.parent for p in [*ROOT.glob("packages/*/pyproject.toml"), ROOT / "conformance/pyproject.toml"])
+PACKAGES = sorted(
+    p.parent for p in [*ROOT.glob("packages/*/pyproject.toml"), ROOT / "conformance/pyproject.toml"]
+)
 
 
 def project(package: Path) -> dict[str, Any]:

@@ -19,9 +19,16 @@ ALLOWED = {
     "engine-npu/src/engine_npu": ["ascend.py"],
     "trainer/src/engine_trainer": ["throughput.py", "ray/cluster.py"],
     "rollout-fp8/src/rollout_fp8": [
-        "plugin.py", "versions.py", "endpoint.py", "kernels/*", "transports/ipc.py", "transports/kinds.py", "vllm/*", "sglang/*",
+        "plugin.py",
+        "versions.py",
+        "endpoint.py",
+        "kernels/*",
+        "transports/ipc.py",
+        "transports/kinds.py",
+        "vllm/*",
+        "sglang/*",
     ],
-}  # fmt: skip
+}
 
 
 def named(node: ast.AST) -> Iterator[str]:
@@ -34,9 +41,17 @@ def named(node: ast.AST) -> Iterator[str]:
         yield f"torch.{node.attr}"
     elif isinstance(node, ast.Attribute) and node.attr in {f"is_{name}" for name in NAMES}:
         yield f".{node.attr}"
-    elif isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr in NAMES:
+    elif (
+        isinstance(node, ast.Call)
+        and isinstance(node.func, ast.Attribute)
+        and node.func.attr in NAMES
+    ):
         yield f".{node.func.attr}()"
-    elif isinstance(node, ast.Constant) and isinstance(node.value, str) and node.value.partition(":")[0] in NAMES:
+    elif (
+        isinstance(node, ast.Constant)
+        and isinstance(node.value, str)
+        and node.value.partition(":")[0] in NAMES
+    ):
         yield repr(node.value)
     elif isinstance(node, ast.JoinedStr) and node.values:
         yield from named(node.values[0])
@@ -54,7 +69,9 @@ def offenders(path: Path) -> list[str]:
 def test_devices_are_named_in_one_file(folder: str) -> None:
     files = sorted((ROOT / "packages" / folder).rglob("*.py"))
     assert files
-    may = {path for pattern in ALLOWED[folder] for path in (ROOT / "packages" / folder).glob(pattern)}
+    may = {
+        path for pattern in ALLOWED[folder] for path in (ROOT / "packages" / folder).glob(pattern)
+    }
     assert not [one for path in files if path not in may for one in offenders(path)]
 
 
@@ -66,8 +83,16 @@ def test_who_may_does(folder: str) -> None:
 
 @pytest.mark.parametrize(
     "code",
-    ["torch.cuda.synchronize()", "x.is_cuda", "x.cuda()", 'torch.device("npu")', 'f"cuda:{i}"', 'd == "cuda"', "torch.npu.Stream()"],
-)  # fmt: skip
+    [
+        "torch.cuda.synchronize()",
+        "x.is_cuda",
+        "x.cuda()",
+        'torch.device("npu")',
+        'f"cuda:{i}"',
+        'd == "cuda"',
+        "torch.npu.Stream()",
+    ],
+)
 def test_the_check_sees(code: str, tmp_path: Path) -> None:
     (tmp_path / "one.py").write_text(code)
     assert offenders(tmp_path / "one.py")

@@ -16,16 +16,25 @@ from waiting import DEADLINE_S
 
 PAGE = ROOT / "docs" / "first-hour.md"
 # Either a fence that follows a line with a file's name, or a fence of shell commands.
-BLOCK = re.compile(r"(?:^`(?P<file>[\w.]+)`:\n\n)?^```(?P<kind>\w+)\n(?P<text>.*?)^```$", re.MULTILINE | re.DOTALL)
+BLOCK = re.compile(
+    r"(?:^`(?P<file>[\w.]+)`:\n\n)?^```(?P<kind>\w+)\n(?P<text>.*?)^```$", re.MULTILINE | re.DOTALL
+)
 
 
 def run(command: str, folder: Path) -> str:
     """One line of the page, with this interpreter and the repository's own sources."""
     words = shlex.split(command)
-    start = {"python": [sys.executable], "engine-train": [sys.executable, "-m", "engine_trainer"]}[words[0]]
+    start = {"python": [sys.executable], "engine-train": [sys.executable, "-m", "engine_trainer"]}[
+        words[0]
+    ]
     path = os.pathsep.join([*(str(p / "src") for p in PACKAGES), os.environ.get("PYTHONPATH", "")])
-    environment = os.environ | {"PYTHONPATH": path, "OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false",
-                                "HF_HUB_OFFLINE": "1", "CUDA_VISIBLE_DEVICES": ""}  # fmt: skip
+    environment = os.environ | {
+        "PYTHONPATH": path,
+        "OMP_NUM_THREADS": "1",
+        "TOKENIZERS_PARALLELISM": "false",
+        "HF_HUB_OFFLINE": "1",
+        "CUDA_VISIBLE_DEVICES": "",
+    }
     done = subprocess.run(
         [*start, *words[1:]],
         cwd=folder,
@@ -45,7 +54,9 @@ def rows(folder: Path) -> list[dict[str, float]]:
 
 @pytest.mark.slow
 def test_the_page_runs_as_it_stands(tmp_path: Path) -> None:
-    pytest.importorskip("reasoning_gym", reason="the tiny model's tokenizer is made of its problems")
+    pytest.importorskip(
+        "reasoning_gym", reason="the tiny model's tokenizer is made of its problems"
+    )
     (tmp_path / "recipes").symlink_to(ROOT / "recipes")
     said = ""
     for block in BLOCK.finditer(PAGE.read_text()):

@@ -96,7 +96,9 @@ def program(path: Path, text: str) -> SimpleNamespace:
 
 
 def check(
-    start: Callable[[], Callable[[], None]], *modules: ModuleType, pids: Callable[[], set[int]] = children
+    start: Callable[[], Callable[[], None]],
+    *modules: ModuleType,
+    pids: Callable[[], set[int]] = children,
 ) -> None:
     """Interrupt ``start`` at each of its places; it returns what ends what it has started, and ``pids`` what runs."""
     signals = (signal.SIGQUIT, signal.SIGINT, signal.SIGTERM)
@@ -114,12 +116,18 @@ def check(
         if not interrupted_at(place, whole, *modules):
             ends.pop()()  # a place that it does not pass each time, as in a loop that waits
         gc.collect()
-        until(lambda: pids() <= before, missing=lambda place=place: f"{place}: left {pids() - before}")
         until(
-            lambda: not [thread for thread in set(threading.enumerate()) - threads if thread.is_alive()],
+            lambda: pids() <= before, missing=lambda place=place: f"{place}: left {pids() - before}"
+        )
+        until(
+            lambda: (
+                not [thread for thread in set(threading.enumerate()) - threads if thread.is_alive()]
+            ),
             missing=f"{place}: a thread is left",
         )
-        assert [signal.getsignal(number) for number in signals] == handlers, f"{place}: a signal handler is left"
+        assert [signal.getsignal(number) for number in signals] == handlers, (
+            f"{place}: a signal handler is left"
+        )
 
 
 def test_of_sglang(make: Any, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -138,13 +146,22 @@ def test_of_sglang(make: Any, monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(Engine, "__init__", begin)
     monkeypatch.setattr(Engine, "shutdown", end)
-    check(lambda: make().close, host, rollout, pids=lambda: {p.pid for p in started if p.pid and runs(p.pid)})
+    check(
+        lambda: make().close,
+        host,
+        rollout,
+        pids=lambda: {p.pid for p in started if p.pid and runs(p.pid)},
+    )
 
 
 def test_of_a_server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(endpoint, "sys", program(tmp_path / "server.py", SERVER.format(python=sys.executable)))
+    monkeypatch.setattr(
+        endpoint, "sys", program(tmp_path / "server.py", SERVER.format(python=sys.executable))
+    )
     given = {"model": ModelSource(path=str(tmp_path)), "pad_token_id": 0}
-    check(lambda: RemoteRollout(name="local", device="cpu", arguments=given).close, client, endpoint)
+    check(
+        lambda: RemoteRollout(name="local", device="cpu", arguments=given).close, client, endpoint
+    )
 
 
 def test_of_a_pool_of_ranks(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -13,7 +13,16 @@ pytestmark = [pytest.mark.distributed, pytest.mark.slow, pytest.mark.timeout(180
 
 
 def test_four_kills_leave_no_process_and_change_no_bit(tmp_path: Path) -> None:
-    command = [sys.executable, "tools/kills.py", "--count", "4", "--lanes", "2", "--folder", str(tmp_path)]
+    command = [
+        sys.executable,
+        "tools/kills.py",
+        "--count",
+        "4",
+        "--lanes",
+        "2",
+        "--folder",
+        str(tmp_path),
+    ]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout[-6000:] + done.stderr[-2000:]
     (total,) = [line.split() for line in done.stdout.splitlines() if line.split()[:1] == ["all"]]

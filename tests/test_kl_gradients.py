@@ -40,7 +40,9 @@ def test_the_enumeration_has_the_gradients_of_finite_differences(tool) -> None:
 @pytest.mark.parametrize("by_token", [True, False], ids=["of tokens", "of completions"])
 def test_k1_in_the_reward_descends_the_kl_of_sequences(tool, distance, by_token) -> None:
     problem = tool.Problem.of(distance)
-    torch.testing.assert_close(problem.in_reward("k1", by_token=by_token), problem.sequence_kl(), **EXACT)
+    torch.testing.assert_close(
+        problem.in_reward("k1", by_token=by_token), problem.sequence_kl(), **EXACT
+    )
 
 
 def test_k2_and_k3_in_the_reward_do_not_and_are_refused(tool) -> None:
@@ -50,7 +52,9 @@ def test_k2_and_k3_in_the_reward_do_not_and_are_refused(tool) -> None:
             given, wanted = problem.in_reward(estimator), problem.sequence_kl()
             assert tool.cosine(given, wanted) < 0.6
             assert given.norm() < 0.3 * wanted.norm()
-    assert tool.cosine(tool.Problem.of(0.85).in_reward("k3"), tool.Problem.of(0.85).sequence_kl()) < 0
+    assert (
+        tool.cosine(tool.Problem.of(0.85).in_reward("k3"), tool.Problem.of(0.85).sequence_kl()) < 0
+    )
     for estimator in ("k2", "k3"):
         with pytest.raises(ConfigError, match=r"(?s)expected k1 .* got k[23].*push away") as caught:
             KLSection(coefficient=0.1, where="reward", estimator=estimator)
@@ -59,15 +63,21 @@ def test_k2_and_k3_in_the_reward_do_not_and_are_refused(tool) -> None:
 
 @pytest.mark.parametrize("estimator", ESTIMATORS)
 @pytest.mark.parametrize("drift", [0.0, FAR_OFF], ids=["on policy", "off policy"])
-def test_with_the_ratio_every_estimator_in_the_loss_descends_the_kl_of_tokens(tool, estimator, drift) -> None:
+def test_with_the_ratio_every_estimator_in_the_loss_descends_the_kl_of_tokens(
+    tool, estimator, drift
+) -> None:
     problem = tool.Problem.of(0.85, drift=drift)
-    torch.testing.assert_close(problem.in_loss(estimator, importance=True), problem.tokens_kl(), **EXACT)
+    torch.testing.assert_close(
+        problem.in_loss(estimator, importance=True), problem.tokens_kl(), **EXACT
+    )
 
 
 def test_without_it_k2_does_on_policy_and_k3_descends_the_reverse(tool) -> None:
     on, off = tool.Problem.of(0.85), tool.Problem.of(0.85, drift=FAR_OFF)
     torch.testing.assert_close(on.in_loss("k2", importance=False), on.tokens_kl(), **EXACT)
-    torch.testing.assert_close(on.in_loss("k3", importance=False), on.tokens_kl(reverse=True), **EXACT)
+    torch.testing.assert_close(
+        on.in_loss("k3", importance=False), on.tokens_kl(reverse=True), **EXACT
+    )
     assert tool.cosine(on.in_loss("k3", importance=False), on.tokens_kl()) < 0.995
     for estimator in ("k2", "k3"):
         for target in (off.tokens_kl(), off.tokens_kl(reverse=True)):
@@ -77,7 +87,9 @@ def test_without_it_k2_does_on_policy_and_k3_descends_the_reverse(tool) -> None:
 def test_the_bare_k1_in_the_loss_has_no_gradient_and_is_refused(tool) -> None:
     on = tool.Problem.of(0.85)
     assert float(on.in_loss("k1", importance=False).abs().max()) < 1e-12
-    with pytest.raises(ConfigError, match=r"(?s)expectation is 0, whatever the reference is") as caught:
+    with pytest.raises(
+        ConfigError, match=r"(?s)expectation is 0, whatever the reference is"
+    ) as caught:
         KLSection(coefficient=0.1, estimator="k1", importance=False)
     assert caught.value.field == "algorithm.kl.estimator"
 
@@ -88,7 +100,9 @@ def test_a_rollout_that_is_another_policy_is_made_up_for_by_the_correction(tool,
     problem = tool.Problem.of(0.85, drift=FAR_OFF)
     old = (problem.sampler + problem.logits.detach()) / 2
     corrected = problem.in_loss(estimator, importance=True, old=old, corrected=True)
-    torch.testing.assert_close(corrected, problem.tokens_kl(), rtol=1e-5, atol=1e-7)  # weights are float32
+    torch.testing.assert_close(
+        corrected, problem.tokens_kl(), rtol=1e-5, atol=1e-7
+    )  # weights are float32
     alone = problem.in_loss(estimator, importance=True, old=old)
     assert tool.cosine(alone, problem.tokens_kl()) < 0.999
 

@@ -41,16 +41,30 @@ def test_the_shapes_have_the_parameters_of_the_models(monkeypatch: pytest.Monkey
         assert Shape.from_config(name, shapes.config(name)) == SHAPES[name]
         assert SHAPES[name].parameters == pytest.approx(whole, rel=1e-3)  # norms are left out
     assert SHAPES["qwen3-32b"].parameters == pytest.approx(32.8e9, rel=0.01)
-    assert SHAPES["qwen3-30b-a3b"].active + SHAPES["qwen3-30b-a3b"].embedding == pytest.approx(3.3e9, rel=0.03)
+    assert SHAPES["qwen3-30b-a3b"].active + SHAPES["qwen3-30b-a3b"].embedding == pytest.approx(
+        3.3e9, rel=0.03
+    )
 
 
 def test_the_flop_are_the_trainers() -> None:
     shape = SHAPES["qwen3-1.7b"]
-    counted = Throughput(parameters=shape.active, attention=shape.layers * shape.heads * shape.head_dim, peak=None)
+    counted = Throughput(
+        parameters=shape.active, attention=shape.layers * shape.heads * shape.head_dim, peak=None
+    )
     assert shape.train_flop(4096) * 4096 == pytest.approx(counted.flop([4096]), rel=1e-12)
 
 
-ONE = Shape(name="one", layers=1, hidden=100, heads=10, kv_heads=5, head_dim=10, inner=200, vocabulary=1000, tied=True)
+ONE = Shape(
+    name="one",
+    layers=1,
+    hidden=100,
+    heads=10,
+    kv_heads=5,
+    head_dim=10,
+    inner=200,
+    vocabulary=1000,
+    tied=True,
+)
 
 
 def test_a_shape_by_hand() -> None:
@@ -81,7 +95,9 @@ def test_an_update_by_hand() -> None:
     """16 GPUs are two copies of a node's shards: gradients cross the network, eight shards at a time."""
     shape = SHAPES["qwen3-8b"]
     found = phases.update(shape, H200, gpus=16, tokens=16 * 65536, length=4096, micro_batch=32768)
-    assert found.parts["computing"] == pytest.approx(65536 * shape.train_flop(4096) / (989.5e12 * 0.52))
+    assert found.parts["computing"] == pytest.approx(
+        65536 * shape.train_flop(4096) / (989.5e12 * 0.52)
+    )
     assert found.parts["network"] == pytest.approx(2 * 4 * shape.parameters / 8 / 2 / 30e9)
     assert found.parts["host"] == pytest.approx(2 * 0.025)
     assert found.bottleneck == "computing"
@@ -116,7 +132,9 @@ def test_what_does_not_fit_and_what_needs_several_gpus() -> None:
 def test_more_gpus_are_never_slower_and_longer_answers_never_faster(name: str) -> None:
     def seconds(gpus: int, response: int) -> float:
         return step_of(
-            SHAPES[name], gpus, Job(lengths=Lengths(prompt=512, mean=response / 2, longest=response))
+            SHAPES[name],
+            gpus,
+            Job(lengths=Lengths(prompt=512, mean=response / 2, longest=response)),
         ).seconds
 
     times = [seconds(8 * 4**i, 8192) for i in range(6)]

@@ -10,12 +10,37 @@ import pytest
 from layout import ROOT
 
 # Modules whose use can end in unpickling, and names of torch's that do it inside.
-MODULES = {"pickle", "cPickle", "_pickle", "dill", "cloudpickle", "marshal", "shelve", "joblib", "multiprocessing.connection",
-           "multiprocessing.managers", "multiprocessing.shared_memory"}  # fmt: skip
-CALLS = {"all_gather_object", "broadcast_object_list", "gather_object", "scatter_object_list", "send_object_list",
-         "recv_object_list", "ForkingPickler"}  # fmt: skip
-TORCH = {"torch.load", "torch.save", "torch.multiprocessing", "multiprocessing.Pipe", "multiprocessing.Queue",
-         "numpy.load", "np.load"}  # fmt: skip
+MODULES = {
+    "pickle",
+    "cPickle",
+    "_pickle",
+    "dill",
+    "cloudpickle",
+    "marshal",
+    "shelve",
+    "joblib",
+    "multiprocessing.connection",
+    "multiprocessing.managers",
+    "multiprocessing.shared_memory",
+}
+CALLS = {
+    "all_gather_object",
+    "broadcast_object_list",
+    "gather_object",
+    "scatter_object_list",
+    "send_object_list",
+    "recv_object_list",
+    "ForkingPickler",
+}
+TORCH = {
+    "torch.load",
+    "torch.save",
+    "torch.multiprocessing",
+    "multiprocessing.Pipe",
+    "multiprocessing.Queue",
+    "numpy.load",
+    "np.load",
+}
 
 # Where it is used all the same, and why nothing of it comes from a socket that somebody else could reach.
 EXCEPTIONS = {
@@ -36,7 +61,13 @@ EXCEPTIONS = {
 }
 SOURCES = sorted(
     path
-    for folder in ("packages/*/src", "conformance/src", "conformance/loopback", "conformance/mutants", "examples/*/src")
+    for folder in (
+        "packages/*/src",
+        "conformance/src",
+        "conformance/loopback",
+        "conformance/mutants",
+        "examples/*/src",
+    )
     for root in ROOT.glob(folder)
     for path in root.rglob("*.py")
 )

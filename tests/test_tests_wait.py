@@ -17,14 +17,20 @@ SHORT_S = 60.0  # what imports torch takes 13 s on a busy machine, and there are
 
 # Function (file::name) -> shape -> why it is right there.
 EXCEPTIONS = {
-    "packages/rollout-fp8/tests/sglang_fakes.py::_one": {"sleep": "a request that the scheduler does not know yet"},
+    "packages/rollout-fp8/tests/sglang_fakes.py::_one": {
+        "sleep": "a request that the scheduler does not know yet"
+    },
     "packages/rollout-fp8/tests/test_collective.py::test_a_store_that_a_receiver_does_not_reach_is_named_with_what_to_look_at": {
         "port": "the socket that has it is held to the end, so that no other process takes it"
     },
-    "packages/rollout-fp8/tests/test_transports.py::close": {"wait": "who does not end within it is killed"},
+    "packages/rollout-fp8/tests/test_transports.py::close": {
+        "wait": "who does not end within it is killed"
+    },
     "packages/rollout-fp8/tests/transport_peers.py::buckets": {"sleep": "a receiver that is late"},
     "packages/trainer/tests/agent_parts.py::generate": {"sleep": "a model that takes its time"},
-    "packages/trainer/tests/test_interrupt.py::press": {"sleep": "two presses within a second are one to the product"},
+    "packages/trainer/tests/test_interrupt.py::press": {
+        "sleep": "two presses within a second are one to the product"
+    },
     "packages/trainer/tests/test_interrupt.py::test_one_press_ends_the_step_and_saves": {
         "sleep": "nothing tells outside that the press was heard"
     },
@@ -44,7 +50,10 @@ def functions(tree: ast.Module) -> Iterator[tuple[str, ast.AST]]:
     for node in ast.walk(tree):
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
             yield node.name, node
-    yield "module", ast.Module(body=[n for n in tree.body if not isinstance(n, DEFINITIONS)], type_ignores=[])
+    yield (
+        "module",
+        ast.Module(body=[n for n in tree.body if not isinstance(n, DEFINITIONS)], type_ignores=[]),
+    )
 
 
 DEFINITIONS = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
@@ -59,7 +68,11 @@ def own(node: ast.AST, *, without: tuple[type[ast.AST], ...] = ()) -> Iterator[a
 
 
 def called(node: ast.AST, *names: str) -> bool:
-    return isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr in names
+    return (
+        isinstance(node, ast.Call)
+        and isinstance(node.func, ast.Attribute)
+        and node.func.attr in names
+    )
 
 
 def takes_no_time_or_for_ever(seconds: ast.expr) -> bool:
@@ -82,7 +95,11 @@ def is_elapsed(node: ast.AST, names: set[str]) -> bool:
     for part in ast.walk(node):
         if isinstance(part, ast.Name) and part.id in names:
             return True
-        if isinstance(part, ast.BinOp) and isinstance(part.op, ast.Sub) and called(part.left, *CLOCKS):
+        if (
+            isinstance(part, ast.BinOp)
+            and isinstance(part.op, ast.Sub)
+            and called(part.left, *CLOCKS)
+        ):
             return True
     return False
 
@@ -91,7 +108,11 @@ def bounds(function: ast.AST) -> Iterator[ast.AST]:
     """Assertions that something took less than some time."""
     names: set[str] = set()
     for node in own(function):
-        if isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name) and is_elapsed(node.value, set()):
+        if (
+            isinstance(node, ast.Assign)
+            and isinstance(node.targets[0], ast.Name)
+            and is_elapsed(node.value, set())
+        ):
             names.add(node.targets[0].id)
     for node in own(function):
         if not isinstance(node, ast.Assert):
@@ -107,11 +128,17 @@ def bounds(function: ast.AST) -> Iterator[ast.AST]:
 
 def lives(function: ast.AST) -> Iterator[ast.AST]:
     """Assertions that a thread or process has ended, without waiting for its end just before."""
-    for block in (node for node in [function, *own(function)] if isinstance(getattr(node, "body", None), list)):
+    for block in (
+        node for node in [function, *own(function)] if isinstance(getattr(node, "body", None), list)
+    ):
         before: ast.AST | None = None
         for statement in block.body:
-            asks = isinstance(statement, ast.Assert) and any(called(part, "is_alive") for part in ast.walk(statement))
-            if asks and not (before is not None and any(called(part, "join") for part in ast.walk(before))):
+            asks = isinstance(statement, ast.Assert) and any(
+                called(part, "is_alive") for part in ast.walk(statement)
+            )
+            if asks and not (
+                before is not None and any(called(part, "join") for part in ast.walk(before))
+            ):
                 yield statement
             before = statement
 
@@ -119,10 +146,16 @@ def lives(function: ast.AST) -> Iterator[ast.AST]:
 def seconds_of(call: ast.Call) -> float | None:
     """The time that a call waits at most, where it is written there as a number."""
     assert isinstance(call.func, ast.Attribute)
-    given = [keyword.value for keyword in call.keywords if keyword.arg in ("timeout", "start_timeout_s")]
+    given = [
+        keyword.value for keyword in call.keywords if keyword.arg in ("timeout", "start_timeout_s")
+    ]
     if call.func.attr in ("join", "result", "wait") and len(call.args) == 1:
         given.append(call.args[0])
-    numbers = [float(v.value) for v in given if isinstance(v, ast.Constant) and isinstance(v.value, int | float)]
+    numbers = [
+        float(v.value)
+        for v in given
+        if isinstance(v, ast.Constant) and isinstance(v.value, int | float)
+    ]
     return numbers[0] if numbers else None
 
 
@@ -130,10 +163,15 @@ def waits(function: ast.AST) -> Iterator[ast.AST]:
     """Short waits for what must come; where it must not (``pytest.raises``) they may be."""
     refused: set[int] = set()
     for node in own(function):
-        if isinstance(node, ast.With) and any("raises" in ast.unparse(item.context_expr) for item in node.items):
+        if isinstance(node, ast.With) and any(
+            "raises" in ast.unparse(item.context_expr) for item in node.items
+        ):
             refused.update(map(id, ast.walk(node)))
     for node in own(function):
-        if called(node, "communicate", "wait", "get", "join", "result", "run", "wait_for") and id(node) not in refused:
+        if (
+            called(node, "communicate", "wait", "get", "join", "result", "run", "wait_for")
+            and id(node) not in refused
+        ):
             assert isinstance(node, ast.Call)
             seconds = seconds_of(node)
             if seconds is not None and 0 < seconds < SHORT_S:
@@ -143,7 +181,12 @@ def waits(function: ast.AST) -> Iterator[ast.AST]:
 def ports(function: ast.AST) -> Iterator[ast.AST]:
     """Ports that are looked for here and bound by another process later: something else may take them meanwhile."""
     for node in own(function):
-        if called(node, "bind") and isinstance(node, ast.Call) and node.args and isinstance(node.args[0], ast.Tuple):
+        if (
+            called(node, "bind")
+            and isinstance(node, ast.Call)
+            and node.args
+            and isinstance(node.args[0], ast.Tuple)
+        ):
             yield node
 
 
@@ -152,9 +195,15 @@ SHAPES = {"sleep": sleeps, "bound": bounds, "is_alive": lives, "wait": waits, "p
 
 def sources() -> list[Path]:
     found = [
-        path for folder in ("tests", "conformance", "packages", "examples") for path in (ROOT / folder).rglob("*.py")
+        path
+        for folder in ("tests", "conformance", "packages", "examples")
+        for path in (ROOT / folder).rglob("*.py")
     ]
-    return [path for path in found if "tests" in path.relative_to(ROOT).parts and path.name != "waiting.py"]
+    return [
+        path
+        for path in found
+        if "tests" in path.relative_to(ROOT).parts and path.name != "waiting.py"
+    ]
 
 
 def found_in(text: str) -> set[tuple[str, str, int]]:
@@ -172,7 +221,10 @@ def found_in(text: str) -> set[tuple[str, str, int]]:
     [
         ("def test():\n    start()\n    time.sleep(1)\n    assert done()", "sleep"),
         ("async def test():\n    await asyncio.sleep(0.1)", "sleep"),
-        ("def test():\n    begin = time.monotonic()\n    assert time.monotonic() - begin < 5", "bound"),
+        (
+            "def test():\n    begin = time.monotonic()\n    assert time.monotonic() - begin < 5",
+            "bound",
+        ),
         ("def test():\n    assert 5 > time.perf_counter() - begin", "bound"),
         ("def test():\n    took = time.monotonic() - begin\n    assert 1 < took < 5", "bound"),
         ("def test():\n    process.kill()\n    assert not process.is_alive()", "is_alive"),
@@ -183,7 +235,10 @@ def found_in(text: str) -> set[tuple[str, str, int]]:
         ("def test():\n    process.wait(timeout=5)", "wait"),
         ("def test():\n    assert running.result(2) == 3", "wait"),
         ("def test():\n    subprocess.run(command, timeout=10)", "wait"),
-        ("def test():\n    with socket.socket() as free:\n        free.bind(('127.0.0.1', 0))", "port"),
+        (
+            "def test():\n    with socket.socket() as free:\n        free.bind(('127.0.0.1', 0))",
+            "port",
+        ),
     ],
 )
 def test_each_shape_is_found(text: str, shape: str) -> None:
@@ -217,7 +272,9 @@ def test_no_test_depends_on_an_idle_machine() -> None:
             if shape in EXCEPTIONS.get(place, {}):
                 used.add((place, shape))
             else:
-                found.append(f"{place}:{line}: {shape}: {(SHAPES[shape].__doc__ or '').splitlines()[0]}")
+                found.append(
+                    f"{place}:{line}: {shape}: {(SHAPES[shape].__doc__ or '').splitlines()[0]}"
+                )
     assert not found, "\n".join(found)
     assert {(place, shape) for place, shapes in EXCEPTIONS.items() for shape in shapes} == used, (
         "an exception of nothing"

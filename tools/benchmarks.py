@@ -27,10 +27,15 @@ def render(result: dict[str, Any], command: str) -> str:
     benchmarks = result["benchmarks"]
     extra = sorted({key for b in benchmarks for key in b["extra_info"]})
     rows = [
-        (b["name"], _seconds(b["stats"]["median"]), _seconds(b["stats"]["iqr"]), str(b["stats"]["rounds"]),
-         *(str(b["extra_info"].get(key, "")) for key in extra))
+        (
+            b["name"],
+            _seconds(b["stats"]["median"]),
+            _seconds(b["stats"]["iqr"]),
+            str(b["stats"]["rounds"]),
+            *(str(b["extra_info"].get(key, "")) for key in extra),
+        )
         for b in benchmarks
-    ]  # fmt: skip
+    ]
     facts = [f"`{command}`", result["datetime"][:10], _machine(result["machine_info"]), _versions()]
     head = ("benchmark", "median", "IQR", "rounds", *extra)
     return f"{'; '.join(facts)}\n\n{table(head, rows)}"

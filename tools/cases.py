@@ -30,16 +30,23 @@ def render() -> str:
     for profile in PROFILES:
         cases = [one for one in load_cases().values() if one.profile == profile]
         head = ("case", "MUST", "group", "models", "ranks", "precisions", "tier", "since")
-        parts.append(f"## Profile `{profile}`: {len(cases)} cases\n\n{table(head, [_row(one) for one in cases])}")
+        parts.append(
+            f"## Profile `{profile}`: {len(cases)} cases\n\n{table(head, [_row(one) for one in cases])}"
+        )
     return "\n".join(parts)
 
 
 def _row(one: Case) -> tuple[str, ...]:
     return (
-        f"[`{one.id}`](contract.md#{one.id})", one.must, "undeclared" if one.probes else one.group,
-        ", ".join(SHORT[m] for m in one.model_types), ", ".join(map(str, one.world)),
-        ", ".join(one.dtypes), "quick" if one.quick else "full", one.since,
-    )  # fmt: skip
+        f"[`{one.id}`](contract.md#{one.id})",
+        one.must,
+        "undeclared" if one.probes else one.group,
+        ", ".join(SHORT[m] for m in one.model_types),
+        ", ".join(map(str, one.world)),
+        ", ".join(one.dtypes),
+        "quick" if one.quick else "full",
+        one.since,
+    )
 
 
 if __name__ == "__main__":

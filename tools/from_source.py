@@ -19,13 +19,17 @@ def entry_points(project: dict[str, Any]) -> str:
     groups: dict[str, dict[str, str]] = dict(project.get("entry-points", {}))
     if scripts := project.get("scripts"):
         groups["console_scripts"] = scripts
-    return "\n".join(f"[{g}]\n" + "".join(f"{k} = {v}\n" for k, v in e.items()) for g, e in groups.items())
+    return "\n".join(
+        f"[{g}]\n" + "".join(f"{k} = {v}\n" for k, v in e.items()) for g, e in groups.items()
+    )
 
 
 def write(folder: Path) -> list[Path]:
     """Write the metadata of every package into ``folder``; the source folders to put on the path."""
     sources = []
-    for pyproject in sorted([*ROOT.glob("packages/*/pyproject.toml"), ROOT / "conformance" / "pyproject.toml"]):
+    for pyproject in sorted(
+        [*ROOT.glob("packages/*/pyproject.toml"), ROOT / "conformance" / "pyproject.toml"]
+    ):
         project = tomllib.loads(pyproject.read_text())["project"]
         name, version = project["name"], project["version"]
         info = folder / f"{name.replace('-', '_')}-{version}.dist-info"

@@ -66,10 +66,15 @@ def _describe(folder: Path, target: Target) -> None:
     except PackageNotFoundError:
         distribution = f"{name} from source"
     text = README.format(
-        contract=CONTRACT, date=datetime.now(UTC).date(), backend=target.backend, distribution=distribution, world=WORLD,
-        steps=STEPS, optimizer=f"lr {OPTIMIZER.lr}, decay {OPTIMIZER.weight_decay}, clipped at {OPTIMIZER.clip_norm}",
+        contract=CONTRACT,
+        date=datetime.now(UTC).date(),
+        backend=target.backend,
+        distribution=distribution,
+        world=WORLD,
+        steps=STEPS,
+        optimizer=f"lr {OPTIMIZER.lr}, decay {OPTIMIZER.weight_decay}, clipped at {OPTIMIZER.clip_norm}",
         schedule=f"{SCHEDULE.warmup_steps} steps of warm-up, {SCHEDULE.total_steps} in all",
-    )  # fmt: skip
+    )
     (folder / "README.md").write_text(text)
 
 
@@ -84,7 +89,11 @@ def main() -> int:
         finally:
             close_pools()
     for folder in written:
-        print(folder, sum(path.stat().st_size for path in folder.rglob("*") if path.is_file()), "bytes")
+        print(
+            folder,
+            sum(path.stat().st_size for path in folder.rglob("*") if path.is_file()),
+            "bytes",
+        )
     return 0 if written else 1
 
 

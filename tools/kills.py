@@ -40,7 +40,9 @@ KEEP = 2
 TASKS = ("sft", "rl")
 WORLDS = (1, 2)
 MARK = "ENGINE_KILLS_LIFE"  # in the environment of every process of a life
-GONE_S = 90.0  # until all processes of a killed life must be gone: torchrun gives its ranks 30 s to end
+GONE_S = (
+    90.0  # until all processes of a killed life must be gone: torchrun gives its ranks 30 s to end
+)
 LIFE_S = 600.0  # until a life that nobody kills must have ended
 LOOK_S = 0.01
 SAVE_LOOK_S = 0.0005
@@ -58,10 +60,14 @@ def make_inputs(root: Path) -> None:
     from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast, Qwen3Config
 
-    tokenizer = Tokenizer(models.WordLevel({c: i for i, c in enumerate(CHARACTERS)}, unk_token="<pad>"))
+    tokenizer = Tokenizer(
+        models.WordLevel({c: i for i, c in enumerate(CHARACTERS)}, unk_token="<pad>")
+    )
     tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex("."), "isolated")
     tokenizer.decoder = decoders.Fuse()
-    whole = PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token="<pad>", eos_token="<eos>")
+    whole = PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, pad_token="<pad>", eos_token="<eos>"
+    )
     whole.save_pretrained(root / "model")
     Qwen3Config(
         vocab_size=len(CHARACTERS),
@@ -104,7 +110,12 @@ def configuration(task: str) -> dict[str, Any]:
             "reward": {"name": "exact"},
         },
     }
-    return {"engine": engine, "data": {"source": f"../{task}.jsonl"}, "run": RUN | QUIET, **own[task]}
+    return {
+        "engine": engine,
+        "data": {"source": f"../{task}.jsonl"},
+        "run": RUN | QUIET,
+        **own[task],
+    }
 
 
 # --- one process, or one launcher with its ranks ---------------------------------------------------
@@ -124,16 +135,31 @@ class Life:
         """Start the command."""
         command = [sys.executable]
         if self.world > 1:
-            command += ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={self.world}"]
+            command += [
+                "-m",
+                "torch.distributed.run",
+                "--standalone",
+                f"--nproc-per-node={self.world}",
+            ]
         command += ["-m", "engine_trainer", self.task, f"../{self.task}.yaml"]
-        own = {MARK: self.mark, "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
+        own = {
+            MARK: self.mark,
+            "CUDA_VISIBLE_DEVICES": "",
+            "OMP_NUM_THREADS": "1",
+            "TOKENIZERS_PARALLELISM": "false",
+        }
         self.began = time.time()
         with (self.folder / "log.txt").open("a") as log:
             log.write(f"--- {' '.join(command)}\n")
             log.flush()
             LIVES.append(self)
             self.process = subprocess.Popen(
-                command, cwd=self.folder, env=os.environ | own, stdout=log, stderr=log, start_new_session=True
+                command,
+                cwd=self.folder,
+                env=os.environ | own,
+                stdout=log,
+                stderr=log,
+                start_new_session=True,
             )
 
     def processes(self) -> dict[int, bool]:
@@ -148,7 +174,9 @@ class Life:
             except OSError:  # it has ended meanwhile, or belongs to somebody else
                 continue
             if wanted in environment:
-                found[int(entry.name)] = self.world == 1 or any(part.startswith(b"RANK=") for part in environment)
+                found[int(entry.name)] = self.world == 1 or any(
+                    part.startswith(b"RANK=") for part in environment
+                )
         return found
 
     def victims(self, target: str, chance: random.Random) -> list[int]:
@@ -195,7 +223,10 @@ class Life:
 
     def to_do(self) -> float:
         """Return which part of the run's steps is not saved yet."""
-        saved = (int(path.name.removeprefix("step-")) for path in (self.folder / "out/checkpoints").glob("step-??????"))
+        saved = (
+            int(path.name.removeprefix("step-"))
+            for path in (self.folder / "out/checkpoints").glob("step-??????")
+        )
         return 1 - max(saved, default=0) / STEPS
 
     def is_saving(self) -> bool:
@@ -236,8 +267,12 @@ class Unbroken:
 
 def digests(out: Path) -> dict[str, str]:
     """Return the SHA-256 of each file in ``hf/`` and in ``checkpoints/``, ``latest`` included."""
-    files = [path for part in ("hf", "checkpoints") for path in (out / part).rglob("*") if path.is_file()]
-    return {str(p.relative_to(out)): hashlib.sha256(p.read_bytes()).hexdigest() for p in sorted(files)}
+    files = [
+        path for part in ("hf", "checkpoints") for path in (out / part).rglob("*") if path.is_file()
+    ]
+    return {
+        str(p.relative_to(out)): hashlib.sha256(p.read_bytes()).hexdigest() for p in sorted(files)
+    }
 
 
 def rows(out: Path) -> list[Any]:
@@ -256,11 +291,17 @@ def unbroken(root: Path, task: str, world: int) -> Unbroken:
     entered = wait(life, life.in_loop)
     code = life.process.wait(LIFE_S)
     if code:
-        raise SystemExit(f"{task} on {world} failed by itself:\n{(folder / 'log.txt').read_text()[-4000:]}")
-    return Unbroken(digests(folder / "out"), rows(folder / "out"), entered - life.began, time.time() - entered)
+        raise SystemExit(
+            f"{task} on {world} failed by itself:\n{(folder / 'log.txt').read_text()[-4000:]}"
+        )
+    return Unbroken(
+        digests(folder / "out"), rows(folder / "out"), entered - life.began, time.time() - entered
+    )
 
 
-def wait(life: Life, until: Callable[[], bool], *, seconds: float = LIFE_S, every: float = LOOK_S) -> float:
+def wait(
+    life: Life, until: Callable[[], bool], *, seconds: float = LIFE_S, every: float = LOOK_S
+) -> float:
     """Wait for a condition, the life's end, or so many seconds; return the time."""
     deadline = time.monotonic() + seconds
     while not until() and not life.is_over() and time.monotonic() < deadline:
@@ -273,7 +314,9 @@ class Campaign:
 
     def __init__(self, root: Path, count: int, seed: int, deadline: float) -> None:
         self.root, self.left, self.seed, self.deadline = root, count, seed, deadline
-        self.counts: dict[tuple[str, int], Counter[str]] = {(t, w): Counter() for t in TASKS for w in WORLDS}
+        self.counts: dict[tuple[str, int], Counter[str]] = {
+            (t, w): Counter() for t in TASKS for w in WORLDS
+        }
         self.problems: list[str] = []
         self._lock = threading.Lock()
         self._runs = 0
@@ -334,7 +377,11 @@ class Campaign:
             wait(life, lambda: False, seconds=chance.uniform(0.0, reference.startup_s))
         else:
             wait(life, life.in_loop)
-            wait(life, lambda: False, seconds=chance.uniform(0.0, 0.6 * life.to_do() * reference.loop_s))
+            wait(
+                life,
+                lambda: False,
+                seconds=chance.uniform(0.0, 0.6 * life.to_do() * reference.loop_s),
+            )
         victims = life.victims(target, chance)  # a look at all processes lasts longer than a save
         if moment == "save":
             wait(life, lambda: not life.is_saving(), every=SAVE_LOOK_S)
@@ -344,9 +391,17 @@ class Campaign:
         if not life.kill(victims):
             return False
         if left := life.gone():
-            self.fail(life.folder, f"processes {left} were left {GONE_S:.0f} s after SIGKILL to {target}")
+            self.fail(
+                life.folder, f"processes {left} were left {GONE_S:.0f} s after SIGKILL to {target}"
+            )
         # Before it trains it removes what an earlier kill has left: only then remains are its own.
-        inside = "while starting" if not trained else "in a save" if life.is_saving() else "while training"
+        inside = (
+            "while starting"
+            if not trained
+            else "in a save"
+            if life.is_saving()
+            else "while training"
+        )
         self.note(life.task, life.world, "kills", f"of {target}", inside)
         return True
 
@@ -356,9 +411,13 @@ class Campaign:
             self.fail(folder, f"exit {life.process.returncode}")
             return
         found, out = digests(folder / "out"), folder / "out"
-        differ = sorted(n for n in {*found, *reference.digests} if found.get(n) != reference.digests.get(n))
+        differ = sorted(
+            n for n in {*found, *reference.digests} if found.get(n) != reference.digests.get(n)
+        )
         if differ:
-            self.fail(folder, f"{len(differ)} files are not the unbroken run's: {', '.join(differ[:6])}")
+            self.fail(
+                folder, f"{len(differ)} files are not the unbroken run's: {', '.join(differ[:6])}"
+            )
         elif rows(out) != reference.rows:
             self.fail(folder, "metrics.jsonl does not say what the unbroken run's says")
         elif remains := sorted(str(path.relative_to(out)) for path in unfinished(out)):
@@ -406,23 +465,37 @@ COLUMNS = (
 def table(counts: Mapping[tuple[str, int], Counter[str]]) -> str:
     """Return the counts, a line for each task and world and one for all."""
     lines = [["task", "world", *COLUMNS]]
-    lines += [[task, str(world), *(str(own[name]) for name in COLUMNS)] for (task, world), own in counts.items()]
+    lines += [
+        [task, str(world), *(str(own[name]) for name in COLUMNS)]
+        for (task, world), own in counts.items()
+    ]
     total = sum(counts.values(), Counter[str]())
     lines += [["all", "", *(str(total[name]) for name in COLUMNS)]]
     widths = [max(len(line[i]) for line in lines) for i in range(len(lines[0]))]
-    return "\n".join("  ".join(cell.rjust(width) for cell, width in zip(line, widths, strict=True)) for line in lines)
+    return "\n".join(
+        "  ".join(cell.rjust(width) for cell, width in zip(line, widths, strict=True))
+        for line in lines
+    )
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the campaign; return 0 where runs were killed and each ended as the unbroken one."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--count", type=int, default=500, help="kills (500)")
-    parser.add_argument("--lanes", type=int, default=os.cpu_count() or 1, help="runs at a time (one a core)")
     parser.add_argument(
-        "--minutes", type=float, help="begin no kill after so many minutes, and say how many there were"
+        "--lanes", type=int, default=os.cpu_count() or 1, help="runs at a time (one a core)"
+    )
+    parser.add_argument(
+        "--minutes",
+        type=float,
+        help="begin no kill after so many minutes, and say how many there were",
     )
     parser.add_argument("--seed", type=int, default=0, help="of the moments and the victims (0)")
-    parser.add_argument("--folder", type=Path, help="where runs are made; those that failed stay there")
+    parser.add_argument(
+        "--folder", type=Path, help="where runs are made; those that failed stay there"
+    )
     options = parser.parse_args(arguments)
     begin = time.monotonic()
     if options.folder is not None:

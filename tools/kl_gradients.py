@@ -28,7 +28,9 @@ from engine_trainer.config import CorrectionSection, KLSection
 PAGE = ROOT / "docs" / "algorithms.md"
 TOKENS, LENGTH = 3, 3
 SEQUENCES = tuple(itertools.product(range(TOKENS), repeat=LENGTH))
-PREFIXES = tuple(prefix for size in range(LENGTH) for prefix in itertools.product(range(TOKENS), repeat=size))
+PREFIXES = tuple(
+    prefix for size in range(LENGTH) for prefix in itertools.product(range(TOKENS), repeat=size)
+)
 WITHOUT_BOUNDS = CorrectionSection(weight="token", cap=math.inf)
 
 
@@ -51,11 +53,17 @@ class Problem:
         """Build a problem: ``distance`` scales how far policy and reference are apart, ``drift`` policy and sampler."""
         shape = (len(PREFIXES), TOKENS)
         reference, step, moved = (
-            torch.sin(frequency * torch.arange(1.0, math.prod(shape) + 1, dtype=torch.float64)).view(shape)
+            torch.sin(
+                frequency * torch.arange(1.0, math.prod(shape) + 1, dtype=torch.float64)
+            ).view(shape)
             for frequency in (1.3, 2.9, 4.7)
         )
         logits = reference + distance * step
-        return Problem(logits=logits.clone().requires_grad_(), sampler=logits + drift * moved, reference=reference)
+        return Problem(
+            logits=logits.clone().requires_grad_(),
+            sampler=logits + drift * moved,
+            reference=reference,
+        )
 
     def batch(self, old: torch.Tensor | None = None, **fields: torch.Tensor) -> Batch:
         """Return all sequences, a document each, weighted by the sampler's probabilities.
@@ -111,16 +119,27 @@ class Problem:
     # --- the gradients that the trainer's functions have ------------------------------------------
 
     def in_loss(
-        self, estimator: Estimator, *, importance: bool, old: torch.Tensor | None = None, corrected: bool = False
+        self,
+        estimator: Estimator,
+        *,
+        importance: bool,
+        old: torch.Tensor | None = None,
+        corrected: bool = False,
     ) -> torch.Tensor:
         """Return the expected gradient of a KL in the loss; ``old`` as in ``batch``."""
         batch = self.batch(old)
         if corrected:
-            given = ratios(batch["old_log_probs"], batch["rollout_log_probs"], batch["mask"], batch.cu_seqlens)
+            given = ratios(
+                batch["old_log_probs"], batch["rollout_log_probs"], batch["mask"], batch.cu_seqlens
+            )
             weights = correct(given, WITHOUT_BOUNDS).weights
             batch = batch.with_computed(correction=weights)
         loss = PolicyLoss(
-            kl_coef=1.0, kl_estimator=estimator, kl_importance=importance, kl_bound=None, corrected=corrected
+            kl_coef=1.0,
+            kl_estimator=estimator,
+            kl_importance=importance,
+            kl_bound=None,
+            corrected=corrected,
         )
         return self.gradient(lambda log_probs: loss(TokenOutputs(log_probs=log_probs), batch).loss)
 
@@ -191,7 +210,11 @@ def settings() -> list[tuple[Where, Estimator, bool]]:
     """Return the rows: where the KL is, its estimator, and whether it is multiplied by the importance ratio."""
     return [
         *[("reward", estimator, False) for estimator in ESTIMATORS],
-        *[("loss", estimator, importance) for importance in (True, False) for estimator in ESTIMATORS],
+        *[
+            ("loss", estimator, importance)
+            for importance in (True, False)
+            for estimator in ESTIMATORS
+        ],
     ]
 
 
@@ -207,9 +230,12 @@ def render() -> str:
         if not _accepted(where, estimator, importance):
             named += " (refused)"
         rows.append((where, named, {"reward": "", "loss": str(importance).lower()}[where], *cells))
-    sizes = ", ".join(f"{name} {float(found[name, 'on'].divergence().detach()):.4f} nats" for name in DISTANCES)
+    sizes = ", ".join(
+        f"{name} {float(found[name, 'on'].divergence().detach()):.4f} nats" for name in DISTANCES
+    )
     angles = ", ".join(
-        f"{cosine(found[name, 'on'].tokens_kl(), found[name, 'on'].sequence_kl()):.3f} {name}" for name in DISTANCES
+        f"{cosine(found[name, 'on'].tokens_kl(), found[name, 'on'].sequence_kl()):.3f} {name}"
+        for name in DISTANCES
     )
     return (
         f"KL(π ‖ reference) of a completion of {LENGTH} tokens: {sizes}. Cosine of the tokens' and the completion's gradients:"
@@ -240,7 +266,9 @@ def _cell(problem: Problem, where: Where, estimator: Estimator, importance: bool
 
 def main() -> int:
     """Write the table into the page, or compare."""
-    return write_or_check(PAGE, replace_section(PAGE.read_text(), "KL gradients", render()), "kl_gradients.py")
+    return write_or_check(
+        PAGE, replace_section(PAGE.read_text(), "KL gradients", render()), "kl_gradients.py"
+    )
 
 
 if __name__ == "__main__":

@@ -31,7 +31,9 @@ def load() -> dict[str, Any]:
         name = part.get("backend") or part["name"]
         for run in part["runs"]:
             if run["status"] not in STATUSES:
-                raise ValueError(f"{name}: status {run['status']!r} is none of {', '.join(STATUSES)}")
+                raise ValueError(
+                    f"{name}: status {run['status']!r} is none of {', '.join(STATUSES)}"
+                )
             if run["environment"] not in matrix["environments"]:
                 raise ValueError(f"{name}: environment {run['environment']!r} is not defined")
     for engine in matrix["engines"]:
@@ -41,7 +43,9 @@ def load() -> dict[str, Any]:
 
 def _check_engine(engine: dict[str, Any], matrix: dict[str, Any]) -> None:
     name, partner = engine["backend"], engine.get("partner")
-    if partner is not None and partner not in {other["backend"] for other in matrix["engines"]} - {name}:
+    if partner is not None and partner not in {other["backend"] for other in matrix["engines"]} - {
+        name
+    }:
         raise ValueError(f"{name}: partner {partner!r} is no other engine of the matrix")
     shimmed: dict[str, bool] = {}
     for run in engine["runs"]:
@@ -54,7 +58,11 @@ def _check_engine(engine: dict[str, Any], matrix: dict[str, Any]) -> None:
 def engine_devices(matrix: dict[str, Any]) -> list[tuple[str, str]]:
     """Every (backend, device) of the matrix: the axes of ``nox -s conformance``."""
     environments = matrix["environments"]
-    pairs = [(e["backend"], environments[r["environment"]]["device"]) for e in matrix["engines"] for r in e["runs"]]
+    pairs = [
+        (e["backend"], environments[r["environment"]]["device"])
+        for e in matrix["engines"]
+        for r in e["runs"]
+    ]
     return list(dict.fromkeys(pairs))
 
 
@@ -67,7 +75,9 @@ def package_of(matrix: dict[str, Any], backend: str, device: str) -> str:
     """The package that offers a backend on a device: the run's own where it says one, else the backend's."""
     engine, environments = engine_of(matrix, backend), matrix["environments"]
     own = [
-        r["package"] for r in engine["runs"] if "package" in r and environments[r["environment"]]["device"] == device
+        r["package"]
+        for r in engine["runs"]
+        if "package" in r and environments[r["environment"]]["device"] == device
     ]
     return own[0] if own else engine["package"]
 
@@ -75,57 +85,96 @@ def package_of(matrix: dict[str, Any], backend: str, device: str) -> str:
 def world_sizes(matrix: dict[str, Any], backend: str, device: str) -> list[int]:
     """Every number of ranks at which a backend was seen to work on a device; where nobody ran it yet, those to begin with."""
     environments = matrix["environments"]
-    runs = [r for r in engine_of(matrix, backend)["runs"] if environments[r["environment"]]["device"] == device]
+    runs = [
+        r
+        for r in engine_of(matrix, backend)["runs"]
+        if environments[r["environment"]]["device"] == device
+    ]
     seen = [r for r in runs if r["status"] != "not run"]
     return sorted({n for r in seen or runs for n in r["world_sizes"]})
 
 
-def run_arguments(matrix: dict[str, Any], backend: str, device: str, sizes: Sequence[int] = ()) -> list[str]:
+def run_arguments(
+    matrix: dict[str, Any], backend: str, device: str, sizes: Sequence[int] = ()
+) -> list[str]:
     """What ``engine-conformance run`` is told of a backend on a device: ranks (or ``sizes``), partner, simulated or not."""
     engine = engine_of(matrix, backend)
     worlds = ",".join(map(str, sizes or world_sizes(matrix, backend, device)))
     partner = ["--partner", engine["partner"]] if "partner" in engine else []
-    return ["run", backend, "--device", device, "--world", worlds, *partner,
-            *(["--shim"] if is_shimmed(matrix, backend, device) else [])]  # fmt: skip
+    return [
+        "run",
+        backend,
+        "--device",
+        device,
+        "--world",
+        worlds,
+        *partner,
+        *(["--shim"] if is_shimmed(matrix, backend, device) else []),
+    ]
 
 
 def is_shimmed(matrix: dict[str, Any], backend: str, device: str) -> bool:
     """Whether a backend runs on a device with CUDA simulated only."""
-    found = [matrix["environments"][run["environment"]] for run in engine_of(matrix, backend)["runs"]]
+    found = [
+        matrix["environments"][run["environment"]] for run in engine_of(matrix, backend)["runs"]
+    ]
     return any(e.get("shim", False) for e in found if e["device"] == device)
 
 
 def render(matrix: dict[str, Any]) -> str:
     """The page."""
-    environments, engines, rollouts = _environments(matrix["environments"]), _engines(matrix), _rollouts(matrix)
+    environments, engines, rollouts = (
+        _environments(matrix["environments"]),
+        _engines(matrix),
+        _rollouts(matrix),
+    )
     return f"{INTRODUCTION}\n## Engines\n\n{engines}\n## Rollouts\n\n{rollouts}\n## Environments\n\n{environments}"
 
 
 def _engines(matrix: dict[str, Any]) -> str:
     rows = [
-        (f"`{e['backend']}`", ", ".join(e["model_types"]), matrix["environments"][r["environment"]]["title"],
-         ", ".join(map(str, r["world_sizes"])), r["status"], r.get("note", ""))
-        for e in matrix["engines"] for r in e["runs"]
-    ]  # fmt: skip
+        (
+            f"`{e['backend']}`",
+            ", ".join(e["model_types"]),
+            matrix["environments"][r["environment"]]["title"],
+            ", ".join(map(str, r["world_sizes"])),
+            r["status"],
+            r.get("note", ""),
+        )
+        for e in matrix["engines"]
+        for r in e["runs"]
+    ]
     return table(("backend", "model types", "environment", "ranks", "status", "note"), rows)
 
 
 def _rollouts(matrix: dict[str, Any]) -> str:
     rows = [
-        (f"`{e['name']}`", f"`{e['package']}`", matrix["environments"][r["environment"]]["title"],
-         ", ".join(r["quantization"]), r["status"], r.get("note", ""))
-        for e in matrix["rollouts"] for r in e["runs"]
-    ]  # fmt: skip
+        (
+            f"`{e['name']}`",
+            f"`{e['package']}`",
+            matrix["environments"][r["environment"]]["title"],
+            ", ".join(r["quantization"]),
+            r["status"],
+            r.get("note", ""),
+        )
+        for e in matrix["rollouts"]
+        for r in e["runs"]
+    ]
     return table(("rollout", "package", "environment", "quantization", "status", "note"), rows)
 
 
 def _environments(environments: dict[str, Any]) -> str:
     names = sorted({name for e in environments.values() for name in e["versions"]})
     rows = [
-        (e["title"], e["device"], e["python"], *(e["versions"].get(n, "") for n in names),
-         f"`{e['constraints']}`" if "constraints" in e else "")
+        (
+            e["title"],
+            e["device"],
+            e["python"],
+            *(e["versions"].get(n, "") for n in names),
+            f"`{e['constraints']}`" if "constraints" in e else "",
+        )
         for e in environments.values()
-    ]  # fmt: skip
+    ]
     return table(("environment", "device", "Python", *names, "constraints"), rows)
 
 

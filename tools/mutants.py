@@ -55,25 +55,44 @@ def run_named(mutants: Iterable[Mutant], root: Path) -> list[str]:
     chosen, problems = list(mutants), list[str]()
     for one in chosen:
         outcome = kill(one, root)
-        print(f"{outcome.status:<20} {one.name:<44} {one.case:<32} {outcome.seconds:5.1f} s", flush=True)
+        print(
+            f"{outcome.status:<20} {one.name:<44} {one.case:<32} {outcome.seconds:5.1f} s",
+            flush=True,
+        )
         if not is_caught(outcome):
-            problems.append(f"{one.name} lives: {one.case} ended as {outcome.status} {outcome.message}")
+            problems.append(
+                f"{one.name} lives: {one.case} ended as {outcome.status} {outcome.message}"
+            )
     for name, (case, target) in controls(chosen, root).items():
         if (outcome := control(case, target)).status != "passed":
-            problems.append(f"{name}: the engine without the defect ended as {outcome.status}: {outcome.message}")
+            problems.append(
+                f"{name}: the engine without the defect ended as {outcome.status}: {outcome.message}"
+            )
     return problems
 
 
 def other(one: Mutant, root: Path) -> str | None:
     """The first other case that catches it in its own setting; those that catch most are asked first."""
     target = replace(one.target(root), patience=min(one.deadline, 0.25))
-    first = ("train.trajectory", "train.families", "forward.llama", "export.exact", "checkpoint.resume_bitwise")
+    first = (
+        "train.trajectory",
+        "train.families",
+        "forward.llama",
+        "export.exact",
+        "checkpoint.resume_bitwise",
+    )
     # The mutants' own descriptors import torch: what the suite says of descriptors says nothing of the defect.
     cases = sorted(
-        (c for c in load_cases().values() if not c.id.startswith("plugin.")), key=lambda c: c.id not in first
+        (c for c in load_cases().values() if not c.id.startswith("plugin.")),
+        key=lambda c: c.id not in first,
     )
     for case in cases:
-        applies = case.id != one.case and case.profile != "rollout" and not case.slow and not case.why_not(target)
+        applies = (
+            case.id != one.case
+            and case.profile != "rollout"
+            and not case.slow
+            and not case.why_not(target)
+        )
         if applies and is_caught(run_case(case, target)):
             return case.id
     return None
@@ -88,7 +107,10 @@ def in_bfloat16(mutants: Iterable[Mutant], root: Path) -> dict[str, bool]:
             continue
         outcome = kill(half, root)
         found[one.name] = is_caught(outcome)
-        print(f"{outcome.status:<20} {one.name:<44} {one.case:<32} {outcome.seconds:5.1f} s", flush=True)
+        print(
+            f"{outcome.status:<20} {one.name:<44} {one.case:<32} {outcome.seconds:5.1f} s",
+            flush=True,
+        )
     return found
 
 
@@ -96,7 +118,10 @@ def failures(mutants: Iterable[Mutant], root: Path) -> str:
     """What the command line prints for each."""
     texts = []
     for one in mutants:
-        item, selection = Item(case=load_cases()[one.case], target=one.target(root)), Selection(name="acme")
+        item, selection = (
+            Item(case=load_cases()[one.case], target=one.target(root)),
+            Selection(name="acme"),
+        )
         told = describe(run_item(item, selection))
         texts.append(f"{one.defect}\n\n```text\n{told}\n```\n")
     return "\n".join(texts)
@@ -107,10 +132,18 @@ def render() -> str:
     others: dict[str, str | None] = json.loads(OTHERS.read_text()) if OTHERS.exists() else {}
     half: dict[str, bool] = json.loads(BFLOAT16.read_text())
     rows = [
-        (f"`{one.name.removeprefix('mutant-')}`", one.group, one.defect.replace("|", "\\|"), f"`{one.case}`",
-         _setting(one), _half(half, one), _also(others, one), one.seen_in)
+        (
+            f"`{one.name.removeprefix('mutant-')}`",
+            one.group,
+            one.defect.replace("|", "\\|"),
+            f"`{one.case}`",
+            _setting(one),
+            _half(half, one),
+            _also(others, one),
+            one.seen_in,
+        )
         for one in load_mutants().values()
-    ]  # fmt: skip
+    ]
     head = ("mutant", "group", "defect", "caught by", "setting", "bfloat16", "also", "seen in")
     return f"{INTRODUCTION}\n{len(rows)} mutants.\n\n{table(head, rows)}\n{_reasons(others)}"
 
@@ -147,8 +180,15 @@ def alone(others: Mapping[str, str | None]) -> dict[str, list[str]]:
 
 def _reasons(others: Mapping[str, str | None]) -> str:
     single = alone(others)
-    rows = [(f"`{name}`", ", ".join(single.get(name, [])) or "-", "" if name in single else reason(name))
-            for name, one in load_cases().items() if not one.probes]  # fmt: skip
+    rows = [
+        (
+            f"`{name}`",
+            ", ".join(single.get(name, [])) or "-",
+            "" if name in single else reason(name),
+        )
+        for name, one in load_cases().items()
+        if not one.probes
+    ]
     text = "## What only one case catches, and why a case stays that catches nothing alone\n"
     return f"{text}\n{table(('case', 'catches alone', 'stays'), rows)}"
 
@@ -177,7 +217,9 @@ def main() -> int:
 
 def _run(options: argparse.Namespace, mutants: list[Mutant], root: Path) -> int:
     if options.failures:
-        TUTORIAL.write_text(replace_section(TUTORIAL.read_text(), "failures", failures(mutants, root)))
+        TUTORIAL.write_text(
+            replace_section(TUTORIAL.read_text(), "failures", failures(mutants, root))
+        )
         return 0
     if options.others:
         known = json.loads(options.into.read_text()) if options.into.exists() else {}

@@ -30,13 +30,26 @@ GROUP_HEADER = "torch_npu/include/torch_npu/csrc/distributed/ProcessGroupHCCL.hp
 GROUP_HELPER = "torch_npu/_init/registry/distributed.py"
 # In torch.npu: where each is defined. A class is its constructor.
 MODULE = {
-    "set_device": "utils", "current_device": "utils", "current_stream": "utils", "stream": "utils",
-    "synchronize": "utils", "mem_get_info": "__init__",
-    "device_count": "__init__", "empty_cache": "memory", "get_rng_state": "random", "set_rng_state": "random",
-    "Stream": "streams", "Stream.wait_event": "streams", "Stream.wait_stream": "streams", "Stream.record_event": "streams",
-    "Stream.synchronize": "streams", "Event": "streams", "Event.record": "streams", "Event.synchronize": "streams",
+    "set_device": "utils",
+    "current_device": "utils",
+    "current_stream": "utils",
+    "stream": "utils",
+    "synchronize": "utils",
+    "mem_get_info": "__init__",
+    "device_count": "__init__",
+    "empty_cache": "memory",
+    "get_rng_state": "random",
+    "set_rng_state": "random",
+    "Stream": "streams",
+    "Stream.wait_event": "streams",
+    "Stream.wait_stream": "streams",
+    "Stream.record_event": "streams",
+    "Stream.synchronize": "streams",
+    "Event": "streams",
+    "Event.record": "streams",
+    "Event.synchronize": "streams",
     "Event.elapsed_time": "streams",
-}  # fmt: skip
+}
 # What is told to `repatch`; read by its features, or by Megatron's configuration that MindSpeed fills from the same names.
 FEATURES = "mindspeed/features_manager"
 
@@ -47,7 +60,9 @@ def of_wheel(wheel: Path) -> dict[str, Any]:
         found = {f"torch_npu.{name}": _operator(archive.read(LIBRARY), name) for name in OPERATORS}
         for name, file in MODULE.items():
             path = f"torch_npu/npu/{file}.py"
-            found[f"torch_npu.npu.{name}"] = _python(archive.read(path).decode(), name) | {"file": path}
+            found[f"torch_npu.npu.{name}"] = _python(archive.read(path).decode(), name) | {
+                "file": path
+            }
         found |= _group(archive)
     return found
 
@@ -62,23 +77,34 @@ def _operator(library: bytes, name: str) -> dict[str, Any]:
             keyword_only = True
             continue
         declared, _, default = part.partition("=")
-        parameters.append(_parameter(declared.split()[-1], required=not default, keyword_only=keyword_only))
+        parameters.append(
+            _parameter(declared.split()[-1], required=not default, keyword_only=keyword_only)
+        )
     return {"parameters": parameters, "file": LIBRARY}
 
 
 def _parameter(name: str, *, required: bool, keyword_only: bool = False) -> list[Any]:
-    return [name, "required" if required else "optional", *(["keyword only"] if keyword_only else [])]
+    return [
+        name,
+        "required" if required else "optional",
+        *(["keyword only"] if keyword_only else []),
+    ]
 
 
 def _python(source: str, name: str) -> dict[str, Any]:
     """The parameters of ``function``, ``Class`` or ``Class.method``, without self."""
     owner, _, method = name.partition(".")
     tree: Any = ast.parse(source)
-    node = next((n for n in tree.body if isinstance(n, ast.FunctionDef | ast.ClassDef) and n.name == owner), None)
+    node = next(
+        (n for n in tree.body if isinstance(n, ast.FunctionDef | ast.ClassDef) and n.name == owner),
+        None,
+    )
     skip = 0
     if isinstance(node, ast.ClassDef):
         wanted, skip = [method] if method else ["__init__", "__new__"], 1
-        node = next((n for n in node.body if isinstance(n, ast.FunctionDef) and n.name in wanted), None)
+        node = next(
+            (n for n in node.body if isinstance(n, ast.FunctionDef) and n.name in wanted), None
+        )
     if not isinstance(node, ast.FunctionDef):
         raise SystemExit(f"no definition of {name}")
     given = node.args
@@ -104,8 +130,10 @@ def _group(archive: zipfile.ZipFile) -> dict[str, Any]:
         parameters.append(_parameter(declared.split()[-1], required=not default.strip()))
     where = "torch_npu._C._distributed_c10d.ProcessGroupHCCL"
     attributes = sorted(set(re.findall(r"pg_options\.(\w+) =", helper)))
-    return {where: {"parameters": parameters, "file": GROUP_HEADER},
-            f"{where}.Options": {"parameters": [], "attributes": attributes, "file": GROUP_HELPER}}  # fmt: skip
+    return {
+        where: {"parameters": parameters, "file": GROUP_HEADER},
+        f"{where}.Options": {"parameters": [], "attributes": attributes, "file": GROUP_HELPER},
+    }
 
 
 def of_mindspeed(repository: Path) -> dict[str, Any]:
@@ -123,35 +151,63 @@ def of_mindspeed(repository: Path) -> dict[str, Any]:
     files = _git(repository, "ls-tree", "-r", "--name-only", MINDSPEED.branch, FEATURES).split()
     text = "\n".join(read(file) for file in files if file.endswith(".py"))
     arguments = set(re.findall(r"\bargs\.(\w+)|getattr\((?:self|args), ['\"](\w+)", text))
-    read_names = sorted({name for pair in arguments for name in pair if name} | _feature_names(text))
+    read_names = sorted(
+        {name for pair in arguments for name in pair if name} | _feature_names(text)
+    )
     return {
         "mindspeed.megatron_adaptor": {"module": True, "source": source, "file": adaptor},
-        "mindspeed.patch_utils": {"module": True, "source": source, "file": "mindspeed/patch_utils.py"},
-        "mindspeed.megatron_adaptor.repatch": _python(read(adaptor), "repatch") | {"source": source, "file": adaptor},
+        "mindspeed.patch_utils": {
+            "module": True,
+            "source": source,
+            "file": "mindspeed/patch_utils.py",
+        },
+        "mindspeed.megatron_adaptor.repatch": _python(read(adaptor), "repatch")
+        | {"source": source, "file": adaptor},
         "mindspeed.patch_utils.MindSpeedPatchesManager": {
-            "attributes": _class_names(patches, "MindSpeedPatchesManager"), "source": source, "file": "mindspeed/patch_utils.py"},
+            "attributes": _class_names(patches, "MindSpeedPatchesManager"),
+            "source": source,
+            "file": "mindspeed/patch_utils.py",
+        },
         "mindspeed.patch_utils.Patch": {
-            "attributes": _class_names(patches, "Patch"), "source": source, "file": "mindspeed/patch_utils.py"},
+            "attributes": _class_names(patches, "Patch"),
+            "source": source,
+            "file": "mindspeed/patch_utils.py",
+        },
         "mindspeed arguments": {"names": read_names, "source": source, "file": FEATURES},
-    }  # fmt: skip
+    }
 
 
 def _feature_names(text: str) -> set[str]:
     """A feature is switched by an argument of its own name."""
-    return {name.replace("-", "_") for name in re.findall(r"super\([^)]*\).__init__\(\s*['\"]([\w-]+)", text)}
+    return {
+        name.replace("-", "_")
+        for name in re.findall(r"super\([^)]*\).__init__\(\s*['\"]([\w-]+)", text)
+    }
 
 
 def _class_names(source: str, owner: str) -> list[str]:
     tree = ast.parse(source)
     node = next(n for n in tree.body if isinstance(n, ast.ClassDef) and n.name == owner)
-    names = {n.attr for n in ast.walk(node) if isinstance(n, ast.Attribute) and isinstance(n.value, ast.Name) and n.value.id == "self"
-             and isinstance(n.ctx, ast.Store)}  # fmt: skip
-    names |= {n.target.id for n in node.body if isinstance(n, ast.AnnAssign) and isinstance(n.target, ast.Name)}
+    names = {
+        n.attr
+        for n in ast.walk(node)
+        if isinstance(n, ast.Attribute)
+        and isinstance(n.value, ast.Name)
+        and n.value.id == "self"
+        and isinstance(n.ctx, ast.Store)
+    }
+    names |= {
+        n.target.id
+        for n in node.body
+        if isinstance(n, ast.AnnAssign) and isinstance(n.target, ast.Name)
+    }
     return sorted(names | {n.name for n in node.body if isinstance(n, ast.FunctionDef)})
 
 
 def _git(repository: Path, *arguments: str) -> str:
-    return subprocess.run(["git", "-C", str(repository), *arguments], capture_output=True, text=True, check=True).stdout
+    return subprocess.run(
+        ["git", "-C", str(repository), *arguments], capture_output=True, text=True, check=True
+    ).stdout
 
 
 def merge(tables: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
@@ -160,12 +216,16 @@ def merge(tables: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
     for version, other in others:
         if odd := [name for name in first if first[name] != other[name]]:
             raise SystemExit(f"torch_npu {version} differs in {', '.join(odd)}")
-    return {name: {**entry, "source": f"torch_npu {', '.join(tables)}"} for name, entry in first.items()}
+    return {
+        name: {**entry, "source": f"torch_npu {', '.join(tables)}"} for name, entry in first.items()
+    }
 
 
 def main() -> None:
     """Write the table."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--mindspeed", type=Path, required=True)
     parser.add_argument("wheels", nargs="+", type=Path)
     options = parser.parse_args()

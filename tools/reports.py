@@ -17,12 +17,26 @@ from engine_conformance.report.view import precisions
 from engine_conformance.results import Setting
 
 README, REPORTS = ROOT / "README.md", ROOT / "conformance" / "reports"
-HEAD = ("engine", "model type", "device", "ranks", "precision", "cases", "worst margin", "verdict", "when")
+HEAD = (
+    "engine",
+    "model type",
+    "device",
+    "ranks",
+    "precision",
+    "cases",
+    "worst margin",
+    "verdict",
+    "when",
+)
 
 
 def render() -> str:
     """One row a report and model type, of the ``engine`` profile and the ``rollout`` profile."""
-    rows = [row for path in sorted(REPORTS.glob("**/report.json")) for row in _rows(path, json.loads(path.read_text()))]
+    rows = [
+        row
+        for path in sorted(REPORTS.glob("**/report.json"))
+        for row in _rows(path, json.loads(path.read_text()))
+    ]
     return table(HEAD, rows)
 
 
@@ -30,14 +44,28 @@ def _rows(path: Path, report: Mapping[str, Any]) -> Iterator[tuple[str, ...]]:
     link = path.with_name("certificate.md").relative_to(ROOT).as_posix()
     chosen = report["selection"]
     for one in (v for v in report["verdicts"] if v["profile"] in ("engine", "rollout")):
-        mine = [r for r in report["rows"] if (r["profile"], r["model_type"]) == (one["profile"], one["model_type"])]
+        mine = [
+            r
+            for r in report["rows"]
+            if (r["profile"], r["model_type"]) == (one["profile"], one["model_type"])
+        ]
         shown = sum(r["status"] in ("passed", "refused") for r in mine)
-        margins = [math.inf if r["margin"] == "infinite" else r["margin"] for r in mine if r["margin"] is not None]
+        margins = [
+            math.inf if r["margin"] == "infinite" else r["margin"]
+            for r in mine
+            if r["margin"] is not None
+        ]
         yield (
-            f"`{report['name']}` ({report['distribution'].split(' ')[0]})", one["model_type"], _device(report),
-            ", ".join(map(str, chosen["worlds"])), precisions(_settings(mine)), f"{shown} of {len(mine)}",
-            f"{max(margins):.2g}" if margins else "-", f"[{one['verdict']}]({link})", report["started"][:10],
-        )  # fmt: skip
+            f"`{report['name']}` ({report['distribution'].split(' ')[0]})",
+            one["model_type"],
+            _device(report),
+            ", ".join(map(str, chosen["worlds"])),
+            precisions(_settings(mine)),
+            f"{shown} of {len(mine)}",
+            f"{max(margins):.2g}" if margins else "-",
+            f"[{one['verdict']}]({link})",
+            report["started"][:10],
+        )
 
 
 def _settings(rows: Iterable[Mapping[str, Any]]) -> list[Setting]:
@@ -53,4 +81,8 @@ def _device(report: Mapping[str, Any]) -> str:
 
 
 if __name__ == "__main__":
-    sys.exit(write_or_check(README, replace_section(README.read_text(), "certificates", render()), "reports.py"))
+    sys.exit(
+        write_or_check(
+            README, replace_section(README.read_text(), "certificates", render()), "reports.py"
+        )
+    )

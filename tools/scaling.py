@@ -19,11 +19,17 @@ MODELS = ("qwen3-0.6b", "qwen3-8b", "qwen3-30b-a3b", "qwen3-32b")
 GPUS = (8, 64, 512, 4096)
 RESPONSES = (2048, 8192, 32768)
 # A row of each of the page's tables of measurements.
-TRAINING = re.compile(r"^\| ([\d.]+B) \| (\d) \| ([\d,]+) \| ([\d,]+) \| cuDNN \|.* ([\d.]+) ms \|$", re.MULTILINE)
-ONE_GPU = re.compile(r"^\| Qwen3-([\d.]+B) \| (bf16|FP8) \| [\d.]+ GB \| \**([\d.]+) ms", re.MULTILINE)
+TRAINING = re.compile(
+    r"^\| ([\d.]+B) \| (\d) \| ([\d,]+) \| ([\d,]+) \| cuDNN \|.* ([\d.]+) ms \|$", re.MULTILINE
+)
+ONE_GPU = re.compile(
+    r"^\| Qwen3-([\d.]+B) \| (bf16|FP8) \| [\d.]+ GB \| \**([\d.]+) ms", re.MULTILINE
+)
 SEVERAL_GPUS = re.compile(r"^\| (\d) \| (bf16|FP8) \| \**([\d.]+) ms", re.MULTILINE)
 GENERATION = re.compile(r"^\| Qwen3-8B \| ([\d,]+) tokens/s .*?\| ([\d,]+) tokens/s", re.MULTILINE)
-RL_STEP = re.compile(r"^\| ([\d.]+B), (2|1 \+ 1) GPUs, [^|]*\| (bf16|FP8)[^|]*\|[^|]*\| ([\d.]+) s \|", re.MULTILINE)
+RL_STEP = re.compile(
+    r"^\| ([\d.]+B), (2|1 \+ 1) GPUs, [^|]*\| (bf16|FP8)[^|]*\|[^|]*\| ([\d.]+) s \|", re.MULTILINE
+)
 RL_REPLICAS = {"2": 2, "1 + 1": 1}  # of 256 answers
 RL_RESPONSES = {"0.6B": 1024, "8B": 512}  # tokens of each
 
@@ -42,9 +48,19 @@ def measured() -> list[tuple[str, float, float]]:
 def _training(page: str) -> Iterator[tuple[str, float, float]]:
     for model, gpus, tokens, document, ms in TRAINING.findall(page):
         each, length = int(tokens.replace(",", "")), int(document.replace(",", ""))
-        calculated = phases.update(SHAPES[f"qwen3-{model.lower()}"], H200, gpus=int(gpus), tokens=float(each * int(gpus)), length=length,
-                                   micro_batch=each)  # fmt: skip
-        yield f"update, {model}, {gpus} GPU, {tokens} tokens of {document}", float(ms) / 1e3, calculated.seconds
+        calculated = phases.update(
+            SHAPES[f"qwen3-{model.lower()}"],
+            H200,
+            gpus=int(gpus),
+            tokens=float(each * int(gpus)),
+            length=length,
+            micro_batch=each,
+        )
+        yield (
+            f"update, {model}, {gpus} GPU, {tokens} tokens of {document}",
+            float(ms) / 1e3,
+            calculated.seconds,
+        )
 
 
 def _syncs(page: str) -> Iterator[tuple[str, float, float]]:
@@ -52,7 +68,11 @@ def _syncs(page: str) -> Iterator[tuple[str, float, float]]:
     rows += [("8B", gpus, kind, ms) for gpus, kind, ms in SEVERAL_GPUS.findall(page)]
     for model, gpus, kind, ms in rows:
         calculated = phases.sync(
-            SHAPES[f"qwen3-{model.lower()}"], H200, group=int(gpus), tensor_parallel=1, fp8=kind == "FP8"
+            SHAPES[f"qwen3-{model.lower()}"],
+            H200,
+            group=int(gpus),
+            tensor_parallel=1,
+            fp8=kind == "FP8",
         )
         yield f"sync, {model}, {gpus} GPU, {kind}", float(ms) / 1e3, calculated.seconds
 
@@ -65,7 +85,11 @@ def _generation(page: str) -> Iterator[tuple[str, float, float]]:
         calculated = phases.generate(
             SHAPES["qwen3-8b"], H200, lengths, sequences=512, tensor_parallel=1, fp8=kind == "FP8"
         )
-        yield f"generate, 8B, 512 × 256 tokens, {kind}", 512 * 256 / float(tokens.replace(",", "")), calculated.seconds
+        yield (
+            f"generate, 8B, 512 × 256 tokens, {kind}",
+            512 * 256 / float(tokens.replace(",", "")),
+            calculated.seconds,
+        )
 
 
 def _steps(page: str) -> Iterator[tuple[str, float, float]]:
@@ -73,7 +97,12 @@ def _steps(page: str) -> Iterator[tuple[str, float, float]]:
         response, sequences = RL_RESPONSES[model], 256 // RL_REPLICAS[gpus]
         lengths = Lengths(prompt=128, mean=response, longest=response)
         calculated = phases.generate(
-            SHAPES[f"qwen3-{model.lower()}"], H200, lengths, sequences=sequences, tensor_parallel=1, fp8=kind == "FP8"
+            SHAPES[f"qwen3-{model.lower()}"],
+            H200,
+            lengths,
+            sequences=sequences,
+            tensor_parallel=1,
+            fp8=kind == "FP8",
         )
         yield (
             f"generate in a step of RL, {model}, {sequences} × {response} tokens, {kind}",
@@ -87,7 +116,11 @@ def render(page: str) -> str:
     page = replace_section(page, "assumptions", _assumptions())
     page = replace_section(page, "check", _check())
     for response in RESPONSES:
-        rows = [_row(name, step_of(SHAPES[name], gpus, job(response))) for name in MODELS for gpus in GPUS]
+        rows = [
+            _row(name, step_of(SHAPES[name], gpus, job(response)))
+            for name in MODELS
+            for gpus in GPUS
+        ]
         page = replace_section(page, f"response {response}", table(_HEAD, rows))
     return replace_section(page, "weak", _weak())
 
@@ -99,24 +132,51 @@ def _row(name: str, step: Step) -> tuple[str, ...]:
     if not step.fits:
         return (name, str(step.gpus), "", "does not fit", *[""] * (len(NAMES) + 1))
     shares = (f"{step.share(n):.1%}" for n in NAMES)
-    return (name, str(step.gpus), str(step.tensor_parallel), _time(step.seconds), *shares, step.bottleneck)
+    return (
+        name,
+        str(step.gpus),
+        str(step.tensor_parallel),
+        _time(step.seconds),
+        *shares,
+        step.bottleneck,
+    )
 
 
 def _weak() -> str:
-    head = ("model", "GPUs", "prompts", "step", *NAMES, "trained tokens/s and GPU", "first bottleneck")
+    head = (
+        "model",
+        "GPUs",
+        "prompts",
+        "step",
+        *NAMES,
+        "trained tokens/s and GPU",
+        "first bottleneck",
+    )
     rows: list[tuple[str, ...]] = []
     for name in ("qwen3-8b", "qwen3-32b"):
         for gpus in GPUS:
             work = job(8192, prompts=8 * gpus)
             step = step_of(SHAPES[name], gpus, work)
             shares = (f"{step.share(n):.1%}" for n in NAMES)
-            rows.append((name, str(gpus), str(work.prompts), _time(step.seconds), *shares,
-                         f"{step.tokens_per_gpu_s(work):,.0f}", step.bottleneck))  # fmt: skip
+            rows.append(
+                (
+                    name,
+                    str(gpus),
+                    str(work.prompts),
+                    _time(step.seconds),
+                    *shares,
+                    f"{step.tokens_per_gpu_s(work):,.0f}",
+                    step.bottleneck,
+                )
+            )
     return table(head, rows)
 
 
 def _assumptions() -> str:
-    rows = [(f"`{f.name}`", f"{getattr(H200, f.name):g}" if f.name != "name" else H200.name) for f in fields(H200)]
+    rows = [
+        (f"`{f.name}`", f"{getattr(H200, f.name):g}" if f.name != "name" else H200.name)
+        for f in fields(H200)
+    ]
     constants = ("STATE_BYTES", "OPTIMIZER_BYTES", "STATE_SHARE", "WEIGHT_SHARE")
     rows += [(f"`{name}`", f"{getattr(phases, name):g}") for name in constants]
     one = job(8192)
@@ -128,7 +188,10 @@ def _assumptions() -> str:
 
 
 def _check() -> str:
-    rows = [(what, _time(seen), _time(said), f"{said / seen - 1:+.0%}") for what, seen, said in measured()]
+    rows = [
+        (what, _time(seen), _time(said), f"{said / seen - 1:+.0%}")
+        for what, seen, said in measured()
+    ]
     return table(("what", "measured", "calculated", "difference"), rows)
 
 

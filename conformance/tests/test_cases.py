@@ -17,12 +17,34 @@ CASES = load_cases()
 CONTRACT = (Path(__file__).parents[2] / "docs" / "contract.md").read_text()
 # Silent bugs of engines and rollouts in public threads; each is named by a case that would have caught it.
 FIELD = (
-    "verl #4710", "AReaL PR 335", "torchtitan #2318", "verl #3294", "verl #4021", "verl PR 4250", "Megatron-LM #6660",
-    "Megatron-LM #5974", "Megatron-LM #149", "Megatron-LM #7452", "NeMo-RL #227", "vLLM #48277", "vLLM PR 43987",
-    "prime-rl #2562", "Megatron-LM #4590", "miles #3231", "Automodel #3191", "NeMo-RL #3171", "NeMo-RL #3345",
-    "Megatron-Bridge #5680", "NeMo-RL #3544", "verl #7986", "vime #133", "vLLM #58157", "vLLM #48312", "verl #1720",
+    "verl #4710",
+    "AReaL PR 335",
+    "torchtitan #2318",
+    "verl #3294",
+    "verl #4021",
+    "verl PR 4250",
+    "Megatron-LM #6660",
+    "Megatron-LM #5974",
+    "Megatron-LM #149",
+    "Megatron-LM #7452",
+    "NeMo-RL #227",
+    "vLLM #48277",
+    "vLLM PR 43987",
+    "prime-rl #2562",
+    "Megatron-LM #4590",
+    "miles #3231",
+    "Automodel #3191",
+    "NeMo-RL #3171",
+    "NeMo-RL #3345",
+    "Megatron-Bridge #5680",
+    "NeMo-RL #3544",
+    "verl #7986",
+    "vime #133",
+    "vLLM #58157",
+    "vLLM #48312",
+    "verl #1720",
     "NeMo-RL #671",
-)  # fmt: skip
+)
 # Capabilities that are part of the descriptor's vocabulary before any engine offers them.
 NO_CASE_YET = {Capability.FP16, Capability.FP8}
 
@@ -38,7 +60,9 @@ def test_a_case_says_what_it_demands(one: Case) -> None:
 
 @pytest.mark.parametrize("one", CASES.values(), ids=lambda one: one.id)
 def test_the_contract_has_an_anchor_for_every_case(one: Case) -> None:
-    assert f'<a id="{one.id}"></a>' in CONTRACT, f"docs/contract.md demands nothing that {one.id} shows"
+    assert f'<a id="{one.id}"></a>' in CONTRACT, (
+        f"docs/contract.md demands nothing that {one.id} shows"
+    )
 
 
 def test_the_contract_names_no_case_that_is_not_there() -> None:
@@ -50,7 +74,10 @@ def test_the_contract_names_no_case_that_is_not_there() -> None:
 def test_a_bug_of_the_field_has_a_case_that_names_it(thread: str) -> None:
     texts = [" ".join((one.function.__doc__ or "").split()) for one in CASES.values()]
     project, number = thread.rsplit(" ", 1)
-    assert any(re.search(rf"{re.escape(project.split(' ')[0])}\b[^.:]*{re.escape(number)}\b", text) for text in texts)
+    assert any(
+        re.search(rf"{re.escape(project.split(' ')[0])}\b[^.:]*{re.escape(number)}\b", text)
+        for text in texts
+    )
 
 
 def test_every_capability_is_tested_where_declared_and_probed_where_not() -> None:
@@ -89,7 +116,10 @@ class Older:
 def test_an_engine_is_asked_only_for_what_the_contract_had_that_it_was_written_for() -> None:
     assert not _member_problems(Older, "get_per_tensor_param_shard", "1.0")
     assert "adapter" in _member_problems(Older, "get_per_tensor_param_shard", "1.1")[0]
-    assert [is_older(stated, "1.1") for stated in ("1.0", "1.1", "1.10", "2.0", "one")] == [True, *[False] * 4]
+    assert [is_older(stated, "1.1") for stated in ("1.0", "1.1", "1.10", "2.0", "one")] == [
+        True,
+        *[False] * 4,
+    ]
     plugin = EnginePlugin(name="older", contract="1.0", rows=(), capabilities=frozenset(Capability))
     target = Target(backend="older", root=Path())
     target.__dict__["resolution"] = SimpleNamespace(plugin=plugin)

@@ -98,7 +98,11 @@ def ends(done: Ended, code: int, *texts: str) -> None:
         (["odd", "--certify", "--case", "train.moe"], 2, ["leave out --case"]),
         (["odd", "--patience", "0"], 2, ["--patience"]),
         (["odd", "--plugin", "no.such:PLUGIN"], 2, ["no module 'no.such'"]),
-        (["odd", "--report", "/proc/nowhere"], 2, ["--report /proc/nowhere", "name another folder"]),
+        (
+            ["odd", "--report", "/proc/nowhere"],
+            2,
+            ["--report /proc/nowhere", "name another folder"],
+        ),
         (["odd", "--deviations", "absent.toml"], 2, ["absent.toml"]),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",
@@ -137,15 +141,23 @@ def test_a_class_that_cannot_be_imported_fails_its_case(cli: Cli, install: Insta
     done = cli("run", "odd", "--case", "plugin.classes", "--world", "1")
     assert done.code == 1, done.told
     # The traceback is the engine's own, as a rank saw it.
-    told = ("FAILED plugin.classes", "rank 0 raised", "odd_engine:Odd could not be imported", "SystemExit: 4")
+    told = (
+        "FAILED plugin.classes",
+        "rank 0 raised",
+        "odd_engine:Odd could not be imported",
+        "SystemExit: 4",
+    )
     assert not [text for text in told if text not in done.told], done.told
     assert "SUITE-ERROR" not in done.told
 
 
-def test_options_reach_the_engine_and_the_line_that_repeats_a_case(cli: Cli, install: Install) -> None:
+def test_options_reach_the_engine_and_the_line_that_repeats_a_case(
+    cli: Cli, install: Install
+) -> None:
     install("odd_plugin", DESCRIPTOR)
     install(
-        "odd_engine", "class Odd:\n    def __init__(self, config, **_):\n        raise ValueError(config.options)\n"
+        "odd_engine",
+        "class Odd:\n    def __init__(self, config, **_):\n        raise ValueError(config.options)\n",
     )
     options = ("--option", "spec=local", "--option", "bytes=1024", "--option", "bias=null")
     done = cli("run", "odd", "--case", "train.epsilon", "--world", "1", *options)
@@ -156,13 +168,24 @@ def test_options_reach_the_engine_and_the_line_that_repeats_a_case(cli: Cli, ins
 
 def test_a_descriptor_that_prints_fails_its_case(cli: Cli, install: Install) -> None:
     install("odd_plugin", "print('loading odd')\n" + DESCRIPTOR)
-    ends(cli("run", "odd", "--case", "plugin.quiet", "--world", "1"), 1, "FAILED plugin.quiet", "loading odd")
+    ends(
+        cli("run", "odd", "--case", "plugin.quiet", "--world", "1"),
+        1,
+        "FAILED plugin.quiet",
+        "loading odd",
+    )
 
 
 def test_list_and_explain(cli: Cli) -> None:
     ends(cli("list", "--group", "moe"), 0, "train.moe")
     ends(cli("list", "--group", "nothing"), 2, "groups: ")
-    ends(cli("explain", "train.moe"), 0, "MUST", "if this fails", "engine-conformance run NAME --case train.moe")
+    ends(
+        cli("explain", "train.moe"),
+        0,
+        "MUST",
+        "if this fails",
+        "engine-conformance run NAME --case train.moe",
+    )
     ends(cli("explain", "train.mo"), 2, "did you mean")
 
 
@@ -176,14 +199,21 @@ def test_an_old_report_is_told_from_a_good_one(cli: Cli, tmp_path: Path) -> None
 
 def test_all_but_the_check_of_a_report_runs_without_jsonschema(tmp_path: Path) -> None:
     (tmp_path / "blocked").mkdir()
-    (tmp_path / "blocked" / "jsonschema.py").write_text("raise ImportError('jsonschema is blocked')")
+    (tmp_path / "blocked" / "jsonschema.py").write_text(
+        "raise ImportError('jsonschema is blocked')"
+    )
     # Ranks and the child that reads descriptors get the path by the environment.
     path = os.pathsep.join([str(tmp_path / "blocked"), *filter(None, sys.path)])
 
     def run(*arguments: str) -> Ended:
         command = [sys.executable, "-m", "engine_conformance", *arguments]
         done = subprocess.run(
-            command, cwd=tmp_path, env={**os.environ, "PYTHONPATH": path}, capture_output=True, text=True, check=False
+            command,
+            cwd=tmp_path,
+            env={**os.environ, "PYTHONPATH": path},
+            capture_output=True,
+            text=True,
+            check=False,
         )
         return Ended(done.returncode, done.stdout + done.stderr)
 
@@ -192,13 +222,28 @@ def test_all_but_the_check_of_a_report_runs_without_jsonschema(tmp_path: Path) -
     ends(run("list", "--group", "moe"), 0, "train.moe")
     ends(run("explain", "train.moe"), 0, "MUST")
     ends(
-        run(*loopback, "--case", "export.exact", "--model-type", "language_model", "--report", "report"),
+        run(
+            *loopback,
+            "--case",
+            "export.exact",
+            "--model-type",
+            "language_model",
+            "--report",
+            "report",
+        ),
         0,
         "export.exact",
     )
-    assert {"report.json", "certificate.md", "report.html"} <= {file.name for file in (tmp_path / "report").iterdir()}
+    assert {"report.json", "certificate.md", "report.html"} <= {
+        file.name for file in (tmp_path / "report").iterdir()
+    }
     for command in ("verify", "badge"):
-        ends(run(command, "report/report.json"), 3, "jsonschema is blocked", "pip install 'engine-conformance[verify]'")
+        ends(
+            run(command, "report/report.json"),
+            3,
+            "jsonschema is blocked",
+            "pip install 'engine-conformance[verify]'",
+        )
 
 
 # --- deviations -------------------------------------------------------------------------------
@@ -238,13 +283,22 @@ def test_deviations_are_strict(tmp_path: Path) -> None:
     (one,) = read(tmp_path / "c.toml", "[[deviation]]\n" + GOOD + "world = [2]\n")
     setting = Setting(model_type="language_model", device="cpu", world=2, dtype="float32")
     assert one.covers("train.moe", setting)
-    assert not one.covers("train.moe", Setting(model_type="language_model", device="cpu", world=1, dtype="float32"))
-    for status, becomes in {"failed": "deviation", "timeout": "deviation", "passed": "stale-deviation",
-                            "not-run": "not-run", "suite-error": "suite-error"}.items():  # fmt: skip
+    assert not one.covers(
+        "train.moe", Setting(model_type="language_model", device="cpu", world=1, dtype="float32")
+    )
+    for status, becomes in {
+        "failed": "deviation",
+        "timeout": "deviation",
+        "passed": "stale-deviation",
+        "not-run": "not-run",
+        "suite-error": "suite-error",
+    }.items():
         assert with_deviations(Outcome(status=status, seconds=1.0), one).status == becomes
 
 
-def test_a_malformed_deviations_file_ends_the_run(cli: Cli, install: Install, tmp_path: Path) -> None:
+def test_a_malformed_deviations_file_ends_the_run(
+    cli: Cli, install: Install, tmp_path: Path
+) -> None:
     install("odd_plugin", DESCRIPTOR)
     (tmp_path / "here" / "conformance.toml").write_text("[[deviation]]\n")
     ends(cli("run", "odd"), 2, "deviation 1", "lacks case, reason, issue, until")

@@ -97,7 +97,9 @@ def test_telltale_ratios(want: Tensor, ratio: float, text: str) -> None:
     caught = failure(want * ratio, want, TOL, factors={"dp size": 2, "micro-batches": 3})
     assert text in str(caught)
     with pytest.raises(ConformanceFailure) as scalar:
-        assert_scalar_close("loss", 4.0 * ratio, 4.0, TOL, factors={"dp size": 2, "micro-batches": 3})
+        assert_scalar_close(
+            "loss", 4.0 * ratio, 4.0, TOL, factors={"dp size": 2, "micro-batches": 3}
+        )
     assert text in str(scalar.value)
 
 
@@ -116,11 +118,15 @@ def test_weights_name_element_and_update(want: Tensor) -> None:
     start = {"a.weight": torch.zeros(5, 2, dtype=torch.float64), "b.weight": torch.ones(3)}
     exact = {"a.weight": want.reshape(5, 2), "b.weight": torch.ones(3)}
     got = exact | {"a.weight": want.reshape(5, 2) / 4}
-    with pytest.raises(ConformanceFailure, match=r"(?s)a\.weight\[\d, \d\]: got .* likely: .*0\.25 = 1 / tp") as caught:
+    with pytest.raises(
+        ConformanceFailure, match=r"(?s)a\.weight\[\d, \d\]: got .* likely: .*0\.25 = 1 / tp"
+    ) as caught:
         assert_weights_close(got, exact, TOL, start=start, factors={"tp size": 4})
     assert caught.value.margin > 100
     assert assert_weights_close(exact, exact, TOL) == 0
-    with pytest.raises(ConformanceFailure, match=r"1 missing \['b.weight'\], 1 unexpected \['c.weight'\]"):
+    with pytest.raises(
+        ConformanceFailure, match=r"1 missing \['b.weight'\], 1 unexpected \['c.weight'\]"
+    ):
         assert_weights_close({"a.weight": want, "c.weight": want}, exact, TOL)
 
 
@@ -133,7 +139,9 @@ def test_bitwise_sees_dtype_sign_of_zero_and_one_bit() -> None:
         assert_bitwise(want | {"w": torch.tensor([[1.0, -0.0]])}, want)
 
 
-def float32_run(folder: Any, batches: list[Any], lr: float) -> tuple[dict[str, Tensor], list[float], list[float]]:
+def float32_run(
+    folder: Any, batches: list[Any], lr: float
+) -> tuple[dict[str, Tensor], list[float], list[float]]:
     """Weights, losses and gradient norms of transformers in float32 with PyTorch's AdamW."""
     model = AutoModelForCausalLM.from_pretrained(folder)
     adamw, losses, norms = torch.optim.AdamW(model.parameters(), lr=lr), [], []
@@ -141,7 +149,9 @@ def float32_run(folder: Any, batches: list[Any], lr: float) -> tuple[dict[str, T
         adamw.zero_grad()
         total = torch.zeros(())
         for start, stop in zip(batch.cu_seqlens, batch.cu_seqlens[1:], strict=False):
-            ids, weight = (torch.as_tensor(x[start:stop]) for x in (batch.input_ids, batch.loss_weight))
+            ids, weight = (
+                torch.as_tensor(x[start:stop]) for x in (batch.input_ids, batch.loss_weight)
+            )
             log_p = model(input_ids=ids[None]).logits[0, :-1].log_softmax(-1)
             total = total - (weight[1:] * log_p.gather(-1, ids[1:, None])[:, 0]).sum()
         loss = total / batch.denominator
@@ -161,7 +171,9 @@ def test_tolerances_hold_for_float32_and_see_defects(checkpoint: Any) -> None:
         assert assert_scalar_close("loss", loss, step.loss, tolerance("loss")) < 1
         assert assert_scalar_close("grad_norm", norm, step.grad_norm, tolerance("grad_norm")) < 1
         with pytest.raises(ConformanceFailure, match="2 = dp size"):
-            assert_scalar_close("grad_norm", 2 * norm, step.grad_norm, tolerance("grad_norm"), factors=factors)
+            assert_scalar_close(
+                "grad_norm", 2 * norm, step.grad_norm, tolerance("grad_norm"), factors=factors
+            )
     bound = weight_tolerance(result)
     assert assert_weights_close(weights, result.params, bound) < 1
     elements = torch.cat([b.flatten() for b in bound.values()])
@@ -186,24 +198,49 @@ def bfloat16_gradients(folder: Any, batch: Any) -> dict[str, Tensor]:
     return sums
 
 
-@pytest.mark.parametrize("arguments", [{}, {"tied": False, "family": "llama"}, {"vocab_size": 2048}, {"num_layers": 4}])
-def test_gradient_and_moment_tolerances_hold_for_bfloat16_and_see_defects(checkpoint: Any, arguments: Any) -> None:
+@pytest.mark.parametrize(
+    "arguments", [{}, {"tied": False, "family": "llama"}, {"vocab_size": 2048}, {"num_layers": 4}]
+)
+def test_gradient_and_moment_tolerances_hold_for_bfloat16_and_see_defects(
+    checkpoint: Any, arguments: Any
+) -> None:
     folder = checkpoint(**{"tied": True} | arguments)
     oracle, config = load_oracle(folder), AdamWConfig(weight_decay=0.0)
     half, layers = torch.bfloat16, oracle.config.num_layers
     for seed in range(3):
-        batch = packed_documents(3000 + seed, LENGTHS["uneven"], vocab_size=oracle.config.vocab_size)
-        got, (_, want) = bfloat16_gradients(folder, batch), loss_and_grads(oracle, batch, sft, batch.denominator)
-        bounds = {name: gradient_tolerance(grad, half, layers=layers) for name, grad in want.items()}
+        batch = packed_documents(
+            3000 + seed, LENGTHS["uneven"], vocab_size=oracle.config.vocab_size
+        )
+        got, (_, want) = (
+            bfloat16_gradients(folder, batch),
+            loss_and_grads(oracle, batch, sft, batch.denominator),
+        )
+        bounds = {
+            name: gradient_tolerance(grad, half, layers=layers) for name, grad in want.items()
+        }
         assert assert_weights_close(got, want, bounds) < 0.9
         result = train_steps(oracle, [batch], optimizer=config, schedule=Schedule(lr=1e-3))
         zero = AdamWState(step=0, exp_avg=_zeros(want), exp_avg_sq=_zeros(want))
         params, state = adamw_step(oracle.params, got, zero, config, lr=1e-3)
-        assert assert_weights_close(params, result.params, weight_tolerance(result, half, layers=layers)) < 1
+        assert (
+            assert_weights_close(
+                params, result.params, weight_tolerance(result, half, layers=layers)
+            )
+            < 1
+        )
         moments = moment_tolerance(result, half, layers=layers)
         for name in ("exp_avg", "exp_avg_sq"):
-            assert assert_weights_close(getattr(state, name), getattr(result.optimizer, name), moments[name]) < 1
-        for wrong in (_zeros(got), {name: -grad for name, grad in got.items()}, {n: 2 * g for n, g in got.items()}):
+            assert (
+                assert_weights_close(
+                    getattr(state, name), getattr(result.optimizer, name), moments[name]
+                )
+                < 1
+            )
+        for wrong in (
+            _zeros(got),
+            {name: -grad for name, grad in got.items()},
+            {n: 2 * g for n, g in got.items()},
+        ):
             with pytest.raises(ConformanceFailure):
                 assert_weights_close(wrong, want, bounds)
 

@@ -19,7 +19,10 @@ from engine_conformance.oracle import read_safetensors
 
 
 def test_checkpoint_depends_on_its_seed_only(tmp_path: Path) -> None:
-    folders = [write_checkpoint(tmp_path / str(i), TinyModel(seed=seed)) for i, seed in enumerate((3, 3, 4))]
+    folders = [
+        write_checkpoint(tmp_path / str(i), TinyModel(seed=seed))
+        for i, seed in enumerate((3, 3, 4))
+    ]
     files = [(folder / "model.safetensors").read_bytes() for folder in folders]
     assert files[0] == files[1] != files[2]
     configs = [(folder / "config.json").read_bytes() for folder in folders]
@@ -40,7 +43,9 @@ def test_a_tensor_depends_on_its_name_and_the_seed(tmp_path: Path) -> None:
 def test_batches_are_packed_and_repeatable(lengths: tuple[int, ...]) -> None:
     batch, again = packed_documents(5, lengths), packed_documents(5, lengths)
     assert batch.lengths == list(lengths)
-    assert all(np.array_equal(value, again.arrays()[name]) for name, value in batch.arrays().items())
+    assert all(
+        np.array_equal(value, again.arrays()[name]) for name, value in batch.arrays().items()
+    )
     assert not batch.loss_weight[batch.cu_seqlens[:-1]].any()
     assert batch.denominator > 0
     assert all(value.shape == (sum(lengths),) for value in batch.per_token().values())

@@ -27,13 +27,17 @@ SOURCES = {"acme": "b" * 64, "engine_api": "c" * 64}
 
 def report(rows: list[Row], *, seconds: float = 10.0, **changes: Any) -> dict[str, Any]:
     selection = {"worlds": [1], "dtypes": ["float32"]} | changes.pop("selection", {})
-    return to_document(*made(rows, selection=selection, seconds=seconds, **({"sources": SOURCES} | changes)))
+    return to_document(
+        *made(rows, selection=selection, seconds=seconds, **({"sources": SOURCES} | changes))
+    )
 
 
 def joined(*documents: Mapping[str, Any]) -> dict[str, Any]:
     named = {f"report {index}": one for index, one in enumerate(documents)}
     run = merge(named, command=["merge", "a", "b"], certify=True)
-    return to_document(run, judgements(run.rows, complete=run.selection["complete"], declared=run.declared))
+    return to_document(
+        run, judgements(run.rows, complete=run.selection["complete"], declared=run.declared)
+    )
 
 
 def in_half(rows: list[Row]) -> list[Row]:
@@ -45,12 +49,17 @@ FULL = report(GOOD, selection={"worlds": [1, 2]})
 
 def test_both_precisions_in_one_certificate_have_one_verdict(tmp_path: Path) -> None:
     half = report(
-        in_half(GOOD), selection={"worlds": [1, 2], "dtypes": ["bfloat16"]}, started="2026-02-01T00:00:00+00:00"
+        in_half(GOOD),
+        selection={"worlds": [1, 2], "dtypes": ["bfloat16"]},
+        started="2026-02-01T00:00:00+00:00",
     )
     both = joined(FULL, half)
     assert {one["verdict"] for one in both["verdicts"]} == {"conformant"}
     assert (both["complete"], both["started"], both["seconds"]) == (True, FULL["started"], 20.0)
-    assert (both["selection"]["worlds"], both["selection"]["dtypes"]) == ([1, 2], ["float32", "bfloat16"])
+    assert (both["selection"]["worlds"], both["selection"]["dtypes"]) == (
+        [1, 2],
+        ["float32", "bfloat16"],
+    )
     assert [part["digest"] for part in both["parts"]] == [FULL["digest"], half["digest"]]
     assert len(both["rows"]) == 2 * len(GOOD)
     assert verify(stored(tmp_path / "report.json", both), suite=SUITE) == []
@@ -62,16 +71,31 @@ def test_both_precisions_in_one_certificate_have_one_verdict(tmp_path: Path) -> 
 
 
 def test_what_one_run_did_not_come_to_another_shows() -> None:
-    first = report([row("a.one", margin=0.2), row("a.two", "not-run", message="out of time (--limit)")], declared=[])
+    first = report(
+        [row("a.one", margin=0.2), row("a.two", "not-run", message="out of time (--limit)")],
+        declared=[],
+    )
     second = report([row("a.two", margin=0.4)], declared=[], command=["run", "acme", "--continue"])
     assert shown(read_document(first)[0]) == {("a.one", WORLD_1)}
     assert first["verdicts"][0]["verdict"] == "partial"
     whole = joined(first, second)
-    assert [(one["case"], one["status"]) for one in whole["rows"]] == [("a.one", "passed"), ("a.two", "passed")]
+    assert [(one["case"], one["status"]) for one in whole["rows"]] == [
+        ("a.one", "passed"),
+        ("a.two", "passed"),
+    ]
     assert whole["verdicts"][0]["verdict"] == "conformant"
 
 
-ORDER = ["failed", "timeout", "accepted-undeclared", "stale-deviation", "deviation", "passed", "refused", "suite-error"]
+ORDER = [
+    "failed",
+    "timeout",
+    "accepted-undeclared",
+    "stale-deviation",
+    "deviation",
+    "passed",
+    "refused",
+    "suite-error",
+]
 
 
 @pytest.mark.parametrize("order", [1, -1])
@@ -79,7 +103,10 @@ def test_the_worst_that_was_seen_counts_but_what_showed_nothing_gives_way(order:
     ranks = [*ORDER, "not-run"]
     assert set(ranks) == set(STATUSES)
     for worse, better in pairwise(ranks):
-        both = [report([row("a.case", status)], seconds=seconds) for status, seconds in ((worse, 1.0), (better, 2.0))]
+        both = [
+            report([row("a.case", status)], seconds=seconds)
+            for status, seconds in ((worse, 1.0), (better, 2.0))
+        ]
         [one] = joined(*both[::order])["rows"]
         assert one["status"] == worse
     closer = [report([row("a.case", margin=margin)]) for margin in (0.3, 0.9)]
@@ -94,37 +121,57 @@ def test_a_case_that_failed_once_is_not_healed_by_running_it_again() -> None:
 
 def test_a_setting_that_no_part_asked_for_as_a_whole_is_partial() -> None:
     quick = report(
-        [row("a.case", setting=HALF)], declared=[], selection={"dtypes": ["bfloat16"], "quick": True, "complete": False}
+        [row("a.case", setting=HALF)],
+        declared=[],
+        selection={"dtypes": ["bfloat16"], "quick": True, "complete": False},
     )
     plain = report([row("a.case")], declared=[])
     assert joined(plain, quick)["complete"] is False
     whole = report(
-        [row("a.case", setting=HALF), row("a.more", setting=HALF)], declared=[], selection={"dtypes": ["bfloat16"]}
+        [row("a.case", setting=HALF), row("a.more", setting=HALF)],
+        declared=[],
+        selection={"dtypes": ["bfloat16"]},
     )
     assert joined(plain, quick, whole)["complete"] is True
     # The whole of one number of ranks says nothing of another.
     two = report(
-        [row("a.case", setting=WORLD_2)], declared=[], selection={"worlds": [2], "cases": ["a.*"], "complete": False}
+        [row("a.case", setting=WORLD_2)],
+        declared=[],
+        selection={"worlds": [2], "cases": ["a.*"], "complete": False},
     )
     assert joined(plain, two)["complete"] is False
 
 
 def differing(**changes: Any) -> dict[str, Any]:
-    return report([row("a.case", setting=HALF)], **({"selection": {"dtypes": ["bfloat16"]}} | changes))
+    return report(
+        [row("a.case", setting=HALF)], **({"selection": {"dtypes": ["bfloat16"]}} | changes)
+    )
 
 
 ENVIRONMENT = made()[0].environment
 UNLIKE = [
     ({"name": "other"}, "name: expected 'acme', got 'other'"),
-    ({"distribution": "acme-engine==2.2.0 (acme.plugin:PLUGIN)"}, "distribution: expected 'acme-engine==2.1.0"),
+    (
+        {"distribution": "acme-engine==2.2.0 (acme.plugin:PLUGIN)"},
+        "distribution: expected 'acme-engine==2.1.0",
+    ),
     ({"contract": "1.1"}, "contract: expected '1.0', got '1.1'"),
     ({"suite": SUITE | {"digest": "d" * 64}}, "suite's digest: expected 'aaaa"),
-    ({"declared": ["dp"]}, "declared capabilities: expected ['dp', 'lora', 'value-head'], got ['dp']"),
+    (
+        {"declared": ["dp"]},
+        "declared capabilities: expected ['dp', 'lora', 'value-head'], got ['dp']",
+    ),
     ({"sources": SOURCES | {"acme": "e" * 64}}, "digest of acme's files: expected 'bbbb"),
     ({"sources": {}}, "digest of engine_api's files: expected 'cccc"),
     ({"environment": {**ENVIRONMENT, "torch": "2.14.0"}}, "torch: expected '2.13.0', got '2.14.0'"),
-    ({"environment": {**ENVIRONMENT, "cpu": "Other CPU, 2 cores"}}, "cpu: expected 'Some CPU', got 'Other CPU'"),
-    ({"environment": {**ENVIRONMENT, "accelerator": "cpu (shimmed)"}}, "accelerator: expected None"),
+    (
+        {"environment": {**ENVIRONMENT, "cpu": "Other CPU, 2 cores"}},
+        "cpu: expected 'Some CPU', got 'Other CPU'",
+    ),
+    (
+        {"environment": {**ENVIRONMENT, "accelerator": "cpu (shimmed)"}},
+        "accelerator: expected None",
+    ),
     ({"selection": {"device": "cuda"}}, "--device: expected 'cpu', got 'cuda'"),
     ({"selection": {"layout": {"tp": 2}}}, "--layout: expected None, got {'tp': 2}"),
     ({"selection": {"partner": "other"}}, "--partner: expected None, got 'other'"),
@@ -146,8 +193,12 @@ def test_more_devices_and_cores_of_the_same_kind_are_the_same_machine() -> None:
         for n, cores in ((1, 8), (2, 16))
     ]
     on = [{"device": "cuda", "worlds": [n]} for n in (1, 2)]
-    rows = [[replace(row("a.case"), setting=replace(WORLD_1, device="cuda", world=n))] for n in (1, 2)]
-    one, two = (report(r, environment=f, selection=s) for r, f, s in zip(rows, facts, on, strict=True))
+    rows = [
+        [replace(row("a.case"), setting=replace(WORLD_1, device="cuda", world=n))] for n in (1, 2)
+    ]
+    one, two = (
+        report(r, environment=f, selection=s) for r, f, s in zip(rows, facts, on, strict=True)
+    )
     assert joined(one, two)["environment"]["accelerator"] == "1 x NVIDIA H200; 2 x NVIDIA H200"
     # What computes is the accelerator: its host may be another.
     two["environment"]["cpu"] = "Other CPU, 16 cores"
@@ -180,9 +231,15 @@ FORGERIES: list[tuple[Callable[[dict[str, Any]], Any], str]] = [
     (drop_row, "selection: is not what its parts asked for"),
     (drop_row, "rows: no part asked for language_model, cpu, world 1, bfloat16"),
     (double_row, "rows: plugin.light in language_model, cpu, world 1, float32 is there 2 times"),
-    (lambda d: d["parts"][0]["selection"].update(quick=True), "complete: states True, its selection says False"),
+    (
+        lambda d: d["parts"][0]["selection"].update(quick=True),
+        "complete: states True, its selection says False",
+    ),
     (lambda d: d.update(seconds=1.0), "seconds: states 1.0, its parts took 20.000"),
-    (lambda d: d.update(started="2026-01-30T12:00:00+00:00"), "started: is not when the first of its parts did"),
+    (
+        lambda d: d.update(started="2026-01-30T12:00:00+00:00"),
+        "started: is not when the first of its parts did",
+    ),
     (lambda d: d["environment"].update(torch="3.0"), "environment: is not that of its parts"),
 ]
 
@@ -204,7 +261,9 @@ def test_the_command_line_joins_verifies_and_compares_with_the_parts(
     suite = environment.suite()
     kept = [tmp_path / name for name in ("one", "two")]
     half = report(in_half(GOOD), suite=suite, selection={"worlds": [1, 2], "dtypes": ["bfloat16"]})
-    for folder, document in zip(kept, (report(GOOD, suite=suite, selection={"worlds": [1, 2]}), half), strict=True):
+    for folder, document in zip(
+        kept, (report(GOOD, suite=suite, selection={"worlds": [1, 2]}), half), strict=True
+    ):
         folder.mkdir()
         stored(folder / "report.json", document)
     names, out = [str(folder) for folder in kept], tmp_path / "both"
@@ -215,7 +274,9 @@ def test_the_command_line_joins_verifies_and_compares_with_the_parts(
     other["rows"][1]["margin"] = 0.01
     other["digest"] = digest(other)
     stored(out / "report.json", other)
-    assert main(["verify", str(out / "report.json")]) == 0, "a margin alone is not seen without the parts"
+    assert main(["verify", str(out / "report.json")]) == 0, (
+        "a margin alone is not seen without the parts"
+    )
     capsys.readouterr()
     assert main(["verify", str(out / "report.json"), "--parts", *names]) == 1
     assert "rows: is not what its parts give" in capsys.readouterr().out
@@ -223,7 +284,9 @@ def test_the_command_line_joins_verifies_and_compares_with_the_parts(
         lacking = {field: value for field, value in other.items() if field != name}
         lacking["digest"] = digest(lacking)
         stored(out / "report.json", lacking)
-        assert main(["verify", str(out / "report.json"), "--parts", *names]) == 1, f"a report without {name}"
+        assert main(["verify", str(out / "report.json"), "--parts", *names]) == 1, (
+            f"a report without {name}"
+        )
     altered = json.loads((kept[0] / "report.json").read_text())
     altered["seconds"] = 0.5
     stored(kept[0] / "report.json", altered)
@@ -232,14 +295,18 @@ def test_the_command_line_joins_verifies_and_compares_with_the_parts(
     assert main(["merge", str(tmp_path / "none"), "--report", str(out)]) == 2
 
 
-def test_a_report_of_another_suite_is_not_joined(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_report_of_another_suite_is_not_joined(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     path = stored(tmp_path / "report.json", report(GOOD))
     assert main(["merge", str(path), "--report", str(tmp_path / "out")]) == 2
     assert "written by suite 0.1.0" in capsys.readouterr().err
     assert not (tmp_path / "out").exists()
 
 
-def test_sources_tell_two_builds_of_one_version_apart(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_sources_tell_two_builds_of_one_version_apart(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     (tmp_path / "acme").mkdir()
     (tmp_path / "acme" / "__init__.py").write_text("raise AssertionError('nothing is imported')")
     (tmp_path / "alone.py").write_text("x = 1")

@@ -53,11 +53,14 @@ def _parameter(value: object, name: str, *, first: bool) -> object:
 
 @pytest.mark.distributed
 @pytest.mark.parametrize(
-    "one", [_parameter(one, one.name.removeprefix("mutant-"), first=one in FIRST) for one in MUTANTS]
+    "one",
+    [_parameter(one, one.name.removeprefix("mutant-"), first=one in FIRST) for one in MUTANTS],
 )
 def test_mutant_is_caught_by_its_case(one: Mutant, root: Path) -> None:
     outcome = kill(one, root)
-    assert is_caught(outcome), f"{one.defect} {one.case} ended as {outcome.status}: {outcome.message}"
+    assert is_caught(outcome), (
+        f"{one.defect} {one.case} ended as {outcome.status}: {outcome.message}"
+    )
 
 
 @pytest.mark.distributed
@@ -88,13 +91,19 @@ IN_BFLOAT16: dict[str, bool] = json.loads((ROOT / "mutants" / "bfloat16.json").r
 )
 def test_mutant_is_caught_in_bfloat16_as_the_page_says(one: Mutant, root: Path) -> None:
     outcome = kill(replace(one, dtype="bfloat16"), root)
-    assert is_caught(outcome), f"{one.defect} {one.case} in bfloat16 ended as {outcome.status}: {outcome.message}"
+    assert is_caught(outcome), (
+        f"{one.defect} {one.case} in bfloat16 ended as {outcome.status}: {outcome.message}"
+    )
 
 
-def test_the_page_knows_of_bfloat16_for_every_mutant_whose_case_says_something_in_it(root: Path) -> None:
+def test_the_page_knows_of_bfloat16_for_every_mutant_whose_case_says_something_in_it(
+    root: Path,
+) -> None:
     half = [replace(one, dtype="bfloat16") for one in MUTANTS if one.dtype == "float32"]
     asked = {one.name for one in half if load_cases()[one.case].why_not(one.target(root)) is None}
-    assert asked == set(IN_BFLOAT16), "python tools/mutants.py --bfloat16 NAME, and take out what is gone"
+    assert asked == set(IN_BFLOAT16), (
+        "python tools/mutants.py --bfloat16 NAME, and take out what is gone"
+    )
 
 
 def test_there_are_enough() -> None:
@@ -115,9 +124,15 @@ def test_case_applies_in_the_mutants_setting(root: Path) -> None:
 
 def test_a_case_that_catches_nothing_alone_says_why_it_stays() -> None:
     others = json.loads((ROOT / "mutants" / "others.json").read_text())
-    assert set(others) <= {one.name for one in MUTANTS}, "a mutant is gone: take it from others.json"
+    assert set(others) <= {one.name for one in MUTANTS}, (
+        "a mutant is gone: take it from others.json"
+    )
     # One that is not there was not looked for yet (`python tools/mutants.py --others NAME`): the page says so.
     alone = {one.case for one in MUTANTS if one.name in others and others[one.name] is None}
-    silent = [name for name, one in load_cases().items() if not one.probes and name not in alone and not reason(name)]
+    silent = [
+        name
+        for name, one in load_cases().items()
+        if not one.probes and name not in alone and not reason(name)
+    ]
     assert not silent
     assert all(any(fnmatchcase(name, glob) for name in load_cases()) for glob in STAYS)

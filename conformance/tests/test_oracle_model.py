@@ -88,7 +88,9 @@ def test_token_outputs_are_aligned_and_isolated(checkpoint: Any) -> None:
         if len(document) == 1:
             continue
         dist = torch.distributions.Categorical(logits=reference(folder, document)[:-1] / 0.7)
-        torch.testing.assert_close(got.log_probs[start + 1 : stop], dist.log_prob(document[1:]), **TIGHT)
+        torch.testing.assert_close(
+            got.log_probs[start + 1 : stop], dist.log_prob(document[1:]), **TIGHT
+        )
         torch.testing.assert_close(got.entropy[start + 1 : stop], dist.entropy(), **TIGHT)
 
 
@@ -98,7 +100,9 @@ def test_every_parameter_matters(checkpoint: Any) -> None:
         oracle = load_oracle(checkpoint(family=family), requires_grad=True)
         batch = packed_documents(0, LENGTHS["uneven"])
         oracle.token_outputs(batch.input_ids, batch.cu_seqlens).log_probs.sum().backward()
-        sizes = {name: p.grad.norm().item() for name, p in oracle.params.items() if p.grad is not None}
+        sizes = {
+            name: p.grad.norm().item() for name, p in oracle.params.items() if p.grad is not None
+        }
         assert sizes.keys() == oracle.params.keys()
         negligible = {name for name, size in sizes.items() if size < 1e-3 * max(sizes.values())}
         # A key bias adds the same to every score of a query, but for RoPE: small is its nature.
@@ -139,7 +143,9 @@ def test_names_are_exact_and_tied_head_absent(checkpoint: Any) -> None:
         ({"architectures": ["Qwen3ForSequenceClassification"]}, "SequenceClassification"),
     ],
 )
-def test_refuses_what_it_does_not_compute(checkpoint: Any, tmp_path: Path, change: dict[str, Any], word: str) -> None:
+def test_refuses_what_it_does_not_compute(
+    checkpoint: Any, tmp_path: Path, change: dict[str, Any], word: str
+) -> None:
     raw = json.loads((checkpoint() / "config.json").read_text())
     (tmp_path / "config.json").write_text(json.dumps(raw | change))
     with pytest.raises(UnsupportedModel, match=word):

@@ -11,7 +11,14 @@ from torch import Tensor
 from torch.nn import functional
 
 from engine_conformance.fixtures import LENGTHS, packed_documents, write_adapter
-from engine_conformance.oracle import AdamWConfig, Schedule, load_oracle, loss_and_grads, sft, train_steps
+from engine_conformance.oracle import (
+    AdamWConfig,
+    Schedule,
+    load_oracle,
+    loss_and_grads,
+    sft,
+    train_steps,
+)
 from engine_conformance.oracle.losses import (
     kl_terms,
     ppo_loss,
@@ -26,12 +33,16 @@ TIGHT = {"rtol": 1e-12, "atol": 1e-12}
 
 @pytest.mark.parametrize("max_norm", [None, 1.0, 1e6])
 @pytest.mark.parametrize("spare_norms", [False, True])
-def test_training_equals_torch_adamw(checkpoint: Any, max_norm: float | None, spare_norms: bool) -> None:
+def test_training_equals_torch_adamw(
+    checkpoint: Any, max_norm: float | None, spare_norms: bool
+) -> None:
     oracle = load_oracle(checkpoint(family="qwen3"))
     batches = [packed_documents(seed, LENGTHS["uneven"]) for seed in range(3)]
     config = AdamWConfig(betas=(0.8, 0.95), eps=1e-6, weight_decay=0.1, max_grad_norm=max_norm)
     if spare_norms:
-        config = AdamWConfig(weight_decay=0.1, max_grad_norm=max_norm, decays=lambda _, p: p.ndim >= 2)
+        config = AdamWConfig(
+            weight_decay=0.1, max_grad_norm=max_norm, decays=lambda _, p: p.ndim >= 2
+        )
     result = train_steps(oracle, batches, optimizer=config, schedule=Schedule(lr=1e-2))
 
     leaves = oracle.copy(requires_grad=True)
@@ -49,12 +60,17 @@ def test_training_equals_torch_adamw(checkpoint: Any, max_norm: float | None, sp
         assert step.grad_norm == pytest.approx(norm.item(), rel=1e-12)
     for name, param in leaves.params.items():
         torch.testing.assert_close(result.params[name], param.detach(), **TIGHT)
-        torch.testing.assert_close(result.optimizer.exp_avg_sq[name], adamw.state[param]["exp_avg_sq"], **TIGHT)
+        torch.testing.assert_close(
+            result.optimizer.exp_avg_sq[name], adamw.state[param]["exp_avg_sq"], **TIGHT
+        )
     assert result.optimizer.step == 3
 
 
 def test_training_does_not_depend_on_the_split(checkpoint: Any) -> None:
-    oracle, batch = load_oracle(checkpoint(family="qwen3_moe")), packed_documents(0, LENGTHS["uneven"])
+    oracle, batch = (
+        load_oracle(checkpoint(family="qwen3_moe")),
+        packed_documents(0, LENGTHS["uneven"]),
+    )
     loss, grads = loss_and_grads(oracle, batch, sft, batch.denominator)
     parts = [loss_and_grads(oracle, part, sft, batch.denominator) for part in batch.split(3)]
     assert sum(part for part, _ in parts) == pytest.approx(loss, rel=1e-12)
@@ -79,8 +95,12 @@ def test_adapter_training_leaves_the_base(checkpoint: Any, tmp_path: Any) -> Non
     oracle = load_oracle(folder, adapter=write_adapter(tmp_path, folder))
     result = train_steps(oracle, [packed_documents(0, LENGTHS["equal"])])
     assert result.params.keys() == oracle.trainable.keys()
-    assert all(not torch.equal(param, oracle.trainable[name]) for name, param in result.params.items())
-    assert all(torch.equal(param, oracle.params[name]) for name, param in result.oracle.params.items())
+    assert all(
+        not torch.equal(param, oracle.trainable[name]) for name, param in result.params.items()
+    )
+    assert all(
+        torch.equal(param, oracle.params[name]) for name, param in result.oracle.params.items()
+    )
 
 
 @pytest.mark.parametrize("kind", ["constant", "linear", "cosine"])
@@ -125,7 +145,9 @@ def test_sft_loss_equals_cross_entropy() -> None:
 def test_ppo_terms_by_hand() -> None:
     ratio = vector(1.1, 1.5, 0.5, 1.5, 0.5, 5.0)
     advantage = vector(2.0, 2.0, 2.0, -2.0, -2.0, -2.0)
-    got = ppo_terms(ratio.log(), torch.zeros(6), advantage, clip_low=0.2, clip_high=0.28, dual_clip=3.0)
+    got = ppo_terms(
+        ratio.log(), torch.zeros(6), advantage, clip_low=0.2, clip_high=0.28, dual_clip=3.0
+    )
     # inside; clipped above; not clipped below; not clipped above; clipped below; dual-clipped
     torch.testing.assert_close(got, vector(-2.2, -2.56, -1.0, 3.0, 1.6, 6.0))
 
@@ -136,7 +158,9 @@ def test_value_loss_by_hand() -> None:
     got = value_loss(values, old_values=old, returns=returns, loss_weight=weight, denominator=4.0)
     # unclipped 1.0; clipped to 0.7, which is worse: 0.16; clipped to 0.7, which is better: 1.0
     assert got.item() == pytest.approx((0.5 * 1.0 + 0.5 * 0.16 + 2 * 0.5 * 1.0) / 4)
-    bare = value_loss(values, old_values=old, returns=returns, loss_weight=weight, denominator=4.0, clip=None)
+    bare = value_loss(
+        values, old_values=old, returns=returns, loss_weight=weight, denominator=4.0, clip=None
+    )
     assert bare.item() == pytest.approx((0.5 * 1.0 + 0.5 * 0.01 + 2 * 0.5 * 1.0) / 4)
 
 

@@ -60,7 +60,9 @@ def test_the_schema_knows_what_the_code_knows() -> None:
     for part in (schema(), defined["row"], properties["selection"], properties["counts"]):
         # These came later than certificates that stand; absent, there were none.
         later = {"options", "sources", "parts"}
-        assert set(part["required"]) == set(part["properties"]) - later, "nothing else may be left out"
+        assert set(part["required"]) == set(part["properties"]) - later, (
+            "nothing else may be left out"
+        )
 
 
 def test_a_real_selection_fits() -> None:
@@ -79,7 +81,8 @@ def test_the_reports_need_no_torch() -> None:
 
 
 @pytest.mark.parametrize(
-    ("margin", "written"), [(math.inf, "infinite"), (math.nan, "infinite"), (None, None), (0.0, 0.0), (1e-12, 1e-12)]
+    ("margin", "written"),
+    [(math.inf, "infinite"), (math.nan, "infinite"), (None, None), (0.0, 0.0), (1e-12, 1e-12)],
 )
 def test_margins_are_json(margin: float | None, written: Any) -> None:
     document = to_document(*made([row("forward.logprobs", margin=margin)]))
@@ -88,7 +91,9 @@ def test_margins_are_json(margin: float | None, written: Any) -> None:
     run, _ = read_document(document)
     assert run.rows[0].outcome.margin == (math.inf if written == "infinite" else margin)
     assert all("forward.logprobs" in text for text in (html(document), junit(document)))
-    assert ("forward.logprobs" in certificate(document)) == (margin is not None), "only the worst margin's case"
+    assert ("forward.logprobs" in certificate(document)) == (margin is not None), (
+        "only the worst margin's case"
+    )
 
 
 def test_all_reports_are_written(tmp_path: Path) -> None:
@@ -100,7 +105,9 @@ def test_all_reports_are_written(tmp_path: Path) -> None:
     assert json.loads(paths[4].read_text()) == badge(json.loads(paths[0].read_text()))
 
 
-def test_a_failed_write_leaves_the_old_reports(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failed_write_leaves_the_old_reports(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     before = {path: path.read_bytes() for path in write_reports(tmp_path, *made())}
     write = Path.write_text
 
@@ -123,8 +130,15 @@ def test_a_folder_that_cannot_be_written(tmp_path: Path) -> None:
 
 def test_every_status_has_its_place_in_junit() -> None:
     root = ET.fromstring(junit(to_document(*made())))
-    kinds = {"failed": "failure", "accepted-undeclared": "failure", "stale-deviation": "failure", "timeout": "failure",
-             "suite-error": "error", "not-run": "skipped", "deviation": "skipped"}  # fmt: skip
+    kinds = {
+        "failed": "failure",
+        "accepted-undeclared": "failure",
+        "stale-deviation": "failure",
+        "timeout": "failure",
+        "suite-error": "error",
+        "not-run": "skipped",
+        "deviation": "skipped",
+    }
     found = {case.get("name", "").split(" ")[0]: case for case in root.iter("testcase")}
     assert set(found) == {one.case for one in (*GOOD, *OTHERS)}
     for one in (*GOOD, *OTHERS):
@@ -133,7 +147,11 @@ def test_every_status_has_its_place_in_junit() -> None:
         if kind:
             assert found[one.case][0].get("type") == one.outcome.status
             assert one.outcome.message.splitlines()[-1] in (found[one.case][0].text or "")
-    assert found["train.moe"][0].get("message", "").endswith("(https://example.org/issues/12, until 2027-03-31)")
+    assert (
+        found["train.moe"][0]
+        .get("message", "")
+        .endswith("(https://example.org/issues/12, until 2027-03-31)")
+    )
     assert found["memory.peak"][0].get("message") == "suite-error: KeyError: 'x'"
     assert found["parallel.four"][0].get("message") == "not-run: needs 4 cpu devices, there are 2"
     assert found["train.next"][0].get("message", "").startswith("provisional, failed: ")
@@ -143,10 +161,17 @@ def test_junit_has_a_suite_a_setting_and_adds_up() -> None:
     run, verdicts = made()
     root = ET.fromstring(junit(to_document(run, verdicts)))
     suites = root.findall("testsuite")
-    assert [suite.get("name") for suite in suites] == list(dict.fromkeys(str(one.setting) for one in run.rows))
+    assert [suite.get("name") for suite in suites] == list(
+        dict.fromkeys(str(one.setting) for one in run.rows)
+    )
     for name in ("tests", "failures", "errors", "skipped"):
         assert int(root.get(name, "")) == sum(int(suite.get(name, "")) for suite in suites)
-    assert [root.get(name) for name in ("tests", "failures", "errors", "skipped")] == ["17", "5", "1", "3"]
+    assert [root.get(name) for name in ("tests", "failures", "errors", "skipped")] == [
+        "17",
+        "5",
+        "1",
+        "3",
+    ]
     names = [(case.get("classname"), case.get("name")) for case in root.iter("testcase")]
     assert len(set(names)) == len(names)
 
@@ -169,19 +194,30 @@ def test_texts_that_xml_and_utf_8_refuse(tmp_path: Path) -> None:
         ([*GOOD, OTHERS[3]], "partial", "yellow"),
         ([*GOOD, OTHERS[0], OTHERS[3]], "non-conformant", "red"),
         ([row("rollout.a", profile="rollout", group="rollout")], "conformant", "brightgreen"),
-        ([row("rollout.a", "timeout", profile="rollout", group="rollout")], "non-conformant", "red"),
+        (
+            [row("rollout.a", "timeout", profile="rollout", group="rollout")],
+            "non-conformant",
+            "red",
+        ),
         ([], "partial", "yellow"),
     ],
 )
 def test_the_badge_is_the_worst_of_the_engine(rows: list[Row], message: str, color: str) -> None:
-    expected = {"schemaVersion": 1, "label": "engine contract 1.0", "message": message, "color": color}
+    expected = {
+        "schemaVersion": 1,
+        "label": "engine contract 1.0",
+        "message": message,
+        "color": color,
+    }
     assert badge(to_document(*made(rows))) == expected
 
 
 def test_the_summary_says_all_that_a_console_needs() -> None:
     run, verdicts = made()
     lines = summary(run, verdicts, folder=Path("out")).splitlines()
-    bad = "1 accepted-undeclared, 1 deviation, 1 stale-deviation, 1 not-run, 1 timeout, 1 suite-error"
+    bad = (
+        "1 accepted-undeclared, 1 deviation, 1 stale-deviation, 1 not-run, 1 timeout, 1 suite-error"
+    )
     assert lines == [
         f"engine / language_model: NON-CONFORMANT (2 failed, {bad})",
         "engine / value_model: CONFORMANT",

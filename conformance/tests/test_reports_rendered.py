@@ -21,7 +21,9 @@ from report_samples import GOOD, LISTED, OTHERS, WORLD_1, made, row
 def test_a_certificate_is_earned() -> None:
     run, verdicts = made(GOOD, certify=True)
     text = certificate(to_document(run, verdicts))
-    assert text.startswith("# Certificate: acme, engine contract 1.0: engine / language\\_model conformant, ")
+    assert text.startswith(
+        "# Certificate: acme, engine contract 1.0: engine / language\\_model conformant, "
+    )
     assert "Every case of the suite that applies was run, and none failed." in text
 
 
@@ -46,7 +48,9 @@ def section(text: str, title: str) -> str:
 
 def test_every_status_has_its_place_in_the_certificate() -> None:
     text = certificate(to_document(*made()))
-    bad, listed, absent = (section(text, t) for t in ("What did not pass", "Deviations", "What was not run"))
+    bad, listed, absent = (
+        section(text, t) for t in ("What did not pass", "Deviations", "What was not run")
+    )
     for one in OTHERS:
         status = one.outcome.status
         assert (f"### `{one.case}`: {status}" in bad) == (status not in ("deviation", "not-run"))
@@ -57,7 +61,10 @@ def test_every_status_has_its_place_in_the_certificate() -> None:
             assert one.repeat in bad
     assert not any(one.case in bad + listed + absent for one in GOOD)
     assert "train.next`: failed (provisional, does not count)" in bad
-    assert "| needs 4 cpu devices, there are 2 | language\\_model, cpu, world 4, float32 | `parallel.four` |" in absent
+    assert (
+        "| needs 4 cpu devices, there are 2 | language\\_model, cpu, world 4, float32 | `parallel.four` |"
+        in absent
+    )
     assert "https://example.org/issues/12" in listed
 
 
@@ -72,29 +79,48 @@ def test_the_certificate_says_how_to_repeat_it() -> None:
     loose = made(distribution="in process (acme.plugin:PLUGIN)")
     assert "what was tested is no distribution: in process" in certificate(to_document(*loose))
     built = made(environment={"torch": "2.13.0+cpu"})
-    assert "- torch 2.13.0+cpu comes from the package index of its own builds." in certificate(to_document(*built))
+    assert "- torch 2.13.0+cpu comes from the package index of its own builds." in certificate(
+        to_document(*built)
+    )
 
 
 def test_names_in_requirements_are_code() -> None:
-    rows = [row("train.norm", "failed", 2.0, must="``weight_version`` and `b_c` MUST <i>stay</i> a_b.")]
+    rows = [
+        row("train.norm", "failed", 2.0, must="``weight_version`` and `b_c` MUST <i>stay</i> a_b.")
+    ]
     document = to_document(*made(rows))
-    assert "`weight_version` and `b_c` MUST &lt;i&gt;stay&lt;/i&gt; a\\_b.\n" in certificate(document)
-    assert "<code>weight_version</code> and <code>b_c</code> MUST &lt;i&gt;stay&lt;/i&gt; a_b." in html(document)
+    assert "`weight_version` and `b_c` MUST &lt;i&gt;stay&lt;/i&gt; a\\_b.\n" in certificate(
+        document
+    )
+    assert (
+        "<code>weight_version</code> and <code>b_c</code> MUST &lt;i&gt;stay&lt;/i&gt; a_b."
+        in html(document)
+    )
 
 
 @pytest.mark.parametrize(
     ("margin", "text"),
-    [(None, ""), (0.0, "bitwise"), (math.inf, "infinite"), (0.9712, "0.97"), (9.96, "10"), (234.2, "234"),
-     (1e-5, "1e-05"), (3e7, "3e+07")],
-)  # fmt: skip
+    [
+        (None, ""),
+        (0.0, "bitwise"),
+        (math.inf, "infinite"),
+        (0.9712, "0.97"),
+        (9.96, "10"),
+        (234.2, "234"),
+        (1e-5, "1e-05"),
+        (3e7, "3e+07"),
+    ],
+)
 def test_margins_are_short(margin: float | None, text: str) -> None:
     assert margin_text(margin) == text
 
 
 def test_markdown_shows_messages_as_they_are() -> None:
     nasty = "```\n<script>alert(1)</script> | *x* ```` end"
-    rows = [row("train.norm", "failed", 2.0, message=nasty, must="<b>a|b</b> *MUST*\nhold."),
-            row("parallel.four", "not-run", message="<i>x</i> | `y`\n| z")]  # fmt: skip
+    rows = [
+        row("train.norm", "failed", 2.0, message=nasty, must="<b>a|b</b> *MUST*\nhold."),
+        row("parallel.four", "not-run", message="<i>x</i> | `y`\n| z"),
+    ]
     text = certificate(to_document(*made(rows)))
     assert f"`````text\n{nasty}\n`````\n" in text
     assert "&lt;b&gt;a\\|b&lt;/b&gt; \\*MUST\\* hold." in text
@@ -146,12 +172,16 @@ def part(text: str, title: str) -> str:
 def test_every_status_has_its_place_in_the_page() -> None:
     text = html(to_document(*made()))
     bad, listed, absent, cases = (
-        part(text, title) for title in ("What did not pass", "Deviations", "What was not run", "Cases")
+        part(text, title)
+        for title in ("What did not pass", "Deviations", "What was not run", "Cases")
     )
     for one in (*GOOD, *OTHERS):
         status, code = one.outcome.status, f"<code>{one.case}</code>"
         assert cases.count(code) == 1
-        assert f'<span class="status {status}">{status}</span>' in cases.partition(code)[2].partition("</tr>")[0]
+        assert (
+            f'<span class="status {status}">{status}</span>'
+            in cases.partition(code)[2].partition("</tr>")[0]
+        )
         assert (code in bad) == (status in BAD or status == "suite-error")
         assert (code in listed) == (status == "deviation")
         assert (code in absent) == (status == "not-run")
@@ -164,7 +194,9 @@ def test_the_page_needs_nothing_else() -> None:
     page = Page(html(to_document(*made())))
     names = [tag for tag, _ in page.tags]
     assert not {"script", "link", "img", "iframe", "object", "image", "use"} & set(names)
-    assert not any(name.startswith("on") or name == "src" for _, attributes in page.tags for name in attributes)
+    assert not any(
+        name.startswith("on") or name == "src" for _, attributes in page.tags for name in attributes
+    )
     style = "".join(page.texts).partition("prefers-color-scheme: dark")
     assert style[1]
     assert "url(" not in "".join(page.texts)
@@ -175,13 +207,29 @@ def test_the_page_escapes_what_an_engine_says() -> None:
     attack = "</pre><script>alert('x')</script><img src=x onerror=alert(1)>"
     bad_link = LISTED | {"issue": "javascript:alert(1)", "reason": attack}
     rows = [
-        row(attack, "failed", 2.0, message=attack, must=attack, hints=attack, repeat=attack, group=attack,
-            setting=replace(WORLD_1, model_type=attack, device=attack, dtype=attack)),
+        row(
+            attack,
+            "failed",
+            2.0,
+            message=attack,
+            must=attack,
+            hints=attack,
+            repeat=attack,
+            group=attack,
+            setting=replace(WORLD_1, model_type=attack, device=attack, dtype=attack),
+        ),
         row("train.moe", "deviation", 2.0, message=attack, deviation=bad_link),
         row("parallel.four", "not-run", message=attack),
-    ]  # fmt: skip
-    run = made(rows, name=attack, distribution=attack, trace=[attack], command=[attack], declared=[attack],
-               environment={attack: attack})  # fmt: skip
+    ]
+    run = made(
+        rows,
+        name=attack,
+        distribution=attack,
+        trace=[attack],
+        command=[attack],
+        declared=[attack],
+        environment={attack: attack},
+    )
     text = html(to_document(*run))
     page = Page(text)
     assert not {"script", "img"} & {tag for tag, _ in page.tags}
@@ -197,17 +245,37 @@ def test_an_issue_on_the_web_is_a_link() -> None:
 
 def test_margins_are_drawn_where_they_are() -> None:
     rows = [row(f"forward.case{i}", margin=m) for i, m in enumerate((0.0, 1e-9, 1e-4, 0.01, 1.0))]
-    rows += [row("train.a", "failed", 1.5), row("train.b", "failed", 1e9), row("train.c", "failed", math.inf),
-             row("train.d", "deviation", 5.0), row("train.e", provisional=True, margin=0.5), row("plugin.light")]  # fmt: skip
+    rows += [
+        row("train.a", "failed", 1.5),
+        row("train.b", "failed", 1e9),
+        row("train.c", "failed", math.inf),
+        row("train.d", "deviation", 5.0),
+        row("train.e", provisional=True, margin=0.5),
+        row("plugin.light"),
+    ]
     chart = make_chart(rows)
     dots = {dot.title.split(" ")[0]: dot for one in chart.lanes for dot in one.dots}
     at = [dots[f"forward.case{i}"].x for i in range(5)]
     assert at[0] < at[1] == at[2] < at[3] < at[4] == chart.limit
-    assert at[4] < dots["train.a"].x < dots["train.d"].x < dots["train.b"].x < dots["train.c"].x < chart.width
+    assert (
+        at[4]
+        < dots["train.a"].x
+        < dots["train.d"].x
+        < dots["train.b"].x
+        < dots["train.c"].x
+        < chart.width
+    )
     assert (at[3] - at[2]) == pytest.approx(at[4] - at[3], abs=0.2), "two decades each"
-    assert {name: dots[name].kind for name in ("train.a", "train.b", "train.c", "train.d", "forward.case0")} == {
-        "train.a": "bad", "train.b": "bad", "train.c": "bad", "train.d": "deviation", "forward.case0": "good"
-    }  # fmt: skip
+    assert {
+        name: dots[name].kind
+        for name in ("train.a", "train.b", "train.c", "train.d", "forward.case0")
+    } == {
+        "train.a": "bad",
+        "train.b": "bad",
+        "train.c": "bad",
+        "train.d": "deviation",
+        "forward.case0": "good",
+    }
     assert [name for name, dot in dots.items() if dot.provisional] == ["train.e"]
     assert chart.without == 1
     assert dots["train.c"].title == f"train.c [{WORLD_1}]: infinite, failed"
@@ -220,11 +288,21 @@ def test_dots_do_not_hide_each_other(margin: float) -> None:
     chart = make_chart(rows)
     dots = [dot for lane in chart.lanes for dot in lane.dots]
     assert len(dots) == 43
-    assert all(math.dist((a.x, a.y), (b.x, b.y)) > 2 * chart.radius for a in dots for b in dots if a is not b)
+    assert all(
+        math.dist((a.x, a.y), (b.x, b.y)) > 2 * chart.radius
+        for a in dots
+        for b in dots
+        if a is not b
+    )
     for lane in chart.lanes:
         heights = [dot.y for dot in lane.dots]
-        assert (min(heights) + max(heights)) / 2 == pytest.approx(lane.top + lane.height / 2, abs=0.2), "in the middle"
-        assert all(lane.top + chart.radius <= dot.y <= lane.top + lane.height - chart.radius for dot in lane.dots)
+        assert (min(heights) + max(heights)) / 2 == pytest.approx(
+            lane.top + lane.height / 2, abs=0.2
+        ), "in the middle"
+        assert all(
+            lane.top + chart.radius <= dot.y <= lane.top + lane.height - chart.radius
+            for dot in lane.dots
+        )
         assert all(0 < dot.x < chart.width - chart.radius for dot in lane.dots)
 
 

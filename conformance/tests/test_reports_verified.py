@@ -46,7 +46,11 @@ MISFITS = [
     (put("name", ""), "name", "a text that is not empty"),
     (put("trace", "a text"), "trace", "a list of texts"),
     (put("declared", [1]), "declared[0]", "a text"),
-    (put("verdicts.0.verdict", "certified"), "verdicts[0].verdict", "'conformant', 'partial', 'non-conformant'"),
+    (
+        put("verdicts.0.verdict", "certified"),
+        "verdicts[0].verdict",
+        "'conformant', 'partial', 'non-conformant'",
+    ),
     (put("verdicts.0.groups.core", "good"), "verdicts[0].groups.core", "is not one of"),
     (put("verdicts.0.profile", "core"), "verdicts[0].profile", "'engine', 'rl', 'rollout'"),
     (drop("verdicts.0.groups"), "verdicts[0]", "'groups' is a required property"),
@@ -74,9 +78,17 @@ MISFITS = [
     (put("rows.0.world", "2"), "rows[0].world", "a whole number of 1 or more"),
     (put("rows.0.note", "x"), "rows[0]", "'note' was unexpected"),
     (drop("rows.0.repeat"), "rows[0]", "'repeat' is a required property"),
-    (put("rows.0.deviation", {"reason": "so", "issue": "#1"}), "rows[0].deviation", "'until' is a required property"),
+    (
+        put("rows.0.deviation", {"reason": "so", "issue": "#1"}),
+        "rows[0].deviation",
+        "'until' is a required property",
+    ),
     (put("rows.0.deviation", LISTED | {"until": "soon"}), "rows[0].deviation.until", "a date"),
-    (put("rows.0.status", "deviation"), "rows[0].deviation", "a deviation's reason, issue and until"),
+    (
+        put("rows.0.status", "deviation"),
+        "rows[0].deviation",
+        "a deviation's reason, issue and until",
+    ),
     (put("digest", "0" * 63), "digest", "64 hexadecimal digits"),
     (drop("digest"), "the document", "'digest' is a required property"),
     (put("comment", "hello"), "the document", "'comment' was unexpected"),
@@ -84,7 +96,9 @@ MISFITS = [
 
 
 @pytest.mark.parametrize(("change", "where", "expected"), MISFITS)
-def test_what_does_not_fit_the_schema_is_told(tmp_path: Path, change: Any, where: str, expected: str) -> None:
+def test_what_does_not_fit_the_schema_is_told(
+    tmp_path: Path, change: Any, where: str, expected: str
+) -> None:
     document = copy.deepcopy(to_document(*made()))
     change(document)
     path = stored(tmp_path / "report.json", document)
@@ -109,15 +123,17 @@ def test_what_does_not_fit_the_schema_is_told(tmp_path: Path, change: Any, where
         (b"{}", "the document: 'schema' is a required property"),
         (b'{"rows": ' + b"[" * 900 + b"]" * 900 + b"}", ""),
         (b"[" * 100_000 + b"]" * 100_000, "nested too deeply"),
-        (b'{"schema": "0", "command": ["run", "acme", "--world", "1,2"]}',
-         "schema 0, this suite reads 1; run the suite again with: engine-conformance run acme --world 1,2"),
+        (
+            b'{"schema": "0", "command": ["run", "acme", "--world", "1,2"]}',
+            "schema 0, this suite reads 1; run the suite again with: engine-conformance run acme --world 1,2",
+        ),
         (b'{"schema": "0"}', "an older report: "),
         (b'{"schema": "0", "command": 7}', "engine-conformance run NAME --report DIR"),
         (b'{"schema": "2"}', "a newer report: schema 2"),
         (b'{"schema": "' + b"9" * 5000 + b'"}', "schema: "),
         (b'{"schema": "\xc2\xb2"}', "schema: "),
     ],
-)  # fmt: skip
+)
 def test_a_file_that_is_no_report(tmp_path: Path, content: bytes, expected: str) -> None:
     path = tmp_path / "report.json"
     path.write_bytes(content)
@@ -161,19 +177,33 @@ def flatter(document: dict[str, Any]) -> None:
 
 
 FORGERIES = [
-    (flatter, "verdicts: engine / language_model: states 'conformant', its rows give 'non-conformant'"),
+    (
+        flatter,
+        "verdicts: engine / language_model: states 'conformant', its rows give 'non-conformant'",
+    ),
     (put("verdicts.0.groups.lora", "partial"), "groups that differ: lora"),
-    (put("verdicts", []), "verdicts: engine / language_model: states nothing, its rows give 'non-conformant'"),
-    (lambda document: document["verdicts"].append(document["verdicts"][0]), "two are about the same profile"),
+    (
+        put("verdicts", []),
+        "verdicts: engine / language_model: states nothing, its rows give 'non-conformant'",
+    ),
+    (
+        lambda document: document["verdicts"].append(document["verdicts"][0]),
+        "two are about the same profile",
+    ),
     (put("counts.failed", 0), "counts.failed: states 0, its rows give 3"),
     (put("selection.quick", True), "complete: states True, its selection says False"),
     (put("complete", False), "complete: states False, its selection says True"),
-    (put("declared", ["dp", "lora", "tp"]), "verdicts: rl / language_model: states 'conformant', its rows give 'partial'"),
-]  # fmt: skip
+    (
+        put("declared", ["dp", "lora", "tp"]),
+        "verdicts: rl / language_model: states 'conformant', its rows give 'partial'",
+    ),
+]
 
 
 @pytest.mark.parametrize(("change", "expected"), FORGERIES)
-def test_verdicts_follow_from_rows_though_the_digest_is_right(tmp_path: Path, change: Any, expected: str) -> None:
+def test_verdicts_follow_from_rows_though_the_digest_is_right(
+    tmp_path: Path, change: Any, expected: str
+) -> None:
     document = copy.deepcopy(to_document(*made()))
     change(document)
     document["digest"] = digest(document)
@@ -188,4 +218,7 @@ def test_another_suite_is_named(tmp_path: Path, other: dict[str, str]) -> None:
     [problem] = verify(path, suite=SUITE | other)
     assert "written by suite 0.1.0 (contract 1.0, digest aaaaaaaaaaaa…), this is " in problem
     assert next(iter(other.values()))[:12] in problem
-    assert "to compare, run this suite with: engine-conformance run acme --world 1,2 --report 'my reports'" in problem
+    assert (
+        "to compare, run this suite with: engine-conformance run acme --world 1,2 --report 'my reports'"
+        in problem
+    )

@@ -48,13 +48,30 @@ def children() -> set[int]:
     ],
 )
 def test_a_rank_that_leaves_is_reported_and_the_next_case_passes(
-    name: str, status: str, told: str, patience: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    name: str,
+    status: str,
+    told: str,
+    patience: str,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     before = children()
     code = main(
-        ["run", f"mutant-empty-rank-{name}", "--case", "forward.no_documents,forward.temperature", "--world", "2",
-         "--model-type", "language_model", "--patience", patience, "--report", str(tmp_path)]
-    )  # fmt: skip
+        [
+            "run",
+            f"mutant-empty-rank-{name}",
+            "--case",
+            "forward.no_documents,forward.temperature",
+            "--world",
+            "2",
+            "--model-type",
+            "language_model",
+            "--patience",
+            patience,
+            "--report",
+            str(tmp_path),
+        ]
+    )
     assert code == 1
     first, second = json.loads((tmp_path / "report.json").read_text())["rows"]
     assert (first["case"], first["status"]) == ("forward.temperature", "passed")
@@ -67,19 +84,39 @@ def test_a_rank_that_leaves_is_reported_and_the_next_case_passes(
 
 
 def test_a_run_that_fails_does_not_spoil_the_next(tmp_path: Path) -> None:
-    arguments = ["--case", "forward.no_documents", "--world", "2", "--model-type", "language_model", "--quiet"]
+    arguments = [
+        "--case",
+        "forward.no_documents",
+        "--world",
+        "2",
+        "--model-type",
+        "language_model",
+        "--quiet",
+    ]
     assert main(["run", "mutant-empty-rank-raises", *arguments]) == 1
     assert main(["run", "loopback", *arguments, "--report", str(tmp_path)]) == 0
     assert main(["verify", str(tmp_path / "report.json")]) == 0
 
 
-def test_a_deviation_turns_a_failure_into_partial_and_rots(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_deviation_turns_a_failure_into_partial_and_rots(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     listed = tmp_path / "conformance.toml"
     entry = '[[deviation]]\ncase = "forward.loss_weight"\nreason = "r"\nissue = "https://example.org/1"\nuntil = 2999-01-01\n'
     listed.write_text(entry)
-    arguments = ["--case", "forward.loss_weight", "--world", "1", "--model-type", "language_model",
-                 "--deviations", str(listed)]  # fmt: skip
-    assert main(["run", "mutant-outputs-in-float64", *arguments]) == 3  # a deviation alone shows nothing
+    arguments = [
+        "--case",
+        "forward.loss_weight",
+        "--world",
+        "1",
+        "--model-type",
+        "language_model",
+        "--deviations",
+        str(listed),
+    ]
+    assert (
+        main(["run", "mutant-outputs-in-float64", *arguments]) == 3
+    )  # a deviation alone shows nothing
     assert "DEVIATION forward.loss_weight" in capsys.readouterr().out
     assert main(["run", "loopback", *arguments]) == 1
     assert "STALE-DEVIATION" in capsys.readouterr().out
@@ -88,8 +125,21 @@ def test_a_deviation_turns_a_failure_into_partial_and_rots(tmp_path: Path, capsy
 def test_a_run_out_of_time_is_gone_on_with_until_nothing_is_left(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    arguments = ["run", "loopback", "--case", "plugin.contract,forward.loss_weight", "--model-type", "language_model",
-                 "--dtype", "float32,bfloat16", "--world", "1", "--report", str(tmp_path), "--continue"]  # fmt: skip
+    arguments = [
+        "run",
+        "loopback",
+        "--case",
+        "plugin.contract,forward.loss_weight",
+        "--model-type",
+        "language_model",
+        "--dtype",
+        "float32,bfloat16",
+        "--world",
+        "1",
+        "--report",
+        str(tmp_path),
+        "--continue",
+    ]
     assert main([*arguments, "--limit", "-1"]) == 3
     assert "this run begins it" in capsys.readouterr().out
     document = json.loads((tmp_path / "report.json").read_text())
@@ -109,8 +159,18 @@ def test_a_run_out_of_time_is_gone_on_with_until_nothing_is_left(
     assert main(["verify", str(tmp_path / "report.json")]) == 0
 
 
-def test_a_run_goes_on_with_nothing_but_its_own_engine(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    arguments = ["--case", "plugin.contract", "--model-type", "language_model", "--world", "1", "--continue"]
+def test_a_run_goes_on_with_nothing_but_its_own_engine(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    arguments = [
+        "--case",
+        "plugin.contract",
+        "--model-type",
+        "language_model",
+        "--world",
+        "1",
+        "--continue",
+    ]
     assert main(["run", "loopback", *arguments]) == 2
     assert "name its folder" in capsys.readouterr().err
     assert main(["run", "loopback", *arguments, "--report", str(tmp_path)]) == 0

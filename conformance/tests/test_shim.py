@@ -25,7 +25,12 @@ def test_cuda_means_the_cpu_inside_and_nothing_stays_behind() -> None:
             torch.cuda.current_stream().wait_stream(torch.cuda.Stream())
         assert cuda_is_simulated()
         assert not torch.cuda.is_available()
-    assert (torch.cuda.current_device, torch.Tensor.type, torch.Tensor.cuda, torch.cuda.Stream) == before
+    assert (
+        torch.cuda.current_device,
+        torch.Tensor.type,
+        torch.Tensor.cuda,
+        torch.cuda.Stream,
+    ) == before
     assert not cuda_is_simulated()
     with pytest.raises((AssertionError, RuntimeError)):
         torch.zeros(1, device="cuda")
@@ -61,9 +66,13 @@ def pool() -> Iterator[RankPool]:
 
 @pytest.mark.distributed
 @pytest.mark.parametrize("lengths", [[3, 1], [1, 3], [2, 2]])
-def test_tensors_of_several_lengths_are_gathered_and_summed(pool: RankPool, lengths: list[int]) -> None:
+def test_tensors_of_several_lengths_are_gathered_and_summed(
+    pool: RankPool, lengths: list[int]
+) -> None:
     rows = [10 * rank + torch.arange(2.0 * n).reshape(n, 2) for rank, n in enumerate(lengths)]
-    for rank, (gathered, part) in enumerate(pool.run("rank_functions:gather_unevenly", lengths=lengths)):
+    for rank, (gathered, part) in enumerate(
+        pool.run("rank_functions:gather_unevenly", lengths=lengths)
+    ):
         assert all(torch.equal(got, want) for got, want in zip(gathered, rows, strict=True))
         assert torch.equal(part, 3 * rows[rank])  # once and twice
 

@@ -84,5 +84,7 @@ assert torch.equal(torch.rand(3), first)
 
 @pytest.mark.parametrize("name", CASES)
 def test_it_carries(name: str) -> None:
-    done = subprocess.run([sys.executable, "-c", SETUP + CASES[name]], capture_output=True, text=True, check=False)
+    done = subprocess.run(
+        [sys.executable, "-c", SETUP + CASES[name]], capture_output=True, text=True, check=False
+    )
     assert (done.returncode, done.stdout) == (0, ""), done.stdout + done.stderr[-3000:]

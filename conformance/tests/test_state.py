@@ -23,7 +23,9 @@ def portable(folder: Path, value: float) -> Path:
 
 def own(folder: Path) -> Path:
     folder.mkdir()
-    return manifest(folder, {"model.flat": {"dtype": "float32", "shape": [2], "shards": []}}, state="megatron")
+    return manifest(
+        folder, {"model.flat": {"dtype": "float32", "shape": [2], "shards": []}}, state="megatron"
+    )
 
 
 def manifest(folder: Path, tensors: dict[str, Any], **about: Any) -> Path:
@@ -32,7 +34,11 @@ def manifest(folder: Path, tensors: dict[str, Any], **about: Any) -> Path:
 
 
 def test_portable_states_are_compared(tmp_path: Path) -> None:
-    first, same, other = portable(tmp_path / "a", 1.0), portable(tmp_path / "b", 1.0), portable(tmp_path / "c", 2.0)
+    first, same, other = (
+        portable(tmp_path / "a", 1.0),
+        portable(tmp_path / "b", 1.0),
+        portable(tmp_path / "c", 2.0),
+    )
     assert_same_state(first, same, name="state")
     with pytest.raises(ConformanceFailure, match="state"):
         assert_same_state(first, other, name="state")
@@ -40,12 +46,15 @@ def test_portable_states_are_compared(tmp_path: Path) -> None:
 
 def test_an_own_format_is_named_where_a_portable_one_is_read(tmp_path: Path) -> None:
     with pytest.raises(
-        ConformanceFailure, match=r"own format \(megatron\), not portable.*leave out the engine's --option"
+        ConformanceFailure,
+        match=r"own format \(megatron\), not portable.*leave out the engine's --option",
     ):
         read_state(own(tmp_path / "a"))
 
 
-def test_of_own_formats_nothing_is_asked_and_one_beside_a_portable_one_is_a_failure(tmp_path: Path) -> None:
+def test_of_own_formats_nothing_is_asked_and_one_beside_a_portable_one_is_a_failure(
+    tmp_path: Path,
+) -> None:
     first, second = own(tmp_path / "a"), own(tmp_path / "b")
     assert_same_state(first, second, name="state")
     with pytest.raises(ConformanceFailure, match="own format"):

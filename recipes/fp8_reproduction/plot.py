@@ -13,7 +13,11 @@ from typing import Any
 
 from engine_trainer.report import Series, load_series
 
-WAYS = {"bf16": "bf16 rollout", "fp8_tis": "FP8 rollout, token TIS (C = 2)", "fp8": "FP8 rollout, no correction"}
+WAYS = {
+    "bf16": "bf16 rollout",
+    "fp8_tis": "FP8 rollout, token TIS (C = 2)",
+    "fp8": "FP8 rollout, no correction",
+}
 COLORS = {"bf16": "black", "fp8_tis": "tab:blue", "fp8": "tab:red"}
 PANELS = {
     "eval/accuracy": "held-out accuracy",
@@ -29,7 +33,9 @@ Runs = Mapping[str, Mapping[str, Run]]  # way → seed → the run's metrics
 
 def main() -> None:
     """Print the table, write the picture."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("runs", type=Path, nargs="?", default=Path("runs/fp8-reproduction"))
     parser.add_argument("--picture", type=Path, default=Path("docs/images/fp8_reproduction.png"))
     options = parser.parse_args()
@@ -40,8 +46,13 @@ def main() -> None:
 
 def read(folder: Path) -> Runs:
     """Every run below ``folder``: ``seed-0/bf16/metrics.jsonl`` and the like. Raises ``SystemExit`` without any."""
-    runs = {way: {path.parent.parent.name.removeprefix("seed-"): load_series(path)
-                  for path in sorted(folder.glob(f"seed-*/{way}/metrics.jsonl"))} for way in WAYS}  # fmt: skip
+    runs = {
+        way: {
+            path.parent.parent.name.removeprefix("seed-"): load_series(path)
+            for path in sorted(folder.glob(f"seed-*/{way}/metrics.jsonl"))
+        }
+        for way in WAYS
+    }
     if not any(runs.values()):
         raise SystemExit(f"no metrics.jsonl below {folder}: run.py makes them")
     return {way: seeds for way, seeds in runs.items() if seeds}
@@ -69,7 +80,11 @@ def _seconds(metric: str) -> Callable[[Run], float]:
     def mean(run: Run) -> float:
         # The first step warms up; with an evaluation a step generates and syncs twice.
         measured = set(run["eval/accuracy"].steps) | {1}
-        rest = [v for s, v in zip(run[metric].steps, run[metric].values, strict=True) if s not in measured]
+        rest = [
+            v
+            for s, v in zip(run[metric].steps, run[metric].values, strict=True)
+            if s not in measured
+        ]
         return fmean(rest or run[metric].values)
 
     return mean
@@ -104,7 +119,9 @@ def _lines(axes: Any, way: str, series: Sequence[Series]) -> None:
     for one in series:
         axes.plot(one.steps, one.values, color=COLORS[way], linewidth=0.7, alpha=0.45)
     by_seed = [dict(zip(one.steps, one.values, strict=True)) for one in series]
-    steps = [step for step in by_seed[0] if all(step in seed for seed in by_seed)] if by_seed else []
+    steps = (
+        [step for step in by_seed[0] if all(step in seed for seed in by_seed)] if by_seed else []
+    )
     means = [fmean(seed[step] for seed in by_seed) for step in steps]
     axes.plot(steps, means, color=COLORS[way], linewidth=2, label=WAYS[way])
 

@@ -33,19 +33,45 @@ from prepare import MODEL, prepare  # noqa: E402  # pyright: ignore[reportMissin
 
 # Qwen3's architecture, 25 M parameters. Every linear layer is made of whole 128×128 blocks.
 SHAPE: dict[str, Any] = MODEL | {
-    "hidden_size": 512, "intermediate_size": 1536, "num_hidden_layers": 8, "num_attention_heads": 4,
-    "num_key_value_heads": 2, "head_dim": 128, "max_position_embeddings": 512, "initializer_range": 0.03,
-}  # fmt: skip
-TINY: dict[str, Any] = SHAPE | {"hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 2,
-                                "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 64}  # fmt: skip
-TINY_SFT = ("run.steps=20", "batch_size=16", "data.reasoning_gym.size=512", "data.reasoning_gym.heldout_size=32",
-            "run.log_every=10")  # fmt: skip
-TINY_RL = ("data.reasoning_gym.skip=512", "data.reasoning_gym.size=256", "data.reasoning_gym.heldout_size=32", "rollout.n=4",
-           "rollout.max_new_tokens=24", "algorithm.prompts_per_step=8", "algorithm.dynamic_sampling.enabled=false")  # fmt: skip
+    "hidden_size": 512,
+    "intermediate_size": 1536,
+    "num_hidden_layers": 8,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 128,
+    "max_position_embeddings": 512,
+    "initializer_range": 0.03,
+}
+TINY: dict[str, Any] = SHAPE | {
+    "hidden_size": 128,
+    "intermediate_size": 256,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "head_dim": 64,
+}
+TINY_SFT = (
+    "run.steps=20",
+    "batch_size=16",
+    "data.reasoning_gym.size=512",
+    "data.reasoning_gym.heldout_size=32",
+    "run.log_every=10",
+)
+TINY_RL = (
+    "data.reasoning_gym.skip=512",
+    "data.reasoning_gym.size=256",
+    "data.reasoning_gym.heldout_size=32",
+    "rollout.n=4",
+    "rollout.max_new_tokens=24",
+    "algorithm.prompts_per_step=8",
+    "algorithm.dynamic_sampling.enabled=false",
+)
 QUANTIZED = "rollout.quantization=fp8"
 SETTINGS: dict[str, Sequence[str]] = {
-    "bf16": (), "fp8_tis": (QUANTIZED, "algorithm.correction={weight: token, cap: 2.0}"), "fp8": (QUANTIZED,),
-}  # fmt: skip
+    "bf16": (),
+    "fp8_tis": (QUANTIZED, "algorithm.correction={weight: token, cap: 2.0}"),
+    "fp8": (QUANTIZED,),
+}
 KEY_VALUE_BYTES = 2 << 30  # of each rollout: 512 completions of 160 tokens take 0.7 GB
 
 
@@ -68,7 +94,10 @@ def main() -> None:
         _prepare(options, seed)
     _run_all([_sft(options, seed) for seed in options.seeds], options.parallel)
     print(f"SFT: {time.monotonic() - start:.0f} s", flush=True)
-    _run_all([_rl(options, seed, way) for way in options.ways for seed in options.seeds], options.parallel)
+    _run_all(
+        [_rl(options, seed, way) for way in options.ways for seed in options.seeds],
+        options.parallel,
+    )
     print(f"in all: {time.monotonic() - start:.0f} s")
     runs = read(options.output)
     print(table(runs))
@@ -76,11 +105,15 @@ def main() -> None:
 
 
 def _options() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--rollout", default="vllm")
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--seeds", type=_integers, default=[0, 1])
-    parser.add_argument("--ways", type=lambda text: text.split(","), help=f"of {', '.join(WAYS)}; local: bf16 alone")
+    parser.add_argument(
+        "--ways", type=lambda text: text.split(","), help=f"of {', '.join(WAYS)}; local: bf16 alone"
+    )
     parser.add_argument("--steps", type=int, default=100, help="of RL")
     parser.add_argument("--sft-steps", type=int, default=1200, help="of SFT")
     parser.add_argument("--parallel", type=int, default=6, help="runs at the same time")
@@ -103,27 +136,42 @@ def _folder(options: argparse.Namespace, seed: int) -> Path:
 
 
 def _common(options: argparse.Namespace, seed: int) -> list[str]:
-    return [f"engine.device={options.device}", f"run.seed={seed}", f"data.reasoning_gym.seed={seed}"]
+    return [
+        f"engine.device={options.device}",
+        f"run.seed={seed}",
+        f"data.reasoning_gym.seed={seed}",
+    ]
 
 
 def _sft_overrides(options: argparse.Namespace, seed: int) -> list[str]:
     folder = _folder(options, seed)
-    return [f"engine.model.path={folder / 'model'}", f"run.output_dir={folder / 'sft'}", *_common(options, seed),
-            f"run.steps={options.sft_steps}", *(TINY_SFT if options.tiny else ())]  # fmt: skip
+    return [
+        f"engine.model.path={folder / 'model'}",
+        f"run.output_dir={folder / 'sft'}",
+        *_common(options, seed),
+        f"run.steps={options.sft_steps}",
+        *(TINY_SFT if options.tiny else ()),
+    ]
 
 
 def _prepare(options: argparse.Namespace, seed: int) -> None:
     folder = _folder(options, seed) / "model"
     if not (folder / "config.json").is_file():
-        problems = load_config(SFTConfig, HERE / "sft.yaml", _sft_overrides(options, seed)).data.reasoning_gym
+        problems = load_config(
+            SFTConfig, HERE / "sft.yaml", _sft_overrides(options, seed)
+        ).data.reasoning_gym
         assert problems is not None
         prepare(folder, problems, TINY if options.tiny else SHAPE)
 
 
 def _sft(options: argparse.Namespace, seed: int) -> Job:
     folder = _folder(options, seed)
-    return Job(name=f"seed {seed}, SFT", arguments=["sft", str(HERE / "sft.yaml"), *_sft_overrides(options, seed)],
-               finished=folder / "sft" / "hf", log=folder / "sft.log")  # fmt: skip
+    return Job(
+        name=f"seed {seed}, SFT",
+        arguments=["sft", str(HERE / "sft.yaml"), *_sft_overrides(options, seed)],
+        finished=folder / "sft" / "hf",
+        log=folder / "sft.log",
+    )
 
 
 def _rl(options: argparse.Namespace, seed: int, way: str) -> Job:
@@ -133,15 +181,29 @@ def _rl(options: argparse.Namespace, seed: int, way: str) -> Job:
         rollout.append(f"rollout.options.gpu_memory_utilization={0.6 / options.parallel:.3f}")
     if options.rollout == "vllm":
         # A fixed size: what is free changes while the other runs start. Eager: graphs take longer to make than they save here.
-        rollout += [f"rollout.options.kv_cache_bytes={KEY_VALUE_BYTES}", "rollout.options.enforce_eager=true",
-                    "rollout.options.truncation=false", "rollout.options.deterministic=false"]  # fmt: skip
+        rollout += [
+            f"rollout.options.kv_cache_bytes={KEY_VALUE_BYTES}",
+            "rollout.options.enforce_eager=true",
+            "rollout.options.truncation=false",
+            "rollout.options.deterministic=false",
+        ]
     arguments = [
-        "rl", str(HERE / "rl.yaml"), f"engine.model.path={folder / 'sft' / 'hf'}", f"run.output_dir={folder / way}",
-        f"run.steps={options.steps}", f"eval.every={max(1, options.steps // 10)}", *_common(options, seed), *rollout,
-        *SETTINGS[way], *(TINY_RL if options.tiny else ()), *options.overrides,
-    ]  # fmt: skip
+        "rl",
+        str(HERE / "rl.yaml"),
+        f"engine.model.path={folder / 'sft' / 'hf'}",
+        f"run.output_dir={folder / way}",
+        f"run.steps={options.steps}",
+        f"eval.every={max(1, options.steps // 10)}",
+        *_common(options, seed),
+        *rollout,
+        *SETTINGS[way],
+        *(TINY_RL if options.tiny else ()),
+        *options.overrides,
+    ]
     last = folder / way / "checkpoints" / f"step-{options.steps:06d}" / "manifest.json"
-    return Job(name=f"seed {seed}, {way}", arguments=arguments, finished=last, log=folder / f"{way}.log")
+    return Job(
+        name=f"seed {seed}, {way}", arguments=arguments, finished=last, log=folder / f"{way}.log"
+    )
 
 
 def _run_all(jobs: Sequence[Job], parallel: int) -> None:
@@ -158,14 +220,22 @@ def _run_all(jobs: Sequence[Job], parallel: int) -> None:
 
 def _run(job: Job) -> int:
     # One thread a process: the runs share the cores. The warnings are of packages below reasoning-gym.
-    environment = os.environ | {"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false",
-                                "PYTHONWARNINGS": "ignore::SyntaxWarning"}  # fmt: skip
+    environment = os.environ | {
+        "OMP_NUM_THREADS": "1",
+        "TOKENIZERS_PARALLELISM": "false",
+        "PYTHONWARNINGS": "ignore::SyntaxWarning",
+    }
     start = time.monotonic()
     job.log.parent.mkdir(parents=True, exist_ok=True)
     with job.log.open("w") as log:
         command = [sys.executable, "-m", "engine_trainer", *job.arguments]
-        code = subprocess.run(command, env=environment, stdout=log, stderr=log, check=False).returncode
-    print(json.dumps({"run": job.name, "seconds": round(time.monotonic() - start), "status": code}), flush=True)
+        code = subprocess.run(
+            command, env=environment, stdout=log, stderr=log, check=False
+        ).returncode
+    print(
+        json.dumps({"run": job.name, "seconds": round(time.monotonic() - start), "status": code}),
+        flush=True,
+    )
     return code
 
 

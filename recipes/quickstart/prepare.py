@@ -19,11 +19,21 @@ from engine_trainer.loading import load_config
 # Qwen3's architecture, 0.67 M parameters. The initial weights are wider than usual: at this depth and width 0.02
 # takes hundreds of steps to leave the plateau at the start.
 MODEL: dict[str, Any] = {
-    "architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "hidden_size": 128, "intermediate_size": 384,
-    "num_hidden_layers": 3, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32,
-    "max_position_embeddings": 256, "tie_word_embeddings": True, "rms_norm_eps": 1e-6, "rope_theta": 10000.0,
-    "hidden_act": "silu", "initializer_range": 0.06,
-}  # fmt: skip
+    "architectures": ["Qwen3ForCausalLM"],
+    "model_type": "qwen3",
+    "hidden_size": 128,
+    "intermediate_size": 384,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 32,
+    "max_position_embeddings": 256,
+    "tie_word_embeddings": True,
+    "rms_norm_eps": 1e-6,
+    "rope_theta": 10000.0,
+    "hidden_act": "silu",
+    "initializer_range": 0.06,
+}
 
 CHAT_TEMPLATE = (
     "{{ bos_token }}{% for m in messages %}"
@@ -39,11 +49,18 @@ WORDS = r"\d|[A-Za-z ]*[A-Za-z] ?|\n+|#+ ?| ?[^A-Za-z\d\s] ?| "
 
 def prepare(folder: Path, problems: GymSection, model: Mapping[str, Any] = MODEL) -> None:
     """Write the tokenizer, trained on ``problems``, and config.json (``model``, no weights) into ``folder``."""
-    texts = [f"{e.messages[0]['content']}\n{e.messages[1]['content']}" for e in gym_examples(problems, "train")]
+    texts = [
+        f"{e.messages[0]['content']}\n{e.messages[1]['content']}"
+        for e in gym_examples(problems, "train")
+    ]
     tokenizer = _tokenizer(texts)
     tokenizer.save_pretrained(folder)
-    ids = {"pad_token_id": tokenizer.pad_token_id, "bos_token_id": tokenizer.bos_token_id,
-           "eos_token_id": tokenizer.eos_token_id, "vocab_size": len(tokenizer)}  # fmt: skip
+    ids = {
+        "pad_token_id": tokenizer.pad_token_id,
+        "bos_token_id": tokenizer.bos_token_id,
+        "eos_token_id": tokenizer.eos_token_id,
+        "vocab_size": len(tokenizer),
+    }
     (folder / "config.json").write_text(json.dumps({**model, **ids}, indent=1))
 
 
@@ -52,19 +69,31 @@ def _tokenizer(texts: list[str]) -> Any:
     from transformers import PreTrainedTokenizerFast
 
     bpe = Tokenizer(models.BPE())
-    bpe.pre_tokenizer = pre_tokenizers.Sequence([
-        pre_tokenizers.Split(Regex(WORDS), "isolated"),
-        pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
-    ])  # fmt: skip
+    bpe.pre_tokenizer = pre_tokenizers.Sequence(
+        [
+            pre_tokenizers.Split(Regex(WORDS), "isolated"),
+            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
+        ]
+    )
     bpe.decoder = decoders.ByteLevel()
-    bpe.train_from_iterator(texts, trainers.BpeTrainer(
-        vocab_size=768, special_tokens=SPECIAL, show_progress=False, min_frequency=2,
-        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
-    ))  # fmt: skip
+    bpe.train_from_iterator(
+        texts,
+        trainers.BpeTrainer(
+            vocab_size=768,
+            special_tokens=SPECIAL,
+            show_progress=False,
+            min_frequency=2,
+            initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        ),
+    )
     tokenizer = PreTrainedTokenizerFast(
-        tokenizer_object=bpe, pad_token=PAD, bos_token=BOS, eos_token=EOS,
-        additional_special_tokens=TURNS, padding_side="left",
-    )  # fmt: skip
+        tokenizer_object=bpe,
+        pad_token=PAD,
+        bos_token=BOS,
+        eos_token=EOS,
+        additional_special_tokens=TURNS,
+        padding_side="left",
+    )
     tokenizer.chat_template = CHAT_TEMPLATE
     return tokenizer
 
@@ -74,7 +103,9 @@ def main() -> None:
     (folder,) = sys.argv[1:]
     warnings.simplefilter("ignore", SyntaxWarning)  # in packages below reasoning-gym
     config = load_config(
-        SFTConfig, Path(__file__).parent / "sft.yaml", [f"engine.model.path={folder}", "run.output_dir=."]
+        SFTConfig,
+        Path(__file__).parent / "sft.yaml",
+        [f"engine.model.path={folder}", "run.output_dir=."],
     )
     assert config.data.reasoning_gym is not None
     prepare(Path(folder), config.data.reasoning_gym)

@@ -36,7 +36,11 @@ def main() -> None:
     folder = options.output / f"seed-{options.seed}"
     start = time.monotonic()
     model, sft, rl = folder / "model", folder / "sft", folder / "rl"
-    common = [f"engine.device={options.device}", f"run.seed={options.seed}", f"data.reasoning_gym.seed={options.seed}"]
+    common = [
+        f"engine.device={options.device}",
+        f"run.seed={options.seed}",
+        f"data.reasoning_gym.seed={options.seed}",
+    ]
     sft_overrides = [f"engine.model.path={model}", f"run.output_dir={sft}", *common]
     if not (model / "config.json").is_file():
         problems = load_config(SFTConfig, str(HERE / "sft.yaml"), sft_overrides).data.reasoning_gym
@@ -44,17 +48,36 @@ def main() -> None:
         prepare(model, problems)
     if not (sft / "hf").is_dir():  # a finished stage is not repeated
         _run(["-m", "engine_trainer", "sft", str(HERE / "sft.yaml"), *sft_overrides])
-    launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={options.processes}"]
-    _run([*launcher, "-m", "engine_trainer", "rl", str(HERE / "rl.yaml"), f"engine.model.path={sft / 'hf'}",
-          f"run.output_dir={rl}", *common, *options.overrides])  # fmt: skip
+    launcher = [
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        f"--nproc-per-node={options.processes}",
+    ]
+    _run(
+        [
+            *launcher,
+            "-m",
+            "engine_trainer",
+            "rl",
+            str(HERE / "rl.yaml"),
+            f"engine.model.path={sft / 'hf'}",
+            f"run.output_dir={rl}",
+            *common,
+            *options.overrides,
+        ]
+    )
     _report(sft, rl, time.monotonic() - start)
 
 
 def _run(arguments: list[str]) -> None:
     # One thread a process: the model is so small that threads only wait for each other. The warnings are of
     # packages below reasoning-gym, when they are compiled for the first time.
-    environment = os.environ | {"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false",
-                                "PYTHONWARNINGS": "ignore::SyntaxWarning"}  # fmt: skip
+    environment = os.environ | {
+        "OMP_NUM_THREADS": "1",
+        "TOKENIZERS_PARALLELISM": "false",
+        "PYTHONWARNINGS": "ignore::SyntaxWarning",
+    }
     code = subprocess.run([sys.executable, *arguments], env=environment, check=False).returncode
     if code:
         sys.exit(code)

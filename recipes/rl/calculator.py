@@ -13,8 +13,11 @@ from engine_trainer.agent import Episode, Trajectory
 CALL = re.compile(r"<calc>(.*?)</calc>", re.DOTALL)
 LONGEST = 200  # characters of an expression and of a result
 OPERATIONS: dict[type[ast.operator], Callable[[Fraction, Fraction], Fraction]] = {
-    ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.mul, ast.Div: operator.truediv,
-}  # fmt: skip
+    ast.Add: operator.add,
+    ast.Sub: operator.sub,
+    ast.Mult: operator.mul,
+    ast.Div: operator.truediv,
+}
 
 
 async def solve(episode: Episode) -> Trajectory:

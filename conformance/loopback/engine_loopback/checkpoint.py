@@ -31,7 +31,9 @@ class CheckpointEngine(BaseEngine):
 
     def state_shards(self) -> dict[str, tuple[Tensor, ShardSpec]]:
         """See ``BaseEngine.state_shards``."""
-        state = {self.key_of(weight): (weight.local, weight.box) for weight in self.weights.values()}
+        state = {
+            self.key_of(weight): (weight.local, weight.box) for weight in self.weights.values()
+        }
         for weight, field, value in self.optimizer_state():
             state[f"optim.{weight.name}.{field}"] = (value, self.state_box(weight, value))
         return state
@@ -43,30 +45,56 @@ class CheckpointEngine(BaseEngine):
             for field, value in states.get(weight.held, {}).items():
                 fits = isinstance(value, Tensor) and value.shape in ((), weight.box.shape)
                 if not fits:
-                    raise ConfigError("optimizer.name", f"its state {field!r} is no tensor of its weight's shape",
-                                      remedy="this optimizer cannot be saved; use adamw")  # fmt: skip
+                    raise ConfigError(
+                        "optimizer.name",
+                        f"its state {field!r} is no tensor of its weight's shape",
+                        remedy="this optimizer cannot be saved; use adamw",
+                    )
                 yield weight, field, value
 
     def state_box(self, weight: Weight, value: Tensor) -> ShardSpec:
         """A moment lies where its weight does; a step count is whole on every rank that holds any of it."""
-        return weight.box if value.dim() else ShardSpec.whole((), replica=self.partition.holder_index(weight.name))
+        return (
+            weight.box
+            if value.dim()
+            else ShardSpec.whole((), replica=self.partition.holder_index(weight.name))
+        )
 
     def _optimizer_fields(self) -> Collection[str]:
-        return state_fields(self.config.optimizer, self.adamw) if self.config.optimizer is not None else ()
+        return (
+            state_fields(self.config.optimizer, self.adamw)
+            if self.config.optimizer is not None
+            else ()
+        )
 
-    def _state_layout(self, entries: Mapping[str, Entry]) -> dict[str, tuple[ShardSpec, torch.dtype]]:
-        wanted = {self.key_of(weight): (weight.box, weight.dtype) for weight in self.weights.values()}
+    def _state_layout(
+        self, entries: Mapping[str, Entry]
+    ) -> dict[str, tuple[ShardSpec, torch.dtype]]:
+        wanted = {
+            self.key_of(weight): (weight.box, weight.dtype) for weight in self.weights.values()
+        }
         return wanted | (self.optimizer_layout(entries) if self.optimizer else {})
 
-    def optimizer_layout(self, entries: Mapping[str, Entry]) -> dict[str, tuple[ShardSpec, torch.dtype]]:
+    def optimizer_layout(
+        self, entries: Mapping[str, Entry]
+    ) -> dict[str, tuple[ShardSpec, torch.dtype]]:
         """Which boxes of the saved optimizer state this rank needs: none of weights that it does not hold."""
-        saved = {key: key.removeprefix("optim.").rpartition(".") for key in entries if key.startswith("optim.")}
+        saved = {
+            key: key.removeprefix("optim.").rpartition(".")
+            for key in entries
+            if key.startswith("optim.")
+        }
         self.same_optimizer({field for _, _, field in saved.values()})
         if saved and self.optimizer is not None:
             check_shapes(self.optimizer, entries)
-        known = {key: self.weights[name] for key, (name, _, _) in saved.items() if self.is_trained(name)}
+        known = {
+            key: self.weights[name] for key, (name, _, _) in saved.items() if self.is_trained(name)
+        }
         return {
-            key: (weight.box if entries[key].shape else ShardSpec.whole(()), getattr(torch, entries[key].dtype))
+            key: (
+                weight.box if entries[key].shape else ShardSpec.whole(()),
+                getattr(torch, entries[key].dtype),
+            )
             for key, weight in known.items()
         }
 
@@ -79,9 +107,12 @@ class CheckpointEngine(BaseEngine):
         assert self.config.optimizer is not None
         own = state_fields(self.config.optimizer, self.adamw)
         if fields and fields != own:
-            raise CheckpointMismatch("the checkpoint is of another optimizer", where=self.config.optimizer.name,
-                                     why=f"it keeps {', '.join(sorted(own)) or 'nothing'}, saved is {', '.join(sorted(fields))}",
-                                     remedy="load it with the optimizer that it was saved with")  # fmt: skip
+            raise CheckpointMismatch(
+                "the checkpoint is of another optimizer",
+                where=self.config.optimizer.name,
+                why=f"it keeps {', '.join(sorted(own)) or 'nothing'}, saved is {', '.join(sorted(fields))}",
+                remedy="load it with the optimizer that it was saved with",
+            )
 
     def _install_state(self, tensors: Mapping[str, Tensor]) -> None:
         for weight in self.weights.values():
@@ -93,9 +124,13 @@ class CheckpointEngine(BaseEngine):
                 if self.weights[name].param is not None:
                     self.restore_state(self.optimizer, self.weights[name], field, tensors[key])
 
-    def restore_state(self, optimizer: torch.optim.Optimizer, weight: Weight, field: str, value: Tensor) -> None:
+    def restore_state(
+        self, optimizer: torch.optim.Optimizer, weight: Weight, field: str, value: Tensor
+    ) -> None:
         """Put one loaded tensor where the optimizer expects it; step counts mostly live on the CPU."""
         away = self.config.memory.offload_optimizer
         on_device = optimizer.defaults.get("fused") or optimizer.defaults.get("capturable")
         stays = away if value.dim() else not on_device
-        optimizer.state[weight.held][field] = value.to("cpu" if stays else weight.held.device, copy=True)
+        optimizer.state[weight.held][field] = value.to(
+            "cpu" if stays else weight.held.device, copy=True
+        )

@@ -41,7 +41,11 @@ class LoopbackEngine(ExportEngine):
         super().__init__(config, resolution=resolution)
         self.options: LoopbackOptions = build_options(config.options, LoopbackOptions)
         if config.model.attention not in ("auto", "plain"):
-            raise ConfigError("model.attention", f"unknown kernel {config.model.attention!r}", remedy="auto or plain")
+            raise ConfigError(
+                "model.attention",
+                f"unknown kernel {config.model.attention!r}",
+                remedy="auto or plain",
+            )
         self._away: set[str] = set()
         self._owns_group = False
 
@@ -59,7 +63,10 @@ class LoopbackEngine(ExportEngine):
         self.partition.check()
         if self.config.lora is not None and self.config.lora.dropout and self.layout.tensor > 1:
             raise ConfigError(
-                "lora.dropout", "not with tp", why="its ranks would drop different inputs", remedy="set 0"
+                "lora.dropout",
+                "not with tp",
+                why="its ranks would drop different inputs",
+                remedy="set 0",
             )
         self._build_groups(timedelta(seconds=self.options.timeout_s))
         try:
@@ -70,10 +77,14 @@ class LoopbackEngine(ExportEngine):
 
     def _build_groups(self, timeout: timedelta) -> None:
         self._owns_group = ensure_process_group(self.device_type, self.layout.world, timeout)
-        self.device = torch.device("cpu" if self.device_type == "cpu" else f"cuda:{torch.cuda.current_device()}")
+        self.device = torch.device(
+            "cpu" if self.device_type == "cpu" else f"cuda:{torch.cuda.current_device()}"
+        )
         several = self.layout.world > 1
         self.comm: Comm = TorchComm(timeout) if several else SingleComm()
-        self._save_comm: Comm = TorchComm(timeout) if several and self.config.checkpoint.async_save else self.comm
+        self._save_comm: Comm = (
+            TorchComm(timeout) if several and self.config.checkpoint.async_save else self.comm
+        )
         self.layout.build_groups(timeout)
 
     def _build_model(self) -> None:
@@ -85,7 +96,11 @@ class LoopbackEngine(ExportEngine):
             if weight.adapter and weight.param is not None:
                 weight.local.copy_(lora.first_value(weight, config.seed))
         self.model = self.model_type(config, self.shape, self.weights, self.layout, self.device)
-        self.optimizer = build_optimizer(config.optimizer, self.trained(), self.adamw) if config.optimizer else None
+        self.optimizer = (
+            build_optimizer(config.optimizer, self.trained(), self.adamw)
+            if config.optimizer
+            else None
+        )
 
     def files(self) -> Files | None:
         """The folder's weights, or None where they are made from the seed."""
@@ -94,18 +109,33 @@ class LoopbackEngine(ExportEngine):
     def weight_table(self) -> dict[str, Weight]:
         """Every weight of the model in its order, then the adapters; on this rank its boxes."""
         base = dict(weight_shapes(self.shape))
-        adapters = lora.adapter_shapes(self.config.lora, base) if self.config.lora is not None else {}
-        return {name: self.make_weight(name, shape, name in adapters) for name, shape in (base | adapters).items()}
+        adapters = (
+            lora.adapter_shapes(self.config.lora, base) if self.config.lora is not None else {}
+        )
+        return {
+            name: self.make_weight(name, shape, name in adapters)
+            for name, shape in (base | adapters).items()
+        }
 
     def make_weight(self, name: str, shape: tuple[int, ...], adapter: bool) -> Weight:
         """A weight with memory for this rank's box; beside adapters only a value head is trained."""
         box = self.partition.own_box(name, shape)
-        trainable = self.config.optimizer is not None and (self.config.lora is None or adapter or "score." in name)
+        trainable = self.config.optimizer is not None and (
+            self.config.lora is None or adapter or "score." in name
+        )
         home = torch.device("cpu") if self.config.memory.offload_params else self.device
         dtype = DTYPES[self.config.precision.master]
         value = torch.empty(box.shape, dtype=dtype, device=home)
         param = None if box.is_empty else nn.Parameter(value, requires_grad=trainable)
-        return Weight(name=name, shape=shape, box=box, dtype=dtype, param=param, adapter=adapter, trainable=trainable)
+        return Weight(
+            name=name,
+            shape=shape,
+            box=box,
+            dtype=dtype,
+            param=param,
+            adapter=adapter,
+            trainable=trainable,
+        )
 
     def trained(self) -> list[nn.Parameter]:
         """The parameters of this rank that the optimizer moves."""
@@ -113,12 +143,21 @@ class LoopbackEngine(ExportEngine):
 
     def held_and_trained(self) -> list[Weight]:
         """Their weights."""
-        return [weight for weight in self.weights.values() if weight.trainable and weight.param is not None]
+        return [
+            weight
+            for weight in self.weights.values()
+            if weight.trainable and weight.param is not None
+        ]
 
     # --- running -------------------------------------------------------------------------------
 
     def forward_step(
-        self, batch: Batch, *, needs: Sequence[str], temperature: float, coefficients: Tensor | None = None
+        self,
+        batch: Batch,
+        *,
+        needs: Sequence[str],
+        temperature: float,
+        coefficients: Tensor | None = None,
     ) -> TokenOutputs:
         """See ``BaseEngine.forward_step``; ``coefficients`` are not used."""
         del coefficients
@@ -216,13 +255,17 @@ class LoopbackEngine(ExportEngine):
 
     # --- moving and closing --------------------------------------------------------------------
 
-    def to(self, device: str, *, model: bool = True, optimizer: bool = True, grad: bool = True) -> None:
+    def to(
+        self, device: str, *, model: bool = True, optimizer: bool = True, grad: bool = True
+    ) -> None:
         """See ``Engine.to``. Gradients live beside their weights and move with them."""
         self._expect("to", "ready")
         check_device(device, self.device_type)
         check_switches(model=model, optimizer=optimizer, grad=grad)
         if model and not grad and self._has_gradient:
-            raise EngineStateError("to(model=True, grad=False)", "holding gradients", "past optimizer_step")
+            raise EngineStateError(
+                "to(model=True, grad=False)", "holding gradients", "past optimizer_step"
+            )
         away = device == "cpu" and self.device_type != "cpu"
         if model and not self.config.memory.offload_params:
             self.move_weights(torch.device("cpu") if away else self.device)
@@ -245,8 +288,11 @@ class LoopbackEngine(ExportEngine):
     def expect_loaded(self, called: str) -> None:
         """Raise ``EngineStateError`` when what ``called`` needs is not on the device."""
         if "model" in self._away or (called == "train" and "optimizer" in self._away):
-            raise EngineStateError(called, f"offloaded ({', '.join(sorted(self._away))})",
-                                   f"back on its device: call to({self.device_type!r})")  # fmt: skip
+            raise EngineStateError(
+                called,
+                f"offloaded ({', '.join(sorted(self._away))})",
+                f"back on its device: call to({self.device_type!r})",
+            )
 
     def _release(self) -> None:
         self.optimizer = None

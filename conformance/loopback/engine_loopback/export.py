@@ -24,7 +24,14 @@ from engine_loopback.lora import pair_of
 from engine_loopback.parallel import Layout
 from engine_loopback.weights import Weight
 
-_COMPANIONS = ("tokenizer*", "special_tokens_map.json", "vocab.*", "merges.txt", "*.jinja", "generation_config.json")
+_COMPANIONS = (
+    "tokenizer*",
+    "special_tokens_map.json",
+    "vocab.*",
+    "merges.txt",
+    "*.jinja",
+    "generation_config.json",
+)
 
 
 class ExportEngine(CheckpointEngine):
@@ -34,7 +41,11 @@ class ExportEngine(CheckpointEngine):
     raw_config: dict[str, Any]
 
     def get_per_tensor_param(
-        self, *, dtype: torch.dtype | None = None, adapter: Adapter = "merged", bucket_bytes: int = 512 << 20
+        self,
+        *,
+        dtype: torch.dtype | None = None,
+        adapter: Adapter = "merged",
+        bucket_bytes: int = 512 << 20,
     ) -> WeightExport:
         """See ``Engine.get_per_tensor_param``."""
         self._expect("get_per_tensor_param", "ready")
@@ -49,28 +60,46 @@ class ExportEngine(CheckpointEngine):
         self._expect("get_per_tensor_param_shard", "ready")
         check_export(dtype)
         self.check_adapter(adapter)
-        return ((weight.name, self.shard(weight, dtype), weight.box) for weight in self.exported(adapter))
+        return (
+            (weight.name, self.shard(weight, dtype), weight.box)
+            for weight in self.exported(adapter)
+        )
 
     def check_adapter(self, adapter: Adapter) -> None:
         """Raise ``ConfigError`` for an export that this engine cannot give."""
         if adapter not in get_args(Adapter):
-            raise ConfigError("adapter", f"unknown export {adapter!r}", remedy=", ".join(get_args(Adapter)))
+            raise ConfigError(
+                "adapter", f"unknown export {adapter!r}", remedy=", ".join(get_args(Adapter))
+            )
         if adapter != "merged" and self.config.lora is None:
-            raise ConfigError("adapter", f"{adapter}, but there is no adapter", remedy="export with adapter='merged'")
+            raise ConfigError(
+                "adapter",
+                f"{adapter}, but there is no adapter",
+                remedy="export with adapter='merged'",
+            )
 
     def exported(self, adapter: Adapter) -> list[Weight]:
         """What is exported, in the model's order."""
-        given = [weight for weight in self.weights.values() if weight.adapter == (adapter == "only")]
+        given = [
+            weight for weight in self.weights.values() if weight.adapter == (adapter == "only")
+        ]
         return [replace(weight, merges=False) for weight in given] if adapter == "base" else given
 
-    def whole_tensors(self, weights: list[Weight], dtype: torch.dtype | None, bucket_bytes: int) -> WeightExport:
+    def whole_tensors(
+        self, weights: list[Weight], dtype: torch.dtype | None, bucket_bytes: int
+    ) -> WeightExport:
         """One bucket exists at a time."""
         for bucket in self.buckets(weights, dtype, bucket_bytes):
-            whole = [(weight.name, self.assembled(weight, self.shard(weight, dtype))) for weight in bucket]
+            whole = [
+                (weight.name, self.assembled(weight, self.shard(weight, dtype)))
+                for weight in bucket
+            ]
             while whole:
                 yield whole.pop(0)
 
-    def buckets(self, weights: list[Weight], dtype: torch.dtype | None, limit: int) -> Iterator[list[Weight]]:
+    def buckets(
+        self, weights: list[Weight], dtype: torch.dtype | None, limit: int
+    ) -> Iterator[list[Weight]]:
         """Neighbours of together at most ``limit`` bytes as whole tensors, or one larger tensor."""
         bucket, size = list[Weight](), 0
         for weight in weights:
@@ -93,7 +122,11 @@ class ExportEngine(CheckpointEngine):
         if pair is None or weight.param is None:
             return weight.local
         assert self.config.lora is not None
-        delta = self.config.lora.alpha / self.config.lora.rank * (pair[1].local.float() @ pair[0].local.float())
+        delta = (
+            self.config.lora.alpha
+            / self.config.lora.rank
+            * (pair[1].local.float() @ pair[0].local.float())
+        )
         return (weight.local.float() + delta).to(weight.dtype)
 
     def assembled(self, weight: Weight, shard: Tensor) -> Tensor:
@@ -115,7 +148,9 @@ class ExportEngine(CheckpointEngine):
         for name, tensor in self.get_per_tensor_param(dtype=dtype):
             if self.layout.rank == 0:
                 tensors[name] = tensor.to("cpu", copy=True)
-        together(self.comm, lambda: self.write_folder(folder, tensors) if self.layout.rank == 0 else None)
+        together(
+            self.comm, lambda: self.write_folder(folder, tensors) if self.layout.rank == 0 else None
+        )
 
     def write_folder(self, directory: Path, tensors: Mapping[str, Tensor]) -> None:
         """Write beside ``directory`` and move what is complete; raises ``CheckpointWriteError``."""
@@ -130,12 +165,18 @@ class ExportEngine(CheckpointEngine):
             partial.mkdir(parents=True)
             require_room(partial, sum(t.numel() * t.element_size() for t in tensors.values()))
             save_file(dict(tensors), partial / "model.safetensors", metadata={"format": "pt"})
-            (partial / "config.json").write_text(json.dumps(self.hf_config(tensors), indent=2, sort_keys=True))
+            (partial / "config.json").write_text(
+                json.dumps(self.hf_config(tensors), indent=2, sort_keys=True)
+            )
             self.copy_companions(directory, partial)
             replace_folder(partial, directory, stale=("model*.safetensors*",))
         except (OSError, SafetensorError) as error:
-            raise CheckpointWriteError("the model could not be written", where=str(directory), why=str(error),
-                                       remedy="free disk space, or check path and permissions") from error  # fmt: skip
+            raise CheckpointWriteError(
+                "the model could not be written",
+                where=str(directory),
+                why=str(error),
+                remedy="free disk space, or check path and permissions",
+            ) from error
         finally:
             shutil.rmtree(partial, ignore_errors=True)
 
@@ -144,8 +185,15 @@ class ExportEngine(CheckpointEngine):
         dtype = str(next(iter(tensors.values())).dtype).removeprefix("torch.")
         config = {k: v for k, v in self.raw_config.items() if k != "torch_dtype"} | {"dtype": dtype}
         if "score.weight" in tensors:
-            names = [str(n).replace("ForCausalLM", "ForTokenClassification") for n in config.get("architectures") or []]
-            config |= {"architectures": names, "id2label": {"0": "LABEL_0"}, "label2id": {"LABEL_0": 0}}
+            names = [
+                str(n).replace("ForCausalLM", "ForTokenClassification")
+                for n in config.get("architectures") or []
+            ]
+            config |= {
+                "architectures": names,
+                "id2label": {"0": "LABEL_0"},
+                "label2id": {"LABEL_0": 0},
+            }
         return config
 
     def copy_companions(self, directory: Path, partial: Path) -> None:

@@ -69,7 +69,9 @@ class Layers:
 
     def row(self, params: Params, name: str, x: Tensor) -> Tensor:
         """A linear layer whose inputs are split; the bias comes once, after the sum."""
-        return self.with_bias(params, name, self.collectives.reduce_from_tensor(self.linear(params, name, x)))
+        return self.with_bias(
+            params, name, self.collectives.reduce_from_tensor(self.linear(params, name, x))
+        )
 
     def with_bias(self, params: Params, name: str, y: Tensor) -> Tensor:
         """Add the bias if the model has one."""
@@ -79,7 +81,9 @@ class Layers:
     def norm(self, x: Tensor, weight: Tensor) -> Tensor:
         """Root-mean-square norm over the last axis in float32 (Zhang and Sennrich 2019, arXiv:1910.07467, eq. 4)."""
         x32 = x.float()
-        return (x32 * torch.rsqrt(x32.square().mean(-1, keepdim=True) + self.shape.eps)).to(x.dtype) * weight
+        return (x32 * torch.rsqrt(x32.square().mean(-1, keepdim=True) + self.shape.eps)).to(
+            x.dtype
+        ) * weight
 
     # --- attention -----------------------------------------------------------------------------
 
@@ -88,7 +92,9 @@ class Layers:
         x = self.collectives.copy_to_tensor(x)
         q, k, v = (self.heads(self.column(params, f"self_attn.{p}_proj", x)) for p in "qkv")
         if self.shape.qk_norm:
-            q, k = (self.norm(t, params[f"self_attn.{p}_norm.weight"]) for p, t in (("q", q), ("k", k)))
+            q, k = (
+                self.norm(t, params[f"self_attn.{p}_norm.weight"]) for p, t in (("q", q), ("k", k))
+            )
         q, k = self.rope(q, packed.positions), self.rope(k, packed.positions)
         k, v = self.collectives.gather_sequence(k), self.collectives.gather_sequence(v)
         return self.row(params, "self_attn.o_proj", self.attend(q, k, v, packed.mask).flatten(1))
@@ -124,7 +130,9 @@ class Layers:
     def mlp(self, params: Params, x: Tensor) -> Tensor:
         """SwiGLU (Shazeer 2020, arXiv:2002.05202)."""
         x = self.collectives.copy_to_tensor(x)
-        gated = silu(self.column(params, "mlp.gate_proj", x)) * self.column(params, "mlp.up_proj", x)
+        gated = silu(self.column(params, "mlp.gate_proj", x)) * self.column(
+            params, "mlp.up_proj", x
+        )
         return self.row(params, "mlp.down_proj", gated)
 
     def route(self, params: Params, x: Tensor) -> Tensor:
@@ -150,12 +158,20 @@ class Layers:
         for expert in range(self.shape.experts):
             name = f"mlp.experts.{expert}"
             if f"{name}.gate_proj.weight" in params:
-                gated = silu(self.linear(params, f"{name}.gate_proj", x)) * self.linear(params, f"{name}.up_proj", x)
-                total = total + mix[:, expert, None] * self.linear(params, f"{name}.down_proj", gated)
+                gated = silu(self.linear(params, f"{name}.gate_proj", x)) * self.linear(
+                    params, f"{name}.up_proj", x
+                )
+                total = total + mix[:, expert, None] * self.linear(
+                    params, f"{name}.down_proj", gated
+                )
         return total
 
     def block(self, params: Params, x: Tensor, packed: Packed) -> Tensor:
         """One pre-norm layer, ``[n, C]`` → ``[n, C]``."""
         x = x + self.attention(params, self.norm(x, params["input_layernorm.weight"]), packed)
         normed = self.norm(x, params["post_attention_layernorm.weight"])
-        return x + (self.mixture(params, normed) if "mlp.gate.weight" in params else self.mlp(params, normed))
+        return x + (
+            self.mixture(params, normed)
+            if "mlp.gate.weight" in params
+            else self.mlp(params, normed)
+        )

@@ -17,7 +17,9 @@ from engine_loopback.weights import Weight
 PREFIX = "base_model.model."  # what PEFT puts before a module's name
 
 
-def adapter_shapes(lora: LoraConfig, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, tuple[int, ...]]:
+def adapter_shapes(
+    lora: LoraConfig, shapes: Mapping[str, tuple[int, ...]]
+) -> dict[str, tuple[int, ...]]:
     """PEFT's name → shape of the A ``[rank, in]`` and B ``[out, rank]`` of every adapted weight.
 
     Raises:
@@ -27,8 +29,11 @@ def adapter_shapes(lora: LoraConfig, shapes: Mapping[str, tuple[int, ...]]) -> d
     stems = [module for module in modules if is_target(module, lora.target_modules)]
     odd = [stem for stem in stems if not stem.endswith("_proj")]
     if odd or not stems:
-        raise ConfigError("lora.target_modules", f"{lora.target_modules!r} fits {odd[0] if odd else 'nothing'}",
-                          remedy="name projections inside the blocks, or all-linear")  # fmt: skip
+        raise ConfigError(
+            "lora.target_modules",
+            f"{lora.target_modules!r} fits {odd[0] if odd else 'nothing'}",
+            remedy="name projections inside the blocks, or all-linear",
+        )
     result: dict[str, tuple[int, ...]] = {}
     for stem in stems:
         outputs, inputs = shapes[f"{stem}.weight"]
@@ -40,7 +45,11 @@ def adapter_shapes(lora: LoraConfig, shapes: Mapping[str, tuple[int, ...]]) -> d
 def is_target(module: str, targets: Iterable[str] | str) -> bool:
     """As PEFT decides: ``all-linear``, a pattern for the whole name, or a list of endings."""
     if isinstance(targets, str):
-        return module.endswith("_proj") if targets == "all-linear" else re.fullmatch(targets, module) is not None
+        return (
+            module.endswith("_proj")
+            if targets == "all-linear"
+            else re.fullmatch(targets, module) is not None
+        )
     return any(module == target or module.endswith(f".{target}") for target in targets)
 
 

@@ -24,7 +24,12 @@ class Model(Layers):
     """The decoder over a table of weights."""
 
     def __init__(
-        self, config: EngineConfig, shape: Shape, weights: Mapping[str, Weight], layout: Layout, device: torch.device
+        self,
+        config: EngineConfig,
+        shape: Shape,
+        weights: Mapping[str, Weight],
+        layout: Layout,
+        device: torch.device,
     ) -> None:
         super().__init__(shape, Collectives(layout), config.lora)
         self.memory, self.weights, self.layout, self.device = config.memory, weights, layout, device
@@ -56,7 +61,9 @@ class Model(Layers):
             if weight.param is not None and (self.adapter_on or not weight.adapter)
         }
         return {
-            short.removeprefix(prefix): self.weight(name) for short, name in mine.items() if short.startswith(prefix)
+            short.removeprefix(prefix): self.weight(name)
+            for short, name in mine.items()
+            if short.startswith(prefix)
         }
 
     # --- inputs --------------------------------------------------------------------------------
@@ -66,7 +73,9 @@ class Model(Layers):
         lengths = self.padded_lengths(batch)
         ends = torch.tensor([0, *lengths]).cumsum(0)
         total = int(ends[-1])
-        ids = torch.cat([batch.input_ids.cpu(), torch.zeros(total - batch.num_tokens, dtype=torch.int64)])
+        ids = torch.cat(
+            [batch.input_ids.cpu(), torch.zeros(total - batch.num_tokens, dtype=torch.int64)]
+        )
         documents = torch.repeat_interleave(torch.arange(len(lengths)), torch.tensor(lengths))
         positions = self.positions(documents, ends)
         own = self.layout.own_part(torch.arange(total), "sequence")
@@ -78,8 +87,14 @@ class Model(Layers):
             positions == 0,
         )
         on_device = [part.to(self.device) for part in parts]
-        return Packed(ids=on_device[0], positions=on_device[1], targets=on_device[2], mask=on_device[3],
-                      first=on_device[4], size=batch.num_tokens)  # fmt: skip
+        return Packed(
+            ids=on_device[0],
+            positions=on_device[1],
+            targets=on_device[2],
+            mask=on_device[3],
+            first=on_device[4],
+            size=batch.num_tokens,
+        )
 
     def padded_lengths(self, batch: Batch) -> list[int]:
         """The documents' lengths and the padding's, which also stands for an empty micro-batch."""
@@ -103,7 +118,9 @@ class Model(Layers):
         x = self.enter(packed)
         for index in self.own_layers():
             x = self.layer(self.layer_params(index), x, packed)
-        columns = self.leave(x, packed, entropy="entropy" in needs, temperature=temperature).unbind(-1)
+        columns = self.leave(x, packed, entropy="entropy" in needs, temperature=temperature).unbind(
+            -1
+        )
         names = ("values",) if self.shape.kind == "value_model" else ("log_probs", "entropy")
         return TokenOutputs(**dict(zip(names, columns, strict=False)))
 
@@ -129,11 +146,19 @@ class Model(Layers):
     def leave(self, x: Tensor, packed: Packed, *, entropy: bool, temperature: float) -> Tensor:
         """``[T, k]`` outputs of the last stage, on all stages."""
         if self.layout.is_last:
-            outputs, sent = self.head(x, packed, entropy, temperature), torch.zeros((), device=self.device)
+            outputs, sent = (
+                self.head(x, packed, entropy, temperature),
+                torch.zeros((), device=self.device),
+            )
         else:
             columns = 2 if entropy else 1
-            outputs, sent = torch.empty(packed.size, columns, device=self.device), pipeline.send(x, self.layout)
-        return outputs if self.layout.stages == 1 else pipeline.from_last(outputs, sent, self.layout)
+            outputs, sent = (
+                torch.empty(packed.size, columns, device=self.device),
+                pipeline.send(x, self.layout),
+            )
+        return (
+            outputs if self.layout.stages == 1 else pipeline.from_last(outputs, sent, self.layout)
+        )
 
     def head(self, x: Tensor, packed: Packed, entropy: bool, temperature: float) -> Tensor:
         """Last norm and head of this rank's tokens; then all tokens' outputs, each where it belongs."""
@@ -156,9 +181,16 @@ class Model(Layers):
         if len(targets) <= size:
             return self.log_probs(hidden, weight, targets, temperature)
         parts = zip(hidden.split(size), targets.split(size), strict=True)
-        return torch.cat([checkpoint(self.log_probs, h, weight, t, temperature, use_reentrant=False) for h, t in parts])
+        return torch.cat(
+            [
+                checkpoint(self.log_probs, h, weight, t, temperature, use_reentrant=False)
+                for h, t in parts
+            ]
+        )
 
-    def log_probs(self, hidden: Tensor, weight: Tensor, targets: Tensor, temperature: float) -> Tensor:
+    def log_probs(
+        self, hidden: Tensor, weight: Tensor, targets: Tensor, temperature: float
+    ) -> Tensor:
         """``[n, 2]`` float32: log-probability of each target and entropy of its distribution, in nats."""
         log_p = (self.scaled_logits(hidden @ weight.T, temperature)).log_softmax(-1)
         chosen = log_p.gather(-1, targets[:, None]).squeeze(-1)

@@ -20,12 +20,19 @@ class AdamW(torch.optim.Optimizer):
     """Loshchilov and Hutter 2019, arXiv:1711.05101, algorithm 2, the decay scaled by the learning rate as in torch."""
 
     def __init__(
-        self, params: Any, *, lr: float, betas: tuple[float, float] = (0.9, 0.999), eps: float = 1e-8,
+        self,
+        params: Any,
+        *,
+        lr: float,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
         weight_decay: float = 0.0,
-    ) -> None:  # fmt: skip
+    ) -> None:
         if not all(0 <= beta < 1 for beta in betas):
             raise ValueError(f"betas {betas} are not in [0, 1)")
-        super().__init__(params, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay})
+        super().__init__(
+            params, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
+        )
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
@@ -36,7 +43,9 @@ class AdamW(torch.optim.Optimizer):
                 if param.grad is not None:
                     self.adam_update(param, param.grad, self.state[param], group)
 
-    def adam_update(self, param: Tensor, grad: Tensor, state: dict[str, Tensor], group: Group) -> None:
+    def adam_update(
+        self, param: Tensor, grad: Tensor, state: dict[str, Tensor], group: Group
+    ) -> None:
         """One parameter: count, moments, decay, and the move along the corrected moments."""
         if not state:
             state |= {
@@ -74,11 +83,18 @@ def build_optimizer(
     own = {"betas": config.betas, "eps": config.eps} if config.name == "adamw" else {}
     try:
         result: torch.optim.Optimizer = cls(
-            [{"params": list(params)}], lr=config.lr, weight_decay=config.weight_decay, **(own | dict(config.kwargs))
+            [{"params": list(params)}],
+            lr=config.lr,
+            weight_decay=config.weight_decay,
+            **(own | dict(config.kwargs)),
         )
     except (TypeError, ValueError, RuntimeError) as error:
-        raise ConfigError("optimizer.kwargs", f"{config.name} refuses its arguments", why=str(error),
-                          remedy="optimizer.lr, weight_decay and kwargs are passed to its constructor") from error  # fmt: skip
+        raise ConfigError(
+            "optimizer.kwargs",
+            f"{config.name} refuses its arguments",
+            why=str(error),
+            remedy="optimizer.lr, weight_decay and kwargs are passed to its constructor",
+        ) from error
     return result
 
 
@@ -87,11 +103,17 @@ def _import(path: str) -> Any:
     try:
         cls = getattr(importlib.import_module(module), name)
     except (ImportError, AttributeError, ValueError) as error:
-        raise ConfigError("optimizer.name", f"{path!r} is not adamw and cannot be imported", why=str(error),
-                          remedy="give adamw or a class by path, torch.optim.SGD") from error  # fmt: skip
+        raise ConfigError(
+            "optimizer.name",
+            f"{path!r} is not adamw and cannot be imported",
+            why=str(error),
+            remedy="give adamw or a class by path, torch.optim.SGD",
+        ) from error
     if not (isinstance(cls, type) and issubclass(cls, torch.optim.Optimizer)):
         raise ConfigError(
-            "optimizer.name", f"{path!r} is no torch optimizer", remedy="give torch.optim.SGD or the like"
+            "optimizer.name",
+            f"{path!r} is no torch optimizer",
+            remedy="give torch.optim.SGD or the like",
         )
     return cls
 

@@ -16,4 +16,6 @@ class LoopbackOptions:
 
     def __post_init__(self) -> None:
         if self.timeout_s < 1:
-            raise ConfigError("options.timeout_s", f"{self.timeout_s} is not positive", remedy="give seconds")
+            raise ConfigError(
+                "options.timeout_s", f"{self.timeout_s} is not positive", remedy="give seconds"
+            )

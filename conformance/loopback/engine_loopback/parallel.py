@@ -65,7 +65,12 @@ AXES: dict[str, Callable[[Place], tuple[int, ...]]] = {
     "tensor": lambda p: (p.stage, p.data, p.sequence),
     "sequence": lambda p: (p.stage, p.data, p.tensor),
     "stages": lambda p: (p.data, p.sequence, p.tensor),
-    "ends": lambda p: (p.is_end, p.data, p.sequence, p.tensor),  # first and last stage, which share a tied embedding
+    "ends": lambda p: (
+        p.is_end,
+        p.data,
+        p.sequence,
+        p.tensor,
+    ),  # first and last stage, which share a tied embedding
     "copies": lambda p: (p.stage, p.tensor),  # ranks with the same dense weights and other tokens
     "expert": lambda p: (p.stage, p.tensor, p.expert_copy),
     "expert_copies": lambda p: (p.stage, p.tensor, p.expert),
@@ -82,13 +87,19 @@ class Layout:
         others = p.pp * p.tp * self.sequence * p.dp_replicate
         shard = world // others if p.dp_shard == -1 else p.dp_shard
         if shard < 1 or shard * others != world:
-            raise ConfigError("parallelism", f"{p} does not make a world of {world}",
-                              remedy="choose sizes whose product without ep is the number of ranks, or dp_shard: -1")  # fmt: skip
+            raise ConfigError(
+                "parallelism",
+                f"{p} does not make a world of {world}",
+                remedy="choose sizes whose product without ep is the number of ranks, or dp_shard: -1",
+            )
         self.data, self.world, self.rank = p.dp_replicate * shard, world, rank
         if self.data * self.sequence % p.ep:
-            raise ConfigError("parallelism.ep", f"{p.ep} does not divide {self.data * self.sequence} ranks",
-                              why="experts are spread over data- and sequence-parallel ranks",
-                              remedy="choose a divisor")  # fmt: skip
+            raise ConfigError(
+                "parallelism.ep",
+                f"{p.ep} does not divide {self.data * self.sequence} ranks",
+                why="experts are spread over data- and sequence-parallel ranks",
+                remedy="choose a divisor",
+            )
         self.places = [self.place(r) for r in range(world)]
         self.here = self.places[rank]
         self.groups: dict[str, Any] = {}
@@ -98,16 +109,35 @@ class Layout:
         rest, tensor = divmod(rank, self.tensor)
         stage, copy = divmod(rest, self.data * self.sequence)
         data, sequence = divmod(copy, self.sequence)
-        return Place(stage=stage, data=data, sequence=sequence, tensor=tensor, expert=copy % self.expert,
-                     expert_copy=copy // self.expert, is_end=stage in (0, self.stages - 1))  # fmt: skip
+        return Place(
+            stage=stage,
+            data=data,
+            sequence=sequence,
+            tensor=tensor,
+            expert=copy % self.expert,
+            expert_copy=copy // self.expert,
+            is_end=stage in (0, self.stages - 1),
+        )
 
     @property
     def topology(self) -> Topology:
         """This rank for the caller; the first of its data-parallel rank is primary."""
         here = self.here
-        sizes = {"pp": self.stages, "dp": self.data, "sequence": self.sequence, "tp": self.tensor, "ep": self.expert}
-        return Topology(rank=self.rank, world_size=self.world, dp_rank=here.data, dp_size=self.data,
-                        is_primary=here.stage == here.sequence == here.tensor == 0, sizes=sizes)  # fmt: skip
+        sizes = {
+            "pp": self.stages,
+            "dp": self.data,
+            "sequence": self.sequence,
+            "tp": self.tensor,
+            "ep": self.expert,
+        }
+        return Topology(
+            rank=self.rank,
+            world_size=self.world,
+            dp_rank=here.data,
+            dp_size=self.data,
+            is_primary=here.stage == here.sequence == here.tensor == 0,
+            sizes=sizes,
+        )
 
     @property
     def is_first(self) -> bool:
@@ -155,7 +185,11 @@ class Layout:
         """The sum over the group, 16-bit types in float32; every rank gets the same bits."""
         if axis not in self.groups:
             return x
-        total = x.detach().to(torch.float32 if x.dtype == torch.bfloat16 else x.dtype, copy=True).contiguous()
+        total = (
+            x.detach()
+            .to(torch.float32 if x.dtype == torch.bfloat16 else x.dtype, copy=True)
+            .contiguous()
+        )
         dist.all_reduce(total, group=self.groups[axis])
         return total.to(x.dtype)
 
@@ -163,7 +197,10 @@ class Layout:
         """``[n, …]`` of each rank → ``[ranks · n, …]``."""
         if axis not in self.groups:
             return x
-        parts = [torch.empty_like(x, memory_format=torch.contiguous_format) for _ in range(self.size(axis))]
+        parts = [
+            torch.empty_like(x, memory_format=torch.contiguous_format)
+            for _ in range(self.size(axis))
+        ]
         dist.all_gather(parts, x.contiguous(), group=self.groups[axis])
         return torch.cat(parts)
 
@@ -181,7 +218,11 @@ class Layout:
 
     def send(self, x: Tensor, step: int) -> None:
         """To the stage ``step`` further."""
-        dist.send(x.contiguous(), dst=self._stage_rank(self.here.stage + step), group=self.groups["stages"])
+        dist.send(
+            x.contiguous(),
+            dst=self._stage_rank(self.here.stage + step),
+            group=self.groups["stages"],
+        )
 
     def receive(self, like: Tensor, step: int) -> Tensor:
         """From the stage ``step`` further, of the shape and dtype of ``like``."""

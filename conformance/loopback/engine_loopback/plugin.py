@@ -14,12 +14,20 @@ PLUGIN = EnginePlugin(
     name="loopback",
     contract="1.3",
     rows=(
-        Row(model_types=("language_model",), backends=("loopback",), devices=_DEVICES,
-            target="engine_loopback.engine:LoopbackEngineWithLMHead"),
-        Row(model_types=("value_model",), backends=("loopback",), devices=_DEVICES,
-            target="engine_loopback.engine:LoopbackEngineWithValueHead"),
+        Row(
+            model_types=("language_model",),
+            backends=("loopback",),
+            devices=_DEVICES,
+            target="engine_loopback.engine:LoopbackEngineWithLMHead",
+        ),
+        Row(
+            model_types=("value_model",),
+            backends=("loopback",),
+            devices=_DEVICES,
+            target="engine_loopback.engine:LoopbackEngineWithValueHead",
+        ),
     ),
     capabilities=CAPABILITIES,
     options="engine_loopback.options:LoopbackOptions",
     probe=probe_torch,
-)  # fmt: skip
+)

@@ -52,17 +52,28 @@ def read_config(source: ModelSource) -> dict[str, Any]:
     """``config.json`` with the overrides; raises ``ConfigError`` for what this engine does not read or run."""
     file = Path(source.path) / "config.json"
     if source.revision is not None or source.trust_remote_code:
-        raise ConfigError("model", "revision and trust_remote_code belong to models of the hub",
-                          why="the loopback engine reads folders and has its own model", remedy="leave them out")  # fmt: skip
+        raise ConfigError(
+            "model",
+            "revision and trust_remote_code belong to models of the hub",
+            why="the loopback engine reads folders and has its own model",
+            remedy="leave them out",
+        )
     try:
         raw: dict[str, Any] = json.loads(file.read_text())
     except (OSError, ValueError) as error:
-        raise ConfigError("model.path", f"{file} is of no use", why=str(error),
-                          remedy="give a folder that save_pretrained wrote") from error  # fmt: skip
+        raise ConfigError(
+            "model.path",
+            f"{file} is of no use",
+            why=str(error),
+            remedy="give a folder that save_pretrained wrote",
+        ) from error
     for key in source.config_overrides:
         if key not in raw:
-            raise ConfigError(f"model.config_overrides.{key}", "the model's config has no such key",
-                              remedy=near_matches(key, list(raw)))  # fmt: skip
+            raise ConfigError(
+                f"model.config_overrides.{key}",
+                "the model's config has no such key",
+                remedy=near_matches(key, list(raw)),
+            )
     raw |= source.config_overrides
     _refuse(raw)
     return raw
@@ -71,7 +82,8 @@ def read_config(source: ModelSource) -> dict[str, Any]:
 def _refuse(raw: Mapping[str, Any]) -> None:
     rope = rope_of(raw)
     plain = (
-        rope.get("rope_type", rope.get("type", "default")) == "default" and rope.get("partial_rotary_factor", 1) == 1
+        rope.get("rope_type", rope.get("type", "default")) == "default"
+        and rope.get("partial_rotary_factor", 1) == 1
     )
     wrong = {
         f"model_type {raw.get('model_type')!r}": raw.get("model_type") not in FAMILIES,
@@ -83,8 +95,11 @@ def _refuse(raw: Mapping[str, Any]) -> None:
         "quantized weights": raw.get("quantization_config"),
     }
     if found := [name for name, there in wrong.items() if there]:
-        raise ConfigError("model.path", f"config.json asks for {', '.join(found)}",
-                          remedy=f"the loopback engine computes plain {', '.join(FAMILIES)}")  # fmt: skip
+        raise ConfigError(
+            "model.path",
+            f"config.json asks for {', '.join(found)}",
+            remedy=f"the loopback engine computes plain {', '.join(FAMILIES)}",
+        )
 
 
 def rope_of(raw: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -97,7 +112,11 @@ def shape_of(raw: Mapping[str, Any], kind: Kind) -> Shape:
     try:
         return _shape_of(raw, kind)
     except KeyError as error:
-        raise ConfigError("model.path", f"config.json lacks {error}", remedy="use the config.json that belongs to the weights") from error  # fmt: skip
+        raise ConfigError(
+            "model.path",
+            f"config.json lacks {error}",
+            remedy="use the config.json that belongs to the weights",
+        ) from error
 
 
 def _shape_of(raw: Mapping[str, Any], kind: Kind) -> Shape:
@@ -106,19 +125,31 @@ def _shape_of(raw: Mapping[str, Any], kind: Kind) -> Shape:
     moe = family == "qwen3_moe"
     dense, step = set(raw.get("mlp_only_layers") or ()), raw.get("decoder_sparse_step", 1)
     return Shape(
-        family=family, vocab_size=raw["vocab_size"], hidden=raw["hidden_size"], intermediate=raw["intermediate_size"],
-        layers=layers, heads=heads, kv_heads=raw.get("num_key_value_heads") or heads,
-        head_dim=raw.get("head_dim") or raw["hidden_size"] // heads, eps=float(raw.get("rms_norm_eps", 1e-6)),
+        family=family,
+        vocab_size=raw["vocab_size"],
+        hidden=raw["hidden_size"],
+        intermediate=raw["intermediate_size"],
+        layers=layers,
+        heads=heads,
+        kv_heads=raw.get("num_key_value_heads") or heads,
+        head_dim=raw.get("head_dim") or raw["hidden_size"] // heads,
+        eps=float(raw.get("rms_norm_eps", 1e-6)),
         theta=float(rope_of(raw).get("rope_theta", raw.get("rope_theta", 10000.0))),
-        std=float(raw.get("initializer_range", 0.02)), kind=kind,
+        std=float(raw.get("initializer_range", 0.02)),
+        kind=kind,
         tied=bool(raw.get("tie_word_embeddings", False)) and kind == "language_model",
-        value_bias=bool(raw.get("token_classification_bias", True)), qkv_bias=bias or family == "qwen2",
-        o_bias=bias and family != "qwen2", mlp_bias=bool(raw.get("mlp_bias", False)) and family == "llama",
-        experts=raw["num_experts"] if moe else 0, top_k=raw["num_experts_per_tok"] if moe else 0,
+        value_bias=bool(raw.get("token_classification_bias", True)),
+        qkv_bias=bias or family == "qwen2",
+        o_bias=bias and family != "qwen2",
+        mlp_bias=bool(raw.get("mlp_bias", False)) and family == "llama",
+        experts=raw["num_experts"] if moe else 0,
+        top_k=raw["num_experts_per_tok"] if moe else 0,
         expert_intermediate=raw["moe_intermediate_size"] if moe else 0,
         norm_topk_prob=bool(raw.get("norm_topk_prob", False)),
-        sparse_layers=frozenset(i for i in range(layers) if moe and i not in dense and (i + 1) % step == 0),
-    )  # fmt: skip
+        sparse_layers=frozenset(
+            i for i in range(layers) if moe and i not in dense and (i + 1) % step == 0
+        ),
+    )
 
 
 Named = tuple[str, tuple[int, ...]]
@@ -139,8 +170,12 @@ def weight_shapes(shape: Shape) -> Iterator[Named]:
 def _layer(shape: Shape, index: int) -> Iterator[Named]:
     yield "input_layernorm.weight", (shape.hidden,)
     for name, heads in (("q", shape.heads), ("k", shape.kv_heads), ("v", shape.kv_heads)):
-        yield from _linear(f"self_attn.{name}_proj", heads * shape.head_dim, shape.hidden, bias=shape.qkv_bias)
-    yield from _linear("self_attn.o_proj", shape.hidden, shape.heads * shape.head_dim, bias=shape.o_bias)
+        yield from _linear(
+            f"self_attn.{name}_proj", heads * shape.head_dim, shape.hidden, bias=shape.qkv_bias
+        )
+    yield from _linear(
+        "self_attn.o_proj", shape.hidden, shape.heads * shape.head_dim, bias=shape.o_bias
+    )
     if shape.qk_norm:
         yield from ((f"self_attn.{name}_norm.weight", (shape.head_dim,)) for name in "qk")
     yield "post_attention_layernorm.weight", (shape.hidden,)
@@ -149,7 +184,9 @@ def _layer(shape: Shape, index: int) -> Iterator[Named]:
         return
     yield "mlp.gate.weight", (shape.experts, shape.hidden)
     for expert in range(shape.experts):
-        yield from _mlp(f"mlp.experts.{expert}", shape.hidden, shape.expert_intermediate, bias=False)
+        yield from _mlp(
+            f"mlp.experts.{expert}", shape.hidden, shape.expert_intermediate, bias=False
+        )
 
 
 def _linear(name: str, outputs: int, inputs: int, *, bias: bool) -> Iterator[Named]:

@@ -17,10 +17,14 @@ from engine_api.weights import ShardSpec
 from engine_loopback.parallel import Layout, Place
 from engine_loopback.shape import Shape
 
-_COLUMN = re.compile(r"\.(q|k|v|gate|up)_proj\.(weight|bias|lora_B\.weight)$")  # split in dimension 0
+_COLUMN = re.compile(
+    r"\.(q|k|v|gate|up)_proj\.(weight|bias|lora_B\.weight)$"
+)  # split in dimension 0
 _ROW = re.compile(r"\.(o|down)_proj\.(weight|lora_A\.weight)$")  # split in dimension 1
 # Whole on every tensor-parallel rank, but used with that rank's heads, outputs or inputs alone.
-_PARTIAL = re.compile(r"\.(q|k)_norm\.weight$|\.(q|k|v|gate|up)_proj\.lora_A\.weight$|\.(o|down)_proj\.lora_B\.weight$")
+_PARTIAL = re.compile(
+    r"\.(q|k)_norm\.weight$|\.(q|k|v|gate|up)_proj\.lora_A\.weight$|\.(o|down)_proj\.lora_B\.weight$"
+)
 
 
 @dataclass(kw_only=True, eq=False)
@@ -45,7 +49,11 @@ class Weight:
     @property
     def local(self) -> Tensor:
         """This rank's box; live memory, empty where it holds nothing."""
-        return torch.empty(self.box.shape, dtype=self.dtype) if self.param is None else self.param.detach()
+        return (
+            torch.empty(self.box.shape, dtype=self.dtype)
+            if self.param is None
+            else self.param.detach()
+        )
 
 
 class Partition:
@@ -58,19 +66,32 @@ class Partition:
         """Raise ``ConfigError`` where the model cannot be divided evenly."""
         shape, layout = self.shape, self.layout
         if layout.expert > 1 and not shape.experts:
-            raise ConfigError("parallelism.ep", f"{layout.expert}, but the model has no experts", remedy="set it to 1")
+            raise ConfigError(
+                "parallelism.ep",
+                f"{layout.expert}, but the model has no experts",
+                remedy="set it to 1",
+            )
         sizes = {
-            "tp": (layout.tensor, {"attention heads": shape.heads, "key-value heads": shape.kv_heads,
-                                   "intermediate size": shape.intermediate,
-                                   "experts' intermediate size": shape.expert_intermediate}),
+            "tp": (
+                layout.tensor,
+                {
+                    "attention heads": shape.heads,
+                    "key-value heads": shape.kv_heads,
+                    "intermediate size": shape.intermediate,
+                    "experts' intermediate size": shape.expert_intermediate,
+                },
+            ),
             "pp": (layout.stages, {"layers": shape.layers}),
             "ep": (layout.expert, {"experts": shape.experts}),
-        }  # fmt: skip
+        }
         for name, (size, parts) in sizes.items():
             for what, count in parts.items():
                 if count % size:
-                    raise ConfigError(f"parallelism.{name}", f"{size} does not divide {count} {what}",
-                                      remedy="choose a size that divides it")  # fmt: skip
+                    raise ConfigError(
+                        f"parallelism.{name}",
+                        f"{size} does not divide {count} {what}",
+                        remedy="choose a size that divides it",
+                    )
 
     def stages(self, name: str) -> tuple[int, ...]:
         """The pipeline stages that hold a weight; a tied embedding is on the first and on the last."""
@@ -134,18 +155,26 @@ class Files:
             try:
                 handle: Any = safe_open(path, framework="pt")
             except (SafetensorError, OSError) as error:
-                raise ConfigError("model.path", f"{path} cannot be read", why=str(error), remedy="fetch it again") from error  # fmt: skip
+                raise ConfigError(
+                    "model.path", f"{path} cannot be read", why=str(error), remedy="fetch it again"
+                ) from error
             self.handles |= dict.fromkeys(handle.keys(), handle)
 
     def read(self, weight: Weight) -> Tensor:
         """A weight's box; raises ``ConfigError`` where the file has another shape or lacks it."""
         if weight.name not in self.handles:
-            raise ConfigError("model.path", f"{self.folder} has no tensor {weight.name} (*.safetensors)",
-                              remedy="use the files that belong to config.json, or model.init: random")  # fmt: skip
+            raise ConfigError(
+                "model.path",
+                f"{self.folder} has no tensor {weight.name} (*.safetensors)",
+                remedy="use the files that belong to config.json, or model.init: random",
+            )
         source = self.handles[weight.name].get_slice(weight.name)
         if tuple(source.get_shape()) != weight.shape:
-            raise ConfigError("model.path", f"{weight.name} is {tuple(source.get_shape())}, config.json says {weight.shape}",
-                              remedy="use files and config.json of the same model")  # fmt: skip
+            raise ConfigError(
+                "model.path",
+                f"{weight.name} is {tuple(source.get_shape())}, config.json says {weight.shape}",
+                remedy="use files and config.json of the same model",
+            )
         result: Tensor = source[weight.box.slices]
         return result
 
@@ -155,7 +184,9 @@ def fill(weights: Mapping[str, Weight], files: Files | None, seed: int, std: flo
     for weight in weights.values():
         if weight.param is None or weight.adapter:
             continue
-        absent = files is None or (weight.name.startswith("score.") and weight.name not in files.handles)
+        absent = files is None or (
+            weight.name.startswith("score.") and weight.name not in files.handles
+        )
         value = random_weight(weight, seed, std) if absent else files.read(weight)  # type: ignore[union-attr]
         weight.local.copy_(value)
 

@@ -37,7 +37,9 @@ class MergedWithoutScale(LoopbackEngine):
 
     def merged(self, weight: Weight) -> Tensor:
         config, lora = self.config, self.config.lora
-        self.config = config if lora is None else replace(config, lora=replace(lora, alpha=float(lora.rank)))
+        self.config = (
+            config if lora is None else replace(config, lora=replace(lora, alpha=float(lora.rank)))
+        )
         try:
             return super().merged(weight)
         finally:

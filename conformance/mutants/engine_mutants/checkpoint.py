@@ -46,7 +46,9 @@ class OptimizerNotRestored(LoopbackEngine):
     """A load restores the weights, and the optimizer begins with empty moments."""
 
     def _install_state(self, tensors: Mapping[str, Tensor]) -> None:
-        super()._install_state({key: value for key, value in tensors.items() if not key.startswith("optim.")})
+        super()._install_state(
+            {key: value for key, value in tensors.items() if not key.startswith("optim.")}
+        )
 
 
 @mutant("checkpoint.gold", group=GROUP, seen_in="Megatron-Bridge #5680")
@@ -65,7 +67,9 @@ class DummyStepOnLoad(LoopbackEngine):
 class StepAheadOfMoments(LoopbackEngine):
     """The optimizer's step count is one more after a load, so that moments are corrected for another step."""
 
-    def restore_state(self, optimizer: torch.optim.Optimizer, weight: Weight, field: str, value: Tensor) -> None:
+    def restore_state(
+        self, optimizer: torch.optim.Optimizer, weight: Weight, field: str, value: Tensor
+    ) -> None:
         super().restore_state(optimizer, weight, field, value + 1 if field == "step" else value)
 
 
@@ -73,8 +77,12 @@ class StepAheadOfMoments(LoopbackEngine):
 class StepCountNotRestored(LoopbackEngine):
     """Moments are restored and their step count is not: the correction of their bias begins anew."""
 
-    def restore_state(self, optimizer: torch.optim.Optimizer, weight: Weight, field: str, value: Tensor) -> None:
-        super().restore_state(optimizer, weight, field, torch.zeros(()) if field == "step" else value)
+    def restore_state(
+        self, optimizer: torch.optim.Optimizer, weight: Weight, field: str, value: Tensor
+    ) -> None:
+        super().restore_state(
+            optimizer, weight, field, torch.zeros(()) if field == "step" else value
+        )
 
 
 @mutant("checkpoint.foreign", group=GROUP)
@@ -101,7 +109,9 @@ class ExpertMomentsReversed(LoopbackEngine):
         def other(key: str) -> str:
             if not key.startswith("optim."):
                 return key
-            return re.sub(r"experts\.(\d+)", lambda m: f"experts.{self.shape.experts - 1 - int(m[1])}", key)
+            return re.sub(
+                r"experts\.(\d+)", lambda m: f"experts.{self.shape.experts - 1 - int(m[1])}", key
+            )
 
         super()._install_state({key: tensors[other(key)] for key in tensors})
 
@@ -119,7 +129,9 @@ class ScheduleStartsAnew(LoopbackEngine):
 
     def _apply_optimizer(self, lr: float) -> None:
         optimizer = self._require_optimizer("step")
-        super()._apply_optimizer(optimizer.lr * lr_factor(self.config.schedule, self._step - self.first))
+        super()._apply_optimizer(
+            optimizer.lr * lr_factor(self.config.schedule, self._step - self.first)
+        )
 
 
 @mutant("checkpoint.resume_bitwise", group=GROUP)
@@ -176,7 +188,10 @@ class MomentsSavedInBfloat16(LoopbackEngine):
 
     def state_shards(self) -> Shards:
         state = super().state_shards()
-        return {k: (t.bfloat16().to(t.dtype) if k.startswith("optim.") else t, s) for k, (t, s) in state.items()}
+        return {
+            k: (t.bfloat16().to(t.dtype) if k.startswith("optim.") else t, s)
+            for k, (t, s) in state.items()
+        }
 
 
 @mutant("checkpoint.resume_moe", group=GROUP, seen_in="NeMo-RL #3544")
@@ -185,7 +200,9 @@ class UnusedMomentsBecomeNan(LoopbackEngine):
 
     def state_shards(self) -> Shards:
         state = super().state_shards()
-        return {k: (t * (t / t) if k.endswith(".exp_avg_sq") else t, s) for k, (t, s) in state.items()}
+        return {
+            k: (t * (t / t) if k.endswith(".exp_avg_sq") else t, s) for k, (t, s) in state.items()
+        }
 
 
 @mutant("checkpoint.keys", group=GROUP)
@@ -213,15 +230,26 @@ class LayersNumberedWithinStage(LoopbackEngine):
     def state_shards(self) -> Shards:
         first = self.model.own_layers().start
         own = {key: box for key, box in super().state_shards().items() if not box[1].is_empty}
-        return {re.sub(r"layers\.(\d+)", lambda m: f"layers.{int(m[1]) - first}", key): own[key] for key in own}
+        return {
+            re.sub(r"layers\.(\d+)", lambda m: f"layers.{int(m[1]) - first}", key): own[key]
+            for key in own
+        }
 
 
-@mutant("parallel.tp_checkpoint", group="tp", world=2, seen_in="verl, miles and AReaL state it as a limit")
+@mutant(
+    "parallel.tp_checkpoint",
+    group="tp",
+    world=2,
+    seen_in="verl, miles and AReaL state it as a limit",
+)
 class ShardsWithoutPlace(LoopbackEngine):
     """Each rank saves its shard as if it were the whole: only the same ranks could put it together."""
 
     def state_shards(self) -> Shards:
-        return {key: (value, ShardSpec.whole(value.shape)) for key, (value, _) in super().state_shards().items()}
+        return {
+            key: (value, ShardSpec.whole(value.shape))
+            for key, (value, _) in super().state_shards().items()
+        }
 
 
 @mutant("checkpoint.keys", group=GROUP, world=2)
@@ -229,7 +257,10 @@ class CopiesSaved(LoopbackEngine):
     """Every data-parallel rank writes its copy of the weights."""
 
     def state_shards(self) -> Shards:
-        return {key: (value, replace(box, replica=0)) for key, (value, box) in super().state_shards().items()}
+        return {
+            key: (value, replace(box, replica=0))
+            for key, (value, box) in super().state_shards().items()
+        }
 
 
 @mutant("checkpoint.resume_bitwise", group=GROUP)
@@ -247,7 +278,10 @@ class WrittenUnderFinalName(LoopbackEngine):
     """The folder stands under its final name before anything is in it."""
 
     def save_checkpoint(self, directory: Path | str, *, extra: Extra = None) -> CheckpointHandle:
-        with _instead("_prepare", lambda prepare: lambda final, partial: (prepare(final, partial), final.mkdir())):
+        with _instead(
+            "_prepare",
+            lambda prepare: lambda final, partial: (prepare(final, partial), final.mkdir()),
+        ):
             return super().save_checkpoint(directory, extra=extra)
 
 
@@ -257,7 +291,10 @@ class LatestBeforeRename(LoopbackEngine):
 
     def save_checkpoint(self, directory: Path | str, *, extra: Extra = None) -> CheckpointHandle:
         def early(prepare: Callable[..., None]) -> Callable[..., Any]:
-            return lambda final, partial: (prepare(final, partial), (final.parent / "latest").write_text(final.name))
+            return lambda final, partial: (
+                prepare(final, partial),
+                (final.parent / "latest").write_text(final.name),
+            )
 
         with _instead("_prepare", early):
             return super().save_checkpoint(directory, extra=extra)
@@ -272,7 +309,9 @@ class AsyncSaveReadsLiveTensors(LoopbackEngine):
 
     def save_checkpoint(self, directory: Path | str, *, extra: Extra = None) -> CheckpointHandle:
         live = self.state_shards()
-        with _instead("write", lambda write: lambda place, **rest: write(place, **rest | {"state": live})):
+        with _instead(
+            "write", lambda write: lambda place, **rest: write(place, **rest | {"state": live})
+        ):
             return super().save_checkpoint(directory, extra=extra)
 
 
@@ -293,7 +332,11 @@ class HandleDoneEarly(LoopbackEngine):
     def save_checkpoint(self, directory: Path | str, *, extra: Extra = None) -> CheckpointHandle:
         super().save_checkpoint(directory, extra=extra)
         early: Future[CheckpointInfo] = Future()
-        early.set_result(CheckpointInfo(path=Path(directory), step=self._step, extra=dict(extra or {}), num_bytes=0))
+        early.set_result(
+            CheckpointInfo(
+                path=Path(directory), step=self._step, extra=dict(extra or {}), num_bytes=0
+            )
+        )
         return early
 
 
@@ -315,9 +358,18 @@ class SizeOnlyChecked(LoopbackEngine):
 
     def load_checkpoint(self, directory: Path | str) -> CheckpointInfo:
         def sizes(verify: Callable[..., None]) -> Callable[..., None]:
-            there = lambda folder, name: (folder / name).is_file()  # noqa: E731 - one question
-            same = lambda folder, name, want: there(folder, name) and (folder / name).stat().st_size == want["bytes"]  # noqa: E731
-            return lambda folder, files: verify(folder, {n: w for n, w in files.items() if not same(folder, n, w)})
+            def has_size(path: Path, size: int) -> bool:
+                return path.is_file() and path.stat().st_size == size
+
+            def verify_others(folder: Path, files: Mapping[str, Any]) -> None:
+                others = {
+                    name: wanted
+                    for name, wanted in files.items()
+                    if not has_size(folder / name, wanted["bytes"])
+                }
+                verify(folder, others)
+
+            return verify_others
 
         with _instead("verify_files", sizes):
             return super().load_checkpoint(directory)
@@ -337,7 +389,9 @@ class StateDroppedBeforeRead(LoopbackEngine):
 class OtherModelAccepted(LoopbackEngine):
     """Weights that a checkpoint lacks keep their values, as with ``strict=False``."""
 
-    def _state_layout(self, entries: Mapping[str, Entry]) -> dict[str, tuple[ShardSpec, torch.dtype]]:
+    def _state_layout(
+        self, entries: Mapping[str, Entry]
+    ) -> dict[str, tuple[ShardSpec, torch.dtype]]:
         return {key: box for key, box in super()._state_layout(entries).items() if key in entries}
 
     def _install_state(self, tensors: Mapping[str, Tensor]) -> None:
@@ -368,7 +422,9 @@ class FilesReadAnywhere(LoopbackEngine):
 
     def load_checkpoint(self, directory: Path | str) -> CheckpointInfo:
         def anywhere(raw: dict[str, Any], *_: Any) -> manifest.Shard:
-            return manifest.Shard(file=raw["file"], offset=tuple(raw["offset"]), shape=tuple(raw["shape"]))
+            return manifest.Shard(
+                file=raw["file"], offset=tuple(raw["offset"]), shape=tuple(raw["shape"])
+            )
 
         with patch.object(manifest, "_shard", anywhere):
             return super().load_checkpoint(directory)

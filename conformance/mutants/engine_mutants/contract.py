@@ -39,7 +39,9 @@ class UnknownOptionIgnored(Edits):
     """Options that the engine does not know are dropped."""
 
     def edited(self, config: EngineConfig) -> EngineConfig:
-        return replace(config, options={k: v for k, v in (config.options or {}).items() if k == "timeout_s"})
+        return replace(
+            config, options={k: v for k, v in (config.options or {}).items() if k == "timeout_s"}
+        )
 
 
 @mutant("contract.bad_configuration", group="core")
@@ -47,7 +49,11 @@ class UnknownOverrideIgnored(Edits):
     """Overrides of the model's config are applied to attributes, where a misspelt one changes nothing."""
 
     def edited(self, config: EngineConfig) -> EngineConfig:
-        known = {k: v for k, v in config.model.config_overrides.items() if k in ("rope_theta", "num_hidden_layers")}
+        known = {
+            k: v
+            for k, v in config.model.config_overrides.items()
+            if k in ("rope_theta", "num_hidden_layers")
+        }
         return replace(config, model=replace(config.model, config_overrides=known))
 
 
@@ -72,9 +78,16 @@ class ZeroDenominatorIsDefault(LoopbackEngine):
     """A denominator of zero is taken for none."""
 
     def train_batch(
-        self, batch: Batch, loss: LossFn, *, denominator: float | None = None, temperature: float = 1.0
+        self,
+        batch: Batch,
+        loss: LossFn,
+        *,
+        denominator: float | None = None,
+        temperature: float = 1.0,
     ) -> TrainOutput:
-        return super().train_batch(batch, loss, denominator=denominator or None, temperature=temperature)
+        return super().train_batch(
+            batch, loss, denominator=denominator or None, temperature=temperature
+        )
 
 
 @mutant("contract.bad_arguments", group="core")
@@ -84,7 +97,9 @@ class TemperatureClamped(LoopbackEngine):
     def infer_batch(
         self, batch: Batch, *, temperature: float = 1.0, entropy: bool = False, adapter: bool = True
     ) -> TokenOutputs:
-        return super().infer_batch(batch, temperature=max(temperature, 1e-4), entropy=entropy, adapter=adapter)
+        return super().infer_batch(
+            batch, temperature=max(temperature, 1e-4), entropy=entropy, adapter=adapter
+        )
 
 
 @mutant("contract.bad_arguments", group="core")
@@ -103,7 +118,9 @@ class ExitsOnBadArguments(LoopbackEngine):
 class UnknownDeviceIgnored(LoopbackEngine):
     """``to`` a device that it does not know does nothing."""
 
-    def to(self, device: str, *, model: bool = True, optimizer: bool = True, grad: bool = True) -> None:
+    def to(
+        self, device: str, *, model: bool = True, optimizer: bool = True, grad: bool = True
+    ) -> None:
         if device in ("cpu", self.device_type):
             super().to(device, model=model, optimizer=optimizer, grad=grad)
 
@@ -116,9 +133,16 @@ class ArgumentRenamed(LoopbackEngine):
     """``infer_batch`` calls its ``adapter`` by another name."""
 
     def infer_batch(
-        self, batch: Batch, *, temperature: float = 1.0, entropy: bool = False, use_adapter: bool = True
+        self,
+        batch: Batch,
+        *,
+        temperature: float = 1.0,
+        entropy: bool = False,
+        use_adapter: bool = True,
     ) -> TokenOutputs:
-        return super().infer_batch(batch, temperature=temperature, entropy=entropy, adapter=use_adapter)
+        return super().infer_batch(
+            batch, temperature=temperature, entropy=entropy, adapter=use_adapter
+        )
 
 
 @mutant("contract.signatures", group="core")
@@ -126,7 +150,11 @@ class OtherDefault(LoopbackEngine):
     """The export's dtype is bfloat16 where none is asked for."""
 
     def get_per_tensor_param(
-        self, *, dtype: torch.dtype | None = torch.bfloat16, adapter: Adapter = "merged", bucket_bytes: int = 512 << 20
+        self,
+        *,
+        dtype: torch.dtype | None = torch.bfloat16,
+        adapter: Adapter = "merged",
+        bucket_bytes: int = 512 << 20,
     ) -> WeightExport:
         return super().get_per_tensor_param(dtype=dtype, adapter=adapter, bucket_bytes=bucket_bytes)
 
@@ -146,7 +174,11 @@ class EmptyExportAfterClose(LoopbackEngine):
     """After ``close`` the export is empty, which is no error."""
 
     def get_per_tensor_param(
-        self, *, dtype: torch.dtype | None = None, adapter: Adapter = "merged", bucket_bytes: int = 512 << 20
+        self,
+        *,
+        dtype: torch.dtype | None = None,
+        adapter: Adapter = "merged",
+        bucket_bytes: int = 512 << 20,
     ) -> WeightExport:
         if self._state == "closed":
             return iter(())
@@ -197,8 +229,14 @@ class CloseAbandonsSave(LoopbackEngine):
 class MomentsInTheWay(LoopbackEngine):
     """An engine without an optimizer wants a checkpoint without moments: a reference cannot read the policy's."""
 
-    def _state_layout(self, entries: Mapping[str, Entry]) -> dict[str, tuple[ShardSpec, torch.dtype]]:
-        moments = {} if self.optimizer else {k: (ShardSpec.whole(()), torch.float32) for k in entries if "optim." in k}
+    def _state_layout(
+        self, entries: Mapping[str, Entry]
+    ) -> dict[str, tuple[ShardSpec, torch.dtype]]:
+        moments = (
+            {}
+            if self.optimizer
+            else {k: (ShardSpec.whole(()), torch.float32) for k in entries if "optim." in k}
+        )
         return super()._state_layout(entries) | moments
 
 
@@ -259,9 +297,13 @@ class _Answers(LoopbackEngine):
     def infer_batch(
         self, batch: Batch, *, temperature: float = 1.0, entropy: bool = False, adapter: bool = True
     ) -> TokenOutputs:
-        given = super().infer_batch(batch, temperature=temperature, entropy=entropy, adapter=adapter)
+        given = super().infer_batch(
+            batch, temperature=temperature, entropy=entropy, adapter=adapter
+        )
         named = {f.name: getattr(given, f.name) for f in fields(TokenOutputs)}
-        return TokenOutputs(**{k: None if v is None else self.changed(v, batch) for k, v in named.items()})
+        return TokenOutputs(
+            **{k: None if v is None else self.changed(v, batch) for k, v in named.items()}
+        )
 
     def changed(self, value: Tensor, batch: Batch) -> Tensor | None:
         del batch
@@ -273,7 +315,9 @@ class NanAtOneTokenDocuments(_Answers):
     """A document of one token is answered with NaN, the mean over nothing."""
 
     def changed(self, value: Tensor, batch: Batch) -> Tensor:
-        single = torch.repeat_interleave(torch.tensor(batch.lengths) == 1, torch.tensor(batch.lengths))
+        single = torch.repeat_interleave(
+            torch.tensor(batch.lengths) == 1, torch.tensor(batch.lengths)
+        )
         return value.masked_fill(single, float("nan"))
 
 
@@ -335,7 +379,12 @@ class LossIsTensor(LoopbackEngine):
     """``train_batch`` reports its loss as a tensor."""
 
     def train_batch(
-        self, batch: Batch, loss: LossFn, *, denominator: float | None = None, temperature: float = 1.0
+        self,
+        batch: Batch,
+        loss: LossFn,
+        *,
+        denominator: float | None = None,
+        temperature: float = 1.0,
     ) -> TrainOutput:
         given = super().train_batch(batch, loss, denominator=denominator, temperature=temperature)
         return replace(given, loss=torch.tensor(given.loss))  # type: ignore[arg-type] - the defect

@@ -59,7 +59,9 @@ class FusedHalvesSwapped(LoopbackEngine):
         swap = {"gate_proj": "up_proj", "up_proj": "gate_proj"}
         part = weight.name.split(".")[-2]
         fused = ".experts." in weight.name and part in swap
-        return super().shard(self.weights[weight.name.replace(part, swap[part])] if fused else weight, dtype)
+        return super().shard(
+            self.weights[weight.name.replace(part, swap[part])] if fused else weight, dtype
+        )
 
 
 @mutant("export.exact", group="core")
@@ -107,8 +109,12 @@ class ExportIntoOneBuffer(LoopbackEngine):
 
     def whole_tensors(self, weights: list[Weight], dtype: Dtype, bucket_bytes: int) -> WeightExport:
         for bucket in self.buckets(weights, dtype, bucket_bytes):
-            memory = torch.empty(max(torch.Size(w.shape).numel() for w in bucket), dtype=dtype or torch.float32)
-            views = [memory[: torch.Size(weight.shape).numel()].view(weight.shape) for weight in bucket]
+            memory = torch.empty(
+                max(torch.Size(w.shape).numel() for w in bucket), dtype=dtype or torch.float32
+            )
+            views = [
+                memory[: torch.Size(weight.shape).numel()].view(weight.shape) for weight in bucket
+            ]
             for weight, view in zip(bucket, views, strict=True):
                 view.copy_(self.assembled(weight, self.shard(weight, dtype)))
             yield from ((weight.name, view) for weight, view in zip(bucket, views, strict=True))
@@ -153,7 +159,9 @@ class TiedHeadExported(LoopbackEngine):
         if self.shape.tied:
             yield (
                 "lm_head.weight",
-                self.assembled(self.weights[_EMBEDDING], self.shard(self.weights[_EMBEDDING], dtype)),
+                self.assembled(
+                    self.weights[_EMBEDDING], self.shard(self.weights[_EMBEDDING], dtype)
+                ),
             )
 
 
@@ -198,7 +206,10 @@ class ExpertsNumberedWithinRank(LoopbackEngine):
 
     def whole_tensors(self, weights: list[Weight], dtype: Dtype, bucket_bytes: int) -> WeightExport:
         own = self.shape.experts // self.layout.expert
-        moved = {f".experts.{e}.": f".experts.{(e + own) % self.shape.experts}." for e in range(self.shape.experts)}
+        moved = {
+            f".experts.{e}.": f".experts.{(e + own) % self.shape.experts}."
+            for e in range(self.shape.experts)
+        }
         for name, tensor in super().whole_tensors(weights, dtype, bucket_bytes):
             found = next((old for old in moved if old in name), None)
             yield (name.replace(found, moved[found]) if found else name), tensor
@@ -211,7 +222,9 @@ class ExpertsNumberedWithinRank(LoopbackEngine):
 class ReplicasNotCounted(LoopbackEngine):
     """Every copy says that it is the first."""
 
-    def get_per_tensor_param_shard(self, *, dtype: Dtype = None, adapter: Adapter = "merged") -> ShardExport:
+    def get_per_tensor_param_shard(
+        self, *, dtype: Dtype = None, adapter: Adapter = "merged"
+    ) -> ShardExport:
         export = super().get_per_tensor_param_shard(dtype=dtype, adapter=adapter)
         return ((name, shard, replace(box, replica=0)) for name, shard, box in export)
 
@@ -220,15 +233,24 @@ class ReplicasNotCounted(LoopbackEngine):
 class ShardsSorted(LoopbackEngine):
     """Shards come sorted by name, not in the export's order."""
 
-    def get_per_tensor_param_shard(self, *, dtype: Dtype = None, adapter: Adapter = "merged") -> ShardExport:
-        return iter(sorted(super().get_per_tensor_param_shard(dtype=dtype, adapter=adapter), key=lambda one: one[0]))
+    def get_per_tensor_param_shard(
+        self, *, dtype: Dtype = None, adapter: Adapter = "merged"
+    ) -> ShardExport:
+        return iter(
+            sorted(
+                super().get_per_tensor_param_shard(dtype=dtype, adapter=adapter),
+                key=lambda one: one[0],
+            )
+        )
 
 
 @mutant("parallel.tp", group="export-shards", world=2)
 class ColumnOffsetsLost(LoopbackEngine):
     """Shards of a weight that is split by columns all say that they begin at the first."""
 
-    def get_per_tensor_param_shard(self, *, dtype: Dtype = None, adapter: Adapter = "merged") -> ShardExport:
+    def get_per_tensor_param_shard(
+        self, *, dtype: Dtype = None, adapter: Adapter = "merged"
+    ) -> ShardExport:
         for name, shard, box in super().get_per_tensor_param_shard(dtype=dtype, adapter=adapter):
             yield name, shard, replace(box, offset=(*box.offset[:1], *(0 for _ in box.offset[1:])))
 
@@ -237,7 +259,9 @@ class ColumnOffsetsLost(LoopbackEngine):
 class ShardsGathered(LoopbackEngine):
     """Each shard is cut out of the whole tensor, which all ranks gather for it."""
 
-    def get_per_tensor_param_shard(self, *, dtype: Dtype = None, adapter: Adapter = "merged") -> ShardExport:
+    def get_per_tensor_param_shard(
+        self, *, dtype: Dtype = None, adapter: Adapter = "merged"
+    ) -> ShardExport:
         for weight in self.exported(adapter):
             whole = self.assembled(weight, self.shard(weight, dtype))
             yield weight.name, whole[weight.box.slices], weight.box
@@ -251,7 +275,9 @@ class StaleShards(LoopbackEngine):
         super()._build()
         self.read = {weight.name: weight.local.clone() for weight in self.weights.values()}
 
-    def get_per_tensor_param_shard(self, *, dtype: Dtype = None, adapter: Adapter = "merged") -> ShardExport:
+    def get_per_tensor_param_shard(
+        self, *, dtype: Dtype = None, adapter: Adapter = "merged"
+    ) -> ShardExport:
         export = super().get_per_tensor_param_shard(dtype=dtype, adapter=adapter)
         return ((name, self.read[name].to(shard.dtype), box) for name, shard, box in export)
 
@@ -265,7 +291,11 @@ class FolderNotStepped(LoopbackEngine):
 
     def write_folder(self, directory: Path, tensors: Mapping[str, Tensor]) -> None:
         files = self.files()
-        read = {name: files.handles[name].get_tensor(name).to(t.dtype) for name, t in tensors.items()} if files else {}
+        read = (
+            {name: files.handles[name].get_tensor(name).to(t.dtype) for name, t in tensors.items()}
+            if files
+            else {}
+        )
         super().write_folder(directory, {**tensors, **read})
 
 

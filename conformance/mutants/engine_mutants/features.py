@@ -64,7 +64,9 @@ class ExpertsGateAndUpSwapped(Model):
         total = torch.zeros_like(x)
         for expert in range(self.shape.experts):
             name = f"mlp.experts.{expert}"
-            gated = silu(self.linear(params, f"{name}.up_proj", x)) * self.linear(params, f"{name}.gate_proj", x)
+            gated = silu(self.linear(params, f"{name}.up_proj", x)) * self.linear(
+                params, f"{name}.gate_proj", x
+            )
             total = total + mix[:, expert, None] * self.linear(params, f"{name}.down_proj", gated)
         return total
 
@@ -164,14 +166,18 @@ class MovedOptimizerKeepsOld(LoopbackEngine):
         for weight in self.weights.values():
             if weight.param is not None:
                 trains = weight.param.requires_grad
-                weight.param = torch.nn.Parameter(weight.param.detach().to(device, copy=True), requires_grad=trains)
+                weight.param = torch.nn.Parameter(
+                    weight.param.detach().to(device, copy=True), requires_grad=trains
+                )
 
 
 @mutant("memory.to", group="offload")
 class MovedMomentsAreZero(LoopbackEngine):
     """Second moments are made anew when the optimizer's state comes back."""
 
-    def to(self, device: str, *, model: bool = True, optimizer: bool = True, grad: bool = True) -> None:
+    def to(
+        self, device: str, *, model: bool = True, optimizer: bool = True, grad: bool = True
+    ) -> None:
         super().to(device, model=model, optimizer=optimizer, grad=grad)
         if optimizer and self.optimizer is not None:
             move_state(self.optimizer, self.device)
@@ -221,7 +227,9 @@ class HalfPrecisionLosesMasters(LoopbackEngine):
 class UpdatesRoundedToWeights(AdamW):
     """Updates are formed in bfloat16, so that those below half a unit of the weight are lost."""
 
-    def adam_update(self, param: Tensor, grad: Tensor, state: dict[str, Tensor], group: Group) -> None:
+    def adam_update(
+        self, param: Tensor, grad: Tensor, state: dict[str, Tensor], group: Group
+    ) -> None:
         before = param.clone()
         super().adam_update(param, grad, state, group)
         param.copy_(before + (param.bfloat16() - before.bfloat16()).to(param.dtype))
@@ -238,9 +246,13 @@ class OldLogProbsRecomputed(LoopbackEngine):
         self, parts: Sequence[Batch], loss: LossFn, denominator: float, temperature: float
     ) -> list[LossOutput]:
         with torch.no_grad():
-            outputs = [self.model.outputs(part, ("log_probs",), temperature).log_probs for part in parts]
-        now = [part if new is None else part.with_fields(old_log_probs=new)
-               for part, new in zip(parts, outputs, strict=True)]  # fmt: skip
+            outputs = [
+                self.model.outputs(part, ("log_probs",), temperature).log_probs for part in parts
+            ]
+        now = [
+            part if new is None else part.with_fields(old_log_probs=new)
+            for part, new in zip(parts, outputs, strict=True)
+        ]
         return super()._run_train(now, loss, denominator, temperature)
 
 
@@ -253,7 +265,9 @@ class LongAnswersWeighLess(LoopbackEngine):
     ) -> list[LossOutput]:
         mean, results = sum(part.num_tokens for part in parts) / len(parts), list[LossOutput]()
         for part in parts:
-            results += super()._run_train([part], loss, denominator * (part.num_tokens or 1) / mean, temperature)
+            results += super()._run_train(
+                [part], loss, denominator * (part.num_tokens or 1) / mean, temperature
+            )
         return results
 
 

@@ -36,7 +36,9 @@ class MaskOffByOne(Model):
     """A token sees the next one too, which it is to predict."""
 
     def document_mask(self, documents: Tensor, own: Tensor) -> Tensor:
-        return (documents[own][:, None] == documents) & (own[:, None] + 1 >= torch.arange(len(documents)))
+        return (documents[own][:, None] == documents) & (
+            own[:, None] + 1 >= torch.arange(len(documents))
+        )
 
 
 @mutant("forward.isolation", group="core", part="model", seen_in="transformers #46634")
@@ -55,7 +57,9 @@ class MaskedTokensUnseen(Model):
         packed = super().pack(batch)
         if "loss_weight" not in batch.fields:
             return packed
-        seen = pad(batch.loss_weight.cpu() > 0, (0, packed.mask.shape[1] - batch.num_tokens)).to(self.device)
+        seen = pad(batch.loss_weight.cpu() > 0, (0, packed.mask.shape[1] - batch.num_tokens)).to(
+            self.device
+        )
         diagonal = torch.eye(*packed.mask.shape, dtype=torch.bool, device=self.device)
         return replace(packed, mask=packed.mask & (seen | packed.first | diagonal))
 
@@ -125,8 +129,12 @@ class SoftmaxInBfloat16(Model):
     """Attention's weights are rounded to bfloat16 though the computation is float32."""
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
-        scores = torch.einsum("qhd,khd->hqk", q, k.repeat_interleave(q.shape[1] // k.shape[1], dim=1))
-        weights = (scores.float() / math.sqrt(q.shape[-1])).masked_fill(~mask, -math.inf).softmax(-1)
+        scores = torch.einsum(
+            "qhd,khd->hqk", q, k.repeat_interleave(q.shape[1] // k.shape[1], dim=1)
+        )
+        weights = (
+            (scores.float() / math.sqrt(q.shape[-1])).masked_fill(~mask, -math.inf).softmax(-1)
+        )
         v = v.repeat_interleave(q.shape[1] // v.shape[1], dim=1)
         return torch.einsum("hqk,khd->qhd", weights.bfloat16().to(v.dtype), v)
 
@@ -150,7 +158,9 @@ class HeadNormsAfterRope(Model):
         q, k, v = (self.heads(self.column(params, f"self_attn.{p}_proj", x)) for p in "qkv")
         q, k = self.rope(q, packed.positions), self.rope(k, packed.positions)
         if self.shape.qk_norm:
-            q, k = (self.norm(t, params[f"self_attn.{p}_norm.weight"]) for p, t in (("q", q), ("k", k)))
+            q, k = (
+                self.norm(t, params[f"self_attn.{p}_norm.weight"]) for p, t in (("q", q), ("k", k))
+            )
         k, v = self.collectives.gather_sequence(k), self.collectives.gather_sequence(v)
         return self.row(params, "self_attn.o_proj", self.attend(q, k, v, packed.mask).flatten(1))
 
@@ -198,7 +208,10 @@ class LastChunkDropped(Model):
 
     def chunked(self, hidden: Tensor, targets: Tensor, temperature: float) -> Tensor:
         whole = len(targets) - len(targets) % self.memory.logit_chunk or len(targets)
-        return pad(super().chunked(hidden[:whole], targets[:whole], temperature), (0, 0, 0, len(targets) - whole))
+        return pad(
+            super().chunked(hidden[:whole], targets[:whole], temperature),
+            (0, 0, 0, len(targets) - whole),
+        )
 
 
 @mutant("forward.microbatch_split", group="core", part="model")
@@ -241,7 +254,9 @@ class LogitsInBfloat16(Model):
 class LogProbsInBfloat16(Model):
     """Log-probs are computed in the model's bfloat16 and handed out as float32."""
 
-    def log_probs(self, hidden: Tensor, weight: Tensor, targets: Tensor, temperature: float) -> Tensor:
+    def log_probs(
+        self, hidden: Tensor, weight: Tensor, targets: Tensor, temperature: float
+    ) -> Tensor:
         log_p = ((hidden @ weight.T) / temperature).log_softmax(-1)
         chosen = log_p.gather(-1, targets[:, None]).squeeze(-1)
         return torch.stack((chosen, -(log_p.exp() * log_p).sum(-1)), dim=-1).float()
@@ -251,7 +266,9 @@ class LogProbsInBfloat16(Model):
 class TemperatureAfterSoftmax(Model):
     """Log-probs are divided by the temperature, not the logits."""
 
-    def log_probs(self, hidden: Tensor, weight: Tensor, targets: Tensor, temperature: float) -> Tensor:
+    def log_probs(
+        self, hidden: Tensor, weight: Tensor, targets: Tensor, temperature: float
+    ) -> Tensor:
         return super().log_probs(hidden, weight, targets, 1.0) / temperature
 
 
@@ -259,7 +276,9 @@ class TemperatureAfterSoftmax(Model):
 class EntropyAtOne(Model):
     """Entropy is that of temperature 1."""
 
-    def log_probs(self, hidden: Tensor, weight: Tensor, targets: Tensor, temperature: float) -> Tensor:
+    def log_probs(
+        self, hidden: Tensor, weight: Tensor, targets: Tensor, temperature: float
+    ) -> Tensor:
         chosen = super().log_probs(hidden, weight, targets, temperature)[:, 0]
         return torch.stack((chosen, super().log_probs(hidden, weight, targets, 1.0)[:, 1]), dim=-1)
 
@@ -271,7 +290,11 @@ class OutputsInMicroBatchOrder(LoopbackEngine):
     def _prepare(self, batch: Batch, *, needs_weight: bool) -> MicroBatches:
         parts = super()._prepare(batch, needs_weight=needs_weight)
         order, number = [d for part in parts.documents for d in part], count()
-        return replace(parts, batch=batch.select(order), documents=[[next(number) for _ in p] for p in parts.documents])
+        return replace(
+            parts,
+            batch=batch.select(order),
+            documents=[[next(number) for _ in p] for p in parts.documents],
+        )
 
 
 @mutant("train.visible_at_once", group="core", part="model", seen_in="NeMo-RL #227")
@@ -280,7 +303,11 @@ class StaleWeights(Model):
 
     def weight(self, name: str) -> Tensor:
         copies: dict[str, Tensor] = self.__dict__.setdefault("copies", {})
-        return super().weight(name) if self.training else copies.setdefault(name, super().weight(name).clone())
+        return (
+            super().weight(name)
+            if self.training
+            else copies.setdefault(name, super().weight(name).clone())
+        )
 
 
 @mutant("forward.no_documents", group="dp", world=2, deadline=0.1)
@@ -311,7 +338,9 @@ class TrainingDropsOut(Model):
 class TrainingHeadFused(Model):
     """Training takes another formula for the same log-probs, which rounds elsewhere."""
 
-    def log_probs(self, hidden: Tensor, weight: Tensor, targets: Tensor, temperature: float) -> Tensor:
+    def log_probs(
+        self, hidden: Tensor, weight: Tensor, targets: Tensor, temperature: float
+    ) -> Tensor:
         both = super().log_probs(hidden, weight, targets, temperature)
         if not self.training:
             return both

@@ -31,7 +31,9 @@ class KnowsWriter(LoopbackEngine):
     foreign = False
 
     def load_checkpoint(self, directory: Path | str) -> CheckpointInfo:
-        self._expect("load_checkpoint", "ready")  # else a case that closes an engine would catch the manifest's absence
+        self._expect(
+            "load_checkpoint", "ready"
+        )  # else a case that closes an engine would catch the manifest's absence
         self.foreign = read_manifest(locate(Path(directory))).engine != self._name
         return super().load_checkpoint(directory)
 
@@ -41,7 +43,9 @@ class OptimizerStaysBehind(KnowsWriter):
     """Of another engine's checkpoint the weights are taken, and its optimizer is left behind."""
 
     def _install_state(self, tensors: Mapping[str, Tensor]) -> None:
-        super()._install_state({k: t for k, t in tensors.items() if not (self.foreign and k.startswith("optim."))})
+        super()._install_state(
+            {k: t for k, t in tensors.items() if not (self.foreign and k.startswith("optim."))}
+        )
 
 
 @mutant("checkpoint.partner_tp", group=GROUP, world=2)
@@ -49,7 +53,10 @@ class ForeignMomentsCutByRank(KnowsWriter):
     """Moments that another engine saved are cut by tensor-parallel rank as flat memory, also of weights split by columns."""
 
     def optimizer_layout(self, entries: Mapping[str, Entry]) -> Boxes:
-        return {key: (self.cut(box), dtype) for key, (box, dtype) in super().optimizer_layout(entries).items()}
+        return {
+            key: (self.cut(box), dtype)
+            for key, (box, dtype) in super().optimizer_layout(entries).items()
+        }
 
     def cut(self, box: ShardSpec) -> ShardSpec:
         """Of a box of whole rows or columns as many elements in rows."""
@@ -60,15 +67,21 @@ class ForeignMomentsCutByRank(KnowsWriter):
         assert math.prod(shape) == math.prod(box.shape)
         return replace(box, offset=(rows * self.layout.here.tensor, 0), shape=shape)
 
-    def restore_state(self, optimizer: torch.optim.Optimizer, weight: Weight, field: str, value: Tensor) -> None:
-        super().restore_state(optimizer, weight, field, value.view(weight.box.shape) if value.dim() else value)
+    def restore_state(
+        self, optimizer: torch.optim.Optimizer, weight: Weight, field: str, value: Tensor
+    ) -> None:
+        super().restore_state(
+            optimizer, weight, field, value.view(weight.box.shape) if value.dim() else value
+        )
 
 
 @mutant("checkpoint.partner_pp", group=GROUP, world=2)
 class ForeignStepOfFirstStage(KnowsWriter):
     """The step count of another engine's optimizer is restored on a pipeline's first stage only."""
 
-    def restore_state(self, optimizer: torch.optim.Optimizer, weight: Weight, field: str, value: Tensor) -> None:
+    def restore_state(
+        self, optimizer: torch.optim.Optimizer, weight: Weight, field: str, value: Tensor
+    ) -> None:
         lost = self.foreign and field == "step" and self.layout.here.stage > 0
         super().restore_state(optimizer, weight, field, torch.zeros_like(value) if lost else value)
 
@@ -78,14 +91,19 @@ class MomentsAtPlaceOfStage(LoopbackEngine):
     """In a pipeline of tensor-parallel ranks, moments are read at the stage's number instead of the tensor rank's."""
 
     def optimizer_layout(self, entries: Mapping[str, Entry]) -> Boxes:
-        return {key: (self.moved(box), dtype) for key, (box, dtype) in super().optimizer_layout(entries).items()}
+        return {
+            key: (self.moved(box), dtype)
+            for key, (box, dtype) in super().optimizer_layout(entries).items()
+        }
 
     def moved(self, box: ShardSpec) -> ShardSpec:
         """The box of the tensor-parallel rank with this stage's number."""
         if self.layout.stages != self.layout.tensor or box.is_empty:
             return box
-        offset = [0 if own == whole else own * self.layout.here.stage
-                  for own, whole in zip(box.shape, box.global_shape, strict=True)]  # fmt: skip
+        offset = [
+            0 if own == whole else own * self.layout.here.stage
+            for own, whole in zip(box.shape, box.global_shape, strict=True)
+        ]
         return replace(box, offset=tuple(offset))
 
 
@@ -100,7 +118,9 @@ class ForeignExpertsReversed(KnowsWriter):
             if not (self.foreign and self.layout.expert > 1 and key.startswith("optim.")):
                 return key
             return re.sub(
-                r"experts\.(\d+)", lambda m: f"experts.{int(m[1]) // own * own + own - 1 - int(m[1]) % own}", key
+                r"experts\.(\d+)",
+                lambda m: f"experts.{int(m[1]) // own * own + own - 1 - int(m[1]) % own}",
+                key,
             )
 
         super()._install_state({key: tensors[other(key)] for key in tensors})

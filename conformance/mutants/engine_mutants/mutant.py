@@ -13,7 +13,11 @@ from engine_api.capabilities import Capability
 from engine_api.config import Parallelism
 from engine_api.registry import EngineRegistry
 from engine_conformance.cases import Target
-from engine_loopback.engine import LoopbackEngine, LoopbackEngineWithLMHead, LoopbackEngineWithValueHead
+from engine_loopback.engine import (
+    LoopbackEngine,
+    LoopbackEngineWithLMHead,
+    LoopbackEngineWithValueHead,
+)
 
 __all__ = ["MUTANTS", "PARTNER", "Mutant", "install", "mutant"]
 
@@ -22,7 +26,12 @@ HEADS: Mapping[str, type[LoopbackEngine]] = {
     "value_model": LoopbackEngineWithValueHead,
 }
 # Under which attribute the engine names the class that it makes.
-PARTS = {"model": "model_type", "partition": "partition_type", "layout": "layout_type", "optimizer": "adamw"}
+PARTS = {
+    "model": "model_type",
+    "partition": "partition_type",
+    "layout": "layout_type",
+    "optimizer": "adamw",
+}
 PARTNER = "loopback-partner"  # the engine without a defect under a second name, for what two engines owe each other
 
 
@@ -58,9 +67,15 @@ class Mutant:
     def target(self, root: Path) -> Target:
         """The setting in which it must be caught."""
         return Target(
-            backend=self.name, root=root, world=self.world, dtype=self.dtype, model_type=self.model_type,
-            layout=Parallelism(**self.layout), partner=PARTNER, patience=self.deadline,
-        )  # fmt: skip
+            backend=self.name,
+            root=root,
+            world=self.world,
+            dtype=self.dtype,
+            model_type=self.model_type,
+            layout=Parallelism(**self.layout),
+            partner=PARTNER,
+            patience=self.deadline,
+        )
 
 
 MUTANTS: dict[str, Mutant] = {}
@@ -85,7 +100,9 @@ def mutant(
     """
 
     def register(mixin: type) -> type:
-        words = "".join(f"-{letter.lower()}" if letter.isupper() else letter for letter in mixin.__name__)
+        words = "".join(
+            f"-{letter.lower()}" if letter.isupper() else letter for letter in mixin.__name__
+        )
         name = f"mutant{words}"
         assert name not in MUTANTS, f"two mutants are called {name}"
         module, targets = sys.modules[mixin.__module__], dict[str, str]()
@@ -94,10 +111,19 @@ def mutant(
             setattr(module, made.__name__, made)  # ranks import it by name
             targets[kind] = f"{mixin.__module__}:{made.__name__}"
         MUTANTS[name] = Mutant(
-            name=name, group=group, defect=inspect.cleandoc(mixin.__doc__ or "").splitlines()[0], case=case,
-            world=world, dtype=dtype, model_type=model_type, seen_in=seen_in, hides=frozenset(hides),
-            deadline=deadline, layout=dict(layout), targets=targets,
-        )  # fmt: skip
+            name=name,
+            group=group,
+            defect=inspect.cleandoc(mixin.__doc__ or "").splitlines()[0],
+            case=case,
+            world=world,
+            dtype=dtype,
+            model_type=model_type,
+            seen_in=seen_in,
+            hides=frozenset(hides),
+            deadline=deadline,
+            layout=dict(layout),
+            targets=targets,
+        )
         return mixin
 
     return register

@@ -29,7 +29,12 @@ from engine_mutants.mutant import mutant
 # --- data parallelism and hybrid sharding ----------------------------------------------------------
 
 
-@mutant("train.uneven_ranks", group="dp", world=2, seen_in="prime-rl #2562, miles #3231, Megatron-LM #4590")
+@mutant(
+    "train.uneven_ranks",
+    group="dp",
+    world=2,
+    seen_in="prime-rl #2562, miles #3231, Megatron-LM #4590",
+)
 class RanksWeighAlike(LoopbackEngine):
     """A rank with few tokens weighs as much as one with many: each divides by its own number of tokens."""
 
@@ -37,7 +42,9 @@ class RanksWeighAlike(LoopbackEngine):
         self, parts: Sequence[Batch], loss: LossFn, denominator: float, temperature: float
     ) -> list[LossOutput]:
         own = sum(float(part.loss_weight.sum()) for part in parts if part.num_tokens)
-        return super()._run_train(parts, loss, own * self.topology.dp_size or denominator, temperature)
+        return super()._run_train(
+            parts, loss, own * self.topology.dp_size or denominator, temperature
+        )
 
 
 @mutant("parallel.hsdp", group="hsdp", world=2, seen_in="torchtitan #2318")
@@ -88,18 +95,26 @@ class InputGradientOfOwnPart(Model):
 class PaddedVocabularyInSoftmax(Model):
     """Rows that pad the vocabulary to a multiple of 128 a rank enter the log-sum-exp."""
 
-    def log_probs(self, hidden: Tensor, weight: Tensor, targets: Tensor, temperature: float) -> Tensor:
+    def log_probs(
+        self, hidden: Tensor, weight: Tensor, targets: Tensor, temperature: float
+    ) -> Tensor:
         padded = pad(weight, (0, 0, 0, -len(weight) % (128 * self.layout.tensor)))
         return super().log_probs(hidden, padded, targets, temperature)
 
 
-@mutant("train.moe", group="moe", part="model", world=2, layout={"tp": 2}, seen_in="Megatron-LM #7452")
+@mutant(
+    "train.moe", group="moe", part="model", world=2, layout={"tp": 2}, seen_in="Megatron-LM #7452"
+)
 class RouterGradientOfOwnPart(Model):
     """Under tensor parallelism the router's gradient comes from a rank's own part of the experts."""
 
     def route(self, params: Params, x: Tensor) -> Tensor:
         mix = super().route(params, x)
-        return mix if self.layout.tensor == 1 else mix.detach() + (mix - mix.detach()) / self.layout.tensor
+        return (
+            mix
+            if self.layout.tensor == 1
+            else mix.detach() + (mix - mix.detach()) / self.layout.tensor
+        )
 
 
 # --- pipelines -------------------------------------------------------------------------------------
@@ -134,7 +149,11 @@ class NormOfOwnStage(LoopbackEngine):
     """The gradient's norm is that of a stage's own layers."""
 
     def gradient_norm(self) -> float:
-        own = [w.held.grad for w in self.held_and_trained() if self.counts(w) and w.held.grad is not None]
+        own = [
+            w.held.grad
+            for w in self.held_and_trained()
+            if self.counts(w) and w.held.grad is not None
+        ]
         squares = torch.stack([grad.double().square().sum() for grad in own]).sum()
         return math.sqrt(float(self.layout.all_reduce(squares, "copies")))
 
@@ -147,7 +166,10 @@ class LastStageAnswersAlone(Model):
         given = super().outputs(batch, needs, temperature)
         if self.layout.is_last or given.log_probs is None or given.log_probs.requires_grad:
             return given
-        return TokenOutputs(log_probs=given.log_probs * 0, entropy=None if given.entropy is None else given.entropy * 0)
+        return TokenOutputs(
+            log_probs=given.log_probs * 0,
+            entropy=None if given.entropy is None else given.entropy * 0,
+        )
 
 
 @mutant("parallel.pp_indivisible", group="pp", part="partition", world=2)
@@ -238,7 +260,9 @@ class ExpertGradientsAveraged(LoopbackEngine):
 
     def sum_over_copies(self, weight: Weight, grad: Tensor) -> Tensor:
         total = super().sum_over_copies(weight, grad)
-        return total if self.partition.expert_rank(weight.name) is None else total / self.layout.expert
+        return (
+            total if self.partition.expert_rank(weight.name) is None else total / self.layout.expert
+        )
 
 
 @mutant("parallel.ep", group="ep", part="model", world=2)

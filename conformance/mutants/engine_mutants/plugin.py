@@ -23,9 +23,13 @@ def _descriptor(one: Mutant) -> EnginePlugin:
         for kind, target in one.targets.items()
     )
     return EnginePlugin(
-        name=one.name, contract=LOOPBACK.contract, rows=rows, capabilities=LOOPBACK.capabilities - one.hides,
-        options=LOOPBACK.options, probe=LOOPBACK.probe,
-    )  # fmt: skip
+        name=one.name,
+        contract=LOOPBACK.contract,
+        rows=rows,
+        capabilities=LOOPBACK.capabilities - one.hides,
+        options=LOOPBACK.options,
+        probe=LOOPBACK.probe,
+    )
 
 
 _ROWS = tuple(replace(row, backends=(PARTNER,)) for row in LOOPBACK.rows)

@@ -128,7 +128,9 @@ class AdapterSwitchIgnored(LoopbackEngine):
 class MoveIgnored(LoopbackEngine):
     """Offload is not declared, and ``to`` does nothing."""
 
-    def to(self, device: str, *, model: bool = True, optimizer: bool = True, grad: bool = True) -> None:
+    def to(
+        self, device: str, *, model: bool = True, optimizer: bool = True, grad: bool = True
+    ) -> None:
         self._expect("to", "ready")
 
 
@@ -162,7 +164,9 @@ class Float16IsBfloat16(Edits):
 
     def edited(self, config: EngineConfig) -> EngineConfig:
         asked = {f.name: getattr(config.precision, f.name) for f in fields(Precision)}
-        known: dict[str, Any] = {name: "bfloat16" if dtype == "float16" else dtype for name, dtype in asked.items()}
+        known: dict[str, Any] = {
+            name: "bfloat16" if dtype == "float16" else dtype for name, dtype in asked.items()
+        }
         return replace(config, precision=Precision(**known))
 
 
@@ -174,7 +178,11 @@ class AsyncIgnored(Edits):
         return replace(config, checkpoint=replace(config.checkpoint, async_save=False))
 
 
-@mutant("refusal.portable-checkpoint", group="portable-checkpoint", hides=(Capability.PORTABLE_CHECKPOINT,))
+@mutant(
+    "refusal.portable-checkpoint",
+    group="portable-checkpoint",
+    hides=(Capability.PORTABLE_CHECKPOINT,),
+)
 class LoadIgnored(LoopbackEngine):
     """Portable checkpoints are not declared, and loading one does nothing."""
 

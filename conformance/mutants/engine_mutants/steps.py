@@ -31,7 +31,9 @@ class ScheduleAhead(LoopbackEngine):
 
     def _apply_optimizer(self, lr: float) -> None:
         assert self.config.optimizer is not None
-        super()._apply_optimizer(self.config.optimizer.lr * lr_factor(self.config.schedule, self._step + 1))
+        super()._apply_optimizer(
+            self.config.optimizer.lr * lr_factor(self.config.schedule, self._step + 1)
+        )
 
 
 @mutant("train.trajectory", group="core")
@@ -222,7 +224,9 @@ class ScheduleCountsCalls(LoopbackEngine):
 
     def _apply_optimizer(self, lr: float) -> None:
         assert self.config.optimizer is not None
-        super()._apply_optimizer(self.config.optimizer.lr * lr_factor(self.config.schedule, self.calls))
+        super()._apply_optimizer(
+            self.config.optimizer.lr * lr_factor(self.config.schedule, self.calls)
+        )
 
 
 @mutant("steps.nonfinite", group="core")
@@ -276,7 +280,9 @@ class LossErrorRenamed(LoopbackEngine):
         try:
             return super()._run_train(parts, loss, denominator, temperature)
         except KeyError as error:
-            raise EngineStateError("train_batch", str(error), "given a loss that does not raise") from error
+            raise EngineStateError(
+                "train_batch", str(error), "given a loss that does not raise"
+            ) from error
 
 
 @mutant("steps.loss_raises", group="core")
@@ -317,5 +323,9 @@ class BadBatchLeftOut(LoopbackEngine):
     """A document with a token outside the vocabulary is trained as if its tokens were others."""
 
     def _prepare(self, batch: Batch, *, needs_weight: bool) -> MicroBatches:
-        kept = Batch(input_ids=batch.input_ids % self.vocab_size, cu_seqlens=batch.cu_seqlens, fields=batch.fields)
+        kept = Batch(
+            input_ids=batch.input_ids % self.vocab_size,
+            cu_seqlens=batch.cu_seqlens,
+            fields=batch.fields,
+        )
         return super()._prepare(kept, needs_weight=needs_weight)

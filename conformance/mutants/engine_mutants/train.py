@@ -30,7 +30,9 @@ Parts = Sequence[Batch]
 class LossTimesRanks(LoopbackEngine):
     """The loss is multiplied by the ranks against an average that the reduction does not take."""
 
-    def _run_train(self, parts: Parts, loss: LossFn, denominator: float, temperature: float) -> list[LossOutput]:
+    def _run_train(
+        self, parts: Parts, loss: LossFn, denominator: float, temperature: float
+    ) -> list[LossOutput]:
         return super()._run_train(parts, loss, denominator / self.layout.data, temperature)
 
 
@@ -46,7 +48,9 @@ class GradientsAveraged(LoopbackEngine):
 class OwnDenominator(LoopbackEngine):
     """Each rank divides by its own tokens, and the gradients are averaged: few tokens weigh as much as many."""
 
-    def _run_train(self, parts: Parts, loss: LossFn, denominator: float, temperature: float) -> list[LossOutput]:
+    def _run_train(
+        self, parts: Parts, loss: LossFn, denominator: float, temperature: float
+    ) -> list[LossOutput]:
         own = sum(float(part.loss_weight.sum()) for part in parts if part.num_tokens) or 1.0
         return super()._run_train(parts, loss, own * self.layout.data, temperature)
 
@@ -55,7 +59,9 @@ class OwnDenominator(LoopbackEngine):
 class DividedByMicroBatches(LoopbackEngine):
     """The loss is divided by the number of micro-batches on top of the denominator."""
 
-    def _run_train(self, parts: Parts, loss: LossFn, denominator: float, temperature: float) -> list[LossOutput]:
+    def _run_train(
+        self, parts: Parts, loss: LossFn, denominator: float, temperature: float
+    ) -> list[LossOutput]:
         return super()._run_train(parts, loss, denominator * len(parts), temperature)
 
 
@@ -63,7 +69,9 @@ class DividedByMicroBatches(LoopbackEngine):
 class MeanOfMeans(LoopbackEngine):
     """Each micro-batch divides by its own weights, and their mean is taken."""
 
-    def _run_train(self, parts: Parts, loss: LossFn, denominator: float, temperature: float) -> list[LossOutput]:
+    def _run_train(
+        self, parts: Parts, loss: LossFn, denominator: float, temperature: float
+    ) -> list[LossOutput]:
         results: list[LossOutput] = []
         for part in parts:
             own = float(part.loss_weight.sum()) if part.num_tokens else 0.0
@@ -86,7 +94,9 @@ class DenominatorCountsTokens(LoopbackEngine):
 class CallersDenominatorIgnored(LoopbackEngine):
     """The gradient is divided by the sum of weights; what is reported, by the caller's denominator."""
 
-    def _run_train(self, parts: Parts, loss: LossFn, denominator: float, temperature: float) -> list[LossOutput]:
+    def _run_train(
+        self, parts: Parts, loss: LossFn, denominator: float, temperature: float
+    ) -> list[LossOutput]:
         total = sum(float(part.loss_weight.sum()) for part in parts if part.num_tokens)
         return super()._run_train(parts, loss, total or denominator, temperature)
 
@@ -97,7 +107,10 @@ class MetricsAveraged(LoopbackEngine):
 
     def _sum_over_data_parallel(self, outputs: Sequence[LossOutput]) -> dict[str, float]:
         sums = super()._sum_over_data_parallel(outputs)
-        return {name: value / (1 if name == "loss" else self.layout.data) for name, value in sums.items()}
+        return {
+            name: value / (1 if name == "loss" else self.layout.data)
+            for name, value in sums.items()
+        }
 
 
 @mutant("train.policy", group="tp", world=2, layout={"tp": 2})
@@ -105,7 +118,10 @@ class MetricsOncePerRank(LoopbackEngine):
     """Metrics are summed over all ranks, though those of one data-parallel rank have the same tokens."""
 
     def _sum_over_data_parallel(self, outputs: Sequence[LossOutput]) -> dict[str, float]:
-        sums, copies = super()._sum_over_data_parallel(outputs), self.layout.world // self.layout.data
+        sums, copies = (
+            super()._sum_over_data_parallel(outputs),
+            self.layout.world // self.layout.data,
+        )
         return {name: value * (1 if name == "loss" else copies) for name, value in sums.items()}
 
 
@@ -156,10 +172,17 @@ class SecondCallZeroes(LoopbackEngine):
     """Each forward_backward begins by zeroing the gradient."""
 
     def forward_backward(
-        self, batch: Batch, loss: LossFn, *, denominator: float | None = None, temperature: float = 1.0
+        self,
+        batch: Batch,
+        loss: LossFn,
+        *,
+        denominator: float | None = None,
+        temperature: float = 1.0,
     ) -> ForwardBackwardOutput:
         self._zero_grad()
-        return super().forward_backward(batch, loss, denominator=denominator, temperature=temperature)
+        return super().forward_backward(
+            batch, loss, denominator=denominator, temperature=temperature
+        )
 
 
 @mutant("train.microbatches", group="core", seen_in="Megatron-LM #6660")
@@ -223,8 +246,12 @@ class NoBiasCorrection(AdamW):
 class CoupledDecay(AdamW):
     """Weight decay is added to the gradient (L2), not to the weight."""
 
-    def adam_update(self, param: Tensor, grad: Tensor, state: dict[str, Tensor], group: Group) -> None:
-        super().adam_update(param, grad + group["weight_decay"] * param, state, group | {"weight_decay": 0.0})
+    def adam_update(
+        self, param: Tensor, grad: Tensor, state: dict[str, Tensor], group: Group
+    ) -> None:
+        super().adam_update(
+            param, grad + group["weight_decay"] * param, state, group | {"weight_decay": 0.0}
+        )
 
 
 @mutant("train.trajectory", group="core", part="optimizer")
@@ -256,7 +283,9 @@ class EpsInsideRoot(AdamW):
 class EpsBeforeCorrection(AdamW):
     """Epsilon is added before the second moment is corrected, so that it is 30 times larger at the first step."""
 
-    def adam_update(self, param: Tensor, grad: Tensor, state: dict[str, Tensor], group: Group) -> None:
+    def adam_update(
+        self, param: Tensor, grad: Tensor, state: dict[str, Tensor], group: Group
+    ) -> None:
         step = float(state.get("step", torch.zeros(()))) + 1
         eps = group["eps"] / math.sqrt(1 - group["betas"][1] ** step)
         super().adam_update(param, grad, state, group | {"eps": eps})
@@ -266,7 +295,9 @@ class EpsBeforeCorrection(AdamW):
 class EpsOfDefault(AdamW):
     """Epsilon is 1e-8 whatever the configuration says."""
 
-    def adam_update(self, param: Tensor, grad: Tensor, state: dict[str, Tensor], group: Group) -> None:
+    def adam_update(
+        self, param: Tensor, grad: Tensor, state: dict[str, Tensor], group: Group
+    ) -> None:
         super().adam_update(param, grad, state, group | {"eps": 1e-8})
 
 
@@ -274,7 +305,9 @@ class EpsOfDefault(AdamW):
 class BetasOfDefault(AdamW):
     """Betas are (0.9, 0.999) whatever the configuration says."""
 
-    def adam_update(self, param: Tensor, grad: Tensor, state: dict[str, Tensor], group: Group) -> None:
+    def adam_update(
+        self, param: Tensor, grad: Tensor, state: dict[str, Tensor], group: Group
+    ) -> None:
         super().adam_update(param, grad, state, group | {"betas": (0.9, 0.999)})
 
 
@@ -282,7 +315,9 @@ class BetasOfDefault(AdamW):
 class UpdateUnderApplied(AdamW):
     """At an equal gradient the weights move two per cent less."""
 
-    def adam_update(self, param: Tensor, grad: Tensor, state: dict[str, Tensor], group: Group) -> None:
+    def adam_update(
+        self, param: Tensor, grad: Tensor, state: dict[str, Tensor], group: Group
+    ) -> None:
         before = param.clone()
         super().adam_update(param, grad, state, group)
         param.lerp_(before, 0.02)
@@ -326,7 +361,9 @@ class OptimizersKwargsDropped(LoopbackEngine):
     def _build_model(self) -> None:
         super()._build_model()
         assert self.config.optimizer is not None
-        self.optimizer = build_optimizer(replace(self.config.optimizer, kwargs={}), self.trained(), self.adamw)
+        self.optimizer = build_optimizer(
+            replace(self.config.optimizer, kwargs={}), self.trained(), self.adamw
+        )
 
 
 # --- who is trained -----------------------------------------------------------------------------
@@ -336,15 +373,21 @@ class OptimizersKwargsDropped(LoopbackEngine):
 class TiedHeadDetached(Model):
     """A tied embedding gets the gradient of its use as embedding alone."""
 
-    def log_probs(self, hidden: Tensor, weight: Tensor, targets: Tensor, temperature: float) -> Tensor:
-        return super().log_probs(hidden, weight.detach() if self.shape.tied else weight, targets, temperature)
+    def log_probs(
+        self, hidden: Tensor, weight: Tensor, targets: Tensor, temperature: float
+    ) -> Tensor:
+        return super().log_probs(
+            hidden, weight.detach() if self.shape.tied else weight, targets, temperature
+        )
 
 
 @mutant("train.visible_at_once", group="core", part="model", seen_in="NeMo-RL #227")
 class TiedHeadCopied(Model):
     """In inference a tied head is a copy of the embedding from before the first step."""
 
-    def log_probs(self, hidden: Tensor, weight: Tensor, targets: Tensor, temperature: float) -> Tensor:
+    def log_probs(
+        self, hidden: Tensor, weight: Tensor, targets: Tensor, temperature: float
+    ) -> Tensor:
         copy = self.__dict__.setdefault("head_copy", weight.detach().clone())
         fresh = self.training or not self.shape.tied
         return super().log_probs(hidden, weight if fresh else copy, targets, temperature)
@@ -377,7 +420,9 @@ class PaddingRowFrozen(LoopbackEngine):
 class EntropyDetached(Model):
     """Entropy is right, and has no gradient."""
 
-    def log_probs(self, hidden: Tensor, weight: Tensor, targets: Tensor, temperature: float) -> Tensor:
+    def log_probs(
+        self, hidden: Tensor, weight: Tensor, targets: Tensor, temperature: float
+    ) -> Tensor:
         chosen, entropy = super().log_probs(hidden, weight, targets, temperature).unbind(-1)
         return torch.stack((chosen, entropy.detach()), dim=-1)
 

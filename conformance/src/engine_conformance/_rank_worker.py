@@ -95,12 +95,18 @@ def _attempt(function: Any, kwargs: Mapping[str, Any]) -> bytes:
         name = f"{type(error).__module__}.{type(error).__qualname__}"
         # A case's own verdict says all; the lines that led to it are the suite's.
         judged = type(error).__name__ == "ConformanceFailure"
-        return pickle.dumps(Reply(kind="raised", text=str(error) if judged else traceback.format_exc(), exception=name))
+        return pickle.dumps(
+            Reply(
+                kind="raised", text=str(error) if judged else traceback.format_exc(), exception=name
+            )
+        )
 
 
 def _join(spec: WorkerSpec) -> None:
     rank = str(spec.rank)
-    os.environ.update(RANK=rank, LOCAL_RANK=rank, WORLD_SIZE=str(spec.world), LOCAL_WORLD_SIZE=str(spec.world))
+    os.environ.update(
+        RANK=rank, LOCAL_RANK=rank, WORLD_SIZE=str(spec.world), LOCAL_WORLD_SIZE=str(spec.world)
+    )
     import torch
     import torch.distributed as dist
 

@@ -33,7 +33,9 @@ if TYPE_CHECKING:
 
 __all__ = ["main"]
 
-_ABOUT = "Exit codes: 0 nothing failed (with --certify: conformant), 1 not, 2 usage, 3 could not run."
+_ABOUT = (
+    "Exit codes: 0 nothing failed (with --certify: conformant), 1 not, 2 usage, 3 could not run."
+)
 _SIMULATED = {"cpu": SIMULATED_CUDA, "npu": SIMULATED_NPU}  # by --device: what --shim sets
 _DEVIATIONS = Path("conformance.toml")
 
@@ -58,15 +60,23 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="engine-conformance", description=_ABOUT)
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
-    _add_run(commands.add_parser("run", help="run the cases against an engine or a rollout, by name"))
+    _add_run(
+        commands.add_parser("run", help="run the cases against an engine or a rollout, by name")
+    )
     listing = commands.add_parser("list", help="every case")
     listing.add_argument("--profile", choices=("engine", "rl", "rollout"))
     listing.add_argument("--group", help="core, or a capability")
-    listing.set_defaults(command=lambda options, _: _print(list_cases(options.profile, options.group)))
-    explaining = commands.add_parser("explain", help="what a case demands, why, and what to look at when it fails")
+    listing.set_defaults(
+        command=lambda options, _: _print(list_cases(options.profile, options.group))
+    )
+    explaining = commands.add_parser(
+        "explain", help="what a case demands, why, and what to look at when it fails"
+    )
     explaining.add_argument("case")
     explaining.set_defaults(command=lambda options, _: _print(explain_case(options.case)))
-    verifying = commands.add_parser("verify", help="whether a report.json is whole, unaltered and of this suite")
+    verifying = commands.add_parser(
+        "verify", help="whether a report.json is whole, unaltered and of this suite"
+    )
     verifying.add_argument("report", type=Path)
     verifying.add_argument(
         "--parts",
@@ -77,7 +87,11 @@ def _parser() -> argparse.ArgumentParser:
         help="what a joined report was made of: join again, and compare",
     )
     verifying.set_defaults(command=_verify, name="verify")
-    _add_merge(commands.add_parser("merge", help="join reports of one engine, suite and kind of machine into one"))
+    _add_merge(
+        commands.add_parser(
+            "merge", help="join reports of one engine, suite and kind of machine into one"
+        )
+    )
     badge = commands.add_parser("badge", help="the shields.io endpoint of a report.json")
     badge.add_argument("report", type=Path)
     badge.add_argument("--out", type=Path, help="a file; default: standard output")
@@ -86,9 +100,15 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _add_merge(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("reports", type=Path, nargs="+", metavar="REPORT", help="a report.json, or its folder")
-    parser.add_argument("--report", type=Path, required=True, metavar="DIR", help="write the joined reports there")
-    parser.add_argument("--certify", action="store_true", help="exit 0 only if every verdict is conformant")
+    parser.add_argument(
+        "reports", type=Path, nargs="+", metavar="REPORT", help="a report.json, or its folder"
+    )
+    parser.add_argument(
+        "--report", type=Path, required=True, metavar="DIR", help="write the joined reports there"
+    )
+    parser.add_argument(
+        "--certify", action="store_true", help="exit 0 only if every verdict is conformant"
+    )
     parser.set_defaults(command=_merge)
 
 
@@ -96,26 +116,61 @@ def _add_run(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("name", help="the backend's name in the registry, or the rollout's")
     parser.add_argument("--device", default="cpu", help="never replaced by another; default: cpu")
     parser.add_argument("--world", default="1,2", help="numbers of ranks, by commas; default: 1,2")
-    parser.add_argument("--dtype", default="float32", help="float32, bfloat16 or both, by commas; default: float32")
-    parser.add_argument("--model-type", default="", help="by commas; default: all that the plug-in offers")
-    parser.add_argument("--profile", default="", help="engine, rl, rollout; default: engine,rl (a rollout: rollout)")
+    parser.add_argument(
+        "--dtype", default="float32", help="float32, bfloat16 or both, by commas; default: float32"
+    )
+    parser.add_argument(
+        "--model-type", default="", help="by commas; default: all that the plug-in offers"
+    )
+    parser.add_argument(
+        "--profile", default="", help="engine, rl, rollout; default: engine,rl (a rollout: rollout)"
+    )
     parser.add_argument("--case", default="", help="ids or globs, by commas; default: all")
-    parser.add_argument("--tier", choices=("quick", "full"), default="full", help="quick: about a minute")
-    parser.add_argument("--parallelism", default="", help="how ranks are spread, as tp=2,pp=2; default: data parallel")
-    parser.add_argument("--option", action="append", default=[], metavar="NAME=VALUE",
-                        help="of the engine's or the rollout's own options, as often as there are some; VALUE is JSON or a word")  # fmt: skip
-    parser.add_argument("--partner", help="another engine, for checkpoints and rollouts that two share")
-    parser.add_argument("--certify", action="store_true", help="all cases, and exit 0 only for conformant")
-    parser.add_argument("--report", type=Path, metavar="DIR", help="write report.json, certificate.md, report.html, …")
-    parser.add_argument("--deviations", type=Path, help=f"default: {_DEVIATIONS} in this folder, if there is one")
-    parser.add_argument("--patience", type=float, default=1.0, help="deadlines are this many times as long")
+    parser.add_argument(
+        "--tier", choices=("quick", "full"), default="full", help="quick: about a minute"
+    )
+    parser.add_argument(
+        "--parallelism",
+        default="",
+        help="how ranks are spread, as tp=2,pp=2; default: data parallel",
+    )
+    parser.add_argument(
+        "--option",
+        action="append",
+        default=[],
+        metavar="NAME=VALUE",
+        help="of the engine's or the rollout's own options, as often as there are some; VALUE is JSON or a word",
+    )
+    parser.add_argument(
+        "--partner", help="another engine, for checkpoints and rollouts that two share"
+    )
+    parser.add_argument(
+        "--certify", action="store_true", help="all cases, and exit 0 only for conformant"
+    )
+    parser.add_argument(
+        "--report",
+        type=Path,
+        metavar="DIR",
+        help="write report.json, certificate.md, report.html, …",
+    )
+    parser.add_argument(
+        "--deviations", type=Path, help=f"default: {_DEVIATIONS} in this folder, if there is one"
+    )
+    parser.add_argument(
+        "--patience", type=float, default=1.0, help="deadlines are this many times as long"
+    )
     parser.add_argument(
         "--limit",
         type=float,
         default=math.inf,
         help="start no case after this many seconds; the next run may --continue",
     )
-    parser.add_argument("--continue", dest="go_on", action="store_true", help="run what the report in --report DIR has not shown, and join both in it; begins it if there is none")  # fmt: skip
+    parser.add_argument(
+        "--continue",
+        dest="go_on",
+        action="store_true",
+        help="run what the report in --report DIR has not shown, and join both in it; begins it if there is none",
+    )
     parser.add_argument("--plugin", help="module:ATTR of a descriptor that is not installed")
     parser.add_argument(
         "--shim",
@@ -129,7 +184,9 @@ def _add_run(parser: argparse.ArgumentParser) -> None:
 def _run(options: argparse.Namespace, given: Sequence[str]) -> int:
     simulated = _SIMULATED.get(options.device) if options.shim else None
     if options.shim and simulated is None:
-        raise UsageError(f"--shim simulates CUDA on the CPU, or an NPU; the device is {options.device}")
+        raise UsageError(
+            f"--shim simulates CUDA on the CPU, or an NPU; the device is {options.device}"
+        )
     if options.certify and options.device == "npu" and (simulated or npu_is_simulated()):
         raise UsageError(
             f"--certify: a simulated NPU gives no certificate; on an Ascend host, without --shim and {SIMULATED_NPU}"
@@ -168,7 +225,9 @@ def _run_offered(options: argparse.Namespace, given: Sequence[str]) -> int:
     def listen(row: Row) -> None:
         well = row.outcome.status in ("passed", "refused")
         if not (well and options.quiet):
-            print(line(row) if well or row.outcome.status == "not-run" else describe(row), flush=True)
+            print(
+                line(row) if well or row.outcome.status == "not-run" else describe(row), flush=True
+            )
 
     from engine_conformance.report import merge, read_document, shown, to_document
 
@@ -202,7 +261,9 @@ def _conclude(run: Run, folder: Path | None, *, certify: bool) -> int:
     return exit_code(run.rows, verdicts, certify=certify)
 
 
-def _earlier(folder: Path | None, selection: Selection, given: Sequence[str]) -> dict[str, Any] | None:
+def _earlier(
+    folder: Path | None, selection: Selection, given: Sequence[str]
+) -> dict[str, Any] | None:
     """Return the report that a run is to go on with, or None where the folder has none yet.
 
     Raises:
@@ -219,7 +280,9 @@ def _earlier(folder: Path | None, selection: Selection, given: Sequence[str]) ->
     document = _whole(folder)
     if problems := differences(read_document(document)[0], describe_run(selection, command=given)):
         reasons = "".join(f"\n  {problem}" for problem in problems)
-        raise UsageError(f"--continue: {folder} reports something else than what would run now{reasons}")
+        raise UsageError(
+            f"--continue: {folder} reports something else than what would run now{reasons}"
+        )
     return document
 
 
@@ -245,7 +308,11 @@ def _merge(options: argparse.Namespace, given: Sequence[str]) -> int:
 
     documents = {str(path): _whole(path) for path in options.reports}
     _check_writable(options.report)
-    return _conclude(merge(documents, command=given, certify=options.certify), options.report, certify=options.certify)
+    return _conclude(
+        merge(documents, command=given, certify=options.certify),
+        options.report,
+        certify=options.certify,
+    )
 
 
 def _selection(options: argparse.Namespace) -> Selection:
@@ -253,13 +320,20 @@ def _selection(options: argparse.Namespace) -> Selection:
     from engine_conformance.plan import Selection
 
     selection = Selection(
-        name=options.name, device=options.device, worlds=_worlds(options.world),
+        name=options.name,
+        device=options.device,
+        worlds=_worlds(options.world),
         dtypes=_words("--dtype", options.dtype, ("float32", "bfloat16")),
         model_types=_words("--model-type", options.model_type, (LM, VALUE)),
-        profiles=_words("--profile", options.profile, PROFILES), cases=tuple(filter(None, options.case.split(","))),
-        quick=options.tier == "quick", layout=_layout(options.parallelism), partner=options.partner,
-        patience=options.patience, plugin=options.plugin, options=dict(map(_option, options.option)),
-    )  # fmt: skip
+        profiles=_words("--profile", options.profile, PROFILES),
+        cases=tuple(filter(None, options.case.split(","))),
+        quick=options.tier == "quick",
+        layout=_layout(options.parallelism),
+        partner=options.partner,
+        patience=options.patience,
+        plugin=options.plugin,
+        options=dict(map(_option, options.option)),
+    )
     if options.certify and not selection.complete:
         raise UsageError("--certify runs every case: leave out --case and --tier quick")
     if not 0 < options.patience < math.inf:
@@ -284,7 +358,9 @@ def _worlds(text: str) -> tuple[int, ...]:
 def _option(text: str) -> tuple[str, Any]:
     name, equals, value = text.partition("=")
     if not equals or not name.isidentifier():
-        raise UsageError(f"--option {text}: write NAME=VALUE, as spec=local or kv_cache_bytes=1073741824")
+        raise UsageError(
+            f"--option {text}: write NAME=VALUE, as spec=local or kv_cache_bytes=1073741824"
+        )
     try:
         return name, json.loads(value)
     except json.JSONDecodeError:
@@ -296,7 +372,9 @@ def _layout(text: str) -> Parallelism:
     for part in filter(None, text.split(",")):
         name, _, size = part.partition("=")
         if name not in known or not size.isdecimal() or int(size) < 1:
-            raise UsageError(f"--parallelism {part}: write NAME=SIZE, as tp=2; names: {', '.join(known)}")
+            raise UsageError(
+                f"--parallelism {part}: write NAME=SIZE, as tp=2; names: {', '.join(known)}"
+            )
         sizes[name] = int(size)
     return Parallelism(**sizes)
 
@@ -308,7 +386,9 @@ def _check_writable(folder: Path) -> None:
         with tempfile.TemporaryFile(dir=folder):
             pass
     except OSError as error:
-        raise UsageError(f"--report {folder}: cannot be written: {error.strerror}; name another folder") from error
+        raise UsageError(
+            f"--report {folder}: cannot be written: {error.strerror}; name another folder"
+        ) from error
 
 
 def offer(target: str, site: Path) -> None:
@@ -358,7 +438,11 @@ def _remade(report: Path, parts: Sequence[Path]) -> list[str]:
     from engine_conformance.report import merge, to_document
 
     stated = json.loads(report.read_text())
-    run = merge({str(path): _whole(path) for path in parts}, command=stated["command"], certify=stated["certify"])
+    run = merge(
+        {str(path): _whole(path) for path in parts},
+        command=stated["command"],
+        certify=stated["certify"],
+    )
     verdicts = judgements(run.rows, complete=run.selection["complete"], declared=run.declared)
     made = to_document(run, verdicts)
     return [

@@ -46,7 +46,9 @@ class ConformanceFailure(AssertionError):
         super().__init__("\n  likely: ".join([f"{quantity}{at}: {problem}", *self.hints]))
 
 
-def assert_scalar_close(name: str, got: float, want: float, tol: Tolerance, *, factors: Factors | None = None) -> float:
+def assert_scalar_close(
+    name: str, got: float, want: float, tol: Tolerance, *, factors: Factors | None = None
+) -> float:
     """One number, as a loss or a gradient norm.
 
     Args:
@@ -64,7 +66,9 @@ def assert_scalar_close(name: str, got: float, want: float, tol: Tolerance, *, f
     margin = margins.item()
     if margin > 1:
         hints = list(ratio_hint(*pair, tol.bound(pair[1]), factors or {}))
-        raise ConformanceFailure(name, _problem(got, want, error, margin), margin=margin, hints=hints)
+        raise ConformanceFailure(
+            name, _problem(got, want, error, margin), margin=margin, hints=hints
+        )
     return margin
 
 
@@ -137,7 +141,10 @@ def assert_weights_close(
             continue
         worst, location = margin, f"{key}{_subscript(index, exact.shape)}"
         flat = have.flatten()[index].item(), exact.flatten()[index].item(), error.flatten()[index]
-        problem = _problem(*flat, margin) + f"; {int((margins > 1).sum())} of {exact.numel()} elements differ"
+        problem = (
+            _problem(*flat, margin)
+            + f"; {int((margins > 1).sum())} of {exact.numel()} elements differ"
+        )
         origin = torch.zeros_like(exact) if start is None else _float64(start[key])
         hints = [*ratio_hint(have - origin, exact - origin, bound, factors or {})]
     if worst > 1:
@@ -145,7 +152,9 @@ def assert_weights_close(
     return worst
 
 
-def assert_bitwise(got: Mapping[str, Tensor], want: Mapping[str, Tensor], *, name: str = "export") -> float:
+def assert_bitwise(
+    got: Mapping[str, Tensor], want: Mapping[str, Tensor], *, name: str = "export"
+) -> float:
     """Equal names, dtypes, shapes and bits (so that -0.0 differs from 0.0); returns 0.
 
     Raises:
@@ -158,7 +167,9 @@ def assert_bitwise(got: Mapping[str, Tensor], want: Mapping[str, Tensor], *, nam
             raise ConformanceFailure(name, f"dtype {have.dtype}, expected {exact.dtype}", where=key)
         _assert_shape(f"{name} {key}", have, exact)
         # As bytes, with an axis for the bytes of one element; a scalar has no axis to view.
-        differ = (have.reshape(-1, 1).view(torch.uint8) != exact.reshape(-1, 1).view(torch.uint8)).any(dim=-1)
+        differ = (
+            have.reshape(-1, 1).view(torch.uint8) != exact.reshape(-1, 1).view(torch.uint8)
+        ).any(dim=-1)
         if differ.any():
             index = int(differ.nonzero()[0])
             pair = have.flatten()[index].item(), exact.flatten()[index].item()
@@ -175,7 +186,9 @@ def assert_names(name: str, got: Mapping[str, Any], want: Mapping[str, Any]) -> 
     """
     missing, unexpected = sorted(set(want) - set(got)), sorted(set(got) - set(want))
     if missing or unexpected:
-        counts = f"{len(missing)} missing {missing[:5]}, {len(unexpected)} unexpected {unexpected[:5]}"
+        counts = (
+            f"{len(missing)} missing {missing[:5]}, {len(unexpected)} unexpected {unexpected[:5]}"
+        )
         raise ConformanceFailure(f"{name} names", counts)
 
 

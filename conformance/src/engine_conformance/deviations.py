@@ -46,7 +46,9 @@ class Deviation:
 
     def covers(self, case: str, setting: Setting) -> bool:
         """Whether it is about this case in this setting."""
-        return case == self.case and all(getattr(setting, name) in values for name, values in self.only.items())
+        return case == self.case and all(
+            getattr(setting, name) in values for name, values in self.only.items()
+        )
 
     @property
     def facts(self) -> dict[str, str]:
@@ -54,7 +56,9 @@ class Deviation:
         return {"reason": self.reason, "issue": self.issue, "until": self.until.isoformat()}
 
 
-def read_deviations(path: Path, *, known: Iterable[str], today: datetime.date | None = None) -> list[Deviation]:
+def read_deviations(
+    path: Path, *, known: Iterable[str], today: datetime.date | None = None
+) -> list[Deviation]:
     """The entries of ``path``.
 
     Args:
@@ -71,9 +75,14 @@ def read_deviations(path: Path, *, known: Iterable[str], today: datetime.date | 
         raise DeviationError(f"{path}: {error}") from error
     entries = content.get("deviation", [])
     if set(content) - {"deviation"} or not isinstance(entries, list):
-        raise DeviationError(f"{path}: holds {sorted(content)}; only [[deviation]] tables are known")
+        raise DeviationError(
+            f"{path}: holds {sorted(content)}; only [[deviation]] tables are known"
+        )
     ids, now = set(known), today or datetime.datetime.now(tz=datetime.UTC).date()
-    return [_entry(f"{path}: deviation {index}", entry, ids, now) for index, entry in enumerate(entries, start=1)]
+    return [
+        _entry(f"{path}: deviation {index}", entry, ids, now)
+        for index, entry in enumerate(entries, start=1)
+    ]
 
 
 def _entry(where: str, entry: Any, known: set[str], today: datetime.date) -> Deviation:
@@ -83,24 +92,36 @@ def _entry(where: str, entry: Any, known: set[str], today: datetime.date) -> Dev
     if missing:
         raise DeviationError(f"{where} ({entry.get('case', '?')}) lacks {', '.join(missing)}")
     if unknown := set(entry) - {*_NEEDED, *_NARROWING}:
-        raise DeviationError(f"{where} has unknown keys {sorted(unknown)}; known: {', '.join((*_NEEDED, *_NARROWING))}")
+        raise DeviationError(
+            f"{where} has unknown keys {sorted(unknown)}; known: {', '.join((*_NEEDED, *_NARROWING))}"
+        )
     texts, until = {name: entry[name] for name in _NEEDED[:3]}, entry["until"]
     if not all(isinstance(text, str) for text in texts.values()):
         raise DeviationError(f"{where}: case, reason and issue are texts")
     if texts["case"] not in known:
-        raise DeviationError(f"{where}: no case is called {texts['case']!r} (see `engine-conformance list`)")
+        raise DeviationError(
+            f"{where}: no case is called {texts['case']!r} (see `engine-conformance list`)"
+        )
     if type(until) is not datetime.date:
-        raise DeviationError(f"{where} ({texts['case']}): until is {until!r}; write a date, until = 2027-03-31")
+        raise DeviationError(
+            f"{where} ({texts['case']}): until is {until!r}; write a date, until = 2027-03-31"
+        )
     if until < today:
-        raise DeviationError(f"{where} ({texts['case']}): it ended on {until}; mend the engine, or agree on a new date")
+        raise DeviationError(
+            f"{where} ({texts['case']}): it ended on {until}; mend the engine, or agree on a new date"
+        )
     return Deviation(**texts, until=until, only=_narrowing(where, entry))
 
 
 def _narrowing(where: str, entry: Mapping[str, Any]) -> dict[str, list[Any]]:
     only = {name: entry[name] for name in _NARROWING if name in entry}
     for name, values in only.items():
-        if not isinstance(values, list) or not all(type(value) is _NARROWING[name] for value in values):
-            raise DeviationError(f"{where}: {name} is {values!r}; write a list of {_NARROWING[name].__name__}")
+        if not isinstance(values, list) or not all(
+            type(value) is _NARROWING[name] for value in values
+        ):
+            raise DeviationError(
+                f"{where}: {name} is {values!r}; write a list of {_NARROWING[name].__name__}"
+            )
     return only
 
 

@@ -61,7 +61,10 @@ def reported(device: str) -> str:
 
 def environment(*distributions: str) -> dict[str, str]:
     """Machine, Python and versions; ``distributions`` are named beside the usual ones."""
-    facts = {"python": platform.python_version(), "system": f"{platform.system()} {platform.machine()}"}
+    facts = {
+        "python": platform.python_version(),
+        "system": f"{platform.system()} {platform.machine()}",
+    }
     facts["cpu"] = f"{_cpu()}, {os.cpu_count()} cores"
     if devices := cuda_devices():
         facts["accelerator"] = f"{devices} x {_cuda_name()}"

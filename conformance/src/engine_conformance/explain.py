@@ -21,7 +21,13 @@ def list_cases(profile: str | None = None, group: str | None = None) -> str:
     cases = [c for c in load_cases().values() if profile in (None, c.profile)]
     groups = sorted({c.group for c in cases})
     rows = [
-        (c.id, "undeclared" if c.probes else c.group, ",".join(map(str, c.world)), "quick" if c.quick else "", c.must)
+        (
+            c.id,
+            "undeclared" if c.probes else c.group,
+            ",".join(map(str, c.world)),
+            "quick" if c.quick else "",
+            c.must,
+        )
         for c in cases
         if group in (None, "undeclared" if c.probes else c.group)
     ]
@@ -29,7 +35,10 @@ def list_cases(profile: str | None = None, group: str | None = None) -> str:
         raise UsageError(f"no case is of group {group!r}; groups: {', '.join(groups)}")
     widths = [max(len(row[i]) for row in rows) for i in range(4)]
     return "\n".join(
-        "  ".join([*(cell.ljust(width) for cell, width in zip(row[:4], widths, strict=True)), row[4]]) for row in rows
+        "  ".join(
+            [*(cell.ljust(width) for cell, width in zip(row[:4], widths, strict=True)), row[4]]
+        )
+        for row in rows
     )
 
 
@@ -44,18 +53,24 @@ def explain_case(name: str) -> str:
     cases = load_cases()
     if name not in cases:
         near = get_close_matches(name, cases, n=3, cutoff=0.4)
-        hint = f"did you mean {' or '.join(near)}?" if near else "`engine-conformance list` shows all"
+        hint = (
+            f"did you mean {' or '.join(near)}?" if near else "`engine-conformance list` shows all"
+        )
         raise UsageError(f"no case is called {name!r}; {hint}")
     one = cases[name]
     applies = f"needs {', '.join(one.requires)}" if one.requires else "every engine"
     if one.probes:
         applies = f"engines that do not declare {one.probes}"
     facts = {
-        "MUST": one.must, "details": one.details, "applies to": applies, "model types": ", ".join(one.model_types),
-        "world sizes": ", ".join(map(str, one.world)), "precisions": ", ".join(one.dtypes),
+        "MUST": one.must,
+        "details": one.details,
+        "applies to": applies,
+        "model types": ", ".join(one.model_types),
+        "world sizes": ", ".join(map(str, one.world)),
+        "precisions": ", ".join(one.dtypes),
         "profile": f"{one.profile}, group {one.group}, since contract {one.since}",
         "if this fails": one.hints,
         "code": f"{one.function.__module__}, line {inspect.getsourcelines(one.function)[1]}",
         "run": f"engine-conformance run NAME --case {one.id} --world {one.world[0]}",
-    }  # fmt: skip
+    }
     return "\n".join([one.id, *(f"  {title}: {text}" for title, text in facts.items() if text)])

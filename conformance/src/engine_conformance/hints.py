@@ -41,7 +41,9 @@ def _known(factors: Factors) -> Iterator[tuple[str, float]]:
     yield from (("2", 2.0), ("1 / 2", 0.5), ("-1 (a sign)", -1.0))
 
 
-def token_hints(got: Tensor, want: Tensor, bound: Tensor, wrong: Tensor, bounds: Sequence[int]) -> Iterator[str]:
+def token_hints(
+    got: Tensor, want: Tensor, bound: Tensor, wrong: Tensor, bounds: Sequence[int]
+) -> Iterator[str]:
     """Shifts by one, and wrong tokens that keep to one kind of place."""
     if _mostly_within(got[:-1] - want[1:], bound[1:]):
         yield "got[t] equals want[t + 1]: values are one token early (alignment)"

@@ -23,7 +23,9 @@ def describe(row: Row) -> str:
     title = f"{status.upper()} {row.case} [{row.setting}]"
     parts = [f"MUST: {row.must}", row.outcome.message.rstrip()]
     if row.deviation:
-        parts.append(f"listed: {row.deviation['reason']} ({row.deviation['issue']}, until {row.deviation['until']})")
+        parts.append(
+            f"listed: {row.deviation['reason']} ({row.deviation['issue']}, until {row.deviation['until']})"
+        )
     if status in BAD and row.hints:
         parts.append(f"if this fails: {row.hints}")
     parts.append(f"repeat: {row.repeat}")

@@ -76,7 +76,9 @@ class Item:
     def setting(self) -> Setting:
         """As the report has it."""
         one = self.target
-        return Setting(model_type=one.model_type, device=reported(one.device), world=one.world, dtype=one.dtype)
+        return Setting(
+            model_type=one.model_type, device=reported(one.device), world=one.world, dtype=one.dtype
+        )
 
 
 def changed(layout: Parallelism) -> dict[str, int]:
@@ -93,9 +95,14 @@ def resolve_kind(selection: Selection) -> bool:
     """
     if selection.profiles:
         if "rollout" in selection.profiles and len(selection.profiles) > 1:
-            raise UsageError("--profile rollout is about rollouts, the others are about engines: run them one by one")
+            raise UsageError(
+                "--profile rollout is about rollouts, the others are about engines: run them one by one"
+            )
         return selection.profiles == ("rollout",)
-    names = {kind: {b for _, row in kind.rows() for b in row.backends} for kind in (EngineRegistry, RolloutRegistry)}
+    names = {
+        kind: {b for _, row in kind.rows() for b in row.backends}
+        for kind in (EngineRegistry, RolloutRegistry)
+    }
     return selection.name not in names[EngineRegistry] and selection.name in names[RolloutRegistry]
 
 
@@ -109,7 +116,9 @@ def resolve(selection: Selection) -> Resolution:
         if resolve_kind(selection):
             return RolloutRegistry.resolve(backend=selection.name, device=selection.device)
         model_type = model_types(selection)[0]
-        return EngineRegistry.resolve(model_type=model_type, backend=selection.name, device=selection.device)
+        return EngineRegistry.resolve(
+            model_type=model_type, backend=selection.name, device=selection.device
+        )
     except PluginError as error:
         raise CannotRun(f"{type(error).__name__}: {error}") from error
 
@@ -117,7 +126,9 @@ def resolve(selection: Selection) -> Resolution:
 def model_types(selection: Selection) -> tuple[str, ...]:
     """Those asked for, or all that the backend has a row for on this device; ``language_model`` if it has none."""
     rows = [row for _, row in EngineRegistry.rows() if selection.name in row.backends]
-    offered = dict.fromkeys(m for row in rows if selection.device in row.devices for m in row.model_types)
+    offered = dict.fromkeys(
+        m for row in rows if selection.device in row.devices for m in row.model_types
+    )
     return selection.model_types or tuple(offered) or ("language_model",)
 
 
@@ -131,21 +142,35 @@ def make_plan(selection: Selection, root: Path) -> list[Item]:
     chosen = _chosen(selection.cases)
     rollout = resolve_kind(selection)
     profiles = selection.profiles or (("rollout",) if rollout else ("engine", "rl"))
-    chosen = [one for one in chosen if one.profile in profiles and (one.quick or not selection.quick)]
+    chosen = [
+        one for one in chosen if one.profile in profiles and (one.quick or not selection.quick)
+    ]
     resolve(selection)
     targets = [
-        Target(backend=selection.name, device=selection.device, world=world, dtype=dtype, model_type=model_type,
-               root=root, layout=selection.layout, partner=selection.partner, patience=selection.patience,
-               rollout=rollout, options=selection.options)
+        Target(
+            backend=selection.name,
+            device=selection.device,
+            world=world,
+            dtype=dtype,
+            model_type=model_type,
+            root=root,
+            layout=selection.layout,
+            partner=selection.partner,
+            patience=selection.patience,
+            rollout=rollout,
+            options=selection.options,
+        )
         for world in selection.worlds
         for dtype in selection.dtypes
         for model_type in (("language_model",) if rollout else model_types(selection))
-    ]  # fmt: skip
+    ]
     why_not: dict[str, str] = {}
     items = [item for target in targets for one in chosen if (item := _item(one, target, why_not))]
     if not items:
         reasons = "".join(f"\n  {case}: {why}" for case, why in list(why_not.items())[:10])
-        raise CannotRun(f"nothing to run: no case applies to {selection.name!r} in these settings{reasons}")
+        raise CannotRun(
+            f"nothing to run: no case applies to {selection.name!r} in these settings{reasons}"
+        )
     return items
 
 
@@ -154,9 +179,17 @@ def _chosen(globs: Sequence[str]) -> list[Case]:
     for glob in globs:
         if not any(fnmatchcase(name, glob) for name in cases):
             near = get_close_matches(glob, cases, n=3, cutoff=0.4)
-            hint = f"did you mean {' or '.join(near)}?" if near else "`engine-conformance list` shows all"
+            hint = (
+                f"did you mean {' or '.join(near)}?"
+                if near
+                else "`engine-conformance list` shows all"
+            )
             raise UsageError(f"no case is called {glob!r}; {hint}")
-    return [one for name, one in cases.items() if not globs or any(fnmatchcase(name, glob) for glob in globs)]
+    return [
+        one
+        for name, one in cases.items()
+        if not globs or any(fnmatchcase(name, glob) for glob in globs)
+    ]
 
 
 def _item(one: Case, target: Target, why_not: dict[str, str]) -> Item | None:

@@ -39,7 +39,9 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     group.addoption("--engine-device", default="cpu")
     group.addoption("--engine-world", default="1,2", help="numbers of ranks, by commas")
     group.addoption("--engine-dtype", default="float32", help="by commas")
-    group.addoption("--engine-profile", default="", help="by commas; default: engine,rl (a rollout: rollout)")
+    group.addoption(
+        "--engine-profile", default="", help="by commas; default: engine,rl (a rollout: rollout)"
+    )
     group.addoption("--engine-partner", help="another engine, for what two share")
     group.addoption("--engine-quick", action="store_true", help="the quick tier only")
     group.addoption("--engine-deviations", type=Path, help="a conformance.toml")
@@ -73,7 +75,9 @@ class CaseFile(pytest.File):
 class CaseItem(pytest.Item):
     """One case in one setting."""
 
-    def __init__(self, *, story: tuple[Selection, Item, Sequence[Deviation]], **arguments: object) -> None:
+    def __init__(
+        self, *, story: tuple[Selection, Item, Sequence[Deviation]], **arguments: object
+    ) -> None:
         super().__init__(**arguments)  # type: ignore[arg-type]
         self._selection, self._item, self._deviations = story
 
@@ -89,7 +93,9 @@ class CaseItem(pytest.Item):
         if status in BAD or status == "suite-error":
             raise CaseFailed(describe(row))
 
-    def repr_failure(self, excinfo: pytest.ExceptionInfo[BaseException], style: object = None) -> str:
+    def repr_failure(
+        self, excinfo: pytest.ExceptionInfo[BaseException], style: object = None
+    ) -> str:
         """The story alone."""
         if isinstance(excinfo.value, CaseFailed):
             return str(excinfo.value)
@@ -103,18 +109,23 @@ class CaseItem(pytest.Item):
 def _make_plan(config: pytest.Config) -> tuple[Selection, Sequence[Item], Sequence[Deviation]]:
     options = config.option
     if not options.engine:
-        raise pytest.UsageError("name an engine: --engine NAME (`python -m engine_api list` shows what is installed)")
+        raise pytest.UsageError(
+            "name an engine: --engine NAME (`python -m engine_api list` shows what is installed)"
+        )
     torch.set_num_threads(1)  # as in `run_selection`
     folder = tempfile.TemporaryDirectory(prefix="conformance-")
     config.add_cleanup(folder.cleanup)
     config.add_cleanup(close_pools)  # no rank outlives the run
     try:
         selection = Selection(
-            name=options.engine, device=options.engine_device, quick=options.engine_quick,
+            name=options.engine,
+            device=options.engine_device,
+            quick=options.engine_quick,
             worlds=tuple(int(word) for word in options.engine_world.split(",")),
-            dtypes=tuple(options.engine_dtype.split(",")), partner=options.engine_partner,
+            dtypes=tuple(options.engine_dtype.split(",")),
+            partner=options.engine_partner,
             profiles=tuple(filter(None, options.engine_profile.split(","))),
-        )  # fmt: skip
+        )
         listed, cases = options.engine_deviations, engine_conformance.cases.load_cases()
         deviations = read_deviations(listed, known=cases) if listed else []
         return selection, make_plan(selection, Path(folder.name)), deviations

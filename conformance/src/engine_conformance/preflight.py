@@ -32,7 +32,9 @@ def preflight(name: str, device: str) -> None:
     """
     command = [sys.executable, "-c", _CODE.format(path=sys.path, device=device, name=name)]
     try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=_SECONDS, check=False)
+        done = subprocess.run(
+            command, capture_output=True, text=True, timeout=_SECONDS, check=False
+        )
     except subprocess.TimeoutExpired as error:
         raise CannotRun(
             f"loading the descriptors of this environment took longer than {_SECONDS:.0f} s\n"
@@ -46,5 +48,9 @@ def preflight(name: str, device: str) -> None:
 
 
 def _end(text: str | bytes | None) -> str:
-    lines = (text.decode(errors="replace") if isinstance(text, bytes) else text or "").rstrip().splitlines()
+    lines = (
+        (text.decode(errors="replace") if isinstance(text, bytes) else text or "")
+        .rstrip()
+        .splitlines()
+    )
     return "\n".join(lines[-15:])

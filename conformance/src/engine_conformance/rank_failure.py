@@ -30,12 +30,16 @@ class RankFailure:
 class RankError(AssertionError):
     """A function failed on some rank. ``failures`` has every rank that did not return, by rank."""
 
-    def __init__(self, function: str, world: int, failures: Sequence[RankFailure], seconds: float) -> None:
+    def __init__(
+        self, function: str, world: int, failures: Sequence[RankFailure], seconds: float
+    ) -> None:
         self.function, self.world, self.failures = function, world, tuple(failures)
         ranks = [failure.rank for failure in failures]
         lines = [f"{function} failed on rank(s) {ranks} of {world} after {seconds:.1f} s"]
         # A case's own verdict first: the ranks beside it may have died of the connection that it closed.
-        ordered = sorted(failures, key=lambda failure: not failure.exception.endswith("ConformanceFailure"))
+        ordered = sorted(
+            failures, key=lambda failure: not failure.exception.endswith("ConformanceFailure")
+        )
         lines += [_described(failure) for failure in ordered]
         super().__init__("\n".join(lines))
 

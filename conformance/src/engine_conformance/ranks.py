@@ -33,7 +33,9 @@ __all__ = ["RankError", "RankFailure", "RankPool", "close_pools", "get_pool"]
 # that fails for a notebook, and runs a script that has no guard.
 _COMMAND = "from engine_conformance._rank_worker import main; main({})"
 _START_SECONDS = 180.0  # importing torch from a cold disk, and the rendezvous
-_GRACE_SECONDS = 1.0  # after the first failure: who fails within it failed too, the rest are its victims
+_GRACE_SECONDS = (
+    1.0  # after the first failure: who fails within it failed too, the rest are its victims
+)
 _DUMP_SECONDS = 20.0  # at most, for a rank to write its stack after the signal
 _CLOSE_SECONDS = 5.0
 _OUTPUT_LINES = 20
@@ -58,10 +60,17 @@ class RankPool:
     """
 
     def __init__(
-        self, world: int, *, device: str = "cpu", deadline: float = 60.0, group_timeout: float = 900.0
+        self,
+        world: int,
+        *,
+        device: str = "cpu",
+        deadline: float = 60.0,
+        group_timeout: float = 900.0,
     ) -> None:
         if world < 1 or device not in BACKENDS:
-            raise ValueError(f"world {world} must be positive and device {device!r} one of {list(BACKENDS)}")
+            raise ValueError(
+                f"world {world} must be positive and device {device!r} one of {list(BACKENDS)}"
+            )
         self.world, self.device = world, device
         self._deadline, self._group_timeout = deadline, group_timeout
         self._processes: list[Popen[bytes]] = []
@@ -102,7 +111,12 @@ class RankPool:
                 # In one statement: an interrupt after it finds the process in the list.
                 self._processes.append(
                     Popen(
-                        command, pass_fds=[theirs.fileno()], env=environment, stdin=DEVNULL, stdout=log, stderr=STDOUT
+                        command,
+                        pass_fds=[theirs.fileno()],
+                        env=environment,
+                        stdin=DEVNULL,
+                        stdout=log,
+                        stderr=STDOUT,
                     )
                 )
             self._pipes.append(ours)
@@ -130,10 +144,15 @@ class RankPool:
             ValueError: if the deadline is not shorter than the group's timeout.
         """
         limit = self._deadline if deadline is None else deadline
-        self._read_up_to = {rank: self._log(rank).stat().st_size for rank in range(len(self._processes))}
+        self._read_up_to = {
+            rank: self._log(rank).stat().st_size for rank in range(len(self._processes))
+        }
         self._check_deadline(limit)
         extra, path = per_rank or [{}] * self.world, tuple(sys.path)
-        jobs = [pickle.dumps(Job(function=function, kwargs=kwargs | dict(own), path=path)) for own in extra]
+        jobs = [
+            pickle.dumps(Job(function=function, kwargs=kwargs | dict(own), path=path))
+            for own in extra
+        ]
         self.start()
         for pipe, job in zip(self._pipes, jobs, strict=True):
             # A rank that died while idle is found, and reported, where its reply is read.
@@ -156,7 +175,10 @@ class RankPool:
         return self
 
     def __exit__(
-        self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
+        self,
+        kind: type[BaseException] | None,
+        value: BaseException | None,
+        trace: TracebackType | None,
     ) -> None:
         self.close()
 
@@ -171,7 +193,9 @@ class RankPool:
 
     def _check_deadline(self, deadline: float) -> None:
         if not 0 < deadline < self._group_timeout:
-            raise ValueError(f"deadline {deadline} s must be within the group's {self._group_timeout} s")
+            raise ValueError(
+                f"deadline {deadline} s must be within the group's {self._group_timeout} s"
+            )
 
     def _collect(self, function: str, deadline: float) -> list[Any]:
         """One reply a rank; on any failure, the stacks of the others, and the end of this pool."""
@@ -214,12 +238,18 @@ class RankPool:
         stalled = [rank for rank in range(self.world) if rank not in replies]
         self._request_stacks(stalled)
         failures = [
-            RankFailure(rank=rank, kind="stalled", text=self._stack(rank), output=self._printed(rank))
+            RankFailure(
+                rank=rank, kind="stalled", text=self._stack(rank), output=self._printed(rank)
+            )
             for rank in stalled
         ]
         failures += [
             RankFailure(
-                rank=rank, kind=reply.kind, text=reply.text, exception=reply.exception, output=self._printed(rank)
+                rank=rank,
+                kind=reply.kind,
+                text=reply.text,
+                exception=reply.exception,
+                output=self._printed(rank),
             )
             for rank, reply in replies.items()
             if reply.kind != "returned"
@@ -244,7 +274,9 @@ class RankPool:
 
     def _printed(self, rank: int) -> str:
         """The end of what a rank printed during this call."""
-        text = self._log(rank).read_bytes()[self._read_up_to.get(rank, 0) :].decode(errors="replace")
+        text = (
+            self._log(rank).read_bytes()[self._read_up_to.get(rank, 0) :].decode(errors="replace")
+        )
         return "\n".join(text.rstrip().splitlines()[-_OUTPUT_LINES:])
 
     def _stack(self, rank: int) -> str:

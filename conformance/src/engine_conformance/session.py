@@ -62,7 +62,11 @@ def run_selection(
                 if (item.case.id, item.setting) in done:
                     continue
                 late = time.monotonic() - began > limit
-                rows.append(run_item(item, selection, deviations, late="out of time (--limit)" if late else ""))
+                rows.append(
+                    run_item(
+                        item, selection, deviations, late="out of time (--limit)" if late else ""
+                    )
+                )
                 if listen:
                     listen(rows[-1])
         finally:
@@ -107,18 +111,31 @@ def _partner(selection: Selection, name: str) -> list[Resolution]:
         return []
 
 
-def run_item(item: Item, selection: Selection, deviations: Sequence[Deviation] = (), *, late: str = "") -> Row:
+def run_item(
+    item: Item, selection: Selection, deviations: Sequence[Deviation] = (), *, late: str = ""
+) -> Row:
     """One row; ``late`` says why the case is not even started."""
     reason, one = item.absent or late, item.case
-    outcome = Outcome(status="not-run", seconds=0.0, message=reason) if reason else run_case(one, item.target)
+    outcome = (
+        Outcome(status="not-run", seconds=0.0, message=reason)
+        if reason
+        else run_case(one, item.target)
+    )
     listed = next((d for d in deviations if d.covers(one.id, item.setting)), None)
     outcome = with_deviations(outcome, listed)
     silent = outcome.status in ("passed", "refused", "not-run")
     return Row(
-        case=one.id, must=one.must, profile=one.profile, group=_group(item), setting=item.setting, outcome=outcome,
-        provisional=one.provisional, hints="" if silent else one.hints,
-        repeat="" if silent else repeat_command(item, selection), deviation=listed.facts if listed else None,
-    )  # fmt: skip
+        case=one.id,
+        must=one.must,
+        profile=one.profile,
+        group=_group(item),
+        setting=item.setting,
+        outcome=outcome,
+        provisional=one.provisional,
+        hints="" if silent else one.hints,
+        repeat="" if silent else repeat_command(item, selection),
+        deviation=listed.facts if listed else None,
+    )
 
 
 def _group(item: Item) -> str:
@@ -128,12 +145,29 @@ def _group(item: Item) -> str:
 def repeat_command(item: Item, selection: Selection) -> str:
     """The line that runs this case again."""
     one, parts = item.setting, ["engine-conformance", "run", selection.name, "--case", item.case.id]
-    parts += ["--model-type", one.model_type, "--device", item.target.device, "--world", str(one.world), "--dtype", one.dtype]  # fmt: skip
+    parts += [
+        "--model-type",
+        one.model_type,
+        "--device",
+        item.target.device,
+        "--world",
+        str(one.world),
+        "--dtype",
+        one.dtype,
+    ]
     layout = ",".join(f"{name}={size}" for name, size in changed(selection.layout).items())
-    given = {"--profile": item.case.profile if item.case.profile != "engine" else None, "--parallelism": layout,
-             "--partner": selection.partner, "--plugin": selection.plugin}  # fmt: skip
+    given = {
+        "--profile": item.case.profile if item.case.profile != "engine" else None,
+        "--parallelism": layout,
+        "--partner": selection.partner,
+        "--plugin": selection.plugin,
+    }
     parts += [word for option, value in given.items() if value for word in (option, value)]
-    parts += [word for name, value in selection.options.items() for word in ("--option", f"{name}={json.dumps(value)}")]
+    parts += [
+        word
+        for name, value in selection.options.items()
+        for word in ("--option", f"{name}={json.dumps(value)}")
+    ]
     return shlex.join([*parts, "--shim"] if cuda_is_simulated() or npu_is_simulated() else parts)
 
 

@@ -65,7 +65,11 @@ class _OnCPU(TorchFunctionMode):
     """``device="cuda"`` means the CPU."""
 
     def __torch_function__(
-        self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+        self,
+        func: Any,
+        types: Any,
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
         given = dict(kwargs or {})
         if _is_cuda(given.get("device")):
@@ -87,7 +91,11 @@ def _typed(original: Callable[..., Any]) -> Callable[..., Any]:
         answer = original(tensor, *args, **kwargs)
         caller = sys._getframe(1).f_globals.get("__name__", "")  # noqa: SLF001 - who asks decides the answer
         asks = not args and not kwargs and caller.partition(".")[0] == _CALLERS
-        return answer.replace("torch.", "torch.cuda.", 1) if asks and ".cuda." not in answer else answer
+        return (
+            answer.replace("torch.", "torch.cuda.", 1)
+            if asks and ".cuda." not in answer
+            else answer
+        )
 
     return type_of
 
@@ -98,9 +106,16 @@ def _integer_splits(original: Callable[..., Any]) -> Callable[..., Any]:
     def sizes(value: Any) -> list[int] | None:
         return None if value is None else [int(size) for size in value]
 
-    def all_to_all_single(output: Any, input: Any, output_split_sizes: Any = None, input_split_sizes: Any = None,  # noqa: A002
-                          **kwargs: Any) -> Any:  # fmt: skip
-        return original(output, input, sizes(output_split_sizes), sizes(input_split_sizes), **kwargs)
+    def all_to_all_single(
+        output: Any,
+        input: Any,  # noqa: A002 - torch's name, callers pass it by keyword
+        output_split_sizes: Any = None,
+        input_split_sizes: Any = None,
+        **kwargs: Any,
+    ) -> Any:
+        return original(
+            output, input, sizes(output_split_sizes), sizes(input_split_sizes), **kwargs
+        )
 
     return all_to_all_single
 
@@ -108,8 +123,12 @@ def _integer_splits(original: Callable[..., Any]) -> Callable[..., Any]:
 def _uneven_gather(original: Callable[..., Any]) -> Callable[..., Any]:
     """NCCL gathers tensors of several lengths, of which Gloo's binding knows nothing: they are padded for it."""
 
-    def all_gather(tensor_list: list[torch.Tensor], tensor: torch.Tensor, group: Any = None,
-                   async_op: bool = False) -> Any:  # fmt: skip
+    def all_gather(
+        tensor_list: list[torch.Tensor],
+        tensor: torch.Tensor,
+        group: Any = None,
+        async_op: bool = False,
+    ) -> Any:
         rows = [len(part) if part.dim() else 0 for part in tensor_list]
         if len(set(rows)) == 1:
             return original(tensor_list, tensor, group=group, async_op=async_op)
@@ -127,8 +146,13 @@ def _uneven_gather(original: Callable[..., Any]) -> Callable[..., Any]:
 def _uneven_scatter(original: Callable[..., Any]) -> Callable[..., Any]:
     """The same for sums: each rank has all of them, and keeps its own."""
 
-    def reduce_scatter(output: torch.Tensor, input_list: list[torch.Tensor], op: Any = dist.ReduceOp.SUM,
-                       group: Any = None, async_op: bool = False) -> Any:  # fmt: skip
+    def reduce_scatter(
+        output: torch.Tensor,
+        input_list: list[torch.Tensor],
+        op: Any = dist.ReduceOp.SUM,
+        group: Any = None,
+        async_op: bool = False,
+    ) -> Any:
         if len({part.shape for part in input_list}) == 1:
             return original(output, input_list, op=op, group=group, async_op=async_op)
         _waited_for("reduce_scatter", async_op)

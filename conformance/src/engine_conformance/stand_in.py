@@ -27,7 +27,12 @@ GROUPS = "cpu:gloo,npu:gloo"
 _HOST = torch.device("cpu")
 _TO_COPY = torch.ops.aten._to_copy.default  # noqa: SLF001 - what Tensor.to and Tensor.item come down to
 _TO_NUMBER = torch.ops.aten._local_scalar_dense.default  # noqa: SLF001
-_MIXING = (torch.ops.aten.index, torch.ops.aten.index_put, torch.ops.aten.index_put_, torch.ops.aten.set_)
+_MIXING = (
+    torch.ops.aten.index,
+    torch.ops.aten.index_put,
+    torch.ops.aten.index_put_,
+    torch.ops.aten.set_,
+)
 _libraries: list[torch.library.Library] = []  # what they register goes with them
 
 
@@ -51,12 +56,20 @@ class SimulatedTensor(torch.Tensor):
     host: torch.Tensor
 
     @staticmethod
-    def __new__(cls: type[SimulatedTensor], host: torch.Tensor, requires_grad: bool = False) -> SimulatedTensor:  # noqa: PYI034 - a static method has no Self
+    def __new__(  # noqa: PYI034 - a static method has no Self
+        cls: type[SimulatedTensor], host: torch.Tensor, requires_grad: bool = False
+    ) -> SimulatedTensor:
         """Of the same shape, strides and dtype."""
         return torch.Tensor._make_wrapper_subclass(  # noqa: SLF001 - how torch documents it
-            cls, host.size(), strides=host.stride(), storage_offset=host.storage_offset(), dtype=host.dtype,
-            layout=host.layout, device=torch.device(NAME, 0), requires_grad=requires_grad,
-        )  # fmt: skip
+            cls,
+            host.size(),
+            strides=host.stride(),
+            storage_offset=host.storage_offset(),
+            dtype=host.dtype,
+            layout=host.layout,
+            device=torch.device(NAME, 0),
+            requires_grad=requires_grad,
+        )
 
     def __init__(self, host: torch.Tensor, requires_grad: bool = False) -> None:
         self.host = host
@@ -93,7 +106,11 @@ class SimulatedTensor(torch.Tensor):
 
     @classmethod
     def __torch_dispatch__(
-        cls, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+        cls,
+        func: Any,
+        types: Any,
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
         return _run(func, args, kwargs or {})
 
@@ -121,14 +138,18 @@ def _run(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
     _refuse_mixture(func, args, kwargs)
     given, named = tree_map(_to_host, (args, dict(kwargs)))
     if func is torch.ops.aten.histc.default and not given[0].is_floating_point():
-        return _wrap(func(given[0].float(), *given[1:], **named).to(given[0].dtype))  # the CPU counts floats only
+        return _wrap(
+            func(given[0].float(), *given[1:], **named).to(given[0].dtype)
+        )  # the CPU counts floats only
     result = func(*given, **named)
     if leaves:
         return result
     # What was changed in place is given back as the very tensor that came.
     own = {id(x.host): x for x in tree_iter((args, dict(kwargs))) if isinstance(x, SimulatedTensor)}
     for x in own.values():
-        if x.shape != x.host.shape or x.stride() != x.host.stride():  # torch.arange fills an empty tensor
+        if (
+            x.shape != x.host.shape or x.stride() != x.host.stride()
+        ):  # torch.arange fills an empty tensor
             x.data = SimulatedTensor(x.host)
     return tree_map(lambda x: own.get(id(x), _wrap(x)), result)
 
@@ -136,9 +157,20 @@ def _run(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
 def _refuse_mixture(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
     """As a device does it: operands lie on one, but for numbers and what indexes."""
     tensors = [x for x in tree_iter((args, dict(kwargs))) if isinstance(x, torch.Tensor)]
-    foreign = [x for x in tensors if not isinstance(x, SimulatedTensor) and x.dim() and x.device.type != "meta"]
-    if foreign and len(foreign) < len(tensors) and func.namespace == "aten" and func.overloadpacket not in _MIXING:
-        raise RuntimeError(f"{func}: expected all tensors on {NAME}, found one on {foreign[0].device}")
+    foreign = [
+        x
+        for x in tensors
+        if not isinstance(x, SimulatedTensor) and x.dim() and x.device.type != "meta"
+    ]
+    if (
+        foreign
+        and len(foreign) < len(tensors)
+        and func.namespace == "aten"
+        and func.overloadpacket not in _MIXING
+    ):
+        raise RuntimeError(
+            f"{func}: expected all tensors on {NAME}, found one on {foreign[0].device}"
+        )
 
 
 def _wrap(value: Any) -> Any:
@@ -151,7 +183,11 @@ def _copy(target: torch.Tensor, source: torch.Tensor, non_blocking: bool = False
     return target
 
 
-def _copy_from(source: torch.Tensor, target: torch.Tensor, non_blocking: bool = False) -> torch.Tensor:  # noqa: ARG001
+def _copy_from(
+    source: torch.Tensor,
+    target: torch.Tensor,
+    non_blocking: bool = False,  # noqa: ARG001 - torch's signature
+) -> torch.Tensor:
     return _copy(target, source)
 
 
@@ -159,8 +195,12 @@ def _empty(size: Sequence[int], dtype: torch.dtype | None = None, **_: Any) -> S
     return SimulatedTensor(torch.empty(size, dtype=dtype or torch.get_default_dtype()))
 
 
-def _empty_strided(size: Sequence[int], stride: Sequence[int], dtype: torch.dtype | None = None, **_: Any) -> SimulatedTensor:  # fmt: skip
-    return SimulatedTensor(torch.empty_strided(size, stride, dtype=dtype or torch.get_default_dtype()))
+def _empty_strided(
+    size: Sequence[int], stride: Sequence[int], dtype: torch.dtype | None = None, **_: Any
+) -> SimulatedTensor:
+    return SimulatedTensor(
+        torch.empty_strided(size, stride, dtype=dtype or torch.get_default_dtype())
+    )
 
 
 def _module() -> ModuleType:
@@ -171,14 +211,27 @@ def _module() -> ModuleType:
         pass
 
     facts: dict[str, Any] = {
-        "is_available": lambda: True, "is_initialized": lambda: True, "_is_in_bad_fork": lambda: False,
-        "device_count": lambda: 8, "current_device": lambda: 0, "set_device": silent, "synchronize": silent,
-        "empty_cache": silent, "reset_peak_memory_stats": silent, "memory_allocated": lambda *_: 0,
-        "max_memory_allocated": lambda *_: 0, "get_amp_supported_dtype": lambda: [torch.bfloat16, torch.float16],
-        "Stream": _Queue, "Event": _Queue, "current_stream": lambda *_: _Queue(), "stream": lambda _: contextlib.nullcontext(),
-        "manual_seed_all": torch.default_generator.manual_seed, "manual_seed": torch.default_generator.manual_seed,
-        "get_rng_state": lambda *_: torch.get_rng_state(), "set_rng_state": lambda state, *_: torch.set_rng_state(state),
-    }  # fmt: skip
+        "is_available": lambda: True,
+        "is_initialized": lambda: True,
+        "_is_in_bad_fork": lambda: False,
+        "device_count": lambda: 8,
+        "current_device": lambda: 0,
+        "set_device": silent,
+        "synchronize": silent,
+        "empty_cache": silent,
+        "reset_peak_memory_stats": silent,
+        "memory_allocated": lambda *_: 0,
+        "max_memory_allocated": lambda *_: 0,
+        "get_amp_supported_dtype": lambda: [torch.bfloat16, torch.float16],
+        "Stream": _Queue,
+        "Event": _Queue,
+        "current_stream": lambda *_: _Queue(),
+        "stream": lambda _: contextlib.nullcontext(),
+        "manual_seed_all": torch.default_generator.manual_seed,
+        "manual_seed": torch.default_generator.manual_seed,
+        "get_rng_state": lambda *_: torch.get_rng_state(),
+        "set_rng_state": lambda state, *_: torch.set_rng_state(state),
+    }
     vars(module).update(facts)
     return module
 
@@ -197,4 +250,6 @@ def install() -> None:
     aten.impl("copy_", _copy, "PrivateUse1")
     aten.impl("_copy_from", _copy_from, "PrivateUse1")
     everything.fallback(lambda func, *args, **kwargs: _run(func, args, kwargs), "PrivateUse1")
-    everything.fallback(torch.library.fallthrough_kernel, "AutocastPrivateUse1")  # autocast changes nothing
+    everything.fallback(
+        torch.library.fallthrough_kernel, "AutocastPrivateUse1"
+    )  # autocast changes nothing

@@ -25,7 +25,14 @@ from torch import Tensor
 
 from engine_conformance.oracle.train import TrainResult, spread
 
-__all__ = ["Quantity", "Tolerance", "gradient_tolerance", "moment_tolerance", "tolerance", "weight_tolerance"]
+__all__ = [
+    "Quantity",
+    "Tolerance",
+    "gradient_tolerance",
+    "moment_tolerance",
+    "tolerance",
+    "weight_tolerance",
+]
 
 Quantity = Literal["log_probs", "entropy", "values", "router_logits", "loss", "grad_norm", "export"]
 
@@ -59,7 +66,9 @@ class Tolerance:
         return self.atol + self.rtol * want.abs()
 
 
-def tolerance(quantity: Quantity, dtype: torch.dtype = torch.float32, *, layers: int = 2) -> Tolerance:
+def tolerance(
+    quantity: Quantity, dtype: torch.dtype = torch.float32, *, layers: int = 2
+) -> Tolerance:
     """The tolerance of a quantity computed in ``dtype`` (parameters and gradients summed in float32 or more).
 
     ========= ======== ======== ======== ========= ========= =========
@@ -95,7 +104,9 @@ def tolerance(quantity: Quantity, dtype: torch.dtype = torch.float32, *, layers:
     }[quantity]
 
 
-def weight_tolerance(result: TrainResult, dtype: torch.dtype = torch.float32, *, layers: int = 2) -> dict[str, Tensor]:
+def weight_tolerance(
+    result: TrainResult, dtype: torch.dtype = torch.float32, *, layers: int = 2
+) -> dict[str, Tensor]:
     """The largest error of each weight after the steps of ``result``, absolute, by name.
 
     Three parts, with the sum of the learning rates as the unit of length:
@@ -123,7 +134,9 @@ def weight_tolerance(result: TrainResult, dtype: torch.dtype = torch.float32, *,
     }
 
 
-def gradient_tolerance(grad: Tensor, dtype: torch.dtype = torch.float32, *, layers: int = 2) -> Tensor:
+def gradient_tolerance(
+    grad: Tensor, dtype: torch.dtype = torch.float32, *, layers: int = 2
+) -> Tensor:
     """Return the largest error of each element of a gradient, absolute.
 
     In float32 it is 2e-5 of the largest element: 4 units of ``noise``, as everything that is summed in other orders.
@@ -151,7 +164,10 @@ def moment_tolerance(
     if _PRECISION[dtype][1] > 1:
         largest = {"exp_avg": first, "exp_avg_sq": second}
         return {
-            field: {n: torch.full_like(one, _FLOAT32_MOMENT * float(one.abs().max())) for n, one in exact.items()}
+            field: {
+                n: torch.full_like(one, _FLOAT32_MOMENT * float(one.abs().max()))
+                for n, one in exact.items()
+            }
             for field, exact in largest.items()
         }
     beta1, beta2 = result.config.betas

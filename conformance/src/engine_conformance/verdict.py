@@ -8,7 +8,16 @@ from typing import Any, Literal
 
 from engine_conformance.results import BAD, Row
 
-__all__ = ["EXIT", "Judgement", "Verdict", "exit_code", "is_complete", "judge", "judgements", "untested"]
+__all__ = [
+    "EXIT",
+    "Judgement",
+    "Verdict",
+    "exit_code",
+    "is_complete",
+    "judge",
+    "judgements",
+    "untested",
+]
 
 Verdict = Literal["conformant", "partial", "non-conformant"]
 EXIT = {"conformant": 0, "not conformant": 1, "usage": 2, "could not run": 3}
@@ -32,7 +41,9 @@ def judge(rows: Iterable[Row]) -> Verdict:
     return "conformant" if statuses and statuses <= {"passed", "refused"} else "partial"
 
 
-def judgements(rows: Sequence[Row], *, complete: bool, declared: Sequence[str] = ()) -> list[Judgement]:
+def judgements(
+    rows: Sequence[Row], *, complete: bool, declared: Sequence[str] = ()
+) -> list[Judgement]:
     """One a profile and model type, in the order in which they ran.
 
     Args:
@@ -78,7 +89,9 @@ def _judgement(rows: Sequence[Row], key: tuple[str, str], *, complete: bool) -> 
     profile, model_type = key
     mine = [row for row in rows if (row.profile, row.setting.model_type) == key]
     names = dict.fromkeys(row.group for row in mine)
-    groups: dict[str, Verdict] = {name: judge(row for row in mine if row.group == name) for name in names}
+    groups: dict[str, Verdict] = {
+        name: judge(row for row in mine if row.group == name) for name in names
+    }
     verdict = judge(mine)
     if verdict == "conformant" and not complete:
         verdict = "partial"
@@ -90,7 +103,11 @@ def untested(rows: Sequence[Row], declared: Sequence[str]) -> list[str]:
     if not any(row.profile == "engine" for row in rows):
         return []
     shown = {row.group for row in rows if row.outcome.status == "passed"}
-    shown |= {"dp"} if any(row.setting.world > 1 and row.outcome.status == "passed" for row in rows) else set()
+    shown |= (
+        {"dp"}
+        if any(row.setting.world > 1 and row.outcome.status == "passed" for row in rows)
+        else set()
+    )
     return sorted(set(map(str, declared)) - shown)
 
 

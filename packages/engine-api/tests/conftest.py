@@ -75,7 +75,13 @@ def make_batch() -> Callable[..., Batch]:
 def add_distribution(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Path]:
     """Fake an installed distribution: a dist-info folder with entry points, and a module."""
 
-    def add(name: str, entries: Mapping[str, str], modules: Mapping[str, str], *, group: str = "test.engines") -> Path:
+    def add(
+        name: str,
+        entries: Mapping[str, str],
+        modules: Mapping[str, str],
+        *,
+        group: str = "test.engines",
+    ) -> Path:
         site = tmp_path / f"site-{name}"
         info = site / f"{name}-1.0.dist-info"
         info.mkdir(parents=True)
@@ -97,11 +103,18 @@ class BigramEngine(BaseEngine):
 
     vocab_size = VOCABULARY
 
-    def __init__(self, config: EngineConfig, *, resolution: Resolution, comm: Comm | None = None) -> None:
+    def __init__(
+        self, config: EngineConfig, *, resolution: Resolution, comm: Comm | None = None
+    ) -> None:
         super().__init__(config, resolution=resolution)
         self.comm = comm or SingleComm()
-        self.topology = Topology(rank=self.comm.rank, world_size=self.comm.world_size, dp_rank=self.comm.rank,
-                                 dp_size=self.comm.world_size, sizes={"dp": self.comm.world_size})  # fmt: skip
+        self.topology = Topology(
+            rank=self.comm.rank,
+            world_size=self.comm.world_size,
+            dp_rank=self.comm.rank,
+            dp_size=self.comm.world_size,
+            sizes={"dp": self.comm.world_size},
+        )
         self.released = 0
         self.forwards: list[int] = []
 
@@ -111,14 +124,23 @@ class BigramEngine(BaseEngine):
         self.momentum = torch.zeros_like(self.weight)
 
     def forward_step(
-        self, batch: Batch, *, needs: Sequence[str], temperature: float, coefficients: torch.Tensor | None = None
+        self,
+        batch: Batch,
+        *,
+        needs: Sequence[str],
+        temperature: float,
+        coefficients: torch.Tensor | None = None,
     ) -> TokenOutputs:
         self.forwards.append(batch.num_tokens)
         previous = batch.input_ids.roll(1)
         rows = torch.log_softmax(self.weight[previous] / temperature, dim=-1)
         value = rows.gather(1, batch.input_ids[:, None])[:, 0]
-        first = torch.zeros(batch.num_tokens, dtype=torch.bool).index_fill(0, batch.cu_seqlens[:-1], value=True)
-        entropy = -(rows.exp() * rows).sum(-1).masked_fill(first, 0.0) if "entropy" in needs else None
+        first = torch.zeros(batch.num_tokens, dtype=torch.bool).index_fill(
+            0, batch.cu_seqlens[:-1], value=True
+        )
+        entropy = (
+            -(rows.exp() * rows).sum(-1).masked_fill(first, 0.0) if "entropy" in needs else None
+        )
         return TokenOutputs(log_probs=value.masked_fill(first, 0.0), entropy=entropy)
 
     def _clip_gradients(self, max_norm: float | None) -> float:
@@ -141,13 +163,20 @@ class BigramEngine(BaseEngine):
         size = -(-VOCABULARY // self.comm.world_size)
         low = min(size * self.comm.rank, VOCABULARY)
         high = min(low + size, VOCABULARY)
-        spec = ShardSpec(global_shape=(VOCABULARY,) * 2, offset=(low, 0), shape=(high - low, VOCABULARY))
+        spec = ShardSpec(
+            global_shape=(VOCABULARY,) * 2, offset=(low, 0), shape=(high - low, VOCABULARY)
+        )
         parts = {"model.weight": self.weight, "optim.weight.momentum": self.momentum}
         return {key: (tensor.detach()[low:high], spec) for key, tensor in parts.items()}
 
-    def _state_layout(self, entries: Mapping[str, Entry]) -> dict[str, tuple[ShardSpec, torch.dtype]]:
+    def _state_layout(
+        self, entries: Mapping[str, Entry]
+    ) -> dict[str, tuple[ShardSpec, torch.dtype]]:
         whole = ShardSpec.whole((VOCABULARY,) * 2)
-        return {"model.weight": (whole, torch.float32), "optim.weight.momentum": (whole, torch.float32)}
+        return {
+            "model.weight": (whole, torch.float32),
+            "optim.weight.momentum": (whole, torch.float32),
+        }
 
     def _install_state(self, tensors: Mapping[str, torch.Tensor]) -> None:
         with torch.no_grad():
@@ -169,16 +198,25 @@ def make_engine() -> Callable[..., BigramEngine]:
     """An initialized bigram engine; arguments go to ``EngineConfig``, capabilities to its descriptor."""
 
     def make(
-        *, comm: Comm | None = None, max_tokens: int = 64, capabilities: Sequence[str] = (), **config: Any
+        *,
+        comm: Comm | None = None,
+        max_tokens: int = 64,
+        capabilities: Sequence[str] = (),
+        **config: Any,
     ) -> BigramEngine:
         row = Row(backends=("bigram",), devices=("cpu",), target="conftest:BigramEngine")
         plugin = EnginePlugin(
-            name="bigram", contract=CONTRACT, rows=(row,), capabilities=frozenset({"dp", *capabilities})
+            name="bigram",
+            contract=CONTRACT,
+            rows=(row,),
+            capabilities=frozenset({"dp", *capabilities}),
         )
         resolution = Resolution(plugin=plugin, row=row, device="cpu", source="test", trace=())
         config.setdefault("optimizer", OptimizerConfig(lr=0.1, clip_norm=None))
         config.setdefault("memory", Memory(max_tokens=max_tokens))
-        engine = BigramEngine(EngineConfig(model=ModelSource(path="none"), **config), resolution=resolution, comm=comm)
+        engine = BigramEngine(
+            EngineConfig(model=ModelSource(path="none"), **config), resolution=resolution, comm=comm
+        )
         engine.initialize()
         return engine
 

@@ -62,7 +62,9 @@ def main(how: str, call: str, timeout_s: float) -> None:
         sys.stdin.read()  # alive, and out of its calls, until the test has heard the others
     finally:
         comm.close()
-    left = [thread.name for thread in threading.enumerate() if thread is not threading.main_thread()]
+    left = [
+        thread.name for thread in threading.enumerate() if thread is not threading.main_thread()
+    ]
     if left:
         sys.exit(f"threads are left: {left}")
 

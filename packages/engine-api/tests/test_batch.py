@@ -35,12 +35,36 @@ BAD = {
     "a field is short": ({"fields": {"advantages": torch.zeros(4)}}, "advantages", None),
     "a field is a matrix": ({"fields": {"advantages": torch.zeros(5, 1)}}, "advantages", None),
     "a field is a list": ({"fields": {"advantages": [0.0] * 5}}, "advantages", None),
-    "a field is a numpy array": ({"fields": {"advantages": torch.zeros(5).numpy()}}, "advantages", None),
-    "a field has a NaN": ({"fields": {"advantages": torch.tensor([0, 0, 0, float("nan"), 0])}}, "advantages", 3),
-    "a field has an infinity": ({"fields": {"x": torch.tensor([0, float("-inf"), 0, 0, 0])}}, "x", 1),
-    "weights are integers": ({"fields": {"loss_weight": torch.zeros(5, dtype=torch.int64)}}, "loss_weight", None),
-    "a weight is negative": ({"fields": {"loss_weight": torch.tensor([0.0, 1, -1, 0, 1])}}, "loss_weight", 2),
-    "a first token carries loss": ({"fields": {"loss_weight": torch.tensor([0.0, 1, 1, 1, 1])}}, "loss_weight", 2),
+    "a field is a numpy array": (
+        {"fields": {"advantages": torch.zeros(5).numpy()}},
+        "advantages",
+        None,
+    ),
+    "a field has a NaN": (
+        {"fields": {"advantages": torch.tensor([0, 0, 0, float("nan"), 0])}},
+        "advantages",
+        3,
+    ),
+    "a field has an infinity": (
+        {"fields": {"x": torch.tensor([0, float("-inf"), 0, 0, 0])}},
+        "x",
+        1,
+    ),
+    "weights are integers": (
+        {"fields": {"loss_weight": torch.zeros(5, dtype=torch.int64)}},
+        "loss_weight",
+        None,
+    ),
+    "a weight is negative": (
+        {"fields": {"loss_weight": torch.tensor([0.0, 1, -1, 0, 1])}},
+        "loss_weight",
+        2,
+    ),
+    "a first token carries loss": (
+        {"fields": {"loss_weight": torch.tensor([0.0, 1, 1, 1, 1])}},
+        "loss_weight",
+        2,
+    ),
 }
 
 
@@ -55,7 +79,12 @@ def test_bad_parts_are_refused_by_field_and_index(parts, field, index):
 
 def test_a_good_batch_knows_its_sizes():
     batch = Batch(input_ids=ids(), cu_seqlens=cu(0, 2, 5))
-    assert (batch.num_tokens, batch.num_documents, batch.lengths, batch.boundaries) == (5, 2, [2, 3], (0, 2, 5))
+    assert (batch.num_tokens, batch.num_documents, batch.lengths, batch.boundaries) == (
+        5,
+        2,
+        [2, 3],
+        (0, 2, 5),
+    )
 
 
 def test_boundaries_may_be_int32():
@@ -94,7 +123,10 @@ def test_ids_outside_the_vocabulary_are_found(token, index):
 
 def test_pack_refuses_documents_that_differ():
     document = {"input_ids": [1, 2], "x": [0.0, 1.0]}
-    for other, field in (({"input_ids": [1]}, "documents"), ({"input_ids": [1], "x": [0.0, 0.0]}, "x")):
+    for other, field in (
+        ({"input_ids": [1]}, "documents"),
+        ({"input_ids": [1], "x": [0.0, 0.0]}, "x"),
+    ):
         with pytest.raises(BatchError) as caught:
             Batch.pack([document, other])
         assert (caught.value.field, caught.value.index) == (field, 1)
@@ -111,7 +143,9 @@ def test_select_and_concat_are_inverse(make_batch):
     assert torch.equal(whole.loss_weight, batch.loss_weight)
     swapped = batch.select([2, 0])
     assert swapped.lengths == [4, 3]
-    assert swapped.input_ids.tolist() == batch.input_ids[4:8].tolist() + batch.input_ids[:3].tolist()
+    assert (
+        swapped.input_ids.tolist() == batch.input_ids[4:8].tolist() + batch.input_ids[:3].tolist()
+    )
 
 
 def test_concat_refuses_other_fields(make_batch):

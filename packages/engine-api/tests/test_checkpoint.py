@@ -41,7 +41,9 @@ def rows_of(key: str, rank: int, count: int) -> ShardSpec:
         return ShardSpec.whole((), replica=rank)
     size = -(-shape[0] // count)
     low, high = min(rank * size, shape[0]), min(rank * size + size, shape[0])
-    return ShardSpec(global_shape=shape, offset=(low, *[0] * (len(shape) - 1)), shape=(high - low, *shape[1:]))
+    return ShardSpec(
+        global_shape=shape, offset=(low, *[0] * (len(shape) - 1)), shape=(high - low, *shape[1:])
+    )
 
 
 def columns_of(key: str, rank: int, count: int) -> ShardSpec:
@@ -53,9 +55,21 @@ def columns_of(key: str, rank: int, count: int) -> ShardSpec:
 
 
 def write(comm, folder: Path, step: int = 5, **extra):
-    state = {k: (v[s.slices], s) for k, v in WHOLE.items() for s in [rows_of(k, comm.rank, comm.world_size)]}
-    return checkpoint.write(folder, comm=comm, state=state, rank_state={"rank": comm.rank}, step=step, engine="test",
-                            topology={"dp": comm.world_size}, extra=extra)  # fmt: skip
+    state = {
+        k: (v[s.slices], s)
+        for k, v in WHOLE.items()
+        for s in [rows_of(k, comm.rank, comm.world_size)]
+    }
+    return checkpoint.write(
+        folder,
+        comm=comm,
+        state=state,
+        rank_state={"rank": comm.rank},
+        step=step,
+        engine="test",
+        topology={"dp": comm.world_size},
+        extra=extra,
+    )
 
 
 def read(comm, folder: Path, cut=columns_of, **changes):
@@ -68,7 +82,10 @@ def read(comm, folder: Path, cut=columns_of, **changes):
 @pytest.fixture
 def saved(tmp_path, ranks):
     """A checkpoint of two ranks at ``<folder>/step-5``."""
-    assert [i.step for i in ranks(2, lambda comm: write(comm, tmp_path / "step-5", epoch=2))] == [5, 5]
+    assert [i.step for i in ranks(2, lambda comm: write(comm, tmp_path / "step-5", epoch=2))] == [
+        5,
+        5,
+    ]
     return tmp_path
 
 
@@ -76,7 +93,9 @@ def saved(tmp_path, ranks):
 @pytest.mark.parametrize("cut", [rows_of, columns_of])
 def test_any_layout_reads_what_any_layout_wrote(tmp_path, ranks, writers, readers, cut):
     ranks(writers, lambda comm: write(comm, tmp_path / "x"))
-    for rank, (manifest, tensors, rank_state) in enumerate(ranks(readers, lambda comm: read(comm, tmp_path, cut))):
+    for rank, (manifest, tensors, rank_state) in enumerate(
+        ranks(readers, lambda comm: read(comm, tmp_path, cut))
+    ):
         assert manifest.world_size == writers
         assert rank_state == ({"rank": rank} if writers == readers else None)
         for key, whole in WHOLE.items():
@@ -86,7 +105,9 @@ def test_any_layout_reads_what_any_layout_wrote(tmp_path, ranks, writers, reader
 
 def test_what_a_checkpoint_leaves_on_disk(saved):
     assert sorted(p.name for p in saved.iterdir()) == ["latest", "step-5"]
-    names = sorted(str(p.relative_to(saved / "step-5")) for p in (saved / "step-5").rglob("*") if p.is_file())
+    names = sorted(
+        str(p.relative_to(saved / "step-5")) for p in (saved / "step-5").rglob("*") if p.is_file()
+    )
     assert names == [
         "manifest.json",
         "manifest.sha256",
@@ -111,17 +132,41 @@ def own_format(comm, folder):
 
     def save(partial):
         (partial / f"state/{comm.rank}.own").write_bytes(b"1234")
-        return {f"of.{comm.rank}": Entry(dtype="float32", shape=(1,), shards=())}, [f"state/{comm.rank}.own"]
+        return {f"of.{comm.rank}": Entry(dtype="float32", shape=(1,), shards=())}, [
+            f"state/{comm.rank}.own"
+        ]
 
-    return checkpoint.write_files(folder, comm=comm, num_bytes=4, save=save, rank_state={}, step=7, engine="test",
-                                  topology={"tp": 2}, extra={}, state="own")  # fmt: skip
+    return checkpoint.write_files(
+        folder,
+        comm=comm,
+        num_bytes=4,
+        save=save,
+        rank_state={},
+        step=7,
+        engine="test",
+        topology={"tp": 2},
+        extra={},
+        state="own",
+    )
 
 
 def test_an_engines_own_format_is_whole_and_refused_by_others(tmp_path, ranks):
-    assert [info.step for info in ranks(2, lambda comm: own_format(comm, tmp_path / "step-7"))] == [7, 7]
+    assert [info.step for info in ranks(2, lambda comm: own_format(comm, tmp_path / "step-7"))] == [
+        7,
+        7,
+    ]
     manifest = read_manifest(tmp_path / "step-7")
-    assert (manifest.format, manifest.state, sorted(manifest.tensors)) == (2, "own", ["of.0", "of.1"])
-    assert sorted(manifest.files) == ["rank-00000.json", "rank-00001.json", "state/0.own", "state/1.own"]
+    assert (manifest.format, manifest.state, sorted(manifest.tensors)) == (
+        2,
+        "own",
+        ["of.0", "of.1"],
+    )
+    assert sorted(manifest.files) == [
+        "rank-00000.json",
+        "rank-00001.json",
+        "state/0.own",
+        "state/1.own",
+    ]
     for error in ranks(2, lambda comm: read(comm, tmp_path)):
         assert isinstance(error, CheckpointMismatch)
         assert "a format of test's own" in str(error)
@@ -202,17 +247,49 @@ DAMAGE = {
     "a shard is gone": (hole, CheckpointCorrupt, "model.a exactly once"),
     "boxes overlap": (twice_and_never, CheckpointCorrupt, "model.b exactly once"),
     "the manifest is altered": (unsealed, CheckpointCorrupt, "manifest.sha256 differ"),
-    "no digest": (lambda s: (s / "step-5/manifest.sha256").unlink(), CheckpointCorrupt, "manifest.sha256 is missing"),
-    "no manifest": (lambda s: (s / "step-5/manifest.json").unlink(), CheckpointMissing, "rank-00000.json"),
-    "no JSON": (lambda s: (s / "step-5/manifest.json").write_text("{"), CheckpointCorrupt, "cannot be read"),
-    "foreign JSON": (lambda s: (s / "step-5/manifest.json").write_text("[1]"), CheckpointCorrupt, "cannot be read"),
+    "no digest": (
+        lambda s: (s / "step-5/manifest.sha256").unlink(),
+        CheckpointCorrupt,
+        "manifest.sha256 is missing",
+    ),
+    "no manifest": (
+        lambda s: (s / "step-5/manifest.json").unlink(),
+        CheckpointMissing,
+        "rank-00000.json",
+    ),
+    "no JSON": (
+        lambda s: (s / "step-5/manifest.json").write_text("{"),
+        CheckpointCorrupt,
+        "cannot be read",
+    ),
+    "foreign JSON": (
+        lambda s: (s / "step-5/manifest.json").write_text("[1]"),
+        CheckpointCorrupt,
+        "cannot be read",
+    ),
     "lacks tensors": (lambda s: without(s, "tensors"), CheckpointCorrupt, "lacks parts"),
     "has more": (lambda s: edit(s, colour="red"), CheckpointCorrupt, "lacks parts"),
     "a newer format": (lambda s: edit(s, format=3), CheckpointMismatch, "upgrade engine-api"),
-    "a newer contract": (lambda s: edit(s, contract="1.99"), CheckpointMismatch, "upgrade engine-api"),
-    "no folder's name": (lambda s: (s / "latest").write_text("../x"), CheckpointCorrupt, "a folder beside it"),
-    "a name too long": (lambda s: (s / "latest").write_text("x" * 5000), CheckpointCorrupt, "a folder beside it"),
-    "a lost folder": (lambda s: shutil.rmtree(s / "step-5"), CheckpointMissing, "which is not there"),
+    "a newer contract": (
+        lambda s: edit(s, contract="1.99"),
+        CheckpointMismatch,
+        "upgrade engine-api",
+    ),
+    "no folder's name": (
+        lambda s: (s / "latest").write_text("../x"),
+        CheckpointCorrupt,
+        "a folder beside it",
+    ),
+    "a name too long": (
+        lambda s: (s / "latest").write_text("x" * 5000),
+        CheckpointCorrupt,
+        "a folder beside it",
+    ),
+    "a lost folder": (
+        lambda s: shutil.rmtree(s / "step-5"),
+        CheckpointMissing,
+        "which is not there",
+    ),
 }
 
 
@@ -320,7 +397,12 @@ def test_a_digest_is_what_sha256sum_writes(saved):
 def lacking(*gone, step=5):
     """Which state is missing in a checkpoint of AdamW without these keys."""
     fields = ("exp_avg", "exp_avg_sq", "step")
-    keys = ["model.a", "model.b", "model.frozen", *(f"optim.{name}.{kept}" for name in "ab" for kept in fields)]
+    keys = [
+        "model.a",
+        "model.b",
+        "model.frozen",
+        *(f"optim.{name}.{kept}" for name in "ab" for kept in fields),
+    ]
     entries = {key: Entry(dtype="float32", shape=(), shards=(), stepped=None) for key in keys}
     whole = checkpoint._with_steps(entries)
     manifest = Manifest(
@@ -369,7 +451,10 @@ def test_a_missing_folder_says_so(tmp_path, ranks):
 
 
 def test_another_model_is_named_by_its_keys(saved, ranks):
-    changes = {"model.c": (ShardSpec.whole((2,)), torch.float32), "model.a": (ShardSpec.whole((7, 4)), torch.float32)}
+    changes = {
+        "model.c": (ShardSpec.whole((2,)), torch.float32),
+        "model.a": (ShardSpec.whole((7, 4)), torch.float32),
+    }
     (error,) = ranks(1, lambda comm: read(comm, saved, **changes))
     assert isinstance(error, CheckpointMismatch)
     assert "missing: model.c" in error.why
@@ -442,8 +527,14 @@ def test_names_are_on_the_disk_before_the_folder_has_its_own(tmp_path, ranks, mo
     """Without it a loss of power may leave a renamed folder that lacks files."""
     order = []
     fsync, rename = os.fsync, Path.rename
-    monkeypatch.setattr(os, "fsync", lambda fd: (order.append(str(Path(f"/proc/self/fd/{fd}").readlink())), fsync(fd)))
-    monkeypatch.setattr(Path, "rename", lambda self, to: (order.append("renamed"), rename(self, to)))
+    monkeypatch.setattr(
+        os,
+        "fsync",
+        lambda fd: (order.append(str(Path(f"/proc/self/fd/{fd}").readlink())), fsync(fd)),
+    )
+    monkeypatch.setattr(
+        Path, "rename", lambda self, to: (order.append("renamed"), rename(self, to))
+    )
     ranks(1, lambda comm: write(comm, tmp_path / "step-1", step=1))
     before = order[: order.index("renamed")]
     partial = tmp_path / "step-1.partial"

@@ -26,7 +26,9 @@ PLUGIN = EnginePlugin(name="acme", contract=CONTRACT, capabilities=frozenset({"l
 
 @pytest.fixture(autouse=True)
 def acme(add_distribution):
-    site = add_distribution("acme", {"acme": "acme_cli:PLUGIN"}, {"acme_cli": PLUGIN}, group="engine_api.engines")
+    site = add_distribution(
+        "acme", {"acme": "acme_cli:PLUGIN"}, {"acme_cli": PLUGIN}, group="engine_api.engines"
+    )
     EngineRegistry.refresh()
     yield site
     EngineRegistry.refresh()
@@ -70,7 +72,9 @@ def test_doctor_says_what_is_missing_and_what_is_broken(capsys, add_distribution
     out = main(["doctor"]), capsys.readouterr().out
     assert "acme on cuda (acme==1.0 (acme_cli:PLUGIN)): none here; to do: buy one" in out[1]
     assert out[0] == 0
-    add_distribution("rotten", {"rotten": "rotten_cli:P"}, {"rotten_cli": "1 / 0"}, group="engine_api.engines")
+    add_distribution(
+        "rotten", {"rotten": "rotten_cli:P"}, {"rotten_cli": "1 / 0"}, group="engine_api.engines"
+    )
     EngineRegistry.refresh()
     assert main(["doctor"]) == 1
     text = capsys.readouterr().out
@@ -88,8 +92,13 @@ def test_usage_errors_exit_with_2(capsys):
 
 def run(code: str, site: Path) -> subprocess.CompletedProcess[str]:
     path = os.pathsep.join([str(Path(engine_api.__file__).parents[1]), str(site)])
-    return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False,
-                          env={**os.environ, "PYTHONPATH": path})  # fmt: skip
+    return subprocess.run(
+        [sys.executable, "-c", code],
+        capture_output=True,
+        text=True,
+        check=False,
+        env={**os.environ, "PYTHONPATH": path},
+    )
 
 
 def test_list_takes_a_fraction_of_what_importing_torch_takes(acme):
@@ -111,7 +120,9 @@ BROKEN = {
     "ends": "import os; os._exit(6)",
     "no-rows": PLUGIN.replace("rows=(", "rows=None and ("),
     "no-plugin": "PLUGIN = None",
-    "ends-in-probe": PLUGIN.replace("probe=lambda device: ", "probe=lambda device: __import__('os')._exit(7) or "),
+    "ends-in-probe": PLUGIN.replace(
+        "probe=lambda device: ", "probe=lambda device: __import__('os')._exit(7) or "
+    ),
     "interrupts-in-probe": PLUGIN.replace(
         "probe=lambda device: ", "probe=lambda device: signal.raise_signal(2) or "
     ).replace("from engine_api", "import signal\nfrom engine_api", 1),
@@ -132,7 +143,9 @@ def test_plugins_that_break_in_whatever_way_are_named_and_hide_no_other(capsys, 
     for name, text in BROKEN.items():
         module = name.replace("-", "_")
         named = text.replace('"acme"', f'"{name}"')
-        add_distribution(name, {name: f"{module}:PLUGIN"}, {module: named}, group="engine_api.engines")
+        add_distribution(
+            name, {name: f"{module}:PLUGIN"}, {module: named}, group="engine_api.engines"
+        )
     assert main(["list"]) == 0
     out = capsys.readouterr().out
     assert ["language_model", "acme", "cpu", "yes", "acme==1.0"] in rows(out)
@@ -148,8 +161,12 @@ def test_plugins_that_break_in_whatever_way_are_named_and_hide_no_other(capsys, 
 
 
 def test_a_plugin_whose_import_does_not_return_is_named(add_distribution, monkeypatch):
-    add_distribution("hangs", {"hangs": "hangs:PLUGIN"}, {"hangs": "import threading; threading.Event().wait()"})
-    add_distribution("probes", {"probes": "probes:PLUGIN"}, {"probes": PLUGIN.replace("device ==", "input() ==")})
+    add_distribution(
+        "hangs", {"hangs": "hangs:PLUGIN"}, {"hangs": "import threading; threading.Event().wait()"}
+    )
+    add_distribution(
+        "probes", {"probes": "probes:PLUGIN"}, {"probes": PLUGIN.replace("device ==", "input() ==")}
+    )
     monkeypatch.setattr("engine_api.preflight.SILENCE_S", 10.0)
     assert offenders(("test.engines",)) == {
         ("test.engines", "hangs==1.0 (hangs:PLUGIN)"): "its import did not return within 10 s"
@@ -158,7 +175,9 @@ def test_a_plugin_whose_import_does_not_return_is_named(add_distribution, monkey
 
 def test_a_damaged_list_of_entry_points_hides_no_other(capsys, add_distribution):
     site = add_distribution("damaged", {}, {})
-    (site / "damaged-1.0.dist-info" / "entry_points.txt").write_text("[engine_api.engines]\nno equals sign\n")
+    (site / "damaged-1.0.dist-info" / "entry_points.txt").write_text(
+        "[engine_api.engines]\nno equals sign\n"
+    )
     assert main(["list"]) == 0
     out = capsys.readouterr().out
     assert ["language_model", "acme", "cpu", "yes", "acme==1.0"] in rows(out)
@@ -166,7 +185,9 @@ def test_a_damaged_list_of_entry_points_hides_no_other(capsys, add_distribution)
 
 
 def test_two_plugins_that_claim_the_same_are_shown(capsys, add_distribution):
-    add_distribution("emca", {"emca": "emca_cli:PLUGIN"}, {"emca_cli": PLUGIN}, group="engine_api.engines")
+    add_distribution(
+        "emca", {"emca": "emca_cli:PLUGIN"}, {"emca_cli": PLUGIN}, group="engine_api.engines"
+    )
     said = "conflict: language_model by acme on cuda is offered by acme==1.0 (acme_cli:PLUGIN) and emca==1.0"
     assert main(["list"]) == 0
     assert said in capsys.readouterr().out

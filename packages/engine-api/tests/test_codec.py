@@ -69,7 +69,9 @@ def test_only_registered_classes_are_made():
 
 
 def test_a_checkpoint_entry_keeps_its_tuples():
-    entry = Entry(dtype="float32", shape=(4, 2), shards=(Shard(file="a", offset=(0, 0), shape=(4, 2)),))
+    entry = Entry(
+        dtype="float32", shape=(4, 2), shards=(Shard(file="a", offset=(0, 0), shape=(4, 2)),)
+    )
     assert decode(encode({"model.x": entry})) == {"model.x": entry}
     box = ShardSpec(global_shape=(4,), offset=(2,), shape=(2,), replica=1)
     assert decode(encode([("x", box, torch.bfloat16)])) == [("x", box, torch.bfloat16)]

@@ -6,7 +6,12 @@ import pytest
 import torch
 
 from engine_api.config import OptimizerConfig
-from engine_api.errors import CheckpointMismatch, ConfigError, EngineStateError, UnsupportedCapability
+from engine_api.errors import (
+    CheckpointMismatch,
+    ConfigError,
+    EngineStateError,
+    UnsupportedCapability,
+)
 from engine_api.optimizers import build_optimizer, check_fields, state_dtypes, state_fields
 
 
@@ -61,7 +66,11 @@ def test_the_state_of_another_optimizer_is_refused():
 def test_the_dtypes_of_state_follow_those_of_weights():
     adamw = build_optimizer(OptimizerConfig(), [torch.nn.Parameter(torch.zeros(2))])
     for dtype in (torch.float32, torch.bfloat16):
-        assert state_dtypes(adamw, dtype) == {"exp_avg": dtype, "exp_avg_sq": dtype, "step": torch.float32}
+        assert state_dtypes(adamw, dtype) == {
+            "exp_avg": dtype,
+            "exp_avg_sq": dtype,
+            "step": torch.float32,
+        }
     assert not adamw.state, "the probe leaves nothing behind"
 
 

@@ -40,8 +40,13 @@ def test_states(make_engine, make_batch, tmp_path):
     engine.close()
     assert engine.released == 1
     batch = make_batch([3])
-    for call in (lambda: engine.train_batch(batch, sft_loss), lambda: engine.infer_batch(batch), engine.optimizer_step,
-                 lambda: engine.save_checkpoint(tmp_path), lambda: engine.load_checkpoint(tmp_path)):  # fmt: skip
+    for call in (
+        lambda: engine.train_batch(batch, sft_loss),
+        lambda: engine.infer_batch(batch),
+        engine.optimizer_step,
+        lambda: engine.save_checkpoint(tmp_path),
+        lambda: engine.load_checkpoint(tmp_path),
+    ):
         with pytest.raises(EngineStateError, match="closed"):
             call()
 
@@ -78,7 +83,9 @@ def test_loss_and_gradient_are_sums_over_a_denominator(make_engine, make_batch):
 
 @pytest.mark.parametrize("max_tokens", [7, 11, 64])
 @pytest.mark.parametrize("count", [1, 2, 3])
-def test_the_update_does_not_depend_on_ranks_or_micro_batches(make_engine, make_batch, ranks, count, max_tokens):
+def test_the_update_does_not_depend_on_ranks_or_micro_batches(
+    make_engine, make_batch, ranks, count, max_tokens
+):
     batch = make_batch(LENGTHS)
     reference = make_engine()
     expected = [reference.train_batch(batch, sft_loss) for _ in range(2)][-1]
@@ -89,7 +96,9 @@ def test_the_update_does_not_depend_on_ranks_or_micro_batches(make_engine, make_
         return [engine.train_batch(own, sft_loss) for _ in range(2)][-1], weights(engine)
 
     for output, (weight, _) in ranks(count, work):
-        assert (output.loss, output.grad_norm) == pytest.approx((expected.loss, expected.grad_norm), rel=1e-5)
+        assert (output.loss, output.grad_norm) == pytest.approx(
+            (expected.loss, expected.grad_norm), rel=1e-5
+        )
         assert output.metrics["tokens"] == 21.0
         torch.testing.assert_close(weight, reference.weight.detach())
 
@@ -162,7 +171,9 @@ def test_an_exception_in_a_loss_leaves_the_engine_usable(make_engine, make_batch
     engine, clean = make_engine(), make_engine()
     with pytest.raises(ZeroDivisionError):
         engine.train_batch(make_batch([4]), loss)
-    assert engine.train_batch(make_batch([4]), sft_loss) == clean.train_batch(make_batch([4]), sft_loss)
+    assert engine.train_batch(make_batch([4]), sft_loss) == clean.train_batch(
+        make_batch([4]), sft_loss
+    )
 
 
 def test_inference_is_pure_and_in_the_callers_order(make_engine, make_batch):
@@ -172,7 +183,9 @@ def test_inference_is_pure_and_in_the_callers_order(make_engine, make_batch):
     assert engine.forwards
     assert not outputs.log_probs.requires_grad
     assert same(before, weights(engine))
-    for document, (low, high) in enumerate(zip(batch.boundaries, batch.boundaries[1:], strict=False)):
+    for document, (low, high) in enumerate(
+        zip(batch.boundaries, batch.boundaries[1:], strict=False)
+    ):
         alone = engine.infer_batch(batch.select([document]), entropy=True)
         torch.testing.assert_close(outputs.log_probs[low:high], alone.log_probs)
         torch.testing.assert_close(outputs.entropy[low:high], alone.entropy)
@@ -182,7 +195,9 @@ def test_inference_is_pure_and_in_the_callers_order(make_engine, make_batch):
 def test_schedule_follows_applied_steps(make_engine, make_batch):
     engine = make_engine(schedule=ScheduleConfig(name="linear", warmup_steps=2, total_steps=4))
     rates = [engine.train_batch(make_batch([4]), sft_loss).lr]
-    rates.append(engine.train_batch(make_batch([4], weight=0.0), sft_loss).lr)  # skipped: does not count
+    rates.append(
+        engine.train_batch(make_batch([4], weight=0.0), sft_loss).lr
+    )  # skipped: does not count
     rates += [engine.train_batch(make_batch([4]), sft_loss).lr for _ in range(3)]
     assert rates == pytest.approx([0.05, 0.1, 0.1, 0.1, 0.05])
 
@@ -205,7 +220,9 @@ def test_an_argument_that_is_wrong_on_one_rank_is_refused_on_all(make_engine, ma
     def work(comm):
         engine = make_engine(comm=comm)
         with pytest.raises((ConfigError, RankFailure)) as caught:
-            engine.train_batch(make_batch([4]), sft_loss, denominator="1" if comm.rank == 1 else None)
+            engine.train_batch(
+                make_batch([4]), sft_loss, denominator="1" if comm.rank == 1 else None
+            )
         return type(caught.value), engine.train_batch(make_batch([4]), sft_loss).weight_version
 
     assert ranks(2, work) == [(RankFailure, 1), (ConfigError, 1)]
@@ -251,7 +268,10 @@ def test_undeclared_configuration_is_refused_when_constructed(make_engine):
 
 @pytest.mark.parametrize("asynchronous", [False, True])
 def test_training_goes_on_from_a_checkpoint(make_engine, make_batch, tmp_path, asynchronous):
-    parts = {"checkpoint": CheckpointConfig(async_save=asynchronous), "capabilities": ["async-checkpoint"]}
+    parts = {
+        "checkpoint": CheckpointConfig(async_save=asynchronous),
+        "capabilities": ["async-checkpoint"],
+    }
     engine, batch = make_engine(**parts), make_batch(LENGTHS)
     engine.train_batch(batch, sft_loss)
     handle = engine.save_checkpoint(tmp_path / "step-1", extra={"epoch": 1})
@@ -291,7 +311,9 @@ def test_a_failed_load_changes_nothing(make_engine, make_batch, tmp_path):
 
 
 def test_a_failed_asynchronous_save_is_never_swallowed(make_engine, make_batch, tmp_path):
-    engine = make_engine(checkpoint=CheckpointConfig(async_save=True), capabilities=["async-checkpoint"])
+    engine = make_engine(
+        checkpoint=CheckpointConfig(async_save=True), capabilities=["async-checkpoint"]
+    )
     (tmp_path / "taken").mkdir()
     engine.save_checkpoint(tmp_path / "taken")
     with pytest.raises(CheckpointWriteError):

@@ -48,7 +48,9 @@ def test_errors_survive_pickling(error):
 
 def test_an_error_says_what_where_why_and_what_to_do():
     assert str(EVERY[0]) == "here: what\n  why: so\n  to do: do"
-    assert str(errors.RankFailure({1: "one", 0: "zero"})).index("rank 0") < str(EVERY[-1]).index("rank 1")
+    assert str(errors.RankFailure({1: "one", 0: "zero"})).index("rank 0") < str(EVERY[-1]).index(
+        "rank 1"
+    )
 
 
 def test_the_public_names_are_there():
@@ -139,7 +141,10 @@ def test_options_of_a_plugin():
     [
         ({"optimizer": engine_api.OptimizerConfig(clip_norm=-1.0)}, "optimizer.clip_norm"),
         ({"optimizer": engine_api.OptimizerConfig(clip_norm=0.0)}, "optimizer.clip_norm"),
-        ({"optimizer": engine_api.OptimizerConfig(name="torch.optim.AdamW", betas=(0.9, 0.95))}, "optimizer.betas"),
+        (
+            {"optimizer": engine_api.OptimizerConfig(name="torch.optim.AdamW", betas=(0.9, 0.95))},
+            "optimizer.betas",
+        ),
         ({"schedule": engine_api.ScheduleConfig(warmup_steps=-1)}, "schedule.warmup_steps"),
         ({"schedule": engine_api.ScheduleConfig(min_ratio=0.1)}, "schedule.min_ratio"),
         ({"lora": engine_api.LoraConfig(dropout=1.5)}, "lora.dropout"),

@@ -18,13 +18,26 @@ from engine_api.comm import SingleComm
 from engine_api.errors import ConfigError
 
 # What changes a file system, as Python tells its auditors.
-EVENTS = {"open", "os.rename", "os.remove", "os.rmdir", "os.mkdir", "os.link", "os.chmod", "shutil.rmtree"}
+EVENTS = {
+    "open",
+    "os.rename",
+    "os.remove",
+    "os.rmdir",
+    "os.mkdir",
+    "os.link",
+    "os.chmod",
+    "shutil.rmtree",
+}
 KILLED = 9
 
-pytestmark = pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning")
+pytestmark = pytest.mark.filterwarnings(
+    "ignore:This process .* is multi-threaded:DeprecationWarning"
+)
 
 
-def killed_everywhere(folder: Path, work: Callable[[], None], prepare: Callable[[], None]) -> Iterator[int]:
+def killed_everywhere(
+    folder: Path, work: Callable[[], None], prepare: Callable[[], None]
+) -> Iterator[int]:
     """Do ``work`` in a child that dies before its n-th change of files in ``folder``, for each n; then once to its end."""
     for count in range(10_000):
         prepare()
@@ -78,7 +91,9 @@ def test_a_kill_leaves_the_former_folder_or_the_new_one(tmp_path, monkeypatch, e
                 (folder / name).write_text(text)
 
     seen = []
-    for _ in killed_everywhere(tmp_path, lambda: folders.replace_folder(new, old, stale=("a", "b", "c")), prepare):
+    for _ in killed_everywhere(
+        tmp_path, lambda: folders.replace_folder(new, old, stale=("a", "b", "c")), prepare
+    ):
         if not exchanges:
             folders.restore(old)
         seen.append(read(old))
@@ -140,7 +155,13 @@ def test_a_killed_save_hf_leaves_the_former_model_or_the_new_one(tmp_path):
 
     values = []
     for _ in killed_everywhere(tmp_path / "out", lambda: save(folder, 2.0), prepare):
-        values.append({float(v) for tensor in load_file(folder / "model.safetensors").values() for v in tensor})
+        values.append(
+            {
+                float(v)
+                for tensor in load_file(folder / "model.safetensors").values()
+                for v in tensor
+            }
+        )
         assert sorted(p.name for p in folder.iterdir()) == [
             "README.md",
             "config.json",
@@ -160,10 +181,25 @@ def index(folder: Path, weight_map: object) -> Path:
 
 
 @pytest.mark.parametrize(
-    "name", ["/etc/passwd", "../x.safetensors", "a/../../x", "..", "", ".", "a//b", "x\x00", "\ud800", None, 3]
+    "name",
+    [
+        "/etc/passwd",
+        "../x.safetensors",
+        "a/../../x",
+        "..",
+        "",
+        ".",
+        "a//b",
+        "x\x00",
+        "\ud800",
+        None,
+        3,
+    ],
 )
 def test_an_index_that_leads_out_of_its_folder_is_refused(tmp_path, name):
-    with pytest.raises(ConfigError, match="expected the name of a file in this folder for t") as caught:
+    with pytest.raises(
+        ConfigError, match="expected the name of a file in this folder for t"
+    ) as caught:
         hf_folder.read_index(index(tmp_path, {"good": "a.safetensors", "t": name}))
     assert caught.value.field == "model.path"
 
@@ -176,4 +212,6 @@ def test_an_index_without_a_map_is_refused(tmp_path, weight_map):
 
 def test_an_index_is_read_as_it_stands(tmp_path):
     assert hf_folder.read_index(tmp_path) is None
-    assert hf_folder.read_index(index(tmp_path, {"t": "part/a.safetensors"})) == {"t": "part/a.safetensors"}
+    assert hf_folder.read_index(index(tmp_path, {"t": "part/a.safetensors"})) == {
+        "t": "part/a.safetensors"
+    }

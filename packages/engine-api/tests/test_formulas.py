@@ -54,7 +54,14 @@ def test_aggregation_modes_are_weights():
     for mode in ("token-mean", "seq-mean-token-sum", "seq-mean-token-sum-norm"):
         assert token_weights(mask, cu, mode).tolist() == [0, 1, 1, 0, 1, 0]
     by_document = token_weights(mask, cu, "seq-mean-token-mean")
-    assert by_document.tolist() == [0, 0.5, 0.5, 0, 1, 0]  # a document without tokens weighs nothing
+    assert by_document.tolist() == [
+        0,
+        0.5,
+        0.5,
+        0,
+        1,
+        0,
+    ]  # a document without tokens weighs nothing
     with pytest.raises(ConfigError, match="seq-mean-token-mean"):
         token_weights(mask, cu, "mean")
 
@@ -69,13 +76,20 @@ def shard(whole, spec):
 
 def test_shards_make_the_whole():
     whole = torch.arange(12.0).view(4, 3)
-    specs = [box((0, 0), (3, 3)), box((3, 0), (1, 2)), box((3, 2), (1, 1)), box((0, 0), (3, 3), replica=1),
-             ShardSpec.nothing((4, 3))]  # fmt: skip
+    specs = [
+        box((0, 0), (3, 3)),
+        box((3, 0), (1, 2)),
+        box((3, 2), (1, 1)),
+        box((0, 0), (3, 3), replica=1),
+        ShardSpec.nothing((4, 3)),
+    ]
     assert torch.equal(assemble([shard(whole, spec) for spec in specs]), whole)
     assert torch.equal(assemble([(torch.tensor(7.0), ShardSpec.whole(()))]), torch.tensor(7.0))
 
 
-@pytest.mark.parametrize("specs", [[box((0, 0), (3, 3))], [box((0, 0), (3, 3)), box((2, 0), (2, 3))]])
+@pytest.mark.parametrize(
+    "specs", [[box((0, 0), (3, 3))], [box((0, 0), (3, 3)), box((2, 0), (2, 3))]]
+)
 def test_holes_and_overlaps_are_refused(specs):
     whole = torch.zeros(4, 3)
     with pytest.raises(ValueError, match="exactly once"):

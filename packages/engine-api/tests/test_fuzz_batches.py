@@ -32,7 +32,18 @@ scalars = st.one_of(
     st.text(max_size=3),
     st.binary(max_size=3),
     st.sampled_from(
-        [HUGE, 2**63, -(2**63), 2**64, 1e300, Fraction(1, 3), 1j, np.int64(3), np.float32(0.5), np.bool_(True)]
+        [
+            HUGE,
+            2**63,
+            -(2**63),
+            2**64,
+            1e300,
+            Fraction(1, 3),
+            1j,
+            np.int64(3),
+            np.float32(0.5),
+            np.bool_(True),
+        ]
     ),
 )
 junk = st.one_of(
@@ -50,7 +61,9 @@ STRANGE = {
     "sparse": lambda whole: whole.float().to_sparse(),
     "meta": lambda whole: whole.to("meta"),
     "nested": lambda whole: torch.nested.nested_tensor([whole.float(), whole.float()]),
-    "jagged": lambda whole: torch.nested.nested_tensor([whole.float(), whole.float()], layout=torch.jagged),
+    "jagged": lambda whole: torch.nested.nested_tensor(
+        [whole.float(), whole.float()], layout=torch.jagged
+    ),
     "gradient": lambda whole: whole.float().requires_grad_(),
     "parameter": lambda whole: torch.nn.Parameter(whole.float()),
     "complex": lambda whole: whole.to(torch.complex64),
@@ -69,14 +82,18 @@ def tensors(draw: st.DrawFn, size: int) -> torch.Tensor:
         return STRANGE[draw(st.sampled_from(sorted(STRANGE)))](torch.arange(max(size, 1)))
     values = draw(st.lists(st.floats(-2, VOCABULARY + 1), min_size=size, max_size=size))
     tensor = torch.tensor(values, dtype=torch.float64)
-    tensor = tensor.to(getattr(torch, draw(st.sampled_from([*DTYPES, "int64", "float32", "float32"]))))
+    tensor = tensor.to(
+        getattr(torch, draw(st.sampled_from([*DTYPES, "int64", "float32", "float32"])))
+    )
     change = draw(st.sampled_from(["", "", "strided", "expanded", "nan", "longer", "shorter"]))
     if change == "strided":
         tensor = torch.stack([tensor, tensor], dim=1)[:, 0]
     elif change == "expanded" and size:
         tensor = tensor[:1].expand(size)
     elif change == "nan" and size and tensor.is_floating_point():
-        tensor[draw(st.integers(0, size - 1))] = draw(st.sampled_from([math.nan, math.inf, -math.inf]))
+        tensor[draw(st.integers(0, size - 1))] = draw(
+            st.sampled_from([math.nan, math.inf, -math.inf])
+        )
     elif change == "longer":
         tensor = torch.cat([tensor, tensor[:1]])
     elif change == "shorter":
@@ -160,13 +177,19 @@ def made_or_refused(make) -> Batch | None:
 @fuzz()
 @given(parts())
 @example(
-    {"input_ids": torch.tensor([1, 2]), "cu_seqlens": torch.tensor([0, 2]), "fields": {"input_ids": torch.ones(2)}}
+    {
+        "input_ids": torch.tensor([1, 2]),
+        "cu_seqlens": torch.tensor([0, 2]),
+        "fields": {"input_ids": torch.ones(2)},
+    }
 )
 @example({"input_ids": torch.tensor([1, 2]), "cu_seqlens": torch.tensor([0, 2]), "fields": None})
 def test_a_batch_keeps_its_promises_or_is_refused_by_field(given_parts):
     batch = made_or_refused(lambda: Batch(**given_parts))
     if batch is not None:
-        outside = [i for i, token in enumerate(batch.input_ids.tolist()) if not 0 <= token < VOCABULARY]
+        outside = [
+            i for i, token in enumerate(batch.input_ids.tolist()) if not 0 <= token < VOCABULARY
+        ]
         refused = outcome(lambda: batch.check_vocabulary(VOCABULARY))
         assert getattr(refused, "index", None) == (outside[0] if outside else None)
 
@@ -174,17 +197,25 @@ def test_a_batch_keeps_its_promises_or_is_refused_by_field(given_parts):
 @st.composite
 def documents(draw: st.DrawFn) -> object:
     """What ``Batch.pack`` is given: mappings of columns, mostly of one length."""
-    names = draw(st.sampled_from([["input_ids"], ["input_ids", "loss_weight"], ["input_ids", "x"], ["x"]]))
+    names = draw(
+        st.sampled_from([["input_ids"], ["input_ids", "loss_weight"], ["input_ids", "x"], ["x"]])
+    )
     rows: list[object] = []
     for _ in range(draw(st.integers(0, 3))):
         size = draw(st.integers(0, 4))
         ids = st.lists(st.integers(0, VOCABULARY - 1), min_size=size, max_size=size)
         numbers = st.lists(st.floats(0, 1), min_size=size, max_size=size)
         arrays = st.one_of(
-            ids.map(np.array), numbers.map(np.array), ids.map(lambda v: np.array(v, dtype=np.int32)[::-1])
+            ids.map(np.array),
+            numbers.map(np.array),
+            ids.map(lambda v: np.array(v, dtype=np.int32)[::-1]),
         )
-        odd = st.one_of(st.lists(scalars, min_size=size, max_size=size), arrays, tensors(size), junk)
-        row = {name: draw(st.one_of(ids if name == "input_ids" else numbers, odd)) for name in names}
+        odd = st.one_of(
+            st.lists(scalars, min_size=size, max_size=size), arrays, tensors(size), junk
+        )
+        row = {
+            name: draw(st.one_of(ids if name == "input_ids" else numbers, odd)) for name in names
+        }
         rows.append(draw(st.one_of(st.just(row), st.just(row), st.just(row), junk)))
     return draw(st.one_of(st.just(rows), st.just(rows), st.just(rows), junk))
 

@@ -17,14 +17,29 @@ from fuzzing import fuzz
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from engine_api import Batch, EngineConfig, EngineRegistry, LossOutput, ModelSource, OptimizerConfig, sft_loss
+from engine_api import (
+    Batch,
+    EngineConfig,
+    EngineRegistry,
+    LossOutput,
+    ModelSource,
+    OptimizerConfig,
+    sft_loss,
+)
 from engine_api.errors import BatchError, ConfigError, EngineError, EngineStateError
 
 VOCABULARY = 17
 CONFIG = {
-    "model_type": "qwen3", "vocab_size": VOCABULARY, "hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2,
-    "num_key_value_heads": 1, "head_dim": 4, "intermediate_size": 8, "tie_word_embeddings": True,
-}  # fmt: skip
+    "model_type": "qwen3",
+    "vocab_size": VOCABULARY,
+    "hidden_size": 8,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "head_dim": 4,
+    "intermediate_size": 8,
+    "tie_word_embeddings": True,
+}
 
 
 class MadeUpError(Exception):
@@ -87,16 +102,42 @@ LOSSES: dict[str, Any] = {
     "coefficients are short": WithCoefficients(lambda batch: -batch.loss_weight[1:]),
 }
 NUMBERS: list[Any] = [
-    1.0, 2, 0.5, "1", [], None, True, False, math.nan, math.inf, -1.0, 0, 0.0, 1e-300, 1e300, 10**400, Fraction(1, 2), 1j,
-    np.float32(0.5), np.int64(2), torch.tensor(1.0), torch.ones(2), {}, b"1", object,
-]  # fmt: skip
+    1.0,
+    2,
+    0.5,
+    "1",
+    [],
+    None,
+    True,
+    False,
+    math.nan,
+    math.inf,
+    -1.0,
+    0,
+    0.0,
+    1e-300,
+    1e300,
+    10**400,
+    Fraction(1, 2),
+    1j,
+    np.float32(0.5),
+    np.int64(2),
+    torch.tensor(1.0),
+    torch.ones(2),
+    {},
+    b"1",
+    object,
+]
 SWITCHES: list[Any] = [True, False, "yes", "", 1, 0, None, [], torch.tensor(True), np.bool_(True)]
 PATHS: list[Any] = ["\0", "a" * 5000, "", None, 3, [], b"x", True]
 
 
 def good_batch() -> Batch:
     return Batch.pack(
-        [{"input_ids": [1, 2, 3], "loss_weight": [0.0, 1.0, 1.0]}, {"input_ids": [4, 5], "loss_weight": [0.0, 1.0]}]
+        [
+            {"input_ids": [1, 2, 3], "loss_weight": [0.0, 1.0, 1.0]},
+            {"input_ids": [4, 5], "loss_weight": [0.0, 1.0]},
+        ]
     )
 
 
@@ -129,7 +170,9 @@ def engine(tmp_path_factory):
         optimizer=OptimizerConfig(lr=0.01),
         memory=Memory(max_tokens=32),
     )
-    made = EngineRegistry.create(model_type="language_model", backend="fsdp2", device="cpu", config=config)
+    made = EngineRegistry.create(
+        model_type="language_model", backend="fsdp2", device="cpu", config=config
+    )
     made.initialize()
     made.train_batch(good_batch(), sft_loss)
     yield made
@@ -149,7 +192,9 @@ class State:
     def of(engine) -> State:
         tensors = {key: tensor.clone() for key, (tensor, _) in engine.state_shards().items()}
         generators = (torch.get_rng_state().tolist(), random.getstate(), str(np.random.get_state()))  # noqa: NPY002 - the global one is what user code draws from
-        gradients = [None if entry.param.grad is None else entry.param.grad.clone() for entry in engine.table]
+        gradients = [
+            None if entry.param.grad is None else entry.param.grad.clone() for entry in engine.table
+        ]
         return State(tensors, engine.weight_version, generators, gradients)
 
     def is_kept_by(self, other: State) -> bool:
@@ -183,7 +228,9 @@ def assert_usable(engine) -> None:
 
 def assert_refused(error: EngineError | MadeUpError, before: State, after: State) -> None:
     assert before.is_kept_by(after), f"{error!r} has changed the state"
-    if isinstance(error, MadeUpError) or getattr(error, "field", "").startswith(("loss", "metrics")):
+    if isinstance(error, MadeUpError) or getattr(error, "field", "").startswith(
+        ("loss", "metrics")
+    ):
         dropped = all(gradient is None for gradient in after.gradients)
         assert dropped or after.has_gradients_of(before), "half a gradient is left"
     else:
@@ -204,7 +251,12 @@ def assert_refused(error: EngineError | MadeUpError, before: State, after: State
     accumulated=st.booleans(),
 )
 @example(
-    called="train_batch", batch="good", loss="sft", denominator=NUMBERS.index("1"), temperature=None, accumulated=True
+    called="train_batch",
+    batch="good",
+    loss="sft",
+    denominator=NUMBERS.index("1"),
+    temperature=None,
+    accumulated=True,
 )
 @example(
     called="forward_backward",
@@ -260,12 +312,17 @@ def test_a_call_that_trains_is_a_step_or_changes_nothing(
 )
 @example("good", NUMBERS.index(1.0), SWITCHES.index("yes"), 0)
 @example("good", NUMBERS.index(1e-300), 0, 0)
-def test_inference_is_finite_or_refused_and_changes_nothing(engine, batch, temperature, entropy, adapter):
+def test_inference_is_finite_or_refused_and_changes_nothing(
+    engine, batch, temperature, entropy, adapter
+):
     given_batch = BATCHES[batch]()
     before = State.of(engine)
     result = outcome(
         lambda: engine.infer_batch(
-            given_batch, temperature=NUMBERS[temperature], entropy=SWITCHES[entropy], adapter=SWITCHES[adapter]
+            given_batch,
+            temperature=NUMBERS[temperature],
+            entropy=SWITCHES[entropy],
+            adapter=SWITCHES[adapter],
         )
     )
     if isinstance(result, EngineError):
@@ -279,7 +336,17 @@ def test_inference_is_finite_or_refused_and_changes_nothing(engine, batch, tempe
 
 
 EXPORTS: dict[str, list[Any]] = {
-    "dtype": [None, torch.float32, torch.bfloat16, torch.int64, torch.complex64, "float32", 3, float, []],
+    "dtype": [
+        None,
+        torch.float32,
+        torch.bfloat16,
+        torch.int64,
+        torch.complex64,
+        "float32",
+        3,
+        float,
+        [],
+    ],
     "adapter": ["merged", "only", "base", "both", None, 3, [], torch.ones(2)],
     "bucket_bytes": [1 << 20, 1, 0, -1, "1", None, 1.5, True, math.nan, [], 10**30],
 }
@@ -289,7 +356,10 @@ EXPORTS: dict[str, list[Any]] = {
 @given(st.data(), st.sampled_from(["get_per_tensor_param", "get_per_tensor_param_shard"]))
 def test_an_export_is_whole_or_refused(engine, data, called):
     names = [name for name in EXPORTS if name != "bucket_bytes" or called == "get_per_tensor_param"]
-    arguments = {name: EXPORTS[name][data.draw(st.integers(0, len(EXPORTS[name]) - 1), label=name)] for name in names}
+    arguments = {
+        name: EXPORTS[name][data.draw(st.integers(0, len(EXPORTS[name]) - 1), label=name)]
+        for name in names
+    }
     before = State.of(engine)
     result = outcome(lambda: [row[:2] for row in getattr(engine, called)(**arguments)])
     after = State.of(engine)
@@ -315,8 +385,14 @@ def test_what_is_no_folder_is_refused(engine, called, path, extra):
     for _ in range(100_000):
         deep = [deep]
     extras = {
-        "none": None, "set": {"a": {1}}, "text": "a", "number": 5, "list": [1], "key": {(1, 2): 3}, "deep": {"a": deep},
-    }  # fmt: skip
+        "none": None,
+        "set": {"a": {1}},
+        "text": "a",
+        "number": 5,
+        "list": [1],
+        "key": {(1, 2): 3},
+        "deep": {"a": deep},
+    }
     arguments = {"extra": extras[extra]} if called == "save_checkpoint" else {}
     before = State.of(engine)
     result = outcome(lambda: getattr(engine, called)(PATHS[path], **arguments))
@@ -325,8 +401,12 @@ def test_what_is_no_folder_is_refused(engine, called, path, extra):
 
 
 @pytest.mark.parametrize("extra", [{"a": {1}}, "a", 5, [1], {(1, 2): 3}])
-def test_extra_that_is_no_mapping_of_json_is_refused_and_nothing_is_written(engine, tmp_path, extra):
-    assert isinstance(outcome(lambda: engine.save_checkpoint(tmp_path / "c", extra=extra)), ConfigError)
+def test_extra_that_is_no_mapping_of_json_is_refused_and_nothing_is_written(
+    engine, tmp_path, extra
+):
+    assert isinstance(
+        outcome(lambda: engine.save_checkpoint(tmp_path / "c", extra=extra)), ConfigError
+    )
     assert not list(tmp_path.iterdir())
 
 

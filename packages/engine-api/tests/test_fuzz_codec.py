@@ -42,8 +42,18 @@ class Colour(Enum):
     RED = "red"
 
 
-DTYPES = [torch.float32, torch.bfloat16, torch.float8_e4m3fn, torch.int64, torch.bool, torch.complex64, torch.uint8]
-keys = st.one_of(st.text(), st.integers(), st.booleans(), st.tuples(st.integers(), st.text()), st.none())
+DTYPES = [
+    torch.float32,
+    torch.bfloat16,
+    torch.float8_e4m3fn,
+    torch.int64,
+    torch.bool,
+    torch.complex64,
+    torch.uint8,
+]
+keys = st.one_of(
+    st.text(), st.integers(), st.booleans(), st.tuples(st.integers(), st.text()), st.none()
+)
 leaves = st.one_of(
     st.none(),
     st.booleans(),
@@ -51,10 +61,16 @@ leaves = st.one_of(
     st.floats(),
     st.text(st.characters(exclude_categories=())),  # lone surrogates too
     st.binary(),
-    st.sampled_from([Colour.RED, Path("/a/b"), torch.float16, torch.Size([2, 3]), np.float32(0.1), np.int64(3)]),
+    st.sampled_from(
+        [Colour.RED, Path("/a/b"), torch.float16, torch.Size([2, 3]), np.float32(0.1), np.int64(3)]
+    ),
     st.lists(st.floats(), min_size=16),
     st.lists(st.integers(), min_size=16),
-    st.builds(lambda d, s: torch.zeros(s, dtype=d), st.sampled_from(DTYPES), st.lists(st.integers(0, 3), max_size=3)),
+    st.builds(
+        lambda d, s: torch.zeros(s, dtype=d),
+        st.sampled_from(DTYPES),
+        st.lists(st.integers(0, 3), max_size=3),
+    ),
     st.builds(np.arange, st.integers(0, 5)),
     st.sets(st.integers()),
     st.frozensets(st.text()),
@@ -80,20 +96,25 @@ def same(a: object, b: object) -> bool:
             return (
                 a.dtype == b.dtype
                 and a.shape == b.shape
-                and bytes(a.reshape(-1).view(torch.uint8).numpy()) == bytes(b.reshape(-1).view(torch.uint8).numpy())
+                and bytes(a.reshape(-1).view(torch.uint8).numpy())
+                == bytes(b.reshape(-1).view(torch.uint8).numpy())
                 if a.numel()
                 else a.shape == b.shape and a.dtype == b.dtype
             )
         case np.ndarray():
             return a.dtype == b.dtype and np.array_equal(a, b)
         case float() | np.floating():
-            return (math.isnan(a) and math.isnan(b)) or (a == b and math.copysign(1, a) == math.copysign(1, b))
+            return (math.isnan(a) and math.isnan(b)) or (
+                a == b and math.copysign(1, a) == math.copysign(1, b)
+            )
         case Box():
             return a.size == b.size and same(a.inner, b.inner)
         case list() | tuple():
             return len(a) == len(b) and all(map(same, a, b))
         case dict():
-            return len(a) == len(b) and all(same(x, y) for x, y in zip(a.items(), b.items(), strict=True))
+            return len(a) == len(b) and all(
+                same(x, y) for x, y in zip(a.items(), b.items(), strict=True)
+            )
         case _:
             return a == b
 
@@ -121,8 +142,26 @@ def test_a_damaged_message_is_a_typed_error_or_data(value, data):
         decode(message[: data.draw(st.integers(0, len(message)))])
 
 
-TAGS = ["float", "floats", "ints", "tuple", "dict", "set", "frozenset", "bytes", "path", "dtype", "size", "tensor", "array",
-        "scalar", "class", "os.system", None, 3]  # fmt: skip
+TAGS = [
+    "float",
+    "floats",
+    "ints",
+    "tuple",
+    "dict",
+    "set",
+    "frozenset",
+    "bytes",
+    "path",
+    "dtype",
+    "size",
+    "tensor",
+    "array",
+    "scalar",
+    "class",
+    "os.system",
+    None,
+    3,
+]
 plain = st.recursive(
     st.one_of(
         st.none(),

@@ -45,10 +45,19 @@ class Hostile:
 
 
 WORDS = st.one_of(
-    st.text(max_size=8), st.sampled_from(["", " ", "a\nb", "\ud800", "\x00", "good", "cpu", "fsdp2", "a:b", "1.0"])
+    st.text(max_size=8),
+    st.sampled_from(["", " ", "a\nb", "\ud800", "\x00", "good", "cpu", "fsdp2", "a:b", "1.0"]),
 )
 VALUES = st.recursive(
-    st.one_of(st.none(), st.booleans(), st.integers(), st.floats(), WORDS, st.binary(max_size=4), st.just(Hostile())),
+    st.one_of(
+        st.none(),
+        st.booleans(),
+        st.integers(),
+        st.floats(),
+        WORDS,
+        st.binary(max_size=4),
+        st.just(Hostile()),
+    ),
     lambda inner: st.one_of(
         st.lists(inner, max_size=3),
         st.tuples(inner),
@@ -57,11 +66,18 @@ VALUES = st.recursive(
     ),
     max_leaves=4,
 )
-NAMES = st.lists(st.sampled_from(["good", "odd", "cpu", "cuda", "npu", "language_model"]), min_size=1, max_size=3).map(
-    tuple
-)
+NAMES = st.lists(
+    st.sampled_from(["good", "odd", "cpu", "cuda", "npu", "language_model"]), min_size=1, max_size=3
+).map(tuple)
 ERRORS = st.sampled_from(
-    [Odd("odd\ud800"), SystemExit(3), GeneratorExit(), ValueError("\ud800"), RecursionError(), StopIteration()]
+    [
+        Odd("odd\ud800"),
+        SystemExit(3),
+        GeneratorExit(),
+        ValueError("\ud800"),
+        RecursionError(),
+        StopIteration(),
+    ]
 )
 
 
@@ -76,7 +92,9 @@ ROWS = st.builds(
     target=maybe(st.just("engine:Engine")),
     model_types=maybe(NAMES),
 )
-ANSWERS = maybe(st.builds(ProbeResult, ok=maybe(st.booleans()), reason=maybe(WORDS), remedy=maybe(WORDS)))
+ANSWERS = maybe(
+    st.builds(ProbeResult, ok=maybe(st.booleans()), reason=maybe(WORDS), remedy=maybe(WORDS))
+)
 
 
 @st.composite
@@ -182,11 +200,17 @@ def check_good(found: dict[str, str]) -> None:
         line.split() for line in found["list"].splitlines()
     ]
     assert "-> good_engine:Engine on cpu" in found["explain only-good"]
-    assert "language_model by only-good on cpu (good==1.0 (fuzzed_good:PLUGIN)): ok" in found["doctor"]
+    assert (
+        "language_model by only-good on cpu (good==1.0 (fuzzed_good:PLUGIN)): ok" in found["doctor"]
+    )
 
 
 @fuzz()
-@given(descriptor=st.one_of(DESCRIPTORS, DESCRIPTORS, VALUES), error=st.none() | st.none() | ERRORS, name=WORDS)
+@given(
+    descriptor=st.one_of(DESCRIPTORS, DESCRIPTORS, VALUES),
+    error=st.none() | st.none() | ERRORS,
+    name=WORDS,
+)
 def test_whatever_a_descriptor_holds_or_its_import_raises(
     finder: Finder, descriptor: Any, error: Any, name: str
 ) -> None:
@@ -204,11 +228,15 @@ def test_whatever_a_descriptor_holds_or_its_import_raises(
         patch.setattr(Hostile, "armed", True)
         found = outputs()
         check_good(found)
-        assert "odd==1.0" in found["list"] + found["doctor"] or "odd" not in str(EngineRegistry.found())
+        assert "odd==1.0" in found["list"] + found["doctor"] or "odd" not in str(
+            EngineRegistry.found()
+        )
         for device in ("auto", "cpu", "cuda", "npu"):
             for backend in ("odd", "good"):
                 with contextlib.suppress(EngineError):
-                    assert EngineRegistry.resolve(backend=backend, device=device).plugin is descriptor
+                    assert (
+                        EngineRegistry.resolve(backend=backend, device=device).plugin is descriptor
+                    )
 
 
 @fuzz()

@@ -37,7 +37,9 @@ def test_a_seed_and_a_rank_decide_every_generator():
     assert drawn(3, 1) == drawn(3, 1)
     kinds = [drawn(seed, rank) for seed in (-1, 0, 1, 2**70) for rank in range(3)]
     for one_generator in zip(*kinds, strict=True):
-        assert len(set(one_generator)) == len(kinds), "another seed, or another rank, draws something else"
+        assert len(set(one_generator)) == len(kinds), (
+            "another seed, or another rank, draws something else"
+        )
 
 
 def damaged(state, path, value):

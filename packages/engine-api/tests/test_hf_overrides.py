@@ -17,16 +17,20 @@ def qwen3(**keys):
 WINDOWED = {"use_sliding_window": True, "sliding_window": 8, "max_window_layers": 1}
 
 
-@pytest.mark.parametrize(("keys", "overrides", "field"), [
-    ({}, {"hidden_sise": 1}, "hidden_sise"),
-    ({}, {"rope_scaling": None}, "rope_scaling"),
-    ({}, {"rope_parameters": {"rope_type": "default"}}, "rope_parameters"),
-    ({}, {"rope_parameters": {"rope_type": "linear", "factor": 2.0}}, "rope_parameters"),
-    ({}, {"use_sliding_window": True, "sliding_window": 8}, "use_sliding_window"),
-    ({}, {"sliding_window": 8}, "sliding_window"),
-    (WINDOWED, {"use_sliding_window": False}, "use_sliding_window"),
-    (WINDOWED, {"max_window_layers": 2}, "max_window_layers"),
-], ids=str)  # fmt: skip
+@pytest.mark.parametrize(
+    ("keys", "overrides", "field"),
+    [
+        ({}, {"hidden_sise": 1}, "hidden_sise"),
+        ({}, {"rope_scaling": None}, "rope_scaling"),
+        ({}, {"rope_parameters": {"rope_type": "default"}}, "rope_parameters"),
+        ({}, {"rope_parameters": {"rope_type": "linear", "factor": 2.0}}, "rope_parameters"),
+        ({}, {"use_sliding_window": True, "sliding_window": 8}, "use_sliding_window"),
+        ({}, {"sliding_window": 8}, "sliding_window"),
+        (WINDOWED, {"use_sliding_window": False}, "use_sliding_window"),
+        (WINDOWED, {"max_window_layers": 2}, "max_window_layers"),
+    ],
+    ids=str,
+)
 def test_what_would_have_no_effect_or_half_of_it_is_refused(keys, overrides, field):
     with pytest.raises(ConfigError) as caught:
         override(qwen3(**keys), overrides)
@@ -34,10 +38,18 @@ def test_what_would_have_no_effect_or_half_of_it_is_refused(keys, overrides, fie
     assert caught.value.remedy
 
 
-@pytest.mark.parametrize(("key", "value", "remedy"), [
-    ("rope_scaling", {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32768}, "add rope_theta: 500000.0 to it"),
-    ("rope_scaling", None, "give rope_parameters: {rope_type: default, rope_theta: 500000.0}"),
-], ids=str)  # fmt: skip
+@pytest.mark.parametrize(
+    ("key", "value", "remedy"),
+    [
+        (
+            "rope_scaling",
+            {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32768},
+            "add rope_theta: 500000.0 to it",
+        ),
+        ("rope_scaling", None, "give rope_parameters: {rope_type: default, rope_theta: 500000.0}"),
+    ],
+    ids=str,
+)
 def test_rope_without_its_base_is_told_the_one_of_the_file(key, value, remedy):
     with pytest.raises(ConfigError) as caught:
         override(qwen3(rope_parameters={"rope_type": "default", "rope_theta": 5e5}), {key: value})
@@ -50,7 +62,8 @@ def test_rope_of_several_kinds_of_layers_is_told_each_base():
         "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
     }
     with pytest.raises(
-        ConfigError, match=r"add rope_theta: 1000000\.0 \(full_attention\), 10000\.0 \(sliding_attention\) to it"
+        ConfigError,
+        match=r"add rope_theta: 1000000\.0 \(full_attention\), 10000\.0 \(sliding_attention\) to it",
     ):
         override(
             transformers.Gemma3TextConfig(rope_parameters=rope),
@@ -58,11 +71,18 @@ def test_rope_of_several_kinds_of_layers_is_told_each_base():
         )
 
 
-@pytest.mark.parametrize(("keys", "overrides"), [
-    ({}, {"rms_norm_eps": 0.5}), (WINDOWED, {"sliding_window": 4}), (WINDOWED, {"sliding_window": None}),
-    ({}, {"use_sliding_window": False}), ({}, {"layer_types": ["full_attention", "sliding_attention"], "sliding_window": 8}),
-    ({}, {"rope_parameters": {"rope_type": "default", "rope_theta": 5e5}}),
-], ids=str)  # fmt: skip
+@pytest.mark.parametrize(
+    ("keys", "overrides"),
+    [
+        ({}, {"rms_norm_eps": 0.5}),
+        (WINDOWED, {"sliding_window": 4}),
+        (WINDOWED, {"sliding_window": None}),
+        ({}, {"use_sliding_window": False}),
+        ({}, {"layer_types": ["full_attention", "sliding_attention"], "sliding_window": 8}),
+        ({}, {"rope_parameters": {"rope_type": "default", "rope_theta": 5e5}}),
+    ],
+    ids=str,
+)
 def test_what_has_its_effect_is_set(keys, overrides):
     config = qwen3(**keys)
     override(config, overrides)

@@ -26,7 +26,9 @@ def test_least_bins_keep_the_budget_and_every_document(lengths, budget):
     bins = least_bins(lengths, budget)
     assert each_document_once(bins, lengths)
     assert all(sum(lengths[i] for i in b) <= budget for b in bins)
-    assert len(bins) <= max(1, 2 * sum(lengths) / budget + 1)  # first-fit leaves at most one bin under half full
+    assert len(bins) <= max(
+        1, 2 * sum(lengths) / budget + 1
+    )  # first-fit leaves at most one bin under half full
 
 
 @given(LENGTHS, BUDGET, st.integers(0, 5))
@@ -64,7 +66,9 @@ def test_ranks_agree_on_count_denominator_and_tokens(ranks, make_batch):
     def work(comm):
         topology = Topology(rank=comm.rank, world_size=3, dp_rank=comm.rank, dp_size=3)
         batch = make_batch(lengths[comm.rank]) if lengths[comm.rank] else Batch.pack([])
-        return prepare(batch, comm=comm, topology=topology, max_tokens=8, vocab_size=11, needs_weight=True)
+        return prepare(
+            batch, comm=comm, topology=topology, max_tokens=8, vocab_size=11, needs_weight=True
+        )
 
     found = ranks(3, work)
     assert [len(f.parts) for f in found] == [3, 3, 3]
@@ -78,7 +82,12 @@ def test_a_bad_batch_on_one_rank_stops_all(ranks, make_batch):
         topology = Topology(rank=comm.rank, world_size=2, dp_rank=comm.rank, dp_size=2)
         lengths = [9] if comm.rank == 1 else [3]
         return prepare(
-            make_batch(lengths), comm=comm, topology=topology, max_tokens=8, vocab_size=11, needs_weight=True
+            make_batch(lengths),
+            comm=comm,
+            topology=topology,
+            max_tokens=8,
+            vocab_size=11,
+            needs_weight=True,
         )
 
     other, own = ranks(2, work)
@@ -89,19 +98,33 @@ def test_a_bad_batch_on_one_rank_stops_all(ranks, make_batch):
 
 def test_ranks_that_share_documents_must_share_them(ranks, make_batch):
     def work(comm, seeds):
-        topology = Topology(rank=comm.rank, world_size=2, dp_rank=0, dp_size=1, is_primary=comm.rank == 0)
+        topology = Topology(
+            rank=comm.rank, world_size=2, dp_rank=0, dp_size=1, is_primary=comm.rank == 0
+        )
         batch = make_batch([4], seed=seeds[comm.rank])
-        return prepare(batch, comm=comm, topology=topology, max_tokens=8, vocab_size=11, needs_weight=True)
+        return prepare(
+            batch, comm=comm, topology=topology, max_tokens=8, vocab_size=11, needs_weight=True
+        )
 
     assert all(isinstance(e, BatchError) for e in ranks(2, lambda comm: work(comm, (0, 1))))
-    assert [m.loss_weight for m in ranks(2, lambda comm: work(comm, (0, 0)))] == [3.0, 3.0]  # counted once
+    assert [m.loss_weight for m in ranks(2, lambda comm: work(comm, (0, 0)))] == [
+        3.0,
+        3.0,
+    ]  # counted once
 
 
 def test_missing_weights_are_asked_for_only_where_needed(ranks):
     batch = Batch.pack([{"input_ids": [1, 2]}])
 
     def work(comm, *, needs_weight):
-        return prepare(batch, comm=comm, topology=Topology(), max_tokens=8, vocab_size=11, needs_weight=needs_weight)
+        return prepare(
+            batch,
+            comm=comm,
+            topology=Topology(),
+            max_tokens=8,
+            vocab_size=11,
+            needs_weight=needs_weight,
+        )
 
     assert isinstance(ranks(1, lambda c: work(c, needs_weight=True))[0], BatchError)
     assert ranks(1, lambda c: work(c, needs_weight=False))[0].loss_weight is None
@@ -109,8 +132,12 @@ def test_missing_weights_are_asked_for_only_where_needed(ranks):
 
 def test_outputs_are_merged_in_token_order(ranks, make_batch):
     batch = make_batch([3, 5, 2, 4])
-    (split,) = ranks(1, lambda comm: prepare(batch, comm=comm, topology=Topology(), max_tokens=6, vocab_size=11,
-                                             needs_weight=True))  # fmt: skip
+    (split,) = ranks(
+        1,
+        lambda comm: prepare(
+            batch, comm=comm, topology=Topology(), max_tokens=6, vocab_size=11, needs_weight=True
+        ),
+    )
     assert len(split.parts) > 1
     merged = split.merge([TokenOutputs(log_probs=part.input_ids.float()) for part in split.parts])
     assert torch.equal(merged.log_probs, batch.input_ids.float())

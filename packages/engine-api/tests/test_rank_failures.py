@@ -71,7 +71,12 @@ def ranks(world, *arguments):
         (3, "together"),
         *(
             pytest.param(world, call, marks=pytest.mark.nightly)
-            for world, call in ((3, "all_reduce"), (2, "all_gather"), (3, "all_gather"), (2, "together"))
+            for world, call in (
+                (3, "all_reduce"),
+                (2, "all_gather"),
+                (3, "all_gather"),
+                (2, "together"),
+            )
         ),
     ],
 )
@@ -119,7 +124,12 @@ def test_an_abandoned_export_closes_what_it_reads():
 @pytest.mark.parametrize(
     ("error", "is_one"),
     [
-        (RuntimeError("[/pytorch/third_party/gloo/gloo/transport/tcp/pair.cc:553] Connection closed by peer"), True),
+        (
+            RuntimeError(
+                "[/pytorch/third_party/gloo/gloo/transport/tcp/pair.cc:553] Connection closed by peer"
+            ),
+            True,
+        ),
         (RuntimeError("mat1 and mat2 shapes cannot be multiplied"), False),
         (ValueError("gloo/"), False),
     ],
@@ -140,10 +150,16 @@ def test_a_process_that_ended_is_gone_and_another_one_of_its_number_is_not_it():
     child = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE, text=True)
     here = Process.this()
     started = heartbeat_started(child.pid)
-    peer = Process(pid=child.pid, started=started, kernel=here.kernel, host="", log="", addresses=())
+    peer = Process(
+        pid=child.pid, started=started, kernel=here.kernel, host="", log="", addresses=()
+    )
     assert not peer.is_gone()
-    assert Process(pid=child.pid, started="1", kernel=here.kernel, host="", log="", addresses=()).is_gone()
-    assert not Process(pid=child.pid, started="1", kernel="another host", host="", log="", addresses=()).is_gone()
+    assert Process(
+        pid=child.pid, started="1", kernel=here.kernel, host="", log="", addresses=()
+    ).is_gone()
+    assert not Process(
+        pid=child.pid, started="1", kernel="another host", host="", log="", addresses=()
+    ).is_gone()
     child.communicate("\n")
     assert peer.is_gone()
 
@@ -172,7 +188,12 @@ def test_only_connections_to_the_named_processes_are_shut_down():
             connection = stack.enter_context(server.accept()[0])
             child.stdout.readline()
             peer = Process(
-                pid=child.pid, started=heartbeat_started(child.pid), kernel=here.kernel, host="", log="", addresses=()
+                pid=child.pid,
+                started=heartbeat_started(child.pid),
+                kernel=here.kernel,
+                host="",
+                log="",
+                addresses=(),
             )
             found.append((peer, connection))
         (first, cut), (_, kept) = found

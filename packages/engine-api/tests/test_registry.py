@@ -7,7 +7,13 @@ import threading
 
 import pytest
 
-from engine_api.errors import ContractMismatch, PluginConflict, PluginLoadError, PluginNotFound, PluginUnavailable
+from engine_api.errors import (
+    ContractMismatch,
+    PluginConflict,
+    PluginLoadError,
+    PluginNotFound,
+    PluginUnavailable,
+)
 from engine_api.plugin import contract_problem
 from engine_api.registry import Registry, RolloutRegistry
 
@@ -34,8 +40,11 @@ def registry():
 
 @pytest.fixture
 def acme(add_distribution):
-    add_distribution("acme", {"acme": "acme_plugin:PLUGIN"},
-                     {"acme_plugin": GOOD.format(module="acme"), "acme_engine": ENGINE})  # fmt: skip
+    add_distribution(
+        "acme",
+        {"acme": "acme_plugin:PLUGIN"},
+        {"acme_plugin": GOOD.format(module="acme"), "acme_engine": ENGINE},
+    )
 
 
 @pytest.mark.usefixtures("acme")
@@ -93,12 +102,16 @@ def test_whether_two_plugins_conflict_does_not_depend_on_what_their_probes_say(
 ):
     other = GOOD.format(module="acme").replace("ok=True", probes).replace("ok=False", probes)
     add_distribution("emca", {"emca": "emca_plugin:PLUGIN"}, {"emca_plugin": other})
-    with pytest.raises(PluginConflict, match=r"(?s)language_model by acme on c.*acme==1.0.*emca==1.0"):
+    with pytest.raises(
+        PluginConflict, match=r"(?s)language_model by acme on c.*acme==1.0.*emca==1.0"
+    ):
         registry.resolve(backend="acme", device=device)
     assert len(registry.conflicts()) == 5
 
 
-def test_a_conflict_on_another_device_than_the_one_asked_for_is_none(registry, acme, add_distribution):
+def test_a_conflict_on_another_device_than_the_one_asked_for_is_none(
+    registry, acme, add_distribution
+):
     other = GOOD.format(module="acme").replace('devices=("cuda", "cpu")', 'devices=("cuda",)')
     add_distribution("emca", {"emca": "emca_plugin:PLUGIN"}, {"emca_plugin": other})
     assert registry.resolve(backend="acme", device="cpu").source.startswith("acme==1.0")
@@ -119,22 +132,41 @@ def test_a_conflict_on_another_device_than_the_one_asked_for_is_none(registry, a
         ("exporter='nowhere'", "exporter: expected"),
         ("one_layout=None", "one_layout: expected True or False, got None"),
         ("probe=None", "probe: expected a function of a device's name, got None"),
-        ("rows=(dataclasses.replace(PLUGIN.rows[0], backends=None),)", r"rows\[0\].backends: expected a tuple"),
-        ("rows=(dataclasses.replace(PLUGIN.rows[0], devices='cpu'),)", r"rows\[0\].devices: expected a tuple"),
+        (
+            "rows=(dataclasses.replace(PLUGIN.rows[0], backends=None),)",
+            r"rows\[0\].backends: expected a tuple",
+        ),
+        (
+            "rows=(dataclasses.replace(PLUGIN.rows[0], devices='cpu'),)",
+            r"rows\[0\].devices: expected a tuple",
+        ),
         ("rows=(dataclasses.replace(PLUGIN.rows[0], target='x'),)", r"rows\[0\].target: expected"),
-        ("rows=(dataclasses.replace(PLUGIN.rows[0], model_types=(1,)),)", r"rows\[0\].model_types: expected"),
-        ("rows=(PLUGIN.rows[0], PLUGIN.rows[0])", r"rows\[0\] and rows\[1\] both serve language_model by acme on cuda"),
+        (
+            "rows=(dataclasses.replace(PLUGIN.rows[0], model_types=(1,)),)",
+            r"rows\[0\].model_types: expected",
+        ),
+        (
+            "rows=(PLUGIN.rows[0], PLUGIN.rows[0])",
+            r"rows\[0\] and rows\[1\] both serve language_model by acme on cuda",
+        ),
     ],
 )
-def test_a_descriptor_with_a_wrong_field_is_refused_by_the_fields_name(registry, acme, add_distribution, change, said):
-    text = GOOD.format(module="bent") + f"import dataclasses\nPLUGIN = dataclasses.replace(PLUGIN, {change})\n"
+def test_a_descriptor_with_a_wrong_field_is_refused_by_the_fields_name(
+    registry, acme, add_distribution, change, said
+):
+    text = (
+        GOOD.format(module="bent")
+        + f"import dataclasses\nPLUGIN = dataclasses.replace(PLUGIN, {change})\n"
+    )
     add_distribution("bent", {"bent": "bent_plugin:PLUGIN"}, {"bent_plugin": text})
     assert registry.resolve(backend="acme").source.startswith("acme==1.0")
     with pytest.raises(ContractMismatch, match=said):
         registry.resolve(backend="bent")
 
 
-@pytest.mark.parametrize("answer", ["None", "True", "ProbeResult(ok=None)", "ProbeResult(ok=True, reason=None)"])
+@pytest.mark.parametrize(
+    "answer", ["None", "True", "ProbeResult(ok=None)", "ProbeResult(ok=True, reason=None)"]
+)
 def test_a_probe_that_returns_no_answer_says_no(registry, add_distribution, answer):
     text = GOOD.format(module="mute").replace("return ProbeResult(ok=True)", f"return {answer}")
     add_distribution("mute", {"mute": "mute_plugin:PLUGIN"}, {"mute_plugin": text})
@@ -164,7 +196,9 @@ def test_an_import_that_takes_long_is_named_in_the_log(registry, add_distributio
 
 
 def test_an_unknown_name_comes_with_the_plugins_that_are_broken(registry, add_distribution):
-    add_distribution("rotten", {"rotten": "rotten_plugin:PLUGIN"}, {"rotten_plugin": "import no_such_module"})
+    add_distribution(
+        "rotten", {"rotten": "rotten_plugin:PLUGIN"}, {"rotten_plugin": "import no_such_module"}
+    )
     with pytest.raises(PluginNotFound, match=r"(?s)broken, and not asked: rotten==1\.0.*doctor"):
         registry.resolve(backend="bogus")
 
@@ -174,8 +208,12 @@ def test_registering_with_a_wrong_field_is_refused(registry):
         registry.register(backend=None, device="cpu")(type("Engine", (), {}))
 
 
-def test_a_broken_descriptor_is_kept_with_its_cause_and_breaks_nobody(registry, acme, add_distribution):
-    add_distribution("rotten", {"rotten": "rotten_plugin:PLUGIN"}, {"rotten_plugin": "import no_such_module"})
+def test_a_broken_descriptor_is_kept_with_its_cause_and_breaks_nobody(
+    registry, acme, add_distribution
+):
+    add_distribution(
+        "rotten", {"rotten": "rotten_plugin:PLUGIN"}, {"rotten_plugin": "import no_such_module"}
+    )
     assert registry.resolve(backend="acme").device == "cpu"
     with pytest.raises(PluginLoadError, match="no_such_module") as caught:
         registry.resolve(backend="rotten")
@@ -190,7 +228,10 @@ def test_a_broken_known_distribution_is_not_called_absent(registry, add_distribu
 
 
 def test_a_class_that_does_not_import_is_reported_with_its_cause(registry, add_distribution):
-    modules = {"half_plugin": GOOD.format(module="half"), "half_engine": "raise RuntimeError('boom')"}
+    modules = {
+        "half_plugin": GOOD.format(module="half"),
+        "half_engine": "raise RuntimeError('boom')",
+    }
     add_distribution("half", {"half": "half_plugin:PLUGIN"}, modules)
     with pytest.raises(PluginLoadError, match="boom") as caught:
         registry.load(registry.resolve(backend="acme"))
@@ -211,7 +252,9 @@ def test_another_contract_is_refused_by_any_of_its_backends(registry, add_distri
 
 
 def test_a_probe_that_raises_says_no(registry, add_distribution):
-    text = GOOD.format(module="bad").replace("return ProbeResult(ok=True)", "raise OSError('fell over')")
+    text = GOOD.format(module="bad").replace(
+        "return ProbeResult(ok=True)", "raise OSError('fell over')"
+    )
     add_distribution("bad", {"bad": "bad_plugin:PLUGIN"}, {"bad_plugin": text})
     with pytest.raises(PluginUnavailable, match="fell over"):
         registry.resolve(backend="acme")
@@ -219,7 +262,14 @@ def test_a_probe_that_raises_says_no(registry, add_distribution):
 
 @pytest.mark.parametrize(
     ("contract", "problem"),
-    [("1.2", None), ("1.0", None), ("1.3", "newer"), ("2.0", "serves 1.2"), ("0.9", "serves"), ("one", "MAJOR.MINOR")],
+    [
+        ("1.2", None),
+        ("1.0", None),
+        ("1.3", "newer"),
+        ("2.0", "serves 1.2"),
+        ("0.9", "serves"),
+        ("one", "MAJOR.MINOR"),
+    ],
 )
 def test_contract_versions(contract, problem):
     found = contract_problem(contract, ours="1.2")
@@ -241,7 +291,9 @@ def test_registering_in_process(registry):
 
 def test_entry_points_are_read_again_after_refresh(registry, add_distribution):
     assert registry.found() == []
-    add_distribution("late", {"late": "late_plugin:PLUGIN"}, {"late_plugin": GOOD.format(module="late")})
+    add_distribution(
+        "late", {"late": "late_plugin:PLUGIN"}, {"late_plugin": GOOD.format(module="late")}
+    )
     assert registry.found() == []
     registry.refresh()
     assert [f.distribution for f in registry.found()] == ["late"]
@@ -266,12 +318,16 @@ class Wire:
 
 def test_a_rollouts_wire_is_made_where_its_descriptor_names_one():
     RolloutRegistry.register(backend="near", device="cpu")(type("Near", (), {}))
-    RolloutRegistry.register(backend="far", device="cpu", wire=f"{__name__}:Wire")(type("Far", (), {}))
+    RolloutRegistry.register(backend="far", device="cpu", wire=f"{__name__}:Wire")(
+        type("Far", (), {})
+    )
     try:
         assert RolloutRegistry.create_wire(name="near", device="cpu", timeout_s=3.0) is None
         wire = RolloutRegistry.create_wire(name="far", device="cpu", timeout_s=3.0)
         assert wire.made == ("cpu", 3.0)
-        RolloutRegistry.register(backend="far", device="cpu", wire=f"{__name__}:Nothing")(type("Far", (), {}))
+        RolloutRegistry.register(backend="far", device="cpu", wire=f"{__name__}:Nothing")(
+            type("Far", (), {})
+        )
         with pytest.raises(PluginLoadError, match="Nothing"):
             RolloutRegistry.create_wire(name="far", device="cpu", timeout_s=3.0)
     finally:

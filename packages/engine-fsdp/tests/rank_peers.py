@@ -35,7 +35,9 @@ def calls_of(engine: Any, folder: Path) -> dict[str, Callable[[], object]]:
         "forward_backward": lambda: engine.forward_backward(batch, sft_loss),
         "optimizer_step": engine.optimizer_step,
         "infer_batch": lambda: engine.infer_batch(batch),
-        "save_checkpoint": lambda: engine.save_checkpoint(folder / "checkpoints" / f"step-{next(saves):06d}"),
+        "save_checkpoint": lambda: engine.save_checkpoint(
+            folder / "checkpoints" / f"step-{next(saves):06d}"
+        ),
         "load_checkpoint": lambda: engine.load_checkpoint(folder / "checkpoints"),
         "get_per_tensor_param": lambda: list(engine.get_per_tensor_param(bucket_bytes=1)),
         "save_hf": lambda: engine.save_hf(folder / "hf"),

@@ -48,7 +48,9 @@ def same(left: dict[str, torch.Tensor], right: dict[str, torch.Tensor]) -> bool:
     return left.keys() == right.keys() and all(torch.equal(left[key], right[key]) for key in left)
 
 
-def edit(place: Path, alter: Callable[[dict[str, Any]], object], name: str = "manifest.json") -> None:
+def edit(
+    place: Path, alter: Callable[[dict[str, Any]], object], name: str = "manifest.json"
+) -> None:
     """Alter one of a checkpoint's JSON files, and make its checksums right again."""
     raw = json.loads((place / name).read_text())
     alter(raw)
@@ -66,7 +68,11 @@ def test_a_checkpoint_that_lacks_optimizer_state_is_refused_by_name_and_changes_
     folder: Path, tmp_path: Path, lacks: str
 ) -> None:
     place = saved(folder, tmp_path / "step-2", ADAMW)
-    gone = [key for key in json.loads((place / "manifest.json").read_text())["tensors"] if key.startswith(lacks)]
+    gone = [
+        key
+        for key in json.loads((place / "manifest.json").read_text())["tensors"]
+        if key.startswith(lacks)
+    ]
     assert gone
     edit(place, lambda raw: [raw["tensors"].pop(key) for key in gone])
     engine = make(folder, ADAMW)
@@ -79,7 +85,9 @@ def test_a_checkpoint_that_lacks_optimizer_state_is_refused_by_name_and_changes_
     assert engine.weight_version == 0
 
 
-def test_all_but_the_optimizers_state_is_loaded_where_that_is_asked_for(folder: Path, tmp_path: Path) -> None:
+def test_all_but_the_optimizers_state_is_loaded_where_that_is_asked_for(
+    folder: Path, tmp_path: Path
+) -> None:
     place = saved(folder, tmp_path / "step-2", ADAMW)
     whole, alone = make(folder, ADAMW), make(folder, ADAMW)
     whole.load_checkpoint(place)
@@ -104,7 +112,12 @@ def test_all_but_the_optimizers_state_is_loaded_where_that_is_asked_for(folder: 
     ],
 )
 def test_state_is_asked_for_where_the_optimizer_keeps_some_and_has_made_a_step(
-    folder: Path, tmp_path: Path, wrote: OptimizerConfig | None, steps: int, reads: OptimizerConfig | None, fits: bool
+    folder: Path,
+    tmp_path: Path,
+    wrote: OptimizerConfig | None,
+    steps: int,
+    reads: OptimizerConfig | None,
+    fits: bool,
 ) -> None:
     place = saved(folder, tmp_path / "step", wrote, steps)
     engine = make(folder, reads)
@@ -115,7 +128,9 @@ def test_state_is_asked_for_where_the_optimizer_keeps_some_and_has_made_a_step(
             engine.load_checkpoint(place)
 
 
-def test_a_weight_that_has_never_had_a_gradient_needs_no_state(folder: Path, tmp_path: Path) -> None:
+def test_a_weight_that_has_never_had_a_gradient_needs_no_state(
+    folder: Path, tmp_path: Path
+) -> None:
     """Parameters without a gradient are left out by torch's optimizers: an expert that no token has reached."""
     engine = make(folder, ADAMW)
     frozen = next(entry for entry in engine.table if entry.name == "model.norm.weight").param

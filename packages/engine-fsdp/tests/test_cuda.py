@@ -21,9 +21,12 @@ from engine_fsdp.head import chunked_log_probs
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
 
 PACKS = {
-    "equal": [512] * 4, "long": [1100, 2048, 1025], "odd": [777, 1301, 129, 3, 1, 64], "short": [5, 17, 1, 64, 3],
+    "equal": [512] * 4,
+    "long": [1100, 2048, 1025],
+    "odd": [777, 1301, 129, 3, 1, 64],
+    "short": [5, 17, 1, 64, 3],
     "one": [1536],
-}  # fmt: skip
+}
 
 
 def reference(q: Tensor, k: Tensor, v: Tensor, lengths: list[int]) -> Tensor:
@@ -31,7 +34,11 @@ def reference(q: Tensor, k: Tensor, v: Tensor, lengths: list[int]) -> Tensor:
     groups = q.shape[1] // k.shape[1]
     out = []
     for part in zip(*(x.split(lengths, dim=2) for x in (q, k, v)), strict=True):
-        query, key, value = part[0], part[1].repeat_interleave(groups, 1), part[2].repeat_interleave(groups, 1)
+        query, key, value = (
+            part[0],
+            part[1].repeat_interleave(groups, 1),
+            part[2].repeat_interleave(groups, 1),
+        )
         scores = query @ key.transpose(-1, -2) / math.sqrt(q.shape[-1])
         causal = torch.ones(scores.shape[-2:], dtype=torch.bool, device=q.device).tril()
         out.append(scores.masked_fill(~causal, -torch.inf).softmax(-1) @ value)
@@ -50,12 +57,16 @@ def test_attention_and_its_gradients(kernel: str, name: str, kv_heads: int) -> N
     lengths, device = PACKS[name], torch.device("cuda")
     torch.manual_seed(0)
     shapes = [(1, heads, sum(lengths), 128) for heads in (8, kv_heads, kv_heads)]
-    leaves = [torch.randn(s, device=device, dtype=torch.bfloat16, requires_grad=True) for s in shapes]
+    leaves = [
+        torch.randn(s, device=device, dtype=torch.bfloat16, requires_grad=True) for s in shapes
+    ]
     exact = [x.detach().double().requires_grad_() for x in leaves]
     grad = torch.randn(shapes[0], device=device, dtype=torch.bfloat16)
     want = reference(*exact, lengths)
     want.backward(grad.double())
-    got, _ = packed_attention(torch.nn.Module(), *leaves, None, packing=build_packing(lengths, kernel, device))
+    got, _ = packed_attention(
+        torch.nn.Module(), *leaves, None, packing=build_packing(lengths, kernel, device)
+    )
     got.transpose(1, 2).backward(grad)
     assert relative(got.transpose(1, 2), want) < 1e-2
     for ours, theirs in zip(leaves, exact, strict=True):
@@ -77,7 +88,9 @@ def test_head_in_bfloat16(chunk: int, entropy: bool) -> None:
     want = log_p.gather(-1, targets[:, None])[:, 0]
     want_entropy = -(log_p.exp() * log_p).sum(-1)
     (want @ a.double() + (want_entropy @ b.double() if entropy else 0.0)).backward()
-    got, got_entropy = chunked_log_probs(hidden, weight, targets, temperature=0.7, chunk=chunk, entropy=entropy)
+    got, got_entropy = chunked_log_probs(
+        hidden, weight, targets, temperature=0.7, chunk=chunk, entropy=entropy
+    )
     (got @ a + (got_entropy @ b if got_entropy is not None else 0.0)).backward()
     assert float((got.double() - want).abs().max()) < 0.1  # logits of about 10 in bfloat16
     if got_entropy is not None:
@@ -88,18 +101,31 @@ def test_head_in_bfloat16(chunk: int, entropy: bool) -> None:
 
 
 def small_engine(folder: Path, **memory: Any) -> Any:
-    model = {"vocab_size": 128, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4,
-             "num_key_value_heads": 2}  # fmt: skip
+    model = {
+        "vocab_size": 128,
+        "hidden_size": 64,
+        "intermediate_size": 96,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+    }
     LlamaConfig(**model).save_pretrained(folder)
-    config = EngineConfig(model=ModelSource(path=str(folder), init="random"), optimizer=OptimizerConfig(),
-                          memory=Memory(**memory))  # fmt: skip
-    engine = EngineRegistry.create(model_type="language_model", backend="fsdp2", device="cuda", config=config)
+    config = EngineConfig(
+        model=ModelSource(path=str(folder), init="random"),
+        optimizer=OptimizerConfig(),
+        memory=Memory(**memory),
+    )
+    engine = EngineRegistry.create(
+        model_type="language_model", backend="fsdp2", device="cuda", config=config
+    )
     engine.initialize()
     return engine
 
 
 @pytest.mark.parametrize("offload", [False, True], ids=["between-calls", "optimizer-always"])
-def test_a_checkpoint_that_is_loaded_while_the_engine_is_away_is_trained_on(tmp_path: Path, offload: bool) -> None:
+def test_a_checkpoint_that_is_loaded_while_the_engine_is_away_is_trained_on(
+    tmp_path: Path, offload: bool
+) -> None:
     batch = Batch.pack([{"input_ids": list(range(1, 40)), "loss_weight": [0.0] + [1.0] * 38}])
     engine = small_engine(tmp_path / "model", offload_optimizer=offload)
     engine.train_batch(batch, sft_loss)
@@ -108,7 +134,9 @@ def test_a_checkpoint_that_is_loaded_while_the_engine_is_away_is_trained_on(tmp_
     engine.to("cpu")
     engine.load_checkpoint(tmp_path / "one")
     moments = [v for state in engine.optimizer.state.values() for v in state.values() if v.dim()]
-    assert {value.device.type for value in moments} == {"cpu"}  # not on the device, which others use meanwhile
+    assert {value.device.type for value in moments} == {
+        "cpu"
+    }  # not on the device, which others use meanwhile
     engine.to("cuda")
     got = [engine.train_batch(batch, sft_loss).loss for _ in range(2)]
     engine.close()
@@ -117,11 +145,21 @@ def test_a_checkpoint_that_is_loaded_while_the_engine_is_away_is_trained_on(tmp_
 
 def test_what_moves_away_leaves_its_memory_to_others(tmp_path: Path) -> None:
     size = 64 << 20  # bytes of the embedding alone, in float32
-    model = {"vocab_size": 65536, "hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 2,
-             "num_attention_heads": 4, "num_key_value_heads": 2}  # fmt: skip
+    model = {
+        "vocab_size": 65536,
+        "hidden_size": 256,
+        "intermediate_size": 512,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+    }
     LlamaConfig(**model).save_pretrained(tmp_path)
-    config = EngineConfig(model=ModelSource(path=str(tmp_path), init="random"), optimizer=OptimizerConfig())
-    engine = EngineRegistry.create(model_type="language_model", backend="fsdp2", device="cuda", config=config)
+    config = EngineConfig(
+        model=ModelSource(path=str(tmp_path), init="random"), optimizer=OptimizerConfig()
+    )
+    engine = EngineRegistry.create(
+        model_type="language_model", backend="fsdp2", device="cuda", config=config
+    )
     engine.initialize()
     before = torch.cuda.memory_reserved()
     engine.to("cpu")

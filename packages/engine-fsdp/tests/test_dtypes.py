@@ -8,7 +8,15 @@ from typing import Any
 import pytest
 import torch
 
-from engine_api import Batch, EngineConfig, EngineRegistry, ModelSource, OptimizerConfig, Precision, sft_loss
+from engine_api import (
+    Batch,
+    EngineConfig,
+    EngineRegistry,
+    ModelSource,
+    OptimizerConfig,
+    Precision,
+    sft_loss,
+)
 from engine_api.errors import CheckpointMismatch
 from engine_conformance.fixtures import write_checkpoint
 
@@ -35,7 +43,9 @@ def folder(tmp_path: Path) -> Path:
 
 
 def make(folder: Path, dtype: str, optimizer: OptimizerConfig) -> Any:
-    config = EngineConfig(model=ModelSource(path=str(folder)), optimizer=optimizer, precision=PRECISION[dtype])
+    config = EngineConfig(
+        model=ModelSource(path=str(folder)), optimizer=optimizer, precision=PRECISION[dtype]
+    )
     engine = EngineRegistry.create(backend="fsdp2", device="cpu", config=config)
     engine.initialize()
     return engine
@@ -45,9 +55,14 @@ def state_of(engine: Any) -> dict[str, torch.Tensor]:
     return {key: tensor.detach().clone() for key, (tensor, _) in engine.state_shards().items()}
 
 
-@pytest.mark.parametrize("optimizer", [
-    OptimizerConfig(lr=1e-2), OptimizerConfig(name="torch.optim.SGD", lr=1e-2, kwargs={"momentum": 0.9}),
-], ids=lambda optimizer: optimizer.name)  # fmt: skip
+@pytest.mark.parametrize(
+    "optimizer",
+    [
+        OptimizerConfig(lr=1e-2),
+        OptimizerConfig(name="torch.optim.SGD", lr=1e-2, kwargs={"momentum": 0.9}),
+    ],
+    ids=lambda optimizer: optimizer.name,
+)
 @pytest.mark.parametrize(("wrote", "reads"), [("float32", "bfloat16"), ("bfloat16", "float32")])
 def test_moments_come_in_the_dtype_that_the_optimizer_holds(
     folder: Path, tmp_path: Path, wrote: str, reads: str, optimizer: OptimizerConfig

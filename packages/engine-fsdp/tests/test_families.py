@@ -18,22 +18,48 @@ from transformers import (
     PhiConfig,
 )
 
-from engine_api import Batch, EngineConfig, EngineRegistry, Memory, ModelSource, OptimizerConfig, Precision
+from engine_api import (
+    Batch,
+    EngineConfig,
+    EngineRegistry,
+    Memory,
+    ModelSource,
+    OptimizerConfig,
+    Precision,
+)
 from engine_api.errors import BatchError, ConfigError, UnsupportedCapability
 from engine_conformance.fixtures import write_checkpoint
 from engine_fsdp import model as model_module
 
 TINY: dict[str, Any] = {
-    "vocab_size": 64, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4,
+    "vocab_size": 64,
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
     "num_key_value_heads": 2,
-}  # fmt: skip
+}
 LIMIT = 16
 ROPE = {
-    "dynamic": LlamaConfig(**TINY, max_position_embeddings=LIMIT, rope_parameters={"rope_type": "dynamic", "factor": 4.0, "rope_theta": 1e4}),
-    "longrope": Phi3Config(**TINY, max_position_embeddings=64, original_max_position_embeddings=LIMIT, pad_token_id=0,
-                           rope_parameters={"rope_type": "longrope", "short_factor": [1.0] * 4, "long_factor": [4.0] * 4,
-                                            "rope_theta": 1e4, "original_max_position_embeddings": LIMIT}),
-}  # fmt: skip
+    "dynamic": LlamaConfig(
+        **TINY,
+        max_position_embeddings=LIMIT,
+        rope_parameters={"rope_type": "dynamic", "factor": 4.0, "rope_theta": 1e4},
+    ),
+    "longrope": Phi3Config(
+        **TINY,
+        max_position_embeddings=64,
+        original_max_position_embeddings=LIMIT,
+        pad_token_id=0,
+        rope_parameters={
+            "rope_type": "longrope",
+            "short_factor": [1.0] * 4,
+            "long_factor": [4.0] * 4,
+            "rope_theta": 1e4,
+            "original_max_position_embeddings": LIMIT,
+        },
+    ),
+}
 
 
 def saved(config: Any, folder: Path) -> Path:
@@ -46,7 +72,9 @@ def saved(config: Any, folder: Path) -> Path:
 def make(folder: Path, **config: Any) -> Any:
     settings = {"optimizer": OptimizerConfig(lr=1e-2)} | config
     engine = EngineRegistry.create(
-        backend="fsdp2", device="cpu", config=EngineConfig(model=ModelSource(path=str(folder)), **settings)
+        backend="fsdp2",
+        device="cpu",
+        config=EngineConfig(model=ModelSource(path=str(folder)), **settings),
     )
     engine.initialize()
     return engine
@@ -65,7 +93,9 @@ def test_a_head_with_a_bias_is_refused(tmp_path: Path, compute: Any) -> None:
 
 
 @pytest.mark.parametrize("kind", ROPE)
-def test_rope_that_follows_the_longest_document_of_a_pack_has_a_limit(tmp_path: Path, kind: str) -> None:
+def test_rope_that_follows_the_longest_document_of_a_pack_has_a_limit(
+    tmp_path: Path, kind: str
+) -> None:
     """Beyond it, documents that lie beside a longer one would get its frequencies."""
     engine = make(saved(ROPE[kind], tmp_path / "model"))
     alone = engine.infer_batch(pack(6)).log_probs
@@ -79,10 +109,14 @@ def test_rope_that_follows_the_longest_document_of_a_pack_has_a_limit(tmp_path: 
 
 
 @pytest.mark.parametrize("kind", ROPE)
-def test_a_limit_of_documents_is_told_at_the_start(tmp_path: Path, caplog: pytest.LogCaptureFixture, kind: str) -> None:
+def test_a_limit_of_documents_is_told_at_the_start(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, kind: str
+) -> None:
     """In RL documents grow: it would be met in the middle of a run."""
     make(saved(ROPE[kind], tmp_path / "model")).close()
-    (told,) = [record.getMessage() for record in caplog.records if "documents" in record.getMessage()]
+    (told,) = [
+        record.getMessage() for record in caplog.records if "documents" in record.getMessage()
+    ]
     assert f"at most {LIMIT} tokens" in told
     assert f"RoPE ({kind})" in told
 
@@ -94,23 +128,33 @@ def test_padding_beyond_the_limit_is_refused(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.int8, torch.float8_e4m3fn])
-def test_weights_that_are_stored_quantized_are_refused_whatever_config_json_says(tmp_path: Path, dtype: Any) -> None:
+def test_weights_that_are_stored_quantized_are_refused_whatever_config_json_says(
+    tmp_path: Path, dtype: Any
+) -> None:
     """Their scales would be left unread."""
     folder = Path(write_checkpoint(tmp_path / "model"))
     stored, name = load_file(folder / "model.safetensors"), "model.layers.1.mlp.up_proj.weight"
-    save_file(stored | {name: stored[name].to(dtype)}, folder / "model.safetensors", metadata={"format": "pt"})
+    save_file(
+        stored | {name: stored[name].to(dtype)},
+        folder / "model.safetensors",
+        metadata={"format": "pt"},
+    )
     with pytest.raises(ConfigError, match=f"{name} is stored as"):
         make(folder)
 
 
-@pytest.mark.filterwarnings("ignore:DTensor random operators")  # its embedding is made anew, and then read
+@pytest.mark.filterwarnings(
+    "ignore:DTensor random operators"
+)  # its embedding is made anew, and then read
 def test_attention_that_looks_ahead_is_refused(tmp_path: Path) -> None:
     config = Gemma3TextConfig(**TINY, head_dim=8, use_bidirectional_attention=True, pad_token_id=0)
     with pytest.raises(UnsupportedCapability, match="not causal"):
         make(saved(config, tmp_path / "model"), precision=Precision(compute="bfloat16"))
 
 
-def test_the_check_at_start_sees_in_bfloat16_as_well(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_check_at_start_sees_in_bfloat16_as_well(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A bias of the head of ordinary size: many tokens differ a little, none by half of the largest score."""
     with torch.random.fork_rng():
         torch.manual_seed(0)
@@ -125,11 +169,25 @@ def test_the_check_at_start_sees_in_bfloat16_as_well(tmp_path: Path, monkeypatch
 @pytest.mark.parametrize("init", ["pretrained", "random"])
 def test_saved_tensors_that_are_no_parameters_are_refused(tmp_path: Path, init: Any) -> None:
     """A router's correction was left at zero, in no export and in no checkpoint: tokens went to other experts."""
-    config = Glm4MoeConfig(**TINY, head_dim=8, moe_intermediate_size=16, n_routed_experts=8, num_experts_per_tok=2, n_group=1,
-                           topk_group=1, first_k_dense_replace=0, n_shared_experts=1, pad_token_id=0)  # fmt: skip
+    config = Glm4MoeConfig(
+        **TINY,
+        head_dim=8,
+        moe_intermediate_size=16,
+        n_routed_experts=8,
+        num_experts_per_tok=2,
+        n_group=1,
+        topk_group=1,
+        first_k_dense_replace=0,
+        n_shared_experts=1,
+        pad_token_id=0,
+    )
     model = ModelSource(path=str(saved(config, tmp_path / "model")), init=init)
-    with pytest.raises(UnsupportedCapability, match=r"layers\.0\.mlp\.gate\.e_score_correction_bias"):
-        EngineRegistry.create(backend="fsdp2", device="cpu", config=EngineConfig(model=model)).initialize()
+    with pytest.raises(
+        UnsupportedCapability, match=r"layers\.0\.mlp\.gate\.e_score_correction_bias"
+    ):
+        EngineRegistry.create(
+            backend="fsdp2", device="cpu", config=EngineConfig(model=model)
+        ).initialize()
 
 
 def test_layers_that_mix_tokens_outside_attention_are_refused(tmp_path: Path) -> None:
@@ -137,4 +195,7 @@ def test_layers_that_mix_tokens_outside_attention_are_refused(tmp_path: Path) ->
     config = Lfm2Config(**TINY, layer_types=["conv", "full_attention"], pad_token_id=0)
     with pytest.raises(UnsupportedCapability, match="layers of type conv") as caught:
         make(saved(config, tmp_path / "model"), precision=Precision(compute="bfloat16"))
-    assert "would leave that out, or they would look into the documents beside theirs" in caught.value.why
+    assert (
+        "would leave that out, or they would look into the documents beside theirs"
+        in caught.value.why
+    )

@@ -25,7 +25,13 @@ from engine_conformance.fixtures import TinyModel, write_checkpoint
 
 BATCH = Batch.pack([{"input_ids": [1, 2, 3, 4], "loss_weight": [0.0, 1.0, 1.0, 1.0]}])
 MODEL = TinyModel(
-    vocab_size=16, hidden_size=8, intermediate_size=8, num_layers=1, num_heads=2, num_kv_heads=1, head_dim=4
+    vocab_size=16,
+    hidden_size=8,
+    intermediate_size=8,
+    num_layers=1,
+    num_heads=2,
+    num_kv_heads=1,
+    head_dim=4,
 )
 # What may stand where something else is expected.
 VALUES = st.one_of(
@@ -34,7 +40,15 @@ VALUES = st.one_of(
     st.integers(-2, 2**70),
     st.floats(),
     st.text(max_size=8),
-    st.sampled_from(["/etc/passwd", "../good/manifest.json", "state/00000.safetensors", "rank-00000.json", "bfloat16"]),
+    st.sampled_from(
+        [
+            "/etc/passwd",
+            "../good/manifest.json",
+            "state/00000.safetensors",
+            "rank-00000.json",
+            "bfloat16",
+        ]
+    ),
     st.lists(st.integers(-1, 700), max_size=4),
     st.dictionaries(st.text(max_size=4), st.integers(), max_size=2),
 )
@@ -147,7 +161,9 @@ def swap(place: Path, draw: Callable[..., Any]) -> None:
 
 def rename(place: Path, draw: Callable[..., Any]) -> None:
     path = draw(st.sampled_from(files_of(place)))
-    path.rename(path.with_name(draw(st.sampled_from(["manifest.json", "latest", "rank-00001.json", "x"]))))
+    path.rename(
+        path.with_name(draw(st.sampled_from(["manifest.json", "latest", "rank-00001.json", "x"])))
+    )
 
 
 def exchange(place: Path, draw: Callable[..., Any]) -> None:
@@ -166,14 +182,19 @@ DAMAGES = (flip, truncate, append, delete, swap, rename, exchange, alter_json)
 
 @fuzz()
 @given(data=st.data())
-def test_a_damaged_checkpoint_is_refused_or_loads_as_it_was_saved(world: World, data: st.DataObject) -> None:
+def test_a_damaged_checkpoint_is_refused_or_loads_as_it_was_saved(
+    world: World, data: st.DataObject
+) -> None:
     place = world.damaged()
     for damage in data.draw(st.lists(st.sampled_from(DAMAGES), min_size=1, max_size=2)):
         note(damage.__name__)
         if files_of(place):
             try:
                 damage(place, data.draw)
-            except (OSError, ValueError) as error:  # a second damage need not find what the first has left
+            except (
+                OSError,
+                ValueError,
+            ) as error:  # a second damage need not find what the first has left
                 note(repr(error))
     if world.load(place):
         assert same(look(world.engine), world.good), "it loaded as something else"
@@ -188,7 +209,11 @@ def paths_in(value: Any, path: tuple[Any, ...] = ()) -> list[tuple[Any, ...]]:
     if isinstance(value, dict):
         inside = [place for key, part in value.items() for place in paths_in(part, (*path, key))]
     elif isinstance(value, list):
-        inside = [place for index, part in enumerate(value[:4]) for place in paths_in(part, (*path, index))]
+        inside = [
+            place
+            for index, part in enumerate(value[:4])
+            for place in paths_in(part, (*path, index))
+        ]
     return [path, *inside] if path else inside
 
 
@@ -258,7 +283,9 @@ def alter_tensors(folder: Path, draw: Callable[..., Any]) -> None:
 
 @fuzz()
 @given(data=st.data())
-def test_an_edited_checkpoint_is_refused_or_leaves_an_engine_that_trains(world: World, data: st.DataObject) -> None:
+def test_an_edited_checkpoint_is_refused_or_leaves_an_engine_that_trains(
+    world: World, data: st.DataObject
+) -> None:
     place = world.damaged() / "step-2"
     for _ in range(data.draw(st.integers(1, 2))):
         part = data.draw(st.sampled_from(["manifest", "manifest", "generators", "tensors"]))

@@ -12,19 +12,30 @@ from engine_api import Batch, EngineConfig, EngineRegistry, ModelSource, Optimiz
 from engine_api.errors import EngineError
 
 BATCH = Batch.pack(
-    [{"input_ids": [1, 0, 2], "loss_weight": [0.0, 1.0, 1.0]}, {"input_ids": [2, 1], "loss_weight": [0.0, 1.0]}]
+    [
+        {"input_ids": [1, 0, 2], "loss_weight": [0.0, 1.0, 1.0]},
+        {"input_ids": [2, 1], "loss_weight": [0.0, 1.0]},
+    ]
 )
 
 
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory):
-    return {name: whole_folder(tmp_path_factory.mktemp(name), name) for name in ("qwen3", "qwen3_moe")}
+    return {
+        name: whole_folder(tmp_path_factory.mktemp(name), name) for name in ("qwen3", "qwen3_moe")
+    }
 
 
 @pytest.mark.filterwarnings("ignore")  # of transformers, about what it finds in a damaged file
 @fuzz(cost=4)
-@given(family=st.sampled_from(["qwen3", "qwen3_moe"]), init=st.sampled_from(["pretrained", "random"]), damages=DAMAGES)
-def test_a_damaged_folder_is_refused_by_a_typed_error_or_trained(tmp_path_factory, whole, family, init, damages):
+@given(
+    family=st.sampled_from(["qwen3", "qwen3_moe"]),
+    init=st.sampled_from(["pretrained", "random"]),
+    damages=DAMAGES,
+)
+def test_a_damaged_folder_is_refused_by_a_typed_error_or_trained(
+    tmp_path_factory, whole, family, init, damages
+):
     folder = damaged(whole[family], tmp_path_factory.getbasetemp() / "damaged", damages)
     source = ModelSource(path=str(folder), init=init)
     config = EngineConfig(model=source, optimizer=OptimizerConfig(lr=1e-3))

@@ -33,7 +33,10 @@ def create(folder: Path, **overrides: Any) -> Any:
 
 
 def pack() -> Batch:
-    rows = [{"input_ids": ids.tolist(), "loss_weight": [0.0] + [1.0] * (len(ids) - 1)} for ids in documents()]
+    rows = [
+        {"input_ids": ids.tolist(), "loss_weight": [0.0] + [1.0] * (len(ids) - 1)}
+        for ids in documents()
+    ]
     return Batch.pack(rows)
 
 
@@ -44,7 +47,9 @@ def is_right(engine: Any, folder: Path) -> None:
     got = engine.infer_batch(batch).log_probs.double()
     assert float((got - want).abs().max()) < NEAR
     output = engine.train_batch(batch, sft_loss)
-    assert output.loss == pytest.approx(-float(want.sum()) / (len(want) - len(documents())), abs=NEAR)
+    assert output.loss == pytest.approx(
+        -float(want.sum()) / (len(want) - len(documents())), abs=NEAR
+    )
     assert output.grad_norm > 0
     assert math.isfinite(output.grad_norm)
 
@@ -65,7 +70,9 @@ def started(folder: Path, **overrides: Any) -> Any:
 
 
 @pytest.mark.parametrize("model_type", MODEL_TYPES)
-def test_a_model_is_computed_as_transformers_does_or_refused_at_the_start(tmp_path: Path, model_type: str) -> None:
+def test_a_model_is_computed_as_transformers_does_or_refused_at_the_start(
+    tmp_path: Path, model_type: str
+) -> None:
     tiny_model(model_type).save_pretrained(tmp_path)
     engine = started(tmp_path)
     assert engine is not None or model_type not in TAKEN
@@ -125,5 +132,7 @@ def test_the_check_at_start_sees_noise_whose_key_nobody_knows(
 ) -> None:
     tiny_model(model_type, **rates).save_pretrained(tmp_path)
     monkeypatch.setattr(model_module, "refuse_noise", lambda *_, **__: None)
-    with pytest.raises(UnsupportedCapability, match="in training mode differ from those in inference"):
+    with pytest.raises(
+        UnsupportedCapability, match="in training mode differ from those in inference"
+    ):
         create(tmp_path).initialize()

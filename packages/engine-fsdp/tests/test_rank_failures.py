@@ -95,7 +95,12 @@ def test_every_group_of_the_mesh_has_the_engines_timeout():
     ],
 )
 def test_every_other_rank_names_the_one_that_goes_away(tmp_path, world, how, call):
-    sizes = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2}
+    sizes = {
+        "hidden_size": 16,
+        "intermediate_size": 32,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 2,
+    }
     LlamaConfig(vocab_size=32, num_key_value_heads=2, **sizes).save_pretrained(tmp_path / "model")
     with ranks(world, str(PEERS), how, call, str(tmp_path)) as started:
         *left, gone = started

@@ -35,7 +35,9 @@ def folder(tmp_path: Path) -> Path:
 def make(folder: Path, **config: Any) -> Any:
     config = {"optimizer": OptimizerConfig(lr=1e-2)} | config
     engine = EngineRegistry.create(
-        backend="fsdp2", device="cpu", config=EngineConfig(model=ModelSource(path=str(folder)), **config)
+        backend="fsdp2",
+        device="cpu",
+        config=EngineConfig(model=ModelSource(path=str(folder)), **config),
     )
     engine.initialize()
     return engine
@@ -121,8 +123,12 @@ def test_the_state_of_another_optimizer_is_refused(folder: Path, tmp_path: Path)
     assert engine.train_batch(BATCH, sft_loss).weight_version == 1
 
 
-def test_inference_that_fails_leaves_no_gathered_weights(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    engine = make(folder, precision=Precision(compute="bfloat16"))  # one rank in one dtype has no FSDP
+def test_inference_that_fails_leaves_no_gathered_weights(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = make(
+        folder, precision=Precision(compute="bfloat16")
+    )  # one rank in one dtype has no FSDP
 
     def fail(*_: Any, **__: Any) -> None:
         engine.module.unshard()

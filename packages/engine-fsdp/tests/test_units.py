@@ -31,7 +31,9 @@ def head_inputs(dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
     return hidden.to(dtype).requires_grad_(), weight.to(dtype).requires_grad_(), targets
 
 
-def plain_head(hidden: Tensor, weight: Tensor, targets: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
+def plain_head(
+    hidden: Tensor, weight: Tensor, targets: Tensor, temperature: float
+) -> tuple[Tensor, Tensor]:
     log_p = (hidden @ weight.T / temperature).log_softmax(-1)
     return log_p.gather(-1, targets[:, None])[:, 0], -(log_p.exp() * log_p).sum(-1)
 
@@ -40,7 +42,9 @@ def plain_head(hidden: Tensor, weight: Tensor, targets: Tensor, temperature: flo
 @pytest.mark.parametrize("chunk", [1, 4, 5, TOKENS, 100])
 def test_chunked_head_equals_autograd(chunk: int, temperature: float) -> None:
     hidden, weight, targets = head_inputs(torch.float32)
-    log_probs, entropy = chunked_log_probs(hidden, weight, targets, temperature=temperature, chunk=chunk, entropy=True)
+    log_probs, entropy = chunked_log_probs(
+        hidden, weight, targets, temperature=temperature, chunk=chunk, entropy=True
+    )
     assert entropy is not None
     exact_hidden, exact_weight = (x.detach().double().requires_grad_() for x in (hidden, weight))
     want = plain_head(exact_hidden, exact_weight, targets, temperature)
@@ -58,7 +62,9 @@ def test_chunked_head_equals_autograd(chunk: int, temperature: float) -> None:
 def test_chunked_head_without_entropy_and_with_a_frozen_weight() -> None:
     hidden, weight, targets = head_inputs(torch.float32)
     weight.requires_grad_(requires_grad=False)
-    log_probs, entropy = chunked_log_probs(hidden, weight, targets, temperature=1.0, chunk=4, entropy=False)
+    log_probs, entropy = chunked_log_probs(
+        hidden, weight, targets, temperature=1.0, chunk=4, entropy=False
+    )
     assert entropy is None
     log_probs.sum().backward()
     exact = hidden.detach().double().requires_grad_()
@@ -71,7 +77,9 @@ def test_chunked_head_without_entropy_and_with_a_frozen_weight() -> None:
 
 def test_chunked_head_of_no_tokens() -> None:
     hidden, weight, targets = head_inputs(torch.float32)
-    log_probs, _ = chunked_log_probs(hidden[:0], weight, targets[:0], temperature=1.0, chunk=4, entropy=True)
+    log_probs, _ = chunked_log_probs(
+        hidden[:0], weight, targets[:0], temperature=1.0, chunk=4, entropy=True
+    )
     log_probs.sum().backward()
     assert log_probs.shape == (0,)
     assert weight.grad is not None
@@ -100,16 +108,22 @@ def brute_force(q: Tensor, k: Tensor, v: Tensor, lengths: list[int], window: int
 @pytest.mark.parametrize("lengths", [[9, 1, 1, 2], [5, 5, 4], [7], [1]], ids=str)
 def test_attention_over_a_pack(lengths: list[int], window: int | None) -> None:
     generator = torch.Generator().manual_seed(1)
-    q, k, v = (torch.randn(1, h, sum(lengths), WIDTH, generator=generator, dtype=torch.float64)
-               for h in (HEADS, KV_HEADS, KV_HEADS))  # fmt: skip
+    q, k, v = (
+        torch.randn(1, h, sum(lengths), WIDTH, generator=generator, dtype=torch.float64)
+        for h in (HEADS, KV_HEADS, KV_HEADS)
+    )
     packing = build_packing(lengths, "sdpa", torch.device("cpu"))
-    out, weights = packed_attention(torch.nn.Identity(), q, k, v, None, packing=packing, sliding_window=window)
+    out, weights = packed_attention(
+        torch.nn.Identity(), q, k, v, None, packing=packing, sliding_window=window
+    )
     assert weights is None
     torch.testing.assert_close(out, brute_force(q, k, v, lengths, window))
 
 
 @pytest.mark.parametrize(
-    "extra", [{"dropout": 0.1}, {"softcap": 30.0}, {"s_aux": torch.zeros(1)}], ids=lambda e: next(iter(e))
+    "extra",
+    [{"dropout": 0.1}, {"softcap": 30.0}, {"s_aux": torch.zeros(1)}],
+    ids=lambda e: next(iter(e)),
 )
 def test_attention_refuses_what_it_would_leave_out(extra: dict[str, Any]) -> None:
     x = torch.zeros(1, HEADS, 4, WIDTH)
@@ -125,10 +139,21 @@ def test_attention_needs_a_packing() -> None:
         packed_attention(torch.nn.Identity(), x, x, x, None)
 
 
-@pytest.mark.parametrize(("heads", "kv_heads", "ranks", "fits"), [
-    (8, 2, 1, True), (8, 2, 2, True), (8, 2, 4, True), (8, 8, 8, True), (8, 4, 3, False), (6, 4, 6, False), (8, 2, 16, False),
-])  # fmt: skip
-def test_heads_are_split_over_ranks_or_refused(heads: int, kv_heads: int, ranks: int, fits: bool) -> None:
+@pytest.mark.parametrize(
+    ("heads", "kv_heads", "ranks", "fits"),
+    [
+        (8, 2, 1, True),
+        (8, 2, 2, True),
+        (8, 2, 4, True),
+        (8, 8, 8, True),
+        (8, 4, 3, False),
+        (6, 4, 6, False),
+        (8, 2, 16, False),
+    ],
+)
+def test_heads_are_split_over_ranks_or_refused(
+    heads: int, kv_heads: int, ranks: int, fits: bool
+) -> None:
     config = SimpleNamespace(num_attention_heads=heads, num_key_value_heads=kv_heads)
     if fits:
         check_heads(config, ranks)
@@ -137,9 +162,16 @@ def test_heads_are_split_over_ranks_or_refused(heads: int, kv_heads: int, ranks:
         check_heads(config, ranks)
 
 
-@pytest.mark.parametrize(("lengths", "kernel"), [
-    ([512, 512], "cudnn"), ([511, 511], "varlen"), ([4096, 4000], "varlen"), ([9000, 8000], "cudnn"), ([20000, 3, 5], "varlen"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("lengths", "kernel"),
+    [
+        ([512, 512], "cudnn"),
+        ([511, 511], "varlen"),
+        ([4096, 4000], "varlen"),
+        ([9000, 8000], "cudnn"),
+        ([20000, 3, 5], "varlen"),
+    ],
+)
 def test_plans_are_made_for_lengths_that_come_again_or_are_long(lengths, kernel):
     assert build_packing(lengths, "auto", torch.device("cpu")).kernel == kernel
 

@@ -15,7 +15,9 @@ from engine_conformance.shim import shimmed
 
 sys.path.append(str(Path(__file__).parent))  # ranks import their functions from here
 
-collect_ignore_glob = [] if importlib.util.find_spec("megatron") else ["test_*.py"]  # an extra that is not installed
+collect_ignore_glob = (
+    [] if importlib.util.find_spec("megatron") else ["test_*.py"]
+)  # an extra that is not installed
 
 if not collect_ignore_glob:
     # Imported once, while CUDA is simulated. Its warnings are about libraries that are not here.

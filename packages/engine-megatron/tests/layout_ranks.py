@@ -9,7 +9,15 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
-from engine_api import Batch, EngineConfig, EngineRegistry, ModelSource, OptimizerConfig, Parallelism, sft_loss
+from engine_api import (
+    Batch,
+    EngineConfig,
+    EngineRegistry,
+    ModelSource,
+    OptimizerConfig,
+    Parallelism,
+    sft_loss,
+)
 from engine_api.config import Memory
 from engine_api.errors import EngineError
 from engine_api.results import LossOutput
@@ -23,19 +31,37 @@ ROWS = [
 ]
 
 
-def create(path: str, parallelism: dict[str, int], options: dict[str, Any], model_type: str = "language_model", **config: Any) -> Any:  # fmt: skip
-    settings = {"optimizer": OptimizerConfig(lr=1e-2, clip_norm=1.0), "memory": Memory(max_tokens=8)} | config
+def create(
+    path: str,
+    parallelism: dict[str, int],
+    options: dict[str, Any],
+    model_type: str = "language_model",
+    **config: Any,
+) -> Any:
+    settings = {
+        "optimizer": OptimizerConfig(lr=1e-2, clip_norm=1.0),
+        "memory": Memory(max_tokens=8),
+    } | config
     return EngineRegistry.create(
         model_type=model_type,
         backend="megatron",
         device="cpu",
         config=EngineConfig(
-            model=ModelSource(path=path), parallelism=Parallelism(**parallelism), options=options, **settings
+            model=ModelSource(path=path),
+            parallelism=Parallelism(**parallelism),
+            options=options,
+            **settings,
         ),
     )
 
 
-def steps(path: str, parallelism: dict[str, int], options: dict[str, Any], rows: list[Any] = ROWS, **config: Any) -> tuple[list[float], dict[str, Tensor]]:  # fmt: skip
+def steps(
+    path: str,
+    parallelism: dict[str, int],
+    options: dict[str, Any],
+    rows: list[Any] = ROWS,
+    **config: Any,
+) -> tuple[list[float], dict[str, Tensor]]:
     """Figures of two steps with an inference between them, and the weights after."""
     engine = create(path, parallelism, options, **config)
     engine.initialize()
@@ -47,7 +73,9 @@ def steps(path: str, parallelism: dict[str, int], options: dict[str, Any], rows:
     figures = [first.loss, first.grad_norm, second.loss, second.grad_norm]
     if place.dp_size == 1:
         figures += [first.num_micro_batches, *log_probs.tolist()]
-    weights = {name: tensor.clone() for name, tensor in engine.get_per_tensor_param(bucket_bytes=1 << 12)}
+    weights = {
+        name: tensor.clone() for name, tensor in engine.get_per_tensor_param(bucket_bytes=1 << 12)
+    }
     engine.close()
     return figures, weights
 
@@ -79,9 +107,17 @@ class SquaredValues:
         return LossOutput(loss=(batch.loss_weight * outputs.values.square()).sum())
 
 
-def value_steps(path: str, parallelism: dict[str, int], options: dict[str, Any]) -> tuple[list[float], dict[str, Tensor]]:  # fmt: skip
+def value_steps(
+    path: str, parallelism: dict[str, int], options: dict[str, Any]
+) -> tuple[list[float], dict[str, Tensor]]:
     """Figures of a value model's step, the values after it, and the weights."""
-    engine = create(path, parallelism, options, model_type="value_model", optimizer=OptimizerConfig(lr=1e-2, eps=1e-5))
+    engine = create(
+        path,
+        parallelism,
+        options,
+        model_type="value_model",
+        optimizer=OptimizerConfig(lr=1e-2, eps=1e-5),
+    )
     engine.initialize()
     batch = Batch.pack(ROWS)
     step = engine.train_batch(batch, SquaredValues())
@@ -91,23 +127,34 @@ def value_steps(path: str, parallelism: dict[str, int], options: dict[str, Any])
     return figures, weights
 
 
-def exports(path: str, parallelism: dict[str, int], options: dict[str, Any], **config: Any) -> tuple[list[str], list[str], Shards]:  # fmt: skip
+def exports(
+    path: str, parallelism: dict[str, int], options: dict[str, Any], **config: Any
+) -> tuple[list[str], list[str], Shards]:
     """Names whose whole export is not the folder's, bit for bit; the order; this rank's boxes in the masters' dtype."""
     engine = create(path, parallelism, options, **config)
     engine.initialize()
     stored, wrong = load_file(f"{path}/model.safetensors"), list[str]()
     for dtype in (None, torch.bfloat16):
         found = {
-            name: tensor.clone() for name, tensor in engine.get_per_tensor_param(dtype=dtype, bucket_bytes=1 << 12)
+            name: tensor.clone()
+            for name, tensor in engine.get_per_tensor_param(dtype=dtype, bucket_bytes=1 << 12)
         }
         wrong += sorted(set(found) ^ set(stored))
-        wrong += [name for name in found if not torch.equal(found[name], stored[name].to(dtype or torch.float32))]
-    shards = [(name, part.clone(), spec) for name, part, spec in engine.get_per_tensor_param_shard()]
+        wrong += [
+            name
+            for name in found
+            if not torch.equal(found[name], stored[name].to(dtype or torch.float32))
+        ]
+    shards = [
+        (name, part.clone(), spec) for name, part, spec in engine.get_per_tensor_param_shard()
+    ]
     engine.close()
     return wrong, list(stored), shards
 
 
-def saves(path: str, parallelism: dict[str, int], options: dict[str, Any], folder: str, **config: Any) -> None:
+def saves(
+    path: str, parallelism: dict[str, int], options: dict[str, Any], folder: str, **config: Any
+) -> None:
     """One step, saved."""
     engine = create(path, parallelism, options, **config)
     engine.initialize()
@@ -117,7 +164,9 @@ def saves(path: str, parallelism: dict[str, int], options: dict[str, Any], folde
     engine.close()
 
 
-def goes_on(path: str, parallelism: dict[str, int], options: dict[str, Any], folder: str, **config: Any) -> tuple[float, dict[str, Tensor]]:  # fmt: skip
+def goes_on(
+    path: str, parallelism: dict[str, int], options: dict[str, Any], folder: str, **config: Any
+) -> tuple[float, dict[str, Tensor]]:
     """The gradient norm of a step after a load, and the weights after it."""
     engine = create(path, parallelism, options, **config)
     engine.initialize()
@@ -151,7 +200,9 @@ def not_finite(outputs: Any, batch: Any) -> Any:
     return type(result)(loss=_NotANumberBack.apply(result.loss), metrics=result.metrics)
 
 
-def a_gradient_that_is_not_finite(path: str, parallelism: dict[str, int], options: dict[str, Any], **config: Any) -> tuple[str | None, bool, float]:  # fmt: skip
+def a_gradient_that_is_not_finite(
+    path: str, parallelism: dict[str, int], options: dict[str, Any], **config: Any
+) -> tuple[str | None, bool, float]:
     """Why a step was skipped, whether all weights stayed, and the gradient norm of the next one."""
     engine = create(path, parallelism, options, **config)
     engine.initialize()
@@ -198,7 +249,10 @@ def a_loss_that_raises(
 
 def another_layout_at_once(path: str) -> tuple[str, bool]:
     """What a second engine with other sizes gets, and whether the first still works."""
-    first, second = create(path, {"tp": 2}, {}, optimizer=None), create(path, {"pp": 2}, {}, optimizer=None)
+    first, second = (
+        create(path, {"tp": 2}, {}, optimizer=None),
+        create(path, {"pp": 2}, {}, optimizer=None),
+    )
     first.initialize()
     try:
         second.initialize()
@@ -211,7 +265,11 @@ def another_layout_at_once(path: str) -> tuple[str, bool]:
 
 
 def dense_beside_experts(
-    path: str, dense_path: str, parallelism: dict[str, int], options: dict[str, Any], dense: dict[str, int]
+    path: str,
+    dense_path: str,
+    parallelism: dict[str, int],
+    options: dict[str, Any],
+    dense: dict[str, int],
 ) -> tuple[list[float], list[float], str]:
     """Loss and norm of a dense engine's step beside an engine with experts, the same alone, and what these get as second."""
 

@@ -20,7 +20,9 @@ State = dict[str, tuple[Tensor, ShardSpec]]
 OPTIMIZER = OptimizerConfig(lr=1e-2, clip_norm=1.0, eps=1e-5)
 
 
-def ready(path: str, parallelism: dict[str, int], checkpoint: str, *, options: Any = None, **config: Any) -> Any:
+def ready(
+    path: str, parallelism: dict[str, int], checkpoint: str, *, options: Any = None, **config: Any
+) -> Any:
     """An engine with a schedule, of which no two steps have the same rate."""
     schedule = ScheduleConfig(name="linear", total_steps=10)
     arguments = {"optimizer": OPTIMIZER, "schedule": schedule} | config
@@ -38,7 +40,10 @@ def step(engine: Any) -> list[float]:
 
 def state_of(engine: Any) -> State:
     """Masters, moments and step counts: this rank's boxes."""
-    return {key: (tensor.detach().clone(), spec) for key, (tensor, spec) in engine.state_shards().items()}
+    return {
+        key: (tensor.detach().clone(), spec)
+        for key, (tensor, spec) in engine.state_shards().items()
+    }
 
 
 def parameters_of(engine: Any) -> list[Tensor]:
@@ -46,7 +51,9 @@ def parameters_of(engine: Any) -> list[Tensor]:
     return [param.detach().clone() for param in engine.forward.chunks.parameters()]
 
 
-def uninterrupted(path: str, parallelism: dict[str, int], folder: str, **config: Any) -> tuple[State, State, list[float]]:  # fmt: skip
+def uninterrupted(
+    path: str, parallelism: dict[str, int], folder: str, **config: Any
+) -> tuple[State, State, list[float]]:
     """A run of three steps, saved after two: its state then, its state at the end, the figures of the third."""
     engine = ready(path, parallelism, "megatron", **config)
     step(engine)
@@ -60,7 +67,9 @@ def uninterrupted(path: str, parallelism: dict[str, int], folder: str, **config:
     return result
 
 
-def resumed(path: str, parallelism: dict[str, int], folder: str, **config: Any) -> tuple[State, State, list[float]]:
+def resumed(
+    path: str, parallelism: dict[str, int], folder: str, **config: Any
+) -> tuple[State, State, list[float]]:
     """The state after a load into an engine that went elsewhere, the state after one more step, the step's figures."""
     engine = ready(path, parallelism, "portable", **config)
     if engine.config.optimizer is not None:
@@ -88,11 +97,20 @@ def _whole(engine: Any, state: State) -> dict[str, Tensor]:
             if spec.replica == 0:
                 target[spec.slices] = tensor
     boxes = {f"model.{weight.name}": weight.box for weight in engine.table}
-    fields = {key: boxes["model." + key.removeprefix("optim.").rpartition(".")[0]] for key in whole if key not in boxes}
-    return {key: whole[key][(boxes | fields)[key].slices] if whole[key].dim() else whole[key] for key in whole}
+    fields = {
+        key: boxes["model." + key.removeprefix("optim.").rpartition(".")[0]]
+        for key in whole
+        if key not in boxes
+    }
+    return {
+        key: whole[key][(boxes | fields)[key].slices] if whole[key].dim() else whole[key]
+        for key in whole
+    }
 
 
-def refused(path: str, parallelism: dict[str, int], folder: str, **config: Any) -> tuple[str, str, bool]:
+def refused(
+    path: str, parallelism: dict[str, int], folder: str, **config: Any
+) -> tuple[str, str, bool]:
     """What a load raises, its text, and whether the engine's state is what it was."""
     engine = ready(path, parallelism, "megatron", **config)
     step(engine)
@@ -144,7 +162,9 @@ def killed_while_saving(path: str, parallelism: dict[str, int], folder: str) -> 
     engine.save_checkpoint(folder)
 
 
-def begun_again(path: str, parallelism: dict[str, int], folder: str) -> tuple[list[float], list[float]]:
+def begun_again(
+    path: str, parallelism: dict[str, int], folder: str
+) -> tuple[list[float], list[float]]:
     """Figures of the first step of a run that was saved before it, and of the same after a load into one that has moments."""
     engine = ready(path, parallelism, "megatron")
     engine.save_checkpoint(folder)
@@ -155,7 +175,13 @@ def begun_again(path: str, parallelism: dict[str, int], folder: str) -> tuple[li
     return first, again
 
 
-def carried(path: str, parallelism: dict[str, int], folder: str, wrote: dict[str, Any], reads: dict[str, Any]) -> tuple[State, State, list[set[torch.dtype]], int]:  # fmt: skip
+def carried(
+    path: str,
+    parallelism: dict[str, int],
+    folder: str,
+    wrote: dict[str, Any],
+    reads: dict[str, Any],
+) -> tuple[State, State, list[set[torch.dtype]], int]:
     """A checkpoint for an engine with other dtypes: what was saved and what is loaded, the moments' dtypes of the reader before
     the load, after it and after another step, and its version then.
     """

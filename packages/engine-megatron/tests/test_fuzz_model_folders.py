@@ -20,13 +20,17 @@ LAYOUT = Layout(world=1, rank=0, tensor=1, data=1, stages=1)
 
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory):
-    return {name: whole_folder(tmp_path_factory.mktemp(name), name) for name in ("qwen3", "qwen3_moe")}
+    return {
+        name: whole_folder(tmp_path_factory.mktemp(name), name) for name in ("qwen3", "qwen3_moe")
+    }
 
 
 @pytest.mark.filterwarnings("ignore")  # of transformers, about what it finds in a damaged file
 @fuzz()
 @given(family=st.sampled_from(["qwen3", "qwen3_moe"]), damages=DAMAGES)
-def test_a_damaged_folder_is_refused_by_a_typed_error_or_read(tmp_path_factory, whole, family, damages):
+def test_a_damaged_folder_is_refused_by_a_typed_error_or_read(
+    tmp_path_factory, whole, family, damages
+):
     folder = damaged(whole[family], tmp_path_factory.getbasetemp() / "damaged", damages)
     try:
         config = read_hf_config(ModelSource(path=str(folder)), str(folder))

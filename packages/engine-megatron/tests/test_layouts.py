@@ -30,7 +30,9 @@ def four(_cuda: None) -> Iterator[RankPool]:
 @pytest.fixture(scope="module")
 def experts(tmp_path_factory: pytest.TempPathFactory) -> str:
     path = tmp_path_factory.mktemp("experts")
-    model = TinyModel(family="qwen3_moe", vocab_size=251, tied=False, num_experts=8, num_heads=8, num_kv_heads=4)
+    model = TinyModel(
+        family="qwen3_moe", vocab_size=251, tied=False, num_experts=8, num_heads=8, num_kv_heads=4
+    )
     return str(write_checkpoint(Path(path), model))
 
 
@@ -50,15 +52,26 @@ DENSE = [
     ({"dp_shard": 2}, {}),
 ]
 # Experts of a stage's four ranks: over data-parallel ones, split over tensor-parallel ones, whole over both.
-EXPERTS = [({"ep": 2}, {}), ({"ep": 4}, {}), ({"ep": 2, "pp": 2}, {}), ({"tp": 2}, SPLIT), ({"tp": 2, "ep": 2}, SPLIT),
-           ({"tp": 2, "ep": 4}, WHOLE), ({"tp": 2}, WHOLE), ({"tp": 4, "ep": 2}, SPLIT | {"expert_tensor_parallel": 2}),
-           ({"tp": 2, "pp": 2, "ep": 2}, WHOLE)]  # fmt: skip
+EXPERTS = [
+    ({"ep": 2}, {}),
+    ({"ep": 4}, {}),
+    ({"ep": 2, "pp": 2}, {}),
+    ({"tp": 2}, SPLIT),
+    ({"tp": 2, "ep": 2}, SPLIT),
+    ({"tp": 2, "ep": 4}, WHOLE),
+    ({"tp": 2}, WHOLE),
+    ({"tp": 4, "ep": 2}, SPLIT | {"expert_tensor_parallel": 2}),
+    ({"tp": 2, "pp": 2, "ep": 2}, WHOLE),
+]
 
 
 # Model chunks in turn, of four layers: stages of two ranks; of four, with experts and with split matrices.
 CHUNKS = ({"pp": 2}, {"virtual_stages": 2})
-CHUNKS_OF_FOUR = [({"pp": 2, "ep": 2}, {"virtual_stages": 2}), ({"pp": 2, "tp": 2}, {"virtual_stages": 2} | SPLIT),
-                  ({"pp": 4}, {"virtual_stages": 2})]  # fmt: skip
+CHUNKS_OF_FOUR = [
+    ({"pp": 2, "ep": 2}, {"virtual_stages": 2}),
+    ({"pp": 2, "tp": 2}, {"virtual_stages": 2} | SPLIT),
+    ({"pp": 4}, {"virtual_stages": 2}),
+]
 DEEP = {"num_layers": 4, "vocab_size": 251, "num_heads": 8, "num_kv_heads": 4}
 
 # With the usual eps of 1e-8 rounding decides which way a weight goes whose gradient nearly vanishes.
@@ -68,16 +81,24 @@ OPTIMIZERS = [
 ]
 
 
-def assert_as_one_rank(results: Any, want: list[float], exact: dict[str, torch.Tensor], about: str) -> None:
+def assert_as_one_rank(
+    results: Any, want: list[float], exact: dict[str, torch.Tensor], about: str
+) -> None:
     for figures, weights in results:
-        torch.testing.assert_close(figures, want[: len(figures)], atol=1e-4, rtol=1e-4, msg=lambda m: f"{about}: {m}")
+        torch.testing.assert_close(
+            figures, want[: len(figures)], atol=1e-4, rtol=1e-4, msg=lambda m: f"{about}: {m}"
+        )
         assert list(weights) == list(exact)
         assert_same_weights(weights, exact, about)
 
 
-def assert_same_weights(weights: dict[str, torch.Tensor], exact: dict[str, torch.Tensor], about: str) -> None:
+def assert_same_weights(
+    weights: dict[str, torch.Tensor], exact: dict[str, torch.Tensor], about: str
+) -> None:
     for name, weight in weights.items():
-        torch.testing.assert_close(weight, exact[name], atol=2e-4, rtol=1e-3, msg=lambda m, n=name: f"{about} {n}: {m}")
+        torch.testing.assert_close(
+            weight, exact[name], atol=2e-4, rtol=1e-3, msg=lambda m, n=name: f"{about} {n}: {m}"
+        )
 
 
 @pytest.mark.parametrize("optimizer", OPTIMIZERS, ids=lambda one: one.name)
@@ -85,19 +106,29 @@ def test_options_and_layouts_do_not_change_an_update(
     pool: RankPool, one: RankPool, folder: str, optimizer: OptimizerConfig
 ) -> None:
     config = {"optimizer": optimizer}
-    ((want, exact),) = one.run("layout_ranks:steps", path=folder, parallelism={}, options={}, **config)
+    ((want, exact),) = one.run(
+        "layout_ranks:steps", path=folder, parallelism={}, options={}, **config
+    )
     for parallelism, options in DENSE:
-        results = pool.run("layout_ranks:steps", path=folder, parallelism=parallelism, options=options, **config)
+        results = pool.run(
+            "layout_ranks:steps", path=folder, parallelism=parallelism, options=options, **config
+        )
         assert_as_one_rank(results, want, exact, f"{parallelism} {options}")
 
 
-@pytest.mark.parametrize(("parallelism", "options"), [({"tp": 2, "cp": 2}, SPLIT), ({"pp": 2, "cp": 2}, {})])
+@pytest.mark.parametrize(
+    ("parallelism", "options"), [({"tp": 2, "cp": 2}, SPLIT), ({"pp": 2, "cp": 2}, {})]
+)
 def test_documents_spread_over_ranks_do_not_change_an_update(
     four: RankPool, one: RankPool, folder: str, parallelism: dict[str, int], options: dict[str, Any]
 ) -> None:
     config = {"optimizer": OPTIMIZERS[0]}
-    ((want, exact),) = one.run("layout_ranks:steps", path=folder, parallelism={}, options={}, **config)
-    results = four.run("layout_ranks:steps", path=folder, parallelism=parallelism, options=options, **config)
+    ((want, exact),) = one.run(
+        "layout_ranks:steps", path=folder, parallelism={}, options={}, **config
+    )
+    results = four.run(
+        "layout_ranks:steps", path=folder, parallelism=parallelism, options=options, **config
+    )
     assert_as_one_rank(results, want, exact, f"{parallelism} {options}")
 
 
@@ -106,20 +137,31 @@ def test_experts_anywhere_do_not_change_an_update(
     four: RankPool, one: RankPool, experts: str, optimizer: OptimizerConfig
 ) -> None:
     config = {"optimizer": optimizer}
-    ((want, exact),) = one.run("layout_ranks:steps", path=experts, parallelism={}, options={}, **config)
+    ((want, exact),) = one.run(
+        "layout_ranks:steps", path=experts, parallelism={}, options={}, **config
+    )
     for parallelism, options in [*EXPERTS, ({"ep": 2, "cp": 2}, {})]:
-        results = four.run("layout_ranks:steps", path=experts, parallelism=parallelism, options=options, **config)
+        results = four.run(
+            "layout_ranks:steps", path=experts, parallelism=parallelism, options=options, **config
+        )
         assert_as_one_rank(results, want, exact, f"{parallelism} {options}")
 
 
-@pytest.mark.parametrize("model", [TinyModel(tied=True, **DEEP), TinyModel(family="qwen3_moe", num_experts=8, **DEEP)],
-                         ids=lambda model: model.family)  # fmt: skip
+@pytest.mark.parametrize(
+    "model",
+    [TinyModel(tied=True, **DEEP), TinyModel(family="qwen3_moe", num_experts=8, **DEEP)],
+    ids=lambda model: model.family,
+)
 @pytest.mark.parametrize("optimizer", OPTIMIZERS, ids=lambda one: one.name)
 def test_chunks_in_turn_do_not_change_an_update(
     pool: RankPool, one: RankPool, tmp_path: Path, model: TinyModel, optimizer: OptimizerConfig
 ) -> None:
     path, config = str(write_checkpoint(tmp_path / "model", model)), {"optimizer": optimizer}
-    for rows in (ROWS, ROWS[:1], [*ROWS, ROWS[0]]):  # 2 micro-batches, 1 and 3 of other lengths: some are filled up
+    for rows in (
+        ROWS,
+        ROWS[:1],
+        [*ROWS, ROWS[0]],
+    ):  # 2 micro-batches, 1 and 3 of other lengths: some are filled up
         check_as_one(pool, one, CHUNKS, path, rows=rows, **config)
 
 
@@ -128,28 +170,45 @@ def test_a_closed_engine_leaves_no_group_behind(pool: RankPool, experts: str) ->
         assert row[0] == row[1] == row[2], row
 
 
-def test_chunks_in_turn_go_with_other_layouts(four: RankPool, one: RankPool, tmp_path: Path) -> None:
+def test_chunks_in_turn_go_with_other_layouts(
+    four: RankPool, one: RankPool, tmp_path: Path
+) -> None:
     model = TinyModel(family="qwen3_moe", num_experts=8, **DEEP | {"num_layers": 8})
     path = str(write_checkpoint(tmp_path / "model", model))
     for layout in CHUNKS_OF_FOUR:
-        check_as_one(four, one, layout, path, optimizer=OPTIMIZERS[0], memory=Memory(max_tokens=8, recompute="full"))
+        check_as_one(
+            four,
+            one,
+            layout,
+            path,
+            optimizer=OPTIMIZERS[0],
+            memory=Memory(max_tokens=8, recompute="full"),
+        )
 
 
 def test_chunks_in_turn_give_values(pool: RankPool, one: RankPool, tmp_path: Path) -> None:
     path = str(write_checkpoint(tmp_path / "model", TinyModel(value_model=True, **DEEP)))
     ((want, exact),) = one.run("layout_ranks:value_steps", path=path, parallelism={}, options={})
-    results = pool.run("layout_ranks:value_steps", path=path, parallelism=CHUNKS[0], options=CHUNKS[1])
+    results = pool.run(
+        "layout_ranks:value_steps", path=path, parallelism=CHUNKS[0], options=CHUNKS[1]
+    )
     assert_as_one_rank(results, want, exact, f"{CHUNKS}")
 
 
-def test_chunks_in_turn_answer_without_an_optimizer(pool: RankPool, one: RankPool, tmp_path: Path) -> None:
+def test_chunks_in_turn_answer_without_an_optimizer(
+    pool: RankPool, one: RankPool, tmp_path: Path
+) -> None:
     path = str(write_checkpoint(tmp_path / "model", TinyModel(tied=True, **DEEP)))
     (want,) = one.run("layout_ranks:answers", path=path, parallelism={}, options={})
-    for found in pool.run("layout_ranks:answers", path=path, parallelism=CHUNKS[0], options=CHUNKS[1]):
+    for found in pool.run(
+        "layout_ranks:answers", path=path, parallelism=CHUNKS[0], options=CHUNKS[1]
+    ):
         torch.testing.assert_close(found, want, atol=1e-4, rtol=1e-4)
 
 
-@pytest.mark.parametrize(("first", "second"), [(CHUNKS, ({"pp": 2}, {})), (({"pp": 2}, {}), CHUNKS)])
+@pytest.mark.parametrize(
+    ("first", "second"), [(CHUNKS, ({"pp": 2}, {})), (({"pp": 2}, {}), CHUNKS)]
+)
 def test_checkpoints_go_to_and_from_chunks_in_turn(
     pool: RankPool, one: RankPool, tmp_path: Path, first: Any, second: Any
 ) -> None:
@@ -157,26 +216,50 @@ def test_checkpoints_go_to_and_from_chunks_in_turn(
     config, folder = {"path": path, "optimizer": OPTIMIZERS[0]}, str(tmp_path / "saved")
     ((want, exact),) = one.run("layout_ranks:steps", parallelism={}, options={}, **config)
     pool.run("layout_ranks:saves", parallelism=first[0], options=first[1], folder=folder, **config)
-    for norm, weights in pool.run("layout_ranks:goes_on", parallelism=second[0], options=second[1], folder=folder, **config):  # fmt: skip
+    for norm, weights in pool.run(
+        "layout_ranks:goes_on", parallelism=second[0], options=second[1], folder=folder, **config
+    ):
         assert abs(norm - want[3]) < 1e-4 * want[3]
         assert_same_weights(weights, exact, f"{first} to {second}")
 
 
 def check_as_one(ranks: RankPool, one: RankPool, layout: Any, path: str, **config: Any) -> None:
-    ((want, exact),) = one.run("layout_ranks:steps", path=path, parallelism={}, options={}, **config)
-    results = ranks.run("layout_ranks:steps", path=path, parallelism=layout[0], options=layout[1], **config)
+    ((want, exact),) = one.run(
+        "layout_ranks:steps", path=path, parallelism={}, options={}, **config
+    )
+    results = ranks.run(
+        "layout_ranks:steps", path=path, parallelism=layout[0], options=layout[1], **config
+    )
     assert_as_one_rank(results, want, exact, f"{layout}")
 
 
-def test_checkpoints_go_between_layouts_of_experts(four: RankPool, one: RankPool, experts: str, tmp_path: Path) -> None:
+def test_checkpoints_go_between_layouts_of_experts(
+    four: RankPool, one: RankPool, experts: str, tmp_path: Path
+) -> None:
     config = {"optimizer": OPTIMIZERS[0]}
-    ((want, exact),) = one.run("layout_ranks:steps", path=experts, parallelism={}, options={}, **config)
-    for index, parts in enumerate([(EXPERTS[2], EXPERTS[8]), (EXPERTS[4], EXPERTS[5]), (EXPERTS[6], EXPERTS[1])]):
+    ((want, exact),) = one.run(
+        "layout_ranks:steps", path=experts, parallelism={}, options={}, **config
+    )
+    for index, parts in enumerate(
+        [(EXPERTS[2], EXPERTS[8]), (EXPERTS[4], EXPERTS[5]), (EXPERTS[6], EXPERTS[1])]
+    ):
         (first, its), (second, others) = parts
         folder = str(tmp_path / f"{index}")
-        four.run("layout_ranks:saves", path=experts, parallelism=first, options=its, folder=folder, **config)
+        four.run(
+            "layout_ranks:saves",
+            path=experts,
+            parallelism=first,
+            options=its,
+            folder=folder,
+            **config,
+        )
         found = four.run(
-            "layout_ranks:goes_on", path=experts, parallelism=second, options=others, folder=folder, **config
+            "layout_ranks:goes_on",
+            path=experts,
+            parallelism=second,
+            options=others,
+            folder=folder,
+            **config,
         )
         for norm, weights in found:
             assert abs(norm - want[3]) < 1e-4 * want[3]
@@ -186,11 +269,14 @@ def test_checkpoints_go_between_layouts_of_experts(four: RankPool, one: RankPool
 def test_a_gradient_that_is_not_finite_is_skipped_everywhere(four: RankPool, experts: str) -> None:
     for parallelism, options in (EXPERTS[0], EXPERTS[2], EXPERTS[5]):
         found = four.run(
-            "layout_ranks:a_gradient_that_is_not_finite", path=experts, parallelism=parallelism, options=options
+            "layout_ranks:a_gradient_that_is_not_finite",
+            path=experts,
+            parallelism=parallelism,
+            options=options,
         )
-        assert all("gradient norm" in skipped and same and norm > 0 for skipped, same, norm in found), (
-            f"{parallelism}: {found}"
-        )
+        assert all(
+            "gradient norm" in skipped and same and norm > 0 for skipped, same, norm in found
+        ), f"{parallelism}: {found}"
 
 
 @pytest.mark.parametrize("compute", ["float32", "bfloat16"])
@@ -204,8 +290,15 @@ def test_a_folder_goes_in_and_out_bit_for_bit(
     model = TinyModel(family=family, tied=tied, **DEEP, **more)
     path, precision = str(write_checkpoint(tmp_path / "model", model)), Precision(compute=compute)
     for parallelism, options in [*EXPERTS, CHUNKS_OF_FOUR[0]] if moe else [*DENSE, CHUNKS]:
-        arguments = {"path": path, "parallelism": parallelism, "options": options, "precision": precision}
-        check_exports((four if moe else pool).run("layout_ranks:exports", **arguments), path, f"{parallelism}")
+        arguments = {
+            "path": path,
+            "parallelism": parallelism,
+            "options": options,
+            "precision": precision,
+        }
+        check_exports(
+            (four if moe else pool).run("layout_ranks:exports", **arguments), path, f"{parallelism}"
+        )
 
 
 @pytest.mark.parametrize("compute", ["float32", "bfloat16"])
@@ -224,16 +317,25 @@ def test_a_value_model_goes_in_and_out_bit_for_bit(
         }
         for parallelism, options in EXPERTS[:3] if family == "qwen3_moe" else [*DENSE[3:], CHUNKS]:
             ranks = four if family == "qwen3_moe" else pool
-            found = ranks.run("layout_ranks:exports", parallelism=parallelism, options=options, **arguments)
+            found = ranks.run(
+                "layout_ranks:exports", parallelism=parallelism, options=options, **arguments
+            )
             check_exports(found, path, f"{parallelism}")
 
 
 def check_exports(found: Any, path: str, about: str) -> None:
     stored = load_file(f"{path}/model.safetensors")
-    assert all(wrong == [] for wrong, _, _ in found), f"{about}: {[wrong[:3] for wrong, _, _ in found]}"
-    assert all([name for name, _, _ in shards] == [name for name, _, _ in found[0][2]] for _, _, shards in found)
+    assert all(wrong == [] for wrong, _, _ in found), (
+        f"{about}: {[wrong[:3] for wrong, _, _ in found]}"
+    )
+    assert all(
+        [name for name, _, _ in shards] == [name for name, _, _ in found[0][2]]
+        for _, _, shards in found
+    )
     for row in zip(*(shards for _, _, shards in found), strict=True):
-        assert torch.equal(assemble([(part, spec) for _, part, spec in row]), stored[row[0][0]]), f"{about} {row[0][0]}"
+        assert torch.equal(assemble([(part, spec) for _, part, spec in row]), stored[row[0][0]]), (
+            f"{about} {row[0][0]}"
+        )
 
 
 def test_a_loss_that_raises_on_the_last_stage_leaves_no_stage_waiting(
@@ -242,7 +344,9 @@ def test_a_loss_that_raises_on_the_last_stage_leaves_no_stage_waiting(
     path = str(write_checkpoint(tmp_path / "model", TinyModel(tied=True, **DEEP)))
     ((_, norm),) = one.run("layout_ranks:a_loss_that_raises", path=path, parallelism={}, options={})
     for parallelism, options in (({"pp": 2}, {}), CHUNKS):
-        results = pool.run("layout_ranks:a_loss_that_raises", path=path, parallelism=parallelism, options=options)
+        results = pool.run(
+            "layout_ranks:a_loss_that_raises", path=path, parallelism=parallelism, options=options
+        )
         assert [raised for raised, _ in results] == ["RankFailure", "KeyError"]
         assert all(abs(got - norm) < 1e-3 * norm for _, got in results)
 
@@ -250,9 +354,15 @@ def test_a_loss_that_raises_on_the_last_stage_leaves_no_stage_waiting(
 def test_a_loss_that_raises_on_one_tensor_parallel_rank_leaves_its_neighbour_no_backward_to_wait_in(
     four: RankPool, one: RankPool, folder: str
 ) -> None:
-    ((_, norm),) = one.run("layout_ranks:a_loss_that_raises", path=folder, parallelism={}, options={})
+    ((_, norm),) = one.run(
+        "layout_ranks:a_loss_that_raises", path=folder, parallelism={}, options={}
+    )
     results = four.run(
-        "layout_ranks:a_loss_that_raises", path=folder, parallelism={"tp": 2, "pp": 2}, options={}, alone=True
+        "layout_ranks:a_loss_that_raises",
+        path=folder,
+        parallelism={"tp": 2, "pp": 2},
+        options={},
+        alone=True,
     )
     assert [raised for raised, _ in results] == ["RankFailure"] * 3 + ["KeyError"]
     assert all(abs(got - norm) < 1e-3 * norm for _, got in results)
@@ -264,11 +374,19 @@ def test_two_layouts_at_once_are_refused(pool: RankPool, folder: str) -> None:
         assert finite
 
 
-def test_a_dense_engine_shares_the_groups_of_one_with_experts(four: RankPool, folder: str, experts: str) -> None:
+def test_a_dense_engine_shares_the_groups_of_one_with_experts(
+    four: RankPool, folder: str, experts: str
+) -> None:
     for parallelism, options in (EXPERTS[1], EXPERTS[5]):
         dense = {name: size for name, size in parallelism.items() if name != "ep"}
-        found = four.run("layout_ranks:dense_beside_experts", path=experts, dense_path=folder, parallelism=parallelism,
-                         options=options, dense=dense)  # fmt: skip
+        found = four.run(
+            "layout_ranks:dense_beside_experts",
+            path=experts,
+            dense_path=folder,
+            parallelism=parallelism,
+            options=options,
+            dense=dense,
+        )
         for beside, alone, error in found:
             assert beside == alone
             assert "before the dense one" in error

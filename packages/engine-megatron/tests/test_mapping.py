@@ -17,27 +17,71 @@ from engine_megatron.families import LAYERS, Cut, cuts, rules_of
 from engine_megatron.masters import Masters, Shard
 from engine_megatron.parallel import Layout
 from engine_megatron.shape import FAMILIES, Shape
-from engine_megatron.weights import Reader, Weight, attach, check_layout, padded_vocabulary, weight_table
+from engine_megatron.weights import (
+    Reader,
+    Weight,
+    attach,
+    check_layout,
+    padded_vocabulary,
+    weight_table,
+)
 
-SHAPE = Shape(family="qwen2", kind="language_model", vocab_size=37, hidden=24, intermediate=20, layers=4, heads=8, kv_heads=4,
-              head_dim=6, eps=1e-6, rope_base=1e4, std=0.02, tied=False, qkv_bias=True, qk_norm=False, value_bias=True,
-              max_positions=64)  # fmt: skip
+SHAPE = Shape(
+    family="qwen2",
+    kind="language_model",
+    vocab_size=37,
+    hidden=24,
+    intermediate=20,
+    layers=4,
+    heads=8,
+    kv_heads=4,
+    head_dim=6,
+    eps=1e-6,
+    rope_base=1e4,
+    std=0.02,
+    tied=False,
+    qkv_bias=True,
+    qk_norm=False,
+    value_bias=True,
+    max_positions=64,
+)
 
 
 def shape_of(family: str, **changes: Any) -> Shape:
     experts = {"experts": 4, "top_k": 2, "expert_intermediate": 8} if family == "qwen3_moe" else {}
     qk_norm = family in ("qwen3", "qwen3_moe")
-    return replace(SHAPE, family=family, qkv_bias=family == "qwen2", qk_norm=qk_norm, **experts | changes)
+    return replace(
+        SHAPE, family=family, qkv_bias=family == "qwen2", qk_norm=qk_norm, **experts | changes
+    )
 
 
-def layouts(tensor: int, data: int, stages: int, experts: int = 1, expert_tensor: int | None = None, virtual: int = 1) -> list[Layout]:  # fmt: skip
+def layouts(
+    tensor: int,
+    data: int,
+    stages: int,
+    experts: int = 1,
+    expert_tensor: int | None = None,
+    virtual: int = 1,
+) -> list[Layout]:
     world, split = tensor * data * stages, tensor if expert_tensor is None else expert_tensor
-    return [Layout(world=world, rank=rank, tensor=tensor, data=data, stages=stages, experts=experts, expert_tensor=split,
-                   virtual=virtual)
-            for rank in range(world)]  # fmt: skip
+    return [
+        Layout(
+            world=world,
+            rank=rank,
+            tensor=tensor,
+            data=data,
+            stages=stages,
+            experts=experts,
+            expert_tensor=split,
+            virtual=virtual,
+        )
+        for rank in range(world)
+    ]
 
 
-def parameter_shape(weights: list[Weight], shape: Shape, tensor: int, multiple: int) -> tuple[int, ...]:
+def parameter_shape(
+    weights: list[Weight], shape: Shape, tensor: int, multiple: int
+) -> tuple[int, ...]:
     """What Megatron allocates for the parameter that these saved tensors share."""
     first = weights[0]
     if first.name in ("model.embed_tokens.weight", "lm_head.weight"):
@@ -54,7 +98,9 @@ def boxes(rows: Sequence[Weight]) -> list[tuple[torch.Tensor, ShardSpec]]:
     return [(part, weight.box) for part, weight in zip(held, rows, strict=True)]
 
 
-def parameters_of(table: list[Weight], layout: Layout, shape: Shape, multiple: int) -> torch.nn.Module:
+def parameters_of(
+    table: list[Weight], layout: Layout, shape: Shape, multiple: int
+) -> torch.nn.Module:
     model = torch.nn.Module()
     by_name: dict[str, list[Weight]] = {}
     for weight in table:
@@ -71,12 +117,32 @@ def parameters_of(table: list[Weight], layout: Layout, shape: Shape, multiple: i
     return model
 
 
-@pytest.mark.parametrize(("family", "tied", "kind"), [*product(FAMILIES, (False, True), ("language_model",)),
-                                                      ("qwen3", False, "value_model")])  # fmt: skip
-@pytest.mark.parametrize("sizes", [(1, 1, 1), (2, 1, 1), (1, 2, 1), (1, 1, 2), (2, 2, 2), (4, 1, 1), (1, 2, 1, 2), (2, 1, 1, 2, 1),
-                                   (2, 2, 1, 2), (2, 2, 2, 4, 1), (2, 1, 1, 1, 1), (4, 1, 1, 2, 2), (1, 1, 2, 1, 1, 2),
-                                   (2, 2, 2, 4, 1, 2)])  # fmt: skip
-def test_what_is_written_is_read_bit_for_bit(family: str, tied: bool, kind: Any, sizes: tuple[int, ...]) -> None:
+@pytest.mark.parametrize(
+    ("family", "tied", "kind"),
+    [*product(FAMILIES, (False, True), ("language_model",)), ("qwen3", False, "value_model")],
+)
+@pytest.mark.parametrize(
+    "sizes",
+    [
+        (1, 1, 1),
+        (2, 1, 1),
+        (1, 2, 1),
+        (1, 1, 2),
+        (2, 2, 2),
+        (4, 1, 1),
+        (1, 2, 1, 2),
+        (2, 1, 1, 2, 1),
+        (2, 2, 1, 2),
+        (2, 2, 2, 4, 1),
+        (2, 1, 1, 1, 1),
+        (4, 1, 1, 2, 2),
+        (1, 1, 2, 1, 1, 2),
+        (2, 2, 2, 4, 1, 2),
+    ],
+)
+def test_what_is_written_is_read_bit_for_bit(
+    family: str, tied: bool, kind: Any, sizes: tuple[int, ...]
+) -> None:
     shape, multiple = shape_of(family, tied=tied, kind=kind), 3
     tables = []
     for layout in layouts(*sizes):
@@ -91,14 +157,18 @@ def test_what_is_written_is_read_bit_for_bit(family: str, tied: bool, kind: Any,
             weight.cut.write(weight.held.detach(), want[weight.box.slices])
         assert torch.equal(assemble(boxes(rows)), want)
     for table in tables:  # every element of every parameter was written, padding as zeros
-        assert all(bool(weight.held.isfinite().all()) for weight in table if weight.param is not None)
+        assert all(
+            bool(weight.held.isfinite().all()) for weight in table if weight.param is not None
+        )
 
 
 def test_queries_keys_and_values_are_interleaved_by_group() -> None:
     shape = replace(SHAPE, heads=4, kv_heads=2, head_dim=1, hidden=1)
     rule = next(rule for rule in LAYERS["qwen2"] if rule.parameter.endswith("linear_qkv.weight"))
     fused = torch.empty(8, 1)
-    for cut, values in zip(cuts(rule, shape), ([0.0, 1.0, 2.0, 3.0], [10.0, 11.0], [20.0, 21.0]), strict=True):
+    for cut, values in zip(
+        cuts(rule, shape), ([0.0, 1.0, 2.0, 3.0], [10.0, 11.0], [20.0, 21.0]), strict=True
+    ):
         cut.write(fused, torch.tensor(values)[:, None])
     assert fused[:, 0].tolist() == [0, 1, 10, 20, 2, 3, 11, 21]
 
@@ -113,12 +183,16 @@ def test_a_cut_views_live_memory() -> None:
 def test_layers_go_round_the_stages_chunk_by_chunk() -> None:
     shape = replace(SHAPE, layers=8, tied=True)
     table = {
-        weight.name: weight.parameters for weight in weight_table(shape, layouts(1, 1, 2, 1, 1, 2)[0], 1, torch.float32)
+        weight.name: weight.parameters
+        for weight in weight_table(shape, layouts(1, 1, 2, 1, 1, 2)[0], 1, torch.float32)
     }
     found = [table[f"model.layers.{layer}.self_attn.o_proj.weight"] for layer in range(8)]
     places = [(stage, *name.split(".")[:4:3]) for where in found for stage, name in where.items()]
     assert places == [(stage, chunk, local) for chunk in "01" for stage in (0, 1) for local in "01"]
-    assert table["model.embed_tokens.weight"] == {0: "0.embedding.word_embeddings.weight", 1: "1.output_layer.weight"}
+    assert table["model.embed_tokens.weight"] == {
+        0: "0.embedding.word_embeddings.weight",
+        1: "1.output_layer.weight",
+    }
     assert table["model.norm.weight"] == {1: "1.decoder.final_layernorm.weight"}
 
 
@@ -131,14 +205,23 @@ def test_a_hole_in_the_mapping_is_found() -> None:
         attach(table, model, layout)
 
 
-@pytest.mark.parametrize(("changes", "sizes", "field"), [
-    ({"heads": 6, "kv_heads": 3}, (2, 1, 1), "parallelism.tp"), ({"intermediate": 21}, (2, 1, 1), "parallelism.tp"),
-    ({"layers": 3}, (1, 1, 2), "parallelism.pp"), ({"layers": 6}, (1, 1, 2, 1, 1, 2), "options.virtual_stages"),
-    ({}, (1, 2, 1, 2), "parallelism.ep"), ({"experts": 5}, (1, 2, 1, 2), "parallelism.ep"),
-    ({"experts": 4, "expert_intermediate": 9}, (2, 1, 1), "options.expert_tensor_parallel"), ({"vocab_size": 3}, (4, 1, 1), "options.vocabulary_multiple"),
-    ({"heads": 4, "kv_heads": 3}, (1, 1, 1), "model.path"),
-])  # fmt: skip
-def test_a_layout_that_does_not_divide_is_refused(changes: Any, sizes: tuple[int, ...], field: str) -> None:
+@pytest.mark.parametrize(
+    ("changes", "sizes", "field"),
+    [
+        ({"heads": 6, "kv_heads": 3}, (2, 1, 1), "parallelism.tp"),
+        ({"intermediate": 21}, (2, 1, 1), "parallelism.tp"),
+        ({"layers": 3}, (1, 1, 2), "parallelism.pp"),
+        ({"layers": 6}, (1, 1, 2, 1, 1, 2), "options.virtual_stages"),
+        ({}, (1, 2, 1, 2), "parallelism.ep"),
+        ({"experts": 5}, (1, 2, 1, 2), "parallelism.ep"),
+        ({"experts": 4, "expert_intermediate": 9}, (2, 1, 1), "options.expert_tensor_parallel"),
+        ({"vocab_size": 3}, (4, 1, 1), "options.vocabulary_multiple"),
+        ({"heads": 4, "kv_heads": 3}, (1, 1, 1), "model.path"),
+    ],
+)
+def test_a_layout_that_does_not_divide_is_refused(
+    changes: Any, sizes: tuple[int, ...], field: str
+) -> None:
     with pytest.raises(ConfigError) as caught:
         check_layout(replace(SHAPE, **changes), layouts(*sizes)[0], 1)
     assert caught.value.field == field
@@ -158,14 +241,18 @@ class Gathers(Masters):
         super().__init__({}, torch.float32, spread=True)
         self.names, self.order = names, list[str]()
 
-    def gather(self, param: torch.nn.Parameter, shard: Shard | None, value: torch.Tensor | None) -> torch.Tensor:
+    def gather(
+        self, param: torch.nn.Parameter, shard: Shard | None, value: torch.Tensor | None
+    ) -> torch.Tensor:
         del shard, value
         if param.allreduce:  # type: ignore[attr-defined] - all data-parallel ranks hold it
             self.order.append(self.names[param])
         return torch.zeros(param.shape)
 
 
-def test_an_export_gathers_in_the_same_order_on_ranks_with_other_experts(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_export_gathers_in_the_same_order_on_ranks_with_other_experts(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """Wherever a bucket ends, also between the parts of a fused weight and after an expert."""
     monkeypatch.setattr(export, "experts_group", lambda: None)
     monkeypatch.setattr(export, "add_bits", lambda bits, _: bits)

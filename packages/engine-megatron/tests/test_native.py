@@ -51,7 +51,9 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> str:
 @pytest.fixture(scope="module")
 def experts(tmp_path_factory: pytest.TempPathFactory) -> str:
     return str(
-        write_checkpoint(tmp_path_factory.mktemp("experts"), TinyModel(family="qwen3_moe", num_experts=8, **DEEP))
+        write_checkpoint(
+            tmp_path_factory.mktemp("experts"), TinyModel(family="qwen3_moe", num_experts=8, **DEEP)
+        )
     )
 
 
@@ -59,7 +61,9 @@ def experts(tmp_path_factory: pytest.TempPathFactory) -> str:
 def saved(pool: RankPool, model: str, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Any]:
     """A checkpoint of two data-parallel ranks, and what the run that wrote it came to."""
     folder = tmp_path_factory.mktemp("saved") / "step-2"
-    return folder, pool.run("native_ranks:uninterrupted", path=model, parallelism={"dp_shard": 2}, folder=str(folder))
+    return folder, pool.run(
+        "native_ranks:uninterrupted", path=model, parallelism={"dp_shard": 2}, folder=str(folder)
+    )
 
 
 @pytest.fixture
@@ -70,7 +74,10 @@ def copied(saved: Any, tmp_path: Path) -> Path:
 
 def wholes(rows: Any) -> dict[str, torch.Tensor]:
     """The state of all ranks together."""
-    return {key: assemble([row[key] for row in rows if key in row]) for key in {key for row in rows for key in row}}
+    return {
+        key: assemble([row[key] for row in rows if key in row])
+        for key in {key for row in rows for key in row}
+    }
 
 
 def assert_same_bits(got: Any, want: Any, about: str) -> None:
@@ -81,12 +88,27 @@ def assert_same_bits(got: Any, want: Any, about: str) -> None:
 
 @pytest.mark.parametrize(("parallelism", "config", "moe"), RESUMES)
 def test_a_resumed_run_is_the_uninterrupted_one_bit_for_bit(
-    pool: RankPool, model: str, experts: str, tmp_path: Path, parallelism: Any, config: Any, moe: bool
+    pool: RankPool,
+    model: str,
+    experts: str,
+    tmp_path: Path,
+    parallelism: Any,
+    config: Any,
+    moe: bool,
 ) -> None:
-    about = {"path": experts if moe else model, "parallelism": parallelism, "folder": str(tmp_path / "step-2")} | config
-    whole, again = pool.run("native_ranks:uninterrupted", **about), pool.run("native_ranks:resumed", **about)
+    about = {
+        "path": experts if moe else model,
+        "parallelism": parallelism,
+        "folder": str(tmp_path / "step-2"),
+    } | config
+    whole, again = (
+        pool.run("native_ranks:uninterrupted", **about),
+        pool.run("native_ranks:resumed", **about),
+    )
     for moment in (0, 1):
-        assert_same_bits([row[moment] for row in again], [row[moment] for row in whole], f"state {moment}")
+        assert_same_bits(
+            [row[moment] for row in again], [row[moment] for row in whole], f"state {moment}"
+        )
     assert [row[2] for row in again] == [row[2] for row in whole]
     assert read_manifest(tmp_path / "step-2").state == "megatron"
     assert sorted(file.name for file in tmp_path.iterdir()) == ["latest", "step-2"]
@@ -96,40 +118,63 @@ def test_other_data_and_context_parallel_ranks_load_it(
     pool: RankPool, one: RankPool, model: str, saved: Any, tmp_path: Path
 ) -> None:
     folder, whole = saved
-    ((loaded, after, figures),) = one.run("native_ranks:resumed", path=model, parallelism={}, folder=str(folder))
+    ((loaded, after, figures),) = one.run(
+        "native_ranks:resumed", path=model, parallelism={}, folder=str(folder)
+    )
     assert_same_bits([loaded], [row[0] for row in whole], "loaded")
     exact = wholes([row[1] for row in whole])
     for key, tensor in wholes([after]).items():
-        torch.testing.assert_close(tensor, exact[key], atol=2e-5, rtol=1e-4, msg=lambda text, key=key: f"{key}: {text}")
+        torch.testing.assert_close(
+            tensor, exact[key], atol=2e-5, rtol=1e-4, msg=lambda text, key=key: f"{key}: {text}"
+        )
     torch.testing.assert_close(figures, whole[0][2], atol=1e-5, rtol=1e-5)
-    alone = one.run("native_ranks:uninterrupted", path=model, parallelism={}, folder=str(tmp_path / "step-2"))
+    alone = one.run(
+        "native_ranks:uninterrupted", path=model, parallelism={}, folder=str(tmp_path / "step-2")
+    )
     for spread in ({"dp_shard": 2}, {"cp": 2}):
-        rows = pool.run("native_ranks:resumed", path=model, parallelism=spread, folder=str(tmp_path / "step-2"))
+        rows = pool.run(
+            "native_ranks:resumed", path=model, parallelism=spread, folder=str(tmp_path / "step-2")
+        )
         assert_same_bits([row[0] for row in rows], [row[0] for row in alone], str(spread))
 
 
-@pytest.mark.parametrize(("wrote", "reads", "made"), [
-    (BF16, BF16_MASTERS, {"checkpoint": "megatron"}), (BF16_MASTERS, BF16, {"checkpoint": "megatron"}),
-    ({}, BF16_MASTERS, {"checkpoint": "portable"}), (BF16_MASTERS, {}, {"checkpoint": "portable"}),
-    (BF16_MASTERS, BF16, {"checkpoint": "megatron"} | SGD),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("wrote", "reads", "made"),
+    [
+        (BF16, BF16_MASTERS, {"checkpoint": "megatron"}),
+        (BF16_MASTERS, BF16, {"checkpoint": "megatron"}),
+        ({}, BF16_MASTERS, {"checkpoint": "portable"}),
+        (BF16_MASTERS, {}, {"checkpoint": "portable"}),
+        (BF16_MASTERS, BF16, {"checkpoint": "megatron"} | SGD),
+    ],
+)
 def test_moments_come_in_the_dtype_that_the_optimizer_holds(
     pool: RankPool, model: str, tmp_path: Path, wrote: Any, reads: Any, made: Any
 ) -> None:
     rows = pool.run(
-        "native_ranks:carried", path=model, parallelism={"dp_shard": 2}, folder=str(tmp_path / "step-2"),
-        wrote=wrote | made, reads=reads | made,
-    )  # fmt: skip
+        "native_ranks:carried",
+        path=model,
+        parallelism={"dp_shard": 2},
+        folder=str(tmp_path / "step-2"),
+        wrote=wrote | made,
+        reads=reads | made,
+    )
     saved, loaded = wholes([row[0] for row in rows]), wholes([row[1] for row in rows])
     assert set(saved) == set(loaded)
-    assert [key for key in saved if not torch.equal(loaded[key], saved[key].to(loaded[key].dtype))] == []
+    assert [
+        key for key in saved if not torch.equal(loaded[key], saved[key].to(loaded[key].dtype))
+    ] == []
     for _, _, (own, *after), version in rows:
         assert (after, version) == ([own, own], 3)
 
 
-def test_an_engine_without_an_optimizer_loads_the_masters(one: RankPool, model: str, saved: Any) -> None:
+def test_an_engine_without_an_optimizer_loads_the_masters(
+    one: RankPool, model: str, saved: Any
+) -> None:
     folder, whole = saved
-    ((loaded, _, _),) = one.run("native_ranks:resumed", path=model, parallelism={}, folder=str(folder), optimizer=None)
+    ((loaded, _, _),) = one.run(
+        "native_ranks:resumed", path=model, parallelism={}, folder=str(folder), optimizer=None
+    )
     exact = wholes([row[0] for row in whole])
     assert loaded
     assert all(torch.equal(tensor, exact[key]) for key, (tensor, _) in loaded.items())
@@ -156,7 +201,9 @@ def test_a_manifest_lists_all_of_it(saved: Any) -> None:
 
 @pytest.mark.parametrize("other", [{"tp": 2}, {"pp": 2}])
 def test_another_layout_is_refused(pool: RankPool, model: str, saved: Any, other: Any) -> None:
-    for kind, text, same in pool.run("native_ranks:refused", path=model, parallelism=other, folder=str(saved[0])):
+    for kind, text, same in pool.run(
+        "native_ranks:refused", path=model, parallelism=other, folder=str(saved[0])
+    ):
         assert (kind, same) == ("CheckpointMismatch", True)
         assert "2 ranks wrote it with pp 1, dp 2" in text
         assert "checkpoint: portable" in text
@@ -168,7 +215,9 @@ def test_another_model_is_refused(pool: RankPool, saved: Any, tmp_path: Path) ->
         ("wide", TinyModel(**DEEP | {"vocab_size": 256})),
     ):
         path = str(write_checkpoint(tmp_path / name, model))
-        found = pool.run("native_ranks:refused", path=path, parallelism={"dp_shard": 2}, folder=str(saved[0]))
+        found = pool.run(
+            "native_ranks:refused", path=path, parallelism={"dp_shard": 2}, folder=str(saved[0])
+        )
         assert [(kind, same) for kind, _, same in found] == [("CheckpointMismatch", True)] * 2
 
 
@@ -177,7 +226,9 @@ def test_another_engine_refuses_it(model: str, saved: Any) -> None:
     from engine_api import EngineConfig, EngineRegistry, ModelSource
     from engine_api.errors import CheckpointMismatch
 
-    engine = EngineRegistry.create(backend="fsdp2", device="cpu", config=EngineConfig(model=ModelSource(path=model)))
+    engine = EngineRegistry.create(
+        backend="fsdp2", device="cpu", config=EngineConfig(model=ModelSource(path=model))
+    )
     engine.initialize()
     with pytest.raises(CheckpointMismatch, match="a format of engine-megatron's own") as caught:
         engine.load_checkpoint(saved[0])
@@ -224,30 +275,45 @@ def tensors_that_run(folder: Path) -> None:
     for place in sorted(index.storage_data.values(), key=lambda place: place.offset):
         data = saved_by_torch(Runs(folder)).ljust(place.length, b".")
         assert len(data) == place.length
-        files[place.relative_path] = files.get(place.relative_path, b"").ljust(place.offset, b".") + data
+        files[place.relative_path] = (
+            files.get(place.relative_path, b"").ljust(place.offset, b".") + data
+        )
     for name, data in files.items():
         sworn(folder, data, f"state/{name}")
 
 
 DAMAGE = {
     "altered": (altered, "checksum differs"),
-    "a file is gone": (lambda folder: next(folder.glob("state/__0_*")).unlink(), "a file is missing"),
+    "a file is gone": (
+        lambda folder: next(folder.glob("state/__0_*")).unlink(),
+        "a file is missing",
+    ),
     "no index": (lambda folder: (folder / "state/.metadata").unlink(), "a file is missing"),
-    "an index that runs": (lambda folder: sworn(folder, pickle.dumps(Runs(folder))), "not one that this engine wrote"),
+    "an index that runs": (
+        lambda folder: sworn(folder, pickle.dumps(Runs(folder))),
+        "not one that this engine wrote",
+    ),
     "a common file that runs": (
         lambda folder: sworn(folder, saved_by_torch(Runs(folder)), "state/common.pt"),
         "Weights only load failed",
     ),
     "tensors that run": (tensors_that_run, "Weights only load failed"),
-    "an index of nothing": (lambda folder: sworn(folder, pickle.dumps({})), "not one that this engine wrote"),
-}  # fmt: skip
+    "an index of nothing": (
+        lambda folder: sworn(folder, pickle.dumps({})),
+        "not one that this engine wrote",
+    ),
+}
 
 
 @pytest.mark.parametrize("damage", DAMAGE)
-def test_a_damaged_one_is_refused_and_changes_nothing(pool: RankPool, model: str, copied: Path, damage: str) -> None:
+def test_a_damaged_one_is_refused_and_changes_nothing(
+    pool: RankPool, model: str, copied: Path, damage: str
+) -> None:
     harm, why = DAMAGE[damage]
     harm(copied)
-    found = pool.run("native_ranks:refused", path=model, parallelism={"dp_shard": 2}, folder=str(copied))
+    found = pool.run(
+        "native_ranks:refused", path=model, parallelism={"dp_shard": 2}, folder=str(copied)
+    )
     assert all(same for _, _, same in found)
     assert {kind for kind, _, _ in found} <= {"CheckpointCorrupt", "RankFailure"}
     assert [text for _, text, _ in found if why not in text] == []
@@ -259,7 +325,9 @@ def test_an_index_of_objects_is_refused(tmp_path: Path) -> None:
     from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata
 
     path = tmp_path / ".metadata"
-    path.write_bytes(pickle.dumps(Metadata(state_dict_metadata={"model.x": BytesStorageMetadata()})))
+    path.write_bytes(
+        pickle.dumps(Metadata(state_dict_metadata={"model.x": BytesStorageMetadata()}))
+    )
     with pytest.raises(CheckpointCorrupt, match="BytesStorageMetadata"):
         check_index(path)
 

@@ -31,7 +31,8 @@ from engine_megatron.weights import attach, weight_table
 
 def config(compute: Any = "bfloat16", attention: str = "auto", **precision: Any) -> EngineConfig:
     return EngineConfig(
-        model=ModelSource(path="", attention=attention), precision=Precision(compute=compute, **precision)
+        model=ModelSource(path="", attention=attention),
+        precision=Precision(compute=compute, **precision),
     )
 
 
@@ -43,20 +44,34 @@ def here(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("here")
-@pytest.mark.parametrize(("wanted", "compute", "device", "spec"), [
-    ("auto", "bfloat16", "cuda", "te"), ("auto", "float32", "cuda", "local"), ("auto", "bfloat16", "cpu", "local"),
-    ("auto", "float8", "cuda", "te"), ("te", "bfloat16", "cuda", "te"), ("local", "bfloat16", "cuda", "local"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("wanted", "compute", "device", "spec"),
+    [
+        ("auto", "bfloat16", "cuda", "te"),
+        ("auto", "float32", "cuda", "local"),
+        ("auto", "bfloat16", "cpu", "local"),
+        ("auto", "float8", "cuda", "te"),
+        ("te", "bfloat16", "cuda", "te"),
+        ("local", "bfloat16", "cuda", "local"),
+    ],
+)
 def test_the_spec_that_is_chosen(wanted: str, compute: str, device: str, spec: str) -> None:
     assert te.choose_spec(wanted, config(compute), device) == spec
 
 
 @pytest.mark.usefixtures("here")
-@pytest.mark.parametrize(("wanted", "compute", "device", "field", "says"), [
-    ("te", "float32", "cuda", "options.spec", "TF32"), ("te", "bfloat16", "cpu", "options.spec", "CUDA"),
-    ("local", "float8", "cuda", "precision.compute", "local"), ("auto", "float8", "cpu", "precision.compute", "CUDA"),
-])  # fmt: skip
-def test_what_the_other_spec_alone_can_do_is_refused(wanted: str, compute: str, device: str, field: str, says: str) -> None:  # fmt: skip
+@pytest.mark.parametrize(
+    ("wanted", "compute", "device", "field", "says"),
+    [
+        ("te", "float32", "cuda", "options.spec", "TF32"),
+        ("te", "bfloat16", "cpu", "options.spec", "CUDA"),
+        ("local", "float8", "cuda", "precision.compute", "local"),
+        ("auto", "float8", "cpu", "precision.compute", "CUDA"),
+    ],
+)
+def test_what_the_other_spec_alone_can_do_is_refused(
+    wanted: str, compute: str, device: str, field: str, says: str
+) -> None:
     with pytest.raises(ConfigError, match=says) as caught:
         te.choose_spec(wanted, config(compute), device)
     assert caught.value.field == field
@@ -65,16 +80,23 @@ def test_what_the_other_spec_alone_can_do_is_refused(wanted: str, compute: str, 
 @pytest.mark.usefixtures("here")
 def test_sdpa_is_the_local_specs_attention() -> None:
     assert te.choose_spec("auto", config(attention="sdpa"), "cuda") == "local"
-    for wanted, compute, field in (("te", "bfloat16", "options.spec"), ("auto", "float8", "precision.compute")):
+    for wanted, compute, field in (
+        ("te", "bfloat16", "options.spec"),
+        ("auto", "float8", "precision.compute"),
+    ):
         with pytest.raises(ConfigError, match="sdpa") as caught:
             te.choose_spec(wanted, config(compute, attention="sdpa"), "cuda")
         assert caught.value.field == field
 
 
 @pytest.mark.parametrize("name", ["NVTE_FLASH_ATTN", "NVTE_FUSED_ATTN", "NVTE_UNFUSED_ATTN"])
-def test_attention_kernels_chosen_by_the_environment_are_refused(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+def test_attention_kernels_chosen_by_the_environment_are_refused(
+    monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
     """As Megatron's ``language_module`` asserts; what it wrote itself is let through."""
-    for each, value in zip(("NVTE_FLASH_ATTN", "NVTE_FUSED_ATTN", "NVTE_UNFUSED_ATTN"), "010", strict=True):
+    for each, value in zip(
+        ("NVTE_FLASH_ATTN", "NVTE_FUSED_ATTN", "NVTE_UNFUSED_ATTN"), "010", strict=True
+    ):
         monkeypatch.setenv(each, value)
     te.check_environment()
     monkeypatch.setenv(name, {"0": "1", "1": "0"}[os.environ[name]])
@@ -102,11 +124,18 @@ def test_transformer_engine_is_told_of_torchs_cudnn(
     te.share_cudnn()
     found = os.environ.get("CUDNN_HOME")
     monkeypatch.delenv("CUDNN_HOME", raising=False)
-    assert found == {"": str(tmp_path / "nvidia" / "cudnn"), "CUDNN_HOME": "own", "CUDNN_PATH": None}[chosen]
-    assert loaded == ([] if chosen else ["libcudnn_graph.so.9", "libcudnn_ops.so.9", "libcudnn_adv.so.9"])
+    assert (
+        found
+        == {"": str(tmp_path / "nvidia" / "cudnn"), "CUDNN_HOME": "own", "CUDNN_PATH": None}[chosen]
+    )
+    assert loaded == (
+        [] if chosen else ["libcudnn_graph.so.9", "libcudnn_ops.so.9", "libcudnn_adv.so.9"]
+    )
 
 
-def test_absent_or_of_another_version(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+def test_absent_or_of_another_version(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     monkeypatch.setattr(te, "cuda_is_simulated", lambda: False)
     assert not te.is_installed()
     assert te.choose_spec("auto", config(), "cuda") == "local"
@@ -126,9 +155,13 @@ def test_an_unknown_spec_is_refused() -> None:
         MegatronOptions(spec="locl")  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize(("precision", "field"), [
-    ({"compute": "float8", "master": "float8"}, "precision.master"), ({"compute": "float8"}, "precision.compute"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("precision", "field"),
+    [
+        ({"compute": "float8", "master": "float8"}, "precision.master"),
+        ({"compute": "float8"}, "precision.compute"),
+    ],
+)
 def test_fp8_where_it_cannot_be(precision: Any, field: str) -> None:
     with pytest.raises(ConfigError) as caught:
         te.check_fp8(config(**precision), {"hidden size": 64, "intermediate size": 24})
@@ -139,7 +172,9 @@ def test_fp8_on_a_device_without_it(monkeypatch: pytest.MonkeyPatch) -> None:
     support = (False, "compute capability 9.0 or higher")
     name = "transformer_engine.pytorch.quantization"
     for part in (name, "transformer_engine.pytorch", "transformer_engine"):
-        monkeypatch.setitem(sys.modules, part, SimpleNamespace(check_fp8_block_scaling_support=lambda: support))
+        monkeypatch.setitem(
+            sys.modules, part, SimpleNamespace(check_fp8_block_scaling_support=lambda: support)
+        )
     with pytest.raises(ConfigError, match=r"9\.0") as caught:
         te.check_fp8(config("float8"), {"hidden size": 64})
     assert caught.value.field == "precision.compute"
@@ -156,13 +191,18 @@ _LAYER = (
     "self_attention.linear_proj.weight",
 )
 _DENSE = ("mlp.linear_fc1.layer_norm_weight", "mlp.linear_fc1.weight", "mlp.linear_fc2.weight")
-_EXPERTS = ("pre_mlp_layernorm.weight", "mlp.router.weight",
-            *(f"mlp.experts.linear_fc{part}.weight{expert}" for part in (1, 2) for expert in range(4)))  # fmt: skip
+_EXPERTS = (
+    "pre_mlp_layernorm.weight",
+    "mlp.router.weight",
+    *(f"mlp.experts.linear_fc{part}.weight{expert}" for part in (1, 2) for expert in range(4)),
+)
 _QK_NORM = ("self_attention.q_layernorm.weight", "self_attention.k_layernorm.weight")
 TE_LAYERS = {
-    "llama": (*_LAYER, *_DENSE), "qwen2": (*_LAYER, "self_attention.linear_qkv.bias", *_DENSE),
-    "qwen3": (*_LAYER, *_QK_NORM, *_DENSE), "qwen3_moe": (*_LAYER, *_QK_NORM, *_EXPERTS),
-}  # fmt: skip
+    "llama": (*_LAYER, *_DENSE),
+    "qwen2": (*_LAYER, "self_attention.linear_qkv.bias", *_DENSE),
+    "qwen3": (*_LAYER, *_QK_NORM, *_DENSE),
+    "qwen3_moe": (*_LAYER, *_QK_NORM, *_EXPERTS),
+}
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -170,8 +210,16 @@ def test_every_parameter_of_the_te_spec_is_named(family: str) -> None:
     shape = replace(shape_of(family), spec="te")
     (layout,) = layouts(1, 1, 1)
     table = weight_table(shape, layout, 1, torch.float32)
-    want = {f"decoder.layers.{layer}.{name}" for layer in range(shape.layers) for name in TE_LAYERS[family]}
-    want |= {"embedding.word_embeddings.weight", "decoder.final_layernorm.weight", "output_layer.weight"}
+    want = {
+        f"decoder.layers.{layer}.{name}"
+        for layer in range(shape.layers)
+        for name in TE_LAYERS[family]
+    }
+    want |= {
+        "embedding.word_embeddings.weight",
+        "decoder.final_layernorm.weight",
+        "output_layer.weight",
+    }
     names = {name for weight in table for name in weight.parameters.values()}
     assert names == {f"0.{name}" for name in want}  # of the only chunk
     attach(table, parameters_of(table, layout, shape, 1), layout)
@@ -180,8 +228,14 @@ def test_every_parameter_of_the_te_spec_is_named(family: str) -> None:
 @pytest.mark.parametrize("family", FAMILIES)
 def test_saved_names_do_not_depend_on_the_spec(family: str) -> None:
     (layout,) = layouts(1, 1, 1)
-    tables = [weight_table(replace(shape_of(family), spec=spec), layout, 1, torch.float32) for spec in ("local", "te")]
-    local, other = ([(weight.name, weight.shape, weight.cut, weight.box) for weight in table] for table in tables)
+    tables = [
+        weight_table(replace(shape_of(family), spec=spec), layout, 1, torch.float32)
+        for spec in ("local", "te")
+    ]
+    local, other = (
+        [(weight.name, weight.shape, weight.cut, weight.box) for weight in table]
+        for table in tables
+    )
     assert local == other
 
 
@@ -197,10 +251,21 @@ def test_the_order_of_tokens() -> None:
 @pytest.mark.parametrize("ranks", [1, 2, 3, 4])
 def test_outputs_come_back_in_order(ranks: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("engine_megatron.model.context_group", lambda: None)
-    batch = Batch.pack([{"input_ids": list(range(i, i + n))} for i, n in ((10, 7), (20, 1), (30, 12), (50, 5))])
-    packed = [pack(batch, multiple=8 * ranks, layout=Layout(world=ranks, rank=rank, tensor=1, data=1, stages=1, context=ranks),
-                   device=torch.device("cpu")) for rank in range(ranks)]  # fmt: skip
-    gathered = torch.cat([part.targets for part in packed])  # as if the model gave the token that it is asked about
+    batch = Batch.pack(
+        [{"input_ids": list(range(i, i + n))} for i, n in ((10, 7), (20, 1), (30, 12), (50, 5))]
+    )
+    packed = [
+        pack(
+            batch,
+            multiple=8 * ranks,
+            layout=Layout(world=ranks, rank=rank, tensor=1, data=1, stages=1, context=ranks),
+            device=torch.device("cpu"),
+        )
+        for rank in range(ranks)
+    ]
+    gathered = torch.cat(
+        [part.targets for part in packed]
+    )  # as if the model gave the token that it is asked about
     for part in packed:
         assert part.ids.shape == (1, len(gathered) // ranks)
         got = gathered[part.source].masked_fill(part.first, -1)
@@ -214,7 +279,10 @@ def test_attention_of_the_shares_is_attention(ranks: int) -> None:
     torch.manual_seed(0)
     lengths = [2 * ranks, 8 * ranks]
     total = sum(lengths)
-    whole = [(torch.randn(total, heads, 8, dtype=torch.float64) * 3).requires_grad_() for heads in (4, 2, 2)]
+    whole = [
+        (torch.randn(total, heads, 8, dtype=torch.float64) * 3).requires_grad_()
+        for heads in (4, 2, 2)
+    ]
     attention = PackedAttention(type("Config", (), {"kv_channels": 8})())
     want = attention(*whole, packed_seq_params=build_packing(lengths, torch.device("cpu")))
     upstream = torch.randn_like(want)
@@ -226,7 +294,11 @@ def test_attention_of_the_shares_is_attention(ranks: int) -> None:
         query = whole[0][own].transpose(0, 1)
         keys, values = (x.transpose(0, 1).split(lengths, dim=1) for x in whole[1:])
         parts = zip(query.split([n // ranks for n in lengths], dim=1), keys, values, strict=True)
-        out = torch.cat([attend(*part, share, None) for part in parts], dim=1).transpose(0, 1).reshape(len(own), -1)
+        out = (
+            torch.cat([attend(*part, share, None) for part in parts], dim=1)
+            .transpose(0, 1)
+            .reshape(len(own), -1)
+        )
         got[own] = out.detach()
         parts_of_grads.append(torch.autograd.grad(out, whole, upstream[own]))
     torch.testing.assert_close(got, want.detach(), atol=1e-12, rtol=0)
@@ -242,7 +314,9 @@ def test_padded_ends_are_the_ends() -> None:
     assert packing.cu_seqlens_kv_padded is packing.cu_seqlens_kv
 
 
-@pytest.mark.parametrize(("lengths", "step", "want"), [([3], 1, 64), ([64, 2], 1, 64), ([65], 1, 128), ([100], 6, 192)])
+@pytest.mark.parametrize(
+    ("lengths", "step", "want"), [([3], 1, 64), ([64, 2], 1, 64), ([65], 1, 128), ([100], 6, 192)]
+)
 def test_a_steady_longest_length(lengths: list[int], step: int, want: int) -> None:
     assert steady_longest(lengths, step) == want
     assert want >= max(lengths)

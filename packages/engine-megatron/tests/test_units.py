@@ -14,7 +14,15 @@ import torch.nn.functional as F
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoModelForTokenClassification
 
-from engine_api import Batch, EngineConfig, EngineRegistry, ModelSource, OptimizerConfig, Parallelism, sft_loss
+from engine_api import (
+    Batch,
+    EngineConfig,
+    EngineRegistry,
+    ModelSource,
+    OptimizerConfig,
+    Parallelism,
+    sft_loss,
+)
 from engine_api.config import Precision
 from engine_api.devices import SIMULATED_CUDA
 from engine_api.errors import ConfigError, EngineError, PluginUnavailable, UnsupportedCapability
@@ -34,7 +42,9 @@ def folder(tmp_path: Path) -> Path:
 def create(folder: Path, **config: Any) -> Any:
     config = {"optimizer": OptimizerConfig(lr=1e-2)} | config
     return EngineRegistry.create(
-        backend="megatron", device="cpu", config=EngineConfig(model=ModelSource(path=str(folder)), **config)
+        backend="megatron",
+        device="cpu",
+        config=EngineConfig(model=ModelSource(path=str(folder)), **config),
     )
 
 
@@ -66,7 +76,9 @@ def test_megatron_absent_or_of_another_version(monkeypatch: pytest.MonkeyPatch) 
 
 def test_psutil_absent_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
     found = importlib.util.find_spec
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name, *a: None if name == "psutil" else found(name, *a))
+    monkeypatch.setattr(
+        importlib.util, "find_spec", lambda name, *a: None if name == "psutil" else found(name, *a)
+    )
     assert "psutil" in probe("cpu").reason
 
 
@@ -77,8 +89,14 @@ def test_psutil_absent_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_log_probs_entropy_and_their_gradients(chunk: int) -> None:
     hidden, weight = torch.randn(10, 8, requires_grad=True), torch.randn(14, 8, requires_grad=True)
     targets, a, b = torch.randint(12, (10,)), torch.randn(10), torch.randn(10)
-    chosen, entropy = log_probs(hidden, weight, targets, temperature=0.7, chunk=chunk,
-                                vocabulary=Vocabulary(first=0, size=12, group=None))  # fmt: skip
+    chosen, entropy = log_probs(
+        hidden,
+        weight,
+        targets,
+        temperature=0.7,
+        chunk=chunk,
+        vocabulary=Vocabulary(first=0, size=12, group=None),
+    )
     (chosen * a + entropy * b).sum().backward()
     got = hidden.grad, weight.grad
     hidden.grad = weight.grad = None
@@ -97,11 +115,17 @@ def test_attention_sees_one_document() -> None:
 
     lengths = [3, 1, 5]
     query, key, value = torch.randn(9, 4, 8), torch.randn(9, 2, 8), torch.randn(9, 2, 8)
-    packed = PackedAttention(Config())(query, key, value, packed_seq_params=build_packing(lengths, torch.device("cpu")))
+    packed = PackedAttention(Config())(
+        query, key, value, packed_seq_params=build_packing(lengths, torch.device("cpu"))
+    )
     rows = torch.repeat_interleave(torch.arange(3), torch.tensor(lengths))
     mask = (rows[:, None] == rows[None]) & torch.ones(9, 9, dtype=torch.bool).tril()
     heads = [x.transpose(0, 1)[None] for x in (query, key, value)]
-    want = F.scaled_dot_product_attention(*heads, attn_mask=mask, enable_gqa=True)[0].transpose(0, 1).reshape(9, -1)
+    want = (
+        F.scaled_dot_product_attention(*heads, attn_mask=mask, enable_gqa=True)[0]
+        .transpose(0, 1)
+        .reshape(9, -1)
+    )
     torch.testing.assert_close(packed, want, atol=1e-6, rtol=1e-5)
 
 
@@ -134,8 +158,12 @@ def test_a_random_model_is_the_same_each_time(tmp_path: Path, kind: str) -> None
     folder = write_checkpoint(tmp_path / "model", TinyModel(value_model=kind == "value_model"))
     exports = []
     for _ in range(2):
-        config = EngineConfig(model=ModelSource(path=str(folder), init="random"), optimizer=None, seed=3)
-        engine = EngineRegistry.create(backend="megatron", device="cpu", model_type=kind, config=config)
+        config = EngineConfig(
+            model=ModelSource(path=str(folder), init="random"), optimizer=None, seed=3
+        )
+        engine = EngineRegistry.create(
+            backend="megatron", device="cpu", model_type=kind, config=config
+        )
         engine.initialize()
         exports.append({name: tensor.clone() for name, tensor in engine.get_per_tensor_param()})
         engine.close()
@@ -144,8 +172,12 @@ def test_a_random_model_is_the_same_each_time(tmp_path: Path, kind: str) -> None
 
 
 @pytest.mark.parametrize("norm_topk_prob", [True, False])
-def test_experts_go_in_and_out_and_answer_as_transformers_does(tmp_path: Path, norm_topk_prob: bool) -> None:
-    folder = write_checkpoint(tmp_path / "model", TinyModel(family="qwen3_moe", norm_topk_prob=norm_topk_prob))
+def test_experts_go_in_and_out_and_answer_as_transformers_does(
+    tmp_path: Path, norm_topk_prob: bool
+) -> None:
+    folder = write_checkpoint(
+        tmp_path / "model", TinyModel(family="qwen3_moe", norm_topk_prob=norm_topk_prob)
+    )
     engine = create(Path(folder))
     engine.initialize()
     saved = load_file(folder / "model.safetensors")
@@ -153,7 +185,11 @@ def test_experts_go_in_and_out_and_answer_as_transformers_does(tmp_path: Path, n
     assert set(saved) == set(exported)
     assert all(torch.equal(saved[name], exported[name]) for name in saved)
     got = engine.infer_batch(BATCH).log_probs
-    log_p = AutoModelForCausalLM.from_pretrained(folder)(input_ids=BATCH.input_ids[None]).logits[0].log_softmax(-1)
+    log_p = (
+        AutoModelForCausalLM.from_pretrained(folder)(input_ids=BATCH.input_ids[None])
+        .logits[0]
+        .log_softmax(-1)
+    )
     want = torch.cat([torch.zeros(1), log_p[:-1].gather(1, BATCH.input_ids[1:, None])[:, 0]])
     torch.testing.assert_close(got, want.detach(), atol=2e-5, rtol=1e-5)
     engine.close()
@@ -163,7 +199,9 @@ def test_a_value_model_is_saved_as_one(tmp_path: Path, folder: Path) -> None:
     config = EngineConfig(
         model=ModelSource(path=str(folder)), optimizer=OptimizerConfig(lr=1e-2)
     )  # of a language model
-    engine = EngineRegistry.create(backend="megatron", device="cpu", model_type="value_model", config=config)
+    engine = EngineRegistry.create(
+        backend="megatron", device="cpu", model_type="value_model", config=config
+    )
     engine.initialize()
     engine.save_hf(tmp_path / "hf")
     own = engine.infer_batch(BATCH).values
@@ -193,7 +231,9 @@ def test_what_is_refused_before_any_group_is_built(tmp_path: Path, folder: Path)
     for size in (1, 2):  # of a model without experts; one that does not divide tp
         assert isinstance(refusal(folder, options={"expert_tensor_parallel": size}), ConfigError)
     assert isinstance(refusal(folder, options={"expert_tensor_parallel": -1}), ConfigError)
-    assert isinstance(refusal(folder, precision=Precision(compute="bfloat16", reduce="bfloat16")), ConfigError)
+    assert isinstance(
+        refusal(folder, precision=Precision(compute="bfloat16", reduce="bfloat16")), ConfigError
+    )
     assert isinstance(refusal(folder, precision=Precision(master="bfloat16")), ConfigError)
     for changes in ({"hidden_act": "gelu"}, {"model_type": "gemma2"}, {"attention_bias": True}):
         config = json.loads((folder / "config.json").read_text())
@@ -202,15 +242,31 @@ def test_what_is_refused_before_any_group_is_built(tmp_path: Path, folder: Path)
         (folder / "config.json").write_text(json.dumps(config))
 
 
-@pytest.mark.parametrize(("parallelism", "options", "field"), [
-    ({"pp": 2}, {"virtual_stages": 2}, "options.virtual_stages"), ({"tp": 2}, {}, "options.sequence_parallel"), ({"ep": 3}, {}, "parallelism.ep"), ({"ep": 8}, {}, "parallelism.ep"),
-    ({"tp": 2, "ep": 4}, {"sequence_parallel": True}, "parallelism.ep"),
-    ({"tp": 4}, {"sequence_parallel": True, "expert_tensor_parallel": 3}, "options.expert_tensor_parallel"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("parallelism", "options", "field"),
+    [
+        ({"pp": 2}, {"virtual_stages": 2}, "options.virtual_stages"),
+        ({"tp": 2}, {}, "options.sequence_parallel"),
+        ({"ep": 3}, {}, "parallelism.ep"),
+        ({"ep": 8}, {}, "parallelism.ep"),
+        ({"tp": 2, "ep": 4}, {"sequence_parallel": True}, "parallelism.ep"),
+        (
+            {"tp": 4},
+            {"sequence_parallel": True, "expert_tensor_parallel": 3},
+            "options.expert_tensor_parallel",
+        ),
+    ],
+)
 def test_what_does_not_divide_is_refused_before_any_group_is_built(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, parallelism: dict[str, int], options: dict[str, Any], field: str
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    parallelism: dict[str, int],
+    options: dict[str, Any],
+    field: str,
 ) -> None:
-    folder = write_checkpoint(tmp_path / "model", TinyModel(family="qwen3_moe", num_experts=8, num_kv_heads=4))
+    folder = write_checkpoint(
+        tmp_path / "model", TinyModel(family="qwen3_moe", num_experts=8, num_kv_heads=4)
+    )
     for name, value in {"RANK": "0", "WORLD_SIZE": "4", "MASTER_ADDR": "nowhere"}.items():
         monkeypatch.setenv(name, value)
     error = refusal(Path(folder), parallelism=Parallelism(**parallelism), options=options)
@@ -218,7 +274,9 @@ def test_what_does_not_divide_is_refused_before_any_group_is_built(
     assert error.field == field
 
 
-def test_more_ranks_than_key_value_heads_are_told_what_to_do(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_more_ranks_than_key_value_heads_are_told_what_to_do(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     folder = write_checkpoint(tmp_path / "model", TinyModel(num_heads=8, num_kv_heads=2))
     for name, value in {"RANK": "0", "WORLD_SIZE": "4", "MASTER_ADDR": "nowhere"}.items():
         monkeypatch.setenv(name, value)
@@ -232,22 +290,51 @@ def test_more_ranks_than_key_value_heads_are_told_what_to_do(monkeypatch: pytest
 
 
 def test_one_expert_a_token_with_a_normalized_weight_is_refused(tmp_path: Path) -> None:
-    folder = write_checkpoint(tmp_path / "model", TinyModel(family="qwen3_moe", top_k=1, norm_topk_prob=True))
+    folder = write_checkpoint(
+        tmp_path / "model", TinyModel(family="qwen3_moe", top_k=1, norm_topk_prob=True)
+    )
     assert "single expert" in str(refusal(Path(folder)))
 
 
-@pytest.mark.parametrize(("family", "changes"), [
-    ("qwen3_moe", {"use_sliding_window": True, "sliding_window": 8}),
-    ("qwen3_moe", {"use_sliding_window": True, "sliding_window": 8, "layer_types": ["full_attention"] * 2}),
-    ("qwen3_moe", {"layer_types": ["full_attention", "sliding_attention"]}),
-    ("qwen3", {"use_sliding_window": True, "sliding_window": 8, "max_window_layers": 1}),
-    ("qwen3", {"layer_types": ["full_attention", "sliding_attention"], "use_sliding_window": True, "sliding_window": 8}),
-    ("qwen3", {"layer_types": ["full_attention", "chunked_attention"]}),
-    ("qwen2", {"use_sliding_window": True, "sliding_window": 8, "max_window_layers": 1}),
-    ("llama", {"sliding_window": 8}), ("llama", {"sliding_window": 8, "use_sliding_window": True}),
-    ("qwen3_moe", {"use_sliding_window": False, "sliding_window": 8, "layer_types": ["sliding_attention"] * 2}),
-])  # fmt: skip
-def test_a_window_is_refused_in_every_family(tmp_path: Path, family: str, changes: dict[str, Any]) -> None:
+@pytest.mark.parametrize(
+    ("family", "changes"),
+    [
+        ("qwen3_moe", {"use_sliding_window": True, "sliding_window": 8}),
+        (
+            "qwen3_moe",
+            {
+                "use_sliding_window": True,
+                "sliding_window": 8,
+                "layer_types": ["full_attention"] * 2,
+            },
+        ),
+        ("qwen3_moe", {"layer_types": ["full_attention", "sliding_attention"]}),
+        ("qwen3", {"use_sliding_window": True, "sliding_window": 8, "max_window_layers": 1}),
+        (
+            "qwen3",
+            {
+                "layer_types": ["full_attention", "sliding_attention"],
+                "use_sliding_window": True,
+                "sliding_window": 8,
+            },
+        ),
+        ("qwen3", {"layer_types": ["full_attention", "chunked_attention"]}),
+        ("qwen2", {"use_sliding_window": True, "sliding_window": 8, "max_window_layers": 1}),
+        ("llama", {"sliding_window": 8}),
+        ("llama", {"sliding_window": 8, "use_sliding_window": True}),
+        (
+            "qwen3_moe",
+            {
+                "use_sliding_window": False,
+                "sliding_window": 8,
+                "layer_types": ["sliding_attention"] * 2,
+            },
+        ),
+    ],
+)
+def test_a_window_is_refused_in_every_family(
+    tmp_path: Path, family: str, changes: dict[str, Any]
+) -> None:
     folder = Path(write_checkpoint(tmp_path / "model", TinyModel(family=family)))
     config = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps(config | {"layer_types": None} | changes))
@@ -260,15 +347,21 @@ def test_a_window_of_an_override_is_refused(tmp_path: Path) -> None:
     folder = write_checkpoint(tmp_path / "model", TinyModel(family="qwen3_moe"))
     model = ModelSource(path=str(folder), config_overrides={"sliding_window": 8})
     with pytest.raises(ConfigError, match="that is not full"):
-        EngineRegistry.create(backend="megatron", device="cpu", config=EngineConfig(model=model)).initialize()
+        EngineRegistry.create(
+            backend="megatron", device="cpu", config=EngineConfig(model=model)
+        ).initialize()
 
 
-@pytest.mark.parametrize("overrides", [{"rope_scaling": None}, {"rope_parameters": {"rope_type": "default"}}], ids=str)
+@pytest.mark.parametrize(
+    "overrides", [{"rope_scaling": None}, {"rope_parameters": {"rope_type": "default"}}], ids=str
+)
 def test_rope_without_its_base_is_refused(folder: Path, overrides: dict[str, Any]) -> None:
     """An override replaces all of RoPE's parameters: the base was then 10,000, whatever the file says."""
     model = ModelSource(path=str(folder), config_overrides=overrides)
     with pytest.raises(ConfigError, match="rope_theta") as caught:
-        EngineRegistry.create(backend="megatron", device="cpu", config=EngineConfig(model=model)).initialize()
+        EngineRegistry.create(
+            backend="megatron", device="cpu", config=EngineConfig(model=model)
+        ).initialize()
     assert caught.value.field == f"model.config_overrides.{next(iter(overrides))}"
 
 
@@ -287,14 +380,19 @@ def test_a_window_that_no_layer_has_is_none(tmp_path: Path) -> None:
 
 def test_a_window_that_is_switched_off_is_none(tmp_path: Path) -> None:
     folder = Path(write_checkpoint(tmp_path / "model", TinyModel(family="llama")))
-    config = json.loads((folder / "config.json").read_text()) | {"use_sliding_window": False, "sliding_window": 8}
+    config = json.loads((folder / "config.json").read_text()) | {
+        "use_sliding_window": False,
+        "sliding_window": 8,
+    }
     (folder / "config.json").write_text(json.dumps(config))
     engine = create(folder, optimizer=None)
     engine.initialize()
     engine.close()
 
 
-def test_what_megatron_refuses_is_refused_before_any_group(monkeypatch: pytest.MonkeyPatch, folder: Path) -> None:
+def test_what_megatron_refuses_is_refused_before_any_group(
+    monkeypatch: pytest.MonkeyPatch, folder: Path
+) -> None:
     monkeypatch.setenv("NVTE_FLASH_ATTN", "1")
     assert isinstance(refusal(folder), ConfigError)
     monkeypatch.setenv("NVTE_FLASH_ATTN", "0")
@@ -308,13 +406,18 @@ def test_what_megatron_refuses_is_refused_before_any_group(monkeypatch: pytest.M
     assert not torch.distributed.is_initialized()
 
 
-def test_groups_that_are_half_made_are_taken_down(monkeypatch: pytest.MonkeyPatch, folder: Path) -> None:
+def test_groups_that_are_half_made_are_taken_down(
+    monkeypatch: pytest.MonkeyPatch, folder: Path
+) -> None:
     from megatron.core import parallel_state
 
     def fail(*_: Any, **__: Any) -> None:
         raise OSError("no port is free")
 
-    for name in ("_set_global_memory_buffer", "initialize_model_parallel"):  # Megatron's last step; all of it
+    for name in (
+        "_set_global_memory_buffer",
+        "initialize_model_parallel",
+    ):  # Megatron's last step; all of it
         with monkeypatch.context() as patch:
             patch.setattr(parallel_state, name, fail)
             with pytest.raises(OSError, match="port"):
@@ -334,10 +437,14 @@ def test_groups_that_are_half_made_are_taken_down(monkeypatch: pytest.MonkeyPatc
 def test_files_that_do_not_belong(folder: Path) -> None:
     config = ModelSource(path=str(folder), config_overrides={"num_hidden_layers": 3})
     with pytest.raises(ConfigError, match="lacks 1"):
-        EngineRegistry.create(backend="megatron", device="cpu", config=EngineConfig(model=config)).initialize()
+        EngineRegistry.create(
+            backend="megatron", device="cpu", config=EngineConfig(model=config)
+        ).initialize()
     config = ModelSource(path=str(folder), config_overrides={"intermediate_size": 64})
     with pytest.raises(ConfigError, match="says"):
-        EngineRegistry.create(backend="megatron", device="cpu", config=EngineConfig(model=config)).initialize()
+        EngineRegistry.create(
+            backend="megatron", device="cpu", config=EngineConfig(model=config)
+        ).initialize()
     stored, name = load_file(folder / "model.safetensors"), "model.layers.1.mlp.up_proj.weight"
     save_file(stored | {name: stored[name].to(torch.int8)}, folder / "model.safetensors")
     assert f"{name} is stored as I8" in str(refusal(folder))
@@ -365,7 +472,9 @@ def test_weights_alone_are_loaded_beside_an_optimizer_whose_state_is_no_tensor(
     first.initialize()
     first.save_checkpoint(tmp_path / "step-0").result()  # before its first step
     first.close()
-    engine = create(folder, options=options, optimizer=OptimizerConfig(name="torch.optim.Counts", lr=1e-2))
+    engine = create(
+        folder, options=options, optimizer=OptimizerConfig(name="torch.optim.Counts", lr=1e-2)
+    )
     engine.initialize()
     assert engine.load_checkpoint(tmp_path / "step-0").step == 0
     engine.close()

@@ -8,6 +8,8 @@ from engine_api.devices import probe_torch
 from engine_npu.plugin import FSDP
 
 PLUGIN = replace(
-    FSDP, name="npu-logic", probe=probe_torch,
+    FSDP,
+    name="npu-logic",
+    probe=probe_torch,
     rows=tuple(replace(row, backends=("npu-logic",), devices=("cpu",)) for row in FSDP.rows),
-)  # fmt: skip
+)

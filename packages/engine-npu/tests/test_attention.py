@@ -21,9 +21,21 @@ from engine_npu.device import FUSED
 CPU = torch.device("cpu")
 
 
-def documented(query: Tensor, key: Tensor, value: Tensor, head_num: int, input_layout: str, *, atten_mask: Tensor, scale: float,
-               actual_seq_qlen: list[int], actual_seq_kvlen: list[int], sparse_mode: int, pre_tockens: int = 2147483647,
-               next_tockens: int = 2147483647) -> tuple[Tensor, ...]:  # fmt: skip
+def documented(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    head_num: int,
+    input_layout: str,
+    *,
+    atten_mask: Tensor,
+    scale: float,
+    actual_seq_qlen: list[int],
+    actual_seq_kvlen: list[int],
+    sparse_mode: int,
+    pre_tockens: int = 2147483647,
+    next_tockens: int = 2147483647,
+) -> tuple[Tensor, ...]:
     """TND: ends of documents; modes 3 and 4 count from the lower right corner; True in the mask is left out."""
     assert (input_layout, head_num) == ("TND", query.shape[1])
     assert actual_seq_qlen == actual_seq_kvlen
@@ -32,12 +44,17 @@ def documented(query: Tensor, key: Tensor, value: Tensor, head_num: int, input_l
     assert torch.equal(atten_mask, torch.ones(2048, 2048, dtype=torch.bool).triu(1))
     groups, begin, parts = query.shape[1] // key.shape[1], 0, []
     for end in actual_seq_qlen:
-        q, k, v = query[begin:end], *(x[begin:end].repeat_interleave(groups, dim=1) for x in (key, value))
+        q, k, v = (
+            query[begin:end],
+            *(x[begin:end].repeat_interleave(groups, dim=1) for x in (key, value)),
+        )
         distance = torch.arange(end - begin)[:, None] - torch.arange(end - begin)[None, :]
         before, after = (pre_tockens, next_tockens) if sparse_mode == 4 else (2147483647, 0)
         seen = (distance <= before) & (distance >= -after)
         scores = torch.einsum("qhd,khd->hqk", q, k) * scale
-        parts.append(torch.einsum("hqk,khd->qhd", scores.masked_fill(~seen, -torch.inf).softmax(-1), v))
+        parts.append(
+            torch.einsum("hqk,khd->qhd", scores.masked_fill(~seen, -torch.inf).softmax(-1), v)
+        )
         begin = end
     return torch.cat(parts), query, query
 
@@ -53,7 +70,12 @@ def _torch_npu(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 def dense(
-    q: Tensor, k: Tensor, v: Tensor, lengths: list[int], window: int | None, scale: float | None = None
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    lengths: list[int],
+    window: int | None,
+    scale: float | None = None,
 ) -> Tensor:
     """``[1, H, T, d]`` each → ``[1, T, H, d]`` in float64, by one mask over the whole pack."""
     document = torch.repeat_interleave(torch.arange(len(lengths)), torch.tensor(lengths))
@@ -68,7 +90,10 @@ def dense(
 
 def inputs(heads: int, groups: int, total: int) -> list[Tensor]:
     torch.manual_seed(3)
-    return [torch.randn(1, h, total, 16, dtype=torch.float64).mul_(3).requires_grad_() for h in (heads, groups, groups)]
+    return [
+        torch.randn(1, h, total, 16, dtype=torch.float64).mul_(3).requires_grad_()
+        for h in (heads, groups, groups)
+    ]
 
 
 def run(given: list[Tensor], lengths: list[int], window: int | None) -> Tensor:
@@ -80,7 +105,9 @@ def run(given: list[Tensor], lengths: list[int], window: int | None) -> Tensor:
 @pytest.mark.parametrize("lengths", [[7], [5, 1, 9], [4, 4, 4], [1] * 20])
 @pytest.mark.parametrize("window", [None, 1, 3])
 @pytest.mark.parametrize("groups", [1, 2, 4])
-def test_each_token_sees_its_own_document(lengths: list[int], window: int | None, groups: int) -> None:
+def test_each_token_sees_its_own_document(
+    lengths: list[int], window: int | None, groups: int
+) -> None:
     given = inputs(4, groups, sum(lengths))
     want = dense(*given, lengths, window)
     found = run(given, lengths, window)

@@ -21,9 +21,12 @@ pytestmark = [pytest.mark.distributed, pytest.mark.slow]
 def conformance(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
     path = os.pathsep.join(entry for entry in (str(HERE), os.environ.get("PYTHONPATH")) if entry)
     return subprocess.run(
-        [sys.executable, "-m", "engine_conformance", "run", *arguments], capture_output=True, text=True, check=False,
+        [sys.executable, "-m", "engine_conformance", "run", *arguments],
+        capture_output=True,
+        text=True,
+        check=False,
         env=os.environ | {"PYTHONPATH": path, "OMP_NUM_THREADS": "1"} | environment,
-    )  # fmt: skip
+    )
 
 
 @pytest.fixture(scope="module")
@@ -31,7 +34,17 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The reports of the quick tier on one and two ranks of the simulated device."""
     folder = tmp_path_factory.mktemp("report")
     done = conformance(
-        "fsdp2", "--device", "npu", "--shim", "--world", "1,2", "--tier", "quick", "--quiet", "--report", str(folder)
+        "fsdp2",
+        "--device",
+        "npu",
+        "--shim",
+        "--world",
+        "1,2",
+        "--tier",
+        "quick",
+        "--quiet",
+        "--report",
+        str(folder),
     )
     assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-4000:]
     return folder
@@ -48,7 +61,10 @@ def test_every_group_of_cases_passes_on_the_simulated_device(report: dict[str, A
     seen = {(row["case"].partition(".")[0], row["model_type"], row["world"]) for row in rows}
     groups = ("contract", "forward", "train", "checkpoint", "export")
     assert {
-        (group, kind, world) for group in groups for kind in ("language_model", "value_model") for world in (1, 2)
+        (group, kind, world)
+        for group in groups
+        for kind in ("language_model", "value_model")
+        for world in (1, 2)
     } <= seen
     assert {row["model_type"] for row in rows if row["case"] == "train.uneven_ranks"} == {
         "language_model",
@@ -72,11 +88,24 @@ def test_reports_say_simulated_and_never_npu(folder: Path, report: dict[str, Any
 
 
 @pytest.mark.parametrize(
-    ("given", "environment"), [(["--shim"], {}), ([], {SIMULATED_NPU: "1"})], ids=["shim", "environment"]
+    ("given", "environment"),
+    [(["--shim"], {}), ([], {SIMULATED_NPU: "1"})],
+    ids=["shim", "environment"],
 )
-def test_the_simulated_device_gives_no_certificate(given: list[str], environment: dict[str, str]) -> None:
+def test_the_simulated_device_gives_no_certificate(
+    given: list[str], environment: dict[str, str]
+) -> None:
     done = conformance(
-        "fsdp2", "--device", "npu", *given, "--world", "1", "--tier", "quick", "--certify", **environment
+        "fsdp2",
+        "--device",
+        "npu",
+        *given,
+        "--world",
+        "1",
+        "--tier",
+        "quick",
+        "--certify",
+        **environment,
     )
     assert done.returncode == 2
     assert "gives no certificate" in done.stderr
@@ -94,4 +123,7 @@ def test_the_same_classes_shard_on_a_cpu_mesh() -> None:
     assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-4000:]
     for case in cases.split(","):
         for kind in ("language_model", "value_model"):
-            assert re.search(rf"passed +{re.escape(case)} +{kind}, cpu, world 2", done.stdout), (case, kind)
+            assert re.search(rf"passed +{re.escape(case)} +{kind}, cpu, world 2", done.stdout), (
+                case,
+                kind,
+            )

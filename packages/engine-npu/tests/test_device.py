@@ -75,14 +75,23 @@ def test_collectives_are_hccl_beside_gloo(monkeypatch: pytest.MonkeyPatch) -> No
     assert not simulated.pins_memory
 
 
-@pytest.mark.parametrize(("asked", "compute", "kernel"), [
-    ("auto", "bfloat16", "npu_fusion"), ("auto", "float32", "sdpa"), ("sdpa", "bfloat16", "sdpa"), ("npu_fusion", "float16", "npu_fusion"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("asked", "compute", "kernel"),
+    [
+        ("auto", "bfloat16", "npu_fusion"),
+        ("auto", "float32", "sdpa"),
+        ("sdpa", "bfloat16", "sdpa"),
+        ("npu_fusion", "float16", "npu_fusion"),
+    ],
+)
 def test_attention_is_chosen(asked: str, compute: str, kernel: str) -> None:
     assert choose_kernel(asked, "npu", compute) == kernel
 
 
-@pytest.mark.parametrize(("asked", "compute"), [("varlen", "bfloat16"), ("cudnn", "bfloat16"), ("npu_fusion", "float32"), ("fa3", "bfloat16")])  # fmt: skip
+@pytest.mark.parametrize(
+    ("asked", "compute"),
+    [("varlen", "bfloat16"), ("cudnn", "bfloat16"), ("npu_fusion", "float32"), ("fa3", "bfloat16")],
+)
 def test_attention_that_there_is_not_is_refused(asked: str, compute: str) -> None:
     with pytest.raises(ConfigError) as caught:
         choose_kernel(asked, "npu", compute)
@@ -113,7 +122,9 @@ def test_the_generator_of_the_device_is_saved(monkeypatch: pytest.MonkeyPatch) -
     from engine_api.generators import capture, restore
 
     kept: list[torch.Tensor] = []
-    fake = SimpleNamespace(get_rng_state=lambda: torch.arange(16, dtype=torch.uint8), set_rng_state=kept.append)
+    fake = SimpleNamespace(
+        get_rng_state=lambda: torch.arange(16, dtype=torch.uint8), set_rng_state=kept.append
+    )
     monkeypatch.setattr(Npu, "module", fake)
     state = capture("npu")
     restore(state, "npu")
@@ -185,7 +196,9 @@ def test_options_of_mindspeed_are_checked(options: dict[str, Any], field: str) -
 
 
 def test_options_are_told_under_mindspeed_s_names() -> None:
-    own = MindSpeedOptions(fused_moe_permute=True, hccl_group_buffer="dp:200", sequence_parallel=True)
+    own = MindSpeedOptions(
+        fused_moe_permute=True, hccl_group_buffer="dp:200", sequence_parallel=True
+    )
     assert own.features()["use_fused_moe_token_permute_and_unpermute"]
     assert own.features()["moe_permute_fusion"]
     assert own.features()["hccl_group_buffer"] == "dp:200"

@@ -44,7 +44,11 @@ def make(plugin, row, **config):
 @pytest.fixture
 def run(tmp_path: Path):
     def start(
-        code: str, *, applied: bool = True, kept: bool = True, arguments: tuple[str, ...] = ("--config", "x.yaml")
+        code: str,
+        *,
+        applied: bool = True,
+        kept: bool = True,
+        arguments: tuple[str, ...] = ("--config", "x.yaml"),
     ) -> str:
         (tmp_path / "mindspeed").mkdir(exist_ok=True)
         (tmp_path / "mindspeed" / "__init__.py").touch()
@@ -55,7 +59,11 @@ def run(tmp_path: Path):
         (tmp_path / "torch_npu.py").touch()
         script = f"import sys; sys.path.insert(0, {str(tmp_path)!r})\n{SETUP}\n{code}"
         done = subprocess.run(
-            [sys.executable, "-c", script, *arguments], capture_output=True, text=True, check=False, timeout=120
+            [sys.executable, "-c", script, *arguments],
+            capture_output=True,
+            text=True,
+            check=False,
+            timeout=120,
         )
         assert done.returncode == 0, done.stderr
         return done.stdout

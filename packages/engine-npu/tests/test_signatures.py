@@ -22,21 +22,34 @@ OWN = sorted((PACKAGES / "engine-npu/src/engine_npu").glob("*.py"))
 NEUTRAL = [
     *(PACKAGES / "engine-api/src/engine_api" / name for name in ("devices.py", "defaults.py")),
     PACKAGES / "trainer/src/engine_trainer/rollouts/local.py",
-    *(PACKAGES / "rollout-fp8/src/rollout_fp8" / name for name in ("exporter.py", "phases.py", "transports/remote.py")),
+    *(
+        PACKAGES / "rollout-fp8/src/rollout_fp8" / name
+        for name in ("exporter.py", "phases.py", "transports/remote.py")
+    ),
 ]
 # What an expression of the sources is.
 MEANS = {
-    "torch_npu": "torch_npu", "torch.npu": "torch_npu.npu", "load()": "torch_npu",
-    "self.module": "torch_npu.npu", "self._module": "torch_npu.npu", "kind.module": "torch_npu.npu",
-    "self._kind.module": "torch_npu.npu", "self._module.current_stream(buffer.device)": "torch_npu.npu.Stream",
-    "self._stream": "torch_npu.npu.Stream", "self._callers": "torch_npu.npu.Stream",
+    "torch_npu": "torch_npu",
+    "torch.npu": "torch_npu.npu",
+    "load()": "torch_npu",
+    "self.module": "torch_npu.npu",
+    "self._module": "torch_npu.npu",
+    "kind.module": "torch_npu.npu",
+    "self._kind.module": "torch_npu.npu",
+    "self._module.current_stream(buffer.device)": "torch_npu.npu.Stream",
+    "self._stream": "torch_npu.npu.Stream",
+    "self._callers": "torch_npu.npu.Stream",
     "kind.module.current_stream(self.device)": "torch_npu.npu.Stream",
-    "first": "torch_npu.npu.Event", "last": "torch_npu.npu.Event", "a": "torch_npu.npu.Event",
+    "first": "torch_npu.npu.Event",
+    "last": "torch_npu.npu.Event",
+    "a": "torch_npu.npu.Event",
     "spans[-1][1]": "torch_npu.npu.Event",
-    "adaptor": "mindspeed.megatron_adaptor", "_adaptor": "mindspeed.megatron_adaptor",
-    "manager": "mindspeed.patch_utils.MindSpeedPatchesManager", "patch": "mindspeed.patch_utils.Patch",
+    "adaptor": "mindspeed.megatron_adaptor",
+    "_adaptor": "mindspeed.megatron_adaptor",
+    "manager": "mindspeed.patch_utils.MindSpeedPatchesManager",
+    "patch": "mindspeed.patch_utils.Patch",
     "options": "torch_npu._C._distributed_c10d.ProcessGroupHCCL.Options",
-}  # fmt: skip
+}
 
 
 def meaning(node: ast.expr, local: set[str]) -> str | None:
@@ -51,15 +64,22 @@ def meaning(node: ast.expr, local: set[str]) -> str | None:
 
 def names_of(path: Path) -> set[str]:
     """Which of the plain names of `MEANS` stand for something published in this file."""
-    known = {"device.py": {"torch_npu", "options"}, "attention.py": {"torch_npu"}, "mindspeed.py": {"adaptor", "manager", "patch"},
-             "megatron.py": {"_adaptor"}, "phases.py": {"first", "last", "a", "spans[-1][1]"}}  # fmt: skip
+    known = {
+        "device.py": {"torch_npu", "options"},
+        "attention.py": {"torch_npu"},
+        "mindspeed.py": {"adaptor", "manager", "patch"},
+        "megatron.py": {"_adaptor"},
+        "phases.py": {"first", "last", "a", "spans[-1][1]"},
+    }
     return known.get(path.name, set())
 
 
 def calls(path: Path) -> Iterator[tuple[str, ast.Call]]:
     """Calls of what is published, but not those of methods of data, nor those of NVIDIA's devices."""
     local, tree = names_of(path), ast.parse(path.read_text())
-    tree.body = [node for node in tree.body if not (isinstance(node, ast.ClassDef) and node.name == "Cuda")]
+    tree.body = [
+        node for node in tree.body if not (isinstance(node, ast.ClassDef) and node.name == "Cuda")
+    ]
     for node in ast.walk(tree):
         if isinstance(node, ast.Call) and (symbol := meaning(node.func, local)) is not None:
             owner, _, attribute = symbol.rpartition(".")[0].rpartition(".")
@@ -73,12 +93,17 @@ def problem(symbol: str, call: ast.Call) -> str | None:
         return f"{symbol} is not in the table: tools/npu_signatures.py"
     kinds = {"keyword only": inspect.Parameter.KEYWORD_ONLY}
     parameters = [
-        inspect.Parameter(name, kinds.get(more[0] if more else "", inspect.Parameter.POSITIONAL_OR_KEYWORD),
-                          default=inspect.Parameter.empty if needed == "required" else None)
+        inspect.Parameter(
+            name,
+            kinds.get(more[0] if more else "", inspect.Parameter.POSITIONAL_OR_KEYWORD),
+            default=inspect.Parameter.empty if needed == "required" else None,
+        )
         for name, needed, *more in TABLE[symbol]["parameters"]
-    ]  # fmt: skip
+    ]
     try:
-        inspect.Signature(parameters).bind(*call.args, **{str(k.arg): k.value for k in call.keywords})
+        inspect.Signature(parameters).bind(
+            *call.args, **{str(k.arg): k.value for k in call.keywords}
+        )
     except TypeError as error:
         return f"{symbol}: {error}"
     return None
@@ -87,7 +112,11 @@ def problem(symbol: str, call: ast.Call) -> str | None:
 FOUND = [(path, symbol, call) for path in [*OWN, *NEUTRAL] for symbol, call in calls(path)]
 
 
-@pytest.mark.parametrize(("path", "symbol", "call"), FOUND, ids=lambda v: f"{v.lineno}" if isinstance(v, ast.Call) else getattr(v, "name", v))  # fmt: skip
+@pytest.mark.parametrize(
+    ("path", "symbol", "call"),
+    FOUND,
+    ids=lambda v: f"{v.lineno}" if isinstance(v, ast.Call) else getattr(v, "name", v),
+)
 def test_a_call_fits(path: Path, symbol: str, call: ast.Call) -> None:
     assert problem(symbol, call) is None, f"{path}:{call.lineno}"
 
@@ -95,10 +124,18 @@ def test_a_call_fits(path: Path, symbol: str, call: ast.Call) -> None:
 def test_all_that_matters_is_looked_at() -> None:
     seen = {symbol for _, symbol, _ in FOUND}
     assert seen >= {
-        "torch_npu.npu_fusion_attention", "torch_npu._C._distributed_c10d.ProcessGroupHCCL", "mindspeed.megatron_adaptor.repatch",
-        "torch_npu.npu.set_device", "torch_npu.npu.get_rng_state", "torch_npu.npu.Stream", "torch_npu.npu.Event",
-        "torch_npu.npu.Stream.wait_event", "torch_npu.npu.current_stream", "torch_npu.npu.mem_get_info", "torch_npu.npu.synchronize",
-    }  # fmt: skip
+        "torch_npu.npu_fusion_attention",
+        "torch_npu._C._distributed_c10d.ProcessGroupHCCL",
+        "mindspeed.megatron_adaptor.repatch",
+        "torch_npu.npu.set_device",
+        "torch_npu.npu.get_rng_state",
+        "torch_npu.npu.Stream",
+        "torch_npu.npu.Event",
+        "torch_npu.npu.Stream.wait_event",
+        "torch_npu.npu.current_stream",
+        "torch_npu.npu.mem_get_info",
+        "torch_npu.npu.synchronize",
+    }
     unused = {s for s, entry in TABLE.items() if "parameters" in entry} - seen
     assert not unused, f"the table holds what nobody calls: {sorted(unused)}"
 
@@ -133,9 +170,16 @@ def test_attributes_exist() -> None:
 
 
 def test_modules_exist() -> None:
-    names = [n.value for path in OWN for n in ast.walk(ast.parse(path.read_text()))
-             if isinstance(n, ast.Constant) and isinstance(n.value, str) and n.value.startswith("mindspeed.") and " " not in n.value
-             and ".deprecate" not in n.value]  # fmt: skip
+    names = [
+        n.value
+        for path in OWN
+        for n in ast.walk(ast.parse(path.read_text()))
+        if isinstance(n, ast.Constant)
+        and isinstance(n.value, str)
+        and n.value.startswith("mindspeed.")
+        and " " not in n.value
+        and ".deprecate" not in n.value
+    ]
     assert names
     assert not [name for name in names if name not in TABLE]
 
@@ -157,6 +201,9 @@ def test_mindspeed_knows_the_settings_that_it_is_told() -> None:
 def test_the_table_is_of_the_versions_that_are_accepted() -> None:
     for symbol, entry in TABLE.items():
         if symbol.startswith("torch_npu"):
-            assert all(line.version in entry["source"].split("torch_npu ")[1].split(", ") for line in TORCH_NPU)
+            assert all(
+                line.version in entry["source"].split("torch_npu ")[1].split(", ")
+                for line in TORCH_NPU
+            )
         else:
             assert entry["source"].startswith(f"{MINDSPEED.branch}@")

@@ -28,7 +28,14 @@ HERE = Path(__file__).parent
 RUN = "import sys, npu_trainer; from engine_trainer.cli import main; sys.exit(main(sys.argv[1:]))"
 CONFIG = {
     "engine": {"backend": "fsdp2", "optimizer": {"lr": 0.003}},
-    "run": {"steps": 3, "seed": 3, "save_every": 3, "progress": False, "report": False, "tensorboard": False},
+    "run": {
+        "steps": 3,
+        "seed": 3,
+        "save_every": 3,
+        "progress": False,
+        "report": False,
+        "tensorboard": False,
+    },
 }
 RL = {
     "reward": {"name": "sevens", "workers": 0, "timeout_s": None},
@@ -42,7 +49,10 @@ RAY = {
 KINDS: dict[str, tuple[str, dict[str, Any]]] = {
     "sft": ("sft", {"batch_size": 8}),
     "rl": ("rl", RL),
-    "ray": ("rl", RL | RAY | {"ray": {**RAY["ray"], "engines": 2, "rollouts": 1}}),  # weights go to another process
+    "ray": (
+        "rl",
+        RL | RAY | {"ray": {**RAY["ray"], "engines": 2, "rollouts": 1}},
+    ),  # weights go to another process
 }
 
 
@@ -54,10 +64,20 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
     path = tmp_path_factory.mktemp("model")
     characters = ["<pad>", "<eos>", "+", "=", "#", " ", *"0123456789"]
-    tokenizer = Tokenizer(models.WordLevel({c: i for i, c in enumerate(characters)}, unk_token="<pad>"))
+    tokenizer = Tokenizer(
+        models.WordLevel({c: i for i, c in enumerate(characters)}, unk_token="<pad>")
+    )
     tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex("."), "isolated")
-    PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token="<pad>", eos_token="<eos>").save_pretrained(path)
-    sizes = {"vocab_size": 16, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "head_dim": 8}
+    PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, pad_token="<pad>", eos_token="<eos>"
+    ).save_pretrained(path)
+    sizes = {
+        "vocab_size": 16,
+        "hidden_size": 32,
+        "intermediate_size": 64,
+        "num_hidden_layers": 2,
+        "head_dim": 8,
+    }
     heads = {
         "num_attention_heads": 4,
         "num_key_value_heads": 2,
@@ -68,12 +88,16 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     with torch.random.fork_rng():
         torch.manual_seed(0)
         Qwen3ForCausalLM(Qwen3Config(**sizes, **heads, initializer_range=0.2)).save_pretrained(path)
-    rows = [{"prompt": f"{a}+{b}=", "response": str((a + b) % 10)} for a in range(8) for b in range(8)]
+    rows = [
+        {"prompt": f"{a}+{b}=", "response": str((a + b) % 10)} for a in range(8) for b in range(8)
+    ]
     (path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     return path
 
 
-def train(kind: str, device: str, model: Path, out: Path) -> tuple[list[dict[str, Any]], dict[str, torch.Tensor]]:
+def train(
+    kind: str, device: str, model: Path, out: Path
+) -> tuple[list[dict[str, Any]], dict[str, torch.Tensor]]:
     """The metrics of each step, and the weights and moments after the last one."""
     command, sections = KINDS[kind]
     tree = CONFIG | sections | {"data": {"source": str(model / "rows.jsonl")}}
@@ -87,14 +111,28 @@ def train(kind: str, device: str, model: Path, out: Path) -> tuple[list[dict[str
         "OMP_NUM_THREADS": "1",
         SIMULATED_NPU: "1" if device == "npu" else "",
     }
-    done = subprocess.run([sys.executable, "-c", RUN, command, str(file), *given], capture_output=True, text=True, check=False,
-                          timeout=DEADLINE_S, env=environment)  # fmt: skip
+    done = subprocess.run(
+        [sys.executable, "-c", RUN, command, str(file), *given],
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=DEADLINE_S,
+        env=environment,
+    )
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-3000:]
     rows = [
-        row for line in (out / "metrics.jsonl").read_text().splitlines() if "train/loss" in (row := json.loads(line))
+        row
+        for line in (out / "metrics.jsonl").read_text().splitlines()
+        if "train/loss" in (row := json.loads(line))
     ]
-    files = [file for file in sorted(out.rglob("*.safetensors")) if file.is_relative_to(out / "checkpoints")]
-    return rows, {f"{file.name} {key}": tensor for file in files for key, tensor in load_file(file).items()}
+    files = [
+        file
+        for file in sorted(out.rglob("*.safetensors"))
+        if file.is_relative_to(out / "checkpoints")
+    ]
+    return rows, {
+        f"{file.name} {key}": tensor for file in files for key, tensor in load_file(file).items()
+    }
 
 
 @pytest.mark.slow
@@ -103,7 +141,9 @@ def train(kind: str, device: str, model: Path, out: Path) -> tuple[list[dict[str
 def test_a_run_is_the_cpu_s(kind: str, model: Path, tmp_path: Path) -> None:
     if kind == "ray":
         pytest.importorskip("ray")
-    (here, wanted), (there, found) = (train(kind, device, model, tmp_path / device) for device in ("cpu", "npu"))
+    (here, wanted), (there, found) = (
+        train(kind, device, model, tmp_path / device) for device in ("cpu", "npu")
+    )
     assert len(here) == len(there) == 3
     for row, other in zip(here, there, strict=True):
         assert other["train/loss"] == pytest.approx(row["train/loss"], rel=1e-4, abs=1e-6)
@@ -120,7 +160,9 @@ def test_ranks_under_ray_join_the_device_s_groups(monkeypatch: pytest.MonkeyPatc
     from engine_trainer.ray.workers import EngineWorker
 
     joined: list[str] = []
-    monkeypatch.setattr("torch.distributed.init_process_group", lambda groups, **_: joined.append(groups))
+    monkeypatch.setattr(
+        "torch.distributed.init_process_group", lambda groups, **_: joined.append(groups)
+    )
     monkeypatch.setattr("engine_trainer.ray.workers.reach_store", lambda *_: None)
     monkeypatch.setattr(os, "environ", dict(os.environ))
     fake = SimpleNamespace(device_count=lambda: 1, set_device=lambda _: None)
@@ -134,7 +176,9 @@ def test_ranks_under_ray_join_the_device_s_groups(monkeypatch: pytest.MonkeyPatc
 
 def test_the_local_rollout_says_what_an_npu_lacks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv(SIMULATED_NPU, raising=False)
-    monkeypatch.setattr(probe, "look", lambda: Host(npus=8, driver=True, visible=8, torch="2.12.0+cpu"))
+    monkeypatch.setattr(
+        probe, "look", lambda: Host(npus=8, driver=True, visible=8, torch="2.12.0+cpu")
+    )
     with pytest.raises(PluginUnavailable, match="cannot run on device 'npu' here") as caught:
         RolloutRegistry.resolve(backend="local", device="npu")
     assert "8 NPUs, but torch_npu is not installed" in caught.value.trace[0]

@@ -34,7 +34,15 @@ class Background:
         if not self.go.wait(timeout_s):
             raise TimeoutError
         reason = "abort" if self.aborted.is_set() else "stop"
-        return [Completion(prompt_index=0, tokens=[7], log_probs=[-0.5], weight_versions=[3], finish_reason=reason)]
+        return [
+            Completion(
+                prompt_index=0,
+                tokens=[7],
+                log_probs=[-0.5],
+                weight_versions=[3],
+                finish_reason=reason,
+            )
+        ]
 
     def abort(self):
         self.aborted.set()

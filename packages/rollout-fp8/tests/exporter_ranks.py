@@ -32,7 +32,9 @@ class Shards:
 
     capabilities = frozenset({Capability.EXPORT_SHARDS})
 
-    def __init__(self, weights: dict[str, Tensor], rank: int, world: int, layout: Layout = "rows") -> None:
+    def __init__(
+        self, weights: dict[str, Tensor], rank: int, world: int, layout: Layout = "rows"
+    ) -> None:
         self.weights, self.rank, self.world, self.layout = weights, rank, world, layout
 
     def get_per_tensor_param_shard(self) -> Iterator[tuple[str, Tensor, ShardSpec]]:
@@ -44,12 +46,22 @@ class Shards:
                 # The first half on rank 0, and so on: each rank reads far ahead of the others.
                 holder = index * self.world // len(self.weights)
                 empty = whole.new_empty((0, *whole.shape[1:])), ShardSpec.nothing(whole.shape)
-                yield name, *((whole, ShardSpec.whole(whole.shape)) if holder == self.rank else empty)
+                yield (
+                    name,
+                    *((whole, ShardSpec.whole(whole.shape)) if holder == self.rank else empty),
+                )
                 continue
             size = -(-len(whole) // self.world)
             rows = whole[self.rank * size : (self.rank + 1) * size]
-            offset = (min(self.rank * size, len(whole)) if len(rows) else 0, *[0] * (whole.dim() - 1))
-            yield name, rows, ShardSpec(global_shape=tuple(whole.shape), offset=offset, shape=tuple(rows.shape))
+            offset = (
+                min(self.rank * size, len(whole)) if len(rows) else 0,
+                *[0] * (whole.dim() - 1),
+            )
+            yield (
+                name,
+                rows,
+                ShardSpec(global_shape=tuple(whole.shape), offset=offset, shape=tuple(rows.shape)),
+            )
 
 
 def exporter(folder: Path, quantization: str, **kwargs) -> Exporter:
@@ -64,7 +76,9 @@ def exporter(folder: Path, quantization: str, **kwargs) -> Exporter:
 
 
 def run(rank: int, world: int, folder: str, settings: list[tuple[str, Layout, str]]) -> None:
-    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=world)
+    dist.init_process_group(
+        "gloo", init_method=f"file://{folder}/store", rank=rank, world_size=world
+    )
     home = Path(folder, str(rank))
     home.mkdir()
     for quantization, layout, scales in settings:
@@ -72,11 +86,15 @@ def run(rank: int, world: int, folder: str, settings: list[tuple[str, Layout, st
     dist.destroy_process_group()
 
 
-def compare(rank: int, world: int, home: Path, quantization: str, layout: Layout, scales: str) -> None:
+def compare(
+    rank: int, world: int, home: Path, quantization: str, layout: Layout, scales: str
+) -> None:
     export = exporter(home, quantization, bucket_bytes=200_000, options={"scales": scales})
     for version in range(2):
         weights = checkpoint(version)
-        if quantization == "none":  # five elements a rank of two: no whole number of 32-bit words in bfloat16
+        if (
+            quantization == "none"
+        ):  # five elements a rank of two: no whole number of 32-bit words in bfloat16
             weights["model.norm.bias"] = torch.arange(10.0) + version
         stream = export.export(Shards(weights, rank, world, layout))
         got = {name: tensor.clone() for name, tensor in stream}
@@ -89,26 +107,38 @@ def compare(rank: int, world: int, home: Path, quantization: str, layout: Layout
         assert got.keys() == want.keys() == stream.plan.tensors.keys()
         sums = stream.checksums()
         for name, tensor in want.items():
-            assert torch.equal(got[name].view(torch.uint8), tensor.view(torch.uint8)), (rank, version, name)
+            assert torch.equal(got[name].view(torch.uint8), tensor.view(torch.uint8)), (
+                rank,
+                version,
+                name,
+            )
             assert sums[name] == checksum(tensor, ShardSpec.whole(tensor.shape)) % (1 << 64), name
     if quantization == "fp8" and layout == "rows":
         # 384 rows on two ranks end in the middle of a block, 256 and 512 do not.
         late = {name for name in stream.plan.notes if "down_proj" not in name}
-        assert late == ({n for n in weights if "gate_proj" in n or "up_proj" in n} if world == 2 else late)
+        assert late == (
+            {n for n in weights if "gate_proj" in n or "up_proj" in n} if world == 2 else late
+        )
         assert not any("o_proj" in name for name in stream.plan.notes) or world != 2
 
 
 def poisoned(rank: int, world: int, folder: str) -> None:
-    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=world)
+    dist.init_process_group(
+        "gloo", init_method=f"file://{folder}/store", rank=rank, world_size=world
+    )
     home = Path(folder, str(rank))
     home.mkdir()
     weights = checkpoint(0)
     if rank == 1:
-        weights["model.layers.1.self_attn.o_proj.weight"][200, 3] = float("nan")  # in this rank's rows only
+        weights["model.layers.1.self_attn.o_proj.weight"][200, 3] = float(
+            "nan"
+        )  # in this rank's rows only
     stream = exporter(home, "fp8").export(Shards(weights, rank, world))
     for _ in stream:
         pass
-    with pytest.raises(RolloutError, match=r"not finite: model\.layers\.1\.self_attn\.o_proj\.weight"):
+    with pytest.raises(
+        RolloutError, match=r"not finite: model\.layers\.1\.self_attn\.o_proj\.weight"
+    ):
         stream.checksums()
     dist.destroy_process_group()
 
@@ -118,18 +148,24 @@ class Lora:
 
     capabilities = frozenset({Capability.EXPORT_SHARDS, Capability.LORA})
 
-    def __init__(self, base: Mapping[str, Tensor], adapter: Mapping[str, Tensor], rank: int = 0) -> None:
+    def __init__(
+        self, base: Mapping[str, Tensor], adapter: Mapping[str, Tensor], rank: int = 0
+    ) -> None:
         self.base, self.adapter, self.rank = dict(base), dict(adapter), rank
         self.asked: list[str] = []
 
-    def get_per_tensor_param(self, *, dtype: torch.dtype, adapter: str) -> Iterator[tuple[str, Tensor]]:
+    def get_per_tensor_param(
+        self, *, dtype: torch.dtype, adapter: str
+    ) -> Iterator[tuple[str, Tensor]]:
         self.asked.append(adapter)
         for name, tensor in self.adapter.items():
             if dist.is_initialized():
                 dist.barrier()  # whole tensors are gathered
             yield name, tensor.to(dtype)
 
-    def get_per_tensor_param_shard(self, *, adapter: str) -> Iterator[tuple[str, Tensor, ShardSpec]]:
+    def get_per_tensor_param_shard(
+        self, *, adapter: str
+    ) -> Iterator[tuple[str, Tensor, ShardSpec]]:
         self.asked.append(adapter)
         for name, tensor in self.base.items():
             yield name, tensor, ShardSpec.whole(tensor.shape, replica=self.rank)
@@ -137,10 +173,14 @@ class Lora:
 
 def share_adapter(rank: int, world: int, folder: str) -> None:
     """Rank 0 serves, the other only takes part; with the base weights, without, and after an adapter half read."""
-    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=world)
+    dist.init_process_group(
+        "gloo", init_method=f"file://{folder}/store", rank=rank, world_size=world
+    )
     home = Path(folder, str(rank))
     home.mkdir()
-    engine = Lora({"model.norm.weight": torch.ones(4)}, {"a": torch.ones(2), "b": torch.ones(3)}, rank)
+    engine = Lora(
+        {"model.norm.weight": torch.ones(4)}, {"a": torch.ones(2), "b": torch.ones(3)}, rank
+    )
     export = exporter(home, "none", lora=LoraConfig(rank=1))
     for needed, half in ((True, False), (False, False), (False, True)):
         stream = export.export(engine)
@@ -175,7 +215,9 @@ class Listed(Shards):
         elif what == "dtype":
             self.weights[KEYS] = self.weights[KEYS].bfloat16()
         elif what == "shape":
-            self.weights[KEYS] = torch.zeros(2 * len(self.weights[KEYS]), self.weights[KEYS].shape[1])
+            self.weights[KEYS] = torch.zeros(
+                2 * len(self.weights[KEYS]), self.weights[KEYS].shape[1]
+            )
         else:
             self.weights[KEYS] = None  # type: ignore[assignment] - the engine's own failure
 
@@ -194,7 +236,11 @@ DIFFERENT = {  # what rank 1 does otherwise: what every rank's error says
 def different(rank: int, world: int, folder: str) -> None:
     """Every rank raises at once and the next collective is whole again."""
     dist.init_process_group(
-        "gloo", init_method=f"file://{folder}/store", rank=rank, world_size=world, timeout=timedelta(seconds=20)
+        "gloo",
+        init_method=f"file://{folder}/store",
+        rank=rank,
+        world_size=world,
+        timeout=timedelta(seconds=20),
     )
     home = Path(folder, str(rank))
     home.mkdir()
@@ -203,7 +249,9 @@ def different(rank: int, world: int, folder: str) -> None:
             exporter(home, "none").export(Listed(what, rank, world))
     with pytest.raises(TypeError if rank == 1 else RankFailure, match="NoneType"):
         exporter(home, "none").export(Listed("failure", rank, world))
-    assert len(list(exporter(home, "none").export(Shards(checkpoint(0), rank, world)))) == len(checkpoint(0))
+    assert len(list(exporter(home, "none").export(Shards(checkpoint(0), rank, world)))) == len(
+        checkpoint(0)
+    )
     dist.destroy_process_group()
 
 
@@ -221,7 +269,11 @@ class Failing(Shards):
             elif self.what == "dtype":
                 yield name, shard.bfloat16(), spec
             elif self.what == "layout":
-                yield name, torch.cat([shard, shard], 1)[:, : shard.shape[1]], spec  # rows that lie apart
+                yield (
+                    name,
+                    torch.cat([shard, shard], 1)[:, : shard.shape[1]],
+                    spec,
+                )  # rows that lie apart
             else:
                 raise MemoryError("no memory on rank 1")
 
@@ -229,17 +281,31 @@ class Failing(Shards):
 def failing(rank: int, world: int, folder: str) -> None:
     """One rank fails at its first sync's data, in a later bucket, and in what is gathered before it is quantized."""
     dist.init_process_group(
-        "gloo", init_method=f"file://{folder}/store", rank=rank, world_size=world, timeout=timedelta(seconds=20)
+        "gloo",
+        init_method=f"file://{folder}/store",
+        rank=rank,
+        world_size=world,
+        timeout=timedelta(seconds=20),
     )
     home = Path(folder, str(rank))
     home.mkdir()
     export = exporter(home, "fp8", bucket_bytes=200_000)
     late = "model.layers.1.mlp.up_proj.weight"  # see `compare`: its rows on two ranks end within a block
-    good = {name: tensor.clone() for name, tensor in export.export(Shards(checkpoint(0), rank, world))}
-    for what, name in (("dtype", KEYS), ("dtype", late), ("layout", KEYS), ("raises", KEYS), ("raises", late)):
+    good = {
+        name: tensor.clone() for name, tensor in export.export(Shards(checkpoint(0), rank, world))
+    }
+    for what, name in (
+        ("dtype", KEYS),
+        ("dtype", late),
+        ("layout", KEYS),
+        ("raises", KEYS),
+        ("raises", late),
+    ):
         stream = export.export(Failing(what, name, rank, world))
         if rank == 1:
-            with pytest.raises(MemoryError if what == "raises" else RolloutError, match=r"rank 1|first sync"):
+            with pytest.raises(
+                MemoryError if what == "raises" else RolloutError, match=r"rank 1|first sync"
+            ):
                 list(stream)
         else:
             list(stream)

@@ -11,9 +11,17 @@ HIDDEN, INNER, HEADS, KV_HEADS, HEAD, VOCAB = 256, 384, 4, 2, 128, 300
 
 
 # Of config.json: Hugging Face's model of these names and shapes.
-CONFIG = {"architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": HIDDEN, "intermediate_size": INNER,
-          "num_attention_heads": HEADS, "num_key_value_heads": KV_HEADS, "head_dim": HEAD, "vocab_size": VOCAB,
-          "num_hidden_layers": 2}  # fmt: skip
+CONFIG = {
+    "architectures": ["LlamaForCausalLM"],
+    "model_type": "llama",
+    "hidden_size": HIDDEN,
+    "intermediate_size": INNER,
+    "num_attention_heads": HEADS,
+    "num_key_value_heads": KV_HEADS,
+    "head_dim": HEAD,
+    "vocab_size": VOCAB,
+    "num_hidden_layers": 2,
+}
 
 
 def checkpoint_shapes(layers: int = 2, experts: int = 0) -> dict[str, tuple[int, ...]]:
@@ -22,13 +30,21 @@ def checkpoint_shapes(layers: int = 2, experts: int = 0) -> dict[str, tuple[int,
     for i in range(layers):
         at = f"model.layers.{i}"
         shapes |= {
-            f"{at}.self_attn.q_proj.weight": (HEADS * HEAD, HIDDEN), f"{at}.self_attn.k_proj.weight": (KV_HEADS * HEAD, HIDDEN),
-            f"{at}.self_attn.v_proj.weight": (KV_HEADS * HEAD, HIDDEN), f"{at}.self_attn.o_proj.weight": (HIDDEN, HEADS * HEAD),
-            f"{at}.input_layernorm.weight": (HIDDEN,), f"{at}.post_attention_layernorm.weight": (HIDDEN,),
-        }  # fmt: skip
-        for mlp in [f"{at}.mlp"] if not experts else [f"{at}.mlp.experts.{e}" for e in range(experts)]:
-            shapes |= {f"{mlp}.gate_proj.weight": (INNER, HIDDEN), f"{mlp}.up_proj.weight": (INNER, HIDDEN),
-                       f"{mlp}.down_proj.weight": (HIDDEN, INNER)}  # fmt: skip
+            f"{at}.self_attn.q_proj.weight": (HEADS * HEAD, HIDDEN),
+            f"{at}.self_attn.k_proj.weight": (KV_HEADS * HEAD, HIDDEN),
+            f"{at}.self_attn.v_proj.weight": (KV_HEADS * HEAD, HIDDEN),
+            f"{at}.self_attn.o_proj.weight": (HIDDEN, HEADS * HEAD),
+            f"{at}.input_layernorm.weight": (HIDDEN,),
+            f"{at}.post_attention_layernorm.weight": (HIDDEN,),
+        }
+        for mlp in (
+            [f"{at}.mlp"] if not experts else [f"{at}.mlp.experts.{e}" for e in range(experts)]
+        ):
+            shapes |= {
+                f"{mlp}.gate_proj.weight": (INNER, HIDDEN),
+                f"{mlp}.up_proj.weight": (INNER, HIDDEN),
+                f"{mlp}.down_proj.weight": (HIDDEN, INNER),
+            }
     return shapes | {"model.norm.weight": (HIDDEN,), "lm_head.weight": (VOCAB, HIDDEN)}
 
 
@@ -36,7 +52,8 @@ def checkpoint(seed: int, dtype: torch.dtype = torch.float32, **kwargs: int) -> 
     """Random weights of those names."""
     generator = torch.Generator().manual_seed(seed)
     return {
-        name: torch.randn(shape, generator=generator).to(dtype) for name, shape in checkpoint_shapes(**kwargs).items()
+        name: torch.randn(shape, generator=generator).to(dtype)
+        for name, shape in checkpoint_shapes(**kwargs).items()
     }
 
 
@@ -46,8 +63,16 @@ class ServedModel(nn.Module):
     ``fp8``: projections are e4m3 with block scales. ``packs``: a rank's own order of gate and up, as some kernels want.
     """
 
-    def __init__(self, *, tp: int = 1, rank: int = 0, fp8: bool = False, dtype: torch.dtype = torch.float32, layers: int = 2,
-                 packs: bool = False) -> None:  # fmt: skip
+    def __init__(
+        self,
+        *,
+        tp: int = 1,
+        rank: int = 0,
+        fp8: bool = False,
+        dtype: torch.dtype = torch.float32,
+        layers: int = 2,
+        packs: bool = False,
+    ) -> None:
         super().__init__()
         self.tp, self.rank, self.fp8, self.dtype, self.packs = tp, rank, fp8, dtype, packs
         self.names: dict[str, nn.Parameter] = {}
@@ -88,17 +113,28 @@ class ServedModel(nn.Module):
     def _linear(self, name: str, rows: int, columns: int) -> None:
         self._add(f"{name}.weight", (rows, columns), torch.float8_e4m3fn if self.fp8 else None)
         if self.fp8:
-            self._add(f"{name}.weight_scale_inv", (-(-rows // 128), -(-columns // 128)), torch.float32)
+            self._add(
+                f"{name}.weight_scale_inv", (-(-rows // 128), -(-columns // 128)), torch.float32
+            )
 
     def _load(self, name: str, tensor: Tensor) -> None:
-        fused = {"q_proj": ("qkv_proj", 0), "k_proj": ("qkv_proj", HEADS), "v_proj": ("qkv_proj", HEADS + KV_HEADS),
-                 "gate_proj": ("gate_up_proj", 0), "up_proj": ("gate_up_proj", 1)}  # fmt: skip
+        fused = {
+            "q_proj": ("qkv_proj", 0),
+            "k_proj": ("qkv_proj", HEADS),
+            "v_proj": ("qkv_proj", HEADS + KV_HEADS),
+            "gate_proj": ("gate_up_proj", 0),
+            "up_proj": ("gate_up_proj", 1),
+        }
         layer = name.split(".")[-2]
         if layer in fused:
             into, place = fused[layer]
             target = self.names[name.replace(layer, into)]
             part = tensor.chunk(self.tp, 0)[self.rank]
-            start = place * (len(target) // 2 if into == "gate_up_proj" else len(target) // (HEADS + 2 * KV_HEADS))
+            start = place * (
+                len(target) // 2
+                if into == "gate_up_proj"
+                else len(target) // (HEADS + 2 * KV_HEADS)
+            )
             target.data.narrow(0, start, len(part)).copy_(part)
         elif layer in ("o_proj", "down_proj"):
             self.names[name].data.copy_(tensor.chunk(self.tp, 1)[self.rank])

@@ -40,7 +40,10 @@ class Engine:
         self.arguments = arguments
         self.config = json.loads((Path(arguments["model_path"]) / "config.json").read_text())
         self.inherited = dict(os.environ)  # by the processes that SGLang starts here
-        os.environ |= {"NCCL_ALGO": "allreduce:tree", "NCCL_DEBUG": "TRACE"}  # SGLang does all this for its processes
+        os.environ |= {
+            "NCCL_ALGO": "allreduce:tree",
+            "NCCL_DEBUG": "TRACE",
+        }  # SGLang does all this for its processes
         logging.basicConfig(level=logging.ERROR, force=True)
         multiprocessing.set_start_method("spawn", force=True)
         self.loop = asyncio.new_event_loop()
@@ -90,14 +93,19 @@ class Engine:
         told = self.refuse or reason
         return {
             "output_ids": tokens,
-            "meta_info": {"finish_reason": told, "output_token_logprobs": [(-t / 100, t, None) for t in tokens]},
+            "meta_info": {
+                "finish_reason": told,
+                "output_token_logprobs": [(-t / 100, t, None) for t in tokens],
+            },
         }
 
     def _abort(self, rid: str) -> None:
         if rid in self.running:  # SGLang passes over others
             self.aborted.add(rid)
 
-    def update_weights_from_tensor(self, named_tensors: Any, load_format: str, flush_cache: bool) -> tuple[bool, str]:
+    def update_weights_from_tensor(
+        self, named_tensors: Any, load_format: str, flush_cache: bool
+    ) -> tuple[bool, str]:
         assert (load_format, flush_cache) == ("rollout_fp8.sglang.loader.load", False)
         assert all(tensor.numel() == 0 for _, tensor in named_tensors)
         return self.loop.run_until_complete(self._update(named_tensors))
@@ -133,7 +141,9 @@ def engine(monkeypatch):
     monkeypatch.setitem(sys.modules, "sglang", module)
     for name in ("NCCL_ALGO", "NCCL_DEBUG"):  # the engine below sets them
         monkeypatch.setenv(name, "")
-    monkeypatch.setattr("torch.distributed.get_rank", lambda: 0)  # of the scheduler, which is a thread here
+    monkeypatch.setattr(
+        "torch.distributed.get_rank", lambda: 0
+    )  # of the scheduler, which is a thread here
     monkeypatch.setattr("rollout_fp8.versions.check", lambda *args, **kwargs: None)
     Engine.made.clear()
     # An engine that a test makes by itself takes the root logger, as SGLang's does: for that test alone.
@@ -160,7 +170,11 @@ def make(folder):
         plugin = EnginePlugin(name="sglang", contract=CONTRACT, rows=(row,))
         resolution = Resolution(plugin=plugin, row=row, device="cpu", source="test", trace=())
         given = {"dtype": "float32", "eos_token_ids": (9,)} | options
-        made.append(SglangRollout(resolution=resolution, model=ModelSource(path=str(folder)), pad_token_id=0, **given))
+        made.append(
+            SglangRollout(
+                resolution=resolution, model=ModelSource(path=str(folder)), pad_token_id=0, **given
+            )
+        )
         return made[-1]
 
     yield build

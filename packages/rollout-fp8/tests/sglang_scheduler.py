@@ -24,7 +24,9 @@ def scheduler(pipe: Any, tp: int, rank: int, store: str) -> None:
         loader.load(model, [(address, torch.empty(0))])
         dist.barrier()  # so does SGLang, after every update
         pipe.send((True, "Success"))
-    pipe.send({name: bytes(p.detach().view(torch.uint8).numpy()) for name, p in model.named_parameters()})
+    pipe.send(
+        {name: bytes(p.detach().view(torch.uint8).numpy()) for name, p in model.named_parameters()}
+    )
 
 
 def _broken(defect: str) -> Any:

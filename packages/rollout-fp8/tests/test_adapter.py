@@ -29,9 +29,16 @@ from rollout_fp8.server import Server, Service
 
 LORA = LoraConfig(rank=2, alpha=3.0, target_modules=("q_proj", "down_proj"))
 CONFIG = Qwen3Config(
-    vocab_size=48, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
-    head_dim=8, tie_word_embeddings=False, architectures=["Qwen3ForCausalLM"],
-)  # fmt: skip
+    vocab_size=48,
+    hidden_size=32,
+    intermediate_size=48,
+    num_hidden_layers=2,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    head_dim=8,
+    tie_word_embeddings=False,
+    architectures=["Qwen3ForCausalLM"],
+)
 Q, DOWN = f"{PREFIX}model.layers.0.self_attn.q_proj", f"{PREFIX}model.layers.1.mlp.down_proj"
 
 
@@ -50,28 +57,43 @@ def expected(model: ModelSource) -> Expected:
 def adapter(expected: Expected, seed: int = 0, **changed: Tensor) -> Adapter:
     """Random tensors of the names and shapes that are expected; ``changed`` by the end of their names."""
     generator = torch.Generator().manual_seed(seed)
-    tensors = {name: torch.randn(shape, generator=generator) for name, shape in expected.shapes.items()}
+    tensors = {
+        name: torch.randn(shape, generator=generator) for name, shape in expected.shapes.items()
+    }
     return Adapter(lora=LORA, tensors=tensors | changed)
 
 
 @pytest.mark.parametrize(
     ("targets", "layers"),
-    [(("q_proj", "down_proj"), {"q_proj", "down_proj"}), ("all-linear", {*"qkvo", "gate", "up", "down"}),
-     (r".*\.1\.mlp\..*_proj", {"gate", "up", "down"}), (("layers.0.self_attn.k_proj",), {"k"})],
+    [
+        (("q_proj", "down_proj"), {"q_proj", "down_proj"}),
+        ("all-linear", {*"qkvo", "gate", "up", "down"}),
+        (r".*\.1\.mlp\..*_proj", {"gate", "up", "down"}),
+        (("layers.0.self_attn.k_proj",), {"k"}),
+    ],
     ids=str,
-)  # fmt: skip
+)
 def test_names_and_shapes_are_pefts_own(model: ModelSource, targets: Any, layers: set[str]) -> None:
     peft = pytest.importorskip("peft")
     lora = replace(LORA, target_modules=targets)
-    whole = peft.get_peft_model(AutoModelForCausalLM.from_config(CONFIG), peft.LoraConfig(**_peft(lora)))
-    want = {name: tuple(tensor.shape) for name, tensor in peft.get_peft_model_state_dict(whole).items()}
+    whole = peft.get_peft_model(
+        AutoModelForCausalLM.from_config(CONFIG), peft.LoraConfig(**_peft(lora))
+    )
+    want = {
+        name: tuple(tensor.shape) for name, tensor in peft.get_peft_model_state_dict(whole).items()
+    }
     found = Expected.of(model, lora)
     assert found.shapes == want
     assert set(found.layers) == {layer if "_" in layer else f"{layer}_proj" for layer in layers}
 
 
 def _peft(lora: LoraConfig) -> dict[str, Any]:
-    return {"r": lora.rank, "lora_alpha": lora.alpha, "target_modules": lora.target_modules, "task_type": "CAUSAL_LM"}
+    return {
+        "r": lora.rank,
+        "lora_alpha": lora.alpha,
+        "target_modules": lora.target_modules,
+        "task_type": "CAUSAL_LM",
+    }
 
 
 def test_targets_that_fit_nothing_are_refused(model: ModelSource) -> None:
@@ -82,11 +104,16 @@ def test_targets_that_fit_nothing_are_refused(model: ModelSource) -> None:
 
 @pytest.mark.parametrize(
     ("name", "tensor", "said"),
-    [(f"{Q}.lora_A.weight", torch.zeros(2, 31), r"shape \[2, 31\], the model needs \[2, 32\]"),
-     (f"{DOWN}.lora_B.weight", torch.full((32, 2), float("inf")), "not finite"),
-     (f"{Q}.lora_A.wieght", torch.zeros(2, 32), "no such layer"), (f"{Q}.lora_B.weight", None, "missing")],
-)  # fmt: skip
-def test_a_tensor_that_does_not_fit_is_named(expected: Expected, name: str, tensor: Tensor | None, said: str) -> None:
+    [
+        (f"{Q}.lora_A.weight", torch.zeros(2, 31), r"shape \[2, 31\], the model needs \[2, 32\]"),
+        (f"{DOWN}.lora_B.weight", torch.full((32, 2), float("inf")), "not finite"),
+        (f"{Q}.lora_A.wieght", torch.zeros(2, 32), "no such layer"),
+        (f"{Q}.lora_B.weight", None, "missing"),
+    ],
+)
+def test_a_tensor_that_does_not_fit_is_named(
+    expected: Expected, name: str, tensor: Tensor | None, said: str
+) -> None:
     given = dict(adapter(expected).tensors)
     given |= {} if tensor is None else {name: tensor}
     if tensor is None:
@@ -96,19 +123,30 @@ def test_a_tensor_that_does_not_fit_is_named(expected: Expected, name: str, tens
         expected.check(Adapter(lora=LORA, tensors=given))
 
 
-def test_the_folder_is_pefts_whole_and_gone_afterwards(expected: Expected, tmp_path: Path, monkeypatch) -> None:
+def test_the_folder_is_pefts_whole_and_gone_afterwards(
+    expected: Expected, tmp_path: Path, monkeypatch
+) -> None:
     monkeypatch.setattr(adapters, "SHARED_MEMORY", tmp_path)
     one = adapter(expected)
     with folder_of(one) as folder:
         assert folder.parent.parent == tmp_path
-        assert {file.name for file in folder.iterdir()} == {"adapter_model.safetensors", "adapter_config.json"}
-        assert [child.name for child in folder.parent.iterdir()] == [folder.name]  # nothing that is half written
+        assert {file.name for file in folder.iterdir()} == {
+            "adapter_model.safetensors",
+            "adapter_config.json",
+        }
+        assert [child.name for child in folder.parent.iterdir()] == [
+            folder.name
+        ]  # nothing that is half written
         again = read_folder(folder, one.checksums())
         peft = pytest.importorskip("peft")
         loaded = peft.PeftModel.from_pretrained(AutoModelForCausalLM.from_config(CONFIG), folder)
         found = peft.get_peft_model_state_dict(loaded)
     assert not list(tmp_path.iterdir())
-    assert (again.lora.rank, again.lora.alpha, again.checksums()) == (LORA.rank, LORA.alpha, one.checksums())
+    assert (again.lora.rank, again.lora.alpha, again.checksums()) == (
+        LORA.rank,
+        LORA.alpha,
+        one.checksums(),
+    )
     for name, tensor in one.tensors.items():
         assert torch.equal(again.tensors[name], tensor)
         assert torch.equal(found[name], tensor)
@@ -192,7 +230,9 @@ def test_base_weights_are_sent_once_and_after_they_were_lost(
     ]
 
 
-def test_a_bad_adapter_does_not_cost_the_base_weights(engine: Lora, exporter: Exporter, expected: Expected) -> None:
+def test_a_bad_adapter_does_not_cost_the_base_weights(
+    engine: Lora, exporter: Exporter, expected: Expected
+) -> None:
     session, good = AdapterSession(Keeper(), expected, audit=True), dict(engine.adapter)
     session.run(exporter.export(engine), 0)
     engine.adapter = {name: tensor * float("nan") for name, tensor in good.items()}
@@ -204,15 +244,24 @@ def test_a_bad_adapter_does_not_cost_the_base_weights(engine: Lora, exporter: Ex
 
 @pytest.mark.parametrize(
     ("spoil", "said"),
-    [(lambda sums: Held(error="ValueError: rank 2 is too large"), "rank 2 is too large"),
-     (lambda sums: Held(sums=sums | {f"{Q}.lora_B.weight": 1}), f"{Q}.lora_B.weight"),
-     (lambda sums: Held(sums={n: s for n, s in sums.items() if "down" not in n}), f"{PREFIX}model.layers.0.mlp.down_proj"),
-     (lambda sums: Held(sums=sums | {"another": 1}), "another"),
-     (lambda sums: Held(sums=sums, wrong=["model.layers.0.self_attn.qkv_proj"]), "qkv_proj")],
+    [
+        (lambda sums: Held(error="ValueError: rank 2 is too large"), "rank 2 is too large"),
+        (lambda sums: Held(sums=sums | {f"{Q}.lora_B.weight": 1}), f"{Q}.lora_B.weight"),
+        (
+            lambda sums: Held(sums={n: s for n, s in sums.items() if "down" not in n}),
+            f"{PREFIX}model.layers.0.mlp.down_proj",
+        ),
+        (lambda sums: Held(sums=sums | {"another": 1}), "another"),
+        (lambda sums: Held(sums=sums, wrong=["model.layers.0.self_attn.qkv_proj"]), "qkv_proj"),
+    ],
     ids=["error", "other", "absent", "more", "kernels"],
-)  # fmt: skip
+)
 def test_what_workers_hold_otherwise_is_named(
-    engine: Lora, exporter: Exporter, expected: Expected, spoil: Callable[[dict[str, int]], Held], said: str
+    engine: Lora,
+    exporter: Exporter,
+    expected: Expected,
+    spoil: Callable[[dict[str, int]], Held],
+    said: str,
 ) -> None:
     keeper = Keeper()
     keeper.spoil = spoil
@@ -224,7 +273,10 @@ def test_what_workers_hold_otherwise_is_named(
 def test_the_factor_is_multiplied_into_b_as_servers_do() -> None:
     a, b = torch.randn(2, 4).bfloat16(), torch.randn(6, 2).bfloat16()
     one = Adapter(lora=LORA, tensors={"x.lora_A.weight": a, "x.lora_B.weight": b})
-    assert one.checksums() == {"x.lora_A.weight": whole_checksum(a), "x.lora_B.weight": whole_checksum(b * 1.5)}
+    assert one.checksums() == {
+        "x.lora_A.weight": whole_checksum(a),
+        "x.lora_B.weight": whole_checksum(b * 1.5),
+    }
 
 
 def test_an_engine_without_adapters_is_refused(engine: Lora, exporter: Exporter) -> None:
@@ -264,7 +316,9 @@ class Hosted:
 @pytest.fixture
 def remote(expected: Expected) -> Iterator[tuple[Hosted, RemoteRollout]]:
     hosted: Any = Hosted(expected)
-    with Server(("127.0.0.1", 0), Service(hosted, "cpu", name="hosted", arguments={"lora": asdict(LORA)})) as server:
+    with Server(
+        ("127.0.0.1", 0), Service(hosted, "cpu", name="hosted", arguments={"lora": asdict(LORA)})
+    ) as server:
         thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.05})
         thread.start()
         made = RemoteRollout(name="hosted", device="cpu", arguments={"lora": LORA}, url=server.url)
@@ -279,7 +333,9 @@ def test_a_server_reads_the_folder_and_gets_base_weights_when_it_lacks_them(
     remote: tuple[Hosted, RemoteRollout], engine: Lora, exporter: Exporter
 ) -> None:
     hosted, made = remote
-    said = [made.update_weights(exporter.export(engine), version).num_tensors for version in range(2)]
+    said = [
+        made.update_weights(exporter.export(engine), version).num_tensors for version in range(2)
+    ]
     made.sleep()
     said.append(made.update_weights(exporter.export(engine), 2).num_tensors)
     assert said == [9, 8, 9]
@@ -292,7 +348,9 @@ def test_a_server_reads_the_folder_and_gets_base_weights_when_it_lacks_them(
 
 
 @pytest.mark.distributed
-def test_a_server_elsewhere_is_refused(remote: tuple[Hosted, RemoteRollout], engine: Lora, exporter: Exporter) -> None:
+def test_a_server_elsewhere_is_refused(
+    remote: tuple[Hosted, RemoteRollout], engine: Lora, exporter: Exporter
+) -> None:
     _, made = remote
     made._server.host = "10.0.0.1"
     with pytest.raises(ConfigError, match="another host"):

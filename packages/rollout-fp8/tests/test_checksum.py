@@ -21,7 +21,11 @@ DTYPES = (torch.float32, torch.bfloat16, torch.float8_e4m3fn, torch.uint8, torch
 def random_tensor(shape: tuple[int, ...], dtype: torch.dtype, seed: int) -> Tensor:
     size = dtype.itemsize
     data = torch.randint(
-        0, 256, (*shape[:-1], shape[-1] * size), dtype=torch.uint8, generator=torch.Generator().manual_seed(seed)
+        0,
+        256,
+        (*shape[:-1], shape[-1] * size),
+        dtype=torch.uint8,
+        generator=torch.Generator().manual_seed(seed),
     )
     return data.view(dtype) if shape[-1] else data.new_empty(shape).to(dtype)
 
@@ -36,7 +40,10 @@ def fmix32(h: int) -> int:
 
 
 def reference(whole: Tensor) -> int:
-    raw, row = whole.contiguous().view(torch.uint8).numpy().tobytes(), whole.shape[-1] * whole.element_size()
+    raw, row = (
+        whole.contiguous().view(torch.uint8).numpy().tobytes(),
+        whole.shape[-1] * whole.element_size(),
+    )
     width = 4 if row % 4 == 0 and whole.ndim > 1 else min(4, whole.element_size())
     words = [int.from_bytes(raw[i : i + width], "little") for i in range(0, len(raw), width)]
     total = sum(w * (fmix32(i % 2**32) + 1) for i, w in enumerate(words)) % 2**64
@@ -67,13 +74,18 @@ def test_it_is_the_sum_of_the_definition(shape: list[int], dtype: torch.dtype, s
 
 def test_scalars_and_empty_tensors() -> None:
     assert whole_sum(torch.tensor(1.5)) == 0x3FC00000
-    assert whole_sum(torch.empty(0, 4)) == 0 and checksum(torch.empty(0, 4), ShardSpec.nothing((8, 4))) == 0
+    assert (
+        whole_sum(torch.empty(0, 4)) == 0
+        and checksum(torch.empty(0, 4), ShardSpec.nothing((8, 4))) == 0
+    )
 
 
 def test_a_tensor_of_more_words_than_are_taken_at_once() -> None:
     tensor = random_tensor((3, 70_001), torch.float32, 1)
     rows = [
-        checksum(tensor[i : i + 1], ShardSpec(global_shape=(3, 70_001), offset=(i, 0), shape=(1, 70_001)))
+        checksum(
+            tensor[i : i + 1], ShardSpec(global_shape=(3, 70_001), offset=(i, 0), shape=(1, 70_001))
+        )
         for i in range(3)
     ]
     assert whole_sum(tensor) == reference(tensor)
@@ -84,7 +96,9 @@ def test_a_column_of_more_words_than_are_taken_at_once() -> None:
     tensor = random_tensor((700, 160), torch.float32, 2)
     halves = [(0, 100), (100, 160)]
     sums = [
-        checksum(tensor[:, a:b], ShardSpec(global_shape=(700, 160), offset=(0, a), shape=(700, b - a)))
+        checksum(
+            tensor[:, a:b], ShardSpec(global_shape=(700, 160), offset=(0, a), shape=(700, b - a))
+        )
         for a, b in halves
     ]
     assert np.int64(np.array(sums).sum()) == whole_sum(tensor) == reference(tensor)
@@ -96,7 +110,9 @@ def partitions(draw: st.DrawFn) -> tuple[Tensor, list[ShardSpec]]:
     shape = tuple(draw(st.lists(st.integers(1, 9), min_size=0, max_size=2)))
     dtype = draw(st.sampled_from(DTYPES))
     shape = (*shape, draw(st.integers(1, 30)) * (4 if draw(st.booleans()) else 1))
-    unit = max(4 // dtype.itemsize, 1) if len(shape) > 1 and shape[-1] * dtype.itemsize % 4 == 0 else 1
+    unit = (
+        max(4 // dtype.itemsize, 1) if len(shape) > 1 and shape[-1] * dtype.itemsize % 4 == 0 else 1
+    )
     boxes = [ShardSpec.whole(shape)]
     for _ in range(draw(st.integers(0, 6))):
         box = boxes.pop(draw(st.integers(0, len(boxes) - 1)))
@@ -106,7 +122,11 @@ def partitions(draw: st.DrawFn) -> tuple[Tensor, list[ShardSpec]]:
         for start, length in ((0, cut), (cut, box.shape[d] - cut)):
             offset = tuple(o + start * (i == d) for i, o in enumerate(box.offset))
             boxes.append(
-                ShardSpec(global_shape=shape, offset=offset, shape=(*box.shape[:d], length, *box.shape[d + 1 :]))
+                ShardSpec(
+                    global_shape=shape,
+                    offset=offset,
+                    shape=(*box.shape[:d], length, *box.shape[d + 1 :]),
+                )
             )
     return random_tensor(shape, dtype, draw(st.integers(0, 2**31))), boxes
 
@@ -131,7 +151,9 @@ def test_it_adds_over_boxes(partition: tuple[Tensor, list[ShardSpec]], contiguou
     dtype=st.sampled_from(DTYPES),
     data=st.data(),
 )
-def test_every_flipped_bit_is_seen(shape: tuple[int, int], dtype: torch.dtype, data: st.DataObject) -> None:
+def test_every_flipped_bit_is_seen(
+    shape: tuple[int, int], dtype: torch.dtype, data: st.DataObject
+) -> None:
     tensor = random_tensor(shape, dtype, data.draw(st.integers(0, 99)))
     before = whole_sum(tensor)
     raw = tensor.view(torch.uint8).view(-1)
@@ -155,7 +177,10 @@ def test_every_exchange_of_two_different_words_is_seen(data: st.DataObject, sign
 
 def test_rows_at_other_places_give_another_sum() -> None:
     part = random_tensor((4, 8), torch.bfloat16, 3)
-    sums = {checksum(part, ShardSpec(global_shape=(16, 8), offset=(i, 0), shape=(4, 8))) for i in range(12)}
+    sums = {
+        checksum(part, ShardSpec(global_shape=(16, 8), offset=(i, 0), shape=(4, 8)))
+        for i in range(12)
+    }
     assert len(sums) == 12
 
 
@@ -182,14 +207,22 @@ def box(offset: tuple[int, ...], shape: tuple[int, ...], whole: tuple[int, ...])
 @pytest.mark.parametrize(
     ("part", "spec", "match"),
     [
-        (torch.zeros(2, 4).bfloat16(), box((0, 1), (2, 4), (2, 8)), "first column 1 .* whole number of 4-byte words"),
+        (
+            torch.zeros(2, 4).bfloat16(),
+            box((0, 1), (2, 4), (2, 8)),
+            "first column 1 .* whole number of 4-byte words",
+        ),
         (torch.zeros(2, 3).bfloat16(), box((0, 0), (2, 3), (2, 8)), "columns 3 "),
         (torch.zeros(2, 9).bfloat16()[:, :8], box((0, 0), (2, 8), (2, 8)), "row stride 9 "),
-        (torch.zeros(17).bfloat16()[1:].view(1, 16), box((0, 0), (1, 16), (1, 16)), "does not begin at a whole word"),
+        (
+            torch.zeros(17).bfloat16()[1:].view(1, 16),
+            box((0, 0), (1, 16), (1, 16)),
+            "does not begin at a whole word",
+        ),
         (torch.zeros(8, 2).T, box((0, 0), (2, 8), (2, 8)), "call contiguous"),
         (torch.zeros(3, 4), box((0, 0), (2, 4), (2, 4)), "is not the box"),
     ],
-)  # fmt: skip
+)
 def test_what_cuts_words_is_refused(part: Tensor, spec: ShardSpec, match: str) -> None:
     with pytest.raises(ValueError, match=match):
         checksum(part, spec)
@@ -202,8 +235,15 @@ def test_odd_rows_are_summed_by_element_and_may_be_cut_anywhere() -> None:
 
 
 @settings(max_examples=100, deadline=None)
-@given(size=st.integers(1, 50), ranks=st.integers(1, 9), dtype=st.sampled_from(DTYPES), seed=st.integers(0, 2**31))
-def test_a_bias_adds_over_the_ranks_that_it_is_cut_on(size: int, ranks: int, dtype: torch.dtype, seed: int) -> None:
+@given(
+    size=st.integers(1, 50),
+    ranks=st.integers(1, 9),
+    dtype=st.sampled_from(DTYPES),
+    seed=st.integers(0, 2**31),
+)
+def test_a_bias_adds_over_the_ranks_that_it_is_cut_on(
+    size: int, ranks: int, dtype: torch.dtype, seed: int
+) -> None:
     whole, share = random_tensor((size,), dtype, seed), -(-size // ranks)
     cuts = [min(rank * share, size) for rank in range(ranks + 1)]
     sums = [checksum(whole[a:b], box((a,), (b - a,), (size,))) for a, b in pairwise(cuts)]

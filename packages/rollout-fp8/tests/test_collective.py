@@ -34,27 +34,37 @@ class Told:
 
 
 def test_a_store_that_a_receiver_does_not_reach_is_named_with_what_to_look_at() -> None:
-    plan = make_plan([source("w", rows((128, 128), 1))], dtype=torch.bfloat16, bucket_bytes=1 << 20).wire
+    plan = make_plan(
+        [source("w", rows((128, 128), 1))], dtype=torch.bfloat16, bucket_bytes=1 << 20
+    ).wire
     with socket.socket() as held:  # bound and deaf: nothing else gets the port meanwhile
         held.bind(("127.0.0.1", 0))
         port = held.getsockname()[1]
         channel: Any = Told(port)
-        with pytest.raises(PeerError, match=rf"cannot join .*127\.0\.0\.1:{port}[^$]*to do: .*reach"):
+        with pytest.raises(
+            PeerError, match=rf"cannot join .*127\.0\.0\.1:{port}[^$]*to do: .*reach"
+        ):
             CollectiveIncoming(plan, CPU, timeout_s=1.0).open(channel)
 
 
 def test_a_store_that_cannot_be_opened_is_named_with_what_to_look_at() -> None:
-    with pytest.raises(PeerError, match=r"cannot open .*no-such-host\.invalid[^$]*to do: .*address of this host"):
+    with pytest.raises(
+        PeerError, match=r"cannot open .*no-such-host\.invalid[^$]*to do: .*address of this host"
+    ):
         CollectiveOutgoing(CPU, "no-such-host.invalid", timeout_s=1.0).open([])
 
 
 def make_groups(monkeypatch, size: int) -> list[Group]:
     """Return the sender and its receivers, in one process, with a timeout that no test outlasts."""
-    monkeypatch.setattr(collective, "_without_watchdog", nullcontext)  # the environment is not for threads to change
+    monkeypatch.setattr(
+        collective, "_without_watchdog", nullcontext
+    )  # the environment is not for threads to change
     store = _store("127.0.0.1", 0, size, NEVER_S)
     stores = [store, *(_store("127.0.0.1", store.port, size, NEVER_S) for _ in range(size - 1))]
     with ThreadPoolExecutor(size) as threads:
-        made = [threads.submit(Group, stores[rank], rank, size, CPU, NEVER_S) for rank in range(size)]
+        made = [
+            threads.submit(Group, stores[rank], rank, size, CPU, NEVER_S) for rank in range(size)
+        ]
         return [future.result() for future in made]
 
 
@@ -99,7 +109,9 @@ def test_a_process_that_ends_after_it_left_a_broadcast_ends_as_it_wants_to(tmp_p
     """It is not aborted when the others leave, too, while its interpreter ends."""
     script = tmp_path / "sender.py"
     script.write_text(ENDS_WITH_A_BROADCAST_BEGUN)
-    done = subprocess.run([sys.executable, str(script), str(script)], capture_output=True, text=True, check=False)
+    done = subprocess.run(
+        [sys.executable, str(script), str(script)], capture_output=True, text=True, check=False
+    )
     assert (done.returncode, done.stderr.splitlines()[-1]) == (1, "the sync failed"), done.stderr
 
 

@@ -73,8 +73,12 @@ def hosted() -> Iterator[tuple[Ends, str]]:
         yield rollout, url
 
 
-@pytest.mark.parametrize("error", [Ends.error, KeyError("a bug"), TimeoutError("of a lock of its own")])
-def test_a_generation_that_failed_is_done_and_tells_why_as_often_as_it_is_asked(hosted, error) -> None:
+@pytest.mark.parametrize(
+    "error", [Ends.error, KeyError("a bug"), TimeoutError("of a lock of its own")]
+)
+def test_a_generation_that_failed_is_done_and_tells_why_as_often_as_it_is_asked(
+    hosted, error
+) -> None:
     rollout, url = hosted
     rollout.error = error
     made = RemoteRollout(name="ends", device="cpu", arguments={}, url=url)
@@ -155,9 +159,15 @@ def test_a_call_that_the_end_of_the_server_cut_short_says_so() -> None:
 
 
 CONFIG = Qwen3Config(
-    vocab_size=48, hidden_size=32, intermediate_size=48, num_hidden_layers=1, num_attention_heads=2, num_key_value_heads=1,
-    head_dim=16, tie_word_embeddings=False,
-)  # fmt: skip
+    vocab_size=48,
+    hidden_size=32,
+    intermediate_size=48,
+    num_hidden_layers=1,
+    num_attention_heads=2,
+    num_key_value_heads=1,
+    head_dim=16,
+    tie_word_embeddings=False,
+)
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="auto is the GPU here")
@@ -168,14 +178,19 @@ def test_the_device_auto_is_the_servers_own_choice_for_weights_too(tmp_path, mon
         weights = AutoModelForCausalLM.from_config(CONFIG).state_dict()
     given: dict[str, Any] = {"pad_token_id": 0, "dtype": "float32"}
     secret("http")  # the same for both
-    announce, command = tmp_path / "news", [sys.executable, "-m", "rollout_fp8.server", "--name", "local"]
+    announce, command = (
+        tmp_path / "news",
+        [sys.executable, "-m", "rollout_fp8.server", "--name", "local"],
+    )
     config = json.dumps({**given, "model": asdict(source)})
     with subprocess.Popen([*command, "--config", config, "--announce", str(announce)]) as process:
         try:
             until(lambda: announce.exists() or process.poll() is not None)
             assert process.poll() is None
             url = json.loads(announce.read_text())["url"]
-            made = RemoteRollout(name="local", device="auto", arguments={**given, "model": source}, url=url)
+            made = RemoteRollout(
+                name="local", device="auto", arguments={**given, "model": source}, url=url
+            )
             assert made.update_weights(iter(weights.items()), 1).version == 1
             assert made.generate([[3]], SamplingParams(max_new_tokens=2))
             made.close()
@@ -184,19 +199,26 @@ def test_the_device_auto_is_the_servers_own_choice_for_weights_too(tmp_path, mon
 
 
 class MadeAsSglang(Background):
-    def __init__(self, *, dtype: str = "bfloat16", quantization: str = "none", scales: str = "fp32") -> None:
+    def __init__(
+        self, *, dtype: str = "bfloat16", quantization: str = "none", scales: str = "fp32"
+    ) -> None:
         super().__init__()
 
 
 class MadeAsVllm(Background):
-    def __init__(self, *, dtype: str = "float32", quantization: str = "none", scales: str = "fp32") -> None:
+    def __init__(
+        self, *, dtype: str = "float32", quantization: str = "none", scales: str = "fp32"
+    ) -> None:
         super().__init__()
 
 
 @pytest.mark.parametrize(
-    ("kind", "hosts", "dtype"), [(SglangServer, MadeAsSglang, "bfloat16"), (VllmServer, MadeAsVllm, "float32")]
+    ("kind", "hosts", "dtype"),
+    [(SglangServer, MadeAsSglang, "bfloat16"), (VllmServer, MadeAsVllm, "float32")],
 )
-def test_a_client_that_names_no_dtype_goes_by_the_one_of_its_rollout(tmp_path, monkeypatch, kind, hosts, dtype) -> None:
+def test_a_client_that_names_no_dtype_goes_by_the_one_of_its_rollout(
+    tmp_path, monkeypatch, kind, hosts, dtype
+) -> None:
     name = hosts.__name__.removeprefix("MadeAs").lower()
     plugin = {"sglang": SGLANG, "vllm": VLLM}[name]
     here = Resolution(plugin=plugin, row=plugin.rows[1], device="cpu", source="test", trace=())

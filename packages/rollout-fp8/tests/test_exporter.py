@@ -12,13 +12,20 @@ from engine_api.config import ModelSource
 from engine_api.errors import ConfigError, RolloutError, UnsupportedCapability
 from rollout_fp8.exporter import Exporter
 
-EVERY = [("fp8", "rows", "fp32"), ("fp8", "rows", "pow2"), ("none", "rows", "fp32"), ("fp8", "copies", "fp32"),
-         ("fp8", "experts", "fp32")]  # fmt: skip
+EVERY = [
+    ("fp8", "rows", "fp32"),
+    ("fp8", "rows", "pow2"),
+    ("none", "rows", "fp32"),
+    ("fp8", "copies", "fp32"),
+    ("fp8", "experts", "fp32"),
+]
 
 
 @pytest.mark.distributed
 @pytest.mark.parametrize(
-    ("world", "settings"), [(2, EVERY), (3, [*EVERY[:2], EVERY[-1]])], ids=["two ranks", "three ranks"]
+    ("world", "settings"),
+    [(2, EVERY), (3, [*EVERY[:2], EVERY[-1]])],
+    ids=["two ranks", "three ranks"],
 )
 def test_gathered_shards_are_the_whole_weights_bit_for_bit(world, settings, tmp_path) -> None:
     """Settings: quantization, what ranks hold, scales."""
@@ -67,7 +74,9 @@ def test_an_export_that_changed_its_layout_is_refused(tmp_path) -> None:
 
 
 def test_a_model_that_the_layer_table_does_not_know_is_refused(tmp_path) -> None:
-    (tmp_path / "config.json").write_text('{"architectures": ["GPT2LMHeadModel"], "model_type": "gpt2"}')
+    (tmp_path / "config.json").write_text(
+        '{"architectures": ["GPT2LMHeadModel"], "model_type": "gpt2"}'
+    )
     model = ModelSource(path=str(tmp_path))
     export = Exporter(resolution=RESOLUTION, model=model, dtype="bfloat16", quantization="fp8")
     with pytest.raises(ConfigError, match="GPT2LMHeadModel"):

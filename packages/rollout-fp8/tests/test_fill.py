@@ -84,7 +84,9 @@ class Queue:
 @pytest.fixture
 def streams(monkeypatch) -> Streams:
     streams = Streams()
-    monkeypatch.setattr(exporter, "device_of", lambda _: SimpleNamespace(has_streams=True, module=streams))
+    monkeypatch.setattr(
+        exporter, "device_of", lambda _: SimpleNamespace(has_streams=True, module=streams)
+    )
     return streams
 
 
@@ -111,11 +113,17 @@ def test_what_an_engine_computes_and_what_reads_it_are_in_one_queue(streams) -> 
     """Its first shard too, with which it may gather what later ones are computed from; and counters are cleared before."""
     list(watched(streams, stream_of(0, fp8=True)).buckets())
     first, second, *computed, last = streams.log
-    assert (first, second, last) == ("caller clears", "lane waits for caller", "caller waits for lane")
+    assert (first, second, last) == (
+        "caller clears",
+        "lane waits for caller",
+        "caller waits for lane",
+    )
     assert set(computed) == {"lane computes a shard"}
 
 
-def test_an_export_that_fails_leaves_nothing_in_a_queue_that_the_next_does_not_wait_for(streams) -> None:
+def test_an_export_that_fails_leaves_nothing_in_a_queue_that_the_next_does_not_wait_for(
+    streams,
+) -> None:
     with pytest.raises(MemoryError):
         list(watched(streams, stream_of(0, fp8=True), fails_at=12).buckets())
     assert streams.log[-1] == "caller waits for lane"

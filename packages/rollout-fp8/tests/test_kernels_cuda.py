@@ -22,7 +22,18 @@ needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CU
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 POLICIES = ("fp32", "pow2")
-SHAPES = ((1, 1), (1, 16), (128, 128), (127, 129), (129, 127), (300, 272), (64, 1024), (513, 48), (5, 3000), (384, 640))
+SHAPES = (
+    (1, 1),
+    (1, 16),
+    (128, 128),
+    (127, 129),
+    (129, 127),
+    (300, 272),
+    (64, 1024),
+    (513, 48),
+    (5, 3000),
+    (384, 640),
+)
 
 
 @settings(max_examples=150, deadline=None)
@@ -32,7 +43,9 @@ SHAPES = ((1, 1), (1, 16), (128, 128), (127, 129), (129, 127), (300, 272), (64, 
     gaps=st.tuples(st.integers(0, 300), st.integers(0, 300)),
     start=st.tuples(st.integers(0, 9), st.integers(0, 9)),
 )
-def test_tiles_cover_every_element_once(rows: int, columns: int, gaps: tuple[int, int], start: tuple[int, int]) -> None:
+def test_tiles_cover_every_element_once(
+    rows: int, columns: int, gaps: tuple[int, int], start: tuple[int, int]
+) -> None:
     """Walked as a kernel walks them; what an element is at one place it is at the other."""
     step = columns + gaps[0], columns + gaps[1]
     seen: list[tuple[int, int]] = []
@@ -43,13 +56,23 @@ def test_tiles_cover_every_element_once(rows: int, columns: int, gaps: tuple[int
         r, c = np.indices((min(height, TILE_ROWS), min(width, TILE_COLUMNS))).reshape(2, -1)
         seen += zip((a + r * a_step + c).tolist(), (b + r * b_step + c).tolist(), strict=True)
     r, c = np.indices((rows, columns)).reshape(2, -1)
-    wanted = zip((start[0] + r * step[0] + c).tolist(), (start[1] + r * step[1] + c).tolist(), strict=True)
+    wanted = zip(
+        (start[0] + r * step[0] + c).tolist(), (start[1] + r * step[1] + c).tolist(), strict=True
+    )
     assert sorted(seen) == sorted(wanted)
 
 
 def test_casts_without_a_gpu_are_copies() -> None:
-    sources = [torch.nn.Parameter(torch.randn(5, 8))[:, 2:6], torch.randn(3).bfloat16(), torch.arange(4)]
-    outs = [torch.zeros(5, 4, dtype=torch.bfloat16), torch.zeros(3), torch.zeros(4, dtype=torch.int64)]
+    sources = [
+        torch.nn.Parameter(torch.randn(5, 8))[:, 2:6],
+        torch.randn(3).bfloat16(),
+        torch.arange(4),
+    ]
+    outs = [
+        torch.zeros(5, 4, dtype=torch.bfloat16),
+        torch.zeros(3),
+        torch.zeros(4, dtype=torch.int64),
+    ]
     cast_into(sources, outs)
     cast_into([], [])
     assert all(torch.equal(o, s.to(o.dtype)) for s, o in zip(sources, outs, strict=True))
@@ -150,13 +173,26 @@ def test_ties_go_to_even() -> None:
 def test_dtypes_strides_and_alignments_in_one_call(policy: str) -> None:
     """Rows that lie apart, addresses that are not aligned, two dtypes, an empty shard: everything a list may hold."""
     base = torch.randn(300, 640)
-    on_cpu = [base[:, 16:528], base[:, 3:400], base.bfloat16()[:, :256], base.bfloat16()[7:, 1:], base[:0], base]
+    on_cpu = [
+        base[:, 16:528],
+        base[:, 3:400],
+        base.bfloat16()[:, :256],
+        base.bfloat16()[7:, 1:],
+        base[:0],
+        base,
+    ]
     wide = base.cuda()
     half = wide.bfloat16()
     on_gpu = [wide[:, 16:528], wide[:, 3:400], half[:, :256], half[7:, 1:], wide[:0], wide]
-    out = [torch.zeros(w.shape[0], w.shape[1] + 32, dtype=torch.float8_e4m3fn, device="cuda") for w in on_cpu]
+    out = [
+        torch.zeros(w.shape[0], w.shape[1] + 32, dtype=torch.float8_e4m3fn, device="cuda")
+        for w in on_cpu
+    ]
     views = [o[:, 16 : 16 + w.shape[1]] for o, w in zip(out, on_cpu, strict=True)]
-    scales = [torch.zeros(-(-w.shape[0] // 128), 9, device="cuda")[:, 1 : 1 - (-w.shape[1] // 128)] for w in on_cpu]
+    scales = [
+        torch.zeros(-(-w.shape[0] // 128), 9, device="cuda")[:, 1 : 1 - (-w.shape[1] // 128)]
+        for w in on_cpu
+    ]
     plan = QuantizePlan(layouts(on_gpu), layouts(views), layouts(scales), scales=policy)
     for _ in range(2):
         plan.run(on_gpu, views, scales)
@@ -187,7 +223,9 @@ def test_many_runs_without_waiting_do_not_mix_their_addresses() -> None:
     torch.cuda._sleep(20_000_000)
     for source, f in zip(sources, found, strict=True):
         quantize_into([source], [f.weight], [f.scales], scales="fp32")
-    assert [f.scales.item() for f in found] == [quantize(s.cpu(), scales="fp32").scales.item() for s in sources]
+    assert [f.scales.item() for f in found] == [
+        quantize(s.cpu(), scales="fp32").scales.item() for s in sources
+    ]
 
 
 @pytest.mark.gpu
@@ -199,7 +237,9 @@ def test_a_weight_that_is_not_finite_is_flagged(bad: float) -> None:
     found = [empty_like(source) for source in sources]
     outs, scales = [f.weight for f in found], [f.scales for f in found]
     broken = torch.zeros(2, dtype=torch.int32, device="cuda")
-    QuantizePlan(*map(layouts, (sources, outs, scales)), scales="pow2").run(sources, outs, scales, broken)
+    QuantizePlan(*map(layouts, (sources, outs, scales)), scales="pow2").run(
+        sources, outs, scales, broken
+    )
     assert [tuple(b) for b in scales[1].isfinite().logical_not().nonzero().tolist()] == [(1, 0)]
     assert broken.tolist() == [0, 1]
 
@@ -222,12 +262,17 @@ def test_casts_are_those_of_plain_torch(source: torch.dtype, out: torch.dtype) -
 
 @pytest.mark.gpu
 @needs_gpu
-@pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.uint8, torch.bfloat16, torch.float32, torch.int64])
+@pytest.mark.parametrize(
+    "dtype", [torch.float8_e4m3fn, torch.uint8, torch.bfloat16, torch.float32, torch.int64]
+)
 def test_copies_keep_every_bit_and_touch_nothing_else(dtype: torch.dtype) -> None:
     raw = torch.randint(0, 256, (200, 320 * dtype.itemsize), dtype=torch.uint8, device="cuda")
     whole = raw.view(dtype)
     sources = [whole[:, 16:272], whole[3:, 1:300], whole[5], whole]
-    room = [torch.zeros(200, 352 * dtype.itemsize, dtype=torch.uint8, device="cuda").view(dtype) for _ in sources]
+    room = [
+        torch.zeros(200, 352 * dtype.itemsize, dtype=torch.uint8, device="cuda").view(dtype)
+        for _ in sources
+    ]
     outs = [room[0][:, 32:288], room[1][3:, 9:308], room[2][5, 1:321], room[3][:, :320]]
     CastPlan(layouts(sources), layouts(outs)).run(sources, outs)
     for s, o, r in zip(sources, outs, room, strict=True):
@@ -242,7 +287,10 @@ def test_copies_keep_every_bit_and_touch_nothing_else(dtype: torch.dtype) -> Non
 @pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.bfloat16, torch.float32])
 def test_checksums_are_those_of_plain_torch(dtype: torch.dtype) -> None:
     shapes = [(300, 512), (257, 36), (4, 9), (70_000,), (3, 5, 64), (1, 1), (2048, 2048), (0, 64)]
-    wholes = [torch.randint(0, 256, (*s[:-1], s[-1] * dtype.itemsize), dtype=torch.uint8).view(dtype) for s in shapes]
+    wholes = [
+        torch.randint(0, 256, (*s[:-1], s[-1] * dtype.itemsize), dtype=torch.uint8).view(dtype)
+        for s in shapes
+    ]
     parts, boxes, groups = [], [], []
     for i, whole in enumerate(wholes):
         parts.append(whole)
@@ -252,7 +300,9 @@ def test_checksums_are_those_of_plain_torch(dtype: torch.dtype) -> None:
         half += whole.ndim == 1  # one of these may be cut anywhere
         for a, b in ((0, half), (half, whole.shape[-1])):
             spec = ShardSpec(
-                global_shape=whole.shape, offset=(*(0,) * (whole.ndim - 1), a), shape=(*whole.shape[:-1], b - a)
+                global_shape=whole.shape,
+                offset=(*(0,) * (whole.ndim - 1), a),
+                shape=(*whole.shape[:-1], b - a),
             )
             parts.append(whole[..., a:b])
             boxes.append(spec)

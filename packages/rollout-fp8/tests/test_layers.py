@@ -20,17 +20,35 @@ from engine_api.errors import ConfigError, RolloutError
 from engine_api.hf_names import pieces_of
 from rollout_fp8.layers import ARCHITECTURES, kind, server_config
 
-SMALL = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4,
-         "num_key_value_heads": 4, "vocab_size": 128, "tie_word_embeddings": False}  # fmt: skip
-LATENT = {"n_routed_experts": 4, "n_group": 2, "topk_group": 1, "num_experts_per_tok": 2, "moe_intermediate_size": 32,
-          "first_k_dense_replace": 1, "kv_lora_rank": 16, "qk_rope_head_dim": 8, "qk_nope_head_dim": 8,
-          "v_head_dim": 8}  # fmt: skip
+SMALL = {
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 4,
+    "vocab_size": 128,
+    "tie_word_embeddings": False,
+}
+LATENT = {
+    "n_routed_experts": 4,
+    "n_group": 2,
+    "topk_group": 1,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 32,
+    "first_k_dense_replace": 1,
+    "kv_lora_rank": 16,
+    "qk_rope_head_dim": 8,
+    "qk_nope_head_dim": 8,
+    "v_head_dim": 8,
+}
 CONFIGS = {
     "llama": LlamaConfig(**SMALL, attention_bias=True, mlp_bias=True),
     "mistral": MistralConfig(**SMALL),
     "qwen2": Qwen2Config(**SMALL),
     "qwen3": Qwen3Config(**SMALL),
-    "qwen3-moe": Qwen3MoeConfig(**SMALL, num_experts=4, moe_intermediate_size=32, mlp_only_layers=[1]),
+    "qwen3-moe": Qwen3MoeConfig(
+        **SMALL, num_experts=4, moe_intermediate_size=32, mlp_only_layers=[1]
+    ),
     "deepseek-v2": DeepseekV2Config(**SMALL, **LATENT, q_lora_rank=None),
     "deepseek-v3": DeepseekV3Config(**SMALL, **LATENT, q_lora_rank=16),
 }
@@ -50,8 +68,12 @@ def test_every_linear_layer_of_a_decoder_layer_is_quantized_but_routers(family: 
     _, kinds = names(CONFIGS[family])
     for name, found in kinds.items():
         is_weight = name.startswith("model.layers.") and name.endswith("_proj.weight")
-        assert found == ("quantized" if is_weight or name.endswith("_with_mqa.weight") else "plain"), name
-    assert {kinds[n] for n in ("lm_head.weight", "model.embed_tokens.weight", "model.norm.weight")} == {"plain"}
+        assert found == (
+            "quantized" if is_weight or name.endswith("_with_mqa.weight") else "plain"
+        ), name
+    assert {
+        kinds[n] for n in ("lm_head.weight", "model.embed_tokens.weight", "model.norm.weight")
+    } == {"plain"}
 
 
 @pytest.mark.parametrize("family", ["qwen3-moe", "deepseek-v3"])
@@ -64,7 +86,9 @@ def test_a_router_gate_is_plain_and_gate_proj_is_not(family: str) -> None:
 
 
 def test_the_correction_bias_of_a_checkpoint_is_plain() -> None:
-    assert kind("DeepseekV3ForCausalLM", "model.layers.3.mlp.gate.e_score_correction_bias") == "plain"
+    assert (
+        kind("DeepseekV3ForCausalLM", "model.layers.3.mlp.gate.e_score_correction_bias") == "plain"
+    )
 
 
 @pytest.mark.parametrize(
@@ -85,11 +109,16 @@ def test_the_correction_bias_of_a_checkpoint_is_plain() -> None:
 def test_an_unknown_name_is_refused(name: str) -> None:
     with pytest.raises(RolloutError, match="in no row of the layer table") as error:
         kind("Qwen3ForCausalLM", name)
-    assert name in error.value.what and "Qwen3ForCausalLM" in error.value.what and error.value.remedy
+    assert (
+        name in error.value.what and "Qwen3ForCausalLM" in error.value.what and error.value.remedy
+    )
 
 
 def test_an_unknown_architecture_is_refused_with_the_list() -> None:
-    for call in (lambda: kind("GptOssForCausalLM", "lm_head.weight"), lambda: server_config("GptOssForCausalLM", 2)):
+    for call in (
+        lambda: kind("GptOssForCausalLM", "lm_head.weight"),
+        lambda: server_config("GptOssForCausalLM", 2),
+    ):
         with pytest.raises(ConfigError, match="GptOssForCausalLM") as error:
             call()
         assert all(name in error.value.why for name in ARCHITECTURES)
@@ -108,7 +137,9 @@ def test_the_servers_leave_exactly_the_plain_linear_modules(family: str) -> None
         "weight_block_size": [128, 128],
     }
     linear = {
-        n.removesuffix(".weight") for n in kinds if n.endswith(("_proj.weight", "_with_mqa.weight", ".gate.weight"))
+        n.removesuffix(".weight")
+        for n in kinds
+        if n.endswith(("_proj.weight", "_with_mqa.weight", ".gate.weight"))
     }
     plain = {n for n in linear if kinds[f"{n}.weight"] == "plain"}
     assert linear & set(skipped) == plain

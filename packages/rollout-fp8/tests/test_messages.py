@@ -12,19 +12,36 @@ from engine_api.rollout import Completion, SamplingParams, SyncResult
 from rollout_fp8.messages import dumps, error_from_json, error_to_json, from_json, to_json
 
 
-@pytest.mark.parametrize("value", [
-    Completion(prompt_index=1, tokens=[1, 2], log_probs=[-0.1, -1 / 3], weight_versions=[1, 1], finish_reason="stop"),
-    SamplingParams(n=3, stop_token_ids=(4, 5), seed=7), SyncResult(version=3, seconds={"install": 1 / 3}, audited=True),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "value",
+    [
+        Completion(
+            prompt_index=1,
+            tokens=[1, 2],
+            log_probs=[-0.1, -1 / 3],
+            weight_versions=[1, 1],
+            finish_reason="stop",
+        ),
+        SamplingParams(n=3, stop_token_ids=(4, 5), seed=7),
+        SyncResult(version=3, seconds={"install": 1 / 3}, audited=True),
+    ],
+)
 def test_dataclasses_come_back_as_they_were(value) -> None:
     assert from_json(type(value), json.loads(dumps(to_json(value)))) == value
 
 
-@pytest.mark.parametrize("error", [
-    RolloutError("a", where="b", why="c", remedy="d"), ConfigError("x.y", "wrong", remedy="right"),
-    BatchError("loss_mask", "negative", index=3), errors.UnsupportedCapability("lora", why="no"),
-    errors.PluginUnavailable("none", trace=["one", "two"]), errors.EngineStateError("step", "closed", "ready"),
-], ids=lambda e: type(e).__name__)  # fmt: skip
+@pytest.mark.parametrize(
+    "error",
+    [
+        RolloutError("a", where="b", why="c", remedy="d"),
+        ConfigError("x.y", "wrong", remedy="right"),
+        BatchError("loss_mask", "negative", index=3),
+        errors.UnsupportedCapability("lora", why="no"),
+        errors.PluginUnavailable("none", trace=["one", "two"]),
+        errors.EngineStateError("step", "closed", "ready"),
+    ],
+    ids=lambda e: type(e).__name__,
+)
 def test_errors_come_back_as_they_were(error) -> None:
     back = error_from_json(json.loads(dumps(error_to_json(error))))
     assert type(back) is type(error)

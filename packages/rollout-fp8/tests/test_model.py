@@ -22,13 +22,18 @@ def write_for_sglang(source: ModelSource) -> Any:
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    Qwen3Config(hidden_size=32, num_hidden_layers=2, architectures=["Qwen3ForCausalLM"]).save_pretrained(tmp_path)
+    Qwen3Config(
+        hidden_size=32, num_hidden_layers=2, architectures=["Qwen3ForCausalLM"]
+    ).save_pretrained(tmp_path)
     return tmp_path
 
 
 @pytest.mark.parametrize("read", [config_of, architecture_of, write_for_sglang])
-@pytest.mark.parametrize("written", [None, "{", "{}", json.dumps({"model_type": "no_such_model"})],
-                         ids=["nothing", "no JSON", "no type", "an unknown type"])  # fmt: skip
+@pytest.mark.parametrize(
+    "written",
+    [None, "{", "{}", json.dumps({"model_type": "no_such_model"})],
+    ids=["nothing", "no JSON", "no type", "an unknown type"],
+)
 def test_a_folder_that_holds_no_model_is_refused(
     folder: Path, read: Callable[[ModelSource], Any], written: str | None
 ) -> None:
@@ -52,9 +57,15 @@ def test_an_override_that_is_no_key_is_refused_with_what_was_meant(
 
 
 def test_overrides_are_applied(folder: Path) -> None:
-    source = ModelSource(path=str(folder), config_overrides={"hidden_size": 64, "tie_word_embeddings": True})
+    source = ModelSource(
+        path=str(folder), config_overrides={"hidden_size": 64, "tie_word_embeddings": True}
+    )
     config = config_of(source)
-    assert (config.hidden_size, config.tie_word_embeddings, config.num_hidden_layers) == (64, True, 2)
+    assert (config.hidden_size, config.tie_word_embeddings, config.num_hidden_layers) == (
+        64,
+        True,
+        2,
+    )
     assert architecture_of(source) == "Qwen3ForCausalLM"
     with pytest.raises(ConfigError, match="cannot read the configuration"):
         config_of(ModelSource(path=str(folder), config_overrides={"hidden_size": "wide"}))

@@ -19,7 +19,8 @@ def rows(shape: tuple[int, int], world: int, chunk: int | None = None) -> tuple[
     size = chunk or -(-shape[0] // world)
     parts = [(min(r * size, shape[0]), min((r + 1) * size, shape[0])) for r in range(world)]
     return tuple(
-        ShardSpec(global_shape=shape, offset=(a if b > a else 0, 0), shape=(b - a, shape[1])) for a, b in parts
+        ShardSpec(global_shape=shape, offset=(a if b > a else 0, 0), shape=(b - a, shape[1]))
+        for a, b in parts
     )
 
 
@@ -39,11 +40,18 @@ def coverage(plan, name: str) -> torch.Tensor:
 
 @settings(max_examples=60, deadline=None)
 @given(
-    shapes=st.lists(st.tuples(st.integers(1, 700), st.integers(1, 300), st.booleans()), min_size=1, max_size=6),
-    world=st.integers(1, 5), bucket=st.integers(1, 300_000),
-)  # fmt: skip
-def test_pieces_cover_every_tensor_once_and_never_overlap_in_a_buffer(shapes, world, bucket) -> None:
-    sources = [source(f"w{i}", rows((n, k), world), quantized=q) for i, (n, k, q) in enumerate(shapes)]
+    shapes=st.lists(
+        st.tuples(st.integers(1, 700), st.integers(1, 300), st.booleans()), min_size=1, max_size=6
+    ),
+    world=st.integers(1, 5),
+    bucket=st.integers(1, 300_000),
+)
+def test_pieces_cover_every_tensor_once_and_never_overlap_in_a_buffer(
+    shapes, world, bucket
+) -> None:
+    sources = [
+        source(f"w{i}", rows((n, k), world), quantized=q) for i, (n, k, q) in enumerate(shapes)
+    ]
     plan = make_plan(sources, dtype=torch.bfloat16, bucket_bytes=bucket)
     for name in plan.wire.tensors:
         assert bool((coverage(plan, name) == 1).all()), name
@@ -54,15 +62,33 @@ def test_pieces_cover_every_tensor_once_and_never_overlap_in_a_buffer(shapes, wo
 
 
 def test_a_quantized_tensor_carries_weight_and_scales() -> None:
-    plan = make_plan([source("x.weight", rows((300, 200), 1))], dtype=torch.bfloat16, bucket_bytes=1 << 20)
+    plan = make_plan(
+        [source("x.weight", rows((300, 200), 1))], dtype=torch.bfloat16, bucket_bytes=1 << 20
+    )
     weight, scales = plan.wire.tensors.values()
-    assert (weight.name, weight.shape, weight.dtype) == ("x.weight", (300, 200), torch.float8_e4m3fn)
-    assert (scales.name, scales.shape, scales.dtype) == ("x.weight_scale_inv", (3, 2), torch.float32)
+    assert (weight.name, weight.shape, weight.dtype) == (
+        "x.weight",
+        (300, 200),
+        torch.float8_e4m3fn,
+    )
+    assert (scales.name, scales.shape, scales.dtype) == (
+        "x.weight_scale_inv",
+        (3, 2),
+        torch.float32,
+    )
 
 
-@pytest.mark.parametrize(("shape", "world", "aligned"), [
-    ((512, 64), 2, True), ((512, 64), 4, True), ((300, 64), 3, False), ((256, 64), 4, False), ((1024, 64), 3, False), ((130, 64), 1, True),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("shape", "world", "aligned"),
+    [
+        ((512, 64), 2, True),
+        ((512, 64), 4, True),
+        ((300, 64), 3, False),
+        ((256, 64), 4, False),
+        ((1024, 64), 3, False),
+        ((130, 64), 1, True),
+    ],
+)
 def test_only_shards_on_block_edges_are_quantized_before_the_gather(shape, world, aligned) -> None:
     plan = make_plan([source("w", rows(shape, world))], dtype=torch.bfloat16, bucket_bytes=1 << 20)
     assert plan.buckets[0].gathered is aligned
@@ -72,26 +98,38 @@ def test_only_shards_on_block_edges_are_quantized_before_the_gather(shape, world
 def test_fp8_sends_about_half_the_bytes() -> None:
     boxes = rows((4096, 4096), 4)
     fp8 = make_plan([source("w", boxes)], dtype=torch.bfloat16, bucket_bytes=1 << 30)
-    bf16 = make_plan([source("w", boxes, quantized=False)], dtype=torch.bfloat16, bucket_bytes=1 << 30)
+    bf16 = make_plan(
+        [source("w", boxes, quantized=False)], dtype=torch.bfloat16, bucket_bytes=1 << 30
+    )
     assert fp8.buckets[0].region / bf16.buckets[0].region == pytest.approx(0.5, abs=0.001)
 
 
 def test_copies_travel_once_and_their_holders_take_turns() -> None:
     boxes = tuple(ShardSpec.whole((256, 128), replica=r) for r in range(3))
-    plan = make_plan([source(f"w{i}", boxes) for i in range(4)], dtype=torch.bfloat16, bucket_bytes=1 << 20)
+    plan = make_plan(
+        [source(f"w{i}", boxes) for i in range(4)], dtype=torch.bfloat16, bucket_bytes=1 << 20
+    )
     sent = [[part.source for part in parts] for parts in plan.buckets[0].parts]
     assert sent == [[0, 3], [1], [2]]
     assert all(bool((coverage(plan, name) == 1).all()) for name in plan.wire.tensors)
 
 
 @pytest.mark.parametrize("bucket", [1 << 16, 1 << 30])
-def test_experts_that_lie_on_one_rank_each_take_no_more_room_than_rows_that_lie_on_all(bucket) -> None:
+def test_experts_that_lie_on_one_rank_each_take_no_more_room_than_rows_that_lie_on_all(
+    bucket,
+) -> None:
     shape = (256, 256)
     whole, nothing = ShardSpec.whole(shape), ShardSpec.nothing(shape)
-    experts = [source(f"{e}", tuple(whole if e // 4 == rank else nothing for rank in range(2))) for e in range(8)]
+    experts = [
+        source(f"{e}", tuple(whole if e // 4 == rank else nothing for rank in range(2)))
+        for e in range(8)
+    ]
     spread = [source(f"{e}", rows(shape, 2)) for e in range(8)]
     sizes = [
-        sum(b.num_bytes for b in make_plan(s, dtype=torch.bfloat16, bucket_bytes=bucket).wire.buckets)
+        sum(
+            b.num_bytes
+            for b in make_plan(s, dtype=torch.bfloat16, bucket_bytes=bucket).wire.buckets
+        )
         for s in (experts, spread)
     ]
     assert sizes[0] <= sizes[1]
@@ -105,12 +143,22 @@ def test_what_is_gathered_first_comes_last() -> None:
         source("odd too", rows((100, 64), 3)),
     ]
     plan = make_plan(sources, dtype=torch.bfloat16, bucket_bytes=1 << 20)
-    assert [(b.gathered, [p.source for p in b.of_rank(2)]) for b in plan.buckets] == [(True, [1]), (False, [0, 2])]
-    assert list(plan.wire.tensors)[::2] == ["odd", "even", "odd too"]  # the order of the export stays
+    assert [(b.gathered, [p.source for p in b.of_rank(2)]) for b in plan.buckets] == [
+        (True, [1]),
+        (False, [0, 2]),
+    ]
+    assert list(plan.wire.tensors)[::2] == [
+        "odd",
+        "even",
+        "odd too",
+    ]  # the order of the export stays
 
 
 def test_shards_that_leave_a_hole_are_refused() -> None:
-    boxes = (ShardSpec(global_shape=(256, 128), offset=(0, 0), shape=(128, 128)), ShardSpec.nothing((256, 128)))
+    boxes = (
+        ShardSpec(global_shape=(256, 128), offset=(0, 0), shape=(128, 128)),
+        ShardSpec.nothing((256, 128)),
+    )
     with pytest.raises(RolloutError, match=r"w do not cover \[256, 128\] exactly once"):
         make_plan([source("w", boxes)], dtype=torch.bfloat16, bucket_bytes=1 << 20)
 
@@ -141,4 +189,6 @@ def test_a_copy_of_what_no_rank_holds_is_refused(copy: tuple[int, int]) -> None:
     boxes = (ShardSpec.whole((128, 8)), half)
     other = source("v", (ShardSpec.whole((512, 8)), ShardSpec.nothing((512, 8))), quantized=False)
     with pytest.raises(RolloutError, match="w do not cover"):
-        make_plan([other, source("w", boxes, quantized=False)], dtype=torch.bfloat16, bucket_bytes=1 << 20)
+        make_plan(
+            [other, source("w", boxes, quantized=False)], dtype=torch.bfloat16, bucket_bytes=1 << 20
+        )

@@ -13,13 +13,18 @@ import rollout_fp8
 PACKAGE = Path(next(iter(rollout_fp8.__path__)))
 PRIVATE = [PACKAGE / "vllm" / "private.py", PACKAGE / "sglang" / "private.py"]
 # A private attribute, however it is written: ruff finds `module._name`, and does not look into getattr.
-TOUCHES = re.compile(r"noqa: SLF001|attr\([^()]*, \"_(?!rollout_fp8)|tokenizer_manager|post_load_weights")
+TOUCHES = re.compile(
+    r"noqa: SLF001|attr\([^()]*, \"_(?!rollout_fp8)|tokenizer_manager|post_load_weights"
+)
 
 
 @pytest.mark.parametrize("file", PRIVATE, ids=lambda file: file.parent.name)
 def test_each_has_a_thread_or_says_that_none_is_known(file: Path) -> None:
-    told = {node.name: ast.get_docstring(node) for node in ast.parse(file.read_text()).body
-            if isinstance(node, ast.FunctionDef)}  # fmt: skip
+    told = {
+        node.name: ast.get_docstring(node)
+        for node in ast.parse(file.read_text()).body
+        if isinstance(node, ast.FunctionDef)
+    }
     for name, text in told.items():
         if text is None:  # a part of one that has
             assert name.startswith("_"), name
@@ -29,6 +34,9 @@ def test_each_has_a_thread_or_says_that_none_is_known(file: Path) -> None:
 
 
 def test_no_other_file_touches_what_is_private() -> None:
-    found = [file.relative_to(PACKAGE) for file in sorted(PACKAGE.rglob("*.py"))
-             if file not in PRIVATE and TOUCHES.search(file.read_text())]  # fmt: skip
+    found = [
+        file.relative_to(PACKAGE)
+        for file in sorted(PACKAGE.rglob("*.py"))
+        if file not in PRIVATE and TOUCHES.search(file.read_text())
+    ]
     assert found == []

@@ -23,7 +23,9 @@ pytestmark = pytest.mark.skipif(
 
 @pytest.fixture
 def children() -> Iterator[list[subprocess.Popen[bytes]]]:
-    started = [subprocess.Popen([sys.executable, "-c", "import time; time.sleep(3600)"]) for _ in range(2)]
+    started = [
+        subprocess.Popen([sys.executable, "-c", "import time; time.sleep(3600)"]) for _ in range(2)
+    ]
     yield started
     for child in started:
         child.kill()

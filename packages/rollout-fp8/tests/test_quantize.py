@@ -29,7 +29,9 @@ def e4m3_values() -> np.ndarray:
     """All 127 numbers that are not negative, by code: 4 bits of exponent (bias 7), 3 of mantissa, no infinity."""
     codes = np.arange(127)
     exponent, mantissa = codes >> 3, codes & 7
-    return np.where(exponent == 0, mantissa / 8 * 2.0**-6, (1 + mantissa / 8) * 2.0 ** (exponent - 7.0))
+    return np.where(
+        exponent == 0, mantissa / 8 * 2.0**-6, (1 + mantissa / 8) * 2.0 ** (exponent - 7.0)
+    )
 
 
 VALUES = e4m3_values()
@@ -81,7 +83,12 @@ def check(weight: Tensor, policy: str) -> None:
 
 
 def test_the_reference_knows_the_format() -> None:
-    assert VALUES[1] == 2.0**-9 and VALUES[8] == 2.0**-6 and VALUES[126] == 448 and (np.diff(VALUES) > 0).all()
+    assert (
+        VALUES[1] == 2.0**-9
+        and VALUES[8] == 2.0**-6
+        and VALUES[126] == 448
+        and (np.diff(VALUES) > 0).all()
+    )
     every = torch.arange(127, dtype=torch.uint8).view(torch.float8_e4m3fn).double().numpy()
     np.testing.assert_array_equal(every, VALUES)
 
@@ -92,11 +99,18 @@ def weights(draw: st.DrawFn) -> Tensor:
     rows, columns = draw(st.integers(1, 400)), draw(st.integers(1, 400))
     dtype = draw(st.sampled_from(DTYPES))
     largest = 4.5 if dtype == torch.float16 else 38
-    powers = draw(st.lists(st.floats(-45 if dtype != torch.float16 else -8, largest), min_size=1, max_size=4))
+    powers = draw(
+        st.lists(st.floats(-45 if dtype != torch.float16 else -8, largest), min_size=1, max_size=4)
+    )
     generator = torch.Generator().manual_seed(draw(st.integers(0, 2**31)))
     x = torch.randn(rows, columns, generator=generator, dtype=torch.float64)
     which = torch.randint(len(powers), scales_shape(x.shape), generator=generator)
-    x *= 10.0 ** torch.tensor(powers, dtype=torch.float64)[which].repeat_interleave(128, 0)[:rows].repeat_interleave(128, 1)[:, :columns]  # fmt: skip
+    x *= (
+        10.0
+        ** torch.tensor(powers, dtype=torch.float64)[which]
+        .repeat_interleave(128, 0)[:rows]
+        .repeat_interleave(128, 1)[:, :columns]
+    )
     x[torch.rand(x.shape, generator=generator) < draw(st.sampled_from((0.0, 0.3, 1.0)))] = 0.0
     if draw(st.booleans()):
         x[rows // 2, columns // 2] *= 1e6
@@ -130,7 +144,9 @@ def test_dequantized_is_the_product_in_fp32_rounded_once(dtype: torch.dtype) -> 
     found = quantize(torch.randn(200, 130), scales="fp32")
     result = dequantize(found.weight, found.scales, dtype)
     q, s = found.weight.float().numpy(), found.scales.numpy()
-    wanted = np.array([[q[i, j] * s[i // 128, j // 128] for j in range(130)] for i in range(200)], np.float32)
+    wanted = np.array(
+        [[q[i, j] * s[i // 128, j // 128] for j in range(130)] for i in range(200)], np.float32
+    )
     assert result.dtype == dtype and torch.equal(result, torch.from_numpy(wanted).to(dtype))
 
 
@@ -153,7 +169,9 @@ def test_every_tie_and_both_its_neighbours(policy: str) -> None:
 
 
 @pytest.mark.parametrize("policy", POLICIES)
-@pytest.mark.parametrize("amax", [2.0**-149, 2.0**-127, 2.0**-126, 448 * 2.0**-126, 449 * 2.0**-126, 3.4028235e38])
+@pytest.mark.parametrize(
+    "amax", [2.0**-149, 2.0**-127, 2.0**-126, 448 * 2.0**-126, 449 * 2.0**-126, 3.4028235e38]
+)
 def test_the_ends_of_fp32(policy: str, amax: float) -> None:
     weight = torch.linspace(-1, 1, 300 * 3).mul(amax).reshape(300, 3)
     check(weight, policy)
@@ -191,10 +209,15 @@ def test_one_huge_value_costs_only_its_own_block() -> None:
 
 @settings(max_examples=30, deadline=None)
 @given(weight=weights(), policy=st.sampled_from(POLICIES), data=st.data())
-def test_a_shard_of_whole_blocks_is_quantized_as_the_whole_is(weight: Tensor, policy: str, data: st.DataObject) -> None:
+def test_a_shard_of_whole_blocks_is_quantized_as_the_whole_is(
+    weight: Tensor, policy: str, data: st.DataObject
+) -> None:
     whole = quantize(weight, scales=policy)
     i, j = (data.draw(st.integers(0, n - 1)) for n in whole.scales.shape)
-    a, b = data.draw(st.integers(i + 1, whole.scales.shape[0])), data.draw(st.integers(j + 1, whole.scales.shape[1]))
+    a, b = (
+        data.draw(st.integers(i + 1, whole.scales.shape[0])),
+        data.draw(st.integers(j + 1, whole.scales.shape[1])),
+    )
     rows, columns = slice(128 * i, 128 * a), slice(128 * j, 128 * b)
     shard = quantize(weight[rows, columns], scales=policy)
     assert torch.equal(bits(shard.weight), bits(whole.weight[rows, columns].contiguous()))
@@ -204,15 +227,25 @@ def test_a_shard_of_whole_blocks_is_quantized_as_the_whole_is(weight: Tensor, po
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("policy", POLICIES)
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
-def test_what_is_not_finite_poisons_its_block_and_is_flagged(dtype: torch.dtype, policy: str, bad: float) -> None:
+def test_what_is_not_finite_poisons_its_block_and_is_flagged(
+    dtype: torch.dtype, policy: str, bad: float
+) -> None:
     weight, fine = torch.randn(300, 200).to(dtype), torch.ones(3, 3, dtype=dtype)
     weight[130, 199] = bad
     check(weight, policy)
     sources = [fine, weight]
     found = [empty_like(source) for source in sources]
-    outs, scales, broken = [f.weight for f in found], [f.scales for f in found], torch.zeros(2, dtype=torch.int32)
-    QuantizePlan(*map(layouts, (sources, outs, scales)), scales=policy).run(sources, outs, scales, broken)
-    assert [tuple(b) for b in found[1].scales.isfinite().logical_not().nonzero().tolist()] == [(1, 1)]
+    outs, scales, broken = (
+        [f.weight for f in found],
+        [f.scales for f in found],
+        torch.zeros(2, dtype=torch.int32),
+    )
+    QuantizePlan(*map(layouts, (sources, outs, scales)), scales=policy).run(
+        sources, outs, scales, broken
+    )
+    assert [tuple(b) for b in found[1].scales.isfinite().logical_not().nonzero().tolist()] == [
+        (1, 1)
+    ]
     assert broken.tolist() == [0, 1]
 
 
@@ -224,7 +257,11 @@ def test_rows_may_lie_apart_in_source_and_outputs() -> None:
     assert torch.equal(bits(out[:, 7:237].contiguous()), bits(wanted.weight)) and torch.equal(
         scales[:, 1:3], wanted.scales
     )
-    assert not out[:, :7].float().any() and not out[:, 237:].float().any() and not scales[:, [0, 3, 4]].any()
+    assert (
+        not out[:, :7].float().any()
+        and not out[:, 237:].float().any()
+        and not scales[:, [0, 3, 4]].any()
+    )
 
 
 def test_an_empty_shard_and_no_tensors_at_all() -> None:
@@ -261,10 +298,17 @@ def test_a_plan_refuses_other_tensors_than_its_own() -> None:
         (torch.zeros(4, 4), torch.zeros(4, 5, dtype=torch.float8_e4m3fn), None, r"out\[0\]"),
         (torch.zeros(129, 4), None, torch.zeros(1, 1), r"scales_out\[0\]"),
         (torch.zeros(4, 4), None, torch.zeros(1, 1, dtype=torch.bfloat16), r"scales_out\[0\]"),
-        (torch.zeros(4, 4, device="meta"), torch.zeros(4, 4, dtype=torch.float8_e4m3fn), None, "on one device"),
+        (
+            torch.zeros(4, 4, device="meta"),
+            torch.zeros(4, 4, dtype=torch.float8_e4m3fn),
+            None,
+            "on one device",
+        ),
     ],
 )
-def test_wrong_tensors_are_refused(weight: Tensor, out: Tensor | None, scales: Tensor | None, match: str) -> None:
+def test_wrong_tensors_are_refused(
+    weight: Tensor, out: Tensor | None, scales: Tensor | None, match: str
+) -> None:
     q = empty_like(weight) if weight.ndim == 2 else None
     out = q.weight if out is None and q else out
     scales = q.scales if scales is None and q else scales

@@ -29,12 +29,17 @@ def test_a_bucket_of_which_a_worker_serves_nothing_passes_it_by() -> None:
             return ShardSpec.whole(shape), ShardSpec.nothing(shape)
         half = shape[0] // 2, *shape[1:]
         upper, lower = (
-            ShardSpec(global_shape=shape, offset=(at, *[0] * (len(shape) - 1)), shape=half) for at in (0, half[0])
+            ShardSpec(global_shape=shape, offset=(at, *[0] * (len(shape) - 1)), shape=half)
+            for at in (0, half[0])
         )
         return upper, lower
 
-    sources = [Source(name=name, boxes=boxes(name, tuple(tensor.shape)), stored=tensor.dtype, quantized=False)
-               for name, tensor in weights.items()]  # fmt: skip
+    sources = [
+        Source(
+            name=name, boxes=boxes(name, tuple(tensor.shape)), stored=tensor.dtype, quantized=False
+        )
+        for name, tensor in weights.items()
+    ]
     plan = make_plan(sources, dtype=torch.float32, bucket_bytes=500_000).wire
     assert [piece.box.offset for piece in plan.buckets[-1].pieces] == [(0, 0)]
 
@@ -69,12 +74,17 @@ def test_a_server_that_copies_one_half_twice_does_not_hide_that_the_other_is_mis
     SyncSession(InProcess([Twice()])).run(stream_of(checkpoint(0), fp8=False), 0)
     weights = checkpoint(0)
     weights.pop("model.layers.1.mlp.up_proj.weight")
-    with pytest.raises(RolloutError, match=r"gate_up_proj\.weight gets only model\.layers\.1\.mlp\.gate_proj\.weight"):
+    with pytest.raises(
+        RolloutError,
+        match=r"gate_up_proj\.weight gets only model\.layers\.1\.mlp\.gate_proj\.weight",
+    ):
         SyncSession(InProcess([Twice()])).run(stream_of(weights, fp8=False), 0)
 
 
 @pytest.mark.parametrize("audit", [True, False], ids=["audited", "not audited"])
-def test_a_server_that_does_not_take_a_stream_to_its_end_has_not_served_it(monkeypatch, audit) -> None:
+def test_a_server_that_does_not_take_a_stream_to_its_end_has_not_served_it(
+    monkeypatch, audit
+) -> None:
     class Stops(InProcess):
         def sync(self, stream):
             next(stream.buckets())
@@ -85,7 +95,9 @@ def test_a_server_that_does_not_take_a_stream_to_its_end_has_not_served_it(monke
         SyncSession(Stops([ServedModel()])).run(stream_of(checkpoint(0), fp8=False, audit=audit), 0)
 
 
-def test_a_server_whose_loader_keeps_tensors_is_not_left_with_later_buckets_in_them(monkeypatch) -> None:
+def test_a_server_whose_loader_keeps_tensors_is_not_left_with_later_buckets_in_them(
+    monkeypatch,
+) -> None:
     class Keeps(ServedModel):
         """Loads once more what it was given when all has come, as vLLM's reload does layer by layer."""
 
@@ -97,7 +109,10 @@ def test_a_server_whose_loader_keeps_tensors_is_not_left_with_later_buckets_in_t
             super().load_weights(kept)
 
     monkeypatch.setattr(exporter, "BUCKET_BYTES", 300_000)
-    model, stream = Keeps(dtype=torch.bfloat16), stream_of(checkpoint(0), fp8=False, dtype=torch.bfloat16)
+    model, stream = (
+        Keeps(dtype=torch.bfloat16),
+        stream_of(checkpoint(0), fp8=False, dtype=torch.bfloat16),
+    )
     assert len(stream.plan.buckets) > 2 * len(stream.plan.slots)
     receiver = Receiver(model, stream.plan, model.load_weights, read=model.get_parameter)
     receiver.sync(stream, Phases(CPU))
@@ -117,7 +132,11 @@ def test_a_single_number_is_a_weight_too() -> None:
                 self.scale.data.copy_(tensor)
 
     model: Any = Scaled()
-    assert SyncSession(InProcess([model])).run(stream_of({"scale": torch.tensor(2.5)}, fp8=False), 0).audited
+    assert (
+        SyncSession(InProcess([model]))
+        .run(stream_of({"scale": torch.tensor(2.5)}, fp8=False), 0)
+        .audited
+    )
     assert model.scale == 2.5
     model.scale.data, model.load_weights = (
         torch.zeros(4),
@@ -131,12 +150,16 @@ def test_a_server_that_cuts_within_a_word_of_the_audit_is_refused_by_name_of_the
     class Odd(torch.nn.Module):
         def __init__(self) -> None:
             super().__init__()
-            self.weight = torch.nn.Parameter(torch.zeros(4, 3, dtype=torch.bfloat16), requires_grad=False)
+            self.weight = torch.nn.Parameter(
+                torch.zeros(4, 3, dtype=torch.bfloat16), requires_grad=False
+            )
 
         def load_weights(self, weights):
             for _, tensor in weights:
                 self.weight.data.copy_(tensor[:, 3:])
 
     model, stream = Odd(), stream_of({"weight": torch.randn(4, 6)}, fp8=False, dtype=torch.bfloat16)
-    with pytest.raises(RolloutError, match=r"cannot compare[^$]*columns? 3 [^$]*to do: .*tensor_parallel_size"):
+    with pytest.raises(
+        RolloutError, match=r"cannot compare[^$]*columns? 3 [^$]*to do: .*tensor_parallel_size"
+    ):
         Receiver(model, stream.plan, model.load_weights)

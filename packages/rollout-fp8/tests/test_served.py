@@ -28,17 +28,32 @@ from rollout_fp8.server import Server, Service
 @pytest.fixture(scope="module")
 def arguments(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     folder = tmp_path_factory.mktemp("model")
-    Qwen3Config(vocab_size=48, hidden_size=32, intermediate_size=48, num_hidden_layers=1, num_attention_heads=2,
-                num_key_value_heads=1, head_dim=16).save_pretrained(folder)  # fmt: skip
+    Qwen3Config(
+        vocab_size=48,
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        head_dim=16,
+    ).save_pretrained(folder)
     source = ModelSource(path=str(folder))
-    return {"model": source, "pad_token_id": 0, "eos_token_ids": (1,), "batch_size": 4, "dtype": "float32"}
+    return {
+        "model": source,
+        "pad_token_id": 0,
+        "eos_token_ids": (1,),
+        "batch_size": 4,
+        "dtype": "float32",
+    }
 
 
 @pytest.fixture(scope="module")
 def url(arguments: dict[str, Any]) -> Iterator[str]:
     """Of a server that was made with ``arguments``."""
     hosted = RolloutRegistry.create(name="local", device="cpu", **arguments)
-    service = Service(hosted, "cpu", name="local", arguments=arguments | {"model": asdict(arguments["model"])})
+    service = Service(
+        hosted, "cpu", name="local", arguments=arguments | {"model": asdict(arguments["model"])}
+    )
     with Server(("127.0.0.1", 0), service) as running:
         thread = threading.Thread(target=running.serve_forever, kwargs={"poll_interval": 0.05})
         thread.start()
@@ -47,27 +62,38 @@ def url(arguments: dict[str, Any]) -> Iterator[str]:
         thread.join()
 
 
-@pytest.mark.parametrize(("other", "said"), [
-    ({"eos_token_ids": (2, 1)}, r"eos_token_ids is \[1, 2\] here, \[1\] there"),
-    ({"eos_token_ids": ()}, r"eos_token_ids is \[\] here, \[1\] there"),
-    ({"batch_size": 0}, "batch_size is 0 here, 4 there"),
-    ({"dtype": "bfloat16"}, "dtype is 'bfloat16' here, 'float32' there"),
-    ({"quantization": "fp8"}, "quantization is 'fp8' here, 'none' there"),
-    ({"model": ModelSource(path="/nowhere")}, "model is .*/nowhere.* there"),
-    ({"colour": 3}, "colour is nothing that it takes"),
-    ({"batchsize": 4}, "batchsize is nothing that it takes .did you mean batch_size"),
-])  # fmt: skip
-def test_a_server_that_was_made_with_something_else_is_refused_by_name(url, arguments, other, said) -> None:
+@pytest.mark.parametrize(
+    ("other", "said"),
+    [
+        ({"eos_token_ids": (2, 1)}, r"eos_token_ids is \[1, 2\] here, \[1\] there"),
+        ({"eos_token_ids": ()}, r"eos_token_ids is \[\] here, \[1\] there"),
+        ({"batch_size": 0}, "batch_size is 0 here, 4 there"),
+        ({"dtype": "bfloat16"}, "dtype is 'bfloat16' here, 'float32' there"),
+        ({"quantization": "fp8"}, "quantization is 'fp8' here, 'none' there"),
+        ({"model": ModelSource(path="/nowhere")}, "model is .*/nowhere.* there"),
+        ({"colour": 3}, "colour is nothing that it takes"),
+        ({"batchsize": 4}, "batchsize is nothing that it takes .did you mean batch_size"),
+    ],
+)
+def test_a_server_that_was_made_with_something_else_is_refused_by_name(
+    url, arguments, other, said
+) -> None:
     with pytest.raises(ConfigError, match=said) as caught:
         RemoteRollout(name="local", device="cpu", arguments={**arguments, **other}, url=url)
     assert caught.value.field == "rollout.options.url"
     assert str(caught.value).count(" there") <= 1  # nothing else is said to differ
 
 
-def test_a_server_of_another_rollout_is_refused_and_what_is_not_asked_for_is_the_servers(url, arguments) -> None:
+def test_a_server_of_another_rollout_is_refused_and_what_is_not_asked_for_is_the_servers(
+    url, arguments
+) -> None:
     with pytest.raises(ConfigError, match="name is 'vllm' here, 'local' there"):
         RemoteRollout(name="vllm", device="cpu", arguments=arguments, url=url)
-    some = {key: value for key, value in arguments.items() if key in ("model", "pad_token_id", "eos_token_ids")}
+    some = {
+        key: value
+        for key, value in arguments.items()
+        if key in ("model", "pad_token_id", "eos_token_ids")
+    }
     RemoteRollout(name="local", device="cpu", arguments=some, url=url).close()
 
 
@@ -75,7 +101,10 @@ def test_a_folder_is_the_same_by_whichever_path(url, arguments, monkeypatch) -> 
     folder = Path(arguments["model"].path)
     monkeypatch.chdir(folder.parent)
     RemoteRollout(
-        name="local", device="cpu", arguments={**arguments, "model": ModelSource(path=folder.name)}, url=url
+        name="local",
+        device="cpu",
+        arguments={**arguments, "model": ModelSource(path=folder.name)},
+        url=url,
     ).close()
 
 
@@ -88,8 +117,12 @@ def test_an_adapter_is_compared_with_its_defaults() -> None:
         require_same("", "vllm", {}, settings)
 
 
-@pytest.mark.parametrize(("option", "here", "there"), [("scales", "fp32", "pow2"), ("audit", True, False)])
-def test_options_by_which_weights_are_sent_are_compared_with_the_runs_defaults(option, here, there) -> None:
+@pytest.mark.parametrize(
+    ("option", "here", "there"), [("scales", "fp32", "pow2"), ("audit", True, False)]
+)
+def test_options_by_which_weights_are_sent_are_compared_with_the_runs_defaults(
+    option, here, there
+) -> None:
     """The exporter goes by its own default where the run leaves them out, not by the server's option."""
 
     class Optioned(Background):

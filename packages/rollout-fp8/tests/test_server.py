@@ -33,10 +33,20 @@ from rollout_fp8.transports.channel import secret
 
 pytestmark = pytest.mark.distributed
 CONFIG = Qwen3Config(
-    vocab_size=48, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
-    head_dim=8, max_position_embeddings=64, initializer_range=0.3, pad_token_id=0, eos_token_id=1, bos_token_id=None,
+    vocab_size=48,
+    hidden_size=32,
+    intermediate_size=48,
+    num_hidden_layers=2,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    head_dim=8,
+    max_position_embeddings=64,
+    initializer_range=0.3,
+    pad_token_id=0,
+    eos_token_id=1,
+    bos_token_id=None,
     tie_word_embeddings=False,
-)  # fmt: skip
+)
 PROMPTS = [[5, 6, 7], [9, 8, 7, 6, 5, 4, 3, 2], [11]]
 SAMPLING = SamplingParams(n=2, max_new_tokens=8, temperature=0.7, seed=3)
 
@@ -113,15 +123,25 @@ def test_it_generates_what_the_same_rollout_generates_in_this_process(rollout, a
     for version in (4, 5):
         result = rollout.update_weights(iter(weights(version).items()), version)
         want = here.update_weights(iter(weights(version).items()), version)
-        assert (result.version, result.num_tensors, result.num_bytes) == (version, want.num_tensors, want.num_bytes)
+        assert (result.version, result.num_tensors, result.num_bytes) == (
+            version,
+            want.num_tensors,
+            want.num_bytes,
+        )
         assert rollout.weight_version == version
         assert rollout.generate(PROMPTS, SAMPLING) == here.generate(PROMPTS, SAMPLING)
 
 
 def test_an_exporters_stream_and_one_over_a_collective(rollout, arguments, monkeypatch) -> None:
     here = RolloutRegistry.create(name="local", device="cpu", **arguments)
-    stream = collect(iter(weights(8).items()), device=torch.device("cpu"), dtype=torch.float32, architecture=None, scales="fp32",
-                     audit=True)  # fmt: skip
+    stream = collect(
+        iter(weights(8).items()),
+        device=torch.device("cpu"),
+        dtype=torch.float32,
+        architecture=None,
+        scales="fp32",
+        audit=True,
+    )
     here.update_weights(iter(weights(8).items()), 8)
     rollout.update_weights(stream, 8)
     assert rollout.generate(PROMPTS, SAMPLING) == here.generate(PROMPTS, SAMPLING)
@@ -138,7 +158,9 @@ def test_an_exporters_stream_and_one_over_a_collective(rollout, arguments, monke
 @pytest.fixture
 def background():
     hosted = Background()
-    with Server(("127.0.0.1", 0), Service(hosted, "cpu", name="background", arguments={})) as server:
+    with Server(
+        ("127.0.0.1", 0), Service(hosted, "cpu", name="background", arguments={})
+    ) as server:
         thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.05})
         thread.start()
         made = RemoteRollout(name="background", device="cpu", arguments={}, url=server.url)
@@ -191,13 +213,25 @@ def test_errors_come_as_what_they_were_and_the_server_goes_on(rollout) -> None:
     assert len(rollout.generate([[3]], SAMPLING)) == 2
 
 
-@pytest.mark.parametrize(("spoil", "said"), [
-    (lambda w: w.pop("model.norm.weight"), "model.norm.weight: missing"),
-    (lambda w: w.update({"model.norm.weight": torch.zeros(5)}), r"model.norm.weight: shape \[5\]"),
-    (lambda w: w["model.norm.weight"].fill_(float("nan")), "not finite: model.norm.weight"),
-    (lambda w: w.update({"model.norm.weight": torch.zeros(32, dtype=torch.int32)}), "model.norm.weight"),
-], ids=["missing", "shape", "nan", "integers"])  # fmt: skip
-def test_a_sync_that_fails_says_why_and_nothing_is_generated_until_a_good_one(rollout, spoil, said) -> None:
+@pytest.mark.parametrize(
+    ("spoil", "said"),
+    [
+        (lambda w: w.pop("model.norm.weight"), "model.norm.weight: missing"),
+        (
+            lambda w: w.update({"model.norm.weight": torch.zeros(5)}),
+            r"model.norm.weight: shape \[5\]",
+        ),
+        (lambda w: w["model.norm.weight"].fill_(float("nan")), "not finite: model.norm.weight"),
+        (
+            lambda w: w.update({"model.norm.weight": torch.zeros(32, dtype=torch.int32)}),
+            "model.norm.weight",
+        ),
+    ],
+    ids=["missing", "shape", "nan", "integers"],
+)
+def test_a_sync_that_fails_says_why_and_nothing_is_generated_until_a_good_one(
+    rollout, spoil, said
+) -> None:
     bad = {name: tensor.clone() for name, tensor in weights(0).items()}
     spoil(bad)
     with pytest.raises(RolloutError, match=said):
@@ -224,7 +258,11 @@ def test_two_clients_take_turns(rollout, arguments) -> None:
     assert other.weight_version == 6
     want, found = rollout.generate(PROMPTS, SAMPLING), {}
     threads = [
-        threading.Thread(target=lambda i=i: found.update({i: (rollout, other)[i % 2].generate(PROMPTS, SAMPLING)}))
+        threading.Thread(
+            target=lambda i=i: found.update(
+                {i: (rollout, other)[i % 2].generate(PROMPTS, SAMPLING)}
+            )
+        )
         for i in range(4)
     ]
     for thread in threads:
@@ -240,7 +278,9 @@ def test_two_clients_take_turns(rollout, arguments) -> None:
     other.update_weights(iter(weights(1).items()), 7)
     assert rollout.generate(PROMPTS, SAMPLING) != want
     other.close()
-    assert rollout._server.health()["weight_version"] == 7  # whoever did not start it does not end it
+    assert (
+        rollout._server.health()["weight_version"] == 7
+    )  # whoever did not start it does not end it
 
 
 def test_a_server_that_was_killed_is_an_error_with_its_log_and_leaves_nothing(own) -> None:
@@ -261,8 +301,10 @@ def test_a_server_that_hangs_is_an_error_in_time_and_ends(own, call, monkeypatch
     pid = own._process.pid
     os.kill(pid, signal.SIGSTOP)
     monkeypatch.setattr(own._server, "silence_s", 2)
-    calls = {"generate": lambda: own.generate(PROMPTS, SAMPLING),
-             "update_weights": lambda: own.update_weights(iter(weights(1).items()), 1)}  # fmt: skip
+    calls = {
+        "generate": lambda: own.generate(PROMPTS, SAMPLING),
+        "update_weights": lambda: own.update_weights(iter(weights(1).items()), 1),
+    }
     with pytest.raises(RolloutError, match="the server hangs"):
         calls[call]()
     own.close()
@@ -300,7 +342,11 @@ if {how!r} != "exit":
     os.kill(os.getpid(), signal.SIGKILL)
 """
     done = subprocess.run(
-        [os.sys.executable, "-c", code], capture_output=True, text=True, timeout=DEADLINE_S, check=False
+        [os.sys.executable, "-c", code],
+        capture_output=True,
+        text=True,
+        timeout=DEADLINE_S,
+        check=False,
     )
     pid = int(done.stdout.split()[0])
     until(lambda: not runs(pid))
@@ -316,21 +362,33 @@ def test_a_rollout_that_does_not_start_says_why(arguments) -> None:
         RemoteRollout(name="local", device="cpu", arguments={**arguments, "colour": 3})
 
 
-@pytest.mark.parametrize(("method", "path", "body", "token", "status", "said"), [
-    ("POST", "/generate", b"{}", "guessed", 401, "token"),
-    ("GET", "/health", b"", "", 401, "token"),
-    ("POST", "/nothing", b"{}", None, 404, "no POST /nothing"),
-    ("GET", "/generate", b"", None, 404, "no GET /generate"),
-    ("POST", "/generate", b"{", None, 400, "not JSON"),
-    ("POST", "/generate", b"[]", None, 400, "is a list"),
-    ("POST", "/generate", b'{"prompts": []}', None, 400, "missing a required argument: 'sampling'"),
-    ("POST", "/generate", b'{"prompts": [], "sampling": {"colour": 3}}', None, 422, "colour"),
-    ("POST", "/generate", b'{"prompts": [[]], "sampling": {}}', None, 422, "prompt 0 is empty"),
-    ("POST", "/result", b'{"id": 99, "wait_s": 0}', None, 422, "no generation 99"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("method", "path", "body", "token", "status", "said"),
+    [
+        ("POST", "/generate", b"{}", "guessed", 401, "token"),
+        ("GET", "/health", b"", "", 401, "token"),
+        ("POST", "/nothing", b"{}", None, 404, "no POST /nothing"),
+        ("GET", "/generate", b"", None, 404, "no GET /generate"),
+        ("POST", "/generate", b"{", None, 400, "not JSON"),
+        ("POST", "/generate", b"[]", None, 400, "is a list"),
+        (
+            "POST",
+            "/generate",
+            b'{"prompts": []}',
+            None,
+            400,
+            "missing a required argument: 'sampling'",
+        ),
+        ("POST", "/generate", b'{"prompts": [], "sampling": {"colour": 3}}', None, 422, "colour"),
+        ("POST", "/generate", b'{"prompts": [[]], "sampling": {}}', None, 422, "prompt 0 is empty"),
+        ("POST", "/result", b'{"id": 99, "wait_s": 0}', None, 422, "no generation 99"),
+    ],
+)
 def test_requests_that_are_refused(rollout, method, path, body, token, status, said) -> None:
     rollout.update_weights(iter(weights(0).items()), 1)
-    connection = http.client.HTTPConnection(rollout._server.host, rollout._server.port, timeout=DEADLINE_S)
+    connection = http.client.HTTPConnection(
+        rollout._server.host, rollout._server.port, timeout=DEADLINE_S
+    )
     token = secret("http").hex() if token is None else token
     connection.request(method, path, body, {"Authorization": f"Bearer {token}"})
     response = connection.getresponse()
@@ -342,12 +400,18 @@ def test_requests_that_are_refused(rollout, method, path, body, token, status, s
 
 
 def test_nobody_else_can_make_the_server_fetch_weights(rollout) -> None:
-    connection = http.client.HTTPConnection(rollout._server.host, rollout._server.port, timeout=DEADLINE_S)
-    connection.request("POST", "/update_weights", b'{"address": "tcp:127.0.0.1:9#0", "version": 1, "timeout_s": 1}')
+    connection = http.client.HTTPConnection(
+        rollout._server.host, rollout._server.port, timeout=DEADLINE_S
+    )
+    connection.request(
+        "POST", "/update_weights", b'{"address": "tcp:127.0.0.1:9#0", "version": 1, "timeout_s": 1}'
+    )
     assert connection.getresponse().status == 401
     connection.close()
     with pytest.raises(RolloutError, match="cannot reach the sender"):
-        rollout._server.call("update_weights", address="unix:/nowhere/weights#0", version=1, timeout_s=1)
+        rollout._server.call(
+            "update_weights", address="unix:/nowhere/weights#0", version=1, timeout_s=1
+        )
     rollout.update_weights(iter(weights(0).items()), 1)
 
 
@@ -386,7 +450,9 @@ def test_strangers_that_drip_hold_no_one_and_are_hung_up_on(rollout) -> None:
     assert rollout.generate([[3, 4]], SAMPLING)
 
 
-def test_the_arguments_of_a_rollout_are_not_on_a_command_line_that_everyone_can_read(rollout, arguments) -> None:
+def test_the_arguments_of_a_rollout_are_not_on_a_command_line_that_everyone_can_read(
+    rollout, arguments
+) -> None:
     pid = rollout._process.pid
     said = Path(f"/proc/{pid}/cmdline").read_text()
     assert "rollout_fp8.server" in said
@@ -398,7 +464,10 @@ def test_the_arguments_of_a_rollout_are_not_on_a_command_line_that_everyone_can_
 def test_connections_without_a_token_are_never_many(rollout) -> None:
     place = (rollout._server.host, rollout._server.port)
     with ExitStack() as stack:
-        dialled = [stack.enter_context(socket.create_connection(place, timeout=60)) for _ in range(STRANGERS + 5)]
+        dialled = [
+            stack.enter_context(socket.create_connection(place, timeout=60))
+            for _ in range(STRANGERS + 5)
+        ]
         assert [one.recv(1) for one in dialled[:5]] == [b""] * 5
 
 
@@ -410,6 +479,9 @@ def test_shutdown(arguments) -> None:
 
 
 def test_a_url_that_is_none_or_where_nobody_listens(arguments) -> None:
-    for url, said in [("localhost:80", "is no server's address"), ("http://127.0.0.1:9", "does not answer")]:
+    for url, said in [
+        ("localhost:80", "is no server's address"),
+        ("http://127.0.0.1:9", "does not answer"),
+    ]:
         with pytest.raises(RolloutError, match=said):
             RemoteRollout(name="local", device="cpu", arguments=arguments, url=url)

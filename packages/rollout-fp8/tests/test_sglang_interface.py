@@ -35,12 +35,16 @@ def text(path: str) -> str:
 
 @cache
 def classes(path: str) -> dict[str, ast.ClassDef]:
-    return {node.name: node for node in ast.parse(text(path)).body if isinstance(node, ast.ClassDef)}
+    return {
+        node.name: node for node in ast.parse(text(path)).body if isinstance(node, ast.ClassDef)
+    }
 
 
 def fields(path: str, name: str) -> set[str]:
     body = classes(path)[name].body
-    return {n.target.id for n in body if isinstance(n, ast.AnnAssign) and isinstance(n.target, ast.Name)}
+    return {
+        n.target.id for n in body if isinstance(n, ast.AnnAssign) and isinstance(n.target, ast.Name)
+    }
 
 
 def parameters(path: str, name: str, method: str) -> tuple[list[str], bool]:
@@ -51,10 +55,18 @@ def parameters(path: str, name: str, method: str) -> tuple[list[str], bool]:
     return [a.arg for a in arguments], isinstance(found, ast.AsyncFunctionDef)
 
 
-@pytest.mark.parametrize("method", [
-    "get_server_info", "async_generate", "update_weights_from_tensor", "flush_cache", "release_memory_occupation",
-    "resume_memory_occupation", "shutdown",
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "method",
+    [
+        "get_server_info",
+        "async_generate",
+        "update_weights_from_tensor",
+        "flush_cache",
+        "release_memory_occupation",
+        "resume_memory_occupation",
+        "shutdown",
+    ],
+)
 def test_the_stand_in_takes_what_the_engine_takes(method):
     ours = getattr(sglang_fakes.Engine, method)
     names, is_coroutine = parameters(ENGINE, "Engine", method)
@@ -64,8 +76,15 @@ def test_the_stand_in_takes_what_the_engine_takes(method):
 
 def test_the_engine_takes_every_argument_that_it_is_given():
     options = SglangOptions(attention_backend="triton", sampling_backend="pytorch")
-    given = engine_arguments(options, folder=Path("x"), source=ModelSource(path="x"), dtype="bfloat16", batch_size=4, gpu=0,
-                             context=64)  # fmt: skip
+    given = engine_arguments(
+        options,
+        folder=Path("x"),
+        source=ModelSource(path="x"),
+        dtype="bfloat16",
+        batch_size=4,
+        gpu=0,
+        context=64,
+    )
     known = fields("server_args.py", "ServerArgs")
     assert set(given) <= known
     assert {"page_size"} <= known  # with it get_server_info answers
@@ -78,7 +97,9 @@ def test_the_engine_takes_every_argument_that_it_is_given():
 def test_requests_and_answers_have_the_names_that_are_used():
     (row,) = request_parameters([[1]], SamplingParams(), [2])
     assert set(row) <= fields("sampling/sampling_params.py", "SamplingParams")
-    assert "rid" in parameters("managers/tokenizer_manager.py", "TokenizerManager", "abort_request")[0]
+    assert (
+        "rid" in parameters("managers/tokenizer_manager.py", "TokenizerManager", "abort_request")[0]
+    )
     assert "success" in fields("managers/io_struct.py", "FlushCacheReqOutput")
     scheduler, manager = text("managers/scheduler.py"), text("managers/tokenizer_manager.py")
     for name in ("max_req_input_len", "max_total_num_tokens"):
@@ -94,7 +115,9 @@ def test_the_loader_is_called_as_it_expects():
     assert "load_format in self.custom_weight_loaders" in updater
     assert "_skip_weight_check = True" in text("layers/quantization/kv_cache.py")
     assert "model.post_load_weights()" in text("model_loader/loader.py")
-    assert "rank=rank" in text("distributed/parallel_state.py")  # of torch.distributed's default group
+    assert "rank=rank" in text(
+        "distributed/parallel_state.py"
+    )  # of torch.distributed's default group
     assert list(inspect.signature(loader.load).parameters) == ["model", "named_tensors"]
 
 

@@ -24,8 +24,12 @@ from rollout_fp8.transports import channel
 pytestmark = pytest.mark.distributed
 CPU = torch.device("cpu")
 TP = 2
-SPAWN = multiprocessing.get_context("forkserver")  # new processes, that need not import torch once more
-SPAWN.set_forkserver_preload(["torch._dynamo", "rollout_fp8.receiver", "rollout_fp8.transports.remote"])
+SPAWN = multiprocessing.get_context(
+    "forkserver"
+)  # new processes, that need not import torch once more
+SPAWN.set_forkserver_preload(
+    ["torch._dynamo", "rollout_fp8.receiver", "rollout_fp8.transports.remote"]
+)
 channel.secret("channel")  # before the first of them, that they inherit it
 
 
@@ -51,7 +55,12 @@ class Served:
 
     def run(self, weights: dict[str, torch.Tensor], version: int) -> None:
         stream = collect(
-            iter(weights.items()), device=CPU, dtype=torch.float32, architecture=None, scales="fp32", audit=True
+            iter(weights.items()),
+            device=CPU,
+            dtype=torch.float32,
+            architecture=None,
+            scales="fp32",
+            audit=True,
         )
         assert self.session.run(stream, version).audited
 
@@ -87,7 +96,9 @@ def served(tmp_path, monkeypatch) -> Iterator[Served]:
 def test_other_processes_serve_every_byte_and_outlive_what_goes_wrong(served):
     served.run(checkpoint(1), 1)
     bad = checkpoint(2)
-    bad["model.layers.1.mlp.down_proj.weight"] = bad["model.layers.1.mlp.down_proj.weight"][:, :-2].clone()
+    bad["model.layers.1.mlp.down_proj.weight"] = bad["model.layers.1.mlp.down_proj.weight"][
+        :, :-2
+    ].clone()
     with pytest.raises(RolloutError, match="2 of 2 receivers failed"):
         served.run(bad, 2)
     served.session.forget()
@@ -104,10 +115,14 @@ def test_other_processes_serve_every_byte_and_outlive_what_goes_wrong(served):
         want = ServedModel(tp=TP, rank=rank)
         want.load_weights(checkpoint(4).items())
         for name, parameter in want.named_parameters():
-            assert got[name] == bytes(parameter.detach().view(torch.uint8).numpy()), f"{name} on rank {rank}"
+            assert got[name] == bytes(parameter.detach().view(torch.uint8).numpy()), (
+                f"{name} on rank {rank}"
+            )
 
 
-@pytest.mark.parametrize(("defect", "said"), [("kill", "closed the channel"), ("stop", "silent|do not return")])
+@pytest.mark.parametrize(
+    ("defect", "said"), [("kill", "closed the channel"), ("stop", "silent|do not return")]
+)
 def test_a_scheduler_that_dies_or_hangs_in_the_middle_is_an_error_in_time(served, defect, said):
     served.run(checkpoint(1), 1)
     # Only one that hangs is to be given up by the clock.

@@ -24,7 +24,12 @@ engine, folder, make = sglang_fakes.engine, sglang_fakes.folder, sglang_fakes.ma
 
 
 def test_the_server_is_started_with_what_was_asked_for(make, folder):
-    rollout = make(batch_size=16, gpu_memory_utilization=0.5, attention_backend="flashinfer", deterministic=False)
+    rollout = make(
+        batch_size=16,
+        gpu_memory_utilization=0.5,
+        attention_backend="flashinfer",
+        deterministic=False,
+    )
     assert isinstance(rollout, AsyncRollout)
     server = Engine.made[0]
     got = server.arguments
@@ -65,9 +70,12 @@ def test_fp32_does_not_take_an_attention_that_has_no_fp32(make):
 
 
 @pytest.mark.parametrize(
-    ("dtype", "given", "want"), [("float32", None, "ieee"), ("float32", "tf32x3", "tf32x3"), ("bfloat16", None, None)]
+    ("dtype", "given", "want"),
+    [("float32", None, "ieee"), ("float32", "tf32x3", "tf32x3"), ("bfloat16", None, None)],
 )
-def test_float32_is_not_rounded_to_tf32_in_the_servers_processes(make, monkeypatch, dtype, given, want):
+def test_float32_is_not_rounded_to_tf32_in_the_servers_processes(
+    make, monkeypatch, dtype, given, want
+):
     monkeypatch.delenv("TRITON_F32_DEFAULT", raising=False)
     if given is not None:
         monkeypatch.setenv("TRITON_F32_DEFAULT", given)
@@ -103,7 +111,9 @@ def test_fp8_without_its_kernels_is_refused(make):
 
 def test_a_server_that_does_not_start_says_why(make, monkeypatch):
     handler = signal.getsignal(signal.SIGQUIT)
-    monkeypatch.setattr(Engine, "__init__", lambda self, **_: (_ for _ in ()).throw(RuntimeError("no memory left")))
+    monkeypatch.setattr(
+        Engine, "__init__", lambda self, **_: (_ for _ in ()).throw(RuntimeError("no memory left"))
+    )
     with pytest.raises(RolloutError, match="no memory left") as caught:
         make()
     assert "gpu_memory_utilization" in caught.value.remedy
@@ -205,10 +215,16 @@ def test_bad_requests_are_refused_before_any_is_sent(make, prompts, sampling, sa
     "told",
     [
         {"max_req_input_len": 11, "max_total_num_tokens": 17, "page_size": 1},
-        {"max_req_input_len": 132, "max_total_num_tokens": 138, "page_size": 64},  # the last page need not be free
+        {
+            "max_req_input_len": 132,
+            "max_total_num_tokens": 138,
+            "page_size": 64,
+        },  # the last page need not be free
     ],
 )
-def test_a_server_with_less_room_than_the_context_refuses_what_it_would_cut_off(make, monkeypatch, told):
+def test_a_server_with_less_room_than_the_context_refuses_what_it_would_cut_off(
+    make, monkeypatch, told
+):
     monkeypatch.setattr(Engine, "get_server_info", lambda self: told)
     rollout = make()
     rollout.update_weights(export(), 1)
@@ -228,7 +244,10 @@ def test_a_request_that_the_server_gives_up_on_is_an_error(make):
 def test_a_token_that_the_server_made_up_is_an_error(make):
     rollout = make()
     rollout.update_weights(export(), 1)
-    Engine.made[0].refuse = {"type": "stop", "matched": "NaN happened"}  # SGLang puts a stop token in its place
+    Engine.made[0].refuse = {
+        "type": "stop",
+        "matched": "NaN happened",
+    }  # SGLang puts a stop token in its place
     with pytest.raises(RolloutError, match="NaN happened"):
         rollout.generate([[1]], GREEDY)
 
@@ -247,7 +266,9 @@ def test_a_log_prob_that_is_none_is_refused(make, monkeypatch, value):
 
     monkeypatch.setattr(Engine, "_one", spoilt)
     assert rollout.generate([[1]], GREEDY)
-    with pytest.raises(RolloutError, match=f"prompt 1: token 2 was drawn with log-prob {value}") as caught:
+    with pytest.raises(
+        RolloutError, match=f"prompt 1: token 2 was drawn with log-prob {value}"
+    ) as caught:
         rollout.generate([[1], [5]], GREEDY)
     assert "dtype" in caught.value.remedy
     with pytest.raises(RolloutError, match="prompt 0: token 2"):
@@ -258,7 +279,9 @@ def test_what_a_call_of_the_server_raises_is_an_error_of_the_contract(make, monk
     rollout = make()
     rollout.update_weights(export(), 1)
     monkeypatch.setattr(
-        Engine, "release_memory_occupation", lambda self, tags: (_ for _ in ()).throw(KeyError("weights"))
+        Engine,
+        "release_memory_occupation",
+        lambda self, tags: (_ for _ in ()).throw(KeyError("weights")),
     )
     with pytest.raises(RolloutError, match="KeyError"):
         rollout.sleep()
@@ -283,7 +306,9 @@ def test_generation_in_the_background_and_abort(make):
     rollout = make()
     rollout.update_weights(export(), 1)
     server = Engine.made[0]
-    got = rollout.submit([3], SamplingParams(n=2, max_new_tokens=2, temperature=0.0)).result(DEADLINE_S)
+    got = rollout.submit([3], SamplingParams(n=2, max_new_tokens=2, temperature=0.0)).result(
+        DEADLINE_S
+    )
     assert [(c.prompt_index, c.tokens) for c in got] == [(0, [4, 5])] * 2
     server.hold = asyncio.Event()
     slow = rollout.submit([3], SamplingParams(n=3, max_new_tokens=30))
@@ -295,7 +320,9 @@ def test_generation_in_the_background_and_abort(make):
     assert [c.finish_reason for c in quick.result(DEADLINE_S)] == ["abort"]
     slow.abort()
     ends = slow.result(DEADLINE_S)
-    assert [(c.tokens, c.finish_reason, c.weight_versions) for c in ends] == [([4], "abort", [1])] * 3
+    assert [(c.tokens, c.finish_reason, c.weight_versions) for c in ends] == [
+        ([4], "abort", [1])
+    ] * 3
     slow.abort()
     rollout.close()
     slow.abort()
@@ -344,8 +371,13 @@ def test_closed_is_closed(make):
     assert Engine.made[0].calls == ["shutdown"]
     assert signal.getsignal(signal.SIGQUIT) is handler
     assert not folder.exists()
-    for call in (lambda: rollout.generate([[1]], GREEDY), lambda: rollout.submit([1], GREEDY), rollout.sleep, rollout.wake_up,
-                 lambda: rollout.update_weights(export(), 2)):  # fmt: skip
+    for call in (
+        lambda: rollout.generate([[1]], GREEDY),
+        lambda: rollout.submit([1], GREEDY),
+        rollout.sleep,
+        rollout.wake_up,
+        lambda: rollout.update_weights(export(), 2),
+    ):
         with pytest.raises(RolloutError, match="closed"):
             call()
 

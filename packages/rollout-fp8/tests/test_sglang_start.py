@@ -30,7 +30,8 @@ def test_a_start_that_does_not_come_to_its_end_leaves_no_process(make, monkeypat
 
     def begin(self: Engine, **_: object) -> None:
         started.extend(
-            multiprocessing.get_context("spawn").Process(target=time.sleep, args=(NEVER_S,)) for _ in range(2)
+            multiprocessing.get_context("spawn").Process(target=time.sleep, args=(NEVER_S,))
+            for _ in range(2)
         )
         for process in started:
             process.start()
@@ -56,7 +57,9 @@ def test_a_start_that_does_not_come_to_its_end_leaves_no_process(make, monkeypat
 @pytest.mark.parametrize("error", [KeyboardInterrupt, KeyError])
 def test_a_start_that_fails_once_sglang_is_up_ends_it(make, monkeypatch, error):
     handler = signal.getsignal(signal.SIGQUIT)
-    monkeypatch.setattr("rollout_fp8.sglang.rollout.Schedulers", lambda *_: (_ for _ in ()).throw(error))
+    monkeypatch.setattr(
+        "rollout_fp8.sglang.rollout.Schedulers", lambda *_: (_ for _ in ()).throw(error)
+    )
     with pytest.raises(error):
         make()
     assert Engine.made[0].calls == ["shutdown"]

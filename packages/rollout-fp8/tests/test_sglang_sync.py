@@ -46,8 +46,14 @@ def started(folder) -> Any:
 
 
 def stream_of(seed: int, fp8: bool = False) -> exporter.EngineStream:
-    return collect(export(seed), device=CPU, dtype=torch.float32, architecture="Qwen3ForCausalLM" if fp8 else None,
-                   scales="fp32", audit=True)  # fmt: skip
+    return collect(
+        export(seed),
+        device=CPU,
+        dtype=torch.float32,
+        architecture="Qwen3ForCausalLM" if fp8 else None,
+        scales="fp32",
+        audit=True,
+    )
 
 
 @pytest.mark.parametrize("fp8", [False, True])
@@ -69,13 +75,22 @@ def test_connections_and_buffers_are_made_at_the_first_sync_alone(started, monke
     monkeypatch.setattr(exporter, "BUCKET_BYTES", 1 << 18)
     opened: list[str] = []
     real = sender.Sender._accept
-    monkeypatch.setattr(sender.Sender, "_accept", lambda self, watch: opened.append(self.address) or real(self, watch))
+    monkeypatch.setattr(
+        sender.Sender,
+        "_accept",
+        lambda self, watch: opened.append(self.address) or real(self, watch),
+    )
     server, session = started(ServedModel())
 
     def shards(seed: int) -> Any:
-        return ((name, tensor, ShardSpec.whole(tensor.shape)) for name, tensor in checkpoint(seed).items())
+        return (
+            (name, tensor, ShardSpec.whole(tensor.shape))
+            for name, tensor in checkpoint(seed).items()
+        )
 
-    for version, (one, seed) in enumerate((one, seed) for one in (stream_of(0), stream_of(0)) for seed in (1, 2, 3)):
+    for version, (one, seed) in enumerate(
+        (one, seed) for one in (stream_of(0), stream_of(0)) for seed in (1, 2, 3)
+    ):
         session.run(exporter.EngineStream(one._plan, one._filler, partial(shards, seed)), version)
         assert same(server.model, served(seed)), f"sync {version}"
     assert len(opened) == 2  # to learn, and for the first weights
@@ -138,7 +153,9 @@ def test_a_loader_that_does_not_come_is_an_error_long_before_the_timeout(make):
 
 def test_a_server_that_never_runs_the_loader_is_an_error(make, monkeypatch):
     rollout = make()
-    monkeypatch.setattr(Engine, "_update", lambda self, named: asyncio.sleep(0, (False, "unknown load_format")))
+    monkeypatch.setattr(
+        Engine, "_update", lambda self, named: asyncio.sleep(0, (False, "unknown load_format"))
+    )
     with pytest.raises(RolloutError, match="unknown load_format"):
         rollout.update_weights(export(), 1)
 
@@ -240,7 +257,10 @@ def test_no_sync_and_no_sleep_during_generation_and_the_other_way_round(make):
     def meanwhile() -> Any:
         for place, row in enumerate(checkpoint(1).items()):
             if place == 2:
-                for call in (lambda: rollout.generate([[1]], GREEDY), lambda: rollout.update_weights(iter(()), 9)):
+                for call in (
+                    lambda: rollout.generate([[1]], GREEDY),
+                    lambda: rollout.update_weights(iter(()), 9),
+                ):
                     with pytest.raises(RolloutError) as error:
                         call()
                     caught.append(error.value)

@@ -36,16 +36,26 @@ class InProcess:
 
     def sync(self, stream):
         rows = []
-        for receiver in self.receivers:  # a stream runs once; here there is one worker, or the stream is made for each
+        for receiver in (
+            self.receivers
+        ):  # a stream runs once; here there is one worker, or the stream is made for each
             phases = Phases(CPU)
             receiver.sync(stream, phases)
             rows.append((receiver.served().tolist() if stream.audit else [], phases.seconds()))
         return rows
 
 
-def stream_of(weights: dict[str, Tensor], *, fp8: bool, dtype: torch.dtype = torch.float32, audit: bool = True) -> Any:
-    return collect(iter(weights.items()), device=CPU, dtype=dtype, architecture="Qwen3ForCausalLM" if fp8 else None,
-                   scales="fp32", audit=audit)  # fmt: skip
+def stream_of(
+    weights: dict[str, Tensor], *, fp8: bool, dtype: torch.dtype = torch.float32, audit: bool = True
+) -> Any:
+    return collect(
+        iter(weights.items()),
+        device=CPU,
+        dtype=dtype,
+        architecture="Qwen3ForCausalLM" if fp8 else None,
+        scales="fp32",
+        audit=audit,
+    )
 
 
 def expected(weights: dict[str, Tensor], model: ServedModel, *, fp8: bool) -> dict[str, Tensor]:
@@ -65,7 +75,9 @@ def raw(tensor: Tensor) -> Tensor:
 
 
 @pytest.mark.parametrize("fp8", [False, True], ids=["bf16", "fp8"])
-def test_every_byte_is_what_the_servers_own_loader_makes_of_it_and_later_syncs_do_not_use_it(fp8) -> None:
+def test_every_byte_is_what_the_servers_own_loader_makes_of_it_and_later_syncs_do_not_use_it(
+    fp8,
+) -> None:
     model = ServedModel(fp8=fp8, dtype=torch.bfloat16)
     workers = InProcess([model])
     session = SyncSession(workers)
@@ -93,7 +105,9 @@ def test_a_tensor_parallel_server_gets_each_ranks_part() -> None:
         stream = stream_of(weights, fp8=False, dtype=torch.bfloat16)
         receivers.append(Receiver(model, stream.plan, model.load_weights))
         receivers[-1].sync(stream, Phases(CPU))
-        want = expected(weights, ServedModel(tp=2, rank=model.rank, dtype=torch.bfloat16), fp8=False)
+        want = expected(
+            weights, ServedModel(tp=2, rank=model.rank, dtype=torch.bfloat16), fp8=False
+        )
         for name, parameter in model.named_parameters():
             assert torch.equal(parameter, want[name]), name
     from rollout_fp8.audit import Audit
@@ -101,7 +115,9 @@ def test_a_tensor_parallel_server_gets_each_ranks_part() -> None:
     audit = Audit(stream.plan, [receiver.boxes for receiver in receivers])
     audit.check(stream.checksums(), [receiver.served().tolist() for receiver in receivers])
     models[1].get_parameter("model.layers.1.mlp.down_proj.weight").data[3, 5] += 1
-    with pytest.raises(RolloutError, match=r"1 of 21 tensors differ: model.layers.1.mlp.down_proj.weight"):
+    with pytest.raises(
+        RolloutError, match=r"1 of 21 tensors differ: model.layers.1.mlp.down_proj.weight"
+    ):
         audit.check(stream.checksums(), [receiver.served().tolist() for receiver in receivers])
 
 
@@ -121,11 +137,16 @@ def test_copies_on_two_workers_that_differ_fail_the_audit() -> None:
 
 
 def test_a_server_that_packs_weights_may_keep_vectors_wider_but_only_what_was_sent() -> None:
-    model, stream = ServedModel(dtype=torch.bfloat16), stream_of(checkpoint(0), fp8=False, dtype=torch.bfloat16)
+    model, stream = (
+        ServedModel(dtype=torch.bfloat16),
+        stream_of(checkpoint(0), fp8=False, dtype=torch.bfloat16),
+    )
     for parameter in model.parameters():
         if parameter.dim() == 1:
             parameter.data = parameter.float()
-    with pytest.raises(RolloutError, match=r"comes as torch\.bfloat16, .* is served as torch\.float32"):
+    with pytest.raises(
+        RolloutError, match=r"comes as torch\.bfloat16, .* is served as torch\.float32"
+    ):
         Receiver(model, stream.plan, model.load_weights)
     receiver = Receiver(model, stream.plan, model.load_weights, read=model.get_parameter)
     receiver.sync(stream, Phases(CPU))
@@ -139,8 +160,13 @@ def test_a_server_that_packs_weights_may_keep_vectors_wider_but_only_what_was_se
 
 def test_a_server_that_packs_weights_is_not_given_those_of_another_dtype() -> None:
     """It would serve rounded weights as float32, and the audit would find nothing."""
-    model, stream = ServedModel(dtype=torch.float32), stream_of(checkpoint(0), fp8=False, dtype=torch.bfloat16)
-    with pytest.raises(RolloutError, match=r"comes as torch\.bfloat16, .* is served as torch\.float32"):
+    model, stream = (
+        ServedModel(dtype=torch.float32),
+        stream_of(checkpoint(0), fp8=False, dtype=torch.bfloat16),
+    )
+    with pytest.raises(
+        RolloutError, match=r"comes as torch\.bfloat16, .* is served as torch\.float32"
+    ):
         Receiver(model, stream.plan, model.load_weights, read=model.get_parameter)
 
 
@@ -151,7 +177,9 @@ def test_a_server_that_moves_its_weights_is_not_fed_where_they_were(audit) -> No
     session.run(stream_of(checkpoint(0), fp8=False, audit=audit), 0)
     norm = model.get_parameter("model.norm.weight")
     norm.data = norm.data.clone()
-    with pytest.raises(RolloutError, match=r"moved its weights.*\n.*1 parameters, model\.norm\.weight"):
+    with pytest.raises(
+        RolloutError, match=r"moved its weights.*\n.*1 parameters, model\.norm\.weight"
+    ):
         session.run(stream_of(checkpoint(1), fp8=False, audit=audit), 1)
 
 
@@ -162,14 +190,33 @@ def test_a_server_that_rearranges_weights_after_loading_is_refused_and_not_fed_w
     assert "model.layers.0.mlp.gate_proj.weight" in str(caught.value)
 
 
-@pytest.mark.parametrize(("change", "message"), [
-    (lambda w: w.pop("model.layers.1.self_attn.k_proj.weight"), "model.layers.1.self_attn.qkv_proj.weight gets only"),
-    (lambda w: w.pop("model.layers.1.mlp.up_proj.weight"), "model.layers.1.mlp.gate_up_proj.weight gets only"),
-    (lambda w: w.pop("model.layers.1.mlp.gate_proj.weight"), "model.layers.1.mlp.gate_up_proj.weight gets only"),
-    (lambda w: w.update({"model.layers.0.self_attn.o_proj.weight": torch.zeros(100, 512)}), "o_proj.weight"),
-    (lambda w: w.pop("model.norm.weight"), "nothing comes for model.norm.weight"),
-    (lambda w: w.update({"model.layers.0.input_layernorm.weight": torch.zeros(7)}), "input_layernorm.weight gets only"),
-], ids=["part missing", "second half missing", "first half missing", "short", "missing", "shape"])  # fmt: skip
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (
+            lambda w: w.pop("model.layers.1.self_attn.k_proj.weight"),
+            "model.layers.1.self_attn.qkv_proj.weight gets only",
+        ),
+        (
+            lambda w: w.pop("model.layers.1.mlp.up_proj.weight"),
+            "model.layers.1.mlp.gate_up_proj.weight gets only",
+        ),
+        (
+            lambda w: w.pop("model.layers.1.mlp.gate_proj.weight"),
+            "model.layers.1.mlp.gate_up_proj.weight gets only",
+        ),
+        (
+            lambda w: w.update({"model.layers.0.self_attn.o_proj.weight": torch.zeros(100, 512)}),
+            "o_proj.weight",
+        ),
+        (lambda w: w.pop("model.norm.weight"), "nothing comes for model.norm.weight"),
+        (
+            lambda w: w.update({"model.layers.0.input_layernorm.weight": torch.zeros(7)}),
+            "input_layernorm.weight gets only",
+        ),
+    ],
+    ids=["part missing", "second half missing", "first half missing", "short", "missing", "shape"],
+)
 @pytest.mark.parametrize("fp8", [False, True], ids=["bf16", "fp8"])
 def test_an_export_that_is_not_the_servers_model_is_refused(change, message, fp8) -> None:
     weights = checkpoint(0)
@@ -178,12 +225,24 @@ def test_an_export_that_is_not_the_servers_model_is_refused(change, message, fp8
         SyncSession(InProcess([ServedModel(fp8=fp8)])).run(stream_of(weights, fp8=fp8), 0)
 
 
-@pytest.mark.parametrize(("change", "message"), [
-    (lambda w: w.pop("model.layers.1.mlp.up_proj.weight"), "model.layers.1.mlp.up_proj.weight: missing"),
-    (lambda w: w.update({"model.embed_tokens.weight": torch.zeros(50, 256)}),
-     r"model.embed_tokens.weight: shape \[50, 256\], the model has \[300, 256\]"),
-    (lambda w: w.update({"model.layers.1.mlp.upproj.weight": torch.zeros(2, 2)}), "no such weight .*up_proj"),
-], ids=["missing", "short vocabulary", "unknown"])  # fmt: skip
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (
+            lambda w: w.pop("model.layers.1.mlp.up_proj.weight"),
+            "model.layers.1.mlp.up_proj.weight: missing",
+        ),
+        (
+            lambda w: w.update({"model.embed_tokens.weight": torch.zeros(50, 256)}),
+            r"model.embed_tokens.weight: shape \[50, 256\], the model has \[300, 256\]",
+        ),
+        (
+            lambda w: w.update({"model.layers.1.mlp.upproj.weight": torch.zeros(2, 2)}),
+            "no such weight .*up_proj",
+        ),
+    ],
+    ids=["missing", "short vocabulary", "unknown"],
+)
 @pytest.mark.parametrize("fp8", [False, True], ids=["bf16", "fp8"])
 def test_a_stream_that_is_not_the_model_of_the_configuration_never_reaches_the_servers_loader(
     tmp_path, change, message, fp8
@@ -200,8 +259,12 @@ def test_a_stream_that_is_not_the_model_of_the_configuration_never_reaches_the_s
 
 
 def test_a_dtype_that_the_server_does_not_serve_is_refused() -> None:
-    with pytest.raises(RolloutError, match=r"comes as torch.bfloat16, .* is served as torch.float32"):
-        SyncSession(InProcess([ServedModel()])).run(stream_of(checkpoint(0), fp8=False, dtype=torch.bfloat16), 0)
+    with pytest.raises(
+        RolloutError, match=r"comes as torch.bfloat16, .* is served as torch.float32"
+    ):
+        SyncSession(InProcess([ServedModel()])).run(
+            stream_of(checkpoint(0), fp8=False, dtype=torch.bfloat16), 0
+        )
 
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf"), float("-inf")])
@@ -211,7 +274,9 @@ def test_weights_that_are_not_finite_fail_the_sync_with_their_name(bad, name, au
     weights = checkpoint(0)
     weights[name].view(-1)[-3] = bad
     with pytest.raises(RolloutError, match=f"not finite: {name}"):
-        SyncSession(InProcess([ServedModel(fp8=True)])).run(stream_of(weights, fp8=True, audit=audit), 0)
+        SyncSession(InProcess([ServedModel(fp8=True)])).run(
+            stream_of(weights, fp8=True, audit=audit), 0
+        )
 
 
 def test_weights_that_float16_does_not_hold_are_not_called_broken() -> None:
@@ -220,7 +285,9 @@ def test_weights_that_float16_does_not_hold_are_not_called_broken() -> None:
     workers = InProcess([ServedModel(dtype=torch.float16)])
     with pytest.raises(RolloutError, match=r"1 .* in float16, .* 65504[^$]*dtype=bfloat16"):
         SyncSession(workers).run(stream_of(weights, fp8=False, dtype=torch.float16), 0)
-    weights["model.norm.weight"] = weights["model.norm.weight"].to(torch.float16)  # inf: nothing was cut off
+    weights["model.norm.weight"] = weights["model.norm.weight"].to(
+        torch.float16
+    )  # inf: nothing was cut off
     with pytest.raises(RolloutError, match=r"hold NaN or inf\n[^$]*weights are broken"):
         SyncSession(workers).run(stream_of(weights, fp8=False, dtype=torch.float16), 0)
 
@@ -232,7 +299,9 @@ def test_an_audit_finds_a_single_flipped_bit_in_what_is_served() -> None:
             for receiver in self.receivers:
                 receiver.sync(stream, Phases(CPU))
                 flipped = (
-                    self.models[0].get_parameter("model.layers.0.self_attn.qkv_proj.weight").data.view(torch.uint8)
+                    self.models[0]
+                    .get_parameter("model.layers.0.self_attn.qkv_proj.weight")
+                    .data.view(torch.uint8)
                 )
                 flipped[200, 17] ^= 4
                 rows.append((receiver.served().tolist(), {}))
@@ -248,11 +317,21 @@ def test_a_plain_export_with_a_name_twice_or_of_integers_or_empty_is_refused() -
         yield "a", torch.zeros(2)
         yield "a", torch.zeros(2)
 
-    for export, message in [(twice(), "it comes twice"), (iter([("a", torch.zeros(2, dtype=torch.int32))]), "torch.int32"),
-                            (iter([("a", torch.zeros(2, dtype=torch.float64))]), "torch.float64"),
-                            (iter(()), "the export is empty")]:  # fmt: skip
+    for export, message in [
+        (twice(), "it comes twice"),
+        (iter([("a", torch.zeros(2, dtype=torch.int32))]), "torch.int32"),
+        (iter([("a", torch.zeros(2, dtype=torch.float64))]), "torch.float64"),
+        (iter(()), "the export is empty"),
+    ]:
         with pytest.raises(RolloutError, match=message):
-            collect(export, device=CPU, dtype=torch.float32, architecture=None, scales="fp32", audit=True)
+            collect(
+                export,
+                device=CPU,
+                dtype=torch.float32,
+                architecture=None,
+                scales="fp32",
+                audit=True,
+            )
 
 
 def test_a_tensor_of_a_plain_export_may_lie_in_memory_as_it_likes() -> None:

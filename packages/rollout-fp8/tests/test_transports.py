@@ -35,7 +35,9 @@ from rollout_fp8.wire import WirePlan
 
 pytestmark = pytest.mark.distributed
 KINDS = ["shm", "collective"]
-SPAWN = multiprocessing.get_context("forkserver")  # new processes, that need not import torch once more
+SPAWN = multiprocessing.get_context(
+    "forkserver"
+)  # new processes, that need not import torch once more
 SPAWN.set_forkserver_preload(
     ["torch._dynamo", "rollout_fp8.receiver", "rollout_fp8.transports.remote"]
 )  # a trace needs the first
@@ -45,14 +47,22 @@ channel.secret("channel")  # before the first of them, that they inherit it
 class Receivers:
     """Processes that serve, one a rank."""
 
-    def __init__(self, tp: int = 1, *, fp8: bool = False, defects: tuple[str | None, ...] = (), timeout_s: float = NEVER_S,
-                 device: str = "cpu") -> None:  # fmt: skip
+    def __init__(
+        self,
+        tp: int = 1,
+        *,
+        fp8: bool = False,
+        defects: tuple[str | None, ...] = (),
+        timeout_s: float = NEVER_S,
+        device: str = "cpu",
+    ) -> None:
         self.results: Any = SPAWN.Queue()
         self.addresses = [SPAWN.Queue() for _ in range(tp)]
         defects = defects or (None,) * tp
         self.processes = [
             SPAWN.Process(
-                target=serve, args=(self.addresses[r], self.results, r, tp, fp8, device, defects[r], timeout_s)
+                target=serve,
+                args=(self.addresses[r], self.results, r, tp, fp8, device, defects[r], timeout_s),
             )
             for r in range(tp)
         ]
@@ -66,7 +76,9 @@ class Receivers:
             queue.put(address)
 
     def rows(self) -> list[Any]:
-        return sorted((self.results.get(timeout=DEADLINE_S) for _ in self.processes), key=lambda row: row[1])
+        return sorted(
+            (self.results.get(timeout=DEADLINE_S) for _ in self.processes), key=lambda row: row[1]
+        )
 
     def close(self) -> None:
         for queue, process in zip(self.addresses, self.processes, strict=True):
@@ -109,7 +121,10 @@ def expected(seed: int, tp: int, rank: int, fp8: bool) -> dict[str, Any]:
         else:
             tensors[name] = tensor.to(torch.bfloat16)
     model.load_weights(tensors.items())
-    return {name: p.detach().contiguous().view(torch.uint8).numpy() for name, p in model.named_parameters()}
+    return {
+        name: p.detach().contiguous().view(torch.uint8).numpy()
+        for name, p in model.named_parameters()
+    }
 
 
 def check_bytes(row: Any, seed: int, tp: int, fp8: bool) -> None:
@@ -121,8 +136,12 @@ def check_bytes(row: Any, seed: int, tp: int, fp8: bool) -> None:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize(("tp", "fp8"), [(1, False), (1, True), (2, False)], ids=["bf16", "fp8", "two receivers"])
-def test_every_byte_arrives_sync_after_sync_over_the_same_plan_and_buffers(started, kind, tp, fp8) -> None:
+@pytest.mark.parametrize(
+    ("tp", "fp8"), [(1, False), (1, True), (2, False)], ids=["bf16", "fp8", "two receivers"]
+)
+def test_every_byte_arrives_sync_after_sync_over_the_same_plan_and_buffers(
+    started, kind, tp, fp8
+) -> None:
     receivers = started(Receivers(tp, fp8=fp8, defects=("late",) * tp))
     sender = started(Sender(kind=kind, receivers=tp, timeout_s=NEVER_S))
     plans, buffers = set(), []
@@ -134,7 +153,9 @@ def test_every_byte_arrives_sync_after_sync_over_the_same_plan_and_buffers(start
         rows = receivers.rows()
         for row in rows:
             check_bytes(row, seed, tp, fp8)
-            assert row[5].keys() == {"gather", "quantize", "transfer"} - ({"gather"} - delivery.seconds.keys())
+            assert row[5].keys() == {"gather", "quantize", "transfer"} - (
+                {"gather"} - delivery.seconds.keys()
+            )
             assert row[6] == delivery.checksums
         plans.add(tuple(row[3] for row in rows))
         buffers.append([row[4] for row in rows])
@@ -173,7 +194,9 @@ def test_a_corrupted_bucket_is_found_by_the_audit(started, kind) -> None:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_receiver_that_dies_or_raises_fails_the_sync_for_all_and_the_next_one_is_good(started, kind) -> None:
+def test_a_receiver_that_dies_or_raises_fails_the_sync_for_all_and_the_next_one_is_good(
+    started, kind
+) -> None:
     for defect, said in [
         ("kill", "receiver 1(: it)? closed the channel"),
         ("raise", "ValueError: no room for bucket 2"),
@@ -202,10 +225,17 @@ def test_a_receiver_that_stalls_is_an_error_in_time(started, kind) -> None:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize(("defect", "said"), [
-    ("kill", "closed the channel|broadcast failed"), ("stop", r"silent|[Tt]imed out"), ("raise", "the engine broke"),
-])  # fmt: skip
-def test_a_sender_that_dies_stalls_or_raises_is_an_error_at_the_receiver(kind, defect, said) -> None:
+@pytest.mark.parametrize(
+    ("defect", "said"),
+    [
+        ("kill", "closed the channel|broadcast failed"),
+        ("stop", r"silent|[Tt]imed out"),
+        ("raise", "the engine broke"),
+    ],
+)
+def test_a_sender_that_dies_stalls_or_raises_is_an_error_at_the_receiver(
+    kind, defect, said
+) -> None:
     addresses, results = SPAWN.Queue(), SPAWN.Queue()
     process = SPAWN.Process(target=send, args=(addresses, results, kind, defect, NEVER_S))
     process.start()
@@ -213,7 +243,10 @@ def test_a_sender_that_dies_stalls_or_raises_is_an_error_at_the_receiver(kind, d
         address = addresses.get(timeout=DEADLINE_S)
         # Only a sender that says nothing more is to be given up by the clock.
         limit = 4 if defect == "stop" else NEVER_S
-        with pytest.raises(RolloutError, match=said), receive_weights(address, device=CPU, timeout_s=limit) as stream:
+        with (
+            pytest.raises(RolloutError, match=said),
+            receive_weights(address, device=CPU, timeout_s=limit) as stream,
+        ):
             ServedModel(dtype=torch.bfloat16).load_weights(iter(stream))
     finally:
         process.kill()
@@ -249,7 +282,9 @@ def test_workers_that_are_reached_by_a_blocking_call(started) -> None:
         answers = SentWorkers(call, sender).sync(stream)
         for row in rows:
             check_bytes(row, seed, 2, False)
-        Audit(stream.plan, [boxes for boxes, _ in answers]).check(stream.checksums(), [sums for _, sums in answers])
+        Audit(stream.plan, [boxes for boxes, _ in answers]).check(
+            stream.checksums(), [sums for _, sums in answers]
+        )
 
 
 def test_a_call_that_fails_or_hangs_ends_the_sync(started) -> None:
@@ -258,7 +293,9 @@ def test_a_call_that_fails_or_hangs_ends_the_sync(started) -> None:
 
     over = threading.Event()
     with pytest.raises(RuntimeError, match="no such method"):
-        SentWorkers(fails, started(Sender(kind="shm", timeout_s=NEVER_S))).sync(stream_of(0, fp8=False))
+        SentWorkers(fails, started(Sender(kind="shm", timeout_s=NEVER_S))).sync(
+            stream_of(0, fp8=False)
+        )
     with pytest.raises(PeerError, match="did not connect"):
         SentWorkers(lambda *_, **__: over.wait(), started(Sender(kind="shm", timeout_s=0.5))).sync(
             stream_of(0, fp8=False)
@@ -268,7 +305,9 @@ def test_a_call_that_fails_or_hangs_ends_the_sync(started) -> None:
 
 def test_workers_that_return_early_or_never_are_an_error(started) -> None:
     with pytest.raises(PeerError, match="returned without the weights"):
-        SentWorkers(lambda *_, **__: None, started(Sender(kind="shm", timeout_s=NEVER_S))).sync(stream_of(0, fp8=False))
+        SentWorkers(lambda *_, **__: None, started(Sender(kind="shm", timeout_s=NEVER_S))).sync(
+            stream_of(0, fp8=False)
+        )
     receivers, over = started(Receivers()), threading.Event()
 
     def call(name: str, args: tuple[str]) -> Any:
@@ -284,7 +323,10 @@ def test_weights_that_are_left_untaken_fail_on_both_sides(started) -> None:
     sender = started(Sender(kind="shm", timeout_s=5))
     address = sender.address
     thread, found = in_thread(sender, stream_of(0, fp8=False))
-    with pytest.raises(RolloutError, match="not taken to their end"), receive_weights(address, device=CPU) as stream:
+    with (
+        pytest.raises(RolloutError, match="not taken to their end"),
+        receive_weights(address, device=CPU) as stream,
+    ):
         next(stream.buckets())
     thread.join()
     assert "not taken to their end" in str(found[0])
@@ -308,7 +350,9 @@ def test_weights_that_are_not_finite_fail_at_the_receiver_too(started) -> None:
     assert found[0].what == "not finite: model.norm.weight"
 
 
-def test_nobody_who_does_not_come_is_waited_for_longer_than_the_timeout_or_the_watch_allows(started) -> None:
+def test_nobody_who_does_not_come_is_waited_for_longer_than_the_timeout_or_the_watch_allows(
+    started,
+) -> None:
     sender = started(Sender(kind="shm", timeout_s=0.5))
     with pytest.raises(PeerError, match="receiver 0 did not connect"):
         sender.send_weights(stream_of(0, fp8=False))
@@ -337,7 +381,9 @@ def test_a_receiver_of_an_earlier_sync_is_sent_away(started) -> None:
     assert "did not connect" in str(found[0])
 
 
-def test_one_of_an_earlier_sync_that_comes_again_and_again_does_not_hold_the_sender(started) -> None:
+def test_one_of_an_earlier_sync_that_comes_again_and_again_does_not_hold_the_sender(
+    started,
+) -> None:
     """All receivers have one deadline, however many come that are sent away."""
     sender = started(Sender(kind="shm", timeout_s=1.0))
     place, over = sender.address.partition("#")[0], threading.Event()
@@ -365,7 +411,9 @@ def test_one_of_an_earlier_sync_that_comes_again_and_again_does_not_hold_the_sen
 def test_a_stranger_is_not_taken_in_and_keeps_nobody_out(started, host, monkeypatch) -> None:
     listener = started(Listener(host))
     accepted: list[Any] = []
-    thread = threading.Thread(target=lambda: accepted.append(listener.accept("a friend", DEADLINE_S)))
+    thread = threading.Thread(
+        target=lambda: accepted.append(listener.accept("a friend", DEADLINE_S))
+    )
     thread.start()
     with dial(listener) as guesses:
         message, _ = handshake.answer(b"guessed", guesses.recv(handshake.NONCE))
@@ -418,7 +466,11 @@ def attacked(started) -> Iterator[Callable[[Listener], None]]:
 
     def attack(listener: Listener) -> None:
         kind, _, place = listener.address.partition(":")
-        made.append(subprocess.Popen([sys.executable, "-c", ATTACK, kind, place], stdout=subprocess.PIPE, text=True))
+        made.append(
+            subprocess.Popen(
+                [sys.executable, "-c", ATTACK, kind, place], stdout=subprocess.PIPE, text=True
+            )
+        )
         assert made[-1].stdout is not None
         assert made[-1].stdout.readline() == "connected\n"
 
@@ -429,7 +481,9 @@ def attacked(started) -> Iterator[Callable[[Listener], None]]:
 
 
 @pytest.mark.parametrize("host", [None, "127.0.0.1"])
-def test_strangers_that_send_nothing_or_one_byte_at_a_time_hold_nobody(started, attacked, host) -> None:
+def test_strangers_that_send_nothing_or_one_byte_at_a_time_hold_nobody(
+    started, attacked, host
+) -> None:
     listener = started(Listener(host))
     attacked(listener)
     looks: list[float] = []
@@ -465,7 +519,10 @@ def test_strangers_are_forgotten_when_their_time_is_up_and_never_many(started, m
 def test_friends_that_come_together_are_all_taken_in(started) -> None:
     listener = started(Listener("127.0.0.1"))
     found: list[Channel] = []
-    threads = [threading.Thread(target=lambda: found.append(connect(listener.address, 60))) for _ in range(5)]
+    threads = [
+        threading.Thread(target=lambda: found.append(connect(listener.address, 60)))
+        for _ in range(5)
+    ]
     for thread in threads:
         thread.start()
     accepted = [started(listener.accept("a friend", 60)) for _ in range(5)]
@@ -508,7 +565,9 @@ def test_a_sender_that_is_not_there_or_knows_another_secret(started, monkeypatch
     with pytest.raises(PeerError, match="cannot reach"):
         connect("unix:/nowhere/weights", 1)
     listener = started(Listener())
-    monkeypatch.setattr(channel, "secret", lambda purpose: os.urandom(32))  # another one at each end
+    monkeypatch.setattr(
+        channel, "secret", lambda purpose: os.urandom(32)
+    )  # another one at each end
     thread = threading.Thread(target=_take_nobody, args=(listener,))
     thread.start()
     with pytest.raises(PeerError, match="does not take this process in") as caught:
@@ -534,11 +593,21 @@ def test_secrets_are_made_once_and_differ_by_purpose(monkeypatch) -> None:
 def test_cuda_memory_is_opened_on_the_senders_gpu_as_it_is_counted_here(monkeypatch) -> None:
     """Whatever stands around torch's function: SGLang's own takes ``*args``. Classes are the receiver's, none travels."""
     names = list(inspect.signature(reductions.rebuild_cuda_tensor).parameters)
-    own = {"storage_device": 5, "tensor_cls": torch.Tensor, "storage_cls": torch.storage.TypedStorage}
-    places = {"storage_device": ipc.STORAGE_DEVICE, "tensor_cls": ipc.TENSOR_CLASS, "storage_cls": ipc.STORAGE_CLASS}
+    own = {
+        "storage_device": 5,
+        "tensor_cls": torch.Tensor,
+        "storage_cls": torch.storage.TypedStorage,
+    }
+    places = {
+        "storage_device": ipc.STORAGE_DEVICE,
+        "tensor_cls": ipc.TENSOR_CLASS,
+        "storage_cls": ipc.STORAGE_CLASS,
+    }
     assert {name: names.index(name) for name in own} == places
     monkeypatch.setattr(reductions, "rebuild_cuda_tensor", lambda *args: args)
-    incoming = ipc.IpcIncoming(WirePlan(tensors={}, buckets=(), slots=(), notes={}), torch.device("cuda", 0))
+    incoming = ipc.IpcIncoming(
+        WirePlan(tensors={}, buckets=(), slots=(), notes={}), torch.device("cuda", 0)
+    )
     incoming._source = torch.device("cuda", 5)
     assert incoming._opened(tuple(names)) == tuple(own.get(name, name) for name in names)
 

@@ -38,7 +38,9 @@ PLACES = [
 
 @pytest.mark.parametrize("fp8", [False, True], ids=["bf16", "fp8"])
 @pytest.mark.parametrize(("kind", "place"), PLACES)
-def test_every_byte_arrives_sync_after_sync_over_the_same_plan_and_buffers(started, kind, place, fp8) -> None:
+def test_every_byte_arrives_sync_after_sync_over_the_same_plan_and_buffers(
+    started, kind, place, fp8
+) -> None:
     receivers = started(Receivers(fp8=fp8, defects=("late",), device=place, timeout_s=NEVER_S))
     sender = started(Sender(kind=kind, timeout_s=NEVER_S))
     kept: Any = None
@@ -62,7 +64,9 @@ def test_buffers_that_were_made_anew_are_opened_anew(started) -> None:
     sender = started(Sender(kind="ipc", timeout_s=NEVER_S))
     streams = []
     for seed in range(3):
-        streams.append(stream_of(seed, fp8=False, device=HERE))  # the last one's buffers still exist: these are others
+        streams.append(
+            stream_of(seed, fp8=False, device=HERE)
+        )  # the last one's buffers still exist: these are others
         receivers.tell(sender.address)
         sender.send_weights(streams[-1])
         check_bytes(receivers.rows()[0], seed, 1, False)
@@ -99,7 +103,9 @@ def test_a_corrupted_bucket_is_found_by_the_audit(started, kind, place) -> None:
 
 
 @pytest.mark.parametrize(("kind", "place"), PLACES)
-@pytest.mark.parametrize(("defect", "said"), [("kill", "closed the channel"), ("raise", "no room"), ("stop", "silent")])
+@pytest.mark.parametrize(
+    ("defect", "said"), [("kill", "closed the channel"), ("raise", "no room"), ("stop", "silent")]
+)
 def test_a_receiver_that_breaks_is_an_error_in_time_and_the_next_sync_is_good(
     started, kind, place, defect, said
 ) -> None:

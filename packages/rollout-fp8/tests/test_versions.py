@@ -74,14 +74,19 @@ def test_descriptors_agree_with_the_table() -> None:
     for descriptor in (plugin.VLLM, plugin.SGLANG):
         served = {line.device for line in versions.TABLE if line.server == descriptor.name}
         assert descriptor.contract == CONTRACT
-        assert [row.backends for row in descriptor.rows] == [(descriptor.name,), (f"{descriptor.name}-server",)]
+        assert [row.backends for row in descriptor.rows] == [
+            (descriptor.name,),
+            (f"{descriptor.name}-server",),
+        ]
         assert all(set(row.devices) == served for row in descriptor.rows)
 
 
 def test_extras_pin_what_was_tested() -> None:
     project = tomllib.loads((Path(__file__).parents[1] / "pyproject.toml").read_text())["project"]
     for line in versions.TABLE:
-        assert project["optional-dependencies"][line.extra] == [f"{line.distribution}=={line.version}"]
+        assert project["optional-dependencies"][line.extra] == [
+            f"{line.distribution}=={line.version}"
+        ]
 
 
 def test_the_matrix_has_the_same_versions() -> None:

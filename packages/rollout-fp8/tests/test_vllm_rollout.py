@@ -13,9 +13,22 @@ from rollout_fp8.vllm import environment
 
 
 def test_options() -> None:
-    options = VllmOptions.parse({"max_model_len": 512, "gpu_memory_utilization": 1, "scales": "pow2", "audit": False,
-                                 "kv_cache_bytes": None, "executor": "workers"})  # fmt: skip
-    assert (options.max_model_len, options.scales, options.audit, options.executor) == (512, "pow2", False, "workers")
+    options = VllmOptions.parse(
+        {
+            "max_model_len": 512,
+            "gpu_memory_utilization": 1,
+            "scales": "pow2",
+            "audit": False,
+            "kv_cache_bytes": None,
+            "executor": "workers",
+        }
+    )
+    assert (options.max_model_len, options.scales, options.audit, options.executor) == (
+        512,
+        "pow2",
+        False,
+        "workers",
+    )
     assert options.kv_cache_bytes is None
 
 
@@ -58,9 +71,13 @@ def test_the_user_keeps_what_he_set(variables: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize(
     ("device", "dtype", "given", "want"),
-    [("cuda", "float32", None, "ieee"), ("cuda", "float32", "tf32x3", "tf32x3"), ("cuda", "bfloat16", None, None),
-     ("cpu", "float32", None, None)],
-)  # fmt: skip
+    [
+        ("cuda", "float32", None, "ieee"),
+        ("cuda", "float32", "tf32x3", "tf32x3"),
+        ("cuda", "bfloat16", None, None),
+        ("cpu", "float32", None, None),
+    ],
+)
 def test_float32_on_cuda_is_not_rounded_to_tf32_unless_the_user_says_so(
     variables: pytest.MonkeyPatch, device: str, dtype: str, given: str | None, want: str | None
 ) -> None:
@@ -89,7 +106,8 @@ def test_variables_of_one_construction_are_given_back(variables: pytest.MonkeyPa
 
 
 @pytest.mark.parametrize(
-    ("visible", "wanted"), [("4,5,6,7", "6,7"), (None, "2,3"), ("GPU-a,GPU-b,GPU-c,GPU-d", "GPU-c,GPU-d")]
+    ("visible", "wanted"),
+    [("4,5,6,7", "6,7"), (None, "2,3"), ("GPU-a,GPU-b,GPU-c,GPU-d", "GPU-c,GPU-d")],
 )
 def test_workers_are_no_ranks_and_see_their_devices(
     variables: pytest.MonkeyPatch, visible: str | None, wanted: str

@@ -102,7 +102,9 @@ def together(*works: Any) -> list[Any]:
     return found
 
 
-def receiving(wire: WeightWire, address: str, rank: int, session: SyncSession, version: int = 0) -> Any:
+def receiving(
+    wire: WeightWire, address: str, rank: int, session: SyncSession, version: int = 0
+) -> Any:
     def work():
         with wire.receive(address, rank) as export:
             return session.run(export, version)
@@ -115,7 +117,9 @@ def test_both_servers_descriptors_name_it(plugin) -> None:
     assert import_target(plugin.wire, plugin.name) is Wire
 
 
-def test_two_replicas_serve_what_the_exporter_makes_sync_after_sync(ends, tmp_path, monkeypatch) -> None:
+def test_two_replicas_serve_what_the_exporter_makes_sync_after_sync(
+    ends, tmp_path, monkeypatch
+) -> None:
     wire, *others = ends
     assert isinstance(wire, WeightWire)
     export, workers = exporter(tmp_path, "fp8", bucket_bytes=300_000), [Worker(), Worker()]
@@ -124,11 +128,16 @@ def test_two_replicas_serve_what_the_exporter_makes_sync_after_sync(ends, tmp_pa
     for version in range(2):
         stream = export.export(Shards(checkpoint(version), 0, 1))
         # Processes that inherit nothing from each other have other secrets.
-        monkeypatch.setattr(channel, "secret", lambda purpose: pytest.fail("the key comes with the address"))
+        monkeypatch.setattr(
+            channel, "secret", lambda purpose: pytest.fail("the key comes with the address")
+        )
         address = sender.address
         sent, *results = together(
             lambda stream=stream: sender.send(stream),
-            *(receiving(other, address, rank, sessions[rank], version) for rank, other in enumerate(others)),
+            *(
+                receiving(other, address, rank, sessions[rank], version)
+                for rank, other in enumerate(others)
+            ),
         )
         want = ServedModel(fp8=True, dtype=torch.bfloat16)
         want.load_weights(exporter(tmp_path, "fp8").export(Shards(checkpoint(version), 0, 1)))
@@ -143,18 +152,29 @@ def test_two_replicas_serve_what_the_exporter_makes_sync_after_sync(ends, tmp_pa
     assert not remote._SESSIONS
 
 
-@pytest.mark.parametrize(("make", "said"), [
-    (lambda: Flipped(Worker()), "tensors differ: model.norm.weight"),
-    (lambda: Worker(layers=1), "the server cannot load the model that is trained"),
-], ids=["damaged", "another model"])  # fmt: skip
-def test_a_replica_that_serves_something_else_fails_the_sync_for_all(ends, tmp_path, make, said) -> None:
+@pytest.mark.parametrize(
+    ("make", "said"),
+    [
+        (lambda: Flipped(Worker()), "tensors differ: model.norm.weight"),
+        (lambda: Worker(layers=1), "the server cannot load the model that is trained"),
+    ],
+    ids=["damaged", "another model"],
+)
+def test_a_replica_that_serves_something_else_fails_the_sync_for_all(
+    ends, tmp_path, make, said
+) -> None:
     wire, good, bad = ends
     export, sender = exporter(tmp_path, "fp8"), wire.serve("127.0.0.1", 2)
-    stream, address, sessions = export.export(Shards(checkpoint(0), 0, 1)), sender.address, [Worker(), make()]
+    stream, address, sessions = (
+        export.export(Shards(checkpoint(0), 0, 1)),
+        sender.address,
+        [Worker(), make()],
+    )
     sent, first, second = together(
-        lambda: sender.send(stream), receiving(good, address, 0, SyncSession(sessions[0])),
+        lambda: sender.send(stream),
+        receiving(good, address, 0, SyncSession(sessions[0])),
         receiving(bad, address, 1, SyncSession(sessions[1])),
-    )  # fmt: skip
+    )
     assert said in str(second)
     assert isinstance(sent, PeerError)
     assert said in str(sent)
@@ -169,42 +189,59 @@ def test_weights_that_are_not_finite_are_served_by_nobody(ends, tmp_path) -> Non
     stream, address = export.export(Shards(broken, 0, 1)), sender.address
     failed = together(
         lambda: sender.send(stream),
-        *(receiving(other, address, rank, SyncSession(Worker())) for rank, other in enumerate(others)),
+        *(
+            receiving(other, address, rank, SyncSession(Worker()))
+            for rank, other in enumerate(others)
+        ),
     )
-    assert all(isinstance(error, RolloutError) and "not finite: model.norm.weight" in str(error) for error in failed)
+    assert all(
+        isinstance(error, RolloutError) and "not finite: model.norm.weight" in str(error)
+        for error in failed
+    )
 
 
-def test_a_replica_that_does_not_come_or_comes_with_the_address_of_an_earlier_sync(impatient_ends, tmp_path) -> None:
+def test_a_replica_that_does_not_come_or_comes_with_the_address_of_an_earlier_sync(
+    impatient_ends, tmp_path
+) -> None:
     wire, first, second = impatient_ends
     export, sender = exporter(tmp_path, "fp8"), wire.serve("127.0.0.1", 2)
     stale = sender.address
     failed = together(
-        lambda: sender.send(export.export(Shards(checkpoint(0), 0, 1))), receiving(first, stale, 0, SyncSession(Worker()))
-    )  # fmt: skip
+        lambda: sender.send(export.export(Shards(checkpoint(0), 0, 1))),
+        receiving(first, stale, 0, SyncSession(Worker())),
+    )
     assert "receiver 1 did not connect" in str(failed[0])
     assert isinstance(failed[1], PeerError)
     assert sender.address != stale
     address = sender.address
     sent, late, _ = together(
         lambda: sender.send(export.export(Shards(checkpoint(1), 0, 1))),
-        receiving(first, stale, 0, SyncSession(Worker())), receiving(second, address, 1, SyncSession(Worker())),
-    )  # fmt: skip
+        receiving(first, stale, 0, SyncSession(Worker())),
+        receiving(second, address, 1, SyncSession(Worker())),
+    )
     assert "it came for sync 0 as receiver 0; this is sync 1" in str(late)
     assert "receiver 0 did not connect" in str(sent)
 
 
 def test_a_stranger_without_the_key_is_not_taken_in(impatient_ends, tmp_path) -> None:
     wire, stranger, _ = impatient_ends
-    sender, stream = wire.serve("127.0.0.1", 1), exporter(tmp_path, "none").export(Shards(checkpoint(0), 0, 1))
+    sender, stream = (
+        wire.serve("127.0.0.1", 1),
+        exporter(tmp_path, "none").export(Shards(checkpoint(0), 0, 1)),
+    )
     guessed = sender.address.rpartition("#")[0] + "#" + "00" * 32
-    sent, refused = together(lambda: sender.send(stream), receiving(stranger, guessed, 0, SyncSession(Worker())))
+    sent, refused = together(
+        lambda: sender.send(stream), receiving(stranger, guessed, 0, SyncSession(Worker()))
+    )
     assert "does not take this process in" in str(refused)
     assert "receiver 0 did not connect" in str(sent)
 
 
 def test_what_no_exporter_of_merged_weights_has_made_is_refused(ends, tmp_path) -> None:
     sender = ends[0].serve("127.0.0.1", 1)
-    with pytest.raises(RolloutError, match=r"(?s)cannot carry a dict_itemiterator.*rollout.lora: merged"):
+    with pytest.raises(
+        RolloutError, match=r"(?s)cannot carry a dict_itemiterator.*rollout.lora: merged"
+    ):
         sender.send(iter({"a": torch.ones(2)}.items()))
     adapters = exporter(tmp_path, "none", lora=LoraConfig(rank=1))
     with pytest.raises(RolloutError, match="cannot carry a AdapterStream"):
@@ -215,12 +252,22 @@ def test_a_server_behind_the_wire_serves_what_came_over_it(ends, tmp_path) -> No
     wire, other, _ = ends
     CONFIG.save_pretrained(tmp_path)
     model = ModelSource(path=str(tmp_path))
-    arguments = {"model": model, "pad_token_id": 0, "eos_token_ids": (1,), "batch_size": 4, "dtype": "float32"}
+    arguments = {
+        "model": model,
+        "pad_token_id": 0,
+        "eos_token_ids": (1,),
+        "batch_size": 4,
+        "dtype": "float32",
+    }
     here = RolloutRegistry.create(name="local", device="cpu", **arguments)
     export = Exporter(resolution=RESOLUTION, model=model, dtype="float32")
     sender = wire.serve("127.0.0.1", 1)
     there = RemoteRollout(
-        name="local", device="cpu", arguments=arguments, timeout_s=NEVER_S, start_timeout_s=DEADLINE_S
+        name="local",
+        device="cpu",
+        arguments=arguments,
+        timeout_s=NEVER_S,
+        start_timeout_s=DEADLINE_S,
     )
     try:
         for version in (4, 5):
@@ -241,7 +288,9 @@ def test_a_server_behind_the_wire_serves_what_came_over_it(ends, tmp_path) -> No
 def test_who_is_gone_is_named_where_only_a_broadcast_fails() -> None:
     listener, ends = Listener(), []
     for _ in range(3):
-        thread = threading.Thread(target=lambda: ends.append(listener.accept("a receiver", DEADLINE_S)))
+        thread = threading.Thread(
+            target=lambda: ends.append(listener.accept("a receiver", DEADLINE_S))
+        )
         thread.start()
         ends.append(connect(listener.address, DEADLINE_S))
         thread.join()

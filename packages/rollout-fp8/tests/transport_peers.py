@@ -23,17 +23,31 @@ CPU = torch.device("cpu")
 
 
 def stream_of(
-    seed: int, *, fp8: bool, device: torch.device = CPU, bucket_bytes: int = 300_000, kept: Any = None
+    seed: int,
+    *,
+    fp8: bool,
+    device: torch.device = CPU,
+    bucket_bytes: int = 300_000,
+    kept: Any = None,
 ) -> Any:
     """A stream over several buckets, of the weights that ``seed`` makes; over the buffers of ``kept``, if given."""
     weights = checkpoint(seed)
     if kept is not None:
-        shards = [(name, tensor.to(device), ShardSpec.whole(tensor.shape)) for name, tensor in weights.items()]
+        shards = [
+            (name, tensor.to(device), ShardSpec.whole(tensor.shape))
+            for name, tensor in weights.items()
+        ]
         return EngineStream(kept._plan, kept._filler, lambda: iter(shards))
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(exporter, "BUCKET_BYTES", bucket_bytes)
-        stream = exporter.collect(iter(weights.items()), device=device, dtype=torch.bfloat16, scales="fp32", audit=True,
-                                  architecture="Qwen3ForCausalLM" if fp8 else None)  # fmt: skip
+        stream = exporter.collect(
+            iter(weights.items()),
+            device=device,
+            dtype=torch.bfloat16,
+            scales="fp32",
+            audit=True,
+            architecture="Qwen3ForCausalLM" if fp8 else None,
+        )
     assert len(stream.plan.buckets) >= 4
     return stream
 
@@ -55,7 +69,14 @@ class Spoilt:
 
 
 def serve(
-    addresses: Any, results: Any, rank: int, tp: int, fp8: bool, device: str, defect: str | None, timeout_s: float
+    addresses: Any,
+    results: Any,
+    rank: int,
+    tp: int,
+    fp8: bool,
+    device: str,
+    defect: str | None,
+    timeout_s: float,
 ) -> None:
     """A receiver's process: one sync for each address, until None. Reports bytes of its parameters."""
     torch.set_num_threads(1)
@@ -75,9 +96,20 @@ def serve(
                 receiver.sync(_watched(stream, defect, seen), Phases(place))
                 stream.answer = (receiver.boxes, receiver.served().tolist())
             raw = {
-                name: p.detach().cpu().contiguous().view(torch.uint8).numpy() for name, p in model.named_parameters()
+                name: p.detach().cpu().contiguous().view(torch.uint8).numpy()
+                for name, p in model.named_parameters()
             }
-            results.put(("ok", rank, raw, id(plan), sorted(seen), dict(stream.seconds()), dict(stream.checksums())))
+            results.put(
+                (
+                    "ok",
+                    rank,
+                    raw,
+                    id(plan),
+                    sorted(seen),
+                    dict(stream.seconds()),
+                    dict(stream.checksums()),
+                )
+            )
         except Exception as error:  # noqa: BLE001 - whatever it is, the test hears of it
             results.put(("error", rank, type(error).__name__, str(error)))
 

@@ -21,18 +21,28 @@ class Scripted:
         self.batches, self.asked = [], {}
 
     def complete(self, prompt, sampling):
-        turn = sum(list(prompt[: len(p)]) == list(p) for p in self.asked.get("all", []) if len(p) < len(prompt))
+        turn = sum(
+            list(prompt[: len(p)]) == list(p)
+            for p in self.asked.get("all", [])
+            if len(p) < len(prompt)
+        )
         self.asked.setdefault("all", []).append(list(prompt))
         text = self.texts[min(turn, len(self.texts) - 1)]
-        tokens = [*self.tokenizer.encode_text(text), self.tokenizer.eos_token_id][: sampling.max_new_tokens]
+        tokens = [*self.tokenizer.encode_text(text), self.tokenizer.eos_token_id][
+            : sampling.max_new_tokens
+        ]
         stopped = tokens[-1] == self.tokenizer.eos_token_id
         return tokens, [-0.5] * len(tokens), "stop" if stopped else "length"
 
     def generate(self, prompts, sampling):
         time.sleep(self.seconds)
         self.batches.append(([list(p) for p in prompts], sampling))
-        return [Completion(prompt_index=i, tokens=t, log_probs=v, weight_versions=[4] * len(t), finish_reason=r)
-                for i, (t, v, r) in enumerate(self.complete(p, sampling) for p in prompts)]  # fmt: skip
+        return [
+            Completion(
+                prompt_index=i, tokens=t, log_probs=v, weight_versions=[4] * len(t), finish_reason=r
+            )
+            for i, (t, v, r) in enumerate(self.complete(p, sampling) for p in prompts)
+        ]
 
 
 class Submitting(Scripted):
@@ -44,7 +54,13 @@ class Submitting(Scripted):
     def __init__(self, *args, aborts=0, seconds=0.0, together=0):
         super().__init__(*args)
         self.together, self.waiting = together, []
-        self.delay, self.aborts, self.submitted, self.aborted, self.lock = seconds, aborts, [], [], threading.Lock()
+        self.delay, self.aborts, self.submitted, self.aborted, self.lock = (
+            seconds,
+            aborts,
+            [],
+            [],
+            threading.Lock(),
+        )
 
     def update_weights(self, export, version): ...
     def sleep(self, weights=True, kv_cache=True): ...
@@ -59,7 +75,11 @@ class Submitting(Scripted):
         if cut:
             tokens = self.tokenizer.encode_text(self.texts[0])[:2]
             one = Completion(
-                prompt_index=0, tokens=tokens, log_probs=[-1.0] * 2, weight_versions=[3] * 2, finish_reason="abort"
+                prompt_index=0,
+                tokens=tokens,
+                log_probs=[-1.0] * 2,
+                weight_versions=[3] * 2,
+                finish_reason="abort",
             )
         if not self.together:
             return Job(one, self.delay, self.aborted)
@@ -95,7 +115,9 @@ def prompts(chat, *texts) -> list[Prompt]:
     found = []
     for text in texts:
         rendered = f"<|bos|><|user|>{text}<|assistant|>"
-        found.append(Prompt(tokens=chat.encode_text(rendered), rendered=rendered, text=text, answer="a"))
+        found.append(
+            Prompt(tokens=chat.encode_text(rendered), rendered=rendered, text=text, answer="a")
+        )
     return found
 
 

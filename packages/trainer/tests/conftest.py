@@ -84,19 +84,35 @@ def sums_model(tmp_path_factory) -> Path:
     from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
     path = tmp_path_factory.mktemp("rl") / "model"
-    tokenizer = Tokenizer(models.WordLevel({c: i for i, c in enumerate(CHARACTERS)}, unk_token="<pad>"))
+    tokenizer = Tokenizer(
+        models.WordLevel({c: i for i, c in enumerate(CHARACTERS)}, unk_token="<pad>")
+    )
     tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex("."), "isolated")
     tokenizer.decoder = decoders.Fuse()
-    PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token="<pad>", eos_token="<eos>").save_pretrained(path)
+    PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, pad_token="<pad>", eos_token="<eos>"
+    ).save_pretrained(path)
     config = Qwen3Config(
-        vocab_size=16, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4, head_dim=8,
-        num_key_value_heads=2, max_position_embeddings=64, tie_word_embeddings=True, initializer_range=0.2,
-        pad_token_id=0, eos_token_id=1, bos_token_id=None,
-    )  # fmt: skip
+        vocab_size=16,
+        hidden_size=32,
+        intermediate_size=64,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        head_dim=8,
+        num_key_value_heads=2,
+        max_position_embeddings=64,
+        tie_word_embeddings=True,
+        initializer_range=0.2,
+        pad_token_id=0,
+        eos_token_id=1,
+        bos_token_id=None,
+    )
     with torch.random.fork_rng():
         torch.manual_seed(0)
         Qwen3ForCausalLM(config).save_pretrained(path)
-    rows = [{"prompt": f"{a}+{b}=", "answer": str((a + b) % 10)} for a in range(10) for b in range(10)]
+    rows = [
+        {"prompt": f"{a}+{b}=", "answer": str((a + b) % 10)} for a in range(10) for b in range(10)
+    ]
     random.Random(0).shuffle(rows)
     for name, part in {"train": rows[:80], "test": rows[80:]}.items():
         (path / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in part))
@@ -110,7 +126,9 @@ class BigramEngine(BaseEngine):
 
     def _build(self):
         self.comm = SingleComm()
-        self.vocab_size = json.loads((Path(self.config.model.path) / "config.json").read_text())["vocab_size"]
+        self.vocab_size = json.loads((Path(self.config.model.path) / "config.json").read_text())[
+            "vocab_size"
+        ]
         torch.manual_seed(self.config.seed)
         self.table = torch.nn.Parameter(torch.randn(self.vocab_size, self.vocab_size) * 0.01)
         self.optimizer = torch.optim.Adam([self.table], lr=1.0)
@@ -123,7 +141,9 @@ class BigramEngine(BaseEngine):
         first = torch.zeros(batch.num_tokens, dtype=torch.bool)
         first[batch.cu_seqlens[:-1]] = True
         own = logs.gather(-1, batch.input_ids[:, None])[:, 0].masked_fill(first, 0.0)
-        return TokenOutputs(log_probs=own, entropy=-(logs.exp() * logs).sum(-1).masked_fill(first, 0.0))
+        return TokenOutputs(
+            log_probs=own, entropy=-(logs.exp() * logs).sum(-1).masked_fill(first, 0.0)
+        )
 
     def _clip_gradients(self, max_norm):
         return float(torch.nn.utils.clip_grad_norm_([self.table], max_norm or float("inf")))
@@ -180,7 +200,9 @@ def bigram_class():
 @pytest.fixture
 def bigram():
     """The backend's name, registered for the test."""
-    EngineRegistry.register(backend="bigram", device="cpu", capabilities=frozenset({Capability.SAVE_HF}))(BigramEngine)
+    EngineRegistry.register(
+        backend="bigram", device="cpu", capabilities=frozenset({Capability.SAVE_HF})
+    )(BigramEngine)
     yield "bigram"
     EngineRegistry.unregister("bigram")
 
@@ -188,10 +210,17 @@ def bigram():
 @pytest.fixture
 def sft_file(tmp_path, model_folder, bigram):
     """A runnable SFT configuration: abc… → def…, over the bigram engine."""
-    rows = [{"prompt": f"say {'abc'[i % 3]}", "response": "abcabc"[i % 3 : i % 3 + 4]} for i in range(20)]
+    rows = [
+        {"prompt": f"say {'abc'[i % 3]}", "response": "abcabc"[i % 3 : i % 3 + 4]}
+        for i in range(20)
+    ]
     (tmp_path / "rows.jsonl").write_text("".join(json.dumps(r) + "\n" for r in rows))
     config = {
-        "engine": {"model": {"path": str(model_folder)}, "backend": bigram, "optimizer": {"lr": 0.1}},
+        "engine": {
+            "model": {"path": str(model_folder)},
+            "backend": bigram,
+            "optimizer": {"lr": 0.1},
+        },
         "data": {"source": str(tmp_path / "rows.jsonl")},
         "batch_size": 8,
         "run": {
@@ -219,7 +248,9 @@ def own(tmp_path):
     def make(name, **settings) -> Scorer:
         if settings.get("workers") == 0:  # nothing keeps the time there
             settings = {"timeout_s": None} | settings
-        scorers.append(Scorer.from_section(RewardSection(function=f"{tmp_path}/mine.py:{name}", **settings)))
+        scorers.append(
+            Scorer.from_section(RewardSection(function=f"{tmp_path}/mine.py:{name}", **settings))
+        )
         return scorers[-1]
 
     yield make

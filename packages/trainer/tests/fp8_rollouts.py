@@ -41,7 +41,9 @@ class Server:
     def learn(self, plan):
         model = nn.Module()
         for name, tensor in plan.tensors.items():
-            parameter = nn.Parameter(torch.zeros(tensor.shape, dtype=tensor.dtype), requires_grad=False)
+            parameter = nn.Parameter(
+                torch.zeros(tensor.shape, dtype=tensor.dtype), requires_grad=False
+            )
             self.weights[name] = parameter
             model.register_parameter(name.replace(".", "/"), parameter)
         self.receiver = Receiver(model, plan, self._load)
@@ -72,8 +74,14 @@ class Fp8Rollout(LocalRollout):
     def update_weights(self, export, version):
         self._not_ready = "the last weight sync failed"
         if not hasattr(export, "plan"):
-            export = collect(export, device=CPU, dtype=torch.float32, architecture=architecture_of(self._source),
-                             scales="fp32", audit=True)  # fmt: skip
+            export = collect(
+                export,
+                device=CPU,
+                dtype=torch.float32,
+                architecture=architecture_of(self._source),
+                scales="fp32",
+                audit=True,
+            )
         result = self._session.run(export, version)
         super().update_weights(self._server.meaning(), version)
         return result

@@ -169,7 +169,9 @@ ERRORS = {
     "engine": lambda n, t: EngineError(t, where=t, why=t, remedy=t),
     "config": lambda n, t: ConfigError(t, t),
     "own engine": lambda n, t: OwnEngineError(t),
-    "engine of odd parts": lambda n, t: EngineError(Odd(OwnBase(t)), where=lambda: t, why=deep(n), remedy=Words(t)),
+    "engine of odd parts": lambda n, t: EngineError(
+        Odd(OwnBase(t)), where=lambda: t, why=deep(n), remedy=Words(t)
+    ),
     "locked engine": lambda n, t: ConfigError(Locked(t), t),
     "interrupt": lambda n, t: KeyboardInterrupt(t),
     # In a coroutine these two say that it took too long; the second is only the alarm's.

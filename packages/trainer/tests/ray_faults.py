@@ -81,10 +81,15 @@ def _with_faults(method, work):
 
 # Below the actors: Ray has taken their methods before this is imported.
 PHASES = {
-    "load": (SpmdEngines, "load_checkpoint"), "save": (SpmdEngines, "save_checkpoint"), "infer": (SpmdEngines, "infer"),
-    "train": (SpmdEngines, "train"), "sync": (SpmdRollouts, "sync"), "answer": (Replica, "answer"),
-    "send": (Channel, "send"), "receive": (WholeWire, "receive"),
-}  # fmt: skip
+    "load": (SpmdEngines, "load_checkpoint"),
+    "save": (SpmdEngines, "save_checkpoint"),
+    "infer": (SpmdEngines, "infer"),
+    "train": (SpmdEngines, "train"),
+    "sync": (SpmdRollouts, "sync"),
+    "answer": (Replica, "answer"),
+    "send": (Channel, "send"),
+    "receive": (WholeWire, "receive"),
+}
 if NAME:
     for _method, (_cls, _name) in PHASES.items():
         setattr(_cls, _name, _with_faults(_method, getattr(_cls, _name)))

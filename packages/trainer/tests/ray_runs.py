@@ -35,7 +35,13 @@ def local_cluster(cpus: int, faults: Path | None = None) -> Iterator[None]:
         patch.setenv("OMP_NUM_THREADS", "1")
         if faults is not None:
             patch.setenv("RAY_FAULTS", str(faults))
-        ray.init(address="local", num_cpus=cpus, include_dashboard=False, log_to_driver=False, logging_level="ERROR")
+        ray.init(
+            address="local",
+            num_cpus=cpus,
+            include_dashboard=False,
+            log_to_driver=False,
+            logging_level="ERROR",
+        )
         yield
         ray.shutdown()
 
@@ -47,7 +53,9 @@ def reshaped(source: Path, folder: Path, **shape) -> Path:
     shutil.copytree(source, folder)
     with torch.random.fork_rng():
         torch.manual_seed(0)
-        AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folder, **shape)).save_pretrained(folder)
+        AutoModelForCausalLM.from_config(
+            AutoConfig.from_pretrained(folder, **shape)
+        ).save_pretrained(folder)
     return folder
 
 
@@ -55,11 +63,19 @@ def tree(folder: Path, out: Path, **sections) -> dict:
     base = {
         "engine": {"model": {"path": str(folder)}, "device": "cpu", "optimizer": {"lr": 0.003}},
         "data": {"source": str(folder / "train.jsonl")},
-        "run": {"output_dir": str(out), "steps": 3, "seed": 3, "save_every": 1, "progress": False, "report": False,
-                "tensorboard": False},
-        "reward": {"name": "sevens", "workers": 0, "timeout_s": None}, "rollout": {"n": 4, "max_new_tokens": 4, "batch_size": 64},
+        "run": {
+            "output_dir": str(out),
+            "steps": 3,
+            "seed": 3,
+            "save_every": 1,
+            "progress": False,
+            "report": False,
+            "tensorboard": False,
+        },
+        "reward": {"name": "sevens", "workers": 0, "timeout_s": None},
+        "rollout": {"n": 4, "max_new_tokens": 4, "batch_size": 64},
         "algorithm": {"prompts_per_step": 8, "correction": {"weight": "token", "cap": 1.3}},
-    }  # fmt: skip
+    }
     for name, values in sections.items():
         base[name] = {**base.get(name, {}), **values} if isinstance(values, dict) else values
     return base
@@ -84,13 +100,26 @@ def result_of(out: Path) -> tuple[bytes, list[dict]]:
     return (out / "hf" / "model.safetensors").read_bytes(), rows_of(out)
 
 
-def start(config: dict, file: Path, *, ranks: int = 1, task: str = "rl", environment=None) -> subprocess.Popen:
+def start(
+    config: dict, file: Path, *, ranks: int = 1, task: str = "rl", environment=None
+) -> subprocess.Popen:
     """``engine-train rl`` as a process, or as ranks of torchrun."""
     file.write_text(yaml.safe_dump(config))
-    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(ranks)] if ranks > 1 else []
+    launcher = (
+        ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(ranks)]
+        if ranks > 1
+        else []
+    )
     script = file.with_suffix(".py")
-    script.write_text(f"import sys\nsys.path.insert(0, {str(HERE)!r})\nimport ray_faults\n"
-                      "from engine_trainer.cli import main\nsys.exit(main(sys.argv[1:]))\n")  # fmt: skip
-    return subprocess.Popen([sys.executable, *launcher, str(script), task, str(file)], stdout=subprocess.PIPE,
-                            stderr=subprocess.STDOUT, text=True, start_new_session=True,
-                            env={**os.environ, "OMP_NUM_THREADS": "1", **(environment or {})})  # fmt: skip
+    script.write_text(
+        f"import sys\nsys.path.insert(0, {str(HERE)!r})\nimport ray_faults\n"
+        "from engine_trainer.cli import main\nsys.exit(main(sys.argv[1:]))\n"
+    )
+    return subprocess.Popen(
+        [sys.executable, *launcher, str(script), task, str(file)],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        start_new_session=True,
+        env={**os.environ, "OMP_NUM_THREADS": "1", **(environment or {})},
+    )

@@ -25,10 +25,18 @@ def tree(folder: Path, out: Path, **sections) -> dict:
     base = {
         "engine": {"model": {"path": str(folder)}, "device": "cpu", "optimizer": {"lr": 0.003}},
         "data": {"source": str(folder / "train.jsonl")},
-        "run": {"output_dir": str(out), "steps": 3, "seed": 3, "progress": False, "report": False, "tensorboard": False},
-        "reward": {"name": "sevens", "workers": 0, "timeout_s": None}, "rollout": {"n": 4, "max_new_tokens": 4, "batch_size": 64},
+        "run": {
+            "output_dir": str(out),
+            "steps": 3,
+            "seed": 3,
+            "progress": False,
+            "report": False,
+            "tensorboard": False,
+        },
+        "reward": {"name": "sevens", "workers": 0, "timeout_s": None},
+        "rollout": {"n": 4, "max_new_tokens": 4, "batch_size": 64},
         "algorithm": {"prompts_per_step": 8},
-    }  # fmt: skip
+    }
     return base | {name: {**base.get(name, {}), **values} for name, values in sections.items()}
 
 
@@ -47,7 +55,9 @@ def tensors_of(folder: Path) -> dict[str, torch.Tensor]:
     """All tensors of a checkpoint or an export of one rank."""
     from safetensors.torch import load_file
 
-    return {k: v for path in sorted(folder.rglob("*.safetensors")) for k, v in load_file(path).items()}
+    return {
+        k: v for path in sorted(folder.rglob("*.safetensors")) for k, v in load_file(path).items()
+    }
 
 
 def same(a: Path, b: Path) -> bool:

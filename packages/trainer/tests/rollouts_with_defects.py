@@ -32,7 +32,9 @@ class KeepsOldVersion(LocalRollout):
     """Weights are new, their version is the first one."""
 
     def update_weights(self, export: WeightExport, version: int) -> SyncResult:
-        return super().update_weights(export, version if self.weight_version < 0 else self.weight_version)
+        return super().update_weights(
+            export, version if self.weight_version < 0 else self.weight_version
+        )
 
 
 class TakesStaleVersions(LocalRollout):
@@ -60,13 +62,24 @@ class IgnoresNames(LocalRollout):
 
 
 class _OwnLogProbs(LocalRollout):
-    def generate(self, prompts: Sequence[Sequence[int]], sampling: SamplingParams) -> list[Completion]:
+    def generate(
+        self, prompts: Sequence[Sequence[int]], sampling: SamplingParams
+    ) -> list[Completion]:
         found = super().generate(prompts, sampling)
-        return [replace(c, log_probs=self._again(prompts[c.prompt_index], c.tokens, sampling)) for c in found]
+        return [
+            replace(c, log_probs=self._again(prompts[c.prompt_index], c.tokens, sampling))
+            for c in found
+        ]
 
-    def _again(self, prompt: Sequence[int], tokens: Sequence[int], sampling: SamplingParams) -> list[float]:
+    def _again(
+        self, prompt: Sequence[int], tokens: Sequence[int], sampling: SamplingParams
+    ) -> list[float]:
         with torch.inference_mode():
-            logits = self._model(input_ids=torch.tensor([[*prompt, *tokens]])).logits[0, len(prompt) - 1 : -1].float()
+            logits = (
+                self._model(input_ids=torch.tensor([[*prompt, *tokens]]))
+                .logits[0, len(prompt) - 1 : -1]
+                .float()
+            )
         rows = self._distribution(logits, sampling).log_softmax(-1)
         return rows.gather(-1, torch.tensor(tokens)[:, None])[:, 0].tolist()
 
@@ -88,9 +101,16 @@ class Renormalizes(_OwnLogProbs):
 class DrawsAtOne(_OwnLogProbs):
     """Tokens are drawn at temperature 1; log-probs say another one."""
 
-    def generate(self, prompts: Sequence[Sequence[int]], sampling: SamplingParams) -> list[Completion]:
-        found = LocalRollout.generate(self, prompts, replace(sampling, temperature=min(1.0, sampling.temperature)))
-        return [replace(c, log_probs=self._again(prompts[c.prompt_index], c.tokens, sampling)) for c in found]
+    def generate(
+        self, prompts: Sequence[Sequence[int]], sampling: SamplingParams
+    ) -> list[Completion]:
+        found = LocalRollout.generate(
+            self, prompts, replace(sampling, temperature=min(1.0, sampling.temperature))
+        )
+        return [
+            replace(c, log_probs=self._again(prompts[c.prompt_index], c.tokens, sampling))
+            for c in found
+        ]
 
     def _distribution(self, logits: torch.Tensor, sampling: SamplingParams) -> torch.Tensor:
         return logits / (sampling.temperature or 1.0)
@@ -99,10 +119,15 @@ class DrawsAtOne(_OwnLogProbs):
 class ShiftsLogProbs(LocalRollout):
     """Log-probs are off by up to 0.8, a shift a token id: those of another distribution."""
 
-    def generate(self, prompts: Sequence[Sequence[int]], sampling: SamplingParams) -> list[Completion]:
+    def generate(
+        self, prompts: Sequence[Sequence[int]], sampling: SamplingParams
+    ) -> list[Completion]:
         found = super().generate(prompts, sampling)
         return [
-            replace(c, log_probs=[shifted(p, t) for p, t in zip(c.log_probs, c.tokens, strict=True)]) for c in found
+            replace(
+                c, log_probs=[shifted(p, t) for p, t in zip(c.log_probs, c.tokens, strict=True)]
+            )
+            for c in found
         ]
 
 
@@ -118,8 +143,12 @@ class ServesOldPrefixes(LocalRollout):
         super().__init__(**arguments)
         self._answers: dict[str, list[Completion]] = {}
 
-    def generate(self, prompts: Sequence[Sequence[int]], sampling: SamplingParams) -> list[Completion]:
-        found = self._answers.setdefault(repr((prompts, sampling)), super().generate(prompts, sampling))
+    def generate(
+        self, prompts: Sequence[Sequence[int]], sampling: SamplingParams
+    ) -> list[Completion]:
+        found = self._answers.setdefault(
+            repr((prompts, sampling)), super().generate(prompts, sampling)
+        )
         return [replace(c, weight_versions=[self.weight_version] * len(c.tokens)) for c in found]
 
 

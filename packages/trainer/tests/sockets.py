@@ -48,7 +48,9 @@ def below(pid: int) -> set[int]:
     parents = {}
     for entry in Path("/proc").glob("[0-9]*"):
         try:
-            parents[int(entry.name)] = int((entry / "stat").read_text().rpartition(")")[2].split()[1])
+            parents[int(entry.name)] = int(
+                (entry / "stat").read_text().rpartition(")")[2].split()[1]
+            )
         except (FileNotFoundError, ProcessLookupError):
             continue
     found, new = {pid}, {pid}

@@ -30,7 +30,9 @@ def run(kind: str, file: str, overrides: list[str]) -> int:
         return train_rl(load_config(RLConfig, file, overrides)).step
 
 
-def wire(path: str, backend: str, layout: dict[str, int], quantization: str) -> dict[str, tuple[str, torch.Tensor]]:
+def wire(
+    path: str, backend: str, layout: dict[str, int], quantization: str
+) -> dict[str, tuple[str, torch.Tensor]]:
     """What a weight sync sends to a server, by name: dtype and bytes; on rank 0 only."""
     from rollout_fp8.exporter import Exporter  # a package of its own, which need not be here
 
@@ -38,10 +40,15 @@ def wire(path: str, backend: str, layout: dict[str, int], quantization: str) -> 
     config = EngineConfig(model=source, optimizer=None, parallelism=Parallelism(**layout))
     engine = EngineRegistry.create(backend=backend, device="cpu", config=config)
     engine.initialize()
-    here = Resolution(plugin=None, row=None, device="cpu", source="", trace=())  # only the device is read
+    here = Resolution(
+        plugin=None, row=None, device="cpu", source="", trace=()
+    )  # only the device is read
     exporter = Exporter(resolution=here, model=source, dtype="bfloat16", quantization=quantization)
     # As bytes: eight-bit floats cannot be pickled.
-    sent = {name: (str(t.dtype), t.contiguous().view(torch.uint8).clone()) for name, t in exporter.export(engine)}
+    sent = {
+        name: (str(t.dtype), t.contiguous().view(torch.uint8).clone())
+        for name, t in exporter.export(engine)
+    }
     exporter.close()
     engine.close()
     return sent if engine.topology.rank == 0 else {}

@@ -119,7 +119,12 @@ def test_what_the_model_said_and_what_the_tool_said(chat, agents, kind):
     assert trajectory.loss_weights == [1.0] * 4 + [0.0] * 6 + [1.0] * 4
     assert trajectory.log_probs == [-0.5] * 4 + [0.0] * 6 + [-0.5] * 4
     assert trajectory.weight_versions == [4] * 14
-    assert (trajectory.text, trajectory.turns, trajectory.finished, trajectory.end) == ("onetwo", 2, True, "done")
+    assert (trajectory.text, trajectory.turns, trajectory.finished, trajectory.end) == (
+        "onetwo",
+        2,
+        True,
+        "done",
+    )
     assert trajectory.info["turns"] == ["one", "two"]
     # The second turn continued the very tokens of the first.
     assert rollout.asked["all"][1] == prompts(chat, "q")[0].tokens + one + eos + tool
@@ -135,7 +140,12 @@ def test_messages_go_through_the_template_and_the_models_tokens_stay(chat, agent
     rollout = Scripted(chat, "ab", "ok")
     ((trajectory,),) = agents("messages").run(rollout, prompts(chat, "q"), sampling())
     assert trajectory.tokens == chat.encode_text("ab<|eos|>\n<|tool|>42<|assistant|>ok<|eos|>")
-    assert trajectory.loss_weights[:4] == [1.0, 1.0, 1.0, 0.0]  # its own end of turn is learned, the line break is not
+    assert trajectory.loss_weights[:4] == [
+        1.0,
+        1.0,
+        1.0,
+        0.0,
+    ]  # its own end of turn is learned, the line break is not
 
 
 def test_a_template_that_leaves_tools_out_is_refused(tokenizer_of):
@@ -154,11 +164,18 @@ def test_turns_and_tokens_are_bounded_whatever_the_function_catches(chat, agents
     rollout = Scripted(chat, "hello")
     ((trajectory,),) = agents("endless", max_turns=3).run(rollout, prompts(chat, "q"), sampling())
     assert (trajectory.turns, trajectory.end, trajectory.finished) == (3, "limit", False)
-    ((trajectory,),) = agents("endless").run(Scripted(chat, "hello"), prompts(chat, "q"), sampling(max_new_tokens=23))
+    ((trajectory,),) = agents("endless").run(
+        Scripted(chat, "hello"), prompts(chat, "q"), sampling(max_new_tokens=23)
+    )
     # more(4) hello.(6) more(4) hello.(6) = 20; another "more" does not fit
     assert (len(trajectory.tokens), trajectory.end, trajectory.turns) == (20, "limit", 2)
-    ((trajectory,),) = agents("endless").run(Scripted(chat, "hello"), prompts(chat, "q"), sampling(max_new_tokens=26))
-    assert (len(trajectory.tokens), trajectory.finished) == (26, False)  # the third turn had two tokens
+    ((trajectory,),) = agents("endless").run(
+        Scripted(chat, "hello"), prompts(chat, "q"), sampling(max_new_tokens=26)
+    )
+    assert (len(trajectory.tokens), trajectory.finished) == (
+        26,
+        False,
+    )  # the third turn had two tokens
     rollout = Scripted(chat, "hello")
     agents("ask_twice", max_turn_tokens=2).run(rollout, prompts(chat, "q"), sampling())
     assert {s.max_new_tokens for _, s in rollout.batches} == {2}
@@ -170,13 +187,15 @@ def test_a_turns_own_limit_stop_tokens_and_tokens_from_outside(chat, agents):
         rollout, prompts(chat, "q"), sampling(stop_token_ids=(2,))
     )
     assert trajectory.tokens == [*chat.encode_text("he"), 5, 6]
-    (_, asked), = rollout.batches  # fmt: skip
+    ((_, asked),) = rollout.batches
     assert (asked.max_new_tokens, asked.stop_token_ids) == (2, (2, 7))
 
 
 def test_many_trajectories_share_batches(chat, agents):
     rollout = Scripted(chat, "one", "two")
-    found = agents("ask_twice", concurrency=4).run(rollout, prompts(chat, "p", "q", "r"), sampling(n=2))
+    found = agents("ask_twice", concurrency=4).run(
+        rollout, prompts(chat, "p", "q", "r"), sampling(n=2)
+    )
     assert [len(row) for row in found] == [2, 2, 2]
     assert [len(batch) for batch, _ in rollout.batches] == [4, 4, 2, 2]
     assert [s.n for _, s in rollout.batches] == [1] * 4
@@ -188,14 +207,21 @@ def test_many_trajectories_share_batches(chat, agents):
 
 def test_a_slow_tool_is_given_up_and_the_others_go_on(chat, agents):
     rollout = Scripted(chat, "one", "two", seconds=1.5)
-    slow, fast = agents("slow_tool", timeout_s=1.0).run(rollout, prompts(chat, "slow", "fast"), sampling())
+    slow, fast = agents("slow_tool", timeout_s=1.0).run(
+        rollout, prompts(chat, "slow", "fast"), sampling()
+    )
     assert (slow[0].end, slow[0].finished, slow[0].turns) == ("timeout", False, 1)
     assert slow[0].info == {"began": True, "turns": ["one"]}
-    assert (fast[0].end, fast[0].turns) == ("done", 2)  # though the model alone took longer than the limit
+    assert (fast[0].end, fast[0].turns) == (
+        "done",
+        2,
+    )  # though the model alone took longer than the limit
 
 
 def test_a_tool_that_does_not_return_holds_nobody(chat, agents, tmp_path):
-    ((one,),) = agents("hung_tool", timeout_s=0.2).run(Scripted(chat, "one"), prompts(chat, "q"), sampling())
+    ((one,),) = agents("hung_tool", timeout_s=0.2).run(
+        Scripted(chat, "one"), prompts(chat, "q"), sampling()
+    )
     assert one.end == "timeout"
     (tmp_path / "go").touch()  # the tool returns only now
 
@@ -203,7 +229,9 @@ def test_a_tool_that_does_not_return_holds_nobody(chat, agents, tmp_path):
 @pytest.mark.parametrize("kind", [Scripted, Submitting])
 def test_a_function_that_never_awaits_is_interrupted_and_the_model_is_not(chat, agents, kind):
     rollout = kind(chat, "one", "two", seconds=1.5)
-    slow, fast = agents("blocks", timeout_s=1.0, concurrency=1).run(rollout, prompts(chat, "slow", "fast"), sampling())
+    slow, fast = agents("blocks", timeout_s=1.0, concurrency=1).run(
+        rollout, prompts(chat, "slow", "fast"), sampling()
+    )
     assert (slow[0].end, slow[0].turns) == ("timeout", 1)
     assert (fast[0].end, fast[0].turns) == ("done", 2)
     assert signal.getitimer(signal.ITIMER_REAL) == (0.0, 0.0)
@@ -214,7 +242,9 @@ def test_a_function_that_never_awaits_is_interrupted_and_the_model_is_not(chat, 
 def test_a_function_that_exits_has_failed(chat, agents, kind, name):
     with pytest.raises(AgentError, match="SystemExit: 3"):
         agents(name).run(kind(chat, "one"), prompts(chat, "q"), sampling())
-    found = agents(name, max_failures=4).run(kind(chat, "one"), prompts(chat, "q", "r"), sampling(n=2))
+    found = agents(name, max_failures=4).run(
+        kind(chat, "one"), prompts(chat, "q", "r"), sampling(n=2)
+    )
     assert [[t.end for t in row] for row in found] == [["failed", "failed"], ["failed", "failed"]]
 
 
@@ -233,7 +263,10 @@ def test_a_function_that_raises(chat, agents, kind, caplog):
 
 @pytest.mark.parametrize(
     ("name", "said"),
-    [("wrong", r"returned NoneType.*\n.*\n.*episode\.end"), ("twice_at_once", "asked while it speaks")],
+    [
+        ("wrong", r"returned NoneType.*\n.*\n.*episode\.end"),
+        ("twice_at_once", "asked while it speaks"),
+    ],
 )
 def test_a_function_that_misuses_its_episode(chat, agents, name, said):
     with pytest.raises(AgentError, match=said):
@@ -242,7 +275,11 @@ def test_a_function_that_misuses_its_episode(chat, agents, name, said):
 
 @pytest.mark.parametrize(
     ("name", "kwargs", "said"),
-    [("plain", {}, "not async"), ("limited", {"lim": 1}, "cannot be called"), ("no", {}, "no function 'no'")],
+    [
+        ("plain", {}, "not async"),
+        ("limited", {"lim": 1}, "cannot be called"),
+        ("no", {}, "no function 'no'"),
+    ],
 )
 def test_a_function_that_cannot_be_an_agent_is_refused_before_the_run(agents, name, kwargs, said):
     with pytest.raises(ConfigError, match=said):
@@ -255,7 +292,9 @@ def test_a_rollout_that_fails_ends_all(chat, agents):
             raise RolloutError("gone", where="there", remedy="none")
 
     with pytest.raises(RolloutError, match="gone"):
-        agents("ask_twice", max_failures=100).run(Broken(chat, "x"), prompts(chat, "q", "r"), sampling(n=3))
+        agents("ask_twice", max_failures=100).run(
+            Broken(chat, "x"), prompts(chat, "q", "r"), sampling(n=3)
+        )
 
 
 def test_submissions_run_side_by_side_and_their_seeds_know_no_order(chat, agents):
@@ -271,7 +310,9 @@ def test_submissions_run_side_by_side_and_their_seeds_know_no_order(chat, agents
 
 def test_a_turn_that_a_sync_aborted_is_continued_with_the_weights_after_it(chat, agents):
     rollout = Submitting(chat, "hello", aborts=1)
-    ((trajectory,),) = agents("limited", kwargs={"limit": 8}).run(rollout, prompts(chat, "q"), sampling())
+    ((trajectory,),) = agents("limited", kwargs={"limit": 8}).run(
+        rollout, prompts(chat, "q"), sampling()
+    )
     assert trajectory.weight_versions == [3, 3] + [4] * 6 + [4, 4]
     assert rollout.submitted[1][0] == prompts(chat, "q")[0].tokens + chat.encode_text("he")
     assert rollout.submitted[1][1].max_new_tokens == 6
@@ -284,7 +325,15 @@ def test_a_turn_given_up_in_the_background_is_aborted(chat):
 
     async def give_up():
         generator = Submitted(rollout, sampling(), ["a"])
-        episode = Episode(0, prompts(chat, "q")[0], generator, chat, max_tokens=9, max_turns=1, max_turn_tokens=None)
+        episode = Episode(
+            0,
+            prompts(chat, "q")[0],
+            generator,
+            chat,
+            max_tokens=9,
+            max_turns=1,
+            max_turn_tokens=None,
+        )
         with pytest.raises(TimeoutError):
             async with asyncio.timeout(0.1):
                 await episode.generate()
@@ -297,7 +346,15 @@ def test_a_turn_given_up_leaves_its_batch(chat):
     async def give_up():
         generator = Batched(Scripted(chat, "one"), sampling(), running=2)
         episodes = [
-            Episode(i, prompts(chat, "q")[0], generator, chat, max_tokens=9, max_turns=2, max_turn_tokens=None)
+            Episode(
+                i,
+                prompts(chat, "q")[0],
+                generator,
+                chat,
+                max_tokens=9,
+                max_turns=2,
+                max_turn_tokens=None,
+            )
             for i in range(2)
         ]
         with pytest.raises(TimeoutError):

@@ -98,17 +98,23 @@ def test_one_that_fails_ends_the_others_and_their_turns(chat, agents):
 
 @pytest.mark.parametrize("kind", [Scripted, Submitting])
 def test_one_that_pays_no_heed_to_its_cancellation_holds_nobody(chat, agents, kind):
-    slow, fast = agents("stubborn", timeout_s=0.3).run(kind(chat, "one"), prompts(chat, "slow", "fast"), sampling())
+    slow, fast = agents("stubborn", timeout_s=0.3).run(
+        kind(chat, "one"), prompts(chat, "slow", "fast"), sampling()
+    )
     assert (slow[0].end, slow[0].turns, fast[0].end) == ("timeout", 1, "done")
     with pytest.raises(AgentError, match=r"(?s)KeyError.*problem 'wrong'"):
-        agents("stubborn", concurrency=1).run(kind(chat, "one"), prompts(chat, "fast", "wrong", "slow"), sampling())
+        agents("stubborn", concurrency=1).run(
+            kind(chat, "one"), prompts(chat, "fast", "wrong", "slow"), sampling()
+        )
     with pytest.raises(AgentError, match=r"(?s)KeyError.*problem 'wrong'"):
         agents("stubborn").run(kind(chat, "one"), prompts(chat, "slow", "wrong"), sampling())
 
 
 @pytest.mark.parametrize("kind", [Scripted, Submitting])
 def test_an_alarm_while_the_event_loop_waits_is_no_functions_fault(chat, agents, kind):
-    ((one,),) = agents("rings", timeout_s=NEVER_S).run(kind(chat, "one"), prompts(chat, "q"), sampling())
+    ((one,),) = agents("rings", timeout_s=NEVER_S).run(
+        kind(chat, "one"), prompts(chat, "q"), sampling()
+    )
     assert one.end == "done"
 
 
@@ -120,7 +126,9 @@ def test_a_turn_that_a_function_left_behind_ends_with_it(chat, agents):
 
 
 def test_a_conversation_is_as_it_was_when_it_was_taken(chat, agents):
-    ((trajectory,),) = agents("returns_early").run(Scripted(chat, "one", "two"), prompts(chat, "q"), sampling())
+    ((trajectory,),) = agents("returns_early").run(
+        Scripted(chat, "one", "two"), prompts(chat, "q"), sampling()
+    )
     assert (trajectory.text, len(trajectory.tokens), trajectory.turns) == ("one", 4, 1)
     assert len(trajectory.tokens) == len(trajectory.loss_weights) == len(trajectory.log_probs)
 
@@ -128,7 +136,9 @@ def test_a_conversation_is_as_it_was_when_it_was_taken(chat, agents):
 @pytest.mark.parametrize("name", ["nothing", "twice_at_once"])
 def test_a_misuse_names_its_problem(chat, agents, name):
     with pytest.raises(AgentError, match="problem 'the third one'"):
-        agents(name).run(Submitting(chat, "one", seconds=0.1), prompts(chat, "the third one"), sampling())
+        agents(name).run(
+            Submitting(chat, "one", seconds=0.1), prompts(chat, "the third one"), sampling()
+        )
 
 
 def test_one_that_is_cancelled_from_inside_has_failed(chat, agents):
@@ -153,7 +163,10 @@ def test_a_turn_that_was_just_given_up_is_not_answered(chat):
 
     async def give_up() -> str:
         generator = Batched(Scripted(chat, "one"), sampling(), running=2)
-        asked = [Request(number=i, turn=0, tokens=prompts(chat, "q")[0].tokens, max_new_tokens=9) for i in range(2)]
+        asked = [
+            Request(number=i, turn=0, tokens=prompts(chat, "q")[0].tokens, max_new_tokens=9)
+            for i in range(2)
+        ]
         first = asyncio.create_task(generator.generate(asked[0]))
         await asyncio.sleep(0)
         first.cancel()

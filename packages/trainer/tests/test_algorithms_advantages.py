@@ -45,7 +45,9 @@ def test_equal_rewards_give_exactly_zero(estimator, reward):
 
 @pytest.mark.parametrize("estimator", ["grpo", "dr_grpo", "rloo"])
 def test_groups_do_not_touch_each_other_and_sum_to_zero(estimator):
-    rewards = torch.randn(5, 6, generator=torch.Generator().manual_seed(1), dtype=torch.float64) * 10
+    rewards = (
+        torch.randn(5, 6, generator=torch.Generator().manual_seed(1), dtype=torch.float64) * 10
+    )
     together = group_advantages(rewards, estimator)
     alone = torch.cat([group_advantages(row[None], estimator) for row in rewards])
     torch.testing.assert_close(together, alone, rtol=0, atol=0)
@@ -55,7 +57,9 @@ def test_groups_do_not_touch_each_other_and_sum_to_zero(estimator):
 
 def test_grpo_does_not_depend_on_the_scale_of_rewards():
     rewards = rows([1, 0, 2, 5])
-    torch.testing.assert_close(group_advantages(rewards * 100), group_advantages(rewards), rtol=1e-5, atol=0)
+    torch.testing.assert_close(
+        group_advantages(rewards * 100), group_advantages(rewards), rtol=1e-5, atol=0
+    )
     assert math.isclose(float(group_advantages(rewards).std()), 1.0, rel_tol=1e-5)
 
 

@@ -50,7 +50,9 @@ def reference_weights(engine, rollout, mask, cu, section):
                 weights[t] = min(product, section.cap)
             elif section.weight == "icepop":
                 weights[t] = r if section.low <= r <= section.high else 0.0
-            judged = {"none": 1.0, "token": r, "sequence": product, "geometric": geometric}[section.reject]
+            judged = {"none": 1.0, "token": r, "sequence": product, "geometric": geometric}[
+                section.reject
+            ]
             kept[t] = section.reject_low <= judged <= section.reject_high
     return weights, kept
 
@@ -64,7 +66,9 @@ def test_weights_and_rejection_are_the_formulas_token_by_token(weight, reject):
     engine, rollout, mask, cu = drawn()
     result = correct(ratios(engine, rollout, mask, cu), section)
     weights, kept = reference_weights(engine, rollout, mask, cu, section)
-    torch.testing.assert_close(result.weights, torch.tensor(weights, dtype=torch.float32), rtol=1e-6, atol=0)
+    torch.testing.assert_close(
+        result.weights, torch.tensor(weights, dtype=torch.float32), rtol=1e-6, atol=0
+    )
     assert result.kept.tolist() == kept.tolist()
     if weight != "none":
         assert len(np.unique(weights)) > 2  # the bounds cut some and not all
@@ -77,7 +81,9 @@ def by_hand(values, section, mask=None, lengths=None):
     lengths = lengths or [len(values)]
     logs = torch.tensor([math.log(v) for v in values], dtype=torch.float64)
     cu = torch.tensor([0, *lengths]).cumsum(0)
-    given = ratios(logs - 1, torch.full_like(logs, -1.0), torch.tensor(mask or [1.0] * len(values)), cu)
+    given = ratios(
+        logs - 1, torch.full_like(logs, -1.0), torch.tensor(mask or [1.0] * len(values)), cu
+    )
     result = correct(given, section)
     return result, correction_figures({k: float(v) for k, v in result.sums.items()}, section)
 
@@ -85,15 +91,20 @@ def by_hand(values, section, mask=None, lengths=None):
 def test_token_tis_by_hand():
     result, figures = by_hand([0.25, 1.0, 3.0, 2.0], CorrectionSection(weight="token", cap=2.0))
     assert result.weights.tolist() == pytest.approx([0.25, 1, 2, 2])
-    assert figures == pytest.approx({
-        "correction/weight_mean": 5.25 / 4, "correction/clipped": 0.25,
-        "correction/ess": 5.25**2 / (4 * (0.0625 + 1 + 4 + 4)),
-    })  # fmt: skip
+    assert figures == pytest.approx(
+        {
+            "correction/weight_mean": 5.25 / 4,
+            "correction/clipped": 0.25,
+            "correction/ess": 5.25**2 / (4 * (0.0625 + 1 + 4 + 4)),
+        }
+    )
 
 
 def test_sequence_tis_by_hand():
     """Products 3 · 0.5 = 1.5 and 2 · 2 = 4, of which the second is cut; the units are the two sequences."""
-    result, figures = by_hand([3.0, 0.5, 2.0, 2.0], CorrectionSection(weight="sequence", cap=2.0), lengths=[2, 2])
+    result, figures = by_hand(
+        [3.0, 0.5, 2.0, 2.0], CorrectionSection(weight="sequence", cap=2.0), lengths=[2, 2]
+    )
     assert result.weights.tolist() == pytest.approx([1.5, 1.5, 2, 2])
     assert figures["correction/clipped"] == 0.5
     assert figures["correction/ess"] == pytest.approx(3.5**2 / (2 * (2.25 + 4)))
@@ -102,7 +113,9 @@ def test_sequence_tis_by_hand():
 def test_icepop_by_hand():
     result, figures = by_hand([0.4, 0.6, 1.0, 4.9, 5.1], CorrectionSection(weight="icepop"))
     assert result.weights.tolist() == pytest.approx([0, 0.6, 1, 4.9, 0])
-    assert (figures["correction/masked_low"], figures["correction/masked_high"]) == pytest.approx((0.2, 0.2))
+    assert (figures["correction/masked_low"], figures["correction/masked_high"]) == pytest.approx(
+        (0.2, 0.2)
+    )
     assert bool(result.kept.all())  # the KL and entropy terms stay
 
 
@@ -112,10 +125,16 @@ def test_rejection_by_hand():
     kept = {}
     for level in ("token", "sequence", "geometric"):
         result, figures = by_hand(
-            values, CorrectionSection(reject=level, reject_low=0.6, reject_high=2.5), lengths=lengths
+            values,
+            CorrectionSection(reject=level, reject_low=0.6, reject_high=2.5),
+            lengths=lengths,
         )
-        kept[level] = (result.kept.tolist(), figures["correction/rejected_low"], figures["correction/rejected_high"],
-                       figures["correction/rejected_tokens"])  # fmt: skip
+        kept[level] = (
+            result.kept.tolist(),
+            figures["correction/rejected_low"],
+            figures["correction/rejected_high"],
+            figures["correction/rejected_tokens"],
+        )
         assert result.weights.tolist() == [1, 1, 1, 1]
     assert kept["token"] == ([False, True, False, True], 0.25, 0.25, 0.5)
     assert kept["sequence"] == ([False, False, True, True], 0, 0.5, 0.5)
@@ -123,7 +142,9 @@ def test_rejection_by_hand():
 
 
 def test_a_band_keeps_its_bounds():
-    section = CorrectionSection(weight="icepop", low=0.5, high=2.0, reject="token", reject_low=0.5, reject_high=2.0)
+    section = CorrectionSection(
+        weight="icepop", low=0.5, high=2.0, reject="token", reject_low=0.5, reject_high=2.0
+    )
     logs = torch.tensor([0.5, 2.0], dtype=torch.float64).log()
     given = ratios(logs, torch.zeros(2), torch.ones(2), torch.tensor([0, 2]))
     given.token.copy_(torch.tensor([0.5, 2.0]))  # a logarithm and an exponential round
@@ -142,21 +163,32 @@ def test_far_ratios_stay_finite(far, weight, reject):
     result = correct(given, section)
     assert bool(result.weights.isfinite().all())
     sums = {k: float(v) for k, v in (result.sums | mismatch_sums(given, engine, rollout)).items()}
-    assert all(math.isfinite(v) for v in (mismatch_figures(sums, [1e4]) | correction_figures(sums, section)).values())
+    assert all(
+        math.isfinite(v)
+        for v in (mismatch_figures(sums, [1e4]) | correction_figures(sums, section)).values()
+    )
     assert given.token[1] == pytest.approx(math.exp(math.copysign(20, far)))
     assert given.sequence[0] == pytest.approx(math.exp(math.copysign(20, far)))
 
 
 def test_the_sum_is_clamped_and_not_its_terms():
     given = ratios(
-        torch.tensor([0.0, 30.0, -29.5]), torch.zeros(3), torch.tensor([0.0, 1.0, 1.0]), torch.tensor([0, 3])
+        torch.tensor([0.0, 30.0, -29.5]),
+        torch.zeros(3),
+        torch.tensor([0.0, 1.0, 1.0]),
+        torch.tensor([0, 3]),
     )
     assert float(given.sequence) == pytest.approx(math.exp(0.5))
     assert float(given.geometric) == pytest.approx(math.exp(0.25))
 
 
 def test_a_mean_over_one_token_is_that_token():
-    given = ratios(torch.tensor([0.0, -1.0]), torch.tensor([0.0, -2.0]), torch.tensor([0.0, 1.0]), torch.tensor([0, 2]))
+    given = ratios(
+        torch.tensor([0.0, -1.0]),
+        torch.tensor([0.0, -2.0]),
+        torch.tensor([0.0, 1.0]),
+        torch.tensor([0, 2]),
+    )
     assert float(given.geometric) == pytest.approx(math.e)
 
 
@@ -185,7 +217,9 @@ def test_weights_carry_no_gradient():
     given = ratios(engine, rollout, mask, cu)
     result = correct(given, CorrectionSection(weight="token", reject="sequence"))
     assert not result.weights.requires_grad
-    assert not any(v.requires_grad for v in (result.sums | mismatch_sums(given, engine, rollout)).values())
+    assert not any(
+        v.requires_grad for v in (result.sums | mismatch_sums(given, engine, rollout)).values()
+    )
 
 
 # --- the figures --------------------------------------------------------------------------------
@@ -209,13 +243,19 @@ def test_figures_are_the_formulas_in_float64_loops():
     whole = np.array([math.exp(sum(p[t] - q[t] for t in row)) for row in rows])
     ppl = [np.array([math.exp(-sum(x[t] for t in row) / len(row)) for row in rows]) for x in (p, q)]
     expected = {
-        "kl_k1": np.mean(-delta), "kl_k3": np.mean(r - 1 - delta), "rms": np.sqrt(np.mean(delta**2)),
-        "max": np.abs(delta).max(), "token_mult_prob_error": np.mean(np.exp(np.abs(delta))),
-        "chi2_token": np.mean(r**2) - 1, "chi2_sequence": np.mean(whole**2) - 1,
+        "kl_k1": np.mean(-delta),
+        "kl_k3": np.mean(r - 1 - delta),
+        "rms": np.sqrt(np.mean(delta**2)),
+        "max": np.abs(delta).max(),
+        "token_mult_prob_error": np.mean(np.exp(np.abs(delta))),
+        "chi2_token": np.mean(r**2) - 1,
+        "chi2_sequence": np.mean(whole**2) - 1,
         "ess_token": r.sum() ** 2 / (len(r) * (r**2).sum()),
         "ess_sequence": whole.sum() ** 2 / (len(whole) * (whole**2).sum()),
-        "ppl_engine": ppl[0].mean(), "ppl_rollout": ppl[1].mean(), "ppl_ratio": (ppl[0] / ppl[1]).mean(),
-    }  # fmt: skip
+        "ppl_engine": ppl[0].mean(),
+        "ppl_rollout": ppl[1].mean(),
+        "ppl_ratio": (ppl[0] / ppl[1]).mean(),
+    }
     assert len(rows) == 5
     assert figures_of(engine, rollout, mask, cu) == pytest.approx(
         {f"mismatch/{k}": v for k, v in expected.items()}, rel=1e-9
@@ -224,7 +264,10 @@ def test_figures_are_the_formulas_in_float64_loops():
 
 def test_figures_estimate_what_they_are_named_after():
     """Every token of a distribution in proportion to q: the means are then the expectations."""
-    p, q = torch.tensor([0.5, 0.3, 0.2], dtype=torch.float64), torch.tensor([0.4, 0.2, 0.4], dtype=torch.float64)
+    p, q = (
+        torch.tensor([0.5, 0.3, 0.2], dtype=torch.float64),
+        torch.tensor([0.4, 0.2, 0.4], dtype=torch.float64),
+    )
     tokens = torch.tensor([0] * 4 + [1] * 2 + [2] * 4)
     found = figures_of(p.log()[tokens], q.log()[tokens], torch.ones(10), torch.tensor([0, 10]))
     kl = float((q * (q / p).log()).sum())
@@ -239,19 +282,32 @@ def test_equal_log_probs_are_a_perfect_match():
     ones = {"token_mult_prob_error", "ess_token", "ess_sequence", "ppl_ratio"}
     for name, value in found.items():
         if "ppl_e" not in name and "ppl_rol" not in name:
-            assert value == pytest.approx(float(name.removeprefix("mismatch/") in ones), abs=1e-12), name
+            assert value == pytest.approx(
+                float(name.removeprefix("mismatch/") in ones), abs=1e-12
+            ), name
 
 
-@pytest.mark.parametrize("parts", [[[0, 1, 2, 3, 4, 5]], [[3], [0, 5], [4, 1], [2]], [[1], [5, 4, 3, 2, 0]]])
+@pytest.mark.parametrize(
+    "parts", [[[0, 1, 2, 3, 4, 5]], [[3], [0, 5], [4, 1], [2]], [[1], [5, 4, 3, 2, 0]]]
+)
 def test_sums_do_not_depend_on_the_split(parts):
     engine, rollout, mask, cu = drawn()
-    batch = Batch(input_ids=torch.arange(len(engine)), cu_seqlens=cu, fields={"e": engine, "r": rollout, "m": mask})
-    section = CorrectionSection(weight="sequence", cap=1.1, reject="geometric", reject_low=0.95, reject_high=1.05)
+    batch = Batch(
+        input_ids=torch.arange(len(engine)),
+        cu_seqlens=cu,
+        fields={"e": engine, "r": rollout, "m": mask},
+    )
+    section = CorrectionSection(
+        weight="sequence", cap=1.1, reject="geometric", reject_low=0.95, reject_high=1.05
+    )
 
     def sums(one: Batch) -> dict[str, float]:
         given = ratios(one["e"], one["r"], one["m"], one.cu_seqlens)
         return {
-            k: float(v) for k, v in (mismatch_sums(given, one["e"], one["r"]) | correct(given, section).sums).items()
+            k: float(v)
+            for k, v in (
+                mismatch_sums(given, one["e"], one["r"]) | correct(given, section).sums
+            ).items()
         }
 
     whole, split = sums(batch), [sums(batch.select(p)) for p in parts]
@@ -265,13 +321,19 @@ def loss_batch(**extra):
     engine, rollout, mask, cu = drawn()
     random = torch.Generator().manual_seed(5)
     fields = {
-        "rollout_log_probs": rollout, "mask": mask, "loss_weight": mask,
-        "advantages": torch.randn(len(mask), generator=random) * mask, "ref_log_probs": engine - 0.3, **extra,
-    }  # fmt: skip
+        "rollout_log_probs": rollout,
+        "mask": mask,
+        "loss_weight": mask,
+        "advantages": torch.randn(len(mask), generator=random) * mask,
+        "ref_log_probs": engine - 0.3,
+        **extra,
+    }
     return Batch(input_ids=torch.arange(len(mask)), cu_seqlens=cu, fields=fields), engine
 
 
-@pytest.mark.parametrize("settings", [{}, {"kl_coef": 0.3, "kl_importance": False}, {"entropy_coef": 0.1}])
+@pytest.mark.parametrize(
+    "settings", [{}, {"kl_coef": 0.3, "kl_importance": False}, {"entropy_coef": 0.1}]
+)
 def test_the_weight_multiplies_the_policy_term_alone(settings):
     weights = torch.linspace(0, 2, sum(LENGTHS))
     batch, engine = loss_batch(correction=weights)
@@ -280,11 +342,16 @@ def test_the_weight_multiplies_the_policy_term_alone(settings):
     def gradients(loss, one):
         log_probs = engine.clone().requires_grad_()
         value = loss(TokenOutputs(log_probs=log_probs, entropy=entropy), one).loss
-        parts = torch.autograd.grad(value, (log_probs, entropy), allow_unused=True, materialize_grads=True)
+        parts = torch.autograd.grad(
+            value, (log_probs, entropy), allow_unused=True, materialize_grads=True
+        )
         return value.detach(), *parts
 
     plain = gradients(PolicyLoss(on_policy=True, **settings), batch)
-    zeroed = gradients(PolicyLoss(on_policy=True, **settings), batch.with_fields(advantages=batch["advantages"] * 0))
+    zeroed = gradients(
+        PolicyLoss(on_policy=True, **settings),
+        batch.with_fields(advantages=batch["advantages"] * 0),
+    )
     corrected = gradients(PolicyLoss(on_policy=True, corrected=True, **settings), batch)
     policy = -batch.loss_weight * batch["advantages"]
     torch.testing.assert_close(corrected[0], zeroed[0] + (weights * policy).sum())
@@ -301,7 +368,9 @@ def test_a_kl_with_the_importance_ratio_is_weighted_as_its_samples_are():
     def gradient(**settings):
         log_probs = engine.clone().requires_grad_()
         loss = PolicyLoss(on_policy=True, kl_coef=0.3, **settings)
-        return torch.autograd.grad(loss(TokenOutputs(log_probs=log_probs), without).loss, log_probs)[0]
+        return torch.autograd.grad(
+            loss(TokenOutputs(log_probs=log_probs), without).loss, log_probs
+        )[0]
 
     torch.testing.assert_close(gradient(corrected=True), weights * gradient())
     torch.testing.assert_close(gradient(), 0.3 * 0.3 * batch.loss_weight)  # r d, of d = 0.3
@@ -310,7 +379,9 @@ def test_a_kl_with_the_importance_ratio_is_weighted_as_its_samples_are():
 def test_coefficients_are_the_gradient_of_a_corrected_loss():
     batch, engine = loss_batch(correction=torch.linspace(0, 2, sum(LENGTHS)))
     loss, log_probs = PolicyLoss(on_policy=True, corrected=True), engine.clone().requires_grad_()
-    (gradient,) = torch.autograd.grad(loss(TokenOutputs(log_probs=log_probs), batch).loss, log_probs)
+    (gradient,) = torch.autograd.grad(
+        loss(TokenOutputs(log_probs=log_probs), batch).loss, log_probs
+    )
     known = loss.coefficients(batch)
     assert known is not None
     torch.testing.assert_close(known, gradient)
@@ -332,7 +403,8 @@ def test_the_watch_adds_the_sums_and_leaves_the_loss():
 
 
 @pytest.mark.parametrize(
-    "section", [CorrectionSection(weight="token", cap=1.1), CorrectionSection(weight="sequence", cap=3.0)]
+    "section",
+    [CorrectionSection(weight="token", cap=1.1), CorrectionSection(weight="sequence", cap=3.0)],
 )
 def test_the_watch_corrects_by_the_log_probs_that_it_is_given(section):
     batch, engine = loss_batch()
@@ -346,7 +418,9 @@ def test_the_watch_corrects_by_the_log_probs_that_it_is_given(section):
         result = call(TokenOutputs(log_probs=log_probs), one)
         return torch.autograd.grad(result.loss, log_probs)[0], result.metrics
 
-    expected, _ = gradient(loss, batch.with_fields(correction=told.weights, loss_weight=batch.loss_weight * told.kept))
+    expected, _ = gradient(
+        loss, batch.with_fields(correction=told.weights, loss_weight=batch.loss_weight * told.kept)
+    )
     watch = MismatchWatch(loss, section)
     got, metrics = gradient(watch, batch)
     assert watch.coefficients(batch) is None, "they depend on the log-probs"
@@ -360,5 +434,7 @@ def test_a_log_prob_that_is_no_number_makes_the_loss_none_and_raises_on_no_rank(
     batch, engine = loss_batch()
     broken = engine.clone()
     broken[1] = math.nan
-    watch = MismatchWatch(PolicyLoss(on_policy=True, corrected=True), CorrectionSection(weight="token"))
+    watch = MismatchWatch(
+        PolicyLoss(on_policy=True, corrected=True), CorrectionSection(weight="token")
+    )
     assert math.isnan(watch(TokenOutputs(log_probs=broken), batch).loss)

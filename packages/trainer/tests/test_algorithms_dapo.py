@@ -35,7 +35,11 @@ def punishment(length: int) -> float:
 
 def test_the_objective_by_the_equations():
     dice = random.Random(9)
-    correct = [[1.0, -1.0, -1.0], [1.0, 1.0, 1.0], [-1.0, 1.0, 1.0]]  # the middle group is left out, eq. 11
+    correct = [
+        [1.0, -1.0, -1.0],
+        [1.0, 1.0, 1.0],
+        [-1.0, 1.0, 1.0],
+    ]  # the middle group is left out, eq. 11
     lengths = [[2, 7, 10], [8, 9, 10], [6, 3, 9]]
     ratios = [[[dice.uniform(0.5, 1.6) for _ in range(n)] for n in row] for row in lengths]
 
@@ -57,12 +61,21 @@ def test_the_objective_by_the_equations():
     assert penalty.tolist() == [[punishment(n) for n in row] for row in lengths]
     rewards = (torch.tensor(correct, dtype=torch.float64) + penalty)[groups]
     advantages = group_advantages(rewards, "grpo", eps=0.0)
-    documents = [{"input_ids": [0] * (1 + len(answer)), "mask": [0.0] + [1.0] * len(answer),
-                  "advantages": [0.0] + [float(advantages[k, i])] * len(answer),
-                  "old_log_probs": [0.0] + [-1.0] * len(answer), "new": [0.0] + [-1.0 + math.log(r) for r in answer]}
-                 for k, g in enumerate(groups) for i, answer in enumerate(ratios[g])]  # fmt: skip
+    documents = [
+        {
+            "input_ids": [0] * (1 + len(answer)),
+            "mask": [0.0] + [1.0] * len(answer),
+            "advantages": [0.0] + [float(advantages[k, i])] * len(answer),
+            "old_log_probs": [0.0] + [-1.0] * len(answer),
+            "new": [0.0] + [-1.0 + math.log(r) for r in answer],
+        }
+        for k, g in enumerate(groups)
+        for i, answer in enumerate(ratios[g])
+    ]
     batch = Batch.pack(documents)
-    batch = batch.with_fields(loss_weight=token_weights(batch["mask"], batch.cu_seqlens, "token-mean"))
+    batch = batch.with_fields(
+        loss_weight=token_weights(batch["mask"], batch.cu_seqlens, "token-mean")
+    )
     result = PolicyLoss(clip_low=LOW, clip_high=HIGH)(TokenOutputs(log_probs=batch["new"]), batch)
     whole = denominator("token-mean", [n for g in groups for n in lengths[g]])
     assert whole == tokens
@@ -76,7 +89,11 @@ def test_the_recipe_has_the_papers_numbers():
     recipe = Path(__file__).parents[3] / "recipes" / "rl" / "dapo.yaml"
     config = load_config(RLConfig, recipe, ["engine.model.path=m"])
     algorithm = config.algorithm
-    assert (algorithm.clip_low, algorithm.clip_high, algorithm.aggregation) == (0.2, 0.28, "token-mean")
+    assert (algorithm.clip_low, algorithm.clip_high, algorithm.aggregation) == (
+        0.2,
+        0.28,
+        "token-mean",
+    )
     assert (algorithm.prompts_per_step, config.rollout.n, algorithm.mini_batches) == (512, 16, 16)
     assert (config.rollout.max_new_tokens, algorithm.overlong.buffer) == (16384 + 4096, 4096)
     assert (algorithm.dynamic_sampling.enabled, algorithm.kl.coefficient) == (True, 0.0)
@@ -88,7 +105,9 @@ def test_the_recipe_has_the_papers_numbers():
 @pytest.mark.parametrize("recipe", ["dapo.yaml", "dapo_fp8.yaml"])
 def test_the_recipes_totals_are_the_papers_on_another_scale(recipe):
     """Eq. 13, rewards 1 and -1: a right answer at the limit is half-way from wrong to right."""
-    config = load_config(RLConfig, Path(__file__).parents[3] / "recipes" / "rl" / recipe, ["engine.model.path=m"])
+    config = load_config(
+        RLConfig, Path(__file__).parents[3] / "recipes" / "rl" / recipe, ["engine.model.path=m"]
+    )
     limit, buffer = 16384 + 4096, 4096
     lengths = [1, limit - buffer, limit - buffer + 1, limit - buffer // 2, limit]
     graded = [(length, right) for right in (True, False) for length in lengths]
@@ -98,10 +117,16 @@ def test_the_recipes_totals_are_the_papers_on_another_scale(recipe):
         return (1.0 if right else -1.0) + soft
 
     answers = [
-        Answer(tokens=[5] * length, log_probs=[-1.0] * length, text="", finished=length < limit,
-               weight_versions=[0] * length, score=Score(total=float(right), parts={}, correct=right))
+        Answer(
+            tokens=[5] * length,
+            log_probs=[-1.0] * length,
+            text="",
+            finished=length < limit,
+            weight_versions=[0] * length,
+            score=Score(total=float(right), parts={}, correct=right),
+        )
         for length, right in graded
-    ]  # fmt: skip
+    ]
     prompt = Prompt(tokens=[6], rendered="", text="", answer=None)
     totals = shaped_rewards([Group(prompt=prompt, answers=answers)], config)[0]
     expected = torch.tensor([paper(*one) for one in graded], dtype=torch.float64)
@@ -111,4 +136,6 @@ def test_the_recipes_totals_are_the_papers_on_another_scale(recipe):
     assert at_the_limit[limit, False] == -0.5
     assert at_the_limit[1, False] == 0.0
     # Advantages do not know the scale: those of the recipe are the paper's.
-    torch.testing.assert_close(group_advantages(totals[None]), group_advantages(expected[None]), rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(
+        group_advantages(totals[None]), group_advantages(expected[None]), rtol=1e-5, atol=1e-6
+    )

@@ -25,7 +25,9 @@ def make_batch(ratios, advantages, weights=None, ref=None, old=None):
     if ref is not None:
         fields["ref_log_probs"] = torch.tensor([0.0, *ref], dtype=torch.float64)
     ids = torch.arange(count + 1)
-    return Batch(input_ids=ids, cu_seqlens=torch.tensor([0, count + 1]), fields=fields), new.requires_grad_()
+    return Batch(
+        input_ids=ids, cu_seqlens=torch.tensor([0, count + 1]), fields=fields
+    ), new.requires_grad_()
 
 
 def value(loss: PolicyLoss, ratios, advantages, **kwargs) -> float:
@@ -58,7 +60,10 @@ def test_dual_clip_by_hand():
 
 def test_the_loss_is_a_weighted_sum():
     loss = PolicyLoss()
-    parts = [value(loss, [r], [a], weights=[w]) for r, a, w in [(1.1, 1.0, 0.5), (0.9, -1.0, 2.0), (1.0, 3.0, 0.0)]]
+    parts = [
+        value(loss, [r], [a], weights=[w])
+        for r, a, w in [(1.1, 1.0, 0.5), (0.9, -1.0, 2.0), (1.0, 3.0, 0.0)]
+    ]
     whole = value(loss, [1.1, 0.9, 1.0], [1.0, -1.0, 3.0], weights=[0.5, 2.0, 0.0])
     assert whole == pytest.approx(sum(parts), abs=1e-12)
     assert whole == pytest.approx(-0.5 * 1.1 + 2 * 0.9, abs=1e-12)
@@ -67,7 +72,10 @@ def test_the_loss_is_a_weighted_sum():
 def test_metrics_are_sums_over_counted_tokens():
     ratios, advantages = [1.5, 0.5, 1.5, 10.0, 1.5], [1.0, -1.0, -1.0, -1.0, 1.0]
     batch, new = make_batch(ratios, advantages, weights=[1, 1, 0.5, 1, 0])
-    metrics = {k: float(v) for k, v in PolicyLoss(dual_clip=3.0)(TokenOutputs(log_probs=new), batch).metrics.items()}
+    metrics = {
+        k: float(v)
+        for k, v in PolicyLoss(dual_clip=3.0)(TokenOutputs(log_probs=new), batch).metrics.items()
+    }
     assert metrics["tokens"] == 4
     assert metrics["weight"] == 3.5
     assert (metrics["clipped_high"], metrics["clipped_low"], metrics["clipped_dual"]) == (1, 1, 1)
@@ -76,7 +84,9 @@ def test_metrics_are_sums_over_counted_tokens():
     assert metrics["policy_loss"] == pytest.approx(-1.2 + 0.8 + 0.75 + 3.0)
 
 
-@pytest.mark.parametrize(("estimator", "expected"), [("k1", 0.5), ("k2", 0.125), ("k3", math.exp(-0.5) - 0.5)])
+@pytest.mark.parametrize(
+    ("estimator", "expected"), [("k1", 0.5), ("k2", 0.125), ("k3", math.exp(-0.5) - 0.5)]
+)
 def test_kl_estimators_by_hand(estimator, expected):
     kl = kl_divergence(torch.tensor([-1.0]), torch.tensor([-1.5]), estimator)
     assert float(kl) == pytest.approx(expected, rel=1e-6)
@@ -87,7 +97,9 @@ def test_kl_estimators_estimate_the_kl():
     q = torch.tensor([0.4, 0.35, 0.25], dtype=torch.float64)
     exact = float((p * (p / q).log()).sum())
     for estimator in ("k1", "k3"):
-        assert float((p * kl_divergence(p.log(), q.log(), estimator)).sum()) == pytest.approx(exact, abs=1e-12)
+        assert float((p * kl_divergence(p.log(), q.log(), estimator)).sum()) == pytest.approx(
+            exact, abs=1e-12
+        )
     assert float((p * kl_divergence(p.log(), q.log(), "k2")).sum()) == pytest.approx(exact, rel=0.1)
 
 
@@ -96,7 +108,9 @@ def test_kl_and_entropy_in_the_loss_by_hand():
     entropy = torch.tensor([0.0, 2.0, 3.0], dtype=torch.float64)
     loss = PolicyLoss(kl_coef=0.1, kl_estimator="k2", entropy_coef=0.01)
     result = loss(TokenOutputs(log_probs=new, entropy=entropy), batch)
-    assert float(result.loss.detach()) == pytest.approx(-1.5 + 0.1 * (0.125 + 0.5 * 0.125) - 0.01 * (2 + 0.5 * 3))
+    assert float(result.loss.detach()) == pytest.approx(
+        -1.5 + 0.1 * (0.125 + 0.5 * 0.125) - 0.01 * (2 + 0.5 * 3)
+    )
     assert float(result.metrics["ref_kl"]) == pytest.approx(0.25)  # a sum over tokens, unweighted
     assert float(result.metrics["entropy"]) == pytest.approx(5.0)
     assert loss.needs == ("log_probs", "entropy")
@@ -116,8 +130,11 @@ def test_what_is_not_in_the_loss_is_not_read():
 def test_on_policy_has_the_gradient_of_a_ratio_of_one():
     batch, new = make_batch([1.0, 1.0, 1.0], [1.0, -2.0, 3.0], weights=[1, 0.5, 1])
     (expected,) = torch.autograd.grad(PolicyLoss()(TokenOutputs(log_probs=new), batch).loss, new)
-    bare = Batch(input_ids=batch.input_ids, cu_seqlens=batch.cu_seqlens,
-                 fields={n: batch[n] for n in ("advantages", "loss_weight")})  # fmt: skip
+    bare = Batch(
+        input_ids=batch.input_ids,
+        cu_seqlens=batch.cu_seqlens,
+        fields={n: batch[n] for n in ("advantages", "loss_weight")},
+    )
     result = PolicyLoss(on_policy=True)(TokenOutputs(log_probs=new), bare)
     (given,) = torch.autograd.grad(result.loss, new)
     torch.testing.assert_close(given, expected, rtol=0, atol=1e-15)
@@ -131,7 +148,9 @@ def test_on_policy_has_the_gradient_of_a_ratio_of_one():
         PolicyLoss(clip_low=0.2, clip_high=0.28),
         PolicyLoss(dual_clip=1.5),
         PolicyLoss(kl_coef=0.3, kl_estimator="k1"),
-        PolicyLoss(kl_coef=0.3, kl_estimator="k2", kl_importance=False),  # with it the ratio of k2 has no gradient
+        PolicyLoss(
+            kl_coef=0.3, kl_estimator="k2", kl_importance=False
+        ),  # with it the ratio of k2 has no gradient
         PolicyLoss(kl_coef=0.3, kl_estimator="k3", kl_importance=False),
         PolicyLoss(kl_coef=0.3, kl_estimator="k3", entropy_coef=0.05),
     ],
@@ -143,9 +162,11 @@ def test_gradients_agree_with_finite_differences(loss, scale):
         return torch.rand(40, generator=random, dtype=torch.float64) * scale + low
 
     fields = {
-        "old_log_probs": -draw(), "ref_log_probs": -draw(), "advantages": draw(-scale / 2),
+        "old_log_probs": -draw(),
+        "ref_log_probs": -draw(),
+        "advantages": draw(-scale / 2),
         "loss_weight": draw() * (torch.arange(40) > 0),
-    }  # fmt: skip
+    }
     batch = Batch(input_ids=torch.arange(40), cu_seqlens=torch.tensor([0, 40]), fields=fields)
 
     def run(log_probs: torch.Tensor, entropy: torch.Tensor) -> torch.Tensor:
@@ -160,15 +181,24 @@ def test_the_split_into_micro_batches_changes_nothing():
     random = torch.Generator().manual_seed(3)
     lengths, fields = [5, 9, 2, 7], ("old_log_probs", "advantages", "ref_log_probs", "mask")
     documents = [
-        {"input_ids": list(range(n)), **{f: torch.randn(n, generator=random, dtype=torch.float64) for f in fields[:3]},
-         "mask": [0.0] + [1.0] * (n - 1)} for n in lengths
-    ]  # fmt: skip
+        {
+            "input_ids": list(range(n)),
+            **{f: torch.randn(n, generator=random, dtype=torch.float64) for f in fields[:3]},
+            "mask": [0.0] + [1.0] * (n - 1),
+        }
+        for n in lengths
+    ]
     batch = Batch.pack(documents)
-    batch = batch.with_fields(loss_weight=token_weights(batch["mask"], batch.cu_seqlens, "seq-mean-token-mean"))
+    batch = batch.with_fields(
+        loss_weight=token_weights(batch["mask"], batch.cu_seqlens, "seq-mean-token-mean")
+    )
     new = torch.randn(sum(lengths), generator=random, dtype=torch.float64)
     loss = PolicyLoss(kl_coef=0.2)
     whole = loss(TokenOutputs(log_probs=new), batch)
-    parts = [loss(TokenOutputs(log_probs=new[batch.token_index(d)]), batch.select(d)) for d in ([2, 0], [3], [1])]
+    parts = [
+        loss(TokenOutputs(log_probs=new[batch.token_index(d)]), batch.select(d))
+        for d in ([2, 0], [3], [1])
+    ]
     assert float(sum(p.loss for p in parts)) == pytest.approx(float(whole.loss), rel=1e-12)
     for name, total in whole.metrics.items():
         assert float(sum(p.metrics[name] for p in parts)) == pytest.approx(float(total), rel=1e-6)
@@ -193,7 +223,9 @@ def test_k3_of_a_token_is_held_to_its_bound(importance):
     slopes = [w * x if importance else 1 - math.exp(-x) for w, x in zip(weights, d, strict=True)]
     value, gradient = run(10.0)
     assert value == pytest.approx(sum(w * min(k, 10.0) for w, k in zip(weights, k3, strict=True)))
-    assert gradient == pytest.approx([s if k < 10 else 0.0 for s, k in zip(slopes, k3, strict=True)])
+    assert gradient == pytest.approx(
+        [s if k < 10 else 0.0 for s, k in zip(slopes, k3, strict=True)]
+    )
     assert [k < 10 for k in k3] == [False, True, False, False, True]
     value, gradient = run(None)
     assert value == pytest.approx(sum(w * k for w, k in zip(weights, k3, strict=True)))
@@ -206,9 +238,13 @@ def test_the_slope_of_k3_with_the_ratio_is_exact_in_float32():
     batch = Batch(
         input_ids=torch.arange(2),
         cu_seqlens=torch.tensor([0, 2]),
-        fields={"old_log_probs": old, "ref_log_probs": ref, "advantages": torch.zeros(2),
-                "loss_weight": torch.tensor([0.0, 1.0])},
-    )  # fmt: skip
+        fields={
+            "old_log_probs": old,
+            "ref_log_probs": ref,
+            "advantages": torch.zeros(2),
+            "loss_weight": torch.tensor([0.0, 1.0]),
+        },
+    )
     new = old.clone().requires_grad_()
     result = PolicyLoss(kl_coef=1.0, kl_bound=None)(TokenOutputs(log_probs=new), batch)
     (gradient,) = torch.autograd.grad(result.loss, new)
@@ -272,9 +308,15 @@ def test_coefficients_are_the_gradient_where_they_are_known():
     batch, new = make_batch([1.0, 1.0, 1.0], [1.0, -2.0, 3.0], weights=[1, 0.5, 1])
     loss = PolicyLoss(on_policy=True, dual_clip=2.0, entropy=True)
     entropy = torch.ones(4, dtype=torch.float64)
-    (gradient,) = torch.autograd.grad(loss(TokenOutputs(log_probs=new, entropy=entropy), batch).loss, new)
+    (gradient,) = torch.autograd.grad(
+        loss(TokenOutputs(log_probs=new, entropy=entropy), batch).loss, new
+    )
     known = loss.coefficients(batch)
     assert known is not None
     torch.testing.assert_close(known, gradient, rtol=0, atol=1e-15)
-    for other in (PolicyLoss(), PolicyLoss(on_policy=True, kl_coef=0.1), PolicyLoss(on_policy=True, entropy_coef=0.1)):
+    for other in (
+        PolicyLoss(),
+        PolicyLoss(on_policy=True, kl_coef=0.1),
+        PolicyLoss(on_policy=True, entropy_coef=0.1),
+    ):
         assert other.coefficients(batch) is None

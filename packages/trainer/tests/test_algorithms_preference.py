@@ -33,7 +33,9 @@ def test_the_losses_by_hand(name, margin, beta, loss, slope):
 @pytest.mark.parametrize("scale", [1e-2, 1.0, 1e3])
 @pytest.mark.parametrize("name", ["sigmoid", "hinge", "ipo"])
 def test_the_slope_is_the_derivative(name, scale):
-    margin = (torch.randn(50, generator=torch.Generator().manual_seed(0), dtype=torch.float64) * scale).requires_grad_()
+    margin = (
+        torch.randn(50, generator=torch.Generator().manual_seed(0), dtype=torch.float64) * scale
+    ).requires_grad_()
     loss, slope = pair_loss(margin, 0.3, name)
     (expected,) = torch.autograd.grad(loss.sum(), margin)
     torch.testing.assert_close(slope, expected, rtol=1e-12, atol=0)
@@ -67,12 +69,18 @@ def test_the_linear_loss_has_the_gradient_of_the_pairs_wherever_they_lie():
     mask[cu[:-1]] = 0
     sums = torch.stack([(new * mask)[a:b].sum() for a, b in pairwise(cu.tolist())]) - reference
     margin = sums[0::2] - sums[1::2]
-    (expected,) = torch.autograd.grad(-torch.nn.functional.logsigmoid(0.2 * margin).sum(), new, retain_graph=True)
+    (expected,) = torch.autograd.grad(
+        -torch.nn.functional.logsigmoid(0.2 * margin).sum(), new, retain_graph=True
+    )
 
     _, slope = pair_loss(margin.detach(), 0.2)
     sign = torch.stack([slope, -slope], dim=1).flatten()
     coefficient = torch.repeat_interleave(sign, torch.tensor(lengths)) * mask
-    batch = Batch(input_ids=torch.arange(15), cu_seqlens=cu, fields={"coefficient": coefficient, "loss_weight": mask})
+    batch = Batch(
+        input_ids=torch.arange(15),
+        cu_seqlens=cu,
+        fields={"coefficient": coefficient, "loss_weight": mask},
+    )
     loss = LinearLoss()
     given = torch.zeros(15, dtype=torch.float64)
     for documents in ([3, 0], [2], [1]):

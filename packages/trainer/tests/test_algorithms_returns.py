@@ -24,29 +24,45 @@ def test_rewards_stand_at_the_last_token_that_counts():
     kl = f64(9, 9, 0.1, 0.2, 0.3, 9, 0.4, 9, 0.5, 9, 9)
     given = token_rewards(f64(1.0, -2.0, 7.0), MASK, CU, kl=kl, coefficient=0.5)
     torch.testing.assert_close(given, f64(0, 0, -0.05, -0.1, 1 - 0.15, 0, -0.2, 0, -2 - 0.25, 0, 0))
-    torch.testing.assert_close(token_rewards(f64(1.0, -2.0, 7.0), MASK, CU), f64(0, 0, 0, 0, 1, 0, 0, 0, -2, 0, 0))
+    torch.testing.assert_close(
+        token_rewards(f64(1.0, -2.0, 7.0), MASK, CU), f64(0, 0, 0, 0, 1, 0, 0, 0, -2, 0, 0)
+    )
 
 
 def test_returns_by_hand():
     rewards = f64(9, 9, 1, 2, 3, 9, 4, 9, 5, 9, 9)  # where nothing counts it is not read
-    torch.testing.assert_close(returns_to_go(rewards, MASK, CU), f64(0, 0, 6, 5, 3, 0, 9, 0, 5, 0, 0))
+    torch.testing.assert_close(
+        returns_to_go(rewards, MASK, CU), f64(0, 0, 6, 5, 3, 0, 9, 0, 5, 0, 0)
+    )
     # 1 + 2/2 + 3/4, 2 + 3/2, 3; 4 + 5/2 over the tool's token, 5
-    torch.testing.assert_close(returns_to_go(rewards, MASK, CU, 0.5), f64(0, 0, 2.75, 3.5, 3, 0, 6.5, 0, 5, 0, 0))
+    torch.testing.assert_close(
+        returns_to_go(rewards, MASK, CU, 0.5), f64(0, 0, 2.75, 3.5, 3, 0, 6.5, 0, 5, 0, 0)
+    )
 
 
 def test_gae_by_hand():
-    rewards, values = f64(0, 0, 0, 0, 1, 0, 0, 0, 2, 0, 0), f64(9, 9, 0.5, 0.25, 0.75, 9, 1.0, 9, 1.5, 9, 9)
+    rewards, values = (
+        f64(0, 0, 0, 0, 1, 0, 0, 0, 2, 0, 0),
+        f64(9, 9, 0.5, 0.25, 0.75, 9, 1.0, 9, 1.5, 9, 9),
+    )
     advantages, returns = gae(rewards, values, MASK, CU, gamma=0.8, lam=0.5)
     # δ: 1 - 0.75 = 0.25; 0.8·0.75 - 0.25 = 0.35; 0.8·0.25 - 0.5 = -0.3, and γλ = 0.4
     third, second = 0.25, 0.35 + 0.4 * 0.25
     first = -0.3 + 0.4 * second
     # δ: 2 - 1.5 = 0.5; 0.8·1.5 - 1 = 0.2
-    torch.testing.assert_close(advantages, f64(0, 0, first, second, third, 0, 0.2 + 0.4 * 0.5, 0, 0.5, 0, 0))
-    torch.testing.assert_close(returns, f64(0, 0, first + 0.5, second + 0.25, 1.0, 0, 1.4, 0, 2.0, 0, 0))
+    torch.testing.assert_close(
+        advantages, f64(0, 0, first, second, third, 0, 0.2 + 0.4 * 0.5, 0, 0.5, 0, 0)
+    )
+    torch.testing.assert_close(
+        returns, f64(0, 0, first + 0.5, second + 0.25, 1.0, 0, 1.4, 0, 2.0, 0, 0)
+    )
 
 
 def test_the_ends_of_lambda():
-    rewards, values = f64(0, 0, 1, 2, 3, 0, 4, 0, 5, 0, 0), f64(9, 9, 0.5, 0.25, 0.75, 9, 1.0, 9, 1.5, 9, 9)
+    rewards, values = (
+        f64(0, 0, 1, 2, 3, 0, 4, 0, 5, 0, 0),
+        f64(9, 9, 0.5, 0.25, 0.75, 9, 1.0, 9, 1.5, 9, 9),
+    )
     monte_carlo, targets = gae(rewards, values, MASK, CU, gamma=1.0, lam=1.0)
     torch.testing.assert_close(targets, returns_to_go(rewards, MASK, CU))
     torch.testing.assert_close(monte_carlo, targets - values * MASK)
@@ -67,7 +83,9 @@ def plain_gae(rewards, values, mask, cu, gamma, lam):
 
 
 @pytest.mark.parametrize("scale", [1e-3, 1.0, 1e3])
-@pytest.mark.parametrize(("gamma", "lam"), [(1.0, 0.95), (0.99, 1.0), (0.9, 0.5), (0.0, 0.3), (1.0, 0.0)])
+@pytest.mark.parametrize(
+    ("gamma", "lam"), [(1.0, 0.95), (0.99, 1.0), (0.9, 0.5), (0.0, 0.3), (1.0, 0.0)]
+)
 def test_gae_is_the_recurrence(scale, gamma, lam):
     dice = random.Random(5)
     lengths = [1, 2, 3, 1, 64, 33, 200, 7]
@@ -76,11 +94,22 @@ def test_gae_is_the_recurrence(scale, gamma, lam):
         cu.append(cu[-1] + n)
     mask = [float(dice.random() < 0.7) for _ in range(cu[-1])]
     rewards, values = ([dice.gauss(0, scale) for _ in mask] for _ in range(2))
-    given, targets = gae(f64(*rewards), f64(*values), f64(*mask), torch.tensor(cu), gamma=gamma, lam=lam)
+    given, targets = gae(
+        f64(*rewards), f64(*values), f64(*mask), torch.tensor(cu), gamma=gamma, lam=lam
+    )
     expected = f64(*plain_gae(rewards, values, mask, cu, gamma, lam))
     torch.testing.assert_close(given, expected, rtol=1e-11, atol=1e-12 * scale)
-    torch.testing.assert_close(targets, (expected + f64(*values)) * f64(*mask), rtol=1e-11, atol=1e-12 * scale)
-    single = gae(f64(*rewards).float(), f64(*values).float(), f64(*mask), torch.tensor(cu), gamma=gamma, lam=lam)[0]
+    torch.testing.assert_close(
+        targets, (expected + f64(*values)) * f64(*mask), rtol=1e-11, atol=1e-12 * scale
+    )
+    single = gae(
+        f64(*rewards).float(),
+        f64(*values).float(),
+        f64(*mask),
+        torch.tensor(cu),
+        gamma=gamma,
+        lam=lam,
+    )[0]
     assert single.dtype == torch.float64
     torch.testing.assert_close(single, expected, rtol=1e-4, atol=1e-4 * scale)
 
@@ -105,15 +134,22 @@ def test_nothing_counts(cu):
 
 
 def test_one_token_is_its_own_return():
-    advantages, returns = gae(f64(0, 3), f64(0, 1), f64(0, 1), torch.tensor([0, 2]), gamma=0.9, lam=0.9)
+    advantages, returns = gae(
+        f64(0, 3), f64(0, 1), f64(0, 1), torch.tensor([0, 2]), gamma=0.9, lam=0.9
+    )
     assert advantages.tolist() == [0, 2]
     assert returns.tolist() == [0, 3]
 
 
 def test_moments_of_parts_are_those_of_the_whole():
     dice = random.Random(2)
-    values = [dice.gauss(1e4, 1e-2) for _ in range(50)]  # a difference of squares would lose everything in float32
-    parts = [Moments.of(f64(*values[a:b]), torch.ones(b - a)) for a, b in ((0, 1), (1, 1), (1, 30), (30, 50))]
+    values = [
+        dice.gauss(1e4, 1e-2) for _ in range(50)
+    ]  # a difference of squares would lose everything in float32
+    parts = [
+        Moments.of(f64(*values[a:b]), torch.ones(b - a))
+        for a, b in ((0, 1), (1, 1), (1, 30), (30, 50))
+    ]
     whole = Moments.merge(parts)
     assert whole.count == 50
     assert whole.mean == pytest.approx(statistics.fmean(values), rel=1e-14)
@@ -124,7 +160,9 @@ def test_moments_of_parts_are_those_of_the_whole():
 def test_whitening_by_hand():
     values, mask = f64(9, 1, 2, 3, 9), f64(0, 1, 1, 1, 0)
     given = whiten(values, mask, Moments.of(values, mask))
-    torch.testing.assert_close(given, f64(0, -1, 0, 1, 0), rtol=0, atol=1e-7)  # mean 2, Bessel variance 1
+    torch.testing.assert_close(
+        given, f64(0, -1, 0, 1, 0), rtol=0, atol=1e-7
+    )  # mean 2, Bessel variance 1
     same = torch.full((8,), 0.1)
     assert whiten(same, same, Moments.of(same, same)).abs().max() < 1e-9
 
@@ -145,4 +183,6 @@ def test_whitening_does_not_see_scale_or_offset(scale):
     mean, deviation = statistics.fmean(values), statistics.stdev(values)
     expected = f64(*((x - mean) / deviation for x in values))
     moved = f64(*(scale * x + 7 for x in values))
-    torch.testing.assert_close(whiten(moved, mask, Moments.of(moved, mask)), expected, rtol=1e-4, atol=1e-7)
+    torch.testing.assert_close(
+        whiten(moved, mask, Moments.of(moved, mask)), expected, rtol=1e-4, atol=1e-7
+    )

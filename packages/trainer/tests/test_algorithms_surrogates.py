@@ -25,8 +25,12 @@ def make(advantages, ratios=RATIOS, mask=MASK, **extra) -> tuple[Batch, torch.Te
     dice = torch.Generator().manual_seed(1)
     old = -torch.rand(10, generator=dice, dtype=torch.float64) * 3
     new = old + torch.tensor([math.log(r) for r in ratios], dtype=torch.float64)
-    fields = {"old_log_probs": old, "advantages": torch.tensor(advantages, dtype=torch.float64) * mask,
-              "loss_weight": token_weights(mask, CU, "seq-mean-token-mean").double(), **extra}  # fmt: skip
+    fields = {
+        "old_log_probs": old,
+        "advantages": torch.tensor(advantages, dtype=torch.float64) * mask,
+        "loss_weight": token_weights(mask, CU, "seq-mean-token-mean").double(),
+        **extra,
+    }
     return Batch(input_ids=torch.arange(10), cu_seqlens=CU, fields=fields), new.requires_grad_()
 
 
@@ -64,15 +68,23 @@ def test_gspo_by_hand():
 
 def test_gspo_counts_held_tokens():
     batch, new = make(PER_DOCUMENT)
-    metrics = PolicyLoss(kind="gspo", clip_low=0.2, clip_high=0.1)(TokenOutputs(log_probs=new), batch).metrics
-    assert (int(metrics["clipped_high"]), int(metrics["clipped_low"]), int(metrics["tokens"])) == (3, 1, 5)
+    metrics = PolicyLoss(kind="gspo", clip_low=0.2, clip_high=0.1)(
+        TokenOutputs(log_probs=new), batch
+    ).metrics
+    assert (int(metrics["clipped_high"]), int(metrics["clipped_low"]), int(metrics["tokens"])) == (
+        3,
+        1,
+        5,
+    )
 
 
 def test_gspo_token_is_gspo_where_advantages_are_of_sequences():
     """Eq. 13 against eq. 5, in value and gradient, clipped sequences and free ones."""
     for high in (0.1, 0.9):
         batch, new = make(PER_DOCUMENT)
-        whole, by_token = (run(PolicyLoss(kind=k, clip_high=high), batch, new) for k in ("gspo", "gspo_token"))
+        whole, by_token = (
+            run(PolicyLoss(kind=k, clip_high=high), batch, new) for k in ("gspo", "gspo_token")
+        )
         assert by_token[0] == pytest.approx(whole[0], rel=1e-14)
         torch.testing.assert_close(by_token[1], whole[1], rtol=1e-14, atol=0)
 
@@ -91,7 +103,9 @@ def test_cispo_by_hand():
     batch, new = make(PER_TOKEN)
     value, gradient = run(PolicyLoss(kind="cispo", clip_low=0.3, clip_high=0.3), batch, new)
     weights = [1.2, 0.9, 1.3, 0.7, 1.1]  # sg(clip(r, 0.7, 1.3))
-    terms = zip((1, 2, 3, 6, 9), weights, (2, -1, 3, -1, 1), (1 / 3, 1 / 3, 1 / 3, 1, 1), strict=True)
+    terms = zip(
+        (1, 2, 3, 6, 9), weights, (2, -1, 3, -1, 1), (1 / 3, 1 / 3, 1 / 3, 1, 1), strict=True
+    )
     slopes = [0.0] * 10
     expected = 0.0
     for t, r, a, w in terms:
@@ -113,7 +127,9 @@ def test_gradients_agree_with_finite_differences(kind, scale):
     batch, new = make(PER_DOCUMENT, ratios=[math.exp(scale * math.log(r)) for r in RATIOS])
     loss = PolicyLoss(kind=kind, clip_low=0.25, clip_high=0.3)
     leaf = new.detach().requires_grad_()
-    assert torch.autograd.gradcheck(lambda x: loss(TokenOutputs(log_probs=x), batch).loss, leaf, eps=1e-7, atol=1e-6)
+    assert torch.autograd.gradcheck(
+        lambda x: loss(TokenOutputs(log_probs=x), batch).loss, leaf, eps=1e-7, atol=1e-6
+    )
 
 
 @pytest.mark.parametrize("kind", ["ppo", "gspo", "gspo_token", "cispo"])
@@ -135,7 +151,10 @@ def test_the_split_into_micro_batches_changes_nothing(kind):
     batch, new = make(PER_DOCUMENT)
     loss = PolicyLoss(kind=kind)
     whole, _ = run(loss, batch, new)
-    parts = [run(loss, batch.select(d), new.detach()[batch.token_index(d)].requires_grad_()) for d in ([3, 0], [2, 1])]
+    parts = [
+        run(loss, batch.select(d), new.detach()[batch.token_index(d)].requires_grad_())
+        for d in ([3, 0], [2, 1])
+    ]
     assert sum(value for value, _ in parts) == pytest.approx(whole, rel=1e-13)
 
 
@@ -155,7 +174,9 @@ def test_nothing_counts_and_far_ratios(kind):
 def test_what_is_not_a_number_outside_of_the_answers_stays_there():
     batch, new = make(PER_DOCUMENT)
     spoilt = new.detach().clone()
-    spoilt[4] = math.nan  # a prompt's token; an engine gives finite ones, and a sequence must not depend on it
+    spoilt[4] = (
+        math.nan
+    )  # a prompt's token; an engine gives finite ones, and a sequence must not depend on it
     log_ratio = spoilt - batch["old_log_probs"]
     assert bool(mean_log_ratio(log_ratio, MASK > 0, CU).isfinite().all())
 

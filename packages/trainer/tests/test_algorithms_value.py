@@ -28,7 +28,11 @@ def outputs(*values: float) -> TokenOutputs:
     ("value", "expected", "slope"),
     [
         (1.1, 0.5 * 0.9**2, -0.9),  # within 0.2 of the old value: the plain square
-        (1.5, 0.5 * 0.8**2, 0.0),  # went up past the clip towards the return of 2: held at 1.2, no gradient
+        (
+            1.5,
+            0.5 * 0.8**2,
+            0.0,
+        ),  # went up past the clip towards the return of 2: held at 1.2, no gradient
         (0.5, 0.5 * 1.5**2, -1.5),  # away from the return: the plain square is the larger
     ],
 )
@@ -42,10 +46,19 @@ def test_the_clip_by_hand(value, expected, slope):
 
 
 def test_a_weighted_sum_with_sums_as_metrics():
-    result = ValueLoss()(outputs(1.0, 3.0, 7.0), make_batch([2.0, 1.0, 0.0], weights=[1.0, 0.5, 0.0]))
+    result = ValueLoss()(
+        outputs(1.0, 3.0, 7.0), make_batch([2.0, 1.0, 0.0], weights=[1.0, 0.5, 0.0])
+    )
     assert float(result.loss.detach()) == pytest.approx(0.5 * (1 + 0.5 * 4))
     sums = {name: float(value) for name, value in result.metrics.items()}
-    assert sums == {"tokens": 2, "value": 4, "return": 3, "return_square": 5, "error": -1, "error_square": 5}
+    assert sums == {
+        "tokens": 2,
+        "value": 4,
+        "return": 3,
+        "return_square": 5,
+        "error": -1,
+        "error_square": 5,
+    }
 
 
 def test_what_is_not_in_the_loss_is_not_read():
@@ -63,7 +76,9 @@ def test_gradients_agree_with_finite_differences(scale):
     batch = make_batch(draw[0].tolist(), draw[1].tolist())
     loss = ValueLoss(clip=scale / 2)
     leaf = torch.cat([torch.zeros(1, dtype=torch.float64), draw[2]]).requires_grad_()
-    assert torch.autograd.gradcheck(lambda v: loss(TokenOutputs(values=v), batch).loss, leaf, eps=1e-6 * scale)
+    assert torch.autograd.gradcheck(
+        lambda v: loss(TokenOutputs(values=v), batch).loss, leaf, eps=1e-6 * scale
+    )
 
 
 def test_explained_variance_by_hand():
@@ -89,13 +104,22 @@ def test_nothing_counts_and_a_lost_value_makes_the_loss_be_lost():
 
 def test_the_split_into_micro_batches_changes_nothing():
     dice = torch.Generator().manual_seed(4)
-    documents = [{"input_ids": [0] * n, "returns": torch.randn(n, generator=dice, dtype=torch.float64) * 3,
-                  "old_values": torch.randn(n, generator=dice, dtype=torch.float64) * 3,
-                  "loss_weight": [0.0] + [1.0] * (n - 1)} for n in (1, 5, 2, 9)]  # fmt: skip
+    documents = [
+        {
+            "input_ids": [0] * n,
+            "returns": torch.randn(n, generator=dice, dtype=torch.float64) * 3,
+            "old_values": torch.randn(n, generator=dice, dtype=torch.float64) * 3,
+            "loss_weight": [0.0] + [1.0] * (n - 1),
+        }
+        for n in (1, 5, 2, 9)
+    ]
     batch, values = Batch.pack(documents), torch.randn(17, generator=dice, dtype=torch.float64) * 3
     loss = ValueLoss(clip=0.5)
     whole = loss(TokenOutputs(values=values), batch)
-    parts = [loss(TokenOutputs(values=values[batch.token_index(d)]), batch.select(d)) for d in ([3, 0], [2], [1])]
+    parts = [
+        loss(TokenOutputs(values=values[batch.token_index(d)]), batch.select(d))
+        for d in ([3, 0], [2], [1])
+    ]
     assert float(sum(p.loss for p in parts)) == pytest.approx(float(whole.loss), rel=1e-13)
     for name, total in whole.metrics.items():
         assert float(sum(p.metrics[name] for p in parts)) == pytest.approx(float(total), rel=1e-12)

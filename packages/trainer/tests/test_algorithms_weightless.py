@@ -36,7 +36,9 @@ from engine_trainer.sft import heldout_loss
 CU = torch.tensor([0, 5, 9, 11, 16])  # the third document has no token that counts
 MASK = torch.tensor([0, 1, 1, 0, 1, 0, 0, 1, 1, 0, 0, 0, 0, 1, 1, 0], dtype=torch.float32)
 OUTPUTS = ("log_probs", "entropy", "values")
-CORRECTION = CorrectionSection(weight="token", cap=1.2, reject="geometric", reject_low=0.5, reject_high=2.0)
+CORRECTION = CorrectionSection(
+    weight="token", cap=1.2, reject="geometric", reject_low=0.5, reject_high=2.0
+)
 POISONS = (math.nan, math.inf, -math.inf)
 
 
@@ -65,8 +67,14 @@ def drawn() -> dict[str, torch.Tensor]:
 
 def batch_of(numbers: dict[str, torch.Tensor]) -> Batch:
     """A batch with all fields, unchecked as those that an engine or a loss computes."""
-    batch = Batch(input_ids=torch.arange(len(MASK)), cu_seqlens=CU, fields={"mask": MASK, "loss_weight": MASK * 0.5})
-    return batch.with_computed(**{name: value for name, value in numbers.items() if name not in OUTPUTS})
+    batch = Batch(
+        input_ids=torch.arange(len(MASK)),
+        cu_seqlens=CU,
+        fields={"mask": MASK, "loss_weight": MASK * 0.5},
+    )
+    return batch.with_computed(
+        **{name: value for name, value in numbers.items() if name not in OUTPUTS}
+    )
 
 
 LOSSES = {
@@ -82,10 +90,15 @@ LOSSES = {
     "watched": MismatchWatch(PolicyLoss(on_policy=True, entropy=True)),
     "watched and corrected": MismatchWatch(PolicyLoss(corrected=True, kl_coef=0.1), CORRECTION),
     **{
-        f"{kind} with all terms": PolicyLoss(kind=kind, kl_coef=0.1, entropy_coef=0.1, corrected=True) for kind in KINDS
+        f"{kind} with all terms": PolicyLoss(
+            kind=kind, kl_coef=0.1, entropy_coef=0.1, corrected=True
+        )
+        for kind in KINDS
     },
     **{
-        f"{estimator}, {importance}": PolicyLoss(kl_coef=0.1, kl_estimator=estimator, kl_importance=importance)
+        f"{estimator}, {importance}": PolicyLoss(
+            kl_coef=0.1, kl_estimator=estimator, kl_importance=importance
+        )
         for estimator in ESTIMATORS
         for importance in (True, False)
     },
@@ -97,12 +110,17 @@ def everything_of(loss, numbers: dict[str, torch.Tensor]) -> dict[str, torch.Ten
     leaves = {name: numbers[name].clone().requires_grad_() for name in OUTPUTS}
     batch = batch_of(numbers)
     result = loss(TokenOutputs(**leaves), batch)
-    gradients = torch.autograd.grad(result.loss, list(leaves.values()), allow_unused=True, materialize_grads=True)
+    gradients = torch.autograd.grad(
+        result.loss, list(leaves.values()), allow_unused=True, materialize_grads=True
+    )
     known = coefficients_of(loss, batch)
     return {
         "loss": result.loss.detach(),
         **{f"metric {name}": torch.as_tensor(value) for name, value in result.metrics.items()},
-        **{f"gradient of {name}": gradient for name, gradient in zip(leaves, gradients, strict=True)},
+        **{
+            f"gradient of {name}": gradient
+            for name, gradient in zip(leaves, gradients, strict=True)
+        },
         **({} if known is None else {"coefficients": known}),
     }
 
@@ -161,12 +179,18 @@ def credited(numbers: dict[str, torch.Tensor], **section) -> Iterator[torch.Tens
     rewards = torch.tensor([[1.0, 0.0], [0.5, 2.0]], dtype=torch.float64)
     values = [numbers["values"]] if "critic" in section else []
     credit = CreditAssignment(algorithm, AllRanks()).assign([batch], places, rewards, values)  # pyright: ignore[reportArgumentType]
-    yield from (*credit.advantages, *credit.returns, torch.tensor(list(credit.figures.values()), dtype=torch.float64))
+    yield from (
+        *credit.advantages,
+        *credit.returns,
+        torch.tensor(list(credit.figures.values()), dtype=torch.float64),
+    )
 
 
 def corrected(numbers: dict[str, torch.Tensor]) -> list[torch.Tensor]:
     """Weights, what is kept, and the sums for the figures."""
-    result = correct(ratios(numbers["old_log_probs"], numbers["rollout_log_probs"], MASK, CU), CORRECTION)
+    result = correct(
+        ratios(numbers["old_log_probs"], numbers["rollout_log_probs"], MASK, CU), CORRECTION
+    )
     return [result.weights, result.kept, *result.sums.values()]
 
 
@@ -183,9 +207,12 @@ def heldout(numbers: dict[str, torch.Tensor]) -> torch.Tensor:
     """The loss of held-out documents."""
     batch = batch_of(numbers)
     engine = SimpleNamespace(
-        infer_batch=lambda _: TokenOutputs(log_probs=numbers["log_probs"]), topology=SimpleNamespace(is_primary=True)
+        infer_batch=lambda _: TokenOutputs(log_probs=numbers["log_probs"]),
+        topology=SimpleNamespace(is_primary=True),
     )
-    run = SimpleNamespace(engine=engine, share=lambda _: batch, comm=SimpleNamespace(all_gather=lambda row: [row]))
+    run = SimpleNamespace(
+        engine=engine, share=lambda _: batch, comm=SimpleNamespace(all_gather=lambda row: [row])
+    )
     figures = heldout_loss(run, Rows())  # pyright: ignore[reportArgumentType]
     return torch.tensor(list(figures.values()), dtype=torch.float64)
 
@@ -202,10 +229,17 @@ FUNCTIONS: dict[str, Callable[[dict[str, torch.Tensor]], object]] = {
     "correction": corrected,
     "sums of pairs": lambda n: document_sums(TokenOutputs(log_probs=n["log_probs"]), batch_of(n)),
     "held-out loss": heldout,
-    "moments": lambda n: torch.tensor(astuple(Moments.of(n["advantages"], MASK)), dtype=torch.float64),
+    "moments": lambda n: torch.tensor(
+        astuple(Moments.of(n["advantages"], MASK)), dtype=torch.float64
+    ),
     "whitened": lambda n: whiten(n["advantages"], MASK, Moments(count=9, mean=0.1, deviations=3.0)),
     "returns": lambda n: returns_to_go(
-        token_rewards(torch.arange(4.0, dtype=torch.float64), MASK, CU, kl=n["entropy"], coefficient=0.1), MASK, CU, 0.9
+        token_rewards(
+            torch.arange(4.0, dtype=torch.float64), MASK, CU, kl=n["entropy"], coefficient=0.1
+        ),
+        MASK,
+        CU,
+        0.9,
     ),
     "gae": lambda n: list(gae(n["advantages"], n["values"], MASK, CU, gamma=0.9, lam=0.8)),
 }
@@ -221,7 +255,9 @@ def test_a_function_of_packed_tokens_does_not_read_those_without_weight(name):
     clean = tensors_of(FUNCTIONS[name](numbers))
     for field in numbers:
         for poison in POISONS:
-            for found, value in zip(tensors_of(FUNCTIONS[name](poisoned(numbers, field, poison))), clean, strict=True):
+            for found, value in zip(
+                tensors_of(FUNCTIONS[name](poisoned(numbers, field, poison))), clean, strict=True
+            ):
                 assert bool(value.double().isfinite().all())
                 assert torch.equal(found, value), (field, poison)
 
@@ -229,20 +265,31 @@ def test_a_function_of_packed_tokens_does_not_read_those_without_weight(name):
 # --- the default dtype --------------------------------------------------------------------------
 
 WITHOUT_TOKENS: dict[str, Callable[[dict[str, torch.Tensor]], object]] = {
-    **{f"weights, {mode}": lambda _, mode=mode: token_weights(MASK, CU, mode) for mode in AGGREGATIONS},
+    **{
+        f"weights, {mode}": lambda _, mode=mode: token_weights(MASK, CU, mode)
+        for mode in AGGREGATIONS
+    },
     "weights of an integer mask": lambda _: token_weights(MASK.long(), CU, "seq-mean-token-mean"),
     "documents": lambda _: document_of(CU),
     "sums by document": lambda n: sum_by_document(n["values"], CU),
     "group advantages": lambda n: group_advantages(n["values"].view(4, 4), "grpo"),
     "informative": lambda n: informative(n["values"].view(4, 4)),
-    "overlong": lambda _: overlong_penalty(torch.tensor([[7, 9], [10, 3]]), max_length=10, buffer=3, factor=0.7),
+    "overlong": lambda _: overlong_penalty(
+        torch.tensor([[7, 9], [10, 3]]), max_length=10, buffer=3, factor=0.7
+    ),
     "pairs": lambda n: list(pair_loss(n["values"], 0.1, "sigmoid")),
     "packed": lambda _: list(
         Batch.pack(
-            [{"input_ids": [1, 2], "loss_weight": [0.0, 0.1]}, {"input_ids": [3], "loss_weight": [0.0]}]
+            [
+                {"input_ids": [1, 2], "loss_weight": [0.0, 0.1]},
+                {"input_ids": [3], "loss_weight": [0.0]},
+            ]
         ).fields.values()
     ),
-    **{f"loss: {name}": lambda n, loss=loss: list(everything_of(loss, n).values()) for name, loss in LOSSES.items()},
+    **{
+        f"loss: {name}": lambda n, loss=loss: list(everything_of(loss, n).values())
+        for name, loss in LOSSES.items()
+    },
 }
 
 

@@ -12,7 +12,9 @@ from engine_trainer.at_k import Vote, best_at, figures_at_k, majority, majority_
 
 def votes(text: str) -> list[Vote]:
     """``"a+ b- ."``: answer a, correct; answer b, wrong; no answer."""
-    return [Vote(answer=None if w[0] == "." else w[0], correct=w.endswith("+")) for w in text.split()]
+    return [
+        Vote(answer=None if w[0] == "." else w[0], correct=w.endswith("+")) for w in text.split()
+    ]
 
 
 @pytest.mark.parametrize(
@@ -70,16 +72,25 @@ def test_the_majority_of_fewer_is_the_mean_over_blocks():
 
 def test_all_figures_of_two_problems():
     first, second = votes("a+ b- c- a+"), votes("x- x- y+ x-")
-    assert figures_at_k([first, second]) == pytest.approx({
-        "mean@4": (2 / 4 + 1 / 4) / 2,
-        "best@2": ((1 - 1 / 6) + 1 / 2) / 2,
-        "best@4": 1.0,
-        # blocks: (a b) 1/2, (c a) 1/2; (x x) 0, (y x) 1/2
-        "maj@2": (1 / 2 + 1 / 4) / 2,
-        "maj@4": (1.0 + 0.0) / 2,
-    })  # fmt: skip
+    assert figures_at_k([first, second]) == pytest.approx(
+        {
+            "mean@4": (2 / 4 + 1 / 4) / 2,
+            "best@2": ((1 - 1 / 6) + 1 / 2) / 2,
+            "best@4": 1.0,
+            # blocks: (a b) 1/2, (c a) 1/2; (x x) 0, (y x) 1/2
+            "maj@2": (1 / 2 + 1 / 4) / 2,
+            "maj@4": (1.0 + 0.0) / 2,
+        }
+    )
     assert list(figures_at_k([votes("a+ a+ a+ a+ a+ a+")])) == [
-        "mean@6", "best@2", "best@4", "best@6", "maj@2", "maj@4", "maj@6"]  # fmt: skip
+        "mean@6",
+        "best@2",
+        "best@4",
+        "best@6",
+        "maj@2",
+        "maj@4",
+        "maj@6",
+    ]
 
 
 def test_one_sample_and_rewards_that_name_no_answer():

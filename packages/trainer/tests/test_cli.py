@@ -88,8 +88,12 @@ def test_under_torchrun_every_rank_says_who_it_is(sft_file, capsys, monkeypatch)
 
 
 def test_a_wrong_key_is_answered_without_loading_torch(sft_file):
-    code = ("import sys; from engine_trainer.cli import main; status = main(sys.argv[1:]);"
-            "assert 'torch' not in sys.modules and 'transformers' not in sys.modules; sys.exit(status)")  # fmt: skip
+    code = (
+        "import sys; from engine_trainer.cli import main; status = main(sys.argv[1:]);"
+        "assert 'torch' not in sys.modules and 'transformers' not in sys.modules; sys.exit(status)"
+    )
     command = [sys.executable, "-c", code, "sft", str(sft_file), "run.nothing=1"]
-    done = subprocess.run(command, env=os.environ, capture_output=True, text=True, check=False, timeout=DEADLINE_S)
+    done = subprocess.run(
+        command, env=os.environ, capture_output=True, text=True, check=False, timeout=DEADLINE_S
+    )
     assert done.returncode == 2, done.stderr

@@ -8,7 +8,13 @@ import pytest
 import yaml
 
 from engine_api.errors import ConfigError
-from engine_trainer.config import CorrectionSection, DPOConfig, RewardModelConfig, RLConfig, SFTConfig
+from engine_trainer.config import (
+    CorrectionSection,
+    DPOConfig,
+    RewardModelConfig,
+    RLConfig,
+    SFTConfig,
+)
 from engine_trainer.loading import from_tree, load_config, to_plain, to_yaml
 
 BASE = {
@@ -28,7 +34,13 @@ def file(tmp_path):
 
 def test_yaml_overrides_and_defaults_meet(file):
     config = load_config(
-        RLConfig, file, ["engine.optimizer.lr=1e-3", "algorithm.clip_high=0.28", "data.chat_template_kwargs={a: 1}"]
+        RLConfig,
+        file,
+        [
+            "engine.optimizer.lr=1e-3",
+            "algorithm.clip_high=0.28",
+            "data.chat_template_kwargs={a: 1}",
+        ],
     )
     assert config.engine.optimizer is not None
     assert config.engine.optimizer.lr == 1e-3
@@ -39,7 +51,9 @@ def test_yaml_overrides_and_defaults_meet(file):
 
 def test_a_quoted_override_is_the_text_in_the_quotes(file):
     for quote in "\"'":
-        config = load_config(RLConfig, file, [f"data.prompt_template={quote}{{prompt}} Think: step by step.{quote}"])
+        config = load_config(
+            RLConfig, file, [f"data.prompt_template={quote}{{prompt}} Think: step by step.{quote}"]
+        )
         assert config.data.prompt_template == "{prompt} Think: step by step."
 
 
@@ -70,34 +84,70 @@ def test_what_is_printed_reads_back_equal(file):
         ("algorithm.advantage=gea", "algorithm.advantage", "did you mean gae"),
         ("algorithm.loss=gsop", "algorithm.loss", "did you mean gspo"),
         ("algorithm.advantage=gae", "algorithm.critic", "needs values"),
-        ("algorithm={advantage: gae, critic: {epochs: 0}}", "algorithm.critic.epochs", "at least 1"),
-        ("algorithm={advantage: gae, critic: {value_clip: 0}}", "algorithm.critic.value_clip", "above 0"),
+        (
+            "algorithm={advantage: gae, critic: {epochs: 0}}",
+            "algorithm.critic.epochs",
+            "at least 1",
+        ),
+        (
+            "algorithm={advantage: gae, critic: {value_clip: 0}}",
+            "algorithm.critic.value_clip",
+            "above 0",
+        ),
         ("algorithm={advantage: gae, critic: {lr: 1}}", "algorithm.critic.lr", "unknown key"),
         ("algorithm.kl={target: 6, coefficient: 0.2}", "algorithm.kl.target", "where: reward"),
         ("algorithm.kl={where: reward, estimator: k3}", "algorithm.kl.estimator", "may push away"),
         ("algorithm.kl={where: reward, estimator: k2}", "algorithm.kl.estimator", "estimator: k1"),
-        ("algorithm.kl={importance: false, estimator: k1}", "algorithm.kl.estimator", "expectation is 0"),
-        ("algorithm.kl={where: reward, importance: false}", "algorithm.kl.importance", "nothing reads it"),
+        (
+            "algorithm.kl={importance: false, estimator: k1}",
+            "algorithm.kl.estimator",
+            "expectation is 0",
+        ),
+        (
+            "algorithm.kl={where: reward, importance: false}",
+            "algorithm.kl.importance",
+            "nothing reads it",
+        ),
         ("algorithm.kl={bound: -1}", "algorithm.kl.bound", "above 0"),
         ("algorithm.kl={bound: 5, where: reward}", "algorithm.kl.bound", "nothing reads 5"),
         ("algorithm.kl={bound: null, estimator: k2}", "algorithm.kl.bound", "use k3"),
-        ("algorithm.aggregation_length=512", "algorithm.aggregation_length", "seq-mean-token-sum-norm"),
+        (
+            "algorithm.aggregation_length=512",
+            "algorithm.aggregation_length",
+            "seq-mean-token-sum-norm",
+        ),
         (
             "algorithm={aggregation: seq-mean-token-sum-norm, aggregation_length: 0}",
             "algorithm.aggregation_length",
             "at least 1",
         ),
-        ("algorithm.correction.weights=token", "algorithm.correction.weights", "did you mean weight"),
+        (
+            "algorithm.correction.weights=token",
+            "algorithm.correction.weights",
+            "did you mean weight",
+        ),
         ("algorithm.correction.weight=tokens", "algorithm.correction.weight", "did you mean token"),
-        ("algorithm.correction.reject=geometrical", "algorithm.correction.reject", "did you mean geometric"),
+        (
+            "algorithm.correction.reject=geometrical",
+            "algorithm.correction.reject",
+            "did you mean geometric",
+        ),
         ("algorithm.correction.cap=0.5", "algorithm.correction.cap", "at least 1"),
         ("algorithm.correction.low=1.5", "algorithm.correction.low", "above 1"),
         ("algorithm.correction.high=0.9", "algorithm.correction.high", "at least 1"),
         ("algorithm.correction.reject_low=-0.1", "algorithm.correction.reject_low", "at least 0"),
         ("algorithm.correction.reject_low=1.01", "algorithm.correction.reject_low", "above 1"),
         ("algorithm.correction.reject_high=.nan", "algorithm.correction.reject_high", "at least 1"),
-        ("algorithm={old_log_probs: rollout, correction: {weight: token}}", "algorithm.correction", "old_log_probs"),
-        ("algorithm={old_log_probs: rollout, correction: {reject: token}}", "algorithm.correction", "old_log_probs"),
+        (
+            "algorithm={old_log_probs: rollout, correction: {weight: token}}",
+            "algorithm.correction",
+            "old_log_probs",
+        ),
+        (
+            "algorithm={old_log_probs: rollout, correction: {reject: token}}",
+            "algorithm.correction",
+            "old_log_probs",
+        ),
         ("rollout.quantization=fp4", "rollout.quantization", "none, fp8"),
         ("rollout.lora=adaptor", "rollout.lora", "did you mean adapter"),
         ("rollout.sleep=1", "rollout.sleep", "true or false"),
@@ -111,7 +161,11 @@ def test_what_is_printed_reads_back_equal(file):
         ("data.reasoning_gym={datasets: [], skip: -1}", "data.reasoning_gym.skip", "at least 0"),
         ("data.columns={messages: a, prompt: b}", "data.columns.messages", "one of the two"),
         ("data.columns={messages: a, response: b}", "data.columns.messages", "one of the two"),
-        ("data={source: null, split: train, reasoning_gym: {datasets: []}}", "data.split", "data.source"),
+        (
+            "data={source: null, split: train, reasoning_gym: {datasets: []}}",
+            "data.split",
+            "data.source",
+        ),
         ("eval={split: test}", "eval.split", "eval.source"),
         ("data.source=[]", "data.source", "give data.source"),
         ("eval={source: x, sets: {a: {split: test}}}", "eval.sets.a.split", "eval.sets.a.source"),
@@ -130,15 +184,39 @@ def test_what_is_printed_reads_back_equal(file):
         ("data.max_length=0", "data.max_length", "at least 1"),
         ("data.max_length=-5", "data.max_length", "at least 1"),
         ("eval={source: x, samples: 0}", "eval.samples", "at least 1"),
-        ("eval={source: x, sets: {a: {source: y, samples: 0}}}", "eval.sets.a.samples", "at least 1"),
-        ("eval={source: x, samples: 0, sets: {a: {source: y, samples: 2}}}", "eval.samples", "at least 1"),
-        ("data.reasoning_gym={datasets: [], heldout_share: 1.5}", "data.reasoning_gym.heldout_share", "[0, 1]"),
-        ("data.reasoning_gym={datasets: [], worked_share: -1}", "data.reasoning_gym.worked_share", "[0, 1]"),
+        (
+            "eval={source: x, sets: {a: {source: y, samples: 0}}}",
+            "eval.sets.a.samples",
+            "at least 1",
+        ),
+        (
+            "eval={source: x, samples: 0, sets: {a: {source: y, samples: 2}}}",
+            "eval.samples",
+            "at least 1",
+        ),
+        (
+            "data.reasoning_gym={datasets: [], heldout_share: 1.5}",
+            "data.reasoning_gym.heldout_share",
+            "[0, 1]",
+        ),
+        (
+            "data.reasoning_gym={datasets: [], worked_share: -1}",
+            "data.reasoning_gym.worked_share",
+            "[0, 1]",
+        ),
         ("eval.every=2", "eval.source", "no held-out part"),
         ("eval.sets.a={samples: 2}", "eval.sets.a.source", "no held-out part"),
         ("eval.sets.a={source: x, samples: -1}", "eval.sets.a.samples", "at least 0"),
-        ("eval={temperature: 0, sets: {a: {source: x, samples: 2}}}", "eval.sets.a.samples", "greedy"),
-        ("eval={samples: 2, sets: {a: {source: x, temperature: 0}}}", "eval.sets.a.samples", "greedy"),
+        (
+            "eval={temperature: 0, sets: {a: {source: x, samples: 2}}}",
+            "eval.sets.a.samples",
+            "greedy",
+        ),
+        (
+            "eval={samples: 2, sets: {a: {source: x, temperature: 0}}}",
+            "eval.sets.a.samples",
+            "greedy",
+        ),
         ("eval.sets={a b: {source: x}}", "eval.sets.a b", "not a name"),
         ("eval.sets.a={sauce: x}", "eval.sets.a.sauce", "source"),
         ("reward={name: a, function: b}", "reward.name", "one of the two"),
@@ -159,10 +237,17 @@ def test_a_wrong_key_or_value_is_named(file, override, field, said):
     ("tree", "field", "said"),
     [
         ({"reward": {"name": "math"}}, "reward", "eval"),
-        ({"reward": {"name": "math"}, "eval": {"source": "x", "samples": 0}}, "reward", "eval.samples"),
+        (
+            {"reward": {"name": "math"}, "eval": {"source": "x", "samples": 0}},
+            "reward",
+            "eval.samples",
+        ),
         ({"eval": {"source": "x", "samples": 4}}, "eval.samples", "reward"),
         (
-            {"reward": {"name": "math"}, "eval": {"source": "x", "sets": {"a": {"source": "y", "samples": 0}}}},
+            {
+                "reward": {"name": "math"},
+                "eval": {"source": "x", "sets": {"a": {"source": "y", "samples": 0}}},
+            },
             "eval.sets.a.samples",
             "at least 1",
         ),
@@ -190,13 +275,18 @@ def test_sft_measures_the_loss_alone_or_the_accuracy_too():
 
 
 def test_an_evaluation_on_generated_problems_needs_some():
-    tree = {**BASE, "data": {"reasoning_gym": {"datasets": [{"name": "chain_sum"}], "heldout_size": 0}}}
+    tree = {
+        **BASE,
+        "data": {"reasoning_gym": {"datasets": [{"name": "chain_sum"}], "heldout_size": 0}},
+    }
     from_tree(RLConfig, tree)
     with pytest.raises(ConfigError) as caught:
         from_tree(RLConfig, {**tree, "eval": {}})
     assert caught.value.field == "data.reasoning_gym.heldout_size"
     # With samples 0 the generated problems are left out, and the sets by name are measured.
-    from_tree(RLConfig, {**tree, "eval": {"samples": 0, "sets": {"a": {"source": "x", "samples": 1}}}})
+    from_tree(
+        RLConfig, {**tree, "eval": {"samples": 0, "sets": {"a": {"source": "x", "samples": 1}}}}
+    )
 
 
 @pytest.mark.parametrize("key", ["reward", "run.output_dir", "engine.model.path", "data"])
@@ -213,13 +303,24 @@ def test_a_mandatory_key_that_is_missing_is_named(key):
 
 
 def test_the_critic_is_as_the_policy_where_nothing_else_is_said(file):
-    given = ["algorithm.advantage=gae", "engine.memory.max_tokens=99", "engine.options={a: 1}", "engine.lora.rank=4"]
+    given = [
+        "algorithm.advantage=gae",
+        "engine.memory.max_tokens=99",
+        "engine.options={a: 1}",
+        "engine.lora.rank=4",
+    ]
     config = load_config(
-        RLConfig, file, [*given, "algorithm.critic={optimizer: {lr: 0.5}, precision: {compute: bfloat16}}"]
+        RLConfig,
+        file,
+        [*given, "algorithm.critic={optimizer: {lr: 0.5}, precision: {compute: bfloat16}}"],
     )
     assert config.algorithm.critic is not None
     critic = config.algorithm.critic.engine(config.engine)
-    assert (critic.model_type, critic.model.path, critic.memory.max_tokens) == ("value_model", "m", 99)
+    assert (critic.model_type, critic.model.path, critic.memory.max_tokens) == (
+        "value_model",
+        "m",
+        99,
+    )
     assert (critic.precision.compute, critic.lora, critic.options) == ("bfloat16", None, {"a": 1})
     assert critic.optimizer is not None
     assert critic.optimizer.lr == 0.5
@@ -232,10 +333,18 @@ def test_the_critic_is_as_the_policy_where_nothing_else_is_said(file):
 
 
 def test_one_completion_is_enough_where_no_group_is_compared(file):
-    assert load_config(RLConfig, file, ["rollout.n=1", "algorithm.advantage=reinforce_pp"]).rollout.n == 1
+    assert (
+        load_config(RLConfig, file, ["rollout.n=1", "algorithm.advantage=reinforce_pp"]).rollout.n
+        == 1
+    )
     with pytest.raises(ConfigError, match="at least 2"):
         load_config(
-            RLConfig, file, ["rollout.n=1", "algorithm={advantage: reinforce_pp, dynamic_sampling: {enabled: true}}"]
+            RLConfig,
+            file,
+            [
+                "rollout.n=1",
+                "algorithm={advantage: reinforce_pp, dynamic_sampling: {enabled: true}}",
+            ],
         )
 
 
@@ -245,18 +354,29 @@ def test_every_option_of_the_trainer_has_a_reader():
 
     source = Path(config.__file__).parent
     trees = [ast.parse(path.read_text()) for path in source.rglob("*.py")]
-    checks = {id(node) for tree in trees for f in ast.walk(tree) if isinstance(f, ast.FunctionDef) and f.name == "__post_init__"
-              for node in ast.walk(f)}  # fmt: skip
+    checks = {
+        id(node)
+        for tree in trees
+        for f in ast.walk(tree)
+        if isinstance(f, ast.FunctionDef) and f.name == "__post_init__"
+        for node in ast.walk(f)
+    }
     read = {
         node.attr
         for tree in trees
         for node in ast.walk(tree)
         if isinstance(node, ast.Attribute) and id(node) not in checks
     }
-    classes = [c for module in (algorithm_sections, config, eval_sections, sections) for c in vars(module).values()
-               if dataclasses.is_dataclass(c) and c.__module__ == module.__name__]  # fmt: skip
+    classes = [
+        c
+        for module in (algorithm_sections, config, eval_sections, sections)
+        for c in vars(module).values()
+        if dataclasses.is_dataclass(c) and c.__module__ == module.__name__
+    ]
     assert len(classes) > 15
-    own = [(c.__name__, name) for c in classes for name in c.__annotations__]  # what is inherited is the contract's
+    own = [
+        (c.__name__, name) for c in classes for name in c.__annotations__
+    ]  # what is inherited is the contract's
     assert not [f"{section}.{name}" for section, name in own if name not in read]
 
 
@@ -266,14 +386,19 @@ def test_the_rate_is_the_tasks(file):
     value = {**plain, "engine": {**plain["engine"], "model_type": "value_model"}}
     decay = {"optimizer": {"weight_decay": 0.1}}
     for cls, tree, rate in (
-        (RLConfig, BASE, 1e-6), (DPOConfig, plain, 1e-6), (SFTConfig, plain, 1e-5), (RewardModelConfig, value, 1e-5),
-    ):  # fmt: skip
+        (RLConfig, BASE, 1e-6),
+        (DPOConfig, plain, 1e-6),
+        (SFTConfig, plain, 1e-5),
+        (RewardModelConfig, value, 1e-5),
+    ):
         assert from_tree(cls, tree).engine.optimizer.lr == rate
         other = {**tree, "engine": {**tree["engine"], **decay}}
         assert from_tree(cls, other).engine.optimizer.lr == rate
         given = {**tree, "engine": {**tree["engine"], "optimizer": {"lr": 3e-4}}}
         assert from_tree(cls, given).engine.optimizer.lr == 3e-4
-    critic = load_config(RLConfig, file, ["algorithm={advantage: gae, critic: {}}"]).algorithm.critic
+    critic = load_config(
+        RLConfig, file, ["algorithm={advantage: gae, critic: {}}"]
+    ).algorithm.critic
     assert critic is not None
     assert (critic.optimizer.lr, critic.value_clip) == (1e-5, 0.5)
 
@@ -294,7 +419,9 @@ def test_the_rate_is_the_tasks(file):
 def test_another_implementations_rollout_is_corrected_by_default(file, overrides, weight):
     config = load_config(RLConfig, file, overrides)
     assert config.algorithm.correction.weight == weight
-    assert from_tree(RLConfig, yaml.safe_load(to_yaml(config))) == config  # what is printed is what runs
+    assert (
+        from_tree(RLConfig, yaml.safe_load(to_yaml(config))) == config
+    )  # what is printed is what runs
 
 
 @pytest.mark.parametrize(
@@ -322,7 +449,9 @@ def test_nulls_of_the_engine_are_filled_from_the_run(file):
     config = load_config(RLConfig, file, ["engine.schedule.name=linear"])
     built = config.engine.build(seed=7, total_steps=30)
     assert (built.seed, built.schedule.total_steps) == (7, 30)
-    fixed = load_config(RLConfig, file, ["engine.seed=3", "engine.schedule={name: linear, total_steps: 9}"])
+    fixed = load_config(
+        RLConfig, file, ["engine.seed=3", "engine.schedule={name: linear, total_steps: 9}"]
+    )
     built = fixed.engine.build(seed=7, total_steps=30)
     assert (built.seed, built.schedule.total_steps) == (3, 9)
 
@@ -351,10 +480,15 @@ def test_a_file_that_cannot_be_read_is_named(tmp_path, text, said):
         load_config(SFTConfig, path)
 
 
-@pytest.mark.parametrize(("epochs", "samples", "expected"), [(1, 100, 12), (2.5, 100, 31), (0.01, 100, 1)])
+@pytest.mark.parametrize(
+    ("epochs", "samples", "expected"), [(1, 100, 12), (2.5, 100, 31), (0.01, 100, 1)]
+)
 def test_epochs_count_whole_batches(file, epochs, samples, expected):
     config = load_config(RLConfig, file, ["run.steps=null", f"run.epochs={epochs}"])
-    assert config.run.total_steps(samples, 8, key="algorithm.prompts_per_step", data=config.data) == expected
+    assert (
+        config.run.total_steps(samples, 8, key="algorithm.prompts_per_step", data=config.data)
+        == expected
+    )
 
 
 RECIPES = Path(__file__).parents[3] / "recipes"

@@ -27,8 +27,15 @@ def assignment(**section) -> CreditAssignment:
 
 def share(*answers: list[float]) -> Batch:
     """Documents of one prompt token and an answer; a number is the log-ratio to the reference at its token."""
-    documents = [{"input_ids": [1] * (1 + len(a)), "mask": [0.0] + [1.0] * len(a), "old_log_probs": [0.0, *a],
-                  "ref_log_probs": [0.0] * (1 + len(a))} for a in answers]  # fmt: skip
+    documents = [
+        {
+            "input_ids": [1] * (1 + len(a)),
+            "mask": [0.0] + [1.0] * len(a),
+            "old_log_probs": [0.0, *a],
+            "ref_log_probs": [0.0] * (1 + len(a)),
+        }
+        for a in answers
+    ]
     return Batch.pack(documents)
 
 
@@ -55,16 +62,22 @@ def test_groups_share_one_advantage():
 
 
 def test_groups_with_a_kl_in_the_reward():
-    section = assignment(advantage="dr_grpo", kl=KLSection(coefficient=0.5, where="reward", estimator="k1"))
+    section = assignment(
+        advantage="dr_grpo", kl=KLSection(coefficient=0.5, where="reward", estimator="k1")
+    )
     assert not section.zero_stays_zero
     credit = section.assign(SHARES, PLACES, REWARDS, [])
     # rewards 1 - 0.2, 0 - 0.1; 3 - 0.2, 2 - 0.25
     close(credit.advantages, [0, 0.45, 0.45, 0, -0.45], [0, 0.525, 0.525, 0, -0.525])
-    assert credit.figures == pytest.approx({"train/kl": (0.4 + 0.2 + 0.4 + 0.5) / 4, "train/kl_coefficient": 0.5})
+    assert credit.figures == pytest.approx(
+        {"train/kl": (0.4 + 0.2 + 0.4 + 0.5) / 4, "train/kl_coefficient": 0.5}
+    )
 
 
 def test_reinforce_pp_takes_the_kl_from_each_token_and_normalizes_over_all():
-    section = assignment(advantage="reinforce_pp", kl=KLSection(coefficient=0.5, where="reward", estimator="k1"))
+    section = assignment(
+        advantage="reinforce_pp", kl=KLSection(coefficient=0.5, where="reward", estimator="k1")
+    )
     credit = section.assign(SHARES, PLACES, REWARDS, [])
     # 1 - 0.15 and before it 0.05 less; 0 - 0.1; 3 - 0.2 and nothing less; 2 - 0.25
     returns = [0.8, 0.85, -0.1, 2.8, 2.8, 1.75]
@@ -74,7 +87,9 @@ def test_reinforce_pp_takes_the_kl_from_each_token_and_normalizes_over_all():
 
 
 def test_the_discount_of_reinforce_pp():
-    credit = assignment(advantage="reinforce_pp", gamma=0.5, whiten=False).assign(SHARES, PLACES, REWARDS, [])
+    credit = assignment(advantage="reinforce_pp", gamma=0.5, whiten=False).assign(
+        SHARES, PLACES, REWARDS, []
+    )
     close(credit.advantages, [0, 0.5, 1, 0, 0], [0, 1.5, 3, 0, 2])
 
 
@@ -90,29 +105,38 @@ def test_reinforce_pp_baseline_normalizes_over_tokens_not_over_answers():
 
 def test_gae_with_a_kl_by_hand():
     kl = KLSection(coefficient=0.5, where="reward", estimator="k1")
-    section = assignment(advantage="gae", gamma=0.5, lam=0.5, whiten=False, critic=CriticSection(), kl=kl)
+    section = assignment(
+        advantage="gae", gamma=0.5, lam=0.5, whiten=False, critic=CriticSection(), kl=kl
+    )
     credit = section.assign(SHARES, PLACES, REWARDS, VALUES)
     # δ: 1 - 0.15 - 0.25 = 0.6; -0.05 + 0.125 - 0.5 = -0.425, and γλ = 0.25
     # δ: 3 - 0.2 - 2 = 0.8; 0 + 0.5 · 2 - 1 = 0
     close(credit.advantages, [0, -0.275, 0.6, 0, -0.6], [0, 0.2, 0.8, 0, 0.75])
     close(credit.returns, [0, 0.225, 0.85, 0, -0.1], [0, 1.2, 2.8, 0, 1.75])
-    whitened = assignment(advantage="gae", gamma=0.5, lam=0.5, critic=CriticSection(), kl=kl).assign(
-        SHARES, PLACES, REWARDS, VALUES
-    )
+    whitened = assignment(
+        advantage="gae", gamma=0.5, lam=0.5, critic=CriticSection(), kl=kl
+    ).assign(SHARES, PLACES, REWARDS, VALUES)
     given = torch.cat(whitened.advantages)[[1, 2, 4, 6, 7, 9]]
     assert float(given.mean()) == pytest.approx(0, abs=1e-6)
     assert float(given.std()) == pytest.approx(1, abs=1e-6)
-    close(whitened.returns, [0, 0.225, 0.85, 0, -0.1], [0, 1.2, 2.8, 0, 1.75])  # the critic's targets are not whitened
+    close(
+        whitened.returns, [0, 0.225, 0.85, 0, -0.1], [0, 1.2, 2.8, 0, 1.75]
+    )  # the critic's targets are not whitened
 
 
 def test_the_coefficient_follows_its_target():
     section = assignment(
-        advantage="dr_grpo", kl=KLSection(coefficient=0.5, where="reward", estimator="k1", target=0.25, gain=0.1)
+        advantage="dr_grpo",
+        kl=KLSection(coefficient=0.5, where="reward", estimator="k1", target=0.25, gain=0.1),
     )
     first = section.assign(SHARES, PLACES, REWARDS, []).figures
     assert first["train/kl_coefficient"] == 0.5
-    assert section.kl_coefficient == pytest.approx(0.5 * 1.02)  # 0.375 nats: half above the target, held at a fifth
-    assert section.assign(SHARES, PLACES, REWARDS, []).figures["train/kl_coefficient"] == pytest.approx(0.51)
+    assert section.kl_coefficient == pytest.approx(
+        0.5 * 1.02
+    )  # 0.375 nats: half above the target, held at a fifth
+    assert section.assign(SHARES, PLACES, REWARDS, []).figures[
+        "train/kl_coefficient"
+    ] == pytest.approx(0.51)
 
 
 def test_a_rank_without_documents_takes_part():
@@ -124,7 +148,9 @@ def test_a_rank_without_documents_takes_part():
         {"advantage": "grpo"},
         {"advantage": "reinforce_pp"},
     ):
-        both = assignment(kl=kl, **section).assign([*SHARES, empty], [*PLACES, []], REWARDS, [*VALUES, nothing])
+        both = assignment(kl=kl, **section).assign(
+            [*SHARES, empty], [*PLACES, []], REWARDS, [*VALUES, nothing]
+        )
         alone = assignment(kl=kl, **section).assign(SHARES, PLACES, REWARDS, VALUES)
         close(both.advantages[:2], *(a.tolist() for a in alone.advantages))
         assert both.advantages[2].shape == (0,)
@@ -140,7 +166,11 @@ def test_a_rank_without_documents_takes_part():
         ({"gamma": 1.1, "advantage": "reinforce_pp"}, "gamma", "no discount"),
         ({"lam": 0.9, "advantage": "reinforce_pp"}, "lam", "only gae"),
         ({"lam": -1}, "lam", "no λ"),
-        ({"loss": "gspo", "advantage": "reinforce_pp", "aggregation": "seq-mean-token-mean"}, "loss", "gspo_token"),
+        (
+            {"loss": "gspo", "advantage": "reinforce_pp", "aggregation": "seq-mean-token-mean"},
+            "loss",
+            "gspo_token",
+        ),
         ({"loss": "gspo"}, "aggregation", "seq-mean-token-mean"),
         ({"loss": "cispo", "dual_clip": 3.0}, "dual_clip", "loss: ppo"),
     ],

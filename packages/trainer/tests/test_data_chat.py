@@ -22,7 +22,9 @@ def turns(*texts, system=None):
     roles = ["user", "assistant"] * len(texts)
     head = [{"role": "system", "content": system}] if system else []
     return Example(
-        messages=[*head, *({"role": r, "content": t} for r, t in zip(roles, texts, strict=False))], file="f", number=3
+        messages=[*head, *({"role": r, "content": t} for r, t in zip(roles, texts, strict=False))],
+        file="f",
+        number=3,
     )
 
 
@@ -32,11 +34,15 @@ def section(**settings):
 
 def learned(tokenizer, dataset, index=0):
     document = dataset[index]
-    return tokenizer.decode([t for t, w in zip(document.input_ids, document.loss_weight, strict=True) if w])
+    return tokenizer.decode(
+        [t for t, w in zip(document.input_ids, document.loss_weight, strict=True) if w]
+    )
 
 
 def build(tokenizer, example, **settings):
-    return SFTDataset.build([example], ChatTokenizer(tokenizer, section(**settings)), section(**settings))
+    return SFTDataset.build(
+        [example], ChatTokenizer(tokenizer, section(**settings)), section(**settings)
+    )
 
 
 def test_loss_is_on_the_assistants_turns_with_their_end(tokenizer):
@@ -49,7 +55,10 @@ def test_loss_is_on_the_assistants_turns_with_their_end(tokenizer):
 
 
 def test_train_on_last_leaves_earlier_turns_out(tokenizer):
-    assert learned(tokenizer, build(tokenizer, turns("q1", "r1", "q2", "r2"), train_on="last")) == "r2<|eos|>"
+    assert (
+        learned(tokenizer, build(tokenizer, turns("q1", "r1", "q2", "r2"), train_on="last"))
+        == "r2<|eos|>"
+    )
 
 
 def test_turns_that_are_given_carry_no_loss(tokenizer):
@@ -81,14 +90,24 @@ def test_what_a_template_leaves_out_is_refused_with_the_row(tokenizer, tokenizer
     assert (caught.value.file, caught.value.row) == ("f", 3)
     with pytest.raises(DataError, match="leaves out a message of role 'system'"):
         build(tokenizer_of(WITH_TOOLS), turns("q", "r", system="be brief"))
-    with pytest.raises(DataError, match=r"(?s)leaves out a message of role 'system'.*data.system_prompt"):
-        ChatTokenizer(tokenizer_of(WITH_TOOLS), section(system_prompt="be brief")).prompt_text(turns("q"))
+    with pytest.raises(
+        DataError, match=r"(?s)leaves out a message of role 'system'.*data.system_prompt"
+    ):
+        ChatTokenizer(tokenizer_of(WITH_TOOLS), section(system_prompt="be brief")).prompt_text(
+            turns("q")
+        )
     with pytest.raises(DataError, match="tools"):
         build(tokenizer_of(None), replace(turns("q", "r"), tools=TOOLS))
-    call = {"role": "assistant", "content": "", "tool_calls": [{"type": "function", "function": {"name": "add"}}]}
+    call = {
+        "role": "assistant",
+        "content": "",
+        "tool_calls": [{"type": "function", "function": {"name": "add"}}],
+    }
     example = turns("q", "r", "q2", "r2")
     with pytest.raises(DataError, match="leaves out the call of 'add'"):
-        build(tokenizer, replace(example, messages=[example.messages[0], call, *example.messages[2:]]))
+        build(
+            tokenizer, replace(example, messages=[example.messages[0], call, *example.messages[2:]])
+        )
 
 
 def test_a_template_may_read_what_it_does_not_write(tokenizer_of):
@@ -125,7 +144,10 @@ def test_a_template_that_rewrites_earlier_text_is_refused_with_the_row(tokenizer
     with pytest.raises(DataError, match="train_on=last") as caught:
         build(tokenizer, turns("q1", "r1", "q2", "r2"))
     assert (caught.value.file, caught.value.row) == ("f", 3)
-    assert learned(tokenizer, build(tokenizer, turns("q1", "r1", "q2", "r2"), train_on="last")) == "r2<|eos|>"
+    assert (
+        learned(tokenizer, build(tokenizer, turns("q1", "r1", "q2", "r2"), train_on="last"))
+        == "r2<|eos|>"
+    )
 
 
 def test_a_template_without_end_of_turn_gets_eos(tokenizer_of):
@@ -141,7 +163,10 @@ def test_the_end_of_turn_stops_a_completion_too(tokenizer_of):
     template = "{% for m in messages %}<|{{ m['role'] }}|>{{ m['content'] }}<|system|>{% endfor %}{% if add_generation_prompt %}<|assistant|>{% endif %}"
     tokenizer = tokenizer_of(template)
     chat = ChatTokenizer(tokenizer, section())
-    assert chat.stop_token_ids == (tokenizer.convert_tokens_to_ids("<|system|>"), tokenizer.eos_token_id)
+    assert chat.stop_token_ids == (
+        tokenizer.convert_tokens_to_ids("<|system|>"),
+        tokenizer.eos_token_id,
+    )
 
 
 def test_without_a_template_prompt_and_response_follow_each_other(tokenizer_of):
@@ -175,7 +200,10 @@ def test_an_empty_answer_is_refused_though_its_end_could_be_learned(tokenizer, t
 
 @pytest.mark.parametrize("train_on", ["all", "last"])
 def test_an_earlier_turn_that_says_nothing_carries_no_loss(tokenizer, train_on):
-    assert learned(tokenizer, build(tokenizer, turns("q", " ", "q", "r"), train_on=train_on)) == "r<|eos|>"
+    assert (
+        learned(tokenizer, build(tokenizer, turns("q", " ", "q", "r"), train_on=train_on))
+        == "r<|eos|>"
+    )
 
 
 def test_rows_that_teach_nothing_or_cannot_be_rendered_are_refused(tokenizer, tokenizer_of):
@@ -223,14 +251,18 @@ def test_too_long_can_be_cut_a_document_at_its_end_a_prompt_at_its_beginning(tok
 
 def test_a_prompt_that_leaves_no_room_for_its_completion_is_named_before_the_run(tokenizer):
     chat = ChatTokenizer(tokenizer, section())
-    with pytest.raises(DataError, match=r"\d\d tokens, the context has 20 beside rollout.max_new_tokens") as caught:
+    with pytest.raises(
+        DataError, match=r"\d\d tokens, the context has 20 beside rollout.max_new_tokens"
+    ) as caught:
         PromptDataset.build([turns("q" * 50, "r")], chat, section(max_length=1000), room=20)
     assert caught.value.row == 3
 
 
 def test_a_document_longer_than_the_models_context_is_named_or_cut(tokenizer, caplog):
     chat, rows = ChatTokenizer(tokenizer, section()), [turns("q", "r"), turns("q", "r" * 50)]
-    with pytest.raises(DataError, match=r"(?s)\d\d tokens, the context has 20.*max_position_embeddings") as caught:
+    with pytest.raises(
+        DataError, match=r"(?s)\d\d tokens, the context has 20.*max_position_embeddings"
+    ) as caught:
         SFTDataset.build(rows, chat, section(max_length=1000), room=20)
     assert caught.value.row == 3
     data = SFTDataset.build(rows, chat, section(on_too_long="truncate"), room=20)
@@ -238,9 +270,16 @@ def test_a_document_longer_than_the_models_context_is_named_or_cut(tokenizer, ca
     assert "1 of 2 rows are too long and were cut: the context has 20" in caplog.text
 
 
-@pytest.mark.parametrize(("options", "room"), [({}, 40), ({"max_model_len": 48}, 24), ({"max_model_len": 4096}, 40)])
-def test_the_room_is_the_models_context_or_the_servers_less_the_completion(sums_model, options, room):
-    model, rollout = ModelSource(path=str(sums_model)), RolloutSection(max_new_tokens=24, options=options)
+@pytest.mark.parametrize(
+    ("options", "room"), [({}, 40), ({"max_model_len": 48}, 24), ({"max_model_len": 4096}, 40)]
+)
+def test_the_room_is_the_models_context_or_the_servers_less_the_completion(
+    sums_model, options, room
+):
+    model, rollout = (
+        ModelSource(path=str(sums_model)),
+        RolloutSection(max_new_tokens=24, options=options),
+    )
     assert room_for_prompts(model, rollout) == room
     with pytest.raises(ConfigError, match="nothing is left for a prompt"):
         room_for_prompts(model, rollout, 64)
@@ -264,5 +303,7 @@ def test_the_models_tokenizer_is_of_the_models_revision(monkeypatch, tokenizer, 
 
     monkeypatch.setattr("transformers.AutoTokenizer.from_pretrained", load)
     monkeypatch.setattr("engine_trainer.data.chat.require_source", lambda *_: None)
-    load_tokenizer(DataSection(source="x", tokenizer=own), ModelSource(path="some/model", revision="abc"))
+    load_tokenizer(
+        DataSection(source="x", tokenizer=own), ModelSource(path="some/model", revision="abc")
+    )
     assert asked["revision"] == revision

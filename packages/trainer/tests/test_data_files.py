@@ -17,7 +17,9 @@ from engine_trainer.sections import ColumnsSection
 def jsonl(tmp_path):
     def write(*lines, name="rows.jsonl"):
         path = tmp_path / name
-        path.write_text("".join((line if isinstance(line, str) else json.dumps(line)) + "\n" for line in lines))
+        path.write_text(
+            "".join((line if isinstance(line, str) else json.dumps(line)) + "\n" for line in lines)
+        )
         return str(path)
 
     return write
@@ -119,7 +121,9 @@ def test_an_answer_that_is_no_number_is_refused(jsonl, answer):
 
 def test_a_prompt_that_ends_with_an_answer_is_refused_where_it_would_be_left_out(jsonl):
     path = jsonl({"prompt": CHAT, "answer": "7"})
-    with pytest.raises(DataError, match=r"(?s)ends with the assistant.*data.columns.messages=prompt") as caught:
+    with pytest.raises(
+        DataError, match=r"(?s)ends with the assistant.*data.columns.messages=prompt"
+    ) as caught:
         examples(path, "prompt")
     assert (caught.value.row, caught.value.column) == (1, "prompt")
     (asked,) = examples(path, "prompt", messages="prompt")
@@ -128,19 +132,28 @@ def test_a_prompt_that_ends_with_an_answer_is_refused_where_it_would_be_left_out
 
 def test_columns_can_be_named_and_nested(jsonl):
     (example,) = examples(
-        jsonl({"in": "hi", "out": "ho", "meta": {"gold": "9"}}), prompt="in", response="out", answer="meta.gold"
+        jsonl({"in": "hi", "out": "ho", "meta": {"gold": "9"}}),
+        prompt="in",
+        response="out",
+        answer="meta.gold",
     )
     assert (example.messages, example.answer) == (CHAT, "9")
 
 
 def test_nulls_that_parquet_adds_to_messages_are_dropped(tmp_path):
-    turns = [{"role": "user", "content": "hi", "name": None}, {"role": "assistant", "content": "ho", "name": "a"}]
+    turns = [
+        {"role": "user", "content": "hi", "name": None},
+        {"role": "assistant", "content": "ho", "name": "a"},
+    ]
     pq.write_table(pa.Table.from_pylist([{"messages": turns}]), tmp_path / "a.parquet")
     (example,) = examples(str(tmp_path / "a.parquet"))
     assert example.messages[0] == CHAT[0]
 
 
-TOOL = {"type": "function", "function": {"name": "add", "parameters": {"properties": {"a": {"type": "integer"}}}}}
+TOOL = {
+    "type": "function",
+    "function": {"name": "add", "parameters": {"properties": {"a": {"type": "integer"}}}},
+}
 
 
 @pytest.mark.parametrize("given", [[TOOL], json.dumps([TOOL]), [json.dumps(TOOL)]])
@@ -148,7 +161,9 @@ def test_tools_may_be_json_texts(tmp_path, jsonl, given):
     row = {"messages": CHAT, "tools": given}
     (example,) = examples(jsonl(row))
     assert example.tools == [TOOL]
-    pq.write_table(pa.Table.from_pylist([row, {"messages": CHAT, "tools": None}]), tmp_path / "t.parquet")
+    pq.write_table(
+        pa.Table.from_pylist([row, {"messages": CHAT, "tools": None}]), tmp_path / "t.parquet"
+    )
     with_tool, without = examples(str(tmp_path / "t.parquet"))
     assert (with_tool.tools, without.tools) == ([TOOL], [])
 
@@ -168,13 +183,23 @@ def test_malformed_tools_are_refused_by_row(jsonl, given):
 
 
 def test_nulls_that_parquet_adds_within_tools_and_calls_are_dropped(tmp_path, jsonl):
-    calls = [{"function": {"name": n, "arguments": a}} for n, a in (("add", {"a": 1}), ("say", {"text": "hi"}))]
+    calls = [
+        {"function": {"name": n, "arguments": a}}
+        for n, a in (("add", {"a": 1}), ("say", {"text": "hi"}))
+    ]
     turns = [CHAT[0], {"role": "assistant", "content": "", "tool_calls": calls}]
-    tools = [TOOL, {"type": "function", "function": {"name": "say", "parameters": {"required": ["text"]}}}]
-    pq.write_table(pa.Table.from_pylist([{"messages": turns, "tools": tools}]), tmp_path / "a.parquet")
+    tools = [
+        TOOL,
+        {"type": "function", "function": {"name": "say", "parameters": {"required": ["text"]}}},
+    ]
+    pq.write_table(
+        pa.Table.from_pylist([{"messages": turns, "tools": tools}]), tmp_path / "a.parquet"
+    )
     (example,) = examples(str(tmp_path / "a.parquet"))
     assert (example.messages, example.tools) == (turns, tools)
-    calls[0]["function"]["arguments"]["a"] = None  # nobody has filled JSONL up: what is null there was meant
+    calls[0]["function"]["arguments"]["a"] = (
+        None  # nobody has filled JSONL up: what is null there was meant
+    )
     (example,) = examples(jsonl({"messages": turns}))
     assert example.messages == turns
 
@@ -200,9 +225,12 @@ def test_a_broken_row_is_named_with_file_line_and_column(jsonl, second, column, 
 
 def test_a_null_in_the_first_row_does_not_choose_other_columns(jsonl):
     path = jsonl(
-        {"problem": "hi", "solution": "so it is", "answer": None}, {"problem": "hi", "solution": "ho", "answer": "7"}
+        {"problem": "hi", "solution": "so it is", "answer": None},
+        {"problem": "hi", "solution": "ho", "answer": "7"},
     )
-    with pytest.raises(DataError, match="missing or null") as caught:  # the answers were taken from `solution`
+    with pytest.raises(
+        DataError, match="missing or null"
+    ) as caught:  # the answers were taken from `solution`
         examples(path, "prompt")
     assert (caught.value.row, caught.value.column) == (1, "answer")
     first, second = examples(path)  # SFT reads no answer
@@ -213,7 +241,9 @@ def test_a_null_in_the_first_row_does_not_choose_other_columns(jsonl):
 def test_a_column_that_is_null_throughout_is_not_there(tmp_path):
     rows = [{"messages": None, "prompt": "hi", "response": "ho", "answer": None}] * 2
     pq.write_table(pa.Table.from_pylist(rows), tmp_path / "a.parquet")
-    assert [(e.messages, e.answer) for e in examples(str(tmp_path / "a.parquet"))] == [(CHAT, None)] * 2
+    assert [(e.messages, e.answer) for e in examples(str(tmp_path / "a.parquet"))] == [
+        (CHAT, None)
+    ] * 2
 
 
 def test_a_missing_column_is_named_with_those_that_are_there(jsonl):
@@ -272,8 +302,11 @@ def test_a_split_is_its_own_files_and_not_those_whose_names_begin_like_it(tmp_pa
 
 
 def test_splits_whose_names_begin_alike_are_told_apart(tmp_path, jsonl):
-    shards = [f"{name}-0000{i}-of-00002{mark}" for name, mark in (("train_prefs", "-a09b74b3ef9c3b56"), ("train_sft", ""))
-              for i in range(2)]  # fmt: skip
+    shards = [
+        f"{name}-0000{i}-of-00002{mark}"
+        for name, mark in (("train_prefs", "-a09b74b3ef9c3b56"), ("train_sft", ""))
+        for i in range(2)
+    ]
     for name in shards:
         jsonl({"prompt": name, "response": "b"}, name=f"{name}.jsonl")
     with pytest.raises(DataError, match=r"(?s)several.*train_prefs.*train_sft.*data.split"):
@@ -315,7 +348,11 @@ def test_calls_of_tools_may_be_json_texts(jsonl):
         (example,) = examples(jsonl({"messages": turns}))
         assert example.messages[-1]["tool_calls"] == [call]
     with pytest.raises(DataError, match="tool_calls"):
-        examples(jsonl({"messages": [CHAT[0], {"role": "assistant", "content": "", "tool_calls": "[1]"}]}))
+        examples(
+            jsonl(
+                {"messages": [CHAT[0], {"role": "assistant", "content": "", "tool_calls": "[1]"}]}
+            )
+        )
 
 
 def test_data_sets_side_by_side_are_not_mixed(tmp_path, jsonl):
@@ -330,7 +367,9 @@ def test_data_sets_side_by_side_are_not_mixed(tmp_path, jsonl):
 def test_one_data_set_in_two_formats_is_not_read_twice(tmp_path, jsonl):
     jsonl({"prompt": "a", "response": "b"}, name="rows.jsonl")
     pq.write_table(pa.table({"prompt": ["a"], "response": ["b"]}), tmp_path / "rows.parquet")
-    with pytest.raises(DataError, match=r"(?s)more than one format.*rows.jsonl.*rows.parquet.*name one"):
+    with pytest.raises(
+        DataError, match=r"(?s)more than one format.*rows.jsonl.*rows.parquet.*name one"
+    ):
         read_rows(str(tmp_path))
 
 
@@ -346,7 +385,8 @@ def test_files_of_other_layouts_are_not_mixed(tmp_path, jsonl):
     jsonl({"question": "hi", "answer": "ho"}, name="a.jsonl")
     jsonl({"question": "hi", "answer": "7", "solution": "ho"}, name="b.jsonl")
     with pytest.raises(
-        DataError, match=r"(?s)other columns.*a.jsonl: prompt question.*b.jsonl: prompt question.*name one"
+        DataError,
+        match=r"(?s)other columns.*a.jsonl: prompt question.*b.jsonl: prompt question.*name one",
     ) as caught:
         examples(str(tmp_path))
     assert caught.value.file.endswith("b.jsonl")

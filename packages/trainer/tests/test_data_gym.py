@@ -10,12 +10,19 @@ from engine_trainer.errors import DataError
 from engine_trainer.sections import GymDataset, GymSection
 
 pytest.importorskip("reasoning_gym")
-LEGS = GymDataset(name="leg_counting", weight=2.0, config={"min_animals": 2, "max_animals": 3, "max_instances": 9})
-SUMS = GymDataset(name="chain_sum", config={"min_terms": 2, "max_terms": 3, "min_digits": 1, "max_digits": 2})
+LEGS = GymDataset(
+    name="leg_counting", weight=2.0, config={"min_animals": 2, "max_animals": 3, "max_instances": 9}
+)
+SUMS = GymDataset(
+    name="chain_sum", config={"min_terms": 2, "max_terms": 3, "min_digits": 1, "max_digits": 2}
+)
 
 
 def gym(**settings):
-    return GymSection(**{"datasets": [LEGS, SUMS], "size": 300, "heldout_size": 60, "response": "worked"} | settings)
+    return GymSection(
+        **{"datasets": [LEGS, SUMS], "size": 300, "heldout_size": 60, "response": "worked"}
+        | settings
+    )
 
 
 def questions(section, side="train"):
@@ -65,14 +72,22 @@ def test_worked_answers_lead_to_the_answer_and_score():
             "data.reasoning_gym.datasets[0].name",
             "did you mean leg_counting",
         ),
-        ({"datasets": [GymDataset(name="chain_sum", config={"terms": 2})]}, "data.reasoning_gym.datasets", "terms"),
+        (
+            {"datasets": [GymDataset(name="chain_sum", config={"terms": 2})]},
+            "data.reasoning_gym.datasets",
+            "terms",
+        ),
         (
             {"datasets": [GymDataset(name="chain_sum", config={"min_terms": 9, "max_terms": 2})]},
             "data.reasoning_gym.datasets",
             "max_terms",
         ),
         ({"response": "work"}, "data.reasoning_gym.response", "did you mean worked"),
-        ({"datasets": [GymDataset(name="gcd")]}, "data.reasoning_gym.response", "no worked answers for 'gcd'"),
+        (
+            {"datasets": [GymDataset(name="gcd")]},
+            "data.reasoning_gym.response",
+            "no worked answers for 'gcd'",
+        ),
     ],
 )
 def test_wrong_settings_are_named(settings, field, said):
@@ -83,6 +98,8 @@ def test_wrong_settings_are_named(settings, field, said):
 
 
 def test_a_task_that_is_too_small_says_how_many_questions_it_has():
-    tiny = GymDataset(name="chain_sum", config={"min_terms": 2, "max_terms": 2, "min_digits": 1, "max_digits": 1})
+    tiny = GymDataset(
+        name="chain_sum", config={"min_terms": 2, "max_terms": 2, "min_digits": 1, "max_digits": 1}
+    )
     with pytest.raises(DataError, match=r"only \d+ different train questions"):
         gym_examples(gym(datasets=[tiny], size=5000), "train")

@@ -20,35 +20,69 @@ GSM8K = {
     "answer": "Natalia sold 48/2 = <<48/2=24>>24 clips in May.\nNatalia sold 48+24 = <<48+24=72>>72 clips.\n#### 72",
 }
 MATH = {  # EleutherAI/hendrycks_math: no answer of its own, the solution boxes it
-    "problem": "Compute $\\dbinom{5}{3}$.", "level": "Level 1", "type": "Counting & Probability",
+    "problem": "Compute $\\dbinom{5}{3}$.",
+    "level": "Level 1",
+    "type": "Counting & Probability",
     "solution": "$\\dbinom{5}{3}=\\dfrac{5\\times 4}{2\\times 1}=\\boxed{10}.$",
-}  # fmt: skip
+}
 MATH_500 = {
-    "problem": "Convert $(0,3)$ to polar coordinates.", "solution": "… is $\\boxed{\\left( 3, \\frac{\\pi}{2} \\right)}.$",
-    "answer": "\\left( 3, \\frac{\\pi}{2} \\right)", "subject": "Precalculus", "level": 2, "unique_id": "test/precalculus/807.json",
-}  # fmt: skip
+    "problem": "Convert $(0,3)$ to polar coordinates.",
+    "solution": "… is $\\boxed{\\left( 3, \\frac{\\pi}{2} \\right)}.$",
+    "answer": "\\left( 3, \\frac{\\pi}{2} \\right)",
+    "subject": "Precalculus",
+    "level": 2,
+    "unique_id": "test/precalculus/807.json",
+}
 DAPO = {  # BytedTsinghua-SIA/DAPO-Math-17k
     "data_source": "math_dapo",
-    "prompt": [{"content": "Solve the following math problem step by step. The last line … Answer: $Answer …\n\nIn triangle…", "role": "user"}],
-    "ability": "MATH", "reward_model": {"ground_truth": "34", "style": "rule-lighteval/MATH_v2"},
+    "prompt": [
+        {
+            "content": "Solve the following math problem step by step. The last line … Answer: $Answer …\n\nIn triangle…",
+            "role": "user",
+        }
+    ],
+    "ability": "MATH",
+    "reward_model": {"ground_truth": "34", "style": "rule-lighteval/MATH_v2"},
     "extra_info": {"index": "9a9b6eb4-a1cb-49d1-8c1e-62eaf2f74079"},
-}  # fmt: skip
+}
 AIME_VERL = {  # BytedTsinghua-SIA/AIME-2024
-    "data_source": "math_dapo", "prompt": [{"content": "Solve … Every morning Aya goes for a walk…", "role": "user"}], "ability": "MATH",
+    "data_source": "math_dapo",
+    "prompt": [{"content": "Solve … Every morning Aya goes for a walk…", "role": "user"}],
+    "ability": "MATH",
     "reward_model": {"ground_truth": "204", "style": "rule-lighteval/MATH_v2"},
     "extra_info": {"index": 0, "raw_problem": "Every morning Aya…", "split": None},
-}  # fmt: skip
+}
 AIME_H4 = {  # HuggingFaceH4/aime_2024
-    "id": 60, "problem": "Every morning Aya goes for a walk…", "solution": "9 - t(s+2.4)… \\boxed{204}", "answer": "204",
-    "url": "https://artofproblemsolving.com/wiki/index.php/2024_AIME_I_Problems/Problem_1", "year": "2024",
-}  # fmt: skip
-AIME_JIA = {"ID": "2024-II-4", "Problem": "Let $x,y$ and $z$ be…", "Solution": "Denote … 25 + 8 = 033", "Answer": 33}
-AIME_2025 = {"problem": "Find the sum of all integer bases $b>9$…", "answer": "70", "id": "0"}  # math-ai/aime25
+    "id": 60,
+    "problem": "Every morning Aya goes for a walk…",
+    "solution": "9 - t(s+2.4)… \\boxed{204}",
+    "answer": "204",
+    "url": "https://artofproblemsolving.com/wiki/index.php/2024_AIME_I_Problems/Problem_1",
+    "year": "2024",
+}
+AIME_JIA = {
+    "ID": "2024-II-4",
+    "Problem": "Let $x,y$ and $z$ be…",
+    "Solution": "Denote … 25 + 8 = 033",
+    "Answer": 33,
+}
+AIME_2025 = {
+    "problem": "Find the sum of all integer bases $b>9$…",
+    "answer": "70",
+    "id": "0",
+}  # math-ai/aime25
 GSM8K_VERL = {  # what verl's examples make of it
-    "data_source": "openai/gsm8k", "prompt": [{"content": "Natalia… Let's think step by step.", "role": "user"}], "ability": "math",
+    "data_source": "openai/gsm8k",
+    "prompt": [{"content": "Natalia… Let's think step by step.", "role": "user"}],
+    "ability": "math",
     "reward_model": {"ground_truth": "72", "style": "rule"},
-    "extra_info": {"answer": GSM8K["answer"], "index": 0, "question": GSM8K["question"], "split": "train"},
-}  # fmt: skip
+    "extra_info": {
+        "answer": GSM8K["answer"],
+        "index": 0,
+        "question": GSM8K["question"],
+        "split": "train",
+    },
+}
 
 
 @pytest.mark.parametrize(
@@ -69,15 +103,22 @@ def test_a_prompt_its_answer_and_a_reward_that_knows_it(tmp_path, row, answer, r
     pq.write_table(pa.Table.from_pylist([row, row]), tmp_path / "rows.parquet")
     example, _ = to_examples(read_rows(str(tmp_path / "rows.parquet")), ColumnsSection(), "prompt")
     (turn,) = example.messages
-    question = next(row[name] for name in ("prompt", "question", "problem", "Problem") if name in row)
-    assert turn == {"role": "user", "content": question if isinstance(question, str) else question[0]["content"]}
+    question = next(
+        row[name] for name in ("prompt", "question", "problem", "Problem") if name in row
+    )
+    assert turn == {
+        "role": "user",
+        "content": question if isinstance(question, str) else question[0]["content"],
+    }
     assert example.answer == answer
     judge = create(reward)
     assert judge(Sample(prompt="", completion=right, answer=example.answer)) == 1.0
     assert (
         judge(
             Sample(
-                prompt="", completion=right.replace("2", "1").replace("3", "5").replace("0", "6"), answer=example.answer
+                prompt="",
+                completion=right.replace("2", "1").replace("3", "5").replace("0", "6"),
+                answer=example.answer,
             )
         )
         == 0.0
@@ -95,7 +136,9 @@ def test_a_prompt_its_answer_and_a_reward_that_knows_it(tmp_path, row, answer, r
 )
 def test_what_sft_learns_of_them(tmp_path, row, response):
     pq.write_table(pa.Table.from_pylist([row]), tmp_path / "rows.parquet")
-    (example,) = to_examples(read_rows(str(tmp_path / "rows.parquet")), ColumnsSection(), "response")
+    (example,) = to_examples(
+        read_rows(str(tmp_path / "rows.parquet")), ColumnsSection(), "response"
+    )
     assert example.messages[1] == {"role": "assistant", "content": response}
 
 
@@ -105,12 +148,20 @@ def save_to_disk(folder, rows, shards=1, **state):
     names = [f"data-{i:05d}-of-{shards:05d}.arrow" for i in range(shards)]
     for i, name in enumerate(names):
         table = pa.Table.from_pylist(rows[i * len(rows) // shards : (i + 1) * len(rows) // shards])
-        with pa.OSFile(str(folder / name), "wb") as sink, pa.ipc.new_stream(sink, table.schema) as writer:
+        with (
+            pa.OSFile(str(folder / name), "wb") as sink,
+            pa.ipc.new_stream(sink, table.schema) as writer,
+        ):
             writer.write_table(table, max_chunksize=2)
     whole = {
-        "_data_files": [{"filename": n} for n in names], "_fingerprint": "21d172953f08c34d", "_format_columns": None,
-        "_format_kwargs": {}, "_format_type": None, "_output_all_columns": False, "_split": None,
-    }  # fmt: skip
+        "_data_files": [{"filename": n} for n in names],
+        "_fingerprint": "21d172953f08c34d",
+        "_format_columns": None,
+        "_format_kwargs": {},
+        "_format_type": None,
+        "_output_all_columns": False,
+        "_split": None,
+    }
     (folder / "state.json").write_text(json.dumps(whole | state))
     (folder / "dataset_info.json").write_text("{}")
 
@@ -138,7 +189,9 @@ def test_a_saved_dict_of_splits(tmp_path):
     save_to_disk(tmp_path / "d" / "train", ROWS, _split="train")
     save_to_disk(tmp_path / "d" / "test", ROWS[:2], _split="test")
     assert len(prompts(tmp_path / "d", "train")) == 7
-    assert prompts(tmp_path / "d", "test") == prompts(tmp_path / "d" / "test", "test") == ["p0", "p1"]
+    assert (
+        prompts(tmp_path / "d", "test") == prompts(tmp_path / "d" / "test", "test") == ["p0", "p1"]
+    )
     with pytest.raises(DataError, match="several splits"):
         read_rows(str(tmp_path / "d"))
     with pytest.raises(DataError, match=r"no split 'dev'\n.*it has train, test"):
@@ -179,7 +232,9 @@ def offline(tmp_path, monkeypatch):
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
     monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path))
     real = huggingface_hub.snapshot_download
-    monkeypatch.setattr(huggingface_hub, "snapshot_download", lambda *a, **k: real(*a, **k, cache_dir=tmp_path))
+    monkeypatch.setattr(
+        huggingface_hub, "snapshot_download", lambda *a, **k: real(*a, **k, cache_dir=tmp_path)
+    )
     return tmp_path
 
 
@@ -187,7 +242,11 @@ def test_a_name_on_the_hub_is_read_from_the_cache(offline):
     cached(
         offline,
         "openai/gsm8k",
-        {"main/train-0.jsonl": ROWS, "main/test-0.jsonl": ROWS[:1], "socratic/train-0.jsonl": ROWS[:3]},
+        {
+            "main/train-0.jsonl": ROWS,
+            "main/test-0.jsonl": ROWS[:1],
+            "socratic/train-0.jsonl": ROWS[:3],
+        },
     )
     assert len(prompts("hf://datasets/openai/gsm8k/main", "train")) == 7
     assert len(prompts("hf://datasets/openai/gsm8k@main/main/test-0.jsonl")) == 1

@@ -23,7 +23,12 @@ LAYOUTS = {
     "messages": {"prompt": [USER], "chosen": [GOOD], "rejected": [BAD]},
     "mixed": {"prompt": [USER], "chosen": "yes", "rejected": "no!"},
     "conversations": {"chosen": [USER, GOOD], "rejected": [USER, BAD]},
-    "ultrafeedback": {"prompt": "hi", "chosen": [USER, GOOD], "rejected": [USER, BAD], "score_chosen": 8.5},
+    "ultrafeedback": {
+        "prompt": "hi",
+        "chosen": [USER, GOOD],
+        "rejected": [USER, BAD],
+        "score_chosen": 8.5,
+    },
 }
 
 
@@ -91,8 +96,14 @@ def test_another_prompt_column(tmp_path, tokenizer):
         ({"prompt": "hi", "chosen": 3, "rejected": "no"}, "neither a text nor a list of messages"),
         ({"prompt": "hi", "chosen": [], "rejected": "no"}, "neither a text nor a list of messages"),
         ({"chosen": "\n\nHuman: hi\n\nAssistant: yes", "rejected": "no"}, "no prompt column"),
-        ({"chosen": [USER], "rejected": [USER, BAD]}, "does not end with an answer|no assistant turn"),
-        ({"chosen": [USER, {"role": "helper", "content": "x"}], "rejected": [USER, BAD]}, "known role"),
+        (
+            {"chosen": [USER], "rejected": [USER, BAD]},
+            "does not end with an answer|no assistant turn",
+        ),
+        (
+            {"chosen": [USER, {"role": "helper", "content": "x"}], "rejected": [USER, BAD]},
+            "known role",
+        ),
     ],
 )
 def test_a_row_of_no_use_is_named(tmp_path, tokenizer, row, said):

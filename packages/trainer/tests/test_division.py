@@ -12,10 +12,16 @@ from engine_trainer.division import Division, Document
 
 def document(group: int, place: int, length: int) -> Document:
     ones = [1.0] * length
-    return Document(group=group, place=place, tokens=list(range(length)), mask=ones, rollout_log_probs=ones)
+    return Document(
+        group=group, place=place, tokens=list(range(length)), mask=ones, rollout_log_probs=ones
+    )
 
 
-MINI_BATCHES = [[document(0, i, 2 + 3 * i) for i in range(4)], [], [document(1, i, 9 - 2 * i) for i in range(3)]]
+MINI_BATCHES = [
+    [document(0, i, 2 + 3 * i) for i in range(4)],
+    [],
+    [document(1, i, 9 - 2 * i) for i in range(3)],
+]
 WHOLE = {d.where: torch.randn(len(d.tokens)) for mini in MINI_BATCHES for d in mini}
 
 
@@ -28,12 +34,16 @@ def engines(size: int, held: list[int] | None = None) -> SimpleNamespace:
             assert torch.equal(row, every[rank])
         return every
 
-    group = SimpleNamespace(dp_size=size, held=list(range(size)) if held is None else held, gather=gather)
+    group = SimpleNamespace(
+        dp_size=size, held=list(range(size)) if held is None else held, gather=gather
+    )
     return group
 
 
 def values(division: Division) -> list[torch.Tensor]:
-    return [torch.cat([torch.zeros(0), *(WHOLE[d.where] for d in share)]) for share in division.shares]
+    return [
+        torch.cat([torch.zeros(0), *(WHOLE[d.where] for d in share)]) for share in division.shares
+    ]
 
 
 @pytest.mark.parametrize(("given", "wanted"), [(1, 1), (1, 3), (2, 1), (3, 2), (2, 9), (9, 4)])
@@ -43,12 +53,17 @@ def test_what_each_token_has_reaches_the_rank_that_has_it(given, wanted):
     for got, want in zip(moved, values(target), strict=True):
         assert torch.equal(got, want)
         assert got.dtype == want.dtype
-    assert sum(len(row) for row in moved) == sum(len(d.tokens) for mini in MINI_BATCHES for d in mini)
+    assert sum(len(row) for row in moved) == sum(
+        len(d.tokens) for mini in MINI_BATCHES for d in mini
+    )
 
 
 @pytest.mark.parametrize(("held", "wanted"), [([0], [1]), ([1], [2]), ([2], [0])])
 def test_of_a_process_that_holds_one_share_of_each(held, wanted):
-    source, target = Division(engines(3, held), MINI_BATCHES), Division(engines(4, wanted), MINI_BATCHES)
+    source, target = (
+        Division(engines(3, held), MINI_BATCHES),
+        Division(engines(4, wanted), MINI_BATCHES),
+    )
     (moved,) = source.moved(values(source), target)
     assert torch.equal(moved, values(Division(engines(4), MINI_BATCHES))[wanted[0]])
 
@@ -63,7 +78,9 @@ def test_the_same_division_moves_nothing():
 def test_shares_are_cut_into_mini_batches(size):
     one = Division(engines(size), MINI_BATCHES)
     parts = one.by_mini_batch(one.packed())
-    assert [sum(p.num_tokens for p in part) for part in parts] == [sum(len(d.tokens) for d in m) for m in MINI_BATCHES]
+    assert [sum(p.num_tokens for p in part) for part in parts] == [
+        sum(len(d.tokens) for d in m) for m in MINI_BATCHES
+    ]
     assert all(len(part) == size for part in parts)
     assert [sorted(n for p in part for n in p.lengths) for part in parts] == [
         sorted(len(d.tokens) for d in mini) for mini in MINI_BATCHES

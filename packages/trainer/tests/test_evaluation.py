@@ -18,8 +18,15 @@ from engine_trainer.sampler import Sampler
 
 def test_of_a_folder_of_several_splits_each_set_has_its_own(sums_model, tmp_path):
     folder = str(sums_model)  # train.jsonl and test.jsonl
-    config = configure(sums_model, tmp_path, eval={"source": folder, "split": "test",
-                                                   "sets": {"seen": {"source": folder, "split": "train"}}})  # fmt: skip
+    config = configure(
+        sums_model,
+        tmp_path,
+        eval={
+            "source": folder,
+            "split": "test",
+            "sets": {"seen": {"source": folder, "split": "train"}},
+        },
+    )
     tokenizer = load_tokenizer(config.data, config.engine.model)
     sets = heldout_sets(config.data, config.eval, tokenizer, config.engine.model, config.rollout)
     questions = {one.name: {p.text for p in one.problems.prompts} for one in sets}
@@ -35,7 +42,9 @@ def test_a_set_may_be_of_several_files(sums_model, tmp_path):
     assert len(one.problems) == 100
 
 
-def test_every_evaluation_draws_with_the_runs_seed_and_its_own_temperature(sums_model, tmp_path, monkeypatch):
+def test_every_evaluation_draws_with_the_runs_seed_and_its_own_temperature(
+    sums_model, tmp_path, monkeypatch
+):
     pytest.importorskip("engine_fsdp", reason="the loop needs an engine")
     drawn, sample = [], Sampler.sample
 
@@ -44,14 +53,28 @@ def test_every_evaluation_draws_with_the_runs_seed_and_its_own_temperature(sums_
         return sample(self, prompts, n=n, temperature=temperature, seed=seed)
 
     monkeypatch.setattr(Sampler, "sample", seen)
-    section = {"source": str(sums_model / "test.jsonl"), "samples": 2, "temperature": 0.9, "max_problems": 3}
+    section = {
+        "source": str(sums_model / "test.jsonl"),
+        "samples": 2,
+        "temperature": 0.9,
+        "max_problems": 3,
+    }
     train_rl(configure(sums_model, tmp_path / "out", run={"steps": 1, "seed": 7}, eval=section))
     assert drawn == [(3, 2, 0.9, 7), (8, 4, 1.0, round_seed(7, 1, 0)), (3, 2, 0.9, 7)]
 
 
 def group(*correct: bool) -> Group:
-    answers = [Answer(tokens=[5, 1], log_probs=[-1.0, -1.0], text="", finished=True, weight_versions=[0, 0],
-                      score=Score(total=float(one), parts={}, correct=one)) for one in correct]  # fmt: skip
+    answers = [
+        Answer(
+            tokens=[5, 1],
+            log_probs=[-1.0, -1.0],
+            text="",
+            finished=True,
+            weight_versions=[0, 0],
+            score=Score(total=float(one), parts={}, correct=one),
+        )
+        for one in correct
+    ]
     return Group(prompt=Prompt(tokens=[6], rendered="", text="", answer=None), answers=answers)
 
 
@@ -60,4 +83,6 @@ def test_the_standard_error_is_over_problems_by_hand():
     figures = summary([group(True, True), group(True, False), group(False, False)])
     assert (figures["accuracy"], figures["problems"]) == (0.5, 3)
     assert figures["accuracy_stderr"] == pytest.approx(math.sqrt(1 / 12), rel=1e-12)
-    assert summary([group(True, False)])["accuracy_stderr"] == 0.0  # one problem says nothing of others
+    assert (
+        summary([group(True, False)])["accuracy_stderr"] == 0.0
+    )  # one problem says nothing of others

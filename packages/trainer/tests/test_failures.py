@@ -19,7 +19,9 @@ from engine_trainer.sections import AgentSection, RewardSection
 from engine_trainer.sft import train_sft
 
 pytest.importorskip("engine_fsdp", reason="the loop needs an engine")
-pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning")  # torch 2.13 renames a collective under FSDP
+pytestmark = pytest.mark.filterwarnings(
+    "ignore::FutureWarning"
+)  # torch 2.13 renames a collective under FSDP
 
 MOST = 30
 FAILS = """
@@ -38,15 +40,20 @@ def ends(model, out, **sections) -> EngineError:
 
 
 @pytest.mark.parametrize("kind", ["raises", "nan", "agent"])
-def test_a_resumed_run_ends_at_the_failure_at_which_one_left_alone_does(sums_model, tmp_path, monkeypatch, kind):
+def test_a_resumed_run_ends_at_the_failure_at_which_one_left_alone_does(
+    sums_model, tmp_path, monkeypatch, kind
+):
     def fickle(sample):
         wrong = sample.prompt.startswith("1")
         return {}["boom"] if wrong and kind == "raises" else float("nan") if wrong else 1.0
 
     register("fickle")(lambda: fickle)
     (tmp_path / "own.py").write_text(FAILS)
-    sections = {"run": {"steps": 10, "save_every": 2}, "reward": {"name": "fickle", "max_failures": MOST},
-                "eval": {"source": str(sums_model / "test.jsonl"), "every": 1}}  # fmt: skip
+    sections = {
+        "run": {"steps": 10, "save_every": 2},
+        "reward": {"name": "fickle", "max_failures": MOST},
+        "eval": {"source": str(sums_model / "test.jsonl"), "every": 1},
+    }
     if kind == "agent":
         own = {"function": f"{tmp_path}/own.py:some", "max_failures": MOST}
         sections = {**sections, "reward": {"name": "sevens"}, "agent": own}
@@ -98,16 +105,29 @@ def test_evaluations_of_sft_count_over_a_resume_too(sums_model, tmp_path):
 
 
 def group(*answers: Answer) -> Group:
-    return Group(prompt=Prompt(tokens=[6], rendered="6", text="6", answer=None), answers=list(answers))
+    return Group(
+        prompt=Prompt(tokens=[6], rendered="6", text="6", answer=None), answers=list(answers)
+    )
 
 
 def failed(*names: str, problem: str = "") -> Answer:
-    score = Score(total=0.0, parts={}, correct=False, failed=names, problems=tuple(f"{name} raised" for name in names))
-    return Answer(tokens=[5], log_probs=[-1.0], text="7", finished=True, score=score, problem=problem)
+    score = Score(
+        total=0.0,
+        parts={},
+        correct=False,
+        failed=names,
+        problems=tuple(f"{name} raised" for name in names),
+    )
+    return Answer(
+        tokens=[5], log_probs=[-1.0], text="7", finished=True, score=score, problem=problem
+    )
 
 
 def test_the_bound_is_of_all_replicas_and_of_what_was_before():
-    section = RewardSection(name="a", max_failures=3), AgentSection(function="own.py:f", max_failures=1)
+    section = (
+        RewardSection(name="a", max_failures=3),
+        AgentSection(function="own.py:f", max_failures=1),
+    )
     failures = Failures(*section)
     failures.count([group(failed("a", "b"), failed()), group(failed("b", problem="it raised"))])
     assert failures.state == {"rewards": 3, "agents": 1}

@@ -31,14 +31,23 @@ def configs(run, monkeypatch, *arguments) -> dict[str, RLConfig]:
     monkeypatch.setattr(sys, "argv", ["run.py", *arguments])
     options = run._options()
     jobs = {way: run._rl(options, 5, way) for way in options.ways}
-    return {way: load_config(RLConfig, job.arguments[1], job.arguments[2:]) for way, job in jobs.items()}
+    return {
+        way: load_config(RLConfig, job.arguments[1], job.arguments[2:]) for way, job in jobs.items()
+    }
 
 
 def test_the_three_ways_differ_in_the_rollout_alone(recipe, monkeypatch):
-    made = configs(recipe[0], monkeypatch, "--steps", "40", "--parallel", "6", "algorithm.clip_high=0.3")
-    assert {w: c.rollout.quantization for w, c in made.items()} == {"bf16": "none", "fp8_tis": "fp8", "fp8": "fp8"}
-    assert {w: (c.algorithm.correction.weight, c.algorithm.correction.cap) for w, c in made.items()} == {
-        "bf16": ("none", 2.0), "fp8_tis": ("token", 2.0), "fp8": ("none", 2.0)}  # fmt: skip
+    made = configs(
+        recipe[0], monkeypatch, "--steps", "40", "--parallel", "6", "algorithm.clip_high=0.3"
+    )
+    assert {w: c.rollout.quantization for w, c in made.items()} == {
+        "bf16": "none",
+        "fp8_tis": "fp8",
+        "fp8": "fp8",
+    }
+    assert {
+        w: (c.algorithm.correction.weight, c.algorithm.correction.cap) for w, c in made.items()
+    } == {"bf16": ("none", 2.0), "fp8_tis": ("token", 2.0), "fp8": ("none", 2.0)}
     plain = [to_plain(c) for c in made.values()]
     for tree in plain:
         assert tree["algorithm"].pop("correction")
@@ -58,7 +67,9 @@ def test_the_local_rollout_runs_bf16_alone(recipe, monkeypatch):
 
 def test_every_linear_layer_is_made_of_whole_blocks(recipe):
     shape = recipe[0].SHAPE
-    heads = [shape[name] * shape["head_dim"] for name in ("num_attention_heads", "num_key_value_heads")]
+    heads = [
+        shape[name] * shape["head_dim"] for name in ("num_attention_heads", "num_key_value_heads")
+    ]
     assert not [n for n in (*heads, shape["hidden_size"], shape["intermediate_size"]) if n % 128]
 
 
@@ -68,8 +79,16 @@ def test_the_table_and_the_picture_say_what_the_runs_wrote(recipe, tmp_path):
         folder = tmp_path / f"seed-{seed}" / way
         folder.mkdir(parents=True)
         rows = [{"step": 0, "eval/accuracy": 0.4}] + [
-            {"step": s, "mismatch/kl_k3": 1e-3 * s, "mismatch/ess_token": 0.9, "mismatch/ess_sequence": 0.5,
-             "time/generate": {1: 9.0, 3: 5.0}.get(s, 1.0), "time/sync": 0.25} for s in (1, 2, 3)]  # fmt: skip
+            {
+                "step": s,
+                "mismatch/kl_k3": 1e-3 * s,
+                "mismatch/ess_token": 0.9,
+                "mismatch/ess_sequence": 0.5,
+                "time/generate": {1: 9.0, 3: 5.0}.get(s, 1.0),
+                "time/sync": 0.25,
+            }
+            for s in (1, 2, 3)
+        ]
         rows[-1]["eval/accuracy"] = final
         (folder / "metrics.jsonl").write_text("".join(json.dumps(r) + "\n" for r in rows))
     runs = plot.read(tmp_path)
@@ -79,7 +98,9 @@ def test_the_table_and_the_picture_say_what_the_runs_wrote(recipe, tmp_path):
     assert cells[0][" accuracy before "] == " 0.4 ± 0 "
     assert cells[0][" accuracy after "] == " 0.7 ± 0.14 "
     assert cells[0][" mismatch KL "] == " 0.002 ± 0 "
-    assert cells[0][" generate, s a step "] == " 1 ± 0 "  # neither the first step nor one with an evaluation
+    assert (
+        cells[0][" generate, s a step "] == " 1 ± 0 "
+    )  # neither the first step nor one with an evaluation
     assert cells[1][" accuracy after "] == " 0.5 "
     assert plot.draw(runs, tmp_path / "images" / "a.png").read_bytes().startswith(b"\x89PNG")
 

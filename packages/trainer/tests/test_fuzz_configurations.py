@@ -21,7 +21,11 @@ from engine_trainer.functions import require_arguments
 from engine_trainer.loading import MAX_BASES, from_tree, load_config, to_yaml
 
 CLASSES = (SFTConfig, RLConfig, DPOConfig, RewardModelConfig)
-HEAD = {"engine": {"model": {"path": "m"}}, "data": {"source": "a.jsonl"}, "run": {"output_dir": "o", "steps": 3}}
+HEAD = {
+    "engine": {"model": {"path": "m"}},
+    "data": {"source": "a.jsonl"},
+    "run": {"output_dir": "o", "steps": 3},
+}
 GOOD = {
     SFTConfig: HEAD,
     RLConfig: HEAD | {"reward": {"name": "math"}},
@@ -43,7 +47,9 @@ def keys_of(hint: Any, above: str = "") -> Iterator[str]:
 KEYS = {cls: sorted(set(keys_of(cls))) for cls in CLASSES}
 texts = st.one_of(
     st.text(max_size=6),
-    st.sampled_from(["", "math", "cosine", "fp8", "\ud800", "\0", "${a}", "${run.steps}", "???", "a" * 3000]),
+    st.sampled_from(
+        ["", "math", "cosine", "fp8", "\ud800", "\0", "${a}", "${run.steps}", "???", "a" * 3000]
+    ),
 )
 scalars = st.one_of(
     texts,
@@ -93,25 +99,94 @@ def put(tree: Any, key: str, value: Any) -> Any:
     """A copy of a tree with a value at a dotted key."""
     name, _, rest = key.partition(".")
     inner = tree.get(name) if isinstance(tree, Mapping) else None
-    return {**(tree if isinstance(tree, Mapping) else {}), name: put(inner, rest, value) if rest else value}
+    return {
+        **(tree if isinstance(tree, Mapping) else {}),
+        name: put(inner, rest, value) if rest else value,
+    }
 
 
 @fuzz()
 @given(st.sampled_from(CLASSES), st.data())
 def test_a_value_of_any_kind_at_any_key_is_taken_or_named(cls, data):
     tree = GOOD[cls]
-    for key in data.draw(st.lists(st.sampled_from(KEYS[cls]), min_size=1, max_size=3), label="keys"):
+    for key in data.draw(
+        st.lists(st.sampled_from(KEYS[cls]), min_size=1, max_size=3), label="keys"
+    ):
         tree = put(tree, key, data.draw(values, label=key))
     assert_good_or_named(cls, outcome(lambda: from_tree(cls, tree)))
 
 
 ODD_TEXTS = [
-    "1", "-1", "0x_", "1e400", "9" * 400, "9" * 5000, ".nan", ".inf", "true", "null", "~", "on", "2024-01-01", "1:2:3", "[", "[1, 2]", "{a: 1}",
-    "{1: 2}", "{true: 1}", "{a: 1, a: 2}", "{<<: {a: 1}}", "&a [*a]", "*a", "[" * 60 + "]" * 60, "[" * 5000, "{a: " * 100, "!!int abc",
-    "!!timestamp x", "!!python/object:os.system x", "!!binary x", "!x y", "? a", "- 1", "a: b", "'", '"\\ud800"', '"\\0"', "\udc80", "\0",
-    "${run.steps}", "${nothing}", "${", "${run}", "${oc.env:NOTHING_OF_THIS_NAME}", "${" * 300 + "a" + "}" * 300, "${oc.decode:'[1'}", "???", "%", "@", "`", "\t",
-]  # fmt: skip
-ODD_KEYS = ["", ".", "..", "a..b", "[0]", "run[0]", "run[", "run]", "run.steps.x", "data.source[5]", "base", "a" * 300, "\ud800", "\0", "a" + ".a" * 5000, " "]  # fmt: skip
+    "1",
+    "-1",
+    "0x_",
+    "1e400",
+    "9" * 400,
+    "9" * 5000,
+    ".nan",
+    ".inf",
+    "true",
+    "null",
+    "~",
+    "on",
+    "2024-01-01",
+    "1:2:3",
+    "[",
+    "[1, 2]",
+    "{a: 1}",
+    "{1: 2}",
+    "{true: 1}",
+    "{a: 1, a: 2}",
+    "{<<: {a: 1}}",
+    "&a [*a]",
+    "*a",
+    "[" * 60 + "]" * 60,
+    "[" * 5000,
+    "{a: " * 100,
+    "!!int abc",
+    "!!timestamp x",
+    "!!python/object:os.system x",
+    "!!binary x",
+    "!x y",
+    "? a",
+    "- 1",
+    "a: b",
+    "'",
+    '"\\ud800"',
+    '"\\0"',
+    "\udc80",
+    "\0",
+    "${run.steps}",
+    "${nothing}",
+    "${",
+    "${run}",
+    "${oc.env:NOTHING_OF_THIS_NAME}",
+    "${" * 300 + "a" + "}" * 300,
+    "${oc.decode:'[1'}",
+    "???",
+    "%",
+    "@",
+    "`",
+    "\t",
+]
+ODD_KEYS = [
+    "",
+    ".",
+    "..",
+    "a..b",
+    "[0]",
+    "run[0]",
+    "run[",
+    "run]",
+    "run.steps.x",
+    "data.source[5]",
+    "base",
+    "a" * 300,
+    "\ud800",
+    "\0",
+    "a" + ".a" * 5000,
+    " ",
+]
 
 
 @pytest.fixture(scope="module")
@@ -138,9 +213,12 @@ def test_an_override_of_any_text_is_applied_or_named(files, cls, data):
             st.sampled_from(KEYS[cls]),
             st.integers(0, len(ODD_KEYS) - 1).map(ODD_KEYS.__getitem__),
         )
-        said = st.one_of(st.integers(0, len(ODD_TEXTS) - 1).map(ODD_TEXTS.__getitem__), st.text(max_size=5))
+        said = st.one_of(
+            st.integers(0, len(ODD_TEXTS) - 1).map(ODD_TEXTS.__getitem__), st.text(max_size=5)
+        )
         drawn = data.draw(
-            st.lists(st.tuples(keys, said, st.sampled_from(["=", "=", "=", ""])), max_size=3), label="overrides"
+            st.lists(st.tuples(keys, said, st.sampled_from(["=", "=", "=", ""])), max_size=3),
+            label="overrides",
         )
         overrides = [f"{key}{sign}{text}" for key, text, sign in drawn]
     assert_good_or_named(cls, outcome(lambda: load_config(cls, files[cls], overrides)))
@@ -150,7 +228,10 @@ def test_an_override_of_any_text_is_applied_or_named(files, cls, data):
 @given(
     st.sampled_from(CLASSES),
     st.lists(
-        st.tuples(st.integers(0, 200), st.one_of(st.sampled_from(range(len(ODD_TEXTS))), st.binary(max_size=3))),
+        st.tuples(
+            st.integers(0, 200),
+            st.one_of(st.sampled_from(range(len(ODD_TEXTS))), st.binary(max_size=3)),
+        ),
         max_size=4,
     ),
     st.booleans(),
@@ -160,7 +241,9 @@ def test_an_override_of_any_text_is_applied_or_named(files, cls, data):
 def test_a_file_of_any_text_is_read_or_named(cls, changes, line):
     content = yaml.safe_dump(GOOD[cls]).encode()
     for place, piece in changes:
-        text = piece if isinstance(piece, bytes) else ODD_TEXTS[piece].encode("utf-8", "surrogatepass")
+        text = (
+            piece if isinstance(piece, bytes) else ODD_TEXTS[piece].encode("utf-8", "surrogatepass")
+        )
         if line:
             content += b"batch_size: " * isinstance(piece, int) + text + b"\n"
         else:
@@ -180,11 +263,32 @@ def test_aliases_that_multiply_are_refused(tmp_path):
     assert isinstance(outcome(lambda: load_config(SFTConfig, tmp_path / "c.yaml")), ConfigError)
 
 
-BASES = ["0.yaml", "1.yaml", "2.yaml", "no.yaml", ".", "", "\0", "a" * 5000, "???", "${run.steps}", "${nothing}", "\ud800", ["0.yaml"], {"a": 1}, 3, True, "loop"]  # fmt: skip
+BASES = [
+    "0.yaml",
+    "1.yaml",
+    "2.yaml",
+    "no.yaml",
+    ".",
+    "",
+    "\0",
+    "a" * 5000,
+    "???",
+    "${run.steps}",
+    "${nothing}",
+    "\ud800",
+    ["0.yaml"],
+    {"a": 1},
+    3,
+    True,
+    "loop",
+]
 
 
 @fuzz()
-@given(st.lists(st.integers(0, len(BASES) - 1), min_size=3, max_size=3), st.lists(values, min_size=3, max_size=3))
+@given(
+    st.lists(st.integers(0, len(BASES) - 1), min_size=3, max_size=3),
+    st.lists(values, min_size=3, max_size=3),
+)
 @example([6, 3, 3], [None] * 3)
 @example([7, 3, 3], [None] * 3)
 @example([1, 2, 0], [None] * 3)
@@ -199,7 +303,9 @@ def test_files_that_include_others_are_merged_or_named(bases, given_values):
             }
             tree = {name: part for name, part in tree.items() if name != "base" or part != ""}
             Path(folder, f"{number}.yaml").write_text(_written(tree))
-        assert_good_or_named(SFTConfig, outcome(lambda: load_config(SFTConfig, Path(folder, "0.yaml"))))
+        assert_good_or_named(
+            SFTConfig, outcome(lambda: load_config(SFTConfig, Path(folder, "0.yaml")))
+        )
 
 
 def _written(tree) -> str:
@@ -221,7 +327,9 @@ def test_a_chain_of_files_has_an_end(tmp_path):
 @fuzz()
 @given(
     st.dictionaries(
-        st.sampled_from(["key", "function", "sample", "self", "args", "keywords", "positional", "a"]),
+        st.sampled_from(
+            ["key", "function", "sample", "self", "args", "keywords", "positional", "a"]
+        ),
         values,
         max_size=3,
     )

@@ -24,7 +24,8 @@ from engine_trainer.sections import ColumnsSection, DataSection
 
 SURROGATE = '"\\ud800"'
 texts = st.one_of(
-    st.text(max_size=6), st.sampled_from(["", " ", "hi", "#### 4", "####", "<|eos|>", "\u2028", "{}", "\ud83d\ude00"])
+    st.text(max_size=6),
+    st.sampled_from(["", " ", "hi", "#### 4", "####", "<|eos|>", "\u2028", "{}", "\ud83d\ude00"]),
 )
 scalars = st.one_of(
     texts,
@@ -40,11 +41,17 @@ values = st.recursive(
     max_leaves=6,
 )
 calls = st.one_of(
-    values, st.just([{"function": {"name": "f", "arguments": {}}}]), st.just('[{"function": {"name": "f"}}]')
+    values,
+    st.just([{"function": {"name": "f", "arguments": {}}}]),
+    st.just('[{"function": {"name": "f"}}]'),
 )
 messages = st.fixed_dictionaries(
     {"role": st.one_of(st.sampled_from(ROLES), st.sampled_from(["user", "assistant"]), values)},
-    optional={"content": st.one_of(texts, texts, texts, values), "tool_calls": calls, "name": values},
+    optional={
+        "content": st.one_of(texts, texts, texts, values),
+        "tool_calls": calls,
+        "name": values,
+    },
 )
 conversations = st.one_of(
     st.just([{"role": "user", "content": "hi"}, {"role": "assistant", "content": "ho"}]),
@@ -52,13 +59,27 @@ conversations = st.one_of(
     values,
 )
 COLUMNS = {
-    "messages": conversations, "prompt": st.one_of(texts, conversations), "response": st.one_of(texts, conversations),
-    "question": texts, "answer": scalars, "solution": values, "reward_model": values, "tools": calls, "input": values,
-    "instruction": values, "chosen": conversations, "rejected": conversations, "data_source": values, "output": values,
-}  # fmt: skip
+    "messages": conversations,
+    "prompt": st.one_of(texts, conversations),
+    "response": st.one_of(texts, conversations),
+    "question": texts,
+    "answer": scalars,
+    "solution": values,
+    "reward_model": values,
+    "tools": calls,
+    "input": values,
+    "instruction": values,
+    "chosen": conversations,
+    "rejected": conversations,
+    "data_source": values,
+    "output": values,
+}
 rows = st.lists(st.fixed_dictionaries({}, optional=COLUMNS), min_size=1, max_size=3)
 named = st.fixed_dictionaries(
-    {}, optional=dict.fromkeys(["prompt", "response", "answer"], st.sampled_from([*COLUMNS, "a.b", ""]))
+    {},
+    optional=dict.fromkeys(
+        ["prompt", "response", "answer"], st.sampled_from([*COLUMNS, "a.b", ""])
+    ),
 )
 
 
@@ -89,14 +110,47 @@ def read(name: str, content: bytes):
 
 
 PIECES = [
-    b"\xef\xbb\xbf", b"\r\n", b"\n", b"\n\n", b" ", b"\r", b"\x00", b"\xff", b"\xed\xa0\x80", b'"', b"{", b"}", b"[", b"]", b",", b":",
-    b'{"prompt": "a", "response": "b"}', b'{"a": 1, "a": 2}', b'{"a": NaN}', b'{"a": -Infinity}', b'{"a": 1e999}', b'{"a": [{"b": 1, "b": 1}]}',
-    b'{"a": ' + b"9" * 5000 + b"}", b'{"a": ' + b"9" * 400 + b"}", b'{"a": ' + SURROGATE.encode() + b"}", b'{"\\udfff": 1}',
-    b'{"a": "\\ud83d\\ude00"}', b'{"a": ' + b"[" * 99 + b"]" * 99 + b"}", b'{"a": ' + b"[" * 2000 + b"]" * 2000 + b"}", b"[" * 100_000,
-    b'{"a":' * 100_000, b'{"a": "' + b"[" * 5000 + b'"}', b"null", b"3", b"[]", b"\\", b"\xff\xfe{\x00}\x00",
-]  # fmt: skip
+    b"\xef\xbb\xbf",
+    b"\r\n",
+    b"\n",
+    b"\n\n",
+    b" ",
+    b"\r",
+    b"\x00",
+    b"\xff",
+    b"\xed\xa0\x80",
+    b'"',
+    b"{",
+    b"}",
+    b"[",
+    b"]",
+    b",",
+    b":",
+    b'{"prompt": "a", "response": "b"}',
+    b'{"a": 1, "a": 2}',
+    b'{"a": NaN}',
+    b'{"a": -Infinity}',
+    b'{"a": 1e999}',
+    b'{"a": [{"b": 1, "b": 1}]}',
+    b'{"a": ' + b"9" * 5000 + b"}",
+    b'{"a": ' + b"9" * 400 + b"}",
+    b'{"a": ' + SURROGATE.encode() + b"}",
+    b'{"\\udfff": 1}',
+    b'{"a": "\\ud83d\\ude00"}',
+    b'{"a": ' + b"[" * 99 + b"]" * 99 + b"}",
+    b'{"a": ' + b"[" * 2000 + b"]" * 2000 + b"}",
+    b"[" * 100_000,
+    b'{"a":' * 100_000,
+    b'{"a": "' + b"[" * 5000 + b'"}',
+    b"null",
+    b"3",
+    b"[]",
+    b"\\",
+    b"\xff\xfe{\x00}\x00",
+]
 lines = st.lists(
-    st.one_of(st.integers(0, len(PIECES) - 1).map(PIECES.__getitem__), st.binary(max_size=4)), max_size=6
+    st.one_of(st.integers(0, len(PIECES) - 1).map(PIECES.__getitem__), st.binary(max_size=4)),
+    max_size=6,
 ).map(b"".join)
 
 
@@ -131,12 +185,22 @@ def tokenizers(tokenizer_of):
 
 
 @fuzz(cost=2)
-@given(rows, named, st.sampled_from(["sft", "rl", "pairs"]), st.booleans(), st.sampled_from(["all", "last"]))
-def test_rows_become_tokens_or_are_refused_by_row(tokenizers, given_rows, columns, task, has_template, train_on):
+@given(
+    rows,
+    named,
+    st.sampled_from(["sft", "rl", "pairs"]),
+    st.booleans(),
+    st.sampled_from(["all", "last"]),
+)
+def test_rows_become_tokens_or_are_refused_by_row(
+    tokenizers, given_rows, columns, task, has_template, train_on
+):
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder, "rows.jsonl")
         path.write_text("".join(json.dumps(row) + "\n" for row in given_rows))
-        section = DataSection(source=str(path), columns=ColumnsSection(**columns), train_on=train_on)
+        section = DataSection(
+            source=str(path), columns=ColumnsSection(**columns), train_on=train_on
+        )
         tokenizer = ChatTokenizer(tokenizers[has_template], section)
         found = outcome(lambda: _dataset(task, tokenizer, section))
         if isinstance(found, DataError):
@@ -160,7 +224,9 @@ def test_rows_become_tokens_or_are_refused_by_row(tokenizers, given_rows, column
 def _dataset(task, tokenizer, section):
     if task == "pairs":
         return PairDataset.read(section.source, None, tokenizer, section)
-    examples = to_examples(read_rows(section.source), section.columns, "response" if task == "sft" else "prompt")
+    examples = to_examples(
+        read_rows(section.source), section.columns, "response" if task == "sft" else "prompt"
+    )
     for one in examples:
         assert all(turn["role"] in ROLES for turn in one.messages)
         assert one.answer is None or isinstance(one.answer, str)
@@ -168,19 +234,34 @@ def _dataset(task, tokenizer, section):
 
 
 KINDS = {
-    "ts_ns": (pa.timestamp("ns"), [0, 1, 2**62, -(2**63)]), "ts_s": (pa.timestamp("s"), [0, 2**40, -(2**55)]),
-    "ts_zone": (pa.timestamp("us", tz="Europe/Berlin"), [0, 1]), "ts_no_zone": (pa.timestamp("us", tz="Nowhere/City"), [0, 1]),
-    "date32": (pa.date32(), [0, 2**30, -(2**31)]), "date64": (pa.date64(), [0, 86400000 * 2**30]),
-    "time": (pa.time64("ns"), [0, 1, 86399999999999]), "duration": (pa.duration("us"), [0, 2**62, -(2**62)]),
-    "duration_ns": (pa.duration("ns"), [1, 2**62]), "interval": (pa.month_day_nano_interval(), [(1, 2, 3)]),
-    "decimal": (pa.decimal128(38, 2), [decimal.Decimal("1.50"), decimal.Decimal("-9e30")]), "binary": (pa.binary(), [b"", b"\xff"]),
-    "half": (pa.float16(), [1.5, float("nan")]), "uint64": (pa.uint64(), [2**64 - 1]), "text": (pa.string(), ["a", ""]),
-    "large_text": (pa.large_string(), ["a"]), "null": (pa.null(), [None]), "bool": (pa.bool_(), [True]),
-    "list": (pa.list_(pa.timestamp("ns")), [[1], [], None]), "struct": (pa.struct({"a": pa.duration("ns")}), [{"a": 1}, None]),
-    "fixed": (pa.list_(pa.date32(), 2), [[0, 2**30]]), "map": (pa.map_(pa.string(), pa.timestamp("ns")), [[("a", 1), ("a", 2)], []]),
-    "nested": (pa.list_(pa.struct({"a": pa.list_(pa.timestamp("s", tz="Nowhere/City"))})), [[{"a": [2**50]}]]),
+    "ts_ns": (pa.timestamp("ns"), [0, 1, 2**62, -(2**63)]),
+    "ts_s": (pa.timestamp("s"), [0, 2**40, -(2**55)]),
+    "ts_zone": (pa.timestamp("us", tz="Europe/Berlin"), [0, 1]),
+    "ts_no_zone": (pa.timestamp("us", tz="Nowhere/City"), [0, 1]),
+    "date32": (pa.date32(), [0, 2**30, -(2**31)]),
+    "date64": (pa.date64(), [0, 86400000 * 2**30]),
+    "time": (pa.time64("ns"), [0, 1, 86399999999999]),
+    "duration": (pa.duration("us"), [0, 2**62, -(2**62)]),
+    "duration_ns": (pa.duration("ns"), [1, 2**62]),
+    "interval": (pa.month_day_nano_interval(), [(1, 2, 3)]),
+    "decimal": (pa.decimal128(38, 2), [decimal.Decimal("1.50"), decimal.Decimal("-9e30")]),
+    "binary": (pa.binary(), [b"", b"\xff"]),
+    "half": (pa.float16(), [1.5, float("nan")]),
+    "uint64": (pa.uint64(), [2**64 - 1]),
+    "text": (pa.string(), ["a", ""]),
+    "large_text": (pa.large_string(), ["a"]),
+    "null": (pa.null(), [None]),
+    "bool": (pa.bool_(), [True]),
+    "list": (pa.list_(pa.timestamp("ns")), [[1], [], None]),
+    "struct": (pa.struct({"a": pa.duration("ns")}), [{"a": 1}, None]),
+    "fixed": (pa.list_(pa.date32(), 2), [[0, 2**30]]),
+    "map": (pa.map_(pa.string(), pa.timestamp("ns")), [[("a", 1), ("a", 2)], []]),
+    "nested": (
+        pa.list_(pa.struct({"a": pa.list_(pa.timestamp("s", tz="Nowhere/City"))})),
+        [[{"a": [2**50]}]],
+    ),
     "dictionary": (pa.dictionary(pa.int8(), pa.string()), ["a", "b"]),
-}  # fmt: skip
+}
 
 
 @st.composite
@@ -206,7 +287,10 @@ def written(table: pa.Table, path: Path) -> bool:
         if path.suffix == ".parquet":
             pq.write_table(table, path)
         else:
-            with pa.OSFile(str(path), "wb") as sink, pa.ipc.new_stream(sink, table.schema) as stream:
+            with (
+                pa.OSFile(str(path), "wb") as sink,
+                pa.ipc.new_stream(sink, table.schema) as stream,
+            ):
                 stream.write_table(table)
     except pa.ArrowException:
         return False
@@ -231,11 +315,17 @@ def test_a_column_of_any_type_is_read_or_named(given_table, suffix):
         assert all(list(row.values) == table.column_names for row in found)
         assert len(to_examples(found, ColumnsSection(), "response")) == table.num_rows
         moments = (datetime.date, datetime.time, datetime.timedelta)
-        assert not [v for row in found for v in row.values.values() if isinstance(v, moments)], "times are read as text"
+        assert not [v for row in found for v in row.values.values() if isinstance(v, moments)], (
+            "times are read as text"
+        )
 
 
 SAMPLE = pa.table(
-    {"prompt": ["a", "b", None], "response": ["c", "d", "e"], "t": pa.array([1, None, 3], pa.timestamp("ns"))}
+    {
+        "prompt": ["a", "b", None],
+        "response": ["c", "d", "e"],
+        "t": pa.array([1, None, 3], pa.timestamp("ns")),
+    }
 )
 
 
@@ -258,15 +348,32 @@ def test_a_damaged_table_is_read_or_named(whole_files, suffix, changes, kept):
     content = bytearray(whole_files[suffix])
     for place, byte in changes:
         content[int(place * len(content))] = byte
-    found = read(f"rows{suffix}", bytes(content[: int(kept * len(content))] if kept < 0.5 else content))
+    found = read(
+        f"rows{suffix}", bytes(content[: int(kept * len(content))] if kept < 0.5 else content)
+    )
     assert isinstance(found, DataError) or all(row.number >= 1 for row in found)
 
 
 @fuzz(cost=2)
-@given(st.one_of(values, st.just({"splits": ["train"]})), st.one_of(values, st.dictionaries(
-    st.sampled_from(["_data_files", "_split", "_indices_data_files"]),
-    st.one_of(values, st.lists(st.fixed_dictionaries({"filename": st.one_of(values, st.just("d.arrow"))}), max_size=2)), max_size=2,
-)), st.booleans(), st.sampled_from([None, "train", "\0"]))  # fmt: skip
+@given(
+    st.one_of(values, st.just({"splits": ["train"]})),
+    st.one_of(
+        values,
+        st.dictionaries(
+            st.sampled_from(["_data_files", "_split", "_indices_data_files"]),
+            st.one_of(
+                values,
+                st.lists(
+                    st.fixed_dictionaries({"filename": st.one_of(values, st.just("d.arrow"))}),
+                    max_size=2,
+                ),
+            ),
+            max_size=2,
+        ),
+    ),
+    st.booleans(),
+    st.sampled_from([None, "train", "\0"]),
+)
 def test_a_saved_data_set_is_read_or_refused(of_splits, of_files, has_splits, split):
     with tempfile.TemporaryDirectory() as folder:
         place = Path(folder, "saved")
@@ -284,9 +391,24 @@ def test_a_saved_data_set_is_read_or_refused(of_splits, of_files, has_splits, sp
 
 
 @fuzz()
-@given(st.one_of(
-    st.text(max_size=8), st.sampled_from(["\0", "a" * 5000 + ".jsonl", "a/" * 3000, "", ".", "hf://", "hf://datasets/a", "\ud800", "/dev/null"]),
-))  # fmt: skip
+@given(
+    st.one_of(
+        st.text(max_size=8),
+        st.sampled_from(
+            [
+                "\0",
+                "a" * 5000 + ".jsonl",
+                "a/" * 3000,
+                "",
+                ".",
+                "hf://",
+                "hf://datasets/a",
+                "\ud800",
+                "/dev/null",
+            ]
+        ),
+    )
+)
 def test_a_source_that_is_not_there_is_named(source):
     with tempfile.TemporaryDirectory() as folder:
         asked = source if source.startswith("hf://") else f"{folder}/{source}"

@@ -23,9 +23,13 @@ def whole(tmp_path_factory):
 @fuzz(cost=2)
 @given(damages=DAMAGES)
 def test_a_damaged_folder_is_refused_by_a_typed_error_or_taken(tmp_path_factory, whole, damages):
-    source = ModelSource(path=str(damaged(whole, tmp_path_factory.getbasetemp() / "damaged", damages)))
+    source = ModelSource(
+        path=str(damaged(whole, tmp_path_factory.getbasetemp() / "damaged", damages))
+    )
     for call in (
-        lambda: RolloutRegistry.create(name="local", device="cpu", model=source, pad_token_id=0).close(),
+        lambda: RolloutRegistry.create(
+            name="local", device="cpu", model=source, pad_token_id=0
+        ).close(),
         lambda: positions_of(source),
         lambda: random_rates(source),
     ):

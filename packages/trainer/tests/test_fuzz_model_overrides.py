@@ -28,10 +28,25 @@ def source(tmp_path_factory) -> ModelSource:
 
 # Arguments of from_pretrained, methods, properties and what decides about the family.
 NO_KEYS = [
-    "revision", "trust_remote_code", "return_unused_kwargs", "cache_dir", "pretrained_model_name_or_path", "cls", "self",
-    "get_text_config", "to_dict", "__class__", "__dict__", "use_return_dict", "attribute_map", "sub_configs", "model_type",
-    "_attn_implementation", "hidden_sise", "",
-]  # fmt: skip
+    "revision",
+    "trust_remote_code",
+    "return_unused_kwargs",
+    "cache_dir",
+    "pretrained_model_name_or_path",
+    "cls",
+    "self",
+    "get_text_config",
+    "to_dict",
+    "__class__",
+    "__dict__",
+    "use_return_dict",
+    "attribute_map",
+    "sub_configs",
+    "model_type",
+    "_attn_implementation",
+    "hidden_sise",
+    "",
+]
 
 
 @pytest.mark.parametrize("key", NO_KEYS)
@@ -49,7 +64,12 @@ def test_what_is_no_key_of_the_model_is_refused_by_name(source, key) -> None:
 
 
 def test_a_value_that_the_family_does_not_take_is_refused_by_name(source) -> None:
-    for key, value in (("hidden_size", "wide"), ("num_labels", "x"), ("rope_parameters", 3), ("hidden_size", -1)):
+    for key, value in (
+        ("hidden_size", "wide"),
+        ("num_labels", "x"),
+        ("rope_parameters", 3),
+        ("hidden_size", -1),
+    ):
         with pytest.raises(ConfigError) as caught:
             text_config(replace(source, config_overrides={key: value}))
         assert caught.value.field.startswith(FIELD)
@@ -63,7 +83,9 @@ def test_what_is_overridden_is_what_every_reader_sees(source) -> None:
 
 
 PLAIN = st.one_of(st.none(), st.booleans(), st.integers(-2, 70), st.floats(), st.text(max_size=4))
-VALUES = st.one_of(PLAIN, st.lists(PLAIN, max_size=3), st.dictionaries(st.text(max_size=4), PLAIN, max_size=3))
+VALUES = st.one_of(
+    PLAIN, st.lists(PLAIN, max_size=3), st.dictionaries(st.text(max_size=4), PLAIN, max_size=3)
+)
 
 
 @pytest.mark.filterwarnings("ignore")  # of transformers, about odd values
@@ -77,7 +99,9 @@ def test_an_override_of_any_kind_is_taken_or_named(source, data) -> None:
     else:
         known = sorted(json.loads(AutoConfig.from_pretrained(source.path).to_json_string()))
         keys = st.sampled_from([*known, *NO_KEYS, *dir(PreTrainedConfig)])
-        overrides = data.draw(st.dictionaries(keys, VALUES, min_size=1, max_size=2), label="overrides")
+        overrides = data.draw(
+            st.dictionaries(keys, VALUES, min_size=1, max_size=2), label="overrides"
+        )
     try:
         found = text_config(replace(source, config_overrides=overrides))
     except ConfigError as error:

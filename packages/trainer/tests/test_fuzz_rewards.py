@@ -26,23 +26,49 @@ FINE = {"kind": "the number", "number": 1.0, "text": ""}
 OF_THE_PROCESS = {"interrupt"}
 
 texts = st.one_of(
-    st.text(max_size=20), st.text(st.characters(categories=["Cs", "Cc", "Co"]), max_size=5), st.just("x" * 100_000)
+    st.text(max_size=20),
+    st.text(st.characters(categories=["Cs", "Cc", "Co"]), max_size=5),
+    st.just("x" * 100_000),
 )
 odd = st.fixed_dictionaries(
-    {"kind": st.sampled_from(KINDS), "number": st.floats(allow_nan=False, allow_infinity=False), "text": texts}
+    {
+        "kind": st.sampled_from(KINDS),
+        "number": st.floats(allow_nan=False, allow_infinity=False),
+        "text": texts,
+    }
 )
-TAKEN = {"extract", "ignore_case", "flexible", "boxed_only", "full_match"}  # by a reward of the house
+TAKEN = {
+    "extract",
+    "ignore_case",
+    "flexible",
+    "boxed_only",
+    "full_match",
+}  # by a reward of the house
 # Names of parameters of what passes them on.
 names = st.one_of(
     st.sampled_from(
-        ["key", "function", "sample", "self", "positional", "keywords", "name", "func", "args", "kwargs", "cls"]
+        [
+            "key",
+            "function",
+            "sample",
+            "self",
+            "positional",
+            "keywords",
+            "name",
+            "func",
+            "args",
+            "kwargs",
+            "cls",
+        ]
     ),
     st.sampled_from(sorted(TAKEN)),
     st.text(max_size=5),
 )
 values = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=5),
-    lambda inner: st.lists(inner, max_size=2) | st.dictionaries(st.text(max_size=3), inner, max_size=2),
+    lambda inner: (
+        st.lists(inner, max_size=2) | st.dictionaries(st.text(max_size=3), inner, max_size=2)
+    ),
     max_leaves=4,
 )
 
@@ -57,7 +83,10 @@ def scorers() -> Iterator[Make]:
     def make(name: str, workers: int) -> Scorer:
         if (name, workers) not in made:
             section = RewardSection(
-                function=f"{FILE}:{name}", workers=workers, timeout_s=60.0 if workers else None, max_failures=10**9
+                function=f"{FILE}:{name}",
+                workers=workers,
+                timeout_s=60.0 if workers else None,
+                max_failures=10**9,
             )
             made[name, workers] = Scorer.from_section(section)
         return made[name, workers]
@@ -112,7 +141,9 @@ FUNCTIONS = ["score", "ascore", "nested"]
 @fuzz(cost=2)
 @given(rows=st.lists(odd, min_size=1, max_size=4))
 @example(rows=EVERY_KIND)
-def test_whatever_it_does_in_this_process_a_number_or_a_typed_error_comes_of_it(scorers, name, rows):
+def test_whatever_it_does_in_this_process_a_number_or_a_typed_error_comes_of_it(
+    scorers, name, rows
+):
     try_all(scorers(name, 0), [row for row in rows if row["kind"] not in OF_THE_PROCESS], name)
 
 
@@ -120,7 +151,9 @@ def test_whatever_it_does_in_this_process_a_number_or_a_typed_error_comes_of_it(
 @fuzz(cost=20)  # an error ends the process
 @given(rows=st.lists(odd, min_size=1, max_size=4))
 @example(rows=EVERY_KIND)
-def test_whatever_it_does_in_another_process_a_number_or_a_typed_error_comes_of_it(scorers, name, rows):
+def test_whatever_it_does_in_another_process_a_number_or_a_typed_error_comes_of_it(
+    scorers, name, rows
+):
     try_all(scorers(name, 1), rows, name)
 
 
@@ -132,11 +165,16 @@ def try_all(scorer: Scorer, rows: list[dict], name: str) -> None:
 
 
 @fuzz()
-@given(kwargs=st.dictionaries(names, values, max_size=3), function=st.sampled_from(["takes_all", "takes_none"]))
+@given(
+    kwargs=st.dictionaries(names, values, max_size=3),
+    function=st.sampled_from(["takes_all", "takes_none"]),
+)
 def test_arguments_of_any_name_reach_it_or_are_refused_by_key(kwargs, function):
     spec = RewardSpec(function=f"{FILE}:{function}", kwargs=kwargs)
     if function == "takes_none" and kwargs:
-        with pytest.raises(ConfigError, match=r"config reward\.function: the function cannot be called with"):
+        with pytest.raises(
+            ConfigError, match=r"config reward\.function: the function cannot be called with"
+        ):
             spec.make()
         return
     assert spec.make()(sample(FINE)) == (len(kwargs) if function == "takes_all" else 1.0)
@@ -144,18 +182,27 @@ def test_arguments_of_any_name_reach_it_or_are_refused_by_key(kwargs, function):
 
 @fuzz()
 @given(
-    name=st.sampled_from(["math", "gsm8k", "exact", "reasoning_gym"]), kwargs=st.dictionaries(names, values, max_size=2)
+    name=st.sampled_from(["math", "gsm8k", "exact", "reasoning_gym"]),
+    kwargs=st.dictionaries(names, values, max_size=2),
 )
 @example(name="exact", kwargs={"extract": ["none"]})
 @example(name="exact", kwargs={"extract": "none", "ignore_case": None})
 def test_arguments_that_a_reward_of_the_house_does_not_take_are_refused_by_key(name, kwargs):
     spec = RewardSpec(name=name, kwargs=kwargs)
     key = refused_key(spec.make)
-    assert key.startswith("reward.kwargs") if set(kwargs) - TAKEN else key == "" or key.startswith("reward.kwargs")
+    assert (
+        key.startswith("reward.kwargs")
+        if set(kwargs) - TAKEN
+        else key == "" or key.startswith("reward.kwargs")
+    )
 
 
 @fuzz()
-@given(section=st.dictionaries(st.sampled_from([*RewardSection.__dataclass_fields__, "nmae"]), values, max_size=4))
+@given(
+    section=st.dictionaries(
+        st.sampled_from([*RewardSection.__dataclass_fields__, "nmae"]), values, max_size=4
+    )
+)
 def test_any_section_is_taken_or_refused_by_key(section):
     tree = {
         "engine": {"model": {"path": "m"}},

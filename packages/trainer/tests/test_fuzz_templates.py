@@ -25,8 +25,14 @@ BOMBS = {
     "multiplies a string": ("{{ 'a' * 10 ** 12 }}", "MiB of memory|OverflowError"),
     "makes a long text": ("{{ 'a' * 200000 }}", "100000 characters"),
     "makes a large number": ("{{ 2 ** (10 ** 9) }}", "processor time|MiB"),
-    "loops": ("{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}", "processor time"),
-    "prints in loops": ("{% for i in range(99999) %}{% for j in range(9999) %}aaaaaaaaaaaaaaaa{% endfor %}{% endfor %}", "processor time|MiB"),
+    "loops": (
+        "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}",
+        "processor time",
+    ),
+    "prints in loops": (
+        "{% for i in range(99999) %}{% for j in range(9999) %}aaaaaaaaaaaaaaaa{% endfor %}{% endfor %}",
+        "processor time|MiB",
+    ),
     "doubles a text": (
         "{% set n = namespace(t='ab') %}{% for i in range(99) %}{% set n.t = n.t ~ n.t %}{% endfor %}{{ n.t }}",
         "MiB of memory|processor time",
@@ -34,13 +40,16 @@ BOMBS = {
     "pads": ("{{ 'a'.ljust(10 ** 11) }}", "MiB of memory"),
     "divides by zero": ("{{ 1 / 0 }}", "ZeroDivisionError"),
     "recurses": ("{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}", "RecursionError"),
-    "nests": ("{{ " + "(" * 5000 + "1" + ")" * 5000 + " }}", "RecursionError|MemoryError|TemplateSyntaxError|MiB"),
+    "nests": (
+        "{{ " + "(" * 5000 + "1" + ")" * 5000 + " }}",
+        "RecursionError|MemoryError|TemplateSyntaxError|MiB",
+    ),
     "looks inside": ("{{ ''.__class__.__mro__[1].__subclasses__() }}", "SecurityError"),
     "reaches a module": ("{{ cycler.__init__.__globals__.os.system('true') }}", "SecurityError"),
     "is cut short": ("{% for m in messages %}", "TemplateSyntaxError"),
     "makes half of a surrogate pair": ("{{ '\\ud800' }}", "surrogates not allowed"),
     "refuses": ("{{ raise_exception('no') }}", "no"),
-}  # fmt: skip
+}
 
 
 @pytest.fixture(scope="module")
@@ -62,9 +71,15 @@ def section(template: str, **settings) -> DataSection:
 
 @pytest.mark.parametrize(("template", "said"), BOMBS.values(), ids=BOMBS.keys())
 @pytest.mark.usefixtures("small_everywhere")
-def test_a_template_that_does_not_end_or_grows_is_refused_with_the_row(tokenizer_of, small, template, said):
+def test_a_template_that_does_not_end_or_grows_is_refused_with_the_row(
+    tokenizer_of, small, template, said
+):
     # Only where a row is rendered: the probe of one question and its answer passes.
-    late = "{% if messages[0].content == 'late' %}" + template + "{% endif %}{{ messages[-1].content }}<|eos|>"
+    late = (
+        "{% if messages[0].content == 'late' %}"
+        + template
+        + "{% endif %}{{ messages[-1].content }}<|eos|>"
+    )
     try:
         tokenizer = ChatTokenizer(tokenizer_of(None), section(late))
     except DataError as error:  # what is wrong in the whole template is found by the probe
@@ -77,24 +92,96 @@ def test_a_template_that_does_not_end_or_grows_is_refused_with_the_row(tokenizer
         caught = raised.value
         assert (caught.file, caught.row) == ("rows.jsonl", 7)
     assert pytest.raises(DataError, match=said).matches(caught), str(caught)
-    assert small.render("{{ messages[0].content }}", MESSAGES, ask=False, given={}) == "hi", "the next one is rendered"
+    assert small.render("{{ messages[0].content }}", MESSAGES, ask=False, given={}) == "hi", (
+        "the next one is rendered"
+    )
 
 
-ATOMS = ["messages", "messages[0]", "messages[-1].content", "'a'", "3", "100000", "10 ** 6", "none", "true", "m", "loop.index", "n", "x", "tools",
-         "bos_token", "add_generation_prompt", "cycler", "joiner", "self", "''.__class__", "lipsum", "range", "raise_exception"]  # fmt: skip
-FORMS = ["{} * {}", "{} ** {}", "{} + {}", "{} ~ {}", "{} % {}", "{} // {}", "{} / {}", "{}[{}]", "{} in {}", "{} == {}", "[{}, {}]", "{{'a': {}, 'b': {}}}",
-         "{}|join({})", "{}|center({})", "{}|replace('a', {})", "{}|indent({})", "{}|batch({})|list", "{}|round({})", "{}|tojson(indent={})", "{}|default({})",
-         "{}.ljust({})", "{}.format({})", "{}.join({})", "{}.split({})", "{}({})", "range({}, {})|list", "lipsum({})|length + {}", "dict(a={}, b={})",
-         "{}|sort|map(attribute={})|list", "{}|sum(start={})", "({} if {} else none)", "strftime_now({} ~ {})", "{}.update({})", "{}.__init__.{}"]  # fmt: skip
+ATOMS = [
+    "messages",
+    "messages[0]",
+    "messages[-1].content",
+    "'a'",
+    "3",
+    "100000",
+    "10 ** 6",
+    "none",
+    "true",
+    "m",
+    "loop.index",
+    "n",
+    "x",
+    "tools",
+    "bos_token",
+    "add_generation_prompt",
+    "cycler",
+    "joiner",
+    "self",
+    "''.__class__",
+    "lipsum",
+    "range",
+    "raise_exception",
+]
+FORMS = [
+    "{} * {}",
+    "{} ** {}",
+    "{} + {}",
+    "{} ~ {}",
+    "{} % {}",
+    "{} // {}",
+    "{} / {}",
+    "{}[{}]",
+    "{} in {}",
+    "{} == {}",
+    "[{}, {}]",
+    "{{'a': {}, 'b': {}}}",
+    "{}|join({})",
+    "{}|center({})",
+    "{}|replace('a', {})",
+    "{}|indent({})",
+    "{}|batch({})|list",
+    "{}|round({})",
+    "{}|tojson(indent={})",
+    "{}|default({})",
+    "{}.ljust({})",
+    "{}.format({})",
+    "{}.join({})",
+    "{}.split({})",
+    "{}({})",
+    "range({}, {})|list",
+    "lipsum({})|length + {}",
+    "dict(a={}, b={})",
+    "{}|sort|map(attribute={})|list",
+    "{}|sum(start={})",
+    "({} if {} else none)",
+    "strftime_now({} ~ {})",
+    "{}.update({})",
+    "{}.__init__.{}",
+]
 expressions = st.recursive(
     st.sampled_from(ATOMS),
-    lambda inner: st.builds(lambda form, a, b: form.format(a, b), st.sampled_from(FORMS), inner, inner),
+    lambda inner: st.builds(
+        lambda form, a, b: form.format(a, b), st.sampled_from(FORMS), inner, inner
+    ),
     max_leaves=5,
 )
 statements = st.recursive(
     st.one_of(
-        expressions.map(lambda e: f"{{{{ {e} }}}}"), expressions.map(lambda e: f"{{% set x = {e} %}}"), st.text(max_size=4),
-        st.sampled_from(["{% set n = namespace(a=1) %}", "{% set n.a = [n.a, n.a] %}", "{{ f(x) }}", "{% break %}", "{% endif %}", "{{", "{%", "#}"]),
+        expressions.map(lambda e: f"{{{{ {e} }}}}"),
+        expressions.map(lambda e: f"{{% set x = {e} %}}"),
+        st.text(max_size=4),
+        st.sampled_from(
+            [
+                "{% set n = namespace(a=1) %}",
+                "{% set n.a = [n.a, n.a] %}",
+                "{{ f(x) }}",
+                "{% break %}",
+                "{% endif %}",
+                "{{",
+                "{%",
+                "#}",
+            ]
+        ),
         st.just("{% for m in messages %}<|{{ m.role }}|>{{ m.content }}<|eos|>{% endfor %}"),
     ),
     lambda inner: st.one_of(
@@ -105,7 +192,7 @@ statements = st.recursive(
         st.builds(lambda s, t: s + t, inner, inner),
     ),
     max_leaves=5,
-)  # fmt: skip
+)
 
 
 def outcome(call):
@@ -125,7 +212,11 @@ def _prompt(tokenizer, template):
 @given(statements)
 @example("{{ 1 / 0 }}")
 def test_a_template_of_any_text_renders_within_its_limits_or_is_refused(small, template):
-    text = outcome(lambda: small.render(template, MESSAGES, ask=True, given={"bos_token": "<s>", "tools": None}))
+    text = outcome(
+        lambda: small.render(
+            template, MESSAGES, ask=True, given={"bos_token": "<s>", "tools": None}
+        )
+    )
     if isinstance(text, TemplateError):
         assert str(text)
         return
@@ -135,7 +226,9 @@ def test_a_template_of_any_text_renders_within_its_limits_or_is_refused(small, t
 
 @fuzz(cost=8)
 @given(statements)
-def test_a_tokenizer_with_any_template_makes_prompts_or_names_the_place(tokenizers, small, template):
+def test_a_tokenizer_with_any_template_makes_prompts_or_names_the_place(
+    tokenizers, small, template
+):
     before = chat.renderer
     chat.renderer = lambda: small
     try:

@@ -70,7 +70,12 @@ def running(tmp_path, sums_model):
             "timeout_s": None,
             **sections.pop("reward", {}),
         }
-        made.append(start(tree(sums_model, tmp_path / "out", reward=reward, **sections), tmp_path / "config.yaml"))
+        made.append(
+            start(
+                tree(sums_model, tmp_path / "out", reward=reward, **sections),
+                tmp_path / "config.yaml",
+            )
+        )
         until(lambda: list(marks.iterdir()) or made[-1].poll() is not None)
         assert made[-1].poll() is None, made[-1].stdout.read()
         return made[-1]
@@ -133,7 +138,8 @@ def test_a_second_press_ends_it_with_one_line_and_leaves_nothing(running, where)
 def test_a_press_while_the_cluster_starts_leaves_none(tmp_path, sums_model):
     pytest.importorskip("ray", reason="the extra ray")
     process = start(
-        tree(sums_model, tmp_path / "out", launcher="ray", ray={**ON_RAY, "engines": 1}), tmp_path / "config.yaml"
+        tree(sums_model, tmp_path / "out", launcher="ray", ray={**ON_RAY, "engines": 1}),
+        tmp_path / "config.yaml",
     )
     until(lambda: any("gcs_server" in line for line in alive(below(process.pid)).values()))
     others = below(process.pid)
@@ -155,11 +161,17 @@ def test_an_aborted_command_says_what_stands(tmp_path, sft_file, monkeypatch, ca
     out = tmp_path / "stands"
     arguments = ["sft", str(sft_file), f"run.output_dir={out}", f"run.resume={resume}"]
     assert main(arguments) == 130
-    assert capsys.readouterr().err == "aborted; there is no checkpoint yet, the same command begins anew\n"
+    assert (
+        capsys.readouterr().err
+        == "aborted; there is no checkpoint yet, the same command begins anew\n"
+    )
     for step in (8, 12):
         (out / "checkpoints" / f"step-{step:06d}").mkdir(parents=True)
         (out / "checkpoints" / f"step-{step:06d}" / "manifest.json").write_text("{}")
     (out / "checkpoints" / "step-000016.partial").mkdir()
     assert main(arguments) == 130
     again = {"auto": "the same command", "never": "run.resume=auto"}[resume]
-    assert capsys.readouterr().err == f"aborted; the checkpoint of step 12 stands, {again} goes on from there\n"
+    assert (
+        capsys.readouterr().err
+        == f"aborted; the checkpoint of step 12 stands, {again} goes on from there\n"
+    )

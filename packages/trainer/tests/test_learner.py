@@ -67,8 +67,14 @@ def groups(log_prob: float) -> list[Group]:
     """Two prompts of two answers; ``log_prob`` is the rollout's of one of them."""
 
     def one(reward: float, value: float) -> Answer:
-        return Answer(tokens=[5, 1], log_probs=[-1.0, value], text="", finished=True, weight_versions=[0, 0],
-                      score=Score(total=reward, parts={}, correct=False))  # fmt: skip
+        return Answer(
+            tokens=[5, 1],
+            log_probs=[-1.0, value],
+            text="",
+            finished=True,
+            weight_versions=[0, 0],
+            score=Score(total=reward, parts={}, correct=False),
+        )
 
     prompt = Prompt(tokens=[6, 2], rendered="", text="", answer=None)
     return [Group(prompt=prompt, answers=[one(0.0, -1.0), one(1.0, v)]) for v in (log_prob, -1.0)]
@@ -80,16 +86,23 @@ WRONG = {
     "policy": ("old_log_probs", {"mini_batches": 2}),
     "reference": ("ref_log_probs", {"kl": KL}),
     "critic": ("values", {"advantage": "gae", "critic": {}}),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("who", WRONG)
 def test_a_number_that_is_not_finite_on_one_rank_ends_all_with_its_name(tmp_path, who):
     field, algorithm = WRONG[who]
-    config = from_tree(RLConfig, {
-        "engine": {"model": {"path": "m"}}, "data": {"source": "d"}, "run": {"output_dir": str(tmp_path), "steps": 1},
-        "reward": {"name": "exact"}, "rollout": {"n": 2}, "algorithm": algorithm,
-    })  # fmt: skip
+    config = from_tree(
+        RLConfig,
+        {
+            "engine": {"model": {"path": "m"}},
+            "data": {"source": "d"},
+            "run": {"output_dir": str(tmp_path), "steps": 1},
+            "reward": {"name": "exact"},
+            "rollout": {"n": 2},
+            "algorithm": algorithm,
+        },
+    )
     world, ended = Threads(2), {}
 
     def rank(number: int) -> None:
@@ -99,10 +112,21 @@ def test_a_number_that_is_not_finite_on_one_rank_ends_all_with_its_name(tmp_path
             return Engines(comm, math.nan if who == name and number == 1 else -1.0)
 
         others = iter([engines("reference" if "kl" in algorithm else "critic")])
-        launcher = SimpleNamespace(engines=lambda *_: next(others), resolve=lambda _: ("cpu", frozenset()))
+        launcher = SimpleNamespace(
+            engines=lambda *_: next(others), resolve=lambda _: ("cpu", frozenset())
+        )
         built = config.engine.build(seed=0, total_steps=1)
-        run = SimpleNamespace(policy=engines("policy"), timers=Timers(), comm=comm, config=config, engine_config=built,
-                              device="cpu", beside={}, total_steps=1, launcher=launcher)  # fmt: skip
+        run = SimpleNamespace(
+            policy=engines("policy"),
+            timers=Timers(),
+            comm=comm,
+            config=config,
+            engine_config=built,
+            device="cpu",
+            beside={},
+            total_steps=1,
+            launcher=launcher,
+        )
         try:
             Learner(run, config).learn(groups(math.nan if who == "rollout" else -1.0))
         except Exception as error:  # noqa: BLE001 - what it is, is the test
@@ -115,18 +139,35 @@ def test_a_number_that_is_not_finite_on_one_rank_ends_all_with_its_name(tmp_path
         thread.join()
     kinds = {type(ended[number]) for number in range(2)}
     assert kinds == {BatchError, RankFailure}, ended
-    assert all(field in str(error) and "nan is not finite" in str(error) for error in ended.values())
+    assert all(
+        field in str(error) and "nan is not finite" in str(error) for error in ended.values()
+    )
 
 
-@pytest.mark.parametrize(("engine", "overrides", "ahead"), [
-    ({}, {}, False), ({"lora": {"dropout": 0.1}}, {}, True), ({"lora": {}}, {}, False), ({}, {"attention_dropout": 0.1}, True),
-])  # fmt: skip
-def test_with_dropout_the_log_probs_that_correct_are_inferences(sums_model, tmp_path, engine, overrides, ahead):
+@pytest.mark.parametrize(
+    ("engine", "overrides", "ahead"),
+    [
+        ({}, {}, False),
+        ({"lora": {"dropout": 0.1}}, {}, True),
+        ({"lora": {}}, {}, False),
+        ({}, {"attention_dropout": 0.1}, True),
+    ],
+)
+def test_with_dropout_the_log_probs_that_correct_are_inferences(
+    sums_model, tmp_path, engine, overrides, ahead
+):
     model = {"path": str(sums_model), "config_overrides": overrides}
-    config = from_tree(RLConfig, {
-        "engine": {"model": model, **engine}, "data": {"source": "d"}, "run": {"output_dir": str(tmp_path), "steps": 1},
-        "reward": {"name": "exact"}, "rollout": {"n": 2}, "algorithm": {"correction": {"weight": "token"}},
-    })  # fmt: skip
+    config = from_tree(
+        RLConfig,
+        {
+            "engine": {"model": model, **engine},
+            "data": {"source": "d"},
+            "run": {"output_dir": str(tmp_path), "steps": 1},
+            "reward": {"name": "exact"},
+            "rollout": {"n": 2},
+            "algorithm": {"correction": {"weight": "token"}},
+        },
+    )
     run = SimpleNamespace(policy=None, timers=Timers(), comm=None)
     assert Learner(run, config)._engine_knows is ahead
 
@@ -159,11 +200,23 @@ def test_what_generates_beside_the_loop_is_closed_after_an_error(sums_model, tmp
     closed: set[int] = set()
     monkeypatch.setattr(Synchronous, "close", lambda self: closed.add(id(self)))
     register("broken")(lambda: lambda sample: 1 / 0)
-    config = from_tree(RLConfig, {
-        "engine": {"model": {"path": str(sums_model)}, "device": "cpu"}, "data": {"source": str(sums_model / "train.jsonl")},
-        "run": {"output_dir": str(tmp_path / "out"), "steps": 1, "progress": False, "report": False, "tensorboard": False},
-        "reward": {"name": "broken", "workers": 0, "timeout_s": None}, "rollout": {"n": 2, "max_new_tokens": 4}, "algorithm": {"prompts_per_step": 4},
-    })  # fmt: skip
+    config = from_tree(
+        RLConfig,
+        {
+            "engine": {"model": {"path": str(sums_model)}, "device": "cpu"},
+            "data": {"source": str(sums_model / "train.jsonl")},
+            "run": {
+                "output_dir": str(tmp_path / "out"),
+                "steps": 1,
+                "progress": False,
+                "report": False,
+                "tensorboard": False,
+            },
+            "reward": {"name": "broken", "workers": 0, "timeout_s": None},
+            "rollout": {"n": 2, "max_new_tokens": 4},
+            "algorithm": {"prompts_per_step": 4},
+        },
+    )
     with pytest.raises(RewardError, match="ZeroDivisionError"):
         train_rl(config)
     assert len(closed) == 1

@@ -40,7 +40,9 @@ def export(folder):
 
 
 def served(folder):
-    rollout = RolloutRegistry.create(name="local", device="cpu", model=ModelSource(path=str(folder)), pad_token_id=0)
+    rollout = RolloutRegistry.create(
+        name="local", device="cpu", model=ModelSource(path=str(folder)), pad_token_id=0
+    )
     rollout.update_weights(export(folder), 1)
     return rollout
 
@@ -49,12 +51,16 @@ def is_right(rollout, folder, prompts=PROMPTS):
     model = oracle(str(folder))
     for completion in rollout.generate(prompts, SAMPLING):
         tokens = list(completion.tokens)
-        own = log_probs(model, torch.tensor([*prompts[completion.prompt_index], *tokens]))[-len(tokens) :]
+        own = log_probs(model, torch.tensor([*prompts[completion.prompt_index], *tokens]))[
+            -len(tokens) :
+        ]
         assert float((own - torch.tensor(completion.log_probs)).abs().max()) < NEAR
 
 
 @pytest.mark.parametrize("model_type", [name for name in MODEL_TYPES if name not in NOT_ITSELF])
-def test_a_model_generates_with_its_own_log_probs_or_is_refused_before_it_generates(tmp_path, model_type):
+def test_a_model_generates_with_its_own_log_probs_or_is_refused_before_it_generates(
+    tmp_path, model_type
+):
     tiny_model(model_type).save_pretrained(tmp_path)
     try:
         rollout = served(tmp_path)
@@ -75,7 +81,12 @@ def test_a_cache_that_cannot_be_repeated_is_named(tmp_path, model_type):
 
 def test_a_temperature_by_place_in_the_batch_is_not_moved_by_padding(tmp_path):
     """Llama 4's attention without RoPE scales each query by its place, as transformers counts it: padding included."""
-    changes = {"attn_temperature_tuning": True, "floor_scale": 4, "attn_scale": 1.0, "no_rope_layers": [0, 1, 0, 1]}
+    changes = {
+        "attn_temperature_tuning": True,
+        "floor_scale": 4,
+        "attn_scale": 1.0,
+        "no_rope_layers": [0, 1, 0, 1],
+    }
     tiny_model("llama4_text", **changes).save_pretrained(tmp_path)
     is_right(served(tmp_path), tmp_path)
 
@@ -86,7 +97,9 @@ def test_indexed_attention_sees_the_chosen_places_alone():
     query = torch.randn(rows, heads, new, size, generator=generator)
     key, value = (torch.randn(rows, heads, past, size, generator=generator) for _ in range(2))
     causal = torch.ones(new, past, dtype=torch.bool).tril(past - new).expand(rows, 1, new, past)
-    places = torch.stack([torch.randperm(past, generator=generator)[:chosen] for _ in range(rows * new)])
+    places = torch.stack(
+        [torch.randperm(past, generator=generator)[:chosen] for _ in range(rows * new)]
+    )
     places = places.reshape(rows, new, chosen).int()
     module = torch.nn.Module()
     module.is_causal = True

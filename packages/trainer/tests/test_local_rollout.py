@@ -21,17 +21,30 @@ from engine_api.rollout import Rollout, SamplingParams
 from engine_trainer.rollouts.sampling import draw, truncate, uniforms
 
 SIZES = {
-    "vocab_size": 48, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4,
-    "num_key_value_heads": 2, "max_position_embeddings": 64, "initializer_range": 0.3, "pad_token_id": 0,
-    "eos_token_id": 1, "bos_token_id": None,
-}  # fmt: skip
+    "vocab_size": 48,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 64,
+    "initializer_range": 0.3,
+    "pad_token_id": 0,
+    "eos_token_id": 1,
+    "bos_token_id": None,
+}
 CONFIGS = {
     "qwen3": Qwen3Config(**SIZES, head_dim=8, tie_word_embeddings=True),
     "qwen2": Qwen2Config(**SIZES, tie_word_embeddings=False),
     "llama": LlamaConfig(**{**SIZES, "num_key_value_heads": 4}, tie_word_embeddings=False),
     "mistral_window": MistralConfig(**SIZES, sliding_window=6, tie_word_embeddings=False),
     "qwen3_moe": Qwen3MoeConfig(
-        **SIZES, head_dim=8, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=16, tie_word_embeddings=False
+        **SIZES,
+        head_dim=8,
+        num_experts=4,
+        num_experts_per_tok=2,
+        moe_intermediate_size=16,
+        tie_word_embeddings=False,
     ),
 }
 PROMPTS = [[5, 6, 7], [9, 8, 7, 6, 5, 4, 3, 2], [11], [12, 13, 14], [20, 21, 22, 23, 24]]
@@ -64,7 +77,9 @@ def serve(name, folder, **kwargs):
         torch.manual_seed(3)
         model = AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval()
     arguments = {"pad_token_id": 0, "eos_token_ids": (EOS,), "batch_size": 64, **kwargs}
-    rollout = RolloutRegistry.create(name="local", device="cpu", model=ModelSource(path=str(folder)), **arguments)
+    rollout = RolloutRegistry.create(
+        name="local", device="cpu", model=ModelSource(path=str(folder)), **arguments
+    )
     rollout.update_weights(export(model), 7)
     return model, rollout
 
@@ -77,7 +92,9 @@ def params(**kwargs) -> SamplingParams:
 def full_forward(model, prompt, completion, temperature=1.0):
     """Log-probs of a completion from one forward pass over the whole text, without a cache or padding."""
     ids = torch.tensor([[*prompt, *completion]])
-    log_probs = (model(input_ids=ids, use_cache=False).logits[0].double() / temperature).log_softmax(-1)
+    log_probs = (
+        model(input_ids=ids, use_cache=False).logits[0].double() / temperature
+    ).log_softmax(-1)
     return log_probs[len(prompt) - 1 : -1].gather(-1, torch.tensor(completion)[:, None]).squeeze(-1)
 
 
@@ -97,7 +114,9 @@ def test_log_probs_are_those_of_a_full_forward(served, temperature):
     worst = 0.0
     for c in completions:
         expected = full_forward(model, PROMPTS[c.prompt_index], c.tokens, temperature)
-        worst = max(worst, float((torch.tensor(c.log_probs, dtype=torch.float64) - expected).abs().max()))
+        worst = max(
+            worst, float((torch.tensor(c.log_probs, dtype=torch.float64) - expected).abs().max())
+        )
     assert worst <= 1e-5 / min(temperature, 1.0)  # logits, rounded to float32, are divided by it
 
 
@@ -107,9 +126,13 @@ def test_log_probs_are_before_truncation_and_tokens_after_it(qwen3, cut):
     for c in rollout.generate(PROMPTS, params(n=4, temperature=1.3, **cut)):
         prompt = PROMPTS[c.prompt_index]
         expected = full_forward(model, prompt, c.tokens, 1.3)
-        torch.testing.assert_close(torch.tensor(c.log_probs, dtype=torch.float64), expected, atol=1e-5, rtol=0)
+        torch.testing.assert_close(
+            torch.tensor(c.log_probs, dtype=torch.float64), expected, atol=1e-5, rtol=0
+        )
         with torch.no_grad():
-            logits = model(input_ids=torch.tensor([[*prompt, *c.tokens]])).logits[0, len(prompt) - 1 : -1]
+            logits = model(input_ids=torch.tensor([[*prompt, *c.tokens]])).logits[
+                0, len(prompt) - 1 : -1
+            ]
         left = truncate((logits / 1.3).log_softmax(-1), params(**cut)).isfinite()
         assert bool(left[torch.arange(len(c.tokens)), c.tokens].all())
 
@@ -119,12 +142,19 @@ def test_greedy_is_that_of_generate(served):
     for c in rollout.generate(PROMPTS, params(temperature=0.0)):
         prompt = PROMPTS[c.prompt_index]
         expected = model.generate(
-            input_ids=torch.tensor([prompt]), attention_mask=torch.ones(1, len(prompt), dtype=torch.int64),
-            max_new_tokens=12, do_sample=False, eos_token_id=EOS, pad_token_id=0,
-        )[0, len(prompt) :]  # fmt: skip
+            input_ids=torch.tensor([prompt]),
+            attention_mask=torch.ones(1, len(prompt), dtype=torch.int64),
+            max_new_tokens=12,
+            do_sample=False,
+            eos_token_id=EOS,
+            pad_token_id=0,
+        )[0, len(prompt) :]
         assert c.tokens == expected.tolist()
         torch.testing.assert_close(
-            torch.tensor(c.log_probs, dtype=torch.float64), full_forward(model, prompt, c.tokens), atol=1e-5, rtol=0
+            torch.tensor(c.log_probs, dtype=torch.float64),
+            full_forward(model, prompt, c.tokens),
+            atol=1e-5,
+            rtol=0,
         )
 
 
@@ -133,11 +163,17 @@ def test_the_batch_that_a_prompt_is_in_changes_nothing(served, temperature):
     _, rollout = served
     n = 1 if temperature == 0 else 3
     together = rollout.generate(PROMPTS, params(n=n, temperature=temperature))
-    alone = [c for prompt in PROMPTS for c in rollout.generate([prompt], params(n=n, temperature=temperature))]
+    alone = [
+        c
+        for prompt in PROMPTS
+        for c in rollout.generate([prompt], params(n=n, temperature=temperature))
+    ]
     assert [c.tokens for c in together] == [c.tokens for c in alone]
     assert [c.prompt_index for c in together] == [i for i in range(len(PROMPTS)) for _ in range(n)]
     for a, b in zip(together, alone, strict=True):
-        torch.testing.assert_close(torch.tensor(a.log_probs), torch.tensor(b.log_probs), atol=1e-5, rtol=1e-5)
+        torch.testing.assert_close(
+            torch.tensor(a.log_probs), torch.tensor(b.log_probs), atol=1e-5, rtol=1e-5
+        )
 
 
 def test_small_batches_and_order_change_nothing(qwen3, tmp_path):
@@ -146,7 +182,9 @@ def test_small_batches_and_order_change_nothing(qwen3, tmp_path):
     whole = rollout.generate(PROMPTS, params(n=2))
     assert as_rows(small.generate(PROMPTS, params(n=2))) == as_rows(whole)
     backwards = rollout.generate(PROMPTS[::-1], params(n=2))
-    assert [c.tokens for c in backwards] == [c.tokens for i in range(4, -1, -1) for c in whole[2 * i : 2 * i + 2]]
+    assert [c.tokens for c in backwards] == [
+        c.tokens for i in range(4, -1, -1) for c in whole[2 * i : 2 * i + 2]
+    ]
 
 
 def test_the_seed_decides_and_the_global_generator_is_untouched(qwen3):
@@ -169,7 +207,9 @@ def test_the_seed_decides_and_the_global_generator_is_untouched(qwen3):
 def test_building_leaves_the_global_generator_alone(tmp_path):
     CONFIGS["llama"].save_pretrained(tmp_path)
     before = torch.random.get_rng_state()
-    RolloutRegistry.create(name="local", device="cpu", model=ModelSource(path=str(tmp_path)), pad_token_id=0)
+    RolloutRegistry.create(
+        name="local", device="cpu", model=ModelSource(path=str(tmp_path)), pad_token_id=0
+    )
     assert torch.equal(before, torch.random.get_rng_state())
 
 
@@ -232,9 +272,15 @@ NORM = "model.layers.1.input_layernorm.weight"
     [
         (change(NORM, None), f"{NORM}: missing"),
         (change(NORM, torch.ones(7)), rf"{NORM}: shape \[7\], the model has \[32\]"),
-        (change("model.layers.1.input_layernom.weight", torch.ones(32)), "did you mean model.layers.1.input_layernorm"),
+        (
+            change("model.layers.1.input_layernom.weight", torch.ones(32)),
+            "did you mean model.layers.1.input_layernorm",
+        ),
         (lambda m: [*export(m), (NORM, torch.ones(32))], "given twice"),
-        (lambda m: [*export(m), ("lm_head.weight", torch.ones(48, 32))], "lm_head.weight: the model has no such"),
+        (
+            lambda m: [*export(m), ("lm_head.weight", torch.ones(48, 32))],
+            "lm_head.weight: the model has no such",
+        ),
     ],
 )
 def test_an_export_that_does_not_fit_is_refused_until_a_good_one_comes(tmp_path, bad, said):
@@ -264,7 +310,9 @@ def test_new_weights_are_served(tmp_path):
     old = rollout.generate(PROMPTS, params(temperature=0.0))
     with torch.no_grad():
         for parameter in model.parameters():
-            parameter.add_(torch.randn(parameter.shape, generator=torch.Generator().manual_seed(1)) * 0.1)
+            parameter.add_(
+                torch.randn(parameter.shape, generator=torch.Generator().manual_seed(1)) * 0.1
+            )
     rollout.update_weights(((n, t.bfloat16() if n == NORM else t) for n, t in export(model)), 8)
     new = rollout.generate(PROMPTS, params(temperature=0.0))
     assert [c.tokens for c in new] != [c.tokens for c in old]
@@ -273,12 +321,16 @@ def test_new_weights_are_served(tmp_path):
         weight.copy_(weight.bfloat16())  # what was sent
     for c in new:
         expected = full_forward(model, PROMPTS[c.prompt_index], c.tokens)
-        torch.testing.assert_close(torch.tensor(c.log_probs, dtype=torch.float64), expected, atol=1e-5, rtol=0)
+        torch.testing.assert_close(
+            torch.tensor(c.log_probs, dtype=torch.float64), expected, atol=1e-5, rtol=0
+        )
 
 
 def test_nothing_is_generated_before_the_first_sync_nor_asleep_nor_closed(tmp_path):
     CONFIGS["qwen3"].save_pretrained(tmp_path)
-    rollout = RolloutRegistry.create(name="local", device="cpu", model=ModelSource(path=str(tmp_path)), pad_token_id=0)
+    rollout = RolloutRegistry.create(
+        name="local", device="cpu", model=ModelSource(path=str(tmp_path)), pad_token_id=0
+    )
     model = AutoModelForCausalLM.from_config(CONFIGS["qwen3"])
     with pytest.raises(RolloutError, match="no weights"):
         rollout.generate(PROMPTS, params())
@@ -360,7 +412,12 @@ def test_truncation_by_hand():
     assert left(top_p=0.5) == [True, False, False, False]
     assert left(top_p=0.51) == [True, True, False, False]
     assert left(top_p=0.01) == [True, False, False, False]  # one is always left
-    assert left(top_k=2, top_p=0.62) == [True, False, False, False]  # of the two that are left the first has 0.625
+    assert left(top_k=2, top_p=0.62) == [
+        True,
+        False,
+        False,
+        False,
+    ]  # of the two that are left the first has 0.625
 
 
 def test_uniform_numbers_are_a_function_of_seed_prompt_and_place():

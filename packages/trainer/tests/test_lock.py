@@ -29,7 +29,9 @@ def taken(tmp_path):
 
 def test_a_folder_that_is_in_use_is_refused_before_anything_is_made(sums_model, taken):
     asked: list[object] = []
-    launcher = SimpleNamespace(comm=SingleComm(), close=lambda: None, resolve=asked.append, engines=asked.append)
+    launcher = SimpleNamespace(
+        comm=SingleComm(), close=lambda: None, resolve=asked.append, engines=asked.append
+    )
     with pytest.raises(ConfigError, match="another run writes to"):  # noqa: SIM117 - the run is entered by itself
         with Run(configure(sums_model, taken), kind="rl", total_steps=1, launcher=launcher) as run:
             run.start()

@@ -18,7 +18,9 @@ from engine_trainer.throughput import Throughput
 
 
 def section(**settings):
-    return RunSection(output_dir="o", steps=5, **({"progress": False, "tensorboard": False} | settings))
+    return RunSection(
+        output_dir="o", steps=5, **({"progress": False, "tensorboard": False} | settings)
+    )
 
 
 def test_phases_add_up_and_begin_anew():
@@ -65,7 +67,9 @@ def test_tensorboard_gets_the_same_figures(tmp_path):
     assert [(e.step, e.value) for e in events.Scalars("train/loss")] == [(3, 0.5)]
 
 
-def test_a_run_that_begins_anew_in_its_folder_leaves_nothing_of_what_was_there(tmp_path, monkeypatch):
+def test_a_run_that_begins_anew_in_its_folder_leaves_nothing_of_what_was_there(
+    tmp_path, monkeypatch
+):
     """It was killed before its first checkpoint: metrics.jsonl begins anew, and so does what is shown of it."""
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
@@ -81,7 +85,9 @@ def test_a_run_that_begins_anew_in_its_folder_leaves_nothing_of_what_was_there(t
         log.open(begin)
         log.write(step, {"train/loss": loss})
         log.close()
-        second = int(time.time())  # TensorBoard orders its files by the second that their names hold
+        second = int(
+            time.time()
+        )  # TensorBoard orders its files by the second that their names hold
         until(lambda second=second: int(time.time()) > second)
     events = EventAccumulator(str(tmp_path / "tensorboard")).Reload()
     assert [(e.step, e.value) for e in events.Scalars("train/loss")] == [(1, 0.25), (2, 0.125)]
@@ -97,7 +103,9 @@ def test_wandb_is_used_when_installed_and_asked_for_when_not(tmp_path, monkeypat
     run = types.SimpleNamespace(
         id="abc", log=lambda m, step: calls.append((step, m)), finish=lambda: calls.append("end")
     )
-    monkeypatch.setitem(sys.modules, "wandb", types.SimpleNamespace(init=lambda **kw: calls.append(kw) or run))
+    monkeypatch.setitem(
+        sys.modules, "wandb", types.SimpleNamespace(init=lambda **kw: calls.append(kw) or run)
+    )
     for done in range(2):
         log = RunLog(tmp_path, section(wandb="p"), active=True, total_steps=5, config={"a": 1})
         log.open(done)
@@ -112,7 +120,9 @@ def test_the_bar_shows_the_figures_that_matter(tmp_path, capsys):
     log = RunLog(tmp_path, section(progress=True), active=True, total_steps=5)
     log.open(2)
     log.progress(
-        3, {"train/loss": 0.12345, "eval/accuracy": 0.5, "other": 1.0}, ("train/loss", "eval/accuracy", "absent")
+        3,
+        {"train/loss": 0.12345, "eval/accuracy": 0.5, "other": 1.0},
+        ("train/loss", "eval/accuracy", "absent"),
     )
     log.close()
     err = capsys.readouterr().err
@@ -125,9 +135,14 @@ def test_flop_formula_against_a_model_counted_by_hand():
     n = 4 * 64 + 3 * 8 * 16 + 8 * 11
     speed = Throughput(parameters=n, attention=1 * 2 * 4, peak=1e9)
     matmul = 3 * 2 * n * 10  # 2 FLOP a weight and token, forward and twice backward
-    attention = 3 * (2 * 2 * 6 * 6 * 8 + 2 * 2 * 4 * 4 * 8) / 2  # QK and PV of 6 and 4 tokens, half of it masked
+    attention = (
+        3 * (2 * 2 * 6 * 6 * 8 + 2 * 2 * 4 * 4 * 8) / 2
+    )  # QK and PV of 6 and 4 tokens, half of it masked
     assert speed.flop([6, 4]) == matmul + attention
-    assert speed.metrics([6, 4], 2.0) == {"perf/tokens_per_s": 5.0, "perf/mfu": (matmul + attention) / 2e9}
+    assert speed.metrics([6, 4], 2.0) == {
+        "perf/tokens_per_s": 5.0,
+        "perf/mfu": (matmul + attention) / 2e9,
+    }
     assert "perf/mfu" not in Throughput(parameters=n, attention=8, peak=None).metrics([6], 1.0)
 
 

@@ -46,8 +46,13 @@ sys.stdin.read()
 
 @contextlib.contextmanager
 def ranks(world, port, *arguments):
-    environment = {**os.environ, "WORLD_SIZE": str(world), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port),
-                   "TORCHELASTIC_USE_AGENT_STORE": "True"}  # fmt: skip
+    environment = {
+        **os.environ,
+        "WORLD_SIZE": str(world),
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+        "TORCHELASTIC_USE_AGENT_STORE": "True",
+    }
     started = [
         subprocess.Popen(
             [sys.executable, "-c", PEER, *map(str, arguments)],
@@ -71,7 +76,12 @@ def ranks(world, port, *arguments):
 def store():
     """The launcher's store, as torchrun has it."""
     return dist.TCPStore(
-        "127.0.0.1", 0, None, is_master=True, timeout=timedelta(seconds=DEADLINE_S), wait_for_workers=False
+        "127.0.0.1",
+        0,
+        None,
+        is_master=True,
+        timeout=timedelta(seconds=DEADLINE_S),
+        wait_for_workers=False,
     )
 
 
@@ -95,7 +105,13 @@ def test_ranks_agree_through_the_launchers_store(store):
 
 
 @pytest.mark.parametrize(
-    ("key", "kind"), [("0/1", "pickle"), ("0/0", "another value"), ("process/0/1", "pickle"), ("0/1", "foreign class")]
+    ("key", "kind"),
+    [
+        ("0/1", "pickle"),
+        ("0/0", "another value"),
+        ("process/0/1", "pickle"),
+        ("0/1", "foreign class"),
+    ],
 )
 def test_a_key_set_from_outside_runs_nothing_and_is_a_typed_error(store, tmp_path, key, kind):
     head = b'{"$":"class","c":"os.mkdir","v":[]}'
@@ -136,7 +152,9 @@ def test_a_stopped_rank_is_named_at_the_deadline(store):
 
 
 def test_a_lost_store_is_said_to_be_lost():
-    server = subprocess.Popen([sys.executable, "-c", SERVES], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+    server = subprocess.Popen(
+        [sys.executable, "-c", SERVES], stdin=subprocess.PIPE, stdout=subprocess.PIPE
+    )
     try:
         port = int(server.stdout.readline())
         with ranks(2, port, 10 * DEADLINE_S, "one stays away") as started:

@@ -11,7 +11,9 @@ from engine_trainer import memory
 from engine_trainer.rl import train_rl
 
 
-def needed(out, *, free: dict[str, float], device="cuda", engines=4, replicas=4, **sections) -> None:
+def needed(
+    out, *, free: dict[str, float], device="cuda", engines=4, replicas=4, **sections
+) -> None:
     """``memory.check`` of ranks and replicas on four GPUs, or all on a host."""
     config = on_ray(out, out, **sections)
     rooms = [memory.Room(device=name, free=int(room)) for name, room in free.items()]
@@ -53,12 +55,16 @@ def test_the_memory_estimate_by_hand(eight_billion, tmp_path):
     check(engine - gradient + rollout, {"offload_engine": True})
     with pytest.raises(ConfigError, match=r"(?s)37\.3 GiB.*by turns"):
         check(engine - gradient + rollout - 1e6, {"offload_engine": True})
-    check(engine, {"offload_engine": True, "quantization": "fp8"})  # 24 and 8 in a sync, 32 while it trains
+    check(
+        engine, {"offload_engine": True, "quantization": "fp8"}
+    )  # 24 and 8 in a sync, 32 while it trains
     with pytest.raises(ConfigError, match=r"29\.8 GiB at least"):
         check(engine - 1e6, {"offload_engine": True, "quantization": "fp8"})
     check(engine - gradient + rollout / 2, {"quantization": "fp8"})
     check(gradient + rollout, optimizer={"name": "torch.optim.SGD"})
-    check(gradient + rollout, optimizer={"name": "bitsandbytes.optim.AdamW8bit"})  # of its moments nothing is known
+    check(
+        gradient + rollout, optimizer={"name": "bitsandbytes.optim.AdamW8bit"}
+    )  # of its moments nothing is known
     with pytest.raises(ConfigError, match=r"37\.3 GiB"):
         check(engine - gradient + rollout - 1e6, optimizer={"name": "torch.optim.Adam"})
     check(gradient + rollout, memory={"offload_optimizer": True})
@@ -67,7 +73,10 @@ def test_the_memory_estimate_by_hand(eight_billion, tmp_path):
     host = {"host": 4 * engine + 4 * rollout - 1e6}
     with pytest.raises(ConfigError, match="4 engine rank"):
         needed(tmp_path, free=host, device="cpu", engine=mixed)
-    for memory_given in ({"offload_params": True}, {"offload_optimizer": True}):  # from the host to the host
+    for memory_given in (
+        {"offload_params": True},
+        {"offload_optimizer": True},
+    ):  # from the host to the host
         with pytest.raises(ConfigError, match="4 engine rank"):
             needed(tmp_path, free=host, device="cpu", engine=mixed | {"memory": memory_given})
 
@@ -77,22 +86,40 @@ def test_the_memory_of_reference_and_critic_by_hand(eight_billion, tmp_path):
 
     12e9 of it are gradients, which are not there while the replica is awake.
     """
-    algorithm = {"kl": {"coefficient": 0.1}, "advantage": "gae", "critic": {"precision": {"master": "bfloat16"}}}
+    algorithm = {
+        "kl": {"coefficient": 0.1},
+        "advantage": "gae",
+        "critic": {"precision": {"master": "bfloat16"}},
+    }
     needed(tmp_path, free=gpus(76e9), algorithm=algorithm)
     with pytest.raises(ConfigError, match=r"of 52.2 GiB .policy 29.8, reference 7.5, critic 14.9."):
         needed(tmp_path, free=gpus(76e9 - 1e6), algorithm=algorithm)
     # An adapter is its own reference, and the critic may have its own where the policy has none.
-    needed(tmp_path, free=gpus(8e9 + 32e9), algorithm={"kl": {"coefficient": 0.1}}, engine={"lora": {"rank": 8}})
-    needed(tmp_path, free=gpus(24e9 + 4e9 + 32e9),
-           algorithm={**algorithm, "kl": {}, "critic": {**algorithm["critic"], "lora": {"rank": 8}}})  # fmt: skip
+    needed(
+        tmp_path,
+        free=gpus(8e9 + 32e9),
+        algorithm={"kl": {"coefficient": 0.1}},
+        engine={"lora": {"rank": 8}},
+    )
+    needed(
+        tmp_path,
+        free=gpus(24e9 + 4e9 + 32e9),
+        algorithm={**algorithm, "kl": {}, "critic": {**algorithm["critic"], "lora": {"rank": 8}}},
+    )
 
 
 def test_by_turns_reference_and_critic_are_away_during_a_sync(eight_billion, tmp_path):
     """While it trains 32e9 + 8e9 + 16e9; in a sync the policy's 24e9 and the replica's 32e9."""
-    algorithm = {"kl": {"coefficient": 0.1}, "advantage": "gae", "critic": {"precision": {"master": "bfloat16"}}}
+    algorithm = {
+        "kl": {"coefficient": 0.1},
+        "advantage": "gae",
+        "critic": {"precision": {"master": "bfloat16"}},
+    }
     needed(tmp_path, free=gpus(56e9), algorithm=algorithm, rollout={"offload_engine": True})
     with pytest.raises(ConfigError, match="by turns"):
-        needed(tmp_path, free=gpus(56e9 - 1e6), algorithm=algorithm, rollout={"offload_engine": True})
+        needed(
+            tmp_path, free=gpus(56e9 - 1e6), algorithm=algorithm, rollout={"offload_engine": True}
+        )
 
 
 def test_a_policy_that_is_only_measured_has_neither_reference_nor_critic(eight_billion, tmp_path):
@@ -102,7 +129,9 @@ def test_a_policy_that_is_only_measured_has_neither_reference_nor_critic(eight_b
 
 def test_without_ray_too_it_is_said_before_an_engine_is_made(sums_model, tmp_path, monkeypatch):
     monkeypatch.setattr(memory, "_parameters", lambda source, trunk=False: 10**15)
-    monkeypatch.setattr("engine_trainer.spmd.EngineRegistry.create", lambda **_: pytest.fail("an engine was made"))
+    monkeypatch.setattr(
+        "engine_trainer.spmd.EngineRegistry.create", lambda **_: pytest.fail("an engine was made")
+    )
     with pytest.raises(ConfigError, match=r"what is placed on .* needs .* GiB at least") as caught:
         train_rl(configure(sums_model, tmp_path / "out"))
     assert "rollout.offload_engine" in caught.value.remedy

@@ -43,7 +43,9 @@ def load(path, **section):
 
 def test_without_a_network_a_name_that_is_not_cached_is_told_after_two_questions(hub):
     asked = hub(RuntimeError("Name or service not known"))
-    with pytest.raises(ConfigError, match=r"(?s)no folder 'Qwen/Qwen3-0.6X'.*service not known.*hf download") as caught:
+    with pytest.raises(
+        ConfigError, match=r"(?s)no folder 'Qwen/Qwen3-0.6X'.*service not known.*hf download"
+    ) as caught:
         load("Qwen/Qwen3-0.6X")
     assert (caught.value.field, len(asked)) == ("engine.model.path", 2)
     with pytest.raises(ConfigError) as caught:
@@ -61,7 +63,9 @@ def test_a_path_that_cannot_be_a_name_is_told_without_a_question(hub):
 
 def test_what_is_cached_is_not_asked_for(hub, monkeypatch):
     asked = hub(RuntimeError("no network"))
-    monkeypatch.setattr(huggingface_hub, "try_to_load_from_cache", lambda *_, **__: "/cache/config.json")
+    monkeypatch.setattr(
+        huggingface_hub, "try_to_load_from_cache", lambda *_, **__: "/cache/config.json"
+    )
     models.require_source("owner/name", "k")
     assert not asked
 
@@ -71,7 +75,9 @@ def test_a_hub_that_forbids_or_fails_is_left_to_transformers(hub):
     models.require_source("owner/name", "k")
 
 
-@pytest.mark.parametrize("files", [{"config.json": QWEN}, {"config.json": QWEN, "tokenizer_config.json": {}}])
+@pytest.mark.parametrize(
+    "files", [{"config.json": QWEN}, {"config.json": QWEN, "tokenizer_config.json": {}}]
+)
 def test_a_folder_without_a_tokenizer_is_refused_by_its_name(tmp_path, files):
     """transformers makes an empty tokenizer of Qwen's kind for it."""
     for name, content in files.items():

@@ -28,7 +28,9 @@ def turn(role: str, content: str) -> dict[str, str]:
 
 
 def test_a_question_and_its_answer(quickstart):
-    text = quickstart.apply_chat_template([turn("user", "hi"), turn("assistant", "ho")], tokenize=False)
+    text = quickstart.apply_chat_template(
+        [turn("user", "hi"), turn("assistant", "ho")], tokenize=False
+    )
     assert text == "<|bos|><|user|>hi<|assistant|>ho<|eos|>"
 
 
@@ -37,6 +39,8 @@ def test_a_role_that_it_does_not_know_is_refused(quickstart, role):
     """Served by vLLM or transformers, too: whoever sends it would think that the model has read it."""
     with pytest.raises(jinja2.TemplateError, match=role):
         quickstart.apply_chat_template([turn(role, "be brief"), turn("user", "hi")], tokenize=False)
-    example = Example(messages=[turn("user", "hi"), turn(role, "4"), turn("assistant", "ho")], file="f", number=3)
+    example = Example(
+        messages=[turn("user", "hi"), turn(role, "4"), turn("assistant", "ho")], file="f", number=3
+    )
     with pytest.raises(DataError, match=f"(?s)f:3.*{role}"):
         ChatTokenizer(quickstart, DataSection(source="f")).document(example)

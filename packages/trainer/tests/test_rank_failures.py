@@ -46,10 +46,20 @@ def configuration(task: str, folder: Path, model: Path, timeout_s: int) -> Path:
 def ranks(world, folder, *arguments):
     """Processes as torchrun starts them, over a store like its own; nobody ends them when one fails."""
     store = dist.TCPStore(
-        "127.0.0.1", 0, None, is_master=True, timeout=timedelta(seconds=DEADLINE_S), wait_for_workers=False
+        "127.0.0.1",
+        0,
+        None,
+        is_master=True,
+        timeout=timedelta(seconds=DEADLINE_S),
+        wait_for_workers=False,
     )
-    common = {"WORLD_SIZE": str(world), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(store.port),
-              "TORCHELASTIC_USE_AGENT_STORE": "True", "OMP_NUM_THREADS": "1"}  # fmt: skip
+    common = {
+        "WORLD_SIZE": str(world),
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(store.port),
+        "TORCHELASTIC_USE_AGENT_STORE": "True",
+        "OMP_NUM_THREADS": "1",
+    }
     with contextlib.ExitStack() as stack:
         started = []
         for rank in range(world):
@@ -85,7 +95,9 @@ def ranks(world, folder, *arguments):
         ),
     ],
 )
-def test_the_command_of_every_other_rank_names_the_one_that_goes_away(sums_model, tmp_path, task, world, how):
+def test_the_command_of_every_other_rank_names_the_one_that_goes_away(
+    sums_model, tmp_path, task, world, how
+):
     timeout_s = STOPPED_S if how == "stopped" else 3600
     file = configuration(task, tmp_path, sums_model, timeout_s)
     fault = how if how in ("raises", "exits") else "waits"
@@ -103,8 +115,13 @@ def test_the_command_of_every_other_rank_names_the_one_that_goes_away(sums_model
             stopped = said[said.index("stopped: 1 rank(s) failed") :]
             assert f"rank {world - 1}: " in stopped
             wanted = SAID[how]
-            assert any(w in stopped for w in ([wanted] if isinstance(wanted, str) else wanted)), stopped
-            if how != "raises" and (task, how) != ("rl", "exits"):  # on which all ranks agreed: the error is whole
+            assert any(w in stopped for w in ([wanted] if isinstance(wanted, str) else wanted)), (
+                stopped
+            )
+            if how != "raises" and (task, how) != (
+                "rl",
+                "exits",
+            ):  # on which all ranks agreed: the error is whole
                 assert str(tmp_path / f"rank-{world - 1}.log") in stopped, "its log is not named"
 
 
@@ -114,8 +131,14 @@ def test_the_command_of_every_other_rank_names_the_one_that_goes_away(sums_model
 def test_under_torchrun_the_rank_that_is_left_says_why_before_it_is_ended(sums_model, tmp_path):
     file = configuration("sft", tmp_path, sums_model, 3600)
     launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    done = subprocess.run([sys.executable, *launcher, str(SCRIPT), "exits", "sft", str(file)], timeout=DEADLINE_S,
-                          capture_output=True, text=True, env={**os.environ, "OMP_NUM_THREADS": "1"}, check=False)  # fmt: skip
+    done = subprocess.run(
+        [sys.executable, *launcher, str(SCRIPT), "exits", "sft", str(file)],
+        timeout=DEADLINE_S,
+        capture_output=True,
+        text=True,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        check=False,
+    )
     assert done.returncode == 1
     assert "[rank 0] stopped: 1 rank(s) failed" in done.stderr, done.stderr[-3000:]
     assert "SystemExit: 3" in done.stderr

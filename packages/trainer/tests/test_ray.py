@@ -13,7 +13,11 @@ from engine_api.errors import ConfigError
 
 ray = pytest.importorskip("ray", reason="the extra ray")
 pytest.importorskip("engine_fsdp", reason="the loop needs an engine")
-pytestmark = [pytest.mark.distributed, pytest.mark.slow, pytest.mark.filterwarnings("ignore::FutureWarning")]
+pytestmark = [
+    pytest.mark.distributed,
+    pytest.mark.slow,
+    pytest.mark.filterwarnings("ignore::FutureWarning"),
+]
 
 from engine_trainer.ray.calls import WorkerLost  # noqa: E402 - behind importorskip
 from engine_trainer.ray.controller import train_on_ray  # noqa: E402
@@ -48,7 +52,9 @@ def torchrun(model: Path, out: Path, **sections):
     return result_of(out)
 
 
-def fault(worker: str, method: str, nth: int = 1, when: str = "before", do: object = "kill") -> dict:
+def fault(
+    worker: str, method: str, nth: int = 1, when: str = "before", do: object = "kill"
+) -> dict:
     return {"worker": worker, "method": method, "nth": nth, "when": when, "do": do}
 
 
@@ -68,29 +74,51 @@ def test_two_engine_ranks_on_ray_give_the_bits_of_torchrun(sums_model, tmp_path,
 def test_ppo_killed_between_policy_and_critic_ends_as_one_left_alone(sums_model, tmp_path, plan):
     sections = {"algorithm": PPO, "run": {"steps": 2}}
     train_on_ray(on_ray(sums_model, tmp_path / "alone", **sections))
-    plan.write_text(json.dumps([
-        fault("engine-0", "infer"), fault("engine-1", "train", nth=3), fault("engine-0", "save", nth=2)
-    ]))  # fmt: skip
+    plan.write_text(
+        json.dumps(
+            [
+                fault("engine-0", "infer"),
+                fault("engine-1", "train", nth=3),
+                fault("engine-0", "save", nth=2),
+            ]
+        )
+    )
     train_on_ray(on_ray(sums_model, tmp_path / "out", **sections))
     assert json.loads(plan.read_text()) == []
     assert result_of(tmp_path / "out") == result_of(tmp_path / "alone")
     assert all(row["critic/updates"] == 2 for row in result_of(tmp_path / "out")[1])
 
 
-def test_killed_in_each_phase_beside_the_engine_it_ends_as_one_left_alone(sums_model, tmp_path, plan, alone):
-    plan.write_text(json.dumps([
-        fault("engine-0", "answer", when="after"), fault("engine-1", "train"),
-        fault("engine-0", "save", when="after"), fault("engine-1", "sync", nth=2),
-    ]))  # fmt: skip
+def test_killed_in_each_phase_beside_the_engine_it_ends_as_one_left_alone(
+    sums_model, tmp_path, plan, alone
+):
+    plan.write_text(
+        json.dumps(
+            [
+                fault("engine-0", "answer", when="after"),
+                fault("engine-1", "train"),
+                fault("engine-0", "save", when="after"),
+                fault("engine-1", "sync", nth=2),
+            ]
+        )
+    )
     train_on_ray(on_ray(sums_model, tmp_path / "out", ray={"restarts": 5}))
     assert json.loads(plan.read_text()) == []
     assert result_of(tmp_path / "out") == alone
 
 
-def test_killed_in_each_phase_apart_from_the_engine_it_ends_as_one_left_alone(sums_model, tmp_path, plan, alone):
-    plan.write_text(json.dumps([
-        fault("rollout-0", "answer"), fault("rollout-1", "receive", nth=2), fault("engine-0", "send", nth=2),
-    ]))  # fmt: skip
+def test_killed_in_each_phase_apart_from_the_engine_it_ends_as_one_left_alone(
+    sums_model, tmp_path, plan, alone
+):
+    plan.write_text(
+        json.dumps(
+            [
+                fault("rollout-0", "answer"),
+                fault("rollout-1", "receive", nth=2),
+                fault("engine-0", "send", nth=2),
+            ]
+        )
+    )
     train_on_ray(on_ray(sums_model, tmp_path / "out", ray={"rollouts": 2, "restarts": 3}))
     assert json.loads(plan.read_text()) == []
     assert result_of(tmp_path / "out") == alone
@@ -111,7 +139,9 @@ def test_a_reward_that_raises_is_its_own_error_and_not_repeated(sums_model, tmp_
 
 
 def test_a_cluster_that_is_too_small_is_refused_with_what_is_missing(sums_model, tmp_path):
-    with pytest.raises(ConfigError, match=r"(?s)5 CPU missing.*11 workers of 1 CPU each.*has 6 CPU"):
+    with pytest.raises(
+        ConfigError, match=r"(?s)5 CPU missing.*11 workers of 1 CPU each.*has 6 CPU"
+    ):
         train_on_ray(on_ray(sums_model, tmp_path / "out", ray={"engines": 8, "rollouts": 3}))
     with pytest.raises(ConfigError, match=r"(?s)2 GPU missing.*has 6 CPU and 0 GPU"):
         train_on_ray(on_ray(sums_model, tmp_path / "out", engine={"device": "cuda"}))

@@ -10,7 +10,11 @@ from ray_runs import on_ray, result_of, tree
 
 ray = pytest.importorskip("ray", reason="the extra ray")
 pytest.importorskip("engine_fsdp", reason="the loop needs an engine")
-pytestmark = [pytest.mark.distributed, pytest.mark.slow, pytest.mark.filterwarnings("ignore::FutureWarning")]
+pytestmark = [
+    pytest.mark.distributed,
+    pytest.mark.slow,
+    pytest.mark.filterwarnings("ignore::FutureWarning"),
+]
 
 from engine_trainer.config import RLConfig  # noqa: E402 - behind importorskip
 from engine_trainer.loading import from_tree  # noqa: E402
@@ -31,12 +35,24 @@ def sevens(sample):
 def test_an_agent_and_an_own_reward_give_the_bits_of_one_process(sums_model, tmp_path, monkeypatch):
     (tmp_path / "own.py").write_text(OWN)
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")]))
+    monkeypatch.setenv(
+        "PYTHONPATH",
+        os.pathsep.join([str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")]),
+    )
     monkeypatch.setenv("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
-    own = {"agent": {"function": "own.py:add"}, "reward": {"name": None, "function": "own.py:sevens", "workers": 1},
-           "rollout": {"n": 8, "max_new_tokens": 8}}  # fmt: skip
+    own = {
+        "agent": {"function": "own.py:add"},
+        "reward": {"name": None, "function": "own.py:sevens", "workers": 1},
+        "rollout": {"n": 8, "max_new_tokens": 8},
+    }
     train_rl(from_tree(RLConfig, tree(sums_model, tmp_path / "alone", **own)))
-    ray.init(address="local", num_cpus=4, include_dashboard=False, log_to_driver=False, logging_level="ERROR")
+    ray.init(
+        address="local",
+        num_cpus=4,
+        include_dashboard=False,
+        log_to_driver=False,
+        logging_level="ERROR",
+    )
     try:
         train_on_ray(on_ray(sums_model, tmp_path / "ray", **own, ray={"engines": 1}))
     finally:

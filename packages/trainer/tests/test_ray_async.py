@@ -22,7 +22,9 @@ from engine_trainer.replica import Answer, Group, Replica
 from engine_trainer.rewards import Score
 
 pytest.importorskip("ray", reason="the extra ray")
-pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning")  # torch 2.13 renames a collective under FSDP
+pytestmark = pytest.mark.filterwarnings(
+    "ignore::FutureWarning"
+)  # torch 2.13 renames a collective under FSDP
 
 from engine_trainer.ray.continuing import Continuing  # noqa: E402 - behind importorskip
 
@@ -40,18 +42,28 @@ class Words:
 def replica_of(model) -> tuple[Replica, dict[str, torch.Tensor]]:
     from safetensors.torch import load_file
 
-    rollout = RolloutRegistry.create(name="local", device="cpu", model=ModelSource(path=str(model)), pad_token_id=0,
-                                     eos_token_ids=(1,))  # fmt: skip
+    rollout = RolloutRegistry.create(
+        name="local",
+        device="cpu",
+        model=ModelSource(path=str(model)),
+        pad_token_id=0,
+        eos_token_ids=(1,),
+    )
     weights = load_file(model / "model.safetensors")
     rollout.update_weights(iter(weights.items()), 0)
     return Replica(rollout, Judge(), Words(), Timers()), weights
 
 
 def prompts(*tokens: list[int]) -> list[tuple[int, Prompt]]:
-    return [(10 + i, Prompt(tokens=list(t), rendered="", text="", answer=None)) for i, t in enumerate(tokens)]
+    return [
+        (10 + i, Prompt(tokens=list(t), rendered="", text="", answer=None))
+        for i, t in enumerate(tokens)
+    ]
 
 
-def run(continuing: Continuing, new, between=lambda count: None, times=30) -> dict[int, list[Answer]]:
+def run(
+    continuing: Continuing, new, between=lambda count: None, times=30
+) -> dict[int, list[Answer]]:
     found = dict(continuing.advance(new, seed=1))
     for count in range(1, times):
         between(count)
@@ -64,7 +76,10 @@ def test_a_rollout_that_only_ever_gives_nothing_is_no_endless_wait(sums_model):
     real = replica.rollout.generate
 
     def nothing(*asked):
-        return [replace(c, tokens=[], log_probs=[], weight_versions=[], finish_reason="length") for c in real(*asked)]
+        return [
+            replace(c, tokens=[], log_probs=[], weight_versions=[], finish_reason="length")
+            for c in real(*asked)
+        ]
 
     replica.rollout.generate = nothing
     continuing = Continuing(replica, SamplingParams(n=1, max_new_tokens=12, temperature=0.0), 3)
@@ -79,7 +94,9 @@ def test_slices_add_up_to_what_one_generation_says(sums_model, size):
     given = prompts([6, 2, 7, 3], [8, 2, 9, 3, 4], [10])
     whole = replica.rollout.generate([p.tokens for _, p in given], sampling)
     found = run(Continuing(replica, sampling, size), given)
-    assert {key: answers[0].tokens for key, answers in found.items()} == {10 + c.prompt_index: c.tokens for c in whole}
+    assert {key: answers[0].tokens for key, answers in found.items()} == {
+        10 + c.prompt_index: c.tokens for c in whole
+    }
     for completion in whole:
         answer = found[10 + completion.prompt_index][0]
         assert answer.finished == (completion.finish_reason == "stop")
@@ -91,8 +108,11 @@ def test_slices_add_up_to_what_one_generation_says(sums_model, size):
 def test_what_was_begun_goes_on_with_new_weights_and_each_token_says_which(sums_model):
     replica, weights = replica_of(sums_model)
     sampling = SamplingParams(n=3, max_new_tokens=9, temperature=1.0)
-    found = run(Continuing(replica, sampling, 2), prompts([6, 2, 7, 3], [8, 2, 9, 3]),
-                lambda count: replica.rollout.update_weights(iter(weights.items()), count))  # fmt: skip
+    found = run(
+        Continuing(replica, sampling, 2),
+        prompts([6, 2, 7, 3], [8, 2, 9, 3]),
+        lambda count: replica.rollout.update_weights(iter(weights.items()), count),
+    )
     answers = [a for group in found.values() for a in group]
     assert len(answers) == 6
     for answer in answers:
@@ -103,15 +123,25 @@ def test_what_was_begun_goes_on_with_new_weights_and_each_token_says_which(sums_
 
 
 def answer(versions: list[int]) -> Answer:
-    return Answer(tokens=[5] * len(versions), log_probs=[-1.0] * len(versions), text="", finished=True,
-                  score=Score(total=1.0, parts={}, correct=True), weight_versions=versions)  # fmt: skip
+    return Answer(
+        tokens=[5] * len(versions),
+        log_probs=[-1.0] * len(versions),
+        text="",
+        finished=True,
+        score=Score(total=1.0, parts={}, correct=True),
+        weight_versions=versions,
+    )
 
 
 def test_tokens_of_weights_that_are_too_old_carry_no_loss_and_are_counted():
     group = Group(prompt=prompts([6, 2])[0][1], answers=[answer([3, 4, 5]), answer([5, 5])])
     figures = staleness_figures([group], version=6, oldest=5)
-    assert figures == {"rollout/staleness": pytest.approx(8 / 5), "rollout/staleness_max": 3.0, "rollout/stale_tokens": 2.0,
-                       "rollout/continued": 0.5}  # fmt: skip
+    assert figures == {
+        "rollout/staleness": pytest.approx(8 / 5),
+        "rollout/staleness_max": 3.0,
+        "rollout/stale_tokens": 2.0,
+        "rollout/continued": 0.5,
+    }
     assert _document(0, 0, group, group.answers[0], False, 5).mask == [0, 0, 0, 0, 1]
     assert _document(0, 1, group, group.answers[1], False, 5).mask == [0, 0, 1, 1]
 
@@ -122,17 +152,29 @@ def test_what_a_tool_said_is_neither_stale_nor_fresh():
     never = replace(
         answer([-1, -1]), loss_weights=[0.0, 0.0]
     )  # a tool's words before the model's first: it failed there
-    figures = staleness_figures([Group(prompt=prompts([6])[0][1], answers=[said, never])], version=6, oldest=5)
-    assert figures == {"rollout/staleness": 1.5, "rollout/staleness_max": 3.0, "rollout/stale_tokens": 1.0,
-                       "rollout/continued": 0.5}  # fmt: skip
-    alone = staleness_figures([Group(prompt=prompts([6])[0][1], answers=[never])], version=6, oldest=5)
+    figures = staleness_figures(
+        [Group(prompt=prompts([6])[0][1], answers=[said, never])], version=6, oldest=5
+    )
+    assert figures == {
+        "rollout/staleness": 1.5,
+        "rollout/staleness_max": 3.0,
+        "rollout/stale_tokens": 1.0,
+        "rollout/continued": 0.5,
+    }
+    alone = staleness_figures(
+        [Group(prompt=prompts([6])[0][1], answers=[never])], version=6, oldest=5
+    )
     assert set(alone.values()) == {0.0}
 
 
 def test_the_oldest_version_counts_updates(sums_model, tmp_path):
     algorithm = {"mini_batches": 2, "epochs": 3, "correction": {"weight": "token"}}
     config = on_ray(
-        sums_model, tmp_path, ray={"rollouts": 1}, overlap={"mode": "full", "max_staleness": 2}, algorithm=algorithm
+        sums_model,
+        tmp_path,
+        ray={"rollouts": 1},
+        overlap={"mode": "full", "max_staleness": 2},
+        algorithm=algorithm,
     )
     here = SimpleNamespace(config=config, policy=SimpleNamespace(weight_version=20))
     assert Learner.oldest_version.fget(here) == 20 - 2 * 6
@@ -142,17 +184,28 @@ def test_the_oldest_version_counts_updates(sums_model, tmp_path):
 
 def test_the_state_of_a_step_names_what_is_under_way():
     assert Experience(groups=[], position=9, metrics={}).state == {"position": 9}
-    assert Experience(groups=[], position=9, metrics={}, pending=[4, 7]).state == {"position": 9, "pending": [4, 7]}
+    assert Experience(groups=[], position=9, metrics={}, pending=[4, 7]).state == {
+        "position": 9,
+        "pending": [4, 7],
+    }
 
 
-def test_overlap_without_replicas_of_its_own_or_without_a_correction_is_refused(sums_model, tmp_path):
+def test_overlap_without_replicas_of_its_own_or_without_a_correction_is_refused(
+    sums_model, tmp_path
+):
     mode = {"mode": "one_step_off"}
     with pytest.raises(ConfigError, match=r"(?s)overlap.mode.*replicas of their own"):
         configure(sums_model, tmp_path, overlap=mode)
     with pytest.raises(ConfigError, match=r"(?s)overlap.mode.*replicas of their own"):
         on_ray(sums_model, tmp_path, overlap=mode)
     with pytest.raises(ConfigError, match=r"(?s)overlap.mode.*needs a correction"):
-        on_ray(sums_model, tmp_path, ray={"rollouts": 1}, overlap=mode, algorithm={"correction": {"weight": "none"}})
+        on_ray(
+            sums_model,
+            tmp_path,
+            ray={"rollouts": 1},
+            overlap=mode,
+            algorithm={"correction": {"weight": "none"}},
+        )
 
 
 # --- on a cluster -------------------------------------------------------------------------------
@@ -177,11 +230,20 @@ def test_one_step_off_is_one_step_behind_and_reproducible(cluster, sums_model, t
         "eval": {"source": str(sums_model / "test.jsonl"), "every": 2},
     }
     for name in ("a", "b"):
-        train_on_ray(on_ray(sums_model, tmp_path / name, ray={"engines": 1, "rollouts": 1}, **sections))
+        train_on_ray(
+            on_ray(sums_model, tmp_path / name, ray={"engines": 1, "rollouts": 1}, **sections)
+        )
     first, second = rows_of(tmp_path / "a"), rows_of(tmp_path / "b")
     assert first == second
-    behind = [0, *(r["train/updates"] for r in first[1:-1])]  # a step without a difference makes no version
-    assert [r["rollout/staleness"] for r in first[1:]] == [r["rollout/staleness_max"] for r in first[1:]] == behind
+    behind = [
+        0,
+        *(r["train/updates"] for r in first[1:-1]),
+    ]  # a step without a difference makes no version
+    assert (
+        [r["rollout/staleness"] for r in first[1:]]
+        == [r["rollout/staleness_max"] for r in first[1:]]
+        == behind
+    )
     assert max(behind) == 1
     assert all(r["rollout/stale_tokens"] == 0 for r in first[1:])
     assert [r["step"] for r in first if "eval/accuracy" in r] == [0, 2, 4]
@@ -189,15 +251,22 @@ def test_one_step_off_is_one_step_behind_and_reproducible(cluster, sums_model, t
 
 @pytest.mark.slow
 @pytest.mark.distributed
-def test_fully_asynchronous_staleness_is_bounded_and_a_death_loses_no_prompt(cluster, sums_model, tmp_path):
+def test_fully_asynchronous_staleness_is_bounded_and_a_death_loses_no_prompt(
+    cluster, sums_model, tmp_path
+):
     from engine_trainer.ray.controller import train_on_ray
 
-    sections = {"overlap": {"mode": "full", "max_staleness": 1, "slice_tokens": 2},
-                "rollout": {"max_new_tokens": 8, "batch_size": 16}, "run": {"steps": 6, "save_every": 3}}  # fmt: skip
+    sections = {
+        "overlap": {"mode": "full", "max_staleness": 1, "slice_tokens": 2},
+        "rollout": {"max_new_tokens": 8, "batch_size": 16},
+        "run": {"steps": 6, "save_every": 3},
+    }
     out = tmp_path / "out"
     # After the checkpoint of step 3: its prompts that were under way are drawn again.
     cluster.write_text(
-        json.dumps([{"worker": "rollout-1", "method": "receive", "nth": 4, "when": "before", "do": "kill"}])
+        json.dumps(
+            [{"worker": "rollout-1", "method": "receive", "nth": 4, "when": "before", "do": "kill"}]
+        )
     )
     train_on_ray(on_ray(sums_model, out, ray={"engines": 1, "rollouts": 2}, **sections))
     assert json.loads(cluster.read_text()) == []

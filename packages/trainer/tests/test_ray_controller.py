@@ -20,7 +20,9 @@ def left_of(marker: str) -> list[str]:
     for folder in Path("/proc").glob("[0-9]*"):
         try:
             if marker.encode() in (folder / "environ").read_bytes():
-                found.append((folder / "cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace"))
+                found.append(
+                    (folder / "cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
+                )
         except OSError:  # it ended meanwhile, or is not ours
             continue
     return found
@@ -30,7 +32,17 @@ def killed_at(config: dict, plan: Path, method: str, *, environment=None) -> Non
     """A controller that its engine worker kills as it begins ``method`` for the second time."""
     process = start(config, plan.parent / "run.yaml", environment=environment)
     plan.write_text(
-        json.dumps([{"worker": "engine-0", "method": method, "nth": 2, "when": "before", "do": process.pid}])
+        json.dumps(
+            [
+                {
+                    "worker": "engine-0",
+                    "method": method,
+                    "nth": 2,
+                    "when": "before",
+                    "do": process.pid,
+                }
+            ]
+        )
     )
     text, _ = process.communicate(timeout=DEADLINE_S)
     assert process.returncode == -9, text
@@ -68,10 +80,18 @@ def test_a_cluster_that_it_joined_gets_its_workers_back(sums_model, tmp_path, mo
     monkeypatch.setenv("RAY_FAULTS", str(plan))
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     monkeypatch.setenv("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
-    ray.init(address="local", num_cpus=1, include_dashboard=False, log_to_driver=False, logging_level="ERROR")
+    ray.init(
+        address="local",
+        num_cpus=1,
+        include_dashboard=False,
+        log_to_driver=False,
+        logging_level="ERROR",
+    )
     try:
         # One CPU: a worker that stayed would keep the next run from starting.
-        config = on_one_engine(sums_model, tmp_path / "out", address=ray.get_runtime_context().gcs_address)
+        config = on_one_engine(
+            sums_model, tmp_path / "out", address=ray.get_runtime_context().gcs_address
+        )
         for method in ("answer", "save"):
             killed_at(config, plan, method)
         process = start(config, tmp_path / "run.yaml")

@@ -24,7 +24,9 @@ from engine_trainer.rewards import Score
 from engine_trainer.sections import AgentSection, DataSection
 
 pytest.importorskip("ray", reason="the extra ray")
-pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning")  # torch 2.13 renames a collective under FSDP
+pytestmark = pytest.mark.filterwarnings(
+    "ignore::FutureWarning"
+)  # torch 2.13 renames a collective under FSDP
 
 from engine_trainer.ray.conversing import Conversing  # noqa: E402 - behind importorskip
 
@@ -103,7 +105,9 @@ def replica_of(sums_model, tmp_path):
 
     def make(name: str, **section) -> tuple[Replica, dict[str, torch.Tensor]]:
         source = ModelSource(path=str(sums_model))
-        rollout = RolloutRegistry.create(name="local", device="cpu", model=source, pad_token_id=0, eos_token_ids=(1,))
+        rollout = RolloutRegistry.create(
+            name="local", device="cpu", model=source, pad_token_id=0, eos_token_ids=(1,)
+        )
         weights = load_file(sums_model / "model.safetensors")
         rollout.update_weights(iter(weights.items()), 0)
         tokenizer = load_tokenizer(DataSection(source="unread"), source)
@@ -123,7 +127,10 @@ def replica_of(sums_model, tmp_path):
 
 
 def prompts(*tokens: list[int], text: str = "") -> list[tuple[int, Prompt]]:
-    return [(10 + i, Prompt(tokens=list(t), rendered="", text=text, answer=None)) for i, t in enumerate(tokens)]
+    return [
+        (10 + i, Prompt(tokens=list(t), rendered="", text=text, answer=None))
+        for i, t in enumerate(tokens)
+    ]
 
 
 def run(conversing: Conversing, new, between=lambda count: None) -> dict[int, list[Answer]]:
@@ -143,14 +150,22 @@ GIVEN = [6, 2, 7, 3], [8, 2, 9, 3, 4], [10]
 def test_slices_add_up_to_what_whole_turns_say(replica_of, size):
     conversing, replica, _ = replica_of("ask_twice", size)
     given = prompts(*GIVEN)
-    whole = replica.answer([p for _, p in given], SamplingParams(n=1, max_new_tokens=12, temperature=0.0))
+    whole = replica.answer(
+        [p for _, p in given], SamplingParams(n=1, max_new_tokens=12, temperature=0.0)
+    )
     found = run(conversing, given)
     for (key, _), (want,) in zip(given, whole, strict=True):
         (got,) = found[key]
         assert (got.tokens, got.loss_weights, got.text, got.finished) == (
-            want.tokens, want.loss_weights, want.text, want.finished)  # fmt: skip
+            want.tokens,
+            want.loss_weights,
+            want.text,
+            want.finished,
+        )
         assert (got.figures, got.score) == (want.figures, want.score)
-        torch.testing.assert_close(torch.tensor(got.log_probs), torch.tensor(want.log_probs), atol=1e-4, rtol=0)
+        torch.testing.assert_close(
+            torch.tensor(got.log_probs), torch.tensor(want.log_probs), atol=1e-4, rtol=0
+        )
 
 
 def test_turns_go_on_with_new_weights_and_each_token_says_which(replica_of):
@@ -162,22 +177,41 @@ def test_turns_go_on_with_new_weights_and_each_token_says_which(replica_of):
     def generate(asked, sampling):
         completions = real(asked, sampling)
         made.extend(
-            (token, version) for c in completions for token, version in zip(c.tokens, c.weight_versions, strict=True)
+            (token, version)
+            for c in completions
+            for token, version in zip(c.tokens, c.weight_versions, strict=True)
         )
         return completions
 
     replica.rollout.generate = generate
-    found = run(conversing, prompts(*GIVEN[:2]),
-                lambda count: replica.rollout.update_weights(iter(weights.items()), count))  # fmt: skip
+    found = run(
+        conversing,
+        prompts(*GIVEN[:2]),
+        lambda count: replica.rollout.update_weights(iter(weights.items()), count),
+    )
     answers = [a for group in found.values() for a in group]
     assert len(answers) == 6
     for answer in answers:
-        assert len(answer.tokens) == len(answer.log_probs) == len(answer.weight_versions) == len(answer.loss_weights)
+        assert (
+            len(answer.tokens)
+            == len(answer.log_probs)
+            == len(answer.weight_versions)
+            == len(answer.loss_weights)
+        )
         assert answer.weight_versions == sorted(answer.weight_versions)
         tool = answer.loss_weights.index(0.0)
-        assert answer.weight_versions[tool] == answer.weight_versions[tool - 1] < answer.weight_versions[-1]
+        assert (
+            answer.weight_versions[tool]
+            == answer.weight_versions[tool - 1]
+            < answer.weight_versions[-1]
+        )
         assert answer.figures["turns"] == 2.0
-    said = [pair for a in answers for *pair, w in zip(a.tokens, a.weight_versions, a.loss_weights, strict=True) if w]
+    said = [
+        pair
+        for a in answers
+        for *pair, w in zip(a.tokens, a.weight_versions, a.loss_weights, strict=True)
+        if w
+    ]
     assert sorted(map(tuple, said)) == sorted(made)
     assert len({tuple(a.tokens) for a in answers}) > 3  # conversations of one prompt differ
 
@@ -202,7 +236,9 @@ def test_no_more_conversations_run_than_there_are_places_for(replica_of):
     conversing, replica, _ = replica_of("ask_twice", 100, n=5, concurrency=2)
     sizes: list[int] = []
     real = replica.rollout.generate
-    replica.rollout.generate = lambda asked, sampling: sizes.append(len(asked)) or real(asked, sampling)
+    replica.rollout.generate = lambda asked, sampling: (
+        sizes.append(len(asked)) or real(asked, sampling)
+    )
     found = run(conversing, prompts(*GIVEN))
     assert [len(answers) for answers in found.values()] == [5, 5, 5]
     assert 1 <= max(sizes) <= 2
@@ -249,7 +285,10 @@ def test_a_rollout_that_only_ever_gives_nothing_is_no_endless_wait(replica_of):
     real = replica.rollout.generate
 
     def nothing(*asked):
-        return [replace(c, tokens=[], log_probs=[], weight_versions=[], finish_reason="length") for c in real(*asked)]
+        return [
+            replace(c, tokens=[], log_probs=[], weight_versions=[], finish_reason="length")
+            for c in real(*asked)
+        ]
 
     replica.rollout.generate = nothing
     with pytest.raises(RolloutError, match="100 slices without a token"):
@@ -259,7 +298,9 @@ def test_a_rollout_that_only_ever_gives_nothing_is_no_endless_wait(replica_of):
 def test_a_tool_that_holds_the_event_loop_is_named(replica_of, tmp_path):
     conversing, _, _ = replica_of("blocks", timeout_s=0.3)
     conversing.advance(prompts(*GIVEN), seed=1)
-    with pytest.raises(AgentError, match=r"(?s)held all conversations for longer than 0.3 s.*to_thread"):
+    with pytest.raises(
+        AgentError, match=r"(?s)held all conversations for longer than 0.3 s.*to_thread"
+    ):
         until(lambda: conversing.advance([], seed=1))
     (tmp_path / "go").touch()
 
@@ -310,12 +351,18 @@ def test_conversations_go_on_over_syncs_and_a_death_loses_none(cluster, sums_mod
     from engine_trainer.ray.controller import train_on_ray
 
     (tmp_path / "own.py").write_text(OWN)
-    sections = {"overlap": {"mode": "full", "max_staleness": 1, "slice_tokens": 2},
-                "agent": {"function": f"{tmp_path}/own.py:add"}, "eval": {"source": str(sums_model / "test.jsonl"), "every": 3},
-                "rollout": {"max_new_tokens": 8, "batch_size": 16}, "run": {"steps": 6, "save_every": 3}}  # fmt: skip
+    sections = {
+        "overlap": {"mode": "full", "max_staleness": 1, "slice_tokens": 2},
+        "agent": {"function": f"{tmp_path}/own.py:add"},
+        "eval": {"source": str(sums_model / "test.jsonl"), "every": 3},
+        "rollout": {"max_new_tokens": 8, "batch_size": 16},
+        "run": {"steps": 6, "save_every": 3},
+    }
     # After the checkpoint of step 3: its conversations that were under way are begun again.
     cluster.write_text(
-        json.dumps([{"worker": "rollout-1", "method": "receive", "nth": 6, "when": "before", "do": "kill"}])
+        json.dumps(
+            [{"worker": "rollout-1", "method": "receive", "nth": 6, "when": "before", "do": "kill"}]
+        )
     )
     out = tmp_path / "out"
     train_on_ray(on_ray(sums_model, out, ray={"engines": 1, "rollouts": 2}, **sections))
@@ -326,7 +373,9 @@ def test_conversations_go_on_over_syncs_and_a_death_loses_none(cluster, sums_mod
     assert all(r["rollout/groups"] == 8 and 1.0 < r["agent/turns"] <= 2.0 for r in steps)
     assert max(r["rollout/staleness_max"] for r in steps) >= 1
     assert [r["step"] for r in rows if "eval/accuracy" in r] == [0, 3, 6]
-    state = json.loads((out / "checkpoints" / "step-000006" / "manifest.json").read_text())["extra"]["loop"]
+    state = json.loads((out / "checkpoints" / "step-000006" / "manifest.json").read_text())[
+        "extra"
+    ]["loop"]
     dropped = sum(r["rollout/dropped_groups"] for r in steps)
     pending = state.get("pending", [])  # left out where nothing is under way
     assert state["position"] - len(pending) == 6 * 8 + dropped
@@ -338,9 +387,15 @@ def test_conversations_go_on_over_syncs_and_a_death_loses_none(cluster, sums_mod
 def test_it_learns_over_turns_while_replicas_never_stop(cluster, sums_model, tmp_path):
     from engine_trainer.ray.controller import train_on_ray
 
-    (tmp_path / "own.py").write_text(OWN.replace("max_new_tokens=4", "max_new_tokens=2").replace("=3", "=2"))
-    sections = {"overlap": {"mode": "full", "max_staleness": 2, "slice_tokens": 2}, "agent": {"function": f"{tmp_path}/own.py:add"},
-                "rollout": {"n": 8, "max_new_tokens": 8}, "run": {"steps": 40, "save_every": 0}}  # fmt: skip
+    (tmp_path / "own.py").write_text(
+        OWN.replace("max_new_tokens=4", "max_new_tokens=2").replace("=3", "=2")
+    )
+    sections = {
+        "overlap": {"mode": "full", "max_staleness": 2, "slice_tokens": 2},
+        "agent": {"function": f"{tmp_path}/own.py:add"},
+        "rollout": {"n": 8, "max_new_tokens": 8},
+        "run": {"steps": 40, "save_every": 0},
+    }
     out = tmp_path / "out"
     train_on_ray(on_ray(sums_model, out, ray={"engines": 1, "rollouts": 1}, **sections))
     rows = rows_of(out)

@@ -38,12 +38,17 @@ from engine_trainer.ray.meter import Meter
 from engine_trainer.ray.workers import EngineWorker
 
 TENSORS = {
-    "a": torch.randn(3, 5), "b": torch.randn(7).bfloat16(), "c": torch.randn(2, 2).to(torch.float8_e4m3fn),
-    "d": torch.tensor(4.0), "e": torch.arange(6).view(2, 3),
-}  # fmt: skip
+    "a": torch.randn(3, 5),
+    "b": torch.randn(7).bfloat16(),
+    "c": torch.randn(2, 2).to(torch.float8_e4m3fn),
+    "d": torch.tensor(4.0),
+    "e": torch.arange(6).view(2, 3),
+}
 
 
-def carried(export, receivers: int = 2) -> tuple[list[object], list[list[tuple[str, torch.Tensor]]]]:
+def carried(
+    export, receivers: int = 2
+) -> tuple[list[object], list[list[tuple[str, torch.Tensor]]]]:
     """What the sender raised (or None) and each receiver, and what each of them got."""
     sender = channel.WholeWire("cpu", 20.0).serve("127.0.0.1", receivers)
     outcomes: list[object] = [None] * (receivers + 1)
@@ -76,7 +81,9 @@ def test_weights_arrive_bit_for_bit_in_order_whatever_the_buckets(monkeypatch, b
         assert [name for name, _ in received] == list(TENSORS)
         for name, tensor in received:
             assert (tensor.dtype, tensor.shape) == (TENSORS[name].dtype, TENSORS[name].shape)
-            assert torch.equal(tensor.reshape(-1).view(torch.uint8), TENSORS[name].reshape(-1).view(torch.uint8))
+            assert torch.equal(
+                tensor.reshape(-1).view(torch.uint8), TENSORS[name].reshape(-1).view(torch.uint8)
+            )
 
 
 def test_an_export_that_lends_its_tensors_is_copied_in_time():
@@ -101,7 +108,9 @@ def test_an_export_that_fails_is_told_to_the_receivers():
 
 def test_a_start_has_the_longer_of_two_deadlines(monkeypatch):
     asked = []
-    monkeypatch.setattr(calls, "finish", lambda _, timeout_s, **named: asked.append((timeout_s, named)) or [])
+    monkeypatch.setattr(
+        calls, "finish", lambda _, timeout_s, **named: asked.append((timeout_s, named)) or []
+    )
     pool = calls.Pool("engine", [], 30.0, Meter())
     pool.finish([])
     pool.finish([], start_timeout_s=20.0)
@@ -115,8 +124,14 @@ def apart(tmp_path):
 
     def spec(name="wired", device="cpu"):
         config = on_ray(tmp_path, tmp_path, rollout={"name": name, "quantization": "fp8"})
-        return RolloutSpec(section=config.rollout, reward=config.reward, tokenizer=None, engine=config.engine,
-                           engine_config=config.engine.build(seed=0, total_steps=1), engine_device=device)  # fmt: skip
+        return RolloutSpec(
+            section=config.rollout,
+            reward=config.reward,
+            tokenizer=None,
+            engine=config.engine,
+            engine_config=config.engine.build(seed=0, total_steps=1),
+            engine_device=device,
+        )
 
     RolloutRegistry.register(backend="wired", device="cpu", wire=f"{__name__}:Wired")(Wired)
     yield spec
@@ -141,7 +156,9 @@ def test_a_rollouts_own_wire_is_taken_where_both_sides_can_use_it(apart):
 
 def test_an_engines_process_without_the_rollouts_package_sends_whole_tensors(apart):
     absent = ProbeResult(ok=False, reason="vllm is not installed")
-    RolloutRegistry.register(backend="wired", device="cpu", wire="nowhere:Wire", probe=lambda _: absent)(Wired)
+    RolloutRegistry.register(
+        backend="wired", device="cpu", wire="nowhere:Wire", probe=lambda _: absent
+    )(Wired)
     said = channel.why_whole(apart(), frozenset({Capability.EXPORT_SHARDS}))
     assert "cannot make the exporter" in said
     assert "vllm is not installed" in said
@@ -201,7 +218,9 @@ def test_of_several_failures_the_one_that_explains_the_others_is_raised(monkeypa
 
 def test_a_worker_that_cannot_be_made_is_no_lost_one():
     call = Call(ref=None, worker="engine-1", method="setup")
-    import_failed = RayTaskError("__init__", "a traceback that says: no module named torch", ImportError("torch"))
+    import_failed = RayTaskError(
+        "__init__", "a traceback that says: no module named torch", ImportError("torch")
+    )
     assert isinstance(_translate(call, ActorDiedError(import_failed)), WorkerFailed)
     assert "no module named torch" in str(_translate(call, ActorDiedError(import_failed)))
     assert isinstance(_translate(call, ActorDiedError()), WorkerLost)
@@ -220,7 +239,10 @@ def test_a_cluster_that_cannot_start_here_is_said(monkeypatch):
     assert "RAY_TMPDIR" in caught.value.remedy
     assert closed == [True]  # what has started of it
     elsewhere = RaySection(address="10.0.0.1:6379")
-    with pytest.raises(ConfigError, match=r"no cluster at 10\.0\.0\.1:6379") as caught, cluster.connected(elsewhere):
+    with (
+        pytest.raises(ConfigError, match=r"no cluster at 10\.0\.0\.1:6379") as caught,
+        cluster.connected(elsewhere),
+    ):
         pytest.fail("there is none")
     assert "ray start --head" in caught.value.remedy
 
@@ -228,11 +250,19 @@ def test_a_cluster_that_cannot_start_here_is_said(monkeypatch):
 def test_a_folder_that_ray_cannot_write_to_is_said(monkeypatch, tmp_path):
     """In a process of its own: Ray keeps the place."""
     (tmp_path / "file").write_text("")
-    code = ("from engine_trainer.ray.cluster import connected\nfrom engine_trainer.sections import RaySection\n"
-            "from engine_api.errors import ConfigError\n"
-            "try:\n    with connected(RaySection()): pass\nexcept ConfigError as error:\n    print('SAID', error)")  # fmt: skip
-    done = subprocess.run([sys.executable, "-c", code], env={**os.environ, "RAY_TMPDIR": str(tmp_path / "file" / "below")},
-                          capture_output=True, text=True, check=False, timeout=DEADLINE_S)  # fmt: skip
+    code = (
+        "from engine_trainer.ray.cluster import connected\nfrom engine_trainer.sections import RaySection\n"
+        "from engine_api.errors import ConfigError\n"
+        "try:\n    with connected(RaySection()): pass\nexcept ConfigError as error:\n    print('SAID', error)"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        env={**os.environ, "RAY_TMPDIR": str(tmp_path / "file" / "below")},
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=DEADLINE_S,
+    )
     assert "SAID" in done.stdout, done.stderr
     assert "Not a directory" in done.stdout
 
@@ -322,8 +352,10 @@ def test_two_runs_in_one_folder(tmp_path):
 
 
 def test_a_killed_process_holds_no_lock(tmp_path):
-    code = (f"import os, signal\nfrom pathlib import Path\nfrom engine_trainer.lock import FolderLock\n"
-            f"FolderLock(Path({str(tmp_path)!r})).acquire()\nos.kill(os.getpid(), signal.SIGKILL)")  # fmt: skip
+    code = (
+        f"import os, signal\nfrom pathlib import Path\nfrom engine_trainer.lock import FolderLock\n"
+        f"FolderLock(Path({str(tmp_path)!r})).acquire()\nos.kill(os.getpid(), signal.SIGKILL)"
+    )
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == -9
     again = FolderLock(tmp_path)
     again.acquire()
@@ -335,7 +367,8 @@ def test_fewer_rows_than_a_batch_are_refused(tmp_path):
     given = {"key": "batch_size", "data": DataSection(source="rows.jsonl")}
     assert section.total_steps(8, 8, **given) == 2
     with pytest.raises(
-        ConfigError, match=r"(?s)7 rows of rows.jsonl are left, but a step takes 8.*a smaller batch_size"
+        ConfigError,
+        match=r"(?s)7 rows of rows.jsonl are left, but a step takes 8.*a smaller batch_size",
     ):
         section.total_steps(7, 8, **given)
 

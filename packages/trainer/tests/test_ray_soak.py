@@ -21,8 +21,12 @@ pytest.importorskip("engine_fsdp", reason="the loop needs an engine")
 from engine_trainer.ray.controller import train_on_ray  # noqa: E402 - behind importorskip
 
 KILLS = int(os.environ.get("RAY_SOAK_KILLS", "3"))
-pytestmark = [pytest.mark.distributed, pytest.mark.slow, pytest.mark.timeout(1200 + 240 * KILLS),
-              pytest.mark.filterwarnings("ignore::FutureWarning")]  # fmt: skip
+pytestmark = [
+    pytest.mark.distributed,
+    pytest.mark.slow,
+    pytest.mark.timeout(1200 + 240 * KILLS),
+    pytest.mark.filterwarnings("ignore::FutureWarning"),
+]
 STEPS = 8 + 8 * KILLS  # about five in two seconds
 
 
@@ -39,7 +43,10 @@ class Reaper(threading.Thread):
     def run(self) -> None:
         since = 0.0
         while len(self.killed) < KILLS and not self.done.is_set():
-            newest = max((p.stat().st_mtime for p in self._checkpoints.glob("step-*/manifest.json")), default=0.0)
+            newest = max(
+                (p.stat().st_mtime for p in self._checkpoints.glob("step-*/manifest.json")),
+                default=0.0,
+            )
             victims = self._workers()
             if newest > since and len(victims) == 3:
                 time.sleep(
@@ -70,11 +77,20 @@ class Reaper(threading.Thread):
 
 
 def test_random_kills(sums_model, tmp_path, monkeypatch):
-    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")]))
+    monkeypatch.setenv(
+        "PYTHONPATH",
+        os.pathsep.join([str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")]),
+    )
     monkeypatch.setenv("RAY_FAULTS", str(tmp_path / "none"))
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     monkeypatch.setenv("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
-    ray.init(address="local", num_cpus=4, include_dashboard=False, log_to_driver=False, logging_level="ERROR")
+    ray.init(
+        address="local",
+        num_cpus=4,
+        include_dashboard=False,
+        log_to_driver=False,
+        logging_level="ERROR",
+    )
     try:
         workers = {"engines": 2, "rollouts": 1, "restarts": KILLS}
         train_on_ray(on_ray(sums_model, tmp_path / "alone", ray=workers, run={"steps": STEPS}))

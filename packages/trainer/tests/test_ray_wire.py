@@ -13,7 +13,11 @@ from ray_runs import local_cluster, on_ray, reshaped, result_of
 ray = pytest.importorskip("ray", reason="the extra ray")
 pytest.importorskip("engine_fsdp", reason="the loop needs an engine")
 pytest.importorskip("rollout_fp8", reason="the wire")
-pytestmark = [pytest.mark.distributed, pytest.mark.slow, pytest.mark.filterwarnings("ignore::FutureWarning")]
+pytestmark = [
+    pytest.mark.distributed,
+    pytest.mark.slow,
+    pytest.mark.filterwarnings("ignore::FutureWarning"),
+]
 
 import fp8_rollouts  # noqa: E402, F401 - behind importorskip; registers
 
@@ -21,8 +25,14 @@ from engine_trainer.ray.calls import WorkerLost  # noqa: E402
 from engine_trainer.ray.controller import train_on_ray  # noqa: E402
 
 # Two ranks hold whole blocks of every weight but k_proj and v_proj, which are gathered first.
-WIDE = {"hidden_size": 256, "intermediate_size": 512, "head_dim": 64, "num_attention_heads": 4, "num_key_value_heads": 2,
-        "initializer_range": 0.05}  # fmt: skip
+WIDE = {
+    "hidden_size": 256,
+    "intermediate_size": 512,
+    "head_dim": 64,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "initializer_range": 0.05,
+}
 
 
 @pytest.fixture(scope="module")
@@ -45,8 +55,13 @@ def cluster(plan):
 
 def run(model: Path, out: Path, *, name: str = "fp8", **section):
     """Two steps; the folder."""
-    config = on_ray(model, out, rollout={"name": name, "quantization": "fp8"}, run={"steps": 2},
-                    ray={"imports": ["ray_faults", "fp8_rollouts"], **section})  # fmt: skip
+    config = on_ray(
+        model,
+        out,
+        rollout={"name": name, "quantization": "fp8"},
+        run={"steps": 2},
+        ray={"imports": ["ray_faults", "fp8_rollouts"], **section},
+    )
     train_on_ray(config)
     return out
 
@@ -54,7 +69,9 @@ def run(model: Path, out: Path, *, name: str = "fp8", **section):
 @pytest.fixture(scope="module")
 def beside(model, tmp_path_factory):
     """The folder of a run whose replicas are in the engine's processes; each is made once."""
-    return cache(lambda engines: run(model, tmp_path_factory.mktemp("beside") / "out", engines=engines))
+    return cache(
+        lambda engines: run(model, tmp_path_factory.mktemp("beside") / "out", engines=engines)
+    )
 
 
 @pytest.fixture(scope="module")
@@ -62,7 +79,9 @@ def apart(model, tmp_path_factory):
     """The same with replicas of their own."""
 
     def made(engines: int, rollouts: int) -> Path:
-        return run(model, tmp_path_factory.mktemp("apart") / "out", engines=engines, rollouts=rollouts)
+        return run(
+            model, tmp_path_factory.mktemp("apart") / "out", engines=engines, rollouts=rollouts
+        )
 
     return cache(made)
 
@@ -85,7 +104,9 @@ def test_apart_it_ends_as_beside_the_engine_bit_for_bit(beside, apart, caplog, e
     assert wire_bytes(beside(engines)) == 0
 
 
-def test_a_rollout_without_a_wire_is_sent_whole_tensors_in_four_times_the_bytes(model, tmp_path, beside, apart, caplog):
+def test_a_rollout_without_a_wire_is_sent_whole_tensors_in_four_times_the_bytes(
+    model, tmp_path, beside, apart, caplog
+):
     caplog.set_level(logging.INFO, logger="engine_trainer")
     whole = run(model, tmp_path / "whole", name="fp8-whole", engines=1, rollouts=1)
     assert "as whole tensors: rollout 'fp8-whole' has no wire of its own" in caplog.text
@@ -99,9 +120,15 @@ def fault(worker: str, method: str, nth: int, do: str = "kill") -> dict:
 
 def test_killed_in_the_middle_of_a_sync_it_ends_as_one_left_alone(model, tmp_path, plan, beside):
     """A sync has five buckets. One after the other: the engine in the first sync, a replica there, the other in the second."""
-    plan.write_text(json.dumps([
-        fault("engine-0", "put", 2), fault("rollout-0", "take", 3), fault("rollout-1", "take", 8)
-    ]))  # fmt: skip
+    plan.write_text(
+        json.dumps(
+            [
+                fault("engine-0", "put", 2),
+                fault("rollout-0", "take", 3),
+                fault("rollout-1", "take", 8),
+            ]
+        )
+    )
     out = run(model, tmp_path / "out", rollouts=2, restarts=3)
     assert json.loads(plan.read_text()) == []
     assert result_of(out) == result_of(beside(2))

@@ -12,7 +12,11 @@ from engine_trainer.config import SFTConfig
 from engine_trainer.loading import from_tree, load_config
 from engine_trainer.references import LIMIT
 
-HEAD = {"engine": {"model": {"path": "m"}}, "data": {"source": "a.jsonl"}, "run": {"output_dir": "o", "steps": 3}}
+HEAD = {
+    "engine": {"model": {"path": "m"}},
+    "data": {"source": "a.jsonl"},
+    "run": {"output_dir": "o", "steps": 3},
+}
 DEEP = 40  # 2**40 of anything is more than a machine has, in time or memory
 
 
@@ -31,15 +35,23 @@ BOMBS = {
     "selected": chain("y", lambda name: f"${{oc.select:{name}}}${{oc.select:{name}}}"),
     "quoted": chain("y", lambda name: f"${{oc.select:'{name}'}}${{oc.select:\"{name}\"}}"),
     "decoded": chain("y", lambda name: f"${{oc.decode:'${{{name}}}'}}${{oc.decode:'${{{name}}}'}}"),
-    "named by another": {"n": "x", **chain("y", lambda name: f"${{${{x.n}}.{name[2:]}}}${{${{x.n}}.{name[2:]}}}")},
+    "named by another": {
+        "n": "x",
+        **chain("y", lambda name: f"${{${{x.n}}.{name[2:]}}}${{${{x.n}}.{name[2:]}}}"),
+    },
     "through a section": chain("y", lambda name: f"${{s.{name[2:]}}}${{s.{name[2:]}}}"),
     "through a computed section": chain("y", lambda name: f"${{d.{name[2:]}}}${{d.{name[2:]}}}"),
-    "one long text": {"a0": "y" * (LIMIT // 100), **{f"a{i}": "${x.a0}" * 10 for i in range(1, 20)}},
+    "one long text": {
+        "a0": "y" * (LIMIT // 100),
+        **{f"a{i}": "${x.a0}" * 10 for i in range(1, 20)},
+    },
 }
 
 
 @pytest.mark.parametrize("bomb", BOMBS.values(), ids=BOMBS)
-def test_references_that_multiply_are_refused_wherever_they_would_be_resolved(tmp_path, bomb) -> None:
+def test_references_that_multiply_are_refused_wherever_they_would_be_resolved(
+    tmp_path, bomb
+) -> None:
     tree = HEAD | {"x": bomb, "s": "${x}", "d": "${oc.decode:'${x}'}"}
     tree = json.loads(json.dumps(tree))
     with pytest.raises(ConfigError, match="references") as caught:
@@ -57,7 +69,9 @@ def test_references_that_multiply_are_refused_wherever_they_would_be_resolved(tm
         with pytest.raises(ConfigError, match="references"):
             load_config(SFTConfig, tmp_path / name)
     with pytest.raises(ConfigError, match="references"):
-        load_config(SFTConfig, tmp_path / "head.yaml", [f"{key}={json.dumps(tree[key])}" for key in "sdx"])
+        load_config(
+            SFTConfig, tmp_path / "head.yaml", [f"{key}={json.dumps(tree[key])}" for key in "sdx"]
+        )
 
 
 @pytest.mark.parametrize(
@@ -83,7 +97,11 @@ def test_references_that_people_write_are_resolved(tmp_path, monkeypatch) -> Non
     tree = {
         "engine": {"model": {"path": "models/${data.tokenizer}"}},
         "data": {"source": ["${oc.env:DATA}"] * 500, "tokenizer": "t"},
-        "eval": {"source": "${data.source[0]}", "max_problems": "${run.steps}", "every": "${.max_problems}"},
+        "eval": {
+            "source": "${data.source[0]}",
+            "max_problems": "${run.steps}",
+            "every": "${.max_problems}",
+        },
         "run": {
             "output_dir": "${engine.model.path}/${oc.env:NOT_THERE,${data.tokenizer}}",
             "steps": 3,

@@ -22,7 +22,9 @@ def folder(tmp_path):
         for s in range(1, 6)
     ]
     rows[-1]["eval/accuracy"] = 0.6
-    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(r) + "\n" for r in rows) + '{"step": 6, "cut')
+    (tmp_path / "metrics.jsonl").write_text(
+        "".join(json.dumps(r) + "\n" for r in rows) + '{"step": 6, "cut'
+    )
     return tmp_path
 
 
@@ -46,7 +48,12 @@ def test_the_report_is_one_file_with_its_plots_inside(folder):
     (folder / "config.yaml").write_text("engine: <b>\n")
     page = write_report(folder).read_text()
     assert sorted(p.name for p in (folder / "plots").iterdir()) == [
-        "eval.png", "overview.png", "phases.png", "time.png", "train.png"]  # fmt: skip
+        "eval.png",
+        "overview.png",
+        "phases.png",
+        "time.png",
+        "train.png",
+    ]
     assert (folder / "plots" / "overview.png").read_bytes().startswith(b"\x89PNG")
     assert page.count("data:image/png;base64,") == 5
     assert 'src="plots' not in page
@@ -54,8 +61,19 @@ def test_the_report_is_one_file_with_its_plots_inside(folder):
 
 
 def test_the_report_says_where_the_time_went_and_shows_every_set(tmp_path):
-    rows = [{"step": s, "time": float(s), "time/generate": 3.0, "time/train": 1.0, "eval/aime/accuracy": 0.1 * s, "eval/aime/maj@4": 0.5,
-             "mismatch/kl_k3": 1e-4, "reward/failures/mine": 1.0} for s in (1, 2)]  # fmt: skip
+    rows = [
+        {
+            "step": s,
+            "time": float(s),
+            "time/generate": 3.0,
+            "time/train": 1.0,
+            "eval/aime/accuracy": 0.1 * s,
+            "eval/aime/maj@4": 0.5,
+            "mismatch/kl_k3": 1e-4,
+            "reward/failures/mine": 1.0,
+        }
+        for s in (1, 2)
+    ]
     rows[1]["time/save"] = 2.0
     (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(r) + "\n" for r in rows))
     page = write_report(tmp_path).read_text()
@@ -66,7 +84,13 @@ def test_the_report_says_where_the_time_went_and_shows_every_set(tmp_path):
     ):
         assert row in page
     assert {p.name for p in (tmp_path / "plots").iterdir()} == {
-        "eval-aime.png", "mismatch.png", "overview.png", "phases.png", "reward-failures.png", "time.png"}  # fmt: skip
+        "eval-aime.png",
+        "mismatch.png",
+        "overview.png",
+        "phases.png",
+        "reward-failures.png",
+        "time.png",
+    }
     shown = [line.split()[0] for line in summary(tmp_path).splitlines()[2:]]
     assert shown == ["eval/aime/accuracy", "eval/aime/maj@4", "mismatch/kl_k3"]
 

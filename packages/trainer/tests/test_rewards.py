@@ -13,7 +13,16 @@ import pytest
 from waiting import NEVER_S
 
 from engine_api.errors import ConfigError
-from engine_trainer.rewards import RewardError, Sample, Scorer, Verdict, WeightedReward, create, known, register
+from engine_trainer.rewards import (
+    RewardError,
+    Sample,
+    Scorer,
+    Verdict,
+    WeightedReward,
+    create,
+    known,
+    register,
+)
 from engine_trainer.rewards.deadline import DeadlineExceeded, alarm
 from engine_trainer.rewards.exact import exact
 from engine_trainer.rewards.gsm8k import gsm8k
@@ -120,7 +129,9 @@ def test_math(kwargs, completion, answer, expected):
     assert math(**kwargs)(sample(completion, answer)) == expected
 
 
-@pytest.mark.filterwarnings("ignore::SyntaxWarning")  # in a dependency of reasoning-gym, when it is first compiled
+@pytest.mark.filterwarnings(
+    "ignore::SyntaxWarning"
+)  # in a dependency of reasoning-gym, when it is first compiled
 def test_reasoning_gym_uses_the_tasks_own_scorer():
     import reasoning_gym as gym
 
@@ -172,7 +183,15 @@ def test_one_answer_is_one_vote_however_it_is_written(ways, vote):
 
 
 @pytest.mark.parametrize(
-    "given", ["2018!", "3^{10000}", r"\binom{100000}{50000}", r"1.5\times10^{5000}", "2^{2^{2^{100}}}", "10^{9}!"]
+    "given",
+    [
+        "2018!",
+        "3^{10000}",
+        r"\binom{100000}{50000}",
+        r"1.5\times10^{5000}",
+        "2^{2^{2^{100}}}",
+        "10^{9}!",
+    ],
 )
 @pytest.mark.timeout(60)
 def test_an_answer_that_is_too_long_to_write_costs_nothing(given):
@@ -181,7 +200,9 @@ def test_an_answer_that_is_too_long_to_write_costs_nothing(given):
 
 
 def combined(*parts) -> Scorer:
-    section = RewardSection(name="combine", kwargs={"rewards": list(parts)}, workers=0, timeout_s=None)
+    section = RewardSection(
+        name="combine", kwargs={"rewards": list(parts)}, workers=0, timeout_s=None
+    )
     return Scorer.from_section(section)
 
 
@@ -191,13 +212,19 @@ def combined(*parts) -> Scorer:
         ([{"name": "exact", "weight": "1"}], r"rewards\[0\]\.weight: '1' is text"),
         ([{"name": "exact", "weight": True}], r"rewards\[0\]\.weight: True is true/false"),
         ([{"name": "exact", "weight": None}], r"rewards\[0\]\.weight: None is null"),
-        ([{"name": "exact"}, {"name": "gsm8k", "weight": float("nan")}], r"rewards\[1\]\.weight: nan"),
+        (
+            [{"name": "exact"}, {"name": "gsm8k", "weight": float("nan")}],
+            r"rewards\[1\]\.weight: nan",
+        ),
         ([{"name": "exact", "weight": float("inf")}], r"rewards\[0\]\.weight: inf"),
         ([{"name": "exact", "timeout_s": 0}], r"rewards\[0\]\.timeout_s: 0.* is not a time"),
         ([{"name": "exact", "timeout_s": "a"}], r"rewards\[0\]\.timeout_s: 'a' is text"),
         ([{"name": "exact", "kwargs": [1]}], r"rewards\[0\]\.kwargs: \[1\] is a list"),
         ([{"name": "exact", "wieght": 1}], r"(?s)rewards\[0\]\.wieght: unknown key.*weight"),
-        ([{"name": "exact", "function": "a.py:b"}], r"(?s)rewards\[0\]: .*name or function, one of the two"),
+        (
+            [{"name": "exact", "function": "a.py:b"}],
+            r"(?s)rewards\[0\]: .*name or function, one of the two",
+        ),
         ([{"weight": 1.0}], r"(?s)rewards\[0\]: .*name or function, one of the two"),
         ([{"name": "combine"}], r"rewards\[0\]\.name: combine within combine"),
         (["exact"], r"rewards\[0\]: 'exact' is text"),
@@ -228,8 +255,14 @@ def test_a_sum_that_no_float_holds_is_said():
 def test_a_weight_of_zero_is_only_measured_and_what_failed_counts_zero():
     register("test_one")(lambda: lambda sample: 1.0)
     register("test_broken")(lambda: lambda sample: float("nan"))
-    parts = [{"name": "test_one", "weight": 0}, {"name": "exact", "weight": -2}, {"name": "test_broken", "weight": 5.0}]
-    section = RewardSection(name="combine", kwargs={"rewards": parts}, workers=0, timeout_s=None, max_failures=1)
+    parts = [
+        {"name": "test_one", "weight": 0},
+        {"name": "exact", "weight": -2},
+        {"name": "test_broken", "weight": 5.0},
+    ]
+    section = RewardSection(
+        name="combine", kwargs={"rewards": parts}, workers=0, timeout_s=None, max_failures=1
+    )
     (score,) = Scorer.from_section(section).score([Sample(prompt="p", completion="c", answer="c")])
     assert (score.total, score.parts) == (-2.0, {"test_one": 1.0, "exact": 1.0, "test_broken": 0.0})
     assert (score.correct, score.failed) == (True, ("test_broken",))
@@ -239,7 +272,11 @@ def test_rewards_add_up_by_weight_and_the_first_says_correct():
     register("test_length")(lambda: lambda s: len(s.completion) / 10)
     both = combined({"name": "exact"}, {"name": "test_length", "weight": -0.5})
     right, wrong = both.score([sample("yes", "yes"), sample("no", "yes")])
-    assert (right.total, right.parts, right.correct) == (0.85, {"exact": 1.0, "test_length": 0.3}, True)
+    assert (right.total, right.parts, right.correct) == (
+        0.85,
+        {"exact": 1.0, "test_length": 0.3},
+        True,
+    )
     assert (wrong.total, wrong.correct) == (-0.1, False)
     with pytest.raises(ConfigError, match="wieght"):
         combined({"name": "exact", "wieght": 1})
@@ -350,7 +387,9 @@ def test_a_reward_that_raises_ends_all_ranks_together(tmp_path):
     program, store = tmp_path / "ranks.py", tmp_path / "store"
     program.write_text(RANKS)
     ranks = [
-        subprocess.Popen([sys.executable, program, str(rank), str(store)], stdout=subprocess.PIPE, text=True)
+        subprocess.Popen(
+            [sys.executable, program, str(rank), str(store)], stdout=subprocess.PIPE, text=True
+        )
         for rank in range(2)
     ]
     rows = [json.loads(rank.communicate(timeout=120)[0].splitlines()[-1]) for rank in ranks]

@@ -89,9 +89,14 @@ def test_what_fails_counts_zero_and_is_named(own, function, workers):
     assert [s.timed_out for s in scores] == [(), (), (function,), (), ()]
     assert [s.failed for s in scores] == [(), (function,), (), (function,), ()]
     assert failure_figures(scores) == {
-        "reward/timeouts": 1.0, f"reward/timeouts/{function}": 1.0, "reward/failures": 2.0, f"reward/failures/{function}": 2.0,
-    }  # fmt: skip
-    with pytest.raises(RewardError, match=r"KeyError: 'boom' .*mine\.py:\d+\); failed calls: 3") as caught:
+        "reward/timeouts": 1.0,
+        f"reward/timeouts/{function}": 1.0,
+        "reward/failures": 2.0,
+        f"reward/failures/{function}": 2.0,
+    }
+    with pytest.raises(
+        RewardError, match=r"KeyError: 'boom' .*mine\.py:\d+\); failed calls: 3"
+    ) as caught:
         scorer.score(samples("raise"))
     assert caught.value.completion == "raise"
     assert "reward.max_failures" in caught.value.remedy
@@ -111,7 +116,10 @@ def test_an_exit_is_a_failure_and_ends_no_process(own, function, workers, caplog
 def test_what_is_no_float_is_a_failure(own, workers, caplog):
     scorer = own("fickle", workers=workers, max_failures=2)
     assert totals(scorer, "huge", "fine", "own") == [0.0, 1.0, 0.0]
-    assert "it returned a int that is no float: OverflowError: int too large to convert to float" in caplog.text
+    assert (
+        "it returned a int that is no float: OverflowError: int too large to convert to float"
+        in caplog.text
+    )
     assert "KeyError: 'its own'" in caplog.text
     with pytest.raises(RewardError, match="OverflowError"):
         scorer.score(samples("huge"))
@@ -127,7 +135,9 @@ def test_a_service_that_is_gone_ends_the_run_soon(own, function):
 
 
 def test_a_limit_that_nothing_could_keep_is_refused(own):
-    with pytest.raises(ConfigError, match=r"expected null with reward\.workers: 0, got 10 s for 'math'"):
+    with pytest.raises(
+        ConfigError, match=r"expected null with reward\.workers: 0, got 10 s for 'math'"
+    ):
         RewardSection(name="math", workers=0)
     parts = [{"name": "exact"}, {"name": "gsm8k", "timeout_s": 3}]
     with pytest.raises(ConfigError, match="got 3 s for 'gsm8k'"):
@@ -156,7 +166,9 @@ def test_a_reward_that_another_process_cannot_make_is_said(own):
     from engine_trainer.rewards import register
 
     register("test_only_here")(lambda: lambda s: 1.0)
-    with pytest.raises(ConfigError, match="cannot make 'test_only_here', which was registered in the process"):
+    with pytest.raises(
+        ConfigError, match="cannot make 'test_only_here', which was registered in the process"
+    ):
         Scorer.from_section(RewardSection(name="test_only_here"))
 
 

@@ -178,7 +178,9 @@ def test_too_many_calls_in_a_row_that_take_too_long_say_where_imports_belong(own
 
 
 @pytest.mark.parametrize("workers", [1, 2])
-@pytest.mark.parametrize("what", ["both return", "the child stays", "the child exits", "the child raises"])
+@pytest.mark.parametrize(
+    "what", ["both return", "the child stays", "the child exits", "the child raises"]
+)
 def test_a_function_that_forks_is_heard_once_and_leaves_no_process(own, what, workers):
     scorer = own("forks", workers=workers)
     assert totals(scorer, *["fine", what, "fine"] * 5) == [1.0] * 15
@@ -201,7 +203,9 @@ def test_what_a_function_writes_into_the_pipe_is_a_failure_of_its_own(own):
     assert "sent what cannot be read" in scores[1].problems[0]
 
 
-def test_modules_that_stand_in_the_working_directory_take_no_place_of_pythons_own(own, tmp_path, monkeypatch):
+def test_modules_that_stand_in_the_working_directory_take_no_place_of_pythons_own(
+    own, tmp_path, monkeypatch
+):
     (tmp_path / "random.py").write_text("1 / 0")
     monkeypatch.chdir(tmp_path)
     assert totals(own("length"), "ab") == [2.0]

@@ -25,7 +25,9 @@ from engine_trainer.rl import train_rl
 from engine_trainer.sampler import Answer, Group
 
 pytest.importorskip("engine_fsdp", reason="the loop needs an engine")
-pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning")  # torch 2.13 renames a collective under FSDP
+pytestmark = pytest.mark.filterwarnings(
+    "ignore::FutureWarning"
+)  # torch 2.13 renames a collective under FSDP
 
 
 @pytest.fixture(scope="session")
@@ -52,7 +54,9 @@ def test_it_learns(folder, tmp_path):
     assert all(r["mismatch/max"] < 1e-4 for r in rows[1:])
     assert all(r["train/ratio"] == pytest.approx(1.0) for r in rows[1:])
     assert {name for name in HEADLINES if name.startswith(("mismatch/", "train/"))} <= set(rows[-1])
-    problems = [json.loads(line) for line in (out / "eval" / "step-000025.jsonl").read_text().splitlines()]
+    problems = [
+        json.loads(line) for line in (out / "eval" / "step-000025.jsonl").read_text().splitlines()
+    ]
     assert len(problems) == 20
     assert len(problems[0]["completions"]) == 2
     correct = sum(c["correct"] for p in problems for c in p["completions"])
@@ -65,14 +69,21 @@ def test_tokens_per_second_are_those_of_the_same_row(folder, tmp_path):
     register("constant")(lambda: lambda s: 1.0)
     for reward, learns in (("varied", True), ("constant", False)):
         out = tmp_path / reward
-        config = configure(folder, out, run={"steps": 2, "log_every": 1}, reward={"name": reward},
-                           algorithm={"prompts_per_step": 8, "mini_batches": 2, "epochs": 2},
-                           eval={"source": str(folder / "test.jsonl"), "every": 1})  # fmt: skip
+        config = configure(
+            folder,
+            out,
+            run={"steps": 2, "log_every": 1},
+            reward={"name": reward},
+            algorithm={"prompts_per_step": 8, "mini_batches": 2, "epochs": 2},
+            eval={"source": str(folder / "test.jsonl"), "every": 1},
+        )
         train_rl(config)
         for row in list(read_metrics(out / "metrics.jsonl"))[1:]:
             seconds = row.get("time/train", 0.0) + row.get("time/log_probs", 0.0)
             assert (row["train/updates"] > 0) is learns
-            assert row["perf/trained_tokens_per_s"] * seconds == pytest.approx(row.get("train/tokens", 0.0))
+            assert row["perf/trained_tokens_per_s"] * seconds == pytest.approx(
+                row.get("train/tokens", 0.0)
+            )
             # The row's clock has the evaluation's generation too.
             assert row["perf/generated_tokens_per_s"] * row["time/generate"] > row["rollout/tokens"]
 
@@ -82,14 +93,21 @@ def test_the_first_update_is_the_textbooks(folder, tmp_path, monkeypatch):
     from transformers import AutoModelForCausalLM
 
     out, seen = tmp_path / "out", []
-    monkeypatch.setattr("engine_trainer.rl.collect", lambda *a, **k: seen.append(collect(*a, **k)) or seen[0])
+    monkeypatch.setattr(
+        "engine_trainer.rl.collect", lambda *a, **k: seen.append(collect(*a, **k)) or seen[0]
+    )
     register("mixed")(lambda: lambda s: s.completion.count("7") + s.completion.count("1") / 3)
-    engine = {"model": {"path": str(folder)}, "device": "cpu",
-              "optimizer": {"name": "torch.optim.SGD", "lr": 0.5, "clip_norm": None}}  # fmt: skip
+    engine = {
+        "model": {"path": str(folder)},
+        "device": "cpu",
+        "optimizer": {"name": "torch.optim.SGD", "lr": 0.5, "clip_norm": None},
+    }
     train_rl(configure(folder, out, run={"steps": 1}, reward={"name": "mixed"}, engine=engine))
     row = rows_of(out)[-1]
 
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float64, attn_implementation="eager")
+    model = AutoModelForCausalLM.from_pretrained(
+        folder, dtype=torch.float64, attn_implementation="eager"
+    )
     loss, tokens = torch.zeros((), dtype=torch.float64), 0
     for one in seen[0].groups:
         rewards = torch.tensor([a.score.total for a in one.answers]).double()
@@ -121,10 +139,15 @@ def test_a_run_that_failed_and_is_resumed_ends_bit_for_bit_as_one_left_alone(fol
 
     register("limited")(lambda: limited)
     sections = {
-        "run": {"steps": 6, "save_every": 2}, "reward": {"name": "limited"},
-        "algorithm": {"mini_batches": 2, "epochs": 2, "dynamic_sampling": {"enabled": True, "max_rounds": 3}},
+        "run": {"steps": 6, "save_every": 2},
+        "reward": {"name": "limited"},
+        "algorithm": {
+            "mini_batches": 2,
+            "epochs": 2,
+            "dynamic_sampling": {"enabled": True, "max_rounds": 3},
+        },
         "eval": {"source": str(folder / "test.jsonl"), "every": 3, "samples": 1},
-    }  # fmt: skip
+    }
     alone, broken = tmp_path / "alone", tmp_path / "broken"
     train_rl(configure(folder, alone, **sections))
     calls["left"] = 330  # in the middle of a step past the first checkpoint
@@ -139,13 +162,24 @@ def test_a_run_that_failed_and_is_resumed_ends_bit_for_bit_as_one_left_alone(fol
 
 
 SETTINGS = {
-    "dapo": {"clip_high": 0.28, "mini_batches": 2, "dynamic_sampling": {"enabled": True, "max_rounds": 2},
-             "overlong": {"buffer": 2, "filter": False}},
+    "dapo": {
+        "clip_high": 0.28,
+        "mini_batches": 2,
+        "dynamic_sampling": {"enabled": True, "max_rounds": 2},
+        "overlong": {"buffer": 2, "filter": False},
+    },
     "filter": {"overlong": {"filter": True}, "aggregation": "seq-mean-token-mean"},
     "kl_loss": {"kl": {"coefficient": 0.1}, "epochs": 2, "entropy_coefficient": 0.01},
-    "kl_reward": {"kl": {"coefficient": 0.1, "where": "reward", "estimator": "k1"}, "advantage": "dr_grpo"},
-    "off_policy": {"old_log_probs": "rollout", "aggregation": "seq-mean-token-sum", "dual_clip": 3.0},
-}  # fmt: skip
+    "kl_reward": {
+        "kl": {"coefficient": 0.1, "where": "reward", "estimator": "k1"},
+        "advantage": "dr_grpo",
+    },
+    "off_policy": {
+        "old_log_probs": "rollout",
+        "aggregation": "seq-mean-token-sum",
+        "dual_clip": 3.0,
+    },
+}
 
 
 @pytest.mark.parametrize("name", list(SETTINGS))
@@ -170,10 +204,21 @@ def test_every_setting_runs_and_reports(folder, tmp_path, name):
 
 
 def test_the_reference_of_lora_is_the_adapter_off(folder, tmp_path):
-    engine = {"model": {"path": str(folder)}, "device": "cpu", "optimizer": {"lr": 0.01},
-              "lora": {"rank": 4, "alpha": 8}}  # fmt: skip
+    engine = {
+        "model": {"path": str(folder)},
+        "device": "cpu",
+        "optimizer": {"lr": 0.01},
+        "lora": {"rank": 4, "alpha": 8},
+    }
     out = tmp_path / "out"
-    train_rl(configure(folder, out, engine=engine, algorithm={"prompts_per_step": 8, "kl": {"coefficient": 0.1}}))
+    train_rl(
+        configure(
+            folder,
+            out,
+            engine=engine,
+            algorithm={"prompts_per_step": 8, "kl": {"coefficient": 0.1}},
+        )
+    )
     rows = rows_of(out)
     assert rows[0]["train/ref_kl"] == pytest.approx(0.0, abs=1e-6)
     assert rows[-1]["train/ref_kl"] > 1e-5
@@ -189,7 +234,10 @@ def test_a_step_without_a_difference_changes_nothing(folder, tmp_path):
     assert row["rollout/uninformative_groups"] == 1.0
     from safetensors.torch import load_file
 
-    assert all(torch.equal(v, tensors_of(out / "hf")[k]) for k, v in load_file(folder / "model.safetensors").items())
+    assert all(
+        torch.equal(v, tensors_of(out / "hf")[k])
+        for k, v in load_file(folder / "model.safetensors").items()
+    )
 
 
 def test_chosen_steps_leave_a_trace_of_the_profiler(folder, tmp_path):
@@ -210,17 +258,38 @@ def test_names_that_nobody_knows(folder, tmp_path):
     with pytest.raises(ConfigError, match="sevens"):
         train_rl(configure(folder, tmp_path / "a", reward={"name": "sevns"}))
     with pytest.raises(ConfigError, match="foo"):
-        train_rl(configure(folder, tmp_path / "c", rollout={"n": 8, "max_new_tokens": 4, "options": {"foo": 1}}))
+        train_rl(
+            configure(
+                folder, tmp_path / "c", rollout={"n": 8, "max_new_tokens": 4, "options": {"foo": 1}}
+            )
+        )
     with pytest.raises(ConfigError, match="overlong"):
-        train_rl(configure(folder, tmp_path / "b", algorithm={"prompts_per_step": 8, "overlong": {"buffer": 5}}))
+        train_rl(
+            configure(
+                folder, tmp_path / "b", algorithm={"prompts_per_step": 8, "overlong": {"buffer": 5}}
+            )
+        )
     with pytest.raises(ConfigError, match=r"(?s)rollout\.quantization.*vllm"):
-        train_rl(configure(folder, tmp_path / "d", rollout={"n": 8, "max_new_tokens": 4, "quantization": "fp8"}))
+        train_rl(
+            configure(
+                folder, tmp_path / "d", rollout={"n": 8, "max_new_tokens": 4, "quantization": "fp8"}
+            )
+        )
     with pytest.raises(ConfigError, match=r"(?s)rollout\.lora.*engine\.lora is null"):
-        train_rl(configure(folder, tmp_path / "e", rollout={"n": 8, "max_new_tokens": 4, "lora": "adapter"}))
+        train_rl(
+            configure(
+                folder, tmp_path / "e", rollout={"n": 8, "max_new_tokens": 4, "lora": "adapter"}
+            )
+        )
     engine = {"model": {"path": str(folder)}, "device": "cpu", "lora": {"rank": 2}}
     with pytest.raises(ConfigError, match=r"(?s)rollout\.lora.*'local' serves no adapters.*merged"):
         train_rl(
-            configure(folder, tmp_path / "f", engine=engine, rollout={"n": 8, "max_new_tokens": 4, "lora": "adapter"})
+            configure(
+                folder,
+                tmp_path / "f",
+                engine=engine,
+                rollout={"n": 8, "max_new_tokens": 4, "lora": "adapter"},
+            )
         )
 
 
@@ -230,10 +299,15 @@ def test_names_that_nobody_knows(folder, tmp_path):
 def group(*rewards: float, lengths=None) -> Group:
     lengths = lengths or [2] * len(rewards)
     answers = [
-        Answer(tokens=[2] * n, log_probs=[-1.0] * n, text="", finished=True,
-               score=Score(total=r, parts={"mine": r}, correct=r >= 1))
+        Answer(
+            tokens=[2] * n,
+            log_probs=[-1.0] * n,
+            text="",
+            finished=True,
+            score=Score(total=r, parts={"mine": r}, correct=r >= 1),
+        )
         for r, n in zip(rewards, lengths, strict=True)
-    ]  # fmt: skip
+    ]
     return Group(prompt=None, answers=answers)  # pyright: ignore[reportArgumentType]
 
 
@@ -322,22 +396,42 @@ def start(tmp_path: Path, config: dict, ranks: int) -> subprocess.Popen:
     script, file = tmp_path / "main.py", tmp_path / f"{Path(config['run']['output_dir']).name}.yaml"
     script.write_text(MAIN)
     file.write_text(yaml.safe_dump(config))
-    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(ranks)] if ranks > 1 else []
+    launcher = (
+        ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(ranks)]
+        if ranks > 1
+        else []
+    )
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     return subprocess.Popen(
-        [sys.executable, *launcher, str(script), "rl", str(file)], env=environment, start_new_session=True,
-        stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
-    )  # fmt: skip
+        [sys.executable, *launcher, str(script), "rl", str(file)],
+        env=environment,
+        start_new_session=True,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
 
 
 @pytest.mark.slow
 @pytest.mark.distributed
-def test_two_ranks_killed_and_resumed_equal_two_ranks_left_alone_and_agree_with_one(folder, tmp_path):
+def test_two_ranks_killed_and_resumed_equal_two_ranks_left_alone_and_agree_with_one(
+    folder, tmp_path
+):
     section = {"source": str(folder / "test.jsonl"), **EVAL}
     outs = {name: tmp_path / name for name in ("one", "two", "killed")}
-    correction = {"weight": "token", "cap": 1.3, "reject": "geometric", "reject_low": 0.8, "reject_high": 1.25}
-    sections = {"run": {"steps": 8, "save_every": 2}, "rollout": {"name": "shifted"},
-                "algorithm": {"correction": correction}, "eval": section}  # fmt: skip
+    correction = {
+        "weight": "token",
+        "cap": 1.3,
+        "reject": "geometric",
+        "reject_low": 0.8,
+        "reject_high": 1.25,
+    }
+    sections = {
+        "run": {"steps": 8, "save_every": 2},
+        "rollout": {"name": "shifted"},
+        "algorithm": {"correction": correction},
+        "eval": section,
+    }
     trees = {n: tree(folder, o, **sections) for n, o in outs.items()}
     for name in ("one", "two"):
         process = start(tmp_path, trees[name], 1 if name == "one" else 2)
@@ -371,8 +465,12 @@ def differ_by_rounding(one, two):
 @pytest.mark.distributed
 def test_two_ranks_that_correct_in_the_update_agree_with_one(folder, tmp_path):
     """Weights alone come from the update's own log-probs, in several micro-batches; their sums are of all ranks."""
-    sections = {"run": {"steps": 4}, "rollout": {"name": "shifted"}, "engine": {"memory": {"max_tokens": 64}},
-                "algorithm": {"correction": {"weight": "sequence", "cap": 1.5}}}  # fmt: skip
+    sections = {
+        "run": {"steps": 4},
+        "rollout": {"name": "shifted"},
+        "engine": {"memory": {"max_tokens": 64}},
+        "algorithm": {"correction": {"weight": "sequence", "cap": 1.5}},
+    }
     for ranks in (1, 2):
         process = start(tmp_path, tree(folder, tmp_path / str(ranks), **sections), ranks)
         text, _ = process.communicate(timeout=DEADLINE_S)

@@ -33,18 +33,31 @@ def rl(sums_model, tmp_path):
 
     def run(name="out", **sections):
         base = {
-            "engine": {"model": {"path": str(sums_model)}, "device": "cpu", "optimizer": {"lr": 0.003}},
+            "engine": {
+                "model": {"path": str(sums_model)},
+                "device": "cpu",
+                "optimizer": {"lr": 0.003},
+            },
             "data": {"source": str(sums_model / "train.jsonl")},
-            "run": {"output_dir": str(tmp_path / name), "steps": 2, "progress": False, "report": False, "tensorboard": False},
-            "reward": {"function": f"{tmp_path}/own.py:sevens"}, "agent": {"function": f"{tmp_path}/own.py:add"},
-            "rollout": {"n": 8, "max_new_tokens": 8}, "algorithm": {"prompts_per_step": 8},
+            "run": {
+                "output_dir": str(tmp_path / name),
+                "steps": 2,
+                "progress": False,
+                "report": False,
+                "tensorboard": False,
+            },
+            "reward": {"function": f"{tmp_path}/own.py:sevens"},
+            "agent": {"function": f"{tmp_path}/own.py:add"},
+            "rollout": {"n": 8, "max_new_tokens": 8},
+            "algorithm": {"prompts_per_step": 8},
             "eval": {"source": str(sums_model / "test.jsonl"), "max_problems": 3},
-        }  # fmt: skip
+        }
         for section, values in sections.items():
             base[section] = {**base.get(section, {}), **values}
         train_rl(from_tree(RLConfig, base))
         return tmp_path / name, [
-            json.loads(line) for line in (tmp_path / name / "metrics.jsonl").read_text().splitlines()
+            json.loads(line)
+            for line in (tmp_path / name / "metrics.jsonl").read_text().splitlines()
         ]
 
     return run
@@ -57,7 +70,9 @@ def test_a_whole_run_with_an_agent_repeats_exactly(rl):
     assert rows[1]["agent/turns"] == 2.0
     assert rows[1]["agent/tool_tokens"] == 1.0
     assert rows[1]["rollout/tokens"] == 64 * (rows[1]["rollout/response_length"] - 1)
-    assert rows[1]["mismatch/max"] < 1e-4 < rows[1]["train/grad_norm"]  # over the model's tokens alone
+    assert (
+        rows[1]["mismatch/max"] < 1e-4 < rows[1]["train/grad_norm"]
+    )  # over the model's tokens alone
     assert rows[0]["eval/problems"] == 3
     again, _ = rl("again")
     left, right = (load_file(folder / "hf" / "model.safetensors") for folder in (out, again))
@@ -83,7 +98,12 @@ def test_a_tools_tokens_have_no_part_in_the_loss():
 
     score = Score(total=1.0, parts={"r": 1.0}, correct=True)
     answer = Answer(
-        tokens=[5, 6, 7], log_probs=[-1.0, 0.0, -2.0], text="", finished=True, score=score, loss_weights=[1.0, 0.0, 1.0]
+        tokens=[5, 6, 7],
+        log_probs=[-1.0, 0.0, -2.0],
+        text="",
+        finished=True,
+        score=score,
+        loss_weights=[1.0, 0.0, 1.0],
     )
     group = Group(prompt=Prompt(tokens=[1, 2], rendered="", text="", answer=None), answers=[answer])
     document = _document(0, 0, group, answer, drop_cut=False, oldest=0)

@@ -18,14 +18,18 @@ from engine_trainer.rewards import register
 from engine_trainer.rl import train_rl
 
 pytest.importorskip("engine_fsdp", reason="the loop needs an engine")
-pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning")  # torch 2.13 renames a collective under FSDP
+pytestmark = pytest.mark.filterwarnings(
+    "ignore::FutureWarning"
+)  # torch 2.13 renames a collective under FSDP
 
 LEARNING_RATE = 0.5
 
 
 @pytest.fixture(autouse=True)
 def shifted_rollout():
-    spec = importlib.util.spec_from_file_location("defects", Path(__file__).parent / "rollouts_with_defects.py")
+    spec = importlib.util.spec_from_file_location(
+        "defects", Path(__file__).parent / "rollouts_with_defects.py"
+    )
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
@@ -41,17 +45,39 @@ def run(model, out, monkeypatch, *, correction=None, **algorithm):
     from safetensors.torch import load_file
 
     seen = []
-    monkeypatch.setattr("engine_trainer.rl.collect", lambda *a, **k: seen.append(collect(*a, **k)) or seen[0])
+    monkeypatch.setattr(
+        "engine_trainer.rl.collect", lambda *a, **k: seen.append(collect(*a, **k)) or seen[0]
+    )
     config = {
-        "engine": {"model": {"path": str(model)}, "device": "cpu", "memory": {"max_tokens": 64},  # several micro-batches
-                   "optimizer": {"name": "torch.optim.SGD", "lr": LEARNING_RATE, "clip_norm": None}},
+        "engine": {
+            "model": {"path": str(model)},
+            "device": "cpu",
+            "memory": {"max_tokens": 64},  # several micro-batches
+            "optimizer": {"name": "torch.optim.SGD", "lr": LEARNING_RATE, "clip_norm": None},
+        },
         "data": {"source": str(model / "train.jsonl")},
-        "run": {"output_dir": str(out), "steps": 1, "seed": 3, "progress": False, "report": False, "tensorboard": False},
-        "reward": {"name": "mixed", "workers": 0, "timeout_s": None}, "rollout": {"name": "shifted", "n": 4, "max_new_tokens": 4},
-        "algorithm": {"prompts_per_step": 8, "correction": {"weight": "none", **(correction or {})}, **algorithm},
-    }  # fmt: skip
+        "run": {
+            "output_dir": str(out),
+            "steps": 1,
+            "seed": 3,
+            "progress": False,
+            "report": False,
+            "tensorboard": False,
+        },
+        "reward": {"name": "mixed", "workers": 0, "timeout_s": None},
+        "rollout": {"name": "shifted", "n": 4, "max_new_tokens": 4},
+        "algorithm": {
+            "prompts_per_step": 8,
+            "correction": {"weight": "none", **(correction or {})},
+            **algorithm,
+        },
+    }
     train_rl(from_tree(RLConfig, config))
-    return seen[0].groups, json.loads((out / "metrics.jsonl").read_text()), load_file(out / "hf" / "model.safetensors")
+    return (
+        seen[0].groups,
+        json.loads((out / "metrics.jsonl").read_text()),
+        load_file(out / "hf" / "model.safetensors"),
+    )
 
 
 def token_log_probs(model, prompt, tokens):
@@ -65,8 +91,13 @@ class Reference:
     def __init__(self, folder, groups):
         from transformers import AutoModelForCausalLM
 
-        self.model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float64, attn_implementation="eager")
-        self.answers = [[(g.prompt.tokens, a, self.of(g.prompt.tokens, a).detach()) for a in g.answers] for g in groups]
+        self.model = AutoModelForCausalLM.from_pretrained(
+            folder, dtype=torch.float64, attn_implementation="eager"
+        )
+        self.answers = [
+            [(g.prompt.tokens, a, self.of(g.prompt.tokens, a).detach()) for a in g.answers]
+            for g in groups
+        ]
 
     def of(self, prompt, answer):
         return token_log_probs(self.model, prompt, answer.tokens)
@@ -74,8 +105,12 @@ class Reference:
     def deltas(self):
         """Of the answers that are trained on: those without an advantage are not computed."""
         means = [sum(a.score.total for _, a, _ in group) / len(group) for group in self.answers]
-        return [old - torch.tensor(a.log_probs).double() for group, mean in zip(self.answers, means, strict=True)
-                for _, a, old in group if abs(a.score.total - mean) > 1e-9]  # fmt: skip
+        return [
+            old - torch.tensor(a.log_probs).double()
+            for group, mean in zip(self.answers, means, strict=True)
+            for _, a, old in group
+            if abs(a.score.total - mean) > 1e-9
+        ]
 
     def update(self, groups, factor, *, length=None):
         """``factor(delta)`` gives the tokens' factors; the denominator is the number of all tokens.
@@ -89,10 +124,14 @@ class Reference:
             for (prompt, answer, old), reward in zip(group, rewards, strict=True):
                 count += length or len(answer.tokens)
                 if rewards.std() > 1e-9:
-                    advantage = (reward - rewards.mean()) / (1.0 if length else rewards.std() + 1e-6)
+                    advantage = (reward - rewards.mean()) / (
+                        1.0 if length else rewards.std() + 1e-6
+                    )
                     ratio = (self.of(prompt, answer) - old).exp()
                     held = (advantage * ratio).minimum(advantage * ratio.clamp(0.8, 1.2))
-                    loss = loss - (factor(old - torch.tensor(answer.log_probs).double()) * held).sum()
+                    loss = (
+                        loss - (factor(old - torch.tensor(answer.log_probs).double()) * held).sum()
+                    )
         (loss / count).backward()
         with torch.no_grad():
             for parameter in self.model.parameters():
@@ -107,16 +146,33 @@ def product(delta):
 SETTINGS = {
     "the default": ({"weight": "auto"}, lambda d: d.exp().clamp(max=2.0)),
     "token": ({"weight": "token", "cap": 1.3}, lambda d: d.exp().clamp(max=1.3)),
-    "sequence": ({"weight": "sequence", "cap": 1.5}, lambda d: product(d).clamp(max=1.5).expand(len(d))),
-    "icepop": ({"weight": "icepop", "low": 0.6, "high": 1.7}, lambda d: d.exp() * (d.exp() > 0.6) * (d.exp() < 1.7)),
-    "reject token": ({"reject": "token", "reject_low": 0.6, "reject_high": 1.7},
-                     lambda d: (d.exp() > 0.6) * (d.exp() < 1.7) * 1.0),
-    "reject sequence": ({"reject": "sequence", "reject_high": 1.7}, lambda d: (0.5 < product(d) < 1.7) * torch.ones(len(d))),
+    "sequence": (
+        {"weight": "sequence", "cap": 1.5},
+        lambda d: product(d).clamp(max=1.5).expand(len(d)),
+    ),
+    "icepop": (
+        {"weight": "icepop", "low": 0.6, "high": 1.7},
+        lambda d: d.exp() * (d.exp() > 0.6) * (d.exp() < 1.7),
+    ),
+    "reject token": (
+        {"reject": "token", "reject_low": 0.6, "reject_high": 1.7},
+        lambda d: (d.exp() > 0.6) * (d.exp() < 1.7) * 1.0,
+    ),
+    "reject sequence": (
+        {"reject": "sequence", "reject_high": 1.7},
+        lambda d: (0.5 < product(d) < 1.7) * torch.ones(len(d)),
+    ),
     "token, reject geometric": (
-        {"weight": "token", "cap": 1.3, "reject": "geometric", "reject_low": 0.81, "reject_high": 1.15},
+        {
+            "weight": "token",
+            "cap": 1.3,
+            "reject": "geometric",
+            "reject_low": 0.81,
+            "reject_high": 1.15,
+        },
         lambda d: d.exp().clamp(max=1.3) * bool(0.81 < d.mean().exp() < 1.15),
     ),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("mini_batches", [1, 2])
@@ -135,7 +191,9 @@ def test_the_update_is_the_formulas(sums_model, tmp_path, monkeypatch, name, min
     for start in range(0, len(groups), size):
         reference.update(reference.answers[start : start + size], factor)
     for parameter, expected in reference.model.named_parameters():
-        torch.testing.assert_close(updated[parameter].double(), expected.detach(), atol=4e-6, rtol=0)
+        torch.testing.assert_close(
+            updated[parameter].double(), expected.detach(), atol=4e-6, rtol=0
+        )
     delta = torch.cat(deltas)
     assert row["mismatch/kl_k1"] == pytest.approx(float(-delta.mean()), abs=1e-5)
     assert row["mismatch/max"] == pytest.approx(0.8, abs=1e-4)
@@ -146,22 +204,30 @@ def test_the_update_is_the_formulas(sums_model, tmp_path, monkeypatch, name, min
         units = factors if name != "sequence" else torch.stack([factor(d)[0] for d in deltas])
         assert row["correction/weight_mean"] == pytest.approx(float(units.mean()), rel=1e-4)
     if "weight" not in correction:
-        assert row["correction/rejected_tokens"] == pytest.approx(float((factors == 0).double().mean()))
+        assert row["correction/rejected_tokens"] == pytest.approx(
+            float((factors == 0).double().mean())
+        )
 
 
-def test_without_correction_the_shift_changes_nothing_and_is_reported(sums_model, tmp_path, monkeypatch):
+def test_without_correction_the_shift_changes_nothing_and_is_reported(
+    sums_model, tmp_path, monkeypatch
+):
     groups, row, updated = run(sums_model, tmp_path / "out", monkeypatch)
     reference = Reference(sums_model, groups)
     reference.update(reference.answers, torch.ones_like)
     for parameter, expected in reference.model.named_parameters():
-        torch.testing.assert_close(updated[parameter].double(), expected.detach(), atol=4e-6, rtol=0)
+        torch.testing.assert_close(
+            updated[parameter].double(), expected.detach(), atol=4e-6, rtol=0
+        )
     delta = torch.cat(reference.deltas())
     assert row["mismatch/rms"] == pytest.approx(float(delta.square().mean().sqrt()), rel=1e-4)
     assert not any(name.startswith("correction/") for name in row)
 
 
 @pytest.mark.parametrize(("given", "length"), [({}, 4), ({"aggregation_length": 3}, 3)])
-def test_a_step_of_dr_grpo_is_divided_by_a_constant(sums_model, tmp_path, monkeypatch, given, length):
+def test_a_step_of_dr_grpo_is_divided_by_a_constant(
+    sums_model, tmp_path, monkeypatch, given, length
+):
     """By default the constant is rollout.max_new_tokens."""
     algorithm = {"advantage": "dr_grpo", "aggregation": "seq-mean-token-sum-norm", **given}
     groups, row, updated = run(sums_model, tmp_path / "out", monkeypatch, **algorithm)
@@ -169,7 +235,9 @@ def test_a_step_of_dr_grpo_is_divided_by_a_constant(sums_model, tmp_path, monkey
     reference = Reference(sums_model, groups)
     reference.update(reference.answers, torch.ones_like, length=length)
     for parameter, expected in reference.model.named_parameters():
-        torch.testing.assert_close(updated[parameter].double(), expected.detach(), atol=4e-6, rtol=0)
+        torch.testing.assert_close(
+            updated[parameter].double(), expected.detach(), atol=4e-6, rtol=0
+        )
     assert row["train/grad_norm"] > 0
 
 
@@ -195,8 +263,13 @@ def test_rejected_tokens_carry_no_kl_and_weighted_ones_do(sums_model, tmp_path, 
         "reject": {"reject": "token", "reject_low": 0.6, "reject_high": 1.7},
     }.items():
         seen: list[float] = []
-        monkeypatch.setattr("engine_trainer.learner._figures", lambda o, s=seen: s.append(o[0].metrics["tokens"]) or {})
-        _, row, _ = run(sums_model, tmp_path / name, monkeypatch, correction=correction, **algorithm)
+        monkeypatch.setattr(
+            "engine_trainer.learner._figures",
+            lambda o, s=seen: s.append(o[0].metrics["tokens"]) or {},
+        )
+        _, row, _ = run(
+            sums_model, tmp_path / name, monkeypatch, correction=correction, **algorithm
+        )
         tokens[name] = seen[0]
     assert tokens["icepop"] == tokens["none"]
     share = row["correction/rejected_tokens"]

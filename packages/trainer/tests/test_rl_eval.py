@@ -24,11 +24,19 @@ def run(sums_model, tmp_path):
         tree = {
             "engine": {"model": {"path": str(sums_model)}, "device": "cpu"},
             "data": {"source": str(sums_model / "train.jsonl"), **sections.get("data", {})},
-            "run": {"output_dir": str(out), "steps": 1, "progress": False, "report": False, "tensorboard": False,
-                    **sections.get("run", {})},
-            "reward": {"name": "exact"}, "rollout": {"n": 2, "max_new_tokens": 4, **sections.get("rollout", {})},
-            "algorithm": {"prompts_per_step": 4, **sections.get("algorithm", {})}, "eval": evaluation,
-        }  # fmt: skip
+            "run": {
+                "output_dir": str(out),
+                "steps": 1,
+                "progress": False,
+                "report": False,
+                "tensorboard": False,
+                **sections.get("run", {}),
+            },
+            "reward": {"name": "exact"},
+            "rollout": {"n": 2, "max_new_tokens": 4, **sections.get("rollout", {})},
+            "algorithm": {"prompts_per_step": 4, **sections.get("algorithm", {})},
+            "eval": evaluation,
+        }
         train_rl(from_tree(RLConfig, tree))
         return out, [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
 
@@ -38,14 +46,29 @@ def run(sums_model, tmp_path):
 def test_several_held_out_sets_by_name_with_votes(run, sums_model):
     test = str(sums_model / "test.jsonl")
     few = {"source": test, "max_problems": 3, "samples": 4}
-    out, (before, after) = run({"samples": 1, "temperature": 0, "source": test,
-                                "sets": {"few": {**few, "temperature": 1.0}, "one": {**few, "samples": 1}}})  # fmt: skip
-    assert (before["eval/problems"], before["eval/few/problems"], before["eval/one/problems"]) == (20, 3, 3)
-    assert {k for k in after if "@" in k} == {f"eval/few/{kind}@{k}" for kind, k in
-                                              [("mean", 4), ("best", 2), ("best", 4), ("maj", 2), ("maj", 4)]}  # fmt: skip
+    out, (before, after) = run(
+        {
+            "samples": 1,
+            "temperature": 0,
+            "source": test,
+            "sets": {"few": {**few, "temperature": 1.0}, "one": {**few, "samples": 1}},
+        }
+    )
+    assert (before["eval/problems"], before["eval/few/problems"], before["eval/one/problems"]) == (
+        20,
+        3,
+        3,
+    )
+    assert {k for k in after if "@" in k} == {
+        f"eval/few/{kind}@{k}"
+        for kind, k in [("mean", 4), ("best", 2), ("best", 4), ("maj", 2), ("maj", 4)]
+    }
     assert after["eval/few/mean@4"] == pytest.approx(after["eval/few/accuracy"])
     assert after["sync/tensors"] > 0
-    rows = [json.loads(line) for line in (out / "eval" / "few" / "step-000001.jsonl").read_text().splitlines()]
+    rows = [
+        json.loads(line)
+        for line in (out / "eval" / "few" / "step-000001.jsonl").read_text().splitlines()
+    ]
     assert [len(r["completions"]) for r in rows] == [4, 4, 4]
     assert rows[0]["completions"][0]["answer"] == rows[0]["completions"][0]["text"].strip()
 
@@ -64,8 +87,13 @@ def test_nothing_is_generated_beside_an_evaluation(run, sums_model, monkeypatch)
 
     measure = Evaluator.measure
     monkeypatch.setattr(rl, "Synchronous", Watched)
-    monkeypatch.setattr(Evaluator, "measure", lambda self, step: told.append("measure") or measure(self, step))
-    run({"samples": 1, "max_problems": 2, "source": str(sums_model / "test.jsonl"), "every": 1}, run={"steps": 2})
+    monkeypatch.setattr(
+        Evaluator, "measure", lambda self, step: told.append("measure") or measure(self, step)
+    )
+    run(
+        {"samples": 1, "max_problems": 2, "source": str(sums_model / "test.jsonl"), "every": 1},
+        run={"steps": 2},
+    )
     assert told == ["measure", *["take", "settle", "measure"] * 2]
 
 
@@ -96,7 +124,9 @@ def test_held_out_prompts_without_room_are_named_with_their_set_or_dropped(run, 
     rows = [{"prompt": "1+" * 20 + "1", "answer": "1"}, {"prompt": "1+1=", "answer": "2"}]
     (tmp_path / "held.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     held = {"sets": {"few": {"source": str(tmp_path / "held.jsonl")}}}
-    with pytest.raises(DataError, match=r"(?s)held.jsonl:1.*1 of 2 rows of eval.sets.few.*data.on_too_long=drop"):
+    with pytest.raises(
+        DataError, match=r"(?s)held.jsonl:1.*1 of 2 rows of eval.sets.few.*data.on_too_long=drop"
+    ):
         run(held, rollout={"max_new_tokens": 24})
     _, (before, _) = run(held, rollout={"max_new_tokens": 24}, data={"on_too_long": "drop"})
     assert before["eval/few/problems"] == 1
@@ -118,5 +148,8 @@ def test_prompts_without_room_are_dropped_and_counted(run, sums_model, tmp_path,
         algorithm={"prompts_per_step": 2},
     )
     assert (before["data/dropped"], before["data/truncated"]) == (1.0, 0.0)
-    assert "1 of 3 rows are too long and were dropped: the context has 40 beside rollout.max_new_tokens" in caplog.text
+    assert (
+        "1 of 3 rows are too long and were dropped: the context has 40 beside rollout.max_new_tokens"
+        in caplog.text
+    )
     assert (after["rollout/groups"], after["train/epoch"]) == (2.0, 1.0)

@@ -33,7 +33,9 @@ from engine_trainer.sections import EngineSection
 from engine_trainer.spmd import Spmd, SpmdEngines
 
 pytest.importorskip("engine_fsdp", reason="the loop needs an engine")
-pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning")  # torch 2.13 renames a collective under FSDP
+pytestmark = pytest.mark.filterwarnings(
+    "ignore::FutureWarning"
+)  # torch 2.13 renames a collective under FSDP
 
 GAE = {"advantage": "gae", "gamma": 0.9, "lam": 0.8, "critic": {"optimizer": {"lr": 0.003}}}
 SGD = {"name": "torch.optim.SGD", "lr": 0.5, "clip_norm": None}
@@ -78,11 +80,24 @@ def test_one_step_is_the_textbooks(sums_model, value_folder, tmp_path, monkeypat
     from transformers import AutoModelForCausalLM, AutoModelForTokenClassification
 
     out, seen, clip = tmp_path / "out", [], 0.02
-    monkeypatch.setattr("engine_trainer.rl.collect", lambda *a, **k: seen.append(collect(*a, **k)) or seen[0])
+    monkeypatch.setattr(
+        "engine_trainer.rl.collect", lambda *a, **k: seen.append(collect(*a, **k)) or seen[0]
+    )
     register("mixed")(lambda: lambda s: s.completion.count("7") + s.completion.count("1") / 3)
-    critic = {"optimizer": {**SGD, "lr": 0.05}, "model": {"path": str(value_folder)}, "epochs": 2, "value_clip": clip}
-    config = tree(sums_model, out, run={"steps": 1}, reward={"name": "mixed"}, rollout={"n": 2, "max_new_tokens": 6},
-                  algorithm={**GAE, "critic": critic})  # fmt: skip
+    critic = {
+        "optimizer": {**SGD, "lr": 0.05},
+        "model": {"path": str(value_folder)},
+        "epochs": 2,
+        "value_clip": clip,
+    }
+    config = tree(
+        sums_model,
+        out,
+        run={"steps": 1},
+        reward={"name": "mixed"},
+        rollout={"n": 2, "max_new_tokens": 6},
+        algorithm={**GAE, "critic": critic},
+    )
     config["engine"]["optimizer"] = SGD
     train_rl(from_tree(RLConfig, config))
     row = rows_of(out)[-1]
@@ -90,15 +105,22 @@ def test_one_step_is_the_textbooks(sums_model, value_folder, tmp_path, monkeypat
     double = {"dtype": torch.float64, "attn_implementation": "eager"}
     policy = AutoModelForCausalLM.from_pretrained(sums_model, **double)
     value = AutoModelForTokenClassification.from_pretrained(value_folder, **double)
-    answers = [(g.prompt.tokens, a.tokens, a.score.total) for g in seen[0].groups for a in g.answers]
+    answers = [
+        (g.prompt.tokens, a.tokens, a.score.total) for g in seen[0].groups for a in g.answers
+    ]
     assert len({len(tokens) for _, tokens, _ in answers}) > 1, "all answers have one length"
 
     def log_probs(prompt, tokens):
-        logits = policy(input_ids=torch.tensor([[*prompt, *tokens]])).logits[0, len(prompt) - 1 : -1]
+        logits = policy(input_ids=torch.tensor([[*prompt, *tokens]])).logits[
+            0, len(prompt) - 1 : -1
+        ]
         return logits.log_softmax(-1).gather(-1, torch.tensor(tokens)[:, None])[:, 0]
 
     def values_now():
-        return [value(input_ids=torch.tensor([[*p, *t]])).logits[0, len(p) - 1 : -1, 0] for p, t, _ in answers]
+        return [
+            value(input_ids=torch.tensor([[*p, *t]])).logits[0, len(p) - 1 : -1, 0]
+            for p, t, _ in answers
+        ]
 
     old = [v.detach() for v in values_now()]
     estimates = [
@@ -106,7 +128,11 @@ def test_one_step_is_the_textbooks(sums_model, value_folder, tmp_path, monkeypat
         for (_, t, score), v in zip(answers, old, strict=True)
     ]
     every = [a for own in estimates for a in own]
-    mean, scale, count = statistics.fmean(every), math.sqrt(statistics.variance(every) + 1e-8), len(every)
+    mean, scale, count = (
+        statistics.fmean(every),
+        math.sqrt(statistics.variance(every) + 1e-8),
+        len(every),
+    )
     advantages = [torch.tensor(own, dtype=torch.float64) for own in estimates]
 
     losses, norms, held = [], [], 0
@@ -123,25 +149,50 @@ def test_one_step_is_the_textbooks(sums_model, value_folder, tmp_path, monkeypat
     assert row["critic/grad_norm"] == pytest.approx(statistics.fmean(norms), rel=1e-4)
     assert row["critic/clipped"] == pytest.approx(held / (2 * count))
 
-    terms = [((own - mean) / scale * log_probs(p, t)).sum() for (p, t, _), own in zip(answers, advantages, strict=True)]
+    terms = [
+        ((own - mean) / scale * log_probs(p, t)).sum()
+        for (p, t, _), own in zip(answers, advantages, strict=True)
+    ]
     norm = step_by_hand(policy, -torch.stack(terms).sum() / count, 0.5)
     assert row["train/grad_norm"] == pytest.approx(norm, rel=1e-4)
     assert min(norm, *norms) > 0.1
     saved = tensors_of(out / "checkpoints" / "critic" / "step-000001")
     for model, updated, key in ((policy, tensors_of(out / "hf"), ""), (value, saved, "model.")):
         for name, parameter in model.named_parameters():
-            torch.testing.assert_close(updated[key + name].double(), parameter.detach(), atol=3e-6, rtol=0)
+            torch.testing.assert_close(
+                updated[key + name].double(), parameter.detach(), atol=3e-6, rtol=0
+            )
 
 
 def test_the_loss_is_the_one_that_is_configured():
-    given = {"clip_low": 0.1, "clip_high": 0.3, "entropy_coefficient": 0.01, "correction": {"weight": "token"}, "epochs": 2,
-             "kl": {"coefficient": 0.2, "estimator": "k2"}}  # fmt: skip
+    given = {
+        "clip_low": 0.1,
+        "clip_high": 0.3,
+        "entropy_coefficient": 0.01,
+        "correction": {"weight": "token"},
+        "epochs": 2,
+        "kl": {"coefficient": 0.2, "estimator": "k2"},
+    }
     for kind in ("ppo", "gspo", "gspo_token", "cispo"):
         mean = "seq-mean-token-mean" if kind.startswith("gspo") else "token-mean"
-        loss = policy_loss(from_tree(AlgorithmSection, {**given, "loss": kind, "aggregation": mean}))
-        assert loss == PolicyLoss(kind=kind, clip_low=0.1, clip_high=0.3, entropy_coef=0.01, corrected=True, kl_coef=0.2,
-                                  kl_estimator="k2", kl_importance=True, kl_bound=10.0, entropy=True)  # fmt: skip
-    assert policy_loss(AlgorithmSection(dual_clip=3.0)) == PolicyLoss(dual_clip=3.0, entropy=True, on_policy=True)
+        loss = policy_loss(
+            from_tree(AlgorithmSection, {**given, "loss": kind, "aggregation": mean})
+        )
+        assert loss == PolicyLoss(
+            kind=kind,
+            clip_low=0.1,
+            clip_high=0.3,
+            entropy_coef=0.01,
+            corrected=True,
+            kl_coef=0.2,
+            kl_estimator="k2",
+            kl_importance=True,
+            kl_bound=10.0,
+            entropy=True,
+        )
+    assert policy_loss(AlgorithmSection(dual_clip=3.0)) == PolicyLoss(
+        dual_clip=3.0, entropy=True, on_policy=True
+    )
 
 
 @pytest.mark.slow
@@ -149,9 +200,22 @@ def test_it_learns(sums_model, tmp_path):
     out = tmp_path / "out"
     section = {"source": str(sums_model / "test.jsonl"), "every": 0, "samples": 2}
     critic = {"optimizer": {"lr": 0.01}, "epochs": 4}
-    algorithm = {"advantage": "gae", "gamma": 1.0, "lam": 0.95, "critic": critic, "epochs": 2, "mini_batches": 2}
+    algorithm = {
+        "advantage": "gae",
+        "gamma": 1.0,
+        "lam": 0.95,
+        "critic": critic,
+        "epochs": 2,
+        "mini_batches": 2,
+    }
     train_rl(
-        configure(sums_model, out, run={"steps": 20}, algorithm={"prompts_per_step": 8, **algorithm}, eval=section)
+        configure(
+            sums_model,
+            out,
+            run={"steps": 20},
+            algorithm={"prompts_per_step": 8, **algorithm},
+            eval=section,
+        )
     )
     rows = rows_of(out)
     assert rows[0]["eval/reward"] < 0.1
@@ -163,14 +227,47 @@ def test_it_learns(sums_model, tmp_path):
 
 
 SETTINGS = {
-    "gspo": {"loss": "gspo", "clip_low": 3e-4, "clip_high": 4e-4, "aggregation": "seq-mean-token-mean", "epochs": 3},
+    "gspo": {
+        "loss": "gspo",
+        "clip_low": 3e-4,
+        "clip_high": 4e-4,
+        "aggregation": "seq-mean-token-mean",
+        "epochs": 3,
+    },
     "gspo_token": {**GAE, "loss": "gspo_token", "aggregation": "seq-mean-token-mean", "epochs": 2},
-    "cispo": {"loss": "cispo", "clip_low": 1.0, "clip_high": 4.0, "mini_batches": 2, "correction": {"weight": "token"}},
-    "reinforce_pp": {"advantage": "reinforce_pp", "kl": {"coefficient": 0.05, "where": "reward", "estimator": "k1"}},
-    "reinforce_pp_baseline": {"advantage": "reinforce_pp_baseline", "kl": {"coefficient": 0.05, "estimator": "k2"}},
-    "gae": {**GAE, "whiten": False, "entropy_coefficient": 0.01, "mini_batches": 4, "overlong": {"buffer": 2}},
-    "adaptive": {**GAE, "kl": {"coefficient": 0.5, "where": "reward", "estimator": "k1", "target": 0.01, "gain": 0.5}},
-}  # fmt: skip
+    "cispo": {
+        "loss": "cispo",
+        "clip_low": 1.0,
+        "clip_high": 4.0,
+        "mini_batches": 2,
+        "correction": {"weight": "token"},
+    },
+    "reinforce_pp": {
+        "advantage": "reinforce_pp",
+        "kl": {"coefficient": 0.05, "where": "reward", "estimator": "k1"},
+    },
+    "reinforce_pp_baseline": {
+        "advantage": "reinforce_pp_baseline",
+        "kl": {"coefficient": 0.05, "estimator": "k2"},
+    },
+    "gae": {
+        **GAE,
+        "whiten": False,
+        "entropy_coefficient": 0.01,
+        "mini_batches": 4,
+        "overlong": {"buffer": 2},
+    },
+    "adaptive": {
+        **GAE,
+        "kl": {
+            "coefficient": 0.5,
+            "where": "reward",
+            "estimator": "k1",
+            "target": 0.01,
+            "gain": 0.5,
+        },
+    },
+}
 
 
 @pytest.mark.parametrize("name", list(SETTINGS))
@@ -179,7 +276,10 @@ def test_every_setting_runs_and_reports(sums_model, tmp_path, name):
     n = 1 if name == "reinforce_pp" else 4  # not compared within a group
     train_rl(
         configure(
-            sums_model, out, rollout={"n": n, "max_new_tokens": 4}, algorithm={"prompts_per_step": 8, **SETTINGS[name]}
+            sums_model,
+            out,
+            rollout={"n": n, "max_new_tokens": 4},
+            algorithm={"prompts_per_step": 8, **SETTINGS[name]},
         )
     )
     rows = rows_of(out)
@@ -187,7 +287,9 @@ def test_every_setting_runs_and_reports(sums_model, tmp_path, name):
     assert all(math.isfinite(v) for r in rows for v in r.values())
     assert all(r["train/updates"] >= 1 for r in rows)
     if name == "gspo":
-        assert rows[-1]["train/clipped_high"] + rows[-1]["train/clipped_low"] > 0  # after the first update
+        assert (
+            rows[-1]["train/clipped_high"] + rows[-1]["train/clipped_low"] > 0
+        )  # after the first update
     if name == "adaptive":
         expected = [0.5]
         for row in rows[:-1]:
@@ -209,16 +311,31 @@ def test_a_run_that_failed_and_is_resumed_ends_bit_for_bit_as_one_left_alone(sum
         return sample.completion.count("7") / 4
 
     register("limited")(lambda: limited)
-    algorithm = {**SETTINGS["adaptive"], "prompts_per_step": 8, "mini_batches": 2, "epochs": 2,
-                 "critic": {"optimizer": {"lr": 0.01}, "epochs": 2, "schedule": {"name": "cosine", "warmup_steps": 3}}}  # fmt: skip
-    sections = {"run": {"steps": 6, "save_every": 2}, "reward": {"name": "limited"}, "algorithm": algorithm}
+    algorithm = {
+        **SETTINGS["adaptive"],
+        "prompts_per_step": 8,
+        "mini_batches": 2,
+        "epochs": 2,
+        "critic": {
+            "optimizer": {"lr": 0.01},
+            "epochs": 2,
+            "schedule": {"name": "cosine", "warmup_steps": 3},
+        },
+    }
+    sections = {
+        "run": {"steps": 6, "save_every": 2},
+        "reward": {"name": "limited"},
+        "algorithm": algorithm,
+    }
     alone, broken = tmp_path / "alone", tmp_path / "broken"
     train_rl(configure(sums_model, alone, **sections))
     calls["left"] = 8 * 4 * 4 + 3  # in the fifth step
     with pytest.raises(RewardError, match="the judge is away"):
         train_rl(configure(sums_model, broken, **sections))
     # what a kill between the two saves would leave
-    (broken / "checkpoints" / "critic" / "step-000004").rename(broken / "checkpoints" / "critic" / "step-000005")
+    (broken / "checkpoints" / "critic" / "step-000004").rename(
+        broken / "checkpoints" / "critic" / "step-000005"
+    )
     (broken / "checkpoints" / "step-000004").rename(tmp_path / "away")
     calls["left"] = math.inf
     train_rl(configure(sums_model, broken, **sections))
@@ -235,13 +352,21 @@ def test_a_checkpoint_without_a_critic_is_refused(sums_model, tmp_path):
     out = tmp_path / "out"
     train_rl(configure(sums_model, out, run={"steps": 1}))
     with pytest.raises(CheckpointMissing, match=r"(?s)has no critic.*without one"):
-        train_rl(configure(sums_model, out, run={"steps": 2}, algorithm={"prompts_per_step": 8, **GAE}))
+        train_rl(
+            configure(sums_model, out, run={"steps": 2}, algorithm={"prompts_per_step": 8, **GAE})
+        )
 
 
 def test_a_critic_that_cannot_be_built_is_named_by_its_own_key(sums_model, tmp_path):
     critic = {"memory": {"max_tokens": 0}}
     with pytest.raises(ConfigError) as caught:
-        train_rl(configure(sums_model, tmp_path / "out", algorithm={"prompts_per_step": 8, **GAE, "critic": critic}))
+        train_rl(
+            configure(
+                sums_model,
+                tmp_path / "out",
+                algorithm={"prompts_per_step": 8, **GAE, "critic": critic},
+            )
+        )
     assert caught.value.field == "algorithm.critic.memory.max_tokens"
 
 
@@ -250,10 +375,19 @@ def test_reference_and_critic_leave_the_device_to_the_rollout(sums_model, tmp_pa
     for name in ("offload", "reload"):
         real = getattr(SpmdEngines, name)
         monkeypatch.setattr(
-            SpmdEngines, name, lambda self, n=name, real=real: (moves.setdefault(id(self), []).append(n), real(self))
+            SpmdEngines,
+            name,
+            lambda self, n=name, real=real: (moves.setdefault(id(self), []).append(n), real(self)),
         )
-    train_rl(configure(sums_model, tmp_path / "out", run={"steps": 2}, rollout={"n": 2, "max_new_tokens": 4, "offload_engine": True},
-                       algorithm={"prompts_per_step": 8, **SETTINGS["adaptive"]}))  # fmt: skip
+    train_rl(
+        configure(
+            sums_model,
+            tmp_path / "out",
+            run={"steps": 2},
+            rollout={"n": 2, "max_new_tokens": 4, "offload_engine": True},
+            algorithm={"prompts_per_step": 8, **SETTINGS["adaptive"]},
+        )
+    )
     policy, *others = sorted(moves.values(), key=len)
     assert policy == ["offload", "reload"] * 2
     assert others == [["offload", *["reload", "offload"] * 2]] * 2
@@ -266,13 +400,16 @@ def alone_of(ranks: int, monkeypatch) -> None:
 
 
 @pytest.mark.parametrize(
-    ("sizes", "ranks"), [({"ulysses": 2}, 1), ({"ulysses": 2}, 3), ({"dp_shard": 2}, 4), ({"dp_replicate": 4}, 2)]
+    ("sizes", "ranks"),
+    [({"ulysses": 2}, 1), ({"ulysses": 2}, 3), ({"dp_shard": 2}, 4), ({"dp_replicate": 4}, 2)],
 )
 def test_sizes_of_a_critic_that_make_no_world_are_refused_before_anything_is_loaded(
     sums_model, tmp_path, monkeypatch, sizes, ranks
 ):
     critic = {**GAE["critic"], "parallelism": sizes}
-    config = configure(sums_model, tmp_path / "out", algorithm={"prompts_per_step": 8, **GAE, "critic": critic})
+    config = configure(
+        sums_model, tmp_path / "out", algorithm={"prompts_per_step": 8, **GAE, "critic": critic}
+    )
     alone_of(ranks, monkeypatch)
     monkeypatch.setattr(Spmd, "engines", lambda *_: pytest.fail("an engine was made"))
     with pytest.raises(ConfigError, match=f"does not make a world of {ranks}") as caught:
@@ -281,32 +418,58 @@ def test_sizes_of_a_critic_that_make_no_world_are_refused_before_anything_is_loa
 
 
 def test_sizes_of_a_critic_that_make_the_world_are_taken(sums_model, tmp_path):
-    for sizes, ranks in (({"ulysses": 2}, 4), ({"tp": 2, "pp": 2, "dp_shard": 3}, 12), ({"dp_replicate": 2}, 2)):
+    for sizes, ranks in (
+        ({"ulysses": 2}, 4),
+        ({"tp": 2, "pp": 2, "dp_shard": 3}, 12),
+        ({"dp_replicate": 2}, 2),
+    ):
         critic = {**GAE["critic"], "parallelism": sizes}
         found = SimpleNamespace(resolve=lambda *_: ("cpu", frozenset(Capability)))
-        check_critic(configure(sums_model, tmp_path, algorithm={**GAE, "critic": critic}), found, ranks)
+        check_critic(
+            configure(sums_model, tmp_path, algorithm={**GAE, "critic": critic}), found, ranks
+        )
 
 
-def test_what_the_critics_engine_does_not_do_is_refused_before_anything_is_loaded(sums_model, tmp_path, monkeypatch):
+def test_what_the_critics_engine_does_not_do_is_refused_before_anything_is_loaded(
+    sums_model, tmp_path, monkeypatch
+):
     monkeypatch.setattr(Spmd, "engines", lambda *_: pytest.fail("an engine was made"))
     alone_of(2, monkeypatch)
     critic = {**GAE["critic"], "parallelism": {"tp": 2}}
     with pytest.raises(UnsupportedCapability, match="tp"):
-        train_rl(configure(sums_model, tmp_path / "out", algorithm={"prompts_per_step": 8, **GAE, "critic": critic}))
+        train_rl(
+            configure(
+                sums_model,
+                tmp_path / "out",
+                algorithm={"prompts_per_step": 8, **GAE, "critic": critic},
+            )
+        )
 
 
-def test_engines_that_share_their_process_groups_are_refused_with_other_sizes(sums_model, tmp_path, monkeypatch):
+def test_engines_that_share_their_process_groups_are_refused_with_other_sizes(
+    sums_model, tmp_path, monkeypatch
+):
     monkeypatch.setattr(Spmd, "engines", lambda *_: pytest.fail("an engine was made"))
     alone_of(2, monkeypatch)
     plugin = EngineRegistry.resolve(model_type="value_model", backend="fsdp2", device="cpu").plugin
     shared = SimpleNamespace(plugin=replace(plugin, one_layout=True), device="cpu")
     monkeypatch.setattr("engine_trainer.spmd.EngineRegistry.resolve", lambda **_: shared)
     critic = {**GAE["critic"], "parallelism": {"ulysses": 2}}
-    with pytest.raises(ConfigError, match="ulysses 2, beside an engine of data-parallel ranks alone") as caught:
-        train_rl(configure(sums_model, tmp_path / "out", algorithm={"prompts_per_step": 8, **GAE, "critic": critic}))
+    with pytest.raises(
+        ConfigError, match="ulysses 2, beside an engine of data-parallel ranks alone"
+    ) as caught:
+        train_rl(
+            configure(
+                sums_model,
+                tmp_path / "out",
+                algorithm={"prompts_per_step": 8, **GAE, "critic": critic},
+            )
+        )
     assert caught.value.field == "algorithm.critic.parallelism"
     assert "another backend" in caught.value.remedy
-    Spmd().resolve(*(from_tree(EngineSection, {"model": {"path": str(sums_model)}}) for _ in range(2)))
+    Spmd().resolve(
+        *(from_tree(EngineSection, {"model": {"path": str(sums_model)}}) for _ in range(2))
+    )
 
 
 # --- several processes --------------------------------------------------------------------------
@@ -318,9 +481,19 @@ def launch(tmp_path: Path, config: dict, ranks: int) -> None:
     script, file = tmp_path / "main.py", Path(config["run"]["output_dir"]).with_suffix(".yaml")
     script.write_text(MAIN)
     file.write_text(yaml.safe_dump(config))
-    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(ranks)] if ranks > 1 else []
-    done = subprocess.run([sys.executable, *launcher, str(script), "rl", str(file)], timeout=DEADLINE_S, capture_output=True,
-                          text=True, env={**os.environ, "OMP_NUM_THREADS": "1"}, check=False)  # fmt: skip
+    launcher = (
+        ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(ranks)]
+        if ranks > 1
+        else []
+    )
+    done = subprocess.run(
+        [sys.executable, *launcher, str(script), "rl", str(file)],
+        timeout=DEADLINE_S,
+        capture_output=True,
+        text=True,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        check=False,
+    )
     assert done.returncode == 0, done.stderr[-3000:]
 
 
@@ -340,7 +513,11 @@ def agree(got: Path, want: Path) -> None:
 def test_two_ranks_agree_with_one(sums_model, tmp_path):
     algorithm = {**SETTINGS["adaptive"], "prompts_per_step": 8, "mini_batches": 2, "epochs": 2}
     for ranks in (1, 2):
-        launch(tmp_path, tree(sums_model, tmp_path / str(ranks), run={"steps": 5}, algorithm=algorithm), ranks)
+        launch(
+            tmp_path,
+            tree(sums_model, tmp_path / str(ranks), run={"steps": 5}, algorithm=algorithm),
+            ranks,
+        )
     agree(tmp_path / "2", tmp_path / "1")
 
 
@@ -350,7 +527,9 @@ OTHER_SIZES = [({}, {"ulysses": 2}), ({"ulysses": 2}, {"ulysses": 1})]
 @pytest.mark.slow
 @pytest.mark.distributed
 @pytest.mark.parametrize(("policy", "critic"), OTHER_SIZES)
-def test_a_critic_of_another_data_parallel_size_agrees_with_one_rank(sums_model, tmp_path, policy, critic):
+def test_a_critic_of_another_data_parallel_size_agrees_with_one_rank(
+    sums_model, tmp_path, policy, critic
+):
     algorithm = {**SETTINGS["adaptive"], "prompts_per_step": 8, "mini_batches": 2, "epochs": 2}
     one = tree(sums_model, tmp_path / "one", algorithm=algorithm)
     algorithm = {**algorithm, "critic": {**GAE["critic"], "parallelism": critic}}
@@ -366,20 +545,31 @@ def test_a_critic_of_another_data_parallel_size_agrees_with_one_rank(sums_model,
 def test_on_ray_it_is_bit_for_bit_what_it_is_under_torchrun(sums_model, tmp_path, monkeypatch):
     pytest.importorskip("ray")
     (tmp_path / "rewards_of_sevens.py").write_text(SEVENS)
-    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")]))
+    monkeypatch.setenv(
+        "PYTHONPATH", os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")])
+    )
     algorithm = {**SETTINGS["adaptive"], "prompts_per_step": 8, "mini_batches": 2, "epochs": 2}
     policy, critic = OTHER_SIZES[0]
     algorithm["critic"] = {**GAE["critic"], "parallelism": critic}
-    trees = {name: tree(sums_model, tmp_path / name, algorithm=algorithm) for name in ("ranks", "ray")}
+    trees = {
+        name: tree(sums_model, tmp_path / name, algorithm=algorithm) for name in ("ranks", "ray")
+    }
     for one in trees.values():
         one["engine"] = {**one["engine"], "parallelism": policy}
     trees["ray"] |= {"launcher": "ray", "ray": {"engines": 2, "imports": ["rewards_of_sevens"]}}
     for name, ranks in (("ranks", 2), ("ray", 1)):
         launch(tmp_path, trees[name], ranks)
     both = [
-        [{k: v for k, v in row.items() if not k.startswith("worker/")} for row in rows_of(tmp_path / n)] for n in trees
+        [
+            {k: v for k, v in row.items() if not k.startswith("worker/")}
+            for row in rows_of(tmp_path / n)
+        ]
+        for n in trees
     ]
     assert both[0] == both[1]
     assert same(tmp_path / "ranks" / "hf", tmp_path / "ray" / "hf")
     for file in (tmp_path / "ranks" / "checkpoints" / "critic").rglob("*.safetensors"):
-        assert file.read_bytes() == (tmp_path / "ray" / file.relative_to(tmp_path / "ranks")).read_bytes()
+        assert (
+            file.read_bytes()
+            == (tmp_path / "ray" / file.relative_to(tmp_path / "ranks")).read_bytes()
+        )

@@ -8,7 +8,9 @@ from rl_runs import configure, rows_of
 from engine_trainer.rl import train_rl
 
 pytest.importorskip("engine_fsdp", reason="the loop needs an engine")
-pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning")  # torch 2.13 renames a collective under FSDP
+pytestmark = pytest.mark.filterwarnings(
+    "ignore::FutureWarning"
+)  # torch 2.13 renames a collective under FSDP
 
 
 def test_a_linear_schedule_ends_with_the_last_update_of_policy_and_critic(sums_model, tmp_path):
@@ -16,10 +18,25 @@ def test_a_linear_schedule_ends_with_the_last_update_of_policy_and_critic(sums_m
     linear, out = {"name": "linear"}, tmp_path / "out"
     model = {"path": str(sums_model)}
     critic = {"optimizer": {"lr": 0.012}, "schedule": linear, "epochs": 3}
-    train_rl(configure(sums_model, out, run={"steps": 2}, engine={"model": model, "device": "cpu", "schedule": linear,
-                                                                  "optimizer": {"lr": 0.008}},
-                       algorithm={"advantage": "gae", "mini_batches": 2, "epochs": 2, "critic": critic}))  # fmt: skip
+    train_rl(
+        configure(
+            sums_model,
+            out,
+            run={"steps": 2},
+            engine={
+                "model": model,
+                "device": "cpu",
+                "schedule": linear,
+                "optimizer": {"lr": 0.008},
+            },
+            algorithm={"advantage": "gae", "mini_batches": 2, "epochs": 2, "critic": critic},
+        )
+    )
     rows = rows_of(out)
     assert [(r["train/updates"], r["critic/updates"]) for r in rows] == [(4, 6), (4, 6)]
-    assert [r["train/lr"] for r in rows] == pytest.approx([0.005, 0.001], rel=1e-12)  # of the 4th and the 8th
-    assert [r["critic/lr"] for r in rows] == pytest.approx([0.007, 0.001], rel=1e-12)  # of the 6th and the 12th
+    assert [r["train/lr"] for r in rows] == pytest.approx(
+        [0.005, 0.001], rel=1e-12
+    )  # of the 4th and the 8th
+    assert [r["critic/lr"] for r in rows] == pytest.approx(
+        [0.007, 0.001], rel=1e-12
+    )  # of the 6th and the 12th

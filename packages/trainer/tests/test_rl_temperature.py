@@ -11,7 +11,9 @@ from engine_trainer.rewards import register
 from engine_trainer.rl import train_rl
 
 pytest.importorskip("engine_fsdp", reason="the loop needs an engine")
-pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning")  # torch 2.13 renames a collective under FSDP
+pytestmark = pytest.mark.filterwarnings(
+    "ignore::FutureWarning"
+)  # torch 2.13 renames a collective under FSDP
 
 TEMPERATURE, RATE, KL = 0.7, 0.25, 0.3
 
@@ -22,15 +24,26 @@ class Textbook:
     def __init__(self, folder, groups):
         from transformers import AutoModelForCausalLM
 
-        self.model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float64, attn_implementation="eager")
-        self.answers = [[(g.prompt.tokens, a, self.log_probs(g.prompt.tokens, a)[0].detach()) for a in g.answers]
-                        for g in groups]  # fmt: skip
+        self.model = AutoModelForCausalLM.from_pretrained(
+            folder, dtype=torch.float64, attn_implementation="eager"
+        )
+        self.answers = [
+            [
+                (g.prompt.tokens, a, self.log_probs(g.prompt.tokens, a)[0].detach())
+                for a in g.answers
+            ]
+            for g in groups
+        ]
 
     def log_probs(self, prompt, answer):
         """``[t]`` of the answer's tokens, and the entropies where they were drawn."""
-        logits = self.model(input_ids=torch.tensor([[*prompt, *answer.tokens]])).logits[0, len(prompt) - 1 : -1]
+        logits = self.model(input_ids=torch.tensor([[*prompt, *answer.tokens]])).logits[
+            0, len(prompt) - 1 : -1
+        ]
         rows = (logits / TEMPERATURE).log_softmax(-1)
-        return rows.gather(-1, torch.tensor(answer.tokens)[:, None])[:, 0], -(rows.exp() * rows).sum(-1).detach()
+        return rows.gather(-1, torch.tensor(answer.tokens)[:, None])[:, 0], -(
+            rows.exp() * rows
+        ).sum(-1).detach()
 
     def update(self, groups, kl: float, every: bool) -> torch.Tensor:
         """Plain SGD on the mean over the tokens of ``groups``. The entropies: of every answer, or of those with an advantage."""
@@ -54,26 +67,48 @@ class Textbook:
         return torch.cat(entropies)
 
 
-@pytest.mark.parametrize("algorithm", [
-    {},
-    {"mini_batches": 2, "kl": {"coefficient": KL, "bound": None}},
-    {"kl": {"coefficient": KL, "where": "reward"}},
-], ids=["one update", "two updates and a KL in the loss", "a KL in the reward"])  # fmt: skip
-def test_a_step_is_the_textbooks_at_another_temperature(sums_model, tmp_path, monkeypatch, algorithm):
+@pytest.mark.parametrize(
+    "algorithm",
+    [
+        {},
+        {"mini_batches": 2, "kl": {"coefficient": KL, "bound": None}},
+        {"kl": {"coefficient": KL, "where": "reward"}},
+    ],
+    ids=["one update", "two updates and a KL in the loss", "a KL in the reward"],
+)
+def test_a_step_is_the_textbooks_at_another_temperature(
+    sums_model, tmp_path, monkeypatch, algorithm
+):
     out, seen = tmp_path / "out", []
-    monkeypatch.setattr("engine_trainer.rl.collect", lambda *a, **k: seen.append(collect(*a, **k)) or seen[0])
-    register("quarters")(lambda: lambda s: s.completion.count("7") + s.completion.count("1") / 4)  # means are exact
+    monkeypatch.setattr(
+        "engine_trainer.rl.collect", lambda *a, **k: seen.append(collect(*a, **k)) or seen[0]
+    )
+    register("quarters")(
+        lambda: lambda s: s.completion.count("7") + s.completion.count("1") / 4
+    )  # means are exact
     optimizer = {"name": "torch.optim.SGD", "lr": RATE, "clip_norm": None}
-    train_rl(configure(sums_model, out, run={"steps": 1}, reward={"name": "quarters"}, rollout={"temperature": TEMPERATURE},
-                       engine={"model": {"path": str(sums_model)}, "device": "cpu", "optimizer": optimizer},
-                       algorithm={"prompts_per_step": 8, **algorithm}))  # fmt: skip
+    train_rl(
+        configure(
+            sums_model,
+            out,
+            run={"steps": 1},
+            reward={"name": "quarters"},
+            rollout={"temperature": TEMPERATURE},
+            engine={"model": {"path": str(sums_model)}, "device": "cpu", "optimizer": optimizer},
+            algorithm={"prompts_per_step": 8, **algorithm},
+        )
+    )
     groups, row, updated = seen[0].groups, rows_of(out)[-1], tensors_of(out / "hf")
 
     book = Textbook(sums_model, groups)
-    in_loss = KL if "mini_batches" in algorithm else 0.0  # in the reward it is 0: the reference is the policy still
+    in_loss = (
+        KL if "mini_batches" in algorithm else 0.0
+    )  # in the reward it is 0: the reference is the policy still
     size = len(groups) // algorithm.get("mini_batches", 1)
-    entropies = [book.update(book.answers[start : start + size], in_loss, "kl" in algorithm)
-                 for start in range(0, len(groups), size)]  # fmt: skip
+    entropies = [
+        book.update(book.answers[start : start + size], in_loss, "kl" in algorithm)
+        for start in range(0, len(groups), size)
+    ]
     for name, parameter in book.model.named_parameters():
         torch.testing.assert_close(updated[name].double(), parameter.detach(), atol=4e-6, rtol=0)
     assert row["train/entropy"] == pytest.approx(float(torch.cat(entropies).mean()), rel=1e-4)

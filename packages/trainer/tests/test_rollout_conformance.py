@@ -45,8 +45,12 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     info = site / "rollouts_with_defects-0.dist-info"
     info.mkdir()
     (site / "defects_descriptor.py").write_text(DESCRIPTOR)
-    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: rollouts-with-defects\nVersion: 0\n")
-    (info / "entry_points.txt").write_text("[engine_api.rollouts]\nwith-defects = defects_descriptor:PLUGIN\n")
+    (info / "METADATA").write_text(
+        "Metadata-Version: 2.1\nName: rollouts-with-defects\nVersion: 0\n"
+    )
+    (info / "entry_points.txt").write_text(
+        "[engine_api.rollouts]\nwith-defects = defects_descriptor:PLUGIN\n"
+    )
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(sys, "path", [str(site), str(Path(__file__).parent), *sys.path])
         close_pools()  # ranks look for plug-ins once
@@ -61,7 +65,8 @@ def rollout(name: str, root: Path, dtype: str = "float32") -> Target:
 
 
 @pytest.mark.parametrize(
-    ("one", "dtype"), [pytest.param(one, dtype, id=f"{one.id}-{dtype}") for one in CASES for dtype in one.dtypes]
+    ("one", "dtype"),
+    [pytest.param(one, dtype, id=f"{one.id}-{dtype}") for one in CASES for dtype in one.dtypes],
 )
 def test_case(one: Case, dtype: str, root: Path) -> None:
     outcome = run_case(one, rollout("local", root, dtype))

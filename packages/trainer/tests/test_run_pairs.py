@@ -28,7 +28,9 @@ from engine_trainer.reward_model import train_reward_model
 from engine_trainer.runtime import Run
 
 pytest.importorskip("engine_fsdp", reason="the loop needs an engine")
-pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning")  # torch 2.13 renames a collective under FSDP
+pytestmark = pytest.mark.filterwarnings(
+    "ignore::FutureWarning"
+)  # torch 2.13 renames a collective under FSDP
 
 SGD = {"name": "torch.optim.SGD", "lr": 0.2, "clip_norm": None}
 TRAIN = {"dpo": (DPOConfig, train_dpo), "rm": (RewardModelConfig, train_reward_model)}
@@ -39,8 +41,15 @@ TYPES = {"dpo": "language_model", "rm": "value_model"}
 def pairs(sums_model, tmp_path_factory) -> Path:
     """Sums: right answers are chosen, long wrong ones rejected."""
     folder, dice = tmp_path_factory.mktemp("pairs"), random.Random(4)
-    rows = [{"prompt": f"{a}+{b}=", "chosen": str((a + b) % 10), "rejected": str((a + b + dice.randint(1, 9)) % 10) * dice.randint(2, 4)}
-            for a in range(10) for b in range(10)]  # fmt: skip
+    rows = [
+        {
+            "prompt": f"{a}+{b}=",
+            "chosen": str((a + b) % 10),
+            "rejected": str((a + b + dice.randint(1, 9)) % 10) * dice.randint(2, 4),
+        }
+        for a in range(10)
+        for b in range(10)
+    ]
     dice.shuffle(rows)
     for name, part in {"train": rows[:80], "test": rows[80:]}.items():
         (folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in part))
@@ -64,10 +73,23 @@ def models(sums_model, tmp_path_factory) -> dict[str, Path]:
 
 def tree(kind: str, models, pairs: Path, out: Path, **sections) -> dict:
     base = {
-        "engine": {"model": {"path": str(models[kind])}, "model_type": TYPES[kind], "device": "cpu", "optimizer": {"lr": 0.003}},
-        "data": {"source": str(pairs / "train.jsonl")}, "batch_size": 10,
-        "run": {"output_dir": str(out), "steps": 4, "seed": 3, "progress": False, "report": False, "tensorboard": False},
-    }  # fmt: skip
+        "engine": {
+            "model": {"path": str(models[kind])},
+            "model_type": TYPES[kind],
+            "device": "cpu",
+            "optimizer": {"lr": 0.003},
+        },
+        "data": {"source": str(pairs / "train.jsonl")},
+        "batch_size": 10,
+        "run": {
+            "output_dir": str(out),
+            "steps": 4,
+            "seed": 3,
+            "progress": False,
+            "report": False,
+            "tensorboard": False,
+        },
+    }
     for name, value in sections.items():
         base[name] = {**base.get(name, {}), **value} if isinstance(value, dict) else value
     return base
@@ -88,7 +110,11 @@ def rows_of(out: Path) -> list[dict]:
 def weights_of(out: Path) -> dict[str, torch.Tensor]:
     from safetensors.torch import load_file
 
-    return {k: v for path in sorted((out / "hf").glob("*.safetensors")) for k, v in load_file(path).items()}
+    return {
+        k: v
+        for path in sorted((out / "hf").glob("*.safetensors"))
+        for k, v in load_file(path).items()
+    }
 
 
 def encode(tokenizer, row: dict, name: str) -> tuple[list[int], int]:
@@ -124,7 +150,9 @@ def test_two_steps_of_dpo_are_the_textbooks(models, pairs, tmp_path, loss, refer
 
     tokenizer = AutoTokenizer.from_pretrained(models["dpo"])
     policy, ref = (
-        AutoModelForCausalLM.from_pretrained(models["dpo"], dtype=torch.float64, attn_implementation="eager")
+        AutoModelForCausalLM.from_pretrained(
+            models["dpo"], dtype=torch.float64, attn_implementation="eager"
+        )
         for _ in range(2)
     )
 
@@ -137,10 +165,16 @@ def test_two_steps_of_dpo_are_the_textbooks(models, pairs, tmp_path, loss, refer
     for step, part in enumerate((batch[:10], batch[10:])):
         total = torch.zeros((), dtype=torch.float64)
         for row in part:
-            own = {n: score(policy, row, n) - score(ref, row, n).detach() for n in ("chosen", "rejected")}
+            own = {
+                n: score(policy, row, n) - score(ref, row, n).detach()
+                for n in ("chosen", "rejected")
+            }
             margin = own["chosen"] - own["rejected"]
-            terms = {"sigmoid": -torch.nn.functional.logsigmoid(0.5 * margin), "hinge": (1 - 0.5 * margin).clamp(min=0),
-                     "ipo": (margin - 1).square()}  # fmt: skip
+            terms = {
+                "sigmoid": -torch.nn.functional.logsigmoid(0.5 * margin),
+                "hinge": (1 - 0.5 * margin).clamp(min=0),
+                "ipo": (margin - 1).square(),
+            }
             total = total + terms[loss] / 10
         policy.zero_grad()
         total.backward()
@@ -168,7 +202,9 @@ def test_a_step_of_a_reward_model_is_the_textbooks(models, pairs, tmp_path):
 
     def reward(row, name):
         ids, _ = encode(tokenizer, row, name)
-        return model(input_ids=torch.tensor([ids[:-1]])).logits[0, -1, 0]  # all before the token that ends the answer
+        return model(input_ids=torch.tensor([ids[:-1]])).logits[
+            0, -1, 0
+        ]  # all before the token that ends the answer
 
     part = first_batch(pairs, 10)
     margins = torch.stack([reward(row, "chosen") - reward(row, "rejected") for row in part])
@@ -179,7 +215,9 @@ def test_a_step_of_a_reward_model_is_the_textbooks(models, pairs, tmp_path):
     assert rows[0]["train/margin"] == pytest.approx(margins.detach().mean().item(), rel=1e-4)
     updated = weights_of(tmp_path / "out")
     for name, parameter in model.named_parameters():
-        torch.testing.assert_close(updated[name].double(), parameter.detach() - 0.2 * parameter.grad, atol=2e-6, rtol=0)
+        torch.testing.assert_close(
+            updated[name].double(), parameter.detach() - 0.2 * parameter.grad, atol=2e-6, rtol=0
+        )
 
 
 @pytest.mark.slow
@@ -212,14 +250,26 @@ def test_it_learns_and_what_it_exports_can_be_read(models, pairs, tmp_path, kind
     assert auto.from_pretrained(out / "hf").num_parameters() > 0
 
 
-@pytest.mark.parametrize(("kind", "reference"), [("dpo", "precomputed"), ("dpo", "engine"), ("rm", None)])
+@pytest.mark.parametrize(
+    ("kind", "reference"), [("dpo", "precomputed"), ("dpo", "engine"), ("rm", None)]
+)
 def test_a_run_that_failed_and_is_resumed_ends_bit_for_bit_as_one_left_alone(
     models, pairs, tmp_path, monkeypatch, kind, reference
 ):
     extra = {"dpo": {"reference": reference}} if reference else {}
     outs = [tmp_path / "alone", tmp_path / "broken"]
-    trees = [tree(kind, models, pairs, o, run={"steps": 12, "save_every": 3}, eval={"source": str(pairs / "test.jsonl"), "every": 5}, **extra)
-             for o in outs]  # fmt: skip
+    trees = [
+        tree(
+            kind,
+            models,
+            pairs,
+            o,
+            run={"steps": 12, "save_every": 3},
+            eval={"source": str(pairs / "test.jsonl"), "every": 5},
+            **extra,
+        )
+        for o in outs
+    ]
     train(kind, trees[0])
     with monkeypatch.context() as patch:
         end = Run.end_step
@@ -259,8 +309,14 @@ def test_held_out_pairs_are_judged_by_their_own_reference(models, pairs, tmp_pat
     """Found beforehand or by an engine of its own; evaluated twice, on other pairs than are trained on."""
     rows = {}
     for reference in ("precomputed", "engine"):
-        config = tree("dpo", models, pairs, tmp_path / reference, dpo={"reference": reference},
-                      eval={"source": str(pairs / "test.jsonl"), "every": 2})  # fmt: skip
+        config = tree(
+            "dpo",
+            models,
+            pairs,
+            tmp_path / reference,
+            dpo={"reference": reference},
+            eval={"source": str(pairs / "test.jsonl"), "every": 2},
+        )
         rows[reference] = train("dpo", config)
     for a, b in zip(rows["precomputed"], rows["engine"], strict=True):
         # At first all margins are 0 but for rounding, whose sign is no accuracy.
@@ -306,11 +362,15 @@ def test_what_makes_no_sense_is_refused_by_name(models, pairs, tmp_path, kind, s
 
 @pytest.mark.parametrize("kind", ["dpo", "rm"])
 @pytest.mark.parametrize(
-    "rates", [{"attention_dropout": 0.1}, {"resid_pdrop": 0.2}, {"router_jitter_noise": 0.01}], ids=str
+    "rates",
+    [{"attention_dropout": 0.1}, {"resid_pdrop": 0.2}, {"router_jitter_noise": 0.01}],
+    ids=str,
 )
 def test_a_model_that_drops_out_is_refused(models, pairs, tmp_path, kind, rates):
     """The slopes are of another forward pass than the one that is trained on."""
-    config = tree(kind, {kind: with_config(models[kind], tmp_path / "model", rates)}, pairs, tmp_path / "out")
+    config = tree(
+        kind, {kind: with_config(models[kind], tmp_path / "model", rates)}, pairs, tmp_path / "out"
+    )
     with pytest.raises(ConfigError, match=next(iter(rates))) as caught:
         train(kind, config)
     assert caught.value.field == "engine.model.config_overrides"
@@ -358,9 +418,19 @@ def test_two_ranks_agree_with_one(models, pairs, tmp_path, kind):
             eval={"source": str(pairs / "test.jsonl"), "max_pairs": 1},
         )
         file.write_text(yaml.safe_dump(config))
-        launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(ranks)] if ranks > 1 else []
-        done = subprocess.run([sys.executable, *launcher, "-m", "engine_trainer", kind, str(file)], timeout=DEADLINE_S, capture_output=True,
-                              text=True, env={**os.environ, "OMP_NUM_THREADS": "1"}, check=False)  # fmt: skip
+        launcher = (
+            ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(ranks)]
+            if ranks > 1
+            else []
+        )
+        done = subprocess.run(
+            [sys.executable, *launcher, "-m", "engine_trainer", kind, str(file)],
+            timeout=DEADLINE_S,
+            capture_output=True,
+            text=True,
+            env={**os.environ, "OMP_NUM_THREADS": "1"},
+            check=False,
+        )
         assert done.returncode == 0, done.stderr[-3000:]
     for a, b in zip(rows_of(tmp_path / "1"), rows_of(tmp_path / "2"), strict=True):
         for key in set(a) - {"train/micro_batches"}:
@@ -373,24 +443,45 @@ def test_two_ranks_agree_with_one(models, pairs, tmp_path, kind):
 
 @pytest.mark.parametrize("kind", ["dpo", "rm"])
 @pytest.mark.parametrize("held", [False, True])
-def test_pairs_longer_than_the_models_context_are_named_before_the_run(models, pairs, tmp_path, kind, held):
+def test_pairs_longer_than_the_models_context_are_named_before_the_run(
+    models, pairs, tmp_path, kind, held
+):
     """The model has 64 positions."""
-    (tmp_path / "long.jsonl").write_text(json.dumps({"prompt": "1+1=", "chosen": "2" * 80, "rejected": "3"}) + "\n")
+    (tmp_path / "long.jsonl").write_text(
+        json.dumps({"prompt": "1+1=", "chosen": "2" * 80, "rejected": "3"}) + "\n"
+    )
     config = tree(kind, models, pairs, tmp_path / "out", data={"on_too_long": "error"})
-    config["eval" if held else "data"] = {**config.get("eval", {}), **(config["data"] if not held else {}),
-                                          "source": str(tmp_path / "long.jsonl")}  # fmt: skip
+    config["eval" if held else "data"] = {
+        **config.get("eval", {}),
+        **(config["data"] if not held else {}),
+        "source": str(tmp_path / "long.jsonl"),
+    }
     said = "1 of 1 pairs of eval" if held else "1 of 1 pairs are"
-    with pytest.raises(DataError, match=rf"(?s)long\.jsonl:1.*8\d tokens in the longer.*the context has 64.*{said}"):
+    with pytest.raises(
+        DataError, match=rf"(?s)long\.jsonl:1.*8\d tokens in the longer.*the context has 64.*{said}"
+    ):
         train(kind, config)
 
 
 @pytest.mark.parametrize("kind", ["dpo", "rm"])
-def test_held_out_pairs_that_are_too_long_are_dropped_as_those_of_training_are(models, pairs, tmp_path, kind, caplog):
-    rows = (pairs / "test.jsonl").read_text() + json.dumps({"prompt": "1+1=", "chosen": "2" * 80, "rejected": "3"})
+def test_held_out_pairs_that_are_too_long_are_dropped_as_those_of_training_are(
+    models, pairs, tmp_path, kind, caplog
+):
+    rows = (pairs / "test.jsonl").read_text() + json.dumps(
+        {"prompt": "1+1=", "chosen": "2" * 80, "rejected": "3"}
+    )
     (tmp_path / "held.jsonl").write_text(rows + "\n")
-    config = tree(kind, models, pairs, tmp_path / "out", data={"on_too_long": "drop"}, run={"steps": 1},
-                  eval={"source": str(tmp_path / "held.jsonl")})  # fmt: skip
+    config = tree(
+        kind,
+        models,
+        pairs,
+        tmp_path / "out",
+        data={"on_too_long": "drop"},
+        run={"steps": 1},
+        eval={"source": str(tmp_path / "held.jsonl")},
+    )
     train(kind, config)
     assert (
-        f"1 of {len(rows.splitlines())} pairs of eval are too long and were dropped: the context has 64" in caplog.text
+        f"1 of {len(rows.splitlines())} pairs of eval are too long and were dropped: the context has 64"
+        in caplog.text
     )

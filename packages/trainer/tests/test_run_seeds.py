@@ -39,7 +39,9 @@ def start(world, file, folder, *overrides):
 
 def finish(world, file, folder, *overrides):
     """Run to the end; return the trained weights and each step's loss."""
-    assert start(world, file, folder, *overrides).wait(DEADLINE_S) == 0, folder.with_suffix(".log").read_text()[-3000:]
+    assert start(world, file, folder, *overrides).wait(DEADLINE_S) == 0, folder.with_suffix(
+        ".log"
+    ).read_text()[-3000:]
     losses = [(row["step"], row.get("train/loss")) for row in read_metrics(folder / METRICS)]
     return (folder / "hf" / "model.safetensors").read_bytes(), losses
 
@@ -47,8 +49,13 @@ def finish(world, file, folder, *overrides):
 def kill_after_a_step(process, folder):
     """Kill the run and its ranks once a step has been taken."""
     end = time.monotonic() + DEADLINE_S
-    while not ((folder / METRICS).is_file() and any(row["step"] >= 1 for row in read_metrics(folder / METRICS))):
-        assert process.poll() is None, f"it ended by itself: {folder.with_suffix('.log').read_text()[-3000:]}"
+    while not (
+        (folder / METRICS).is_file()
+        and any(row["step"] >= 1 for row in read_metrics(folder / METRICS))
+    ):
+        assert process.poll() is None, (
+            f"it ended by itself: {folder.with_suffix('.log').read_text()[-3000:]}"
+        )
         assert time.monotonic() < end, "no step was taken"
         time.sleep(0.02)
     os.killpg(process.pid, signal.SIGKILL)
@@ -87,6 +94,8 @@ def test_with_dropout_a_run_killed_before_its_first_checkpoint_and_run_again_equ
     unbroken = finish(world, dropping, tmp_path / "unbroken")
     broken = tmp_path / "broken"
     kill_after_a_step(start(world, dropping, broken), broken)
-    assert not list((broken / "checkpoints").glob("step-*")), "it was too fast to be killed before a checkpoint"
+    assert not list((broken / "checkpoints").glob("step-*")), (
+        "it was too fast to be killed before a checkpoint"
+    )
     assert finish(world, dropping, broken) == unbroken
     assert finish(world, dropping, tmp_path / "other", "run.seed=2")[0] != unbroken[0]

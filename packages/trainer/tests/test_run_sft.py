@@ -35,14 +35,26 @@ def losses(outcome):
 
 def test_it_learns_and_leaves_a_whole_folder(sft_file):
     outcome = run(
-        sft_file, "run.steps=30", "run.report=true", "run.tensorboard=true", "run.save_every=10", "run.keep=2"
+        sft_file,
+        "run.steps=30",
+        "run.report=true",
+        "run.tensorboard=true",
+        "run.save_every=10",
+        "run.keep=2",
     )
     assert (outcome.step, outcome.total_steps) == (30, 30)
     values = losses(outcome)[1:]
     assert values[-1] < 0.5 * values[0]
     assert {p.name for p in outcome.folder.iterdir()} == {
         ".lock",
-        "config.yaml", "metrics.jsonl", "tensorboard", "checkpoints", "hf", "plots", "report.html"}  # fmt: skip
+        "config.yaml",
+        "metrics.jsonl",
+        "tensorboard",
+        "checkpoints",
+        "hf",
+        "plots",
+        "report.html",
+    }
     assert sorted(p.name for p in (outcome.folder / "checkpoints").iterdir()) == [
         "latest",
         "step-000020",
@@ -72,7 +84,9 @@ def test_a_warmup_that_the_run_does_not_outlast_is_said(sft_file, caplog):
 
 
 def test_heldout_loss_is_that_of_every_learned_token(sft_file, tmp_path):
-    outcome = run(sft_file, f"eval.source={tmp_path / 'rows.jsonl'}", "eval.every=2", "eval.samples=0")
+    outcome = run(
+        sft_file, f"eval.source={tmp_path / 'rows.jsonl'}", "eval.every=2", "eval.samples=0"
+    )
     rows = read_metrics(outcome.folder / "metrics.jsonl")
     assert [r["step"] for r in rows if "eval/loss" in r] == [0, 2, 4, 6]
     assert rows[0]["eval/loss"] == pytest.approx(4.6, abs=0.1)  # ln of about 101 tokens
@@ -96,13 +110,25 @@ def test_rows_of_a_named_set_that_are_trained_on_are_reported_too(sft_file, tmp_
 
 def test_a_resumed_run_ends_as_one_that_was_left_alone(sft_file, tmp_path):
     alone = run(sft_file, f"run.output_dir={tmp_path / 'a'}", "run.steps=9")
-    first = run(sft_file, f"run.output_dir={tmp_path / 'b'}", "run.steps=9", "run.save_every=4", "run.keep=0")
+    first = run(
+        sft_file,
+        f"run.output_dir={tmp_path / 'b'}",
+        "run.steps=9",
+        "run.save_every=4",
+        "run.keep=0",
+    )
     # As if it had been killed in step 9: its last checkpoint is gone, its log goes further than what is left.
     shutil.rmtree(first.folder / "checkpoints" / "step-000009")
     (first.folder / "checkpoints" / "latest").write_text("step-000008")
     with (first.folder / "metrics.jsonl").open("a") as log:
         log.write('{"step": 10, "tra')
-    again = run(sft_file, f"run.output_dir={tmp_path / 'b'}", "run.steps=9", "run.save_every=4", "run.keep=0")
+    again = run(
+        sft_file,
+        f"run.output_dir={tmp_path / 'b'}",
+        "run.steps=9",
+        "run.save_every=4",
+        "run.keep=0",
+    )
     assert torch.equal(table(alone), table(again))
     assert losses(alone) == losses(again)
 
@@ -126,7 +152,9 @@ def test_what_a_kill_before_the_pointer_moved_left_undone_is_done_at_the_next_st
     assert not (folder / "step-000006/latest").exists()
 
 
-def test_a_kill_in_the_save_of_a_longer_runs_model_leaves_the_former_one(sft_file, monkeypatch, bigram_class):
+def test_a_kill_in_the_save_of_a_longer_runs_model_leaves_the_former_one(
+    sft_file, monkeypatch, bigram_class
+):
     folder = run(sft_file).folder
     before = table(run(sft_file))
     (folder / "hf/notes").write_text("of the user")
@@ -252,7 +280,9 @@ def one_bad_step(monkeypatch):
     monkeypatch.setattr(sft, "sft_loss", loss)
 
 
-def test_a_step_that_is_not_finite_is_skipped_said_and_logged_as_null(sft_file, capsys, one_bad_step):
+def test_a_step_that_is_not_finite_is_skipped_said_and_logged_as_null(
+    sft_file, capsys, one_bad_step
+):
     outcome = run(sft_file, "run.steps=3")
     for line in (outcome.folder / "metrics.jsonl").read_text().splitlines():
         json.loads(line, parse_constant=lambda name: pytest.fail(f"{name} is not JSON"))
@@ -290,7 +320,10 @@ def test_a_run_that_has_nothing_left_to_train_says_so(sft_file, capsys, steps):
     run(sft_file, "run.steps=3")
     assert "nothing is left" not in capsys.readouterr().out
     run(sft_file, f"run.steps={steps}", "engine.optimizer.lr=0.5")
-    assert f"nothing is left to train: the run has {steps} steps, and step-000003 is there" in capsys.readouterr().out
+    assert (
+        f"nothing is left to train: the run has {steps} steps, and step-000003 is there"
+        in capsys.readouterr().out
+    )
 
 
 def test_another_length_of_the_run_is_named_on_resume(sft_file, caplog):
@@ -306,20 +339,35 @@ def test_named_sets_that_nothing_judges_are_refused(sft_file, tmp_path):
 
 
 @pytest.mark.parametrize("held", [False, True])
-def test_a_document_longer_than_the_models_context_is_named_before_the_run(sft_file, tmp_path, held):
-    (tmp_path / "long.jsonl").write_text(json.dumps({"prompt": "say a", "response": "abc" * 20}) + "\n")
+def test_a_document_longer_than_the_models_context_is_named_before_the_run(
+    sft_file, tmp_path, held
+):
+    (tmp_path / "long.jsonl").write_text(
+        json.dumps({"prompt": "say a", "response": "abc" * 20}) + "\n"
+    )
     source = ["eval.source" if held else "data.source", f"={tmp_path}/long.jsonl"]
     said = "1 of 1 rows of eval" if held else "1 of 1 rows are"
-    with pytest.raises(DataError, match=rf"(?s)long\.jsonl:1.*6\d tokens, the context has 40.*{said}.*on_too_long"):
-        run(sft_file, "engine.model.config_overrides={max_position_embeddings: 40}", "".join(source))
+    with pytest.raises(
+        DataError, match=rf"(?s)long\.jsonl:1.*6\d tokens, the context has 40.*{said}.*on_too_long"
+    ):
+        run(
+            sft_file, "engine.model.config_overrides={max_position_embeddings: 40}", "".join(source)
+        )
 
 
 @pytest.mark.parametrize("way", ["drop", "truncate"])
-def test_held_out_rows_that_are_too_long_are_dropped_or_cut_as_those_of_training_are(sft_file, tmp_path, caplog, way):
+def test_held_out_rows_that_are_too_long_are_dropped_or_cut_as_those_of_training_are(
+    sft_file, tmp_path, caplog, way
+):
     rows = [{"prompt": "say a", "response": "abc" * 20}, {"prompt": "say b", "response": "bca"}]
     (tmp_path / "held.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    outcome = run(sft_file, "engine.model.config_overrides={max_position_embeddings: 40}", f"data.on_too_long={way}",
-                  f"eval.source={tmp_path}/held.jsonl", "run.steps=1")  # fmt: skip
+    outcome = run(
+        sft_file,
+        "engine.model.config_overrides={max_position_embeddings: 40}",
+        f"data.on_too_long={way}",
+        f"eval.source={tmp_path}/held.jsonl",
+        "run.steps=1",
+    )
     assert all("eval/loss" in row for row in read_metrics(outcome.folder / "metrics.jsonl"))
     done = {"drop": "dropped", "truncate": "cut"}[way]
     assert f"1 of 2 rows of eval are too long and were {done}: the context has 40" in caplog.text

@@ -67,8 +67,14 @@ class FakeRollout:
         for count, _ in enumerate(export, 1):
             if count == self.fails_after:
                 raise RolloutError("broken in the middle", where="here", remedy="none")
-        return SyncResult(version=version, num_tensors=3, num_bytes=12, num_quantized=2, audited=True,
-                          seconds={"install": 0.5, "audit": 0.25})  # fmt: skip
+        return SyncResult(
+            version=version,
+            num_tensors=3,
+            num_bytes=12,
+            num_quantized=2,
+            audited=True,
+            seconds={"install": 0.5, "audit": 0.25},
+        )
 
     def close(self):
         self.calls.append(("close",))
@@ -84,10 +90,19 @@ class FakeTokenizer:
 
 
 def sampler(rollout, **section) -> Sampler:
-    policy = SpmdEngines(SimpleNamespace(weight_version=7, topology=Topology(), to=moves.append), SingleComm(), "cpu")
+    policy = SpmdEngines(
+        SimpleNamespace(weight_version=7, topology=Topology(), to=moves.append), SingleComm(), "cpu"
+    )
     replica = Replica(rollout, FakeScorer(), FakeTokenizer(), Timers())
-    return Sampler(rollouts=SpmdRollouts(replica, FakeExporter(), policy), policy=policy, comm=SingleComm(), timers=Timers(),
-                   section=RolloutSection(**section), tokenizer=FakeTokenizer(), failures=NONE)  # fmt: skip
+    return Sampler(
+        rollouts=SpmdRollouts(replica, FakeExporter(), policy),
+        policy=policy,
+        comm=SingleComm(),
+        timers=Timers(),
+        section=RolloutSection(**section),
+        tokenizer=FakeTokenizer(),
+        failures=NONE,
+    )
 
 
 moves = []
@@ -118,7 +133,12 @@ def test_the_engine_gives_way_between_sync_and_caches():
     moves.clear()
     one.policy.offload = lambda: rollout.calls.append(("away",))
     with one.serving():
-        assert rollout.calls == [("wake", True, False), ("update", 7), ("away",), ("wake", False, True)]
+        assert rollout.calls == [
+            ("wake", True, False),
+            ("update", 7),
+            ("away",),
+            ("wake", False, True),
+        ]
         assert moves == []
     assert rollout.calls[4:] == [("sleep", True, True)]
     assert moves == ["cpu"]  # where this engine computes
@@ -134,37 +154,70 @@ def test_a_sync_that_fails_in_the_middle_still_reads_the_export_to_its_end():
 def test_every_rank_has_a_replica_however_the_engine_divides_its_work():
     shared = Topology(rank=1, world_size=2, dp_rank=0, dp_size=1, is_primary=False, sizes={"tp": 2})
     policy = SpmdEngines(SimpleNamespace(topology=shared), SingleComm(), "cpu")
-    found = SpmdRollouts(Replica(FakeRollout(), FakeScorer(), FakeTokenizer(), Timers()), FakeExporter(), policy)
+    found = SpmdRollouts(
+        Replica(FakeRollout(), FakeScorer(), FakeTokenizer(), Timers()), FakeExporter(), policy
+    )
     assert (policy.dp_size, found.size, found.held) == (1, 2, (1,))
 
 
 def test_the_figures_of_a_sync_are_the_slowest_ranks():
     fast = SyncResult(
-        version=1, num_tensors=3, num_bytes=12, num_quantized=2, seconds={"gather": 1.0, "install": 2.0}, audited=True
+        version=1,
+        num_tensors=3,
+        num_bytes=12,
+        num_quantized=2,
+        seconds={"gather": 1.0, "install": 2.0},
+        audited=True,
     )
-    slow = SyncResult(version=1, num_tensors=3, num_bytes=12, num_quantized=2, seconds={"gather": 3.0}, audited=False)
+    slow = SyncResult(
+        version=1,
+        num_tensors=3,
+        num_bytes=12,
+        num_quantized=2,
+        seconds={"gather": 3.0},
+        audited=False,
+    )
     assert _sync_figures([fast, slow]) == {
-        "sync/gather_s": 3.0, "sync/install_s": 2.0, "sync/bytes": 12, "sync/tensors": 3, "sync/quantized": 2, "sync/audited": 0,
-    }  # fmt: skip
+        "sync/gather_s": 3.0,
+        "sync/install_s": 2.0,
+        "sync/bytes": 12,
+        "sync/tensors": 3,
+        "sync/quantized": 2,
+        "sync/audited": 0,
+    }
     assert _sync_figures([fast])["sync/audited"] == 1
     assert _sync_figures([replace(fast, wire_bytes=16)])["sync/wire_bytes"] == 16
 
 
 @pytest.mark.parametrize(
     ("engine", "rollout", "said"),
-    [("1.0", {"lora"}, "written for contract 1.0"), ("1.1", set(), "serves no adapters"), ("1.1", {"lora"}, "")],
-)  # fmt: skip
+    [
+        ("1.0", {"lora"}, "written for contract 1.0"),
+        ("1.1", set(), "serves no adapters"),
+        ("1.1", {"lora"}, ""),
+    ],
+)
 def test_an_adapter_goes_only_where_engine_and_rollout_can(monkeypatch, engine, rollout, said):
-    plugins = {EngineRegistry: EnginePlugin(name="e", contract=engine, rows=()),
-               RolloutRegistry: EnginePlugin(name="r", contract="1.0", rows=(), capabilities=frozenset(rollout))}  # fmt: skip
+    plugins = {
+        EngineRegistry: EnginePlugin(name="e", contract=engine, rows=()),
+        RolloutRegistry: EnginePlugin(
+            name="r", contract="1.0", rows=(), capabilities=frozenset(rollout)
+        ),
+    }
     for registry, plugin in plugins.items():
         found = SimpleNamespace(plugin=plugin)
         monkeypatch.setattr(registry, "resolve", staticmethod(lambda found=found, **_: found))
     given = EngineSection(model=ModelSource(path=""), lora=LoraConfig(rank=4))
 
     def spec(**section):
-        return RolloutSpec(section=RolloutSection(**section), reward=RewardSection(name=""), tokenizer=FakeTokenizer(), engine=given,
-                           engine_config=given.build(seed=0, total_steps=1), engine_device="cpu")  # fmt: skip
+        return RolloutSpec(
+            section=RolloutSection(**section),
+            reward=RewardSection(name=""),
+            tokenizer=FakeTokenizer(),
+            engine=given,
+            engine_config=given.build(seed=0, total_steps=1),
+            engine_device="cpu",
+        )
 
     assert served_adapter(spec()) == {}
     if not said:
@@ -192,18 +245,37 @@ def test_the_exporter_is_told_what_the_rollout_is_told(sums_model, tmp_path, mon
 
     monkeypatch.setattr(RolloutRegistry, "create_exporter", staticmethod(create))
     register("length")(lambda: lambda s: float(len(s.completion)))
-    config = from_tree(RLConfig, {
-        "engine": {"model": {"path": str(sums_model)}, "device": "cpu"}, "data": {"source": str(sums_model / "train.jsonl")},
-        "run": {"output_dir": str(tmp_path / "out"), "steps": 1, "progress": False, "report": False, "tensorboard": False},
-        "reward": {"name": "length", "workers": 0, "timeout_s": None},
-        "rollout": {"n": 2, "max_new_tokens": 4, "sleep": False, "options": {"dtype": "bfloat16"}},
-        "algorithm": {"prompts_per_step": 4},
-    })  # fmt: skip
+    config = from_tree(
+        RLConfig,
+        {
+            "engine": {"model": {"path": str(sums_model)}, "device": "cpu"},
+            "data": {"source": str(sums_model / "train.jsonl")},
+            "run": {
+                "output_dir": str(tmp_path / "out"),
+                "steps": 1,
+                "progress": False,
+                "report": False,
+                "tensorboard": False,
+            },
+            "reward": {"name": "length", "workers": 0, "timeout_s": None},
+            "rollout": {
+                "n": 2,
+                "max_new_tokens": 4,
+                "sleep": False,
+                "options": {"dtype": "bfloat16"},
+            },
+            "algorithm": {"prompts_per_step": 4},
+        },
+    )
     train_rl(config)
     (arguments,) = told
     assert arguments["model"].path == str(sums_model)
     assert {k: arguments[k] for k in ("name", "device", "dtype", "quantization")} == {
-        "name": "local", "device": "cpu", "dtype": "bfloat16", "quantization": "none"}  # fmt: skip
+        "name": "local",
+        "device": "cpu",
+        "dtype": "bfloat16",
+        "quantization": "none",
+    }
     row = json.loads((tmp_path / "out" / "metrics.jsonl").read_text())
     assert row["sync/install_s"] > 0
     # 2 layers of 11 tensors, the embedding (tied) and the last norm; two bytes a number
@@ -219,7 +291,14 @@ def prompt(*tokens: int) -> Prompt:
     return Prompt(tokens=list(tokens), rendered="", text="", answer=None)
 
 
-PROMPTS = [prompt(1), prompt(2), prompt(1), prompt(3), prompt(2), prompt(1)]  # the end of an epoch: some come twice
+PROMPTS = [
+    prompt(1),
+    prompt(2),
+    prompt(1),
+    prompt(3),
+    prompt(2),
+    prompt(1),
+]  # the end of an epoch: some come twice
 
 
 class Replicas:
@@ -229,17 +308,29 @@ class Replicas:
         self.size, self.held = size, range(size)
 
     def answer(self, shares, sampling):
-        return [uniforms([p.tokens for p in share], sampling).tolist() if share else [] for share in shares]
+        return [
+            uniforms([p.tokens for p in share], sampling).tolist() if share else []
+            for share in shares
+        ]
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 8])
 def test_equal_prompts_have_other_random_numbers_however_many_replicas_there_are(size):
     section = RolloutSection(max_new_tokens=4)
-    one = Sampler(rollouts=Replicas(size), policy=None, comm=SingleComm(), timers=Timers(), section=section, failures=NONE,
-                  tokenizer=FakeTokenizer())  # fmt: skip
+    one = Sampler(
+        rollouts=Replicas(size),
+        policy=None,
+        comm=SingleComm(),
+        timers=Timers(),
+        section=section,
+        failures=NONE,
+        tokenizer=FakeTokenizer(),
+    )
     groups = one.sample(PROMPTS, n=1, temperature=1.0, seed=5)
     drawn = [g.answers for g in groups]
-    alone = uniforms([p.tokens for p in PROMPTS], SamplingParams(n=1, max_new_tokens=4, seed=5)).tolist()
+    alone = uniforms(
+        [p.tokens for p in PROMPTS], SamplingParams(n=1, max_new_tokens=4, seed=5)
+    ).tolist()
     assert drawn == alone
     assert len({tuple(numbers) for numbers in drawn}) == len(PROMPTS)
 
@@ -256,7 +347,9 @@ def test_a_rollout_that_cannot_sleep_is_an_error_on_every_rank():
         raise RolloutError("it does not sleep", where="here", remedy="none")
 
     rollout.sleep = broken
-    one.rollouts.policy.comm = SimpleNamespace(rank=0, all_gather=lambda value: met.append(value) or [value])
+    one.rollouts.policy.comm = SimpleNamespace(
+        rank=0, all_gather=lambda value: met.append(value) or [value]
+    )
     with pytest.raises(RolloutError, match="does not sleep"):
         one.rollouts.sleep()
     assert "it does not sleep" in met[0][0]

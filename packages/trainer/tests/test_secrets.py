@@ -82,7 +82,9 @@ def leaks(folder: Path, *texts: str) -> list[str]:
     assert contents
     contents |= {f"text {i}": text.encode() for i, text in enumerate(texts)}
     words = [word.encode() for word in (*SECRETS.values(), LITERAL, LOGIN)]
-    return [f"{name}: {word}" for name, content in contents.items() for word in words if word in content]
+    return [
+        f"{name}: {word}" for name, content in contents.items() for word in words if word in content
+    ]
 
 
 @pytest.fixture
@@ -90,7 +92,9 @@ def board(monkeypatch) -> list[dict]:
     """What wandb, which needs a service, is given."""
     given: list[dict] = []
     run = SimpleNamespace(id="abc", log=lambda *a, **k: None, finish=lambda: None)
-    monkeypatch.setitem(sys.modules, "wandb", SimpleNamespace(init=lambda **kw: given.append(kw) or run))
+    monkeypatch.setitem(
+        sys.modules, "wandb", SimpleNamespace(init=lambda **kw: given.append(kw) or run)
+    )
     return given
 
 
@@ -107,7 +111,14 @@ def test_no_secret_is_in_what_a_run_writes_or_says(
         "workers": 1,
         "timeout_s": 60.0,
     }
-    run = {"tensorboard": True, "report": True, "wandb": "p", "save_every": 1, "steps": 2, "progress": True}
+    run = {
+        "tensorboard": True,
+        "report": True,
+        "wandb": "p",
+        "save_every": 1,
+        "steps": 2,
+        "progress": True,
+    }
     held_out = {"source": str(sums_model / "test.jsonl"), "every": 1, "max_problems": 4}
     config = tree(sums_model, tmp_path / "out", reward=section, run=run, eval=held_out)
     if task == "sft":
@@ -117,7 +128,9 @@ def test_no_secret_is_in_what_a_run_writes_or_says(
     file = tmp_path / "config.yaml"
     file.write_text(yaml.safe_dump(config))
     assert main([task, str(file), OVERRIDE]) == 0
-    assert main([task, str(file), OVERRIDE]) == 0  # nothing is left to do: what is compared with the checkpoint's
+    assert (
+        main([task, str(file), OVERRIDE]) == 0
+    )  # nothing is left to do: what is compared with the checkpoint's
     said = capfd.readouterr()
     (tmp_path / "score.py").unlink()  # it holds them itself
     assert board
@@ -128,16 +141,23 @@ def test_no_secret_is_in_what_a_run_writes_or_says(
         "api_key": MASK,
         "Password": MASK,
         "late": "${oc.env:ON_THE_COMMAND_LINE}",
-        "copied": {"inner": "${reward.kwargs.section.inner}", "more": {"deep": "${reward.kwargs.section.more.deep}"}},
+        "copied": {
+            "inner": "${reward.kwargs.section.inner}",
+            "more": {"deep": "${reward.kwargs.section.more.deep}"},
+        },
     }
 
 
-def test_no_secret_is_printed_with_the_configuration(sums_model, tmp_path, environment, capfd) -> None:
+def test_no_secret_is_printed_with_the_configuration(
+    sums_model, tmp_path, environment, capfd
+) -> None:
     file = tmp_path / "config.yaml"
     file.write_text(yaml.safe_dump(tree(sums_model, tmp_path / "out", reward={"kwargs": KWARGS})))
     assert main(["rl", str(file), "--print-config", OVERRIDE]) == 0
     said = capfd.readouterr()
-    assert leaks(tmp_path, said.out, said.err) == [f"{file}: {word.encode()}" for word in (LITERAL, LOGIN)]
+    assert leaks(tmp_path, said.out, said.err) == [
+        f"{file}: {word.encode()}" for word in (LITERAL, LOGIN)
+    ]
     assert "${oc.env:FROM_ENVIRONMENT}" in said.out
 
 
@@ -147,12 +167,20 @@ def test_no_secret_is_printed_with_the_configuration(sums_model, tmp_path, envir
         ({"name": "exact", "kwargs": KWARGS}, []),
         ({"name": "combine", "kwargs": {"rewards": [{"kwargs": KWARGS}]}}, []),
         ({"name": "exact", "kwargs": {}}, ["reward.timeout_s=${oc.env:FROM_ENVIRONMENT}"]),
-        ({"name": "exact", "kwargs": {}}, ["run.resume=never", "rollout.quantization=${oc.env:FROM_ENVIRONMENT}"]),
-        ({"name": "exact", "kwargs": {}}, ["rollout.options.api_key=hunter2-literal", "rollout.options.no_such=1"]),
+        (
+            {"name": "exact", "kwargs": {}},
+            ["run.resume=never", "rollout.quantization=${oc.env:FROM_ENVIRONMENT}"],
+        ),
+        (
+            {"name": "exact", "kwargs": {}},
+            ["rollout.options.api_key=hunter2-literal", "rollout.options.no_such=1"],
+        ),
         ({"name": "exact", "kwargs": {}}, ["data.columns.token=hunter2-literal"]),
     ],
 )
-def test_no_secret_is_in_an_error(sums_model, tmp_path, environment, reward, overrides, capfd) -> None:
+def test_no_secret_is_in_an_error(
+    sums_model, tmp_path, environment, reward, overrides, capfd
+) -> None:
     reward = {"name": None, "workers": 1, "timeout_s": 60.0} | reward
     file = tmp_path / "config.yaml"
     file.write_text(yaml.safe_dump(tree(sums_model, tmp_path / "out", reward=reward)))
@@ -165,7 +193,9 @@ def test_no_secret_is_in_an_error(sums_model, tmp_path, environment, reward, ove
 
 
 def test_what_is_written_is_read_back(sums_model, tmp_path, environment) -> None:
-    kwargs = {name: value for name, value in KWARGS.items() if name not in ("api_key", "Password", "url")}
+    kwargs = {
+        name: value for name, value in KWARGS.items() if name not in ("api_key", "Password", "url")
+    }
     config = from_tree(RLConfig, tree(sums_model, tmp_path / "out", reward={"kwargs": kwargs}))
     (tmp_path / "again.yaml").write_text(to_yaml(config))
     assert load_config(RLConfig, tmp_path / "again.yaml") == config
@@ -173,20 +203,34 @@ def test_what_is_written_is_read_back(sums_model, tmp_path, environment) -> None
 
 def test_a_referred_text_is_its_value_and_stays_referred(sums_model, tmp_path, environment) -> None:
     value = Referred("hunter2", "${oc.env:X}")
-    assert (value, f"{value}", f"{value}-a", {value: 1}["hunter2"]) == ("hunter2", "hunter2", "hunter2-a", 1)
+    assert (value, f"{value}", f"{value}-a", {value: 1}["hunter2"]) == (
+        "hunter2",
+        "hunter2",
+        "hunter2-a",
+        1,
+    )
     for other in (copy.deepcopy(value), copy.copy(value), pickle.loads(pickle.dumps(value))):
         assert (other, repr(other), other.reference) == ("hunter2", "'${oc.env:X}'", "${oc.env:X}")
     config = from_tree(RLConfig, tree(sums_model, tmp_path / "out", reward={"kwargs": KWARGS}))
     assert (
-        leaks(sums_model, repr(config.reward.kwargs["header"]), str(to_plain(pickle.loads(pickle.dumps(config))))) == []
+        leaks(
+            sums_model,
+            repr(config.reward.kwargs["header"]),
+            str(to_plain(pickle.loads(pickle.dumps(config)))),
+        )
+        == []
     )
 
 
-def test_a_change_of_what_a_reference_names_is_seen_where_nothing_may_change(sums_model, tmp_path, monkeypatch) -> None:
+def test_a_change_of_what_a_reference_names_is_seen_where_nothing_may_change(
+    sums_model, tmp_path, monkeypatch
+) -> None:
     def print_of(data: str) -> dict:
         monkeypatch.setenv("DATA", data)
         given = tree(
-            sums_model, tmp_path / "out", data={"source": ["${oc.env:DATA}"], "system_prompt": "${oc.env:DATA}"}
+            sums_model,
+            tmp_path / "out",
+            data={"source": ["${oc.env:DATA}"], "system_prompt": "${oc.env:DATA}"},
         )
         return fingerprint(from_tree(RLConfig, given))
 
@@ -208,7 +252,25 @@ def test_a_secret_is_known_by_a_whole_word_of_its_name() -> None:
         "key": "",
     }
     assert masked(kept) == kept
-    names = ["key", "api_key", "API-KEY", "apikey", "hf_token", "tokens", "client_secret", "Password", "credentials"]
-    names += ["Authorization", "Proxy-Authorization", "bearer", "Cookie", "apiKey", "accessToken", "HFToken"]
+    names = [
+        "key",
+        "api_key",
+        "API-KEY",
+        "apikey",
+        "hf_token",
+        "tokens",
+        "client_secret",
+        "Password",
+        "credentials",
+    ]
+    names += [
+        "Authorization",
+        "Proxy-Authorization",
+        "bearer",
+        "Cookie",
+        "apiKey",
+        "accessToken",
+        "HFToken",
+    ]
     assert masked(dict.fromkeys(names, "x")) == dict.fromkeys(names, MASK)
     assert masked({"keys": ["x", {"a": "x"}]}) == {"keys": [MASK, {"a": "x"}]}

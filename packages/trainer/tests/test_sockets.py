@@ -42,11 +42,19 @@ def begin(tmp_path, sums_model) -> Iterator[Begin]:
     made: list[subprocess.Popen[str]] = []
 
     def run(task: str, ranks: int = 1, **sections) -> subprocess.Popen[str]:
-        reward = {"name": None, "function": f"{tmp_path}/waits.py:score", "timeout_s": None, "workers": 1}
+        reward = {
+            "name": None,
+            "function": f"{tmp_path}/waits.py:score",
+            "timeout_s": None,
+            "workers": 1,
+        }
         config = tree(sums_model, tmp_path / "out", reward=reward, run={"steps": 1}, **sections)
         if task == "sft":
             del config["algorithm"]
-            config |= {"batch_size": 8, "eval": {"source": str(sums_model / "test.jsonl"), "max_problems": 4}}
+            config |= {
+                "batch_size": 8,
+                "eval": {"source": str(sums_model / "test.jsonl"), "max_problems": 4},
+            }
             config["data"]["columns"] = {"response": "answer"}
         else:
             del config["algorithm"]["correction"]
@@ -95,7 +103,9 @@ def test_a_run_on_a_ray_cluster_of_its_own_listens_on_loopback_alone(begin, roll
     found = listening(process.pid)
     assert {"gcs_server", "raylet"} <= {Path(one.process.split()[0]).name for one in found}
     assert beyond(found) == set()
-    assert join(found, {"RAY_AUTH_MODE": "token"}) == "joined", "so does who has the token of this user"
+    assert join(found, {"RAY_AUTH_MODE": "token"}) == "joined", (
+        "so does who has the token of this user"
+    )
     assert join(found, {"RAY_AUTH_MODE": "disabled", "HOME": "/nonexistent"}) == "refused"
 
 
@@ -117,7 +127,9 @@ def join(found: set[Listening], settings: dict[str, str]) -> str:
     environment = {name: value for name, value in os.environ.items() if not name.startswith("RAY_")}
     environment |= {"RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0", **settings}
     command = [sys.executable, "-c", STRANGER, f"127.0.0.1:{head.port}"]
-    said = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=240, check=False)
+    said = subprocess.run(
+        command, env=environment, capture_output=True, text=True, timeout=240, check=False
+    )
     return (said.stdout.split() or ["nothing"])[-1]
 
 
@@ -146,7 +158,9 @@ def test_rays_token_is_made_for_this_user_alone(tmp_path, monkeypatch, setting, 
 INTERFACES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
 
 
-def test_gloo_and_nccl_are_confined_where_all_of_a_run_is_here_and_nobody_has_said_otherwise(monkeypatch) -> None:
+def test_gloo_and_nccl_are_confined_where_all_of_a_run_is_here_and_nobody_has_said_otherwise(
+    monkeypatch,
+) -> None:
     for name in INTERFACES:
         monkeypatch.delenv(name, raising=False)
     stay({"WORLD_SIZE": "4", "LOCAL_WORLD_SIZE": "2"})
@@ -154,7 +168,9 @@ def test_gloo_and_nccl_are_confined_where_all_of_a_run_is_here_and_nobody_has_sa
     assert not set(INTERFACES) & set(os.environ)
     stay({"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"})
     known = {name for _, name in socket.if_nameindex()}
-    assert {name: os.environ[name].lstrip("=") in known for name in INTERFACES} == dict.fromkeys(INTERFACES, True)
+    assert {name: os.environ[name].lstrip("=") in known for name in INTERFACES} == dict.fromkeys(
+        INTERFACES, True
+    )
     assert {name: os.environ[name] for name in INTERFACES} == confined()
     for name in INTERFACES:
         monkeypatch.setenv(name, "eth7")

@@ -53,7 +53,9 @@ class Replicas:
         return Call(ref=found, worker=f"rollout-{replica}", method=method)
 
     def ready(self, calls, seconds) -> list[Call]:
-        done = [call for call in calls if int(call.worker.removeprefix("rollout-")) not in self.slow]
+        done = [
+            call for call in calls if int(call.worker.removeprefix("rollout-")) not in self.slow
+        ]
         time.sleep(0 if done else min(seconds, 0.02))
         return done
 
@@ -61,9 +63,21 @@ class Replicas:
         return [Reply(value=call.ref, seconds=0.0) for call in calls]
 
     def _answers(self, position: int) -> list[Answer]:
-        return [Answer(tokens=[5] * len(made), log_probs=[-1.0] * len(made), text="", finished=True, weight_versions=made,
-                       score=Score(total=0.0 if position in self.flat else float(place), parts={}, correct=False))
-                for place, made in enumerate(self.versions.get(position, [[self.serves], [self.serves]]))]  # fmt: skip
+        return [
+            Answer(
+                tokens=[5] * len(made),
+                log_probs=[-1.0] * len(made),
+                text="",
+                finished=True,
+                weight_versions=made,
+                score=Score(
+                    total=0.0 if position in self.flat else float(place), parts={}, correct=False
+                ),
+            )
+            for place, made in enumerate(
+                self.versions.get(position, [[self.serves], [self.serves]])
+            )
+        ]
 
 
 @pytest.fixture
@@ -71,19 +85,48 @@ def stream(tmp_path, monkeypatch):
     """Makes a stream over prompts whose one token is their position, at a policy of some version, and its replicas."""
     made: list[FullyAsync] = []
 
-    def make(max_staleness=1, versions=None, flat=(), version=0, position=0, pending=(), replicas=1, **sections):
+    def make(
+        max_staleness=1,
+        versions=None,
+        flat=(),
+        version=0,
+        position=0,
+        pending=(),
+        replicas=1,
+        **sections,
+    ):
         algorithm = {"prompts_per_step": STEP, **sections.pop("algorithm", {})}
-        config = on_ray(tmp_path, tmp_path, ray={"rollouts": 1}, overlap={"mode": "full", "max_staleness": max_staleness},
-                        algorithm=algorithm, **sections)  # fmt: skip
+        config = on_ray(
+            tmp_path,
+            tmp_path,
+            ray={"rollouts": 1},
+            overlap={"mode": "full", "max_staleness": max_staleness},
+            algorithm=algorithm,
+            **sections,
+        )
         replica, policy = Replicas(versions or {}, flat), SimpleNamespace(weight_version=version)
         monkeypatch.setattr("engine_trainer.ray.stream.ready", replica.ready)
         rollouts = object.__new__(Separate)
         rollouts.pool, rollouts.held = replica, range(replicas)
-        sampler = SimpleNamespace(rollouts=rollouts, timers=Timers(), sampling=lambda **_: None, policy=policy,
-                                  sync=lambda: setattr(replica, "serves", policy.weight_version))  # fmt: skip
+        sampler = SimpleNamespace(
+            rollouts=rollouts,
+            timers=Timers(),
+            sampling=lambda **_: None,
+            policy=policy,
+            sync=lambda: setattr(replica, "serves", policy.weight_version),
+        )
         data = [Prompt(tokens=[i], rendered="", text="", answer=None) for i in range(100)]
-        made.append(FullyAsync(sampler, data, range(100), config, position=position, pending=pending,
-                               oldest=lambda: policy.weight_version - max_staleness))  # fmt: skip
+        made.append(
+            FullyAsync(
+                sampler,
+                data,
+                range(100),
+                config,
+                position=position,
+                pending=pending,
+                oldest=lambda: policy.weight_version - max_staleness,
+            )
+        )
         return made[-1], policy, replica
 
     yield make
@@ -107,7 +150,11 @@ def test_replicas_that_are_faster_than_the_training_generate_nothing_that_is_too
     taken = []
     for step in range(1, 9):
         experience = one.take(step)
-        assert experience.metrics["rollout/dropped_groups"] == experience.metrics["rollout/stale_tokens"] == 0
+        assert (
+            experience.metrics["rollout/dropped_groups"]
+            == experience.metrics["rollout/stale_tokens"]
+            == 0
+        )
         assert experience.metrics["rollout/staleness_max"] == min(step - 1, bound)
         taken += positions(experience.groups)
         until_idle(one)
@@ -123,7 +170,10 @@ def test_a_group_without_a_fresh_token_is_dropped_and_counted(stream):
     assert (positions(first.groups), positions(second.groups)) == ([1, 2], [3, 4])
     assert [e.metrics["rollout/dropped_groups"] for e in (first, second)] == [1, 0]
     assert first.metrics["rollout/stale_tokens"] == 4
-    for given, experience in ((3, first), (5, second)):  # what is neither given out nor dropped is under way
+    for given, experience in (
+        (3, first),
+        (5, second),
+    ):  # what is neither given out nor dropped is under way
         assert experience.pending == list(range(given, experience.position))
 
 
@@ -174,7 +224,9 @@ def test_groups_without_any_token_of_the_model_are_taken_not_drawn_anew_for_ever
     one, _, _ = stream(versions={position: [[], []] for position in range(100)}, version=6)
     experience = one.take(1)
     assert positions(experience.groups) == [0, 1]
-    assert experience.metrics["rollout/dropped_groups"] == experience.metrics["rollout/staleness"] == 0
+    assert (
+        experience.metrics["rollout/dropped_groups"] == experience.metrics["rollout/staleness"] == 0
+    )
 
 
 def test_replicas_share_what_may_be_begun(stream):
@@ -225,15 +277,33 @@ def test_no_token_is_trained_on_that_is_older_than_the_bound(sums_model, tmp_pat
         trained.extend(shares)
         raise Done
 
-    config = on_ray(sums_model, tmp_path, ray={"rollouts": 1}, overlap={"mode": "full", "max_staleness": 1},
-                    algorithm={"epochs": 2, "old_log_probs": "rollout", "correction": {"weight": "none"}})  # fmt: skip
+    config = on_ray(
+        sums_model,
+        tmp_path,
+        ray={"rollouts": 1},
+        overlap={"mode": "full", "max_staleness": 1},
+        algorithm={"epochs": 2, "old_log_probs": "rollout", "correction": {"weight": "none"}},
+    )
     policy = SimpleNamespace(weight_version=7, dp_size=1, held=(0,), train=train)
-    answers = [Answer(tokens=[5] * len(made), log_probs=[-1.0] * len(made), text="", finished=True, weight_versions=made,
-                      score=Score(total=float(len(made)), parts={}, correct=False))
-               for made in ([3, 4, 5, 7], [5, 6], [4, 4, 4])]  # fmt: skip
+    answers = [
+        Answer(
+            tokens=[5] * len(made),
+            log_probs=[-1.0] * len(made),
+            text="",
+            finished=True,
+            weight_versions=made,
+            score=Score(total=float(len(made)), parts={}, correct=False),
+        )
+        for made in ([3, 4, 5, 7], [5, 6], [4, 4, 4])
+    ]
     group = Group(prompt=Prompt(tokens=[6, 2], rendered="", text="", answer=None), answers=answers)
     with pytest.raises(Done):
-        Learner(SimpleNamespace(policy=policy, timers=Timers(), comm=SingleComm()), config).learn([group])
+        Learner(SimpleNamespace(policy=policy, timers=Timers(), comm=SingleComm()), config).learn(
+            [group]
+        )
     (share,) = trained
     counted = [share.loss_weight[a:b].tolist() for a, b in pairwise(share.cu_seqlens.tolist())]
-    assert sorted(counted) == [[0, 0, 0, 0, 1, 1], [0, 0, 1, 1]]  # of the third no token counts: it is left out
+    assert sorted(counted) == [
+        [0, 0, 0, 0, 1, 1],
+        [0, 0, 1, 1],
+    ]  # of the third no token counts: it is left out

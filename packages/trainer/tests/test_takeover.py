@@ -41,15 +41,36 @@ if not importlib.util.find_spec("megatron"):
 
 Launch = Callable[..., None]
 Pools = Callable[[int], RankPool]
-SHAPE = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4,
-         "num_key_value_heads": 2, "head_dim": 8, "initializer_range": 0.2, "tie_word_embeddings": True}  # fmt: skip
+SHAPE = {
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "initializer_range": 0.2,
+    "tie_word_embeddings": True,
+}
 RECIPES = Path(__file__).parents[3] / "recipes"
 # What makes a recipe small enough for a CPU, whichever engine runs it.
 SMALL = {
-    "sft/gsm8k.yaml": ["batch_size=4", "eval.every=1", "eval.max_problems=4", "rollout.max_new_tokens=6"],
-    "rl/gsm8k_grpo.yaml": ["algorithm.prompts_per_step=4", "rollout.n=4", "rollout.max_new_tokens=6", "eval.every=1",
-                           "eval.max_problems=4", "reward.name=vowels", "reward.workers=0", "reward.timeout_s=null"],
-}  # fmt: skip
+    "sft/gsm8k.yaml": [
+        "batch_size=4",
+        "eval.every=1",
+        "eval.max_problems=4",
+        "rollout.max_new_tokens=6",
+    ],
+    "rl/gsm8k_grpo.yaml": [
+        "algorithm.prompts_per_step=4",
+        "rollout.n=4",
+        "rollout.max_new_tokens=6",
+        "eval.every=1",
+        "eval.max_problems=4",
+        "reward.name=vowels",
+        "reward.workers=0",
+        "reward.timeout_s=null",
+    ],
+}
 CLOCKS = re.compile(r"time$|time/|perf/|sync/.*_s$")
 
 
@@ -108,25 +129,48 @@ def assert_same_state(got: Path, want: Path) -> None:
     assert read_manifest(got).extra["loop"] == read_manifest(want).extra["loop"]
 
 
-def test_sft_goes_from_fsdp_through_megatrons_layouts_and_back(file: Path, tmp_path: Path, launch: Launch) -> None:
+def test_sft_goes_from_fsdp_through_megatrons_layouts_and_back(
+    file: Path, tmp_path: Path, launch: Launch
+) -> None:
     alone, moved = tmp_path / "alone", tmp_path / "moved"
     launch("sft", file, 2, f"run.output_dir={alone}", f"run.steps={STEPS}", *FSDP)
-    parts = [(2, FSDP), (2, [*MEGATRON, TP]), (2, [*MEGATRON, PP]), (4, [*MEGATRON, TP, PP]), (2, FSDP)]
+    parts = [
+        (2, FSDP),
+        (2, [*MEGATRON, TP]),
+        (2, [*MEGATRON, PP]),
+        (4, [*MEGATRON, TP, PP]),
+        (2, FSDP),
+    ]
     ends = [2, 3, 5, 6, STEPS]
     for end, (world, overrides) in zip(ends, parts, strict=True):
-        launch("sft", file, world, f"run.output_dir={moved}", f"run.steps={end}", "run.keep=0", *overrides)
+        launch(
+            "sft",
+            file,
+            world,
+            f"run.output_dir={moved}",
+            f"run.steps={end}",
+            "run.keep=0",
+            *overrides,
+        )
     left, right = (read_metrics(folder / "metrics.jsonl") for folder in (moved, alone))
-    assert [[row.get(key) for key in EXACT] for row in left] == [[row.get(key) for key in EXACT] for row in right]
+    assert [[row.get(key) for key in EXACT] for row in left] == [
+        [row.get(key) for key in EXACT] for row in right
+    ]
     for row, other in zip(left[1:], right[1:], strict=True):
         for key in ("train/loss", "train/grad_norm"):
             assert row[key] == pytest.approx(other[key], rel=1e-4), f"{key} of step {row['step']}"
-    assert right[-1]["train/loss"] < 0.9 * right[1]["train/loss"], "it learns, so that a lost moment shows"
+    assert right[-1]["train/loss"] < 0.9 * right[1]["train/loss"], (
+        "it learns, so that a lost moment shows"
+    )
     assert_same_state(checkpoint(moved), checkpoint(alone))
     weights, others = (load_file(folder / "hf" / "model.safetensors") for folder in (moved, alone))
     assert set(weights) == set(others)
     for name, whole in others.items():
         assert float((weights[name] - whole).abs().max()) <= NEAR * float(whole.abs().max()), name
-    writers = [json.loads(path.read_text())["engine"] for path in sorted(moved.glob("checkpoints/*/manifest.json"))]
+    writers = [
+        json.loads(path.read_text())["engine"]
+        for path in sorted(moved.glob("checkpoints/*/manifest.json"))
+    ]
     assert writers == ["engine-fsdp", *["engine-megatron"] * 3, "engine-fsdp"]
 
 
@@ -140,11 +184,25 @@ def overrides(model_folder: Path, tmp_path: Path) -> list[str]:
         torch.manual_seed(0)
         Qwen3ForCausalLM(config).save_pretrained(model_folder)
     for name in ("train", "test"):
-        rows = [{"question": f"{name}: {n} and {n}?", "answer": f"It is {2 * n}.\n#### {2 * n}"} for n in range(12)]
+        rows = [
+            {"question": f"{name}: {n} and {n}?", "answer": f"It is {2 * n}.\n#### {2 * n}"}
+            for n in range(12)
+        ]
         (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return [f"engine.model.path={model_folder}", f"data.source={tmp_path}", f"eval.source={tmp_path}", "engine.device=cpu",
-            "engine.precision.compute=float32", "engine.optimizer.lr=1e-3", "engine.optimizer.eps=1e-5", "run.epochs=null",
-            "run.steps=2", "run.progress=false", "run.tensorboard=false", "run.report=false"]  # fmt: skip
+    return [
+        f"engine.model.path={model_folder}",
+        f"data.source={tmp_path}",
+        f"eval.source={tmp_path}",
+        "engine.device=cpu",
+        "engine.precision.compute=float32",
+        "engine.optimizer.lr=1e-3",
+        "engine.optimizer.eps=1e-5",
+        "run.epochs=null",
+        "run.steps=2",
+        "run.progress=false",
+        "run.tensorboard=false",
+        "run.report=false",
+    ]
 
 
 @pytest.mark.parametrize("recipe", SMALL)
@@ -153,11 +211,19 @@ def test_a_recipe_gives_the_same_figures_with_another_backend(
 ) -> None:
     kind, given = recipe.partition("/")[0], [*overrides, *SMALL[recipe]]
     rows: dict[str, list[dict[str, float]]] = {}
-    for name, world, engine in (("fsdp2", 1, FSDP), ("megatron", 1, MEGATRON), ("tp", 2, [*MEGATRON, TP])):
+    for name, world, engine in (
+        ("fsdp2", 1, FSDP),
+        ("megatron", 1, MEGATRON),
+        ("tp", 2, [*MEGATRON, TP]),
+    ):
         launch(kind, RECIPES / recipe, world, f"run.output_dir={tmp_path / name}", *given, *engine)
         found = read_metrics(tmp_path / name / "metrics.jsonl")
-        rows[name] = [{key: value for key, value in row.items() if not CLOCKS.match(key)} for row in found]
-    assert any(row.get("train/grad_norm", 0.0) > 0 for row in rows["fsdp2"]), "there is something to learn"
+        rows[name] = [
+            {key: value for key, value in row.items() if not CLOCKS.match(key)} for row in found
+        ]
+    assert any(row.get("train/grad_norm", 0.0) > 0 for row in rows["fsdp2"]), (
+        "there is something to learn"
+    )
     for name in ("megatron", "tp"):
         assert [set(row) for row in rows[name]] == [set(row) for row in rows["fsdp2"]]
         for row, want in zip(rows[name], rows["fsdp2"], strict=True):
@@ -175,8 +241,13 @@ def value_folder(tmp_path: Path) -> Path:
     return tmp_path / "values"
 
 
-PPO = ["algorithm.advantage=gae", "algorithm.lam=0.9", "algorithm.mini_batches=2", "eval=null",
-       "algorithm.critic={backend: fsdp2, optimizer: {lr: 1.0e-3, eps: 1.0e-5}, epochs: 2}"]  # fmt: skip
+PPO = [
+    "algorithm.advantage=gae",
+    "algorithm.lam=0.9",
+    "algorithm.mini_batches=2",
+    "eval=null",
+    "algorithm.critic={backend: fsdp2, optimizer: {lr: 1.0e-3, eps: 1.0e-5}, epochs: 2}",
+]
 ON_MEGATRON = ["algorithm.critic.backend=megatron", "algorithm.critic.parallelism={tp: 2}"]
 WHOLE = ["algorithm.critic.parallelism={tp: 1}"]
 
@@ -196,7 +267,9 @@ def test_a_policy_and_a_critic_of_different_data_parallel_sizes_and_engines_agre
     for name, world, engines in (("one", 1, FSDP), ("two", 2, [*policy, *critic])):
         launch("rl", recipe, world, f"run.output_dir={tmp_path / name}", *given, *engines)
         found = read_metrics(tmp_path / name / "metrics.jsonl")
-        rows[name] = [{key: value for key, value in row.items() if not CLOCKS.match(key)} for row in found]
+        rows[name] = [
+            {key: value for key, value in row.items() if not CLOCKS.match(key)} for row in found
+        ]
     assert all(row["critic/updates"] == 4 and row["critic/grad_norm"] > 0 for row in rows["one"])
     for row, want in zip(rows["two"], rows["one"], strict=True):
         assert row == pytest.approx(want, rel=1e-3, abs=1e-4), f"step {row['step']}"
@@ -212,10 +285,21 @@ def test_two_megatron_engines_of_different_sizes_are_refused_before_anything_is_
 ) -> None:
     monkeypatch.setenv(SIMULATED_CUDA, "1")
     monkeypatch.setenv("WORLD_SIZE", "2")
-    monkeypatch.setattr("engine_trainer.spmd.meeting", lambda timeout_s: SingleComm())  # the other rank is not there
+    monkeypatch.setattr(
+        "engine_trainer.spmd.meeting", lambda timeout_s: SingleComm()
+    )  # the other rank is not there
     monkeypatch.setattr(Spmd, "engines", lambda *_: pytest.fail("an engine was made"))
-    given = [*overrides, *SMALL["rl/gsm8k_grpo.yaml"], *PPO, *MEGATRON, *ON_MEGATRON, "reward.name=exact"]
-    with pytest.raises(ConfigError, match="tp 2, beside an engine of data-parallel ranks alone") as caught:
+    given = [
+        *overrides,
+        *SMALL["rl/gsm8k_grpo.yaml"],
+        *PPO,
+        *MEGATRON,
+        *ON_MEGATRON,
+        "reward.name=exact",
+    ]
+    with pytest.raises(
+        ConfigError, match="tp 2, beside an engine of data-parallel ranks alone"
+    ) as caught:
         train_rl(load_config(RLConfig, RECIPES / "rl/gsm8k_grpo.yaml", given))
     assert caught.value.field == "algorithm.critic.parallelism"
 
@@ -227,16 +311,34 @@ def test_a_sync_sends_the_same_bits_from_every_engine_and_layout(
 ) -> None:
     pytest.importorskip("rollout_fp8")
     # In two parts, queries and MLP are whole blocks of 128 rows, keys and values are not.
-    moe = {"family": "qwen3_moe", "num_experts": experts, "moe_intermediate_size": 128} if experts else {}
-    model = write_checkpoint(tmp_path / "model", TinyModel(
-        vocab_size=512, hidden_size=256, intermediate_size=512, num_layers=2, num_heads=4, num_kv_heads=2, head_dim=64, **moe,
-    ))  # fmt: skip
+    moe = (
+        {"family": "qwen3_moe", "num_experts": experts, "moe_intermediate_size": 128}
+        if experts
+        else {}
+    )
+    model = write_checkpoint(
+        tmp_path / "model",
+        TinyModel(
+            vocab_size=512,
+            hidden_size=256,
+            intermediate_size=512,
+            num_layers=2,
+            num_heads=4,
+            num_kv_heads=2,
+            head_dim=64,
+            **moe,
+        ),
+    )
     layouts = [{"pp": 2}, {"ep": 2} if experts else {"tp": 2}]
     given = {"path": str(model), "quantization": quantization}
     want = pool(2).run("takeover_ranks:wire", backend="fsdp2", layout={}, **given)[0]
-    assert quantization == "none" or any(dtype == "torch.float8_e4m3fn" for dtype, _ in want.values())
+    assert quantization == "none" or any(
+        dtype == "torch.float8_e4m3fn" for dtype, _ in want.values()
+    )
     for layout in layouts:
         got = pool(2).run("takeover_ranks:wire", backend="megatron", layout=layout, **given)[0]
         assert set(got) == set(want)
-        assert {name: dtype for name, (dtype, _) in got.items()} == {name: dtype for name, (dtype, _) in want.items()}
+        assert {name: dtype for name, (dtype, _) in got.items()} == {
+            name: dtype for name, (dtype, _) in want.items()
+        }
         assert not [name for name in want if not torch.equal(got[name][1], want[name][1])], layout

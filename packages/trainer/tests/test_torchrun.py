@@ -39,7 +39,9 @@ def is_gone(pid: int) -> bool:
 
 
 @pytest.mark.distributed
-@pytest.mark.skipif(sys.platform != "linux", reason="the kernel's signal at a parent's end is Linux'")
+@pytest.mark.skipif(
+    sys.platform != "linux", reason="the kernel's signal at a parent's end is Linux'"
+)
 def test_ranks_do_not_outlive_a_torchrun_that_is_killed(tmp_path):
     (tmp_path / "rank.py").write_text(RANK)
     (tmp_path / "notes").mkdir()
@@ -66,7 +68,11 @@ def test_a_rank_whose_torchrun_has_gone_already_ends_by_itself(monkeypatch):
     monkeypatch.setattr("engine_trainer.torchrun.end_with_parent", lambda: None)
     with socket.create_server(("127.0.0.1", 0)) as store:
         port = store.getsockname()[1]
-        place = {"TORCHELASTIC_RUN_ID": "x", "TORCHELASTIC_USE_AGENT_STORE": "True", "MASTER_ADDR": "127.0.0.1"}
+        place = {
+            "TORCHELASTIC_RUN_ID": "x",
+            "TORCHELASTIC_USE_AGENT_STORE": "True",
+            "MASTER_ADDR": "127.0.0.1",
+        }
         for name, value in (place | {"MASTER_PORT": str(port)}).items():
             monkeypatch.setenv(name, value)
         end_with_torchrun()
@@ -76,5 +82,7 @@ def test_a_rank_whose_torchrun_has_gone_already_ends_by_itself(monkeypatch):
 
 def test_without_torchrun_nothing_is_done(monkeypatch):
     monkeypatch.delenv("TORCHELASTIC_RUN_ID", raising=False)
-    monkeypatch.setattr("engine_trainer.torchrun.end_with_parent", lambda: pytest.fail("it was called"))
+    monkeypatch.setattr(
+        "engine_trainer.torchrun.end_with_parent", lambda: pytest.fail("it was called")
+    )
     end_with_torchrun()

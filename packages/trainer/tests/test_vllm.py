@@ -17,10 +17,15 @@ from waiting import DEADLINE_S
 ray = pytest.importorskip("ray", reason="the extra ray")
 versions = pytest.importorskip("rollout_fp8.versions", reason="rollout-fp8")
 # Not imported here: vLLM belongs into the processes that generate.
-NEEDS_VLLM = pytest.mark.skipif(versions.installed(versions.tested("vllm", "cpu")) is None, reason="vLLM's CPU build")
+NEEDS_VLLM = pytest.mark.skipif(
+    versions.installed(versions.tested("vllm", "cpu")) is None, reason="vLLM's CPU build"
+)
 pytestmark = [
-    NEEDS_VLLM, pytest.mark.distributed, pytest.mark.slow, pytest.mark.filterwarnings("ignore::FutureWarning"),
-]  # fmt: skip
+    NEEDS_VLLM,
+    pytest.mark.distributed,
+    pytest.mark.slow,
+    pytest.mark.filterwarnings("ignore::FutureWarning"),
+]
 
 from ray.util import placement_group, remove_placement_group  # noqa: E402 - behind importorskip
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy  # noqa: E402
@@ -30,9 +35,18 @@ from engine_trainer.ray.controller import train_on_ray  # noqa: E402
 
 ALGORITHMS = {
     "grpo": {},
-    "ppo": {"advantage": "gae", "critic": {"optimizer": {"lr": 0.01}, "epochs": 4}, "epochs": 2, "mini_batches": 2},
+    "ppo": {
+        "advantage": "gae",
+        "critic": {"optimizer": {"lr": 0.01}, "epochs": 4},
+        "epochs": 2,
+        "mini_batches": 2,
+    },
 }
-HEAD = {"head_dim": 32, "num_attention_heads": 2, "num_key_value_heads": 1}  # vLLM's CPU kernels know no smaller one
+HEAD = {
+    "head_dim": 32,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+}  # vLLM's CPU kernels know no smaller one
 
 
 @pytest.fixture(scope="module")
@@ -63,7 +77,9 @@ def alone(model, tmp_path_factory):
     @cache
     def run(algorithm: str) -> Path:
         out = tmp_path_factory.mktemp(algorithm) / "out"
-        process = start(tree(model, out, **sections(model, algorithm)), out.parent / "run.yaml", ranks=2)
+        process = start(
+            tree(model, out, **sections(model, algorithm)), out.parent / "run.yaml", ranks=2
+        )
         text, _ = process.communicate(timeout=DEADLINE_S)
         assert process.returncode == 0, text
         return out
@@ -72,7 +88,9 @@ def alone(model, tmp_path_factory):
 
 
 @pytest.mark.parametrize("algorithm", ALGORITHMS)
-def test_beside_two_engine_ranks_it_learns_and_gives_the_bits_of_torchrun(model, tmp_path, alone, algorithm):
+def test_beside_two_engine_ranks_it_learns_and_gives_the_bits_of_torchrun(
+    model, tmp_path, alone, algorithm
+):
     train_on_ray(on_ray(model, tmp_path / "out", **sections(model, algorithm)))
     found = result_of(tmp_path / "out")
     assert found == result_of(alone(algorithm))
@@ -91,7 +109,9 @@ def test_ranks_that_share_documents_have_a_replica_each(model, tmp_path, alone):
     text, _ = process.communicate(timeout=DEADLINE_S)
     assert process.returncode == 0, text
     rows, others = (result_of(folder)[1] for folder in (tmp_path / "out", alone("grpo")))
-    assert rows[1]["train/reward"] == others[1]["train/reward"]  # the same weights still, and replicas as many
+    assert (
+        rows[1]["train/reward"] == others[1]["train/reward"]
+    )  # the same weights still, and replicas as many
     assert rows[-1]["eval/reward"] > 0.8
 
 
@@ -111,7 +131,9 @@ def test_workers_of_vllms_own_do_not_go_to_rays_cluster(model):
     """Whoever sees Ray and a placement group around itself takes its bundles, which hold the replica already."""
     group = placement_group([{"CPU": 1}])
     inside = PlacementGroupSchedulingStrategy(group, placement_group_capture_child_tasks=True)
-    asked = ray.remote(num_cpus=1)(executor_of).options(scheduling_strategy=inside).remote(str(model))
+    asked = (
+        ray.remote(num_cpus=1)(executor_of).options(scheduling_strategy=inside).remote(str(model))
+    )
     assert ray.get(asked, timeout=200) == "mp"
     remove_placement_group(group)
 
@@ -134,8 +156,14 @@ if __name__ == "__main__":  # vLLM starts processes
 def served(folder: Path, prompts: list[str], script: Path) -> list[dict]:
     """What vLLM makes of a folder and of texts, by its own tokenizer, in a process as a user starts it."""
     script.write_text(SERVE)
-    done = subprocess.run([sys.executable, str(script), json.dumps([str(folder), prompts])], capture_output=True, text=True,
-                          timeout=DEADLINE_S, check=False, env={**os.environ, "VLLM_CPU_KVCACHE_SPACE": "1"})  # fmt: skip
+    done = subprocess.run(
+        [sys.executable, str(script), json.dumps([str(folder), prompts])],
+        capture_output=True,
+        text=True,
+        timeout=DEADLINE_S,
+        check=False,
+        env={**os.environ, "VLLM_CPU_KVCACHE_SPACE": "1"},
+    )
     assert done.returncode == 0, done.stderr[-4000:]
     return [json.loads(line[7:]) for line in done.stdout.splitlines() if line.startswith("served ")]
 
@@ -145,11 +173,18 @@ def test_vllm_and_transformers_say_the_same_of_the_exported_folder(alone, tmp_pa
 
     folder, prompts = alone("grpo") / "hf", ["1+2=", "9+9=", "7+0=", "40=3"]
     rows = served(folder, prompts, tmp_path / "serve.py")
-    tokenizer, model = AutoTokenizer.from_pretrained(folder), AutoModelForCausalLM.from_pretrained(folder)
+    tokenizer, model = (
+        AutoTokenizer.from_pretrained(folder),
+        AutoModelForCausalLM.from_pretrained(folder),
+    )
     for prompt, row in zip(prompts, rows, strict=True):
         given = tokenizer(prompt, return_tensors="pt", return_token_type_ids=False)
         said = model.generate(
-            **given, max_new_tokens=12, do_sample=False, output_logits=True, return_dict_in_generate=True
+            **given,
+            max_new_tokens=12,
+            do_sample=False,
+            output_logits=True,
+            return_dict_in_generate=True,
         )
         tokens = said.sequences[0, given["input_ids"].shape[1] :]
         assert row["prompt"] == given["input_ids"][0].tolist()

@@ -16,7 +16,13 @@ def executor_of(model: str) -> str:
 
     from rollout_fp8.vllm import start
 
-    plan = start.Plan(device=torch.device("cpu"), model=ModelSource(path=model), dtype="float32", max_num_seqs=8, tied=False,
-                      options=VllmOptions(executor="workers", tensor_parallel_size=2))  # fmt: skip
+    plan = start.Plan(
+        device=torch.device("cpu"),
+        model=ModelSource(path=model),
+        dtype="float32",
+        max_num_seqs=8,
+        tied=False,
+        options=VllmOptions(executor="workers", tensor_parallel_size=2),
+    )
     config = vllm.EngineArgs(**start._arguments(plan)).create_engine_config()
     return str(config.parallel_config.distributed_executor_backend)

@@ -38,13 +38,32 @@ LM, VALUE = "language_model", "value_model"
 BOTH_PRECISIONS, FLOAT32 = ("float32", "bfloat16"), ("float32",)
 # In the order in which they run and are listed.
 _MODULES = (
-    "plugin", "contract", "refusals", "refusal", "forward", "train", "objectives", "steps", "checkpoint", "portable",
-    "faults", "export", "parallel", "layouts", "memory", "lora", "rl", "rollout", "rollout_sync",
-)  # fmt: skip
+    "plugin",
+    "contract",
+    "refusals",
+    "refusal",
+    "forward",
+    "train",
+    "objectives",
+    "steps",
+    "checkpoint",
+    "portable",
+    "faults",
+    "export",
+    "parallel",
+    "layouts",
+    "memory",
+    "lora",
+    "rl",
+    "rollout",
+    "rollout_sync",
+)
 CASES: dict[str, Case] = {}
 _HINTS = "If this fails"
 # Several ranks are data parallel, unless a layout says otherwise.
-_MODEL_PARALLEL = frozenset({Capability.TP, Capability.PP, Capability.CP, Capability.EP, Capability.ULYSSES})
+_MODEL_PARALLEL = frozenset(
+    {Capability.TP, Capability.PP, Capability.CP, Capability.EP, Capability.ULYSSES}
+)
 
 
 class SkipCase(Exception):
@@ -56,7 +75,9 @@ class AcceptedUndeclared(ConformanceFailure):
 
     def __init__(self, capability: Capability, how: str) -> None:
         remedy = f"declare it, or raise UnsupportedCapability({str(capability)!r})"
-        super().__init__(f"undeclared capability {str(capability)!r}", f"{how} was silently accepted; {remedy}")
+        super().__init__(
+            f"undeclared capability {str(capability)!r}", f"{how} was silently accepted; {remedy}"
+        )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -110,7 +131,11 @@ class Case:
 
     def _section(self, title: str) -> str:
         paragraphs = inspect.cleandoc(self.function.__doc__ or "").split("\n\n")
-        found = [" ".join(p.split()).removeprefix(title).lstrip(": ") for p in paragraphs if p.startswith(title)]
+        found = [
+            " ".join(p.split()).removeprefix(title).lstrip(": ")
+            for p in paragraphs
+            if p.startswith(title)
+        ]
         return found[0] if found else ""
 
     @property
@@ -126,7 +151,11 @@ class Case:
         if is_older(target.resolution.plugin.contract, self.since):
             return f"since contract {self.since}, the engine was written for {target.resolution.plugin.contract}"
         missing = [str(c) for c in self.requires if c not in have]
-        if target.world > 1 and Capability.DP not in have and not _MODEL_PARALLEL & {*self.requires, *target.spread}:
+        if (
+            target.world > 1
+            and Capability.DP not in have
+            and not _MODEL_PARALLEL & {*self.requires, *target.spread}
+        ):
             missing.append(str(Capability.DP))
         if target.dtype == "bfloat16" and self.profile != "rollout" and Capability.BF16 not in have:
             missing.append(str(Capability.BF16))
@@ -165,9 +194,20 @@ def case(
         assert function.__doc__, f"{id} has no MUST"
         assert profile in PROFILES, f"{id} is of no profile"
         CASES[id] = Case(
-            id=id, function=function, since=since, requires=requires, probes=probes, world=world, dtypes=dtypes,
-            model_types=model_types, profile=profile, quick=quick, slow=slow, provisional=provisional, partner=partner,
-        )  # fmt: skip
+            id=id,
+            function=function,
+            since=since,
+            requires=requires,
+            probes=probes,
+            world=world,
+            dtypes=dtypes,
+            model_types=model_types,
+            profile=profile,
+            quick=quick,
+            slow=slow,
+            provisional=provisional,
+            partner=partner,
+        )
         return function
 
     return register
@@ -177,7 +217,9 @@ def load_cases() -> dict[str, Case]:
     """Every case by id, in the order in which they run."""
     for module in _MODULES:
         import_module(f"engine_conformance.cases.{module}")
-    order = sorted(CASES.values(), key=lambda one: _MODULES.index(one.id.split(".")[0]))  # stable within a prefix
+    order = sorted(
+        CASES.values(), key=lambda one: _MODULES.index(one.id.split(".")[0])
+    )  # stable within a prefix
     return {one.id: one for one in order}
 
 
@@ -192,7 +234,9 @@ def run_case(one: Case, target: Target) -> Outcome:
     began = time.monotonic()
 
     def outcome(status: Status, message: str = "", margin: float | None = None) -> Outcome:
-        return Outcome(status=status, seconds=time.monotonic() - began, margin=margin, message=message)
+        return Outcome(
+            status=status, seconds=time.monotonic() - began, margin=margin, message=message
+        )
 
     if reason := one.why_not(target):
         return outcome("not-run", reason)

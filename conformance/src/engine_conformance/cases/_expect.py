@@ -14,9 +14,20 @@ from engine_conformance.cases import _losses as losses
 from engine_conformance.cases._case import VALUE, must
 from engine_conformance.cases._ranks import Answer, InferCall, Trained
 from engine_conformance.cases._target import EPS, Target
-from engine_conformance.compare import assert_close_per_token, assert_scalar_close, assert_weights_close
+from engine_conformance.compare import (
+    assert_close_per_token,
+    assert_scalar_close,
+    assert_weights_close,
+)
 from engine_conformance.fixtures import LENGTHS, PackedDocuments, packed_documents
-from engine_conformance.oracle import AdamWConfig, OracleModel, Schedule, TrainResult, load_oracle, train_steps
+from engine_conformance.oracle import (
+    AdamWConfig,
+    OracleModel,
+    Schedule,
+    TrainResult,
+    load_oracle,
+    train_steps,
+)
 from engine_conformance.oracle.train import Loss
 from engine_conformance.tolerances import weight_tolerance
 
@@ -44,7 +55,9 @@ def documents(seed: int = 0, lengths: str = "uneven") -> PackedDocuments:
     return packed_documents(seed, LENGTHS[lengths])
 
 
-def trained_on(target: Target, oracle: OracleModel, seed: int, lengths: str = "uneven") -> PackedDocuments:
+def trained_on(
+    target: Target, oracle: OracleModel, seed: int, lengths: str = "uneven"
+) -> PackedDocuments:
     """Return the batch of this seed and these lengths, or one whose choices of experts rounding does not change.
 
     In float32 every choice is clear enough. In bfloat16 two router logits may each be off by their tolerance: the first
@@ -52,7 +65,9 @@ def trained_on(target: Target, oracle: OracleModel, seed: int, lengths: str = "u
     """
     if oracle.config.moe is None or target.dtype == "float32":
         return documents(seed, lengths)
-    return clear_documents(oracle, seed, (3, 2, 2, 1), gap=2 * target.tolerance("router_logits").atol)
+    return clear_documents(
+        oracle, seed, (3, 2, 2, 1), gap=2 * target.tolerance("router_logits").atol
+    )
 
 
 @cache
@@ -60,7 +75,9 @@ def _candidate(seed: int, lengths: tuple[int, ...]) -> PackedDocuments:
     return packed_documents(seed, lengths)
 
 
-def clear_documents(oracle: OracleModel, seed: int, lengths: tuple[int, ...], *, gap: float) -> PackedDocuments:
+def clear_documents(
+    oracle: OracleModel, seed: int, lengths: tuple[int, ...], *, gap: float
+) -> PackedDocuments:
     """Return the first batch from ``1000 * seed`` on whose choices of experts are all clearer than ``gap``."""
     for candidate in range(1000 * seed, 1000 * seed + 1000):
         batch = _candidate(candidate, lengths)
@@ -105,19 +122,33 @@ def asking(target: Target, documents: PackedDocuments, **arguments: Any) -> Infe
 def merged(call: InferCall, answers: Sequence[Answer]) -> dict[str, Tensor]:
     """The whole batch's outputs from the ranks' shares; ranks of one data-parallel rank must agree bit for bit."""
     lengths = call.documents.lengths
-    whole: dict[str, list[Tensor | None]] = {name: [None] * len(lengths) for name in answers[0].fields}
+    whole: dict[str, list[Tensor | None]] = {
+        name: [None] * len(lengths) for name in answers[0].fields
+    }
     for rank, own in enumerate(answers):
         mine = list(range(own.dp_rank, len(lengths), own.dp_size))
         given, first = sorted(own.fields), sorted(whole)
-        must(given == first, "outputs", f"{given}, rank 0 answers with {first}", where=f"rank {rank}")
+        must(
+            given == first, "outputs", f"{given}, rank 0 answers with {first}", where=f"rank {rank}"
+        )
         for name, value in own.fields.items():
             size = sum(lengths[d] for d in mine)
-            must(value.shape == (size,), name, f"shape {tuple(value.shape)}, not ({size},)", where=f"rank {rank}")
+            must(
+                value.shape == (size,),
+                name,
+                f"shape {tuple(value.shape)}, not ({size},)",
+                where=f"rank {rank}",
+            )
             for document, part in zip(mine, value.split([lengths[d] for d in mine]), strict=True):
                 _finite(name, part, call.documents, document, rank)
                 before = whole[name][document]
                 same = before is None or torch.equal(before, part)
-                must(same, name, "ranks of one data-parallel rank differ", where=f"rank {rank}, document {document}")
+                must(
+                    same,
+                    name,
+                    "ranks of one data-parallel rank differ",
+                    where=f"rank {rank}, document {document}",
+                )
                 whole[name][document] = part
     absent = [d for parts in whole.values() for d, part in enumerate(parts) if part is None]
     must(not absent, "outputs", f"no rank answers for documents {absent}")
@@ -131,7 +162,12 @@ def _finite(name: str, part: Tensor, batch: PackedDocuments, document: int, rank
         what = "NaN" if part[position].isnan() else "infinite"
         token = int(batch.cu_seqlens[document]) + position
         where = f"document {document}, position {position}, rank {rank}"
-        must(False, name, f"{what} at token {token}; {len(bad)} of {len(part)} are not finite", where=where)
+        must(
+            False,
+            name,
+            f"{what} at token {token}; {len(bad)} of {len(part)} are not finite",
+            where=where,
+        )
 
 
 def oracle_outputs(oracle: OracleModel, call: InferCall) -> dict[str, Tensor]:
@@ -143,18 +179,32 @@ def oracle_outputs(oracle: OracleModel, call: InferCall) -> dict[str, Tensor]:
     return {"log_probs": want.log_probs} | ({"entropy": want.entropy} if call.entropy else {})
 
 
-def outputs_match(target: Target, oracle: OracleModel, call: InferCall, answers: Sequence[Answer]) -> float:
+def outputs_match(
+    target: Target, oracle: OracleModel, call: InferCall, answers: Sequence[Answer]
+) -> float:
     """Every output of every token; tokens whose experts rounding may change are left out."""
     batch, got, want = call.documents, merged(call, answers), oracle_outputs(oracle, call)
-    must(set(want) <= set(got), "outputs", f"the engine answers with {sorted(got)}, {sorted(want)} were asked for")
+    must(
+        set(want) <= set(got),
+        "outputs",
+        f"the engine answers with {sorted(got)}, {sorted(want)} were asked for",
+    )
     must("values" in want or "values" not in got, "outputs", "a language model answers with values")
     gap = 2 * target.tolerance("router_logits", layers=oracle.config.num_layers).atol
     keep = oracle.routing_margin(batch.input_ids, batch.cu_seqlens) > gap
     margins = []
     for name, exact in want.items():
         tol = target.tolerance(name, layers=oracle.config.num_layers)  # type: ignore[arg-type]
-        margins.append(assert_close_per_token(name, got[name], exact, tol, cu_seqlens=batch.cu_seqlens, keep=keep))
-        must(not got[name][batch.cu_seqlens[:-1]].any(), name, "first tokens of documents do not carry 0")
+        margins.append(
+            assert_close_per_token(
+                name, got[name], exact, tol, cu_seqlens=batch.cu_seqlens, keep=keep
+            )
+        )
+        must(
+            not got[name][batch.cu_seqlens[:-1]].any(),
+            name,
+            "first tokens of documents do not carry 0",
+        )
     return max(margins)
 
 
@@ -167,36 +217,79 @@ def same_on_all_ranks(ranks: Sequence[Trained]) -> None:
             f"{other.outputs} differs from rank 0's",
             where=f"rank {rank}",
         )
-        must(other.order == ranks[0].order, "export order", "differs from rank 0's", where=f"rank {rank}")
-        must(other.digest == ranks[0].digest, "export", "differs from rank 0's", where=f"rank {rank}")
-        must(other.version == ranks[0].version, "weight_version", "differs from rank 0's", where=f"rank {rank}")
+        must(
+            other.order == ranks[0].order,
+            "export order",
+            "differs from rank 0's",
+            where=f"rank {rank}",
+        )
+        must(
+            other.digest == ranks[0].digest, "export", "differs from rank 0's", where=f"rank {rank}"
+        )
+        must(
+            other.version == ranks[0].version,
+            "weight_version",
+            "differs from rank 0's",
+            where=f"rank {rank}",
+        )
 
 
-def training_matches(target: Target, ranks: Sequence[Trained], want: TrainResult, start: OracleModel) -> float:
+def training_matches(
+    target: Target, ranks: Sequence[Trained], want: TrainResult, start: OracleModel
+) -> float:
     """Loss, gradient norm and rate of every step, and every weight after the last."""
     same_on_all_ranks(ranks)
-    factors = {"ranks": float(target.world), "micro-batches": float(ranks[0].outputs[0].num_micro_batches)}
+    factors = {
+        "ranks": float(target.world),
+        "micro-batches": float(ranks[0].outputs[0].num_micro_batches),
+    }
     margins, layers = list[float](), want.oracle.config.num_layers
     for index, (got, exact) in enumerate(zip(ranks[0].outputs, want.steps, strict=True)):
         pairs = (("loss", got.loss, exact.loss), ("grad_norm", got.grad_norm, exact.grad_norm))
         for name, value, true in pairs:
             tol = target.tolerance(name, layers=layers)  # type: ignore[arg-type]
-            margins.append(assert_scalar_close(f"{name} of step {index}", value, true, tol, factors=factors))
-        must(abs(got.lr - exact.lr) <= 1e-12, "lr", f"{got.lr} at step {index}, the schedule says {exact.lr}")
+            margins.append(
+                assert_scalar_close(f"{name} of step {index}", value, true, tol, factors=factors)
+            )
+        must(
+            abs(got.lr - exact.lr) <= 1e-12,
+            "lr",
+            f"{got.lr} at step {index}, the schedule says {exact.lr}",
+        )
         must(got.skipped is None, "train output", f"step {index} was skipped: {got.skipped}")
-    must(ranks[0].version == len(want.steps), "weight_version", f"{ranks[0].version} after {len(want.steps)} steps")
+    must(
+        ranks[0].version == len(want.steps),
+        "weight_version",
+        f"{ranks[0].version} after {len(want.steps)} steps",
+    )
     bounds = weight_tolerance(want, target.torch_dtype, layers=layers)
-    weights = assert_weights_close(ranks[0].weights, want.params, bounds, start=start.trainable, factors=factors)
+    weights = assert_weights_close(
+        ranks[0].weights, want.params, bounds, start=start.trainable, factors=factors
+    )
     return max(*margins, weights)
 
 
 def raised_everywhere(
-    name: str, errors: Sequence[EngineError | None], own: type[EngineError], *, faulty: Sequence[int] | None = None
+    name: str,
+    errors: Sequence[EngineError | None],
+    own: type[EngineError],
+    *,
+    faulty: Sequence[int] | None = None,
 ) -> None:
     """Ranks that saw the fault raise ``own``, the others ``RankFailure`` (or ``own``); nobody goes on alone."""
     for rank, error in enumerate(errors):
-        must(error is not None, name, f"nothing was raised, {own.__name__} expected", where=f"rank {rank}")
+        must(
+            error is not None,
+            name,
+            f"nothing was raised, {own.__name__} expected",
+            where=f"rank {rank}",
+        )
         sees = faulty is None or rank in faulty
         right = isinstance(error, own) or (not sees and isinstance(error, RankFailure))
-        must(right, name, f"{type(error).__name__} ({error}), {own.__name__} expected", where=f"rank {rank}")
+        must(
+            right,
+            name,
+            f"{type(error).__name__} ({error}), {own.__name__} expected",
+            where=f"rank {rank}",
+        )
         must(bool(str(error)), name, "the error says nothing", where=f"rank {rank}")

@@ -31,7 +31,9 @@ def write_checkpoint(folder: Path, state: Mapping[str, Tensor], *, step: int) ->
     for key, tensor in state.items():
         boxes = cut(key, tuple(tensor.shape))
         for rank, (offset, shape) in boxes.items():
-            inside = tuple(slice(start, start + size) for start, size in zip(offset, shape, strict=True))
+            inside = tuple(
+                slice(start, start + size) for start, size in zip(offset, shape, strict=True)
+            )
             held[rank][key] = tensor[inside].clone(memory_format=_contiguous())
         tensors[key] = _entry(tensor, boxes)
     for rank, part in enumerate(held):
@@ -69,7 +71,10 @@ def _columns(shape: tuple[int, ...]) -> dict[int, Box]:
     size, rows = shape[-1], shape[:-1]
     ends = (0, max(1, size // 5), max(2, size // 2), size)
     return {
-        (piece + 1) % RANKS: ((0,) * len(rows) + (ends[piece],), (*rows, ends[piece + 1] - ends[piece]))
+        (piece + 1) % RANKS: (
+            (0,) * len(rows) + (ends[piece],),
+            (*rows, ends[piece + 1] - ends[piece]),
+        )
         for piece in range(RANKS)
     }
 
@@ -86,8 +91,15 @@ def _corner(shape: tuple[int, ...]) -> dict[int, Box]:
 
 
 def _entry(tensor: Tensor, boxes: Mapping[int, Box]) -> dict[str, Any]:
-    shards = [{"file": _file(rank), "offset": list(o), "shape": list(s)} for rank, (o, s) in sorted(boxes.items())]
-    return {"dtype": str(tensor.dtype).removeprefix("torch."), "shape": list(tensor.shape), "shards": shards}
+    shards = [
+        {"file": _file(rank), "offset": list(o), "shape": list(s)}
+        for rank, (o, s) in sorted(boxes.items())
+    ]
+    return {
+        "dtype": str(tensor.dtype).removeprefix("torch."),
+        "shape": list(tensor.shape),
+        "shards": shards,
+    }
 
 
 def _file(rank: int) -> str:

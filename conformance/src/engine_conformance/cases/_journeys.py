@@ -12,8 +12,21 @@ from torch import Tensor
 from engine_api.config import OptimizerConfig, Parallelism, ScheduleConfig
 from engine_api.results import TrainOutput
 from engine_conformance.cases._case import must
-from engine_conformance.cases._expect import oracle_of, oracle_training, same_on_all_ranks, trained_on
-from engine_conformance.cases._ranks import Trained, digest, opened, save, step, summary, whole_weights
+from engine_conformance.cases._expect import (
+    oracle_of,
+    oracle_training,
+    same_on_all_ranks,
+    trained_on,
+)
+from engine_conformance.cases._ranks import (
+    Trained,
+    digest,
+    opened,
+    save,
+    step,
+    summary,
+    whole_weights,
+)
 from engine_conformance.cases._state import read_state
 from engine_conformance.cases._target import EPS, Setup, Target
 from engine_conformance.compare import (
@@ -89,7 +102,9 @@ def leg_matches(target: Target, legs: Sequence[Leg], want: TrainResult, *, befor
     same_on_all_ranks(ranks)
     must(len({one.digest for one in legs}) == 1, "loaded weights", "differ between ranks")
     must(
-        all(one.version == before for one in legs), "weight_version", f"{legs[0].version} after the load, not {before}"
+        all(one.version == before for one in legs),
+        "weight_version",
+        f"{legs[0].version} after the load, not {before}",
     )
     outputs, layers = ranks[0].outputs, want.oracle.config.num_layers
     margins = [
@@ -100,12 +115,27 @@ def leg_matches(target: Target, legs: Sequence[Leg], want: TrainResult, *, befor
     return max(*margins, assert_weights_close(ranks[0].weights, want.params, bounds))
 
 
-def _step_matches(target: Target, got: TrainOutput, exact: StepResult, *, version: int, layers: int) -> float:
+def _step_matches(
+    target: Target, got: TrainOutput, exact: StepResult, *, version: int, layers: int
+) -> float:
     where = f"step {version - 1}"
     must(got.skipped is None, "train output", f"skipped: {got.skipped}", where=where)
-    must(got.weight_version == version, "weight_version", f"{got.weight_version}, not {version}", where=where)
-    must(abs(got.lr - exact.lr) <= 1e-12, "lr", f"{got.lr}, the schedule says {exact.lr}", where=where)
-    loss, norm = target.tolerance("loss", layers=layers), target.tolerance("grad_norm", layers=layers)
+    must(
+        got.weight_version == version,
+        "weight_version",
+        f"{got.weight_version}, not {version}",
+        where=where,
+    )
+    must(
+        abs(got.lr - exact.lr) <= 1e-12,
+        "lr",
+        f"{got.lr}, the schedule says {exact.lr}",
+        where=where,
+    )
+    loss, norm = (
+        target.tolerance("loss", layers=layers),
+        target.tolerance("grad_norm", layers=layers),
+    )
     return max(
         assert_scalar_close(f"loss of {where}", got.loss, exact.loss, loss),
         assert_scalar_close(f"grad_norm of {where}", got.grad_norm, exact.grad_norm, norm),
@@ -119,7 +149,11 @@ def state_matches(target: Target, folder: Path, want: TrainResult) -> float:
     expected = [f"model.{n}" for n in names] + [f"optim.{n}.{one}" for n in names for one in fields]
     assert_names("checkpoint", state, dict.fromkeys(expected))
     steps = {float(state[f"optim.{n}.step"]) for n in names}
-    must(steps == {float(want.optimizer.step)}, "optim step", f"{sorted(steps)}, the oracle made {want.optimizer.step}")
+    must(
+        steps == {float(want.optimizer.step)},
+        "optim step",
+        f"{sorted(steps)}, the oracle made {want.optimizer.step}",
+    )
     return moments_match(target, state, want)
 
 
@@ -148,7 +182,14 @@ def start_of(state: Mapping[str, Tensor], model: Path) -> TrainResult:
     moments = AdamWState(step=int(steps.pop()), **{one: parts[one] for one in _MOMENTS})
     oracle = replace(plain, params=parts["params"])
     still = {n: torch.zeros_like(p) for n, p in oracle.params.items()}
-    return TrainResult(steps=(), oracle=oracle, optimizer=moments, config=ADAMW, sensitivity=still, independent=still)
+    return TrainResult(
+        steps=(),
+        oracle=oracle,
+        optimizer=moments,
+        config=ADAMW,
+        sensitivity=still,
+        independent=still,
+    )
 
 
 def _named(state: Mapping[str, Tensor], names: Mapping[str, Tensor], key: str) -> dict[str, Tensor]:
@@ -176,17 +217,26 @@ def journey(model: Path, stages: Sequence[Stage], *, steps: int = 1) -> float:
     """
     first, oracle = stages[0].target, oracle_of(str(model))
     names = ("uneven", "equal", "skewed")
-    batches = tuple(trained_on(first, oracle, 60 + i, names[i % 3]) for i in range(steps * len(stages)))
+    batches = tuple(
+        trained_on(first, oracle, 60 + i, names[i % 3]) for i in range(steps * len(stages))
+    )
     folder, source, margins = first.scratch(), None, list[float]()
     for index, stage in enumerate(stages):
         done, goal, place = index * steps, (index + 1) * steps, folder / f"stage-{index}"
-        config = stage.target.config(model, optimizer=OPTIMIZER, schedule=SCHEDULE, parallelism=stage.layout)
+        config = stage.target.config(
+            model, optimizer=OPTIMIZER, schedule=SCHEDULE, parallelism=stage.layout
+        )
         legs = stage.target.run(leg, config, batches=batches[done:goal], load=source, save_to=place)
         if source is not None:
             saved = read_state(source)
-            kept = {name: saved[f"model.{name}"] for name in legs[0].start if f"model.{name}" in saved}
+            kept = {
+                name: saved[f"model.{name}"] for name in legs[0].start if f"model.{name}" in saved
+            }
             assert_bitwise(legs[0].start, kept, name=f"weights loaded by {stage}")
         want = oracle_training(str(model), batches[:goal], optimizer=ADAMW, schedule=RATES)
-        margins += [leg_matches(stage.target, legs, want, before=done), state_matches(stage.target, place, want)]
+        margins += [
+            leg_matches(stage.target, legs, want, before=done),
+            state_matches(stage.target, place, want),
+        ]
         source = place
     return max(margins)

@@ -72,18 +72,28 @@ def run(setup: Setup, calls: Sequence[InferCall], batches: Sequence[PackedDocume
 
 
 def layout_holds(
-    target: Target, model: Path, layout: Parallelism, *, lengths: Sequence[str] = ("uneven", "skewed")
+    target: Target,
+    model: Path,
+    layout: Parallelism,
+    *,
+    lengths: Sequence[str] = ("uneven", "skewed"),
 ) -> float:
     """Inference on all sets of lengths, then steps of clipped AdamW, against the oracle; then the shards.
 
     Ranks that share documents must answer bit for bit the same (`merged`), and all must export the same bits.
     """
     oracle = oracle_of(str(model))
-    calls = [asking(target, documents(70, one), temperature=_TEMPERATURE[target.model_type]) for one in LENGTHS]
+    calls = [
+        asking(target, documents(70, one), temperature=_TEMPERATURE[target.model_type])
+        for one in LENGTHS
+    ]
     batches = tuple(trained_on(target, oracle, 71 + i, one) for i, one in enumerate(lengths))
     config = target.config(model, parallelism=layout, memory=_MEMORY, optimizer=OPTIMIZER)
     rows: list[Run] = target.run(run, config, calls=calls, batches=batches)
-    margins = [outputs_match(target, oracle, call, [row.answers[i] for row in rows]) for i, call in enumerate(calls)]
+    margins = [
+        outputs_match(target, oracle, call, [row.answers[i] for row in rows])
+        for i, call in enumerate(calls)
+    ]
     want = oracle_training(str(model), batches, optimizer=ADAMW)
     margins.append(training_matches(target, [row.trained for row in rows], want, oracle))
     if any(row.shards for row in rows):

@@ -95,7 +95,9 @@ def oracle_policy(oracle: OracleModel, batch: PackedDocuments, denominator: floa
 def value(outputs: TokenOutputs, batch: Batch) -> LossOutput:
     """Half the squared error of the values."""
     assert outputs.values is not None
-    return LossOutput(loss=(batch.loss_weight * 0.5 * (outputs.values - batch["returns"]).square()).sum())
+    return LossOutput(
+        loss=(batch.loss_weight * 0.5 * (outputs.values - batch["returns"]).square()).sum()
+    )
 
 
 value.needs = ("values",)  # type: ignore[attr-defined]
@@ -118,7 +120,9 @@ def entropy_bonus(outputs: TokenOutputs, batch: Batch) -> LossOutput:
     """Negative log-likelihood less a tenth of the entropy."""
     assert outputs.log_probs is not None
     assert outputs.entropy is not None
-    return LossOutput(loss=(batch.loss_weight * (-outputs.log_probs - _BONUS * outputs.entropy)).sum())
+    return LossOutput(
+        loss=(batch.loss_weight * (-outputs.log_probs - _BONUS * outputs.entropy)).sum()
+    )
 
 
 entropy_bonus.needs = ("log_probs", "entropy")  # type: ignore[attr-defined]
@@ -127,7 +131,9 @@ entropy_bonus.needs = ("log_probs", "entropy")  # type: ignore[attr-defined]
 def oracle_entropy_bonus(oracle: OracleModel, batch: PackedDocuments, denominator: float) -> Tensor:
     """The same in float64."""
     outputs = oracle.token_outputs(batch.input_ids, batch.cu_seqlens)
-    return weighted_sum(-outputs.log_probs - _BONUS * outputs.entropy, batch.loss_weight, denominator)
+    return weighted_sum(
+        -outputs.log_probs - _BONUS * outputs.entropy, batch.loss_weight, denominator
+    )
 
 
 def oracle_warm(oracle: OracleModel, batch: PackedDocuments, denominator: float) -> Tensor:

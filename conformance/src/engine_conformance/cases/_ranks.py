@@ -73,9 +73,13 @@ def build(setup: Setup) -> EngineError | None:
 
 def to_batch(documents: PackedDocuments, device: str = "cpu") -> Batch:
     """The contract's batch of these documents, all fields included."""
-    fields = {name: torch.tensor(array, device=device) for name, array in documents.per_token().items()}
+    fields = {
+        name: torch.tensor(array, device=device) for name, array in documents.per_token().items()
+    }
     ids = torch.tensor(documents.input_ids, device=device)
-    return Batch(input_ids=ids, cu_seqlens=torch.tensor(documents.cu_seqlens, device=device), fields=fields)
+    return Batch(
+        input_ids=ids, cu_seqlens=torch.tensor(documents.cu_seqlens, device=device), fields=fields
+    )
 
 
 def own_documents(count: int, topology: Topology) -> list[int]:
@@ -122,8 +126,14 @@ class Answer:
 def answer(engine: Engine, call: InferCall, device: str) -> Answer:
     """Run one call on this rank's share."""
     batch = local_batch(engine, call.documents, device)
-    outputs = engine.infer_batch(batch, temperature=call.temperature, entropy=call.entropy, adapter=call.adapter)
-    return Answer(dp_rank=engine.topology.dp_rank, dp_size=engine.topology.dp_size, fields=_fields(outputs, device))
+    outputs = engine.infer_batch(
+        batch, temperature=call.temperature, entropy=call.entropy, adapter=call.adapter
+    )
+    return Answer(
+        dp_rank=engine.topology.dp_rank,
+        dp_size=engine.topology.dp_size,
+        fields=_fields(outputs, device),
+    )
 
 
 def _here() -> str:
@@ -135,18 +145,33 @@ def _fields(outputs: TokenOutputs, device: str) -> dict[str, Tensor]:
     named = {name: getattr(outputs, name) for name in ("log_probs", "entropy", "values")}
     given = {name: value for name, value in named.items() if value is not None}
     for name, value in given.items():
-        must(isinstance(value, Tensor), name, f"a {type(value).__name__}, not a tensor", where=_here())
+        must(
+            isinstance(value, Tensor),
+            name,
+            f"a {type(value).__name__}, not a tensor",
+            where=_here(),
+        )
         must(value.dtype == torch.float32, name, f"{value.dtype}, not float32", where=_here())
         must(not value.requires_grad, name, "not detached", where=_here())
         there = torch.device(device).type
-        must(value.device.type == there, name, f"on {value.device}, the engine's device is {there}", where=_here())
+        must(
+            value.device.type == there,
+            name,
+            f"on {value.device}, the engine's device is {there}",
+            where=_here(),
+        )
     return {name: value.cpu() for name, value in given.items()}
 
 
 _NUMBERS = {
-    "loss": float, "grad_norm": float, "lr": float, "denominator": float,
-    "num_tokens": int, "num_micro_batches": int, "weight_version": int,
-}  # fmt: skip
+    "loss": float,
+    "grad_norm": float,
+    "lr": float,
+    "denominator": float,
+    "num_tokens": int,
+    "num_micro_batches": int,
+    "weight_version": int,
+}
 
 
 def checked(output: T, kind: type[T], called: str) -> T:
@@ -155,17 +180,32 @@ def checked(output: T, kind: type[T], called: str) -> T:
     Raises:
         ConformanceFailure: naming the field and the rank.
     """
-    must(isinstance(output, kind), called, f"returned a {type(output).__name__}, not {kind.__name__}", where=_here())
+    must(
+        isinstance(output, kind),
+        called,
+        f"returned a {type(output).__name__}, not {kind.__name__}",
+        where=_here(),
+    )
     for one in fields(kind):  # type: ignore[arg-type] - the contract's results are dataclasses
         value, number = getattr(output, one.name), _NUMBERS.get(one.name)
         if number is not None:
             _number(f"{called}'s {one.name}", value, number)
         if one.name == "metrics":
-            must(isinstance(value, Mapping), f"{called}'s metrics", f"a {type(value).__name__}", where=_here())
+            must(
+                isinstance(value, Mapping),
+                f"{called}'s metrics",
+                f"a {type(value).__name__}",
+                where=_here(),
+            )
             for name, metric in value.items():
                 _number(f"{called}'s metric {name}", metric, float)
         if one.name == "skipped":
-            must(value is None or isinstance(value, str), f"{called}'s skipped", f"{value!r}", where=_here())
+            must(
+                value is None or isinstance(value, str),
+                f"{called}'s skipped",
+                f"{value!r}",
+                where=_here(),
+            )
     return output
 
 
@@ -184,7 +224,10 @@ def step(
     temperature: float = 1.0,
 ) -> TrainOutput:
     """One ``train_batch`` on this rank's share; the loss is the model type's own if absent."""
-    batch, chosen = local_batch(engine, documents, setup.device), loss or default_loss(setup.model_type)
+    batch, chosen = (
+        local_batch(engine, documents, setup.device),
+        loss or default_loss(setup.model_type),
+    )
     output = engine.train_batch(batch, chosen, denominator=denominator, temperature=temperature)
     return checked(output, TrainOutput, "train_batch")
 
@@ -231,7 +274,9 @@ def train(
         return summary(engine, outputs, adapter=adapter)
 
 
-def summary(engine: Engine, outputs: Sequence[TrainOutput], *, adapter: Adapter = "merged") -> Trained:
+def summary(
+    engine: Engine, outputs: Sequence[TrainOutput], *, adapter: Adapter = "merged"
+) -> Trained:
     """The results of ``outputs`` with the engine's weights as they are."""
     weights = whole_weights(engine, adapter=adapter)
     return Trained(
@@ -248,11 +293,18 @@ def whole_weights(engine: Engine, **arguments: Any) -> dict[str, Tensor]:
     weights: dict[str, Tensor] = {}
     for item in engine.get_per_tensor_param(**arguments):
         is_pair = isinstance(item, tuple) and len(item) == 2
-        must(is_pair, "export", f"yields a {type(item).__name__}, not (name, tensor)", where=_here())
+        must(
+            is_pair, "export", f"yields a {type(item).__name__}, not (name, tensor)", where=_here()
+        )
         name, tensor = item
         must(isinstance(name, str), "export", f"{name!r} is no name", where=_here())
         plain = isinstance(tensor, Tensor) and not isinstance(tensor, DTensor)
-        must(plain, "export", f"a {type(tensor).__name__}, not a plain tensor", where=f"{name}, {_here()}")
+        must(
+            plain,
+            "export",
+            f"a {type(tensor).__name__}, not a plain tensor",
+            where=f"{name}, {_here()}",
+        )
         must(name not in weights, "export", "comes twice", where=f"{name}, {_here()}")
         # Not clone(): a tensor of one element keeps the stride that it has in a bucket.
         weights[name] = torch.empty(tensor.shape, dtype=tensor.dtype).copy_(tensor.detach())

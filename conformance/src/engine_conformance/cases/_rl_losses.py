@@ -17,7 +17,15 @@ from engine_conformance.fixtures import PackedDocuments
 from engine_conformance.oracle import OracleModel
 from engine_conformance.oracle.losses import KLKind, kl_terms, ppo_terms, value_loss, weighted_sum
 
-__all__ = ["GRPO", "PPO", "Policy", "clipped_value", "oracle_clipped_value", "ratio_is_one", "value_is_old"]
+__all__ = [
+    "GRPO",
+    "PPO",
+    "Policy",
+    "clipped_value",
+    "oracle_clipped_value",
+    "ratio_is_one",
+    "value_is_old",
+]
 
 VALUE_CLIP = 0.2
 
@@ -68,17 +76,25 @@ class Policy:
         """The same in float64, divided by the denominator."""
         outputs = oracle.token_outputs(batch.input_ids, batch.cu_seqlens)
         terms = ppo_terms(
-            outputs.log_probs, batch.old_log_probs, batch.advantages, clip_low=self.clip, clip_high=self.clip
+            outputs.log_probs,
+            batch.old_log_probs,
+            batch.advantages,
+            clip_low=self.clip,
+            clip_high=self.clip,
         )
         terms = terms + self.kl * kl_terms(outputs.log_probs, batch.ref_log_probs, self.estimator)
         return weighted_sum(terms - self.entropy * outputs.entropy, batch.loss_weight, denominator)
 
-    def oracle_metrics(self, oracle: OracleModel, batch: PackedDocuments) -> tuple[int, float, float]:
+    def oracle_metrics(
+        self, oracle: OracleModel, batch: PackedDocuments
+    ) -> tuple[int, float, float]:
         """How many tokens are clipped, the weighted sum of KLs, and how near to a bound a ratio comes."""
         log_probs = oracle.token_outputs(batch.input_ids, batch.cu_seqlens).log_probs.detach()
         counted = torch.as_tensor(batch.loss_weight) > 0
         ratio = (log_probs - torch.as_tensor(batch.old_log_probs).double()).exp()[counted]
-        kl = weighted_sum(kl_terms(log_probs, batch.ref_log_probs, self.estimator), batch.loss_weight, 1.0)
+        kl = weighted_sum(
+            kl_terms(log_probs, batch.ref_log_probs, self.estimator), batch.loss_weight, 1.0
+        )
         beyond = (ratio - 1).abs() - self.clip
         return int((beyond > 0).sum()), float(kl), float(beyond.abs().min())
 
@@ -105,15 +121,23 @@ def oracle_clipped_value(oracle: OracleModel, batch: PackedDocuments, denominato
     """The same in float64."""
     values = oracle.values(batch.input_ids, batch.cu_seqlens)
     return value_loss(
-        values, old_values=batch.old_values, returns=batch.returns, loss_weight=batch.loss_weight,
-        denominator=denominator, clip=VALUE_CLIP,
-    )  # fmt: skip
+        values,
+        old_values=batch.old_values,
+        returns=batch.returns,
+        loss_weight=batch.loss_weight,
+        denominator=denominator,
+        clip=VALUE_CLIP,
+    )
 
 
 def _differences(now: Tensor, before: Tensor, batch: Batch) -> LossOutput:
     """A loss that trains nothing away (its gradient is that of the sum), and how many values differ, by how much."""
     differ = now.detach() != before
-    metrics = {"differ": differ.sum(), "by": (now.detach() - before).abs().sum(), "tokens": float(len(now))}
+    metrics = {
+        "differ": differ.sum(),
+        "by": (now.detach() - before).abs().sum(),
+        "tokens": float(len(now)),
+    }
     return LossOutput(loss=(batch.loss_weight * now).sum(), metrics=metrics)
 
 

@@ -65,7 +65,11 @@ def updates(setup: Setup, phases: Sequence[Phase], loss: LossFn) -> Trained:
         outputs = list[TrainOutput]()
         for phase, share, reference in zip(phases, shares, references, strict=True):
             old = now(engine, share)
-            names = {"old_values": old} if is_value(setup) else {"old_log_probs": old, "ref_log_probs": reference}
+            names = (
+                {"old_values": old}
+                if is_value(setup)
+                else {"old_log_probs": old, "ref_log_probs": reference}
+            )
             ready = share.with_fields(**names)
             for _ in range(phase.epochs):
                 output = engine.train_batch(ready, loss, denominator=phase.denominator)
@@ -81,7 +85,9 @@ class Replay:
     metrics: list[tuple[int, float]]
 
 
-def _replay(model: Path, phases: Sequence[Phase], loss: Loss, policy: losses.Policy | None = None) -> Replay:
+def _replay(
+    model: Path, phases: Sequence[Phase], loss: Loss, policy: losses.Policy | None = None
+) -> Replay:
     start = oracle_of(str(model))
     references = [_oracle_now(start, phase.batch) for phase in phases]
     result: TrainResult | None = None
@@ -93,10 +99,18 @@ def _replay(model: Path, phases: Sequence[Phase], loss: Loss, policy: losses.Pol
             if policy is not None:
                 current = start if result is None else result.oracle
                 clipped, kl, nearest = policy.oracle_metrics(current, ready)
-                assert nearest > _KINK, f"a ratio of the fixture is {nearest:.2g} from a bound: take another seed"
+                assert nearest > _KINK, (
+                    f"a ratio of the fixture is {nearest:.2g} from a bound: take another seed"
+                )
                 metrics.append((clipped, kl))
             result = train_steps(
-                start, [ready], loss, optimizer=ADAMW, schedule=RATES, denominators=[phase.denominator], start=result
+                start,
+                [ready],
+                loss,
+                optimizer=ADAMW,
+                schedule=RATES,
+                denominators=[phase.denominator],
+                start=result,
             )
             steps += result.steps
     assert result is not None
@@ -114,12 +128,16 @@ def policy_holds(target: Target, phases: Sequence[Phase], policy: losses.Policy)
     model = target.model()
     replay = _replay(model, phases, policy.oracle, policy)
     again = any(phase.epochs > 1 for phase in phases)
-    assert not again or any(clipped for clipped, _ in replay.metrics), "the fixture clips nothing: take another seed"
+    assert not again or any(clipped for clipped, _ in replay.metrics), (
+        "the fixture clips nothing: take another seed"
+    )
     config = target.config(model, optimizer=OPTIMIZER, memory=SPLIT)
     ranks = target.run(updates, config, phases=phases, loss=policy)
     margins = [training_matches(target, ranks, replay.result, oracle_of(str(model)))]
     weights = [phase.batch.denominator for phase in phases for _ in range(phase.epochs)]
-    for index, (output, (clipped, kl)) in enumerate(zip(ranks[0].outputs, replay.metrics, strict=True)):
+    for index, (output, (clipped, kl)) in enumerate(
+        zip(ranks[0].outputs, replay.metrics, strict=True)
+    ):
         must(
             output.metrics["clipped"] == clipped,
             "metric clipped",
@@ -128,7 +146,9 @@ def policy_holds(target: Target, phases: Sequence[Phase], policy: losses.Policy)
         )
         # One error of a log-prob a token, as a gradient of the KL of order one carries it.
         tol = Tolerance(atol=target.tolerance("log_probs").atol * weights[index])
-        margins.append(assert_scalar_close(f"metric kl of update {index}", output.metrics["kl"], kl, tol))
+        margins.append(
+            assert_scalar_close(f"metric kl of update {index}", output.metrics["kl"], kl, tol)
+        )
     return max(margins)
 
 

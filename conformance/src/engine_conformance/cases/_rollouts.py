@@ -96,21 +96,31 @@ def arguments(setup: Setup, eos: Sequence[int] = (EOS,)) -> dict[str, Any]:
     """What the trainer gives to every rollout, whichever it is."""
     config = setup.config
     return {
-        "model": config.model, "pad_token_id": 0, "eos_token_ids": tuple(eos), "batch_size": 64,
-        "dtype": config.precision.compute, **(config.options or {}),
-    }  # fmt: skip
+        "model": config.model,
+        "pad_token_id": 0,
+        "eos_token_ids": tuple(eos),
+        "batch_size": 64,
+        "dtype": config.precision.compute,
+        **(config.options or {}),
+    }
 
 
 def drive(setup: Setup, actions: Sequence[Action], eos: Sequence[int] = (EOS,)) -> list[Reply]:
     """One rollout, ``actions`` one after another; an error ends its own action only."""
-    rollout: Rollout = RolloutRegistry.create(name=setup.backend, device=setup.device, **arguments(setup, eos))
+    rollout: Rollout = RolloutRegistry.create(
+        name=setup.backend, device=setup.device, **arguments(setup, eos)
+    )
 
     def act(action: Action) -> Any:
         if isinstance(action, Sync):
-            return rollout.update_weights(export_of(action.folder, setup.device, action.spoil), action.version)
+            return rollout.update_weights(
+                export_of(action.folder, setup.device, action.spoil), action.version
+            )
         if isinstance(action, Generate):
             return rollout.generate(action.prompts, action.sampling)
-        parts = {part: part == action.only for part in ("weights", "kv_cache")} if action.only else {}
+        parts = (
+            {part: part == action.only for part in ("weights", "kv_cache")} if action.only else {}
+        )
         return getattr(rollout, action.member)(**parts)
 
     try:
@@ -149,7 +159,9 @@ def export_of(folder: Path, device: str, spoil: Spoil | None = None) -> WeightEx
         sent.fill_(math.nan if sent.is_floating_point() else -1)
 
 
-def _spoilt(tensors: Sequence[tuple[str, Tensor]], spoil: Spoil | None) -> Iterator[tuple[str, Tensor]]:
+def _spoilt(
+    tensors: Sequence[tuple[str, Tensor]], spoil: Spoil | None
+) -> Iterator[tuple[str, Tensor]]:
     for place, (name, tensor) in enumerate(tensors):
         if place != len(tensors) // 2:
             yield name, tensor
@@ -177,9 +189,13 @@ class Link:
     log_probs: list[Tensor] = field(repr=False)
 
 
-def chain(setup: Setup, trainer: Setup, batches: Sequence[PackedDocuments], ask: Generate) -> list[Link]:
+def chain(
+    setup: Setup, trainer: Setup, batches: Sequence[PackedDocuments], ask: Generate
+) -> list[Link]:
     """Step, sync, generate, and ask the engine about the same tokens, once a batch."""
-    rollout: Rollout = RolloutRegistry.create(name=setup.backend, device=setup.device, **arguments(setup))
+    rollout: Rollout = RolloutRegistry.create(
+        name=setup.backend, device=setup.device, **arguments(setup)
+    )
     try:
         with opened(trainer) as engine:
             links: list[Link] = []
@@ -187,24 +203,32 @@ def chain(setup: Setup, trainer: Setup, batches: Sequence[PackedDocuments], ask:
                 engine.train_batch(local_batch(engine, batch, setup.device), sft_loss)
                 version, export = engine.weight_version, engine.get_per_tensor_param()
                 install = partial(rollout.update_weights, export, version)
-                sync = _attempt(rollout, Sync(folder=Path(), version=version), install, setup.device)
+                sync = _attempt(
+                    rollout, Sync(folder=Path(), version=version), install, setup.device
+                )
                 generate = partial(rollout.generate, ask.prompts, ask.sampling)
                 generated = _attempt(rollout, ask, generate, setup.device)
                 told = _asked(engine, ask, generated.completions or [], setup.device)
-                links.append(Link(sync=sync, generated=generated, engine_version=version, log_probs=told))
+                links.append(
+                    Link(sync=sync, generated=generated, engine_version=version, log_probs=told)
+                )
             return links
     finally:
         rollout.close()
 
 
-def _asked(engine: Engine, ask: Generate, completions: Sequence[Completion], device: str) -> list[Tensor]:
+def _asked(
+    engine: Engine, ask: Generate, completions: Sequence[Completion], device: str
+) -> list[Tensor]:
     """The engine's log-probs of generated tokens, on the CPU."""
     if not completions:
         return []
     texts = [[*ask.prompts[c.prompt_index], *c.tokens] for c in completions]
     lengths = [len(text) for text in texts]
     bounds = torch.tensor([0, *accumulate(lengths)], dtype=torch.int32)
-    batch = Batch(input_ids=torch.tensor([t for text in texts for t in text]), cu_seqlens=bounds).to(device)
+    batch = Batch(
+        input_ids=torch.tensor([t for text in texts for t in text]), cu_seqlens=bounds
+    ).to(device)
     told = engine.infer_batch(batch, temperature=ask.sampling.temperature).log_probs
     assert told is not None, "a language model answered without log-probs"
     rows = told.cpu().split(lengths)

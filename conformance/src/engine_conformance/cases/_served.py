@@ -82,7 +82,9 @@ def prompts_of(*lengths: int, seed: int = 0, vocab: int = 256) -> Prompts:
     return tuple(tuple(generator.integers(3, vocab, length).tolist()) for length in lengths)
 
 
-def replies(target: Target, model: Path, actions: Sequence[Action], *, eos: Sequence[int] = (EOS,)) -> list[Reply]:
+def replies(
+    target: Target, model: Path, actions: Sequence[Action], *, eos: Sequence[int] = (EOS,)
+) -> list[Reply]:
     """What one rollout for ``model`` answers."""
     answered: list[Reply] = target.run(drive, target.config(model), actions=actions, eos=eos)[0]
     return answered
@@ -94,13 +96,20 @@ def worked(reply: Reply, where: str) -> None:
     must(not problem, type(reply.action).__name__.lower(), problem, where=where)
 
 
-def refused(reply: Reply, where: str, *, also: tuple[type[EngineError], ...] = (), prompt: int | None = None) -> None:
+def refused(
+    reply: Reply, where: str, *, also: tuple[type[EngineError], ...] = (), prompt: int | None = None
+) -> None:
     """``RolloutError`` (or one of ``also``) with a remedy, whose text names the place of the prompt at fault."""
     what = type(reply.action).__name__.lower()
     must(not reply.crash, what, f"RolloutError expected, got:\n{reply.crash}", where=where)
     error = reply.error
     must(error is not None, what, "nothing was raised, RolloutError expected", where=where)
-    must(isinstance(error, (RolloutError, *also)), what, f"{type(error).__name__}: {error}", where=where)
+    must(
+        isinstance(error, (RolloutError, *also)),
+        what,
+        f"{type(error).__name__}: {error}",
+        where=where,
+    )
     if isinstance(error, (RolloutError, ConfigError)):
         must(bool(error.remedy), what, f"the error does not say what to do: {error}", where=where)
     named = prompt is None or re.search(rf"\b{prompt}\b", str(error)) is not None
@@ -116,11 +125,30 @@ def well_formed(
     assert isinstance(action, Generate)
     got, sampling = reply.completions, action.sampling
     order = [index for index in range(len(action.prompts)) for _ in range(sampling.n)]
-    must(isinstance(got, list), "completions", f"{type(got).__name__}, a list expected", where=where)
-    must([c.prompt_index for c in got] == order, "prompt_index", f"{[c.prompt_index for c in got]}", where=where)
-    must(reply.version == version, "weight_version", f"{reply.version}, {version} was installed", where=where)
+    must(
+        isinstance(got, list), "completions", f"{type(got).__name__}, a list expected", where=where
+    )
+    must(
+        [c.prompt_index for c in got] == order,
+        "prompt_index",
+        f"{[c.prompt_index for c in got]}",
+        where=where,
+    )
+    must(
+        reply.version == version,
+        "weight_version",
+        f"{reply.version}, {version} was installed",
+        where=where,
+    )
     for place, c in enumerate(got):
-        _check_completion(c, sampling, {*eos, *sampling.stop_token_ids}, vocab, version, f"{where}, completion {place}")
+        _check_completion(
+            c,
+            sampling,
+            {*eos, *sampling.stop_token_ids},
+            vocab,
+            version,
+            f"{where}, completion {place}",
+        )
     return got
 
 
@@ -128,17 +156,49 @@ def _check_completion(
     c: Completion, sampling: SamplingParams, stops: set[int], vocab: int, version: int, where: str
 ) -> None:
     count = len(c.tokens)
-    must(1 <= count <= sampling.max_new_tokens, "tokens", f"{count} of at most {sampling.max_new_tokens}", where=where)
-    must(all(type(t) is int and 0 <= t < vocab for t in c.tokens), "tokens", f"{c.tokens}", where=where)
-    must(len(c.log_probs) == count, "log_probs", f"{len(c.log_probs)} for {count} tokens", where=where)
-    must(all(-math.inf < p <= 1e-3 for p in c.log_probs), "log_probs", f"{c.log_probs}", where=where)
-    must(c.weight_versions == [version] * count, "weight_versions", f"{c.weight_versions}, not {version}", where=where)
+    must(
+        1 <= count <= sampling.max_new_tokens,
+        "tokens",
+        f"{count} of at most {sampling.max_new_tokens}",
+        where=where,
+    )
+    must(
+        all(type(t) is int and 0 <= t < vocab for t in c.tokens),
+        "tokens",
+        f"{c.tokens}",
+        where=where,
+    )
+    must(
+        len(c.log_probs) == count,
+        "log_probs",
+        f"{len(c.log_probs)} for {count} tokens",
+        where=where,
+    )
+    must(
+        all(-math.inf < p <= 1e-3 for p in c.log_probs), "log_probs", f"{c.log_probs}", where=where
+    )
+    must(
+        c.weight_versions == [version] * count,
+        "weight_versions",
+        f"{c.weight_versions}, not {version}",
+        where=where,
+    )
     inner = stops.intersection(c.tokens[:-1])
     must(not inner, "tokens", f"{c.tokens} go on after the stop token {inner}", where=where)
     reason = "stop" if c.tokens[-1] in stops else "length"
-    must(c.finish_reason == reason, "finish_reason", f"{c.finish_reason!r}, not {reason!r}: {c.tokens}", where=where)
+    must(
+        c.finish_reason == reason,
+        "finish_reason",
+        f"{c.finish_reason!r}, not {reason!r}: {c.tokens}",
+        where=where,
+    )
     full = reason == "stop" or count == sampling.max_new_tokens
-    must(full, "tokens", f"{count} of {sampling.max_new_tokens}, and no stop token: {c.tokens}", where=where)
+    must(
+        full,
+        "tokens",
+        f"{count} of {sampling.max_new_tokens}, and no stop token: {c.tokens}",
+        where=where,
+    )
 
 
 def served(target: Target, reply: Reply, folder: Path, where: str, *, version: int) -> float:
@@ -150,7 +210,9 @@ def served(target: Target, reply: Reply, folder: Path, where: str, *, version: i
     action, oracle = reply.action, oracle_of(str(folder))
     assert isinstance(action, Generate)
     completions = well_formed(reply, where, version=version)
-    keep = [_comparable(target, oracle, action.prompts[c.prompt_index], c.tokens) for c in completions]
+    keep = [
+        _comparable(target, oracle, action.prompts[c.prompt_index], c.tokens) for c in completions
+    ]
     assert any(bool(k[0]) for k in keep), f"the fixture leaves nothing to compare: {where}"
     judge = _greedy_matches if action.sampling.temperature == 0 else _log_probs_match
     return judge(target, oracle, action, completions, keep, where)
@@ -188,14 +250,23 @@ def _log_probs_match(
 ) -> float:
     want = list[Tensor]()
     for c in completions:
-        rows = completion_log_probs(oracle, action.prompts[c.prompt_index], c.tokens, action.sampling.temperature)
+        rows = completion_log_probs(
+            oracle, action.prompts[c.prompt_index], c.tokens, action.sampling.temperature
+        )
         want.append(rows.gather(-1, torch.tensor(c.tokens)[:, None])[:, 0])
-    got, bounds = [p for c in completions for p in c.log_probs], [0, *accumulate(len(w) for w in want)]
+    got, bounds = (
+        [p for c in completions for p in c.log_probs],
+        [0, *accumulate(len(w) for w in want)],
+    )
     name, tol = f"log_probs ({where}; a document is a completion)", target.tolerance("log_probs")
-    return assert_close_per_token(name, got, torch.cat(want), tol, cu_seqlens=bounds, keep=torch.cat(list(keep)))
+    return assert_close_per_token(
+        name, got, torch.cat(want), tol, cu_seqlens=bounds, keep=torch.cat(list(keep))
+    )
 
 
-def _comparable(target: Target, oracle: OracleModel, prompt: Sequence[int], tokens: Sequence[int]) -> Tensor:
+def _comparable(
+    target: Target, oracle: OracleModel, prompt: Sequence[int], tokens: Sequence[int]
+) -> Tensor:
     """Tokens before which rounding cannot have changed a choice of experts, bool ``[len(tokens)]``."""
     if oracle.config.moe is None:
         return torch.ones(len(tokens), dtype=torch.bool)
@@ -210,7 +281,9 @@ def engine_matches(target: Target, link: Link, where: str) -> float:
     got = torch.tensor([p for c in completions for p in c.log_probs])
     bounds = [0, *accumulate(len(c.tokens) for c in completions)]
     tol = Tolerance(atol=2 * target.tolerance("log_probs").atol)
-    return assert_close_per_token(f"log_probs ({where})", got, torch.cat(link.log_probs), tol, cu_seqlens=bounds)
+    return assert_close_per_token(
+        f"log_probs ({where})", got, torch.cat(link.log_probs), tol, cu_seqlens=bounds
+    )
 
 
 def likelier_than_sampled(model: Path, ask: Generate, c: Completion, noise: float) -> list[int]:
@@ -223,9 +296,19 @@ def likelier_than_sampled(model: Path, ask: Generate, c: Completion, noise: floa
     where = f"top_k={sampling.top_k}, top_p={sampling.top_p}, prompt {c.prompt_index}"
     counted: list[int] = likelier.sum(-1).tolist()
     if sampling.top_k:
-        must(max(counted) < sampling.top_k, "tokens", f"{max(counted)} likelier tokens were passed over", where=where)
+        must(
+            max(counted) < sampling.top_k,
+            "tokens",
+            f"{max(counted)} likelier tokens were passed over",
+            where=where,
+        )
     most = float(mass.max())
-    must(most < sampling.top_p + noise, "tokens", f"one lies outside the nucleus: {most:.3g} is likelier", where=where)
+    must(
+        most < sampling.top_p + noise,
+        "tokens",
+        f"one lies outside the nucleus: {most:.3g} is likelier",
+        where=where,
+    )
     return counted
 
 
@@ -237,12 +320,16 @@ def follows(model: Path, ask: Generate, reply: Reply) -> float:
         seen = Counter(c.tokens[0] for c in completions if c.prompt_index == index)
         statistic, critical = _chi_square(seen, rows[0].exp() * ask.sampling.n)
         problem = f"chi-square {statistic:.3g}, critical {critical:.3g}: seen {dict(seen)}"
-        must(statistic <= critical, "distribution", problem, where=f"prompt {index}, {ask.sampling}")
+        must(
+            statistic <= critical, "distribution", problem, where=f"prompt {index}, {ask.sampling}"
+        )
         worst = max(worst, statistic / critical)
     return worst
 
 
-def _chi_square(seen: Mapping[int, int], expected: Tensor, quantile: float = 3.719) -> tuple[float, float]:
+def _chi_square(
+    seen: Mapping[int, int], expected: Tensor, quantile: float = 3.719
+) -> tuple[float, float]:
     """Pearson's statistic, cells below 5 joined, and its critical value (Wilson and Hilferty 1931) at 1e-4."""
     order = expected.argsort(descending=True).tolist()
     cells = [[float(seen.get(token, 0)), float(expected[token])] for token in order]
@@ -259,7 +346,10 @@ def _chi_square(seen: Mapping[int, int], expected: Tensor, quantile: float = 3.7
 def clear_paths(target: Target, model: Path, steps: int) -> tuple[Prompts, list[Greedy]]:
     """Four prompts whose greedy tokens differ from one another in each completion, and no rounding decides."""
     clear = 4 * target.tolerance("log_probs").atol
-    pairs = [(p, greedy(oracle_of(str(model)), p, steps)) for p in prompts_of(*UNEVEN, *UNEVEN, *UNEVEN, seed=4)]
+    pairs = [
+        (p, greedy(oracle_of(str(model)), p, steps))
+        for p in prompts_of(*UNEVEN, *UNEVEN, *UNEVEN, seed=4)
+    ]
     good = [(p, g) for p, g in pairs if g.lead > clear and len({EOS, *g.tokens}) == steps + 1][:4]
     assert len(good) == 4, "the fixture has too few prompts that are clear"
     return tuple(p for p, _ in good), [g for _, g in good]

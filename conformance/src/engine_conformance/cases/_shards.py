@@ -19,7 +19,9 @@ from engine_conformance.cases._ranks import whole_weights
 Shards = list[tuple[str, Tensor, ShardSpec]]
 
 
-def shards_and_whole(engine: Engine, **arguments: Any) -> tuple[Shards, list[str], dict[str, Tensor]]:
+def shards_and_whole(
+    engine: Engine, **arguments: Any
+) -> tuple[Shards, list[str], dict[str, Tensor]]:
     """This rank's shards, the order of the whole export, and on rank 0 the export itself."""
     mine = _in_turns(engine.get_per_tensor_param_shard(**arguments))
     whole = whole_weights(engine, **arguments)
@@ -52,7 +54,12 @@ def shards_make_the_whole(ranks: Sequence[tuple[Shards, list[str], dict[str, Ten
     """Boxes of replica 0 cover each tensor once; other replicas hold the same bits."""
     whole = ranks[0][2]
     for rank, (mine, order, _) in enumerate(ranks):
-        must([name for name, _, _ in mine] == order, "shard order", "is not the export's", where=f"rank {rank}")
+        must(
+            [name for name, _, _ in mine] == order,
+            "shard order",
+            "is not the export's",
+            where=f"rank {rank}",
+        )
     for name, want in whole.items():
         covered = torch.zeros(want.shape, dtype=torch.uint8)
         for rank, (mine, _, _) in enumerate(ranks):
@@ -65,8 +72,20 @@ def shards_make_the_whole(ranks: Sequence[tuple[Shards, list[str], dict[str, Ten
                 where=where,
             )
             box = tuple(slice(o, o + n) for o, n in zip(spec.offset, spec.shape, strict=True))
-            must(shard.dtype == want.dtype, "shard", f"{shard.dtype}, the export has {want.dtype}", where=where)
-            must(torch.equal(shard, want[box]), "shard", "differs from the whole export", where=where)
+            must(
+                shard.dtype == want.dtype,
+                "shard",
+                f"{shard.dtype}, the export has {want.dtype}",
+                where=where,
+            )
+            must(
+                torch.equal(shard, want[box]), "shard", "differs from the whole export", where=where
+            )
             covered[box] += int(spec.replica == 0)
-        must(bool((covered == 1).all()), "shards", "replica 0 does not cover the tensor exactly once", where=name)
+        must(
+            bool((covered == 1).all()),
+            "shards",
+            "replica 0 does not cover the tensor exactly once",
+            where=name,
+        )
     return 0.0

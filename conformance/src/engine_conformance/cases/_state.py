@@ -20,7 +20,12 @@ _PORTABLE = "portable"
 
 def read_manifest(folder: Path) -> dict[str, Any]:
     """``manifest.json``; a failure of the engine's where there is none."""
-    must((folder / "manifest.json").is_file(), "checkpoint", "has no manifest.json", where=str(folder))
+    must(
+        (folder / "manifest.json").is_file(),
+        "checkpoint",
+        "has no manifest.json",
+        where=str(folder),
+    )
     manifest: dict[str, Any] = json.loads((folder / "manifest.json").read_text())
     return manifest
 
@@ -30,7 +35,10 @@ def read_state(folder: Path) -> dict[str, Tensor]:
     problem = f"is in the engine's own format ({_format(folder)}), not portable, as the case asks of who declares portable-checkpoint"
     remedy = "leave out the engine's --option that asks for its own"
     must(_format(folder) == _PORTABLE, "checkpoint", f"{problem}; {remedy}", where=str(folder))
-    return {key: _assemble(folder, key, entry) for key, entry in read_manifest(folder)["tensors"].items()}
+    return {
+        key: _assemble(folder, key, entry)
+        for key, entry in read_manifest(folder)["tensors"].items()
+    }
 
 
 def assert_same_state(got: Path, want: Path, *, name: str) -> None:
@@ -52,10 +60,23 @@ def _assemble(folder: Path, key: str, entry: dict[str, Any]) -> Tensor:
     whole = torch.zeros(entry["shape"], dtype=getattr(torch, entry["dtype"]))
     seen = torch.zeros(entry["shape"], dtype=torch.uint8)
     for shard in entry["shards"]:
-        box = tuple(slice(start, start + size) for start, size in zip(shard["offset"], shard["shape"], strict=True))
-        must((folder / shard["file"]).is_file(), "checkpoint", f"{shard['file']} is not there", where=key)
+        box = tuple(
+            slice(start, start + size)
+            for start, size in zip(shard["offset"], shard["shape"], strict=True)
+        )
+        must(
+            (folder / shard["file"]).is_file(),
+            "checkpoint",
+            f"{shard['file']} is not there",
+            where=key,
+        )
         with safe_open(folder / shard["file"], framework="pt") as file:
             whole[box] = file.get_tensor(key)
         seen[box] += 1
-    must(bool((seen == 1).all()), "checkpoint", "the boxes do not cover the tensor exactly once", where=key)
+    must(
+        bool((seen == 1).all()),
+        "checkpoint",
+        "the boxes do not cover the tensor exactly once",
+        where=key,
+    )
     return whole

@@ -78,7 +78,9 @@ class Target:
         """What the registry chooses for this target."""
         if self.rollout:
             return RolloutRegistry.resolve(backend=self.backend, device=self.device)
-        return EngineRegistry.resolve(model_type=self.model_type, backend=self.backend, device=self.device)
+        return EngineRegistry.resolve(
+            model_type=self.model_type, backend=self.backend, device=self.device
+        )
 
     @property
     def capabilities(self) -> frozenset[Capability]:
@@ -126,7 +128,10 @@ class Target:
         The layout is the target's, and everything on one rank where the world is one; so are the backend's own options.
         """
         precision = Precision(compute=self.dtype)  # type: ignore[arg-type] - checked by EngineConfig
-        parts = {"optimizer": OptimizerConfig(lr=1e-3, clip_norm=None, eps=EPS), "precision": precision} | sections
+        parts = {
+            "optimizer": OptimizerConfig(lr=1e-3, clip_norm=None, eps=EPS),
+            "precision": precision,
+        } | sections
         if self.world > 1:
             parts = {"parallelism": self.layout} | parts
         if self.options:
@@ -135,7 +140,9 @@ class Target:
 
     def setup(self, config: EngineConfig) -> Setup:
         """What ranks need to make the engine."""
-        return Setup(backend=self.backend, device=self.device, model_type=self.model_type, config=config)
+        return Setup(
+            backend=self.backend, device=self.device, model_type=self.model_type, config=config
+        )
 
     def run(
         self,

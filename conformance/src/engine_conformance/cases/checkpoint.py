@@ -13,7 +13,13 @@ import numpy as np
 import torch
 
 from engine_api.capabilities import Capability
-from engine_api.config import CheckpointConfig, OptimizerConfig, Parallelism, Precision, ScheduleConfig
+from engine_api.config import (
+    CheckpointConfig,
+    OptimizerConfig,
+    Parallelism,
+    Precision,
+    ScheduleConfig,
+)
 from engine_api.errors import CheckpointWriteError, EngineError, EngineStateError
 from engine_api.results import CheckpointHandle, CheckpointInfo, TrainOutput
 from engine_conformance.cases._case import LM, VALUE, case, must
@@ -53,14 +59,18 @@ SCHEDULE = ScheduleConfig(name="cosine", warmup_steps=2, total_steps=12)
 
 
 def _batches() -> tuple[PackedDocuments, ...]:
-    return tuple(documents(50 + i, name) for i, name in enumerate(("uneven", "equal", "skewed") * 3))
+    return tuple(
+        documents(50 + i, name) for i, name in enumerate(("uneven", "equal", "skewed") * 3)
+    )
 
 
 def _expected(folder: Path, count: int) -> TrainResult:
     return oracle_training(
-        str(folder), _batches()[:count], optimizer=AdamWConfig(weight_decay=0.1, max_grad_norm=2.0, eps=EPS),
+        str(folder),
+        _batches()[:count],
+        optimizer=AdamWConfig(weight_decay=0.1, max_grad_norm=2.0, eps=EPS),
         schedule=Schedule(kind="cosine", lr=1e-3, warmup_steps=2, total_steps=12),
-    )  # fmt: skip
+    )
 
 
 def _draws(device: str) -> list[float]:
@@ -88,15 +98,24 @@ def save_and_go_on(setup: Setup, batches: Sequence[PackedDocuments], at: int, fo
         return outputs[at:], draws, digest(whole_weights(engine))
 
 
-def resume(setup: Setup, batches: Sequence[PackedDocuments], folder: Path) -> tuple[Run, CheckpointInfo, int]:
+def resume(
+    setup: Setup, batches: Sequence[PackedDocuments], folder: Path
+) -> tuple[Run, CheckpointInfo, int]:
     """An engine that holds a gradient goes on from the middle; its run, what was loaded, and the version after the load."""
     with opened(setup) as engine:
-        engine.forward_backward(local_batch(engine, batches[0], setup.device), default_loss(setup.model_type))
+        engine.forward_backward(
+            local_batch(engine, batches[0], setup.device), default_loss(setup.model_type)
+        )
         info = engine.load_checkpoint(folder / "middle")
         version, draws = engine.weight_version, _draws(setup.device)
         refused = caught(engine.optimizer_step)
         problem = f"after a load gave {refused!r}, not EngineStateError: a gradient of before the load was kept"
-        must(isinstance(refused, EngineStateError), "optimizer_step", problem, where=f"rank {engine.topology.rank}")
+        must(
+            isinstance(refused, EngineStateError),
+            "optimizer_step",
+            problem,
+            where=f"rank {engine.topology.rank}",
+        )
         outputs = [step(engine, setup, batch) for batch in batches]
         save(engine, folder / "resumed")
         return (outputs, draws, digest(whole_weights(engine))), info, version
@@ -111,13 +130,48 @@ def _resumes(target: Target, model: Path, **sections: Any) -> None:
     for rank, (first, (again, info, version)) in enumerate(zip(went_on, resumed, strict=True)):
         where = f"rank {rank}"
         finite = all(math.isfinite(output.loss) and output.skipped is None for output in again[0])
-        must(finite, "train outputs", f"not finite, or skipped, after the load: {again[0]}", where=where)
-        must(again[0] == first[0], "train outputs", f"{again[0]} after the load, {first[0]} without", where=where)
-        must(again[1] == first[1], "generators", f"{again[1]} after the load, {first[1]} without", where=where)
-        must(again[2] == first[2], "weights", "differ at the end from those of the run that went on", where=where)
-        must(isinstance(info, CheckpointInfo), "load_checkpoint", f"returned a {type(info).__name__}", where=where)
-        must(info.step == 3 and version == 3, "step", f"{info.step}, version {version}, not 3", where=where)
-        must(dict(info.extra) == {"data_position": 7, "note": "of the caller's"}, "extra", f"{info.extra}", where=where)
+        must(
+            finite,
+            "train outputs",
+            f"not finite, or skipped, after the load: {again[0]}",
+            where=where,
+        )
+        must(
+            again[0] == first[0],
+            "train outputs",
+            f"{again[0]} after the load, {first[0]} without",
+            where=where,
+        )
+        must(
+            again[1] == first[1],
+            "generators",
+            f"{again[1]} after the load, {first[1]} without",
+            where=where,
+        )
+        must(
+            again[2] == first[2],
+            "weights",
+            "differ at the end from those of the run that went on",
+            where=where,
+        )
+        must(
+            isinstance(info, CheckpointInfo),
+            "load_checkpoint",
+            f"returned a {type(info).__name__}",
+            where=where,
+        )
+        must(
+            info.step == 3 and version == 3,
+            "step",
+            f"{info.step}, version {version}, not 3",
+            where=where,
+        )
+        must(
+            dict(info.extra) == {"data_position": 7, "note": "of the caller's"},
+            "extra",
+            f"{info.extra}",
+            where=where,
+        )
     if Capability.PORTABLE_CHECKPOINT in target.capabilities:
         assert_same_state(folder / "resumed", folder / "end", name="state after resuming")
 
@@ -167,14 +221,26 @@ def keys(target: Target) -> float:
     state, want = read_state(folder / "c"), _expected(model, 3)
     names = set(want.params)
     fields = ("exp_avg", "exp_avg_sq", "step")
-    expected = {f"model.{n}" for n in names} | {f"optim.{n}.{field}" for n in names for field in fields}
+    expected = {f"model.{n}" for n in names} | {
+        f"optim.{n}.{field}" for n in names for field in fields
+    }
     must(set(state) == expected, "keys", f"{sorted(set(state) ^ expected)[:6]} on one side only")
     manifest = read_manifest(folder / "c")
-    must(manifest["step"] == 3 and manifest["world_size"] == target.world, "manifest", "step or world size is wrong")
-    assert_bitwise(
-        {n: state[f"model.{n}"] for n in names}, {n: ranks[0].weights[n] for n in names}, name="saved weights"
+    must(
+        manifest["step"] == 3 and manifest["world_size"] == target.world,
+        "manifest",
+        "step or world size is wrong",
     )
-    must(all(float(state[f"optim.{n}.step"]) == 3 for n in names), "optim step", "is not 3 everywhere")
+    assert_bitwise(
+        {n: state[f"model.{n}"] for n in names},
+        {n: ranks[0].weights[n] for n in names},
+        name="saved weights",
+    )
+    must(
+        all(float(state[f"optim.{n}.step"]) == 3 for n in names),
+        "optim step",
+        "is not 3 everywhere",
+    )
     return moments_match(target, state, want)
 
 
@@ -189,7 +255,11 @@ def across_worlds(target: Target) -> float:
     """
     model, folder = target.model(), target.scratch()
     base = target.config(model, optimizer=OPTIMIZER, schedule=SCHEDULE)
-    stages = [(1, Parallelism()), *((target.world, layout) for layout in _layouts(target)), (1, Parallelism())]
+    stages = [
+        (1, Parallelism()),
+        *((target.world, layout) for layout in _layouts(target)),
+        (1, Parallelism()),
+    ]
     margins, source, batches = [], None, _batches()
     for index, (world, layout) in enumerate(stages):
         place = folder / f"step-{index}"
@@ -198,7 +268,9 @@ def across_worlds(target: Target) -> float:
             loaded = at.run(train, config, batches=[], load=source)
             state = read_state(source)
             assert_bitwise(
-                loaded[0].weights, {n: state[f"model.{n}"] for n in loaded[0].weights}, name="loaded weights"
+                loaded[0].weights,
+                {n: state[f"model.{n}"] for n in loaded[0].weights},
+                name="loaded weights",
             )
         ranks = at.run(train, config, batches=[batches[index]], load=source, save_to=place)
         margins.append(_stage_matches(at, ranks, _expected(model, index + 1), index))
@@ -217,15 +289,29 @@ def _layouts(target: Target) -> list[Parallelism]:
     return layouts
 
 
-def _stage_matches(target: Target, ranks: Sequence[Trained], want: TrainResult, index: int) -> float:
+def _stage_matches(
+    target: Target, ranks: Sequence[Trained], want: TrainResult, index: int
+) -> float:
     same_on_all_ranks(ranks)
     got, exact = ranks[0].outputs[0], want.steps[index]
-    must(got.lr == exact.lr or abs(got.lr - exact.lr) < 1e-12, "lr", f"{got.lr}, the schedule says {exact.lr}")
-    must(ranks[0].version == index + 1, "weight_version", f"{ranks[0].version} after {index + 1} steps")
+    must(
+        got.lr == exact.lr or abs(got.lr - exact.lr) < 1e-12,
+        "lr",
+        f"{got.lr}, the schedule says {exact.lr}",
+    )
+    must(
+        ranks[0].version == index + 1,
+        "weight_version",
+        f"{ranks[0].version} after {index + 1} steps",
+    )
     return max(
         assert_scalar_close("loss", got.loss, exact.loss, target.tolerance("loss")),
-        assert_scalar_close("grad_norm", got.grad_norm, exact.grad_norm, target.tolerance("grad_norm")),
-        assert_weights_close(ranks[0].weights, want.params, weight_tolerance(want, target.torch_dtype)),
+        assert_scalar_close(
+            "grad_norm", got.grad_norm, exact.grad_norm, target.tolerance("grad_norm")
+        ),
+        assert_weights_close(
+            ranks[0].weights, want.params, weight_tolerance(want, target.torch_dtype)
+        ),
     )
 
 
@@ -256,10 +342,19 @@ def save_while_training(setup: Setup, batches: Sequence[PackedDocuments], folder
 def _done_when_written(handle: CheckpointHandle, folder: Path) -> None:
     # Asked in this order: a save may end between the two.
     early = handle.done() and not (folder / "manifest.json").is_file()
-    must(not early, "handle", "says that the save is done, and there is no manifest.json", where=str(folder))
+    must(
+        not early,
+        "handle",
+        "says that the save is done, and there is no manifest.json",
+        where=str(folder),
+    )
 
 
-@case(id="checkpoint.asynchronous", requires=(Capability.ASYNC_CHECKPOINT, *PORTABLE), model_types=TYPES)
+@case(
+    id="checkpoint.asynchronous",
+    requires=(Capability.ASYNC_CHECKPOINT, *PORTABLE),
+    model_types=TYPES,
+)
 def asynchronous(target: Target) -> float:
     """An asynchronous save MUST hold the state at the time of the call, and ``close`` MUST wait for it.
 
@@ -273,13 +368,27 @@ def asynchronous(target: Target) -> float:
     ranks = target.run(save_while_training, later, batches=batches, folder=folder)
     plain = target.run(train, config, batches=batches[:1], save_to=folder / "plain")
     all_steps = target.run(train, config, batches=batches, save_to=folder / "end")
-    must(plain[0].outputs[0] == ranks[0].outputs[0], "train output", "an asynchronous engine trains differently")
-    assert_bitwise(read_state(folder / "first"), read_state(folder / "plain"), name="state at the call")
-    must(all_steps[0].digest == ranks[0].digest, "weights", "training beside a save differs from training without")
-    return assert_bitwise(read_state(folder / "last"), read_state(folder / "end"), name="state at close")
+    must(
+        plain[0].outputs[0] == ranks[0].outputs[0],
+        "train output",
+        "an asynchronous engine trains differently",
+    )
+    assert_bitwise(
+        read_state(folder / "first"), read_state(folder / "plain"), name="state at the call"
+    )
+    must(
+        all_steps[0].digest == ranks[0].digest,
+        "weights",
+        "training beside a save differs from training without",
+    )
+    return assert_bitwise(
+        read_state(folder / "last"), read_state(folder / "end"), name="state at close"
+    )
 
 
-def fail_behind(setup: Setup, batch: PackedDocuments, folder: Path) -> tuple[list[EngineError | None], int, Trained]:
+def fail_behind(
+    setup: Setup, batch: PackedDocuments, folder: Path
+) -> tuple[list[EngineError | None], int, Trained]:
     """Two saves that fail while nobody looks: what handle and next call raise; then a step and a good save."""
     with opened(setup) as engine:
         if engine.topology.rank == 0:
@@ -293,7 +402,12 @@ def fail_behind(setup: Setup, batch: PackedDocuments, folder: Path) -> tuple[lis
         return errors, saved.step, summary(engine, [output])
 
 
-@case(id="checkpoint.asynchronous_failure", requires=(Capability.ASYNC_CHECKPOINT,), model_types=TYPES, quick=True)
+@case(
+    id="checkpoint.asynchronous_failure",
+    requires=(Capability.ASYNC_CHECKPOINT,),
+    model_types=TYPES,
+    quick=True,
+)
 def asynchronous_failure(target: Target) -> float:
     """A save that fails in the background MUST be raised by its handle and by the next call; then the engine goes on.
 
@@ -304,7 +418,13 @@ def asynchronous_failure(target: Target) -> float:
     config = target.config(model, checkpoint=CheckpointConfig(async_save=True))
     ranks = target.run(fail_behind, config, batch=batch, folder=target.scratch())
     for index, name in enumerate(("the handle", "the next call after the handle", "the next call")):
-        raised_everywhere(name, [errors[index] for errors, _, _ in ranks], CheckpointWriteError, faulty=[0])
-    must(all(number == 1 for _, number, _ in ranks), "step", f"{ranks[0][1]} in the good save, not 1")
+        raised_everywhere(
+            name, [errors[index] for errors, _, _ in ranks], CheckpointWriteError, faulty=[0]
+        )
+    must(
+        all(number == 1 for _, number, _ in ranks), "step", f"{ranks[0][1]} in the good save, not 1"
+    )
     want = oracle_training(str(model), (batch,))
-    return training_matches(target, [trained for _, _, trained in ranks], want, oracle_of(str(model)))
+    return training_matches(
+        target, [trained for _, _, trained in ranks], want, oracle_of(str(model))
+    )

@@ -29,9 +29,19 @@ from engine_conformance.cases._target import Setup, Target
 from engine_conformance.fixtures import PackedDocuments
 
 _MEMBERS = (
-    "initialize", "train_batch", "forward_backward", "optimizer_step", "infer_batch", "save_checkpoint",
-    "load_checkpoint", "save_hf", "get_per_tensor_param", "get_per_tensor_param_shard", "to", "close",
-)  # fmt: skip
+    "initialize",
+    "train_batch",
+    "forward_backward",
+    "optimizer_step",
+    "infer_batch",
+    "save_checkpoint",
+    "load_checkpoint",
+    "save_hf",
+    "get_per_tensor_param",
+    "get_per_tensor_param_shard",
+    "to",
+    "close",
+)
 _BELONGS = {
     "to": Capability.OFFLOAD,
     "save_hf": Capability.SAVE_HF,
@@ -42,13 +52,19 @@ _BELONGS = {
 # Arguments that members have had only since a later contract: an engine written for an older one need not take them.
 _SINCE = {("get_per_tensor_param_shard", "adapter"): "1.1"}
 TYPES = (LM, VALUE)
-_CACHES = ("TORCHINDUCTOR_", "_TORCHINDUCTOR_", "TRITON_")  # torch itself sets such variables when it first compiles
+_CACHES = (
+    "TORCHINDUCTOR_",
+    "_TORCHINDUCTOR_",
+    "TRITON_",
+)  # torch itself sets such variables when it first compiles
 _LEAK = 1 << 20  # bytes of device memory that a life of an engine may leave behind
 
 
 def signatures_of(setup: Setup) -> list[str]:
     """What is wrong with the class's members; in a rank, since importing a stranger's class runs its code."""
-    found = EngineRegistry.resolve(model_type=setup.model_type, backend=setup.backend, device=setup.device)
+    found = EngineRegistry.resolve(
+        model_type=setup.model_type, backend=setup.backend, device=setup.device
+    )
     cls, stated = found.load(), found.plugin.contract
     return [problem for name in _MEMBERS for problem in _member_problems(cls, name, stated)]
 
@@ -57,7 +73,11 @@ def _member_problems(cls: Any, name: str, stated: str) -> list[str]:
     if not callable(getattr(cls, name, None)):
         return [f"{name} is missing"]
     wanted, given = (inspect.signature(getattr(c, name)).parameters for c in (Engine, cls))
-    wanted = {n: p for n, p in wanted.items() if n in given or not is_older(stated, _SINCE.get((name, n), "1.0"))}
+    wanted = {
+        n: p
+        for n, p in wanted.items()
+        if n in given or not is_older(stated, _SINCE.get((name, n), "1.0"))
+    }
     if list(given)[: len(wanted)] != list(wanted):
         return [f"{name} takes {list(given)}, not {list(wanted)}"]
     differ = [
@@ -79,7 +99,9 @@ def signatures(target: Target) -> None:
     must(not problems, "members", "; ".join(problems))
 
 
-def _calls(engine: Engine, batch: Batch, loss: LossFn, folder: Path) -> Mapping[str, Callable[[], Any]]:
+def _calls(
+    engine: Engine, batch: Batch, loss: LossFn, folder: Path
+) -> Mapping[str, Callable[[], Any]]:
     return {
         "train_batch": lambda: engine.train_batch(batch, loss),
         "forward_backward": lambda: engine.forward_backward(batch, loss),
@@ -97,17 +119,29 @@ def _calls(engine: Engine, batch: Batch, loss: LossFn, folder: Path) -> Mapping[
 def states(setup: Setup, batch: PackedDocuments, folder: Path) -> dict[str, EngineError | None]:
     """Each member's error before ``initialize`` and after ``close``, and of what is out of order while ready."""
     engine, errors = setup.create(), dict[str, EngineError | None]()
-    rows = Batch(input_ids=torch.tensor(batch.input_ids), cu_seqlens=torch.tensor(batch.cu_seqlens),
-                 fields={"loss_weight": torch.tensor(batch.loss_weight)})  # fmt: skip
+    rows = Batch(
+        input_ids=torch.tensor(batch.input_ids),
+        cu_seqlens=torch.tensor(batch.cu_seqlens),
+        fields={"loss_weight": torch.tensor(batch.loss_weight)},
+    )
     calls = _calls(engine, rows, default_loss(setup.model_type), folder)
     # What is not declared is refused as such, in any state.
     calls = {
-        name: call for name, call in calls.items() if name not in _BELONGS or _BELONGS[name] in engine.capabilities
+        name: call
+        for name, call in calls.items()
+        if name not in _BELONGS or _BELONGS[name] in engine.capabilities
     }
     errors |= {f"{name} before initialize": caught(call) for name, call in calls.items()}
     engine.initialize()
-    must(isinstance(engine, Engine), "engine", f"{type(engine).__name__} lacks members of engine_api.contract.Engine")
-    errors |= {"initialize twice": caught(engine.initialize), "step without gradient": caught(engine.optimizer_step)}
+    must(
+        isinstance(engine, Engine),
+        "engine",
+        f"{type(engine).__name__} lacks members of engine_api.contract.Engine",
+    )
+    errors |= {
+        "initialize twice": caught(engine.initialize),
+        "step without gradient": caught(engine.optimizer_step),
+    }
     engine.close()
     engine.close()
     errors |= {f"{name} after close": caught(call) for name, call in calls.items()}
@@ -123,9 +157,15 @@ def state_machine(target: Target) -> None:
 
     If this fails: an AttributeError of something that is not built yet, or a second group of ranks.
     """
-    ranks = target.run(states, target.config(target.model()), batch=documents(1, "equal"), folder=target.scratch())
+    ranks = target.run(
+        states, target.config(target.model()), batch=documents(1, "equal"), folder=target.scratch()
+    )
     for rank, errors in enumerate(ranks):
-        wrong = {name: repr(error) for name, error in errors.items() if not isinstance(error, EngineStateError)}
+        wrong = {
+            name: repr(error)
+            for name, error in errors.items()
+            if not isinstance(error, EngineStateError)
+        }
         must(not wrong, "state", f"{wrong}", where=f"rank {rank}")
 
 
@@ -136,8 +176,14 @@ def registry(target: Target) -> None:
     If this fails: nobody can tell why a device was chosen.
     """
     trace = target.resolution.trace
-    must(any(c.accepted and c.device == target.device for c in trace), "trace", f"{[str(c) for c in trace]}")
-    automatic = EngineRegistry.resolve(model_type=target.model_type, backend=target.backend, device="auto")
+    must(
+        any(c.accepted and c.device == target.device for c in trace),
+        "trace",
+        f"{[str(c) for c in trace]}",
+    )
+    automatic = EngineRegistry.resolve(
+        model_type=target.model_type, backend=target.backend, device="auto"
+    )
     silent = [str(c) for c in automatic.trace if not c.accepted and not c.reason]
     must(not silent, "trace", f"rejected without a reason: {silent}")
 
@@ -166,7 +212,9 @@ def _surroundings(device: str) -> Surroundings:
         group=id(group) if dist.is_initialized() else 0,
         # torch offers no public list of the groups.
         groups=len(dist.distributed_c10d._world.pg_map),  # noqa: SLF001  # pyright: ignore[reportPrivateUsage]
-        environment=tuple(sorted(item for item in os.environ.items() if not item[0].startswith(_CACHES))),
+        environment=tuple(
+            sorted(item for item in os.environ.items() if not item[0].startswith(_CACHES))
+        ),
         switches=(str(torch.get_default_dtype()), str(torch.is_grad_enabled())),
         memory=torch.get_device_module(device).memory_allocated() if device != "cpu" else 0,
     )
@@ -215,7 +263,9 @@ def leaves_nothing(target: Target) -> None:
     default process group is destroyed though the engine did not make it.
     """
     folder = target.scratch()
-    ranks = target.run(lives, target.config(target.model()), batch=documents(2, "uneven"), folder=folder)
+    ranks = target.run(
+        lives, target.config(target.model()), batch=documents(2, "uneven"), folder=folder
+    )
     for rank, (before, warm, after) in enumerate(ranks):
         where = f"rank {rank}"
         for name in ("threads", "children", "files", "group", "switches"):

@@ -16,11 +16,26 @@ from torch import Tensor
 from engine_api.capabilities import Capability
 from engine_conformance.cases._case import LM, VALUE, case, must
 from engine_conformance.cases._expect import documents, outputs_match
-from engine_conformance.cases._ranks import Answer, InferCall, answer, digest, opened, step, train, whole_weights
+from engine_conformance.cases._ranks import (
+    Answer,
+    InferCall,
+    answer,
+    digest,
+    opened,
+    step,
+    train,
+    whole_weights,
+)
 from engine_conformance.cases._shards import Shards, shards_and_whole, shards_make_the_whole
 from engine_conformance.cases._target import Setup, Target
 from engine_conformance.compare import ConformanceFailure, assert_bitwise, assert_close_per_token
-from engine_conformance.oracle import OracleModel, expected_shapes, load_oracle, read_config, read_safetensors
+from engine_conformance.oracle import (
+    OracleModel,
+    expected_shapes,
+    load_oracle,
+    read_config,
+    read_safetensors,
+)
 from engine_conformance.tolerances import tolerance
 
 TYPES = (LM, VALUE)
@@ -38,7 +53,9 @@ def export(
     """The whole export in each dtype (rank 0 sends it), then digests of it for each size of buckets."""
     with opened(setup) as engine:
         exports = [whole_weights(engine, dtype=dtype) for dtype in dtypes]
-        digests = [digest(e) for e in exports] + [digest(whole_weights(engine, bucket_bytes=size)) for size in buckets]
+        digests = [digest(e) for e in exports] + [
+            digest(whole_weights(engine, bucket_bytes=size)) for size in buckets
+        ]
         must(engine.weight_version == 0, "weight_version", f"{engine.weight_version} after exports")
         return (exports if engine.topology.rank == 0 else []), digests
 
@@ -47,12 +64,26 @@ def _check_export(target: Target, model: Path) -> None:
     dtypes = (None, torch.bfloat16)
     ranks = target.run(export, target.config(model), dtypes=dtypes, buckets=(1, 20_000))
     for rank, (_, digests) in enumerate(ranks):
-        must(digests == ranks[0][1], "export", "names, order or bits differ from rank 0's", where=f"rank {rank}")
-        must(set(digests[2:]) == {digests[0]}, "export", "the size of buckets changes it", where=f"rank {rank}")
+        must(
+            digests == ranks[0][1],
+            "export",
+            "names, order or bits differ from rank 0's",
+            where=f"rank {rank}",
+        )
+        must(
+            set(digests[2:]) == {digests[0]},
+            "export",
+            "the size of buckets changes it",
+            where=f"rank {rank}",
+        )
     whole, half = ranks[0][0]
     stored, shapes = read_safetensors(model), expected_shapes(read_config(model))
     assert_bitwise(whole, {name: stored[name] for name in shapes}, name="export")
-    must({n: tuple(t.shape) for n, t in whole.items()} == shapes, "export", "shapes are not the checkpoint's")
+    must(
+        {n: tuple(t.shape) for n, t in whole.items()} == shapes,
+        "export",
+        "shapes are not the checkpoint's",
+    )
     assert_bitwise(half, {name: stored[name].bfloat16() for name in shapes}, name="bfloat16 export")
     _check_order(list(whole))
 
@@ -162,7 +193,9 @@ def bounded(target: Target) -> float:
     bucket, margins = 64 << 10, []
     config = target.config(target.model(num_layers=12))
     for dtype in (None, torch.bfloat16):  # in another dtype all are copies, on one rank as well
-        for rank, (most, whole, largest) in enumerate(target.run(live_bytes, config, bucket=bucket, dtype=dtype)):
+        for rank, (most, whole, largest) in enumerate(
+            target.run(live_bytes, config, bucket=bucket, dtype=dtype)
+        ):
             allowed = 4 * max(bucket, largest)
             must(whole > 3 * allowed, "fixture", f"an export of {whole} bytes is too small to tell")
             problem = f"{most} bytes of whole tensors at a time, for a bucket of {bucket} and an export of {whole}"
@@ -233,13 +266,19 @@ def save_hf(target: Target) -> float:
         answers = target.run(save_folder, target.config(model), folder=place, call=call)
         whole = torch.load(place / "whole.pt", weights_only=True)
         assert_bitwise(read_safetensors(place / "float32"), whole, name="save_hf")
-        assert_bitwise(read_safetensors(place / "bfloat16"), _bfloat16(whole), name="bfloat16 save_hf")
+        assert_bitwise(
+            read_safetensors(place / "bfloat16"), _bfloat16(whole), name="bfloat16 save_hf"
+        )
         ids = torch.tensor(call.documents.input_ids)
         oracle = _written(place / "float32")
         want = oracle.token_outputs(ids, [0, len(ids)]).log_probs
         margins.append(outputs_match(target, oracle, call, answers))
-        got = target.run(transformers_log_probs, target.config(model), folder=place / "float32", ids=ids)[0]
-        margins.append(assert_close_per_token("transformers' log_probs", got, want, tolerance("log_probs")))
+        got = target.run(
+            transformers_log_probs, target.config(model), folder=place / "float32", ids=ids
+        )[0]
+        margins.append(
+            assert_close_per_token("transformers' log_probs", got, want, tolerance("log_probs"))
+        )
     return max(margins)
 
 

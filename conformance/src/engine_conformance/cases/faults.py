@@ -25,7 +25,13 @@ from engine_api.errors import (
 )
 from engine_api.manifest import seal
 from engine_conformance.cases._case import LM, VALUE, case, must
-from engine_conformance.cases._expect import documents, oracle_of, oracle_training, raised_everywhere, training_matches
+from engine_conformance.cases._expect import (
+    documents,
+    oracle_of,
+    oracle_training,
+    raised_everywhere,
+    training_matches,
+)
 from engine_conformance.cases._ranks import (
     Trained,
     caught,
@@ -50,7 +56,9 @@ _SMALL = 60_000  # bytes: more than any file of a checkpoint but the tensors
 Loads = tuple[list[EngineError | None], list[str], Trained]
 
 
-def load_all(setup: Setup, damaged: Sequence[Path], folders: Sequence[Path], batch: PackedDocuments) -> Loads:
+def load_all(
+    setup: Setup, damaged: Sequence[Path], folders: Sequence[Path], batch: PackedDocuments
+) -> Loads:
     """A step, every damaged checkpoint between two looks, and another step; with each load's error.
 
     A look is the weights' digest, and a save where folders are given.
@@ -99,7 +107,9 @@ def _edit(folder: Path, change: Callable[[dict[str, Any]], None]) -> None:
     manifest = json.loads((folder / "manifest.json").read_text())
     change(manifest)
     (folder / "manifest.json").write_text(json.dumps(manifest))
-    seal(folder)  # as whoever wrote it so would have: not the altered file is to be found, but what it says
+    seal(
+        folder
+    )  # as whoever wrote it so would have: not the altered file is to be found, but what it says
 
 
 def _newer(folder: Path) -> None:
@@ -115,7 +125,9 @@ def _half_state(folder: Path) -> None:
     def drop(manifest: dict[str, Any]) -> None:
         gone = next(key for key in manifest["tensors"] if key.startswith("optim."))
         name = gone.rpartition(".")[0]
-        manifest["tensors"] = {k: v for k, v in manifest["tensors"].items() if k.rpartition(".")[0] != name}
+        manifest["tensors"] = {
+            k: v for k, v in manifest["tensors"].items() if k.rpartition(".")[0] != name
+        }
 
     _edit(folder, drop)
 
@@ -165,10 +177,22 @@ def failed_load(target: Target) -> float:
     batch = documents(61, "uneven")
     portable = Capability.PORTABLE_CHECKPOINT in target.capabilities
     damages = {**DAMAGE, **DAMAGE_OF_FORMAT} if portable else DAMAGE
-    target.run(train, target.config(model), batches=[documents(60, "uneven")], save_to=work / "good")
-    target.run(train, target.config(other), batches=[documents(60, "uneven")], save_to=work / "another model")
+    target.run(
+        train, target.config(model), batches=[documents(60, "uneven")], save_to=work / "good"
+    )
+    target.run(
+        train,
+        target.config(other),
+        batches=[documents(60, "uneven")],
+        save_to=work / "another model",
+    )
     other_optimizer = target.config(model, optimizer=OTHER)
-    target.run(train, other_optimizer, batches=[documents(60, "uneven")], save_to=work / "another optimizer")
+    target.run(
+        train,
+        other_optimizer,
+        batches=[documents(60, "uneven")],
+        save_to=work / "another optimizer",
+    )
     for name, (damage, _) in damages.items():
         shutil.copytree(work / "good", work / name)
         damage(work / name)
@@ -176,25 +200,49 @@ def failed_load(target: Target) -> float:
     expected = {name: error for name, (_, error) in damages.items()} | mismatches
     looks = [work / "before", work / "after"] if portable else []
     ranks = target.run(
-        load_all, target.config(model), damaged=[work / name for name in expected], folders=looks, batch=batch
+        load_all,
+        target.config(model),
+        damaged=[work / name for name in expected],
+        folders=looks,
+        batch=batch,
     )
     for index, (name, error) in enumerate(expected.items()):
-        raised_everywhere(name, [errors[index] for errors, _, _ in ranks], error, faulty=_faulty(ranks, index))
+        raised_everywhere(
+            name, [errors[index] for errors, _, _ in ranks], error, faulty=_faulty(ranks, index)
+        )
     undisturbed = target.run(train, target.config(model), batches=[batch, batch])
     for rank, (_, digests, trained) in enumerate(ranks):
         must(digests[0] == digests[1], "weights", "changed by a failed load", where=f"rank {rank}")
-        same = trained.outputs == undisturbed[rank].outputs and trained.digest == undisturbed[rank].digest
-        must(same, "step", "after a failed load, it differs from the same step without", where=f"rank {rank}")
+        same = (
+            trained.outputs == undisturbed[rank].outputs
+            and trained.digest == undisturbed[rank].digest
+        )
+        must(
+            same,
+            "step",
+            "after a failed load, it differs from the same step without",
+            where=f"rank {rank}",
+        )
     if portable:
-        must(read_rank_files(looks[0]) == read_rank_files(looks[1]), "generators", "moved by a failed load")
+        must(
+            read_rank_files(looks[0]) == read_rank_files(looks[1]),
+            "generators",
+            "moved by a failed load",
+        )
         assert_same_state(looks[1], looks[0], name="state after failed loads")
     want = oracle_training(str(model), (batch, batch))
-    return training_matches(target, [trained for _, _, trained in ranks], want, oracle_of(str(model)))
+    return training_matches(
+        target, [trained for _, _, trained in ranks], want, oracle_of(str(model))
+    )
 
 
 def _faulty(ranks: Sequence[Loads], index: int) -> list[int]:
     """Which ranks saw the fault themselves: at least one must; the others hear of it."""
-    return [rank for rank, (errors, *_) in enumerate(ranks) if isinstance(errors[index], CheckpointError)] or [0]
+    return [
+        rank
+        for rank, (errors, *_) in enumerate(ranks)
+        if isinstance(errors[index], CheckpointError)
+    ] or [0]
 
 
 NoRoom = tuple[list[EngineError | None], list[str], Trained]
@@ -233,12 +281,23 @@ def _without_room(target: Target, ranks: Sequence[NoRoom], folder: Path) -> list
     for rank in range(target.world):
         name, errors = f"full-{rank}", [errors[rank] for errors, _, _ in ranks]
         if any(errors):
-            raised_everywhere(f"no room on rank {rank}", errors, CheckpointWriteError, faulty=[rank])
-            must(not (folder / name).exists(), "checkpoint", "a failed save left a folder under its final name")
+            raised_everywhere(
+                f"no room on rank {rank}", errors, CheckpointWriteError, faulty=[rank]
+            )
+            must(
+                not (folder / name).exists(),
+                "checkpoint",
+                "a failed save left a folder under its final name",
+            )
             looks = [latest[rank] == latest[rank + 1] for _, latest, _ in ranks]
             must(all(looks), "latest", "a failed save has changed it", where=str(folder))
         else:
-            must((folder / name).exists(), "checkpoint", "a save raised nothing and wrote nothing", where=name)
+            must(
+                (folder / name).exists(),
+                "checkpoint",
+                "a save raised nothing and wrote nothing",
+                where=name,
+            )
             saved.append(name)
     must(len(saved) < target.world, "no room", "nothing was raised, whichever rank could not write")
     return saved
@@ -257,16 +316,25 @@ def no_room(target: Target) -> float:
     model, folder, batch = target.model(vocab_size=2048), target.scratch(), documents(62, "uneven")
     ranks = target.run(save_without_room, target.config(model), folder=folder, batch=batch)
     saved = _without_room(target, ranks, folder)
-    raised_everywhere("taken name", [errors[-1] for errors, _, _ in ranks], CheckpointWriteError, faulty=[0])
+    raised_everywhere(
+        "taken name", [errors[-1] for errors, _, _ in ranks], CheckpointWriteError, faulty=[0]
+    )
     if Capability.PORTABLE_CHECKPOINT in target.capabilities:
         names = sorted(path.name for path in folder.iterdir())
         wanted = sorted(["latest", "one", "two", *saved])
         must(names == wanted, "folder", f"holds {names}, not {wanted}")
     for place in (folder, *(folder / name for name in saved)):
         again = target.run(train, target.config(model), batches=[], load=place)
-        must(again[0].digest == ranks[0][2].digest, "weights", "the checkpoint is not what was saved", where=str(place))
+        must(
+            again[0].digest == ranks[0][2].digest,
+            "weights",
+            "the checkpoint is not what was saved",
+            where=str(place),
+        )
     want = oracle_training(str(model), (batch,))
-    return training_matches(target, [trained for _, _, trained in ranks], want, oracle_of(str(model)))
+    return training_matches(
+        target, [trained for _, _, trained in ranks], want, oracle_of(str(model))
+    )
 
 
 def die_while_saving(setup: Setup, folder: Path, batch: PackedDocuments, rank: int) -> None:
@@ -277,8 +345,12 @@ def die_while_saving(setup: Setup, folder: Path, batch: PackedDocuments, rank: i
         if engine.topology.rank == rank:
             # The kernel kills whoever writes past the limit, unless the signal is ignored, as Python does.
             signal.signal(signal.SIGXFSZ, signal.SIG_DFL)
-            resource.setrlimit(resource.RLIMIT_CORE, (0, resource.getrlimit(resource.RLIMIT_CORE)[1]))
-            resource.setrlimit(resource.RLIMIT_FSIZE, (_SMALL, resource.getrlimit(resource.RLIMIT_FSIZE)[1]))
+            resource.setrlimit(
+                resource.RLIMIT_CORE, (0, resource.getrlimit(resource.RLIMIT_CORE)[1])
+            )
+            resource.setrlimit(
+                resource.RLIMIT_FSIZE, (_SMALL, resource.getrlimit(resource.RLIMIT_FSIZE)[1])
+            )
         save(engine, folder / "two")
 
 
@@ -291,14 +363,35 @@ def killed_while_saving(target: Target) -> float:
     model, batch = target.model(vocab_size=2048), documents(63, "uneven")
     # An engine may save from one rank alone: which one is found by trying, from the last.
     tries = {rank: target.scratch() for rank in reversed(range(target.world))}
-    killed = next((r for r, place in tries.items() if _killed(target, model, folder=place, batch=batch, rank=r)), None)
-    must(killed is not None, "fixture", "the save of a tensor file of this size wrote no large file on any rank")
+    killed = next(
+        (
+            r
+            for r, place in tries.items()
+            if _killed(target, model, folder=place, batch=batch, rank=r)
+        ),
+        None,
+    )
+    must(
+        killed is not None,
+        "fixture",
+        "the save of a tensor file of this size wrote no large file on any rank",
+    )
     folder = tries[killed or 0]
-    must(not (folder / "two").exists(), "checkpoint", "a half-written one stands under its final name")
+    must(
+        not (folder / "two").exists(),
+        "checkpoint",
+        "a half-written one stands under its final name",
+    )
     # The folder's latest must be the first one, of no step: only then one step ends in the oracle's weights.
-    ranks = target.run(train, target.config(model), batches=[batch], load=folder, save_to=folder / "two")
+    ranks = target.run(
+        train, target.config(model), batches=[batch], load=folder, save_to=folder / "two"
+    )
     again = target.run(train, target.config(model), batches=[], load=folder)
-    must(again[0].digest == ranks[0].digest, "latest", "the folder's newest checkpoint is not the new one")
+    must(
+        again[0].digest == ranks[0].digest,
+        "latest",
+        "the folder's newest checkpoint is not the new one",
+    )
     want = oracle_training(str(model), (batch,))
     return training_matches(target, ranks, want, oracle_of(str(model)))
 
@@ -307,7 +400,11 @@ def _killed(target: Target, model: Path, **arguments: Any) -> bool:
     """Whether a rank died while saving, rather than that all ended well."""
     with RankPool(target.world, device=target.device) as pool:  # its own: it dies
         try:
-            pool.run(f"{__name__}:die_while_saving", setup=target.setup(target.config(model)), **arguments)
+            pool.run(
+                f"{__name__}:die_while_saving",
+                setup=target.setup(target.config(model)),
+                **arguments,
+            )
         except RankError as error:
             died = any(failure.kind == "died" for failure in error.failures)
             must(died, "fixture", f"no rank died while saving: {error}")
@@ -315,13 +412,17 @@ def _killed(target: Target, model: Path, **arguments: Any) -> bool:
     return False
 
 
-def save_onto_file(setup: Setup, folder: Path, batch: PackedDocuments) -> tuple[list[EngineError | None], Trained]:
+def save_onto_file(
+    setup: Setup, folder: Path, batch: PackedDocuments
+) -> tuple[list[EngineError | None], Trained]:
     """Saves to, and a load of, a path that is a file, or lies in one; then a step and a good save."""
     file = folder / "file"
     with opened(setup) as engine:
         if engine.topology.rank == 0:
             file.write_text("kept")
-        errors = [caught(lambda place=place: save(engine, place)) for place in (file, file / "inside")]
+        errors = [
+            caught(lambda place=place: save(engine, place)) for place in (file, file / "inside")
+        ]
         errors.append(caught(lambda: engine.load_checkpoint(file)))
         output = step(engine, setup, batch)
         save(engine, folder / "good")
@@ -337,8 +438,12 @@ def file_in_the_way(target: Target) -> float:
     model, folder, batch = target.model(), target.scratch(), documents(64, "uneven")
     ranks = target.run(save_onto_file, target.config(model), folder=folder, batch=batch)
     for index, name in enumerate(("a save to a file", "a save inside a file")):
-        raised_everywhere(name, [errors[index] for errors, _ in ranks], CheckpointWriteError, faulty=[0])
-    raised_everywhere("a load of a file", [errors[2] for errors, _ in ranks], CheckpointError, faulty=[0])
+        raised_everywhere(
+            name, [errors[index] for errors, _ in ranks], CheckpointWriteError, faulty=[0]
+        )
+    raised_everywhere(
+        "a load of a file", [errors[2] for errors, _ in ranks], CheckpointError, faulty=[0]
+    )
     must((folder / "file").read_text() == "kept", "file", "was changed")
     want = oracle_training(str(model), (batch,))
     return training_matches(target, [trained for _, trained in ranks], want, oracle_of(str(model)))

@@ -56,7 +56,11 @@ def _is_float32(outputs: Mapping[str, Tensor]) -> None:
         if name == "values":
             continue  # of a linear layer: there is no softmax
         rounded = torch.equal(value, value.bfloat16().float())
-        must(not rounded, name, "float32 that holds bfloat16 values only: the softmax was not computed in float32")
+        must(
+            not rounded,
+            name,
+            "float32 that holds bfloat16 values only: the softmax was not computed in float32",
+        )
 
 
 def _by_call(ranks: Sequence[Sequence[Answer]]) -> list[list[Answer]]:
@@ -73,9 +77,13 @@ def llama(target: Target) -> float:
     If this fails: the hint under the failure names a shift (alignment), a document or its first tokens; positions in
     bfloat16, which holds no odd number above 256 (transformers #29285); RoPE's base looked for under an old key.
     """
-    margins = [_per_token(target, target.model(family="llama", tied=tied)) for tied in (False, True)]
+    margins = [
+        _per_token(target, target.model(family="llama", tied=tied)) for tied in (False, True)
+    ]
     for old in (False, True):
-        model = target.model(family="llama", rope_theta=500000.0, rms_norm_eps=1e-3, old_config_keys=old)
+        model = target.model(
+            family="llama", rope_theta=500000.0, rms_norm_eps=1e-3, old_config_keys=old
+        )
         margins.append(_all_match(target, model, [asking(target, documents(7))]))
     long = asking(target, packed_documents(41, (300, 7)))
     return max(*margins, _all_match(target, target.model(family="llama"), [long]))
@@ -96,7 +104,10 @@ def qwen3(target: Target) -> float:
 
     If this fails: norms of queries and keys; the index of a sharded folder.
     """
-    models = target.model(family="qwen3"), target.model(family="qwen3", tied=False, shards=3, seed=1)
+    models = (
+        target.model(family="qwen3"),
+        target.model(family="qwen3", tied=False, shards=3, seed=1),
+    )
     return max(_per_token(target, model) for model in models)
 
 
@@ -110,7 +121,10 @@ def qwen3_moe(target: Target) -> float:
     If this fails: weights of the chosen experts not normalised, or always (Qwen3 #687); fused expert tensors in
     another order.
     """
-    models = [target.model(family="qwen3_moe", tied=False, norm_topk_prob=normed) for normed in (True, False)]
+    models = [
+        target.model(family="qwen3_moe", tied=False, norm_topk_prob=normed)
+        for normed in (True, False)
+    ]
     return max(_per_token(target, model) for model in models)
 
 
@@ -125,9 +139,14 @@ def values(target: Target) -> float:
     ranks = target.run(infer, target.config(model), calls=calls)
     for rank, answers in enumerate(ranks):
         got = sorted(answers[0].fields)
-        must(got == ["values"], "outputs", f"a value model answers with {got}", where=f"rank {rank}")
+        must(
+            got == ["values"], "outputs", f"a value model answers with {got}", where=f"rank {rank}"
+        )
     oracle = oracle_of(str(model))
-    return max(outputs_match(target, oracle, call, rows) for call, rows in zip(calls, _by_call(ranks), strict=True))
+    return max(
+        outputs_match(target, oracle, call, rows)
+        for call, rows in zip(calls, _by_call(ranks), strict=True)
+    )
 
 
 @case(id="forward.temperature")
@@ -136,7 +155,9 @@ def temperature(target: Target) -> float:
 
     If this fails: log-probs scaled after the softmax, or an entropy that knows no temperature.
     """
-    calls = [InferCall(documents=documents(3), temperature=t, entropy=True) for t in (0.5, 0.7, 1.6)]
+    calls = [
+        InferCall(documents=documents(3), temperature=t, entropy=True) for t in (0.5, 0.7, 1.6)
+    ]
     return _all_match(target, target.model(), calls)
 
 
@@ -155,13 +176,19 @@ def isolation(target: Target) -> float:
     for name, value in base.items():
         parts, tol = value.split(first.lengths), target.tolerance(name)  # type: ignore[arg-type]
         moved = torch.cat([parts[d] for d in order])
-        margins.append(assert_close_per_token(f"{name} in another order", shuffled[name], moved, tol))
-        mine, theirs = (torch.cat([v.split(first.lengths)[d] for d in keep]) for v in (value, mixed[name]))
+        margins.append(
+            assert_close_per_token(f"{name} in another order", shuffled[name], moved, tol)
+        )
+        mine, theirs = (
+            torch.cat([v.split(first.lengths)[d] for d in keep]) for v in (value, mixed[name])
+        )
         margins.append(assert_close_per_token(f"{name} beside other documents", theirs, mine, tol))
     return max(margins)
 
 
-def _answers(target: Target, batches: Sequence[PackedDocuments], **model: Any) -> list[dict[str, Tensor]]:
+def _answers(
+    target: Target, batches: Sequence[PackedDocuments], **model: Any
+) -> list[dict[str, Tensor]]:
     """The whole outputs for each batch, one engine for all of them."""
     calls = [asking(target, batch) for batch in batches]
     ranks = target.run(infer, target.config(target.model(**model)), calls=calls)
@@ -183,7 +210,11 @@ def causal(target: Target) -> float:
         # A log-prob is about its own token; entropy and value at a position know only what stands before it.
         end = position + (name != "log_probs")
         tol = target.tolerance(name)  # type: ignore[arg-type]
-        margins.append(assert_close_per_token(f"{name} before the change", changed[name][:end], value[:end], tol))
+        margins.append(
+            assert_close_per_token(
+                f"{name} before the change", changed[name][:end], value[:end], tol
+            )
+        )
         after = (changed[name][end:24] - value[end:24]).abs().max().item()
         must(after > tol.atol, name, "the changed tokens changed nothing after them either")
     return max(margins)
@@ -223,7 +254,9 @@ def repeats(target: Target) -> None:
     ranks = target.run(infer, target.config(model), calls=calls)
     again = target.run(infer, target.config(model, seed=7), calls=calls)
     for rank, (one, two) in enumerate(zip(ranks, again, strict=True)):
-        assert_bitwise(two[0].fields, one[0].fields, name=f"outputs of a second engine, rank {rank}")
+        assert_bitwise(
+            two[0].fields, one[0].fields, name=f"outputs of a second engine, rank {rank}"
+        )
 
 
 @case(id="forward.microbatch_split", model_types=TYPES)
@@ -234,11 +267,15 @@ def microbatch_split(target: Target) -> float:
     """
     model = target.model()
     call, margins = asking(target, documents(5, "uneven")), list[float]()
-    for memory in (Memory(max_tokens=12), Memory(max_tokens=16, pad_to_multiple=8), Memory(logit_chunk=5))[
-        : _few(target)
-    ]:
+    for memory in (
+        Memory(max_tokens=12),
+        Memory(max_tokens=16, pad_to_multiple=8),
+        Memory(logit_chunk=5),
+    )[: _few(target)]:
         ranks = target.run(infer, target.config(model, memory=memory), calls=[call])
-        margins.append(outputs_match(target, oracle_of(str(model)), call, [rows[0] for rows in ranks]))
+        margins.append(
+            outputs_match(target, oracle_of(str(model)), call, [rows[0] for rows in ranks])
+        )
     return max(margins)
 
 
@@ -293,17 +330,28 @@ def pure(target: Target) -> None:
     folder, batch, config = target.scratch(), documents(4), target.config(target.model())
     portable = Capability.PORTABLE_CHECKPOINT in target.capabilities
     folders = [folder / "before", folder / "after"] if portable else []
-    ranks = target.run(repeat_and_save, config, call=asking(target, documents(5)), batch=batch, folders=folders)
+    ranks = target.run(
+        repeat_and_save, config, call=asking(target, documents(5)), batch=batch, folders=folders
+    )
     undisturbed = target.run(train, config, batches=[batch])
     for rank, ((outputs, versions, same, digests, trained), after) in enumerate(ranks):
         where = f"rank {rank}"
         assert_bitwise(outputs[1], outputs[0], name="the same call again")
-        must(versions == [0, 0], "weight_version", f"{versions} before and after inference", where=where)
+        must(
+            versions == [0, 0],
+            "weight_version",
+            f"{versions} before and after inference",
+            where=where,
+        )
         must(same, "generator", "torch's generator moved", where=where)
         must(digests[0] == digests[1], "weights", "changed by inference", where=where)
         twin = undisturbed[rank]
         equal = trained == twin.outputs[0] and after == twin.digest
         must(equal, "step", "after inference, it differs from the same step without", where=where)
     if portable:
-        must(read_rank_files(folders[0]) == read_rank_files(folders[1]), "generators", "moved between two saves")
+        must(
+            read_rank_files(folders[0]) == read_rank_files(folders[1]),
+            "generators",
+            "moved between two saves",
+        )
         assert_same_state(folders[1], folders[0], name="state after inference")

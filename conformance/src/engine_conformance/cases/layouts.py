@@ -185,8 +185,13 @@ def tp_indivisible(target: Target) -> float:
     If this fails: the remainder is dropped, padding of the vocabulary enters the log-sum-exp or the export, or some ranks
     fail while the others wait.
     """
-    odd = ({"num_heads": 3, "num_kv_heads": 3}, {"num_heads": 3, "num_kv_heads": 1}, {"num_kv_heads": 1},
-           {"vocab_size": 257}, {"intermediate_size": 129})  # fmt: skip
+    odd = (
+        {"num_heads": 3, "num_kv_heads": 3},
+        {"num_heads": 3, "num_kv_heads": 1},
+        {"num_kv_heads": 1},
+        {"vocab_size": 257},
+        {"intermediate_size": 129},
+    )
     return max(right_or_refused(target, target.model(**one), Parallelism(tp=2)) for one in odd)
 
 
@@ -196,7 +201,9 @@ def pp_indivisible(target: Target) -> float:
 
     If this fails: a layer is lost or computed twice, or an empty stage waits for another.
     """
-    return max(right_or_refused(target, target.model(num_layers=n), Parallelism(pp=2)) for n in (3, 1))
+    return max(
+        right_or_refused(target, target.model(num_layers=n), Parallelism(pp=2)) for n in (3, 1)
+    )
 
 
 @case(id="parallel.ep_indivisible", requires=(EP, MOE), world=(2,))

@@ -63,7 +63,9 @@ def adapter_run(
     """Train with a look after each step; the adapter before, the merged export after; answers with and without it."""
     with opened(setup) as engine:
         start = whole_weights(engine, adapter="only")
-        trained = [summary(engine, [step(engine, setup, batch)], adapter="only") for batch in batches]
+        trained = [
+            summary(engine, [step(engine, setup, batch)], adapter="only") for batch in batches
+        ]
         merged = whole_weights(engine)
         calls = [InferCall(documents=batches[0], adapter=on, entropy=True) for on in (True, False)]
         answers = [answer(engine, call, setup.device) for call in calls]
@@ -102,13 +104,24 @@ def trains(target: Target) -> float:
         "B is not zero at the start, or A is",
     )
     margins = [_steps_match(target, model, start, [row[0] for row in ranks], batches)]
-    exact = merge_adapter(oracle_of(str(model)).params, _write_adapter(folder / "end", trained[-1].weights))
+    exact = merge_adapter(
+        oracle_of(str(model)).params, _write_adapter(folder / "end", trained[-1].weights)
+    )
     margins.append(assert_weights_close(merged, exact, MERGED, name="merged export"))
     ended = load_oracle(model, adapter=folder / "end")
     untouched = set(exact) - set(ended.adapter.pairs if ended.adapter else ())
     stored = read_safetensors(model)
-    assert_bitwise({n: merged[n] for n in untouched}, {n: stored[n] for n in untouched}, name="weights without adapter")
-    return max(*margins, _answers_match(target, [row[2] for row in ranks], batches[0], (ended, oracle_of(str(model)))))
+    assert_bitwise(
+        {n: merged[n] for n in untouched},
+        {n: stored[n] for n in untouched},
+        name="weights without adapter",
+    )
+    return max(
+        *margins,
+        _answers_match(
+            target, [row[2] for row in ranks], batches[0], (ended, oracle_of(str(model)))
+        ),
+    )
 
 
 def _steps_match(
@@ -129,17 +142,29 @@ def _steps_match(
         if done is not None:
             still = {name: torch.zeros_like(tensor) for name, tensor in done.sensitivity.items()}
             done = replace(done, oracle=oracle, sensitivity=still, independent=still)
-        done = train_steps(oracle, [batch], optimizer=AdamWConfig(weight_decay=0.0, eps=EPS), start=done)
+        done = train_steps(
+            oracle, [batch], optimizer=AdamWConfig(weight_decay=0.0, eps=EPS), start=done
+        )
         mine = [trained[index] for trained in ranks]
         for rank, trained in enumerate(mine):
-            must(trained.version == index + 1, "weight_version", f"{trained.version}", where=f"rank {rank}")
-        margins.append(training_matches(target, [replace(one, version=1) for one in mine], done, oracle))
+            must(
+                trained.version == index + 1,
+                "weight_version",
+                f"{trained.version}",
+                where=f"rank {rank}",
+            )
+        margins.append(
+            training_matches(target, [replace(one, version=1) for one in mine], done, oracle)
+        )
         before = mine[0].weights
     return max(margins)
 
 
 def _answers_match(
-    target: Target, ranks: Sequence[list[Answer]], batch: PackedDocuments, oracles: Sequence[OracleModel]
+    target: Target,
+    ranks: Sequence[list[Answer]],
+    batch: PackedDocuments,
+    oracles: Sequence[OracleModel],
 ) -> float:
     """With the adapter on as the adapted oracle, with it off as the base model."""
     calls = [InferCall(documents=batch, entropy=True, adapter=on) for on in (True, False)]
@@ -177,15 +202,25 @@ def switched(target: Target) -> float:
     margins.append(_steps_match(target, model, rows[0][0], [row[2] for row in rows], batches))
     if Capability.TP not in target.spread:  # ranks that share a layer need not drop the same inputs
         dropping = target.config(model, lora=replace(CONFIG, dropout=0.5))
-        margins.append(_stays_on(target, model, target.run(switch, dropping, batches=batches), batches[0]))
+        margins.append(
+            _stays_on(target, model, target.run(switch, dropping, batches=batches), batches[0])
+        )
     return max(margins)
 
 
-def _stays_on(target: Target, model: Path, rows: Sequence[Switched], batch: PackedDocuments) -> float:
+def _stays_on(
+    target: Target, model: Path, rows: Sequence[Switched], batch: PackedDocuments
+) -> float:
     """On again bit for bit as on before, and as the oracle with the same adapter."""
     for rank, (_, answers, _) in enumerate(rows):
-        assert_bitwise(answers[2].fields, answers[0].fields, name=f"outputs with the adapter on again, rank {rank}")
-    adapted = load_oracle(model, adapter=_write_adapter(target.scratch() / "between", rows[0][2][0].weights))
+        assert_bitwise(
+            answers[2].fields,
+            answers[0].fields,
+            name=f"outputs with the adapter on again, rank {rank}",
+        )
+    adapted = load_oracle(
+        model, adapter=_write_adapter(target.scratch() / "between", rows[0][2][0].weights)
+    )
     return outputs_match(target, adapted, InferCall(documents=batch), [row[1][2] for row in rows])
 
 
@@ -199,16 +234,26 @@ def resume(target: Target) -> float:
     config = target.config(model, lora=CONFIG)
     whole = target.run(train, config, batches=batches, adapter="only")
     target.run(train, config, batches=batches[:2], save_to=folder / "c")
-    again = target.run(train, replace(config, seed=3), batches=batches[2:], load=folder / "c", adapter="only")
+    again = target.run(
+        train, replace(config, seed=3), batches=batches[2:], load=folder / "c", adapter="only"
+    )
     must(again[0].outputs == whole[0].outputs[2:], "train outputs", "differ after the load")
     return assert_bitwise(again[0].weights, whole[0].weights, name="adapter after resuming")
 
 
-def base_weights(setup: Setup, batch: PackedDocuments, *, lora: bool) -> tuple[dict[str, Tensor], list[str], bool]:
+def base_weights(
+    setup: Setup, batch: PackedDocuments, *, lora: bool
+) -> tuple[dict[str, Tensor], list[str], bool]:
     """After a step: the base weights and the merged export's names; whether the base of no adapter is a typed error."""
     with opened(setup) as engine:
         if not lora:
-            return {}, [], isinstance(caught(lambda: list(engine.get_per_tensor_param(adapter="base"))), ConfigError)
+            return (
+                {},
+                [],
+                isinstance(
+                    caught(lambda: list(engine.get_per_tensor_param(adapter="base"))), ConfigError
+                ),
+            )
         step(engine, setup, batch)
         return whole_weights(engine, adapter="base"), list(whole_weights(engine)), True
 
@@ -226,13 +271,29 @@ def base(target: Target) -> None:
     rows = target.run(base_weights, target.config(model, lora=CONFIG), batch=batch, lora=True)
     stored = read_safetensors(model)
     for rank, (weights, merged, _) in enumerate(rows):
-        must(list(weights) == merged, "base export", "its names are not the merged export's", where=f"rank {rank}")
-        assert_bitwise(weights, {name: stored[name] for name in merged}, name=f"base export, rank {rank}")
-    for rank, (_, _, typed) in enumerate(target.run(base_weights, target.config(model), batch=batch, lora=False)):
-        must(typed, "adapter", "the base export of an engine without adapter is no ConfigError", where=f"rank {rank}")
+        must(
+            list(weights) == merged,
+            "base export",
+            "its names are not the merged export's",
+            where=f"rank {rank}",
+        )
+        assert_bitwise(
+            weights, {name: stored[name] for name in merged}, name=f"base export, rank {rank}"
+        )
+    for rank, (_, _, typed) in enumerate(
+        target.run(base_weights, target.config(model), batch=batch, lora=False)
+    ):
+        must(
+            typed,
+            "adapter",
+            "the base export of an engine without adapter is no ConfigError",
+            where=f"rank {rank}",
+        )
 
 
-def shards_of(setup: Setup, batch: PackedDocuments) -> dict[Adapter, tuple[Shards, list[str], dict[str, Tensor]]]:
+def shards_of(
+    setup: Setup, batch: PackedDocuments
+) -> dict[Adapter, tuple[Shards, list[str], dict[str, Tensor]]]:
     """After a step, of every export: this rank's shards, the order of the whole, and on rank 0 the whole."""
     with opened(setup) as engine:
         step(engine, setup, batch)
@@ -251,7 +312,9 @@ def shards(target: Target) -> float:
     return max(shards_make_the_whole([row[kind] for row in ranks]) for kind in ranks[0])
 
 
-def save_merged(setup: Setup, batch: PackedDocuments, folder: Path) -> tuple[Answer, dict[str, Tensor]]:
+def save_merged(
+    setup: Setup, batch: PackedDocuments, folder: Path
+) -> tuple[Answer, dict[str, Tensor]]:
     """Take a step and write the folder; the answers of the engine, and on rank 0 its merged export."""
     with opened(setup) as engine:
         step(engine, setup, batch)
@@ -273,7 +336,9 @@ def save_hf(target: Target) -> float:
     exact, written = ranks[0][1], read_safetensors(folder / "hf")
     margin = assert_weights_close(written, exact, MERGED, name="weights of the folder")
     oracle = load_oracle(folder / "hf")
-    return max(margin, outputs_match(target, oracle, InferCall(documents=batch), [own for own, _ in ranks]))
+    return max(
+        margin, outputs_match(target, oracle, InferCall(documents=batch), [own for own, _ in ranks])
+    )
 
 
 def without_adapter(setup: Setup) -> list[bool]:
@@ -294,7 +359,16 @@ def absent(target: Target) -> None:
     If this fails: a reference is computed with the policy itself, and every KL is zero.
     """
     for rank, right in enumerate(target.run(without_adapter, target.config(target.model()))):
-        must(all(right), "adapter", f"typed errors of infer_batch and export: {right}", where=f"rank {rank}")
+        must(
+            all(right),
+            "adapter",
+            f"typed errors of infer_batch and export: {right}",
+            where=f"rank {rank}",
+        )
     bad = replace(CONFIG, target_modules=("no_such_layer",))
     errors = target.run(build, target.config(target.model(), lora=bad))
-    must(all(isinstance(error, ConfigError) for error in errors), "lora.target_modules", f"{errors[0]!r}")
+    must(
+        all(isinstance(error, ConfigError) for error in errors),
+        "lora.target_modules",
+        f"{errors[0]!r}",
+    )

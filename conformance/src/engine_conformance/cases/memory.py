@@ -10,8 +10,23 @@ from pathlib import Path
 from engine_api.capabilities import Capability
 from engine_api.config import EngineConfig, Memory, OptimizerConfig, Precision
 from engine_conformance.cases._case import LM, VALUE, case, must
-from engine_conformance.cases._expect import asking, documents, oracle_of, oracle_training, training_matches
-from engine_conformance.cases._ranks import InferCall, Trained, answer, opened, save, step, summary, train
+from engine_conformance.cases._expect import (
+    asking,
+    documents,
+    oracle_of,
+    oracle_training,
+    training_matches,
+)
+from engine_conformance.cases._ranks import (
+    InferCall,
+    Trained,
+    answer,
+    opened,
+    save,
+    step,
+    summary,
+    train,
+)
 from engine_conformance.cases._state import read_state
 from engine_conformance.cases._target import EPS, Setup, Target
 from engine_conformance.compare import assert_bitwise
@@ -23,13 +38,17 @@ OPTIMIZER = OptimizerConfig(lr=1e-3, weight_decay=0.1, clip_norm=2.0, eps=EPS)
 
 
 def _batches() -> tuple[PackedDocuments, ...]:
-    return tuple(documents(85 + i, lengths) for i, lengths in enumerate(("uneven", "equal", "skewed")))
+    return tuple(
+        documents(85 + i, lengths) for i, lengths in enumerate(("uneven", "equal", "skewed"))
+    )
 
 
 def _trains(target: Target, config: EngineConfig, model: Path) -> float:
     """Three clipped, decayed steps against the oracle."""
     ranks = target.run(train, config, batches=_batches())
-    want = oracle_training(str(model), _batches(), optimizer=AdamWConfig(weight_decay=0.1, max_grad_norm=2.0, eps=EPS))
+    want = oracle_training(
+        str(model), _batches(), optimizer=AdamWConfig(weight_decay=0.1, max_grad_norm=2.0, eps=EPS)
+    )
     return training_matches(target, ranks, want, oracle_of(str(model)))
 
 
@@ -64,7 +83,9 @@ def offload(target: Target) -> float:
     If this fails: a gradient norm of the host's part alone, moments that do not come back.
     """
     kinds = (Memory(offload_params=True), Memory(offload_optimizer=True))
-    return max(_with(target, memory) for memory in kinds[: 1 if target.model_type == VALUE else None])
+    return max(
+        _with(target, memory) for memory in kinds[: 1 if target.model_type == VALUE else None]
+    )
 
 
 @cache
@@ -86,7 +107,9 @@ def compiled(target: Target) -> float:
     batches = (documents(83, "equal"), _other_lengths())
     config = target.config(folder, memory=Memory(compile=True))
     ranks = target.run(train, config, batches=batches, deadline=400.0)
-    return training_matches(target, ranks, oracle_training(str(folder), batches), oracle_of(str(folder)))
+    return training_matches(
+        target, ranks, oracle_training(str(folder), batches), oracle_of(str(folder))
+    )
 
 
 @case(id="memory.half_precision", requires=(Capability.BF16,), model_types=TYPES, quick=True)
@@ -101,11 +124,15 @@ def half_precision(target: Target) -> float:
     ranks = target.run(train, config, batches=_batches())
     rounded = [n for n, w in ranks[0].weights.items() if bool((w == w.bfloat16().float()).all())]
     must(not rounded, "masters", f"{rounded[:3]} hold bfloat16 values only")
-    want = oracle_training(str(model), _batches(), optimizer=AdamWConfig(weight_decay=0.1, max_grad_norm=2.0, eps=EPS))
+    want = oracle_training(
+        str(model), _batches(), optimizer=AdamWConfig(weight_decay=0.1, max_grad_norm=2.0, eps=EPS)
+    )
     return training_matches(half, ranks, want, oracle_of(str(model)))
 
 
-def move_about(setup: Setup, batches: Sequence[PackedDocuments], call: InferCall, folder: Path) -> Trained:
+def move_about(
+    setup: Setup, batches: Sequence[PackedDocuments], call: InferCall, folder: Path
+) -> Trained:
     """Steps with everything moved away and back between them; saved away and at home."""
     with opened(setup) as engine:
         outputs = []
@@ -120,11 +147,15 @@ def move_about(setup: Setup, batches: Sequence[PackedDocuments], call: InferCall
         engine.to("cpu")
         save(engine, folder / "away")
         engine.to(setup.device)
-        assert_bitwise(answer(engine, call, setup.device).fields, before, name="outputs after moving")
+        assert_bitwise(
+            answer(engine, call, setup.device).fields, before, name="outputs after moving"
+        )
         return summary(engine, outputs)
 
 
-@case(id="memory.to", requires=(Capability.OFFLOAD, Capability.PORTABLE_CHECKPOINT), model_types=TYPES)
+@case(
+    id="memory.to", requires=(Capability.OFFLOAD, Capability.PORTABLE_CHECKPOINT), model_types=TYPES
+)
 def to(target: Target) -> float:
     """Moving model and optimizer away and back MUST change nothing, and what is away MUST still be saved whole.
 
@@ -132,7 +163,13 @@ def to(target: Target) -> float:
     """
     model, folder = target.model(), target.scratch()
     config = target.config(model, optimizer=OPTIMIZER)
-    ranks = target.run(move_about, config, batches=_batches(), call=asking(target, _batches()[0]), folder=folder)
-    assert_bitwise(read_state(folder / "away"), read_state(folder / "home"), name="state saved while away")
-    want = oracle_training(str(model), _batches(), optimizer=AdamWConfig(weight_decay=0.1, max_grad_norm=2.0, eps=EPS))
+    ranks = target.run(
+        move_about, config, batches=_batches(), call=asking(target, _batches()[0]), folder=folder
+    )
+    assert_bitwise(
+        read_state(folder / "away"), read_state(folder / "home"), name="state saved while away"
+    )
+    want = oracle_training(
+        str(model), _batches(), optimizer=AdamWConfig(weight_decay=0.1, max_grad_norm=2.0, eps=EPS)
+    )
     return training_matches(target, ranks, want, oracle_of(str(model)))

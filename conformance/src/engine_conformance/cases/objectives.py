@@ -25,7 +25,10 @@ def temperature(target: Target) -> float:
     model, batches = target.model(), _batches("uneven")
     ranks = target.run(train, target.config(model), batches=batches, temperature=0.7)
     return training_matches(
-        target, ranks, oracle_training(str(model), batches, loss=losses.oracle_warm), oracle_of(str(model))
+        target,
+        ranks,
+        oracle_training(str(model), batches, loss=losses.oracle_warm),
+        oracle_of(str(model)),
     )
 
 
@@ -49,7 +52,11 @@ def policy(target: Target) -> float:
         "metrics",
         f"weight {got.metrics['weight']}, not {batch.denominator}",
     )
-    must(got.num_tokens == len(batch.input_ids), "num_tokens", f"{got.num_tokens} of {len(batch.input_ids)}")
+    must(
+        got.num_tokens == len(batch.input_ids),
+        "num_tokens",
+        f"{got.num_tokens} of {len(batch.input_ids)}",
+    )
     return training_matches(target, ranks, want, oracle)
 
 

@@ -11,8 +11,20 @@ from engine_api.contract import Engine
 from engine_api.errors import BatchError, ConfigError, EngineError
 from engine_api.results import Topology
 from engine_conformance.cases._case import LM, VALUE, case, must
-from engine_conformance.cases._expect import documents, oracle_of, oracle_training, raised_everywhere, training_matches
-from engine_conformance.cases._layouts import ADAMW, MODEL_PARALLEL, OPTIMIZER, initialize, layout_holds
+from engine_conformance.cases._expect import (
+    documents,
+    oracle_of,
+    oracle_training,
+    raised_everywhere,
+    training_matches,
+)
+from engine_conformance.cases._layouts import (
+    ADAMW,
+    MODEL_PARALLEL,
+    OPTIMIZER,
+    initialize,
+    layout_holds,
+)
 from engine_conformance.cases._losses import default_loss
 from engine_conformance.cases._ranks import Trained, caught, opened, to_batch, train
 from engine_conformance.cases._target import Setup, Target
@@ -34,12 +46,20 @@ def dp(target: Target) -> float:
     If this fails with a ratio: gradients or losses are averaged over ranks instead of summed over tokens (AReaL PR 335,
     torchtitan #2318, prime-rl #2562, miles #3231, Megatron-LM #4590), or the norm is a rank's own (verl #4710).
     """
-    model, batches = target.model(), tuple(documents(75 + i, n) for i, n in enumerate(("uneven", "skewed", "single")))
+    model, batches = (
+        target.model(),
+        tuple(documents(75 + i, n) for i, n in enumerate(("uneven", "skewed", "single"))),
+    )
     config = target.config(model, optimizer=OPTIMIZER, parallelism=Parallelism())
     alone = target.at(1)
-    several, one = target.run(train, config, batches=batches), alone.run(train, config, batches=batches)
+    several, one = (
+        target.run(train, config, batches=batches),
+        alone.run(train, config, batches=batches),
+    )
     want, start = oracle_training(str(model), batches, optimizer=ADAMW), oracle_of(str(model))
-    margins = [training_matches(at, ranks, want, start) for at, ranks in ((target, several), (alone, one))]
+    margins = [
+        training_matches(at, ranks, want, start) for at, ranks in ((target, several), (alone, one))
+    ]
     return max(*margins, _same_run(target, several[0], one[0], want))
 
 
@@ -52,7 +72,10 @@ def _same_run(target: Target, several: Trained, one: Trained, want: TrainResult)
         for name, a, b in (("loss", x.loss, y.loss), ("grad_norm", x.grad_norm, y.grad_norm))
     ]
     bounds = weight_tolerance(want, target.torch_dtype)
-    return max(*margins, assert_weights_close(several.weights, one.weights, bounds, name="weights of several ranks"))
+    return max(
+        *margins,
+        assert_weights_close(several.weights, one.weights, bounds, name="weights of several ranks"),
+    )
 
 
 @case(id="parallel.hsdp", requires=(Capability.HSDP,), world=(2, 4), model_types=BOTH)
@@ -93,7 +116,10 @@ def ulysses_with_data(target: Target) -> float:
     If this fails: the denominator or a metric counts a data-parallel rank as often as it has members.
     """
     layouts = (Parallelism(ulysses=2), Parallelism(ulysses=2, dp_replicate=2))
-    return max(layout_holds(target, target.model(), layout, lengths=("skewed", "single")) for layout in layouts)
+    return max(
+        layout_holds(target, target.model(), layout, lengths=("skewed", "single"))
+        for layout in layouts
+    )
 
 
 def topology(setup: Setup) -> Topology:
@@ -103,7 +129,11 @@ def topology(setup: Setup) -> Topology:
 
 
 def _declared(target: Target) -> dict[Capability, str]:
-    return {capability: name for capability, name in _FIELDS.items() if capability in target.capabilities}
+    return {
+        capability: name
+        for capability, name in _FIELDS.items()
+        if capability in target.capabilities
+    }
 
 
 @case(id="parallel.topology", model_types=BOTH)
@@ -116,8 +146,13 @@ def topology_holds(target: Target) -> None:
     """
     layouts = [(1, target.layout)]
     if target.world > 1:
-        shared = {name for capability, name in _declared(target).items() if capability in MODEL_PARALLEL}
-        layouts = [(2 if name in shared else 1, Parallelism(**{name: 2})) for name in _declared(target).values()]
+        shared = {
+            name for capability, name in _declared(target).items() if capability in MODEL_PARALLEL
+        }
+        layouts = [
+            (2 if name in shared else 1, Parallelism(**{name: 2}))
+            for name in _declared(target).values()
+        ]
         layouts += [(1, Parallelism())] if Capability.DP in target.capabilities else []
     for members, layout in layouts:
         model = target.model(family="qwen3_moe", tied=False) if layout.ep > 1 else target.model()
@@ -127,17 +162,42 @@ def topology_holds(target: Target) -> None:
 
 def _numbered(rows: Sequence[Topology], world: int, members: int, layout: Parallelism) -> None:
     where = f"{layout}"
-    must([row.rank for row in rows] == list(range(world)), "rank", f"{[row.rank for row in rows]}", where=where)
-    must({row.world_size for row in rows} == {world}, "world_size", f"{[row.world_size for row in rows]}", where=where)
+    must(
+        [row.rank for row in rows] == list(range(world)),
+        "rank",
+        f"{[row.rank for row in rows]}",
+        where=where,
+    )
+    must(
+        {row.world_size for row in rows} == {world},
+        "world_size",
+        f"{[row.world_size for row in rows]}",
+        where=where,
+    )
     sizes = {row.dp_size for row in rows}
     # Experts may be spread over data-parallel ranks, or over ranks that share their documents.
     right = {world // members, world // members // layout.ep}
-    must(len(sizes) == 1 and sizes <= right, "dp_size", f"{sorted(sizes)}, {sorted(right)} expected", where=where)
+    must(
+        len(sizes) == 1 and sizes <= right,
+        "dp_size",
+        f"{sorted(sizes)}, {sorted(right)} expected",
+        where=where,
+    )
     held = {rank: [row for row in rows if row.dp_rank == rank] for rank in range(rows[0].dp_size)}
     peers = [len(found) for found in held.values()]
-    must(set(peers) == {world // rows[0].dp_size}, "dp_rank", f"held by {peers} ranks each", where=where)
+    must(
+        set(peers) == {world // rows[0].dp_size},
+        "dp_rank",
+        f"held by {peers} ranks each",
+        where=where,
+    )
     primaries = [sum(row.is_primary for row in found) for found in held.values()]
-    must(set(primaries) == {1}, "is_primary", f"true on {primaries} ranks of each data-parallel rank", where=where)
+    must(
+        set(primaries) == {1},
+        "is_primary",
+        f"true on {primaries} ranks of each data-parallel rank",
+        where=where,
+    )
 
 
 def other_documents(setup: Setup, batch: PackedDocuments) -> list[EngineError | None]:
@@ -145,7 +205,10 @@ def other_documents(setup: Setup, batch: PackedDocuments) -> list[EngineError | 
     loss = default_loss(setup.model_type)
     with opened(setup) as engine:
         own = _own(engine, batch, setup.device)
-        errors = [caught(lambda: engine.train_batch(own, loss)), caught(lambda: engine.infer_batch(own))]
+        errors = [
+            caught(lambda: engine.train_batch(own, loss)),
+            caught(lambda: engine.infer_batch(own)),
+        ]
         errors.append(caught(lambda: engine.infer_batch(to_batch(batch, setup.device))))
         return errors
 
@@ -164,7 +227,11 @@ def _other_documents(capability: Capability) -> None:
         ranks = target.run(other_documents, config, batch=documents(72, "uneven"))
         for index, called in enumerate(("train_batch", "infer_batch")):
             raised_everywhere(called, [errors[index] for errors in ranks], BatchError, faulty=[])
-        must(all(errors[2] is None for errors in ranks), "engine", f"is not usable afterwards: {ranks[0][2]}")
+        must(
+            all(errors[2] is None for errors in ranks),
+            "engine",
+            f"is not usable afterwards: {ranks[0][2]}",
+        )
 
     refused.__doc__ = f"""Ranks that {name} makes one data-parallel rank, with different documents, MUST raise ``BatchError`` or ``RankFailure``.
 
@@ -193,11 +260,17 @@ def misfit(target: Target) -> None:
     sizes = [Parallelism(dp_shard=world + 1), Parallelism(dp_shard=3)]
     sizes += [Parallelism(**{name: 2 * world}) for name in _declared(target).values()]
     # Experts may be spread over the data-parallel ranks themselves.
-    sizes += [Parallelism(dp_shard=world, **{name: 2}) for name in _declared(target).values() if name != "ep"]
+    sizes += [
+        Parallelism(dp_shard=world, **{name: 2})
+        for name in _declared(target).values()
+        if name != "ep"
+    ]
     # Without data parallelism the size itself may be what is refused.
     own = ConfigError if Capability.DP in target.capabilities else EngineError
     for layout in sizes:
-        errors = target.run(initialize, target.config(target.model(num_layers=4), parallelism=layout))
+        errors = target.run(
+            initialize, target.config(target.model(num_layers=4), parallelism=layout)
+        )
         raised_everywhere(f"{layout}", errors, own)
     good = target.layout if world > 1 else Parallelism()
     errors = target.run(initialize, target.config(target.model(), parallelism=good))

@@ -37,7 +37,9 @@ def _loaded(backend: str, source: str) -> subprocess.CompletedProcess[str]:
     """A fresh process that loads the descriptor and then looks for it among all; ``source`` ends in (module:attr)."""
     module = source.rpartition("(")[2].partition(":")[0]
     code = _LOAD.format(path=sys.path, module=module, mark=_MARK, backend=backend)
-    return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False, timeout=120)
+    return subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=False, timeout=120
+    )
 
 
 @case(id="plugin.light", world=(1,), model_types=TYPES, quick=True)
@@ -48,7 +50,11 @@ def light(target: Target) -> None:
     ``.egg-info`` hides the entry point (vLLM PR #43987: a named plug-in is silently ignored).
     """
     done = _loaded(target.backend, target.resolution.source)
-    last = done.stderr.strip().splitlines()[-1] if done.stderr.strip() else f"exit code {done.returncode}"
+    last = (
+        done.stderr.strip().splitlines()[-1]
+        if done.stderr.strip()
+        else f"exit code {done.returncode}"
+    )
     must(done.returncode == 0, "descriptor", last)
 
 
@@ -75,12 +81,16 @@ def contract(target: Target) -> None:
 
 def load_classes(setup: Setup) -> list[str]:
     """What is wrong with class and options; in a rank, since importing a stranger's class runs its code."""
-    resolution = EngineRegistry.resolve(model_type=setup.model_type, backend=setup.backend, device=setup.device)
+    resolution = EngineRegistry.resolve(
+        model_type=setup.model_type, backend=setup.backend, device=setup.device
+    )
     targets, problems = {resolution.row.target: resolution.load()}, list[str]()
     if options := resolution.plugin.options:
         module, _, name = options.partition(":")
         targets[options] = getattr(import_module(module), name, None)
-    problems += [f"{target} is no class" for target, cls in targets.items() if not isinstance(cls, type)]
+    problems += [
+        f"{target} is no class" for target, cls in targets.items() if not isinstance(cls, type)
+    ]
     if options and not problems:
         targets[options]()
     pickle.dumps((resolution.row, sorted(resolution.plugin.capabilities)))
@@ -99,7 +109,9 @@ def classes(target: Target) -> None:
 
 def probe_devices(setup: Setup) -> list[str]:
     """What is wrong with the probe's answers."""
-    resolution = EngineRegistry.resolve(model_type=setup.model_type, backend=setup.backend, device=setup.device)
+    resolution = EngineRegistry.resolve(
+        model_type=setup.model_type, backend=setup.backend, device=setup.device
+    )
     problems = []
     for device in DEVICES:
         try:
@@ -134,7 +146,9 @@ def device(target: Target) -> None:
         f"{target.resolution.device}, {target.device} was asked for",
     )
     try:
-        got = EngineRegistry.resolve(model_type=target.model_type, backend=target.backend, device="abacus")
+        got = EngineRegistry.resolve(
+            model_type=target.model_type, backend=target.backend, device="abacus"
+        )
     except PluginUnavailable as error:
         must(bool(error.remedy), "error", "does not say what to do")
     else:
@@ -150,7 +164,9 @@ def near_match(target: Target) -> None:
     wrong = target.backend + "x"
     try:
         EngineRegistry.create(
-            backend=wrong, device=target.device, config=EngineConfig(model=target.config(target.model()).model)
+            backend=wrong,
+            device=target.device,
+            config=EngineConfig(model=target.config(target.model()).model),
         )
     except PluginNotFound as error:
         must(target.backend in error.remedy, "error", f"does not name {target.backend}: {error}")

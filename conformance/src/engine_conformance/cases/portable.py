@@ -42,14 +42,24 @@ def gold_model(model_type: str) -> TinyModel:
     """A model that is as small as one with grouped heads, norms of heads and a tied (or a value) head can be."""
     value = model_type == VALUE
     return TinyModel(
-        value_model=value, tied=not value, vocab_size=64, hidden_size=32, intermediate_size=16, num_layers=1,
-        num_heads=4, num_kv_heads=2, head_dim=8, seed=7,
-    )  # fmt: skip
+        value_model=value,
+        tied=not value,
+        vocab_size=64,
+        hidden_size=32,
+        intermediate_size=16,
+        num_layers=1,
+        num_heads=4,
+        num_kv_heads=2,
+        head_dim=8,
+        seed=7,
+    )
 
 
 def gold_batches(first: int, count: int) -> tuple[PackedDocuments, ...]:
     """Steps ``first`` to ``first + count`` of the gold run and of what goes on from it."""
-    return tuple(packed_documents(100 + i, (9, 1, 5, 7), vocab_size=64) for i in range(first, first + count))
+    return tuple(
+        packed_documents(100 + i, (9, 1, 5, 7), vocab_size=64) for i in range(first, first + count)
+    )
 
 
 def _goes_on(target: Target, model: Path, source: Path, state: dict[str, Tensor]) -> float:
@@ -57,11 +67,21 @@ def _goes_on(target: Target, model: Path, source: Path, state: dict[str, Tensor]
     start, batches, place = start_of(state, model), gold_batches(3, 2), target.scratch() / "on"
     config = target.config(model, optimizer=OPTIMIZER, schedule=SCHEDULE)
     legs: list[Leg] = target.run(leg, config, batches=batches, load=source, save_to=place)
-    assert_bitwise(legs[0].start, {n: state[f"model.{n}"] for n in start.params}, name="loaded weights")
-    want = train_steps(
-        start.oracle, batches, oracle_default(start.oracle), optimizer=ADAMW, schedule=RATES, start=start
+    assert_bitwise(
+        legs[0].start, {n: state[f"model.{n}"] for n in start.params}, name="loaded weights"
     )
-    return max(leg_matches(target, legs, want, before=start.optimizer.step), state_matches(target, place, want))
+    want = train_steps(
+        start.oracle,
+        batches,
+        oracle_default(start.oracle),
+        optimizer=ADAMW,
+        schedule=RATES,
+        start=start,
+    )
+    return max(
+        leg_matches(target, legs, want, before=start.optimizer.step),
+        state_matches(target, place, want),
+    )
 
 
 @case(id="checkpoint.gold", requires=PORTABLE, model_types=BOTH)
@@ -106,7 +126,9 @@ def foreign(target: Target) -> float:
     model = target.model()
     done = oracle_training(str(model), gold_batches(0, 3), optimizer=ADAMW, schedule=RATES)
     state = _state_of(done)
-    return _goes_on(target, model, _foreign.write_checkpoint(target.scratch(), state, step=3), state)
+    return _goes_on(
+        target, model, _foreign.write_checkpoint(target.scratch(), state, step=3), state
+    )
 
 
 def _partner(target: Target, *needs: Capability) -> Target:
@@ -169,7 +191,12 @@ def partner_pp(target: Target) -> float:
     return _there_and_back(target, Parallelism(pp=2))
 
 
-@case(id="checkpoint.partner_tp_pp", requires=(*PORTABLE, Capability.TP, Capability.PP), world=(4,), partner=True)
+@case(
+    id="checkpoint.partner_tp_pp",
+    requires=(*PORTABLE, Capability.TP, Capability.PP),
+    world=(4,),
+    partner=True,
+)
 def partner_tp_pp(target: Target) -> float:
     """Two ranks of another engine, then four in tensor and pipeline parallelism, then two again MUST equal one run.
 
@@ -180,7 +207,12 @@ def partner_tp_pp(target: Target) -> float:
     return _there_and_back(target, Parallelism(tp=2, pp=2))
 
 
-@case(id="checkpoint.partner_ep", requires=(*PORTABLE, Capability.EP, Capability.MOE), world=(2,), partner=True)
+@case(
+    id="checkpoint.partner_ep",
+    requires=(*PORTABLE, Capability.EP, Capability.MOE),
+    world=(2,),
+    partner=True,
+)
 def partner_ep(target: Target) -> float:
     """Two data-parallel ranks of another engine, then expert parallelism, then they again MUST equal one run.
 

@@ -9,7 +9,14 @@ from typing import Any
 
 from engine_api.batch import Batch
 from engine_api.capabilities import Capability
-from engine_api.config import CheckpointConfig, EngineConfig, LoraConfig, Memory, Parallelism, Precision
+from engine_api.config import (
+    CheckpointConfig,
+    EngineConfig,
+    LoraConfig,
+    Memory,
+    Parallelism,
+    Precision,
+)
 from engine_api.contract import Engine
 from engine_api.errors import EngineError, PluginNotFound, PluginUnavailable, UnsupportedCapability
 from engine_api.registry import EngineRegistry
@@ -41,7 +48,12 @@ def reply_to(request: Callable[[], Any]) -> Reply:
     try:
         request()
     except UnsupportedCapability as error:
-        return Reply(error="UnsupportedCapability", capability=error.capability, remedy=error.remedy, text=str(error))
+        return Reply(
+            error="UnsupportedCapability",
+            capability=error.capability,
+            remedy=error.remedy,
+            text=str(error),
+        )
     except EngineError as error:
         return Reply(error=type(error).__name__, text=str(error))
     except Exception as error:  # noqa: BLE001 - the boundary to the engine: a wrong type of error is what is looked for
@@ -164,10 +176,15 @@ def _judge(capability: Capability, replies: Mapping[str, Reply], *, rank: int = 
             raise AcceptedUndeclared(capability, how)
         where = f"{how}, rank {rank}" if rank else how
         if reply.error != "UnsupportedCapability":
-            problem = f"{reply.error} instead of UnsupportedCapability({str(capability)!r}): {reply.text}"
+            problem = (
+                f"{reply.error} instead of UnsupportedCapability({str(capability)!r}): {reply.text}"
+            )
             raise ConformanceFailure("refusal", problem, where=where)
         must(
-            reply.capability == str(capability), "refusal", f"names {reply.capability!r}, not {capability}", where=where
+            reply.capability == str(capability),
+            "refusal",
+            f"names {reply.capability!r}, not {capability}",
+            where=where,
         )
         must(bool(reply.remedy), "refusal", "does not say what to do", where=where)
 
@@ -202,8 +219,12 @@ def probe_calls(target: Target, capability: Capability) -> float:
     """Every call that asks for it is refused, and the same engine then trains as the oracle does."""
     gold = GOLD / "contract-1.0" / target.model_type
     portable = capability is Capability.PORTABLE_CHECKPOINT
-    model, folder = (gold / "model", gold / "checkpoint") if portable else (target.model(), target.scratch())
-    ranks = target.run(called, target.config(model), calls=CALLED[capability], batch=_BATCH, folder=folder)
+    model, folder = (
+        (gold / "model", gold / "checkpoint") if portable else (target.model(), target.scratch())
+    )
+    ranks = target.run(
+        called, target.config(model), calls=CALLED[capability], batch=_BATCH, folder=folder
+    )
     _judge(capability, ranks[0].replies)
     return _still_trains(target, model, [row.after for row in ranks])
 
@@ -221,7 +242,9 @@ def probe_dp(target: Target) -> float:
     if there is not None and there < 2:
         raise SkipCase(f"needs 2 {target.device} devices, there are {there}")
     two, config = target.at(2), target.config(target.model())
-    for rank, replies in enumerate(two.run(configured, config, configs={"a world of two ranks": config})):
+    for rank, replies in enumerate(
+        two.run(configured, config, configs={"a world of two ranks": config})
+    ):
         _judge(Capability.DP, replies, rank=rank)
     return _usable(target)
 
@@ -234,7 +257,9 @@ def probe_value_head(target: Target) -> float | None:
     except (PluginNotFound, PluginUnavailable):
         return None  # nothing offers one: there is nothing to ask
     config = other.config(other.model())
-    _judge(Capability.VALUE_HEAD, other.run(configured, config, configs={"a value model": config})[0])
+    _judge(
+        Capability.VALUE_HEAD, other.run(configured, config, configs={"a value model": config})[0]
+    )
     return _usable(target) if target.model_type == LM else None
 
 

@@ -31,7 +31,9 @@ def _packed(lengths: list[int], **fields: list[float]) -> Callable[[], Batch]:
         total = lengths[-1]
         values = {name: torch.tensor(value) for name, value in fields.items()}
         return Batch(
-            input_ids=torch.zeros(max(total, 0), dtype=torch.int64), cu_seqlens=torch.tensor(lengths), fields=values
+            input_ids=torch.zeros(max(total, 0), dtype=torch.int64),
+            cu_seqlens=torch.tensor(lengths),
+            fields=values,
         )
 
     return make
@@ -47,12 +49,20 @@ BAD: dict[str, tuple[Callable[[], Batch], str]] = {
     "loss on a first token": (_packed([0, 2], loss_weight=[1.0, 1.0]), "loss_weight"),
     "field of another length": (_packed([0, 2], advantages=[0.0]), "advantages"),
     "ids of another dtype": (
-        lambda: Batch(input_ids=torch.zeros(2), cu_seqlens=torch.tensor([0, 2])), "input_ids"),
+        lambda: Batch(input_ids=torch.zeros(2), cu_seqlens=torch.tensor([0, 2])),
+        "input_ids",
+    ),
     "padded ids": (
-        lambda: Batch(input_ids=torch.zeros(2, 2, dtype=torch.int64), cu_seqlens=torch.tensor([0, 4])), "input_ids"),
+        lambda: Batch(
+            input_ids=torch.zeros(2, 2, dtype=torch.int64), cu_seqlens=torch.tensor([0, 4])
+        ),
+        "input_ids",
+    ),
     "short": (
-        lambda: Batch(input_ids=torch.zeros(5, dtype=torch.int64), cu_seqlens=torch.tensor([0, 4])), "cu_seqlens"),
-}  # fmt: skip
+        lambda: Batch(input_ids=torch.zeros(5, dtype=torch.int64), cu_seqlens=torch.tensor([0, 4])),
+        "cu_seqlens",
+    ),
+}
 
 
 @case(id="contract.bad_batches", world=(1,), model_types=TYPES)
@@ -64,7 +74,12 @@ def bad_batches(target: Target) -> None:
     del target
     for name, (make, field) in BAD.items():
         error = caught(make)
-        must(isinstance(error, BatchError) and error.field == field, "batch", f"{error!r}", where=name)
+        must(
+            isinstance(error, BatchError) and error.field == field,
+            "batch",
+            f"{error!r}",
+            where=name,
+        )
 
 
 def bad_calls(setup: Setup, batch: PackedDocuments) -> tuple[list[EngineError | None], float]:
@@ -92,7 +107,12 @@ def bad_arguments(target: Target) -> None:
     """
     ranks = target.run(bad_calls, target.config(target.model()), batch=documents(1, "equal"))
     for rank, (errors, loss) in enumerate(ranks):
-        must(all(isinstance(e, ConfigError) for e in errors), "error", f"{errors}", where=f"rank {rank}")
+        must(
+            all(isinstance(e, ConfigError) for e in errors),
+            "error",
+            f"{errors}",
+            where=f"rank {rank}",
+        )
         must(loss > 0, "loss", f"{loss} after the refused calls", where=f"rank {rank}")
 
 
@@ -111,16 +131,25 @@ def bad_configuration(target: Target) -> None:
         "no weights": replace(base, model=ModelSource(path=str(empty))),
         "no folder": replace(base, model=ModelSource(path=str(empty / "no such folder here"))),
         "optimizer": replace(base, optimizer=OptimizerConfig(name="torch.optim.NoSuch")),
-        "optimizer arguments": replace(base, optimizer=OptimizerConfig(kwargs={"no_such_argument": 1})),
+        "optimizer arguments": replace(
+            base, optimizer=OptimizerConfig(kwargs={"no_such_argument": 1})
+        ),
         "option": replace(base, options={"no_such_option": 1}),
-        "override": replace(base, model=ModelSource(path=str(model), config_overrides={"hidden_sise": 1})),
+        "override": replace(
+            base, model=ModelSource(path=str(model), config_overrides={"hidden_sise": 1})
+        ),
         "kernel": replace(base, model=ModelSource(path=str(model), attention="no-such-kernel")),
     }
     if target.model_type == VALUE:  # the rest is the language model's own code
         wrong = {name: wrong[name] for name in ("no weights", "override")}
     for name, config in wrong.items():
         errors = target.run(build, config)
-        must(all(isinstance(error, ConfigError) for error in errors), "error", f"{errors}", where=name)
+        must(
+            all(isinstance(error, ConfigError) for error in errors),
+            "error",
+            f"{errors}",
+            where=name,
+        )
     must(target.run(build, base) == [None] * target.world, "engine", "cannot be made afterwards")
 
 

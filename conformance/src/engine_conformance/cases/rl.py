@@ -33,7 +33,15 @@ from engine_conformance.cases._ranks import (
     step,
     whole_weights,
 )
-from engine_conformance.cases._rl_updates import OPTIMIZER, SPLIT, Phase, is_value, now, policy_holds, value_holds
+from engine_conformance.cases._rl_updates import (
+    OPTIMIZER,
+    SPLIT,
+    Phase,
+    is_value,
+    now,
+    policy_holds,
+    value_holds,
+)
 from engine_conformance.cases._target import Setup, Target
 from engine_conformance.compare import assert_bitwise
 from engine_conformance.fixtures import PackedDocuments
@@ -53,7 +61,9 @@ class WithEntropy:
         return self.loss(outputs, batch)
 
 
-def on_policy(setup: Setup, batch: PackedDocuments, temperatures: Sequence[float]) -> list[TrainOutput]:
+def on_policy(
+    setup: Setup, batch: PackedDocuments, temperatures: Sequence[float]
+) -> list[TrainOutput]:
     """At each temperature: infer, then a step whose loss compares what it sees with that; entropy in the second."""
     loss: LossFn = losses.value_is_old if is_value(setup) else losses.ratio_is_one
     name, rows = "old_values" if is_value(setup) else "old_log_probs", list[TrainOutput]()
@@ -62,7 +72,13 @@ def on_policy(setup: Setup, batch: PackedDocuments, temperatures: Sequence[float
             share = local_batch(engine, batch, setup.device)
             share = share.with_fields(**{name: now(engine, share, temperature=temperature)})
             chosen = WithEntropy(loss=loss) if index and not is_value(setup) else loss
-            rows.append(checked(engine.train_batch(share, chosen, temperature=temperature), TrainOutput, "train_batch"))
+            rows.append(
+                checked(
+                    engine.train_batch(share, chosen, temperature=temperature),
+                    TrainOutput,
+                    "train_batch",
+                )
+            )
     return rows
 
 
@@ -104,7 +120,9 @@ def one_path(setup: Setup, batch: PackedDocuments, model: Path, folder: Path) ->
         step(engine, setup, batch)
         step(engine, setup, batch)
         answers = [answer(engine, call, setup.device)]
-        engine.forward_backward(local_batch(engine, batch, setup.device), default_loss(setup.model_type))
+        engine.forward_backward(
+            local_batch(engine, batch, setup.device), default_loss(setup.model_type)
+        )
         answers.append(answer(engine, call, setup.device))
         weights = whole_weights(engine)
         if engine.topology.rank == 0:
@@ -138,7 +156,9 @@ def old_and_new_by_one_path(target: Target) -> float:
     ranks = target.run(one_path, config, batch=batch, model=model, folder=folder)
     before, after = (merged(call, [row[i] for row in ranks]) for i in range(2))
     assert_bitwise(after, before, name="outputs after a backward pass")
-    exported = target.run(fresh, target.config(folder / "exported", optimizer=OPTIMIZER), batch=batch)
+    exported = target.run(
+        fresh, target.config(folder / "exported", optimizer=OPTIMIZER), batch=batch
+    )
     assert_bitwise(merged(call, exported), before, name="outputs of the exported weights")
     if Capability.PORTABLE_CHECKPOINT in target.capabilities:
         loaded = target.run(fresh, replace(config, seed=9), batch=batch, load=folder / "checkpoint")
@@ -162,7 +182,10 @@ def ppo(target: Target) -> float:
     policy, entropy is detached (verl #1720), metrics are averaged over ranks, or the loss over micro-batches (verl #3294).
     """
     plan = ((documents(120, "uneven"), 2), (documents(121, "skewed"), 1))
-    phases = [Phase(batch=batch, epochs=_epochs(target, most), denominator=batch.denominator) for batch, most in plan]
+    phases = [
+        Phase(batch=batch, epochs=_epochs(target, most), denominator=batch.denominator)
+        for batch, most in plan
+    ]
     return policy_holds(target, phases, losses.PPO)
 
 
@@ -170,7 +193,9 @@ def _grouped(batch: PackedDocuments, seed: int, *, size: int = 3) -> PackedDocum
     """GRPO's advantages, one a document and normalised in groups of ``size``; each document's weights sum to one."""
     lengths = batch.lengths
     rewards = np.random.default_rng(seed).normal(size=(len(lengths) // size, size))
-    normal = (rewards - rewards.mean(axis=1, keepdims=True)) / (rewards.std(axis=1, keepdims=True) + 1e-6)
+    normal = (rewards - rewards.mean(axis=1, keepdims=True)) / (
+        rewards.std(axis=1, keepdims=True) + 1e-6
+    )
     document = np.repeat(np.arange(len(lengths)), lengths)
     counted = (batch.loss_weight > 0).astype(np.float64)
     totals = np.maximum(np.bincount(document, weights=counted), 1.0)
@@ -207,7 +232,10 @@ def value(target: Target) -> float:
     If this fails: values are shifted by a token against returns, or old values are those of the new weights.
     """
     plan = ((documents(124, "uneven"), 2), (documents(125, "skewed"), 1))
-    phases = [Phase(batch=batch, epochs=_epochs(target, most), denominator=batch.denominator) for batch, most in plan]
+    phases = [
+        Phase(batch=batch, epochs=_epochs(target, most), denominator=batch.denominator)
+        for batch, most in plan
+    ]
     return value_holds(target, phases)
 
 
@@ -254,9 +282,16 @@ def _seen(engine: Engine, name: str, call: Callable[[], object]) -> Seen:
 
 
 _VERSIONS = {
-    "initialize": 0, "infer_batch": 0, "train_batch": 1, "forward_backward": 1, "optimizer_step": 2, "a skipped step": 2,
-    "save_checkpoint": 2, "another train_batch": 3, "load_checkpoint": 2,
-}  # fmt: skip
+    "initialize": 0,
+    "infer_batch": 0,
+    "train_batch": 1,
+    "forward_backward": 1,
+    "optimizer_step": 2,
+    "a skipped step": 2,
+    "save_checkpoint": 2,
+    "another train_batch": 3,
+    "load_checkpoint": 2,
+}
 
 
 @case(id="rl.version", profile="rl", model_types=BOTH)
@@ -268,16 +303,36 @@ def version(target: Target) -> None:
     If this fails: a rollout takes stale weights for new ones, or new ones for those it has, and off-policy corrections
     are made for the wrong policy.
     """
-    ranks = target.run(versions, target.config(target.model()), batch=documents(112, "uneven"), folder=target.scratch())
+    ranks = target.run(
+        versions,
+        target.config(target.model()),
+        batch=documents(112, "uneven"),
+        folder=target.scratch(),
+    )
     for rank, seen in enumerate(ranks):
         first: dict[int, tuple[str, str]] = {}
         for name, number, bits in seen:
             where = f"{name}, rank {rank}"
-            must(number == _VERSIONS[name], "weight_version", f"{number}, not {_VERSIONS[name]}", where=where)
+            must(
+                number == _VERSIONS[name],
+                "weight_version",
+                f"{number}, not {_VERSIONS[name]}",
+                where=where,
+            )
             before, known = first.setdefault(number, (name, bits))
-            must(bits == known, "export", f"differs from the one after {before}, of the same version", where=where)
+            must(
+                bits == known,
+                "export",
+                f"differs from the one after {before}, of the same version",
+                where=where,
+            )
         told_apart = {bits for _, bits in first.values()}
-        must(len(told_apart) == len(first), "export", "two versions have the same weights", where=f"rank {rank}")
+        must(
+            len(told_apart) == len(first),
+            "export",
+            "two versions have the same weights",
+            where=f"rank {rank}",
+        )
 
 
 def with_adapter(setup: Setup, batch: PackedDocuments) -> list[Answer]:
@@ -300,12 +355,18 @@ def reference(target: Target) -> float:
     """
     model, batch = target.model(tied=False), documents(113, "uneven")
     lora = LoraConfig(rank=4, alpha=8.0, target_modules=("q_proj", "v_proj", "down_proj"))
-    rows = target.run(with_adapter, target.config(model, lora=lora, optimizer=OPTIMIZER), batch=batch)
+    rows = target.run(
+        with_adapter, target.config(model, lora=lora, optimizer=OPTIMIZER), batch=batch
+    )
     call = InferCall(documents=batch)
     on, off, trained, again = (merged(call, [row[i] for row in rows]) for i in range(4))
     base = merged(call, target.run(fresh, target.config(model), batch=batch))
     assert_bitwise(off, base, name="outputs with the adapter off")
     assert_bitwise(on, base, name="outputs with a new adapter")
     assert_bitwise(again, base, name="outputs with the adapter off, after steps")
-    must(not torch.equal(trained["log_probs"], base["log_probs"]), "adapter", "changes nothing after two steps")
+    must(
+        not torch.equal(trained["log_probs"], base["log_probs"]),
+        "adapter",
+        "changes nothing after two steps",
+    )
     return 0.0

@@ -39,7 +39,7 @@ from engine_conformance.cases._served import (
     served,
     well_formed,
     worked,
-)  # fmt: skip
+)
 from engine_conformance.cases._target import Target
 from engine_conformance.compare import ConformanceFailure
 
@@ -67,13 +67,30 @@ def descriptor(target: Target) -> None:
     """
     code = _LIGHT.format(path=sys.path, backend=target.backend)
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
-    must(done.returncode == 0, "descriptor", done.stderr.strip().splitlines()[-1] if done.stderr else "exit code")
+    must(
+        done.returncode == 0,
+        "descriptor",
+        done.stderr.strip().splitlines()[-1] if done.stderr else "exit code",
+    )
     plugin = target.resolution.plugin
-    must(contract_problem(plugin.contract) is None, "contract", f"{plugin.contract}, engine-api serves {CONTRACT}")
+    must(
+        contract_problem(plugin.contract) is None,
+        "contract",
+        f"{plugin.contract}, engine-api serves {CONTRACT}",
+    )
     for device in DEVICES:
         said = plugin.probe(device)
-        must(said.ok or bool(said.reason and said.remedy), "probe", "says no without reason or remedy", where=device)
-    must(target.resolution.device == target.device, "device", f"{target.resolution.device}, not {target.device}")
+        must(
+            said.ok or bool(said.reason and said.remedy),
+            "probe",
+            "says no without reason or remedy",
+            where=device,
+        )
+    must(
+        target.resolution.device == target.device,
+        "device",
+        f"{target.resolution.device}, not {target.device}",
+    )
     try:
         got = RolloutRegistry.resolve(backend=target.backend, device="abacus")
     except PluginUnavailable as error:
@@ -118,7 +135,19 @@ def states(target: Target) -> None:
     """
     model, ask = rollout_model(target), Generate(prompts=prompts_of(4), sampling=GREEDY)
     good = Sync(folder=model, version=1)
-    script = [ask, Do("wake_up"), ask, good, Do("wake_up"), ask, Do("close"), Do("close"), ask, good, Do("wake_up")]
+    script = [
+        ask,
+        Do("wake_up"),
+        ask,
+        good,
+        Do("wake_up"),
+        ask,
+        Do("close"),
+        Do("close"),
+        ask,
+        good,
+        Do("wake_up"),
+    ]
     got = replies(target, model, [*script, Do("sleep")])
     refused(got[0], "before a sync")
     worked(got[1], "awake already")
@@ -167,7 +196,10 @@ def log_probs(target: Target) -> float:
     margins = []
     for kwargs in FAMILIES:
         model = rollout_model(target, **kwargs)
-        asks = [Generate(prompts=prompts_of(*UNEVEN), sampling=sampled(n=4, temperature=t)) for t in (1.0, 0.7)]
+        asks = [
+            Generate(prompts=prompts_of(*UNEVEN), sampling=sampled(n=4, temperature=t))
+            for t in (1.0, 0.7)
+        ]
         got = replies(target, model, [Sync(folder=model, version=1), *asks])
         for ask, reply in zip(asks, got[1:], strict=True):
             where = f"{model.name} at temperature {ask.sampling.temperature}"
@@ -185,14 +217,24 @@ def truncation(target: Target) -> float:
     """
     model = rollout_model(target)
     cuts = [{"top_k": 1}, {"top_k": 4}, {"top_p": 0.6}, {"top_p": 0.0001}]
-    asks = [Generate(prompts=prompts_of(*UNEVEN), sampling=sampled(n=8, temperature=1.5, **cut)) for cut in cuts]
+    asks = [
+        Generate(prompts=prompts_of(*UNEVEN), sampling=sampled(n=8, temperature=1.5, **cut))
+        for cut in cuts
+    ]
     got = replies(target, model, [Sync(folder=model, version=1), *asks])
     margins, noise = [], 2 * target.tolerance("log_probs").atol
     for ask, cut, reply in zip(asks, cuts, got[1:], strict=True):
         margins.append(served(target, reply, model, f"{cut}", version=1))
-        ranks = [rank for c in reply.completions for rank in likelier_than_sampled(model, ask, c, noise)]
+        ranks = [
+            rank for c in reply.completions for rank in likelier_than_sampled(model, ask, c, noise)
+        ]
         others = cut in ({"top_k": 4}, {"top_p": 0.6})
-        must(any(ranks) == others, "tokens", f"{'none is' if others else 'some are'} not the likeliest", where=f"{cut}")
+        must(
+            any(ranks) == others,
+            "tokens",
+            f"{'none is' if others else 'some are'} not the likeliest",
+            where=f"{cut}",
+        )
     return max(margins)
 
 
@@ -209,15 +251,24 @@ def sampling(target: Target) -> float:
     a group of samples is one sample; a server's default seed makes every step draw alike.
     """
     model, small = rollout_model(target), rollout_model(target, vocab_size=16, seed=3)
-    asks = [Generate(prompts=prompts_of(4, 7), sampling=sampled(n=4, temperature=1.5, seed=s)) for s in (1, 1, 2)]
+    asks = [
+        Generate(prompts=prompts_of(4, 7), sampling=sampled(n=4, temperature=1.5, seed=s))
+        for s in (1, 1, 2)
+    ]
     free = replace(asks[0], sampling=replace(asks[0].sampling, seed=None))
     got = replies(target, model, [Sync(folder=model, version=1), *asks, free, free])
-    first, again, other, one, two = ([c.tokens for c in well_formed(r, "seeds", version=1)] for r in got[1:])
+    first, again, other, one, two = (
+        [c.tokens for c in well_formed(r, "seeds", version=1)] for r in got[1:]
+    )
     must(first == again, "tokens", "the same seed drew others")
     must(first != other, "tokens", "another seed drew the same")
     must(one != two, "tokens", "without a seed the same was drawn twice")
     for group in (first[:4], first[4:]):
-        must(len({tuple(tokens) for tokens in group}) == 4, "tokens", f"completions of one prompt are alike: {group}")
+        must(
+            len({tuple(tokens) for tokens in group}) == 4,
+            "tokens",
+            f"completions of one prompt are alike: {group}",
+        )
     draws = [sampled(n=DRAWS, max_new_tokens=1, temperature=t, seed=7) for t in (1.0, 2.0)]
     many = [Generate(prompts=prompts_of(3, 6, vocab=16), sampling=draw) for draw in draws]
     counted = replies(target, small, [Sync(folder=small, version=1), *many])
@@ -244,10 +295,18 @@ def stop(target: Target) -> None:
     asks = [Generate(prompts=prompts, sampling=call) for call in calls]
     got = replies(target, model, [Sync(folder=model, version=1), *asks], eos=(EOS, eos))
     for ask, reply in zip(asks, got[1:], strict=True):
-        where, stops = f"max_new_tokens={ask.sampling.max_new_tokens}", {EOS, eos, *ask.sampling.stop_token_ids}
+        where, stops = (
+            f"max_new_tokens={ask.sampling.max_new_tokens}",
+            {EOS, eos, *ask.sampling.stop_token_ids},
+        )
         for c in well_formed(reply, where, version=1, eos=(EOS, eos)):
             want = paths[c.prompt_index].until(stops, ask.sampling.max_new_tokens)
-            must(c.tokens == want, "tokens", f"{c.tokens}, not {want}", where=f"{where}, prompt {c.prompt_index}")
+            must(
+                c.tokens == want,
+                "tokens",
+                f"{c.tokens}, not {want}",
+                where=f"{where}, prompt {c.prompt_index}",
+            )
 
 
 @case(id="rollout.bad_requests", world=(1,), dtypes=FLOAT32, profile="rollout", quick=True)
@@ -262,11 +321,16 @@ def bad_requests(target: Target) -> float:
     model, good = rollout_model(target), prompts_of(4, 3)
     prompts = {"empty": (), "too long": (5,) * 510, "outside": (5, 256), "negative": (5, -1)}
     options: dict[str, dict[str, Any]] = {
-        "n": {"n": 0}, "max_new_tokens": {"max_new_tokens": 0}, "temperature": {"temperature": -0.5},
-        "top_p": {"top_p": 1.5}, "top_k": {"top_k": -1},
-    }  # fmt: skip
+        "n": {"n": 0},
+        "max_new_tokens": {"max_new_tokens": 0},
+        "temperature": {"temperature": -0.5},
+        "top_p": {"top_p": 1.5},
+        "top_k": {"top_k": -1},
+    }
     ask = Generate(prompts=good, sampling=sampled())
-    asks = {name: Generate(prompts=(*good, bad), sampling=sampled()) for name, bad in prompts.items()}
+    asks = {
+        name: Generate(prompts=(*good, bad), sampling=sampled()) for name, bad in prompts.items()
+    }
     asks |= {name: replace(ask, sampling=sampled(**bad)) for name, bad in options.items()}
     got = replies(target, model, [Sync(folder=model, version=1), *asks.values(), ask])
     for name, reply in zip(asks, got[1:-1], strict=True):

@@ -74,7 +74,9 @@ def failed_sync(target: Target) -> float:
     return max(margins)
 
 
-@case(id="rollout.stale_sync", since="1.2", world=(1,), dtypes=FLOAT32, profile="rollout", quick=True)
+@case(
+    id="rollout.stale_sync", since="1.2", world=(1,), dtypes=FLOAT32, profile="rollout", quick=True
+)
 def stale_sync(target: Target) -> float:
     """Weights of an older version than the one served MUST be refused, and nothing be generated until a good sync.
 
@@ -84,11 +86,19 @@ def stale_sync(target: Target) -> float:
     """
     old, new = rollout_model(target), rollout_model(target, seed=11)
     ask = Generate(prompts=prompts_of(6, 2), sampling=GREEDY)
-    script = [Sync(folder=new, version=5), Sync(folder=old, version=2), ask, Sync(folder=old, version=5), ask]
+    script = [
+        Sync(folder=new, version=5),
+        Sync(folder=old, version=2),
+        ask,
+        Sync(folder=old, version=5),
+        ask,
+    ]
     first, late, silent, again, answer = replies(target, new, script)
     worked(first, "version 5")
     refused(late, "version 2 after 5")
-    must(late.version == 5, "weight_version", f"{late.version} after a refused sync, 5 was installed")
+    must(
+        late.version == 5, "weight_version", f"{late.version} after a refused sync, 5 was installed"
+    )
     refused(silent, "after a refused sync")
     worked(again, "version 5 again")
     return served(target, answer, old, "version 5 again", version=5)
@@ -108,15 +118,25 @@ def sleep(target: Target) -> float:
     ask = Generate(prompts=prompts_of(*UNEVEN, 150), sampling=sampled(n=2))
     good, new = Sync(folder=model, version=4), Sync(folder=other, version=5)
     nap = [Do("sleep"), Do("sleep"), ask, Do("wake_up"), Do("wake_up"), ask, new, ask]
-    late = [Do("sleep"), ask, Do("wake_up", "weights"), Do("wake_up", "weights"), replace(good, version=6),
-            Do("wake_up", "kv_cache"), ask]  # fmt: skip
+    late = [
+        Do("sleep"),
+        ask,
+        Do("wake_up", "weights"),
+        Do("wake_up", "weights"),
+        replace(good, version=6),
+        Do("wake_up", "kv_cache"),
+        ask,
+    ]
     got = replies(target, model, [good, ask, *nap, *late])
     for place in (0, 2, 3, 5, 6, 8, 10, 12, 13, 14, 15):
         worked(got[place], f"call {place}, sleep and wake")
     for place, where in ((4, "asleep"), (7, "awake, not synced"), (11, "asleep again")):
         refused(got[place], where)
-    margins = [served(target, got[1], model, "before", version=4), served(target, got[9], other, "awake", version=5),
-               served(target, got[16], model, "awake with its caches later", version=6)]  # fmt: skip
+    margins = [
+        served(target, got[1], model, "before", version=4),
+        served(target, got[9], other, "awake", version=5),
+        served(target, got[16], model, "awake with its caches later", version=6),
+    ]
     same = [c.tokens for c in got[16].completions] == [c.tokens for c in got[1].completions]
     must(same, "tokens", "the same seed draws others after waking up")
     if target.device != "cpu":
@@ -126,7 +146,12 @@ def sleep(target: Target) -> float:
 
 def _gives_memory_back(target: Target) -> None:
     large = rollout_model(target, vocab_size=32768, hidden_size=1024)
-    script = [Sync(folder=large, version=1), Do("sleep"), Do("wake_up"), Sync(folder=large, version=2)]
+    script = [
+        Sync(folder=large, version=1),
+        Do("sleep"),
+        Do("wake_up"),
+        Sync(folder=large, version=2),
+    ]
     awake, asleep, _, again = replies(target, large, script)
     weights = (large / "model.safetensors").stat().st_size * target.torch_dtype.itemsize // 4
     for reply in (awake, again):

@@ -60,7 +60,9 @@ def silent(batch: PackedDocuments) -> PackedDocuments:
 Skipped = tuple[list[TrainOutput], list[str], Trained]
 
 
-def skip_and_go_on(setup: Setup, before: PackedDocuments, odd: Sequence[Step], folders: Sequence[Path]) -> Skipped:
+def skip_and_go_on(
+    setup: Setup, before: PackedDocuments, odd: Sequence[Step], folders: Sequence[Path]
+) -> Skipped:
     """A good step, the odd ones between two looks, and the good step again; with the odd ones' outputs.
 
     A look is the weights' digest, and a save where folders are given.
@@ -70,7 +72,9 @@ def skip_and_go_on(setup: Setup, before: PackedDocuments, odd: Sequence[Step], f
         digests = [digest(whole_weights(engine))]
         for folder in folders[:1]:
             save(engine, folder)
-        skipped = [step(engine, setup, batch, loss=_placed(loss, engine.topology)) for batch, loss in odd]
+        skipped = [
+            step(engine, setup, batch, loss=_placed(loss, engine.topology)) for batch, loss in odd
+        ]
         digests.append(digest(whole_weights(engine)))
         for folder in folders[1:]:
             save(engine, folder)
@@ -101,22 +105,39 @@ def _skips(target: Target, odd: Sequence[Step]) -> tuple[list[TrainOutput], floa
     for rank, (skipped, digests, trained) in enumerate(ranks):
         _reported(rank, skipped, ranks[0][0])
         must(digests[0] == digests[1], "weights", "changed by a skipped step", where=f"rank {rank}")
-        same = trained.outputs == undisturbed[rank].outputs and trained.digest == undisturbed[rank].digest
-        must(same, "step", "after a skipped one, it differs from the same step without", where=f"rank {rank}")
+        same = (
+            trained.outputs == undisturbed[rank].outputs
+            and trained.digest == undisturbed[rank].digest
+        )
+        must(
+            same,
+            "step",
+            "after a skipped one, it differs from the same step without",
+            where=f"rank {rank}",
+        )
     if portable:
         assert_same_state(folders[1], folders[0], name="state after a skipped step")
     want = oracle_training(
-        str(model), (batch, batch), optimizer=AdamWConfig(weight_decay=0.0, max_grad_norm=1.0, eps=EPS),
+        str(model),
+        (batch, batch),
+        optimizer=AdamWConfig(weight_decay=0.0, max_grad_norm=1.0, eps=EPS),
         schedule=Schedule(kind="linear", lr=1e-3, total_steps=10),
-    )  # fmt: skip
-    return ranks[0][0], training_matches(target, [trained for *_, trained in ranks], want, oracle_of(str(model)))
+    )
+    return ranks[0][0], training_matches(
+        target, [trained for *_, trained in ranks], want, oracle_of(str(model))
+    )
 
 
 def _reported(rank: int, skipped: Sequence[TrainOutput], first: Sequence[TrainOutput]) -> None:
     for output, other in zip(skipped, first, strict=True):
         where = f"rank {rank}"
         must(bool(output.skipped), "skipped", "the step was applied, or says nothing", where=where)
-        must(output.weight_version == 1, "weight_version", f"{output.weight_version} after a skipped step", where=where)
+        must(
+            output.weight_version == 1,
+            "weight_version",
+            f"{output.weight_version} after a skipped step",
+            where=where,
+        )
         must(
             output.skipped == other.skipped,
             "skipped",
@@ -132,11 +153,18 @@ def masked_batch(target: Target) -> float:
     If this fails: 0 / 0 in the loss; weight decay or momentum moves weights without a gradient.
     """
     loss = losses.default_loss(target.model_type)
-    odd = [(silent(documents(32, "equal")), loss), (documents(32, "one_token").take([0, 2, 3, 5]), loss)]
+    odd = [
+        (silent(documents(32, "equal")), loss),
+        (documents(32, "one_token").take([0, 2, 3, 5]), loss),
+    ]
     outputs, margin = _skips(target, odd)
     for output in outputs:
         finite = math.isfinite(output.loss) and math.isfinite(output.grad_norm)
-        must(finite and output.loss == 0.0, "train output", f"loss {output.loss}, grad_norm {output.grad_norm}")
+        must(
+            finite and output.loss == 0.0,
+            "train output",
+            f"loss {output.loss}, grad_norm {output.grad_norm}",
+        )
     return margin
 
 
@@ -150,11 +178,22 @@ def nonfinite(target: Target) -> float:
     """
     batch = documents(33, "uneven")
     kind = target.model_type
-    bad = (losses.Spoilt(model_type=kind, factor=math.nan), losses.Spoilt(model_type=kind, constant=math.inf))
+    bad = (
+        losses.Spoilt(model_type=kind, factor=math.nan),
+        losses.Spoilt(model_type=kind, constant=math.inf),
+    )
     outputs, margin = _skips(target, [(batch, loss) for loss in bad])
     for output in outputs:
-        must(not math.isfinite(output.loss), "loss", f"{output.loss} is reported for one that is not finite")
-    must(math.isfinite(outputs[1].grad_norm), "grad_norm", f"{outputs[1].grad_norm}: a constant has no gradient")
+        must(
+            not math.isfinite(output.loss),
+            "loss",
+            f"{output.loss} is reported for one that is not finite",
+        )
+    must(
+        math.isfinite(outputs[1].grad_norm),
+        "grad_norm",
+        f"{outputs[1].grad_norm}: a constant has no gradient",
+    )
     return margin
 
 
@@ -167,7 +206,11 @@ def infinite_gradient(target: Target) -> float:
     loss = losses.ForModelType(target.model_type, losses.infinite_gradient)
     outputs, margin = _skips(target, [(documents(34, "uneven"), loss)])
     must(math.isfinite(outputs[0].loss), "loss", "the fixture's loss is finite")
-    must(not math.isfinite(outputs[0].grad_norm), "grad_norm", f"{outputs[0].grad_norm} for an infinite gradient")
+    must(
+        not math.isfinite(outputs[0].grad_norm),
+        "grad_norm",
+        f"{outputs[0].grad_norm} for an infinite gradient",
+    )
     return margin
 
 
@@ -198,9 +241,16 @@ def loss_raises(target: Target) -> float:
     model, batch = target.model(), documents(35, "uneven")
     ranks = target.run(raise_and_go_on, target.config(model), batch=batch)
     for rank, (raised, _) in enumerate(ranks):
-        must(len(raised) == 2, "error", f"{len(raised)} of 2 calls raised the loss's own error", where=f"rank {rank}")
+        must(
+            len(raised) == 2,
+            "error",
+            f"{len(raised)} of 2 calls raised the loss's own error",
+            where=f"rank {rank}",
+        )
     want = oracle_training(str(model), (batch,))
-    margin = training_matches(target, [trained for _, trained in ranks], want, oracle_of(str(model)))
+    margin = training_matches(
+        target, [trained for _, trained in ranks], want, oracle_of(str(model))
+    )
     return max(margin, _no_half_stays(target, model))
 
 
@@ -228,15 +278,26 @@ def _two_for_each_rank() -> PackedDocuments:
 
 def _no_half_stays(target: Target, model: Path) -> float:
     batch = _two_for_each_rank()
-    ranks = target.run(raise_halfway, target.config(model, memory=Memory(max_tokens=12)), batch=batch)
+    ranks = target.run(
+        raise_halfway, target.config(model, memory=Memory(max_tokens=12)), batch=batch
+    )
     for rank, (raised, _, _) in enumerate(ranks):
-        must(len(raised) == 1, "error", "the second micro-batch's error did not come out", where=f"rank {rank}")
+        must(
+            len(raised) == 1,
+            "error",
+            "the second micro-batch's error did not come out",
+            where=f"rank {rank}",
+        )
     same_on_all_ranks([trained for *_, trained in ranks])
     want, (_, last, trained) = oracle_training(str(model), (batch,)), ranks[0]
     exact, bounds = want.steps[0].grad_norm, weight_tolerance(want, target.torch_dtype)
     return max(
-        assert_scalar_close("grad_norm after an error", last.grad_norm, exact, target.tolerance("grad_norm")),
-        assert_weights_close(trained.weights, want.params, bounds, start=oracle_of(str(model)).params),
+        assert_scalar_close(
+            "grad_norm after an error", last.grad_norm, exact, target.tolerance("grad_norm")
+        ),
+        assert_weights_close(
+            trained.weights, want.params, bounds, start=oracle_of(str(model)).params
+        ),
     )
 
 
@@ -254,7 +315,10 @@ def raise_alone(setup: Setup, batch: PackedDocuments) -> Alone:
         last = engine.topology.rank == engine.topology.world_size - 1
         errors: list[tuple[str, str, list[int]]] = []
         for call in (engine.train_batch, engine.forward_backward):
-            for raising in (losses.ForModelType(setup.model_type, losses.raises), losses.RaisesLater(setup.model_type)):
+            for raising in (
+                losses.ForModelType(setup.model_type, losses.raises),
+                losses.RaisesLater(setup.model_type),
+            ):
                 try:
                     call(mine, raising if last else good)
                 except (KeyError, EngineError) as error:
@@ -279,9 +343,24 @@ def loss_raises_on_one_rank(target: Target) -> float:
     for rank, (errors, _) in enumerate(ranks):
         want, blamed = ("KeyError", []) if rank == last else ("RankFailure", [last])
         for kind, text, named in errors:
-            must(kind == want, "error", f"{kind or 'none'} ({text}), {want} expected", where=f"rank {rank}")
-            must(named == blamed, "RankFailure.failures", f"ranks {named}, {blamed} expected", where=f"rank {rank}")
-            must("on purpose" in text, "error", f"{text!r} does not say what the loss raised", where=f"rank {rank}")
+            must(
+                kind == want,
+                "error",
+                f"{kind or 'none'} ({text}), {want} expected",
+                where=f"rank {rank}",
+            )
+            must(
+                named == blamed,
+                "RankFailure.failures",
+                f"ranks {named}, {blamed} expected",
+                where=f"rank {rank}",
+            )
+            must(
+                "on purpose" in text,
+                "error",
+                f"{text!r} does not say what the loss raised",
+                where=f"rank {rank}",
+            )
     want = oracle_training(str(model), (batch,))
     return training_matches(target, [trained for _, trained in ranks], want, oracle_of(str(model)))
 
@@ -302,7 +381,9 @@ def one_bad_rank(setup: Setup, good: PackedDocuments) -> tuple[list[EngineError 
 
 
 def _outside(batch: Batch) -> Batch:
-    return Batch(input_ids=batch.input_ids + 10**6, cu_seqlens=batch.cu_seqlens, fields=batch.fields)
+    return Batch(
+        input_ids=batch.input_ids + 10**6, cu_seqlens=batch.cu_seqlens, fields=batch.fields
+    )
 
 
 def _unweighted(batch: Batch) -> Batch:
@@ -336,7 +417,9 @@ def bad_batch_on_one_rank(target: Target) -> float:
         "inference beyond the budget",
     )
     for index, name in enumerate(names):
-        raised_everywhere(name, [errors[index] for errors, _ in ranks], BatchError, faulty=[target.world - 1])
+        raised_everywhere(
+            name, [errors[index] for errors, _ in ranks], BatchError, faulty=[target.world - 1]
+        )
     want = oracle_training(str(model), (batch,))
     return training_matches(target, [trained for _, trained in ranks], want, oracle_of(str(model)))
 
@@ -357,20 +440,32 @@ def clipping(target: Target) -> float:
     runs = {}
     for limit in (None, 2 * norm, norm / 2):
         optimizer = OptimizerConfig(name="torch.optim.SGD", lr=1e-2, clip_norm=limit)
-        runs[limit] = target.run(train, target.config(model, optimizer=optimizer), batches=[batch])[0]
+        runs[limit] = target.run(train, target.config(model, optimizer=optimizer), batches=[batch])[
+            0
+        ]
     margins = [
-        assert_scalar_close("grad_norm", run.outputs[0].grad_norm, norm, target.tolerance("grad_norm"))
+        assert_scalar_close(
+            "grad_norm", run.outputs[0].grad_norm, norm, target.tolerance("grad_norm")
+        )
         for run in runs.values()
     ]
     untouched = runs[None].digest == runs[2 * norm].digest
-    must(untouched, "weights", "a step whose norm is half of clip_norm differs from one without clipping")
+    must(
+        untouched,
+        "weights",
+        "a step whose norm is half of clip_norm differs from one without clipping",
+    )
     params, bounds = dict[str, Tensor](), dict[str, Tensor]()
     for name, grad in grads.items():
         params[name] = oracle.params[name] - 1e-2 * 0.5 * grad
         # The gradient's error, the norm's that it is scaled by, and a rounding of the weight.
-        wrong = gradient_tolerance(grad, target.torch_dtype) + target.tolerance("grad_norm").bound(grad)
+        wrong = gradient_tolerance(grad, target.torch_dtype) + target.tolerance("grad_norm").bound(
+            grad
+        )
         bounds[name] = 1e-2 * 0.5 * wrong + 2e-7 * params[name].abs()
-    return max(*margins, assert_weights_close(runs[norm / 2].weights, params, bounds, start=oracle.params))
+    return max(
+        *margins, assert_weights_close(runs[norm / 2].weights, params, bounds, start=oracle.params)
+    )
 
 
 def versions(setup: Setup, batch: PackedDocuments, folder: Path) -> dict[str, int]:
@@ -403,10 +498,22 @@ def version(target: Target) -> None:
     If this fails: skipped steps or halves are counted, and rollouts are thrown away as stale, or never are.
     """
     want = {
-        "initialize": 0, "infer_batch": 0, "forward_backward": 0, "optimizer_step": 1, "save_checkpoint": 1,
-        "train_batch": 2, "a skipped step": 2, "get_per_tensor_param": 2, "load_checkpoint": 1,
-    }  # fmt: skip
-    ranks = target.run(versions, target.config(target.model()), batch=documents(38, "equal"), folder=target.scratch())
+        "initialize": 0,
+        "infer_batch": 0,
+        "forward_backward": 0,
+        "optimizer_step": 1,
+        "save_checkpoint": 1,
+        "train_batch": 2,
+        "a skipped step": 2,
+        "get_per_tensor_param": 2,
+        "load_checkpoint": 1,
+    }
+    ranks = target.run(
+        versions,
+        target.config(target.model()),
+        batch=documents(38, "equal"),
+        folder=target.scratch(),
+    )
     for rank, seen in enumerate(ranks):
         for call, number in want.items():
             got = f"{seen[call]} after {call}, not {number}"

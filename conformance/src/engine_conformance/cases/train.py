@@ -41,7 +41,11 @@ from engine_conformance.cases._ranks import (
     train,
 )
 from engine_conformance.cases._target import Setup, Target
-from engine_conformance.compare import assert_close_per_token, assert_scalar_close, assert_weights_close
+from engine_conformance.compare import (
+    assert_close_per_token,
+    assert_scalar_close,
+    assert_weights_close,
+)
 from engine_conformance.fixtures import PackedDocuments, concatenate, packed_documents
 from engine_conformance.oracle import AdamWConfig, OracleModel, Schedule, loss_and_grads, sft
 from engine_conformance.tolerances import Tolerance, gradient_tolerance, weight_tolerance
@@ -67,7 +71,9 @@ def trajectory(target: Target) -> float:
     batches = _batches(*(names * 5))
     config = target.config(
         model,
-        optimizer=OptimizerConfig(lr=1e-3, weight_decay=0.1, clip_norm=2.0, betas=(0.9, 0.95), eps=1e-4),
+        optimizer=OptimizerConfig(
+            lr=1e-3, weight_decay=0.1, clip_norm=2.0, betas=(0.9, 0.95), eps=1e-4
+        ),
         schedule=ScheduleConfig(name="cosine", warmup_steps=4, total_steps=18, min_ratio=0.1),
     )
     want = oracle_training(
@@ -77,7 +83,9 @@ def trajectory(target: Target) -> float:
         schedule=Schedule(kind="cosine", lr=1e-3, warmup_steps=4, total_steps=18, min_ratio=0.1),
     )
     assert max(step.grad_norm for step in want.steps) > 2.0, "clipping is not active"
-    return training_matches(target, target.run(train, config, batches=batches), want, oracle_of(str(model)))
+    return training_matches(
+        target, target.run(train, config, batches=batches), want, oracle_of(str(model))
+    )
 
 
 # In bfloat16 gradients of epsilon's size are off by more than any of these defects move a weight.
@@ -105,7 +113,11 @@ def families(target: Target) -> float:
     If this fails: a tied weight gets half of its gradient, or is updated twice (NeMo-RL #227); biases do not train.
     """
     batches, margins = _batches("uneven", "skewed"), list[float]()
-    for arguments in ({"family": "llama", "tied": False}, {"family": "qwen2"}, {"family": "qwen3", "tied": False}):
+    for arguments in (
+        {"family": "llama", "tied": False},
+        {"family": "qwen2"},
+        {"family": "qwen3", "tied": False},
+    ):
         model = target.model(**arguments)
         ranks = target.run(train, target.config(model), batches=batches)
         want = oracle_training(str(model), batches)
@@ -147,7 +159,9 @@ def microbatches(target: Target) -> float:
     count = small[0].outputs[0].num_micro_batches
     must(target.world > 2 or count > 1, "micro-batches", f"{count} for a budget of 12 tokens")
     both = oracle_training(str(model), batches[:2])
-    return max(training_matches(target, ranks, want, start), training_matches(target, small, both, start))
+    return max(
+        training_matches(target, ranks, want, start), training_matches(target, small, both, start)
+    )
 
 
 @case(id="train.uneven_ranks", world=(2, 4), model_types=TYPES, quick=True)
@@ -160,7 +174,9 @@ def uneven_ranks(target: Target) -> float:
     """
     model, batches = target.model(), _batches("skewed", "single", "one_token")
     ranks = target.run(train, target.config(model), batches=batches)
-    return training_matches(target, ranks, oracle_training(str(model), batches), oracle_of(str(model)))
+    return training_matches(
+        target, ranks, oracle_training(str(model), batches), oracle_of(str(model))
+    )
 
 
 @case(id="train.schedules", model_types=TYPES)
@@ -190,7 +206,9 @@ def accumulate(setup: Setup, parts: Sequence[PackedDocuments], denominator: floa
     with opened(setup) as engine:
         halves = []
         for part in parts:
-            output = engine.forward_backward(local_batch(engine, part, setup.device), loss, denominator=denominator)
+            output = engine.forward_backward(
+                local_batch(engine, part, setup.device), loss, denominator=denominator
+            )
             halves.append(checked(output, ForwardBackwardOutput, "forward_backward"))
             versions.append(engine.weight_version)
         last = checked(engine.optimizer_step(), StepOutput, "optimizer_step")
@@ -207,16 +225,30 @@ def _accumulates(target: Target, model: Path, parts: Sequence[PackedDocuments]) 
     for rank, row in enumerate(ranks):
         must(row[1:] == ranks[0][1:], "outputs", "differ from rank 0's", where=f"rank {rank}")
     must(not any(versions), "weight_version", f"{versions} before the step")
-    must(trained.version == last.weight_version == 1, "weight_version", f"{trained.version} after the step")
+    must(
+        trained.version == last.weight_version == 1,
+        "weight_version",
+        f"{trained.version} after the step",
+    )
     must(last.skipped is None, "skipped", f"{last.skipped}")
     factors = {"ranks": float(target.world), "calls": float(len(parts))}
-    loss, exact, bounds = sum(half.loss for half in halves), want.steps[0], weight_tolerance(want, target.torch_dtype)
+    loss, exact, bounds = (
+        sum(half.loss for half in halves),
+        want.steps[0],
+        weight_tolerance(want, target.torch_dtype),
+    )
     return max(
         assert_scalar_close("loss", loss, exact.loss, target.tolerance("loss"), factors=factors),
         assert_scalar_close(
-            "grad_norm", last.grad_norm, exact.grad_norm, target.tolerance("grad_norm"), factors=factors
+            "grad_norm",
+            last.grad_norm,
+            exact.grad_norm,
+            target.tolerance("grad_norm"),
+            factors=factors,
         ),
-        assert_weights_close(trained.weights, want.params, bounds, start=oracle.params, factors=factors),
+        assert_weights_close(
+            trained.weights, want.params, bounds, start=oracle.params, factors=factors
+        ),
     )
 
 
@@ -237,7 +269,10 @@ _FAINT = 1 / 512
 def _large_and_many_faint(seed: int) -> list[PackedDocuments]:
     """A batch, then many whose gradients are below half a unit in bfloat16's last place of the first's."""
     parts = [packed_documents(seed + i, (5, 4, 3, 6)) for i in range(25)]
-    return [parts[0], *(replace(part, loss_weight=part.loss_weight * np.float32(_FAINT)) for part in parts[1:])]
+    return [
+        parts[0],
+        *(replace(part, loss_weight=part.loss_weight * np.float32(_FAINT)) for part in parts[1:]),
+    ]
 
 
 @case(id="train.accumulation_precision", model_types=TYPES)
@@ -258,7 +293,9 @@ def accumulation_precision(target: Target) -> float:
 
 def _adds_up(target: Target, model: Path, parts: Sequence[PackedDocuments]) -> float:
     """Compare the gradient of all parts with the sum of the large one's and the faint ones', as SGD's updates show them."""
-    config = target.config(model, optimizer=OptimizerConfig(name="torch.optim.SGD", lr=1.0, clip_norm=None))
+    config = target.config(
+        model, optimizer=OptimizerConfig(name="torch.optim.SGD", lr=1.0, clip_norm=None)
+    )
     denominator, stored = concatenate(parts).denominator, oracle_of(str(model)).params
     gradients = []
     for share in (parts, parts[:1], parts[1:]):
@@ -269,7 +306,9 @@ def _adds_up(target: Target, model: Path, parts: Sequence[PackedDocuments]) -> f
     whole, large, faint = gradients
     want = {name: large[name] + faint[name] for name in whole}
     # What float32 loses in sums of another order, and three roundings of a weight.
-    bounds = {n: gradient_tolerance(g) + 2e-7 * stored[n].abs() + 1e-7 * g.abs() for n, g in want.items()}
+    bounds = {
+        n: gradient_tolerance(g) + 2e-7 * stored[n].abs() + 1e-7 * g.abs() for n, g in want.items()
+    }
     return assert_weights_close(whole, want, bounds, name="accumulated gradient")
 
 
@@ -293,22 +332,38 @@ def visible_at_once(target: Target) -> float:
     If this fails: the export reads a copy that the optimizer does not move, inference uses weights gathered before
     the step, or a tied embedding and head part with the first step (NeMo-RL #227).
     """
-    model, batches, call = target.model(), _batches("uneven", "skewed", seed=14), asking(target, documents(13))
+    model, batches, call = (
+        target.model(),
+        _batches("uneven", "skewed", seed=14),
+        asking(target, documents(13)),
+    )
     ranks = target.run(train_then_look, target.config(model), batches=batches, call=call)
     margins, start = [], oracle_of(str(model))
     for index in range(len(batches)):
         want = oracle_training(str(model), batches[: index + 1])
-        margins.append(training_matches(target, [trained[index] for trained, _ in ranks], want, start))
+        margins.append(
+            training_matches(target, [trained[index] for trained, _ in ranks], want, start)
+        )
         # Weights may differ by the tolerance of training, which the outputs then show on top of their own.
-        margins.append(_looks_like(target, want.oracle, start, call, [answers[index] for _, answers in ranks]))
+        margins.append(
+            _looks_like(target, want.oracle, start, call, [answers[index] for _, answers in ranks])
+        )
     return max(margins)
 
 
 def _looks_like(
-    target: Target, stepped: OracleModel, start: OracleModel, call: InferCall, answers: Sequence[Answer]
+    target: Target,
+    stepped: OracleModel,
+    start: OracleModel,
+    call: InferCall,
+    answers: Sequence[Answer],
 ) -> float:
     """Outputs within a hundredth of what the steps changed (a tenth in 16 bits), or within their tolerance."""
-    got, want, before = merged(call, answers), oracle_outputs(stepped, call), oracle_outputs(start, call)
+    got, want, before = (
+        merged(call, answers),
+        oracle_outputs(stepped, call),
+        oracle_outputs(start, call),
+    )
     share, margins = (0.01 if target.dtype == "float32" else 0.1), []
     for name, exact in want.items():
         moved = float((exact - before[name]).abs().max())
@@ -316,7 +371,11 @@ def _looks_like(
         tol = Tolerance(atol=own.atol + share * moved)
         margins.append(
             assert_close_per_token(
-                f"{name} after the step", got[name], exact, tol, cu_seqlens=call.documents.cu_seqlens
+                f"{name} after the step",
+                got[name],
+                exact,
+                tol,
+                cu_seqlens=call.documents.cu_seqlens,
             )
         )
     return max(margins)
@@ -329,7 +388,9 @@ def optimizer_by_path(target: Target) -> float:
     If this fails: another optimizer is used in silence, or its arguments are dropped.
     """
     model, batches = target.model(), _batches("uneven", "equal", "uneven")
-    optimizer = OptimizerConfig(name="torch.optim.SGD", lr=1e-2, clip_norm=None, kwargs={"momentum": 0.9})
+    optimizer = OptimizerConfig(
+        name="torch.optim.SGD", lr=1e-2, clip_norm=None, kwargs={"momentum": 0.9}
+    )
     ranks = target.run(train, target.config(model, optimizer=optimizer), batches=batches)
     same_on_all_ranks(ranks)
     oracle = oracle_of(str(model))

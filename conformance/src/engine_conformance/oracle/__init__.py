@@ -7,7 +7,14 @@ from engine_conformance.oracle.config import ModelConfig, MoEConfig, Unsupported
 from engine_conformance.oracle.model import OracleModel, OracleOutputs, load_oracle
 from engine_conformance.oracle.names import expected_shapes
 from engine_conformance.oracle.schedule import Schedule
-from engine_conformance.oracle.train import StepResult, TrainResult, loss_and_grads, sft, spread, train_steps
+from engine_conformance.oracle.train import (
+    StepResult,
+    TrainResult,
+    loss_and_grads,
+    sft,
+    spread,
+    train_steps,
+)
 from engine_conformance.oracle.weights import (
     Adapter,
     WeightMismatch,

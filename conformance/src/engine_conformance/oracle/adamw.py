@@ -9,7 +9,14 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-__all__ = ["AdamWConfig", "AdamWState", "adamw_step", "clip_coefficient", "global_norm", "zero_state"]
+__all__ = [
+    "AdamWConfig",
+    "AdamWState",
+    "adamw_step",
+    "clip_coefficient",
+    "global_norm",
+    "zero_state",
+]
 
 
 def _every(_name: str, _param: Tensor) -> bool:

@@ -98,9 +98,13 @@ def read_config(folder: str | Path) -> ModelConfig:
 def _refuse(raw: Mapping[str, Any]) -> None:
     """Refuse what would change the answer and is not computed here."""
     if raw.get("use_sliding_window") or "sliding_attention" in (raw.get("layer_types") or ()):
-        raise UnsupportedModel("sliding-window attention: the oracle computes full causal attention only")
+        raise UnsupportedModel(
+            "sliding-window attention: the oracle computes full causal attention only"
+        )
     if raw.get("attention_dropout"):
-        raise UnsupportedModel(f"attention_dropout {raw['attention_dropout']}: the oracle has no dropout")
+        raise UnsupportedModel(
+            f"attention_dropout {raw['attention_dropout']}: the oracle has no dropout"
+        )
     if (act := raw.get("hidden_act", "silu")) != "silu":
         raise UnsupportedModel(f"hidden_act {act!r}: the oracle computes 'silu' only")
 
@@ -110,7 +114,9 @@ def _rope_theta(raw: Mapping[str, Any]) -> float:
     rope = raw.get("rope_parameters") or raw.get("rope_scaling") or {}
     kind = rope.get("rope_type", rope.get("type", "default"))
     if kind != "default" or rope.get("partial_rotary_factor", 1.0) != 1.0:
-        raise UnsupportedModel(f"rope {rope}: the oracle computes the default RoPE without scaling only")
+        raise UnsupportedModel(
+            f"rope {rope}: the oracle computes the default RoPE without scaling only"
+        )
     return float(rope.get("rope_theta", raw.get("rope_theta", 10000.0)))
 
 

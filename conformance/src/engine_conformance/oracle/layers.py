@@ -49,7 +49,9 @@ def feed_forward_block(params: Params, config: ModelConfig, index: int, x: Tenso
 
 def feed_forward_input(params: Params, config: ModelConfig, index: int, x: Tensor) -> Tensor:
     """What experts and router of a layer see, ``[L, C]``."""
-    return rms_norm(x, params[f"model.layers.{index}.post_attention_layernorm.weight"], config.rms_norm_eps)
+    return rms_norm(
+        x, params[f"model.layers.{index}.post_attention_layernorm.weight"], config.rms_norm_eps
+    )
 
 
 def routing_gap(params: Params, config: ModelConfig, index: int, x: Tensor) -> Tensor:
@@ -75,7 +77,9 @@ def mixture(params: Params, moe: MoEConfig, prefix: str, x: Tensor) -> Tensor:
     weights, chosen = probs.topk(moe.top_k, dim=-1)  # [L, k]
     if moe.norm_topk_prob:
         weights = weights / weights.sum(dim=-1, keepdim=True)
-    mixed = torch.zeros_like(probs).scatter(-1, chosen, weights)  # [L, E], zero for who is not chosen
+    mixed = torch.zeros_like(probs).scatter(
+        -1, chosen, weights
+    )  # [L, E], zero for who is not chosen
     # Every expert sees every token: dear, but there is no dispatch that could be wrong.
     outputs = [mlp(params, f"{prefix}experts.{expert}.", x) for expert in range(moe.num_experts)]
     return (mixed.unsqueeze(-1) * torch.stack(outputs, dim=1)).sum(dim=1)

@@ -71,7 +71,14 @@ def ppo_loss(
     dual_clip: float | None = None,
 ) -> Tensor:
     """`ppo_terms`, weighted and summed."""
-    terms = ppo_terms(log_probs, old_log_probs, advantages, clip_low=clip_low, clip_high=clip_high, dual_clip=dual_clip)
+    terms = ppo_terms(
+        log_probs,
+        old_log_probs,
+        advantages,
+        clip_low=clip_low,
+        clip_high=clip_high,
+        dual_clip=dual_clip,
+    )
     return weighted_sum(terms, loss_weight, denominator)
 
 
@@ -105,7 +112,12 @@ def kl_terms(log_probs: Tensor, ref_log_probs: Any, kind: KLKind) -> Tensor:
 
 
 def kl_loss(
-    log_probs: Tensor, *, ref_log_probs: Any, loss_weight: Any, denominator: float, kind: KLKind = "k3"
+    log_probs: Tensor,
+    *,
+    ref_log_probs: Any,
+    loss_weight: Any,
+    denominator: float,
+    kind: KLKind = "k3",
 ) -> Tensor:
     """`kl_terms`, weighted and summed; differentiable in ``log_probs``."""
     return weighted_sum(kl_terms(log_probs, ref_log_probs, kind), loss_weight, denominator)

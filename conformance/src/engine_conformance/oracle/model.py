@@ -67,7 +67,10 @@ class OracleModel:
         params = {n: p.detach().clone().requires_grad_(train_base) for n, p in self.params.items()}
         if self.adapter is None:
             return replace(self, params=params)
-        leaves = {n: p.detach().clone().requires_grad_(requires_grad) for n, p in self.adapter.params.items()}
+        leaves = {
+            n: p.detach().clone().requires_grad_(requires_grad)
+            for n, p in self.adapter.params.items()
+        }
         return replace(self, params=params, adapter=replace(self.adapter, params=leaves))
 
     def hidden(self, ids: Any) -> Tensor:
@@ -82,7 +85,9 @@ class OracleModel:
         """
         return _logits(self.effective_params(), self.config, _ids(ids))
 
-    def token_outputs(self, input_ids: Any, cu_seqlens: Any, temperature: float = 1.0) -> OracleOutputs:
+    def token_outputs(
+        self, input_ids: Any, cu_seqlens: Any, temperature: float = 1.0
+    ) -> OracleOutputs:
         """Log-probability of every token and entropy of the distribution that it came from.
 
         Args:
@@ -136,7 +141,9 @@ class OracleModel:
         return margin
 
 
-def load_oracle(folder: str | Path, *, adapter: str | Path | None = None, requires_grad: bool = False) -> OracleModel:
+def load_oracle(
+    folder: str | Path, *, adapter: str | Path | None = None, requires_grad: bool = False
+) -> OracleModel:
     """Load a Hugging Face folder (``config.json``, ``*.safetensors``) as a float64 oracle.
 
     Args:
@@ -163,7 +170,10 @@ def _hidden(params: dict[str, Tensor], config: ModelConfig, ids: Tensor) -> Tens
 
 @torch.no_grad()
 def _routing_gaps(params: dict[str, Tensor], config: ModelConfig, ids: Tensor) -> Tensor:
-    x, gaps = params["model.embed_tokens.weight"][ids], [torch.full(ids.shape, math.inf, dtype=torch.float64)]
+    x, gaps = (
+        params["model.embed_tokens.weight"][ids],
+        [torch.full(ids.shape, math.inf, dtype=torch.float64)],
+    )
     for index in range(config.num_layers):
         x = attention_block(params, config, index, x)
         gaps.append(routing_gap(params, config, index, x))
@@ -178,10 +188,14 @@ def _logits(params: dict[str, Tensor], config: ModelConfig, ids: Tensor) -> Tens
     return _hidden(params, config, ids) @ head.T
 
 
-def _per_document(ids: Tensor, cu_seqlens: Any, outputs: Callable[[Tensor], Tensor], *, width: int) -> Tensor:
+def _per_document(
+    ids: Tensor, cu_seqlens: Any, outputs: Callable[[Tensor], Tensor], *, width: int
+) -> Tensor:
     """``outputs`` of each document alone, with a zero row in front of each: ``[T, width]``."""
     first = torch.zeros(1, width, dtype=torch.float64)
-    return torch.cat([torch.cat((first, outputs(document))) for document in _documents(ids, cu_seqlens)])
+    return torch.cat(
+        [torch.cat((first, outputs(document))) for document in _documents(ids, cu_seqlens)]
+    )
 
 
 def _documents(ids: Tensor, cu_seqlens: Any) -> Iterator[Tensor]:

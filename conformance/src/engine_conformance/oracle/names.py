@@ -17,7 +17,9 @@ def expected_shapes(config: ModelConfig) -> dict[str, Shape]:
 
     A tied head is absent: its tensor is ``model.embed_tokens.weight``, which appears once.
     """
-    shapes: dict[str, Shape] = {"model.embed_tokens.weight": (config.vocab_size, config.hidden_size)}
+    shapes: dict[str, Shape] = {
+        "model.embed_tokens.weight": (config.vocab_size, config.hidden_size)
+    }
     for index in range(config.num_layers):
         shapes.update(_layer(config, index))
     shapes["model.norm.weight"] = (config.hidden_size,)

@@ -31,7 +31,9 @@ class Schedule:
 
     def __post_init__(self) -> None:
         if self.kind != "constant" and (self.total_steps or 0) <= self.warmup_steps:
-            raise ValueError(f"{self.kind}: total_steps {self.total_steps} must exceed {self.warmup_steps}")
+            raise ValueError(
+                f"{self.kind}: total_steps {self.total_steps} must exceed {self.warmup_steps}"
+            )
 
     def at(self, step: int) -> float:
         """The learning rate of the update number ``step``, from 0."""

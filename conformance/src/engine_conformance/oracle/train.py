@@ -138,7 +138,9 @@ def train_steps(
     )
 
 
-def _sensitivity(grads: dict[str, Tensor], state: AdamWState, config: AdamWConfig, lr: float) -> dict[str, Tensor]:
+def _sensitivity(
+    grads: dict[str, Tensor], state: AdamWState, config: AdamWConfig, lr: float
+) -> dict[str, Tensor]:
     """Return ``lr * spread(g) / (sqrt(v) + eps)``: how an error of one spread in the gradient changes this update.
 
     Zero where no gradient was ever seen: an absent token's embedding has no rounding error either.

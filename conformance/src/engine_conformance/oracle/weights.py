@@ -14,12 +14,25 @@ from torch import Tensor
 from engine_conformance.oracle.config import ModelConfig, UnsupportedModel
 from engine_conformance.oracle.names import expected_shapes
 
-__all__ = ["Adapter", "WeightMismatch", "load_adapter", "merge_adapter", "read_params", "read_safetensors"]
+__all__ = [
+    "Adapter",
+    "WeightMismatch",
+    "load_adapter",
+    "merge_adapter",
+    "read_params",
+    "read_safetensors",
+]
 
 _INDEX, _WHOLE = "model.safetensors.index.json", "model.safetensors"
 # Settings of a PEFT adapter that change the answer and are not computed here, with their neutral value.
 _NEUTRAL = {"use_dora": False, "use_rslora": False, "bias": "none", "fan_in_fan_out": False}
-_EMPTY = ("rank_pattern", "alpha_pattern", "modules_to_save", "trainable_token_indices", "target_parameters")
+_EMPTY = (
+    "rank_pattern",
+    "alpha_pattern",
+    "modules_to_save",
+    "trainable_token_indices",
+    "target_parameters",
+)
 
 
 class WeightMismatch(ValueError):
@@ -57,13 +70,20 @@ def read_params(folder: str | Path, config: ModelConfig) -> dict[str, Tensor]:
     expected = expected_shapes(config)
     _drop_tied_head(stored, config)
     missing = sorted(set(expected) - set(stored) - {"score.bias"})
-    unexpected = sorted(set(stored) - set(expected) - ({"score.bias"} if config.value_model else set()))
+    unexpected = sorted(
+        set(stored) - set(expected) - ({"score.bias"} if config.value_model else set())
+    )
     if missing or unexpected:
         raise WeightMismatch(f"{folder}: missing {missing[:5]}, unexpected {unexpected[:5]}")
     for name, shape in expected.items():
         if name in stored and tuple(stored[name].shape) != shape:
-            raise WeightMismatch(f"{folder}: {name} is {tuple(stored[name].shape)}, expected {shape}")
-    order = [*(name for name in expected if name in stored), *(n for n in stored if n not in expected)]
+            raise WeightMismatch(
+                f"{folder}: {name} is {tuple(stored[name].shape)}, expected {shape}"
+            )
+    order = [
+        *(name for name in expected if name in stored),
+        *(n for n in stored if n not in expected),
+    ]
     return {name: stored[name].to(torch.float64) for name in order}
 
 
@@ -75,7 +95,9 @@ def _read_file(path: Path) -> dict[str, Tensor]:
 def _drop_tied_head(stored: dict[str, Tensor], config: ModelConfig) -> None:
     head = stored.pop("lm_head.weight", None) if config.tied and not config.value_model else None
     if head is not None and not torch.equal(head, stored["model.embed_tokens.weight"]):
-        raise WeightMismatch("lm_head.weight differs from model.embed_tokens.weight, which it is tied to")
+        raise WeightMismatch(
+            "lm_head.weight differs from model.embed_tokens.weight, which it is tied to"
+        )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -115,7 +137,9 @@ def load_adapter(folder: str | Path) -> Adapter:
     odd = {key: raw[key] for key, neutral in _NEUTRAL.items() if raw.get(key, neutral) != neutral}
     odd |= {key: raw[key] for key in _EMPTY if raw.get(key)}
     if raw.get("peft_type", "LORA") != "LORA" or odd:
-        raise UnsupportedModel(f"adapter {raw.get('peft_type')} with {odd}: the oracle computes plain LoRA")
+        raise UnsupportedModel(
+            f"adapter {raw.get('peft_type')} with {odd}: the oracle computes plain LoRA"
+        )
     stored = _read_file(folder / "adapter_model.safetensors")
     params = {name: tensor.to(torch.float64) for name, tensor in stored.items()}
     return Adapter(params=params, pairs=_pairs(params), scaling=raw["lora_alpha"] / raw["r"])
@@ -136,5 +160,9 @@ def _pairs(params: Mapping[str, Tensor]) -> dict[str, tuple[str, str]]:
     stems = {name.removesuffix(a_end).removesuffix(b_end) for name in params}
     names = {stem: (stem + a_end, stem + b_end) for stem in sorted(stems)}
     if odd := sorted(set(params) ^ {name for pair in names.values() for name in pair}):
-        raise UnsupportedModel(f"adapter tensors {odd[:5]}: the oracle reads pairs of lora_A and lora_B")
-    return {stem.removeprefix("base_model.model.") + ".weight": pair for stem, pair in names.items()}
+        raise UnsupportedModel(
+            f"adapter tensors {odd[:5]}: the oracle reads pairs of lora_A and lora_B"
+        )
+    return {
+        stem.removeprefix("base_model.model.") + ".weight": pair for stem, pair in names.items()
+    }

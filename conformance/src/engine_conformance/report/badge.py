@@ -11,7 +11,11 @@ __all__ = ["badge", "worst"]
 
 # From best to worst, as `Verdict` lists them.
 _ORDER: tuple[Verdict, ...] = get_args(Verdict)
-_COLORS: Mapping[Verdict, str] = {"conformant": "brightgreen", "partial": "yellow", "non-conformant": "red"}
+_COLORS: Mapping[Verdict, str] = {
+    "conformant": "brightgreen",
+    "partial": "yellow",
+    "non-conformant": "red",
+}
 
 
 def badge(document: Mapping[str, Any]) -> dict[str, Any]:

@@ -69,10 +69,18 @@ def make_chart(rows: Sequence[Row]) -> Chart:
         lanes.append(_lane(label, mine, top))
         top += lanes[-1].height
     return Chart(
-        width=WIDTH, height=top + 8, top=_TOP, limit=_x(1.0), right=_RIGHT, bitwise=_BITWISE, beyond=_BEYOND,
-        radius=RADIUS, ticks=[(_x(10.0**power), f"{10.0**power:g}") for power in range(_LOW, _HIGH + 1)],
-        lanes=lanes, without=len(rows) - len(compared),
-    )  # fmt: skip
+        width=WIDTH,
+        height=top + 8,
+        top=_TOP,
+        limit=_x(1.0),
+        right=_RIGHT,
+        bitwise=_BITWISE,
+        beyond=_BEYOND,
+        radius=RADIUS,
+        ticks=[(_x(10.0**power), f"{10.0**power:g}") for power in range(_LOW, _HIGH + 1)],
+        lanes=lanes,
+        without=len(rows) - len(compared),
+    )
 
 
 def _x(margin: float) -> float:
@@ -97,21 +105,32 @@ def _positions(rows: Iterable[Row]) -> list[tuple[float, Row]]:
 
 def _lane(label: str, rows: Iterable[Row], top: float) -> Lane:
     """Dots that would lie on another one move up or down, to the nearest level that is free."""
-    last: list[float] = []  # the rightmost dot of each level; levels 0, 1, 2 … lie at 0, -1, +1, -2 …
+    last: list[
+        float
+    ] = []  # the rightmost dot of each level; levels 0, 1, 2 … lie at 0, -1, +1, -2 …
     placed: list[tuple[float, int, Row]] = []
     for x, row in _positions(rows):
         level = next((i for i, end in enumerate(last) if x - end >= _PITCH - 1e-6), len(last))
-        last[level:level + 1] = [x]  # fmt: skip
+        last[level : level + 1] = [x]
         placed.append((x, level, row))
     height = max(_LEAST, len(last) * _PITCH + 2 * _PADDING)
     # With an even number of levels the lane's middle lies between two of them.
     middle = top + height / 2 + (_PITCH / 2 if len(last) % 2 == 0 else 0)
-    dots = [_dot(row, x, middle + _PITCH * ((level + 1) // 2) * (-1 if level % 2 else 1)) for x, level, row in placed]
+    dots = [
+        _dot(row, x, middle + _PITCH * ((level + 1) // 2) * (-1 if level % 2 else 1))
+        for x, level, row in placed
+    ]
     return Lane(label=label, top=top, height=height, dots=dots)
 
 
 def _dot(row: Row, x: float, y: float) -> Dot:
     status = row.outcome.status
-    kind = "deviation" if status == "deviation" else "bad" if status in BAD or status == "suite-error" else "good"
+    kind = (
+        "deviation"
+        if status == "deviation"
+        else "bad"
+        if status in BAD or status == "suite-error"
+        else "good"
+    )
     title = f"{row.case} [{row.setting}]: {margin_text(row.outcome.margin)}, {status}"
     return Dot(x=round(x, 1), y=round(y, 1), kind=kind, provisional=row.provisional, title=title)

@@ -38,7 +38,12 @@ def to_document(run: Run, verdicts: Sequence[Judgement]) -> dict[str, Any]:
         "trace": list(run.trace),
         "declared": list(run.declared),
         "verdicts": [
-            {"profile": j.profile, "model_type": j.model_type, "verdict": j.verdict, "groups": dict(j.groups)}
+            {
+                "profile": j.profile,
+                "model_type": j.model_type,
+                "verdict": j.verdict,
+                "groups": dict(j.groups),
+            }
             for j in verdicts
         ],
         "environment": dict(run.environment),
@@ -58,8 +63,19 @@ def to_document(run: Run, verdicts: Sequence[Judgement]) -> dict[str, Any]:
 
 def read_document(document: Mapping[str, Any]) -> tuple[Run, list[Judgement]]:
     """The run and the verdicts of a document that fits the schema."""
-    fields = ("name", "distribution", "contract", "declared", "trace", "command", "certify", "environment", "suite",
-              "started", "seconds")  # fmt: skip
+    fields = (
+        "name",
+        "distribution",
+        "contract",
+        "declared",
+        "trace",
+        "command",
+        "certify",
+        "environment",
+        "suite",
+        "started",
+        "seconds",
+    )
     run = Run(
         **{name: document[name] for name in fields},
         selection=document["selection"] | {"complete": document["complete"]},
@@ -74,7 +90,9 @@ def read_document(document: Mapping[str, Any]) -> tuple[Run, list[Judgement]]:
 def parts_of(document: Mapping[str, Any]) -> list[Part]:
     """Return the runs that a report consists of: its parts, or itself."""
     names = ("digest", "started", "seconds", "command", "selection", "environment")
-    return [Part(**part) for part in document.get("parts", [])] or [Part(**{name: document[name] for name in names})]
+    return [Part(**part) for part in document.get("parts", [])] or [
+        Part(**{name: document[name] for name in names})
+    ]
 
 
 def counts(rows: Iterable[Row]) -> dict[str, int]:
@@ -121,6 +139,9 @@ def _read_row(entry: Mapping[str, Any]) -> Row:
         **{name: entry[name] for name in same},
         setting=Setting(**{name: entry[name] for name in _SETTING}),
         outcome=Outcome(
-            status=entry["status"], seconds=entry["seconds"], margin=margin, message=entry["message"]
+            status=entry["status"],
+            seconds=entry["seconds"],
+            margin=margin,
+            message=entry["message"],
         ),
-    )  # fmt: skip
+    )

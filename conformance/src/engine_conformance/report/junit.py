@@ -24,7 +24,9 @@ def junit(document: Mapping[str, Any]) -> str:
     error, ``not-run`` and ``deviation`` are skipped. So is whatever a provisional case met: it does not count.
     """
     run, _ = read_document(document)
-    root = ET.Element("testsuites", name=_legal(f"engine-conformance {run.name}"), time=f"{run.seconds:.3f}")
+    root = ET.Element(
+        "testsuites", name=_legal(f"engine-conformance {run.name}"), time=f"{run.seconds:.3f}"
+    )
     for setting in dict.fromkeys(row.setting for row in run.rows):
         suite = ET.SubElement(root, "testsuite", name=_legal(str(setting)), timestamp=run.started)
         for row in run.rows:
@@ -43,8 +45,12 @@ def _add(suite: ET.Element, row: Row) -> None:
     one = ET.SubElement(suite, "testcase", name=_legal(name), classname=_legal(group), time=seconds)
     if kind := _kind(row):
         status = f"provisional, {row.outcome.status}" if row.provisional else row.outcome.status
-        element = ET.SubElement(one, kind, type=row.outcome.status, message=_legal(f"{status}: {_reason(row)}"))
-        element.text = _legal(row.outcome.message if row.outcome.status == "not-run" else describe(row))
+        element = ET.SubElement(
+            one, kind, type=row.outcome.status, message=_legal(f"{status}: {_reason(row)}")
+        )
+        element.text = _legal(
+            row.outcome.message if row.outcome.status == "not-run" else describe(row)
+        )
 
 
 def _kind(row: Row) -> str | None:
@@ -58,7 +64,9 @@ def _kind(row: Row) -> str | None:
 
 def _reason(row: Row) -> str:
     if row.outcome.status == "deviation" and row.deviation:
-        return f"{row.deviation['reason']} ({row.deviation['issue']}, until {row.deviation['until']})"
+        return (
+            f"{row.deviation['reason']} ({row.deviation['issue']}, until {row.deviation['until']})"
+        )
     lines = row.outcome.message.strip().splitlines() or ["no message"]
     # A traceback says at its end what happened.
     return lines[-1] if row.outcome.status == "suite-error" else lines[0]

@@ -36,7 +36,9 @@ _SHOWED_NOTHING = ("suite-error", "not-run")
 # Of the selection: what all reports must have in common.
 _SAME_OPTIONS = ("device", "layout", "partner", "plugin", "options")
 _HOST = ("cpu",)  # facts that belong to the kind of machine only where the cases ran on them
-_COUNTED = re.compile(r"^\d+ x |, \d+ cores$")  # how many: a larger machine of the same kind is the same kind
+_COUNTED = re.compile(
+    r"^\d+ x |, \d+ cores$"
+)  # how many: a larger machine of the same kind is the same kind
 
 
 def key(row: Row) -> Key:
@@ -72,10 +74,14 @@ def _about(run: Run) -> dict[str, Any]:
     facts |= {f"--{name}": run.selection.get(name) or None for name in _SAME_OPTIONS}
     # Versions and the kind of machine, without how many devices or cores there are.
     left_out = () if run.selection["device"] == "cpu" else _HOST
-    return facts | {n: _COUNTED.sub("", text) for n, text in run.environment.items() if n not in left_out}
+    return facts | {
+        n: _COUNTED.sub("", text) for n, text in run.environment.items() if n not in left_out
+    }
 
 
-def merge(documents: Mapping[str, Mapping[str, Any]], *, command: Sequence[str], certify: bool) -> Run:
+def merge(
+    documents: Mapping[str, Mapping[str, Any]], *, command: Sequence[str], certify: bool
+) -> Run:
     """Join reports into one run, whose parts they are.
 
     Args:
@@ -100,7 +106,9 @@ def merge(documents: Mapping[str, Mapping[str, Any]], *, command: Sequence[str],
     parts = [part for document in documents.values() for part in parts_of(document)]
     digests = [part.digest for part in parts]
     if twice := sorted({one for one in digests if digests.count(one) > 1}):
-        raise UsageError(f"merge: the run with digest {twice[0][:12]}… is given twice; name each report once")
+        raise UsageError(
+            f"merge: the run with digest {twice[0][:12]}… is given twice; name each report once"
+        )
     rows = _joined_rows(row for run in runs.values() for row in run.rows)
     selection = joined_selection([part.selection for part in parts])
     complete = is_complete(selection, rows, [part.selection for part in parts])
@@ -139,7 +147,9 @@ def joined_selection(selections: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     for name in ("worlds", "dtypes", "model_types", "profiles", "cases"):
         lists = [one[name] for one in selections]
         all_of_them = not all(lists)
-        first[name] = [] if all_of_them else list(dict.fromkeys(word for words in lists for word in words))
+        first[name] = (
+            [] if all_of_them else list(dict.fromkeys(word for words in lists for word in words))
+        )
     first["worlds"] = sorted(first["worlds"])
     first["quick"] = all(one["quick"] for one in selections)
     first["patience"] = max(one["patience"] for one in selections)
@@ -149,4 +159,7 @@ def joined_selection(selections: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
 def joined_environment(environments: Sequence[Mapping[str, str]]) -> dict[str, str]:
     """Return every fact, with all of its texts where they differ, as the numbers of devices of two machines."""
     names = dict.fromkeys(name for one in environments for name in one)
-    return {name: "; ".join(dict.fromkeys(one[name] for one in environments if name in one)) for name in names}
+    return {
+        name: "; ".join(dict.fromkeys(one[name] for one in environments if name in one))
+        for name in names
+    }

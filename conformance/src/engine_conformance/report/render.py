@@ -31,7 +31,11 @@ def certificate(document: Mapping[str, Any]) -> str:
 def html(document: Mapping[str, Any]) -> str:
     """A report as one HTML file that needs no other: no script, no image, no font."""
     run, _ = read_document(document)
-    return _templates().get_template("report.html").render(_context(document), chart=make_chart(run.rows))
+    return (
+        _templates()
+        .get_template("report.html")
+        .render(_context(document), chart=make_chart(run.rows))
+    )
 
 
 def _context(document: Mapping[str, Any]) -> dict[str, Any]:
@@ -57,11 +61,22 @@ def _context(document: Mapping[str, Any]) -> dict[str, Any]:
 @cache
 def _templates() -> Environment:
     made = Environment(
-        loader=PackageLoader("engine_conformance.report"), autoescape=True, undefined=StrictUndefined,
-        trim_blocks=True, lstrip_blocks=True, keep_trailing_newline=True,
-    )  # fmt: skip
-    made.filters |= {"prose": _prose, "code": _code, "fence": _fence, "link": _link, "names": _names,
-                     "names_prose": _names_prose, "margin": view.margin_text}  # fmt: skip
+        loader=PackageLoader("engine_conformance.report"),
+        autoescape=True,
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+        keep_trailing_newline=True,
+    )
+    made.filters |= {
+        "prose": _prose,
+        "code": _code,
+        "fence": _fence,
+        "link": _link,
+        "names": _names,
+        "names_prose": _names_prose,
+        "margin": view.margin_text,
+    }
     return made
 
 

@@ -18,11 +18,16 @@ def summary(run: Run, verdicts: Sequence[Judgement], *, folder: Path | None) -> 
     lines = []
     for one in verdicts:
         why = "; ".join(reasons(run, one))
-        lines.append(f"{one.profile} / {one.model_type}: {one.verdict.upper()}" + (f" ({why})" if why else ""))
+        lines.append(
+            f"{one.profile} / {one.model_type}: {one.verdict.upper()}"
+            + (f" ({why})" if why else "")
+        )
     told = ", ".join(f"{number} {status}" for status, number in counts(run.rows).items() if number)
     lines.append(f"{len(run.rows)} rows: {told or 'nothing ran'}; {run.seconds:.1f} s")
     if worst := worst_row(run.rows):
-        lines.append(f"worst margin: {margin_text(worst.outcome.margin)}, {worst.case} [{worst.setting}]")
+        lines.append(
+            f"worst margin: {margin_text(worst.outcome.margin)}, {worst.case} [{worst.setting}]"
+        )
     if folder is not None:
         lines.append(f"reports: {folder}")
     return "\n".join(lines)

@@ -33,7 +33,9 @@ _ROUNDED = 0.002  # seconds: a sum of rounded times
 @cache
 def schema() -> dict[str, Any]:
     """The JSON Schema (2020-12) of ``report.json``."""
-    return json.loads(resources.files("engine_conformance.report").joinpath("schema.json").read_text("utf-8"))
+    return json.loads(
+        resources.files("engine_conformance.report").joinpath("schema.json").read_text("utf-8")
+    )
 
 
 def verify(path: Path, *, suite: Mapping[str, str]) -> list[str]:
@@ -131,11 +133,17 @@ def _contradictions(document: Mapping[str, Any]) -> Iterator[str]:
         if document["counts"][status] != number:
             yield f"counts.{status}: states {document['counts'][status]}, its rows give {number}"
     given = {(j.profile, j.model_type): j for j in stated}
-    derived = {(j.profile, j.model_type): j for j in judgements(run.rows, complete=complete, declared=run.declared)}
+    derived = {
+        (j.profile, j.model_type): j
+        for j in judgements(run.rows, complete=complete, declared=run.declared)
+    }
     if len(given) < len(stated):
         yield "verdicts: two are about the same profile and model type"
     for about in dict.fromkeys((*given, *derived)):
-        told = [repr(one.verdict) if (one := found.get(about)) else "nothing" for found in (given, derived)]
+        told = [
+            repr(one.verdict) if (one := found.get(about)) else "nothing"
+            for found in (given, derived)
+        ]
         if given.get(about) != derived.get(about):
             groups = _groups(given, derived, about)
             yield f"verdicts: {' / '.join(about)}: states {told[0]}, its rows give {told[1]}{groups}"
@@ -158,7 +166,9 @@ def _joined_wrongly(document: Mapping[str, Any], run: Run) -> Iterator[str]:
     if abs(document["seconds"] - sum(part.seconds for part in run.parts)) > _ROUNDED:
         yield f"seconds: states {document['seconds']}, its parts took {sum(part.seconds for part in run.parts):.3f}"
     for setting in dict.fromkeys(row.setting for row in run.rows):
-        if not any(setting.world in one["worlds"] and setting.dtype in one["dtypes"] for one in selections):
+        if not any(
+            setting.world in one["worlds"] and setting.dtype in one["dtypes"] for one in selections
+        ):
             yield f"rows: no part asked for {setting}"
 
 
@@ -166,7 +176,9 @@ def _groups(given: Mapping[Any, Any], derived: Mapping[Any, Any], key: tuple[str
     if key not in given or key not in derived:
         return ""
     stated, found = given[key].groups, derived[key].groups
-    names = [name for name in dict.fromkeys((*stated, *found)) if stated.get(name) != found.get(name)]
+    names = [
+        name for name in dict.fromkeys((*stated, *found)) if stated.get(name) != found.get(name)
+    ]
     return f" (groups that differ: {', '.join(names)})" if names else ""
 
 
@@ -174,5 +186,8 @@ def _other_suite(document: Mapping[str, Any], suite: Mapping[str, str]) -> Itera
     theirs = document["suite"]
     if theirs == dict(suite):
         return
-    told = [f"{one['version']} (contract {one['contract']}, digest {one['digest'][:12]}…)" for one in (theirs, suite)]
+    told = [
+        f"{one['version']} (contract {one['contract']}, digest {one['digest'][:12]}…)"
+        for one in (theirs, suite)
+    ]
     yield f"written by suite {told[0]}, this is {told[1]}: to compare, run this suite with: {_again(document)}"

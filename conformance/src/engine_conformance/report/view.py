@@ -27,7 +27,7 @@ __all__ = [
     "reasons",
     "requirements",
     "worst_row",
-]  # fmt: skip
+]
 
 _WELL = ("passed", "refused")
 _MACHINE = ("python", "system", "cpu", "accelerator")  # what of the environment is no distribution
@@ -56,7 +56,11 @@ class ProfileView:
 def profiles(run: Run, verdicts: Iterable[Judgement]) -> list[ProfileView]:
     """One a verdict, in their order."""
     return [
-        ProfileView(judgement=one, reasons=reasons(run, one), groups=[_group(run, one, name) for name in one.groups])
+        ProfileView(
+            judgement=one,
+            reasons=reasons(run, one),
+            groups=[_group(run, one, name) for name in one.groups],
+        )
         for one in verdicts
     ]
 
@@ -65,13 +69,20 @@ def _group(run: Run, one: Judgement, name: str) -> GroupView:
     rows = [row for row in _rows_of(run, one) if row.group == name]
     found = {status: number for status, number in counts(rows).items() if number}
     return GroupView(
-        name=name, verdict=one.groups[name], counts=found, provisional=sum(row.provisional for row in rows),
+        name=name,
+        verdict=one.groups[name],
+        counts=found,
+        provisional=sum(row.provisional for row in rows),
         worst=worst_row(rows),
-    )  # fmt: skip
+    )
 
 
 def _rows_of(run: Run, one: Judgement) -> list[Row]:
-    return [row for row in run.rows if (row.profile, row.setting.model_type) == (one.profile, one.model_type)]
+    return [
+        row
+        for row in run.rows
+        if (row.profile, row.setting.model_type) == (one.profile, one.model_type)
+    ]
 
 
 def reasons(run: Run, one: Judgement) -> list[str]:
@@ -79,7 +90,11 @@ def reasons(run: Run, one: Judgement) -> list[str]:
     if one.verdict == "conformant":
         return []
     rows = [row for row in _rows_of(run, one) if not row.provisional]
-    short = [f"{number} {status}" for status, number in counts(rows).items() if number and status not in _WELL]
+    short = [
+        f"{number} {status}"
+        for status, number in counts(rows).items()
+        if number and status not in _WELL
+    ]
     told = [", ".join(short)] if short else []
     if not rows:
         told.append("no case ran that counts")
@@ -159,7 +174,9 @@ def precisions(settings: Iterable[Setting]) -> str:
         worlds.setdefault(one.dtype, set()).add(one.world)
     if all(found == next(iter(worlds.values())) for found in worlds.values()):
         return ", ".join(worlds)
-    return "; ".join(f"{dtype} on {', '.join(map(str, sorted(found)))}" for dtype, found in worlds.items())
+    return "; ".join(
+        f"{dtype} on {', '.join(map(str, sorted(found)))}" for dtype, found in worlds.items()
+    )
 
 
 def commands(run: Run) -> list[str]:
@@ -181,7 +198,10 @@ def facts(run: Run, digest: str) -> Sequence[tuple[str, str]]:
         ("Suite", f"{suite['version']} (contract {suite['contract']}), SHA-256 {suite['digest']}"),
         ("Declared capabilities", ", ".join(run.declared) or "none"),
         ("Devices", ", ".join(dict.fromkeys(devices))),
-        ("Numbers of ranks", ", ".join(str(world) for world in sorted({one.world for one in settings}))),
+        (
+            "Numbers of ranks",
+            ", ".join(str(world) for world in sorted({one.world for one in settings})),
+        ),
         ("Precisions", precisions(settings)),
         ("Started", run.started),
         ("Duration", f"{run.seconds:.1f} s"),

@@ -47,16 +47,32 @@ _HOMES = {
     "base": ("BaseEngine",),
     "batch": ("Batch",),
     "capabilities": ("Capability",),
-    "config": ("CheckpointConfig", "EngineConfig", "LoraConfig", "Memory", "ModelSource", "OptimizerConfig",
-               "Parallelism", "Precision", "ScheduleConfig"),
+    "config": (
+        "CheckpointConfig",
+        "EngineConfig",
+        "LoraConfig",
+        "Memory",
+        "ModelSource",
+        "OptimizerConfig",
+        "Parallelism",
+        "Precision",
+        "ScheduleConfig",
+    ),
     "contract": ("Engine",),
     "losses": ("LossFn", "sft_loss", "token_weights"),
     "plugin": ("CONTRACT", "EnginePlugin", "ProbeResult", "Row"),
     "registry": ("EngineRegistry", "RolloutRegistry"),
     "results": ("LossOutput", "TokenOutputs", "Topology", "TrainOutput"),
-    "rollout": ("Completion", "Rollout", "SamplingParams", "SyncResult", "WeightExporter", "WeightWire"),
+    "rollout": (
+        "Completion",
+        "Rollout",
+        "SamplingParams",
+        "SyncResult",
+        "WeightExporter",
+        "WeightWire",
+    ),
     "weights": ("ShardSpec",),
-}  # fmt: skip
+}
 _HOME = {name: module for module, names in _HOMES.items() for name in names}
 
 __all__ = sorted([*_HOME, "errors"])  # noqa: PLE0605  # pyright: ignore[reportUnsupportedDunderAll] - the table is the list

@@ -18,11 +18,17 @@ from engine_api.registry import EngineRegistry, RolloutRegistry
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Exit 0: fine; 1: what was asked for cannot be used here; 2: usage."""
-    parser = argparse.ArgumentParser(prog="engine_api", description="Engines and rollouts of this environment.")
+    parser = argparse.ArgumentParser(
+        prog="engine_api", description="Engines and rollouts of this environment."
+    )
     commands = parser.add_subparsers(dest="command", required=True)
     listing = commands.add_parser("list", help="every row, and whether it can run here")
-    listing.add_argument("--capability", choices=[str(c) for c in Capability], help="only what declares it")
-    explain = commands.add_parser("explain", help="how a backend is resolved, candidate by candidate")
+    listing.add_argument(
+        "--capability", choices=[str(c) for c in Capability], help="only what declares it"
+    )
+    explain = commands.add_parser(
+        "explain", help="how a backend is resolved, candidate by candidate"
+    )
     explain.add_argument("backend")
     explain.add_argument("--model-type", default="language_model")
     explain.add_argument("--device", default="auto")
@@ -36,7 +42,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if options.command == "list":
         return _list(options.capability)
     if options.command == "explain":
-        return _explain(options.backend, options.model_type, options.device, rollout=options.rollout)
+        return _explain(
+            options.backend, options.model_type, options.device, rollout=options.rollout
+        )
     return _doctor()
 
 
@@ -50,10 +58,14 @@ def _list(capability: str | None) -> int:
             for device in row.devices:
                 here = "yes" if probe(found, device).ok else "no"
                 types = kind or ", ".join(row.model_types)
-                lines.append((types, ", ".join(row.backends), device, here, found.source.split(" ")[0]))
+                lines.append(
+                    (types, ", ".join(row.backends), device, here, found.source.split(" ")[0])
+                )
     widths = [max(len(line[i]) for line in lines) for i in range(5)]
     for line in lines:
-        print("  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip())
+        print(
+            "  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip()
+        )
     broken = _broken()
     for found in broken:
         print(f"broken: {found.name} from {found.source}: {found.problem}")
@@ -75,7 +87,9 @@ def _explain(backend: str, model_type: str, device: str, *, rollout: bool) -> in
         print(candidate)
     print(f"-> {resolution.row.target} on {resolution.device}")
     if not rollout:
-        print(f"   declares: {', '.join(sorted(resolution.plugin.capabilities)) or 'nothing optional'}")
+        print(
+            f"   declares: {', '.join(sorted(resolution.plugin.capabilities)) or 'nothing optional'}"
+        )
     return 0
 
 
@@ -107,7 +121,9 @@ def _conflicts() -> list[str]:
 
 
 def _broken() -> list[Found]:
-    return [f for registry in (EngineRegistry, RolloutRegistry) for f in registry.found() if f.problem]
+    return [
+        f for registry in (EngineRegistry, RolloutRegistry) for f in registry.found() if f.problem
+    ]
 
 
 if __name__ == "__main__":

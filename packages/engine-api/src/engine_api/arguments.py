@@ -27,7 +27,9 @@ def check_batch(batch: object) -> None:
     """Raise ``BatchError`` for what is no ``Batch``."""
     if not isinstance(batch, Batch):
         raise BatchError(
-            "input_ids", f"expected a Batch, got {kind_of(batch)}", remedy="build it with Batch or Batch.pack"
+            "input_ids",
+            f"expected a Batch, got {kind_of(batch)}",
+            remedy="build it with Batch or Batch.pack",
         )
 
 
@@ -35,20 +37,26 @@ def check_loss(loss: object) -> None:
     """Raise ``ConfigError`` for what cannot be called."""
     if not callable(loss):
         raise ConfigError(
-            "loss", f"expected a function of outputs and batch, got {kind_of(loss)}", remedy="sft_loss is one"
+            "loss",
+            f"expected a function of outputs and batch, got {kind_of(loss)}",
+            remedy="sft_loss is one",
         )
 
 
 def denominator_of(value: object) -> float | None:
     """Return a call's denominator as a float, None for the sum of ``loss_weight``. Raises ``ConfigError``."""
-    return None if value is None else _positive("denominator", value, "leave it out for Σ loss_weight")
+    return (
+        None if value is None else _positive("denominator", value, "leave it out for Σ loss_weight")
+    )
 
 
 def temperature_of(value: object) -> float:
     """Return a call's temperature as a float. Raises ``ConfigError``."""
     temperature = _positive("temperature", value, "use 1.0")
     if temperature < LEAST_TEMPERATURE:
-        raise ConfigError("temperature", f"expected at least {LEAST_TEMPERATURE}, got {value}", remedy="use 1.0")
+        raise ConfigError(
+            "temperature", f"expected at least {LEAST_TEMPERATURE}, got {value}", remedy="use 1.0"
+        )
     return temperature
 
 
@@ -56,13 +64,19 @@ def check_switches(**switches: object) -> None:
     """Raise ``ConfigError`` for a switch that is neither True nor False: a text such as ``"no"`` would count as True."""
     for name, value in switches.items():
         if not isinstance(value, bool):
-            raise ConfigError(name, f"expected True or False, got {value!r:.100}", remedy="give a bool")
+            raise ConfigError(
+                name, f"expected True or False, got {value!r:.100}", remedy="give a bool"
+            )
 
 
 def check_device(device: object, own: str) -> None:
     """Raise ``ConfigError`` for what is neither the CPU nor the engine's ``own`` kind of device."""
     if not isinstance(device, str) or device not in ("cpu", own):
-        raise ConfigError("device", f"{device!r:.100} is neither cpu nor this engine's {own}", remedy=f"cpu or {own}")
+        raise ConfigError(
+            "device",
+            f"{device!r:.100} is neither cpu nor this engine's {own}",
+            remedy=f"cpu or {own}",
+        )
 
 
 def check_export(dtype: object, bucket_bytes: object = 1) -> None:
@@ -71,26 +85,37 @@ def check_export(dtype: object, bucket_bytes: object = 1) -> None:
 
     if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
         raise ConfigError(
-            "dtype", f"expected a floating torch.dtype or None, got {dtype!r:.100}", remedy="use torch.bfloat16"
+            "dtype",
+            f"expected a floating torch.dtype or None, got {dtype!r:.100}",
+            remedy="use torch.bfloat16",
         )
     if isinstance(bucket_bytes, bool) or not isinstance(bucket_bytes, int) or bucket_bytes < 1:
         raise ConfigError(
-            "bucket_bytes", f"expected a positive integer, got {bucket_bytes!r:.100}", remedy="leave it out for 512 MiB"
+            "bucket_bytes",
+            f"expected a positive integer, got {bucket_bytes!r:.100}",
+            remedy="leave it out for 512 MiB",
         )
 
 
 def folder_of(directory: object) -> Path:
     """Return ``directory`` as a path. Raises ``ConfigError`` for what cannot be one."""
-    path = str(cast("os.PathLike[str]", directory)) if isinstance(directory, str | os.PathLike) else ""
+    path = (
+        str(cast("os.PathLike[str]", directory)) if isinstance(directory, str | os.PathLike) else ""
+    )
     if not path:
-        raise ConfigError("directory", f"expected a path, got {directory!r:.100}", remedy="name a folder")
+        raise ConfigError(
+            "directory", f"expected a path, got {directory!r:.100}", remedy="name a folder"
+        )
     try:
         os.lstat(path)
     except (FileNotFoundError, NotADirectoryError):
         pass  # whether it must be there is for the member to say
     except (OSError, ValueError) as error:  # too long, a NUL in it, no permission, a loop of links
         raise ConfigError(
-            "directory", f"{path!r:.100} cannot be looked at", why=str(error)[:200], remedy="name a folder"
+            "directory",
+            f"{path!r:.100} cannot be looked at",
+            why=str(error)[:200],
+            remedy="name a folder",
         ) from error
     return Path(path)
 
@@ -98,18 +123,28 @@ def folder_of(directory: object) -> Path:
 def check_extra(extra: object) -> None:
     """Raise ``ConfigError`` for what is no mapping; ``checkpoint`` sees whether it can be written as JSON."""
     if extra is not None and not isinstance(extra, Mapping):
-        raise ConfigError("extra", f"expected a mapping, got {kind_of(extra)}", remedy="give {name: value, …}, or None")
+        raise ConfigError(
+            "extra",
+            f"expected a mapping, got {kind_of(extra)}",
+            remedy="give {name: value, …}, or None",
+        )
 
 
 def check_loss_output(output: object) -> None:
     """Raise ``ConfigError`` for what a loss may not return: an engine could not differentiate it, or add it up."""
     if not isinstance(output, LossOutput):
-        raise ConfigError("loss", f"expected a LossOutput, got {kind_of(output)}", remedy="return LossOutput(loss=…)")
+        raise ConfigError(
+            "loss",
+            f"expected a LossOutput, got {kind_of(output)}",
+            remedy="return LossOutput(loss=…)",
+        )
     _check_loss_value(output.loss)
     metrics = cast("object", output.metrics)
     if not isinstance(metrics, Mapping):
         raise ConfigError(
-            "loss.metrics", f"expected a mapping, got {kind_of(metrics)}", remedy="give {name: number, …}"
+            "loss.metrics",
+            f"expected a mapping, got {kind_of(metrics)}",
+            remedy="give {name: number, …}",
         )
     for name, value in cast("Mapping[object, object]", metrics).items():
         _check_metric(name, value)
@@ -127,7 +162,10 @@ def _check_loss_value(value: object) -> None:
         )
     if not value.requires_grad:
         raise ConfigError(
-            "loss", "has no gradient", why="it does not depend on the outputs", remedy="compute it from them"
+            "loss",
+            "has no gradient",
+            why="it does not depend on the outputs",
+            remedy="compute it from them",
         )
 
 
@@ -149,7 +187,9 @@ def check_coefficients(value: object, like: torch.Tensor) -> None:
     """Raise ``ConfigError`` for coefficients that are not one number a token of ``like`` ``[T]``."""
     import torch
 
-    fits = isinstance(value, torch.Tensor) and value.shape == like.shape and value.is_floating_point()
+    fits = (
+        isinstance(value, torch.Tensor) and value.shape == like.shape and value.is_floating_point()
+    )
     if value is not None and not fits:
         raise ConfigError(
             "loss.coefficients",

@@ -98,7 +98,9 @@ class BaseEngine(EngineDefaults):
         self._expect("initialize", "created")
         with watched("initialize"):
             self._build()
-        if self.config.optimizer is not None:  # an engine that only infers draws nothing, and may be made in mid-run
+        if (
+            self.config.optimizer is not None
+        ):  # an engine that only infers draws nothing, and may be made in mid-run
             seed_all(self.config.seed, rank=self._seed_rank)
         if self.topology.dp_size > 1 and Capability.DP not in self.capabilities:
             self._release()  # only now it is known how many ranks there are
@@ -106,7 +108,12 @@ class BaseEngine(EngineDefaults):
         self._state = "ready"
 
     def train_batch(
-        self, batch: Batch, loss: LossFn, *, denominator: float | None = None, temperature: float = 1.0
+        self,
+        batch: Batch,
+        loss: LossFn,
+        *,
+        denominator: float | None = None,
+        temperature: float = 1.0,
     ) -> TrainOutput:
         """See ``Engine.train_batch``."""
         self._expect("train_batch", "ready")
@@ -117,25 +124,40 @@ class BaseEngine(EngineDefaults):
             forward = self._gather_results(work)
             step = self._step_with(norm)
         return TrainOutput(
-            loss=forward.loss, metrics=forward.metrics, denominator=forward.denominator,
-            num_tokens=forward.num_tokens, num_micro_batches=forward.num_micro_batches,
-            grad_norm=step.grad_norm, lr=step.lr, weight_version=step.weight_version, skipped=step.skipped,
-        )  # fmt: skip
+            loss=forward.loss,
+            metrics=forward.metrics,
+            denominator=forward.denominator,
+            num_tokens=forward.num_tokens,
+            num_micro_batches=forward.num_micro_batches,
+            grad_norm=step.grad_norm,
+            lr=step.lr,
+            weight_version=step.weight_version,
+            skipped=step.skipped,
+        )
 
     def forward_backward(
-        self, batch: Batch, loss: LossFn, *, denominator: float | None = None, temperature: float = 1.0
+        self,
+        batch: Batch,
+        loss: LossFn,
+        *,
+        denominator: float | None = None,
+        temperature: float = 1.0,
     ) -> ForwardBackwardOutput:
         """See ``Engine.forward_backward``."""
         self._expect("forward_backward", "ready")
         with watched(self._called("forward_backward")):
-            return self._gather_results(self._compute("forward_backward", batch, loss, denominator, temperature))
+            return self._gather_results(
+                self._compute("forward_backward", batch, loss, denominator, temperature)
+            )
 
     def optimizer_step(self) -> StepOutput:
         """See ``Engine.optimizer_step``."""
         self._expect("optimizer_step", "ready")
         self._require_optimizer("optimizer_step")
         if not self._pending:
-            raise EngineStateError("optimizer_step", "without a gradient", "past a forward_backward")
+            raise EngineStateError(
+                "optimizer_step", "without a gradient", "past a forward_backward"
+            )
         with watched(self._called("optimizer_step")):
             return self._step_with(self._clip())
 
@@ -155,15 +177,23 @@ class BaseEngine(EngineDefaults):
         """See ``Engine.infer_batch``."""
         self._expect("infer_batch", "ready")
         with watched(self._called("infer_batch")):
-            together(self.comm, lambda: self._check_inference(batch, temperature, entropy=entropy, adapter=adapter))
+            together(
+                self.comm,
+                lambda: self._check_inference(batch, temperature, entropy=entropy, adapter=adapter),
+            )
             temperature = temperature_of(temperature)
             micro_batches = self._prepare(batch, needs_weight=False)
             needs = self._inference_needs(entropy)
             with self._inference(adapter):
-                parts = [self.forward_step(part, needs=needs, temperature=temperature) for part in micro_batches.parts]
+                parts = [
+                    self.forward_step(part, needs=needs, temperature=temperature)
+                    for part in micro_batches.parts
+                ]
             return micro_batches.merge(parts)
 
-    def save_checkpoint(self, directory: Path | str, *, extra: Mapping[str, Any] | None = None) -> CheckpointHandle:
+    def save_checkpoint(
+        self, directory: Path | str, *, extra: Mapping[str, Any] | None = None
+    ) -> CheckpointHandle:
         """See ``Engine.save_checkpoint``."""
         self._expect("save_checkpoint", "ready")
         folder = folder_of(directory)
@@ -176,9 +206,13 @@ class BaseEngine(EngineDefaults):
         asynchronous = self.config.checkpoint.async_save
         write = self._checkpoint_writer(copied=asynchronous)
         arguments: dict[str, Any] = {
-            "comm": self._checkpoint_comm, "rank_state": self._rng_state(), "step": self._step,
-            "engine": self._name, "topology": dict(self.topology.sizes), "extra": extra,
-        }  # fmt: skip
+            "comm": self._checkpoint_comm,
+            "rank_state": self._rng_state(),
+            "step": self._step,
+            "engine": self._name,
+            "topology": dict(self.topology.sizes),
+            "extra": extra,
+        }
         handle: Future[CheckpointInfo] = Future()
         if asynchronous:
             handle = self._writer.submit(write, directory, **arguments)
@@ -206,7 +240,12 @@ class BaseEngine(EngineDefaults):
         folder, manifest = checkpoint.find(directory, comm)
         wanted = manifest if optimizer else checkpoint.without_optimizer(manifest)
         if optimizer and self.config.optimizer is not None:
-            together(comm, lambda: checkpoint.check_optimizer_state(folder, manifest, self._optimizer_fields()))
+            together(
+                comm,
+                lambda: checkpoint.check_optimizer_state(
+                    folder, manifest, self._optimizer_fields()
+                ),
+            )
         install = self._read_checkpoint(folder, wanted)
         rank_state = checkpoint.read_rank_state(folder, manifest, comm, self.topology.rank)
         if manifest.engine != self._name:  # each engine writes its own
@@ -219,7 +258,9 @@ class BaseEngine(EngineDefaults):
         self._drop_gradients()
         if rank_state is not None:
             self._set_rng_state(rank_state)
-        return CheckpointInfo(path=folder, step=manifest.step, extra=manifest.extra, num_bytes=manifest.num_bytes)
+        return CheckpointInfo(
+            path=folder, step=manifest.step, extra=manifest.extra, num_bytes=manifest.num_bytes
+        )
 
     def close(self) -> None:
         """Wait for a save that still runs, then give everything back; idempotent."""
@@ -243,17 +284,27 @@ class BaseEngine(EngineDefaults):
 
     def _prepare(self, batch: Batch, *, needs_weight: bool) -> MicroBatches:
         memory = self.config.memory
-        return prepare(batch, comm=self.comm, topology=self.topology, max_tokens=memory.max_tokens,
-                       vocab_size=self.vocab_size, needs_weight=needs_weight)  # fmt: skip
+        return prepare(
+            batch,
+            comm=self.comm,
+            topology=self.topology,
+            max_tokens=memory.max_tokens,
+            vocab_size=self.vocab_size,
+            needs_weight=needs_weight,
+        )
 
-    def _check_training(self, batch: Batch, loss: LossFn, denominator: float | None, temperature: float) -> None:
+    def _check_training(
+        self, batch: Batch, loss: LossFn, denominator: float | None, temperature: float
+    ) -> None:
         check_batch(batch)
         self._check_needs(needs_of(loss))
         check_loss(loss)
         denominator_of(denominator)
         temperature_of(temperature)
 
-    def _check_inference(self, batch: Batch, temperature: float, *, entropy: bool, adapter: bool) -> None:
+    def _check_inference(
+        self, batch: Batch, temperature: float, *, entropy: bool, adapter: bool
+    ) -> None:
         check_batch(batch)
         temperature_of(temperature)
         check_switches(entropy=entropy, adapter=adapter)
@@ -262,7 +313,11 @@ class BaseEngine(EngineDefaults):
             return
         if Capability.LORA not in self.capabilities:
             raise unsupported(Capability.LORA, self._name, self.capabilities)
-        raise ConfigError("lora", "adapter=False, but there is no adapter", remedy="set lora.rank, or leave adapter on")
+        raise ConfigError(
+            "lora",
+            "adapter=False, but there is no adapter",
+            remedy="set lora.rank, or leave adapter on",
+        )
 
     def _compute(
         self,
@@ -301,18 +356,27 @@ class BaseEngine(EngineDefaults):
     def _gather_results(self, work: _Work) -> ForwardBackwardOutput:
         try:
             sums = self._sum_over_data_parallel(work.outputs) if work.outputs else {"loss": 0.0}
-        except Exception:  # the loss failed, here or on another rank: what was added up is no gradient
+        except (
+            Exception
+        ):  # the loss failed, here or on another rank: what was added up is no gradient
             self._drop_gradients()
             raise
         value = sums.pop("loss") / (work.denominator or 1.0)
         self._pending.append(value)
         return ForwardBackwardOutput(
-            loss=value, metrics=sums, denominator=work.denominator, num_tokens=work.micro_batches.num_tokens,
+            loss=value,
+            metrics=sums,
+            denominator=work.denominator,
+            num_tokens=work.micro_batches.num_tokens,
             num_micro_batches=len(work.outputs),
-        )  # fmt: skip
+        )
 
     def _clip(self) -> float:
-        return self._clip_gradients(self._require_optimizer("clip").clip_norm) if self._has_gradient else 0.0
+        return (
+            self._clip_gradients(self._require_optimizer("clip").clip_norm)
+            if self._has_gradient
+            else 0.0
+        )
 
     def _run_train(
         self, parts: Sequence[Batch], loss: LossFn, denominator: float, temperature: float
@@ -323,7 +387,9 @@ class BaseEngine(EngineDefaults):
         for index, part in enumerate(parts):
             with self._accumulation(last=index == len(parts) - 1):
                 known = coefficients_of(loss, part) if part.num_tokens else None
-                outputs = self.forward_step(part, needs=needs, temperature=temperature, coefficients=known)
+                outputs = self.forward_step(
+                    part, needs=needs, temperature=temperature, coefficients=known
+                )
                 result = self._apply_loss(loss, outputs, part)
                 (result.loss / denominator).backward()
                 results.append(LossOutput(loss=result.loss.detach(), metrics=result.metrics))
@@ -339,7 +405,9 @@ class BaseEngine(EngineDefaults):
             return _no_loss(outputs)
         try:
             return evaluate(loss, outputs, part.to(_device_of(outputs)))
-        except Exception as error:  # whatever a caller's function raises; raised again by `_own_sums`
+        except (
+            Exception
+        ) as error:  # whatever a caller's function raises; raised again by `_own_sums`
             if self.comm.world_size == 1:
                 raise
             self._loss_error = error
@@ -383,7 +451,9 @@ class BaseEngine(EngineDefaults):
 
     def _require_optimizer(self, called: str) -> Any:
         if self.config.optimizer is None:
-            raise EngineStateError(called, "for inference only (optimizer: null)", "configured with an optimizer")
+            raise EngineStateError(
+                called, "for inference only (optimizer: null)", "configured with an optimizer"
+            )
         return self.config.optimizer
 
     def _wait_for_save(self) -> None:
@@ -415,7 +485,9 @@ class BaseEngine(EngineDefaults):
 
     def _read_checkpoint(self, folder: Path, manifest: Manifest) -> Callable[[], None]:
         """Read and check the state; what replaces the engine's by it, which cannot fail."""
-        tensors = checkpoint.read(folder, manifest, comm=self._checkpoint_comm, layout=self._state_layout)
+        tensors = checkpoint.read(
+            folder, manifest, comm=self._checkpoint_comm, layout=self._state_layout
+        )
         return lambda: self._install_state(tensors)
 
     def _try_rng_state(self, state: Mapping[str, Any], folder: Path) -> None:
@@ -427,7 +499,9 @@ class BaseEngine(EngineDefaults):
             raise CheckpointCorrupt(
                 f"rank {self.topology.rank}'s generators cannot be restored",
                 where=str(folder),
-                why=error.why if isinstance(error, CheckpointCorrupt) else f"{type(error).__name__}: {error}",
+                why=error.why
+                if isinstance(error, CheckpointCorrupt)
+                else f"{type(error).__name__}: {error}",
                 remedy="use an earlier checkpoint",
             ) from error
         finally:
@@ -450,7 +524,12 @@ class BaseEngine(EngineDefaults):
 
     @abstractmethod
     def forward_step(
-        self, batch: Batch, *, needs: Sequence[str], temperature: float, coefficients: torch.Tensor | None = None
+        self,
+        batch: Batch,
+        *,
+        needs: Sequence[str],
+        temperature: float,
+        coefficients: torch.Tensor | None = None,
     ) -> TokenOutputs:
         """Run the model on one micro-batch; an empty one must take part in every collective.
 
@@ -480,7 +559,9 @@ class BaseEngine(EngineDefaults):
         """The training state as boxes of live tensors, under canonical keys (see docs/contract.md)."""
 
     @abstractmethod
-    def _state_layout(self, entries: Mapping[str, Entry]) -> dict[str, tuple[ShardSpec, torch.dtype]]:
+    def _state_layout(
+        self, entries: Mapping[str, Entry]
+    ) -> dict[str, tuple[ShardSpec, torch.dtype]]:
         """Which boxes this rank needs, given what a checkpoint holds; asked before anything is changed.
 
         Every ``model.`` key of this engine must be in it; ``optim.`` keys follow what was saved.

@@ -27,7 +27,18 @@ if TYPE_CHECKING:
 
 LOSS_WEIGHT = "loss_weight"
 INPUT_IDS, CU_SEQLENS = "input_ids", "cu_seqlens"
-DTYPES = ("float32", "float64", "float16", "bfloat16", "int64", "int32", "int16", "int8", "uint8", "bool")
+DTYPES = (
+    "float32",
+    "float64",
+    "float16",
+    "bfloat16",
+    "int64",
+    "int32",
+    "int16",
+    "int8",
+    "uint8",
+    "bool",
+)
 
 
 @register
@@ -51,7 +62,11 @@ class Batch:
     def __post_init__(self) -> None:
         _check_names(self.fields)
         object.__setattr__(self, "fields", MappingProxyType(dict(self.fields)))
-        for name, value in {"input_ids": self.input_ids, "cu_seqlens": self.cu_seqlens, **self.fields}.items():
+        for name, value in {
+            "input_ids": self.input_ids,
+            "cu_seqlens": self.cu_seqlens,
+            **self.fields,
+        }.items():
             _check_tensor(name, value)
             _check_device(name, value, self.input_ids)
         _check_ids(self.input_ids)
@@ -93,8 +108,12 @@ class Batch:
 
     def __getitem__(self, name: str) -> torch.Tensor:
         if name not in self.fields:
-            raise BatchError(name, "missing field", why=f"present: {', '.join(sorted(self.fields)) or 'none'}",
-                             remedy="add it where the batch is built: Batch(fields={...})")  # fmt: skip
+            raise BatchError(
+                name,
+                "missing field",
+                why=f"present: {', '.join(sorted(self.fields)) or 'none'}",
+                remedy="add it where the batch is built: Batch(fields={...})",
+            )
         return self.fields[name]
 
     def token_index(self, documents: Sequence[int]) -> torch.Tensor:
@@ -119,7 +138,11 @@ class Batch:
         index = self.token_index(documents).to(self.input_ids.device)
         ends = torch.tensor([0, *(self.lengths[d] for d in documents)], dtype=torch.int64).cumsum(0)
         picked = {name: value[index] for name, value in self.fields.items()}
-        return Batch(input_ids=self.input_ids[index], cu_seqlens=ends.to(self.cu_seqlens.device), fields=picked)
+        return Batch(
+            input_ids=self.input_ids[index],
+            cu_seqlens=ends.to(self.cu_seqlens.device),
+            fields=picked,
+        )
 
     def to(self, device: Any) -> Batch:
         """The same batch on ``device``. Raises ``BatchError`` for what is no device that holds values."""
@@ -132,7 +155,9 @@ class Batch:
 
     def with_fields(self, **extra: torch.Tensor) -> Batch:
         """The same documents with more (or replaced) fields."""
-        return Batch(input_ids=self.input_ids, cu_seqlens=self.cu_seqlens, fields={**self.fields, **extra})
+        return Batch(
+            input_ids=self.input_ids, cu_seqlens=self.cu_seqlens, fields={**self.fields, **extra}
+        )
 
     def with_computed(self, **extra: torch.Tensor) -> Batch:
         """As ``with_fields``, for a loss: what it has computed is not looked at, so that nothing waits for a device."""
@@ -148,8 +173,12 @@ class Batch:
         bad = ((self.input_ids < 0) | (self.input_ids >= vocab_size)).nonzero()
         if bad.numel():
             at = int(bad[0])
-            raise BatchError("input_ids", f"token id {int(self.input_ids[at])} is outside the vocabulary of {vocab_size}",
-                             index=at, remedy="use the tokenizer that belongs to this model")  # fmt: skip
+            raise BatchError(
+                "input_ids",
+                f"token id {int(self.input_ids[at])} is outside the vocabulary of {vocab_size}",
+                index=at,
+                remedy="use the tokenizer that belongs to this model",
+            )
 
     @staticmethod
     def pack(documents: Sequence[Mapping[str, Any]]) -> Batch:
@@ -161,11 +190,16 @@ class Batch:
 
         _check_sequence(documents, Mapping, "mappings of per-token values")
         if not documents:
-            return Batch(input_ids=torch.zeros(0, dtype=torch.int64), cu_seqlens=torch.zeros(1, dtype=torch.int64))
+            return Batch(
+                input_ids=torch.zeros(0, dtype=torch.int64),
+                cu_seqlens=torch.zeros(1, dtype=torch.int64),
+            )
         names = list(documents[0])
         rows = [_columns_of(index, document, names) for index, document in enumerate(documents)]
         columns = {name: torch.cat([row[name] for row in rows]) for name in names}
-        ends = torch.tensor([0, *(len(row[INPUT_IDS]) for row in rows)], dtype=torch.int64).cumsum(0)
+        ends = torch.tensor([0, *(len(row[INPUT_IDS]) for row in rows)], dtype=torch.int64).cumsum(
+            0
+        )
         ids = columns.pop(INPUT_IDS)
         return Batch(input_ids=ids, cu_seqlens=ends.to(ids.device), fields=columns)
 
@@ -180,18 +214,26 @@ class Batch:
         names = set(batches[0].fields)
         for index, batch in enumerate(batches):
             if set(batch.fields) != names:
-                raise BatchError("fields", f"{sorted(batch.fields)} differ from {sorted(names)}", index=index,
-                                 remedy="give all batches the same fields")  # fmt: skip
+                raise BatchError(
+                    "fields",
+                    f"{sorted(batch.fields)} differ from {sorted(names)}",
+                    index=index,
+                    remedy="give all batches the same fields",
+                )
             _check_device("input_ids", batch.input_ids, batches[0].input_ids)
         lengths = [length for batch in batches for length in batch.lengths]
         return Batch(
             input_ids=torch.cat([b.input_ids for b in batches]),
-            cu_seqlens=torch.tensor([0, *lengths], dtype=torch.int64).cumsum(0).to(batches[0].cu_seqlens.device),
+            cu_seqlens=torch.tensor([0, *lengths], dtype=torch.int64)
+            .cumsum(0)
+            .to(batches[0].cu_seqlens.device),
             fields={n: torch.cat([b[n] for b in batches]) for n in batches[0].fields},
         )
 
 
-def _unpickle(input_ids: torch.Tensor, cu_seqlens: torch.Tensor, extra: dict[str, torch.Tensor]) -> Batch:
+def _unpickle(
+    input_ids: torch.Tensor, cu_seqlens: torch.Tensor, extra: dict[str, torch.Tensor]
+) -> Batch:
     return Batch(input_ids=input_ids, cu_seqlens=cu_seqlens, fields=extra)
 
 
@@ -201,12 +243,16 @@ def _check_sequence(parts: object, kind: type, said: str) -> None:
         raise BatchError("documents", f"expected a list of {said}, got {kind_of(parts)}")
     for index, part in enumerate(cast("Sequence[object]", parts)):
         if not isinstance(part, kind):
-            raise BatchError("documents", f"expected a list of {said}, got {kind_of(part)}", index=index)
+            raise BatchError(
+                "documents", f"expected a list of {said}, got {kind_of(part)}", index=index
+            )
 
 
 def _check_names(fields: object) -> None:
     if not isinstance(fields, Mapping):
-        raise BatchError("fields", f"expected a mapping from names to tensors, got {kind_of(fields)}")
+        raise BatchError(
+            "fields", f"expected a mapping from names to tensors, got {kind_of(fields)}"
+        )
     for name in cast("Mapping[object, object]", fields):
         if not isinstance(name, str) or name in ("", INPUT_IDS, CU_SEQLENS):
             raise BatchError(
@@ -221,13 +267,23 @@ def _check_tensor(name: str, value: object) -> None:
     import torch
 
     if not isinstance(value, torch.Tensor):
-        raise BatchError(name, f"expected a tensor, got {kind_of(value)}", remedy="convert with torch.as_tensor")
+        raise BatchError(
+            name, f"expected a tensor, got {kind_of(value)}", remedy="convert with torch.as_tensor"
+        )
     refused = [
         (not _is_plain(value), f"a {type(value).__name__}", "convert it to torch.Tensor"),
         (value.is_meta, "a tensor on the meta device", "give it values"),
         (value.is_nested, "a nested tensor", "concatenate its parts"),
-        (value.layout is not torch.strided, f"a tensor of layout {value.layout}", "convert with .to_dense()"),
-        (value.requires_grad, "a tensor that requires a gradient", "take it out of the graph with .detach()"),
+        (
+            value.layout is not torch.strided,
+            f"a tensor of layout {value.layout}",
+            "convert with .to_dense()",
+        ),
+        (
+            value.requires_grad,
+            "a tensor that requires a gradient",
+            "take it out of the graph with .detach()",
+        ),
         (
             str(value.dtype).removeprefix("torch.") not in DTYPES,
             f"a tensor of {value.dtype}",
@@ -236,14 +292,18 @@ def _check_tensor(name: str, value: object) -> None:
     ]
     for wrong, got, remedy in refused:
         if wrong:
-            raise BatchError(name, f"expected a plain, dense tensor of numbers, got {got}", remedy=remedy)
+            raise BatchError(
+                name, f"expected a plain, dense tensor of numbers, got {got}", remedy=remedy
+            )
 
 
 def _is_plain(value: torch.Tensor) -> bool:
     """Return whether a tensor is of the class that its device makes, which a backend written in Python defines."""
     import torch
 
-    return type(value) in (torch.Tensor, torch.nn.Parameter) or type(value) is type(torch.empty(0, device=value.device))
+    return type(value) in (torch.Tensor, torch.nn.Parameter) or type(value) is type(
+        torch.empty(0, device=value.device)
+    )
 
 
 def _check_target(device: Any) -> None:
@@ -256,7 +316,9 @@ def _check_target(device: Any) -> None:
             "device", f"expected a device, got {device!r:.100}", why=str(error).split("\n", 1)[0]
         ) from error
     if kind == "meta":
-        raise BatchError("device", "the meta device holds no values", remedy="give one that computes")
+        raise BatchError(
+            "device", "the meta device holds no values", remedy="give one that computes"
+        )
 
 
 def _check_device(name: str, value: torch.Tensor, ids: torch.Tensor) -> None:
@@ -268,7 +330,9 @@ def _check_device(name: str, value: torch.Tensor, ids: torch.Tensor) -> None:
         )
 
 
-def _columns_of(index: int, document: Mapping[str, Any], names: Sequence[str]) -> dict[str, torch.Tensor]:
+def _columns_of(
+    index: int, document: Mapping[str, Any], names: Sequence[str]
+) -> dict[str, torch.Tensor]:
     """Return a document's columns as tensors of one length. Raises ``BatchError``."""
     if set(document) != set(names):
         raise BatchError(
@@ -284,7 +348,10 @@ def _columns_of(index: int, document: Mapping[str, Any], names: Sequence[str]) -
     for name, column in columns.items():
         if len(column) != size:
             raise BatchError(
-                name, f"{len(column)} values for {size} tokens", index=index, remedy="give one value a token"
+                name,
+                f"{len(column)} values for {size} tokens",
+                index=index,
+                remedy="give one value a token",
             )
         _check_device(name, column, columns[INPUT_IDS])
     return columns
@@ -301,18 +368,34 @@ def _column(index: int, name: str, value: object) -> torch.Tensor:
         _check_kinds(index, name, rows, numbers.Integral if ids else numbers.Real)
     elif not hasattr(value, "__array__"):  # tensors and NumPy's arrays have it
         raise BatchError(
-            name, f"expected a list, an array or a tensor of {expected}, got {kind_of(value)}", index=index
+            name,
+            f"expected a list, an array or a tensor of {expected}, got {kind_of(value)}",
+            index=index,
         )
     own = torch.int64 if ids else torch.float32
     try:
         column = torch.as_tensor(value, dtype=None if rows is None else own)
-    except (TypeError, ValueError, OverflowError, RuntimeError) as error:  # torch has no one error for this
-        raise BatchError(name, f"expected {expected}, got {kind_of(value)}", index=index, why=str(error)) from error
+    except (
+        TypeError,
+        ValueError,
+        OverflowError,
+        RuntimeError,
+    ) as error:  # torch has no one error for this
+        raise BatchError(
+            name, f"expected {expected}, got {kind_of(value)}", index=index, why=str(error)
+        ) from error
     _check_tensor(name, column)
     if column.dim() != 1:
-        raise BatchError(name, f"expected one value a token, got the shape {tuple(column.shape)}", index=index)
+        raise BatchError(
+            name, f"expected one value a token, got the shape {tuple(column.shape)}", index=index
+        )
     if ids and (column.is_floating_point() or column.dtype == torch.bool):
-        raise BatchError(name, f"expected integers, got {column.dtype}", index=index, remedy="convert with .long()")
+        raise BatchError(
+            name,
+            f"expected integers, got {column.dtype}",
+            index=index,
+            remedy="convert with .long()",
+        )
     return column if isinstance(value, torch.Tensor) else column.to(own)
 
 
@@ -325,7 +408,9 @@ def _check_kinds(index: int, name: str, values: Sequence[object], wanted: type) 
     for found in set(map(type, values)):
         if not issubclass(found, wanted) or (name == INPUT_IDS and found is bool):
             raise BatchError(
-                name, f"expected a list of {wanted.__name__} numbers, got a {found.__name__} in it", index=index
+                name,
+                f"expected a list of {wanted.__name__} numbers, got a {found.__name__} in it",
+                index=index,
             )
 
 
@@ -334,52 +419,91 @@ def _check_ids(ids: torch.Tensor) -> None:
 
     if ids.dim() != 1:
         raise BatchError(
-            "input_ids", f"shape {tuple(ids.shape)}, not [T]", remedy="pack the documents, without padding"
+            "input_ids",
+            f"shape {tuple(ids.shape)}, not [T]",
+            remedy="pack the documents, without padding",
         )
     if ids.dtype != torch.int64:
-        raise BatchError("input_ids", f"dtype {ids.dtype}, not torch.int64", remedy="convert with .long()")
+        raise BatchError(
+            "input_ids", f"dtype {ids.dtype}, not torch.int64", remedy="convert with .long()"
+        )
 
 
 def _check_boundaries(cu: torch.Tensor, tokens: int) -> None:
     import torch
 
     if cu.dim() != 1 or cu.shape[0] < 1 or cu.dtype not in (torch.int32, torch.int64):
-        raise BatchError("cu_seqlens", f"shape {tuple(cu.shape)}, dtype {cu.dtype}", remedy="give [D+1] int32 or int64")
+        raise BatchError(
+            "cu_seqlens",
+            f"shape {tuple(cu.shape)}, dtype {cu.dtype}",
+            remedy="give [D+1] int32 or int64",
+        )
     if int(cu[0]) != 0:
         raise BatchError(
-            "cu_seqlens", f"starts at {int(cu[0])}, not 0", index=0, remedy="begin with 0: [0, n0, n0+n1, …]"
+            "cu_seqlens",
+            f"starts at {int(cu[0])}, not 0",
+            index=0,
+            remedy="begin with 0: [0, n0, n0+n1, …]",
         )
     falls = (cu[1:] <= cu[:-1]).nonzero()
     if falls.numel():
         at = int(falls[0]) + 1
-        raise BatchError("cu_seqlens", f"{int(cu[at])} does not rise above {int(cu[at - 1])}", index=at,
-                         why="documents would be empty, overlap or be out of order",
-                         remedy="give sorted, distinct boundaries")  # fmt: skip
+        raise BatchError(
+            "cu_seqlens",
+            f"{int(cu[at])} does not rise above {int(cu[at - 1])}",
+            index=at,
+            why="documents would be empty, overlap or be out of order",
+            remedy="give sorted, distinct boundaries",
+        )
     if int(cu[-1]) != tokens:
-        raise BatchError("cu_seqlens", f"ends at {int(cu[-1])}, but input_ids has {tokens} tokens", index=len(cu) - 1,
-                         remedy="end with the number of tokens; nothing may stand outside a document")  # fmt: skip
+        raise BatchError(
+            "cu_seqlens",
+            f"ends at {int(cu[-1])}, but input_ids has {tokens} tokens",
+            index=len(cu) - 1,
+            remedy="end with the number of tokens; nothing may stand outside a document",
+        )
 
 
 def _check_field(name: str, value: torch.Tensor, tokens: int) -> None:
     if tuple(value.shape) != (tokens,):
-        raise BatchError(name, f"shape {tuple(value.shape)}, not [{tokens}]", remedy="give one value a token")
+        raise BatchError(
+            name, f"shape {tuple(value.shape)}, not [{tokens}]", remedy="give one value a token"
+        )
     if value.is_floating_point() and not bool(value.isfinite().all()):
         at = int((~value.isfinite()).nonzero()[0])
         raise BatchError(
-            name, f"{float(value[at])} is not finite", index=at, remedy="look where this field is computed"
+            name,
+            f"{float(value[at])} is not finite",
+            index=at,
+            remedy="look where this field is computed",
         )
 
 
 def _check_loss_weight(batch: Batch) -> None:
     weight = batch.loss_weight
     if not weight.is_floating_point():
-        raise BatchError(LOSS_WEIGHT, f"dtype {weight.dtype} is not floating", remedy="convert with .float()")
+        raise BatchError(
+            LOSS_WEIGHT, f"dtype {weight.dtype} is not floating", remedy="convert with .float()"
+        )
     negative = (weight < 0).nonzero()
     if negative.numel():
         at = int(negative[0])
-        raise BatchError(LOSS_WEIGHT, f"{float(weight[at])} is negative", index=at,
-                         remedy="a sign belongs into the loss or the advantages")  # fmt: skip
-    first = batch.cu_seqlens[:-1][weight[batch.cu_seqlens[:-1]] != 0] if batch.num_tokens else weight[:0]
+        raise BatchError(
+            LOSS_WEIGHT,
+            f"{float(weight[at])} is negative",
+            index=at,
+            remedy="a sign belongs into the loss or the advantages",
+        )
+    first = (
+        batch.cu_seqlens[:-1][weight[batch.cu_seqlens[:-1]] != 0]
+        if batch.num_tokens
+        else weight[:0]
+    )
     if first.numel():
-        raise BatchError(LOSS_WEIGHT, "a document's first token carries loss", index=int(first[0]),
-                         why="nothing comes before it, so it has no prediction", remedy="set it to 0")  # fmt: skip
+        raise BatchError(
+            LOSS_WEIGHT,
+            "a document's first token carries loss",
+            index=int(first[0]),
+            why="nothing comes before it, so it has no prediction",
+            remedy="set it to 0",
+        )

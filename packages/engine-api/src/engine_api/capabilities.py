@@ -71,7 +71,9 @@ def refuse_undeclared(config: EngineConfig, declared: Iterable[str], engine: str
             raise unsupported(capability, engine, have)
 
 
-def unsupported(capability: Capability, engine: str, declared: Iterable[str]) -> UnsupportedCapability:
+def unsupported(
+    capability: Capability, engine: str, declared: Iterable[str]
+) -> UnsupportedCapability:
     """The error for an undeclared capability, with what the engine does declare."""
     return UnsupportedCapability(
         capability,

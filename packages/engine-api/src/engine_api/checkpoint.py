@@ -62,16 +62,25 @@ if TYPE_CHECKING:
 log = logging.getLogger("engine_api")
 
 LATEST = "latest"
-_STEP = re.compile(r"step-(\d+)")  # of a folder's whole name; its number says which of two is the newer
+_STEP = re.compile(
+    r"step-(\d+)"
+)  # of a folder's whole name; its number says which of two is the newer
 State = Mapping[str, "tuple[torch.Tensor, ShardSpec]"]
 # Given the unfinished folder, writes what one rank writes; the tensors, and the names of its files.
 Save = Callable[[Path], tuple[dict[str, Entry], Sequence[str]]]
 
 
 def write(
-    directory: Path, *, comm: Comm, state: State, rank_state: Mapping[str, Any], step: int, engine: str,
-    topology: Mapping[str, int], extra: Mapping[str, Any],
-) -> CheckpointInfo:  # fmt: skip
+    directory: Path,
+    *,
+    comm: Comm,
+    state: State,
+    rank_state: Mapping[str, Any],
+    step: int,
+    engine: str,
+    topology: Mapping[str, int],
+    extra: Mapping[str, Any],
+) -> CheckpointInfo:
     """Write a portable checkpoint; see `write_files`.
 
     Args:
@@ -79,16 +88,31 @@ def write(
     """
     own = {key: box for key, box in state.items() if box[1].replica == 0 and not box[1].is_empty}
     return write_files(
-        directory, comm=comm, num_bytes=sum(tensor.nbytes for tensor, _ in own.values()),
-        save=lambda partial: _save_boxes(partial, comm.rank, own), rank_state=rank_state, step=step, engine=engine,
-        topology=topology, extra=extra,
-    )  # fmt: skip
+        directory,
+        comm=comm,
+        num_bytes=sum(tensor.nbytes for tensor, _ in own.values()),
+        save=lambda partial: _save_boxes(partial, comm.rank, own),
+        rank_state=rank_state,
+        step=step,
+        engine=engine,
+        topology=topology,
+        extra=extra,
+    )
 
 
 def write_files(
-    directory: Path, *, comm: Comm, num_bytes: int, save: Save, rank_state: Mapping[str, Any], step: int, engine: str,
-    topology: Mapping[str, int], extra: Mapping[str, Any], state: str = PORTABLE,
-) -> CheckpointInfo:  # fmt: skip
+    directory: Path,
+    *,
+    comm: Comm,
+    num_bytes: int,
+    save: Save,
+    rank_state: Mapping[str, Any],
+    step: int,
+    engine: str,
+    topology: Mapping[str, int],
+    extra: Mapping[str, Any],
+    state: str = PORTABLE,
+) -> CheckpointInfo:
     """Write a checkpoint on all ranks together and give it its final name.
 
     Args:
@@ -111,8 +135,15 @@ def write_files(
         # A memory-mapped file on a full disk dies by SIGBUS: ask for the room of all ranks first.
         together(comm, lambda: require_room(partial, need))
         parts = together(comm, lambda: _write_rank(partial, comm.rank, save, rank_state))
-        manifest = _merge(parts, step=step, engine=engine, world_size=comm.world_size, topology=topology, extra=extra,
-                          state=state)  # fmt: skip
+        manifest = _merge(
+            parts,
+            step=step,
+            engine=engine,
+            world_size=comm.world_size,
+            topology=topology,
+            extra=extra,
+            state=state,
+        )
         together(comm, lambda: _commit(directory, partial, manifest) if comm.rank == 0 else None)
     except OSError as error:
         raise _write_error(directory, error) from error
@@ -120,16 +151,23 @@ def write_files(
         # Everybody is past its last write here, on success and on failure alike.
         if comm.rank == 0:
             shutil.rmtree(partial, ignore_errors=True)
-    return CheckpointInfo(path=directory, step=step, extra=dict(extra), num_bytes=manifest.num_bytes)
+    return CheckpointInfo(
+        path=directory, step=step, extra=dict(extra), num_bytes=manifest.num_bytes
+    )
 
 
 def _prepare(directory: Path, partial: Path) -> None:
     if directory.exists():
-        raise CheckpointWriteError("a checkpoint already stands there", where=str(directory),
-                                   remedy="choose another name, or remove it first")  # fmt: skip
+        raise CheckpointWriteError(
+            "a checkpoint already stands there",
+            where=str(directory),
+            remedy="choose another name, or remove it first",
+        )
     shutil.rmtree(partial, ignore_errors=True)  # a killed save's remains
     (partial / "state").mkdir(parents=True)
-    later = [path.name for number, path in steps(directory.parent).items() if number > _number(directory)]
+    later = [
+        path.name for number, path in steps(directory.parent).items() if number > _number(directory)
+    ]
     if later and _number(directory) >= 0:
         log.warning(
             "%s is saved beside %s, which counts as newer: who loads %s without naming a step gets %s",
@@ -144,8 +182,12 @@ def _check_extra(extra: Mapping[str, Any]) -> None:
     try:
         json.dumps(dict(extra))
     except (TypeError, ValueError) as error:
-        raise ConfigError("extra", "cannot be written as JSON", why=str(error),
-                          remedy="give save_checkpoint numbers, strings, lists and mappings of them") from error  # fmt: skip
+        raise ConfigError(
+            "extra",
+            "cannot be written as JSON",
+            why=str(error),
+            remedy="give save_checkpoint numbers, strings, lists and mappings of them",
+        ) from error
 
 
 def _write_rank(
@@ -182,7 +224,9 @@ def _storable(tensor: torch.Tensor) -> torch.Tensor:
 
 def _describe(file: str, tensor: torch.Tensor, spec: ShardSpec) -> Entry:
     shard = Shard(file=file, offset=spec.offset, shape=spec.shape)
-    return Entry(dtype=str(tensor.dtype).removeprefix("torch."), shape=spec.global_shape, shards=(shard,))
+    return Entry(
+        dtype=str(tensor.dtype).removeprefix("torch."), shape=spec.global_shape, shards=(shard,)
+    )
 
 
 def require_room(folder: Path, need: int) -> None:
@@ -192,7 +236,9 @@ def require_room(folder: Path, need: int) -> None:
         raise OSError(errno.ENOSPC, f"{need} bytes needed, {free} free", str(folder))
 
 
-def _merge(parts: list[tuple[dict[str, Entry], dict[str, dict[str, Any]]]], **about: Any) -> Manifest:
+def _merge(
+    parts: list[tuple[dict[str, Entry], dict[str, dict[str, Any]]]], **about: Any
+) -> Manifest:
     tensors: dict[str, Entry] = {}
     files: dict[str, dict[str, Any]] = {}
     for entries, written in parts:
@@ -228,9 +274,14 @@ def _commit(directory: Path, partial: Path, manifest: Manifest) -> None:
 
 def _write_error(directory: Path, error: OSError) -> CheckpointWriteError:
     full = error.errno == errno.ENOSPC
-    return CheckpointWriteError("the checkpoint could not be written", where=str(directory), why=str(error),
-                                remedy="free disk space; earlier checkpoints are untouched" if full else
-                                "check path and permissions; earlier checkpoints are untouched")  # fmt: skip
+    return CheckpointWriteError(
+        "the checkpoint could not be written",
+        where=str(directory),
+        why=str(error),
+        remedy="free disk space; earlier checkpoints are untouched"
+        if full
+        else "check path and permissions; earlier checkpoints are untouched",
+    )
 
 
 def locate(directory: Path) -> Path:
@@ -263,7 +314,9 @@ def locate(directory: Path) -> Path:
 
 def steps(directory: Path) -> dict[int, Path]:
     """Return the whole checkpoints ``step-N`` in a folder of checkpoints by their number, the lowest first."""
-    found = {_number(path): path for path in directory.glob("step-*") if (path / MANIFEST).is_file()}
+    found = {
+        _number(path): path for path in directory.glob("step-*") if (path / MANIFEST).is_file()
+    }
     return {number: found[number] for number in sorted(found) if number >= 0}
 
 
@@ -301,7 +354,10 @@ def _read_pointer(pointer: Path) -> Path:
 
 def _foreign_pointer(pointer: Path, why: str) -> CheckpointCorrupt:
     return CheckpointCorrupt(
-        "it does not name a folder beside it", where=str(pointer), why=why, remedy="name one of its step folders"
+        "it does not name a folder beside it",
+        where=str(pointer),
+        why=why,
+        remedy="name one of its step folders",
     )
 
 
@@ -342,11 +398,17 @@ def find(directory: Path, comm: Comm) -> tuple[Path, Manifest]:
 
 def verify(folder: Path, manifest: Manifest, comm: Comm) -> None:
     """Raise ``CheckpointCorrupt`` where a file is missing or altered. Each is checked by one rank, not by all of them."""
-    mine = {name: f for i, (name, f) in enumerate(sorted(manifest.files.items())) if i % comm.world_size == comm.rank}
+    mine = {
+        name: f
+        for i, (name, f) in enumerate(sorted(manifest.files.items()))
+        if i % comm.world_size == comm.rank
+    }
     together(comm, lambda: verify_files(folder, mine))
 
 
-def read_rank_state(folder: Path, manifest: Manifest, comm: Comm, rank: int) -> dict[str, Any] | None:
+def read_rank_state(
+    folder: Path, manifest: Manifest, comm: Comm, rank: int
+) -> dict[str, Any] | None:
     """What rank ``rank`` wrote of itself; None for another world size. Raises ``CheckpointCorrupt``."""
     if manifest.world_size != comm.world_size:
         return None
@@ -356,15 +418,20 @@ def read_rank_state(folder: Path, manifest: Manifest, comm: Comm, rank: int) -> 
 def _check_portable(folder: Path, manifest: Manifest) -> None:
     if manifest.state != PORTABLE:
         sizes = ", ".join(f"{name} {size}" for name, size in manifest.topology.items())
-        raise CheckpointMismatch(f"the checkpoint is in a format of {manifest.engine}'s own", where=str(folder),
-                                 why=f"its state is {manifest.state!r}, not {PORTABLE!r}; {manifest.world_size} ranks wrote it: {sizes}",
-                                 remedy=f"load it with {manifest.engine} in that layout, and save it again as {PORTABLE}")  # fmt: skip
+        raise CheckpointMismatch(
+            f"the checkpoint is in a format of {manifest.engine}'s own",
+            where=str(folder),
+            why=f"its state is {manifest.state!r}, not {PORTABLE!r}; {manifest.world_size} ranks wrote it: {sizes}",
+            remedy=f"load it with {manifest.engine} in that layout, and save it again as {PORTABLE}",
+        )
 
 
 def _read_rank_file(folder: Path, manifest: Manifest, rank: int) -> dict[str, Any]:
     name = f"rank-{rank:05d}.json"
     if name not in manifest.files:
-        raise CheckpointCorrupt(f"{name} is not in the manifest", where=str(folder), remedy="use an earlier checkpoint")
+        raise CheckpointCorrupt(
+            f"{name} is not in the manifest", where=str(folder), remedy="use an earlier checkpoint"
+        )
     try:
         state = json.loads((folder / name).read_bytes())
     except (OSError, ValueError, RecursionError) as error:
@@ -375,7 +442,9 @@ def _read_rank_file(folder: Path, manifest: Manifest, rank: int) -> dict[str, An
 
 
 def _unreadable(path: Path, why: object) -> CheckpointCorrupt:
-    return CheckpointCorrupt("it cannot be read", where=str(path), why=str(why), remedy="use an earlier checkpoint")
+    return CheckpointCorrupt(
+        "it cannot be read", where=str(path), why=str(why), remedy="use an earlier checkpoint"
+    )
 
 
 def check_optimizer_state(folder: Path, manifest: Manifest, fields: Collection[str]) -> None:
@@ -390,14 +459,20 @@ def check_optimizer_state(folder: Path, manifest: Manifest, fields: Collection[s
     for key in manifest.tensors:
         if (kept := field_of(key)) is not None:
             saved.setdefault(kept[0], set()).add(kept[1])
-    weights = {name: entry for key, entry in manifest.tensors.items() if (name := weight_of(key)) is not None}
+    weights = {
+        name: entry
+        for key, entry in manifest.tensors.items()
+        if (name := weight_of(key)) is not None
+    }
     # Earlier releases did not record which weights had had a step: there, one without any state may have had none.
     needed = saved.keys() | {name for name, entry in weights.items() if entry.stepped}
     every = {kept for own in saved.values() for kept in own} or set(fields)
     if not needed and fields and manifest.step > 0:
         needed = weights.keys()
     missing = [
-        f"optim.{name}.{kept}" for name in sorted(needed) for kept in sorted(every - saved.get(name, set[str]()))
+        f"optim.{name}.{kept}"
+        for name in sorted(needed)
+        for kept in sorted(every - saved.get(name, set[str]()))
     ]
     if missing:
         raise CheckpointMismatch(
@@ -410,25 +485,32 @@ def check_optimizer_state(folder: Path, manifest: Manifest, fields: Collection[s
 
 def without_optimizer(manifest: Manifest) -> Manifest:
     """Return the manifest as if no optimizer state had been saved."""
-    return replace(manifest, tensors={key: e for key, e in manifest.tensors.items() if field_of(key) is None})
+    return replace(
+        manifest, tensors={key: e for key, e in manifest.tensors.items() if field_of(key) is None}
+    )
 
 
 def _check_keys(folder: Path, manifest: Manifest, wanted: Layout) -> None:
     missing = sorted(set(wanted) - set(manifest.tensors))
     # An engine without an optimizer leaves the moments of a training run unread.
     trains = any(key.startswith("optim.") for key in wanted)
-    unknown = sorted(k for k in set(manifest.tensors) - set(wanted) if trains or not k.startswith("optim."))
+    unknown = sorted(
+        k for k in set(manifest.tensors) - set(wanted) if trains or not k.startswith("optim.")
+    )
     differ = [
         f"{key}: checkpoint {tuple(manifest.tensors[key].shape)}, model {spec.global_shape}"
         for key, (spec, _) in wanted.items()
         if key in manifest.tensors and tuple(manifest.tensors[key].shape) != spec.global_shape
     ]
-    problems = [f"missing: {_few(missing)}"] * bool(missing) + [f"unknown: {_few(unknown)}"] * bool(unknown)
+    problems = [f"missing: {_few(missing)}"] * bool(missing) + [f"unknown: {_few(unknown)}"] * bool(
+        unknown
+    )
     problems += [f"shapes: {_few(differ)}"] * bool(differ)
     kinds = [
         f"{key}: checkpoint {manifest.tensors[key].dtype}, model {str(dtype).removeprefix('torch.')}"
         for key, (_, dtype) in wanted.items()
-        if key in manifest.tensors and _is_floating(manifest.tensors[key].dtype) != dtype.is_floating_point
+        if key in manifest.tensors
+        and _is_floating(manifest.tensors[key].dtype) != dtype.is_floating_point
     ]
     problems += [f"dtypes: {_few(kinds)}"] * bool(kinds)
     if problems:
@@ -471,7 +553,9 @@ def _read_boxes(folder: Path, manifest: Manifest, wanted: Layout) -> dict[str, t
             reader: Any = safe_open(folder / file, framework="pt")  # it is not annotated
             with reader as handle:
                 for key, shard in shards:
-                    _copy_overlap(handle, key, shard, wanted[key][0], out[key], manifest.tensors[key].dtype)
+                    _copy_overlap(
+                        handle, key, shard, wanted[key][0], out[key], manifest.tensors[key].dtype
+                    )
         except (OSError, ValueError, SafetensorError) as error:
             raise _unreadable(folder / file, error) from error
     return out
@@ -505,7 +589,9 @@ def _cover_once(shards: Sequence[Shard], spec: ShardSpec) -> bool:
     return int((low < high).all(-1).sum()) == len(met)
 
 
-def _copy_overlap(handle: Any, key: str, shard: Shard, spec: ShardSpec, target: torch.Tensor, dtype: str) -> None:
+def _copy_overlap(
+    handle: Any, key: str, shard: Shard, spec: ShardSpec, target: torch.Tensor, dtype: str
+) -> None:
     stored = handle.get_slice(key)
     shape = tuple(stored.get_shape())
     if shape != shard.shape:
@@ -518,4 +604,6 @@ def _copy_overlap(handle: Any, key: str, shard: Shard, spec: ShardSpec, target: 
     if (found := str(source.dtype).removeprefix("torch.")) != dtype:
         raise ValueError(f"{key} is {found}, the manifest says {dtype}")
     met = zip(_overlap(shard, spec), spec.offset, strict=True)
-    target[tuple(slice(low - offset, high - offset) for (low, high), offset in met)] = source.to(target.dtype)
+    target[tuple(slice(low - offset, high - offset) for (low, high), offset in met)] = source.to(
+        target.dtype
+    )

@@ -109,11 +109,23 @@ def decode(message: bytes | bytearray | memoryview) -> Any:
     if end > len(view):
         raise _foreign(f"expected {end} bytes at least, got {len(view)}")
     try:
-        return json.loads(bytes(view[start:end]), object_hook=_Decoder(view[end:]), parse_constant=_no_constant)
+        return json.loads(
+            bytes(view[start:end]), object_hook=_Decoder(view[end:]), parse_constant=_no_constant
+        )
     except CodecError:
         raise
     # Bytes from outside: JSON that is none, parts of the wrong type, fields that a class lacks or refuses.
-    except (ValueError, TypeError, KeyError, IndexError, AttributeError, OverflowError, RecursionError, RuntimeError, EngineError) as error:  # fmt: skip
+    except (
+        ValueError,
+        TypeError,
+        KeyError,
+        IndexError,
+        AttributeError,
+        OverflowError,
+        RecursionError,
+        RuntimeError,
+        EngineError,
+    ) as error:
         raise _foreign(f"{type(error).__name__}: {error}") from error
 
 
@@ -123,16 +135,20 @@ def _no_constant(text: str) -> Any:
 
 def _cannot(path: str, why: str) -> CodecError:
     return CodecError(
-        f"{path} cannot be sent", where=WHERE, why=why,
+        f"{path} cannot be sent",
+        where=WHERE,
+        why=why,
         remedy="send numbers, text, lists, dicts, tensors or a class that engine_api.codec.register knows",
-    )  # fmt: skip
+    )
 
 
 def _foreign(why: str) -> CodecError:
     return CodecError(
-        "the bytes are no message of this run", where=WHERE, why=why,
+        "the bytes are no message of this run",
+        where=WHERE,
+        why=why,
         remedy="see who else can reach this run's store and ports, and that all processes have the same packages",
-    )  # fmt: skip
+    )
 
 
 class _Encoder:
@@ -176,13 +192,16 @@ class _Encoder:
         if _TAG not in value and all(type(key) is str for key in value):
             return {key: self.node(item, f"{path}[{key!r}]") for key, item in value.items()}
         pairs = [
-            [self.node(key, f"a key of {path}"), self.node(item, f"{path}[{key!r}]")] for key, item in value.items()
+            [self.node(key, f"a key of {path}"), self.node(item, f"{path}[{key!r}]")]
+            for key, item in value.items()
         ]
         return {_TAG: "dict", "v": pairs}
 
     def _rare(self, value: Any, path: str) -> Any:
         if isinstance(value, set | frozenset) and type(value) in (set, frozenset):
-            items = sorted((self.node(item, f"an item of {path}") for item in value), key=json.dumps)
+            items = sorted(
+                (self.node(item, f"an item of {path}") for item in value), key=json.dumps
+            )
             return {_TAG: type(value).__name__, "v": items}
         if type(value) is bytes:
             return {_TAG: "bytes", "b": self._buffer(value)}
@@ -203,19 +222,32 @@ class _Encoder:
             return {_TAG: "size", "v": list(value)}
         if not isinstance(value, torch.Tensor):
             return None
-        if value.layout is not torch.strided or value.is_meta or value.is_nested or value.is_quantized:
+        if (
+            value.layout is not torch.strided
+            or value.is_meta
+            or value.is_nested
+            or value.is_quantized
+        ):
             raise _cannot(
-                path, f"it is a tensor of layout {value.layout} on {value.device}, not a dense one with values"
+                path,
+                f"it is a tensor of layout {value.layout} on {value.device}, not a dense one with values",
             )
         host = value.detach().resolve_conj().resolve_neg().cpu().contiguous()
-        flat = host.reshape(-1).view(torch.uint8) if host.numel() else host.new_empty(0, dtype=torch.uint8)
+        flat = (
+            host.reshape(-1).view(torch.uint8)
+            if host.numel()
+            else host.new_empty(0, dtype=torch.uint8)
+        )
         about = {"d": str(host.dtype).removeprefix("torch."), "s": list(host.shape)}
         return {_TAG: "tensor", **about, "b": self._buffer(flat.numpy().tobytes())}
 
     def _of_numpy(self, value: Any) -> dict[str, Any] | None:
         import numpy as np
 
-        if not (type(value) is np.ndarray or isinstance(value, np.generic)) or value.dtype.kind not in "biufc":
+        if (
+            not (type(value) is np.ndarray or isinstance(value, np.generic))
+            or value.dtype.kind not in "biufc"
+        ):
             return None
         about = {"d": value.dtype.str, "s": list(value.shape)}
         kind = "array" if type(value) is np.ndarray else "scalar"
@@ -271,7 +303,11 @@ class _Decoder:
 
         kind = _dtype(node["d"])
         data = bytearray(self.buffer(node))
-        flat = torch.frombuffer(data, dtype=torch.uint8).view(kind) if data else torch.empty(0, dtype=kind)
+        flat = (
+            torch.frombuffer(data, dtype=torch.uint8).view(kind)
+            if data
+            else torch.empty(0, dtype=kind)
+        )
         return flat.reshape(node["s"])
 
     def array(self, node: dict[str, Any]) -> Any:

@@ -22,7 +22,9 @@ class ModelSource:
 
     path: str
     revision: str | None = None
-    init: Literal["pretrained", "random"] = "pretrained"  # random: only config.json is read, weights from the seed
+    init: Literal["pretrained", "random"] = (
+        "pretrained"  # random: only config.json is read, weights from the seed
+    )
     trust_remote_code: bool = False
     attention: str = "auto"  # the engine's kernel for packed documents; see its documentation
     config_overrides: Mapping[str, Any] = field(default_factory=dict[str, Any])
@@ -49,7 +51,9 @@ class OptimizerConfig:
     """
 
     clip_norm: float | None = 1.0  # global 2-norm; None: no clipping
-    kwargs: Mapping[str, Any] = field(default_factory=dict[str, Any])  # passed to the optimizer's constructor
+    kwargs: Mapping[str, Any] = field(
+        default_factory=dict[str, Any]
+    )  # passed to the optimizer's constructor
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -92,11 +96,15 @@ class Memory:
     """What trades time for memory."""
 
     max_tokens: int = 16384  # token budget of a micro-batch on one data-parallel rank
-    pad_to_multiple: int = 1  # pad micro-batches to a multiple of this many tokens (steadier shapes)
+    pad_to_multiple: int = (
+        1  # pad micro-batches to a multiple of this many tokens (steadier shapes)
+    )
     logit_chunk: int = 4096  # tokens whose logits exist at the same time
     recompute: Literal["none", "full"] = "none"  # activation checkpointing of each block
     compile: bool = False  # torch.compile of each block
-    offload_params: bool = False  # weights, gradients and optimizer live on the CPU, streamed block by block
+    offload_params: bool = (
+        False  # weights, gradients and optimizer live on the CPU, streamed block by block
+    )
     offload_optimizer: bool = False  # optimizer state lives on the CPU between steps
     reshard_after_forward: bool = True
 
@@ -105,7 +113,9 @@ class Memory:
 class CheckpointConfig:
     """How checkpoints are written."""
 
-    async_save: bool = False  # write in a thread; save_checkpoint returns a handle that is not yet done
+    async_save: bool = (
+        False  # write in a thread; save_checkpoint returns a handle that is not yet done
+    )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -123,7 +133,9 @@ class EngineConfig:
     """Everything that an engine needs, apart from the data."""
 
     model: ModelSource
-    optimizer: OptimizerConfig | None = field(default_factory=OptimizerConfig)  # None: inference only
+    optimizer: OptimizerConfig | None = field(
+        default_factory=OptimizerConfig
+    )  # None: inference only
     schedule: ScheduleConfig = field(default_factory=ScheduleConfig)
     parallelism: Parallelism = field(default_factory=Parallelism)
     precision: Precision = field(default_factory=Precision)
@@ -136,7 +148,9 @@ class EngineConfig:
 
     def __post_init__(self) -> None:
         _check_positive("memory", self.memory, ("max_tokens", "pad_to_multiple", "logit_chunk"))
-        _check_positive("parallelism", self.parallelism, ("dp_replicate", "tp", "pp", "cp", "ep", "ulysses"))
+        _check_positive(
+            "parallelism", self.parallelism, ("dp_replicate", "tp", "pp", "cp", "ep", "ulysses")
+        )
         if self.parallelism.dp_shard != -1:
             _check_positive("parallelism", self.parallelism, ("dp_shard",))
         for section in ("model", "schedule", "precision", "memory"):
@@ -146,10 +160,16 @@ class EngineConfig:
             _check_optimizer(self.optimizer)
         if self.lora and self.lora.rank < 1:
             raise ConfigError(
-                "lora.rank", f"{self.lora.rank} is not a rank", remedy="give an integer >= 1, or lora: null"
+                "lora.rank",
+                f"{self.lora.rank} is not a rank",
+                remedy="give an integer >= 1, or lora: null",
             )
         if self.lora and not 0 <= self.lora.dropout < 1:
-            raise ConfigError("lora.dropout", f"{self.lora.dropout} is no probability below 1", remedy="give 0 to 1")
+            raise ConfigError(
+                "lora.dropout",
+                f"{self.lora.dropout} is no probability below 1",
+                remedy="give 0 to 1",
+            )
 
 
 def build_options(options: Any, cls: type[Any]) -> Any:
@@ -162,7 +182,9 @@ def build_options(options: Any, cls: type[Any]) -> Any:
     if options is None:
         return cls()
     if not isinstance(options, Mapping):
-        raise ConfigError("options", f"{type(options).__name__} given", remedy=f"give a mapping or {cls.__name__}")
+        raise ConfigError(
+            "options", f"{type(options).__name__} given", remedy=f"give a mapping or {cls.__name__}"
+        )
     known = [f.name for f in fields(cls)]
     given = cast("Mapping[str, Any]", options)
     for key in given:
@@ -174,10 +196,18 @@ def build_options(options: Any, cls: type[Any]) -> Any:
 
 def _check_option(name: str, value: object, hint: Any) -> None:
     """Numbers, strings and switches must be what they say; a switch is no number."""
-    fits: dict[Any, tuple[type, ...]] = {bool: (bool,), int: (int,), float: (int, float), str: (str,)}
+    fits: dict[Any, tuple[type, ...]] = {
+        bool: (bool,),
+        int: (int,),
+        float: (int, float),
+        str: (str,),
+    }
     if hint in fits and type(value) not in fits[hint]:
-        raise ConfigError(f"options.{name}", f"{value!r} is a {type(value).__name__}",
-                          remedy=f"give a value of type {hint.__name__}")  # fmt: skip
+        raise ConfigError(
+            f"options.{name}",
+            f"{value!r} is a {type(value).__name__}",
+            remedy=f"give a value of type {hint.__name__}",
+        )
 
 
 def near_matches(name: str, known: Sequence[str]) -> str:
@@ -185,7 +215,11 @@ def near_matches(name: str, known: Sequence[str]) -> str:
     from difflib import get_close_matches
 
     close = get_close_matches(name, known, n=3, cutoff=0.6)
-    return f"did you mean {' or '.join(close)}?" if close else f"known: {', '.join(sorted(known)) or 'none'}"
+    return (
+        f"did you mean {' or '.join(close)}?"
+        if close
+        else f"known: {', '.join(sorted(known)) or 'none'}"
+    )
 
 
 def _check_positive(section: str, part: object, names: Sequence[str]) -> None:
@@ -193,7 +227,9 @@ def _check_positive(section: str, part: object, names: Sequence[str]) -> None:
         value = getattr(part, name)
         if not isinstance(value, int) or value < 1:
             raise ConfigError(
-                f"{section}.{name}", f"{value!r} is not a positive integer", remedy="give an integer >= 1"
+                f"{section}.{name}",
+                f"{value!r} is not a positive integer",
+                remedy="give an integer >= 1",
             )
 
 
@@ -207,27 +243,50 @@ def _check_choices(section: str, part: object) -> None:
 
 def _check_optimizer(optimizer: OptimizerConfig) -> None:
     if not optimizer.lr >= 0:
-        raise ConfigError("optimizer.lr", f"{optimizer.lr} is not a learning rate", remedy="give a number >= 0")
+        raise ConfigError(
+            "optimizer.lr", f"{optimizer.lr} is not a learning rate", remedy="give a number >= 0"
+        )
     if optimizer.clip_norm is not None and not optimizer.clip_norm > 0:
-        raise ConfigError("optimizer.clip_norm", f"{optimizer.clip_norm} is not a positive norm",
-                          why="gradients would vanish or turn round", remedy="null turns clipping off")  # fmt: skip
-    given = [name for name in ("betas", "eps") if getattr(optimizer, name) != getattr(OptimizerConfig(), name)]
+        raise ConfigError(
+            "optimizer.clip_norm",
+            f"{optimizer.clip_norm} is not a positive norm",
+            why="gradients would vanish or turn round",
+            remedy="null turns clipping off",
+        )
+    given = [
+        name
+        for name in ("betas", "eps")
+        if getattr(optimizer, name) != getattr(OptimizerConfig(), name)
+    ]
     if given and optimizer.name != "adamw":
-        raise ConfigError(f"optimizer.{given[0]}", f"belongs to adamw, the optimizer is {optimizer.name}",
-                          remedy=f"put it under optimizer.kwargs: {{{given[0]}: …}}")  # fmt: skip
+        raise ConfigError(
+            f"optimizer.{given[0]}",
+            f"belongs to adamw, the optimizer is {optimizer.name}",
+            remedy=f"put it under optimizer.kwargs: {{{given[0]}: …}}",
+        )
 
 
 def _check_schedule(schedule: ScheduleConfig) -> None:
     if schedule.warmup_steps < 0:
-        raise ConfigError("schedule.warmup_steps", f"{schedule.warmup_steps} is negative", remedy="give 0 or more")
+        raise ConfigError(
+            "schedule.warmup_steps", f"{schedule.warmup_steps} is negative", remedy="give 0 or more"
+        )
     if not 0 <= schedule.min_ratio <= 1:
         raise ConfigError(
-            "schedule.min_ratio", f"{schedule.min_ratio} is no share of the learning rate", remedy="give 0 to 1"
+            "schedule.min_ratio",
+            f"{schedule.min_ratio} is no share of the learning rate",
+            remedy="give 0 to 1",
         )
     if schedule.name == "constant" and schedule.min_ratio:
-        raise ConfigError("schedule.min_ratio", f"{schedule.min_ratio} given, but a constant schedule never falls",
-                          remedy="schedule.name: linear or cosine, or leave it out")  # fmt: skip
+        raise ConfigError(
+            "schedule.min_ratio",
+            f"{schedule.min_ratio} given, but a constant schedule never falls",
+            remedy="schedule.name: linear or cosine, or leave it out",
+        )
     if schedule.name != "constant" and not schedule.total_steps:
         raise ConfigError(
-            "schedule.total_steps", "missing", why=f"schedule {schedule.name} ends somewhere", remedy="set it"
+            "schedule.total_steps",
+            "missing",
+            why=f"schedule {schedule.name} ends somewhere",
+            remedy="set it",
         )

@@ -13,7 +13,9 @@ from pathlib import Path
 
 from engine_api.codec import register
 
-Endpoint = tuple[str, int]  # address, in hexadecimal without the prefix of an IPv4 one in IPv6; port
+Endpoint = tuple[
+    str, int
+]  # address, in hexadecimal without the prefix of an IPv4 one in IPv6; port
 _ESTABLISHED = "01"
 _MAPPED = "0000000000000000FFFF0000"
 
@@ -49,7 +51,9 @@ class Process:
             kernel=_kernel(),
             host=host,
             log=_log(pid, host),
-            addresses=tuple(sorted({local[0] for _, local, _ in _connections() if not _is_loopback(local[0])})),
+            addresses=tuple(
+                sorted({local[0] for _, local, _ in _connections() if not _is_loopback(local[0])})
+            ),
         )
 
     @property
@@ -100,7 +104,12 @@ def hang_up(peers: Sequence[Process], spare: set[int]) -> int:
 def _stat(pid: int) -> tuple[str, str]:
     """Return a process's state and when it started; ("", "") without one."""
     try:
-        fields = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace").rpartition(")")[2].split()
+        fields = (
+            Path(f"/proc/{pid}/stat")
+            .read_text(encoding="utf-8", errors="replace")
+            .rpartition(")")[2]
+            .split()
+        )
     except OSError:
         return "", ""
     return fields[0], fields[19]
@@ -158,7 +167,11 @@ def _endpoint(text: str) -> Endpoint:
 
 def _is_loopback(address: str) -> bool:
     # As the kernel prints them on a little-endian machine: 127.0.0.0/8, ::1.
-    return address.endswith("7F") if len(address) == len("0100007F") else address == "00000000000000000000000001000000"
+    return (
+        address.endswith("7F")
+        if len(address) == len("0100007F")
+        else address == "00000000000000000000000001000000"
+    )
 
 
 def age(at: float) -> str:

@@ -55,7 +55,12 @@ class Engine(Protocol):
         ...
 
     def train_batch(
-        self, batch: Batch, loss: LossFn, *, denominator: float | None = None, temperature: float = 1.0
+        self,
+        batch: Batch,
+        loss: LossFn,
+        *,
+        denominator: float | None = None,
+        temperature: float = 1.0,
     ) -> TrainOutput:
         """Zero grad, forward and backward over micro-batches, clip, step, schedule.
 
@@ -72,7 +77,12 @@ class Engine(Protocol):
         ...
 
     def forward_backward(
-        self, batch: Batch, loss: LossFn, *, denominator: float | None = None, temperature: float = 1.0
+        self,
+        batch: Batch,
+        loss: LossFn,
+        *,
+        denominator: float | None = None,
+        temperature: float = 1.0,
     ) -> ForwardBackwardOutput:
         """The first half of ``train_batch``; gradients add up until ``optimizer_step``."""
         ...
@@ -90,7 +100,9 @@ class Engine(Protocol):
         """
         ...
 
-    def save_checkpoint(self, directory: Path | str, *, extra: Mapping[str, Any] | None = None) -> CheckpointHandle:
+    def save_checkpoint(
+        self, directory: Path | str, *, extra: Mapping[str, Any] | None = None
+    ) -> CheckpointHandle:
         """Write the whole training state to ``directory``; atomic. ``extra`` is the caller's own JSON."""
         ...
 
@@ -103,7 +115,11 @@ class Engine(Protocol):
         ...
 
     def get_per_tensor_param(
-        self, *, dtype: torch.dtype | None = None, adapter: Adapter = "merged", bucket_bytes: int = 512 << 20
+        self,
+        *,
+        dtype: torch.dtype | None = None,
+        adapter: Adapter = "merged",
+        bucket_bytes: int = 512 << 20,
     ) -> WeightExport:
         """(Hugging Face name, whole tensor), tied weights once, one order on all ranks, layer by layer.
 
@@ -126,7 +142,9 @@ class Engine(Protocol):
         """
         ...
 
-    def to(self, device: str, *, model: bool = True, optimizer: bool = True, grad: bool = True) -> None:
+    def to(
+        self, device: str, *, model: bool = True, optimizer: bool = True, grad: bool = True
+    ) -> None:
         """Move parts to ``cpu``, which gives their memory back to the device, or back to the engine's device."""
         ...
 

@@ -48,7 +48,9 @@ class EngineDefaults(ABC):
         """See ``Engine.save_hf``; raises ``UnsupportedCapability``."""
         raise self._refusal("save_hf", Capability.SAVE_HF)
 
-    def to(self, device: str, *, model: bool = True, optimizer: bool = True, grad: bool = True) -> None:
+    def to(
+        self, device: str, *, model: bool = True, optimizer: bool = True, grad: bool = True
+    ) -> None:
         """See ``Engine.to``; raises ``UnsupportedCapability``, or ``ConfigError`` for what is no device of it."""
         error = self._refusal("to", Capability.OFFLOAD)
         check_device(device, self.device_type)
@@ -57,7 +59,9 @@ class EngineDefaults(ABC):
     def _refusal(self, called: str, capability: Capability) -> Exception:
         if self._state != "ready":
             return EngineStateError(called, self._state, "ready")
-        assert capability not in self.capabilities, f"{capability} is declared, and {called} not overridden"
+        assert capability not in self.capabilities, (
+            f"{capability} is declared, and {called} not overridden"
+        )
         return unsupported(capability, self._name, self.capabilities)
 
     # --- hooks ------------------------------------------------------------------------------------
@@ -84,7 +88,11 @@ class EngineDefaults(ABC):
     def _check_needs(self, needs: Sequence[str]) -> None:
         """Raise ``ConfigError`` for an output that this engine does not give."""
         if absent := [name for name in needs if name not in self.gives]:
-            raise ConfigError("loss.needs", f"this engine gives no {absent[0]!r}", remedy=f"it gives: {', '.join(self.gives)}")  # fmt: skip
+            raise ConfigError(
+                "loss.needs",
+                f"this engine gives no {absent[0]!r}",
+                remedy=f"it gives: {', '.join(self.gives)}",
+            )
 
     def _optimizer_fields(self) -> Collection[str]:
         """Return what the optimizer keeps of a weight that has had a step, so that a load can ask for all of it.

@@ -83,11 +83,17 @@ class Device:
     """
 
     name = "cpu"
-    has_streams = False  # work is queued on streams, and torch's module of the device has them and events
-    process_groups = "gloo"  # what torch.distributed is told: the backend of host tensors, and of the device's
+    has_streams = (
+        False  # work is queued on streams, and torch's module of the device has them and events
+    )
+    process_groups = (
+        "gloo"  # what torch.distributed is told: the backend of host tensors, and of the device's
+    )
     pins_memory = False  # host memory can be pinned, for copies that do not wait
     fused_optimizer = True  # torch's AdamW has one kernel for all of its arithmetic
-    compiles_elementwise = False  # torch.compile makes one kernel of many elementwise ones, and that is worth its time
+    compiles_elementwise = (
+        False  # torch.compile makes one kernel of many elementwise ones, and that is worth its time
+    )
     float32_products = False  # matrices in half precision can be multiplied into float32
     transformer_engine = False  # NVIDIA's Transformer Engine has kernels for it
 
@@ -101,7 +107,9 @@ class Device:
     def probe(self) -> ProbeResult:
         """Whether it can be used here, asked without importing torch."""
         if torch_version() is None:
-            return ProbeResult(ok=False, reason="torch is not installed", remedy="pip install torch")
+            return ProbeResult(
+                ok=False, reason="torch is not installed", remedy="pip install torch"
+            )
         return ProbeResult(ok=True)
 
     def attention(self, compute: str) -> tuple[str, ...]:
@@ -127,7 +135,9 @@ class Device:
     def room(self) -> tuple[str, int]:
         """The current device's name among those of its host ("" for the host's memory), and its free bytes."""
         with Path("/proc/meminfo").open(encoding="ascii") as lines:
-            return "", next(int(line.split()[1]) for line in lines if line.startswith("MemAvailable")) * 1024
+            return "", next(
+                int(line.split()[1]) for line in lines if line.startswith("MemAvailable")
+            ) * 1024
 
     def rng_state(self) -> torch.Tensor | None:
         """The current device's generator, beside torch's own; None where it has none."""
@@ -160,8 +170,11 @@ class Accelerator(Device):
             return
         local, count = int(os.environ["LOCAL_RANK"]), int(self.module.device_count())
         if local >= count:
-            raise ConfigError("device", f"LOCAL_RANK is {local}, but {count} {self.name} devices are visible",
-                              remedy=f"give each process a device: torchrun --nproc-per-node, ray.gpus_per_worker, {self.visible}")  # fmt: skip
+            raise ConfigError(
+                "device",
+                f"LOCAL_RANK is {local}, but {count} {self.name} devices are visible",
+                remedy=f"give each process a device: torchrun --nproc-per-node, ray.gpus_per_worker, {self.visible}",
+            )
         self.module.set_device(local)
 
     def current(self) -> torch.device:
@@ -200,18 +213,26 @@ class Cuda(Accelerator):
         if version is None:
             return super().probe()
         if version.endswith("+cpu"):
-            return ProbeResult(ok=False, reason=f"torch {version} is built without CUDA",
-                               remedy="install a CUDA build of torch, or use device=cpu")  # fmt: skip
+            return ProbeResult(
+                ok=False,
+                reason=f"torch {version} is built without CUDA",
+                remedy="install a CUDA build of torch, or use device=cpu",
+            )
         if cuda_devices() == 0:
             hidden = os.environ.get(self.visible)
             why = f" ({self.visible}={hidden!r})" if hidden is not None else ""
-            return ProbeResult(ok=False, reason=f"the CUDA driver shows no device{why}",
-                               remedy="check nvidia-smi, or use device=cpu")  # fmt: skip
+            return ProbeResult(
+                ok=False,
+                reason=f"the CUDA driver shows no device{why}",
+                remedy="check nvidia-smi, or use device=cpu",
+            )
         return ProbeResult(ok=True)
 
     def room(self) -> tuple[str, int]:
         """See ``Device.room``."""
-        return str(self.module.get_device_properties(self.module.current_device()).uuid), self.module.mem_get_info()[0]
+        return str(
+            self.module.get_device_properties(self.module.current_device()).uuid
+        ), self.module.mem_get_info()[0]
 
     def attention(self, compute: str) -> tuple[str, ...]:
         """FlashAttention by document (varlen) in half precision, and cuDNN's from Hopper on."""
@@ -245,7 +266,9 @@ def register_device(device: Device) -> None:
 def device_of(name: str) -> Device:
     """What is known of the devices called ``name`` (a ``torch.device``'s type); raises ``ConfigError`` where nothing is."""
     if name not in _DEVICES:
-        discover(ENGINE_GROUP)  # in a process that made no engine: descriptors make their devices known
+        discover(
+            ENGINE_GROUP
+        )  # in a process that made no engine: descriptors make their devices known
     if name not in _DEVICES:
         raise ConfigError(
             "device",

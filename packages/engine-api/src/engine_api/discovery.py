@@ -19,7 +19,13 @@ from dataclasses import dataclass
 from typing import Any
 
 from engine_api.errors import PluginLoadError
-from engine_api.plugin import EnginePlugin, ProbeResult, contract_problem, descriptor_problem, probe_problem
+from engine_api.plugin import (
+    EnginePlugin,
+    ProbeResult,
+    contract_problem,
+    descriptor_problem,
+    probe_problem,
+)
 
 log = logging.getLogger("engine_api")
 LONG_S = 30.0  # after which an import that has not returned is named in the log
@@ -81,7 +87,9 @@ def _entries(group: str) -> Iterator[tuple[str, str, importlib.metadata.EntryPoi
             yield from ((name, source, entry) for entry in entries)
 
 
-def _found(entry: importlib.metadata.EntryPoint, group: str, distribution: str, before: Before) -> Found:
+def _found(
+    entry: importlib.metadata.EntryPoint, group: str, distribution: str, before: Before
+) -> Found:
     name, source = printable(entry.name), f"{distribution} ({printable(entry.value)})"
     if problem := before(group, source):
         return Found(name=name, source=source, problem=problem)
@@ -97,13 +105,19 @@ def _load(entry: importlib.metadata.EntryPoint, name: str, source: str) -> Found
     # A stranger's module may raise anything while it is imported, sys.exit's error or one of its own; it is kept and
     # shown, and ends the listing of no other plug-in.
     except BaseException as error:  # noqa: BLE001
-        return Found(name=name, source=source, problem=f"its import failed: {_last_line(error)}", cause=error)
+        return Found(
+            name=name, source=source, problem=f"its import failed: {_last_line(error)}", cause=error
+        )
     try:
         if not isinstance(plugin, EnginePlugin):
             problem = f"it names a {type(plugin).__name__}, not an EnginePlugin"
             return Found(name=name, source=source, problem=problem)
         misfit = descriptor_problem(plugin)
-        problem = contract_problem(plugin.contract) if misfit is None else f"its descriptor is wrong: {misfit}"
+        problem = (
+            contract_problem(plugin.contract)
+            if misfit is None
+            else f"its descriptor is wrong: {misfit}"
+        )
     except KeyboardInterrupt:
         raise
     # Its fields may be a stranger's objects, which raise whatever they like when they are compared or printed.
@@ -136,7 +150,9 @@ def probe(found: Found, device: str) -> ProbeResult:
         problem = _last_line(error)
     else:
         if problem is None:
-            return ProbeResult(ok=result.ok, reason=printable(result.reason), remedy=printable(result.remedy))
+            return ProbeResult(
+                ok=result.ok, reason=printable(result.reason), remedy=printable(result.remedy)
+            )
     remedy = f"report it to the maintainers of {found.distribution}"
     return ProbeResult(ok=False, reason=f"its probe failed: {problem}", remedy=remedy)
 

@@ -53,7 +53,9 @@ def kind_of(value: object) -> str:
     return "None" if value is None else f"a {type(value).__name__}"
 
 
-def _rebuild(cls: type[EngineError], args: tuple[object, ...], state: dict[str, object]) -> EngineError:
+def _rebuild(
+    cls: type[EngineError], args: tuple[object, ...], state: dict[str, object]
+) -> EngineError:
     error = cls.__new__(cls, *args)
     error.__dict__.update(state)
     return error
@@ -71,7 +73,13 @@ class PluginUnavailable(PluginError):
     """A plug-in offers it, but cannot run here; ``trace`` holds every candidate with its reason."""
 
     def __init__(
-        self, what: str, *, trace: Sequence[str] = (), where: str = "", why: str = "", remedy: str = ""
+        self,
+        what: str,
+        *,
+        trace: Sequence[str] = (),
+        where: str = "",
+        why: str = "",
+        remedy: str = "",
     ) -> None:
         self.trace = tuple(trace)
         super().__init__(what, where=where, why=why or "\n       ".join(self.trace), remedy=remedy)
@@ -100,7 +108,9 @@ class ConfigError(EngineError):
 class BatchError(EngineError):
     """A batch breaks the contract; ``field`` and ``index`` say where."""
 
-    def __init__(self, field: str, what: str, *, index: int | None = None, why: str = "", remedy: str = "") -> None:
+    def __init__(
+        self, field: str, what: str, *, index: int | None = None, why: str = "", remedy: str = ""
+    ) -> None:
         self.field, self.index = field, index
         at = "" if index is None else f"[{index}]"
         super().__init__(what, where=f"batch.{field}{at}", why=why, remedy=remedy)
@@ -109,9 +119,13 @@ class BatchError(EngineError):
 class UnsupportedCapability(EngineError):
     """Asked for something that the engine does not declare; ``capability`` names it."""
 
-    def __init__(self, capability: str, *, where: str = "", why: str = "", remedy: str = "") -> None:
+    def __init__(
+        self, capability: str, *, where: str = "", why: str = "", remedy: str = ""
+    ) -> None:
         self.capability = str(capability)
-        super().__init__(f"capability {self.capability!r} is not supported", where=where, why=why, remedy=remedy)
+        super().__init__(
+            f"capability {self.capability!r} is not supported", where=where, why=why, remedy=remedy
+        )
 
 
 class EngineStateError(EngineError):
@@ -120,7 +134,8 @@ class EngineStateError(EngineError):
     def __init__(self, called: str, state: str, expected: str) -> None:
         self.called, self.state, self.expected = called, state, expected
         super().__init__(
-            f"{called} was called while the engine is {state}", remedy=f"call it when the engine is {expected}"
+            f"{called} was called while the engine is {state}",
+            remedy=f"call it when the engine is {expected}",
         )
 
 
@@ -153,5 +168,7 @@ class RankFailure(EngineError):
 
     def __init__(self, failures: Mapping[int, str]) -> None:
         self.failures = dict(failures)
-        text = "\n  ".join(f"rank {rank}: {message}" for rank, message in sorted(self.failures.items()))
+        text = "\n  ".join(
+            f"rank {rank}: {message}" for rank, message in sorted(self.failures.items())
+        )
         super().__init__(f"{len(self.failures)} rank(s) failed, all ranks stop together\n  {text}")

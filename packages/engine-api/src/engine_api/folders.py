@@ -11,7 +11,9 @@ from fnmatch import fnmatchcase
 from pathlib import Path
 
 _PARTIAL = ".partial"
-_FORMER = ".former"  # what a folder held, between the two renames of a file system that cannot exchange
+_FORMER = (
+    ".former"  # what a folder held, between the two renames of a file system that cannot exchange
+)
 _AT_CWD = -100  # AT_FDCWD of Linux' fcntl.h
 _EXCHANGE = 2  # RENAME_EXCHANGE of Linux' renameat2
 

@@ -71,7 +71,9 @@ def check(state: object, device_type: str, *, where: str = "") -> None:
         where: The file, for the error.
     """
     if not isinstance(state, Mapping):
-        raise _corrupt("the state of the generators", f"expected a mapping, got {_kind(state)}", where)
+        raise _corrupt(
+            "the state of the generators", f"expected a mapping, got {_kind(state)}", where
+        )
     found = cast("Mapping[str, Any]", state)
     for name, try_out in _TRIALS.items():
         _try(name, try_out, found, where)
@@ -111,7 +113,9 @@ def _numpy_state(value: Any) -> tuple[Any, ...]:
     import numpy as np
 
     name, keys, position, has_gauss, cached = value
-    if type(position) is not int or not 0 <= position <= _TWISTER_WORDS:  # NumPy would read beside its memory
+    if (
+        type(position) is not int or not 0 <= position <= _TWISTER_WORDS
+    ):  # NumPy would read beside its memory
         raise ValueError(f"expected a position in 0 … {_TWISTER_WORDS}, got {position!r}")
     if type(has_gauss) is not int or has_gauss not in (0, 1):
         raise ValueError(f"expected 0 or 1 for the kept normal number, got {has_gauss!r}")
@@ -148,7 +152,11 @@ def _try_device(value: Any, device_type: str) -> None:
         device.set_rng_state(before)
 
 
-_TRIALS: dict[str, Callable[[Any], None]] = {"python": _try_python, "numpy": _try_numpy, "torch": _try_torch}
+_TRIALS: dict[str, Callable[[Any], None]] = {
+    "python": _try_python,
+    "numpy": _try_numpy,
+    "torch": _try_torch,
+}
 
 
 def _try(name: str, try_out: Callable[[Any], None], state: Mapping[str, Any], where: str) -> None:
@@ -157,11 +165,15 @@ def _try(name: str, try_out: Callable[[Any], None], state: Mapping[str, Any], wh
     try:
         try_out(state[name])
     except Exception as error:  # each library refuses a state by errors of its own
-        raise _corrupt(f"the state of the generator {name!r}", str(error) or type(error).__name__, where) from error
+        raise _corrupt(
+            f"the state of the generator {name!r}", str(error) or type(error).__name__, where
+        ) from error
 
 
 def _corrupt(what: str, why: str, where: str) -> CheckpointCorrupt:
-    return CheckpointCorrupt(f"{what} cannot be restored", where=where, why=why, remedy="use an earlier checkpoint")
+    return CheckpointCorrupt(
+        f"{what} cannot be restored", where=where, why=why, remedy="use an earlier checkpoint"
+    )
 
 
 def _require_number_or_none(value: object) -> None:

@@ -148,7 +148,9 @@ class Membership:
             _release(watch)
 
 
-def join(group: str, all_gather: Callable[[Any], list[Any]], timeout_s: float = TIMEOUT_S) -> Membership:
+def join(
+    group: str, all_gather: Callable[[Any], list[Any]], timeout_s: float = TIMEOUT_S
+) -> Membership:
     """Take part in the watch over all ranks of the default group; a collective.
 
     Args:
@@ -238,7 +240,9 @@ def watched_each(name: str, items: Iterable[Item], lane: str = "engine") -> Iter
 class Watch:
     """This rank's thread, and what it knows of the others. Only the thread talks to the store, which may hang."""
 
-    def __init__(self, name: str, store: Any, rank: int, processes: Sequence[Process], timeout_s: float) -> None:
+    def __init__(
+        self, name: str, store: Any, rank: int, processes: Sequence[Process], timeout_s: float
+    ) -> None:
         self.name = name
         self._rank = rank
         self._processes = list(processes)
@@ -249,7 +253,9 @@ class Watch:
         self._numbers: dict[str, int] = {}
         self._count = 0
         self._looked = time.monotonic()
-        self._beats: dict[int, tuple[Beat | None, float]] = {}  # by rank: the last one, and since when it is known
+        self._beats: dict[
+            int, tuple[Beat | None, float]
+        ] = {}  # by rank: the last one, and since when it is known
         self._notes: list[Note] = []
         self._outbox: list[Note] = []
         self._gone: dict[int, str] = {}
@@ -281,7 +287,9 @@ class Watch:
         """Tell the others about an error that they have not heard of."""
         if _is_agreed(error):
             return
-        if isinstance(error, EngineError):  # refused before anything was sent: the call does not count
+        if isinstance(
+            error, EngineError
+        ):  # refused before anything was sent: the call does not count
             self._numbers[opened.call.lane] -= 1
             return
         self._publish(Note(self._rank, opened.call, _words(error)))
@@ -289,8 +297,12 @@ class Watch:
     def failure(self, opened: _Open, error: BaseException | None) -> RankFailure:
         """Return the failure that a collective's error stands for, once it is known who is gone."""
         found = self._who(opened, error)
-        failure = RankFailure({rank: f"{text}\n    noticed in {opened.call}" for rank, text in found.items()})
-        self._publish(Note(self._rank, opened.call, "stopped with others", failures=failure.failures))
+        failure = RankFailure(
+            {rank: f"{text}\n    noticed in {opened.call}" for rank, text in found.items()}
+        )
+        self._publish(
+            Note(self._rank, opened.call, "stopped with others", failures=failure.failures)
+        )
         return failure
 
     def say_goodbye(self, error: BaseException | None) -> None:
@@ -313,9 +325,15 @@ class Watch:
     def _next_round(self) -> None:
         """Have the thread look now, and wait until it has, or hangs."""
         with self._round:
-            wanted = self._rounds + 2 if self._thread.is_alive() else 0  # the one that runs may have begun before
+            wanted = (
+                self._rounds + 2 if self._thread.is_alive() else 0
+            )  # the one that runs may have begun before
             end = time.monotonic() + STORE_S
-            while self._rounds < wanted and self._thread.is_alive() and (left := end - time.monotonic()) > 0:
+            while (
+                self._rounds < wanted
+                and self._thread.is_alive()
+                and (left := end - time.monotonic()) > 0
+            ):
                 self._wake.set()
                 self._round.wait(min(left, LOOK_S))
 
@@ -337,7 +355,9 @@ class Watch:
 
     def _causes(self, opened: _Open) -> dict[int, str]:
         found: dict[int, str] = {}
-        notes = [n for n in list(self._notes) if n.call in (None, opened.call) and n.rank != self._rank]
+        notes = [
+            n for n in list(self._notes) if n.call in (None, opened.call) and n.rank != self._rank
+        ]
         for note in notes:  # of a rank that said goodbye as well, the first
             if not note.failures and not note.expected:
                 found.setdefault(note.rank, self._told(note))
@@ -348,7 +368,8 @@ class Watch:
             found.setdefault(rank, self._with_log(rank, text))
         stopped = {
             rank: self._with_log(
-                rank, f"its process {process.pid} on {process.host} is stopped (SIGSTOP?), {self._last_seen(rank)}"
+                rank,
+                f"its process {process.pid} on {process.host} is stopped (SIGSTOP?), {self._last_seen(rank)}",
             )
             for rank, process in enumerate(self._processes)
             if process.is_stopped()
@@ -361,7 +382,11 @@ class Watch:
         if self._lost:
             why = f"the store that it or the launcher serves cannot be reached: {self._lost}"
             return {0 if self._rank else others[0]: why}
-        last = {note.rank: self._told(note) for note in self._notes if note.rank != self._rank and not note.failures}
+        last = {
+            note.rank: self._told(note)
+            for note in self._notes
+            if note.rank != self._rank and not note.failures
+        }
         beats = {rank: self._beats.get(rank, (None, 0.0))[0] for rank in others}
         late = {
             rank: self._with_log(rank, f"it has not come to {opened.call}: {self._last_seen(rank)}")
@@ -415,7 +440,9 @@ class Watch:
             self._outbox.pop(0)
         self._count += 1
         running = self._open[0].call if self._open else None
-        self._store.set(self._key(f"beat/{self._rank}"), encode(Beat(self._count, time.time(), running)))
+        self._store.set(
+            self._key(f"beat/{self._rank}"), encode(Beat(self._count, time.time(), running))
+        )
         self._read_notes()
         self._watch_neighbours()
 
@@ -428,7 +455,10 @@ class Watch:
                 self._read_beat(rank)
             if any(note.rank == rank and note.call is None for note in self._notes):
                 continue  # it said goodbye
-            self._bury(rank, f"its process {process.pid} on {process.host} is gone (killed? out of memory?)")
+            self._bury(
+                rank,
+                f"its process {process.pid} on {process.host} is gone (killed? out of memory?)",
+            )
 
     def _watch_neighbours(self) -> None:
         """Follow the beat of the next rank that is not gone; of the further ones somebody else does."""
@@ -450,7 +480,9 @@ class Watch:
                 return
             if now - self._beats[rank][1] < self._timeout_s:
                 return
-            self._bury(rank, f"it has been silent for {self._timeout_s:g} s (stopped? its host lost?)")
+            self._bury(
+                rank, f"it has been silent for {self._timeout_s:g} s (stopped? its host lost?)"
+            )
 
     def _bury(self, rank: int, why: str) -> None:
         self._gone[rank] = f"{why}, {self._last_seen(rank)}"
@@ -468,7 +500,9 @@ class Watch:
             if now - opened.doomed >= GRACE_S:
                 opened.aborted = True
                 abort_groups()
-                others = [process for rank, process in enumerate(self._processes) if rank != self._rank]
+                others = [
+                    process for rank, process in enumerate(self._processes) if rank != self._rank
+                ]
                 hang_up(others, spare={self._port} if self._port else set())
 
     def _is_doomed(self, opened: _Open) -> bool:
@@ -533,7 +567,9 @@ def abort_groups() -> None:
     names = c10d._world.pg_names  # noqa: SLF001  # pyright: ignore[reportPrivateUsage] - no public list of groups
     groups: list[Any] = sorted(names, key=lambda group: names[group], reverse=True)
     nccl = _nccl_of(dist.group.WORLD)
-    if nccl is not None:  # so that aborting one communicator does not wait for another one (pytorch #119797)
+    if (
+        nccl is not None
+    ):  # so that aborting one communicator does not wait for another one (pytorch #119797)
         nccl._group_start()  # noqa: SLF001
     for group in groups:
         group.abort()
@@ -549,4 +585,6 @@ def _nccl_of(group: Any) -> Any:
         return None
     kinds = group._device_types  # noqa: SLF001 - there is no public name for it
     backends = [group._get_backend(kind) for kind in kinds]  # noqa: SLF001 - nor for this
-    return next((backend for backend in backends if isinstance(backend, dist.ProcessGroupNCCL)), None)
+    return next(
+        (backend for backend in backends if isinstance(backend, dist.ProcessGroupNCCL)), None
+    )

@@ -55,12 +55,14 @@ def read_hf_config(
         read: Any = AutoConfig.from_pretrained  # pyright: ignore[reportUnknownMemberType, reportUnknownVariableType]
         config: Any = read(path, revision=revision, trust_remote_code=trust_remote_code)
         content: Any = config.get_text_config()
-    except (
-        Exception
-    ) as error:  # each family's own code reads the file, and raises anything on values that it did not expect
-        raise ConfigError(field, what or f"{file} is of no use", why=_told(error), remedy=remedy) from error
+    except Exception as error:  # each family's own code reads the file, and raises anything on values that it did not expect
+        raise ConfigError(
+            field, what or f"{file} is of no use", why=_told(error), remedy=remedy
+        ) from error
     if not isinstance(content, PreTrainedConfig):
-        raise ConfigError(field, f"{file}: expected a mapping as text_config, got {content!r}", remedy=remedy)
+        raise ConfigError(
+            field, f"{file}: expected a mapping as text_config, got {content!r}", remedy=remedy
+        )
     check_sizes(content, file, field)
     return config
 
@@ -92,7 +94,9 @@ def _size(text: Any, key: str) -> Any:
         return None
 
 
-def unbuildable(config: Any, path: str, error: Exception, *, field: str = "model.path") -> ConfigError:
+def unbuildable(
+    config: Any, path: str, error: Exception, *, field: str = "model.path"
+) -> ConfigError:
     """Return the error of a configuration from which transformers could build no model."""
     return ConfigError(
         field,
@@ -102,7 +106,9 @@ def unbuildable(config: Any, path: str, error: Exception, *, field: str = "model
     )
 
 
-def require_memory(config: Any, path: str, need: int, free: int, *, field: str = "model.path") -> None:
+def require_memory(
+    config: Any, path: str, need: int, free: int, *, field: str = "model.path"
+) -> None:
     """Raise ``ConfigError`` where ``need`` bytes of weights are more than the ``free`` ones."""
     if need > free:
         raise ConfigError(

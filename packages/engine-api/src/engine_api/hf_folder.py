@@ -36,19 +36,32 @@ def fetch(model: ModelSource) -> str:
     """The local folder of the model; a hub id is downloaded (weights only when they are wanted)."""
     if Path(model.path).is_dir():
         if model.revision is not None:
-            raise ConfigError("model.revision", f"{model.revision!r} given, but model.path is a folder here",
-                              remedy="leave it out, or give a hub id")  # fmt: skip
+            raise ConfigError(
+                "model.revision",
+                f"{model.revision!r} given, but model.path is a folder here",
+                remedy="leave it out, or give a hub id",
+            )
         return model.path
     from huggingface_hub import snapshot_download  # pyright: ignore[reportUnknownVariableType]
-    from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError, RepositoryNotFoundError
+    from huggingface_hub.errors import (
+        HFValidationError,
+        LocalEntryNotFoundError,
+        RepositoryNotFoundError,
+    )
 
-    patterns = ["*.json", "*.model", "*.txt", "*.jinja"] + (["*.safetensors"] if model.init == "pretrained" else [])
+    patterns = ["*.json", "*.model", "*.txt", "*.jinja"] + (
+        ["*.safetensors"] if model.init == "pretrained" else []
+    )
     patterns += ["*.py"] if model.trust_remote_code else []
     try:
         return str(snapshot_download(model.path, revision=model.revision, allow_patterns=patterns))
     except (RepositoryNotFoundError, LocalEntryNotFoundError, HFValidationError, OSError) as error:
-        raise ConfigError("model.path", f"{model.path!r} is neither a folder here nor a model that can be downloaded",
-                          why=str(error).splitlines()[0], remedy="give a folder with config.json, or a hub id") from error  # fmt: skip
+        raise ConfigError(
+            "model.path",
+            f"{model.path!r} is neither a folder here nor a model that can be downloaded",
+            why=str(error).splitlines()[0],
+            remedy="give a folder with config.json, or a hub id",
+        ) from error
 
 
 def read_index(folder: Path) -> dict[str, str] | None:
@@ -62,7 +75,9 @@ def read_index(folder: Path) -> dict[str, str] | None:
     try:
         files = json.loads(path.read_bytes())["weight_map"]
     except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
-        raise ConfigError("model.path", f"{path} cannot be read", why=str(error), remedy="fetch it again") from error
+        raise ConfigError(
+            "model.path", f"{path} cannot be read", why=str(error), remedy="fetch it again"
+        ) from error
     if not isinstance(files, dict):
         raise ConfigError(
             "model.path",
@@ -80,7 +95,9 @@ def read_index(folder: Path) -> dict[str, str] | None:
     return files  # pyright: ignore[reportUnknownVariableType] - checked above
 
 
-def save_hf(export: WeightExport, directory: Path, *, comm: Comm, source: str, hf_config: Any) -> None:
+def save_hf(
+    export: WeightExport, directory: Path, *, comm: Comm, source: str, hf_config: Any
+) -> None:
     """Write on rank 0 while all ranks exhaust ``export``; files of at most 4 GiB (or one tensor).
 
     Written under ``.partial``, on the disk before it takes the folder's name: a kill leaves the former model or the new
@@ -107,7 +124,9 @@ def save_hf(export: WeightExport, directory: Path, *, comm: Comm, source: str, h
                 writer.add(name, tensor)
             except (OSError, SafetensorError) as error:
                 writer.failure = error
-    together(comm, lambda: _finish(writer, directory, source, hf_config) if writer is not None else None)
+    together(
+        comm, lambda: _finish(writer, directory, source, hf_config) if writer is not None else None
+    )
 
 
 class _Writer:
@@ -117,7 +136,12 @@ class _Writer:
 
     def __init__(self, directory: Path) -> None:
         self.directory, self.files = directory, list[list[str]]()
-        self.pending, self.size, self.total, self.dtype = dict[str, "torch.Tensor"](), 0, 0, "float32"
+        self.pending, self.size, self.total, self.dtype = (
+            dict[str, "torch.Tensor"](),
+            0,
+            0,
+            "float32",
+        )
 
     def add(self, name: str, tensor: torch.Tensor) -> None:
         """Keep a CPU copy; flush when the file is full."""
@@ -138,7 +162,11 @@ class _Writer:
             self.directory.mkdir(parents=True)
         self.files.append(list(self.pending))
         require_room(self.directory, self.size)
-        save_file(self.pending, self.directory / f"part-{len(self.files):05d}.safetensors", metadata={"format": "pt"})
+        save_file(
+            self.pending,
+            self.directory / f"part-{len(self.files):05d}.safetensors",
+            metadata={"format": "pt"},
+        )
         self.pending, self.size = {}, 0
 
     def close(self) -> None:
@@ -146,11 +174,17 @@ class _Writer:
         self.flush()
         count, weight_map = len(self.files), dict[str, str]()
         for index, names in enumerate(self.files, start=1):
-            final = "model.safetensors" if count == 1 else f"model-{index:05d}-of-{count:05d}.safetensors"
+            final = (
+                "model.safetensors"
+                if count == 1
+                else f"model-{index:05d}-of-{count:05d}.safetensors"
+            )
             (self.directory / f"part-{index:05d}.safetensors").rename(self.directory / final)
             weight_map |= dict.fromkeys(names, final)
         if count > 1:
-            text = json.dumps({"metadata": {"total_size": self.total}, "weight_map": weight_map}, indent=1)
+            text = json.dumps(
+                {"metadata": {"total_size": self.total}, "weight_map": weight_map}, indent=1
+            )
             (self.directory / INDEX).write_text(text)
 
 
@@ -165,8 +199,12 @@ def _finish(writer: _Writer, directory: Path, source: str, hf_config: Any) -> No
         _describe(writer, directory, source, hf_config)
         replace_folder(writer.directory, directory, stale=WEIGHT_FILES)
     except (OSError, SafetensorError) as error:
-        raise CheckpointWriteError("the model could not be written", where=str(directory), why=str(error),
-                                   remedy="free disk space, or check path and permissions") from error  # fmt: skip
+        raise CheckpointWriteError(
+            "the model could not be written",
+            where=str(directory),
+            why=str(error),
+            remedy="free disk space, or check path and permissions",
+        ) from error
     finally:
         shutil.rmtree(writer.directory, ignore_errors=True)
 
@@ -176,7 +214,9 @@ def _describe(writer: _Writer, directory: Path, source: str, hf_config: Any) -> 
     content = hf_config.to_dict() | {"dtype": writer.dtype}
     # What begins with _ is of this process: an engine's attention function means nothing to whoever loads the folder.
     content = {k: v for k, v in content.items() if not k.startswith("_")}
-    (writer.directory / "config.json").write_text(json.dumps(content, indent=2, sort_keys=True, default=str))
+    (writer.directory / "config.json").write_text(
+        json.dumps(content, indent=2, sort_keys=True, default=str)
+    )
     for pattern in _COMPANIONS:
         for file in Path(source).glob(pattern):
             if not (directory / file.name).exists():

@@ -77,7 +77,9 @@ def pieces_of(model: Any) -> dict[str, list[Piece]]:
     from transformers.conversion_mapping import get_model_conversion_mapping
 
     # Loading applies the transforms in order; saving undoes them from the last to the first, converters before renamings.
-    transforms = [t.reverse_transform() for t in get_model_conversion_mapping(model, add_legacy=False)]
+    transforms = [
+        t.reverse_transform() for t in get_model_conversion_mapping(model, add_legacy=False)
+    ]
     transforms.sort(key=lambda t: not hasattr(t, "operations"))
     return {name: _pieces(name, tuple(p.shape), transforms) for name, p in model.named_parameters()}
 
@@ -98,14 +100,24 @@ def _split(name: str, renamed: str, shape: tuple[int, ...], transform: Any) -> l
     operations = [repr(o) for o in transform.operations]
     targets = list(transform.target_patterns)
     fused = operations == ["Chunk(dim=1)", "SplitModulelist(dim=0)"]
-    if len(shape) != 3 or not (fused or (operations == ["SplitModulelist(dim=0)"] and len(targets) == 1)):
-        raise ConfigError("model.path", f"no export for {name}: it is saved through {operations}",
-                          why="only splits into experts are known", remedy="report the model family")  # fmt: skip
+    if len(shape) != 3 or not (
+        fused or (operations == ["SplitModulelist(dim=0)"] and len(targets) == 1)
+    ):
+        raise ConfigError(
+            "model.path",
+            f"no export for {name}: it is saved through {operations}",
+            why="only splits into experts are known",
+            remedy="report the model family",
+        )
     experts, rows, columns = shape
     part = rows // len(targets)
     return [
-        Piece(name=renamed.replace(targets[0], target).replace("*", str(expert)), shape=(part, columns),
-              expert=expert, rows=(i * part, (i + 1) * part))
+        Piece(
+            name=renamed.replace(targets[0], target).replace("*", str(expert)),
+            shape=(part, columns),
+            expert=expert,
+            rows=(i * part, (i + 1) * part),
+        )
         for expert in range(experts)
         for i, target in enumerate(targets)
-    ]  # fmt: skip
+    ]

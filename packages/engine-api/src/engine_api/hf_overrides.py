@@ -34,7 +34,11 @@ def override(config: Any, overrides: Mapping[str, Any], *, field: str = _FIELD) 
     for key, value in overrides.items():
         if not _is_key(config, key):
             known = [name for name in config.to_dict() if _is_key(config, name)]
-            raise ConfigError(f"{field}.{key}", "the model's config has no such key", remedy=near_matches(key, known))
+            raise ConfigError(
+                f"{field}.{key}",
+                "the model's config has no such key",
+                remedy=near_matches(key, known),
+            )
         try:
             setattr(config, key, value)
             text: Any = config.get_text_config()
@@ -56,18 +60,28 @@ def override(config: Any, overrides: Mapping[str, Any], *, field: str = _FIELD) 
     check_sizes(text, field, field)
     for key in (key for key in _ROPE if key in overrides):
         if any(part.get("rope_theta") is None for part in _rope(text)):
-            raise ConfigError(f"{field}.{key}", "leaves RoPE without rope_theta",
-                              why="it replaces all of RoPE's parameters, the base in the file too",
-                              remedy=f"add {bases} to it" if overrides[key] else f"give rope_parameters: {{rope_type: default, {bases}}}")  # fmt: skip
+            raise ConfigError(
+                f"{field}.{key}",
+                "leaves RoPE without rope_theta",
+                why="it replaces all of RoPE's parameters, the base in the file too",
+                remedy=f"add {bases} to it"
+                if overrides[key]
+                else f"give rope_parameters: {{rope_type: default, {bases}}}",
+            )
     if "layer_types" not in overrides and (key := _idle_window(text, overrides)):
-        raise ConfigError(f"{field}.{key}", "would have no effect",
-                          why="transformers decides which layers have a window when it reads config.json",
-                          remedy="override sliding_window and layer_types, or change the file")  # fmt: skip
+        raise ConfigError(
+            f"{field}.{key}",
+            "would have no effect",
+            why="transformers decides which layers have a window when it reads config.json",
+            remedy="override sliding_window and layer_types, or change the file",
+        )
 
 
 def _is_key(config: Any, key: str) -> bool:
     """Return whether ``key`` is one of ``config.json`` that still has an effect, not one of the class or its methods."""
-    if key.startswith("_") or key == "model_type":  # the family has been chosen when the file was read
+    if (
+        key.startswith("_") or key == "model_type"
+    ):  # the family has been chosen when the file was read
         return False
     own = getattr_static(config, key, None)
     if isinstance(own, property):
@@ -85,7 +99,9 @@ def _rope(text: Any) -> Iterator[Mapping[str, Any]]:
 def _bases(text: Any) -> str:
     """What the file says of RoPE's base, as an override would say it."""
     rope: Mapping[str, Any] = getattr(text, "rope_parameters", None) or {}
-    kinds: dict[str, Mapping[str, Any]] = {kind: part for kind, part in rope.items() if isinstance(part, Mapping)}
+    kinds: dict[str, Mapping[str, Any]] = {
+        kind: part for kind, part in rope.items() if isinstance(part, Mapping)
+    }
     told = [f"{part.get('rope_theta', '…')} ({kind})" for kind, part in kinds.items()]
     return f"rope_theta: {', '.join(told) or rope.get('rope_theta', '…')}"
 

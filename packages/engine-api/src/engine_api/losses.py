@@ -22,7 +22,9 @@ from engine_api.results import LossOutput, TokenOutputs
 if TYPE_CHECKING:
     import torch
 
-Aggregation = Literal["token-mean", "seq-mean-token-sum", "seq-mean-token-sum-norm", "seq-mean-token-mean"]
+Aggregation = Literal[
+    "token-mean", "seq-mean-token-sum", "seq-mean-token-sum-norm", "seq-mean-token-mean"
+]
 AGGREGATIONS: tuple[Aggregation, ...] = get_args(Aggregation)
 
 
@@ -38,12 +40,18 @@ def needs_of(loss: LossFn) -> tuple[str, ...]:
     """Return the names of the outputs that ``loss`` wants to be computed. Raises ``ConfigError`` for what are no names."""
     needs: object = getattr(loss, "needs", ("log_probs",))
     if isinstance(needs, str) or not isinstance(needs, Iterable):
-        raise ConfigError("loss.needs", f"expected a tuple of names, got {needs!r:.100}", remedy='write ("log_probs",)')
+        raise ConfigError(
+            "loss.needs",
+            f"expected a tuple of names, got {needs!r:.100}",
+            remedy='write ("log_probs",)',
+        )
     names = tuple(cast("Iterable[object]", needs))
     for name in names:
         if not isinstance(name, str):
             raise ConfigError(
-                "loss.needs", f"expected a tuple of names, got {name!r:.100} in it", remedy='write ("log_probs",)'
+                "loss.needs",
+                f"expected a tuple of names, got {name!r:.100} in it",
+                remedy='write ("log_probs",)',
             )
     return cast("tuple[str, ...]", names)
 
@@ -56,7 +64,9 @@ def coefficients_of(loss: LossFn, batch: Batch) -> torch.Tensor | None:
     """
     method = getattr(loss, "coefficients", None)
     if method is not None and not callable(method):
-        raise ConfigError("loss.coefficients", f"expected a method, got {kind_of(method)}", remedy="take it out")
+        raise ConfigError(
+            "loss.coefficients", f"expected a method, got {kind_of(method)}", remedy="take it out"
+        )
     result = None if method is None else cast("torch.Tensor | None", method(batch))
     check_coefficients(result, batch.input_ids)
     return result
@@ -77,7 +87,9 @@ class SFTLoss:
         assert outputs.log_probs is not None
         weight = batch.loss_weight.to(outputs.log_probs.device)
         loss = -(weight * where_counted(outputs.log_probs, weight)).sum()
-        return LossOutput(loss=loss, metrics={"nll": loss.detach(), "tokens": weight.count_nonzero()})
+        return LossOutput(
+            loss=loss, metrics={"nll": loss.detach(), "tokens": weight.count_nonzero()}
+        )
 
     def coefficients(self, batch: Batch) -> torch.Tensor:
         """``[T]``: ``-w``."""
@@ -116,10 +128,14 @@ def token_weights(mask: torch.Tensor, cu_seqlens: torch.Tensor, mode: Aggregatio
 
     mask = mask.float()
     if mode not in AGGREGATIONS:
-        raise ConfigError("loss.aggregation", f"unknown mode {mode!r}", remedy=f"one of {', '.join(AGGREGATIONS)}")
+        raise ConfigError(
+            "loss.aggregation", f"unknown mode {mode!r}", remedy=f"one of {', '.join(AGGREGATIONS)}"
+        )
     if mode != "seq-mean-token-mean":
         return mask
     lengths = (cu_seqlens[1:] - cu_seqlens[:-1]).to(mask.device)
     document = torch.repeat_interleave(torch.arange(len(lengths), device=mask.device), lengths)
-    counts = torch.zeros(len(lengths), dtype=mask.dtype, device=mask.device).index_add_(0, document, mask)
+    counts = torch.zeros(len(lengths), dtype=mask.dtype, device=mask.device).index_add_(
+        0, document, mask
+    )
     return mask / counts.clamp(min=1.0)[document]

@@ -66,7 +66,9 @@ class Manifest:
     extra: Mapping[str, Any] = field(default_factory=dict[str, Any])
     contract: str = CONTRACT
     format: int = 1
-    state: str = PORTABLE  # or the name of an engine's own format, whose tensors have no shards here
+    state: str = (
+        PORTABLE  # or the name of an engine's own format, whose tensors have no shards here
+    )
 
     @property
     def num_bytes(self) -> int:
@@ -146,9 +148,13 @@ def read_manifest(folder: Path) -> Manifest:
     try:
         manifest = _parse(raw)
     except ValueError as error:
-        raise _corrupt("the manifest lacks parts, or says what cannot be", path, str(error)) from error
+        raise _corrupt(
+            "the manifest lacks parts, or says what cannot be", path, str(error)
+        ) from error
     if not sealed and any(entry.stepped is not None for entry in manifest.tensors.values()):
-        raise _corrupt(f"{DIGEST} is missing", path, "the release that wrote this manifest wrote one")
+        raise _corrupt(
+            f"{DIGEST} is missing", path, "the release that wrote this manifest wrote one"
+        )
     return manifest
 
 
@@ -162,7 +168,11 @@ def _check_seal(folder: Path, data: bytes) -> bool:
     except OSError as error:
         raise _corrupt(f"{DIGEST} cannot be read", path, str(error)) from error
     if not same:
-        raise _corrupt(f"the manifest and {DIGEST} differ", path, "one of them was altered since they were written")
+        raise _corrupt(
+            f"the manifest and {DIGEST} differ",
+            path,
+            "one of them was altered since they were written",
+        )
     return True
 
 
@@ -177,14 +187,18 @@ def _parse(raw: dict[str, Any]) -> Manifest:
     known = set(Manifest.__dataclass_fields__)
     if unknown := sorted(set(raw) - known):
         raise ValueError(f"unknown parts: {', '.join(unknown[:3])}")
-    files = {name: _file(name, value) for name, value in _mapping(_part(raw, "files"), "files").items()}
+    files = {
+        name: _file(name, value) for name, value in _mapping(_part(raw, "files"), "files").items()
+    }
     tensors = _mapping(_part(raw, "tensors"), "tensors")
     topology = _mapping(_part(raw, "topology"), "topology")
     manifest = Manifest(
         step=_integer(_part(raw, "step"), "step"),
         engine=_text(_part(raw, "engine"), "engine"),
         world_size=_integer(_part(raw, "world_size"), "world_size", least=1),
-        topology={name: _integer(size, f"topology.{name}", least=1) for name, size in topology.items()},
+        topology={
+            name: _integer(size, f"topology.{name}", least=1) for name, size in topology.items()
+        },
         tensors={key: _entry(key, value, files) for key, value in tensors.items()},
         files=files,
         extra=_mapping(raw.get("extra", {}), "extra"),
@@ -217,7 +231,9 @@ def _entry(key: str, raw: Any, files: Mapping[str, Any]) -> Entry:
     if stepped is not None and not isinstance(stepped, bool):
         raise _unexpected(f"{at}.stepped", "true or false", stepped)
     shards = _list(_member(raw, "shards", at), f"{at}.shards")
-    boxes = tuple(_shard(shard, f"{at}.shards[{i}]", shape, files) for i, shard in enumerate(shards))
+    boxes = tuple(
+        _shard(shard, f"{at}.shards[{i}]", shape, files) for i, shard in enumerate(shards)
+    )
     return Entry(dtype=dtype, shape=shape, shards=boxes, stepped=stepped)
 
 
@@ -247,7 +263,9 @@ def _file(name: str, raw: Any) -> dict[str, Any]:
 def is_inside(name: str) -> bool:
     """Return whether ``name`` is a plain relative path that leads nowhere but into the folder it is looked for in."""
     path = PurePosixPath(name)
-    plain = name.isprintable() and "\\" not in name and path.as_posix() == name  # no surrogate is printable
+    plain = (
+        name.isprintable() and "\\" not in name and path.as_posix() == name
+    )  # no surrogate is printable
     if not plain or path.is_absolute() or ".." in path.parts or name == ".":
         return False
     return len(name) <= _LONGEST and all(len(part.encode()) <= _LONGEST_PART for part in path.parts)
@@ -311,10 +329,14 @@ def verify_files(folder: Path, files: Mapping[str, Mapping[str, Any]]) -> None:
     for name, want in files.items():
         path = folder / name
         if not path.is_file():
-            raise CheckpointCorrupt("a file is missing", where=str(path), remedy="use an earlier checkpoint")
+            raise CheckpointCorrupt(
+                "a file is missing", where=str(path), remedy="use an earlier checkpoint"
+            )
         size = path.stat().st_size
         if size != want["bytes"]:
-            raise _corrupt(f"{size} bytes, the manifest says {want['bytes']}", path, "truncated or altered")
+            raise _corrupt(
+                f"{size} bytes, the manifest says {want['bytes']}", path, "truncated or altered"
+            )
         try:
             found = fingerprint(path)
         except OSError as error:

@@ -21,7 +21,9 @@ def least_bins(lengths: Sequence[int], max_tokens: int) -> Bins:
     bins: Bins = []
     loads: list[int] = []
     for index in _longest_first(lengths):
-        fits = next((b for b, load in enumerate(loads) if load + lengths[index] <= max_tokens), None)
+        fits = next(
+            (b for b, load in enumerate(loads) if load + lengths[index] <= max_tokens), None
+        )
         if fits is None:
             bins.append([index])
             loads.append(lengths[index])
@@ -65,5 +67,10 @@ def _longest_first(lengths: Sequence[int]) -> list[int]:
 def _check_budget(lengths: Sequence[int], max_tokens: int) -> None:
     for index, length in enumerate(lengths):
         if length > max_tokens:
-            raise BatchError("cu_seqlens", f"document {index} has {length} tokens, the budget is {max_tokens}", index=index,
-                             why="a document is never cut", remedy="raise memory.max_tokens or shorten the document")  # fmt: skip
+            raise BatchError(
+                "cu_seqlens",
+                f"document {index} has {length} tokens, the budget is {max_tokens}",
+                index=index,
+                why="a document is never cut",
+                remedy="raise memory.max_tokens or shorten the document",
+            )

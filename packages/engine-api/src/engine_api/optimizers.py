@@ -20,7 +20,9 @@ if TYPE_CHECKING:
     import torch
 
 
-def build_optimizer(config: OptimizerConfig, params: Iterable[torch.Tensor]) -> torch.optim.Optimizer:
+def build_optimizer(
+    config: OptimizerConfig, params: Iterable[torch.Tensor]
+) -> torch.optim.Optimizer:
     """``adamw`` (fused where the weights' device has it) or a torch optimizer by path, over one group.
 
     Raises ``ConfigError``.
@@ -29,22 +31,35 @@ def build_optimizer(config: OptimizerConfig, params: Iterable[torch.Tensor]) -> 
 
     params, adamw = list(params), config.name == "adamw"
     fused = all(device_of(param.device.type).fused_optimizer for param in params)
-    own: dict[str, Any] = {"betas": config.betas, "eps": config.eps, "fused": fused} if adamw else {}
+    own: dict[str, Any] = (
+        {"betas": config.betas, "eps": config.eps, "fused": fused} if adamw else {}
+    )
     try:
         cls: Any = torch.optim.AdamW if adamw else resolve_name(config.name)
     except (ImportError, AttributeError, ValueError) as error:
-        raise ConfigError("optimizer.name", f"{config.name!r} is not adamw and cannot be imported", why=str(error),
-                          remedy="give adamw or a class by path, torch.optim.SGD") from error  # fmt: skip
+        raise ConfigError(
+            "optimizer.name",
+            f"{config.name!r} is not adamw and cannot be imported",
+            why=str(error),
+            remedy="give adamw or a class by path, torch.optim.SGD",
+        ) from error
     if not (isinstance(cls, type) and issubclass(cls, torch.optim.Optimizer)):
-        raise ConfigError("optimizer.name", f"{config.name!r} is no torch optimizer",
-                          remedy="give torch.optim.SGD or the like")  # fmt: skip
+        raise ConfigError(
+            "optimizer.name",
+            f"{config.name!r} is no torch optimizer",
+            remedy="give torch.optim.SGD or the like",
+        )
     arguments = {"lr": config.lr, "weight_decay": config.weight_decay} | own | dict(config.kwargs)
     construct: Any = cls  # the base class takes other arguments than its subclasses
     try:
         made: torch.optim.Optimizer = construct(params, **arguments)
     except (TypeError, ValueError, RuntimeError) as error:
-        raise ConfigError("optimizer.kwargs", f"{config.name} refuses its arguments", why=str(error),
-                          remedy="optimizer.lr, weight_decay and kwargs are passed to its constructor") from error  # fmt: skip
+        raise ConfigError(
+            "optimizer.kwargs",
+            f"{config.name} refuses its arguments",
+            why=str(error),
+            remedy="optimizer.lr, weight_decay and kwargs are passed to its constructor",
+        ) from error
     return made
 
 
@@ -62,9 +77,12 @@ def state_dtypes(optimizer: torch.optim.Optimizer, weights: torch.dtype) -> dict
     """
     state = _state_of_a_weight(optimizer, weights)
     if other := sorted(field for field, value in state.items() if not hasattr(value, "dtype")):
-        raise CheckpointMismatch("no checkpoint can be loaded into this optimizer",
-                                 where=f"optimizer {type(optimizer).__name__}",
-                                 why=f"its {', '.join(other)} is no tensor", remedy="use adamw")  # fmt: skip
+        raise CheckpointMismatch(
+            "no checkpoint can be loaded into this optimizer",
+            where=f"optimizer {type(optimizer).__name__}",
+            why=f"its {', '.join(other)} is no tensor",
+            remedy="use adamw",
+        )
     return {field: value.dtype for field, value in state.items()}
 
 
@@ -72,7 +90,9 @@ def _state_of_a_weight(optimizer: torch.optim.Optimizer, dtype: torch.dtype) -> 
     import torch
 
     probe: Any = copy.copy(optimizer)
-    param = torch.nn.Parameter(torch.zeros(2, 2, dtype=dtype, device=optimizer.param_groups[0]["params"][0].device))
+    param = torch.nn.Parameter(
+        torch.zeros(2, 2, dtype=dtype, device=optimizer.param_groups[0]["params"][0].device)
+    )
     param.grad = torch.zeros_like(param)
     state: defaultdict[Any, dict[str, Any]] = defaultdict(dict)
     probe.state, probe.param_groups = state, [{**optimizer.param_groups[0], "params": [param]}]
@@ -84,9 +104,12 @@ def check_fields(optimizer: torch.optim.Optimizer, keys: Iterable[str]) -> None:
     """Raise ``CheckpointMismatch`` when the ``optim.`` keys of a checkpoint are of another kind of optimizer."""
     saved = {key.rpartition(".")[2] for key in keys if key.startswith("optim.")}
     if saved and saved != (own := state_fields(optimizer)):
-        raise CheckpointMismatch("the checkpoint is of another optimizer", where=f"optimizer {type(optimizer).__name__}",
-                                 why=f"it keeps {', '.join(sorted(own)) or 'nothing'}, saved is {', '.join(sorted(saved))}",
-                                 remedy="load it with the optimizer that it was saved with")  # fmt: skip
+        raise CheckpointMismatch(
+            "the checkpoint is of another optimizer",
+            where=f"optimizer {type(optimizer).__name__}",
+            why=f"it keeps {', '.join(sorted(own)) or 'nothing'}, saved is {', '.join(sorted(saved))}",
+            remedy="load it with the optimizer that it was saved with",
+        )
 
 
 def check_shapes(optimizer: torch.optim.Optimizer, entries: Mapping[str, Entry]) -> None:

@@ -43,7 +43,9 @@ class Row:
 
     def serves(self, model_type: str, backend: str, device: str) -> bool:
         """Whether this row offers the triple."""
-        return model_type in self.model_types and backend in self.backends and device in self.devices
+        return (
+            model_type in self.model_types and backend in self.backends and device in self.devices
+        )
 
     def triples(self) -> list[tuple[str, str, str]]:
         """Return every (model type, backend, device) that this row offers."""
@@ -110,7 +112,9 @@ def _is_list_of_rows(value: Any) -> bool:
 
 
 def _is_set_of_text(value: Any) -> bool:
-    return isinstance(value, frozenset | set) and all(_is_text(item) for item in _items(value, frozenset, set))
+    return isinstance(value, frozenset | set) and all(
+        _is_text(item) for item in _items(value, frozenset, set)
+    )
 
 
 def _is_target(value: Any) -> bool:
@@ -149,7 +153,9 @@ _PROBE_FIELDS: dict[str, tuple[str, Callable[[Any], bool]]] = {
 }
 
 
-def _misfit(value: Any, fields: dict[str, tuple[str, Callable[[Any], bool]]], where: str) -> str | None:
+def _misfit(
+    value: Any, fields: dict[str, tuple[str, Callable[[Any], bool]]], where: str
+) -> str | None:
     for name, (expected, fits) in fields.items():
         given = getattr(value, name)
         if not fits(given):
@@ -182,7 +188,9 @@ def probe_problem(result: Any) -> str | None:
 def is_older(contract: str, since: str) -> bool:
     """Whether a plug-in that states ``contract`` was written before ``since``; False for what is no version."""
     try:
-        stated, wanted = (tuple(int(part) for part in version.split(".")) for version in (contract, since))
+        stated, wanted = (
+            tuple(int(part) for part in version.split(".")) for version in (contract, since)
+        )
     except ValueError:
         return False
     return stated < wanted
@@ -197,4 +205,8 @@ def contract_problem(contract: str, ours: str = CONTRACT) -> str | None:
     our_major, our_minor = (int(part) for part in ours.split("."))
     if major != our_major:
         return f"written for contract {contract}, engine-api serves {ours}"
-    return f"written for contract {contract}, newer than engine-api's {ours}" if minor > our_minor else None
+    return (
+        f"written for contract {contract}, newer than engine-api's {ours}"
+        if minor > our_minor
+        else None
+    )

@@ -50,7 +50,11 @@ def look(to: str, groups: Sequence[str], known: Collection[Source]) -> None:
 
         for group in groups:
             for found in discover(group, before):
-                devices = {d for row in found.plugin.rows for d in row.devices} if found.plugin else set[str]()
+                devices = (
+                    {d for row in found.plugin.rows for d in row.devices}
+                    if found.plugin
+                    else set[str]()
+                )
                 for device in sorted(devices) if not found.problem else ():
                     tell(group, found.source, f"its probe of {device!a}")
                     probe(found, device)
@@ -83,8 +87,14 @@ def _first_offender(groups: Sequence[str], known: Collection[Source]) -> tuple[S
         if not source:
             return None
         last = said.read_text(errors="backslashreplace").strip().rpartition("\n")[2]
-    how = f"did not return within {SILENCE_S:g} s" if silent else f"ended the process (exit code {code})"
-    return (group, source), f"{doing} {how}" + (f": {printable(last)}" if last and not silent else "")
+    how = (
+        f"did not return within {SILENCE_S:g} s"
+        if silent
+        else f"ended the process (exit code {code})"
+    )
+    return (group, source), f"{doing} {how}" + (
+        f": {printable(last)}" if last and not silent else ""
+    )
 
 
 def _wait(child: subprocess.Popen[bytes], told: Path) -> bool:

@@ -26,13 +26,19 @@ class MicroBatches:
     batch: Batch
     parts: list[Batch]
     documents: list[list[int]]  # which documents of the batch each part holds
-    loss_weight: float | None  # sum over all data-parallel ranks, float64; None when the batches carry none
+    loss_weight: (
+        float | None
+    )  # sum over all data-parallel ranks, float64; None when the batches carry none
     num_tokens: int  # over all data-parallel ranks
 
     def merge(self, outputs: Sequence[TokenOutputs]) -> TokenOutputs:
         """The parts' outputs in the batch's token order, detached."""
-        return TokenOutputs(**{n: self._scatter([getattr(o, n) for o in outputs])
-                               for n in ("log_probs", "entropy", "values")})  # fmt: skip
+        return TokenOutputs(
+            **{
+                n: self._scatter([getattr(o, n) for o in outputs])
+                for n in ("log_probs", "entropy", "values")
+            }
+        )
 
     def _scatter(self, values: Sequence[torch.Tensor | None]) -> torch.Tensor | None:
         import torch
@@ -59,7 +65,13 @@ class _Row:
 
 
 def prepare(
-    batch: Batch, *, comm: Comm, topology: Topology, max_tokens: int, vocab_size: int, needs_weight: bool
+    batch: Batch,
+    *,
+    comm: Comm,
+    topology: Topology,
+    max_tokens: int,
+    vocab_size: int,
+    needs_weight: bool,
 ) -> MicroBatches:
     """Validate on every rank, agree on the number of micro-batches and on the denominator.
 
@@ -71,18 +83,30 @@ def prepare(
     count = max(1, *(row.count for row in rows))
     documents = split_micro_batches(batch.lengths, max_tokens, count)
     return MicroBatches(
-        batch=batch, parts=[batch.select(d) for d in documents], documents=documents,
-        loss_weight=_total([row.loss_weight for row in primary]), num_tokens=sum(row.num_tokens for row in primary),
-    )  # fmt: skip
+        batch=batch,
+        parts=[batch.select(d) for d in documents],
+        documents=documents,
+        loss_weight=_total([row.loss_weight for row in primary]),
+        num_tokens=sum(row.num_tokens for row in primary),
+    )
 
 
-def _examine(batch: Batch, topology: Topology, max_tokens: int, vocab_size: int, needs_weight: bool) -> _Row:
+def _examine(
+    batch: Batch, topology: Topology, max_tokens: int, vocab_size: int, needs_weight: bool
+) -> _Row:
     batch.check_vocabulary(vocab_size)
     count = len(least_bins(batch.lengths, max_tokens))
     if needs_weight and batch.num_tokens:
         batch.loss_weight  # noqa: B018 - raises the error that names the field
     weight = float(batch.loss_weight.double().sum()) if LOSS_WEIGHT in batch.fields else None
-    return _Row(topology.dp_rank, topology.is_primary, count, weight, batch.num_tokens, _digest(batch, topology))
+    return _Row(
+        topology.dp_rank,
+        topology.is_primary,
+        count,
+        weight,
+        batch.num_tokens,
+        _digest(batch, topology),
+    )
 
 
 def _total(weights: Sequence[float | None]) -> float | None:
@@ -94,7 +118,9 @@ def _total(weights: Sequence[float | None]) -> float | None:
 def _digest(batch: Batch, topology: Topology) -> str:
     if topology.dp_size == topology.world_size:
         return ""  # nobody shares these documents
-    digest = hashlib.sha1(repr((batch.boundaries, sorted(batch.fields))).encode(), usedforsecurity=False)
+    digest = hashlib.sha1(
+        repr((batch.boundaries, sorted(batch.fields))).encode(), usedforsecurity=False
+    )
     for _, tensor in sorted({**batch.fields, "input_ids": batch.input_ids}.items()):
         digest.update(_bytes(tensor))
     return digest.hexdigest()
@@ -112,6 +138,9 @@ def _same_inside_data_parallel_rank(rows: Sequence[_Row]) -> None:
     for rank, row in enumerate(rows):
         other, digest = first.setdefault(row.dp_rank, (rank, row.digest))
         if digest != row.digest:
-            raise BatchError("input_ids", f"ranks {other} and {rank} were given different documents or fields",
-                             why=f"both belong to data-parallel rank {row.dp_rank}",
-                             remedy="give the same batch to every rank with the same topology.dp_rank")  # fmt: skip
+            raise BatchError(
+                "input_ids",
+                f"ranks {other} and {rank} were given different documents or fields",
+                why=f"both belong to data-parallel rank {row.dp_rank}",
+                remedy="give the same batch to every rank with the same topology.dp_rank",
+            )

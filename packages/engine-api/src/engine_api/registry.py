@@ -15,7 +15,13 @@ from typing import Any
 from engine_api.config import EngineConfig, near_matches
 from engine_api.devices import DEVICES
 from engine_api.discovery import Found, discover, import_target, probe
-from engine_api.errors import ContractMismatch, PluginConflict, PluginLoadError, PluginNotFound, PluginUnavailable
+from engine_api.errors import (
+    ContractMismatch,
+    PluginConflict,
+    PluginLoadError,
+    PluginNotFound,
+    PluginUnavailable,
+)
 from engine_api.plugin import (
     CONTRACT,
     ENGINE_GROUP,
@@ -41,8 +47,12 @@ class Candidate:
     remedy: str = ""
 
     def __str__(self) -> str:
-        verdict = ("accepted" if self.accepted else "rejected") + (f": {self.reason}" if self.reason else "")
-        return f"{self.device} by {self.source}: {verdict}" + (f" ({self.remedy})" if self.remedy else "")
+        verdict = ("accepted" if self.accepted else "rejected") + (
+            f": {self.reason}" if self.reason else ""
+        )
+        return f"{self.device} by {self.source}: {verdict}" + (
+            f" ({self.remedy})" if self.remedy else ""
+        )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -84,8 +94,12 @@ class Registry:
         """Class decorator: offer the class in this process, for a notebook or a test."""
 
         def add(cls: type) -> type:
-            row = Row(model_types=(model_type,), backends=(backend,), devices=(device,),
-                      target=f"{cls.__module__}:{cls.__qualname__}")  # fmt: skip
+            row = Row(
+                model_types=(model_type,),
+                backends=(backend,),
+                devices=(device,),
+                target=f"{cls.__module__}:{cls.__qualname__}",
+            )
             descriptor = EnginePlugin(name=backend, contract=CONTRACT, rows=(row,), **plugin)
             if problem := descriptor_problem(descriptor):
                 raise PluginLoadError(
@@ -96,8 +110,12 @@ class Registry:
                 )
             self._classes[row.target] = cls
             # A notebook's cell that runs again replaces what it registered before.
-            self._in_process = [f for f in self._in_process if f.plugin is None or f.plugin.rows != (row,)]
-            self._in_process.append(Found(name=backend, source=f"in process ({row.target})", plugin=descriptor))
+            self._in_process = [
+                f for f in self._in_process if f.plugin is None or f.plugin.rows != (row,)
+            ]
+            self._in_process.append(
+                Found(name=backend, source=f"in process ({row.target})", plugin=descriptor)
+            )
             return cls
 
         return add
@@ -113,11 +131,19 @@ class Registry:
 
     def rows(self) -> list[tuple[Found, Row]]:
         """Every row of every usable plug-in."""
-        return [(f, row) for f in self.found() if f.plugin and not f.problem for row in f.plugin.rows]
+        return [
+            (f, row) for f in self.found() if f.plugin and not f.problem for row in f.plugin.rows
+        ]
 
-    def resolve(self, *, model_type: str = "language_model", backend: str, device: str = "auto") -> Resolution:
+    def resolve(
+        self, *, model_type: str = "language_model", backend: str, device: str = "auto"
+    ) -> Resolution:
         """Choose; raises the ``PluginError`` that says what is wrong and what to do."""
-        offers = [(f, row) for f, row in self.rows() if model_type in row.model_types and backend in row.backends]
+        offers = [
+            (f, row)
+            for f, row in self.rows()
+            if model_type in row.model_types and backend in row.backends
+        ]
         if not offers:
             raise self._not_found(model_type, backend)
         wanted_devices = DEVICES if device == "auto" else (device,)
@@ -142,14 +168,20 @@ class Registry:
             if device in row.devices:
                 result = probe(found, device)
                 candidate = Candidate(
-                    source=found.source, device=device, accepted=result.ok, reason=result.reason, remedy=result.remedy
+                    source=found.source,
+                    device=device,
+                    accepted=result.ok,
+                    reason=result.reason,
+                    remedy=result.remedy,
                 )
                 trace.append(candidate)
                 if result.ok:
                     return found, row
         return None
 
-    def _refuse_conflict(self, offers: list[tuple[Found, Row]], model_type: str, backend: str, device: str) -> None:
+    def _refuse_conflict(
+        self, offers: list[tuple[Found, Row]], model_type: str, backend: str, device: str
+    ) -> None:
         claims = [found.source for found, row in offers if device in row.devices]
         if len(claims) > 1:
             raise PluginConflict(
@@ -170,13 +202,17 @@ class Registry:
             if len(sources) > 1
         ]
 
-    def _accept(self, chosen: tuple[Found, Row], device: str, trace: list[Candidate], *, auto: bool) -> Resolution:
+    def _accept(
+        self, chosen: tuple[Found, Row], device: str, trace: list[Candidate], *, auto: bool
+    ) -> Resolution:
         found, row = chosen
         assert found.plugin is not None
         if auto:
             rejected = "".join(f", not {c.device}: {c.reason}" for c in trace if not c.accepted)
             log.info("device auto -> %s by %s%s", device, found.source, rejected)
-        return Resolution(plugin=found.plugin, row=row, device=device, source=found.source, trace=tuple(trace))
+        return Resolution(
+            plugin=found.plugin, row=row, device=device, source=found.source, trace=tuple(trace)
+        )
 
     def _not_found(self, model_type: str, backend: str) -> Exception:
         distributions = KNOWN_DISTRIBUTIONS.get(self.kind, {})
@@ -184,46 +220,76 @@ class Registry:
             rows = found.plugin.rows if found.plugin else ()
             names = {found.name, *(b for row in rows for b in row.backends)}
             if found.problem and (
-                backend in names or distributions.get(backend, "").partition("[")[0] == found.distribution
+                backend in names
+                or distributions.get(backend, "").partition("[")[0] == found.distribution
             ):
                 return self._broken(found)
-        served = sorted({t for _, row in self.rows() if backend in row.backends for t in row.model_types})
+        served = sorted(
+            {t for _, row in self.rows() if backend in row.backends for t in row.model_types}
+        )
         if served:
-            return PluginNotFound(f"{backend!r} has no {model_type!r}", where=self.group,
-                                  remedy=f"it serves: {', '.join(served)}")  # fmt: skip
+            return PluginNotFound(
+                f"{backend!r} has no {model_type!r}",
+                where=self.group,
+                remedy=f"it serves: {', '.join(served)}",
+            )
         if backend in distributions:
-            return PluginNotFound(f"{self.kind} {backend!r} is not installed", where=self.group,
-                                  remedy=f"pip install {distributions[backend]}")  # fmt: skip
+            return PluginNotFound(
+                f"{self.kind} {backend!r} is not installed",
+                where=self.group,
+                remedy=f"pip install {distributions[backend]}",
+            )
         known = sorted({b for _, row in self.rows() for b in row.backends} | set(distributions))
         broken = ", ".join(found.source for found in self.found() if found.problem)
         return PluginNotFound(
             f"no {self.kind} is called {backend!r}",
             where=self.group,
-            why=f"broken, and not asked: {broken}; `python -m engine_api doctor` says why" if broken else "",
+            why=f"broken, and not asked: {broken}; `python -m engine_api doctor` says why"
+            if broken
+            else "",
             remedy=near_matches(backend, known),
         )
 
     def _broken(self, found: Found) -> Exception:
         if found.cause is None:
-            return ContractMismatch(f"{found.name!r} cannot be used", where=found.source, why=found.problem,
-                                    remedy="install versions of it and of engine-api that fit each other")  # fmt: skip
-        error = PluginLoadError(f"{found.name!r} is installed but broken", where=found.source, why=found.problem,
-                                remedy="`python -m engine_api doctor` shows the whole traceback")  # fmt: skip
+            return ContractMismatch(
+                f"{found.name!r} cannot be used",
+                where=found.source,
+                why=found.problem,
+                remedy="install versions of it and of engine-api that fit each other",
+            )
+        error = PluginLoadError(
+            f"{found.name!r} is installed but broken",
+            where=found.source,
+            why=found.problem,
+            remedy="`python -m engine_api doctor` shows the whole traceback",
+        )
         error.__cause__ = found.cause
         return error
 
     def _unavailable(
-        self, model_type: str, backend: str, device: str, offers: Iterable[tuple[Found, Row]], trace: list[Candidate]
+        self,
+        model_type: str,
+        backend: str,
+        device: str,
+        offers: Iterable[tuple[Found, Row]],
+        trace: list[Candidate],
     ) -> Exception:
         devices = sorted({d for _, row in offers for d in row.devices})
         if not trace:
-            return PluginUnavailable(f"{model_type} by {backend!r} has no row for device {device!r}", where=self.group,
-                                     why="an explicit device is never replaced",
-                                     remedy=f"it has rows for: {', '.join(devices)}")  # fmt: skip
+            return PluginUnavailable(
+                f"{model_type} by {backend!r} has no row for device {device!r}",
+                where=self.group,
+                why="an explicit device is never replaced",
+                remedy=f"it has rows for: {', '.join(devices)}",
+            )
         remedies = {c.remedy for c in trace if c.remedy}
-        return PluginUnavailable(f"{model_type} by {backend!r} cannot run on device {device!r} here", where=self.group,
-                                 trace=[str(c) for c in trace],
-                                 remedy="; ".join(sorted(remedies)) or f"use one of: {', '.join(devices)}")  # fmt: skip
+        return PluginUnavailable(
+            f"{model_type} by {backend!r} cannot run on device {device!r} here",
+            where=self.group,
+            trace=[str(c) for c in trace],
+            remedy="; ".join(sorted(remedies)) or f"use one of: {', '.join(devices)}",
+        )
 
 
 _engines = Registry(ENGINE_GROUP, "engine")
@@ -242,7 +308,13 @@ class EngineRegistry:
     refresh = staticmethod(_engines.refresh)
 
     @staticmethod
-    def create(*, model_type: str = "language_model", backend: str, device: str = "auto", config: EngineConfig) -> Any:
+    def create(
+        *,
+        model_type: str = "language_model",
+        backend: str,
+        device: str = "auto",
+        config: EngineConfig,
+    ) -> Any:
         """Resolve, import and construct an engine (not yet initialized).
 
         Raises:

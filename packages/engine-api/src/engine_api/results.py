@@ -52,7 +52,9 @@ class StepOutput:
     grad_norm: float  # global 2-norm, before clipping
     lr: float  # the rate of this step (of the one that would have been, when skipped)
     weight_version: int  # after the step
-    skipped: str | None = None  # why the step was not applied; weights and optimizer are then as before
+    skipped: str | None = (
+        None  # why the step was not applied; weights and optimizer are then as before
+    )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

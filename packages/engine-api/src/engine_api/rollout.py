@@ -180,7 +180,9 @@ class Rollout(Protocol):
 
     weight_version: int
 
-    def generate(self, prompts: Sequence[Sequence[int]], sampling: SamplingParams) -> list[Completion]:
+    def generate(
+        self, prompts: Sequence[Sequence[int]], sampling: SamplingParams
+    ) -> list[Completion]:
         """``sampling.n`` completions a prompt, grouped by prompt. Raises ``RolloutError``."""
         ...
 

@@ -22,5 +22,7 @@ def lr_factor(schedule: ScheduleConfig, step: int) -> float:
     assert schedule.total_steps is not None  # EngineConfig checks it
     span = max(1, schedule.total_steps - schedule.warmup_steps)
     progress = min(1.0, (step - schedule.warmup_steps) / span)
-    decay = 1.0 - progress if schedule.name == "linear" else 0.5 * (1.0 + math.cos(math.pi * progress))
+    decay = (
+        1.0 - progress if schedule.name == "linear" else 0.5 * (1.0 + math.cos(math.pi * progress))
+    )
     return schedule.min_ratio + (1.0 - schedule.min_ratio) * decay

@@ -28,7 +28,9 @@ class ShardSpec:
     replica: int = 0
 
     def __post_init__(self) -> None:
-        assert len(self.global_shape) == len(self.offset) == len(self.shape), f"ranks differ in {self}"
+        assert len(self.global_shape) == len(self.offset) == len(self.shape), (
+            f"ranks differ in {self}"
+        )
         for size, start, length in zip(self.global_shape, self.offset, self.shape, strict=True):
             assert 0 <= start <= start + length <= size, f"the box leaves the tensor in {self}"
 

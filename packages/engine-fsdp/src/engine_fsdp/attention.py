@@ -74,12 +74,19 @@ def choose_kernel(requested: str, device_type: str, compute: str) -> str:
         return "auto" if "cudnn" in own else next(iter(own), "sdpa")
     known = dict.fromkeys((*KERNELS, *own))
     if requested not in known:
-        raise ConfigError("model.attention", f"unknown kernel {requested!r}", remedy=f"auto, {', '.join(known)}")
+        raise ConfigError(
+            "model.attention", f"unknown kernel {requested!r}", remedy=f"auto, {', '.join(known)}"
+        )
     if requested == "cudnn" and "varlen" in own and "cudnn" not in own:
-        raise ConfigError("model.attention", "cudnn wants compute capability 9 or more", remedy="use varlen")
+        raise ConfigError(
+            "model.attention", "cudnn wants compute capability 9 or more", remedy="use varlen"
+        )
     if requested not in ("sdpa", *own):
-        raise ConfigError("model.attention", f"{requested} has no kernel for {compute} on {device_type}",
-                          remedy=f"use {' or '.join(('sdpa', *own))}, or precision.compute: bfloat16 on a device that has it")  # fmt: skip
+        raise ConfigError(
+            "model.attention",
+            f"{requested} has no kernel for {compute} on {device_type}",
+            remedy=f"use {' or '.join(('sdpa', *own))}, or precision.compute: bfloat16 on a device that has it",
+        )
     return requested
 
 
@@ -96,18 +103,29 @@ def check_heads(config: Any, ulysses: int) -> None:
     kv_heads = int(getattr(config, "num_key_value_heads", None) or heads)
     fits = heads % ulysses == 0 and (kv_heads % ulysses == 0 or ulysses % kv_heads == 0)
     if not fits:
-        raise ConfigError("parallelism.ulysses", f"{heads} heads and {kv_heads} KV heads cannot be split over {ulysses} ranks",
-                          remedy="choose a divisor of the heads that divides, or is a multiple of, the KV heads")  # fmt: skip
+        raise ConfigError(
+            "parallelism.ulysses",
+            f"{heads} heads and {kv_heads} KV heads cannot be split over {ulysses} ranks",
+            remedy="choose a divisor of the heads that divides, or is a multiple of, the KV heads",
+        )
 
 
-def build_packing(lengths: list[int], kernel: str, device: torch.device, group: Any = None) -> Packing:
+def build_packing(
+    lengths: list[int], kernel: str, device: torch.device, group: Any = None
+) -> Packing:
     """The packing of documents of these lengths."""
     cu = torch.tensor([0, *lengths]).cumsum(0)
     document = torch.repeat_interleave(torch.arange(len(lengths)), torch.tensor(lengths))
     total, longest = int(cu[-1]), max(lengths)
     kernel = _kernel_for(lengths, kernel)
-    common: dict[str, Any] = {"kernel": kernel, "bounds": cu, "cu_seqlens": cu.to(device, torch.int32), "max_length": longest,
-                              "document": document.to(device), "group": group}  # fmt: skip
+    common: dict[str, Any] = {
+        "kernel": kernel,
+        "bounds": cu,
+        "cu_seqlens": cu.to(device, torch.int32),
+        "max_length": longest,
+        "document": document.to(device),
+        "group": group,
+    }
     if kernel != "sdpa" or len(set(lengths)) == 1:
         return Packing(**common)
     if total * total <= len(lengths) * longest * longest:
@@ -122,10 +140,18 @@ def build_packing(lengths: list[int], kernel: str, device: torch.device, group: 
 
 
 def packed_attention(
-    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, *,
-    packing: Packing | None = None, scaling: float | None = None, dropout: float = 0.0,
-    sliding_window: int | None = None, **extra: Any,
-) -> tuple[Tensor, None]:  # fmt: skip
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    *,
+    packing: Packing | None = None,
+    scaling: float | None = None,
+    dropout: float = 0.0,
+    sliding_window: int | None = None,
+    **extra: Any,
+) -> tuple[Tensor, None]:
     """The function registered with ``AttentionInterface``.
 
     Args:
@@ -140,7 +166,9 @@ def packed_attention(
         UnsupportedCapability: the layer asks for something that would silently be left out.
     """
     if packing is None or attention_mask is not None:
-        raise UnsupportedCapability("unpacked attention", where=NAME, remedy="call the model through its engine")
+        raise UnsupportedCapability(
+            "unpacked attention", where=NAME, remedy="call the model through its engine"
+        )
     _refuse_left_out(module, dropout, extra)
     if packing.group is None:
         out = _attend(query, key, value, packing, scaling, sliding_window)
@@ -155,19 +183,37 @@ def packed_attention(
 
 def _refuse_left_out(module: nn.Module, dropout: float, extra: dict[str, Any]) -> None:
     if dropout:
-        raise UnsupportedCapability("attention with dropout", where=type(module).__name__,
-                                    remedy="set its rate to 0 in model.config_overrides")  # fmt: skip
+        raise UnsupportedCapability(
+            "attention with dropout",
+            where=type(module).__name__,
+            remedy="set its rate to 0 in model.config_overrides",
+        )
     unknown = sorted(n for n, v in extra.items() if v is not None and n not in _HARMLESS)
     if extra.get("is_causal") is False or getattr(module, "is_causal", True) is False:
         unknown = ["tokens that look ahead: it is not causal"]
     if unknown:
-        raise UnsupportedCapability(f"attention with {', '.join(unknown)}", where=type(module).__name__,
-                                    why="its kernels would leave that out", remedy="use another engine for this model family")  # fmt: skip
+        raise UnsupportedCapability(
+            f"attention with {', '.join(unknown)}",
+            where=type(module).__name__,
+            why="its kernels would leave that out",
+            remedy="use another engine for this model family",
+        )
 
 
 # What transformers hands to every attention function and what does not change the result.
-_HARMLESS = frozenset({"position_ids", "use_cache", "is_causal", "cache_position", "output_attentions", "past_key_values",
-                       "return_dict", "output_router_logits", "position_embeddings"})  # fmt: skip
+_HARMLESS = frozenset(
+    {
+        "position_ids",
+        "use_cache",
+        "is_causal",
+        "cache_position",
+        "output_attentions",
+        "past_key_values",
+        "return_dict",
+        "output_router_logits",
+        "position_embeddings",
+    }
+)
 
 
 Kernel = Callable[[Tensor, Tensor, Tensor, Packing, float | None, int | None], Tensor]
@@ -183,7 +229,9 @@ def register_kernel(name: str, kernel: Kernel) -> None:
     _ADDED[name] = kernel
 
 
-def _attend(q: Tensor, k: Tensor, v: Tensor, packing: Packing, scale: float | None, window: int | None) -> Tensor:
+def _attend(
+    q: Tensor, k: Tensor, v: Tensor, packing: Packing, scale: float | None, window: int | None
+) -> Tensor:
     """``[1, H, T, d]`` over all tokens of the pack."""
     if packing.kernel in _ADDED:
         return _ADDED[packing.kernel](q, k, v, packing, scale, window)
@@ -195,9 +243,13 @@ def _attend(q: Tensor, k: Tensor, v: Tensor, packing: Packing, scale: float | No
         return _varlen(q, k, v, packing, scale, window)
     if packing.mask is not None or window is not None:
         mask = packing.mask if window is None else _window_mask(packing, window)
-        return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=scale, enable_gqa=q.shape[1] != k.shape[1])
+        return F.scaled_dot_product_attention(
+            q, k, v, attn_mask=mask, scale=scale, enable_gqa=q.shape[1] != k.shape[1]
+        )
     q, k, v = (_side_by_side(x[0], packing) for x in (q, k, v))
-    out = F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale, enable_gqa=q.shape[1] != k.shape[1])
+    out = F.scaled_dot_product_attention(
+        q, k, v, is_causal=True, scale=scale, enable_gqa=q.shape[1] != k.shape[1]
+    )
     flat = out.transpose(0, 1).flatten(1, 2)
     return (flat if packing.flat_index is None else flat[:, packing.flat_index])[None]
 
@@ -216,12 +268,26 @@ def _window_mask(packing: Packing, window: int) -> Tensor:
     return (same & (distance >= 0) & (distance < window))[None, None]
 
 
-def _varlen(q: Tensor, k: Tensor, v: Tensor, packing: Packing, scale: float | None, window: int | None) -> Tensor:
-    grouped: dict[str, Any] = {"enable_gqa": True} if _HAS_GQA else {}  # before 2.13 unequal heads are simply accepted
+def _varlen(
+    q: Tensor, k: Tensor, v: Tensor, packing: Packing, scale: float | None, window: int | None
+) -> Tensor:
+    grouped: dict[str, Any] = (
+        {"enable_gqa": True} if _HAS_GQA else {}
+    )  # before 2.13 unequal heads are simply accepted
     q, k, v = (x[0].transpose(0, 1) for x in (q, k, v))  # [T, H, d]
     size = (-1 if window is None else window - 1, 0)
-    out = varlen_attn(q, k, v, packing.cu_seqlens, packing.cu_seqlens, packing.max_length, packing.max_length,
-                      scale=scale, window_size=size, **grouped)  # fmt: skip
+    out = varlen_attn(
+        q,
+        k,
+        v,
+        packing.cu_seqlens,
+        packing.cu_seqlens,
+        packing.max_length,
+        packing.max_length,
+        scale=scale,
+        window_size=size,
+        **grouped,
+    )
     assert isinstance(out, Tensor)
     return out.transpose(0, 1)[None]
 

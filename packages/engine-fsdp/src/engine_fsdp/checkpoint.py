@@ -22,7 +22,9 @@ def model_key(entry: ShardedParam, name: str) -> str:
     return f"{'adapter' if entry.adapter else 'model'}.{name}"
 
 
-def state_of(table: list[ShardedParam], optimizer: torch.optim.Optimizer | None, layout: Layout) -> State:
+def state_of(
+    table: list[ShardedParam], optimizer: torch.optim.Optimizer | None, layout: Layout
+) -> State:
     """Weights and optimizer state as live boxes."""
     boxes: State = {}
     for entry in table:
@@ -34,17 +36,28 @@ def state_of(table: list[ShardedParam], optimizer: torch.optim.Optimizer | None,
 
 
 def layout_of(
-    table: list[ShardedParam], optimizer: torch.optim.Optimizer | None, entries: Mapping[str, Entry], layout: Layout
+    table: list[ShardedParam],
+    optimizer: torch.optim.Optimizer | None,
+    entries: Mapping[str, Entry],
+    layout: Layout,
 ) -> BoxLayout:
     """Which boxes this rank needs from a checkpoint. An engine without optimizer leaves its state unread."""
-    wanted = {key: (spec, tensor.dtype) for key, (tensor, spec) in state_of(table, None, layout).items()}
+    wanted = {
+        key: (spec, tensor.dtype) for key, (tensor, spec) in state_of(table, None, layout).items()
+    }
     return wanted if optimizer is None else wanted | state_layout(optimizer, table, entries, layout)
 
 
-def install(table: list[ShardedParam], optimizer: torch.optim.Optimizer | None, tensors: Mapping[str, Tensor]) -> None:
+def install(
+    table: list[ShardedParam],
+    optimizer: torch.optim.Optimizer | None,
+    tensors: Mapping[str, Tensor],
+) -> None:
     """Copy loaded boxes into the live weights, and replace the optimizer's state."""
     for entry in table:
         for piece in entry.pieces:
-            piece.view(entry.local.detach(), entry.first).copy_(tensors[model_key(entry, piece.name)])
+            piece.view(entry.local.detach(), entry.first).copy_(
+                tensors[model_key(entry, piece.name)]
+            )
     if optimizer is not None:
         install_state(optimizer, table, tensors)

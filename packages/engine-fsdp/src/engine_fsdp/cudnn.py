@@ -52,7 +52,9 @@ def _joined(parts: list[Tensor]) -> Tensor:
 
 
 @torch.library.custom_op("engine_fsdp::cudnn_packed", mutates_args=())
-def cudnn_packed(q: Tensor, k: Tensor, v: Tensor, bounds: Tensor, scale: float) -> tuple[Tensor, Tensor]:
+def cudnn_packed(
+    q: Tensor, k: Tensor, v: Tensor, bounds: Tensor, scale: float
+) -> tuple[Tensor, Tensor]:
     """Attention within documents.
 
     Args:
@@ -74,12 +76,21 @@ def cudnn_packed(q: Tensor, k: Tensor, v: Tensor, bounds: Tensor, scale: float) 
 @cudnn_packed.register_fake
 def _(q: Tensor, k: Tensor, v: Tensor, bounds: Tensor, scale: float) -> tuple[Tensor, Tensor]:
     del k, v, bounds, scale
-    return torch.empty_like(q, memory_format=torch.contiguous_format), q.new_empty(q.shape[:2], dtype=torch.float32)
+    return torch.empty_like(q, memory_format=torch.contiguous_format), q.new_empty(
+        q.shape[:2], dtype=torch.float32
+    )
 
 
 @torch.library.custom_op("engine_fsdp::cudnn_packed_backward", mutates_args=())
 def _backward_op(
-    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, sums: Tensor, bounds: Tensor, scale: float
+    grad: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    sums: Tensor,
+    bounds: Tensor,
+    scale: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
     zero = torch.zeros((), dtype=torch.int64, device=q.device)  # no dropout: the seed is not read
     grads: tuple[list[Tensor], ...] = ([], [], [])
@@ -87,7 +98,9 @@ def _backward_op(
         parts = [_rows(x, start, count, length) for x in (grad, q, k, v, out)]
         logsumexp = _rows(sums[..., None], start, count, length).contiguous()
         padded = parts[1].shape[2]
-        result = _gradient(*parts, logsumexp, zero, zero, None, None, None, padded, padded, 0.0, True, scale=scale)
+        result = _gradient(
+            *parts, logsumexp, zero, zero, None, None, None, padded, padded, 0.0, True, scale=scale
+        )
         for collected, part in zip(grads, result, strict=False):
             collected.append(_back(part, length))
     d_query, d_key, d_value = (_joined(parts) for parts in grads)
@@ -96,7 +109,14 @@ def _backward_op(
 
 @_backward_op.register_fake
 def _(
-    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, sums: Tensor, bounds: Tensor, scale: float
+    grad: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    sums: Tensor,
+    bounds: Tensor,
+    scale: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
     del grad, out, sums, bounds, scale
     contiguous = torch.contiguous_format

@@ -31,7 +31,15 @@ from engine_api.results import TokenOutputs
 from engine_api.weights import ShardExport, ShardSpec, WeightExport
 from engine_fsdp import checkpoint, export, lora
 from engine_fsdp.attention import choose_kernel
-from engine_fsdp.model import BuiltModel, Kind, PackedModel, blocks_of, build_model, document_limit, pack_inputs
+from engine_fsdp.model import (
+    BuiltModel,
+    Kind,
+    PackedModel,
+    blocks_of,
+    build_model,
+    document_limit,
+    pack_inputs,
+)
 from engine_fsdp.optimizer import clip, move_state
 from engine_fsdp.options import fsdp_options
 from engine_fsdp.parallel import (
@@ -70,7 +78,9 @@ class FSDPEngine(BaseEngine):
         self.comm: Comm = TorchComm(timeout) if self.topology.world_size > 1 else SingleComm()
         asynchronous = config.checkpoint.async_save and self.topology.world_size > 1
         self._save_comm: Comm = TorchComm(timeout) if asynchronous else self.comm
-        self.kernel = choose_kernel(config.model.attention, self.device_type, config.precision.compute)
+        self.kernel = choose_kernel(
+            config.model.attention, self.device_type, config.precision.compute
+        )
         self._build_model()
         params = [entry.param for entry in trainable(self.table)]
         self.optimizer = build_optimizer(config.optimizer, params) if config.optimizer else None
@@ -86,7 +96,9 @@ class FSDPEngine(BaseEngine):
         self._limit_documents(lm.config)
         if config.lora is not None:
             lora.inject(lm, config.lora)
-        self.module = PackedModel(lm, kind=self.kind, logit_chunk=config.memory.logit_chunk, group=layout.ulysses_group)
+        self.module = PackedModel(
+            lm, kind=self.kind, logit_chunk=config.memory.logit_chunk, group=layout.ulysses_group
+        )
         self.module.eval()
         blocks = blocks_of(lm)
         shard_model(self.module, blocks, config, layout, self.options.prefetch_blocks)
@@ -108,14 +120,25 @@ class FSDPEngine(BaseEngine):
 
     def _limit_documents(self, hf_config: Any) -> None:
         self.document_limit = document_limit(hf_config)
-        padding = self.config.memory.pad_to_multiple * self.layout.ulysses  # becomes a document of its own
+        padding = (
+            self.config.memory.pad_to_multiple * self.layout.ulysses
+        )  # becomes a document of its own
         if self.document_limit and padding > self.document_limit.tokens:
-            raise ConfigError("memory.pad_to_multiple", f"padding of up to {padding} tokens, this model takes {self.document_limit.tokens}",
-                              why=f"beyond that its RoPE ({self.document_limit.kind}) changes for all documents",
-                              remedy="choose a smaller one")  # fmt: skip
-        if self.document_limit and self.comm.rank == 0:  # in RL documents grow: it would be met in the middle of a run
-            log.warning("engine-fsdp takes documents of at most %d tokens of this model: beyond that its RoPE (%s) follows the longest "
-                        "document of a pack, and changes the others", self.document_limit.tokens, self.document_limit.kind)  # fmt: skip
+            raise ConfigError(
+                "memory.pad_to_multiple",
+                f"padding of up to {padding} tokens, this model takes {self.document_limit.tokens}",
+                why=f"beyond that its RoPE ({self.document_limit.kind}) changes for all documents",
+                remedy="choose a smaller one",
+            )
+        if (
+            self.document_limit and self.comm.rank == 0
+        ):  # in RL documents grow: it would be met in the middle of a run
+            log.warning(
+                "engine-fsdp takes documents of at most %d tokens of this model: beyond that its RoPE (%s) follows the longest "
+                "document of a pack, and changes the others",
+                self.document_limit.tokens,
+                self.document_limit.kind,
+            )
 
     def _materialize(self, lm: Any, home: torch.device) -> None:
         self.module.to_empty(device=home)
@@ -136,11 +159,22 @@ class FSDPEngine(BaseEngine):
         return super()._prepare(batch, needs_weight=needs_weight)
 
     def forward_step(
-        self, batch: Batch, *, needs: Sequence[str], temperature: float, coefficients: Tensor | None = None
+        self,
+        batch: Batch,
+        *,
+        needs: Sequence[str],
+        temperature: float,
+        coefficients: Tensor | None = None,
     ) -> TokenOutputs:
         """Run one micro-batch; see ``BaseEngine.forward_step``."""
-        inputs = pack_inputs(batch, layout=self.layout, kernel=self.kernel, device=self.device,
-                             multiple=self.config.memory.pad_to_multiple, coefficients=coefficients)  # fmt: skip
+        inputs = pack_inputs(
+            batch,
+            layout=self.layout,
+            kernel=self.kernel,
+            device=self.device,
+            multiple=self.config.memory.pad_to_multiple,
+            coefficients=coefficients,
+        )
         return self.module.outputs(inputs, needs, temperature)
 
     @contextmanager
@@ -198,7 +232,11 @@ class FSDPEngine(BaseEngine):
     # --- weights -------------------------------------------------------------------------------
 
     def get_per_tensor_param(
-        self, *, dtype: torch.dtype | None = None, adapter: Adapter = "merged", bucket_bytes: int = 512 << 20
+        self,
+        *,
+        dtype: torch.dtype | None = None,
+        adapter: Adapter = "merged",
+        bucket_bytes: int = 512 << 20,
     ) -> WeightExport:
         """See ``Engine.get_per_tensor_param``."""
         self._expect("get_per_tensor_param", "ready")
@@ -219,8 +257,13 @@ class FSDPEngine(BaseEngine):
     def save_hf(self, directory: Path | str, *, dtype: torch.dtype | None = None) -> None:
         """See ``Engine.save_hf``."""
         self._expect("save_hf", "ready")
-        save_hf(self.get_per_tensor_param(dtype=dtype), folder_of(directory), comm=self.comm, source=self.folder,
-                hf_config=self.module.lm.config)  # fmt: skip
+        save_hf(
+            self.get_per_tensor_param(dtype=dtype),
+            folder_of(directory),
+            comm=self.comm,
+            source=self.folder,
+            hf_config=self.module.lm.config,
+        )
 
     # --- state ---------------------------------------------------------------------------------
 
@@ -235,21 +278,29 @@ class FSDPEngine(BaseEngine):
     def _optimizer_fields(self) -> Collection[str]:
         return () if self.optimizer is None else state_fields(self.optimizer)
 
-    def _state_layout(self, entries: Mapping[str, Entry]) -> dict[str, tuple[ShardSpec, torch.dtype]]:
+    def _state_layout(
+        self, entries: Mapping[str, Entry]
+    ) -> dict[str, tuple[ShardSpec, torch.dtype]]:
         return checkpoint.layout_of(self.table, self.optimizer, entries, self.layout)
 
     def _install_state(self, tensors: Mapping[str, Tensor]) -> None:
         checkpoint.install(self.table, self.optimizer, tensors)
-        if self.optimizer is not None and (self.config.memory.offload_optimizer or "optimizer" in self._offloaded):
+        if self.optimizer is not None and (
+            self.config.memory.offload_optimizer or "optimizer" in self._offloaded
+        ):
             move_state(self.optimizer, torch.device("cpu"))
 
-    def to(self, device: str, *, model: bool = True, optimizer: bool = True, grad: bool = True) -> None:
+    def to(
+        self, device: str, *, model: bool = True, optimizer: bool = True, grad: bool = True
+    ) -> None:
         """See ``Engine.to``. Gradients live beside their weights and move with them."""
         self._expect("to", "ready")
         check_device(device, self.device_type)
         check_switches(model=model, optimizer=optimizer, grad=grad)
         if model and not grad and self._has_gradient:
-            raise EngineStateError("to(model=True, grad=False)", "holding gradients", "past optimizer_step")
+            raise EngineStateError(
+                "to(model=True, grad=False)", "holding gradients", "past optimizer_step"
+            )
         away = device == "cpu" and self.device_type != "cpu"
         if model and not self.config.memory.offload_params:
             self.module.to(device)
@@ -258,15 +309,20 @@ class FSDPEngine(BaseEngine):
             move_state(self.optimizer, torch.device("cpu") if away else None)
             self._mark("optimizer", away)
         if away:
-            device_of(self.device_type).empty_cache()  # else it stays this process' own, and no server could take it
+            device_of(
+                self.device_type
+            ).empty_cache()  # else it stays this process' own, and no server could take it
 
     def _mark(self, part: str, away: bool) -> None:
         (self._offloaded.add if away else self._offloaded.discard)(part)
 
     def _expect_loaded(self, called: str) -> None:
         if "model" in self._offloaded or (called == "train" and "optimizer" in self._offloaded):
-            raise EngineStateError(called, f"offloaded ({', '.join(sorted(self._offloaded))})",
-                                   f"back on its device: call to({self.device_type!r})")  # fmt: skip
+            raise EngineStateError(
+                called,
+                f"offloaded ({', '.join(sorted(self._offloaded))})",
+                f"back on its device: call to({self.device_type!r})",
+            )
 
     def _release(self) -> None:
         self.comm.close()

@@ -23,7 +23,11 @@ _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_t
 
 
 def export_shards(
-    table: list[ShardedParam], layout: Layout, lora: LoraConfig | None, dtype: torch.dtype | None, adapter: Adapter
+    table: list[ShardedParam],
+    layout: Layout,
+    lora: LoraConfig | None,
+    dtype: torch.dtype | None,
+    adapter: Adapter,
 ) -> ShardExport:
     """(name, shard, spec) in the model's order; one shard lives at a time."""
     for entry, rows in _rows(table, layout, lora, dtype, adapter):
@@ -33,9 +37,14 @@ def export_shards(
 
 
 def export_whole(
-    table: list[ShardedParam], layout: Layout, lora: LoraConfig | None, dtype: torch.dtype | None, adapter: Adapter,
-    bucket_bytes: int, device: torch.device,
-) -> WeightExport:  # fmt: skip
+    table: list[ShardedParam],
+    layout: Layout,
+    lora: LoraConfig | None,
+    dtype: torch.dtype | None,
+    adapter: Adapter,
+    bucket_bytes: int,
+    device: torch.device,
+) -> WeightExport:
     """(name, whole tensor) in the model's order, gathered in buckets of at most ``bucket_bytes``."""
     bucket: list[tuple[ShardedParam, Tensor]] = []
     size = 0
@@ -51,15 +60,25 @@ def export_whole(
 
 
 def _rows(
-    table: list[ShardedParam], layout: Layout, lora: LoraConfig | None, dtype: torch.dtype | None, adapter: Adapter
+    table: list[ShardedParam],
+    layout: Layout,
+    lora: LoraConfig | None,
+    dtype: torch.dtype | None,
+    adapter: Adapter,
 ) -> Iterator[tuple[ShardedParam, Tensor]]:
     """This rank's rows of every exported parameter, cast and perhaps merged, before any gather."""
     if adapter not in get_args(Adapter):
-        raise ConfigError("adapter", f"unknown export {adapter!r}", remedy=", ".join(get_args(Adapter)))
+        raise ConfigError(
+            "adapter", f"unknown export {adapter!r}", remedy=", ".join(get_args(Adapter))
+        )
     if adapter != "merged" and lora is None:
-        raise ConfigError("adapter", f"{adapter}, but there is no adapter", remedy="export with adapter='merged'")
+        raise ConfigError(
+            "adapter", f"{adapter}, but there is no adapter", remedy="export with adapter='merged'"
+        )
     deltas = adapters.deltas(table, lora) if adapter == "merged" else {}
-    whole = _whole([a for a, _, _ in deltas.values()], layout)  # before the first tensor: no gather comes in between
+    whole = _whole(
+        [a for a, _, _ in deltas.values()], layout
+    )  # before the first tensor: no gather comes in between
     for entry in table:
         if entry.adapter != (adapter == "only"):
             continue

@@ -26,16 +26,26 @@ class _ChunkedLogProb(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, hidden: Tensor, weight: Tensor, targets: Tensor, scale: float, chunk: int, with_entropy: bool
+        ctx: Any,
+        hidden: Tensor,
+        weight: Tensor,
+        targets: Tensor,
+        scale: float,
+        chunk: int,
+        with_entropy: bool,
     ) -> tuple[Tensor, Tensor]:
         size = hidden.shape[0]
-        log_probs, normalizer = (torch.empty(size, dtype=torch.float32, device=hidden.device) for _ in range(2))
+        log_probs, normalizer = (
+            torch.empty(size, dtype=torch.float32, device=hidden.device) for _ in range(2)
+        )
         entropy = torch.zeros_like(log_probs)
         logits = hidden.new_empty(0)
         for start in range(0, size, chunk):
             part = slice(start, start + chunk)
             logits = hidden[part] @ weight.T
-            log_probs[part], normalizer[part] = _fused(_log_prob, hidden)(logits, targets[part], scale)
+            log_probs[part], normalizer[part] = _fused(_log_prob, hidden)(
+                logits, targets[part], scale
+            )
             if with_entropy:
                 entropy[part] = _fused(_entropy, hidden)(logits, normalizer[part], scale)
         kept = logits if size <= chunk and any(ctx.needs_input_grad[:2]) else None
@@ -50,19 +60,36 @@ class _ChunkedLogProb(torch.autograd.Function):
         gradient = _fused(_gradient, hidden)
         d_hidden = torch.empty_like(hidden) if need_hidden else None
         # Accumulated over chunks in float32: bfloat16 sums would lose the small chunks.
-        d_weight = torch.zeros(weight.shape, dtype=torch.float32, device=weight.device) if need_weight else None
+        d_weight = (
+            torch.zeros(weight.shape, dtype=torch.float32, device=weight.device)
+            if need_weight
+            else None
+        )
         for start in range(0, hidden.shape[0], ctx.chunk):
             part = slice(start, start + ctx.chunk)
             logits = hidden[part] @ weight.T if kept is None else kept
             about_entropy = grads[1][part] if ctx.with_entropy else None
             d_logits = gradient(
-                logits, targets[part], normalizer[part], entropy[part], grads[0][part], about_entropy, ctx.scale
+                logits,
+                targets[part],
+                normalizer[part],
+                entropy[part],
+                grads[0][part],
+                about_entropy,
+                ctx.scale,
             )
             if d_hidden is not None:
                 torch.mm(d_logits, weight, out=d_hidden[part])
             if d_weight is not None:
                 _accumulate(d_weight, d_logits, hidden[part])
-        return d_hidden, d_weight.to(weight.dtype) if d_weight is not None else None, None, None, None, None
+        return (
+            d_hidden,
+            d_weight.to(weight.dtype) if d_weight is not None else None,
+            None,
+            None,
+            None,
+            None,
+        )
 
 
 class _KnownLogProb(torch.autograd.Function):
@@ -74,11 +101,19 @@ class _KnownLogProb(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, hidden: Tensor, weight: Tensor, targets: Tensor, coefficients: Tensor, scale: float, chunk: int,
+        ctx: Any,
+        hidden: Tensor,
+        weight: Tensor,
+        targets: Tensor,
+        coefficients: Tensor,
+        scale: float,
+        chunk: int,
         with_entropy: bool,
-    ) -> tuple[Tensor, Tensor]:  # fmt: skip
+    ) -> tuple[Tensor, Tensor]:
         size, gradient = hidden.shape[0], _fused(_gradient, hidden)
-        log_probs, entropy = (torch.zeros(size, dtype=torch.float32, device=hidden.device) for _ in range(2))
+        log_probs, entropy = (
+            torch.zeros(size, dtype=torch.float32, device=hidden.device) for _ in range(2)
+        )
         d_hidden = torch.empty_like(hidden)
         d_weight = torch.zeros(weight.shape, dtype=torch.float32, device=weight.device)
         for start in range(0, size, chunk):
@@ -87,7 +122,9 @@ class _KnownLogProb(torch.autograd.Function):
             log_probs[part], normalizer = _fused(_log_prob, hidden)(logits, targets[part], scale)
             if with_entropy:
                 entropy[part] = _fused(_entropy, hidden)(logits, normalizer, scale)
-            d_logits = gradient(logits, targets[part], normalizer, entropy[part], coefficients[part], None, scale)
+            d_logits = gradient(
+                logits, targets[part], normalizer, entropy[part], coefficients[part], None, scale
+            )
             torch.mm(d_logits, weight, out=d_hidden[part])
             _accumulate(d_weight, d_logits, hidden[part])
         ctx.save_for_backward(coefficients, d_hidden, d_weight.to(weight.dtype))
@@ -122,9 +159,14 @@ def _entropy(logits: Tensor, normalizer: Tensor, scale: float) -> Tensor:
 
 
 def _gradient(
-    logits: Tensor, targets: Tensor, normalizer: Tensor, entropy: Tensor, grad: Tensor, about_entropy: Tensor | None,
+    logits: Tensor,
+    targets: Tensor,
+    normalizer: Tensor,
+    entropy: Tensor,
+    grad: Tensor,
+    about_entropy: Tensor | None,
     scale: float,
-) -> Tensor:  # fmt: skip
+) -> Tensor:
     """The gradient of the chunk's logits, in their dtype and in their place."""
     log_p = logits.float() * scale - normalizer[:, None]
     p = log_p.exp()
@@ -136,9 +178,14 @@ def _gradient(
 
 
 def _gradient_eager(
-    logits: Tensor, targets: Tensor, normalizer: Tensor, entropy: Tensor, grad: Tensor, about_entropy: Tensor | None,
+    logits: Tensor,
+    targets: Tensor,
+    normalizer: Tensor,
+    entropy: Tensor,
+    grad: Tensor,
+    about_entropy: Tensor | None,
     scale: float,
-) -> Tensor:  # fmt: skip
+) -> Tensor:
     """``_gradient`` in few passes over memory, for where nothing fuses them."""
     p = (logits.float() if scale == 1.0 else logits.float() * scale) - normalizer[:, None]
     if about_entropy is None:
@@ -183,9 +230,15 @@ def _compiled(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def chunked_log_probs(
-    hidden: Tensor, weight: Tensor, targets: Tensor, *, temperature: float, chunk: int, entropy: bool,
+    hidden: Tensor,
+    weight: Tensor,
+    targets: Tensor,
+    *,
+    temperature: float,
+    chunk: int,
+    entropy: bool,
     coefficients: Tensor | None = None,
-) -> tuple[Tensor, Tensor | None]:  # fmt: skip
+) -> tuple[Tensor, Tensor | None]:
     """Log-probs of ``targets`` and the entropy of their distributions.
 
     Args:

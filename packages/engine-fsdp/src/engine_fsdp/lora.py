@@ -22,15 +22,25 @@ def inject(lm: nn.Module, lora: LoraConfig) -> None:
         from peft import LoraConfig as PeftLoraConfig
         from peft import inject_adapter_in_model
     except ImportError as error:
-        raise ConfigError("lora", "peft is not installed", remedy="pip install engine-fsdp[lora]") from error
-    targets = lora.target_modules if isinstance(lora.target_modules, str) else list(lora.target_modules)
+        raise ConfigError(
+            "lora", "peft is not installed", remedy="pip install engine-fsdp[lora]"
+        ) from error
+    targets = (
+        lora.target_modules if isinstance(lora.target_modules, str) else list(lora.target_modules)
+    )
     # peft annotates lora_alpha as an integer and computes with it as a number.
-    config = PeftLoraConfig(r=lora.rank, lora_alpha=lora.alpha, lora_dropout=lora.dropout, target_modules=targets)  # pyright: ignore[reportArgumentType]
+    config = PeftLoraConfig(
+        r=lora.rank, lora_alpha=lora.alpha, lora_dropout=lora.dropout, target_modules=targets
+    )  # pyright: ignore[reportArgumentType]
     try:
         inject_adapter_in_model(config, lm)
     except ValueError as error:
-        raise ConfigError("lora.target_modules", f"{targets!r} fits nothing", why=str(error),
-                          remedy="name linear layers of the model, or all-linear") from error  # fmt: skip
+        raise ConfigError(
+            "lora.target_modules",
+            f"{targets!r} fits nothing",
+            why=str(error),
+            remedy="name linear layers of the model, or all-linear",
+        ) from error
     _refuse_unseen(lm)
     for name, param in lm.named_parameters():
         param.requires_grad_(".lora_" in name or name.startswith("score."))
@@ -44,9 +54,12 @@ def _refuse_unseen(lm: Any) -> None:
         if isinstance(module, BaseTunerLayer):
             head = module is lm.get_output_embeddings()
             if head or not isinstance(module.get_base_layer(), nn.Linear):
-                raise ConfigError("lora.target_modules", f"{name} cannot carry an adapter",
-                                  why="it is the output head" if head else "it is not a linear layer",
-                                  remedy="name linear layers inside the blocks, or all-linear")  # fmt: skip
+                raise ConfigError(
+                    "lora.target_modules",
+                    f"{name} cannot carry an adapter",
+                    why="it is the output head" if head else "it is not a linear layer",
+                    remedy="name linear layers inside the blocks, or all-linear",
+                )
 
 
 def initialize(table: list[ShardedParam], seed: int) -> None:
@@ -81,16 +94,22 @@ def _layers(lm: nn.Module) -> list[Any]:
     return [m for m in lm.modules() if isinstance(m, BaseTunerLayer)]
 
 
-def deltas(table: list[ShardedParam], lora: LoraConfig | None) -> dict[str, tuple[ShardedParam, ShardedParam, float]]:
+def deltas(
+    table: list[ShardedParam], lora: LoraConfig | None
+) -> dict[str, tuple[ShardedParam, ShardedParam, float]]:
     """Base parameter name → (A, B, alpha / rank) of the adapter on it."""
     if lora is None:
         return {}
     by_name = {entry.name: entry for entry in table}
     return {
-        name.replace(".lora_A.default.", ".base_layer."):
-            (entry, by_name[name.replace(".lora_A.", ".lora_B.")], lora.alpha / lora.rank)
-        for name, entry in by_name.items() if ".lora_A." in name
-    }  # fmt: skip
+        name.replace(".lora_A.default.", ".base_layer."): (
+            entry,
+            by_name[name.replace(".lora_A.", ".lora_B.")],
+            lora.alpha / lora.rank,
+        )
+        for name, entry in by_name.items()
+        if ".lora_A." in name
+    }
 
 
 def merged_rows(rows: Tensor, a: Tensor, b_rows: Tensor, scale: float) -> Tensor:

@@ -51,9 +51,14 @@ class PackedInputs:
 
 
 def pack_inputs(
-    batch: Batch, *, layout: Layout, kernel: str, multiple: int, device: torch.device,
+    batch: Batch,
+    *,
+    layout: Layout,
+    kernel: str,
+    multiple: int,
+    device: torch.device,
     coefficients: Tensor | None = None,
-) -> PackedInputs:  # fmt: skip
+) -> PackedInputs:
     """Pad (as documents of their own, at the end) to a multiple of ``multiple`` and of the Ulysses size."""
     step = multiple * layout.ulysses
     padding = -batch.num_tokens % step or (step if batch.num_tokens == 0 else 0)
@@ -69,7 +74,9 @@ def pack_inputs(
         first=(positions == 0).to(device, non_blocking=True),
         packing=attention.build_packing(lengths, kernel, device, layout.ulysses_group),
         size=batch.num_tokens,
-        coefficients=None if coefficients is None else _about_next(coefficients, padding, mine).to(device),
+        coefficients=None
+        if coefficients is None
+        else _about_next(coefficients, padding, mine).to(device),
     )
 
 
@@ -86,7 +93,9 @@ class PackedModel(nn.Module):
         self.lm = lm
         self.kind, self.logit_chunk, self.group = kind, logit_chunk, group
 
-    def forward(self, inputs: PackedInputs | Tensor, needs: Sequence[str], temperature: float) -> tuple[Tensor, ...]:
+    def forward(
+        self, inputs: PackedInputs | Tensor, needs: Sequence[str], temperature: float
+    ) -> tuple[Tensor, ...]:
         """``[T]`` float32 outputs of the whole micro-batch, aligned, on every rank that shares it.
 
         A tuple, because FSDP looks for tensors in tuples: (values,), or (log-probs,) or (log-probs, entropy).
@@ -95,17 +104,27 @@ class PackedModel(nn.Module):
         if isinstance(inputs, Tensor):
             return (self.lm(input_ids=inputs, use_cache=False).logits,)
         hidden = self.lm.base_model(
-            input_ids=inputs.input_ids, position_ids=inputs.position_ids, use_cache=False, packing=inputs.packing
+            input_ids=inputs.input_ids,
+            position_ids=inputs.position_ids,
+            use_cache=False,
+            packing=inputs.packing,
         ).last_hidden_state[0]
         if self.kind == "value_model":
             return (self._align(self.lm.score(hidden).squeeze(-1).float(), inputs),)
         log_probs, entropy = chunked_log_probs(
-            hidden, self.lm.get_output_embeddings().weight, inputs.targets, temperature=temperature,
-            chunk=self.logit_chunk, entropy="entropy" in needs, coefficients=inputs.coefficients,
-        )  # fmt: skip
+            hidden,
+            self.lm.get_output_embeddings().weight,
+            inputs.targets,
+            temperature=temperature,
+            chunk=self.logit_chunk,
+            entropy="entropy" in needs,
+            coefficients=inputs.coefficients,
+        )
         return tuple(self._align(x, inputs) for x in (log_probs, entropy) if x is not None)
 
-    def outputs(self, inputs: PackedInputs, needs: Sequence[str], temperature: float) -> TokenOutputs:
+    def outputs(
+        self, inputs: PackedInputs, needs: Sequence[str], temperature: float
+    ) -> TokenOutputs:
         """The same by name."""
         parts = self(inputs, needs, temperature)
         names = ("values",) if self.kind == "value_model" else ("log_probs", "entropy")
@@ -161,7 +180,9 @@ def build_model(config: EngineConfig, kind: Kind, ulysses: int) -> BuiltModel:
     return BuiltModel(lm=lm, pieces=pieces, folder=folder, materialized=random)
 
 
-def _from_config(hf_config: Any, config: EngineConfig, kind: Kind, folder: str, device: torch.device) -> Any:
+def _from_config(
+    hf_config: Any, config: EngineConfig, kind: Kind, folder: str, device: torch.device
+) -> Any:
     with torch.random.fork_rng(devices=[]), device:
         torch.default_generator.manual_seed(config.seed)  # the CPU alone: no device is reseeded
         try:
@@ -171,9 +192,7 @@ def _from_config(hf_config: Any, config: EngineConfig, kind: Kind, folder: str, 
                 dtype=DTYPES[config.precision.master],
                 trust_remote_code=config.model.trust_remote_code,
             )
-        except (
-            Exception
-        ) as error:  # each family's own code reads the configuration: an activation or a RoPE unknown to it
+        except Exception as error:  # each family's own code reads the configuration: an activation or a RoPE unknown to it
             raise unbuildable(hf_config, folder, error) from error
 
 
@@ -190,11 +209,19 @@ def _hf_config(folder: str, config: EngineConfig, kind: Kind) -> Any:
         trust_remote_code=config.model.trust_remote_code,
     )
     if config.model.init == "pretrained" and getattr(hf_config, "quantization_config", None):
-        raise ConfigError("model.path", f"{folder} holds quantized weights (quantization_config)",
-                          why="they would be read without their scales", remedy="use the bf16 release of the model")  # fmt: skip
-    if type(hf_config) not in _auto_class(kind)._model_mapping and not config.model.trust_remote_code:  # noqa: SLF001 - nothing public says it without building
-        raise ConfigError("model.path", f"transformers has no {kind} of type {hf_config.model_type!r}",
-                          remedy="give a causal language model")  # fmt: skip
+        raise ConfigError(
+            "model.path",
+            f"{folder} holds quantized weights (quantization_config)",
+            why="they would be read without their scales",
+            remedy="use the bf16 release of the model",
+        )
+    known = _auto_class(kind)._model_mapping  # noqa: SLF001 - nothing public says it without building
+    if type(hf_config) not in known and not config.model.trust_remote_code:
+        raise ConfigError(
+            "model.path",
+            f"transformers has no {kind} of type {hf_config.model_type!r}",
+            remedy="give a causal language model",
+        )
     override(hf_config, config.model.config_overrides)
     if kind == "value_model":
         hf_config.num_labels = 1
@@ -207,8 +234,12 @@ def _refuse_unknown_head(hf_config: Any) -> None:
     for key in ("final_logit_softcapping", "logit_scale", "logits_scaling"):
         value = getattr(text, key, None)
         if value is not None and value != 1.0:
-            raise UnsupportedCapability(f"{key}={value}", where="engine-fsdp", why="its head computes plain h W^T",
-                                        remedy="use another backend for this model family")  # fmt: skip
+            raise UnsupportedCapability(
+                f"{key}={value}",
+                where="engine-fsdp",
+                why="its head computes plain h W^T",
+                remedy="use another backend for this model family",
+            )
 
 
 # What attention by documents computes, and layers that look at each token alone (transformers' names).
@@ -216,33 +247,50 @@ _LAYERS = {"full_attention", "attention", "sliding_attention", "moe", "mlp", "sp
 
 
 def _refuse_other_layers(hf_config: Any) -> None:
-    if other := sorted(set(getattr(hf_config.get_text_config(), "layer_types", None) or ()) - _LAYERS):
-        raise UnsupportedCapability(f"layers of type {', '.join(other)}", where="engine-fsdp",
-                                    why="this engine's attention would leave that out, or they would look into the documents beside theirs",
-                                    remedy="use another backend for this model family")  # fmt: skip
+    if other := sorted(
+        set(getattr(hf_config.get_text_config(), "layer_types", None) or ()) - _LAYERS
+    ):
+        raise UnsupportedCapability(
+            f"layers of type {', '.join(other)}",
+            where="engine-fsdp",
+            why="this engine's attention would leave that out, or they would look into the documents beside theirs",
+            remedy="use another backend for this model family",
+        )
 
 
 def _refuse_other_attention(hf_config: Any, kind: Kind) -> None:
     cls = _auto_class(kind)._model_mapping.get(type(hf_config), None)  # noqa: SLF001 - None: code of the model's own folder
     if cls is not None and not cls._supports_attention_backend:
-        raise UnsupportedCapability("attention that cannot be replaced", where=f"{WHERE} with {cls.__name__}",
-                                    why="transformers computes it in the family's own code, which knows no documents",
-                                    remedy="use another backend for this model family")  # fmt: skip
+        raise UnsupportedCapability(
+            "attention that cannot be replaced",
+            where=f"{WHERE} with {cls.__name__}",
+            why="transformers computes it in the family's own code, which knows no documents",
+            remedy="use another backend for this model family",
+        )
 
 
 def _refuse_biased_head(lm: Any, kind: Kind) -> None:
     if kind == "language_model" and getattr(lm.get_output_embeddings(), "bias", None) is not None:
-        raise UnsupportedCapability("an output head with a bias", where=f"engine-fsdp with {type(lm).__name__}",
-                                    why="its head computes plain h W^T", remedy="use another backend for this model family")  # fmt: skip
+        raise UnsupportedCapability(
+            "an output head with a bias",
+            where=f"engine-fsdp with {type(lm).__name__}",
+            why="its head computes plain h W^T",
+            remedy="use another backend for this model family",
+        )
 
 
 def _refuse_saved_buffers(lm: Any) -> None:
     """Reading, exports and checkpoints are of parameters. RoPE's frequencies are saved by some, and made anew."""
     params = {name for name, _ in lm.named_parameters(remove_duplicate=False)}
-    if other := sorted(name for name in set(lm.state_dict()) - params if not name.endswith("inv_freq")):
-        raise UnsupportedCapability("saved tensors that are no parameters", where=f"engine-fsdp with {type(lm).__name__}",
-                                    why=f"{other[0]} and the like would be neither read nor exported",
-                                    remedy="use another backend for this model family")  # fmt: skip
+    if other := sorted(
+        name for name in set(lm.state_dict()) - params if not name.endswith("inv_freq")
+    ):
+        raise UnsupportedCapability(
+            "saved tensors that are no parameters",
+            where=f"engine-fsdp with {type(lm).__name__}",
+            why=f"{other[0]} and the like would be neither read nor exported",
+            remedy="use another backend for this model family",
+        )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -256,9 +304,13 @@ class DocumentLimit:
         """Raise ``BatchError`` for a longer document: others beside it would be computed with its frequencies."""
         for index, length in enumerate(lengths):
             if length > self.tokens:
-                raise BatchError("cu_seqlens", f"document {index} has {length} tokens, this model takes {self.tokens}", index=index,
-                                 why=f"beyond that its RoPE ({self.kind}) follows the longest document of a pack, and changes the others",
-                                 remedy="shorten the document, or use a model or backend whose RoPE does not")  # fmt: skip
+                raise BatchError(
+                    "cu_seqlens",
+                    f"document {index} has {length} tokens, this model takes {self.tokens}",
+                    index=index,
+                    why=f"beyond that its RoPE ({self.kind}) follows the longest document of a pack, and changes the others",
+                    remedy="shorten the document, or use a model or backend whose RoPE does not",
+                )
 
 
 def document_limit(hf_config: Any) -> DocumentLimit | None:
@@ -271,7 +323,9 @@ def document_limit(hf_config: Any) -> DocumentLimit | None:
         if "dynamic" in kind:
             found.append(DocumentLimit(tokens=int(text.max_position_embeddings), kind=kind))
         elif kind == "longrope":
-            found.append(DocumentLimit(tokens=int(part["original_max_position_embeddings"]), kind=kind))
+            found.append(
+                DocumentLimit(tokens=int(part["original_max_position_embeddings"]), kind=kind)
+            )
     return min(found, key=lambda limit: limit.tokens, default=None)
 
 
@@ -280,6 +334,9 @@ def blocks_of(lm: Any) -> list[nn.Module]:
     names = set(lm._no_split_modules or ())  # noqa: SLF001 - the attribute that transformers documents for this
     blocks = [m for m in lm.modules() if type(m).__name__ in names]
     if not blocks:
-        raise ConfigError("model.path", f"{type(lm).__name__} names no blocks (_no_split_modules)",
-                          remedy="use a transformers causal language model")  # fmt: skip
+        raise ConfigError(
+            "model.path",
+            f"{type(lm).__name__} names no blocks (_no_split_modules)",
+            remedy="use a transformers causal language model",
+        )
     return blocks

@@ -27,27 +27,39 @@ def clip(table: list[ShardedParam], max_norm: float | None) -> float:
     total = torch.nn.utils.get_total_norm(grads, norm_type=2.0)
     norm = float(total.full_tensor() if isinstance(total, DTensor) else total)
     if max_norm is not None and norm > max_norm and norm < float("inf"):
-        torch.nn.utils.clip_grads_with_norm_(params, max_norm, torch.tensor(norm, device=local_of(grads[0]).device))
+        torch.nn.utils.clip_grads_with_norm_(
+            params, max_norm, torch.tensor(norm, device=local_of(grads[0]).device)
+        )
     return norm
 
 
-def optimizer_state(optimizer: torch.optim.Optimizer, table: list[ShardedParam], layout: Layout) -> State:
+def optimizer_state(
+    optimizer: torch.optim.Optimizer, table: list[ShardedParam], layout: Layout
+) -> State:
     """``optim.<name>.<field>`` → live boxes; raises ``ConfigError`` for state that is no tensor of the parameter."""
     boxes: State = {}
     for entry in trainable(table):
         for field, value in optimizer.state.get(entry.param, {}).items():
             if not isinstance(value, Tensor):
-                raise ConfigError("optimizer.name", f"state {field!r} is a {type(value).__name__}, not a tensor",
-                                  remedy="this optimizer cannot be saved; use adamw")  # fmt: skip
+                raise ConfigError(
+                    "optimizer.name",
+                    f"state {field!r} is a {type(value).__name__}, not a tensor",
+                    remedy="this optimizer cannot be saved; use adamw",
+                )
             if value.dim() and value.shape != entry.param.shape:
-                raise ConfigError("optimizer.name", f"state {field!r} of {entry.name} is {tuple(value.shape)}, not as its weight",
-                                  remedy="this optimizer cannot be saved; use adamw")  # fmt: skip
+                raise ConfigError(
+                    "optimizer.name",
+                    f"state {field!r} of {entry.name} is {tuple(value.shape)}, not as its weight",
+                    remedy="this optimizer cannot be saved; use adamw",
+                )
             for piece in entry.pieces:
                 boxes[f"optim.{piece.name}.{field}"] = _box(value, entry, piece, layout)
     return boxes
 
 
-def _box(value: Tensor, entry: ShardedParam, piece: Piece, layout: Layout) -> tuple[Tensor, ShardSpec]:
+def _box(
+    value: Tensor, entry: ShardedParam, piece: Piece, layout: Layout
+) -> tuple[Tensor, ShardSpec]:
     if value.dim() == 0:
         return local_of(value), ShardSpec.whole((), replica=layout.topology.rank)
     local = local_of(value)
@@ -55,7 +67,10 @@ def _box(value: Tensor, entry: ShardedParam, piece: Piece, layout: Layout) -> tu
 
 
 def state_layout(
-    optimizer: torch.optim.Optimizer, table: list[ShardedParam], entries: Mapping[str, Entry], layout: Layout
+    optimizer: torch.optim.Optimizer,
+    table: list[ShardedParam],
+    entries: Mapping[str, Entry],
+    layout: Layout,
 ) -> BoxLayout:
     """Which boxes of a checkpoint's optimizer state this rank needs; unknown keys are left to the caller's check.
 
@@ -70,12 +85,19 @@ def state_layout(
         name, _, field = key.removeprefix("optim.").rpartition(".")
         if key.startswith("optim.") and name in pieces:
             entry, piece = pieces[name]
-            spec = piece.spec(entry.first, entry.local.shape[0] if piece.shape else 0, layout.replica)
-            wanted[key] = (spec if saved.shape else ShardSpec.whole(()), own[entry.param.dtype][field])
+            spec = piece.spec(
+                entry.first, entry.local.shape[0] if piece.shape else 0, layout.replica
+            )
+            wanted[key] = (
+                spec if saved.shape else ShardSpec.whole(()),
+                own[entry.param.dtype][field],
+            )
     return wanted
 
 
-def install_state(optimizer: torch.optim.Optimizer, table: list[ShardedParam], tensors: Mapping[str, Tensor]) -> None:
+def install_state(
+    optimizer: torch.optim.Optimizer, table: list[ShardedParam], tensors: Mapping[str, Tensor]
+) -> None:
     """Replace the whole state by loaded boxes."""
     pieces = {piece.name: (entry, piece) for entry in trainable(table) for piece in entry.pieces}
     optimizer.state.clear()

@@ -29,12 +29,21 @@ class FSDPOptions:
 
     def __post_init__(self) -> None:
         if self.prefetch_blocks < 0:
-            raise ConfigError("options.prefetch_blocks", f"{self.prefetch_blocks} is negative", remedy="give 0 or more")
+            raise ConfigError(
+                "options.prefetch_blocks",
+                f"{self.prefetch_blocks} is negative",
+                remedy="give 0 or more",
+            )
         if self.compile_mode not in _COMPILE_MODES:
-            raise ConfigError("options.compile_mode", f"{self.compile_mode!r} is not a mode of torch.compile",
-                              remedy=near_matches(self.compile_mode, _COMPILE_MODES))  # fmt: skip
+            raise ConfigError(
+                "options.compile_mode",
+                f"{self.compile_mode!r} is not a mode of torch.compile",
+                remedy=near_matches(self.compile_mode, _COMPILE_MODES),
+            )
         if self.timeout_s < 1:
-            raise ConfigError("options.timeout_s", f"{self.timeout_s} is not positive", remedy="give seconds")
+            raise ConfigError(
+                "options.timeout_s", f"{self.timeout_s} is not positive", remedy="give seconds"
+            )
 
 
 def fsdp_options(options: Any) -> FSDPOptions:

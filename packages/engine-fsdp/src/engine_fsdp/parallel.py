@@ -12,7 +12,13 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed import distributed_c10d as c10d
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+from torch.distributed.fsdp import (
+    CPUOffloadPolicy,
+    FSDPModule,
+    MixedPrecisionPolicy,
+    OffloadPolicy,
+    fully_shard,
+)
 
 from engine_api.config import EngineConfig, Parallelism
 from engine_api.devices import device_of
@@ -33,10 +39,14 @@ def ensure_process_group(device_type: str, timeout_s: int) -> bool:
         return False
     backend = device.process_groups
     timeout = device.group_timeout(timedelta(seconds=timeout_s))
-    if "RANK" in os.environ and "MASTER_ADDR" in os.environ:  # torchrun, or a launcher that speaks its variables
+    if (
+        "RANK" in os.environ and "MASTER_ADDR" in os.environ
+    ):  # torchrun, or a launcher that speaks its variables
         dist.init_process_group(backend, timeout=timeout)
     else:
-        dist.init_process_group(backend, timeout=timeout, store=torch.distributed.HashStore(), rank=0, world_size=1)  # pyright: ignore[reportPrivateImportUsage] - documented, not re-exported
+        dist.init_process_group(
+            backend, timeout=timeout, store=torch.distributed.HashStore(), rank=0, world_size=1
+        )  # pyright: ignore[reportPrivateImportUsage] - documented, not re-exported
     return True
 
 
@@ -87,15 +97,24 @@ def build_layout(parallelism: Parallelism, device_type: str) -> Layout:
     mesh, flat = _meshes(device_type, (replicate, shard // ulysses, ulysses))
     replica, dp, sp = mesh.get_coordinate() or (0, 0, 0)
     topology = Topology(
-        rank=dist.get_rank(), world_size=world, dp_rank=replica * (shard // ulysses) + dp,
-        dp_size=replicate * shard // ulysses, is_primary=sp == 0,
+        rank=dist.get_rank(),
+        world_size=world,
+        dp_rank=replica * (shard // ulysses) + dp,
+        dp_size=replicate * shard // ulysses,
+        is_primary=sp == 0,
         sizes={"dp_replicate": replicate, "dp_shard": shard // ulysses, "ulysses": ulysses},
-    )  # fmt: skip
+    )
     return Layout(
-        mesh=mesh["replicate", "shard"] if replicate > 1 else flat, topology=topology,
-        ulysses_group=mesh["ulysses"].get_group() if ulysses > 1 else None, ulysses=ulysses, ulysses_rank=sp,
-        shard_group=flat.get_group(), shard_rank=flat.get_local_rank(), shard_size=shard, replica=replica,
-    )  # fmt: skip
+        mesh=mesh["replicate", "shard"] if replicate > 1 else flat,
+        topology=topology,
+        ulysses_group=mesh["ulysses"].get_group() if ulysses > 1 else None,
+        ulysses=ulysses,
+        ulysses_rank=sp,
+        shard_group=flat.get_group(),
+        shard_rank=flat.get_local_rank(),
+        shard_size=shard,
+        replica=replica,
+    )
 
 
 def limit_groups(layout: Layout, device_type: str, timeout_s: int) -> None:
@@ -114,14 +133,17 @@ def _shard_size(parallelism: Parallelism, world: int) -> int:
         dp_shard = world // fixed
     if dp_shard < 1 or dp_shard * fixed != world:
         raise ConfigError(
-            "parallelism", f"dp_replicate {parallelism.dp_replicate} x dp_shard {parallelism.dp_shard} x ulysses "
+            "parallelism",
+            f"dp_replicate {parallelism.dp_replicate} x dp_shard {parallelism.dp_shard} x ulysses "
             f"{parallelism.ulysses} does not make a world of {world}",
             remedy="choose sizes whose product is the number of ranks, or dp_shard: -1",
-        )  # fmt: skip
+        )
     return dp_shard * parallelism.ulysses
 
 
-def shard_model(root: nn.Module, blocks: list[nn.Module], config: EngineConfig, layout: Layout, prefetch: int) -> None:
+def shard_model(
+    root: nn.Module, blocks: list[nn.Module], config: EngineConfig, layout: Layout, prefetch: int
+) -> None:
     """``fully_shard`` each block and the root; gradients are reduced as sums.
 
     One rank in one dtype has nothing to shard, reduce or cast, and stays a plain module: FSDP would still copy every
@@ -136,10 +158,17 @@ def shard_model(root: nn.Module, blocks: list[nn.Module], config: EngineConfig, 
         "reduce_dtype": DTYPES[config.precision.reduce],
     }
     pins = device_of(layout.mesh.device_type).pins_memory
-    arguments: dict[str, Any] = {"mesh": layout.mesh, "offload_policy": _offload_policy(config, pins)}
+    arguments: dict[str, Any] = {
+        "mesh": layout.mesh,
+        "offload_policy": _offload_policy(config, pins),
+    }
     for block in blocks:
-        fully_shard(block, mp_policy=MixedPrecisionPolicy(**dtypes),
-                    reshard_after_forward=config.memory.reshard_after_forward, **arguments)  # fmt: skip
+        fully_shard(
+            block,
+            mp_policy=MixedPrecisionPolicy(**dtypes),
+            reshard_after_forward=config.memory.reshard_after_forward,
+            **arguments,
+        )
     # The root's inputs are ids, and per-token figures that must stay float32.
     policy = MixedPrecisionPolicy(**dtypes, cast_forward_inputs=False)
     fully_shard(root, mp_policy=policy, reshard_after_forward=False, **arguments)
@@ -175,7 +204,9 @@ def reset_after_failure(root: nn.Module) -> None:
             group = module._get_fsdp_state()._fsdp_param_group  # noqa: SLF001
             for param in group.fsdp_params if group is not None else ():
                 param.unsharded_accumulated_grad = None
-                if hasattr(param, "_unsharded_param"):  # where they have the reduction's dtype, they stay here
+                if hasattr(
+                    param, "_unsharded_param"
+                ):  # where they have the reduction's dtype, they stay here
                     param._unsharded_param.grad = None  # noqa: SLF001
 
 

@@ -14,16 +14,37 @@ PLUGIN = EnginePlugin(
     name="engine-fsdp",
     contract="1.3",
     rows=(
-        Row(model_types=("language_model",), backends=_BACKENDS, devices=_DEVICES,
-            target="engine_fsdp.engine:FSDPEngineWithLMHead"),
-        Row(model_types=("value_model",), backends=_BACKENDS, devices=_DEVICES,
-            target="engine_fsdp.engine:FSDPEngineWithValueHead"),
+        Row(
+            model_types=("language_model",),
+            backends=_BACKENDS,
+            devices=_DEVICES,
+            target="engine_fsdp.engine:FSDPEngineWithLMHead",
+        ),
+        Row(
+            model_types=("value_model",),
+            backends=_BACKENDS,
+            devices=_DEVICES,
+            target="engine_fsdp.engine:FSDPEngineWithValueHead",
+        ),
     ),
-    capabilities=frozenset({
-        Capability.DP, Capability.HSDP, Capability.ULYSSES, Capability.LORA, Capability.OFFLOAD, Capability.RECOMPUTE,
-        Capability.COMPILE, Capability.BF16, Capability.MOE, Capability.VALUE_HEAD, Capability.ASYNC_CHECKPOINT,
-        Capability.PORTABLE_CHECKPOINT, Capability.EXPORT_SHARDS, Capability.SAVE_HF,
-    }),
+    capabilities=frozenset(
+        {
+            Capability.DP,
+            Capability.HSDP,
+            Capability.ULYSSES,
+            Capability.LORA,
+            Capability.OFFLOAD,
+            Capability.RECOMPUTE,
+            Capability.COMPILE,
+            Capability.BF16,
+            Capability.MOE,
+            Capability.VALUE_HEAD,
+            Capability.ASYNC_CHECKPOINT,
+            Capability.PORTABLE_CHECKPOINT,
+            Capability.EXPORT_SHARDS,
+            Capability.SAVE_HF,
+        }
+    ),
     options="engine_fsdp.options:FSDPOptions",
     probe=probe_torch,
-)  # fmt: skip
+)

@@ -32,7 +32,9 @@ def verify_model(engine: Any, lengths: list[int]) -> None:
     try:
         with torch.no_grad():
             got = _packed(engine, batch)
-            trained = _packed_in_training(engine, batch) if engine.config.optimizer is not None else got
+            trained = (
+                _packed_in_training(engine, batch) if engine.config.optimizer is not None else got
+            )
             want = torch.cat([_reference(engine, d, value_model) for d in documents])
     except EngineError:
         raise
@@ -46,14 +48,21 @@ def verify_model(engine: Any, lengths: list[int]) -> None:
     engine._reshard()  # noqa: SLF001 - the engine's own helper module
     if not bool(want.isfinite().all()):
         bad = [entry.name for entry in engine.table if not bool(entry.local.isfinite().all())]
-        raise ConfigError("model.path", "the model's own outputs are not finite",
-                          why=f"NaN or infinity in: {', '.join(bad[:3])}" if bad else f"in {engine.config.precision.compute}",
-                          remedy="fetch or export the weights again" if bad else "use precision.compute: float32")  # fmt: skip
+        raise ConfigError(
+            "model.path",
+            "the model's own outputs are not finite",
+            why=f"NaN or infinity in: {', '.join(bad[:3])}"
+            if bad
+            else f"in {engine.config.precision.compute}",
+            remedy="fetch or export the weights again" if bad else "use precision.compute: float32",
+        )
     for name, found, expected in (
         ("packed outputs differ from the model's own", got, want),
         ("outputs in training mode differ from those in inference", trained, got),
     ):
-        if difference := _difference(found, expected, engine.config.precision.compute, average=not value_model):
+        if difference := _difference(
+            found, expected, engine.config.precision.compute, average=not value_model
+        ):
             raise UnsupportedCapability(
                 "this model family",
                 where=f"engine-fsdp with {type(engine.module.lm).__name__}",

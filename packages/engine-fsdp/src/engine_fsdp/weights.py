@@ -62,7 +62,9 @@ def first_row(rows: int, layout: Layout) -> int:
     return min(layout.shard_rank * math.ceil(rows / layout.shard_size), rows)
 
 
-def parameter_table(root: nn.Module, pieces: dict[str, list[Piece]], layout: Layout) -> list[ShardedParam]:
+def parameter_table(
+    root: nn.Module, pieces: dict[str, list[Piece]], layout: Layout
+) -> list[ShardedParam]:
     """Every parameter under ``root.lm``, in the model's order, tied ones once."""
     table: list[ShardedParam] = []
     for full_name, param in root.named_parameters():
@@ -72,8 +74,16 @@ def parameter_table(root: nn.Module, pieces: dict[str, list[Piece]], layout: Lay
         shape = tuple(param.shape)
         own = [Piece(name=f"base_model.model.{plain}", shape=shape)] if adapter else pieces[plain]
         first = first_row(shape[0], layout) if shape else 0
-        table.append(ShardedParam(name=name, pieces=own, param=param, first=first, adapter=adapter,
-                                  trainable=param.requires_grad))  # fmt: skip
+        table.append(
+            ShardedParam(
+                name=name,
+                pieces=own,
+                param=param,
+                first=first,
+                adapter=adapter,
+                trainable=param.requires_grad,
+            )
+        )
     return table
 
 
@@ -85,9 +95,12 @@ def weight_files(folder: str) -> dict[str, str]:
     names = sorted(p.name for p in Path(folder).glob("*.safetensors"))
     if not names:
         pickled = sorted(p.name for p in Path(folder).glob("*.bin"))
-        raise ConfigError("model.path", f"{folder} holds no weights (*.safetensors)",
-                          why=f"{pickled[0]} is a pickle, which is never read" if pickled else "",
-                          remedy="convert it with transformers' save_pretrained, or set model.init: random")  # fmt: skip
+        raise ConfigError(
+            "model.path",
+            f"{folder} holds no weights (*.safetensors)",
+            why=f"{pickled[0]} is a pickle, which is never read" if pickled else "",
+            remedy="convert it with transformers' save_pretrained, or set model.init: random",
+        )
     return {name: file for file in names for name in _names_in(Path(folder) / file)}
 
 
@@ -106,7 +119,9 @@ def _open(path: Path) -> Any:
 
 
 def _unreadable(path: Path, error: Exception) -> ConfigError:
-    return ConfigError("model.path", f"{path} cannot be read", why=str(error), remedy="fetch the file again")
+    return ConfigError(
+        "model.path", f"{path} cannot be read", why=str(error), remedy="fetch the file again"
+    )
 
 
 def fill(table: list[ShardedParam], folder: str, seed: int) -> None:
@@ -150,8 +165,11 @@ def check_files(folder: str, pieces: Iterable[Piece]) -> None:
         elif not piece.name.startswith("score."):
             missing.append(piece.name)
     if missing:
-        raise ConfigError("model.path", f"{folder} lacks {len(missing)} tensors: {', '.join(missing[:3])} …",
-                          remedy="use the folder that save_pretrained wrote for this config.json")  # fmt: skip
+        raise ConfigError(
+            "model.path",
+            f"{folder} lacks {len(missing)} tensors: {', '.join(missing[:3])} …",
+            remedy="use the folder that save_pretrained wrote for this config.json",
+        )
 
 
 def _checked(opened: _Files, file: str, piece: Piece) -> Any:
@@ -163,12 +181,18 @@ def _checked(opened: _Files, file: str, piece: Piece) -> Any:
     except SafetensorError as error:  # an index that names another file than the tensor's
         raise _unreadable(opened.folder / file, error) from error
     if tuple(source.get_shape()) != piece.shape:
-        raise ConfigError("model.path", f"{piece.name} is {tuple(source.get_shape())}, config.json says {piece.shape}",
-                          remedy="use files and config.json of the same model")  # fmt: skip
+        raise ConfigError(
+            "model.path",
+            f"{piece.name} is {tuple(source.get_shape())}, config.json says {piece.shape}",
+            remedy="use files and config.json of the same model",
+        )
     if source.get_dtype() not in _FLOATING:
-        raise ConfigError("model.path", f"{piece.name} is stored as {source.get_dtype()}",
-                          why="this engine reads floating-point weights as they are, not quantized ones",
-                          remedy="use the model's bf16, fp16 or fp32 files")  # fmt: skip
+        raise ConfigError(
+            "model.path",
+            f"{piece.name} is stored as {source.get_dtype()}",
+            why="this engine reads floating-point weights as they are, not quantized ones",
+            remedy="use the model's bf16, fp16 or fp32 files",
+        )
     return source
 
 
@@ -193,7 +217,11 @@ def _new_head(entry: ShardedParam, seed: int) -> None:
     log.warning("%s is not in the folder: a new one is made from seed %d", entry.name, seed)
     generator = torch.Generator().manual_seed(seed)
     shape = tuple(entry.param.shape)
-    whole = torch.zeros(shape) if entry.name.endswith("bias") else torch.randn(shape, generator=generator) * 0.02
+    whole = (
+        torch.zeros(shape)
+        if entry.name.endswith("bias")
+        else torch.randn(shape, generator=generator) * 0.02
+    )
     rows = entry.local.shape[0]
     entry.local.detach().copy_(whole[entry.first : entry.first + rows])
 

@@ -39,7 +39,9 @@ def _moments(table: Sequence[Weight], trainer: Trainer) -> State:
     weights = by_parameter(table)
     for param, field, value in trainer.whole_state():
         for weight in weights[param]:
-            spec = weight.box if value.dim() else ShardSpec.whole((), replica=_scalar_replica(weight))
+            spec = (
+                weight.box if value.dim() else ShardSpec.whole((), replica=_scalar_replica(weight))
+            )
             if spec.replica == 0 and not spec.is_empty:
                 part = weight.part_of(value) if value.dim() else value
                 state[f"optim.{weight.name}.{field}"] = (part, spec)
@@ -51,7 +53,9 @@ def _scalar_replica(weight: Weight) -> int:
     return weight.box.replica if not any(weight.box.offset) else 1
 
 
-def layout_of(table: Sequence[Weight], trainer: Trainer | None, entries: Mapping[str, Entry]) -> BoxLayout:
+def layout_of(
+    table: Sequence[Weight], trainer: Trainer | None, entries: Mapping[str, Entry]
+) -> BoxLayout:
     """Which boxes this rank needs of a checkpoint, in the dtypes that this engine keeps.
 
     Raises ``CheckpointMismatch`` for another optimizer's state.
@@ -68,14 +72,21 @@ def layout_of(table: Sequence[Weight], trainer: Trainer | None, entries: Mapping
     return wanted
 
 
-def install(table: Sequence[Weight], masters: Masters, trainer: Trainer | None, tensors: Mapping[str, Tensor]) -> None:
+def install(
+    table: Sequence[Weight],
+    masters: Masters,
+    trainer: Trainer | None,
+    tensors: Mapping[str, Tensor],
+) -> None:
     """Copy loaded boxes into the live weights and their masters, and replace the optimizer's state."""
     put(table, masters, lambda weight: tensors[f"model.{weight.name}"])
     if trainer is not None:
         trainer.install(_whole_states(table, tensors))
 
 
-def _whole_states(table: Sequence[Weight], tensors: Mapping[str, Tensor]) -> dict[Any, dict[str, Tensor]]:
+def _whole_states(
+    table: Sequence[Weight], tensors: Mapping[str, Tensor]
+) -> dict[Any, dict[str, Tensor]]:
     weights = {weight.name: weight for weight in table if weight.param is not None}
     result: dict[Any, dict[str, Tensor]] = {}
     for key in (key for key in tensors if key.startswith("optim.")):

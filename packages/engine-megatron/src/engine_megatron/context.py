@@ -42,18 +42,24 @@ def token_order(lengths: Sequence[int], ranks: int) -> Tensor:
     mine = torch.arange(ranks)
     pairs = torch.stack((mine, 2 * ranks - 1 - mine), dim=1)
     tokens = torch.arange(sum(lengths)).split(list(lengths))
-    return torch.cat([document.view(2 * ranks, -1)[pairs].reshape(ranks, -1) for document in tokens], dim=1)
+    return torch.cat(
+        [document.view(2 * ranks, -1)[pairs].reshape(ranks, -1) for document in tokens], dim=1
+    )
 
 
 def gather_outputs(local: Tensor, group: Any) -> Tensor:
     """``[n]`` of each rank → ``[ranks · n]``. All ranks go on with the same loss: the gradient is this rank's slice."""
-    gathered: Tensor = gather_from_sequence_parallel_region(local, tensor_parallel_output_grad=False, group=group)
+    gathered: Tensor = gather_from_sequence_parallel_region(
+        local, tensor_parallel_output_grad=False, group=group
+    )
     return gathered
 
 
 def gather_documents(local: Tensor, share: Share) -> Tensor:
     """This rank's tokens ``[T' / ranks, …]`` → all ``[T', …]`` in their order; gradients are summed over the ranks."""
-    gathered: Tensor = gather_from_sequence_parallel_region(local, tensor_parallel_output_grad=True, group=share.group)
+    gathered: Tensor = gather_from_sequence_parallel_region(
+        local, tensor_parallel_output_grad=True, group=share.group
+    )
     return gathered.index_select(0, share.place)
 
 
@@ -64,9 +70,21 @@ def attend(query: Tensor, key: Tensor, value: Tensor, share: Share, scale: float
     """
     size = query.shape[1] // 2
     parts: list[Tensor] = []
-    for part, chunk in zip(query.split(size, dim=1), (share.rank, 2 * share.ranks - 1 - share.rank), strict=True):
+    for part, chunk in zip(
+        query.split(size, dim=1), (share.rank, 2 * share.ranks - 1 - share.rank), strict=True
+    ):
         end = (chunk + 1) * size
-        mask = causal_lower_right(size, end)  # a kernel that knows it needs no [size, end] of booleans
-        parts.append(F.scaled_dot_product_attention(part[None], key[None, :, :end], value[None, :, :end], attn_mask=mask,
-                                                    scale=scale, enable_gqa=True)[0])  # fmt: skip
+        mask = causal_lower_right(
+            size, end
+        )  # a kernel that knows it needs no [size, end] of booleans
+        parts.append(
+            F.scaled_dot_product_attention(
+                part[None],
+                key[None, :, :end],
+                value[None, :, :end],
+                attn_mask=mask,
+                scale=scale,
+                enable_gqa=True,
+            )[0]
+        )
     return torch.cat(parts, dim=1)

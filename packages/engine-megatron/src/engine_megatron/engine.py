@@ -60,9 +60,17 @@ class MegatronEngine(BaseEngine):
         self.options = megatron_options(config.options)
         self._groups = ExitStack()  # closes those that were made
         if self.options.sequence_parallel and config.parallelism.tp == 1:
-            raise ConfigError("options.sequence_parallel", "without tensor parallelism", remedy="set parallelism.tp, or leave it out")  # fmt: skip
+            raise ConfigError(
+                "options.sequence_parallel",
+                "without tensor parallelism",
+                remedy="set parallelism.tp, or leave it out",
+            )
         if self.options.virtual_stages > 1 and config.parallelism.pp == 1:
-            raise ConfigError("options.virtual_stages", f"{self.options.virtual_stages} without a pipeline", remedy="set parallelism.pp, or leave it out")  # fmt: skip
+            raise ConfigError(
+                "options.virtual_stages",
+                f"{self.options.virtual_stages} without a pipeline",
+                remedy="set parallelism.pp, or leave it out",
+            )
 
     # --- building ------------------------------------------------------------------------------
 
@@ -80,18 +88,25 @@ class MegatronEngine(BaseEngine):
         self.shape, self.hf_config = shape_of(hf_config, self.kind, spec), hf_config
         self.vocab_size = self.shape.vocab_size
         self.layout = build_layout(
-            config.parallelism, options.expert_tensor_parallel, options.virtual_stages, *world_and_rank()
+            config.parallelism,
+            options.expert_tensor_parallel,
+            options.virtual_stages,
+            *world_and_rank(),
         )
         self.topology = self.layout.topology
         check_layout(self.shape, self.layout, multiple)
         te.check_fp8(config, self.shape.widths(self.layout.tensor, self.layout.expert_tensor))
         self._check_experts()
-        self.table = weight_table(self.shape, self.layout, multiple, DTYPES[config.precision.master])
+        self.table = weight_table(
+            self.shape, self.layout, multiple, DTYPES[config.precision.master]
+        )
         files = None if config.model.init == "random" else Files(self.folder)
         if files is not None:
             files.check(self.table)
         ModelParallel.check(self.layout, has_experts=self.shape.experts > 0)
-        settings = transformer_config(self.shape, config, options, self.layout, on_cpu=self.device_type == "cpu")
+        settings = transformer_config(
+            self.shape, config, options, self.layout, on_cpu=self.device_type == "cpu"
+        )
         try:
             self._build_groups(timedelta(seconds=options.timeout_s))
             self._build_model(settings, files)
@@ -102,15 +117,22 @@ class MegatronEngine(BaseEngine):
     def _check_experts(self) -> None:
         if self.options.expert_tensor_parallel and not self.shape.experts:
             raise ConfigError(
-                "options.expert_tensor_parallel", "given, but the model has no experts", remedy="leave it out"
+                "options.expert_tensor_parallel",
+                "given, but the model has no experts",
+                remedy="leave it out",
             )
         if self.shape.experts and self.layout.tensor > 1 and not self.options.sequence_parallel:
-            raise ConfigError("options.sequence_parallel", f"off, with tp {self.layout.tensor} and experts",
-                              why="each tensor-parallel rank would send the same tokens to the experts",
-                              remedy="turn it on")  # fmt: skip
+            raise ConfigError(
+                "options.sequence_parallel",
+                f"off, with tp {self.layout.tensor} and experts",
+                why="each tensor-parallel rank would send the same tokens to the experts",
+                remedy="turn it on",
+            )
 
     def _build_groups(self, timeout: timedelta) -> None:
-        ModelParallel.join(self.layout, self.device_type, device_of(self.device_type).group_timeout(timeout))
+        ModelParallel.join(
+            self.layout, self.device_type, device_of(self.device_type).group_timeout(timeout)
+        )
         self._groups.callback(ModelParallel.leave)
         self.device = device_of(self.device_type).current()
         self.comm: Comm = TorchComm(timeout) if self.layout.world > 1 else SingleComm()
@@ -120,32 +142,56 @@ class MegatronEngine(BaseEngine):
         # One rank may run out of memory, one machine have a damaged file: the others are told, not left waiting.
         together(self.comm, lambda: self._build_stage(settings))
         together(self.comm, self._build_masters)
-        together(self.comm, lambda: fill(self.table, self.masters, files, self.config.seed, self.shape.std))
+        together(
+            self.comm,
+            lambda: fill(self.table, self.masters, files, self.config.seed, self.shape.std),
+        )
 
     def _build_stage(self, settings: TransformerConfig) -> None:
         config, options = self.config, self.options
         chunks = build_model(self.shape, settings, options, self.layout)
         attach(self.table, chunks, self.layout)
         chunks.eval()
-        self.forward = Forward(chunks=chunks, shape=self.shape, layout=self.layout, device=self.device,
-                               multiple=token_multiple(config, options, self.layout), logit_chunk=config.memory.logit_chunk)  # fmt: skip
+        self.forward = Forward(
+            chunks=chunks,
+            shape=self.shape,
+            layout=self.layout,
+            device=self.device,
+            multiple=token_multiple(config, options, self.layout),
+            logit_chunk=config.memory.logit_chunk,
+        )
 
     def _build_masters(self) -> None:
-        chunks, dtype, optimizer = self.forward.chunks, DTYPES[self.config.precision.master], self.config.optimizer
-        self.trainer = Trainer(chunks, optimizer, self.layout, self.comm, dtype) if optimizer else None
-        self.masters = self.trainer.masters if self.trainer else whole_masters(chunks.parameters(), dtype)
+        chunks, dtype, optimizer = (
+            self.forward.chunks,
+            DTYPES[self.config.precision.master],
+            self.config.optimizer,
+        )
+        self.trainer = (
+            Trainer(chunks, optimizer, self.layout, self.comm, dtype) if optimizer else None
+        )
+        self.masters = (
+            self.trainer.masters if self.trainer else whole_masters(chunks.parameters(), dtype)
+        )
 
     # --- running -------------------------------------------------------------------------------
 
     def forward_step(
-        self, batch: Batch, *, needs: Sequence[str], temperature: float, coefficients: Tensor | None = None
+        self,
+        batch: Batch,
+        *,
+        needs: Sequence[str],
+        temperature: float,
+        coefficients: Tensor | None = None,
     ) -> TokenOutputs:
         """See ``BaseEngine.forward_step``; ``coefficients`` are not used. On a pipeline: without gradient."""
         del coefficients
         if self.layout.stages > 1:
             return pipeline.infer(self.forward, self._chunks, batch, needs, temperature)
         packed = self.forward.pack(batch)
-        return self.forward.outputs(self.forward.hidden(packed, self.forward.chunks[0]), packed, needs, temperature)
+        return self.forward.outputs(
+            self.forward.hidden(packed, self.forward.chunks[0]), packed, needs, temperature
+        )
 
     @property
     def _chunks(self) -> Sequence[Any]:
@@ -164,7 +210,9 @@ class MegatronEngine(BaseEngine):
             return LossOutput(loss=pipeline.nothing_of(outputs))
 
         with self._accumulation(last=True):
-            results, error = pipeline.train(self.forward, self._chunks, parts, loss_of, needs, denominator, temperature)
+            results, error = pipeline.train(
+                self.forward, self._chunks, parts, loss_of, needs, denominator, temperature
+            )
         together(self.comm, lambda: _raise(error))
         return results
 
@@ -179,7 +227,9 @@ class MegatronEngine(BaseEngine):
 
     @property
     def _seed_rank(self) -> int:
-        return self.topology.dp_rank  # tensor-parallel ranks hold the same tokens, and must draw the same for them
+        return (
+            self.topology.dp_rank
+        )  # tensor-parallel ranks hold the same tokens, and must draw the same for them
 
     # --- the step ------------------------------------------------------------------------------
 
@@ -201,13 +251,19 @@ class MegatronEngine(BaseEngine):
     # --- weights -------------------------------------------------------------------------------
 
     def get_per_tensor_param(
-        self, *, dtype: torch.dtype | None = None, adapter: Adapter = "merged", bucket_bytes: int = 512 << 20
+        self,
+        *,
+        dtype: torch.dtype | None = None,
+        adapter: Adapter = "merged",
+        bucket_bytes: int = 512 << 20,
     ) -> WeightExport:
         """See ``Engine.get_per_tensor_param``."""
         self._expect("get_per_tensor_param", "ready")
         check_export(dtype, bucket_bytes)
         self._check_adapter(adapter)
-        tensors = export.export_whole(self.table, self.layout, self._reader(dtype), bucket_bytes, self.device)
+        tensors = export.export_whole(
+            self.table, self.layout, self._reader(dtype), bucket_bytes, self.device
+        )
         return watched_each(self._called("get_per_tensor_param"), tensors)
 
     def get_per_tensor_param_shard(
@@ -225,12 +281,19 @@ class MegatronEngine(BaseEngine):
     def save_hf(self, directory: Path | str, *, dtype: torch.dtype | None = None) -> None:
         """See ``Engine.save_hf``."""
         self._expect("save_hf", "ready")
-        save_hf(self.get_per_tensor_param(dtype=dtype), folder_of(directory), comm=self.comm, source=self.folder,
-                hf_config=self.hf_config)  # fmt: skip
+        save_hf(
+            self.get_per_tensor_param(dtype=dtype),
+            folder_of(directory),
+            comm=self.comm,
+            source=self.folder,
+            hf_config=self.hf_config,
+        )
 
     def _check_adapter(self, adapter: Adapter) -> None:
         if adapter not in get_args(Adapter):
-            raise ConfigError("adapter", f"unknown export {adapter!r}", remedy=", ".join(get_args(Adapter)))
+            raise ConfigError(
+                "adapter", f"unknown export {adapter!r}", remedy=", ".join(get_args(Adapter))
+            )
         if adapter != "merged":
             raise unsupported(Capability.LORA, self._name, self.capabilities)
 
@@ -243,7 +306,9 @@ class MegatronEngine(BaseEngine):
     def _optimizer_fields(self) -> Collection[str]:
         return () if self.trainer is None else state_fields(self.trainer.parts[0].inner)
 
-    def _state_layout(self, entries: Mapping[str, Entry]) -> dict[str, tuple[ShardSpec, torch.dtype]]:
+    def _state_layout(
+        self, entries: Mapping[str, Entry]
+    ) -> dict[str, tuple[ShardSpec, torch.dtype]]:
         return checkpoint.layout_of(self.table, self.trainer, entries)
 
     def _install_state(self, tensors: Mapping[str, Tensor]) -> None:
@@ -258,7 +323,9 @@ class MegatronEngine(BaseEngine):
         if manifest.state != native.MEGATRON:
             return super()._read_checkpoint(folder, manifest)
         held = self._held()
-        tensors = native.read(folder, manifest, held, comm=self.comm, layout=self.layout, trainer=self.trainer)
+        tensors = native.read(
+            folder, manifest, held, comm=self.comm, layout=self.layout, trainer=self.trainer
+        )
         return lambda: native.install(held, self.masters, self.trainer, tensors)
 
     def _held(self) -> list[native.Held]:

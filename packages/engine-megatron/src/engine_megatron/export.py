@@ -11,7 +11,14 @@ import torch.distributed as dist
 from torch import Tensor
 
 from engine_api.weights import ShardExport, ShardSpec, WeightExport
-from engine_megatron.parallel import Layout, Place, add_bits, experts_group, pipeline_group, tensor_group
+from engine_megatron.parallel import (
+    Layout,
+    Place,
+    add_bits,
+    experts_group,
+    pipeline_group,
+    tensor_group,
+)
 from engine_megatron.weights import Reader, Weight
 
 # torch 2.13 renames it and warns of the old name; 2.11 has only that.
@@ -65,12 +72,16 @@ def _stage(weight: Weight) -> int:
     return min(weight.parameters)
 
 
-def _gather(bucket: list[Weight], layout: Layout, reader: Reader, device: torch.device) -> WeightExport:
+def _gather(
+    bucket: list[Weight], layout: Layout, reader: Reader, device: torch.device
+) -> WeightExport:
     """One gather over the ranks that divide the stage, one broadcast from it to the others."""
     stage, here = _stage(bucket[0]), layout.here
     sizes = [math.prod(weight.shape) for weight in bucket]
     flat = torch.empty(sum(sizes), dtype=reader.dtype, device=device)
-    wholes = [part.view(weight.shape) for weight, part in zip(bucket, flat.split(sizes), strict=True)]
+    wholes = [
+        part.view(weight.shape) for weight, part in zip(bucket, flat.split(sizes), strict=True)
+    ]
     if here.stage == stage:
         reader.forget()  # within a bucket all that is not an expert's comes first
         _gather_stage(bucket, wholes, layout, reader)
@@ -80,7 +91,9 @@ def _gather(bucket: list[Weight], layout: Layout, reader: Reader, device: torch.
     yield from zip((weight.name for weight in bucket), wholes, strict=True)
 
 
-def _gather_stage(bucket: list[Weight], wholes: list[Tensor], layout: Layout, reader: Reader) -> None:
+def _gather_stage(
+    bucket: list[Weight], wholes: list[Tensor], layout: Layout, reader: Reader
+) -> None:
     split, experts = list[tuple[Weight, Tensor]](), list[tuple[Weight, Tensor]]()
     for weight, whole in zip(bucket, wholes, strict=True):
         if weight.owner is not None and layout.experts * layout.expert_tensor > 1:

@@ -45,41 +45,76 @@ class Rule:
 
     def of_expert(self, number: int) -> Rule:
         """The rule of one expert."""
-        return replace(self, saved=tuple(name.replace("N", str(number)) for name in self.saved), expert=number)
+        return replace(
+            self, saved=tuple(name.replace("N", str(number)) for name in self.saved), expert=number
+        )
 
 
 _QKV = tuple(f"self_attn.{name}_proj" for name in "qkv")
-_INPUT_NORM = Rule(parameter="input_layernorm.weight", saved=("input_layernorm.weight",),
-                   te="self_attention.linear_qkv.layer_norm_weight")  # fmt: skip
-_EXPERTS_NORM = Rule(parameter="pre_mlp_layernorm.weight", saved=("post_attention_layernorm.weight",))
+_INPUT_NORM = Rule(
+    parameter="input_layernorm.weight",
+    saved=("input_layernorm.weight",),
+    te="self_attention.linear_qkv.layer_norm_weight",
+)
+_EXPERTS_NORM = Rule(
+    parameter="pre_mlp_layernorm.weight", saved=("post_attention_layernorm.weight",)
+)
 _NORMS = (_INPUT_NORM, replace(_EXPERTS_NORM, te="mlp.linear_fc1.layer_norm_weight"))
 _ATTENTION = (
-    Rule(parameter="self_attention.linear_qkv.weight", saved=tuple(f"{name}.weight" for name in _QKV), layout="groups",
-         split="rows"),
-    Rule(parameter="self_attention.linear_proj.weight", saved=("self_attn.o_proj.weight",), split="columns"),
-)  # fmt: skip
+    Rule(
+        parameter="self_attention.linear_qkv.weight",
+        saved=tuple(f"{name}.weight" for name in _QKV),
+        layout="groups",
+        split="rows",
+    ),
+    Rule(
+        parameter="self_attention.linear_proj.weight",
+        saved=("self_attn.o_proj.weight",),
+        split="columns",
+    ),
+)
 _QKV_BIAS = (
-    Rule(parameter="self_attention.linear_qkv.bias", saved=tuple(f"{name}.bias" for name in _QKV), layout="groups",
-         split="rows"),
-)  # fmt: skip
+    Rule(
+        parameter="self_attention.linear_qkv.bias",
+        saved=tuple(f"{name}.bias" for name in _QKV),
+        layout="groups",
+        split="rows",
+    ),
+)
 _QK_NORM = tuple(
-    Rule(parameter=f"self_attention.{name}_layernorm.weight", saved=(f"self_attn.{name}_norm.weight",)) for name in "qk"
+    Rule(
+        parameter=f"self_attention.{name}_layernorm.weight",
+        saved=(f"self_attn.{name}_norm.weight",),
+    )
+    for name in "qk"
 )
 _MLP = (
-    Rule(parameter="mlp.linear_fc1.weight", saved=("mlp.gate_proj.weight", "mlp.up_proj.weight"), layout="halves",
-         split="rows"),
+    Rule(
+        parameter="mlp.linear_fc1.weight",
+        saved=("mlp.gate_proj.weight", "mlp.up_proj.weight"),
+        layout="halves",
+        split="rows",
+    ),
     Rule(parameter="mlp.linear_fc2.weight", saved=("mlp.down_proj.weight",), split="columns"),
-)  # fmt: skip
+)
 
 _ROUTER = Rule(parameter="mlp.router.weight", saved=("mlp.gate.weight",))
 # A layer has these once an expert, N being its number.
 _EXPERT = (
-    Rule(parameter="mlp.experts.local_experts.N.linear_fc1.weight",
-         saved=("mlp.experts.N.gate_proj.weight", "mlp.experts.N.up_proj.weight"), layout="halves", split="rows",
-         te="mlp.experts.linear_fc1.weightN"),
-    Rule(parameter="mlp.experts.local_experts.N.linear_fc2.weight", saved=("mlp.experts.N.down_proj.weight",),
-         split="columns", te="mlp.experts.linear_fc2.weightN"),
-)  # fmt: skip
+    Rule(
+        parameter="mlp.experts.local_experts.N.linear_fc1.weight",
+        saved=("mlp.experts.N.gate_proj.weight", "mlp.experts.N.up_proj.weight"),
+        layout="halves",
+        split="rows",
+        te="mlp.experts.linear_fc1.weightN",
+    ),
+    Rule(
+        parameter="mlp.experts.local_experts.N.linear_fc2.weight",
+        saved=("mlp.experts.N.down_proj.weight",),
+        split="columns",
+        te="mlp.experts.linear_fc2.weightN",
+    ),
+)
 
 # What a layer of each family is made of.
 LAYERS: dict[str, tuple[Rule, ...]] = {
@@ -89,11 +124,15 @@ LAYERS: dict[str, tuple[Rule, ...]] = {
     "qwen3_moe": (_INPUT_NORM, _EXPERTS_NORM, *_ATTENTION, *_QK_NORM, _ROUTER, *_EXPERT),
 }
 
-EMBEDDING = Rule(parameter="embedding.word_embeddings.weight", saved=("model.embed_tokens.weight",), split="rows")
+EMBEDDING = Rule(
+    parameter="embedding.word_embeddings.weight", saved=("model.embed_tokens.weight",), split="rows"
+)
 LAST_NORM = Rule(parameter="decoder.final_layernorm.weight", saved=("model.norm.weight",))
 HEAD = Rule(parameter="output_layer.weight", saved=("lm_head.weight",), split="rows")
 # The copy on a pipeline's last stage of an embedding that is the head as well.
-TIED_HEAD = Rule(parameter="output_layer.weight", saved=("model.embed_tokens.weight",), split="rows")
+TIED_HEAD = Rule(
+    parameter="output_layer.weight", saved=("model.embed_tokens.weight",), split="rows"
+)
 SCORE = Rule(parameter="score.weight", saved=("score.weight",))
 SCORE_BIAS = Rule(parameter="score.bias", saved=("score.bias",))
 
@@ -134,7 +173,9 @@ def cuts(rule: Rule, shape: Shape) -> tuple[Cut, ...]:
     if rule.layout == "groups":
         queries, dim = shape.heads // shape.kv_heads, shape.head_dim
         spans = ((0, queries), (queries, 1), (queries + 1, 1))
-        return tuple(Cut(slots=queries + 2, first=first, count=count, unit=dim) for first, count in spans)
+        return tuple(
+            Cut(slots=queries + 2, first=first, count=count, unit=dim) for first, count in spans
+        )
     if rule.layout == "halves":
         return tuple(Cut(slots=2, first=first) for first in (0, 1))
     return (Cut(),)
@@ -142,14 +183,25 @@ def cuts(rule: Rule, shape: Shape) -> tuple[Cut, ...]:
 
 def saved_shape(name: str, shape: Shape) -> tuple[int, ...]:
     """The whole shape of a saved tensor, by its name's end."""
-    hidden, queries, keys = shape.hidden, shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
+    hidden, queries, keys = (
+        shape.hidden,
+        shape.heads * shape.head_dim,
+        shape.kv_heads * shape.head_dim,
+    )
     weights = {
-        "embed_tokens": (shape.vocab_size, hidden), "lm_head": (shape.vocab_size, hidden), "q_proj": (queries, hidden),
-        "k_proj": (keys, hidden), "v_proj": (keys, hidden), "o_proj": (hidden, queries),
-        "gate_proj": (shape.intermediate, hidden), "up_proj": (shape.intermediate, hidden),
-        "down_proj": (hidden, shape.intermediate), "score": (1, hidden), "q_norm": (shape.head_dim,),
+        "embed_tokens": (shape.vocab_size, hidden),
+        "lm_head": (shape.vocab_size, hidden),
+        "q_proj": (queries, hidden),
+        "k_proj": (keys, hidden),
+        "v_proj": (keys, hidden),
+        "o_proj": (hidden, queries),
+        "gate_proj": (shape.intermediate, hidden),
+        "up_proj": (shape.intermediate, hidden),
+        "down_proj": (hidden, shape.intermediate),
+        "score": (1, hidden),
+        "q_norm": (shape.head_dim,),
         "k_norm": (shape.head_dim,),
-    }  # fmt: skip
+    }
     module, kind = name.split(".")[-2:]
     if ".experts." in name:
         width = shape.expert_intermediate

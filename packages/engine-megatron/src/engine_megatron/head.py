@@ -32,7 +32,13 @@ class _LogProb(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, hidden: Tensor, weight: Tensor, targets: Tensor, scale: float, chunk: int, vocabulary: Vocabulary
+        ctx: Any,
+        hidden: Tensor,
+        weight: Tensor,
+        targets: Tensor,
+        scale: float,
+        chunk: int,
+        vocabulary: Vocabulary,
     ) -> tuple[Tensor, Tensor]:
         size = hidden.shape[0]
         log_probs, entropy, normalizer = (
@@ -57,7 +63,9 @@ class _LogProb(torch.autograd.Function):
         size = ctx.vocabulary.size
         for start in range(0, hidden.shape[0], ctx.chunk):
             part = slice(start, start + ctx.chunk)
-            log_p = _logits(hidden[part], weight, ctx.scale, ctx.vocabulary) - normalizer[part, None]
+            log_p = (
+                _logits(hidden[part], weight, ctx.scale, ctx.vocabulary) - normalizer[part, None]
+            )
             p, a, b = log_p.exp(), grads[0][part, None], grads[1][part, None]
             d_logits = -p * (a + b * (log_p + entropy[part, None]))
             index, here = _own(targets[part], ctx.vocabulary)
@@ -102,7 +110,13 @@ def _chosen(logits: Tensor, targets: Tensor, vocabulary: Vocabulary) -> Tensor:
 
 
 def log_probs(
-    hidden: Tensor, weight: Tensor, targets: Tensor, *, temperature: float, chunk: int, vocabulary: Vocabulary
+    hidden: Tensor,
+    weight: Tensor,
+    targets: Tensor,
+    *,
+    temperature: float,
+    chunk: int,
+    vocabulary: Vocabulary,
 ) -> tuple[Tensor, Tensor]:
     """Log-probs of ``targets`` and entropies, ``[T]`` float32 each, the same bits on every tensor-parallel rank.
 

@@ -22,7 +22,9 @@ class Packing(PackedSeqParams):
     share: Share | None = None  # None: all tokens are on this rank
 
 
-def build_packing(lengths: Sequence[int], device: torch.device, share: Share | None = None, *, longest: int = 0) -> Packing:  # fmt: skip
+def build_packing(
+    lengths: Sequence[int], device: torch.device, share: Share | None = None, *, longest: int = 0
+) -> Packing:
     """The packing of documents of these lengths, one after the other; Megatron's RoPE reads it as well.
 
     ``longest``: what to state as the longest document's length, at least it.
@@ -30,9 +32,19 @@ def build_packing(lengths: Sequence[int], device: torch.device, share: Share | N
     ends = torch.tensor([0, *lengths], dtype=torch.int32).cumsum(0, dtype=torch.int32).to(device)
     longest = max(longest, *lengths)
     # Transformer Engine wants padded ends under context parallelism; the same tensor says that nothing lies between.
-    padded: dict[str, Any] = {} if share is None else {"cu_seqlens_q_padded": ends, "cu_seqlens_kv_padded": ends}
-    return Packing(qkv_format="thd", cu_seqlens_q=ends, cu_seqlens_kv=ends, max_seqlen_q=longest, max_seqlen_kv=longest,
-                   lengths=tuple(lengths), share=share, **padded)  # fmt: skip
+    padded: dict[str, Any] = (
+        {} if share is None else {"cu_seqlens_q_padded": ends, "cu_seqlens_kv_padded": ends}
+    )
+    return Packing(
+        qkv_format="thd",
+        cu_seqlens_q=ends,
+        cu_seqlens_kv=ends,
+        max_seqlen_q=longest,
+        max_seqlen_kv=longest,
+        lengths=tuple(lengths),
+        share=share,
+        **padded,
+    )
 
 
 def steady_longest(lengths: Sequence[int], step: int) -> int:
@@ -51,7 +63,9 @@ class Norm(nn.Module):
     def __init__(self, config: Any, hidden_size: int, eps: float = 1e-6, **_: Any) -> None:
         super().__init__()
         device = None if config.use_cpu_initialization else torch.accelerator.current_device_index()
-        self.weight = nn.Parameter(torch.ones(hidden_size, dtype=config.params_dtype, device=device))
+        self.weight = nn.Parameter(
+            torch.ones(hidden_size, dtype=config.params_dtype, device=device)
+        )
         self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
         self.eps = eps
 
@@ -73,13 +87,22 @@ class PackedAttention(nn.Module):
         self.width = config.kv_channels
 
     def forward(
-        self, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None = None, /, *,
-        packed_seq_params: Packing, **_: Any,
-    ) -> Tensor:  # fmt: skip
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attention_mask: Tensor | None = None,
+        /,
+        *,
+        packed_seq_params: Packing,
+        **_: Any,
+    ) -> Tensor:
         """``[T, heads, d]`` queries and ``[T, groups, d]`` keys and values → ``[T, heads · d]``."""
         assert attention_mask is None, "the packing says who sees whom"
         lengths, share = packed_seq_params.lengths, packed_seq_params.share
-        queries = query.transpose(0, 1).split([n // share.ranks for n in lengths] if share else lengths, dim=1)
+        queries = query.transpose(0, 1).split(
+            [n // share.ranks for n in lengths] if share else lengths, dim=1
+        )
         if share:  # keys and values of all ranks, in one gather
             key, value = gather_documents(torch.cat((key, value), dim=-1), share).chunk(2, dim=-1)
         keys, values = (x.transpose(0, 1).split(lengths, dim=1) for x in (key, value))
@@ -90,5 +113,6 @@ class PackedAttention(nn.Module):
         """One document: ``[heads, n, d]``."""
         if share:
             return attend(query, key, value, share, self.scale)
-        return F.scaled_dot_product_attention(query[None], key[None], value[None], is_causal=True, scale=self.scale,
-                                              enable_gqa=True)[0]  # fmt: skip
+        return F.scaled_dot_product_attention(
+            query[None], key[None], value[None], is_causal=True, scale=self.scale, enable_gqa=True
+        )[0]

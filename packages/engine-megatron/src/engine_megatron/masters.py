@@ -24,7 +24,9 @@ class Shard:
 
     def part_of(self, whole: Tensor) -> Tensor:
         """This range of something of the parameter's shape."""
-        return whole.reshape(-1)[self.start : self.start + self.tensor.numel()].view(self.tensor.shape)
+        return whole.reshape(-1)[self.start : self.start + self.tensor.numel()].view(
+            self.tensor.shape
+        )
 
 
 class Masters:
@@ -35,7 +37,9 @@ class Masters:
         spread: whether the ranks that hold the same parameters update flat ranges of them, each its own.
     """
 
-    def __init__(self, shards: Mapping[nn.Parameter, Shard], dtype: torch.dtype, *, spread: bool) -> None:
+    def __init__(
+        self, shards: Mapping[nn.Parameter, Shard], dtype: torch.dtype, *, spread: bool
+    ) -> None:
         self.shards, self.dtype, self.spread = shards, dtype, spread
 
     def read(self, param: nn.Parameter) -> Tensor:
@@ -82,7 +86,10 @@ class Masters:
 def whole_masters(params: Iterable[nn.Parameter], dtype: torch.dtype) -> Masters:
     """Masters that are whole on every rank: the parameters themselves, where they have the dtype."""
     shards = {
-        param: Shard(tensor=param.detach() if param.dtype == dtype else param.detach().to(dtype, copy=True), start=0)
+        param: Shard(
+            tensor=param.detach() if param.dtype == dtype else param.detach().to(dtype, copy=True),
+            start=0,
+        )
         for param in params
     }
     return Masters(shards, dtype, spread=False)
@@ -91,10 +98,16 @@ def whole_masters(params: Iterable[nn.Parameter], dtype: torch.dtype) -> Masters
 def check_precision(precision: Precision) -> None:
     """Raise ``ConfigError`` for dtypes that Megatron's buffers and optimizers do not combine."""
     if precision.reduce != "float32":
-        raise ConfigError("precision.reduce", f"{precision.reduce} is not float32",
-                          why="Megatron's gradient buffers would add micro-batches up in it as well",
-                          remedy="leave it at float32")  # fmt: skip
+        raise ConfigError(
+            "precision.reduce",
+            f"{precision.reduce} is not float32",
+            why="Megatron's gradient buffers would add micro-batches up in it as well",
+            remedy="leave it at float32",
+        )
     if precision.compute == "float32" != precision.master:
-        raise ConfigError("precision.master", f"{precision.master}, but precision.compute is float32",
-                          why="Megatron computes with its parameters, and masters are no narrower than these",
-                          remedy=f"set precision.compute: {precision.master}, or precision.master: float32")  # fmt: skip
+        raise ConfigError(
+            "precision.master",
+            f"{precision.master}, but precision.compute is float32",
+            why="Megatron computes with its parameters, and masters are no narrower than these",
+            remedy=f"set precision.compute: {precision.master}, or precision.master: float32",
+        )

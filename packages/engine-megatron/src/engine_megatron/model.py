@@ -43,7 +43,9 @@ from engine_megatron.weights import padded_vocabulary
 # The router's products in plain torch: Transformer Engine's would be TF32. Without it the name is not even defined.
 moe_utils.te_general_gemm = None
 _GENERATORS = ("model-parallel-rng", "expert-parallel-rng", "data-parallel-rng")  # Megatron's names
-_DISPATCHER = "alltoall"  # Megatron's default refuses lengths that vary, whether there are experts or not
+_DISPATCHER = (
+    "alltoall"  # Megatron's default refuses lengths that vary, whether there are experts or not
+)
 
 
 class PackedGPT(GPTModel):
@@ -53,7 +55,9 @@ class PackedGPT(GPTModel):
         return hidden_states
 
 
-def transformer_config(shape: Shape, config: EngineConfig, options: MegatronOptions, layout: Layout, *, on_cpu: bool) -> TransformerConfig:  # fmt: skip
+def transformer_config(
+    shape: Shape, config: EngineConfig, options: MegatronOptions, layout: Layout, *, on_cpu: bool
+) -> TransformerConfig:
     """Megatron's configuration. The local spec has no fused kernels; sums, never means."""
     extra: dict[str, Any] = _experts(shape, layout) | _engine_of(shape, config)
     if layout.virtual > 1:
@@ -64,26 +68,51 @@ def transformer_config(shape: Shape, config: EngineConfig, options: MegatronOpti
             "batch_p2p_comm": False,
         }
     if config.memory.recompute == "full":
-        extra |= {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
+        extra |= {
+            "recompute_granularity": "full",
+            "recompute_method": "uniform",
+            "recompute_num_layers": 1,
+        }
     dtype = DTYPES[config.precision.compute]
     return TransformerConfig(
-        num_layers=shape.layers, hidden_size=shape.hidden, ffn_hidden_size=shape.intermediate,
-        num_attention_heads=shape.heads, num_query_groups=shape.kv_heads, kv_channels=shape.head_dim,
-        normalization="RMSNorm", layernorm_epsilon=shape.eps, qk_layernorm=shape.qk_norm, gated_linear_unit=True,
-        activation_func=torch.nn.functional.silu, add_bias_linear=False, add_qkv_bias=shape.qkv_bias,
-        hidden_dropout=0.0, attention_dropout=0.0, params_dtype=dtype, bf16=dtype == torch.bfloat16,
-        pipeline_dtype=dtype, tensor_model_parallel_size=layout.tensor, pipeline_model_parallel_size=layout.stages,
-        context_parallel_size=layout.context, sequence_parallel=options.sequence_parallel, variable_seq_lengths=layout.stages > 1,
+        num_layers=shape.layers,
+        hidden_size=shape.hidden,
+        ffn_hidden_size=shape.intermediate,
+        num_attention_heads=shape.heads,
+        num_query_groups=shape.kv_heads,
+        kv_channels=shape.head_dim,
+        normalization="RMSNorm",
+        layernorm_epsilon=shape.eps,
+        qk_layernorm=shape.qk_norm,
+        gated_linear_unit=True,
+        activation_func=torch.nn.functional.silu,
+        add_bias_linear=False,
+        add_qkv_bias=shape.qkv_bias,
+        hidden_dropout=0.0,
+        attention_dropout=0.0,
+        params_dtype=dtype,
+        bf16=dtype == torch.bfloat16,
+        pipeline_dtype=dtype,
+        tensor_model_parallel_size=layout.tensor,
+        pipeline_model_parallel_size=layout.stages,
+        context_parallel_size=layout.context,
+        sequence_parallel=options.sequence_parallel,
+        variable_seq_lengths=layout.stages > 1,
         moe_token_dispatcher_type=_DISPATCHER,
-        use_cpu_initialization=on_cpu, perform_initialization=False,
+        use_cpu_initialization=on_cpu,
+        perform_initialization=False,
         # The denominator is the caller's, applied once before backward: Megatron must not divide by ranks or micro-batches.
         calculate_per_token_loss=True,
         # Megatron puts it into NVTE_… of the environment, so it is the same for both specs. No other backend is fallen
         # back to: what the fused one does not take is an error.
         attention_backend=AttnBackend.fused,
-        bias_activation_fusion=False, bias_dropout_fusion=False, masked_softmax_fusion=False,
-        gradient_accumulation_fusion=False, persist_layer_norm=False, **extra,
-    )  # fmt: skip
+        bias_activation_fusion=False,
+        bias_dropout_fusion=False,
+        masked_softmax_fusion=False,
+        gradient_accumulation_fusion=False,
+        persist_layer_norm=False,
+        **extra,
+    )
 
 
 def _engine_of(shape: Shape, config: EngineConfig) -> dict[str, Any]:
@@ -93,7 +122,11 @@ def _engine_of(shape: Shape, config: EngineConfig) -> dict[str, Any]:
     fused: dict[str, Any] = {"apply_rope_fusion": True, "moe_grouped_gemm": bool(shape.experts)}
     if config.precision.compute == "float8":
         # Quantized weights are not kept over micro-batches: nothing would tell the layers of a step or a loaded checkpoint.
-        fused |= {"fp8": "e4m3", "fp8_recipe": "blockwise", "disable_parameter_transpose_cache": True}
+        fused |= {
+            "fp8": "e4m3",
+            "fp8_recipe": "blockwise",
+            "disable_parameter_transpose_cache": True,
+        }
     return fused
 
 
@@ -101,33 +134,60 @@ def _experts(shape: Shape, layout: Layout) -> dict[str, Any]:
     """Router and experts: no balancing loss, no capacity. Without renormalization the softmax is over all experts."""
     if not shape.experts:
         return {}
-    return {"num_moe_experts": shape.experts, "moe_router_topk": shape.top_k, "moe_router_dtype": "fp32",
-            "moe_ffn_hidden_size": shape.expert_intermediate, "moe_router_load_balancing_type": "none",
-            "expert_model_parallel_size": layout.experts, "expert_tensor_parallel_size": layout.expert_tensor,
-            "moe_aux_loss_coeff": 0.0, "moe_router_pre_softmax": not shape.norm_topk_prob}  # fmt: skip
+    return {
+        "num_moe_experts": shape.experts,
+        "moe_router_topk": shape.top_k,
+        "moe_router_dtype": "fp32",
+        "moe_ffn_hidden_size": shape.expert_intermediate,
+        "moe_router_load_balancing_type": "none",
+        "expert_model_parallel_size": layout.experts,
+        "expert_tensor_parallel_size": layout.expert_tensor,
+        "moe_aux_loss_coeff": 0.0,
+        "moe_router_pre_softmax": not shape.norm_topk_prob,
+    }
 
 
-def build_model(shape: Shape, config: TransformerConfig, options: MegatronOptions, layout: Layout) -> nn.ModuleList:
+def build_model(
+    shape: Shape, config: TransformerConfig, options: MegatronOptions, layout: Layout
+) -> nn.ModuleList:
     """This rank's stage: its model chunks (`PackedGPT`) in their order, the weights not yet filled."""
     if options.sequence_parallel or shape.spec == "te":
         _add_generators()
-    return nn.ModuleList(_chunk(shape, config, options, layout, number) for number in range(layout.virtual))
+    return nn.ModuleList(
+        _chunk(shape, config, options, layout, number) for number in range(layout.virtual)
+    )
 
 
-def _chunk(shape: Shape, config: TransformerConfig, options: MegatronOptions, layout: Layout, number: int) -> PackedGPT:
-    is_first, is_last = layout.is_first and number == 0, layout.is_last and number == layout.virtual - 1
+def _chunk(
+    shape: Shape, config: TransformerConfig, options: MegatronOptions, layout: Layout, number: int
+) -> PackedGPT:
+    is_first, is_last = (
+        layout.is_first and number == 0,
+        layout.is_last and number == layout.virtual - 1,
+    )
     model = PackedGPT(
-        config=config, transformer_layer_spec=_spec(shape, layout),
+        config=config,
+        transformer_layer_spec=_spec(shape, layout),
         vocab_size=padded_vocabulary(shape, layout, options.vocabulary_multiple),
-        max_sequence_length=shape.max_positions, pre_process=is_first, post_process=is_last,
-        position_embedding_type="rope", rotary_base=shape.rope_base,  # type: ignore[arg-type] - any number
-        share_embeddings_and_output_weights=shape.tied, vp_stage=number if layout.virtual > 1 else None,
-    )  # fmt: skip
+        max_sequence_length=shape.max_positions,
+        pre_process=is_first,
+        post_process=is_last,
+        position_embedding_type="rope",
+        rotary_base=shape.rope_base,  # type: ignore[arg-type] - any number
+        share_embeddings_and_output_weights=shape.tied,
+        vp_stage=number if layout.virtual > 1 else None,
+    )
     if is_last and shape.kind == "value_model":
         device = next(model.parameters()).device
         del model.output_layer
-        model.score = nn.utils.skip_init(nn.Linear, shape.hidden, 1, bias=shape.value_bias, dtype=config.params_dtype,
-                                         device=device)  # fmt: skip
+        model.score = nn.utils.skip_init(
+            nn.Linear,
+            shape.hidden,
+            1,
+            bias=shape.value_bias,
+            dtype=config.params_dtype,
+            device=device,
+        )
     return model
 
 
@@ -155,21 +215,30 @@ def _spec(shape: Shape, layout: Layout) -> Any:
     """The layers of a chunk, and the last norm."""
     block: Any = TransformerBlockSubmodules
     layer, norm = _te_layer(shape) if shape.spec == "te" else _local_layer(shape)
-    return block(layer_specs=[layer] * (shape.layers // (layout.stages * layout.virtual)), layer_norm=norm)
+    return block(
+        layer_specs=[layer] * (shape.layers // (layout.stages * layout.virtual)), layer_norm=norm
+    )
 
 
 def _te_layer(shape: Shape) -> tuple[Any, Any]:
     """Transformer Engine's layer: norms inside of the linear layers, attention over packed documents, grouped experts."""
     from megatron.core.extensions.transformer_engine import TENorm
 
-    return get_gpt_layer_with_transformer_engine_spec(num_experts=shape.experts or None, moe_grouped_gemm=bool(shape.experts),
-                                                      qk_layernorm=shape.qk_norm), TENorm  # fmt: skip
+    return get_gpt_layer_with_transformer_engine_spec(
+        num_experts=shape.experts or None,
+        moe_grouped_gemm=bool(shape.experts),
+        qk_layernorm=shape.qk_norm,
+    ), TENorm
 
 
 def _local_layer(shape: Shape) -> tuple[Any, Any]:
     """Megatron's own layer with this package's norms and attention."""
-    layer: Any = get_gpt_layer_local_spec(num_experts=shape.experts or None, moe_grouped_gemm=False,
-                                          qk_layernorm=shape.qk_norm, normalization="RMSNorm")  # fmt: skip
+    layer: Any = get_gpt_layer_local_spec(
+        num_experts=shape.experts or None,
+        moe_grouped_gemm=False,
+        qk_layernorm=shape.qk_norm,
+        normalization="RMSNorm",
+    )
     parts = layer.submodules
     parts.input_layernorm = parts.pre_mlp_layernorm = Norm
     attention = parts.self_attention.submodules
@@ -198,27 +267,42 @@ class Packed:
     packing: Packing
 
 
-def pack(batch: Batch, *, multiple: int, layout: Layout, device: torch.device, steady: bool = False) -> Packed:
+def pack(
+    batch: Batch, *, multiple: int, layout: Layout, device: torch.device, steady: bool = False
+) -> Packed:
     """Pad to a multiple of ``multiple`` with a document of its own at the end; an empty micro-batch is all padding.
 
     Under context parallelism each document is padded to a multiple of twice the ranks. ``steady``: round the stated length
     of the longest document up (`steady_longest`).
     """
-    lengths, real = _padded(batch.lengths, multiple, 2 * layout.context if layout.context > 1 else 1)
+    lengths, real = _padded(
+        batch.lengths, multiple, 2 * layout.context if layout.context > 1 else 1
+    )
     ids = torch.zeros(sum(lengths), dtype=torch.int64)
     ids[real] = batch.input_ids.cpu()
     starts = torch.tensor([0, *lengths]).cumsum(0)[:-1]
     positions = torch.arange(len(ids)) - torch.repeat_interleave(starts, torch.tensor(lengths))
     order = token_order(lengths, layout.context)
     own, place = order[layout.here.context], order.flatten().argsort()
-    share = None if layout.context == 1 else Share(ranks=layout.context, rank=layout.here.context,
-                                                   place=place.to(device), group=context_group())  # fmt: skip
+    share = (
+        None
+        if layout.context == 1
+        else Share(
+            ranks=layout.context,
+            rank=layout.here.context,
+            place=place.to(device),
+            group=context_group(),
+        )
+    )
     longest = steady_longest(lengths, 2 * layout.context) if steady else 0
     return Packed(
-        ids=ids[own][None].to(device), positions=positions[own][None].to(device), targets=ids.roll(-1)[own].to(device),
-        source=place[(real - 1).clamp(min=0)].to(device), first=(positions[real] == 0).to(device),
+        ids=ids[own][None].to(device),
+        positions=positions[own][None].to(device),
+        targets=ids.roll(-1)[own].to(device),
+        source=place[(real - 1).clamp(min=0)].to(device),
+        first=(positions[real] == 0).to(device),
         packing=build_packing(lengths, device, share, longest=longest),
-    )  # fmt: skip
+    )
 
 
 def _padded(lengths: Sequence[int], multiple: int, step: int) -> tuple[list[int], Tensor]:
@@ -228,14 +312,20 @@ def _padded(lengths: Sequence[int], multiple: int, step: int) -> tuple[list[int]
     rest = -total % multiple or (0 if total else multiple)
     within = [torch.arange(length) for length in lengths]
     starts = [sum(padded[:i]) for i in range(len(padded))]
-    real = torch.cat([start + part for start, part in zip(starts, within, strict=True)]) if within else torch.empty(0)
+    real = (
+        torch.cat([start + part for start, part in zip(starts, within, strict=True)])
+        if within
+        else torch.empty(0)
+    )
     return [*padded, *([rest] if rest else [])], real.long()
 
 
 def token_multiple(config: EngineConfig, options: MegatronOptions, layout: Layout) -> int:
     """What the tokens of a micro-batch are padded to: each rank has as many, and FP8 its blocks."""
     ranks = layout.context * (layout.tensor if options.sequence_parallel else 1)
-    each = math.lcm(config.memory.pad_to_multiple, FP8_TOKENS if config.precision.compute == "float8" else 1)
+    each = math.lcm(
+        config.memory.pad_to_multiple, FP8_TOKENS if config.precision.compute == "float8" else 1
+    )
     return math.lcm(each * ranks, 2 * layout.context if layout.context > 1 else 1)
 
 
@@ -253,7 +343,9 @@ class Forward:
     def pack(self, batch: Batch) -> Packed:
         """The micro-batch on the device."""
         steady = self.shape.spec == "te"  # its attention is built anew for each longest length
-        return pack(batch, multiple=self.multiple, layout=self.layout, device=self.device, steady=steady)
+        return pack(
+            batch, multiple=self.multiple, layout=self.layout, device=self.device, steady=steady
+        )
 
     @property
     def _last(self) -> PackedGPT:
@@ -265,13 +357,16 @@ class Forward:
         result: Tensor = chunk(packed.ids, packed.positions, None, packed_seq_params=packed.packing)
         return result
 
-    def outputs(self, hidden: Tensor, packed: Packed, needs: Sequence[str], temperature: float) -> TokenOutputs:
+    def outputs(
+        self, hidden: Tensor, packed: Packed, needs: Sequence[str], temperature: float
+    ) -> TokenOutputs:
         """Aligned float32 outputs ``[T]`` of the last stage, the same on all ranks that share the documents."""
         if self.shape.kind == "value_model":
             return TokenOutputs(values=self._align(self._values(hidden), packed))
         chosen, entropy = self._log_probs(hidden, packed.targets, temperature)
         return TokenOutputs(
-            log_probs=self._align(chosen, packed), entropy=self._align(entropy, packed) if "entropy" in needs else None
+            log_probs=self._align(chosen, packed),
+            entropy=self._align(entropy, packed) if "entropy" in needs else None,
         )
 
     def _align(self, about_next: Tensor, packed: Packed) -> Tensor:
@@ -288,7 +383,9 @@ class Forward:
         values: Tensor = head(hidden[:, 0])
         return values.squeeze(-1).float()
 
-    def _log_probs(self, hidden: Tensor, targets: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
+    def _log_probs(
+        self, hidden: Tensor, targets: Tensor, temperature: float
+    ) -> tuple[Tensor, Tensor]:
         if self._last.config.sequence_parallel:
             hidden = gather_from_sequence_parallel_region(hidden, tensor_parallel_output_grad=True)
         else:
@@ -296,10 +393,18 @@ class Forward:
         weight = self._last.output_layer.weight
         if weight is None:
             weight = self._last.shared_embedding_or_output_weight()
-        return log_probs(hidden[:, 0], weight, targets, temperature=temperature, chunk=self.logit_chunk,
-                         vocabulary=self._vocabulary(weight.shape[0]))  # fmt: skip
+        return log_probs(
+            hidden[:, 0],
+            weight,
+            targets,
+            temperature=temperature,
+            chunk=self.logit_chunk,
+            vocabulary=self._vocabulary(weight.shape[0]),
+        )
 
     def _vocabulary(self, rows: int) -> Vocabulary:
         first = self.layout.here.tensor * rows
         size = max(0, min(rows, self.shape.vocab_size - first))
-        return Vocabulary(first=first, size=size, group=tensor_group() if self.layout.tensor > 1 else None)
+        return Vocabulary(
+            first=first, size=size, group=tensor_group() if self.layout.tensor > 1 else None
+        )

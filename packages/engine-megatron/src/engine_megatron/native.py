@@ -27,7 +27,10 @@ from megatron.core import dist_checkpointing
 from megatron.core.dist_checkpointing.core import CheckpointingException
 from megatron.core.dist_checkpointing.mapping import ShardedTensor
 from megatron.core.dist_checkpointing.strategies.base import SaveShardedStrategy
-from megatron.core.dist_checkpointing.strategies.torch import MCoreSavePlanner, mcore_to_pyt_state_dict
+from megatron.core.dist_checkpointing.strategies.torch import (
+    MCoreSavePlanner,
+    mcore_to_pyt_state_dict,
+)
 from torch import Tensor, nn
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.filesystem import FileSystemWriter
@@ -92,38 +95,63 @@ def held(chunks: nn.Module, layout: Layout, masters: Masters) -> list[Held]:
 def _places(layout: Layout) -> tuple[str, str]:
     """Which part of the model the parameters here are of; those of experts that are spread over other ranks."""
     here = layout.here
-    return f"stage{here.stage}.tensor{here.tensor}", f"stage{here.stage}.expert{here.expert}x{here.expert_tensor}"
+    return (
+        f"stage{here.stage}.tensor{here.tensor}",
+        f"stage{here.stage}.expert{here.expert}x{here.expert_tensor}",
+    )
 
 
 def _piece(key: str, row: Held, entry: Entry, value: Tensor) -> Piece:
     """``value``, a range or a scalar, which is written by who has the first range."""
     offset, copy = (row.start, row.copy) if entry.shape else (0, row.copy or int(row.start > 0))
     flat = value.detach().reshape(-1)
-    part = ShardedTensor(key=key, data=flat, dtype=flat.dtype, local_shape=tuple(flat.shape), global_offset=(offset,),
-                         global_shape=entry.shape or (1,), axis_fragmentations=None, replica_id=copy)  # fmt: skip
+    part = ShardedTensor(
+        key=key,
+        data=flat,
+        dtype=flat.dtype,
+        local_shape=tuple(flat.shape),
+        global_offset=(offset,),
+        global_shape=entry.shape or (1,),
+        axis_fragmentations=None,
+        replica_id=copy,
+    )
     return Piece(entry=entry, part=part)
 
 
 # --- writing -----------------------------------------------------------------------------------
 
 
-def writer(rows: Sequence[Held], masters: Masters, trainer: Trainer | None) -> Callable[..., CheckpointInfo]:
+def writer(
+    rows: Sequence[Held], masters: Masters, trainer: Trainer | None
+) -> Callable[..., CheckpointInfo]:
     """What writes a checkpoint of the live tensors, given what ``checkpoint.write_files`` asks for besides."""
     pieces = dict(_pieces(rows, masters, trainer))
 
     def write(directory: Path, **about: Any) -> CheckpointInfo:
-        own = sum(piece.part.data.nbytes + _CONTAINER for piece in pieces.values() if piece.is_written)  # type: ignore[union-attr]
-        return checkpoint.write_files(directory, num_bytes=own, save=lambda partial: _save(partial, pieces),
-                                      state=MEGATRON, **about)  # fmt: skip
+        own = sum(
+            piece.part.data.nbytes + _CONTAINER for piece in pieces.values() if piece.is_written
+        )  # type: ignore[union-attr]
+        return checkpoint.write_files(
+            directory,
+            num_bytes=own,
+            save=lambda partial: _save(partial, pieces),
+            state=MEGATRON,
+            **about,
+        )
 
     return write
 
 
-def _pieces(rows: Sequence[Held], masters: Masters, trainer: Trainer | None) -> Iterator[tuple[str, Piece]]:
+def _pieces(
+    rows: Sequence[Held], masters: Masters, trainer: Trainer | None
+) -> Iterator[tuple[str, Piece]]:
     for row in (row for row in rows if row.numel):
         values = {f"model.{row.key}": masters.shards[row.param].tensor}
         if trainer is not None:
-            values |= {f"optim.{row.key}.{field}": value for field, value in trainer.own_state(row.param).items()}
+            values |= {
+                f"optim.{row.key}.{field}": value
+                for field, value in trainer.own_state(row.param).items()
+            }
         for key, value in values.items():
             dtype = str(value.dtype).removeprefix("torch.")
             entry = Entry(dtype=dtype, shape=(row.param.numel(),) if value.dim() else (), shards=())
@@ -134,16 +162,30 @@ def _save(partial: Path, pieces: Mapping[str, Piece]) -> tuple[dict[str, Entry],
     folder, rank = partial / _FOLDER, dist.get_rank()
     parts = {key: piece.part for key, piece in pieces.items()}
     try:
-        dist_checkpointing.save(parts, str(folder), sharded_strategy=_InThisProcess("torch_dist", 1))
+        dist_checkpointing.save(
+            parts, str(folder), sharded_strategy=_InThisProcess("torch_dist", 1)
+        )
     except CheckpointException as error:  # a BaseException, on all ranks
-        codes = [failure[0].errno for failure in error.failures.values() if isinstance(failure[0], OSError)]
+        codes = [
+            failure[0].errno
+            for failure in error.failures.values()
+            if isinstance(failure[0], OSError)
+        ]
         raise OSError(next(iter(codes), errno.EIO), _failures(error)) from error
-    files = [f.name for f in folder.iterdir() if f.name.startswith(f"__{rank}_") or (rank == 0 and f.name[:2] != "__")]
-    return {key: piece.entry for key, piece in pieces.items()}, [f"{_FOLDER}/{name}" for name in files]
+    files = [
+        f.name
+        for f in folder.iterdir()
+        if f.name.startswith(f"__{rank}_") or (rank == 0 and f.name[:2] != "__")
+    ]
+    return {key: piece.entry for key, piece in pieces.items()}, [
+        f"{_FOLDER}/{name}" for name in files
+    ]
 
 
 def _failures(error: CheckpointException) -> str:
-    return "; ".join(f"rank {rank}: {failure[0]!r}" for rank, failure in sorted(error.failures.items()))
+    return "; ".join(
+        f"rank {rank}: {failure[0]!r}" for rank, failure in sorted(error.failures.items())
+    )
 
 
 class _InThisProcess(SaveShardedStrategy):
@@ -169,7 +211,13 @@ class _InThisProcess(SaveShardedStrategy):
 
 
 def read(
-    folder: Path, manifest: Manifest, rows: Sequence[Held], *, comm: Comm, layout: Layout, trainer: Trainer | None
+    folder: Path,
+    manifest: Manifest,
+    rows: Sequence[Held],
+    *,
+    comm: Comm,
+    layout: Layout,
+    trainer: Trainer | None,
 ) -> dict[str, Tensor]:
     """This rank's ranges as new CPU tensors, by key; all is checked, on all ranks together, before anything is returned.
 
@@ -200,7 +248,9 @@ def _wanted(
         kind, _, name = key.partition(".")
         row = by_key.get(name if kind == "model" else name.rpartition(".")[0])
         if row is None:
-            problems += [f"{key} is unknown"] * name.startswith(tuple(f"{place}." for place in _places(layout)))
+            problems += [f"{key} is unknown"] * name.startswith(
+                tuple(f"{place}." for place in _places(layout))
+            )
         elif entry.shape not in ((row.param.numel(),), () if kind == "optim" else None):
             problems.append(f"{key} has {entry.shape} elements, here {row.param.numel()}")
         elif row.numel and (kind == "model" or trainer is not None):
@@ -219,38 +269,67 @@ def _sizes(sizes: Mapping[str, int]) -> str:
 
 def _mismatch(folder: Path, manifest: Manifest, why: str) -> CheckpointMismatch:
     return CheckpointMismatch(
-        "the checkpoint is of another layout or model, in Megatron's own format", where=str(folder),
+        "the checkpoint is of another layout or model, in Megatron's own format",
+        where=str(folder),
         why=f"{manifest.world_size} ranks wrote it with {_sizes(manifest.topology)}; {why}",
         remedy="load it with the layout, layer spec and model that wrote it, and save it again with options.checkpoint: "
         "portable; dp and cp alone may change",
-    )  # fmt: skip
+    )
 
 
 def _load(folder: Path, wanted: Mapping[str, Piece]) -> dict[str, Tensor]:
     parts = {key: piece.part for key, piece in wanted.items()}
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore", FutureWarning)  # Megatron calls torch's function by its old name
+            warnings.simplefilter(
+                "ignore", FutureWarning
+            )  # Megatron calls torch's function by its old name
             # What each rank asks for was compared with the manifest.
-            found: Any = dist_checkpointing.load(parts, str(folder / _FOLDER), validate_access_integrity=False)
+            found: Any = dist_checkpointing.load(
+                parts, str(folder / _FOLDER), validate_access_integrity=False
+            )
     except (CheckpointException, CheckpointingException, pickle.UnpicklingError) as error:
         why = _failures(error) if isinstance(error, CheckpointException) else str(error)
-        raise CheckpointCorrupt("Megatron cannot read it", where=str(folder), why=why,
-                                remedy="use an earlier checkpoint") from error  # fmt: skip
-    return {key: found[key] if piece.entry.shape else found[key].reshape(()) for key, piece in wanted.items()}
+        raise CheckpointCorrupt(
+            "Megatron cannot read it",
+            where=str(folder),
+            why=why,
+            remedy="use an earlier checkpoint",
+        ) from error
+    return {
+        key: found[key] if piece.entry.shape else found[key].reshape(())
+        for key, piece in wanted.items()
+    }
 
 
 _DCP = "torch.distributed.checkpoint."
 # What the index of flat tensors is made of. Not BytesStorageMetadata: torch unpickles what that describes.
 _INDEX_CLASSES = {
-    f"{_DCP}metadata": {"Metadata", "TensorStorageMetadata", "TensorProperties", "ChunkStorageMetadata", "MetadataIndex",
-                        "StorageMeta", "_MEM_FORMAT_ENCODING"},
+    f"{_DCP}metadata": {
+        "Metadata",
+        "TensorStorageMetadata",
+        "TensorProperties",
+        "ChunkStorageMetadata",
+        "MetadataIndex",
+        "StorageMeta",
+        "_MEM_FORMAT_ENCODING",
+    },
     f"{_DCP}filesystem": {"_StorageInfo"},
-    "torch": {"Size", "float32", "float64", "bfloat16", "float16", "int64", "int32", "uint8", "bool"},
+    "torch": {
+        "Size",
+        "float32",
+        "float64",
+        "bfloat16",
+        "float16",
+        "int64",
+        "int32",
+        "uint8",
+        "bool",
+    },
     "torch.serialization": {"_get_layout"},
     "pathlib": {"PosixPath"},  # where it was written; in Python 3.13 of another module
     "pathlib._local": {"PosixPath"},
-}  # fmt: skip
+}
 
 
 class _IndexUnpickler(pickle.Unpickler):
@@ -267,22 +346,37 @@ def check_index(path: Path) -> None:
     try:
         with path.open("rb") as file:
             index = _IndexUnpickler(file).load()
-    except (pickle.UnpicklingError, EOFError, ImportError, LookupError, ValueError, TypeError, AttributeError, RuntimeError) as error:  # fmt: skip
+    except (
+        pickle.UnpicklingError,
+        EOFError,
+        ImportError,
+        LookupError,
+        ValueError,
+        TypeError,
+        AttributeError,
+        RuntimeError,
+    ) as error:
         raise _foreign(path, str(error)) from error
     if not isinstance(index, Metadata):
         raise _foreign(path, f"it is a {type(index).__name__}")
 
 
 def _foreign(path: Path, why: str) -> CheckpointCorrupt:
-    return CheckpointCorrupt("Megatron's index is not one that this engine wrote", where=str(path), why=why,
-                             remedy="use a checkpoint whose origin you know")  # fmt: skip
+    return CheckpointCorrupt(
+        "Megatron's index is not one that this engine wrote",
+        where=str(path),
+        why=why,
+        remedy="use a checkpoint whose origin you know",
+    )
 
 
 # --- installing --------------------------------------------------------------------------------
 
 
 @torch.no_grad()
-def install(rows: Sequence[Held], masters: Masters, trainer: Trainer | None, tensors: Mapping[str, Tensor]) -> None:
+def install(
+    rows: Sequence[Held], masters: Masters, trainer: Trainer | None, tensors: Mapping[str, Tensor]
+) -> None:
     """Copy loaded ranges into the masters, replace the optimizer's state, and give every rank the new weights."""
     for row in (row for row in rows if row.numel):
         master = masters.shards[row.param].tensor
@@ -294,7 +388,9 @@ def install(rows: Sequence[Held], masters: Masters, trainer: Trainer | None, ten
         trainer.publish()
 
 
-def _state(rows: Sequence[Held], tensors: Mapping[str, Tensor]) -> dict[nn.Parameter, dict[str, Tensor]]:
+def _state(
+    rows: Sequence[Held], tensors: Mapping[str, Tensor]
+) -> dict[nn.Parameter, dict[str, Tensor]]:
     by_key = {row.key: row for row in rows}
     result: dict[nn.Parameter, dict[str, Tensor]] = {row.param: {} for row in rows if row.numel}
     for key, value in tensors.items():

@@ -15,7 +15,11 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
+from megatron.core.distributed import (
+    DistributedDataParallel,
+    DistributedDataParallelConfig,
+    finalize_model_grads,
+)
 from megatron.core.optimizer.clip_grads import get_grad_norm_fp32
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.optimizer.optimizer_config import OptimizerConfig as MegatronConfig
@@ -33,11 +37,17 @@ from engine_megatron.parallel import Layout, holders_group, is_spread_expert, mo
 class Part:
     """Parameters that the same ranks hold, and the optimizer of torch over this rank's shards of them."""
 
-    def __init__(self, params: list[nn.Parameter], config: OptimizerConfig, dtype: torch.dtype) -> None:
+    def __init__(
+        self, params: list[nn.Parameter], config: OptimizerConfig, dtype: torch.dtype
+    ) -> None:
         self.params, self.dtype = params, dtype
         self.masters = whole_masters(params, dtype)
-        self.inner = build_optimizer(config, [self.masters.shards[param].tensor for param in params])
-        self.statistics_group: Any = model_group(params[0])  # ranks that hold other parts of the model's gradient
+        self.inner = build_optimizer(
+            config, [self.masters.shards[param].tensor for param in params]
+        )
+        self.statistics_group: Any = model_group(
+            params[0]
+        )  # ranks that hold other parts of the model's gradient
 
     @torch.no_grad()
     def step(self) -> None:
@@ -49,17 +59,37 @@ class Part:
 class DistributedPart(Part):
     """The same with Megatron's distributed optimizer, over flat ranges of ``buffers``, those of each chunk, which hold ``params``."""
 
-    def __init__(self, params: list[nn.Parameter], config: OptimizerConfig, dtype: torch.dtype, *, chunks: list[Any], buffers: list[Any]) -> None:  # fmt: skip
+    def __init__(
+        self,
+        params: list[nn.Parameter],
+        config: OptimizerConfig,
+        dtype: torch.dtype,
+        *,
+        chunks: list[Any],
+        buffers: list[Any],
+    ) -> None:
         self.params, self.dtype = params, dtype
         self.statistics_group = dist.group.WORLD  # each rank's range is its own
-        settings = MegatronConfig(optimizer="adam", lr=config.lr, clip_grad=0.0, use_distributed_optimizer=True,
-                                  bf16=params[0].dtype == torch.bfloat16)  # fmt: skip
+        settings = MegatronConfig(
+            optimizer="adam",
+            lr=config.lr,
+            clip_grad=0.0,
+            use_distributed_optimizer=True,
+            bf16=params[0].dtype == torch.bfloat16,
+        )
         optimizer: Any = DistributedOptimizer  # its annotations forget None
         self.optimizer: Any = optimizer(
-            optimizer=build_optimizer(config, params), config=settings, grad_scaler=None, init_state_fn=None,
-            model_chunks=chunks, per_model_buffers=dict(enumerate(buffers)), data_parallel_group=holders_group(params[0]),
-            data_parallel_group_gloo=None, data_parallel_group_idx=0, distributed_optimizer_instance_id=0,
-        )  # fmt: skip
+            optimizer=build_optimizer(config, params),
+            config=settings,
+            grad_scaler=None,
+            init_state_fn=None,
+            model_chunks=chunks,
+            per_model_buffers=dict(enumerate(buffers)),
+            data_parallel_group=holders_group(params[0]),
+            data_parallel_group_gloo=None,
+            data_parallel_group_idx=0,
+            distributed_optimizer_instance_id=0,
+        )
         if dtype != torch.float32:
             self._forget_copies()
         self.inner = self.optimizer.optimizer
@@ -77,8 +107,10 @@ class DistributedPart(Part):
 
     def _shards(self) -> Iterator[tuple[nn.Parameter, Shard]]:
         own = self.optimizer
-        for groups, masters in ((own.model_fp32_groups, own.shard_fp32_groups),
-                                (own.model_float16_groups, own.shard_fp32_from_float16_groups)):  # fmt: skip
+        for groups, masters in (
+            (own.model_fp32_groups, own.shard_fp32_groups),
+            (own.model_float16_groups, own.shard_fp32_from_float16_groups),
+        ):
             for params, shards in zip(groups, masters, strict=True):
                 for param, shard in zip(params, shards, strict=True):
                     # Megatron has no public name for where a shard begins.
@@ -94,18 +126,29 @@ class DistributedPart(Part):
 class Trainer:
     """Gradient buffers and the optimizer of this rank's stage."""
 
-    def __init__(self, chunks: nn.ModuleList, config: OptimizerConfig, layout: Layout, comm: Comm, dtype: torch.dtype) -> None:  # fmt: skip
+    def __init__(
+        self,
+        chunks: nn.ModuleList,
+        config: OptimizerConfig,
+        layout: Layout,
+        comm: Comm,
+        dtype: torch.dtype,
+    ) -> None:
         self.layout, self.comm = layout, comm
         self.distributed = config.name == "adamw"
         # No overlap: gradients are reduced once a step, when all micro-batches and all calls have added to them.
-        buffers = DistributedDataParallelConfig(grad_reduce_in_fp32=True, use_distributed_optimizer=self.distributed)
+        buffers = DistributedDataParallelConfig(
+            grad_reduce_in_fp32=True, use_distributed_optimizer=self.distributed
+        )
         self.chunks: list[Any] = [
             DistributedDataParallel(config=chunk.config, ddp_config=buffers, module=chunk)  # type: ignore[arg-type]
             for chunk in chunks
         ]
         self.params = list(chunks.parameters())
         self.parts = list(self._parts(config, dtype))
-        shards = {param: shard for part in self.parts for param, shard in part.masters.shards.items()}
+        shards = {
+            param: shard for part in self.parts for param, shard in part.masters.shards.items()
+        }
         self.masters = Masters(shards, dtype, spread=self.distributed)
         self._inner = {param: part.inner for part in self.parts for param in part.params}
 
@@ -198,8 +241,11 @@ class Trainer:
         state: dict[str, Any] = self._inner[param].state.get(shard.tensor, {})
         for field, value in state.items():
             if not (isinstance(value, Tensor) and value.shape in ((), shard.tensor.shape)):
-                raise ConfigError("optimizer.name", f"its state {field!r} is no tensor of its weight's shape",
-                                  remedy="this optimizer cannot be saved; use adamw")  # fmt: skip
+                raise ConfigError(
+                    "optimizer.name",
+                    f"its state {field!r} is no tensor of its weight's shape",
+                    remedy="this optimizer cannot be saved; use adamw",
+                )
         return state
 
     def _whole_value(self, param: nn.Parameter, field: str) -> Tensor:
@@ -212,10 +258,16 @@ class Trainer:
     def install(self, state: Mapping[nn.Parameter, Mapping[str, Tensor]]) -> None:
         """Replace the whole state by scalars and tensors of the parameters' shapes."""
         shards = self.masters.shards
-        self.install_own({
-            param: {field: shards[param].part_of(value) if value.dim() else value for field, value in values.items()}
-            for param, values in state.items() if param in shards
-        })  # fmt: skip
+        self.install_own(
+            {
+                param: {
+                    field: shards[param].part_of(value) if value.dim() else value
+                    for field, value in values.items()
+                }
+                for param, values in state.items()
+                if param in shards
+            }
+        )
 
     def install_own(self, state: Mapping[nn.Parameter, Mapping[str, Tensor]]) -> None:
         """Replace the whole state by scalars and tensors of the size of this rank's ranges."""

@@ -38,17 +38,29 @@ class MegatronOptions:
     noticed within seconds."""
 
     def __post_init__(self) -> None:
-        for name, what, known in (("spec", "layer spec", SPECS), ("checkpoint", "format", CHECKPOINTS)):
+        for name, what, known in (
+            ("spec", "layer spec", SPECS),
+            ("checkpoint", "format", CHECKPOINTS),
+        ):
             if (value := getattr(self, name)) not in known:
                 raise ConfigError(
-                    f"options.{name}", f"unknown {what} {value!r}", remedy=near_matches(str(value), known)
+                    f"options.{name}",
+                    f"unknown {what} {value!r}",
+                    remedy=near_matches(str(value), known),
                 )
         if self.expert_tensor_parallel < 0:
-            raise ConfigError("options.expert_tensor_parallel", f"{self.expert_tensor_parallel} is negative",
-                              remedy="give 1 or more, or 0 for as many as tp")  # fmt: skip
+            raise ConfigError(
+                "options.expert_tensor_parallel",
+                f"{self.expert_tensor_parallel} is negative",
+                remedy="give 1 or more, or 0 for as many as tp",
+            )
         for name in ("virtual_stages", "vocabulary_multiple", "timeout_s"):
             if getattr(self, name) < 1:
-                raise ConfigError(f"options.{name}", f"{getattr(self, name)} is not positive", remedy="give 1 or more")
+                raise ConfigError(
+                    f"options.{name}",
+                    f"{getattr(self, name)} is not positive",
+                    remedy="give 1 or more",
+                )
 
 
 def megatron_options(options: Any) -> MegatronOptions:

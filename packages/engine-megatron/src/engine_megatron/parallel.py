@@ -68,8 +68,14 @@ class Layout:
     @property
     def sizes(self) -> dict[str, int]:
         """How many ranks each kind of parallelism has."""
-        return {"pp": self.stages, "dp": self.data, "cp": self.context, "tp": self.tensor, "ep": self.experts,
-                "etp": self.expert_tensor}  # fmt: skip
+        return {
+            "pp": self.stages,
+            "dp": self.data,
+            "cp": self.context,
+            "tp": self.tensor,
+            "ep": self.experts,
+            "etp": self.expert_tensor,
+        }
 
     @property
     def spreads_experts(self) -> bool:
@@ -82,12 +88,20 @@ class Layout:
         rest, context = divmod(rest, self.context)
         stage, data = divmod(rest, self.data)
         rest, expert_tensor = divmod(rank % (self.world // self.stages), self.expert_tensor)
-        return Place(stage=stage, data=data, tensor=tensor, context=context, expert=rest % self.experts,
-                     expert_tensor=expert_tensor)  # fmt: skip
+        return Place(
+            stage=stage,
+            data=data,
+            tensor=tensor,
+            context=context,
+            expert=rest % self.experts,
+            expert_tensor=expert_tensor,
+        )
 
     def rank_of(self, place: Place) -> int:
         """The inverse of `place`."""
-        return ((place.stage * self.data + place.data) * self.context + place.context) * self.tensor + place.tensor
+        return (
+            (place.stage * self.data + place.data) * self.context + place.context
+        ) * self.tensor + place.tensor
 
     @property
     def here(self) -> Place:
@@ -108,11 +122,19 @@ class Layout:
     def topology(self) -> Topology:
         """This rank for the caller. The loss is known on the last stage: one of its ranks is primary."""
         here = self.here
-        return Topology(rank=self.rank, world_size=self.world, dp_rank=here.data, dp_size=self.data,
-                        is_primary=self.is_last and here.tensor == here.context == 0, sizes=self.sizes)  # fmt: skip
+        return Topology(
+            rank=self.rank,
+            world_size=self.world,
+            dp_rank=here.data,
+            dp_size=self.data,
+            is_primary=self.is_last and here.tensor == here.context == 0,
+            sizes=self.sizes,
+        )
 
 
-def build_layout(parallelism: Parallelism, expert_tensor: int, virtual: int, world: int, rank: int) -> Layout:
+def build_layout(
+    parallelism: Parallelism, expert_tensor: int, virtual: int, world: int, rank: int
+) -> Layout:
     """The layout for a world; raises ``ConfigError`` when the sizes do not make it. Makes no process group.
 
     ``expert_tensor`` 0 means as many as ``tp``.
@@ -120,21 +142,39 @@ def build_layout(parallelism: Parallelism, expert_tensor: int, virtual: int, wor
     model = parallelism.tp * parallelism.cp * parallelism.pp
     data = world // model if parallelism.dp_shard == -1 else parallelism.dp_shard
     if data < 1 or data * model != world:
-        raise ConfigError("parallelism", f"dp_shard {parallelism.dp_shard} x tp {parallelism.tp} x cp {parallelism.cp} x "
-                          f"pp {parallelism.pp} does not make a world of {world}",
-                          remedy="choose sizes whose product is the number of ranks, or dp_shard: -1")  # fmt: skip
+        raise ConfigError(
+            "parallelism",
+            f"dp_shard {parallelism.dp_shard} x tp {parallelism.tp} x cp {parallelism.cp} x "
+            f"pp {parallelism.pp} does not make a world of {world}",
+            remedy="choose sizes whose product is the number of ranks, or dp_shard: -1",
+        )
     expert_tensor = expert_tensor or parallelism.tp
     if parallelism.tp % expert_tensor:
-        raise ConfigError("options.expert_tensor_parallel", f"{expert_tensor} does not divide tp {parallelism.tp}",
-                          remedy="choose a size that divides it; 0: as tp")  # fmt: skip
+        raise ConfigError(
+            "options.expert_tensor_parallel",
+            f"{expert_tensor} does not divide tp {parallelism.tp}",
+            remedy="choose a size that divides it; 0: as tp",
+        )
     ranks = parallelism.tp * parallelism.cp * data
     if ranks % (parallelism.ep * expert_tensor):
-        raise ConfigError("parallelism.ep", f"{parallelism.ep} experts' ranks x {expert_tensor} that split each do not divide "
-                          f"the {ranks} ranks of a stage",
-                          why=f"experts are spread over the ranks of tp {parallelism.tp} x cp {parallelism.cp} x dp {data}",
-                          remedy="choose a size that divides them")  # fmt: skip
-    return Layout(world=world, rank=rank, tensor=parallelism.tp, data=data, stages=parallelism.pp, context=parallelism.cp,
-                  experts=parallelism.ep, expert_tensor=expert_tensor, virtual=virtual)  # fmt: skip
+        raise ConfigError(
+            "parallelism.ep",
+            f"{parallelism.ep} experts' ranks x {expert_tensor} that split each do not divide "
+            f"the {ranks} ranks of a stage",
+            why=f"experts are spread over the ranks of tp {parallelism.tp} x cp {parallelism.cp} x dp {data}",
+            remedy="choose a size that divides them",
+        )
+    return Layout(
+        world=world,
+        rank=rank,
+        tensor=parallelism.tp,
+        data=data,
+        stages=parallelism.pp,
+        context=parallelism.cp,
+        experts=parallelism.ep,
+        expert_tensor=expert_tensor,
+        virtual=virtual,
+    )
 
 
 def ensure_process_group(device_type: str, world: int, timeout: timedelta) -> bool:
@@ -166,15 +206,25 @@ class ModelParallel:
         """Raise ``ConfigError`` when this process holds groups of another layout."""
         from megatron.core import parallel_state
 
-        wanted = {name: size for name, size in layout.sizes.items() if has_experts or name not in ("ep", "etp")}
+        wanted = {
+            name: size
+            for name, size in layout.sizes.items()
+            if has_experts or name not in ("ep", "etp")
+        }
         if cls._users and not wanted.items() <= cls._sizes.items():
-            raise ConfigError("parallelism", f"{wanted}, another engine of this process has {cls._sizes}",
-                              why="Megatron keeps its process groups in global variables",
-                              remedy="close the other engine first, give both the same sizes, or if these differ in ep and "
-                              "etp alone build the engine with experts before the dense one")  # fmt: skip
+            raise ConfigError(
+                "parallelism",
+                f"{wanted}, another engine of this process has {cls._sizes}",
+                why="Megatron keeps its process groups in global variables",
+                remedy="close the other engine first, give both the same sizes, or if these differ in ep and "
+                "etp alone build the engine with experts before the dense one",
+            )
         if not cls._users and parallel_state.model_parallel_is_initialized():
-            raise ConfigError("parallelism", "Megatron's process groups were initialized outside this engine",
-                              remedy="call megatron.core.parallel_state.destroy_model_parallel() first")  # fmt: skip
+            raise ConfigError(
+                "parallelism",
+                "Megatron's process groups were initialized outside this engine",
+                remedy="call megatron.core.parallel_state.destroy_model_parallel() first",
+            )
 
     @classmethod
     def join(cls, layout: Layout, device_type: str, timeout: timedelta) -> None:
@@ -185,12 +235,15 @@ class ModelParallel:
         if not cls._users:
             try:
                 parallel_state.initialize_model_parallel(
-                    tensor_model_parallel_size=layout.tensor, pipeline_model_parallel_size=layout.stages,
+                    tensor_model_parallel_size=layout.tensor,
+                    pipeline_model_parallel_size=layout.stages,
                     context_parallel_size=layout.context,
-                    expert_model_parallel_size=layout.experts, expert_tensor_parallel_size=layout.expert_tensor,
-                    create_gloo_process_groups=False, order="tp-cp-ep-dp-pp",
+                    expert_model_parallel_size=layout.experts,
+                    expert_tensor_parallel_size=layout.expert_tensor,
+                    create_gloo_process_groups=False,
+                    order="tp-cp-ep-dp-pp",
                     distributed_timeout_minutes=max(1, round(timeout.total_seconds() / 60)),
-                )  # fmt: skip
+                )
             except BaseException:  # Ctrl-C too: half of the groups are of no use
                 cls._destroy()
                 raise

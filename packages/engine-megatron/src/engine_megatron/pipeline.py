@@ -23,7 +23,14 @@ from engine_megatron.parallel import pipeline_group
 OnLast = Callable[[Tensor, Packed, Batch], tuple[Tensor, Any]]
 
 
-def run(forward: Forward, chunks: Sequence[Any], parts: Sequence[Batch], on_last: OnLast, *, backward: bool) -> list[Any]:  # fmt: skip
+def run(
+    forward: Forward,
+    chunks: Sequence[Any],
+    parts: Sequence[Batch],
+    on_last: OnLast,
+    *,
+    backward: bool,
+) -> list[Any]:
     """The schedule over all micro-batches, all stages together; ``chunks`` are those of ``forward`` or their wrappers.
 
     ``on_last`` makes of the last chunk's hidden states a scalar to differentiate and what is collected of it: the
@@ -32,7 +39,9 @@ def run(forward: Forward, chunks: Sequence[Any], parts: Sequence[Batch], on_last
     virtual, stages = forward.layout.virtual, forward.layout.stages
     # Interleaved, micro-batches go round in groups of as many as there are stages; empty ones run where stages would wait.
     given = [*parts, *[parts[0].select([])] * (-len(parts) % stages if virtual > 1 else 0)]
-    feeds = tee(((batch, forward.pack(batch)) for batch in given), virtual)  # packed once, whichever chunk comes first
+    feeds = tee(
+        ((batch, forward.pack(batch)) for batch in given), virtual
+    )  # packed once, whichever chunk comes first
 
     def step(feed: Any, chunk: Any) -> tuple[Tensor, Any]:
         batch, packed = next(feed)
@@ -47,13 +56,20 @@ def run(forward: Forward, chunks: Sequence[Any], parts: Sequence[Batch], on_last
 
     schedule = get_forward_backward_func(pp_size=stages, vp_size=virtual if virtual > 1 else None)
     collected: list[Any] = schedule(
-        forward_step_func=step, data_iterator=list(feeds), model=list(chunks), num_microbatches=len(given),
-        seq_length=1, micro_batch_size=1, forward_only=not backward,  # lengths vary and are sent along
-    )  # fmt: skip
+        forward_step_func=step,
+        data_iterator=list(feeds),
+        model=list(chunks),
+        num_microbatches=len(given),
+        seq_length=1,
+        micro_batch_size=1,
+        forward_only=not backward,  # lengths vary and are sent along
+    )
     return collected[: len(parts)]
 
 
-def infer(forward: Forward, chunks: Sequence[Any], batch: Batch, needs: Sequence[str], temperature: float) -> TokenOutputs:  # fmt: skip
+def infer(
+    forward: Forward, chunks: Sequence[Any], batch: Batch, needs: Sequence[str], temperature: float
+) -> TokenOutputs:
     """One micro-batch through all stages; its outputs on every stage."""
     names = ("values",) if forward.shape.kind == "value_model" else ("log_probs", "entropy")
     names = tuple(name for name in names if name in needs)
@@ -77,9 +93,14 @@ def nothing_of(outputs: TokenOutputs) -> Tensor:
 
 
 def train(
-    forward: Forward, chunks: Sequence[Any], parts: Sequence[Batch], loss_of: Callable[[TokenOutputs, Batch], LossOutput],
-    needs: Sequence[str], denominator: float, temperature: float,
-) -> tuple[list[LossOutput], Exception | None]:  # fmt: skip
+    forward: Forward,
+    chunks: Sequence[Any],
+    parts: Sequence[Batch],
+    loss_of: Callable[[TokenOutputs, Batch], LossOutput],
+    needs: Sequence[str],
+    denominator: float,
+    temperature: float,
+) -> tuple[list[LossOutput], Exception | None]:
     """Forward and backward over the micro-batches; zeros on stages that do not know the loss.
 
     What the loss raises on the last stage is given back, not raised: the other stages are still in the schedule.
@@ -94,7 +115,9 @@ def train(
             raised.append(error)
             # Through all outputs: tensor-parallel neighbours whose loss did not raise wait for this rank in their backward.
             return nothing_of(outputs), None
-        return result.loss / denominator, LossOutput(loss=result.loss.detach(), metrics=result.metrics)
+        return result.loss / denominator, LossOutput(
+            loss=result.loss.detach(), metrics=result.metrics
+        )
 
     results = run(forward, chunks, parts, on_last, backward=True)
     if not forward.layout.is_last or raised:

@@ -23,8 +23,11 @@ def probe(device: str) -> ProbeResult:
     if problem := missing():
         return problem
     if device == "cpu" and not cuda_is_simulated():
-        return ProbeResult(ok=False, reason="Megatron-core calls CUDA wherever it runs",
-                           remedy="use device=cuda; a test may simulate CUDA: engine-conformance run megatron --shim")  # fmt: skip
+        return ProbeResult(
+            ok=False,
+            reason="Megatron-core calls CUDA wherever it runs",
+            remedy="use device=cuda; a test may simulate CUDA: engine-conformance run megatron --shim",
+        )
     return probe_torch(device)
 
 
@@ -35,11 +38,17 @@ def missing() -> ProbeResult | None:
     except importlib.metadata.PackageNotFoundError:
         return ProbeResult(ok=False, reason="megatron-core is not installed", remedy=_INSTALL)
     if version not in TESTED_VERSIONS:
-        return ProbeResult(ok=False, reason=f"megatron-core {version} is not tested; tested: {', '.join(TESTED_VERSIONS)}",
-                           remedy=_INSTALL)  # fmt: skip
+        return ProbeResult(
+            ok=False,
+            reason=f"megatron-core {version} is not tested; tested: {', '.join(TESTED_VERSIONS)}",
+            remedy=_INSTALL,
+        )
     if importlib.util.find_spec("psutil") is None:
-        return ProbeResult(ok=False, reason="psutil is not installed, which Megatron-core needs to save and does not ask for",
-                           remedy=_INSTALL)  # fmt: skip
+        return ProbeResult(
+            ok=False,
+            reason="psutil is not installed, which Megatron-core needs to save and does not ask for",
+            remedy=_INSTALL,
+        )
     return None
 
 
@@ -47,17 +56,37 @@ PLUGIN = EnginePlugin(
     name="engine-megatron",
     contract="1.3",
     rows=(
-        Row(model_types=("language_model",), backends=_BACKENDS, devices=_DEVICES,
-            target="engine_megatron.engine:MegatronEngineWithLMHead"),
-        Row(model_types=("value_model",), backends=_BACKENDS, devices=_DEVICES,
-            target="engine_megatron.engine:MegatronEngineWithValueHead"),
+        Row(
+            model_types=("language_model",),
+            backends=_BACKENDS,
+            devices=_DEVICES,
+            target="engine_megatron.engine:MegatronEngineWithLMHead",
+        ),
+        Row(
+            model_types=("value_model",),
+            backends=_BACKENDS,
+            devices=_DEVICES,
+            target="engine_megatron.engine:MegatronEngineWithValueHead",
+        ),
     ),
-    capabilities=frozenset({
-        Capability.DP, Capability.TP, Capability.PP, Capability.CP, Capability.EP, Capability.RECOMPUTE, Capability.BF16,
-        Capability.MOE, Capability.VALUE_HEAD, Capability.PORTABLE_CHECKPOINT, Capability.EXPORT_SHARDS, Capability.SAVE_HF,
-        *([Capability.FP8] if te.is_installed() else []),
-    }),
+    capabilities=frozenset(
+        {
+            Capability.DP,
+            Capability.TP,
+            Capability.PP,
+            Capability.CP,
+            Capability.EP,
+            Capability.RECOMPUTE,
+            Capability.BF16,
+            Capability.MOE,
+            Capability.VALUE_HEAD,
+            Capability.PORTABLE_CHECKPOINT,
+            Capability.EXPORT_SHARDS,
+            Capability.SAVE_HF,
+            *([Capability.FP8] if te.is_installed() else []),
+        }
+    ),
     options="engine_megatron.options:MegatronOptions",
     one_layout=True,  # Megatron keeps its process groups in global variables
     probe=probe,
-)  # fmt: skip
+)

@@ -50,20 +50,34 @@ class Shape:
     def widths(self, tensor: int, expert_tensor: int) -> dict[str, int]:
         """The sides of the layers' matrices on one of the ranks that split them, or each expert."""
         queries, keys = self.heads * self.head_dim, self.kv_heads * self.head_dim
-        inner = self.expert_intermediate // expert_tensor if self.experts else self.intermediate // tensor
-        return {"hidden size": self.hidden, "width of queries": queries // tensor,
-                "width of queries, keys and values": (queries + 2 * keys) // tensor, "intermediate size": inner}  # fmt: skip
+        inner = (
+            self.expert_intermediate // expert_tensor
+            if self.experts
+            else self.intermediate // tensor
+        )
+        return {
+            "hidden size": self.hidden,
+            "width of queries": queries // tensor,
+            "width of queries, keys and values": (queries + 2 * keys) // tensor,
+            "intermediate size": inner,
+        }
 
 
 def read_hf_config(source: ModelSource, folder: str) -> Any:
     """The configuration as transformers reads it, overrides applied; raises ``ConfigError``."""
     if source.trust_remote_code:
-        raise ConfigError("model.trust_remote_code", "this engine has its own model", remedy="leave it out")
+        raise ConfigError(
+            "model.trust_remote_code", "this engine has its own model", remedy="leave it out"
+        )
     if source.attention not in ("auto", "sdpa"):
-        raise ConfigError("model.attention", f"unknown kernel {source.attention!r}", remedy="auto or sdpa")
+        raise ConfigError(
+            "model.attention", f"unknown kernel {source.attention!r}", remedy="auto or sdpa"
+        )
     file = Path(folder) / "config.json"
     if not file.is_file():
-        raise ConfigError("model.path", f"{file} is not there", remedy="give a folder that save_pretrained wrote")
+        raise ConfigError(
+            "model.path", f"{file} is not there", remedy="give a folder that save_pretrained wrote"
+        )
     config = hf_config.read_hf_config(
         folder, remedy=f"give a folder that save_pretrained wrote, of {', '.join(FAMILIES)}"
     )
@@ -76,8 +90,12 @@ def refuse_other_models(config: Any) -> None:
     file = Path(config.name_or_path) / "config.json"
     family = config.model_type
     if family not in FAMILIES:
-        raise ConfigError("model.path", f"{file} is of type {family!r}", why="this engine has no mapping for it",
-                          remedy=f"give one of {', '.join(FAMILIES)}, or use another backend")  # fmt: skip
+        raise ConfigError(
+            "model.path",
+            f"{file} is of type {family!r}",
+            why="this engine has no mapping for it",
+            remedy=f"give one of {', '.join(FAMILIES)}, or use another backend",
+        )
     rope = _rope(config)
     wrong = {
         "a sliding window or other attention that is not full": _is_windowed(config),
@@ -86,7 +104,8 @@ def refuse_other_models(config: Any) -> None:
         f"RoPE of type {rope.get('rope_type')}": rope.get("rope_type", "default") != "default",
         "RoPE on a part of each head": rope.get("partial_rotary_factor", 1.0) != 1.0,
         "quantized weights": getattr(config, "quantization_config", None),
-        "a bias on the output projection": family != "qwen2" and getattr(config, "attention_bias", False),
+        "a bias on the output projection": family != "qwen2"
+        and getattr(config, "attention_bias", False),
         "a bias in the MLP": getattr(config, "mlp_bias", False),
         # Megatron refuses it: a softmax over one logit has no gradient.
         "a single expert a token, its weight normalized": family == "qwen3_moe"
@@ -96,8 +115,12 @@ def refuse_other_models(config: Any) -> None:
         or getattr(config, "decoder_sparse_step", 1) != 1,
     }
     if found := [name for name, there in wrong.items() if there]:
-        raise ConfigError("model.path", f"{file} asks for {', '.join(found)}",
-                          why="this engine would compute it wrongly", remedy="use another backend for this model")  # fmt: skip
+        raise ConfigError(
+            "model.path",
+            f"{file} asks for {', '.join(found)}",
+            why="this engine would compute it wrongly",
+            remedy="use another backend for this model",
+        )
 
 
 def _is_windowed(config: Any) -> bool:
@@ -106,7 +129,9 @@ def _is_windowed(config: Any) -> bool:
     if types is not None and config.model_type != "qwen3_moe":
         return any(kind != "full_attention" for kind in types)
     slides = getattr(config, "use_sliding_window", None)
-    if slides is None or config.model_type == "qwen3_moe":  # whose switch counts only while its file is read
+    if (
+        slides is None or config.model_type == "qwen3_moe"
+    ):  # whose switch counts only while its file is read
         slides = slides or getattr(config, "sliding_window", None) is not None
     return slides or any(kind != "full_attention" for kind in types or ())
 
@@ -120,19 +145,34 @@ def shape_of(config: Any, kind: Kind, spec: Spec = "local") -> Shape:
     """The architecture of a configuration that `refuse_other_models` let through."""
     heads, family = config.num_attention_heads, config.model_type
     return Shape(
-        family=family, kind=kind, vocab_size=config.vocab_size, hidden=config.hidden_size,
-        intermediate=config.intermediate_size, layers=config.num_hidden_layers, heads=heads,
+        family=family,
+        kind=kind,
+        vocab_size=config.vocab_size,
+        hidden=config.hidden_size,
+        intermediate=config.intermediate_size,
+        layers=config.num_hidden_layers,
+        heads=heads,
         kv_heads=config.num_key_value_heads or heads,
-        head_dim=getattr(config, "head_dim", None) or config.hidden_size // heads, eps=float(config.rms_norm_eps),
-        rope_base=float(_rope(config)["rope_theta"]), std=float(config.initializer_range),
-        tied=bool(config.tie_word_embeddings) and kind == "language_model", qkv_bias=family == "qwen2",
-        qk_norm=family in ("qwen3", "qwen3_moe"), value_bias=bool(getattr(config, "token_classification_bias", True)),
-        max_positions=int(config.max_position_embeddings), spec=spec, **_experts(config),
-    )  # fmt: skip
+        head_dim=getattr(config, "head_dim", None) or config.hidden_size // heads,
+        eps=float(config.rms_norm_eps),
+        rope_base=float(_rope(config)["rope_theta"]),
+        std=float(config.initializer_range),
+        tied=bool(config.tie_word_embeddings) and kind == "language_model",
+        qkv_bias=family == "qwen2",
+        qk_norm=family in ("qwen3", "qwen3_moe"),
+        value_bias=bool(getattr(config, "token_classification_bias", True)),
+        max_positions=int(config.max_position_embeddings),
+        spec=spec,
+        **_experts(config),
+    )
 
 
 def _experts(config: Any) -> dict[str, Any]:
     if config.model_type != "qwen3_moe":
         return {}
-    return {"experts": config.num_experts, "top_k": config.num_experts_per_tok,
-            "expert_intermediate": config.moe_intermediate_size, "norm_topk_prob": bool(config.norm_topk_prob)}  # fmt: skip
+    return {
+        "experts": config.num_experts,
+        "top_k": config.num_experts_per_tok,
+        "expert_intermediate": config.moe_intermediate_size,
+        "norm_topk_prob": bool(config.norm_topk_prob),
+    }

@@ -21,9 +21,7 @@ Spec = Literal["local", "te"]
 
 # Seen to build, newest first.
 TESTED_VERSIONS = ("2.20.2",)
-INSTALL = (
-    f"pip install --no-build-isolation 'transformer-engine[pytorch,core-cu13]=={TESTED_VERSIONS[0]}' (it compiles)"
-)
+INSTALL = f"pip install --no-build-isolation 'transformer-engine[pytorch,core-cu13]=={TESTED_VERSIONS[0]}' (it compiles)"
 _DISTRIBUTIONS = (
     "transformer_engine",
     "transformer_engine_torch",
@@ -70,17 +68,34 @@ def choose_spec(wanted: str, config: EngineConfig, device_type: str) -> Spec:
     problem = absent or _unfit(config)
     fits = device_of(device_type).transformer_engine
     if wanted == "te" and problem:
-        install = f"{INSTALL}, precision.compute: bfloat16, model.attention: auto; or " if fits else ""
-        raise ConfigError("options.spec", f"te, but {problem}", why="this spec is Transformer Engine's",
-                          remedy=f"{install}spec: local")  # fmt: skip
+        install = (
+            f"{INSTALL}, precision.compute: bfloat16, model.attention: auto; or " if fits else ""
+        )
+        raise ConfigError(
+            "options.spec",
+            f"te, but {problem}",
+            why="this spec is Transformer Engine's",
+            remedy=f"{install}spec: local",
+        )
     if compute == "float8" and (wanted == "local" or problem):
-        raise ConfigError("precision.compute", "float8 without Transformer Engine", why=problem or "options.spec is local",
-                          remedy="leave options.spec and model.attention out and install it, or compute in bfloat16")  # fmt: skip
+        raise ConfigError(
+            "precision.compute",
+            "float8 without Transformer Engine",
+            why=problem or "options.spec is local",
+            remedy="leave options.spec and model.attention out and install it, or compute in bfloat16",
+        )
     spec: Spec = "local" if problem or wanted == "local" else "te"
     # Who installed it expects it to be used.
-    refused = wanted == "auto" and absent is not None and fits and _version(_DISTRIBUTIONS[0]) is not None
-    log.log(logging.WARNING if refused else logging.INFO, "layer spec %s (options.spec: %s)%s", spec, wanted,
-            f": {problem}" if wanted == "auto" and problem else "")  # fmt: skip
+    refused = (
+        wanted == "auto" and absent is not None and fits and _version(_DISTRIBUTIONS[0]) is not None
+    )
+    log.log(
+        logging.WARNING if refused else logging.INFO,
+        "layer spec %s (options.spec: %s)%s",
+        spec,
+        wanted,
+        f": {problem}" if wanted == "auto" and problem else "",
+    )
     return spec
 
 
@@ -89,7 +104,9 @@ def _unfit(config: EngineConfig) -> str | None:
     if config.precision.compute == "float32":
         # Its matrix products in float32 are TF32, and its fused attention has no float32 kernel.
         return "it has no float32: its matrix products would be TF32"
-    return "its attention is not model.attention: sdpa" if config.model.attention == "sdpa" else None
+    return (
+        "its attention is not model.attention: sdpa" if config.model.attention == "sdpa" else None
+    )
 
 
 def share_cudnn() -> None:
@@ -107,7 +124,9 @@ def share_cudnn() -> None:
         return
     home = Path(next(iter(spec.submodule_search_locations)))
     os.environ["CUDNN_HOME"] = str(home)
-    parts = {part.name.partition(".")[0]: part for part in sorted((home / "lib").glob("libcudnn*.so.*"))}
+    parts = {
+        part.name.partition(".")[0]: part for part in sorted((home / "lib").glob("libcudnn*.so.*"))
+    }
     for name in sorted(parts, key=lambda name: (name not in _CUDNN_FIRST, name)):
         ctypes.CDLL(str(parts[name]), mode=ctypes.RTLD_GLOBAL)
 
@@ -116,26 +135,40 @@ def check_environment() -> None:
     """Raise ``ConfigError`` for a choice of attention kernels in the environment that Megatron would assert against."""
     for name, value in _BACKEND.items():
         if os.environ.get(name, value) != value:
-            raise ConfigError(f"environment {name}", f"{os.environ[name]}, but this engine asks for {value}",
-                              why="Megatron sets it, and accepts no other value", remedy="unset it")  # fmt: skip
+            raise ConfigError(
+                f"environment {name}",
+                f"{os.environ[name]}, but this engine asks for {value}",
+                why="Megatron sets it, and accepts no other value",
+                remedy="unset it",
+            )
 
 
 def check_fp8(config: EngineConfig, widths: dict[str, int]) -> None:
     """Raise ``ConfigError`` where FP8 cannot be: ``widths`` are the sides of this rank's matrices."""
     if config.precision.master == "float8":
-        raise ConfigError("precision.master", "float8 is a precision of matrix products only",
-                          remedy="float32; for FP8 training set precision.compute")  # fmt: skip
+        raise ConfigError(
+            "precision.master",
+            "float8 is a precision of matrix products only",
+            remedy="float32; for FP8 training set precision.compute",
+        )
     if config.precision.compute != "float8":
         return
     if odd := {name: width for name, width in widths.items() if width % _FP8_UNIT}:
         name, width = next(iter(odd.items()))
-        raise ConfigError("precision.compute", f"float8, but a rank's {name} is {width}",
-                          why=f"FP8 matrices have sides that {_FP8_UNIT} divides",
-                          remedy="choose another parallelism.tp, or compute in bfloat16")  # fmt: skip
+        raise ConfigError(
+            "precision.compute",
+            f"float8, but a rank's {name} is {width}",
+            why=f"FP8 matrices have sides that {_FP8_UNIT} divides",
+            remedy="choose another parallelism.tp, or compute in bfloat16",
+        )
     supported, why = _block_scaling()
     if not supported:
-        raise ConfigError("precision.compute", "float8, which this device or CUDA cannot", why=why,
-                          remedy="use Hopper or newer with CUDA 12.9 or newer, or compute in bfloat16")  # fmt: skip
+        raise ConfigError(
+            "precision.compute",
+            "float8, which this device or CUDA cannot",
+            why=why,
+            remedy="use Hopper or newer with CUDA 12.9 or newer, or compute in bfloat16",
+        )
 
 
 def _block_scaling() -> tuple[bool, str]:

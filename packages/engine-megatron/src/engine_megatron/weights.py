@@ -86,22 +86,42 @@ class Weight:
 def check_layout(shape: Shape, layout: Layout, multiple: int) -> None:
     """Raise ``ConfigError`` where the model cannot be divided evenly; the vocabulary is padded."""
     if layout.experts > 1 and not shape.experts:
-        raise ConfigError("parallelism.ep", f"{layout.experts}, but the model has no experts", remedy="set it to 1")
+        raise ConfigError(
+            "parallelism.ep",
+            f"{layout.experts}, but the model has no experts",
+            remedy="set it to 1",
+        )
     rows = padded_vocabulary(shape, layout, multiple) // layout.tensor
     if rows * (layout.tensor - 1) >= shape.vocab_size:
-        raise ConfigError("options.vocabulary_multiple", f"{multiple} x tp {layout.tensor} leaves a rank nothing but padding",
-                          why=f"there are {shape.vocab_size} tokens", remedy="choose a smaller one")  # fmt: skip
+        raise ConfigError(
+            "options.vocabulary_multiple",
+            f"{multiple} x tp {layout.tensor} leaves a rank nothing but padding",
+            why=f"there are {shape.vocab_size} tokens",
+            remedy="choose a smaller one",
+        )
     if shape.heads % shape.kv_heads:
-        raise ConfigError("model.path", f"{shape.heads} attention heads cannot share {shape.kv_heads} key-value heads",
-                          remedy="set num_key_value_heads in config.json to one that divides num_attention_heads")  # fmt: skip
+        raise ConfigError(
+            "model.path",
+            f"{shape.heads} attention heads cannot share {shape.kv_heads} key-value heads",
+            remedy="set num_key_value_heads in config.json to one that divides num_attention_heads",
+        )
     heads = {"attention heads": shape.heads, "key-value heads": shape.kv_heads}
     sizes = {
-        "parallelism.tp": (layout.tensor, heads | ({} if shape.experts else {"intermediate size": shape.intermediate})),
+        "parallelism.tp": (
+            layout.tensor,
+            heads | ({} if shape.experts else {"intermediate size": shape.intermediate}),
+        ),
         "parallelism.pp": (layout.stages, {"layers": shape.layers}),
-        "options.virtual_stages": (layout.virtual, {"layers of a stage": shape.layers // layout.stages}),
+        "options.virtual_stages": (
+            layout.virtual,
+            {"layers of a stage": shape.layers // layout.stages},
+        ),
         "parallelism.ep": (layout.experts, {"experts": shape.experts}),
-        "options.expert_tensor_parallel": (layout.expert_tensor, {"experts' intermediate size": shape.expert_intermediate}),
-    }  # fmt: skip
+        "options.expert_tensor_parallel": (
+            layout.expert_tensor,
+            {"experts' intermediate size": shape.expert_intermediate},
+        ),
+    }
     for field, (size, parts) in sizes.items():
         for what, count in parts.items():
             if count % size:
@@ -113,9 +133,14 @@ def _uneven(field: str, size: int, what: str, count: int, common: int) -> Config
     fit = f"choose one of {', '.join(str(n) for n in range(1, common + 1) if common % n == 0)}"
     if field != "parallelism.tp":
         return ConfigError(field, f"{size} does not divide {count} {what}", remedy=fit)
-    return ConfigError(field, f"{size} does not divide {count} {what}",
-                       why="a rank has whole ones: none is split, and none copied to several ranks" if "heads" in what else "",
-                       remedy=f"{fit}, and parallelism.cp or pp for the other ranks")  # fmt: skip
+    return ConfigError(
+        field,
+        f"{size} does not divide {count} {what}",
+        why="a rank has whole ones: none is split, and none copied to several ranks"
+        if "heads" in what
+        else "",
+        remedy=f"{fit}, and parallelism.cp or pp for the other ranks",
+    )
 
 
 def padded_vocabulary(shape: Shape, layout: Layout, multiple: int) -> int:
@@ -136,9 +161,21 @@ def weight_table(shape: Shape, layout: Layout, multiple: int, dtype: torch.dtype
             rows = vocabulary if whole[0] == shape.vocab_size and layer is None else whole[dim or 0]
             ranks, owner = layout.tensor, None
             if rule.expert is not None:
-                ranks, owner = layout.expert_tensor, rule.expert // (shape.experts // layout.experts)
-            weight = Weight(name=name, shape=whole, dim=dim, per_rank=rows // ranks, parameters=stages, cut=cut, owner=owner,
-                            box=ShardSpec.nothing(whole), dtype=dtype)  # fmt: skip
+                ranks, owner = (
+                    layout.expert_tensor,
+                    rule.expert // (shape.experts // layout.experts),
+                )
+            weight = Weight(
+                name=name,
+                shape=whole,
+                dim=dim,
+                per_rank=rows // ranks,
+                parameters=stages,
+                cut=cut,
+                owner=owner,
+                box=ShardSpec.nothing(whole),
+                dtype=dtype,
+            )
             table.append(replace(weight, box=_own_box(weight, places, layout.rank)))
     return table
 
@@ -153,7 +190,9 @@ def _stages(layer: int | None, rule: Rule, shape: Shape, layout: Layout) -> dict
             name = name.replace("N", str(rule.expert % (shape.experts // layout.experts)))
         return {stage: f"{chunk}.decoder.layers.{local}.{name}"}
     if rule.saved == TIED_HEAD.saved:
-        return {0: f"0.{rule.parameter}"} | ({last: f"{head}.{TIED_HEAD.parameter}"} if shape.tied and last else {})
+        return {0: f"0.{rule.parameter}"} | (
+            {last: f"{head}.{TIED_HEAD.parameter}"} if shape.tied and last else {}
+        )
     return {last: f"{head}.{rule.parameter}"}
 
 
@@ -162,7 +201,8 @@ def _own_box(weight: Weight, places: Sequence[Place], own: int) -> ShardSpec:
     parts = [weight.at(place) for place in places]
     copies = [rank for rank, part in enumerate(parts) if part == parts[own]]
     return replace(
-        weight.box_of(places[own]), replica=(copies.index(own) + zlib.crc32(weight.name.encode())) % len(copies)
+        weight.box_of(places[own]),
+        replica=(copies.index(own) + zlib.crc32(weight.name.encode())) % len(copies),
     )
 
 
@@ -175,8 +215,12 @@ def attach(table: Sequence[Weight], chunks: nn.Module, layout: Layout) -> None:
     held = [weight for weight in table if weight.at(layout.here) is not None]
     wanted = {weight.parameters[stage] for weight in held}
     if holes := sorted(wanted ^ set(params)):
-        raise ConfigError("model.path", f"the mapping and Megatron's model differ in {', '.join(holes[:3])}",
-                          why="engine_megatron.families has a hole", remedy="report the model family")  # fmt: skip
+        raise ConfigError(
+            "model.path",
+            f"the mapping and Megatron's model differ in {', '.join(holes[:3])}",
+            why="engine_megatron.families has a hole",
+            remedy="report the model family",
+        )
     for weight in held:
         weight.param = params[weight.parameters[stage]]
         # Megatron says so while it initializes, which it does not here; its norm would count one rank's part alone.
@@ -201,22 +245,35 @@ class Files:
 
     def check(self, table: Sequence[Weight]) -> None:
         """Raise ``ConfigError`` where a tensor is missing or has another shape; a value head may be missing."""
-        missing = [w.name for w in table if w.name not in self.handles and not w.name.startswith("score.")]
+        missing = [
+            w.name for w in table if w.name not in self.handles and not w.name.startswith("score.")
+        ]
         if missing:
-            raise ConfigError("model.path", f"{self.folder} lacks {len(missing)} tensors: {', '.join(missing[:3])} …",
-                              remedy="use the folder that save_pretrained wrote for this config.json")  # fmt: skip
+            raise ConfigError(
+                "model.path",
+                f"{self.folder} lacks {len(missing)} tensors: {', '.join(missing[:3])} …",
+                remedy="use the folder that save_pretrained wrote for this config.json",
+            )
         for weight in (w for w in table if w.name in self.handles):
             stored = self.handles[weight.name].get_slice(weight.name)
             there = tuple(stored.get_shape())
             if stored.get_dtype() not in _FLOATING:
-                raise ConfigError("model.path", f"{weight.name} is stored as {stored.get_dtype()}",
-                                  why="this engine reads floating-point weights as they are, not quantized ones",
-                                  remedy="use the model's bf16, fp16 or fp32 files")  # fmt: skip
+                raise ConfigError(
+                    "model.path",
+                    f"{weight.name} is stored as {stored.get_dtype()}",
+                    why="this engine reads floating-point weights as they are, not quantized ones",
+                    remedy="use the model's bf16, fp16 or fp32 files",
+                )
             if there != weight.shape:
-                raise ConfigError("model.path", f"{weight.name} is {there}, config.json says {weight.shape}",
-                                  remedy="use files and config.json of the same model")  # fmt: skip
+                raise ConfigError(
+                    "model.path",
+                    f"{weight.name} is {there}, config.json says {weight.shape}",
+                    remedy="use files and config.json of the same model",
+                )
         if unused := sorted(set(self.handles) - {w.name for w in table}):
-            log.warning("%s: %d tensors are not used: %s", self.folder, len(unused), ", ".join(unused[:4]))
+            log.warning(
+                "%s: %d tensors are not used: %s", self.folder, len(unused), ", ".join(unused[:4])
+            )
 
     def read(self, weight: Weight) -> Tensor:
         """This rank's box."""
@@ -231,8 +288,11 @@ def _weight_files(folder: Path) -> list[Path]:
         return sorted({folder / name for name in index.values()})
     files = sorted(folder.glob("*.safetensors"))
     if not files:
-        raise ConfigError("model.path", f"{folder} holds no weights (*.safetensors)",
-                          remedy="convert it with transformers' save_pretrained, or set model.init: random")  # fmt: skip
+        raise ConfigError(
+            "model.path",
+            f"{folder} holds no weights (*.safetensors)",
+            remedy="convert it with transformers' save_pretrained, or set model.init: random",
+        )
     return files
 
 
@@ -246,8 +306,12 @@ def _open(path: Path) -> Any:
 
 
 def _unreadable(path: Path, error: Exception) -> ConfigError:
-    return ConfigError("model.path", f"{path} cannot be read", why=str(error) or type(error).__name__,
-                       remedy="fetch the model again")  # fmt: skip
+    return ConfigError(
+        "model.path",
+        f"{path} cannot be read",
+        why=str(error) or type(error).__name__,
+        remedy="fetch the model again",
+    )
 
 
 def by_parameter(table: Sequence[Weight]) -> dict[nn.Parameter, list[Weight]]:
@@ -272,7 +336,9 @@ class Reader:
 
     def __init__(self, masters: Masters, dtype: torch.dtype) -> None:
         self.masters, self.dtype = masters, dtype
-        self._last: tuple[nn.Parameter, Tensor] | None = None  # fused weights are read one after the other
+        self._last: tuple[nn.Parameter, Tensor] | None = (
+            None  # fused weights are read one after the other
+        )
 
     def gathers(self, param: nn.Parameter) -> bool:
         """Whether reading takes all ranks that hold the parameter."""
@@ -300,19 +366,25 @@ class Reader:
             if weight.param is not None and self.gathers(weight.param):
                 value = self.read(weight)
                 if weight.box.replica == 0:
-                    gathered[weight.name] = value.clone()  # not a view that keeps the whole parameter
+                    gathered[weight.name] = (
+                        value.clone()
+                    )  # not a view that keeps the whole parameter
         self.forget()
         return gathered
 
 
-def fill(table: Sequence[Weight], masters: Masters, files: Files | None, seed: int, std: float) -> None:
+def fill(
+    table: Sequence[Weight], masters: Masters, files: Files | None, seed: int, std: float
+) -> None:
     """Fill this rank's boxes from ``files``, or from the seed: a value head that is absent, or everything."""
 
     def value_of(weight: Weight) -> Tensor:
         if files is not None and weight.name in files.handles:
             return files.read(weight)
         if files is not None:
-            log.warning("%s is not in the folder: a new one is made from seed %d", weight.name, seed)
+            log.warning(
+                "%s is not in the folder: a new one is made from seed %d", weight.name, seed
+            )
         return _random(weight, seed, std)
 
     put(table, masters, value_of)

@@ -19,7 +19,9 @@ __all__ = ["NAME", "VISIBLE", "Host", "look", "visible_devices"]
 
 NAME = "npu"  # torch's, and the registry's
 VISIBLE = "ASCEND_RT_VISIBLE_DEVICES"  # read by torch_npu (torch_npu/npu/__init__.py, _parse_visible_devices)
-_DRIVER = "libascend_hal.so"  # and drvGetDevNum of it, as torch_npu asks (_raw_device_count_ascend_hal)
+_DRIVER = (
+    "libascend_hal.so"  # and drvGetDevNum of it, as torch_npu asks (_raw_device_count_ascend_hal)
+)
 _LIBRARIES = ("libhccl.so", "libascendcl.so")  # what `import torch_npu` fails without
 _NODES = Path("/dev")
 
@@ -58,10 +60,18 @@ def look() -> Host:
     answered = _of_driver()
     count = len(list(_NODES.glob("davinci[0-9]*"))) if answered is None else answered
     return Host(
-        npus=count, driver=answered is not None, visible=visible_devices(count), cann=_cann(), libraries=_absent_libraries(),
-        torch=_version("torch"), torch_npu=_version("torch_npu"), mindspeed=_version("mindspeed"), torch_cuda=_torch_cuda(),
-        cuda_devices=cuda_devices(), megatron_first=megatron_is_first(sys.modules),
-    )  # fmt: skip
+        npus=count,
+        driver=answered is not None,
+        visible=visible_devices(count),
+        cann=_cann(),
+        libraries=_absent_libraries(),
+        torch=_version("torch"),
+        torch_npu=_version("torch_npu"),
+        mindspeed=_version("mindspeed"),
+        torch_cuda=_torch_cuda(),
+        cuda_devices=cuda_devices(),
+        megatron_first=megatron_is_first(sys.modules),
+    )
 
 
 def megatron_is_first(modules: Iterable[str]) -> bool:
@@ -105,7 +115,11 @@ def _torch_cuda() -> str | None:
     if spec is None or spec.origin is None:
         return None
     file = Path(spec.origin).with_name("version.py")
-    found = re.search(r"^cuda[^=\n]*=\s*'([^']+)'", file.read_text(), re.MULTILINE) if file.is_file() else None
+    found = (
+        re.search(r"^cuda[^=\n]*=\s*'([^']+)'", file.read_text(), re.MULTILINE)
+        if file.is_file()
+        else None
+    )
     return found.group(1) if found else None
 
 
@@ -114,12 +128,20 @@ def _cann() -> str | None:
     home = os.environ.get("ASCEND_HOME_PATH")
     if home is None or not Path(home).is_dir():
         return None
-    for file in sorted([*Path(home).glob("*/ascend_toolkit_install.info"), *Path(home).glob("version.cfg")]):
-        if found := re.search(r"version=\[?(?:[^\]:\n]*:)?([0-9][^\]\s]*)", file.read_text(errors="replace")):
+    for file in sorted(
+        [*Path(home).glob("*/ascend_toolkit_install.info"), *Path(home).glob("version.cfg")]
+    ):
+        if found := re.search(
+            r"version=\[?(?:[^\]:\n]*:)?([0-9][^\]\s]*)", file.read_text(errors="replace")
+        ):
             return found.group(1)
     return ""
 
 
 def _absent_libraries() -> tuple[str, ...]:
-    folders = [Path(folder) for folder in os.environ.get("LD_LIBRARY_PATH", "").split(":") if folder]
-    return tuple(name for name in _LIBRARIES if not any((folder / name).exists() for folder in folders))
+    folders = [
+        Path(folder) for folder in os.environ.get("LD_LIBRARY_PATH", "").split(":") if folder
+    ]
+    return tuple(
+        name for name in _LIBRARIES if not any((folder / name).exists() for folder in folders)
+    )

@@ -27,7 +27,11 @@ class Npu(Accelerator):
 
     def __init__(self) -> None:
         if npu_is_simulated():  # its tensors lie on the host
-            self.process_groups, self.pins_memory, self.has_streams = "cpu:gloo,npu:gloo", False, False
+            self.process_groups, self.pins_memory, self.has_streams = (
+                "cpu:gloo,npu:gloo",
+                False,
+                False,
+            )
 
     @property
     def module(self) -> Any:
@@ -50,7 +54,10 @@ class Npu(Accelerator):
         """By the name that the process was given; the host's where it is simulated."""
         if npu_is_simulated():
             return Device.room(self)
-        return f"{os.environ.get(VISIBLE, '')}:{self.module.current_device()}", self.module.mem_get_info()[0]
+        return (
+            f"{os.environ.get(VISIBLE, '')}:{self.module.current_device()}",
+            self.module.mem_get_info()[0],
+        )
 
     def attention(self, compute: str) -> tuple[str, ...]:
         """CANN's fused attention over packed documents, in half precision as on other accelerators; not where it is simulated."""
@@ -59,7 +66,9 @@ class Npu(Accelerator):
     def process_group(self, store: Any, rank: int, size: int, timeout: timedelta) -> Any:
         """HCCL's, made directly on a store; gloo's where the device is simulated."""
         if npu_is_simulated():
-            return _simulated_group(super().process_group(store, rank, size, timeout), store, rank, size)
+            return _simulated_group(
+                super().process_group(store, rank, size, timeout), store, rank, size
+            )
         torch_npu = load()
         options = torch_npu._C._distributed_c10d.ProcessGroupHCCL.Options()  # noqa: SLF001 - the public alias takes no options
         options._timeout = timeout  # noqa: SLF001 - as torch_npu's own helper sets it
@@ -82,5 +91,9 @@ def load() -> Any:
     try:
         return importlib.import_module("torch_npu")
     except (ImportError, RuntimeError, OSError) as error:
-        raise PluginLoadError("torch_npu could not be imported", where="engine-npu", why=str(error).splitlines()[0],
-                              remedy="`python -m engine_api doctor` names what is missing") from error  # fmt: skip
+        raise PluginLoadError(
+            "torch_npu could not be imported",
+            where="engine-npu",
+            why=str(error).splitlines()[0],
+            remedy="`python -m engine_api doctor` names what is missing",
+        ) from error

@@ -13,7 +13,11 @@ from engine_npu.options import mindspeed_options
 
 _adaptor = mindspeed.adapt()  # before Megatron-core is imported, which the next line does
 
-from engine_megatron.engine import MegatronEngine, MegatronEngineWithLMHead, MegatronEngineWithValueHead
+from engine_megatron.engine import (
+    MegatronEngine,
+    MegatronEngineWithLMHead,
+    MegatronEngineWithValueHead,
+)
 
 __all__ = [
     "MindSpeedMegatronEngineWithLMHead",

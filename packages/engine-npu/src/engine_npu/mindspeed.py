@@ -30,19 +30,29 @@ def adapt() -> Any:
     Raises ``PluginLoadError`` where Megatron-core is imported already, MindSpeed cannot be imported, or nothing was replaced.
     """
     if megatron_is_first(sys.modules):
-        raise PluginLoadError("Megatron-core was imported before MindSpeed's adaptor", where="engine-npu",
-                              why="modules that took names from it keep the parts that MindSpeed replaces",
-                              remedy="in a fresh process create the NPU engine first, or import mindspeed.megatron_adaptor first")  # fmt: skip
+        raise PluginLoadError(
+            "Megatron-core was imported before MindSpeed's adaptor",
+            where="engine-npu",
+            why="modules that took names from it keep the parts that MindSpeed replaces",
+            remedy="in a fresh process create the NPU engine first, or import mindspeed.megatron_adaptor first",
+        )
     load()
     try:
         with _own_arguments():
             adaptor = importlib.import_module("mindspeed.megatron_adaptor")
     except (ImportError, RuntimeError, OSError) as error:
-        raise PluginLoadError("MindSpeed's adaptor could not be imported", where="engine-npu", why=str(error).splitlines()[0],
-                              remedy=f"install MindSpeed {MINDSPEED.version}: docs/npu.md") from error  # fmt: skip
+        raise PluginLoadError(
+            "MindSpeed's adaptor could not be imported",
+            where="engine-npu",
+            why=str(error).splitlines()[0],
+            remedy=f"install MindSpeed {MINDSPEED.version}: docs/npu.md",
+        ) from error
     _check_applied()
-    log.warning("MindSpeed %s is documented with torch %s; this is written from its documentation and was never run",
-                MINDSPEED.version, MINDSPEED.torch)  # fmt: skip
+    log.warning(
+        "MindSpeed %s is documented with torch %s; this is written from its documentation and was never run",
+        MINDSPEED.version,
+        MINDSPEED.torch,
+    )
     return adaptor
 
 
@@ -54,9 +64,12 @@ def configure(adaptor: Any, settings: Mapping[str, Any]) -> None:
     wanted = dict(settings)
     if _settings and wanted != _settings:
         odd = sorted(name for name in wanted if wanted[name] != _settings.get(name))
-        raise ConfigError("options", f"{', '.join(odd)} differ from another engine's of this process",
-                          why="MindSpeed replaces parts of Megatron-core for the whole process",
-                          remedy="give both engines the same, or a process each")  # fmt: skip
+        raise ConfigError(
+            "options",
+            f"{', '.join(odd)} differ from another engine's of this process",
+            why="MindSpeed replaces parts of Megatron-core for the whole process",
+            remedy="give both engines the same, or a process each",
+        )
     if not _settings:
         adaptor.repatch(wanted)
         _check_applied()
@@ -65,11 +78,16 @@ def configure(adaptor: Any, settings: Mapping[str, Any]) -> None:
 
 def _check_applied() -> None:
     manager = importlib.import_module("mindspeed.patch_utils").MindSpeedPatchesManager
-    found = [patch for name, patch in manager.patches_info.items() if name.startswith("megatron.core.")]
+    found = [
+        patch for name, patch in manager.patches_info.items() if name.startswith("megatron.core.")
+    ]
     if not found or not all(patch.is_applied for patch in found):
-        raise PluginLoadError("MindSpeed's adaptor was imported, but replaced nothing of Megatron-core", where="engine-npu",
-                              why=f"{sum(patch.is_applied for patch in found)} of {len(found)} replacements are in place",
-                              remedy="mindspeed.deprecate.AutoExecuteFunction.AUTO_EXECUTE must not be off")  # fmt: skip
+        raise PluginLoadError(
+            "MindSpeed's adaptor was imported, but replaced nothing of Megatron-core",
+            where="engine-npu",
+            why=f"{sum(patch.is_applied for patch in found)} of {len(found)} replacements are in place",
+            remedy="mindspeed.deprecate.AutoExecuteFunction.AUTO_EXECUTE must not be off",
+        )
 
 
 @contextmanager

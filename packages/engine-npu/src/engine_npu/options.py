@@ -28,16 +28,25 @@ class MindSpeedOptions(MegatronOptions):
         # Not super(): with slots the decorator makes another class than this function's.
         MegatronOptions.__post_init__(self)
         if self.optimization_level not in _LEVELS:
-            raise ConfigError("options.optimization_level", f"{self.optimization_level} is none of MindSpeed's levels",
-                              remedy="give 0, 1 or 2")  # fmt: skip
+            raise ConfigError(
+                "options.optimization_level",
+                f"{self.optimization_level} is none of MindSpeed's levels",
+                remedy="give 0, 1 or 2",
+            )
         for name in ("fused_moe_permute", "hccl_group_buffer"):
             if getattr(self, name) and self.optimization_level < _LEVELS[-1]:
-                raise ConfigError(f"options.{name}", f"given, with optimization_level {self.optimization_level}",
-                                  why="MindSpeed applies it at level 2 only", remedy="leave the level out, or this")  # fmt: skip
+                raise ConfigError(
+                    f"options.{name}",
+                    f"given, with optimization_level {self.optimization_level}",
+                    why="MindSpeed applies it at level 2 only",
+                    remedy="leave the level out, or this",
+                )
 
     def megatron(self) -> MegatronOptions:
         """The part that is engine-megatron's."""
-        return MegatronOptions(**{field.name: getattr(self, field.name) for field in fields(MegatronOptions)})
+        return MegatronOptions(
+            **{field.name: getattr(self, field.name) for field in fields(MegatronOptions)}
+        )
 
     def features(self) -> Mapping[str, Any]:
         """The part that MindSpeed is told, under the names of its own arguments."""

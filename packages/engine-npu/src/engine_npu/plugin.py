@@ -20,39 +20,65 @@ FSDP = EnginePlugin(
     name="engine-npu",
     contract="1.3",
     rows=(
-        Row(model_types=_LM, backends=("fsdp", "fsdp2"), devices=_DEVICES, target="engine_npu.engine:NPUFSDPEngineWithLMHead"),
-        Row(model_types=_VALUE, backends=("fsdp", "fsdp2"), devices=_DEVICES, target="engine_npu.engine:NPUFSDPEngineWithValueHead"),
+        Row(
+            model_types=_LM,
+            backends=("fsdp", "fsdp2"),
+            devices=_DEVICES,
+            target="engine_npu.engine:NPUFSDPEngineWithLMHead",
+        ),
+        Row(
+            model_types=_VALUE,
+            backends=("fsdp", "fsdp2"),
+            devices=_DEVICES,
+            target="engine_npu.engine:NPUFSDPEngineWithValueHead",
+        ),
     ),
     # torch.compile on an NPU wants a backend of torch_npu's (torchair), of which nothing here knows.
     capabilities=FSDP_ELSEWHERE.capabilities - {Capability.COMPILE},
     options=FSDP_ELSEWHERE.options,
     probe=probe_fsdp,
-)  # fmt: skip
+)
 
-_MEGATRON = MEGATRON_ELSEWHERE.capabilities - {Capability.FP8}  # Transformer Engine's, on NVIDIA's devices
+_MEGATRON = MEGATRON_ELSEWHERE.capabilities - {
+    Capability.FP8
+}  # Transformer Engine's, on NVIDIA's devices
 
 MEGATRON = EnginePlugin(
     name="engine-npu-megatron",
     contract="1.3",
     rows=(
-        Row(model_types=_LM, backends=("megatron",), devices=_DEVICES, target="engine_npu.megatron:MindspeedEngineWithLMHead"),
-        Row(model_types=_VALUE, backends=("megatron",), devices=_DEVICES, target="engine_npu.megatron:MindspeedEngineWithValueHead"),
+        Row(
+            model_types=_LM,
+            backends=("megatron",),
+            devices=_DEVICES,
+            target="engine_npu.megatron:MindspeedEngineWithLMHead",
+        ),
+        Row(
+            model_types=_VALUE,
+            backends=("megatron",),
+            devices=_DEVICES,
+            target="engine_npu.megatron:MindspeedEngineWithValueHead",
+        ),
     ),
     capabilities=_MEGATRON,
     options=MEGATRON_ELSEWHERE.options,
     one_layout=MEGATRON_ELSEWHERE.one_layout,
     probe=probe_megatron,
-)  # fmt: skip
+)
 
 MINDSPEED = EnginePlugin(
     name="engine-npu-mindspeed",
     contract="1.3",
     rows=(
-        Row(model_types=_LM, backends=("mindspeed_megatron",), devices=_DEVICES,
-            target="engine_npu.megatron:MindSpeedMegatronEngineWithLMHead"),
+        Row(
+            model_types=_LM,
+            backends=("mindspeed_megatron",),
+            devices=_DEVICES,
+            target="engine_npu.megatron:MindSpeedMegatronEngineWithLMHead",
+        ),
     ),
     capabilities=_MEGATRON - {Capability.VALUE_HEAD},
     options="engine_npu.options:MindSpeedOptions",
     one_layout=MEGATRON_ELSEWHERE.one_layout,
     probe=probe_megatron,
-)  # fmt: skip
+)

@@ -6,13 +6,17 @@ from engine_api.devices import npu_is_simulated, torch_version
 from engine_api.plugin import ProbeResult
 from engine_megatron.plugin import missing
 from engine_npu.ascend import NAME, VISIBLE, Host, look
-from engine_npu.versions import MINDSPEED, TORCH_NPU, mindspeed_table, torch_npu_line, torch_npu_table
+from engine_npu.versions import (
+    MINDSPEED,
+    TORCH_NPU,
+    mindspeed_table,
+    torch_npu_line,
+    torch_npu_table,
+)
 
 __all__ = ["probe_fsdp", "probe_megatron", "probe_stack"]
 
-_MINDSPEED = (
-    f"git clone -b {MINDSPEED.branch} https://gitcode.com/Ascend/MindSpeed.git && pip install --no-deps -e MindSpeed"
-)
+_MINDSPEED = f"git clone -b {MINDSPEED.branch} https://gitcode.com/Ascend/MindSpeed.git && pip install --no-deps -e MindSpeed"
 
 
 def probe_fsdp(device: str) -> ProbeResult:
@@ -35,7 +39,13 @@ def probe_megatron(device: str) -> ProbeResult:
         return _no("the simulated npu has no MindSpeed", "use backend fsdp2, or an Ascend host")
     host = look()
     stack, mindspeed = check_stack(host), check_mindspeed(host)
-    return stack if not stack.ok else mindspeed if not mindspeed.ok else missing() or ProbeResult(ok=True)
+    return (
+        stack
+        if not stack.ok
+        else mindspeed
+        if not mindspeed.ok
+        else missing() or ProbeResult(ok=True)
+    )
 
 
 def check_stack(host: Host) -> ProbeResult:
@@ -51,10 +61,15 @@ def check_mindspeed(host: Host) -> ProbeResult:
     if host.mindspeed is None:
         return _no("MindSpeed is not installed, which Megatron-core needs on an NPU", _MINDSPEED)
     if host.mindspeed != MINDSPEED.version:
-        return _no(f"MindSpeed {host.mindspeed} is not in the table; it has: {mindspeed_table()}", _MINDSPEED)
+        return _no(
+            f"MindSpeed {host.mindspeed} is not in the table; it has: {mindspeed_table()}",
+            _MINDSPEED,
+        )
     if host.megatron_first:
-        return _no("Megatron-core was imported before MindSpeed's adaptor, which replaces parts of it",
-                   "create the NPU engine before anything imports megatron.core, or import mindspeed.megatron_adaptor first")  # fmt: skip
+        return _no(
+            "Megatron-core was imported before MindSpeed's adaptor, which replaces parts of it",
+            "create the NPU engine before anything imports megatron.core, or import mindspeed.megatron_adaptor first",
+        )
     return ProbeResult(ok=True)
 
 
@@ -66,13 +81,25 @@ def _device(host: Host) -> ProbeResult | None:
             if host.torch_npu
             else ""
         )
-        cure = "; pip uninstall torch_npu, or set TORCH_DEVICE_BACKEND_AUTOLOAD=0" if host.torch_npu else ""
-        return _no(f"this host shows no Ascend NPU{also}{broken}", f"check npu-smi info and the driver, or use another device{cure}")  # fmt: skip
+        cure = (
+            "; pip uninstall torch_npu, or set TORCH_DEVICE_BACKEND_AUTOLOAD=0"
+            if host.torch_npu
+            else ""
+        )
+        return _no(
+            f"this host shows no Ascend NPU{also}{broken}",
+            f"check npu-smi info and the driver, or use another device{cure}",
+        )
     if not host.driver:
-        return _no(f"{host.npus} NPU device files, but the driver's libascend_hal.so cannot be loaded or refuses",
-                   "install the driver and firmware, or in a container mount /usr/local/Ascend/driver and put its lib64/driver on LD_LIBRARY_PATH")  # fmt: skip
+        return _no(
+            f"{host.npus} NPU device files, but the driver's libascend_hal.so cannot be loaded or refuses",
+            "install the driver and firmware, or in a container mount /usr/local/Ascend/driver and put its lib64/driver on LD_LIBRARY_PATH",
+        )
     if host.visible == 0:
-        return _no(f"{VISIBLE} hides all {host.npus} NPUs from this process", f"unset it, or list devices in ascending order: {VISIBLE}=0,1")  # fmt: skip
+        return _no(
+            f"{VISIBLE} hides all {host.npus} NPUs from this process",
+            f"unset it, or list devices in ascending order: {VISIBLE}=0,1",
+        )
     return None
 
 
@@ -84,14 +111,20 @@ def _packages(host: Host) -> ProbeResult | None:
         return _no(f"the driver shows {host.npus} NPUs, but torch_npu is not installed", wanted)
     if host.torch_cuda is not None:
         both = f" (and the host has {host.cuda_devices} CUDA devices)" if host.cuda_devices else ""
-        return _no(f"torch {host.torch} is built for CUDA {host.torch_cuda}{both}: torch_npu refuses two vendors' accelerators in one process",
-                   "one environment a vendor: install a CPU build of torch beside torch_npu")  # fmt: skip
+        return _no(
+            f"torch {host.torch} is built for CUDA {host.torch_cuda}{both}: torch_npu refuses two vendors' accelerators in one process",
+            "one environment a vendor: install a CPU build of torch beside torch_npu",
+        )
     line = torch_npu_line(host.torch_npu)
     if line is None:
-        return _no(f"torch_npu {host.torch_npu} is not in the table; it has: {torch_npu_table()}", wanted)
+        return _no(
+            f"torch_npu {host.torch_npu} is not in the table; it has: {torch_npu_table()}", wanted
+        )
     if host.torch.partition("+")[0] != line.torch:
-        return _no(f"torch_npu {line.version} is for torch {line.torch}, installed is {host.torch}",
-                   _torch(line.torch))  # fmt: skip
+        return _no(
+            f"torch_npu {line.version} is for torch {line.torch}, installed is {host.torch}",
+            _torch(line.torch),
+        )
     return None
 
 
@@ -107,9 +140,13 @@ def _cann(host: Host) -> ProbeResult | None:
     if host.cann is None:
         return _no(f"CANN is not set up (ASCEND_HOME_PATH names no folder); {broken}", wanted)
     if host.libraries:
-        return _no(f"CANN's {' and '.join(host.libraries)} are not on LD_LIBRARY_PATH; {broken}", wanted)
+        return _no(
+            f"CANN's {' and '.join(host.libraries)} are not on LD_LIBRARY_PATH; {broken}", wanted
+        )
     if line and line.cann and host.cann and not f"{host.cann}.".startswith(f"{line.cann}."):
-        return _no(f"torch_npu {line.version} is for CANN {line.cann}, installed is {host.cann}", wanted)
+        return _no(
+            f"torch_npu {line.version} is for CANN {line.cann}, installed is {host.cann}", wanted
+        )
     return None
 
 

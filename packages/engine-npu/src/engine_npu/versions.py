@@ -8,7 +8,15 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-__all__ = ["MINDSPEED", "TORCH_NPU", "MindSpeed", "TorchNpu", "mindspeed_table", "torch_npu_line", "torch_npu_table"]
+__all__ = [
+    "MINDSPEED",
+    "TORCH_NPU",
+    "MindSpeed",
+    "TorchNpu",
+    "mindspeed_table",
+    "torch_npu_line",
+    "torch_npu_table",
+]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -41,7 +49,9 @@ TORCH_NPU = (
 )
 
 # Its README pairs it with torch 2.7.1, older than what engine-megatron needs: the pair here is nobody's recommendation.
-MINDSPEED = MindSpeed(version="0.16.0", branch="core_r0.16.0", megatron_core="0.16", cann="9.0", torch="2.7.1")
+MINDSPEED = MindSpeed(
+    version="0.16.0", branch="core_r0.16.0", megatron_core="0.16", cann="9.0", torch="2.7.1"
+)
 
 
 def torch_npu_line(version: str) -> TorchNpu | None:
@@ -51,7 +61,10 @@ def torch_npu_line(version: str) -> TorchNpu | None:
 
 def torch_npu_table() -> str:
     """The lines as text."""
-    return ", ".join(f"torch_npu {x.version} with torch {x.torch} and CANN {x.cann or '(unstated)'}" for x in TORCH_NPU)
+    return ", ".join(
+        f"torch_npu {x.version} with torch {x.torch} and CANN {x.cann or '(unstated)'}"
+        for x in TORCH_NPU
+    )
 
 
 def mindspeed_table() -> str:

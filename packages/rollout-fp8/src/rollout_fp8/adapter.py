@@ -52,7 +52,9 @@ class Adapter:
             return self.sums
         scale = self.lora.alpha / self.lora.rank
         return {
-            name: whole_checksum(tensor if scale == 1 or ".lora_B." not in name else tensor.clone().mul_(scale))
+            name: whole_checksum(
+                tensor if scale == 1 or ".lora_B." not in name else tensor.clone().mul_(scale)
+            )
             for name, tensor in self.tensors.items()
         }
 
@@ -81,13 +83,20 @@ class Expected:
     def of(cls, source: ModelSource, lora: LoraConfig) -> Expected:
         """Of a model's folder or hub id; no weight is read. Raises ``ConfigError`` for targets that fit nothing."""
         with torch.device("meta"):
-            model = AutoModelForCausalLM.from_config(config_of(source), trust_remote_code=source.trust_remote_code)
+            model = AutoModelForCausalLM.from_config(
+                config_of(source), trust_remote_code=source.trust_remote_code
+            )
         head = model.get_output_embeddings()
-        linear = {n: m for n, m in model.named_modules() if isinstance(m, nn.Linear) and m is not head}
+        linear = {
+            n: m for n, m in model.named_modules() if isinstance(m, nn.Linear) and m is not head
+        }
         found = {name: layer for name, layer in linear.items() if _is_target(name, lora)}
         if not found:
-            raise ConfigError("engine.lora.target_modules", f"{lora.target_modules!r} fits no linear layer",
-                              remedy=near_matches(str(lora.target_modules), _leaves(linear)))  # fmt: skip
+            raise ConfigError(
+                "engine.lora.target_modules",
+                f"{lora.target_modules!r} fits no linear layer",
+                remedy=near_matches(str(lora.target_modules), _leaves(linear)),
+            )
         shapes: dict[str, tuple[int, ...]] = {}
         for name, layer in found.items():
             shapes[f"{PREFIX}{name}.lora_A.weight"] = (lora.rank, layer.in_features)
@@ -96,12 +105,20 @@ class Expected:
 
     def check(self, adapter: Adapter) -> None:
         """Raises ``RolloutError`` that lists tensors which are missing, unknown, of a wrong shape or not finite."""
-        problems = [problem for name, tensor in adapter.tensors.items() if (problem := self._problem(name, tensor))]
+        problems = [
+            problem
+            for name, tensor in adapter.tensors.items()
+            if (problem := self._problem(name, tensor))
+        ]
         problems += [f"{name}: missing" for name in self.shapes if name not in adapter.tensors]
         if problems:
             shown = problems[:8] + ([f"and {len(problems) - 8} more"] if len(problems) > 8 else [])
-            raise RolloutError(f"{len(problems)} tensor(s) of the adapter do not fit", where=WHERE, why="\n       ".join(shown),
-                               remedy="give engine and rollout the same model and engine.lora; nothing is generated until a good sync")  # fmt: skip
+            raise RolloutError(
+                f"{len(problems)} tensor(s) of the adapter do not fit",
+                where=WHERE,
+                why="\n       ".join(shown),
+                remedy="give engine and rollout the same model and engine.lora; nothing is generated until a good sync",
+            )
 
     def _problem(self, name: str, tensor: Tensor) -> str | None:
         if name not in self.shapes:
@@ -138,12 +155,22 @@ def folder_of(adapter: Adapter) -> Iterator[Path]:
             parent = Path(tempfile.mkdtemp(prefix="rollout-adapter-", dir=_memory()))
             partial, final = parent / "adapter.partial", parent / "adapter"
             partial.mkdir()
-            save_file(dict(adapter.tensors), partial / "adapter_model.safetensors", metadata={"format": "pt"})
-            (partial / "adapter_config.json").write_text(json.dumps(peft_config(adapter.lora)), encoding="utf-8")
+            save_file(
+                dict(adapter.tensors),
+                partial / "adapter_model.safetensors",
+                metadata={"format": "pt"},
+            )
+            (partial / "adapter_config.json").write_text(
+                json.dumps(peft_config(adapter.lora)), encoding="utf-8"
+            )
             partial.rename(final)
         except (OSError, SafetensorError) as error:
-            raise RolloutError("the adapter cannot be written", where=WHERE, why=str(error),
-                               remedy=f"free memory in {_memory() or tempfile.gettempdir()}") from error  # fmt: skip
+            raise RolloutError(
+                "the adapter cannot be written",
+                where=WHERE,
+                why=str(error),
+                remedy=f"free memory in {_memory() or tempfile.gettempdir()}",
+            ) from error
         yield final
     finally:
         if parent is not None:
@@ -152,9 +179,19 @@ def folder_of(adapter: Adapter) -> Iterator[Path]:
 
 def peft_config(lora: LoraConfig) -> dict[str, object]:
     """``adapter_config.json``; the factor in front of ``B A`` is ``lora_alpha / r``."""
-    targets = lora.target_modules if isinstance(lora.target_modules, str) else list(lora.target_modules)
-    return {"peft_type": "LORA", "task_type": "CAUSAL_LM", "r": lora.rank, "lora_alpha": lora.alpha, "bias": "none",
-            "lora_dropout": lora.dropout, "target_modules": targets, "inference_mode": True}  # fmt: skip
+    targets = (
+        lora.target_modules if isinstance(lora.target_modules, str) else list(lora.target_modules)
+    )
+    return {
+        "peft_type": "LORA",
+        "task_type": "CAUSAL_LM",
+        "r": lora.rank,
+        "lora_alpha": lora.alpha,
+        "bias": "none",
+        "lora_dropout": lora.dropout,
+        "target_modules": targets,
+        "inference_mode": True,
+    }
 
 
 def read_folder(folder: Path, sums: Mapping[str, int]) -> Adapter:
@@ -163,10 +200,18 @@ def read_folder(folder: Path, sums: Mapping[str, int]) -> Adapter:
         about = json.loads((folder / "adapter_config.json").read_text(encoding="utf-8"))
         tensors = load_file(folder / "adapter_model.safetensors")
     except (OSError, ValueError, SafetensorError) as error:
-        raise RolloutError(f"{folder} holds no adapter", where=WHERE, why=str(error),
-                           remedy="server and trainer must be on one host and share its memory files") from error  # fmt: skip
-    lora = LoraConfig(rank=about["r"], alpha=about["lora_alpha"], dropout=about["lora_dropout"],
-                      target_modules=about["target_modules"])  # fmt: skip
+        raise RolloutError(
+            f"{folder} holds no adapter",
+            where=WHERE,
+            why=str(error),
+            remedy="server and trainer must be on one host and share its memory files",
+        ) from error
+    lora = LoraConfig(
+        rank=about["r"],
+        alpha=about["lora_alpha"],
+        dropout=about["lora_dropout"],
+        target_modules=about["target_modules"],
+    )
     return Adapter(lora=lora, tensors=tensors, sums=dict(sums))
 
 

@@ -53,8 +53,12 @@ class SentAdapter:
     def base(self, *, needed: bool) -> WireStream | None:
         """See ``AdapterParts.base``. Raises ``RolloutError`` where they are needed and were not sent."""
         if needed and self._base is None:
-            raise RolloutError("the server has no base weights", where=WHERE, why="another client made it lose them",
-                               remedy="sync again: the next sync brings them")  # fmt: skip
+            raise RolloutError(
+                "the server has no base weights",
+                where=WHERE,
+                why="another client made it lose them",
+                remedy="sync again: the next sync brings them",
+            )
         return self._base
 
     def seconds(self) -> Mapping[str, float]:
@@ -99,9 +103,19 @@ class AdapterSession:
     """
 
     def __init__(
-        self, workers: AdapterWorkers, expected: Expected, *, audit: bool, model: ExpectedModel | None = None
+        self,
+        workers: AdapterWorkers,
+        expected: Expected,
+        *,
+        audit: bool,
+        model: ExpectedModel | None = None,
     ) -> None:
-        self._base, self._workers, self._expected, self._audit = SyncSession(workers, model), workers, expected, audit
+        self._base, self._workers, self._expected, self._audit = (
+            SyncSession(workers, model),
+            workers,
+            expected,
+            audit,
+        )
         self._has_base = False
 
     def run(self, stream: AdapterParts, version: int) -> SyncResult:
@@ -121,10 +135,15 @@ class AdapterSession:
         seconds = self._install(adapter)
         phases = [first.seconds, stream.seconds(), seconds]
         return replace(
-            first, num_tensors=first.num_tensors + len(adapter.tensors), num_bytes=first.num_bytes + adapter.num_bytes,
-            seconds={name: sum(p.get(name, 0.0) for p in phases) for name in dict.fromkeys(n for p in phases for n in p)},
+            first,
+            num_tensors=first.num_tensors + len(adapter.tensors),
+            num_bytes=first.num_bytes + adapter.num_bytes,
+            seconds={
+                name: sum(p.get(name, 0.0) for p in phases)
+                for name in dict.fromkeys(n for p in phases for n in p)
+            },
             audited=first.audited and self._audit,
-        )  # fmt: skip
+        )
 
     def forget_weights(self) -> None:
         """The server has lost its weights: the next sync must bring all of them."""
@@ -138,18 +157,33 @@ class AdapterSession:
         looked = max(one.seconds for one in held)
         loaded = time.perf_counter() - looked
         if errors := [one.error for one in held if one.error]:
-            raise RolloutError("the server cannot load the adapter", where=WHERE, why=errors[0],
-                               remedy="nothing is generated until a good sync; use rollout.lora=merged for this model")  # fmt: skip
+            raise RolloutError(
+                "the server cannot load the adapter",
+                where=WHERE,
+                why=errors[0],
+                remedy="nothing is generated until a good sync; use rollout.lora=merged for this model",
+            )
         if self._audit:
             _audit(adapter.checksums(), held)
-        return {"transfer": written - began, "install": loaded - written, "audit": time.perf_counter() - loaded}
+        return {
+            "transfer": written - began,
+            "install": loaded - written,
+            "audit": time.perf_counter() - loaded,
+        }
 
 
 def _audit(exported: Mapping[str, int], held: Sequence[Held]) -> None:
     """Raises ``RolloutError`` that names tensors which some worker has otherwise, not at all, or beyond the export."""
-    wrong = dict.fromkeys(name for one in held for name in exported if one.sums.get(name) != exported[name])
-    wrong |= dict.fromkeys(name for one in held for name in (*one.sums, *one.wrong) if name not in exported)
+    wrong = dict.fromkeys(
+        name for one in held for name in exported if one.sums.get(name) != exported[name]
+    )
+    wrong |= dict.fromkeys(
+        name for one in held for name in (*one.sums, *one.wrong) if name not in exported
+    )
     if wrong:
-        raise RolloutError("the adapter that is served is not what was exported", where=WHERE,
-                           why=f"{len(wrong)} differ, of {len(exported)} tensors: {', '.join([*wrong][:5])}",
-                           remedy="nothing is generated until a good sync: sync again, or restart the rollout")  # fmt: skip
+        raise RolloutError(
+            "the adapter that is served is not what was exported",
+            where=WHERE,
+            why=f"{len(wrong)} differ, of {len(exported)} tensors: {', '.join([*wrong][:5])}",
+            remedy="nothing is generated until a good sync: sync again, or restart the rollout",
+        )

@@ -27,16 +27,27 @@ class Audit:
     def __init__(self, plan: WirePlan, workers: Sequence[Boxes]) -> None:
         self.unread = sorted({name for boxes in workers for name, box in boxes if box is None})
         read = [name for name in plan.tensors if name not in self.unread]
-        self._holders: dict[str, dict[ShardSpec, list[tuple[int, int]]]] = {name: {} for name in read}
+        self._holders: dict[str, dict[ShardSpec, list[tuple[int, int]]]] = {
+            name: {} for name in read
+        }
         for worker, boxes in enumerate(workers):
-            for index, (name, box) in enumerate((name, box) for name, box in boxes if box is not None):
+            for index, (name, box) in enumerate(
+                (name, box) for name, box in boxes if box is not None
+            ):
                 if name in self._holders:
                     self._holders[name].setdefault(box, []).append((worker, index))
-        short = [name for name, holders in self._holders.items() if not covers(plan.tensors[name].shape, list(holders))]
+        short = [
+            name
+            for name, holders in self._holders.items()
+            if not covers(plan.tensors[name].shape, list(holders))
+        ]
         if short:
-            raise RolloutError("the server's workers do not hold every weight exactly once", where=WHERE,
-                               why=f"{len(short)} tensors, {', '.join(short[:5])} among them",
-                               remedy="use another tensor_parallel_size")  # fmt: skip
+            raise RolloutError(
+                "the server's workers do not hold every weight exactly once",
+                where=WHERE,
+                why=f"{len(short)} tensors, {', '.join(short[:5])} among them",
+                remedy="use another tensor_parallel_size",
+            )
 
     def check(self, exported: Mapping[str, int], served: Sequence[Sequence[int]]) -> None:
         """Compare; ``served`` holds each worker's checksums in the order of the boxes that it can read.
@@ -44,14 +55,25 @@ class Audit:
         Raises ``RolloutError`` that names the tensors which differ.
         """
         assert exported.keys() >= self._holders.keys(), "the export's checksums are of another plan"
-        wrong = [name for name, holders in self._holders.items() if not _agrees(exported[name], holders, served)]
+        wrong = [
+            name
+            for name, holders in self._holders.items()
+            if not _agrees(exported[name], holders, served)
+        ]
         if wrong:
-            raise RolloutError("what is served is not what was exported", where=WHERE,
-                               why=f"{len(wrong)} of {len(self._holders)} tensors differ: {', '.join(wrong[:5])}",
-                               remedy="nothing is generated until a good sync: sync again, or restart the rollout")  # fmt: skip
+            raise RolloutError(
+                "what is served is not what was exported",
+                where=WHERE,
+                why=f"{len(wrong)} of {len(self._holders)} tensors differ: {', '.join(wrong[:5])}",
+                remedy="nothing is generated until a good sync: sync again, or restart the rollout",
+            )
 
 
-def _agrees(exported: int, holders: Mapping[ShardSpec, list[tuple[int, int]]], served: Sequence[Sequence[int]]) -> bool:
+def _agrees(
+    exported: int,
+    holders: Mapping[ShardSpec, list[tuple[int, int]]],
+    served: Sequence[Sequence[int]],
+) -> bool:
     total = 0
     for places in holders.values():
         values = {served[worker][index] % MODULUS for worker, index in places}

@@ -53,7 +53,9 @@ def checksum(part: Tensor, box: ShardSpec) -> int:
     return int(out)
 
 
-def checksum_many(parts: Sequence[Tensor], boxes: Sequence[ShardSpec], out: Tensor, groups: Sequence[int]) -> None:
+def checksum_many(
+    parts: Sequence[Tensor], boxes: Sequence[ShardSpec], out: Tensor, groups: Sequence[int]
+) -> None:
     """Adds the checksum of every part to ``out[group]``; once. To repeat it, keep a ``ChecksumPlan``."""
     ChecksumPlan(layouts(parts), boxes, groups).run(parts, out)
 
@@ -70,7 +72,9 @@ class ChecksumPlan:
     row stride cuts a 32-bit word.
     """
 
-    def __init__(self, parts: Sequence[Layout], boxes: Sequence[ShardSpec], groups: Sequence[int]) -> None:
+    def __init__(
+        self, parts: Sequence[Layout], boxes: Sequence[ShardSpec], groups: Sequence[int]
+    ) -> None:
         self._layouts, self._groups = tuple(parts), tuple(groups)
         self._regions = [list(_regions(*pair)) for pair in zip(parts, boxes, strict=True)]
         device = one_device(parts)
@@ -95,7 +99,9 @@ class ChecksumPlan:
         for work in self._launches:
             if np.bitwise_or.reduce(table[work.parts], axis=None) % work.word:
                 raise ValueError("a part does not begin at a whole word of memory; call clone()")
-        launches = [(work, work.aligned and is_aligned(table[work.parts])) for work in self._launches]
+        launches = [
+            (work, work.aligned and is_aligned(table[work.parts])) for work in self._launches
+        ]
         return BoundChecksum(self, parts, to_device(table, parts[0].device), launches)
 
     def _prepare(self, device: torch.device) -> list[_Launch]:
@@ -107,12 +113,21 @@ class ChecksumPlan:
         launches = []
         for (word, aligned), parts in kinds.items():
             records = np.concatenate([t for of_part in parts.values() for t in of_part])
-            launches.append(_Launch(word=word, aligned=aligned, parts=list(parts), records=to_device(records, device)))
+            launches.append(
+                _Launch(
+                    word=word,
+                    aligned=aligned,
+                    parts=list(parts),
+                    records=to_device(records, device),
+                )
+            )
         return launches
 
     def add_plain(self, parts: Sequence[Tensor], out: Tensor) -> None:
         """Without kernels."""
-        for part, layout, regions, group in zip(parts, self._layouts, self._regions, self._groups, strict=True):
+        for part, layout, regions, group in zip(
+            parts, self._layouts, self._regions, self._groups, strict=True
+        ):
             total = sum(_sum(_words(part, layout, region.word), region) for region in regions)
             out[group] += int(np.uint64(total % 2**64).astype(np.int64))
 
@@ -127,7 +142,11 @@ class BoundChecksum(NamedTuple):
 
     def run(self, out: Tensor) -> None:
         """See ``ChecksumPlan.run``."""
-        if out.dtype != torch.int64 or out.device != self.parts[0].device or not out.is_contiguous():
+        if (
+            out.dtype != torch.int64
+            or out.device != self.parts[0].device
+            or not out.is_contiguous()
+        ):
             raise ValueError(
                 f"out is {out.dtype} on {out.device}; expected int64, contiguous, on {self.parts[0].device}"
             )
@@ -153,7 +172,11 @@ class _Region:
     @property
     def is_aligned(self) -> bool:
         """Whether loads of ``VECTOR`` bytes begin and end with rows, if the part does."""
-        lengths = [self.size.columns * self.size.rows] if self.is_dense else [self.size.columns, self.size.stride]
+        lengths = (
+            [self.size.columns * self.size.rows]
+            if self.is_dense
+            else [self.size.columns, self.size.stride]
+        )
         return not any(n * self.word % VECTOR for n in (self.row * self.size.stride, *lengths))
 
     @property
@@ -163,7 +186,13 @@ class _Region:
 
     def tiles(self, part: int, group: int) -> NDArray[np.int64]:
         """Records for the kernel."""
-        return tiles(part, self.size, (self.row * self.size.stride, self.first), (self.size.stride, self.step), group)
+        return tiles(
+            part,
+            self.size,
+            (self.row * self.size.stride, self.first),
+            (self.size.stride, self.step),
+            group,
+        )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -186,10 +215,14 @@ def _regions(part: Layout, box: ShardSpec) -> Iterator[_Region]:
     ones = (1,) * (2 - len(box.shape))
     whole, shape, offset = ones + box.global_shape, ones + box.shape, (0,) * len(ones) + box.offset
     word = 4 if len(box.global_shape) > 1 and whole[-1] * itemsize % 4 == 0 else min(4, itemsize)
-    places = {"first column": offset[-1], "columns": shape[-1]} | ({"row stride": rows.stride} if rows.rows > 1 else {})
+    places = {"first column": offset[-1], "columns": shape[-1]} | (
+        {"row stride": rows.stride} if rows.rows > 1 else {}
+    )
     for what, count in places.items():
         if count * itemsize % word:
-            raise ValueError(f"{what} {count} of {part[2]} is not a whole number of {word}-byte words, in {box}")
+            raise ValueError(
+                f"{what} {count} of {part[2]} is not a whole number of {word}-byte words, in {box}"
+            )
 
     def words(count: int) -> int:
         return count * itemsize // word
@@ -210,12 +243,22 @@ def _words(part: Tensor, layout: Layout, word: int) -> NDArray[np.unsignedintege
     if part.data_ptr() % word:
         raise ValueError("a part does not begin at a whole word of memory; call clone()")
     stride = rows.stride if rows.rows > 1 else rows.columns
-    return part.detach().as_strided((rows.rows, rows.columns), (stride, 1)).view(as_torch).numpy().view(as_numpy)
+    return (
+        part.detach()
+        .as_strided((rows.rows, rows.columns), (stride, 1))
+        .view(as_torch)
+        .numpy()
+        .view(as_numpy)
+    )
 
 
 def _sum(words: NDArray[np.unsignedinteger], region: _Region) -> int:
     """Of the region's words times their coefficients, modulo 2^64."""
-    words, step, columns = words[region.row : region.row + region.size.rows], region.step, region.size.columns
+    words, step, columns = (
+        words[region.row : region.row + region.size.rows],
+        region.step,
+        region.size.columns,
+    )
     if region.is_dense:
         words, step, columns = words.reshape(1, -1), 0, words.size
     height, width = max(1, _CHUNK // columns), min(_CHUNK, columns)
@@ -224,7 +267,9 @@ def _sum(words: NDArray[np.unsignedinteger], region: _Region) -> int:
         for column in range(0, columns, width):
             chunk = words[row : row + height, column : column + width]
             start = region.first + row * step + column
-            index = np.add.outer(np.arange(chunk.shape[0]) * step + start, np.arange(chunk.shape[1]))
+            index = np.add.outer(
+                np.arange(chunk.shape[0]) * step + start, np.arange(chunk.shape[1])
+            )
             total += int(np.dot(chunk.astype(np.uint64).ravel(), coefficients(index).ravel()))
     return total
 

@@ -57,9 +57,16 @@ class RemoteRollout:
     """
 
     def __init__(
-        self, *, name: str, device: str, arguments: Mapping[str, Any], url: str | None = None, start_timeout_s: float = 900.0,
-        silence_s: float = 30.0, timeout_s: float = 300.0,
-    ) -> None:  # fmt: skip
+        self,
+        *,
+        name: str,
+        device: str,
+        arguments: Mapping[str, Any],
+        url: str | None = None,
+        start_timeout_s: float = 900.0,
+        silence_s: float = 30.0,
+        timeout_s: float = 300.0,
+    ) -> None:
         if device == "auto":
             device = RolloutRegistry.resolve(backend=name).device
         self._device, self._arguments, self._timeout_s = device, arguments, timeout_s
@@ -77,30 +84,39 @@ class RemoteRollout:
                 size = int(arguments.get("tensor_parallel_size", 1))
                 require_own_devices(device, size)
                 gpus = size if device != "cpu" else 0
-                self._process = ServerProcess(name, device, config, gpus=gpus, timeout_s=start_timeout_s)
+                self._process = ServerProcess(
+                    name, device, config, gpus=gpus, timeout_s=start_timeout_s
+                )
                 url = self._process.url
             self._server = Endpoint(url, silence_s, self._process)
             health = self._server.health()
             if connects:
                 require_same(url, name, arguments, health)
-            self._served: Mapping[str, Any] = health["arguments"]  # for what the client was not told
+            self._served: Mapping[str, Any] = health[
+                "arguments"
+            ]  # for what the client was not told
             self.weight_version: int = health["weight_version"]
         except BaseException:  # an interrupt too must leave no server behind; raised again
             if self._process is not None:
                 self._process.close()
             raise
 
-    def generate(self, prompts: Sequence[Sequence[int]], sampling: SamplingParams) -> list[Completion]:
+    def generate(
+        self, prompts: Sequence[Sequence[int]], sampling: SamplingParams
+    ) -> list[Completion]:
         """See ``Rollout.generate``."""
         self._require_weights()
-        return _completions(self._server.call("generate", prompts=_lists(prompts), sampling=to_json(sampling)))
+        return _completions(
+            self._server.call("generate", prompts=_lists(prompts), sampling=to_json(sampling))
+        )
 
     def submit(self, prompt: Sequence[int], sampling: SamplingParams) -> Generation:
         """See ``AsyncRollout.submit``. Raises ``RolloutError`` when the hosted rollout cannot."""
         self._require_weights()
         (tokens,) = _lists([prompt])
         return RemoteGeneration(
-            self._server, self._server.call("submit", prompt=tokens, sampling=to_json(sampling))["id"]
+            self._server,
+            self._server.call("submit", prompt=tokens, sampling=to_json(sampling))["id"],
         )
 
     def update_weights(self, export: WeightExport, version: int) -> SyncResult:
@@ -122,8 +138,12 @@ class RemoteRollout:
     def _send_adapter(self, parts: AdapterParts, version: int) -> SyncResult:
         """The adapter as a folder that the server reads, the base weights (if any are to be sent) as any sync's."""
         if self._server.host not in LOCAL:
-            raise ConfigError("rollout.lora", "adapter, but the server is on another host", why="an adapter is sent as a file in "
-                              "this host's memory", remedy="rollout.lora: merged")  # fmt: skip
+            raise ConfigError(
+                "rollout.lora",
+                "adapter, but the server is on another host",
+                why="an adapter is sent as a file in this host's memory",
+                remedy="rollout.lora: merged",
+            )
         adapter = parts.adapter()
         base, self._has_base = parts.base(needed=not self._has_base), False
         with folder_of(adapter) as folder:
@@ -131,15 +151,20 @@ class RemoteRollout:
             result = self._send(base, version, adapter=told)
         self._has_base = True
         return replace(
-            result, seconds={**result.seconds, "gather": result.seconds.get("gather", 0.0) + parts.seconds()["gather"]}
+            result,
+            seconds={
+                **result.seconds,
+                "gather": result.seconds.get("gather", 0.0) + parts.seconds()["gather"],
+            },
         )
 
     def _send(self, stream: WireStream | None, version: int, **told: Any) -> SyncResult:
         if stream is not None and self._sender is None:
             self._sender = self._open_sender(stream.device)
         address = None if stream is None or self._sender is None else self._sender.address
-        with self._server.start("update_weights", address=address, version=version, timeout_s=self._timeout_s,
-                                **told) as pending:  # fmt: skip
+        with self._server.start(
+            "update_weights", address=address, version=version, timeout_s=self._timeout_s, **told
+        ) as pending:
 
             def watch() -> None:
                 if pending.answered(0):
@@ -162,7 +187,9 @@ class RemoteRollout:
 
     def wake_up(self, weights: bool = True, kv_cache: bool = True) -> None:
         """See ``Rollout.wake_up``."""
-        device_of(self._device).empty_cache()  # a server on this GPU cannot use what PyTorch keeps for this process
+        device_of(
+            self._device
+        ).empty_cache()  # a server on this GPU cannot use what PyTorch keeps for this process
         self._server.call("wake_up", weights=weights, kv_cache=kv_cache)
 
     def close(self) -> None:
@@ -175,13 +202,19 @@ class RemoteRollout:
 
     def _require_weights(self) -> None:
         if self._failed and not self._server.closed:
-            raise RolloutError("cannot generate", where=WHERE, why="the last weight sync failed",
-                               remedy="call update_weights first")  # fmt: skip
+            raise RolloutError(
+                "cannot generate",
+                where=WHERE,
+                why="the last weight sync failed",
+                remedy="call update_weights first",
+            )
 
     def _open_sender(self, device: torch.device) -> Sender:
         here = self._server.host in LOCAL
         if not here:
-            return Sender(kind="collective", host=self._server.own_address(), timeout_s=self._timeout_s)
+            return Sender(
+                kind="collective", host=self._server.own_address(), timeout_s=self._timeout_s
+            )
         return Sender(kind="shm" if device.type == "cpu" else "ipc", timeout_s=self._timeout_s)
 
     def _stream(self, export: WeightExport) -> WireStream:
@@ -189,9 +222,14 @@ class RemoteRollout:
             return cast("WireStream", export)
         given = {**self._served, **self._arguments}
         quantized = given.get("quantization", "none") == "fp8"
-        return collect(export, device=device_of(self._device).current(), dtype=DTYPES[given["dtype"]], audit=bool(given.get("audit", True)),
-                       architecture=architecture_of(given["model"]) if quantized else None,
-                       scales=given.get("scales", "fp32"))  # fmt: skip
+        return collect(
+            export,
+            device=device_of(self._device).current(),
+            dtype=DTYPES[given["dtype"]],
+            audit=bool(given.get("audit", True)),
+            architecture=architecture_of(given["model"]) if quantized else None,
+            scales=given.get("scales", "fp32"),
+        )
 
 
 class VllmServer(RemoteRollout):

@@ -31,7 +31,15 @@ HEARTBEAT_S = 2.0  # between two looks at whether the server is alive, while an 
 GRACE_S = 10.0  # to end by itself
 LOG_LINES = 20  # of the server's log, in an error
 # What torchrun tells a rank: the server would take itself for that rank.
-_LAUNCHER = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_RANK", "MASTER_ADDR", "MASTER_PORT")
+_LAUNCHER = (
+    "RANK",
+    "LOCAL_RANK",
+    "WORLD_SIZE",
+    "LOCAL_WORLD_SIZE",
+    "GROUP_RANK",
+    "MASTER_ADDR",
+    "MASTER_PORT",
+)
 
 
 class ServerProcess:
@@ -49,18 +57,32 @@ class ServerProcess:
         RolloutError: it ended, or did not answer in time.
     """
 
-    def __init__(self, name: str, device: str, config: Mapping[str, Any], *, gpus: int, timeout_s: float) -> None:
+    def __init__(
+        self, name: str, device: str, config: Mapping[str, Any], *, gpus: int, timeout_s: float
+    ) -> None:
         self._folder = tempfile.TemporaryDirectory(prefix="rollout-server-")
         announce = Path(self._folder.name) / "announce.json"
-        command = [sys.executable, "-m", "rollout_fp8.server", "--name", name, "--device", device,
-                   "--announce", str(announce), "--with-parent"]  # fmt: skip
+        command = [
+            sys.executable,
+            "-m",
+            "rollout_fp8.server",
+            "--name",
+            name,
+            "--device",
+            device,
+            "--announce",
+            str(announce),
+            "--with-parent",
+        ]
         self.log = Path(tempfile.gettempdir(), f"rollout-{name}-{secrets.token_hex(4)}.log")
         started: list[subprocess.Popen[bytes]] = []
         # At the end of the interpreter too, if no one calls ``close``; made before there is anything to end.
         self._end = weakref.finalize(self, _end_all, started, self.log)
         try:
             # For this user alone: what a model's code prints may be private.
-            with open(self.log, "xb", opener=lambda path, flags: os.open(path, flags, 0o600)) as log:
+            with open(
+                self.log, "xb", opener=lambda path, flags: os.open(path, flags, 0o600)
+            ) as log:
                 # Every user of this machine can read another's command lines, and not their environment.
                 environment = {**_environment(gpus), CONFIG: json.dumps(config)}
                 # In one statement: an interrupt after it finds the process in the list.
@@ -97,10 +119,17 @@ class ServerProcess:
             lines = self.log.read_text(encoding="utf-8", errors="replace").splitlines()[-LOG_LINES:]
         except FileNotFoundError:
             return RolloutError(
-                what, where=WHERE, why=f"another thread closed it ({why})", remedy="create another rollout"
+                what,
+                where=WHERE,
+                why=f"another thread closed it ({why})",
+                remedy="create another rollout",
             )
-        return RolloutError(what, where=WHERE, why="\n       ".join([why, *lines]),
-                            remedy=f"its log is {self.log}; close this rollout and create another")  # fmt: skip
+        return RolloutError(
+            what,
+            where=WHERE,
+            why="\n       ".join([why, *lines]),
+            remedy=f"its log is {self.log}; close this rollout and create another",
+        )
 
     def close(self) -> None:
         """End it and all that it started; idempotent."""
@@ -129,7 +158,9 @@ def _environment(gpus: int) -> dict[str, str]:
     }
     if gpus:
         first, visible = torch.cuda.current_device(), os.environ.get("CUDA_VISIBLE_DEVICES")
-        names = visible.split(",") if visible else [str(i) for i in range(torch.cuda.device_count())]
+        names = (
+            visible.split(",") if visible else [str(i) for i in range(torch.cuda.device_count())]
+        )
         kept["CUDA_VISIBLE_DEVICES"] = ",".join(names[first : first + gpus])
     return kept
 
@@ -173,7 +204,9 @@ class Endpoint:
     def __init__(self, url: str, silence_s: float, process: ServerProcess | None) -> None:
         parts = urlsplit(url)
         if parts.scheme != "http" or parts.hostname is None or parts.port is None:
-            raise RolloutError(f"{url!r} is no server's address", where=WHERE, remedy="give http://host:port")
+            raise RolloutError(
+                f"{url!r} is no server's address", where=WHERE, remedy="give http://host:port"
+            )
         self.closed = False
         self.url, self.host, self.port, self.silence_s, self.process = (
             url,
@@ -196,7 +229,10 @@ class Endpoint:
         """Raises ``RolloutError`` when the server does not answer within ``silence_s``."""
         with Pending(self, "GET", "health", {}) as pending:
             if not pending.answered(self.silence_s):
-                raise self.error("the server hangs", f"it does not say that it is alive, for {self.silence_s:g} s")
+                raise self.error(
+                    "the server hangs",
+                    f"it does not say that it is alive, for {self.silence_s:g} s",
+                )
             return pending.answer()
 
     def own_address(self) -> str:
@@ -210,13 +246,17 @@ class Endpoint:
     def require_open(self) -> None:
         """Raises ``RolloutError`` after the rollout's ``close``."""
         if self.closed:
-            raise RolloutError("cannot be used", where=WHERE, why="it is closed", remedy="create another one")
+            raise RolloutError(
+                "cannot be used", where=WHERE, why="it is closed", remedy="create another one"
+            )
 
     def error(self, what: str, why: str) -> RolloutError:
         """With what is known of its process."""
         if self.process is not None:
             return self.process.error(what, why)
-        return RolloutError(what, where=WHERE, why=why, remedy=f"see the log of the server at {self.url}")
+        return RolloutError(
+            what, where=WHERE, why=why, remedy=f"see the log of the server at {self.url}"
+        )
 
 
 class Pending:
@@ -226,7 +266,9 @@ class Pending:
         endpoint.require_open()
         self._endpoint = endpoint
         self._beat = time.monotonic()
-        self._http = http.client.HTTPConnection(endpoint.host, endpoint.port, timeout=endpoint.silence_s)
+        self._http = http.client.HTTPConnection(
+            endpoint.host, endpoint.port, timeout=endpoint.silence_s
+        )
         headers = {
             "Authorization": f"Bearer {secret('http').hex()}",
             "Content-Type": "application/json",
@@ -264,7 +306,9 @@ class Pending:
         return found
 
     def _lost(self, error: Exception) -> RolloutError:
-        return self._endpoint.error("the server does not answer", f"{type(error).__name__}: {error}")
+        return self._endpoint.error(
+            "the server does not answer", f"{type(error).__name__}: {error}"
+        )
 
     def __enter__(self) -> Self:
         return self

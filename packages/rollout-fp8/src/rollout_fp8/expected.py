@@ -35,8 +35,12 @@ class Expected:
     def of(cls, source: ModelSource) -> Expected:
         """Of a model's folder or hub id; no weight is read and no memory taken."""
         with torch.device("meta"):
-            model = AutoModelForCausalLM.from_config(config_of(source), trust_remote_code=source.trust_remote_code)
-        shapes = {piece.name: piece.shape for pieces in pieces_of(model).values() for piece in pieces}
+            model = AutoModelForCausalLM.from_config(
+                config_of(source), trust_remote_code=source.trust_remote_code
+            )
+        shapes = {
+            piece.name: piece.shape for pieces in pieces_of(model).values() for piece in pieces
+        }
         return cls(shapes=shapes, aliases=_aliases(model))
 
     def checked(self, export: WeightExport) -> Iterator[tuple[str, Tensor]]:
@@ -58,7 +62,9 @@ class Expected:
 
     def check(self, plan: WirePlan) -> None:
         """Raises ``RolloutError`` that lists names that are missing, unknown or of a wrong shape."""
-        weights = {name: tensor for name, tensor in plan.tensors.items() if not name.endswith(SCALE_SUFFIX)}
+        weights = {
+            name: tensor for name, tensor in plan.tensors.items() if not name.endswith(SCALE_SUFFIX)
+        }
         problems = [self._problem(name, tensor) for name, tensor in weights.items()]
         self._refuse([problem for problem in problems if problem is not None], weights)
 
@@ -68,14 +74,25 @@ class Expected:
         if not tensor.dtype.is_floating_point:
             return f"{name}: dtype {tensor.dtype}, a floating one is needed"
         wanted, given = self.shapes[name], tuple(tensor.shape)
-        return None if wanted == given else f"{name}: shape {list(given)}, the model has {list(wanted)}"
+        return (
+            None
+            if wanted == given
+            else f"{name}: shape {list(given)}, the model has {list(wanted)}"
+        )
 
     def _refuse(self, problems: Sequence[str], seen: Container[str]) -> None:
         problems = problems or [f"{name}: missing" for name in self.shapes if name not in seen]
         if problems:
-            shown = [*problems[:8], *([f"and {len(problems) - 8} more"] if len(problems) > 8 else [])]
-            raise RolloutError(f"{len(problems)} weight(s) do not fit", where=WHERE, why="\n       ".join(shown),
-                               remedy="give engine and rollout the same model; nothing is generated until a whole export fits")  # fmt: skip
+            shown = [
+                *problems[:8],
+                *([f"and {len(problems) - 8} more"] if len(problems) > 8 else []),
+            ]
+            raise RolloutError(
+                f"{len(problems)} weight(s) do not fit",
+                where=WHERE,
+                why="\n       ".join(shown),
+                remedy="give engine and rollout the same model; nothing is generated until a whole export fits",
+            )
 
 
 def _aliases(model: torch.nn.Module) -> dict[str, str]:

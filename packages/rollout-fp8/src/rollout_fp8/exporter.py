@@ -59,18 +59,31 @@ class Exporter:
     """
 
     def __init__(
-        self, *, resolution: Resolution, model: ModelSource, dtype: str, quantization: str = "none",
-        options: Mapping[str, Any] | None = None, lora: LoraConfig | None = None, bucket_bytes: int = BUCKET_BYTES,
-    ) -> None:  # fmt: skip
+        self,
+        *,
+        resolution: Resolution,
+        model: ModelSource,
+        dtype: str,
+        quantization: str = "none",
+        options: Mapping[str, Any] | None = None,
+        lora: LoraConfig | None = None,
+        bucket_bytes: int = BUCKET_BYTES,
+    ) -> None:
         if dtype not in DTYPES:
             raise ConfigError(
-                "rollout.options.dtype", f"unknown dtype {dtype!r}", remedy=f"one of: {', '.join(DTYPES)}"
+                "rollout.options.dtype",
+                f"unknown dtype {dtype!r}",
+                remedy=f"one of: {', '.join(DTYPES)}",
             )
         if quantization not in ("none", "fp8"):
-            raise ConfigError("rollout.quantization", f"unknown {quantization!r}", remedy="none or fp8")
+            raise ConfigError(
+                "rollout.quantization", f"unknown {quantization!r}", remedy="none or fp8"
+            )
         self._device = torch.device(resolution.device)
         self._dtype, self._bucket_bytes = DTYPES[dtype], bucket_bytes
-        common = Options.parse({key: value for key, value in (options or {}).items() if key in ("scales", "audit")})
+        common = Options.parse(
+            {key: value for key, value in (options or {}).items() if key in ("scales", "audit")}
+        )
         self._scales: ScalePolicy = common.scales
         self._audit, self._lora = common.audit, lora
         self._architecture = architecture_of(model) if quantization == "fp8" else None
@@ -84,14 +97,20 @@ class Exporter:
         """
         if Capability.EXPORT_SHARDS not in engine.capabilities:
             raise UnsupportedCapability(
-                Capability.EXPORT_SHARDS, where="weight sync", why="the rollout gathers shards by itself",
+                Capability.EXPORT_SHARDS,
+                where="weight sync",
+                why="the rollout gathers shards by itself",
                 remedy="use an engine that declares export_shards, or rollout.name=local",
-            )  # fmt: skip
+            )
         if self._lora is None:
             return self._stream(engine)
         if Capability.LORA not in engine.capabilities:
-            raise UnsupportedCapability(Capability.LORA, where="weight sync", why="the rollout is to serve an adapter",
-                                        remedy="use an engine that declares lora, or rollout.lora=merged")  # fmt: skip
+            raise UnsupportedCapability(
+                Capability.LORA,
+                where="weight sync",
+                why="the rollout is to serve an adapter",
+                remedy="use an engine that declares lora, or rollout.lora=merged",
+            )
         return AdapterStream(engine, lambda: self._stream(engine), self._lora, self._dtype)
 
     def close(self) -> None:
@@ -102,7 +121,11 @@ class Exporter:
         """Of all weights: merged ones, or the base of an adapter. The plan is made at the first."""
         if self._plan is None or self._filler is None:
             plan, made = self._make_plan(engine), list[Filler]()
-            of_all(lambda: made.append(Filler(plan, self._device, scales=self._scales, audit=self._audit)))
+            of_all(
+                lambda: made.append(
+                    Filler(plan, self._device, scales=self._scales, audit=self._audit)
+                )
+            )
             self._plan, self._filler = plan, made[0]
             for name, note in plan.wire.notes.items():
                 log.info("weight sync: %s: %s", name, note)
@@ -110,13 +133,24 @@ class Exporter:
 
     def _shards(self, engine: Engine) -> ShardExport:
         # An engine of contract 1.0 does not know the argument, and is not given it.
-        return engine.get_per_tensor_param_shard(adapter="base") if self._lora else engine.get_per_tensor_param_shard()
+        return (
+            engine.get_per_tensor_param_shard(adapter="base")
+            if self._lora
+            else engine.get_per_tensor_param_shard()
+        )
 
     def _make_plan(self, engine: Engine) -> ExportPlan:
-        rows = of_all(lambda: [(name, spec, shard.dtype) for name, shard, spec in self._shards(engine)])
+        rows = of_all(
+            lambda: [(name, spec, shard.dtype) for name, shard, spec in self._shards(engine)]
+        )
         require_alike(rows)
         sources = [
-            Source(name=name, stored=stored, boxes=tuple(row[i][1] for row in rows), quantized=self._quantizes(name))
+            Source(
+                name=name,
+                stored=stored,
+                boxes=tuple(row[i][1] for row in rows),
+                quantized=self._quantizes(name),
+            )
             for i, (name, _, stored) in enumerate(rows[0])
         ]
         return make_plan(sources, dtype=self._dtype, bucket_bytes=self._bucket_bytes)
@@ -156,9 +190,12 @@ class EngineStream:
     def checksums(self) -> Mapping[str, int]:
         """See ``WireStream.checksums``. Raises ``RolloutError`` for weights that are not finite, and before the last bucket."""
         if not self._is_whole:
-            raise RolloutError("the weights were not taken to their end", where=WHERE,
-                               why="the server left the stream before its last bucket",
-                               remedy="nothing is generated until a good sync: sync again, or restart the rollout")  # fmt: skip
+            raise RolloutError(
+                "the weights were not taken to their end",
+                where=WHERE,
+                why="the server left the stream before its last bucket",
+                remedy="nothing is generated until a good sync: sync again, or restart the rollout",
+            )
         return self._filler.result(self.plan)
 
     def seconds(self) -> Mapping[str, float]:
@@ -171,8 +208,12 @@ class EngineStream:
         lane = _Lane(self._filler, self._phases)
         ready: list[tuple[Bucket, Tensor]] = []
         try:
-            for _, buckets in groupby(self._plan.buckets, key=lambda bucket: bucket.gathered):  # two passes, or one
-                with lane.queue():  # with its first tensor an engine may gather what it computes the others from
+            for _, buckets in groupby(
+                self._plan.buckets, key=lambda bucket: bucket.gathered
+            ):  # two passes, or one
+                with (
+                    lane.queue()
+                ):  # with its first tensor an engine may gather what it computes the others from
                     # After an error too: the export may begin with a collective.
                     reader = self._filler.attempt(self._read, always=True)
                 for bucket in buckets:
@@ -204,7 +245,9 @@ class AdapterStream:
         dtype: of the served adapter.
     """
 
-    def __init__(self, engine: Engine, base: Callable[[], EngineStream], lora: LoraConfig, dtype: torch.dtype) -> None:
+    def __init__(
+        self, engine: Engine, base: Callable[[], EngineStream], lora: LoraConfig, dtype: torch.dtype
+    ) -> None:
         self._tensors = iter(engine.get_per_tensor_param(dtype=dtype, adapter="only"))
         self._make_base, self._lora = base, lora
         self._base: EngineStream | None = None
@@ -230,9 +273,7 @@ class AdapterStream:
 
     def __iter__(self) -> Iterator[tuple[str, Tensor]]:
         """What nobody has taken yet: so a rank that serves nothing takes part."""
-        for (
-            pair
-        ) in self._tensors:  # not "yield from": who stops half way would close the engine's generator, and no rank may
+        for pair in self._tensors:  # not "yield from": who stops half way would close the engine's generator, and no rank may
             yield pair
         if not self._asked:
             self.base(needed=False)
@@ -321,16 +362,24 @@ def collect(
             )
         tensors[name] = tensor.detach().to(device, copy=True)
     if not tensors:
-        raise RolloutError("the export is empty", where=WHERE, remedy="export every weight of the model")
+        raise RolloutError(
+            "the export is empty", where=WHERE, remedy="export every weight of the model"
+        )
     whole = {name: ShardSpec.whole(tensor.shape) for name, tensor in tensors.items()}
     sources = [
-        Source(name=name, stored=tensor.dtype, boxes=(whole[name],),
-               quantized=architecture is not None and kind(architecture, name) == "quantized")
+        Source(
+            name=name,
+            stored=tensor.dtype,
+            boxes=(whole[name],),
+            quantized=architecture is not None and kind(architecture, name) == "quantized",
+        )
         for name, tensor in tensors.items()
-    ]  # fmt: skip
+    ]
     plan = make_plan(sources, dtype=dtype, bucket_bytes=BUCKET_BYTES)
     filler = Filler(plan, device, scales=scales, audit=audit)
-    return EngineStream(plan, filler, lambda: ((name, tensor, whole[name]) for name, tensor in tensors.items()))
+    return EngineStream(
+        plan, filler, lambda: ((name, tensor, whole[name]) for name, tensor in tensors.items())
+    )
 
 
 def gather(receive: Tensor, send: Tensor) -> None:

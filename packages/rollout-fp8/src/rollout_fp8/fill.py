@@ -29,7 +29,9 @@ Gather = Callable[[Tensor, Tensor], None]
 class Filler:
     """The buffers of a plan, and what is computed into them. Nothing here waits for the device but ``result``, and shards that come to the host."""
 
-    def __init__(self, plan: ExportPlan, device: torch.device, *, scales: ScalePolicy, audit: bool) -> None:
+    def __init__(
+        self, plan: ExportPlan, device: torch.device, *, scales: ScalePolicy, audit: bool
+    ) -> None:
         self.device, self.audit = device, audit
         self._is_queued = device_of(device.type).has_streams
         # For all syncs, once there is one: PyTorch keeps freed memory for the stream that it was taken on.
@@ -38,7 +40,9 @@ class Filler:
         self._plan = plan
         self._world_size = plan.world_size
         self._scales: ScalePolicy = scales
-        self._buffers = [torch.empty(size, dtype=torch.uint8, device=device) for size in plan.wire.slots]
+        self._buffers = [
+            torch.empty(size, dtype=torch.uint8, device=device) for size in plan.wire.slots
+        ]
         self._work: dict[int, _Work] = {}
         self._place = {name: index for index, name in enumerate(plan.wire.tensors)}
         self._sums = torch.zeros(len(self._place), dtype=torch.int64, device=device)
@@ -46,7 +50,9 @@ class Filler:
         flags = sum(len(bucket.of_rank(self.rank)) for bucket in plan.buckets)
         self._flags = torch.zeros(flags, dtype=torch.int32, device=device)
         self._flagged: list[int] = []
-        self._totals = torch.zeros(2 * len(self._place) + self._world_size, dtype=torch.int64, device=device)
+        self._totals = torch.zeros(
+            2 * len(self._place) + self._world_size, dtype=torch.int64, device=device
+        )
         self._error: Exception | None = None
 
     def begin(self) -> None:
@@ -64,7 +70,9 @@ class Filler:
             return None
         try:
             return work()
-        except Exception as error:  # whatever it is: the other ranks are on their way into the next gather
+        except (
+            Exception
+        ) as error:  # whatever it is: the other ranks are on their way into the next gather
             if self._world_size == 1:
                 raise
             self._error = self._error or error
@@ -77,13 +85,17 @@ class Filler:
         mine = self.attempt(lambda: [self._here(shard) for shard in there(reader).take(places)])
         if not bucket.gathered:
             with phases.phase("gather"):
-                mine = self._gather_first([self._plan.sources[place] for place in places], mine, gather)
+                mine = self._gather_first(
+                    [self._plan.sources[place] for place in places], mine, gather
+                )
         with phases.phase("quantize"):
             self.attempt(lambda: self._compute(bucket, there(mine), buffer))
         if bucket.gathered and self._world_size > 1:
             with phases.phase("gather"):
                 region = buffer[self.rank * bucket.region : (self.rank + 1) * bucket.region]
-                gather(buffer[: bucket.wire.num_bytes], region if self._is_queued else region.clone())
+                gather(
+                    buffer[: bucket.wire.num_bytes], region if self._is_queued else region.clone()
+                )
         return buffer
 
     def finish(self) -> None:
@@ -108,22 +120,38 @@ class Filler:
         sums, flags, failed = totals[:count], totals[count : 2 * count], totals[2 * count :]
         if any(failed):
             ranks = ", ".join(str(rank) for rank, flag in enumerate(failed) if flag)
-            raise RolloutError("the export is not whole", where=WHERE, why=f"it failed on rank {ranks}",
-                               remedy="that rank's own error says why; mend it, then sync again")  # fmt: skip
+            raise RolloutError(
+                "the export is not whole",
+                where=WHERE,
+                why=f"it failed on rank {ranks}",
+                remedy="that rank's own error says why; mend it, then sync again",
+            )
         bad = [name for name, flag in zip(plan.tensors, flags, strict=True) if flag]
         if bad:
             raise self._not_finite(plan, bad)
-        return {name: value % MODULUS for name, value in zip(plan.tensors, sums, strict=True)} if self.audit else {}
+        return (
+            {name: value % MODULUS for name, value in zip(plan.tensors, sums, strict=True)}
+            if self.audit
+            else {}
+        )
 
     def _not_finite(self, plan: WirePlan, bad: Sequence[str]) -> RolloutError:
         stored = {source.name: source.stored for source in self._plan.sources}
         small = [name for name in bad if plan.tensors[name].dtype == torch.float16 != stored[name]]
-        why, remedy = f"{len(bad)} tensors hold NaN or inf", "the engine's weights are broken: go back to a checkpoint"
+        why, remedy = (
+            f"{len(bad)} tensors hold NaN or inf",
+            "the engine's weights are broken: go back to a checkpoint",
+        )
         if small:
             why += f", {len(small)} of them in float16, which holds nothing above {torch.finfo(torch.float16).max:.0f}"
-            remedy = f"rollout.options.dtype=bfloat16; if they are not finite in that either, {remedy}"
+            remedy = (
+                f"rollout.options.dtype=bfloat16; if they are not finite in that either, {remedy}"
+            )
         return RolloutError(
-            f"not finite: {', '.join(bad[:5])}{' …' if len(bad) > 5 else ''}", where=WHERE, why=why, remedy=remedy
+            f"not finite: {', '.join(bad[:5])}{' …' if len(bad) > 5 else ''}",
+            where=WHERE,
+            why=why,
+            remedy=remedy,
         )
 
     def _here(self, shard: Tensor) -> Tensor:
@@ -136,8 +164,12 @@ class Filler:
         try:
             work = self._work.get(id(bucket)) or self._prepare(bucket, mine, buffer)
         except ValueError as error:  # a plan's: words that are cut, or no weight of two dimensions
-            raise RolloutError("the engine's shards cannot be sent as they are cut", where=WHERE, why=str(error),
-                               remedy="another layout of the engine (engine.parallelism), or rollout.name=local") from error  # fmt: skip
+            raise RolloutError(
+                "the engine's shards cannot be sent as they are cut",
+                where=WHERE,
+                why=str(error),
+                remedy="another layout of the engine (engine.parallelism), or rollout.name=local",
+            ) from error
         work.run(mine, self._sums)
 
     def _prepare(self, bucket: Bucket, mine: Sequence[Tensor], buffer: Tensor) -> _Work:
@@ -151,13 +183,27 @@ class Filler:
         pieces = self._answers_for(bucket)
         views = [piece.view(buffer) for piece in pieces]
         self._work[id(bucket)] = _Work(
-            layouts=layouts(mine), quantized=[i for i, *_ in quantized], outs=outs, plain=[i for i, _ in plain], casts=casts,
-            quantize=QuantizePlan(layouts(sources[0]), *map(layouts, outs), scales=self._scales) if quantized else None,
+            layouts=layouts(mine),
+            quantized=[i for i, *_ in quantized],
+            outs=outs,
+            plain=[i for i, _ in plain],
+            casts=casts,
+            quantize=QuantizePlan(layouts(sources[0]), *map(layouts, outs), scales=self._scales)
+            if quantized
+            else None,
             cast=CastPlan(layouts(sources[1]), layouts(casts)) if plain else None,
-            checksums=ChecksumPlan(layouts(views), [p.box for p in pieces], [self._place[p.tensor.name] for p in pieces])
-            .bind(views) if self.audit and pieces else None,
-            flags=(self._own_flags([w for _, w, _ in quantized]), self._own_flags([w for _, w in plain])),  # once nothing can fail
-        )  # fmt: skip
+            checksums=ChecksumPlan(
+                layouts(views),
+                [p.box for p in pieces],
+                [self._place[p.tensor.name] for p in pieces],
+            ).bind(views)
+            if self.audit and pieces
+            else None,
+            flags=(
+                self._own_flags([w for _, w, _ in quantized]),
+                self._own_flags([w for _, w in plain]),
+            ),  # once nothing can fail
+        )
         return self._work[id(bucket)]
 
     def _own_flags(self, pieces: Sequence[Piece]) -> Tensor:
@@ -179,7 +225,9 @@ class Filler:
     def _gather_one(self, source: Source, shard: Tensor | None, gather: Gather) -> Tensor | None:
         """From boxes that need not be of one size."""
         boxes = [
-            replace(box, replica=0) if rank in source.senders else ShardSpec.nothing(box.global_shape)
+            replace(box, replica=0)
+            if rank in source.senders
+            else ShardSpec.nothing(box.global_shape)
             for rank, box in enumerate(source.boxes)
         ]
         sizes = [torch.Size(b.shape).numel() * source.stored.itemsize for b in boxes]
@@ -188,8 +236,10 @@ class Filler:
             send[: sizes[self.rank]] = shard.contiguous().view(torch.uint8).reshape(-1)
         receive = send.new_empty(self._world_size * len(send))
         gather(receive, send)
-        parts = [row[:size].view(source.stored).view(box.shape)
-                 for row, size, box in zip(receive.view(self._world_size, -1), sizes, boxes, strict=True)]  # fmt: skip
+        parts = [
+            row[:size].view(source.stored).view(box.shape)
+            for row, size, box in zip(receive.view(self._world_size, -1), sizes, boxes, strict=True)
+        ]
         return self.attempt(lambda: assemble(zip(parts, boxes, strict=True)))
 
     def _answers_for(self, bucket: Bucket) -> list[Piece]:
@@ -237,7 +287,9 @@ class Reader:
         if shard is None or name != source.name or not (spec is box or spec == box):
             raise _changed(f"{source.name} {box}", f"{name} {spec}")
         if shard.dtype != source.stored or shard.shape != box.shape:
-            raise _changed(f"{name} {box.shape} {source.stored}", f"{tuple(shard.shape)} {shard.dtype}")
+            raise _changed(
+                f"{name} {box.shape} {source.stored}", f"{tuple(shard.shape)} {shard.dtype}"
+            )
         return shard
 
 
@@ -257,8 +309,12 @@ def there(value: T | None) -> T:
 
 
 def _changed(expected: str, found: str) -> RolloutError:
-    return RolloutError("the engine's export has changed since the first sync", where=WHERE,
-                        why=f"{expected} expected, got {found}", remedy="make a new exporter")  # fmt: skip
+    return RolloutError(
+        "the engine's export has changed since the first sync",
+        where=WHERE,
+        why=f"{expected} expected, got {found}",
+        remedy="make a new exporter",
+    )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -278,8 +334,11 @@ class _Work:
     def run(self, mine: Sequence[Tensor], sums: Tensor) -> None:
         """Queue it for shards of the layouts that it was prepared for."""
         if misfit(mine, self.layouts) is not None:
-            raise RolloutError("the engine's shards have another layout than at the first sync", where=WHERE,
-                               remedy="make a new exporter")  # fmt: skip
+            raise RolloutError(
+                "the engine's shards have another layout than at the first sync",
+                where=WHERE,
+                remedy="make a new exporter",
+            )
         if self.quantize is not None:
             self.quantize.fill([mine[i] for i in self.quantized], *self.outs, self.flags[0])
         if self.cast is not None:

@@ -53,7 +53,12 @@ _OUTSIDE = (
 
 _DENSE = Layers(
     quantized=(_ATTENTION + "weight", _MLP + "weight"),
-    plain=(*_OUTSIDE, _ATTENTION + "bias", _MLP + "bias", _LAYER + "self_attn.{q_norm,k_norm}.weight"),
+    plain=(
+        *_OUTSIDE,
+        _ATTENTION + "bias",
+        _MLP + "bias",
+        _LAYER + "self_attn.{q_norm,k_norm}.weight",
+    ),
     plain_modules=("lm_head",),
 )
 _QWEN3_MOE = Layers(
@@ -63,10 +68,14 @@ _QWEN3_MOE = Layers(
 )
 _DEEPSEEK = Layers(
     quantized=(_LATENT + "weight", _MLP + "weight", _EXPERTS + "weight", _SHARED + "weight"),
-    plain=(*_OUTSIDE, _LATENT + "bias", _LAYER + "self_attn.{q_a_layernorm,kv_a_layernorm}.weight",
-           _GATE + ".{weight,e_score_correction_bias}"),
+    plain=(
+        *_OUTSIDE,
+        _LATENT + "bias",
+        _LAYER + "self_attn.{q_a_layernorm,kv_a_layernorm}.weight",
+        _GATE + ".{weight,e_score_correction_bias}",
+    ),
     plain_modules=("lm_head", _GATE),
-)  # fmt: skip
+)
 
 ARCHITECTURES: Mapping[str, Layers] = {
     "LlamaForCausalLM": _DENSE,
@@ -83,10 +92,11 @@ def layers_of(architecture: str) -> Layers:
     """The table's row; ``ConfigError`` with the list of architectures when there is none."""
     if architecture not in ARCHITECTURES:
         raise ConfigError(
-            "rollout.quantization", f"FP8 is not known for {architecture}",
+            "rollout.quantization",
+            f"FP8 is not known for {architecture}",
             why=f"which layers are quantized is known for {', '.join(ARCHITECTURES)}",
             remedy="serve it with rollout.quantization=none, or add the architecture to rollout_fp8.layers",
-        )  # fmt: skip
+        )
     return ARCHITECTURES[architecture]
 
 
@@ -133,4 +143,8 @@ def server_config(architecture: str, num_layers: int) -> dict[str, Any]:
 
 def _modules(layers: Layers, num_layers: int) -> Iterator[str]:
     for pattern in layers.plain_modules:
-        yield from (pattern.replace("#", str(i)) for i in range(num_layers)) if "#" in pattern else (pattern,)
+        yield from (
+            (pattern.replace("#", str(i)) for i in range(num_layers))
+            if "#" in pattern
+            else (pattern,)
+        )

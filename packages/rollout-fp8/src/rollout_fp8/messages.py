@@ -28,18 +28,26 @@ def to_json(value: Completion | SamplingParams | SyncResult) -> dict[str, Any]:
 def from_json(cls: type[T], given: Mapping[str, Any]) -> T:
     """Back again. Raises ``RolloutError`` for fields that ``cls`` has not, or that are missing."""
     tuples = {field.name for field in fields(cls) if str(field.type).startswith("tuple")}
-    values: dict[str, Any] = {name: tuple(value) if name in tuples else value for name, value in given.items()}
+    values: dict[str, Any] = {
+        name: tuple(value) if name in tuples else value for name, value in given.items()
+    }
     try:
         return cls(**values)
     except TypeError as error:
-        raise RolloutError(f"no {cls.__name__}: {error}", where="server", remedy="see engine_api.rollout") from error
+        raise RolloutError(
+            f"no {cls.__name__}: {error}", where="server", remedy="see engine_api.rollout"
+        ) from error
 
 
 def error_to_json(error: Exception) -> dict[str, Any]:
     """The class of ``engine_api.errors`` that it is, with its fields; anything else is a ``RolloutError``."""
     if not isinstance(error, EngineError):
-        error = RolloutError("the rollout failed", where="server", why=f"{type(error).__name__}: {error}",
-                             remedy="the server's log has the traceback")  # fmt: skip
+        error = RolloutError(
+            "the rollout failed",
+            where="server",
+            why=f"{type(error).__name__}: {error}",
+            remedy="the server's log has the traceback",
+        )
     known = next(cls for cls in type(error).__mro__ if getattr(errors, cls.__name__, None) is cls)
     return {"class": known.__name__, **error.__dict__}
 
@@ -48,9 +56,13 @@ def error_from_json(given: Mapping[str, Any]) -> EngineError:
     """Back again, as the class that it was."""
     cls = getattr(errors, str(given.get("class")), None)
     if not isinstance(cls, type) or not issubclass(cls, EngineError):
-        return RolloutError("the server answers something else than a rollout's server", why=str(given))
+        return RolloutError(
+            "the server answers something else than a rollout's server", why=str(given)
+        )
     parts = {name: str(given.get(name, "")) for name in ("what", "where", "why", "remedy")}
     error = cls.__new__(cls, *parts.values())
     error.args = tuple(parts.values())
-    error.__dict__.update({name: value for name, value in given.items() if name != "class"}, **parts)
+    error.__dict__.update(
+        {name: value for name, value in given.items() if name != "class"}, **parts
+    )
     return error

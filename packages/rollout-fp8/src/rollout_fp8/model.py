@@ -18,18 +18,26 @@ def config_of(source: ModelSource) -> Any:
     config: Any
     try:
         config, unknown = AutoConfig.from_pretrained(
-            source.path, revision=source.revision, trust_remote_code=source.trust_remote_code,
-            return_unused_kwargs=True, **source.config_overrides,
-        )  # fmt: skip
-    except (
-        Exception
-    ) as error:  # each family's own code reads the file, and raises anything on values that it did not expect
-        raise ConfigError("engine.model.path", f"cannot read the configuration of {source.path}", why=" ".join(str(error).split()),
-                          remedy="give a folder that save_pretrained wrote, or a hub id; compare engine.model.config_overrides with it") from error  # fmt: skip
+            source.path,
+            revision=source.revision,
+            trust_remote_code=source.trust_remote_code,
+            return_unused_kwargs=True,
+            **source.config_overrides,
+        )
+    except Exception as error:  # each family's own code reads the file, and raises anything on values that it did not expect
+        raise ConfigError(
+            "engine.model.path",
+            f"cannot read the configuration of {source.path}",
+            why=" ".join(str(error).split()),
+            remedy="give a folder that save_pretrained wrote, or a hub id; compare engine.model.config_overrides with it",
+        ) from error
     for key in unknown:
         known = [name for name in config.to_dict() if not name.startswith("_")]
-        raise ConfigError(f"engine.model.config_overrides.{key}", "the model's config has no such key",
-                          remedy=near_matches(key, known))  # fmt: skip
+        raise ConfigError(
+            f"engine.model.config_overrides.{key}",
+            "the model's config has no such key",
+            remedy=near_matches(key, known),
+        )
     return config
 
 
@@ -37,6 +45,9 @@ def architecture_of(source: ModelSource) -> str:
     """The class name in ``architectures``. Raises ``ConfigError`` where config.json has none, and as ``config_of``."""
     names = config_of(source).architectures
     if not names:
-        raise ConfigError("engine.model.path", f"config.json of {source.path} names no architecture",
-                          remedy='add "architectures", as Hugging Face models have it')  # fmt: skip
+        raise ConfigError(
+            "engine.model.path",
+            f"config.json of {source.path} names no architecture",
+            remedy='add "architectures", as Hugging Face models have it',
+        )
     return str(names[0])

@@ -38,7 +38,9 @@ class Options:
         for name in given:
             if name not in known:
                 raise ConfigError(
-                    f"rollout.options.{name}", "there is no such option", remedy=near_matches(name, sorted(known))
+                    f"rollout.options.{name}",
+                    "there is no such option",
+                    remedy=near_matches(name, sorted(known)),
                 )
         hints = get_type_hints(cls)
         for name, value in given.items():

@@ -18,7 +18,16 @@ import torch
 from engine_api.errors import RolloutError
 from engine_api.weights import ShardSpec
 from rollout_fp8.kernels.cast import FLOATS
-from rollout_fp8.wire import ALIGNMENT, BLOCK, SCALE_SUFFIX, BucketPlan, Piece, WirePlan, WireTensor, covers
+from rollout_fp8.wire import (
+    ALIGNMENT,
+    BLOCK,
+    SCALE_SUFFIX,
+    BucketPlan,
+    Piece,
+    WirePlan,
+    WireTensor,
+    covers,
+)
 
 WHERE = "weight sync"
 
@@ -99,9 +108,12 @@ def require_alike(rows: Sequence[Row]) -> None:
     for rank, row in enumerate(rows):
         for first, other in zip_longest(map(_told, rows[0]), map(_told, row), fillvalue="nothing"):
             if first != other:
-                raise RolloutError("the ranks export different tensors", where=WHERE,
-                                   why=f"rank 0 exports {first} where rank {rank} exports {other}",
-                                   remedy="build the engine of one model on all ranks; each lists all tensors in one order")  # fmt: skip
+                raise RolloutError(
+                    "the ranks export different tensors",
+                    where=WHERE,
+                    why=f"rank 0 exports {first} where rank {rank} exports {other}",
+                    remedy="build the engine of one model on all ranks; each lists all tensors in one order",
+                )
 
 
 def _told(tensor: tuple[str, ShardSpec, torch.dtype]) -> str:
@@ -109,7 +121,9 @@ def _told(tensor: tuple[str, ShardSpec, torch.dtype]) -> str:
     return f"{name} ({str(dtype).removeprefix('torch.')} {list(box.global_shape)})"
 
 
-def make_plan(sources: Sequence[Source], *, dtype: torch.dtype, bucket_bytes: int, num_slots: int = 2) -> ExportPlan:
+def make_plan(
+    sources: Sequence[Source], *, dtype: torch.dtype, bucket_bytes: int, num_slots: int = 2
+) -> ExportPlan:
     """Plan for tensors served in ``dtype`` (those not quantized).
 
     Each rank's boxes fill its regions one after another, whatever the others send meanwhile: experts that lie on one rank
@@ -132,15 +146,27 @@ def make_plan(sources: Sequence[Source], *, dtype: torch.dtype, bucket_bytes: in
     world_size = len(sources[0].boxes)
     sources = _with_senders(sources, dtype, world_size)
     pack = _Packing(sources, dtype, bucket_bytes)
-    contents = [*((True, rows) for rows in pack.gathered(world_size)), *((False, [row]) for row in pack.late())]
+    contents = [
+        *((True, rows) for rows in pack.gathered(world_size)),
+        *((False, [row]) for row in pack.late()),
+    ]
     buckets = tuple(
-        pack.bucket(rows, gathered=gathered, slot=k % num_slots) for k, (gathered, rows) in enumerate(contents)
+        pack.bucket(rows, gathered=gathered, slot=k % num_slots)
+        for k, (gathered, rows) in enumerate(contents)
     )
-    slots = tuple(max((b.wire.num_bytes for b in buckets if b.wire.slot == s), default=0) for s in range(num_slots))
+    slots = tuple(
+        max((b.wire.num_bytes for b in buckets if b.wire.slot == s), default=0)
+        for s in range(num_slots)
+    )
     tensors = {t.name: t for source in sources for t in wire_tensors(source, dtype)}
-    notes = {s.name: "its shards do not end on block edges: gathered first, then quantized"
-             for s in sources if not s.gathers_last}  # fmt: skip
-    wire = WirePlan(tensors=tensors, buckets=tuple(b.wire for b in buckets), slots=slots, notes=notes)
+    notes = {
+        s.name: "its shards do not end on block edges: gathered first, then quantized"
+        for s in sources
+        if not s.gathers_last
+    }
+    wire = WirePlan(
+        tensors=tensors, buckets=tuple(b.wire for b in buckets), slots=slots, notes=notes
+    )
     return ExportPlan(wire=wire, sources=tuple(sources), buckets=buckets, world_size=world_size)
 
 
@@ -150,16 +176,20 @@ def wire_tensors(source: Source, dtype: torch.dtype) -> tuple[WireTensor, ...]:
         return (WireTensor(name=source.name, shape=source.shape, dtype=dtype),)
     return (
         WireTensor(name=source.name, shape=source.shape, dtype=torch.float8_e4m3fn),
-        WireTensor(name=source.name + SCALE_SUFFIX, shape=_blocks(source.shape), dtype=torch.float32),
+        WireTensor(
+            name=source.name + SCALE_SUFFIX, shape=_blocks(source.shape), dtype=torch.float32
+        ),
     )
 
 
 def scale_box(box: ShardSpec) -> ShardSpec:
     """The box of the scales that belong to a block-aligned box of a weight."""
     return ShardSpec(
-        global_shape=_blocks(box.global_shape), offset=tuple(o // BLOCK for o in box.offset), shape=_blocks(box.shape),
+        global_shape=_blocks(box.global_shape),
+        offset=tuple(o // BLOCK for o in box.offset),
+        shape=_blocks(box.shape),
         replica=box.replica,
-    )  # fmt: skip
+    )
 
 
 def _blocks(shape: tuple[int, ...]) -> tuple[int, ...]:
@@ -173,18 +203,28 @@ def _on_blocks(box: ShardSpec) -> bool:
 
 def _check_sent(source: Source, count: int) -> None:
     if count > 1 or source.stored not in FLOATS:
-        raise RolloutError(f"cannot send {source.name}", where=WHERE, why="it comes twice" if count > 1 else f"it is {source.stored}",
-                           remedy="the engine must export each weight once, in float32, bfloat16 or float16")  # fmt: skip
+        raise RolloutError(
+            f"cannot send {source.name}",
+            where=WHERE,
+            why="it comes twice" if count > 1 else f"it is {source.stored}",
+            remedy="the engine must export each weight once, in float32, bfloat16 or float16",
+        )
 
 
 def _check_cover(source: Source) -> None:
     once = [box for box in source.boxes if box.replica == 0 and not box.is_empty]
     copies = {(box.offset, box.shape) for box in source.boxes if box.replica and not box.is_empty}
-    unlike = copies - {(box.offset, box.shape) for box in once}  # one of them might be sent in place of a box
+    unlike = copies - {
+        (box.offset, box.shape) for box in once
+    }  # one of them might be sent in place of a box
     if unlike or not covers(source.shape, once):
-        raise RolloutError(f"the shards of {source.name} do not cover {list(source.shape)} exactly once", where=WHERE,
-                           why=f"boxes: {[(b.offset, b.shape) for b in once]}" + (f"; copies of none: {sorted(unlike)}" if unlike else ""),
-                           remedy="the engine's get_per_tensor_param_shard is wrong: certify it with engine-conformance")  # fmt: skip
+        raise RolloutError(
+            f"the shards of {source.name} do not cover {list(source.shape)} exactly once",
+            where=WHERE,
+            why=f"boxes: {[(b.offset, b.shape) for b in once]}"
+            + (f"; copies of none: {sorted(unlike)}" if unlike else ""),
+            remedy="the engine's get_per_tensor_param_shard is wrong: certify it with engine-conformance",
+        )
 
 
 def _with_senders(sources: Sequence[Source], dtype: torch.dtype, world_size: int) -> list[Source]:
@@ -221,14 +261,21 @@ class _Packing:
 
     def late(self) -> list[list[int]]:
         """For each bucket: the sources that all ranks fill alike."""
-        return self._runs([i for i, s in enumerate(self._sources) if not s.gathers_last], self._bucket_bytes, None)
+        return self._runs(
+            [i for i, s in enumerate(self._sources) if not s.gathers_last], self._bucket_bytes, None
+        )
 
     def bucket(self, rows: list[list[int]], *, gathered: bool, slot: int) -> Bucket:
         """``rows``: of each rank, or the one that is of all."""
         ranks = list(range(len(rows))) if gathered else [None]
-        ends = [sum(self._bytes(i, rank) for i in row) for rank, row in zip(ranks, rows, strict=True)]
+        ends = [
+            sum(self._bytes(i, rank) for i in row) for rank, row in zip(ranks, rows, strict=True)
+        ]
         region = max(ends)
-        parts = tuple(self._parts(row, rank, k * region) for k, (rank, row) in enumerate(zip(ranks, rows, strict=True)))
+        parts = tuple(
+            self._parts(row, rank, k * region)
+            for k, (rank, row) in enumerate(zip(ranks, rows, strict=True))
+        )
         pieces = tuple(piece for row in parts for part in row for piece in part.pieces)
         wire = BucketPlan(pieces=pieces, num_bytes=region * len(rows), slot=slot)
         return Bucket(wire=wire, parts=parts, gathered=gathered, region=region)

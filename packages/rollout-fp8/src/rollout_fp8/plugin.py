@@ -21,9 +21,15 @@ def probe_server(server: str, device: str) -> ProbeResult:
     line = versions.tested(server, device)
     if line is None:
         devices = " or ".join(t.device for t in versions.TABLE if t.server == server)
-        return ProbeResult(ok=False, reason=f"{server} is not served on {device}", remedy=f"use {devices}")
+        return ProbeResult(
+            ok=False, reason=f"{server} is not served on {device}", remedy=f"use {devices}"
+        )
     if versions.installed(line) is None:
-        return ProbeResult(ok=False, reason=f"{line.distribution} is not installed", remedy=versions.install_line(line))
+        return ProbeResult(
+            ok=False,
+            reason=f"{line.distribution} is not installed",
+            remedy=versions.install_line(line),
+        )
     return probe_torch(device)
 
 
@@ -32,8 +38,16 @@ VLLM = EnginePlugin(
     contract=CONTRACT,
     capabilities=frozenset({Capability.LORA}),  # rollout.lora: adapter
     rows=(
-        Row(backends=("vllm",), devices=("cuda", "cpu"), target="rollout_fp8.vllm.rollout:VllmRollout"),
-        Row(backends=("vllm-server",), devices=("cuda", "cpu"), target="rollout_fp8.client:VllmServer"),
+        Row(
+            backends=("vllm",),
+            devices=("cuda", "cpu"),
+            target="rollout_fp8.vllm.rollout:VllmRollout",
+        ),
+        Row(
+            backends=("vllm-server",),
+            devices=("cuda", "cpu"),
+            target="rollout_fp8.client:VllmServer",
+        ),
     ),
     exporter=EXPORTER,
     wire=WIRE,
@@ -43,8 +57,14 @@ SGLANG = EnginePlugin(
     name="sglang",
     contract=CONTRACT,
     rows=(
-        Row(backends=("sglang",), devices=("cuda",), target="rollout_fp8.sglang.rollout:SglangRollout"),
-        Row(backends=("sglang-server",), devices=("cuda",), target="rollout_fp8.client:SglangServer"),
+        Row(
+            backends=("sglang",),
+            devices=("cuda",),
+            target="rollout_fp8.sglang.rollout:SglangRollout",
+        ),
+        Row(
+            backends=("sglang-server",), devices=("cuda",), target="rollout_fp8.client:SglangServer"
+        ),
     ),
     exporter=EXPORTER,
     wire=WIRE,

@@ -48,7 +48,9 @@ from rollout_fp8.wire import BLOCK
 
 ScalePolicy = Literal["fp32", "pow2"]
 E4M3_MAX = 448.0
-SMALLEST_SCALE = 2.0**-126  # the smallest normal fp32 number: its reciprocal is exact, and no device flushes it to zero
+SMALLEST_SCALE = (
+    2.0**-126
+)  # the smallest normal fp32 number: its reciprocal is exact, and no device flushes it to zero
 SOURCE_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 _PANEL = 8 * BLOCK  # rows that the plain path takes at once: its temporaries stay small
 
@@ -69,7 +71,10 @@ def scales_shape(shape: Sequence[int]) -> tuple[int, int]:
 def empty_like(weight: Tensor) -> Quantized:
     """Room for a weight [N, K] and its scales, on its device."""
     scales = weight.new_empty(scales_shape(weight.shape), dtype=torch.float32)
-    return Quantized(torch.empty_like(weight, dtype=torch.float8_e4m3fn, memory_format=torch.contiguous_format), scales)
+    return Quantized(
+        torch.empty_like(weight, dtype=torch.float8_e4m3fn, memory_format=torch.contiguous_format),
+        scales,
+    )
 
 
 def quantize(weight: Tensor, *, scales: ScalePolicy) -> Quantized:
@@ -80,11 +85,17 @@ def quantize(weight: Tensor, *, scales: ScalePolicy) -> Quantized:
 
 
 def quantize_into(
-    weights: Sequence[Tensor], out: Sequence[Tensor], scales_out: Sequence[Tensor], *, scales: ScalePolicy
+    weights: Sequence[Tensor],
+    out: Sequence[Tensor],
+    scales_out: Sequence[Tensor],
+    *,
+    scales: ScalePolicy,
 ) -> None:
     """Many weights into given tensors; as a ``QuantizePlan`` does it, and the plans are kept."""
     if weights:
-        _plan(layouts(weights), layouts(out), layouts(scales_out), scales).fill(weights, out, scales_out)
+        _plan(layouts(weights), layouts(out), layouts(scales_out), scales).fill(
+            weights, out, scales_out
+        )
 
 
 class QuantizePlan:
@@ -101,10 +112,17 @@ class QuantizePlan:
     """
 
     def __init__(
-        self, weights: Sequence[Layout], out: Sequence[Layout], scales_out: Sequence[Layout], *, scales: ScalePolicy
+        self,
+        weights: Sequence[Layout],
+        out: Sequence[Layout],
+        scales_out: Sequence[Layout],
+        *,
+        scales: ScalePolicy,
     ) -> None:
         if not len(weights) == len(out) == len(scales_out):
-            raise ValueError(f"{len(weights)} weights, {len(out)} outputs and {len(scales_out)} scales")
+            raise ValueError(
+                f"{len(weights)} weights, {len(out)} outputs and {len(scales_out)} scales"
+            )
         for i, (weight, q, s) in enumerate(zip(weights, out, scales_out, strict=True)):
             _check(f"weights[{i}]", weight, weight[0], SOURCE_DTYPES)
             _check(f"out[{i}]", q, weight[0], (torch.float8_e4m3fn,))
@@ -150,20 +168,35 @@ class QuantizePlan:
         on_device = to_device(table, weights[0].device)
         for work in self._launches:
             aligned = work.aligned and is_aligned(table[work.tensors, :2])
-            launch(on_device, work.sizes, work.blocks, broken, source=work.dtype, aligned=aligned, pow2=self._pow2)
+            launch(
+                on_device,
+                work.sizes,
+                work.blocks,
+                broken,
+                source=work.dtype,
+                aligned=aligned,
+                pow2=self._pow2,
+            )
 
 
 @lru_cache(maxsize=128)
 def _plan(
-    weights: tuple[Layout, ...], out: tuple[Layout, ...], scales_out: tuple[Layout, ...], scales: ScalePolicy
+    weights: tuple[Layout, ...],
+    out: tuple[Layout, ...],
+    scales_out: tuple[Layout, ...],
+    scales: ScalePolicy,
 ) -> QuantizePlan:
     return QuantizePlan(weights, out, scales_out, scales=scales)
 
 
-def _check(what: str, layout: Layout, shape: Sequence[int], dtypes: tuple[torch.dtype, ...]) -> None:
+def _check(
+    what: str, layout: Layout, shape: Sequence[int], dtypes: tuple[torch.dtype, ...]
+) -> None:
     if len(layout[0]) != 2 or tuple(layout[0]) != tuple(shape) or layout[2] not in dtypes:
         wanted = " or ".join(map(str, dtypes))
-        raise ValueError(f"{what} is {describe(layout)}; expected {wanted} {tuple(shape)} of two dimensions")
+        raise ValueError(
+            f"{what} is {describe(layout)}; expected {wanted} {tuple(shape)} of two dimensions"
+        )
     rows_of(layout)
 
 
@@ -178,10 +211,18 @@ class _Launch(NamedTuple):
 
 
 def _launches(
-    weights: Sequence[Layout], out: Sequence[Layout], scales_out: Sequence[Layout], device: torch.device
+    weights: Sequence[Layout],
+    out: Sequence[Layout],
+    scales_out: Sequence[Layout],
+    device: torch.device,
 ) -> list[_Launch]:
-    steps = [[rows_of(layout).stride for layout in three] for three in zip(weights, out, scales_out, strict=True)]
-    sizes = np.array([[*w[0], *step] for w, step in zip(weights, steps, strict=True)], dtype=np.int64)
+    steps = [
+        [rows_of(layout).stride for layout in three]
+        for three in zip(weights, out, scales_out, strict=True)
+    ]
+    sizes = np.array(
+        [[*w[0], *step] for w, step in zip(weights, steps, strict=True)], dtype=np.int64
+    )
     sizes_on_device = to_device(sizes, device)
     kinds: dict[tuple[torch.dtype, bool], list[int]] = {}
     for i, layout in enumerate(weights):
@@ -191,7 +232,9 @@ def _launches(
     for (dtype, aligned), tensors in kinds.items():
         blocks = np.concatenate([_blocks(i, scales_out[i][0]) for i in tensors])
         if blocks.size:
-            works.append(_Launch(dtype, aligned, tensors, sizes_on_device, to_device(blocks, device)))
+            works.append(
+                _Launch(dtype, aligned, tensors, sizes_on_device, to_device(blocks, device))
+            )
     return works
 
 
@@ -207,7 +250,9 @@ def _quantize_plain(weight: Tensor, out: Tensor, scales_out: Tensor, *, pow2: bo
         panel, end = weight[row : row + _PANEL], row + _PANEL
         rows, columns = panel.shape
         padded = F.pad(panel.float(), (0, -columns % BLOCK, 0, -rows % BLOCK))
-        blocks = padded.unflatten(0, (-1, BLOCK)).unflatten(2, (-1, BLOCK))  # [row block, row, column block, column]
+        blocks = padded.unflatten(0, (-1, BLOCK)).unflatten(
+            2, (-1, BLOCK)
+        )  # [row block, row, column block, column]
         scale = _scale(blocks.abs().amax(dim=(1, 3)), pow2=pow2)
         poisoned = ~scale.isfinite()[:, None, :, None]
         scaled = (blocks * (1.0 / scale)[:, None, :, None]).masked_fill(poisoned, torch.nan)
@@ -218,8 +263,12 @@ def _quantize_plain(weight: Tensor, out: Tensor, scales_out: Tensor, *, pow2: bo
 def _scale(amax: Tensor, *, pow2: bool) -> Tensor:
     """Of blocks with these largest magnitudes, fp32; not a number or infinite where ``amax`` is."""
     if pow2:
-        mantissa, exponent = torch.frexp(amax)  # amax = mantissa · 2^exponent, mantissa in [0.5, 1); 448 = 0.875 · 2^9
-        scale = torch.ldexp(torch.ones_like(amax), (exponent - 9 + (mantissa > 0.875)).clamp(min=-126))
+        mantissa, exponent = torch.frexp(
+            amax
+        )  # amax = mantissa · 2^exponent, mantissa in [0.5, 1); 448 = 0.875 · 2^9
+        scale = torch.ldexp(
+            torch.ones_like(amax), (exponent - 9 + (mantissa > 0.875)).clamp(min=-126)
+        )
     else:
         scale = (amax / E4M3_MAX).clamp(min=SMALLEST_SCALE)
     scale = torch.where(amax == 0, 1.0, scale)

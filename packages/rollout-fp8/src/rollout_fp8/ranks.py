@@ -29,6 +29,9 @@ def world_size() -> int:
 def require_own_devices(device: str, size: int) -> None:
     """Raise ``ConfigError`` where a replica in processes of its own would take ``size`` devices, some of them other ranks'."""
     if device != "cpu" and size > 1 and (ranks := world_size()) > 1:
-        raise ConfigError("rollout.options.tensor_parallel_size", f"{size}, for the replica of each of {ranks} ranks",
-                          why="it takes its rank's device and those behind it, which the next ranks' replicas take too",
-                          remedy="1; vllm with executor: in_process, by which ranks serve one together; or launcher: ray with ray.rollouts")  # fmt: skip
+        raise ConfigError(
+            "rollout.options.tensor_parallel_size",
+            f"{size}, for the replica of each of {ranks} ranks",
+            why="it takes its rank's device and those behind it, which the next ranks' replicas take too",
+            remedy="1; vllm with executor: in_process, by which ranks serve one together; or launcher: ray with ray.rollouts",
+        )

@@ -43,7 +43,9 @@ class Receiver:
             memory that is not the checkpoint's.
     """
 
-    def __init__(self, model: nn.Module, plan: WirePlan, load: Load, read: Read | None = None) -> None:
+    def __init__(
+        self, model: nn.Module, plan: WirePlan, load: Load, read: Read | None = None
+    ) -> None:
         self._model, self._plan, self._load, self._packed = model, plan, load, read is not None
         self._device = next(model.parameters()).device
         self._read = read or dict(model.named_parameters()).__getitem__
@@ -59,9 +61,15 @@ class Receiver:
         try:
             self._checksums = ChecksumPlan(layouts(views), boxes, list(range(len(boxes))))
         except ValueError as error:
-            raise RolloutError("cannot compare what is served with what is sent", where=WHERE, why=str(error),
-                               remedy="use another tensor_parallel_size, or rollout.name=local") from error  # fmt: skip
-        self._live = None if self._packed else self._checksums.bind(views)  # unpacked copies are made for each audit
+            raise RolloutError(
+                "cannot compare what is served with what is sent",
+                where=WHERE,
+                why=str(error),
+                remedy="use another tensor_parallel_size, or rollout.name=local",
+            ) from error
+        self._live = (
+            None if self._packed else self._checksums.bind(views)
+        )  # unpacked copies are made for each audit
 
     @property
     def boxes(self) -> Boxes:
@@ -81,7 +89,9 @@ class Receiver:
                     self._reload(stream)
                 return
             self._check_places()
-            if stream.plan is not self._bound:  # views into an earlier stream's buffers would keep them alive
+            if (
+                stream.plan is not self._bound
+            ):  # views into an earlier stream's buffers would keep them alive
                 self._copies, self._bound = {}, stream.plan
             for bucket, buffer in stream.buckets():
                 with phases.phase("install"):
@@ -105,11 +115,17 @@ class Receiver:
         except EngineError:
             raise
         except Exception as error:  # a server's loader raises whatever it likes
-            raise RolloutError("a weight sync ended half-way", where=SYNC, why=_said(error),
-                               remedy="nothing is generated until a good sync: sync again, or restart the rollout") from error  # fmt: skip
+            raise RolloutError(
+                "a weight sync ended half-way",
+                where=SYNC,
+                why=_said(error),
+                remedy="nothing is generated until a good sync: sync again, or restart the rollout",
+            ) from error
 
     def _views(self) -> list[Tensor]:
-        parameters = {name: self._read(name) for name in dict.fromkeys(r.parameter for r in self._readable)}
+        parameters = {
+            name: self._read(name) for name in dict.fromkeys(r.parameter for r in self._readable)
+        }
         return [self._sent(region, parameters[region.parameter]) for region in self._readable]
 
     def _sent(self, region: Region, parameter: Tensor) -> Tensor:
@@ -119,29 +135,45 @@ class Receiver:
             return part
         narrow = part.to(dtype)
         if not torch.equal(narrow.to(part.dtype), part):
-            raise RolloutError(f"{region.parameter} holds values that were not sent", where=WHERE,
-                               why=f"{region.name} came as {dtype}, and {part.dtype} values are served that it cannot hold",
-                               remedy="nothing is generated until a good sync: sync again, or restart the rollout")  # fmt: skip
+            raise RolloutError(
+                f"{region.parameter} holds values that were not sent",
+                where=WHERE,
+                why=f"{region.name} came as {dtype}, and {part.dtype} values are served that it cannot hold",
+                remedy="nothing is generated until a good sync: sync again, or restart the rollout",
+            )
         return narrow
 
     def _check_places(self) -> None:
         live = dict(self._model.named_parameters())
-        moved = [name for name, place in self._places.items() if name not in live or _place(live[name]) != place]
+        moved = [
+            name
+            for name, place in self._places.items()
+            if name not in live or _place(live[name]) != place
+        ]
         if moved:
-            raise RolloutError("the server has moved its weights since the first sync", where=WHERE,
-                               why=f"{len(moved)} parameters, {moved[0]} among them",
-                               remedy="close this rollout and create another one")  # fmt: skip
+            raise RolloutError(
+                "the server has moved its weights since the first sync",
+                where=WHERE,
+                why=f"{len(moved)} parameters, {moved[0]} among them",
+                remedy="close this rollout and create another one",
+            )
 
     def _install(self, bucket: BucketPlan, buffer: Tensor) -> None:
         # The buffers stay the same from sync to sync, and so do the parameters.
         key = (id(bucket), buffer.data_ptr())
         if key not in self._copies:
             pairs = [
-                p for piece in bucket.pieces for p in self._pairs(piece.tensor.name, piece.box, piece.view(buffer))
+                p
+                for piece in bucket.pieces
+                for p in self._pairs(piece.tensor.name, piece.box, piece.view(buffer))
             ]
             sources, targets = [source for source, _ in pairs], [target for _, target in pairs]
             # Under tensor parallelism a bucket may hold nothing that this worker serves.
-            bound = CastPlan(layouts(sources), layouts(targets)).bind(sources, targets) if pairs else None
+            bound = (
+                CastPlan(layouts(sources), layouts(targets)).bind(sources, targets)
+                if pairs
+                else None
+            )
             self._copies[key] = bound
         if (copies := self._copies[key]) is not None:
             copies.run()
@@ -162,17 +194,28 @@ class Receiver:
             with torch.no_grad(), trace:
                 self._load(trace.watch(marks(self._plan, self._device)))
         except Exception as error:  # a server's loader raises whatever it likes
-            raise RolloutError("the server cannot load the model that is trained", where=f"{WHERE}, at {trace.at}",
-                               why=_said(error),
-                               remedy="give rollout and engine the same model, and a server from the tested table") from error  # fmt: skip
+            raise RolloutError(
+                "the server cannot load the model that is trained",
+                where=f"{WHERE}, at {trace.at}",
+                why=_said(error),
+                remedy="give rollout and engine the same model, and a server from the tested table",
+            ) from error
         known = {region.name for region in trace.regions}
-        problems = [f"the server has no place for {name}" for name in self._plan.tensors if name not in known]
+        problems = [
+            f"the server has no place for {name}"
+            for name in self._plan.tensors
+            if name not in known
+        ]
         problems += uncovered(trace, live)
         problems += misfits(trace, self._plan.tensors, {} if self._packed else live)
         if problems:
-            raise RolloutError("the model that is served is not the model that is trained", where=WHERE,
-                               why="; ".join(problems[:5]) + (f"; and {len(problems) - 5} more" if len(problems) > 5 else ""),
-                               remedy="give rollout and engine the same model, and a server from the tested table")  # fmt: skip
+            raise RolloutError(
+                "the model that is served is not the model that is trained",
+                where=WHERE,
+                why="; ".join(problems[:5])
+                + (f"; and {len(problems) - 5} more" if len(problems) > 5 else ""),
+                remedy="give rollout and engine the same model, and a server from the tested table",
+            )
         return trace.regions
 
     def _unlike_marks(self) -> set[str]:
@@ -189,9 +232,12 @@ class Receiver:
                 unlike.add(name)
         if unlike and not self._packed:
             shown = ", ".join(sorted(unlike)[:5])
-            raise RolloutError("the server rearranges weights after loading", where=WHERE,
-                               why=f"{len(unlike)} tensors lie otherwise in memory than in a checkpoint: {shown}",
-                               remedy="choose another kernel for these layers in the server's options")  # fmt: skip
+            raise RolloutError(
+                "the server rearranges weights after loading",
+                where=WHERE,
+                why=f"{len(unlike)} tensors lie otherwise in memory than in a checkpoint: {shown}",
+                remedy="choose another kernel for these layers in the server's options",
+            )
         return unlike
 
 
@@ -221,14 +267,18 @@ def _mark(tensor: WireTensor, seed: int, device: torch.device) -> Tensor:
     generator = torch.Generator(device).manual_seed(seed)
     if tensor.dtype == torch.float8_e4m3fn:
         # 0x00 … 0x7e and 0x80 … 0xfe: all but the two NaN.
-        codes = torch.randint(0, 254, tensor.shape, generator=generator, device=device, dtype=torch.uint8)
+        codes = torch.randint(
+            0, 254, tensor.shape, generator=generator, device=device, dtype=torch.uint8
+        )
         return (codes + (codes >= 127)).view(torch.float8_e4m3fn)
     # In [1, 2): as scales they neither overflow nor vanish.
     return (1 + torch.rand(tensor.shape, generator=generator, device=device)).to(tensor.dtype)
 
 
 def _inside(box: ShardSpec, outer: ShardSpec) -> tuple[slice, ...]:
-    return tuple(slice(o - p, o - p + s) for o, p, s in zip(box.offset, outer.offset, box.shape, strict=True))
+    return tuple(
+        slice(o - p, o - p + s) for o, p, s in zip(box.offset, outer.offset, box.shape, strict=True)
+    )
 
 
 def _grouped(regions: Sequence[Region]) -> dict[str, list[Region]]:

@@ -16,8 +16,13 @@ from rollout_fp8.messages import dumps
 from rollout_fp8.options import Options
 
 # What a client goes by that is not given them: they say how weights are sent, and where completions end.
-DEFAULTS: Mapping[str, Any] = {"quantization": "none", "lora": None, "eos_token_ids": (),
-                               "scales": Options().scales, "audit": Options().audit}  # fmt: skip
+DEFAULTS: Mapping[str, Any] = {
+    "quantization": "none",
+    "lora": None,
+    "eos_token_ids": (),
+    "scales": Options().scales,
+    "audit": Options().audit,
+}
 
 
 def default_dtype(name: str) -> str:
@@ -35,20 +40,34 @@ def settings_of(rollout: Rollout, name: str, arguments: Mapping[str, Any]) -> di
     return {"name": name, "arguments": _plain({**_defaults(name), **own, **arguments})}
 
 
-def require_same(url: str, name: str, arguments: Mapping[str, Any], settings: Mapping[str, Any]) -> None:
+def require_same(
+    url: str, name: str, arguments: Mapping[str, Any], settings: Mapping[str, Any]
+) -> None:
     """Raise ``ConfigError`` that names what a server does not serve as ``name`` with ``arguments`` would."""
     there: Mapping[str, Any] = settings.get("arguments", {})
     wanted = _plain({**_defaults(name), **arguments})
-    differ = {key: (value, there.get(key)) for key, value in wanted.items() if key not in there or there[key] != value}
+    differ = {
+        key: (value, there.get(key))
+        for key, value in wanted.items()
+        if key not in there or there[key] != value
+    }
     unknown = [key for key in differ if key not in there]
     if settings.get("name") != name:
         differ = {"name": (name, settings.get("name")), **differ}
     if not differ:
         return
-    why = [f"{key} is {mine!r} here, {theirs!r} there" for key, (mine, theirs) in differ.items() if key not in unknown]
+    why = [
+        f"{key} is {mine!r} here, {theirs!r} there"
+        for key, (mine, theirs) in differ.items()
+        if key not in unknown
+    ]
     why += [f"{key} is nothing that it takes ({near_matches(key, list(there))})" for key in unknown]
-    raise ConfigError("rollout.options.url", f"the server at {url} serves something else", why="; ".join(why),
-                      remedy="give the run what the server was started with, or leave url out: then one is started")  # fmt: skip
+    raise ConfigError(
+        "rollout.options.url",
+        f"the server at {url} serves something else",
+        why="; ".join(why),
+        remedy="give the run what the server was started with, or leave url out: then one is started",
+    )
 
 
 def _defaults(name: str) -> dict[str, Any]:
@@ -60,12 +79,17 @@ def _plain(arguments: Mapping[str, Any]) -> dict[str, Any]:
     plain: dict[str, Any] = {key: _fields(value) for key, value in arguments.items()}
     plain["eos_token_ids"] = sorted(set(plain["eos_token_ids"]))
     if plain["lora"] is not None:
-        plain["lora"] = asdict(LoraConfig(**plain["lora"]))  # what a server was not given is the default
+        plain["lora"] = asdict(
+            LoraConfig(**plain["lora"])
+        )  # what a server was not given is the default
     if "model" in plain:
         model: Mapping[str, Any] = plain["model"]
         folder = Path(model["path"])
-        plain["model"] = {"path": str(folder.resolve()) if folder.is_dir() else model["path"],
-                          "revision": model.get("revision"), "config_overrides": model.get("config_overrides", {})}  # fmt: skip
+        plain["model"] = {
+            "path": str(folder.resolve()) if folder.is_dir() else model["path"],
+            "revision": model.get("revision"),
+            "config_overrides": model.get("config_overrides", {}),
+        }
     return json.loads(dumps(plain))
 
 

@@ -64,7 +64,9 @@ log = logging.getLogger("rollout_fp8.server")
 class Service:
     """The rollout, as functions from JSON to JSON; ``name`` and ``arguments``: as which it is registered, and made."""
 
-    def __init__(self, rollout: Rollout, device: str, *, name: str, arguments: Mapping[str, Any]) -> None:
+    def __init__(
+        self, rollout: Rollout, device: str, *, name: str, arguments: Mapping[str, Any]
+    ) -> None:
         self._rollout, self._device = rollout, device
         self._settings = settings_of(rollout, name, arguments)
         self._turn = threading.Lock()  # a rollout need not be thread-safe; clients take turns
@@ -73,9 +75,14 @@ class Service:
         self._ids = count()
         self.closed = False
         self.calls: Mapping[str, Callable[..., dict[str, Any]]] = {
-            "generate": self.generate, "submit": self.submit, "result": self.result, "abort": self.abort,
-            "update_weights": self.update_weights, "sleep": self.sleep, "wake_up": self.wake_up,
-        }  # fmt: skip
+            "generate": self.generate,
+            "submit": self.submit,
+            "result": self.result,
+            "abort": self.abort,
+            "update_weights": self.update_weights,
+            "sleep": self.sleep,
+            "wake_up": self.wake_up,
+        }
 
     def close(self) -> None:
         """Close the rollout without waiting for the calls that still run in it; they may fail in any way."""
@@ -84,9 +91,15 @@ class Service:
 
     def health(self) -> dict[str, Any]:
         """Answers while others wait for their turn."""
-        return {"pid": os.getpid(), "weight_version": self._rollout.weight_version, **self._settings}
+        return {
+            "pid": os.getpid(),
+            "weight_version": self._rollout.weight_version,
+            **self._settings,
+        }
 
-    def generate(self, *, prompts: Sequence[Sequence[int]], sampling: Mapping[str, Any]) -> dict[str, Any]:
+    def generate(
+        self, *, prompts: Sequence[Sequence[int]], sampling: Mapping[str, Any]
+    ) -> dict[str, Any]:
         """See ``Rollout.generate``."""
         wanted = from_json(SamplingParams, sampling)
         with self._turn:
@@ -95,13 +108,19 @@ class Service:
     def submit(self, *, prompt: Sequence[int], sampling: Mapping[str, Any]) -> dict[str, Any]:
         """See ``AsyncRollout.submit``."""
         if not isinstance(self._rollout, AsyncRollout):
-            raise RolloutError("cannot generate in the background", where=f"server of {type(self._rollout).__name__}",
-                               why="it has no submit", remedy="use generate, or another rollout")  # fmt: skip
+            raise RolloutError(
+                "cannot generate in the background",
+                where=f"server of {type(self._rollout).__name__}",
+                why="it has no submit",
+                remedy="use generate, or another rollout",
+            )
         with self._turn:
             self._drop_unasked()
             number = next(self._ids)
             self._asked[number] = time.monotonic()
-            self._running[number] = self._rollout.submit(prompt, from_json(SamplingParams, sampling))
+            self._running[number] = self._rollout.submit(
+                prompt, from_json(SamplingParams, sampling)
+            )
         return {"id": number}
 
     def result(self, *, id: int, wait_s: float) -> dict[str, Any]:  # noqa: A002 - the name in JSON
@@ -123,7 +142,12 @@ class Service:
         return {}
 
     def update_weights(
-        self, *, address: str | None, version: int, timeout_s: float, adapter: Mapping[str, Any] | None = None
+        self,
+        *,
+        address: str | None,
+        version: int,
+        timeout_s: float,
+        adapter: Mapping[str, Any] | None = None,
     ) -> dict[str, Any]:
         """See ``Rollout.update_weights``. ``adapter``: its folder and checksums; without ``address`` it comes alone."""
         from rollout_fp8.adapter_session import SentAdapter
@@ -134,9 +158,15 @@ class Service:
             stream = (
                 None
                 if address is None
-                else stack.enter_context(receive_weights(address, device=device, timeout_s=timeout_s))
+                else stack.enter_context(
+                    receive_weights(address, device=device, timeout_s=timeout_s)
+                )
             )
-            export = stream if adapter is None else SentAdapter(Path(adapter["folder"]), adapter["sums"], stream)
+            export = (
+                stream
+                if adapter is None
+                else SentAdapter(Path(adapter["folder"]), adapter["sums"], stream)
+            )
             with self._any_version(version):
                 return to_json(self._rollout.update_weights(cast("WeightExport", export), version))
 
@@ -167,8 +197,11 @@ class Service:
         try:
             generation = self._running[number]
         except KeyError:
-            raise RolloutError(f"no generation {number} is running", where="server",
-                               remedy=f"a result is handed out once, and kept for {KEPT_S / 60:.0f} minutes") from None  # fmt: skip
+            raise RolloutError(
+                f"no generation {number} is running",
+                where="server",
+                remedy=f"a result is handed out once, and kept for {KEPT_S / 60:.0f} minutes",
+            ) from None
         self._asked[number] = time.monotonic()
         return generation
 
@@ -200,7 +233,9 @@ class Server(ThreadingHTTPServer):
 
     def __init__(self, address: tuple[str, int], service: Service) -> None:
         self.service, self.token = service, secret("http").hex()
-        self._strangers: dict[Any, float] = {}  # sockets, the oldest first: until when, by time.monotonic()
+        self._strangers: dict[
+            Any, float
+        ] = {}  # sockets, the oldest first: until when, by time.monotonic()
         super().__init__(address, _Handler)
 
     def process_request(self, request: Any, client_address: Any) -> None:
@@ -222,7 +257,9 @@ class Server(ThreadingHTTPServer):
     def service_actions(self) -> None:
         """Hang up on connections that have not shown the token in time, however they spend it."""
         now = time.monotonic()
-        for request in [request for request, until in self._strangers.copy().items() if until <= now]:
+        for request in [
+            request for request, until in self._strangers.copy().items() if until <= now
+        ]:
             self._hang_up(request)
 
     def handle_error(self, request: Any, client_address: Any) -> None:
@@ -239,7 +276,10 @@ class Server(ThreadingHTTPServer):
     def server_bind(self) -> None:
         """Without the look-up of this host's name that ``HTTPServer`` makes."""
         TCPServer.server_bind(self)
-        self.server_name, self.server_port = str(self.server_address[0]), int(self.server_address[1])
+        self.server_name, self.server_port = (
+            str(self.server_address[0]),
+            int(self.server_address[1]),
+        )
 
     @property
     def url(self) -> str:
@@ -294,10 +334,16 @@ class _Handler(BaseHTTPRequestHandler):
     def _call(self, calls: Mapping[str, Callable[..., dict[str, Any]]]) -> dict[str, Any]:
         given = self.headers.get("Authorization", "").removeprefix("Bearer ")
         if not hmac.compare_digest(given.encode(), self._server.token.encode()):
-            raise self._refused(401, "the token is wrong", "give server and client the same ROLLOUT_FP8_KEY")
+            raise self._refused(
+                401, "the token is wrong", "give server and client the same ROLLOUT_FP8_KEY"
+            )
         self._server.is_known(self.connection)
         if self.path not in calls:
-            raise self._refused(404, f"there is no {self.command} {self.path}", f"one of: {', '.join(sorted(calls))}")
+            raise self._refused(
+                404,
+                f"there is no {self.command} {self.path}",
+                f"one of: {', '.join(sorted(calls))}",
+            )
         call, arguments = calls[self.path], self._body()
         try:
             inspect.signature(call).bind(**arguments)
@@ -312,7 +358,9 @@ class _Handler(BaseHTTPRequestHandler):
         try:
             body = json.loads(self.rfile.read(int(length)) or b"{}")
         except ValueError as error:
-            raise self._refused(400, f"the request is not JSON: {error}", "send an object") from error
+            raise self._refused(
+                400, f"the request is not JSON: {error}", "send an object"
+            ) from error
         if not isinstance(body, dict):
             raise self._refused(400, f"the request is a {type(body).__name__}", "send an object")
         return body
@@ -372,8 +420,12 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="python -m rollout_fp8.server", description="A rollout in a process of its own."
     )
-    parser.add_argument("--name", required=True, help="of a registered rollout: vllm, sglang, local")
-    parser.add_argument("--device", default="auto", help="cuda, cpu, or auto: the first of them that is here")
+    parser.add_argument(
+        "--name", required=True, help="of a registered rollout: vllm, sglang, local"
+    )
+    parser.add_argument(
+        "--device", default="auto", help="cuda, cpu, or auto: the first of them that is here"
+    )
     parser.add_argument(
         "--config",
         required=CONFIG not in os.environ,
@@ -381,9 +433,13 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--host", default="127.0.0.1", help="where it listens")
     parser.add_argument("--port", type=int, default=0, help="0: a free one")
-    parser.add_argument("--announce", type=Path, help="a file that gets the URL, or the error, as JSON")
     parser.add_argument(
-        "--with-parent", action="store_true", help="end when standard input is closed; needs a session of its own"
+        "--announce", type=Path, help="a file that gets the URL, or the error, as JSON"
+    )
+    parser.add_argument(
+        "--with-parent",
+        action="store_true",
+        help="end when standard input is closed; needs a session of its own",
     )
     return parser
 

@@ -54,8 +54,12 @@ class SyncSession:
                 self._expected.check(plan)
             self._audit = (plan, Audit(plan, self._workers.learn(plan)))
             if stream.audit and (unread := self._audit[1].unread):
-                log.warning("the server cannot read back %d of %d tensors, %s among them: the audit leaves them out",
-                            len(unread), len(plan.tensors), unread[0])  # fmt: skip
+                log.warning(
+                    "the server cannot read back %d of %d tensors, %s among them: the audit leaves them out",
+                    len(unread),
+                    len(plan.tensors),
+                    unread[0],
+                )
         results = self._workers.sync(stream)
         exported = stream.checksums()  # also says whether every weight was finite
         if stream.audit:
@@ -66,8 +70,14 @@ class SyncSession:
                 seconds[name] = max(seconds.get(name, 0.0), value)
         quantized = sum(t.dtype == torch.float8_e4m3fn for t in plan.tensors.values())
         scales = sum(name.endswith(SCALE_SUFFIX) for name in plan.tensors)
-        return SyncResult(version=version, num_tensors=len(plan.tensors) - scales, num_quantized=quantized,
-                          num_bytes=plan.num_bytes, seconds=seconds, audited=stream.audit and not self._audit[1].unread)  # fmt: skip
+        return SyncResult(
+            version=version,
+            num_tensors=len(plan.tensors) - scales,
+            num_quantized=quantized,
+            num_bytes=plan.num_bytes,
+            seconds=seconds,
+            audited=stream.audit and not self._audit[1].unread,
+        )
 
     def forget_weights(self) -> None:
         """The server sleeps: every sync brings all weights anyway."""

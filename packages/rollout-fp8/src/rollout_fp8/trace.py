@@ -14,7 +14,9 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
-from torch.utils._python_dispatch import TorchDispatchMode  # the documented way to watch calls; it has no other name
+from torch.utils._python_dispatch import (
+    TorchDispatchMode,
+)  # the documented way to watch calls; it has no other name
 
 from engine_api.errors import RolloutError
 from engine_api.weights import ShardSpec
@@ -23,7 +25,16 @@ from rollout_fp8.wire import WireTensor
 WHERE = "learning the server's layout"
 # Layers with a row for each token, as Hugging Face's model families call them.
 VOCABULARIES = frozenset(
-    {"embed_tokens", "embed_in", "embed_out", "lm_head", "output", "tok_embeddings", "word_embeddings", "wte"}
+    {
+        "embed_tokens",
+        "embed_in",
+        "embed_out",
+        "lm_head",
+        "output",
+        "tok_embeddings",
+        "word_embeddings",
+        "wte",
+    }
 )
 Layout = tuple[torch.Size, tuple[int, ...], torch.dtype]
 
@@ -40,7 +51,9 @@ class Region:
 
     def view(self, parameter: Tensor) -> Tensor:
         """The box inside the parameter, in the box's shape."""
-        return parameter.as_strided(self.box.shape, self.stride, parameter.storage_offset() + self.offset)
+        return parameter.as_strided(
+            self.box.shape, self.stride, parameter.storage_offset() + self.offset
+        )
 
 
 class LoaderTrace(TorchDispatchMode):
@@ -77,7 +90,11 @@ class LoaderTrace(TorchDispatchMode):
         self._current = None
 
     def __torch_dispatch__(
-        self, func: Any, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+        self,
+        func: Any,
+        types: Sequence[type],
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
     ) -> Any:
         if func is torch.ops.aten.copy_.default and self._current is not None:
             self._record(args[0], args[1])
@@ -97,9 +114,16 @@ class LoaderTrace(TorchDispatchMode):
             return
         parameter, tensor = owner
         box = _box(whole, source, name)
-        region = Region(name=name, box=box, parameter=parameter, stride=_stride(target, source, name),
-                        offset=int(target.storage_offset() - tensor.storage_offset()))  # fmt: skip
-        self._regions[region] = None  # once: a loader that copies something twice fills no more by it
+        region = Region(
+            name=name,
+            box=box,
+            parameter=parameter,
+            stride=_stride(target, source, name),
+            offset=int(target.storage_offset() - tensor.storage_offset()),
+        )
+        self._regions[region] = (
+            None  # once: a loader that copies something twice fills no more by it
+        )
 
 
 def _storage(tensor: Tensor) -> int:
@@ -108,7 +132,9 @@ def _storage(tensor: Tensor) -> int:
 
 def _stride(target: Tensor, source: Tensor, name: str) -> tuple[int, ...]:
     """The target's strides by the source's dimensions; the loader may have dropped or added dimensions of one."""
-    sizes = [(size, step) for size, step in zip(target.shape, target.stride(), strict=True) if size != 1]
+    sizes = [
+        (size, step) for size, step in zip(target.shape, target.stride(), strict=True) if size != 1
+    ]
     if [size for size, _ in sizes] != [size for size in source.shape if size != 1]:
         raise _unknown(name, f"{list(source.shape)} is copied into {list(target.shape)}")
     steps = iter(sizes)
@@ -121,10 +147,14 @@ def _box(whole: Tensor, part: Tensor, name: str) -> ShardSpec:
         not whole.is_contiguous()
         or part.dim() != whole.dim()
         or any(
-            step != own for size, step, own in zip(part.shape, part.stride(), whole.stride(), strict=True) if size > 1
+            step != own
+            for size, step, own in zip(part.shape, part.stride(), whole.stride(), strict=True)
+            if size > 1
         )
     ):
-        raise _unknown(name, f"a view {list(part.shape)} with strides {part.stride()} of {list(whole.shape)}")
+        raise _unknown(
+            name, f"a view {list(part.shape)} with strides {part.stride()} of {list(whole.shape)}"
+        )
     rest = part.storage_offset() - whole.storage_offset()
     offset: list[int] = []
     for step in whole.stride():
@@ -134,8 +164,12 @@ def _box(whole: Tensor, part: Tensor, name: str) -> ShardSpec:
 
 
 def _unknown(name: str, why: str) -> RolloutError:
-    return RolloutError(f"cannot follow how the server loads {name}", where=WHERE, why=why,
-                        remedy="this model family cannot be synced into this server; use rollout.name=local")  # fmt: skip
+    return RolloutError(
+        f"cannot follow how the server loads {name}",
+        where=WHERE,
+        why=why,
+        remedy="this model family cannot be synced into this server; use rollout.name=local",
+    )
 
 
 def uncovered(trace: LoaderTrace, parameters: Iterable[str]) -> Iterator[str]:
@@ -149,7 +183,9 @@ def uncovered(trace: LoaderTrace, parameters: Iterable[str]) -> Iterator[str]:
     for name in parameters:
         if name not in regions:
             yield f"nothing comes for {name}"
-        elif not (_fills(regions[name], trace.layouts[name][0].numel()) or _is_padded(regions[name])):
+        elif not (
+            _fills(regions[name], trace.layouts[name][0].numel()) or _is_padded(regions[name])
+        ):
             yield f"{name} gets only {', '.join(sorted({region.name for region in regions[name]}))}"
 
 
@@ -162,7 +198,9 @@ def _is_padded(regions: Sequence[Region]) -> bool:
     return len(regions) == 1 and regions[0].offset == 0 and layer in VOCABULARIES
 
 
-def misfits(trace: LoaderTrace, tensors: Mapping[str, WireTensor], live: Mapping[str, Layout]) -> Iterator[str]:
+def misfits(
+    trace: LoaderTrace, tensors: Mapping[str, WireTensor], live: Mapping[str, Layout]
+) -> Iterator[str]:
     """Parameters that are served otherwise than they are loaded (of those in ``live``), and tensors of other dtypes.
 
     Where nothing is copied into place (no ``live``), a vector may be served in a dtype that holds every value of the tensor's, as biases

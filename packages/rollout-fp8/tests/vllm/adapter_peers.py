@@ -20,7 +20,9 @@ from engine_api.registry import EngineRegistry, RolloutRegistry
 from engine_api.rollout import Completion, SyncResult
 
 # A rank that vLLM pads, a factor that is no power of two, and one projection of three that share a parameter left out.
-LORA = LoraConfig(rank=3, alpha=10.0, target_modules=("q_proj", "v_proj", "o_proj", "gate_proj", "down_proj"))
+LORA = LoraConfig(
+    rank=3, alpha=10.0, target_modules=("q_proj", "v_proj", "o_proj", "gate_proj", "down_proj")
+)
 FOLDERS = "rollout-adapter-*"
 # vLLM's kernels for adapters on CUDA have no float32.
 DTYPE = "float32" if DEVICE == "cpu" else "bfloat16"
@@ -29,8 +31,12 @@ DTYPE = "float32" if DEVICE == "cpu" else "bfloat16"
 @contextmanager
 def trained(model: str) -> Iterator[Any]:
     """fsdp2 with an adapter of ``LORA`` on the model."""
-    config = EngineConfig(model=ModelSource(path=model), optimizer=OptimizerConfig(lr=0.05, clip_norm=None), lora=LORA,
-                          precision=Precision(compute=DTYPE))  # fmt: skip
+    config = EngineConfig(
+        model=ModelSource(path=model),
+        optimizer=OptimizerConfig(lr=0.05, clip_norm=None),
+        lora=LORA,
+        precision=Precision(compute=DTYPE),
+    )
     engine = EngineRegistry.create(backend="fsdp2", device=DEVICE, config=config)
     engine.initialize()
     try:
@@ -43,9 +49,19 @@ def trained(model: str) -> Iterator[Any]:
 def serving(model: str, lora: LoraConfig | None, **options: Any) -> Iterator[tuple[Any, Any]]:
     """A rollout and its exporter."""
     source = ModelSource(path=model)
-    rollout = RolloutRegistry.create(name="vllm", device=DEVICE, model=source, pad_token_id=0, lora=lora, dtype=DTYPE,
-                                     enforce_eager=True, **(SMALL | options))  # fmt: skip
-    exporter = RolloutRegistry.create_exporter(name="vllm", device=DEVICE, model=source, dtype=DTYPE, lora=lora)
+    rollout = RolloutRegistry.create(
+        name="vllm",
+        device=DEVICE,
+        model=source,
+        pad_token_id=0,
+        lora=lora,
+        dtype=DTYPE,
+        enforce_eager=True,
+        **(SMALL | options),
+    )
+    exporter = RolloutRegistry.create_exporter(
+        name="vllm", device=DEVICE, model=source, dtype=DTYPE, lora=lora
+    )
     weights = weights_of(rollout)
     try:
         yield rollout, exporter
@@ -58,7 +74,9 @@ def serving(model: str, lora: LoraConfig | None, **options: Any) -> Iterator[tup
 def step(engine: Any) -> None:
     """An update that moves the adapter far enough to be seen."""
     ids = torch.arange(40).reshape(4, 10) + 5
-    batch = Batch.pack([{"input_ids": row, "loss_weight": torch.tensor([0.0] + [1.0] * 9)} for row in ids])
+    batch = Batch.pack(
+        [{"input_ids": row, "loss_weight": torch.tensor([0.0] + [1.0] * 9)} for row in ids]
+    )
     engine.train_batch(batch, sft_loss)
 
 
@@ -80,15 +98,21 @@ def ask(engine: Any, rollout: Any, exporter: Any) -> Said:
 
 def told_of(engine: Any, drawn: Sequence[Completion]) -> list[list[float]]:
     """The engine's log-probs of the tokens, as it is now."""
-    asked = Batch.pack([{"input_ids": torch.tensor([*PROMPTS[c.prompt_index], *c.tokens])} for c in drawn])
-    rows = engine.infer_batch(asked).log_probs.split([len(PROMPTS[c.prompt_index]) + len(c.tokens) for c in drawn])
+    asked = Batch.pack(
+        [{"input_ids": torch.tensor([*PROMPTS[c.prompt_index], *c.tokens])} for c in drawn]
+    )
+    rows = engine.infer_batch(asked).log_probs.split(
+        [len(PROMPTS[c.prompt_index]) + len(c.tokens) for c in drawn]
+    )
     return [row[-len(c.tokens) :].tolist() for row, c in zip(rows, drawn, strict=True)]
 
 
 class Changed:
     """An engine whose adapter's export was changed on its way."""
 
-    def __init__(self, engine: Any, change: Callable[[str, Tensor], tuple[str, Tensor] | None]) -> None:
+    def __init__(
+        self, engine: Any, change: Callable[[str, Tensor], tuple[str, Tensor] | None]
+    ) -> None:
         self._engine, self._change = engine, change
 
     def __getattr__(self, name: str) -> Any:
@@ -115,7 +139,9 @@ def adapters(model: str) -> dict[str, Any]:
     said: dict[str, Any] = {"bad": {}}
     with trained(model) as engine:
         with serving(model, LORA) as (rollout, exporter):
-            said["merged export"] = error_of(rollout.update_weights, engine.get_per_tensor_param(), 0)
+            said["merged export"] = error_of(
+                rollout.update_weights, engine.get_per_tensor_param(), 0
+            )
             versions: list[Said] = []
             for _ in range(2):
                 step(engine)
@@ -125,7 +151,10 @@ def adapters(model: str) -> dict[str, Any]:
             said["outdated"] = replace(versions[0], told=told_of(engine, versions[0].drawn))
             for kind, change in BAD.items():
                 stream = exporter.export(Changed(engine, change))
-                errors = [error_of(rollout.update_weights, stream, 3), error_of(rollout.generate, PROMPTS, GREEDY)]
+                errors = [
+                    error_of(rollout.update_weights, stream, 3),
+                    error_of(rollout.generate, PROMPTS, GREEDY),
+                ]
                 said["bad"][kind] = errors
             said["audit"] = tampered(engine, rollout, exporter)
             said["again"] = ask(engine, rollout, exporter)
@@ -148,7 +177,9 @@ def tampered(engine: Any, rollout: Any, exporter: Any) -> list[EngineError | Non
             error = load(folder)
             manager = rollout._engine.apply_model(lambda served: served.lora_manager)[0]
             if place == "kept":
-                manager.get_adapter(workers._adapter.number).loras["model.layers.0.self_attn.o_proj"].lora_a[0, 0] += 1
+                manager.get_adapter(workers._adapter.number).loras[
+                    "model.layers.0.self_attn.o_proj"
+                ].lora_a[0, 0] += 1
             else:
                 manager.modules["model.layers.1.mlp.down_proj"].lora_b_stacked[0][0, 0, 0, 0] += 1
             return error

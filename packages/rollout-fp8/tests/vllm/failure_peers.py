@@ -35,9 +35,14 @@ def interrupted(model: str) -> list[tuple[str, bool]]:
                     rollout.generate(PROMPTS, LONG)
                 except BaseException as error:  # noqa: BLE001 - looked at
                     seen.append(
-                        (type(error).__name__, rollout._stepper.busy or rollout._engine.has_unfinished_requests())
+                        (
+                            type(error).__name__,
+                            rollout._stepper.busy or rollout._engine.has_unfinished_requests(),
+                        )
                     )
-        rollout.update_weights(export_of(Path(model), DEVICE), 2)  # refused while anything is generated
+        rollout.update_weights(
+            export_of(Path(model), DEVICE), 2
+        )  # refused while anything is generated
         assert rollout.generate(PROMPTS, GREEDY)
     return seen
 
@@ -47,15 +52,25 @@ def failed_steps(model: str) -> tuple[list[Any], bool]:
     with opened(model) as rollout:
         with mock.patch.object(rollout._engine, "step", side_effect=SystemExit("no step")):
             first = error_of(rollout.submit(PROMPTS[0], LONG).result, 30)
-        calls = [lambda: rollout.generate(PROMPTS, GREEDY), rollout.sleep, rollout.wake_up,
-                 lambda: rollout.update_weights(export_of(Path(model), DEVICE), 2)]  # fmt: skip
-        return [first, *(error_of(call) for call in calls)], rollout._engine.has_unfinished_requests()
+        calls = [
+            lambda: rollout.generate(PROMPTS, GREEDY),
+            rollout.sleep,
+            rollout.wake_up,
+            lambda: rollout.update_weights(export_of(Path(model), DEVICE), 2),
+        ]
+        return [
+            first,
+            *(error_of(call) for call in calls),
+        ], rollout._engine.has_unfinished_requests()
 
 
 def not_finite(model: str) -> list[Any]:
     """Of a model that computes NaN: what ``generate`` and a generation in the background raise."""
     with opened(model) as rollout, _spoilt(rollout):
-        return [error_of(rollout.generate, PROMPTS, SAMPLED), error_of(rollout.submit(PROMPTS[0], SAMPLED).result, 60)]
+        return [
+            error_of(rollout.generate, PROMPTS, SAMPLED),
+            error_of(rollout.submit(PROMPTS[0], SAMPLED).result, 60),
+        ]
 
 
 @contextmanager
@@ -112,12 +127,22 @@ def refused_requests(model: str) -> tuple[list[list[list[int]]], Any, bool, bool
         odd = replace(GREEDY, stop_token_ids=(10**6, -1))
         tokens = [[c.tokens for c in rollout.generate(PROMPTS, asked)] for asked in (GREEDY, odd)]
         beside = rollout.submit(PROMPTS[0], LONG)
-        second = [mock.DEFAULT, ValueError]  # its class: an error would hold the frames that it passed
-        with mock.patch.object(rollout._engine, "add_request", wraps=rollout._engine.add_request, side_effect=second):
+        second = [
+            mock.DEFAULT,
+            ValueError,
+        ]  # its class: an error would hold the frames that it passed
+        with mock.patch.object(
+            rollout._engine, "add_request", wraps=rollout._engine.add_request, side_effect=second
+        ):
             error = error_of(rollout.generate, PROMPTS, GREEDY)
         goes_on = not beside.done()
         beside.abort()
-        return tokens, error, goes_on, rollout._engine.has_unfinished_requests() or rollout._stepper.busy
+        return (
+            tokens,
+            error,
+            goes_on,
+            rollout._engine.has_unfinished_requests() or rollout._stepper.busy,
+        )
 
 
 def worker_errors(model: str) -> tuple[Any, bool]:
@@ -144,7 +169,11 @@ def interrupted_start(model: str) -> tuple[list[str], list[str]]:
                 pass
         except KeyboardInterrupt:
             pass
-    threads = [one.name for one in threading.enumerate() if one.name.startswith("vllm") and one not in before]
+    threads = [
+        one.name
+        for one in threading.enumerate()
+        if one.name.startswith("vllm") and one not in before
+    ]
     return [one.name for one in multiprocessing.active_children() if one not in before], threads
 
 
@@ -153,8 +182,14 @@ def failed_starts(model: str) -> list[Any]:
     from rollout_fp8.options import VllmOptions
     from rollout_fp8.vllm import start
 
-    plan = start.Plan(device=torch.device("cpu"), model=ModelSource(path=model), dtype="float32", max_num_seqs=1,
-                      options=VllmOptions(executor="workers"), tied=False)  # fmt: skip
+    plan = start.Plan(
+        device=torch.device("cpu"),
+        model=ModelSource(path=model),
+        dtype="float32",
+        max_num_seqs=1,
+        options=VllmOptions(executor="workers"),
+        tied=False,
+    )
     said: list[Any] = []
     for kind in (KeyError("no such architecture"), AttributeError("a bug"), KeyboardInterrupt()):
         with mock.patch.object(start.vllm.LLMEngine, "from_engine_args", side_effect=kind):
@@ -181,7 +216,9 @@ class GivesUp:
         if len(self.scheduled) != 3:
             return []
         request = self.scheduled.pop(1)
-        told = SimpleNamespace(token_ids=[], logprobs=SimpleNamespace(logprobs=[]), finish_reason=self.reason)
+        told = SimpleNamespace(
+            token_ids=[], logprobs=SimpleNamespace(logprobs=[]), finish_reason=self.reason
+        )
         return [SimpleNamespace(request_id=request, outputs=[told], finished=True)]
 
 

@@ -24,14 +24,27 @@ def _fresh(model: str, dtype: str) -> list[list[int]]:
     exact_float32(DEVICE, dtype)  # as the rollout that it is compared with
     if not dist.is_initialized():
         dist.init_process_group(
-            "cpu:gloo,cuda:nccl" if DEVICE == "cuda" else "gloo", store=dist.HashStore(), rank=0, world_size=1
+            "cpu:gloo,cuda:nccl" if DEVICE == "cuda" else "gloo",
+            store=dist.HashStore(),
+            rank=0,
+            world_size=1,
         )
     with environment.in_process(0, 0):
         import vllm
 
-        server = vllm.LLM(model, dtype=dtype, skip_tokenizer_init=True, enforce_eager=True, generation_config="vllm",
-                          kv_cache_memory_bytes=1 << 28, distributed_executor_backend="external_launcher", **SHARED)  # fmt: skip
+        server = vllm.LLM(
+            model,
+            dtype=dtype,
+            skip_tokenizer_init=True,
+            enforce_eager=True,
+            generation_config="vllm",
+            kv_cache_memory_bytes=1 << 28,
+            distributed_executor_backend="external_launcher",
+            **SHARED,
+        )
     params = vllm.SamplingParams(max_tokens=8, temperature=0.0, detokenize=False, ignore_eos=True)
-    outputs = server.generate([{"prompt_token_ids": list(p)} for p in PROMPTS], params, use_tqdm=False)
+    outputs = server.generate(
+        [{"prompt_token_ids": list(p)} for p in PROMPTS], params, use_tqdm=False
+    )
     server.llm_engine.engine_core.shutdown()
     return [list(output.outputs[0].token_ids) for output in outputs]

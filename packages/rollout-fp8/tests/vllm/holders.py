@@ -31,7 +31,9 @@ def holders(thing: Any, *, chains: int = 3, depth: int = 14) -> list[str]:
                 continue
             seen.add(id(holder))
             longer = f"{chain} <- {_name(holder, held)}"
-            if isinstance(holder, ModuleType) or (isinstance(holder, dict) and "__builtins__" in holder):
+            if isinstance(holder, ModuleType) or (
+                isinstance(holder, dict) and "__builtins__" in holder
+            ):
                 found.append(longer)
             elif longer.count("<-") < depth:
                 waiting.append((holder, longer))
@@ -51,7 +53,11 @@ def _name(holder: Any, held: Any) -> str:
 
 def compiled_functions() -> set[str]:
     """Dynamo's, among the globals of models."""
-    models = [module for name, module in list(sys.modules.items()) if name.startswith("vllm.model_executor.models.")]
+    models = [
+        module
+        for name, module in list(sys.modules.items())
+        if name.startswith("vllm.model_executor.models.")
+    ]
     return {key for module in models for key in vars(module) if key.startswith("__compiled_fn")}
 
 
@@ -63,6 +69,15 @@ def sleepable() -> list[str]:
         return []
     spans = [range(address, address + data.handle[1]) for address, data in records.items()]
     gc.unfreeze()
-    tensors = [one for one in gc.get_objects() if issubclass(type(one), torch.Tensor) and one.is_cuda and not isinstance(one, FakeTensor)
-               and any(one.data_ptr() in span for span in spans)]  # fmt: skip
-    return [f"{sum(map(len, spans))} bytes, {len(tensors)} tensors", *(holders(tensors[0]) if tensors else [])]
+    tensors = [
+        one
+        for one in gc.get_objects()
+        if issubclass(type(one), torch.Tensor)
+        and one.is_cuda
+        and not isinstance(one, FakeTensor)
+        and any(one.data_ptr() in span for span in spans)
+    ]
+    return [
+        f"{sum(map(len, spans))} bytes, {len(tensors)} tensors",
+        *(holders(tensors[0]) if tensors else []),
+    ]

@@ -48,7 +48,9 @@ def cache_for_batch(model: str, batch_size: int, max_model_len: int) -> tuple[in
     with opened(model, batch_size=batch_size, **arguments) as rollout:
         config = rollout._engine.vllm_config.cache_config
         prompts = [tuple(range(5 + i, 13 + i)) for i in range(batch_size)]
-        got = rollout.generate(prompts, SamplingParams(max_new_tokens=max_model_len - 8, temperature=0.0))
+        got = rollout.generate(
+            prompts, SamplingParams(max_new_tokens=max_model_len - 8, temperature=0.0)
+        )
         return config.num_gpu_blocks, config.block_size, [len(c.tokens) for c in got]
 
 
@@ -57,7 +59,9 @@ def crowded(model: str) -> tuple[EngineError | None, int, list[list[int]], list[
     with opened(model) as rollout:
         before = rollout.generate(PROMPTS, GREEDY)
         rollout.sleep()
-        held = torch.empty(torch.cuda.mem_get_info()[0] - (256 << 20), dtype=torch.uint8, device=DEVICE)
+        held = torch.empty(
+            torch.cuda.mem_get_info()[0] - (256 << 20), dtype=torch.uint8, device=DEVICE
+        )
         error = error_of(rollout.wake_up)
         del held
         free = torch.cuda.mem_get_info()[0]
@@ -85,9 +89,16 @@ def attention_of_failed_start() -> list[str]:
     """
     layer = torch.nn.Module()
     left, config = weakref.ref(layer), VllmConfig()
-    config.compilation_config.mode, config.compilation_config.backend = CompilationMode.VLLM_COMPILE, "inductor"
+    config.compilation_config.mode, config.compilation_config.backend = (
+        CompilationMode.VLLM_COMPILE,
+        "inductor",
+    )
     config.compilation_config.static_forward_context["layer"] = layer
-    with suppress(RuntimeError), start.private.forgotten_on_failure(), set_current_vllm_config(config):
+    with (
+        suppress(RuntimeError),
+        start.private.forgotten_on_failure(),
+        set_current_vllm_config(config),
+    ):
         Compiled()
         raise RuntimeError
     del layer, config
@@ -97,7 +108,10 @@ def attention_of_failed_start() -> list[str]:
 
 def woken(executor: str, need: int, free: int, kept: int) -> tuple[list[Any], EngineError | None]:
     """What is called to wake up ``need`` bytes where so many are free, and so many more are kept by PyTorch."""
-    calls, plan = list[Any](), SimpleNamespace(in_process=executor == "in_process", device=torch.device("cuda", 0))
+    calls, plan = (
+        list[Any](),
+        SimpleNamespace(in_process=executor == "in_process", device=torch.device("cuda", 0)),
+    )
     engine = SimpleNamespace(wake_up=calls.append)
 
     def empty() -> None:
@@ -107,8 +121,10 @@ def woken(executor: str, need: int, free: int, kept: int) -> tuple[list[Any], En
         return free + (kept if calls else 0), 1 << 40
 
     with (
-        patch.object(start.private, "sleeping_bytes", lambda _: need), patch.object(torch.cuda, "empty_cache", empty),
-        patch.object(torch.cuda, "mem_get_info", room), patch.object(torch.cuda, "memory_allocated", lambda _: 7 << 30),
-    ):  # fmt: skip
+        patch.object(start.private, "sleeping_bytes", lambda _: need),
+        patch.object(torch.cuda, "empty_cache", empty),
+        patch.object(torch.cuda, "mem_get_info", room),
+        patch.object(torch.cuda, "memory_allocated", lambda _: 7 << 30),
+    ):
         error = error_of(start.wake_up, engine, plan, {"weights", "kv_cache"})
     return calls, error

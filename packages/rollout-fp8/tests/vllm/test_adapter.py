@@ -51,7 +51,9 @@ def close(one: peers.Said, near: float = NEAR) -> None:
         assert completion.log_probs == pytest.approx(told, abs=near)
 
 
-def test_every_version_is_served_as_the_engine_and_as_a_merged_sync_have_it(said: dict[str, Any]) -> None:
+def test_every_version_is_served_as_the_engine_and_as_a_merged_sync_have_it(
+    said: dict[str, Any],
+) -> None:
     first, second = said["versions"]
     for one in (first, second, said["merged"]):
         close(one)
@@ -73,12 +75,15 @@ def test_the_second_sync_carries_the_adapter_alone(said: dict[str, Any]) -> None
     assert first.num_bytes == merged.num_bytes + second.num_bytes
     assert 0 < second.num_bytes < merged.num_bytes / 4
     assert all(
-        one.audited and {"gather", "transfer", "install", "audit"} <= one.seconds.keys() for one in (first, second)
+        one.audited and {"gather", "transfer", "install", "audit"} <= one.seconds.keys()
+        for one in (first, second)
     )
 
 
 @pytest.mark.parametrize("kind", peers.BAD)
-def test_what_does_not_fit_is_named_and_nothing_is_generated(said: dict[str, Any], kind: str) -> None:
+def test_what_does_not_fit_is_named_and_nothing_is_generated(
+    said: dict[str, Any], kind: str
+) -> None:
     sync, generate = said["bad"][kind]
     refused(sync, {"name": "gate_prj", "nan": "not finite"}.get(kind, kind), "layers.1.mlp.gate_p")
     refused(generate, "last weight sync failed")
@@ -109,11 +114,17 @@ def test_merged_weights_are_refused_and_no_folder_is_left(said: dict[str, Any]) 
 
 def test_what_vllm_cannot_serve_is_refused_before_it_starts(model: str, root: Path) -> None:
     experts = str(
-        rollout_model(Target(backend="vllm", device=DEVICE, root=root, rollout=True), family="qwen3_moe", tied=False)
+        rollout_model(
+            Target(backend="vllm", device=DEVICE, root=root, rollout=True),
+            family="qwen3_moe",
+            tied=False,
+        )
     )
     cases = [(experts, peers.LORA, "rollout.lora")] if DEVICE == "cpu" else []
-    cases += [(model, replace(peers.LORA, rank=513), "engine.lora.rank"),
-              (model, replace(peers.LORA, target_modules=("lm_head",)), "engine.lora.target_modules")]  # fmt: skip
+    cases += [
+        (model, replace(peers.LORA, rank=513), "engine.lora.rank"),
+        (model, replace(peers.LORA, target_modules=("lm_head",)), "engine.lora.target_modules"),
+    ]
     for folder, lora, field in cases:
         (error,) = get_pool(1, device=DEVICE).run(
             "vllm_peers:refused", deadline=120, model=folder, lora=lora, dtype=peers.DTYPE
@@ -123,7 +134,9 @@ def test_what_vllm_cannot_serve_is_refused_before_it_starts(model: str, root: Pa
 
 
 def test_two_ranks_that_share_a_server(model: str, said: dict[str, Any]) -> None:
-    rows = get_pool(2, device=DEVICE).run("adapter_peers:on_ranks", deadline=280, model=model, tensor_parallel_size=2)
+    rows = get_pool(2, device=DEVICE).run(
+        "adapter_peers:on_ranks", deadline=280, model=model, tensor_parallel_size=2
+    )
     for one, _ in rows:
         same_tokens([one], said["versions"][1:])
         close(one, SPLIT)
@@ -132,8 +145,13 @@ def test_two_ranks_that_share_a_server(model: str, said: dict[str, Any]) -> None
 
 @pytest.mark.slow
 def test_workers_of_its_own_read_one_folder(model: str, said: dict[str, Any]) -> None:
-    ((one, _),) = get_pool(1, device=DEVICE).run("adapter_peers:on_ranks", deadline=280, model=model, executor="workers",
-                                  tensor_parallel_size=2)  # fmt: skip
+    ((one, _),) = get_pool(1, device=DEVICE).run(
+        "adapter_peers:on_ranks",
+        deadline=280,
+        model=model,
+        executor="workers",
+        tensor_parallel_size=2,
+    )
     close(one, SPLIT)
     same_tokens([one], said["versions"][1:])
     assert one.sync.num_bytes == said["versions"][1].sync.num_bytes

@@ -14,9 +14,18 @@ pytestmark = [pytest.mark.distributed]
 
 
 @pytest.mark.parametrize(
-    ("one", "dtype"), [pytest.param(one, dtype, id=f"{one.id}-{dtype}") for one in CASES for dtype in one.dtypes]
+    ("one", "dtype"),
+    [pytest.param(one, dtype, id=f"{one.id}-{dtype}") for one in CASES for dtype in one.dtypes],
 )
 def test_case(one: Case, dtype: str, root: Path) -> None:
-    target = Target(backend="vllm", device=DEVICE, root=root, dtype=dtype, partner="fsdp2", rollout=True, options=SMALL)
+    target = Target(
+        backend="vllm",
+        device=DEVICE,
+        root=root,
+        dtype=dtype,
+        partner="fsdp2",
+        rollout=True,
+        options=SMALL,
+    )
     outcome = run_case(one, target)
     assert outcome.status == "passed", outcome.message

@@ -24,7 +24,9 @@ def test_shards_of_a_trained_engine_are_served_as_a_fresh_server_serves_them(
         "vllm_peers:trained", deadline=280, model=model, folder=str(folder), dtype=dtype
     )
     with RankPool(1, device=DEVICE) as pool:
-        ((fresh,),) = pool.run("fresh_peers:fresh_tokens", deadline=280, models=[(str(folder), dtype)])
+        ((fresh,),) = pool.run(
+            "fresh_peers:fresh_tokens", deadline=280, models=[(str(folder), dtype)]
+        )
     for greedy, said, drawn, told in rows:
         assert greedy == fresh
         assert [one.version for one in said] == [1, 2]

@@ -34,7 +34,13 @@ dist.destroy_process_group()
 
 def test_a_rollout_that_nobody_closed_is_silent_when_the_process_ends(root: Path) -> None:
     model = rollout_model(Target(backend="vllm", device=DEVICE, root=root, rollout=True))
-    done = subprocess.run([sys.executable, "-c", SCRIPT, str(model), DEVICE, json.dumps(SMALL)], capture_output=True, text=True,
-                          timeout=DEADLINE_S, check=False, env={**os.environ, "OMP_NUM_THREADS": "1"})  # fmt: skip
+    done = subprocess.run(
+        [sys.executable, "-c", SCRIPT, str(model), DEVICE, json.dumps(SMALL)],
+        capture_output=True,
+        text=True,
+        timeout=DEADLINE_S,
+        check=False,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+    )
     assert done.returncode == 0, done.stderr
     assert "Traceback" not in done.stderr, done.stderr

@@ -41,7 +41,9 @@ def test_an_engine_whose_step_failed_is_no_good_for_anything(model: str) -> None
 
 
 @pytest.mark.parametrize(("parallel", "busy"), [(1, False), (2, True)])
-def test_the_end_of_a_process_of_vllms_ends_every_call_at_once(model: str, parallel: int, busy: bool) -> None:
+def test_the_end_of_a_process_of_vllms_ends_every_call_at_once(
+    model: str, parallel: int, busy: bool
+) -> None:
     *calls, closing = call("killed", model=model, parallel=parallel, busy=busy)
     assert closing is None
     assert len(calls) == 3 + busy
@@ -96,7 +98,9 @@ def test_whatever_vllm_raises_at_its_start_is_an_error_of_the_contract(model: st
 
 
 def test_a_request_that_vllm_gives_up_is_no_completion() -> None:
-    for reason, (error, scheduled) in zip(("error", "repetition", "abort"), call("given_up"), strict=True):
+    for reason, (error, scheduled) in zip(
+        ("error", "repetition", "abort"), call("given_up"), strict=True
+    ):
         assert isinstance(error, RolloutError), (reason, error)
         assert f"prompt 1 ended with {reason!r}" in error.what
         assert scheduled == []

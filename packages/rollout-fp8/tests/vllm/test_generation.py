@@ -25,11 +25,15 @@ def model(root: Path) -> str:
 
 @pytest.fixture(scope="module")
 def other(root: Path) -> str:
-    return str(rollout_model(Target(backend="vllm", device=DEVICE, root=root, rollout=True), seed=11))
+    return str(
+        rollout_model(Target(backend="vllm", device=DEVICE, root=root, rollout=True), seed=11)
+    )
 
 
 def call(function: Any, *, world: int = 1, **kwargs: Any) -> Any:
-    rows = get_pool(world, device=DEVICE).run(f"vllm_peers:{function.__name__}", deadline=240, **kwargs)
+    rows = get_pool(world, device=DEVICE).run(
+        f"vllm_peers:{function.__name__}", deadline=240, **kwargs
+    )
     return rows[0] if world == 1 else rows
 
 
@@ -41,9 +45,13 @@ def refused(error: EngineError | None, *words: str, kind: type[EngineError] = Ro
 
 def test_a_draw_does_not_depend_on_its_batch(model: str) -> None:
     first, second, third = peers.PROMPTS
-    many = [tuple(5 + (7 * i + 3 * j) % 200 for j in range(45)) for i in range(60)]  # more than vLLM begins in one step
+    many = [
+        tuple(5 + (7 * i + 3 * j) % 200 for j in range(45)) for i in range(60)
+    ]  # more than vLLM begins in one step
     batches = [[first], [second, first, third], [first, first], [*many, first]]
-    alone, among, twice, last = call(peers.drawn, model=model, batches=batches, sampling=peers.SAMPLED)
+    alone, among, twice, last = call(
+        peers.drawn, model=model, batches=batches, sampling=peers.SAMPLED
+    )
     tokens = [c.tokens for c in alone]
     assert [c.tokens for c in among[2:4]] == tokens
     assert [c.tokens for c in last[-2:]] == tokens
@@ -56,14 +64,20 @@ def test_a_draw_does_not_depend_on_its_batch(model: str) -> None:
 def test_a_compiled_model_draws_the_same_and_is_let_go(model: str) -> None:
     # Dynamo keeps what it compiles; `opened` looks whether any weight is left.
     asked = {"model": model, "batches": [peers.PROMPTS], "sampling": peers.GREEDY}
-    (eager,), (compiled,) = call(peers.drawn, **asked), call(peers.drawn, **asked, enforce_eager=False)
+    (eager,), (compiled,) = (
+        call(peers.drawn, **asked),
+        call(peers.drawn, **asked, enforce_eager=False),
+    )
     assert [c.tokens for c in compiled] == [c.tokens for c in eager]
 
 
 def test_rows_of_a_batch_keep_their_own_temperature(model: str) -> None:
     # Rows end at different steps, so that vLLM moves rows of its batch while they run.
     prompts = [[*peers.PROMPTS[i % 3], 20 + i] for i in range(6)]
-    sampling = [SamplingParams(max_new_tokens=3 + 3 * i, seed=7, temperature=(1.0, 0.5, 2.0)[i % 3]) for i in range(6)]
+    sampling = [
+        SamplingParams(max_new_tokens=3 + 3 * i, seed=7, temperature=(1.0, 0.5, 2.0)[i % 3])
+        for i in range(6)
+    ]
     together, apart = call(peers.mixed, model=model, prompts=prompts, samplings=sampling)
     assert [c.tokens for c in together] == [c.tokens for c in apart]
     for one, other in zip(together, apart, strict=True):
@@ -95,7 +109,12 @@ def test_background(model: str) -> None:
     assert said["timeout"]
     (aborted,) = said["aborted"]
     assert aborted.finish_reason == "abort"
-    assert len(aborted.tokens) == len(aborted.log_probs) == len(aborted.weight_versions) < peers.LONG.max_new_tokens
+    assert (
+        len(aborted.tokens)
+        == len(aborted.log_probs)
+        == len(aborted.weight_versions)
+        < peers.LONG.max_new_tokens
+    )
     assert set(aborted.weight_versions) <= {1}
     refused(said["bad"], "prompt 0 is empty")
     assert [c.tokens for c in said["after"]] == [c.tokens for c in greedy]
@@ -129,7 +148,9 @@ def test_a_failed_start_leaves_no_compiled_model(model: str) -> None:
 
 
 def test_memory_that_others_used_meanwhile_is_not_called_too_little() -> None:
-    text = "Error in memory profiling. Initial free memory 135.05 GiB, current free memory 136.26 GiB."
+    text = (
+        "Error in memory profiling. Initial free memory 135.05 GiB, current free memory 136.26 GiB."
+    )
     refused(call(peers.explained, text=text), "used by others meanwhile", "one process at a time")
 
 
@@ -140,18 +161,35 @@ def test_an_engine_of_float32_on_cuda_is_built_where_triton_does_not_round(model
 def test_what_cannot_start_says_why(model: str) -> None:
     refused(call(peers.refused, model=model, enforce_eagre=True), "enforce_eager", kind=ConfigError)
     refused(call(peers.refused, model=model, dtype="float8"), "float8", kind=ConfigError)
-    refused(call(peers.refused, model=model, kv_cache_bytes=1 << 50), "not enough memory", "kv_cache_bytes")
-    if DEVICE == "cuda":  # more than a GPU has, less than a process can address: another step of vLLM's allocator fails
-        refused(call(peers.refused, model=model, kv_cache_bytes=1 << 39), "not enough memory", "kv_cache_bytes")
+    refused(
+        call(peers.refused, model=model, kv_cache_bytes=1 << 50),
+        "not enough memory",
+        "kv_cache_bytes",
+    )
+    if (
+        DEVICE == "cuda"
+    ):  # more than a GPU has, less than a process can address: another step of vLLM's allocator fails
+        refused(
+            call(peers.refused, model=model, kv_cache_bytes=1 << 39),
+            "not enough memory",
+            "kv_cache_bytes",
+        )
     both = {"kv_cache_bytes": 1 << 30, "kv_cache_for_batch": True}
     refused(call(peers.refused, model=model, **both), "give one of the two", kind=ConfigError)
-    refused(call(peers.refused, model=model, tensor_parallel_size=2), "1 ranks", "tensor_parallel_size")
+    refused(
+        call(peers.refused, model=model, tensor_parallel_size=2), "1 ranks", "tensor_parallel_size"
+    )
     # And the rank is as good as new.
     assert call(peers.drawn, model=model, batches=[[(5, 6)]], sampling=peers.GREEDY)
 
 
 @pytest.mark.skipif(
-    DEVICE != "cpu" or "amx_tile" in Path("/proc/cpuinfo").read_text(), reason="this device has FP8 kernels"
+    DEVICE != "cpu" or "amx_tile" in Path("/proc/cpuinfo").read_text(),
+    reason="this device has FP8 kernels",
 )
 def test_fp8_without_kernels_is_refused(model: str) -> None:
-    refused(call(peers.refused, model=model, dtype="bfloat16", quantization="fp8"), "AMX", "quantization=none")
+    refused(
+        call(peers.refused, model=model, dtype="bfloat16", quantization="fp8"),
+        "AMX",
+        "quantization=none",
+    )

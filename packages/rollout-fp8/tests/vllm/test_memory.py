@@ -24,14 +24,20 @@ def model(root: Path) -> str:
 
 
 def call(function: Any, **kwargs: Any) -> Any:
-    return get_pool(1, device=DEVICE).run(f"memory_peers:{function.__name__}", deadline=240, **kwargs)[0]
+    return get_pool(1, device=DEVICE).run(
+        f"memory_peers:{function.__name__}", deadline=240, **kwargs
+    )[0]
 
 
 @pytest.mark.parametrize("weights", [True, False], ids=["all", "caches"])
-def test_one_that_is_closed_asleep_gives_its_memory_back_and_another_begins(model: str, weights: bool) -> None:
+def test_one_that_is_closed_asleep_gives_its_memory_back_and_another_begins(
+    model: str, weights: bool
+) -> None:
     before, after, tokens, again = call(peers.closed_asleep, model=model, weights=weights)
     assert tokens == again
-    assert before - after < 64 << 20  # of 1 GiB of caches; a GPU that others use moves too: alone on one
+    assert (
+        before - after < 64 << 20
+    )  # of 1 GiB of caches; a GPU that others use moves too: alone on one
 
 
 def test_a_cache_for_the_batch_holds_it_and_hardly_more(model: str) -> None:
@@ -56,12 +62,18 @@ def test_the_compiler_of_a_failed_start_keeps_no_layer() -> None:
 
 def test_pytorchs_cache_is_emptied_only_where_it_must_be() -> None:
     woken = ["weights", "kv_cache"]
-    assert call(peers.woken, executor="in_process", need=2 * GIB, free=2 * GIB, kept=0) == ([woken], None)
+    assert call(peers.woken, executor="in_process", need=2 * GIB, free=2 * GIB, kept=0) == (
+        [woken],
+        None,
+    )
     assert call(peers.woken, executor="in_process", need=3 * GIB, free=2 * GIB, kept=GIB) == (
         ["empty_cache", woken],
         None,
     )
-    assert call(peers.woken, executor="workers", need=0, free=0, kept=0) == (["empty_cache", woken], None)
+    assert call(peers.woken, executor="workers", need=0, free=0, kept=0) == (
+        ["empty_cache", woken],
+        None,
+    )
     calls, error = call(peers.woken, executor="in_process", need=4 * GIB, free=2 * GIB, kept=GIB)
     assert calls == ["empty_cache"]
     assert isinstance(error, RolloutError)

@@ -26,11 +26,16 @@ def models(root: Path, **kwargs: Any) -> tuple[str, str]:
 
 
 def call(function: Any, *, world: int = 1, **kwargs: Any) -> list[Any]:
-    return get_pool(world, device=DEVICE).run(f"vllm_peers:{function.__name__}", deadline=280, **kwargs)
+    return get_pool(world, device=DEVICE).run(
+        f"vllm_peers:{function.__name__}", deadline=280, **kwargs
+    )
 
 
-SERVED = [(family, tied, dtype) for family, tied in (("qwen3", False), ("qwen3", True), ("qwen3_moe", False))
-          for dtype in ("float32", "bfloat16")]  # fmt: skip
+SERVED = [
+    (family, tied, dtype)
+    for family, tied in (("qwen3", False), ("qwen3", True), ("qwen3_moe", False))
+    for dtype in ("float32", "bfloat16")
+]
 
 
 @pytest.fixture(scope="module")
@@ -60,9 +65,13 @@ def test_a_sync_that_fails_is_explained_and_the_next_good_one_is_served(root: Pa
     model, _ = models(root)
     (said,) = call(peers.failures, model=model)
     ((want,),) = call(peers.drawn, model=model, batches=[peers.PROMPTS], sampling=peers.GREEDY)
-    words = {"missing": "layers.0.mlp.up_proj.weight: missing", "short": "layers.0.mlp.down_proj.weight: shape [7, ",
-             "unknown": "did you mean model.norm.weight", "half": "raise AssertionError",
-             "half, another plan": "raise AssertionError"}  # fmt: skip
+    words = {
+        "missing": "layers.0.mlp.up_proj.weight: missing",
+        "short": "layers.0.mlp.down_proj.weight: shape [7, ",
+        "unknown": "did you mean model.norm.weight",
+        "half": "raise AssertionError",
+        "half, another plan": "raise AssertionError",
+    }
     for (when, kind), (sync, generate) in said["errors"].items():
         # On CUDA a later sync does not go through the loader.
         if kind == "none" or (DEVICE, when, kind) == ("cuda", "later", "half"):
@@ -75,16 +84,22 @@ def test_a_sync_that_fails_is_explained_and_the_next_good_one_is_served(root: Pa
 
 
 def test_log_probs_are_the_engines(root: Path) -> None:
-    target = Target(backend="vllm", device=DEVICE, root=root, rollout=True, partner="fsdp2", options=peers.SMALL)
+    target = Target(
+        backend="vllm", device=DEVICE, root=root, rollout=True, partner="fsdp2", options=peers.SMALL
+    )
     model = rollout_model(target)
     other = target.beside()
     trainer = other.setup(other.config(model, optimizer=OptimizerConfig(lr=1e-2, clip_norm=None)))
     for temperature, top_p in ((1.0, 1.0), (0.8, 0.9)):
         sampling = replace(peers.SAMPLED, max_new_tokens=12, temperature=temperature, top_p=top_p)
         ask = Generate(prompts=prompts_of(5, 1, 23), sampling=sampling)
-        links = target.run(chain, target.config(model), trainer=trainer, batches=[documents(0), documents(1)], ask=ask)[
-            0
-        ]
+        links = target.run(
+            chain,
+            target.config(model),
+            trainer=trainer,
+            batches=[documents(0), documents(1)],
+            ask=ask,
+        )[0]
         for link in links:
             worked(link.sync, "sync")
             worked(link.generated, "generate")
@@ -92,7 +107,9 @@ def test_log_probs_are_the_engines(root: Path) -> None:
                 assert completion.log_probs == pytest.approx(told.tolist(), abs=1e-5)
 
 
-@pytest.mark.parametrize("options", [{}, {"tensor_parallel_size": 2}], ids=["replicas", "tensor-parallel"])
+@pytest.mark.parametrize(
+    "options", [{}, {"tensor_parallel_size": 2}], ids=["replicas", "tensor-parallel"]
+)
 def test_two_ranks(root: Path, options: dict[str, Any]) -> None:
     model, _ = models(root)
     sampling = peers.SAMPLED

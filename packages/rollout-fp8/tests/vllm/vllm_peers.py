@@ -63,7 +63,9 @@ def opened(model: str, *, version: int | None = 1, **arguments: Any) -> Iterator
 def assert_gone(weights: Sequence[weakref.ref[Any]]) -> None:
     """Nothing of a closed rollout is in memory."""
     alive = [weight for tensor in weights if (weight := tensor()) is not None]
-    assert not alive, f"the closed rollout still has {len(alive)} weights or layers in memory:{holders(alive[0])}"
+    assert not alive, (
+        f"the closed rollout still has {len(alive)} weights or layers in memory:{holders(alive[0])}"
+    )
 
 
 def weights_of(rollout: Any) -> list[weakref.ref[Any]]:
@@ -71,7 +73,9 @@ def weights_of(rollout: Any) -> list[weakref.ref[Any]]:
     if rollout.options.executor != "in_process":
         return []
     models = rollout._engine.collective_rpc("get_model")
-    return [weakref.ref(thing) for model in models for thing in (*model.parameters(), *model.modules())]
+    return [
+        weakref.ref(thing) for model in models for thing in (*model.parameters(), *model.modules())
+    ]
 
 
 def error_of(call: Any, *args: Any, **kwargs: Any) -> EngineError | None:
@@ -108,8 +112,14 @@ def float32_of_starts(model: str) -> dict[str, str | None]:
                 raise RuntimeError
 
             arguments.side_effect = ends
-            plan = start.Plan(device=torch.device("cuda", 0), model=ModelSource(path=model), dtype=dtype, max_num_seqs=1,
-                              options=VllmOptions(executor="workers"), tied=False)  # fmt: skip
+            plan = start.Plan(
+                device=torch.device("cuda", 0),
+                model=ModelSource(path=model),
+                dtype=dtype,
+                max_num_seqs=1,
+                options=VllmOptions(executor="workers"),
+                tied=False,
+            )
             assert error_of(start.start, plan)
     return seen
 
@@ -130,14 +140,19 @@ def left_by_failed_start(model: str) -> tuple[EngineError | None, int, list[str]
     gc.collect()
     named = ("Qwen3", "RotaryEmbedding", "Attention")
     layers = [
-        one for one in gc.get_objects() if isinstance(one, torch.nn.Module) and type(one).__name__.startswith(named)
+        one
+        for one in gc.get_objects()
+        if isinstance(one, torch.nn.Module) and type(one).__name__.startswith(named)
     ]
     left += [*(compiled_functions() - before), *(holders(layers[0]) if layers else [])]
     return error, len(convert_frame._bytecode_hooks) - hooks, left
 
 
 def drawn(
-    model: str, batches: Sequence[Sequence[Sequence[int]]], sampling: SamplingParams, **arguments: Any
+    model: str,
+    batches: Sequence[Sequence[Sequence[int]]],
+    sampling: SamplingParams,
+    **arguments: Any,
 ) -> list[list[Completion]]:
     """Completions of each batch of prompts."""
     with opened(model, **arguments) as rollout:
@@ -163,7 +178,10 @@ def drawn_freely(model: str) -> tuple[list[list[int]], list[Any]]:
     """Tokens of three calls without seeds of their own, with one ``sampling.seed``; global generators before and after."""
     with opened(model, deterministic=False) as rollout:
         before = _random_state()
-        calls = [rollout.generate(PROMPTS[:1], SamplingParams(max_new_tokens=12, seed=1)) for _ in range(3)]
+        calls = [
+            rollout.generate(PROMPTS[:1], SamplingParams(max_new_tokens=12, seed=1))
+            for _ in range(3)
+        ]
         return [call[0].tokens for call in calls], [before, _random_state()]
 
 
@@ -200,9 +218,14 @@ def during_a_sync(model: str) -> list[EngineError | None]:
         def export() -> Iterator[tuple[str, torch.Tensor]]:
             for place, pair in enumerate(export_of(Path(model), DEVICE)):
                 if place == 1:
-                    calls = [lambda: rollout.generate(PROMPTS, GREEDY), lambda: rollout.update_weights(iter(()), 3)]
+                    calls = [
+                        lambda: rollout.generate(PROMPTS, GREEDY),
+                        lambda: rollout.update_weights(iter(()), 3),
+                    ]
                     for call in calls:
-                        thread = threading.Thread(target=lambda call=call: got.append(error_of(call)))
+                        thread = threading.Thread(
+                            target=lambda call=call: got.append(error_of(call))
+                        )
                         thread.start()
                         thread.join()
                 yield pair
@@ -215,7 +238,9 @@ def during_a_sync(model: str) -> list[EngineError | None]:
 
 def naps(model: str, other: str) -> dict[str, Any]:
     """Weights and caches that sleep apart, and ``other``'s weights after a nap."""
-    long = tuple(3 + 7 * i % 200 for i in range(300))  # it fills blocks, whose keys and values are kept
+    long = tuple(
+        3 + 7 * i % 200 for i in range(300)
+    )  # it fills blocks, whose keys and values are kept
     asked = [*PROMPTS, long]
     with opened(model) as rollout:
         before = rollout.generate(asked, GREEDY)
@@ -233,14 +258,20 @@ def naps(model: str, other: str) -> dict[str, Any]:
         synced = rollout.generate(asked, GREEDY)
         rollout.update_weights(export_of(Path(other), DEVICE), 3)
         again = rollout.generate(asked, GREEDY)
-    return {"tokens": [[c.tokens for c in some] for some in (before, after, synced, again)],
-            "errors": [caches, order, asleep, half]}  # fmt: skip
+    return {
+        "tokens": [[c.tokens for c in some] for some in (before, after, synced, again)],
+        "errors": [caches, order, asleep, half],
+    }
 
 
 def failures(model: str) -> dict[str, Any]:
     """What a stream of an exporter's kind, or vLLM's own loader, does to a sync, at the first and later; and good syncs between."""
     whole = {name: tensor.clone() for name, tensor in export_of(Path(model), DEVICE)}
-    up, down, norm = "model.layers.0.mlp.up_proj.weight", "model.layers.0.mlp.down_proj.weight", "model.norm.weight"
+    up, down, norm = (
+        "model.layers.0.mlp.up_proj.weight",
+        "model.layers.0.mlp.down_proj.weight",
+        "model.norm.weight",
+    )
     bad = {
         "missing": {name: tensor for name, tensor in whole.items() if name != up},
         "short": whole | {down: whole[down][:7]},
@@ -249,11 +280,22 @@ def failures(model: str) -> dict[str, Any]:
     said: dict[str, Any] = {"errors": {}, "tokens": []}
     with opened(model, version=None) as rollout:
 
-        def failed(tensors: dict[str, torch.Tensor], dtype: torch.dtype = torch.float32) -> list[str]:
+        def failed(
+            tensors: dict[str, torch.Tensor], dtype: torch.dtype = torch.float32
+        ) -> list[str]:
             """What a sync and ``generate`` raise; in words, for errors hold the frames that they passed, and those the model."""
-            stream = collect(iter(tensors.items()), device=torch.device(DEVICE), dtype=dtype, architecture=None,
-                             scales="fp32", audit=True)  # fmt: skip
-            errors = [error_of(rollout.update_weights, stream, 1), error_of(rollout.generate, PROMPTS, GREEDY)]
+            stream = collect(
+                iter(tensors.items()),
+                device=torch.device(DEVICE),
+                dtype=dtype,
+                architecture=None,
+                scales="fp32",
+                audit=True,
+            )
+            errors = [
+                error_of(rollout.update_weights, stream, 1),
+                error_of(rollout.generate, PROMPTS, GREEDY),
+            ]
             return ["" if error is None else f"{type(error).__name__}: {error}" for error in errors]
 
         for when in ("first", "later"):
@@ -293,14 +335,26 @@ def trained(
 
     Greedy tokens; what the syncs said; log-probs of drawn tokens by vLLM and by the engine.
     """
-    source, config = ModelSource(path=model), {"dtype": dtype, "pad_token_id": 0, "enforce_eager": True} | SMALL
-    engine = EngineRegistry.create(backend="fsdp2", device=DEVICE, config=EngineConfig(
-        model=source, optimizer=OptimizerConfig(lr=1e-2), precision=Precision(compute=dtype)))  # fmt: skip
+    source, config = (
+        ModelSource(path=model),
+        {"dtype": dtype, "pad_token_id": 0, "enforce_eager": True} | SMALL,
+    )
+    engine = EngineRegistry.create(
+        backend="fsdp2",
+        device=DEVICE,
+        config=EngineConfig(
+            model=source, optimizer=OptimizerConfig(lr=1e-2), precision=Precision(compute=dtype)
+        ),
+    )
     engine.initialize()
     rollout = RolloutRegistry.create(name="vllm", device=DEVICE, model=source, **config)
-    exporter = RolloutRegistry.create_exporter(name="vllm", device=DEVICE, model=source, dtype=dtype)
+    exporter = RolloutRegistry.create_exporter(
+        name="vllm", device=DEVICE, model=source, dtype=dtype
+    )
     ids = torch.arange(40).reshape(4, 10) + 5
-    batch = Batch.pack([{"input_ids": row, "loss_weight": torch.tensor([0.0] + [1.0] * 9)} for row in ids])
+    batch = Batch.pack(
+        [{"input_ids": row, "loss_weight": torch.tensor([0.0] + [1.0] * 9)} for row in ids]
+    )
     try:
         said = []
         for _ in range(2):
@@ -309,8 +363,12 @@ def trained(
         engine.save_hf(folder, dtype=getattr(torch, dtype))
         greedy = [c.tokens for c in rollout.generate(PROMPTS, GREEDY)]
         drawn = rollout.generate(PROMPTS, SAMPLED)
-        asked = Batch.pack([{"input_ids": torch.tensor([*PROMPTS[c.prompt_index], *c.tokens])} for c in drawn])
-        rows = engine.infer_batch(asked).log_probs.split([len(PROMPTS[c.prompt_index]) + len(c.tokens) for c in drawn])
+        asked = Batch.pack(
+            [{"input_ids": torch.tensor([*PROMPTS[c.prompt_index], *c.tokens])} for c in drawn]
+        )
+        rows = engine.infer_batch(asked).log_probs.split(
+            [len(PROMPTS[c.prompt_index]) + len(c.tokens) for c in drawn]
+        )
         return (
             greedy,
             said,
@@ -334,7 +392,9 @@ def raw_and_synced(old: str, new: str, dtype: str) -> tuple[str, list[list[int]]
             raised = f"{type(error).__name__}: {error}"
         rollout._engine.reset_prefix_cache()
         raw = [c.tokens for c in rollout.generate(PROMPTS, GREEDY)]
-        with mock.patch.object(exporter, "BUCKET_BYTES", 1 << 14):  # buffers are filled again while vLLM loads
+        with mock.patch.object(
+            exporter, "BUCKET_BYTES", 1 << 14
+        ):  # buffers are filled again while vLLM loads
             rollout.update_weights(iter(tensors), 2)
         return raised, raw, [c.tokens for c in rollout.generate(PROMPTS, GREEDY)]
 
@@ -366,4 +426,6 @@ def mixed(
     with opened(model) as rollout:
         running = [rollout.submit(p, s) for p, s in zip(prompts, samplings, strict=True)]
         together = [g.result(120)[0] for g in running]
-        return together, [rollout.generate([p], s)[0] for p, s in zip(prompts, samplings, strict=True)]
+        return together, [
+            rollout.generate([p], s)[0] for p, s in zip(prompts, samplings, strict=True)
+        ]

@@ -24,7 +24,11 @@ def fails_on_one(folder: str) -> tuple[list[str], int]:
     export = exporter(home, "none", bucket_bytes=200_000)
     said: list[str] = []
     for where in ("learn", "sync", "bucket"):
-        workers = InProcess(lambda *call, where=where, **given: _call(rank, where, *call, **given), {}, parallel=world)
+        workers = InProcess(
+            lambda *call, where=where, **given: _call(rank, where, *call, **given),
+            {},
+            parallel=world,
+        )
         stream = export.export(Shards(checkpoint(0), rank, world))
         try:
             workers.learn(stream.plan)

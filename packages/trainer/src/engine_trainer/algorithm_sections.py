@@ -201,7 +201,9 @@ class CorrectionSection:
         """Return the section with what ``auto`` means for a rollout of this name."""
         if self.weight != "auto":
             return self
-        return replace(self, weight="none" if rollout == "local" or old_log_probs == "rollout" else "token")
+        return replace(
+            self, weight="none" if rollout == "local" or old_log_probs == "rollout" else "token"
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -218,7 +220,9 @@ class CriticSection:
     precision: Precision | None = None
     memory: Memory | None = None
     lora: LoraConfig | None = None  # null: all of its weights are trained
-    options: Mapping[str, Any] | None = None  # the plug-in's own; null: the policy's, if the backend is the same
+    options: Mapping[str, Any] | None = (
+        None  # the plug-in's own; null: the policy's, if the backend is the same
+    )
     value_clip: float | None = 0.5
     """Largest move of a value in a step's updates, in the unit of rewards; null is no clip.
 
@@ -242,11 +246,18 @@ class CriticSection:
         backend = self.backend or actor.backend
         options = actor.options if backend == actor.backend else {}
         return replace(
-            actor, model_type="value_model", model=self.model or actor.model, backend=backend, optimizer=self.optimizer,
-            schedule=self.schedule, parallelism=self.parallelism or actor.parallelism, lora=self.lora,
-            precision=self.precision or actor.precision, memory=self.memory or actor.memory,
+            actor,
+            model_type="value_model",
+            model=self.model or actor.model,
+            backend=backend,
+            optimizer=self.optimizer,
+            schedule=self.schedule,
+            parallelism=self.parallelism or actor.parallelism,
+            lora=self.lora,
+            precision=self.precision or actor.precision,
+            memory=self.memory or actor.memory,
             options=options if self.options is None else self.options,
-        )  # fmt: skip
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -257,7 +268,9 @@ class AlgorithmSection:
     advantage: Advantage = "grpo"  # dr_grpo: not divided by the group's standard deviation
     gamma: float = 1.0  # discount, of gae and reinforce_pp
     lam: float = 1.0  # λ of gae
-    whiten: bool | None = None  # advantages over all of the step's tokens; null: gae and reinforce_pp(_baseline) do
+    whiten: bool | None = (
+        None  # advantages over all of the step's tokens; null: gae and reinforce_pp(_baseline) do
+    )
     critic: CriticSection | None = None  # of gae
     clip_low: float = 0.2  # GSPO's: 3e-4; cispo: 1.0 is no bound from below
     clip_high: float = 0.2  # DAPO's clip-higher: 0.28; GSPO's: 4e-4
@@ -277,7 +290,9 @@ class AlgorithmSection:
     prompts_per_step: int = 16
     mini_batches: int = 1  # updates an epoch over the step's completions
     epochs: int = 1
-    old_log_probs: Literal["engine", "rollout"] = "engine"  # whose log-probs the ratio is taken against
+    old_log_probs: Literal["engine", "rollout"] = (
+        "engine"  # whose log-probs the ratio is taken against
+    )
     correction: CorrectionSection = field(default_factory=CorrectionSection)
     dynamic_sampling: DynamicSamplingSection = field(default_factory=DynamicSamplingSection)
     overlong: OverlongSection = field(default_factory=OverlongSection)
@@ -391,7 +406,13 @@ def _wrong_choices(section: AlgorithmSection) -> Iterator[Refusal]:
         "it bounds PPO's clipped term",
         "set dual_clip: null, or loss: ppo",
     )
-    yield not 0 <= section.gamma <= 1, "gamma", f"{section.gamma} is no discount", "", "give a number in [0, 1]"
+    yield (
+        not 0 <= section.gamma <= 1,
+        "gamma",
+        f"{section.gamma} is no discount",
+        "",
+        "give a number in [0, 1]",
+    )
     yield not 0 <= section.lam <= 1, "lam", f"{section.lam} is no λ", "", "give a number in [0, 1]"
     yield (
         section.gamma != 1 and not section.by_token,

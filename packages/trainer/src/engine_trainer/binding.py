@@ -31,8 +31,14 @@ def bind(cls: type[T], data: Any, key: str = "") -> T:
     hints = get_type_hints(cls)
     given = {name: _value(hints[name], value, _join(key, name)) for name, value in data.items()}
     for field in fields(cls):  # pyright: ignore[reportArgumentType] - every cls here is a dataclass
-        if field.name not in given and field.default is MISSING and field.default_factory is MISSING:
-            raise ConfigError(_join(key, field.name), "missing", remedy=f"set it to {describe(hints[field.name])}")
+        if (
+            field.name not in given
+            and field.default is MISSING
+            and field.default_factory is MISSING
+        ):
+            raise ConfigError(
+                _join(key, field.name), "missing", remedy=f"set it to {describe(hints[field.name])}"
+            )
     return cls(**given)
 
 
@@ -51,7 +57,13 @@ def describe(hint: Any) -> str:
         return f"a list ({describe(args[0])} each)"
     if origin is Mapping:
         return "a mapping"
-    words = {bool: "true or false", int: "an integer", float: "a number", str: "text", type(None): "null"}
+    words = {
+        bool: "true or false",
+        int: "an integer",
+        float: "a number",
+        str: "text",
+        type(None): "null",
+    }
     return words.get(hint, str(hint))
 
 
@@ -79,15 +91,22 @@ def _check_plain(value: Any, key: str) -> None:
     """Raise ``ConfigError`` for text that no file holds, and integers that no tensor holds, at every depth of a value."""
     if isinstance(value, str) and not _is_text(value):
         why = "a NUL, or half of a surrogate pair, is no character of a path or a prompt"
-        raise ConfigError(key, f"{value!r:.100} is not text", why=why, remedy="write it in UTF-8, without NUL")
+        raise ConfigError(
+            key, f"{value!r:.100} is not text", why=why, remedy="write it in UTF-8, without NUL"
+        )
     if isinstance(value, int) and not -INT64 <= value < INT64:
         raise ConfigError(
-            key, "expected an integer of 64 bits", why=f"it has {value.bit_length()}", remedy="give a smaller one"
+            key,
+            "expected an integer of 64 bits",
+            why=f"it has {value.bit_length()}",
+            remedy="give a smaller one",
         )
     if isinstance(value, Mapping):
         for name, part in value.items():
             if not isinstance(name, str | int) or isinstance(name, bool) or not _is_text(str(name)):
-                raise ConfigError(key, f"expected text as a key, got {name!r:.100}", remedy="put it into quotes")
+                raise ConfigError(
+                    key, f"expected text as a key, got {name!r:.100}", remedy="put it into quotes"
+                )
             _check_plain(part, _join(key, str(name)))
     elif isinstance(value, list | tuple):
         for index, part in enumerate(value):
@@ -114,8 +133,12 @@ def _scalar(hint: Any, value: Any, key: str) -> Any:
 def _literal(hint: Any, value: Any, key: str) -> Any:
     known = get_args(hint)
     if value not in known:
-        raise ConfigError(key, f"unknown value {value!r}", why=f"expected {describe(hint)}",
-                          remedy=near_matches(str(value), [str(k) for k in known]))  # fmt: skip
+        raise ConfigError(
+            key,
+            f"unknown value {value!r}",
+            why=f"expected {describe(hint)}",
+            remedy=near_matches(str(value), [str(k) for k in known]),
+        )
     return value
 
 
@@ -142,7 +165,9 @@ def _sequence(hint: Any, value: Any, key: str) -> Any:
         return [_value(args[0], item, f"{key}[{i}]") for i, item in enumerate(value)]
     if len(value) != len(args):
         raise _wrong(key, value, describe(hint))
-    return tuple(_value(a, item, f"{key}[{i}]") for i, (a, item) in enumerate(zip(args, value, strict=True)))
+    return tuple(
+        _value(a, item, f"{key}[{i}]") for i, (a, item) in enumerate(zip(args, value, strict=True))
+    )
 
 
 def _mapping(hint: Any, value: Any, key: str) -> Any:
@@ -150,7 +175,10 @@ def _mapping(hint: Any, value: Any, key: str) -> Any:
         raise _wrong(key, value, describe(hint))
     if len({str(name) for name in value}) < len(value):
         raise ConfigError(
-            key, "two keys that are equal as text", why=", ".join(map(repr, value))[:200], remedy="remove one"
+            key,
+            "two keys that are equal as text",
+            why=", ".join(map(repr, value))[:200],
+            remedy="remove one",
         )
     return {str(k): _value(get_args(hint)[1], v, _join(key, str(k))) for k, v in value.items()}
 
@@ -161,9 +189,15 @@ def _check_keys(cls: type, data: Mapping[Any, Any], key: str) -> None:
         if name not in known:
             if not isinstance(name, str):
                 raise ConfigError(
-                    key or cls.__name__, f"expected text as a key, got {name!r:.100}", remedy="put it into quotes"
+                    key or cls.__name__,
+                    f"expected text as a key, got {name!r:.100}",
+                    remedy="put it into quotes",
                 )
-            raise ConfigError(_join(key, name) or "the empty key", "unknown key", remedy=near_matches(str(name), known))
+            raise ConfigError(
+                _join(key, name) or "the empty key",
+                "unknown key",
+                remedy=near_matches(str(name), known),
+            )
 
 
 def _names(cls: Any) -> list[str]:
@@ -177,11 +211,21 @@ def _join(key: str, name: str) -> str:
 def _wrong(key: str, value: Any, expected: str) -> ConfigError:
     remedy = "correct the value"
     if isinstance(value, Mapping) and expected.startswith("text"):  # YAML reads {prompt} so
-        remedy += """; a text that begins with a brace goes into quotes, on a command line '"{prompt}"'"""
+        remedy += (
+            """; a text that begins with a brace goes into quotes, on a command line '"{prompt}"'"""
+        )
     shown = f"{masked(value, key.rpartition('.')[2])!r:.200}"
-    return ConfigError(key, f"{shown} is {_a_type(value)}", why=f"expected {expected}", remedy=remedy)
+    return ConfigError(
+        key, f"{shown} is {_a_type(value)}", why=f"expected {expected}", remedy=remedy
+    )
 
 
 def _a_type(value: Any) -> str:
-    names = {type(None): "null", bool: "true/false", int: "an integer", float: "a number", str: "text"}
+    names = {
+        type(None): "null",
+        bool: "true/false",
+        int: "an integer",
+        float: "a number",
+        str: "text",
+    }
     return names.get(type(value), "a list" if isinstance(value, Sequence) else "a mapping")

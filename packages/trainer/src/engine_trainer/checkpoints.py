@@ -23,8 +23,17 @@ from engine_trainer.secrets import Referred
 
 _STEP = re.compile(r"step-(\d{6,})$")
 # What a run may not change between its parts; everything else may, and is named when it does.
-FIXED = ("kind", "run.seed", "batch_size", "engine.model", "engine.model_type", "engine.lora", "data",
-         "algorithm.critic.model", "algorithm.critic.lora")  # fmt: skip
+FIXED = (
+    "kind",
+    "run.seed",
+    "batch_size",
+    "engine.model",
+    "engine.model_type",
+    "engine.lora",
+    "data",
+    "algorithm.critic.model",
+    "algorithm.critic.lora",
+)
 FREE = ("run.", "engine.memory", "engine.parallelism", "engine.checkpoint", "engine.device", "eval")
 
 
@@ -42,7 +51,9 @@ class Checkpoints:
 
     def steps(self) -> dict[int, Path]:
         """Complete checkpoints by step, oldest first."""
-        found = {int(m[1]): path for path in self.folder.glob("step-*") if (m := _STEP.search(path.name))}
+        found = {
+            int(m[1]): path for path in self.folder.glob("step-*") if (m := _STEP.search(path.name))
+        }
         return {step: found[step] for step in sorted(found) if (found[step] / MANIFEST).is_file()}
 
     def find(self, resume: str) -> Path | None:
@@ -53,25 +64,38 @@ class Checkpoints:
             return max(own.items())[1] if own else None
         if resume == "never":
             if own:
-                raise ConfigError("run.resume", "run.output_dir already holds a run", why=f"{max(own.items())[1]} is there",
-                                  remedy="use run.resume=auto to go on, or another run.output_dir")  # fmt: skip
+                raise ConfigError(
+                    "run.resume",
+                    "run.output_dir already holds a run",
+                    why=f"{max(own.items())[1]} is there",
+                    remedy="use run.resume=auto to go on, or another run.output_dir",
+                )
             return None
         return self._given(Path(resume), own)
 
     def save(
-        self, policy: EngineGroup, comm: Comm, step: int, extra: Mapping[str, Any], beside: Mapping[str, EngineGroup]
+        self,
+        policy: EngineGroup,
+        comm: Comm,
+        step: int,
+        extra: Mapping[str, Any],
+        beside: Mapping[str, EngineGroup],
     ) -> None:
         """Save after ``step``, unless that was done. Raises what the save, or the one before it, raises."""
         if step == self.saved:
             return
         self.wait(comm)
-        together(comm, lambda: self.folder.mkdir(parents=True, exist_ok=True) if comm.rank == 0 else None)
+        together(
+            comm, lambda: self.folder.mkdir(parents=True, exist_ok=True) if comm.rank == 0 else None
+        )
         name = f"step-{step:06d}"
         for key, group in beside.items():
             group.save_checkpoint(self.folder / key / name, extra={}).result()
         self._handle = policy.save_checkpoint(self.folder / name, extra=extra)
         self.saved = step
-        if all(comm.all_gather(self._handle.done())):  # a save in the background may stand here and not yet there
+        if all(
+            comm.all_gather(self._handle.done())
+        ):  # a save in the background may stand here and not yet there
             self.wait(comm)
 
     def wait(self, comm: Comm) -> None:
@@ -86,8 +110,12 @@ class Checkpoints:
         """The checkpoint of the engine ``name`` that belongs to the policy's. Raises ``CheckpointMissing``."""
         path = locate(path)
         if not (path.parent / name / path.name / MANIFEST).is_file():
-            raise CheckpointMissing(f"the checkpoint has no {name}", where=str(path), why="it was saved by a run without one",
-                                    remedy="begin anew in another run.output_dir; engine.model.path may be an export of this one")  # fmt: skip
+            raise CheckpointMissing(
+                f"the checkpoint has no {name}",
+                where=str(path),
+                why="it was saved by a run without one",
+                remedy="begin anew in another run.output_dir; engine.model.path may be an export of this one",
+            )
         return path.parent / name / path.name
 
     def clean(self) -> None:
@@ -104,15 +132,20 @@ class Checkpoints:
     def _given(self, path: Path, own: Mapping[int, Path]) -> Path:
         if not path.is_dir():
             raise ConfigError(
-                "run.resume", f"{str(path)!r} is not a checkpoint", remedy="auto, never, or a checkpoint folder"
+                "run.resume",
+                f"{str(path)!r} is not a checkpoint",
+                remedy="auto, never, or a checkpoint folder",
             )
         path = locate(path)
         step = read_manifest(path).step
         later = [p.name for s, p in own.items() if s > step]
         if later:
-            raise ConfigError("run.resume", f"run.output_dir holds later checkpoints than step {step}",
-                              why=f"{', '.join(later)} would be in the way",
-                              remedy="use another run.output_dir, or remove them")  # fmt: skip
+            raise ConfigError(
+                "run.resume",
+                f"run.output_dir holds later checkpoints than step {step}",
+                why=f"{', '.join(later)} would be in the way",
+                remedy="use another run.output_dir, or remove them",
+            )
         return path
 
     def _prune(self) -> None:
@@ -128,9 +161,12 @@ def read_extra(path: Path) -> Mapping[str, Any]:
     """What ``Run`` gave to the save. Raises ``CheckpointMismatch`` when the checkpoint is not a run's."""
     extra = read_manifest(path).extra
     if "loop" not in extra or "config" not in extra:
-        raise CheckpointMismatch("the checkpoint was not saved by engine-train", where=str(path),
-                                 why="it does not say where the loop stood",
-                                 remedy="export it with save_hf, and name that as engine.model.path")  # fmt: skip
+        raise CheckpointMismatch(
+            "the checkpoint was not saved by engine-train",
+            where=str(path),
+            why="it does not say where the loop stood",
+            remedy="export it with save_hf, and name that as engine.model.path",
+        )
     return extra
 
 
@@ -158,11 +194,17 @@ def compare(then: Mapping[str, Any], now: Mapping[str, Any], where: str) -> list
     fixed = [key for key in changed if _below(key, FIXED)]
     if fixed:
         key = fixed[0]
-        raise ConfigError(key, f"{now.get(key)!r}, but the checkpoint was made with {then.get(key)!r}",
-                          why=f"run.resume would go on from {where}" + (f"; also: {', '.join(fixed[1:])}" if fixed[1:] else ""),
-                          remedy="restore the value, or begin anew in another run.output_dir")  # fmt: skip
+        raise ConfigError(
+            key,
+            f"{now.get(key)!r}, but the checkpoint was made with {then.get(key)!r}",
+            why=f"run.resume would go on from {where}"
+            + (f"; also: {', '.join(fixed[1:])}" if fixed[1:] else ""),
+            remedy="restore the value, or begin anew in another run.output_dir",
+        )
     # The length of the run is where its learning-rate schedule ends.
-    named = [key for key in changed if key in ("run.steps", "run.epochs") or not key.startswith(FREE)]
+    named = [
+        key for key in changed if key in ("run.steps", "run.epochs") or not key.startswith(FREE)
+    ]
     return [f"{key}: {then.get(key)!r} -> {now.get(key)!r}" for key in named]
 
 

@@ -102,7 +102,9 @@ def _evaluate(config: RLConfig) -> None:
 def _require_ray() -> None:
     if importlib.util.find_spec("ray") is None:
         raise ConfigError(
-            "launcher", "ray is not installed", remedy="pip install engine-trainer[ray], or launcher: none"
+            "launcher",
+            "ray is not installed",
+            remedy="pip install engine-trainer[ray], or launcher: none",
         )
 
 
@@ -127,13 +129,21 @@ def _close(outcome: Outcome, *, report: bool) -> None:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
-        prog="engine-train", description="SFT, RL, DPO, reward models and evaluation over any engine, by name."
+        prog="engine-train",
+        description="SFT, RL, DPO, reward models and evaluation over any engine, by name.",
     )
     parser.add_argument("task", choices=sorted(CONFIGS), help="what to run")
     parser.add_argument("config", help="a YAML file; recipes/ holds some")
-    parser.add_argument("overrides", nargs="*", default=[], metavar="key.sub=value",
-                        help="take the place of values in the file")  # fmt: skip
-    parser.add_argument("--print-config", action="store_true", help="print the whole configuration and stop")
+    parser.add_argument(
+        "overrides",
+        nargs="*",
+        default=[],
+        metavar="key.sub=value",
+        help="take the place of values in the file",
+    )
+    parser.add_argument(
+        "--print-config", action="store_true", help="print the whole configuration and stop"
+    )
     parser.add_argument("--debug", action="store_true", help="show tracebacks")
     return parser
 

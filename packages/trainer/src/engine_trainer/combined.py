@@ -36,18 +36,36 @@ def parts_of(kwargs: Mapping[str, Any], timeout_s: float | None) -> list[RewardP
     """The rewards of ``kwargs["rewards"]`` in their order. Raises ``ConfigError`` for anything that is not read as it is written."""
     for name in kwargs:
         if name != "rewards":
-            raise ConfigError(f"reward.kwargs.{name}", "unknown key", why="combine reads rewards alone",
-                              remedy=near_matches(name, ["rewards"]))  # fmt: skip
+            raise ConfigError(
+                f"reward.kwargs.{name}",
+                "unknown key",
+                why="combine reads rewards alone",
+                remedy=near_matches(name, ["rewards"]),
+            )
     given = kwargs.get("rewards")
     if not isinstance(given, list | tuple):
-        found = "null" if given is None else "a mapping" if isinstance(given, Mapping) else type(given).__name__
-        raise ConfigError(KEY, f"{given!r} is {found}", remedy="give a list: rewards: [{name: math, weight: 1.0}, …]")
+        found = (
+            "null"
+            if given is None
+            else "a mapping"
+            if isinstance(given, Mapping)
+            else type(given).__name__
+        )
+        raise ConfigError(
+            KEY,
+            f"{given!r} is {found}",
+            remedy="give a list: rewards: [{name: math, weight: 1.0}, …]",
+        )
     parts = [_part(one, f"{KEY}[{i}]", timeout_s) for i, one in enumerate(given)]
     titles = [part.title for part in parts]
     if not parts:
-        raise ConfigError(KEY, "no reward is named", remedy="rewards: [{name: math, weight: 1.0}, …]")
+        raise ConfigError(
+            KEY, "no reward is named", remedy="rewards: [{name: math, weight: 1.0}, …]"
+        )
     if len(set(titles)) < len(titles):
-        raise ConfigError(KEY, f"names {titles}", why="figures are kept by name", remedy="name each reward once")
+        raise ConfigError(
+            KEY, f"names {titles}", why="figures are kept by name", remedy="name each reward once"
+        )
     return parts
 
 
@@ -64,13 +82,31 @@ def refuse_limits_without_workers(limits: Mapping[str, float | None]) -> None:
 
 
 def _part(given: Any, key: str, timeout_s: float | None) -> RewardPart:
-    part = bind(RewardPart, {"timeout_s": timeout_s, **given} if isinstance(given, Mapping) else given, key)
+    part = bind(
+        RewardPart, {"timeout_s": timeout_s, **given} if isinstance(given, Mapping) else given, key
+    )
     if (part.name is None) == (part.function is None):
-        raise ConfigError(key, f"{masked(given)}", remedy="give name or function, one of the two, and if wanted weight, kwargs, timeout_s")  # fmt: skip
+        raise ConfigError(
+            key,
+            f"{masked(given)}",
+            remedy="give name or function, one of the two, and if wanted weight, kwargs, timeout_s",
+        )
     if part.name == COMBINE:
-        raise ConfigError(f"{key}.name", "combine within combine", remedy="write its rewards beside the others, weights multiplied")  # fmt: skip
+        raise ConfigError(
+            f"{key}.name",
+            "combine within combine",
+            remedy="write its rewards beside the others, weights multiplied",
+        )
     if not math.isfinite(part.weight):
-        raise ConfigError(f"{key}.weight", f"{part.weight} is no factor", remedy="give a finite number; 0 only measures")  # fmt: skip
+        raise ConfigError(
+            f"{key}.weight",
+            f"{part.weight} is no factor",
+            remedy="give a finite number; 0 only measures",
+        )
     if part.timeout_s is not None and not part.timeout_s > 0:
-        raise ConfigError(f"{key}.timeout_s", f"{part.timeout_s} is not a time", remedy="give seconds above 0, or null")
+        raise ConfigError(
+            f"{key}.timeout_s",
+            f"{part.timeout_s} is not a time",
+            remedy="give seconds above 0, or null",
+        )
     return part

@@ -36,11 +36,35 @@ from engine_trainer.sections import (
 )
 
 __all__ = [
-    "AgentSection", "AlgorithmSection", "ColumnsSection", "Config", "CorrectionSection", "CriticSection", "DPOConfig", "DPOSection",
-    "DataSection", "DynamicSamplingSection", "EngineSection", "EvalSection", "EvalSet", "GymDataset", "GymSection",
-    "HeldoutSection", "KLSection", "OverlapSection", "OverlongSection", "PolicyEngineSection", "PolicyOptimizer", "RLConfig", "RaySection", "RewardModelConfig", "RewardSection",
-    "RolloutSection", "RunSection", "SFTConfig",
-]  # fmt: skip
+    "AgentSection",
+    "AlgorithmSection",
+    "ColumnsSection",
+    "Config",
+    "CorrectionSection",
+    "CriticSection",
+    "DPOConfig",
+    "DPOSection",
+    "DataSection",
+    "DynamicSamplingSection",
+    "EngineSection",
+    "EvalSection",
+    "EvalSet",
+    "GymDataset",
+    "GymSection",
+    "HeldoutSection",
+    "KLSection",
+    "OverlapSection",
+    "OverlongSection",
+    "PolicyEngineSection",
+    "PolicyOptimizer",
+    "RLConfig",
+    "RaySection",
+    "RewardModelConfig",
+    "RewardSection",
+    "RolloutSection",
+    "RunSection",
+    "SFTConfig",
+]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -81,48 +105,85 @@ class RLConfig:
     def __post_init__(self) -> None:
         if self.eval is not None:
             check_evaluation(self.eval, self.data, loss=False)
-        if self.rollout.n < 2 and (not self.algorithm.by_token or self.algorithm.dynamic_sampling.enabled):
-            raise ConfigError("rollout.n", f"{self.rollout.n} completion a prompt", why="a group is compared with itself",
-                              remedy="draw at least 2, or use advantage: gae or reinforce_pp without dynamic sampling")  # fmt: skip
+        if self.rollout.n < 2 and (
+            not self.algorithm.by_token or self.algorithm.dynamic_sampling.enabled
+        ):
+            raise ConfigError(
+                "rollout.n",
+                f"{self.rollout.n} completion a prompt",
+                why="a group is compared with itself",
+                remedy="draw at least 2, or use advantage: gae or reinforce_pp without dynamic sampling",
+            )
         if self.algorithm.overlong.buffer > self.rollout.max_new_tokens:
-            raise ConfigError("algorithm.overlong.buffer", f"{self.algorithm.overlong.buffer} is above rollout.max_new_tokens",
-                              remedy=f"give at most {self.rollout.max_new_tokens}")  # fmt: skip
+            raise ConfigError(
+                "algorithm.overlong.buffer",
+                f"{self.algorithm.overlong.buffer} is above rollout.max_new_tokens",
+                remedy=f"give at most {self.rollout.max_new_tokens}",
+            )
         correction = self.algorithm.correction.resolved(
             rollout=self.rollout.name, old_log_probs=self.algorithm.old_log_probs
         )
         object.__setattr__(self, "algorithm", replace(self.algorithm, correction=correction))
         _check_overlap(self)
         if self.rollout.temperature == 0:
-            raise ConfigError("rollout.temperature", "0 is greedy", why="a group of equal completions teaches nothing",
-                              remedy="use 1.0; eval.temperature may be 0")  # fmt: skip
+            raise ConfigError(
+                "rollout.temperature",
+                "0 is greedy",
+                why="a group of equal completions teaches nothing",
+                remedy="use 1.0; eval.temperature may be 0",
+            )
 
 
 def _check_accuracy(section: EvalSection | None, reward: RewardSection | None) -> None:
     """Raise ``ConfigError`` for a reward that judges nothing, or problems that nothing judges."""
     if reward is None:
         if section is not None and section.sets:
-            raise ConfigError("eval.sets", "without a reward", why="their problems are answered and judged",
-                              remedy="name a reward, or use eval.source alone for the loss")  # fmt: skip
+            raise ConfigError(
+                "eval.sets",
+                "without a reward",
+                why="their problems are answered and judged",
+                remedy="name a reward, or use eval.source alone for the loss",
+            )
         if section is not None and section.samples > 1:
-            raise ConfigError("eval.samples", f"{section.samples} without a reward", why="nothing is answered, only the loss is measured",
-                              remedy="name a reward for the accuracy, or leave it out")  # fmt: skip
+            raise ConfigError(
+                "eval.samples",
+                f"{section.samples} without a reward",
+                why="nothing is answered, only the loss is measured",
+                remedy="name a reward for the accuracy, or leave it out",
+            )
     elif section is None:
-        raise ConfigError("reward", "nothing reads it without eval", why="SFT learns from responses; a reward measures accuracy",
-                          remedy="name held-out problems (eval.source), or set reward: null")  # fmt: skip
+        raise ConfigError(
+            "reward",
+            "nothing reads it without eval",
+            why="SFT learns from responses; a reward measures accuracy",
+            remedy="name held-out problems (eval.source), or set reward: null",
+        )
     elif not section.samples and not section.sets:
-        raise ConfigError("reward", "nothing reads it with eval.samples: 0", why="only the loss is measured",
-                          remedy="set eval.samples to 1 or more, or reward: null")  # fmt: skip
+        raise ConfigError(
+            "reward",
+            "nothing reads it with eval.samples: 0",
+            why="only the loss is measured",
+            remedy="set eval.samples to 1 or more, or reward: null",
+        )
 
 
 def _check_overlap(config: RLConfig) -> None:
     if config.overlap.mode == "none":
         return
     if config.launcher != "ray" or config.ray.rollouts is None:
-        raise ConfigError("overlap.mode", f"{config.overlap.mode} needs replicas of their own",
-                          why="beside an engine a rollout waits while it trains", remedy="launcher: ray and ray.rollouts: 1 or more")  # fmt: skip
+        raise ConfigError(
+            "overlap.mode",
+            f"{config.overlap.mode} needs replicas of their own",
+            why="beside an engine a rollout waits while it trains",
+            remedy="launcher: ray and ray.rollouts: 1 or more",
+        )
     if config.algorithm.old_log_probs == "engine" and not config.algorithm.correction.enabled:
-        raise ConfigError("overlap.mode", f"{config.overlap.mode} needs a correction", why="older weights made the completions",
-                          remedy="algorithm.correction.weight: token, or algorithm.old_log_probs: rollout")  # fmt: skip
+        raise ConfigError(
+            "overlap.mode",
+            f"{config.overlap.mode} needs a correction",
+            why="older weights made the completions",
+            remedy="algorithm.correction.weight: token, or algorithm.old_log_probs: rollout",
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -137,7 +198,9 @@ class DPOSection:
 
     def __post_init__(self) -> None:
         if not self.beta > 0:
-            raise ConfigError("dpo.beta", f"{self.beta} is not above 0", remedy="give a number above 0 (0.1)")
+            raise ConfigError(
+                "dpo.beta", f"{self.beta} is not above 0", remedy="give a number above 0 (0.1)"
+            )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -176,17 +239,29 @@ def _check_pairs(config: DPOConfig | RewardModelConfig, model_type: str) -> None
     at_least("", config, 1, "batch_size")
     engine, data = config.engine, config.data
     if engine.model_type != model_type:
-        raise ConfigError("engine.model_type", f"{engine.model_type!r}", why=f"this trains a {model_type}",
-                          remedy=f"set engine.model_type: {model_type}")  # fmt: skip
+        raise ConfigError(
+            "engine.model_type",
+            f"{engine.model_type!r}",
+            why=f"this trains a {model_type}",
+            remedy=f"set engine.model_type: {model_type}",
+        )
     if engine.lora is not None and engine.lora.dropout > 0:
-        raise ConfigError("engine.lora.dropout", f"{engine.lora.dropout} with pairs",
-                          why="the slopes of the loss are taken in one forward pass and used in another",
-                          remedy="set it to 0")  # fmt: skip
+        raise ConfigError(
+            "engine.lora.dropout",
+            f"{engine.lora.dropout} with pairs",
+            why="the slopes of the loss are taken in one forward pass and used in another",
+            remedy="set it to 0",
+        )
     if data.reasoning_gym is not None:
         raise ConfigError(
-            "data.reasoning_gym", "gives no pairs", remedy="name a file with chosen and rejected in data.source"
+            "data.reasoning_gym",
+            "gives no pairs",
+            remedy="name a file with chosen and rejected in data.source",
         )
     for name in ("messages", "response", "answer"):
         if getattr(data.columns, name) is not None:
-            raise ConfigError(f"data.columns.{name}", "nothing reads it for pairs",
-                              remedy="columns are named prompt, chosen and rejected; data.columns.prompt renames the first")  # fmt: skip
+            raise ConfigError(
+                f"data.columns.{name}",
+                "nothing reads it for pairs",
+                remedy="columns are named prompt, chosen and rejected; data.columns.prompt renames the first",
+            )

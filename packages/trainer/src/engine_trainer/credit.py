@@ -64,9 +64,12 @@ class CreditAssignment:
         return self._by_group(rewards)
 
     def assign(
-        self, shares: Sequence[Batch], places: Sequence[Sequence[Place]], rewards: torch.Tensor,
+        self,
+        shares: Sequence[Batch],
+        places: Sequence[Sequence[Place]],
+        rewards: torch.Tensor,
         values: Sequence[torch.Tensor],
-    ) -> Credit:  # fmt: skip
+    ) -> Credit:
         """Advantages for the tokens of all shares; on all processes of the loop together.
 
         Args:
@@ -82,11 +85,16 @@ class CreditAssignment:
             advantages, returns = self._by_token(shares, places, rewards, values, kl)
         else:
             whole = self._by_group(rewards - self._penalties(sums, rewards.shape))
-            advantages = [_spread(whole, share, place) for share, place in zip(shares, places, strict=True)]
+            advantages = [
+                _spread(whole, share, place) for share, place in zip(shares, places, strict=True)
+            ]
         if self.algorithm.whitened:
             advantages = self._whitened(advantages, shares)
-        return Credit(advantages=[a.float() for a in advantages], returns=[r.float() for r in returns],
-                      figures=self._adapt(sums) if kl else {})  # fmt: skip
+        return Credit(
+            advantages=[a.float() for a in advantages],
+            returns=[r.float() for r in returns],
+            figures=self._adapt(sums) if kl else {},
+        )
 
     # --- inside ---------------------------------------------------------------------------------
 
@@ -96,30 +104,42 @@ class CreditAssignment:
         return group_advantages(rewards, estimator)
 
     def _by_token(
-        self, shares: Sequence[Batch], places: Sequence[Sequence[Place]], rewards: torch.Tensor,
-        values: Sequence[torch.Tensor], kl: Sequence[torch.Tensor] | None,
-    ) -> tuple[list[torch.Tensor], list[torch.Tensor]]:  # fmt: skip
+        self,
+        shares: Sequence[Batch],
+        places: Sequence[Sequence[Place]],
+        rewards: torch.Tensor,
+        values: Sequence[torch.Tensor],
+        kl: Sequence[torch.Tensor] | None,
+    ) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
         advantages: list[torch.Tensor] = []
         returns: list[torch.Tensor] = []
         for k, (share, place) in enumerate(zip(shares, places, strict=True)):
             mask, cu = share["mask"], share.cu_seqlens
             scores = _scores(rewards, place)
-            earned = token_rewards(scores, mask, cu, kl=kl[k] if kl else None, coefficient=self.kl_coefficient)
+            earned = token_rewards(
+                scores, mask, cu, kl=kl[k] if kl else None, coefficient=self.kl_coefficient
+            )
             if self.algorithm.advantage == "gae":
-                own, target = gae(earned, values[k], mask, cu, gamma=self.algorithm.gamma, lam=self.algorithm.lam)
+                own, target = gae(
+                    earned, values[k], mask, cu, gamma=self.algorithm.gamma, lam=self.algorithm.lam
+                )
                 returns.append(target)
             else:
                 own = returns_to_go(earned, mask, cu, self.algorithm.gamma)
             advantages.append(own)
         return advantages, returns
 
-    def _whitened(self, advantages: Sequence[torch.Tensor], shares: Sequence[Batch]) -> list[torch.Tensor]:
+    def _whitened(
+        self, advantages: Sequence[torch.Tensor], shares: Sequence[Batch]
+    ) -> list[torch.Tensor]:
         parts = [Moments.of(a, s["mask"]) for a, s in zip(advantages, shares, strict=True)]
         whole = Moments.merge(self.policy.gather(parts))
         return [whiten(a, s["mask"], whole) for a, s in zip(advantages, shares, strict=True)]
 
     def _kl(self, share: Batch) -> torch.Tensor:
-        return kl_divergence(share["old_log_probs"], share["ref_log_probs"], self.algorithm.kl.chosen)
+        return kl_divergence(
+            share["old_log_probs"], share["ref_log_probs"], self.algorithm.kl.chosen
+        )
 
     def _kl_sums(
         self, shares: Sequence[Batch], places: Sequence[Sequence[Place]], kl: Sequence[torch.Tensor]
@@ -128,7 +148,9 @@ class CreditAssignment:
         own: list[dict[Place, float]] = []
         for share, place, x in zip(shares, places, kl, strict=True):
             counted = where_counted(x, share["mask"]).double()
-            own.append(dict(zip(place, sum_by_document(counted, share.cu_seqlens).tolist(), strict=True)))
+            own.append(
+                dict(zip(place, sum_by_document(counted, share.cu_seqlens).tolist(), strict=True))
+            )
         return {place: value for row in self.policy.gather(own) for place, value in row.items()}
 
     def _penalties(self, sums: Mapping[Place, float], shape: Sequence[int]) -> torch.Tensor:
@@ -143,7 +165,9 @@ class CreditAssignment:
         figures = {"train/kl": mean, "train/kl_coefficient": self.kl_coefficient}
         section = self.algorithm.kl
         if section.target is not None and sums:
-            self.kl_coefficient = next_coefficient(self.kl_coefficient, mean, target=section.target, gain=section.gain)
+            self.kl_coefficient = next_coefficient(
+                self.kl_coefficient, mean, target=section.target, gain=section.gain
+            )
         return figures
 
 
@@ -153,5 +177,7 @@ def _scores(rewards: torch.Tensor, places: Sequence[Place]) -> torch.Tensor:
 
 
 def _spread(advantages: torch.Tensor, share: Batch, places: Sequence[Place]) -> torch.Tensor:
-    own = torch.repeat_interleave(_scores(advantages, places), torch.tensor(share.lengths, dtype=torch.int64))
+    own = torch.repeat_interleave(
+        _scores(advantages, places), torch.tensor(share.lengths, dtype=torch.int64)
+    )
     return own * share["mask"]

@@ -19,7 +19,9 @@ from engine_trainer.division import Division
 from engine_trainer.groups import Launcher, model_sizes, said
 from engine_trainer.runtime import Run
 
-Update = tuple[Sequence[Batch], float]  # the shares of one update, and the number of their tokens that count
+Update = tuple[
+    Sequence[Batch], float
+]  # the shares of one update, and the number of their tokens that count
 
 
 class Critic:
@@ -42,13 +44,19 @@ class Critic:
         device, _ = run.launcher.resolve(engine)
         self.engines = run.launcher.engines(engine, built, device)
         run.beside["critic"] = self.engines
-        alike = (self.engines.dp_size, list(self.engines.held)) == (run.policy.dp_size, list(run.policy.held))
+        alike = (self.engines.dp_size, list(self.engines.held)) == (
+            run.policy.dp_size,
+            list(run.policy.held),
+        )
         self.apart = not all(run.comm.all_gather(alike))
 
     def values(self, shares: Sequence[Batch]) -> list[torch.Tensor]:
         """``[T]`` float32 of each share that is held: V of the state before each token."""
         bare = [Batch(input_ids=s.input_ids, cu_seqlens=s.cu_seqlens) for s in shares]
-        return [torch.zeros(0, dtype=torch.float32) if o.values is None else o.values for o in self.engines.infer(bare)]
+        return [
+            torch.zeros(0, dtype=torch.float32) if o.values is None else o.values
+            for o in self.engines.infer(bare)
+        ]
 
     def learn(self, updates: Iterable[Update]) -> dict[str, float]:
         """The updates of one step; ``critic/…``, the same on all ranks.
@@ -56,8 +64,11 @@ class Critic:
         Args:
             updates: shares with ``mask``, ``values`` (before the first update) and ``returns``.
         """
-        outputs = [self.engines.train([_batch(s) for s in shares], self.loss, denominator=tokens).output
-                   for shares, tokens in updates if tokens]  # fmt: skip
+        outputs = [
+            self.engines.train([_batch(s) for s in shares], self.loss, denominator=tokens).output
+            for shares, tokens in updates
+            if tokens
+        ]
         return _figures(outputs)
 
     def close(self) -> None:
@@ -66,7 +77,11 @@ class Critic:
 
 
 def _batch(share: Batch) -> Batch:
-    extra = {"returns": share["returns"], "old_values": share["values"], "loss_weight": share["mask"]}
+    extra = {
+        "returns": share["returns"],
+        "old_values": share["values"],
+        "loss_weight": share["mask"],
+    }
     return Batch(input_ids=share.input_ids, cu_seqlens=share.cu_seqlens, fields=extra)
 
 
@@ -93,9 +108,12 @@ def check_critic(config: RLConfig, launcher: Launcher, ranks: int) -> None:
     sizes = model_sizes(engine.parallelism)
     each, shards = math.prod(sizes.values()), engine.parallelism.dp_shard
     if ranks % each or shards not in (-1, ranks // each):
-        raise ConfigError("algorithm.critic.parallelism", f"{said(sizes | {'dp_shard': shards})} does not make a world of {ranks}",
-                          why="the critic is on the ranks of the policy's engine, on all of them",
-                          remedy="choose sizes whose product is the number of ranks, or dp_shard: -1; null: the policy's")  # fmt: skip
+        raise ConfigError(
+            "algorithm.critic.parallelism",
+            f"{said(sizes | {'dp_shard': shards})} does not make a world of {ranks}",
+            why="the critic is on the ranks of the policy's engine, on all of them",
+            remedy="choose sizes whose product is the number of ranks, or dp_shard: -1; null: the policy's",
+        )
     with _named_by_its_own_keys():
         built = engine.build(seed=config.run.seed, total_steps=1)
         _, capabilities = launcher.resolve(engine, config.engine)
@@ -113,12 +131,19 @@ def _named_by_its_own_keys() -> Iterator[None]:
 
 def _figures(outputs: Sequence[TrainOutput]) -> dict[str, float]:
     applied = [o for o in outputs if o.skipped is None]
-    figures = {"critic/updates": float(len(applied)), "critic/skipped": float(len(outputs) - len(applied))}
+    figures = {
+        "critic/updates": float(len(applied)),
+        "critic/skipped": float(len(outputs) - len(applied)),
+    }
     if not outputs:
         return figures
     sums = {name: math.fsum(o.metrics[name] for o in outputs) for name in outputs[0].metrics}
     tokens = max(sums["tokens"], 1.0)
-    figures |= {f"critic/{name}": sums[name] / tokens for name in ("value", "return", "clipped") if name in sums}
+    figures |= {
+        f"critic/{name}": sums[name] / tokens
+        for name in ("value", "return", "clipped")
+        if name in sums
+    }
     return figures | {
         "critic/loss": math.fsum(o.loss for o in outputs) / len(outputs),
         "critic/grad_norm": math.fsum(o.grad_norm for o in outputs) / len(outputs),

@@ -40,7 +40,11 @@ class Document:
 
     def fields(self) -> dict[str, Any]:
         """As ``Batch.pack`` takes them."""
-        return {"input_ids": self.tokens, "mask": self.mask, "rollout_log_probs": self.rollout_log_probs}
+        return {
+            "input_ids": self.tokens,
+            "mask": self.mask,
+            "rollout_log_probs": self.rollout_log_probs,
+        }
 
 
 class Division:
@@ -55,7 +59,10 @@ class Division:
     def __init__(self, engines: EngineGroup, mini_batches: Sequence[Sequence[Document]]) -> None:
         self._engines = engines
         parts = [
-            [[documents[i] for i in part] for part in balance([len(d.tokens) for d in documents], engines.dp_size)]
+            [
+                [documents[i] for i in part]
+                for part in balance([len(d.tokens) for d in documents], engines.dp_size)
+            ]
             for documents in mini_batches
         ]
         self._counts = [[len(part) for part in parts_of_ranks] for parts_of_ranks in parts]
@@ -76,7 +83,9 @@ class Division:
         found: list[list[Batch]] = []
         for counts in self._counts:
             end = [b + counts[rank] for b, rank in zip(begin, self._engines.held, strict=True)]
-            found.append([s.select(range(b, e)) for s, b, e in zip(shares, begin, end, strict=True)])
+            found.append(
+                [s.select(range(b, e)) for s, b, e in zip(shares, begin, end, strict=True)]
+            )
             begin = end
         return found
 
@@ -94,9 +103,14 @@ class Division:
         found = {
             document.where: part
             for documents, row in zip(self._ranks, rows, strict=True)
-            for document, part in zip(documents, row.split([len(d.tokens) for d in documents]), strict=True)
+            for document, part in zip(
+                documents, row.split([len(d.tokens) for d in documents]), strict=True
+            )
         }
-        return [torch.cat([values[0].new_zeros(0), *(found[d.where] for d in share)]) for share in to.shares]
+        return [
+            torch.cat([values[0].new_zeros(0), *(found[d.where] for d in share)])
+            for share in to.shares
+        ]
 
 
 def _pack(documents: Sequence[Document]) -> Batch:

@@ -24,7 +24,9 @@ def train_dpo(config: DPOConfig) -> Outcome:
     Raises ``EngineError``: configuration, data, plug-ins, checkpoints.
     """
     return train_pairs(
-        config, kind="dpo", objective_of=lambda run, data, visited: DPOObjective(run, config, data, visited)
+        config,
+        kind="dpo",
+        objective_of=lambda run, data, visited: DPOObjective(run, config, data, visited),
     )
 
 
@@ -44,7 +46,9 @@ class DPOObjective:
         with run.timers.phase("reference"):
             self._known[False] = self._precompute(run, data, visited, heldout=False)
             if data.heldout is not None:
-                self._known[True] = self._precompute(run, data, range(len(data.heldout)), heldout=True)
+                self._known[True] = self._precompute(
+                    run, data, range(len(data.heldout)), heldout=True
+                )
 
     def weights(self, pair: Pair) -> tuple[list[float], list[float]]:
         """See ``Objective``: the assistant's tokens."""

@@ -19,5 +19,9 @@ class DataError(EngineError):
         remedy: str = "",
     ) -> None:
         self.file, self.row, self.column = file, row, column
-        place = file + (f":{row}" if row is not None else "") + (f", column {column!r}" if column else "")
+        place = (
+            file
+            + (f":{row}" if row is not None else "")
+            + (f", column {column!r}" if column else "")
+        )
         super().__init__(what, where=place, why=why, remedy=remedy)

@@ -13,7 +13,9 @@ from engine_trainer.sections import DataSection, at_least
 class EvalSet:
     """One held-out set of ``eval.sets``."""
 
-    source: str | Sequence[str] | None = None  # as data.source; null: the held-out problems of data.reasoning_gym
+    source: str | Sequence[str] | None = (
+        None  # as data.source; null: the held-out problems of data.reasoning_gym
+    )
     split: str | None = None  # as data.split
     samples: int | None = None  # completions a problem; null: eval.samples
     temperature: float | None = None  # 0: greedy; null: eval.temperature
@@ -21,15 +23,25 @@ class EvalSet:
 
     def check(self, key: str) -> None:
         """Raise ``ConfigError`` for values that make no sense."""
-        at_least(key, self, 0, *(n for n in ("samples", "temperature") if getattr(self, n) is not None))
+        at_least(
+            key, self, 0, *(n for n in ("samples", "temperature") if getattr(self, n) is not None)
+        )
         if self.max_problems is not None:
             at_least(key, self, 1, "max_problems")
         if self.split is not None and self.source is None:
-            raise ConfigError(f"{key}.split", f"without {key}.source", why="it chooses files of a folder",
-                              remedy=f"name the folder in {key}.source, which may be data.source's")  # fmt: skip
+            raise ConfigError(
+                f"{key}.split",
+                f"without {key}.source",
+                why="it chooses files of a folder",
+                remedy=f"name the folder in {key}.source, which may be data.source's",
+            )
         if self.temperature == 0 and (self.samples or 0) > 1:
-            raise ConfigError(f"{key}.samples", f"{self.samples} at temperature 0", why="greedy completions are all equal",
-                              remedy="use 1 sample, or a temperature above 0")  # fmt: skip
+            raise ConfigError(
+                f"{key}.samples",
+                f"{self.samples} at temperature 0",
+                why="greedy completions are all equal",
+                remedy="use 1 sample, or a temperature above 0",
+            )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,10 +51,14 @@ class EvalSection:
     ``source`` and what belongs to it is one set, reported as ``eval/…``; ``sets`` are more, reported as ``eval/NAME/…``.
     """
 
-    source: str | Sequence[str] | None = None  # as data.source; null: the held-out problems of data.reasoning_gym
+    source: str | Sequence[str] | None = (
+        None  # as data.source; null: the held-out problems of data.reasoning_gym
+    )
     split: str | None = None  # as data.split
     every: int = 0  # steps; 0: only before and after
-    samples: int = 1  # completions a problem; 0: only the loss (SFT), or sets alone (generated problems)
+    samples: int = (
+        1  # completions a problem; 0: only the loss (SFT), or sets alone (generated problems)
+    )
     temperature: float = 1.0  # 0: greedy
     max_problems: int | None = None
     sets: Mapping[str, EvalSet] = field(default_factory=dict[str, EvalSet])
@@ -53,13 +69,20 @@ class EvalSection:
         for name in self.sets:
             if not name or not all(c.isalnum() or c in "._-" for c in name) or name.startswith("."):
                 raise ConfigError(
-                    f"eval.sets.{name}", "not a name for metrics and files", remedy="use letters, digits, - _ ."
+                    f"eval.sets.{name}",
+                    "not a name for metrics and files",
+                    remedy="use letters, digits, - _ .",
                 )
 
     @property
     def _own(self) -> EvalSet:
-        return EvalSet(source=self.source, split=self.split, samples=self.samples, temperature=self.temperature,
-                       max_problems=self.max_problems)  # fmt: skip
+        return EvalSet(
+            source=self.source,
+            split=self.split,
+            samples=self.samples,
+            temperature=self.temperature,
+            max_problems=self.max_problems,
+        )
 
     def own_set(self, data: DataSection) -> EvalSet | None:
         """The set without a name, where it has something to read."""
@@ -73,8 +96,11 @@ class EvalSection:
         own = self.own_set(data)
         sets = {"": own} if own is not None else {}
         for name, given in self.sets.items():
-            sets[name] = replace(given, samples=self.samples if given.samples is None else given.samples,
-                                 temperature=self.temperature if given.temperature is None else given.temperature)  # fmt: skip
+            sets[name] = replace(
+                given,
+                samples=self.samples if given.samples is None else given.samples,
+                temperature=self.temperature if given.temperature is None else given.temperature,
+            )
             sets[name].check(f"eval.sets.{name}")
             if given.source is None and data.reasoning_gym is None:
                 raise _nothing_held_out(f"eval.sets.{name}.source")
@@ -84,8 +110,12 @@ class EvalSection:
 
 
 def _nothing_held_out(key: str) -> ConfigError:
-    return ConfigError(key, "missing", why="data.source has no held-out part of its own",
-                       remedy="name a file of problems that are not trained on, or leave eval out")  # fmt: skip
+    return ConfigError(
+        key,
+        "missing",
+        why="data.source has no held-out part of its own",
+        remedy="name a file of problems that are not trained on, or leave eval out",
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -109,9 +139,15 @@ def check_evaluation(section: EvalSection, data: DataSection, *, loss: bool) -> 
     for name, one in sets.items():
         key = f"eval.sets.{name}" if name else "eval"
         if one.samples == 0 and (name or (not loss and (one.source is not None or len(sets) == 1))):
-            raise ConfigError(f"{key}.samples", "0 completions a problem measure nothing",
-                              remedy="give at least 1, or leave the set out")  # fmt: skip
+            raise ConfigError(
+                f"{key}.samples",
+                "0 completions a problem measure nothing",
+                remedy="give at least 1, or leave the set out",
+            )
         gym = data.reasoning_gym if one.source is None and (one.samples or loss) else None
         if gym is not None and gym.heldout_size == 0:
-            raise ConfigError("data.reasoning_gym.heldout_size", f"0, but {key} measures these problems",
-                              remedy="give at least 1, or leave eval out")  # fmt: skip
+            raise ConfigError(
+                "data.reasoning_gym.heldout_size",
+                f"0, but {key} measures these problems",
+                remedy="give at least 1, or leave eval out",
+            )

@@ -29,7 +29,9 @@ class Evaluator:
     what was learned more than by luck.
     """
 
-    def __init__(self, run: Run, sampler: Sampler, sets: Sequence[Heldout], folder: str = "eval") -> None:
+    def __init__(
+        self, run: Run, sampler: Sampler, sets: Sequence[Heldout], folder: str = "eval"
+    ) -> None:
         self.run, self.sampler, self.sets, self.folder = run, sampler, list(sets), folder
 
     def measure(self, step: int) -> Metrics:
@@ -47,12 +49,18 @@ class Evaluator:
             figures: Metrics = {}
             for one in self.sets:
                 found = self._measure(one, step)
-                figures |= {f"eval/{one.name}/{key}" if one.name else f"eval/{key}": v for key, v in found.items()}
+                figures |= {
+                    f"eval/{one.name}/{key}" if one.name else f"eval/{key}": v
+                    for key, v in found.items()
+                }
             return figures
 
     def _measure(self, one: Heldout, step: int) -> Metrics:
         groups = self.sampler.sample(
-            one.problems.prompts, n=one.samples, temperature=one.temperature, seed=self.run.config.run.seed
+            one.problems.prompts,
+            n=one.samples,
+            temperature=one.temperature,
+            seed=self.run.config.run.seed,
         )
         self.sampler.failures.count(groups)
         path = self.run.folder / self.folder / one.name / f"step-{step:06d}.jsonl"
@@ -71,22 +79,35 @@ def evaluate_model(config: RLConfig) -> Metrics:
     """
     if config.launcher != "none":
         raise ConfigError(
-            "launcher", f"{config.launcher!r} only trains", remedy="launcher: none, alone or under torchrun"
+            "launcher",
+            f"{config.launcher!r} only trains",
+            remedy="launcher: none, alone or under torchrun",
         )
     tokenizer = load_tokenizer(config.data, config.engine.model)
     sets = heldout_sets(config.data, config.eval, tokenizer, config.engine.model, config.rollout)
     if not sets:
         raise ConfigError(
-            "eval.source", "missing", why="there is nothing to measure on", remedy="name a file of problems"
+            "eval.source",
+            "missing",
+            why="there is nothing to measure on",
+            remedy="name a file of problems",
         )
-    only = replace(config, engine=replace(config.engine, optimizer=None), run=replace(config.run, save_hf=False))
+    only = replace(
+        config,
+        engine=replace(config.engine, optimizer=None),
+        run=replace(config.run, save_hf=False),
+    )
     with Run(only, kind="eval", total_steps=1) as run:
         run.start()
         sampler = Sampler.create(run, tokenizer, config.rollout, config.reward, config.agent)
         figures = Evaluator(run, sampler, sets, "evaluation").measure(0)
         together(
             run.comm,
-            lambda: _write(run.folder / "evaluation.json", json.dumps(figures, indent=1)) if run.is_main else None,
+            lambda: (
+                _write(run.folder / "evaluation.json", json.dumps(figures, indent=1))
+                if run.is_main
+                else None
+            ),
         )
         sampler.close()
     return figures
@@ -108,12 +129,17 @@ def summary(groups: Sequence[Group]) -> Metrics:
         "timeouts": wrong["reward/timeouts"],
         "failures": wrong["reward/failures"],
         "problems": float(len(groups)),
-    } | figures_at_k([[Vote(answer=a.score.answer, correct=a.score.correct) for a in g.answers] for g in groups])
+    } | figures_at_k(
+        [[Vote(answer=a.score.answer, correct=a.score.correct) for a in g.answers] for g in groups]
+    )
 
 
 def write_completions(path: Path, groups: Sequence[Group]) -> None:
     """A JSONL file with one row a problem, whole or not at all."""
-    _write(path, "".join(json.dumps(_row(i, g), ensure_ascii=False) + "\n" for i, g in enumerate(groups)))
+    _write(
+        path,
+        "".join(json.dumps(_row(i, g), ensure_ascii=False) + "\n" for i, g in enumerate(groups)),
+    )
 
 
 def _write(path: Path, text: str) -> None:
@@ -135,4 +161,9 @@ def _row(index: int, group: Group) -> dict[str, Any]:
         }
         for a in group.answers
     ]
-    return {"problem": index, "question": group.prompt.text, "answer": group.prompt.answer, "completions": answers}
+    return {
+        "problem": index,
+        "question": group.prompt.text,
+        "answer": group.prompt.answer,
+        "completions": answers,
+    }

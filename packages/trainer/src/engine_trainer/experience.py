@@ -24,18 +24,34 @@ class Experience:
 
     groups: list[Group]
     position: int  # of the next prompt in the run's order
-    metrics: dict[str, float]  # of all answers that were generated, those of dropped groups included
-    generated: list[Group] = field(default_factory=list[Group])  # all of them, those that are not learned from too
-    pending: list[int] = field(default_factory=list[int])  # positions before it of prompts that are still under way
+    metrics: dict[
+        str, float
+    ]  # of all answers that were generated, those of dropped groups included
+    generated: list[Group] = field(
+        default_factory=list[Group]
+    )  # all of them, those that are not learned from too
+    pending: list[int] = field(
+        default_factory=list[int]
+    )  # positions before it of prompts that are still under way
 
     @property
     def state(self) -> dict[str, Any]:
         """Where a resumed run goes on."""
-        return {"position": self.position, "pending": self.pending} if self.pending else {"position": self.position}
+        return (
+            {"position": self.position, "pending": self.pending}
+            if self.pending
+            else {"position": self.position}
+        )
 
 
 def collect(
-    sampler: Sampler, data: PromptDataset, order: SampleOrder, config: RLConfig, *, step: int, position: int
+    sampler: Sampler,
+    data: PromptDataset,
+    order: SampleOrder,
+    config: RLConfig,
+    *,
+    step: int,
+    position: int,
 ) -> Experience:
     """``prompts_per_step`` groups from ``position`` on; within ``sampler.serving``.
 
@@ -50,8 +66,12 @@ def collect(
     while len(kept) < wanted and rounds < (dynamic.max_rounds if dynamic.enabled else 1):
         indices = order.take(position, wanted - len(kept))
         position += len(indices)
-        new = sampler.sample([data[i] for i in indices], n=config.rollout.n, temperature=config.rollout.temperature,
-                             seed=round_seed(config.run.seed, step, rounds))  # fmt: skip
+        new = sampler.sample(
+            [data[i] for i in indices],
+            n=config.rollout.n,
+            temperature=config.rollout.temperature,
+            seed=round_seed(config.run.seed, step, rounds),
+        )
         keep = informative(totals(new)).tolist() if dynamic.enabled else [True] * len(new)
         generated += new
         kept += [group for group, useful in zip(new, keep, strict=True) if useful]
@@ -80,8 +100,12 @@ def shaped_rewards(groups: Sequence[Group], config: RLConfig) -> torch.Tensor:
     if not overlong.buffer:
         return rewards
     lengths = torch.tensor([[len(a.tokens) for a in g.answers] for g in groups])
-    return rewards + overlong_penalty(lengths, max_length=config.rollout.max_new_tokens, buffer=overlong.buffer,
-                                      factor=overlong.penalty)  # fmt: skip
+    return rewards + overlong_penalty(
+        lengths,
+        max_length=config.rollout.max_new_tokens,
+        buffer=overlong.buffer,
+        factor=overlong.penalty,
+    )
 
 
 def is_stale(answer: Answer, oldest: int) -> list[bool]:
@@ -99,10 +123,11 @@ def staleness_figures(groups: Sequence[Group], version: int, oldest: int) -> dic
     made = [v for a in answers for v in a.versions]
     behind = [version - v for v in made] or [0]
     return {
-        "rollout/staleness": fmean(behind), "rollout/staleness_max": float(max(behind)),
+        "rollout/staleness": fmean(behind),
+        "rollout/staleness_max": float(max(behind)),
         "rollout/stale_tokens": float(sum(v < oldest for v in made)),
         "rollout/continued": fmean(len(set(a.versions)) > 1 for a in answers),
-    }  # fmt: skip
+    }
 
 
 def answer_figures(groups: Sequence[Group], seconds: float = 0.0) -> dict[str, float]:
@@ -124,4 +149,6 @@ def answer_figures(groups: Sequence[Group], seconds: float = 0.0) -> dict[str, f
         figures["perf/generated_tokens_per_s"] = figures["rollout/tokens"] / seconds
     figures |= failure_figures([a.score for a in answers])
     figures |= {f"reward/{name}": value for name, value in parts.items() if len(parts) > 1}
-    return figures | {f"agent/{name}": fmean(a.figures[name] for a in answers) for name in answers[0].figures}
+    return figures | {
+        f"agent/{name}": fmean(a.figures[name] for a in answers) for name in answers[0].figures
+    }

@@ -22,7 +22,10 @@ class Failures:
     """
 
     def __init__(self, reward: RewardSection, agent: AgentSection | None) -> None:
-        self._most_rewards, self._most_agents = reward.max_failures, agent.max_failures if agent else 0
+        self._most_rewards, self._most_agents = (
+            reward.max_failures,
+            agent.max_failures if agent else 0,
+        )
         self.rewards = self.agents = 0
 
     @property
@@ -44,7 +47,9 @@ class Failures:
         if answer.problem:
             self.agents += 1
             if self.agents > self._most_agents:
-                raise AgentError.failed(answer.problem, group.prompt, self.agents, self._most_agents)
+                raise AgentError.failed(
+                    answer.problem, group.prompt, self.agents, self._most_agents
+                )
         for name, problem in zip(answer.score.failed, answer.score.problems, strict=True):
             self.rewards += 1
             if self.rewards > self._most_rewards:

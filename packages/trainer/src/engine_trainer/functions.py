@@ -32,13 +32,17 @@ def load_function(target: str, key: str) -> Callable[..., Any]:
     place, separator, name = target.rpartition(":")
     if not separator or not place or not name:
         raise ConfigError(
-            key, f"{target!r} names no function", remedy="write path/to/file.py:name or package.module:name"
+            key,
+            f"{target!r} names no function",
+            remedy="write path/to/file.py:name or package.module:name",
         )
     module = _import(place, key)
     function = getattr(module, name, None)
     if not callable(function):
         offered = [n for n, v in vars(module).items() if callable(v) and not n.startswith("_")]
-        raise ConfigError(key, f"{place} has no function {name!r}", remedy=near_matches(name, offered))
+        raise ConfigError(
+            key, f"{place} has no function {name!r}", remedy=near_matches(name, offered)
+        )
     return function
 
 
@@ -46,7 +50,8 @@ def is_async(function: Callable[..., Any]) -> bool:
     """Return whether calling it gives a coroutine: ``async def``, or an object whose ``__call__`` is one."""
     while isinstance(function, functools.partial):
         function = function.func
-    return inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(getattr(function, "__call__", None))  # noqa: B004 - not whether, but what
+    call = getattr(function, "__call__", None)  # noqa: B004 - the method itself is inspected
+    return inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(call)
 
 
 def require_arguments(
@@ -95,14 +100,20 @@ def _import(place: str, key: str) -> ModuleType:
     except ConfigError:
         raise
     except (Exception, SystemExit) as error:  # a stranger's module may raise anything
-        raise ConfigError(key, f"{place} cannot be imported", why=f"{type(error).__name__}: {error}",
-                          remedy="mend it, or correct the name; a file is named with its .py") from error  # fmt: skip
+        raise ConfigError(
+            key,
+            f"{place} cannot be imported",
+            why=f"{type(error).__name__}: {error}",
+            remedy="mend it, or correct the name; a file is named with its .py",
+        ) from error
 
 
 def _import_file(path: Path, key: str) -> ModuleType:
     path = path.expanduser().resolve()
     if not path.is_file():
-        raise ConfigError(key, f"there is no file {path}", remedy="paths are relative to the working directory")
+        raise ConfigError(
+            key, f"there is no file {path}", remedy="paths are relative to the working directory"
+        )
     # Two files of one name are two modules; one file is loaded once a process.
     name = f"_engine_trainer_user_{path.stem}_{hashlib.sha256(str(path).encode()).hexdigest()[:8]}"
     if name in sys.modules:

@@ -59,12 +59,19 @@ class EngineGroup(Protocol):
         """Optimizer steps applied."""
         ...
 
-    def infer(self, shares: Sequence[Batch], *, temperature: float = 1.0, adapter: bool = True) -> list[TokenOutputs]:
+    def infer(
+        self, shares: Sequence[Batch], *, temperature: float = 1.0, adapter: bool = True
+    ) -> list[TokenOutputs]:
         """Per-token results of each share that is held, on the CPU."""
         ...
 
     def train(
-        self, shares: Sequence[Batch], loss: LossFn, *, denominator: float | None = None, temperature: float = 1.0
+        self,
+        shares: Sequence[Batch],
+        loss: LossFn,
+        *,
+        denominator: float | None = None,
+        temperature: float = 1.0,
     ) -> Trained:
         """One update from the shares of all data-parallel ranks."""
         ...
@@ -121,7 +128,9 @@ class RolloutGroup(Protocol):
         """Both are given back."""
         ...
 
-    def answer(self, shares: Sequence[Sequence[Prompt]], sampling: SamplingParams) -> list[list[list[Answer]]]:
+    def answer(
+        self, shares: Sequence[Sequence[Prompt]], sampling: SamplingParams
+    ) -> list[list[list[Answer]]]:
         """Judged answers of every replica, by replica: ``sampling.n`` for each of its prompts."""
         ...
 
@@ -139,7 +148,9 @@ class Launcher(Protocol):
 
     comm: Comm
 
-    def resolve(self, section: EngineSection, beside: EngineSection | None = None) -> tuple[str, frozenset[Capability]]:
+    def resolve(
+        self, section: EngineSection, beside: EngineSection | None = None
+    ) -> tuple[str, frozenset[Capability]]:
         """The device type that the engine takes where it will run, and what its plug-in declares.
 
         Raises ``PluginError``; ``ConfigError`` for sizes that cannot be in one process with the engine ``beside`` it.
@@ -179,12 +190,17 @@ def agreed(comm: Comm, work: Callable[[], T]) -> T:
 
 def model_sizes(parallelism: Parallelism) -> dict[str, int]:
     """Ranks that share a data-parallel rank's work or weights, by kind; what they leave of the world is ``dp_shard``."""
-    return {name: getattr(parallelism, name) for name in ("tp", "pp", "cp", "ulysses", "dp_replicate")}
+    return {
+        name: getattr(parallelism, name) for name in ("tp", "pp", "cp", "ulysses", "dp_replicate")
+    }
 
 
 def said(sizes: Mapping[str, int]) -> str:
     """For errors: those that are not 1."""
-    return " x ".join(f"{name} {size}" for name, size in sizes.items() if size != 1) or "data-parallel ranks alone"
+    return (
+        " x ".join(f"{name} {size}" for name, size in sizes.items() if size != 1)
+        or "data-parallel ranks alone"
+    )
 
 
 def divide(lengths: Sequence[int], group: EngineGroup) -> list[list[int]]:

@@ -20,7 +20,13 @@ from engine_trainer.critic import Critic, Judged
 from engine_trainer.division import Division, Document
 from engine_trainer.experience import is_stale, shaped_rewards
 from engine_trainer.groups import Trained, agreed
-from engine_trainer.mismatch import MismatchWatch, apply, largest_of, mismatch_figures, mismatch_sums
+from engine_trainer.mismatch import (
+    MismatchWatch,
+    apply,
+    largest_of,
+    mismatch_figures,
+    mismatch_sums,
+)
 from engine_trainer.models import draws_dropout
 from engine_trainer.reference import Reference, log_probs_of
 from engine_trainer.replica import Answer, Group
@@ -78,8 +84,12 @@ class Learner:
             shares = self._with_log_probs(packed)
         judged = self._judged(mine, packed, mini_batches)
         values = judged.values(mine) if judged else []
-        credit = self.credit.assign(shares, [[d.where for d in share] for share in mine.shares], rewards, values)
-        figures = credit.figures | (self._teach_critic(judged, mine, credit.returns, mini_batches) if judged else {})
+        credit = self.credit.assign(
+            shares, [[d.where for d in share] for share in mine.shares], rewards, values
+        )
+        figures = credit.figures | (
+            self._teach_critic(judged, mine, credit.returns, mini_batches) if judged else {}
+        )
         shares, corrected = self._corrected(self._with_weights(shares, credit.advantages))
         with self.timers.phase("train"):
             figures |= corrected | self._update(mini_batches, mine.by_mini_batch(shares))
@@ -96,7 +106,10 @@ class Learner:
         overlap, algorithm = self.config.overlap, self.config.algorithm
         if overlap.mode == "none":
             return -1
-        return self.policy.weight_version - overlap.max_staleness * algorithm.mini_batches * algorithm.epochs
+        return (
+            self.policy.weight_version
+            - overlap.max_staleness * algorithm.mini_batches * algorithm.epochs
+        )
 
     def close(self) -> None:
         """Close the engines of reference and critic."""
@@ -106,7 +119,10 @@ class Learner:
 
     def _move(self, *, away: bool) -> None:
         if self.config.rollout.offload_engine:
-            for engines in (self.reference and self.reference.engines, self.critic and self.critic.engines):
+            for engines in (
+                self.reference and self.reference.engines,
+                self.critic and self.critic.engines,
+            ):
                 if engines is not None:
                     engines.offload() if away else engines.reload()
 
@@ -130,8 +146,12 @@ class Learner:
         makes others of them. What is rejected has to be known before it: an update without any token is none.
         """
         algorithm = self.config.algorithm
-        ahead = algorithm.correction.reject != "none" or (algorithm.correction.enabled and self._dropout)
-        return (not self.loss.on_policy or self.credit.kl_in_reward or ahead) and algorithm.old_log_probs == "engine"
+        ahead = algorithm.correction.reject != "none" or (
+            algorithm.correction.enabled and self._dropout
+        )
+        return (
+            not self.loss.on_policy or self.credit.kl_in_reward or ahead
+        ) and algorithm.old_log_probs == "engine"
 
     def _divide(self, groups: Sequence[Group], rewards: torch.Tensor) -> list[_MiniBatch]:
         """Whole groups to mini-batches."""
@@ -139,8 +159,13 @@ class Learner:
         # the denominator, and are not computed.
         skip = self.loss.only_advantages and self.credit.zero_stays_zero
         known = self.credit.before(rewards) if skip else torch.ones_like(rewards)
-        documents = [_document(g, i, group, answer, self.config.algorithm.overlong.filter, self.oldest_version)
-                     for g, group in enumerate(groups) for i, answer in enumerate(group.answers)]  # fmt: skip
+        documents = [
+            _document(
+                g, i, group, answer, self.config.algorithm.overlong.filter, self.oldest_version
+            )
+            for g, group in enumerate(groups)
+            for i, answer in enumerate(group.answers)
+        ]
         count = min(self.config.algorithm.mini_batches, len(groups))
         mini_batches: list[_MiniBatch] = []
         for k in range(count):
@@ -166,11 +191,17 @@ class Learner:
 
     def _with_fields(self, shares: Sequence[Batch], **extra: Sequence[torch.Tensor]) -> list[Batch]:
         """Each share with its own tensor of each field; one that is not finite on any rank ends the step on all."""
-        return agreed(self._comm, lambda: [
-            share.with_fields(**{name: values[k] for name, values in extra.items()}) for k, share in enumerate(shares)
-        ])  # fmt: skip
+        return agreed(
+            self._comm,
+            lambda: [
+                share.with_fields(**{name: values[k] for name, values in extra.items()})
+                for k, share in enumerate(shares)
+            ],
+        )
 
-    def _judged(self, mine: Division, packed: Sequence[Batch], mini_batches: Sequence[_MiniBatch]) -> Judged | None:
+    def _judged(
+        self, mine: Division, packed: Sequence[Batch], mini_batches: Sequence[_MiniBatch]
+    ) -> Judged | None:
         """The critic's values, of its own shares: the policy's where both engines divide alike."""
         if self.critic is None:
             return None
@@ -179,9 +210,13 @@ class Learner:
             division = Division(critic.engines, [m.documents for m in mini_batches])
             packed = agreed(self._comm, division.packed)
         with self.timers.phase("values"):
-            return Judged(division=division, shares=self._with_fields(packed, values=critic.values(packed)))
+            return Judged(
+                division=division, shares=self._with_fields(packed, values=critic.values(packed))
+            )
 
-    def _with_weights(self, shares: Sequence[Batch], advantages: Sequence[torch.Tensor]) -> list[Batch]:
+    def _with_weights(
+        self, shares: Sequence[Batch], advantages: Sequence[torch.Tensor]
+    ) -> list[Batch]:
         mode = self.config.algorithm.aggregation
         weights = [token_weights(share["mask"], share.cu_seqlens, mode) for share in shares]
         return self._with_fields(shares, loss_weight=weights, advantages=advantages)
@@ -197,13 +232,19 @@ class Learner:
         results = [_correct(share, section) for share in shares]
         rows = self.policy.gather([(sums, largest) for _, sums, largest in results])
         totals = {name: math.fsum(sums[name] for sums, _ in rows) for name in rows[0][0]}
-        figures = mismatch_figures(totals, [largest for _, largest in rows]) | correction_figures(totals, section)
+        figures = mismatch_figures(totals, [largest for _, largest in rows]) | correction_figures(
+            totals, section
+        )
         return [share for share, _, _ in results], figures
 
     # --- the updates ----------------------------------------------------------------------------
 
     def _teach_critic(
-        self, judged: Judged, mine: Division, returns: Sequence[torch.Tensor], mini_batches: Sequence[_MiniBatch]
+        self,
+        judged: Judged,
+        mine: Division,
+        returns: Sequence[torch.Tensor],
+        mini_batches: Sequence[_MiniBatch],
     ) -> dict[str, float]:
         assert self.critic is not None
         with self.timers.phase("critic"):
@@ -212,7 +253,9 @@ class Learner:
             updates = [(part, mini.tokens) for part, mini in zip(parts, mini_batches, strict=True)]
             return self.critic.learn(updates * self.critic.section.epochs)
 
-    def _update(self, mini_batches: Sequence[_MiniBatch], parts: Sequence[Sequence[Batch]]) -> dict[str, float]:
+    def _update(
+        self, mini_batches: Sequence[_MiniBatch], parts: Sequence[Sequence[Batch]]
+    ) -> dict[str, float]:
         """``parts``: of each mini-batch, one a share."""
         trained: list[Trained] = []
         # Only before the first update are the weights those of the rollout.
@@ -221,12 +264,20 @@ class Learner:
         for _ in range(self.config.algorithm.epochs):
             for mini, part in zip(mini_batches, parts, strict=True):
                 if mini.documents:  # else no token has a gradient, on any rank
-                    trained.append(self.policy.train(part, self.loss if trained else first, denominator=mini.denominator,
-                                                     temperature=self.temperature))  # fmt: skip
+                    trained.append(
+                        self.policy.train(
+                            part,
+                            self.loss if trained else first,
+                            denominator=mini.denominator,
+                            temperature=self.temperature,
+                        )
+                    )
         figures = _figures([t.output for t in trained])
         if trained and not self._engine_knows:
             sums = trained[0].output.metrics
-            figures |= mismatch_figures(sums, trained[0].observed) | correction_figures(sums, section)
+            figures |= mismatch_figures(sums, trained[0].observed) | correction_figures(
+                sums, section
+            )
         return figures
 
 
@@ -261,20 +312,32 @@ def policy_loss(algorithm: AlgorithmSection) -> PolicyLoss:
     )
 
 
-def _document(row: int, place: int, group: Group, answer: Answer, drop_cut: bool, oldest: int) -> Document:
+def _document(
+    row: int, place: int, group: Group, answer: Answer, drop_cut: bool, oldest: int
+) -> Document:
     before = [0.0] * len(group.prompt.tokens)
     # DAPO's overlong filter: the end of an answer that was cut has not been judged, so that none of it counts.
-    own = [1.0] * len(answer.tokens) if answer.loss_weights is None else answer.loss_weights  # a tool's carry no loss
+    own = (
+        [1.0] * len(answer.tokens) if answer.loss_weights is None else answer.loss_weights
+    )  # a tool's carry no loss
     counts = [0.0 if drop_cut and not answer.finished else weight for weight in own]
     if any(stale := is_stale(answer, oldest)):
         counts = [0.0 if old else count for old, count in zip(stale, counts, strict=True)]
-    return Document(group=row, place=place, tokens=[*group.prompt.tokens, *answer.tokens], mask=before + counts,
-                     rollout_log_probs=before + answer.log_probs)  # fmt: skip
+    return Document(
+        group=row,
+        place=place,
+        tokens=[*group.prompt.tokens, *answer.tokens],
+        mask=before + counts,
+        rollout_log_probs=before + answer.log_probs,
+    )
 
 
 def _figures(outputs: Sequence[TrainOutput]) -> dict[str, float]:
     applied = [o for o in outputs if o.skipped is None]
-    figures = {"train/updates": float(len(applied)), "train/skipped": float(len(outputs) - len(applied))}
+    figures = {
+        "train/updates": float(len(applied)),
+        "train/skipped": float(len(outputs) - len(applied)),
+    }
     if not outputs:
         return figures
     sums: dict[str, float] = {}

@@ -18,7 +18,9 @@ from engine_trainer.references import check_references
 from engine_trainer.secrets import masked, refer
 
 T = TypeVar("T")
-BASE = "base"  # `base: other.yaml` takes that file first; paths are relative to the file that says so
+BASE = (
+    "base"  # `base: other.yaml` takes that file first; paths are relative to the file that says so
+)
 MAX_DEPTH = 50  # levels of keys and lists; YAML's and OmegaConf's parsers are recursive
 MAX_BASES = 20  # files that one configuration is made of
 # OmegaConf's and PyYAML's own errors; what converting a scalar raises ("0x_", "!!timestamp x"); what their recursion ends in.
@@ -87,10 +89,16 @@ def _read(path: Path, above: tuple[Path, ...]) -> DictConfig:
         there = path.is_file()
     if here in above or len(above) >= MAX_BASES:
         chain = " -> ".join(str(p) for p in (*above, here))
-        what = "the files include each other" if here in above else f"more than {MAX_BASES} files include each other"
+        what = (
+            "the files include each other"
+            if here in above
+            else f"more than {MAX_BASES} files include each other"
+        )
         raise ConfigError(BASE, what, why=chain[:2000], remedy="remove one `base`")
     if not there:
-        raise ConfigError(str(path), "there is no such file", remedy="name a YAML file; recipes/ holds some")
+        raise ConfigError(
+            str(path), "there is no such file", remedy="name a YAML file; recipes/ holds some"
+        )
     tree = _parse(path)
     with _refused(BASE, "the reference cannot be resolved", "write a file's path"):
         _check_references(tree)
@@ -98,10 +106,14 @@ def _read(path: Path, above: tuple[Path, ...]) -> DictConfig:
     if base is None:
         return tree
     if not isinstance(base, str):
-        raise ConfigError(BASE, f"expected a file's path, got {base!r:.100}", remedy="write base: other.yaml")
+        raise ConfigError(
+            BASE, f"expected a file's path, got {base!r:.100}", remedy="write base: other.yaml"
+        )
     below = _read(path.parent / base, (*above, here))
     with _refused(
-        str(path), f"cannot be laid over {base!r:.100}", "give both files the same kind of value at each key"
+        str(path),
+        f"cannot be laid over {base!r:.100}",
+        "give both files the same kind of value at each key",
     ):
         merged = OmegaConf.merge(below, tree)
     assert isinstance(merged, DictConfig)
@@ -127,15 +139,21 @@ def _check_yaml(text: str) -> None:
         elif isinstance(event, yaml.CollectionEndEvent):
             depth -= 1
         if depth > MAX_DEPTH:
-            raise ValueError(f"nested deeper than {MAX_DEPTH} levels, in line {event.start_mark.line + 1}")
+            raise ValueError(
+                f"nested deeper than {MAX_DEPTH} levels, in line {event.start_mark.line + 1}"
+            )
         if (tag := getattr(event, "tag", None)) is not None:
-            raise ValueError(f"the tag {tag!r:.100} in line {event.start_mark.line + 1}: a configuration has none")
+            raise ValueError(
+                f"the tag {tag!r:.100} in line {event.start_mark.line + 1}: a configuration has none"
+            )
 
 
 def _apply(tree: DictConfig, override: str) -> None:
     key, separator, text = override.partition("=")
     if not separator or not key:
-        raise ConfigError(_shown(override) or "overrides", "not an override", remedy="write key.sub=value")
+        raise ConfigError(
+            _shown(override) or "overrides", "not an override", remedy="write key.sub=value"
+        )
     remedy = "write key.sub=value with a YAML value; a text with braces or colons goes into quotes: key='\"…\"'"
     with _refused(_shown(key), "the override cannot be applied", remedy):
         if key.count(".") + key.count("[") > MAX_DEPTH:
@@ -160,7 +178,10 @@ def _refused(key: str, what: str, remedy: str, *more: type[Exception]) -> Iterat
     except (*_UNREADABLE, *more) as error:
         named = str(getattr(error, "full_key", None) or "")
         raise ConfigError(
-            _shown(named if key == "?" and named else key), what, why=_first_line(error), remedy=remedy
+            _shown(named if key == "?" and named else key),
+            what,
+            why=_first_line(error),
+            remedy=remedy,
         ) from error
 
 

@@ -26,16 +26,24 @@ class FolderLock:
             self._folder.mkdir(parents=True, exist_ok=True)
             file = (self._folder / LOCK).open("a+", encoding="utf-8")
         except OSError as error:
-            raise ConfigError("run.output_dir", f"no folder can be made or written to at {self._folder}",
-                              why=f"{error.strerror}: {error.filename}", remedy="name another one, or mend its permissions") from error  # fmt: skip
+            raise ConfigError(
+                "run.output_dir",
+                f"no folder can be made or written to at {self._folder}",
+                why=f"{error.strerror}: {error.filename}",
+                remedy="name another one, or mend its permissions",
+            ) from error
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError as error:
             file.seek(0)
             holder = file.read().strip() or "another process"
             file.close()
-            raise ConfigError("run.output_dir", f"another run writes to {self._folder}", why=f"{holder} holds {LOCK}",
-                              remedy="wait for it, end it, or use another run.output_dir") from error  # fmt: skip
+            raise ConfigError(
+                "run.output_dir",
+                f"another run writes to {self._folder}",
+                why=f"{holder} holds {LOCK}",
+                remedy="wait for it, end it, or use another run.output_dir",
+            ) from error
         file.truncate(0)
         file.write(f"process {os.getpid()} on {socket.gethostname()}\n")
         file.flush()

@@ -78,7 +78,12 @@ class RunLog:
         total_steps: int,
         config: Mapping[str, Any] | None = None,
     ) -> None:
-        self.folder, self.section, self.active, self.total_steps = folder, section, active, total_steps
+        self.folder, self.section, self.active, self.total_steps = (
+            folder,
+            section,
+            active,
+            total_steps,
+        )
         self._config = dict(config or {})
         self._bar: Any = None
         self._board: Any = None
@@ -97,14 +102,20 @@ class RunLog:
         if self.section.tensorboard:
             from torch.utils.tensorboard.writer import SummaryWriter
 
-            self._board = SummaryWriter(str(self.folder / "tensorboard"), purge_step=step + 1 if step else 0)
+            self._board = SummaryWriter(
+                str(self.folder / "tensorboard"), purge_step=step + 1 if step else 0
+            )
         if self.section.wandb is not None:
             self._wandb = self._start_wandb(self.section.wandb, step)
         if self.section.progress:
             # A log file keeps every refresh: there, one in ten seconds is enough.
             interval = 0.1 if sys.stderr.isatty() else 10.0
             self._bar = tqdm(
-                total=self.total_steps, initial=step, unit="step", dynamic_ncols=True, mininterval=interval
+                total=self.total_steps,
+                initial=step,
+                unit="step",
+                dynamic_ncols=True,
+                mininterval=interval,
             )
 
     def write(self, step: int, metrics: Metrics) -> None:
@@ -125,7 +136,9 @@ class RunLog:
         """Move the bar to ``step``; ``show`` names the figures beside it."""
         if self._bar is None:
             return
-        figures = {name.removeprefix("train/"): f"{metrics[name]:.4g}" for name in show if name in metrics}
+        figures = {
+            name.removeprefix("train/"): f"{metrics[name]:.4g}" for name in show if name in metrics
+        }
         self._bar.set_postfix(figures, refresh=False)
         self._bar.update(step - self._bar.n)
 
@@ -148,7 +161,9 @@ class RunLog:
         note = self.folder / "wandb.id"
         # A run that begins anew is another one there, too: wandb drops rows of steps that it has had.
         name = note.read_text().strip() if step and note.is_file() else None
-        run = _import_wandb().init(project=project, dir=str(self.folder), id=name, resume="allow", config=self._config)
+        run = _import_wandb().init(
+            project=project, dir=str(self.folder), id=name, resume="allow", config=self._config
+        )
         write_text(note, run.id)
         return run
 
@@ -183,6 +198,9 @@ def _import_wandb() -> Any:
     try:
         import wandb
     except ImportError as error:
-        raise ConfigError("run.wandb", "wandb is not installed",
-                          remedy="pip install engine-trainer[wandb], or run.wandb: null") from error  # fmt: skip
+        raise ConfigError(
+            "run.wandb",
+            "wandb is not installed",
+            remedy="pip install engine-trainer[wandb], or run.wandb: null",
+        ) from error
     return wandb

@@ -22,11 +22,16 @@ def confined(rollout: RolloutSection | None = None) -> dict[str, str]:
         return {}
     for _, name in socket.if_nameindex():
         if name in _INTERFACES:
-            return {"GLOO_SOCKET_IFNAME": name, "NCCL_SOCKET_IFNAME": f"={name}"}  # NCCL's "=": no prefix of a name
+            return {
+                "GLOO_SOCKET_IFNAME": name,
+                "NCCL_SOCKET_IFNAME": f"={name}",
+            }  # NCCL's "=": no prefix of a name
     return {}
 
 
-def stay(environment: Mapping[str, str] = os.environ, rollout: RolloutSection | None = None) -> None:
+def stay(
+    environment: Mapping[str, str] = os.environ, rollout: RolloutSection | None = None
+) -> None:
     """Confine this process's gloo and NCCL where the whole run is on this machine. What the user has set stays.
 
     torchrun's own store listens on every interface all the same (docs/security.md).

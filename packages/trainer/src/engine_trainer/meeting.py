@@ -31,7 +31,9 @@ def meeting(timeout_s: float) -> Comm:
 
     if int(os.environ.get("WORLD_SIZE", "1")) == 1:
         return SingleComm()
-    return TorchComm(timedelta(seconds=timeout_s)) if dist.is_initialized() else StoreComm(timeout_s)
+    return (
+        TorchComm(timedelta(seconds=timeout_s)) if dist.is_initialized() else StoreComm(timeout_s)
+    )
 
 
 class StoreComm:
@@ -66,7 +68,9 @@ class StoreComm:
             _publish(self._store, f"{round_}/{self.rank}", message)
             found = self._collect(round_)
         except dist.DistError as error:  # the launcher, or the rank that serves the store
-            raise RankFailure({0: f"the store that it or the launcher serves cannot be reached: {error}"}) from error
+            raise RankFailure(
+                {0: f"the store that it or the launcher serves cannot be reached: {error}"}
+            ) from error
         if failed is not None:
             raise failed
         rows = [_row(f"{round_}/{rank}", decode(message)) for rank, message in enumerate(found)]
@@ -117,8 +121,14 @@ class StoreComm:
         for rank in ranks:
             process = self._process(rank)
             # Its value may have come between the look at the store and the process's end.
-            if process is not None and process.is_gone() and not self._store.check([f"{round_}/{rank}"]):
-                found[rank] = f"its process {process.pid} on {process.host} is gone; its log: {process.log}"
+            if (
+                process is not None
+                and process.is_gone()
+                and not self._store.check([f"{round_}/{rank}"])
+            ):
+                found[rank] = (
+                    f"its process {process.pid} on {process.host} is gone; its log: {process.log}"
+                )
         return found
 
     def _late(self, rank: int) -> str:

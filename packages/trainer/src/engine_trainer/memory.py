@@ -29,9 +29,17 @@ from engine_trainer.replica import rollout_device, rollout_dtype
 from engine_trainer.sections import EngineSection, RolloutSection, positive_option
 
 GIB = 1 << 30
-BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "float8": 2}  # float8 is computed from bf16 weights
+BYTES = {
+    "float32": 4,
+    "bfloat16": 2,
+    "float16": 2,
+    "float8": 2,
+}  # float8 is computed from bf16 weights
 
-WITH_MOMENTS = ("adamw", *(f"torch.optim.{name}" for name in ("Adam", "AdamW", "Adamax", "NAdam", "RAdam")))
+WITH_MOMENTS = (
+    "adamw",
+    *(f"torch.optim.{name}" for name in ("Adam", "AdamW", "Adamax", "NAdam", "RAdam")),
+)
 
 
 @register
@@ -46,12 +54,18 @@ class Room:
 def room(device: str) -> Room:
     """Of this process."""
     name, free = device_of(device).room()
-    return Room(device=f"{socket.gethostname()}:{name}" if name else socket.gethostname(), free=free)
+    return Room(
+        device=f"{socket.gethostname()}:{name}" if name else socket.gethostname(), free=free
+    )
 
 
 def check(
-    engines: Sequence[Room], rollouts: Sequence[Room], config: RLConfig, engine: EngineConfig, device: str
-) -> None:  # fmt: skip
+    engines: Sequence[Room],
+    rollouts: Sequence[Room],
+    config: RLConfig,
+    engine: EngineConfig,
+    device: str,
+) -> None:
     """Raise ``ConfigError`` that shows the count for the first device on which the workers do not fit.
 
     Args:
@@ -71,15 +85,19 @@ def check(
         need = max(trained * train, trained * stays + served * serve)
         if need > free:
             raise ConfigError(
-                "engine.memory", f"what is placed on {place} needs {need / GIB:.1f} GiB at least, {free / GIB:.1f} GiB are free",
+                "engine.memory",
+                f"what is placed on {place} needs {need / GIB:.1f} GiB at least, {free / GIB:.1f} GiB are free",
                 why=f"{_parameters(engine.model) / 1e9:.2f} B parameters; {trained} engine rank(s) of {train / GIB:.1f} GiB ("
-                    + ", ".join(f"{name} {count / GIB:.1f}" for name, count in held.items())
-                    + f") and {served} replica(s) of {serve / GIB:.1f} GiB" + (", by turns" if by_turns else ""),
+                + ", ".join(f"{name} {count / GIB:.1f}" for name, count in held.items())
+                + f") and {served} replica(s) of {serve / GIB:.1f} GiB"
+                + (", by turns" if by_turns else ""),
                 remedy="more ranks, rollouts elsewhere (launcher: ray, ray.rollouts), rollout.offload_engine, or engine.memory's offload",
-            )  # fmt: skip
+            )
 
 
-def _engines_bytes(config: RLConfig, policy: EngineConfig, device: str) -> dict[str, tuple[int, int]]:
+def _engines_bytes(
+    config: RLConfig, policy: EngineConfig, device: str
+) -> dict[str, tuple[int, int]]:
     """Of every engine, over all ranks: what it keeps from step to step, and its gradients."""
     algorithm = config.algorithm
     found = {"policy": _engine_bytes(policy, _parameters(policy.model), device, learns=True)}
@@ -89,7 +107,9 @@ def _engines_bytes(config: RLConfig, policy: EngineConfig, device: str) -> dict[
         found["reference"] = _engine_bytes(policy, _parameters(policy.model), device, learns=False)
     if algorithm.critic is not None:
         critic = algorithm.critic.engine(config.engine)
-        found["critic"] = _engine_bytes(critic, _parameters(critic.model, trunk=True), device, learns=True)
+        found["critic"] = _engine_bytes(
+            critic, _parameters(critic.model, trunk=True), device, learns=True
+        )
     return found
 
 
@@ -97,11 +117,15 @@ def _engine_bytes(
     engine: EngineConfig | EngineSection, parameters: int, device: str, *, learns: bool
 ) -> tuple[int, int]:
     memory, optimizer = engine.memory, engine.optimizer
-    away = device != "cpu"  # what is offloaded goes to the host, which is no relief where the device is the host
+    away = (
+        device != "cpu"
+    )  # what is offloaded goes to the host, which is no relief where the device is the host
     weight, gradient, moments = 0 if away and memory.offload_params else 1, 0, 0
     if learns and optimizer is not None and engine.lora is None:  # an adapter's share is small
         gradient = weight
-        if optimizer.name in WITH_MOMENTS and not (away and (memory.offload_params or memory.offload_optimizer)):
+        if optimizer.name in WITH_MOMENTS and not (
+            away and (memory.offload_params or memory.offload_optimizer)
+        ):
             moments = 2  # of another optimizer nothing is known: one in 8 bit keeps less
     size = parameters * BYTES[engine.precision.master] * engine.parallelism.dp_replicate
     return (weight + moments) * size, gradient * size
@@ -122,7 +146,13 @@ def check_here(comm: Comm, config: RLConfig, engine: EngineConfig, device: str) 
 
     found = together(comm, rooms)
     elsewhere = "url" in config.rollout.options  # a server that runs already
-    check([own for own, _ in found], [] if elsewhere else [other for _, other in found], config, engine, device)
+    check(
+        [own for own, _ in found],
+        [] if elsewhere else [other for _, other in found],
+        config,
+        engine,
+        device,
+    )
 
 
 def _parameters(source: ModelSource, *, trunk: bool = False) -> int:
@@ -138,7 +168,10 @@ def _count(path: str, revision: str | None, trusted: bool, overrides: str, trunk
     from transformers import AutoModel, AutoModelForCausalLM
 
     source = ModelSource(
-        path=path, revision=revision, trust_remote_code=trusted, config_overrides=json.loads(overrides)
+        path=path,
+        revision=revision,
+        trust_remote_code=trusted,
+        config_overrides=json.loads(overrides),
     )
     config = hf_config(source)
     cls: Any = AutoModel if trunk else AutoModelForCausalLM

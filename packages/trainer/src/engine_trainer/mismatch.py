@@ -24,7 +24,9 @@ if TYPE_CHECKING:
 PREFIX = "mismatch_"
 
 
-def mismatch_sums(given: Ratios, engine: torch.Tensor, rollout: torch.Tensor) -> dict[str, torch.Tensor]:
+def mismatch_sums(
+    given: Ratios, engine: torch.Tensor, rollout: torch.Tensor
+) -> dict[str, torch.Tensor]:
     """Sums for ``mismatch_figures``, scalars named ``mismatch_…``; those over sequences are of sequences that count.
 
     Args:
@@ -34,15 +36,26 @@ def mismatch_sums(given: Ratios, engine: torch.Tensor, rollout: torch.Tensor) ->
     delta, counted, sequences = given.log, given.counted, given.counts > 0
     clamped = delta.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
     # The mean negative log-prob of a sequence, of which the perplexity is the exponential.
-    engine_nll, rollout_nll = (-given.per_document(x) / given.counts.clamp(min=1.0) for x in (engine.detach(), rollout))
+    engine_nll, rollout_nll = (
+        -given.per_document(x) / given.counts.clamp(min=1.0) for x in (engine.detach(), rollout)
+    )
     tokens = {
-        "tokens": counted, "k1": -delta, "k3": clamped.expm1() - clamped, "square": delta.square(),
-        "mult_error": clamped.abs().exp(), "ratio": given.token, "ratio_square": given.token.square(),
-    }  # fmt: skip
+        "tokens": counted,
+        "k1": -delta,
+        "k3": clamped.expm1() - clamped,
+        "square": delta.square(),
+        "mult_error": clamped.abs().exp(),
+        "ratio": given.token,
+        "ratio_square": given.token.square(),
+    }
     wholes = {
-        "sequences": sequences, "sequence_ratio": given.sequence, "sequence_ratio_square": given.sequence.square(),
-        "engine_ppl": _exp(engine_nll), "rollout_ppl": _exp(rollout_nll), "ppl_ratio": _exp(engine_nll - rollout_nll),
-    }  # fmt: skip
+        "sequences": sequences,
+        "sequence_ratio": given.sequence,
+        "sequence_ratio_square": given.sequence.square(),
+        "engine_ppl": _exp(engine_nll),
+        "rollout_ppl": _exp(rollout_nll),
+        "ppl_ratio": _exp(engine_nll - rollout_nll),
+    }
     sums = {name: (value * counted).sum() for name, value in tokens.items()}
     sums |= {name: (value * sequences).sum() for name, value in wholes.items()}
     return {PREFIX + name: value for name, value in sums.items()}
@@ -58,19 +71,26 @@ def mismatch_figures(sums: Mapping[str, float], largest: Sequence[float]) -> dic
     the ratios: ``chi2_sequence``, ``ess_sequence``; and the means of ``ppl_engine``, ``ppl_rollout`` and
     ``ppl_ratio`` (engine over rollout, a sequence).
     """
-    given = {name.removeprefix(PREFIX): value for name, value in sums.items() if name.startswith(PREFIX)}
+    given = {
+        name.removeprefix(PREFIX): value for name, value in sums.items() if name.startswith(PREFIX)
+    }
     n, s = given.get("tokens", 0.0), given.get("sequences", 0.0)
     if not n:
         return {}
     figures = {
-        "kl_k1": given["k1"] / n, "kl_k3": given["k3"] / n, "rms": math.sqrt(given["square"] / n), "max": max(largest),
-        "token_mult_prob_error": given["mult_error"] / n, "chi2_token": given["ratio_square"] / n - 1,
+        "kl_k1": given["k1"] / n,
+        "kl_k3": given["k3"] / n,
+        "rms": math.sqrt(given["square"] / n),
+        "max": max(largest),
+        "token_mult_prob_error": given["mult_error"] / n,
+        "chi2_token": given["ratio_square"] / n - 1,
         "chi2_sequence": given["sequence_ratio_square"] / s - 1,
         "ess_token": effective_size(given["ratio"], given["ratio_square"], n),
         "ess_sequence": effective_size(given["sequence_ratio"], given["sequence_ratio_square"], s),
-        "ppl_engine": given["engine_ppl"] / s, "ppl_rollout": given["rollout_ppl"] / s,
+        "ppl_engine": given["engine_ppl"] / s,
+        "ppl_rollout": given["rollout_ppl"] / s,
         "ppl_ratio": given["ppl_ratio"] / s,
-    }  # fmt: skip
+    }
     return {f"mismatch/{name}": value for name, value in figures.items()}
 
 
@@ -110,10 +130,14 @@ class MismatchWatch:
         return LossOutput(loss=result.loss, metrics={**result.metrics, **sums})
 
 
-def apply(batch: Batch, given: Ratios, section: CorrectionSection) -> tuple[Batch, dict[str, torch.Tensor]]:
+def apply(
+    batch: Batch, given: Ratios, section: CorrectionSection
+) -> tuple[Batch, dict[str, torch.Tensor]]:
     """``batch`` with its rollout corrected, and the sums for ``correction_figures``."""
     result = correct(given, section)
-    return batch.with_computed(correction=result.weights, loss_weight=batch.loss_weight * result.kept), result.sums
+    return batch.with_computed(
+        correction=result.weights, loss_weight=batch.loss_weight * result.kept
+    ), result.sums
 
 
 def _exp(value: torch.Tensor) -> torch.Tensor:

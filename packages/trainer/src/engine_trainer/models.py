@@ -15,10 +15,16 @@ from engine_api.hf_overrides import override
 from engine_trainer.sections import EngineSection
 
 MODEL_KEY = "engine.model.path"
-_ANY_OF = ("config.json", "tokenizer.json", "tokenizer_config.json")  # a cache that has one of these has been filled
+_ANY_OF = (
+    "config.json",
+    "tokenizer.json",
+    "tokenizer_config.json",
+)  # a cache that has one of these has been filled
 
 
-def hf_config(source: ModelSource, *, key: str = MODEL_KEY, what: str = "", remedy: str = "") -> Any:
+def hf_config(
+    source: ModelSource, *, key: str = MODEL_KEY, what: str = "", remedy: str = ""
+) -> Any:
     """Return transformers' configuration of a model, with its overrides, as the engines have it. Raises ``ConfigError``.
 
     Args:
@@ -68,9 +74,13 @@ def require_source(path: str, key: str, revision: str | None = None) -> None:
     if os.path.isdir(path):  # noqa: PTH112 - False for a path that is too long, too
         return
     if path.startswith(("/", ".", "~")):  # never meant as a hub id
-        raise ConfigError(key, f"there is no folder {path!r}", remedy="correct the path; ~ is not expanded")
+        raise ConfigError(
+            key, f"there is no folder {path!r}", remedy="correct the path; ~ is not expanded"
+        )
     _require_name(path, key)
-    if not any(isinstance(try_to_load_from_cache(path, name, revision=revision), str) for name in _ANY_OF):
+    if not any(
+        isinstance(try_to_load_from_cache(path, name, revision=revision), str) for name in _ANY_OF
+    ):
         _require_on_hub(path, key, revision)
 
 
@@ -86,8 +96,12 @@ def _require_name(path: str, key: str) -> None:
     try:
         validate_repo_id(path)
     except HFValidationError as error:
-        raise ConfigError(key, f"there is no folder {path!r}, and no model on the hub has such a name", why=first_line(error),
-                          remedy="correct the path (it is relative to the working directory), or give owner/name") from error  # fmt: skip
+        raise ConfigError(
+            key,
+            f"there is no folder {path!r}, and no model on the hub has such a name",
+            why=first_line(error),
+            remedy="correct the path (it is relative to the working directory), or give owner/name",
+        ) from error
 
 
 def _require_on_hub(path: str, key: str, revision: str | None) -> None:
@@ -107,14 +121,22 @@ def _require_on_hub(path: str, key: str, revision: str | None) -> None:
         except GatedRepoError:
             return  # transformers says how to be let in
         except (RepositoryNotFoundError, RevisionNotFoundError) as error:
-            raise ConfigError(key, f"there is no folder {path!r}, and no such model on the hub", why=first_line(error),
-                              remedy=f"{remedy}; a private one needs `hf auth login`") from error  # fmt: skip
+            raise ConfigError(
+                key,
+                f"there is no folder {path!r}, and no such model on the hub",
+                why=first_line(error),
+                remedy=f"{remedy}; a private one needs `hf auth login`",
+            ) from error
         except (HfHubHTTPError, OfflineModeIsEnabled):
             return  # the hub is there, or must not be asked: transformers says what is wrong
         except Exception as error:  # no answer; whose class that is, is the hub's release's choice
             if last:
-                raise ConfigError(key, f"there is no folder {path!r}, and the hub cannot be asked for it", why=first_line(error),
-                                  remedy=f"{remedy}; without a network download it where there is one (`hf download {path}`)") from error  # fmt: skip
+                raise ConfigError(
+                    key,
+                    f"there is no folder {path!r}, and the hub cannot be asked for it",
+                    why=first_line(error),
+                    remedy=f"{remedy}; without a network download it where there is one (`hf download {path}`)",
+                ) from error
             time.sleep(1)  # one lost packet is no end of a run
         else:
             return
@@ -123,5 +145,7 @@ def _require_on_hub(path: str, key: str, revision: str | None) -> None:
 def _inside(folder: Path) -> str:
     """A remedy where a run's folder is named in place of the model in it; empty otherwise."""
     return (
-        f"name {folder / 'hf'}, the model that this run has saved" if (folder / "hf" / "config.json").is_file() else ""
+        f"name {folder / 'hf'}, the model that this run has saved"
+        if (folder / "hf" / "config.json").is_file()
+        else ""
     )

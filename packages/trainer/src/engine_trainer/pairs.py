@@ -71,7 +71,10 @@ class PairData:
 
 
 def train_pairs(
-    config: DPOConfig | RewardModelConfig, *, kind: str, objective_of: Callable[[Run, PairData, list[int]], Objective]
+    config: DPOConfig | RewardModelConfig,
+    *,
+    kind: str,
+    objective_of: Callable[[Run, PairData, list[int]], Objective],
 ) -> Outcome:
     """Train as ``config`` says, from the beginning or from the last checkpoint.
 
@@ -86,10 +89,14 @@ def train_pairs(
     _refuse_dropout(config)
     data = _load(config, tokenizer)
     order = order_of(data.train, config.data, config.run.seed)
-    steps = config.run.total_steps(len(data.train), config.batch_size, key="batch_size", data=config.data)
+    steps = config.run.total_steps(
+        len(data.train), config.batch_size, key="batch_size", data=config.data
+    )
     with Run(config, kind=kind, total_steps=steps) as run:
         run.start()
-        visited = sorted(set(order.take(0, min(run.total_steps * config.batch_size, len(data.train)))))
+        visited = sorted(
+            set(order.take(0, min(run.total_steps * config.batch_size, len(data.train))))
+        )
         trainer = PairTrainer(run, data, objective_of(run, data, visited))
         state = run.resume(len(data.train))
         position = int(state.get("position", 0))
@@ -99,7 +106,9 @@ def train_pairs(
             indices = order.take(position, config.batch_size)
             position += len(indices)
             metrics = trainer.step(step, indices) | {"train/epoch": position / len(data.train)}
-            if step == run.total_steps or (config.eval and config.eval.every and step % config.eval.every == 0):
+            if step == run.total_steps or (
+                config.eval and config.eval.every and step % config.eval.every == 0
+            ):
                 metrics |= trainer.evaluate()
             run.end_step(step, metrics, {"position": position, "rows": len(data.train)}, show=SHOW)
         trainer.objective.close()
@@ -110,9 +119,12 @@ def _refuse_dropout(config: DPOConfig | RewardModelConfig) -> None:
     """The adapter's is refused with the configuration; the model's own stands in its files."""
     if rates := random_rates(config.engine.model):
         off = ", ".join(f"{name}: 0.0" for name in rates)
-        raise ConfigError("engine.model.config_overrides", f"{', '.join(f'{name} is {rate}' for name, rate in rates.items())} with pairs",
-                          why="the slopes of the loss are taken in one forward pass and used in another, which would drop other things",
-                          remedy=f"set engine.model.config_overrides: {{{off}}}")  # fmt: skip
+        raise ConfigError(
+            "engine.model.config_overrides",
+            f"{', '.join(f'{name} is {rate}' for name, rate in rates.items())} with pairs",
+            why="the slopes of the loss are taken in one forward pass and used in another, which would drop other things",
+            remedy=f"set engine.model.config_overrides: {{{off}}}",
+        )
 
 
 def _load(config: DPOConfig | RewardModelConfig, tokenizer: ChatTokenizer) -> PairData:
@@ -149,9 +161,15 @@ class PairTrainer:
             return metrics | {"train/skipped": 1.0}
         with run.timers.phase("train"):
             batch = batch.with_fields(coefficient=_coefficients(batch, slopes))
-            output = run.engine.train_batch(batch, objective.linear, denominator=float(len(indices)))
+            output = run.engine.train_batch(
+                batch, objective.linear, denominator=float(len(indices))
+            )
         seconds = run.timers.last("judge") + run.timers.last("train")
-        return metrics | _updated(run, step, output) | {"perf/tokens_per_s": output.num_tokens / max(seconds, 1e-9)}
+        return (
+            metrics
+            | _updated(run, step, output)
+            | {"perf/tokens_per_s": output.num_tokens / max(seconds, 1e-9)}
+        )
 
     def evaluate(self) -> Metrics:
         """``eval/…`` over the held-out pairs; nothing without them."""
@@ -191,18 +209,26 @@ class PairTrainer:
         right = (chosen > rejected).double() + 0.5 * (chosen == rejected).double()
         own = [len(losses), *(float(x.sum()) for x in (losses, right, chosen, rejected))]
         rows = self.run.comm.all_gather(own if self.run.engine.topology.is_primary else [0.0] * 5)
-        count, loss, accuracy, better, worse = (math.fsum(column) for column in zip(*rows, strict=True))
+        count, loss, accuracy, better, worse = (
+            math.fsum(column) for column in zip(*rows, strict=True)
+        )
         count = max(count, 1.0)
         return {
-            f"{prefix}/loss": loss / count, f"{prefix}/accuracy": accuracy / count,
-            f"{prefix}/margin": (better - worse) / count, f"{prefix}/chosen": better / count, f"{prefix}/rejected": worse / count,
-        }  # fmt: skip
+            f"{prefix}/loss": loss / count,
+            f"{prefix}/accuracy": accuracy / count,
+            f"{prefix}/margin": (better - worse) / count,
+            f"{prefix}/chosen": better / count,
+            f"{prefix}/rejected": worse / count,
+        }
 
 
 def pack(objective: Objective, pairs: Sequence[Pair]) -> Batch:
     """The documents of ``pairs``, chosen and rejected by turns, with ``loss_weight`` as the objective sums them up."""
-    documents = [{"input_ids": document.input_ids.tolist(), "loss_weight": weights}
-                 for pair in pairs for document, weights in zip(pair.documents, objective.weights(pair), strict=True)]  # fmt: skip
+    documents = [
+        {"input_ids": document.input_ids.tolist(), "loss_weight": weights}
+        for pair in pairs
+        for document, weights in zip(pair.documents, objective.weights(pair), strict=True)
+    ]
     return (
         Batch.pack(documents)
         if documents
@@ -227,8 +253,13 @@ def _coefficients(batch: Batch, slopes: torch.Tensor) -> torch.Tensor:
 
 def _updated(run: Run, step: int, output: TrainOutput) -> Metrics:
     if output.skipped:
-        run.log.say(f"step {step} was skipped: {output.skipped}; weights and optimizer are as before")
+        run.log.say(
+            f"step {step} was skipped: {output.skipped}; weights and optimizer are as before"
+        )
     return {
-        "train/grad_norm": output.grad_norm, "train/lr": output.lr, "train/tokens": float(output.num_tokens),
-        "train/micro_batches": float(output.num_micro_batches), "train/skipped": float(output.skipped is not None),
-    }  # fmt: skip
+        "train/grad_norm": output.grad_norm,
+        "train/lr": output.lr,
+        "train/tokens": float(output.num_tokens),
+        "train/micro_batches": float(output.num_micro_batches),
+        "train/skipped": float(output.skipped is not None),
+    }

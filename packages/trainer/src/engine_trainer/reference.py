@@ -22,7 +22,9 @@ class Reference:
 
     @staticmethod
     def _create(run: Run) -> EngineGroup:
-        return run.launcher.engines(run.config.engine, replace(run.engine_config, optimizer=None), run.device)
+        return run.launcher.engines(
+            run.config.engine, replace(run.engine_config, optimizer=None), run.device
+        )
 
     @property
     def engines(self) -> EngineGroup | None:

@@ -16,7 +16,12 @@ LIMIT = 10_000_000  # characters that all references of a configuration come to
 _NODE = 1_000  # characters that a key, a list's element or a step of resolving is worth
 _OPEN = "${"
 _HOPS = 50  # references that a key may lead through
-_OF_NODES = ("oc.select", "oc.deprecated", "oc.dict.keys", "oc.dict.values")  # resolvers whose argument is a key
+_OF_NODES = (
+    "oc.select",
+    "oc.deprecated",
+    "oc.dict.keys",
+    "oc.dict.values",
+)  # resolvers whose argument is a key
 _COMPUTED = ("oc.decode",)  # its text may have references that stand nowhere in the file
 _NAME = re.compile(r"[^.\[\]]+")  # a part of a key
 Path = tuple[str | int, ...]
@@ -77,7 +82,11 @@ class _Estimate:
         if not isinstance(value, str):
             return _NODE + sum(self.of(part, (*path, name)) for name, part in _parts(value))
         openings = re.finditer(re.escape(_OPEN), value)
-        return _NODE + len(value) + sum(_NODE + self._reference(value, found.end(), path) for found in openings)
+        return (
+            _NODE
+            + len(value)
+            + sum(_NODE + self._reference(value, found.end(), path) for found in openings)
+        )
 
     def _reference(self, text: str, start: int, path: Path) -> int:
         key, end = self._key(text, start, path)
@@ -140,7 +149,11 @@ class _Estimate:
         if key is None or text[end:] != "}":
             return None
         place = self._find(key, path, hops)
-        return self._section(place[1], place[0], hops + 1) if place and isinstance(place[1], str) else place
+        return (
+            self._section(place[1], place[0], hops + 1)
+            if place and isinstance(place[1], str)
+            else place
+        )
 
 
 def _parts(value: Any) -> Iterator[tuple[Any, Any]]:

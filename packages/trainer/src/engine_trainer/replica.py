@@ -31,8 +31,12 @@ class Answer:
     text: str
     finished: bool  # it came to a stop by itself
     score: Score
-    weight_versions: list[int] = field(default_factory=list[int])  # one a token, of the weights that made it
-    loss_weights: list[float] | None = None  # one a token, 0 where a tool made it; None: the model made all
+    weight_versions: list[int] = field(
+        default_factory=list[int]
+    )  # one a token, of the weights that made it
+    loss_weights: list[float] | None = (
+        None  # one a token, 0 where a tool made it; None: the model made all
+    )
     figures: dict[str, float] = field(default_factory=dict[str, float])  # of an agent's trajectory
     problem: str = ""  # what the agent's function raised
 
@@ -46,7 +50,9 @@ class Answer:
         """Of the weights that made each token of the model; a tool's have none."""
         if self.loss_weights is None:
             return self.weight_versions
-        return [v for v, weight in zip(self.weight_versions, self.loss_weights, strict=True) if weight]
+        return [
+            v for v, weight in zip(self.weight_versions, self.loss_weights, strict=True) if weight
+        ]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -94,7 +100,11 @@ def rollout_dtype(section: RolloutSection, engine_config: EngineConfig) -> str:
     compute = engine_config.precision.compute
     dtype = section.options.get("dtype", "bfloat16" if compute == "float8" else compute)
     if dtype not in DTYPES:
-        raise ConfigError("rollout.options.dtype", f"unknown dtype {dtype!r}", remedy=f"one of: {', '.join(DTYPES)}")
+        raise ConfigError(
+            "rollout.options.dtype",
+            f"unknown dtype {dtype!r}",
+            remedy=f"one of: {', '.join(DTYPES)}",
+        )
     return str(dtype)
 
 
@@ -102,7 +112,12 @@ class Replica:
     """A rollout, and the rewards of what it says; with an agent, of whole conversations."""
 
     def __init__(
-        self, rollout: Rollout, scorer: Scorer, tokenizer: ChatTokenizer, timers: Timers, agent: AgentLoop | None = None
+        self,
+        rollout: Rollout,
+        scorer: Scorer,
+        tokenizer: ChatTokenizer,
+        timers: Timers,
+        agent: AgentLoop | None = None,
     ) -> None:
         self.rollout, self.scorer, self.tokenizer, self.timers = rollout, scorer, tokenizer, timers
         self.agent = agent
@@ -134,14 +149,32 @@ class Replica:
     def judge(self, prompts: Sequence[Prompt], completions: Sequence[Completion]) -> list[Answer]:
         """Each completion with its reward; ``prompts`` are theirs, one a completion."""
         texts = [self.tokenizer.decode(c.tokens) for c in completions]
-        samples = [Sample(prompt=p.rendered, completion=text, answer=p.answer, metadata=p.metadata, finished=_finished(c))
-                   for p, c, text in zip(prompts, completions, texts, strict=True)]  # fmt: skip
+        samples = [
+            Sample(
+                prompt=p.rendered,
+                completion=text,
+                answer=p.answer,
+                metadata=p.metadata,
+                finished=_finished(c),
+            )
+            for p, c, text in zip(prompts, completions, texts, strict=True)
+        ]
         scores = self.scorer.score(samples)
-        return [Answer(tokens=c.tokens, log_probs=c.log_probs, text=text, finished=_finished(c), score=score,
-                       weight_versions=c.weight_versions)
-                for c, text, score in zip(completions, texts, scores, strict=True)]  # fmt: skip
+        return [
+            Answer(
+                tokens=c.tokens,
+                log_probs=c.log_probs,
+                text=text,
+                finished=_finished(c),
+                score=score,
+                weight_versions=c.weight_versions,
+            )
+            for c, text, score in zip(completions, texts, scores, strict=True)
+        ]
 
-    def _converse(self, agent: AgentLoop, prompts: Sequence[Prompt], sampling: SamplingParams) -> list[list[Answer]]:
+    def _converse(
+        self, agent: AgentLoop, prompts: Sequence[Prompt], sampling: SamplingParams
+    ) -> list[list[Answer]]:
         with self.timers.phase("generate"):
             said = agent.run(self.rollout, prompts, sampling)
         with self.timers.phase("reward"):
@@ -152,7 +185,10 @@ class Replica:
     def judge_trajectories(self, said: Sequence[tuple[Prompt, Trajectory]]) -> list[Answer]:
         """Each conversation, with its problem, with its reward."""
         scores = self.scorer.score([sample_of(prompt, trajectory) for prompt, trajectory in said])
-        return [_answer_of(trajectory, score) for (_, trajectory), score in zip(said, scores, strict=True)]
+        return [
+            _answer_of(trajectory, score)
+            for (_, trajectory), score in zip(said, scores, strict=True)
+        ]
 
     def close(self) -> None:
         """Close the rollout, and end the processes that judge; idempotent."""
@@ -165,16 +201,32 @@ class Replica:
 def sample_of(prompt: Prompt, said: Answer | Trajectory) -> Sample:
     """What a reward is given of an answer to ``prompt``; of a trajectory with what its function noted."""
     noted = said.info if isinstance(said, Trajectory) else {}
-    return Sample(prompt=prompt.rendered, completion=said.text, answer=prompt.answer, metadata={**prompt.metadata, **noted},
-                  finished=said.finished)  # fmt: skip
+    return Sample(
+        prompt=prompt.rendered,
+        completion=said.text,
+        answer=prompt.answer,
+        metadata={**prompt.metadata, **noted},
+        finished=said.finished,
+    )
 
 
 def _answer_of(trajectory: Trajectory, score: Score) -> Answer:
-    figures = {"turns": float(trajectory.turns), "tool_tokens": float(trajectory.loss_weights.count(0.0))}
+    figures = {
+        "turns": float(trajectory.turns),
+        "tool_tokens": float(trajectory.loss_weights.count(0.0)),
+    }
     figures |= {name: float(trajectory.end == name) for name in ("limit", "timeout", "failed")}
-    return Answer(tokens=trajectory.tokens, log_probs=trajectory.log_probs, text=trajectory.text, finished=trajectory.finished,
-                  score=score, weight_versions=trajectory.weight_versions, loss_weights=trajectory.loss_weights,
-                  figures=figures, problem=trajectory.problem)  # fmt: skip
+    return Answer(
+        tokens=trajectory.tokens,
+        log_probs=trajectory.log_probs,
+        text=trajectory.text,
+        finished=trajectory.finished,
+        score=score,
+        weight_versions=trajectory.weight_versions,
+        loss_weights=trajectory.loss_weights,
+        figures=figures,
+        problem=trajectory.problem,
+    )
 
 
 def _finished(completion: Completion) -> bool:
@@ -185,9 +237,14 @@ def create_exporter(spec: RolloutSpec) -> WeightExporter:
     """What turns the engine's weights into what the rollout installs; on every rank of the engine."""
     section = spec.section
     return RolloutRegistry.create_exporter(
-        name=section.name, device=spec.device, model=spec.engine_config.model, dtype=spec.dtype,
-        quantization=section.quantization, options=section.options, **served_adapter(spec),
-    )  # fmt: skip
+        name=section.name,
+        device=spec.device,
+        model=spec.engine_config.model,
+        dtype=spec.dtype,
+        quantization=section.quantization,
+        options=section.options,
+        **served_adapter(spec),
+    )
 
 
 def create_rollout(spec: RolloutSpec) -> Rollout:
@@ -198,15 +255,28 @@ def create_rollout(spec: RolloutSpec) -> Rollout:
         arguments["quantization"] = section.quantization
     try:
         return RolloutRegistry.create(
-            name=section.name, device=spec.device, model=spec.engine_config.model, pad_token_id=spec.tokenizer.pad_token_id,
-            eos_token_ids=spec.tokenizer.stop_token_ids, batch_size=section.batch_size, **arguments,
-        )  # fmt: skip
+            name=section.name,
+            device=spec.device,
+            model=spec.engine_config.model,
+            pad_token_id=spec.tokenizer.pad_token_id,
+            eos_token_ids=spec.tokenizer.stop_token_ids,
+            batch_size=section.batch_size,
+            **arguments,
+        )
     except TypeError as error:  # an argument that its class does not take
         if "'quantization'" in str(error):
-            raise ConfigError("rollout.quantization", f"rollout {section.name!r} does not serve {section.quantization}",
-                              why=str(error), remedy="use rollout.name=vllm or sglang, or quantization: none") from error  # fmt: skip
-        raise ConfigError("rollout.options", f"rollout {section.name!r} cannot be made with {masked(section.options)}",
-                          why=str(error), remedy="see the rollout's own class for what it takes") from error  # fmt: skip
+            raise ConfigError(
+                "rollout.quantization",
+                f"rollout {section.name!r} does not serve {section.quantization}",
+                why=str(error),
+                remedy="use rollout.name=vllm or sglang, or quantization: none",
+            ) from error
+        raise ConfigError(
+            "rollout.options",
+            f"rollout {section.name!r} cannot be made with {masked(section.options)}",
+            why=str(error),
+            remedy="see the rollout's own class for what it takes",
+        ) from error
 
 
 def served_adapter(spec: RolloutSpec) -> dict[str, LoraConfig]:
@@ -222,16 +292,25 @@ def served_adapter(spec: RolloutSpec) -> dict[str, LoraConfig]:
         return ConfigError("rollout.lora", what, why=why, remedy=f"{remedy}rollout.lora: merged")
 
     if lora is None:
-        raise refuse("adapter, but the engine trains none", "engine.lora is null", "give engine.lora a rank, or ")
+        raise refuse(
+            "adapter, but the engine trains none",
+            "engine.lora is null",
+            "give engine.lora a rank, or ",
+        )
     engine = EngineRegistry.resolve(
         model_type=given.model_type, backend=given.backend, device=spec.engine_device
     ).plugin
     if is_older(engine.contract, "1.1"):
-        raise refuse(f"engine {given.backend!r} does not export the base weights of an adapter",
-                     f"it was written for contract {engine.contract}, that came with 1.1", "")  # fmt: skip
+        raise refuse(
+            f"engine {given.backend!r} does not export the base weights of an adapter",
+            f"it was written for contract {engine.contract}, that came with 1.1",
+            "",
+        )
     rollout = RolloutRegistry.resolve(backend=section.name, device=spec.device).plugin
     if Capability.LORA not in rollout.capabilities:
         raise refuse(
-            f"rollout {section.name!r} serves no adapters", "it does not declare lora", "rollout.name: vllm, or "
+            f"rollout {section.name!r} serves no adapters",
+            "it does not declare lora",
+            "rollout.name: vllm, or ",
         )
     return {"lora": lora}

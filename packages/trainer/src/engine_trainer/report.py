@@ -53,7 +53,9 @@ class Series:
 def load_series(path: Path) -> dict[str, Series]:
     """Every metric of a ``metrics.jsonl`` by name. Raises ``DataError`` when there is none."""
     if not path.is_file():
-        raise DataError("there is no metrics file", file=str(path), remedy="name the output_dir of a run")
+        raise DataError(
+            "there is no metrics file", file=str(path), remedy="name the output_dir of a run"
+        )
     series: dict[str, Series] = {}
     for row in read_metrics(path):
         for name, value in row.items():
@@ -69,9 +71,17 @@ def summary(folder: Path) -> str:
     rows, series = read_metrics(folder / METRICS), load_series(folder / METRICS)
     shown = [series[n] for n in _headlines(series)]
     wall = _duration(rows)
-    head = f"{folder}: {max((int(r['step']) for r in rows), default=0)} steps" + (f", {wall}" if wall else "")
-    lines = [f"  {'':<28}{'first':>12}{'last':>12}{'best':>12}"] if shown else ["  no metrics were logged"]
-    lines += [f"  {s.name:<28}{s.values[0]:>12.4g}{s.values[-1]:>12.4g}{_best(s):>12.4g}" for s in shown]
+    head = f"{folder}: {max((int(r['step']) for r in rows), default=0)} steps" + (
+        f", {wall}" if wall else ""
+    )
+    lines = (
+        [f"  {'':<28}{'first':>12}{'last':>12}{'best':>12}"]
+        if shown
+        else ["  no metrics were logged"]
+    )
+    lines += [
+        f"  {s.name:<28}{s.values[0]:>12.4g}{s.values[-1]:>12.4g}{_best(s):>12.4g}" for s in shown
+    ]
     return "\n".join([head, *lines])
 
 
@@ -82,8 +92,13 @@ def write_report(folder: Path) -> Path:
     for name in sorted(series):
         plots.setdefault(series[name].group, []).append(name)
     (folder / "plots").mkdir(exist_ok=True)
-    images = {title: _plot(folder / "plots" / f"{title.replace('/', '-')}.png", [series[n] for n in names])
-              for title, names in plots.items() if names}  # fmt: skip
+    images = {
+        title: _plot(
+            folder / "plots" / f"{title.replace('/', '-')}.png", [series[n] for n in names]
+        )
+        for title, names in plots.items()
+        if names
+    }
     if phases := _phases(series):
         images = {**images, "phases": _plot_phases(folder / "plots" / "phases.png", phases)}
     page = folder / "report.html"
@@ -98,7 +113,9 @@ def _headlines(series: Mapping[str, Series]) -> list[str]:
 
 def _phases(series: Mapping[str, Series]) -> list[Series]:
     """The phases' times, the longest in all first."""
-    return sorted((s for n, s in series.items() if n.startswith(PHASE)), key=lambda s: -sum(s.values))
+    return sorted(
+        (s for n, s in series.items() if n.startswith(PHASE)), key=lambda s: -sum(s.values)
+    )
 
 
 def _duration(rows: Sequence[Mapping[str, Any]]) -> str:
@@ -111,7 +128,11 @@ def _duration(rows: Sequence[Mapping[str, Any]]) -> str:
 
 
 def _best(series: Series) -> float:
-    return min(series.values) if any(word in series.name for word in LESS_IS_BETTER) else max(series.values)
+    return (
+        min(series.values)
+        if any(word in series.name for word in LESS_IS_BETTER)
+        else max(series.values)
+    )
 
 
 def _plot(path: Path, series: Sequence[Series]) -> Path:
@@ -139,7 +160,11 @@ def _plot_phases(path: Path, phases: Sequence[Series]) -> Path:
     axes = figure.add_subplot()
     steps = sorted({step for s in phases for step in s.steps})
     rows = [dict(zip(s.steps, s.values, strict=True)) for s in phases]
-    axes.stackplot(steps, [[row.get(step, 0.0) for step in steps] for row in rows], labels=[_phase(s) for s in phases])
+    axes.stackplot(
+        steps,
+        [[row.get(step, 0.0) for step in steps] for row in rows],
+        labels=[_phase(s) for s in phases],
+    )
     axes.set_xlabel("step", fontsize=8)
     axes.set_ylabel("seconds", fontsize=8)
     axes.tick_params(labelsize=8)
@@ -171,10 +196,15 @@ def _page(folder: Path, series: Mapping[str, Series], images: Mapping[str, Path]
         f"<td>{min(s.values):.5g}</td><td>{max(s.values):.5g}</td></tr>"
         for s in (series[n] for n in sorted(series))
     )
-    pictures = "".join(f"<h2>{html.escape(title)}</h2>{_image(path, title)}" for title, path in images.items())
+    pictures = "".join(
+        f"<h2>{html.escape(title)}</h2>{_image(path, title)}" for title, path in images.items()
+    )
     config = folder / "config.yaml"
-    settings = f"<details><summary>configuration</summary><pre>{html.escape(config.read_text())}</pre></details>" \
-        if config.is_file() else ""  # fmt: skip
+    settings = (
+        f"<details><summary>configuration</summary><pre>{html.escape(config.read_text())}</pre></details>"
+        if config.is_file()
+        else ""
+    )
     return (
         "<!doctype html><html lang=en><meta charset=utf-8>"
         f"<title>{html.escape(folder.name)}</title><style>{_STYLE}</style>"

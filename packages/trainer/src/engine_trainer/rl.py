@@ -29,7 +29,13 @@ from engine_trainer.sampler import Sampler
 from engine_trainer.sources import OneStepOff, Source, Synchronous
 from engine_trainer.throughput import Throughput, of_config
 
-SHOW = ("train/reward", "eval/accuracy", "rollout/response_length", "train/entropy", "train/grad_norm")
+SHOW = (
+    "train/reward",
+    "eval/accuracy",
+    "rollout/response_length",
+    "train/entropy",
+    "train/grad_norm",
+)
 
 Metrics = dict[str, float]
 
@@ -76,7 +82,9 @@ def train_rl(config: RLConfig, launcher: Launcher | None = None) -> Outcome:
                 metrics |= _speed(run, experience, metrics.get("train/tokens", 0.0), speed) | {
                     "train/epoch": experience.position / len(train)
                 }
-                if config.eval and (step == run.total_steps or (config.eval.every and step % config.eval.every == 0)):
+                if config.eval and (
+                    step == run.total_steps or (config.eval.every and step % config.eval.every == 0)
+                ):
                     source.settle()
                     metrics |= evaluator.measure(step)
                 state = {
@@ -98,8 +106,14 @@ def _load(config: RLConfig, tokenizer: ChatTokenizer) -> PromptDataset:
 
 
 def _source(
-    run: Run, config: RLConfig, sampler: Sampler, learner: Learner, data: PromptDataset, order: SampleOrder, state: Mapping[str, Any]
-) -> Source:  # fmt: skip
+    run: Run,
+    config: RLConfig,
+    sampler: Sampler,
+    learner: Learner,
+    data: PromptDataset,
+    order: SampleOrder,
+    state: Mapping[str, Any],
+) -> Source:
     position = int(state.get("position", 0))
 
     def gather(step: int, start: int) -> Experience:
@@ -108,10 +122,19 @@ def _source(
     if config.overlap.mode == "full":
         from engine_trainer.ray.stream import FullyAsync
 
-        return FullyAsync(sampler, data, order, config, position=position, pending=state.get("pending", ()),
-                          oldest=lambda: learner.oldest_version)  # fmt: skip
+        return FullyAsync(
+            sampler,
+            data,
+            order,
+            config,
+            position=position,
+            pending=state.get("pending", ()),
+            oldest=lambda: learner.oldest_version,
+        )
     if config.overlap.mode == "one_step_off":
-        return OneStepOff(sampler, gather, position, lambda: learner.oldest_version, run.total_steps)
+        return OneStepOff(
+            sampler, gather, position, lambda: learner.oldest_version, run.total_steps
+        )
     return Synchronous(sampler, gather, position)
 
 

@@ -83,19 +83,27 @@ class Run:
     engine_config: EngineConfig
     device: str
 
-    def __init__(self, config: Config, *, kind: str, total_steps: int, launcher: Launcher | None = None) -> None:
+    def __init__(
+        self, config: Config, *, kind: str, total_steps: int, launcher: Launcher | None = None
+    ) -> None:
         self.config, self.kind, self.total_steps = config, kind, total_steps
         self.folder = Path(config.run.output_dir).absolute()  # the same in every process
         self.is_main = global_rank() == 0
         self.timers = Timers()
         self.log = RunLog(
-            self.folder, config.run, active=self.is_main, total_steps=total_steps, config=to_plain(config)
+            self.folder,
+            config.run,
+            active=self.is_main,
+            total_steps=total_steps,
+            config=to_plain(config),
         )
         self.checkpoints = Checkpoints(self.folder / "checkpoints", keep=config.run.keep)
         self._reached = 0  # the last step that was taken
         if launcher is None:
             loopback.stay(rollout=getattr(config, "rollout", None))  # not every task generates
-        self.launcher = launcher or Spmd(config if isinstance(config, RLConfig) else None, config.run.timeout_s)
+        self.launcher = launcher or Spmd(
+            config if isinstance(config, RLConfig) else None, config.run.timeout_s
+        )
         self.beside: dict[str, EngineGroup] = {}
         self.interrupted = False
         self._interrupt = Interrupt()
@@ -106,7 +114,10 @@ class Run:
         return self
 
     def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
     ) -> None:
         with ExitStack() as stack:  # each of them, whatever another raises; the last one first
             stack.callback(self._interrupt.__exit__, kind, error, trace)
@@ -139,9 +150,17 @@ class Run:
         section = self.config.engine
         updates = schedule_steps or self.total_steps
         self.engine_config = section.build(seed=self.config.run.seed, total_steps=updates)
-        if self.is_main and section.optimizer is not None and section.schedule.warmup_steps >= updates:
-            log.warning("engine.schedule.warmup_steps is %d, but the run has %d steps of the optimizer: the learning rate never "
-                        "reaches engine.optimizer.lr", section.schedule.warmup_steps, updates)  # fmt: skip
+        if (
+            self.is_main
+            and section.optimizer is not None
+            and section.schedule.warmup_steps >= updates
+        ):
+            log.warning(
+                "engine.schedule.warmup_steps is %d, but the run has %d steps of the optimizer: the learning rate never "
+                "reaches engine.optimizer.lr",
+                section.schedule.warmup_steps,
+                updates,
+            )
         self.device, capabilities = self.launcher.resolve(section)
         if self.config.run.save_hf and Capability.SAVE_HF not in capabilities:
             raise unsupported(Capability.SAVE_HF, section.backend, capabilities)
@@ -162,19 +181,25 @@ class Run:
         state: dict[str, Any] = {"step": 0}
         if found is not None:
             for name, group in self.beside.items():
-                group.load_checkpoint(together(self.comm, lambda n=name: self.checkpoints.beside(found, n))[0])
+                group.load_checkpoint(
+                    together(self.comm, lambda n=name: self.checkpoints.beside(found, n))[0]
+                )
             # The policy last: the generators are as they were with it.
             state = dict(self.policy.load_checkpoint(found).extra["loop"])
             if state.get("rows", rows) != rows:
                 raise ConfigError(
-                    "data", f"{rows} rows, but {found.name} was saved with {state['rows']}",
-                    why="the data changed since", remedy="use the data of the first run, or run.resume=never",
-                )  # fmt: skip
+                    "data",
+                    f"{rows} rows, but {found.name} was saved with {state['rows']}",
+                    why="the data changed since",
+                    remedy="use the data of the first run, or run.resume=never",
+                )
             self.checkpoints.saved = self._reached = int(state["step"])
             self.log.say(f"resumed from {found} after step {state['step']}")
             if self._reached >= self.total_steps:
-                self.log.say(f"nothing is left to train: the run has {self.total_steps} steps, and {found.name} is there; give it more "
-                             "(run.steps or run.epochs), or begin anew in another run.output_dir")  # fmt: skip
+                self.log.say(
+                    f"nothing is left to train: the run has {self.total_steps} steps, and {found.name} is there; give it more "
+                    "(run.steps or run.epochs), or begin anew in another run.output_dir"
+                )
         together(self.comm, lambda: self._open(int(state["step"])) if self.is_main else None)
         return state
 
@@ -191,7 +216,12 @@ class Run:
                 self.launcher.profile(None)
 
     def end_step(
-        self, step: int, metrics: Mapping[str, float], state: Mapping[str, Any], *, show: Sequence[str] = ()
+        self,
+        step: int,
+        metrics: Mapping[str, float],
+        state: Mapping[str, Any],
+        *,
+        show: Sequence[str] = (),
     ) -> None:
         """Log a step, and save when it is time, at the end, or when a signal came on any rank.
 
@@ -207,14 +237,24 @@ class Run:
             self.log.write(step, {**metrics, **self.timers.take(), **self.launcher.figures()})
         self.log.progress(step, metrics, show)
         self._reached = step
-        if (last and run.save_last) or self.interrupted or (run.save_every and step % run.save_every == 0):
+        if (
+            (last and run.save_last)
+            or self.interrupted
+            or (run.save_every and step % run.save_every == 0)
+        ):
             with self.timers.phase("save"):
-                extra = {"kind": self.kind, "config": self._fingerprint(), "loop": {**state, "step": step}}
+                extra = {
+                    "kind": self.kind,
+                    "config": self._fingerprint(),
+                    "loop": {**state, "step": step},
+                }
                 self.checkpoints.save(self.policy, self.comm, step, extra, self.beside)
         if last and self.checkpoints.saved != step:
             self.log.say("no checkpoint of the last step: run.save_last is false")
         if self.interrupted and not last:
-            self.log.say(f"stopped after step {step} of {self.total_steps}, saved; the same command goes on from there")
+            self.log.say(
+                f"stopped after step {step} of {self.total_steps}, saved; the same command goes on from there"
+            )
 
     def finish(self, tokenizer: Any) -> Outcome:
         """At the end: wait for the save, write ``output_dir/hf`` (model and tokenizer) and the report."""

@@ -28,9 +28,16 @@ class Sampler:
     """
 
     def __init__(
-        self, *, rollouts: RolloutGroup, policy: EngineGroup, comm: Comm, tokenizer: ChatTokenizer, section: RolloutSection,
-        timers: Timers, failures: Failures,
-    ) -> None:  # fmt: skip
+        self,
+        *,
+        rollouts: RolloutGroup,
+        policy: EngineGroup,
+        comm: Comm,
+        tokenizer: ChatTokenizer,
+        section: RolloutSection,
+        timers: Timers,
+        failures: Failures,
+    ) -> None:
         self.failures = failures
         self.rollouts, self.policy, self.comm, self.tokenizer = rollouts, policy, comm, tokenizer
         self.section, self.timers = section, timers
@@ -45,11 +52,25 @@ class Sampler:
         agent: AgentSection | None = None,
     ) -> Sampler:
         """For a run that has started. Raises ``PluginError``, ``ConfigError``: all processes together."""
-        spec = RolloutSpec(section=section, reward=reward, tokenizer=tokenizer, engine=run.config.engine,
-                           engine_config=run.engine_config, engine_device=run.device, agent=agent)  # fmt: skip
+        spec = RolloutSpec(
+            section=section,
+            reward=reward,
+            tokenizer=tokenizer,
+            engine=run.config.engine,
+            engine_config=run.engine_config,
+            engine_device=run.device,
+            agent=agent,
+        )
         rollouts = run.launcher.rollouts(spec, run.timers)
-        return Sampler(rollouts=rollouts, policy=run.policy, comm=run.comm, tokenizer=tokenizer, section=section,
-                       timers=run.timers, failures=Failures(reward, agent))  # fmt: skip
+        return Sampler(
+            rollouts=rollouts,
+            policy=run.policy,
+            comm=run.comm,
+            tokenizer=tokenizer,
+            section=section,
+            timers=run.timers,
+            failures=Failures(reward, agent),
+        )
 
     @contextmanager
     def serving(self) -> Iterator[None]:
@@ -76,7 +97,9 @@ class Sampler:
         if section.sleep:
             self.rollouts.wake_up(weights=False)  # caches only now: a sync may need their memory
 
-    def sample(self, prompts: Sequence[Prompt], *, n: int, temperature: float, seed: int) -> list[Group]:
+    def sample(
+        self, prompts: Sequence[Prompt], *, n: int, temperature: float, seed: int
+    ) -> list[Group]:
         """``n`` judged answers to each prompt, in the order of ``prompts``; within ``serving``.
 
         Raises ``RolloutError``, ``RewardError``; ``RankFailure`` on the other ranks.
@@ -84,14 +107,25 @@ class Sampler:
         places = by_replica(prompts, self.rollouts.size)
         shares = [[prompts[i] for i in places[replica]] for replica in self.rollouts.held]
         found = self.rollouts.answer(shares, self.sampling(n=n, temperature=temperature, seed=seed))
-        answers = {i: one for own, given in zip(places, found, strict=True) for i, one in zip(own, given, strict=True)}
+        answers = {
+            i: one
+            for own, given in zip(places, found, strict=True)
+            for i, one in zip(own, given, strict=True)
+        }
         return [Group(prompt=prompt, answers=answers[i]) for i, prompt in enumerate(prompts)]
 
     def sampling(self, *, n: int, temperature: float, seed: int) -> SamplingParams:
         """With what the configuration says of the rest."""
         section = self.section
-        return SamplingParams(n=n, max_new_tokens=section.max_new_tokens, temperature=temperature, top_p=section.top_p,
-                              top_k=section.top_k, stop_token_ids=self.tokenizer.stop_token_ids, seed=seed)  # fmt: skip
+        return SamplingParams(
+            n=n,
+            max_new_tokens=section.max_new_tokens,
+            temperature=temperature,
+            top_p=section.top_p,
+            top_k=section.top_k,
+            stop_token_ids=self.tokenizer.stop_token_ids,
+            seed=seed,
+        )
 
     def close(self) -> None:
         """Close the rollout."""
@@ -115,8 +149,13 @@ def _sync_figures(results: Sequence[SyncResult]) -> dict[str, float]:
     phases = sorted({name for result in results for name in result.seconds})
     wire_bytes = max(r.wire_bytes for r in results)
     apart = {"sync/wire_bytes": float(wire_bytes)} if wire_bytes else {}
-    return apart | {f"sync/{name}_s": max(r.seconds.get(name, 0.0) for r in results) for name in phases} | {
-        "sync/bytes": float(max(r.num_bytes for r in results)), "sync/tensors": float(max(r.num_tensors for r in results)),
-        "sync/quantized": float(max(r.num_quantized for r in results)),
-        "sync/audited": float(all(r.audited for r in results)),
-    }  # fmt: skip
+    return (
+        apart
+        | {f"sync/{name}_s": max(r.seconds.get(name, 0.0) for r in results) for name in phases}
+        | {
+            "sync/bytes": float(max(r.num_bytes for r in results)),
+            "sync/tensors": float(max(r.num_tensors for r in results)),
+            "sync/quantized": float(max(r.num_quantized for r in results)),
+            "sync/audited": float(all(r.audited for r in results)),
+        }
+    )

@@ -16,7 +16,9 @@ NAMES = re.compile(
     r"(^|_)(key|apikey|token|secret|password|passwd|passphrase|credential|authorization|bearer|cookie)s?($|_)",
     re.IGNORECASE,
 )
-_WORDS = re.compile(r"-|(?<=[a-z0-9])(?=[A-Z])|(?<=[A-Z])(?=[A-Z][a-z])")  # where words meet without an underscore
+_WORDS = re.compile(
+    r"-|(?<=[a-z0-9])(?=[A-Z])|(?<=[A-Z])(?=[A-Z][a-z])"
+)  # where words meet without an underscore
 OF_TEXTS = re.compile(r"^(bos|eos|pad|unk|sep|cls|mask|stop)_token$")  # tokens of a tokenizer
 LOGIN = re.compile(r"(?<=://)[^/@\s]+(?=@)")  # of a URL
 NODE = re.compile(r"^\$\{([\w.\[\]-]+)\}$")  # a reference to another key
@@ -74,9 +76,14 @@ def _referred(resolved: Any, source: str) -> Any:
         return resolved if resolved == source else Referred(resolved, source)
     node = NODE.match(source)
     if isinstance(resolved, dict):
-        return {name: _referred(v, f"${{{node[1]}.{name}}}" if node else MASK) for name, v in resolved.items()}
+        return {
+            name: _referred(v, f"${{{node[1]}.{name}}}" if node else MASK)
+            for name, v in resolved.items()
+        }
     if isinstance(resolved, list):
-        return [_referred(v, f"${{{node[1]}[{i}]}}" if node else MASK) for i, v in enumerate(resolved)]
+        return [
+            _referred(v, f"${{{node[1]}[{i}]}}" if node else MASK) for i, v in enumerate(resolved)
+        ]
     return resolved
 
 

@@ -54,12 +54,21 @@ class EngineSection:
             schedule = replace(schedule, total_steps=total_steps)
         try:
             return EngineConfig(
-                model=self.model, optimizer=self.optimizer, schedule=schedule, parallelism=self.parallelism,
-                precision=self.precision, memory=self.memory, checkpoint=self.checkpoint, lora=self.lora,
-                seed=seed if self.seed is None else self.seed, options=dict(self.options) or None,
-            )  # fmt: skip
+                model=self.model,
+                optimizer=self.optimizer,
+                schedule=schedule,
+                parallelism=self.parallelism,
+                precision=self.precision,
+                memory=self.memory,
+                checkpoint=self.checkpoint,
+                lora=self.lora,
+                seed=seed if self.seed is None else self.seed,
+                options=dict(self.options) or None,
+            )
         except ConfigError as error:
-            raise ConfigError(f"engine.{error.field}", error.what, why=error.why, remedy=error.remedy) from error
+            raise ConfigError(
+                f"engine.{error.field}", error.what, why=error.why, remedy=error.remedy
+            ) from error
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -105,15 +114,20 @@ class GymSection:
     heldout_share: float = 0.1  # of all questions, by sha256 of the text
     seed: int = 0
     response: str = "answer"  # how SFT responses are written; see engine_trainer.data.worked
-    worked_share: float = 1.0  # with response: worked, the share of rows that show their steps (the rest: answer)
+    worked_share: float = (
+        1.0  # with response: worked, the share of rows that show their steps (the rest: answer)
+    )
 
     def __post_init__(self) -> None:
         at_least("data.reasoning_gym", self, 1, "size")
         at_least("data.reasoning_gym", self, 0, "skip", "heldout_size")
         for name in ("heldout_share", "worked_share"):
             if not 0 <= getattr(self, name) <= 1:
-                raise ConfigError(f"data.reasoning_gym.{name}", f"{getattr(self, name)} is no share",
-                                  remedy="give a number in [0, 1]")  # fmt: skip
+                raise ConfigError(
+                    f"data.reasoning_gym.{name}",
+                    f"{getattr(self, name)} is no share",
+                    remedy="give a number in [0, 1]",
+                )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -127,8 +141,12 @@ class ColumnsSection:
 
     def __post_init__(self) -> None:
         if self.messages is not None and (self.prompt is not None or self.response is not None):
-            raise ConfigError("data.columns.messages", "beside prompt or response", why="a row is a conversation, or a prompt with a response",
-                              remedy="name one of the two")  # fmt: skip
+            raise ConfigError(
+                "data.columns.messages",
+                "beside prompt or response",
+                why="a row is a conversation, or a prompt with a response",
+                remedy="name one of the two",
+            )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -161,8 +179,11 @@ class DataSection:
 
     def __post_init__(self) -> None:
         if (not self.source) == (self.reasoning_gym is None):
-            raise ConfigError("data.source", "give data.source or data.reasoning_gym, one of the two",
-                              remedy="data.source: a .jsonl, .parquet or .arrow file, a folder of them, or hf://datasets/owner/name")  # fmt: skip
+            raise ConfigError(
+                "data.source",
+                "give data.source or data.reasoning_gym, one of the two",
+                remedy="data.source: a .jsonl, .parquet or .arrow file, a folder of them, or hf://datasets/owner/name",
+            )
         if self.max_length is not None:
             at_least("data", self, 1, "max_length")
         if self.split is not None and self.source is None:
@@ -173,8 +194,11 @@ class DataSection:
                 remedy="set data.split=null",
             )
         if "{prompt}" not in self.prompt_template:
-            raise ConfigError("data.prompt_template", f"{self.prompt_template!r} has no {{prompt}}",
-                              remedy="write {prompt} where the question goes")  # fmt: skip
+            raise ConfigError(
+                "data.prompt_template",
+                f"{self.prompt_template!r} has no {{prompt}}",
+                remedy="write {prompt} where the question goes",
+            )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -197,7 +221,9 @@ class RunSection:
     wandb: str | None = None  # project name
     progress: bool = True
     report: bool = True  # plots and report.html at the end
-    profile_steps: Sequence[int] = field(default_factory=list[int])  # a trace a process, in output_dir/profile
+    profile_steps: Sequence[int] = field(
+        default_factory=list[int]
+    )  # a trace a process, in output_dir/profile
     timeout_s: float = 3600.0
     """Seconds that a rank which lives may keep the others waiting between the engine's calls, after which the run ends with
     ``RankFailure``: how much longer one rank may generate, score or read than another. A rank that is gone is noticed within
@@ -205,16 +231,23 @@ class RunSection:
 
     def __post_init__(self) -> None:
         if (self.steps is None) == (self.epochs is None):
-            raise ConfigError("run.steps", "give run.steps or run.epochs, one of the two", remedy="run.steps: 100")
+            raise ConfigError(
+                "run.steps", "give run.steps or run.epochs, one of the two", remedy="run.steps: 100"
+            )
         name, length = ("steps", self.steps) if self.steps is not None else ("epochs", self.epochs)
         if length is None or not 0 < length < math.inf:  # not a number is none either
-            raise ConfigError(f"run.{name}", f"{length} is not a length",
-                              remedy="give a number above 0; `engine-train eval` measures a model without training it")  # fmt: skip
+            raise ConfigError(
+                f"run.{name}",
+                f"{length} is not a length",
+                remedy="give a number above 0; `engine-train eval` measures a model without training it",
+            )
         at_least("run", self, 1, "log_every")
         at_least("run", self, 0, "save_every", "keep")
         if not 0 < self.timeout_s < math.inf:
             raise ConfigError(
-                "run.timeout_s", f"expected seconds above 0, got {self.timeout_s}", remedy="run.timeout_s: 3600"
+                "run.timeout_s",
+                f"expected seconds above 0, got {self.timeout_s}",
+                remedy="run.timeout_s: 3600",
             )
 
     def total_steps(self, samples: int, batch_size: int, *, key: str, data: DataSection) -> int:
@@ -227,10 +260,17 @@ class RunSection:
         Raises ``ConfigError`` for fewer samples than a batch, which would have some of them twice.
         """
         if samples < batch_size:
-            raise ConfigError("data.source", f"{samples} rows of {data.source or 'data.reasoning_gym'} are left, but a step takes {batch_size}",
-                              why="rows that data.on_too_long: drop leaves out do not count",
-                              remedy=f"give more rows, or a smaller {key}")  # fmt: skip
-        return self.steps if self.steps is not None else max(1, int((self.epochs or 0) * samples) // batch_size)
+            raise ConfigError(
+                "data.source",
+                f"{samples} rows of {data.source or 'data.reasoning_gym'} are left, but a step takes {batch_size}",
+                why="rows that data.on_too_long: drop leaves out do not count",
+                remedy=f"give more rows, or a smaller {key}",
+            )
+        return (
+            self.steps
+            if self.steps is not None
+            else max(1, int((self.epochs or 0) * samples) // batch_size)
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -246,7 +286,9 @@ class RolloutSection:
     top_k: int = 0  # 0: all
     batch_size: int = 64  # prompts × n that are generated at the same time on a rank
     quantization: Literal["none", "fp8"] = "none"  # fp8: blockwise e4m3, where the rollout can
-    lora: Literal["merged", "adapter"] = "merged"  # adapter: the base is sent once, then engine.lora's adapter alone
+    lora: Literal["merged", "adapter"] = (
+        "merged"  # adapter: the base is sent once, then engine.lora's adapter alone
+    )
     sleep: bool = True  # give the rollout's memory back while the engine trains
     offload_engine: bool = False  # and the engine's memory while the rollout generates
     options: Mapping[str, Any] = field(default_factory=dict[str, Any])  # the rollout's own
@@ -255,14 +297,20 @@ class RolloutSection:
         at_least("rollout", self, 1, "n", "max_new_tokens", "batch_size")
         at_least("rollout", self, 0, "temperature", "top_k")
         if not 0 < self.top_p <= 1:
-            raise ConfigError("rollout.top_p", f"{self.top_p} is no share", remedy="give a number in (0, 1]; 1: all")
+            raise ConfigError(
+                "rollout.top_p",
+                f"{self.top_p} is no share",
+                remedy="give a number in (0, 1]; 1: all",
+            )
 
 
 @dataclass(frozen=True, kw_only=True)
 class RaySection:
     """``launcher: ray``: on which cluster, and how many workers (docs of each: engine_trainer.ray)."""
 
-    address: str | None = None  # host:port, or auto; null: a cluster on this machine, for this run alone
+    address: str | None = (
+        None  # host:port, or auto; null: a cluster on this machine, for this run alone
+    )
     engines: int = 1  # ranks of the engine, a process each
     rollouts: int | None = (
         None  # replicas in processes of their own; null: one beside each data-parallel rank, by turns
@@ -270,7 +318,9 @@ class RaySection:
     gpus_per_worker: float | None = None  # null: 1 where the engine computes on GPUs
     cpus_per_worker: float = 1.0
     timeout_s: float = 1800.0  # of every call of a worker; one that is silent for longer is lost
-    start_timeout_s: float = 120.0  # until the cluster has room for the workers, then until they have started
+    start_timeout_s: float = (
+        120.0  # until the cluster has room for the workers, then until they have started
+    )
     restarts: int = 3  # from the last checkpoint, after a worker or a node was lost
     # modules that each worker imports first: what registers engines, rollouts, rewards in process
     imports: Sequence[str] = field(default_factory=list[str])
@@ -281,7 +331,11 @@ class RaySection:
         at_least("ray", self, 0, "cpus_per_worker", "restarts")
         for name in ("timeout_s", "start_timeout_s"):
             if not getattr(self, name) > 0:
-                raise ConfigError(f"ray.{name}", f"{getattr(self, name)} is not a time", remedy="give seconds above 0")
+                raise ConfigError(
+                    f"ray.{name}",
+                    f"{getattr(self, name)} is not a time",
+                    remedy="give seconds above 0",
+                )
         if self.rollouts is not None:
             at_least("ray", self, 1, "rollouts")
         if self.gpus_per_worker is not None:
@@ -347,9 +401,15 @@ class RewardSection:
             remedy = "reward.name: math, or reward.function: rewards.py:score"
             if self.name is not None:  # a recipe names one, the command line another
                 remedy = f"reward.name: null for {self.function}, or reward.function: null for {self.name}"
-            raise ConfigError("reward.name", "give reward.name or reward.function, one of the two", remedy=remedy)
+            raise ConfigError(
+                "reward.name", "give reward.name or reward.function, one of the two", remedy=remedy
+            )
         if self.timeout_s is not None and not self.timeout_s > 0:
-            raise ConfigError("reward.timeout_s", f"{self.timeout_s} is not a time", remedy="give seconds above 0, or null")  # fmt: skip
+            raise ConfigError(
+                "reward.timeout_s",
+                f"{self.timeout_s} is not a time",
+                remedy="give seconds above 0, or null",
+            )
         limits = {self.name or self.function or "": self.timeout_s}
         if self.name == COMBINE:
             limits = {part.title: part.timeout_s for part in parts_of(self.kwargs, self.timeout_s)}
@@ -372,7 +432,9 @@ class AgentSection:
         300.0  # of the function's own time, tools included, a trajectory; the model's is not counted
     )
     concurrency: int = 64  # trajectories at the same time, a replica
-    max_failures: int = 0  # trajectories of a run in which the function may raise; then the run ends
+    max_failures: int = (
+        0  # trajectories of a run in which the function may raise; then the run ends
+    )
 
     def __post_init__(self) -> None:
         at_least("agent", self, 1, "max_turns", "concurrency")
@@ -380,7 +442,11 @@ class AgentSection:
         if self.max_turn_tokens is not None:
             at_least("agent", self, 1, "max_turn_tokens")
         if self.timeout_s is not None and not self.timeout_s > 0:
-            raise ConfigError("agent.timeout_s", f"{self.timeout_s} is not a time", remedy="give seconds above 0, or null")  # fmt: skip
+            raise ConfigError(
+                "agent.timeout_s",
+                f"{self.timeout_s} is not a time",
+                remedy="give seconds above 0, or null",
+            )
 
 
 def at_least(section: str, part: object, low: float, *names: str) -> None:
@@ -398,6 +464,8 @@ def positive_option(rollout: RolloutSection, name: str, default: int = 1) -> int
     if isinstance(value, bool) or not isinstance(value, int) or value < 1:
         key = f"rollout.options.{name}"
         raise ConfigError(
-            key, f"expected a positive integer, got {value!r:.100}", remedy="give an integer of at least 1"
+            key,
+            f"expected a positive integer, got {value!r:.100}",
+            remedy="give an integer of at least 1",
         )
     return value

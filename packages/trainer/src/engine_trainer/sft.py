@@ -30,7 +30,14 @@ from engine_trainer.throughput import measure
 if TYPE_CHECKING:
     from engine_trainer.evaluate import Evaluator
 
-SHOW = ("train/loss", "train/lr", "train/grad_norm", "perf/tokens_per_s", "eval/loss", "eval/accuracy")
+SHOW = (
+    "train/loss",
+    "train/lr",
+    "train/grad_norm",
+    "perf/tokens_per_s",
+    "eval/loss",
+    "eval/accuracy",
+)
 EVAL_DOCUMENTS = 256  # documents in one inference call, over all ranks
 
 Metrics = dict[str, float]
@@ -47,7 +54,9 @@ def train_sft(config: SFTConfig) -> Outcome:
     tokenizer = load_tokenizer(config.data, config.engine.model)
     data = _Data.load(config, tokenizer)
     order = order_of(data.train, config.data, config.run.seed)
-    steps = config.run.total_steps(len(data.train), config.batch_size, key="batch_size", data=config.data)
+    steps = config.run.total_steps(
+        len(data.train), config.batch_size, key="batch_size", data=config.data
+    )
     with Run(config, kind="sft", total_steps=steps) as run:
         run.start()
         speed = measure(run.engine, run.engine_config, run.device)
@@ -61,10 +70,14 @@ def train_sft(config: SFTConfig) -> Outcome:
                 documents = [data.train[i] for i in order.take(position, config.batch_size)]
                 position += len(documents)
                 with run.timers.phase("train"):
-                    output = run.engine.train_batch(run.share([d.fields() for d in documents]), sft_loss)
+                    output = run.engine.train_batch(
+                        run.share([d.fields() for d in documents]), sft_loss
+                    )
                 metrics = _figures(run, step, output) | {"train/epoch": position / len(data.train)}
                 metrics |= speed.metrics([len(d) for d in documents], run.timers.last("train"))
-                if step == run.total_steps or (config.eval and config.eval.every and step % config.eval.every == 0):
+                if step == run.total_steps or (
+                    config.eval and config.eval.every and step % config.eval.every == 0
+                ):
                     metrics |= evaluation.measure(step)
                 state = {"position": position, "rows": len(data.train), **evaluation.state}
                 run.end_step(step, metrics, state, show=SHOW)
@@ -126,7 +139,9 @@ class _Evaluation:
             self._accuracy.sampler.close()
 
 
-def _accuracy(run: Run, config: SFTConfig, sets: Sequence[Heldout], tokenizer: ChatTokenizer) -> Evaluator | None:
+def _accuracy(
+    run: Run, config: SFTConfig, sets: Sequence[Heldout], tokenizer: ChatTokenizer
+) -> Evaluator | None:
     if not sets or config.reward is None:
         return None
     # Imported here: SFT without a reward needs no rollout.
@@ -154,9 +169,15 @@ def heldout_loss(run: Run, dataset: SFTDataset) -> Metrics:
 
 def _figures(run: Run, step: int, output: TrainOutput) -> Metrics:
     if output.skipped:
-        run.log.say(f"step {step} was skipped: {output.skipped}; weights and optimizer are as before")
+        run.log.say(
+            f"step {step} was skipped: {output.skipped}; weights and optimizer are as before"
+        )
     return {
-        "train/loss": output.loss, "train/grad_norm": output.grad_norm, "train/lr": output.lr,
-        "train/tokens": output.num_tokens, "train/learned_tokens": output.denominator,
-        "train/micro_batches": output.num_micro_batches, "train/skipped": float(output.skipped is not None),
-    }  # fmt: skip
+        "train/loss": output.loss,
+        "train/grad_norm": output.grad_norm,
+        "train/lr": output.lr,
+        "train/tokens": output.num_tokens,
+        "train/learned_tokens": output.denominator,
+        "train/micro_batches": output.num_micro_batches,
+        "train/skipped": float(output.skipped is not None),
+    }

@@ -10,7 +10,9 @@ from typing import Protocol
 from engine_trainer.experience import Experience, staleness_figures
 from engine_trainer.sampler import Sampler
 
-Collect = Callable[[int, int], Experience]  # (step, position of the first prompt), within ``sampler.serving``
+Collect = Callable[
+    [int, int], Experience
+]  # (step, position of the first prompt), within ``sampler.serving``
 
 
 class Source(Protocol):
@@ -57,7 +59,12 @@ class OneStepOff:
     """
 
     def __init__(
-        self, sampler: Sampler, collect: Collect, position: int, oldest: Callable[[], int], total_steps: int
+        self,
+        sampler: Sampler,
+        collect: Collect,
+        position: int,
+        oldest: Callable[[], int],
+        total_steps: int,
     ) -> None:
         self._sampler, self._collect, self._position = sampler, collect, position
         self._oldest, self._total_steps = oldest, total_steps
@@ -73,7 +80,11 @@ class OneStepOff:
         if step < self._total_steps:
             self._next = self._begin(step + 1)
         version = self._sampler.policy.weight_version
-        figures = staleness_figures(experience.groups, version, self._oldest()) if experience.groups else {}
+        figures = (
+            staleness_figures(experience.groups, version, self._oldest())
+            if experience.groups
+            else {}
+        )
         return replace(experience, metrics=experience.metrics | figures)
 
     def settle(self) -> None:

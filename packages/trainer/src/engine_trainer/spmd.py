@@ -49,22 +49,33 @@ class SpmdEngines:
         """See ``EngineGroup``."""
         return self.engine.weight_version
 
-    def infer(self, shares: Sequence[Batch], *, temperature: float = 1.0, adapter: bool = True) -> list[TokenOutputs]:
+    def infer(
+        self, shares: Sequence[Batch], *, temperature: float = 1.0, adapter: bool = True
+    ) -> list[TokenOutputs]:
         """See ``EngineGroup``."""
         (batch,) = shares
         outputs = self.engine.infer_batch(batch, temperature=temperature, adapter=adapter)
         return [
             TokenOutputs(
-                log_probs=_to_cpu(outputs.log_probs), entropy=_to_cpu(outputs.entropy), values=_to_cpu(outputs.values)
+                log_probs=_to_cpu(outputs.log_probs),
+                entropy=_to_cpu(outputs.entropy),
+                values=_to_cpu(outputs.values),
             )
         ]
 
     def train(
-        self, shares: Sequence[Batch], loss: LossFn, *, denominator: float | None = None, temperature: float = 1.0
+        self,
+        shares: Sequence[Batch],
+        loss: LossFn,
+        *,
+        denominator: float | None = None,
+        temperature: float = 1.0,
     ) -> Trained:
         """See ``EngineGroup``."""
         (batch,) = shares
-        output = self.engine.train_batch(batch, loss, denominator=denominator, temperature=temperature)
+        output = self.engine.train_batch(
+            batch, loss, denominator=denominator, temperature=temperature
+        )
         noted = getattr(loss, "observed", None)
         return Trained(output=output, observed=[] if noted is None else self.comm.all_gather(noted))
 
@@ -72,7 +83,9 @@ class SpmdEngines:
         """See ``EngineGroup``; the row of a data-parallel rank is its primary rank's."""
         (row,) = rows
         topology = self.engine.topology
-        return _by_rank(self.comm.all_gather((topology.dp_rank, row) if topology.is_primary else None))
+        return _by_rank(
+            self.comm.all_gather((topology.dp_rank, row) if topology.is_primary else None)
+        )
 
     def offload(self) -> None:
         """See ``EngineGroup``."""
@@ -117,13 +130,18 @@ class SpmdRollouts:
 
     def wake_up(self, *, weights: bool) -> None:
         """See ``RolloutGroup``."""
-        together(self.policy.comm, lambda: self.replica.rollout.wake_up(weights=weights, kv_cache=not weights))
+        together(
+            self.policy.comm,
+            lambda: self.replica.rollout.wake_up(weights=weights, kv_cache=not weights),
+        )
 
     def sleep(self) -> None:
         """See ``RolloutGroup``."""
         together(self.policy.comm, self.replica.rollout.sleep)
 
-    def answer(self, shares: Sequence[Sequence[Prompt]], sampling: SamplingParams) -> list[list[list[Answer]]]:
+    def answer(
+        self, shares: Sequence[Sequence[Prompt]], sampling: SamplingParams
+    ) -> list[list[list[Answer]]]:
         """See ``RolloutGroup``. Raises ``RolloutError``, ``RewardError``; ``RankFailure`` on the other ranks."""
         (prompts,) = shares
         return together(self.policy.comm, lambda: self.replica.answer(prompts, sampling))
@@ -151,22 +169,33 @@ class Spmd:
         timeout_s: that a rank which lives may keep the others waiting between the engine's calls.
     """
 
-    def __init__(self, config: RLConfig | None = None, timeout_s: float = RunSection.timeout_s) -> None:
+    def __init__(
+        self, config: RLConfig | None = None, timeout_s: float = RunSection.timeout_s
+    ) -> None:
         self._config = config
         self._timeout_s = timeout_s
         self.comm: Comm = meeting(timeout_s)
         self._made: list[SpmdEngines] = []
         self._trace: Trace | None = None
 
-    def resolve(self, section: EngineSection, beside: EngineSection | None = None) -> tuple[str, frozenset[Capability]]:
+    def resolve(
+        self, section: EngineSection, beside: EngineSection | None = None
+    ) -> tuple[str, frozenset[Capability]]:
         """See ``Launcher``."""
         found = _resolve(section)
-        if beside is not None and found.plugin.one_layout and found.plugin.name == _resolve(beside).plugin.name:
+        if (
+            beside is not None
+            and found.plugin.one_layout
+            and found.plugin.name == _resolve(beside).plugin.name
+        ):
             sizes, others = model_sizes(section.parallelism), model_sizes(beside.parallelism)
             if sizes != others:
-                raise ConfigError("engine.parallelism", f"{said(sizes)}, beside an engine of {said(others)}",
-                                  why=f"engines of {found.plugin.name} in one process have one layout",
-                                  remedy="give both the same sizes, or one of them another backend")  # fmt: skip
+                raise ConfigError(
+                    "engine.parallelism",
+                    f"{said(sizes)}, beside an engine of {said(others)}",
+                    why=f"engines of {found.plugin.name} in one process have one layout",
+                    remedy="give both the same sizes, or one of them another backend",
+                )
         return found.device, found.plugin.capabilities
 
     def engines(self, section: EngineSection, config: EngineConfig, device: str) -> SpmdEngines:
@@ -217,7 +246,9 @@ class Spmd:
 
 
 def _resolve(section: EngineSection) -> Resolution:
-    return EngineRegistry.resolve(model_type=section.model_type, backend=section.backend, device=section.device)
+    return EngineRegistry.resolve(
+        model_type=section.model_type, backend=section.backend, device=section.device
+    )
 
 
 def _by_rank(rows: Sequence[tuple[int, T] | None]) -> list[T]:

@@ -51,5 +51,7 @@ def event_loop(grace_s: float) -> Iterator[asyncio.AbstractEventLoop]:
             task.cancel()
         if left:
             loop.run_until_complete(asyncio.wait(left, timeout=grace_s))
-        loop.run_until_complete(asyncio.wait([loop.create_task(loop.shutdown_asyncgens())], timeout=grace_s))
+        loop.run_until_complete(
+            asyncio.wait([loop.create_task(loop.shutdown_asyncgens())], timeout=grace_s)
+        )
         loop.close()

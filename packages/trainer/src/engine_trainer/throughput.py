@@ -33,8 +33,16 @@ PEAK = {
     "A800": 312e12,
     "L40S": 362e12,
 }
-SHAPE_KEYS = ("num_hidden_layers", "hidden_size", "num_attention_heads", "num_key_value_heads", "head_dim", "intermediate_size",
-              "vocab_size", "tie_word_embeddings")  # fmt: skip
+SHAPE_KEYS = (
+    "num_hidden_layers",
+    "hidden_size",
+    "num_attention_heads",
+    "num_key_value_heads",
+    "head_dim",
+    "intermediate_size",
+    "vocab_size",
+    "tie_word_embeddings",
+)
 EXPERT_KEYS = ("num_experts", "num_local_experts", "n_routed_experts")
 
 
@@ -48,16 +56,22 @@ class Throughput:
 
     def flop(self, lengths: Sequence[int]) -> float:
         """FLOP of one training pass (forward and backward) over documents of these lengths."""
-        return 6.0 * self.parameters * sum(lengths) + 6.0 * self.attention * sum(n * n for n in lengths)
+        return 6.0 * self.parameters * sum(lengths) + 6.0 * self.attention * sum(
+            n * n for n in lengths
+        )
 
     def metrics(self, lengths: Sequence[int], seconds: float) -> dict[str, float]:
         """``perf/tokens_per_s`` over all ranks, and ``perf/mfu`` (0 to 1) where it is known."""
         if seconds <= 0 or not lengths:
             return {}
         figures = {"perf/tokens_per_s": sum(lengths) / seconds}
-        return figures | ({"perf/mfu": self.flop(lengths) / seconds / self.peak} if self.peak else {})
+        return figures | (
+            {"perf/mfu": self.flop(lengths) / seconds / self.peak} if self.peak else {}
+        )
 
-    def of_updates(self, lengths: Sequence[int], trained: float, seconds: float) -> dict[str, float]:
+    def of_updates(
+        self, lengths: Sequence[int], trained: float, seconds: float
+    ) -> dict[str, float]:
         """``perf/mfu`` of RL's updates, where it is known: ``trained`` tokens in ``seconds``, of documents of these lengths.
 
         Documents that no update computes (no advantage) are not known one by one: all are taken to be as long.
@@ -85,8 +99,11 @@ def measure(engine: Engine, config: EngineConfig, device: str) -> Throughput:
     skipped = embedding if untied else []
     parameters = sum(math.prod(shape) for name, shape in shapes.items() if name not in skipped)
     peak = _peak(device, config.precision.compute) if not _is_mixture(model) else None
-    return Throughput(parameters=parameters, attention=_attention(model),
-                      peak=peak * engine.topology.world_size if peak else None)  # fmt: skip
+    return Throughput(
+        parameters=parameters,
+        attention=_attention(model),
+        peak=peak * engine.topology.world_size if peak else None,
+    )
 
 
 def _shapes(engine: Engine) -> dict[str, tuple[int, ...]]:

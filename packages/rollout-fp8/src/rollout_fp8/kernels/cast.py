@@ -52,14 +52,20 @@ class CastPlan:
         for i, (source, out) in enumerate(zip(sources, outs, strict=True)):
             is_cast = source[2] in FLOATS and out[2] in FLOATS
             if source[0] != out[0] or not (source[2] == out[2] or is_cast):
-                raise ValueError(f"no cast of sources[{i}], {describe(source)}, into {describe(out)}")
+                raise ValueError(
+                    f"no cast of sources[{i}], {describe(source)}, into {describe(out)}"
+                )
             rows_of(source)
-            rows_of(out)  # without a GPU other layouts would do, but a plan means the same everywhere
+            rows_of(
+                out
+            )  # without a GPU other layouts would do, but a plan means the same everywhere
         self._layouts = tuple(sources), tuple(outs)
         device = one_device([*sources, *outs])
         self._launches = _launches(sources, outs, device) if has_kernels(device) else None
 
-    def run(self, sources: Sequence[Tensor], outs: Sequence[Tensor], broken: Tensor | None = None) -> None:
+    def run(
+        self, sources: Sequence[Tensor], outs: Sequence[Tensor], broken: Tensor | None = None
+    ) -> None:
         """Queues it on the current stream. Raises ``ValueError`` for tensors that the plan is not for.
 
         ``broken`` int32 [n]: set to 1 for each out that then holds a NaN or an infinity.
@@ -68,7 +74,9 @@ class CastPlan:
         check_layouts("outs", outs, self._layouts[1])
         self.fill(sources, outs, broken)
 
-    def fill(self, sources: Sequence[Tensor], outs: Sequence[Tensor], broken: Tensor | None = None) -> None:
+    def fill(
+        self, sources: Sequence[Tensor], outs: Sequence[Tensor], broken: Tensor | None = None
+    ) -> None:
         """``run`` for a caller that has compared the layouts itself."""
         self.bind(sources, outs).run(broken)
 
@@ -77,7 +85,9 @@ class CastPlan:
         if self._launches is None:
             return BoundCast(sources, outs, None, [])
         table = addresses((sources, outs))
-        launches = [(work, work.aligned and is_aligned(table[work.items])) for work in self._launches]
+        launches = [
+            (work, work.aligned and is_aligned(table[work.items])) for work in self._launches
+        ]
         return BoundCast(sources, outs, to_device(table, sources[0].device), launches)
 
 
@@ -101,7 +111,14 @@ class BoundCast(NamedTuple):
         from rollout_fp8.kernels.copy import launch
 
         for work, aligned in self.launches:
-            launch(self.table, work.records, broken, source=work.dtypes[0], out=work.dtypes[1], aligned=aligned)
+            launch(
+                self.table,
+                work.records,
+                broken,
+                source=work.dtypes[0],
+                out=work.dtypes[1],
+                aligned=aligned,
+            )
 
 
 @lru_cache(maxsize=128)
@@ -118,7 +135,9 @@ class _Launch(NamedTuple):
     records: Tensor  # [tiles, 8] on the device
 
 
-def _launches(sources: Sequence[Layout], outs: Sequence[Layout], device: torch.device) -> list[_Launch]:
+def _launches(
+    sources: Sequence[Layout], outs: Sequence[Layout], device: torch.device
+) -> list[_Launch]:
     kinds: dict[tuple[tuple[torch.dtype, torch.dtype], bool], dict[int, NDArray[np.int64]]] = {}
     for i, (source, out) in enumerate(zip(sources, outs, strict=True)):
         a, b = rows_of(source), rows_of(out)
@@ -127,7 +146,9 @@ def _launches(sources: Sequence[Layout], outs: Sequence[Layout], device: torch.d
             records = tiles(i, a, (0, 0), (a.stride, b.stride))
             kinds.setdefault((dtypes, _is_aligned(a, b, dtypes)), {})[i] = records
     return [
-        _Launch(dtypes, aligned, list(items), to_device(np.concatenate(list(items.values())), device))
+        _Launch(
+            dtypes, aligned, list(items), to_device(np.concatenate(list(items.values())), device)
+        )
         for (dtypes, aligned), items in kinds.items()
     ]
 
@@ -136,5 +157,7 @@ def _is_aligned(source: Rows, out: Rows, dtypes: tuple[torch.dtype, torch.dtype]
     """Whether the kernel's loads and stores of ``VECTOR`` bytes begin and end with rows, if the tensors do."""
     elements = VECTOR // min(d.itemsize for d in dtypes)
     is_dense = source.is_dense and out.is_dense
-    lengths = [source.rows * source.columns] if is_dense else [source.columns, source.stride, out.stride]
+    lengths = (
+        [source.rows * source.columns] if is_dense else [source.columns, source.stride, out.stride]
+    )
     return not any(n % elements for n in lengths)

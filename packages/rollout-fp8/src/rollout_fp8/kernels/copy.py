@@ -52,7 +52,13 @@ def _copy(
 
 
 def launch(
-    addresses: Tensor, records: Tensor, broken: Tensor | None, *, source: torch.dtype, out: torch.dtype, aligned: bool
+    addresses: Tensor,
+    records: Tensor,
+    broken: Tensor | None,
+    *,
+    source: torch.dtype,
+    out: torch.dtype,
+    aligned: bool,
 ) -> None:
     """``out`` = ``source`` in its dtype, rounded to nearest even. ``addresses`` [n, 2]; ``records``: ``table.tiles``.
 
@@ -64,6 +70,13 @@ def launch(
     kernel: Any = _copy
     with torch.cuda.device(addresses.device):  # Triton launches on the current one
         kernel[(records.shape[0],)](
-            addresses, records, broken if watch else addresses, *types, vector, watch, TILE_ROWS, TILE_COLUMNS,
+            addresses,
+            records,
+            broken if watch else addresses,
+            *types,
+            vector,
+            watch,
+            TILE_ROWS,
+            TILE_COLUMNS,
             num_warps=WARPS,
-        )  # fmt: skip
+        )

@@ -11,7 +11,10 @@ from torch import Tensor
 
 SOURCES = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
 WARPS = 8
-REGISTERS = {4: 128, 2: 80}  # a thread holds 64 elements of 4 or 2 bytes; so 2 or 3 programs fit a multiprocessor
+REGISTERS = {
+    4: 128,
+    2: 80,
+}  # a thread holds 64 elements of 4 or 2 bytes; so 2 or 3 programs fit a multiprocessor
 
 
 @triton.jit
@@ -43,7 +46,11 @@ def _quantize(
     if vector > 0:
         # The output is hinted only as wide as a load gives: a wider store would make a thread's loads lie apart.
         source, out = tl.multiple_of(source, 16), tl.multiple_of(out, vector)
-        step, out_step, columns = tl.multiple_of(step, 16), tl.multiple_of(out_step, 16), tl.multiple_of(columns, 16)
+        step, out_step, columns = (
+            tl.multiple_of(step, 16),
+            tl.multiple_of(out_step, 16),
+            tl.multiple_of(columns, 16),
+        )
 
     r, c = tl.arange(0, 128)[:, None], tl.arange(0, 128)[None, :]
     inside = (r < rows) & (c < columns)
@@ -56,7 +63,9 @@ def _quantize(
         exponent = (top >> 23) - 8 + ((top & 0x7FFFFF) > 0x600000).to(tl.int32)
         scale = (tl.maximum(exponent, 1) << 23).to(tl.float32, bitcast=True)
     else:
-        scale = tl.maximum(tl.div_rn(top.to(tl.float32, bitcast=True), 448.0), 1.1754943508222875e-38)
+        scale = tl.maximum(
+            tl.div_rn(top.to(tl.float32, bitcast=True), 448.0), 1.1754943508222875e-38
+        )
     scale = tl.where(top == 0, 1.0, scale)
     inverse = tl.div_rn(1.0, scale)
     is_finite = top < 0x7F800000
@@ -71,9 +80,15 @@ def _quantize(
 
 
 def launch(
-    addresses: Tensor, sizes: Tensor, blocks: Tensor, broken: Tensor | None, *, source: torch.dtype, aligned: bool,
+    addresses: Tensor,
+    sizes: Tensor,
+    blocks: Tensor,
+    broken: Tensor | None,
+    *,
+    source: torch.dtype,
+    aligned: bool,
     pow2: bool,
-) -> None:  # fmt: skip
+) -> None:
     """Quantizes every block of ``blocks`` (int64: tensor, row and column of the block in 24, 20 and 20 bits).
 
     ``addresses`` [n, 3]: weight, output, scales. ``sizes`` [n, 5]: rows, columns, row strides of the three.
@@ -86,6 +101,15 @@ def launch(
     vector, registers = (16 // size, REGISTERS[size]) if aligned else (0, None)
     with torch.cuda.device(addresses.device):  # Triton launches on the current one
         kernel[(blocks.numel(),)](
-            addresses, sizes, blocks, broken if watch else blocks, SOURCES[source], bits, vector, watch, pow2,
-            num_warps=WARPS, maxnreg=registers,
-        )  # fmt: skip
+            addresses,
+            sizes,
+            blocks,
+            broken if watch else blocks,
+            SOURCES[source],
+            bits,
+            vector,
+            watch,
+            pow2,
+            num_warps=WARPS,
+            maxnreg=registers,
+        )

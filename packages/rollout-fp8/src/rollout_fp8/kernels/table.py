@@ -19,7 +19,9 @@ from torch import Tensor
 VECTOR = 16  # bytes that one thread loads at once where everything is aligned to them
 TILE_ROWS, TILE_COLUMNS = 32, 256
 
-Layout = tuple[tuple[int, ...], tuple[int, ...], torch.dtype, torch.device]  # shape, strides in elements
+Layout = tuple[
+    tuple[int, ...], tuple[int, ...], torch.dtype, torch.device
+]  # shape, strides in elements
 
 
 def has_kernels(device: torch.device) -> bool:
@@ -46,7 +48,9 @@ def check_layouts(what: str, tensors: Sequence[Tensor], planned: tuple[Layout, .
         raise ValueError(f"{what}: {len(tensors)} tensors, the plan is for {len(planned)}")
     if (i := misfit(tensors, planned)) is not None:
         (found,) = layouts(tensors[i : i + 1])
-        raise ValueError(f"{what}[{i}] is {describe(found)}, the plan is for {describe(planned[i])}")
+        raise ValueError(
+            f"{what}[{i}] is {describe(found)}, the plan is for {describe(planned[i])}"
+        )
 
 
 def describe(layout: Layout) -> str:
@@ -59,7 +63,9 @@ def one_device(found: Sequence[Layout]) -> torch.device:
     """The device of all of them; ``ValueError`` when there are several or none."""
     devices = {layout[3] for layout in found}
     if len(devices) != 1:
-        raise ValueError(f"tensors on one device are expected, these are on {sorted(map(str, devices))}")
+        raise ValueError(
+            f"tensors on one device are expected, these are on {sorted(map(str, devices))}"
+        )
     return devices.pop()
 
 
@@ -80,7 +86,9 @@ class Rows:
 def rows_of(layout: Layout) -> Rows:
     """Raises ``ValueError`` when the last dimension is not contiguous or the leading ones do not make one row stride."""
     shape, strides = layout[:2]
-    dims = [(size, stride) for size, stride in zip(shape[:-1], strides[:-1], strict=True) if size != 1]
+    dims = [
+        (size, stride) for size, stride in zip(shape[:-1], strides[:-1], strict=True) if size != 1
+    ]
     columns = shape[-1] if shape else 1
     flat = all(outer[1] == inner[0] * inner[1] for outer, inner in pairwise(dims))
     if prod(shape) and not (flat and (columns == 1 or strides[-1] == 1)):
@@ -88,17 +96,23 @@ def rows_of(layout: Layout) -> Rows:
     return Rows(rows=prod(shape[:-1]), columns=columns, stride=dims[-1][1] if dims else columns)
 
 
-def tiles(item: int, size: Rows, start: tuple[int, int], step: tuple[int, int], group: int = 0) -> NDArray[np.int64]:
+def tiles(
+    item: int, size: Rows, start: tuple[int, int], step: tuple[int, int], group: int = 0
+) -> NDArray[np.int64]:
     """Records of the tiles that cover rows × columns at two places at once, [n, 8].
 
     The two places are source and output of a copy, or the memory of a part and its words' indices in the whole.
     ``start``: of the first row at either; ``step``: from a row to the next. A record is (item, starts, steps, rows and
     columns from the tile's corner to the end, group).
     """
-    if size.rows > 1 and step[0] == step[1] == size.columns:  # dense at both: full tiles whatever the width
+    if (
+        size.rows > 1 and step[0] == step[1] == size.columns
+    ):  # dense at both: full tiles whatever the width
         count = size.rows * size.columns
         full = count // TILE_COLUMNS * TILE_COLUMNS
-        body = _grid(item, count // TILE_COLUMNS, TILE_COLUMNS, start, (TILE_COLUMNS, TILE_COLUMNS), group)
+        body = _grid(
+            item, count // TILE_COLUMNS, TILE_COLUMNS, start, (TILE_COLUMNS, TILE_COLUMNS), group
+        )
         tail = _grid(item, 1, count - full, (start[0] + full, start[1] + full), (0, 0), group)
         return np.concatenate([body, tail])
     return _grid(item, size.rows, size.columns, start, step, group)
@@ -109,8 +123,16 @@ def _grid(
 ) -> NDArray[np.int64]:
     row = np.arange(0, rows, TILE_ROWS, dtype=np.int64)[:, None]
     column = np.arange(0, columns, TILE_COLUMNS, dtype=np.int64)[None, :]
-    fields = [np.int64(item), start[0] + row * step[0] + column, start[1] + row * step[1] + column,
-              np.int64(step[0]), np.int64(step[1]), rows - row, columns - column, np.int64(group)]  # fmt: skip
+    fields = [
+        np.int64(item),
+        start[0] + row * step[0] + column,
+        start[1] + row * step[1] + column,
+        np.int64(step[0]),
+        np.int64(step[1]),
+        rows - row,
+        columns - column,
+        np.int64(group),
+    ]
     return np.stack([np.broadcast_to(f, (row.size, column.size)).ravel() for f in fields], axis=1)
 
 

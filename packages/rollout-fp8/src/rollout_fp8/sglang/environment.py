@@ -23,9 +23,12 @@ _OWN = ("NCCL_", "CUDA_", LAUNCHER, LONGER, VARIABLE)
 def require_tempered_log_probs() -> None:
     """Raise ``RolloutError`` where the user has SGLang tell log-probs of another distribution than the one that it draws from."""
     if os.environ.get(ORIGINAL, "").lower() not in ("", "0", "false", "no", "n"):
-        raise RolloutError(f"{ORIGINAL}={os.environ[ORIGINAL]}", where="rollout 'sglang'",
-                           why="SGLang would report log-probs without the temperature, and training would take them for those of its draws",
-                           remedy=f"unset {ORIGINAL}")  # fmt: skip
+        raise RolloutError(
+            f"{ORIGINAL}={os.environ[ORIGINAL]}",
+            where="rollout 'sglang'",
+            why="SGLang would report log-probs without the temperature, and training would take them for those of its draws",
+            remedy=f"unset {ORIGINAL}",
+        )
 
 
 @contextmanager

@@ -28,9 +28,12 @@ class SglangGeneration:
     """
 
     def __init__(
-        self, host: Host, answers: Future[list[Mapping[str, Any]]], rids: Sequence[str],
+        self,
+        host: Host,
+        answers: Future[list[Mapping[str, Any]]],
+        rids: Sequence[str],
         read: Callable[[list[Mapping[str, Any]]], list[Completion]],
-    ) -> None:  # fmt: skip
+    ) -> None:
         self._host, self._answers, self._rids, self._read = host, answers, rids, read
 
     def done(self) -> bool:
@@ -55,7 +58,9 @@ class SglangGeneration:
             await asyncio.sleep(AGAIN_S)
 
 
-def answers_of(future: Future[list[Mapping[str, Any]]], timeout_s: float | None = None) -> list[Mapping[str, Any]]:
+def answers_of(
+    future: Future[list[Mapping[str, Any]]], timeout_s: float | None = None
+) -> list[Mapping[str, Any]]:
     """What a request came to; SGLang's errors become a ``RolloutError``."""
     try:
         return future.result(timeout_s)
@@ -64,5 +69,9 @@ def answers_of(future: Future[list[Mapping[str, Any]]], timeout_s: float | None 
     except (Exception, CancelledError) as error:
         if isinstance(error, FutureTimeout) and not future.done():
             raise
-        raise RolloutError("SGLang did not answer", where=WHERE, why=f"{type(error).__name__}: {error}",
-                           remedy="its own messages say more; lower batch_size if memory ran out") from error  # fmt: skip
+        raise RolloutError(
+            "SGLang did not answer",
+            where=WHERE,
+            why=f"{type(error).__name__}: {error}",
+            remedy="its own messages say more; lower batch_size if memory ran out",
+        ) from error

@@ -145,11 +145,17 @@ class Host:
             return function()
         except EngineError:
             raise
-        except Exception as error:  # a call of SGLang may raise anything, and does when its loop is stopped
+        except (
+            Exception
+        ) as error:  # a call of SGLang may raise anything, and does when its loop is stopped
             if self.problem:
                 raise self._ended() from error
-            raise RolloutError("a call of SGLang failed", where=WHERE, why=f"{type(error).__name__}: {error}",
-                               remedy="its own messages say more") from error  # fmt: skip
+            raise RolloutError(
+                "a call of SGLang failed",
+                where=WHERE,
+                why=f"{type(error).__name__}: {error}",
+                remedy="its own messages say more",
+            ) from error
 
     async def _guarded(self, work: Callable[[], Coroutine[Any, Any, T]]) -> T:
         task = asyncio.current_task()
@@ -164,7 +170,10 @@ class Host:
 
     def _ended(self) -> RolloutError:
         return RolloutError(
-            "SGLang has ended", where=WHERE, why=self.problem, remedy="close this rollout and create another"
+            "SGLang has ended",
+            where=WHERE,
+            why=self.problem,
+            remedy="close this rollout and create another",
         )
 
     def _make(self, make: Callable[[], Any]) -> None:
@@ -193,7 +202,11 @@ class Host:
         try:
             while not over:
                 # Asked before the processes are looked at: SGLang may have started one more since.
-                over = not self._thread.is_alive() or self.engine is not None or time.monotonic() > deadline
+                over = (
+                    not self._thread.is_alive()
+                    or self.engine is not None
+                    or time.monotonic() > deadline
+                )
                 for child in set(multiprocessing.active_children()) - set(older):
                     child.kill()
                     child.join()

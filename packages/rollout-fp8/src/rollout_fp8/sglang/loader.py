@@ -31,8 +31,13 @@ def load(model: nn.Module, named_tensors: Sequence[tuple[str, Tensor]]) -> None:
     device = next(model.parameters()).device
     try:
         # SGLang's default group are its tensor-parallel ranks: it is given no other kind of parallelism.
-        with torch.no_grad(), receive_weights(address, rank=dist.get_rank(), device=device) as stream:
-            stream.answer = _install(model, stream) if stream.plan.buckets else _learn(model, stream)
+        with (
+            torch.no_grad(),
+            receive_weights(address, rank=dist.get_rank(), device=device) as stream,
+        ):
+            stream.answer = (
+                _install(model, stream) if stream.plan.buckets else _learn(model, stream)
+            )
     except Exception:  # whatever leaves the loader ends the server, and the rollout has been told
         setattr(model, RECEIVER, None)  # the next sync begins anew
         log.exception("a weight sync failed")
@@ -52,8 +57,12 @@ def _install(model: Any, stream: RemoteStream) -> Any:
     """Checksums of what is then served (if it is audited), and seconds by phase."""
     receiver: Receiver | None = getattr(model, RECEIVER, None)
     if receiver is None:
-        raise RolloutError("this scheduler has not learnt the plan", where=WHERE, why="an earlier sync failed",
-                           remedy="sync again, or restart the rollout")  # fmt: skip
+        raise RolloutError(
+            "this scheduler has not learnt the plan",
+            where=WHERE,
+            why="an earlier sync failed",
+            remedy="sync again, or restart the rollout",
+        )
     phases = Phases(stream.device)
     receiver.sync(stream, phases)
     private.renew_derived(model)

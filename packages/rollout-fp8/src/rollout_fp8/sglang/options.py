@@ -57,31 +57,52 @@ def check_arguments(
     Raises ``ConfigError``, and ``RolloutError`` where SGLang would serve FP8 weights through 16-bit kernels (Marlin).
     """
     if dtype not in DTYPES:
-        raise ConfigError("rollout.options.dtype", f"unknown dtype {dtype!r}", remedy=f"one of: {', '.join(DTYPES)}")
+        raise ConfigError(
+            "rollout.options.dtype",
+            f"unknown dtype {dtype!r}",
+            remedy=f"one of: {', '.join(DTYPES)}",
+        )
     if quantization not in ("none", "fp8"):
-        raise ConfigError("rollout.quantization", f"unknown quantization {quantization!r}", remedy="one of: none, fp8")
+        raise ConfigError(
+            "rollout.quantization",
+            f"unknown quantization {quantization!r}",
+            remedy="one of: none, fp8",
+        )
     if batch_size < 1:
-        raise ConfigError("rollout.batch_size", f"{batch_size} is too small", remedy="give at least 1")
+        raise ConfigError(
+            "rollout.batch_size", f"{batch_size} is too small", remedy="give at least 1"
+        )
     if options.deterministic:
         _check_deterministic(options)
     if quantization == "none":
         return
     if dtype == "float32":
-        raise ConfigError("rollout.options.dtype", "float32 with quantization fp8",
-                          why="SGLang's FP8 kernels compute 16-bit activations", remedy="bfloat16")  # fmt: skip
+        raise ConfigError(
+            "rollout.options.dtype",
+            "float32 with quantization fp8",
+            why="SGLang's FP8 kernels compute 16-bit activations",
+            remedy="bfloat16",
+        )
     major, minor = torch.cuda.get_device_capability(device) if device.type == "cuda" else (0, 0)
     if 10 * major + minor < 89:
-        raise RolloutError("this device has no FP8 kernels", where=WHERE, remedy="rollout.quantization=none",
-                           why=f"block FP8 kernels need compute capability 8.9, {device} has {major}.{minor}")  # fmt: skip
+        raise RolloutError(
+            "this device has no FP8 kernels",
+            where=WHERE,
+            remedy="rollout.quantization=none",
+            why=f"block FP8 kernels need compute capability 8.9, {device} has {major}.{minor}",
+        )
 
 
 def _check_deterministic(options: SglangOptions) -> None:
     """SGLang refuses the one, and would take another sampler than the other without a word."""
     for name, unfit in (("attention_backend", "torch_native"), ("sampling_backend", "flashinfer")):
         if getattr(options, name) == unfit:
-            raise ConfigError(f"rollout.options.{name}", f"{unfit} with deterministic=true",
-                              why="SGLang has it in no deterministic form",
-                              remedy=f"rollout.options.{name}=auto, or rollout.options.deterministic=false")  # fmt: skip
+            raise ConfigError(
+                f"rollout.options.{name}",
+                f"{unfit} with deterministic=true",
+                why="SGLang has it in no deterministic form",
+                remedy=f"rollout.options.{name}=auto, or rollout.options.deterministic=false",
+            )
 
 
 def write_config(folder: Path, source: ModelSource, quantized: str | None) -> dict[str, Any]:
@@ -92,7 +113,9 @@ def write_config(folder: Path, source: ModelSource, quantized: str | None) -> di
     """
     from transformers import PretrainedConfig
 
-    config_of(source)  # refuses a folder that is none, and overrides that it would pass on to SGLang unseen
+    config_of(
+        source
+    )  # refuses a folder that is none, and overrides that it would pass on to SGLang unseen
     config, _ = PretrainedConfig.get_config_dict(source.path, revision=source.revision)
     config = {**config, **source.config_overrides, "eos_token_id": None}
     for name in ("quantization_config", "_commit_hash"):
@@ -110,16 +133,31 @@ def context_of(config: Mapping[str, Any], options: SglangOptions) -> int:
     """Tokens of a prompt with its completion. Raises ``ConfigError`` for more than the model was made for."""
     own, wanted = config.get("max_position_embeddings"), options.max_model_len
     if own is None and wanted is None:
-        raise ConfigError("rollout.options.max_model_len", "missing", why="the model's config.json names no limit",
-                          remedy="set it")  # fmt: skip
+        raise ConfigError(
+            "rollout.options.max_model_len",
+            "missing",
+            why="the model's config.json names no limit",
+            remedy="set it",
+        )
     if own is not None and wanted is not None and wanted > own:
-        raise ConfigError("rollout.options.max_model_len", f"{wanted} is too large", why=f"the model has {own} positions",
-                          remedy=f"give at most {own}")  # fmt: skip
+        raise ConfigError(
+            "rollout.options.max_model_len",
+            f"{wanted} is too large",
+            why=f"the model has {own} positions",
+            remedy=f"give at most {own}",
+        )
     return int(wanted or own or 0)
 
 
 def engine_arguments(
-    options: SglangOptions, *, folder: Path, source: ModelSource, dtype: str, batch_size: int, gpu: int, context: int
+    options: SglangOptions,
+    *,
+    folder: Path,
+    source: ModelSource,
+    dtype: str,
+    batch_size: int,
+    gpu: int,
+    context: int,
 ) -> dict[str, Any]:
     """What ``sglang.Engine`` is constructed with."""
     attention = options.attention_backend
@@ -136,7 +174,9 @@ def engine_arguments(
         "base_gpu_id": gpu,
         "context_length": context + SPARE,
         "max_running_requests": batch_size,
-        "mem_fraction_static": max(options.gpu_memory_utilization - ACTIVATIONS, options.gpu_memory_utilization / 2),
+        "mem_fraction_static": max(
+            options.gpu_memory_utilization - ACTIVATIONS, options.gpu_memory_utilization / 2
+        ),
         "disable_cuda_graph": not options.cuda_graph,
         "enable_memory_saver": options.memory_saver,
         "enable_deterministic_inference": options.deterministic,

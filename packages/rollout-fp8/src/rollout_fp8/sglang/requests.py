@@ -17,15 +17,27 @@ COLDEST = 1e-6  # what is below it SGLang takes for 0 (``_SAMPLING_EPS``, 0.5.16
 LIKELIEST = 1e-9  # a nucleus that holds one token
 
 
-def check_request(prompts: Sequence[Sequence[int]], sampling: SamplingParams, *, vocab_size: int, limit: int) -> None:
+def check_request(
+    prompts: Sequence[Sequence[int]], sampling: SamplingParams, *, vocab_size: int, limit: int
+) -> None:
     """Refuse what cannot be generated. Raises ``RolloutError`` that names the prompt at fault."""
     check_sampling(sampling, WHERE)
     if 0 < sampling.temperature < COLDEST:
-        raise RolloutError(f"temperature={sampling.temperature}", where=WHERE, remedy=f"0, or at least {COLDEST}",
-                           why="SGLang would draw greedily, and report log-probs at temperature 1")  # fmt: skip
-    check_prompts(prompts, sampling.max_new_tokens, WHERE, vocabulary=vocab_size, limit=limit,
-                  room=f"the server has room for {limit} tokens a sequence",
-                  remedy="shorten it, lower max_new_tokens, or raise rollout.options.gpu_memory_utilization")  # fmt: skip
+        raise RolloutError(
+            f"temperature={sampling.temperature}",
+            where=WHERE,
+            remedy=f"0, or at least {COLDEST}",
+            why="SGLang would draw greedily, and report log-probs at temperature 1",
+        )
+    check_prompts(
+        prompts,
+        sampling.max_new_tokens,
+        WHERE,
+        vocabulary=vocab_size,
+        limit=limit,
+        room=f"the server has room for {limit} tokens a sequence",
+        remedy="shorten it, lower max_new_tokens, or raise rollout.options.gpu_memory_utilization",
+    )
 
 
 def request_parameters(
@@ -33,43 +45,74 @@ def request_parameters(
 ) -> list[dict[str, Any]]:
     """SGLang's ``sampling_params``, one for each completion, grouped by prompt."""
     common: dict[str, Any] = {
-        "max_new_tokens": sampling.max_new_tokens, "temperature": sampling.temperature, "top_p": sampling.top_p,
-        "top_k": sampling.top_k or -1, "stop_token_ids": list(stop),
-    }  # fmt: skip
+        "max_new_tokens": sampling.max_new_tokens,
+        "temperature": sampling.temperature,
+        "top_p": sampling.top_p,
+        "top_k": sampling.top_k or -1,
+        "stop_token_ids": list(stop),
+    }
     if sampling.top_k == 1 and sampling.temperature > 0:
         # For top_k=1 SGLang takes log-probs without the temperature when all of a batch have it (sampler.py).
         common |= {"top_k": -1, "top_p": LIKELIEST}
-    return [common | {"sampling_seed": seed} for seed in chain.from_iterable(seeds(prompts, sampling))]
+    return [
+        common | {"sampling_seed": seed} for seed in chain.from_iterable(seeds(prompts, sampling))
+    ]
 
 
 def completions_of(
     answers: Sequence[Mapping[str, Any]], *, n: int, version: int, stop: Sequence[int]
 ) -> list[Completion]:
     """``n`` a prompt, in the order of the requests. Raises ``RolloutError``, see ``completion_of`` and ``require_finite``."""
-    completions = [completion_of(answer, place // n, version, stop) for place, answer in enumerate(answers)]
+    completions = [
+        completion_of(answer, place // n, version, stop) for place, answer in enumerate(answers)
+    ]
     require_finite(completions, WHERE)
     return completions
 
 
-def completion_of(answer: Mapping[str, Any], prompt_index: int, version: int, stop: Sequence[int]) -> Completion:
+def completion_of(
+    answer: Mapping[str, Any], prompt_index: int, version: int, stop: Sequence[int]
+) -> Completion:
     """Raises ``RolloutError`` when SGLang gave up on the request, or its answer is not whole."""
     meta, tokens = answer["meta_info"], list(answer["output_ids"])
-    log_probs = [float(entry[0]) for entry in meta.get("output_token_logprobs") or ()][: len(tokens)]
+    log_probs = [float(entry[0]) for entry in meta.get("output_token_logprobs") or ()][
+        : len(tokens)
+    ]
     if len(log_probs) != len(tokens):
-        raise RolloutError(f"prompt {prompt_index} came back with {len(tokens)} tokens and {len(log_probs)} log-probs",
-                           where=WHERE, remedy="this is a defect of the server's version: use one from the tested table")  # fmt: skip
-    return Completion(prompt_index=prompt_index, tokens=tokens, log_probs=log_probs, weight_versions=[version] * len(tokens),
-                      finish_reason=_finish(meta["finish_reason"], tokens, stop, prompt_index))  # fmt: skip
+        raise RolloutError(
+            f"prompt {prompt_index} came back with {len(tokens)} tokens and {len(log_probs)} log-probs",
+            where=WHERE,
+            remedy="this is a defect of the server's version: use one from the tested table",
+        )
+    return Completion(
+        prompt_index=prompt_index,
+        tokens=tokens,
+        log_probs=log_probs,
+        weight_versions=[version] * len(tokens),
+        finish_reason=_finish(meta["finish_reason"], tokens, stop, prompt_index),
+    )
 
 
-def _finish(told: Mapping[str, Any], tokens: Sequence[int], stop: Sequence[int], prompt_index: int) -> FinishReason:
+def _finish(
+    told: Mapping[str, Any], tokens: Sequence[int], stop: Sequence[int], prompt_index: int
+) -> FinishReason:
     if told["type"] == "abort":
         if told.get("status_code") is not None:
-            raise RolloutError(f"prompt {prompt_index} was refused by the server", where=WHERE, why=str(told.get("message")),
-                               remedy="lower batch_size or max_new_tokens if memory ran out")  # fmt: skip
+            raise RolloutError(
+                f"prompt {prompt_index} was refused by the server",
+                where=WHERE,
+                why=str(told.get("message")),
+                remedy="lower batch_size or max_new_tokens if memory ran out",
+            )
         return "abort"
-    if isinstance(told.get("matched"), str):  # no stop strings are asked for: SGLang says "NaN happened"
-        raise RolloutError(f"prompt {prompt_index} came back with a token that is none", where=WHERE, why=told["matched"],
-                           remedy="the model computes NaN: sync finite weights, or serve bfloat16 in place of float16")  # fmt: skip
+    if isinstance(
+        told.get("matched"), str
+    ):  # no stop strings are asked for: SGLang says "NaN happened"
+        raise RolloutError(
+            f"prompt {prompt_index} came back with a token that is none",
+            where=WHERE,
+            why=told["matched"],
+            remedy="the model computes NaN: sync finite weights, or serve bfloat16 in place of float16",
+        )
     # At the very last place SGLang says "length" even for a stop token.
     return "stop" if tokens and tokens[-1] in stop else "length"

@@ -31,7 +31,13 @@ from rollout_fp8.session import SyncSession
 from rollout_fp8.sglang import environment
 from rollout_fp8.sglang.generation import SglangGeneration
 from rollout_fp8.sglang.host import Host
-from rollout_fp8.sglang.options import SglangOptions, check_arguments, context_of, engine_arguments, write_config
+from rollout_fp8.sglang.options import (
+    SglangOptions,
+    check_arguments,
+    context_of,
+    engine_arguments,
+    write_config,
+)
 from rollout_fp8.sglang.requests import WHERE, check_request, completions_of, request_parameters
 from rollout_fp8.sglang.sync import Schedulers
 from rollout_fp8.transports.channel import secret
@@ -65,17 +71,31 @@ class SglangRollout:
     """
 
     def __init__(
-        self, *, resolution: Resolution, model: ModelSource, pad_token_id: int, eos_token_ids: Sequence[int] = (),
-        batch_size: int = 64, dtype: str = "bfloat16", quantization: str = "none", **options: Any,
-    ) -> None:  # fmt: skip
+        self,
+        *,
+        resolution: Resolution,
+        model: ModelSource,
+        pad_token_id: int,
+        eos_token_ids: Sequence[int] = (),
+        batch_size: int = 64,
+        dtype: str = "bfloat16",
+        quantization: str = "none",
+        **options: Any,
+    ) -> None:
         del pad_token_id
         self.options = SglangOptions.parse(options)
         self._device = _device(resolution.device)
         check_arguments(
-            self.options, dtype=dtype, quantization=quantization, batch_size=batch_size, device=self._device
+            self.options,
+            dtype=dtype,
+            quantization=quantization,
+            batch_size=batch_size,
+            device=self._device,
         )
         environment.require_tempered_log_probs()
-        versions.check("sglang", resolution.device, allow_untested=self.options.allow_untested_version)
+        versions.check(
+            "sglang", resolution.device, allow_untested=self.options.allow_untested_version
+        )
         self.weight_version = -1  # none yet
         self._eos, self._dtype = tuple(eos_token_ids), DTYPES[dtype]
         self._expected = Expected.of(model)
@@ -83,7 +103,9 @@ class SglangRollout:
         self._gate = threading.Lock()  # between states
         self._not_ready = "no weights have been installed"
         self._asleep: frozenset[str] = frozenset()
-        self._running: set[Future[Any]] = set()  # generations; one that is done may still stand here
+        self._running: set[Future[Any]] = (
+            set()
+        )  # generations; one that is done may still stand here
         self._used = False  # something was generated since the caches were flushed
         require_own_devices(resolution.device, self.options.tensor_parallel_size)
         self._folder = tempfile.TemporaryDirectory(prefix="sglang-")
@@ -92,15 +114,21 @@ class SglangRollout:
             self._host = self._make_host(model, dtype, batch_size)
             self._host.open()
             self._learn_limits(self._host)
-            self._schedulers = Schedulers(self._host, self.options.tensor_parallel_size, self._device)
+            self._schedulers = Schedulers(
+                self._host, self.options.tensor_parallel_size, self._device
+            )
             self._session = SyncSession(self._schedulers, self._expected)
-        except BaseException:  # an interrupt too must leave no process and no folder behind; raised again
+        except (
+            BaseException
+        ):  # an interrupt too must leave no process and no folder behind; raised again
             if self._host is not None:
                 self._host.close()
             self._folder.cleanup()
             raise
 
-    def generate(self, prompts: Sequence[Sequence[int]], sampling: SamplingParams) -> list[Completion]:
+    def generate(
+        self, prompts: Sequence[Sequence[int]], sampling: SamplingParams
+    ) -> list[Completion]:
         """See ``Rollout.generate``; global random generators stay as they are."""
         with self._gate:
             host = self._check_ready()
@@ -110,7 +138,9 @@ class SglangRollout:
             return []
         try:
             return generation.result()
-        except BaseException:  # Ctrl-C too: the server would go on generating for nobody; raised again
+        except (
+            BaseException
+        ):  # Ctrl-C too: the server would go on generating for nobody; raised again
             generation.abort()  # one that failed leaves the others running
             raise
 
@@ -131,7 +161,9 @@ class SglangRollout:
             with self._syncing(version):
                 stream = self._stream(export)
                 result = self._session.run(stream, version)
-        except BaseException:  # whatever it is, other ranks wait in the export's gathers; raised again
+        except (
+            BaseException
+        ):  # whatever it is, other ranks wait in the export's gathers; raised again
             with suppress(EngineError):  # the first error is the one to tell
                 for _ in stream or export:
                     pass
@@ -147,8 +179,12 @@ class SglangRollout:
             if not wanted:
                 return
             if not self.options.memory_saver:
-                raise RolloutError("cannot sleep", where=WHERE, why="torch_memory_saver was not loaded",
-                                   remedy="rollout.options.memory_saver=true")  # fmt: skip
+                raise RolloutError(
+                    "cannot sleep",
+                    where=WHERE,
+                    why="torch_memory_saver was not loaded",
+                    remedy="rollout.options.memory_saver=true",
+                )
             self._flush(host)
             host.call(lambda: host.engine.release_memory_occupation(tags=sorted(wanted)))
             self._asleep |= wanted
@@ -185,8 +221,15 @@ class SglangRollout:
         config = write_config(folder, model, self._architecture)
         self._context = context_of(config, self.options)
         self._vocabulary = int(config["vocab_size"])
-        arguments = engine_arguments(self.options, folder=folder, source=model, dtype=dtype, batch_size=batch_size,
-                                     gpu=self._device.index or 0, context=self._context)  # fmt: skip
+        arguments = engine_arguments(
+            self.options,
+            folder=folder,
+            source=model,
+            dtype=dtype,
+            batch_size=batch_size,
+            gpu=self._device.index or 0,
+            context=self._context,
+        )
         return Host(partial(_engine, arguments))
 
     def _learn_limits(self, host: Host) -> None:
@@ -194,17 +237,23 @@ class SglangRollout:
         # Where memory is short SGLang has room for less than the context, and would cut completions off in silence
         # (``init_req_max_new_tokens`` in its scheduler).
         self._limit = min(
-            self._context, told["max_req_input_len"] - 1, told["max_total_num_tokens"] - 2 * told["page_size"]
+            self._context,
+            told["max_req_input_len"] - 1,
+            told["max_total_num_tokens"] - 2 * told["page_size"],
         )
 
-    def _begin(self, host: Host, prompts: Sequence[Sequence[int]], sampling: SamplingParams) -> SglangGeneration:
+    def _begin(
+        self, host: Host, prompts: Sequence[Sequence[int]], sampling: SamplingParams
+    ) -> SglangGeneration:
         """Each completion is a request of its own: SGLang's ``n`` would give all of them one seed."""
         stop = sorted({*self._eos, *sampling.stop_token_ids})
         rids = [uuid.uuid4().hex for _ in range(len(prompts) * sampling.n)]
         request = {
             "input_ids": [list(prompt) for prompt in prompts for _ in range(sampling.n)],
-            "sampling_params": request_parameters(prompts, sampling, stop), "return_logprob": True, "rid": rids,
-        }  # fmt: skip
+            "sampling_params": request_parameters(prompts, sampling, stop),
+            "return_logprob": True,
+            "rid": rids,
+        }
         self._used = True
         answers = host.spawn(lambda: host.engine.async_generate(**request))
         self._running.add(answers)
@@ -218,8 +267,12 @@ class SglangRollout:
         while self._used:
             self._used = not host.call(host.engine.flush_cache).success
             if self._used and time.monotonic() > deadline:
-                raise RolloutError("SGLang keeps keys and values of the old weights", where=WHERE,
-                                   why=f"it was not idle within {IDLE_S:.0f} s", remedy="close this rollout and create another")  # fmt: skip
+                raise RolloutError(
+                    "SGLang keeps keys and values of the old weights",
+                    where=WHERE,
+                    why=f"it was not idle within {IDLE_S:.0f} s",
+                    remedy="close this rollout and create another",
+                )
             if self._used:
                 time.sleep(0.01)
 
@@ -228,8 +281,14 @@ class SglangRollout:
     def _stream(self, export: WeightExport) -> WireStream:
         if hasattr(export, "buckets"):
             return cast("WireStream", export)
-        return collect(self._expected.checked(export), device=self._device, dtype=self._dtype, architecture=self._architecture,
-                       scales=self.options.scales, audit=self.options.audit)  # fmt: skip
+        return collect(
+            self._expected.checked(export),
+            device=self._device,
+            dtype=self._dtype,
+            architecture=self._architecture,
+            scales=self.options.scales,
+            audit=self.options.audit,
+        )
 
     @contextmanager
     def _syncing(self, version: int) -> Iterator[None]:
@@ -237,8 +296,12 @@ class SglangRollout:
         with self._gate:
             host = self._check_idle("take weights")
             if "weights" in self._asleep or self._not_ready == _SYNCING:
-                raise RolloutError("cannot take weights", where=WHERE, why=self._not_ready,
-                                   remedy="wait for it" if self._not_ready == _SYNCING else "call wake_up first")  # fmt: skip
+                raise RolloutError(
+                    "cannot take weights",
+                    where=WHERE,
+                    why=self._not_ready,
+                    remedy="wait for it" if self._not_ready == _SYNCING else "call wake_up first",
+                )
             self._not_ready = _SYNCING
         failed = "the last weight sync failed, some weights may be old and some new"
         try:
@@ -258,18 +321,26 @@ class SglangRollout:
     def _check_ready(self) -> Host:
         why = self._not_ready or ("its caches sleep" if self._asleep else "")
         if why or self._host is None:
-            remedy = "create another one" if self._host is None else "call wake_up, then update_weights"
+            remedy = (
+                "create another one" if self._host is None else "call wake_up, then update_weights"
+            )
             raise RolloutError("cannot generate", where=WHERE, why=why, remedy=remedy)
         self._host.check()
         return self._host
 
     def _check_idle(self, what: str) -> Host:
         if self._host is None:
-            raise RolloutError(f"cannot {what}", where=WHERE, why="it is closed", remedy="create another one")
+            raise RolloutError(
+                f"cannot {what}", where=WHERE, why="it is closed", remedy="create another one"
+            )
         self._host.check()
         if any(not future.done() for future in tuple(self._running)):
-            raise RolloutError(f"cannot {what}", where=WHERE, why="it is generating",
-                               remedy="wait for what was submitted, or abort it")  # fmt: skip
+            raise RolloutError(
+                f"cannot {what}",
+                where=WHERE,
+                why="it is generating",
+                remedy="wait for what was submitted, or abort it",
+            )
         return self._host
 
 
@@ -280,8 +351,12 @@ def _engine(arguments: Mapping[str, Any]) -> Any:
 
 
 def _tags(weights: bool, kv_cache: bool) -> frozenset[str]:
-    return frozenset(name for name, wanted in (("weights", weights), ("kv_cache", kv_cache)) if wanted)
+    return frozenset(
+        name for name, wanted in (("weights", weights), ("kv_cache", kv_cache)) if wanted
+    )
 
 
 def _device(name: str) -> torch.device:
-    return torch.device("cuda", torch.cuda.current_device()) if name == "cuda" else torch.device(name)
+    return (
+        torch.device("cuda", torch.cuda.current_device()) if name == "cuda" else torch.device(name)
+    )

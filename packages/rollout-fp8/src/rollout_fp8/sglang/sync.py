@@ -30,7 +30,10 @@ class Schedulers(SentWorkers):
     """
 
     def __init__(self, host: Host, count: int, device: torch.device) -> None:
-        super().__init__(self._run_loader, Sender(kind="ipc" if device.type == "cuda" else "shm", receivers=count))
+        super().__init__(
+            self._run_loader,
+            Sender(kind="ipc" if device.type == "cuda" else "shm", receivers=count),
+        )
         self._host, self._device = host, device
 
     def learn(self, plan: WirePlan) -> Sequence[Boxes]:
@@ -43,11 +46,17 @@ class Schedulers(SentWorkers):
         # the scheduler when a last request has not quite left it (``flush_cache_after_weight_update``).
         named = [(args[0], torch.empty(0))]
         good, message = self._host.call(
-            lambda: self._host.engine.update_weights_from_tensor(named, load_format=LOADER, flush_cache=False)
+            lambda: self._host.engine.update_weights_from_tensor(
+                named, load_format=LOADER, flush_cache=False
+            )
         )
         if not good:
-            raise RolloutError("SGLang refused the sync", where=WHERE, why=message,
-                               remedy="sync again, or restart the rollout")  # fmt: skip
+            raise RolloutError(
+                "SGLang refused the sync",
+                where=WHERE,
+                why=message,
+                remedy="sync again, or restart the rollout",
+            )
 
 
 class Outline:
@@ -56,7 +65,10 @@ class Outline:
     audit = False
 
     def __init__(self, plan: WirePlan, device: torch.device) -> None:
-        self.plan, self.device = WirePlan(tensors=plan.tensors, buckets=(), slots=(), notes={}), device
+        self.plan, self.device = (
+            WirePlan(tensors=plan.tensors, buckets=(), slots=(), notes={}),
+            device,
+        )
 
     def buckets(self) -> Iterator[tuple[BucketPlan, Tensor]]:
         """None."""

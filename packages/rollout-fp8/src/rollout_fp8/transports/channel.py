@@ -91,7 +91,9 @@ class Channel:
                 raise self._silent()
         found, *body = self._next()
         if found == "failed":
-            raise PeerError(f"{self.peer} failed", where=WHERE, why=str(body[0]), remedy="see its message")
+            raise PeerError(
+                f"{self.peer} failed", where=WHERE, why=str(body[0]), remedy="see its message"
+            )
         if found != tag:
             raise self._foreign(f"expected a message {tag!r}, got {found!r}")
         return tuple(body)
@@ -172,8 +174,12 @@ class Channel:
             raise self._closed(str(error)) from error
 
     def _silent(self) -> PeerError:
-        return PeerError(f"{self.peer} is silent", where=WHERE, why=f"nothing within {self.timeout_s:g} s",
-                         remedy="see whether that process hangs or was stopped")  # fmt: skip
+        return PeerError(
+            f"{self.peer} is silent",
+            where=WHERE,
+            why=f"nothing within {self.timeout_s:g} s",
+            remedy="see whether that process hangs or was stopped",
+        )
 
     def _foreign(self, why: str) -> PeerError:
         return PeerError(
@@ -184,15 +190,23 @@ class Channel:
         )
 
     def _closed(self, why: str) -> PeerError:
-        return PeerError(f"{self.peer} closed the channel", where=WHERE, why=why or "its process ended, or gave up",
-                         remedy="see that process's messages")  # fmt: skip
+        return PeerError(
+            f"{self.peer} closed the channel",
+            where=WHERE,
+            why=why or "its process ended, or gave up",
+            remedy="see that process's messages",
+        )
 
 
 def _parts(message: bytes) -> tuple[Any, ...]:
     """Return a message's tag and body. Raises ``CodecError``."""
     parts = decode(message)
     if not isinstance(parts, tuple) or not parts or (parts[0] == "failed" and len(parts) < 2):
-        raise CodecError("no message", where=WHERE, why=f"expected a tag and a body, got a {type(parts).__name__}")
+        raise CodecError(
+            "no message",
+            where=WHERE,
+            why=f"expected a tag and a body, got a {type(parts).__name__}",
+        )
     return parts
 
 
@@ -205,7 +219,9 @@ def collect(channels: Sequence[Channel], tag: str, watch: Watch = nothing) -> li
     failures: dict[int, PeerError] = {}
     deadline = time.monotonic() + max(channel.timeout_s for channel in channels)
     while len(found) + len(failures) < len(channels) and time.monotonic() < deadline:
-        pending = {c.fileno(): i for i, c in enumerate(channels) if i not in found and i not in failures}
+        pending = {
+            c.fileno(): i for i, c in enumerate(channels) if i not in found and i not in failures
+        }
         ready = wait(list(pending), POLL_S)
         if not ready and not failures:
             watch()
@@ -226,7 +242,13 @@ def _together(
     said = [f"{error.what}: {error.why}" for error in failures.values()]
     if not failures:
         said = [
-            f"{c.peer} is silent: nothing within {c.timeout_s:g} s" for i, c in enumerate(channels) if i not in found
+            f"{c.peer} is silent: nothing within {c.timeout_s:g} s"
+            for i, c in enumerate(channels)
+            if i not in found
         ]
-    return PeerError(f"{len(said)} of {len(channels)} receivers failed", where=WHERE, why="\n       ".join(said),
-                     remedy="see those processes' messages")  # fmt: skip
+    return PeerError(
+        f"{len(said)} of {len(channels)} receivers failed",
+        where=WHERE,
+        why="\n       ".join(said),
+        remedy="see those processes' messages",
+    )

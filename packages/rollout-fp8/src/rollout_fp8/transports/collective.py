@@ -34,7 +34,9 @@ class Group:
     Raises ``PeerError`` when one does not come, or fails in a broadcast.
     """
 
-    def __init__(self, store: Any, rank: int, size: int, device: torch.device, timeout_s: float) -> None:
+    def __init__(
+        self, store: Any, rank: int, size: int, device: torch.device, timeout_s: float
+    ) -> None:
         kind = device_of(device.type)
         self._streams = kind.has_streams
         self._begun: list[dist.Work] = []  # broadcasts over gloo that nothing has waited for yet
@@ -80,7 +82,9 @@ class Group:
         self._group = None
         self._begun = []
         group.abort()
-        threading.Thread(target=_leave, args=([group], begun), name="leave a group of broadcasts", daemon=True).start()
+        threading.Thread(
+            target=_leave, args=([group], begun), name="leave a group of broadcasts", daemon=True
+        ).start()
 
 
 def _leave(group: list[Any], begun: list[dist.Work]) -> None:
@@ -175,7 +179,9 @@ class CollectiveIncoming:
         """This bucket, and the next one if that has a buffer of its own."""
         buckets = self._plan.buckets
         return [
-            i for i in (index, index + 1) if i < len(buckets) and (i == index or buckets[i].slot != buckets[index].slot)
+            i
+            for i in (index, index + 1)
+            if i < len(buckets) and (i == index or buckets[i].slot != buckets[index].slot)
         ]
 
     def _buffer(self, index: int) -> Tensor:
@@ -190,14 +196,28 @@ def _store(host: str, port: int, size: int, timeout_s: float) -> Any:
     """
     opens = port == 0
     try:
-        return serve_store(host, size, timeout_s) if opens else reach_store(host, port, size, timeout_s)
-    except (OSError, RuntimeError) as error:  # an address of no use, or one that is taken; torch's, and a deadline
-        what = f"cannot open a store at {host}" if opens else f"cannot join the sender's store at {host}:{port}"
+        return (
+            serve_store(host, size, timeout_s)
+            if opens
+            else reach_store(host, port, size, timeout_s)
+        )
+    except (
+        OSError,
+        RuntimeError,
+    ) as error:  # an address of no use, or one that is taken; torch's, and a deadline
+        what = (
+            f"cannot open a store at {host}"
+            if opens
+            else f"cannot join the sender's store at {host}:{port}"
+        )
         remedy = (
-            "give the sender an address of this host, on which it has a port free" if opens
+            "give the sender an address of this host, on which it has a port free"
+            if opens
             else "see whether the sender still runs, and that its host's ports can be reached from here (firewall, interface)"
-        )  # fmt: skip
-        raise PeerError(what, where=WHERE, why=str(error).partition("\n")[0], remedy=remedy) from error
+        )
+        raise PeerError(
+            what, where=WHERE, why=str(error).partition("\n")[0], remedy=remedy
+        ) from error
 
 
 @contextmanager
@@ -214,4 +234,9 @@ def _without_watchdog() -> Iterator[None]:
 
 
 def _broken(error: RuntimeError) -> PeerError:
-    return PeerError("a broadcast failed", where=WHERE, why=str(error), remedy="see the other processes' messages")
+    return PeerError(
+        "a broadcast failed",
+        where=WHERE,
+        why=str(error),
+        remedy="see the other processes' messages",
+    )

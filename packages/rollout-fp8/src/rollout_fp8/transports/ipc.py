@@ -36,7 +36,9 @@ class IpcOutgoing:
         self._device = _indexed(device)
         self._ready = [_shared_event() for _ in plan.slots]
         self._read: list[list[Any]] = []  # by receiver, then by slot
-        self._known: dict[int, int] = {}  # address of the buffer that receivers have opened for a slot
+        self._known: dict[
+            int, int
+        ] = {}  # address of the buffer that receivers have opened for a slot
         self._slot = 0
 
     def open(self, channels: Sequence[Channel]) -> None:
@@ -60,7 +62,9 @@ class IpcOutgoing:
         # All that lies behind it: a later bucket of this slot may be larger.
         rest = buffer.untyped_storage().nbytes() - buffer.storage_offset()
         whole = buffer.as_strided((rest,), (1,))
-        return [_shared(whole) for _ in self._read]  # torch counts users: each takes a handle of its own
+        return [
+            _shared(whole) for _ in self._read
+        ]  # torch counts users: each takes a handle of its own
 
     def taken(self) -> None:
         """See ``kinds.Outgoing.taken``."""
@@ -91,7 +95,9 @@ class IpcIncoming:
         self._source = _visible(uuid)
         self._ready = [torch.cuda.Event.from_ipc_handle(self._source, handle) for handle in handles]
         with torch.cuda.device(self._device):
-            channel.send("opened", [event.ipc_handle() for event in self._read] if self._near else [])
+            channel.send(
+                "opened", [event.ipc_handle() for event in self._read] if self._near else []
+            )
 
     def expect(self, index: int) -> None:
         """Nothing to prepare."""
@@ -109,7 +115,9 @@ class IpcIncoming:
     def release(self, index: int) -> None:
         """See ``kinds.Incoming.release``."""
         if self._near:
-            self._read[self._plan.buckets[index].slot].record(torch.cuda.current_stream(self._device))
+            self._read[self._plan.buckets[index].slot].record(
+                torch.cuda.current_stream(self._device)
+            )
         else:  # the sender may not see this GPU's events
             torch.cuda.current_stream(self._device).synchronize()
 
@@ -153,7 +161,9 @@ def _shared_event() -> torch.cuda.Event:
 
 
 def _indexed(device: torch.device) -> torch.device:
-    return torch.device("cuda", torch.cuda.current_device() if device.index is None else device.index)
+    return torch.device(
+        "cuda", torch.cuda.current_device() if device.index is None else device.index
+    )
 
 
 def _uuid(device: torch.device) -> str:
@@ -164,6 +174,9 @@ def _visible(uuid: str) -> torch.device:
     for index in range(torch.cuda.device_count()):
         if _uuid(torch.device("cuda", index)) == uuid:
             return torch.device("cuda", index)
-    raise RolloutError(f"GPU {uuid} of the sender cannot be seen from here", where=WHERE,
-                       why="CUDA_VISIBLE_DEVICES hides it, or it is another host's",
-                       remedy="make it visible, or choose transport 'collective'")  # fmt: skip
+    raise RolloutError(
+        f"GPU {uuid} of the sender cannot be seen from here",
+        where=WHERE,
+        why="CUDA_VISIBLE_DEVICES hides it, or it is another host's",
+        remedy="make it visible, or choose transport 'collective'",
+    )

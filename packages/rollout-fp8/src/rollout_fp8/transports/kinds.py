@@ -61,7 +61,9 @@ class Incoming(Protocol):
         ...
 
 
-def outgoing(kind: Kind, plan: WirePlan, device: torch.device, host: str | None, timeout_s: float) -> Outgoing:
+def outgoing(
+    kind: Kind, plan: WirePlan, device: torch.device, host: str | None, timeout_s: float
+) -> Outgoing:
     """The sender's end. Raises ``RolloutError`` for a kind that does not serve the device."""
     _check(kind, device)
     if kind == "ipc":
@@ -96,5 +98,9 @@ def incoming(kind: Kind, plan: WirePlan, device: torch.device, timeout_s: float)
 def _check(kind: Kind, device: torch.device) -> None:
     needed = {"ipc": "cuda", "shm": "cpu"}.get(kind, device.type)
     if device.type != needed:
-        raise RolloutError(f"transport {kind!r} cannot carry weights on {device.type}", where=WHERE,
-                           why=f"it is for {needed}", remedy="shm on the CPU, ipc on CUDA, collective on either")  # fmt: skip
+        raise RolloutError(
+            f"transport {kind!r} cannot carry weights on {device.type}",
+            where=WHERE,
+            why=f"it is for {needed}",
+            remedy="shm on the CPU, ipc on CUDA, collective on either",
+        )

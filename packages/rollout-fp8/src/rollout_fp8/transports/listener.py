@@ -54,9 +54,13 @@ class Listener:
             self.address = f"tcp:{host}:{self._socket.getsockname()[1]}"
         self._socket.setblocking(False)
         self._selector.register(self._socket, selectors.EVENT_READ)
-        self._give_back = weakref.finalize(self, held.close)  # at the interpreter's end, if nobody calls ``close``
+        self._give_back = weakref.finalize(
+            self, held.close
+        )  # at the interpreter's end, if nobody calls ``close``
 
-    def accept(self, peer: str, timeout_s: float, watch: Watch = nothing, *, deadline: float | None = None) -> Channel:
+    def accept(
+        self, peer: str, timeout_s: float, watch: Watch = nothing, *, deadline: float | None = None
+    ) -> Channel:
         """Return a channel to the next peer that knows the secret; ``timeout_s`` is the channel's, too.
 
         Raises ``PeerError`` when none proves it within ``timeout_s``, or until ``deadline`` of ``time.monotonic()`` where
@@ -104,7 +108,9 @@ class Listener:
         while len(self._strangers) >= STRANGERS:
             self._forget(next(iter(self._strangers.values()))).close()
         connection.setblocking(False)
-        stranger = _Stranger(connection=connection, nonce=handshake.nonce(), until=time.monotonic() + HANDSHAKE_S)
+        stranger = _Stranger(
+            connection=connection, nonce=handshake.nonce(), until=time.monotonic() + HANDSHAKE_S
+        )
         self._strangers[connection] = stranger
         self._selector.register(connection, selectors.EVENT_READ, connection)
         with suppress(OSError):  # it has gone again: its end is heard next

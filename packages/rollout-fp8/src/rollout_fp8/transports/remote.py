@@ -29,7 +29,13 @@ class RemoteStream:
     """
 
     def __init__(
-        self, channel: Channel, plan: WirePlan, transport: Incoming, device: torch.device, *, audit: bool
+        self,
+        channel: Channel,
+        plan: WirePlan,
+        transport: Incoming,
+        device: torch.device,
+        *,
+        audit: bool,
     ) -> None:
         self.plan, self.device, self.audit = plan, device, audit
         self.answer: Any = None
@@ -80,7 +86,9 @@ class RemoteStream:
     def finish(self) -> None:
         """Tell the sender that all is installed. Raises ``RolloutError`` when it is not."""
         if self._end is None:
-            raise RolloutError("the weights were not taken to their end", where=WHERE, remedy="exhaust the stream")
+            raise RolloutError(
+                "the weights were not taken to their end", where=WHERE, remedy="exhaust the stream"
+            )
         if (kind := device_of(self.device.type)).has_streams:
             kind.module.current_stream(self.device).synchronize()
         self._channel.send("done", self.answer)
@@ -90,7 +98,13 @@ class _Session:
     """A connection to one sender, with what stays the same from sync to sync."""
 
     def __init__(
-        self, address: str, count: int, rank: int, device: torch.device, timeout_s: float, key: bytes | None
+        self,
+        address: str,
+        count: int,
+        rank: int,
+        device: torch.device,
+        timeout_s: float,
+        key: bytes | None,
     ) -> None:
         self.channel = connect(address, timeout_s, key)
         self._device, self._transport = device, None
@@ -100,7 +114,9 @@ class _Session:
             self._transport = incoming(kind, self._plan, device, timeout_s)
             self.channel.send("learnt")
             self._transport.open(self.channel)
-        except BaseException as error:  # an interrupt too: the sender would wait for this process; raised again
+        except (
+            BaseException
+        ) as error:  # an interrupt too: the sender would wait for this process; raised again
             self.close(str(error) or type(error).__name__)
             raise
 
@@ -108,8 +124,11 @@ class _Session:
         """The next sync's stream. Raises ``PeerError``."""
         theirs, audit = self.channel.receive("begin")
         if theirs != count:
-            raise PeerError(f"{self.channel.peer} sends sync {theirs}, sync {count} was asked for", where=WHERE,
-                            remedy="give each receiver Sender.address anew, once a sync")  # fmt: skip
+            raise PeerError(
+                f"{self.channel.peer} sends sync {theirs}, sync {count} was asked for",
+                where=WHERE,
+                remedy="give each receiver Sender.address anew, once a sync",
+            )
         assert self._transport is not None, "it was opened"
         return RemoteStream(self.channel, self._plan, self._transport, self._device, audit=audit)
 
@@ -125,7 +144,12 @@ _SESSIONS: dict[tuple[str, int], _Session] = {}  # by sender and rank
 
 @contextmanager
 def receive_weights(
-    address: str, *, rank: int = 0, device: torch.device, timeout_s: float = 300.0, key: bytes | None = None
+    address: str,
+    *,
+    rank: int = 0,
+    device: torch.device,
+    timeout_s: float = 300.0,
+    key: bytes | None = None,
 ) -> Iterator[RemoteStream]:
     """Take part in one sync, as receiver ``rank`` of the sender at ``address``, which was made with ``key``.
 
@@ -140,7 +164,9 @@ def receive_weights(
         stream = _begin(place, int(number), rank, device, timeout_s, key)
         yield stream
         stream.finish()
-    except BaseException as error:  # an interrupt too: the sender would wait for this process; raised again
+    except (
+        BaseException
+    ) as error:  # an interrupt too: the sender would wait for this process; raised again
         failed = _SESSIONS.pop((place, rank), None)
         if failed is not None:
             failed.close(f"{type(error).__name__}: {error}")

@@ -9,7 +9,16 @@ from typing import Any
 
 import torch
 
-from rollout_fp8.transports.channel import GRACE_S, WHERE, Channel, PeerError, Watch, collect, nothing, secret
+from rollout_fp8.transports.channel import (
+    GRACE_S,
+    WHERE,
+    Channel,
+    PeerError,
+    Watch,
+    collect,
+    nothing,
+    secret,
+)
 from rollout_fp8.transports.kinds import Kind, Outgoing, outgoing
 from rollout_fp8.transports.listener import Listener
 from rollout_fp8.wire import WirePlan, WireStream
@@ -44,10 +53,18 @@ class Sender:
     """
 
     def __init__(
-        self, *, kind: Kind, receivers: int = 1, host: str | None = None, timeout_s: float = 300.0, key: bytes | None = None
-    ) -> None:  # fmt: skip
+        self,
+        *,
+        kind: Kind,
+        receivers: int = 1,
+        host: str | None = None,
+        timeout_s: float = 300.0,
+        key: bytes | None = None,
+    ) -> None:
         if key is None:
-            secret("channel")  # made here if there is none, so that processes which are started from now on inherit it
+            secret(
+                "channel"
+            )  # made here if there is none, so that processes which are started from now on inherit it
         self._kind: Kind = kind
         self._receivers, self._host, self.timeout_s = receivers, host, timeout_s
         self._listener = Listener(host, key)
@@ -71,7 +88,9 @@ class Sender:
         try:
             session = self._ready(stream, watch)
             return session.run(stream, self._count, watch)
-        except BaseException as error:  # an interrupt too: the receivers would wait for this process; raised again
+        except (
+            BaseException
+        ) as error:  # an interrupt too: the receivers would wait for this process; raised again
             self._drop(str(error) or type(error).__name__)
             raise
         finally:
@@ -108,11 +127,15 @@ class Sender:
                 come.append(channel)
                 rank, count = channel.receive("hello", watch)
                 if count != self._count or rank not in missing:
-                    channel.fail(f"it came for sync {count} as receiver {rank}; this is sync {self._count}")
+                    channel.fail(
+                        f"it came for sync {count} as receiver {rank}; this is sync {self._count}"
+                    )
                     continue
                 channel.peer = f"receiver {rank}"
                 found[rank] = channel
-        except BaseException as error:  # an interrupt too: the receivers would wait for this process; raised again
+        except (
+            BaseException
+        ) as error:  # an interrupt too: the receivers would wait for this process; raised again
             for channel in come:
                 if not channel.closed:
                     channel.fail(str(error) or type(error).__name__)
@@ -143,7 +166,11 @@ class _Session:
     def fits(self, stream: WireStream) -> bool:
         """Whether it can carry ``stream``, and all receivers are there: between syncs they have nothing to say."""
         same = self._plan is stream.plan or self._plan == stream.plan
-        return same and self._device == stream.device and not any(channel.speaks() for channel in self._channels)
+        return (
+            same
+            and self._device == stream.device
+            and not any(channel.speaks() for channel in self._channels)
+        )
 
     def run(self, stream: WireStream, count: int, watch: Watch) -> Delivery:
         """One sync."""
@@ -189,7 +216,11 @@ class _Session:
         try:
             return self._transport.put(bucket, buffer)
         except PeerError as error:
-            said = [f"{channel.peer}: {words}" for channel in self._channels if (words := _end_of(channel))]
+            said = [
+                f"{channel.peer}: {words}"
+                for channel in self._channels
+                if (words := _end_of(channel))
+            ]
             why = "\n       ".join([*said, error.why])
             raise PeerError(error.what, where=WHERE, why=why, remedy=error.remedy) from error
 

@@ -32,7 +32,9 @@ class ShmOutgoing:
         try:
             for file, size in zip(files, self._sizes, strict=True):
                 os.ftruncate(file, max(size, 1))
-            self._slots = [_mapped(file, size) for file, size in zip(files, self._sizes, strict=True)]
+            self._slots = [
+                _mapped(file, size) for file, size in zip(files, self._sizes, strict=True)
+            ]
             for channel in channels:
                 channel.send_files(files)
             collect(channels, "opened")
@@ -65,7 +67,9 @@ class ShmIncoming:
         """See ``kinds.Incoming.open``."""
         files = channel.receive_files(len(self._plan.slots))
         try:
-            self._slots = [_mapped(file, size) for file, size in zip(files, self._plan.slots, strict=True)]
+            self._slots = [
+                _mapped(file, size) for file, size in zip(files, self._plan.slots, strict=True)
+            ]
         finally:
             for file in files:
                 os.close(file)
@@ -88,4 +92,6 @@ class ShmIncoming:
 
 
 def _mapped(file: int, size: int) -> Tensor:
-    return torch.from_file(f"/proc/self/fd/{file}", shared=True, size=max(size, 1), dtype=torch.uint8)
+    return torch.from_file(
+        f"/proc/self/fd/{file}", shared=True, size=max(size, 1), dtype=torch.uint8
+    )

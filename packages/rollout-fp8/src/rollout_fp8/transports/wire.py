@@ -32,7 +32,9 @@ class Wire:
     def serve(self, host: str, receivers: int) -> WireSender:
         """See ``WeightWire.serve``."""
         key = secrets.token_bytes(32)
-        sender = Sender(kind="collective", receivers=receivers, host=host, timeout_s=self._timeout_s, key=key)
+        sender = Sender(
+            kind="collective", receivers=receivers, host=host, timeout_s=self._timeout_s, key=key
+        )
         self._senders.append(sender)
         return WireSender(sender, key)
 
@@ -70,7 +72,10 @@ class WireSender:
     def send(self, export: WeightExport) -> int:
         """See ``WeightSender.send``. ``export``: an ``Exporter``'s, of merged weights."""
         if not isinstance(export, EngineStream):
-            raise RolloutError(f"cannot carry a {type(export).__name__} to other processes", where=WHERE,
-                               remedy="use rollout_fp8.exporter.Exporter without lora (rollout.lora: merged)")  # fmt: skip
+            raise RolloutError(
+                f"cannot carry a {type(export).__name__} to other processes",
+                where=WHERE,
+                remedy="use rollout_fp8.exporter.Exporter without lora (rollout.lora: merged)",
+            )
         self._sender.send_weights(export)
         return sum(bucket.num_bytes for bucket in export.plan.buckets)

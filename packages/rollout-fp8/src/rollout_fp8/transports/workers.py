@@ -41,9 +41,12 @@ class SentWorkers:
         try:
             called.result(self._sender.timeout_s)
         except TimeoutError as error:
-            raise PeerError("the workers have the weights, but do not return", where=WHERE,
-                            why=f"nothing within {self._sender.timeout_s:g} s",
-                            remedy="see whether a process of the server hangs") from error  # fmt: skip
+            raise PeerError(
+                "the workers have the weights, but do not return",
+                where=WHERE,
+                why=f"nothing within {self._sender.timeout_s:g} s",
+                remedy="see whether a process of the server hangs",
+            ) from error
         return delivery.answers
 
     def close(self) -> None:
@@ -62,8 +65,12 @@ class _Watch:
         if self._called.done():
             self._called.result()
             if self._over:  # at the last look too: whatever was sent before the end has come by now
-                raise PeerError("the workers returned without the weights", where=WHERE,
-                                why="some did not take part to the end", remedy="see their messages")  # fmt: skip
+                raise PeerError(
+                    "the workers returned without the weights",
+                    where=WHERE,
+                    why="some did not take part to the end",
+                    remedy="see their messages",
+                )
             self._over = True
 
 

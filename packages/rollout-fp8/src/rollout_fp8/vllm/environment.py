@@ -25,7 +25,15 @@ _DEFAULTS = {
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",
 }
 # What torchrun tells a rank. A worker process of vLLM's own would take itself for that rank.
-_LAUNCHER = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_RANK", "MASTER_ADDR", "MASTER_PORT")
+_LAUNCHER = (
+    "RANK",
+    "LOCAL_RANK",
+    "WORLD_SIZE",
+    "LOCAL_WORLD_SIZE",
+    "GROUP_RANK",
+    "MASTER_ADDR",
+    "MASTER_PORT",
+)
 
 
 def prepare() -> None:
@@ -34,10 +42,11 @@ def prepare() -> None:
         os.environ.setdefault(name, value)
     if os.environ[E8M0] != "0":
         raise RolloutError(
-            f"{E8M0}={os.environ[E8M0]}", where="rollout 'vllm'",
+            f"{E8M0}={os.environ[E8M0]}",
+            where="rollout 'vllm'",
             why="vLLM would requantize FP8 weights after each sync, and serve others than it was sent",
             remedy=f"unset {E8M0}; for scales that are powers of two: rollout.options.scales=pow2",
-        )  # fmt: skip
+        )
 
 
 def import_kernels() -> None:
@@ -53,10 +62,13 @@ def import_kernels() -> None:
 @contextmanager
 def in_process(rank: int, local_rank: int) -> Iterator[None]:
     """While an engine is built in this process."""
-    with _changed({
-        "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
-        "RANK": str(rank), "LOCAL_RANK": str(local_rank),  # external_launcher reads them
-    }):  # fmt: skip
+    with _changed(
+        {
+            "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+            "RANK": str(rank),
+            "LOCAL_RANK": str(local_rank),  # external_launcher reads them
+        }
+    ):
         yield
 
 

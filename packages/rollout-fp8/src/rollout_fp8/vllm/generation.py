@@ -48,10 +48,24 @@ class Job:
         self._failure: RolloutError | None = None
         self.sequences: list[_Sequence] = []
 
-    def add(self, prompt_index: int, prompt: Sequence[int], params: vllm.SamplingParams, *, kept: bool = True) -> None:
+    def add(
+        self,
+        prompt_index: int,
+        prompt: Sequence[int],
+        params: vllm.SamplingParams,
+        *,
+        kept: bool = True,
+    ) -> None:
         """One more completion; before ``Stepper.enter``."""
-        self.sequences.append(_Sequence(request=self._stepper.name(), prompt_index=prompt_index, prompt=prompt,
-                                        params=params, kept=kept))  # fmt: skip
+        self.sequences.append(
+            _Sequence(
+                request=self._stepper.name(),
+                prompt_index=prompt_index,
+                prompt=prompt,
+                params=params,
+                kept=kept,
+            )
+        )
 
     def done(self) -> bool:
         """See ``Generation``."""
@@ -82,8 +96,13 @@ class Job:
         assert sequence.reason is not None
         # No sync happens while anything is generated: one version made all tokens.
         versions = [self._version] * len(sequence.tokens)
-        return Completion(prompt_index=sequence.prompt_index, tokens=sequence.tokens, log_probs=sequence.log_probs,
-                          weight_versions=versions, finish_reason=sequence.reason)  # fmt: skip
+        return Completion(
+            prompt_index=sequence.prompt_index,
+            tokens=sequence.tokens,
+            log_probs=sequence.log_probs,
+            weight_versions=versions,
+            finish_reason=sequence.reason,
+        )
 
 
 class Stepper:
@@ -120,8 +139,12 @@ class Stepper:
     def check(self, what: str) -> None:
         """Raises ``RolloutError`` after a failure, of which the engine does not come back: what it computes is nobody's."""
         if self._failure:
-            raise RolloutError(f"cannot {what}", where=WHERE, why=f"vLLM failed: {self._failure}",
-                               remedy="close this rollout and create another one")  # fmt: skip
+            raise RolloutError(
+                f"cannot {what}",
+                where=WHERE,
+                why=f"vLLM failed: {self._failure}",
+                remedy="close this rollout and create another one",
+            )
 
     def fail(self, why: str) -> None:
         """The engine is gone. From another thread: the stepper's own may wait in vLLM for what will never come."""
@@ -176,7 +199,14 @@ class Stepper:
         with self._changed:
             self._failure = self._failure or failure or "closed"
             for job in self._jobs:
-                job.end(RolloutError("the generation was lost", where=WHERE, why=why, remedy="create another rollout"))
+                job.end(
+                    RolloutError(
+                        "the generation was lost",
+                        where=WHERE,
+                        why=why,
+                        remedy="create another rollout",
+                    )
+                )
             self._jobs.clear()
 
     def _wait(self) -> bool:
@@ -188,11 +218,20 @@ class Stepper:
         try:
             for sequence in job.sequences:
                 prompt: Any = {"prompt_token_ids": list(sequence.prompt)}
-                self._engine.add_request(sequence.request, prompt, sequence.params, lora_request=job.adapter)
+                self._engine.add_request(
+                    sequence.request, prompt, sequence.params, lora_request=job.adapter
+                )
                 self._live[sequence.request] = (sequence, job)
         except Exception as error:  # noqa: BLE001 - vLLM looks at a request before it takes it, and may raise anything; others go on
-            self._drop(job, RolloutError("vLLM refuses a request", where=WHERE, why=f"{type(error).__name__}: {error}",
-                                         remedy="see its message; what else is generated goes on"))  # fmt: skip
+            self._drop(
+                job,
+                RolloutError(
+                    "vLLM refuses a request",
+                    where=WHERE,
+                    why=f"{type(error).__name__}: {error}",
+                    remedy="see its message; what else is generated goes on",
+                ),
+            )
         self._end_if_over(job)
 
     def _drop(self, job: Job, failure: RolloutError) -> None:
@@ -223,7 +262,10 @@ class Stepper:
             if new.finish_reason not in ("stop", "length"):  # our own aborts are not heard of here
                 what = f"prompt {sequence.prompt_index} ended with {new.finish_reason!r} after {len(sequence.tokens)} tokens"
                 self._drop(
-                    job, RolloutError(what, where=WHERE, why="vLLM gave it up", remedy="its own messages say more")
+                    job,
+                    RolloutError(
+                        what, where=WHERE, why="vLLM gave it up", remedy="its own messages say more"
+                    ),
                 )
                 return
             sequence.reason = new.finish_reason

@@ -31,11 +31,21 @@ class PackedReader:
         layer: Any = self._model.get_submodule(prefix)
         method: Any = getattr(layer, "quant_method", None)
         # Of tensor-parallel layers, of replicated ones, of an LM head.
-        widths = (getattr(layer, name, None) for name in ("input_size_per_partition", "input_size", "embedding_dim"))
+        widths = (
+            getattr(layer, name, None)
+            for name in ("input_size_per_partition", "input_size", "embedding_dim")
+        )
         columns = next((width for width in widths if width is not None), None)
         if leaf != "weight" or columns is None or not hasattr(method, "apply"):
             # Without an audit, too: what a server serves is compared once, when its layout is learnt.
-            raise RolloutError(f"cannot read back {name}", where=WHERE,
-                               why=f"{type(layer).__name__} keeps it packed", remedy="use rollout.name=local for this model")  # fmt: skip
-        parts = [method.apply(layer, rows, None) for rows in torch.eye(columns, dtype=tensor.dtype).split(ROWS)]
+            raise RolloutError(
+                f"cannot read back {name}",
+                where=WHERE,
+                why=f"{type(layer).__name__} keeps it packed",
+                remedy="use rollout.name=local for this model",
+            )
+        parts = [
+            method.apply(layer, rows, None)
+            for rows in torch.eye(columns, dtype=tensor.dtype).split(ROWS)
+        ]
         return torch.cat(parts).t().contiguous()

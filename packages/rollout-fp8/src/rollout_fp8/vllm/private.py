@@ -107,8 +107,15 @@ def _forget_layer(layer: Any) -> None:
     for key in [key for key, hook in hooks.items() if getattr(hook, "__self__", None) is layer]:
         del hooks[key]
     # The hook tells a layer its function's name, but is not called for what is compiled ahead of time.
-    compiled, ahead = getattr(layer, "_compiled_bytecode", None), getattr(layer, "aot_compiled_fn", None)
-    names = [] if compiled is None else [name for name in compiled.co_names if name.startswith(_COMPILED)]
+    compiled, ahead = (
+        getattr(layer, "_compiled_bytecode", None),
+        getattr(layer, "aot_compiled_fn", None),
+    )
+    names = (
+        []
+        if compiled is None
+        else [name for name in compiled.co_names if name.startswith(_COMPILED)]
+    )
     for name in names if ahead is None else [*names, ahead._artifacts.backend_id]:  # noqa: SLF001
         type(layer).forward.__globals__.pop(name, None)
     remove_from_cache(layer.original_code_object())
@@ -126,7 +133,9 @@ def forgotten_on_failure() -> Iterator[None]:
     before, kept = set(convert_frame._bytecode_hooks), set(rotations)  # noqa: SLF001
     try:
         yield
-    except BaseException:  # Ctrl-C too: a start that takes a minute is often interrupted; raised again
+    except (
+        BaseException
+    ):  # Ctrl-C too: a start that takes a minute is often interrupted; raised again
         for key in set(rotations) - kept:
             del rotations[key]
         _forget_hooked(before)
@@ -238,8 +247,14 @@ def base_layer_names(model: Any) -> frozenset[str]:
     if hasattr(BaseLayerWithLoRA, "load_weights"):
         return frozenset()
     packed = getattr(model, "packed_modules_mapping", {})
-    wrapped = [name.rpartition(".") for name, module in model.named_modules() if isinstance(module, BaseLayerWithLoRA)]
-    return frozenset(f"{parent}{dot}{part}" for parent, dot, leaf in wrapped for part in packed.get(leaf, [leaf]))
+    wrapped = [
+        name.rpartition(".")
+        for name, module in model.named_modules()
+        if isinstance(module, BaseLayerWithLoRA)
+    ]
+    return frozenset(
+        f"{parent}{dot}{part}" for parent, dot, leaf in wrapped for part in packed.get(leaf, [leaf])
+    )
 
 
 def adapter_tensors(model: Any, number: int) -> dict[str, Tensor]:
@@ -267,7 +282,11 @@ def stale_slots(model: Any, number: int) -> list[str]:
     if adapter is None or number not in manager.lora_index_to_id:
         return [*manager.modules]
     slot = manager.lora_index_to_id.index(number)
-    return [name for name, layer in manager.modules.items() if not _slot_holds(layer, slot, adapter.loras.get(name))]
+    return [
+        name
+        for name, layer in manager.modules.items()
+        if not _slot_holds(layer, slot, adapter.loras.get(name))
+    ]
 
 
 def _slot_holds(layer: Any, slot: int, weights: Any) -> bool:

@@ -58,12 +58,14 @@ class Processes:
             return called.result()
         except EngineError:
             raise
-        except (
-            Exception
-        ) as error:  # vLLM raises what its workers did, without their types, and anything once they are gone
+        except Exception as error:  # vLLM raises what its workers did, without their types, and anything once they are gone
             self.explain(error)
-            raise RolloutError("a call of vLLM failed", where=WHERE, why=f"{type(error).__name__}: {error}",
-                               remedy="its own messages say more") from error  # fmt: skip
+            raise RolloutError(
+                "a call of vLLM failed",
+                where=WHERE,
+                why=f"{type(error).__name__}: {error}",
+                remedy="its own messages say more",
+            ) from error
 
     def explain(self, error: Exception) -> None:
         """Raises ``RolloutError`` from ``error`` where a process has ended: what it had open is closed a moment before that is known."""
@@ -118,21 +120,32 @@ def _handles_of(numbers: Collection[int]) -> dict[int, int]:
             handle = os.pidfd_open(number)
             handles[handle] = number
             signal.pidfd_send_signal(handle, 0)  # sends nothing: whether it can be sent one
-    except (AttributeError, OSError) as error:  # a Python that was built without them; a kernel or container
+    except (
+        AttributeError,
+        OSError,
+    ) as error:  # a Python that was built without them; a kernel or container
         for handle in handles:
             os.close(handle)
         if isinstance(error, ProcessLookupError):
             raise _gone(_HAS_ENDED.format(number)) from error
-        log.warning("%s: a process of vLLM that is killed will be noticed late: a call that waits for it may wait for ever. They cannot be "
-                    "watched here (%s): that takes Linux 5.3 or newer, a container that lets pidfd_open through, and a Python that was "
-                    "built with os.pidfd_open, as conda's is not", WHERE, error)  # fmt: skip
+        log.warning(
+            "%s: a process of vLLM that is killed will be noticed late: a call that waits for it may wait for ever. They cannot be "
+            "watched here (%s): that takes Linux 5.3 or newer, a container that lets pidfd_open through, and a Python that was "
+            "built with os.pidfd_open, as conda's is not",
+            WHERE,
+            error,
+        )
         return {}
     return handles
 
 
 def _gone(why: str) -> RolloutError:
-    return RolloutError("vLLM has ended", where=WHERE, why=why,
-                        remedy="see its messages for the reason (out of memory?); close this rollout and create another one")  # fmt: skip
+    return RolloutError(
+        "vLLM has ended",
+        where=WHERE,
+        why=why,
+        remedy="see its messages for the reason (out of memory?); close this rollout and create another one",
+    )
 
 
 def _settle(future: Future[T], function: Callable[..., T], args: Any, kwargs: Any) -> None:

@@ -71,25 +71,45 @@ class VllmRollout:
     """
 
     def __init__(
-        self, *, resolution: Resolution, model: ModelSource, pad_token_id: int, eos_token_ids: Sequence[int] = (),
-        batch_size: int = 64, dtype: str = "float32", quantization: str = "none", lora: LoraConfig | None = None,
+        self,
+        *,
+        resolution: Resolution,
+        model: ModelSource,
+        pad_token_id: int,
+        eos_token_ids: Sequence[int] = (),
+        batch_size: int = 64,
+        dtype: str = "float32",
+        quantization: str = "none",
+        lora: LoraConfig | None = None,
         **options: Any,
-    ) -> None:  # fmt: skip
+    ) -> None:
         del pad_token_id
         _check_choice("rollout.options.dtype", dtype, _DTYPES)
         _check_choice("rollout.quantization", quantization, _QUANTIZATIONS)
         if batch_size < 1:
-            raise ConfigError("rollout.batch_size", f"{batch_size} is too small", remedy="give at least 1")
+            raise ConfigError(
+                "rollout.batch_size", f"{batch_size} is too small", remedy="give at least 1"
+            )
         self.options = VllmOptions.parse(options)
-        versions.check("vllm", resolution.device, allow_untested=self.options.allow_untested_version)
+        versions.check(
+            "vllm", resolution.device, allow_untested=self.options.allow_untested_version
+        )
         self.weight_version = -1  # none yet
         self._eos = tuple(eos_token_ids)
         self._expected = Expected.of(model)
         config = _quantization_config(model) if quantization == "fp8" else None
         adapter = None if lora is None else self._expected_adapter(model, lora, resolution.device)
-        self._plan = engines.Plan(device=_device(resolution.device), model=model, dtype=dtype, max_num_seqs=batch_size,
-                                  options=self.options, quantization_config=config,
-                                  adapter=None if lora is None or adapter is None else (lora.rank, adapter.layers), tied=bool(self._expected.aliases), worker_extension=EXTENSION)  # fmt: skip
+        self._plan = engines.Plan(
+            device=_device(resolution.device),
+            model=model,
+            dtype=dtype,
+            max_num_seqs=batch_size,
+            options=self.options,
+            quantization_config=config,
+            adapter=None if lora is None or adapter is None else (lora.rank, adapter.layers),
+            tied=bool(self._expected.aliases),
+            worker_extension=EXTENSION,
+        )
         self._quantized = architecture_of(model) if quantization == "fp8" else None
         self._generators = engines.Generators(self._plan.device)
         self._gate = threading.Lock()  # between states
@@ -110,13 +130,17 @@ class VllmRollout:
             self.close()
             raise
 
-    def generate(self, prompts: Sequence[Sequence[int]], sampling: SamplingParams) -> list[Completion]:
+    def generate(
+        self, prompts: Sequence[Sequence[int]], sampling: SamplingParams
+    ) -> list[Completion]:
         """See ``Rollout.generate``; global random generators stay as they are."""
         with self._generators.own() if self._plan.in_process else nullcontext():
             job = self._begin(prompts, sampling, streamed=False)
             try:
                 return job.result()
-            except BaseException:  # whatever it is: vLLM would go on generating for nobody; raised again
+            except (
+                BaseException
+            ):  # whatever it is: vLLM would go on generating for nobody; raised again
                 if not self._plan.shared:  # the other ranks' steps wait for this one's
                     job.abort()
                 raise
@@ -124,9 +148,12 @@ class VllmRollout:
     def submit(self, prompt: Sequence[int], sampling: SamplingParams) -> Generation:
         """See ``AsyncRollout.submit``; in this process it draws from the global random generators."""
         if self._plan.shared:
-            raise RolloutError("cannot generate in the background", where=WHERE,
-                               why="ranks that serve one replica must ask for the same at the same time",
-                               remedy="rollout.options.executor=workers")  # fmt: skip
+            raise RolloutError(
+                "cannot generate in the background",
+                where=WHERE,
+                why="ranks that serve one replica must ask for the same at the same time",
+                remedy="rollout.options.executor=workers",
+            )
         return self._begin([prompt], sampling, streamed=True)
 
     def update_weights(self, export: WeightExport, version: int) -> SyncResult:
@@ -139,7 +166,9 @@ class VllmRollout:
                 check_version(version, self.weight_version, where=WHERE)
                 result = self._session.run(self._checked(export), version)
                 self._forget_prefixes()
-        except BaseException as error:  # whatever it is, its holder must be able to make another rollout; raised again
+        except (
+            BaseException
+        ) as error:  # whatever it is, its holder must be able to make another rollout; raised again
             engines.let_go(error)
             if self._processes is not None and isinstance(error, PeerError):
                 self._processes.explain(error)
@@ -160,8 +189,12 @@ class VllmRollout:
                 return
             if self._plan.device.type == "cuda":
                 if not self.options.memory_saver:
-                    raise RolloutError("cannot sleep", where=WHERE, why="rollout.options.memory_saver is false",
-                                       remedy="set it, or rollout.sleep=false")  # fmt: skip
+                    raise RolloutError(
+                        "cannot sleep",
+                        where=WHERE,
+                        why="rollout.options.memory_saver is false",
+                        remedy="set it, or rollout.sleep=false",
+                    )
                 if self._asleep:
                     engines.wake_up(self._server, self._plan, self._asleep)
                 self._server.sleep(level=2 if weights else 1)
@@ -177,10 +210,16 @@ class VllmRollout:
         """See ``Rollout.wake_up``; caches wake up with the weights or after them. Raises ``RolloutError`` without the memory."""
         with self._gate:
             self._check_idle("wake up")
-            wanted = {name for name, wake in (("weights", weights), ("kv_cache", kv_cache)) if wake} & self._asleep
+            wanted = {
+                name for name, wake in (("weights", weights), ("kv_cache", kv_cache)) if wake
+            } & self._asleep
             if wanted == {"kv_cache"} and "weights" in self._asleep:
-                raise RolloutError("the caches cannot wake up", where=WHERE, why="the weights sleep",
-                                   remedy="wake the weights up first, or both")  # fmt: skip
+                raise RolloutError(
+                    "the caches cannot wake up",
+                    where=WHERE,
+                    why="the weights sleep",
+                    remedy="wake the weights up first, or both",
+                )
             if not wanted:
                 return
             if self._plan.device.type == "cuda":
@@ -202,38 +241,61 @@ class VllmRollout:
                 self._stepper.close()
             if isinstance(self._workers, OtherProcesses):
                 self._workers.close()
-            self._server = self._stepper = self._workers = self._session = self._adapter = None  # they hold the engine
+            self._server = self._stepper = self._workers = self._session = self._adapter = (
+                None  # they hold the engine
+            )
             engines.stop(engine, self._plan, self._asleep)
             del engine  # the memory that vLLM sleeps with serves one engine at a time: it must be gone before the next
             engines.give_back(self._plan)
 
-    def _expected_adapter(self, model: ModelSource, lora: LoraConfig, device: str) -> ExpectedAdapter:
+    def _expected_adapter(
+        self, model: ModelSource, lora: LoraConfig, device: str
+    ) -> ExpectedAdapter:
         if device == "cpu" and any(".experts." in name for name in self._expected.shapes):
-            raise ConfigError("rollout.lora", "adapter, for a model with experts on a CPU", why="with adapters vLLM computes experts "
-                              "by Triton kernels alone, its CPU build has none", remedy="rollout.lora: merged")  # fmt: skip
+            raise ConfigError(
+                "rollout.lora",
+                "adapter, for a model with experts on a CPU",
+                why="with adapters vLLM computes experts "
+                "by Triton kernels alone, its CPU build has none",
+                remedy="rollout.lora: merged",
+            )
         return ExpectedAdapter.of(model, lora)
 
     def _checked(self, export: Any) -> Any:
         """What the session installs. Raises ``RolloutError`` for merged weights where an adapter is served, and the reverse."""
         if isinstance(export, AdapterParts) != (self._adapter is not None):
             given, served = (
-                ("an adapter", "merged weights") if self._adapter is None else ("merged weights", "an adapter")
+                ("an adapter", "merged weights")
+                if self._adapter is None
+                else ("merged weights", "an adapter")
             )
-            raise RolloutError(f"the export has {given}, the rollout serves {served}", where=WHERE,
-                               remedy="give exporter and rollout the same lora, or neither")  # fmt: skip
+            raise RolloutError(
+                f"the export has {given}, the rollout serves {served}",
+                where=WHERE,
+                remedy="give exporter and rollout the same lora, or neither",
+            )
         known = isinstance(export, EngineStream | RemoteStream | AdapterParts)
         return export if known else self._collect(export)
 
     def _collect(self, export: WeightExport) -> EngineStream:
         """The stream of an export of whole tensors, in whatever dtype: what no exporter of ours has made."""
-        return collect(self._expected.checked(export), device=self._plan.device, dtype=DTYPES[self._plan.dtype],
-                       architecture=self._quantized, scales=self.options.scales, audit=self.options.audit)  # fmt: skip
+        return collect(
+            self._expected.checked(export),
+            device=self._plan.device,
+            dtype=DTYPES[self._plan.dtype],
+            architecture=self._quantized,
+            scales=self.options.scales,
+            audit=self.options.audit,
+        )
 
     def _forget_prefixes(self) -> None:
         # Caches that sleep too: vLLM is told of a nap on CUDA alone, elsewhere they outlive it.
         if not self._server.reset_prefix_cache():
-            raise RolloutError("vLLM keeps keys and values of the old weights", where=WHERE,
-                               remedy="close this rollout and create another one")  # fmt: skip
+            raise RolloutError(
+                "vLLM keeps keys and values of the old weights",
+                where=WHERE,
+                remedy="close this rollout and create another one",
+            )
 
     def _reach(self, adapter: ExpectedAdapter | None) -> None:
         self._stepper = Stepper(self._engine, self._plan.device)
@@ -245,7 +307,9 @@ class VllmRollout:
         self._session: Any = (
             SyncSession(self._workers, self._expected)
             if adapter is None
-            else AdapterSession(self._workers, adapter, audit=self.options.audit, model=self._expected)
+            else AdapterSession(
+                self._workers, adapter, audit=self.options.audit, model=self._expected
+            )
         )
 
     def _reach_workers(self) -> InProcess | OtherProcesses:
@@ -257,14 +321,28 @@ class VllmRollout:
             else OtherProcesses(call, aliases, parallel, self._plan.device, self._adapter)
         )
 
-    def _begin(self, prompts: Sequence[Sequence[int]], sampling: SamplingParams, *, streamed: bool) -> Job:
+    def _begin(
+        self, prompts: Sequence[Sequence[int]], sampling: SamplingParams, *, streamed: bool
+    ) -> Job:
         with self._gate:
             self._check_ready()
-            rows, mine = _gathered(prompts, sampling) if self._plan.shared else ([_Asked(prompts, sampling)], 0)
+            rows, mine = (
+                _gathered(prompts, sampling)
+                if self._plan.shared
+                else ([_Asked(prompts, sampling)], 0)
+            )
             for row in rows:
-                draws.check_request(row.prompts, row.sampling, where=WHERE, positions=self._positions,
-                                    vocabulary=self._vocabulary, truncation=self.options.truncation)  # fmt: skip
-            job = Job(self._stepper, self.weight_version, self._adapter.request if self._adapter else None)
+                draws.check_request(
+                    row.prompts,
+                    row.sampling,
+                    where=WHERE,
+                    positions=self._positions,
+                    vocabulary=self._vocabulary,
+                    truncation=self.options.truncation,
+                )
+            job = Job(
+                self._stepper, self.weight_version, self._adapter.request if self._adapter else None
+            )
             for rank, row in enumerate(rows):
                 self._fill(job, row, streamed=streamed, kept=rank == mine)
             self._stepper.enter(job)
@@ -273,14 +351,23 @@ class VllmRollout:
     def _fill(self, job: Job, asked: _Asked, *, streamed: bool, kept: bool) -> None:
         # Others are never drawn, and vLLM refuses them (0.32.0): tokenizers may have more tokens than models.
         stop = sorted(
-            {token for token in (*self._eos, *asked.sampling.stop_token_ids) if 0 <= token < self._vocabulary}
+            {
+                token
+                for token in (*self._eos, *asked.sampling.stop_token_ids)
+                if 0 <= token < self._vocabulary
+            }
         )
         rows = seeds(asked.prompts, asked.sampling)
         for index, (prompt, row) in enumerate(zip(asked.prompts, rows, strict=True)):
             for seed in row:
                 own = seed if self.options.deterministic or self._plan.shared else None
-                params = draws.server_params(asked.sampling, seed=own, stop=stop, streamed=streamed,
-                                             normalized=self.options.truncation)  # fmt: skip
+                params = draws.server_params(
+                    asked.sampling,
+                    seed=own,
+                    stop=stop,
+                    streamed=streamed,
+                    normalized=self.options.truncation,
+                )
                 job.add(index, prompt, params, kept=kept)
 
     @contextmanager
@@ -289,9 +376,16 @@ class VllmRollout:
         with self._gate:
             self._check_idle("take weights")
             if "weights" in self._asleep:
-                raise RolloutError("cannot take weights", where=WHERE, why=self._not_ready, remedy="call wake_up first")
+                raise RolloutError(
+                    "cannot take weights",
+                    where=WHERE,
+                    why=self._not_ready,
+                    remedy="call wake_up first",
+                )
             if self._not_ready == _SYNCING:
-                raise RolloutError("cannot take weights", where=WHERE, why=_SYNCING, remedy="wait for it")
+                raise RolloutError(
+                    "cannot take weights", where=WHERE, why=_SYNCING, remedy="wait for it"
+                )
             self._not_ready = _SYNCING
         failed = "the last weight sync failed, some weights may be old and some new"
         try:
@@ -307,16 +401,28 @@ class VllmRollout:
             self._stepper.check("generate")
         asleep = "its caches sleep" if self._asleep else ""
         if self._not_ready or asleep:
-            remedy = "create another one" if self._engine is None else "call wake_up, then update_weights"
-            raise RolloutError("cannot generate", where=WHERE, why=self._not_ready or asleep, remedy=remedy)
+            remedy = (
+                "create another one"
+                if self._engine is None
+                else "call wake_up, then update_weights"
+            )
+            raise RolloutError(
+                "cannot generate", where=WHERE, why=self._not_ready or asleep, remedy=remedy
+            )
 
     def _check_idle(self, what: str) -> None:
         if self._engine is None:
-            raise RolloutError(f"cannot {what}", where=WHERE, why="it is closed", remedy="create another one")
+            raise RolloutError(
+                f"cannot {what}", where=WHERE, why="it is closed", remedy="create another one"
+            )
         self._stepper.check(what)
         if self._stepper.busy:
-            raise RolloutError(f"cannot {what}", where=WHERE, why="it is generating",
-                               remedy="wait for what was submitted, or abort it")  # fmt: skip
+            raise RolloutError(
+                f"cannot {what}",
+                where=WHERE,
+                why="it is generating",
+                remedy="wait for what was submitted, or abort it",
+            )
 
 
 _SYNCING = "a weight sync is running"
@@ -328,18 +434,26 @@ class _Asked(NamedTuple):
     sampling: SamplingParams
 
 
-def _gathered(prompts: Sequence[Sequence[int]], sampling: SamplingParams) -> tuple[list[_Asked], int]:
+def _gathered(
+    prompts: Sequence[Sequence[int]], sampling: SamplingParams
+) -> tuple[list[_Asked], int]:
     """What all ranks of this replica ask for, and which of it is this rank's: their schedulers must do alike."""
     group = get_tp_group()
     # All ranks must draw alike, also where the caller leaves the seed to chance.
     drawn = sampling if sampling.seed is not None else replace(sampling, seed=secrets.randbits(62))
-    rows = GroupComm(group.cpu_group).all_gather(_Asked([list(map(int, prompt)) for prompt in prompts], drawn))
+    rows = GroupComm(group.cpu_group).all_gather(
+        _Asked([list(map(int, prompt)) for prompt in prompts], drawn)
+    )
     return rows, group.rank_in_group
 
 
 def _check_choice(key: str, value: str, choices: Sequence[str]) -> None:
     if value not in choices:
-        raise ConfigError(key, f"unknown {key.rpartition('.')[2]} {value!r}", remedy=f"one of: {', '.join(choices)}")
+        raise ConfigError(
+            key,
+            f"unknown {key.rpartition('.')[2]} {value!r}",
+            remedy=f"one of: {', '.join(choices)}",
+        )
 
 
 def _quantization_config(source: ModelSource) -> dict[str, Any]:
@@ -347,4 +461,6 @@ def _quantization_config(source: ModelSource) -> dict[str, Any]:
 
 
 def _device(name: str) -> torch.device:
-    return torch.device("cuda", torch.cuda.current_device()) if name == "cuda" else torch.device(name)
+    return (
+        torch.device("cuda", torch.cuda.current_device()) if name == "cuda" else torch.device(name)
+    )

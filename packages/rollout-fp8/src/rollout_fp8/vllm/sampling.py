@@ -75,7 +75,12 @@ class Normalize(LogitsProcessor):
 
 
 def server_params(
-    sampling: SamplingParams, *, seed: int | None, stop: Sequence[int], streamed: bool, normalized: bool
+    sampling: SamplingParams,
+    *,
+    seed: int | None,
+    stop: Sequence[int],
+    streamed: bool,
+    normalized: bool,
 ) -> vllm.SamplingParams:
     """One completion's draw as vLLM takes it.
 
@@ -107,18 +112,40 @@ def server_params(
 
 
 def check_request(
-    prompts: Sequence[Sequence[int]], sampling: SamplingParams, *, where: str, positions: int, vocabulary: int,
+    prompts: Sequence[Sequence[int]],
+    sampling: SamplingParams,
+    *,
+    where: str,
+    positions: int,
+    vocabulary: int,
     truncation: bool,
-) -> None:  # fmt: skip
+) -> None:
     """Refuse what cannot be generated. Raises ``RolloutError`` that names the prompt at fault."""
     check_sampling(sampling, where)
     if not truncation and (sampling.top_p < 1 or sampling.top_k > 0):
-        raise RolloutError(f"top_p={sampling.top_p}, top_k={sampling.top_k}", where=where,
-                           why="the rollout was made with truncation=false", remedy="rollout.options.truncation=true")  # fmt: skip
-    if not truncation and sampling.temperature > 0 and not COLDEST <= sampling.temperature <= HOTTEST:
-        raise RolloutError(f"temperature={sampling.temperature}", where=where,
-                           why=f"with truncation=false vLLM applies it, and knows {COLDEST} to {HOTTEST:g}, and 0: it would draw at another",
-                           remedy="rollout.options.truncation=true, or a temperature in that range")  # fmt: skip
-    check_prompts(prompts, sampling.max_new_tokens, where, vocabulary=vocabulary, limit=positions,
-                  room=f"one sequence has at most {positions}",
-                  remedy="shorten it, lower max_new_tokens, or raise rollout.options.max_model_len")  # fmt: skip
+        raise RolloutError(
+            f"top_p={sampling.top_p}, top_k={sampling.top_k}",
+            where=where,
+            why="the rollout was made with truncation=false",
+            remedy="rollout.options.truncation=true",
+        )
+    if (
+        not truncation
+        and sampling.temperature > 0
+        and not COLDEST <= sampling.temperature <= HOTTEST
+    ):
+        raise RolloutError(
+            f"temperature={sampling.temperature}",
+            where=where,
+            why=f"with truncation=false vLLM applies it, and knows {COLDEST} to {HOTTEST:g}, and 0: it would draw at another",
+            remedy="rollout.options.truncation=true, or a temperature in that range",
+        )
+    check_prompts(
+        prompts,
+        sampling.max_new_tokens,
+        where,
+        vocabulary=vocabulary,
+        limit=positions,
+        room=f"one sequence has at most {positions}",
+        remedy="shorten it, lower max_new_tokens, or raise rollout.options.max_model_len",
+    )

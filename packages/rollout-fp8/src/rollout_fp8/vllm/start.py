@@ -85,7 +85,9 @@ def start(plan: Plan) -> vllm.LLMEngine:
     _check_fp8(plan)
     if not plan.in_process:
         require_own_devices(plan.device.type, plan.options.tensor_parallel_size)
-    exact_float32(plan.device.type, plan.dtype)  # it stays: kernels are compiled whenever one is first needed
+    exact_float32(
+        plan.device.type, plan.dtype
+    )  # it stays: kernels are compiled whenever one is first needed
     vllm.envs.disable_envs_cache()  # an earlier engine of this process froze what it had read
     arguments = _arguments(plan)
     try:
@@ -101,9 +103,11 @@ def start(plan: Plan) -> vllm.LLMEngine:
                 private.unlink_shared_memory(dist.get_rank() // size * size, size)
             local = plan.device.index or 0
             with (
-                environment.in_process(dist.get_rank(), local), private.own_threads(), Generators(plan.device).own(),
+                environment.in_process(dist.get_rank(), local),
+                private.own_threads(),
+                Generators(plan.device).own(),
                 private.forgotten_on_failure(),
-            ):  # fmt: skip
+            ):
                 engine = vllm.LLMEngine.from_engine_args(vllm.EngineArgs(**arguments))
             private.not_at_exit(engine)
             _living.add(engine)
@@ -113,7 +117,9 @@ def start(plan: Plan) -> vllm.LLMEngine:
             return vllm.LLMEngine.from_engine_args(vllm.EngineArgs(**arguments))
     except EngineError:
         raise
-    except BaseException as error:  # vLLM raises whatever stopped it, and an interrupt leaves a part of it, too
+    except (
+        BaseException
+    ) as error:  # vLLM raises whatever stopped it, and an interrupt leaves a part of it, too
         let_go(error)
         give_back(plan)
         if isinstance(error, Exception):
@@ -140,8 +146,11 @@ def _map_again(engine: vllm.LLMEngine, plan: Plan, asleep: Collection[str]) -> N
     try:
         wake_up(engine, plan, asleep)
     except (RolloutError, RuntimeError) as error:
-        warnings.warn(f"{WHERE}: closed asleep, and there is no memory to wake up in ({error}): some of its memory stays taken "
-                      "until this process ends. Close the engine first, or wake the rollout up before", stacklevel=4)  # fmt: skip
+        warnings.warn(
+            f"{WHERE}: closed asleep, and there is no memory to wake up in ({error}): some of its memory stays taken "
+            "until this process ends. Close the engine first, or wake the rollout up before",
+            stacklevel=4,
+        )
 
 
 def wake_up(engine: vllm.LLMEngine, plan: Plan, asleep: Collection[str]) -> None:
@@ -157,11 +166,16 @@ def wake_up(engine: vllm.LLMEngine, plan: Plan, asleep: Collection[str]) -> None
     elif (need := private.sleeping_bytes(asleep)) > _free_bytes(plan):
         torch.cuda.empty_cache()
         if need > (free := _free_bytes(plan)):
-            sleeping = private.sleeping_bytes({"weights", "kv_cache"})  # PyTorch counts it as allocated
+            sleeping = private.sleeping_bytes(
+                {"weights", "kv_cache"}
+            )  # PyTorch counts it as allocated
             taken = torch.cuda.memory_allocated(plan.device) - sleeping
-            raise RolloutError(f"cannot wake up: {' and '.join(sorted(asleep))} need {need / GIB:.2f} GiB, {free / GIB:.2f} GiB are free",
-                               where=f"{WHERE} on {plan.device}", why=f"this process' tensors that are awake take {taken / GIB:.2f} GiB",
-                               remedy="rollout.offload_engine=true, engine.memory's offload, or a smaller cache (rollout.options.kv_cache_for_batch, kv_cache_bytes)")  # fmt: skip
+            raise RolloutError(
+                f"cannot wake up: {' and '.join(sorted(asleep))} need {need / GIB:.2f} GiB, {free / GIB:.2f} GiB are free",
+                where=f"{WHERE} on {plan.device}",
+                why=f"this process' tensors that are awake take {taken / GIB:.2f} GiB",
+                remedy="rollout.offload_engine=true, engine.memory's offload, or a smaller cache (rollout.options.kv_cache_for_batch, kv_cache_bytes)",
+            )
     engine.wake_up(sorted(asleep, reverse=True))
 
 
@@ -277,10 +291,17 @@ def _cache_bytes(plan: Plan) -> int | None:
         return options.kv_cache_bytes
     if options.kv_cache_bytes is not None:
         raise ConfigError(
-            "rollout.options.kv_cache_for_batch", "true beside kv_cache_bytes", remedy="give one of the two"
+            "rollout.options.kv_cache_for_batch",
+            "true beside kv_cache_bytes",
+            remedy="give one of the two",
         )
-    return cache.bytes_for(plan.model, plan.max_num_seqs, positions=options.max_model_len, dtype=plan.dtype,
-                           parallel=options.tensor_parallel_size)  # fmt: skip
+    return cache.bytes_for(
+        plan.model,
+        plan.max_num_seqs,
+        positions=options.max_model_len,
+        dtype=plan.dtype,
+        parallel=options.tensor_parallel_size,
+    )
 
 
 def _executor(plan: Plan) -> str | None:
@@ -299,36 +320,59 @@ def _adapter_arguments(plan: Plan) -> dict[str, Any]:
     rank, layers = plan.adapter
     room = next((size for size in _RANKS if size >= rank), None)
     if room is None:
-        raise ConfigError("engine.lora.rank", f"{rank} is too large", why=f"vLLM serves adapters of up to rank {_RANKS[-1]}",
-                          remedy=f"at most {_RANKS[-1]}, or rollout.lora=merged")  # fmt: skip
+        raise ConfigError(
+            "engine.lora.rank",
+            f"{rank} is too large",
+            why=f"vLLM serves adapters of up to rank {_RANKS[-1]}",
+            remedy=f"at most {_RANKS[-1]}, or rollout.lora=merged",
+        )
     if plan.device.type == "cuda" and plan.dtype == "float32":
-        raise ConfigError("rollout.options.dtype", "float32 with rollout.lora=adapter", why="vLLM's LoRA kernels on CUDA know "
-                          "bfloat16 and float16", remedy="dtype: bfloat16, or rollout.lora=merged")  # fmt: skip
+        raise ConfigError(
+            "rollout.options.dtype",
+            "float32 with rollout.lora=adapter",
+            why="vLLM's LoRA kernels on CUDA know bfloat16 and float16",
+            remedy="dtype: bfloat16, or rollout.lora=merged",
+        )
     # Only these layers: vLLM would wrap the embedding and the head too, whose weights the sync then could not load.
-    return {"enable_lora": True, "max_lora_rank": room, "max_loras": 1, "lora_target_modules": list(layers)}
+    return {
+        "enable_lora": True,
+        "max_lora_rank": room,
+        "max_loras": 1,
+        "lora_target_modules": list(layers),
+    }
 
 
 def _join_group(plan: Plan) -> None:
     """The default group becomes the world of vLLM; where nobody made one, make one of a single rank."""
     if not dist.is_initialized():
         if int(os.environ.get("WORLD_SIZE", "1")) > 1:
-            raise RolloutError("torch.distributed is not initialized on these ranks", where=WHERE,
-                               why="vLLM in this process joins the engine's process group",
-                               remedy="create the engine first, or use rollout.options.executor=workers")  # fmt: skip
+            raise RolloutError(
+                "torch.distributed is not initialized on these ranks",
+                where=WHERE,
+                why="vLLM in this process joins the engine's process group",
+                remedy="create the engine first, or use rollout.options.executor=workers",
+            )
         backend = "gloo" if plan.device.type == "cpu" else "cpu:gloo,cuda:nccl"
         store = dist.HashStore()  # pyright: ignore[reportPrivateImportUsage] - documented, not re-exported
         dist.init_process_group(backend, store=store, rank=0, world_size=1)
     world, size = dist.get_world_size(), plan.options.tensor_parallel_size
     if world % size:
-        raise RolloutError(f"{world} ranks cannot serve replicas of {size}", where=WHERE,
-                           remedy="choose a rollout.options.tensor_parallel_size that divides the number of ranks")  # fmt: skip
+        raise RolloutError(
+            f"{world} ranks cannot serve replicas of {size}",
+            where=WHERE,
+            remedy="choose a rollout.options.tensor_parallel_size that divides the number of ranks",
+        )
 
 
 def _check_fp8(plan: Plan) -> None:
     if plan.quantization_config is None:
         return
     if plan.device.type == "cpu":
-        flags = Path("/proc/cpuinfo").read_text(encoding="utf-8") if Path("/proc/cpuinfo").exists() else ""
+        flags = (
+            Path("/proc/cpuinfo").read_text(encoding="utf-8")
+            if Path("/proc/cpuinfo").exists()
+            else ""
+        )
         fits, why = (
             " amx_tile" in flags,
             "vLLM's block FP8 kernels for CPUs need AMX tiles (Intel Sapphire Rapids or newer)",
@@ -338,17 +382,32 @@ def _check_fp8(plan: Plan) -> None:
         fits = capability >= (8, 9)
         why = f"block FP8 kernels need compute capability 8.9, the device has {capability[0]}.{capability[1]}"
     if not fits:
-        raise RolloutError("this device has no FP8 kernels", where=WHERE, why=why, remedy="rollout.quantization=none")
+        raise RolloutError(
+            "this device has no FP8 kernels",
+            where=WHERE,
+            why=why,
+            remedy="rollout.quantization=none",
+        )
 
 
 def _explained(error: Exception) -> RolloutError:
     text = str(error)
     if "CuMem allocator" in text:
-        return RolloutError("vLLM did not start: another rollout of this process still has memory that can sleep", where=WHERE,
-                            why=text, remedy="rollout.options.memory_saver=false, or a process for each rollout")  # fmt: skip
-    if "memory profiling" in text:  # vLLM 0.26: memory came free while it measured what it needs itself
-        return RolloutError("vLLM did not start: the device's memory was used by others meanwhile", where=WHERE, why=text,
-                            remedy="start one process at a time on a device")  # fmt: skip
+        return RolloutError(
+            "vLLM did not start: another rollout of this process still has memory that can sleep",
+            where=WHERE,
+            why=text,
+            remedy="rollout.options.memory_saver=false, or a process for each rollout",
+        )
+    if (
+        "memory profiling" in text
+    ):  # vLLM 0.26: memory came free while it measured what it needs itself
+        return RolloutError(
+            "vLLM did not start: the device's memory was used by others meanwhile",
+            where=WHERE,
+            why=text,
+            remedy="start one process at a time on a device",
+        )
     memory = isinstance(error, torch.OutOfMemoryError) or "memory" in text.lower()
     remedy = (
         "free the device, or lower rollout.options.gpu_memory_utilization, max_model_len, kv_cache_bytes or batch_size"

@@ -66,9 +66,18 @@ class InProcess:
     """
 
     def __init__(
-        self, call: Call, aliases: Mapping[str, str], parallel: int = 1, adapter: ServedAdapter | None = None
+        self,
+        call: Call,
+        aliases: Mapping[str, str],
+        parallel: int = 1,
+        adapter: ServedAdapter | None = None,
     ) -> None:
-        self._call, self._aliases, self._parallel, self._adapter = call, dict(aliases), parallel, adapter
+        self._call, self._aliases, self._parallel, self._adapter = (
+            call,
+            dict(aliases),
+            parallel,
+            adapter,
+        )
 
     def learn(self, plan: WirePlan) -> Sequence[Boxes]:
         """See ``Workers.learn``."""
@@ -80,7 +89,9 @@ class InProcess:
         def sync() -> Answer:
             try:
                 return self._call("rollout_fp8_sync", args=(stream,))[0]
-            except Exception:  # whatever it is: the other ranks count on this one in the stream's gathers
+            except (
+                Exception
+            ):  # whatever it is: the other ranks count on this one in the stream's gathers
                 for _ in stream:
                     pass
                 raise
@@ -113,7 +124,9 @@ class OtherProcesses(SentWorkers):
         device: torch.device,
         adapter: ServedAdapter | None = None,
     ) -> None:
-        super().__init__(call, Sender(kind="ipc" if device.type == "cuda" else "shm", receivers=workers))
+        super().__init__(
+            call, Sender(kind="ipc" if device.type == "cuda" else "shm", receivers=workers)
+        )
         self._aliases, self._adapter = dict(aliases), adapter
 
     def learn(self, plan: WirePlan) -> Sequence[Boxes]:

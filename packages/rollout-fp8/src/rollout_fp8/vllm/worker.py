@@ -49,14 +49,19 @@ class SyncExtension:
         """
         worker: Any = self
         if self._rollout_fp8_plan is None or self._rollout_fp8_plan.tensors != plan.tensors:
-            self._rollout_fp8 = self._rollout_fp8_plan = None  # both: a plan that cannot be learnt leaves none
+            self._rollout_fp8 = self._rollout_fp8_plan = (
+                None  # both: a plan that cannot be learnt leaves none
+            )
             self._rollout_fp8_aliases = aliases
             model = worker.get_model()
             packed = PackedReader(model) if next(model.parameters()).device.type == "cpu" else None
             if packed is None and worker.model_config.use_mla:
-                raise RolloutError("no weight sync for multi-head latent attention", where="learning the server's layout",
-                                   why="vLLM computes with weights derived from kv_b_proj, which a copy in place does not renew",
-                                   remedy="set VLLM_MLA_DISABLE=1, or rollout.name=sglang")  # fmt: skip
+                raise RolloutError(
+                    "no weight sync for multi-head latent attention",
+                    where="learning the server's layout",
+                    why="vLLM computes with weights derived from kv_b_proj, which a copy in place does not renew",
+                    remedy="set VLLM_MLA_DISABLE=1, or rollout.name=sglang",
+                )
             self._rollout_fp8 = Receiver(model, plan, self._rollout_fp8_load, packed)
             self._rollout_fp8_plan = plan
         assert self._rollout_fp8 is not None
@@ -89,7 +94,10 @@ class SyncExtension:
         if not audit:
             return encode(Held())
         begin = time.perf_counter()
-        sums = {name: whole_checksum(tensor) for name, tensor in private.adapter_tensors(model, number).items()}
+        sums = {
+            name: whole_checksum(tensor)
+            for name, tensor in private.adapter_tensors(model, number).items()
+        }
         wrong = private.stale_slots(model, number)
         return encode(Held(sums=sums, wrong=wrong, seconds=time.perf_counter() - begin))
 
@@ -103,7 +111,9 @@ class SyncExtension:
             private.end_reload(worker.get_model())
             raise
 
-    def _rollout_fp8_named(self, tensors: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
+    def _rollout_fp8_named(
+        self, tensors: Iterable[tuple[str, Tensor]]
+    ) -> Iterator[tuple[str, Tensor]]:
         worker: Any = self
         wrapped = private.base_layer_names(worker.get_model())
         for name, tensor in tensors:

@@ -21,9 +21,12 @@ class AgentError(EngineError):
     @classmethod
     def failed(cls, problem: str, prompt: Prompt, count: int, most: int) -> Self:
         """The failure that was one too many: the ``count``-th, of which a run bears ``most``."""
-        return cls(problem + (f"; failed trajectories: {count}" if most else ""), where="agent.function",
-                   why=about(prompt),
-                   remedy="mend it; agent.max_failures lets some trajectories end there")  # fmt: skip
+        return cls(
+            problem + (f"; failed trajectories: {count}" if most else ""),
+            where="agent.function",
+            why=about(prompt),
+            remedy="mend it; agent.max_failures lets some trajectories end there",
+        )
 
 
 def about(prompt: Prompt) -> str:
@@ -128,15 +131,26 @@ class Episode:
     """
 
     def __init__(
-        self, number: int, prompt: Prompt, generator: Generator, tokenizer: ChatTokenizer, *, max_tokens: int, max_turns: int,
+        self,
+        number: int,
+        prompt: Prompt,
+        generator: Generator,
+        tokenizer: ChatTokenizer,
+        *,
+        max_tokens: int,
+        max_turns: int,
         max_turn_tokens: int | None,
-    ) -> None:  # fmt: skip
+    ) -> None:
         self.prompt, self.info = prompt, dict[str, Any]()
         self.clock: Clock | None = None
         self._asking: asyncio.Task[Any] | None = None  # the function, or a task that it has started
         self._left = False
         self._number, self._generator, self._tokenizer = number, generator, tokenizer
-        self._max_tokens, self._max_turns, self._max_turn_tokens = max_tokens, max_turns, max_turn_tokens
+        self._max_tokens, self._max_turns, self._max_turn_tokens = (
+            max_tokens,
+            max_turns,
+            max_turn_tokens,
+        )
         self._said: list[int] = []
         self._weights: list[float] = []
         self._log_probs: list[float] = []
@@ -159,7 +173,11 @@ class Episode:
         return self._max_tokens - len(self._said)
 
     async def generate(
-        self, given: Input | None = None, *, max_new_tokens: int | None = None, stop_token_ids: Sequence[int] = ()
+        self,
+        given: Input | None = None,
+        *,
+        max_new_tokens: int | None = None,
+        stop_token_ids: Sequence[int] = (),
     ) -> Turn:
         """Append ``given`` (see ``append``) and let the model go on.
 
@@ -173,15 +191,24 @@ class Episode:
         if self._left:  # a task that is left over: an error that it catches, to ask again, would hold the event loop
             await asyncio.get_running_loop().create_future()
         if self._asking is not None:
-            raise AgentError("the model was asked while it speaks", where="agent.function",
-                             why=f"an episode is one conversation; {about(self.prompt)}", remedy="await one generate after the other")  # fmt: skip
+            raise AgentError(
+                "the model was asked while it speaks",
+                where="agent.function",
+                why=f"an episode is one conversation; {about(self.prompt)}",
+                remedy="await one generate after the other",
+            )
         if given is not None:
             self.append(given)
         if len(self._turns) >= self._max_turns or self.room < 1:
             raise EpisodeOver
         limits = [n for n in (self.room, self._max_turn_tokens, max_new_tokens) if n is not None]
-        request = Request(number=self._number, turn=len(self._turns), tokens=self.tokens, max_new_tokens=max(1, min(limits)),
-                          stop_token_ids=tuple(stop_token_ids))  # fmt: skip
+        request = Request(
+            number=self._number,
+            turn=len(self._turns),
+            tokens=self.tokens,
+            max_new_tokens=max(1, min(limits)),
+            stop_token_ids=tuple(stop_token_ids),
+        )
         return self._record(await self._ask(request))
 
     def append(self, given: Input) -> None:
@@ -205,9 +232,18 @@ class Episode:
         """The conversation, with why it ended; the runner's."""
         finished = end == "done" and bool(self._turns) and self._turns[-1].finished
         info = {**self.info, "turns": [turn.text for turn in self._turns]}
-        return Trajectory(tokens=list(self._said), loss_weights=list(self._weights), log_probs=list(self._log_probs),
-                          weight_versions=list(self._versions), text="".join(turn.text for turn in self._turns), finished=finished,
-                          turns=len(self._turns), end=end, problem=problem, info=info)  # fmt: skip
+        return Trajectory(
+            tokens=list(self._said),
+            loss_weights=list(self._weights),
+            log_probs=list(self._log_probs),
+            weight_versions=list(self._versions),
+            text="".join(turn.text for turn in self._turns),
+            finished=finished,
+            turns=len(self._turns),
+            end=end,
+            problem=problem,
+            info=info,
+        )
 
     def leave(self) -> None:
         """Its function has ended: whatever that has started asks no more; the runner's."""
@@ -235,8 +271,11 @@ class Episode:
         if completion.weight_versions:  # what was appended before anything was said
             self._versions = [completion.weight_versions[0] if v < 0 else v for v in self._versions]
         self._versions += completion.weight_versions
-        turn = Turn(text=self._tokenizer.decode(completion.tokens), tokens=list(completion.tokens),
-                    finished=completion.finish_reason == "stop")  # fmt: skip
+        turn = Turn(
+            text=self._tokenizer.decode(completion.tokens),
+            tokens=list(completion.tokens),
+            finished=completion.finish_reason == "stop",
+        )
         self._turns.append(turn)
         return turn
 

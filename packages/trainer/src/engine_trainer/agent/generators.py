@@ -30,7 +30,9 @@ def derive(seed: int | None, *parts: Any) -> int | None:
 def sampling_of(request: Request, sampling: SamplingParams, seed: int | None) -> SamplingParams:
     """One turn's parameters."""
     stops = tuple(dict.fromkeys([*sampling.stop_token_ids, *request.stop_token_ids]))
-    return replace(sampling, n=1, max_new_tokens=request.max_new_tokens, stop_token_ids=stops, seed=seed)
+    return replace(
+        sampling, n=1, max_new_tokens=request.max_new_tokens, stop_token_ids=stops, seed=seed
+    )
 
 
 class Submitted:
@@ -42,7 +44,9 @@ class Submitted:
         failed: what the rollout raised. A function may catch it as if it were its tool's: whoever runs functions looks here.
     """
 
-    def __init__(self, rollout: AsyncRollout, sampling: SamplingParams, names: Sequence[Any]) -> None:
+    def __init__(
+        self, rollout: AsyncRollout, sampling: SamplingParams, names: Sequence[Any]
+    ) -> None:
         self._rollout, self._sampling, self._names = rollout, sampling, names
         self._threads = DaemonThreads()  # one waits for each turn
         self.failed: Exception | None = None
@@ -53,15 +57,23 @@ class Submitted:
         empty = 0
         while True:
             done = sum(len(p.tokens) for p in parts)
-            left = replace(request, tokens=[*request.tokens, *(t for p in parts for t in p.tokens)],
-                           max_new_tokens=request.max_new_tokens - done)  # fmt: skip
+            left = replace(
+                request,
+                tokens=[*request.tokens, *(t for p in parts for t in p.tokens)],
+                max_new_tokens=request.max_new_tokens - done,
+            )
             parts.append(await self._once(left, len(parts)))
             empty = 0 if parts[-1].tokens else empty + 1
-            if parts[-1].finish_reason != "abort" or done + len(parts[-1].tokens) >= request.max_new_tokens:
+            if (
+                parts[-1].finish_reason != "abort"
+                or done + len(parts[-1].tokens) >= request.max_new_tokens
+            ):
                 return _joined(parts)
             if empty >= ABORTS:
                 raise RolloutError(
-                    f"a turn was aborted {ABORTS} times without a token", where="agent", remedy="see the rollout's log"
+                    f"a turn was aborted {ABORTS} times without a token",
+                    where="agent",
+                    remedy="see the rollout's log",
                 )
 
     def leave(self) -> None:
@@ -70,9 +82,13 @@ class Submitted:
     async def _once(self, request: Request, part: int) -> Completion:
         seed = derive(self._sampling.seed, self._names[request.number], request.turn, part)
         try:
-            generation = self._rollout.submit(request.tokens, sampling_of(request, self._sampling, seed))
+            generation = self._rollout.submit(
+                request.tokens, sampling_of(request, self._sampling, seed)
+            )
             try:
-                (completion,) = await asyncio.get_running_loop().run_in_executor(self._threads, generation.result)
+                (completion,) = await asyncio.get_running_loop().run_in_executor(
+                    self._threads, generation.result
+                )
             except asyncio.CancelledError:
                 generation.abort()  # its thread returns
                 raise
@@ -128,13 +144,17 @@ class Batched:
         if not self._waiting or len(self._waiting) < self._running:
             return
         batch, self._waiting = sorted(self._waiting, key=lambda w: w.request.number), []
-        batch = [one for one in batch if not one.answer.done()]  # one was cancelled, and has not run since
+        batch = [
+            one for one in batch if not one.answer.done()
+        ]  # one was cancelled, and has not run since
 
         def seed(kind: int) -> int | None:
             return derive(self._sampling.seed, self._batches + kind)
 
         try:
-            completions = generate_all(self._rollout, [w.request for w in batch], self._sampling, seed)
+            completions = generate_all(
+                self._rollout, [w.request for w in batch], self._sampling, seed
+            )
         except Exception as error:  # noqa: BLE001 - raised in all that wait, not in the one that came last alone
             self.failed = self.failed or error
             for one in batch:
@@ -222,7 +242,9 @@ class Sliced:
             turns = sorted(self._waiting, key=lambda turn: turn.request.number)
         asked = [turn.left(self._slice) for turn in turns]
         for turn, said in zip(
-            turns, generate_all(rollout, asked, self._sampling, lambda kind: derive(seed, kind)), strict=True
+            turns,
+            generate_all(rollout, asked, self._sampling, lambda kind: derive(seed, kind)),
+            strict=True,
         ):
             turn.add(said)
             if turn.complete and self._forget(turn) and turn.answer.set_running_or_notify_cancel():
@@ -239,7 +261,10 @@ class Sliced:
 
 
 def generate_all(
-    rollout: Rollout, requests: Sequence[Request], sampling: SamplingParams, seed: Callable[[int], int | None]
+    rollout: Rollout,
+    requests: Sequence[Request],
+    sampling: SamplingParams,
+    seed: Callable[[int], int | None],
 ) -> list[Completion]:
     """One completion for each request, in order; those with equal limits and stops in one batch. Raises ``RolloutError``.
 
@@ -252,15 +277,21 @@ def generate_all(
     found: dict[int, Completion] = {}
     for number, places in enumerate(kinds.values(), start=1):
         same = [requests[place] for place in places]
-        completions = rollout.generate([r.tokens for r in same], sampling_of(same[0], sampling, seed(number)))
+        completions = rollout.generate(
+            [r.tokens for r in same], sampling_of(same[0], sampling, seed(number))
+        )
         found |= {places[completion.prompt_index]: completion for completion in completions}
     return [found[place] for place in range(len(requests))]
 
 
 def nothing_said(slices: int) -> RolloutError:
     """The error of a rollout that would be asked for ever."""
-    return RolloutError(f"{slices} slices without a token, and no end", where="overlap.mode: full",
-                        why="the rollout neither stops nor goes on", remedy="see the rollout's log; is its context long enough?")  # fmt: skip
+    return RolloutError(
+        f"{slices} slices without a token, and no end",
+        where="overlap.mode: full",
+        why="the rollout neither stops nor goes on",
+        remedy="see the rollout's log; is its context long enough?",
+    )
 
 
 def _kind(request: Request) -> tuple[Any, ...]:
@@ -271,6 +302,9 @@ def _joined(parts: Sequence[Completion]) -> Completion:
     if len(parts) == 1:
         return parts[0]
     return Completion(
-        prompt_index=0, tokens=[t for p in parts for t in p.tokens], log_probs=[v for p in parts for v in p.log_probs],
-        weight_versions=[v for p in parts for v in p.weight_versions], finish_reason=parts[-1].finish_reason,
-    )  # fmt: skip
+        prompt_index=0,
+        tokens=[t for p in parts for t in p.tokens],
+        log_probs=[v for p in parts for v in p.log_probs],
+        weight_versions=[v for p in parts for v in p.weight_versions],
+        finish_reason=parts[-1].finish_reason,
+    )

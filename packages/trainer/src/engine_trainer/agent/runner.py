@@ -13,7 +13,15 @@ from typing import Any, cast
 
 from engine_api.errors import ConfigError, EngineError
 from engine_api.rollout import AsyncRollout, Completion, Rollout, SamplingParams
-from engine_trainer.agent.episode import AgentError, Clock, Episode, EpisodeOver, Generator, Trajectory, about
+from engine_trainer.agent.episode import (
+    AgentError,
+    Clock,
+    Episode,
+    EpisodeOver,
+    Generator,
+    Trajectory,
+    about,
+)
 from engine_trainer.agent.generators import Batched, Submitted
 from engine_trainer.data import ChatTokenizer, Prompt
 from engine_trainer.functions import is_async, load_function, require_arguments, run_past_exits
@@ -38,7 +46,9 @@ class AgentLoop:
         self.function = _load(section.function, section.kwargs)
         self._failures = 0
 
-    def run(self, rollout: Rollout, prompts: Sequence[Prompt], sampling: SamplingParams) -> list[list[Trajectory]]:
+    def run(
+        self, rollout: Rollout, prompts: Sequence[Prompt], sampling: SamplingParams
+    ) -> list[list[Trajectory]]:
         """``sampling.n`` trajectories for each prompt; ``sampling.max_new_tokens`` holds for each as a whole.
 
         Raises:
@@ -54,21 +64,30 @@ class AgentLoop:
     def _alarm(self) -> AbstractContextManager[Alarm | None]:
         """For a function that never awaits: it holds the event loop, and no limit of the loop's own comes."""
         limit = self.section.timeout_s
-        if limit is None or threading.current_thread() is not threading.main_thread():  # no signal comes through there
+        if (
+            limit is None or threading.current_thread() is not threading.main_thread()
+        ):  # no signal comes through there
             return nullcontext()
         return alarm(limit + BEAT_S, again=True)
 
     async def _run(
-        self, rollout: Rollout, prompts: Sequence[Prompt], sampling: SamplingParams, held: Alarm | None
+        self,
+        rollout: Rollout,
+        prompts: Sequence[Prompt],
+        sampling: SamplingParams,
+        held: Alarm | None,
     ) -> dict[int, Trajectory]:
         asked = [(prompt, k) for prompt in prompts for k in range(sampling.n)]
         places = min(self.section.concurrency, len(asked))
         generator = _generator(rollout, sampling, _names(prompts, sampling.n), places, held)
         episodes = enumerate(
-            self._episode(number, prompt, generator, sampling) for number, (prompt, _) in enumerate(asked)
+            self._episode(number, prompt, generator, sampling)
+            for number, (prompt, _) in enumerate(asked)
         )
         found: dict[int, Trajectory] = {}
-        tasks = [asyncio.create_task(self._place(episodes, generator, found)) for _ in range(places)]
+        tasks = [
+            asyncio.create_task(self._place(episodes, generator, found)) for _ in range(places)
+        ]
         beat = asyncio.create_task(_beat(held))
         try:
             await asyncio.gather(*tasks)
@@ -77,16 +96,30 @@ class AgentLoop:
             beat.cancel()
         return found
 
-    async def converse(self, number: int, prompt: Prompt, generator: Generator, sampling: SamplingParams) -> Trajectory:
+    async def converse(
+        self, number: int, prompt: Prompt, generator: Generator, sampling: SamplingParams
+    ) -> Trajectory:
         """One trajectory, of whichever number. Raises as ``run``."""
         return await self._one(self._episode(number, prompt, generator, sampling))
 
-    def _episode(self, number: int, prompt: Prompt, generator: Generator, sampling: SamplingParams) -> Episode:
-        return Episode(number, prompt, generator, self.tokenizer, max_tokens=sampling.max_new_tokens,
-                       max_turns=self.section.max_turns, max_turn_tokens=self.section.max_turn_tokens)  # fmt: skip
+    def _episode(
+        self, number: int, prompt: Prompt, generator: Generator, sampling: SamplingParams
+    ) -> Episode:
+        return Episode(
+            number,
+            prompt,
+            generator,
+            self.tokenizer,
+            max_tokens=sampling.max_new_tokens,
+            max_turns=self.section.max_turns,
+            max_turn_tokens=self.section.max_turn_tokens,
+        )
 
     async def _place(
-        self, episodes: Iterator[tuple[int, Episode]], generator: Submitted | Batched, found: dict[int, Trajectory]
+        self,
+        episodes: Iterator[tuple[int, Episode]],
+        generator: Submitted | Batched,
+        found: dict[int, Trajectory],
     ) -> None:
         """One trajectory after the other."""
         for number, episode in episodes:
@@ -125,14 +158,20 @@ class AgentLoop:
             )
             if not late:
                 return episode.close("failed", self._fail(episode, error))
-        log.warning("agent.function took longer than %s s: %.200r", self.section.timeout_s, episode.prompt.text)
+        log.warning(
+            "agent.function took longer than %s s: %.200r",
+            self.section.timeout_s,
+            episode.prompt.text,
+        )
         return episode.close("timeout")
 
     def _fail(self, episode: Episode, error: BaseException) -> str:
         self._failures += 1
         said = f"it raised {type(error).__name__}: {error}"
         if self._failures > self.section.max_failures:
-            raise AgentError.failed(said, episode.prompt, self._failures, self.section.max_failures) from error
+            raise AgentError.failed(
+                said, episode.prompt, self._failures, self.section.max_failures
+            ) from error
         log.warning("agent.function failed, the trajectory ends there: %s", said)
         return said
 
@@ -140,16 +179,24 @@ class AgentLoop:
 def _load(target: str, kwargs: Mapping[str, Any]) -> AgentFn:
     function = load_function(target, "agent.function")
     if not is_async(function):
-        raise ConfigError("agent.function", f"{target} is not async", why="it awaits the model",
-                          remedy="write async def; a slow tool runs beside it with await asyncio.to_thread(tool, …)")  # fmt: skip
+        raise ConfigError(
+            "agent.function",
+            f"{target} is not async",
+            why="it awaits the model",
+            remedy="write async def; a slow tool runs beside it with await asyncio.to_thread(tool, …)",
+        )
     require_arguments(function, "agent.function", ["episode"], kwargs)
     return cast("AgentFn", partial(function, **kwargs))
 
 
 def _checked(value: object, prompt: Prompt) -> Trajectory:
     if not isinstance(value, Trajectory):
-        raise AgentError(f"it returned {type(value).__name__}", where="agent.function",
-                         why=f"a trajectory is needed; {about(prompt)}", remedy="return episode.end()")  # fmt: skip
+        raise AgentError(
+            f"it returned {type(value).__name__}",
+            where="agent.function",
+            why=f"a trajectory is needed; {about(prompt)}",
+            remedy="return episode.end()",
+        )
     return value
 
 
@@ -175,12 +222,18 @@ async def _beat(held: Alarm | None) -> None:
 
 
 def _generator(
-    rollout: Rollout, sampling: SamplingParams, names: Sequence[Any], places: int, held: Alarm | None
+    rollout: Rollout,
+    sampling: SamplingParams,
+    names: Sequence[Any],
+    places: int,
+    held: Alarm | None,
 ) -> Submitted | Batched:
     if isinstance(rollout, AsyncRollout):
         return Submitted(rollout, sampling, names)
     return Batched(
-        rollout if held is None else cast("Rollout", _Unhurried(rollout, held)), replace(sampling, n=1), places
+        rollout if held is None else cast("Rollout", _Unhurried(rollout, held)),
+        replace(sampling, n=1),
+        places,
     )
 
 
@@ -190,7 +243,9 @@ class _Unhurried:
     def __init__(self, rollout: Rollout, held: Alarm) -> None:
         self._rollout, self._held = rollout, held
 
-    def generate(self, prompts: Sequence[Sequence[int]], sampling: SamplingParams) -> list[Completion]:
+    def generate(
+        self, prompts: Sequence[Sequence[int]], sampling: SamplingParams
+    ) -> list[Completion]:
         with self._held.stopped():
             return self._rollout.generate(prompts, sampling)
 

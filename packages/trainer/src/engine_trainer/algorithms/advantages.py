@@ -17,7 +17,9 @@ if TYPE_CHECKING:
 Estimator = Literal["grpo", "dr_grpo", "rloo", "reinforce_pp_baseline"]
 
 
-def group_advantages(rewards: torch.Tensor, estimator: Estimator = "grpo", eps: float = 1e-6) -> torch.Tensor:
+def group_advantages(
+    rewards: torch.Tensor, estimator: Estimator = "grpo", eps: float = 1e-6
+) -> torch.Tensor:
     """Advantages within each group.
 
     Args:
@@ -38,11 +40,18 @@ def group_advantages(rewards: torch.Tensor, estimator: Estimator = "grpo", eps: 
     """
     estimate = _ESTIMATORS.get(estimator)
     if estimate is None:
-        raise ConfigError("algorithm.advantage", f"unknown estimator {estimator!r}",
-                          remedy=near_matches(estimator, list(_ESTIMATORS)))  # fmt: skip
+        raise ConfigError(
+            "algorithm.advantage",
+            f"unknown estimator {estimator!r}",
+            remedy=near_matches(estimator, list(_ESTIMATORS)),
+        )
     if rewards.shape[-1] < 2:
-        raise ConfigError("rollout.n", f"{rewards.shape[-1]} completion(s) a prompt", why="a group is compared with itself",
-                          remedy="draw at least 2")  # fmt: skip
+        raise ConfigError(
+            "rollout.n",
+            f"{rewards.shape[-1]} completion(s) a prompt",
+            why="a group is compared with itself",
+            remedy="draw at least 2",
+        )
     rewards = rewards.double()  # a mean in float32 leaves a rest that 1 / eps would magnify
     advantages = estimate(rewards, eps)
     return advantages.masked_fill(is_flat(rewards)[:, None], 0.0).float()

@@ -69,7 +69,9 @@ class Ratios:
         return values if level == "token" else values[self.document]
 
 
-def ratios(engine: torch.Tensor, rollout: torch.Tensor, mask: torch.Tensor, cu_seqlens: torch.Tensor) -> Ratios:
+def ratios(
+    engine: torch.Tensor, rollout: torch.Tensor, mask: torch.Tensor, cu_seqlens: torch.Tensor
+) -> Ratios:
     """Return the engine's probabilities over the rollout's, at every level.
 
     Args:
@@ -83,8 +85,15 @@ def ratios(engine: torch.Tensor, rollout: torch.Tensor, mask: torch.Tensor, cu_s
     log = where_counted(engine.detach().double() - rollout.detach().double(), mask)
     counts = sum_by_document(counted.double(), cu_seqlens)
     sums = sum_by_document(log, cu_seqlens)
-    return Ratios(log=log, token=exp_ratio(log), sequence=exp_ratio(sums), geometric=exp_ratio(sums / counts.clamp(min=1.0)),
-                  counts=counts, counted=counted, document=document)  # fmt: skip
+    return Ratios(
+        log=log,
+        token=exp_ratio(log),
+        sequence=exp_ratio(sums),
+        geometric=exp_ratio(sums / counts.clamp(min=1.0)),
+        counts=counts,
+        counted=counted,
+        document=document,
+    )
 
 
 def truncate(ratio: torch.Tensor, cap: float) -> torch.Tensor:
@@ -135,7 +144,9 @@ def correction_figures(sums: Mapping[str, float], section: CorrectionSection) ->
     figures: dict[str, float] = {}
     if section.weighted and (units := sums["correction_units"]):
         figures["weight_mean"] = sums["correction_weight"] / units
-        figures["ess"] = effective_size(sums["correction_weight"], sums["correction_weight_square"], units)
+        figures["ess"] = effective_size(
+            sums["correction_weight"], sums["correction_weight_square"], units
+        )
         high = "masked_high" if section.weight == "icepop" else "clipped"
         figures[high] = sums["correction_high"] / units
         if section.weight == "icepop":
@@ -152,22 +163,30 @@ def effective_size(weight: float, square: float, count: float) -> float:
     return weight**2 / (count * square) if square else 0.0
 
 
-def _weigh(given: Ratios, section: CorrectionSection) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+def _weigh(
+    given: Ratios, section: CorrectionSection
+) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
     if not section.weighted:
         return torch.ones_like(given.token), {}
     level = "sequence" if section.weight == "sequence" else "token"
     ratio, counted = given.units(level)
     low, high = (section.low, section.high) if section.weight == "icepop" else (0.0, section.cap)
-    weight = icepop(ratio, low, high) if section.weight == "icepop" else truncate(ratio, section.cap)
+    weight = (
+        icepop(ratio, low, high) if section.weight == "icepop" else truncate(ratio, section.cap)
+    )
     units = weight * counted
     return given.spread(weight, level), {
-        "correction_units": counted.sum(), "correction_weight": units.sum(),
+        "correction_units": counted.sum(),
+        "correction_weight": units.sum(),
         "correction_weight_square": units.square().sum(),
-        "correction_low": ((ratio < low) & counted).sum(), "correction_high": ((ratio > high) & counted).sum(),
-    }  # fmt: skip
+        "correction_low": ((ratio < low) & counted).sum(),
+        "correction_high": ((ratio > high) & counted).sum(),
+    }
 
 
-def _reject(given: Ratios, section: CorrectionSection) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+def _reject(
+    given: Ratios, section: CorrectionSection
+) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
     if section.reject == "none":
         return torch.ones_like(given.counted), {}
     ratio, counted = given.units(section.reject)

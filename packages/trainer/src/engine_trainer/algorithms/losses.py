@@ -18,7 +18,14 @@ from engine_api.errors import ConfigError
 from engine_api.losses import Aggregation, where_counted
 from engine_api.results import LossOutput, TokenOutputs
 from engine_trainer.algorithms.packed import document_of, sum_by_document
-from engine_trainer.algorithms.surrogates import MAX_LOG_RATIO, Surrogate, cispo, clipped, exp_ratio, gspo
+from engine_trainer.algorithms.surrogates import (
+    MAX_LOG_RATIO,
+    Surrogate,
+    cispo,
+    clipped,
+    exp_ratio,
+    gspo,
+)
 
 if TYPE_CHECKING:
     import torch
@@ -29,7 +36,9 @@ Kind = Literal["ppo", "gspo", "gspo_token", "cispo"]
 KINDS: tuple[Kind, ...] = ("ppo", "gspo", "gspo_token", "cispo")
 
 
-def kl_divergence(log_probs: torch.Tensor, ref_log_probs: torch.Tensor, estimator: Estimator) -> torch.Tensor:
+def kl_divergence(
+    log_probs: torch.Tensor, ref_log_probs: torch.Tensor, estimator: Estimator
+) -> torch.Tensor:
     """Estimate each token's KL(policy ‖ reference) from one sample (Schulman 2020, "Approximating KL").
 
     With ``d = log_probs - ref_log_probs``: ``k1 = d`` (unbiased, may be negative), ``k2 = d² / 2``
@@ -152,8 +161,18 @@ class PolicyLoss:
         _check(self.kind in KINDS, "loss", self.kind, near_matches(str(self.kind), KINDS))
         _check(0 <= self.clip_low <= 1, "clip_low", self.clip_low, "give a number in [0, 1]")
         _check(self.clip_high >= 0, "clip_high", self.clip_high, "give a number >= 0")
-        _check(self.dual_clip is None or self.dual_clip > 1, "dual_clip", self.dual_clip, "give a number > 1, or null")
-        _check(self.dual_clip is None or self.kind == "ppo", "dual_clip", self.dual_clip, "null: it belongs to ppo")
+        _check(
+            self.dual_clip is None or self.dual_clip > 1,
+            "dual_clip",
+            self.dual_clip,
+            "give a number > 1, or null",
+        )
+        _check(
+            self.dual_clip is None or self.kind == "ppo",
+            "dual_clip",
+            self.dual_clip,
+            "null: it belongs to ppo",
+        )
         _check(self.kl_coef >= 0, "kl_coef", self.kl_coef, "give a number >= 0")
         remedy = near_matches(str(self.kl_estimator), ESTIMATORS)
         _check(self.kl_estimator in ESTIMATORS, "kl_estimator", self.kl_estimator, remedy)
@@ -175,7 +194,9 @@ class PolicyLoss:
         assert outputs.log_probs is not None
         weight, counted = batch.loss_weight, batch.loss_weight > 0
         log_probs = where_counted(outputs.log_probs, weight)
-        old = log_probs.detach() if self.on_policy else where_counted(batch["old_log_probs"], weight)
+        old = (
+            log_probs.detach() if self.on_policy else where_counted(batch["old_log_probs"], weight)
+        )
         log_ratio = log_probs - old
         surrogate = self._surrogate(log_probs, log_ratio, batch)
         loss = (self._policy_weight(batch) * surrogate.value).sum()
@@ -187,7 +208,11 @@ class PolicyLoss:
             "ratio": (surrogate.ratio * counted).sum(),
             "old_kl": _old_kl(log_ratio.detach(), counted),
         }
-        loss = loss + self._kl(log_probs, log_ratio, batch, metrics) + self._entropy(outputs.entropy, weight, metrics)
+        loss = (
+            loss
+            + self._kl(log_probs, log_ratio, batch, metrics)
+            + self._entropy(outputs.entropy, weight, metrics)
+        )
         return LossOutput(loss=loss, metrics=metrics)
 
     def coefficients(self, batch: Batch) -> torch.Tensor | None:
@@ -201,26 +226,45 @@ class PolicyLoss:
         if self.kind != "gspo":
             return own
         counted = (batch.loss_weight > 0).to(own.dtype)
-        mean = sum_by_document(own, batch.cu_seqlens) / sum_by_document(counted, batch.cu_seqlens).clamp(min=1.0)
+        mean = sum_by_document(own, batch.cu_seqlens) / sum_by_document(
+            counted, batch.cu_seqlens
+        ).clamp(min=1.0)
         return mean[document_of(batch.cu_seqlens, own.device)] * counted
 
     def _policy_weight(self, batch: Batch) -> torch.Tensor:
         weight = batch.loss_weight
         return weight * where_counted(batch["correction"], weight) if self.corrected else weight
 
-    def _surrogate(self, log_probs: torch.Tensor, log_ratio: torch.Tensor, batch: Batch) -> Surrogate:
+    def _surrogate(
+        self, log_probs: torch.Tensor, log_ratio: torch.Tensor, batch: Batch
+    ) -> Surrogate:
         advantages = where_counted(batch["advantages"], batch.loss_weight)
         low, high = 1 - self.clip_low, 1 + self.clip_high
         if self.kind == "ppo":
-            return clipped(exp_ratio(log_ratio), advantages, low=low, high=high, dual=self.dual_clip)
+            return clipped(
+                exp_ratio(log_ratio), advantages, low=low, high=high, dual=self.dual_clip
+            )
         if self.kind == "cispo":
             return cispo(log_probs, log_ratio, advantages, low=low, high=high)
         level = "token" if self.kind == "gspo_token" else "sequence"
         counted = batch.loss_weight > 0
-        return gspo(log_probs, log_ratio, advantages, counted, batch.cu_seqlens, low=low, high=high, level=level)
+        return gspo(
+            log_probs,
+            log_ratio,
+            advantages,
+            counted,
+            batch.cu_seqlens,
+            low=low,
+            high=high,
+            level=level,
+        )
 
     def _kl(
-        self, log_probs: torch.Tensor, log_ratio: torch.Tensor, batch: Batch, metrics: dict[str, torch.Tensor]
+        self,
+        log_probs: torch.Tensor,
+        log_ratio: torch.Tensor,
+        batch: Batch,
+        metrics: dict[str, torch.Tensor],
     ) -> torch.Tensor | float:
         if self.kl_coef == 0:
             return 0.0

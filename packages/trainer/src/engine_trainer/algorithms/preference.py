@@ -26,7 +26,9 @@ PairLossName = Literal["sigmoid", "hinge", "ipo"]
 Output = Literal["log_probs", "values"]
 
 
-def pair_loss(margin: torch.Tensor, beta: float, name: PairLossName = "sigmoid") -> tuple[torch.Tensor, torch.Tensor]:
+def pair_loss(
+    margin: torch.Tensor, beta: float, name: PairLossName = "sigmoid"
+) -> tuple[torch.Tensor, torch.Tensor]:
     """The loss of each pair and its derivative by the margin.
 
     Args:
@@ -45,7 +47,9 @@ def pair_loss(margin: torch.Tensor, beta: float, name: PairLossName = "sigmoid")
     """
     compute = _LOSSES.get(name)
     if compute is None:
-        raise ConfigError("dpo.loss", f"unknown loss {name!r}", remedy=near_matches(name, list(_LOSSES)))
+        raise ConfigError(
+            "dpo.loss", f"unknown loss {name!r}", remedy=near_matches(name, list(_LOSSES))
+        )
     return compute(margin.double(), beta)
 
 
@@ -64,8 +68,10 @@ def _ipo(margin: torch.Tensor, beta: float) -> tuple[torch.Tensor, torch.Tensor]
 
 
 _LOSSES: dict[str, Callable[[torch.Tensor, float], tuple[torch.Tensor, torch.Tensor]]] = {
-    "sigmoid": _sigmoid, "hinge": _hinge, "ipo": _ipo,
-}  # fmt: skip
+    "sigmoid": _sigmoid,
+    "hinge": _hinge,
+    "ipo": _ipo,
+}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -87,8 +93,14 @@ class LinearLoss:
         given = outputs.log_probs if self.output == "log_probs" else outputs.values
         assert given is not None
         weight = batch.loss_weight
-        return LossOutput(loss=(where_counted(batch["coefficient"], weight) * where_counted(given, weight)).sum())
+        return LossOutput(
+            loss=(where_counted(batch["coefficient"], weight) * where_counted(given, weight)).sum()
+        )
 
     def coefficients(self, batch: Batch) -> torch.Tensor | None:
         """Return the derivative by each log-prob, which is known beforehand: ``[T]``."""
-        return where_counted(batch["coefficient"], batch.loss_weight) if self.output == "log_probs" else None
+        return (
+            where_counted(batch["coefficient"], batch.loss_weight)
+            if self.output == "log_probs"
+            else None
+        )

@@ -22,9 +22,13 @@ VARIANCE_FLOOR = 1e-8  # as verl's masked_whiten
 
 
 def token_rewards(
-    scores: torch.Tensor, mask: torch.Tensor, cu_seqlens: torch.Tensor, *, kl: torch.Tensor | None = None,
+    scores: torch.Tensor,
+    mask: torch.Tensor,
+    cu_seqlens: torch.Tensor,
+    *,
+    kl: torch.Tensor | None = None,
     coefficient: float = 0.0,
-) -> torch.Tensor:  # fmt: skip
+) -> torch.Tensor:
     """The score at each completion's last token, and the KL penalty at every one.
 
     As in Ziegler et al. 2019 (arXiv:1909.08593, section 2.1) and InstructGPT (arXiv:2203.02155, eq. 2).
@@ -62,8 +66,14 @@ def returns_to_go(
 
 
 def gae(
-    rewards: torch.Tensor, values: torch.Tensor, mask: torch.Tensor, cu_seqlens: torch.Tensor, *, gamma: float, lam: float
-) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
+    rewards: torch.Tensor,
+    values: torch.Tensor,
+    mask: torch.Tensor,
+    cu_seqlens: torch.Tensor,
+    *,
+    gamma: float,
+    lam: float,
+) -> tuple[torch.Tensor, torch.Tensor]:
     """Generalized advantage estimation (Schulman et al. 2016, arXiv:1506.02438, eq. 16).
 
     ``δ_t = r_t + γ V(s_{t+1}) - V(s_t)`` and ``A_t = Σ_k (γλ)^k δ_{t+k}``.
@@ -104,7 +114,9 @@ class Moments:
         if not len(counted):
             return Moments(count=0, mean=0.0, deviations=0.0)
         mean = counted.mean()
-        return Moments(count=len(counted), mean=float(mean), deviations=float((counted - mean).square().sum()))
+        return Moments(
+            count=len(counted), mean=float(mean), deviations=float((counted - mean).square().sum())
+        )
 
     @staticmethod
     def merge(parts: Sequence[Moments]) -> Moments:
@@ -152,7 +164,12 @@ def _discount(values: torch.Tensor, document: torch.Tensor, factor: float) -> to
     while reach < longest:
         same = document[reach:] == document[:-reach]
         # Chosen, not multiplied by 0: what is not finite stays in its own document.
-        values = torch.cat([values[:-reach] + torch.where(same, factor**reach * values[reach:], 0.0), values[-reach:]])
+        values = torch.cat(
+            [
+                values[:-reach] + torch.where(same, factor**reach * values[reach:], 0.0),
+                values[-reach:],
+            ]
+        )
         reach *= 2
     return values
 

@@ -11,7 +11,9 @@ if TYPE_CHECKING:
     import torch
 
 
-def overlong_penalty(lengths: torch.Tensor, *, max_length: int, buffer: int, factor: float = 1.0) -> torch.Tensor:
+def overlong_penalty(
+    lengths: torch.Tensor, *, max_length: int, buffer: int, factor: float = 1.0
+) -> torch.Tensor:
     """Soft overlong punishment (eq. 13): 0 up to ``max_length - buffer``, then falling in a line to ``-factor``.
 
     Args:
@@ -27,8 +29,11 @@ def overlong_penalty(lengths: torch.Tensor, *, max_length: int, buffer: int, fac
         ConfigError: when the buffer does not fit.
     """
     if not 0 < buffer <= max_length:
-        raise ConfigError("algorithm.overlong.buffer", f"{buffer} tokens of a limit of {max_length}",
-                          remedy="give an integer from 1 to rollout.max_new_tokens")  # fmt: skip
+        raise ConfigError(
+            "algorithm.overlong.buffer",
+            f"{buffer} tokens of a limit of {max_length}",
+            remedy="give an integer from 1 to rollout.max_new_tokens",
+        )
     exceeded = (lengths - (max_length - buffer)).clamp(0, buffer).float()
     return -exceeded / buffer * factor
 

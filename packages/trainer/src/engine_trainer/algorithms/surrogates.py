@@ -37,7 +37,9 @@ def exp_ratio(log_ratio: torch.Tensor) -> torch.Tensor:
     return log_ratio.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
 
 
-def mean_log_ratio(log_ratio: torch.Tensor, counted: torch.Tensor, cu_seqlens: torch.Tensor) -> torch.Tensor:
+def mean_log_ratio(
+    log_ratio: torch.Tensor, counted: torch.Tensor, cu_seqlens: torch.Tensor
+) -> torch.Tensor:
     """``[T]``: the mean of the log-ratios of a document's counted tokens, at each of its tokens; 0 where none counts.
 
     Its exponential is GSPO's ratio of a sequence (arXiv:2507.18071, eq. 7). Documents are whole in a micro-batch, so
@@ -49,7 +51,12 @@ def mean_log_ratio(log_ratio: torch.Tensor, counted: torch.Tensor, cu_seqlens: t
 
 
 def clipped(
-    ratio: torch.Tensor, advantages: torch.Tensor, *, low: float, high: float, dual: float | None = None
+    ratio: torch.Tensor,
+    advantages: torch.Tensor,
+    *,
+    low: float,
+    high: float,
+    dual: float | None = None,
 ) -> Surrogate:
     """``max(-A r, -A clip(r, low, high))`` (PPO, arXiv:1707.06347, eq. 7).
 
@@ -57,7 +64,10 @@ def clipped(
     """
     value = (-advantages * ratio).maximum(-advantages * ratio.clamp(low, high))
     # Where the clip holds a token back, not wherever the ratio is outside.
-    held = {"clipped_low": (ratio < low) & (advantages < 0), "clipped_high": (ratio > high) & (advantages > 0)}
+    held = {
+        "clipped_low": (ratio < low) & (advantages < 0),
+        "clipped_high": (ratio > high) & (advantages > 0),
+    }
     if dual is not None:
         ceiling = -advantages * dual
         held["clipped_dual"] = (advantages < 0) & (value > ceiling)
@@ -66,9 +76,16 @@ def clipped(
 
 
 def gspo(
-    log_probs: torch.Tensor, log_ratio: torch.Tensor, advantages: torch.Tensor, counted: torch.Tensor,
-    cu_seqlens: torch.Tensor, *, low: float, high: float, level: str,
-) -> Surrogate:  # fmt: skip
+    log_probs: torch.Tensor,
+    log_ratio: torch.Tensor,
+    advantages: torch.Tensor,
+    counted: torch.Tensor,
+    cu_seqlens: torch.Tensor,
+    *,
+    low: float,
+    high: float,
+    level: str,
+) -> Surrogate:
     """Group sequence policy optimization (Zheng et al. 2025, arXiv:2507.18071).
 
     ``level`` ``sequence`` (eq. 5): the ratio ``s = exp(mean log-ratio)`` of the whole sequence, the same value at each of
@@ -83,7 +100,12 @@ def gspo(
 
 
 def cispo(
-    log_probs: torch.Tensor, log_ratio: torch.Tensor, advantages: torch.Tensor, *, low: float, high: float
+    log_probs: torch.Tensor,
+    log_ratio: torch.Tensor,
+    advantages: torch.Tensor,
+    *,
+    low: float,
+    high: float,
 ) -> Surrogate:
     """``-sg(clip(r, low, high)) A log p``: clipped IS-weight policy optimization (arXiv:2506.13585, eq. 4 and 5).
 

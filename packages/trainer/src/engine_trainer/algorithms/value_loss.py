@@ -50,7 +50,10 @@ class ValueLoss:
         """Return the sum over ``batch``; see the class."""
         assert outputs.values is not None
         weight, counted = batch.loss_weight, batch.loss_weight > 0
-        values, returns = where_counted(outputs.values, weight), where_counted(batch["returns"], weight)
+        values, returns = (
+            where_counted(outputs.values, weight),
+            where_counted(batch["returns"], weight),
+        )
         square = (values - returns).square()
         metrics = _metrics(values.detach(), returns, counted)
         if self.clip is not None:
@@ -61,11 +64,16 @@ class ValueLoss:
         return LossOutput(loss=(weight * square).sum() / 2, metrics=metrics)
 
 
-def _metrics(values: torch.Tensor, returns: torch.Tensor, counted: torch.Tensor) -> dict[str, torch.Tensor]:
+def _metrics(
+    values: torch.Tensor, returns: torch.Tensor, counted: torch.Tensor
+) -> dict[str, torch.Tensor]:
     sums = {
-        "value": values, "return": returns, "return_square": returns.square(),
-        "error": returns - values, "error_square": (returns - values).square(),
-    }  # fmt: skip
+        "value": values,
+        "return": returns,
+        "return_square": returns.square(),
+        "error": returns - values,
+        "error_square": (returns - values).square(),
+    }
     return {"tokens": counted.sum(), **{name: (x * counted).sum() for name, x in sums.items()}}
 
 

@@ -19,6 +19,21 @@ from engine_trainer.data.layouts import Example
 from engine_trainer.data.order import SampleOrder
 
 __all__ = [
-    "ChatTokenizer", "Document", "Example", "Heldout", "Prompt", "PromptDataset", "SFTDataset", "SampleOrder", "heldout_sets", "load_tokenizer",
-    "order_of", "positions_of", "questions", "read_examples", "read_heldout", "room_for_prompts", "warn_of_overlap",
-]  # fmt: skip
+    "ChatTokenizer",
+    "Document",
+    "Example",
+    "Heldout",
+    "Prompt",
+    "PromptDataset",
+    "SFTDataset",
+    "SampleOrder",
+    "heldout_sets",
+    "load_tokenizer",
+    "order_of",
+    "positions_of",
+    "questions",
+    "read_examples",
+    "read_heldout",
+    "room_for_prompts",
+    "warn_of_overlap",
+]

@@ -21,9 +21,17 @@ from engine_trainer.sections import DataSection
 TOKENIZER_FILES = ("tokenizer*", "*.model", "vocab*", "merges.txt", "*.tiktoken", "tekken.json")
 _FILES = "tokenizer.json, tokenizer.model, vocab.json with merges.txt, vocab.txt"
 RESERVED = {
-    "messages", "conversation", "conversations", "chat_template", "tools", "add_generation_prompt", "continue_final_message",
-    "return_assistant_tokens_mask", "tokenize", "return_dict",
-}  # fmt: skip
+    "messages",
+    "conversation",
+    "conversations",
+    "chat_template",
+    "tools",
+    "add_generation_prompt",
+    "continue_final_message",
+    "return_assistant_tokens_mask",
+    "tokenize",
+    "return_dict",
+}
 PROBE = "ANSWER"  # a text of no meaning, to see what a template makes of one
 
 
@@ -55,13 +63,23 @@ class ChatTokenizer:
         self.has_template = bool(tokenizer.chat_template)
         self._is_jinja = _renders_jinja(tokenizer)
         for name in RESERVED & section.chat_template_kwargs.keys():
-            raise ConfigError(f"data.chat_template_kwargs.{name}", "the trainer sets it itself", remedy="leave it out")
+            raise ConfigError(
+                f"data.chat_template_kwargs.{name}",
+                "the trainer sets it itself",
+                remedy="leave it out",
+            )
         if tokenizer.eos_token_id is None:
-            raise ConfigError("data.tokenizer", "the tokenizer has no EOS token", why="completions could not end",
-                              remedy="set eos_token in its tokenizer_config.json")  # fmt: skip
+            raise ConfigError(
+                "data.tokenizer",
+                "the tokenizer has no EOS token",
+                why="completions could not end",
+                remedy="set eos_token in its tokenizer_config.json",
+            )
         self.eos_token_id = int(tokenizer.eos_token_id)
         self.stop_token_ids = tuple(dict.fromkeys([*self._end_of_turn(), self.eos_token_id]))
-        self.pad_token_id = self.eos_token_id if tokenizer.pad_token_id is None else int(tokenizer.pad_token_id)
+        self.pad_token_id = (
+            self.eos_token_id if tokenizer.pad_token_id is None else int(tokenizer.pad_token_id)
+        )
 
     def decode(self, tokens: Sequence[int]) -> str:
         """The text of a completion, without special tokens."""
@@ -91,20 +109,35 @@ class ChatTokenizer:
         longer conversation as a continuation of the shorter one.
         """
         turns = self._dress(example.messages, example)
-        given = len(turns) - len(example.messages) + example.given  # a system prompt has come before them
+        given = (
+            len(turns) - len(example.messages) + example.given
+        )  # a system prompt has come before them
         own = [i for i, turn in enumerate(turns) if turn["role"] == "assistant" and i >= given]
         if not own:
-            raise example.error("no assistant turn, nothing to learn", remedy="add a response to the row")
+            raise example.error(
+                "no assistant turn, nothing to learn", remedy="add a response to the row"
+            )
         # To end at once is not what a row without a response means.
         if not may_be_empty and not _says_something(turns[own[-1]]):
-            raise example.error("the response is empty, nothing to learn", remedy="complete the row, or remove it")
-        earlier = [i for i in own[:-1] if _says_something(turns[i])] if self.section.train_on == "all" else []
+            raise example.error(
+                "the response is empty, nothing to learn", remedy="complete the row, or remove it"
+            )
+        earlier = (
+            [i for i in own[:-1] if _says_something(turns[i])]
+            if self.section.train_on == "all"
+            else []
+        )
         own = [*earlier, own[-1]]
         if not self.has_template:
-            return [Segment(text=turns[0]["content"], learned=False), Segment(text=turns[1]["content"], learned=True)]
+            return [
+                Segment(text=turns[0]["content"], learned=False),
+                Segment(text=turns[1]["content"], learned=True),
+            ]
         return self._cut(turns, own, example)
 
-    def encode_documents(self, documents: Sequence[Sequence[Segment]]) -> list[tuple[list[int], list[float]]]:
+    def encode_documents(
+        self, documents: Sequence[Sequence[Segment]]
+    ) -> list[tuple[list[int], list[float]]]:
         """Token ids and loss weights (1 on learned tokens up to the one that ends the turn) of each document."""
         ids = iter(self._encode([s.text for segments in documents for s in segments]))
         return [self._join([(s, next(ids)) for s in segments]) for segments in documents]
@@ -121,14 +154,25 @@ class ChatTokenizer:
 
         Raises ``DataError``: no chat template, or one that does not render such messages.
         """
-        probe = Example(messages=[{"role": "user", "content": "1"}, {"role": "assistant", "content": PROBE}, *messages])
+        probe = Example(
+            messages=[
+                {"role": "user", "content": "1"},
+                {"role": "assistant", "content": PROBE},
+                *messages,
+            ]
+        )
         if not self.has_template:
-            raise probe.error("messages need a chat template", remedy="set data.chat_template, or append text")
+            raise probe.error(
+                "messages need a chat template", remedy="set data.chat_template, or append text"
+            )
         rest = self._render(probe.messages, probe, ask=True).partition(PROBE)[2]
         lost = [m for m in messages if str(m.get("content") or "").strip() not in rest]
         if lost:
-            raise probe.error(f"the chat template leaves out a message of role {lost[0]['role']!r}", why=str(lost[0])[:200],
-                              remedy="set another data.chat_template, or append text")  # fmt: skip
+            raise probe.error(
+                f"the chat template leaves out a message of role {lost[0]['role']!r}",
+                why=str(lost[0])[:200],
+                remedy="set another data.chat_template, or append text",
+            )
         ids = self.encode_text(rest)
         end = self.stop_token_ids[0]
         return ids[ids.index(end) + 1 :] if after in self.stop_token_ids and end in ids else ids
@@ -156,19 +200,32 @@ class ChatTokenizer:
         what tools say in their own way.
         """
         names = [("the tool", _function(tool)) for tool in example.tools]
-        names += [("the call of", _function(call)) for turn in turns for call in turn.get("tool_calls") or ()]
+        names += [
+            ("the call of", _function(call))
+            for turn in turns
+            for call in turn.get("tool_calls") or ()
+        ]
         lost = [f"{what} {name!r}" for what, name in names if name not in text]
         for at, turn in enumerate(turns):
-            said = turn["role"] in ("assistant", "tool") or str(turn.get("content") or "").strip() in text
+            said = (
+                turn["role"] in ("assistant", "tool")
+                or str(turn.get("content") or "").strip() in text
+            )
             # It may read what it does not write: SmolLM3's takes /no_think out of a system prompt, and sets its mode.
             if (
                 not said
-                and self._render([*turns[:at], {**turn, "content": PROBE}, *turns[at + 1 :]], example, ask=ask) == text
+                and self._render(
+                    [*turns[:at], {**turn, "content": PROBE}, *turns[at + 1 :]], example, ask=ask
+                )
+                == text
             ):
                 lost.append(f"a message of role {turn['role']!r}")
         if lost:
-            raise example.error(f"the chat template leaves out {lost[0]}", why="it would not reach the model",
-                                remedy="set another data.chat_template, or take it out of the row or of data.system_prompt")  # fmt: skip
+            raise example.error(
+                f"the chat template leaves out {lost[0]}",
+                why="it would not reach the model",
+                remedy="set another data.chat_template, or take it out of the row or of data.system_prompt",
+            )
 
     def _not_a_prefix(self, example: Example, at: int, expected: str) -> Exception:
         return example.error(
@@ -184,7 +241,10 @@ class ChatTokenizer:
             if segment.learned:
                 kept, own = self._end_turn(ids, last=index == len(parts) - 1)
             else:
-                kept, own = (self._opening(segment.text) if index == 0 and not self.has_template else ids), 0
+                kept, own = (
+                    (self._opening(segment.text) if index == 0 and not self.has_template else ids),
+                    0,
+                )
             tokens += kept
             weights += [1.0] * own + [0.0] * (len(kept) - own)
         if weights:
@@ -208,18 +268,25 @@ class ChatTokenizer:
             self._require_plain(turns, example)
         asked = [t for t in turns if t["role"] == "user"]
         if asked:
-            asked[-1]["content"] = self.section.prompt_template.replace("{prompt}", asked[-1]["content"])
+            asked[-1]["content"] = self.section.prompt_template.replace(
+                "{prompt}", asked[-1]["content"]
+            )
         if self.section.system_prompt is not None and (not turns or turns[0]["role"] != "system"):
             turns.insert(0, {"role": "system", "content": self.section.system_prompt})
         return turns
 
     def _require_plain(self, turns: Messages, example: Example) -> None:
         if example.tools:
-            raise example.error("tools, but the tokenizer has no chat template", remedy="set data.chat_template")
+            raise example.error(
+                "tools, but the tokenizer has no chat template", remedy="set data.chat_template"
+            )
         roles = [t["role"] for t in turns]
         if roles not in (["user"], ["user", "assistant"]) or self.section.system_prompt is not None:
-            raise example.error("a conversation, but the tokenizer has no chat template", why=f"roles: {', '.join(roles)}",
-                                remedy="set data.chat_template, or give one prompt with one response")  # fmt: skip
+            raise example.error(
+                "a conversation, but the tokenizer has no chat template",
+                why=f"roles: {', '.join(roles)}",
+                remedy="set data.chat_template, or give one prompt with one response",
+            )
 
     def _render(self, turns: Messages, example: Example, *, ask: bool) -> str:
         given = dict(self.section.chat_template_kwargs)
@@ -228,13 +295,22 @@ class ChatTokenizer:
             if not self._is_jinja:
                 return str(
                     self.tokenizer.apply_chat_template(
-                        turns, tokenize=False, add_generation_prompt=ask, **given, **({"tools": tools} if tools else {})
+                        turns,
+                        tokenize=False,
+                        add_generation_prompt=ask,
+                        **given,
+                        **({"tools": tools} if tools else {}),
                     )
                 )
             template = self.tokenizer.get_chat_template(tools=tools)
             known = {**self.tokenizer.special_tokens_map, **given, "tools": tools}
             return renderer().render(template, turns, ask=ask, given=known)
-        except (TemplateError, TypeError, ValueError, KeyError) as error:  # of a template, or of a tokenizer's own code
+        except (
+            TemplateError,
+            TypeError,
+            ValueError,
+            KeyError,
+        ) as error:  # of a template, or of a tokenizer's own code
             raise example.error(
                 "the chat template cannot render this conversation",
                 why=str(error),
@@ -281,15 +357,25 @@ def load_tokenizer(section: DataSection, model: ModelSource) -> ChatTokenizer:
     require_source(path, key, revision)
     _require_files(Path(path), key)
     try:
-        tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=model.trust_remote_code, revision=revision)
+        tokenizer = AutoTokenizer.from_pretrained(
+            path, trust_remote_code=model.trust_remote_code, revision=revision
+        )
     except (OSError, ValueError) as error:
-        raise ConfigError(key, f"no tokenizer at {path!r}", why=first_line(error),
-                          remedy="name a folder with tokenizer.json, or a hub id, in data.tokenizer") from error  # fmt: skip
+        raise ConfigError(
+            key,
+            f"no tokenizer at {path!r}",
+            why=first_line(error),
+            remedy="name a folder with tokenizer.json, or a hub id, in data.tokenizer",
+        ) from error
     if len(tokenizer.get_vocab()) <= len(
         tokenizer.all_special_ids
     ):  # of a model's type transformers makes an empty one
-        raise ConfigError(key, f"the tokenizer at {path!r} has no vocabulary", why=f"its folder should have one of {_FILES}",
-                          remedy="copy the whole tokenizer into it, or name another in data.tokenizer")  # fmt: skip
+        raise ConfigError(
+            key,
+            f"the tokenizer at {path!r} has no vocabulary",
+            why=f"its folder should have one of {_FILES}",
+            remedy="copy the whole tokenizer into it, or name another in data.tokenizer",
+        )
     return ChatTokenizer(tokenizer, section)
 
 
@@ -299,9 +385,14 @@ def _require_files(folder: Path, key: str) -> None:
         return
     there = ", ".join(sorted(f.name for f in folder.iterdir())[:8]) or "nothing"
     saved = folder / "hf"
-    raise ConfigError(key, f"no tokenizer in the folder {str(folder)!r}", why=f"it has {there}; expected is one of {_FILES}",
-                      remedy=f"name {saved}, the model that this run has saved" if saved.is_dir() else
-                      "copy the tokenizer's files into it, or name another folder or a hub id in data.tokenizer")  # fmt: skip
+    raise ConfigError(
+        key,
+        f"no tokenizer in the folder {str(folder)!r}",
+        why=f"it has {there}; expected is one of {_FILES}",
+        remedy=f"name {saved}, the model that this run has saved"
+        if saved.is_dir()
+        else "copy the tokenizer's files into it, or name another folder or a hub id in data.tokenizer",
+    )
 
 
 def _says_something(turn: Mapping[str, Any]) -> bool:

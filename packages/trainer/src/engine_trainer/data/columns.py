@@ -22,9 +22,16 @@ def python_columns(table: pa.Table, names: Sequence[str], file: str) -> Iterator
     """Yield the values of each column. Raises ``DataError`` that names file, row and column."""
     for name, column in zip(names, table.columns, strict=True):
         if names.count(name) > 1:
-            raise DataError("the file has two columns of this name", file=file, column=name, remedy="rename one")
+            raise DataError(
+                "the file has two columns of this name", file=file, column=name, remedy="rename one"
+            )
         if _depth(column.type) > MAX_DEPTH:
-            raise DataError(f"nested deeper than {MAX_DEPTH} levels", file=file, column=name, remedy="write it as text")
+            raise DataError(
+                f"nested deeper than {MAX_DEPTH} levels",
+                file=file,
+                column=name,
+                remedy="write it as text",
+            )
         try:
             column.validate(full=True)  # else bad offsets of a damaged file are followed
             yield _as_text(column).to_pylist()
@@ -62,7 +69,11 @@ def _as_text(column: pa.ChunkedArray) -> pa.ChunkedArray:
 
 def _in_utc(kind: pa.DataType) -> pa.DataType:
     # Zones by name are looked up in a table that this machine may not have.
-    return pa.timestamp(kind.unit, tz="UTC") if pa.types.is_timestamp(kind) and kind.tz is not None else kind
+    return (
+        pa.timestamp(kind.unit, tz="UTC")
+        if pa.types.is_timestamp(kind) and kind.tz is not None
+        else kind
+    )
 
 
 def _text(kind: pa.DataType) -> pa.DataType:

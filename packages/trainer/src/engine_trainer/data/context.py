@@ -7,7 +7,10 @@ from engine_api.errors import ConfigError
 from engine_trainer.models import text_config
 from engine_trainer.sections import RolloutSection, positive_option
 
-SERVED = ("max_model_len", "context_length")  # what vLLM and SGLang call the context that they serve
+SERVED = (
+    "max_model_len",
+    "context_length",
+)  # what vLLM and SGLang call the context that they serve
 
 
 def positions_of(model: ModelSource) -> int | None:
@@ -16,7 +19,9 @@ def positions_of(model: ModelSource) -> int | None:
     return int(positions) if positions else None
 
 
-def room_for_prompts(model: ModelSource, rollout: RolloutSection, following: int | None = None) -> int | None:
+def room_for_prompts(
+    model: ModelSource, rollout: RolloutSection, following: int | None = None
+) -> int | None:
     """Tokens of the context beside ``following`` (default: ``rollout.max_new_tokens``); None where no limit is known.
 
     The context is the model's positions, or less where the rollout's options say so.
@@ -31,6 +36,10 @@ def room_for_prompts(model: ModelSource, rollout: RolloutSection, following: int
         return None
     room = min(limits) - following
     if room < 1:
-        raise ConfigError("rollout.max_new_tokens", f"{following} tokens may follow a prompt, the context has {min(limits)}",
-                          why="nothing is left for a prompt", remedy=f"give less than {min(limits)}")  # fmt: skip
+        raise ConfigError(
+            "rollout.max_new_tokens",
+            f"{following} tokens may follow a prompt, the context has {min(limits)}",
+            why="nothing is left for a prompt",
+            remedy=f"give less than {min(limits)}",
+        )
     return room

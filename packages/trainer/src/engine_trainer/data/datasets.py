@@ -88,7 +88,9 @@ class SFTDataset:
         for start in range(0, len(examples), CHUNK):
             part = examples[start : start + CHUNK]
             encoded = tokenizer.encode_documents([tokenizer.document(e) for e in part])
-            documents += [_document(e, ids, weights) for e, (ids, weights) in zip(part, encoded, strict=True)]
+            documents += [
+                _document(e, ids, weights) for e, (ids, weights) in zip(part, encoded, strict=True)
+            ]
         return SFTDataset(*_fit(examples, documents, section, Bound.of(section, room), name))
 
     def __len__(self) -> int:
@@ -123,7 +125,9 @@ class PromptDataset:
         """
         encoded = tokenizer.encode_prompts(examples)
         prompts = [_prompt(e, text, ids) for e, (text, ids) in zip(examples, encoded, strict=True)]
-        return PromptDataset(*_fit(examples, prompts, section, Bound.of(section, room, prompts=True), name))
+        return PromptDataset(
+            *_fit(examples, prompts, section, Bound.of(section, room, prompts=True), name)
+        )
 
     def __len__(self) -> int:
         return len(self.prompts)
@@ -154,27 +158,44 @@ def warn_of_overlap(train: Sequence[str], heldout: Sequence[str], name: str = ""
     seen = set(train)
     shared = sum(question in seen for question in heldout)
     if shared:
-        log.warning("%d of %d held-out prompts%s are also in the training data: their accuracy says nothing", shared, len(heldout),
-                    f" of {name}" if name else "")  # fmt: skip
+        log.warning(
+            "%d of %d held-out prompts%s are also in the training data: their accuracy says nothing",
+            shared,
+            len(heldout),
+            f" of {name}" if name else "",
+        )
     return shared
 
 
 def order_of(dataset: Sized, section: DataSection, seed: int) -> SampleOrder:
     """The order of a run's samples; ``seed`` is the run's, ``data.seed`` goes before it."""
-    return SampleOrder(len(dataset), seed=seed if section.seed is None else section.seed, shuffle=section.shuffle)
+    return SampleOrder(
+        len(dataset), seed=seed if section.seed is None else section.seed, shuffle=section.shuffle
+    )
 
 
 def _document(example: Example, ids: list[int], weights: list[float]) -> Document:
     if not any(weights):
-        raise example.error("the response is empty, nothing to learn", remedy="complete the row, or remove it")
-    return Document(input_ids=np.asarray(ids, dtype=np.int64), loss_weight=np.asarray(weights, dtype=np.float32))
+        raise example.error(
+            "the response is empty, nothing to learn", remedy="complete the row, or remove it"
+        )
+    return Document(
+        input_ids=np.asarray(ids, dtype=np.int64), loss_weight=np.asarray(weights, dtype=np.float32)
+    )
 
 
 def _prompt(example: Example, text: str, ids: list[int]) -> Prompt:
     if not ids:
         raise example.error("the prompt is empty", remedy="complete the row, or remove it")
-    return Prompt(tokens=ids, rendered=text, text=_question(example), answer=example.answer, metadata=example.metadata,
-                  file=example.file, number=example.number)  # fmt: skip
+    return Prompt(
+        tokens=ids,
+        rendered=text,
+        text=_question(example),
+        answer=example.answer,
+        metadata=example.metadata,
+        file=example.file,
+        number=example.number,
+    )
 
 
 def _question(example: Example) -> str:
@@ -182,7 +203,11 @@ def _question(example: Example) -> str:
 
 
 def _too_long(dropped: int, truncated: int) -> dict[str, float]:
-    return {"data/dropped": float(dropped), "data/truncated": float(truncated)} if dropped or truncated else {}
+    return (
+        {"data/dropped": float(dropped), "data/truncated": float(truncated)}
+        if dropped or truncated
+        else {}
+    )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -198,12 +223,20 @@ class Bound:
         """The less of ``data.max_length`` and what the context has."""
         own = section.max_length
         if own is not None and (room is None or own <= room):
-            return Bound(tokens=own, said=f"data.max_length is {own}", remedy="raise data.max_length")
+            return Bound(
+                tokens=own, said=f"data.max_length is {own}", remedy="raise data.max_length"
+            )
         if prompts:
-            return Bound(tokens=room, said=f"the context has {room} beside rollout.max_new_tokens",
-                         remedy="shorten it, or lower rollout.max_new_tokens")  # fmt: skip
-        return Bound(tokens=room, said=f"the context has {room}",
-                     remedy="shorten it, or raise engine.model.config_overrides.max_position_embeddings")  # fmt: skip
+            return Bound(
+                tokens=room,
+                said=f"the context has {room} beside rollout.max_new_tokens",
+                remedy="shorten it, or lower rollout.max_new_tokens",
+            )
+        return Bound(
+            tokens=room,
+            said=f"the context has {room}",
+            remedy="shorten it, or raise engine.model.config_overrides.max_position_embeddings",
+        )
 
 
 def _fit(
@@ -214,11 +247,16 @@ def _fit(
     if limit is None:
         return list(items), 0, 0
     rows = f"of {len(items)} rows" + (f" of {name}" if name else "")
-    long = [(example, item) for example, item in zip(examples, items, strict=True) if len(item) > limit]
+    long = [
+        (example, item) for example, item in zip(examples, items, strict=True) if len(item) > limit
+    ]
     if long and section.on_too_long == "error":
         example, item = long[0]
-        raise example.error(f"{len(item)} tokens, {said}", why=f"{len(long)} {rows} are too long, this is the first",
-                            remedy=f"{bound.remedy}, or set data.on_too_long=drop (or truncate)")  # fmt: skip
+        raise example.error(
+            f"{len(item)} tokens, {said}",
+            why=f"{len(long)} {rows} are too long, this is the first",
+            remedy=f"{bound.remedy}, or set data.on_too_long=drop (or truncate)",
+        )
     kept: list[T] = []
     cut = 0
     for item in items:

@@ -13,9 +13,12 @@ from pathlib import Path
 
 from engine_trainer.errors import DataError
 
-_SHARD = re.compile(r"(^|[-_.])\d+([-_.]of[-_.]\d+)?(-[0-9a-f]{16})?$")  # the last: what datasets once put after it
+_SHARD = re.compile(
+    r"(^|[-_.])\d+([-_.]of[-_.]\d+)?(-[0-9a-f]{16})?$"
+)  # the last: what datasets once put after it
 _HELD_OUT = re.compile(
-    r"(test|validation|valid|val|dev|eval|held[-_]?out|holdout)(set|ing|data)?([-_.\d]|$)", re.IGNORECASE
+    r"(test|validation|valid|val|dev|eval|held[-_]?out|holdout)(set|ing|data)?([-_.\d]|$)",
+    re.IGNORECASE,
 )
 _TRAIN = re.compile(r"train(set|ing|data)?([-_.\d]|$)", re.IGNORECASE)
 SHOWN = 6
@@ -30,12 +33,20 @@ def files_of(folder: Path, split: str | None, suffixes: Sequence[str]) -> list[P
     chosen = files if split is None else _of_split(folder, files, split)
     if not chosen:
         names = _names(folder, files) or "none"
-        raise DataError("the folder has no data file" + (f" of split {split!r}" if split else ""), file=str(folder),
-                        why=f"data files there: {names}", remedy="check the path and the split")  # fmt: skip
+        raise DataError(
+            "the folder has no data file" + (f" of split {split!r}" if split else ""),
+            file=str(folder),
+            why=f"data files there: {names}",
+            remedy="check the path and the split",
+        )
     if split is None and len({_side(folder, f) for f in chosen}) > 1:
         odd = next(f for f in chosen if _side(folder, f))
-        raise DataError("the folder holds several splits", file=str(folder), why=_names(folder, [odd, *chosen]),
-                        remedy="set data.split (of held-out rows eval.split) to one, or name a file as the source")  # fmt: skip
+        raise DataError(
+            "the folder holds several splits",
+            file=str(folder),
+            why=_names(folder, [odd, *chosen]),
+            remedy="set data.split (of held-out rows eval.split) to one, or name a file as the source",
+        )
     _require_one(folder, chosen)
     return chosen
 
@@ -48,8 +59,12 @@ def _of_split(folder: Path, files: Sequence[Path], split: str) -> list[Path]:
     alike = [f for f in files if f.name.startswith(split)]
     splits = sorted({_name(f) for f in alike})
     if len(splits) > 1:
-        raise DataError(f"several splits begin with {split!r}", file=str(folder), why=", ".join(splits[:SHOWN]),
-                        remedy=f"name one of them, for example data.split={splits[0]}")  # fmt: skip
+        raise DataError(
+            f"several splits begin with {split!r}",
+            file=str(folder),
+            why=", ".join(splits[:SHOWN]),
+            remedy=f"name one of them, for example data.split={splits[0]}",
+        )
     return alike
 
 
@@ -61,11 +76,19 @@ def _require_one(folder: Path, files: Sequence[Path]) -> None:
         places[_name(file)].add(file.parent)
         formats[file.parent, _name(file)].add(file.suffix)
     if any(len(found) > 1 for found in places.values()):
-        raise DataError("the folder holds several data sets", file=str(folder), why=_names(folder, files),
-                        remedy=f"name one as the source, such as {files[0].parent}, or several as a list")  # fmt: skip
+        raise DataError(
+            "the folder holds several data sets",
+            file=str(folder),
+            why=_names(folder, files),
+            remedy=f"name one as the source, such as {files[0].parent}, or several as a list",
+        )
     if any(len(found) > 1 for found in formats.values()):
-        raise DataError("the folder holds a data set in more than one format", file=str(folder), why=_names(folder, files),
-                        remedy=f"name one as the source, such as {files[0]}")  # fmt: skip
+        raise DataError(
+            "the folder holds a data set in more than one format",
+            file=str(folder),
+            why=_names(folder, files),
+            remedy=f"name one as the source, such as {files[0]}",
+        )
 
 
 def _name(file: Path) -> str:
@@ -83,4 +106,6 @@ def _side(folder: Path, file: Path) -> str:
 
 def _names(folder: Path, files: Sequence[Path]) -> str:
     names = list(dict.fromkeys(f.relative_to(folder).as_posix() for f in files))
-    return ", ".join(names[:SHOWN]) + (f" and {len(names) - SHOWN} more" if len(names) > SHOWN else "")
+    return ", ".join(names[:SHOWN]) + (
+        f" and {len(names) - SHOWN} more" if len(names) > SHOWN else ""
+    )

@@ -55,8 +55,12 @@ def gym_examples(section: GymSection, side: Side) -> list[Example]:
             chosen.append(_example(entry, _form(section, question), number))
         if len(chosen) == count:
             return chosen
-    raise DataError(f"only {len(seen)} different {side} questions, {first + count} asked for", file="reasoning_gym",
-                    why=f"{(first + count) * PATIENCE} were drawn", remedy="ask for fewer, or widen the tasks' settings")  # fmt: skip
+    raise DataError(
+        f"only {len(seen)} different {side} questions, {first + count} asked for",
+        file="reasoning_gym",
+        why=f"{(first + count) * PATIENCE} were drawn",
+        remedy="ask for fewer, or widen the tasks' settings",
+    )
 
 
 def _form(section: GymSection, question: str) -> str:
@@ -72,13 +76,21 @@ def _stream(section: GymSection, size: int) -> Iterator[dict[str, Any]]:
         from reasoning_gym.composite import DatasetSpec
         from reasoning_gym.factory import DATASETS
     except ImportError as error:
-        raise ConfigError("data.reasoning_gym", "reasoning-gym is not installed",
-                          remedy="pip install engine-trainer[gym]") from error  # fmt: skip
+        raise ConfigError(
+            "data.reasoning_gym",
+            "reasoning-gym is not installed",
+            remedy="pip install engine-trainer[gym]",
+        ) from error
     for index, task in enumerate(section.datasets):
         if task.name not in DATASETS:
-            raise ConfigError(f"data.reasoning_gym.datasets[{index}].name", f"unknown task {task.name!r}",
-                              remedy=near_matches(task.name, list(DATASETS)))  # fmt: skip
-    specs = [DatasetSpec(name=t.name, weight=t.weight, config=dict(t.config)) for t in section.datasets]
+            raise ConfigError(
+                f"data.reasoning_gym.datasets[{index}].name",
+                f"unknown task {task.name!r}",
+                remedy=near_matches(task.name, list(DATASETS)),
+            )
+    specs = [
+        DatasetSpec(name=t.name, weight=t.weight, config=dict(t.config)) for t in section.datasets
+    ]
     try:
         # It draws item i from Random(seed + i), so near seeds would share most of their questions.
         mixture = reasoning_gym.create_dataset(
@@ -109,7 +121,14 @@ def _refused(error: Exception) -> ConfigError:
 
 def _example(entry: dict[str, Any], response: str, number: int) -> Example:
     task = str(entry["metadata"]["source_dataset"])
-    turns = [{"role": "user", "content": str(entry["question"])},
-             {"role": "assistant", "content": write_response(response, entry)}]  # fmt: skip
-    return Example(messages=turns, answer=str(entry["answer"]), file=f"reasoning_gym/{task}", number=number + 1,
-                   metadata={"entry": entry, "data_source": f"reasoning_gym/{task}"})  # fmt: skip
+    turns = [
+        {"role": "user", "content": str(entry["question"])},
+        {"role": "assistant", "content": write_response(response, entry)},
+    ]
+    return Example(
+        messages=turns,
+        answer=str(entry["answer"]),
+        file=f"reasoning_gym/{task}",
+        number=number + 1,
+        metadata={"entry": entry, "data_source": f"reasoning_gym/{task}"},
+    )

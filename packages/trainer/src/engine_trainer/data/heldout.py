@@ -36,15 +36,30 @@ def read_heldout(section: DataSection, chosen: EvalSet, need: Need) -> list[Exam
 
 
 def heldout_sets(
-    section: DataSection, evaluation: EvalSection | None, tokenizer: ChatTokenizer, model: ModelSource,
+    section: DataSection,
+    evaluation: EvalSection | None,
+    tokenizer: ChatTokenizer,
+    model: ModelSource,
     rollout: RolloutSection,
-) -> list[Heldout]:  # fmt: skip
+) -> list[Heldout]:
     """Every set that accuracy is measured on (``samples`` above 0). Raises ``DataError``, also for a prompt that is too long and not dropped or cut."""
     found: list[Heldout] = []
     for name, chosen in (evaluation.all_sets(section) if evaluation else {}).items():
         if chosen.samples:
-            problems = PromptDataset.build(read_heldout(section, chosen, "prompt"), tokenizer, section,
-                                           room_for_prompts(model, rollout), f"eval.sets.{name}" if name else "eval")  # fmt: skip
+            problems = PromptDataset.build(
+                read_heldout(section, chosen, "prompt"),
+                tokenizer,
+                section,
+                room_for_prompts(model, rollout),
+                f"eval.sets.{name}" if name else "eval",
+            )
             assert chosen.temperature is not None, "all_sets fills it in"
-            found.append(Heldout(name=name, problems=problems, samples=chosen.samples, temperature=chosen.temperature))
+            found.append(
+                Heldout(
+                    name=name,
+                    problems=problems,
+                    samples=chosen.samples,
+                    temperature=chosen.temperature,
+                )
+            )
     return found

@@ -11,7 +11,9 @@ from pathlib import Path
 from engine_trainer.errors import DataError
 
 PREFIX = "hf://"
-_NAME = re.compile(r"hf://datasets/(?P<repo>[\w.-]+/[\w.-]+?)(@(?P<revision>[^/]+))?(/(?P<inside>.+?))?/?")
+_NAME = re.compile(
+    r"hf://datasets/(?P<repo>[\w.-]+/[\w.-]+?)(@(?P<revision>[^/]+))?(/(?P<inside>.+?))?/?"
+)
 _REPO = re.compile(r"[\w-][\w.-]*/[\w.-]+")
 
 
@@ -30,13 +32,25 @@ def from_hub(source: str, suffixes: tuple[str, ...]) -> Path:
             remedy="write hf://datasets/owner/name[@revision][/folder]",
         )
     repo, inside = found["repo"], found["inside"] or ""
-    wanted = [inside] if inside.endswith(suffixes) else [f"{inside}/*{s}" if inside else f"*{s}" for s in suffixes]
+    wanted = (
+        [inside]
+        if inside.endswith(suffixes)
+        else [f"{inside}/*{s}" if inside else f"*{s}" for s in suffixes]
+    )
     try:
-        root = Path(snapshot_download(repo, repo_type="dataset", revision=found["revision"], allow_patterns=wanted))
+        root = Path(
+            snapshot_download(
+                repo, repo_type="dataset", revision=found["revision"], allow_patterns=wanted
+            )
+        )
     except (OSError, ValueError) as error:  # all of huggingface_hub's errors are one of the two
-        raise DataError("the hub does not give this data set", file=source, why=(str(error).strip().splitlines() or [""])[0],
-                        remedy=f"check name and access; without network: `hf download {repo} --repo-type dataset` where there is one, "
-                        "and HF_HOME to a copy of that cache, or data.source to the folder") from error  # fmt: skip
+        raise DataError(
+            "the hub does not give this data set",
+            file=source,
+            why=(str(error).strip().splitlines() or [""])[0],
+            remedy=f"check name and access; without network: `hf download {repo} --repo-type dataset` where there is one, "
+            "and HF_HOME to a copy of that cache, or data.source to the folder",
+        ) from error
     return root / inside
 
 

@@ -66,7 +66,11 @@ class Example:
     @property
     def prompt(self) -> Messages:
         """The turns before a closing assistant turn."""
-        return self.messages[:-1] if self.messages and self.messages[-1]["role"] == "assistant" else self.messages
+        return (
+            self.messages[:-1]
+            if self.messages and self.messages[-1]["role"] == "assistant"
+            else self.messages
+        )
 
 
 def to_examples(rows: Sequence[Row], columns: ColumnsSection, need: Need) -> list[Example]:
@@ -85,9 +89,12 @@ def _require_alike(layouts: Mapping[str, _Layout], need: Need) -> None:
     first = next(iter(said))
     for file, columns in said.items():
         if columns != said[first]:
-            raise DataError("the file has other columns than the one before", file=file,
-                            why=f"{first}: {said[first]}; {file}: {columns}",
-                            remedy="name one of the files, or give all the same columns (or set data.columns)")  # fmt: skip
+            raise DataError(
+                "the file has other columns than the one before",
+                file=file,
+                why=f"{first}: {said[first]}; {file}: {columns}",
+                remedy="name one of the files, or give all the same columns (or set data.columns)",
+            )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -103,16 +110,30 @@ class _Layout:
         present, judged = _Present(rows), need == "prompt"
         messages = columns.messages or present.first(("messages",))
         if messages and not columns.prompt:
-            return _Layout(messages=messages, prompt=None, response=None, answer=columns.answer or present.first(ANSWERS),
-                           needs_answer=judged)  # fmt: skip
+            return _Layout(
+                messages=messages,
+                prompt=None,
+                response=None,
+                answer=columns.answer or present.first(ANSWERS),
+                needs_answer=judged,
+            )
         prompt = columns.prompt or present.first(PROMPTS)
         response = columns.response or present.first(RESPONSES)
         if prompt is None or (response is None and need == "response"):
             missing = "prompt" if prompt is None else "response"
-            raise rows[0].error(f"no {missing} column", column=missing, why=f"columns: {', '.join(map(str, rows[0].values))}",
-                              remedy=f"name it with data.columns.{missing}, or see engine_trainer.data.layouts")  # fmt: skip
-        return _Layout(messages=None, prompt=prompt, response=response if need == "response" else None,
-                       answer=columns.answer or present.first(ANSWERS), needs_answer=judged)  # fmt: skip
+            raise rows[0].error(
+                f"no {missing} column",
+                column=missing,
+                why=f"columns: {', '.join(map(str, rows[0].values))}",
+                remedy=f"name it with data.columns.{missing}, or see engine_trainer.data.layouts",
+            )
+        return _Layout(
+            messages=None,
+            prompt=prompt,
+            response=response if need == "response" else None,
+            answer=columns.answer or present.first(ANSWERS),
+            needs_answer=judged,
+        )
 
     def said(self, need: Need) -> str:
         """Which columns are read, in words."""
@@ -123,19 +144,33 @@ class _Layout:
     def example(self, row: Row) -> Example:
         prompt = _messages(row, self.messages) if self.messages else self._prompt(row)
         response = self._response(row) if self.response else []
-        used = {(c or "").split(".")[0] for c in (self.messages, self.prompt, self.response, self.answer)}
+        used = {
+            (c or "").split(".")[0]
+            for c in (self.messages, self.prompt, self.response, self.answer)
+        }
         used |= {INPUT} if self.prompt == INSTRUCTION else set()
         metadata = {name: value for name, value in row.values.items() if name not in used}
-        return Example(messages=[*prompt, *response], given=len(prompt) if response else 0, answer=self._answer(row),
-                       tools=_tools(row), metadata=metadata, file=row.file, number=row.number)  # fmt: skip
+        return Example(
+            messages=[*prompt, *response],
+            given=len(prompt) if response else 0,
+            answer=self._answer(row),
+            tools=_tools(row),
+            metadata=metadata,
+            file=row.file,
+            number=row.number,
+        )
 
     def _prompt(self, row: Row) -> Messages:
         assert self.prompt is not None
         if isinstance(_cell(row, self.prompt), list):
             turns = _messages(row, self.prompt)
             if self.response is None and turns[-1]["role"] == "assistant":
-                raise row.error("the prompt ends with the assistant's turn", column=self.prompt, why="it would be left out: a rollout makes that turn",
-                                remedy=f"end it with a question; of whole conversations set data.columns.messages={self.prompt}")  # fmt: skip
+                raise row.error(
+                    "the prompt ends with the assistant's turn",
+                    column=self.prompt,
+                    why="it would be left out: a rollout makes that turn",
+                    remedy=f"end it with a question; of whole conversations set data.columns.messages={self.prompt}",
+                )
             return turns
         return [_turn("user", _asked(row, self.prompt))]
 
@@ -145,21 +180,32 @@ class _Layout:
             return [_turn("assistant", _text(row, self.response))]
         turns = _messages(row, self.response)
         if turns[0]["role"] != "assistant":
-            raise row.error(f"begins with a turn of the {turns[0]['role']}", column=self.response,
-                            why="it follows the prompt, and the assistant answers that",
-                            remedy="begin it with the assistant's turn; a whole conversation goes into a messages column")  # fmt: skip
+            raise row.error(
+                f"begins with a turn of the {turns[0]['role']}",
+                column=self.response,
+                why="it follows the prompt, and the assistant answers that",
+                remedy="begin it with the assistant's turn; a whole conversation goes into a messages column",
+            )
         return turns
 
     def _answer(self, row: Row) -> str | None:
-        if self.answer is None or (not self.needs_answer and _reach(row.values, self.answer) is None):
+        if self.answer is None or (
+            not self.needs_answer and _reach(row.values, self.answer) is None
+        ):
             return None
         value = _cell(row, self.answer)
         if not isinstance(value, str | int | float) or isinstance(value, bool):
             raise row.error(
-                f"{type(value).__name__} is not an answer", column=self.answer, remedy="give text or a number"
+                f"{type(value).__name__} is not an answer",
+                column=self.answer,
+                remedy="give text or a number",
             )
         if isinstance(value, float) and not math.isfinite(value):
-            raise row.error(f"{value} is not an answer", column=self.answer, remedy="complete the row, or remove it")
+            raise row.error(
+                f"{value} is not an answer",
+                column=self.answer,
+                remedy="complete the row, or remove it",
+            )
         # Where a column has nulls, whole numbers come as floats: 42.0 is the answer 42.
         text = str(int(value) if isinstance(value, float) and value.is_integer() else value)
         return text.rsplit(GSM8K_MARK, 1)[1].strip() if GSM8K_MARK in text else text
@@ -170,7 +216,9 @@ class _Present:
 
     def __init__(self, rows: Sequence[Row]) -> None:
         self._rows = rows
-        self._filled = {name for row in rows for name, value in row.values.items() if value is not None}
+        self._filled = {
+            name for row in rows for name, value in row.values.items() if value is not None
+        }
 
     def first(self, names: Sequence[str]) -> str | None:
         """The first of ``names`` that is filled, None for none; dots reach into nested columns."""
@@ -193,15 +241,21 @@ def _reach(values: Any, name: str) -> Any:
 def _cell(row: Row, name: str) -> Any:
     value = _reach(row.values, name)
     if value is None:
-        raise row.error("the column is missing or null", column=name, why=f"this row has: {', '.join(map(str, row.values))}",
-                        remedy="complete the row, or name another column below data.columns")  # fmt: skip
+        raise row.error(
+            "the column is missing or null",
+            column=name,
+            why=f"this row has: {', '.join(map(str, row.values))}",
+            remedy="complete the row, or name another column below data.columns",
+        )
     return value
 
 
 def _text(row: Row, name: str) -> str:
     value = _cell(row, name)
     if not isinstance(value, str):
-        raise row.error(f"{type(value).__name__}, not text", column=name, remedy="write the text as a string")
+        raise row.error(
+            f"{type(value).__name__}, not text", column=name, remedy="write the text as a string"
+        )
     return value
 
 
@@ -216,28 +270,47 @@ def _messages(row: Row, name: str) -> Messages:
     value = _cell(row, name)
     if not isinstance(value, list) or not value:
         raise row.error(
-            f"{type(value).__name__}, not a list of messages", column=name, remedy="write [{role, content}, …]"
+            f"{type(value).__name__}, not a list of messages",
+            column=name,
+            remedy="write [{role, content}, …]",
         )
     for turn in value:
         if not isinstance(turn, Mapping) or turn.get("role") not in ROLES:
-            raise row.error("a message without a known role", column=name, why=f"message: {str(turn)[:120]}",
-                            remedy=f"roles: {', '.join(ROLES)}")  # fmt: skip
+            raise row.error(
+                "a message without a known role",
+                column=name,
+                why=f"message: {str(turn)[:120]}",
+                remedy=f"roles: {', '.join(ROLES)}",
+            )
         content = turn.get("content")
         calls = turn["role"] == "assistant" and turn.get(CALLS)
         if not isinstance(content, str) and not (calls and content is None):
-            raise row.error("a message without text", column=name, why=f"message: {str(turn)[:120]}",
-                            remedy="give each message a string `content`")  # fmt: skip
+            raise row.error(
+                "a message without text",
+                column=name,
+                why=f"message: {str(turn)[:120]}",
+                remedy="give each message a string `content`",
+            )
     turns = value if _as_written(row) else [_filled(turn) for turn in value]
-    return [{k: _calls(row, name, v) if k == CALLS else v for k, v in turn.items() if v is not None} for turn in turns]
+    return [
+        {k: _calls(row, name, v) if k == CALLS else v for k, v in turn.items() if v is not None}
+        for turn in turns
+    ]
 
 
 def _calls(row: Row, name: str, value: Any) -> list[Any]:
     """Calls of tools; as JSON text too, for arguments differ from row to row."""
     value = _parsed(row, value, name) or []
-    calls: list[Any] = [_parsed(row, call, name) for call in value] if isinstance(value, list) else [value]
+    calls: list[Any] = (
+        [_parsed(row, call, name) for call in value] if isinstance(value, list) else [value]
+    )
     if not isinstance(value, list) or not all(isinstance(call, Mapping) for call in calls):
-        raise row.error("tool_calls that are no list of calls", column=name, why=f"it is {str(value)[:120]}",
-                        remedy="write [{function: {name, arguments}}, …], or that as JSON text")  # fmt: skip
+        raise row.error(
+            "tool_calls that are no list of calls",
+            column=name,
+            why=f"it is {str(value)[:120]}",
+            remedy="write [{function: {name, arguments}}, …], or that as JSON text",
+        )
     return calls
 
 
@@ -245,10 +318,16 @@ def _tools(row: Row) -> list[dict[str, Any]]:
     value = _parsed(row, row.values.get(TOOLS))
     if value is None:
         return []
-    tools: list[Any] = [_parsed(row, tool) for tool in value] if isinstance(value, list) else [value]
+    tools: list[Any] = (
+        [_parsed(row, tool) for tool in value] if isinstance(value, list) else [value]
+    )
     if not isinstance(value, list) or not all(isinstance(tool, Mapping) for tool in tools):
-        raise row.error("not a list of tools", column=TOOLS, why=f"it is {str(value)[:120]}",
-                        remedy="write their JSON schemas as a list, or as JSON text; rename a column that means something else")  # fmt: skip
+        raise row.error(
+            "not a list of tools",
+            column=TOOLS,
+            why=f"it is {str(value)[:120]}",
+            remedy="write their JSON schemas as a list, or as JSON text; rename a column that means something else",
+        )
     return tools if _as_written(row) else [_filled(tool) for tool in tools]
 
 
@@ -258,8 +337,12 @@ def _parsed(row: Row, value: Any, column: str = TOOLS) -> Any:
     try:
         return loads(value.encode("utf-8"))
     except ValueError as error:
-        raise row.error("the text is not JSON", column=column, why=f"{error}: {value[:120]}",
-                        remedy="write tools and their calls as JSON; rename a column that means something else") from error  # fmt: skip
+        raise row.error(
+            "the text is not JSON",
+            column=column,
+            why=f"{error}: {value[:120]}",
+            remedy="write tools and their calls as JSON; rename a column that means something else",
+        ) from error
 
 
 def _as_written(row: Row) -> bool:

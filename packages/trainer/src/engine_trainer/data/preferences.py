@@ -51,15 +51,25 @@ class PairDataset:
         self.pairs, self.dropped = list(pairs), dropped
 
     @staticmethod
-    def read(source: str | Sequence[str], split: str | None, tokenizer: ChatTokenizer, section: DataSection,
-             *, limit: int | None = None, room: int | None = None, name: str = "") -> PairDataset:  # fmt: skip
+    def read(
+        source: str | Sequence[str],
+        split: str | None,
+        tokenizer: ChatTokenizer,
+        section: DataSection,
+        *,
+        limit: int | None = None,
+        room: int | None = None,
+        name: str = "",
+    ) -> PairDataset:
         """The rows of ``source``, at most ``limit``. Raises ``DataError`` that names file, row and column.
 
         ``room``: tokens of the model's context (``context.positions_of``); ``name``: of held-out pairs, in messages.
         """
         bound = Bound.of(section, room)
         rows = read_rows(source, split)[:limit]
-        chosen, rejected = (_documents(rows, column, tokenizer, section.columns) for column in ANSWER_COLUMNS)
+        chosen, rejected = (
+            _documents(rows, column, tokenizer, section.columns) for column in ANSWER_COLUMNS
+        )
         pairs = [Pair(chosen=c, rejected=r) for c, r in zip(chosen, rejected, strict=True)]
         kept = _fitting(rows, pairs, section, bound, f" of {name}" if name else "")
         return PairDataset(kept, len(pairs) - len(kept))
@@ -71,18 +81,29 @@ class PairDataset:
         return self.pairs[index]
 
 
-def _documents(rows: Sequence[Row], name: str, tokenizer: ChatTokenizer, columns: ColumnsSection) -> list[Document]:
+def _documents(
+    rows: Sequence[Row], name: str, tokenizer: ChatTokenizer, columns: ColumnsSection
+) -> list[Document]:
     examples = [_example(row, name, columns) for row in rows]
-    encoded = tokenizer.encode_documents([tokenizer.document(e, may_be_empty=True) for e in examples])
-    return [_document(e, name, ids, weights) for e, (ids, weights) in zip(examples, encoded, strict=True)]
+    encoded = tokenizer.encode_documents(
+        [tokenizer.document(e, may_be_empty=True) for e in examples]
+    )
+    return [
+        _document(e, name, ids, weights)
+        for e, (ids, weights) in zip(examples, encoded, strict=True)
+    ]
 
 
 def _example(row: Row, name: str, columns: ColumnsSection) -> Example:
     """The conversation that ends with the answer in column ``name``."""
     answer = row.values.get(name)
     if answer is None:
-        raise row.error("the column is missing or null", column=name, why=f"this row has: {', '.join(map(str, row.values))}",
-                        remedy="give every row prompt, chosen and rejected; see engine_trainer.data.preferences")  # fmt: skip
+        raise row.error(
+            "the column is missing or null",
+            column=name,
+            why=f"this row has: {', '.join(map(str, row.values))}",
+            remedy="give every row prompt, chosen and rejected; see engine_trainer.data.preferences",
+        )
     if not isinstance(answer, str | list) or not answer:
         raise row.error(
             "neither a text nor a list of messages",
@@ -93,8 +114,12 @@ def _example(row: Row, name: str, columns: ColumnsSection) -> Example:
         return _conversation(row, answer)
     prompt = columns.prompt or next((p for p in PROMPTS if row.values.get(p) is not None), None)
     if prompt is None:
-        raise row.error("no prompt column", column="prompt", why="the answers are not whole conversations",
-                        remedy="name it with data.columns.prompt")  # fmt: skip
+        raise row.error(
+            "no prompt column",
+            column="prompt",
+            why="the answers are not whole conversations",
+            remedy="name it with data.columns.prompt",
+        )
     if isinstance(answer, str):
         return _read(row, row.values, ColumnsSection(prompt=prompt, response=name))
     opening = _read(row, row.values, ColumnsSection(prompt=prompt), need="prompt").messages
@@ -108,32 +133,55 @@ def _is_whole(answer: list[Any]) -> bool:
 
 
 def _conversation(row: Row, turns: list[Any]) -> Example:
-    return _read(row, {"messages": turns, TOOLS: row.values.get(TOOLS)}, ColumnsSection(messages="messages"))
+    return _read(
+        row, {"messages": turns, TOOLS: row.values.get(TOOLS)}, ColumnsSection(messages="messages")
+    )
 
 
-def _read(row: Row, values: Mapping[str, Any], columns: ColumnsSection, need: Need = "response") -> Example:
+def _read(
+    row: Row, values: Mapping[str, Any], columns: ColumnsSection, need: Need = "response"
+) -> Example:
     (example,) = to_examples([Row(values=values, file=row.file, number=row.number)], columns, need)
     return example
 
 
 def _document(example: Example, name: str, ids: list[int], weights: list[float]) -> Document:
     if example.messages[-1]["role"] != "assistant" or not any(weights):
-        raise DataError("the conversation does not end with an answer", file=example.file, row=example.number, column=name,
-                        remedy="end it with the assistant's turn")  # fmt: skip
-    return Document(input_ids=np.asarray(ids, dtype=np.int64), loss_weight=np.asarray(weights, dtype=np.float32))
+        raise DataError(
+            "the conversation does not end with an answer",
+            file=example.file,
+            row=example.number,
+            column=name,
+            remedy="end it with the assistant's turn",
+        )
+    return Document(
+        input_ids=np.asarray(ids, dtype=np.int64), loss_weight=np.asarray(weights, dtype=np.float32)
+    )
 
 
-def _fitting(rows: Sequence[Row], pairs: Sequence[Pair], section: DataSection, bound: Bound, of: str) -> list[Pair]:
+def _fitting(
+    rows: Sequence[Row], pairs: Sequence[Pair], section: DataSection, bound: Bound, of: str
+) -> list[Pair]:
     """The pairs of which both documents fit; never cut, for an answer without its end is not the one that was preferred."""
     sizes = [max(map(len, pair.documents)) for pair in pairs]
     long = [i for i, size in enumerate(sizes) if bound.tokens is not None and size > bound.tokens]
     if long and section.on_too_long != "drop":
-        raise rows[long[0]].error(f"{sizes[long[0]]} tokens in the longer answer's document, {bound.said}",
-                                  why=f"{len(long)} of {len(pairs)} pairs{of} are too long, this is the first",
-                                  remedy=f"{bound.remedy}, or set data.on_too_long=drop")  # fmt: skip
+        raise rows[long[0]].error(
+            f"{sizes[long[0]]} tokens in the longer answer's document, {bound.said}",
+            why=f"{len(long)} of {len(pairs)} pairs{of} are too long, this is the first",
+            remedy=f"{bound.remedy}, or set data.on_too_long=drop",
+        )
     if len(long) == len(pairs):
-        raise DataError(f"all {len(pairs)} pairs{of} are too long: {bound.said}", remedy=bound.remedy)
+        raise DataError(
+            f"all {len(pairs)} pairs{of} are too long: {bound.said}", remedy=bound.remedy
+        )
     if long:
-        log.warning("%d of %d pairs%s are too long and were dropped: %s", len(long), len(pairs), of, bound.said)
+        log.warning(
+            "%d of %d pairs%s are too long and were dropped: %s",
+            len(long),
+            len(pairs),
+            of,
+            bound.said,
+        )
     left_out = set(long)
     return [pair for i, pair in enumerate(pairs) if i not in left_out]

@@ -32,9 +32,13 @@ class Row:
     file: str
     number: int
 
-    def error(self, what: str, *, column: str | None = None, why: str = "", remedy: str = "") -> DataError:
+    def error(
+        self, what: str, *, column: str | None = None, why: str = "", remedy: str = ""
+    ) -> DataError:
         """A ``DataError`` that names this row."""
-        return DataError(what, file=self.file, row=self.number, column=column, why=why, remedy=remedy)
+        return DataError(
+            what, file=self.file, row=self.number, column=column, why=why, remedy=remedy
+        )
 
 
 def read_rows(source: str | Sequence[str], split: str | None = None) -> list[Row]:
@@ -54,12 +58,20 @@ def _files(path: Path, split: str | None) -> list[Path]:
     if path.is_dir():
         return saved_files(path, split) if is_saved(path) else files_of(path, split, SUFFIXES)
     if not path.is_file():
-        raise DataError("there is no such file or folder", file=str(path),
-                        remedy=_nearest(path) or hint(path) or
-                        "check data.source and eval.source, relative to the working directory; a recipe's comments say how to get its data")  # fmt: skip
+        raise DataError(
+            "there is no such file or folder",
+            file=str(path),
+            remedy=_nearest(path)
+            or hint(path)
+            or "check data.source and eval.source, relative to the working directory; a recipe's comments say how to get its data",
+        )
     if path.suffix not in SUFFIXES:
-        raise DataError(f"{path.suffix or 'no'} suffix", file=str(path), why=f"known: {', '.join(SUFFIXES)}",
-                        remedy="convert it to JSONL: one JSON object a line")  # fmt: skip
+        raise DataError(
+            f"{path.suffix or 'no'} suffix",
+            file=str(path),
+            why=f"known: {', '.join(SUFFIXES)}",
+            remedy="convert it to JSONL: one JSON object a line",
+        )
     if split is not None and not path.name.startswith(split):
         log.warning("split %r chooses nothing: %s is one file", split, path)
     return [path]
@@ -83,10 +95,14 @@ def _require_path(path: Path) -> None:
 def _nearest(path: Path) -> str:
     """A remedy that names what lies in the folder under nearly that name; empty where nothing does."""
     there = (
-        [f.name for f in path.parent.iterdir() if f.is_dir() or f.suffix in SUFFIXES] if path.parent.is_dir() else []
+        [f.name for f in path.parent.iterdir() if f.is_dir() or f.suffix in SUFFIXES]
+        if path.parent.is_dir()
+        else []
     )
     close = get_close_matches(path.name, there)
-    return f"did you mean {' or '.join(str(path.with_name(name)) for name in close)}?" if close else ""
+    return (
+        f"did you mean {' or '.join(str(path.with_name(name)) for name in close)}?" if close else ""
+    )
 
 
 def _read_file(path: Path) -> list[Row]:
@@ -102,10 +118,15 @@ def _jsonl(path: Path) -> Iterator[Row]:
             for number, line in enumerate(lines, start=1):
                 text = line.removeprefix(codecs.BOM_UTF8) if number == 1 else line
                 if text.strip():
-                    yield Row(values=_object(text, str(path), number), file=str(path), number=number)
+                    yield Row(
+                        values=_object(text, str(path), number), file=str(path), number=number
+                    )
     except OSError as error:
         raise DataError(
-            "the file cannot be read", file=str(path), why=str(error), remedy="check its permissions"
+            "the file cannot be read",
+            file=str(path),
+            why=str(error),
+            remedy="check its permissions",
         ) from error
 
 
@@ -113,11 +134,20 @@ def _object(line: bytes, file: str, number: int) -> dict[str, Any]:
     try:
         value = loads(line)
     except ValueError as error:  # bad UTF-8 too, and an integer of more digits than Python converts
-        raise DataError("the line is not JSON", file=file, row=number, why=str(error),
-                        remedy="write one whole JSON object a line (a file cut short ends so)") from error  # fmt: skip
+        raise DataError(
+            "the line is not JSON",
+            file=file,
+            row=number,
+            why=str(error),
+            remedy="write one whole JSON object a line (a file cut short ends so)",
+        ) from error
     if not isinstance(value, dict):
-        raise DataError(f"the line is a {type(value).__name__}, not an object", file=file, row=number,
-                        remedy='write {"column": value, …}')  # fmt: skip
+        raise DataError(
+            f"the line is a {type(value).__name__}, not an object",
+            file=file,
+            row=number,
+            remedy='write {"column": value, …}',
+        )
     return value
 
 
@@ -126,9 +156,18 @@ def _table(path: Path) -> Iterator[Row]:
     try:
         table = pq.read_table(path) if kind == "parquet" else _arrow(path)
         names = table.column_names  # raises for bad UTF-8
-    except (pa.ArrowException, OSError, MemoryError, ValueError) as error:  # a damaged file may claim any size
-        raise DataError(f"the file is not readable {kind}", file=str(path), why=str(error),
-                        remedy="write it again; a copy cut short reads so") from error  # fmt: skip
+    except (
+        pa.ArrowException,
+        OSError,
+        MemoryError,
+        ValueError,
+    ) as error:  # a damaged file may claim any size
+        raise DataError(
+            f"the file is not readable {kind}",
+            file=str(path),
+            why=str(error),
+            remedy="write it again; a copy cut short reads so",
+        ) from error
     columns = list(python_columns(table, names, str(path)))
     for number, values in enumerate(zip(*columns, strict=True), start=1):
         yield Row(values=dict(zip(names, values, strict=True)), file=str(path), number=number)

@@ -35,8 +35,12 @@ def saved_files(folder: Path, split: str | None) -> list[Path]:
         return _shards(folder / _split(folder, split))
     given = _read(folder / STATE).get("_split")
     if split is not None and split != given:
-        raise DataError(f"the data set has no split {split!r}", file=str(folder), why=f"it is {given or 'not split'}",
-                        remedy="leave the split out, or name the folder that holds it")  # fmt: skip
+        raise DataError(
+            f"the data set has no split {split!r}",
+            file=str(folder),
+            why=f"it is {given or 'not split'}",
+            remedy="leave the split out, or name the folder that holds it",
+        )
     return _shards(folder)
 
 
@@ -45,26 +49,46 @@ def _split(folder: Path, split: str | None) -> str:
     if split is None and len(splits) == 1:
         return splits[0]
     if split is None:
-        raise DataError("the folder holds several splits", file=str(folder), why=", ".join(splits),
-                        remedy="set split, for example data.split=train")  # fmt: skip
+        raise DataError(
+            "the folder holds several splits",
+            file=str(folder),
+            why=", ".join(splits),
+            remedy="set split, for example data.split=train",
+        )
     if split not in splits:
-        raise DataError(f"the data set has no split {split!r}", file=str(folder), why=f"it has {', '.join(splits)}",
-                        remedy="name one of these")  # fmt: skip
+        raise DataError(
+            f"the data set has no split {split!r}",
+            file=str(folder),
+            why=f"it has {', '.join(splits)}",
+            remedy="name one of these",
+        )
     return split
 
 
 def _shards(folder: Path) -> list[Path]:
     state = _read(folder / STATE)
     if state.get("_indices_data_files"):
-        raise DataError("the rows are chosen by an index file", file=str(folder), why="an old release of datasets saved it so",
-                        remedy="load and save it again with a recent one")  # fmt: skip
+        raise DataError(
+            "the rows are chosen by an index file",
+            file=str(folder),
+            why="an old release of datasets saved it so",
+            remedy="load and save it again with a recent one",
+        )
     parts = state.get("_data_files", [])
-    names = [part.get("filename") for part in parts if isinstance(part, dict)] if isinstance(parts, list) else parts
+    names = (
+        [part.get("filename") for part in parts if isinstance(part, dict)]
+        if isinstance(parts, list)
+        else parts
+    )
     files = [folder / name for name in _texts(folder / STATE, "_data_files", names)]
     absent = [f.name for f in files if not os.path.isfile(f)]  # noqa: PTH113 - False for a name that cannot be one, too
     if absent or not files:
-        raise DataError("a data file is missing", file=str(folder), why=f"{STATE} names {', '.join(absent) or 'none'}",
-                        remedy="copy the whole folder")  # fmt: skip
+        raise DataError(
+            "a data file is missing",
+            file=str(folder),
+            why=f"{STATE} names {', '.join(absent) or 'none'}",
+            remedy="copy the whole folder",
+        )
     return files
 
 
@@ -83,7 +107,11 @@ def _read(path: Path) -> dict[str, Any]:
     try:
         value = loads(path.read_bytes())
     except (OSError, ValueError) as error:
-        raise DataError("not readable", file=str(path), why=str(error), remedy="copy the whole folder again") from error
+        raise DataError(
+            "not readable", file=str(path), why=str(error), remedy="copy the whole folder again"
+        ) from error
     if not isinstance(value, dict):
-        raise DataError("expected an object of JSON", file=str(path), remedy="copy the whole folder again")
+        raise DataError(
+            "expected an object of JSON", file=str(path), remedy="copy the whole folder again"
+        )
     return value

@@ -35,7 +35,10 @@ def _is_deep(text: bytes) -> bool:
     if text.count(b"[") + text.count(b"{") <= MAX_DEPTH:
         return False  # as good as always
     brackets = _STRING.sub(b"", text).translate(None, _NO_BRACKETS)
-    return max(accumulate(1 if bracket in b"[{" else -1 for bracket in brackets), default=0) > MAX_DEPTH
+    return (
+        max(accumulate(1 if bracket in b"[{" else -1 for bracket in brackets), default=0)
+        > MAX_DEPTH
+    )
 
 
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

@@ -15,14 +15,19 @@ import sys
 
 def main(seconds: float, memory: int, longest: int) -> None:
     """Serve until standard input closes."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # a terminal's Ctrl-C reaches it too; its parent decides
+    signal.signal(
+        signal.SIGINT, signal.SIG_IGN
+    )  # a terminal's Ctrl-C reaches it too; its parent decides
     answers = os.fdopen(os.dup(1), "w", encoding="ascii")
     os.dup2(2, 1)  # what a library prints is no answer
 
     from transformers.utils.chat_template_utils import render_jinja_template
 
     _, hard = resource.getrlimit(resource.RLIMIT_DATA)
-    resource.setrlimit(resource.RLIMIT_DATA, (memory if hard == resource.RLIM_INFINITY else min(memory, hard), hard))
+    resource.setrlimit(
+        resource.RLIMIT_DATA,
+        (memory if hard == resource.RLIM_INFINITY else min(memory, hard), hard),
+    )
     for line in sys.stdin:
         signal.setitimer(
             signal.ITIMER_PROF, seconds
@@ -30,7 +35,11 @@ def main(seconds: float, memory: int, longest: int) -> None:
         try:
             (text,), _ = render_jinja_template(**json.loads(line))
             text.encode("utf-8")
-            answer = {"text": text} if len(text) <= longest else {"error": f"it makes more than {longest} characters"}
+            answer = (
+                {"text": text}
+                if len(text) <= longest
+                else {"error": f"it makes more than {longest} characters"}
+            )
         except MemoryError:
             answer = {"error": f"it needs more than {memory >> 20} MiB of memory"}
         except Exception as error:  # noqa: BLE001 - a template may raise anything; the parent says it with the row

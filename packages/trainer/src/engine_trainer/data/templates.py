@@ -28,13 +28,17 @@ class TemplateError(Exception):
 class Renderer:
     """A process that renders, started at the first template and again after one that had to be ended."""
 
-    def __init__(self, seconds: float = SECONDS, memory: int = MEMORY, longest: int = LONGEST) -> None:
+    def __init__(
+        self, seconds: float = SECONDS, memory: int = MEMORY, longest: int = LONGEST
+    ) -> None:
         self._seconds = seconds
         self._limits = [str(seconds), str(memory), str(longest)]
         self._process: subprocess.Popen[bytes] | None = None
         self._lock = threading.Lock()  # an agent's trajectories render side by side
 
-    def render(self, template: str, messages: list[dict[str, Any]], *, ask: bool, given: Mapping[str, Any]) -> str:
+    def render(
+        self, template: str, messages: list[dict[str, Any]], *, ask: bool, given: Mapping[str, Any]
+    ) -> str:
         """Return the text of a conversation. Raises ``TemplateError``, also for what is no JSON.
 
         Args:
@@ -43,9 +47,16 @@ class Renderer:
             ask: whether the assistant's turn is begun at the end.
             given: other variables of the template, ``tools`` and special tokens among them.
         """
-        asked = {**given, "conversations": [messages], "chat_template": template, "add_generation_prompt": ask}
+        asked = {
+            **given,
+            "conversations": [messages],
+            "chat_template": template,
+            "add_generation_prompt": ask,
+        }
         try:
-            request = json.dumps(asked, default=str).encode("ascii") + b"\n"  # tokens of their own class have a text
+            request = (
+                json.dumps(asked, default=str).encode("ascii") + b"\n"
+            )  # tokens of their own class have a text
         except (TypeError, ValueError) as error:
             raise TemplateError(f"a value cannot be given to a template: {error}") from error
         with self._lock:
@@ -84,7 +95,9 @@ class Renderer:
             line = process.stdout.readline()
         except BrokenPipeError:
             pass  # it has ended: told by its status
-        except BaseException:  # Ctrl-C too: an answer that comes later must not be taken for the next one's
+        except (
+            BaseException
+        ):  # Ctrl-C too: an answer that comes later must not be taken for the next one's
             self.close()
             raise
         if line.endswith(b"\n"):
@@ -93,7 +106,9 @@ class Renderer:
         self.close()
         if status == -signal.SIGPROF:
             return {"error": f"it takes more than {self._seconds} s of processor time"}
-        return {"error": f"the process that renders ended with status {status}; its last words are above"}
+        return {
+            "error": f"the process that renders ended with status {status}; its last words are above"
+        }
 
 
 @cache

@@ -22,21 +22,32 @@ def write_response(form: str, entry: Entry) -> str:
     if form == "answer":
         return _closing(entry["answer"])
     if form != "worked":
-        raise ConfigError("data.reasoning_gym.response", f"unknown form {form!r}",
-                          remedy=near_matches(form, ["answer", "worked"]))  # fmt: skip
+        raise ConfigError(
+            "data.reasoning_gym.response",
+            f"unknown form {form!r}",
+            remedy=near_matches(form, ["answer", "worked"]),
+        )
     task = str(entry["metadata"]["source_dataset"])
     if task not in WORKED:
-        raise ConfigError("data.reasoning_gym.response", f"no worked answers for {task!r}",
-                          why=f"there are some for: {', '.join(sorted(WORKED))}", remedy="use response: answer")  # fmt: skip
+        raise ConfigError(
+            "data.reasoning_gym.response",
+            f"no worked answers for {task!r}",
+            why=f"there are some for: {', '.join(sorted(WORKED))}",
+            remedy="use response: answer",
+        )
     return WORKED[task](entry)
 
 
 def _leg_counting(entry: Entry) -> str:
     from reasoning_gym.arithmetic.leg_counting import ANIMALS
 
-    parts = [(count, int(ANIMALS[animal])) for animal, count in entry["metadata"]["animals"].items()]
+    parts = [
+        (count, int(ANIMALS[animal])) for animal, count in entry["metadata"]["animals"].items()
+    ]
     steps = [f"{count}*{legs}={count * legs}" for count, legs in parts]
-    return _sum(steps, parts[0][0] * parts[0][1], [("+", count * legs) for count, legs in parts[1:]])
+    return _sum(
+        steps, parts[0][0] * parts[0][1], [("+", count * legs) for count, legs in parts[1:]]
+    )
 
 
 def _chain_sum(entry: Entry) -> str:

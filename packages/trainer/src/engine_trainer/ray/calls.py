@@ -15,7 +15,9 @@ from engine_api.errors import EngineError, RankFailure
 from engine_trainer.ray.meter import Meter
 
 SHOWN = 400  # characters of Ray's own words
-GRACE_S = 5.0  # for the others to say what went wrong, once one has failed: the reason may be theirs
+GRACE_S = (
+    5.0  # for the others to say what went wrong, once one has failed: the reason may be theirs
+)
 
 
 class WorkerLost(EngineError):
@@ -73,7 +75,11 @@ class Pool:
 
     def start(self, rank: int, method: str, *arguments: Any) -> Call:
         """Begin one call; ``finish`` waits for it."""
-        return Call(ref=self.actors[rank].call.remote(method, *arguments), worker=self.worker(rank), method=method)
+        return Call(
+            ref=self.actors[rank].call.remote(method, *arguments),
+            worker=self.worker(rank),
+            method=method,
+        )
 
     def start_all(self, method: str, *arguments: Any) -> list[Call]:
         """Begin the same call on all of them."""
@@ -98,7 +104,9 @@ class Pool:
         return replies
 
 
-def finish(calls: Sequence[Call], timeout_s: float, *, setting: str = "ray.timeout_s") -> list[Reply]:
+def finish(
+    calls: Sequence[Call], timeout_s: float, *, setting: str = "ray.timeout_s"
+) -> list[Reply]:
     """Return every call's reply, in order.
 
     Args:
@@ -141,7 +149,11 @@ def attempt(work: Callable[[], object]) -> None:
     """Do something with what may be gone already: an actor, a cluster."""
     try:
         work()
-    except (RayError, EngineError, ValueError):  # ValueError: Ray's word for an actor that it no longer knows
+    except (
+        RayError,
+        EngineError,
+        ValueError,
+    ):  # ValueError: Ray's word for an actor that it no longer knows
         return
 
 
@@ -176,23 +188,37 @@ def _translate(call: Call, error: RayError) -> EngineError:
         cause = error.cause
         if isinstance(cause, EngineError):
             return cause
-        failed = WorkerFailed(f"{type(cause).__name__}: {cause}", where=f"{call.worker}, {call.method}", why=str(error),
-                              remedy="mend what raised it; the last checkpoint stands")  # fmt: skip
+        failed = WorkerFailed(
+            f"{type(cause).__name__}: {cause}",
+            where=f"{call.worker}, {call.method}",
+            why=str(error),
+            remedy="mend what raised it; the last checkpoint stands",
+        )
         failed.__cause__ = cause if isinstance(cause, BaseException) else None
         return failed
     if isinstance(error, RayActorError) and error.actor_init_failed:  # as it would again
-        return WorkerFailed("the worker could not be made", where=call.worker, why=str(error),
-                            remedy="mend what raised it; every node needs the same packages")  # fmt: skip
+        return WorkerFailed(
+            "the worker could not be made",
+            where=call.worker,
+            why=str(error),
+            remedy="mend what raised it; every node needs the same packages",
+        )
     died = isinstance(error, RayActorError)
-    return WorkerLost("the worker died" if died else "the worker cannot be reached", where=f"{call.worker}, {call.method}",
-                      why=textwrap.shorten(str(error), SHOWN), remedy="see the worker's log in Ray's session folder (out of memory? a lost node?)")  # fmt: skip
+    return WorkerLost(
+        "the worker died" if died else "the worker cannot be reached",
+        where=f"{call.worker}, {call.method}",
+        why=textwrap.shorten(str(error), SHOWN),
+        remedy="see the worker's log in Ray's session folder (out of memory? a lost node?)",
+    )
 
 
 def _names(calls: Sequence[Call]) -> str:
     return ", ".join(sorted(f"{c.worker} ({c.method})" for c in calls))
 
 
-def silent(calls: Sequence[Call], timeout_s: float, *, setting: str = "ray.timeout_s") -> WorkerLost:
+def silent(
+    calls: Sequence[Call], timeout_s: float, *, setting: str = "ray.timeout_s"
+) -> WorkerLost:
     """The error of calls that did not answer in time."""
     return WorkerLost(
         f"no answer within {timeout_s:g} s",

@@ -38,16 +38,24 @@ def why_whole(spec: RolloutSpec, capabilities: Collection[Capability]) -> str:
     try:
         plugin = RolloutRegistry.resolve(backend=spec.section.name, device=spec.device).plugin
     except PluginUnavailable as error:  # here: where the replicas are it may be there
-        return f"the engine's process cannot make the exporter: {'; '.join(error.trace) or error.what}"
+        return (
+            f"the engine's process cannot make the exporter: {'; '.join(error.trace) or error.what}"
+        )
     if plugin.wire is None:
         return f"rollout {spec.section.name!r} has no wire of its own"
-    return "" if Capability.EXPORT_SHARDS in capabilities else f"engine {spec.engine.backend!r} exports no shards"
+    return (
+        ""
+        if Capability.EXPORT_SHARDS in capabilities
+        else f"engine {spec.engine.backend!r} exports no shards"
+    )
 
 
 def make_wire(spec: RolloutSpec, timeout_s: float, *, whole: bool) -> WeightWire:
     """An end of either kind. Raises ``PluginError``."""
     if not whole:
-        wire = RolloutRegistry.create_wire(name=spec.section.name, device=spec.device, timeout_s=timeout_s)
+        wire = RolloutRegistry.create_wire(
+            name=spec.section.name, device=spec.device, timeout_s=timeout_s
+        )
         assert wire is not None, "why_whole said so"
         return wire
     return WholeWire(spec.device if spec.device == spec.engine_device else "cpu", timeout_s)
@@ -58,7 +66,9 @@ def exporter_for(spec: RolloutSpec, *, whole: bool) -> WeightExporter:
     if not whole:
         return create_exporter(spec)
     # A rollout that quantizes by itself wants the weights as they are stored.
-    return WholeExporter(getattr(torch, spec.dtype) if spec.section.quantization == "none" else None)
+    return WholeExporter(
+        getattr(torch, spec.dtype) if spec.section.quantization == "none" else None
+    )
 
 
 class WholeWire:
@@ -146,7 +156,11 @@ class Channel:
             if size == END:
                 return
             if size == FAILED:
-                raise RolloutError("the engine's export failed", where="weight sync", remedy="see the engine's error")
+                raise RolloutError(
+                    "the engine's export failed",
+                    where="weight sync",
+                    remedy="see the engine's error",
+                )
             header = self._broadcast(torch.empty(size, dtype=torch.uint8))
             buffer = self._broadcast(torch.empty(length, dtype=torch.uint8))
             yield from _unpack(bytes(header.cpu().numpy()), buffer)

@@ -91,7 +91,10 @@ def _on_loopback(rollout: RolloutSection | None) -> Iterator[None]:
 
 def _keep_token_private() -> None:
     """Make the file of Ray's token for this user alone, before Ray makes it for everyone to read."""
-    if os.environ.get("RAY_AUTH_MODE") == "disabled" or {"RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH"} & set(os.environ):
+    if os.environ.get("RAY_AUTH_MODE") == "disabled" or {
+        "RAY_AUTH_TOKEN",
+        "RAY_AUTH_TOKEN_PATH",
+    } & set(os.environ):
         return
     path = Path.home() / ".ray" / "auth_token"  # as Ray says
     path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -100,7 +103,9 @@ def _keep_token_private() -> None:
             file.write(secrets.token_hex(32))
     except FileExistsError:
         if path.stat().st_mode & 0o044:
-            log.warning("others may read %s, with which they can run code as you: chmod 600 it", path)
+            log.warning(
+                "others may read %s, with which they can run code as you: chmod 600 it", path
+            )
 
 
 def _require_loopback() -> None:
@@ -118,10 +123,15 @@ def per_worker(section: RaySection, engine: EngineSection) -> Resources:
     """What one worker is given. ``engine.device: auto`` takes GPUs where the cluster has some."""
     device = engine.device
     if device == "auto":
-        device = next((d for d, name in ACCELERATORS.items() if ray.cluster_resources().get(name, 0) > 0), "cpu")
+        device = next(
+            (d for d, name in ACCELERATORS.items() if ray.cluster_resources().get(name, 0) > 0),
+            "cpu",
+        )
     given: Resources = {"CPU": section.cpus_per_worker}
     if device in ACCELERATORS:
-        given[ACCELERATORS[device]] = 1.0 if section.gpus_per_worker is None else section.gpus_per_worker
+        given[ACCELERATORS[device]] = (
+            1.0 if section.gpus_per_worker is None else section.gpus_per_worker
+        )
     return {name: amount for name, amount in given.items() if amount}
 
 
@@ -139,18 +149,30 @@ def require(each: Resources, workers: int, patience_s: float = 0.0) -> None:
 
 def _require(each: Resources, workers: int) -> None:
     has = ray.cluster_resources()
-    missing = {n: workers * a - has.get(n, 0.0) for n, a in each.items() if workers * a > has.get(n, 0.0)}
+    missing = {
+        n: workers * a - has.get(n, 0.0) for n, a in each.items() if workers * a > has.get(n, 0.0)
+    }
     if missing:
         raise ConfigError(
-            "ray", "the cluster is too small: " + ", ".join(f"{m:g} {n} missing" for n, m in missing.items()),
+            "ray",
+            "the cluster is too small: "
+            + ", ".join(f"{m:g} {n} missing" for n, m in missing.items()),
             why=f"{workers} workers of {_said(each)} each; the cluster has {_said({n: has.get(n, 0.0) for n in each})}",
             remedy="add nodes, or lower ray.engines, ray.rollouts, ray.cpus_per_worker or ray.gpus_per_worker",
-        )  # fmt: skip
+        )
     nodes = [n["Resources"] for n in ray.nodes() if n["Alive"]]
-    room = sum(int(min(node.get(n, 0.0) / a for n, a in each.items()) + 1e-9) for node in nodes) if each else workers
+    room = (
+        sum(int(min(node.get(n, 0.0) / a for n, a in each.items()) + 1e-9) for node in nodes)
+        if each
+        else workers
+    )
     if room < workers:
-        raise ConfigError("ray", f"the cluster's nodes have room for {room} workers, {workers} are wanted",
-                          why=f"a worker is on one node whole and takes {_said(each)}", remedy="ask for less a worker")  # fmt: skip
+        raise ConfigError(
+            "ray",
+            f"the cluster's nodes have room for {room} workers, {workers} are wanted",
+            why=f"a worker is on one node whole and takes {_said(each)}",
+            remedy="ask for less a worker",
+        )
 
 
 class Placement:
@@ -158,23 +180,38 @@ class Placement:
 
     def __init__(self, each: Resources, workers: int, timeout_s: float) -> None:
         self.each = each
-        self._group: PlacementGroup = placement_group([dict(each) for _ in range(workers)], strategy="PACK")
+        self._group: PlacementGroup = placement_group(
+            [dict(each) for _ in range(workers)], strategy="PACK"
+        )
         try:
             ray.get(self._group.ready(), timeout=timeout_s)
         except GetTimeoutError as error:
             self.release()
-            raise ConfigError("ray", f"{workers} workers of {_said(each)} could not be placed within {timeout_s:g} s",
-                              why=f"free now: {_said({n: ray.available_resources().get(n, 0.0) for n in each})}",
-                              remedy="wait for the cluster's other jobs, or raise ray.start_timeout_s") from error  # fmt: skip
+            raise ConfigError(
+                "ray",
+                f"{workers} workers of {_said(each)} could not be placed within {timeout_s:g} s",
+                why=f"free now: {_said({n: ray.available_resources().get(n, 0.0) for n in each})}",
+                remedy="wait for the cluster's other jobs, or raise ray.start_timeout_s",
+            ) from error
 
     def start(self, cls: type, bundle: int, *arguments: Any) -> Any:
         """An actor in a bundle."""
-        strategy = PlacementGroupSchedulingStrategy(placement_group=self._group, placement_group_bundle_index=bundle)
+        strategy = PlacementGroupSchedulingStrategy(
+            placement_group=self._group, placement_group_bundle_index=bundle
+        )
         named = {n: a for n, a in self.each.items() if n not in ("CPU", "GPU")}
-        return ray.remote(cls).options(
-            num_cpus=self.each.get("CPU", 0), num_gpus=self.each.get("GPU", 0), resources=named, scheduling_strategy=strategy,
-            max_restarts=0, max_task_retries=0,
-        ).remote(*arguments)  # fmt: skip
+        return (
+            ray.remote(cls)
+            .options(
+                num_cpus=self.each.get("CPU", 0),
+                num_gpus=self.each.get("GPU", 0),
+                resources=named,
+                scheduling_strategy=strategy,
+                max_restarts=0,
+                max_task_retries=0,
+            )
+            .remote(*arguments)
+        )
 
     def release(self) -> None:
         """Give the bundles back, whatever still runs in them ends; idempotent."""
@@ -190,10 +227,18 @@ def kill(actors: Sequence[Any]) -> None:
 def _not_connected(section: RaySection, error: Exception) -> ConfigError:
     why = f"{type(error).__name__}: {_first_line(error)}"
     if section.address:
-        return ConfigError("ray.address", f"no cluster at {section.address}", why=why,
-                           remedy="start one (ray start --head), or leave ray.address out for one on this machine")  # fmt: skip
-    return ConfigError("ray.address", "no cluster could be started here", why=why,
-                       remedy="see /tmp/ray/session_latest/logs; RAY_TMPDIR names another place with room; or join one: ray.address")  # fmt: skip
+        return ConfigError(
+            "ray.address",
+            f"no cluster at {section.address}",
+            why=why,
+            remedy="start one (ray start --head), or leave ray.address out for one on this machine",
+        )
+    return ConfigError(
+        "ray.address",
+        "no cluster could be started here",
+        why=why,
+        remedy="see /tmp/ray/session_latest/logs; RAY_TMPDIR names another place with room; or join one: ray.address",
+    )
 
 
 def _said(resources: Resources) -> str:

@@ -37,7 +37,9 @@ class Continuing:
         self._replica, self._sampling, self._slice = replica, sampling, slice_tokens
         self._tasks: list[_Task] = []
 
-    def advance(self, new: Sequence[tuple[int, Prompt]], seed: int) -> list[tuple[int, list[Answer]]]:
+    def advance(
+        self, new: Sequence[tuple[int, Prompt]], seed: int
+    ) -> list[tuple[int, list[Answer]]]:
         """One slice of everything, ``new`` groups included; the groups that are complete, judged, by key.
 
         Raises ``RolloutError``, ``RewardError``.
@@ -47,13 +49,20 @@ class Continuing:
             self._continue(seed)
             self._begin(begun, seed)
         self._tasks += begun
-        done = [t for t in self._tasks if not any(c.finish_reason == "abort" for c in t.completions)]
-        self._tasks = [t for t in self._tasks if any(c.finish_reason == "abort" for c in t.completions)]
+        done = [
+            t for t in self._tasks if not any(c.finish_reason == "abort" for c in t.completions)
+        ]
+        self._tasks = [
+            t for t in self._tasks if any(c.finish_reason == "abort" for c in t.completions)
+        ]
         for task in self._tasks:
             if task.empty >= ABORTS * self._sampling.n:
                 raise nothing_said(task.empty)
         with self._replica.timers.phase("reward"):
-            return [(t.key, self._replica.judge([t.prompt] * len(t.completions), t.completions)) for t in done]
+            return [
+                (t.key, self._replica.judge([t.prompt] * len(t.completions), t.completions))
+                for t in done
+            ]
 
     def close(self) -> None:
         """Nothing runs between two calls."""
@@ -62,14 +71,21 @@ class Continuing:
         if not tasks:
             return
         limit = min(self._slice, self._sampling.max_new_tokens)
-        found = self._replica.rollout.generate([t.prompt.tokens for t in tasks],
-                                               replace(self._sampling, max_new_tokens=limit, seed=seed))  # fmt: skip
+        found = self._replica.rollout.generate(
+            [t.prompt.tokens for t in tasks],
+            replace(self._sampling, max_new_tokens=limit, seed=seed),
+        )
         for completion in found:
             tasks[completion.prompt_index].completions.append(self._cut(completion))
 
     def _continue(self, seed: int) -> None:
         """The unfinished completions, those with equally many tokens left in one call."""
-        unfinished = [(t, i) for t in self._tasks for i, c in enumerate(t.completions) if c.finish_reason == "abort"]
+        unfinished = [
+            (t, i)
+            for t in self._tasks
+            for i, c in enumerate(t.completions)
+            if c.finish_reason == "abort"
+        ]
         by_limit: dict[int, list[tuple[_Task, int]]] = {}
         for task, i in unfinished:
             left = self._sampling.max_new_tokens - len(task.completions[i].tokens)
@@ -86,12 +102,18 @@ class Continuing:
 
     def _cut(self, completion: Completion) -> Completion:
         """One that ran into the end of its slice, not of the whole, is unfinished: ``abort``."""
-        short = completion.finish_reason == "length" and len(completion.tokens) < self._sampling.max_new_tokens
+        short = (
+            completion.finish_reason == "length"
+            and len(completion.tokens) < self._sampling.max_new_tokens
+        )
         return replace(completion, finish_reason="abort") if short else completion
 
 
 def _joined(first: Completion, rest: Completion) -> Completion:
     return replace(
-        rest, prompt_index=first.prompt_index, tokens=[*first.tokens, *rest.tokens], log_probs=[*first.log_probs, *rest.log_probs],
+        rest,
+        prompt_index=first.prompt_index,
+        tokens=[*first.tokens, *rest.tokens],
+        log_probs=[*first.log_probs, *rest.log_probs],
         weight_versions=[*first.weight_versions, *rest.weight_versions],
-    )  # fmt: skip
+    )

@@ -28,8 +28,12 @@ def train_on_ray(config: RLConfig) -> Outcome:
     Raises ``EngineError`` as ``train_rl``; ``WorkerLost`` when there are no restarts left.
     """
     if "WORLD_SIZE" in os.environ:
-        raise ConfigError("launcher", "ray, but torchrun has started this process", why="WORLD_SIZE is set",
-                          remedy="start one process: engine-train rl … launcher=ray")  # fmt: skip
+        raise ConfigError(
+            "launcher",
+            "ray, but torchrun has started this process",
+            why="WORLD_SIZE is set",
+            remedy="start one process: engine-train rl … launcher=ray",
+        )
     with connected(config.ray, config.rollout):
         patience_s = 0.0
         for left in range(config.ray.restarts, -1, -1):
@@ -38,9 +42,15 @@ def train_on_ray(config: RLConfig) -> Outcome:
             except WorkerLost as error:
                 if not left:
                     raise
-                log.warning("%s\nbeginning again from the last checkpoint; restarts left: %d", error, left - 1)
+                log.warning(
+                    "%s\nbeginning again from the last checkpoint; restarts left: %d",
+                    error,
+                    left - 1,
+                )
             patience_s = config.ray.start_timeout_s  # a lost node may come back
-            if Checkpoints(Path(config.run.output_dir) / "checkpoints", keep=config.run.keep).steps():
+            if Checkpoints(
+                Path(config.run.output_dir) / "checkpoints", keep=config.run.keep
+            ).steps():
                 # What this run has saved is its own now, also where it was told to begin anew or elsewhere.
                 config = replace(config, run=replace(config.run, resume="auto"))
     raise AssertionError("unreachable: the last attempt returns or raises")

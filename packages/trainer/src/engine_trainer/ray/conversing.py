@@ -41,18 +41,24 @@ class Conversing:
         slice_tokens: at most so many tokens a turn and call.
     """
 
-    def __init__(self, replica: Replica, agent: AgentLoop, sampling: SamplingParams, slice_tokens: int) -> None:
+    def __init__(
+        self, replica: Replica, agent: AgentLoop, sampling: SamplingParams, slice_tokens: int
+    ) -> None:
         self._replica, self._agent, self._sampling = replica, agent, sampling
         self._turns = Sliced(sampling, slice_tokens)
         self._groups: list[_Group] = []
         self._numbers = itertools.count()
-        self._asked: float | None = None  # since when the loop has not answered, by time.monotonic()
+        self._asked: float | None = (
+            None  # since when the loop has not answered, by time.monotonic()
+        )
         loops: Future[asyncio.AbstractEventLoop] = Future()
         self._thread = threading.Thread(target=_serve, args=(loops,), name="converse", daemon=True)
         self._thread.start()
         self._loop = loops.result()
 
-    def advance(self, new: Sequence[tuple[int, Prompt]], seed: int) -> list[tuple[int, list[Answer]]]:
+    def advance(
+        self, new: Sequence[tuple[int, Prompt]], seed: int
+    ) -> list[tuple[int, list[Answer]]]:
         """One slice of every turn that is asked for; the groups that are complete, judged, by key.
 
         It waits for no tool: where nobody asks it returns soon, that weights may come.
@@ -68,7 +74,10 @@ class Conversing:
         done = [group for group in self._groups if ended[id(group)]]
         self._groups = [group for group in self._groups if not ended[id(group)]]
         with self._replica.timers.phase("reward"):
-            return [(g.key, self._replica.judge_trajectories([(g.prompt, f.result()) for f in g.said])) for g in done]
+            return [
+                (g.key, self._replica.judge_trajectories([(g.prompt, f.result()) for f in g.said]))
+                for g in done
+            ]
 
     def close(self) -> None:
         """Cancel what runs; idempotent. A function that blocks the loop is not waited for."""
@@ -85,16 +94,21 @@ class Conversing:
             self._asked = time.monotonic()
             self._loop.call_soon_threadsafe(self._answered)
         elif limit is not None and time.monotonic() - self._asked > limit:
-            raise AgentError(f"a tool has held all conversations for longer than {limit:g} s", where="agent.function",
-                             why="it does not await what it waits for; agent.timeout_s bounds it",
-                             remedy="await asyncio.to_thread(tool, …)")  # fmt: skip
+            raise AgentError(
+                f"a tool has held all conversations for longer than {limit:g} s",
+                where="agent.function",
+                why="it does not await what it waits for; agent.timeout_s bounds it",
+                remedy="await asyncio.to_thread(tool, …)",
+            )
 
     def _answered(self) -> None:
         self._asked = None
 
     def _begin(self) -> None:
         """As many conversations as there are places for, in the order of their groups."""
-        free = self._agent.section.concurrency - sum(not f.done() for group in self._groups for f in group.said)
+        free = self._agent.section.concurrency - sum(
+            not f.done() for group in self._groups for f in group.said
+        )
         for group in self._groups:
             for _ in range(min(free, self._sampling.n - len(group.said))):
                 self._turns.enter()
@@ -105,9 +119,15 @@ class Conversing:
 
     async def _one(self, prompt: Prompt) -> Trajectory:
         try:
-            return await self._agent.converse(next(self._numbers), prompt, self._turns, self._sampling)
-        except KeyboardInterrupt as error:  # the function's own: a signal's comes in the main thread
-            raise AgentError.failed(f"it raised {type(error).__name__}: {error}", prompt, 1, 0) from error
+            return await self._agent.converse(
+                next(self._numbers), prompt, self._turns, self._sampling
+            )
+        except (
+            KeyboardInterrupt
+        ) as error:  # the function's own: a signal's comes in the main thread
+            raise AgentError.failed(
+                f"it raised {type(error).__name__}: {error}", prompt, 1, 0
+            ) from error
 
     def _ended(self, group: _Group) -> bool:
         """Whether all of its conversations have; raises what one of them raised."""

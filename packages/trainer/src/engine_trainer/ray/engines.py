@@ -39,7 +39,9 @@ class RayEngines:
         """See ``EngineGroup``."""
         return self._version
 
-    def infer(self, shares: Sequence[Batch], *, temperature: float = 1.0, adapter: bool = True) -> list[TokenOutputs]:
+    def infer(
+        self, shares: Sequence[Batch], *, temperature: float = 1.0, adapter: bool = True
+    ) -> list[TokenOutputs]:
         """See ``EngineGroup``."""
         # What an engine reads of them; the fields are the controller's.
         bare = [Batch(input_ids=s.input_ids, cu_seqlens=s.cu_seqlens) for s in shares]
@@ -47,10 +49,17 @@ class RayEngines:
         return [found[rank] for rank in self.primary]
 
     def train(
-        self, shares: Sequence[Batch], loss: LossFn, *, denominator: float | None = None, temperature: float = 1.0
+        self,
+        shares: Sequence[Batch],
+        loss: LossFn,
+        *,
+        denominator: float | None = None,
+        temperature: float = 1.0,
     ) -> Trained:
         """See ``EngineGroup``."""
-        result: Trained = self._scatter("train", shares, loss, denominator, temperature)[0]  # the same on all ranks
+        result: Trained = self._scatter("train", shares, loss, denominator, temperature)[
+            0
+        ]  # the same on all ranks
         self._version = result.output.weight_version
         return result
 
@@ -92,8 +101,10 @@ class RayEngines:
     def _scatter(self, method: str, shares: Sequence[Batch], *arguments: Any) -> list[Any]:
         """Each data-parallel rank's share, put into the object store once, to its ranks alone."""
         references = [ray.put(share) for share in shares]
-        calls = [self.pool.start(rank, method, self._number, references[dp_rank], *arguments)
-                 for rank, dp_rank in enumerate(self._dp_ranks)]  # fmt: skip
+        calls = [
+            self.pool.start(rank, method, self._number, references[dp_rank], *arguments)
+            for rank, dp_rank in enumerate(self._dp_ranks)
+        ]
         return [reply.value for reply in self.pool.finish(calls)]
 
 

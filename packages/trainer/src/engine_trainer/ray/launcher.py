@@ -48,10 +48,14 @@ class OnRay:
         self._rollout_pool: Pool | None = None  # None: beside the engines
         self._num_engines = 0
 
-    def resolve(self, section: EngineSection, beside: EngineSection | None = None) -> tuple[str, frozenset[Capability]]:
+    def resolve(
+        self, section: EngineSection, beside: EngineSection | None = None
+    ) -> tuple[str, frozenset[Capability]]:
         """See ``Launcher``; the first worker looks around."""
         pool = self._engine_pool()
-        found: tuple[str, frozenset[Capability]] = pool.finish([pool.start(0, "resolve", section, beside)])[0].value
+        found: tuple[str, frozenset[Capability]] = pool.finish(
+            [pool.start(0, "resolve", section, beside)]
+        )[0].value
         return found
 
     def engines(self, section: EngineSection, config: EngineConfig, device: str) -> RayEngines:
@@ -60,7 +64,9 @@ class OnRay:
         if self._policy is None:
             self._check_memory(pool, config, device)
             self._join(pool, device)
-        made = RayEngines(pool, self._num_engines, pool.call_all("make_engine", section, config, device))
+        made = RayEngines(
+            pool, self._num_engines, pool.call_all("make_engine", section, config, device)
+        )
         self._num_engines += 1
         self._policy = self._policy or made
         return made
@@ -76,8 +82,12 @@ class OnRay:
             "offload_engine": spec.section.offload_engine,
         }.items():
             if given:
-                raise ConfigError(f"rollout.{key}", "needs the rollout in the engine's processes",
-                                  why=f"ray.rollouts is {self.section.rollouts}", remedy="leave one of the two out")  # fmt: skip
+                raise ConfigError(
+                    f"rollout.{key}",
+                    "needs the rollout in the engine's processes",
+                    why=f"ray.rollouts is {self.section.rollouts}",
+                    remedy="leave one of the two out",
+                )
         self._connect(spec, self._policy.pool, self._rollout_pool)
         return Separate(self._rollout_pool, self._policy, timers)
 
@@ -92,7 +102,11 @@ class OnRay:
 
     def close(self) -> None:
         """See ``Launcher``. Workers close what they hold where they still can, and are ended in any case."""
-        attempt(lambda: finish([call for pool in self._pools for call in pool.start_all("close")], FAREWELL_S))
+        attempt(
+            lambda: finish(
+                [call for pool in self._pools for call in pool.start_all("close")], FAREWELL_S
+            )
+        )
         for pool in self._pools:
             cluster.kill(pool.actors)
         for placement in self._placements:
@@ -102,14 +116,20 @@ class OnRay:
     # --- inside -----------------------------------------------------------------------------------
 
     def _engine_pool(self) -> Pool:
-        return self._pools[0] if self._pools else self._pool("engine", EngineWorker, self.section.engines)
+        return (
+            self._pools[0]
+            if self._pools
+            else self._pool("engine", EngineWorker, self.section.engines)
+        )
 
     def _check_memory(self, engines: Pool, config: EngineConfig, device: str) -> None:
         served = rollout_device(self.config.rollout, device)
         if self.section.rollouts is not None:
             self._rollout_pool = self._pool("rollout", RolloutWorker, self.section.rollouts)
         rooms = engines.call_all("room", device)
-        rollouts = rooms if self._rollout_pool is None else self._rollout_pool.call_all("room", served)
+        rollouts = (
+            rooms if self._rollout_pool is None else self._rollout_pool.call_all("room", served)
+        )
         memory.check(rooms, rollouts, self.config, config, device)
 
     def _pool(self, name: str, cls: type, workers: int) -> Pool:
@@ -117,23 +137,36 @@ class OnRay:
         self._placements.append(placement)
         actors = [placement.start(cls, bundle, f"{name}-{bundle}") for bundle in range(workers)]
         pool = Pool(name, actors, self.section.timeout_s, self.meter)
-        before = sum(len(other) for other in self._pools)  # engines come first: their numbers are their ranks
+        before = sum(
+            len(other) for other in self._pools
+        )  # engines come first: their numbers are their ranks
         self._pools.append(pool)
         where = (str(Path.cwd()), sys.path, list(self.section.imports))
         seed = self.config.run.seed
-        starting = [pool.start(number, "setup", *where, (seed, before + number)) for number in range(workers)]
+        starting = [
+            pool.start(number, "setup", *where, (seed, before + number))
+            for number in range(workers)
+        ]
         pool.finish(starting, start_timeout_s=self.section.start_timeout_s)
         return pool
 
     def _join(self, pool: Pool, device: str) -> None:
         size, timeout_s = len(pool), self.section.timeout_s
         address = pool.finish([pool.start(0, "serve_store", size, timeout_s)])[0].value
-        pool.finish([pool.start(rank, "join", address, rank, size, device, timeout_s) for rank in range(size)])
+        pool.finish(
+            [
+                pool.start(rank, "join", address, rank, size, device, timeout_s)
+                for rank in range(size)
+            ]
+        )
 
     def _connect(self, spec: RolloutSpec, engines: Pool, rollouts: Pool) -> None:
         why = engines.finish([engines.start(0, "why_whole", spec)])[0].value
-        log.info("weights go to %d replicas %s", len(rollouts),
-                 f"as whole tensors: {why}" if why else "over the rollout's own wire")  # fmt: skip
+        log.info(
+            "weights go to %d replicas %s",
+            len(rollouts),
+            f"as whole tensors: {why}" if why else "over the rollout's own wire",
+        )
         # The controller's deadline comes first: whoever hangs is then lost, which a restart mends, and no failed sync.
         timeout_s = 2 * self.section.timeout_s
         rollouts.call_all("make_rollout", spec, timeout_s, bool(why))

@@ -39,9 +39,14 @@ class Colocated:
         """See ``RolloutGroup``."""
         self._pool.call_all("sleep")
 
-    def answer(self, shares: Sequence[Sequence[Prompt]], sampling: SamplingParams) -> list[list[list[Answer]]]:
+    def answer(
+        self, shares: Sequence[Sequence[Prompt]], sampling: SamplingParams
+    ) -> list[list[list[Answer]]]:
         """See ``RolloutGroup``."""
-        calls = [self._pool.start(rank, "answer", list(share), sampling) for rank, share in enumerate(shares)]
+        calls = [
+            self._pool.start(rank, "answer", list(share), sampling)
+            for rank, share in enumerate(shares)
+        ]
         return _answers(self._pool.finish(calls), self._timers)
 
     def close(self) -> None:
@@ -62,7 +67,9 @@ class Separate:
         engines, version = self._policy.pool, self._policy.weight_version
         address = engines.finish([engines.start(0, "wire_address", version)])[0].value
         received = [self.pool.start(rank, "receive", address, rank, version) for rank in self.held]
-        values = [reply.value for reply in self.pool.finish([*received, *engines.start_all("send")])]
+        values = [
+            reply.value for reply in self.pool.finish([*received, *engines.start_all("send")])
+        ]
         wire_bytes: int = values[self.size]  # the first rank of the engine sent them
         return [replace(result, wire_bytes=wire_bytes) for result in values[: self.size]]
 
@@ -76,9 +83,14 @@ class Separate:
         """Prepare for ``advance``, see ``Continuing``."""
         self.pool.call_all("continuing", sampling, slice_tokens)
 
-    def answer(self, shares: Sequence[Sequence[Prompt]], sampling: SamplingParams) -> list[list[list[Answer]]]:
+    def answer(
+        self, shares: Sequence[Sequence[Prompt]], sampling: SamplingParams
+    ) -> list[list[list[Answer]]]:
         """See ``RolloutGroup``."""
-        calls = [self.pool.start(rank, "answer", list(share), sampling) for rank, share in enumerate(shares)]
+        calls = [
+            self.pool.start(rank, "answer", list(share), sampling)
+            for rank, share in enumerate(shares)
+        ]
         return _answers(self.pool.finish(calls), self._timers)
 
     def close(self) -> None:

@@ -14,7 +14,13 @@ from dataclasses import dataclass
 from engine_trainer.algorithms.shaping import informative
 from engine_trainer.config import RLConfig
 from engine_trainer.data import Prompt, PromptDataset, SampleOrder
-from engine_trainer.experience import Experience, answer_figures, round_seed, staleness_figures, totals
+from engine_trainer.experience import (
+    Experience,
+    answer_figures,
+    round_seed,
+    staleness_figures,
+    totals,
+)
 from engine_trainer.ray.calls import Call, WorkerFailed, ready, silent
 from engine_trainer.ray.rollouts import Separate
 from engine_trainer.replica import Answer, Group
@@ -41,11 +47,23 @@ class FullyAsync:
     """
 
     def __init__(
-        self, sampler: Sampler, data: PromptDataset, order: SampleOrder, config: RLConfig, *, position: int, pending: Sequence[int],
+        self,
+        sampler: Sampler,
+        data: PromptDataset,
+        order: SampleOrder,
+        config: RLConfig,
+        *,
+        position: int,
+        pending: Sequence[int],
         oldest: Callable[[], int],
-    ) -> None:  # fmt: skip
+    ) -> None:
         assert isinstance(sampler.rollouts, Separate), "the configuration checks it"
-        self._sampler, self._rollouts, self._config, self._oldest = sampler, sampler.rollouts, config, oldest
+        self._sampler, self._rollouts, self._config, self._oldest = (
+            sampler,
+            sampler.rollouts,
+            config,
+            oldest,
+        )
         self._data, self._order, self._position = data, order, position
         self._again = list(pending)  # positions to draw before new ones
         self._drawn: set[int] = set()  # and not given out yet
@@ -61,7 +79,9 @@ class FullyAsync:
         self._under_way = dict.fromkeys(self._rollouts.held, 0)  # groups, by replica
         self._closed = False
         self._thread = threading.Thread(target=self._run, name="generate", daemon=True)
-        sampling = sampler.sampling(n=config.rollout.n, temperature=config.rollout.temperature, seed=0)
+        sampling = sampler.sampling(
+            n=config.rollout.n, temperature=config.rollout.temperature, seed=0
+        )
         self._rollouts.continuing(sampling, config.overlap.slice_tokens)
         self._thread.start()
 
@@ -83,7 +103,9 @@ class FullyAsync:
         generated, self._dropped = [*generated, *self._dropped], []
         with self._changed:  # of one moment: the thread draws meanwhile
             position, pending = self._position, sorted([*self._drawn, *self._again])
-        return Experience(groups=kept, position=position, pending=pending, metrics=metrics, generated=generated)
+        return Experience(
+            groups=kept, position=position, pending=pending, metrics=metrics, generated=generated
+        )
 
     def settle(self) -> None:
         """See ``Source``: waits for the slices that run."""
@@ -95,7 +117,9 @@ class FullyAsync:
     def close(self) -> None:
         """See ``Source``."""
         with self._changed:
-            self._closed = True  # the thread ends with the slices that run, at the latest with their workers
+            self._closed = (
+                True  # the thread ends with the slices that run, at the latest with their workers
+            )
             self._changed.notify_all()
 
     # --- giving out -------------------------------------------------------------------------------
@@ -107,7 +131,10 @@ class FullyAsync:
 
     def _collect(self) -> tuple[list[Group], list[Group]]:
         """(all groups that were looked at, those that are learned from)."""
-        wanted, dynamic = self._config.algorithm.prompts_per_step, self._config.algorithm.dynamic_sampling
+        wanted, dynamic = (
+            self._config.algorithm.prompts_per_step,
+            self._config.algorithm.dynamic_sampling,
+        )
         generated: list[Group] = []
         kept: list[Group] = []
         limit = wanted * (dynamic.max_rounds if dynamic.enabled else 1)
@@ -135,7 +162,9 @@ class FullyAsync:
 
     def _fresh(self, group: Group) -> bool:
         oldest, made = self._oldest(), [version for a in group.answers for version in a.versions]
-        return not made or max(made) >= oldest  # without a token of the model nothing is old: another draw is no better
+        return (
+            not made or max(made) >= oldest
+        )  # without a token of the model nothing is old: another draw is no better
 
     def _raise(self) -> None:
         if self._failed is not None:
@@ -159,7 +188,9 @@ class FullyAsync:
         """A slice on every replica that is idle and has something to do, unless there is to be a sync."""
         with self._changed:
             # Nothing runs and nothing may be drawn: until a step takes of what is ready.
-            self._changed.wait_for(lambda: bool(running) or self._closed or (not self._paused and self._has_work()))
+            self._changed.wait_for(
+                lambda: bool(running) or self._closed or (not self._paused and self._has_work())
+            )
             if self._paused or self._closed:
                 return
             for replica in self._rollouts.held:
@@ -167,24 +198,37 @@ class FullyAsync:
                 if replica not in running and self._under_way[replica]:
                     self._calls += 1
                     self._busy += 1
-                    call = self._rollouts.pool.start(replica, "advance", new, self._seed + self._calls)
-                    running[replica] = _Slice(call=call, until=time.monotonic() + self._rollouts.pool.timeout_s)
+                    call = self._rollouts.pool.start(
+                        replica, "advance", new, self._seed + self._calls
+                    )
+                    running[replica] = _Slice(
+                        call=call, until=time.monotonic() + self._rollouts.pool.timeout_s
+                    )
 
     def _finish(self, running: dict[int, _Slice]) -> None:
         """What is done; waits for it, but not while an idle replica may get something to do. Raises ``WorkerLost``."""
         pool, idle = self._rollouts.pool, len(running) < len(self._rollouts.held)
         left = min(one.until for one in running.values()) - time.monotonic()
-        done = ready([one.call for one in running.values()], max(0.0, min(left, POLL_S) if idle else left))
-        late = [one.call for one in running.values() if one.call not in done and time.monotonic() >= one.until]
+        done = ready(
+            [one.call for one in running.values()], max(0.0, min(left, POLL_S) if idle else left)
+        )
+        late = [
+            one.call
+            for one in running.values()
+            if one.call not in done and time.monotonic() >= one.until
+        ]
         if late:
             raise silent(late, pool.timeout_s)
         for replica in [r for r, one in running.items() if one.call in done]:
-            found: list[tuple[int, list[Answer]]] = pool.finish([running.pop(replica).call])[0].value
+            found: list[tuple[int, list[Answer]]] = pool.finish([running.pop(replica).call])[
+                0
+            ].value
             with self._changed:
                 self._busy -= 1
                 self._under_way[replica] -= len(found)
                 self._ready += [
-                    (position, Group(prompt=self._prompt(position), answers=answers)) for position, answers in found
+                    (position, Group(prompt=self._prompt(position), answers=answers))
+                    for position, answers in found
                 ]
                 self._changed.notify_all()
 
@@ -222,7 +266,11 @@ class FullyAsync:
 
 def _ended_by(error: BaseException) -> WorkerFailed:
     """Raised as it is in the loop, an exit would end the run without a word, with its status."""
-    ended = WorkerFailed(f"generation ended by {type(error).__name__}: {error}", where="overlap.mode: full",
-                         why="something that generates or judges ends its process", remedy="mend what calls sys.exit or os.abort")  # fmt: skip
+    ended = WorkerFailed(
+        f"generation ended by {type(error).__name__}: {error}",
+        where="overlap.mode: full",
+        why="something that generates or judges ends its process",
+        remedy="mend what calls sys.exit or os.abort",
+    )
     ended.__cause__ = error
     return ended

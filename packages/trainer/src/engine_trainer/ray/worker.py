@@ -32,10 +32,14 @@ class Worker:
     def __init__(self, name: str) -> None:
         self.name = name
         self.timers = Timers()
-        self._wire: WeightWire | None = None  # the engine's end or a rollout's, where they are apart
+        self._wire: WeightWire | None = (
+            None  # the engine's end or a rollout's, where they are apart
+        )
         self._trace = Trace(name)
 
-    def setup(self, folder: str, path: Sequence[str], imports: Sequence[str], seed: tuple[int, int]) -> None:
+    def setup(
+        self, folder: str, path: Sequence[str], imports: Sequence[str], seed: tuple[int, int]
+    ) -> None:
         """Make this process ready; the first call.
 
         Args:
@@ -45,21 +49,29 @@ class Worker:
             seed: the run's, and this worker's number among all of them.
         """
         seed_all(seed[0], rank=seed[1])
-        with suppress(FileNotFoundError):  # on another node a path must be absolute, as with torchrun
+        with suppress(
+            FileNotFoundError
+        ):  # on another node a path must be absolute, as with torchrun
             os.chdir(folder)
         sys.path += [place for place in path if place not in sys.path]
         for module in imports:
             try:
                 importlib.import_module(module)
             except ImportError as error:
-                raise ConfigError("ray.imports", f"{module!r} cannot be imported in a worker", why=str(error),
-                                  remedy="install it on every node, or put its folder on PYTHONPATH") from error  # fmt: skip
+                raise ConfigError(
+                    "ray.imports",
+                    f"{module!r} cannot be imported in a worker",
+                    why=str(error),
+                    remedy="install it on every node, or put its folder on PYTHONPATH",
+                ) from error
 
     def call(self, method: str, *arguments: Any) -> Reply:
         """The method's value, and how long it took."""
         begin = time.perf_counter()
         value = getattr(self, method)(*arguments)
-        phases = {name.removeprefix("time/"): seconds for name, seconds in self.timers.take().items()}
+        phases = {
+            name.removeprefix("time/"): seconds for name, seconds in self.timers.take().items()
+        }
         return Reply(value=value, seconds=time.perf_counter() - begin, phases=phases)
 
     def profile(self, folder: Path | None) -> None:

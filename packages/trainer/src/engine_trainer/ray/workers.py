@@ -60,22 +60,37 @@ class EngineWorker(Worker):
         self._store = serve_store(host, size, timeout_s)
         return host, self._store.port
 
-    def join(self, meet: tuple[str, int], rank: int, size: int, device: str, timeout_s: float) -> None:
+    def join(
+        self, meet: tuple[str, int], rank: int, size: int, device: str, timeout_s: float
+    ) -> None:
         """Make the default process group, with the variables that torchrun would set."""
         if size == 1:  # as without a launcher: the engine makes a group of its own
             return
         host, port = meet
-        os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(size), "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1",
-                       "MASTER_ADDR": host, "MASTER_PORT": str(port)}  # fmt: skip
+        os.environ |= {
+            "RANK": str(rank),
+            "WORLD_SIZE": str(size),
+            "LOCAL_RANK": "0",
+            "LOCAL_WORLD_SIZE": "1",
+            "MASTER_ADDR": host,
+            "MASTER_PORT": str(port),
+        }
         store = self._store or reach_store(host, port, size, timeout_s)
         kind = device_of(device)
         kind.adopt_local_rank()
-        dist.init_process_group(kind.process_groups, store=store, rank=rank, world_size=size,
-                                timeout=timedelta(seconds=timeout_s))  # fmt: skip
+        dist.init_process_group(
+            kind.process_groups,
+            store=store,
+            rank=rank,
+            world_size=size,
+            timeout=timedelta(seconds=timeout_s),
+        )
 
     # --- engines --------------------------------------------------------------------------------
 
-    def resolve(self, section: EngineSection, beside: EngineSection | None) -> tuple[str, frozenset[Capability]]:
+    def resolve(
+        self, section: EngineSection, beside: EngineSection | None
+    ) -> tuple[str, frozenset[Capability]]:
         """See ``Launcher.resolve``; alone."""
         return self.spmd.resolve(section, beside)
 
@@ -84,15 +99,21 @@ class EngineWorker(Worker):
         self._engines.append(self.spmd.engines(section, config, device))
         return self._engines[-1].engine.topology
 
-    def infer(self, number: int, batch: Batch, temperature: float, adapter: bool) -> TokenOutputs | None:
+    def infer(
+        self, number: int, batch: Batch, temperature: float, adapter: bool
+    ) -> TokenOutputs | None:
         """This data-parallel rank's outputs, from its primary rank."""
         engines = self._engines[number]
         (outputs,) = engines.infer([batch], temperature=temperature, adapter=adapter)
         return outputs if engines.engine.topology.is_primary else None
 
-    def train(self, number: int, batch: Batch, loss: LossFn, denominator: float | None, temperature: float) -> Trained:
+    def train(
+        self, number: int, batch: Batch, loss: LossFn, denominator: float | None, temperature: float
+    ) -> Trained:
         """See ``EngineGroup.train``."""
-        return self._engines[number].train([batch], loss, denominator=denominator, temperature=temperature)
+        return self._engines[number].train(
+            [batch], loss, denominator=denominator, temperature=temperature
+        )
 
     def move(self, number: int, away: bool) -> None:
         """Offload or reload."""
@@ -101,7 +122,9 @@ class EngineWorker(Worker):
 
     def save(self, number: int, directory: Path, extra: Mapping[str, Any]) -> CheckpointInfo | None:
         """Begin to save; the result where it stands already."""
-        handle = self._handles[number] = self._engines[number].save_checkpoint(directory, extra=extra)
+        handle = self._handles[number] = self._engines[number].save_checkpoint(
+            directory, extra=extra
+        )
         return handle.result() if handle.done() else None
 
     def saved(self, number: int, wait: bool) -> CheckpointInfo | None:
@@ -170,8 +193,11 @@ class EngineWorker(Worker):
         assert self._sender is not None
         found = self._engines[0].engine.weight_version
         if found != version:
-            raise RolloutError(f"the engine has weights of version {found}, not {version}", where="weight sync",
-                               remedy="sync between two steps, not within one")  # fmt: skip
+            raise RolloutError(
+                f"the engine has weights of version {found}, not {version}",
+                where="weight sync",
+                remedy="sync between two steps, not within one",
+            )
         return self._sender.address
 
     def send(self) -> int:
@@ -181,7 +207,9 @@ class EngineWorker(Worker):
         try:
             return 0 if self._sender is None else self._sender.send(export)
         finally:
-            for _ in export:  # the other ranks gather along, and so does the first one when the sync has failed
+            for _ in (
+                export
+            ):  # the other ranks gather along, and so does the first one when the sync has failed
                 pass
 
 
@@ -236,7 +264,9 @@ class RolloutWorker(Worker):
             else Continuing(self.replica, sampling, slice_tokens)
         )
 
-    def advance(self, new: Sequence[tuple[int, Prompt]], seed: int) -> list[tuple[int, list[Answer]]]:
+    def advance(
+        self, new: Sequence[tuple[int, Prompt]], seed: int
+    ) -> list[tuple[int, list[Answer]]]:
         """See ``Continuing.advance``."""
         assert self._under_way is not None
         return self._under_way.advance(new, seed)

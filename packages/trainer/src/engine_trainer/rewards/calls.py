@@ -22,7 +22,9 @@ from engine_trainer.threads import event_loop
 GRACE_S = 2.0  # beyond its own limit, before a coroutine that holds its event loop is interrupted from outside
 KNOWN = ("engine_api", "engine_trainer")  # packages whose errors every process can read
 Interrupts = tuple[type[BaseException], ...]
-OURS: Interrupts = (KeyboardInterrupt,)  # of the person who runs this process; no failure of a reward
+OURS: Interrupts = (
+    KeyboardInterrupt,
+)  # of the person who runs this process; no failure of a reward
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -84,7 +86,9 @@ def shown(form: Callable[[Any], str], value: object) -> str:
 def plain(error: EngineError) -> EngineError:
     """Return the error as every process can read and show it, also where it is of a stranger's class."""
     parts = {name: getattr(error, name, "") for name in ("what", "where", "why", "remedy")}
-    ours = type(error).__module__.partition(".")[0] in KNOWN and all(type(part) is str for part in parts.values())
+    ours = type(error).__module__.partition(".")[0] in KNOWN and all(
+        type(part) is str for part in parts.values()
+    )
     if ours and _can_travel(error):
         return error
     texts = {name: shown(str, part) for name, part in parts.items()}
@@ -110,7 +114,11 @@ def _call(function: RewardFn, sample: Sample, interrupts: Interrupts) -> Outcome
 
 
 def _side_by_side(
-    function: RewardFn, samples: Sequence[Sample], concurrency: int, timeout_s: float | None, interrupts: Interrupts
+    function: RewardFn,
+    samples: Sequence[Sample],
+    concurrency: int,
+    timeout_s: float | None,
+    interrupts: Interrupts,
 ) -> Iterator[tuple[int, Outcome]]:
     waiting = list(enumerate(samples))[::-1]
     running: dict[asyncio.Task[Outcome], int] = {}
@@ -134,7 +142,9 @@ def _side_by_side(
                 yield running.pop(task), task.result()
 
 
-async def _await(function: RewardFn, sample: Sample, timeout_s: float | None, interrupts: Interrupts) -> Outcome:
+async def _await(
+    function: RewardFn, sample: Sample, timeout_s: float | None, interrupts: Interrupts
+) -> Outcome:
     call = asyncio.create_task(_judge(function, sample, interrupts))
     # Not wait_for: after the cancellation it waits for the call, which may pay no heed.
     done, _ = await asyncio.wait([call], timeout=timeout_s)
@@ -164,7 +174,9 @@ def _failed(error: BaseException) -> Outcome:
         return Outcome(error=plain(error), cause=error)
     frames = traceback.extract_tb(error.__traceback__)
     place = f" ({frames[-1].filename}:{frames[-1].lineno})" if frames else ""
-    return Outcome(problem=f"it raised {type(error).__name__}: {shown(str, error)}{place}", cause=error)
+    return Outcome(
+        problem=f"it raised {type(error).__name__}: {shown(str, error)}{place}", cause=error
+    )
 
 
 def _checked(value: object, interrupts: Interrupts) -> Outcome:
@@ -182,7 +194,9 @@ def _checked(value: object, interrupts: Interrupts) -> Outcome:
         return Outcome(problem=f"it returned {shown(repr, value)}, not a number", cause=error)
     except BaseException as error:  # noqa: BLE001 - a number too large, or whatever its own __float__ raises
         said = f"{type(error).__name__}: {shown(str, error)}"
-        return Outcome(problem=f"it returned a {type(value).__name__} that is no float: {said}", cause=error)
+        return Outcome(
+            problem=f"it returned a {type(value).__name__} that is no float: {said}", cause=error
+        )
 
 
 def _number(value: Any) -> Outcome:
@@ -195,5 +209,7 @@ def _number(value: Any) -> Outcome:
     if answer is None:
         return Outcome(value=Verdict(number))
     if not isinstance(answer, str):
-        return Outcome(problem=f"it returned a Verdict whose answer is a {type(answer).__name__}, not text")
+        return Outcome(
+            problem=f"it returned a Verdict whose answer is a {type(answer).__name__}, not text"
+        )
     return Outcome(value=Verdict(number, str.__str__(answer)))

@@ -3,7 +3,14 @@
 from __future__ import annotations
 
 from engine_trainer.rewards.sample import RewardError, RewardFn, Sample, Verdict
-from engine_trainer.rewards.text import after_marker, exactly, expected, last_number, numbers, written
+from engine_trainer.rewards.text import (
+    after_marker,
+    exactly,
+    expected,
+    last_number,
+    numbers,
+    written,
+)
 
 
 def gsm8k(*, flexible: bool = False) -> RewardFn:
@@ -35,8 +42,12 @@ def _wanted(sample: Sample) -> str:
         raise RewardError("gsm8k", sample, f"the expected answer {text[-80:]!r} is not a number")
     # The data's layout has taken a #### away already: then the answer stands first.
     if not marked and len(found) > 1 and not text.lstrip(" $-.")[:1].isdecimal():
-        raise RewardError("gsm8k", sample, f"the expected answer {text[-80:]!r} has several numbers",
-                          remedy="write #### before the one that is the answer")  # fmt: skip
+        raise RewardError(
+            "gsm8k",
+            sample,
+            f"the expected answer {text[-80:]!r} has several numbers",
+            remedy="write #### before the one that is the answer",
+        )
     return found[0]
 
 

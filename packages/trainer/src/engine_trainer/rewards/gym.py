@@ -27,7 +27,9 @@ def reasoning_gym(*, extract: str = "marker", full_match: bool = True) -> Reward
     """
     check_extractor(extract)
     if importlib.util.find_spec("reasoning_gym") is None:
-        raise ConfigError("reward.name", "'reasoning_gym' needs reasoning-gym", remedy="pip install reasoning-gym")
+        raise ConfigError(
+            "reward.name", "'reasoning_gym' needs reasoning-gym", remedy="pip install reasoning-gym"
+        )
     importlib.import_module("reasoning_gym")  # now: in the first call the time limit would count it
 
     def judge(sample: Sample) -> float:
@@ -44,8 +46,12 @@ def reasoning_gym(*, extract: str = "marker", full_match: bool = True) -> Reward
 def _entry(sample: Sample) -> dict[str, Any]:
     entry = sample.metadata.get("entry")
     if not isinstance(entry, dict) or "source_dataset" not in entry.get("metadata", {}):
-        raise RewardError("reasoning_gym", sample, "the problem carries no reasoning-gym entry",
-                          remedy="use it with data.reasoning_gym, or name another reward")  # fmt: skip
+        raise RewardError(
+            "reasoning_gym",
+            sample,
+            "the problem carries no reasoning-gym entry",
+            remedy="use it with data.reasoning_gym, or name another reward",
+        )
     return entry
 
 

@@ -26,7 +26,11 @@ def math(*, boxed_only: bool = False) -> RewardFn:
     Raises ``ConfigError`` when math-verify is not installed.
     """
     if importlib.util.find_spec("math_verify") is None:
-        raise ConfigError("reward.name", "'math' needs math-verify", remedy="pip install 'math-verify[antlr4_13_2]'")
+        raise ConfigError(
+            "reward.name",
+            "'math' needs math-verify",
+            remedy="pip install 'math-verify[antlr4_13_2]'",
+        )
     importlib.import_module("math_verify")  # now: in the first call the time limit would count it
 
     def judge(sample: Sample) -> float:
@@ -44,7 +48,9 @@ def _gold(sample: Sample) -> list[Any]:
     text = expected(sample, "math")
     gold = _parse(_box(last_boxed(text) or after_marker(text) or text.strip().strip("$")))
     if not gold:
-        raise RewardError("math", sample, f"math-verify cannot read the expected answer {text[-80:]!r}")
+        raise RewardError(
+            "math", sample, f"math-verify cannot read the expected answer {text[-80:]!r}"
+        )
     return gold
 
 
@@ -55,7 +61,9 @@ def _vote(given: list[Any]) -> str | None:
     from sympy import Eq, Expr, Integral, Limit, Product, Sum, nsimplify
 
     first = given[0]
-    if isinstance(first, Eq) and first.lhs.is_Symbol:  # x = 3 says 3, as it does where answers are compared
+    if (
+        isinstance(first, Eq) and first.lhs.is_Symbol
+    ):  # x = 3 says 3, as it does where answers are compared
         first = first.rhs
     if (
         isinstance(first, Expr)
@@ -63,7 +71,9 @@ def _vote(given: list[Any]) -> str | None:
         and _is_bounded(first, VOTED)
         and not first.has(Integral, Limit, Product, Sum)
     ):
-        first = nsimplify(first.doit(), rational=True)  # doit: a percentage and a product come as they were written
+        first = nsimplify(
+            first.doit(), rational=True
+        )  # doit: a percentage and a product come as they were written
     try:
         return str(first)
     except ValueError:  # Python writes no integer of more than 4,300 digits
@@ -82,7 +92,11 @@ def _is_bounded(value: Any, largest: int) -> bool:
     if not all(_is_bounded(part, largest) for part in value.args):
         return False
     grows: Any = (
-        value.exp if isinstance(value, Pow) else value.args[0] if isinstance(value, binomial | factorial) else None
+        value.exp
+        if isinstance(value, Pow)
+        else value.args[0]
+        if isinstance(value, binomial | factorial)
+        else None
     )
     if grows is None or not getattr(grows, "is_number", False):
         return True

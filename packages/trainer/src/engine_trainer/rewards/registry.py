@@ -33,7 +33,10 @@ def register(name: str) -> Callable[[Factory], Factory]:
 
 def known() -> list[str]:
     """Every name that ``create`` serves."""
-    return sorted({entry.name for entry in importlib.metadata.entry_points(group=REWARD_GROUP)} | set(_in_process))
+    return sorted(
+        {entry.name for entry in importlib.metadata.entry_points(group=REWARD_GROUP)}
+        | set(_in_process)
+    )
 
 
 def create(name: str, kwargs: Mapping[str, Any] | None = None) -> RewardFn:
@@ -119,13 +122,24 @@ def _installed(name: str) -> Factory:
     # An editable install beside a stale copy lists the same entry twice.
     values = sorted({entry.value for entry in entries})
     if not entries:
-        raise ConfigError("reward.name", f"no reward is called {name!r}", why=f"looked in the entry points of {REWARD_GROUP}",
-                          remedy=near_matches(name, known()))  # fmt: skip
+        raise ConfigError(
+            "reward.name",
+            f"no reward is called {name!r}",
+            why=f"looked in the entry points of {REWARD_GROUP}",
+            remedy=near_matches(name, known()),
+        )
     if len(values) > 1:
-        raise PluginConflict(f"reward {name!r} is offered by {' and '.join(values)}", where=REWARD_GROUP,
-                             remedy="uninstall one of them")  # fmt: skip
+        raise PluginConflict(
+            f"reward {name!r} is offered by {' and '.join(values)}",
+            where=REWARD_GROUP,
+            remedy="uninstall one of them",
+        )
     try:
         return entries[0].load()
     except Exception as error:  # a stranger's module may raise anything
-        raise PluginLoadError(f"reward {name!r} could not be imported", where=values[0], why=str(error),
-                              remedy="mend or uninstall it") from error  # fmt: skip
+        raise PluginLoadError(
+            f"reward {name!r} could not be imported",
+            where=values[0],
+            why=str(error),
+            remedy="mend or uninstall it",
+        ) from error

@@ -62,16 +62,26 @@ class RewardError(EngineError):
 
     def __init__(self, function: str, sample: Sample, what: str, *, remedy: str = "") -> None:
         self.function, self.prompt, self.completion = function, sample.prompt, sample.completion
-        why = (f"prompt {_short(sample.prompt)}\n       completion {_short(sample.completion)}\n"
-               f"       answer {_short(str(sample.answer))}")  # fmt: skip
-        super().__init__(what, where=f"reward {function!r}", why=why,
-                         remedy=remedy or "mend the function, or the data that it cannot judge")  # fmt: skip
+        why = (
+            f"prompt {_short(sample.prompt)}\n       completion {_short(sample.completion)}\n"
+            f"       answer {_short(str(sample.answer))}"
+        )
+        super().__init__(
+            what,
+            where=f"reward {function!r}",
+            why=why,
+            remedy=remedy or "mend the function, or the data that it cannot judge",
+        )
 
     @classmethod
     def failed(cls, function: str, sample: Sample, problem: str, count: int, most: int) -> Self:
         """The failure that was one too many: the ``count``-th, of which a run bears ``most``."""
-        return cls(function, sample, problem + (f"; failed calls: {count}" if most else ""),
-                   remedy="mend the function, or the data that it cannot judge; reward.max_failures lets some calls count 0")  # fmt: skip
+        return cls(
+            function,
+            sample,
+            problem + (f"; failed calls: {count}" if most else ""),
+            remedy="mend the function, or the data that it cannot judge; reward.max_failures lets some calls count 0",
+        )
 
 
 def _short(text: str) -> str:

@@ -43,7 +43,9 @@ class Score:
     total: float  # Σ weight · part
     parts: dict[str, float]  # by reward name, unweighted
     correct: bool  # the first reward function gave at least 1
-    answer: str | None = None  # what the first reward function found in the completion, where it says so
+    answer: str | None = (
+        None  # what the first reward function found in the completion, where it says so
+    )
     timed_out: tuple[str, ...] = ()  # rewards that took too long, and count 0
     failed: tuple[str, ...] = ()  # rewards that raised or gave no finite number, and count 0
     problems: tuple[str, ...] = ()  # what each of them did
@@ -61,12 +63,19 @@ class Scorer:
     """
 
     def __init__(
-        self, rewards: Sequence[WeightedReward], *, workers: Workers | None = None, concurrency: int = 64, max_failures: int = 0,
+        self,
+        rewards: Sequence[WeightedReward],
+        *,
+        workers: Workers | None = None,
+        concurrency: int = 64,
+        max_failures: int = 0,
         max_timeouts: int | None = None,
-    ) -> None:  # fmt: skip
+    ) -> None:
         if not rewards or len({r.name for r in rewards}) < len(rewards):
             raise ConfigError(
-                "reward.kwargs.rewards", f"names {[r.name for r in rewards]}", remedy="name each reward once"
+                "reward.kwargs.rewards",
+                f"names {[r.name for r in rewards]}",
+                remedy="name each reward once",
             )
         if workers is None:
             refuse_limits_without_workers({reward.name: reward.timeout_s for reward in rewards})
@@ -118,7 +127,9 @@ class Scorer:
             EngineError: what a reward raises on purpose: data without an answer.
         """
         outcomes = [self._judge(place, samples) for place in range(len(self.rewards))]
-        return [self._score(sample, [one[i] for one in outcomes]) for i, sample in enumerate(samples)]
+        return [
+            self._score(sample, [one[i] for one in outcomes]) for i, sample in enumerate(samples)
+        ]
 
     def close(self) -> None:
         """End the processes; idempotent."""
@@ -175,45 +186,67 @@ class Scorer:
         parts = {r.name: float(o.value) if o.value is not None else 0.0 for r, o in named}
         first = outcomes[0].value
         return Score(
-            total=self._total(sample, parts), parts=parts,
-            correct=parts[self.rewards[0].name] >= 1.0, answer=first.answer if isinstance(first, Verdict) else None,
-            timed_out=tuple(r.name for r, o in named if o.timed_out), failed=tuple(r.name for r, o in named if o.problem),
+            total=self._total(sample, parts),
+            parts=parts,
+            correct=parts[self.rewards[0].name] >= 1.0,
+            answer=first.answer if isinstance(first, Verdict) else None,
+            timed_out=tuple(r.name for r, o in named if o.timed_out),
+            failed=tuple(r.name for r, o in named if o.problem),
             problems=tuple(o.problem for o in outcomes if o.problem),
-        )  # fmt: skip
+        )
 
     def _total(self, sample: Sample, parts: Mapping[str, float]) -> float:
         with suppress(OverflowError):
             total = math.fsum(r.weight * parts[r.name] for r in self.rewards)
             if math.isfinite(total):
                 return total
-        raise RewardError(COMBINE, sample, f"the weighted sum is no finite number: {dict(parts)}",
-                          remedy="give smaller weights, or bound the rewards")  # fmt: skip
+        raise RewardError(
+            COMBINE,
+            sample,
+            f"the weighted sum is no finite number: {dict(parts)}",
+            remedy="give smaller weights, or bound the rewards",
+        )
 
 
 def _named(reward: WeightedReward, sample: Sample, error: EngineError) -> EngineError:
     """Return an error that names the function and what it judged."""
     if isinstance(error, RewardError):
         return error
-    return RewardError(reward.name, sample, f"it raised {type(error).__name__}: {error.what}", remedy=error.remedy)
+    return RewardError(
+        reward.name, sample, f"it raised {type(error).__name__}: {error.what}", remedy=error.remedy
+    )
 
 
 def failure_figures(scores: Sequence[Score]) -> dict[str, float]:
     """``reward/timeouts`` and ``reward/failures`` of these completions; with several rewards also of each that had some."""
     figures: dict[str, float] = {}
-    for kind, named in (("timeouts", [s.timed_out for s in scores]), ("failures", [s.failed for s in scores])):
+    for kind, named in (
+        ("timeouts", [s.timed_out for s in scores]),
+        ("failures", [s.failed for s in scores]),
+    ):
         names = [name for row in named for name in row]
         figures[f"reward/{kind}"] = float(len(names))
-        figures |= {f"reward/{kind}/{name}": float(names.count(name)) for name in sorted(set(names))}
+        figures |= {
+            f"reward/{kind}/{name}": float(names.count(name)) for name in sorted(set(names))
+        }
     return figures
 
 
 def _parts(section: RewardSection) -> list[tuple[RewardSpec, float]]:
     if section.name != COMBINE:
         spec = RewardSpec(
-            name=section.name, function=section.function, kwargs=dict(section.kwargs), timeout_s=section.timeout_s
+            name=section.name,
+            function=section.function,
+            kwargs=dict(section.kwargs),
+            timeout_s=section.timeout_s,
         )
         return [(spec, 1.0)]
     return [
-        (RewardSpec(name=p.name, function=p.function, kwargs=dict(p.kwargs or {}), timeout_s=p.timeout_s), p.weight)
+        (
+            RewardSpec(
+                name=p.name, function=p.function, kwargs=dict(p.kwargs or {}), timeout_s=p.timeout_s
+            ),
+            p.weight,
+        )
         for p in parts_of(section.kwargs, section.timeout_s)
     ]

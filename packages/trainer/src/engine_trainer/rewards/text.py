@@ -60,15 +60,21 @@ def check_extractor(how: str) -> None:
     """Raise ``ConfigError`` unless ``how`` is a key of ``EXTRACTORS``."""
     if how not in EXTRACTORS:
         raise ConfigError(
-            "reward.kwargs.extract", f"unknown extraction {how!r}", remedy=near_matches(how, list(EXTRACTORS))
+            "reward.kwargs.extract",
+            f"unknown extraction {how!r}",
+            remedy=near_matches(how, list(EXTRACTORS)),
         )
 
 
 def expected(sample: Sample, function: str) -> str:
     """The sample's answer; raises ``RewardError`` when the data has none."""
     if sample.answer is None:
-        raise RewardError(function, sample, "the problem has no answer to compare with",
-                          remedy="name the column that holds it: data.columns.answer")  # fmt: skip
+        raise RewardError(
+            function,
+            sample,
+            "the problem has no answer to compare with",
+            remedy="name the column that holds it: data.columns.answer",
+        )
     return sample.answer
 
 

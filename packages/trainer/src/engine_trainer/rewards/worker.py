@@ -24,12 +24,16 @@ from engine_trainer.rewards.sample import RewardFn
 
 def main(descriptor: int) -> None:
     """Serve until the pipe closes."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # a terminal's Ctrl-C reaches it too; its parent decides
+    signal.signal(
+        signal.SIGINT, signal.SIG_IGN
+    )  # a terminal's Ctrl-C reaches it too; its parent decides
     end_group_with(0)
     parent = Connection(descriptor)
     try:
         path, specs, concurrency = parent.recv()
-        sys.path += [place for place in path if place not in sys.path]  # after this process's own places
+        sys.path += [
+            place for place in path if place not in sys.path
+        ]  # after this process's own places
         functions = _make(parent, specs)
         while functions:
             work = _read(parent)
@@ -41,10 +45,18 @@ def main(descriptor: int) -> None:
         return
 
 
-def _judge(parent: Connection, function: RewardFn, samples: Sequence[Any], spec: RewardSpec, concurrency: int) -> None:
+def _judge(
+    parent: Connection,
+    function: RewardFn,
+    samples: Sequence[Any],
+    spec: RewardSpec,
+    concurrency: int,
+) -> None:
     here = os.getpid()
     # A KeyboardInterrupt is a function's own here: no signal makes one.
-    calls = call_all(function, samples, timeout_s=spec.timeout_s, concurrency=concurrency, interrupts=())
+    calls = call_all(
+        function, samples, timeout_s=spec.timeout_s, concurrency=concurrency, interrupts=()
+    )
     for place, outcome in calls:
         if os.getpid() != here:  # a function has forked and both have come back: one of them speaks
             os._exit(0)
@@ -73,7 +85,11 @@ def _make(parent: Connection, specs: Sequence[RewardSpec]) -> list[RewardFn]:
         return []
     except BaseException as error:  # noqa: BLE001 - of a module that raises what nobody catches, as it is imported
         said = f"{type(error).__name__}: {shown(str, error)}"
-        parent.send(ConfigError("reward", "a reward function cannot be made", why=said, remedy="fix its module"))
+        parent.send(
+            ConfigError(
+                "reward", "a reward function cannot be made", why=said, remedy="fix its module"
+            )
+        )
         return []
     parent.send([is_async(function) for function in functions])
     return functions

@@ -140,14 +140,18 @@ class Workers:
             if worker.task is None and waiting:
                 numbers = waiting.take(size)
                 if _send(worker, reward, [samples[i] for i in numbers]):
-                    worker.task = _Task(numbers=numbers, left=set(numbers), deadline=self._until(reward))
+                    worker.task = _Task(
+                        numbers=numbers, left=set(numbers), deadline=self._until(reward)
+                    )
                 else:
                     waiting.groups.append(numbers)
 
     def _forget_dead(self) -> None:
         """Processes that something ended while they had nothing to do."""
         for worker in [w for w in self._workers if w.task is None and w.process.poll() is not None]:
-            log.warning("a reward process ended with status %s: it is replaced", worker.process.returncode)
+            log.warning(
+                "a reward process ended with status %s: it is replaced", worker.process.returncode
+            )
             worker.pipe.close()
             _end(worker, 0.0)
             self._workers.remove(worker)
@@ -162,8 +166,12 @@ class Workers:
     def _collect(self, reward: int, waiting: _Queue) -> Iterator[tuple[int, Outcome]]:
         busy = [w for w in self._workers if w.task]
         until = min((w.task.deadline for w in busy if w.task), default=0.0)
-        ended = {id(w) for w in busy if w.process.poll() is not None}  # before the look for their last words
-        ready = wait([w.pipe for w in busy], timeout=max(0.0, min(LOOK_S, until - time.monotonic())))
+        ended = {
+            id(w) for w in busy if w.process.poll() is not None
+        }  # before the look for their last words
+        ready = wait(
+            [w.pipe for w in busy], timeout=max(0.0, min(LOOK_S, until - time.monotonic()))
+        )
         if ready:
             time.sleep(LINGER_S)
         for worker in busy:
@@ -183,7 +191,9 @@ class Workers:
                 yield from self._replace(worker, reward, waiting, _how_it_ended(worker))
                 return
             except Exception as error:  # noqa: BLE001 - a function may write what it likes into the pipe
-                yield from self._replace(worker, reward, waiting, f"sent what cannot be read ({type(error).__name__})")
+                yield from self._replace(
+                    worker, reward, waiting, f"sent what cannot be read ({type(error).__name__})"
+                )
                 return
             if isinstance(message, EngineError):
                 raise message
@@ -196,7 +206,9 @@ class Workers:
             worker.task.deadline = self._until(reward)
             yield number, Outcome(value=value, problem=problem, error=error)
 
-    def _replace(self, worker: _Worker, reward: int, waiting: _Queue, ended: str) -> Iterator[tuple[int, Outcome]]:
+    def _replace(
+        self, worker: _Worker, reward: int, waiting: _Queue, ended: str
+    ) -> Iterator[tuple[int, Outcome]]:
         """End a process; ``ended`` says how it did so itself, and is empty for one that is silent."""
         assert worker.task is not None
         left = [number for number in worker.task.numbers if number in worker.task.left]
@@ -225,7 +237,13 @@ class Workers:
         self._workers.append(
             _Worker(
                 process=subprocess.Popen(
-                    [sys.executable, "-P", "-m", "engine_trainer.rewards.worker", str(theirs.fileno())],
+                    [
+                        sys.executable,
+                        "-P",
+                        "-m",
+                        "engine_trainer.rewards.worker",
+                        str(theirs.fileno()),
+                    ],
                     pass_fds=[theirs.fileno()],
                     stdin=subprocess.PIPE,
                     start_new_session=True,

@@ -23,9 +23,14 @@ _UNSERVED = ("s_aux", "softcap", "position_bias")
 
 
 def decode_attention(
-    module: torch.nn.Module, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor,
-    attention_mask: torch.Tensor | None, scaling: float | None = None, **kwargs: Any,
-) -> tuple[torch.Tensor, None]:  # fmt: skip
+    module: torch.nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    scaling: float | None = None,
+    **kwargs: Any,
+) -> tuple[torch.Tensor, None]:
     """Attention in transformers' calling convention.
 
     Args:
@@ -39,17 +44,26 @@ def decode_attention(
     """
     extra = [name for name in _UNSERVED if kwargs.get(name) is not None]
     if extra:
-        raise RolloutError(f"the model's attention uses {', '.join(extra)}", where="rollout 'local'",
-                           remedy="use another rollout for this model family")  # fmt: skip
-    if (chosen := kwargs.pop("indices", None)) is not None:  # indexed attention: each new token sees these places alone
+        raise RolloutError(
+            f"the model's attention uses {', '.join(extra)}",
+            where="rollout 'local'",
+            remedy="use another rollout for this model family",
+        )
+    if (
+        chosen := kwargs.pop("indices", None)
+    ) is not None:  # indexed attention: each new token sees these places alone
         seen = torch.zeros(*chosen.shape[:2], key.shape[2], dtype=torch.bool, device=key.device)
         seen = seen.scatter(-1, chosen.long(), True)[:, None]
         attention_mask = seen if attention_mask is None else attention_mask & seen
     rows, heads, new, size = query.shape
     if new > 1 or heads == key.shape[1]:
-        return sdpa_attention_forward(module, query, key, value, attention_mask, scaling=scaling, **kwargs)
+        return sdpa_attention_forward(
+            module, query, key, value, attention_mask, scaling=scaling, **kwargs
+        )
     grouped = query.reshape(rows, key.shape[1], -1, size)
-    out = torch.nn.functional.scaled_dot_product_attention(grouped, key, value, attn_mask=attention_mask, scale=scaling)
+    out = torch.nn.functional.scaled_dot_product_attention(
+        grouped, key, value, attn_mask=attention_mask, scale=scaling
+    )
     return out.reshape(rows, 1, heads, value.shape[-1]), None
 
 

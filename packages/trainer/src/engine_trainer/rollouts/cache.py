@@ -38,12 +38,17 @@ class BufferedLayer(DynamicLayer):
 
     def batch_repeat_interleave(self, repeats: int) -> None:
         """Each row ``repeats`` times."""
-        rows = torch.arange(self._keys.shape[0], device=self._keys.device).repeat_interleave(repeats)
+        rows = torch.arange(self._keys.shape[0], device=self._keys.device).repeat_interleave(
+            repeats
+        )
         self.batch_select_indices(rows)
 
     def batch_select_indices(self, indices: torch.Tensor) -> None:
         """Only these rows, in this order."""
-        keys, values = self._keys[indices, :, : self._filled], self._values[indices, :, : self._filled]
+        keys, values = (
+            self._keys[indices, :, : self._filled],
+            self._values[indices, :, : self._filled],
+        )
         self._allocate(keys, values)
         self._keys[:, :, : self._filled] = keys
         self._values[:, :, : self._filled] = values
@@ -54,7 +59,10 @@ class BufferedLayer(DynamicLayer):
         self._values = values.new_empty((*values.shape[:2], self._capacity, values.shape[3]))
 
     def _show(self) -> tuple[torch.Tensor, torch.Tensor]:
-        self.keys, self.values = self._keys[:, :, : self._filled], self._values[:, :, : self._filled]
+        self.keys, self.values = (
+            self._keys[:, :, : self._filled],
+            self._values[:, :, : self._filled],
+        )
         return self.keys, self.values
 
 
@@ -65,7 +73,11 @@ def make_cache(config: PreTrainedConfig, capacity: int) -> Cache:
     """
     cache = DynamicCache(config=config)
     if other := sorted(
-        {type(layer).__name__ for layer in cache.layers if not hasattr(layer, "batch_repeat_interleave")}
+        {
+            type(layer).__name__
+            for layer in cache.layers
+            if not hasattr(layer, "batch_repeat_interleave")
+        }
     ):
         raise RolloutError(
             f"a cache with {', '.join(other)} cannot be repeated for the completions of a prompt",

@@ -65,7 +65,10 @@ def decode(
     if sampling.n > 1:
         cache.batch_repeat_interleave(sampling.n)
     logits, mask, lengths = (t.repeat_interleave(sampling.n, 0) for t in (logits, mask, lengths))
-    uniforms, stop_ids = uniforms.to(device), torch.tensor(list(stop), dtype=torch.int64, device=device)
+    uniforms, stop_ids = (
+        uniforms.to(device),
+        torch.tensor(list(stop), dtype=torch.int64, device=device),
+    )
     for step in range(sampling.max_new_tokens):
         tokens, log_probs = draw(logits, uniforms[rows.kept, step], sampling)
         rows.record(step, tokens, log_probs, torch.isin(tokens, stop_ids))
@@ -92,7 +95,9 @@ class _Rows:
         self.kept = torch.arange(count, device=device)
         self.alive = torch.ones(count, dtype=torch.bool, device=device)  # of the kept ones
 
-    def record(self, step: int, tokens: torch.Tensor, log_probs: torch.Tensor, stops: torch.Tensor) -> None:
+    def record(
+        self, step: int, tokens: torch.Tensor, log_probs: torch.Tensor, stops: torch.Tensor
+    ) -> None:
         self.tokens[self.kept, step] = tokens
         self.log_probs[self.kept, step] = log_probs
         self.lengths[self.kept] += self.alive
@@ -105,8 +110,12 @@ class _Rows:
         return keep
 
     def result(self) -> Decoded:
-        return Decoded(tokens=self.tokens.cpu(), log_probs=self.log_probs.cpu(), lengths=self.lengths.cpu(),
-                       stopped=self.stopped.cpu())  # fmt: skip
+        return Decoded(
+            tokens=self.tokens.cpu(),
+            log_probs=self.log_probs.cpu(),
+            lengths=self.lengths.cpu(),
+            stopped=self.stopped.cpu(),
+        )
 
 
 def _left_pad(
@@ -115,7 +124,9 @@ def _left_pad(
     """``[P, L]`` ids, and a ``[P, L + extra]`` mask that also covers the tokens to come."""
     width = max(len(prompt) for prompt in prompts)
     ids = torch.tensor([[pad] * (width - len(p)) + list(p) for p in prompts], dtype=torch.int64)
-    mask = torch.tensor([[0] * (width - len(p)) + [1] * (len(p) + extra) for p in prompts], dtype=torch.int64)
+    mask = torch.tensor(
+        [[0] * (width - len(p)) + [1] * (len(p) + extra) for p in prompts], dtype=torch.int64
+    )
     return ids.to(device), mask.to(device)
 
 
@@ -123,6 +134,12 @@ def _forward(
     model: Any, ids: torch.Tensor, mask: torch.Tensor | None, positions: torch.Tensor, cache: Any
 ) -> torch.Tensor:
     """``[R, V]`` logits of the last position."""
-    output = model(input_ids=ids, attention_mask=mask, position_ids=positions, past_key_values=cache, use_cache=True,
-                   logits_to_keep=1)  # fmt: skip
+    output = model(
+        input_ids=ids,
+        attention_mask=mask,
+        position_ids=positions,
+        past_key_values=cache,
+        use_cache=True,
+        logits_to_keep=1,
+    )
     return output.logits[:, -1]

@@ -49,15 +49,25 @@ class LocalRollout:
     """
 
     def __init__(
-        self, *, resolution: Resolution, model: ModelSource, pad_token_id: int, eos_token_ids: Sequence[int] = (),
-        batch_size: int = 64, dtype: str = "float32",
-    ) -> None:  # fmt: skip
+        self,
+        *,
+        resolution: Resolution,
+        model: ModelSource,
+        pad_token_id: int,
+        eos_token_ids: Sequence[int] = (),
+        batch_size: int = 64,
+        dtype: str = "float32",
+    ) -> None:
         if dtype not in _DTYPES:
             raise ConfigError(
-                "rollout.options.dtype", f"unknown dtype {dtype!r}", remedy=f"one of: {', '.join(_DTYPES)}"
+                "rollout.options.dtype",
+                f"unknown dtype {dtype!r}",
+                remedy=f"one of: {', '.join(_DTYPES)}",
             )
         if batch_size < 1:
-            raise ConfigError("rollout.batch_size", f"{batch_size} is too small", remedy="give at least 1")
+            raise ConfigError(
+                "rollout.batch_size", f"{batch_size} is too small", remedy="give at least 1"
+            )
         self.weight_version = -1  # none yet
         self._kind = device_of(resolution.device)
         self._device = self._kind.current()
@@ -71,22 +81,33 @@ class LocalRollout:
         self._table: WeightTable | None = WeightTable(self._model)
         self._shapes = {name: p.shape for name, p in self._model.named_parameters()}
 
-    def generate(self, prompts: Sequence[Sequence[int]], sampling: SamplingParams) -> list[Completion]:
+    def generate(
+        self, prompts: Sequence[Sequence[int]], sampling: SamplingParams
+    ) -> list[Completion]:
         """See ``Rollout.generate``; the global random generators stay as they are.
 
         Raises ``RolloutError`` before a good weight sync, while asleep, for an empty prompt or one that is too long.
         """
         if self._not_ready:
-            raise RolloutError("cannot generate", where=WHERE, why=self._not_ready, remedy="call update_weights first")
+            raise RolloutError(
+                "cannot generate",
+                where=WHERE,
+                why=self._not_ready,
+                remedy="call update_weights first",
+            )
         self._check(prompts, sampling)
         numbers = uniforms(prompts, sampling) if prompts else torch.empty(0)
         stop = sorted({*self._eos, *sampling.stop_token_ids})
         found: dict[int, list[Completion]] = {}
         for chunk in self._chunks(prompts, sampling.n):
             rows = torch.cat([torch.arange(i * sampling.n, (i + 1) * sampling.n) for i in chunk])
-            decoded = decode(self._model, [prompts[i] for i in chunk], sampling, numbers[rows], stop, self._pad)
+            decoded = decode(
+                self._model, [prompts[i] for i in chunk], sampling, numbers[rows], stop, self._pad
+            )
             for place, index in enumerate(chunk):
-                found[index] = self._completions(decoded, index, range(place * sampling.n, (place + 1) * sampling.n))
+                found[index] = self._completions(
+                    decoded, index, range(place * sampling.n, (place + 1) * sampling.n)
+                )
         return [completion for index in range(len(prompts)) for completion in found[index]]
 
     def update_weights(self, export: WeightExport, version: int) -> SyncResult:
@@ -95,25 +116,35 @@ class LocalRollout:
         A tensor is copied as the export gives it, so that ``install`` is the one phase, and there is nothing to audit.
         """
         if self._table is None:
-            raise RolloutError("cannot take weights", where=WHERE, why=self._not_ready, remedy="call wake_up first")
+            raise RolloutError(
+                "cannot take weights", where=WHERE, why=self._not_ready, remedy="call wake_up first"
+            )
         self._not_ready = "the last weight sync failed, some weights are old and some are new"
         begin = time.perf_counter()
         self._table.install(export)  # a stale one is read to its end, too: other ranks gather along
         check_version(version, self.weight_version, where=WHERE)
         if not self._verified and self._limit >= POSITIONS:
             self._not_ready = "this model family cannot be served"
-            self._verified = verify_generation(self._model, self._text.vocab_size, self._dtype, WHERE, self._chunks)
+            self._verified = verify_generation(
+                self._model, self._text.vocab_size, self._dtype, WHERE, self._chunks
+            )
         if self._kind.has_streams:
             self._kind.module.synchronize(self._device)
         self.weight_version, self._not_ready = version, ""
-        return SyncResult(version=version, num_tensors=self._table.num_tensors, num_bytes=self._table.num_bytes,
-                          seconds={"install": time.perf_counter() - begin})  # fmt: skip
+        return SyncResult(
+            version=version,
+            num_tensors=self._table.num_tensors,
+            num_bytes=self._table.num_bytes,
+            seconds={"install": time.perf_counter() - begin},
+        )
 
     def sleep(self, weights: bool = True, kv_cache: bool = True) -> None:
         """Give the weights' memory back; the modules stay, so that waking up is quick. Caches live for one call only."""
         del kv_cache
         if self._model is None:
-            raise RolloutError("cannot sleep", where=WHERE, why="it is closed", remedy="create another one")
+            raise RolloutError(
+                "cannot sleep", where=WHERE, why="it is closed", remedy="create another one"
+            )
         if not weights:
             return
         self._table, self._not_ready = None, "it sleeps"
@@ -125,7 +156,9 @@ class LocalRollout:
         """Take the memory again; the weights are undefined until ``update_weights``."""
         del kv_cache
         if self._model is None:
-            raise RolloutError("cannot wake up", where=WHERE, why="it is closed", remedy="create another one")
+            raise RolloutError(
+                "cannot wake up", where=WHERE, why="it is closed", remedy="create another one"
+            )
         if weights and self._table is None:
             for name, parameter in self._model.named_parameters():
                 parameter.data = parameter.data.new_empty(self._shapes[name])
@@ -145,12 +178,17 @@ class LocalRollout:
             remedy="give a folder that save_pretrained wrote, of a family that transformers knows",
         )
         self._kind.empty_cache()
-        need = sum(parameter.nbytes for parameter in self._built(config, torch.device("meta")).parameters())
+        need = sum(
+            parameter.nbytes for parameter in self._built(config, torch.device("meta")).parameters()
+        )
         require_memory(config, source.path, need, self._kind.room()[1])
         model = self._built(config, self._device)
         if not model._supports_sdpa:  # noqa: SLF001 - transformers has no public name for it
-            raise RolloutError(f"{type(model).__name__} has no sdpa attention", where=WHERE,
-                               remedy="use another rollout for this model family")  # fmt: skip
+            raise RolloutError(
+                f"{type(model).__name__} has no sdpa attention",
+                where=WHERE,
+                remedy="use another rollout for this model family",
+            )
         return model.requires_grad_(False).eval()
 
     def _built(self, config: Any, device: torch.device) -> Any:
@@ -164,9 +202,7 @@ class LocalRollout:
                     attn_implementation=attention.NAME,
                     trust_remote_code=self._source.trust_remote_code,
                 )
-            except (
-                Exception
-            ) as error:  # each family's own code reads the configuration, and knows its own attention alone
+            except Exception as error:  # each family's own code reads the configuration, and knows its own attention alone
                 raise unbuildable(config, self._source.path, error) from error
 
     def _check(self, prompts: Sequence[Sequence[int]], sampling: SamplingParams) -> None:
@@ -187,16 +223,23 @@ class LocalRollout:
         size = max(1, self._batch_size // n)
         # Llama 4 scales queries by their place in the batch, padding included.
         by_place = getattr(self._text, "attn_temperature_tuning", False)
-        groups = [list(same) for _, same in groupby(order, key=lambda i: len(prompts[i]) if by_place else 0)]
+        groups = [
+            list(same)
+            for _, same in groupby(order, key=lambda i: len(prompts[i]) if by_place else 0)
+        ]
         return [group[at : at + size] for group in groups for at in range(0, len(group), size)]
 
     def _completions(self, decoded: Decoded, index: int, rows: range) -> list[Completion]:
         completions: list[Completion] = []
         for row in rows:
             length = int(decoded.lengths[row])
-            completions.append(Completion(
-                prompt_index=index, tokens=decoded.tokens[row, :length].tolist(),
-                log_probs=decoded.log_probs[row, :length].tolist(), weight_versions=[self.weight_version] * length,
-                finish_reason="stop" if decoded.stopped[row] else "length",
-            ))  # fmt: skip
+            completions.append(
+                Completion(
+                    prompt_index=index,
+                    tokens=decoded.tokens[row, :length].tolist(),
+                    log_probs=decoded.log_probs[row, :length].tolist(),
+                    weight_versions=[self.weight_version] * length,
+                    finish_reason="stop" if decoded.stopped[row] else "length",
+                )
+            )
         return completions

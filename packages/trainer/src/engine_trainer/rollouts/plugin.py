@@ -8,6 +8,12 @@ from engine_api.plugin import CONTRACT, EnginePlugin, Row
 PLUGIN = EnginePlugin(
     name="local",
     contract=CONTRACT,
-    rows=(Row(backends=("local",), devices=DEVICES, target="engine_trainer.rollouts.local:LocalRollout"),),
+    rows=(
+        Row(
+            backends=("local",),
+            devices=DEVICES,
+            target="engine_trainer.rollouts.local:LocalRollout",
+        ),
+    ),
     probe=probe_device,
 )

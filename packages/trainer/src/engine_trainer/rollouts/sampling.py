@@ -32,11 +32,17 @@ def uniforms(prompts: Sequence[Sequence[int]], sampling: SamplingParams) -> torc
         seen[key] = seen.get(key, -1) + 1
         digest = hashlib.sha256(repr((seed, seen[key], key)).encode()).digest()
         generator = torch.Generator().manual_seed(int.from_bytes(digest[:8], "big") >> 1)
-        rows.append(torch.rand(sampling.n, sampling.max_new_tokens, dtype=torch.float64, generator=generator))
+        rows.append(
+            torch.rand(
+                sampling.n, sampling.max_new_tokens, dtype=torch.float64, generator=generator
+            )
+        )
     return torch.cat(rows)
 
 
-def draw(logits: torch.Tensor, uniform: torch.Tensor, sampling: SamplingParams) -> tuple[torch.Tensor, torch.Tensor]:
+def draw(
+    logits: torch.Tensor, uniform: torch.Tensor, sampling: SamplingParams
+) -> tuple[torch.Tensor, torch.Tensor]:
     """One token a row, by inversion of the cumulative distribution.
 
     Args:
@@ -70,5 +76,7 @@ def truncate(log_probs: torch.Tensor, sampling: SamplingParams) -> torch.Tensor:
         ordered, order = log_probs.softmax(-1).sort(dim=-1, descending=True, stable=True)
         outside = ordered.cumsum(-1) - ordered >= sampling.top_p
         outside[:, 0] = False
-        log_probs = log_probs.masked_fill(torch.zeros_like(outside).scatter(-1, order, outside), -torch.inf)
+        log_probs = log_probs.masked_fill(
+            torch.zeros_like(outside).scatter(-1, order, outside), -torch.inf
+        )
     return log_probs

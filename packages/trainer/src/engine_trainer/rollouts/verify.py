@@ -28,7 +28,9 @@ _TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 0.5, torch.float16: 0.1}
 Batches = Callable[[Sequence[Sequence[int]], int], Sequence[Sequence[int]]]
 
 
-def verify_generation(model: Any, vocabulary: int, dtype: torch.dtype, where: str, batches: Batches) -> bool:
+def verify_generation(
+    model: Any, vocabulary: int, dtype: torch.dtype, where: str, batches: Batches
+) -> bool:
     """Raise ``RolloutError`` where generated log-probs are not the model's own.
 
     Args:
@@ -45,7 +47,9 @@ def verify_generation(model: Any, vocabulary: int, dtype: torch.dtype, where: st
         worst, scale = _difference(model, vocabulary, batches)
     except EngineError:
         raise
-    except Exception as error:  # the family's own code, on a cache and a padding mask that it may not know
+    except (
+        Exception
+    ) as error:  # the family's own code, on a cache and a padding mask that it may not know
         raise RolloutError(
             f"{family} cannot generate here",
             where=where,
@@ -68,7 +72,9 @@ def verify_generation(model: Any, vocabulary: int, dtype: torch.dtype, where: st
 def _difference(model: Any, vocabulary: int, batches: Batches) -> tuple[float, float]:
     """Return the largest difference, and the largest size, of log-probs of a few generated tokens."""
     generator = torch.Generator().manual_seed(0)
-    prompts = [torch.randint(vocabulary, (length,), generator=generator).tolist() for length in _PROMPTS]
+    prompts = [
+        torch.randint(vocabulary, (length,), generator=generator).tolist() for length in _PROMPTS
+    ]
     stop = range(0, vocabulary, 4)  # some rows end early, and are dropped from the batch
     worst = 0.0
     size = 0.0
@@ -78,7 +84,11 @@ def _difference(model: Any, vocabulary: int, batches: Batches) -> tuple[float, f
         for row, length in enumerate(decoded.lengths.tolist()):
             ids = torch.tensor([*some[row // _SAMPLING.n], *decoded.tokens[row, :length].tolist()])
             scores = (
-                model(input_ids=ids[None].to(model.device), use_cache=False).logits[0].float().log_softmax(-1).cpu()
+                model(input_ids=ids[None].to(model.device), use_cache=False)
+                .logits[0]
+                .float()
+                .log_softmax(-1)
+                .cpu()
             )
             want = scores[:-1].gather(-1, ids[1:, None])[-length:, 0]
             worst = max(worst, float((decoded.log_probs[row, :length] - want).abs().max()))

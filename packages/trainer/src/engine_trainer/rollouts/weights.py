@@ -22,10 +22,15 @@ class WeightTable:
 
     def __init__(self, model: Any) -> None:
         parameters = dict(model.named_parameters())
-        buffers = set(model.state_dict()) - {name for name, _ in model.named_parameters(remove_duplicate=False)}
+        buffers = set(model.state_dict()) - {
+            name for name, _ in model.named_parameters(remove_duplicate=False)
+        }
         if buffers:
-            raise RolloutError(f"the model has buffers that no weight export carries: {', '.join(sorted(buffers))}",
-                               where=WHERE, remedy="use another rollout for this model family")  # fmt: skip
+            raise RolloutError(
+                f"the model has buffers that no weight export carries: {', '.join(sorted(buffers))}",
+                where=WHERE,
+                remedy="use another rollout for this model family",
+            )
         self._views: dict[str, torch.Tensor] = {
             piece.name: piece.view(parameters[name].data)
             for name, pieces in pieces_of(model).items()
@@ -70,10 +75,18 @@ class WeightTable:
         if not tensor.is_floating_point():
             return f"{name}: dtype {tensor.dtype}, a floating one is needed"
         wanted, given = tuple(self._views[name].shape), tuple(tensor.shape)
-        return None if wanted == given else f"{name}: shape {list(given)}, the model has {list(wanted)}"
+        return (
+            None
+            if wanted == given
+            else f"{name}: shape {list(given)}, the model has {list(wanted)}"
+        )
 
 
 def _error(problems: list[str], shown: int = 8) -> RolloutError:
     more = f"\n       and {len(problems) - shown} more" if len(problems) > shown else ""
-    return RolloutError(f"{len(problems)} weight(s) do not fit", where=WHERE, why="\n       ".join(problems[:shown]) + more,
-                        remedy="give engine and rollout the same model; nothing is generated until a whole export fits")  # fmt: skip
+    return RolloutError(
+        f"{len(problems)} weight(s) do not fit",
+        where=WHERE,
+        why="\n       ".join(problems[:shown]) + more,
+        remedy="give engine and rollout the same model; nothing is generated until a whole export fits",
+    )

@@ -19,21 +19,33 @@ def main(argv: Sequence[str] | None = None) -> int:
     options = _parser().parse_args(argv)
     shape = _shape(options.model)
     if shape is None:
-        print(f"error: {options.model!r} is no known shape and no config.json\n  to do: {near_matches(options.model, list(SHAPES))}",
-              file=sys.stderr)  # fmt: skip
+        print(
+            f"error: {options.model!r} is no known shape and no config.json\n  to do: {near_matches(options.model, list(SHAPES))}",
+            file=sys.stderr,
+        )
         return 2
     mean = options.mean or options.response / 2
     if not options.response / 2 <= mean <= options.response:
-        print(f"error: --mean {mean:g} with --response {options.response}\n  to do: give at least half of it, and at most all",
-              file=sys.stderr)  # fmt: skip
+        print(
+            f"error: --mean {mean:g} with --response {options.response}\n  to do: give at least half of it, and at most all",
+            file=sys.stderr,
+        )
         return 2
-    job = Job(prompts=options.prompts, n=options.n, lengths=Lengths(prompt=options.prompt, mean=mean, longest=options.response),
-              fp8=options.fp8, updates=options.updates, reward_s=options.reward_ms / 1e3,
-              reward_processes=options.reward_workers)  # fmt: skip
+    job = Job(
+        prompts=options.prompts,
+        n=options.n,
+        lengths=Lengths(prompt=options.prompt, mean=mean, longest=options.response),
+        fp8=options.fp8,
+        updates=options.updates,
+        reward_s=options.reward_ms / 1e3,
+        reward_processes=options.reward_workers,
+    )
     print(
         f"{shape.name}: {shape.parameters / 1e9:.2f}e9 parameters, {job.completions} completions of {mean:g} tokens, at most {options.response}"
     )
-    print(f"{'GPUs':>6} {'step s':>9} " + " ".join(f"{name:>10}" for name in NAMES) + "  bottleneck")
+    print(
+        f"{'GPUs':>6} {'step s':>9} " + " ".join(f"{name:>10}" for name in NAMES) + "  bottleneck"
+    )
     for gpus in options.gpus:
         print(_row(step_of(shape, gpus, job)))
     return 0
@@ -50,18 +62,32 @@ def _shape(name: str) -> Shape | None:
     if name in SHAPES:
         return SHAPES[name]
     path = Path(name) / "config.json" if Path(name).is_dir() else Path(name)
-    return Shape.from_config(path.parent.name, json.loads(path.read_text())) if path.is_file() else None
+    return (
+        Shape.from_config(path.parent.name, json.loads(path.read_text()))
+        if path.is_file()
+        else None
+    )
 
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m engine_trainer.scaling", description=__doc__)
-    parser.add_argument("--model", default="qwen3-8b", help=f"{', '.join(SHAPES)}, or a folder with config.json")
-    parser.add_argument("--gpus", type=lambda text: [int(n) for n in text.split(",")], default=[8, 64, 512, 4096])
+    parser.add_argument(
+        "--model", default="qwen3-8b", help=f"{', '.join(SHAPES)}, or a folder with config.json"
+    )
+    parser.add_argument(
+        "--gpus", type=lambda text: [int(n) for n in text.split(",")], default=[8, 64, 512, 4096]
+    )
     parser.add_argument("--prompts", type=int, default=512, help="a step")
     parser.add_argument("--n", type=int, default=16, help="completions a prompt")
     parser.add_argument("--prompt", type=int, default=512, help="tokens of a prompt")
-    parser.add_argument("--response", type=int, default=8192, help="tokens of the longest completion")
-    parser.add_argument("--mean", type=float, help="tokens of a completion on average (default: half of the longest)")
+    parser.add_argument(
+        "--response", type=int, default=8192, help="tokens of the longest completion"
+    )
+    parser.add_argument(
+        "--mean",
+        type=float,
+        help="tokens of a completion on average (default: half of the longest)",
+    )
     parser.add_argument("--updates", type=int, default=1, help="optimizer steps a step")
     parser.add_argument("--reward-ms", type=float, default=2.0, help="of one completion")
     parser.add_argument("--reward-workers", type=int, default=1, help="processes a replica")

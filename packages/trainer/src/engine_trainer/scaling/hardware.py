@@ -28,14 +28,24 @@ class Hardware:
     nvlink: float = 450e9
     network: float = 50e9
     node: int = 8
-    train_share: float = 0.52  # of peak, without what is fixed a step: 1.7B at 8,192 and 32,768 tokens
+    train_share: float = (
+        0.52  # of peak, without what is fixed a step: 1.7B at 8,192 and 32,768 tokens
+    )
     serve_share: float = 0.50  # of peak in bf16, prefill and decoding: 8B, 512 sequences
     serve_share_fp8: float = 0.33  # of the FP8 peak: 8B, 512 sequences
-    stream_share: float = 0.80  # of HBM, reading weights, keys and values, optimizer states: the copy kernels
+    stream_share: float = (
+        0.80  # of HBM, reading weights, keys and values, optimizer states: the copy kernels
+    )
     sync_share: float = 0.63  # of HBM in a sync's many passes: 8B in bf16 on one GPU
-    link_share: float = 0.60  # of NVLink and of the network in collectives: the sync of 8B on two GPUs
-    step_host_s: float = 0.025  # of a training step and micro-batch that nothing hides: 0.6B and 1.7B
-    decode_host_s: float = 0.0025  # of a decoding step: 0.6B, 128 sequences, a run that is not in docs/benchmarks.md
+    link_share: float = (
+        0.60  # of NVLink and of the network in collectives: the sync of 8B on two GPUs
+    )
+    step_host_s: float = (
+        0.025  # of a training step and micro-batch that nothing hides: 0.6B and 1.7B
+    )
+    decode_host_s: float = (
+        0.0025  # of a decoding step: 0.6B, 128 sequences, a run that is not in docs/benchmarks.md
+    )
     sync_host_s: float = 0.008  # of a sync: 0.6B
     link_latency_s: float = 10e-6  # of one all-reduce while decoding. Assumed.
 

@@ -39,7 +39,11 @@ class Lengths:
     def alive(self, token: float) -> float:
         """The share of completions that are longer than ``token``."""
         shortest = 2 * self.mean - self.longest
-        return 1.0 if token < shortest else max(0.0, (self.longest - token) / max(self.longest - shortest, 1e-9))
+        return (
+            1.0
+            if token < shortest
+            else max(0.0, (self.longest - token) / max(self.longest - shortest, 1e-9))
+        )
 
 
 def shard_group(shape: Shape, hardware: Hardware, gpus: int) -> int:
@@ -54,11 +58,19 @@ def shard_group(shape: Shape, hardware: Hardware, gpus: int) -> int:
 
 def replica_gpus(shape: Shape, hardware: Hardware, weight_bytes: int = 2) -> int:
     """Tensor-parallel GPUs of a replica of the rollout."""
-    return 2 ** max(0, math.ceil(math.log2(weight_bytes * shape.parameters / (WEIGHT_SHARE * hardware.memory))))
+    return 2 ** max(
+        0, math.ceil(math.log2(weight_bytes * shape.parameters / (WEIGHT_SHARE * hardware.memory)))
+    )
 
 
 def generate(
-    shape: Shape, hardware: Hardware, lengths: Lengths, *, sequences: float, tensor_parallel: int, fp8: bool = False
+    shape: Shape,
+    hardware: Hardware,
+    lengths: Lengths,
+    *,
+    sequences: float,
+    tensor_parallel: int,
+    fp8: bool = False,
 ) -> Phase:
     """One replica answers ``sequences`` prompts, and ends with the longest."""
     weight_bytes = shape.parameters * (1 if fp8 else 2) / tensor_parallel
@@ -66,9 +78,13 @@ def generate(
     most = room / (shape.kv_bytes * (lengths.prompt + lengths.mean))
     together = min(sequences, most)
     flops = (
-        2 * hardware.peak * hardware.serve_share_fp8 if fp8 else hardware.peak * hardware.serve_share
+        2 * hardware.peak * hardware.serve_share_fp8
+        if fp8
+        else hardware.peak * hardware.serve_share
     ) * tensor_parallel
-    parts = {"computing": sequences * lengths.prompt * shape.forward_flop(lengths.prompt / 2) / flops}  # prefill
+    parts = {
+        "computing": sequences * lengths.prompt * shape.forward_flop(lengths.prompt / 2) / flops
+    }  # prefill
 
     def decode(alive: float, context: float, steps: float) -> None:
         read = weight_bytes * _touched(shape, alive)
@@ -104,22 +120,52 @@ def reward(*, completions: float, seconds: float, processes: int) -> Phase:
     return Phase(seconds=total, parts={"reward function": total})
 
 
-def log_probs(shape: Shape, hardware: Hardware, *, gpus: int, tokens: float, length: float, micro_batch: int) -> Phase:
+def log_probs(
+    shape: Shape, hardware: Hardware, *, gpus: int, tokens: float, length: float, micro_batch: int
+) -> Phase:
     """A forward pass over all tokens of a step."""
-    return _passes(shape, hardware, gpus, tokens, shape.forward_flop(length / 2), 2.0 * shape.parameters, micro_batch)
+    return _passes(
+        shape,
+        hardware,
+        gpus,
+        tokens,
+        shape.forward_flop(length / 2),
+        2.0 * shape.parameters,
+        micro_batch,
+    )
 
 
 def update(
-    shape: Shape, hardware: Hardware, *, gpus: int, tokens: float, length: float, micro_batch: int, updates: int = 1
+    shape: Shape,
+    hardware: Hardware,
+    *,
+    gpus: int,
+    tokens: float,
+    length: float,
+    micro_batch: int,
+    updates: int = 1,
 ) -> Phase:
     """Forward, backward and optimizer over all tokens of a step, in ``updates`` parts."""
     group = shard_group(shape, hardware, gpus)
     # Weights in bf16 are gathered forward and backward, gradients are reduced in fp32.
     passes = _passes(
-        shape, hardware, gpus, tokens, shape.train_flop(length), 8.0 * shape.parameters, micro_batch, updates
+        shape,
+        hardware,
+        gpus,
+        tokens,
+        shape.train_flop(length),
+        8.0 * shape.parameters,
+        micro_batch,
+        updates,
     )
     parts = dict(passes.parts)
-    optimizer = updates * OPTIMIZER_BYTES * shape.parameters / group / (hardware.hbm * hardware.stream_share)
+    optimizer = (
+        updates
+        * OPTIMIZER_BYTES
+        * shape.parameters
+        / group
+        / (hardware.hbm * hardware.stream_share)
+    )
     _add(parts, "HBM (optimizer)", optimizer)
     copies = gpus // group
     if copies > 1:  # each shard's gradients over the groups
@@ -129,7 +175,9 @@ def update(
     return Phase(seconds=math.fsum(parts.values()), parts=parts)
 
 
-def sync(shape: Shape, hardware: Hardware, *, group: int, tensor_parallel: int, fp8: bool = False) -> Phase:
+def sync(
+    shape: Shape, hardware: Hardware, *, group: int, tensor_parallel: int, fp8: bool = False
+) -> Phase:
     """Weights from the shards of each ``group`` of GPUs to every replica in the same GPUs, audited."""
     served = 1 if fp8 else 2
     hbm = hardware.hbm * hardware.sync_share

@@ -31,13 +31,21 @@ class Shape:
             int(config.get("num_experts") or config.get("num_local_experts") or 0),
         )
         return Shape(
-            name=name, layers=int(config["num_hidden_layers"]), hidden=int(config["hidden_size"]), heads=heads,
+            name=name,
+            layers=int(config["num_hidden_layers"]),
+            hidden=int(config["hidden_size"]),
+            heads=heads,
             kv_heads=int(config.get("num_key_value_heads") or heads),
             head_dim=int(config.get("head_dim") or config["hidden_size"] // heads),
-            inner=int((config.get("moe_intermediate_size") if experts else None) or config["intermediate_size"]),
-            vocabulary=int(config["vocab_size"]), tied=bool(config.get("tie_word_embeddings", False)), experts=experts,
+            inner=int(
+                (config.get("moe_intermediate_size") if experts else None)
+                or config["intermediate_size"]
+            ),
+            vocabulary=int(config["vocab_size"]),
+            tied=bool(config.get("tie_word_embeddings", False)),
+            experts=experts,
             active_experts=int(config.get("num_experts_per_tok") or 0),
-        )  # fmt: skip
+        )
 
     @property
     def parameters(self) -> int:
@@ -73,10 +81,30 @@ class Shape:
         return self.layers * (attention + router + experts * 3 * self.hidden * self.inner)
 
 
-def _qwen3(name: str, layers: int, hidden: int, heads: int, inner: int, *, kv_heads: int = 8, tied: bool = False,
-           experts: int = 0) -> Shape:  # fmt: skip
-    return Shape(name=name, layers=layers, hidden=hidden, heads=heads, kv_heads=kv_heads, head_dim=128, inner=inner, tied=tied,
-                 vocabulary=151936, experts=experts, active_experts=8 if experts else 0)  # fmt: skip
+def _qwen3(
+    name: str,
+    layers: int,
+    hidden: int,
+    heads: int,
+    inner: int,
+    *,
+    kv_heads: int = 8,
+    tied: bool = False,
+    experts: int = 0,
+) -> Shape:
+    return Shape(
+        name=name,
+        layers=layers,
+        hidden=hidden,
+        heads=heads,
+        kv_heads=kv_heads,
+        head_dim=128,
+        inner=inner,
+        tied=tied,
+        vocabulary=151936,
+        experts=experts,
+        active_experts=8 if experts else 0,
+    )
 
 
 SHAPES = {

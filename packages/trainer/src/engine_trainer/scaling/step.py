@@ -20,9 +20,13 @@ class Job:
     n: int = 16  # completions a prompt
     lengths: Lengths
     fp8: bool = False  # rollout
-    micro_batch: int = 32768  # tokens of a GPU in one pass; a longer completion is one pass of its own
+    micro_batch: int = (
+        32768  # tokens of a GPU in one pass; a longer completion is one pass of its own
+    )
     updates: int = 1  # optimizer steps
-    reward_s: float = 0.002  # a completion: math-verify takes 1.1 ms on one core, decoding the text the rest
+    reward_s: float = (
+        0.002  # a completion: math-verify takes 1.1 ms on one core, decoding the text the rest
+    )
     reward_processes: int = 1  # a replica (reward.workers)
 
     @property
@@ -82,11 +86,21 @@ def step_of(shape: Shape, gpus: int, job: Job, hardware: Hardware = H200) -> Ste
     work = {"gpus": gpus, "tokens": job.tokens, "length": length, "micro_batch": micro_batch}
     found = {
         # A replica with less than one sequence still answers one.
-        "generate": phases.generate(shape, hardware, job.lengths, sequences=max(1.0, sequences),
-                                    tensor_parallel=tensor_parallel, fp8=job.fp8),
-        "reward": phases.reward(completions=max(1.0, sequences), seconds=job.reward_s, processes=job.reward_processes),
+        "generate": phases.generate(
+            shape,
+            hardware,
+            job.lengths,
+            sequences=max(1.0, sequences),
+            tensor_parallel=tensor_parallel,
+            fp8=job.fp8,
+        ),
+        "reward": phases.reward(
+            completions=max(1.0, sequences), seconds=job.reward_s, processes=job.reward_processes
+        ),
         "log-probs": phases.log_probs(shape, hardware, **work),
         "update": phases.update(shape, hardware, **work, updates=job.updates),
-        "sync": phases.sync(shape, hardware, group=group, tensor_parallel=tensor_parallel, fp8=job.fp8),
-    }  # fmt: skip
+        "sync": phases.sync(
+            shape, hardware, group=group, tensor_parallel=tensor_parallel, fp8=job.fp8
+        ),
+    }
     return Step(gpus=gpus, phases=found, tensor_parallel=tensor_parallel, shard_group=group)
