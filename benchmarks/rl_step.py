@@ -28,8 +28,8 @@ from statistics import mean, median
 from typing import Any
 
 from benchmarks.rl_work import MAX_TOKENS, NEW, PROMPT, PROMPTS, N, drawn_reward, prepare
-from engine_trainer.logs import read_metrics
 from engine_trainer.rewards import Sample
+from engine_trainer.telemetry.logs import read_metrics
 
 RECIPES = Path(__file__).parent.parent / "recipes"
 

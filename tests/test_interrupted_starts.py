@@ -23,7 +23,7 @@ from waiting import NEVER_S, children, runs, until
 from engine_api.config import ModelSource
 from engine_conformance import ranks
 from engine_conformance.ranks import RankPool
-from engine_trainer.rewards import workers
+from engine_trainer.rewards import worker_pool as workers
 from engine_trainer.rewards.registry import RewardSpec
 from engine_trainer.rewards.sample import Sample
 from rollout_fp8 import client, endpoint

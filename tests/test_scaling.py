@@ -13,7 +13,7 @@ from layout import ROOT
 from engine_trainer.scaling import H200, SHAPES, Job, Shape, phases, step_of
 from engine_trainer.scaling.__main__ import main
 from engine_trainer.scaling.phases import Lengths
-from engine_trainer.throughput import Throughput
+from engine_trainer.telemetry.throughput import Throughput
 
 TOLERANCE = 0.25  # of each measured row; said in docs/scaling.md
 

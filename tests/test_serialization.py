@@ -45,8 +45,8 @@ TORCH = {
 # Where it is used all the same, and why nothing of it comes from a socket that somebody else could reach.
 EXCEPTIONS = {
     "packages/trainer/src/engine_trainer/rewards/calls.py": "asks whether an error could travel to the trainer; nothing is read",
-    "packages/trainer/src/engine_trainer/rewards/workers.py": "the trainer and the reward workers that it started, over a pipe",
-    "packages/trainer/src/engine_trainer/rewards/worker.py": "the trainer and the reward workers that it started, over a pipe",
+    "packages/trainer/src/engine_trainer/rewards/worker_pool.py": "the trainer and the reward workers that it started, over a pipe",
+    "packages/trainer/src/engine_trainer/rewards/worker_main.py": "the trainer and the reward workers that it started, over a pipe",
     "packages/engine-megatron/src/engine_megatron/native.py": "Megatron's index, by an unpickler that knows its classes alone",
     "packages/rollout-fp8/src/rollout_fp8/transports/channel.py": "Connection frames messages (send_bytes, recv_bytes) and proves the "
     "secret; the messages are engine_api.codec's",

@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from engine_trainer.config import SFTConfig
-from engine_trainer.loading import load_config
+from engine_trainer.config.loading import load_config
 
 HERE = Path(__file__).parent
 sys.path[:0] = [str(HERE), str(HERE.parent / "quickstart")]

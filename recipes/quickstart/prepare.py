@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import Any
 
 from engine_trainer.config import GymSection, SFTConfig
+from engine_trainer.config.loading import load_config
 from engine_trainer.data.gym import gym_examples
-from engine_trainer.loading import load_config
 
 # Qwen3's architecture, 0.67 M parameters. The initial weights are wider than usual: at this depth and width 0.02
 # takes hundreds of steps to leave the plateau at the start.

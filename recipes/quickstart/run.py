@@ -15,7 +15,7 @@ import warnings
 from pathlib import Path
 
 from engine_trainer.config import SFTConfig
-from engine_trainer.loading import load_config
+from engine_trainer.config.loading import load_config
 
 HERE = Path(__file__).parent
 sys.path.insert(0, str(HERE))

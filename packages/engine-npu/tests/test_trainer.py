@@ -157,13 +157,13 @@ def test_a_run_is_the_cpu_s(kind: str, model: Path, tmp_path: Path) -> None:
 def test_ranks_under_ray_join_the_device_s_groups(monkeypatch: pytest.MonkeyPatch) -> None:
     """The simulated device does without: to torch, gloo alone serves it."""
     pytest.importorskip("ray")
-    from engine_trainer.ray.workers import EngineWorker
+    from engine_trainer.placement.ray.workers import EngineWorker
 
     joined: list[str] = []
     monkeypatch.setattr(
         "torch.distributed.init_process_group", lambda groups, **_: joined.append(groups)
     )
-    monkeypatch.setattr("engine_trainer.ray.workers.reach_store", lambda *_: None)
+    monkeypatch.setattr("engine_trainer.placement.ray.workers.reach_store", lambda *_: None)
     monkeypatch.setattr(os, "environ", dict(os.environ))
     fake = SimpleNamespace(device_count=lambda: 1, set_device=lambda _: None)
     monkeypatch.setattr(Npu, "module", fake)

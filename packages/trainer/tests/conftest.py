@@ -13,8 +13,8 @@ from own_rewards import FUNCTIONS, SLOW, SLOW_IN_C
 
 from engine_api import BaseEngine, Capability, EngineRegistry, ShardSpec, TokenOutputs, Topology
 from engine_api.comm import SingleComm
+from engine_trainer.config.sections import RewardSection
 from engine_trainer.rewards import Scorer
-from engine_trainer.sections import RewardSection
 
 TEMPLATE = (
     "{{ bos_token }}{% for m in messages %}<|{{ m['role'] }}|>{{ m['content'] }}"

@@ -10,7 +10,7 @@ import sys
 
 import rl_runs  # noqa: F401 - its reward is registered
 
-import engine_trainer.learner
+import engine_trainer.rl.learner
 import engine_trainer.sft
 from engine_trainer.cli import main
 from engine_trainer.rewards import register

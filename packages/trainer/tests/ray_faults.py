@@ -14,11 +14,11 @@ import sys
 import time
 from pathlib import Path
 
-from engine_trainer.ray.channel import Channel, WholeWire
-from engine_trainer.ray.worker import Worker
-from engine_trainer.replica import Replica
+from engine_trainer.placement.ray.actor import Worker
+from engine_trainer.placement.ray.channel import Channel, WholeWire
+from engine_trainer.placement.replica import Replica
+from engine_trainer.placement.spmd import SpmdEngines, SpmdRollouts
 from engine_trainer.rewards import register
-from engine_trainer.spmd import SpmdEngines, SpmdRollouts
 
 
 @register("sevens")

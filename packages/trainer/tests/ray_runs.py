@@ -17,7 +17,7 @@ import torch
 import yaml
 
 from engine_trainer.config import RLConfig
-from engine_trainer.loading import from_tree
+from engine_trainer.config.loading import from_tree
 
 CLOCKS = re.compile(r"time$|time/|perf/|sync/(.*_s$|wire_bytes)|worker/")
 HERE = Path(__file__).parent

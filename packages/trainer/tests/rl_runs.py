@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 
 from engine_trainer.config import RLConfig
-from engine_trainer.loading import from_tree
+from engine_trainer.config.loading import from_tree
 
 SEVENS = """
 from engine_trainer.rewards import register

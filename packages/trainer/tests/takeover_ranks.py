@@ -10,9 +10,9 @@ import torch
 from engine_api import EngineConfig, EngineRegistry, ModelSource, Parallelism
 from engine_api.registry import Resolution
 from engine_trainer.config import RLConfig, SFTConfig
-from engine_trainer.loading import load_config
+from engine_trainer.config.loading import load_config
 from engine_trainer.rewards import register
-from engine_trainer.rl import train_rl
+from engine_trainer.rl.loop import train_rl
 from engine_trainer.sft import train_sft
 
 

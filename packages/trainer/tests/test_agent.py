@@ -13,9 +13,9 @@ from waiting import NEVER_S
 from engine_api.errors import ConfigError, RolloutError
 from engine_trainer.agent import AgentError, AgentLoop, Episode
 from engine_trainer.agent.generators import Batched, derive
+from engine_trainer.config.sections import AgentSection, DataSection
 from engine_trainer.data import ChatTokenizer
 from engine_trainer.errors import DataError
-from engine_trainer.sections import AgentSection, DataSection
 
 ROOT = Path(__file__).parents[3]
 AGENTS = """

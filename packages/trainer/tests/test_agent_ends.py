@@ -12,8 +12,8 @@ from engine_api.errors import RolloutError
 from engine_trainer.agent import AgentError, AgentLoop, runner
 from engine_trainer.agent.episode import Request
 from engine_trainer.agent.generators import Batched
+from engine_trainer.config.sections import AgentSection, DataSection
 from engine_trainer.data import ChatTokenizer
-from engine_trainer.sections import AgentSection, DataSection
 
 AGENTS = """
 import asyncio, os, pathlib, signal

@@ -12,7 +12,7 @@ from engine_api.results import TokenOutputs
 from engine_trainer.algorithms.correction import correct, correction_figures, ratios
 from engine_trainer.algorithms.losses import PolicyLoss
 from engine_trainer.config import CorrectionSection
-from engine_trainer.mismatch import MismatchWatch, largest_of, mismatch_figures, mismatch_sums
+from engine_trainer.rl.mismatch import MismatchWatch, largest_of, mismatch_figures, mismatch_sums
 
 LENGTHS = [5, 1, 9, 2, 7, 3]
 

@@ -17,11 +17,11 @@ from engine_trainer.algorithms.advantages import group_advantages
 from engine_trainer.algorithms.losses import PolicyLoss, denominator
 from engine_trainer.algorithms.shaping import informative, overlong_penalty
 from engine_trainer.config import RLConfig
+from engine_trainer.config.loading import load_config
 from engine_trainer.data import Prompt
-from engine_trainer.experience import shaped_rewards
-from engine_trainer.loading import load_config
-from engine_trainer.replica import Answer, Group
+from engine_trainer.placement.replica import Answer, Group
 from engine_trainer.rewards import Score
+from engine_trainer.rl.experience import shaped_rewards
 
 LOW, HIGH, MAX_LENGTH, CACHE = 0.2, 0.28, 10, 4
 

@@ -18,7 +18,6 @@ import engine_trainer
 from engine_api.batch import Batch
 from engine_api.losses import AGGREGATIONS, SFTLoss, coefficients_of, token_weights
 from engine_api.results import LossOutput, TokenOutputs
-from engine_trainer.algorithm_sections import AlgorithmSection, CriticSection, KLSection
 from engine_trainer.algorithms.advantages import group_advantages
 from engine_trainer.algorithms.correction import correct, ratios
 from engine_trainer.algorithms.losses import ESTIMATORS, KINDS, PolicyLoss
@@ -28,9 +27,10 @@ from engine_trainer.algorithms.returns import Moments, gae, returns_to_go, token
 from engine_trainer.algorithms.shaping import informative, overlong_penalty
 from engine_trainer.algorithms.value_loss import ValueLoss
 from engine_trainer.config import CorrectionSection
-from engine_trainer.credit import CreditAssignment
-from engine_trainer.mismatch import MismatchWatch
-from engine_trainer.pairs import document_sums
+from engine_trainer.config.algorithm import AlgorithmSection, CriticSection, KLSection
+from engine_trainer.preferences.loop import document_sums
+from engine_trainer.rl.credit import CreditAssignment
+from engine_trainer.rl.mismatch import MismatchWatch
 from engine_trainer.sft import heldout_loss
 
 CU = torch.tensor([0, 5, 9, 11, 16])  # the third document has no token that counts

@@ -7,7 +7,7 @@ from statistics import fmean
 
 import pytest
 
-from engine_trainer.at_k import Vote, best_at, figures_at_k, majority, majority_at
+from engine_trainer.sampling.pass_at_k import Vote, best_at, figures_at_k, majority, majority_at
 
 
 def votes(text: str) -> list[Vote]:

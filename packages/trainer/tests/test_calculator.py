@@ -9,8 +9,8 @@ import pytest
 from agent_parts import Scripted, prompts, sampling
 
 from engine_trainer.agent import AgentLoop
+from engine_trainer.config.sections import AgentSection, DataSection
 from engine_trainer.data import ChatTokenizer
-from engine_trainer.sections import AgentSection, DataSection
 
 ROOT = Path(__file__).parents[3]
 

@@ -10,7 +10,7 @@ from waiting import DEADLINE_S
 
 from engine_trainer.cli import main
 from engine_trainer.config import SFTConfig
-from engine_trainer.loading import from_tree
+from engine_trainer.config.loading import from_tree
 
 
 @pytest.fixture

@@ -15,7 +15,7 @@ from engine_trainer.config import (
     RLConfig,
     SFTConfig,
 )
-from engine_trainer.loading import from_tree, load_config, to_plain, to_yaml
+from engine_trainer.config.loading import from_tree, load_config, to_plain, to_yaml
 
 BASE = {
     "engine": {"model": {"path": "m"}},
@@ -350,9 +350,9 @@ def test_one_completion_is_enough_where_no_group_is_compared(file):
 
 def test_every_option_of_the_trainer_has_a_reader():
     """A field that no line reads would be ignored in silence."""
-    from engine_trainer import algorithm_sections, config, eval_sections, sections
+    from engine_trainer.config import algorithm, evaluation, preferences, rl, sections, sft
 
-    source = Path(config.__file__).parent
+    source = Path(sections.__file__).parents[1]
     trees = [ast.parse(path.read_text()) for path in source.rglob("*.py")]
     checks = {
         id(node)
@@ -369,7 +369,7 @@ def test_every_option_of_the_trainer_has_a_reader():
     }
     classes = [
         c
-        for module in (algorithm_sections, config, eval_sections, sections)
+        for module in (algorithm, evaluation, preferences, rl, sections, sft)
         for c in vars(module).values()
         if dataclasses.is_dataclass(c) and c.__module__ == module.__name__
     ]

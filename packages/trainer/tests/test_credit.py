@@ -10,8 +10,8 @@ import torch
 
 from engine_api.batch import Batch
 from engine_api.errors import ConfigError
-from engine_trainer.algorithm_sections import AlgorithmSection, CriticSection, KLSection
-from engine_trainer.credit import CreditAssignment
+from engine_trainer.config.algorithm import AlgorithmSection, CriticSection, KLSection
+from engine_trainer.rl.credit import CreditAssignment
 
 
 class AllRanks:

@@ -6,6 +6,7 @@ import pytest
 
 from engine_api.config import ModelSource
 from engine_api.errors import ConfigError
+from engine_trainer.config.sections import DataSection, RolloutSection
 from engine_trainer.data import (
     ChatTokenizer,
     Example,
@@ -15,7 +16,6 @@ from engine_trainer.data import (
     room_for_prompts,
 )
 from engine_trainer.errors import DataError
-from engine_trainer.sections import DataSection, RolloutSection
 
 
 def turns(*texts, system=None):

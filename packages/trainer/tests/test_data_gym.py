@@ -5,9 +5,9 @@ import re
 import pytest
 
 from engine_api.errors import ConfigError
+from engine_trainer.config.sections import GymDataset, GymSection
 from engine_trainer.data.gym import gym_examples, is_heldout
 from engine_trainer.errors import DataError
-from engine_trainer.sections import GymDataset, GymSection
 
 pytest.importorskip("reasoning_gym")
 LEGS = GymDataset(

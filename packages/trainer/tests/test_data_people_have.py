@@ -8,11 +8,11 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
+from engine_trainer.config.sections import ColumnsSection
 from engine_trainer.data.layouts import to_examples
 from engine_trainer.data.readers import read_rows
 from engine_trainer.errors import DataError
 from engine_trainer.rewards import Sample, create
-from engine_trainer.sections import ColumnsSection
 
 # Columns, types and texts as in the parquet files on the hub.
 GSM8K = {

@@ -7,10 +7,10 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
+from engine_trainer.config.sections import ColumnsSection, DataSection
 from engine_trainer.data import ChatTokenizer
 from engine_trainer.data.preferences import PairDataset
 from engine_trainer.errors import DataError
-from engine_trainer.sections import ColumnsSection, DataSection
 
 USER, GOOD, BAD = (
     {"role": "user", "content": "hi"},

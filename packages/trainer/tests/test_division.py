@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from engine_trainer.division import Division, Document
+from engine_trainer.rl.partition import Division, Document
 
 
 def document(group: int, place: int, length: int) -> Document:

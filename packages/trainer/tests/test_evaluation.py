@@ -8,12 +8,12 @@ import pytest
 from rl_runs import configure
 
 from engine_trainer.data import Prompt, heldout_sets, load_tokenizer
-from engine_trainer.evaluate import summary
-from engine_trainer.experience import round_seed
-from engine_trainer.replica import Answer, Group
+from engine_trainer.placement.replica import Answer, Group
 from engine_trainer.rewards import Score
-from engine_trainer.rl import train_rl
-from engine_trainer.sampler import Sampler
+from engine_trainer.rl.experience import round_seed
+from engine_trainer.rl.loop import train_rl
+from engine_trainer.sampling.evaluate import summary
+from engine_trainer.sampling.sampler import Sampler
 
 
 def test_of_a_folder_of_several_splits_each_set_has_its_own(sums_model, tmp_path):

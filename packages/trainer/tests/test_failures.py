@@ -8,14 +8,14 @@ from rl_runs import configure, rows_of, tree
 from engine_api.errors import EngineError
 from engine_trainer.agent import AgentError
 from engine_trainer.config import SFTConfig
+from engine_trainer.config.loading import from_tree
+from engine_trainer.config.sections import AgentSection, RewardSection
 from engine_trainer.data import Prompt
-from engine_trainer.failures import Failures
-from engine_trainer.learner import Learner
-from engine_trainer.loading import from_tree
-from engine_trainer.replica import Answer, Group
+from engine_trainer.placement.replica import Answer, Group
 from engine_trainer.rewards import RewardError, Score, register
-from engine_trainer.rl import train_rl
-from engine_trainer.sections import AgentSection, RewardSection
+from engine_trainer.rl.learner import Learner
+from engine_trainer.rl.loop import train_rl
+from engine_trainer.sampling.failure_budget import Failures
 from engine_trainer.sft import train_sft
 
 pytest.importorskip("engine_fsdp", reason="the loop needs an engine")

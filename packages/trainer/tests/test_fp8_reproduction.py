@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from engine_trainer.config import RLConfig
-from engine_trainer.loading import load_config, to_plain
+from engine_trainer.config.loading import load_config, to_plain
 
 RECIPE = Path(__file__).parents[3] / "recipes" / "fp8_reproduction"
 

@@ -17,8 +17,8 @@ from hypothesis import strategies as st
 
 from engine_api.errors import ConfigError
 from engine_trainer.config import DPOConfig, RewardModelConfig, RLConfig, SFTConfig
-from engine_trainer.functions import require_arguments
-from engine_trainer.loading import MAX_BASES, from_tree, load_config, to_yaml
+from engine_trainer.config.loading import MAX_BASES, from_tree, load_config, to_yaml
+from engine_trainer.utils.functions import require_arguments
 
 CLASSES = (SFTConfig, RLConfig, DPOConfig, RewardModelConfig)
 HEAD = {

@@ -15,12 +15,12 @@ from fuzzing import fuzz
 from hypothesis import example, given
 from hypothesis import strategies as st
 
+from engine_trainer.config.sections import ColumnsSection, DataSection
 from engine_trainer.data import ChatTokenizer, PromptDataset, SFTDataset
 from engine_trainer.data.layouts import ROLES, to_examples
 from engine_trainer.data.preferences import PairDataset
 from engine_trainer.data.readers import read_rows
 from engine_trainer.errors import DataError
-from engine_trainer.sections import ColumnsSection, DataSection
 
 SURROGATE = '"\\ud800"'
 texts = st.one_of(

@@ -11,7 +11,7 @@ from engine_api.config import ModelSource
 from engine_api.errors import EngineError
 from engine_api.registry import RolloutRegistry
 from engine_trainer.data import positions_of
-from engine_trainer.models import random_rates
+from engine_trainer.utils.hf_models import random_rates
 
 
 @pytest.fixture(scope="module")

@@ -15,8 +15,8 @@ from transformers import AutoConfig, PreTrainedConfig
 from engine_api.config import ModelSource
 from engine_api.errors import ConfigError
 from engine_api.registry import RolloutRegistry
-from engine_trainer.memory import _parameters
-from engine_trainer.models import text_config
+from engine_trainer.placement.memory import _parameters
+from engine_trainer.utils.hf_models import text_config
 
 FIELD = "engine.model.config_overrides"
 

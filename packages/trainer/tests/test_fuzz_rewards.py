@@ -15,10 +15,10 @@ from odd_rewards import KINDS
 
 from engine_api.errors import ConfigError
 from engine_trainer.config import RLConfig
-from engine_trainer.loading import from_tree
+from engine_trainer.config.loading import from_tree
+from engine_trainer.config.sections import RewardSection
 from engine_trainer.rewards import RewardError, Sample, Score, Scorer
 from engine_trainer.rewards.registry import RewardSpec
-from engine_trainer.sections import RewardSection
 
 FILE = Path(__file__).with_name("odd_rewards.py")
 FINE = {"kind": "the number", "number": 1.0, "text": ""}

@@ -13,10 +13,10 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from engine_api.errors import ConfigError
+from engine_trainer.config.sections import DataSection
 from engine_trainer.data import ChatTokenizer, Example, chat
 from engine_trainer.data.templates import Renderer, TemplateError
 from engine_trainer.errors import DataError
-from engine_trainer.sections import DataSection
 
 SECONDS, MEMORY, LONGEST = 0.5, 300 << 20, 100_000
 MESSAGES = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "ho"}]

@@ -11,14 +11,14 @@ import torch
 
 from engine_api.errors import BatchError, RankFailure
 from engine_api.results import TokenOutputs
-from engine_trainer.checkpoints import Checkpoints
 from engine_trainer.config import RLConfig
+from engine_trainer.config.loading import from_tree
 from engine_trainer.data import Prompt
-from engine_trainer.learner import Learner
-from engine_trainer.loading import from_tree
-from engine_trainer.logs import Timers
-from engine_trainer.replica import Answer, Group
+from engine_trainer.placement.replica import Answer, Group
 from engine_trainer.rewards import RewardError, Score, register
+from engine_trainer.rl.learner import Learner
+from engine_trainer.run.checkpoints import Checkpoints
+from engine_trainer.telemetry.logs import Timers
 
 TIMEOUT_S = 3.0
 
@@ -194,8 +194,8 @@ def test_a_save_that_stands_on_one_rank_alone_is_waited_for_later(tmp_path):
 
 def test_what_generates_beside_the_loop_is_closed_after_an_error(sums_model, tmp_path, monkeypatch):
     pytest.importorskip("engine_fsdp", reason="the loop needs an engine")
-    from engine_trainer.rl import train_rl
-    from engine_trainer.sources import Synchronous
+    from engine_trainer.rl.loop import train_rl
+    from engine_trainer.rl.sources import Synchronous
 
     closed: set[int] = set()
     monkeypatch.setattr(Synchronous, "close", lambda self: closed.add(id(self)))

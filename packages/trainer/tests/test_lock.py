@@ -10,11 +10,11 @@ from waiting import DEADLINE_S
 
 from engine_api.comm import SingleComm
 from engine_api.errors import ConfigError
-from engine_trainer.evaluate import evaluate_model
-from engine_trainer.lock import FolderLock
-from engine_trainer.rl import train_rl
-from engine_trainer.runtime import Run
-from engine_trainer.spmd import Spmd
+from engine_trainer.placement.spmd import Spmd
+from engine_trainer.rl.loop import train_rl
+from engine_trainer.run.lock import FolderLock
+from engine_trainer.run.run import Run
+from engine_trainer.sampling.evaluate import evaluate_model
 
 pytest.importorskip("engine_fsdp", reason="the loop needs an engine")
 

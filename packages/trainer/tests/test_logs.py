@@ -11,10 +11,10 @@ from waiting import until
 
 from engine_api.config import ModelSource
 from engine_api.errors import ConfigError
-from engine_trainer.groups import divide
-from engine_trainer.logs import RunLog, Timers, read_metrics, truncate
-from engine_trainer.sections import EngineSection, RunSection
-from engine_trainer.throughput import Throughput
+from engine_trainer.config.sections import EngineSection, RunSection
+from engine_trainer.placement.groups import divide
+from engine_trainer.telemetry.logs import RunLog, Timers, read_metrics, truncate
+from engine_trainer.telemetry.throughput import Throughput
 
 
 def section(**settings):
@@ -157,7 +157,7 @@ def test_documents_are_shared_out_whole_and_balanced():
 
 def test_the_mfu_of_rls_updates_from_the_configuration_alone(sums_model, monkeypatch):
     """2 layers, hidden 32, 4 heads of 8, 2 of them for keys, MLP 64, vocabulary 16, tied."""
-    from engine_trainer import throughput
+    from engine_trainer.telemetry import throughput
 
     config = EngineSection(model=ModelSource(path=str(sums_model))).build(seed=0, total_steps=1)
     assert throughput.of_config(config, "cpu", 2) is None

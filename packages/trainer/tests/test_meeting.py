@@ -20,7 +20,7 @@ DEADLINE_S = 240.0
 PEER = """
 import json, sys
 from engine_api.errors import EngineError
-from engine_trainer.meeting import StoreComm
+from engine_trainer.placement.rendezvous import StoreComm
 comm = StoreComm(float(sys.argv[1]))
 try:
     print(json.dumps(["met", comm.all_gather({"rank": comm.rank, 1: (float("inf"), None)})[-1]["rank"]]), flush=True)

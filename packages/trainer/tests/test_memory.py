@@ -7,8 +7,8 @@ from ray_runs import configure, on_ray
 
 from engine_api.config import ModelSource
 from engine_api.errors import ConfigError
-from engine_trainer import memory
-from engine_trainer.rl import train_rl
+from engine_trainer.placement import memory
+from engine_trainer.rl.loop import train_rl
 
 
 def needed(
@@ -130,7 +130,8 @@ def test_a_policy_that_is_only_measured_has_neither_reference_nor_critic(eight_b
 def test_without_ray_too_it_is_said_before_an_engine_is_made(sums_model, tmp_path, monkeypatch):
     monkeypatch.setattr(memory, "_parameters", lambda source, trunk=False: 10**15)
     monkeypatch.setattr(
-        "engine_trainer.spmd.EngineRegistry.create", lambda **_: pytest.fail("an engine was made")
+        "engine_trainer.placement.spmd.EngineRegistry.create",
+        lambda **_: pytest.fail("an engine was made"),
     )
     with pytest.raises(ConfigError, match=r"what is placed on .* needs .* GiB at least") as caught:
         train_rl(configure(sums_model, tmp_path / "out"))

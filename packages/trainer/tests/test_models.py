@@ -10,9 +10,9 @@ from huggingface_hub import constants
 
 from engine_api.config import ModelSource
 from engine_api.errors import ConfigError
-from engine_trainer import models
+from engine_trainer.config.sections import DataSection
 from engine_trainer.data import load_tokenizer, positions_of
-from engine_trainer.sections import DataSection
+from engine_trainer.utils import hf_models as models
 
 QWEN = {"model_type": "qwen3", "hidden_size": 8, "vocab_size": 10}
 

@@ -8,9 +8,9 @@ from pathlib import Path
 import jinja2
 import pytest
 
+from engine_trainer.config.sections import DataSection
 from engine_trainer.data import ChatTokenizer, Example
 from engine_trainer.errors import DataError
-from engine_trainer.sections import DataSection
 
 PREPARE = Path(__file__).parents[3] / "recipes" / "quickstart" / "prepare.py"
 

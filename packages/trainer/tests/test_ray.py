@@ -19,9 +19,9 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore::FutureWarning"),
 ]
 
-from engine_trainer.ray.calls import WorkerLost  # noqa: E402 - behind importorskip
-from engine_trainer.ray.controller import train_on_ray  # noqa: E402
+from engine_trainer.placement.ray.calls import WorkerLost  # noqa: E402 - behind importorskip
 from engine_trainer.rewards import RewardError  # noqa: E402
+from engine_trainer.rl.on_ray import train_on_ray  # noqa: E402
 
 
 @pytest.fixture(scope="module")

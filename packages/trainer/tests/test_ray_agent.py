@@ -17,9 +17,9 @@ pytestmark = [
 ]
 
 from engine_trainer.config import RLConfig  # noqa: E402 - behind importorskip
-from engine_trainer.loading import from_tree  # noqa: E402
-from engine_trainer.ray.controller import train_on_ray  # noqa: E402
-from engine_trainer.rl import train_rl  # noqa: E402
+from engine_trainer.config.loading import from_tree  # noqa: E402
+from engine_trainer.rl.loop import train_rl  # noqa: E402
+from engine_trainer.rl.on_ray import train_on_ray  # noqa: E402
 
 OWN = """
 async def add(episode):

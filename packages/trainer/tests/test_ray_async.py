@@ -15,18 +15,18 @@ from engine_api.errors import ConfigError, RolloutError
 from engine_api.registry import RolloutRegistry
 from engine_api.rollout import SamplingParams
 from engine_trainer.data import Prompt
-from engine_trainer.experience import Experience, staleness_figures
-from engine_trainer.learner import Learner, _document
-from engine_trainer.logs import Timers
-from engine_trainer.replica import Answer, Group, Replica
+from engine_trainer.placement.replica import Answer, Group, Replica
 from engine_trainer.rewards import Score
+from engine_trainer.rl.experience import Experience, staleness_figures
+from engine_trainer.rl.learner import Learner, _document
+from engine_trainer.telemetry.logs import Timers
 
 pytest.importorskip("ray", reason="the extra ray")
 pytestmark = pytest.mark.filterwarnings(
     "ignore::FutureWarning"
 )  # torch 2.13 renames a collective under FSDP
 
-from engine_trainer.ray.continuing import Continuing  # noqa: E402 - behind importorskip
+from engine_trainer.placement.ray.partial_rollouts import Continuing  # noqa: E402 - behind importorskip
 
 
 class Judge:
@@ -222,7 +222,7 @@ def cluster(tmp_path_factory):
 @pytest.mark.slow
 @pytest.mark.distributed
 def test_one_step_off_is_one_step_behind_and_reproducible(cluster, sums_model, tmp_path):
-    from engine_trainer.ray.controller import train_on_ray
+    from engine_trainer.rl.on_ray import train_on_ray
 
     sections = {
         "overlap": {"mode": "one_step_off"},
@@ -254,7 +254,7 @@ def test_one_step_off_is_one_step_behind_and_reproducible(cluster, sums_model, t
 def test_fully_asynchronous_staleness_is_bounded_and_a_death_loses_no_prompt(
     cluster, sums_model, tmp_path
 ):
-    from engine_trainer.ray.controller import train_on_ray
+    from engine_trainer.rl.on_ray import train_on_ray
 
     sections = {
         "overlap": {"mode": "full", "max_staleness": 1, "slice_tokens": 2},
@@ -285,7 +285,7 @@ def test_fully_asynchronous_staleness_is_bounded_and_a_death_loses_no_prompt(
 @pytest.mark.slow
 @pytest.mark.distributed
 def test_it_learns_while_replicas_never_stop(cluster, sums_model, tmp_path):
-    from engine_trainer.ray.controller import train_on_ray
+    from engine_trainer.rl.on_ray import train_on_ray
 
     sections = {
         "overlap": {"mode": "full", "max_staleness": 2, "slice_tokens": 2},

@@ -17,18 +17,18 @@ from engine_api.errors import RolloutError
 from engine_api.registry import RolloutRegistry
 from engine_api.rollout import SamplingParams
 from engine_trainer.agent import AgentError, AgentLoop
+from engine_trainer.config.sections import AgentSection, DataSection
 from engine_trainer.data import Prompt, load_tokenizer
-from engine_trainer.logs import Timers
-from engine_trainer.replica import Answer, Replica
+from engine_trainer.placement.replica import Answer, Replica
 from engine_trainer.rewards import Score
-from engine_trainer.sections import AgentSection, DataSection
+from engine_trainer.telemetry.logs import Timers
 
 pytest.importorskip("ray", reason="the extra ray")
 pytestmark = pytest.mark.filterwarnings(
     "ignore::FutureWarning"
 )  # torch 2.13 renames a collective under FSDP
 
-from engine_trainer.ray.conversing import Conversing  # noqa: E402 - behind importorskip
+from engine_trainer.placement.ray.agent_rollouts import Conversing  # noqa: E402 - behind importorskip
 
 AGENTS = """
 import asyncio, pathlib, sys, time
@@ -348,7 +348,7 @@ def cluster(tmp_path):
 @pytest.mark.slow
 @pytest.mark.distributed
 def test_conversations_go_on_over_syncs_and_a_death_loses_none(cluster, sums_model, tmp_path):
-    from engine_trainer.ray.controller import train_on_ray
+    from engine_trainer.rl.on_ray import train_on_ray
 
     (tmp_path / "own.py").write_text(OWN)
     sections = {
@@ -385,7 +385,7 @@ def test_conversations_go_on_over_syncs_and_a_death_loses_none(cluster, sums_mod
 @pytest.mark.slow
 @pytest.mark.distributed
 def test_it_learns_over_turns_while_replicas_never_stop(cluster, sums_model, tmp_path):
-    from engine_trainer.ray.controller import train_on_ray
+    from engine_trainer.rl.on_ray import train_on_ray
 
     (tmp_path / "own.py").write_text(
         OWN.replace("max_new_tokens=4", "max_new_tokens=2").replace("=3", "=2")

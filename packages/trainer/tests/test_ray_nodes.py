@@ -13,7 +13,7 @@ from waiting import DEADLINE_S, until
 ray = pytest.importorskip("ray", reason="the extra ray")
 pytest.importorskip("engine_fsdp", reason="the loop needs an engine")
 
-from engine_trainer.ray.controller import train_on_ray  # noqa: E402 - behind importorskip
+from engine_trainer.rl.on_ray import train_on_ray  # noqa: E402 - behind importorskip
 
 pytestmark = [
     pytest.mark.distributed,

@@ -23,19 +23,20 @@ from engine_api.comm import SingleComm
 from engine_api.errors import ConfigError, RankFailure, RolloutError
 from engine_api.plugin import ProbeResult
 from engine_api.registry import RolloutRegistry
-from engine_trainer.lock import FolderLock
-from engine_trainer.replica import RolloutSpec
-from engine_trainer.runtime import Run
-from engine_trainer.sections import DataSection, RaySection, RunSection
+from engine_trainer.config.sections import DataSection, RaySection, RunSection
+from engine_trainer.placement.replica import RolloutSpec
+from engine_trainer.run.lock import FolderLock
+from engine_trainer.run.run import Run
 
 pytest.importorskip("ray", reason="the extra ray")
 
 from ray.exceptions import ActorDiedError, RayTaskError
 
-from engine_trainer.ray import calls, channel, cluster, controller
-from engine_trainer.ray.calls import Call, WorkerFailed, WorkerLost, _telling, _translate
-from engine_trainer.ray.meter import Meter
-from engine_trainer.ray.workers import EngineWorker
+from engine_trainer.placement.ray import calls, channel, cluster
+from engine_trainer.placement.ray.calls import Call, WorkerFailed, WorkerLost, _telling, _translate
+from engine_trainer.placement.ray.meter import Meter
+from engine_trainer.placement.ray.workers import EngineWorker
+from engine_trainer.rl import on_ray as controller
 
 TENSORS = {
     "a": torch.randn(3, 5),
@@ -184,7 +185,7 @@ def test_weights_of_another_version_than_the_controllers_are_not_sent():
 
 def test_a_workers_time_and_idle_share(monkeypatch):
     now = [100.0]
-    monkeypatch.setattr("engine_trainer.ray.meter.time.monotonic", lambda: now[0])
+    monkeypatch.setattr("engine_trainer.placement.ray.meter.time.monotonic", lambda: now[0])
     meter = Meter()
     meter.add("engine-0")
     meter.add("rollout-0")
@@ -202,7 +203,7 @@ def test_a_workers_time_and_idle_share(monkeypatch):
 
 
 def test_of_several_failures_the_one_that_explains_the_others_is_raised(monkeypatch):
-    monkeypatch.setattr("engine_trainer.ray.calls._translate", lambda _, error: error)
+    monkeypatch.setattr("engine_trainer.placement.ray.calls._translate", lambda _, error: error)
     neighbour, own = RankFailure({0: "x"}), ConfigError("a", "wrong")
     broken, lost = WorkerFailed("connection closed"), WorkerLost("died")
     assert _telling([(None, e) for e in (neighbour, broken, own)]) is own
@@ -251,7 +252,7 @@ def test_a_folder_that_ray_cannot_write_to_is_said(monkeypatch, tmp_path):
     """In a process of its own: Ray keeps the place."""
     (tmp_path / "file").write_text("")
     code = (
-        "from engine_trainer.ray.cluster import connected\nfrom engine_trainer.sections import RaySection\n"
+        "from engine_trainer.placement.ray.cluster import connected\nfrom engine_trainer.config.sections import RaySection\n"
         "from engine_api.errors import ConfigError\n"
         "try:\n    with connected(RaySection()): pass\nexcept ConfigError as error:\n    print('SAID', error)"
     )
@@ -271,8 +272,8 @@ def test_an_interrupt_while_a_cluster_starts_leaves_none():
     code = """
 import ray
 from waiting import children, until
-from engine_trainer.ray.cluster import connected
-from engine_trainer.sections import RaySection
+from engine_trainer.placement.ray.cluster import connected
+from engine_trainer.config.sections import RaySection
 start = ray.init
 
 def interrupted(*args, **kwargs):
@@ -353,7 +354,7 @@ def test_two_runs_in_one_folder(tmp_path):
 
 def test_a_killed_process_holds_no_lock(tmp_path):
     code = (
-        f"import os, signal\nfrom pathlib import Path\nfrom engine_trainer.lock import FolderLock\n"
+        f"import os, signal\nfrom pathlib import Path\nfrom engine_trainer.run.lock import FolderLock\n"
         f"FolderLock(Path({str(tmp_path)!r})).acquire()\nos.kill(os.getpid(), signal.SIGKILL)"
     )
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == -9

@@ -18,7 +18,7 @@ from ray_runs import on_ray, result_of
 ray = pytest.importorskip("ray", reason="the extra ray")
 pytest.importorskip("engine_fsdp", reason="the loop needs an engine")
 
-from engine_trainer.ray.controller import train_on_ray  # noqa: E402 - behind importorskip
+from engine_trainer.rl.on_ray import train_on_ray  # noqa: E402 - behind importorskip
 
 KILLS = int(os.environ.get("RAY_SOAK_KILLS", "3"))
 pytestmark = [

@@ -21,8 +21,8 @@ pytestmark = [
 
 import fp8_rollouts  # noqa: E402, F401 - behind importorskip; registers
 
-from engine_trainer.ray.calls import WorkerLost  # noqa: E402
-from engine_trainer.ray.controller import train_on_ray  # noqa: E402
+from engine_trainer.placement.ray.calls import WorkerLost  # noqa: E402
+from engine_trainer.rl.on_ray import train_on_ray  # noqa: E402
 
 # Two ranks hold whole blocks of every weight but k_proj and v_proj, which are gathered first.
 WIDE = {

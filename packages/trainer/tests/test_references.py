@@ -9,8 +9,8 @@ import pytest
 
 from engine_api.errors import ConfigError
 from engine_trainer.config import SFTConfig
-from engine_trainer.loading import from_tree, load_config
-from engine_trainer.references import LIMIT
+from engine_trainer.config.loading import from_tree, load_config
+from engine_trainer.config.references import LIMIT
 
 HEAD = {
     "engine": {"model": {"path": "m"}},

@@ -5,7 +5,7 @@ import json
 import pytest
 
 from engine_trainer.errors import DataError
-from engine_trainer.report import load_series, summary, write_report
+from engine_trainer.telemetry.report import load_series, summary, write_report
 
 
 @pytest.fixture

@@ -13,6 +13,7 @@ import pytest
 from waiting import NEVER_S
 
 from engine_api.errors import ConfigError
+from engine_trainer.config.sections import RewardSection
 from engine_trainer.rewards import (
     RewardError,
     Sample,
@@ -29,7 +30,6 @@ from engine_trainer.rewards.gsm8k import gsm8k
 from engine_trainer.rewards.gym import reasoning_gym
 from engine_trainer.rewards.math import math
 from engine_trainer.rewards.text import after_marker, inside_answer_tags, last_boxed, last_number
-from engine_trainer.sections import RewardSection
 
 
 def sample(completion: str, answer: str | None = None, **metadata) -> Sample:
@@ -359,7 +359,10 @@ import json, sys
 import torch.distributed as dist
 from engine_api.comm import TorchComm, together
 from engine_api.errors import RankFailure
-from engine_trainer.rewards import RewardError, Sample, Scorer, WeightedReward
+from engine_trainer.rewards import RewardError
+from engine_trainer.rewards import Sample
+from engine_trainer.rewards import Scorer
+from engine_trainer.rewards import WeightedReward
 
 rank = int(sys.argv[1])
 dist.init_process_group("gloo", init_method=f"file://{sys.argv[2]}", rank=rank, world_size=2)

@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 from own_rewards import samples, totals
 
+from engine_trainer.config.sections import RewardSection
 from engine_trainer.rewards import RewardError, Scorer
-from engine_trainer.sections import RewardSection
 
 
 def running(pid: int) -> bool:
@@ -75,7 +75,7 @@ def test_a_function_that_ends_its_process_is_a_failure(own):
     ],
 )
 def test_however_a_process_ends_it_is_noticed_at_once(own, how, said, monkeypatch):
-    monkeypatch.setattr("engine_trainer.rewards.workers.END_S", 0.5)
+    monkeypatch.setattr("engine_trainer.rewards.worker_pool.END_S", 0.5)
     scorer = own("ends_roughly", workers=2, timeout_s=None, max_failures=1)
     assert totals(scorer, "fine", "fine") == [1.0, 1.0]
     scores = scorer.score(samples("fine", how, "fine", "fine"))
@@ -137,8 +137,9 @@ def test_a_parent_that_is_killed_in_the_middle_of_a_call_leaves_nothing(own, tmp
     own("length")  # writes the file
     code = f"""
 import os, pathlib, signal, threading, time
-from engine_trainer.rewards import Sample, Scorer
-from engine_trainer.sections import RewardSection
+from engine_trainer.rewards import Sample
+from engine_trainer.rewards import Scorer
+from engine_trainer.config.sections import RewardSection
 pids = pathlib.Path({str(tmp_path / "pids")!r})
 def kill():
     while not pids.exists() or " " not in pids.read_text():

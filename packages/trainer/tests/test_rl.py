@@ -17,12 +17,12 @@ from rl_runs import SEVENS, configure, rows_of, same, tensors_of, tree
 from waiting import DEADLINE_S, until
 
 from engine_api.errors import ConfigError
-from engine_trainer.experience import Experience, collect, round_seed, shaped_rewards
-from engine_trainer.logs import Timers, read_metrics
-from engine_trainer.report import HEADLINES
 from engine_trainer.rewards import RewardError, Score, register
-from engine_trainer.rl import train_rl
-from engine_trainer.sampler import Answer, Group
+from engine_trainer.rl.experience import Experience, collect, round_seed, shaped_rewards
+from engine_trainer.rl.loop import train_rl
+from engine_trainer.sampling.sampler import Answer, Group
+from engine_trainer.telemetry.logs import Timers, read_metrics
+from engine_trainer.telemetry.report import HEADLINES
 
 pytest.importorskip("engine_fsdp", reason="the loop needs an engine")
 pytestmark = pytest.mark.filterwarnings(
@@ -94,7 +94,7 @@ def test_the_first_update_is_the_textbooks(folder, tmp_path, monkeypatch):
 
     out, seen = tmp_path / "out", []
     monkeypatch.setattr(
-        "engine_trainer.rl.collect", lambda *a, **k: seen.append(collect(*a, **k)) or seen[0]
+        "engine_trainer.rl.loop.collect", lambda *a, **k: seen.append(collect(*a, **k)) or seen[0]
     )
     register("mixed")(lambda: lambda s: s.completion.count("7") + s.completion.count("1") / 3)
     engine = {

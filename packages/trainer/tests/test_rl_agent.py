@@ -26,8 +26,8 @@ def sevens(sample):
 def rl(sums_model, tmp_path):
     pytest.importorskip("engine_fsdp", reason="the loop needs an engine")
     from engine_trainer.config import RLConfig
-    from engine_trainer.loading import from_tree
-    from engine_trainer.rl import train_rl
+    from engine_trainer.config.loading import from_tree
+    from engine_trainer.rl.loop import train_rl
 
     (tmp_path / "own.py").write_text(ADDS)
 
@@ -92,9 +92,9 @@ def test_it_learns_over_two_turns(rl):
 
 
 def test_a_tools_tokens_have_no_part_in_the_loss():
-    from engine_trainer.learner import _document
-    from engine_trainer.replica import Answer, Group
+    from engine_trainer.placement.replica import Answer, Group
     from engine_trainer.rewards import Score
+    from engine_trainer.rl.learner import _document
 
     score = Score(total=1.0, parts={"r": 1.0}, correct=True)
     answer = Answer(

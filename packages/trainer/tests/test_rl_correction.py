@@ -12,10 +12,10 @@ import torch
 
 from engine_api.registry import RolloutRegistry
 from engine_trainer.config import RLConfig
-from engine_trainer.experience import collect
-from engine_trainer.loading import from_tree
+from engine_trainer.config.loading import from_tree
 from engine_trainer.rewards import register
-from engine_trainer.rl import train_rl
+from engine_trainer.rl.experience import collect
+from engine_trainer.rl.loop import train_rl
 
 pytest.importorskip("engine_fsdp", reason="the loop needs an engine")
 pytestmark = pytest.mark.filterwarnings(
@@ -46,7 +46,7 @@ def run(model, out, monkeypatch, *, correction=None, **algorithm):
 
     seen = []
     monkeypatch.setattr(
-        "engine_trainer.rl.collect", lambda *a, **k: seen.append(collect(*a, **k)) or seen[0]
+        "engine_trainer.rl.loop.collect", lambda *a, **k: seen.append(collect(*a, **k)) or seen[0]
     )
     config = {
         "engine": {
@@ -264,7 +264,7 @@ def test_rejected_tokens_carry_no_kl_and_weighted_ones_do(sums_model, tmp_path, 
     }.items():
         seen: list[float] = []
         monkeypatch.setattr(
-            "engine_trainer.learner._figures",
+            "engine_trainer.rl.learner._figures",
             lambda o, s=seen: s.append(o[0].metrics["tokens"]) or {},
         )
         _, row, _ = run(

@@ -6,13 +6,13 @@ import json
 
 import pytest
 
-from engine_trainer import rl
 from engine_trainer.config import RLConfig
+from engine_trainer.config.loading import from_tree
 from engine_trainer.errors import DataError
-from engine_trainer.evaluate import Evaluator
-from engine_trainer.loading import from_tree
-from engine_trainer.rl import train_rl
-from engine_trainer.sources import Synchronous
+from engine_trainer.rl import loop as rl
+from engine_trainer.rl.loop import train_rl
+from engine_trainer.rl.sources import Synchronous
+from engine_trainer.sampling.evaluate import Evaluator
 
 pytest.importorskip("engine_fsdp", reason="the loop needs an engine")
 

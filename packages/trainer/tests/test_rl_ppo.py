@@ -23,14 +23,14 @@ from engine_api.errors import CheckpointMissing, ConfigError, UnsupportedCapabil
 from engine_api.registry import EngineRegistry
 from engine_trainer.algorithms.losses import PolicyLoss
 from engine_trainer.config import AlgorithmSection, RLConfig
-from engine_trainer.critic import check_critic
-from engine_trainer.experience import collect
-from engine_trainer.learner import policy_loss
-from engine_trainer.loading import from_tree
+from engine_trainer.config.loading import from_tree
+from engine_trainer.config.sections import EngineSection
+from engine_trainer.placement.spmd import Spmd, SpmdEngines
 from engine_trainer.rewards import RewardError, register
-from engine_trainer.rl import train_rl
-from engine_trainer.sections import EngineSection
-from engine_trainer.spmd import Spmd, SpmdEngines
+from engine_trainer.rl.critic import check_critic
+from engine_trainer.rl.experience import collect
+from engine_trainer.rl.learner import policy_loss
+from engine_trainer.rl.loop import train_rl
 
 pytest.importorskip("engine_fsdp", reason="the loop needs an engine")
 pytestmark = pytest.mark.filterwarnings(
@@ -81,7 +81,7 @@ def test_one_step_is_the_textbooks(sums_model, value_folder, tmp_path, monkeypat
 
     out, seen, clip = tmp_path / "out", [], 0.02
     monkeypatch.setattr(
-        "engine_trainer.rl.collect", lambda *a, **k: seen.append(collect(*a, **k)) or seen[0]
+        "engine_trainer.rl.loop.collect", lambda *a, **k: seen.append(collect(*a, **k)) or seen[0]
     )
     register("mixed")(lambda: lambda s: s.completion.count("7") + s.completion.count("1") / 3)
     critic = {
@@ -396,7 +396,7 @@ def test_reference_and_critic_leave_the_device_to_the_rollout(sums_model, tmp_pa
 def alone_of(ranks: int, monkeypatch) -> None:
     """This process is one of so many, whose others are not there to be asked."""
     monkeypatch.setenv("WORLD_SIZE", str(ranks))
-    monkeypatch.setattr("engine_trainer.spmd.meeting", lambda timeout_s: SingleComm())
+    monkeypatch.setattr("engine_trainer.placement.spmd.meeting", lambda timeout_s: SingleComm())
 
 
 @pytest.mark.parametrize(
@@ -453,7 +453,7 @@ def test_engines_that_share_their_process_groups_are_refused_with_other_sizes(
     alone_of(2, monkeypatch)
     plugin = EngineRegistry.resolve(model_type="value_model", backend="fsdp2", device="cpu").plugin
     shared = SimpleNamespace(plugin=replace(plugin, one_layout=True), device="cpu")
-    monkeypatch.setattr("engine_trainer.spmd.EngineRegistry.resolve", lambda **_: shared)
+    monkeypatch.setattr("engine_trainer.placement.spmd.EngineRegistry.resolve", lambda **_: shared)
     critic = {**GAE["critic"], "parallelism": {"ulysses": 2}}
     with pytest.raises(
         ConfigError, match="ulysses 2, beside an engine of data-parallel ranks alone"

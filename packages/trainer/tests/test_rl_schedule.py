@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from rl_runs import configure, rows_of
 
-from engine_trainer.rl import train_rl
+from engine_trainer.rl.loop import train_rl
 
 pytest.importorskip("engine_fsdp", reason="the loop needs an engine")
 pytestmark = pytest.mark.filterwarnings(

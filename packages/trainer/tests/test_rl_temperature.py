@@ -6,9 +6,9 @@ import pytest
 import torch
 from rl_runs import configure, rows_of, tensors_of
 
-from engine_trainer.experience import collect
 from engine_trainer.rewards import register
-from engine_trainer.rl import train_rl
+from engine_trainer.rl.experience import collect
+from engine_trainer.rl.loop import train_rl
 
 pytest.importorskip("engine_fsdp", reason="the loop needs an engine")
 pytestmark = pytest.mark.filterwarnings(
@@ -81,7 +81,7 @@ def test_a_step_is_the_textbooks_at_another_temperature(
 ):
     out, seen = tmp_path / "out", []
     monkeypatch.setattr(
-        "engine_trainer.rl.collect", lambda *a, **k: seen.append(collect(*a, **k)) or seen[0]
+        "engine_trainer.rl.loop.collect", lambda *a, **k: seen.append(collect(*a, **k)) or seen[0]
     )
     register("quarters")(
         lambda: lambda s: s.completion.count("7") + s.completion.count("1") / 4

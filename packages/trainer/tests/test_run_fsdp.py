@@ -13,7 +13,7 @@ import yaml
 from waiting import DEADLINE_S, until
 
 from engine_api.registry import EngineRegistry
-from engine_trainer.logs import METRICS, read_metrics
+from engine_trainer.telemetry.logs import METRICS, read_metrics
 
 
 def launch(file, folder, *overrides):

@@ -21,11 +21,11 @@ from engine_api.errors import ConfigError
 from engine_trainer import pairs as pairs_module
 from engine_trainer.cli import main
 from engine_trainer.config import DPOConfig, RewardModelConfig
-from engine_trainer.dpo import train_dpo
+from engine_trainer.config.loading import from_tree
 from engine_trainer.errors import DataError
-from engine_trainer.loading import from_tree
-from engine_trainer.reward_model import train_reward_model
-from engine_trainer.runtime import Run
+from engine_trainer.preferences.dpo import train_dpo
+from engine_trainer.preferences.reward_model import train_reward_model
+from engine_trainer.run.run import Run
 
 pytest.importorskip("engine_fsdp", reason="the loop needs an engine")
 pytestmark = pytest.mark.filterwarnings(

@@ -12,7 +12,7 @@ import pytest
 import yaml
 
 from engine_api.registry import EngineRegistry
-from engine_trainer.logs import METRICS, read_metrics
+from engine_trainer.telemetry.logs import METRICS, read_metrics
 
 DEADLINE_S = 400
 

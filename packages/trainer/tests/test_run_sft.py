@@ -13,11 +13,11 @@ from engine_api.errors import ConfigError, UnsupportedCapability
 from engine_api.registry import EngineRegistry
 from engine_trainer import sft
 from engine_trainer.config import SFTConfig
+from engine_trainer.config.loading import load_config
 from engine_trainer.data import load_tokenizer
 from engine_trainer.errors import DataError
-from engine_trainer.loading import load_config
-from engine_trainer.logs import read_metrics
 from engine_trainer.sft import train_sft
+from engine_trainer.telemetry.logs import read_metrics
 
 
 def run(file, *overrides):
@@ -166,7 +166,7 @@ def test_a_kill_in_the_save_of_a_longer_runs_model_leaves_the_former_one(
         raise Killed
 
     with monkeypatch.context() as patch:
-        patch.setattr("engine_trainer.runtime.replace_folder", die)
+        patch.setattr("engine_trainer.run.run.replace_folder", die)
         with pytest.raises(Killed):
             run(sft_file, "run.steps=8")
     assert torch.equal(torch.load(folder / "hf/table.pt", weights_only=True), before)

@@ -13,14 +13,14 @@ from engine_api.plugin import EnginePlugin
 from engine_api.registry import EngineRegistry, RolloutRegistry
 from engine_api.results import Topology
 from engine_api.rollout import SamplingParams, SyncResult
+from engine_trainer.config.sections import EngineSection, RewardSection, RolloutSection
 from engine_trainer.data import Prompt
-from engine_trainer.failures import Failures
-from engine_trainer.logs import Timers
-from engine_trainer.replica import Replica, RolloutSpec, served_adapter
+from engine_trainer.placement.replica import Replica, RolloutSpec, served_adapter
+from engine_trainer.placement.spmd import SpmdEngines, SpmdRollouts
 from engine_trainer.rollouts.sampling import uniforms
-from engine_trainer.sampler import Sampler, _sync_figures, by_replica
-from engine_trainer.sections import EngineSection, RewardSection, RolloutSection
-from engine_trainer.spmd import SpmdEngines, SpmdRollouts
+from engine_trainer.sampling.failure_budget import Failures
+from engine_trainer.sampling.sampler import Sampler, _sync_figures, by_replica
+from engine_trainer.telemetry.logs import Timers
 
 
 class Stream:
@@ -233,9 +233,9 @@ def test_the_exporter_is_told_what_the_rollout_is_told(sums_model, tmp_path, mon
     """Also in the row: what `local` says of its sync."""
     pytest.importorskip("engine_fsdp", reason="the loop needs an engine")
     from engine_trainer.config import RLConfig
-    from engine_trainer.loading import from_tree
+    from engine_trainer.config.loading import from_tree
     from engine_trainer.rewards import register
-    from engine_trainer.rl import train_rl
+    from engine_trainer.rl.loop import train_rl
 
     told, real = [], RolloutRegistry.create_exporter
 

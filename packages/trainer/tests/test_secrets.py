@@ -14,11 +14,11 @@ import yaml
 from rl_runs import tree
 
 from engine_api.errors import ConfigError
-from engine_trainer.checkpoints import compare, fingerprint
 from engine_trainer.cli import main
 from engine_trainer.config import RLConfig
-from engine_trainer.loading import from_tree, load_config, to_plain, to_yaml
-from engine_trainer.secrets import MASK, Referred, masked
+from engine_trainer.config.loading import from_tree, load_config, to_plain, to_yaml
+from engine_trainer.config.secrets import MASK, Referred, masked
+from engine_trainer.run.checkpoints import compare, fingerprint
 
 # Each goes another way into the configuration.
 SECRETS = {

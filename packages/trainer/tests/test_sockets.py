@@ -15,8 +15,8 @@ import pytest
 from ray_runs import ON_RAY, start, tree
 from sockets import Listening, listening
 
-from engine_trainer.loopback import confined, stay
-from engine_trainer.sections import RolloutSection
+from engine_trainer.config.sections import RolloutSection
+from engine_trainer.placement.loopback import confined, stay
 
 pytestmark = [
     pytest.mark.distributed,
@@ -135,7 +135,7 @@ def join(found: set[Listening], settings: dict[str, str]) -> str:
 
 @pytest.mark.parametrize("setting", [{}, {"RAY_AUTH_MODE": "disabled"}, {"RAY_AUTH_TOKEN": "x"}])
 def test_rays_token_is_made_for_this_user_alone(tmp_path, monkeypatch, setting, caplog) -> None:
-    cluster = pytest.importorskip("engine_trainer.ray.cluster", exc_type=ImportError)
+    cluster = pytest.importorskip("engine_trainer.placement.ray.cluster", exc_type=ImportError)
     for name in ("RAY_AUTH_MODE", "RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("HOME", str(tmp_path))

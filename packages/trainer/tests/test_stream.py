@@ -14,16 +14,16 @@ from waiting import DEADLINE_S, NEVER_S
 
 from engine_api.comm import SingleComm
 from engine_trainer.data import Prompt
-from engine_trainer.learner import Learner
-from engine_trainer.logs import Timers
-from engine_trainer.replica import Answer, Group
+from engine_trainer.placement.replica import Answer, Group
 from engine_trainer.rewards import Score
+from engine_trainer.rl.learner import Learner
+from engine_trainer.telemetry.logs import Timers
 
 pytest.importorskip("ray", reason="the extra ray")
 
-from engine_trainer.ray.calls import Call, Reply, WorkerFailed, WorkerLost
-from engine_trainer.ray.rollouts import Separate
-from engine_trainer.ray.stream import FullyAsync
+from engine_trainer.placement.ray.calls import Call, Reply, WorkerFailed, WorkerLost
+from engine_trainer.placement.ray.rollouts import Separate
+from engine_trainer.rl.fully_async import FullyAsync
 
 STEP = 2  # groups
 
@@ -105,7 +105,7 @@ def stream(tmp_path, monkeypatch):
             **sections,
         )
         replica, policy = Replicas(versions or {}, flat), SimpleNamespace(weight_version=version)
-        monkeypatch.setattr("engine_trainer.ray.stream.ready", replica.ready)
+        monkeypatch.setattr("engine_trainer.rl.fully_async.ready", replica.ready)
         rollouts = object.__new__(Separate)
         rollouts.pool, rollouts.held = replica, range(replicas)
         sampler = SimpleNamespace(

@@ -22,10 +22,10 @@ from engine_conformance.cases._state import read_state
 from engine_conformance.fixtures import TinyModel, write_checkpoint
 from engine_conformance.ranks import RankPool
 from engine_trainer.config import RLConfig
-from engine_trainer.loading import load_config
-from engine_trainer.logs import read_metrics
-from engine_trainer.rl import train_rl
-from engine_trainer.spmd import Spmd
+from engine_trainer.config.loading import load_config
+from engine_trainer.placement.spmd import Spmd
+from engine_trainer.rl.loop import train_rl
+from engine_trainer.telemetry.logs import read_metrics
 
 STEPS = 8
 NEAR = 2e-4  # of a tensor's largest element
@@ -286,7 +286,7 @@ def test_two_megatron_engines_of_different_sizes_are_refused_before_anything_is_
     monkeypatch.setenv(SIMULATED_CUDA, "1")
     monkeypatch.setenv("WORLD_SIZE", "2")
     monkeypatch.setattr(
-        "engine_trainer.spmd.meeting", lambda timeout_s: SingleComm()
+        "engine_trainer.placement.spmd.meeting", lambda timeout_s: SingleComm()
     )  # the other rank is not there
     monkeypatch.setattr(Spmd, "engines", lambda *_: pytest.fail("an engine was made"))
     given = [

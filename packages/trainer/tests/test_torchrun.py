@@ -12,11 +12,11 @@ from pathlib import Path
 
 import pytest
 
-from engine_trainer.torchrun import end_with_torchrun
+from engine_trainer.run.torchrun import end_with_torchrun
 
 RANK = """
 import os, pathlib, time
-from engine_trainer.torchrun import end_with_torchrun
+from engine_trainer.run.torchrun import end_with_torchrun
 end_with_torchrun()
 pathlib.Path(os.environ["NOTES"], os.environ["RANK"]).write_text(str(os.getpid()))
 time.sleep(600)
@@ -65,7 +65,7 @@ def test_ranks_do_not_outlive_a_torchrun_that_is_killed(tmp_path):
 
 
 def test_a_rank_whose_torchrun_has_gone_already_ends_by_itself(monkeypatch):
-    monkeypatch.setattr("engine_trainer.torchrun.end_with_parent", lambda: None)
+    monkeypatch.setattr("engine_trainer.run.torchrun.end_with_parent", lambda: None)
     with socket.create_server(("127.0.0.1", 0)) as store:
         port = store.getsockname()[1]
         place = {
@@ -83,6 +83,6 @@ def test_a_rank_whose_torchrun_has_gone_already_ends_by_itself(monkeypatch):
 def test_without_torchrun_nothing_is_done(monkeypatch):
     monkeypatch.delenv("TORCHELASTIC_RUN_ID", raising=False)
     monkeypatch.setattr(
-        "engine_trainer.torchrun.end_with_parent", lambda: pytest.fail("it was called")
+        "engine_trainer.run.torchrun.end_with_parent", lambda: pytest.fail("it was called")
     )
     end_with_torchrun()

@@ -31,7 +31,7 @@ from ray.util import placement_group, remove_placement_group  # noqa: E402 - beh
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy  # noqa: E402
 from vllm_parts import executor_of  # noqa: E402
 
-from engine_trainer.ray.controller import train_on_ray  # noqa: E402
+from engine_trainer.rl.on_ray import train_on_ray  # noqa: E402
 
 ALGORITHMS = {
     "grpo": {},

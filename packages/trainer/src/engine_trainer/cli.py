@@ -14,12 +14,12 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from engine_api.errors import ConfigError, EngineError, RankFailure
-from engine_trainer.checkpoints import Checkpoints
 from engine_trainer.config import Config, DPOConfig, RewardModelConfig, RLConfig, SFTConfig
+from engine_trainer.config.loading import load_config, to_yaml
 from engine_trainer.errors import DataError
-from engine_trainer.loading import load_config, to_yaml
-from engine_trainer.runtime import Outcome, global_rank, world_size
-from engine_trainer.torchrun import end_with_torchrun
+from engine_trainer.run.checkpoints import Checkpoints
+from engine_trainer.run.run import Outcome, global_rank, world_size
+from engine_trainer.run.torchrun import end_with_torchrun
 
 DONE, FAILED, USAGE = 0, 1, 2
 ABORTED = 130  # as a shell has it for SIGINT
@@ -73,26 +73,26 @@ def _train(config: Config) -> Outcome:
 
             return train_sft(config)
         case DPOConfig():
-            from engine_trainer.dpo import train_dpo
+            from engine_trainer.preferences.dpo import train_dpo
 
             return train_dpo(config)
         case RewardModelConfig():
-            from engine_trainer.reward_model import train_reward_model
+            from engine_trainer.preferences.reward_model import train_reward_model
 
             return train_reward_model(config)
         case RLConfig(launcher="ray"):
             _require_ray()
-            from engine_trainer.ray.controller import train_on_ray
+            from engine_trainer.rl.on_ray import train_on_ray
 
             return train_on_ray(config)
         case RLConfig():
-            from engine_trainer.rl import train_rl
+            from engine_trainer.rl.loop import train_rl
 
             return train_rl(config)
 
 
 def _evaluate(config: RLConfig) -> None:
-    from engine_trainer.evaluate import evaluate_model
+    from engine_trainer.sampling.evaluate import evaluate_model
 
     figures = evaluate_model(config)
     if global_rank() == 0:
@@ -120,7 +120,7 @@ def _aborted(task: str, config: Config | None) -> str:
 
 
 def _close(outcome: Outcome, *, report: bool) -> None:
-    from engine_trainer.report import summary
+    from engine_trainer.telemetry.report import summary
 
     print(summary(outcome.folder))
     if report:

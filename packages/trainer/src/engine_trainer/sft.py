@@ -24,11 +24,11 @@ from engine_trainer.data import (
     read_heldout,
     warn_of_overlap,
 )
-from engine_trainer.runtime import Outcome, Run
-from engine_trainer.throughput import measure
+from engine_trainer.run.run import Outcome, Run
+from engine_trainer.telemetry.throughput import measure
 
 if TYPE_CHECKING:
-    from engine_trainer.evaluate import Evaluator
+    from engine_trainer.sampling.evaluate import Evaluator
 
 SHOW = (
     "train/loss",
@@ -145,8 +145,8 @@ def _accuracy(
     if not sets or config.reward is None:
         return None
     # Imported here: SFT without a reward needs no rollout.
-    from engine_trainer.evaluate import Evaluator
-    from engine_trainer.sampler import Sampler
+    from engine_trainer.sampling.evaluate import Evaluator
+    from engine_trainer.sampling.sampler import Sampler
 
     return Evaluator(run, Sampler.create(run, tokenizer, config.rollout, config.reward), sets)
 

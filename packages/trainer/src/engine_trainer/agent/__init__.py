@@ -9,7 +9,7 @@
         return episode.end()
 
 ``episode`` is what the function talks to, ``generators`` turn its calls into those of a rollout, ``runner`` runs many
-trajectories at once (``engine_trainer.ray.conversing`` beside training). Tokens go in and out as they are: what the model said is never tokenized again.
+trajectories at once (``engine_trainer.placement.ray.agent_rollouts`` beside training). Tokens go in and out as they are: what the model said is never tokenized again.
 """
 
 from __future__ import annotations

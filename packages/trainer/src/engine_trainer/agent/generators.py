@@ -13,7 +13,7 @@ from typing import Any
 from engine_api.errors import RolloutError
 from engine_api.rollout import AsyncRollout, Completion, Rollout, SamplingParams
 from engine_trainer.agent.episode import Request
-from engine_trainer.threads import DaemonThreads
+from engine_trainer.utils.threads import DaemonThreads
 
 TOGETHER_S = 0.02  # for conversations that are about to ask for a turn, to be in the same slice
 PATIENCE_S = 0.1  # while all of them wait for tools: no weights can come meanwhile

@@ -23,11 +23,16 @@ from engine_trainer.agent.episode import (
     about,
 )
 from engine_trainer.agent.generators import Batched, Submitted
+from engine_trainer.config.sections import AgentSection
 from engine_trainer.data import ChatTokenizer, Prompt
-from engine_trainer.functions import is_async, load_function, require_arguments, run_past_exits
 from engine_trainer.rewards.deadline import Alarm, DeadlineExceeded, alarm
-from engine_trainer.sections import AgentSection
-from engine_trainer.threads import event_loop
+from engine_trainer.utils.functions import (
+    is_async,
+    load_function,
+    require_arguments,
+    run_past_exits,
+)
+from engine_trainer.utils.threads import event_loop
 
 log = logging.getLogger("engine_trainer")
 AgentFn = Callable[[Episode], Awaitable[Trajectory]]

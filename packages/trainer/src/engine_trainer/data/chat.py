@@ -13,10 +13,10 @@ from typing import Any
 
 from engine_api.config import ModelSource
 from engine_api.errors import ConfigError
+from engine_trainer.config.sections import DataSection
 from engine_trainer.data.layouts import Example, Messages
 from engine_trainer.data.templates import TemplateError, renderer
-from engine_trainer.models import MODEL_KEY, first_line, require_source
-from engine_trainer.sections import DataSection
+from engine_trainer.utils.hf_models import MODEL_KEY, first_line, require_source
 
 TOKENIZER_FILES = ("tokenizer*", "*.model", "vocab*", "merges.txt", "*.tiktoken", "tekken.json")
 _FILES = "tokenizer.json, tokenizer.model, vocab.json with merges.txt, vocab.txt"

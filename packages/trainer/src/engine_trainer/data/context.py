@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from engine_api.config import ModelSource
 from engine_api.errors import ConfigError
-from engine_trainer.models import text_config
-from engine_trainer.sections import RolloutSection, positive_option
+from engine_trainer.config.sections import RolloutSection, positive_option
+from engine_trainer.utils.hf_models import text_config
 
 SERVED = (
     "max_model_len",

@@ -10,13 +10,13 @@ from typing import Any, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
+from engine_trainer.config.sections import DataSection
 from engine_trainer.data.chat import ChatTokenizer
 from engine_trainer.data.gym import gym_examples
 from engine_trainer.data.layouts import Example, Need, to_examples
 from engine_trainer.data.order import SampleOrder
 from engine_trainer.data.readers import read_rows
 from engine_trainer.errors import DataError
-from engine_trainer.sections import DataSection
 
 T = TypeVar("T", "Document", "Prompt")
 CHUNK = 1024  # examples tokenized in one call

@@ -12,10 +12,10 @@ from typing import Any, Literal
 
 from engine_api.config import near_matches
 from engine_api.errors import ConfigError
+from engine_trainer.config.sections import GymSection
 from engine_trainer.data.layouts import Example
 from engine_trainer.data.worked import write_response
 from engine_trainer.errors import DataError
-from engine_trainer.sections import GymSection
 
 Side = Literal["train", "heldout"]
 # How many questions are drawn for one that is wanted, before the task is called too small.

@@ -5,14 +5,14 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from engine_api.config import ModelSource
+from engine_trainer.config.evaluation import EvalSection, EvalSet
+from engine_trainer.config.sections import DataSection, RolloutSection
 from engine_trainer.data.chat import ChatTokenizer
 from engine_trainer.data.context import room_for_prompts
 from engine_trainer.data.datasets import PromptDataset
 from engine_trainer.data.gym import gym_examples
 from engine_trainer.data.layouts import Example, Need, to_examples
 from engine_trainer.data.readers import read_rows
-from engine_trainer.eval_sections import EvalSection, EvalSet
-from engine_trainer.sections import DataSection, RolloutSection
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -20,10 +20,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+from engine_trainer.config.sections import ColumnsSection
 from engine_trainer.data.readers import Row
 from engine_trainer.data.strict_json import loads
 from engine_trainer.errors import DataError
-from engine_trainer.sections import ColumnsSection
 
 Need = Literal["response", "prompt"]  # SFT: rows with a response; RL: rows with a prompt
 Messages = list[dict[str, Any]]

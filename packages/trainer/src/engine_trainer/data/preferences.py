@@ -17,12 +17,12 @@ from typing import Any
 
 import numpy as np
 
+from engine_trainer.config.sections import ColumnsSection, DataSection
 from engine_trainer.data.chat import ChatTokenizer
 from engine_trainer.data.datasets import Bound, Document
 from engine_trainer.data.layouts import PROMPTS, TOOLS, Example, Need, to_examples
 from engine_trainer.data.readers import Row, read_rows
 from engine_trainer.errors import DataError
-from engine_trainer.sections import ColumnsSection, DataSection
 
 log = logging.getLogger("engine_trainer")
 ANSWER_COLUMNS = ("chosen", "rejected")

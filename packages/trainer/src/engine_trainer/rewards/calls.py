@@ -14,10 +14,10 @@ from dataclasses import dataclass
 from typing import Any, cast
 
 from engine_api.errors import EngineError
-from engine_trainer.functions import is_async, run_past_exits
 from engine_trainer.rewards.deadline import DeadlineExceeded, alarm
 from engine_trainer.rewards.sample import SHOWN, RewardFn, Sample, Verdict
-from engine_trainer.threads import event_loop
+from engine_trainer.utils.functions import is_async, run_past_exits
+from engine_trainer.utils.threads import event_loop
 
 GRACE_S = 2.0  # beyond its own limit, before a coroutine that holds its event loop is interrupted from outside
 KNOWN = ("engine_api", "engine_trainer")  # packages whose errors every process can read

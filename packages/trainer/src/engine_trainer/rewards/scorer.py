@@ -10,12 +10,12 @@ from dataclasses import dataclass, replace
 
 from engine_api.codec import register
 from engine_api.errors import ConfigError, EngineError
-from engine_trainer.combined import COMBINE, parts_of, refuse_limits_without_workers
+from engine_trainer.config.combined_reward import COMBINE, parts_of, refuse_limits_without_workers
+from engine_trainer.config.sections import RewardSection
 from engine_trainer.rewards.calls import Outcome, call_all
 from engine_trainer.rewards.registry import RewardSpec, module_of
 from engine_trainer.rewards.sample import RewardError, RewardFn, Sample, Verdict
-from engine_trainer.rewards.workers import Workers
-from engine_trainer.sections import RewardSection
+from engine_trainer.rewards.worker_pool import Workers
 
 log = logging.getLogger("engine_trainer")
 
@@ -91,7 +91,7 @@ class Scorer:
     def from_section(section: RewardSection) -> Scorer:
         """As ``reward`` says: one reward, or, as ``combine``, the weighted sum of ``kwargs["rewards"]``.
 
-        Each of those is an ``engine_trainer.combined.RewardPart``. Raises ``ConfigError``, ``PluginError``.
+        Each of those is an ``engine_trainer.config.combined_reward.RewardPart``. Raises ``ConfigError``, ``PluginError``.
         """
         parts = _parts(section)
         workers = None

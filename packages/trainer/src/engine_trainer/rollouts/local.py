@@ -19,12 +19,12 @@ from engine_api.registry import Resolution
 from engine_api.requests import check_prompts, check_sampling, check_version
 from engine_api.rollout import Completion, SamplingParams, SyncResult
 from engine_api.weights import WeightExport
-from engine_trainer.models import hf_config
 from engine_trainer.rollouts import attention
 from engine_trainer.rollouts.decode import Decoded, decode
 from engine_trainer.rollouts.sampling import uniforms
 from engine_trainer.rollouts.verify import POSITIONS, verify_generation
 from engine_trainer.rollouts.weights import WeightTable
+from engine_trainer.utils.hf_models import hf_config
 
 WHERE = "rollout 'local'"
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}

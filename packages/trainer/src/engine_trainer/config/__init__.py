@@ -1,0 +1,67 @@
+"""The configurations of ``engine-train sft``, ``rl``, ``dpo`` and ``rm``.
+
+Every field has a reader; an unknown key or a value of a wrong type is refused by name (``binding``).
+"""
+
+from __future__ import annotations
+
+from engine_trainer.config.algorithm import (
+    AlgorithmSection,
+    CorrectionSection,
+    CriticSection,
+    DynamicSamplingSection,
+    KLSection,
+    OverlongSection,
+)
+from engine_trainer.config.evaluation import EvalSection, EvalSet, HeldoutSection
+from engine_trainer.config.preferences import DPOConfig, DPOSection, RewardModelConfig
+from engine_trainer.config.rl import RLConfig
+from engine_trainer.config.sections import (
+    AgentSection,
+    ColumnsSection,
+    DataSection,
+    EngineSection,
+    GymDataset,
+    GymSection,
+    OverlapSection,
+    PolicyEngineSection,
+    PolicyOptimizer,
+    RaySection,
+    RewardSection,
+    RolloutSection,
+    RunSection,
+)
+from engine_trainer.config.sft import SFTConfig
+
+__all__ = [
+    "AgentSection",
+    "AlgorithmSection",
+    "ColumnsSection",
+    "Config",
+    "CorrectionSection",
+    "CriticSection",
+    "DPOConfig",
+    "DPOSection",
+    "DataSection",
+    "DynamicSamplingSection",
+    "EngineSection",
+    "EvalSection",
+    "EvalSet",
+    "GymDataset",
+    "GymSection",
+    "HeldoutSection",
+    "KLSection",
+    "OverlapSection",
+    "OverlongSection",
+    "PolicyEngineSection",
+    "PolicyOptimizer",
+    "RLConfig",
+    "RaySection",
+    "RewardModelConfig",
+    "RewardSection",
+    "RolloutSection",
+    "RunSection",
+    "SFTConfig",
+]
+
+Config = SFTConfig | RLConfig | DPOConfig | RewardModelConfig

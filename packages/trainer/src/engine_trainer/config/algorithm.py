@@ -1,0 +1,472 @@
+"""How completions and rewards become an update: the parts below ``algorithm``. Every field has a reader."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal
+
+from engine_api.config import (
+    LoraConfig,
+    Memory,
+    ModelSource,
+    OptimizerConfig,
+    Parallelism,
+    Precision,
+    ScheduleConfig,
+)
+from engine_api.errors import ConfigError
+from engine_api.losses import Aggregation
+from engine_trainer.config.sections import EngineSection, at_least
+
+Advantage = Literal["grpo", "dr_grpo", "rloo", "reinforce_pp", "reinforce_pp_baseline", "gae"]
+BY_TOKEN = (
+    "reinforce_pp",
+    "gae",
+)  # advantages that differ within a completion; the others compare a group's completions
+WHITENED = ("reinforce_pp", "reinforce_pp_baseline", "gae")
+
+
+KL_BOUND = 10.0  # as in verl and NeMo-RL
+
+
+@dataclass(frozen=True, kw_only=True)
+class KLSection:
+    """Penalty on the KL to the reference: the model as the run began (with LoRA, the adapter off).
+
+    In the reward it is taken from each token's reward where the advantage is one of tokens (gae, reinforce_pp), else its sum
+    from the completion's. The expected gradient of every choice is in docs/algorithms.md.
+    """
+
+    coefficient: float = 0.0
+    """Factor of the KL in nats; 0 loads no reference model."""
+
+    estimator: Literal["k1", "k2", "k3"] | None = None
+    """Estimator of a token's KL (Schulman 2020); null is k1 in the reward and k3 in the loss.
+
+    In the reward the others are refused, since their expected gradient is not that of the KL.
+    """
+
+    where: Literal["loss", "reward"] = "loss"
+    """Place of the KL: a term of the loss with a gradient, or a number that lowers the reward."""
+
+    importance: bool = True
+    """Whether a KL in the loss is multiplied by each token's importance ratio.
+
+    The ratio makes the expected gradient that of the KL. False is the bare estimator, as in the GRPO paper (arXiv:2402.03300, eq. 4), verl, and TRL with
+    ``use_bias_correction_kl=False``: k3 then pulls by the gradient of KL(reference ‖ policy).
+    """
+
+    bound: float | None = KL_BOUND
+    """Largest k3 of a token in the loss, in nats; above it there is no gradient. Null is no bound.
+
+    It is verl's and NeMo-RL's: the bare k3 has a slope of exp(-d), 3,000 where the log-ratio d to
+    the reference is -8.
+    """
+
+    target: float | None = None
+    """Nats a completion that the coefficient follows; null keeps the coefficient.
+
+    See arXiv:1909.08593, section 2.2.
+    """
+
+    gain: float = 0.1
+    """Factor of the error (at most a fifth) in a step of a coefficient with a target; the paper's K."""
+
+    def __post_init__(self) -> None:
+        at_least("algorithm.kl", self, 0, "coefficient")
+        _refuse("algorithm.kl", _wrong_kl(self))
+
+    @property
+    def chosen(self) -> Literal["k1", "k2", "k3"]:
+        """The estimator that is used: the one that is named, or the default of its place."""
+        if self.estimator is not None:
+            return self.estimator
+        return "k1" if self.where == "reward" else "k3"
+
+
+@dataclass(frozen=True, kw_only=True)
+class DynamicSamplingSection:
+    """Groups whose rewards are all equal are replaced by new prompts (DAPO, arXiv:2503.14476, section 3.2)."""
+
+    enabled: bool = False
+    max_rounds: int = 4  # of generation a step; then the step takes what there is
+
+    def __post_init__(self) -> None:
+        at_least("algorithm.dynamic_sampling", self, 1, "max_rounds")
+
+
+@dataclass(frozen=True, kw_only=True)
+class OverlongSection:
+    """Completions at the length limit (DAPO, section 3.4): a soft penalty over the last ``buffer`` tokens, or no loss."""
+
+    buffer: int = 0
+    """Tokens below rollout.max_new_tokens where the penalty begins; 0 is no penalty."""
+
+    penalty: float = 1.0
+    """What is taken from the reward at the limit, and linearly less below it.
+
+    The paper's is 1 on rewards of 1 and -1, half of their distance; on rewards of 1 and 0 that is
+    0.5.
+    """
+
+    filter: bool = False
+    """Whether completions that were cut at the limit carry no loss."""
+
+    def __post_init__(self) -> None:
+        at_least("algorithm.overlong", self, 0, "buffer", "penalty")
+
+
+# Bounds of rejection by the level of the ratio: verl's presets decoupled_seq_is_rs and
+# decoupled_geo_rs (0.9.1).
+REJECT_BOUNDS: Mapping[str, tuple[float, float]] = {
+    "token": (0.5, 2.0),
+    "sequence": (0.5, 2.0),
+    "geometric": (0.999, 1.001),
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class CorrectionSection:
+    """Importance weights and rejection where the rollout's log-probs are not the engine's (docs/rollout-correction.md).
+
+    A ratio is the engine's probability over the rollout's. Weights multiply the policy term; what is rejected carries
+    no loss. The two are separate.
+    """
+
+    weight: Literal["auto", "none", "token", "sequence", "icepop"] = "auto"
+    """Weight of a token's policy term: its or its completion's ratio, up to ``cap``, or IcePop's.
+
+    ``auto`` is ``token`` where another implementation than the engine's generates (any rollout but
+    ``local``), since its log-probs are of another policy even for the same weights; TRL corrects by
+    default, too. It is ``none`` with the ``local`` rollout and with ``algorithm.old_log_probs:
+    rollout``.
+    """
+
+    cap: float = 2.0
+    """Largest weight, of ``token`` and ``sequence``; 2 is Yao et al.'s and verl's, TRL's is 3."""
+
+    low: float = 0.5
+    """Token ratio below which ``icepop`` gives the weight 0."""
+
+    high: float = 5.0
+    """Token ratio above which ``icepop`` gives the weight 0."""
+
+    reject: Literal["none", "token", "sequence", "geometric"] = "none"
+    """Ratio that decides about rejection; ``geometric`` is exp of a completion's mean log-ratio."""
+
+    reject_low: float | None = None
+    """Ratio below which there is rejection; null is 0.5, and 0.999 of ``geometric``."""
+
+    reject_high: float | None = None
+    """Ratio above which there is rejection; null is 2, and 1.001 of ``geometric``."""
+
+    def __post_init__(self) -> None:
+        at_least("algorithm.correction", self, 1, "cap", "high")
+        at_least("algorithm.correction", self, 0, "low")
+        for name, least in (("reject_low", 0), ("reject_high", 1)):
+            if getattr(self, name) is not None:
+                at_least("algorithm.correction", self, least, name)
+        for name in ("low", "reject_low"):
+            value = getattr(self, name)
+            if value is not None and value > 1:
+                raise ConfigError(
+                    f"algorithm.correction.{name}",
+                    f"expected a number in [0, 1], got {value}, which is above 1",
+                    why="a ratio of 1, where nothing needs correction, would lie outside",
+                    remedy="give a number in [0, 1]",
+                )
+
+    @property
+    def weighted(self) -> bool:
+        """Whether there are weights; ``auto`` that no configuration has resolved is none."""
+        return self.weight not in ("auto", "none")
+
+    @property
+    def enabled(self) -> bool:
+        """Whether anything is corrected."""
+        return self.weighted or self.reject != "none"
+
+    @property
+    def bounds(self) -> tuple[float, float]:
+        """The band of ratios that rejection keeps."""
+        low, high = REJECT_BOUNDS.get(self.reject, (0.0, math.inf))
+        return (
+            low if self.reject_low is None else self.reject_low,
+            high if self.reject_high is None else self.reject_high,
+        )
+
+    def resolved(self, *, rollout: str, old_log_probs: str) -> CorrectionSection:
+        """Return the section with what ``auto`` means for a rollout of this name."""
+        if self.weight != "auto":
+            return self
+        return replace(
+            self, weight="none" if rollout == "local" or old_log_probs == "rollout" else "token"
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class CriticSection:
+    """The critic of PPO: a value model on an engine of its own. Null: as the policy's engine has it."""
+
+    model: ModelSource | None = None  # null: engine.model, with a new head
+    backend: str | None = None
+    optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
+    """Optimizer of the critic; its rate of 1e-5, ten times the policy's, is verl's: the head is new."""
+
+    schedule: ScheduleConfig = field(default_factory=ScheduleConfig)  # total_steps null: the run's
+    parallelism: Parallelism | None = None
+    precision: Precision | None = None
+    memory: Memory | None = None
+    lora: LoraConfig | None = None  # null: all of its weights are trained
+    options: Mapping[str, Any] | None = (
+        None  # the plug-in's own; null: the policy's, if the backend is the same
+    )
+    value_clip: float | None = 0.5
+    """Largest move of a value in a step's updates, in the unit of rewards; null is no clip.
+
+    0.5 is verl's and OpenRLHF's. A new head begins at 0 and has to reach the mean reward: with 0.2,
+    in several steps.
+    """
+
+    epochs: int = 1  # over the step's completions, in algorithm.mini_batches updates each
+
+    def __post_init__(self) -> None:
+        at_least("algorithm.critic", self, 1, "epochs")
+        if self.value_clip is not None and not self.value_clip > 0:
+            raise ConfigError(
+                "algorithm.critic.value_clip",
+                f"expected a number above 0, got {self.value_clip}",
+                remedy="give a number above 0, or null",
+            )
+
+    def engine(self, actor: EngineSection) -> EngineSection:
+        """The whole section of the critic's engine; ``actor`` is the policy's."""
+        backend = self.backend or actor.backend
+        options = actor.options if backend == actor.backend else {}
+        return replace(
+            actor,
+            model_type="value_model",
+            model=self.model or actor.model,
+            backend=backend,
+            optimizer=self.optimizer,
+            schedule=self.schedule,
+            parallelism=self.parallelism or actor.parallelism,
+            lora=self.lora,
+            precision=self.precision or actor.precision,
+            memory=self.memory or actor.memory,
+            options=options if self.options is None else self.options,
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class AlgorithmSection:
+    """How completions and rewards become an update; the estimators and losses are in ``engine_trainer.algorithms``."""
+
+    loss: Literal["ppo", "gspo", "gspo_token", "cispo"] = "ppo"
+    advantage: Advantage = "grpo"  # dr_grpo: not divided by the group's standard deviation
+    gamma: float = 1.0  # discount, of gae and reinforce_pp
+    lam: float = 1.0  # λ of gae
+    whiten: bool | None = (
+        None  # advantages over all of the step's tokens; null: gae and reinforce_pp(_baseline) do
+    )
+    critic: CriticSection | None = None  # of gae
+    clip_low: float = 0.2  # GSPO's: 3e-4; cispo: 1.0 is no bound from below
+    clip_high: float = 0.2  # DAPO's clip-higher: 0.28; GSPO's: 4e-4
+    dual_clip: float | None = None  # of ppo; c > 1 (arXiv:1912.09729); null: off
+    aggregation: Aggregation = "token-mean"
+    """Divisor of a step's sum over tokens: token-mean, DAPO's and verl's default, is by its tokens.
+
+    seq-mean-token-mean is the GRPO paper's; seq-mean-token-sum-norm is Dr. GRPO's, by the
+    completions times a constant.
+    """
+
+    aggregation_length: int | None = None
+    """Constant of seq-mean-token-sum-norm in tokens; null is rollout.max_new_tokens, as in TRL."""
+
+    kl: KLSection = field(default_factory=KLSection)
+    entropy_coefficient: float = 0.0
+    prompts_per_step: int = 16
+    mini_batches: int = 1  # updates an epoch over the step's completions
+    epochs: int = 1
+    old_log_probs: Literal["engine", "rollout"] = (
+        "engine"  # whose log-probs the ratio is taken against
+    )
+    correction: CorrectionSection = field(default_factory=CorrectionSection)
+    dynamic_sampling: DynamicSamplingSection = field(default_factory=DynamicSamplingSection)
+    overlong: OverlongSection = field(default_factory=OverlongSection)
+
+    def __post_init__(self) -> None:
+        at_least("algorithm", self, 0, "clip_low", "clip_high", "entropy_coefficient")
+        at_least("algorithm", self, 1, "prompts_per_step", "mini_batches", "epochs")
+        if self.aggregation_length is not None:
+            at_least("algorithm", self, 1, "aggregation_length")
+        _refuse("algorithm", _wrong_choices(self))
+
+    @property
+    def whitened(self) -> bool:
+        """Whether advantages are normalized over the whole step."""
+        return self.advantage in WHITENED if self.whiten is None else self.whiten
+
+    @property
+    def by_token(self) -> bool:
+        """Whether advantages differ within a completion; else they compare the completions of a group."""
+        return self.advantage in BY_TOKEN
+
+
+# (whether it is wrong, key, what, why, remedy)
+Refusal = tuple[bool, str, str, str, str]
+
+
+def _refuse(section: str, refusals: Iterator[Refusal]) -> None:
+    """Raise ``ConfigError`` for the first refusal whose condition holds."""
+    for wrong, name, what, why, remedy in refusals:
+        if wrong:
+            raise ConfigError(f"{section}.{name}", what, why=why, remedy=remedy)
+
+
+def _wrong_kl(section: KLSection) -> Iterator[Refusal]:
+    """Yield what does not go together in a KL section."""
+    in_reward, estimator = section.where == "reward", section.chosen
+    yield (
+        in_reward and estimator != "k1",
+        "estimator",
+        f"expected k1 with where: reward, got {estimator}",
+        f"the expected gradient of {estimator} hardly pulls towards the reference and may push away, see docs/algorithms.md",
+        "use estimator: k1 (or null), or where: loss",
+    )
+    yield (
+        not in_reward and not section.importance and estimator == "k1",
+        "estimator",
+        "expected k2 or k3 with where: loss and importance: false, got k1",
+        "the bare k1 has the gradient of the log-probs alone: its expectation is 0, whatever the reference is",
+        "use importance: true, another estimator, or where: reward",
+    )
+    yield (
+        in_reward and not section.importance,
+        "importance",
+        "expected true with where: reward, got false",
+        "a KL in the reward is a number without a gradient, nothing reads it there",
+        "leave it out, or use where: loss",
+    )
+    bound = section.bound
+    yield (
+        bound is not None and not bound > 0,
+        "bound",
+        f"expected a number above 0, got {bound}",
+        "",
+        f"give nats ({KL_BOUND}), or null for no bound",
+    )
+    yield (
+        bound != KL_BOUND and (in_reward or estimator != "k3"),
+        "bound",
+        f"nothing reads {bound} with where: {section.where} and estimator {estimator}",
+        "it is about the exponential in k3, in the loss",
+        f"leave it at {KL_BOUND}, or use k3 in the loss",
+    )
+    target = section.target
+    yield (
+        target is not None and not (target > 0 and 0 < section.gain < 5),
+        "target",
+        f"{target} nats with gain {section.gain}",
+        "",
+        "give a target above 0, and a gain between 0 and 5 (0.1)",
+    )
+    yield (
+        target is not None and (not in_reward or section.coefficient == 0),
+        "target",
+        "needs a KL in the reward",
+        "the coefficient is adapted from the KL that the rewards were given",
+        "set kl.where: reward and a first kl.coefficient above 0 (0.1), or target: null",
+    )
+
+
+def _wrong_choices(section: AlgorithmSection) -> Iterator[Refusal]:
+    """Yield what does not go together in the algorithm."""
+    loss, advantage, dual_clip = section.loss, section.advantage, section.dual_clip
+    yield (
+        section.clip_low > 1,
+        "clip_low",
+        f"{section.clip_low} is above 1",
+        "no ratio is below 1 - clip_low then",
+        "give a number in [0, 1]; 1.0 is no bound from below",
+    )
+    yield (
+        dual_clip is not None and not dual_clip > 1,
+        "dual_clip",
+        f"{dual_clip} is not above 1",
+        "",
+        "use 3.0, or null for none",
+    )
+    yield (
+        dual_clip is not None and loss != "ppo",
+        "dual_clip",
+        f"{dual_clip} with loss {loss}",
+        "it bounds PPO's clipped term",
+        "set dual_clip: null, or loss: ppo",
+    )
+    yield (
+        not 0 <= section.gamma <= 1,
+        "gamma",
+        f"{section.gamma} is no discount",
+        "",
+        "give a number in [0, 1]",
+    )
+    yield not 0 <= section.lam <= 1, "lam", f"{section.lam} is no λ", "", "give a number in [0, 1]"
+    yield (
+        section.gamma != 1 and not section.by_token,
+        "gamma",
+        f"{section.gamma} with advantage {advantage}",
+        "it compares whole completions, nothing is discounted",
+        "set gamma: 1.0, or advantage: gae or reinforce_pp",
+    )
+    yield (
+        section.lam != 1 and advantage != "gae",
+        "lam",
+        f"{section.lam} with advantage {advantage}",
+        "only gae has a λ",
+        "set lam: 1.0, or advantage: gae",
+    )
+    yield (
+        advantage == "gae" and section.critic is None,
+        "critic",
+        "missing",
+        "gae needs values",
+        "write `critic: {optimizer: {lr: 1.0e-5}}`, or take an advantage without a critic (grpo, reinforce_pp)",
+    )
+    yield (
+        section.critic is not None and advantage != "gae",
+        "critic",
+        f"nothing reads it with advantage {advantage}",
+        "",
+        "set advantage: gae, or critic: null",
+    )
+    yield (
+        loss == "gspo" and section.by_token,
+        "loss",
+        f"gspo with advantage {advantage}",
+        "its ratio and its advantage are of a whole sequence",
+        "use loss: gspo_token",
+    )
+    yield (
+        loss.startswith("gspo") and section.aggregation != "seq-mean-token-mean",
+        "aggregation",
+        f"{section.aggregation} with loss {loss}",
+        "GSPO's objective is a mean over sequences (arXiv:2507.18071, eq. 5)",
+        "set aggregation: seq-mean-token-mean",
+    )
+    yield (
+        section.aggregation_length is not None and section.aggregation != "seq-mean-token-sum-norm",
+        "aggregation_length",
+        f"nothing reads {section.aggregation_length} with aggregation {section.aggregation}",
+        "it is the constant that sums are divided by",
+        "set aggregation: seq-mean-token-sum-norm, or leave it out",
+    )
+    yield (
+        section.correction.enabled and section.old_log_probs == "rollout",
+        "correction",
+        "cannot be used with algorithm.old_log_probs: rollout",
+        "the policy's own ratio is then taken against the rollout and corrects for it already",
+        "use old_log_probs: engine, or weight: none and reject: none",
+    )

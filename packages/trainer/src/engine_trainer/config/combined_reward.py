@@ -1,0 +1,112 @@
+"""``reward.name: combine``: several rewards as a weighted sum, as a configuration writes them."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from engine_api.config import near_matches
+from engine_api.errors import ConfigError
+from engine_trainer.config.binding import bind
+from engine_trainer.config.secrets import masked
+
+COMBINE = "combine"
+KEY = "reward.kwargs.rewards"
+
+
+@dataclass(frozen=True, kw_only=True)
+class RewardPart:
+    """One reward of the sum, by ``name`` or as one's own ``function``."""
+
+    name: str | None = None
+    function: str | None = None
+    weight: float = 1.0  # any finite number; 0: it is only measured
+    kwargs: Mapping[str, Any] | None = None
+    timeout_s: float | None = 10.0  # a call; where it is left out reward.timeout_s
+
+    @property
+    def title(self) -> str:
+        """What metrics and errors call it."""
+        return self.name or (self.function or "").rpartition(":")[2]
+
+
+def parts_of(kwargs: Mapping[str, Any], timeout_s: float | None) -> list[RewardPart]:
+    """The rewards of ``kwargs["rewards"]`` in their order. Raises ``ConfigError`` for anything that is not read as it is written."""
+    for name in kwargs:
+        if name != "rewards":
+            raise ConfigError(
+                f"reward.kwargs.{name}",
+                "unknown key",
+                why="combine reads rewards alone",
+                remedy=near_matches(name, ["rewards"]),
+            )
+    given = kwargs.get("rewards")
+    if not isinstance(given, list | tuple):
+        found = (
+            "null"
+            if given is None
+            else "a mapping"
+            if isinstance(given, Mapping)
+            else type(given).__name__
+        )
+        raise ConfigError(
+            KEY,
+            f"{given!r} is {found}",
+            remedy="give a list: rewards: [{name: math, weight: 1.0}, …]",
+        )
+    parts = [_part(one, f"{KEY}[{i}]", timeout_s) for i, one in enumerate(given)]
+    titles = [part.title for part in parts]
+    if not parts:
+        raise ConfigError(
+            KEY, "no reward is named", remedy="rewards: [{name: math, weight: 1.0}, …]"
+        )
+    if len(set(titles)) < len(titles):
+        raise ConfigError(
+            KEY, f"names {titles}", why="figures are kept by name", remedy="name each reward once"
+        )
+    return parts
+
+
+def refuse_limits_without_workers(limits: Mapping[str, float | None]) -> None:
+    """Raise ``ConfigError`` for a time limit, of the reward by name, that no process of its own can keep."""
+    for name, timeout_s in limits.items():
+        if timeout_s is not None:
+            raise ConfigError(
+                "reward.timeout_s",
+                f"expected null with reward.workers: 0, got {timeout_s:g} s for {name!r}",
+                why="nothing can end a call for sure inside the process that makes it",
+                remedy="set reward.workers: 1, or more: their processes are killed at the limit; or reward.timeout_s: null",
+            )
+
+
+def _part(given: Any, key: str, timeout_s: float | None) -> RewardPart:
+    part = bind(
+        RewardPart, {"timeout_s": timeout_s, **given} if isinstance(given, Mapping) else given, key
+    )
+    if (part.name is None) == (part.function is None):
+        raise ConfigError(
+            key,
+            f"{masked(given)}",
+            remedy="give name or function, one of the two, and if wanted weight, kwargs, timeout_s",
+        )
+    if part.name == COMBINE:
+        raise ConfigError(
+            f"{key}.name",
+            "combine within combine",
+            remedy="write its rewards beside the others, weights multiplied",
+        )
+    if not math.isfinite(part.weight):
+        raise ConfigError(
+            f"{key}.weight",
+            f"{part.weight} is no factor",
+            remedy="give a finite number; 0 only measures",
+        )
+    if part.timeout_s is not None and not part.timeout_s > 0:
+        raise ConfigError(
+            f"{key}.timeout_s",
+            f"{part.timeout_s} is not a time",
+            remedy="give seconds above 0, or null",
+        )
+    return part

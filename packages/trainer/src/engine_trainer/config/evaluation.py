@@ -1,0 +1,153 @@
+"""What is measured on rows that are not trained on: the parts below ``eval``. Every field has a reader."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+
+from engine_api.errors import ConfigError
+from engine_trainer.config.sections import DataSection, at_least
+
+
+@dataclass(frozen=True, kw_only=True)
+class EvalSet:
+    """One held-out set of ``eval.sets``."""
+
+    source: str | Sequence[str] | None = (
+        None  # as data.source; null: the held-out problems of data.reasoning_gym
+    )
+    split: str | None = None  # as data.split
+    samples: int | None = None  # completions a problem; null: eval.samples
+    temperature: float | None = None  # 0: greedy; null: eval.temperature
+    max_problems: int | None = None
+
+    def check(self, key: str) -> None:
+        """Raise ``ConfigError`` for values that make no sense."""
+        at_least(
+            key, self, 0, *(n for n in ("samples", "temperature") if getattr(self, n) is not None)
+        )
+        if self.max_problems is not None:
+            at_least(key, self, 1, "max_problems")
+        if self.split is not None and self.source is None:
+            raise ConfigError(
+                f"{key}.split",
+                f"without {key}.source",
+                why="it chooses files of a folder",
+                remedy=f"name the folder in {key}.source, which may be data.source's",
+            )
+        if self.temperature == 0 and (self.samples or 0) > 1:
+            raise ConfigError(
+                f"{key}.samples",
+                f"{self.samples} at temperature 0",
+                why="greedy completions are all equal",
+                remedy="use 1 sample, or a temperature above 0",
+            )
+
+
+@dataclass(frozen=True, kw_only=True)
+class EvalSection:
+    """Evaluation on held-out problems, before the first step and after the last one at least.
+
+    ``source`` and what belongs to it is one set, reported as ``eval/…``; ``sets`` are more, reported as ``eval/NAME/…``.
+    """
+
+    source: str | Sequence[str] | None = (
+        None  # as data.source; null: the held-out problems of data.reasoning_gym
+    )
+    split: str | None = None  # as data.split
+    every: int = 0  # steps; 0: only before and after
+    samples: int = (
+        1  # completions a problem; 0: only the loss (SFT), or sets alone (generated problems)
+    )
+    temperature: float = 1.0  # 0: greedy
+    max_problems: int | None = None
+    sets: Mapping[str, EvalSet] = field(default_factory=dict[str, EvalSet])
+
+    def __post_init__(self) -> None:
+        at_least("eval", self, 0, "every")
+        self._own.check("eval")
+        for name in self.sets:
+            if not name or not all(c.isalnum() or c in "._-" for c in name) or name.startswith("."):
+                raise ConfigError(
+                    f"eval.sets.{name}",
+                    "not a name for metrics and files",
+                    remedy="use letters, digits, - _ .",
+                )
+
+    @property
+    def _own(self) -> EvalSet:
+        return EvalSet(
+            source=self.source,
+            split=self.split,
+            samples=self.samples,
+            temperature=self.temperature,
+            max_problems=self.max_problems,
+        )
+
+    def own_set(self, data: DataSection) -> EvalSet | None:
+        """The set without a name, where it has something to read."""
+        return self._own if self.source is not None or data.reasoning_gym is not None else None
+
+    def all_sets(self, data: DataSection) -> dict[str, EvalSet]:
+        """Every set by name, the one without a name as an empty text, with all values filled in.
+
+        Raises ``ConfigError``: values that make no sense, a set that has nothing to read, no set at all.
+        """
+        own = self.own_set(data)
+        sets = {"": own} if own is not None else {}
+        for name, given in self.sets.items():
+            sets[name] = replace(
+                given,
+                samples=self.samples if given.samples is None else given.samples,
+                temperature=self.temperature if given.temperature is None else given.temperature,
+            )
+            sets[name].check(f"eval.sets.{name}")
+            if given.source is None and data.reasoning_gym is None:
+                raise _nothing_held_out(f"eval.sets.{name}.source")
+        if not sets:
+            raise _nothing_held_out("eval.source")
+        return sets
+
+
+def _nothing_held_out(key: str) -> ConfigError:
+    return ConfigError(
+        key,
+        "missing",
+        why="data.source has no held-out part of its own",
+        remedy="name a file of problems that are not trained on, or leave eval out",
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class HeldoutSection:
+    """Held-out pairs of preferences, before the first step and after the last one at least."""
+
+    source: str | Sequence[str]  # as data.source
+    split: str | None = None  # as data.split
+    every: int = 0  # steps; 0: only before and after
+    max_pairs: int | None = None
+
+    def __post_init__(self) -> None:
+        at_least("eval", self, 0, "every")
+        if self.max_pairs is not None:
+            at_least("eval", self, 1, "max_pairs")
+
+
+def check_evaluation(section: EvalSection, data: DataSection, *, loss: bool) -> None:
+    """Raise ``ConfigError`` for sets that nothing would be measured on. ``loss``: the one without a name has its loss, too."""
+    sets = section.all_sets(data)
+    for name, one in sets.items():
+        key = f"eval.sets.{name}" if name else "eval"
+        if one.samples == 0 and (name or (not loss and (one.source is not None or len(sets) == 1))):
+            raise ConfigError(
+                f"{key}.samples",
+                "0 completions a problem measure nothing",
+                remedy="give at least 1, or leave the set out",
+            )
+        gym = data.reasoning_gym if one.source is None and (one.samples or loss) else None
+        if gym is not None and gym.heldout_size == 0:
+            raise ConfigError(
+                "data.reasoning_gym.heldout_size",
+                f"0, but {key} measures these problems",
+                remedy="give at least 1, or leave eval out",
+            )

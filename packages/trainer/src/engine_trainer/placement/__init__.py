@@ -1,0 +1,1 @@
+"""Engines and rollouts where they run: one process, torchrun or Ray."""

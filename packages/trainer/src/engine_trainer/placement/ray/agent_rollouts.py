@@ -1,0 +1,147 @@
+"""Conversations in slices: after each one weights may change, and what was begun goes on with the new ones.
+
+The functions are on an event loop in a thread of its own, so that their tools work on while the model generates and while
+weights come. The model is asked in slices as for plain completions (``continuing``).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import threading
+import time
+from collections.abc import Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+
+from engine_api.rollout import SamplingParams
+from engine_trainer.agent import AgentError, AgentLoop, Trajectory
+from engine_trainer.agent.generators import Sliced
+from engine_trainer.data import Prompt
+from engine_trainer.placement.replica import Answer, Replica
+from engine_trainer.utils.threads import event_loop
+
+FAREWELL_S = 2.0  # for functions to let go when they are cancelled
+
+
+@dataclass(kw_only=True)
+class _Group:
+    """A prompt with its conversations so far; fewer than wanted until all have begun."""
+
+    key: int
+    prompt: Prompt
+    said: list[Future[Trajectory]] = field(default_factory=list[Future[Trajectory]])
+
+
+class Conversing:
+    """The conversations that one replica has under way, at most ``agent.concurrency`` at a time.
+
+    Args:
+        sampling: of whole conversations; its seed is not read.
+        slice_tokens: at most so many tokens a turn and call.
+    """
+
+    def __init__(
+        self, replica: Replica, agent: AgentLoop, sampling: SamplingParams, slice_tokens: int
+    ) -> None:
+        self._replica, self._agent, self._sampling = replica, agent, sampling
+        self._turns = Sliced(sampling, slice_tokens)
+        self._groups: list[_Group] = []
+        self._numbers = itertools.count()
+        self._asked: float | None = (
+            None  # since when the loop has not answered, by time.monotonic()
+        )
+        loops: Future[asyncio.AbstractEventLoop] = Future()
+        self._thread = threading.Thread(target=_serve, args=(loops,), name="converse", daemon=True)
+        self._thread.start()
+        self._loop = loops.result()
+
+    def advance(
+        self, new: Sequence[tuple[int, Prompt]], seed: int
+    ) -> list[tuple[int, list[Answer]]]:
+        """One slice of every turn that is asked for; the groups that are complete, judged, by key.
+
+        It waits for no tool: where nobody asks it returns soon, that weights may come.
+
+        Raises ``RolloutError``, ``RewardError``, ``AgentError``.
+        """
+        self._watch()
+        self._groups += [_Group(key=key, prompt=prompt) for key, prompt in new]
+        self._begin()
+        with self._replica.timers.phase("generate"):
+            self._turns.advance(self._replica.rollout, seed)
+        ended = {id(group): self._ended(group) for group in self._groups}
+        done = [group for group in self._groups if ended[id(group)]]
+        self._groups = [group for group in self._groups if not ended[id(group)]]
+        with self._replica.timers.phase("reward"):
+            return [
+                (g.key, self._replica.judge_trajectories([(g.prompt, f.result()) for f in g.said]))
+                for g in done
+            ]
+
+    def close(self) -> None:
+        """Cancel what runs; idempotent. A function that blocks the loop is not waited for."""
+        if self._thread.is_alive():
+            self._loop.call_soon_threadsafe(self._loop.stop)
+            self._thread.join(2 * FAREWELL_S)
+
+    # --- inside ---------------------------------------------------------------------------------
+
+    def _watch(self) -> None:
+        """Raise ``AgentError`` where a function holds the event loop: no call here would ever notice."""
+        limit = self._agent.section.timeout_s
+        if self._asked is None:
+            self._asked = time.monotonic()
+            self._loop.call_soon_threadsafe(self._answered)
+        elif limit is not None and time.monotonic() - self._asked > limit:
+            raise AgentError(
+                f"a tool has held all conversations for longer than {limit:g} s",
+                where="agent.function",
+                why="it does not await what it waits for; agent.timeout_s bounds it",
+                remedy="await asyncio.to_thread(tool, …)",
+            )
+
+    def _answered(self) -> None:
+        self._asked = None
+
+    def _begin(self) -> None:
+        """As many conversations as there are places for, in the order of their groups."""
+        free = self._agent.section.concurrency - sum(
+            not f.done() for group in self._groups for f in group.said
+        )
+        for group in self._groups:
+            for _ in range(min(free, self._sampling.n - len(group.said))):
+                self._turns.enter()
+                one = asyncio.run_coroutine_threadsafe(self._one(group.prompt), self._loop)
+                one.add_done_callback(lambda _: self._turns.leave())  # once its result can be read
+                group.said.append(one)
+                free -= 1
+
+    async def _one(self, prompt: Prompt) -> Trajectory:
+        try:
+            return await self._agent.converse(
+                next(self._numbers), prompt, self._turns, self._sampling
+            )
+        except (
+            KeyboardInterrupt
+        ) as error:  # the function's own: a signal's comes in the main thread
+            raise AgentError.failed(
+                f"it raised {type(error).__name__}: {error}", prompt, 1, 0
+            ) from error
+
+    def _ended(self, group: _Group) -> bool:
+        """Whether all of its conversations have; raises what one of them raised."""
+        for future in group.said:
+            if future.done():
+                future.result()
+        return len(group.said) == self._sampling.n and all(future.done() for future in group.said)
+
+
+def _serve(made: Future[asyncio.AbstractEventLoop]) -> None:
+    with event_loop(FAREWELL_S) as loop:
+        made.set_result(loop)
+        while True:
+            try:
+                return loop.run_forever()
+            except (SystemExit, KeyboardInterrupt):
+                continue  # of a task that a function has started: whoever awaits it is given it, the others go on

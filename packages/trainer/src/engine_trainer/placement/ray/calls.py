@@ -1,0 +1,228 @@
+"""Calling actors: every call has a deadline, and what a dead or silent one leaves behind is one clear error."""
+
+from __future__ import annotations
+
+import textwrap
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import ray
+from ray.exceptions import RayActorError, RayError, RayTaskError
+
+from engine_api.errors import EngineError, RankFailure
+from engine_trainer.placement.ray.meter import Meter
+
+SHOWN = 400  # characters of Ray's own words
+GRACE_S = (
+    5.0  # for the others to say what went wrong, once one has failed: the reason may be theirs
+)
+
+
+class WorkerLost(EngineError):
+    """A worker, or its node, ended or fell silent; a restart from the last checkpoint may help."""
+
+
+class WorkerFailed(EngineError):
+    """A worker raised something that the contract does not know; it would do so again."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Reply:
+    """What a worker's method gave.
+
+    Attributes:
+        seconds: that it took, on the worker's clock.
+        phases: of them, by name.
+    """
+
+    value: Any
+    seconds: float
+    phases: Mapping[str, float] = field(default_factory=dict[str, float])
+
+
+@dataclass(frozen=True, kw_only=True)
+class Call:
+    """One running call of one actor."""
+
+    ref: Any
+    worker: str
+    method: str
+
+
+class Pool:
+    """Actors of one kind, in the order of their ranks.
+
+    Args:
+        name: of the kind; workers are called ``name-0``, ``name-1``, …
+        actors: with a method ``call(method, *arguments) -> Reply``.
+        timeout_s: deadline of a call.
+        meter: is told how long each took.
+    """
+
+    def __init__(self, name: str, actors: Sequence[Any], timeout_s: float, meter: Meter) -> None:
+        self.name, self.actors, self.timeout_s, self.meter = name, list(actors), timeout_s, meter
+        for rank in range(len(self.actors)):
+            meter.add(self.worker(rank))
+
+    def __len__(self) -> int:
+        return len(self.actors)
+
+    def worker(self, rank: int) -> str:
+        """Its name in errors and figures."""
+        return f"{self.name}-{rank}"
+
+    def start(self, rank: int, method: str, *arguments: Any) -> Call:
+        """Begin one call; ``finish`` waits for it."""
+        return Call(
+            ref=self.actors[rank].call.remote(method, *arguments),
+            worker=self.worker(rank),
+            method=method,
+        )
+
+    def start_all(self, method: str, *arguments: Any) -> list[Call]:
+        """Begin the same call on all of them."""
+        return [self.start(rank, method, *arguments) for rank in range(len(self))]
+
+    def call_all(self, method: str, *arguments: Any) -> list[Any]:
+        """The same call on all of them; their values by rank."""
+        return [reply.value for reply in self.finish(self.start_all(method, *arguments))]
+
+    def finish(self, calls: Sequence[Call], *, start_timeout_s: float = 0.0) -> list[Reply]:
+        """Wait for calls of any pool, in their order. Raises as ``finish``.
+
+        Args:
+            start_timeout_s: deadline of the calls in which workers start, where it is longer than that of a call.
+        """
+        if start_timeout_s > self.timeout_s:
+            replies = finish(calls, start_timeout_s, setting="ray.start_timeout_s")
+        else:
+            replies = finish(calls, self.timeout_s)
+        for call, reply in zip(calls, replies, strict=True):
+            self.meter.note(call.worker, call.method, reply.seconds)
+        return replies
+
+
+def finish(
+    calls: Sequence[Call], timeout_s: float, *, setting: str = "ray.timeout_s"
+) -> list[Reply]:
+    """Return every call's reply, in order.
+
+    Args:
+        setting: the key of the configuration that ``timeout_s`` comes from.
+
+    Raises:
+        WorkerLost: a worker died, its node was lost, or it did not answer within ``timeout_s``.
+        WorkerFailed: it raised what is no ``EngineError``.
+        EngineError: what it raised; of several the one that says most.
+    """
+    left = {call.ref: call for call in calls}
+    replies: dict[Any, Reply] = {}
+    failures: list[tuple[Call, RayError]] = []
+    end = time.monotonic() + timeout_s
+    while left:
+        ready, _ = ray.wait(list(left), timeout=max(0.0, end - time.monotonic()))
+        if not ready:
+            break
+        for ref in ready:
+            call = left.pop(ref)
+            try:
+                replies[ref] = ray.get(ref)
+            except RayError as error:
+                end = min(end, time.monotonic() + GRACE_S) if not failures else end
+                failures.append((call, error))
+    if failures:
+        raise _telling(failures, list(left.values()))
+    if left:
+        raise silent(list(left.values()), timeout_s, setting=setting)
+    return [replies[call.ref] for call in calls]
+
+
+def ready(calls: Sequence[Call], seconds: float) -> list[Call]:
+    """Those that are done; waits ``seconds`` for the first of them, and may find none."""
+    done, _ = ray.wait([call.ref for call in calls], timeout=seconds)
+    return [call for call in calls if call.ref in done]
+
+
+def attempt(work: Callable[[], object]) -> None:
+    """Do something with what may be gone already: an actor, a cluster."""
+    try:
+        work()
+    except (
+        RayError,
+        EngineError,
+        ValueError,
+    ):  # ValueError: Ray's word for an actor that it no longer knows
+        return
+
+
+def _telling(failures: Sequence[tuple[Call, RayError]], left: Sequence[Call] = ()) -> EngineError:
+    """Return the failure that explains the others: a death, then an error of its own, then one that a neighbour caused.
+
+    Where all that answered blame a neighbour, the workers ``left``, which do not answer, are lost.
+    """
+    errors = [_translate(call, error) for call, error in failures]
+
+    def rank(error: EngineError) -> int:
+        order = [
+            isinstance(error, WorkerLost),
+            not isinstance(error, WorkerFailed | RankFailure),
+            isinstance(error, WorkerFailed),
+        ]
+        return order.index(True) if any(order) else len(order)
+
+    found = min(errors, key=rank)
+    if not isinstance(found, RankFailure) or not left:
+        return found
+    return WorkerLost(
+        "no answer, and the other ranks have given it up",
+        where=_names(left),
+        why=str(found),
+        remedy="see whether that process was stopped, and the worker's log in Ray's session folder",
+    )
+
+
+def _translate(call: Call, error: RayError) -> EngineError:
+    if isinstance(error, RayTaskError):
+        cause = error.cause
+        if isinstance(cause, EngineError):
+            return cause
+        failed = WorkerFailed(
+            f"{type(cause).__name__}: {cause}",
+            where=f"{call.worker}, {call.method}",
+            why=str(error),
+            remedy="mend what raised it; the last checkpoint stands",
+        )
+        failed.__cause__ = cause if isinstance(cause, BaseException) else None
+        return failed
+    if isinstance(error, RayActorError) and error.actor_init_failed:  # as it would again
+        return WorkerFailed(
+            "the worker could not be made",
+            where=call.worker,
+            why=str(error),
+            remedy="mend what raised it; every node needs the same packages",
+        )
+    died = isinstance(error, RayActorError)
+    return WorkerLost(
+        "the worker died" if died else "the worker cannot be reached",
+        where=f"{call.worker}, {call.method}",
+        why=textwrap.shorten(str(error), SHOWN),
+        remedy="see the worker's log in Ray's session folder (out of memory? a lost node?)",
+    )
+
+
+def _names(calls: Sequence[Call]) -> str:
+    return ", ".join(sorted(f"{c.worker} ({c.method})" for c in calls))
+
+
+def silent(
+    calls: Sequence[Call], timeout_s: float, *, setting: str = "ray.timeout_s"
+) -> WorkerLost:
+    """The error of calls that did not answer in time."""
+    return WorkerLost(
+        f"no answer within {timeout_s:g} s",
+        where=_names(calls),
+        why="it hangs, or has more to do than that",
+        remedy=f"raise {setting} if the work takes longer",
+    )

@@ -1,0 +1,202 @@
+"""Weights from the engine's first process to rollouts in processes of their own: the rollout's own wire, or whole tensors.
+
+Whole tensors are broadcast in buckets. A bucket is a header (names, dtypes, shapes) and one buffer of bytes, so that every dtype
+travels over every backend: the device's (NCCL, HCCL) or gloo. The group is made on a store of its own, apart from the default
+group of the engine's ranks.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Collection, Iterator
+from contextlib import contextmanager
+from datetime import timedelta
+from typing import Any
+
+import torch
+
+from engine_api.capabilities import Capability
+from engine_api.devices import device_of
+from engine_api.errors import PluginUnavailable, RolloutError
+from engine_api.registry import RolloutRegistry
+from engine_api.rollout import WeightExporter, WeightWire, WholeExporter
+from engine_api.stores import reach_store, serve_store
+from engine_api.weights import WeightExport
+from engine_trainer.placement.replica import RolloutSpec, create_exporter
+
+BUCKET_BYTES = 256 << 20  # on each side; one larger tensor makes a larger bucket
+ALIGNMENT = 16  # bytes; where a tensor begins in a buffer: any dtype's view
+END, FAILED = 0, -1  # in the place of a header's length
+
+Entry = tuple[str, str, list[int], int]  # name, dtype, shape, first byte
+
+
+def why_whole(spec: RolloutSpec, capabilities: Collection[Capability]) -> str:
+    """Why the engine's whole tensors are sent; empty where the rollout's own wire carries what its exporter makes."""
+    if spec.device != spec.engine_device:
+        return f"the rollout is on {spec.device}, the engine on {spec.engine_device}"
+    try:
+        plugin = RolloutRegistry.resolve(backend=spec.section.name, device=spec.device).plugin
+    except PluginUnavailable as error:  # here: where the replicas are it may be there
+        return (
+            f"the engine's process cannot make the exporter: {'; '.join(error.trace) or error.what}"
+        )
+    if plugin.wire is None:
+        return f"rollout {spec.section.name!r} has no wire of its own"
+    return (
+        ""
+        if Capability.EXPORT_SHARDS in capabilities
+        else f"engine {spec.engine.backend!r} exports no shards"
+    )
+
+
+def make_wire(spec: RolloutSpec, timeout_s: float, *, whole: bool) -> WeightWire:
+    """An end of either kind. Raises ``PluginError``."""
+    if not whole:
+        wire = RolloutRegistry.create_wire(
+            name=spec.section.name, device=spec.device, timeout_s=timeout_s
+        )
+        assert wire is not None, "why_whole said so"
+        return wire
+    return WholeWire(spec.device if spec.device == spec.engine_device else "cpu", timeout_s)
+
+
+def exporter_for(spec: RolloutSpec, *, whole: bool) -> WeightExporter:
+    """What makes the exports that the wire carries. Raises ``PluginError``, ``ConfigError``."""
+    if not whole:
+        return create_exporter(spec)
+    # A rollout that quantizes by itself wants the weights as they are stored.
+    return WholeExporter(
+        getattr(torch, spec.dtype) if spec.section.quantization == "none" else None
+    )
+
+
+class WholeWire:
+    """See ``engine_api.rollout.WeightWire``: whole tensors, for any rollout. The first sync connects all of its processes.
+
+    A replica that fails does not tell the sender: all of them take the export to its end, and the controller hears of it.
+    """
+
+    def __init__(self, device: str, timeout_s: float) -> None:
+        self._device, self._timeout_s = device, timeout_s
+        self._channel: Channel | None = None
+        self._store: Any = None  # on the sender's side
+
+    def serve(self, host: str, receivers: int) -> WholeWire:
+        """See ``WeightWire.serve``."""
+        self._store = serve_store(host, receivers + 1, self._timeout_s)
+        self.address = f"{host}:{self._store.port}:{receivers + 1}"
+        return self
+
+    def send(self, export: WeightExport) -> int:
+        """See ``WeightSender.send``."""
+        return self._connected(self.address, 0, self._store).send(export)
+
+    @contextmanager
+    def receive(self, address: str, rank: int) -> Iterator[WeightExport]:
+        """See ``WeightWire.receive``; a tensor is valid until the next one is asked for."""
+        export = self._connected(address, rank + 1, None).receive()
+        try:
+            yield export
+        finally:
+            for _ in export:  # the others receive along
+                pass
+
+    def close(self) -> None:
+        """See ``WeightWire.close``."""
+        if self._channel is not None:
+            self._channel.close()
+
+    def _connected(self, address: str, rank: int, store: Any) -> Channel:
+        if self._channel is None:
+            host, port, size = address.rsplit(":", 2)
+            store = store or reach_store(host, int(port), int(size), self._timeout_s)
+            self._channel = Channel(store, rank, int(size), self._device, self._timeout_s)
+        return self._channel
+
+
+class Channel:
+    """The sender is rank 0. All construct it together."""
+
+    def __init__(self, store: Any, rank: int, size: int, device: str, timeout_s: float) -> None:
+        kind = device_of(device)
+        self._device = kind.current()
+        self._store = store  # lives as long as the group
+        self._group = kind.process_group(store, rank, size, timedelta(seconds=timeout_s))
+
+    def send(self, export: WeightExport) -> int:
+        """Broadcast a whole export, which is read to its end; the bytes that were sent.
+
+        Raises what the export raises, after the receivers have been told.
+        """
+        sent = 0
+        buckets = _buckets(export, self._device)
+        while True:
+            try:
+                bucket = next(buckets, None)
+            except Exception:  # whatever it is, the receivers must not wait for more; raised again
+                self._broadcast(torch.tensor([FAILED, 0]))
+                raise
+            if bucket is None:
+                self._broadcast(torch.tensor([END, 0]))
+                return sent
+            header, buffer = bucket
+            self._broadcast(torch.tensor([len(header), len(buffer)]))
+            self._broadcast(torch.frombuffer(bytearray(header), dtype=torch.uint8))
+            self._broadcast(buffer)
+            sent += len(buffer)
+
+    def receive(self) -> WeightExport:
+        """(name, tensor) as they come; a tensor is valid until the next one is asked for. Exhaust it.
+
+        Raises ``RolloutError`` when the sender failed.
+        """
+        while True:
+            size, length = self._broadcast(torch.zeros(2, dtype=torch.int64)).tolist()
+            if size == END:
+                return
+            if size == FAILED:
+                raise RolloutError(
+                    "the engine's export failed",
+                    where="weight sync",
+                    remedy="see the engine's error",
+                )
+            header = self._broadcast(torch.empty(size, dtype=torch.uint8))
+            buffer = self._broadcast(torch.empty(length, dtype=torch.uint8))
+            yield from _unpack(bytes(header.cpu().numpy()), buffer)
+
+    def close(self) -> None:
+        """End broadcasts that hang, give the group back."""
+        self._group.abort()
+
+    def _broadcast(self, buffer: torch.Tensor) -> torch.Tensor:
+        moved = buffer.to(self._device)
+        self._group.broadcast(moved, 0).wait()
+        return moved
+
+
+def _buckets(export: WeightExport, device: torch.device) -> Iterator[tuple[bytes, torch.Tensor]]:
+    entries: list[Entry] = []
+    parts: list[torch.Tensor] = []
+    size = 0
+    for name, tensor in export:
+        # A copy: the tensor is the export's own again when the next one is asked for.
+        flat = tensor.detach().to(device, copy=True).contiguous().reshape(-1).view(torch.uint8)
+        if parts and size + len(flat) > BUCKET_BYTES:
+            yield json.dumps(entries).encode(), torch.cat(parts)
+            entries, parts, size = [], [], 0
+        entries.append((name, str(tensor.dtype).removeprefix("torch."), list(tensor.shape), size))
+        padding = -len(flat) % ALIGNMENT
+        parts += [flat, flat.new_zeros(padding)]
+        size += len(flat) + padding
+    if parts:
+        yield json.dumps(entries).encode(), torch.cat(parts)
+
+
+def _unpack(header: bytes, buffer: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:
+    for name, dtype, shape, start in json.loads(header):
+        kind: torch.dtype = getattr(torch, dtype)
+        count = kind.itemsize
+        for length in shape:
+            count *= length
+        yield name, buffer[start : start + count].view(kind).view(shape)

@@ -1,0 +1,249 @@
+"""A Ray cluster: joining or starting it, what it must have, and placing workers on it."""
+
+from __future__ import annotations
+
+import contextlib
+import ipaddress
+import logging
+import os
+import secrets
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import ray
+from ray._private import ray_constants
+from ray.exceptions import GetTimeoutError
+from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
+from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+from engine_api.errors import ConfigError
+from engine_trainer.config.sections import EngineSection, RaySection, RolloutSection
+from engine_trainer.placement.loopback import confined
+from engine_trainer.placement.ray.calls import attempt
+
+POLL_S = 1.0  # between two looks at a cluster that may grow
+log = logging.getLogger("engine_trainer")
+Resources = dict[str, float]
+ACCELERATORS = {"cuda": "GPU", "npu": "NPU"}  # device type -> Ray's name of the resource
+
+
+@contextlib.contextmanager
+def connected(section: RaySection, rollout: RolloutSection | None = None) -> Iterator[None]:
+    """Join ``ray.address``, or start a cluster on this machine that ends with the context (and with this process).
+
+    A cluster that is started is confined to this machine; its workers' gloo and NCCL are, unless ``rollout`` is elsewhere.
+    A process that is connected already stays so. Raises ``ConfigError`` when there is no cluster at the address, or none can start.
+    """
+    if ray.is_initialized():
+        yield
+        return
+    # Ray says every minute that variables for accelerators that are not used will change.
+    os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
+    if not section.address:
+        os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+    local: dict[str, Any] = {} if section.address else {"include_dashboard": False}
+    with contextlib.nullcontext() if section.address else _on_loopback(rollout):
+        try:
+            try:
+                if not section.address:
+                    _keep_token_private()
+                ray.init(
+                    address=section.address or "local",
+                    logging_level=logging.ERROR,
+                    log_to_driver=section.log_workers,
+                    **local,
+                )
+            # Ray raises a bare one where a node does not start, and whatever its files and ports do.
+            except Exception as error:
+                raise _not_connected(section, error) from error
+            if not section.address:
+                _require_loopback()
+            yield
+        finally:
+            # Of a start that failed or was interrupted too: its processes would stay.
+            ray.shutdown()
+
+
+@contextlib.contextmanager
+def _on_loopback(rollout: RolloutSection | None) -> Iterator[None]:
+    """Confine the cluster that is started in the body, and gloo and NCCL in its workers, to this machine.
+
+    Ray takes the loopback address for a node on Windows and macOS alone, where clusters of several nodes are not
+    supported. A variable says so elsewhere: Ray has read it when it was imported, and its daemons read it anew.
+    """
+    names = {ray_constants.ENABLE_RAY_CLUSTERS_ENV_VAR: "0"}
+    names |= {name: value for name, value in confined(rollout).items() if name not in os.environ}
+    before = {name: os.environ.get(name) for name in names}
+    enabled = ray_constants.ENABLE_RAY_CLUSTER
+    os.environ |= names
+    ray_constants.ENABLE_RAY_CLUSTER = False
+    try:
+        yield
+    finally:
+        ray_constants.ENABLE_RAY_CLUSTER = enabled
+        for name, value in before.items():
+            os.environ.pop(name)
+            if value is not None:
+                os.environ[name] = value
+
+
+def _keep_token_private() -> None:
+    """Make the file of Ray's token for this user alone, before Ray makes it for everyone to read."""
+    if os.environ.get("RAY_AUTH_MODE") == "disabled" or {
+        "RAY_AUTH_TOKEN",
+        "RAY_AUTH_TOKEN_PATH",
+    } & set(os.environ):
+        return
+    path = Path.home() / ".ray" / "auth_token"  # as Ray says
+    path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+    try:
+        with open(path, "x", opener=lambda name, flags: os.open(name, flags, 0o600)) as file:
+            file.write(secrets.token_hex(32))
+    except FileExistsError:
+        if path.stat().st_mode & 0o044:
+            log.warning(
+                "others may read %s, with which they can run code as you: chmod 600 it", path
+            )
+
+
+def _require_loopback() -> None:
+    found = ray.util.get_node_ip_address()
+    if not ipaddress.ip_address(found).is_loopback:
+        raise ConfigError(
+            "ray.address",
+            f"expected a cluster on loopback, got one on {found}",
+            why="this version of Ray takes another way to its address",
+            remedy="start a cluster of your own (ray start --head) where no one else reaches it, and give its address",
+        )
+
+
+def per_worker(section: RaySection, engine: EngineSection) -> Resources:
+    """What one worker is given. ``engine.device: auto`` takes GPUs where the cluster has some."""
+    device = engine.device
+    if device == "auto":
+        device = next(
+            (d for d, name in ACCELERATORS.items() if ray.cluster_resources().get(name, 0) > 0),
+            "cpu",
+        )
+    given: Resources = {"CPU": section.cpus_per_worker}
+    if device in ACCELERATORS:
+        given[ACCELERATORS[device]] = (
+            1.0 if section.gpus_per_worker is None else section.gpus_per_worker
+        )
+    return {name: amount for name, amount in given.items() if amount}
+
+
+def require(each: Resources, workers: int, patience_s: float = 0.0) -> None:
+    """Raise ``ConfigError`` that says what the cluster lacks for so many workers, and still lacks after ``patience_s``."""
+    end = time.monotonic() + patience_s
+    while True:
+        try:
+            return _require(each, workers)
+        except ConfigError:
+            if time.monotonic() >= end:
+                raise
+        time.sleep(POLL_S)
+
+
+def _require(each: Resources, workers: int) -> None:
+    has = ray.cluster_resources()
+    missing = {
+        n: workers * a - has.get(n, 0.0) for n, a in each.items() if workers * a > has.get(n, 0.0)
+    }
+    if missing:
+        raise ConfigError(
+            "ray",
+            "the cluster is too small: "
+            + ", ".join(f"{m:g} {n} missing" for n, m in missing.items()),
+            why=f"{workers} workers of {_said(each)} each; the cluster has {_said({n: has.get(n, 0.0) for n in each})}",
+            remedy="add nodes, or lower ray.engines, ray.rollouts, ray.cpus_per_worker or ray.gpus_per_worker",
+        )
+    nodes = [n["Resources"] for n in ray.nodes() if n["Alive"]]
+    room = (
+        sum(int(min(node.get(n, 0.0) / a for n, a in each.items()) + 1e-9) for node in nodes)
+        if each
+        else workers
+    )
+    if room < workers:
+        raise ConfigError(
+            "ray",
+            f"the cluster's nodes have room for {room} workers, {workers} are wanted",
+            why=f"a worker is on one node whole and takes {_said(each)}",
+            remedy="ask for less a worker",
+        )
+
+
+class Placement:
+    """Bundles of resources, one a worker, as near to each other as possible. Raises ``ConfigError`` when others hold them."""
+
+    def __init__(self, each: Resources, workers: int, timeout_s: float) -> None:
+        self.each = each
+        self._group: PlacementGroup = placement_group(
+            [dict(each) for _ in range(workers)], strategy="PACK"
+        )
+        try:
+            ray.get(self._group.ready(), timeout=timeout_s)
+        except GetTimeoutError as error:
+            self.release()
+            raise ConfigError(
+                "ray",
+                f"{workers} workers of {_said(each)} could not be placed within {timeout_s:g} s",
+                why=f"free now: {_said({n: ray.available_resources().get(n, 0.0) for n in each})}",
+                remedy="wait for the cluster's other jobs, or raise ray.start_timeout_s",
+            ) from error
+
+    def start(self, cls: type, bundle: int, *arguments: Any) -> Any:
+        """An actor in a bundle."""
+        strategy = PlacementGroupSchedulingStrategy(
+            placement_group=self._group, placement_group_bundle_index=bundle
+        )
+        named = {n: a for n, a in self.each.items() if n not in ("CPU", "GPU")}
+        return (
+            ray.remote(cls)
+            .options(
+                num_cpus=self.each.get("CPU", 0),
+                num_gpus=self.each.get("GPU", 0),
+                resources=named,
+                scheduling_strategy=strategy,
+                max_restarts=0,
+                max_task_retries=0,
+            )
+            .remote(*arguments)
+        )
+
+    def release(self) -> None:
+        """Give the bundles back, whatever still runs in them ends; idempotent."""
+        attempt(lambda: remove_placement_group(self._group))
+
+
+def kill(actors: Sequence[Any]) -> None:
+    """End actors at once, those that hang too."""
+    for actor in actors:
+        attempt(lambda actor=actor: ray.kill(actor, no_restart=True))
+
+
+def _not_connected(section: RaySection, error: Exception) -> ConfigError:
+    why = f"{type(error).__name__}: {_first_line(error)}"
+    if section.address:
+        return ConfigError(
+            "ray.address",
+            f"no cluster at {section.address}",
+            why=why,
+            remedy="start one (ray start --head), or leave ray.address out for one on this machine",
+        )
+    return ConfigError(
+        "ray.address",
+        "no cluster could be started here",
+        why=why,
+        remedy="see /tmp/ray/session_latest/logs; RAY_TMPDIR names another place with room; or join one: ray.address",
+    )
+
+
+def _said(resources: Resources) -> str:
+    return " and ".join(f"{amount:g} {name}" for name, amount in resources.items()) or "nothing"
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error).splitlines() or [type(error).__name__])[0]

@@ -1,0 +1,132 @@
+"""The engine's ranks as actors. See ``EngineGroup``: a controller holds all shares, and each worker gets its own."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, TypeVar
+
+import ray
+
+from engine_api.batch import Batch
+from engine_api.losses import LossFn
+from engine_api.results import CheckpointInfo, TokenOutputs, Topology
+from engine_trainer.placement.groups import Trained
+from engine_trainer.placement.ray.calls import Pool
+
+T = TypeVar("T")
+
+
+class RayEngines:
+    """One engine of a pool of ``EngineWorker``.
+
+    Args:
+        number: which of the workers' engines.
+        topologies: of every rank, as the engine reports it: who gets which share, and whose answer is collected.
+    """
+
+    def __init__(self, pool: Pool, number: int, topologies: Sequence[Topology]) -> None:
+        self.pool, self._number = pool, number
+        self.dp_size = topologies[0].dp_size
+        self.held: Sequence[int] = range(self.dp_size)
+        self._dp_ranks = [t.dp_rank for t in topologies]
+        primary = {t.dp_rank: rank for rank, t in enumerate(topologies) if t.is_primary}
+        self.primary = [primary[dp_rank] for dp_rank in self.held]  # by data-parallel rank
+        self._version = 0
+
+    @property
+    def weight_version(self) -> int:
+        """See ``EngineGroup``."""
+        return self._version
+
+    def infer(
+        self, shares: Sequence[Batch], *, temperature: float = 1.0, adapter: bool = True
+    ) -> list[TokenOutputs]:
+        """See ``EngineGroup``."""
+        # What an engine reads of them; the fields are the controller's.
+        bare = [Batch(input_ids=s.input_ids, cu_seqlens=s.cu_seqlens) for s in shares]
+        found = self._scatter("infer", bare, temperature, adapter)
+        return [found[rank] for rank in self.primary]
+
+    def train(
+        self,
+        shares: Sequence[Batch],
+        loss: LossFn,
+        *,
+        denominator: float | None = None,
+        temperature: float = 1.0,
+    ) -> Trained:
+        """See ``EngineGroup``."""
+        result: Trained = self._scatter("train", shares, loss, denominator, temperature)[
+            0
+        ]  # the same on all ranks
+        self._version = result.output.weight_version
+        return result
+
+    def gather(self, rows: Sequence[T]) -> list[T]:
+        """See ``EngineGroup``: the controller has them all."""
+        return list(rows)
+
+    def offload(self) -> None:
+        """See ``EngineGroup``."""
+        self.call_all("move", True)
+
+    def reload(self) -> None:
+        """See ``EngineGroup``."""
+        self.call_all("move", False)
+
+    def save_checkpoint(self, directory: Path, *, extra: Mapping[str, Any]) -> RaySave:
+        """See ``EngineGroup``."""
+        found = self.call_all("save", directory, dict(extra))
+        return RaySave(self, found[0] if all(f is not None for f in found) else None)
+
+    def load_checkpoint(self, directory: Path) -> CheckpointInfo:
+        """See ``EngineGroup``."""
+        info: CheckpointInfo = self.call_all("load", directory)[0]
+        self._version = info.step
+        return info
+
+    def save_hf(self, directory: Path) -> None:
+        """See ``EngineGroup``."""
+        self.call_all("save_hf", directory)
+
+    def close(self) -> None:
+        """See ``EngineGroup``."""
+        self.call_all("close_engine")
+
+    def call_all(self, method: str, *arguments: Any) -> list[Any]:
+        """A worker's method of this engine on every rank."""
+        return self.pool.call_all(method, self._number, *arguments)
+
+    def _scatter(self, method: str, shares: Sequence[Batch], *arguments: Any) -> list[Any]:
+        """Each data-parallel rank's share, put into the object store once, to its ranks alone."""
+        references = [ray.put(share) for share in shares]
+        calls = [
+            self.pool.start(rank, method, self._number, references[dp_rank], *arguments)
+            for rank, dp_rank in enumerate(self._dp_ranks)
+        ]
+        return [reply.value for reply in self.pool.finish(calls)]
+
+
+class RaySave:
+    """A save that may still be running. See ``CheckpointHandle``."""
+
+    def __init__(self, engines: RayEngines, info: CheckpointInfo | None) -> None:
+        self._engines, self._info = engines, info
+
+    def done(self) -> bool:
+        """See ``CheckpointHandle``."""
+        return self._ask(wait=False) is not None
+
+    def result(self) -> CheckpointInfo:
+        """See ``CheckpointHandle``."""
+        info = self._ask(wait=True)
+        assert info is not None
+        return info
+
+    def _ask(self, *, wait: bool) -> CheckpointInfo | None:
+        if self._info is None:
+            # Every rank writes its part: the save stands when all have it.
+            found = self._engines.call_all("saved", wait)
+            self._info = found[0] if all(f is not None for f in found) else None
+        return self._info

@@ -1,0 +1,173 @@
+"""Engines and rollouts on a Ray cluster. See ``engine_trainer.placement.groups.Launcher``."""
+
+from __future__ import annotations
+
+import logging
+import sys
+from pathlib import Path
+
+from engine_api.capabilities import Capability
+from engine_api.comm import Comm, SingleComm
+from engine_api.config import EngineConfig
+from engine_api.errors import ConfigError
+from engine_trainer.config import RLConfig
+from engine_trainer.config.sections import EngineSection
+from engine_trainer.placement import memory
+from engine_trainer.placement.ray import cluster
+from engine_trainer.placement.ray.calls import Pool, attempt, finish
+from engine_trainer.placement.ray.engines import RayEngines
+from engine_trainer.placement.ray.meter import Meter
+from engine_trainer.placement.ray.rollouts import Colocated, Separate
+from engine_trainer.placement.ray.workers import EngineWorker, RolloutWorker
+from engine_trainer.placement.replica import RolloutSpec, rollout_device
+from engine_trainer.telemetry.logs import Timers
+
+log = logging.getLogger("engine_trainer")
+
+FAREWELL_S = 10.0  # for workers to close what they hold, before they are ended
+
+
+class OnRay:
+    """A controller's launcher: pools of actors in placement groups. The cluster must be connected.
+
+    Args:
+        patience_s: how long the cluster may be too small at first: a lost node may be replaced.
+
+    Raises ``ConfigError`` when it is.
+    """
+
+    def __init__(self, config: RLConfig, patience_s: float = 0.0) -> None:
+        self.config, self.section = config, config.ray
+        self.comm: Comm = SingleComm()  # one controller
+        self.meter = Meter()
+        self._each = cluster.per_worker(self.section, config.engine)
+        cluster.require(self._each, self.section.engines + (self.section.rollouts or 0), patience_s)
+        self._placements: list[cluster.Placement] = []
+        self._pools: list[Pool] = []
+        self._policy: RayEngines | None = None
+        self._rollout_pool: Pool | None = None  # None: beside the engines
+        self._num_engines = 0
+
+    def resolve(
+        self, section: EngineSection, beside: EngineSection | None = None
+    ) -> tuple[str, frozenset[Capability]]:
+        """See ``Launcher``; the first worker looks around."""
+        pool = self._engine_pool()
+        found: tuple[str, frozenset[Capability]] = pool.finish(
+            [pool.start(0, "resolve", section, beside)]
+        )[0].value
+        return found
+
+    def engines(self, section: EngineSection, config: EngineConfig, device: str) -> RayEngines:
+        """See ``Launcher``; all engines are in the same workers. Raises ``ConfigError`` when policy and rollout cannot fit."""
+        pool = self._engine_pool()
+        if self._policy is None:
+            self._check_memory(pool, config, device)
+            self._join(pool, device)
+        made = RayEngines(
+            pool, self._num_engines, pool.call_all("make_engine", section, config, device)
+        )
+        self._num_engines += 1
+        self._policy = self._policy or made
+        return made
+
+    def rollouts(self, spec: RolloutSpec, timers: Timers) -> Colocated | Separate:
+        """See ``Launcher``."""
+        assert self._policy is not None, "the policy comes first"
+        if self._rollout_pool is None:
+            self._policy.pool.call_all("make_rollout", spec)
+            return Colocated(self._policy, timers)
+        for key, given in {
+            "lora: adapter": spec.section.lora == "adapter",
+            "offload_engine": spec.section.offload_engine,
+        }.items():
+            if given:
+                raise ConfigError(
+                    f"rollout.{key}",
+                    "needs the rollout in the engine's processes",
+                    why=f"ray.rollouts is {self.section.rollouts}",
+                    remedy="leave one of the two out",
+                )
+        self._connect(spec, self._policy.pool, self._rollout_pool)
+        return Separate(self._rollout_pool, self._policy, timers)
+
+    def figures(self) -> dict[str, float]:
+        """See ``Launcher``."""
+        return self.meter.take()
+
+    def profile(self, folder: Path | None) -> None:
+        """See ``Launcher``."""
+        for pool in self._pools:
+            pool.call_all("profile", folder)
+
+    def close(self) -> None:
+        """See ``Launcher``. Workers close what they hold where they still can, and are ended in any case."""
+        attempt(
+            lambda: finish(
+                [call for pool in self._pools for call in pool.start_all("close")], FAREWELL_S
+            )
+        )
+        for pool in self._pools:
+            cluster.kill(pool.actors)
+        for placement in self._placements:
+            placement.release()
+        self._pools, self._placements = [], []
+
+    # --- inside -----------------------------------------------------------------------------------
+
+    def _engine_pool(self) -> Pool:
+        return (
+            self._pools[0]
+            if self._pools
+            else self._pool("engine", EngineWorker, self.section.engines)
+        )
+
+    def _check_memory(self, engines: Pool, config: EngineConfig, device: str) -> None:
+        served = rollout_device(self.config.rollout, device)
+        if self.section.rollouts is not None:
+            self._rollout_pool = self._pool("rollout", RolloutWorker, self.section.rollouts)
+        rooms = engines.call_all("room", device)
+        rollouts = (
+            rooms if self._rollout_pool is None else self._rollout_pool.call_all("room", served)
+        )
+        memory.check(rooms, rollouts, self.config, config, device)
+
+    def _pool(self, name: str, cls: type, workers: int) -> Pool:
+        placement = cluster.Placement(self._each, workers, self.section.start_timeout_s)
+        self._placements.append(placement)
+        actors = [placement.start(cls, bundle, f"{name}-{bundle}") for bundle in range(workers)]
+        pool = Pool(name, actors, self.section.timeout_s, self.meter)
+        before = sum(
+            len(other) for other in self._pools
+        )  # engines come first: their numbers are their ranks
+        self._pools.append(pool)
+        where = (str(Path.cwd()), sys.path, list(self.section.imports))
+        seed = self.config.run.seed
+        starting = [
+            pool.start(number, "setup", *where, (seed, before + number))
+            for number in range(workers)
+        ]
+        pool.finish(starting, start_timeout_s=self.section.start_timeout_s)
+        return pool
+
+    def _join(self, pool: Pool, device: str) -> None:
+        size, timeout_s = len(pool), self.section.timeout_s
+        address = pool.finish([pool.start(0, "serve_store", size, timeout_s)])[0].value
+        pool.finish(
+            [
+                pool.start(rank, "join", address, rank, size, device, timeout_s)
+                for rank in range(size)
+            ]
+        )
+
+    def _connect(self, spec: RolloutSpec, engines: Pool, rollouts: Pool) -> None:
+        why = engines.finish([engines.start(0, "why_whole", spec)])[0].value
+        log.info(
+            "weights go to %d replicas %s",
+            len(rollouts),
+            f"as whole tensors: {why}" if why else "over the rollout's own wire",
+        )
+        # The controller's deadline comes first: whoever hangs is then lost, which a restart mends, and no failed sync.
+        timeout_s = 2 * self.section.timeout_s
+        rollouts.call_all("make_rollout", spec, timeout_s, bool(why))
+        engines.call_all("make_wire", spec, len(rollouts), timeout_s, bool(why))

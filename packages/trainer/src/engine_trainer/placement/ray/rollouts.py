@@ -1,0 +1,104 @@
+"""The rollout's replicas as actors. See ``RolloutGroup``."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+from engine_api.rollout import SamplingParams, SyncResult
+from engine_trainer.data import Prompt
+from engine_trainer.placement.ray.calls import Pool, Reply
+from engine_trainer.placement.ray.engines import RayEngines
+from engine_trainer.placement.replica import Answer
+from engine_trainer.telemetry.logs import Timers
+
+
+class Colocated:
+    """A replica in the process of each engine rank: they take turns, weights stay in the process.
+
+    Args:
+        policy: the engine that is served.
+        timers: get ``generate`` and ``reward``, the slowest replica's.
+    """
+
+    def __init__(self, policy: RayEngines, timers: Timers) -> None:
+        self._pool, self._timers = policy.pool, timers
+        self.size = len(policy.pool)
+        self.held: Sequence[int] = range(self.size)
+
+    def sync(self) -> list[SyncResult]:
+        """See ``RolloutGroup``."""
+        results: list[SyncResult] = self._pool.call_all("sync")[0]
+        return results
+
+    def wake_up(self, *, weights: bool) -> None:
+        """See ``RolloutGroup``."""
+        self._pool.call_all("wake_up", weights)
+
+    def sleep(self) -> None:
+        """See ``RolloutGroup``."""
+        self._pool.call_all("sleep")
+
+    def answer(
+        self, shares: Sequence[Sequence[Prompt]], sampling: SamplingParams
+    ) -> list[list[list[Answer]]]:
+        """See ``RolloutGroup``."""
+        calls = [
+            self._pool.start(rank, "answer", list(share), sampling)
+            for rank, share in enumerate(shares)
+        ]
+        return _answers(self._pool.finish(calls), self._timers)
+
+    def close(self) -> None:
+        """See ``RolloutGroup``."""
+        self._pool.call_all("close_rollout")
+
+
+class Separate:
+    """Replicas in processes of their own, which are sent the weights. They need not sleep: nobody waits for their memory."""
+
+    def __init__(self, pool: Pool, policy: RayEngines, timers: Timers) -> None:
+        self.pool, self._policy, self._timers = pool, policy, timers
+        self.size = len(pool)
+        self.held: Sequence[int] = range(self.size)
+
+    def sync(self) -> list[SyncResult]:
+        """See ``RolloutGroup``."""
+        engines, version = self._policy.pool, self._policy.weight_version
+        address = engines.finish([engines.start(0, "wire_address", version)])[0].value
+        received = [self.pool.start(rank, "receive", address, rank, version) for rank in self.held]
+        values = [
+            reply.value for reply in self.pool.finish([*received, *engines.start_all("send")])
+        ]
+        wire_bytes: int = values[self.size]  # the first rank of the engine sent them
+        return [replace(result, wire_bytes=wire_bytes) for result in values[: self.size]]
+
+    def wake_up(self, *, weights: bool) -> None:
+        """See the class."""
+
+    def sleep(self) -> None:
+        """See the class."""
+
+    def continuing(self, sampling: SamplingParams, slice_tokens: int) -> None:
+        """Prepare for ``advance``, see ``Continuing``."""
+        self.pool.call_all("continuing", sampling, slice_tokens)
+
+    def answer(
+        self, shares: Sequence[Sequence[Prompt]], sampling: SamplingParams
+    ) -> list[list[list[Answer]]]:
+        """See ``RolloutGroup``."""
+        calls = [
+            self.pool.start(rank, "answer", list(share), sampling)
+            for rank, share in enumerate(shares)
+        ]
+        return _answers(self.pool.finish(calls), self._timers)
+
+    def close(self) -> None:
+        """See ``RolloutGroup``."""
+        self.pool.call_all("close_rollout")
+
+
+def _answers(replies: Sequence[Reply], timers: Timers) -> list[list[list[Answer]]]:
+    for phase in ("generate", "reward"):
+        timers.add(phase, max(reply.phases.get(phase, 0.0) for reply in replies))
+    return [reply.value for reply in replies]

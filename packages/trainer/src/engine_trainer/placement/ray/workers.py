@@ -1,0 +1,279 @@
+"""The actors: a process that holds this rank of every engine, and one that holds a replica of the rollout."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+
+from engine_api.batch import Batch
+from engine_api.capabilities import Capability
+from engine_api.config import EngineConfig
+from engine_api.devices import device_of
+from engine_api.errors import RolloutError
+from engine_api.losses import LossFn
+from engine_api.results import CheckpointHandle, CheckpointInfo, TokenOutputs, Topology
+from engine_api.rollout import SamplingParams, SyncResult, WeightExporter, WeightSender
+from engine_api.stores import reach_store, serve_store
+from engine_trainer.config.sections import EngineSection
+from engine_trainer.data import Prompt
+from engine_trainer.placement.groups import Trained
+from engine_trainer.placement.ray import channel
+from engine_trainer.placement.ray.actor import Worker, address
+from engine_trainer.placement.ray.agent_rollouts import Conversing
+from engine_trainer.placement.ray.partial_rollouts import Continuing
+from engine_trainer.placement.replica import Answer, Replica, RolloutSpec
+from engine_trainer.placement.spmd import Spmd, SpmdEngines, SpmdRollouts
+
+
+class EngineWorker(Worker):
+    """One rank of every engine. See ``spmd``: all ranks are called together, unless a method says otherwise."""
+
+    def __init__(self, name: str) -> None:
+        super().__init__(name)
+        self.spmd = Spmd()
+        self._engines: list[SpmdEngines] = []
+        self._rollouts: SpmdRollouts | None = None
+        self._handles: dict[int, CheckpointHandle] = {}  # of saves that may still run, by engine
+        self._store: Any = None  # of the process group, on the first rank
+        self._exporter: WeightExporter | None = None  # for replicas elsewhere
+        self._sender: WeightSender | None = None  # to them, on the first rank
+
+    def close(self) -> None:
+        """Rollout, engines, process group."""
+        super().close()
+        if self._rollouts is not None:
+            self._rollouts.close()
+        if self._exporter is not None:
+            self._exporter.close()
+        self.spmd.close()
+
+    # --- the process group ----------------------------------------------------------------------
+
+    def serve_store(self, size: int, timeout_s: float) -> tuple[str, int]:
+        """On the first rank: where the others meet."""
+        host = address()
+        self._store = serve_store(host, size, timeout_s)
+        return host, self._store.port
+
+    def join(
+        self, meet: tuple[str, int], rank: int, size: int, device: str, timeout_s: float
+    ) -> None:
+        """Make the default process group, with the variables that torchrun would set."""
+        if size == 1:  # as without a launcher: the engine makes a group of its own
+            return
+        host, port = meet
+        os.environ |= {
+            "RANK": str(rank),
+            "WORLD_SIZE": str(size),
+            "LOCAL_RANK": "0",
+            "LOCAL_WORLD_SIZE": "1",
+            "MASTER_ADDR": host,
+            "MASTER_PORT": str(port),
+        }
+        store = self._store or reach_store(host, port, size, timeout_s)
+        kind = device_of(device)
+        kind.adopt_local_rank()
+        dist.init_process_group(
+            kind.process_groups,
+            store=store,
+            rank=rank,
+            world_size=size,
+            timeout=timedelta(seconds=timeout_s),
+        )
+
+    # --- engines --------------------------------------------------------------------------------
+
+    def resolve(
+        self, section: EngineSection, beside: EngineSection | None
+    ) -> tuple[str, frozenset[Capability]]:
+        """See ``Launcher.resolve``; alone."""
+        return self.spmd.resolve(section, beside)
+
+    def make_engine(self, section: EngineSection, config: EngineConfig, device: str) -> Topology:
+        """One more engine; later calls name it by its number, from 0."""
+        self._engines.append(self.spmd.engines(section, config, device))
+        return self._engines[-1].engine.topology
+
+    def infer(
+        self, number: int, batch: Batch, temperature: float, adapter: bool
+    ) -> TokenOutputs | None:
+        """This data-parallel rank's outputs, from its primary rank."""
+        engines = self._engines[number]
+        (outputs,) = engines.infer([batch], temperature=temperature, adapter=adapter)
+        return outputs if engines.engine.topology.is_primary else None
+
+    def train(
+        self, number: int, batch: Batch, loss: LossFn, denominator: float | None, temperature: float
+    ) -> Trained:
+        """See ``EngineGroup.train``."""
+        return self._engines[number].train(
+            [batch], loss, denominator=denominator, temperature=temperature
+        )
+
+    def move(self, number: int, away: bool) -> None:
+        """Offload or reload."""
+        engines = self._engines[number]
+        return engines.offload() if away else engines.reload()
+
+    def save(self, number: int, directory: Path, extra: Mapping[str, Any]) -> CheckpointInfo | None:
+        """Begin to save; the result where it stands already."""
+        handle = self._handles[number] = self._engines[number].save_checkpoint(
+            directory, extra=extra
+        )
+        return handle.result() if handle.done() else None
+
+    def saved(self, number: int, wait: bool) -> CheckpointInfo | None:
+        """The result of the save that was begun; None: it still runs."""
+        handle = self._handles[number]
+        return handle.result() if wait or handle.done() else None
+
+    def load(self, number: int, directory: Path) -> CheckpointInfo:
+        """See ``Engine.load_checkpoint``."""
+        return self._engines[number].load_checkpoint(directory)
+
+    def save_hf(self, number: int, directory: Path) -> None:
+        """See ``Engine.save_hf``."""
+        self._engines[number].save_hf(directory)
+
+    def close_engine(self, number: int) -> None:
+        """See ``Engine.close``."""
+        self._engines[number].close()
+
+    # --- a replica in the same process ------------------------------------------------------------
+
+    def make_rollout(self, spec: RolloutSpec) -> None:
+        """A replica on each rank."""
+        self._rollouts = self.spmd.rollouts(spec, self.timers)
+
+    def sync(self) -> list[SyncResult]:
+        """See ``RolloutGroup.sync``."""
+        assert self._rollouts is not None
+        return self._rollouts.sync()
+
+    def wake_up(self, weights: bool) -> None:
+        """See ``RolloutGroup.wake_up``."""
+        assert self._rollouts is not None
+        self._rollouts.wake_up(weights=weights)
+
+    def sleep(self) -> None:
+        """See ``RolloutGroup.sleep``."""
+        assert self._rollouts is not None
+        self._rollouts.sleep()
+
+    def answer(self, prompts: Sequence[Prompt], sampling: SamplingParams) -> list[list[Answer]]:
+        """This replica's answers; alone."""
+        assert self._rollouts is not None
+        return self._rollouts.replica.answer(prompts, sampling)
+
+    def close_rollout(self) -> None:
+        """See ``RolloutGroup.close``."""
+        assert self._rollouts is not None
+        self._rollouts.close()
+
+    # --- replicas elsewhere -----------------------------------------------------------------------
+
+    def why_whole(self, spec: RolloutSpec) -> str:
+        """See ``channel.why_whole``."""
+        return channel.why_whole(spec, self._engines[0].engine.capabilities)
+
+    def make_wire(self, spec: RolloutSpec, receivers: int, timeout_s: float, whole: bool) -> None:
+        """What exports, and on the first rank the wire's end."""
+        self._exporter = channel.exporter_for(spec, whole=whole)
+        if self._engines[0].engine.topology.rank == 0:
+            self._wire = channel.make_wire(spec, timeout_s, whole=whole)
+            self._sender = self._wire.serve(address(), receivers)
+
+    def wire_address(self, version: int) -> str:
+        """For the next ``send``, which brings the weights of ``version``; on the first rank. Raises ``RolloutError``."""
+        assert self._sender is not None
+        found = self._engines[0].engine.weight_version
+        if found != version:
+            raise RolloutError(
+                f"the engine has weights of version {found}, not {version}",
+                where="weight sync",
+                remedy="sync between two steps, not within one",
+            )
+        return self._sender.address
+
+    def send(self) -> int:
+        """Export, and send from the first rank; the bytes that each replica was sent."""
+        assert self._exporter is not None
+        export = self._exporter.export(self._engines[0].engine)
+        try:
+            return 0 if self._sender is None else self._sender.send(export)
+        finally:
+            for _ in (
+                export
+            ):  # the other ranks gather along, and so does the first one when the sync has failed
+                pass
+
+
+class RolloutWorker(Worker):
+    """One replica in a process of its own."""
+
+    def __init__(self, name: str) -> None:
+        super().__init__(name)
+        self._replica: Replica | None = None
+        self._under_way: Continuing | Conversing | None = None
+
+    def close(self) -> None:
+        """The replica, and the channel."""
+        super().close()
+        self.close_rollout()
+
+    @property
+    def replica(self) -> Replica:
+        """From ``make_rollout`` on."""
+        assert self._replica is not None
+        return self._replica
+
+    def make_rollout(self, spec: RolloutSpec, timeout_s: float, whole: bool) -> None:
+        """See ``Replica.create``; and the wire's end."""
+        self._replica = Replica.create(spec, self.timers)
+        self._wire = channel.make_wire(spec, timeout_s, whole=whole)
+
+    def receive(self, address: str, rank: int, version: int) -> SyncResult:
+        """Install the weights that the engine sends to replica ``rank``."""
+        assert self._wire is not None
+        with self._wire.receive(address, rank) as export:
+            return self.replica.rollout.update_weights(export, version)
+
+    def wake_up(self, weights: bool) -> None:
+        """See ``RolloutGroup.wake_up``."""
+        self.replica.rollout.wake_up(weights=weights, kv_cache=not weights)
+
+    def sleep(self) -> None:
+        """See ``RolloutGroup.sleep``."""
+        self.replica.rollout.sleep()
+
+    def answer(self, prompts: Sequence[Prompt], sampling: SamplingParams) -> list[list[Answer]]:
+        """See ``Replica.answer``."""
+        return self.replica.answer(prompts, sampling)
+
+    def continuing(self, sampling: SamplingParams, slice_tokens: int) -> None:
+        """Prepare for ``advance``."""
+        agent = self.replica.agent
+        self._under_way = (
+            Conversing(self.replica, agent, sampling, slice_tokens)
+            if agent
+            else Continuing(self.replica, sampling, slice_tokens)
+        )
+
+    def advance(
+        self, new: Sequence[tuple[int, Prompt]], seed: int
+    ) -> list[tuple[int, list[Answer]]]:
+        """See ``Continuing.advance``."""
+        assert self._under_way is not None
+        return self._under_way.advance(new, seed)
+
+    def close_rollout(self) -> None:
+        """See ``RolloutGroup.close``."""
+        if self._under_way is not None:
+            self._under_way.close()
+        if self._replica is not None:
+            self._replica.close()

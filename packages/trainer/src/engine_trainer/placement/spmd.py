@@ -1,0 +1,260 @@
+"""Engines and rollouts in the processes that run the loop: one process, or every rank of torchrun.
+
+Every method is called on all ranks together. A rank holds the share of its own data-parallel rank.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from datetime import timedelta
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from engine_api.batch import Batch
+from engine_api.capabilities import Capability
+from engine_api.comm import Comm, SingleComm, TorchComm, together
+from engine_api.config import EngineConfig
+from engine_api.contract import Engine
+from engine_api.errors import ConfigError
+from engine_api.losses import LossFn
+from engine_api.registry import EngineRegistry, Resolution
+from engine_api.results import CheckpointHandle, CheckpointInfo, TokenOutputs
+from engine_api.rollout import SamplingParams, SyncResult, WeightExporter
+from engine_trainer.config import RLConfig
+from engine_trainer.config.sections import EngineSection, RunSection
+from engine_trainer.data import Prompt
+from engine_trainer.placement.groups import Trained, agreed, model_sizes, said
+from engine_trainer.placement.memory import check_here
+from engine_trainer.placement.rendezvous import meeting
+from engine_trainer.placement.replica import Answer, Replica, RolloutSpec, create_exporter
+from engine_trainer.telemetry.logs import Timers
+from engine_trainer.telemetry.profiling import Trace
+
+if TYPE_CHECKING:
+    import torch
+
+T = TypeVar("T")
+
+
+class SpmdEngines:
+    """This rank's engine as a group; see ``EngineGroup``."""
+
+    def __init__(self, engine: Engine, comm: Comm, device: str) -> None:
+        self.engine, self.comm, self.device = engine, comm, device
+        self.dp_size = engine.topology.dp_size
+        self.held: Sequence[int] = (engine.topology.dp_rank,)
+
+    @property
+    def weight_version(self) -> int:
+        """See ``EngineGroup``."""
+        return self.engine.weight_version
+
+    def infer(
+        self, shares: Sequence[Batch], *, temperature: float = 1.0, adapter: bool = True
+    ) -> list[TokenOutputs]:
+        """See ``EngineGroup``."""
+        (batch,) = shares
+        outputs = self.engine.infer_batch(batch, temperature=temperature, adapter=adapter)
+        return [
+            TokenOutputs(
+                log_probs=_to_cpu(outputs.log_probs),
+                entropy=_to_cpu(outputs.entropy),
+                values=_to_cpu(outputs.values),
+            )
+        ]
+
+    def train(
+        self,
+        shares: Sequence[Batch],
+        loss: LossFn,
+        *,
+        denominator: float | None = None,
+        temperature: float = 1.0,
+    ) -> Trained:
+        """See ``EngineGroup``."""
+        (batch,) = shares
+        output = self.engine.train_batch(
+            batch, loss, denominator=denominator, temperature=temperature
+        )
+        noted = getattr(loss, "observed", None)
+        return Trained(output=output, observed=[] if noted is None else self.comm.all_gather(noted))
+
+    def gather(self, rows: Sequence[T]) -> list[T]:
+        """See ``EngineGroup``; the row of a data-parallel rank is its primary rank's."""
+        (row,) = rows
+        topology = self.engine.topology
+        return _by_rank(
+            self.comm.all_gather((topology.dp_rank, row) if topology.is_primary else None)
+        )
+
+    def offload(self) -> None:
+        """See ``EngineGroup``."""
+        self.engine.to("cpu")
+
+    def reload(self) -> None:
+        """See ``EngineGroup``."""
+        self.engine.to(self.device)
+
+    def save_checkpoint(self, directory: Path, *, extra: Mapping[str, Any]) -> CheckpointHandle:
+        """See ``EngineGroup``."""
+        return self.engine.save_checkpoint(directory, extra=extra)
+
+    def load_checkpoint(self, directory: Path) -> CheckpointInfo:
+        """See ``EngineGroup``."""
+        return self.engine.load_checkpoint(directory)
+
+    def save_hf(self, directory: Path) -> None:
+        """See ``EngineGroup``."""
+        self.engine.save_hf(directory)
+
+    def close(self) -> None:
+        """See ``EngineGroup``."""
+        self.engine.close()
+
+
+class SpmdRollouts:
+    """A replica on every rank, however the engine divides its work: all of them generate. See ``RolloutGroup``.
+
+    A server may make process groups, which every rank must take part in: with replicas on some ranks only it would hang.
+    """
+
+    def __init__(self, replica: Replica, exporter: WeightExporter, policy: SpmdEngines) -> None:
+        self.replica, self.exporter, self.policy = replica, exporter, policy
+        topology = policy.engine.topology
+        self.size = topology.world_size
+        self.held: Sequence[int] = (topology.rank,)
+
+    def sync(self) -> list[SyncResult]:
+        """See ``RolloutGroup``. Raises ``RolloutError``: all ranks together."""
+        return together(self.policy.comm, self._sync)
+
+    def wake_up(self, *, weights: bool) -> None:
+        """See ``RolloutGroup``."""
+        together(
+            self.policy.comm,
+            lambda: self.replica.rollout.wake_up(weights=weights, kv_cache=not weights),
+        )
+
+    def sleep(self) -> None:
+        """See ``RolloutGroup``."""
+        together(self.policy.comm, self.replica.rollout.sleep)
+
+    def answer(
+        self, shares: Sequence[Sequence[Prompt]], sampling: SamplingParams
+    ) -> list[list[list[Answer]]]:
+        """See ``RolloutGroup``. Raises ``RolloutError``, ``RewardError``; ``RankFailure`` on the other ranks."""
+        (prompts,) = shares
+        return together(self.policy.comm, lambda: self.replica.answer(prompts, sampling))
+
+    def close(self) -> None:
+        """Close the rollout and the exporter."""
+        self.replica.close()
+        self.exporter.close()
+
+    def _sync(self) -> SyncResult:
+        engine = self.policy.engine
+        export = self.exporter.export(engine)
+        try:
+            return self.replica.rollout.update_weights(export, engine.weight_version)
+        finally:
+            for _ in export:  # one whose sync failed gathers along
+                pass
+
+
+class Spmd:
+    """Everything in this process. See ``Launcher``.
+
+    Args:
+        config: of a run of RL, whose placement is checked before anything is loaded; None: it is somebody else's to check.
+        timeout_s: that a rank which lives may keep the others waiting between the engine's calls.
+    """
+
+    def __init__(
+        self, config: RLConfig | None = None, timeout_s: float = RunSection.timeout_s
+    ) -> None:
+        self._config = config
+        self._timeout_s = timeout_s
+        self.comm: Comm = meeting(timeout_s)
+        self._made: list[SpmdEngines] = []
+        self._trace: Trace | None = None
+
+    def resolve(
+        self, section: EngineSection, beside: EngineSection | None = None
+    ) -> tuple[str, frozenset[Capability]]:
+        """See ``Launcher``."""
+        found = _resolve(section)
+        if (
+            beside is not None
+            and found.plugin.one_layout
+            and found.plugin.name == _resolve(beside).plugin.name
+        ):
+            sizes, others = model_sizes(section.parallelism), model_sizes(beside.parallelism)
+            if sizes != others:
+                raise ConfigError(
+                    "engine.parallelism",
+                    f"{said(sizes)}, beside an engine of {said(others)}",
+                    why=f"engines of {found.plugin.name} in one process have one layout",
+                    remedy="give both the same sizes, or one of them another backend",
+                )
+        return found.device, found.plugin.capabilities
+
+    def engines(self, section: EngineSection, config: EngineConfig, device: str) -> SpmdEngines:
+        """See ``Launcher``. Raises ``ConfigError``, on all ranks, when policy and rollout cannot fit."""
+        if not self._made and self._config is not None:
+            check_here(self.comm, self._config, config, device)
+        engine: Engine = EngineRegistry.create(
+            model_type=section.model_type, backend=section.backend, device=device, config=config
+        )
+        engine.initialize()
+        if not self._made:  # the first engine makes the process group
+            self.comm.close()
+            several = engine.topology.world_size > 1
+            self.comm = TorchComm(timedelta(seconds=self._timeout_s)) if several else SingleComm()
+        self._made.append(SpmdEngines(engine, self.comm, device))
+        return self._made[-1]
+
+    def rollouts(self, spec: RolloutSpec, timers: Timers) -> SpmdRollouts:
+        """See ``Launcher``. Raises ``PluginError``, ``ConfigError``: all ranks together."""
+        policy = self._made[0]
+
+        def build() -> tuple[Replica, WeightExporter]:
+            exporter = create_exporter(spec)
+            return Replica.create(spec, timers), exporter
+
+        return SpmdRollouts(*agreed(self.comm, build), policy)
+
+    def figures(self) -> dict[str, float]:
+        """See ``Launcher``."""
+        return {}
+
+    def profile(self, folder: Path | None) -> None:
+        """See ``Launcher``."""
+        if folder is None:
+            trace, self._trace = self._trace, None
+            if trace is not None:
+                trace.end()
+            return
+        self._trace = Trace(f"rank-{self._made[0].engine.topology.rank}")
+        self._trace.begin(folder)
+
+    def close(self) -> None:
+        """See ``Launcher``; agrees on nothing, for after an error other ranks may be anywhere."""
+        if self._made:
+            self.comm.close()
+        while self._made:  # the policy last: its process group is everybody's
+            self._made.pop().close()
+
+
+def _resolve(section: EngineSection) -> Resolution:
+    return EngineRegistry.resolve(
+        model_type=section.model_type, backend=section.backend, device=section.device
+    )
+
+
+def _by_rank(rows: Sequence[tuple[int, T] | None]) -> list[T]:
+    """What the primary ranks said, by data-parallel rank."""
+    return [row for _, row in sorted((r for r in rows if r is not None), key=lambda pair: pair[0])]
+
+
+def _to_cpu(values: torch.Tensor | None) -> torch.Tensor | None:
+    return None if values is None else values.cpu()

@@ -1,0 +1,1 @@
+"""Training on pairs of documents: DPO and reward models."""

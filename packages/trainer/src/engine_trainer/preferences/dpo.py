@@ -1,0 +1,82 @@
+"""Direct preference optimization: the policy learns from pairs, without a reward model and without a rollout."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from engine_api.batch import Batch
+from engine_trainer.algorithms.preference import LinearLoss, PairLossName
+from engine_trainer.config import DPOConfig
+from engine_trainer.data.preferences import Pair
+from engine_trainer.placement.groups import divide
+from engine_trainer.preferences.loop import EVAL_PAIRS, PairData, document_sums, pack, train_pairs
+from engine_trainer.run.reference import Reference
+from engine_trainer.run.run import Outcome, Run
+
+
+def train_dpo(config: DPOConfig) -> Outcome:
+    """Train as ``config`` says (Rafailov et al. 2023, arXiv:2305.18290), from the beginning or from the last checkpoint.
+
+    A document counts by ``log π(answer | prompt) - log ref(answer | prompt)``; the reference is the model as the run began.
+
+    Raises ``EngineError``: configuration, data, plug-ins, checkpoints.
+    """
+    return train_pairs(
+        config,
+        kind="dpo",
+        objective_of=lambda run, data, visited: DPOObjective(run, config, data, visited),
+    )
+
+
+class DPOObjective:
+    """Log-probs of the answers against those of the reference; see ``engine_trainer.preferences.loop.Objective``."""
+
+    loss: PairLossName
+
+    def __init__(self, run: Run, config: DPOConfig, data: PairData, visited: Sequence[int]) -> None:
+        self.linear, self.loss, self.beta = LinearLoss(), config.dpo.loss, config.dpo.beta
+        self._reference: Reference | None = None
+        self._known: dict[bool, dict[int, tuple[float, float]]] = {}
+        if config.dpo.reference == "engine":
+            self._reference = Reference(run)
+            return
+        # Before a checkpoint is loaded the policy is the reference.
+        with run.timers.phase("reference"):
+            self._known[False] = self._precompute(run, data, visited, heldout=False)
+            if data.heldout is not None:
+                self._known[True] = self._precompute(
+                    run, data, range(len(data.heldout)), heldout=True
+                )
+
+    def weights(self, pair: Pair) -> tuple[list[float], list[float]]:
+        """See ``Objective``: the assistant's tokens."""
+        return pair.chosen.loss_weight.tolist(), pair.rejected.loss_weight.tolist()
+
+    def offsets(self, heldout: bool, indices: Sequence[int], batch: Batch) -> torch.Tensor:
+        """See ``Objective``: the reference's log-probs."""
+        if self._reference is None:
+            known = self._known[heldout]
+            return torch.tensor([x for i in indices for x in known[i]], dtype=torch.float64)
+        return document_sums(self._reference.outputs(batch), batch)
+
+    def close(self) -> None:
+        """See ``Objective``."""
+        if self._reference is not None:
+            self._reference.close()
+
+    def _precompute(
+        self, run: Run, data: PairData, indices: Sequence[int], *, heldout: bool
+    ) -> dict[int, tuple[float, float]]:
+        """The reference's sums of every pair, the same on all ranks."""
+        dataset = data.of(heldout)
+        found: dict[int, tuple[float, float]] = {}
+        for start in range(0, len(indices), EVAL_PAIRS):
+            part = indices[start : start + EVAL_PAIRS]
+            (held,) = divide([len(dataset[i]) for i in part], run.policy)
+            batch = pack(self, [dataset[part[k]] for k in held])
+            sums = document_sums(run.engine.infer_batch(batch), batch).tolist()
+            own = {part[k]: (sums[2 * n], sums[2 * n + 1]) for n, k in enumerate(held)}
+            found |= {i: both for row in run.policy.gather([own]) for i, both in row.items()}
+        return found

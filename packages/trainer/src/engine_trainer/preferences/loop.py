@@ -1,0 +1,265 @@
+"""The loop over pairs of preferences, which DPO and reward models share.
+
+A step takes the pairs' numbers in one forward pass, and their loss and its slopes from these; the training pass is then
+linear in what the model gives (``engine_trainer.algorithms.preference`` says why). A pair stays on one rank, so that its
+slopes are known there; its two documents may lie in any micro-batches.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+
+from engine_api.batch import Batch
+from engine_api.errors import ConfigError
+from engine_api.losses import where_counted
+from engine_api.results import TokenOutputs, TrainOutput
+from engine_trainer.algorithms.packed import document_of, sum_by_document
+from engine_trainer.algorithms.preference import LinearLoss, PairLossName, pair_loss
+from engine_trainer.config import DPOConfig, RewardModelConfig
+from engine_trainer.data import ChatTokenizer, load_tokenizer, order_of, positions_of
+from engine_trainer.data.preferences import Pair, PairDataset
+from engine_trainer.placement.groups import divide
+from engine_trainer.run.run import Outcome, Run
+from engine_trainer.utils.hf_models import random_rates
+
+SHOW = ("train/loss", "train/accuracy", "train/margin", "train/grad_norm", "eval/accuracy")
+EVAL_PAIRS = 128  # in one inference call, over all ranks
+
+Metrics = dict[str, float]
+
+
+class Objective(Protocol):
+    """What a pair is judged by. ``margin = β⁻¹ (reward(chosen) - reward(rejected))`` goes into the loss."""
+
+    linear: LinearLoss
+    loss: PairLossName
+    beta: float
+
+    def weights(self, pair: Pair) -> tuple[list[float], list[float]]:
+        """Which tokens of the chosen and of the rejected document are summed up, as factors."""
+        ...
+
+    def offsets(self, heldout: bool, indices: Sequence[int], batch: Batch) -> torch.Tensor:
+        """``[2n]`` float64, taken from the sums of the documents of the pairs ``indices``; on all ranks together.
+
+        ``batch`` holds these documents, chosen and rejected by turns.
+        """
+        ...
+
+    def close(self) -> None:
+        """Give engines of its own back."""
+        ...
+
+
+@dataclass(frozen=True, kw_only=True)
+class PairData:
+    """Training pairs, and held-out ones."""
+
+    train: PairDataset
+    heldout: PairDataset | None
+
+    def of(self, heldout: bool) -> PairDataset:
+        """One of the two."""
+        chosen = self.heldout if heldout else self.train
+        assert chosen is not None
+        return chosen
+
+
+def train_pairs(
+    config: DPOConfig | RewardModelConfig,
+    *,
+    kind: str,
+    objective_of: Callable[[Run, PairData, list[int]], Objective],
+) -> Outcome:
+    """Train as ``config`` says, from the beginning or from the last checkpoint.
+
+    Args:
+        config: of the run.
+        kind: the command's name.
+        objective_of: given the run with its engine as it begins, the data, and the training pairs that the whole run visits.
+
+    Raises ``EngineError``: configuration, data, plug-ins, checkpoints.
+    """
+    tokenizer = load_tokenizer(config.data, config.engine.model)
+    _refuse_dropout(config)
+    data = _load(config, tokenizer)
+    order = order_of(data.train, config.data, config.run.seed)
+    steps = config.run.total_steps(
+        len(data.train), config.batch_size, key="batch_size", data=config.data
+    )
+    with Run(config, kind=kind, total_steps=steps) as run:
+        run.start()
+        visited = sorted(
+            set(order.take(0, min(run.total_steps * config.batch_size, len(data.train))))
+        )
+        trainer = PairTrainer(run, data, objective_of(run, data, visited))
+        state = run.resume(len(data.train))
+        position = int(state.get("position", 0))
+        if state["step"] == 0 and data.heldout is not None:
+            run.log.write(0, trainer.evaluate())
+        for step in run.steps(state["step"]):
+            indices = order.take(position, config.batch_size)
+            position += len(indices)
+            metrics = trainer.step(step, indices) | {"train/epoch": position / len(data.train)}
+            if step == run.total_steps or (
+                config.eval and config.eval.every and step % config.eval.every == 0
+            ):
+                metrics |= trainer.evaluate()
+            run.end_step(step, metrics, {"position": position, "rows": len(data.train)}, show=SHOW)
+        trainer.objective.close()
+        return run.finish(tokenizer.tokenizer)
+
+
+def _refuse_dropout(config: DPOConfig | RewardModelConfig) -> None:
+    """The adapter's is refused with the configuration; the model's own stands in its files."""
+    if rates := random_rates(config.engine.model):
+        off = ", ".join(f"{name}: 0.0" for name in rates)
+        raise ConfigError(
+            "engine.model.config_overrides",
+            f"{', '.join(f'{name} is {rate}' for name, rate in rates.items())} with pairs",
+            why="the slopes of the loss are taken in one forward pass and used in another, which would drop other things",
+            remedy=f"set engine.model.config_overrides: {{{off}}}",
+        )
+
+
+def _load(config: DPOConfig | RewardModelConfig, tokenizer: ChatTokenizer) -> PairData:
+    section = config.data
+    assert section.source is not None  # the configurations check it
+    room = positions_of(config.engine.model)
+    train = PairDataset.read(section.source, section.split, tokenizer, section, room=room)
+    if config.eval is None:
+        return PairData(train=train, heldout=None)
+    held = config.eval
+    heldout = PairDataset.read(
+        held.source, held.split, tokenizer, section, limit=held.max_pairs, room=room, name="eval"
+    )
+    return PairData(train=train, heldout=heldout)
+
+
+class PairTrainer:
+    """Steps and evaluations; every method is called on all ranks together, and returns the same on all."""
+
+    def __init__(self, run: Run, data: PairData, objective: Objective) -> None:
+        self.run, self.data, self.objective = run, data, objective
+
+    def step(self, step: int, indices: Sequence[int]) -> Metrics:
+        """One update from the pairs ``indices``."""
+        run, objective = self.run, self.objective
+        with run.timers.phase("judge"):
+            batch, mine = self._pack(indices, heldout=False)
+            losses, slopes, sums = self._judge(batch, mine, heldout=False)
+        metrics = self._figures("train", sums, losses)
+        if not math.isfinite(metrics["train/loss"]):  # a sum over all ranks: all of them skip
+            run.log.say(
+                f"step {step} was skipped: loss is {metrics['train/loss']}; weights and optimizer are as before"
+            )
+            return metrics | {"train/skipped": 1.0}
+        with run.timers.phase("train"):
+            batch = batch.with_fields(coefficient=_coefficients(batch, slopes))
+            output = run.engine.train_batch(
+                batch, objective.linear, denominator=float(len(indices))
+            )
+        seconds = run.timers.last("judge") + run.timers.last("train")
+        return (
+            metrics
+            | _updated(run, step, output)
+            | {"perf/tokens_per_s": output.num_tokens / max(seconds, 1e-9)}
+        )
+
+    def evaluate(self) -> Metrics:
+        """``eval/…`` over the held-out pairs; nothing without them."""
+        if self.data.heldout is None:
+            return {}
+        losses: list[torch.Tensor] = []
+        sums: list[torch.Tensor] = []
+        with self.run.timers.phase("eval"):
+            for start in range(0, len(self.data.heldout), EVAL_PAIRS):
+                indices = range(start, min(start + EVAL_PAIRS, len(self.data.heldout)))
+                loss, _, part = self._judge(*self._pack(indices, heldout=True), heldout=True)
+                losses.append(loss)
+                sums.append(part)
+            return self._figures("eval", torch.cat(sums), torch.cat(losses))
+
+    # --- inside ---------------------------------------------------------------------------------
+
+    def _pack(self, indices: Sequence[int], *, heldout: bool) -> tuple[Batch, list[int]]:
+        """This rank's pairs, chosen and rejected by turns, and which they are."""
+        dataset = self.data.of(heldout)
+        (held,) = divide([len(dataset[i]) for i in indices], self.run.policy)
+        mine = [indices[k] for k in held]
+        return pack(self.objective, [dataset[i] for i in mine]), mine
+
+    def _judge(
+        self, batch: Batch, mine: Sequence[int], *, heldout: bool
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """``[n]`` losses, ``[n]`` slopes, and ``[2n]`` sums of the documents, all float64, of this rank's pairs."""
+        sums = document_sums(self.run.engine.infer_batch(batch), batch)
+        sums = sums - self.objective.offsets(heldout, mine, batch)
+        loss, slope = pair_loss(sums[0::2] - sums[1::2], self.objective.beta, self.objective.loss)
+        return loss, slope, sums
+
+    def _figures(self, prefix: str, sums: torch.Tensor, losses: torch.Tensor) -> Metrics:
+        rewards = self.objective.beta * sums
+        chosen, rejected = rewards[0::2], rewards[1::2]
+        right = (chosen > rejected).double() + 0.5 * (chosen == rejected).double()
+        own = [len(losses), *(float(x.sum()) for x in (losses, right, chosen, rejected))]
+        rows = self.run.comm.all_gather(own if self.run.engine.topology.is_primary else [0.0] * 5)
+        count, loss, accuracy, better, worse = (
+            math.fsum(column) for column in zip(*rows, strict=True)
+        )
+        count = max(count, 1.0)
+        return {
+            f"{prefix}/loss": loss / count,
+            f"{prefix}/accuracy": accuracy / count,
+            f"{prefix}/margin": (better - worse) / count,
+            f"{prefix}/chosen": better / count,
+            f"{prefix}/rejected": worse / count,
+        }
+
+
+def pack(objective: Objective, pairs: Sequence[Pair]) -> Batch:
+    """The documents of ``pairs``, chosen and rejected by turns, with ``loss_weight`` as the objective sums them up."""
+    documents = [
+        {"input_ids": document.input_ids.tolist(), "loss_weight": weights}
+        for pair in pairs
+        for document, weights in zip(pair.documents, objective.weights(pair), strict=True)
+    ]
+    return (
+        Batch.pack(documents)
+        if documents
+        else Batch.pack([]).with_fields(loss_weight=torch.zeros(0, dtype=torch.float32))
+    )
+
+
+def document_sums(outputs: TokenOutputs, batch: Batch) -> torch.Tensor:
+    """Return the weighted sum of each document's log-probs or values: ``[D]`` float64."""
+    given = outputs.log_probs if outputs.values is None else outputs.values
+    if given is None:  # an empty batch may have none
+        return torch.zeros(0, dtype=torch.float64)
+    weight = batch.loss_weight.double()
+    return sum_by_document(weight * where_counted(given.cpu().double(), weight), batch.cu_seqlens)
+
+
+def _coefficients(batch: Batch, slopes: torch.Tensor) -> torch.Tensor:
+    """``[T]`` float32: the derivative of the summed loss by what the model gives for each token."""
+    by_document = torch.stack([slopes, -slopes], dim=1).flatten()
+    return (by_document[document_of(batch.cu_seqlens)] * batch.loss_weight).float()
+
+
+def _updated(run: Run, step: int, output: TrainOutput) -> Metrics:
+    if output.skipped:
+        run.log.say(
+            f"step {step} was skipped: {output.skipped}; weights and optimizer are as before"
+        )
+    return {
+        "train/grad_norm": output.grad_norm,
+        "train/lr": output.lr,
+        "train/tokens": float(output.num_tokens),
+        "train/micro_batches": float(output.num_micro_batches),
+        "train/skipped": float(output.skipped is not None),
+    }

@@ -1,0 +1,333 @@
+"""Several processes that judge side by side. One that does not answer in time is killed, and replaced."""
+
+from __future__ import annotations
+
+import logging
+import math
+import os
+import select
+import signal
+import socket
+import struct
+import subprocess
+import sys
+import time
+from collections import deque
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from multiprocessing import Pipe
+from multiprocessing.connection import Connection, wait
+from typing import Any
+
+from engine_api.errors import ConfigError, EngineError
+from engine_trainer.rewards.calls import GRACE_S, Outcome
+from engine_trainer.rewards.registry import RewardSpec
+from engine_trainer.rewards.sample import Sample
+
+START_S = 120.0  # until a process has imported its reward functions
+END_S = 2.0  # for a process to end by itself after its pipe was closed
+LOOK_S = 0.25  # between two looks whether a process still lives: what it has started may hold its end of the pipe
+STALL_S = 30.0  # of one read or write in the middle of a message
+LINGER_S = 0.0005  # for more outcomes to come before they are read: waking for each costs more than a fast function
+CHUNK = 256  # samples that a process is given at once, at most
+log = logging.getLogger("engine_trainer")
+
+
+@dataclass(kw_only=True)
+class _Task:
+    """Samples of one reward in one process; ``left`` are their numbers in the whole that have no outcome yet."""
+
+    numbers: list[int]
+    left: set[int]
+    deadline: float  # of time.monotonic(), until the next outcome
+
+
+@dataclass(kw_only=True)
+class _Worker:
+    process: subprocess.Popen[bytes]
+    pipe: Connection
+    task: _Task | None = field(default=None)
+
+
+@dataclass(kw_only=True)
+class _Queue:
+    """What is not handed out yet: numbers of samples, and groups of them that go to one process as they are."""
+
+    numbers: deque[int]
+    groups: list[list[int]] = field(default_factory=list[list[int]])
+
+    def __len__(self) -> int:
+        return len(self.numbers) + len(self.groups)
+
+    def take(self, size: int) -> list[int]:
+        """Return the next group, or the next ``size`` numbers."""
+        if self.groups:
+            return self.groups.pop()
+        return [self.numbers.popleft() for _ in range(min(size, len(self.numbers)))]
+
+
+class Workers:
+    """``count`` processes, started when they are needed; each imports the reward functions once.
+
+    Args:
+        specs: what to judge by; ``run`` names one by its place.
+        count: processes.
+        concurrency: calls of a coroutine function at once in one process.
+    """
+
+    def __init__(self, specs: Sequence[RewardSpec], *, count: int, concurrency: int) -> None:
+        self.specs = list(specs)
+        self.count = count
+        self.concurrency = concurrency
+        self._workers: list[_Worker] = []
+        self._async: list[bool] = []  # by reward; known when the first process has started
+
+    def start(self) -> None:
+        """Start the first process. Raises ``ConfigError`` when it cannot make the functions."""
+        if self._workers:
+            return
+        try:
+            self._start()
+        except BaseException:  # an interrupt too: no process is left behind
+            self.close()
+            raise
+
+    def run(self, reward: int, samples: Sequence[Sample]) -> Iterator[tuple[int, Outcome]]:
+        """Yield as ``calls.call_all``, from all processes.
+
+        A process whose call of a plain function takes longer than its limit is killed: that call counts as timed out, as failed
+        where the process ended by itself, and the calls behind it go to another one. Several coroutines that one process had
+        are called again, in halves, until the one that holds or ends it is alone. A caller that stops in the middle,
+        and an error, end all processes.
+
+        Raises ``ConfigError`` when a process cannot make the functions, or be given the samples.
+        """
+        self.start()
+        waiting = _Queue(numbers=deque(range(len(samples))))
+        finished = False
+        try:
+            while waiting or any(w.task for w in self._workers):
+                self._hand_out(reward, samples, waiting)
+                yield from self._collect(reward, waiting)
+            finished = True
+        finally:
+            if not finished:  # answers are under way that nobody will read
+                self.close()
+
+    def close(self) -> None:
+        """End the processes; idempotent."""
+        workers, self._workers = self._workers, []
+        for worker in workers:
+            worker.pipe.close()
+        for worker in workers:
+            _end(worker, END_S)
+
+    # --- inside ---------------------------------------------------------------------------------
+
+    def _hand_out(self, reward: int, samples: Sequence[Sample], waiting: _Queue) -> None:
+        self._forget_dead()
+        # The fewer are left the fewer at once, so that all processes end at about the same time.
+        size = max(1, min(CHUNK, len(waiting.numbers) // (2 * self.count)))
+        if self._async[reward]:
+            size = self.concurrency
+        idle = sum(worker.task is None for worker in self._workers)
+        wanted = len(waiting.groups) + math.ceil(len(waiting.numbers) / size)
+        while len(self._workers) < self.count and idle < wanted:
+            self._start()
+            idle += 1
+        for worker in self._workers:
+            if worker.task is None and waiting:
+                numbers = waiting.take(size)
+                if _send(worker, reward, [samples[i] for i in numbers]):
+                    worker.task = _Task(
+                        numbers=numbers, left=set(numbers), deadline=self._until(reward)
+                    )
+                else:
+                    waiting.groups.append(numbers)
+
+    def _forget_dead(self) -> None:
+        """Processes that something ended while they had nothing to do."""
+        for worker in [w for w in self._workers if w.task is None and w.process.poll() is not None]:
+            log.warning(
+                "a reward process ended with status %s: it is replaced", worker.process.returncode
+            )
+            worker.pipe.close()
+            _end(worker, 0.0)
+            self._workers.remove(worker)
+
+    def _until(self, reward: int) -> float:
+        timeout = self.specs[reward].timeout_s
+        if timeout is None:
+            return math.inf
+        # The limit of a coroutine is its event loop's; this one is for code that holds the loop.
+        return time.monotonic() + timeout + (2 * GRACE_S if self._async[reward] else 0.0)
+
+    def _collect(self, reward: int, waiting: _Queue) -> Iterator[tuple[int, Outcome]]:
+        busy = [w for w in self._workers if w.task]
+        until = min((w.task.deadline for w in busy if w.task), default=0.0)
+        ended = {
+            id(w) for w in busy if w.process.poll() is not None
+        }  # before the look for their last words
+        ready = wait(
+            [w.pipe for w in busy], timeout=max(0.0, min(LOOK_S, until - time.monotonic()))
+        )
+        if ready:
+            time.sleep(LINGER_S)
+        for worker in busy:
+            if worker.pipe in ready:
+                yield from self._read(worker, reward, waiting)
+            elif id(worker) in ended:
+                yield from self._replace(worker, reward, waiting, _how_it_ended(worker))
+            elif worker.task and time.monotonic() >= worker.task.deadline:
+                yield from self._replace(worker, reward, waiting, "")
+
+    def _read(self, worker: _Worker, reward: int, waiting: _Queue) -> Iterator[tuple[int, Outcome]]:
+        """Yield the outcomes that have come."""
+        while worker.task is not None and select.select([worker.pipe], [], [], 0)[0]:
+            try:
+                message = worker.pipe.recv()
+            except (EOFError, OSError):  # OSError: in the middle of a message
+                yield from self._replace(worker, reward, waiting, _how_it_ended(worker))
+                return
+            except Exception as error:  # noqa: BLE001 - a function may write what it likes into the pipe
+                yield from self._replace(
+                    worker, reward, waiting, f"sent what cannot be read ({type(error).__name__})"
+                )
+                return
+            if isinstance(message, EngineError):
+                raise message
+            if message is None:
+                worker.task = None
+                return
+            place, value, problem, error = message
+            number = worker.task.numbers[place]
+            worker.task.left.discard(number)
+            worker.task.deadline = self._until(reward)
+            yield number, Outcome(value=value, problem=problem, error=error)
+
+    def _replace(
+        self, worker: _Worker, reward: int, waiting: _Queue, ended: str
+    ) -> Iterator[tuple[int, Outcome]]:
+        """End a process; ``ended`` says how it did so itself, and is empty for one that is silent."""
+        assert worker.task is not None
+        left = [number for number in worker.task.numbers if number in worker.task.left]
+        self._workers.remove(worker)
+        worker.pipe.close()
+        _end(worker, 0.0)
+        if self._async[reward] and len(left) > 1:
+            then = f", the {len(left)} completions that it had are judged again"
+            half = len(left) // 2
+            waiting.groups += [left[half:], left[:half]]
+            left = []
+        else:  # a plain function is called for one after the other: for the first of those that are left
+            then = ", its completion counts 0" if left else ""
+            waiting.numbers.extendleft(left[:0:-1])
+        log.warning("a reward process %s: it is replaced%s", ended or "does not answer", then)
+        if left:
+            yield left[0], Outcome(problem=f"its process {ended}") if ended else Outcome()
+
+    def _start(self) -> None:
+        """Start one more. ``close`` ends it from its first moment on: an interrupt while it starts leaves no process."""
+        ours, theirs = Pipe()
+        _limit(ours)
+        # A program of its own: forking a process that holds threads and a device is not safe, and multiprocessing's
+        # spawn would run the user's main script again. -P: a file called random.py in the working directory is not
+        # Python's. In the list by the same statement: an interrupt after it finds the process there.
+        self._workers.append(
+            _Worker(
+                process=subprocess.Popen(
+                    [
+                        sys.executable,
+                        "-P",
+                        "-m",
+                        "engine_trainer.rewards.worker_main",
+                        str(theirs.fileno()),
+                    ],
+                    pass_fds=[theirs.fileno()],
+                    stdin=subprocess.PIPE,
+                    start_new_session=True,
+                ),
+                pipe=ours,
+            )
+        )
+        theirs.close()
+        worker = self._workers[-1]
+        try:
+            ours.send((sys.path, self.specs, self.concurrency))
+            self._async = self._first_word(worker)
+        except (EOFError, OSError) as error:
+            raise ConfigError(
+                "reward.workers",
+                f"a reward process ended with status {worker.process.wait()} as it started",
+                why="whatever its functions' modules do when they are imported",
+                remedy="import them by hand to see it",
+            ) from error
+
+    def _first_word(self, worker: _Worker) -> list[bool]:
+        """Return for each reward whether it is a coroutine function. Raises what kept the process from making them."""
+        end = time.monotonic() + START_S
+        while not worker.pipe.poll(LOOK_S):
+            if worker.process.poll() is not None and not worker.pipe.poll():
+                raise EOFError
+            if time.monotonic() > end:
+                raise self._late()
+        answer: Any = worker.pipe.recv()
+        if isinstance(answer, EngineError):
+            raise answer
+        return answer
+
+    def _late(self) -> ConfigError:
+        return ConfigError(
+            "reward.workers",
+            f"a reward process did not start within {START_S:.0f} s",
+            why="importing its functions' modules takes that long",
+            remedy="make the import faster; what waits for something else belongs into the function",
+        )
+
+
+def _limit(pipe: Connection) -> None:
+    """Bound a read or write in the middle of a message, at whose other end a stranger's code runs."""
+    limit = struct.pack("@ll", int(STALL_S), 0)
+    with socket.socket(fileno=os.dup(pipe.fileno())) as raw:
+        raw.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, limit)
+        raw.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, limit)
+
+
+def _send(worker: _Worker, reward: int, samples: list[Sample]) -> bool:
+    """Hand out samples; returns False where the process has ended meanwhile, or reads nothing."""
+    try:
+        worker.pipe.send((reward, samples))
+    except OSError:
+        worker.process.kill()  # whatever closed its pipe: it is of no use, and is replaced
+        worker.process.wait()
+        return False
+    except Exception as error:  # what a stranger's object in the data does when it is pickled
+        raise ConfigError(
+            "reward.workers",
+            "a sample cannot be sent to another process",
+            why=f"{type(error).__name__}: {error}",
+            remedy="keep plain values in the data and in what an agent notes, "
+            "or set reward.workers: 0 and reward.timeout_s: null",
+        ) from error
+    return True
+
+
+def _how_it_ended(worker: _Worker) -> str:
+    try:
+        status = worker.process.wait(END_S)
+    except subprocess.TimeoutExpired:
+        return "closed its pipe"
+    name = f" ({signal.Signals(-status).name})" if -status in set(signal.Signals) else ""
+    return f"ended with status {status}{name}"
+
+
+def _end(worker: _Worker, seconds: float) -> None:
+    """End a process that has ``seconds`` to do so by itself, with what its rewards have started."""
+    with suppress(subprocess.TimeoutExpired):
+        worker.process.wait(seconds)
+    with suppress(ProcessLookupError):
+        os.killpg(worker.process.pid, signal.SIGKILL)
+    worker.process.wait()
+    if worker.process.stdin is not None:
+        worker.process.stdin.close()

@@ -1,0 +1,152 @@
+"""The critic of PPO: a value model that learns what a completion will still earn."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import torch
+
+from engine_api.batch import Batch
+from engine_api.capabilities import refuse_undeclared
+from engine_api.errors import ConfigError
+from engine_api.results import TrainOutput
+from engine_trainer.algorithms.value_loss import ValueLoss, explained_variance
+from engine_trainer.config import RLConfig
+from engine_trainer.placement.groups import Launcher, model_sizes, said
+from engine_trainer.rl.partition import Division
+from engine_trainer.run.run import Run
+
+Update = tuple[
+    Sequence[Batch], float
+]  # the shares of one update, and the number of their tokens that count
+
+
+class Critic:
+    """A second engine beside the policy's, with shares by its own topology. ``run`` saves and loads it.
+
+    Every method is called on all processes of the loop together.
+
+    Attributes:
+        apart: whether it divides documents over other data-parallel ranks than the policy.
+    """
+
+    def __init__(self, run: Run, config: RLConfig) -> None:
+        section = config.algorithm.critic
+        assert section is not None
+        self.section = section
+        self.loss = ValueLoss(clip=section.value_clip)
+        engine = section.engine(config.engine)
+        steps = run.total_steps * config.algorithm.mini_batches * section.epochs
+        built = engine.build(seed=config.run.seed, total_steps=steps)
+        device, _ = run.launcher.resolve(engine)
+        self.engines = run.launcher.engines(engine, built, device)
+        run.beside["critic"] = self.engines
+        alike = (self.engines.dp_size, list(self.engines.held)) == (
+            run.policy.dp_size,
+            list(run.policy.held),
+        )
+        self.apart = not all(run.comm.all_gather(alike))
+
+    def values(self, shares: Sequence[Batch]) -> list[torch.Tensor]:
+        """``[T]`` float32 of each share that is held: V of the state before each token."""
+        bare = [Batch(input_ids=s.input_ids, cu_seqlens=s.cu_seqlens) for s in shares]
+        return [
+            torch.zeros(0, dtype=torch.float32) if o.values is None else o.values
+            for o in self.engines.infer(bare)
+        ]
+
+    def learn(self, updates: Iterable[Update]) -> dict[str, float]:
+        """The updates of one step; ``critic/…``, the same on all ranks.
+
+        Args:
+            updates: shares with ``mask``, ``values`` (before the first update) and ``returns``.
+        """
+        outputs = [
+            self.engines.train([_batch(s) for s in shares], self.loss, denominator=tokens).output
+            for shares, tokens in updates
+            if tokens
+        ]
+        return _figures(outputs)
+
+    def close(self) -> None:
+        """Close its engine."""
+        self.engines.close()
+
+
+def _batch(share: Batch) -> Batch:
+    extra = {
+        "returns": share["returns"],
+        "old_values": share["values"],
+        "loss_weight": share["mask"],
+    }
+    return Batch(input_ids=share.input_ids, cu_seqlens=share.cu_seqlens, fields=extra)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Judged:
+    """A step's completions as the critic has them: ``shares`` have its ``values`` from before its first update."""
+
+    division: Division
+    shares: list[Batch]
+
+    def values(self, division: Division) -> list[torch.Tensor]:
+        """``[T]`` float32 for each share of another division. On all processes of the loop together."""
+        return self.division.moved([share["values"] for share in self.shares], division)
+
+
+def check_critic(config: RLConfig, launcher: Launcher, ranks: int) -> None:
+    """Refuse a critic that cannot be on the policy's ``ranks``, before anything is loaded.
+
+    Raises ``ConfigError``, ``UnsupportedCapability``, ``PluginError``.
+    """
+    if config.algorithm.critic is None:
+        return
+    engine = config.algorithm.critic.engine(config.engine)
+    sizes = model_sizes(engine.parallelism)
+    each, shards = math.prod(sizes.values()), engine.parallelism.dp_shard
+    if ranks % each or shards not in (-1, ranks // each):
+        raise ConfigError(
+            "algorithm.critic.parallelism",
+            f"{said(sizes | {'dp_shard': shards})} does not make a world of {ranks}",
+            why="the critic is on the ranks of the policy's engine, on all of them",
+            remedy="choose sizes whose product is the number of ranks, or dp_shard: -1; null: the policy's",
+        )
+    with _named_by_its_own_keys():
+        built = engine.build(seed=config.run.seed, total_steps=1)
+        _, capabilities = launcher.resolve(engine, config.engine)
+    refuse_undeclared(built, capabilities, engine.backend)
+
+
+@contextmanager
+def _named_by_its_own_keys() -> Iterator[None]:
+    try:
+        yield
+    except ConfigError as error:
+        field = error.field.replace("engine.", "algorithm.critic.", 1)
+        raise ConfigError(field, error.what, why=error.why, remedy=error.remedy) from error
+
+
+def _figures(outputs: Sequence[TrainOutput]) -> dict[str, float]:
+    applied = [o for o in outputs if o.skipped is None]
+    figures = {
+        "critic/updates": float(len(applied)),
+        "critic/skipped": float(len(outputs) - len(applied)),
+    }
+    if not outputs:
+        return figures
+    sums = {name: math.fsum(o.metrics[name] for o in outputs) for name in outputs[0].metrics}
+    tokens = max(sums["tokens"], 1.0)
+    figures |= {
+        f"critic/{name}": sums[name] / tokens
+        for name in ("value", "return", "clipped")
+        if name in sums
+    }
+    return figures | {
+        "critic/loss": math.fsum(o.loss for o in outputs) / len(outputs),
+        "critic/grad_norm": math.fsum(o.grad_norm for o in outputs) / len(outputs),
+        "critic/lr": outputs[-1].lr,
+        "critic/explained_variance": explained_variance(sums),
+    }

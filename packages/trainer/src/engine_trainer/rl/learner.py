@@ -1,0 +1,362 @@
+"""From groups and rewards to updates of the engine."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+
+from engine_api.batch import Batch
+from engine_api.losses import token_weights
+from engine_api.results import TrainOutput
+from engine_trainer.algorithms.correction import correction_figures, ratios
+from engine_trainer.algorithms.losses import PolicyLoss, denominator
+from engine_trainer.config import AlgorithmSection, CorrectionSection, RLConfig
+from engine_trainer.placement.groups import Trained, agreed
+from engine_trainer.placement.replica import Answer, Group
+from engine_trainer.rl.credit import CreditAssignment
+from engine_trainer.rl.critic import Critic, Judged
+from engine_trainer.rl.experience import is_stale, shaped_rewards
+from engine_trainer.rl.mismatch import (
+    MismatchWatch,
+    apply,
+    largest_of,
+    mismatch_figures,
+    mismatch_sums,
+)
+from engine_trainer.rl.partition import Division, Document
+from engine_trainer.run.reference import Reference, log_probs_of
+from engine_trainer.run.run import Run
+from engine_trainer.utils.hf_models import draws_dropout
+
+
+@dataclass(frozen=True, kw_only=True)
+class _MiniBatch:
+    """The documents of one update; ``denominator`` is of those that are left out too."""
+
+    denominator: float
+    tokens: int  # that count
+    documents: list[Document]
+
+
+class Learner:
+    """GRPO, PPO and their relatives: log-probs, values, advantages, then ``epochs`` × ``mini_batches`` updates.
+
+    Every method is called on all processes of the loop together. What has a value a token is a list of shares, one for each
+    data-parallel rank that is held here.
+    """
+
+    def __init__(self, run: Run, config: RLConfig) -> None:
+        self.policy, self.timers, self._comm = run.policy, run.timers, run.comm
+        self.config, algorithm = config, config.algorithm
+        self.temperature = config.rollout.temperature
+        self.loss = policy_loss(algorithm)
+        self.credit = CreditAssignment(algorithm, run.policy)
+        self.reference = Reference(run) if algorithm.kl.coefficient else None
+        self.critic = Critic(run, config) if algorithm.critic else None
+
+    @property
+    def state(self) -> dict[str, float]:
+        """What a resumed run needs beside the engines, JSON."""
+        return {"kl_coefficient": self.credit.kl_coefficient}
+
+    def restore(self, state: Mapping[str, float]) -> None:
+        """``state`` as it was saved. A coefficient without a target is the configuration's."""
+        if self.config.algorithm.kl.target is not None and "kl_coefficient" in state:
+            self.credit.kl_coefficient = state["kl_coefficient"]
+
+    def learn(self, groups: Sequence[Group]) -> dict[str, float]:
+        """Update the engines; the step's figures, the same on all ranks. No groups: nothing is changed.
+
+        Raises ``BatchError`` where a rank finds a log-prob or a value that is not finite, ``RankFailure`` on the others.
+        """
+        if not groups:
+            return {"train/updates": 0.0}
+        self._move(away=False)
+        rewards = shaped_rewards(groups, self.config)
+        mini_batches = self._divide(groups, rewards)
+        mine = Division(self.policy, [m.documents for m in mini_batches])
+        packed = agreed(self._comm, mine.packed)
+        with self.timers.phase("log_probs"):
+            shares = self._with_log_probs(packed)
+        judged = self._judged(mine, packed, mini_batches)
+        values = judged.values(mine) if judged else []
+        credit = self.credit.assign(
+            shares, [[d.where for d in share] for share in mine.shares], rewards, values
+        )
+        figures = credit.figures | (
+            self._teach_critic(judged, mine, credit.returns, mini_batches) if judged else {}
+        )
+        shares, corrected = self._corrected(self._with_weights(shares, credit.advantages))
+        with self.timers.phase("train"):
+            figures |= corrected | self._update(mini_batches, mine.by_mini_batch(shares))
+        self.rest()
+        return figures
+
+    def rest(self) -> None:
+        """With ``rollout.offload_engine`` reference and critic leave the device, until the next update."""
+        self._move(away=True)
+
+    @property
+    def oldest_version(self) -> int:
+        """Of the weights that made a token: from an older one nothing is learned."""
+        overlap, algorithm = self.config.overlap, self.config.algorithm
+        if overlap.mode == "none":
+            return -1
+        return (
+            self.policy.weight_version
+            - overlap.max_staleness * algorithm.mini_batches * algorithm.epochs
+        )
+
+    def close(self) -> None:
+        """Close the engines of reference and critic."""
+        for part in (self.reference, self.critic):
+            if part is not None:
+                part.close()
+
+    def _move(self, *, away: bool) -> None:
+        if self.config.rollout.offload_engine:
+            for engines in (
+                self.reference and self.reference.engines,
+                self.critic and self.critic.engines,
+            ):
+                if engines is not None:
+                    engines.offload() if away else engines.reload()
+
+    # --- before the updates ---------------------------------------------------------------------
+
+    @property
+    def _aggregation_length(self) -> int:
+        """The constant, in tokens, that ``seq-mean-token-sum-norm`` divides by."""
+        given = self.config.algorithm.aggregation_length
+        return self.config.rollout.max_new_tokens if given is None else given
+
+    @cached_property
+    def _dropout(self) -> bool:
+        return draws_dropout(self.config.engine)
+
+    @property
+    def _engine_knows(self) -> bool:
+        """Whether the engine's log-probs are computed before the first update, because something reads them there.
+
+        With a single update they are those of its own forward pass, which is weighted there (``MismatchWatch``), unless dropout
+        makes others of them. What is rejected has to be known before it: an update without any token is none.
+        """
+        algorithm = self.config.algorithm
+        ahead = algorithm.correction.reject != "none" or (
+            algorithm.correction.enabled and self._dropout
+        )
+        return (
+            not self.loss.on_policy or self.credit.kl_in_reward or ahead
+        ) and algorithm.old_log_probs == "engine"
+
+    def _divide(self, groups: Sequence[Group], rewards: torch.Tensor) -> list[_MiniBatch]:
+        """Whole groups to mini-batches."""
+        # Without an advantage there is no gradient where nothing else is in the loss. Such documents count in
+        # the denominator, and are not computed.
+        skip = self.loss.only_advantages and self.credit.zero_stays_zero
+        known = self.credit.before(rewards) if skip else torch.ones_like(rewards)
+        documents = [
+            _document(
+                g, i, group, answer, self.config.algorithm.overlong.filter, self.oldest_version
+            )
+            for g, group in enumerate(groups)
+            for i, answer in enumerate(group.answers)
+        ]
+        count = min(self.config.algorithm.mini_batches, len(groups))
+        mini_batches: list[_MiniBatch] = []
+        for k in range(count):
+            chosen = [d for d in documents if d.group * count // len(groups) == k]
+            live = [d for d in chosen if d.counted and known[d.where] != 0]
+            counts = [d.counted for d in chosen]
+            whole = denominator(self.config.algorithm.aggregation, counts, self._aggregation_length)
+            tokens = sum(d.counted for d in live)
+            mini_batches.append(_MiniBatch(denominator=whole, tokens=tokens, documents=live))
+        return mini_batches
+
+    def _with_log_probs(self, shares: Sequence[Batch]) -> list[Batch]:
+        """``old_log_probs`` and ``ref_log_probs``, where something reads them."""
+        extra: dict[str, list[torch.Tensor]] = {}
+        if self.config.algorithm.old_log_probs == "rollout":
+            extra["old_log_probs"] = [s["rollout_log_probs"] for s in shares]
+        elif self._engine_knows:
+            outputs = self.policy.infer(shares, temperature=self.temperature)
+            extra["old_log_probs"] = [log_probs_of(o) for o in outputs]
+        if self.reference is not None:
+            extra["ref_log_probs"] = self.reference.log_probs(shares, self.temperature)
+        return self._with_fields(shares, **extra)
+
+    def _with_fields(self, shares: Sequence[Batch], **extra: Sequence[torch.Tensor]) -> list[Batch]:
+        """Each share with its own tensor of each field; one that is not finite on any rank ends the step on all."""
+        return agreed(
+            self._comm,
+            lambda: [
+                share.with_fields(**{name: values[k] for name, values in extra.items()})
+                for k, share in enumerate(shares)
+            ],
+        )
+
+    def _judged(
+        self, mine: Division, packed: Sequence[Batch], mini_batches: Sequence[_MiniBatch]
+    ) -> Judged | None:
+        """The critic's values, of its own shares: the policy's where both engines divide alike."""
+        if self.critic is None:
+            return None
+        division, critic = mine, self.critic
+        if critic.apart:
+            division = Division(critic.engines, [m.documents for m in mini_batches])
+            packed = agreed(self._comm, division.packed)
+        with self.timers.phase("values"):
+            return Judged(
+                division=division, shares=self._with_fields(packed, values=critic.values(packed))
+            )
+
+    def _with_weights(
+        self, shares: Sequence[Batch], advantages: Sequence[torch.Tensor]
+    ) -> list[Batch]:
+        mode = self.config.algorithm.aggregation
+        weights = [token_weights(share["mask"], share.cu_seqlens, mode) for share in shares]
+        return self._with_fields(shares, loss_weight=weights, advantages=advantages)
+
+    def _corrected(self, shares: Sequence[Batch]) -> tuple[list[Batch], dict[str, float]]:
+        """The shares with the rollout corrected, and ``mismatch/…`` and ``correction/…``; where the engine's log-probs are known.
+
+        The denominator stays that of all counted tokens: a rejected token is a zero in the mean, not left out of it.
+        """
+        if not self._engine_knows:
+            return list(shares), {}
+        section = self.config.algorithm.correction
+        results = [_correct(share, section) for share in shares]
+        rows = self.policy.gather([(sums, largest) for _, sums, largest in results])
+        totals = {name: math.fsum(sums[name] for sums, _ in rows) for name in rows[0][0]}
+        figures = mismatch_figures(totals, [largest for _, largest in rows]) | correction_figures(
+            totals, section
+        )
+        return [share for share, _, _ in results], figures
+
+    # --- the updates ----------------------------------------------------------------------------
+
+    def _teach_critic(
+        self,
+        judged: Judged,
+        mine: Division,
+        returns: Sequence[torch.Tensor],
+        mini_batches: Sequence[_MiniBatch],
+    ) -> dict[str, float]:
+        assert self.critic is not None
+        with self.timers.phase("critic"):
+            shares = self._with_fields(judged.shares, returns=mine.moved(returns, judged.division))
+            parts = judged.division.by_mini_batch(shares)
+            updates = [(part, mini.tokens) for part, mini in zip(parts, mini_batches, strict=True)]
+            return self.critic.learn(updates * self.critic.section.epochs)
+
+    def _update(
+        self, mini_batches: Sequence[_MiniBatch], parts: Sequence[Sequence[Batch]]
+    ) -> dict[str, float]:
+        """``parts``: of each mini-batch, one a share."""
+        trained: list[Trained] = []
+        # Only before the first update are the weights those of the rollout.
+        section = self.config.algorithm.correction
+        first = self.loss if self._engine_knows else MismatchWatch(self.loss, section)
+        for _ in range(self.config.algorithm.epochs):
+            for mini, part in zip(mini_batches, parts, strict=True):
+                if mini.documents:  # else no token has a gradient, on any rank
+                    trained.append(
+                        self.policy.train(
+                            part,
+                            self.loss if trained else first,
+                            denominator=mini.denominator,
+                            temperature=self.temperature,
+                        )
+                    )
+        figures = _figures([t.output for t in trained])
+        if trained and not self._engine_knows:
+            sums = trained[0].output.metrics
+            figures |= mismatch_figures(sums, trained[0].observed) | correction_figures(
+                sums, section
+            )
+        return figures
+
+
+def _correct(share: Batch, section: CorrectionSection) -> tuple[Batch, dict[str, float], float]:
+    """A share with its rollout corrected, its sums for the figures, and the largest |Δ|."""
+    engine, rollout = share["old_log_probs"], share["rollout_log_probs"]
+    given = ratios(engine, rollout, share["mask"], share.cu_seqlens)
+    sums = mismatch_sums(given, engine, rollout)
+    if section.enabled:
+        share, corrected = apply(share, given, section)
+        sums |= corrected
+    return share, {name: float(value) for name, value in sums.items()}, largest_of(given)
+
+
+def policy_loss(algorithm: AlgorithmSection) -> PolicyLoss:
+    """Return the loss that the configuration describes. Raises ``ConfigError``."""
+    one_update = algorithm.mini_batches == algorithm.epochs == 1
+    kl = algorithm.kl
+    return PolicyLoss(
+        kind=algorithm.loss,
+        clip_low=algorithm.clip_low,
+        clip_high=algorithm.clip_high,
+        dual_clip=algorithm.dual_clip,
+        kl_coef=kl.coefficient if kl.where == "loss" else 0.0,
+        kl_estimator=kl.chosen,
+        kl_importance=kl.importance,
+        kl_bound=kl.bound,
+        entropy_coef=algorithm.entropy_coefficient,
+        entropy=True,
+        on_policy=one_update and algorithm.old_log_probs == "engine",
+        corrected=algorithm.correction.enabled,
+    )
+
+
+def _document(
+    row: int, place: int, group: Group, answer: Answer, drop_cut: bool, oldest: int
+) -> Document:
+    before = [0.0] * len(group.prompt.tokens)
+    # DAPO's overlong filter: the end of an answer that was cut has not been judged, so that none of it counts.
+    own = (
+        [1.0] * len(answer.tokens) if answer.loss_weights is None else answer.loss_weights
+    )  # a tool's carry no loss
+    counts = [0.0 if drop_cut and not answer.finished else weight for weight in own]
+    if any(stale := is_stale(answer, oldest)):
+        counts = [0.0 if old else count for old, count in zip(stale, counts, strict=True)]
+    return Document(
+        group=row,
+        place=place,
+        tokens=[*group.prompt.tokens, *answer.tokens],
+        mask=before + counts,
+        rollout_log_probs=before + answer.log_probs,
+    )
+
+
+def _figures(outputs: Sequence[TrainOutput]) -> dict[str, float]:
+    applied = [o for o in outputs if o.skipped is None]
+    figures = {
+        "train/updates": float(len(applied)),
+        "train/skipped": float(len(outputs) - len(applied)),
+    }
+    if not outputs:
+        return figures
+    sums: dict[str, float] = {}
+    for output in outputs:
+        for name, value in output.metrics.items():
+            sums[name] = sums.get(name, 0.0) + value
+    tokens = max(sums.pop("tokens", 0.0), 1.0)
+    per_token = {
+        f"train/{n}": v / tokens
+        for n, v in sums.items()
+        if not n.startswith(("mismatch", "correction", "weight", "policy_loss"))
+    }
+    return (
+        figures
+        | per_token
+        | {
+            "train/loss": math.fsum(o.loss for o in outputs) / len(outputs),
+            "train/grad_norm": math.fsum(o.grad_norm for o in outputs) / len(outputs),
+            "train/lr": outputs[-1].lr,
+            "train/tokens": float(sum(o.num_tokens for o in outputs)),
+        }
+    )

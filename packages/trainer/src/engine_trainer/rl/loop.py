@@ -1,0 +1,147 @@
+"""Reinforcement learning from verifiable rewards: the loop of PPO, GRPO and their relatives."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from contextlib import closing
+from typing import Any
+
+from engine_trainer.config import RLConfig
+from engine_trainer.data import (
+    ChatTokenizer,
+    PromptDataset,
+    SampleOrder,
+    heldout_sets,
+    load_tokenizer,
+    order_of,
+    questions,
+    read_examples,
+    room_for_prompts,
+    warn_of_overlap,
+)
+from engine_trainer.placement.groups import Launcher
+from engine_trainer.rl.critic import check_critic
+from engine_trainer.rl.experience import Experience, collect
+from engine_trainer.rl.learner import Learner
+from engine_trainer.rl.sources import OneStepOff, Source, Synchronous
+from engine_trainer.run.run import Outcome, Run, world_size
+from engine_trainer.sampling.evaluate import Evaluator
+from engine_trainer.sampling.sampler import Sampler
+from engine_trainer.telemetry.throughput import Throughput, of_config
+
+SHOW = (
+    "train/reward",
+    "eval/accuracy",
+    "rollout/response_length",
+    "train/entropy",
+    "train/grad_norm",
+)
+
+Metrics = dict[str, float]
+
+
+def train_rl(config: RLConfig, launcher: Launcher | None = None) -> Outcome:
+    """Train as ``config`` says, from the beginning or from the last checkpoint.
+
+    A step: bring the engine's weights to the rollout, draw a group of completions for each prompt, judge
+    them, say what each token has earned, and update the engine. All randomness is a function of the seed and of the
+    step, so that a run that was killed and resumed ends as the one that was left alone.
+
+    Raises ``EngineError``: configuration, data, plug-ins, rewards, rollouts, checkpoints; on all ranks together.
+    """
+    algorithm = config.algorithm
+    ranks = config.ray.engines if config.launcher == "ray" else world_size()
+    tokenizer = load_tokenizer(config.data, config.engine.model)
+    train = _load(config, tokenizer)
+    heldout = heldout_sets(config.data, config.eval, tokenizer, config.engine.model, config.rollout)
+    for one in heldout:
+        warn_of_overlap(questions(train.prompts), questions(one.problems.prompts), one.name)
+    order = order_of(train, config.data, config.run.seed)
+    steps = config.run.total_steps(
+        len(train), algorithm.prompts_per_step, key="algorithm.prompts_per_step", data=config.data
+    )
+    with Run(config, kind="rl", total_steps=steps, launcher=launcher) as run:
+        check_critic(config, run.launcher, ranks)
+        run.start(schedule_steps=run.total_steps * algorithm.mini_batches * algorithm.epochs)
+        sampler = Sampler.create(run, tokenizer, config.rollout, config.reward, config.agent)
+        learner = Learner(run, config)
+        evaluator = Evaluator(run, sampler, heldout)
+        speed = of_config(run.engine_config, run.device, ranks)
+        state = run.resume(len(train))
+        learner.restore(state.get("learner", {}))
+        sampler.failures.restore(state.get("failures", {}))
+        learner.rest()
+        if state["step"] == 0 and (start := train.figures() | evaluator.measure(0)):
+            run.log.write(0, start)
+        # Closed after an error, too: what generates beside the loop must not go on with workers that are gone.
+        with closing(_source(run, config, sampler, learner, train, order, state)) as source:
+            for step in run.steps(state["step"]):
+                experience = source.take(step)
+                sampler.failures.count(experience.generated)
+                metrics = experience.metrics | sampler.synced | learner.learn(experience.groups)
+                metrics |= _speed(run, experience, metrics.get("train/tokens", 0.0), speed) | {
+                    "train/epoch": experience.position / len(train)
+                }
+                if config.eval and (
+                    step == run.total_steps or (config.eval.every and step % config.eval.every == 0)
+                ):
+                    source.settle()
+                    metrics |= evaluator.measure(step)
+                state = {
+                    **experience.state,
+                    "rows": len(train),
+                    "learner": learner.state,
+                    "failures": sampler.failures.state,
+                }
+                run.end_step(step, metrics, state, show=SHOW)
+        learner.close()
+        sampler.close()
+        return run.finish(tokenizer.tokenizer)
+
+
+def _load(config: RLConfig, tokenizer: ChatTokenizer) -> PromptDataset:
+    examples = read_examples(config.data, "prompt")
+    room = room_for_prompts(config.engine.model, config.rollout)
+    return PromptDataset.build(examples, tokenizer, config.data, room)
+
+
+def _source(
+    run: Run,
+    config: RLConfig,
+    sampler: Sampler,
+    learner: Learner,
+    data: PromptDataset,
+    order: SampleOrder,
+    state: Mapping[str, Any],
+) -> Source:
+    position = int(state.get("position", 0))
+
+    def gather(step: int, start: int) -> Experience:
+        return collect(sampler, data, order, config, step=step, position=start)
+
+    if config.overlap.mode == "full":
+        from engine_trainer.rl.fully_async import FullyAsync
+
+        return FullyAsync(
+            sampler,
+            data,
+            order,
+            config,
+            position=position,
+            pending=state.get("pending", ()),
+            oldest=lambda: learner.oldest_version,
+        )
+    if config.overlap.mode == "one_step_off":
+        return OneStepOff(
+            sampler, gather, position, lambda: learner.oldest_version, run.total_steps
+        )
+    return Synchronous(sampler, gather, position)
+
+
+def _speed(run: Run, experience: Experience, trained: float, speed: Throughput | None) -> Metrics:
+    """``trained``: tokens of all updates of the step."""
+    updates = run.timers.spent("train")
+    seconds = updates + run.timers.spent("log_probs")
+    figures = {"perf/trained_tokens_per_s": trained / seconds if seconds else 0.0}
+    lengths = [len(g.prompt.tokens) + len(a.tokens) for g in experience.groups for a in g.answers]
+    return figures | (speed.of_updates(lengths, trained, updates) if speed else {})

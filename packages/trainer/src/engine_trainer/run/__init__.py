@@ -1,0 +1,1 @@
+"""A run and its folder: checkpoints, lock, interrupts, the reference model."""

@@ -1,0 +1,212 @@
+"""Which checkpoints a run has, which it goes on from, which it keeps."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+from collections.abc import Mapping
+from dataclasses import asdict
+from hashlib import sha256
+from pathlib import Path
+from typing import Any
+
+from engine_api.checkpoint import LATEST, locate, repair
+from engine_api.comm import Comm, together
+from engine_api.errors import CheckpointMismatch, CheckpointMissing, ConfigError
+from engine_api.folders import remove
+from engine_api.manifest import MANIFEST, read_manifest
+from engine_api.results import CheckpointHandle
+from engine_trainer.config.loading import flatten, to_plain
+from engine_trainer.config.secrets import Referred
+from engine_trainer.placement.groups import EngineGroup
+
+_STEP = re.compile(r"step-(\d{6,})$")
+# What a run may not change between its parts; everything else may, and is named when it does.
+FIXED = (
+    "kind",
+    "run.seed",
+    "batch_size",
+    "engine.model",
+    "engine.model_type",
+    "engine.lora",
+    "data",
+    "algorithm.critic.model",
+    "algorithm.critic.lora",
+)
+FREE = ("run.", "engine.memory", "engine.parallelism", "engine.checkpoint", "engine.device", "eval")
+
+
+class Checkpoints:
+    """``output_dir/checkpoints``: ``step-000120`` folders and ``latest``; keeps the newest ``keep`` (0: all).
+
+    Engines beside the policy have theirs in folders of their names, ``critic/step-000120``. These are complete before the
+    policy's begins: a step is there when the policy's folder is, whole.
+    """
+
+    def __init__(self, folder: Path, *, keep: int) -> None:
+        self.folder, self.keep = folder, keep
+        self.saved: int | None = None  # newest step that was saved or loaded
+        self._handle: CheckpointHandle | None = None
+
+    def steps(self) -> dict[int, Path]:
+        """Complete checkpoints by step, oldest first."""
+        found = {
+            int(m[1]): path for path in self.folder.glob("step-*") if (m := _STEP.search(path.name))
+        }
+        return {step: found[step] for step in sorted(found) if (found[step] / MANIFEST).is_file()}
+
+    def find(self, resume: str) -> Path | None:
+        """Where to go on from; None: begin anew. Raises ``ConfigError`` when that would mix two runs."""
+        own = self.steps()
+        if resume == "auto":
+            # A kill between the rename and the replacement of `latest` leaves a newer, complete folder.
+            return max(own.items())[1] if own else None
+        if resume == "never":
+            if own:
+                raise ConfigError(
+                    "run.resume",
+                    "run.output_dir already holds a run",
+                    why=f"{max(own.items())[1]} is there",
+                    remedy="use run.resume=auto to go on, or another run.output_dir",
+                )
+            return None
+        return self._given(Path(resume), own)
+
+    def save(
+        self,
+        policy: EngineGroup,
+        comm: Comm,
+        step: int,
+        extra: Mapping[str, Any],
+        beside: Mapping[str, EngineGroup],
+    ) -> None:
+        """Save after ``step``, unless that was done. Raises what the save, or the one before it, raises."""
+        if step == self.saved:
+            return
+        self.wait(comm)
+        together(
+            comm, lambda: self.folder.mkdir(parents=True, exist_ok=True) if comm.rank == 0 else None
+        )
+        name = f"step-{step:06d}"
+        for key, group in beside.items():
+            group.save_checkpoint(self.folder / key / name, extra={}).result()
+        self._handle = policy.save_checkpoint(self.folder / name, extra=extra)
+        self.saved = step
+        if all(
+            comm.all_gather(self._handle.done())
+        ):  # a save in the background may stand here and not yet there
+            self.wait(comm)
+
+    def wait(self, comm: Comm) -> None:
+        """Wait for a save that still runs, then remove what is no longer kept."""
+        handle, self._handle = self._handle, None
+        if handle is not None:
+            handle.result()
+            together(comm, lambda: self._prune() if comm.rank == 0 else None)
+
+    @staticmethod
+    def beside(path: Path, name: str) -> Path:
+        """The checkpoint of the engine ``name`` that belongs to the policy's. Raises ``CheckpointMissing``."""
+        path = locate(path)
+        if not (path.parent / name / path.name / MANIFEST).is_file():
+            raise CheckpointMissing(
+                f"the checkpoint has no {name}",
+                where=str(path),
+                why="it was saved by a run without one",
+                remedy="begin anew in another run.output_dir; engine.model.path may be an export of this one",
+            )
+        return path.parent / name / path.name
+
+    def clean(self) -> None:
+        """Finish what a killed save or removal left undone: halves go, ``latest`` names the newest, older ones go."""
+        whole = {path.name for path in self.steps().values()}
+        halves = [path for path in self.folder.glob("*/step-*") if path.name not in whole]
+        (self.folder / f"{LATEST}.partial").unlink(missing_ok=True)
+        for path in [*self.folder.glob("step-*.partial"), *halves]:
+            shutil.rmtree(path)
+        for folder in {self.folder, *(path.parent for path in self.folder.glob("*/step-*"))}:
+            repair(folder)
+        self._prune()
+
+    def _given(self, path: Path, own: Mapping[int, Path]) -> Path:
+        if not path.is_dir():
+            raise ConfigError(
+                "run.resume",
+                f"{str(path)!r} is not a checkpoint",
+                remedy="auto, never, or a checkpoint folder",
+            )
+        path = locate(path)
+        step = read_manifest(path).step
+        later = [p.name for s, p in own.items() if s > step]
+        if later:
+            raise ConfigError(
+                "run.resume",
+                f"run.output_dir holds later checkpoints than step {step}",
+                why=f"{', '.join(later)} would be in the way",
+                remedy="use another run.output_dir, or remove them",
+            )
+        return path
+
+    def _prune(self) -> None:
+        steps = list(self.steps().items())
+        for _, path in steps[: -self.keep] if self.keep else []:
+            # The policy's first: what is left of a killed removal is no checkpoint.
+            for part in (path, *self.folder.glob(f"*/{path.name}")):
+                remove(part)
+        assert not steps or (self.folder / LATEST).is_file()
+
+
+def read_extra(path: Path) -> Mapping[str, Any]:
+    """What ``Run`` gave to the save. Raises ``CheckpointMismatch`` when the checkpoint is not a run's."""
+    extra = read_manifest(path).extra
+    if "loop" not in extra or "config" not in extra:
+        raise CheckpointMismatch(
+            "the checkpoint was not saved by engine-train",
+            where=str(path),
+            why="it does not say where the loop stood",
+            remedy="export it with save_hf, and name that as engine.model.path",
+        )
+    return extra
+
+
+def fingerprint(config: Any) -> dict[str, Any]:
+    """Return what a checkpoint keeps of its configuration, by dotted key, without secrets.
+
+    Of a value that must not change and that stands elsewhere (``${oc.env:DATA}``) it has the reference and eight digits
+    of the value's SHA-256: enough to see a change, too few to find the value.
+    """
+    found = flatten(to_plain(config))
+    for key, value in flatten(asdict(config)).items():
+        values = value if isinstance(value, list | tuple) else [value]
+        if _below(key, FIXED) and any(isinstance(one, Referred) for one in values):
+            digest = sha256(json.dumps([str(one) for one in values]).encode()).hexdigest()
+            found[key] = f"{found[key]} (SHA-256 {digest[:8]}…)"
+    return found
+
+
+def compare(then: Mapping[str, Any], now: Mapping[str, Any], where: str) -> list[str]:
+    """What changed since the checkpoint and may, as lines.
+
+    Raises ``ConfigError`` that names the first key that may not (model, data, batch size).
+    """
+    changed = [key for key in sorted({*then, *now}) if then.get(key) != now.get(key)]
+    fixed = [key for key in changed if _below(key, FIXED)]
+    if fixed:
+        key = fixed[0]
+        raise ConfigError(
+            key,
+            f"{now.get(key)!r}, but the checkpoint was made with {then.get(key)!r}",
+            why=f"run.resume would go on from {where}"
+            + (f"; also: {', '.join(fixed[1:])}" if fixed[1:] else ""),
+            remedy="restore the value, or begin anew in another run.output_dir",
+        )
+    # The length of the run is where its learning-rate schedule ends.
+    named = [
+        key for key in changed if key in ("run.steps", "run.epochs") or not key.startswith(FREE)
+    ]
+    return [f"{key}: {then.get(key)!r} -> {now.get(key)!r}" for key in named]
+
+
+def _below(key: str, sections: tuple[str, ...]) -> bool:
+    return any(key == s or key.startswith(f"{s}.") for s in sections)

@@ -1,0 +1,54 @@
+"""The reference model of the KL term."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import torch
+
+from engine_api.batch import Batch
+from engine_api.results import TokenOutputs
+from engine_trainer.placement.groups import EngineGroup
+from engine_trainer.run.run import Run
+
+
+class Reference:
+    """Log-probs of the model as the run began: the adapter off, or a second engine that only infers."""
+
+    def __init__(self, run: Run) -> None:
+        self._adapter = run.engine_config.lora is not None
+        self._engines: EngineGroup = run.policy if self._adapter else self._create(run)
+
+    @staticmethod
+    def _create(run: Run) -> EngineGroup:
+        return run.launcher.engines(
+            run.config.engine, replace(run.engine_config, optimizer=None), run.device
+        )
+
+    @property
+    def engines(self) -> EngineGroup | None:
+        """The second engine, where there is one."""
+        return None if self._adapter else self._engines
+
+    def log_probs(self, shares: Sequence[Batch], temperature: float) -> list[torch.Tensor]:
+        """``[T]`` float32 of each share that is held."""
+        return [log_probs_of(o) for o in self._infer(shares, temperature)]
+
+    def outputs(self, batch: Batch) -> TokenOutputs:
+        """Of this rank's own share, at temperature 1; for a loop that every rank runs."""
+        (outputs,) = self._infer([batch], 1.0)
+        return outputs
+
+    def _infer(self, shares: Sequence[Batch], temperature: float) -> list[TokenOutputs]:
+        return self._engines.infer(shares, temperature=temperature, adapter=not self._adapter)
+
+    def close(self) -> None:
+        """Close the second engine, where there is one."""
+        if self.engines is not None:
+            self.engines.close()
+
+
+def log_probs_of(outputs: TokenOutputs) -> torch.Tensor:
+    """Inferred log-probs; an empty batch may have none."""
+    return torch.zeros(0, dtype=torch.float32) if outputs.log_probs is None else outputs.log_probs

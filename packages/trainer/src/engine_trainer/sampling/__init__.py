@@ -1,0 +1,1 @@
+"""Completions with scores: sampling for training and for evaluation."""

@@ -1,0 +1,161 @@
+"""Completions with their rewards, from all replicas of a rollout."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+
+from engine_api.comm import Comm
+from engine_api.rollout import SamplingParams, SyncResult
+from engine_trainer.config.sections import AgentSection, RewardSection, RolloutSection
+from engine_trainer.data import ChatTokenizer, Prompt
+from engine_trainer.placement.groups import EngineGroup, RolloutGroup
+from engine_trainer.placement.replica import Answer, Group, RolloutSpec
+from engine_trainer.run.run import Run
+from engine_trainer.sampling.failure_budget import Failures
+from engine_trainer.telemetry.logs import Timers
+
+__all__ = ["Answer", "Group", "Sampler"]
+
+
+class Sampler:
+    """Generates and judges. Every method is called on all processes of the loop together and returns the same on all.
+
+    Attributes:
+        synced: ``sync/…`` of the newest weight sync: seconds by phase (the slowest replica's), bytes, tensors, quantized
+            tensors, whether it was audited, and ``wire_bytes`` where the rollout is in processes of its own.
+        failures: of the answers that the loop took; what takes them counts them.
+    """
+
+    def __init__(
+        self,
+        *,
+        rollouts: RolloutGroup,
+        policy: EngineGroup,
+        comm: Comm,
+        tokenizer: ChatTokenizer,
+        section: RolloutSection,
+        timers: Timers,
+        failures: Failures,
+    ) -> None:
+        self.failures = failures
+        self.rollouts, self.policy, self.comm, self.tokenizer = rollouts, policy, comm, tokenizer
+        self.section, self.timers = section, timers
+        self.synced: dict[str, float] = {}
+
+    @staticmethod
+    def create(
+        run: Run,
+        tokenizer: ChatTokenizer,
+        section: RolloutSection,
+        reward: RewardSection,
+        agent: AgentSection | None = None,
+    ) -> Sampler:
+        """For a run that has started. Raises ``PluginError``, ``ConfigError``: all processes together."""
+        spec = RolloutSpec(
+            section=section,
+            reward=reward,
+            tokenizer=tokenizer,
+            engine=run.config.engine,
+            engine_config=run.engine_config,
+            engine_device=run.device,
+            agent=agent,
+        )
+        rollouts = run.launcher.rollouts(spec, run.timers)
+        return Sampler(
+            rollouts=rollouts,
+            policy=run.policy,
+            comm=run.comm,
+            tokenizer=tokenizer,
+            section=section,
+            timers=run.timers,
+            failures=Failures(reward, agent),
+        )
+
+    @contextmanager
+    def serving(self) -> Iterator[None]:
+        """The rollout awake with the policy's weights of now; afterwards it gives its memory back (``rollout.sleep``).
+
+        With ``rollout.offload_engine`` the engine's memory is the rollout's meanwhile.
+        """
+        with self.timers.phase("sync"):
+            self.sync()
+        yield
+        if self.section.sleep:
+            self.rollouts.sleep()
+        if self.section.offload_engine:
+            self.policy.reload()
+
+    def sync(self) -> None:
+        """Wake the rollout, and bring the policy's weights to it."""
+        section = self.section
+        if section.sleep:
+            self.rollouts.wake_up(weights=True)
+        self.synced = _sync_figures(self.rollouts.sync())
+        if section.offload_engine:
+            self.policy.offload()
+        if section.sleep:
+            self.rollouts.wake_up(weights=False)  # caches only now: a sync may need their memory
+
+    def sample(
+        self, prompts: Sequence[Prompt], *, n: int, temperature: float, seed: int
+    ) -> list[Group]:
+        """``n`` judged answers to each prompt, in the order of ``prompts``; within ``serving``.
+
+        Raises ``RolloutError``, ``RewardError``; ``RankFailure`` on the other ranks.
+        """
+        places = by_replica(prompts, self.rollouts.size)
+        shares = [[prompts[i] for i in places[replica]] for replica in self.rollouts.held]
+        found = self.rollouts.answer(shares, self.sampling(n=n, temperature=temperature, seed=seed))
+        answers = {
+            i: one
+            for own, given in zip(places, found, strict=True)
+            for i, one in zip(own, given, strict=True)
+        }
+        return [Group(prompt=prompt, answers=answers[i]) for i, prompt in enumerate(prompts)]
+
+    def sampling(self, *, n: int, temperature: float, seed: int) -> SamplingParams:
+        """With what the configuration says of the rest."""
+        section = self.section
+        return SamplingParams(
+            n=n,
+            max_new_tokens=section.max_new_tokens,
+            temperature=temperature,
+            top_p=section.top_p,
+            top_k=section.top_k,
+            stop_token_ids=self.tokenizer.stop_token_ids,
+            seed=seed,
+        )
+
+    def close(self) -> None:
+        """Close the rollout."""
+        self.rollouts.close()
+
+
+def by_replica(prompts: Sequence[Prompt], size: int) -> list[list[int]]:
+    """Which of ``prompts`` each of ``size`` replicas answers: by turns, and equal ones at the same replica.
+
+    A rollout tells equal prompts apart by their order. Two replicas, which have the same seed, would give them equal answers.
+    """
+    turns: dict[tuple[int, ...], int] = {}
+    places: list[list[int]] = [[] for _ in range(size)]
+    for i, prompt in enumerate(prompts):
+        places[turns.setdefault(tuple(prompt.tokens), len(turns)) % size].append(i)
+    return places
+
+
+def _sync_figures(results: Sequence[SyncResult]) -> dict[str, float]:
+    """``sync/…``, the largest of any replica."""
+    phases = sorted({name for result in results for name in result.seconds})
+    wire_bytes = max(r.wire_bytes for r in results)
+    apart = {"sync/wire_bytes": float(wire_bytes)} if wire_bytes else {}
+    return (
+        apart
+        | {f"sync/{name}_s": max(r.seconds.get(name, 0.0) for r in results) for name in phases}
+        | {
+            "sync/bytes": float(max(r.num_bytes for r in results)),
+            "sync/tensors": float(max(r.num_tensors for r in results)),
+            "sync/quantized": float(max(r.num_quantized for r in results)),
+            "sync/audited": float(all(r.audited for r in results)),
+        }
+    )

@@ -1,0 +1,1 @@
+"""Logs, reports, profiles and throughput of a run."""

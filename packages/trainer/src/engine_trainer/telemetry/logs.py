@@ -1,0 +1,206 @@
+"""What a run writes while it runs: ``metrics.jsonl``, TensorBoard, wandb, the progress bar; and its clocks.
+
+Names of metrics are grouped by a slash: ``train/loss``, ``eval/accuracy``, ``time/generate``, ``perf/mfu``.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import sys
+import threading
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from tqdm import tqdm
+
+from engine_api.errors import ConfigError
+from engine_api.folders import write_text
+from engine_trainer.config.sections import RunSection
+
+METRICS = "metrics.jsonl"
+Metrics = Mapping[str, float]
+
+
+class Timers:
+    """Seconds by phase: ``with timers.phase("generate"): …``; phases of one name add up."""
+
+    def __init__(self) -> None:
+        self._seconds: dict[str, float] = {}
+        self._last: dict[str, float] = {}
+        self._spent: dict[str, float] = {}
+        self._lock = threading.Lock()  # generation may run beside training
+
+    @contextmanager
+    def phase(self, name: str) -> Iterator[None]:
+        """Count the block's wall time under ``name``."""
+        begin = time.perf_counter()
+        try:
+            yield
+        finally:
+            self.add(name, time.perf_counter() - begin)
+
+    def add(self, name: str, seconds: float) -> None:
+        """A block that another process has measured."""
+        with self._lock:
+            self._last[name] = seconds
+            for sums in (self._seconds, self._spent):
+                sums[name] = sums.get(name, 0.0) + seconds
+
+    def last(self, name: str) -> float:
+        """Seconds of the newest block of ``name``."""
+        return self._last.get(name, 0.0)
+
+    def spent(self, name: str) -> float:
+        """Seconds of all blocks of ``name`` since the last call for it; ``take`` leaves them alone."""
+        with self._lock:
+            return self._spent.pop(name, 0.0)
+
+    def take(self) -> dict[str, float]:
+        """``time/<phase>`` in seconds since the last ``take``; the clocks begin anew."""
+        with self._lock:
+            taken, self._seconds = self._seconds, {}
+        return {f"time/{name}": value for name, value in taken.items()}
+
+
+class RunLog:
+    """Rank 0's log; on other ranks (``active=False``) every call does nothing."""
+
+    def __init__(
+        self,
+        folder: Path,
+        section: RunSection,
+        *,
+        active: bool,
+        total_steps: int,
+        config: Mapping[str, Any] | None = None,
+    ) -> None:
+        self.folder, self.section, self.active, self.total_steps = (
+            folder,
+            section,
+            active,
+            total_steps,
+        )
+        self._config = dict(config or {})
+        self._bar: Any = None
+        self._board: Any = None
+        self._wandb: Any = None
+        self._file: Any = None
+        if section.wandb is not None:
+            _import_wandb()  # say it now, on every rank, not after the model is loaded
+
+    def open(self, step: int) -> None:
+        """Begin after ``step``: rows of later steps, left by a run that died, are removed."""
+        if not self.active:
+            return
+        self.folder.mkdir(parents=True, exist_ok=True)
+        truncate(self.folder / METRICS, step)
+        self._file = (self.folder / METRICS).open("a", encoding="utf-8")
+        if self.section.tensorboard:
+            from torch.utils.tensorboard.writer import SummaryWriter
+
+            self._board = SummaryWriter(
+                str(self.folder / "tensorboard"), purge_step=step + 1 if step else 0
+            )
+        if self.section.wandb is not None:
+            self._wandb = self._start_wandb(self.section.wandb, step)
+        if self.section.progress:
+            # A log file keeps every refresh: there, one in ten seconds is enough.
+            interval = 0.1 if sys.stderr.isatty() else 10.0
+            self._bar = tqdm(
+                total=self.total_steps,
+                initial=step,
+                unit="step",
+                dynamic_ncols=True,
+                mininterval=interval,
+            )
+
+    def write(self, step: int, metrics: Metrics) -> None:
+        """One row: ``{"step": …, "time": unix seconds, name: value, …}``; a value that is not finite is null."""
+        if self._file is None:
+            return
+        row = {"step": step, "time": round(time.time(), 3)}
+        row |= {name: float(v) if math.isfinite(v) else None for name, v in metrics.items()}
+        self._file.write(json.dumps(row) + "\n")
+        self._file.flush()
+        if self._board is not None:
+            for name, value in metrics.items():
+                self._board.add_scalar(name, value, step)
+        if self._wandb is not None:
+            self._wandb.log(dict(metrics), step=step)
+
+    def progress(self, step: int, metrics: Metrics, show: Sequence[str]) -> None:
+        """Move the bar to ``step``; ``show`` names the figures beside it."""
+        if self._bar is None:
+            return
+        figures = {
+            name.removeprefix("train/"): f"{metrics[name]:.4g}" for name in show if name in metrics
+        }
+        self._bar.set_postfix(figures, refresh=False)
+        self._bar.update(step - self._bar.n)
+
+    def say(self, text: str) -> None:
+        """A line for the person who watches, past the bar."""
+        if self.active:
+            tqdm.write(text)
+
+    def close(self) -> None:
+        """Flush everything; idempotent."""
+        bar, board, run, file = self._bar, self._board, self._wandb, self._file
+        self._bar = self._board = self._wandb = self._file = None
+        for part in (bar, board, file):
+            if part is not None:
+                part.close()
+        if run is not None:
+            run.finish()
+
+    def _start_wandb(self, project: str, step: int) -> Any:
+        note = self.folder / "wandb.id"
+        # A run that begins anew is another one there, too: wandb drops rows of steps that it has had.
+        name = note.read_text().strip() if step and note.is_file() else None
+        run = _import_wandb().init(
+            project=project, dir=str(self.folder), id=name, resume="allow", config=self._config
+        )
+        write_text(note, run.id)
+        return run
+
+
+def truncate(path: Path, step: int) -> int:
+    """Keep the rows up to ``step`` (of a new run, ``step == 0``: none); returns how many were removed. Atomic."""
+    if not path.is_file():
+        return 0
+    text = path.read_text(encoding="utf-8", errors="replace")  # a kill may cut a character in two
+    rows = text.splitlines()
+    kept = [row for row in rows if step > 0 and _step_of(row) <= step]
+    whole = "".join(row + "\n" for row in kept)
+    if whole != text:  # also where a kill cut off only the last line's end
+        write_text(path, whole)
+    return len(rows) - len(kept)
+
+
+def read_metrics(path: Path) -> list[dict[str, Any]]:
+    """The rows of a ``metrics.jsonl``; a last line that a killed process left half-written is skipped."""
+    lines = path.read_text(encoding="utf-8").splitlines()
+    return [json.loads(line) for line in lines if _step_of(line) < math.inf]
+
+
+def _step_of(row: str) -> float:
+    try:
+        return float(json.loads(row)["step"])
+    except (ValueError, KeyError, TypeError):
+        return math.inf  # cut off by a kill
+
+
+def _import_wandb() -> Any:
+    try:
+        import wandb
+    except ImportError as error:
+        raise ConfigError(
+            "run.wandb",
+            "wandb is not installed",
+            remedy="pip install engine-trainer[wandb], or run.wandb: null",
+        ) from error
+    return wandb

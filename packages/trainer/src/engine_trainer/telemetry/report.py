@@ -1,0 +1,225 @@
+"""The end of a run on one screen, as plots, and as one HTML file; from ``metrics.jsonl`` alone."""
+
+from __future__ import annotations
+
+import base64
+import html
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from fnmatch import fnmatchcase
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from engine_trainer.errors import DataError
+from engine_trainer.telemetry.logs import METRICS, read_metrics
+
+# What matters first, where a run has it (* stands for any text); everything else stands in the groups' own plots.
+HEADLINES = (
+    "eval/accuracy",
+    "eval/*/accuracy",
+    "eval/maj@*",
+    "eval/*/maj@*",
+    "train/reward",
+    "train/loss",
+    "eval/loss",
+    "train/grad_norm",
+    "mismatch/kl_k3",
+    "rollout/staleness",
+    "rollout/response_length",
+    "perf/tokens_per_s",
+    "perf/generated_tokens_per_s",
+    "perf/mfu",
+)
+LESS_IS_BETTER = ("loss", "norm", "perplexity", "mismatch", "staleness")  # in a metric's name
+PHASE = "time/"
+COLUMNS = 3
+
+
+@dataclass(kw_only=True)
+class Series:
+    """One metric over the run."""
+
+    name: str
+    steps: list[int] = field(default_factory=list[int])
+    values: list[float] = field(default_factory=list[float])
+
+    @property
+    def group(self) -> str:
+        """What stands before the last slash."""
+        return self.name.rpartition("/")[0]
+
+
+def load_series(path: Path) -> dict[str, Series]:
+    """Every metric of a ``metrics.jsonl`` by name. Raises ``DataError`` when there is none."""
+    if not path.is_file():
+        raise DataError(
+            "there is no metrics file", file=str(path), remedy="name the output_dir of a run"
+        )
+    series: dict[str, Series] = {}
+    for row in read_metrics(path):
+        for name, value in row.items():
+            if name not in ("step", "time") and value is not None:
+                one = series.setdefault(name, Series(name=name))
+                one.steps.append(int(row["step"]))
+                one.values.append(float(value))
+    return series
+
+
+def summary(folder: Path) -> str:
+    """The run on one screen: how long, and each headline from its first value to its last."""
+    rows, series = read_metrics(folder / METRICS), load_series(folder / METRICS)
+    shown = [series[n] for n in _headlines(series)]
+    wall = _duration(rows)
+    head = f"{folder}: {max((int(r['step']) for r in rows), default=0)} steps" + (
+        f", {wall}" if wall else ""
+    )
+    lines = (
+        [f"  {'':<28}{'first':>12}{'last':>12}{'best':>12}"]
+        if shown
+        else ["  no metrics were logged"]
+    )
+    lines += [
+        f"  {s.name:<28}{s.values[0]:>12.4g}{s.values[-1]:>12.4g}{_best(s):>12.4g}" for s in shown
+    ]
+    return "\n".join([head, *lines])
+
+
+def write_report(folder: Path) -> Path:
+    """Write ``plots/*.png`` and ``report.html`` (plots inside it) into a run's folder; returns the HTML's path."""
+    series = load_series(folder / METRICS)
+    plots = {"overview": _headlines(series)}
+    for name in sorted(series):
+        plots.setdefault(series[name].group, []).append(name)
+    (folder / "plots").mkdir(exist_ok=True)
+    images = {
+        title: _plot(
+            folder / "plots" / f"{title.replace('/', '-')}.png", [series[n] for n in names]
+        )
+        for title, names in plots.items()
+        if names
+    }
+    if phases := _phases(series):
+        images = {**images, "phases": _plot_phases(folder / "plots" / "phases.png", phases)}
+    page = folder / "report.html"
+    page.write_text(_page(folder, series, images), encoding="utf-8")
+    return page
+
+
+def _headlines(series: Mapping[str, Series]) -> list[str]:
+    found = (sorted(n for n in series if fnmatchcase(n, pattern)) for pattern in HEADLINES)
+    return list(dict.fromkeys(name for names in found for name in names))
+
+
+def _phases(series: Mapping[str, Series]) -> list[Series]:
+    """The phases' times, the longest in all first."""
+    return sorted(
+        (s for n, s in series.items() if n.startswith(PHASE)), key=lambda s: -sum(s.values)
+    )
+
+
+def _duration(rows: Sequence[Mapping[str, Any]]) -> str:
+    """Wall time between rows; a gap of an interruption counts with it, so it is only a bound."""
+    times = [float(r["time"]) for r in rows if "time" in r]
+    if len(times) < 2:
+        return ""
+    seconds = int(times[-1] - times[0])
+    return f"{seconds // 3600}:{seconds // 60 % 60:02d}:{seconds % 60:02d}"
+
+
+def _best(series: Series) -> float:
+    return (
+        min(series.values)
+        if any(word in series.name for word in LESS_IS_BETTER)
+        else max(series.values)
+    )
+
+
+def _plot(path: Path, series: Sequence[Series]) -> Path:
+    # A Figure of its own: pyplot's global state and its choice of a window system stay out of it.
+    from matplotlib.figure import Figure
+
+    rows = (len(series) + COLUMNS - 1) // COLUMNS
+    figure = Figure(figsize=(4.5 * min(COLUMNS, len(series)), 2.8 * rows), layout="constrained")
+    for index, one in enumerate(series):
+        axes = figure.add_subplot(rows, min(COLUMNS, len(series)), index + 1)
+        axes.plot(one.steps, one.values, marker="." if len(one.steps) < 40 else None, linewidth=1.2)
+        axes.set_title(one.name, fontsize=9)
+        axes.set_xlabel("step", fontsize=8)
+        axes.tick_params(labelsize=8)
+        axes.grid(visible=True, alpha=0.3)
+    figure.savefig(path, dpi=110)
+    return path
+
+
+def _plot_phases(path: Path, phases: Sequence[Series]) -> Path:
+    """Seconds of every phase, one upon the other, step by step; phases within another (of an evaluation) count twice."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(9, 3.5), layout="constrained")
+    axes = figure.add_subplot()
+    steps = sorted({step for s in phases for step in s.steps})
+    rows = [dict(zip(s.steps, s.values, strict=True)) for s in phases]
+    axes.stackplot(
+        steps,
+        [[row.get(step, 0.0) for step in steps] for row in rows],
+        labels=[_phase(s) for s in phases],
+    )
+    axes.set_xlabel("step", fontsize=8)
+    axes.set_ylabel("seconds", fontsize=8)
+    axes.tick_params(labelsize=8)
+    figure.legend(fontsize=8, loc="outside right upper")
+    figure.savefig(path, dpi=110)
+    return path
+
+
+def _phase(series: Series) -> str:
+    return series.name.removeprefix(PHASE)
+
+
+def _phase_table(phases: Sequence[Series]) -> str:
+    """Seconds in all, their share of all phases, and the median of the steps that had the phase."""
+    if not phases:
+        return ""
+    whole = sum(sum(s.values) for s in phases) or 1.0
+    rows = "".join(
+        f"<tr><td>{html.escape(_phase(s))}</td><td>{sum(s.values):.4g}</td><td>{sum(s.values) / whole:.1%}</td>"
+        f"<td>{median(s.values):.4g}</td></tr>"
+        for s in phases
+    )
+    return f"<h2>phases</h2><table><tr><th>phase<th>seconds<th>share<th>median of a step</tr>{rows}</table>"
+
+
+def _page(folder: Path, series: Mapping[str, Series], images: Mapping[str, Path]) -> str:
+    rows = "".join(
+        f"<tr><td>{html.escape(s.name)}</td><td>{s.values[0]:.5g}</td><td>{s.values[-1]:.5g}</td>"
+        f"<td>{min(s.values):.5g}</td><td>{max(s.values):.5g}</td></tr>"
+        for s in (series[n] for n in sorted(series))
+    )
+    pictures = "".join(
+        f"<h2>{html.escape(title)}</h2>{_image(path, title)}" for title, path in images.items()
+    )
+    config = folder / "config.yaml"
+    settings = (
+        f"<details><summary>configuration</summary><pre>{html.escape(config.read_text())}</pre></details>"
+        if config.is_file()
+        else ""
+    )
+    return (
+        "<!doctype html><html lang=en><meta charset=utf-8>"
+        f"<title>{html.escape(folder.name)}</title><style>{_STYLE}</style>"
+        f"<h1>{html.escape(folder.name)}</h1><pre>{html.escape(summary(folder))}</pre>{_phase_table(_phases(series))}{pictures}<h2>all metrics</h2>"
+        f"<table><tr><th>name<th>first<th>last<th>lowest<th>highest</tr>{rows}</table>{settings}</html>\n"
+    )
+
+
+def _image(path: Path, title: str) -> str:
+    data = base64.b64encode(path.read_bytes()).decode("ascii")
+    return f'<img alt="{html.escape(title)}" src="data:image/png;base64,{data}">'
+
+
+_STYLE = (
+    "body{font:15px/1.5 system-ui,sans-serif;max-width:1100px;margin:2em auto;padding:0 1em;color:#222}"
+    "img{max-width:100%}table{border-collapse:collapse}td,th{padding:.2em .8em;text-align:right;border-bottom:1px solid #ddd}"
+    "td:first-child,th:first-child{text-align:left}pre{background:#f6f6f6;padding:1em;overflow:auto}"
+)

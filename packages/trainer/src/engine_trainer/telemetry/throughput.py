@@ -1,0 +1,133 @@
+"""Tokens a second and MFU (model FLOP utilization; Chowdhery et al. 2022, arXiv:2204.02311, appendix B).
+
+FLOP of one training step on documents of n_d tokens each, with a causal mask:
+
+    6 · N · Σ n_d  +  6 · L · H · D · Σ n_d²
+
+N: parameters without the input embedding (a tied head counts once), L layers, H heads of D channels. The
+second term is attention: 12·L·H·D·n²/2, causal; packed documents do not see each other. Recomputation is
+not counted. MFU = FLOP / (seconds · devices · peak FLOP/s of the dtype). Not reported on a CPU, on a device
+without an entry in ``PEAK``, or for a mixture of experts.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from engine_api.capabilities import Capability
+from engine_api.config import EngineConfig
+from engine_api.contract import Engine
+from engine_trainer.scaling.shapes import Shape
+from engine_trainer.utils.hf_models import text_config
+
+# Dense bf16 tensor-core peaks, FLOP/s, by a part of the device's name (vendor data sheets).
+PEAK = {
+    "H200": 989e12,
+    "H100 PCIe": 756e12,
+    "H100": 989e12,
+    "H20": 148e12,
+    "A100": 312e12,
+    "A800": 312e12,
+    "L40S": 362e12,
+}
+SHAPE_KEYS = (
+    "num_hidden_layers",
+    "hidden_size",
+    "num_attention_heads",
+    "num_key_value_heads",
+    "head_dim",
+    "intermediate_size",
+    "vocab_size",
+    "tie_word_embeddings",
+)
+EXPERT_KEYS = ("num_experts", "num_local_experts", "n_routed_experts")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Throughput:
+    """``parameters`` N as above; ``attention`` L·H·D; ``peak`` FLOP/s of all devices together, None: unknown."""
+
+    parameters: int
+    attention: int
+    peak: float | None
+
+    def flop(self, lengths: Sequence[int]) -> float:
+        """FLOP of one training pass (forward and backward) over documents of these lengths."""
+        return 6.0 * self.parameters * sum(lengths) + 6.0 * self.attention * sum(
+            n * n for n in lengths
+        )
+
+    def metrics(self, lengths: Sequence[int], seconds: float) -> dict[str, float]:
+        """``perf/tokens_per_s`` over all ranks, and ``perf/mfu`` (0 to 1) where it is known."""
+        if seconds <= 0 or not lengths:
+            return {}
+        figures = {"perf/tokens_per_s": sum(lengths) / seconds}
+        return figures | (
+            {"perf/mfu": self.flop(lengths) / seconds / self.peak} if self.peak else {}
+        )
+
+    def of_updates(
+        self, lengths: Sequence[int], trained: float, seconds: float
+    ) -> dict[str, float]:
+        """``perf/mfu`` of RL's updates, where it is known: ``trained`` tokens in ``seconds``, of documents of these lengths.
+
+        Documents that no update computes (no advantage) are not known one by one: all are taken to be as long.
+        """
+        if seconds <= 0 or not self.peak or not sum(lengths):
+            return {}
+        return {"perf/mfu": self.flop(lengths) * trained / sum(lengths) / seconds / self.peak}
+
+
+def of_config(config: EngineConfig, device: str, ranks: int) -> Throughput | None:
+    """As ``measure``, from ``config.json`` alone, for a loop that holds no engine; None where no MFU is reported."""
+    peak, model = _peak(device, config.precision.compute), text_config(config.model)
+    if peak is None or _is_mixture(model) or not hasattr(model, "intermediate_size"):
+        return None
+    shape = Shape.from_config("", {name: getattr(model, name, None) for name in SHAPE_KEYS})
+    return Throughput(parameters=shape.active, attention=_attention(model), peak=peak * ranks)
+
+
+def measure(engine: Engine, config: EngineConfig, device: str) -> Throughput:
+    """The figures of an initialized engine, from its export's shapes and the model's ``config.json``."""
+    shapes = _shapes(engine)
+    model = text_config(config.model)
+    embedding = [n for n in shapes if n.endswith("embed_tokens.weight")]
+    untied = any(n.endswith("lm_head.weight") for n in shapes)
+    skipped = embedding if untied else []
+    parameters = sum(math.prod(shape) for name, shape in shapes.items() if name not in skipped)
+    peak = _peak(device, config.precision.compute) if not _is_mixture(model) else None
+    return Throughput(
+        parameters=parameters,
+        attention=_attention(model),
+        peak=peak * engine.topology.world_size if peak else None,
+    )
+
+
+def _shapes(engine: Engine) -> dict[str, tuple[int, ...]]:
+    if Capability.EXPORT_SHARDS in engine.capabilities:  # no gather
+        return {name: spec.global_shape for name, _, spec in engine.get_per_tensor_param_shard()}
+    return {name: tuple(tensor.shape) for name, tensor in engine.get_per_tensor_param()}
+
+
+def _attention(model: Any) -> int:
+    heads = int(getattr(model, "num_attention_heads", 0))
+    width = getattr(model, "head_dim", None) or int(model.hidden_size) // max(1, heads)
+    return int(getattr(model, "num_hidden_layers", 0)) * heads * int(width)
+
+
+def _is_mixture(model: Any) -> bool:
+    return any((getattr(model, key, None) or 0) > 1 for key in EXPERT_KEYS)
+
+
+def _peak(device: str, dtype: str) -> float | None:
+    if device != "cuda" or dtype not in ("bfloat16", "float16"):
+        return None
+    import torch
+
+    if not torch.cuda.is_available():  # a controller of workers that have some
+        return None
+    name = torch.cuda.get_device_name()
+    return next((peak for part, peak in PEAK.items() if part in name), None)

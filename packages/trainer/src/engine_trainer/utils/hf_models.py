@@ -1,0 +1,151 @@
+"""Where a model lies, and what its ``config.json`` says."""
+
+from __future__ import annotations
+
+import os
+import time
+from pathlib import Path
+from typing import Any
+
+from engine_api.config import ModelSource
+from engine_api.errors import ConfigError
+from engine_api.hf_config import read_hf_config
+from engine_api.hf_noise import noise_rates
+from engine_api.hf_overrides import override
+from engine_trainer.config.sections import EngineSection
+
+MODEL_KEY = "engine.model.path"
+_ANY_OF = (
+    "config.json",
+    "tokenizer.json",
+    "tokenizer_config.json",
+)  # a cache that has one of these has been filled
+
+
+def hf_config(
+    source: ModelSource, *, key: str = MODEL_KEY, what: str = "", remedy: str = ""
+) -> Any:
+    """Return transformers' configuration of a model, with its overrides, as the engines have it. Raises ``ConfigError``.
+
+    Args:
+        source: where the model lies.
+        key: the configuration key of its path, for errors.
+        what: what an error says; by default that the file is of no use.
+        remedy: what to do, for errors.
+    """
+    config = read_hf_config(
+        source.path,
+        field=key,
+        what=what,
+        remedy=remedy or "name a folder with config.json, or a hub id",
+        revision=source.revision,
+        trust_remote_code=source.trust_remote_code,
+    )
+    override(config, source.config_overrides, field=f"{key.removesuffix('.path')}.config_overrides")
+    return config
+
+
+def text_config(source: ModelSource) -> Any:
+    """Return the configuration of the model's language part. Raises ``ConfigError``."""
+    require_source(source.path, MODEL_KEY, source.revision)
+    what = f"no model that transformers knows at {source.path!r}"
+    return hf_config(source, what=what, remedy=_inside(Path(source.path))).get_text_config()
+
+
+def random_rates(source: ModelSource) -> dict[str, float]:
+    """Return the dropout and jitter rates above 0 in ``config.json``, by key."""
+    return noise_rates(text_config(source))
+
+
+def draws_dropout(section: EngineSection) -> bool:
+    """Whether an update computes other log-probs than inference does: dropout in the model, or in its adapter."""
+    if section.lora is not None and section.lora.dropout > 0:
+        return True
+    return bool(random_rates(section.model))
+
+
+def require_source(path: str, key: str, revision: str | None = None) -> None:
+    """Raise ``ConfigError`` where ``path`` is no folder, not in the hub's cache, and the hub does not have it or cannot be reached.
+
+    transformers finds that out, too, but asks five times for each of several files: without a network most of a minute.
+    """
+    from huggingface_hub import try_to_load_from_cache
+
+    if os.path.isdir(path):  # noqa: PTH112 - False for a path that is too long, too
+        return
+    if path.startswith(("/", ".", "~")):  # never meant as a hub id
+        raise ConfigError(
+            key, f"there is no folder {path!r}", remedy="correct the path; ~ is not expanded"
+        )
+    _require_name(path, key)
+    if not any(
+        isinstance(try_to_load_from_cache(path, name, revision=revision), str) for name in _ANY_OF
+    ):
+        _require_on_hub(path, key, revision)
+
+
+def first_line(error: Exception) -> str:
+    """Of its text."""
+    return (str(error).strip().splitlines() or [type(error).__name__])[0]
+
+
+def _require_name(path: str, key: str) -> None:
+    from huggingface_hub.errors import HFValidationError
+    from huggingface_hub.utils import validate_repo_id
+
+    try:
+        validate_repo_id(path)
+    except HFValidationError as error:
+        raise ConfigError(
+            key,
+            f"there is no folder {path!r}, and no model on the hub has such a name",
+            why=first_line(error),
+            remedy="correct the path (it is relative to the working directory), or give owner/name",
+        ) from error
+
+
+def _require_on_hub(path: str, key: str, revision: str | None) -> None:
+    from huggingface_hub import get_hf_file_metadata, hf_hub_url
+    from huggingface_hub.errors import (
+        GatedRepoError,
+        HfHubHTTPError,
+        OfflineModeIsEnabled,
+        RepositoryNotFoundError,
+        RevisionNotFoundError,
+    )
+
+    remedy = "correct the name; a folder's path is relative to the working directory"
+    for last in (False, True):
+        try:
+            get_hf_file_metadata(hf_hub_url(path, _ANY_OF[0], revision=revision))
+        except GatedRepoError:
+            return  # transformers says how to be let in
+        except (RepositoryNotFoundError, RevisionNotFoundError) as error:
+            raise ConfigError(
+                key,
+                f"there is no folder {path!r}, and no such model on the hub",
+                why=first_line(error),
+                remedy=f"{remedy}; a private one needs `hf auth login`",
+            ) from error
+        except (HfHubHTTPError, OfflineModeIsEnabled):
+            return  # the hub is there, or must not be asked: transformers says what is wrong
+        except Exception as error:  # no answer; whose class that is, is the hub's release's choice
+            if last:
+                raise ConfigError(
+                    key,
+                    f"there is no folder {path!r}, and the hub cannot be asked for it",
+                    why=first_line(error),
+                    remedy=f"{remedy}; without a network download it where there is one (`hf download {path}`)",
+                ) from error
+            time.sleep(1)  # one lost packet is no end of a run
+        else:
+            return
+
+
+def _inside(folder: Path) -> str:
+    """A remedy where a run's folder is named in place of the model in it; empty otherwise."""
+    return (
+        f"name {folder / 'hf'}, the model that this run has saved"
+        if (folder / "hf" / "config.json").is_file()
+        else ""
+    )
