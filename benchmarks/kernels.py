@@ -17,10 +17,10 @@ import torch
 from torch import Tensor
 
 from engine_api.weights import ShardSpec
-from rollout_fp8.checksum import ChecksumPlan
+from rollout_fp8.fp8.quantize import QuantizePlan, empty_like
 from rollout_fp8.kernels.cast import CastPlan
 from rollout_fp8.kernels.table import layouts
-from rollout_fp8.quantize import QuantizePlan, empty_like
+from rollout_fp8.wire.checksum import ChecksumPlan
 
 HIDDEN, INTERMEDIATE, QUERIES, KEYS = 4096, 12288, 4096, 1024
 LAYER = (

@@ -21,7 +21,7 @@ ALLOWED = {
     "rollout-fp8/src/rollout_fp8": [
         "plugin.py",
         "versions.py",
-        "endpoint.py",
+        "remote/endpoint.py",
         "kernels/*",
         "transports/ipc.py",
         "transports/kinds.py",

@@ -26,8 +26,8 @@ from engine_conformance.ranks import RankPool
 from engine_trainer.rewards import worker_pool as workers
 from engine_trainer.rewards.registry import RewardSpec
 from engine_trainer.rewards.sample import Sample
-from rollout_fp8 import client, endpoint
-from rollout_fp8.client import RemoteRollout
+from rollout_fp8.remote import client, endpoint
+from rollout_fp8.remote.client import RemoteRollout
 from rollout_fp8.sglang import host, rollout
 
 engine, folder, make = sglang_fakes.engine, sglang_fakes.folder, sglang_fakes.make  # fixtures

@@ -51,7 +51,7 @@ EXCEPTIONS = {
     "packages/rollout-fp8/src/rollout_fp8/transports/channel.py": "Connection frames messages (send_bytes, recv_bytes) and proves the "
     "secret; the messages are engine_api.codec's",
     "packages/rollout-fp8/src/rollout_fp8/transports/ipc.py": "torch's functions that share CUDA memory, without its pickler",
-    "packages/rollout-fp8/src/rollout_fp8/trace.py": "the name of a storage's weak reference, without the pickler",
+    "packages/rollout-fp8/src/rollout_fp8/install/trace.py": "the name of a storage's weak reference, without the pickler",
     "conformance/src/engine_conformance/ranks.py": "the suite and the ranks that it started, over a pipe",
     "conformance/src/engine_conformance/_rank_worker.py": "the suite and the ranks that it started, over a pipe",
     "conformance/src/engine_conformance/cases/plugin.py": "a descriptor is pickled, and read by nobody",

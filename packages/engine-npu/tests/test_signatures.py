@@ -24,7 +24,7 @@ NEUTRAL = [
     PACKAGES / "trainer/src/engine_trainer/rollouts/local.py",
     *(
         PACKAGES / "rollout-fp8/src/rollout_fp8" / name
-        for name in ("exporter.py", "phases.py", "transports/remote.py")
+        for name in ("export/exporter.py", "phases.py", "transports/remote.py")
     ),
 ]
 # What an expression of the sources is.

@@ -18,9 +18,9 @@ from engine_api.config import LoraConfig, ModelSource
 from engine_api.errors import RankFailure, RolloutError
 from engine_api.registry import Resolution
 from engine_api.weights import ShardSpec
-from rollout_fp8.checksum import checksum
-from rollout_fp8.exporter import Exporter
-from rollout_fp8.quantize import quantize
+from rollout_fp8.export.exporter import Exporter
+from rollout_fp8.fp8.quantize import quantize
+from rollout_fp8.wire.checksum import checksum
 
 Layout = Literal["rows", "copies", "experts"]
 CONFIG = '{"architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3"}'

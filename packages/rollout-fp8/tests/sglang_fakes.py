@@ -23,7 +23,7 @@ from engine_api.config import ModelSource
 from engine_api.plugin import CONTRACT, EnginePlugin, Row
 from engine_api.registry import Resolution
 from engine_api.rollout import SamplingParams
-from rollout_fp8.quantize import quantize
+from rollout_fp8.fp8.quantize import quantize
 from rollout_fp8.sglang import loader
 from rollout_fp8.sglang.rollout import SglangRollout
 

@@ -19,13 +19,20 @@ from transformers import AutoModelForCausalLM, Qwen3Config
 from engine_api.config import LoraConfig, ModelSource
 from engine_api.errors import ConfigError, RolloutError, UnsupportedCapability
 from engine_api.rollout import SyncResult
-from rollout_fp8 import adapter as adapters
-from rollout_fp8.adapter import PREFIX, Adapter, Expected, folder_of, read_folder, whole_checksum
-from rollout_fp8.adapter_session import AdapterSession, Held
-from rollout_fp8.audit import Boxes
-from rollout_fp8.client import RemoteRollout
-from rollout_fp8.exporter import Exporter
-from rollout_fp8.server import Server, Service
+from rollout_fp8.export.exporter import Exporter
+from rollout_fp8.install import adapter as adapters
+from rollout_fp8.install.adapter import (
+    PREFIX,
+    Adapter,
+    ExpectedAdapter,
+    folder_of,
+    read_folder,
+    whole_checksum,
+)
+from rollout_fp8.install.adapter_session import AdapterSession, Held
+from rollout_fp8.remote.client import RemoteRollout
+from rollout_fp8.remote.server import Server, Service
+from rollout_fp8.wire.audit import Boxes
 
 LORA = LoraConfig(rank=2, alpha=3.0, target_modules=("q_proj", "down_proj"))
 CONFIG = Qwen3Config(
@@ -50,11 +57,11 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> ModelSource:
 
 
 @pytest.fixture(scope="module")
-def expected(model: ModelSource) -> Expected:
-    return Expected.of(model, LORA)
+def expected(model: ModelSource) -> ExpectedAdapter:
+    return ExpectedAdapter.of(model, LORA)
 
 
-def adapter(expected: Expected, seed: int = 0, **changed: Tensor) -> Adapter:
+def adapter(expected: ExpectedAdapter, seed: int = 0, **changed: Tensor) -> Adapter:
     """Random tensors of the names and shapes that are expected; ``changed`` by the end of their names."""
     generator = torch.Generator().manual_seed(seed)
     tensors = {
@@ -82,7 +89,7 @@ def test_names_and_shapes_are_pefts_own(model: ModelSource, targets: Any, layers
     want = {
         name: tuple(tensor.shape) for name, tensor in peft.get_peft_model_state_dict(whole).items()
     }
-    found = Expected.of(model, lora)
+    found = ExpectedAdapter.of(model, lora)
     assert found.shapes == want
     assert set(found.layers) == {layer if "_" in layer else f"{layer}_proj" for layer in layers}
 
@@ -98,7 +105,7 @@ def _peft(lora: LoraConfig) -> dict[str, Any]:
 
 def test_targets_that_fit_nothing_are_refused(model: ModelSource) -> None:
     with pytest.raises(ConfigError, match="q_prj") as caught:
-        Expected.of(model, replace(LORA, target_modules=("q_prj", "lm_head")))
+        ExpectedAdapter.of(model, replace(LORA, target_modules=("q_prj", "lm_head")))
     assert caught.value.field == "engine.lora.target_modules"
 
 
@@ -112,7 +119,7 @@ def test_targets_that_fit_nothing_are_refused(model: ModelSource) -> None:
     ],
 )
 def test_a_tensor_that_does_not_fit_is_named(
-    expected: Expected, name: str, tensor: Tensor | None, said: str
+    expected: ExpectedAdapter, name: str, tensor: Tensor | None, said: str
 ) -> None:
     given = dict(adapter(expected).tensors)
     given |= {} if tensor is None else {name: tensor}
@@ -124,7 +131,7 @@ def test_a_tensor_that_does_not_fit_is_named(
 
 
 def test_the_folder_is_pefts_whole_and_gone_afterwards(
-    expected: Expected, tmp_path: Path, monkeypatch
+    expected: ExpectedAdapter, tmp_path: Path, monkeypatch
 ) -> None:
     monkeypatch.setattr(adapters, "SHARED_MEMORY", tmp_path)
     one = adapter(expected)
@@ -156,7 +163,7 @@ def test_the_folder_is_pefts_whole_and_gone_afterwards(
 
 
 def test_a_folder_that_cannot_be_written_or_read_is_a_typed_error(
-    expected: Expected, tmp_path: Path, monkeypatch
+    expected: ExpectedAdapter, tmp_path: Path, monkeypatch
 ) -> None:
     with pytest.raises(RolloutError, match="holds no adapter"):
         read_folder(tmp_path, {})
@@ -202,7 +209,7 @@ class Keeper:
 
 
 @pytest.fixture
-def engine(expected: Expected) -> Lora:
+def engine(expected: ExpectedAdapter) -> Lora:
     return Lora({"model.norm.weight": torch.ones(32)}, adapter(expected).tensors)
 
 
@@ -212,7 +219,7 @@ def exporter(model: ModelSource) -> Exporter:
 
 
 def test_base_weights_are_sent_once_and_after_they_were_lost(
-    engine: Lora, exporter: Exporter, expected: Expected
+    engine: Lora, exporter: Exporter, expected: ExpectedAdapter
 ) -> None:
     session = AdapterSession(Keeper(), expected, audit=True)
     own = sum(2 * tensor.numel() for tensor in engine.adapter.values())
@@ -231,7 +238,7 @@ def test_base_weights_are_sent_once_and_after_they_were_lost(
 
 
 def test_a_bad_adapter_does_not_cost_the_base_weights(
-    engine: Lora, exporter: Exporter, expected: Expected
+    engine: Lora, exporter: Exporter, expected: ExpectedAdapter
 ) -> None:
     session, good = AdapterSession(Keeper(), expected, audit=True), dict(engine.adapter)
     session.run(exporter.export(engine), 0)
@@ -259,7 +266,7 @@ def test_a_bad_adapter_does_not_cost_the_base_weights(
 def test_what_workers_hold_otherwise_is_named(
     engine: Lora,
     exporter: Exporter,
-    expected: Expected,
+    expected: ExpectedAdapter,
     spoil: Callable[[dict[str, int]], Held],
     said: str,
 ) -> None:
@@ -298,7 +305,7 @@ class Hosted:
 
     weight_version = -1
 
-    def __init__(self, expected: Expected) -> None:
+    def __init__(self, expected: ExpectedAdapter) -> None:
         self.session = AdapterSession(Keeper(), expected, audit=True)
 
     def update_weights(self, export: Any, version: int) -> SyncResult:
@@ -314,7 +321,7 @@ class Hosted:
 
 
 @pytest.fixture
-def remote(expected: Expected) -> Iterator[tuple[Hosted, RemoteRollout]]:
+def remote(expected: ExpectedAdapter) -> Iterator[tuple[Hosted, RemoteRollout]]:
     hosted: Any = Hosted(expected)
     with Server(
         ("127.0.0.1", 0), Service(hosted, "cpu", name="hosted", arguments={"lora": asdict(LORA)})

@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from engine_api.weights import ShardSpec
-from rollout_fp8.checksum import ChecksumPlan, checksum, checksum_many, coefficients
 from rollout_fp8.kernels.table import layouts
+from rollout_fp8.wire.checksum import ChecksumPlan, checksum, checksum_many, coefficients
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float8_e4m3fn, torch.uint8, torch.int64)
 

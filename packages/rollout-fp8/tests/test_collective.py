@@ -14,7 +14,7 @@ import torch
 from test_plan import rows, source
 from waiting import NEVER_S
 
-from rollout_fp8.plan import make_plan
+from rollout_fp8.export.plan import make_plan
 from rollout_fp8.transports import collective
 from rollout_fp8.transports.channel import PeerError
 from rollout_fp8.transports.collective import CollectiveIncoming, CollectiveOutgoing, Group, _store

@@ -26,13 +26,13 @@ from engine_api.config import ModelSource
 from engine_api.errors import ConfigError, RolloutError
 from engine_api.registry import Resolution
 from engine_api.rollout import SamplingParams
-from rollout_fp8 import client
-from rollout_fp8.client import RemoteRollout, SglangServer, VllmServer
-from rollout_fp8.endpoint import ServerProcess
-from rollout_fp8.exporter import DTYPES
+from rollout_fp8.export.exporter import DTYPES
 from rollout_fp8.plugin import SGLANG, VLLM
-from rollout_fp8.served import default_dtype
-from rollout_fp8.server import Server, Service
+from rollout_fp8.remote import client
+from rollout_fp8.remote.client import RemoteRollout, SglangServer, VllmServer
+from rollout_fp8.remote.endpoint import ServerProcess
+from rollout_fp8.remote.served import default_dtype
+from rollout_fp8.remote.server import Server, Service
 from rollout_fp8.sglang.rollout import SglangRollout
 from rollout_fp8.transports.channel import secret
 
@@ -180,7 +180,7 @@ def test_the_device_auto_is_the_servers_own_choice_for_weights_too(tmp_path, mon
     secret("http")  # the same for both
     announce, command = (
         tmp_path / "news",
-        [sys.executable, "-m", "rollout_fp8.server", "--name", "local"],
+        [sys.executable, "-m", "rollout_fp8.remote.server", "--name", "local"],
     )
     config = json.dumps({**given, "model": asdict(source)})
     with subprocess.Popen([*command, "--config", config, "--announce", str(announce)]) as process:

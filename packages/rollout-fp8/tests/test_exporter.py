@@ -10,7 +10,7 @@ from served_model import checkpoint
 
 from engine_api.config import ModelSource
 from engine_api.errors import ConfigError, RolloutError, UnsupportedCapability
-from rollout_fp8.exporter import Exporter
+from rollout_fp8.export.exporter import Exporter
 
 EVERY = [
     ("fp8", "rows", "fp32"),

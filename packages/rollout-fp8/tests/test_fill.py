@@ -14,7 +14,7 @@ from exporter_ranks import exporter as exporter_of
 from served_model import checkpoint
 from transport_peers import stream_of
 
-from rollout_fp8 import exporter, fill
+from rollout_fp8.export import exporter, fill
 
 
 class Elsewhere:

@@ -13,10 +13,10 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from engine_api.weights import ShardSpec
-from rollout_fp8.checksum import ChecksumPlan, checksum, checksum_many
+from rollout_fp8.fp8.quantize import QuantizePlan, empty_like, quantize, quantize_into
 from rollout_fp8.kernels.cast import CastPlan, cast_into
 from rollout_fp8.kernels.table import TILE_COLUMNS, TILE_ROWS, Rows, layouts, tiles
-from rollout_fp8.quantize import QuantizePlan, empty_like, quantize, quantize_into
+from rollout_fp8.wire.checksum import ChecksumPlan, checksum, checksum_many
 
 needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 

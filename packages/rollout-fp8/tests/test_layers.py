@@ -18,7 +18,7 @@ from transformers import (
 
 from engine_api.errors import ConfigError, RolloutError
 from engine_api.hf_names import pieces_of
-from rollout_fp8.layers import ARCHITECTURES, kind, server_config
+from rollout_fp8.fp8.layers import ARCHITECTURES, kind, server_config
 
 SMALL = {
     "hidden_size": 64,

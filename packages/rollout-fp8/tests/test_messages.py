@@ -9,7 +9,7 @@ import pytest
 from engine_api import errors
 from engine_api.errors import BatchError, ConfigError, RolloutError
 from engine_api.rollout import Completion, SamplingParams, SyncResult
-from rollout_fp8.messages import dumps, error_from_json, error_to_json, from_json, to_json
+from rollout_fp8.remote.messages import dumps, error_from_json, error_to_json, from_json, to_json
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from engine_api.errors import RolloutError
 from engine_api.weights import ShardSpec
-from rollout_fp8.plan import Source, make_plan
+from rollout_fp8.export.plan import Source, make_plan
 
 
 def rows(shape: tuple[int, int], world: int, chunk: int | None = None) -> tuple[ShardSpec, ...]:

@@ -11,8 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from rollout_fp8.kernels.table import layouts
-from rollout_fp8.quantize import (
+from rollout_fp8.fp8.quantize import (
     QuantizePlan,
     dequantize,
     empty_like,
@@ -20,6 +19,7 @@ from rollout_fp8.quantize import (
     quantize_into,
     scales_shape,
 )
+from rollout_fp8.kernels.table import layouts
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 POLICIES = ("fp32", "pow2")

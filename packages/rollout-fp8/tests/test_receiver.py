@@ -11,11 +11,11 @@ from test_sync import CPU, InProcess, expected, stream_of
 
 from engine_api.errors import RolloutError
 from engine_api.weights import ShardSpec
-from rollout_fp8 import exporter
+from rollout_fp8.export import exporter
+from rollout_fp8.export.plan import Source, make_plan
+from rollout_fp8.install.receiver import Receiver
+from rollout_fp8.install.session import SyncSession
 from rollout_fp8.phases import Phases
-from rollout_fp8.plan import Source, make_plan
-from rollout_fp8.receiver import Receiver
-from rollout_fp8.session import SyncSession
 
 
 def test_a_bucket_of_which_a_worker_serves_nothing_passes_it_by() -> None:

@@ -18,11 +18,11 @@ from transformers import Qwen3Config
 from engine_api.config import LoraConfig, ModelSource
 from engine_api.errors import ConfigError, RolloutError
 from engine_api.registry import RolloutRegistry
-from rollout_fp8 import server
-from rollout_fp8.client import RemoteRollout
 from rollout_fp8.options import VllmOptions
-from rollout_fp8.served import require_same, settings_of
-from rollout_fp8.server import Server, Service
+from rollout_fp8.remote import server
+from rollout_fp8.remote.client import RemoteRollout
+from rollout_fp8.remote.served import require_same, settings_of
+from rollout_fp8.remote.server import Server, Service
 
 
 @pytest.fixture(scope="module")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import http.client
+import importlib
 import json
 import os
 import signal
@@ -25,10 +26,11 @@ from engine_api.config import ModelSource
 from engine_api.errors import ConfigError, PluginNotFound, RolloutError
 from engine_api.registry import RolloutRegistry
 from engine_api.rollout import AsyncRollout, Rollout, SamplingParams
-from rollout_fp8 import client, endpoint
-from rollout_fp8.client import RemoteRollout
-from rollout_fp8.exporter import collect
-from rollout_fp8.server import STRANGERS, Server, Service
+from rollout_fp8.export.exporter import collect
+from rollout_fp8.remote import client, endpoint
+from rollout_fp8.remote import server as server_module
+from rollout_fp8.remote.client import RemoteRollout
+from rollout_fp8.remote.server import STRANGERS, Server, Service
 from rollout_fp8.transports.channel import secret
 
 pytestmark = pytest.mark.distributed
@@ -332,7 +334,7 @@ def test_a_client_that_ends_without_closing_leaves_no_server(arguments, how) -> 
     code = f"""
 import os, signal
 from engine_api.config import ModelSource
-from rollout_fp8.client import RemoteRollout
+from rollout_fp8.remote.client import RemoteRollout
 arguments = {{**{ {k: v for k, v in arguments.items() if k != "model"}!r}, "model": ModelSource(path={arguments["model"].path!r})}}
 rollout = RemoteRollout(name="local", device="cpu", arguments=arguments)
 print(rollout._process.pid, flush=True)
@@ -455,7 +457,7 @@ def test_the_arguments_of_a_rollout_are_not_on_a_command_line_that_everyone_can_
 ) -> None:
     pid = rollout._process.pid
     said = Path(f"/proc/{pid}/cmdline").read_text()
-    assert "rollout_fp8.server" in said
+    assert "rollout_fp8.remote.server" in said
     assert arguments["model"].path not in said
     health = rollout._server.health()
     assert health["arguments"]["model"]["path"] == arguments["model"].path
@@ -485,3 +487,9 @@ def test_a_url_that_is_none_or_where_nobody_listens(arguments) -> None:
     ]:
         with pytest.raises(RolloutError, match=said):
             RemoteRollout(name="local", device="cpu", arguments=arguments, url=url)
+
+
+def test_the_server_is_reached_by_its_former_name() -> None:
+    with pytest.deprecated_call(match="use rollout_fp8.remote.server"):
+        former = importlib.import_module("rollout_fp8.server")
+    assert former.main is server_module.main

@@ -14,9 +14,9 @@ from sglang_scheduler import scheduler
 from waiting import NEVER_S
 
 from engine_api.errors import RolloutError
-from rollout_fp8 import exporter
-from rollout_fp8.exporter import collect
-from rollout_fp8.session import SyncSession
+from rollout_fp8.export import exporter
+from rollout_fp8.export.exporter import collect
+from rollout_fp8.install.session import SyncSession
 from rollout_fp8.sglang.host import Host
 from rollout_fp8.sglang.sync import Schedulers
 from rollout_fp8.transports import channel
@@ -28,7 +28,7 @@ SPAWN = multiprocessing.get_context(
     "forkserver"
 )  # new processes, that need not import torch once more
 SPAWN.set_forkserver_preload(
-    ["torch._dynamo", "rollout_fp8.receiver", "rollout_fp8.transports.remote"]
+    ["torch._dynamo", "rollout_fp8.install.receiver", "rollout_fp8.transports.remote"]
 )
 channel.secret("channel")  # before the first of them, that they inherit it
 

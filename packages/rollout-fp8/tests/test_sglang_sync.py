@@ -15,9 +15,9 @@ from waiting import DEADLINE_S
 
 from engine_api.errors import RankFailure, RolloutError
 from engine_api.weights import ShardSpec
-from rollout_fp8 import exporter
-from rollout_fp8.exporter import collect
-from rollout_fp8.session import SyncSession
+from rollout_fp8.export import exporter
+from rollout_fp8.export.exporter import collect
+from rollout_fp8.install.session import SyncSession
 from rollout_fp8.sglang import loader
 from rollout_fp8.sglang.host import Host
 from rollout_fp8.sglang.sync import Schedulers

@@ -14,12 +14,12 @@ from torch import Tensor
 from engine_api.config import ModelSource
 from engine_api.errors import RolloutError
 from engine_api.weights import ShardSpec
-from rollout_fp8.expected import Expected
-from rollout_fp8.exporter import collect
+from rollout_fp8.export.exporter import collect
+from rollout_fp8.fp8.quantize import quantize
+from rollout_fp8.install.receiver import Receiver
+from rollout_fp8.install.session import SyncSession
 from rollout_fp8.phases import Phases
-from rollout_fp8.quantize import quantize
-from rollout_fp8.receiver import Receiver
-from rollout_fp8.session import SyncSession
+from rollout_fp8.wire.expected import Expected
 
 CPU = torch.device("cpu")
 
@@ -110,7 +110,7 @@ def test_a_tensor_parallel_server_gets_each_ranks_part() -> None:
         )
         for name, parameter in model.named_parameters():
             assert torch.equal(parameter, want[name]), name
-    from rollout_fp8.audit import Audit
+    from rollout_fp8.wire.audit import Audit
 
     audit = Audit(stream.plan, [receiver.boxes for receiver in receivers])
     audit.check(stream.checksums(), [receiver.served().tolist() for receiver in receivers])
@@ -128,7 +128,7 @@ def test_copies_on_two_workers_that_differ_fail_the_audit() -> None:
         stream = stream_of(weights, fp8=False)
         receivers.append(Receiver(model, stream.plan, model.load_weights))
         receivers[-1].sync(stream, Phases(CPU))
-    from rollout_fp8.audit import Audit
+    from rollout_fp8.wire.audit import Audit
 
     audit = Audit(stream.plan, [receiver.boxes for receiver in receivers])
     models[1].get_parameter("model.norm.weight").data[0] += 1
@@ -344,7 +344,7 @@ def test_a_tensor_of_a_plain_export_may_lie_in_memory_as_it_likes() -> None:
 
 
 def test_a_box_is_found_in_every_dimension() -> None:
-    from rollout_fp8.receiver import intersection
+    from rollout_fp8.install.receiver import intersection
 
     a = ShardSpec(global_shape=(8, 8), offset=(0, 2), shape=(4, 4))
     b = ShardSpec(global_shape=(8, 8), offset=(2, 0), shape=(4, 4))

@@ -23,15 +23,15 @@ from transport_peers import CPU, Spoilt, send, serve, stream_of
 from waiting import DEADLINE_S, NEVER_S
 
 from engine_api.errors import RolloutError
-from rollout_fp8.audit import Audit
-from rollout_fp8.quantize import quantize
+from rollout_fp8.fp8.quantize import quantize
 from rollout_fp8.transports import channel, handshake, ipc
 from rollout_fp8.transports.channel import Channel, PeerError
 from rollout_fp8.transports.listener import STRANGERS, Listener, connect
 from rollout_fp8.transports.remote import receive_weights
 from rollout_fp8.transports.sender import Sender
 from rollout_fp8.transports.workers import SentWorkers
-from rollout_fp8.wire import WirePlan
+from rollout_fp8.wire.audit import Audit
+from rollout_fp8.wire.format import WirePlan
 
 pytestmark = pytest.mark.distributed
 KINDS = ["shm", "collective"]
@@ -39,7 +39,7 @@ SPAWN = multiprocessing.get_context(
     "forkserver"
 )  # new processes, that need not import torch once more
 SPAWN.set_forkserver_preload(
-    ["torch._dynamo", "rollout_fp8.receiver", "rollout_fp8.transports.remote"]
+    ["torch._dynamo", "rollout_fp8.install.receiver", "rollout_fp8.transports.remote"]
 )  # a trace needs the first
 channel.secret("channel")  # before the first of them, that they inherit it
 

@@ -11,8 +11,8 @@ from transport_peers import Spoilt, stream_of
 from waiting import NEVER_S
 
 from engine_api.errors import RolloutError
-from rollout_fp8.audit import Audit
 from rollout_fp8.transports.sender import Sender
+from rollout_fp8.wire.audit import Audit
 
 __all__ = ["folder", "started"]  # fixtures
 needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")

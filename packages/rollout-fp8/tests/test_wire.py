@@ -18,17 +18,17 @@ from engine_api.discovery import import_target
 from engine_api.errors import RolloutError
 from engine_api.registry import RolloutRegistry
 from engine_api.rollout import SyncResult, WeightSender, WeightWire
-from rollout_fp8.client import RemoteRollout
-from rollout_fp8.exporter import Exporter
+from rollout_fp8.export.exporter import Exporter
+from rollout_fp8.install.receiver import Receiver
+from rollout_fp8.install.session import SyncSession
 from rollout_fp8.phases import Phases
 from rollout_fp8.plugin import SGLANG, VLLM
-from rollout_fp8.receiver import Receiver
-from rollout_fp8.session import SyncSession
+from rollout_fp8.remote.client import RemoteRollout
 from rollout_fp8.transports import channel, collective, remote
 from rollout_fp8.transports.channel import PeerError
 from rollout_fp8.transports.listener import Listener, connect
 from rollout_fp8.transports.sender import _end_of
-from rollout_fp8.transports.wire import Wire
+from rollout_fp8.transports.weight_wire import Wire
 
 pytestmark = pytest.mark.distributed
 CPU = torch.device("cpu")

@@ -12,10 +12,10 @@ import torch
 from served_model import ServedModel, checkpoint
 
 from engine_api.weights import ShardSpec
-from rollout_fp8 import exporter
-from rollout_fp8.exporter import EngineStream
+from rollout_fp8.export import exporter
+from rollout_fp8.export.exporter import EngineStream
+from rollout_fp8.install.receiver import Receiver
 from rollout_fp8.phases import Phases
-from rollout_fp8.receiver import Receiver
 from rollout_fp8.transports.remote import receive_weights
 from rollout_fp8.transports.sender import Sender
 

@@ -15,14 +15,14 @@ from torch import nn
 
 from engine_api.registry import RolloutRegistry
 from engine_trainer.rollouts.local import LocalRollout
-from rollout_fp8.exporter import Exporter, collect
+from rollout_fp8.export.exporter import Exporter, collect
+from rollout_fp8.fp8.quantize import dequantize
+from rollout_fp8.install.receiver import Receiver
+from rollout_fp8.install.session import SyncSession
 from rollout_fp8.model import architecture_of
 from rollout_fp8.phases import Phases
-from rollout_fp8.quantize import dequantize
-from rollout_fp8.receiver import Receiver
-from rollout_fp8.session import SyncSession
 from rollout_fp8.transports.collective import CollectiveIncoming, CollectiveOutgoing
-from rollout_fp8.wire import SCALE_SUFFIX
+from rollout_fp8.wire.format import SCALE_SUFFIX
 
 CPU = torch.device("cpu")
 
@@ -33,7 +33,7 @@ class SmallBuckets(Exporter):
 
 
 class Server:
-    """One worker, as ``rollout_fp8.session.Workers``."""
+    """One worker, as ``rollout_fp8.install.session.Workers``."""
 
     def __init__(self) -> None:
         self.weights: dict[str, nn.Parameter] = {}
@@ -91,7 +91,7 @@ class WholeFp8Rollout(Fp8Rollout):
     """To be found under a name of its own."""
 
 
-EXPORTER, WIRE = f"{__name__}:SmallBuckets", "rollout_fp8.transports.wire:Wire"
+EXPORTER, WIRE = f"{__name__}:SmallBuckets", "rollout_fp8.transports.weight_wire:Wire"
 RolloutRegistry.register(backend="fp8", device="cpu", exporter=EXPORTER, wire=WIRE)(Fp8Rollout)
 RolloutRegistry.register(backend="fp8-whole", device="cpu", exporter=EXPORTER)(WholeFp8Rollout)
 if ray_faults.NAME:  # in a worker: each bucket that comes or goes may be one's last

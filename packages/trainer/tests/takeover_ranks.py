@@ -34,7 +34,7 @@ def wire(
     path: str, backend: str, layout: dict[str, int], quantization: str
 ) -> dict[str, tuple[str, torch.Tensor]]:
     """What a weight sync sends to a server, by name: dtype and bytes; on rank 0 only."""
-    from rollout_fp8.exporter import Exporter  # a package of its own, which need not be here
+    from rollout_fp8.export.exporter import Exporter  # a package of its own, which need not be here
 
     source = ModelSource(path=path)
     config = EngineConfig(model=source, optimizer=None, parallelism=Parallelism(**layout))

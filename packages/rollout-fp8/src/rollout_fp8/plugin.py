@@ -9,8 +9,8 @@ from engine_api.devices import probe_torch
 from engine_api.plugin import CONTRACT, EnginePlugin, ProbeResult, Row
 from rollout_fp8 import versions
 
-EXPORTER = "rollout_fp8.exporter:Exporter"
-WIRE = "rollout_fp8.transports.wire:Wire"
+EXPORTER = "rollout_fp8.export.exporter:Exporter"
+WIRE = "rollout_fp8.transports.weight_wire:Wire"
 
 
 def probe_server(server: str, device: str) -> ProbeResult:
@@ -46,7 +46,7 @@ VLLM = EnginePlugin(
         Row(
             backends=("vllm-server",),
             devices=("cuda", "cpu"),
-            target="rollout_fp8.client:VllmServer",
+            target="rollout_fp8.remote.client:VllmServer",
         ),
     ),
     exporter=EXPORTER,
@@ -63,7 +63,9 @@ SGLANG = EnginePlugin(
             target="rollout_fp8.sglang.rollout:SglangRollout",
         ),
         Row(
-            backends=("sglang-server",), devices=("cuda",), target="rollout_fp8.client:SglangServer"
+            backends=("sglang-server",),
+            devices=("cuda",),
+            target="rollout_fp8.remote.client:SglangServer",
         ),
     ),
     exporter=EXPORTER,

@@ -28,8 +28,8 @@ from engine_api.losses import sft_loss
 from engine_api.registry import EngineRegistry, RolloutRegistry
 from engine_api.rollout import Completion, SamplingParams, SyncResult
 from engine_conformance.cases._rollouts import export_of
-from rollout_fp8 import exporter
-from rollout_fp8.exporter import collect
+from rollout_fp8.export import exporter
+from rollout_fp8.export.exporter import collect
 
 # What they run on: ``ROLLOUT_TEST_DEVICE=cuda`` runs them all on GPUs, as far as there are as many as ranks.
 DEVICE = os.environ.get("ROLLOUT_TEST_DEVICE", "cpu")

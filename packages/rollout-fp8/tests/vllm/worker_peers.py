@@ -12,7 +12,7 @@ from exporter_ranks import Shards, exporter
 from served_model import checkpoint
 
 from engine_api.errors import RankFailure
-from rollout_fp8.exporter import EngineStream
+from rollout_fp8.export.exporter import EngineStream
 from rollout_fp8.vllm.sync import InProcess
 
 

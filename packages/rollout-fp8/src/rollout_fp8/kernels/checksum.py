@@ -1,4 +1,4 @@
-"""Checksums of many boxes in one launch; ``rollout_fp8.checksum`` says what is computed."""
+"""Checksums of many boxes in one launch; ``rollout_fp8.wire.checksum`` says what is computed."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Blockwise e4m3 quantization of many tensors in one launch; ``rollout_fp8.quantize`` says what it computes."""
+"""Blockwise e4m3 quantization of many tensors in one launch; ``rollout_fp8.fp8.quantize`` says what it computes."""
 
 from __future__ import annotations
 

@@ -15,8 +15,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from engine_api.errors import RolloutError
+from rollout_fp8.install.receiver import Receiver
 from rollout_fp8.phases import Phases
-from rollout_fp8.receiver import Receiver
 from rollout_fp8.sglang import private
 from rollout_fp8.transports.remote import RemoteStream, receive_weights
 

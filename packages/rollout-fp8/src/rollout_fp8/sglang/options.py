@@ -13,7 +13,7 @@ import torch
 
 from engine_api.config import ModelSource
 from engine_api.errors import ConfigError, RolloutError
-from rollout_fp8.layers import server_config
+from rollout_fp8.fp8.layers import server_config
 from rollout_fp8.model import config_of
 from rollout_fp8.options import Options
 

@@ -23,11 +23,10 @@ from engine_api.requests import check_version
 from engine_api.rollout import Completion, Generation, SamplingParams, SyncResult
 from engine_api.weights import WeightExport
 from rollout_fp8 import versions
-from rollout_fp8.expected import Expected
-from rollout_fp8.exporter import DTYPES, collect
+from rollout_fp8.export.exporter import DTYPES, collect
+from rollout_fp8.install.session import SyncSession
 from rollout_fp8.model import architecture_of
 from rollout_fp8.ranks import require_own_devices
-from rollout_fp8.session import SyncSession
 from rollout_fp8.sglang import environment
 from rollout_fp8.sglang.generation import SglangGeneration
 from rollout_fp8.sglang.host import Host
@@ -41,7 +40,8 @@ from rollout_fp8.sglang.options import (
 from rollout_fp8.sglang.requests import WHERE, check_request, completions_of, request_parameters
 from rollout_fp8.sglang.sync import Schedulers
 from rollout_fp8.transports.channel import secret
-from rollout_fp8.wire import WireStream
+from rollout_fp8.wire.expected import Expected
+from rollout_fp8.wire.format import WireStream
 
 IDLE_S = 60.0  # for the last request to leave the scheduler
 _SYNCING = "a weight sync is running"

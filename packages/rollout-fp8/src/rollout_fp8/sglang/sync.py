@@ -8,18 +8,18 @@ import torch
 from torch import Tensor
 
 from engine_api.errors import RolloutError
-from rollout_fp8.audit import Boxes
 from rollout_fp8.sglang.host import Host
 from rollout_fp8.sglang.options import LOADER
 from rollout_fp8.transports.sender import Sender
 from rollout_fp8.transports.workers import SentWorkers
-from rollout_fp8.wire import BucketPlan, WirePlan
+from rollout_fp8.wire.audit import Boxes
+from rollout_fp8.wire.format import BucketPlan, WirePlan
 
 WHERE = "weight sync"
 
 
 class Schedulers(SentWorkers):
-    """SGLang's schedulers, one a GPU, as ``rollout_fp8.session.Workers``: CUDA IPC on a GPU, shared memory on a CPU.
+    """SGLang's schedulers, one a GPU, as ``rollout_fp8.install.session.Workers``: CUDA IPC on a GPU, shared memory on a CPU.
 
     One call of SGLang's runs the loader in all of them, once: to learn, or to install.
 

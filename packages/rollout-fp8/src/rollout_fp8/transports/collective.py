@@ -22,7 +22,7 @@ from torch import Tensor
 from engine_api.devices import device_of
 from engine_api.stores import reach_store, serve_store
 from rollout_fp8.transports.channel import WHERE, Channel, PeerError, collect
-from rollout_fp8.wire import BucketPlan, WirePlan
+from rollout_fp8.wire.format import BucketPlan, WirePlan
 
 WATCHDOG = "TORCH_NCCL_ASYNC_ERROR_HANDLING"
 LEAVE_POLL_S = 0.05

@@ -19,7 +19,7 @@ from torch.multiprocessing import reductions  # what torch's own queues share CU
 
 from engine_api.errors import RolloutError
 from rollout_fp8.transports.channel import WHERE, Channel, collect
-from rollout_fp8.wire import BucketPlan, WirePlan
+from rollout_fp8.wire.format import BucketPlan, WirePlan
 
 # Places among the arguments of torch's ``rebuild_cuda_tensor``. Classes do not travel: the receiver knows them.
 TENSOR_CLASS = 0

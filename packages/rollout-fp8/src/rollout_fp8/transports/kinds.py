@@ -10,7 +10,7 @@ from torch import Tensor
 
 from engine_api.errors import RolloutError
 from rollout_fp8.transports.channel import WHERE, Channel
-from rollout_fp8.wire import BucketPlan, WirePlan
+from rollout_fp8.wire.format import BucketPlan, WirePlan
 
 Kind = Literal["ipc", "shm", "collective"]
 

@@ -21,7 +21,7 @@ from rollout_fp8.transports.channel import (
 )
 from rollout_fp8.transports.kinds import Kind, Outgoing, outgoing
 from rollout_fp8.transports.listener import Listener
-from rollout_fp8.wire import WirePlan, WireStream
+from rollout_fp8.wire.format import WirePlan, WireStream
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from rollout_fp8.transports.channel import Channel, collect
-from rollout_fp8.wire import BucketPlan, WirePlan
+from rollout_fp8.wire.format import BucketPlan, WirePlan
 
 
 class ShmOutgoing:

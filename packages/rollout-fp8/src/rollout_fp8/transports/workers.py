@@ -10,7 +10,7 @@ from typing import Any
 
 from rollout_fp8.transports.channel import WHERE, PeerError
 from rollout_fp8.transports.sender import Sender
-from rollout_fp8.wire import WireStream
+from rollout_fp8.wire.format import WireStream
 
 
 class SentWorkers:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from engine_api.errors import RolloutError
-from rollout_fp8.trace import WHERE
+from rollout_fp8.install.trace import WHERE
 
 ROWS = 1024  # of the identity at a time
 

@@ -20,7 +20,7 @@ from vllm.lora.ops.triton_ops import utils as lora_pointers
 from vllm.model_executor.layers import rotary_embedding
 from vllm.model_executor.model_loader.reload import layerwise
 
-from rollout_fp8.adapter import PREFIX, SHARED_MEMORY
+from rollout_fp8.install.adapter import PREFIX, SHARED_MEMORY
 
 _COMPILED = "__compiled_fn"  # how Dynamo's names begin
 

@@ -20,18 +20,18 @@ from engine_api.requests import check_version
 from engine_api.rollout import Completion, Generation, SamplingParams, SyncResult
 from engine_api.weights import WeightExport
 from rollout_fp8 import versions
-from rollout_fp8.adapter import Expected as ExpectedAdapter
-from rollout_fp8.adapter_session import AdapterParts, AdapterSession
-from rollout_fp8.expected import Expected
-from rollout_fp8.exporter import DTYPES, EngineStream, collect
-from rollout_fp8.layers import server_config
+from rollout_fp8.export.exporter import DTYPES, EngineStream, collect
+from rollout_fp8.fp8.layers import server_config
+from rollout_fp8.install.adapter import ExpectedAdapter
+from rollout_fp8.install.adapter_session import AdapterParts, AdapterSession
+from rollout_fp8.install.session import SyncSession
 from rollout_fp8.model import architecture_of, config_of
 from rollout_fp8.options import VllmOptions
 from rollout_fp8.seeds import seeds
-from rollout_fp8.session import SyncSession
 from rollout_fp8.transports.channel import PeerError
 from rollout_fp8.transports.remote import RemoteStream
 from rollout_fp8.vllm import environment
+from rollout_fp8.wire.expected import Expected
 
 environment.prepare()  # before vLLM is imported
 

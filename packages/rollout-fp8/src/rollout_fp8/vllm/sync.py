@@ -12,12 +12,12 @@ import torch.distributed as dist
 from vllm.lora.request import LoRARequest
 
 from engine_api.codec import decode, encode
-from rollout_fp8.adapter_session import Held
-from rollout_fp8.audit import Boxes
+from rollout_fp8.install.adapter_session import Held
 from rollout_fp8.ranks import of_all
 from rollout_fp8.transports.sender import Sender
 from rollout_fp8.transports.workers import SentWorkers
-from rollout_fp8.wire import WirePlan, WireStream
+from rollout_fp8.wire.audit import Boxes
+from rollout_fp8.wire.format import WirePlan, WireStream
 
 EXTENSION = "rollout_fp8.vllm.worker.SyncExtension"
 T = TypeVar("T")

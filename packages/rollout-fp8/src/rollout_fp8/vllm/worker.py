@@ -16,15 +16,15 @@ from torch import Tensor
 
 from engine_api.codec import decode, encode
 from engine_api.errors import RolloutError
-from rollout_fp8.adapter import whole_checksum
-from rollout_fp8.adapter_session import Held
-from rollout_fp8.audit import Boxes
+from rollout_fp8.install.adapter import whole_checksum
+from rollout_fp8.install.adapter_session import Held
+from rollout_fp8.install.receiver import Receiver
 from rollout_fp8.phases import Phases
-from rollout_fp8.receiver import Receiver
 from rollout_fp8.transports.remote import receive_weights
 from rollout_fp8.vllm import private
 from rollout_fp8.vllm.packed import PackedReader
-from rollout_fp8.wire import WirePlan, WireStream
+from rollout_fp8.wire.audit import Boxes
+from rollout_fp8.wire.format import WirePlan, WireStream
 
 
 class SyncExtension:

@@ -15,7 +15,7 @@ from engine_api.devices import device_of
 from engine_api.errors import RolloutError
 from engine_api.registry import Resolution
 from engine_api.weights import WeightExport
-from rollout_fp8.exporter import EngineStream
+from rollout_fp8.export.exporter import EngineStream
 from rollout_fp8.transports.channel import WHERE
 from rollout_fp8.transports.remote import hang_up, receive_weights
 from rollout_fp8.transports.sender import Sender
@@ -75,7 +75,7 @@ class WireSender:
             raise RolloutError(
                 f"cannot carry a {type(export).__name__} to other processes",
                 where=WHERE,
-                remedy="use rollout_fp8.exporter.Exporter without lora (rollout.lora: merged)",
+                remedy="use rollout_fp8.export.exporter.Exporter without lora (rollout.lora: merged)",
             )
         self._sender.send_weights(export)
         return sum(bucket.num_bytes for bucket in export.plan.buckets)

@@ -18,13 +18,13 @@ import torch
 from engine_api.errors import RolloutError
 from engine_api.weights import ShardSpec
 from rollout_fp8.kernels.cast import FLOATS
-from rollout_fp8.wire import (
+from rollout_fp8.wire.format import (
     ALIGNMENT,
     BLOCK,
     SCALE_SUFFIX,
     BucketPlan,
-    Piece,
     WirePlan,
+    WireSlice,
     WireTensor,
     covers,
 )
@@ -63,11 +63,11 @@ class Part:
     """What one rank puts into a bucket: its box of a source, as a piece (and, when quantized, one of the scales)."""
 
     source: int  # its place in ``ExportPlan.sources``
-    weight: Piece
-    scales: Piece | None
+    weight: WireSlice
+    scales: WireSlice | None
 
     @property
-    def pieces(self) -> list[Piece]:
+    def pieces(self) -> list[WireSlice]:
         """The one or the two."""
         return [self.weight] if self.scales is None else [self.weight, self.scales]
 
@@ -298,11 +298,11 @@ class _Packing:
         parts: list[Part] = []
         for index in row:
             tensors, box = wire_tensors(self._sources[index], self._dtype), self._box(index, rank)
-            weight = Piece(tensor=tensors[0], box=box, start=start)
+            weight = WireSlice(tensor=tensors[0], box=box, start=start)
             start += _padded(weight.num_bytes)
             scales = None
             if self._sources[index].quantized:
-                scales = Piece(tensor=tensors[1], box=scale_box(box), start=start)
+                scales = WireSlice(tensor=tensors[1], box=scale_box(box), start=start)
                 start += _padded(scales.num_bytes)
             parts.append(Part(source=index, weight=weight, scales=scales))
         return tuple(parts)

@@ -15,13 +15,13 @@ from torch import Tensor, nn
 
 from engine_api.errors import EngineError, RolloutError
 from engine_api.weights import ShardSpec
-from rollout_fp8.audit import Boxes
-from rollout_fp8.checksum import ChecksumPlan
+from rollout_fp8.install.trace import WHERE, LoaderTrace, Region, misfits, uncovered
 from rollout_fp8.kernels.cast import BoundCast, CastPlan
 from rollout_fp8.kernels.table import layouts
 from rollout_fp8.phases import Phases
-from rollout_fp8.trace import WHERE, LoaderTrace, Region, misfits, uncovered
-from rollout_fp8.wire import BucketPlan, WirePlan, WireStream, WireTensor, intersection
+from rollout_fp8.wire.audit import Boxes
+from rollout_fp8.wire.checksum import ChecksumPlan
+from rollout_fp8.wire.format import BucketPlan, WirePlan, WireStream, WireTensor, intersection
 
 SYNC = "weight sync"
 Load = Callable[[Iterable[tuple[str, Tensor]]], object]

@@ -1,4 +1,4 @@
-"""A rollout that lives in another process, behind ``rollout_fp8.server``.
+"""A rollout that lives in another process, behind ``rollout_fp8.remote.server``.
 
 The client starts the server (in a session of its own, so that it ends with everything that it started), or connects to one
 that runs. While it waits for an answer it looks whether the server is still alive: one that ended or hangs is a
@@ -20,17 +20,17 @@ from engine_api.registry import Resolution, RolloutRegistry
 from engine_api.requests import check_version
 from engine_api.rollout import Completion, Generation, SamplingParams, SyncResult
 from engine_api.weights import WeightExport
-from rollout_fp8.adapter import folder_of
-from rollout_fp8.adapter_session import AdapterParts
-from rollout_fp8.endpoint import WHERE, Endpoint, ServerProcess
-from rollout_fp8.exporter import DTYPES, collect
-from rollout_fp8.messages import from_json, to_json
+from rollout_fp8.export.exporter import DTYPES, collect
+from rollout_fp8.install.adapter import folder_of
+from rollout_fp8.install.adapter_session import AdapterParts
 from rollout_fp8.model import architecture_of
 from rollout_fp8.ranks import require_own_devices
-from rollout_fp8.served import require_same
+from rollout_fp8.remote.endpoint import WHERE, Endpoint, ServerProcess
+from rollout_fp8.remote.messages import from_json, to_json
+from rollout_fp8.remote.served import require_same
 from rollout_fp8.transports.channel import PeerError
 from rollout_fp8.transports.sender import Sender
-from rollout_fp8.wire import WireStream
+from rollout_fp8.wire.format import WireStream
 
 LOCAL = ("127.0.0.1", "localhost", "::1")
 LAST_WORDS_S = 2.0  # for the server to say why it dropped a sync

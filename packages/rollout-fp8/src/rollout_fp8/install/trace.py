@@ -20,7 +20,7 @@ from torch.utils._python_dispatch import (
 
 from engine_api.errors import RolloutError
 from engine_api.weights import ShardSpec
-from rollout_fp8.wire import WireTensor
+from rollout_fp8.wire.format import WireTensor
 
 WHERE = "learning the server's layout"
 # Layers with a row for each token, as Hugging Face's model families call them.

@@ -11,15 +11,15 @@ from typing import Protocol, runtime_checkable
 from engine_api.codec import register
 from engine_api.errors import RolloutError
 from engine_api.rollout import SyncResult
-from rollout_fp8.adapter import WHERE, Adapter, Expected, folder_of, read_folder
-from rollout_fp8.expected import Expected as ExpectedModel
-from rollout_fp8.session import SyncSession, Workers
-from rollout_fp8.wire import WireStream
+from rollout_fp8.install.adapter import WHERE, Adapter, ExpectedAdapter, folder_of, read_folder
+from rollout_fp8.install.session import SyncSession, Workers
+from rollout_fp8.wire.expected import Expected
+from rollout_fp8.wire.format import WireStream
 
 
 @runtime_checkable
 class AdapterParts(Protocol):
-    """One sync of an adapter, from an engine (``rollout_fp8.exporter.AdapterStream``) or from another process."""
+    """One sync of an adapter, from an engine (``rollout_fp8.export.exporter.AdapterStream``) or from another process."""
 
     def adapter(self) -> Adapter:
         """The adapter; to be called first, and once."""
@@ -105,10 +105,10 @@ class AdapterSession:
     def __init__(
         self,
         workers: AdapterWorkers,
-        expected: Expected,
+        expected: ExpectedAdapter,
         *,
         audit: bool,
-        model: ExpectedModel | None = None,
+        model: Expected | None = None,
     ) -> None:
         self._base, self._workers, self._expected, self._audit = (
             SyncSession(workers, model),

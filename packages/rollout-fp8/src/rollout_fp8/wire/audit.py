@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 
 from engine_api.errors import RolloutError
 from engine_api.weights import ShardSpec
-from rollout_fp8.wire import WirePlan, covers
+from rollout_fp8.wire.format import WirePlan, covers
 
 WHERE = "weight sync"
 MODULUS = 1 << 64  # of checksums

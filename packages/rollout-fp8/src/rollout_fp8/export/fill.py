@@ -13,14 +13,14 @@ from torch import Tensor
 from engine_api.devices import device_of
 from engine_api.errors import RolloutError
 from engine_api.weights import ShardExport, ShardSpec, assemble
-from rollout_fp8.audit import MODULUS
-from rollout_fp8.checksum import BoundChecksum, ChecksumPlan
+from rollout_fp8.export.plan import WHERE, Bucket, ExportPlan, Source
+from rollout_fp8.fp8.quantize import QuantizePlan, ScalePolicy
 from rollout_fp8.kernels.cast import CastPlan
 from rollout_fp8.kernels.table import Layout, layouts, misfit, rows_of
 from rollout_fp8.phases import Phases
-from rollout_fp8.plan import WHERE, Bucket, ExportPlan, Source
-from rollout_fp8.quantize import QuantizePlan, ScalePolicy
-from rollout_fp8.wire import Piece, WirePlan
+from rollout_fp8.wire.audit import MODULUS
+from rollout_fp8.wire.checksum import BoundChecksum, ChecksumPlan
+from rollout_fp8.wire.format import WirePlan, WireSlice
 
 T = TypeVar("T")
 Gather = Callable[[Tensor, Tensor], None]
@@ -206,7 +206,7 @@ class Filler:
         )
         return self._work[id(bucket)]
 
-    def _own_flags(self, pieces: Sequence[Piece]) -> Tensor:
+    def _own_flags(self, pieces: Sequence[WireSlice]) -> Tensor:
         """The next flags, one for each of these weights."""
         first = len(self._flagged)
         self._flagged += [self._place[piece.tensor.name] for piece in pieces]
@@ -242,7 +242,7 @@ class Filler:
         ]
         return self.attempt(lambda: assemble(zip(parts, boxes, strict=True)))
 
-    def _answers_for(self, bucket: Bucket) -> list[Piece]:
+    def _answers_for(self, bucket: Bucket) -> list[WireSlice]:
         """Whose checksums this rank adds up; a bucket that every rank fills alike is the first rank's."""
         if not bucket.gathered and self.rank > 0:
             return []

@@ -16,7 +16,7 @@ from functools import lru_cache
 from typing import Any, Literal
 
 from engine_api.errors import ConfigError, RolloutError
-from rollout_fp8.wire import BLOCK
+from rollout_fp8.wire.format import BLOCK
 
 Kind = Literal["quantized", "plain"]
 
@@ -95,7 +95,7 @@ def layers_of(architecture: str) -> Layers:
             "rollout.quantization",
             f"FP8 is not known for {architecture}",
             why=f"which layers are quantized is known for {', '.join(ARCHITECTURES)}",
-            remedy="serve it with rollout.quantization=none, or add the architecture to rollout_fp8.layers",
+            remedy="serve it with rollout.quantization=none, or add the architecture to rollout_fp8.fp8.layers",
         )
     return ARCHITECTURES[architecture]
 
@@ -114,7 +114,7 @@ def kind(architecture: str, name: str) -> Kind:
         f"{name} of {architecture} is in no row of the layer table",
         where="FP8 quantization",
         why="whether to quantize it would be a guess, and the server might guess otherwise",
-        remedy="add the name to rollout_fp8.layers, or serve the model with rollout.quantization=none",
+        remedy="add the name to rollout_fp8.fp8.layers, or serve the model with rollout.quantization=none",
     )
 
 

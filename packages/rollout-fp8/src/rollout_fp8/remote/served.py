@@ -12,8 +12,8 @@ from typing import Any
 from engine_api.config import LoraConfig, ModelSource, near_matches
 from engine_api.errors import ConfigError
 from engine_api.rollout import Rollout
-from rollout_fp8.messages import dumps
 from rollout_fp8.options import Options
+from rollout_fp8.remote.messages import dumps
 
 # What a client goes by that is not given them: they say how weights are sent, and where completions end.
 DEFAULTS: Mapping[str, Any] = {

@@ -9,9 +9,9 @@ from typing import Protocol
 import torch
 
 from engine_api.rollout import SyncResult
-from rollout_fp8.audit import Audit, Boxes
-from rollout_fp8.expected import Expected
-from rollout_fp8.wire import SCALE_SUFFIX, WirePlan, WireStream
+from rollout_fp8.wire.audit import Audit, Boxes
+from rollout_fp8.wire.expected import Expected
+from rollout_fp8.wire.format import SCALE_SUFFIX, WirePlan, WireStream
 
 log = logging.getLogger("rollout_fp8")
 

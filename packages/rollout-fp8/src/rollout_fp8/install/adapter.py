@@ -24,9 +24,9 @@ from transformers import AutoModelForCausalLM
 from engine_api.config import LoraConfig, ModelSource, near_matches
 from engine_api.errors import ConfigError, RolloutError
 from engine_api.weights import ShardSpec
-from rollout_fp8.audit import MODULUS
-from rollout_fp8.checksum import checksum
 from rollout_fp8.model import config_of
+from rollout_fp8.wire.audit import MODULUS
+from rollout_fp8.wire.checksum import checksum
 
 WHERE = "adapter sync"
 PREFIX = "base_model.model."
@@ -68,7 +68,7 @@ def whole_checksum(tensor: Tensor) -> int:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Expected:
+class ExpectedAdapter:
     """The adapter that a configuration puts on a model.
 
     Attributes:
@@ -80,7 +80,7 @@ class Expected:
     layers: tuple[str, ...]
 
     @classmethod
-    def of(cls, source: ModelSource, lora: LoraConfig) -> Expected:
+    def of(cls, source: ModelSource, lora: LoraConfig) -> ExpectedAdapter:
         """Of a model's folder or hub id; no weight is read. Raises ``ConfigError`` for targets that fit nothing."""
         with torch.device("meta"):
             model = AutoModelForCausalLM.from_config(

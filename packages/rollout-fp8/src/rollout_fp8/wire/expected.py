@@ -14,7 +14,7 @@ from engine_api.errors import RolloutError
 from engine_api.hf_names import pieces_of
 from engine_api.weights import WeightExport
 from rollout_fp8.model import config_of
-from rollout_fp8.wire import SCALE_SUFFIX, WirePlan, WireTensor
+from rollout_fp8.wire.format import SCALE_SUFFIX, WirePlan, WireTensor
 
 WHERE = "weight sync"
 

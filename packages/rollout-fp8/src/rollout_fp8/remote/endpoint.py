@@ -22,7 +22,7 @@ from urllib.parse import urlsplit
 import torch
 
 from engine_api.errors import RolloutError
-from rollout_fp8.messages import CONFIG, dumps, error_from_json
+from rollout_fp8.remote.messages import CONFIG, dumps, error_from_json
 from rollout_fp8.transports.channel import secret
 
 WHERE = "rollout in a server"
@@ -65,7 +65,7 @@ class ServerProcess:
         command = [
             sys.executable,
             "-m",
-            "rollout_fp8.server",
+            "rollout_fp8.remote.server",
             "--name",
             name,
             "--device",

@@ -44,7 +44,7 @@ from rollout_fp8.kernels.table import (
     rows_of,
     to_device,
 )
-from rollout_fp8.wire import BLOCK
+from rollout_fp8.wire.format import BLOCK
 
 ScalePolicy = Literal["fp32", "pow2"]
 E4M3_MAX = 448.0

@@ -21,17 +21,17 @@ from engine_api.errors import ConfigError, RolloutError, UnsupportedCapability
 from engine_api.heartbeat import watched_each
 from engine_api.registry import Resolution
 from engine_api.weights import ShardExport, ShardSpec, WeightExport
-from rollout_fp8.adapter import Adapter
-from rollout_fp8.fill import Filler, Reader, there
+from rollout_fp8.export.fill import Filler, Reader, there
+from rollout_fp8.export.plan import WHERE, Bucket, ExportPlan, Source, make_plan, require_alike
+from rollout_fp8.fp8.layers import kind
+from rollout_fp8.fp8.quantize import ScalePolicy
+from rollout_fp8.install.adapter import Adapter
 from rollout_fp8.kernels.cast import FLOATS
-from rollout_fp8.layers import kind
 from rollout_fp8.model import architecture_of
 from rollout_fp8.options import Options
 from rollout_fp8.phases import Phases
-from rollout_fp8.plan import WHERE, Bucket, ExportPlan, Source, make_plan, require_alike
-from rollout_fp8.quantize import ScalePolicy
 from rollout_fp8.ranks import of_all
-from rollout_fp8.wire import BucketPlan, WirePlan
+from rollout_fp8.wire.format import BucketPlan, WirePlan
 
 log = logging.getLogger("rollout_fp8")
 

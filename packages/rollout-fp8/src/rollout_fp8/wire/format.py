@@ -40,7 +40,7 @@ class WireTensor:
 
 @register
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Piece:
+class WireSlice:
     """A box of a wire tensor, and the bytes of a bucket's buffer that hold it (row-major)."""
 
     tensor: WireTensor
@@ -63,7 +63,7 @@ class Piece:
 class BucketPlan:
     """What one bucket holds; ``slot`` says which of the plan's buffers it is filled into."""
 
-    pieces: tuple[Piece, ...]
+    pieces: tuple[WireSlice, ...]
     num_bytes: int
     slot: int
 
@@ -107,7 +107,7 @@ class WireStream(Protocol):
         ...
 
     def checksums(self) -> Mapping[str, int]:
-        """Of every wire tensor as the engine has it, by ``rollout_fp8.checksum``; after the last bucket."""
+        """Of every wire tensor as the engine has it, by ``rollout_fp8.wire.checksum``; after the last bucket."""
         ...
 
     def seconds(self) -> Mapping[str, float]:

@@ -1,0 +1,1 @@
+"""Blockwise FP8: the quantizer and the table of layers that are quantized."""

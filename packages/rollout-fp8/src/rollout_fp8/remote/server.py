@@ -1,0 +1,459 @@
+"""A rollout in a process of its own: ``python -m rollout_fp8.remote.server --name vllm --device cuda --config '{…}'``.
+
+A small HTTP API, JSON both ways; every request carries a token made of the run's secret (``ROLLOUT_FP8_KEY``, see
+``transports.channel``):
+
+========================  =============================================  ==========================================
+GET /health               –                                              pid, weight_version, name, arguments
+POST /generate            prompts, sampling                              completions
+POST /submit              prompt, sampling                               id
+POST /result              id, wait_s                                     done, completions
+POST /abort               id                                             –
+POST /update_weights      address, version, timeout_s, adapter           a ``SyncResult``
+POST /sleep, /wake_up     weights, kv_cache                              –
+POST /shutdown            –                                              –
+========================  =============================================  ==========================================
+
+An error is ``{"class", "what", "where", "why", "remedy", …}`` with status 400 (the request), 401 (the token), 404, 408
+(nothing within ``wait_s``), 422 (an error of the contract) or 500. Several clients are served one after another.
+Weights do not travel over HTTP: the server fetches them from ``address`` with ``transports.receive_weights``. HTTP is not
+encrypted: beyond 127.0.0.1 use it inside a network that you trust.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hmac
+import inspect
+import json
+import logging
+import os
+import signal
+import socket
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, suppress
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from itertools import count
+from pathlib import Path
+from socketserver import TCPServer
+from typing import Any, cast
+
+from engine_api.config import LoraConfig, ModelSource
+from engine_api.devices import device_of
+from engine_api.errors import EngineError, RolloutError
+from engine_api.leash import end_group_with
+from engine_api.registry import RolloutRegistry
+from engine_api.rollout import AsyncRollout, Completion, Generation, Rollout, SamplingParams
+from engine_api.weights import WeightExport
+from rollout_fp8.remote.messages import CONFIG, dumps, error_to_json, from_json, to_json
+from rollout_fp8.remote.served import settings_of
+from rollout_fp8.transports.channel import secret
+
+LARGEST = 1 << 28  # bytes of a request
+IDLE_S = 60.0  # of a connection that sends nothing
+STRANGER_S = 10.0  # for a connection to show the token
+STRANGERS = 64  # connections that have not shown it yet, at most; the oldest goes first
+KEPT_S = 3600.0  # a generation that no client asks for: steps of training may lie between submitting one and its result
+
+log = logging.getLogger("rollout_fp8.remote.server")
+
+
+class Service:
+    """The rollout, as functions from JSON to JSON; ``name`` and ``arguments``: as which it is registered, and made."""
+
+    def __init__(
+        self, rollout: Rollout, device: str, *, name: str, arguments: Mapping[str, Any]
+    ) -> None:
+        self._rollout, self._device = rollout, device
+        self._settings = settings_of(rollout, name, arguments)
+        self._turn = threading.Lock()  # a rollout need not be thread-safe; clients take turns
+        self._running: dict[int, Generation] = {}
+        self._asked: dict[int, float] = {}  # when a client last named it
+        self._ids = count()
+        self.closed = False
+        self.calls: Mapping[str, Callable[..., dict[str, Any]]] = {
+            "generate": self.generate,
+            "submit": self.submit,
+            "result": self.result,
+            "abort": self.abort,
+            "update_weights": self.update_weights,
+            "sleep": self.sleep,
+            "wake_up": self.wake_up,
+        }
+
+    def close(self) -> None:
+        """Close the rollout without waiting for the calls that still run in it; they may fail in any way."""
+        self.closed = True
+        self._rollout.close()
+
+    def health(self) -> dict[str, Any]:
+        """Answers while others wait for their turn."""
+        return {
+            "pid": os.getpid(),
+            "weight_version": self._rollout.weight_version,
+            **self._settings,
+        }
+
+    def generate(
+        self, *, prompts: Sequence[Sequence[int]], sampling: Mapping[str, Any]
+    ) -> dict[str, Any]:
+        """See ``Rollout.generate``."""
+        wanted = from_json(SamplingParams, sampling)
+        with self._turn:
+            return {"completions": [to_json(c) for c in self._rollout.generate(prompts, wanted)]}
+
+    def submit(self, *, prompt: Sequence[int], sampling: Mapping[str, Any]) -> dict[str, Any]:
+        """See ``AsyncRollout.submit``."""
+        if not isinstance(self._rollout, AsyncRollout):
+            raise RolloutError(
+                "cannot generate in the background",
+                where=f"server of {type(self._rollout).__name__}",
+                why="it has no submit",
+                remedy="use generate, or another rollout",
+            )
+        with self._turn:
+            self._drop_unasked()
+            number = next(self._ids)
+            self._asked[number] = time.monotonic()
+            self._running[number] = self._rollout.submit(
+                prompt, from_json(SamplingParams, sampling)
+            )
+        return {"id": number}
+
+    def result(self, *, id: int, wait_s: float) -> dict[str, Any]:  # noqa: A002 - the name in JSON
+        """See ``Generation.result``; a result is handed out once."""
+        generation = self._known(id)
+        try:
+            completions = _result(generation, wait_s)
+            if completions is None:
+                return {"done": False}
+        except Exception:  # a bug of the rollout's too: it is told once
+            self._drop(id)
+            raise
+        self._drop(id)
+        return {"done": True, "completions": [to_json(c) for c in completions]}
+
+    def abort(self, *, id: int) -> dict[str, Any]:  # noqa: A002
+        """See ``Generation.abort``."""
+        self._known(id).abort()
+        return {}
+
+    def update_weights(
+        self,
+        *,
+        address: str | None,
+        version: int,
+        timeout_s: float,
+        adapter: Mapping[str, Any] | None = None,
+    ) -> dict[str, Any]:
+        """See ``Rollout.update_weights``. ``adapter``: its folder and checksums; without ``address`` it comes alone."""
+        from rollout_fp8.install.adapter_session import SentAdapter
+        from rollout_fp8.transports.remote import receive_weights
+
+        device = device_of(self._device).current()
+        with self._turn, ExitStack() as stack:
+            stream = (
+                None
+                if address is None
+                else stack.enter_context(
+                    receive_weights(address, device=device, timeout_s=timeout_s)
+                )
+            )
+            export = (
+                stream
+                if adapter is None
+                else SentAdapter(Path(adapter["folder"]), adapter["sums"], stream)
+            )
+            with self._any_version(version):
+                return to_json(self._rollout.update_weights(cast("WeightExport", export), version))
+
+    @contextmanager
+    def _any_version(self, version: int) -> Iterator[None]:
+        """Take an older version too: runs come and go, and each counts anew. A client refuses what is older than it sent itself."""
+        served = self._rollout.weight_version
+        self._rollout.weight_version = min(served, version)
+        try:
+            yield
+        except BaseException:  # it may serve on; raised again
+            self._rollout.weight_version = served
+            raise
+
+    def sleep(self, *, weights: bool = True, kv_cache: bool = True) -> dict[str, Any]:
+        """See ``Rollout.sleep``."""
+        with self._turn:
+            self._rollout.sleep(weights=weights, kv_cache=kv_cache)
+        return {}
+
+    def wake_up(self, *, weights: bool = True, kv_cache: bool = True) -> dict[str, Any]:
+        """See ``Rollout.wake_up``."""
+        with self._turn:
+            self._rollout.wake_up(weights=weights, kv_cache=kv_cache)
+        return {}
+
+    def _known(self, number: int) -> Generation:
+        try:
+            generation = self._running[number]
+        except KeyError:
+            raise RolloutError(
+                f"no generation {number} is running",
+                where="server",
+                remedy=f"a result is handed out once, and kept for {KEPT_S / 60:.0f} minutes",
+            ) from None
+        self._asked[number] = time.monotonic()
+        return generation
+
+    def _drop(self, number: int) -> Generation | None:
+        self._asked.pop(number, None)
+        return self._running.pop(number, None)
+
+    def _drop_unasked(self) -> None:
+        """Those whose clients ended without a word would stay for ever."""
+        limit = time.monotonic() - KEPT_S
+        for number in [number for number, asked in self._asked.copy().items() if asked < limit]:
+            generation = self._drop(number)
+            if generation is not None:
+                generation.abort()
+
+
+def _result(generation: Generation, wait_s: float) -> list[Completion] | None:
+    """None while it runs. What it raises once it is over is its own, a ``TimeoutError`` too."""
+    try:
+        return generation.result(wait_s)
+    except TimeoutError:
+        return generation.result(0.0) if generation.done() else None
+
+
+class Server(ThreadingHTTPServer):
+    """HTTP for one ``Service``."""
+
+    daemon_threads = True  # a generation that nobody waits for must not keep the process
+
+    def __init__(self, address: tuple[str, int], service: Service) -> None:
+        self.service, self.token = service, secret("http").hex()
+        self._strangers: dict[
+            Any, float
+        ] = {}  # sockets, the oldest first: until when, by time.monotonic()
+        super().__init__(address, _Handler)
+
+    def process_request(self, request: Any, client_address: Any) -> None:
+        """Hear a new connection in a thread of its own, for ``STRANGER_S`` unless it shows the token."""
+        for oldest in list(self._strangers)[: 1 - STRANGERS]:
+            self._hang_up(oldest)
+        self._strangers[request] = time.monotonic() + STRANGER_S
+        super().process_request(request, client_address)
+
+    def is_known(self, request: Any) -> None:
+        """Take note that a connection has shown the token."""
+        self._strangers.pop(request, None)
+
+    def shutdown_request(self, request: Any) -> None:
+        """Close a connection."""
+        self._strangers.pop(request, None)
+        super().shutdown_request(request)
+
+    def service_actions(self) -> None:
+        """Hang up on connections that have not shown the token in time, however they spend it."""
+        now = time.monotonic()
+        for request in [
+            request for request, until in self._strangers.copy().items() if until <= now
+        ]:
+            self._hang_up(request)
+
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        """Say what went wrong with a connection, unless its other end is closed: that is a client's affair."""
+        if not isinstance(sys.exc_info()[1], OSError):
+            super().handle_error(request, client_address)
+
+    def _hang_up(self, request: Any) -> None:
+        if self._strangers.pop(request, None) is None:  # it has shown the token just now
+            return
+        with suppress(OSError):  # it has hung up itself
+            request.shutdown(socket.SHUT_RDWR)
+
+    def server_bind(self) -> None:
+        """Without the look-up of this host's name that ``HTTPServer`` makes."""
+        TCPServer.server_bind(self)
+        self.server_name, self.server_port = (
+            str(self.server_address[0]),
+            int(self.server_address[1]),
+        )
+
+    @property
+    def url(self) -> str:
+        """Where it listens."""
+        return f"http://{self.server_name}:{self.server_port}"
+
+
+class _Handler(BaseHTTPRequestHandler):
+    protocol_version = "HTTP/1.1"
+    timeout = IDLE_S
+
+    def do_GET(self) -> None:
+        self._serve({"/health": lambda **_: self._server.service.health()})
+
+    def do_POST(self) -> None:
+        calls = {f"/{name}": call for name, call in self._server.service.calls.items()}
+        self._serve({**calls, "/shutdown": self._shutdown})
+
+    def log_request(self, code: int | str = "-", size: int | str = "-") -> None:
+        """Errors are logged, requests are not."""
+
+    @property
+    def _server(self) -> Server:
+        server = self.server
+        assert isinstance(server, Server)
+        return server
+
+    def _serve(self, calls: Mapping[str, Callable[..., dict[str, Any]]]) -> None:
+        try:
+            status, answer = 200, self._call(calls)
+        except _Refused as refused:
+            status, answer = refused.status, error_to_json(refused)
+        except EngineError as error:
+            status, answer = 422, error_to_json(error)
+        except Exception as error:  # the client waits for an answer; it gets this one
+            log.exception("%s failed", self.path)
+            told: Exception = error
+            if self._server.service.closed:
+                told = RolloutError(
+                    "the server was closed during this call",
+                    where="server",
+                    remedy="start another one",
+                )
+            status, answer = 500, error_to_json(told)
+        data = dumps(answer)
+        self.send_response(status)
+        self.send_header("Content-Type", "application/json")
+        self.send_header("Content-Length", str(len(data)))
+        self.end_headers()
+        self.wfile.write(data)
+
+    def _call(self, calls: Mapping[str, Callable[..., dict[str, Any]]]) -> dict[str, Any]:
+        given = self.headers.get("Authorization", "").removeprefix("Bearer ")
+        if not hmac.compare_digest(given.encode(), self._server.token.encode()):
+            raise self._refused(
+                401, "the token is wrong", "give server and client the same ROLLOUT_FP8_KEY"
+            )
+        self._server.is_known(self.connection)
+        if self.path not in calls:
+            raise self._refused(
+                404,
+                f"there is no {self.command} {self.path}",
+                f"one of: {', '.join(sorted(calls))}",
+            )
+        call, arguments = calls[self.path], self._body()
+        try:
+            inspect.signature(call).bind(**arguments)
+        except TypeError as error:
+            raise self._refused(
+                400, f"{self.path}: {error}", "see rollout_fp8.remote.server"
+            ) from error
+        return call(**arguments)
+
+    def _body(self) -> dict[str, Any]:
+        length = self.headers.get("Content-Length", "0")
+        if not length.isdigit() or int(length) > LARGEST:
+            raise self._refused(400, f"a request of {length} bytes", f"at most {LARGEST}")
+        try:
+            body = json.loads(self.rfile.read(int(length)) or b"{}")
+        except ValueError as error:
+            raise self._refused(
+                400, f"the request is not JSON: {error}", "send an object"
+            ) from error
+        if not isinstance(body, dict):
+            raise self._refused(400, f"the request is a {type(body).__name__}", "send an object")
+        return body
+
+    def _refused(self, status: int, what: str, remedy: str) -> _Refused:
+        self.close_connection = True  # what it sent may be unread
+        return _Refused(status, what, remedy)
+
+    def _shutdown(self) -> dict[str, Any]:
+        threading.Thread(target=self._server.shutdown).start()  # it waits for the loop that serves
+        return {}
+
+
+class _Refused(RolloutError):
+    """A request that never reached the rollout."""
+
+    def __init__(self, status: int, what: str, remedy: str) -> None:
+        super().__init__(what, where="server", remedy=remedy)
+        self.status = status
+
+
+def create(name: str, device: str, config: Mapping[str, Any]) -> Rollout:
+    """A registered rollout; ``config`` holds what ``RolloutRegistry.create`` takes, ``model`` as a mapping."""
+    arguments = {**config, "model": ModelSource(**config["model"])}
+    if config.get("lora") is not None:
+        arguments["lora"] = LoraConfig(**config["lora"])
+    return RolloutRegistry.create(name=name, device=device, **arguments)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Serve until /shutdown, SIGTERM, or (``--with-parent``) the end of the process that holds standard input."""
+    options = _parser().parse_args(arguments)
+    if options.with_parent:
+        end_group_with(0)  # with all that the server has started
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
+    try:
+        config = json.loads(options.config or os.environ.pop(CONFIG))
+        device = options.device
+        if device == "auto":
+            device = RolloutRegistry.resolve(backend=options.name).device
+        rollout = create(options.name, device, config)
+    except Exception as error:  # whoever started it reads the reason there
+        log.exception("the rollout did not start")
+        _announce(options.announce, {"error": error_to_json(error)})
+        return 1
+    service = Service(rollout, device, name=options.name, arguments=config)
+    try:
+        with Server((options.host, options.port), service) as server:
+            _announce(options.announce, {"url": server.url, "pid": os.getpid()})
+            server.serve_forever(poll_interval=0.1)
+    finally:
+        service.close()
+    return 0
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="python -m rollout_fp8.remote.server", description="A rollout in a process of its own."
+    )
+    parser.add_argument(
+        "--name", required=True, help="of a registered rollout: vllm, sglang, local"
+    )
+    parser.add_argument(
+        "--device", default="auto", help="cuda, cpu, or auto: the first of them that is here"
+    )
+    parser.add_argument(
+        "--config",
+        required=CONFIG not in os.environ,
+        help=f"JSON: what the rollout's class takes (model, batch_size, dtype, …); else in the variable {CONFIG}",
+    )
+    parser.add_argument("--host", default="127.0.0.1", help="where it listens")
+    parser.add_argument("--port", type=int, default=0, help="0: a free one")
+    parser.add_argument(
+        "--announce", type=Path, help="a file that gets the URL, or the error, as JSON"
+    )
+    parser.add_argument(
+        "--with-parent",
+        action="store_true",
+        help="end when standard input is closed; needs a session of its own",
+    )
+    return parser
+
+
+def _announce(path: Path | None, news: Mapping[str, Any]) -> None:
+    print(json.dumps(news, default=str), flush=True)
+    if path is not None:
+        part = path.with_suffix(".part")
+        part.write_bytes(dumps(news))
+        part.replace(path)  # whole or not at all
+
+
+if __name__ == "__main__":
+    logging.basicConfig(level=logging.INFO)
+    sys.exit(main())
