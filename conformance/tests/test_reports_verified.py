@@ -68,7 +68,7 @@ MISFITS = [
     (put("seconds", -1), "seconds", "0 or more"),
     (put("counts.passed", 1.5), "counts.passed", "a whole number of 0 or more"),
     (drop("counts.timeout"), "counts", "'timeout' is a required property"),
-    (put("rows", {}), "rows", "one entry a case and setting"),
+    (put("rows", {}), "rows", "one entry per case and setting"),
     (put("rows.0", "plugin.light"), "rows[0]", "is not of type 'object'"),
     (put("rows.0.status", "skipped"), "rows[0].status", "one of the nine statuses"),
     (put("rows.0.margin", "small"), "rows[0].margin", '"infinite"'),

@@ -1,1 +1,1 @@
-"""A small engine in plain torch that computes what the contract says; the conformance suite is tested with it."""
+"""Small engine in plain torch that follows the contract, for tests of the conformance suite."""

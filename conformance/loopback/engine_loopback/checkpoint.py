@@ -17,7 +17,10 @@ from engine_loopback.weights import Partition, Weight
 
 
 class CheckpointEngine(BaseEngine):
-    """What is saved and restored. Keys: ``model.<name>``, ``adapter.<name>``, ``optim.<name>.<field>``."""
+    """Saving and restoring of the training state.
+
+    Keys are ``model.<name>``, ``adapter.<name>`` and ``optim.<name>.<field>``.
+    """
 
     adamw: type[AdamW] = AdamW
     weights: dict[str, Weight]
@@ -26,11 +29,11 @@ class CheckpointEngine(BaseEngine):
     device: torch.device
 
     def key_of(self, weight: Weight) -> str:
-        """The canonical key of a weight."""
+        """Return the canonical key of a weight."""
         return f"{'adapter' if weight.adapter else 'model'}.{weight.name}"
 
     def state_shards(self) -> dict[str, tuple[Tensor, ShardSpec]]:
-        """See ``BaseEngine.state_shards``."""
+        """Implement ``BaseEngine.state_shards``."""
         state = {
             self.key_of(weight): (weight.local, weight.box) for weight in self.weights.values()
         }
@@ -39,7 +42,11 @@ class CheckpointEngine(BaseEngine):
         return state
 
     def optimizer_state(self) -> Iterator[tuple[Weight, str, Tensor]]:
-        """(weight, field, live tensor); raises ``ConfigError`` for state that is no tensor of the weight's shape."""
+        """Yield (weight, field, live tensor) of the optimizer's state.
+
+        Raises:
+            ConfigError: if a field is no tensor of its weight's shape.
+        """
         states = self.optimizer.state if self.optimizer is not None else {}
         for weight in (weight for weight in self.weights.values() if weight.param is not None):
             for field, value in states.get(weight.held, {}).items():
@@ -53,19 +60,18 @@ class CheckpointEngine(BaseEngine):
                 yield weight, field, value
 
     def state_box(self, weight: Weight, value: Tensor) -> ShardSpec:
-        """A moment lies where its weight does; a step count is whole on every rank that holds any of it."""
-        return (
-            weight.box
-            if value.dim()
-            else ShardSpec.whole((), replica=self.partition.holder_index(weight.name))
-        )
+        """Return the box of a state tensor.
+
+        A moment has its weight's box; a step count is whole on every rank with part of the weight.
+        """
+        if value.dim():
+            return weight.box
+        return ShardSpec.whole((), replica=self.partition.holder_index(weight.name))
 
     def _optimizer_fields(self) -> Collection[str]:
-        return (
-            state_fields(self.config.optimizer, self.adamw)
-            if self.config.optimizer is not None
-            else ()
-        )
+        if self.config.optimizer is None:
+            return ()
+        return state_fields(self.config.optimizer, self.adamw)
 
     def _state_layout(
         self, entries: Mapping[str, Entry]
@@ -78,7 +84,10 @@ class CheckpointEngine(BaseEngine):
     def optimizer_layout(
         self, entries: Mapping[str, Entry]
     ) -> dict[str, tuple[ShardSpec, torch.dtype]]:
-        """Which boxes of the saved optimizer state this rank needs: none of weights that it does not hold."""
+        """Return the boxes and dtypes of saved optimizer state that this rank needs, by key.
+
+        A weight that this rank does not hold has none.
+        """
         saved = {
             key: key.removeprefix("optim.").rpartition(".")
             for key in entries
@@ -87,30 +96,29 @@ class CheckpointEngine(BaseEngine):
         self.same_optimizer({field for _, _, field in saved.values()})
         if saved and self.optimizer is not None:
             check_shapes(self.optimizer, entries)
-        known = {
-            key: self.weights[name] for key, (name, _, _) in saved.items() if self.is_trained(name)
-        }
-        return {
-            key: (
-                weight.box if entries[key].shape else ShardSpec.whole(()),
-                getattr(torch, entries[key].dtype),
-            )
-            for key, weight in known.items()
-        }
+        layout: dict[str, tuple[ShardSpec, torch.dtype]] = {}
+        for key, (name, _, _) in saved.items():
+            if self.is_trained(name):
+                box = self.weights[name].box if entries[key].shape else ShardSpec.whole(())
+                layout[key] = (box, getattr(torch, entries[key].dtype))
+        return layout
 
     def is_trained(self, name: str) -> bool:
-        """Whether the optimizer moves this weight (on whichever rank)."""
+        """Tell whether the optimizer updates this weight, on any rank."""
         return name in self.weights and self.weights[name].trainable
 
     def same_optimizer(self, fields: set[str]) -> None:
-        """Raise ``CheckpointMismatch`` for the state of another optimizer."""
+        """Raise ``CheckpointMismatch`` unless ``fields`` are those of this engine's optimizer."""
         assert self.config.optimizer is not None
         own = state_fields(self.config.optimizer, self.adamw)
         if fields and fields != own:
             raise CheckpointMismatch(
                 "the checkpoint is of another optimizer",
                 where=self.config.optimizer.name,
-                why=f"it keeps {', '.join(sorted(own)) or 'nothing'}, saved is {', '.join(sorted(fields))}",
+                why=(
+                    f"it keeps {', '.join(sorted(own)) or 'nothing'}, "
+                    f"saved is {', '.join(sorted(fields))}"
+                ),
                 remedy="load it with the optimizer that it was saved with",
             )
 
@@ -127,7 +135,10 @@ class CheckpointEngine(BaseEngine):
     def restore_state(
         self, optimizer: torch.optim.Optimizer, weight: Weight, field: str, value: Tensor
     ) -> None:
-        """Put one loaded tensor where the optimizer expects it; step counts mostly live on the CPU."""
+        """Put a loaded tensor where the optimizer expects it.
+
+        Step counts are mostly on the CPU.
+        """
         away = self.config.memory.offload_optimizer
         on_device = optimizer.defaults.get("fused") or optimizer.defaults.get("capturable")
         stays = away if value.dim() else not on_device

@@ -1,4 +1,4 @@
-"""The engine: builds its parts, and keeps the order of a step."""
+"""The engine class, which builds its parts and defines the order of a step."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from engine_loopback.weights import Files, Partition, Weight, fill
 
 
 class LoopbackEngine(ExportEngine):
-    """What the language and the value engine share; see ``engine_api.contract.Engine`` for the promises."""
+    """Common part of the language and the value engine; see ``engine_api.contract.Engine``."""
 
     kind: ClassVar[Kind]
     model_type: ClassVar[type[Model]] = Model
@@ -52,7 +52,7 @@ class LoopbackEngine(ExportEngine):
     # --- building ------------------------------------------------------------------------------
 
     def _build(self) -> None:
-        # All that can be refused from the configuration alone comes before any group.
+        # Everything that can be refused from the configuration alone comes before any group.
         world, rank = world_and_rank()
         self.raw_config = read_config(self.config.model)
         self.shape = shape_of(self.raw_config, self.kind)
@@ -71,20 +71,20 @@ class LoopbackEngine(ExportEngine):
         self._build_groups(timedelta(seconds=self.options.timeout_s))
         try:
             self._build_model()
-        except BaseException:  # Ctrl-C too: groups are not kept for an engine that never was
+        # Also on Ctrl-C: no groups are kept for an engine that was not built.
+        except BaseException:
             self._close_groups()
             raise
 
     def _build_groups(self, timeout: timedelta) -> None:
         self._owns_group = ensure_process_group(self.device_type, self.layout.world, timeout)
-        self.device = torch.device(
-            "cpu" if self.device_type == "cpu" else f"cuda:{torch.cuda.current_device()}"
-        )
+        cpu = self.device_type == "cpu"
+        self.device = torch.device("cpu" if cpu else f"cuda:{torch.cuda.current_device()}")
         several = self.layout.world > 1
         self.comm: Comm = TorchComm(timeout) if several else SingleComm()
-        self._save_comm: Comm = (
-            TorchComm(timeout) if several and self.config.checkpoint.async_save else self.comm
-        )
+        self._save_comm: Comm = self.comm
+        if several and self.config.checkpoint.async_save:
+            self._save_comm = TorchComm(timeout)
         self.layout.build_groups(timeout)
 
     def _build_model(self) -> None:
@@ -96,29 +96,30 @@ class LoopbackEngine(ExportEngine):
             if weight.adapter and weight.param is not None:
                 weight.local.copy_(lora.first_value(weight, config.seed))
         self.model = self.model_type(config, self.shape, self.weights, self.layout, self.device)
-        self.optimizer = (
-            build_optimizer(config.optimizer, self.trained(), self.adamw)
-            if config.optimizer
-            else None
-        )
+        self.optimizer = None
+        if config.optimizer is not None:
+            self.optimizer = build_optimizer(config.optimizer, self.trained(), self.adamw)
 
     def files(self) -> Files | None:
-        """The folder's weights, or None where they are made from the seed."""
+        """Return the folder's weights, or None if they are made from the seed."""
         return None if self.config.model.init == "random" else Files(self.config.model.path)
 
     def weight_table(self) -> dict[str, Weight]:
-        """Every weight of the model in its order, then the adapters; on this rank its boxes."""
+        """Return the model's weights in order, then the adapters, each with this rank's box."""
         base = dict(weight_shapes(self.shape))
-        adapters = (
-            lora.adapter_shapes(self.config.lora, base) if self.config.lora is not None else {}
-        )
+        adapters: dict[str, tuple[int, ...]] = {}
+        if self.config.lora is not None:
+            adapters = lora.adapter_shapes(self.config.lora, base)
         return {
             name: self.make_weight(name, shape, name in adapters)
             for name, shape in (base | adapters).items()
         }
 
     def make_weight(self, name: str, shape: tuple[int, ...], adapter: bool) -> Weight:
-        """A weight with memory for this rank's box; beside adapters only a value head is trained."""
+        """Return a weight with memory for this rank's box.
+
+        With adapters, only these and a value head are trained.
+        """
         box = self.partition.own_box(name, shape)
         trainable = self.config.optimizer is not None and (
             self.config.lora is None or adapter or "score." in name
@@ -138,11 +139,11 @@ class LoopbackEngine(ExportEngine):
         )
 
     def trained(self) -> list[nn.Parameter]:
-        """The parameters of this rank that the optimizer moves."""
+        """Return the parameters of this rank that the optimizer updates."""
         return [weight.held for weight in self.held_and_trained()]
 
     def held_and_trained(self) -> list[Weight]:
-        """Their weights."""
+        """Return the weights of this rank that the optimizer updates."""
         return [
             weight
             for weight in self.weights.values()
@@ -159,13 +160,17 @@ class LoopbackEngine(ExportEngine):
         temperature: float,
         coefficients: Tensor | None = None,
     ) -> TokenOutputs:
-        """See ``BaseEngine.forward_step``; ``coefficients`` are not used."""
+        """Implement ``BaseEngine.forward_step``.
+
+        ``coefficients`` are not used.
+        """
         del coefficients
         return self.model.outputs(batch, needs, temperature)
 
     @contextmanager
     def _accumulation(self, *, last: bool) -> Iterator[None]:
-        del last  # gradients stay this rank's own until the step
+        # Gradients are this rank's own until the step.
+        del last
         self.expect_loaded("train")
         self.model.training = True
         try:
@@ -193,11 +198,11 @@ class LoopbackEngine(ExportEngine):
         return norm
 
     def own_gradient(self, weight: Weight) -> Tensor:
-        """This rank's gradient; zero where no token reached the weight."""
+        """Return this rank's gradient, or zeros if no token reached the weight."""
         return torch.zeros_like(weight.held) if weight.held.grad is None else weight.held.grad
 
     def reduce_gradient(self, weight: Weight, grad: Tensor) -> Tensor:
-        """The sum over all ranks that saw other tokens, other heads or another use of the weight."""
+        """Return the sum over ranks with different tokens, heads or uses of the weight."""
         dtype = grad.dtype
         grad = self.sum_over_copies(weight, grad.to(DTYPES[self.config.precision.reduce]))
         if self.partition.is_partial(weight.name):
@@ -207,20 +212,23 @@ class LoopbackEngine(ExportEngine):
         return grad.to(dtype)
 
     def sum_over_copies(self, weight: Weight, grad: Tensor) -> Tensor:
-        """Over data and sequence. An expert has seen the tokens of its whole expert-parallel group already."""
+        """Sum over data- and sequence-parallel ranks.
+
+        An expert's gradient already covers the tokens of its whole expert-parallel group.
+        """
         dense = self.partition.expert_rank(weight.name) is None
         return self.layout.all_reduce(grad, "copies" if dense else "expert_copies")
 
     def sum_over_tensor(self, grad: Tensor) -> Tensor:
-        """Over tensor-parallel ranks, each of which has its own heads' part."""
+        """Sum over tensor-parallel ranks, each of which has its own heads' part."""
         return self.layout.all_reduce(grad, "tensor")
 
     def sum_over_ends(self, grad: Tensor) -> Tensor:
-        """Of a tied embedding: its use as embedding on the first stage and as head on the last."""
+        """Sum a tied embedding's gradients as embedding (first stage) and as head (last stage)."""
         return self.layout.all_reduce(grad, "ends")
 
     def gradient_norm(self) -> float:
-        """The 2-norm of the whole gradient."""
+        """Return the 2-norm of the whole gradient."""
         squares = torch.zeros((), dtype=torch.float64, device=self.device)
         for weight in self.held_and_trained():
             if self.counts(weight) and weight.held.grad is not None:
@@ -228,7 +236,7 @@ class LoopbackEngine(ExportEngine):
         return math.sqrt(float(self.layout.all_reduce(squares, "world")))
 
     def counts(self, weight: Weight) -> bool:
-        """Whether this rank's box of a gradient enters the norm: each box once."""
+        """Tell whether this rank's box enters the norm, so that each box counts once."""
         return weight.box.replica == 0
 
     def clip(self, norm: float, max_norm: float | None) -> None:
@@ -258,7 +266,10 @@ class LoopbackEngine(ExportEngine):
     def to(
         self, device: str, *, model: bool = True, optimizer: bool = True, grad: bool = True
     ) -> None:
-        """See ``Engine.to``. Gradients live beside their weights and move with them."""
+        """Implement ``Engine.to``.
+
+        Gradients are on their weights' device and move with them.
+        """
         self._expect("to", "ready")
         check_device(device, self.device_type)
         check_switches(model=model, optimizer=optimizer, grad=grad)
@@ -275,18 +286,25 @@ class LoopbackEngine(ExportEngine):
             self._mark("optimizer", away)
 
     def move_weights(self, device: torch.device) -> None:
-        """Weights and gradients; the optimizer keeps its hold of the parameters."""
+        """Move weights and gradients.
+
+        The optimizer keeps its references to the parameters.
+        """
         for weight in self.weights.values():
             if weight.param is not None:
-                grad, weight.param.grad = weight.param.grad, None
+                grad = weight.param.grad
+                weight.param.grad = None
                 weight.param.data = weight.param.data.to(device)
                 weight.param.grad = None if grad is None else grad.to(device)
 
     def _mark(self, part: str, away: bool) -> None:
-        (self._away.add if away else self._away.discard)(part)
+        if away:
+            self._away.add(part)
+        else:
+            self._away.discard(part)
 
     def expect_loaded(self, called: str) -> None:
-        """Raise ``EngineStateError`` when what ``called`` needs is not on the device."""
+        """Raise ``EngineStateError`` if a part that ``called`` needs is not on the device."""
         if "model" in self._away or (called == "train" and "optimizer" in self._away):
             raise EngineStateError(
                 called,
@@ -316,13 +334,13 @@ class LoopbackEngine(ExportEngine):
 
 
 class LoopbackEngineWithLMHead(LoopbackEngine):
-    """Log-probs and entropy of a causal language model."""
+    """Engine that returns log-probs and entropy of a causal language model."""
 
     kind = "language_model"
 
 
 class LoopbackEngineWithValueHead(LoopbackEngine):
-    """A scalar a token, from a linear head on the last hidden states."""
+    """Engine that returns a scalar per token, from a linear head on the last hidden states."""
 
     kind = "value_model"
     gives = ("values",)

@@ -1,4 +1,4 @@
-"""Weights out: whole tensors in buckets, this rank's boxes, or a Hugging Face folder."""
+"""Exports of weights: whole tensors in buckets, this rank's boxes, or a Hugging Face folder."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ _COMPANIONS = (
 
 
 class ExportEngine(CheckpointEngine):
-    """The three exports."""
+    """The three exports of the engine's weights."""
 
     layout: Layout
     raw_config: dict[str, Any]
@@ -47,7 +47,7 @@ class ExportEngine(CheckpointEngine):
         adapter: Adapter = "merged",
         bucket_bytes: int = 512 << 20,
     ) -> WeightExport:
-        """See ``Engine.get_per_tensor_param``."""
+        """Implement ``Engine.get_per_tensor_param``."""
         self._expect("get_per_tensor_param", "ready")
         check_export(dtype, bucket_bytes)
         self.check_adapter(adapter)
@@ -56,7 +56,7 @@ class ExportEngine(CheckpointEngine):
     def get_per_tensor_param_shard(
         self, *, dtype: torch.dtype | None = None, adapter: Adapter = "merged"
     ) -> ShardExport:
-        """See ``Engine.get_per_tensor_param_shard``."""
+        """Implement ``Engine.get_per_tensor_param_shard``."""
         self._expect("get_per_tensor_param_shard", "ready")
         check_export(dtype)
         self.check_adapter(adapter)
@@ -66,7 +66,7 @@ class ExportEngine(CheckpointEngine):
         )
 
     def check_adapter(self, adapter: Adapter) -> None:
-        """Raise ``ConfigError`` for an export that this engine cannot give."""
+        """Raise ``ConfigError`` for an export that this engine cannot make."""
         if adapter not in get_args(Adapter):
             raise ConfigError(
                 "adapter", f"unknown export {adapter!r}", remedy=", ".join(get_args(Adapter))
@@ -79,16 +79,20 @@ class ExportEngine(CheckpointEngine):
             )
 
     def exported(self, adapter: Adapter) -> list[Weight]:
-        """What is exported, in the model's order."""
-        given = [
-            weight for weight in self.weights.values() if weight.adapter == (adapter == "only")
-        ]
-        return [replace(weight, merges=False) for weight in given] if adapter == "base" else given
+        """Return the weights of an export, in the model's order."""
+        only = adapter == "only"
+        weights = [weight for weight in self.weights.values() if weight.adapter == only]
+        if adapter == "base":
+            return [replace(weight, merges=False) for weight in weights]
+        return weights
 
     def whole_tensors(
         self, weights: list[Weight], dtype: torch.dtype | None, bucket_bytes: int
     ) -> WeightExport:
-        """One bucket exists at a time."""
+        """Yield whole tensors by name.
+
+        Only one bucket of them exists at a time.
+        """
         for bucket in self.buckets(weights, dtype, bucket_bytes):
             whole = [
                 (weight.name, self.assembled(weight, self.shard(weight, dtype)))
@@ -100,37 +104,43 @@ class ExportEngine(CheckpointEngine):
     def buckets(
         self, weights: list[Weight], dtype: torch.dtype | None, limit: int
     ) -> Iterator[list[Weight]]:
-        """Neighbours of together at most ``limit`` bytes as whole tensors, or one larger tensor."""
-        bucket, size = list[Weight](), 0
+        """Yield neighbours that are at most ``limit`` bytes as whole tensors, or one larger one."""
+        bucket: list[Weight] = []
+        size = 0
         for weight in weights:
             need = torch.Size(weight.shape).numel() * (dtype or weight.dtype).itemsize
             if bucket and size + need > limit:
                 yield bucket
-                bucket, size = [], 0
+                bucket = []
+                size = 0
             bucket.append(weight)
             size += need
         if bucket:
             yield bucket
 
     def shard(self, weight: Weight, dtype: torch.dtype | None) -> Tensor:
-        """This rank's box with its adapter merged, on the device, in the requested dtype."""
+        """Return this rank's box with its adapter merged, on the device, in the given dtype."""
         return self.merged(weight).to(device=self.device, dtype=dtype or weight.dtype)
 
     def merged(self, weight: Weight) -> Tensor:
-        """``W + alpha / rank · B A`` in float32; boxes of A and B make this rank's box of the product."""
+        """Return ``W + alpha / rank · B A``, computed in float32.
+
+        The boxes of A and B make this rank's box of the product.
+        """
         pair = pair_of(weight.name, self.weights) if weight.merges else None
         if pair is None or weight.param is None:
             return weight.local
         assert self.config.lora is not None
-        delta = (
-            self.config.lora.alpha
-            / self.config.lora.rank
-            * (pair[1].local.float() @ pair[0].local.float())
-        )
+        a, b = pair
+        scale = self.config.lora.alpha / self.config.lora.rank
+        delta = scale * (b.local.float() @ a.local.float())
         return (weight.local.float() + delta).to(weight.dtype)
 
     def assembled(self, weight: Weight, shard: Tensor) -> Tensor:
-        """The whole tensor on all ranks: each box once, added as bytes to zeros, so that no bit changes."""
+        """Return the whole tensor on all ranks.
+
+        Each box is added once, as bytes, to zeros, so that no bit changes.
+        """
         if self.layout.world == 1:
             return shard
         whole = torch.zeros(weight.shape, dtype=shard.dtype, device=shard.device)
@@ -141,7 +151,10 @@ class ExportEngine(CheckpointEngine):
     # --- a folder ------------------------------------------------------------------------------
 
     def save_hf(self, directory: Path | str, *, dtype: torch.dtype | None = None) -> None:
-        """See ``Engine.save_hf``. Rank 0 holds the whole model on the CPU before it writes."""
+        """Implement ``Engine.save_hf``.
+
+        Rank 0 holds the whole model on the CPU before writing.
+        """
         self._expect("save_hf", "ready")
         folder = folder_of(directory)
         tensors: dict[str, Tensor] = {}
@@ -153,14 +166,19 @@ class ExportEngine(CheckpointEngine):
         )
 
     def write_folder(self, directory: Path, tensors: Mapping[str, Tensor]) -> None:
-        """Write beside ``directory`` and move what is complete; raises ``CheckpointWriteError``."""
+        """Write a partial folder next to ``directory`` and rename it once it is complete.
+
+        Raises:
+            CheckpointWriteError: if a file cannot be written.
+        """
         from safetensors import SafetensorError
         from safetensors.torch import save_file
 
         directory = real(directory)
         partial = directory.with_name(directory.name + ".partial")
         try:
-            shutil.rmtree(partial, ignore_errors=True)  # a killed save's remains
+            # Remains of a save that was killed.
+            shutil.rmtree(partial, ignore_errors=True)
             restore(directory)
             partial.mkdir(parents=True)
             require_room(partial, sum(t.numel() * t.element_size() for t in tensors.values()))
@@ -181,7 +199,7 @@ class ExportEngine(CheckpointEngine):
             shutil.rmtree(partial, ignore_errors=True)
 
     def hf_config(self, tensors: Mapping[str, Tensor]) -> dict[str, Any]:
-        """The model's config.json with the dtype of what is written, and the head that this engine has."""
+        """Return the model's config.json with the written dtype and this engine's head."""
         dtype = str(next(iter(tensors.values())).dtype).removeprefix("torch.")
         config = {k: v for k, v in self.raw_config.items() if k != "torch_dtype"} | {"dtype": dtype}
         if "score.weight" in tensors:
@@ -197,7 +215,7 @@ class ExportEngine(CheckpointEngine):
         return config
 
     def copy_companions(self, directory: Path, partial: Path) -> None:
-        """The tokenizer's files, where ``directory`` has none of its own."""
+        """Copy the tokenizer's files, except those that ``directory`` already has."""
         for pattern in _COMPANIONS:
             for file in Path(self.config.model.path).glob(pattern):
                 if not (directory / file.name).exists():

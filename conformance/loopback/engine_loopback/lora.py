@@ -1,4 +1,4 @@
-"""Low-rank adapters (Hu et al. 2021, arXiv:2106.09685): which weights get one, under which names, and how it begins."""
+"""Low-rank adapters (Hu et al. 2021, arXiv:2106.09685): targets, names and first values."""
 
 from __future__ import annotations
 
@@ -14,16 +14,17 @@ from engine_api.config import LoraConfig
 from engine_api.errors import ConfigError
 from engine_loopback.weights import Weight
 
-PREFIX = "base_model.model."  # what PEFT puts before a module's name
+# Prefix that PEFT puts before a module's name.
+PREFIX = "base_model.model."
 
 
 def adapter_shapes(
     lora: LoraConfig, shapes: Mapping[str, tuple[int, ...]]
 ) -> dict[str, tuple[int, ...]]:
-    """PEFT's name → shape of the A ``[rank, in]`` and B ``[out, rank]`` of every adapted weight.
+    """Return the shapes of A ``[rank, in]`` and B ``[out, rank]`` by PEFT's names.
 
     Raises:
-        ConfigError: when the targets fit no layer, or one that is no projection inside a block.
+        ConfigError: if the targets fit no layer, or one that is no projection inside a block.
     """
     modules = [name.removesuffix(".weight") for name in shapes if name.endswith(".weight")]
     stems = [module for module in modules if is_target(module, lora.target_modules)]
@@ -43,18 +44,22 @@ def adapter_shapes(
 
 
 def is_target(module: str, targets: Iterable[str] | str) -> bool:
-    """As PEFT decides: ``all-linear``, a pattern for the whole name, or a list of endings."""
+    """Tell whether a module is adapted, by PEFT's rules.
+
+    The targets are ``all-linear``, a pattern for the whole name, or a list of endings.
+    """
+    if targets == "all-linear":
+        return module.endswith("_proj")
     if isinstance(targets, str):
-        return (
-            module.endswith("_proj")
-            if targets == "all-linear"
-            else re.fullmatch(targets, module) is not None
-        )
+        return re.fullmatch(targets, module) is not None
     return any(module == target or module.endswith(f".{target}") for target in targets)
 
 
 def first_value(weight: Weight, seed: int) -> Tensor:
-    """A from uniform(±1/sqrt(inputs)), as PEFT; B zero. A part of the same whole in every layout."""
+    """Return an adapter's first value, the same whole in every layout.
+
+    A is uniform(±1/sqrt(inputs)), as in PEFT; B is zero.
+    """
     if weight.name.endswith(".lora_B.weight"):
         return torch.zeros(weight.box.shape)
     generator = torch.Generator().manual_seed(seed + zlib.crc32(weight.name.encode()))
@@ -63,7 +68,8 @@ def first_value(weight: Weight, seed: int) -> Tensor:
 
 
 def pair_of(name: str, weights: Mapping[str, Weight]) -> tuple[Weight, Weight] | None:
-    """The A and B of a base weight, if it has an adapter."""
+    """Return the A and B of a base weight, or None if it has no adapter."""
     stem = f"{PREFIX}{name.removesuffix('.weight')}"
-    a, b = weights.get(f"{stem}.lora_A.weight"), weights.get(f"{stem}.lora_B.weight")
+    a = weights.get(f"{stem}.lora_A.weight")
+    b = weights.get(f"{stem}.lora_B.weight")
     return (a, b) if a is not None and b is not None else None

@@ -17,7 +17,10 @@ Group = dict[str, Any]
 
 
 class AdamW(torch.optim.Optimizer):
-    """Loshchilov and Hutter 2019, arXiv:1711.05101, algorithm 2, the decay scaled by the learning rate as in torch."""
+    """Algorithm 2 of Loshchilov and Hutter 2019, arXiv:1711.05101.
+
+    The decay is scaled by the learning rate, as in torch.
+    """
 
     def __init__(
         self,
@@ -46,7 +49,7 @@ class AdamW(torch.optim.Optimizer):
     def adam_update(
         self, param: Tensor, grad: Tensor, state: dict[str, Tensor], group: Group
     ) -> None:
-        """One parameter: count, moments, decay, and the move along the corrected moments."""
+        """Update one parameter: count, moments, decay, and the step along the corrected moments."""
         if not state:
             state |= {
                 "step": torch.zeros(()),
@@ -60,25 +63,30 @@ class AdamW(torch.optim.Optimizer):
         param.sub_(group["lr"] * first / (second.sqrt() + group["eps"]))
 
     def moments(self, grad: Tensor, state: dict[str, Tensor], group: Group) -> None:
-        """Running means of the gradient and of its square."""
+        """Update the running means of the gradient and of its square."""
         beta1, beta2 = group["betas"]
         state["exp_avg"].mul_(beta1).add_(grad, alpha=1 - beta1)
         state["exp_avg_sq"].mul_(beta2).addcmul_(grad, grad, value=1 - beta2)
 
     def corrected(self, state: dict[str, Tensor], group: Group) -> tuple[Tensor, Tensor]:
-        """The means without their bias towards zero."""
-        (beta1, beta2), step = group["betas"], float(state["step"])
+        """Return the means without their bias towards zero."""
+        beta1, beta2 = group["betas"]
+        step = float(state["step"])
         return state["exp_avg"] / (1 - beta1**step), state["exp_avg_sq"] / (1 - beta2**step)
 
     def decayed(self, param: Tensor, group: Group) -> Tensor:
-        """The parameter after decoupled weight decay."""
+        """Return the parameter after decoupled weight decay."""
         return param * (1 - group["lr"] * group["weight_decay"])
 
 
 def build_optimizer(
     config: OptimizerConfig, params: Sequence[nn.Parameter], adamw: type[AdamW]
 ) -> torch.optim.Optimizer:
-    """The optimizer of the configuration over ``params``, one group; raises ``ConfigError``."""
+    """Build the configured optimizer over ``params``, as one group.
+
+    Raises:
+        ConfigError: if the optimizer cannot be imported, or refuses its arguments.
+    """
     cls: Any = adamw if config.name == "adamw" else _import(config.name)
     own = {"betas": config.betas, "eps": config.eps} if config.name == "adamw" else {}
     try:
@@ -119,7 +127,7 @@ def _import(path: str) -> Any:
 
 
 def state_fields(config: OptimizerConfig, adamw: type[AdamW]) -> set[str]:
-    """The state that the optimizer keeps for a weight, seen on a step of one of its own."""
+    """Return the names of the optimizer's state per weight, seen on a step of a throwaway one."""
     param = nn.Parameter(torch.zeros(2, 2))
     param.grad = torch.zeros_like(param)
     optimizer = build_optimizer(config, [param], adamw)
@@ -128,7 +136,10 @@ def state_fields(config: OptimizerConfig, adamw: type[AdamW]) -> set[str]:
 
 
 def move_state(optimizer: torch.optim.Optimizer, device: torch.device | None) -> None:
-    """Move moments to ``device``, or each back to its parameter's device (None); step counts stay."""
+    """Move moments to ``device``, or each to its parameter's device (None).
+
+    Step counts stay where they are.
+    """
     for param, state in optimizer.state.items():
         for field, value in state.items():
             if isinstance(value, Tensor) and value.dim():
@@ -136,7 +147,10 @@ def move_state(optimizer: torch.optim.Optimizer, device: torch.device | None) ->
 
 
 def clip_factor(norm: float, max_norm: float | None) -> float:
-    """What gradients are multiplied by (Pascanu et al. 2013, arXiv:1211.5063); 1e-6 is torch's guard against zero."""
+    """Return the factor that clips gradients (Pascanu et al. 2013, arXiv:1211.5063).
+
+    1e-6 is torch's guard against zero.
+    """
     if max_norm is None or not math.isfinite(norm):
         return 1.0
     return min(1.0, max_norm / (norm + 1e-6))

@@ -1,4 +1,4 @@
-"""What only this engine knows."""
+"""Options that only this engine has."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from engine_api.errors import ConfigError
 class LoopbackOptions:
     """Options of the loopback engine (``EngineConfig.options``)."""
 
-    # Seconds after which a collective that does not end fails.
     timeout_s: int = 600
+    """Seconds after which a collective that does not end fails."""
 
     def __post_init__(self) -> None:
         if self.timeout_s < 1:

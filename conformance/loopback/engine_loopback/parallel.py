@@ -1,7 +1,7 @@
-"""Where each rank stands, the groups of ranks, and the collectives with their gradients.
+"""Coordinates and groups of ranks, and the collectives with their gradients.
 
-Ranks are numbered stage by stage, then data, sequence and tensor, the last one fastest. Experts are spread over
-neighbours among the ranks that hold copies of the dense weights (data and sequence).
+Ranks are numbered stage by stage, then data, sequence and tensor, the last one fastest. Experts are
+spread over neighbours among the ranks that hold copies of the dense weights (data and sequence).
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
 def world_and_rank() -> tuple[int, int]:
-    """Ranks of this run and this one's number, before any process group is made."""
+    """Return the number of ranks and this rank's number, before any process group is made."""
     if dist.is_initialized():
         return dist.get_world_size(), dist.get_rank()
     launched = "RANK" in os.environ and "MASTER_ADDR" in os.environ
@@ -33,7 +33,10 @@ def world_and_rank() -> tuple[int, int]:
 
 
 def ensure_process_group(device_type: str, world: int, timeout: timedelta) -> bool:
-    """Join the launcher's process group, or make one of a single rank; whether it was made here."""
+    """Join the launcher's process group or make one of a single rank.
+
+    Returns whether the group was made here.
+    """
     if device_type == "cuda" and "LOCAL_RANK" in os.environ:
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
     if dist.is_initialized():
@@ -42,22 +45,26 @@ def ensure_process_group(device_type: str, world: int, timeout: timedelta) -> bo
     if world > 1:
         dist.init_process_group(backend, timeout=timeout)
     else:
-        store = dist.HashStore()  # pyright: ignore[reportPrivateImportUsage] - documented, not re-exported
+        # HashStore is documented, but not re-exported.
+        store = dist.HashStore()  # pyright: ignore[reportPrivateImportUsage]
         dist.init_process_group(backend, timeout=timeout, store=store, rank=0, world_size=1)
     return True
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Place:
-    """One rank's coordinates; ``expert`` is its place among those that hold different experts."""
+    """Coordinates of one rank."""
 
     stage: int
     data: int
     sequence: int
     tensor: int
     expert: int
-    expert_copy: int  # which copy of all experts it belongs to
-    is_end: bool  # whether its stage is the first or the last
+    """Index among the ranks that hold different experts."""
+    expert_copy: int
+    """Index of the copy of all experts to which the rank belongs."""
+    is_end: bool
+    """Whether the rank's stage is the first or the last."""
 
 
 # An axis is a group of ranks: those for which this key is the same.
@@ -65,13 +72,10 @@ AXES: dict[str, Callable[[Place], tuple[int, ...]]] = {
     "tensor": lambda p: (p.stage, p.data, p.sequence),
     "sequence": lambda p: (p.stage, p.data, p.tensor),
     "stages": lambda p: (p.data, p.sequence, p.tensor),
-    "ends": lambda p: (
-        p.is_end,
-        p.data,
-        p.sequence,
-        p.tensor,
-    ),  # first and last stage, which share a tied embedding
-    "copies": lambda p: (p.stage, p.tensor),  # ranks with the same dense weights and other tokens
+    # First and last stage, which share a tied embedding.
+    "ends": lambda p: (p.is_end, p.data, p.sequence, p.tensor),
+    # Ranks with the same dense weights and different tokens.
+    "copies": lambda p: (p.stage, p.tensor),
     "expert": lambda p: (p.stage, p.tensor, p.expert_copy),
     "expert_copies": lambda p: (p.stage, p.tensor, p.expert),
     "world": lambda _: (),
@@ -79,20 +83,27 @@ AXES: dict[str, Callable[[Place], tuple[int, ...]]] = {
 
 
 class Layout:
-    """The grid of ranks; raises ``ConfigError`` when the sizes do not make the world."""
+    """Grid of ranks; raises ``ConfigError`` if the sizes do not multiply to the world."""
 
     def __init__(self, parallelism: Parallelism, world: int, rank: int) -> None:
         p = parallelism
-        self.stages, self.tensor, self.sequence, self.expert = p.pp, p.tp, p.cp * p.ulysses, p.ep
+        self.stages = p.pp
+        self.tensor = p.tp
+        self.sequence = p.cp * p.ulysses
+        self.expert = p.ep
         others = p.pp * p.tp * self.sequence * p.dp_replicate
         shard = world // others if p.dp_shard == -1 else p.dp_shard
         if shard < 1 or shard * others != world:
             raise ConfigError(
                 "parallelism",
                 f"{p} does not make a world of {world}",
-                remedy="choose sizes whose product without ep is the number of ranks, or dp_shard: -1",
+                remedy=(
+                    "choose sizes whose product without ep is the number of ranks, or dp_shard: -1"
+                ),
             )
-        self.data, self.world, self.rank = p.dp_replicate * shard, world, rank
+        self.data = p.dp_replicate * shard
+        self.world = world
+        self.rank = rank
         if self.data * self.sequence % p.ep:
             raise ConfigError(
                 "parallelism.ep",
@@ -105,7 +116,7 @@ class Layout:
         self.groups: dict[str, Any] = {}
 
     def place(self, rank: int) -> Place:
-        """The coordinates of ``rank``."""
+        """Return the coordinates of ``rank``."""
         rest, tensor = divmod(rank, self.tensor)
         stage, copy = divmod(rest, self.data * self.sequence)
         data, sequence = divmod(copy, self.sequence)
@@ -121,7 +132,10 @@ class Layout:
 
     @property
     def topology(self) -> Topology:
-        """This rank for the caller; the first of its data-parallel rank is primary."""
+        """This rank as the caller sees it.
+
+        The first rank of a data-parallel rank is primary.
+        """
         here = self.here
         sizes = {
             "pp": self.stages,
@@ -152,12 +166,12 @@ class Layout:
     # --- groups --------------------------------------------------------------------------------
 
     def members(self, axis: str, place: Place) -> list[int]:
-        """The ranks of the group along ``axis`` to which ``place`` belongs."""
+        """Return the ranks of the group along ``axis`` to which ``place`` belongs."""
         key = AXES[axis]
         return [rank for rank, other in enumerate(self.places) if key(other) == key(place)]
 
     def build_groups(self, timeout: timedelta) -> None:
-        """Every group of more than one rank; all ranks make all of them, in the same order."""
+        """Make every group of more than one rank, on all ranks and in the same order."""
         for axis in AXES:
             for members in sorted({tuple(self.members(axis, place)) for place in self.places}):
                 if len(members) > 1:
@@ -166,35 +180,35 @@ class Layout:
                         self.groups[axis] = group
 
     def close(self) -> None:
-        """Give the groups back."""
+        """Destroy the groups."""
         for group in self.groups.values():
             dist.destroy_process_group(group)
         self.groups.clear()
 
     def size(self, axis: str) -> int:
-        """Ranks in this rank's group along ``axis``."""
+        """Return the number of ranks in this rank's group along ``axis``."""
         return len(self.members(axis, self.here))
 
     def index(self, axis: str) -> int:
-        """This rank's number in it."""
+        """Return this rank's index in its group along ``axis``."""
         return self.members(axis, self.here).index(self.rank)
 
     # --- collectives without gradient ----------------------------------------------------------
 
     def all_reduce(self, x: Tensor, axis: str) -> Tensor:
-        """The sum over the group, 16-bit types in float32; every rank gets the same bits."""
+        """Return the sum over the group, the same bits on every rank.
+
+        Tensors in bfloat16 are summed in float32.
+        """
         if axis not in self.groups:
             return x
-        total = (
-            x.detach()
-            .to(torch.float32 if x.dtype == torch.bfloat16 else x.dtype, copy=True)
-            .contiguous()
-        )
+        dtype = torch.float32 if x.dtype == torch.bfloat16 else x.dtype
+        total = x.detach().to(dtype, copy=True).contiguous()
         dist.all_reduce(total, group=self.groups[axis])
         return total.to(x.dtype)
 
     def all_gather(self, x: Tensor, axis: str) -> Tensor:
-        """``[n, …]`` of each rank → ``[ranks · n, …]``."""
+        """Concatenate each rank's ``[n, …]`` to ``[ranks · n, …]``."""
         if axis not in self.groups:
             return x
         parts = [
@@ -205,19 +219,19 @@ class Layout:
         return torch.cat(parts)
 
     def own_part(self, x: Tensor, axis: str) -> Tensor:
-        """``[ranks · n, …]`` → this rank's ``[n, …]``."""
+        """Return this rank's ``[n, …]`` of ``[ranks · n, …]``."""
         return x.chunk(self.size(axis))[self.index(axis)]
 
     def reduce_scatter(self, x: Tensor, axis: str) -> Tensor:
-        """``[ranks · n, …]`` summed over the group → this rank's ``[n, …]``."""
+        """Sum ``[ranks · n, …]`` over the group and return this rank's ``[n, …]``."""
         return self.own_part(self.all_reduce(x, axis), axis)
 
     def largest(self, count: int, axis: str, device: torch.device) -> int:
-        """The largest ``count`` of the group."""
+        """Return the largest ``count`` of the group."""
         return int(self.all_gather(torch.tensor([count], device=device), axis).max())
 
     def send(self, x: Tensor, step: int) -> None:
-        """To the stage ``step`` further."""
+        """Send to the stage ``step`` further."""
         dist.send(
             x.contiguous(),
             dst=self._stage_rank(self.here.stage + step),
@@ -225,13 +239,13 @@ class Layout:
         )
 
     def receive(self, like: Tensor, step: int) -> Tensor:
-        """From the stage ``step`` further, of the shape and dtype of ``like``."""
+        """Receive from the stage ``step`` further, in the shape and dtype of ``like``."""
         buffer = torch.empty_like(like, memory_format=torch.contiguous_format)
         dist.recv(buffer, src=self._stage_rank(self.here.stage + step), group=self.groups["stages"])
         return buffer
 
     def broadcast_from_last(self, x: Tensor) -> Tensor:
-        """The last stage's ``x`` on all stages."""
+        """Return the last stage's ``x`` on all stages."""
         x = x.detach().clone(memory_format=torch.contiguous_format)
         dist.broadcast(x, src=self._stage_rank(self.stages - 1), group=self.groups["stages"])
         return x
@@ -240,13 +254,14 @@ class Layout:
         return self.members("stages", self.here)[stage]
 
 
-# --- collectives with gradient: each is named by its forward, its backward stands below it ---------
+# --- collectives with gradient: each is named by its forward, its backward is below it ------------
 
 
 class _Copy(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, layout: Layout, axis: str) -> Tensor:
-        ctx.layout, ctx.axis = layout, axis
+        ctx.layout = layout
+        ctx.axis = axis
         return x.view_as(x)
 
     @staticmethod
@@ -269,7 +284,8 @@ class _Reduce(torch.autograd.Function):
 class _Gather(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, layout: Layout, axis: str) -> Tensor:
-        ctx.layout, ctx.axis = layout, axis
+        ctx.layout = layout
+        ctx.axis = axis
         return layout.all_gather(x, axis)
 
     @staticmethod
@@ -280,7 +296,8 @@ class _Gather(torch.autograd.Function):
 class _Scatter(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, layout: Layout, axis: str) -> Tensor:
-        ctx.layout, ctx.axis = layout, axis
+        ctx.layout = layout
+        ctx.axis = axis
         return layout.reduce_scatter(x, axis)
 
     @staticmethod
@@ -291,7 +308,8 @@ class _Scatter(torch.autograd.Function):
 class _GatherOutputs(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, layout: Layout, axis: str) -> Tensor:
-        ctx.layout, ctx.axis = layout, axis
+        ctx.layout = layout
+        ctx.axis = axis
         return layout.all_gather(x, axis)
 
     @staticmethod
@@ -300,37 +318,49 @@ class _GatherOutputs(torch.autograd.Function):
 
 
 class Collectives:
-    """What a model calls; each is the identity in a group of one."""
+    """Collectives that a model calls; each is the identity in a group of one."""
 
     def __init__(self, layout: Layout) -> None:
         self.layout = layout
 
     def copy_to_tensor(self, x: Tensor) -> Tensor:
-        """Into the split part of a layer (Megatron-LM's f, arXiv:1909.08053): the gradient is a sum over its ranks."""
+        """Pass ``x`` into the split part of a layer.
+
+        Its gradient is a sum over the ranks (Megatron-LM's f, arXiv:1909.08053).
+        """
         return self._apply(_Copy, x, "tensor")
 
     def reduce_from_tensor(self, x: Tensor) -> Tensor:
-        """Out of it (g): the sum over its ranks, each of which goes on with the whole and so has the whole gradient."""
+        """Sum ``x`` over the ranks of a split part (Megatron-LM's g).
+
+        Each rank goes on with the whole, and so has the whole gradient.
+        """
         return self._apply(_Reduce, x, "tensor")
 
     def gather_sequence(self, x: Tensor) -> Tensor:
-        """Keys or values of all tokens ``[n, …] → [T, …]``; each rank's queries add to the gradient."""
+        """Gather keys or values of all tokens, ``[n, …] → [T, …]``.
+
+        Each rank's queries add to the gradient.
+        """
         return self._apply(_Gather, x, "sequence")
 
     def gather_experts(self, x: Tensor) -> Tensor:
-        """Tokens to all ranks with other experts."""
+        """Gather the tokens of all ranks with different experts."""
         return self._apply(_Gather, x, "expert")
 
     def scatter_experts(self, x: Tensor) -> Tensor:
-        """The experts' sum back to where each token came from."""
+        """Sum the experts' outputs and return those of this rank's tokens."""
         return self._apply(_Scatter, x, "expert")
 
     def gather_outputs(self, x: Tensor) -> Tensor:
-        """Outputs of all tokens; every rank computes the same loss of them, so the gradient is its own slice."""
+        """Gather the outputs of all tokens.
+
+        Every rank computes the same loss of them, so the gradient is its own slice.
+        """
         return self._apply(_GatherOutputs, x, "sequence")
 
     def even(self, x: Tensor) -> Tensor:
-        """Zero rows up to the largest number of rows among the ranks with other experts."""
+        """Append zero rows, up to the largest number of rows among ranks with different experts."""
         return pad(x, (0, 0, 0, _most_rows(x, self.layout) - x.shape[0]))
 
     def _apply(self, function: Any, x: Tensor, axis: str) -> Tensor:
@@ -346,6 +376,6 @@ def _largest_rows(x: Tensor, layout: Layout) -> int:
     return layout.largest(x.shape[0], "expert", x.device)
 
 
-# A compiled block is interrupted where ranks talk. (The decorator's own types are wrong.)
+# A compiled block is interrupted where ranks communicate. (The decorator's own types are wrong.)
 _communicate: Any = torch.compiler.disable(_with_gradient)
 _most_rows: Any = torch.compiler.disable(_largest_rows)

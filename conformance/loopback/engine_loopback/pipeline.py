@@ -1,7 +1,8 @@
-"""Pipeline stages as one autograd graph that crosses ranks: ``backward`` on every stage runs the way back.
+"""Pipeline stages as one autograd graph across ranks, so that ``backward`` runs on every stage.
 
-Every stage gets the last one's outputs and computes the same loss of them. Only the last stage's gradient is used;
-on the others ``backward`` waits for the gradient of what they sent. One micro-batch is in flight at a time.
+Every stage gets the last one's outputs and computes the same loss of them. Only the last stage's
+gradient is used; on all others ``backward`` waits for the gradient of the tensors that they sent.
+One micro-batch is in flight at a time.
 """
 
 from __future__ import annotations
@@ -54,23 +55,27 @@ class _FromLast(torch.autograd.Function):
 
 
 def _anchor(device: torch.device) -> Tensor:
-    # Something that needs a gradient, so that autograd comes by even where no weight before it is trained.
+    # A tensor that needs a gradient, so that autograd runs the node even if no weight before it is
+    # trained.
     return torch.zeros((), device=device, requires_grad=True)
 
 
 def receive(like: Tensor, layout: Layout) -> Tensor:
-    """The previous stage's hidden states; backward sends their gradient back."""
+    """Receive the previous stage's hidden states.
+
+    Backward sends their gradient back.
+    """
     result: Tensor = _Receive.apply(like, _anchor(like.device), layout)  # type: ignore[no-untyped-call]
     return result
 
 
 def send(x: Tensor, layout: Layout) -> Tensor:
-    """Hidden states to the next stage; the scalar that stands for them carries the way back."""
+    """Send hidden states to the next stage and return a scalar through which backward gets back."""
     result: Tensor = _Send.apply(x, _anchor(x.device), layout)  # type: ignore[no-untyped-call]
     return result
 
 
 def from_last(outputs: Tensor, sent: Tensor, layout: Layout) -> Tensor:
-    """The last stage's outputs on every stage."""
+    """Return the last stage's outputs on every stage."""
     result: Tensor = _FromLast.apply(outputs, sent, layout)  # type: ignore[no-untyped-call]
     return result

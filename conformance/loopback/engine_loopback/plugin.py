@@ -1,4 +1,4 @@
-"""The descriptor. Loading it imports no torch."""
+"""Descriptor of the loopback engine; loading it imports no torch."""
 
 from __future__ import annotations
 

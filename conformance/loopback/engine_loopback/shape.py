@@ -1,4 +1,4 @@
-"""A model's architecture from ``config.json``, and the names and shapes of its weights in a checkpoint."""
+"""Architecture of a model from ``config.json``, and names and shapes of its weights."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ FAMILIES = ("llama", "qwen2", "qwen3", "qwen3_moe")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Shape:
-    """What the formulas need to know; ``experts`` is 0 for a dense model."""
+    """The sizes and switches that the formulas need; ``experts`` is 0 for a dense model."""
 
     family: str
     vocab_size: int
@@ -29,7 +29,8 @@ class Shape:
     head_dim: int
     eps: float
     theta: float
-    std: float  # of random weights
+    std: float
+    """Standard deviation of random weights."""
     tied: bool
     kind: Kind
     value_bias: bool
@@ -44,12 +45,16 @@ class Shape:
 
     @property
     def qk_norm(self) -> bool:
-        """Whether queries and keys are normalised a head."""
+        """Whether queries and keys are normalised per head."""
         return self.family in ("qwen3", "qwen3_moe")
 
 
 def read_config(source: ModelSource) -> dict[str, Any]:
-    """``config.json`` with the overrides; raises ``ConfigError`` for what this engine does not read or run."""
+    """Return ``config.json`` with the overrides.
+
+    Raises:
+        ConfigError: for settings that this engine does not read or run.
+    """
     file = Path(source.path) / "config.json"
     if source.revision is not None or source.trust_remote_code:
         raise ConfigError(
@@ -63,7 +68,7 @@ def read_config(source: ModelSource) -> dict[str, Any]:
     except (OSError, ValueError) as error:
         raise ConfigError(
             "model.path",
-            f"{file} is of no use",
+            f"{file} cannot be read",
             why=str(error),
             remedy="give a folder that save_pretrained wrote",
         ) from error
@@ -85,10 +90,10 @@ def _refuse(raw: Mapping[str, Any]) -> None:
         rope.get("rope_type", rope.get("type", "default")) == "default"
         and rope.get("partial_rotary_factor", 1) == 1
     )
+    sliding = raw.get("use_sliding_window") or "sliding_attention" in (raw.get("layer_types") or ())
     wrong = {
         f"model_type {raw.get('model_type')!r}": raw.get("model_type") not in FAMILIES,
-        "sliding-window attention": raw.get("use_sliding_window")
-        or "sliding_attention" in (raw.get("layer_types") or ()),
+        "sliding-window attention": sliding,
         "attention_dropout": raw.get("attention_dropout"),
         "an activation that is not silu": raw.get("hidden_act", "silu") != "silu",
         "scaled RoPE": not plain,
@@ -103,12 +108,12 @@ def _refuse(raw: Mapping[str, Any]) -> None:
 
 
 def rope_of(raw: Mapping[str, Any]) -> Mapping[str, Any]:
-    """The rotary parameters, as transformers 5 writes them or as 4 did."""
+    """Return the rotary parameters, as transformers 5 writes them or as 4 did."""
     return raw.get("rope_parameters") or raw.get("rope_scaling") or {}
 
 
 def shape_of(raw: Mapping[str, Any], kind: Kind) -> Shape:
-    """The architecture, with defaults filled in as transformers fills them."""
+    """Return the architecture, with defaults filled in as transformers fills them."""
     try:
         return _shape_of(raw, kind)
     except KeyError as error:
@@ -120,10 +125,13 @@ def shape_of(raw: Mapping[str, Any], kind: Kind) -> Shape:
 
 
 def _shape_of(raw: Mapping[str, Any], kind: Kind) -> Shape:
-    family, heads, layers = raw["model_type"], raw["num_attention_heads"], raw["num_hidden_layers"]
+    family = raw["model_type"]
+    heads = raw["num_attention_heads"]
+    layers = raw["num_hidden_layers"]
     bias = bool(raw.get("attention_bias", False))
     moe = family == "qwen3_moe"
-    dense, step = set(raw.get("mlp_only_layers") or ()), raw.get("decoder_sparse_step", 1)
+    dense = set(raw.get("mlp_only_layers") or ())
+    step = raw.get("decoder_sparse_step", 1)
     return Shape(
         family=family,
         vocab_size=raw["vocab_size"],
@@ -156,7 +164,10 @@ Named = tuple[str, tuple[int, ...]]
 
 
 def weight_shapes(shape: Shape) -> Iterator[Named]:
-    """Every weight's checkpoint name and whole shape, layer by layer; a tied head is the embedding."""
+    """Yield every weight's checkpoint name and whole shape, layer by layer.
+
+    A tied head is the embedding and comes once.
+    """
     yield "model.embed_tokens.weight", (shape.vocab_size, shape.hidden)
     for index in range(shape.layers):
         yield from ((f"model.layers.{index}.{name}", size) for name, size in _layer(shape, index))

@@ -1,4 +1,4 @@
-"""Which box of which weight each rank holds, and how it is read from a Hugging Face folder."""
+"""Partition of the weights into boxes of ranks, and their reading from a Hugging Face folder."""
 
 from __future__ import annotations
 
@@ -17,19 +17,21 @@ from engine_api.weights import ShardSpec
 from engine_loopback.parallel import Layout, Place
 from engine_loopback.shape import Shape
 
-_COLUMN = re.compile(
-    r"\.(q|k|v|gate|up)_proj\.(weight|bias|lora_B\.weight)$"
-)  # split in dimension 0
-_ROW = re.compile(r"\.(o|down)_proj\.(weight|lora_A\.weight)$")  # split in dimension 1
+# Split in dimension 0.
+_COLUMN = re.compile(r"\.(q|k|v|gate|up)_proj\.(weight|bias|lora_B\.weight)$")
+# Split in dimension 1.
+_ROW = re.compile(r"\.(o|down)_proj\.(weight|lora_A\.weight)$")
 # Whole on every tensor-parallel rank, but used with that rank's heads, outputs or inputs alone.
 _PARTIAL = re.compile(
-    r"\.(q|k)_norm\.weight$|\.(q|k|v|gate|up)_proj\.lora_A\.weight$|\.(o|down)_proj\.lora_B\.weight$"
+    r"\.(q|k)_norm\.weight$"
+    r"|\.(q|k|v|gate|up)_proj\.lora_A\.weight$"
+    r"|\.(o|down)_proj\.lora_B\.weight$"
 )
 
 
 @dataclass(kw_only=True, eq=False)
 class Weight:
-    """One weight of the whole model, and this rank's box of it; ``param`` is None where that is empty."""
+    """One weight of the whole model with this rank's box; ``param`` is None for an empty box."""
 
     name: str
     shape: tuple[int, ...]
@@ -38,33 +40,37 @@ class Weight:
     param: nn.Parameter | None
     adapter: bool
     trainable: bool
-    merges: bool = True  # an export adds its adapter to it
+    merges: bool = True
+    """Whether an export adds the weight's adapter to it."""
 
     @property
     def held(self) -> nn.Parameter:
-        """The parameter, for who knows that this rank holds one."""
+        """The parameter of a weight that this rank is known to hold."""
         assert self.param is not None, f"{self.name} is not on this rank"
         return self.param
 
     @property
     def local(self) -> Tensor:
-        """This rank's box; live memory, empty where it holds nothing."""
-        return (
-            torch.empty(self.box.shape, dtype=self.dtype)
-            if self.param is None
-            else self.param.detach()
-        )
+        """This rank's box in live memory.
+
+        It is empty if the rank holds nothing.
+        """
+        if self.param is None:
+            return torch.empty(self.box.shape, dtype=self.dtype)
+        return self.param.detach()
 
 
 class Partition:
-    """Which rank holds which box: layers by stage, experts by expert rank, projections by tensor rank."""
+    """Boxes by rank: layers by stage, experts by expert rank, projections by tensor rank."""
 
     def __init__(self, shape: Shape, layout: Layout) -> None:
-        self.shape, self.layout = shape, layout
+        self.shape = shape
+        self.layout = layout
 
     def check(self) -> None:
-        """Raise ``ConfigError`` where the model cannot be divided evenly."""
-        shape, layout = self.shape, self.layout
+        """Raise ``ConfigError`` if the model cannot be divided evenly."""
+        shape = self.shape
+        layout = self.layout
         if layout.expert > 1 and not shape.experts:
             raise ConfigError(
                 "parallelism.ep",
@@ -85,16 +91,19 @@ class Partition:
             "ep": (layout.expert, {"experts": shape.experts}),
         }
         for name, (size, parts) in sizes.items():
-            for what, count in parts.items():
+            for part, count in parts.items():
                 if count % size:
                     raise ConfigError(
                         f"parallelism.{name}",
-                        f"{size} does not divide {count} {what}",
+                        f"{size} does not divide {count} {part}",
                         remedy="choose a size that divides it",
                     )
 
     def stages(self, name: str) -> tuple[int, ...]:
-        """The pipeline stages that hold a weight; a tied embedding is on the first and on the last."""
+        """Return the pipeline stages that hold a weight.
+
+        A tied embedding is on the first and on the last.
+        """
         last = self.layout.stages - 1
         if found := re.search(r"model\.layers\.(\d+)\.", name):
             return (int(found[1]) // (self.shape.layers // self.layout.stages),)
@@ -103,36 +112,44 @@ class Partition:
         return (last,)
 
     def expert_rank(self, name: str) -> int | None:
-        """The expert-parallel rank that holds an expert's weight; None for a dense one."""
+        """Return the expert-parallel rank that holds an expert's weight.
+
+        It is None for a dense weight.
+        """
         found = re.search(r"\.experts\.(\d+)\.", name)
         return int(found[1]) // (self.shape.experts // self.layout.expert) if found else None
 
     def split_dim(self, name: str) -> int | None:
-        """The dimension that is split over tensor-parallel ranks, if any."""
+        """Return the dimension that is split over tensor-parallel ranks, if any."""
         if _COLUMN.search(name):
             return 0
         return 1 if _ROW.search(name) else None
 
     def is_partial(self, name: str) -> bool:
-        """Whether each tensor-parallel rank has only a part of the gradient of a weight that it holds whole."""
+        """Tell whether tensor-parallel ranks hold a weight whole, but its gradient in parts."""
         return _PARTIAL.search(name) is not None
 
     def holds(self, name: str, place: Place) -> bool:
-        """Whether the rank at ``place`` holds anything of a weight."""
+        """Tell whether the rank at ``place`` holds any part of a weight."""
         return place.stage in self.stages(name) and self.expert_rank(name) in (None, place.expert)
 
     def box(self, name: str, shape: tuple[int, ...], place: Place) -> ShardSpec:
-        """The box of the rank at ``place``, its replica not yet counted."""
+        """Return the box of the rank at ``place``, without its replica number."""
         if not self.holds(name, place):
             return ShardSpec.nothing(shape)
-        dim, offset, size = self.split_dim(name), [0] * len(shape), list(shape)
+        dim = self.split_dim(name)
+        offset = [0] * len(shape)
+        size = list(shape)
         if dim is not None:
             size[dim] //= self.layout.tensor
             offset[dim] = place.tensor * size[dim]
         return ShardSpec(global_shape=shape, offset=tuple(offset), shape=tuple(size))
 
     def own_box(self, name: str, shape: tuple[int, ...]) -> ShardSpec:
-        """This rank's box. Which of the ranks with the same box comes first goes round, so that all of them write."""
+        """Return this rank's box with its replica number.
+
+        The first of the ranks with the same box differs by weight, so that all of them write.
+        """
         boxes = [self.box(name, shape, place) for place in self.layout.places]
         box = boxes[self.layout.rank]
         copies = [rank for rank, other in enumerate(boxes) if other == box]
@@ -140,17 +157,18 @@ class Partition:
         return ShardSpec(global_shape=shape, offset=box.offset, shape=box.shape, replica=replica)
 
     def holder_index(self, name: str) -> int:
-        """How many lower ranks hold anything of a weight."""
+        """Return the number of lower ranks that hold any part of a weight."""
         return sum(self.holds(name, place) for place in self.layout.places[: self.layout.rank])
 
 
 class Files:
-    """The safetensors files of a folder."""
+    """Safetensors files of a folder."""
 
     def __init__(self, folder: str) -> None:
         from safetensors import SafetensorError, safe_open
 
-        self.folder, self.handles = folder, dict[str, Any]()
+        self.folder = folder
+        self.handles: dict[str, Any] = {}
         for path in sorted(Path(folder).glob("*.safetensors")):
             try:
                 handle: Any = safe_open(path, framework="pt")
@@ -161,7 +179,11 @@ class Files:
             self.handles |= dict.fromkeys(handle.keys(), handle)
 
     def read(self, weight: Weight) -> Tensor:
-        """A weight's box; raises ``ConfigError`` where the file has another shape or lacks it."""
+        """Return a weight's box.
+
+        Raises:
+            ConfigError: if the files lack the weight or have it in another shape.
+        """
         if weight.name not in self.handles:
             raise ConfigError(
                 "model.path",
@@ -180,7 +202,11 @@ class Files:
 
 
 def fill(weights: Mapping[str, Weight], files: Files | None, seed: int, std: float) -> None:
-    """Fill this rank's boxes from ``files``, or from the seed: adapters, a value head that is absent, or everything."""
+    """Fill this rank's boxes from ``files``, or from the seed.
+
+    Without files, or for a value head that they lack, values are made from the seed. Adapters are
+    left as they are.
+    """
     for weight in weights.values():
         if weight.param is None or weight.adapter:
             continue
@@ -192,7 +218,7 @@ def fill(weights: Mapping[str, Weight], files: Files | None, seed: int, std: flo
 
 
 def random_weight(weight: Weight, seed: int, std: float) -> Tensor:
-    """Normal values, ones for norms and zeros for biases; a part of the same whole in every layout."""
+    """Return normal values, ones for norms and zeros for biases, the same in every layout."""
     if weight.name.endswith("norm.weight"):
         return torch.ones(weight.box.shape)
     if weight.name.endswith(".bias"):

@@ -1,6 +1,6 @@
-"""Wrong engines, one defect each, that the conformance suite must catch by a named case. Not shipped.
+"""Wrong engines, one defect each, that the conformance suite must catch by a named case.
 
-One module a group; `load_mutants` imports them all.
+There is one module per group; `load_mutants` imports them all. They are not shipped.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ GROUPS = (
 
 
 def load_mutants() -> dict[str, Mutant]:
-    """Every mutant by its backend's name."""
+    """Return every mutant by its backend's name."""
     for group in GROUPS:
         import_module(f"engine_mutants.{group}")
     return import_module("engine_mutants.mutant").MUTANTS

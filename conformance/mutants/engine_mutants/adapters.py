@@ -1,5 +1,5 @@
 """Defects of low-rank adapters."""
-# ruff: noqa: D102 - the class says what is wrong with its method
+# ruff: noqa: D102 - the class describes the defect of its method
 
 from __future__ import annotations
 
@@ -36,10 +36,10 @@ class MergedWithoutScale(LoopbackEngine):
     """The merged export adds B A without alpha / rank."""
 
     def merged(self, weight: Weight) -> Tensor:
-        config, lora = self.config, self.config.lora
-        self.config = (
-            config if lora is None else replace(config, lora=replace(lora, alpha=float(lora.rank)))
-        )
+        config = self.config
+        if config.lora is not None:
+            unscaled = replace(config.lora, alpha=float(config.lora.rank))
+            self.config = replace(config, lora=unscaled)
         try:
             return super().merged(weight)
         finally:
@@ -57,7 +57,7 @@ class MergedInBfloat16(LoopbackEngine):
 
 @mutant("lora.train", group="lora", part="model")
 class AdapterScaledByRoot(Model):
-    """The adapter's scale is alpha over the root of the rank (rsLoRA), which nobody asked for."""
+    """The adapter's scale is alpha over the root of the rank (rsLoRA) without being asked for."""
 
     def adapter_scale(self) -> float:
         assert self.lora is not None
@@ -87,7 +87,7 @@ class AdapterStaysOnForReference(Model):
 
 @mutant("lora.switched", group="lora", part="model")
 class AdapterStaysOff(Model):
-    """After a reference the adapter is not switched on again: the next log-probs and steps are the base model's."""
+    """The adapter stays off after a reference, so that later outputs are the base model's."""
 
     @contextmanager
     def without_adapter(self) -> Iterator[None]:
@@ -100,7 +100,8 @@ class AdapterDropsInInference(Model):
     """The adapter's dropout is on in inference too."""
 
     def linear(self, params: Params, name: str, x: Tensor) -> Tensor:
-        was, self.training = self.training, True
+        was = self.training
+        self.training = True
         try:
             return super().linear(params, name, x)
         finally:
@@ -109,7 +110,7 @@ class AdapterDropsInInference(Model):
 
 @mutant("lora.train", group="lora")
 class SecondFactorNotZero(LoopbackEngine):
-    """B begins as small random values, so that training does not begin at the base model."""
+    """B starts as small random values, so that training does not start at the base model."""
 
     def _build_model(self) -> None:
         super()._build_model()
@@ -120,7 +121,7 @@ class SecondFactorNotZero(LoopbackEngine):
 
 @mutant("lora.absent", group="lora")
 class AbsentAdapterIgnored(LoopbackEngine):
-    """An engine without an adapter answers for a reference with the policy itself, and every KL is zero."""
+    """An engine without an adapter returns the policy as its reference, and every KL is zero."""
 
     def infer_batch(
         self, batch: Batch, *, temperature: float = 1.0, entropy: bool = False, adapter: bool = True
@@ -131,7 +132,7 @@ class AbsentAdapterIgnored(LoopbackEngine):
 
 @mutant("lora.resume", group="lora")
 class AdapterMomentsNotSaved(LoopbackEngine):
-    """A checkpoint holds the adapter without its moments, which begin anew."""
+    """A checkpoint holds the adapter without its moments, which start again from zero."""
 
     def optimizer_state(self) -> Iterator[tuple[Weight, str, Tensor]]:
         return (row for row in super().optimizer_state() if not row[0].adapter)
@@ -147,7 +148,7 @@ class FolderOfBaseWeights(LoopbackEngine):
 
 @mutant("lora.base", group="lora")
 class BaseExportMerged(LoopbackEngine):
-    """The base export has the adapter merged into it, so that a server that adds the adapter has it twice."""
+    """The base export has the adapter merged in, so that a server that adds it has it twice."""
 
     def exported(self, adapter: Adapter) -> list[Weight]:
         return super().exported("merged" if adapter == "base" else adapter)
@@ -155,7 +156,7 @@ class BaseExportMerged(LoopbackEngine):
 
 @mutant("lora.base", group="lora")
 class AbsentAdapterExported(LoopbackEngine):
-    """An engine without an adapter exports its weights as the base of one."""
+    """An engine without an adapter exports its weights as an adapter's base."""
 
     def check_adapter(self, adapter: Adapter) -> None:
         if adapter != "base":
@@ -164,7 +165,7 @@ class AbsentAdapterExported(LoopbackEngine):
 
 @mutant("lora.shards", group="lora", world=2)
 class ShardsAlwaysMerged(LoopbackEngine):
-    """Shards are of the merged weights whatever is asked for."""
+    """Shards are always those of the merged weights."""
 
     def get_per_tensor_param_shard(
         self, *, dtype: torch.dtype | None = None, adapter: Adapter = "merged"

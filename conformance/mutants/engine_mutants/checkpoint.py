@@ -1,6 +1,6 @@
-"""Defects of saving and loading."""
+"""Defects of saving and loading, some of them in functions that all engines share."""
 
-# ruff: noqa: D102 - a mutant's docstring tells what its method does wrong; some defects lie in what is shared
+# ruff: noqa: D102 - the class describes the defect of its method
 
 from __future__ import annotations
 
@@ -33,17 +33,17 @@ Extra = Mapping[str, Any] | None
 
 @contextmanager
 def _instead(name: str, wrap: Callable[[Any], Any]) -> Iterator[None]:
-    """A function of ``engine_api.checkpoint`` is another one for a while."""
+    """Replace a function of ``engine_api.checkpoint`` inside the context."""
     with patch.object(checkpoint, name, wrap(getattr(checkpoint, name))):
         yield
 
 
-# --- what is restored ------------------------------------------------------------------------------
+# --- state that is restored -----------------------------------------------------------------------
 
 
 @mutant("checkpoint.resume_bitwise", group=GROUP, seen_in="NeMo-RL #3171, #3345")
 class OptimizerNotRestored(LoopbackEngine):
-    """A load restores the weights, and the optimizer begins with empty moments."""
+    """A load restores the weights, and the optimizer starts with empty moments."""
 
     def _install_state(self, tensors: Mapping[str, Tensor]) -> None:
         super()._install_state(
@@ -53,7 +53,7 @@ class OptimizerNotRestored(LoopbackEngine):
 
 @mutant("checkpoint.gold", group=GROUP, seen_in="Megatron-Bridge #5680")
 class DummyStepOnLoad(LoopbackEngine):
-    """After a load the optimizer makes a step with zero gradients and a rate of zero, which lets its moments decay."""
+    """The optimizer makes a step at rate zero after a load, which lets its moments decay."""
 
     def _install_state(self, tensors: Mapping[str, Tensor]) -> None:
         super()._install_state(tensors)
@@ -65,7 +65,7 @@ class DummyStepOnLoad(LoopbackEngine):
 
 @mutant("checkpoint.gold", group=GROUP, seen_in="Automodel #3191")
 class StepAheadOfMoments(LoopbackEngine):
-    """The optimizer's step count is one more after a load, so that moments are corrected for another step."""
+    """The optimizer's step count is one more after a load, so that the correction is wrong."""
 
     def restore_state(
         self, optimizer: torch.optim.Optimizer, weight: Weight, field: str, value: Tensor
@@ -75,19 +75,18 @@ class StepAheadOfMoments(LoopbackEngine):
 
 @mutant("checkpoint.gold", group=GROUP)
 class StepCountNotRestored(LoopbackEngine):
-    """Moments are restored and their step count is not: the correction of their bias begins anew."""
+    """Moments are restored without their step count: the bias correction starts again."""
 
     def restore_state(
         self, optimizer: torch.optim.Optimizer, weight: Weight, field: str, value: Tensor
     ) -> None:
-        super().restore_state(
-            optimizer, weight, field, torch.zeros(()) if field == "step" else value
-        )
+        value = torch.zeros(()) if field == "step" else value
+        super().restore_state(optimizer, weight, field, value)
 
 
 @mutant("checkpoint.foreign", group=GROUP)
 class MomentsSwapped(LoopbackEngine):
-    """First and second moments are stored under each other's names, and read back likewise: resuming is right."""
+    """First and second moments are saved and read under each other's names: resuming is right."""
 
     def state_shards(self) -> Shards:
         return {_other_moment(key): box for key, box in super().state_shards().items()}
@@ -98,7 +97,8 @@ class MomentsSwapped(LoopbackEngine):
 
 def _other_moment(key: str) -> str:
     stem, _, field = key.rpartition(".")
-    return f"{stem}.{ {'exp_avg': 'exp_avg_sq', 'exp_avg_sq': 'exp_avg'}.get(field, field) }"
+    swapped = {"exp_avg": "exp_avg_sq", "exp_avg_sq": "exp_avg"}
+    return f"{stem}.{swapped.get(field, field)}"
 
 
 @mutant("checkpoint.resume_moe", group="moe")
@@ -118,7 +118,7 @@ class ExpertMomentsReversed(LoopbackEngine):
 
 @mutant("checkpoint.foreign", group=GROUP)
 class ScheduleStartsAnew(LoopbackEngine):
-    """After a load the rate that is reported is the schedule's, and the one that is applied begins at its start."""
+    """The right rate is reported after a load, and the schedule starts again from its first rate."""
 
     first = 0
 
@@ -136,7 +136,7 @@ class ScheduleStartsAnew(LoopbackEngine):
 
 @mutant("checkpoint.resume_bitwise", group=GROUP)
 class StepNotRestored(LoopbackEngine):
-    """``weight_version`` and the schedule begin at zero after a load."""
+    """``weight_version`` and the schedule start at zero after a load."""
 
     def load_checkpoint(self, directory: Path | str) -> CheckpointInfo:
         info = super().load_checkpoint(directory)
@@ -163,7 +163,7 @@ class GeneratorsOfRankZero(LoopbackEngine):
 
 @mutant("checkpoint.resume_bitwise", group=GROUP)
 class LoadKeepsGradients(LoopbackEngine):
-    """A load keeps the gradients that were there."""
+    """A load keeps the gradients of before."""
 
     def load_checkpoint(self, directory: Path | str) -> CheckpointInfo:
         with patch.object(self, "_drop_gradients", lambda: None):
@@ -172,14 +172,14 @@ class LoadKeepsGradients(LoopbackEngine):
 
 @mutant("checkpoint.resume_bitwise", group=GROUP)
 class ExtraDropped(LoopbackEngine):
-    """What the caller gives to ``save_checkpoint`` is not written."""
+    """The caller's ``extra`` of ``save_checkpoint`` is not written."""
 
     def save_checkpoint(self, directory: Path | str, *, extra: Extra = None) -> CheckpointHandle:
         del extra
         return super().save_checkpoint(directory)
 
 
-# --- what is written -------------------------------------------------------------------------------
+# --- state that is written ------------------------------------------------------------------------
 
 
 @mutant("checkpoint.resume_bitwise", group=GROUP)
@@ -220,7 +220,9 @@ class TiedHeadSaved(LoopbackEngine):
     def state_shards(self) -> Shards:
         state = super().state_shards()
         value, box = state["model.model.embed_tokens.weight"]
-        return state | ({"model.lm_head.weight": (value.clone(), box)} if self.shape.tied else {})
+        if self.shape.tied:
+            state["model.lm_head.weight"] = (value.clone(), box)
+        return state
 
 
 @mutant("parallel.pp_checkpoint", group="pp", world=2, seen_in="Megatron-LM #7452, NeMo-RL #671")
@@ -243,7 +245,7 @@ class LayersNumberedWithinStage(LoopbackEngine):
     seen_in="verl, miles and AReaL state it as a limit",
 )
 class ShardsWithoutPlace(LoopbackEngine):
-    """Each rank saves its shard as if it were the whole: only the same ranks could put it together."""
+    """Each rank saves its shard as a whole: only the same ranks could put the weights together."""
 
     def state_shards(self) -> Shards:
         return {
@@ -265,7 +267,7 @@ class CopiesSaved(LoopbackEngine):
 
 @mutant("checkpoint.resume_bitwise", group=GROUP)
 class SaveDraws(LoopbackEngine):
-    """A save draws a name for a temporary file from torch's generator, after it has noted its state."""
+    """A save draws a temporary file's name from torch's generator after noting its state."""
 
     def save_checkpoint(self, directory: Path | str, *, extra: Extra = None) -> CheckpointHandle:
         handle = super().save_checkpoint(directory, extra=extra)
@@ -275,7 +277,7 @@ class SaveDraws(LoopbackEngine):
 
 @mutant("faults.no_room", group=GROUP)
 class WrittenUnderFinalName(LoopbackEngine):
-    """The folder stands under its final name before anything is in it."""
+    """The folder has its final name before anything is in it."""
 
     def save_checkpoint(self, directory: Path | str, *, extra: Extra = None) -> CheckpointHandle:
         with _instead(
@@ -300,7 +302,7 @@ class LatestBeforeRename(LoopbackEngine):
             return super().save_checkpoint(directory, extra=extra)
 
 
-# --- asynchronous saves ----------------------------------------------------------------------------
+# --- asynchronous saves ---------------------------------------------------------------------------
 
 
 @mutant("checkpoint.asynchronous", group="async-checkpoint")
@@ -317,17 +319,18 @@ class AsyncSaveReadsLiveTensors(LoopbackEngine):
 
 @mutant("checkpoint.asynchronous_failure", group="async-checkpoint")
 class AsyncFailureSwallowed(LoopbackEngine):
-    """An asynchronous save that failed is not heard of by the next call."""
+    """The failure of an asynchronous save is not reported by the next call."""
 
     def _wait_for_save(self) -> None:
-        saving, self._saving = self._saving, None
+        saving = self._saving
+        self._saving = None
         if saving is not None:
             saving.exception()
 
 
 @mutant("checkpoint.asynchronous", group="async-checkpoint")
 class HandleDoneEarly(LoopbackEngine):
-    """The handle of an asynchronous save says that it is done when it has begun."""
+    """The handle of an asynchronous save is done as soon as the save has begun."""
 
     def save_checkpoint(self, directory: Path | str, *, extra: Extra = None) -> CheckpointHandle:
         super().save_checkpoint(directory, extra=extra)
@@ -340,12 +343,12 @@ class HandleDoneEarly(LoopbackEngine):
         return early
 
 
-# --- loads that must fail --------------------------------------------------------------------------
+# --- loads that must fail -------------------------------------------------------------------------
 
 
 @mutant("faults.failed_load", group=GROUP)
 class ChecksumNotChecked(LoopbackEngine):
-    """A load looks at the manifest only, and trusts the files."""
+    """A load checks the manifest only, and trusts the files."""
 
     def load_checkpoint(self, directory: Path | str) -> CheckpointInfo:
         with _instead("verify_files", lambda _: lambda *_: None):
@@ -354,7 +357,7 @@ class ChecksumNotChecked(LoopbackEngine):
 
 @mutant("faults.failed_load", group=GROUP)
 class SizeOnlyChecked(LoopbackEngine):
-    """A load compares the sizes of files, and not their checksums: one altered bit passes."""
+    """A load compares the sizes of files without their checksums: one altered bit passes."""
 
     def load_checkpoint(self, directory: Path | str) -> CheckpointInfo:
         def sizes(verify: Callable[..., None]) -> Callable[..., None]:
@@ -377,7 +380,7 @@ class SizeOnlyChecked(LoopbackEngine):
 
 @mutant("faults.failed_load", group=GROUP)
 class StateDroppedBeforeRead(LoopbackEngine):
-    """The optimizer's state is dropped to make room before a checkpoint is read, which may then fail."""
+    """The optimizer's state is dropped before a checkpoint is read, which may then fail."""
 
     def load_checkpoint(self, directory: Path | str) -> CheckpointInfo:
         if self.optimizer is not None:
@@ -401,7 +404,7 @@ class OtherModelAccepted(LoopbackEngine):
 
 @mutant("faults.failed_load", group=GROUP)
 class OtherOptimizerAccepted(LoopbackEngine):
-    """The state of another optimizer is put where its own would be."""
+    """The state of a different optimizer is installed as the engine's own."""
 
     def same_optimizer(self, fields: set[str]) -> None:
         del fields
@@ -409,7 +412,7 @@ class OtherOptimizerAccepted(LoopbackEngine):
 
 @mutant("faults.failed_load", group=GROUP)
 class MissingStateMadeUp(LoopbackEngine):
-    """Optimizer state that a checkpoint lacks begins with zeros."""
+    """Optimizer state that a checkpoint lacks starts with zeros."""
 
     def load_checkpoint(self, directory: Path | str) -> CheckpointInfo:
         with _instead("check_optimizer_state", lambda _: lambda *_: None):
@@ -418,7 +421,7 @@ class MissingStateMadeUp(LoopbackEngine):
 
 @mutant("faults.failed_load", group=GROUP)
 class FilesReadAnywhere(LoopbackEngine):
-    """Tensors are read from whichever file the manifest names, listed or not."""
+    """Tensors are read from any file that the manifest names, listed or not."""
 
     def load_checkpoint(self, directory: Path | str) -> CheckpointInfo:
         def anywhere(raw: dict[str, Any], *_: Any) -> manifest.Shard:
@@ -432,7 +435,7 @@ class FilesReadAnywhere(LoopbackEngine):
 
 @mutant("faults.failed_load", group=GROUP)
 class ManifestNotChecked(LoopbackEngine):
-    """The files of a checkpoint are compared with the manifest, and the manifest with nothing."""
+    """The files of a checkpoint are checked against the manifest, the manifest against nothing."""
 
     def load_checkpoint(self, directory: Path | str) -> CheckpointInfo:
         with patch.object(manifest, "_check_seal", lambda *_: True):
@@ -441,7 +444,7 @@ class ManifestNotChecked(LoopbackEngine):
 
 @mutant("faults.failed_load", group=GROUP)
 class NewerContractAccepted(LoopbackEngine):
-    """A checkpoint of a newer contract is read as one of this one."""
+    """A checkpoint of a newer contract is read like one of this contract."""
 
     def load_checkpoint(self, directory: Path | str) -> CheckpointInfo:
         with patch.object(manifest, "contract_problem", lambda _: None):
@@ -450,7 +453,7 @@ class NewerContractAccepted(LoopbackEngine):
 
 @mutant("faults.failed_load", group=GROUP)
 class PickleAccepted(LoopbackEngine):
-    """A folder without a manifest is searched for a pickle, which is loaded."""
+    """A pickle is loaded from a folder without a manifest."""
 
     def load_checkpoint(self, directory: Path | str) -> CheckpointInfo:
         file = Path(directory) / "model.pt"
@@ -462,24 +465,26 @@ class PickleAccepted(LoopbackEngine):
 
 
 class _Alone:
-    """A control plane whose ranks do not hear of each other."""
+    """A control plane whose ranks receive nothing from each other."""
 
     def __init__(self, comm: Comm) -> None:
-        self.rank, self.world_size = comm.rank, comm.world_size
+        self.rank = comm.rank
+        self.world_size = comm.world_size
 
     def all_gather(self, value: Any) -> list[Any]:
         return [value] * self.world_size
 
     def close(self) -> None:
-        """Nothing to give back."""
+        """Do nothing, since nothing was made."""
 
 
 @mutant("faults.failed_load", group=GROUP, world=2)
 class ErrorOnOneRank(LoopbackEngine):
-    """A rank that finds its file damaged raises alone; the others go on with the new weights."""
+    """A rank that finds its file damaged raises alone, and all others use the new weights."""
 
     def load_checkpoint(self, directory: Path | str) -> CheckpointInfo:
-        comm, self._save_comm = self._save_comm, _Alone(self._save_comm)
+        comm = self._save_comm
+        self._save_comm = _Alone(comm)
         try:
             return super().load_checkpoint(directory)
         finally:

@@ -1,6 +1,6 @@
-"""Defects of the interface: states, arguments, answers, and ranks that leave the others."""
+"""Defects of the interface: states, arguments, results, and ranks that leave the others waiting."""
 
-# ruff: noqa: D102 - a mutant's docstring tells what its method does wrong
+# ruff: noqa: D102 - the class describes the defect of its method
 
 from __future__ import annotations
 
@@ -29,9 +29,10 @@ from engine_loopback.engine import LoopbackEngine
 from engine_mutants.mutant import mutant
 from engine_mutants.refusal import Edits
 
-_HELPERS = list["subprocess.Popen[bytes]"]()  # so that they are not collected with their engine
+# Kept, so that the helper processes are not collected with their engine.
+_HELPERS = list["subprocess.Popen[bytes]"]()
 
-# --- options and arguments that are swallowed ------------------------------------------------------
+# --- options and arguments that are ignored -------------------------------------------------------
 
 
 @mutant("contract.bad_configuration", group="core")
@@ -39,14 +40,13 @@ class UnknownOptionIgnored(Edits):
     """Options that the engine does not know are dropped."""
 
     def edited(self, config: EngineConfig) -> EngineConfig:
-        return replace(
-            config, options={k: v for k, v in (config.options or {}).items() if k == "timeout_s"}
-        )
+        known = {k: v for k, v in (config.options or {}).items() if k == "timeout_s"}
+        return replace(config, options=known)
 
 
 @mutant("contract.bad_configuration", group="core")
 class UnknownOverrideIgnored(Edits):
-    """Overrides of the model's config are applied to attributes, where a misspelt one changes nothing."""
+    """Overrides of the model's config set attributes, where a misspelt one changes nothing."""
 
     def edited(self, config: EngineConfig) -> EngineConfig:
         known = {
@@ -59,7 +59,7 @@ class UnknownOverrideIgnored(Edits):
 
 @mutant("contract.bad_configuration", group="core")
 class UnknownKernelIgnored(Edits):
-    """An attention kernel that the engine does not know is replaced by its own."""
+    """An unknown attention kernel is replaced by the engine's own."""
 
     def edited(self, config: EngineConfig) -> EngineConfig:
         return replace(config, model=replace(config.model, attention="auto"))
@@ -67,7 +67,7 @@ class UnknownKernelIgnored(Edits):
 
 @mutant("contract.bad_configuration", group="core")
 class MissingWeightsMade(LoopbackEngine):
-    """A folder without weights gives an engine with random ones."""
+    """A folder without weights makes an engine with random ones."""
 
     def files(self) -> Any:
         return super().files() if any(Path(self.config.model.path).glob("*.safetensors")) else None
@@ -75,7 +75,7 @@ class MissingWeightsMade(LoopbackEngine):
 
 @mutant("contract.bad_arguments", group="core")
 class ZeroDenominatorIsDefault(LoopbackEngine):
-    """A denominator of zero is taken for none."""
+    """A denominator of zero is treated like none."""
 
     def train_batch(
         self,
@@ -92,7 +92,7 @@ class ZeroDenominatorIsDefault(LoopbackEngine):
 
 @mutant("contract.bad_arguments", group="core")
 class TemperatureClamped(LoopbackEngine):
-    """A temperature that is not positive is raised to the least one."""
+    """A temperature that is not positive is raised to the smallest allowed."""
 
     def infer_batch(
         self, batch: Batch, *, temperature: float = 1.0, entropy: bool = False, adapter: bool = True
@@ -116,7 +116,7 @@ class ExitsOnBadArguments(LoopbackEngine):
 
 @mutant("contract.bad_arguments", group="core")
 class UnknownDeviceIgnored(LoopbackEngine):
-    """``to`` a device that it does not know does nothing."""
+    """``to`` does nothing for an unknown device."""
 
     def to(
         self, device: str, *, model: bool = True, optimizer: bool = True, grad: bool = True
@@ -125,12 +125,12 @@ class UnknownDeviceIgnored(LoopbackEngine):
             super().to(device, model=model, optimizer=optimizer, grad=grad)
 
 
-# --- members and states ----------------------------------------------------------------------------
+# --- members and states ---------------------------------------------------------------------------
 
 
 @mutant("contract.signatures", group="core")
 class ArgumentRenamed(LoopbackEngine):
-    """``infer_batch`` calls its ``adapter`` by another name."""
+    """``infer_batch`` has a different name for its ``adapter``."""
 
     def infer_batch(
         self,
@@ -147,7 +147,7 @@ class ArgumentRenamed(LoopbackEngine):
 
 @mutant("contract.signatures", group="core")
 class OtherDefault(LoopbackEngine):
-    """The export's dtype is bfloat16 where none is asked for."""
+    """The export's dtype is bfloat16 if none is asked for."""
 
     def get_per_tensor_param(
         self,
@@ -171,7 +171,7 @@ class CloseTwiceRaises(LoopbackEngine):
 
 @mutant("contract.states", group="core")
 class EmptyExportAfterClose(LoopbackEngine):
-    """After ``close`` the export is empty, which is no error."""
+    """The export after ``close`` is empty, which is no error."""
 
     def get_per_tensor_param(
         self,
@@ -187,7 +187,7 @@ class EmptyExportAfterClose(LoopbackEngine):
 
 @mutant("contract.states", group="core")
 class InitializesTwice(LoopbackEngine):
-    """A second ``initialize`` is taken for the first."""
+    """A second ``initialize`` is accepted and does nothing."""
 
     def initialize(self) -> None:
         if self._state != "ready":
@@ -205,7 +205,7 @@ class StepsWithoutGradient(LoopbackEngine):
 
 @mutant("contract.states", group="core")
 class AttributeErrorBeforeInitialize(LoopbackEngine):
-    """``infer_batch`` looks for its parts before it looks whether they are there."""
+    """``infer_batch`` uses its parts before checking that they exist."""
 
     def infer_batch(
         self, batch: Batch, *, temperature: float = 1.0, entropy: bool = False, adapter: bool = True
@@ -216,36 +216,35 @@ class AttributeErrorBeforeInitialize(LoopbackEngine):
 
 @mutant("checkpoint.asynchronous", group="async-checkpoint", world=2)
 class CloseAbandonsSave(LoopbackEngine):
-    """``close`` does not wait for a save that still runs."""
+    """``close`` does not wait for a save that is still running."""
 
     def close(self) -> None:
         if self._writer_pool is not None:
             self._writer_pool.shutdown(wait=False, cancel_futures=True)
-        self._writer_pool, self._saving = None, None
+        self._writer_pool = None
+        self._saving = None
         super().close()
 
 
 @mutant("contract.inference_only", group="core")
 class MomentsInTheWay(LoopbackEngine):
-    """An engine without an optimizer wants a checkpoint without moments: a reference cannot read the policy's."""
+    """An engine without an optimizer demands a checkpoint without moments, unlike the policy's."""
 
     def _state_layout(
         self, entries: Mapping[str, Entry]
     ) -> dict[str, tuple[ShardSpec, torch.dtype]]:
-        moments = (
-            {}
-            if self.optimizer
-            else {k: (ShardSpec.whole(()), torch.float32) for k in entries if "optim." in k}
-        )
-        return super()._state_layout(entries) | moments
+        layout = super()._state_layout(entries)
+        if self.optimizer is None:
+            layout |= {k: (ShardSpec.whole(()), torch.float32) for k in entries if "optim." in k}
+        return layout
 
 
-# --- what is left behind ---------------------------------------------------------------------------
+# --- things left behind ---------------------------------------------------------------------------
 
 
 @mutant("contract.leaves_nothing", group="core")
 class DefaultDtypeStays(LoopbackEngine):
-    """torch's default dtype is changed while the model is built, and stays so."""
+    """torch's default dtype is changed while the model is built, and not restored."""
 
     def _build_model(self) -> None:
         torch.set_default_dtype(torch.float64)
@@ -267,13 +266,13 @@ class ChildStays(LoopbackEngine):
 
     def _build_model(self) -> None:
         super()._build_model()
-        # It ends by itself when its pipe does: the rank's own end is the last it waits for.
+        # The helper ends by itself when its pipe does: at the latest when the rank ends.
         _HELPERS.append(subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE))
 
 
 @mutant("contract.leaves_nothing", group="core")
 class EnvironmentChanged(LoopbackEngine):
-    """The engine hides devices from this process by the environment, and leaves it so."""
+    """The engine hides devices from this process by the environment, and does not undo it."""
 
     def _build_model(self) -> None:
         os.environ["CUDA_VISIBLE_DEVICES"] = ""
@@ -282,17 +281,17 @@ class EnvironmentChanged(LoopbackEngine):
 
 @mutant("contract.leaves_nothing", group="core", world=2)
 class GroupsLeft(LoopbackEngine):
-    """``close`` leaves the process groups that the engine made."""
+    """``close`` does not destroy the process groups that the engine made."""
 
     def _close_groups(self) -> None:
-        """Nothing is given back."""
+        """Destroy nothing."""
 
 
-# --- what comes back -------------------------------------------------------------------------------
+# --- results --------------------------------------------------------------------------------------
 
 
 class _Answers(LoopbackEngine):
-    """Changes what ``infer_batch`` gives."""
+    """An engine that changes the results of ``infer_batch``."""
 
     def infer_batch(
         self, batch: Batch, *, temperature: float = 1.0, entropy: bool = False, adapter: bool = True
@@ -312,7 +311,7 @@ class _Answers(LoopbackEngine):
 
 @mutant("forward.one_token_documents", group="core")
 class NanAtOneTokenDocuments(_Answers):
-    """A document of one token is answered with NaN, the mean over nothing."""
+    """A document of one token gets NaN, the mean over nothing."""
 
     def changed(self, value: Tensor, batch: Batch) -> Tensor:
         single = torch.repeat_interleave(
@@ -331,7 +330,7 @@ class OutputsInFloat64(_Answers):
 
 @mutant("forward.loss_weight", group="core")
 class OutputsNotDetached(_Answers):
-    """Outputs still hang on a graph."""
+    """Outputs are still attached to a graph."""
 
     def changed(self, value: Tensor, batch: Batch) -> Tensor:
         return value.clone().requires_grad_()
@@ -347,7 +346,7 @@ class OutputsPadded(_Answers):
 
 @mutant("parallel.ulysses", group="ulysses", world=2)
 class PrimaryAnswersAlone(_Answers):
-    """Of the ranks that share documents only the primary answers."""
+    """Only the primary of the ranks that share documents returns outputs."""
 
     def changed(self, value: Tensor, batch: Batch) -> Tensor | None:
         return value if self.topology.is_primary else None
@@ -355,7 +354,7 @@ class PrimaryAnswersAlone(_Answers):
 
 @mutant("forward.pure", group="core")
 class InferenceCounts(_Answers):
-    """``weight_version`` grows by an inference."""
+    """``weight_version`` increases with an inference."""
 
     def changed(self, value: Tensor, batch: Batch) -> Tensor:
         self._step += 1
@@ -367,7 +366,8 @@ class LossOfOwnRank(LoopbackEngine):
     """Each rank reports the loss of its own tokens."""
 
     def _sum_over_data_parallel(self, outputs: Sequence[LossOutput]) -> dict[str, float]:
-        comm, self.comm = self.comm, SingleComm()
+        comm = self.comm
+        self.comm = SingleComm()
         try:
             return super()._sum_over_data_parallel(outputs)
         finally:
@@ -390,11 +390,11 @@ class LossIsTensor(LoopbackEngine):
         return replace(given, loss=torch.tensor(given.loss))  # type: ignore[arg-type] - the defect
 
 
-# --- ranks that leave the others -------------------------------------------------------------------
+# --- ranks that leave the others waiting ----------------------------------------------------------
 
 
 class _Empty(LoopbackEngine):
-    """Does something else where a rank has no documents."""
+    """An engine that behaves differently on a rank without documents."""
 
     def infer_batch(
         self, batch: Batch, *, temperature: float = 1.0, entropy: bool = False, adapter: bool = True
@@ -409,12 +409,12 @@ class _Empty(LoopbackEngine):
 
 @mutant("forward.no_documents", group="dp", world=2, deadline=0.05)
 class EmptyRankSkipsCollectives(_Empty):
-    """A rank without documents answers at once, and the others wait for it."""
+    """A rank without documents returns at once, and all other ranks wait for it."""
 
 
 @mutant("forward.no_documents", group="dp", world=2)
 class EmptyRankRaises(_Empty):
-    """A rank without documents raises, and the others wait for it."""
+    """A rank without documents raises, and all other ranks wait for it."""
 
     def without_documents(self) -> TokenOutputs:
         raise IndexError("list index out of range")

@@ -1,6 +1,6 @@
-"""Defects of what an engine hands out: names, bits, shards and folders."""
+"""Defects of an engine's exports: names, bits, shards and folders."""
 
-# ruff: noqa: D102 - a mutant's docstring tells what its method does wrong
+# ruff: noqa: D102 - the class describes the defect of its method
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ _EMBEDDING = "model.embed_tokens.weight"
 Dtype = torch.dtype | None
 
 
-# --- which values ----------------------------------------------------------------------------------
+# --- values ---------------------------------------------------------------------------------------
 
 
 @mutant("train.visible_at_once", group="core")
 class StaleExport(LoopbackEngine):
-    """The export keeps the copies that it made first, and steps do not reach them."""
+    """The export keeps its first copies, which steps do not reach."""
 
     def _build(self) -> None:
         super()._build()
@@ -40,7 +40,7 @@ class StaleExport(LoopbackEngine):
 
 @mutant("train.visible_at_once", group="core", seen_in="NeMo-RL #227")
 class StaleTiedWeight(LoopbackEngine):
-    """The tied weight is exported as it was read: steps move the other of two copies."""
+    """The tied weight is exported as it was loaded, since steps move the other of two copies."""
 
     def _build(self) -> None:
         super()._build()
@@ -59,9 +59,8 @@ class FusedHalvesSwapped(LoopbackEngine):
         swap = {"gate_proj": "up_proj", "up_proj": "gate_proj"}
         part = weight.name.split(".")[-2]
         fused = ".experts." in weight.name and part in swap
-        return super().shard(
-            self.weights[weight.name.replace(part, swap[part])] if fused else weight, dtype
-        )
+        source = self.weights[weight.name.replace(part, swap[part])] if fused else weight
+        return super().shard(source, dtype)
 
 
 @mutant("export.exact", group="core")
@@ -77,7 +76,7 @@ class Bfloat16Truncated(LoopbackEngine):
 
 @mutant("export.exact", group="core")
 class RequestedDtypeIgnored(LoopbackEngine):
-    """The export comes in the stored dtype whatever is asked for."""
+    """The export has the stored dtype, whatever is asked for."""
 
     def get_per_tensor_param(
         self, *, dtype: Dtype = None, adapter: Adapter = "merged", bucket_bytes: int = 512 << 20
@@ -88,7 +87,7 @@ class RequestedDtypeIgnored(LoopbackEngine):
 
 @mutant("export.exact", group="core")
 class NormsStayFloat32(LoopbackEngine):
-    """Norms are exported in float32 though bfloat16 is asked for."""
+    """Norms are exported in float32 even if bfloat16 is asked for."""
 
     def shard(self, weight: Weight, dtype: Dtype) -> Tensor:
         return super().shard(weight, None if weight.name.endswith("norm.weight") else dtype)
@@ -105,15 +104,14 @@ class PaddedVocabulary(LoopbackEngine):
 
 @mutant("export.exact", group="core")
 class ExportIntoOneBuffer(LoopbackEngine):
-    """All tensors of a bucket are put into the same memory before the first one is handed out."""
+    """All tensors of a bucket are put into the same memory before the first one is returned."""
 
     def whole_tensors(self, weights: list[Weight], dtype: Dtype, bucket_bytes: int) -> WeightExport:
         for bucket in self.buckets(weights, dtype, bucket_bytes):
-            memory = torch.empty(
-                max(torch.Size(w.shape).numel() for w in bucket), dtype=dtype or torch.float32
-            )
+            sizes = [torch.Size(weight.shape).numel() for weight in bucket]
+            memory = torch.empty(max(sizes), dtype=dtype or torch.float32)
             views = [
-                memory[: torch.Size(weight.shape).numel()].view(weight.shape) for weight in bucket
+                memory[:size].view(weight.shape) for weight, size in zip(bucket, sizes, strict=True)
             ]
             for weight, view in zip(bucket, views, strict=True):
                 view.copy_(self.assembled(weight, self.shard(weight, dtype)))
@@ -122,7 +120,7 @@ class ExportIntoOneBuffer(LoopbackEngine):
 
 @mutant("export.exact", group="core")
 class LargeTensorLost(LoopbackEngine):
-    """A tensor that is larger than a bucket is left out."""
+    """A tensor larger than a bucket is left out."""
 
     def buckets(self, weights: list[Weight], dtype: Dtype, limit: int) -> Iterator[list[Weight]]:
         for bucket in super().buckets(weights, dtype, limit):
@@ -132,7 +130,7 @@ class LargeTensorLost(LoopbackEngine):
 
 @mutant("export.bounded", group="core", world=2)
 class AllGatheredFirst(LoopbackEngine):
-    """All whole tensors are gathered before the first one is handed out, whatever the size of a bucket."""
+    """All whole tensors are gathered before the first is returned, whatever a bucket's size."""
 
     def whole_tensors(self, weights: list[Weight], dtype: Dtype, bucket_bytes: int) -> WeightExport:
         yield from list(super().whole_tensors(weights, dtype, bucket_bytes))
@@ -147,27 +145,23 @@ class BucketsIgnored(LoopbackEngine):
         return super().whole_tensors(weights, dtype, 1 << 60)
 
 
-# --- which names -----------------------------------------------------------------------------------
+# --- names ----------------------------------------------------------------------------------------
 
 
 @mutant("export.exact", group="core", seen_in="NeMo-RL #227")
 class TiedHeadExported(LoopbackEngine):
-    """A head that is tied to the embedding is exported as well."""
+    """The head of a tied model is exported as well."""
 
     def whole_tensors(self, weights: list[Weight], dtype: Dtype, bucket_bytes: int) -> WeightExport:
         yield from super().whole_tensors(weights, dtype, bucket_bytes)
         if self.shape.tied:
-            yield (
-                "lm_head.weight",
-                self.assembled(
-                    self.weights[_EMBEDDING], self.shard(self.weights[_EMBEDDING], dtype)
-                ),
-            )
+            tied = self.weights[_EMBEDDING]
+            yield "lm_head.weight", self.assembled(tied, self.shard(tied, dtype))
 
 
 @mutant("export.exact", group="core")
 class WrapperInNames(LoopbackEngine):
-    """Names of layers carry a wrapper's prefix."""
+    """Names of layers have a wrapper's prefix."""
 
     def whole_tensors(self, weights: list[Weight], dtype: Dtype, bucket_bytes: int) -> WeightExport:
         for name, tensor in super().whole_tensors(weights, dtype, bucket_bytes):
@@ -176,7 +170,7 @@ class WrapperInNames(LoopbackEngine):
 
 @mutant("export.exact", group="core", world=2)
 class OrderOfOneRank(LoopbackEngine):
-    """All ranks but the first hand out names sorted."""
+    """All ranks but the first export names in sorted order."""
 
     def whole_tensors(self, weights: list[Weight], dtype: Dtype, bucket_bytes: int) -> WeightExport:
         export = super().whole_tensors(weights, dtype, bucket_bytes)
@@ -185,7 +179,7 @@ class OrderOfOneRank(LoopbackEngine):
 
 @mutant("export.exact", group="core")
 class ExportCounts(LoopbackEngine):
-    """``weight_version`` grows by an export."""
+    """``weight_version`` increases with an export."""
 
     def whole_tensors(self, weights: list[Weight], dtype: Dtype, bucket_bytes: int) -> WeightExport:
         self._step += 1
@@ -202,7 +196,7 @@ class ScoreBiasLost(LoopbackEngine):
 
 @mutant("parallel.ep", group="ep", world=2)
 class ExpertsNumberedWithinRank(LoopbackEngine):
-    """Experts are exported under the numbers that they have on their rank, rotated by one rank's."""
+    """Experts are exported under numbers shifted by one rank's experts."""
 
     def whole_tensors(self, weights: list[Weight], dtype: Dtype, bucket_bytes: int) -> WeightExport:
         own = self.shape.experts // self.layout.expert
@@ -215,12 +209,12 @@ class ExpertsNumberedWithinRank(LoopbackEngine):
             yield (name.replace(found, moved[found]) if found else name), tensor
 
 
-# --- shards ----------------------------------------------------------------------------------------
+# --- shards ---------------------------------------------------------------------------------------
 
 
 @mutant("export.shards", group="export-shards", world=2)
 class ReplicasNotCounted(LoopbackEngine):
-    """Every copy says that it is the first."""
+    """Every copy has replica number 0."""
 
     def get_per_tensor_param_shard(
         self, *, dtype: Dtype = None, adapter: Adapter = "merged"
@@ -231,22 +225,18 @@ class ReplicasNotCounted(LoopbackEngine):
 
 @mutant("export.shards", group="export-shards")
 class ShardsSorted(LoopbackEngine):
-    """Shards come sorted by name, not in the export's order."""
+    """Shards are sorted by name instead of in the export's order."""
 
     def get_per_tensor_param_shard(
         self, *, dtype: Dtype = None, adapter: Adapter = "merged"
     ) -> ShardExport:
-        return iter(
-            sorted(
-                super().get_per_tensor_param_shard(dtype=dtype, adapter=adapter),
-                key=lambda one: one[0],
-            )
-        )
+        export = super().get_per_tensor_param_shard(dtype=dtype, adapter=adapter)
+        return iter(sorted(export, key=lambda row: row[0]))
 
 
 @mutant("parallel.tp", group="export-shards", world=2)
 class ColumnOffsetsLost(LoopbackEngine):
-    """Shards of a weight that is split by columns all say that they begin at the first."""
+    """Shards of a weight split by columns all have column offset 0."""
 
     def get_per_tensor_param_shard(
         self, *, dtype: Dtype = None, adapter: Adapter = "merged"
@@ -257,7 +247,7 @@ class ColumnOffsetsLost(LoopbackEngine):
 
 @mutant("export.shards", group="export-shards", world=2, deadline=0.1)
 class ShardsGathered(LoopbackEngine):
-    """Each shard is cut out of the whole tensor, which all ranks gather for it."""
+    """Each shard is cut from the whole tensor, which all ranks gather for it."""
 
     def get_per_tensor_param_shard(
         self, *, dtype: Dtype = None, adapter: Adapter = "merged"
@@ -269,7 +259,7 @@ class ShardsGathered(LoopbackEngine):
 
 @mutant("export.shards", group="export-shards")
 class StaleShards(LoopbackEngine):
-    """Shards are those that were read from the files; steps move others."""
+    """Shards are those loaded from the files, which steps do not move."""
 
     def _build(self) -> None:
         super()._build()
@@ -282,26 +272,24 @@ class StaleShards(LoopbackEngine):
         return ((name, self.read[name].to(shard.dtype), box) for name, shard, box in export)
 
 
-# --- folders ---------------------------------------------------------------------------------------
+# --- folders --------------------------------------------------------------------------------------
 
 
 @mutant("export.save_hf", group="save-hf")
 class FolderNotStepped(LoopbackEngine):
-    """``save_hf`` copies the weights' files that it was started from."""
+    """``save_hf`` copies the files of the weights with which the engine started."""
 
     def write_folder(self, directory: Path, tensors: Mapping[str, Tensor]) -> None:
         files = self.files()
-        read = (
-            {name: files.handles[name].get_tensor(name).to(t.dtype) for name, t in tensors.items()}
-            if files
-            else {}
-        )
+        read: dict[str, Tensor] = {}
+        if files:
+            read = {n: files.handles[n].get_tensor(n).to(t.dtype) for n, t in tensors.items()}
         super().write_folder(directory, {**tensors, **read})
 
 
 @mutant("export.save_hf", group="save-hf")
 class ConfigNamesOtherDtype(LoopbackEngine):
-    """``config.json`` names bfloat16 for a folder of float32."""
+    """``config.json`` names bfloat16 for a folder in float32."""
 
     def hf_config(self, tensors: Mapping[str, Tensor]) -> dict[str, Any]:
         return super().hf_config(tensors) | {"dtype": "bfloat16"}
@@ -309,7 +297,7 @@ class ConfigNamesOtherDtype(LoopbackEngine):
 
 @mutant("export.save_hf", group="save-hf")
 class TieForgotten(LoopbackEngine):
-    """``config.json`` does not say that the head is tied, so that transformers makes one at random."""
+    """``config.json`` does not have the tied head, so that transformers makes a random one."""
 
     def hf_config(self, tensors: Mapping[str, Tensor]) -> dict[str, Any]:
         return super().hf_config(tensors) | {"tie_word_embeddings": False}
@@ -317,7 +305,7 @@ class TieForgotten(LoopbackEngine):
 
 @mutant("export.save_hf", group="save-hf")
 class ConfigOfOtherModel(LoopbackEngine):
-    """``config.json`` has the library's base of rotary angles where the model has its own."""
+    """``config.json`` has the library's default RoPE base instead of the model's."""
 
     def hf_config(self, tensors: Mapping[str, Tensor]) -> dict[str, Any]:
         config = super().hf_config(tensors)

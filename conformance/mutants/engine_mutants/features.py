@@ -1,5 +1,5 @@
-"""Defects of what an engine declares beside the core: experts, value heads, memory, half precision, RL."""
-# ruff: noqa: D102 - the class says what is wrong with its method
+"""Defects of features beyond the core: experts, value heads, memory, half precision, RL."""
+# ruff: noqa: D102 - the class describes the defect of its method
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from engine_mutants.mutant import mutant
 
 @mutant("forward.qwen3_moe", group="moe", part="model", seen_in="torchtitan #1448")
 class ExpertsNotNormalised(Model):
-    """The chosen experts' weights do not add up to one though config.json has norm_topk_prob."""
+    """The chosen experts' weights do not add up to one, in spite of norm_topk_prob."""
 
     def route(self, params: Params, x: Tensor) -> Tensor:
         probs = self.linear(params, "mlp.gate", x).float().softmax(-1)
@@ -40,7 +40,7 @@ class ExpertsNotNormalised(Model):
 
 @mutant("forward.qwen3_moe", group="moe", part="model", seen_in="Qwen3 #687")
 class ExpertsAlwaysNormalised(Model):
-    """The chosen experts' weights are made to add up to one though config.json says otherwise."""
+    """The chosen experts' weights are made to add up to one, against config.json."""
 
     def route(self, params: Params, x: Tensor) -> Tensor:
         mix = super().route(params, x)
@@ -49,7 +49,7 @@ class ExpertsAlwaysNormalised(Model):
 
 @mutant("forward.qwen3_moe", group="moe", part="model")
 class ExpertsSwapped(Model):
-    """The first two experts have each other's tokens."""
+    """The first two experts get each other's tokens."""
 
     def route(self, params: Params, x: Tensor) -> Tensor:
         first, second, *others = super().route(params, x).unbind(-1)
@@ -58,22 +58,21 @@ class ExpertsSwapped(Model):
 
 @mutant("forward.qwen3_moe", group="moe", part="model")
 class ExpertsGateAndUpSwapped(Model):
-    """An expert's fused gate and up projections are read in the other order."""
+    """An expert's fused gate and up projections are read in the reverse order."""
 
     def experts(self, params: Params, x: Tensor, mix: Tensor) -> Tensor:
         total = torch.zeros_like(x)
         for expert in range(self.shape.experts):
             name = f"mlp.experts.{expert}"
-            gated = silu(self.linear(params, f"{name}.up_proj", x)) * self.linear(
-                params, f"{name}.gate_proj", x
-            )
+            gate = silu(self.linear(params, f"{name}.up_proj", x))
+            gated = gate * self.linear(params, f"{name}.gate_proj", x)
             total = total + mix[:, expert, None] * self.linear(params, f"{name}.down_proj", gated)
         return total
 
 
 @mutant("forward.qwen3_moe", group="moe", part="model")
 class RouterInBfloat16(Model):
-    """The router's probabilities are rounded to bfloat16 though the computation is float32."""
+    """The router's probabilities are rounded to bfloat16 in a float32 computation."""
 
     def route(self, params: Params, x: Tensor) -> Tensor:
         return super().route(params, x).bfloat16().to(x.dtype)
@@ -81,12 +80,12 @@ class RouterInBfloat16(Model):
 
 @mutant("forward.qwen3_moe", group="moe", part="model")
 class ExpertsDropTokens(Model):
-    """An expert has room for its even share of the tokens and a half; those that come later are dropped."""
+    """An expert takes at most 1.5 times its even share of the tokens and drops later ones."""
 
     def route(self, params: Params, x: Tensor) -> Tensor:
         mix = super().route(params, x)
-        room = math.ceil(1.5 * len(mix) * self.shape.top_k / self.shape.experts)
-        return mix * ((mix > 0).cumsum(0) <= room)
+        capacity = math.ceil(1.5 * len(mix) * self.shape.top_k / self.shape.experts)
+        return mix * ((mix > 0).cumsum(0) <= capacity)
 
 
 @mutant("train.moe", group="moe", part="model")
@@ -102,7 +101,7 @@ class RouterNotTrained(Model):
 
 @mutant("forward.values", group="value-head", part="model", model_type="value_model")
 class ValuesSeeTheirToken(Model):
-    """A value knows the token that it is about."""
+    """A value depends on the token that it is about."""
 
     def align(self, about_next: Tensor, packed: Packed) -> Tensor:
         return super().align(about_next.roll(-1, 0), packed)
@@ -110,7 +109,7 @@ class ValuesSeeTheirToken(Model):
 
 @mutant("forward.values", group="value-head", part="model", model_type="value_model")
 class FirstValueCarries(Model):
-    """First tokens carry a value, that of the end of the document before."""
+    """First tokens have a value, that of the end of the document before."""
 
     def align(self, about_next: Tensor, packed: Packed) -> Tensor:
         return about_next.roll(1, 0)[: packed.size]
@@ -126,7 +125,7 @@ class ValueBiasDropped(Model):
 
 @mutant("train.trajectory", group="value-head", model_type="value_model")
 class ValueHeadFrozen(LoopbackEngine):
-    """The head does not train, the model below it does."""
+    """The head does not train, while the model below it does."""
 
     def make_weight(self, name: str, shape: tuple[int, ...], adapter: bool) -> Weight:
         weight = super().make_weight(name, shape, adapter)
@@ -141,7 +140,7 @@ class ValueHeadFrozen(LoopbackEngine):
 
 @mutant("memory.offload", group="offload")
 class OffloadLosesMoments(LoopbackEngine):
-    """First moments that were on the host come back as zeros."""
+    """First moments that were on the host are zeros when they return."""
 
     def _apply_optimizer(self, lr: float) -> None:
         super()._apply_optimizer(lr)
@@ -160,7 +159,7 @@ class OffloadSkipsClipping(LoopbackEngine):
 
 @mutant("memory.to", group="offload")
 class MovedOptimizerKeepsOld(LoopbackEngine):
-    """After the model went away and came back, the optimizer goes on with the tensors from before."""
+    """The optimizer keeps its old tensors after the model was moved away and back."""
 
     def move_weights(self, device: torch.device) -> None:
         for weight in self.weights.values():
@@ -173,7 +172,7 @@ class MovedOptimizerKeepsOld(LoopbackEngine):
 
 @mutant("memory.to", group="offload")
 class MovedMomentsAreZero(LoopbackEngine):
-    """Second moments are made anew when the optimizer's state comes back."""
+    """Second moments are zeros when the optimizer's state returns to the device."""
 
     def to(
         self, device: str, *, model: bool = True, optimizer: bool = True, grad: bool = True
@@ -187,12 +186,13 @@ class MovedMomentsAreZero(LoopbackEngine):
 
 @mutant("memory.recompute", group="recompute", part="model")
 class RecomputesUnpacked(Model):
-    """The second forward of a block does not know where documents end; the loss is right, its gradient is not."""
+    """A block's second forward ignores the ends of documents: only its gradient is wrong."""
 
     def layer(self, params: Params, x: Tensor, packed: Packed) -> Tensor:
         if self.memory.recompute != "full":
             return super().layer(params, x, packed)
-        calls, whole = count(), replace(packed, mask=torch.ones_like(packed.mask).tril())
+        calls = count()
+        whole = replace(packed, mask=torch.ones_like(packed.mask).tril())
         again = lambda y: self.run_block(params, y, packed if next(calls) == 0 else whole)  # noqa: E731
         result: Tensor = checkpoint(again, x, use_reentrant=False)
         return result
@@ -214,7 +214,7 @@ class CompiledMaskStays(Model):
 
 @mutant("memory.half_precision", group="bf16")
 class HalfPrecisionLosesMasters(LoopbackEngine):
-    """Where the computation is bfloat16, the float32 weights are overwritten by what it used."""
+    """The float32 weights are overwritten by the bfloat16 copies of the computation."""
 
     def _apply_optimizer(self, lr: float) -> None:
         super()._apply_optimizer(lr)
@@ -225,7 +225,7 @@ class HalfPrecisionLosesMasters(LoopbackEngine):
 
 @mutant("memory.half_precision", group="bf16", part="optimizer")
 class UpdatesRoundedToWeights(AdamW):
-    """Updates are formed in bfloat16, so that those below half a unit of the weight are lost."""
+    """Updates are computed in bfloat16, so that those below half a unit of the weight are lost."""
 
     def adam_update(
         self, param: Tensor, grad: Tensor, state: dict[str, Tensor], group: Group
@@ -235,35 +235,36 @@ class UpdatesRoundedToWeights(AdamW):
         param.copy_(before + (param.bfloat16() - before.bfloat16()).to(param.dtype))
 
 
-# --- what policy optimization relies on ---------------------------------------------------------
+# --- policy optimization ------------------------------------------------------------------------
 
 
 @mutant("rl.ppo", group="rl")
 class OldLogProbsRecomputed(LoopbackEngine):
-    """Old log-probs are those of the current weights: the ratio is one, and nothing is ever clipped."""
+    """Old log-probs are those of the current weights: the ratio is one, and nothing is clipped."""
 
     def _run_train(
         self, parts: Sequence[Batch], loss: LossFn, denominator: float, temperature: float
     ) -> list[LossOutput]:
         with torch.no_grad():
-            outputs = [
+            new = [
                 self.model.outputs(part, ("log_probs",), temperature).log_probs for part in parts
             ]
-        now = [
-            part if new is None else part.with_fields(old_log_probs=new)
-            for part, new in zip(parts, outputs, strict=True)
+        recomputed = [
+            part if log_probs is None else part.with_fields(old_log_probs=log_probs)
+            for part, log_probs in zip(parts, new, strict=True)
         ]
-        return super()._run_train(now, loss, denominator, temperature)
+        return super()._run_train(recomputed, loss, denominator, temperature)
 
 
 @mutant("rl.grpo", group="rl")
 class LongAnswersWeighLess(LoopbackEngine):
-    """The gradient of each micro-batch is divided by its tokens and multiplied by their mean number."""
+    """Each micro-batch's gradient is divided by its tokens and multiplied by their mean number."""
 
     def _run_train(
         self, parts: Sequence[Batch], loss: LossFn, denominator: float, temperature: float
     ) -> list[LossOutput]:
-        mean, results = sum(part.num_tokens for part in parts) / len(parts), list[LossOutput]()
+        mean = sum(part.num_tokens for part in parts) / len(parts)
+        results: list[LossOutput] = []
         for part in parts:
             results += super()._run_train(
                 [part], loss, denominator * (part.num_tokens or 1) / mean, temperature
@@ -273,7 +274,7 @@ class LongAnswersWeighLess(LoopbackEngine):
 
 @mutant("rl.reference", group="rl", part="model")
 class AdapterSubtracted(Model):
-    """For a reference the adapter is merged and taken out again, and the base weights keep the rounding."""
+    """A reference merges the adapter and subtracts it again, which leaves rounding in the base."""
 
     @contextmanager
     def without_adapter(self) -> Iterator[None]:

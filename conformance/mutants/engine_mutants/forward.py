@@ -1,5 +1,5 @@
-"""Defects of what an engine says of tokens: masks, positions, norms, heads, alignment and order."""
-# ruff: noqa: D102 - the class says what is wrong with its method
+"""Defects of per-token outputs: masks, positions, norms, heads, alignment and order."""
+# ruff: noqa: D102 - the class describes the defect of its method
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from engine_mutants.mutant import mutant
 
 @mutant("forward.causal", group="core", part="model")
 class NoCausalMask(Model):
-    """A token sees its whole document, also what comes after it."""
+    """A token attends to its whole document, including later tokens."""
 
     def document_mask(self, documents: Tensor, own: Tensor) -> Tensor:
         return documents[own][:, None] == documents
@@ -33,17 +33,16 @@ class NoCausalMask(Model):
 
 @mutant("forward.causal", group="core", part="model")
 class MaskOffByOne(Model):
-    """A token sees the next one too, which it is to predict."""
+    """A token attends to the next one too, which it is to predict."""
 
     def document_mask(self, documents: Tensor, own: Tensor) -> Tensor:
-        return (documents[own][:, None] == documents) & (
-            own[:, None] + 1 >= torch.arange(len(documents))
-        )
+        causal = own[:, None] + 1 >= torch.arange(len(documents))
+        return (documents[own][:, None] == documents) & causal
 
 
 @mutant("forward.isolation", group="core", part="model", seen_in="transformers #46634")
 class NoDocumentMask(Model):
-    """Documents see those before them in the pack; positions begin anew, and the loss goes down all the same."""
+    """Documents attend to earlier ones in the pack; positions restart, so the loss still falls."""
 
     def document_mask(self, documents: Tensor, own: Tensor) -> Tensor:
         return own[:, None] >= torch.arange(len(documents))
@@ -51,15 +50,14 @@ class NoDocumentMask(Model):
 
 @mutant("forward.loss_weight", group="core", part="model")
 class MaskedTokensUnseen(Model):
-    """Tokens without loss, a prompt's, are taken for padding and are not seen by others."""
+    """Tokens without loss, as a prompt's, are treated as padding that no token attends to."""
 
     def pack(self, batch: Batch) -> Packed:
         packed = super().pack(batch)
         if "loss_weight" not in batch.fields:
             return packed
-        seen = pad(batch.loss_weight.cpu() > 0, (0, packed.mask.shape[1] - batch.num_tokens)).to(
-            self.device
-        )
+        padding = packed.mask.shape[1] - batch.num_tokens
+        seen = pad(batch.loss_weight.cpu() > 0, (0, padding)).to(self.device)
         diagonal = torch.eye(*packed.mask.shape, dtype=torch.bool, device=self.device)
         return replace(packed, mask=packed.mask & (seen | packed.first | diagonal))
 
@@ -69,7 +67,7 @@ class MaskedTokensUnseen(Model):
 
 @mutant("forward.llama", group="core", part="model")
 class RopeInPairs(Model):
-    """RoPE turns neighbours 2i and 2i + 1 instead of i and i + D/2: weights of another convention."""
+    """RoPE turns neighbours 2i and 2i + 1 instead of i and i + D/2, a different convention."""
 
     def rope(self, x: Tensor, positions: Tensor) -> Tensor:
         apart = x.unflatten(-1, (-1, 2)).transpose(-1, -2).flatten(-2)
@@ -78,10 +76,11 @@ class RopeInPairs(Model):
 
 @mutant("forward.llama", group="core", part="model")
 class RopeBaseFixed(Model):
-    """RoPE's base is 10000 whatever config.json says: the key is looked for where it used to be."""
+    """RoPE's base is always 10000, since its key is looked up where it used to be."""
 
     def rope(self, x: Tensor, positions: Tensor) -> Tensor:
-        shape, self.shape = self.shape, replace(self.shape, theta=10000.0)
+        shape = self.shape
+        self.shape = replace(shape, theta=10000.0)
         try:
             return super().rope(x, positions)
         finally:
@@ -90,7 +89,7 @@ class RopeBaseFixed(Model):
 
 @mutant("forward.llama", group="core", part="model")
 class RopeScaled(Model):
-    """Positions are divided by two: a scaling for long documents that config.json does not ask for."""
+    """Positions are divided by two, a scaling that config.json does not ask for."""
 
     def rope(self, x: Tensor, positions: Tensor) -> Tensor:
         return super().rope(x, positions / 2)
@@ -117,7 +116,7 @@ class ScoresOverWidth(Model):
 
 @mutant("forward.llama", group="core", part="model")
 class KeyHeadsInterleaved(Model):
-    """Query head h uses key-value head h modulo G: they are repeated as a whole, not one by one."""
+    """Query head h uses key-value head h modulo G: heads are repeated as a whole."""
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
         group = q.shape[1] // k.shape[1]
@@ -126,22 +125,19 @@ class KeyHeadsInterleaved(Model):
 
 @mutant("forward.llama", group="core", part="model")
 class SoftmaxInBfloat16(Model):
-    """Attention's weights are rounded to bfloat16 though the computation is float32."""
+    """Attention's weights are rounded to bfloat16 in a float32 computation."""
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
-        scores = torch.einsum(
-            "qhd,khd->hqk", q, k.repeat_interleave(q.shape[1] // k.shape[1], dim=1)
-        )
-        weights = (
-            (scores.float() / math.sqrt(q.shape[-1])).masked_fill(~mask, -math.inf).softmax(-1)
-        )
-        v = v.repeat_interleave(q.shape[1] // v.shape[1], dim=1)
+        group = q.shape[1] // k.shape[1]
+        scores = torch.einsum("qhd,khd->hqk", q, k.repeat_interleave(group, dim=1)).float()
+        weights = (scores / math.sqrt(q.shape[-1])).masked_fill(~mask, -math.inf).softmax(-1)
+        v = v.repeat_interleave(group, dim=1)
         return torch.einsum("hqk,khd->qhd", weights.bfloat16().to(v.dtype), v)
 
 
 @mutant("forward.repeats", group="core", part="model")
 class UnorderedSums(Model):
-    """Keys are summed in another order each time, as a kernel with atomic adds does."""
+    """Keys are summed in a different order each time, as a kernel with atomic adds does."""
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
         generator = torch.Generator().manual_seed(int.from_bytes(os.urandom(4), "little"))
@@ -151,17 +147,18 @@ class UnorderedSums(Model):
 
 @mutant("forward.qwen3", group="core", part="model")
 class HeadNormsAfterRope(Model):
-    """Queries and keys are normalised after RoPE, which their norms' weights do not commute with."""
+    """Queries and keys are normalised after RoPE, with which norms' weights do not commute."""
 
     def attention(self, params: Params, x: Tensor, packed: Packed) -> Tensor:
         x = self.collectives.copy_to_tensor(x)
         q, k, v = (self.heads(self.column(params, f"self_attn.{p}_proj", x)) for p in "qkv")
-        q, k = self.rope(q, packed.positions), self.rope(k, packed.positions)
+        q = self.rope(q, packed.positions)
+        k = self.rope(k, packed.positions)
         if self.shape.qk_norm:
-            q, k = (
-                self.norm(t, params[f"self_attn.{p}_norm.weight"]) for p, t in (("q", q), ("k", k))
-            )
-        k, v = self.collectives.gather_sequence(k), self.collectives.gather_sequence(v)
+            q = self.norm(q, params["self_attn.q_norm.weight"])
+            k = self.norm(k, params["self_attn.k_norm.weight"])
+        k = self.collectives.gather_sequence(k)
+        v = self.collectives.gather_sequence(v)
         return self.row(params, "self_attn.o_proj", self.attend(q, k, v, packed.mask).flatten(1))
 
 
@@ -175,7 +172,7 @@ class AttentionBiasDropped(Model):
 
 @mutant("forward.llama", group="core", part="model")
 class NormEpsFixed(Model):
-    """Norms use 1e-5, the Llama default, whatever config.json says."""
+    """Norms use 1e-5, the Llama default, instead of config.json's value."""
 
     def norm(self, x: Tensor, weight: Tensor) -> Tensor:
         x32 = x.float()
@@ -184,7 +181,7 @@ class NormEpsFixed(Model):
 
 @mutant("forward.llama", group="core", part="model")
 class LastNormSkipped(Model):
-    """The norm before the head only scales by its weight: hidden states are near 1 already."""
+    """The norm before the head only scales by its weight, as hidden states are near 1 already."""
 
     def norm(self, x: Tensor, weight: Tensor) -> Tensor:
         last = self.weights["model.norm.weight"].held
@@ -196,7 +193,7 @@ class LastNormSkipped(Model):
 
 @mutant("forward.llama", group="core", part="model")
 class HeadAlwaysTied(Model):
-    """The embedding is used as head though the model has one of its own."""
+    """The embedding is used as the head of a model that has its own."""
 
     def weight(self, name: str) -> Tensor:
         return super().weight("model.embed_tokens.weight" if name == "lm_head.weight" else name)
@@ -204,19 +201,17 @@ class HeadAlwaysTied(Model):
 
 @mutant("memory.chunks", group="core", part="model")
 class LastChunkDropped(Model):
-    """The head's last chunk, shorter than the others, is not computed."""
+    """The head's last, shorter chunk is not computed."""
 
     def chunked(self, hidden: Tensor, targets: Tensor, temperature: float) -> Tensor:
         whole = len(targets) - len(targets) % self.memory.logit_chunk or len(targets)
-        return pad(
-            super().chunked(hidden[:whole], targets[:whole], temperature),
-            (0, 0, 0, len(targets) - whole),
-        )
+        outputs = super().chunked(hidden[:whole], targets[:whole], temperature)
+        return pad(outputs, (0, 0, 0, len(targets) - whole))
 
 
 @mutant("forward.microbatch_split", group="core", part="model")
 class ChunkShiftsAlone(Model):
-    """Labels are shifted within each chunk of the head, so that its last token has a wrong one."""
+    """Labels are shifted within each chunk of the head, so that its last token's is wrong."""
 
     def chunked(self, hidden: Tensor, targets: Tensor, temperature: float) -> Tensor:
         size = self.memory.logit_chunk
@@ -228,7 +223,7 @@ class ChunkShiftsAlone(Model):
 
 @mutant("forward.llama", group="core", part="model")
 class OutputsOneEarly(Model):
-    """The log-prob of a token stands at the token before it."""
+    """The log-prob of a token is returned at the token before it."""
 
     def align(self, about_next: Tensor, packed: Packed) -> Tensor:
         return super().align(about_next.roll(-1, 0), packed)
@@ -236,7 +231,7 @@ class OutputsOneEarly(Model):
 
 @mutant("forward.one_token_documents", group="core", part="model")
 class FirstTokensCarry(Model):
-    """First tokens carry the log-prob after the document before; no loss weight ever shows it."""
+    """First tokens have the log-prob after the document before, which no loss weight shows."""
 
     def align(self, about_next: Tensor, packed: Packed) -> Tensor:
         return about_next.roll(1, 0)[: packed.size]
@@ -244,7 +239,7 @@ class FirstTokensCarry(Model):
 
 @mutant("forward.llama", group="core", part="model")
 class LogitsInBfloat16(Model):
-    """Logits are rounded to bfloat16 before the softmax though the computation is float32."""
+    """Logits are rounded to bfloat16 before the softmax in a float32 computation."""
 
     def scaled_logits(self, logits: Tensor, temperature: float) -> Tensor:
         return super().scaled_logits(logits.bfloat16(), temperature)
@@ -252,7 +247,7 @@ class LogitsInBfloat16(Model):
 
 @mutant("forward.llama", group="core", part="model", dtype="bfloat16")
 class LogProbsInBfloat16(Model):
-    """Log-probs are computed in the model's bfloat16 and handed out as float32."""
+    """Log-probs are computed in the model's bfloat16 and returned as float32."""
 
     def log_probs(
         self, hidden: Tensor, weight: Tensor, targets: Tensor, temperature: float
@@ -264,7 +259,7 @@ class LogProbsInBfloat16(Model):
 
 @mutant("forward.temperature", group="core", part="model")
 class TemperatureAfterSoftmax(Model):
-    """Log-probs are divided by the temperature, not the logits."""
+    """Log-probs instead of logits are divided by the temperature."""
 
     def log_probs(
         self, hidden: Tensor, weight: Tensor, targets: Tensor, temperature: float
@@ -285,11 +280,12 @@ class EntropyAtOne(Model):
 
 @mutant("forward.microbatch_split", group="core")
 class OutputsInMicroBatchOrder(LoopbackEngine):
-    """Outputs of micro-batches stand one after another, though balancing has reordered the documents."""
+    """Outputs are in the order of micro-batches, even if balancing has reordered documents."""
 
     def _prepare(self, batch: Batch, *, needs_weight: bool) -> MicroBatches:
         parts = super()._prepare(batch, needs_weight=needs_weight)
-        order, number = [d for part in parts.documents for d in part], count()
+        order = [document for part in parts.documents for document in part]
+        number = count()
         return replace(
             parts,
             batch=batch.select(order),
@@ -299,20 +295,18 @@ class OutputsInMicroBatchOrder(LoopbackEngine):
 
 @mutant("train.visible_at_once", group="core", part="model", seen_in="NeMo-RL #227")
 class StaleWeights(Model):
-    """Inference goes on with the copies of the weights that it made at its first call."""
+    """Inference keeps using the copies of the weights from its first call."""
 
     def weight(self, name: str) -> Tensor:
         copies: dict[str, Tensor] = self.__dict__.setdefault("copies", {})
-        return (
-            super().weight(name)
-            if self.training
-            else copies.setdefault(name, super().weight(name).clone())
-        )
+        if self.training:
+            return super().weight(name)
+        return copies.setdefault(name, super().weight(name).clone())
 
 
 @mutant("forward.no_documents", group="dp", world=2, deadline=0.1)
 class EmptyRankReturns(LoopbackEngine):
-    """A rank without documents answers at once, and the others wait for it in a collective."""
+    """A rank without documents returns at once, and all others wait for it in a collective."""
 
     def infer_batch(
         self, batch: Batch, *, temperature: float = 1.0, entropy: bool = False, adapter: bool = True
@@ -323,12 +317,12 @@ class EmptyRankReturns(LoopbackEngine):
         return super().infer_batch(batch, temperature=temperature, entropy=entropy, adapter=adapter)
 
 
-# --- training and inference by two paths ---------------------------------------------------------
+# --- different paths for training and inference --------------------------------------------------
 
 
 @mutant("rl.ratio_is_one", group="rl", part="model")
 class TrainingDropsOut(Model):
-    """Dropout of one in ten thousand is on in training, so that the ratio to inference is not one."""
+    """Dropout of 1e-4 is on in training, so that the ratio to inference is not one."""
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
         return dropout(super().attend(q, k, v, mask), 1e-4, self.training)
@@ -336,7 +330,7 @@ class TrainingDropsOut(Model):
 
 @mutant("rl.ratio_is_one", group="rl", part="model", seen_in="verl #2996, NeMo-RL #4243")
 class TrainingHeadFused(Model):
-    """Training takes another formula for the same log-probs, which rounds elsewhere."""
+    """Training uses a different formula for the same log-probs, which rounds differently."""
 
     def log_probs(
         self, hidden: Tensor, weight: Tensor, targets: Tensor, temperature: float
@@ -351,18 +345,20 @@ class TrainingHeadFused(Model):
 
 @mutant("rl.old_and_new_by_one_path", group="rl", part="model")
 class OtherKernelAfterTraining(Model):
-    """Once it has trained, an engine answers by another kernel, which sums keys in another order."""
+    """Inference after training uses a different kernel, which sums keys in a different order."""
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
         self.trained = getattr(self, "trained", False) or self.training
         if self.trained and not self.training:
-            k, v, mask = k.flip(0), v.flip(0), mask.flip(1)
+            k = k.flip(0)
+            v = v.flip(0)
+            mask = mask.flip(1)
         return super().attend(q, k, v, mask)
 
 
 @mutant("rl.value", group="rl", part="model", model_type="value_model")
 class ValuesShiftedInTraining(Model):
-    """In training a value knows its own token, in inference it does not."""
+    """A value depends on its own token in training, and not in inference."""
 
     def align(self, about_next: Tensor, packed: Packed) -> Tensor:
         return super().align(about_next.roll(-1, 0) if self.training else about_next, packed)

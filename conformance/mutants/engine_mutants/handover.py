@@ -1,6 +1,6 @@
-"""Defects of going on from another engine's checkpoint, or in another layout."""
+"""Defects of continuing from another engine's checkpoint, or in a different layout."""
 
-# ruff: noqa: D102 - a mutant's docstring tells what its method does wrong
+# ruff: noqa: D102 - the class describes the defect of its method
 
 from __future__ import annotations
 
@@ -26,21 +26,20 @@ Boxes = dict[str, tuple[ShardSpec, torch.dtype]]
 
 
 class KnowsWriter(LoopbackEngine):
-    """Has a way of its own with checkpoints that another engine wrote, and none with those of its own."""
+    """An engine that can treat checkpoints of other engines differently from its own."""
 
     foreign = False
 
     def load_checkpoint(self, directory: Path | str) -> CheckpointInfo:
-        self._expect(
-            "load_checkpoint", "ready"
-        )  # else a case that closes an engine would catch the manifest's absence
+        # Without this check, a case that closes an engine would fail for the absent manifest.
+        self._expect("load_checkpoint", "ready")
         self.foreign = read_manifest(locate(Path(directory))).engine != self._name
         return super().load_checkpoint(directory)
 
 
 @mutant("checkpoint.partner", group=GROUP, seen_in="Megatron-LM #5895")
 class OptimizerStaysBehind(KnowsWriter):
-    """Of another engine's checkpoint the weights are taken, and its optimizer is left behind."""
+    """A load of another engine's checkpoint takes the weights and leaves out the optimizer."""
 
     def _install_state(self, tensors: Mapping[str, Tensor]) -> None:
         super()._install_state(
@@ -50,7 +49,7 @@ class OptimizerStaysBehind(KnowsWriter):
 
 @mutant("checkpoint.partner_tp", group=GROUP, world=2)
 class ForeignMomentsCutByRank(KnowsWriter):
-    """Moments that another engine saved are cut by tensor-parallel rank as flat memory, also of weights split by columns."""
+    """Another engine's moments are cut by rows for each tensor rank, even if split by columns."""
 
     def optimizer_layout(self, entries: Mapping[str, Entry]) -> Boxes:
         return {
@@ -59,7 +58,7 @@ class ForeignMomentsCutByRank(KnowsWriter):
         }
 
     def cut(self, box: ShardSpec) -> ShardSpec:
-        """Of a box of whole rows or columns as many elements in rows."""
+        """Return a box of as many elements in whole rows."""
         if not self.foreign or len(box.shape) < 2 or box.shape[1] == box.global_shape[1]:
             return box
         rows = box.global_shape[0] // self.layout.tensor
@@ -70,9 +69,9 @@ class ForeignMomentsCutByRank(KnowsWriter):
     def restore_state(
         self, optimizer: torch.optim.Optimizer, weight: Weight, field: str, value: Tensor
     ) -> None:
-        super().restore_state(
-            optimizer, weight, field, value.view(weight.box.shape) if value.dim() else value
-        )
+        if value.dim():
+            value = value.view(weight.box.shape)
+        super().restore_state(optimizer, weight, field, value)
 
 
 @mutant("checkpoint.partner_pp", group=GROUP, world=2)
@@ -88,7 +87,7 @@ class ForeignStepOfFirstStage(KnowsWriter):
 
 @mutant("checkpoint.partner_tp_pp", group=GROUP, world=4)
 class MomentsAtPlaceOfStage(LoopbackEngine):
-    """In a pipeline of tensor-parallel ranks, moments are read at the stage's number instead of the tensor rank's."""
+    """Moments under tp and pp are read at the stage's number instead of the tensor rank's."""
 
     def optimizer_layout(self, entries: Mapping[str, Entry]) -> Boxes:
         return {
@@ -97,7 +96,7 @@ class MomentsAtPlaceOfStage(LoopbackEngine):
         }
 
     def moved(self, box: ShardSpec) -> ShardSpec:
-        """The box of the tensor-parallel rank with this stage's number."""
+        """Return the box of the tensor-parallel rank with this stage's number."""
         if self.layout.stages != self.layout.tensor or box.is_empty:
             return box
         offset = [
@@ -109,7 +108,7 @@ class MomentsAtPlaceOfStage(LoopbackEngine):
 
 @mutant("checkpoint.partner_ep", group="ep", world=2)
 class ForeignExpertsReversed(KnowsWriter):
-    """Moments of experts that another engine saved are read in the reverse order of a rank's experts."""
+    """Another engine's expert moments are read in the reverse order of a rank's experts."""
 
     def _install_state(self, tensors: Mapping[str, Tensor]) -> None:
         own = self.shape.experts // self.layout.expert

@@ -1,4 +1,4 @@
-"""What a mutant is: the loopback engine with one defect, and the case that must catch it."""
+"""Definition of a mutant: the loopback engine with one defect, and the case that must catch it."""
 
 from __future__ import annotations
 
@@ -25,14 +25,15 @@ HEADS: Mapping[str, type[LoopbackEngine]] = {
     "language_model": LoopbackEngineWithLMHead,
     "value_model": LoopbackEngineWithValueHead,
 }
-# Under which attribute the engine names the class that it makes.
+# The engine's attribute that names the class of each part.
 PARTS = {
     "model": "model_type",
     "partition": "partition_type",
     "layout": "layout_type",
     "optimizer": "adamw",
 }
-PARTNER = "loopback-partner"  # the engine without a defect under a second name, for what two engines owe each other
+# A second name of the engine without a defect, for cases about what two engines owe each other.
+PARTNER = "loopback-partner"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -41,13 +42,13 @@ class Mutant:
 
     Attributes:
         name: its backend's name, ``mutant-…``.
-        group: what of the contract it breaks: a capability, or the group of a core case.
-        defect: one line.
+        group: the part of the contract that it breaks: a capability, or the group of a core case.
+        defect: one sentence, the first line of its class's docstring.
         case: the case that must fail.
-        world, dtype, model_type, layout: the setting in which it must.
-        seen_in: where the field met it.
-        capabilities: what it declares beyond (or, with ``hides``, below) the loopback engine.
-        deadline: factor on the case's deadlines, small for one that stalls.
+        world, dtype, model_type, layout: the setting in which the case must fail.
+        seen_in: issues and pull requests of other projects that report the defect.
+        capabilities: capabilities of the loopback engine without those in ``hides``.
+        deadline: factor on the case's deadlines, small for a mutant that stalls.
         targets: ``module:Class`` by model type.
     """
 
@@ -65,7 +66,7 @@ class Mutant:
     targets: Mapping[str, str] = field(repr=False)
 
     def target(self, root: Path) -> Target:
-        """The setting in which it must be caught."""
+        """Return the setting in which the mutant must be caught."""
         return Target(
             backend=self.name,
             root=root,
@@ -94,21 +95,23 @@ def mutant(
     deadline: float = 1.0,
     layout: Mapping[str, int] = MappingProxyType({}),
 ) -> Callable[[type], type]:
-    """Class decorator: the class, a mixin before a class of the loopback engine, has one defect, told by its docstring.
+    """Return a class decorator that registers a mixin as a mutant.
 
-    ``part`` is the class that it changes: ``engine``, or one of `PARTS`, which the engine makes.
+    The mixin precedes a class of the loopback engine and has one defect, described by the first
+    line of its docstring. ``part`` is the class that it changes: ``engine``, or one of `PARTS`,
+    which the engine makes.
     """
 
     def register(mixin: type) -> type:
-        words = "".join(
-            f"-{letter.lower()}" if letter.isupper() else letter for letter in mixin.__name__
-        )
-        name = f"mutant{words}"
+        letters = (f"-{c.lower()}" if c.isupper() else c for c in mixin.__name__)
+        name = f"mutant{''.join(letters)}"
         assert name not in MUTANTS, f"two mutants are called {name}"
-        module, targets = sys.modules[mixin.__module__], dict[str, str]()
+        module = sys.modules[mixin.__module__]
+        targets: dict[str, str] = {}
         for kind, head in HEADS.items():
             made = _made(mixin, head, part)
-            setattr(module, made.__name__, made)  # ranks import it by name
+            # Ranks import the class by its name.
+            setattr(module, made.__name__, made)
             targets[kind] = f"{mixin.__module__}:{made.__name__}"
         MUTANTS[name] = Mutant(
             name=name,
@@ -139,7 +142,10 @@ def _made(mixin: type, head: type[LoopbackEngine], part: str) -> type:
 
 
 def install(folder: Path) -> None:
-    """Offer the loopback engine and all mutants to this process and to the ranks that it starts, by entry points."""
+    """Offer the loopback engine and all mutants to this process and to the ranks it starts.
+
+    They are found by entry points in ``folder``, which is added to ``sys.path``.
+    """
     from engine_mutants.plugin import attribute
 
     entries = {"loopback": "engine_loopback.plugin:PLUGIN", PARTNER: "engine_mutants.plugin:SECOND"}

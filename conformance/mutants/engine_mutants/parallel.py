@@ -1,6 +1,6 @@
-"""Defects of ranks that share a model: sums over the wrong group, parts of a whole, and counting twice."""
+"""Defects of ranks that share a model: sums over a wrong group, parts for wholes, and doubles."""
 
-# ruff: noqa: D102 - a mutant's docstring tells what its method does wrong
+# ruff: noqa: D102 - the class describes the defect of its method
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from engine_loopback.parallel import Layout
 from engine_loopback.weights import Partition, Weight
 from engine_mutants.mutant import mutant
 
-# --- data parallelism and hybrid sharding ----------------------------------------------------------
+# --- data parallelism and hybrid sharding ---------------------------------------------------------
 
 
 @mutant(
@@ -36,7 +36,7 @@ from engine_mutants.mutant import mutant
     seen_in="prime-rl #2562, miles #3231, Megatron-LM #4590",
 )
 class RanksWeighAlike(LoopbackEngine):
-    """A rank with few tokens weighs as much as one with many: each divides by its own number of tokens."""
+    """Each rank divides by its own number of tokens, so that few tokens weigh as much as many."""
 
     def _run_train(
         self, parts: Sequence[Batch], loss: LossFn, denominator: float, temperature: float
@@ -49,7 +49,7 @@ class RanksWeighAlike(LoopbackEngine):
 
 @mutant("parallel.hsdp", group="hsdp", world=2, seen_in="torchtitan #2318")
 class CopiesAveraged(LoopbackEngine):
-    """The gradient of the copies of hybrid sharding is averaged after it was divided by the global denominator."""
+    """Hybrid sharding's copies average a gradient already divided by the global denominator."""
 
     def sum_over_copies(self, weight: Weight, grad: Tensor) -> Tensor:
         return super().sum_over_copies(weight, grad) / self.config.parallelism.dp_replicate
@@ -63,12 +63,12 @@ class NormCountsCopies(LoopbackEngine):
         return super().counts(weight) or self.config.parallelism.dp_replicate > 1
 
 
-# --- tensor parallelism ----------------------------------------------------------------------------
+# --- tensor parallelism ---------------------------------------------------------------------------
 
 
 @mutant("parallel.tp", group="tp", world=2, seen_in="Megatron-LM #7452")
 class HeadNormOfOwnHeads(LoopbackEngine):
-    """The gradient of the norms of queries and keys is that of a rank's own heads."""
+    """The gradient of the norms of queries and keys covers a rank's own heads only."""
 
     def sum_over_tensor(self, grad: Tensor) -> Tensor:
         return grad
@@ -76,7 +76,7 @@ class HeadNormOfOwnHeads(LoopbackEngine):
 
 @mutant("parallel.tp", group="tp", world=2, seen_in="verl #4710")
 class NormCountsReplicated(LoopbackEngine):
-    """The gradient's norm counts weights that are whole on every tensor-parallel rank once a rank."""
+    """The gradient's norm counts a weight once per tensor-parallel rank that holds it whole."""
 
     def counts(self, weight: Weight) -> bool:
         return super().counts(weight) or self.layout.tensor > 1
@@ -84,7 +84,7 @@ class NormCountsReplicated(LoopbackEngine):
 
 @mutant("parallel.tp_families", group="tp", part="model", world=2)
 class InputGradientOfOwnPart(Model):
-    """The gradient of a split layer's input is that of a rank's own part."""
+    """The gradient of a split layer's input covers a rank's own part only."""
 
     def __init__(self, *arguments: Any) -> None:
         super().__init__(*arguments)
@@ -93,7 +93,7 @@ class InputGradientOfOwnPart(Model):
 
 @mutant("parallel.tp_indivisible", group="tp", part="model", world=2)
 class PaddedVocabularyInSoftmax(Model):
-    """Rows that pad the vocabulary to a multiple of 128 a rank enter the log-sum-exp."""
+    """Rows that pad the vocabulary to a multiple of 128 per rank enter the log-sum-exp."""
 
     def log_probs(
         self, hidden: Tensor, weight: Tensor, targets: Tensor, temperature: float
@@ -106,23 +106,21 @@ class PaddedVocabularyInSoftmax(Model):
     "train.moe", group="moe", part="model", world=2, layout={"tp": 2}, seen_in="Megatron-LM #7452"
 )
 class RouterGradientOfOwnPart(Model):
-    """Under tensor parallelism the router's gradient comes from a rank's own part of the experts."""
+    """The router's gradient covers a tensor-parallel rank's own part of the experts only."""
 
     def route(self, params: Params, x: Tensor) -> Tensor:
         mix = super().route(params, x)
-        return (
-            mix
-            if self.layout.tensor == 1
-            else mix.detach() + (mix - mix.detach()) / self.layout.tensor
-        )
+        if self.layout.tensor == 1:
+            return mix
+        return mix.detach() + (mix - mix.detach()) / self.layout.tensor
 
 
-# --- pipelines -------------------------------------------------------------------------------------
+# --- pipelines ------------------------------------------------------------------------------------
 
 
 @mutant("parallel.pp_tied", group="pp", world=2, seen_in="Megatron-LM #7452")
 class TiedGradientOfOwnStage(LoopbackEngine):
-    """A tied embedding's gradient is that of its use on one stage, as embedding or as head."""
+    """A tied embedding's gradient covers its use on one stage only, as embedding or as head."""
 
     def sum_over_ends(self, grad: Tensor) -> Tensor:
         return grad
@@ -146,7 +144,7 @@ class LossScaledByStages(LoopbackEngine):
 
 @mutant("parallel.pp", group="pp", world=2, seen_in="verl #4710")
 class NormOfOwnStage(LoopbackEngine):
-    """The gradient's norm is that of a stage's own layers."""
+    """The gradient's norm covers a stage's own layers only."""
 
     def gradient_norm(self) -> float:
         own = [
@@ -160,7 +158,7 @@ class NormOfOwnStage(LoopbackEngine):
 
 @mutant("parallel.pp", group="pp", part="model", world=2)
 class LastStageAnswersAlone(Model):
-    """Outputs are known on the last stage; the others answer with zeros."""
+    """Outputs are known on the last stage only, and zeros on all others."""
 
     def outputs(self, batch: Batch, needs: Sequence[str], temperature: float) -> TokenOutputs:
         given = super().outputs(batch, needs, temperature)
@@ -174,13 +172,13 @@ class LastStageAnswersAlone(Model):
 
 @mutant("parallel.pp_indivisible", group="pp", part="partition", world=2)
 class LayerLost(Partition):
-    """Layers that the stages do not divide are not refused, and the last one is on no stage."""
+    """A number of layers that the stages do not divide is accepted, and a layer is lost."""
 
     def check(self) -> None:
-        """Nothing is refused."""
+        """Refuse nothing."""
 
 
-# --- context and sequence parallelism --------------------------------------------------------------
+# --- context and sequence parallelism -------------------------------------------------------------
 
 
 @mutant("parallel.cp", group="cp", part="model", world=2, seen_in="verl PR 4250")
@@ -193,7 +191,7 @@ class TargetsShiftedWithinSlice(Model):
 
 @mutant("parallel.cp", group="cp", part="model", world=2)
 class PositionsRestart(Model):
-    """Positions of a document that crosses the split begin anew in each slice."""
+    """Positions of a document that crosses the split restart in each slice."""
 
     def positions(self, documents: Tensor, ends: Tensor) -> Tensor:
         size = len(documents) // self.layout.sequence
@@ -203,7 +201,7 @@ class PositionsRestart(Model):
 
 @mutant("parallel.cp", group="cp", part="model", world=2)
 class MaskOfOwnSlice(Model):
-    """A token looks at tokens of its rank's slice only."""
+    """A token attends to tokens of its rank's slice only."""
 
     def document_mask(self, documents: Tensor, own: Tensor) -> Tensor:
         return super().document_mask(documents, own) & (torch.arange(len(documents)) >= own[0])
@@ -220,7 +218,7 @@ class GradientOncePerSlice(Model):
 
 @mutant("parallel.ulysses", group="ulysses", part="model", world=2)
 class KeyGradientOfOwnQueries(Model):
-    """The gradient of keys and values is that of a rank's own queries."""
+    """The gradient of keys and values covers a rank's own queries only."""
 
     def __init__(self, *arguments: Any) -> None:
         super().__init__(*arguments)
@@ -229,7 +227,7 @@ class KeyGradientOfOwnQueries(Model):
 
 @mutant("parallel.ulysses", group="ulysses", part="model", world=2)
 class RanksRoundDifferently(Model):
-    """Ranks that share documents answer with different last bits."""
+    """Ranks that share documents return different last bits."""
 
     def align(self, about_next: Tensor, packed: Packed) -> Tensor:
         return super().align(about_next, packed) * (1 + 1e-7 * self.layout.here.sequence)
@@ -243,12 +241,12 @@ class GradientOfOwnSlice(LoopbackEngine):
         return grad if self.layout.sequence > 1 else super().sum_over_copies(weight, grad)
 
 
-# --- experts ---------------------------------------------------------------------------------------
+# --- experts --------------------------------------------------------------------------------------
 
 
 @mutant("parallel.ep", group="ep", world=2, seen_in="Megatron-LM #7452")
 class ExpertGradientsAsDense(LoopbackEngine):
-    """Gradients of experts are summed over all copies of the dense weights, which hold other experts."""
+    """Experts' gradients are summed over all copies of dense weights, with different experts."""
 
     def sum_over_copies(self, weight: Weight, grad: Tensor) -> Tensor:
         return self.layout.all_reduce(grad, "copies")
@@ -260,14 +258,13 @@ class ExpertGradientsAveraged(LoopbackEngine):
 
     def sum_over_copies(self, weight: Weight, grad: Tensor) -> Tensor:
         total = super().sum_over_copies(weight, grad)
-        return (
-            total if self.partition.expert_rank(weight.name) is None else total / self.layout.expert
-        )
+        dense = self.partition.expert_rank(weight.name) is None
+        return total if dense else total / self.layout.expert
 
 
 @mutant("parallel.ep", group="ep", part="model", world=2)
 class RoutingNumberedWithinRank(Model):
-    """A rank looks its experts' weights up by the numbers that they have on it."""
+    """A rank looks up its experts' weights by their numbers on that rank."""
 
     def experts(self, params: Params, x: Tensor, mix: Tensor) -> Tensor:
         first = self.layout.here.expert * (self.shape.experts // self.layout.expert)
@@ -285,18 +282,18 @@ class TokensBeyondCapacityDropped(Model):
 
 @mutant("parallel.ep_indivisible", group="ep", part="partition", world=2)
 class ExpertLost(Partition):
-    """Experts that the ranks do not divide are not refused, and the last one is on no rank."""
+    """A number of experts that the ranks do not divide is accepted, and an expert is lost."""
 
     def check(self) -> None:
-        """Nothing is refused."""
+        """Refuse nothing."""
 
 
-# --- where each rank stands ------------------------------------------------------------------------
+# --- coordinates of ranks -------------------------------------------------------------------------
 
 
 @mutant("parallel.topology", group="tp", part="layout", world=2)
 class TwoPrimaries(Layout):
-    """Every tensor-parallel rank says that it is the primary."""
+    """Every tensor-parallel rank is reported as the primary."""
 
     @property
     def topology(self) -> Topology:
@@ -315,7 +312,7 @@ class TensorRanksCountAsData(Layout):
 
 @mutant("parallel.misfit", group="core", part="layout", world=2)
 class MisfitFallsBack(Layout):
-    """Sizes that do not make the world are replaced by data parallelism."""
+    """Sizes that do not multiply to the world are replaced by data parallelism."""
 
     def __init__(self, parallelism: Parallelism, world: int, rank: int) -> None:
         try:
@@ -326,7 +323,7 @@ class MisfitFallsBack(Layout):
 
 @mutant("parallel.other_documents", group="ulysses", world=2)
 class FirstRanksDocuments(LoopbackEngine):
-    """Ranks that share documents take those of the first one, and drop what they were given."""
+    """Ranks that share documents use those of the first one, and drop their own."""
 
     def _prepare(self, batch: Batch, *, needs_weight: bool) -> MicroBatches:
         rows = self.comm.all_gather((self.topology.dp_rank, batch))

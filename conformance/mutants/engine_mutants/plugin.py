@@ -1,4 +1,7 @@
-"""The descriptors of all mutants, one attribute each, as ``MUTANT_GRADIENTS_AVERAGED``. Loading them imports torch."""
+"""Descriptors of all mutants, one attribute each, as ``MUTANT_GRADIENTS_AVERAGED``.
+
+Loading them imports torch.
+"""
 
 from __future__ import annotations
 
@@ -13,20 +16,20 @@ __all__ = ["attribute"]
 
 
 def attribute(name: str) -> str:
-    """Under which attribute of this module the descriptor of a mutant stands."""
+    """Return the attribute of this module that holds a mutant's descriptor."""
     return name.upper().replace("-", "_")
 
 
-def _descriptor(one: Mutant) -> EnginePlugin:
+def _descriptor(mutant: Mutant) -> EnginePlugin:
     rows = tuple(
-        Row(model_types=(kind,), backends=(one.name,), devices=("cpu", "cuda"), target=target)
-        for kind, target in one.targets.items()
+        Row(model_types=(kind,), backends=(mutant.name,), devices=("cpu", "cuda"), target=target)
+        for kind, target in mutant.targets.items()
     )
     return EnginePlugin(
-        name=one.name,
+        name=mutant.name,
         contract=LOOPBACK.contract,
         rows=rows,
-        capabilities=LOOPBACK.capabilities - one.hides,
+        capabilities=LOOPBACK.capabilities - mutant.hides,
         options=LOOPBACK.options,
         probe=LOOPBACK.probe,
     )
@@ -35,4 +38,4 @@ def _descriptor(one: Mutant) -> EnginePlugin:
 _ROWS = tuple(replace(row, backends=(PARTNER,)) for row in LOOPBACK.rows)
 SECOND = replace(LOOPBACK, name=PARTNER, rows=_ROWS)
 
-globals().update({attribute(name): _descriptor(one) for name, one in load_mutants().items()})
+globals().update({attribute(name): _descriptor(mutant) for name, mutant in load_mutants().items()})

@@ -1,6 +1,6 @@
-"""Defects of refusals: what is not declared is ignored, done in secret, or refused by another error."""
+"""Defects of refusals: undeclared features are ignored, used, or refused by a wrong error."""
 
-# ruff: noqa: D102 - a mutant's docstring tells what its method does wrong
+# ruff: noqa: D102 - the class describes the defect of its method
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from engine_mutants.mutant import mutant
 
 
 class Edits(LoopbackEngine):
-    """Changes its configuration before it looks at it."""
+    """An engine that changes its configuration before reading it."""
 
     def __init__(self, config: EngineConfig, *, resolution: Resolution) -> None:
         super().__init__(self.edited(config), resolution=resolution)
@@ -32,7 +32,7 @@ class Edits(LoopbackEngine):
 
 
 class _Spreads(Edits):
-    """Knows one kind of parallelism less than it is asked for."""
+    """An engine that ignores the size of one kind of parallelism."""
 
     ignored = ""
 
@@ -40,54 +40,54 @@ class _Spreads(Edits):
         return replace(config, parallelism=replace(config.parallelism, **{self.ignored: 1}))
 
 
-# --- undeclared, and not refused -------------------------------------------------------------------
+# --- undeclared, and not refused ------------------------------------------------------------------
 
 
 @mutant("refusal.tp", group="tp", hides=(Capability.TP,))
 class TensorParallelIgnored(_Spreads):
-    """Tensor parallelism is not declared, and its size ignored."""
+    """Tensor parallelism is not declared, and its size is ignored."""
 
     ignored = "tp"
 
 
 @mutant("refusal.pp", group="pp", hides=(Capability.PP,))
 class PipelineIgnored(_Spreads):
-    """Pipeline parallelism is not declared, and its size ignored."""
+    """Pipeline parallelism is not declared, and its size is ignored."""
 
     ignored = "pp"
 
 
 @mutant("refusal.cp", group="cp", hides=(Capability.CP,))
 class ContextParallelIgnored(_Spreads):
-    """Context parallelism is not declared, and its size ignored."""
+    """Context parallelism is not declared, and its size is ignored."""
 
     ignored = "cp"
 
 
 @mutant("refusal.ep", group="ep", hides=(Capability.EP,))
 class ExpertParallelIgnored(_Spreads):
-    """Expert parallelism is not declared, and its size ignored."""
+    """Expert parallelism is not declared, and its size is ignored."""
 
     ignored = "ep"
 
 
 @mutant("refusal.ulysses", group="ulysses", hides=(Capability.ULYSSES,))
 class UlyssesIgnored(_Spreads):
-    """Ulysses is not declared, and its size ignored."""
+    """Ulysses is not declared, and its size is ignored."""
 
     ignored = "ulysses"
 
 
 @mutant("refusal.hsdp", group="hsdp", hides=(Capability.HSDP,))
 class ReplicationIgnored(_Spreads):
-    """Hybrid sharding is not declared, and its size ignored."""
+    """Hybrid sharding is not declared, and its size is ignored."""
 
     ignored = "dp_replicate"
 
 
 @mutant("refusal.dp", group="dp", hides=(Capability.DP,))
 class DataParallelUndeclared(LoopbackEngine):
-    """Data parallelism is not declared, and two ranks are let in, as nothing in a configuration asks for it."""
+    """Data parallelism is not declared, and two ranks without any configuration are accepted."""
 
     def initialize(self) -> None:
         self._expect("initialize", "created")
@@ -97,17 +97,17 @@ class DataParallelUndeclared(LoopbackEngine):
 
 @mutant("refusal.moe", group="moe", hides=(Capability.MOE,))
 class ExpertsUndeclared(LoopbackEngine):
-    """A mixture of experts is not declared, and such a model is let in."""
+    """A mixture of experts is not declared, and such a model is accepted."""
 
 
 @mutant("refusal.value-head", group="value-head", hides=(Capability.VALUE_HEAD,))
 class ValueHeadUndeclared(LoopbackEngine):
-    """Value heads are not declared, and a value model is let in."""
+    """Value heads are not declared, and a value model is accepted."""
 
 
 @mutant("refusal.lora", group="lora", hides=(Capability.LORA,))
 class AdapterIgnored(Edits):
-    """Adapters are not declared, and their section ignored: all weights train."""
+    """Adapters are not declared, and their section is ignored: all weights train."""
 
     def edited(self, config: EngineConfig) -> EngineConfig:
         return replace(config, lora=None)
@@ -115,7 +115,7 @@ class AdapterIgnored(Edits):
 
 @mutant("refusal.lora", group="lora", hides=(Capability.LORA,))
 class AdapterSwitchIgnored(LoopbackEngine):
-    """Adapters are not declared, and ``infer_batch(adapter=False)`` answers with the policy itself."""
+    """Adapters are not declared, and ``infer_batch(adapter=False)`` returns the policy."""
 
     def infer_batch(
         self, batch: Batch, *, temperature: float = 1.0, entropy: bool = False, adapter: bool = True
@@ -152,7 +152,7 @@ class CompileIgnored(Edits):
 
 @mutant("refusal.bf16", group="bf16", hides=(Capability.BF16,))
 class HalfPrecisionIgnored(Edits):
-    """bfloat16 is not declared, and float32 taken in its place."""
+    """bfloat16 is not declared, and float32 is used instead."""
 
     def edited(self, config: EngineConfig) -> EngineConfig:
         return replace(config, precision=Precision())
@@ -160,7 +160,7 @@ class HalfPrecisionIgnored(Edits):
 
 @mutant("refusal.fp16", group="bf16", hides=(Capability.FP16,))
 class Float16IsBfloat16(Edits):
-    """float16 is not declared, and bfloat16 taken in its place."""
+    """float16 is not declared, and bfloat16 is used instead."""
 
     def edited(self, config: EngineConfig) -> EngineConfig:
         asked = {f.name: getattr(config.precision, f.name) for f in fields(Precision)}
@@ -192,7 +192,7 @@ class LoadIgnored(LoopbackEngine):
 
 @mutant("refusal.export-shards", group="export-shards", hides=(Capability.EXPORT_SHARDS,))
 class ShardsAreWholes(LoopbackEngine):
-    """Shards are not declared, and whole tensors come in their place."""
+    """Shards are not declared, and whole tensors are returned instead."""
 
     def get_per_tensor_param_shard(
         self, *, dtype: torch.dtype | None = None, adapter: Adapter = "merged"
@@ -211,7 +211,7 @@ class FolderNotWritten(LoopbackEngine):
 
 @mutant("refusal.recompute", group="recompute", hides=(Capability.RECOMPUTE,))
 class RefusedByAnotherName(Edits):
-    """What is not declared is refused, but the error names another capability."""
+    """An undeclared feature is refused by an error that names a different capability."""
 
     def edited(self, config: EngineConfig) -> EngineConfig:
         if config.memory.recompute != "none":
@@ -221,7 +221,7 @@ class RefusedByAnotherName(Edits):
 
 @mutant("refusal.compile", group="compile", hides=(Capability.COMPILE,))
 class RefusedLate(Edits):
-    """What is not declared is refused by ``NotImplementedError``, not by the contract's error."""
+    """An undeclared feature is refused by ``NotImplementedError``, not by the contract's error."""
 
     def edited(self, config: EngineConfig) -> EngineConfig:
         if config.memory.compile:

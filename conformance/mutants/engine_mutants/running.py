@@ -1,4 +1,4 @@
-"""What the tool and the suite's tests do with a mutant: run its case, and run it on the engine without the defect."""
+"""Runs of a mutant's case, on the mutant and on the engine without the defect."""
 
 from __future__ import annotations
 
@@ -13,31 +13,35 @@ from engine_mutants.mutant import Mutant
 __all__ = ["control", "controls", "is_caught", "kill"]
 
 
-def kill(one: Mutant, root: Path) -> Outcome:
-    """How the named case ends for the mutant."""
-    return run_case(load_cases()[one.case], one.target(root))
+def kill(mutant: Mutant, root: Path) -> Outcome:
+    """Run the named case on the mutant and return its outcome."""
+    return run_case(load_cases()[mutant.case], mutant.target(root))
 
 
 def is_caught(outcome: Outcome) -> bool:
-    """Whether it ended as it must for a wrong engine; a fault of the suite's own, or a case that did not run, is none."""
+    """Tell whether a case failed as it must for a wrong engine.
+
+    A fault of the suite's own, or a case that did not run, does not count.
+    """
     return outcome.status in BAD
 
 
 def control(case: str, target: Target) -> Outcome:
-    """How a case ends for the engine without the defect."""
+    """Run a case on the engine without the defect and return its outcome."""
     return run_case(load_cases()[case], target)
 
 
 def controls(mutants: Iterable[Mutant], root: Path) -> dict[str, tuple[str, Target]]:
-    """By a readable name: every case and setting that some mutant names, once.
+    """Return every case and setting that some mutant names, once, by a readable name.
 
-    Without those of undeclared capabilities: the engine without the defect declares them.
+    Those of undeclared capabilities are left out: the engine without the defect declares them.
     """
     found: dict[str, tuple[str, Target]] = {}
-    for one in mutants:
-        if not one.hides:
-            target = replace(one.target(root), backend="loopback", patience=1.0)
-            sizes = [f"{name}{size}" for name, size in one.layout.items()]
-            name = "-".join((one.case, f"world{one.world}", *sizes, one.dtype, one.model_type))
-            found.setdefault(name, (one.case, target))
+    for mutant in mutants:
+        if not mutant.hides:
+            target = replace(mutant.target(root), backend="loopback", patience=1.0)
+            sizes = [f"{name}{size}" for name, size in mutant.layout.items()]
+            setting = (f"world{mutant.world}", *sizes, mutant.dtype, mutant.model_type)
+            name = "-".join((mutant.case, *setting))
+            found.setdefault(name, (mutant.case, target))
     return found

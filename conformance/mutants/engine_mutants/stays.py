@@ -1,4 +1,4 @@
-"""Why a case stays that catches no mutant alone, by a glob of ids."""
+"""Reasons why a case stays that catches no mutant alone, by a glob of ids."""
 
 from __future__ import annotations
 
@@ -7,26 +7,52 @@ from fnmatch import fnmatchcase
 __all__ = ["STAYS", "reason"]
 
 STAYS: dict[str, str] = {
-    "plugin.*": "about the descriptor, which the mutants share; wrong descriptors are in conformance/tests/test_cli.py",
+    "plugin.*": (
+        "about the descriptor, which the mutants share; "
+        "wrong descriptors are in conformance/tests/test_cli.py"
+    ),
     "contract.registry": "about the registry's trace, which a wrong engine cannot change",
     "contract.bad_batches": "about `Batch`, which an engine may replace by its own",
-    "contract.signatures": "names the argument that elsewhere is a TypeError somewhere in a rank",
-    "forward.values": "the first case to look at for a value model; others see the same defect after a step",
-    "forward.*": "without a step: it tells a wrong forward pass from a wrong update, which all of `train.*` fail for alike",
-    "train.trajectory": "the broadest: what it catches, narrower cases catch with a name",
-    "train.*": "narrows down what `train.trajectory` only shows to be wrong",
-    "steps.version": "other cases compare `weight_version` by the way; this one says what moves it",
-    "checkpoint.*": "a way for state to travel that no other case takes, though the seeded defects also break another",
-    "faults.*": "a fault of the file system that no other case makes; the seeded defects also break a plain save or load",
+    "contract.signatures": (
+        "names the argument that would elsewhere be a TypeError somewhere in a rank"
+    ),
+    "forward.values": (
+        "the first case to look at for a value model; others see the same defect after a step"
+    ),
+    "forward.*": (
+        "without a step: it tells a wrong forward pass from a wrong update, "
+        "for both of which all of `train.*` fail"
+    ),
+    "train.trajectory": "the broadest: narrower cases catch the same defects with a name",
+    "train.*": "narrows down a defect that `train.trajectory` only shows to exist",
+    "steps.version": (
+        "other cases compare `weight_version` in passing; this one shows what moves it"
+    ),
+    "checkpoint.*": (
+        "a way for state to travel that no other case takes, "
+        "though the seeded defects also break another case"
+    ),
+    "faults.*": (
+        "a fault of the file system that no other case makes; "
+        "the seeded defects also break a plain save or load"
+    ),
     "export.*": "without a checkpoint or a step: it tells a wrong export from wrong weights",
-    "parallel.*": "the layout or combination that it names; a defect of one layout mostly breaks its combinations too",
+    "parallel.*": (
+        "the layout or combination that it names; "
+        "a defect of one layout mostly breaks its combinations too"
+    ),
     "memory.chunks": "the only one with padding, chunks and kept weights together",
-    "lora.*": "the whole of an adapter's life; single defects are caught by narrower cases as well",
-    "rl.*": "the update as a trainer makes it, from inference to step; the core cases take its parts one by one",
-    "rollout.*": "about rollouts: wrong ones are in packages/trainer/tests/rollouts_with_defects.py",
+    "lora.*": "the whole life of an adapter; narrower cases catch single defects as well",
+    "rl.*": (
+        "the update as a trainer makes it, from inference to step; "
+        "the core cases test its parts one by one"
+    ),
+    "rollout.*": (
+        "about rollouts: wrong ones are in packages/trainer/tests/rollouts_with_defects.py"
+    ),
 }
 
 
 def reason(case: str) -> str:
-    """The first that fits, in the order above; empty if none does."""
+    """Return the first reason in the order above that fits, or an empty text."""
     return next((text for glob, text in STAYS.items() if fnmatchcase(case, glob)), "")

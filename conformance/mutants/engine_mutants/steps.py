@@ -1,5 +1,5 @@
-"""Defects of rate and clipping, of steps that must not be taken, and of errors after which an engine must go on."""
-# ruff: noqa: D102 - the class says what is wrong with its method
+"""Defects of rate and clipping, of steps to be skipped, and of errors an engine must survive."""
+# ruff: noqa: D102 - the class describes the defect of its method
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from engine_mutants.mutant import mutant
 
 @mutant("train.schedules", group="core")
 class ScheduleAhead(LoopbackEngine):
-    """The weights move at the next step's rate; the right one is reported."""
+    """The weights move at the next step's rate, while the right one is reported."""
 
     def _apply_optimizer(self, lr: float) -> None:
         assert self.config.optimizer is not None
@@ -38,7 +38,7 @@ class ScheduleAhead(LoopbackEngine):
 
 @mutant("train.trajectory", group="core")
 class ClippingOff(LoopbackEngine):
-    """The norm is reported, and gradients are not clipped; Adam hides the scale."""
+    """The norm is reported, and gradients are not clipped, which Adam hides."""
 
     def clip(self, norm: float, max_norm: float | None) -> None:
         super().clip(norm, None)
@@ -68,7 +68,7 @@ class NormAfterClipping(LoopbackEngine):
 
 @mutant("train.trajectory", group="dp", world=2, seen_in="verl #4710")
 class NormCountsReplicas(LoopbackEngine):
-    """The norm counts a weight on every rank that holds it."""
+    """The norm counts a weight once for every rank that holds it."""
 
     def counts(self, weight: Weight) -> bool:
         return True
@@ -76,7 +76,7 @@ class NormCountsReplicas(LoopbackEngine):
 
 @mutant("train.schedules", group="core")
 class ScheduleWithoutFloor(LoopbackEngine):
-    """The rate falls to zero whatever min_ratio says."""
+    """The rate falls to zero, whatever min_ratio is."""
 
     def _build(self) -> None:
         self.config = replace(self.config, schedule=replace(self.config.schedule, min_ratio=0.0))
@@ -115,7 +115,7 @@ class ClipsEachMicroBatch(LoopbackEngine):
             self.clip(self.gradient_norm(), self.config.optimizer.clip_norm)
 
 
-# --- nothing carries loss -----------------------------------------------------------------------
+# --- batches without loss tokens ---------------------------------------------------------------
 
 
 @mutant("steps.masked_batch", group="core")
@@ -129,7 +129,7 @@ class MaskedBatchIsNan(LoopbackEngine):
 
 @mutant("steps.masked_batch", group="core")
 class MaskedBatchMoves(LoopbackEngine):
-    """Without a gradient the optimizer still takes its step on zeros: momentum moves the weights."""
+    """A step without a gradient uses zeros, so that momentum moves the weights."""
 
     def _why_skip(self, norm: float) -> str | None:
         if not self._has_gradient:
@@ -150,12 +150,12 @@ class MaskedBatchCounts(LoopbackEngine):
         return replace(result, weight_version=self._step)
 
 
-# --- what is not finite -------------------------------------------------------------------------
+# --- values that are not finite -----------------------------------------------------------------
 
 
 @mutant("steps.nonfinite", group="core")
 class LossNotLookedAt(LoopbackEngine):
-    """A loss that is not finite is applied when its gradient is."""
+    """A step is taken for a finite gradient, even if the loss is not finite."""
 
     def _why_skip(self, norm: float) -> str | None:
         self._pending.clear()
@@ -164,7 +164,7 @@ class LossNotLookedAt(LoopbackEngine):
 
 @mutant("steps.infinite_gradient", group="core")
 class GradientNotLookedAt(LoopbackEngine):
-    """A gradient that is not finite is applied when the loss is."""
+    """A step is taken for a finite loss, even if the gradient is not finite."""
 
     def _why_skip(self, norm: float) -> str | None:
         return super()._why_skip(0.0)
@@ -172,7 +172,7 @@ class GradientNotLookedAt(LoopbackEngine):
 
 @mutant("steps.infinite_gradient", group="core")
 class SkipsInSilence(LoopbackEngine):
-    """A skipped step is not reported as one."""
+    """A skipped step is not reported as skipped."""
 
     def _step_with(self, norm: float) -> StepOutput:
         return replace(super()._step_with(norm), skipped=None)
@@ -180,7 +180,7 @@ class SkipsInSilence(LoopbackEngine):
 
 @mutant("steps.nonfinite", group="dp", world=2)
 class SkipsAlone(LoopbackEngine):
-    """Each rank looks at its own loss: one skips, the others step."""
+    """Each rank checks its own loss, so that one skips the step and all others take it."""
 
     def _sum_over_data_parallel(self, outputs: Sequence[LossOutput]) -> dict[str, float]:
         self.own_loss = sum(float(output.loss) for output in outputs)
@@ -193,7 +193,7 @@ class SkipsAlone(LoopbackEngine):
 
 @mutant("steps.nonfinite", group="core")
 class SkippedStepCounts(LoopbackEngine):
-    """A skipped step advances weight_version."""
+    """A skipped step advances ``weight_version``."""
 
     def _step_with(self, norm: float) -> StepOutput:
         result = super()._step_with(norm)
@@ -203,7 +203,7 @@ class SkippedStepCounts(LoopbackEngine):
 
 @mutant("steps.nonfinite", group="core")
 class SkippedStepMovesMoments(LoopbackEngine):
-    """A skipped step is one at rate zero: weights stay, and moments take the gradient in."""
+    """A skipped step is taken at rate zero: weights stay, and moments include the gradient."""
 
     def _why_skip(self, norm: float) -> str | None:
         why = super()._why_skip(norm)
@@ -214,7 +214,7 @@ class SkippedStepMovesMoments(LoopbackEngine):
 
 @mutant("steps.nonfinite", group="core")
 class ScheduleCountsCalls(LoopbackEngine):
-    """The rate follows the calls, skipped ones included; the right one is reported."""
+    """The rate follows the calls, skipped ones included, while the right one is reported."""
 
     calls = -1
 
@@ -231,7 +231,7 @@ class ScheduleCountsCalls(LoopbackEngine):
 
 @mutant("steps.nonfinite", group="core")
 class ZeroesByMultiplication(LoopbackEngine):
-    """Gradients are zeroed by multiplication, and a NaN stays for good."""
+    """Gradients are zeroed by multiplication, so that a NaN stays for good."""
 
     def _zero_grad(self) -> None:
         for param in self.trained():
@@ -256,7 +256,7 @@ class NanMeansZero(LoopbackEngine):
 
 @mutant("steps.loss_raises", group="core")
 class HalfGradientStays(LoopbackEngine):
-    """When the loss raises in a later micro-batch, the gradient of the ones before stays for the next call."""
+    """A loss that raises in a later micro-batch leaves the gradient of earlier ones behind."""
 
     aborted = False
 
@@ -272,7 +272,7 @@ class HalfGradientStays(LoopbackEngine):
 
 @mutant("steps.loss_raises", group="core")
 class LossErrorRenamed(LoopbackEngine):
-    """What the loss raises reaches the caller as an error of the engine."""
+    """The loss's exception reaches the caller as an error of the engine."""
 
     def _run_train(
         self, parts: Sequence[Batch], loss: LossFn, denominator: float, temperature: float
@@ -287,7 +287,7 @@ class LossErrorRenamed(LoopbackEngine):
 
 @mutant("steps.loss_raises", group="core")
 class LossErrorSwallowed(LoopbackEngine):
-    """A loss that raises is skipped like a bad step, and the caller is told nothing."""
+    """A loss that raises is skipped like a bad step, without any error for the caller."""
 
     def _run_train(
         self, parts: Sequence[Batch], loss: LossFn, denominator: float, temperature: float
@@ -300,7 +300,7 @@ class LossErrorSwallowed(LoopbackEngine):
 
 @mutant("steps.loss_raises_on_one_rank", group="dp", world=2, deadline=0.2)
 class LossRaisesAlone(LoopbackEngine):
-    """A rank whose loss raises leaves the call at once, and the others in their backward."""
+    """A rank whose loss raises leaves the call at once, and all others wait in their backward."""
 
     def _apply_loss(self, loss: LossFn, outputs: TokenOutputs, part: Batch) -> LossOutput:
         result = super()._apply_loss(loss, outputs, part)
@@ -311,7 +311,7 @@ class LossRaisesAlone(LoopbackEngine):
 
 @mutant("steps.bad_batch_on_one_rank", group="dp", world=2, deadline=0.1)
 class BadBatchRaisesAlone(LoopbackEngine):
-    """A rank checks its batch before it meets the others, and leaves them waiting."""
+    """A rank checks its batch before agreeing with the others, and leaves them waiting."""
 
     def _prepare(self, batch: Batch, *, needs_weight: bool) -> MicroBatches:
         batch.check_vocabulary(self.vocab_size)
@@ -320,7 +320,7 @@ class BadBatchRaisesAlone(LoopbackEngine):
 
 @mutant("steps.bad_batch_on_one_rank", group="dp", world=2)
 class BadBatchLeftOut(LoopbackEngine):
-    """A document with a token outside the vocabulary is trained as if its tokens were others."""
+    """A document with tokens outside the vocabulary is trained with different tokens."""
 
     def _prepare(self, batch: Batch, *, needs_weight: bool) -> MicroBatches:
         kept = Batch(

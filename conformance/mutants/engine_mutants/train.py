@@ -1,5 +1,5 @@
-"""Defects of what a step does: scales of loss and gradient, accumulation, the optimizer, and what is trained."""
-# ruff: noqa: D102 - the class says what is wrong with its method
+"""Defects of a step: scales of loss and gradient, accumulation, the optimizer, trained weights."""
+# ruff: noqa: D102 - the class describes the defect of its method
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ Parts = Sequence[Batch]
 
 @mutant("train.uneven_ranks", group="dp", world=2, seen_in="AReaL PR 335")
 class LossTimesRanks(LoopbackEngine):
-    """The loss is multiplied by the ranks against an average that the reduction does not take."""
+    """The loss is multiplied by the ranks, for an average that the reduction does not take."""
 
     def _run_train(
         self, parts: Parts, loss: LossFn, denominator: float, temperature: float
@@ -46,7 +46,7 @@ class GradientsAveraged(LoopbackEngine):
 
 @mutant("train.uneven_ranks", group="dp", world=2, seen_in="prime-rl #2562, Megatron-LM #4590")
 class OwnDenominator(LoopbackEngine):
-    """Each rank divides by its own tokens, and the gradients are averaged: few tokens weigh as much as many."""
+    """Each rank divides by its own tokens, and gradients are averaged over ranks."""
 
     def _run_train(
         self, parts: Parts, loss: LossFn, denominator: float, temperature: float
@@ -92,7 +92,7 @@ class DenominatorCountsTokens(LoopbackEngine):
 
 @mutant("train.policy", group="core")
 class CallersDenominatorIgnored(LoopbackEngine):
-    """The gradient is divided by the sum of weights; what is reported, by the caller's denominator."""
+    """The gradient is divided by the sum of weights, the loss by the caller's denominator."""
 
     def _run_train(
         self, parts: Parts, loss: LossFn, denominator: float, temperature: float
@@ -103,7 +103,7 @@ class CallersDenominatorIgnored(LoopbackEngine):
 
 @mutant("train.policy", group="dp", world=2)
 class MetricsAveraged(LoopbackEngine):
-    """Metrics are means over ranks, where the contract has sums."""
+    """Metrics are means over ranks, where the contract demands sums."""
 
     def _sum_over_data_parallel(self, outputs: Sequence[LossOutput]) -> dict[str, float]:
         sums = super()._sum_over_data_parallel(outputs)
@@ -115,19 +115,17 @@ class MetricsAveraged(LoopbackEngine):
 
 @mutant("train.policy", group="tp", world=2, layout={"tp": 2})
 class MetricsOncePerRank(LoopbackEngine):
-    """Metrics are summed over all ranks, though those of one data-parallel rank have the same tokens."""
+    """Metrics are summed over all ranks, including those with the same tokens."""
 
     def _sum_over_data_parallel(self, outputs: Sequence[LossOutput]) -> dict[str, float]:
-        sums, copies = (
-            super()._sum_over_data_parallel(outputs),
-            self.layout.world // self.layout.data,
-        )
+        sums = super()._sum_over_data_parallel(outputs)
+        copies = self.layout.world // self.layout.data
         return {name: value * (1 if name == "loss" else copies) for name, value in sums.items()}
 
 
 @mutant("train.policy", group="core")
 class MetricsOfLastMicroBatch(LoopbackEngine):
-    """Metrics are the last micro-batch's, the loss is all of them."""
+    """Metrics are the last micro-batch's, while the loss is that of all."""
 
     def _sum_over_data_parallel(self, outputs: Sequence[LossOutput]) -> dict[str, float]:
         bare = [LossOutput(loss=output.loss) for output in outputs[:-1]]
@@ -169,7 +167,7 @@ class ReducesInBfloat16(LoopbackEngine):
 
 @mutant("train.accumulation", group="core")
 class SecondCallZeroes(LoopbackEngine):
-    """Each forward_backward begins by zeroing the gradient."""
+    """Each ``forward_backward`` starts by zeroing the gradient."""
 
     def forward_backward(
         self,
@@ -187,7 +185,7 @@ class SecondCallZeroes(LoopbackEngine):
 
 @mutant("train.microbatches", group="core", seen_in="Megatron-LM #6660")
 class DoubledInGroupOfOne(LoopbackEngine):
-    """In a group of one the gradient so far is added to itself before each further micro-batch."""
+    """The gradient in a group of one is doubled before each further micro-batch."""
 
     @contextmanager
     def _accumulation(self, *, last: bool) -> Iterator[None]:
@@ -200,7 +198,7 @@ class DoubledInGroupOfOne(LoopbackEngine):
 
 @mutant("train.uneven_ranks", group="dp", world=2)
 class EmptyRankKeepsWeights(LoopbackEngine):
-    """A rank without documents takes part in the reduction, and does not use its result."""
+    """A rank without documents takes part in the reduction, and ignores its result."""
 
     def _prepare(self, batch: Batch, *, needs_weight: bool) -> MicroBatches:
         self.idle = not batch.num_tokens
@@ -213,7 +211,7 @@ class EmptyRankKeepsWeights(LoopbackEngine):
 
 @mutant("train.uneven_ranks", group="dp", world=2, deadline=0.1, seen_in="prime-rl #2358")
 class EmptyRankSkipsReduction(LoopbackEngine):
-    """A rank without documents does not enter the reduction, and the others wait for it."""
+    """A rank without documents does not enter the reduction, and all other ranks wait for it."""
 
     def _prepare(self, batch: Batch, *, needs_weight: bool) -> MicroBatches:
         self.idle = not batch.num_tokens
@@ -256,7 +254,7 @@ class CoupledDecay(AdamW):
 
 @mutant("train.trajectory", group="core", part="optimizer")
 class DecayAtBaseRate(AdamW):
-    """Weight decay takes the base rate, not the schedule's."""
+    """Weight decay uses the base rate, not the schedule's."""
 
     def decayed(self, param: Tensor, group: Group) -> Tensor:
         return super().decayed(param, group | {"lr": self.defaults["lr"]})
@@ -264,7 +262,7 @@ class DecayAtBaseRate(AdamW):
 
 @mutant("train.trajectory", group="core", part="optimizer")
 class NormsNotDecayed(AdamW):
-    """Vectors, norms and biases, are spared from weight decay though nobody asked for it."""
+    """Vectors, that is norms and biases, have no weight decay without being asked for it."""
 
     def decayed(self, param: Tensor, group: Group) -> Tensor:
         return param if param.dim() == 1 else super().decayed(param, group)
@@ -272,7 +270,7 @@ class NormsNotDecayed(AdamW):
 
 @mutant("train.trajectory", group="core", part="optimizer")
 class EpsInsideRoot(AdamW):
-    """Adam's epsilon stands inside the square root."""
+    """Adam's epsilon is inside the square root."""
 
     def corrected(self, state: dict[str, Tensor], group: Group) -> tuple[Tensor, Tensor]:
         first, second = super().corrected(state, group)
@@ -281,7 +279,7 @@ class EpsInsideRoot(AdamW):
 
 @mutant("train.epsilon", group="core", part="optimizer")
 class EpsBeforeCorrection(AdamW):
-    """Epsilon is added before the second moment is corrected, so that it is 30 times larger at the first step."""
+    """Epsilon is added before the second moment is corrected: at first it is 30 times larger."""
 
     def adam_update(
         self, param: Tensor, grad: Tensor, state: dict[str, Tensor], group: Group
@@ -293,7 +291,7 @@ class EpsBeforeCorrection(AdamW):
 
 @mutant("train.epsilon", group="core", part="optimizer")
 class EpsOfDefault(AdamW):
-    """Epsilon is 1e-8 whatever the configuration says."""
+    """Epsilon is always 1e-8, whatever is configured."""
 
     def adam_update(
         self, param: Tensor, grad: Tensor, state: dict[str, Tensor], group: Group
@@ -303,7 +301,7 @@ class EpsOfDefault(AdamW):
 
 @mutant("train.trajectory", group="core", part="optimizer")
 class BetasOfDefault(AdamW):
-    """Betas are (0.9, 0.999) whatever the configuration says."""
+    """Betas are always (0.9, 0.999), whatever is configured."""
 
     def adam_update(
         self, param: Tensor, grad: Tensor, state: dict[str, Tensor], group: Group
@@ -313,7 +311,7 @@ class BetasOfDefault(AdamW):
 
 @mutant("train.trajectory", group="core", part="optimizer", seen_in="Megatron-LM #5974")
 class UpdateUnderApplied(AdamW):
-    """At an equal gradient the weights move two per cent less."""
+    """The weights move two per cent less at an equal gradient."""
 
     def adam_update(
         self, param: Tensor, grad: Tensor, state: dict[str, Tensor], group: Group
@@ -345,7 +343,7 @@ class MastersRounded(LoopbackEngine):
 
 @mutant("train.optimizer_by_path", group="core")
 class PathIgnored(LoopbackEngine):
-    """An optimizer named by path is AdamW."""
+    """An optimizer named by path is replaced by AdamW."""
 
     def _build_model(self) -> None:
         super()._build_model()
@@ -366,24 +364,23 @@ class OptimizersKwargsDropped(LoopbackEngine):
         )
 
 
-# --- who is trained -----------------------------------------------------------------------------
+# --- trained weights ----------------------------------------------------------------------------
 
 
 @mutant("train.visible_at_once", group="core", part="model")
 class TiedHeadDetached(Model):
-    """A tied embedding gets the gradient of its use as embedding alone."""
+    """A tied embedding gets only the gradient of its use as embedding."""
 
     def log_probs(
         self, hidden: Tensor, weight: Tensor, targets: Tensor, temperature: float
     ) -> Tensor:
-        return super().log_probs(
-            hidden, weight.detach() if self.shape.tied else weight, targets, temperature
-        )
+        weight = weight.detach() if self.shape.tied else weight
+        return super().log_probs(hidden, weight, targets, temperature)
 
 
 @mutant("train.visible_at_once", group="core", part="model", seen_in="NeMo-RL #227")
 class TiedHeadCopied(Model):
-    """In inference a tied head is a copy of the embedding from before the first step."""
+    """The tied head of inference is a copy of the embedding from before the first step."""
 
     def log_probs(
         self, hidden: Tensor, weight: Tensor, targets: Tensor, temperature: float
@@ -407,7 +404,7 @@ class BiasesFrozen(LoopbackEngine):
 
 @mutant("train.families", group="core")
 class PaddingRowFrozen(LoopbackEngine):
-    """The embedding's row of the end token, which is taken for padding, has no gradient."""
+    """The embedding's row of the end token is treated as padding and has no gradient."""
 
     def own_gradient(self, weight: Weight) -> Tensor:
         grad = super().own_gradient(weight)
@@ -429,7 +426,7 @@ class EntropyDetached(Model):
 
 @mutant("train.temperature", group="core", part="model")
 class TemperatureInInferenceAlone(Model):
-    """Training computes log-probs at temperature 1."""
+    """Training computes log-probs at temperature 1, whatever is asked for."""
 
     def scaled_logits(self, logits: Tensor, temperature: float) -> Tensor:
         return super().scaled_logits(logits, 1.0 if self.training else temperature)

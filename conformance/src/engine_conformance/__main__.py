@@ -1,4 +1,4 @@
-"""``python -m engine_conformance``: the command line, where the script is not on the path."""
+"""The command line as ``python -m engine_conformance``, for when the script is not on the path."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What runs inside one rank: joins the group, then does the jobs that come down the pipe."""
+"""The process of one rank, which joins the group and then runs the jobs that it is sent."""
 
 from __future__ import annotations
 
@@ -21,19 +21,21 @@ from engine_api.devices import cuda_is_simulated, npu_is_simulated
 
 __all__ = ["BACKENDS", "Job", "Reply", "WorkerSpec", "main"]
 
-# On an accelerator gloo is there as well, for tensors that an engine keeps on the host.
+# On an accelerator gloo is available as well, for tensors that an engine keeps on the host.
 BACKENDS = {"cpu": "gloo", "cuda": "cpu:gloo,cuda:nccl", "npu": "cpu:gloo,npu:hccl"}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class WorkerSpec:
-    """Where one rank stands. ``folder`` holds the rendezvous file and the stack dumps."""
+    """The rank, group and device of one worker process."""
 
     rank: int
     world: int
     device: str
     folder: str
+    """Folder that holds the rendezvous file and the stack dumps."""
     group_timeout: float
+    """Timeout of the process group's collectives in seconds."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -47,7 +49,7 @@ class Job:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Reply:
-    """What came of a job; ``died`` is said by the parent."""
+    """The outcome of a job, sent by the worker, or made by the parent if the worker ``died``."""
 
     kind: Literal["returned", "raised", "died"]
     value: Any = field(default=None, repr=False)
@@ -56,8 +58,12 @@ class Reply:
 
 
 def main(descriptor: int) -> None:
-    """Read the spec from the pipe ``descriptor``, join the group, do jobs until told None or left alone."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's to handle
+    """Read the spec from the pipe ``descriptor``, join the group, and run jobs.
+
+    Ends when the parent sends None or closes the pipe.
+    """
+    # Ctrl-C is for the parent to handle.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
     pipe = Connection(descriptor)
     spec: WorkerSpec = pickle.loads(pipe.recv_bytes())
     # Kept open for the life of the process: faulthandler writes to the descriptor.
@@ -74,9 +80,14 @@ def main(descriptor: int) -> None:
 
 
 def _settle() -> None:
-    """Between jobs, when nothing holds the last one's value or error any more: what is garbage then would be kept for good."""
-    gc.collect()  # an engine of the last case must not hold the next one's memory
-    gc.freeze()  # what lives on are modules and caches: walking them took half of a job's time
+    """Collect garbage between jobs, when nothing refers to the last job's value or error any more.
+
+    Whatever is garbage at ``gc.freeze`` would be kept for the life of the process.
+    """
+    # An engine of the last case must not hold memory that the next one needs.
+    gc.collect()
+    # The objects that live on are modules and caches: walking them took half of a job's time.
+    gc.freeze()
 
 
 def _next_job(pipe: Connection) -> Job | None:
@@ -87,13 +98,16 @@ def _next_job(pipe: Connection) -> Job | None:
 
 
 def _attempt(function: Any, kwargs: Mapping[str, Any]) -> bytes:
-    """A pickled Reply. Plain pickle: tensors travel by value, not as shared memory of a mortal rank."""
+    """Call the function and return a pickled `Reply`.
+
+    Plain pickle, so that tensors travel by value and not as shared memory of a rank that may die.
+    """
     try:
         return pickle.dumps(Reply(kind="returned", value=function(**kwargs)))
-    # The rank's boundary: whatever it is, the parent hears of it. An engine that calls sys.exit is one more error.
+    # This is the rank's boundary: the parent receives every error, a call of sys.exit included.
     except (Exception, SystemExit) as error:  # noqa: BLE001
         name = f"{type(error).__module__}.{type(error).__qualname__}"
-        # A case's own verdict says all; the lines that led to it are the suite's.
+        # A case's own verdict is complete; the traceback would show only lines of the suite.
         judged = type(error).__name__ == "ConformanceFailure"
         return pickle.dumps(
             Reply(
@@ -114,7 +128,8 @@ def _join(spec: WorkerSpec) -> None:
     if spec.device == "cpu" and cuda_is_simulated():
         from engine_conformance import shim
 
-        shim.install()  # before any engine is imported
+        # Before any engine is imported.
+        shim.install()
     simulated = spec.device == "npu" and npu_is_simulated()
     if simulated:
         from engine_conformance import stand_in

@@ -36,12 +36,13 @@ __all__ = ["main"]
 _ABOUT = (
     "Exit codes: 0 nothing failed (with --certify: conformant), 1 not, 2 usage, 3 could not run."
 )
-_SIMULATED = {"cpu": SIMULATED_CUDA, "npu": SIMULATED_NPU}  # by --device: what --shim sets
+# By --device: the environment variable that --shim sets.
+_SIMULATED = {"cpu": SIMULATED_CUDA, "npu": SIMULATED_NPU}
 _DEVIATIONS = Path("conformance.toml")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run one command; returns the exit code."""
+    """Run one command and return the exit code."""
     given = list(sys.argv[1:] if arguments is None else arguments)
     options = _parser().parse_args(given)
     try:
@@ -139,7 +140,8 @@ def _add_run(parser: argparse.ArgumentParser) -> None:
         action="append",
         default=[],
         metavar="NAME=VALUE",
-        help="of the engine's or the rollout's own options, as often as there are some; VALUE is JSON or a word",
+        help="an option of the engine or the rollout itself, may be repeated; "
+        "VALUE is JSON or a word",
     )
     parser.add_argument(
         "--partner", help="another engine, for checkpoints and rollouts that two share"
@@ -169,13 +171,15 @@ def _add_run(parser: argparse.ArgumentParser) -> None:
         "--continue",
         dest="go_on",
         action="store_true",
-        help="run what the report in --report DIR has not shown, and join both in it; begins it if there is none",
+        help="run what the report in --report DIR has not shown, and join both in it; "
+        "without a report yet, this run begins it",
     )
     parser.add_argument("--plugin", help="module:ATTR of a descriptor that is not installed")
     parser.add_argument(
         "--shim",
         action="store_true",
-        help="simulate CUDA on the CPU, for an engine that knows only CUDA; with --device npu: an NPU, and no certificate",
+        help="simulate CUDA on the CPU, for an engine that knows only CUDA; "
+        "with --device npu: an NPU, and no certificate",
     )
     parser.add_argument("--quiet", action="store_true", help="one line only for what did not pass")
     parser.set_defaults(command=_run)
@@ -189,10 +193,12 @@ def _run(options: argparse.Namespace, given: Sequence[str]) -> int:
         )
     if options.certify and options.device == "npu" and (simulated or npu_is_simulated()):
         raise UsageError(
-            f"--certify: a simulated NPU gives no certificate; on an Ascend host, without --shim and {SIMULATED_NPU}"
+            "--certify: a simulated NPU gives no certificate; "
+            f"on an Ascend host, without --shim and {SIMULATED_NPU}"
         )
     with tempfile.TemporaryDirectory(prefix="conformance-site-") as site:
-        if simulated:  # for the probe here and in the child that asks it first, and for the ranks
+        if simulated:
+            # Read by the probe here, by the child that calls it first, and by the ranks.
             os.environ[simulated] = "1"
         if options.plugin:
             offer(options.plugin, Path(site))
@@ -224,10 +230,10 @@ def _run_offered(options: argparse.Namespace, given: Sequence[str]) -> int:
 
     def listen(row: Row) -> None:
         well = row.outcome.status in ("passed", "refused")
-        if not (well and options.quiet):
-            print(
-                line(row) if well or row.outcome.status == "not-run" else describe(row), flush=True
-            )
+        if well and options.quiet:
+            return
+        brief = well or row.outcome.status == "not-run"
+        print(line(row) if brief else describe(row), flush=True)
 
     from engine_conformance.report import merge, read_document, shown, to_document
 
@@ -251,7 +257,7 @@ def _run_offered(options: argparse.Namespace, given: Sequence[str]) -> int:
 
 
 def _conclude(run: Run, folder: Path | None, *, certify: bool) -> int:
-    """Judge a run, write its reports, print its summary; return the exit code."""
+    """Judge a run, write its reports, print its summary, and return the exit code."""
     from engine_conformance.report import summary, write_reports
 
     verdicts = judgements(run.rows, complete=run.selection["complete"], declared=run.declared)
@@ -264,10 +270,10 @@ def _conclude(run: Run, folder: Path | None, *, certify: bool) -> int:
 def _earlier(
     folder: Path | None, selection: Selection, given: Sequence[str]
 ) -> dict[str, Any] | None:
-    """Return the report that a run is to go on with, or None where the folder has none yet.
+    """Return the report that this run continues, or None if the folder has none yet.
 
     Raises:
-        UsageError: if no folder is named, or its report is of something else than what is about to run.
+        UsageError: if no folder is named, or its report does not fit the run that would start.
     """
     from engine_conformance.report import differences, read_document
     from engine_conformance.session import describe_run
@@ -287,10 +293,10 @@ def _earlier(
 
 
 def _whole(path: Path) -> dict[str, Any]:
-    """Return the document of a report (a file, or the folder of one) that verifies.
+    """Return the document of a verified report, given as a file or as its folder.
 
     Raises:
-        UsageError: if it does not.
+        UsageError: if the file is missing or does not verify.
     """
     from engine_conformance.environment import suite
     from engine_conformance.report import verify
@@ -368,7 +374,8 @@ def _option(text: str) -> tuple[str, Any]:
 
 
 def _layout(text: str) -> Parallelism:
-    known, sizes = [f.name for f in fields(Parallelism)], dict[str, int]()
+    known = [f.name for f in fields(Parallelism)]
+    sizes: dict[str, int] = {}
     for part in filter(None, text.split(",")):
         name, _, size = part.partition("=")
         if name not in known or not size.isdecimal() or int(size) < 1:
@@ -380,7 +387,7 @@ def _layout(text: str) -> Parallelism:
 
 
 def _check_writable(folder: Path) -> None:
-    """Before the run, not after ten minutes of it."""
+    """Raise if the folder cannot be written: before the run, not after ten minutes of it."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryFile(dir=folder):
@@ -392,10 +399,12 @@ def _check_writable(folder: Path) -> None:
 
 
 def offer(target: str, site: Path) -> None:
-    """Make a descriptor discoverable as an installed one is, by an entry point on ``sys.path``; once is enough.
+    """Make a descriptor discoverable as an installed one is, by an entry point on ``sys.path``.
+
+    Does nothing if an entry point already names the descriptor.
 
     Raises:
-        UsageError: if the module is not there.
+        UsageError: if the module does not exist.
     """
     module, _, attribute = target.partition(":")
     try:
@@ -404,7 +413,8 @@ def offer(target: str, site: Path) -> None:
         there = False
     if not there or not attribute:
         raise UsageError(
-            f"--plugin {target}: no module {module!r} on the path; write module:ATTR, as acme.plugin:PLUGIN"
+            f"--plugin {target}: no module {module!r} on the path; "
+            "write module:ATTR, as acme.plugin:PLUGIN"
         )
     if any(entry.value == target for entry in entry_points(group="engine_api.engines")):
         return
@@ -434,7 +444,7 @@ def _verify(options: argparse.Namespace, _: Sequence[str]) -> int:
 
 
 def _remade(report: Path, parts: Sequence[Path]) -> list[str]:
-    """Return in which fields a joined report differs from what its parts give when they are joined again."""
+    """Return the fields in which a joined report differs from its parts, joined again."""
     from engine_conformance.report import merge, to_document
 
     stated = json.loads(report.read_text())

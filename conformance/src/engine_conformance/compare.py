@@ -1,6 +1,6 @@
-"""Comparisons per token and per weight, never of means, whose failures say where and perhaps why.
+"""Comparisons per token and per weight, never of means, whose failures name place and likely cause.
 
-Each returns the margin: the worst error over its tolerance, so that 0.02 can be told from 0.97.
+Each returns the margin: the largest error over its tolerance, which tells 0.02 from 0.97.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ __all__ = [
 
 
 class ConformanceFailure(AssertionError):
-    """A quantity is not what the contract says.
+    """A quantity that differs from what the contract says.
 
-    ``margin`` is the worst error over its tolerance (infinite for a wrong name, shape or bit),
+    ``margin`` is the largest error over its tolerance (infinite for a wrong name, shape or bit),
     ``where`` its location, ``hints`` likely causes.
     """
 
@@ -41,7 +41,10 @@ class ConformanceFailure(AssertionError):
         where: str = "",
         hints: Sequence[str] = (),
     ) -> None:
-        self.quantity, self.margin, self.where, self.hints = quantity, margin, where, tuple(hints)
+        self.quantity = quantity
+        self.margin = margin
+        self.where = where
+        self.hints = tuple(hints)
         at = f" at {where}" if where else ""
         super().__init__("\n  likely: ".join([f"{quantity}{at}: {problem}", *self.hints]))
 
@@ -49,23 +52,25 @@ class ConformanceFailure(AssertionError):
 def assert_scalar_close(
     name: str, got: float, want: float, tol: Tolerance, *, factors: Factors | None = None
 ) -> float:
-    """One number, as a loss or a gradient norm.
+    """Compare one number, as a loss or a gradient norm, and return the margin.
 
     Args:
-        name: the quantity, as the message has it.
-        got: the engine's.
-        want: the oracle's.
+        name: the quantity, as the message names it.
+        got: the engine's value.
+        want: the oracle's value.
         tol: see `engine_conformance.tolerances`.
-        factors: what a ratio may equal, by name: ``{"dp size": 2, "micro-batches": 3}``.
+        factors: sizes of the run that a ratio may equal: ``{"dp size": 2, "micro-batches": 3}``.
 
     Raises:
         ConformanceFailure: if they differ by more than the tolerance.
     """
-    pair = _float64(got).reshape(1), _float64(want).reshape(1)
-    error, margins = _margins(*pair, tol.bound(pair[1]))
+    actual = _float64(got).reshape(1)
+    exact = _float64(want).reshape(1)
+    bound = tol.bound(exact)
+    error, margins = _margins(actual, exact, bound)
     margin = margins.item()
     if margin > 1:
-        hints = list(ratio_hint(*pair, tol.bound(pair[1]), factors or {}))
+        hints = list(ratio_hint(actual, exact, bound, factors or {}))
         raise ConformanceFailure(
             name, _problem(got, want, error, margin), margin=margin, hints=hints
         )
@@ -82,16 +87,20 @@ def assert_close_per_token(
     keep: Any = None,
     factors: Factors | None = None,
 ) -> float:
-    """A per-token quantity ``[T]``; see `assert_scalar_close` for the other arguments.
+    """Compare a per-token quantity ``[T]`` and return the margin.
 
+    See `assert_scalar_close` for the other arguments.
+
+    Args:
     Args:
         cu_seqlens: ``[D + 1]``, to name the document and the position in it.
         keep: boolean ``[T]``: tokens to compare; all if absent.
 
     Raises:
-        ConformanceFailure: on another shape, or a token that differs by more than the tolerance.
+        ConformanceFailure: if the shape differs, or a token by more than the tolerance.
     """
-    got, want = _float64(got), _float64(want)
+    got = _float64(got)
+    want = _float64(want)
     _assert_shape(name, got, want)
     bound = tol.bound(want)
     kept = torch.ones_like(want, dtype=torch.bool) if keep is None else torch.as_tensor(keep).cpu()
@@ -120,31 +129,39 @@ def assert_weights_close(
     start: Mapping[str, Any] | None = None,
     factors: Factors | None = None,
 ) -> float:
-    """Every element of every tensor; see `assert_scalar_close` for the other arguments.
+    """Compare every element of every tensor and return the margin.
 
+    See `assert_scalar_close` for the other arguments.
+
+    Args:
     Args:
         tol: one tolerance, or the largest error of each element by name (`weight_tolerance`).
         start: the weights before the steps; then hints speak of the update's size.
 
     Raises:
-        ConformanceFailure: if names or shapes differ, or an element does by more than its tolerance.
+        ConformanceFailure: if names or shapes differ, or an element by more than its tolerance.
     """
     assert_names(name, got, want)
-    worst, location, problem, hints = 0.0, "", "", list[str]()
+    worst = 0.0
+    location = ""
+    problem = ""
+    hints: list[str] = []
     for key, expected in want.items():
-        have, exact = _float64(got[key]), _float64(expected)
+        have = _float64(got[key])
+        exact = _float64(expected)
         _assert_shape(f"{name} {key}", have, exact)
         bound = tol.bound(exact) if isinstance(tol, Tolerance) else _float64(tol[key])
         error, margins = _margins(have, exact, bound)
         index = int(margins.argmax())
-        if (margin := margins.flatten()[index].item()) <= worst:
+        margin = margins.flatten()[index].item()
+        if margin <= worst:
             continue
-        worst, location = margin, f"{key}{_subscript(index, exact.shape)}"
-        flat = have.flatten()[index].item(), exact.flatten()[index].item(), error.flatten()[index]
-        problem = (
-            _problem(*flat, margin)
-            + f"; {int((margins > 1).sum())} of {exact.numel()} elements differ"
-        )
+        worst = margin
+        location = f"{key}{_subscript(index, exact.shape)}"
+        actual_element = have.flatten()[index].item()
+        exact_element = exact.flatten()[index].item()
+        problem = _problem(actual_element, exact_element, error.flatten()[index], margin)
+        problem += f"; {int((margins > 1).sum())} of {exact.numel()} elements differ"
         origin = torch.zeros_like(exact) if start is None else _float64(start[key])
         hints = [*ratio_hint(have - origin, exact - origin, bound, factors or {})]
     if worst > 1:
@@ -155,36 +172,40 @@ def assert_weights_close(
 def assert_bitwise(
     got: Mapping[str, Tensor], want: Mapping[str, Tensor], *, name: str = "export"
 ) -> float:
-    """Equal names, dtypes, shapes and bits (so that -0.0 differs from 0.0); returns 0.
+    """Compare names, dtypes, shapes and bits (so that -0.0 differs from 0.0) and return 0.
 
     Raises:
         ConformanceFailure: at the first tensor that differs.
     """
     assert_names(name, got, want)
     for key, expected in want.items():
-        have, exact = got[key].detach().cpu().contiguous(), expected.detach().cpu().contiguous()
+        have = got[key].detach().cpu().contiguous()
+        exact = expected.detach().cpu().contiguous()
         if have.dtype != exact.dtype:
             raise ConformanceFailure(name, f"dtype {have.dtype}, expected {exact.dtype}", where=key)
         _assert_shape(f"{name} {key}", have, exact)
         # As bytes, with an axis for the bytes of one element; a scalar has no axis to view.
-        differ = (
-            have.reshape(-1, 1).view(torch.uint8) != exact.reshape(-1, 1).view(torch.uint8)
-        ).any(dim=-1)
+        have_bytes = have.reshape(-1, 1).view(torch.uint8)
+        exact_bytes = exact.reshape(-1, 1).view(torch.uint8)
+        differ = (have_bytes != exact_bytes).any(dim=-1)
         if differ.any():
             index = int(differ.nonzero()[0])
-            pair = have.flatten()[index].item(), exact.flatten()[index].item()
-            problem = f"got {pair[0]!r}, want {pair[1]!r}; {int(differ.sum())} of {differ.numel()} elements differ"
+            problem = (
+                f"got {have.flatten()[index].item()!r}, want {exact.flatten()[index].item()!r}; "
+                f"{int(differ.sum())} of {differ.numel()} elements differ"
+            )
             raise ConformanceFailure(name, problem, where=f"{key}{_subscript(index, exact.shape)}")
     return 0.0
 
 
 def assert_names(name: str, got: Mapping[str, Any], want: Mapping[str, Any]) -> None:
-    """The same names, no more and no fewer.
+    """Check that the names are the same, no more and no fewer.
 
     Raises:
-        ConformanceFailure: naming what is missing and what is unexpected.
+        ConformanceFailure: with the names that are missing and those that are unexpected.
     """
-    missing, unexpected = sorted(set(want) - set(got)), sorted(set(got) - set(want))
+    missing = sorted(set(want) - set(got))
+    unexpected = sorted(set(got) - set(want))
     if missing or unexpected:
         counts = (
             f"{len(missing)} missing {missing[:5]}, {len(unexpected)} unexpected {unexpected[:5]}"
@@ -193,9 +214,13 @@ def assert_names(name: str, got: Mapping[str, Any], want: Mapping[str, Any]) -> 
 
 
 def _margins(got: Tensor, want: Tensor, bound: Tensor) -> tuple[Tensor, Tensor]:
-    """Error, and error over tolerance: infinite where ``got`` is not finite, or no error is allowed."""
+    """Return the errors, and the errors over their tolerances.
+
+    The latter is infinite where ``got`` is not finite, or where there is an error and no tolerance.
+    """
     error = (got - want).abs()
-    margins = torch.where(error == 0, 0.0, error / bound)  # zero over zero would be NaN
+    # Without the condition a zero error over a zero tolerance would be NaN.
+    margins = torch.where(error == 0, 0.0, error / bound)
     return error, torch.where(margins.isnan(), math.inf, margins)
 
 

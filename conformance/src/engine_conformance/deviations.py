@@ -1,4 +1,6 @@
-"""Known deviations of an engine: a ``conformance.toml`` in the engine's own repository. Imports no torch.
+"""Known deviations of an engine, listed in a ``conformance.toml`` in the engine's own repository.
+
+Imports no torch.
 
 ::
 
@@ -9,8 +11,8 @@
     until = 2027-03-31                          # a date; past it the file is refused
     world = [2]                                 # optional: world, dtype, device, model_type
 
-A deviation that still fails is reported as ``deviation`` and makes the verdict partial. One that passes is
-``stale-deviation``, a failure: the list must shrink as defects are mended.
+A deviation that still fails is reported as ``deviation`` and makes the verdict partial. One that
+passes is ``stale-deviation``, a failure: the list must shrink as defects are fixed.
 """
 
 from __future__ import annotations
@@ -36,7 +38,7 @@ class DeviationError(ValueError):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Deviation:
-    """One entry; ``only`` narrows it to some settings, by field of `Setting`."""
+    """One entry of the file; ``only`` narrows it to some settings, by field of `Setting`."""
 
     case: str
     reason: str
@@ -45,29 +47,30 @@ class Deviation:
     only: Mapping[str, Sequence[Any]]
 
     def covers(self, case: str, setting: Setting) -> bool:
-        """Whether it is about this case in this setting."""
+        """Tell whether the entry is about this case in this setting."""
         return case == self.case and all(
             getattr(setting, name) in values for name, values in self.only.items()
         )
 
     @property
     def facts(self) -> dict[str, str]:
-        """What a report says of it."""
+        """The fields that a report shows."""
         return {"reason": self.reason, "issue": self.issue, "until": self.until.isoformat()}
 
 
 def read_deviations(
     path: Path, *, known: Iterable[str], today: datetime.date | None = None
 ) -> list[Deviation]:
-    """The entries of ``path``.
+    """Return the entries of ``path``.
 
     Args:
         path: a TOML file as above.
-        known: ids of all cases; another id is an error.
-        today: for tests.
+        known: ids of all cases; any other id is an error.
+        today: the current date, for tests.
 
     Raises:
-        DeviationError: unreadable, malformed, an unknown id, no reason or issue, or past its date.
+        DeviationError: if the file is unreadable or malformed, names an unknown case, lacks a
+            reason or an issue, or has an entry past its date.
     """
     try:
         content = tomllib.loads(path.read_text())
@@ -78,7 +81,8 @@ def read_deviations(
         raise DeviationError(
             f"{path}: holds {sorted(content)}; only [[deviation]] tables are known"
         )
-    ids, now = set(known), today or datetime.datetime.now(tz=datetime.UTC).date()
+    ids = set(known)
+    now = today or datetime.datetime.now(tz=datetime.UTC).date()
     return [
         _entry(f"{path}: deviation {index}", entry, ids, now)
         for index, entry in enumerate(entries, start=1)
@@ -93,9 +97,11 @@ def _entry(where: str, entry: Any, known: set[str], today: datetime.date) -> Dev
         raise DeviationError(f"{where} ({entry.get('case', '?')}) lacks {', '.join(missing)}")
     if unknown := set(entry) - {*_NEEDED, *_NARROWING}:
         raise DeviationError(
-            f"{where} has unknown keys {sorted(unknown)}; known: {', '.join((*_NEEDED, *_NARROWING))}"
+            f"{where} has unknown keys {sorted(unknown)}; "
+            f"known: {', '.join((*_NEEDED, *_NARROWING))}"
         )
-    texts, until = {name: entry[name] for name in _NEEDED[:3]}, entry["until"]
+    texts = {name: entry[name] for name in _NEEDED[:3]}
+    until = entry["until"]
     if not all(isinstance(text, str) for text in texts.values()):
         raise DeviationError(f"{where}: case, reason and issue are texts")
     if texts["case"] not in known:
@@ -108,7 +114,8 @@ def _entry(where: str, entry: Any, known: set[str], today: datetime.date) -> Dev
         )
     if until < today:
         raise DeviationError(
-            f"{where} ({texts['case']}): it ended on {until}; mend the engine, or agree on a new date"
+            f"{where} ({texts['case']}): it ended on {until}; "
+            "fix the engine, or agree on a new date"
         )
     return Deviation(**texts, until=until, only=_narrowing(where, entry))
 
@@ -116,17 +123,14 @@ def _entry(where: str, entry: Any, known: set[str], today: datetime.date) -> Dev
 def _narrowing(where: str, entry: Mapping[str, Any]) -> dict[str, list[Any]]:
     only = {name: entry[name] for name in _NARROWING if name in entry}
     for name, values in only.items():
-        if not isinstance(values, list) or not all(
-            type(value) is _NARROWING[name] for value in values
-        ):
-            raise DeviationError(
-                f"{where}: {name} is {values!r}; write a list of {_NARROWING[name].__name__}"
-            )
+        kind = _NARROWING[name]
+        if not isinstance(values, list) or not all(type(value) is kind for value in values):
+            raise DeviationError(f"{where}: {name} is {values!r}; write a list of {kind.__name__}")
     return only
 
 
 def with_deviations(outcome: Outcome, deviation: Deviation | None) -> Outcome:
-    """The status of a case that is listed; what could not run stays as it is."""
+    """Return the outcome with the status of a listed case, unchanged if it could not run."""
     if deviation is None or outcome.status in ("not-run", "suite-error"):
         return outcome
     if outcome.status in ("passed", "refused"):

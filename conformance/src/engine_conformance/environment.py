@@ -1,4 +1,4 @@
-"""What a report says of the machine, the versions and the suite itself. Imports no torch."""
+"""Facts about the machine, the versions and the suite for a report. Imports no torch."""
 
 from __future__ import annotations
 
@@ -17,22 +17,24 @@ from engine_api.plugin import CONTRACT
 
 __all__ = ["SHIMMED", "SIMULATED", "devices_of", "environment", "reported", "sources", "suite"]
 
-SHIMMED = "cpu (shimmed)"  # how a report names a CPU that answered in CUDA's place
-SIMULATED = "simulated"  # how a report names a device that is made of CPU tensors
+# The name in a report of a CPU that answered in CUDA's place.
+SHIMMED = "cpu (shimmed)"
+# The name in a report of a device that is made of CPU tensors.
+SIMULATED = "simulated"
 _VERSIONS = ("torch", "transformers", "numpy", "safetensors", "engine-api", "engine-conformance")
 
 
 @cache
 def suite() -> dict[str, str]:
-    """The suite's version, the contract that it tests, and the SHA-256 of all its files."""
+    """Return the suite's version, the contract that it tests, and the SHA-256 of all its files."""
     digest = _digest(Path(engine_conformance.__file__).parent)
     return {"version": engine_conformance.__version__, "contract": CONTRACT, "digest": digest}
 
 
 def sources(*modules: str) -> dict[str, str]:
-    """Return the SHA-256 of the files of each module's top-level package, by its name; nothing of theirs is imported.
+    """Return the SHA-256 of the files of each module's top-level package, by package name.
 
-    A version alone does not tell two builds of it apart.
+    Two builds may have one version, which the hash tells apart. Nothing is imported.
     """
     found: dict[str, str] = {}
     for name in sorted({module.partition(".")[0] for module in modules}):
@@ -55,12 +57,15 @@ def _digest(root: Path) -> str:
 
 
 def reported(device: str) -> str:
-    """How a report names a device that cases were asked for on."""
+    """Return the name in a report of a device that was asked for."""
     return SIMULATED if device == "npu" and npu_is_simulated() else device
 
 
 def environment(*distributions: str) -> dict[str, str]:
-    """Machine, Python and versions; ``distributions`` are named beside the usual ones."""
+    """Return machine, Python and versions.
+
+    ``distributions`` are added to the usual ones.
+    """
     facts = {
         "python": platform.python_version(),
         "system": f"{platform.system()} {platform.machine()}",
@@ -81,7 +86,7 @@ def environment(*distributions: str) -> dict[str, str]:
 
 
 def devices_of(device: str) -> int | None:
-    """How many ranks ``device`` can hold here; None: as many as are asked for, or nobody can tell."""
+    """Return the number of ranks that ``device`` can hold here, or None without a known limit."""
     return cuda_devices() if device == "cuda" else None
 
 
@@ -93,8 +98,9 @@ def _cpu() -> str:
 
 
 def _cuda_name() -> str:
-    # Asked of the driver: torch would put a context on the first device.
-    driver, name = ctypes.CDLL("libcuda.so.1"), ctypes.create_string_buffer(100)
+    # From the driver: torch would put a context on the first device.
+    driver = ctypes.CDLL("libcuda.so.1")
+    name = ctypes.create_string_buffer(100)
     driver.cuInit(0)
     driver.cuDeviceGetName(name, len(name), 0)
     return name.value.decode()

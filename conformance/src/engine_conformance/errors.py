@@ -1,4 +1,4 @@
-"""Why a run does not happen. What an engine does wrong is never an exception here: it is a status."""
+"""Reasons why a run does not happen; a defect of an engine is a status, never an exception here."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ __all__ = ["CannotRun", "UsageError"]
 
 
 class UsageError(ValueError):
-    """The request makes no sense; the text says what would."""
+    """A request that makes no sense; the text says what would."""
 
 
 class CannotRun(RuntimeError):
-    """Nothing can be said of the engine here; the text says why and what to do."""
+    """A run from which nothing about the engine would follow; the text says why and what to do."""

@@ -1,4 +1,4 @@
-"""What the cases are, for people: a table of all, and the whole of one."""
+"""Descriptions of the cases for people: a table of all, and the full text of one."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ __all__ = ["explain_case", "list_cases"]
 
 
 def list_cases(profile: str | None = None, group: str | None = None) -> str:
-    """One line a case; the two arguments pick.
+    """Return one line per case, narrowed by the two arguments.
 
     Raises:
-        UsageError: if nothing is left.
+        UsageError: if no case is left.
     """
     from engine_conformance.cases import load_cases
 
@@ -29,6 +29,7 @@ def list_cases(profile: str | None = None, group: str | None = None) -> str:
             c.must,
         )
         for c in cases
+        # The group of a probe is "undeclared".
         if group in (None, "undeclared" if c.probes else c.group)
     ]
     if not rows:
@@ -43,34 +44,34 @@ def list_cases(profile: str | None = None, group: str | None = None) -> str:
 
 
 def explain_case(name: str) -> str:
-    """The requirement, the details, when it applies, what to look at, where it stands, and how to run it.
+    """Return a case's requirement, details, conditions, hints, code location and command.
 
     Raises:
-        UsageError: on an unknown id, with the near matches.
+        UsageError: if the id is unknown; the text has similar ids.
     """
     from engine_conformance.cases import load_cases
 
     cases = load_cases()
     if name not in cases:
         near = get_close_matches(name, cases, n=3, cutoff=0.4)
-        hint = (
-            f"did you mean {' or '.join(near)}?" if near else "`engine-conformance list` shows all"
-        )
+        hint = "`engine-conformance list` shows all"
+        if near:
+            hint = f"did you mean {' or '.join(near)}?"
         raise UsageError(f"no case is called {name!r}; {hint}")
-    one = cases[name]
-    applies = f"needs {', '.join(one.requires)}" if one.requires else "every engine"
-    if one.probes:
-        applies = f"engines that do not declare {one.probes}"
+    case = cases[name]
+    applies = f"needs {', '.join(case.requires)}" if case.requires else "every engine"
+    if case.probes:
+        applies = f"engines that do not declare {case.probes}"
     facts = {
-        "MUST": one.must,
-        "details": one.details,
+        "MUST": case.must,
+        "details": case.details,
         "applies to": applies,
-        "model types": ", ".join(one.model_types),
-        "world sizes": ", ".join(map(str, one.world)),
-        "precisions": ", ".join(one.dtypes),
-        "profile": f"{one.profile}, group {one.group}, since contract {one.since}",
-        "if this fails": one.hints,
-        "code": f"{one.function.__module__}, line {inspect.getsourcelines(one.function)[1]}",
-        "run": f"engine-conformance run NAME --case {one.id} --world {one.world[0]}",
+        "model types": ", ".join(case.model_types),
+        "world sizes": ", ".join(map(str, case.world)),
+        "precisions": ", ".join(case.dtypes),
+        "profile": f"{case.profile}, group {case.group}, since contract {case.since}",
+        "if this fails": case.hints,
+        "code": f"{case.function.__module__}, line {inspect.getsourcelines(case.function)[1]}",
+        "run": f"engine-conformance run NAME --case {case.id} --world {case.world[0]}",
     }
-    return "\n".join([one.id, *(f"  {title}: {text}" for title, text in facts.items() if text)])
+    return "\n".join([case.id, *(f"  {title}: {text}" for title, text in facts.items() if text)])

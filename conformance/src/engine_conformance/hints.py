@@ -1,4 +1,4 @@
-"""What a wrong answer looks like: ratios, shifts and places that tell a known defect."""
+"""Patterns of wrong answers that point to a known defect: ratios, shifts by one, and places."""
 
 from __future__ import annotations
 
@@ -13,13 +13,16 @@ __all__ = ["Factors", "ratio_hint", "token_hints"]
 Factors = Mapping[str, float]
 """Sizes of the run by name, as ``{"dp size": 2, "micro-batches": 3}``."""
 
-_MOST = 0.9  # share of the elements that must agree for a pattern to be one
-_NEAR = 0.01  # relative distance within which two ratios are the same
+# Share of the elements that must follow a pattern for it to be reported.
+_MOST = 0.9
+# Relative distance within which two ratios count as the same.
+_NEAR = 0.01
 
 
 def ratio_hint(got: Tensor, want: Tensor, bound: Tensor, factors: Factors) -> Iterator[str]:
-    """A constant ratio of ``got`` to ``want``, with what of the run it equals."""
-    telling = want.abs() > 10 * bound  # elsewhere the ratio is noise
+    """Yield a constant ratio of ``got`` to ``want``, with the size of the run that it equals."""
+    # Elsewhere the ratio is noise.
+    telling = want.abs() > 10 * bound
     if not telling.any():
         return
     ratios = got[telling] / want[telling]
@@ -44,7 +47,7 @@ def _known(factors: Factors) -> Iterator[tuple[str, float]]:
 def token_hints(
     got: Tensor, want: Tensor, bound: Tensor, wrong: Tensor, bounds: Sequence[int]
 ) -> Iterator[str]:
-    """Shifts by one, and wrong tokens that keep to one kind of place."""
+    """Yield hints on shifts by one and on wrong tokens that are all in one kind of place."""
     if _mostly_within(got[:-1] - want[1:], bound[1:]):
         yield "got[t] equals want[t + 1]: values are one token early (alignment)"
     if _mostly_within(got[1:] - want[:-1], bound[:-1]):
@@ -64,6 +67,6 @@ def _mostly_within(difference: Tensor, bound: Tensor) -> bool:
 
 
 def _most_wrong(wrong: Tensor, bounds: Sequence[int]) -> bool:
-    """Whether nearly every document of two tokens or more within ``bounds`` has a wrong token."""
+    """Tell whether nearly every document of two tokens or more in ``bounds`` has a wrong token."""
     hit = [bool(wrong[start:stop].any()) for start, stop in pairwise(bounds) if stop - start > 1]
     return bool(hit) and sum(hit) / len(hit) >= _MOST

@@ -1,4 +1,7 @@
-"""How a row is told to a person: one line when all is well, the whole story when not. Imports no torch."""
+"""Texts of a row for people: one line for a case that passed, a full account of one that did not.
+
+Imports no torch.
+"""
 
 from __future__ import annotations
 
@@ -10,22 +13,25 @@ _WIDE = 36
 
 
 def line(row: Row) -> str:
-    """One line: status, case, setting, margin and time; for a case that did not run, why."""
-    outcome, margin = row.outcome, row.outcome.margin
-    told = "" if margin is None else "bitwise" if margin == 0 else f"margin {margin:.2g}"
-    text = f"{outcome.status:<10} {row.case:<{_WIDE}} {row.setting}  {told:<14} {outcome.seconds:5.1f} s"
+    """Return status, case, setting, margin and time, and the reason if the case did not run."""
+    outcome = row.outcome
+    margin = outcome.margin
+    shown = "" if margin is None else "bitwise" if margin == 0 else f"margin {margin:.2g}"
+    text = (
+        f"{outcome.status:<10} {row.case:<{_WIDE}} {row.setting}  "
+        f"{shown:<14} {outcome.seconds:5.1f} s"
+    )
     return f"{text}  {outcome.message}" if outcome.status == "not-run" else text
 
 
 def describe(row: Row) -> str:
-    """What was required, what was seen instead, what it may come from, and the line that repeats it."""
+    """Return the requirement, what was seen, likely causes, and the command that repeats it."""
     status = row.outcome.status
     title = f"{status.upper()} {row.case} [{row.setting}]"
     parts = [f"MUST: {row.must}", row.outcome.message.rstrip()]
     if row.deviation:
-        parts.append(
-            f"listed: {row.deviation['reason']} ({row.deviation['issue']}, until {row.deviation['until']})"
-        )
+        listed = row.deviation
+        parts.append(f"listed: {listed['reason']} ({listed['issue']}, until {listed['until']})")
     if status in BAD and row.hints:
         parts.append(f"if this fails: {row.hints}")
     parts.append(f"repeat: {row.repeat}")

@@ -1,4 +1,4 @@
-"""What is going to run: the cases that apply, in the settings that were asked for."""
+"""The plan of a run: the cases that apply, in the settings that were asked for."""
 
 from __future__ import annotations
 
@@ -23,21 +23,21 @@ __all__ = ["Item", "Selection", "changed", "make_plan", "resolve", "resolve_kind
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Selection:
-    """What was asked for.
+    """The cases and settings that were asked for.
 
     Attributes:
-        name: of the engine's backend, or of the rollout.
-        device: never replaced by another.
+        name: name of the engine's backend, or of the rollout.
+        device: device type, never replaced by another.
         worlds, dtypes: each combination is a setting.
-        model_types: all that the plug-in has rows for, if empty.
-        profiles: ``engine`` and ``rl`` (``rollout`` for a rollout), if empty.
-        cases: globs of ids; all if empty.
-        quick: the quick tier only.
-        layout: how several ranks are spread where a case does not say it itself.
-        partner: another engine, for what two engines owe each other.
-        patience: deadlines are this many times as long.
+        model_types: empty means all that the plug-in has rows for.
+        profiles: empty means ``engine`` and ``rl`` (``rollout`` for a rollout).
+        cases: globs of ids; empty means all.
+        quick: whether only the quick tier runs.
+        layout: layout of several ranks, for cases that do not set one themselves.
+        partner: another engine, for cases about what two engines owe each other.
+        patience: factor by which deadlines are longer.
         plugin: ``module:ATTR`` of a descriptor that is not installed.
-        options: the engine's or the rollout's own, by name.
+        options: the engine's or the rollout's own options, by name.
     """
 
     name: str
@@ -56,17 +56,20 @@ class Selection:
 
     @property
     def complete(self) -> bool:
-        """Whether nothing was left out by hand: only then a verdict may be ``conformant``."""
+        """Whether nothing was left out by hand, without which no verdict is ``conformant``."""
         return is_complete({"cases": self.cases, "quick": self.quick})
 
     def as_dict(self) -> dict[str, Any]:
-        """For a report: what differs from the defaults of `Parallelism` is all that is said of the layout."""
+        """Return the fields for a report.
+
+        The layout has only sizes that differ from the defaults of `Parallelism`.
+        """
         return asdict(self) | {"device": reported(self.device), "layout": changed(self.layout)}
 
 
 @dataclass(frozen=True, kw_only=True)
 class Item:
-    """One case in one setting; ``absent`` says why it cannot run here."""
+    """One case in one setting; ``absent`` holds the reason if it cannot run here."""
 
     case: Case
     target: Target
@@ -74,21 +77,24 @@ class Item:
 
     @property
     def setting(self) -> Setting:
-        """As the report has it."""
-        one = self.target
+        """The setting as the report names it."""
+        target = self.target
         return Setting(
-            model_type=one.model_type, device=reported(one.device), world=one.world, dtype=one.dtype
+            model_type=target.model_type,
+            device=reported(target.device),
+            world=target.world,
+            dtype=target.dtype,
         )
 
 
 def changed(layout: Parallelism) -> dict[str, int]:
-    """The sizes that are not the default."""
+    """Return the sizes that differ from the default."""
     default = asdict(Parallelism())
     return {name: size for name, size in asdict(layout).items() if size != default[name]}
 
 
 def resolve_kind(selection: Selection) -> bool:
-    """Whether the name is a rollout's.
+    """Tell whether the name is a rollout's.
 
     Raises:
         UsageError: if the profiles are of both kinds.
@@ -96,7 +102,8 @@ def resolve_kind(selection: Selection) -> bool:
     if selection.profiles:
         if "rollout" in selection.profiles and len(selection.profiles) > 1:
             raise UsageError(
-                "--profile rollout is about rollouts, the others are about engines: run them one by one"
+                "--profile rollout is about rollouts, the others are about engines: "
+                "run them one by one"
             )
         return selection.profiles == ("rollout",)
     names = {
@@ -107,10 +114,11 @@ def resolve_kind(selection: Selection) -> bool:
 
 
 def resolve(selection: Selection) -> Resolution:
-    """What the registry chooses for the first model type.
+    """Return the registry's choice for the first model type.
 
     Raises:
-        CannotRun: if the name is unknown, broken, in conflict or not for this device, with the registry's reasons.
+        CannotRun: if the name is unknown, broken, in conflict or not for this device; the text
+            has the registry's reasons.
     """
     try:
         if resolve_kind(selection):
@@ -124,7 +132,10 @@ def resolve(selection: Selection) -> Resolution:
 
 
 def model_types(selection: Selection) -> tuple[str, ...]:
-    """Those asked for, or all that the backend has a row for on this device; ``language_model`` if it has none."""
+    """Return the model types asked for, or all that the backend has a row for on this device.
+
+    Without any row the result is ``language_model``.
+    """
     rows = [row for _, row in EngineRegistry.rows() if selection.name in row.backends]
     offered = dict.fromkeys(
         m for row in rows if selection.device in row.devices for m in row.model_types
@@ -133,17 +144,18 @@ def model_types(selection: Selection) -> tuple[str, ...]:
 
 
 def make_plan(selection: Selection, root: Path) -> list[Item]:
-    """Every case that applies, world by world so that few ranks wait at a time.
+    """Return every case that applies, world by world so that few ranks are idle at a time.
 
     Raises:
         UsageError: if a glob fits no case.
         CannotRun: if the engine cannot be resolved, or nothing is left to run.
     """
-    chosen = _chosen(selection.cases)
     rollout = resolve_kind(selection)
     profiles = selection.profiles or (("rollout",) if rollout else ("engine", "rl"))
     chosen = [
-        one for one in chosen if one.profile in profiles and (one.quick or not selection.quick)
+        case
+        for case in _chosen(selection.cases)
+        if case.profile in profiles and (case.quick or not selection.quick)
     ]
     resolve(selection)
     targets = [
@@ -165,7 +177,9 @@ def make_plan(selection: Selection, root: Path) -> list[Item]:
         for model_type in (("language_model",) if rollout else model_types(selection))
     ]
     why_not: dict[str, str] = {}
-    items = [item for target in targets for one in chosen if (item := _item(one, target, why_not))]
+    items = [
+        item for target in targets for case in chosen if (item := _item(case, target, why_not))
+    ]
     if not items:
         reasons = "".join(f"\n  {case}: {why}" for case, why in list(why_not.items())[:10])
         raise CannotRun(
@@ -179,28 +193,26 @@ def _chosen(globs: Sequence[str]) -> list[Case]:
     for glob in globs:
         if not any(fnmatchcase(name, glob) for name in cases):
             near = get_close_matches(glob, cases, n=3, cutoff=0.4)
-            hint = (
-                f"did you mean {' or '.join(near)}?"
-                if near
-                else "`engine-conformance list` shows all"
-            )
+            hint = "`engine-conformance list` shows all"
+            if near:
+                hint = f"did you mean {' or '.join(near)}?"
             raise UsageError(f"no case is called {glob!r}; {hint}")
     return [
-        one
-        for name, one in cases.items()
+        case
+        for name, case in cases.items()
         if not globs or any(fnmatchcase(name, glob) for glob in globs)
     ]
 
 
-def _item(one: Case, target: Target, why_not: dict[str, str]) -> Item | None:
+def _item(case: Case, target: Target, why_not: dict[str, str]) -> Item | None:
     try:
-        reason = one.why_not(target)
+        reason = case.why_not(target)
     except PluginError as error:
         raise CannotRun(f"{type(error).__name__}: {error}") from error
     if reason:
-        why_not[one.id] = reason
+        why_not[case.id] = reason
         return None
     there = devices_of(target.device)
     short = there is not None and there < target.world
     absent = f"needs {target.world} {target.device} devices, there are {there}" if short else ""
-    return Item(case=one, target=target, absent=absent)
+    return Item(case=case, target=target, absent=absent)

@@ -1,7 +1,9 @@
-"""The suite as pytest tests: ``pytest -p engine_conformance.plugin --engine NAME --pyargs engine_conformance.cases``.
+"""The suite as pytest tests.
 
-Named on the command line, never loaded by itself: an environment that has the suite installed runs its other tests as
-before. Each case in each setting is one test; a case that does not run here is a skip with its reason.
+``pytest -p engine_conformance.plugin --engine NAME --pyargs engine_conformance.cases`` runs it. The
+plug-in is named on the command line and never loaded by itself: an environment that has the suite
+installed runs its other tests as before. Each case in each setting is one test; a case that does
+not run here is a skip with its reason.
 """
 
 from __future__ import annotations
@@ -29,11 +31,11 @@ _PLAN = pytest.StashKey["tuple[Selection, Sequence[Item], Sequence[Deviation]]"]
 
 
 class CaseFailed(Exception):
-    """Carries the story of a case; its traceback would be the suite's own."""
+    """The failure of a case with its full description, without the traceback of the suite."""
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    """The settings, as ``engine-conformance run`` has them."""
+    """Add the settings that ``engine-conformance run`` has."""
     group = parser.getgroup("engine-conformance")
     group.addoption("--engine", help="the backend's name in the registry, or the rollout's")
     group.addoption("--engine-device", default="cpu")
@@ -48,12 +50,12 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_collection(session: pytest.Session) -> None:
-    """Decide what is going to run before anything is collected: a mistake is told once."""
+    """Make the plan before anything is collected, so that a mistake is reported once."""
     session.config.stash[_PLAN] = _make_plan(session.config)
 
 
 def pytest_collect_file(file_path: Path, parent: pytest.Collector) -> pytest.Collector | None:
-    """Each module of cases, instead of a Python test file."""
+    """Return a collector for a module of cases, instead of a Python test file."""
     if file_path.parent != _CASES or file_path.suffix != ".py" or file_path.name.startswith("_"):
         return None
     collector: pytest.Collector = CaseFile.from_parent(parent, path=file_path)
@@ -64,7 +66,7 @@ class CaseFile(pytest.File):
     """The cases of one module."""
 
     def collect(self) -> Iterator[pytest.Item]:
-        """One test a case and setting."""
+        """Yield one test per case and setting."""
         selection, items, deviations = self.config.stash[_PLAN]
         for item in items:
             if item.case.function.__module__.rpartition(".")[2] == self.path.stem:
@@ -82,7 +84,7 @@ class CaseItem(pytest.Item):
         self._selection, self._item, self._deviations = story
 
     def runtest(self) -> None:
-        """Run it; what did not pass is told as the command line tells it."""
+        """Run the case, and report one that did not pass as the command line does."""
         row = run_item(self._item, self._selection, self._deviations)
         status = row.outcome.status
         self.user_properties += [("status", status), ("margin", row.outcome.margin)]
@@ -96,13 +98,13 @@ class CaseItem(pytest.Item):
     def repr_failure(
         self, excinfo: pytest.ExceptionInfo[BaseException], style: object = None
     ) -> str:
-        """The story alone."""
+        """Return the description of the case, without a traceback."""
         if isinstance(excinfo.value, CaseFailed):
             return str(excinfo.value)
         return str(super().repr_failure(excinfo))
 
     def reportinfo(self) -> tuple[Path, int, str]:
-        """Where the case stands."""
+        """Return the file and the line of the case."""
         return self.path, self._item.case.function.__code__.co_firstlineno - 1, self.name
 
 
@@ -112,7 +114,8 @@ def _make_plan(config: pytest.Config) -> tuple[Selection, Sequence[Item], Sequen
         raise pytest.UsageError(
             "name an engine: --engine NAME (`python -m engine_api list` shows what is installed)"
         )
-    torch.set_num_threads(1)  # as in `run_selection`
+    # As in `run_selection`.
+    torch.set_num_threads(1)
     folder = tempfile.TemporaryDirectory(prefix="conformance-")
     config.add_cleanup(folder.cleanup)
     config.add_cleanup(close_pools)  # no rank outlives the run

@@ -1,7 +1,8 @@
-"""Whether the descriptors of this environment can be read at all, tried in another process. Imports no torch.
+"""Check that the descriptors of this environment can be loaded, made in a child process.
 
-A descriptor is a stranger's module: loading it may end the process or never return. Here that ends a child, and is
-reported; afterwards the suite's own process loads the same descriptors.
+A descriptor is a third party's module: loading it may end the process or never return. Here that
+ends a child and is reported; afterwards the suite's own process loads the same descriptors. Imports
+no torch.
 """
 
 from __future__ import annotations
@@ -25,10 +26,10 @@ for registry in (EngineRegistry, RolloutRegistry):
 
 
 def preflight(name: str, device: str) -> None:
-    """Load all descriptors, and ask the named one's probe, in a child process.
+    """Load all descriptors and call the named one's probe, in a child process.
 
     Raises:
-        CannotRun: where the child does not come back, or is ended by what it loads.
+        CannotRun: if the child does not return in time, or is ended by a module that it loads.
     """
     command = [sys.executable, "-c", _CODE.format(path=sys.path, device=device, name=name)]
     try:
@@ -38,19 +39,19 @@ def preflight(name: str, device: str) -> None:
     except subprocess.TimeoutExpired as error:
         raise CannotRun(
             f"loading the descriptors of this environment took longer than {_SECONDS:.0f} s\n"
-            f"  to do: find the entry point of group engine_api.engines whose module does not return\n{_end(error.stderr)}"
+            "  to do: find the entry point of group engine_api.engines whose module does not "
+            f"return\n{_end(error.stderr)}"
         ) from error
     if done.returncode != 0:
         raise CannotRun(
-            f"loading the descriptors of this environment ended the process (exit code {done.returncode})\n"
-            f"  to do: a descriptor's module, or the probe of {name!r}, must neither exit nor raise\n{_end(done.stderr)}"
+            "loading the descriptors of this environment ended the process "
+            f"(exit code {done.returncode})\n"
+            f"  to do: a descriptor's module, or the probe of {name!r}, must neither exit nor "
+            f"raise\n{_end(done.stderr)}"
         )
 
 
 def _end(text: str | bytes | None) -> str:
-    lines = (
-        (text.decode(errors="replace") if isinstance(text, bytes) else text or "")
-        .rstrip()
-        .splitlines()
-    )
+    decoded = text.decode(errors="replace") if isinstance(text, bytes) else text or ""
+    lines = decoded.rstrip().splitlines()
     return "\n".join(lines[-15:])

@@ -1,4 +1,4 @@
-"""What a rank's failure is reported as."""
+"""Reports of failed ranks."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ FailureKind = Literal["raised", "died", "stalled"]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RankFailure:
-    """What happened to one rank.
+    """The failure of one rank.
 
     ``kind``: ``raised`` (``text`` is the traceback, ``exception`` the class's full name), ``died``
-    (the exit code, and the stack of a crash), or ``stalled`` (the stack where it was). ``output`` is the
-    end of what it printed.
+    (the exit code, and the stack of a crash), or ``stalled`` (the stack where it was). ``output``
+    is the end of what the rank printed.
     """
 
     rank: int
@@ -28,15 +28,17 @@ class RankFailure:
 
 
 class RankError(AssertionError):
-    """A function failed on some rank. ``failures`` has every rank that did not return, by rank."""
+    """The failure of a function on some rank; ``failures`` has every rank that did not return."""
 
     def __init__(
         self, function: str, world: int, failures: Sequence[RankFailure], seconds: float
     ) -> None:
-        self.function, self.world, self.failures = function, world, tuple(failures)
+        self.function = function
+        self.world = world
+        self.failures = tuple(failures)
         ranks = [failure.rank for failure in failures]
         lines = [f"{function} failed on rank(s) {ranks} of {world} after {seconds:.1f} s"]
-        # A case's own verdict first: the ranks beside it may have died of the connection that it closed.
+        # A case's own verdict first: other ranks may have died of the connection that it closed.
         ordered = sorted(
             failures, key=lambda failure: not failure.exception.endswith("ConformanceFailure")
         )
@@ -45,7 +47,7 @@ class RankError(AssertionError):
 
     @property
     def timed_out(self) -> bool:
-        """Whether no rank raised or died: the deadline passed."""
+        """Whether the deadline passed without any rank that raised or died."""
         return all(failure.kind == "stalled" for failure in self.failures)
 
 

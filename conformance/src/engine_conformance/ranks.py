@@ -1,8 +1,8 @@
 """A pool of ranks: processes that share one process group, driven over pipes by name of function.
 
-The parent holds no process group. A rank that raises, dies or stalls fails the call with what
-every rank was doing; the pool is then killed, by its own process ids only, and the next call
-starts a fresh one: one failure never becomes many.
+The parent holds no process group. A rank that raises, dies or stalls fails the call with a report
+of every rank's state; the pool is then killed, by its own process ids only, and the next call
+starts a new one: one failure never becomes many.
 """
 
 from __future__ import annotations
@@ -29,14 +29,15 @@ from engine_conformance.rank_failure import RankError, RankFailure
 
 __all__ = ["RankError", "RankFailure", "RankPool", "close_pools", "get_pool"]
 
-# A fresh interpreter, not multiprocessing's spawn, which imports the parent's main module again:
-# that fails for a notebook, and runs a script that has no guard.
+# A new interpreter, not multiprocessing's spawn, which imports the parent's main module again: that
+# fails for a notebook, and runs a script that has no guard.
 _COMMAND = "from engine_conformance._rank_worker import main; main({})"
-_START_SECONDS = 180.0  # importing torch from a cold disk, and the rendezvous
-_GRACE_SECONDS = (
-    1.0  # after the first failure: who fails within it failed too, the rest are its victims
-)
-_DUMP_SECONDS = 20.0  # at most, for a rank to write its stack after the signal
+# Time for importing torch from a cold disk, and for the rendezvous.
+_START_SECONDS = 180.0
+# Time after the first failure within which failing ranks count as failed too; the rest are victims.
+_GRACE_SECONDS = 1.0
+# Time limit for a rank to write its stack after the signal.
+_DUMP_SECONDS = 20.0
 _CLOSE_SECONDS = 5.0
 _OUTPUT_LINES = 20
 
@@ -50,8 +51,8 @@ class RankPool:
 
     Args:
         world: number of ranks; one rank has a process group of one.
-        device: ``cpu`` or an accelerator, with one device a rank.
-        deadline: seconds that a call may take unless it says otherwise.
+        device: ``cpu`` or an accelerator, with one device per rank.
+        deadline: default time limit of a call in seconds.
         group_timeout: seconds after which a collective gives up. Every deadline must be shorter, so
             that a stall is reported by the pool, with all stacks, and not by one rank's collective.
 
@@ -71,8 +72,10 @@ class RankPool:
             raise ValueError(
                 f"world {world} must be positive and device {device!r} one of {list(BACKENDS)}"
             )
-        self.world, self.device = world, device
-        self._deadline, self._group_timeout = deadline, group_timeout
+        self.world = world
+        self.device = device
+        self._deadline = deadline
+        self._group_timeout = group_timeout
         self._processes: list[Popen[bytes]] = []
         self._pipes: list[Connection] = []
         self._folder = Path()
@@ -81,11 +84,16 @@ class RankPool:
 
     @property
     def pids(self) -> tuple[int, ...]:
-        """The process ids of the running ranks; empty before the first call and after a failure."""
+        """Process ids of the running ranks.
+
+        The tuple is empty before the first call and after a failure.
+        """
         return tuple(process.pid for process in self._processes)
 
     def start(self) -> None:
-        """Start the ranks and their process group; does nothing if they run.
+        """Start the ranks and their process group.
+
+        Nothing happens if they run already.
 
         Raises:
             RankError: if a rank cannot start, as when there are fewer devices than ranks.
@@ -95,18 +103,19 @@ class RankPool:
         _running.add(self)
         try:
             self._start()
-        except BaseException:  # an interrupt too must leave no rank behind; raised again
+        # An interrupt too must leave no rank behind.
+        except BaseException:
             self._kill()
             raise
 
     def _start(self) -> None:
         self._folder = Path(tempfile.mkdtemp(prefix="ranks-"))
-        # Read when torch is imported, so it cannot be set from inside.
+        # OMP_NUM_THREADS is read when torch is imported, so it cannot be set from inside.
         environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(sys.path)}
         for rank in range(self.world):
             ours, theirs = Pipe()
             command = [sys.executable, "-P", "-c", _COMMAND.format(theirs.fileno())]
-            # What an engine prints is kept for its failure's report, and never mixes with the suite's own output.
+            # An engine's output is kept for the report of its failure, apart from the suite's own.
             with self._log(rank).open("wb") as log:
                 # In one statement: an interrupt after it finds the process in the list.
                 self._processes.append(
@@ -132,12 +141,12 @@ class RankPool:
         per_rank: Sequence[Mapping[str, Any]] | None = None,
         **kwargs: Any,
     ) -> list[Any]:
-        """Call ``"module:function"`` with ``kwargs`` on every rank; returns the results by rank.
+        """Call ``"module:function"`` with ``kwargs`` on every rank and return the results by rank.
 
         Args:
             function: importable by name in a rank; ``sys.path`` is the parent's.
             deadline: seconds for this call; the pool's own if absent.
-            per_rank: one mapping a rank, of arguments that differ.
+            per_rank: one mapping per rank, of arguments that differ.
 
         Raises:
             RankError: if any rank raised, died, or did not return before the deadline.
@@ -148,7 +157,8 @@ class RankPool:
             rank: self._log(rank).stat().st_size for rank in range(len(self._processes))
         }
         self._check_deadline(limit)
-        extra, path = per_rank or [{}] * self.world, tuple(sys.path)
+        extra = per_rank or [{}] * self.world
+        path = tuple(sys.path)
         jobs = [
             pickle.dumps(Job(function=function, kwargs=kwargs | dict(own), path=path))
             for own in extra
@@ -161,7 +171,10 @@ class RankPool:
         return self._collect(function, limit)
 
     def close(self) -> None:
-        """Let the ranks leave, then make sure that they are gone. Idempotent."""
+        """Let the ranks leave, then make sure that they are gone.
+
+        A second call does nothing.
+        """
         for pipe in self._pipes:
             with contextlib.suppress(BrokenPipeError):
                 pipe.send_bytes(pickle.dumps(None))
@@ -198,21 +211,27 @@ class RankPool:
             )
 
     def _collect(self, function: str, deadline: float) -> list[Any]:
-        """One reply a rank; on any failure, the stacks of the others, and the end of this pool."""
-        began, replies, complete = time.monotonic(), dict[int, Reply](), False
+        """Return one result per rank.
+
+        On a failure all ranks' stacks are reported and this pool ends.
+        """
+        began = time.monotonic()
+        replies: dict[int, Reply] = {}
+        complete = False
         try:
             self._receive(replies, began + deadline)
             failures = self._failures(replies)
             complete = not failures
         finally:
-            if not complete:  # also when the parent is interrupted: no rank outlives the call
+            # Also when the parent is interrupted: no rank outlives the call.
+            if not complete:
                 self._kill()
         if failures:
             raise RankError(function, self.world, failures, time.monotonic() - began)
         return [replies[rank].value for rank in range(self.world)]
 
     def _receive(self, replies: dict[int, Reply], end: float) -> None:
-        """Fill ``replies`` until all ranks answered, ``end``, or the grace after a first failure."""
+        """Fill ``replies`` until all ranks replied, ``end``, or the grace after a first failure."""
         while len(replies) < self.world:
             waiting = {self._pipes[rank]: rank for rank in range(self.world) if rank not in replies}
             ready = wait(list(waiting), timeout=max(0.0, end - time.monotonic()))
@@ -220,7 +239,9 @@ class RankPool:
                 return
             for pipe in ready:
                 assert isinstance(pipe, Connection)
-                reply = replies[waiting[pipe]] = self._read(waiting[pipe])
+                rank = waiting[pipe]
+                reply = self._read(rank)
+                replies[rank] = reply
                 if reply.kind != "returned":
                     end = min(end, time.monotonic() + _GRACE_SECONDS)
 
@@ -259,12 +280,14 @@ class RankPool:
     def _request_stacks(self, ranks: Sequence[int]) -> None:
         for rank in ranks:
             process = self._processes[rank]
-            if self._dump(rank).exists():  # as it does once the handler is there
+            # The file exists once the signal's handler does.
+            if self._dump(rank).exists():
                 process.send_signal(signal.SIGUSR1)
         end = time.monotonic() + _DUMP_SECONDS
         while time.monotonic() < end and not all(self._stack(rank) for rank in ranks):
             time.sleep(0.02)
-        time.sleep(0.05 if ranks else 0.0)  # a stack is written line by line
+        # A stack is written line by line.
+        time.sleep(0.05 if ranks else 0.0)
 
     def _dump(self, rank: int) -> Path:
         return self._folder / f"stack-{rank}"
@@ -273,10 +296,9 @@ class RankPool:
         return self._folder / f"output-{rank}"
 
     def _printed(self, rank: int) -> str:
-        """The end of what a rank printed during this call."""
-        text = (
-            self._log(rank).read_bytes()[self._read_up_to.get(rank, 0) :].decode(errors="replace")
-        )
+        """Return the end of what a rank printed during this call."""
+        printed = self._log(rank).read_bytes()[self._read_up_to.get(rank, 0) :]
+        text = printed.decode(errors="replace")
         return "\n".join(text.rstrip().splitlines()[-_OUTPUT_LINES:])
 
     def _stack(self, rank: int) -> str:
@@ -288,7 +310,8 @@ class RankPool:
             process.wait()
         for pipe in self._pipes:
             pipe.close()
-        self._processes, self._pipes = [], []
+        self._processes = []
+        self._pipes = []
         _running.discard(self)
         if self._folder != Path():
             shutil.rmtree(self._folder, ignore_errors=True)
@@ -304,7 +327,7 @@ _running: set[RankPool] = set()
 
 
 def get_pool(world: int, device: str = "cpu") -> RankPool:
-    """The pool of this world size and device, kept for the life of the process.
+    """Return the pool of this world size and device, kept for the life of the process.
 
     Only one world size stays alive on an accelerator, whose memory idle ranks would hold.
     """

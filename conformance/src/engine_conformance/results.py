@@ -1,4 +1,7 @@
-"""What a run of the suite gives: one row a case and setting, each in exactly one of nine statuses. Imports no torch."""
+"""The result of a run: one row per case and setting, each in exactly one of nine statuses.
+
+Imports no torch.
+"""
 
 from __future__ import annotations
 
@@ -11,13 +14,20 @@ __all__ = ["BAD", "STATUSES", "Outcome", "Part", "Row", "Run", "Setting", "Statu
 Status = Literal[
     "passed",
     "failed",
-    "refused",  # undeclared, and refused as it must be
-    "accepted-undeclared",  # undeclared, and not refused
-    "deviation",  # listed in the deviations, and fails
-    "stale-deviation",  # listed in the deviations, and passes
-    "not-run",  # device, world size or package absent
-    "timeout",  # no answer before the deadline
-    "suite-error",  # the suite's own fault
+    # Undeclared, and refused as it must be.
+    "refused",
+    # Undeclared, and not refused.
+    "accepted-undeclared",
+    # Listed in the deviations, and fails.
+    "deviation",
+    # Listed in the deviations, and passes.
+    "stale-deviation",
+    # The device, the world size or a package is absent.
+    "not-run",
+    # No result before the deadline.
+    "timeout",
+    # The suite's own fault.
+    "suite-error",
 ]
 STATUSES: tuple[Status, ...] = get_args(Status)
 BAD: frozenset[Status] = frozenset({"failed", "accepted-undeclared", "stale-deviation", "timeout"})
@@ -25,7 +35,7 @@ BAD: frozenset[Status] = frozenset({"failed", "accepted-undeclared", "stale-devi
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Outcome:
-    """How a case ended; ``margin`` is its worst error over the tolerance."""
+    """The result of a case; ``margin`` is its largest error over the tolerance."""
 
     status: Status
     seconds: float
@@ -35,7 +45,7 @@ class Outcome:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Setting:
-    """Under which circumstances a case ran."""
+    """The circumstances under which a case ran."""
 
     model_type: str
     device: str
@@ -55,11 +65,12 @@ class Row:
         must: the requirement, one line.
         profile: ``engine``, ``rl`` or ``rollout``.
         group: ``core``, a capability, or the profile's name.
-        provisional: reported, but no part of the verdict.
-        message: what was wrong, where, and by how much; why it was not run; empty when it passed.
-        hints: what to look at, from the case's docstring; empty when it passed.
+        provisional: whether the row is reported without being part of the verdict.
+        hints: places to look at, from the case's docstring; empty when it passed.
         repeat: the command that runs it again.
         deviation: the reason and the issue of a listed deviation.
+        outcome: its ``message`` says what was wrong, where, and by how much, or why the case was
+            not run; it is empty when the case passed.
     """
 
     case: str
@@ -76,11 +87,12 @@ class Row:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Part:
-    """One of the runs that a joined report was made of.
+    """One of the runs that were joined into a report.
 
     Attributes:
-        digest: of its own ``report.json``.
-        started, seconds, command, selection, environment: as in its `Run`; the selection without ``complete``.
+        digest: the digest of its own ``report.json``.
+        started, seconds, command, selection, environment: as in its `Run`; the selection without
+            ``complete``.
     """
 
     digest: str
@@ -93,21 +105,23 @@ class Part:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Run:
-    """Everything that a report is made of.
+    """The contents of a report.
 
     Attributes:
-        name: what was run: the engine's backend or the rollout.
-        distribution: ``name==version`` of the distribution that offers it, and its descriptor's target.
+        name: the engine's backend or the rollout that was run.
+        distribution: ``name==version`` of the distribution that offers it, and its descriptor's
+            target.
         contract: the version that the descriptor states.
         declared: its capabilities.
-        trace: how the registry chose, a line a candidate.
+        trace: the registry's choice, one line per candidate.
         command: the arguments after ``engine-conformance``.
-        selection: what was asked for, as in the command line's options.
+        selection: the cases and settings asked for, as in the command line's options.
         certify: whether a certificate was asked for.
         environment: versions and machine, by name.
         suite: version and digest of the suite.
         started: ISO 8601, UTC.
-        sources: SHA-256 of the files of the engine's package, its partner's and engine-api, by package.
+        sources: SHA-256 of the files of the engine's package, its partner's and engine-api, by
+            package.
         parts: the runs that were joined into this one; empty for a run of its own.
     """
 

@@ -1,4 +1,4 @@
-"""Running a plan: one row an item, whatever the engine does."""
+"""The running of a plan: one row per item, whatever the engine does."""
 
 from __future__ import annotations
 
@@ -39,13 +39,15 @@ def run_selection(
     done: Collection[tuple[str, Setting]] = (),
     listen: Listener | None = None,
 ) -> Run:
-    """Run everything that was selected; pools of ranks are closed at the end.
+    """Run everything that was selected.
+
+    Pools of ranks are closed at the end.
 
     Args:
         selection: what to run.
         command: the command line's arguments, for the report.
         certify: whether a certificate was asked for, for the report.
-        deviations: of this engine.
+        deviations: the known deviations of this engine.
         limit: seconds after which no case is started; the rest is reported as not run.
         done: cases and settings that an earlier run has shown: they are left out.
         listen: called with each row as it comes.
@@ -53,20 +55,19 @@ def run_selection(
     Raises:
         UsageError, CannotRun: see `make_plan`.
     """
-    began, about = time.monotonic(), describe_run(selection, command=command, certify=certify)
-    torch.set_num_threads(1)  # the oracle's tensors are tiny: threads cost more than they do
+    began = time.monotonic()
+    about = describe_run(selection, command=command, certify=certify)
+    # The oracle's tensors are so small that threads would cost more than they gain.
+    torch.set_num_threads(1)
     with tempfile.TemporaryDirectory(prefix="conformance-") as folder:
-        items, rows = make_plan(selection, Path(folder)), list[Row]()
+        items = make_plan(selection, Path(folder))
+        rows: list[Row] = []
         try:
             for item in items:
                 if (item.case.id, item.setting) in done:
                     continue
-                late = time.monotonic() - began > limit
-                rows.append(
-                    run_item(
-                        item, selection, deviations, late="out of time (--limit)" if late else ""
-                    )
-                )
+                late = "out of time (--limit)" if time.monotonic() - began > limit else ""
+                rows.append(run_item(item, selection, deviations, late=late))
                 if listen:
                     listen(rows[-1])
         finally:
@@ -84,7 +85,7 @@ def describe_run(selection: Selection, *, command: Sequence[str], certify: bool 
     tested = [chosen]
     if selection.partner is not None:
         tested += _partner(selection, selection.partner)
-    modules = [row.target.partition(":")[0] for one in tested for row in one.plugin.rows]
+    modules = [row.target.partition(":")[0] for plugin in tested for row in plugin.plugin.rows]
     return Run(
         name=selection.name,
         distribution=chosen.source,
@@ -104,7 +105,7 @@ def describe_run(selection: Selection, *, command: Sequence[str], certify: bool 
 
 
 def _partner(selection: Selection, name: str) -> list[Resolution]:
-    """Return what the partner's name stands for; nothing if it cannot run here, which the cases then say."""
+    """Return the partner's resolution, or nothing if it cannot run here, which the cases report."""
     try:
         return [EngineRegistry.resolve(model_type=LM, backend=name, device=selection.device)]
     except PluginError:
@@ -114,25 +115,27 @@ def _partner(selection: Selection, name: str) -> list[Resolution]:
 def run_item(
     item: Item, selection: Selection, deviations: Sequence[Deviation] = (), *, late: str = ""
 ) -> Row:
-    """One row; ``late`` says why the case is not even started."""
-    reason, one = item.absent or late, item.case
-    outcome = (
-        Outcome(status="not-run", seconds=0.0, message=reason)
-        if reason
-        else run_case(one, item.target)
-    )
-    listed = next((d for d in deviations if d.covers(one.id, item.setting)), None)
+    """Run one item and return its row.
+
+    ``late`` is the reason why it is not even started.
+    """
+    case = item.case
+    if reason := item.absent or late:
+        outcome = Outcome(status="not-run", seconds=0.0, message=reason)
+    else:
+        outcome = run_case(case, item.target)
+    listed = next((d for d in deviations if d.covers(case.id, item.setting)), None)
     outcome = with_deviations(outcome, listed)
     silent = outcome.status in ("passed", "refused", "not-run")
     return Row(
-        case=one.id,
-        must=one.must,
-        profile=one.profile,
+        case=case.id,
+        must=case.must,
+        profile=case.profile,
         group=_group(item),
         setting=item.setting,
         outcome=outcome,
-        provisional=one.provisional,
-        hints="" if silent else one.hints,
+        provisional=case.provisional,
+        hints="" if silent else case.hints,
         repeat="" if silent else repeat_command(item, selection),
         deviation=listed.facts if listed else None,
     )
@@ -143,18 +146,11 @@ def _group(item: Item) -> str:
 
 
 def repeat_command(item: Item, selection: Selection) -> str:
-    """The line that runs this case again."""
-    one, parts = item.setting, ["engine-conformance", "run", selection.name, "--case", item.case.id]
-    parts += [
-        "--model-type",
-        one.model_type,
-        "--device",
-        item.target.device,
-        "--world",
-        str(one.world),
-        "--dtype",
-        one.dtype,
-    ]
+    """Return the command line that runs this case again."""
+    setting = item.setting
+    parts = ["engine-conformance", "run", selection.name, "--case", item.case.id]
+    parts += ["--model-type", setting.model_type, "--device", item.target.device]
+    parts += ["--world", str(setting.world), "--dtype", setting.dtype]
     layout = ",".join(f"{name}={size}" for name, size in changed(selection.layout).items())
     given = {
         "--profile": item.case.profile if item.case.profile != "engine" else None,
@@ -172,6 +168,6 @@ def repeat_command(item: Item, selection: Selection) -> str:
 
 
 def _distribution(chosen: Resolution) -> tuple[str, ...]:
-    """Its name; none for a class that was registered in process."""
+    """Return the distribution's name, or nothing for a class that was registered in process."""
     name, _, version = chosen.source.partition("==")
     return (name,) if version else ()

@@ -1,13 +1,13 @@
 """CUDA simulated by the CPU, so that an engine that knows only CUDA can be tested without a device.
 
-It answers what Megatron-core 0.16.1 asks of ``torch.cuda`` on the way of a step: the current device is the CPU,
-streams and synchronization do nothing, ``device="cuda"`` makes a CPU tensor, and a CPU tensor that Megatron asks for
-its type says that it is of CUDA. It changes the whole process and is a fixture of tests, never part of an engine; what
-it shows is arithmetic and the order of collectives, nothing about a device. A report made with it says
-``cpu (shimmed)``.
+The shim answers what Megatron-core 0.16.1 asks of ``torch.cuda`` in the course of a step: the
+current device is the CPU, streams and synchronization do nothing, ``device="cuda"`` makes a CPU
+tensor, and a CPU tensor whose type Megatron asks for says that it is a CUDA tensor. It changes the
+whole process and is a fixture of tests, never part of an engine. It shows arithmetic and the order
+of collectives, nothing about a device. A report made with it says ``cpu (shimmed)``.
 """
 
-# The replaced functions are torch's own and take what they are given.
+# The replaced functions are torch's own, with torch's arguments.
 # pyright: reportUnknownMemberType=false, reportAttributeAccessIssue=false
 
 from __future__ import annotations
@@ -28,7 +28,8 @@ from engine_api.devices import SIMULATED_CUDA
 __all__ = ["install", "shimmed"]
 
 _CPU = torch.device("cpu")
-_CALLERS = "megatron"  # only its code is told that CPU tensors are of CUDA
+# Only for this package's code are CPU tensors called CUDA tensors.
+_CALLERS = "megatron"
 
 
 class _Nothing:
@@ -51,7 +52,11 @@ class _Nothing:
 
 
 def _silent() -> Callable[..., None]:
-    """A new function that does nothing: torch.compile's tables refuse one object under several of torch's names."""
+    """Return a new function that does nothing.
+
+    It is new each time because torch.compile's tables refuse one object under several of torch's
+    names.
+    """
     return lambda *_, **__: None
 
 
@@ -62,7 +67,7 @@ def _is_cuda(value: object) -> bool:
 
 
 class _OnCPU(TorchFunctionMode):
-    """``device="cuda"`` means the CPU."""
+    """A mode in which ``device="cuda"`` means the CPU."""
 
     def __torch_function__(
         self,
@@ -80,7 +85,7 @@ class _OnCPU(TorchFunctionMode):
 
 
 class _Generators:
-    """One generator for every device."""
+    """A list of generators that has the same one for every device."""
 
     def __getitem__(self, _: int) -> torch.Generator:
         return torch.default_generator
@@ -89,19 +94,20 @@ class _Generators:
 def _typed(original: Callable[..., Any]) -> Callable[..., Any]:
     def type_of(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         answer = original(tensor, *args, **kwargs)
-        caller = sys._getframe(1).f_globals.get("__name__", "")  # noqa: SLF001 - who asks decides the answer
+        caller = sys._getframe(1).f_globals.get("__name__", "")  # noqa: SLF001 - depends on the caller
         asks = not args and not kwargs and caller.partition(".")[0] == _CALLERS
-        return (
-            answer.replace("torch.", "torch.cuda.", 1)
-            if asks and ".cuda." not in answer
-            else answer
-        )
+        if asks and ".cuda." not in answer:
+            return answer.replace("torch.", "torch.cuda.", 1)
+        return answer
 
     return type_of
 
 
 def _integer_splits(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Gloo takes sizes of splits as integers; Megatron gives tensors, which only NCCL's binding accepts."""
+    """Wrap all_to_all_single so that sizes of splits are integers, as Gloo needs them.
+
+    Megatron passes tensors, which only NCCL's binding accepts.
+    """
 
     def sizes(value: Any) -> list[int] | None:
         return None if value is None else [int(size) for size in value]
@@ -121,7 +127,10 @@ def _integer_splits(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _uneven_gather(original: Callable[..., Any]) -> Callable[..., Any]:
-    """NCCL gathers tensors of several lengths, of which Gloo's binding knows nothing: they are padded for it."""
+    """Wrap all_gather so that tensors of several lengths are padded.
+
+    NCCL gathers them as they are; Gloo's binding does not.
+    """
 
     def all_gather(
         tensor_list: list[torch.Tensor],
@@ -144,7 +153,7 @@ def _uneven_gather(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _uneven_scatter(original: Callable[..., Any]) -> Callable[..., Any]:
-    """The same for sums: each rank has all of them, and keeps its own."""
+    """Wrap reduce_scatter for several lengths: each rank sums all and keeps its own part."""
 
     def reduce_scatter(
         output: torch.Tensor,
@@ -165,7 +174,7 @@ def _uneven_scatter(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _waited_for(called: str, async_op: bool) -> None:
-    """What is copied after a collective has to be there when it returns."""
+    """Raise for an asynchronous call, because the result is copied after the collective."""
     if async_op:
         raise NotImplementedError(
             f"{called} of tensors of several lengths with async_op: the shim copies them afterwards"
@@ -173,7 +182,7 @@ def _waited_for(called: str, async_op: bool) -> None:
 
 
 def _replacements() -> list[tuple[Any, str, Any]]:
-    """(where, name, what stands there while the shim is in place)."""
+    """Return (object, attribute, replacement) for everything that the shim replaces."""
     cuda = torch.cuda
     return [
         (cuda, "current_device", lambda: _CPU),
@@ -203,7 +212,10 @@ def _replacements() -> list[tuple[Any, str, Any]]:
 
 @contextlib.contextmanager
 def shimmed() -> Iterator[None]:
-    """CUDA is simulated inside; for a test in one process. What was imported inside keeps what it took from torch."""
+    """Simulate CUDA inside the context, for a test in one process.
+
+    Modules imported inside keep the replaced functions that they took from torch.
+    """
     with contextlib.ExitStack() as stack:
         for where, name, value in _replacements():
             stack.callback(setattr, where, name, getattr(where, name))
@@ -225,7 +237,8 @@ def _restore(before: str | None) -> None:
 def install() -> None:
     """Simulate CUDA for the rest of this process, before an engine is imported."""
     context = shimmed()
-    _installed.append(context)  # an abandoned context would undo itself
+    # Kept, because an abandoned context would undo itself.
+    _installed.append(context)
     context.__enter__()
 
 

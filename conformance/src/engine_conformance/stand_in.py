@@ -1,12 +1,13 @@
-"""A device called npu that is made of CPU tensors, so that an engine for NPUs can be tested without one.
+"""A device called npu made of CPU tensors, so that an engine for NPUs can be tested without one.
 
-A tensor on it wraps a tensor of the CPU and hands every operator to it, so forward, backward, optimizers, copies and gloo's
-collectives are those of the CPU; what it shows is that an engine's code takes another device than cpu and cuda, nothing
-about Ascend's kernels, HCCL, streams or memory. It is made of torch's private Python backends, changes the whole process, and
-is a fixture of tests. A report made with it says ``simulated``, and gives no certificate.
+A tensor on it wraps a tensor of the CPU and hands every operator to it, so forward, backward,
+optimizers, copies and gloo's collectives are those of the CPU. It shows that an engine's code works
+on a device other than cpu and cuda, nothing about Ascend's kernels, HCCL, streams or memory. It is
+made of torch's private Python backends, changes the whole process, and is a fixture of tests. A
+report made with it says ``simulated``, and gives no certificate.
 """
 
-# The replaced functions are torch's own and take what they are given.
+# The replaced functions are torch's own, with torch's arguments.
 # pyright: reportUnknownMemberType=false, reportAttributeAccessIssue=false
 
 from __future__ import annotations
@@ -25,15 +26,17 @@ __all__ = ["GROUPS", "NAME", "SimulatedTensor", "install"]
 NAME = "npu"
 GROUPS = "cpu:gloo,npu:gloo"
 _HOST = torch.device("cpu")
-_TO_COPY = torch.ops.aten._to_copy.default  # noqa: SLF001 - what Tensor.to and Tensor.item come down to
-_TO_NUMBER = torch.ops.aten._local_scalar_dense.default  # noqa: SLF001
+# The operators that Tensor.to and Tensor.item end in.
+_TO_COPY = torch.ops.aten._to_copy.default  # noqa: SLF001 - torch has no public name for it
+_TO_NUMBER = torch.ops.aten._local_scalar_dense.default  # noqa: SLF001 - nor for this one
 _MIXING = (
     torch.ops.aten.index,
     torch.ops.aten.index_put,
     torch.ops.aten.index_put_,
     torch.ops.aten.set_,
 )
-_libraries: list[torch.library.Library] = []  # what they register goes with them
+# Kept, because the operators that a library registers disappear with it.
+_libraries: list[torch.library.Library] = []
 
 
 class _Queue:
@@ -43,7 +46,7 @@ class _Queue:
         pass
 
     def record_event(self, *_: Any) -> Self:
-        """Itself: what came before it is done."""
+        """Return the event itself, since everything before it is done."""
         return self
 
     def __getattr__(self, name: str) -> Any:
@@ -59,7 +62,7 @@ class SimulatedTensor(torch.Tensor):
     def __new__(  # noqa: PYI034 - a static method has no Self
         cls: type[SimulatedTensor], host: torch.Tensor, requires_grad: bool = False
     ) -> SimulatedTensor:
-        """Of the same shape, strides and dtype."""
+        """Make a tensor of the same shape, strides and dtype as ``host``."""
         return torch.Tensor._make_wrapper_subclass(  # noqa: SLF001 - how torch documents it
             cls,
             host.size(),
@@ -83,25 +86,26 @@ class SimulatedTensor(torch.Tensor):
         return copied
 
     def untyped_storage(self) -> torch.UntypedStorage:
-        """Of the values; FSDP frees and makes room in it."""
+        """Return the storage of the values, which FSDP frees and allocates again."""
         return self.host.untyped_storage()
 
     def tolist(self) -> Any:
-        """As numbers, which torch refuses to give of a subclass."""
+        """Return the values as numbers, which torch refuses for a subclass."""
         return self.host.tolist()
 
     def data_ptr(self) -> int:
-        """Where the values are."""
+        """Return the address of the values."""
         return self.host.data_ptr()
 
     @property
     def data(self) -> Any:
-        """As torch has it."""
+        """The tensor without its history, as in torch."""
         return torch.Tensor.data.__get__(self)
 
     @data.setter
     def data(self, value: SimulatedTensor) -> None:
-        torch.Tensor.data.__set__(self, value)  # size and strides, but not what a subclass keeps
+        # Sets size and strides, but no attribute of a subclass.
+        torch.Tensor.data.__set__(self, value)
         self.host = value.host
 
     @classmethod
@@ -126,8 +130,9 @@ def _to_host(value: Any) -> Any:
 
 
 def _run(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-    """The operator on the CPU; what it gives is on the device, unless it is a copy to elsewhere."""
-    if func.overloadpacket is torch.ops.aten.to:  # in inference mode it comes whole
+    """Run an operator on the CPU and put its result on the device, unless it copies to another."""
+    # In inference mode this operator arrives undecomposed.
+    if func.overloadpacket is torch.ops.aten.to:
         return func.decompose(*args, **kwargs)
     device = kwargs.get("device")
     leaves = func is _TO_COPY and device is not None and not _is_ours(device)
@@ -138,36 +143,31 @@ def _run(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
     _refuse_mixture(func, args, kwargs)
     given, named = tree_map(_to_host, (args, dict(kwargs)))
     if func is torch.ops.aten.histc.default and not given[0].is_floating_point():
-        return _wrap(
-            func(given[0].float(), *given[1:], **named).to(given[0].dtype)
-        )  # the CPU counts floats only
+        # The CPU counts floats only.
+        counts = func(given[0].float(), *given[1:], **named)
+        return _wrap(counts.to(given[0].dtype))
     result = func(*given, **named)
     if leaves:
         return result
-    # What was changed in place is given back as the very tensor that came.
+    # A tensor changed in place is returned as the same object that came in.
     own = {id(x.host): x for x in tree_iter((args, dict(kwargs))) if isinstance(x, SimulatedTensor)}
     for x in own.values():
-        if (
-            x.shape != x.host.shape or x.stride() != x.host.stride()
-        ):  # torch.arange fills an empty tensor
+        # An operator may resize its argument: torch.arange fills an empty tensor.
+        if x.shape != x.host.shape or x.stride() != x.host.stride():
             x.data = SimulatedTensor(x.host)
     return tree_map(lambda x: own.get(id(x), _wrap(x)), result)
 
 
 def _refuse_mixture(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
-    """As a device does it: operands lie on one, but for numbers and what indexes."""
+    """Raise, as a device does, unless all operands but numbers and indices are on one device."""
     tensors = [x for x in tree_iter((args, dict(kwargs))) if isinstance(x, torch.Tensor)]
     foreign = [
         x
         for x in tensors
         if not isinstance(x, SimulatedTensor) and x.dim() and x.device.type != "meta"
     ]
-    if (
-        foreign
-        and len(foreign) < len(tensors)
-        and func.namespace == "aten"
-        and func.overloadpacket not in _MIXING
-    ):
+    mixed = bool(foreign) and len(foreign) < len(tensors)
+    if mixed and func.namespace == "aten" and func.overloadpacket not in _MIXING:
         raise RuntimeError(
             f"{func}: expected all tensors on {NAME}, found one on {foreign[0].device}"
         )
@@ -204,7 +204,7 @@ def _empty_strided(
 
 
 def _module() -> ModuleType:
-    """``torch.npu``: eight devices of one generator, the CPU's, without memory of their own."""
+    """Build ``torch.npu``: eight devices without memory of their own, with the CPU's generator."""
     module = ModuleType(f"torch.{NAME}")
 
     def silent(*_: Any, **__: Any) -> None:
@@ -237,19 +237,22 @@ def _module() -> ModuleType:
 
 
 def install() -> None:
-    """Make the device known to torch for the rest of this process; once."""
+    """Make the device known to torch for the rest of this process.
+
+    A second call does nothing.
+    """
     if _libraries:
         return
     _setup_privateuseone_for_python_backend(NAME, backend_module=_module())
-    # A module that moves would else put a tensor of the CPU into a parameter that stays one of the device.
+    # Without this a module that is moved would put a CPU tensor into a parameter of the device.
     torch.__future__.set_swap_module_params_on_conversion(True)
-    aten, everything = torch.library.Library("aten", "IMPL"), torch.library.Library("_", "IMPL")
+    aten = torch.library.Library("aten", "IMPL")
+    everything = torch.library.Library("_", "IMPL")
     _libraries.extend((aten, everything))
     aten.impl("empty.memory_format", _empty, "PrivateUse1")
     aten.impl("empty_strided", _empty_strided, "PrivateUse1")
     aten.impl("copy_", _copy, "PrivateUse1")
     aten.impl("_copy_from", _copy_from, "PrivateUse1")
     everything.fallback(lambda func, *args, **kwargs: _run(func, args, kwargs), "PrivateUse1")
-    everything.fallback(
-        torch.library.fallthrough_kernel, "AutocastPrivateUse1"
-    )  # autocast changes nothing
+    # Autocast changes nothing.
+    everything.fallback(torch.library.fallthrough_kernel, "AutocastPrivateUse1")

@@ -1,17 +1,17 @@
-"""The suite's tolerances: one table, quantity by dtype, each number derived where it stands.
+"""The suite's tolerances: one table, quantity by dtype, each number derived where it is defined.
 
-They belong to the suite, never to an engine, and hold for the suite's own fixtures, whose scale
-they are derived from: hidden states of size 1, logits of standard deviation 4.
+They belong to the suite, never to an engine, and hold for the suite's own fixtures, from whose
+scale they are derived: hidden states of size 1, logits of standard deviation 4.
 
-The derivation. ``u`` is the unit roundoff. A sum of K products accumulated in the same precision is
+The derivation: ``u`` is the unit roundoff. A sum of K products accumulated in the same precision is
 off by about ``sqrt(K) u`` relative to the sum's size (Higham and Mary 2019, "A new approach to
 probabilistic rounding error analysis", theorem 2.4); K is 64 to 128 here, hence ``sqrt(128)``.
-16-bit products are accumulated in float32 and rounded once, hence 1. A layer has about 8 roundings in
-sequence (norm, projection, scores, mix, projection, norm, up, down), which add up as a random walk:
-``sqrt(8 * layers)``. Their product, ``noise``, is the relative error of a hidden state.
+16-bit products are accumulated in float32 and rounded once, hence 1. A layer has about 8 roundings
+in sequence (norm, projection, scores, mix, projection, norm, up, down), which add up as a random
+walk: ``sqrt(8 * layers)``. Their product, ``noise``, is the relative error of a hidden state.
 
-Seen with float32 and bfloat16 models of transformers, 2 and 8 layers: the worst log-probability is
-off by a tenth to a half of its tolerance.
+Seen with float32 and bfloat16 models of transformers, 2 and 8 layers: the largest error of a
+log-probability is a tenth to a half of its tolerance.
 """
 
 from __future__ import annotations
@@ -36,13 +36,22 @@ __all__ = [
 
 Quantity = Literal["log_probs", "entropy", "values", "router_logits", "loss", "grad_norm", "export"]
 
-_LENGTH = 128  # products in the longest sum
-_LOGIT_STD, _VALUE_STD, _ROUTER_STD = 4.0, 1.0, 2.0  # of the fixtures
-_SIGMAS = 4.0  # the worst of thousands of tokens
-_LARGEST = 4.5  # sigmas: the worst of the 1e5 elements of a gradient
-# A gradient's error in float32, relative to its largest element; a moment's, which is a sum of clipped gradients.
-_FLOAT32_GRADIENT, _FLOAT32_MOMENT = 2e-5, 1e-4
-_SAFETY = 2.0  # kernels differ in the order and number of roundings
+# Products in the longest sum.
+_LENGTH = 128
+# Standard deviations in the fixtures.
+_LOGIT_STD = 4.0
+_VALUE_STD = 1.0
+_ROUTER_STD = 2.0
+# The largest error of thousands of tokens, in standard deviations.
+_SIGMAS = 4.0
+# The largest error of the 1e5 elements of a gradient, in standard deviations.
+_LARGEST = 4.5
+# A gradient's error in float32, relative to its largest element.
+_FLOAT32_GRADIENT = 2e-5
+# A moment's error in float32, relative to its largest element; it is a sum of clipped gradients.
+_FLOAT32_MOMENT = 1e-4
+# Kernels differ in the order and number of roundings.
+_SAFETY = 2.0
 
 _SAME = math.sqrt(_LENGTH)
 # dtype: (unit roundoff, growth of a sum's error)
@@ -56,20 +65,22 @@ _PRECISION: dict[torch.dtype, tuple[float, float]] = {
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Tolerance:
-    """``|got - want| <= atol + rtol * |want|``; both zero means bit for bit."""
+    """The bound ``|got - want| <= atol + rtol * |want|``; both zero means bit for bit."""
 
     atol: float = 0.0
     rtol: float = 0.0
 
     def bound(self, want: Tensor) -> Tensor:
-        """The largest error allowed at each element."""
+        """Return the largest error allowed at each element."""
         return self.atol + self.rtol * want.abs()
 
 
 def tolerance(
     quantity: Quantity, dtype: torch.dtype = torch.float32, *, layers: int = 2
 ) -> Tolerance:
-    """The tolerance of a quantity computed in ``dtype`` (parameters and gradients summed in float32 or more).
+    """Return the tolerance of a quantity computed in ``dtype``.
+
+    Parameters and gradients are summed in float32 or more.
 
     ========= ======== ======== ======== ========= ========= =========
     2 layers  log_prob value    router   loss      grad_norm export
@@ -78,26 +89,26 @@ def tolerance(
     bfloat16  0.5      0.13     0.25     0.25      0.063     bitwise
     ========= ======== ======== ======== ========= ========= =========
 
-    (absolute, but for grad_norm, which is relative; entropy as log_prob)
+    All are absolute but grad_norm's, which is relative; entropy has log_prob's.
 
     Raises:
-        KeyError: on a dtype or quantity that is not in the table.
+        KeyError: if the dtype or the quantity is not in the table.
     """
     noise = _noise(dtype, layers)
     worst = _SAFETY * _SIGMAS * noise
     return {
-        # An error of the hidden state scales with the logits; one logit and the log-sum-exp share it.
+        # An error of the hidden state scales with the logits; a logit and the log-sum-exp share it.
         "log_probs": Tolerance(atol=worst * _LOGIT_STD),
         # dH = -sum p (log p + H) dlogit: the spread of log p under p is below the logits'.
         "entropy": Tolerance(atol=worst * _LOGIT_STD),
         "values": Tolerance(atol=worst * _VALUE_STD),
-        # Two logits, each off by at most this, change places only if they are closer than twice this.
+        # Two logits, each off by at most this, swap only if they are closer than twice this.
         "router_logits": Tolerance(atol=worst * _ROUTER_STD),
         # A weighted mean of few tokens; absolute, since a policy loss may cancel to nothing.
         "loss": Tolerance(atol=worst * _LOGIT_STD / 2),
-        # Backward has twice the roundings of forward. No sigmas: a norm averages over elements, so what
-        # is left is what all share. Must stay below 3.5e-5 in float32: gradients accumulated in
-        # bfloat16 are off by that much at an identical loss.
+        # Backward has twice the roundings of forward. No sigmas: a norm averages over elements, so
+        # only the error that all elements share is left. Must stay below 3.5e-5 in float32:
+        # gradients accumulated in bfloat16 are off by that much at an identical loss.
         "grad_norm": Tolerance(rtol=2 * _SAFETY * noise),
         # Weights are copied, not computed.
         "export": Tolerance(),
@@ -107,26 +118,29 @@ def tolerance(
 def weight_tolerance(
     result: TrainResult, dtype: torch.dtype = torch.float32, *, layers: int = 2
 ) -> dict[str, Tensor]:
-    """The largest error of each weight after the steps of ``result``, absolute, by name.
+    """Return the largest error of each weight after the steps of ``result``, absolute, by name.
 
     Three parts, with the sum of the learning rates as the unit of length:
 
-    - a base: 1e-3 of it in float32, where Adam's own arithmetic is what loses most; in 16-bit types the error that all
-      elements of an update share, which is the gradient norm's tolerance;
-    - the gradient's error times `TrainResult.sensitivity` (in 16-bit types `independent`: each step's error is another
-      sum of roundings of other tokens), at most 2: a weight whose gradient nearly
-      vanishes moves by one learning rate in a direction that rounding decides. Without this part one weight
-      in 100 000 fails in float32 by chance, or the base must be so wide that it hides defects. Where it is at its
-      most, as for many weights in bfloat16, a margin near 1 means that a weight moved the other way, which it may;
-    - one rounding a step of the weight itself, which is float32 whatever the computation is in.
+    - a base: 1e-3 of it in float32, where Adam's own arithmetic loses most; in 16-bit types the
+      error that all elements of an update share, which is the gradient norm's tolerance;
+    - the gradient's error times `TrainResult.sensitivity` (in 16-bit types `independent`: each
+      step's error is a different sum of roundings of different tokens), at most 2: a weight whose
+      gradient nearly vanishes moves by one learning rate in a direction that rounding decides.
+      Without this part one weight in 100 000 fails in float32 by chance, or the base must be so
+      wide that it hides defects. Where it is at its maximum, as for many weights in bfloat16, a
+      margin near 1 means that a weight moved in the opposite direction, which is allowed;
+    - one rounding per step of the weight itself, which is float32 whatever the computation is in.
 
     The gradient's error is relative to its `spread`: see `gradient_tolerance`.
     """
     unit, growth = _PRECISION[dtype]
-    noise, wide = _noise(dtype, layers), growth > 1
+    noise = _noise(dtype, layers)
+    wide = growth > 1
     base = 1e-3 if wide else 2 * _SAFETY * noise
     error = _gradient_error(dtype, layers)
-    path, steps = result.path_length, len(result.steps)
+    path = result.path_length
+    steps = len(result.steps)
     stored = steps * max(2.0**-53, min(unit, 2.0**-24))
     return {
         name: base * path + (error * slope).clamp(max=2 * path) + stored * result.params[name].abs()
@@ -139,12 +153,14 @@ def gradient_tolerance(
 ) -> Tensor:
     """Return the largest error of each element of a gradient, absolute.
 
-    In float32 it is 2e-5 of the largest element: 4 units of ``noise``, as everything that is summed in other orders.
+    In float32 it is 2e-5 of the largest element: 4 units of ``noise``, as for everything that is
+    summed in different orders.
 
-    In 16-bit types an element is a sum over tokens of products with independent errors: backward's, with twice the
-    roundings of forward (``sqrt(2) noise``), and the softmax's, whose derivative moves by as much as a logit does
-    (``_LOGIT_STD noise``); at the largest of 1e5 elements (4.5 sigmas), relative to the gradient's `spread`: 153 u for
-    2 layers, that is 0.60. Seen in bfloat16, over 70 batches and seven models: 0.43.
+    In 16-bit types an element is a sum over tokens of products with independent errors: backward's,
+    with twice the roundings of forward (``sqrt(2) noise``), and the softmax's, whose derivative
+    moves by as much as a logit does (``_LOGIT_STD noise``); at the largest of 1e5 elements (4.5
+    sigmas), relative to the gradient's `spread`: 153 u for 2 layers, that is 0.60. Seen in
+    bfloat16, over 70 batches and seven models: 0.43.
     """
     if _PRECISION[dtype][1] > 1:
         return (_FLOAT32_GRADIENT * grad.abs().max()).expand_as(grad)
@@ -154,19 +170,21 @@ def gradient_tolerance(
 def moment_tolerance(
     result: TrainResult, dtype: torch.dtype = torch.float32, *, layers: int = 2
 ) -> dict[str, dict[str, Tensor]]:
-    """Return the largest error of both of Adam's moments after the steps of ``result``: by field, then by name.
+    """Return the largest error of Adam's moments after ``result``, by field and name.
 
-    Relative to their largest element in float32. In 16-bit types the errors of the steps' gradients are independent, as
-    `gradient_tolerance` has them: ``(1 - beta1) e`` of the first moment, with ``e`` relative to the root of the sum of
-    squares that the second one holds, and by the derivative of a square twice that times the element of the second.
+    Relative to their largest element in float32. In 16-bit types the errors of the steps' gradients
+    are independent, as in `gradient_tolerance`: ``(1 - beta1) e`` of the first moment, with ``e``
+    relative to the root of the sum of squares that the second one holds, and by the derivative of a
+    square twice that times the element of the second.
     """
-    first, second = result.optimizer.exp_avg, result.optimizer.exp_avg_sq
+    first = result.optimizer.exp_avg
+    second = result.optimizer.exp_avg_sq
     if _PRECISION[dtype][1] > 1:
         largest = {"exp_avg": first, "exp_avg_sq": second}
         return {
             field: {
-                n: torch.full_like(one, _FLOAT32_MOMENT * float(one.abs().max()))
-                for n, one in exact.items()
+                n: torch.full_like(moment, _FLOAT32_MOMENT * float(moment.abs().max()))
+                for n, moment in exact.items()
             }
             for field, exact in largest.items()
         }
@@ -182,7 +200,8 @@ def _gradient_error(dtype: torch.dtype, layers: int) -> float:
     """Return the largest error of a gradient's elements, relative to the gradient's `spread`."""
     noise = _noise(dtype, layers)
     if _PRECISION[dtype][1] > 1:
-        return _SAFETY * noise  # seen: a tenth of it
+        # The errors seen are a tenth of this.
+        return _SAFETY * noise
     return _SAFETY * _LARGEST * math.hypot(math.sqrt(2), _LOGIT_STD) * noise
 
 

@@ -1,4 +1,4 @@
-"""From rows to verdicts and an exit code."""
+"""Verdicts and the exit code of a run, from its rows."""
 
 from __future__ import annotations
 
@@ -34,7 +34,11 @@ class Judgement:
 
 
 def judge(rows: Iterable[Row]) -> Verdict:
-    """``non-conformant`` if anything that counts fails, ``partial`` if something could not be shown, or nothing ran."""
+    """Return the verdict on some rows.
+
+    It is ``non-conformant`` if a row that counts fails, and ``partial`` if nothing ran or something
+    could not be shown.
+    """
     statuses = {row.outcome.status for row in rows if not row.provisional}
     if statuses & BAD:
         return "non-conformant"
@@ -44,12 +48,13 @@ def judge(rows: Iterable[Row]) -> Verdict:
 def judgements(
     rows: Sequence[Row], *, complete: bool, declared: Sequence[str] = ()
 ) -> list[Judgement]:
-    """One a profile and model type, in the order in which they ran.
+    """Return one judgement per profile and model type, in the order in which they ran.
 
     Args:
-        rows: of one run.
-        complete: false where cases were picked by hand, or by a quick tier: then nothing is better than ``partial``.
-        declared: capabilities of which each must have been shown by a case that passed.
+        rows: the rows of one run.
+        complete: false if cases were picked by hand, or by a quick tier: then no verdict is better
+            than ``partial``.
+        declared: capabilities, each of which a case that passed must have shown.
     """
     keys = dict.fromkeys((row.profile, row.setting.model_type) for row in rows)
     missing = untested(rows, declared)
@@ -59,13 +64,14 @@ def judgements(
 def is_complete(
     selection: Mapping[str, Any], rows: Sequence[Row] = (), parts: Sequence[Mapping[str, Any]] = ()
 ) -> bool:
-    """Return whether nothing was left out by hand: only then a verdict may be ``conformant``.
+    """Tell whether nothing was left out by hand, without which no verdict is ``conformant``.
 
-    Of a joined report: whether each setting of its rows was asked for as a whole by one of its parts.
+    For a joined report: whether each setting of its rows was asked for as a whole by one of its
+    parts.
 
     Args:
-        selection: what was asked for, by the names of a report's ``selection``.
-        rows: of a joined report.
+        selection: the cases and settings asked for, by the names of a report's ``selection``.
+        rows: the rows of a joined report.
         parts: the selections of a joined report's parts.
     """
     if not parts:
@@ -74,8 +80,9 @@ def is_complete(
 
 
 def _asked_for_all(selection: Mapping[str, Any], row: Row) -> bool:
-    """Return whether a run of this selection had every case of the row's setting, model type and profile."""
-    model_types, profiles = selection["model_types"], selection["profiles"]
+    """Tell whether a selection had every case of the row's setting, model type and profile."""
+    model_types = selection["model_types"]
+    profiles = selection["profiles"]
     return (
         is_complete(selection)
         and row.setting.world in selection["worlds"]
@@ -99,25 +106,30 @@ def _judgement(rows: Sequence[Row], key: tuple[str, str], *, complete: bool) -> 
 
 
 def untested(rows: Sequence[Row], declared: Sequence[str]) -> list[str]:
-    """Declared capabilities that no case showed; ``dp`` is shown by any case on several ranks."""
+    """Return declared capabilities that no case showed.
+
+    Any case on several ranks shows ``dp``.
+    """
     if not any(row.profile == "engine" for row in rows):
         return []
-    shown = {row.group for row in rows if row.outcome.status == "passed"}
-    shown |= (
-        {"dp"}
-        if any(row.setting.world > 1 and row.outcome.status == "passed" for row in rows)
-        else set()
-    )
+    passed = [row for row in rows if row.outcome.status == "passed"]
+    shown = {row.group for row in passed}
+    if any(row.setting.world > 1 for row in passed):
+        shown.add("dp")
     return sorted(set(map(str, declared)) - shown)
 
 
 def exit_code(rows: Sequence[Row], verdicts: Sequence[Judgement], *, certify: bool) -> int:
-    """0: nothing failed, and with ``certify`` every verdict is conformant; 1: not; 3: nothing was shown."""
+    """Return the exit code of a run.
+
+    0: nothing failed, and with ``certify`` every verdict is conformant; 1: something failed or is
+    not conformant; 3: nothing was shown.
+    """
     statuses = [row.outcome.status for row in rows if not row.provisional]
     if any(status in BAD for status in statuses):
         return EXIT["not conformant"]
     if "suite-error" in statuses or not any(status in ("passed", "refused") for status in statuses):
         return EXIT["could not run"]
-    if certify and any(one.verdict != "conformant" for one in verdicts):
+    if certify and any(judgement.verdict != "conformant" for judgement in verdicts):
         return EXIT["not conformant"]
     return EXIT["conformant"]

@@ -1,4 +1,4 @@
-"""The independent float64 reference: model, losses, optimizer, training steps."""
+"""Independent float64 reference: model, losses, optimizer, training steps."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the oracle needs to know of a Hugging Face ``config.json``, and what it refuses."""
+"""The part of a Hugging Face ``config.json`` that the oracle reads, and the models it refuses."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ FAMILIES = ("llama", "qwen2", "qwen3", "qwen3_moe")
 
 
 class UnsupportedModel(ValueError):
-    """The checkpoint asks for something that the oracle does not compute."""
+    """A checkpoint that asks for something that the oracle does not compute."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -56,7 +56,7 @@ class ModelConfig:
 
     @property
     def qk_norm(self) -> bool:
-        """Whether queries and keys are normalised a head (Qwen3)."""
+        """Whether queries and keys are normalised per head (Qwen3)."""
         return self.family in ("qwen3", "qwen3_moe")
 
 
@@ -64,8 +64,8 @@ def read_config(folder: str | Path) -> ModelConfig:
     """Read ``config.json`` of a Hugging Face folder.
 
     Raises:
-        UnsupportedModel: on an unknown family, scaled RoPE, sliding windows, dropout, another activation
-            than SiLU, or a head that is neither a language-model nor a one-label token head.
+        UnsupportedModel: on an unknown family, scaled RoPE, sliding windows, dropout, an activation
+            other than SiLU, or a head that is neither a language-model nor a one-label token head.
     """
     raw = json.loads((Path(folder) / "config.json").read_text())
     family = raw.get("model_type")
@@ -96,7 +96,7 @@ def read_config(folder: str | Path) -> ModelConfig:
 
 
 def _refuse(raw: Mapping[str, Any]) -> None:
-    """Refuse what would change the answer and is not computed here."""
+    """Raise on settings that would change the result and are not computed here."""
     if raw.get("use_sliding_window") or "sliding_attention" in (raw.get("layer_types") or ()):
         raise UnsupportedModel(
             "sliding-window attention: the oracle computes full causal attention only"
@@ -110,7 +110,10 @@ def _refuse(raw: Mapping[str, Any]) -> None:
 
 
 def _rope_theta(raw: Mapping[str, Any]) -> float:
-    """RoPE base: transformers 5 writes ``rope_parameters``, earlier ones ``rope_theta``/``rope_scaling``."""
+    """Return the RoPE base.
+
+    transformers 5 writes ``rope_parameters``, earlier versions ``rope_theta``/``rope_scaling``.
+    """
     rope = raw.get("rope_parameters") or raw.get("rope_scaling") or {}
     kind = rope.get("rope_type", rope.get("type", "default"))
     if kind != "default" or rope.get("partial_rotary_factor", 1.0) != 1.0:

@@ -1,4 +1,4 @@
-"""What a decoder owes, in float64: the distribution behind every generated token, and the greedy continuation.
+"""Reference decoding in float64: the distribution of each generated token, and greedy decoding.
 
 Nothing is cached: each distribution comes from a whole forward pass over prompt and completion.
 """
@@ -19,13 +19,15 @@ __all__ = ["Greedy", "completion_log_probs", "greedy"]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Greedy:
-    """The likeliest tokens one after another, and the smallest lead in nats of one of them over the second likeliest."""
+    """The greedy completion of a prompt."""
 
     tokens: tuple[int, ...]
+    """The likeliest tokens one after another."""
     lead: float
+    """Smallest lead of a chosen token over the second likeliest, in nats."""
 
     def until(self, stops: Collection[int], limit: int) -> list[int]:
-        """What is left with these stop tokens (the first one stays) and at most ``limit`` tokens."""
+        """Return the tokens up to the first stop token (included), and at most ``limit`` tokens."""
         tokens = self.tokens[:limit]
         ends = [place + 1 for place, token in enumerate(tokens) if token in stops]
         return list(tokens[: ends[0]] if ends else tokens)
@@ -34,7 +36,7 @@ class Greedy:
 def completion_log_probs(
     oracle: OracleModel, prompt: Sequence[int], tokens: Sequence[int], temperature: float = 1.0
 ) -> Tensor:
-    """Log-probs ``[len(tokens), V]`` of the distribution that each token of a completion was drawn from.
+    """Return the log-probs ``[len(tokens), V]`` that each token of a completion was drawn from.
 
     Args:
         oracle: a language model.
@@ -48,8 +50,12 @@ def completion_log_probs(
 
 
 def greedy(oracle: OracleModel, prompt: Sequence[int], steps: int) -> Greedy:
-    """``steps`` tokens, each the likeliest one; no token ends it early."""
-    tokens, lead = list[int](), math.inf
+    """Return ``steps`` tokens, each the likeliest one.
+
+    No stop token ends the completion early.
+    """
+    tokens: list[int] = []
+    lead = math.inf
     for _ in range(steps):
         with torch.no_grad():
             best = oracle.logits([*prompt, *tokens])[-1].topk(2)

@@ -1,4 +1,4 @@
-"""Losses as the contract has them: sums over tokens of weight times term, over one denominator.
+"""Losses as the contract defines them: sums over tokens of weight times term, over one denominator.
 
 Every function takes float64 per-token tensors ``[T]`` and returns a scalar,
 ``sum_t loss_weight[t] * term[t] / denominator``. Tokens of weight zero do not enter the sum at
@@ -18,7 +18,7 @@ KLKind = Literal["k1", "k2", "k3"]
 
 
 def weighted_sum(terms: Tensor, loss_weight: Any, denominator: float) -> Tensor:
-    """``sum(loss_weight * terms) / denominator`` over the tokens of non-zero weight.
+    """Return ``sum(loss_weight * terms) / denominator`` over the tokens of non-zero weight.
 
     Raises:
         ValueError: if the denominator is not positive.
@@ -31,7 +31,7 @@ def weighted_sum(terms: Tensor, loss_weight: Any, denominator: float) -> Tensor:
 
 
 def sft_loss(log_probs: Tensor, *, loss_weight: Any, denominator: float) -> Tensor:
-    """Negative log-likelihood: ``term = -log_probs``."""
+    """Return the negative log-likelihood, ``term = -log_probs``."""
     return weighted_sum(-log_probs, loss_weight, denominator)
 
 
@@ -44,7 +44,7 @@ def ppo_terms(
     clip_high: float = 0.2,
     dual_clip: float | None = None,
 ) -> Tensor:
-    """PPO's clipped surrogate, negated (Schulman et al. 2017, arXiv:1707.06347, eq. 7).
+    """Return PPO's clipped surrogate, negated (Schulman et al. 2017, arXiv:1707.06347, eq. 7).
 
     The ratio is clipped to ``[1 - clip_low, 1 + clip_high]``; unequal bounds are DAPO's clip-higher
     (arXiv:2503.14476, eq. 8). ``dual_clip`` c > 1 bounds the loss of a negative advantage A by
@@ -70,7 +70,7 @@ def ppo_loss(
     clip_high: float = 0.2,
     dual_clip: float | None = None,
 ) -> Tensor:
-    """`ppo_terms`, weighted and summed."""
+    """Return the weighted sum of `ppo_terms`."""
     terms = ppo_terms(
         log_probs,
         old_log_probs,
@@ -91,8 +91,12 @@ def value_loss(
     denominator: float,
     clip: float | None = 0.2,
 ) -> Tensor:
-    """``term = max((v - R)^2, (clip(v, old ± clip) - R)^2) / 2``, or without the clip if it is None."""
-    target, old = _float64(returns), _float64(old_values)
+    """Return the value loss, clipped unless ``clip`` is None.
+
+    ``term = max((v - R)^2, (clip(v, old ± clip) - R)^2) / 2``; without the clip, ``(v - R)^2 / 2``.
+    """
+    target = _float64(returns)
+    old = _float64(old_values)
     error = (values - target).square()
     if clip is not None:
         near = torch.minimum(torch.maximum(values, old - clip), old + clip)
@@ -101,7 +105,9 @@ def value_loss(
 
 
 def kl_terms(log_probs: Tensor, ref_log_probs: Any, kind: KLKind) -> Tensor:
-    """Estimators of KL(policy || reference) from one sample (Schulman 2020, "Approximating KL Divergence").
+    """Return one-sample estimates of KL(policy || reference).
+
+    Schulman 2020, "Approximating KL Divergence".
 
     With ``d = log_probs - ref_log_probs``: k1 is ``d``, k2 ``d^2 / 2``, k3 ``exp(-d) - 1 + d``.
     """
@@ -119,7 +125,7 @@ def kl_loss(
     denominator: float,
     kind: KLKind = "k3",
 ) -> Tensor:
-    """`kl_terms`, weighted and summed; differentiable in ``log_probs``."""
+    """Return the weighted sum of `kl_terms`, differentiable in ``log_probs``."""
     return weighted_sum(kl_terms(log_probs, ref_log_probs, kind), loss_weight, denominator)
 
 

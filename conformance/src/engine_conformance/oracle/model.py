@@ -1,7 +1,7 @@
 """The oracle: a decoder in float64, document by document, from a Hugging Face folder.
 
-It packs nothing and batches nothing, so that what one document gets cannot depend on another.
-It shares no code with transformers or with any engine.
+The oracle packs nothing and batches nothing, so that the outputs of one document cannot depend on
+another. It shares no code with transformers or with any engine.
 
 Alignment: a per-token value at position t is about predicting token t from its own document
 before t. The first token of a document has none, and carries zero.
@@ -54,15 +54,18 @@ class OracleModel:
 
     @property
     def trainable(self) -> dict[str, Tensor]:
-        """What an optimizer updates: the adapter's tensors if there is one, else all parameters."""
+        """Tensors that an optimizer updates: the adapter's if there is one, else all parameters."""
         return self.params if self.adapter is None else self.adapter.params
 
     def effective_params(self) -> dict[str, Tensor]:
-        """The weights that the forward pass uses: ``params``, with the adapter merged in."""
+        """Return the weights of the forward pass: ``params``, with the adapter merged in."""
         return self.params if self.adapter is None else self.adapter.merge(self.params)
 
     def copy(self, *, requires_grad: bool = False) -> OracleModel:
-        """An independent copy whose trainable tensors are leaves; the others never need gradients."""
+        """Return a copy whose trainable tensors are leaves.
+
+        No other tensor needs gradients.
+        """
         train_base = requires_grad and self.adapter is None
         params = {n: p.detach().clone().requires_grad_(train_base) for n, p in self.params.items()}
         if self.adapter is None:
@@ -74,11 +77,11 @@ class OracleModel:
         return replace(self, params=params, adapter=replace(self.adapter, params=leaves))
 
     def hidden(self, ids: Any) -> Tensor:
-        """Final hidden states ``[L, C]``, after the last norm, of one document ``ids [L]``."""
+        """Return hidden states ``[L, C]`` after the last norm, of one document ``ids [L]``."""
         return _hidden(self.effective_params(), self.config, _ids(ids))
 
     def logits(self, ids: Any) -> Tensor:
-        """Logits ``[L, V]`` of one document: row i is about token i + 1.
+        """Return the logits ``[L, V]`` of one document, where row i is about token i + 1.
 
         Raises:
             ValueError: if this is a value model.
@@ -88,7 +91,7 @@ class OracleModel:
     def token_outputs(
         self, input_ids: Any, cu_seqlens: Any, temperature: float = 1.0
     ) -> OracleOutputs:
-        """Log-probability of every token and entropy of the distribution that it came from.
+        """Return every token's log-probability, and the entropy of the distribution it came from.
 
         Args:
             input_ids: ``[T]`` integers, documents one after another.
@@ -110,10 +113,12 @@ class OracleModel:
         return OracleOutputs(log_probs=both[:, 0], entropy=both[:, 1])
 
     def values(self, input_ids: Any, cu_seqlens: Any) -> Tensor:
-        """Values ``[T]``: at t, the head on the hidden state at t - 1; zero at first tokens.
+        """Return values ``[T]``: at t, the head on the hidden state at t - 1.
+
+        First tokens have zero.
 
         Raises:
-            ValueError: if this is not a value model, or ``cu_seqlens`` does not cover ``input_ids``.
+            ValueError: if this is no value model, or ``cu_seqlens`` does not cover ``input_ids``.
         """
         if not self.config.value_model:
             raise ValueError("values() needs a *ForTokenClassification checkpoint with one label")
@@ -125,19 +130,22 @@ class OracleModel:
         return _per_document(_ids(input_ids), cu_seqlens, outputs, width=1).squeeze(-1)
 
     def routing_margin(self, input_ids: Any, cu_seqlens: Any) -> Tensor:
-        """How far the value at t is from another choice of experts, in router logits, ``[T]``.
+        """Return each value's distance ``[T]`` from another choice of experts, in router logits.
 
-        The smallest gap between the last chosen expert and the next, over all layers and all tokens of the
-        document before t; infinite for a dense model. Where an engine's router logits are off by more
-        than half of it, it may rightly choose other experts, and its values at t are not comparable.
+        At t it is the smallest gap between the last chosen expert and the next, over all layers and
+        all tokens of the document before t; infinite for a dense model. Where an engine's router
+        logits are off by more than half of it, the engine may rightly choose different experts, and
+        its values at t are not comparable.
         """
-        params, config = self.effective_params(), self.config
+        params = self.effective_params()
+        config = self.config
 
         def outputs(ids: Tensor) -> Tensor:
             return _routing_gaps(params, config, ids)[:-1].cummin(dim=0).values.unsqueeze(-1)
 
         margin = _per_document(_ids(input_ids), cu_seqlens, outputs, width=1).squeeze(-1)
-        margin[_ids(cu_seqlens)[:-1]] = math.inf  # first tokens carry no value
+        # First tokens carry no value.
+        margin[_ids(cu_seqlens)[:-1]] = math.inf
         return margin
 
 
@@ -152,7 +160,7 @@ def load_oracle(
         requires_grad: make the trainable tensors leaves that gather gradients.
 
     Raises:
-        UnsupportedModel: if the checkpoint asks for what the oracle does not compute.
+        UnsupportedModel: if the checkpoint asks for something that the oracle does not compute.
         WeightMismatch: if names or shapes are not those of ``config.json``.
     """
     config = read_config(folder)
@@ -170,10 +178,8 @@ def _hidden(params: dict[str, Tensor], config: ModelConfig, ids: Tensor) -> Tens
 
 @torch.no_grad()
 def _routing_gaps(params: dict[str, Tensor], config: ModelConfig, ids: Tensor) -> Tensor:
-    x, gaps = (
-        params["model.embed_tokens.weight"][ids],
-        [torch.full(ids.shape, math.inf, dtype=torch.float64)],
-    )
+    x = params["model.embed_tokens.weight"][ids]
+    gaps = [torch.full(ids.shape, math.inf, dtype=torch.float64)]
     for index in range(config.num_layers):
         x = attention_block(params, config, index, x)
         gaps.append(routing_gap(params, config, index, x))
@@ -191,7 +197,7 @@ def _logits(params: dict[str, Tensor], config: ModelConfig, ids: Tensor) -> Tens
 def _per_document(
     ids: Tensor, cu_seqlens: Any, outputs: Callable[[Tensor], Tensor], *, width: int
 ) -> Tensor:
-    """``outputs`` of each document alone, with a zero row in front of each: ``[T, width]``."""
+    """Return ``outputs`` of each document alone, a zero row before each: ``[T, width]``."""
     first = torch.zeros(1, width, dtype=torch.float64)
     return torch.cat(
         [torch.cat((first, outputs(document))) for document in _documents(ids, cu_seqlens)]

@@ -13,7 +13,7 @@ NamedShape = tuple[str, Shape]
 
 
 def expected_shapes(config: ModelConfig) -> dict[str, Shape]:
-    """Every parameter that a complete checkpoint of this model has, in layer order.
+    """Return the shape by name of every parameter of a complete checkpoint, in layer order.
 
     A tied head is absent: its tensor is ``model.embed_tokens.weight``, which appears once.
     """
@@ -45,7 +45,8 @@ def _linear(name: str, out_features: int, in_features: int, *, bias: bool) -> It
 
 
 def _attention(config: ModelConfig, prefix: str) -> Iterator[NamedShape]:
-    hidden, width = config.hidden_size, config.num_heads * config.head_dim
+    hidden = config.hidden_size
+    width = config.num_heads * config.head_dim
     kv_width = config.num_kv_heads * config.head_dim
     yield from _linear(f"{prefix}q_proj", width, hidden, bias=config.qkv_bias)
     yield from _linear(f"{prefix}k_proj", kv_width, hidden, bias=config.qkv_bias)

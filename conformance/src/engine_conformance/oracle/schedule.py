@@ -16,9 +16,10 @@ class Schedule:
     With W warm-up steps, N total steps and minimum ratio m:
 
     - ``k < W``: ``lr * (k + 1) / W``, so that the first update is not wasted on a rate of zero;
-    - then, with ``p = min(1, (k - W) / (N - W))``: constant ``lr``; linear ``lr * (1 - (1 - m) * p)``;
-      cosine ``lr * (m + (1 - m) * (1 + cos(pi * p)) / 2)`` (Loshchilov and Hutter 2017,
-      arXiv:1608.03983, eq. 5). After step N the rate stays at ``m * lr``.
+    - then, with ``p = min(1, (k - W) / (N - W))``: constant ``lr``;
+      linear ``lr * (1 - (1 - m) * p)``; cosine ``lr * (m + (1 - m) * (1 + cos(pi * p)) / 2)``
+      (Loshchilov and Hutter 2017, arXiv:1608.03983, eq. 5). After step N the rate stays at
+      ``m * lr``.
 
     ``total_steps`` must exceed ``warmup_steps``, unless the schedule is constant.
     """
@@ -36,7 +37,7 @@ class Schedule:
             )
 
     def at(self, step: int) -> float:
-        """The learning rate of the update number ``step``, from 0."""
+        """Return the learning rate of the update number ``step``, counted from 0."""
         if step < self.warmup_steps:
             return self.lr * (step + 1) / self.warmup_steps
         if self.kind == "constant" or self.total_steps is None:

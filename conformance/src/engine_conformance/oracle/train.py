@@ -1,4 +1,4 @@
-"""Training steps in float64: what an engine's loss, gradient norm and weights must equal."""
+"""Training steps in float64: the loss, gradient norm and weights that an engine's must equal."""
 
 from __future__ import annotations
 
@@ -24,35 +24,39 @@ from engine_conformance.oracle.schedule import Schedule
 __all__ = ["Loss", "StepResult", "TrainResult", "loss_and_grads", "sft", "spread", "train_steps"]
 
 Loss = Callable[[OracleModel, PackedDocuments, float], Tensor]
-"""``loss(oracle, batch, denominator)``: a scalar, already divided by the denominator."""
+"""``loss(oracle, batch, denominator)`` returns a scalar, already divided by the denominator."""
 
 
 def sft(oracle: OracleModel, batch: PackedDocuments, denominator: float) -> Tensor:
-    """The `Loss` of supervised fine-tuning."""
+    """Return the `Loss` of supervised fine-tuning."""
     outputs = oracle.token_outputs(batch.input_ids, batch.cu_seqlens)
     return sft_loss(outputs.log_probs, loss_weight=batch.loss_weight, denominator=denominator)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StepResult:
-    """One update: the loss before it, the global gradient norm before clipping, and its learning rate."""
+    """One update."""
 
     loss: float
+    """Loss before the update."""
     grad_norm: float
+    """Global gradient norm before clipping."""
     lr: float
+    """Learning rate of the update."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TrainResult:
-    """What a run of steps ended in.
+    """The final state of a run of steps.
 
-    ``oracle`` has the final parameters; ``optimizer`` Adam's moments and step; ``config`` what made
-    them. ``params`` are the trainable tensors by name: the adapter's if there is one.
+    ``oracle`` has the final parameters; ``optimizer`` Adam's moments and step; ``config`` the
+    optimizer's constants. ``params`` are the trainable tensors by name: the adapter's if there is
+    one.
 
     ``sensitivity`` says how far a rounding error in the gradients can move each weight: to first
-    order, gradients off by r times their `spread` move it by r * sensitivity.
-    Adam divides by a weight's own gradient history, so a weight whose gradients nearly vanish is
-    moved at full rate in a direction that rounding decides. ``independent`` is the same for errors that are
+    order, gradients off by r times their `spread` move it by r * sensitivity. Adam divides by a
+    weight's own gradient history, so a weight whose gradients nearly vanish is moved at full rate
+    in a direction that rounding decides. ``independent`` is the same for errors that are
     independent from step to step: the root of the sum of squares, where ``sensitivity`` is the sum.
     """
 
@@ -65,22 +69,26 @@ class TrainResult:
 
     @property
     def params(self) -> dict[str, Tensor]:
-        """The final trainable tensors by name, float64."""
+        """Final trainable tensors by name, float64."""
         return self.oracle.trainable
 
     @property
     def path_length(self) -> float:
-        """The sum of the learning rates: Adam moves no weight further than about this."""
+        """Sum of the learning rates, which is about the furthest that Adam moves a weight."""
         return sum(step.lr for step in self.steps)
 
 
 def loss_and_grads(
     oracle: OracleModel, batch: PackedDocuments, loss: Loss, denominator: float
 ) -> tuple[float, dict[str, Tensor]]:
-    """The loss of one batch and its gradients by name; a tensor that the loss does not reach gets zeros."""
+    """Return the loss of one batch and its gradients by name.
+
+    A tensor that the loss does not reach gets zeros.
+    """
     leaves = oracle.copy(requires_grad=True)
     value = loss(leaves, batch, denominator)
-    names, tensors = list(leaves.trainable), list(leaves.trainable.values())
+    names = list(leaves.trainable)
+    tensors = list(leaves.trainable.values())
     grads = torch.autograd.grad(value, tensors, allow_unused=True, materialize_grads=True)
     return value.item(), dict(zip(names, grads, strict=True))
 
@@ -95,28 +103,30 @@ def train_steps(
     denominators: Sequence[float] | None = None,
     start: TrainResult | None = None,
 ) -> TrainResult:
-    """One update a batch; ``oracle`` itself is left as it was.
+    """Make one update per batch and return the result, leaving ``oracle`` itself unchanged.
 
     Args:
-        oracle: where training starts; not used when ``start`` is given.
-        batches: one a step. What an engine splits into ranks or micro-batches is one batch here:
+        oracle: the initial model; not used when ``start`` is given.
+        batches: one per step. What an engine splits into ranks or micro-batches is one batch here:
             sums over one denominator do not depend on the split.
         loss: see `Loss`.
         optimizer: AdamW's constants; the defaults if absent.
         schedule: the learning rate; a constant 1e-3 if absent.
-        denominators: one a batch; the sum of its loss weights if absent.
+        denominators: one per batch; the sum of its loss weights if absent.
         start: an earlier result to continue from, with its optimizer state and step count.
 
     Raises:
         ValueError: if a denominator is not positive, or their number is not that of the batches.
     """
-    config, schedule = optimizer or AdamWConfig(), schedule or Schedule()
+    config = optimizer or AdamWConfig()
+    schedule = schedule or Schedule()
     model = oracle if start is None else start.oracle
     state = zero_state(model.trainable) if start is None else start.optimizer
     sensitivity = {name: torch.zeros_like(p) for name, p in model.trainable.items()}
     independent = dict(sensitivity)
     if start is not None:
-        sensitivity, independent = start.sensitivity, start.independent
+        sensitivity = start.sensitivity
+        independent = start.independent
     steps: list[StepResult] = []
     divisors = denominators or [batch.denominator for batch in batches]
     for batch, denominator in zip(batches, divisors, strict=True):
@@ -141,13 +151,14 @@ def train_steps(
 def _sensitivity(
     grads: dict[str, Tensor], state: AdamWState, config: AdamWConfig, lr: float
 ) -> dict[str, Tensor]:
-    """Return ``lr * spread(g) / (sqrt(v) + eps)``: how an error of one spread in the gradient changes this update.
+    """Return how an error of one `spread` in the gradient changes this update.
 
-    Zero where no gradient was ever seen: an absent token's embedding has no rounding error either.
+    It is ``lr * spread(g) / (sqrt(v) + eps)``, and zero where no gradient was ever seen: an absent
+    token's embedding has no rounding error either.
     """
     scale = clip_coefficient(global_norm(grads), config.max_grad_norm)
     unbias = 1 - config.betas[1] ** state.step
-    moved = dict[str, Tensor]()
+    moved: dict[str, Tensor] = {}
     for name, grad in grads.items():
         root = (state.exp_avg_sq[name] / unbias).sqrt()
         size = lr * scale * spread(grad.square())
@@ -156,13 +167,14 @@ def _sensitivity(
 
 
 def spread(squares: Tensor) -> Tensor:
-    """Return the root mean square of the row, the column or the whole tensor, whichever is largest at each element.
+    """Return the largest at each element of its row's, its column's and the tensor's RMS.
 
-    Means are of what is not 0: an embedding has rows without any gradient.
+    Means are over elements other than 0, since an embedding has rows without any gradient.
 
     Args:
-        squares: of a gradient. It is a sum over tokens of an output's error times an input, and a few rows (the tokens
-            of an embedding) or columns may carry most of the tensor: rounding errors are relative to theirs.
+        squares: squares of a gradient's elements. A gradient is a sum over tokens of an output's
+            error times an input, and a few rows (the tokens of an embedding) or columns may carry
+            most of the tensor: rounding errors are relative to theirs.
     """
     counted = (squares > 0).double()
     mean = (squares.sum() / counted.sum().clamp(min=1)).expand_as(squares)

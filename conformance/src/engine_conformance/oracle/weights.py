@@ -1,4 +1,4 @@
-"""Reads weights: safetensors folders, whole or sharded, and plain LoRA adapters, as float64."""
+"""Weights as float64: safetensors folders, whole or sharded, and plain LoRA adapters."""
 
 from __future__ import annotations
 
@@ -23,8 +23,10 @@ __all__ = [
     "read_safetensors",
 ]
 
-_INDEX, _WHOLE = "model.safetensors.index.json", "model.safetensors"
-# Settings of a PEFT adapter that change the answer and are not computed here, with their neutral value.
+_INDEX = "model.safetensors.index.json"
+_WHOLE = "model.safetensors"
+# Settings of a PEFT adapter that change the result and are not computed here, with their neutral
+# value.
 _NEUTRAL = {"use_dora": False, "use_rslora": False, "bias": "none", "fan_in_fan_out": False}
 _EMPTY = (
     "rank_pattern",
@@ -36,11 +38,11 @@ _EMPTY = (
 
 
 class WeightMismatch(ValueError):
-    """The folder's tensors are not those of its ``config.json``: missing, unexpected or of another shape."""
+    """A folder with tensors that are missing, unexpected or of another shape than configured."""
 
 
 def read_safetensors(folder: str | Path) -> dict[str, Tensor]:
-    """Every tensor of ``model.safetensors``, or of the shards that its index names, as stored.
+    """Return every tensor of ``model.safetensors`` or of the shards its index names, as stored.
 
     Raises:
         FileNotFoundError: if there is neither an index nor a whole file.
@@ -59,12 +61,12 @@ def read_safetensors(folder: str | Path) -> dict[str, Tensor]:
 
 
 def read_params(folder: str | Path, config: ModelConfig) -> dict[str, Tensor]:
-    """The folder's parameters as float64, names and shapes checked against ``config``, in layer order.
+    """Return the folder's parameters as float64, in layer order, with names and shapes checked.
 
     A head stored next to tied embeddings is dropped when it is equal to them, as some writers do.
 
     Raises:
-        WeightMismatch: if names or shapes are not those of the architecture, or a tied head differs.
+        WeightMismatch: if names or shapes are not the architecture's, or a tied head differs.
     """
     stored = read_safetensors(folder)
     expected = expected_shapes(config)
@@ -89,7 +91,8 @@ def read_params(folder: str | Path, config: ModelConfig) -> dict[str, Tensor]:
 
 def _read_file(path: Path) -> dict[str, Tensor]:
     with safe_open(path, framework="pt") as file:
-        return {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (not a mapping)
+        # safetensors' file is not a mapping.
+        return {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
 
 
 def _drop_tied_head(stored: dict[str, Tensor], config: ModelConfig) -> None:
@@ -102,7 +105,9 @@ def _drop_tied_head(stored: dict[str, Tensor], config: ModelConfig) -> None:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Adapter:
-    """A plain LoRA adapter: ``W + scaling * B @ A`` (Hu et al. 2021, arXiv:2106.09685, section 4.1).
+    """A plain LoRA adapter: ``W + scaling * B @ A``.
+
+    Hu et al. 2021, arXiv:2106.09685, section 4.1.
 
     ``params`` is keyed by the adapter file's own names, float64; ``pairs`` maps a base weight's
     Hugging Face name to the names of its A ``[r, in]`` and B ``[out, r]``.
@@ -113,7 +118,7 @@ class Adapter:
     scaling: float
 
     def merge(self, params: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """``params`` with every adapted weight replaced; differentiable in both.
+        """Return ``params`` with every adapted weight replaced, differentiable in both.
 
         Raises:
             WeightMismatch: if the adapter names a weight that ``params`` does not have.
@@ -146,7 +151,7 @@ def load_adapter(folder: str | Path) -> Adapter:
 
 
 def merge_adapter(params: Mapping[str, Tensor], adapter_folder: str | Path) -> dict[str, Tensor]:
-    """``params`` (Hugging Face names, float64) with the adapter of a PEFT folder merged in.
+    """Return ``params`` (Hugging Face names, float64) with a PEFT folder's adapter merged in.
 
     Raises:
         UnsupportedModel: as `load_adapter`.
@@ -156,7 +161,8 @@ def merge_adapter(params: Mapping[str, Tensor], adapter_folder: str | Path) -> d
 
 
 def _pairs(params: Mapping[str, Tensor]) -> dict[str, tuple[str, str]]:
-    a_end, b_end = ".lora_A.weight", ".lora_B.weight"
+    a_end = ".lora_A.weight"
+    b_end = ".lora_B.weight"
     stems = {name.removesuffix(a_end).removesuffix(b_end) for name in params}
     names = {stem: (stem + a_end, stem + b_end) for stem in sorted(stems)}
     if odd := sorted(set(params) ^ {name for pair in names.values() for name in pair}):

@@ -1,6 +1,6 @@
-"""The reports of a run: written, rendered, and checked again later. Imports no torch.
+"""Reports of a run: written, rendered, and checked again later. Imports no torch.
 
-``report.json`` holds everything (`schema.json` says how); the other files are rendered from it.
+``report.json`` holds everything (`schema.json` describes it); all other files are rendered from it.
 """
 
 from __future__ import annotations

@@ -19,7 +19,7 @@ _COLORS: Mapping[Verdict, str] = {
 
 
 def badge(document: Mapping[str, Any]) -> dict[str, Any]:
-    """One badge for a report: the worst verdict on the ``engine`` profile, or on whatever profile ran."""
+    """Return a report's badge: the worst verdict on the ``engine`` profile, or on what ran."""
     every = document["verdicts"]
     engine = [entry["verdict"] for entry in every if entry["profile"] == "engine"]
     verdict = worst(engine or [entry["verdict"] for entry in every])
@@ -28,5 +28,8 @@ def badge(document: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def worst(verdicts: list[Verdict]) -> Verdict:
-    """The worst of them; ``partial`` of none, for nothing was shown."""
+    """Return the worst verdict.
+
+    Without any it is ``partial``, for nothing was shown.
+    """
     return max(verdicts, key=_ORDER.index) if verdicts else "partial"

@@ -1,4 +1,4 @@
-"""Where the picture of the margins draws what: one dot a row, one lane a group, a logarithmic axis."""
+"""Layout of the picture of the margins: one dot per row, one lane per group, a logarithmic axis."""
 
 from __future__ import annotations
 
@@ -11,18 +11,27 @@ from engine_conformance.results import BAD, Row
 
 __all__ = ["Chart", "Dot", "Lane", "make_chart"]
 
-# All lengths in the picture's own units; the axis reaches from 1e-4 to 1e2.
-WIDTH, RADIUS = 960.0, 3.6
-_LOW, _HIGH = -4, 2
-_LEFT, _RIGHT = 264.0, 888.0
-_BITWISE, _BEYOND = 160.0, 906.0  # where the columns left and right of the axis begin
-_PITCH, _COLUMNS_BITWISE, _COLUMNS_BEYOND = 8.6, 9, 5
-_TOP, _PADDING, _LEAST = 34.0, 7.0, 26.0
+# All lengths are in the picture's own units; the axis reaches from 1e-4 to 1e2.
+WIDTH = 960.0
+RADIUS = 3.6
+_LOW = -4
+_HIGH = 2
+_LEFT = 264.0
+_RIGHT = 888.0
+# Start of the columns left and right of the axis.
+_BITWISE = 160.0
+_BEYOND = 906.0
+_PITCH = 8.6
+_COLUMNS_BITWISE = 9
+_COLUMNS_BEYOND = 5
+_TOP = 34.0
+_PADDING = 7.0
+_LEAST = 26.0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Dot:
-    """One row; ``kind`` is a style: good, bad or deviation."""
+    """One row of the run; ``kind`` is a style: good, bad or deviation."""
 
     x: float
     y: float
@@ -33,7 +42,7 @@ class Dot:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Lane:
-    """One group, from ``top`` over ``height``."""
+    """One group of cases, from ``top`` over ``height``."""
 
     label: str
     top: float
@@ -43,7 +52,10 @@ class Lane:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Chart:
-    """The picture: ``ticks`` are positions and labels, ``limit`` is where the error equals the tolerance."""
+    """The picture of all margins.
+
+    ``ticks`` are positions and labels, ``limit`` is where the error equals the tolerance.
+    """
 
     width: float
     height: float
@@ -55,16 +67,18 @@ class Chart:
     radius: float
     ticks: list[tuple[float, str]]
     lanes: list[Lane]
-    without: int  # rows that compared no numbers
+    without: int
+    """Number of rows that compared no numbers."""
 
 
 def make_chart(rows: Sequence[Row]) -> Chart:
-    """Place every row that has a margin."""
+    """Place every row that has a margin and return the picture."""
     compared = [row for row in rows if row.outcome.margin is not None]
     groups: dict[str, list[Row]] = {}
     for row in compared:
         groups.setdefault(lane(row), []).append(row)
-    top, lanes = _TOP, list[Lane]()
+    top = _TOP
+    lanes: list[Lane] = []
     for label, mine in groups.items():
         lanes.append(_lane(label, mine, top))
         top += lanes[-1].height
@@ -89,7 +103,9 @@ def _x(margin: float) -> float:
 
 
 def _positions(rows: Iterable[Row]) -> list[tuple[float, Row]]:
-    found, bitwise, beyond = list[tuple[float, Row]](), 0, 0
+    found: list[tuple[float, Row]] = []
+    bitwise = 0
+    beyond = 0
     for row in rows:
         margin = row.outcome.margin or 0.0
         if margin == 0:
@@ -104,10 +120,12 @@ def _positions(rows: Iterable[Row]) -> list[tuple[float, Row]]:
 
 
 def _lane(label: str, rows: Iterable[Row], top: float) -> Lane:
-    """Dots that would lie on another one move up or down, to the nearest level that is free."""
-    last: list[
-        float
-    ] = []  # the rightmost dot of each level; levels 0, 1, 2 … lie at 0, -1, +1, -2 …
+    """Place the dots of a lane.
+
+    A dot that would cover another moves to the nearest free level.
+    """
+    # The rightmost dot of each level; levels 0, 1, 2 … are at 0, -1, +1, -2 …
+    last: list[float] = []
     placed: list[tuple[float, int, Row]] = []
     for x, row in _positions(rows):
         level = next((i for i, end in enumerate(last) if x - end >= _PITCH - 1e-6), len(last))
@@ -125,12 +143,10 @@ def _lane(label: str, rows: Iterable[Row], top: float) -> Lane:
 
 def _dot(row: Row, x: float, y: float) -> Dot:
     status = row.outcome.status
-    kind = (
-        "deviation"
-        if status == "deviation"
-        else "bad"
-        if status in BAD or status == "suite-error"
-        else "good"
-    )
+    kind = "good"
+    if status == "deviation":
+        kind = "deviation"
+    elif status in BAD or status == "suite-error":
+        kind = "bad"
     title = f"{row.case} [{row.setting}]: {margin_text(row.outcome.margin)}, {status}"
     return Dot(x=round(x, 1), y=round(y, 1), kind=kind, provisional=row.provisional, title=title)

@@ -1,4 +1,4 @@
-"""A run as one JSON document, and back. `schema.json` describes it field by field."""
+"""Conversion of a run to one JSON document and back; `schema.json` describes it field by field."""
 
 from __future__ import annotations
 
@@ -16,18 +16,19 @@ from engine_conformance.verdict import Judgement
 __all__ = ["INFINITE", "SCHEMA", "counts", "digest", "parts_of", "read_document", "to_document"]
 
 SCHEMA = "1"
-INFINITE = "infinite"  # JSON has no infinity
+# JSON has no infinity.
+INFINITE = "infinite"
 _SETTING = ("model_type", "device", "world", "dtype")
 
 
 def to_document(run: Run, verdicts: Sequence[Judgement]) -> dict[str, Any]:
-    """Everything about a run, as JSON has it; times are rounded to milliseconds.
+    """Return everything about a run as JSON values, with times rounded to milliseconds.
 
     Args:
         run: ``run.selection`` holds the selection's fields and ``complete``.
-        verdicts: as `engine_conformance.verdict.judgements` gives them.
+        verdicts: as `engine_conformance.verdict.judgements` returns them.
     """
-    # JSON has lists only: what is read back must equal what was written.
+    # JSON has lists only: a document that is read must equal the one that was written.
     selection = json.loads(json.dumps(dict(run.selection), allow_nan=False))
     document = {
         "schema": SCHEMA,
@@ -62,7 +63,7 @@ def to_document(run: Run, verdicts: Sequence[Judgement]) -> dict[str, Any]:
 
 
 def read_document(document: Mapping[str, Any]) -> tuple[Run, list[Judgement]]:
-    """The run and the verdicts of a document that fits the schema."""
+    """Return the run and the verdicts of a document that fits the schema."""
     fields = (
         "name",
         "distribution",
@@ -80,7 +81,7 @@ def read_document(document: Mapping[str, Any]) -> tuple[Run, list[Judgement]]:
         **{name: document[name] for name in fields},
         selection=document["selection"] | {"complete": document["complete"]},
         rows=[_read_row(row) for row in document["rows"]],
-        # Reports from before reports could be joined have neither.
+        # Reports from before reports could be joined have neither sources nor parts.
         sources=document.get("sources", {}),
         parts=tuple(Part(**part) for part in document.get("parts", [])),
     )
@@ -90,26 +91,29 @@ def read_document(document: Mapping[str, Any]) -> tuple[Run, list[Judgement]]:
 def parts_of(document: Mapping[str, Any]) -> list[Part]:
     """Return the runs that a report consists of: its parts, or itself."""
     names = ("digest", "started", "seconds", "command", "selection", "environment")
-    return [Part(**part) for part in document.get("parts", [])] or [
-        Part(**{name: document[name] for name in names})
-    ]
+    own = Part(**{name: document[name] for name in names})
+    return [Part(**part) for part in document.get("parts", [])] or [own]
 
 
 def counts(rows: Iterable[Row]) -> dict[str, int]:
-    """How many rows ended in each of the nine statuses."""
+    """Return the number of rows that ended in each of the nine statuses."""
     found = Counter(row.outcome.status for row in rows)
     return {status: found[status] for status in STATUSES}
 
 
 def digest(document: Mapping[str, Any]) -> str:
-    """SHA-256 of all but the digest itself: sorted keys, no white space, ASCII, so that layout does not matter."""
+    """Return the SHA-256 of all but the digest itself.
+
+    Keys are sorted, without white space and in ASCII, so that layout does not matter.
+    """
     content = {name: value for name, value in document.items() if name != "digest"}
     text = json.dumps(content, sort_keys=True, separators=(",", ":"), allow_nan=False)
     return hashlib.sha256(text.encode()).hexdigest()
 
 
 def _row(row: Row) -> dict[str, Any]:
-    outcome, setting = row.outcome, row.setting
+    outcome = row.outcome
+    setting = row.setting
     return {
         "case": row.case,
         "must": row.must,
@@ -128,7 +132,7 @@ def _row(row: Row) -> dict[str, Any]:
 
 
 def _margin(margin: float | None) -> float | str | None:
-    # An error that is not a number is within no tolerance: infinitely wrong.
+    # An error that is not a number is within no tolerance, so it counts as infinite.
     return INFINITE if margin is not None and not math.isfinite(margin) else margin
 
 

@@ -1,4 +1,4 @@
-"""The folder of reports."""
+"""Writer of the folder of reports."""
 
 from __future__ import annotations
 
@@ -18,9 +18,10 @@ __all__ = ["write_reports"]
 
 
 def write_reports(folder: Path, run: Run, verdicts: Sequence[Judgement]) -> list[Path]:
-    """Write ``report.json``, ``certificate.md``, ``report.html``, ``junit.xml`` and ``badge.json``; return their paths.
+    """Write all files of a report and return their paths.
 
-    All are written under other names first: what fails on the way leaves an earlier report as it was.
+    They are ``report.json``, ``certificate.md``, ``report.html``, ``junit.xml`` and ``badge.json``.
+    All are written under other names first, so that a failure leaves an earlier report as it was.
 
     Raises:
         OSError: if the folder cannot be made or written; it names the path.
@@ -36,6 +37,6 @@ def write_reports(folder: Path, run: Run, verdicts: Sequence[Judgement]) -> list
     folder.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=folder, prefix=".reports-") as draft:
         for name, text in texts.items():
-            # An engine's message may hold what UTF-8 cannot encode: half of a surrogate pair.
+            # An engine's message may hold half of a surrogate pair, which UTF-8 cannot encode.
             (Path(draft) / name).write_text(text, encoding="utf-8", errors="backslashreplace")
         return [(Path(draft) / name).replace(folder / name) for name in texts]

@@ -1,4 +1,4 @@
-"""JUnit's XML, as GitHub's and GitLab's readers take it: one suite a setting, one test case a row."""
+"""JUnit XML as GitHub and GitLab read it: one suite per setting, one test case per row."""
 
 from __future__ import annotations
 
@@ -13,15 +13,16 @@ from engine_conformance.results import BAD, Row
 
 __all__ = ["junit"]
 
-# XML 1.0, section 2.2: what a document may hold. Terminal colours and NUL in a message are not among it.
+# The characters that XML 1.0, section 2.2, excludes, as terminal colours and NUL in a message.
 _ILLEGAL = re.compile("[^\t\n\r\u0020-\ud7ff\ue000-\ufffd\U00010000-\U0010ffff]")
 
 
 def junit(document: Mapping[str, Any]) -> str:
-    """The XML text of a report.
+    """Return the XML text of a report.
 
-    ``failed``, ``accepted-undeclared``, ``stale-deviation`` and ``timeout`` are failures, ``suite-error`` is an
-    error, ``not-run`` and ``deviation`` are skipped. So is whatever a provisional case met: it does not count.
+    ``failed``, ``accepted-undeclared``, ``stale-deviation`` and ``timeout`` are failures,
+    ``suite-error`` is an error, ``not-run`` and ``deviation`` are skipped. So is any status of a
+    provisional case, which does not count.
     """
     run, _ = read_document(document)
     root = ET.Element(
@@ -40,17 +41,18 @@ def junit(document: Mapping[str, Any]) -> str:
 
 def _add(suite: ET.Element, row: Row) -> None:
     # Readers tell test cases apart by class and name alone, so the name holds the setting.
-    name, seconds = f"{row.case} [{row.setting}]", f"{row.outcome.seconds:.3f}"
+    name = f"{row.case} [{row.setting}]"
     group = f"{row.profile}.{row.group}"
-    one = ET.SubElement(suite, "testcase", name=_legal(name), classname=_legal(group), time=seconds)
+    seconds = f"{row.outcome.seconds:.3f}"
+    testcase = ET.SubElement(
+        suite, "testcase", name=_legal(name), classname=_legal(group), time=seconds
+    )
     if kind := _kind(row):
-        status = f"provisional, {row.outcome.status}" if row.provisional else row.outcome.status
-        element = ET.SubElement(
-            one, kind, type=row.outcome.status, message=_legal(f"{status}: {_reason(row)}")
-        )
-        element.text = _legal(
-            row.outcome.message if row.outcome.status == "not-run" else describe(row)
-        )
+        outcome = row.outcome
+        status = f"provisional, {outcome.status}" if row.provisional else outcome.status
+        message = _legal(f"{status}: {_reason(row)}")
+        element = ET.SubElement(testcase, kind, type=outcome.status, message=message)
+        element.text = _legal(outcome.message if outcome.status == "not-run" else describe(row))
 
 
 def _kind(row: Row) -> str | None:
@@ -63,12 +65,11 @@ def _kind(row: Row) -> str | None:
 
 
 def _reason(row: Row) -> str:
-    if row.outcome.status == "deviation" and row.deviation:
-        return (
-            f"{row.deviation['reason']} ({row.deviation['issue']}, until {row.deviation['until']})"
-        )
+    listed = row.deviation
+    if row.outcome.status == "deviation" and listed:
+        return f"{listed['reason']} ({listed['issue']}, until {listed['until']})"
     lines = row.outcome.message.strip().splitlines() or ["no message"]
-    # A traceback says at its end what happened.
+    # The last line of a traceback is the error.
     return lines[-1] if row.outcome.status == "suite-error" else lines[0]
 
 

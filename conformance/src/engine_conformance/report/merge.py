@@ -1,8 +1,9 @@
-"""Several reports of one engine joined into one, whose verdict is given as any other. Imports no torch.
+"""Joining of several reports of one engine into one, whose verdict is computed like any other.
 
-What is joined must be about the same thing: engine, suite, versions, kind of machine and options. A case that ran in
-several of them counts as the worst that was seen, so that no verdict is got by running until it passes; only what showed
-nothing (not run, or a fault of the suite's own) gives way to what did.
+Joined reports must be about the same thing: engine, suite, versions, kind of machine and options. A
+case that ran in several of them counts as the worst that was seen, so that a verdict cannot be got
+by running until it passes. Only a result that showed nothing (not run, or a fault of the suite's
+own) gives way to one that did. Imports no torch.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from engine_conformance.verdict import is_complete
 __all__ = ["Key", "differences", "joined_environment", "joined_selection", "key", "merge", "shown"]
 
 Key = tuple[str, Setting]
-# From what counts most: what is bad, a listed deviation, what is good, what showed nothing.
+# From the status that counts most: bad, a listed deviation, good, and those that show nothing.
 _STATUSES: tuple[Status, ...] = (
     "failed",
     "timeout",
@@ -33,27 +34,28 @@ _STATUSES: tuple[Status, ...] = (
     "not-run",
 )
 _SHOWED_NOTHING = ("suite-error", "not-run")
-# Of the selection: what all reports must have in common.
+# The options of the selection that all reports must have in common.
 _SAME_OPTIONS = ("device", "layout", "partner", "plugin", "options")
-_HOST = ("cpu",)  # facts that belong to the kind of machine only where the cases ran on them
-_COUNTED = re.compile(
-    r"^\d+ x |, \d+ cores$"
-)  # how many: a larger machine of the same kind is the same kind
+# Facts that belong to the kind of machine only where the cases ran on them.
+_HOST = ("cpu",)
+# Numbers of devices and cores: a larger machine of the same kind is the same kind.
+_COUNTED = re.compile(r"^\d+ x |, \d+ cores$")
 
 
 def key(row: Row) -> Key:
-    """Return what a row is about: a case in a setting."""
+    """Return the subject of a row: a case in a setting."""
     return row.case, row.setting
 
 
 def shown(run: Run) -> frozenset[Key]:
-    """Return the cases and settings of which a run has shown something, so that none of them has to run again."""
+    """Return the cases and settings of which a run has shown something and that need no rerun."""
     return frozenset(key(row) for row in run.rows if row.outcome.status not in _SHOWED_NOTHING)
 
 
 def differences(first: Run, other: Run) -> list[str]:
-    """Return why two runs cannot be joined, one text a reason: expected (the first's) and got."""
-    want, got = _about(first), _about(other)
+    """Return the reasons why two runs cannot be joined: expected (the first's value) and got."""
+    want = _about(first)
+    got = _about(other)
     return [
         f"{name}: expected {want.get(name)!r}, got {got.get(name)!r}"
         for name in dict.fromkeys((*want, *got))
@@ -62,7 +64,7 @@ def differences(first: Run, other: Run) -> list[str]:
 
 
 def _about(run: Run) -> dict[str, Any]:
-    """Return by name what reports that are joined have in common."""
+    """Return the facts by name that joined reports must have in common."""
     facts = {
         "name": run.name,
         "distribution": run.distribution,
@@ -72,7 +74,7 @@ def _about(run: Run) -> dict[str, Any]:
     facts |= {f"suite's {name}": text for name, text in run.suite.items()}
     facts |= {f"digest of {name}'s files": text for name, text in run.sources.items()}
     facts |= {f"--{name}": run.selection.get(name) or None for name in _SAME_OPTIONS}
-    # Versions and the kind of machine, without how many devices or cores there are.
+    # Versions and the kind of machine, without the numbers of devices and cores.
     left_out = () if run.selection["device"] == "cpu" else _HOST
     return facts | {
         n: _COUNTED.sub("", text) for n, text in run.environment.items() if n not in left_out
@@ -85,12 +87,13 @@ def merge(
     """Join reports into one run, whose parts they are.
 
     Args:
-        documents: by what names them in errors, as their paths; each must have been verified.
+        documents: by the name that errors show, as their paths; each must have been verified.
         command: the arguments after ``engine-conformance``, for the report.
         certify: whether a certificate was asked for, for the report.
 
     Raises:
-        UsageError: if there is nothing to join, or reports do not belong together; it says which and why.
+        UsageError: if there is nothing to join, or reports do not belong together; the text says
+            which and why.
     """
     runs = {label: read_document(document)[0] for label, document in documents.items()}
     if not runs:
@@ -100,12 +103,13 @@ def merge(
         if problems := differences(first, other):
             reasons = "".join(f"\n  {problem}" for problem in problems)
             raise UsageError(
-                f"{label} cannot be joined with {first_label}: they are not about the same thing{reasons}\n"
+                f"{label} cannot be joined with {first_label}: "
+                f"they are not about the same thing{reasons}\n"
                 "  run both with the same versions on the same kind of machine"
             )
     parts = [part for document in documents.values() for part in parts_of(document)]
     digests = [part.digest for part in parts]
-    if twice := sorted({one for one in digests if digests.count(one) > 1}):
+    if twice := sorted({digest for digest in digests if digests.count(digest) > 1}):
         raise UsageError(
             f"merge: the run with digest {twice[0][:12]}… is given twice; name each report once"
         )
@@ -127,7 +131,7 @@ def merge(
 
 
 def _joined_rows(rows: Iterable[Row]) -> list[Row]:
-    """Return one row a case and setting, the worst that was seen, in the order in which they first came."""
+    """Return one row per case and setting, the worst seen, in the order of first appearance."""
     found: dict[Key, Row] = {}
     for row in rows:
         before = found.get(key(row))
@@ -142,24 +146,25 @@ def _rank(row: Row) -> tuple[int, float]:
 
 
 def joined_selection(selections: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Return what was asked for altogether; an empty list means all, and stays empty."""
+    """Return what was asked for altogether.
+
+    An empty list means all, and stays empty.
+    """
     first = dict(selections[0])
     for name in ("worlds", "dtypes", "model_types", "profiles", "cases"):
-        lists = [one[name] for one in selections]
-        all_of_them = not all(lists)
-        first[name] = (
-            [] if all_of_them else list(dict.fromkeys(word for words in lists for word in words))
-        )
+        lists = [selection[name] for selection in selections]
+        words = list(dict.fromkeys(word for words in lists for word in words))
+        first[name] = words if all(lists) else []
     first["worlds"] = sorted(first["worlds"])
-    first["quick"] = all(one["quick"] for one in selections)
-    first["patience"] = max(one["patience"] for one in selections)
+    first["quick"] = all(selection["quick"] for selection in selections)
+    first["patience"] = max(selection["patience"] for selection in selections)
     return first
 
 
 def joined_environment(environments: Sequence[Mapping[str, str]]) -> dict[str, str]:
-    """Return every fact, with all of its texts where they differ, as the numbers of devices of two machines."""
-    names = dict.fromkeys(name for one in environments for name in one)
+    """Return every fact, with all of its texts where they differ, as numbers of devices do."""
+    names = dict.fromkeys(name for facts in environments for name in facts)
     return {
-        name: "; ".join(dict.fromkeys(one[name] for one in environments if name in one))
+        name: "; ".join(dict.fromkeys(facts[name] for facts in environments if name in facts))
         for name in names
     }

@@ -1,4 +1,4 @@
-"""``certificate.md`` and ``report.html``, from the document of a run."""
+"""Rendering of ``certificate.md`` and ``report.html`` from the document of a run."""
 
 from __future__ import annotations
 
@@ -18,24 +18,22 @@ from engine_conformance.verdict import exit_code
 
 __all__ = ["certificate", "html"]
 
-_QUOTED = re.compile(r"(`{1,2})([^`]+)\1")  # a name in a docstring
-# The punctuation that means something to Markdown within a line.
+# A name in a docstring.
+_QUOTED = re.compile(r"(`{1,2})([^`]+)\1")
+# The punctuation that has a meaning in Markdown within a line.
 _SPECIAL = re.compile(r"([\\`*_\[\]~|])")
 
 
 def certificate(document: Mapping[str, Any]) -> str:
-    """The Markdown text of a report; it is called a certificate only if one was asked for and earned."""
+    """Return a report as Markdown, named a certificate only if one was asked for and earned."""
     return _templates().get_template("certificate.md").render(_context(document))
 
 
 def html(document: Mapping[str, Any]) -> str:
-    """A report as one HTML file that needs no other: no script, no image, no font."""
+    """Return a report as one HTML file without scripts, images, fonts or other files."""
     run, _ = read_document(document)
-    return (
-        _templates()
-        .get_template("report.html")
-        .render(_context(document), chart=make_chart(run.rows))
-    )
+    template = _templates().get_template("report.html")
+    return template.render(_context(document), chart=make_chart(run.rows))
 
 
 def _context(document: Mapping[str, Any]) -> dict[str, Any]:
@@ -81,7 +79,7 @@ def _templates() -> Environment:
 
 
 def _prose(text: str) -> Markup:
-    """One line of Markdown that shows ``text`` as it is, in a table too."""
+    """Return one line of Markdown that shows ``text`` as it is, in a table too."""
     return _escaped(" ".join(text.split()))
 
 
@@ -90,34 +88,37 @@ def _escaped(text: str) -> Markup:
 
 
 def _code(text: str) -> Markup:
-    """A code span; what cannot stand in one within a table is shown as prose."""
+    """Return a code span, or prose for a text that a code span in a table cannot hold."""
     if not text or set("`|\n") & set(text):
         return _prose(text)
     return Markup(f"`{text}`")  # noqa: S704 - Markdown shows a code span as it is
 
 
 def _names(text: str) -> Markup:
-    """HTML of a docstring's text: what it quotes is code."""
-    return Markup(_QUOTED.sub(r"<code>\2</code>", str(escape(text))))  # noqa: S704 - escaped right here
+    """Return a docstring's text as HTML, with its quoted names as code."""
+    marked = _QUOTED.sub(r"<code>\2</code>", str(escape(text)))
+    return Markup(marked)  # noqa: S704 - escaped in the line above
 
 
 def _names_prose(text: str) -> Markup:
-    """The same as Markdown."""
-    # Of the pattern's two groups, split gives the quotes and what they hold: outside, quotes, inside, outside …
+    """Return a docstring's text as Markdown, with its quoted names as code."""
+    # The pattern has two groups, so split returns: outside, quotes, inside, outside, quotes …
     parts = _QUOTED.split(" ".join(text.split()))
-    outside, inside = parts[::3], [*parts[2::3], ""]
+    outside = parts[::3]
+    inside = [*parts[2::3], ""]
     return Markup("").join(_escaped(o) + _code(i) for o, i in zip(outside, inside, strict=True))
 
 
 def _fence(text: str, language: str = "text") -> Markup:
-    """A fenced block whose fence is longer than any in ``text``."""
+    """Return a fenced block whose fence is longer than any in ``text``."""
     longest = max((len(run) for run in re.findall("`+", text)), default=0)
     fence = "`" * max(3, longest + 1)
-    return Markup(f"{fence}{language}\n{text.rstrip()}\n{fence}")  # noqa: S704 - so is a fenced block
+    # Markdown shows a fenced block as it is.
+    return Markup(f"{fence}{language}\n{text.rstrip()}\n{fence}")  # noqa: S704 - see above
 
 
 def _link(address: str) -> Markup:
-    """A link for the web's addresses, the bare text for all others."""
+    """Return a link for an address of the web, and the bare text for any other."""
     if not address.startswith(("https://", "http://")):
         return escape(address)
     return Markup('<a href="{0}" rel="noreferrer">{0}</a>').format(address)

@@ -1,4 +1,4 @@
-"""The last lines that the console shows."""
+"""Summary of a run, shown as the last lines on the console."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ __all__ = ["summary"]
 
 
 def summary(run: Run, verdicts: Sequence[Judgement], *, folder: Path | None) -> str:
-    """Verdicts and why, counts, the worst margin, the time, and where the reports are (``folder``, if any)."""
+    """Return verdicts with reasons, counts, worst margin, time, and the reports' folder, if any."""
     lines = []
-    for one in verdicts:
-        why = "; ".join(reasons(run, one))
-        lines.append(
-            f"{one.profile} / {one.model_type}: {one.verdict.upper()}"
-            + (f" ({why})" if why else "")
-        )
-    told = ", ".join(f"{number} {status}" for status, number in counts(run.rows).items() if number)
-    lines.append(f"{len(run.rows)} rows: {told or 'nothing ran'}; {run.seconds:.1f} s")
+    for judgement in verdicts:
+        why = "; ".join(reasons(run, judgement))
+        verdict = f"{judgement.verdict.upper()} ({why})" if why else judgement.verdict.upper()
+        lines.append(f"{judgement.profile} / {judgement.model_type}: {verdict}")
+    totals = ", ".join(
+        f"{number} {status}" for status, number in counts(run.rows).items() if number
+    )
+    lines.append(f"{len(run.rows)} rows: {totals or 'nothing ran'}; {run.seconds:.1f} s")
     if worst := worst_row(run.rows):
         lines.append(
             f"worst margin: {margin_text(worst.outcome.margin)}, {worst.case} [{worst.setting}]"

@@ -1,4 +1,4 @@
-"""Whether a ``report.json`` is whole, unaltered, consistent, and of this suite."""
+"""Check that a ``report.json`` is whole, unaltered, consistent, and of this suite."""
 
 from __future__ import annotations
 
@@ -25,28 +25,34 @@ if TYPE_CHECKING:
 
 __all__ = ["schema", "verify"]
 
-_MOST = 10  # problems that are told of a document that does not fit the schema
+# Limit of the problems shown of a document that does not fit the schema.
+_MOST = 10
 _LONG = 200
-_ROUNDED = 0.002  # seconds: a sum of rounded times
+# Seconds by which a sum of rounded times may be off.
+_ROUNDED = 0.002
 
 
 @cache
 def schema() -> dict[str, Any]:
-    """The JSON Schema (2020-12) of ``report.json``."""
+    """Return the JSON Schema (2020-12) of ``report.json``."""
     return json.loads(
         resources.files("engine_conformance.report").joinpath("schema.json").read_text("utf-8")
     )
 
 
 def verify(path: Path, *, suite: Mapping[str, str]) -> list[str]:
-    """Return what is wrong with a report, one text a problem; none means good. Nothing that the file holds raises.
+    """Return the problems of a report, one text each.
+
+    An empty list means that it is good.
+
+    No content of the file raises an error.
 
     Args:
         path: a ``report.json``.
         suite: version, contract and digest of the suite that verifies.
 
     Raises:
-        CannotRun: jsonschema is not installed (extra ``verify``).
+        CannotRun: if jsonschema is not installed (extra ``verify``).
     """
     validator = _validator()
     try:
@@ -69,7 +75,7 @@ def verify(path: Path, *, suite: Mapping[str, str]) -> list[str]:
 
 
 def _validator() -> Draft202012Validator:
-    # Runs and their reports do without jsonschema: only whoever checks a report needs it.
+    # Runs and their reports work without jsonschema: only checking a report needs it.
     try:
         from jsonschema import Draft202012Validator
     except ImportError as error:
@@ -88,11 +94,14 @@ def _finite(text: str) -> float:
 
 
 def _misfits(document: Any, validator: Draft202012Validator) -> Iterator[str]:
-    """Yield where a document does not fit the schema; of another version of the schema only that is said."""
+    """Yield the fields that do not fit the schema, or only the version if that differs."""
     version = document.get("schema") if isinstance(document, dict) else None
     if isinstance(version, str) and re.fullmatch("[0-9]{1,6}", version) and version != SCHEMA:
         age = "an older" if int(version) < int(SCHEMA) else "a newer"
-        yield f"{age} report: schema {version}, this suite reads {SCHEMA}; run the suite again with: {_again(document)}"
+        yield (
+            f"{age} report: schema {version}, this suite reads {SCHEMA}; "
+            f"run the suite again with: {_again(document)}"
+        )
         return
     errors = sorted(validator.iter_errors(document), key=lambda error: list(error.path))
     errors.sort(key=lambda error: list(error.path) != ["schema"])
@@ -119,11 +128,14 @@ def _again(document: Mapping[str, Any]) -> str:
 def _altered(document: Mapping[str, Any]) -> Iterator[str]:
     found = digest(document)
     if found != document["digest"]:
-        yield f"altered after it was written: it states digest {document['digest'][:12]}…, its content has {found[:12]}…"
+        yield (
+            f"altered after it was written: it states digest {document['digest'][:12]}…, "
+            f"its content has {found[:12]}…"
+        )
 
 
 def _contradictions(document: Mapping[str, Any]) -> Iterator[str]:
-    """What does not follow from the rows and the selection."""
+    """Yield every statement that does not follow from the rows and the selection."""
     run, stated = read_document(document)
     complete = is_complete(document["selection"], run.rows, [part.selection for part in run.parts])
     if document["complete"] != complete:
@@ -140,17 +152,20 @@ def _contradictions(document: Mapping[str, Any]) -> Iterator[str]:
     if len(given) < len(stated):
         yield "verdicts: two are about the same profile and model type"
     for about in dict.fromkeys((*given, *derived)):
-        told = [
-            repr(one.verdict) if (one := found.get(about)) else "nothing"
+        if given.get(about) == derived.get(about):
+            continue
+        states, gives = (
+            repr(found[about].verdict) if about in found else "nothing"
             for found in (given, derived)
-        ]
-        if given.get(about) != derived.get(about):
-            groups = _groups(given, derived, about)
-            yield f"verdicts: {' / '.join(about)}: states {told[0]}, its rows give {told[1]}{groups}"
+        )
+        yield (
+            f"verdicts: {' / '.join(about)}: states {states}, its rows give {gives}"
+            f"{_groups(given, derived, about)}"
+        )
 
 
 def _joined_wrongly(document: Mapping[str, Any], run: Run) -> Iterator[str]:
-    """Tell what does not follow from a joined report's parts, and which cases are reported twice."""
+    """Yield what does not follow from a joined report's parts, and cases reported twice."""
     for (case, setting), number in Counter(key(row) for row in run.rows).items():
         if number > 1:
             yield f"rows: {case} in {setting} is there {number} times"
@@ -163,19 +178,23 @@ def _joined_wrongly(document: Mapping[str, Any], run: Run) -> Iterator[str]:
         yield "environment: is not that of its parts"
     if document["started"] != min(part.started for part in run.parts):
         yield "started: is not when the first of its parts did"
-    if abs(document["seconds"] - sum(part.seconds for part in run.parts)) > _ROUNDED:
-        yield f"seconds: states {document['seconds']}, its parts took {sum(part.seconds for part in run.parts):.3f}"
+    seconds = sum(part.seconds for part in run.parts)
+    if abs(document["seconds"] - seconds) > _ROUNDED:
+        yield f"seconds: states {document['seconds']}, its parts took {seconds:.3f}"
     for setting in dict.fromkeys(row.setting for row in run.rows):
-        if not any(
-            setting.world in one["worlds"] and setting.dtype in one["dtypes"] for one in selections
-        ):
+        asked_for = any(
+            setting.world in selection["worlds"] and setting.dtype in selection["dtypes"]
+            for selection in selections
+        )
+        if not asked_for:
             yield f"rows: no part asked for {setting}"
 
 
 def _groups(given: Mapping[Any, Any], derived: Mapping[Any, Any], key: tuple[str, str]) -> str:
     if key not in given or key not in derived:
         return ""
-    stated, found = given[key].groups, derived[key].groups
+    stated = given[key].groups
+    found = derived[key].groups
     names = [
         name for name in dict.fromkeys((*stated, *found)) if stated.get(name) != found.get(name)
     ]
@@ -186,8 +205,11 @@ def _other_suite(document: Mapping[str, Any], suite: Mapping[str, str]) -> Itera
     theirs = document["suite"]
     if theirs == dict(suite):
         return
-    told = [
+    written, own = (
         f"{one['version']} (contract {one['contract']}, digest {one['digest'][:12]}…)"
         for one in (theirs, suite)
-    ]
-    yield f"written by suite {told[0]}, this is {told[1]}: to compare, run this suite with: {_again(document)}"
+    )
+    yield (
+        f"written by suite {written}, this is {own}: "
+        f"to compare, run this suite with: {_again(document)}"
+    )

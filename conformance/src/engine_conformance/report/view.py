@@ -1,4 +1,4 @@
-"""What the reports show of a run beside its rows: the same sums and sentences in all of them."""
+"""Summaries of a run that all kinds of reports show in addition to its rows."""
 
 from __future__ import annotations
 
@@ -30,7 +30,8 @@ __all__ = [
 ]
 
 _WELL = ("passed", "refused")
-_MACHINE = ("python", "system", "cpu", "accelerator")  # what of the environment is no distribution
+# Facts of the environment that are no distributions.
+_MACHINE = ("python", "system", "cpu", "accelerator")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -39,14 +40,15 @@ class GroupView:
 
     name: str
     verdict: Verdict
-    counts: dict[str, int]  # of the statuses that occur
+    counts: dict[str, int]
+    """Numbers of rows by status, for the statuses that occur."""
     provisional: int
     worst: Row | None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ProfileView:
-    """One verdict: why it is no better, and its groups."""
+    """One verdict with the reasons why it is no better, and its groups."""
 
     judgement: Judgement
     reasons: list[str]
@@ -54,64 +56,67 @@ class ProfileView:
 
 
 def profiles(run: Run, verdicts: Iterable[Judgement]) -> list[ProfileView]:
-    """One a verdict, in their order."""
+    """Return one view per verdict, in their order."""
     return [
         ProfileView(
-            judgement=one,
-            reasons=reasons(run, one),
-            groups=[_group(run, one, name) for name in one.groups],
+            judgement=judgement,
+            reasons=reasons(run, judgement),
+            groups=[_group(run, judgement, name) for name in judgement.groups],
         )
-        for one in verdicts
+        for judgement in verdicts
     ]
 
 
-def _group(run: Run, one: Judgement, name: str) -> GroupView:
-    rows = [row for row in _rows_of(run, one) if row.group == name]
+def _group(run: Run, judgement: Judgement, name: str) -> GroupView:
+    rows = [row for row in _rows_of(run, judgement) if row.group == name]
     found = {status: number for status, number in counts(rows).items() if number}
     return GroupView(
         name=name,
-        verdict=one.groups[name],
+        verdict=judgement.groups[name],
         counts=found,
         provisional=sum(row.provisional for row in rows),
         worst=worst_row(rows),
     )
 
 
-def _rows_of(run: Run, one: Judgement) -> list[Row]:
-    return [
-        row
-        for row in run.rows
-        if (row.profile, row.setting.model_type) == (one.profile, one.model_type)
-    ]
+def _rows_of(run: Run, judgement: Judgement) -> list[Row]:
+    about = (judgement.profile, judgement.model_type)
+    return [row for row in run.rows if (row.profile, row.setting.model_type) == about]
 
 
-def reasons(run: Run, one: Judgement) -> list[str]:
-    """Why a verdict is no better than it is; empty for ``conformant``."""
-    if one.verdict == "conformant":
+def reasons(run: Run, judgement: Judgement) -> list[str]:
+    """Return the reasons why a verdict is no better than it is.
+
+    There are none for ``conformant``.
+    """
+    if judgement.verdict == "conformant":
         return []
-    rows = [row for row in _rows_of(run, one) if not row.provisional]
+    rows = [row for row in _rows_of(run, judgement) if not row.provisional]
     short = [
         f"{number} {status}"
         for status, number in counts(rows).items()
         if number and status not in _WELL
     ]
-    told = [", ".join(short)] if short else []
+    found = [", ".join(short)] if short else []
     if not rows:
-        told.append("no case ran that counts")
+        found.append("no case ran that counts")
     if not run.selection["complete"]:
-        told.append("not all cases were asked for")
+        found.append("not all cases were asked for")
     if missing := untested(run.rows, run.declared):
-        told.append(f"declared, but shown by no case that passed: {', '.join(missing)}")
-    return told
+        found.append(f"declared, but shown by no case that passed: {', '.join(missing)}")
+    return found
 
 
 def problems(rows: Iterable[Row]) -> list[Row]:
-    """What did not pass, and is no listed deviation; what could not run is `absent`."""
+    """Return rows that neither passed nor are listed deviations.
+
+    `absent` has those not run.
+    """
     return [row for row in rows if row.outcome.status in BAD or row.outcome.status == "suite-error"]
 
 
 def absent(rows: Iterable[Row]) -> dict[str, dict[Setting, list[str]]]:
-    """The cases that were not run, by reason and setting."""
+    """Return the cases that were not run, by reason and setting."""
     found: dict[str, dict[Setting, list[str]]] = {}
     for row in rows:
         if row.outcome.status == "not-run":
@@ -120,7 +125,7 @@ def absent(rows: Iterable[Row]) -> dict[str, dict[Setting, list[str]]]:
 
 
 def by_case(rows: Iterable[Row]) -> dict[str, dict[str, list[Row]]]:
-    """Rows by lane and case, in the order in which they ran."""
+    """Return the rows by lane and case, in the order in which they ran."""
     found: dict[str, dict[str, list[Row]]] = {}
     for row in rows:
         found.setdefault(lane(row), {}).setdefault(row.case, []).append(row)
@@ -128,18 +133,18 @@ def by_case(rows: Iterable[Row]) -> dict[str, dict[str, list[Row]]]:
 
 
 def lane(row: Row) -> str:
-    """The group's name, with the profile where the name does not say it."""
+    """Return the group's name, with the profile in front if the name does not imply it."""
     return row.group if row.profile in ("engine", row.group) else f"{row.profile}: {row.group}"
 
 
 def worst_row(rows: Iterable[Row]) -> Row | None:
-    """The one with the largest margin; None if no numbers were compared."""
+    """Return the row with the largest margin, or None if no numbers were compared."""
     compared = [(row.outcome.margin, row) for row in rows if row.outcome.margin is not None]
     return max(compared, key=lambda pair: pair[0])[1] if compared else None
 
 
 def margin_text(margin: float | None) -> str:
-    """Two digits, or a whole number; empty where nothing was compared."""
+    """Return a margin with two digits or as a whole number, or "" if nothing was compared."""
     if margin is None:
         return ""
     if not math.isfinite(margin):
@@ -148,8 +153,9 @@ def margin_text(margin: float | None) -> str:
 
 
 def requirements(run: Run) -> tuple[list[str], list[str]]:
-    """What to install to repeat the run, as pip takes it, and what it does not find on its usual index."""
-    plugin, engine = run.selection["plugin"], run.distribution.partition("==")[0]
+    """Return pip's arguments to repeat the run, and notes on what its index does not have."""
+    plugin = run.selection["plugin"]
+    engine = run.distribution.partition("==")[0]
     installed: Mapping[str, str] = {
         name: version
         for name, version in run.environment.items()
@@ -168,10 +174,10 @@ def requirements(run: Run) -> tuple[list[str], list[str]]:
 
 
 def precisions(settings: Iterable[Setting]) -> str:
-    """Return the precisions, each with its numbers of ranks where they are not the same for all."""
+    """Return the precisions, with their numbers of ranks if these are not the same for all."""
     worlds: dict[str, set[int]] = {}
-    for one in settings:
-        worlds.setdefault(one.dtype, set()).add(one.world)
+    for setting in settings:
+        worlds.setdefault(setting.dtype, set()).add(setting.world)
     if all(found == next(iter(worlds.values())) for found in worlds.values()):
         return ", ".join(worlds)
     return "; ".join(
@@ -180,18 +186,18 @@ def precisions(settings: Iterable[Setting]) -> str:
 
 
 def commands(run: Run) -> list[str]:
-    """Return the command lines that make the report again: of each of its parts, and of the joining."""
+    """Return the command lines that make the report again: each part's, and the joining's."""
     lines = [shlex.join(["engine-conformance", *part.command]) for part in run.parts]
     own = shlex.join(["engine-conformance", *run.command])
     return lines if own in lines else [*lines, own]
 
 
 def facts(run: Run, digest: str) -> Sequence[tuple[str, str]]:
-    """What was tested, with what, when and where: a name and a text each."""
+    """Return what was tested, with what, when and where, as pairs of a name and a text."""
     suite = run.suite
     settings = [row.setting for row in run.rows]
     shimmed = run.environment.get("accelerator") == SHIMMED
-    devices = [SHIMMED if shimmed and one.device == "cpu" else one.device for one in settings]
+    devices = [SHIMMED if shimmed and s.device == "cpu" else s.device for s in settings]
     return [
         ("Distribution", run.distribution),
         ("Contract", run.contract),
@@ -200,7 +206,7 @@ def facts(run: Run, digest: str) -> Sequence[tuple[str, str]]:
         ("Devices", ", ".join(dict.fromkeys(devices))),
         (
             "Numbers of ranks",
-            ", ".join(str(world) for world in sorted({one.world for one in settings})),
+            ", ".join(str(world) for world in sorted({setting.world for setting in settings})),
         ),
         ("Precisions", precisions(settings)),
         ("Started", run.started),
