@@ -44,7 +44,7 @@ from typing import Any, cast
 from engine_api.config import LoraConfig, ModelSource
 from engine_api.devices import device_of
 from engine_api.errors import EngineError, RolloutError
-from engine_api.leash import end_group_with
+from engine_api.parent_watchdog import end_group_with
 from engine_api.registry import RolloutRegistry
 from engine_api.rollout import AsyncRollout, Completion, Generation, Rollout, SamplingParams
 from engine_api.weights import WeightExport

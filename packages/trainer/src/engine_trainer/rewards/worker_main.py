@@ -15,7 +15,7 @@ from multiprocessing.connection import Connection
 from typing import Any
 
 from engine_api.errors import ConfigError, EngineError
-from engine_api.leash import end_group_with
+from engine_api.parent_watchdog import end_group_with
 from engine_trainer.rewards.calls import call_all, plain, shown
 from engine_trainer.rewards.registry import RewardSpec
 from engine_trainer.rewards.sample import RewardFn

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import socket
 
-from engine_api.leash import end_with_parent
+from engine_api.parent_watchdog import end_with_parent
 
 _CONNECT_S = 10.0
 
