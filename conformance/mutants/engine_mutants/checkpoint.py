@@ -118,7 +118,7 @@ class ExpertMomentsReversed(LoopbackEngine):
 
 @mutant("checkpoint.foreign", group=GROUP)
 class ScheduleStartsAnew(LoopbackEngine):
-    """The right rate is reported after a load, and the schedule starts again from its first rate."""
+    """The schedule starts again from its first rate after a load; the right rate is reported."""
 
     first = 0
 
