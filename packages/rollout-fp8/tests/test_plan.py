@@ -32,9 +32,9 @@ def coverage(plan, name: str) -> torch.Tensor:
     tensor = plan.wire.tensors[name]
     seen = torch.zeros(tensor.shape, dtype=torch.int32)
     for bucket in plan.wire.buckets:
-        for piece in bucket.pieces:
-            if piece.tensor.name == name:
-                seen[piece.box.slices] += 1
+        for wire_slice in bucket.slices:
+            if wire_slice.tensor.name == name:
+                seen[wire_slice.box.slices] += 1
     return seen
 
 
@@ -56,7 +56,7 @@ def test_pieces_cover_every_tensor_once_and_never_overlap_in_a_buffer(
     for name in plan.wire.tensors:
         assert bool((coverage(plan, name) == 1).all()), name
     for each in plan.wire.buckets:
-        spans = sorted((p.start, p.start + p.num_bytes) for p in each.pieces)
+        spans = sorted((p.start, p.start + p.num_bytes) for p in each.slices)
         assert all(a[1] <= b[0] for a, b in pairwise(spans))
         assert spans[-1][1] <= each.num_bytes <= plan.wire.slots[each.slot]
 

@@ -41,7 +41,7 @@ def test_a_bucket_of_which_a_worker_serves_nothing_passes_it_by() -> None:
         for name, tensor in weights.items()
     ]
     plan = make_plan(sources, dtype=torch.float32, bucket_bytes=500_000).wire
-    assert [piece.box.offset for piece in plan.buckets[-1].pieces] == [(0, 0)]
+    assert [wire_slice.box.offset for wire_slice in plan.buckets[-1].slices] == [(0, 0)]
 
     class Made:
         audit = True
@@ -52,8 +52,8 @@ def test_a_bucket_of_which_a_worker_serves_nothing_passes_it_by() -> None:
         def buckets(self):
             for bucket in plan.buckets:
                 buffer = torch.zeros(bucket.num_bytes, dtype=torch.uint8)
-                for piece in bucket.pieces:
-                    piece.view(buffer).copy_(weights[piece.tensor.name][piece.box.slices])
+                for wire_slice in bucket.slices:
+                    wire_slice.view(buffer).copy_(weights[wire_slice.tensor.name][wire_slice.box.slices])
                 yield bucket, buffer
 
     for rank in range(2):

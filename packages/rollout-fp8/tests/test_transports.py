@@ -179,8 +179,8 @@ def test_another_plan_is_told_anew(started, kind) -> None:
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_corrupted_bucket_is_found_by_the_audit(started, kind) -> None:
     def flip(bucket: Any, buffer: torch.Tensor) -> None:
-        buffer[bucket.pieces[0].start + 5] ^= 4
-        flipped.append(bucket.pieces[0].tensor.name)
+        buffer[bucket.slices[0].start + 5] ^= 4
+        flipped.append(bucket.slices[0].tensor.name)
 
     flipped: list[str] = []
     receivers = started(Receivers(fp8=True))

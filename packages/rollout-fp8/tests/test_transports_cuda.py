@@ -93,8 +93,8 @@ def test_a_corrupted_bucket_is_found_by_the_audit(started, kind, place) -> None:
     flipped: list[str] = []
 
     def flip(bucket: Any, buffer: torch.Tensor) -> None:
-        buffer[bucket.pieces[0].start + 5] ^= 4
-        flipped.append(bucket.pieces[0].tensor.name)
+        buffer[bucket.slices[0].start + 5] ^= 4
+        flipped.append(bucket.slices[0].tensor.name)
 
     delivery = sender.send_weights(Spoilt(stream, flip))
     ((boxes, sums),) = delivery.answers

@@ -1,4 +1,4 @@
-"""What a model's configuration says, without a weight."""
+"""Configuration of a model, read without any weight."""
 
 from __future__ import annotations
 
@@ -11,9 +11,10 @@ from engine_api.errors import ConfigError
 
 
 def config_of(source: ModelSource) -> Any:
-    """The Hugging Face configuration of a folder or hub id, overrides applied.
+    """Return the Hugging Face configuration of a folder or hub id, with the overrides applied.
 
-    Raises ``ConfigError``: nothing there that transformers reads, or an override that its configuration does not have.
+    Raises:
+        ConfigError: transformers cannot read the configuration, or it lacks the key of an override.
     """
     config: Any
     try:
@@ -24,12 +25,14 @@ def config_of(source: ModelSource) -> Any:
             return_unused_kwargs=True,
             **source.config_overrides,
         )
-    except Exception as error:  # each family's own code reads the file, and raises anything on values that it did not expect
+    # The model family's own code reads the file, and may raise anything on unexpected values.
+    except Exception as error:
         raise ConfigError(
             "engine.model.path",
             f"cannot read the configuration of {source.path}",
             why=" ".join(str(error).split()),
-            remedy="give a folder that save_pretrained wrote, or a hub id; compare engine.model.config_overrides with it",
+            remedy="give a folder that save_pretrained wrote, or a hub id; "
+            "compare engine.model.config_overrides with it",
         ) from error
     for key in unknown:
         known = [name for name in config.to_dict() if not name.startswith("_")]
@@ -42,7 +45,11 @@ def config_of(source: ModelSource) -> Any:
 
 
 def architecture_of(source: ModelSource) -> str:
-    """The class name in ``architectures``. Raises ``ConfigError`` where config.json has none, and as ``config_of``."""
+    """Return the class name in ``architectures``.
+
+    Raises:
+        ConfigError: config.json has no architecture, or ``config_of`` raises.
+    """
     names = config_of(source).architectures
     if not names:
         raise ConfigError(

@@ -1,4 +1,4 @@
-"""What ``rollout.options`` may hold."""
+"""Options that ``rollout.options`` may hold."""
 
 from __future__ import annotations
 
@@ -12,16 +12,17 @@ from engine_api.errors import ConfigError
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Options:
-    """What every server's rollout takes.
+    """Options that the rollout of every server takes.
 
     Attributes:
-        gpu_memory_utilization: share of a GPU's memory for weights, activations and caches together; the rest is the
-            engine's.
-        max_model_len: tokens of a prompt with its completion; None: what the model was made for.
+        gpu_memory_utilization: share of a GPU's memory for weights, activations and caches
+            together; the rest is the engine's.
+        max_model_len: tokens of a prompt with its completion; None: the length that the model was
+            made for.
         tensor_parallel_size: GPUs that serve one replica.
-        scales: of FP8 blocks; ``pow2`` rounds them up to powers of two.
-        audit: compare what is served with what was exported, after every sync.
-        allow_untested_version: take a server that is not in the table of tested versions.
+        scales: kind of the scales of FP8 blocks; ``pow2`` rounds them up to powers of two.
+        audit: compare the served weights with the exported ones after every sync.
+        allow_untested_version: accept a server that is not in the table of tested versions.
     """
 
     gpu_memory_utilization: float = 0.5
@@ -33,7 +34,11 @@ class Options:
 
     @classmethod
     def parse(cls, given: Mapping[str, Any]) -> Self:
-        """Check names and values. Raises ``ConfigError`` that says which option is wrong."""
+        """Check names and values, and return the options.
+
+        Raises:
+            ConfigError: an option is unknown or has a wrong value; the error names it.
+        """
         known = {field.name for field in fields(cls)}
         for name in given:
             if name not in known:
@@ -50,22 +55,29 @@ class Options:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class VllmOptions(Options):
-    """What ``VllmRollout`` takes beside.
+    """Options that ``VllmRollout`` takes in addition to those of every server.
 
     Attributes:
-        executor: ``in_process``: vLLM's engine lives in this process, on its device; where torch.distributed runs,
-            ``tensor_parallel_size`` neighbouring ranks serve one replica. ``workers``: vLLM starts processes of its own.
-        enforce_eager: no CUDA graphs and no compilation; None: on the CPU only.
+        executor: ``in_process``: vLLM's engine lives in this process, on its device; where
+            torch.distributed runs, ``tensor_parallel_size`` neighbouring ranks serve one replica.
+            ``workers``: vLLM starts processes of its own.
+        enforce_eager: use no CUDA graphs and no compilation; None: on the CPU only.
         max_num_batched_tokens: tokens of one forward pass; None: vLLM's choice.
-        deterministic: a seed of its own for every completion, so that its draw depends on nothing else. Without it
-            completions are drawn from one stream, which is faster with hundreds at a time, and no run is repeated.
-        memory_saver: on CUDA, let ``sleep`` give memory back; vLLM then serves one rollout a process at a time.
-        prefix_caching: keep keys and values of common beginnings; they are dropped at every sync.
-        kv_cache_bytes: of each GPU, instead of what ``gpu_memory_utilization`` leaves; None on the CPU: 1 GiB.
-        kv_cache_for_batch: a cache for ``batch_size`` sequences of ``max_model_len`` at once, and not all that is left: no generation
-            uses more, and what is smaller falls asleep and wakes up faster.
-        truncation: serve ``top_p`` and ``top_k``. Without it they are refused, and so are temperatures that vLLM changes (below 0.01, but
-            0) or does not take (above 2); vLLM may then take its newer model runner, which seeds the draws of all sequences in one kernel.
+        deterministic: give every completion its own seed, so that its draw depends on nothing else.
+            Without it completions are drawn from one stream, which is faster with hundreds of them
+            at a time, and no run can be repeated.
+        memory_saver: on CUDA, let ``sleep`` free memory; vLLM then serves only one rollout in each
+            process at a time.
+        prefix_caching: keep keys and values of common prefixes; they are dropped at every sync.
+        kv_cache_bytes: size of the cache on each GPU, instead of the memory that
+            ``gpu_memory_utilization`` leaves; None on the CPU: 1 GiB.
+        kv_cache_for_batch: make the cache large enough for ``batch_size`` sequences of
+            ``max_model_len`` at once instead of using all memory that is left. No generation uses
+            more, and a smaller cache sleeps and wakes faster.
+        truncation: serve ``top_p`` and ``top_k``. Without it they are refused, and so are
+            temperatures that vLLM changes (below 0.01, except 0) or does not accept (above 2). vLLM
+            may then use its newer model runner, which seeds the draws of all sequences in one
+            kernel.
     """
 
     executor: Literal["in_process", "workers"] = "in_process"

@@ -1,4 +1,8 @@
-"""How long the phases of a sync take: device events where there are streams, so that measuring waits for nothing; a clock elsewhere."""
+"""Durations of the phases of a sync.
+
+They are device events where there are streams, so that measuring waits for nothing, and clock times
+where there are none.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +18,7 @@ from engine_api.devices import device_of
 
 
 class Phases:
-    """Times by name, each the sum over its uses. Phases on different streams may overlap."""
+    """Durations by name, each the sum over its uses. Phases on different streams may overlap."""
 
     def __init__(self, device: torch.device) -> None:
         kind = device_of(device.type)
@@ -24,20 +28,21 @@ class Phases:
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
-        """Count the work that is queued inside on the current stream."""
+        """Measure the work that is queued inside the context on the current stream."""
         if self._module is None:
             begin = time.perf_counter()
             yield
             self._seconds[name] += time.perf_counter() - begin
             return
-        first, last = self._module.Event(enable_timing=True), self._module.Event(enable_timing=True)
+        first = self._module.Event(enable_timing=True)
+        last = self._module.Event(enable_timing=True)
         first.record()
         yield
         last.record()
         self._spans[name].append((first, last))
 
     def seconds(self) -> Mapping[str, float]:
-        """By phase; waits until the device is through with them."""
+        """Return the seconds of each phase, after waiting for the device to finish them."""
         found = dict(self._seconds)
         for name, spans in self._spans.items():
             spans[-1][1].synchronize()

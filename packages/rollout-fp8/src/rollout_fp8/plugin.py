@@ -1,4 +1,4 @@
-"""The descriptors of the ``vllm`` and ``sglang`` rollouts. Loading them imports no torch."""
+"""Descriptors of the ``vllm`` and ``sglang`` rollouts. Loading them imports no torch."""
 
 from __future__ import annotations
 
@@ -14,9 +14,10 @@ WIRE = "rollout_fp8.transports.weight_wire:Wire"
 
 
 def probe_server(server: str, device: str) -> ProbeResult:
-    """Whether the server and a torch for ``device`` are installed.
+    """Return whether the server and a torch for ``device`` are installed.
 
-    Its version is judged when a rollout is made, because an option may allow an untested one.
+    The server's version is checked when a rollout is made, because an option may allow an untested
+    one.
     """
     line = versions.tested(server, device)
     if line is None:
@@ -36,7 +37,8 @@ def probe_server(server: str, device: str) -> ProbeResult:
 VLLM = EnginePlugin(
     name="vllm",
     contract=CONTRACT,
-    capabilities=frozenset({Capability.LORA}),  # rollout.lora: adapter
+    # For rollout.lora: adapter.
+    capabilities=frozenset({Capability.LORA}),
     rows=(
         Row(
             backends=("vllm",),

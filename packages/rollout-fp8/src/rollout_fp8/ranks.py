@@ -1,4 +1,4 @@
-"""The engine's ranks, which make a sync together: small values between them, never tensors of the model."""
+"""Collectives of small values between the engine's ranks, which make a sync together."""
 
 from __future__ import annotations
 
@@ -14,24 +14,30 @@ T = TypeVar("T")
 
 
 def of_all(work: Callable[[], T]) -> list[T]:
-    """Everybody's ``work()``, by rank; a collective of the default process group, or of this process alone.
+    """Return every rank's ``work()``, by rank, as a collective of the default process group.
 
-    Raises where it fails anywhere: its own error there, ``RankFailure`` on the other ranks.
+    Without a process group it is this process's result alone.
+
+    Raises:
+        RankFailure: ``work`` failed on another rank; a rank on which it failed raises its own
+            error.
     """
     return together(GroupComm() if world_size() > 1 else SingleComm(), work)
 
 
 def world_size() -> int:
-    """Of the default process group; 1 without one."""
+    """Return the number of ranks of the default process group; 1 without one."""
     return dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
 
 
 def require_own_devices(device: str, size: int) -> None:
-    """Raise ``ConfigError`` where a replica in processes of its own would take ``size`` devices, some of them other ranks'."""
+    """Raise ``ConfigError`` where a replica in its own processes would take other ranks' GPUs."""
     if device != "cpu" and size > 1 and (ranks := world_size()) > 1:
         raise ConfigError(
             "rollout.options.tensor_parallel_size",
             f"{size}, for the replica of each of {ranks} ranks",
-            why="it takes its rank's device and those behind it, which the next ranks' replicas take too",
-            remedy="1; vllm with executor: in_process, by which ranks serve one together; or launcher: ray with ray.rollouts",
+            why="it takes its rank's device and the devices after it, "
+            "which the next ranks' replicas take too",
+            remedy="1; vllm with executor: in_process, by which ranks serve one together; "
+            "or launcher: ray with ray.rollouts",
         )

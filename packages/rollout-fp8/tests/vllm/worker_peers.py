@@ -59,4 +59,4 @@ def _taken(stream: EngineStream, *, fails: bool) -> Iterator[int]:
     for bucket, buffer in stream.buckets():
         if fails:
             raise MemoryError("bucket")
-        yield int(torch.count_nonzero(buffer)) and len(bucket.pieces)
+        yield int(torch.count_nonzero(buffer)) and len(bucket.slices)

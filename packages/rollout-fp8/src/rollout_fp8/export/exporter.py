@@ -1,4 +1,4 @@
-"""From an engine's shards to what a rollout installs: quantize the shard, gather in buckets, one plan for all syncs."""
+"""Exporter of an engine's shards: quantize each shard, gather in buckets, keep one plan."""
 
 from __future__ import annotations
 
@@ -43,19 +43,22 @@ _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_t
 
 
 class Exporter:
-    """The ``WeightExporter`` of the rollouts ``vllm`` and ``sglang``; one on every rank of the engine.
+    """``WeightExporter`` of the rollouts ``vllm`` and ``sglang``; one on every rank of the engine.
 
     Args:
         resolution: from the registry; buckets live on its device.
-        model: which architecture, for the table of quantized layers.
-        dtype: of served weights that are not quantized.
+        model: its architecture selects the row of the table of quantized layers.
+        dtype: dtype of the served weights that are not quantized.
         quantization: ``none`` or ``fp8``.
-        options: the rollout's; of them ``scales`` and ``audit`` are read here, and all are checked there.
-        lora: the engine's, for a rollout that is given the adapter beside the base weights; None: merged weights.
-        bucket_bytes: of a bucket over all ranks; two exist at a time.
+        options: the rollout's; ``scales`` and ``audit`` are read here, and the rollout checks all
+            of them.
+        lora: the engine's, for a rollout that serves the adapter in addition to the base weights;
+            None: merged weights.
+        bucket_bytes: size of a bucket over all ranks; two exist at a time.
 
     Raises:
-        ConfigError: an unknown dtype or quantization, or an architecture that the layer table does not know.
+        ConfigError: an unknown dtype or quantization, or an architecture that the layer table does
+            not know.
     """
 
     def __init__(
@@ -80,20 +83,23 @@ class Exporter:
                 "rollout.quantization", f"unknown {quantization!r}", remedy="none or fp8"
             )
         self._device = torch.device(resolution.device)
-        self._dtype, self._bucket_bytes = DTYPES[dtype], bucket_bytes
-        common = Options.parse(
-            {key: value for key, value in (options or {}).items() if key in ("scales", "audit")}
-        )
+        self._dtype = DTYPES[dtype]
+        self._bucket_bytes = bucket_bytes
+        given = options or {}
+        common = Options.parse({key: given[key] for key in ("scales", "audit") if key in given})
         self._scales: ScalePolicy = common.scales
-        self._audit, self._lora = common.audit, lora
+        self._audit = common.audit
+        self._lora = lora
         self._architecture = architecture_of(model) if quantization == "fp8" else None
         self._plan: ExportPlan | None = None
         self._filler: Filler | None = None
 
     def export(self, engine: Engine) -> EngineStream | AdapterStream:
-        """One sync's stream; a collective when it is iterated.
+        """Return one sync's stream; iterating it is a collective.
 
-        Raises ``UnsupportedCapability`` for an engine without shards, or without the adapter that is to be served.
+        Raises:
+            UnsupportedCapability: the engine does not export shards, or not the adapter that is to
+                be served.
         """
         if Capability.EXPORT_SHARDS not in engine.capabilities:
             raise UnsupportedCapability(
@@ -118,26 +124,29 @@ class Exporter:
         self._plan = self._filler = None
 
     def _stream(self, engine: Engine) -> EngineStream:
-        """Of all weights: merged ones, or the base of an adapter. The plan is made at the first."""
+        """Return the stream of all weights: merged ones, or the base of an adapter.
+
+        The plan is made at the first call.
+        """
         if self._plan is None or self._filler is None:
-            plan, made = self._make_plan(engine), list[Filler]()
+            plan = self._make_plan(engine)
+            made: list[Filler] = []
             of_all(
                 lambda: made.append(
                     Filler(plan, self._device, scales=self._scales, audit=self._audit)
                 )
             )
-            self._plan, self._filler = plan, made[0]
+            self._plan = plan
+            self._filler = made[0]
             for name, note in plan.wire.notes.items():
                 log.info("weight sync: %s: %s", name, note)
         return EngineStream(self._plan, self._filler, lambda: self._shards(engine))
 
     def _shards(self, engine: Engine) -> ShardExport:
         # An engine of contract 1.0 does not know the argument, and is not given it.
-        return (
-            engine.get_per_tensor_param_shard(adapter="base")
-            if self._lora
-            else engine.get_per_tensor_param_shard()
-        )
+        if self._lora:
+            return engine.get_per_tensor_param_shard(adapter="base")
+        return engine.get_per_tensor_param_shard()
 
     def _make_plan(self, engine: Engine) -> ExportPlan:
         rows = of_all(
@@ -160,12 +169,15 @@ class Exporter:
 
 
 class EngineStream:
-    """One sync's ``WireStream``; it is exhausted on all ranks together."""
+    """``WireStream`` of one sync; it is exhausted on all ranks together."""
 
     def __init__(self, plan: ExportPlan, filler: Filler, export: Callable[[], ShardExport]) -> None:
         self.plan: WirePlan = plan.wire
-        self.device, self.audit = filler.device, filler.audit
-        self._plan, self._filler, self._export = plan, filler, export
+        self.device = filler.device
+        self.audit = filler.audit
+        self._plan = plan
+        self._filler = filler
+        self._export = export
         self._phases = Phases(filler.device)
         self._left: Iterator[tuple[BucketPlan, Tensor]] | None = None
         self._is_whole = False
@@ -177,9 +189,10 @@ class EngineStream:
         return self._left
 
     def __iter__(self) -> Iterator[tuple[str, Tensor]]:
-        """See ``WireStream.__iter__``; the pieces of a tensor are put together in a buffer of its own.
+        """See ``WireStream.__iter__``; the slices of a tensor are assembled in a buffer of its own.
 
-        A stream whose buckets somebody began to take is only run to its end: no rank may leave a gather early.
+        A stream whose buckets a caller began to take is only run to its end: no rank may leave a
+        gather early.
         """
         if self._left is None:
             yield from whole_tensors(self.buckets())
@@ -188,7 +201,11 @@ class EngineStream:
             pass
 
     def checksums(self) -> Mapping[str, int]:
-        """See ``WireStream.checksums``. Raises ``RolloutError`` for weights that are not finite, and before the last bucket."""
+        """See ``WireStream.checksums``.
+
+        Raises:
+            RolloutError: weights are not finite, or the last bucket has not been taken yet.
+        """
         if not self._is_whole:
             raise RolloutError(
                 "the weights were not taken to their end",
@@ -203,17 +220,20 @@ class EngineStream:
         return self._phases.seconds()
 
     def _make(self) -> Iterator[tuple[BucketPlan, Tensor]]:
-        """Two buckets are under way: one is filled and gathered on a stream of its own, one is read by the caller."""
-        self._filler.begin()  # before the lane begins, which waits for what is queued here by then
+        """Yield the buckets, with two of them under way.
+
+        One is filled and gathered on a stream of its own while the caller reads the other.
+        """
+        # Before the lane begins, because the lane waits for the work that is queued here by then.
+        self._filler.begin()
         lane = _Lane(self._filler, self._phases)
         ready: list[tuple[Bucket, Tensor]] = []
         try:
-            for _, buckets in groupby(
-                self._plan.buckets, key=lambda bucket: bucket.gathered
-            ):  # two passes, or one
-                with (
-                    lane.queue()
-                ):  # with its first tensor an engine may gather what it computes the others from
+            # Two passes over the export, or one.
+            for _, buckets in groupby(self._plan.buckets, key=lambda bucket: bucket.gathered):
+                # With its first tensor an engine may gather the tensors that it computes others
+                # from.
+                with lane.queue():
                     # After an error too: the export may begin with a collective.
                     reader = self._filler.attempt(self._read, always=True)
                 for bucket in buckets:
@@ -226,7 +246,8 @@ class EngineStream:
             for bucket, buffer in ready:
                 yield lane.hand_over(bucket, buffer)
                 lane.taken()
-        finally:  # after an error too: what the lane reads may then be freed
+        finally:
+            # After an error too: the memory that the lane reads may then be freed.
             lane.finish()
         self._filler.finish()
         self._is_whole = True
@@ -236,44 +257,52 @@ class EngineStream:
 
 
 class AdapterStream:
-    """One sync of a LoRA: the adapter, and the base weights where a rollout lacks them. Exhausted on all ranks together.
+    """Stream of one sync of a LoRA: the adapter, and the base weights where a rollout lacks them.
+
+    It is exhausted on all ranks together.
 
     Args:
         engine: exports the adapter.
         base: begins the stream of the base weights.
         lora: the engine's.
-        dtype: of the served adapter.
+        dtype: dtype of the served adapter.
     """
 
     def __init__(
         self, engine: Engine, base: Callable[[], EngineStream], lora: LoraConfig, dtype: torch.dtype
     ) -> None:
         self._tensors = iter(engine.get_per_tensor_param(dtype=dtype, adapter="only"))
-        self._make_base, self._lora = base, lora
+        self._make_base = base
+        self._lora = lora
         self._base: EngineStream | None = None
         self._asked = False
         self._seconds = 0.0
 
     def adapter(self) -> Adapter:
-        """The adapter, whole on every rank, on the CPU; to be called first, and once."""
+        """Return the adapter, whole on every rank, on the CPU; to be called first, and once."""
         begin = time.perf_counter()
         tensors = {name: tensor.detach().to("cpu", copy=True) for name, tensor in self._tensors}
         self._seconds = time.perf_counter() - begin
         return Adapter(lora=self._lora, tensors=tensors)
 
     def base(self, *, needed: bool) -> EngineStream | None:
-        """The base weights' stream, if any rank's rollout needs them: then all of them get them. After ``adapter``."""
+        """Return the base weights' stream if any rank's rollout needs it, and None if not.
+
+        All ranks then get it. To be called after ``adapter``.
+        """
         self._asked = True
         self._base = self._make_base() if any(of_all(lambda: needed)) else None
         return self._base
 
     def seconds(self) -> Mapping[str, float]:
-        """``gather``, of the adapter."""
+        """Return the seconds of ``gather``, for the adapter."""
         return {"gather": self._seconds}
 
     def __iter__(self) -> Iterator[tuple[str, Tensor]]:
-        """What nobody has taken yet: so a rank that serves nothing takes part."""
-        for pair in self._tensors:  # not "yield from": who stops half way would close the engine's generator, and no rank may
+        """Yield the tensors that no caller has taken yet, so that a rank that serves nothing takes part."""
+        # Not "yield from": a caller that stops half-way would close the engine's generator, and no
+        # rank may do that.
+        for pair in self._tensors:
             yield pair
         if not self._asked:
             self.base(needed=False)
@@ -282,12 +311,15 @@ class AdapterStream:
 
 
 class _Lane:
-    """Fills and gathers buckets beside the caller's work (where the device has streams: on one of its own)."""
+    """Lane that fills and gathers buckets during the caller's work, on its own stream if any."""
 
     def __init__(self, filler: Filler, phases: Phases) -> None:
-        self._filler, self._phases = filler, phases
-        self._done: dict[int, Any] = {}  # by slot: the bucket in it is complete
-        self._read: dict[int, Any] = {}  # by slot: whoever read it is through
+        self._filler = filler
+        self._phases = phases
+        # Event by slot: the bucket in it is complete.
+        self._done: dict[int, Any] = {}
+        # Event by slot: its reader has finished.
+        self._read: dict[int, Any] = {}
         self._last: int | None = None
         self._stream: Any = None
         if device_of(filler.device.type).has_streams:
@@ -305,7 +337,7 @@ class _Lane:
         return self._module.current_stream(self._filler.device)
 
     def queue(self) -> AbstractContextManager[Any]:
-        """Inside, what is queued comes before what the lane does next."""
+        """Return a context in which queued work comes before the lane's next work."""
         return nullcontext() if self._stream is None else self._module.stream(self._stream)
 
     def make(self, bucket: Bucket, reader: Reader | None) -> Tensor:
@@ -342,13 +374,15 @@ def collect(
     scales: ScalePolicy,
     audit: bool,
 ) -> EngineStream:
-    """The stream of a plain export of whole tensors, which is collected first: one copy of the weights as they come.
+    """Collect a plain export of whole tensors, and return its stream.
 
-    So a name or tensor that cannot be served is found before anything is installed. ``architecture``: quantize by its
-    table; None: quantize nothing.
+    One copy of the weights is made as they come, so that a name or tensor that cannot be served is
+    found before anything is installed. ``architecture``: quantize by its row of the table; None:
+    quantize nothing.
 
     Raises:
-        RolloutError: a name twice, a tensor of a dtype that is not cast, or no tensor at all.
+            RolloutError: a name comes twice, a tensor has a dtype that is not cast, or there is no
+                tensor at all.
     """
     tensors: dict[str, Tensor] = {}
     for name, tensor in export:
@@ -383,25 +417,31 @@ def collect(
 
 
 def gather(receive: Tensor, send: Tensor) -> None:
-    """All ranks' ``send`` [S] (uint8) one after another in ``receive`` [world × S]; ``send`` may lie inside it."""
+    """Gather all ranks' ``send`` [S] (uint8) one after another into ``receive`` [world × S].
+
+    ``send`` may lie inside ``receive``.
+    """
     _all_gather(receive, send)
 
 
 def whole_tensors(buckets: Iterator[tuple[BucketPlan, Tensor]]) -> Iterator[tuple[str, Tensor]]:
-    """(name, whole tensor), each when its last piece has come."""
+    """Yield (name, whole tensor), each when its last slice has come."""
     parts: dict[str, tuple[Tensor, int]] = {}
     for plan, buffer in buckets:
-        for piece in plan.pieces:
-            name, part = piece.tensor.name, piece.view(buffer)
-            if piece.box == ShardSpec.whole(piece.tensor.shape, piece.box.replica):
+        for wire_slice in plan.slices:
+            name = wire_slice.tensor.name
+            part = wire_slice.view(buffer)
+            if wire_slice.box == ShardSpec.whole(wire_slice.tensor.shape, wire_slice.box.replica):
                 yield name, part
                 continue
             whole, missing = parts.get(name) or (
-                torch.empty(piece.tensor.shape, dtype=piece.tensor.dtype, device=buffer.device),
-                piece.tensor.num_bytes,
+                torch.empty(
+                    wire_slice.tensor.shape, dtype=wire_slice.tensor.dtype, device=buffer.device
+                ),
+                wire_slice.tensor.num_bytes,
             )
-            whole[piece.box.slices] = part
-            parts[name] = (whole, missing - piece.num_bytes)
+            whole[wire_slice.box.slices] = part
+            parts[name] = (whole, missing - wire_slice.num_bytes)
             if parts[name][1] == 0:
                 yield name, parts.pop(name)[0]
     assert not parts, f"incomplete: {list(parts)}"

@@ -1,4 +1,4 @@
-"""Filling buckets on the engine's side: quantize or cast this rank's shards into its region, then gather."""
+"""Filler of buckets on the engine's side: quantize or cast this rank's shards, then gather."""
 
 from __future__ import annotations
 
@@ -27,14 +27,18 @@ Gather = Callable[[Tensor, Tensor], None]
 
 
 class Filler:
-    """The buffers of a plan, and what is computed into them. Nothing here waits for the device but ``result``, and shards that come to the host."""
+    """Buffers of a plan, and the computations that fill them.
+
+    Nothing here waits for the device except ``result``, and shards that come to the host.
+    """
 
     def __init__(
         self, plan: ExportPlan, device: torch.device, *, scales: ScalePolicy, audit: bool
     ) -> None:
-        self.device, self.audit = device, audit
+        self.device = device
+        self.audit = audit
         self._is_queued = device_of(device.type).has_streams
-        # For all syncs, once there is one: PyTorch keeps freed memory for the stream that it was taken on.
+        # One stream for all syncs: PyTorch keeps freed memory for the stream that it was taken on.
         self.stream: Any = None
         self.rank = dist.get_rank() if plan.world_size > 1 else 0
         self._plan = plan
@@ -46,7 +50,8 @@ class Filler:
         self._work: dict[int, _Work] = {}
         self._place = {name: index for index, name in enumerate(plan.wire.tensors)}
         self._sums = torch.zeros(len(self._place), dtype=torch.int64, device=device)
-        # One flag a source that this rank computes, bucket by bucket; which source that is, by its place.
+        # One flag for each source that this rank computes, bucket by bucket, and the tensor of each
+        # flag.
         flags = sum(len(bucket.of_rank(self.rank)) for bucket in plan.buckets)
         self._flags = torch.zeros(flags, dtype=torch.int32, device=device)
         self._flagged: list[int] = []
@@ -56,38 +61,40 @@ class Filler:
         self._error: Exception | None = None
 
     def begin(self) -> None:
-        """Forget what the last sync counted."""
+        """Reset the sums, flags and error of the last sync."""
         self._sums.zero_()
         self._flags.zero_()
         self._error = None
 
     def attempt(self, work: Callable[[], T], *, always: bool = False) -> T | None:
-        """``work()``, unless an attempt of this sync failed before (``always``: even then).
+        """Return ``work()``, or None if an attempt of this sync failed before (``always``: even then call it).
 
-        An error of one rank among several is raised by ``finish``: until then the others count on this one in their gathers.
+        An error of one rank among several is raised by ``finish``: until then the other ranks rely
+        on this one in their gathers.
         """
         if self._error is not None and not always:
             return None
         try:
             return work()
-        except (
-            Exception
-        ) as error:  # whatever it is: the other ranks are on their way into the next gather
+        except Exception as error:
+            # Of any type: the other ranks are on their way into the next gather.
             if self._world_size == 1:
                 raise
             self._error = self._error or error
             return None
 
     def fill(self, bucket: Bucket, reader: Reader | None, phases: Phases, gather: Gather) -> Tensor:
-        """The bucket's buffer, whole, on this rank; queued on the current stream. After an error, gathered with anything in it."""
+        """Return the bucket's buffer, whole, on this rank; it is queued on the current stream.
+
+        After an error it is gathered with undefined content.
+        """
         buffer = self._buffers[bucket.wire.slot]
         places = [part.source for part in bucket.of_rank(self.rank)]
         mine = self.attempt(lambda: [self._here(shard) for shard in there(reader).take(places)])
         if not bucket.gathered:
             with phases.phase("gather"):
-                mine = self._gather_first(
-                    [self._plan.sources[place] for place in places], mine, gather
-                )
+                sources = [self._plan.sources[place] for place in places]
+                mine = self._gather_first(sources, mine, gather)
         with phases.phase("quantize"):
             self.attempt(lambda: self._compute(bucket, there(mine), buffer))
         if bucket.gathered and self._world_size > 1:
@@ -99,7 +106,11 @@ class Filler:
         return buffer
 
     def finish(self) -> None:
-        """After the last bucket, on all ranks: add up over ranks what each of them counted. Raises this rank's own error."""
+        """Add up over ranks what each of them counted, on all ranks after the last bucket.
+
+        Raises:
+            Exception: this rank's own error of an earlier attempt.
+        """
         broken = torch.zeros_like(self._sums)
         broken[self._flagged] = self._flags[: len(self._flagged)].to(torch.int64)
         failed = torch.zeros(self._world_size, dtype=torch.int64, device=self.device)
@@ -107,43 +118,46 @@ class Filler:
         self._totals = torch.cat([self._sums, broken, failed])
         if self._world_size > 1:
             dist.all_reduce(self._totals)
-        error, self._error = self._error, None  # its traceback holds shards
+        # Its traceback holds shards.
+        error = self._error
+        self._error = None
         if error is not None:
             raise error
 
     def result(self, plan: WirePlan) -> Mapping[str, int]:
-        """Checksums by name, over all ranks (none without audit); waits for the device.
+        """Return checksums by name, over all ranks (none without audit), after waiting for the device.
 
-        Raises ``RolloutError`` where a weight was not finite, or a rank failed.
+        Raises:
+            RolloutError: a weight was not finite, or a rank failed.
         """
-        totals, count = self._totals.tolist(), len(self._place)
-        sums, flags, failed = totals[:count], totals[count : 2 * count], totals[2 * count :]
+        totals = self._totals.tolist()
+        count = len(self._place)
+        sums = totals[:count]
+        flags = totals[count : 2 * count]
+        failed = totals[2 * count :]
         if any(failed):
             ranks = ", ".join(str(rank) for rank, flag in enumerate(failed) if flag)
             raise RolloutError(
                 "the export is not whole",
                 where=WHERE,
                 why=f"it failed on rank {ranks}",
-                remedy="that rank's own error says why; mend it, then sync again",
+                remedy="that rank's own error says why; fix it, then sync again",
             )
         bad = [name for name, flag in zip(plan.tensors, flags, strict=True) if flag]
         if bad:
             raise self._not_finite(plan, bad)
-        return (
-            {name: value % MODULUS for name, value in zip(plan.tensors, sums, strict=True)}
-            if self.audit
-            else {}
-        )
+        if not self.audit:
+            return {}
+        return {name: value % MODULUS for name, value in zip(plan.tensors, sums, strict=True)}
 
     def _not_finite(self, plan: WirePlan, bad: Sequence[str]) -> RolloutError:
         stored = {source.name: source.stored for source in self._plan.sources}
         small = [name for name in bad if plan.tensors[name].dtype == torch.float16 != stored[name]]
-        why, remedy = (
-            f"{len(bad)} tensors hold NaN or inf",
-            "the engine's weights are broken: go back to a checkpoint",
-        )
+        why = f"{len(bad)} tensors hold NaN or inf"
+        remedy = "the engine's weights are broken: go back to a checkpoint"
         if small:
-            why += f", {len(small)} of them in float16, which holds nothing above {torch.finfo(torch.float16).max:.0f}"
+            largest = torch.finfo(torch.float16).max
+            why += f", {len(small)} of them in float16, which holds nothing above {largest:.0f}"
             remedy = (
                 f"rollout.options.dtype=bfloat16; if they are not finite in that either, {remedy}"
             )
@@ -156,14 +170,15 @@ class Filler:
 
     def _here(self, shard: Tensor) -> Tensor:
         if shard.device.type != self.device.type:
-            # To the host a copy that does not wait would be read before it is there.
+            # A copy to the host that does not wait would be read before it has arrived.
             shard = shard.to(self.device, non_blocking=self._is_queued)
         return shard if shard.is_contiguous() else _in_rows(shard)
 
     def _compute(self, bucket: Bucket, mine: Sequence[Tensor], buffer: Tensor) -> None:
         try:
             work = self._work.get(id(bucket)) or self._prepare(bucket, mine, buffer)
-        except ValueError as error:  # a plan's: words that are cut, or no weight of two dimensions
+        # A plan raises it: words are cut, or a weight is not of two dimensions.
+        except ValueError as error:
             raise RolloutError(
                 "the engine's shards cannot be sent as they are cut",
                 where=WHERE,
@@ -173,49 +188,61 @@ class Filler:
         work.run(mine, self._sums)
 
     def _prepare(self, bucket: Bucket, mine: Sequence[Tensor], buffer: Tensor) -> _Work:
-        """What does not change from sync to sync: the views into the buffer, and the launches' tables."""
+        """Prepare the parts that stay from sync to sync: views into the buffer, and the launches' tables."""
         parts = list(enumerate(bucket.of_rank(self.rank)))
         quantized = [(i, part.weight, part.scales) for i, part in parts if part.scales is not None]
         plain = [(i, part.weight) for i, part in parts if part.scales is None]
-        outs = [w.view(buffer) for _, w, _ in quantized], [s.view(buffer) for *_, s in quantized]
+        outs = (
+            [w.view(buffer) for _, w, _ in quantized],
+            [s.view(buffer) for *_, s in quantized],
+        )
         casts = [w.view(buffer) for _, w in plain]
-        sources = [mine[i] for i, *_ in quantized], [mine[i] for i, _ in plain]
-        pieces = self._answers_for(bucket)
-        views = [piece.view(buffer) for piece in pieces]
+        quantized_sources = [mine[i] for i, *_ in quantized]
+        plain_sources = [mine[i] for i, _ in plain]
+        slices = self._counted_slices(bucket)
+        views = [wire_slice.view(buffer) for wire_slice in slices]
+        quantize = cast = checksums = None
+        if quantized:
+            quantize = QuantizePlan(
+                layouts(quantized_sources), *map(layouts, outs), scales=self._scales
+            )
+        if plain:
+            cast = CastPlan(layouts(plain_sources), layouts(casts))
+        if self.audit and slices:
+            boxes = [s.box for s in slices]
+            groups = [self._place[s.tensor.name] for s in slices]
+            checksums = ChecksumPlan(layouts(views), boxes, groups).bind(views)
+        # Flags are taken once nothing can fail any more.
+        flags = (
+            self._own_flags([w for _, w, _ in quantized]),
+            self._own_flags([w for _, w in plain]),
+        )
         self._work[id(bucket)] = _Work(
             layouts=layouts(mine),
             quantized=[i for i, *_ in quantized],
             outs=outs,
             plain=[i for i, _ in plain],
             casts=casts,
-            quantize=QuantizePlan(layouts(sources[0]), *map(layouts, outs), scales=self._scales)
-            if quantized
-            else None,
-            cast=CastPlan(layouts(sources[1]), layouts(casts)) if plain else None,
-            checksums=ChecksumPlan(
-                layouts(views),
-                [p.box for p in pieces],
-                [self._place[p.tensor.name] for p in pieces],
-            ).bind(views)
-            if self.audit and pieces
-            else None,
-            flags=(
-                self._own_flags([w for _, w, _ in quantized]),
-                self._own_flags([w for _, w in plain]),
-            ),  # once nothing can fail
+            quantize=quantize,
+            cast=cast,
+            checksums=checksums,
+            flags=flags,
         )
         return self._work[id(bucket)]
 
-    def _own_flags(self, pieces: Sequence[WireSlice]) -> Tensor:
-        """The next flags, one for each of these weights."""
+    def _own_flags(self, slices: Sequence[WireSlice]) -> Tensor:
+        """Return the next flags, one for each of these weights."""
         first = len(self._flagged)
-        self._flagged += [self._place[piece.tensor.name] for piece in pieces]
+        self._flagged += [self._place[wire_slice.tensor.name] for wire_slice in slices]
         return self._flags[first : len(self._flagged)]
 
     def _gather_first(
         self, sources: Sequence[Source], mine: Sequence[Tensor] | None, gather: Gather
     ) -> list[Tensor] | None:
-        """Whole tensors as the engine stores them. All are gathered, also where a rank has nothing to give."""
+        """Return whole tensors as the engine stores them.
+
+        All of them are gathered, also where a rank has no shard to give.
+        """
         if self._world_size == 1:
             return list(there(mine))
         shards = mine or [None] * len(sources)
@@ -223,7 +250,7 @@ class Filler:
         return None if self._error else [there(whole) for whole in wholes]
 
     def _gather_one(self, source: Source, shard: Tensor | None, gather: Gather) -> Tensor | None:
-        """From boxes that need not be of one size."""
+        """Gather a whole tensor from boxes that may differ in size."""
         boxes = [
             replace(box, replica=0)
             if rank in source.senders
@@ -242,29 +269,38 @@ class Filler:
         ]
         return self.attempt(lambda: assemble(zip(parts, boxes, strict=True)))
 
-    def _answers_for(self, bucket: Bucket) -> list[WireSlice]:
-        """Whose checksums this rank adds up; a bucket that every rank fills alike is the first rank's."""
+    def _counted_slices(self, bucket: Bucket) -> list[WireSlice]:
+        """Return the slices whose checksums this rank adds up.
+
+        The slices of a bucket that every rank fills alike are the first rank's.
+        """
         if not bucket.gathered and self.rank > 0:
             return []
-        return [piece for part in bucket.of_rank(self.rank) for piece in part.pieces]
+        return [wire_slice for part in bucket.of_rank(self.rank) for wire_slice in part.slices]
 
 
 class Reader:
-    """One pass over an engine's export, compared with the plan as it goes.
+    """Pass over an engine's export, which is compared with the plan on the way.
 
-    Ranks read at their own pace, so the export must not be a collective from its first tensor on (it may begin with one:
-    all ranks begin here).
+    Ranks read at their own pace, so the export must not be a collective from its first tensor on.
+    It may begin with a collective, because all ranks begin here.
     """
 
     def __init__(self, plan: ExportPlan, rank: int, shards: ShardExport) -> None:
-        self._sources, self._rank, self._shards = plan.sources, rank, shards
-        self._at = 0  # of the one that was read last
+        self._sources = plan.sources
+        self._rank = rank
+        self._shards = shards
+        # Index of the source that was read last.
+        self._at = 0
         self._last = self._read()
 
     def take(self, wanted: Sequence[int]) -> list[Tensor]:
-        """This rank's shards of these sources, which lie in the order of the export behind those taken before.
+        """Return this rank's shards of these sources.
 
-        Raises ``RolloutError`` when the export is not the planned one.
+        In the order of the export they come after the shards taken before.
+
+        Raises:
+            RolloutError: the export is not the planned one.
         """
         mine: list[Tensor] = []
         for place in wanted:
@@ -275,7 +311,11 @@ class Reader:
         return mine
 
     def finish(self) -> None:
-        """To the export's end. Raises ``RolloutError`` when it is not where it was planned."""
+        """Read to the export's end.
+
+        Raises:
+            RolloutError: the export does not end where it was planned.
+        """
         self.take([len(self._sources) - 1])
         for name, _, _ in self._shards:
             raise _changed("nothing more", name)
@@ -294,7 +334,10 @@ class Reader:
 
 
 def _in_rows(shard: Tensor) -> Tensor:
-    """As kernels read it: rows at one distance. The contract says nothing of an export's strides."""
+    """Return the shard as kernels read it, with rows at one distance.
+
+    The contract does not specify an export's strides.
+    """
     try:
         rows_of(layouts([shard])[0])
     except ValueError:
@@ -303,7 +346,7 @@ def _in_rows(shard: Tensor) -> Tensor:
 
 
 def there(value: T | None) -> T:
-    """What an attempt before this one made."""
+    """Return the value that an earlier attempt made."""
     assert value is not None, "an earlier step of this sync failed"
     return value
 
@@ -319,7 +362,7 @@ def _changed(expected: str, found: str) -> RolloutError:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Work:
-    """The launches of one bucket; ``quantized`` and ``plain`` are places in its fills."""
+    """Launches of one bucket; ``quantized`` and ``plain`` are indices into the shards that fill it."""
 
     layouts: tuple[Layout, ...]
     quantized: list[int]
@@ -332,7 +375,7 @@ class _Work:
     checksums: BoundChecksum | None
 
     def run(self, mine: Sequence[Tensor], sums: Tensor) -> None:
-        """Queue it for shards of the layouts that it was prepared for."""
+        """Queue the launches for shards of the layouts that they were prepared for."""
         if misfit(mine, self.layouts) is not None:
             raise RolloutError(
                 "the engine's shards have another layout than at the first sync",

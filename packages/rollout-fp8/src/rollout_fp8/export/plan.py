@@ -1,8 +1,9 @@
-"""The plan of a sync: which rank sends which box of which wire tensor, in which bucket, and what is quantized when.
+"""Plan of a sync: the boxes that each rank sends, their buckets, and the place of quantizing.
 
-Made once from every rank's boxes, the same on all ranks. A shard whose edges lie on block edges is quantized where it is
-and travels in FP8. Any other is gathered as the engine stores it and quantized afterwards: the result is the same bit for
-bit, the bytes on the wire are not, and ``WirePlan.notes`` says so.
+It is made once from every rank's boxes, the same on all ranks. A shard whose edges lie on block
+edges is quantized where it is and travels in FP8. Any other shard is gathered as the engine stores
+it and quantized afterwards: the result is the same bit for bit, the bytes on the wire are not, and
+``WirePlan.notes`` names it.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ WHERE = "weight sync"
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Source:
-    """One tensor of the engine's export: the box that each rank holds, by rank, and the ranks whose boxes travel."""
+    """Tensor of the engine's export: the box of each rank, and the ranks whose boxes travel."""
 
     name: str
     boxes: tuple[ShardSpec, ...]
@@ -44,55 +45,58 @@ class Source:
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Of the whole."""
+        """The shape of the whole tensor."""
         return self.boxes[0].global_shape
 
     @property
     def aligned(self) -> bool:
-        """Whether every rank's box begins and ends on block edges (or at the tensor's end)."""
+        """True if every rank's box begins and ends on block edges (or at the tensor's end)."""
         return all(box.is_empty or _on_blocks(box) for box in self.boxes)
 
     @property
     def gathers_last(self) -> bool:
-        """Whether each sender fills its own part of a bucket, before the gather."""
+        """True if each sender fills its own part of a bucket before the gather."""
         return self.aligned or not self.quantized
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Part:
-    """What one rank puts into a bucket: its box of a source, as a piece (and, when quantized, one of the scales)."""
+    """Part of a bucket that one rank fills: its box of a source, and a quantized one's scales."""
 
-    source: int  # its place in ``ExportPlan.sources``
+    source: int
+    """Index of the source in ``ExportPlan.sources``."""
     weight: WireSlice
     scales: WireSlice | None
 
     @property
-    def pieces(self) -> list[WireSlice]:
-        """The one or the two."""
+    def slices(self) -> list[WireSlice]:
+        """The weight's slice, followed by the scales' slice if there is one."""
         return [self.weight] if self.scales is None else [self.weight, self.scales]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Bucket:
-    """A bucket as the engine's side sees it.
+    """Bucket as the engine's side sees it.
 
-    ``gathered``: rank ``r`` fills ``parts[r]`` into the region at ``r * region``, and an all-gather makes the whole buffer.
-    Otherwise the sources are gathered first, as they are stored, and every rank fills ``parts[0]`` by itself.
+    ``gathered``: rank ``r`` fills ``parts[r]`` into the region at ``r * region``, and an all-gather
+    makes the whole buffer. If not, the sources are gathered first, as they are stored, and every
+    rank fills ``parts[0]`` by itself.
     """
 
     wire: BucketPlan
     parts: tuple[tuple[Part, ...], ...]
     gathered: bool
-    region: int  # bytes a rank
+    region: int
+    """Bytes of each rank."""
 
     def of_rank(self, rank: int) -> tuple[Part, ...]:
-        """What ``rank`` fills."""
+        """Return the parts that ``rank`` fills."""
         return self.parts[rank if self.gathered else 0]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ExportPlan:
-    """``wire`` for the rollout; ``sources``, as they are exported, and ``buckets`` for the engine's ranks."""
+    """Plan of a sync: ``wire`` for the rollout, ``sources`` and ``buckets`` for the engine's ranks."""
 
     wire: WirePlan
     sources: tuple[Source, ...]
@@ -100,23 +104,29 @@ class ExportPlan:
     world_size: int
 
 
-Row = Sequence[tuple[str, ShardSpec, torch.dtype]]  # what one rank exports, in order
+# The export of one rank, in order.
+Row = Sequence[tuple[str, ShardSpec, torch.dtype]]
 
 
 def require_alike(rows: Sequence[Row]) -> None:
-    """Raise ``RolloutError`` where a rank's export differs from the first rank's in a name, a dtype, a whole shape or the order."""
+    """Raise ``RolloutError`` where a rank's export differs from the first rank's.
+
+    Names, dtypes, whole shapes and the order are compared.
+    """
     for rank, row in enumerate(rows):
-        for first, other in zip_longest(map(_told, rows[0]), map(_told, row), fillvalue="nothing"):
+        described = zip_longest(map(_describe, rows[0]), map(_describe, row), fillvalue="nothing")
+        for first, other in described:
             if first != other:
                 raise RolloutError(
                     "the ranks export different tensors",
                     where=WHERE,
                     why=f"rank 0 exports {first} where rank {rank} exports {other}",
-                    remedy="build the engine of one model on all ranks; each lists all tensors in one order",
+                    remedy="build the engine of one model on all ranks; "
+                    "each lists all tensors in one order",
                 )
 
 
-def _told(tensor: tuple[str, ShardSpec, torch.dtype]) -> str:
+def _describe(tensor: tuple[str, ShardSpec, torch.dtype]) -> str:
     name, box, dtype = tensor
     return f"{name} ({str(dtype).removeprefix('torch.')} {list(box.global_shape)})"
 
@@ -124,19 +134,21 @@ def _told(tensor: tuple[str, ShardSpec, torch.dtype]) -> str:
 def make_plan(
     sources: Sequence[Source], *, dtype: torch.dtype, bucket_bytes: int, num_slots: int = 2
 ) -> ExportPlan:
-    """Plan for tensors served in ``dtype`` (those not quantized).
+    """Return the plan for tensors of which those not quantized are served in ``dtype``.
 
-    Each rank's boxes fill its regions one after another, whatever the others send meanwhile: experts that lie on one rank
-    each take no more room on the wire than rows that lie on all. What is gathered first comes last.
+    Each rank's boxes fill its regions one after another, independent of the other ranks' boxes:
+    experts that lie on one rank each take no more bytes on the wire than rows that lie on all.
+    Sources that are gathered first come last.
 
     Args:
         sources: in the order of the export, with the boxes of all ranks.
-        dtype: of weights that are not quantized.
+            dtype: dtype of the weights that are not quantized.
         bucket_bytes: a bucket's size over all ranks; one larger tensor makes a larger bucket.
         num_slots: buffers that are filled in turn.
 
     Raises:
-        RolloutError: the boxes of a tensor do not cover it exactly once, a name comes twice, or in a dtype that is not cast.
+            RolloutError: the boxes of a tensor do not cover it exactly once, or a name comes twice
+                or in a dtype that is not cast.
     """
     assert sources and num_slots >= 1, "nothing to plan"
     names = Counter(source.name for source in sources)
@@ -171,7 +183,7 @@ def make_plan(
 
 
 def wire_tensors(source: Source, dtype: torch.dtype) -> tuple[WireTensor, ...]:
-    """What a source is on the wire: itself in ``dtype``, or its FP8 weight and scales."""
+    """Return a source's tensors on the wire: itself in ``dtype``, or its FP8 weight and scales."""
     if not source.quantized:
         return (WireTensor(name=source.name, shape=source.shape, dtype=dtype),)
     return (
@@ -183,7 +195,7 @@ def wire_tensors(source: Source, dtype: torch.dtype) -> tuple[WireTensor, ...]:
 
 
 def scale_box(box: ShardSpec) -> ShardSpec:
-    """The box of the scales that belong to a block-aligned box of a weight."""
+    """Return the box of the scales that belong to a block-aligned box of a weight."""
     return ShardSpec(
         global_shape=_blocks(box.global_shape),
         offset=tuple(o // BLOCK for o in box.offset),
@@ -214,21 +226,24 @@ def _check_sent(source: Source, count: int) -> None:
 def _check_cover(source: Source) -> None:
     once = [box for box in source.boxes if box.replica == 0 and not box.is_empty]
     copies = {(box.offset, box.shape) for box in source.boxes if box.replica and not box.is_empty}
-    unlike = copies - {
-        (box.offset, box.shape) for box in once
-    }  # one of them might be sent in place of a box
+    # One of them might be sent in place of a box.
+    unlike = copies - {(box.offset, box.shape) for box in once}
     if unlike or not covers(source.shape, once):
         raise RolloutError(
             f"the shards of {source.name} do not cover {list(source.shape)} exactly once",
             where=WHERE,
             why=f"boxes: {[(b.offset, b.shape) for b in once]}"
             + (f"; copies of none: {sorted(unlike)}" if unlike else ""),
-            remedy="the engine's get_per_tensor_param_shard is wrong: certify it with engine-conformance",
+            remedy="the engine's get_per_tensor_param_shard is wrong: "
+            "certify it with engine-conformance",
         )
 
 
 def _with_senders(sources: Sequence[Source], dtype: torch.dtype, world_size: int) -> list[Source]:
-    """Of the ranks that hold copies of a box, the one that has the least to send so far sends it."""
+    """Return the sources with their senders.
+
+    Of the ranks that hold copies of a box, the one that has the least to send so far sends it.
+    """
     loads = [0] * world_size
     done: list[Source] = []
     for source in sources:
@@ -244,13 +259,15 @@ def _with_senders(sources: Sequence[Source], dtype: torch.dtype, world_size: int
 
 
 class _Packing:
-    """Sources into regions, regions into buckets."""
+    """Packing of sources into regions, and of regions into buckets."""
 
     def __init__(self, sources: Sequence[Source], dtype: torch.dtype, bucket_bytes: int) -> None:
-        self._sources, self._dtype, self._bucket_bytes = sources, dtype, bucket_bytes
+        self._sources = sources
+        self._dtype = dtype
+        self._bucket_bytes = bucket_bytes
 
     def gathered(self, world_size: int) -> Iterator[list[list[int]]]:
-        """For each bucket and rank: the sources that the rank sends."""
+        """Yield for each bucket the sources that each rank sends."""
         limit = self._bucket_bytes // world_size
         mine = [
             [i for i, s in enumerate(self._sources) if s.gathers_last and rank in s.senders]
@@ -260,13 +277,13 @@ class _Packing:
         return map(list, zip_longest(*runs, fillvalue=[]))
 
     def late(self) -> list[list[int]]:
-        """For each bucket: the sources that all ranks fill alike."""
+        """Return for each bucket the sources that all ranks fill alike."""
         return self._runs(
             [i for i, s in enumerate(self._sources) if not s.gathers_last], self._bucket_bytes, None
         )
 
     def bucket(self, rows: list[list[int]], *, gathered: bool, slot: int) -> Bucket:
-        """``rows``: of each rank, or the one that is of all."""
+        """Return the bucket of ``rows``: one for each rank, or a single one for all ranks."""
         ranks = list(range(len(rows))) if gathered else [None]
         ends = [
             sum(self._bytes(i, rank) for i in row) for rank, row in zip(ranks, rows, strict=True)
@@ -276,12 +293,12 @@ class _Packing:
             self._parts(row, rank, k * region)
             for k, (rank, row) in enumerate(zip(ranks, rows, strict=True))
         )
-        pieces = tuple(piece for row in parts for part in row for piece in part.pieces)
-        wire = BucketPlan(pieces=pieces, num_bytes=region * len(rows), slot=slot)
+        slices = tuple(wire_slice for row in parts for part in row for wire_slice in part.slices)
+        wire = BucketPlan(slices=slices, num_bytes=region * len(rows), slot=slot)
         return Bucket(wire=wire, parts=parts, gathered=gathered, region=region)
 
     def _runs(self, indices: Sequence[int], limit: int, rank: int | None) -> list[list[int]]:
-        """Neighbours that together stay within ``limit`` bytes."""
+        """Return runs of neighbours that together stay within ``limit`` bytes."""
         runs: list[list[int]] = []
         size = 0
         for index in indices:
@@ -294,10 +311,11 @@ class _Packing:
         return runs
 
     def _parts(self, row: Sequence[int], rank: int | None, start: int) -> tuple[Part, ...]:
-        """Pieces one after another from byte ``start`` on."""
+        """Return parts whose slices follow one another from byte ``start`` on."""
         parts: list[Part] = []
         for index in row:
-            tensors, box = wire_tensors(self._sources[index], self._dtype), self._box(index, rank)
+            tensors = wire_tensors(self._sources[index], self._dtype)
+            box = self._box(index, rank)
             weight = WireSlice(tensor=tensors[0], box=box, start=start)
             start += _padded(weight.num_bytes)
             scales = None
@@ -316,7 +334,7 @@ class _Packing:
 
 
 def _part_bytes(source: Source, box: ShardSpec, dtype: torch.dtype) -> int:
-    """In a bucket, for a box of the source."""
+    """Return the bytes in a bucket for a box of the source."""
     if not source.quantized:
         return _padded(prod(box.shape) * dtype.itemsize)
     return _padded(prod(box.shape)) + _padded(4 * prod(_blocks(box.shape)))

@@ -1,10 +1,11 @@
-"""Which checkpoint tensors are served in FP8: one table by architecture, for the exporter and both servers.
+"""Table of the checkpoint tensors that are served in FP8, for the exporter and both servers.
 
-Quantized are the weights of the linear layers inside the decoder layers. Embeddings, the LM head, norms, biases and the
-gates of routers stay as they are: they are small, and a router's choice is discrete.
+The weights of the linear layers inside the decoder layers are quantized. Embeddings, the LM head,
+norms, biases and the gates of routers stay as they are: they are small, and a router's choice is
+discrete.
 
-Names are matched whole. (A substring "mlp.gate" would also match "mlp.gate_proj", a way in which other tables left
-whole MLPs unquantized.) In a pattern ``#`` is a number and ``{a,b}`` one of several.
+Names are matched whole. (A substring "mlp.gate" would also match "mlp.gate_proj", by which other
+tables left whole MLPs unquantized.) In a pattern ``#`` is a number and ``{a,b}`` one of several.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ Kind = Literal["quantized", "plain"]
 
 @dataclass(frozen=True, kw_only=True)
 class Layers:
-    """Of one architecture: patterns of the checkpoint names of either kind, and the linear modules that stay plain."""
+    """Patterns of one architecture's checkpoint names by kind, and its plain linear modules."""
 
     quantized: tuple[str, ...]
     plain: tuple[str, ...]
@@ -89,21 +90,28 @@ ARCHITECTURES: Mapping[str, Layers] = {
 
 
 def layers_of(architecture: str) -> Layers:
-    """The table's row; ``ConfigError`` with the list of architectures when there is none."""
+    """Return the table's row of an architecture.
+
+    Raises:
+        ConfigError: there is none; the error lists the architectures.
+    """
     if architecture not in ARCHITECTURES:
         raise ConfigError(
             "rollout.quantization",
             f"FP8 is not known for {architecture}",
             why=f"which layers are quantized is known for {', '.join(ARCHITECTURES)}",
-            remedy="serve it with rollout.quantization=none, or add the architecture to rollout_fp8.fp8.layers",
+            remedy="serve it with rollout.quantization=none, "
+            "or add the architecture to rollout_fp8.fp8.layers",
         )
     return ARCHITECTURES[architecture]
 
 
 def kind(architecture: str, name: str) -> Kind:
-    """Whether the tensor of this checkpoint name is served in FP8.
+    """Return whether the tensor of this checkpoint name is served in FP8.
 
-    Raises ``ConfigError`` for an architecture and ``RolloutError`` for a name that the table does not know.
+    Raises:
+        ConfigError: the table does not know the architecture.
+        RolloutError: the table does not know the name.
     """
     layers = layers_of(architecture)
     if _compiled(layers.quantized).fullmatch(name):
@@ -113,24 +121,26 @@ def kind(architecture: str, name: str) -> Kind:
     raise RolloutError(
         f"{name} of {architecture} is in no row of the layer table",
         where="FP8 quantization",
-        why="whether to quantize it would be a guess, and the server might guess otherwise",
-        remedy="add the name to rollout_fp8.fp8.layers, or serve the model with rollout.quantization=none",
+        why="whether to quantize it would be a guess, and the server might guess differently",
+        remedy="add the name to rollout_fp8.fp8.layers, "
+        "or serve the model with rollout.quantization=none",
     )
 
 
 def server_config(architecture: str, num_layers: int) -> dict[str, Any]:
-    """The ``quantization_config`` of config.json with which vLLM and SGLang quantize exactly what ``kind`` says.
+    """Return the ``quantization_config`` of config.json by which servers quantize as ``kind`` says.
 
-    ``modules_to_not_convert`` names the plain linear modules in full, layer by layer: vLLM compares whole names, and
-    would else quantize the router gate of Qwen3-MoE (its ``ReplicatedLinear`` gets the quantization's configuration;
-    SGLang's does not). Both servers read this key when ``ignored_layers`` is absent, as checkpoints of DeepSeek and
-    Qwen have it.
+    ``modules_to_not_convert`` names the plain linear modules in full, layer by layer: vLLM compares
+    whole names, and would otherwise quantize the router gate of Qwen3-MoE (its ``ReplicatedLinear``
+    gets the quantization's configuration; SGLang's does not). vLLM and SGLang read this key when
+    ``ignored_layers`` is absent, as checkpoints of DeepSeek and Qwen have it.
 
     Args:
         architecture: as in config.json.
         num_layers: ``num_hidden_layers`` there.
 
-    Raises ``ConfigError`` for an architecture that is not in the table.
+    Raises:
+        ConfigError: the architecture is not in the table.
     """
     return {
         "quant_method": "fp8",
@@ -143,8 +153,8 @@ def server_config(architecture: str, num_layers: int) -> dict[str, Any]:
 
 def _modules(layers: Layers, num_layers: int) -> Iterator[str]:
     for pattern in layers.plain_modules:
-        yield from (
-            (pattern.replace("#", str(i)) for i in range(num_layers))
-            if "#" in pattern
-            else (pattern,)
-        )
+        if "#" not in pattern:
+            yield pattern
+            continue
+        for layer in range(num_layers):
+            yield pattern.replace("#", str(layer))

@@ -1,4 +1,4 @@
-"""Blockwise FP8: e4m3 weights with one fp32 scale a block of 128 × 128, as vLLM and SGLang serve them.
+"""Blockwise FP8 as vLLM and SGLang serve it: e4m3 weights, one fp32 scale a block of 128 × 128.
 
 For a block with the largest magnitude ``amax``, in fp32 arithmetic::
 
@@ -6,17 +6,19 @@ For a block with the largest magnitude ``amax``, in fp32 arithmetic::
     scales="pow2"   s = max(2^k, 2^-126), the smallest k with amax <= 448 · 2^k, exactly
     q = e4m3(w · (1 / s)), rounded to nearest, ties to even; 448 is e4m3's largest number
 
-- 1 / s is rounded once a block and is never subnormal, so every w · (1/s) is within 2^-22 of w / s and rounds to a
-  number of at most 448: nothing has to be clamped, and nothing overflows to e4m3's NaN.
-- |w - q · s| <= max(2^-4 · |w|, 2^-10 · s) · (1 + 2^-19): half a step of 3 mantissa bits, or half a subnormal step.
-  (With |w| near 2^128, the end of fp32, q · s may lie beyond it.)
-- A block of zeros has scale 1. A block at the edge covers what exists of it, so a shard whose rows and columns begin
-  at multiples of 128 is quantized as the whole is.
+- 1 / s is rounded once a block and is never subnormal, so every w · (1/s) is within 2^-22 of w / s
+  and rounds to a number of at most 448: nothing has to be clamped, and nothing overflows to e4m3's
+  NaN.
+- |w - q · s| <= max(2^-4 · |w|, 2^-10 · s) · (1 + 2^-19): half a step of 3 mantissa bits, or half a
+  subnormal step. (With |w| near 2^128, the end of fp32, q · s may lie beyond it.)
+- A block of zeros has scale 1. A block at the edge covers what exists of it, so a shard whose rows
+  and columns begin at multiples of 128 is quantized as the whole is.
 - A NaN or an infinity in a block makes its scale NaN or infinite and its weights NaN. A plan's
   ``broken`` flags say which weights had one without waiting for the device.
 
-On CUDA the same arithmetic runs in one Triton launch for many tensors, equal bit for bit. Format: Micikevicius et al.
-2022, "FP8 Formats for Deep Learning" (arXiv:2209.05433); blocks and scales as in DeepSeek-V3 (arXiv:2412.19437, 3.3.2).
+On CUDA the same arithmetic runs in one Triton launch for many tensors, equal bit for bit. Format:
+Micikevicius et al. 2022, "FP8 Formats for Deep Learning" (arXiv:2209.05433); blocks and scales as
+in DeepSeek-V3 (arXiv:2412.19437, 3.3.2).
 """
 
 from __future__ import annotations
@@ -48,28 +50,28 @@ from rollout_fp8.wire.format import BLOCK
 
 ScalePolicy = Literal["fp32", "pow2"]
 E4M3_MAX = 448.0
-SMALLEST_SCALE = (
-    2.0**-126
-)  # the smallest normal fp32 number: its reciprocal is exact, and no device flushes it to zero
+# The smallest normal fp32 number: its reciprocal is exact, and no device flushes it to zero.
+SMALLEST_SCALE = 2.0**-126
 SOURCE_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-_PANEL = 8 * BLOCK  # rows that the plain path takes at once: its temporaries stay small
+# Rows that the plain path takes at once: its temporaries stay small.
+_PANEL = 8 * BLOCK
 
 
 class Quantized(NamedTuple):
-    """``weight`` float8_e4m3fn [N, K] and ``scales`` float32 [ceil(N/128), ceil(K/128)]."""
+    """Weight float8_e4m3fn [N, K] and its scales float32 [ceil(N/128), ceil(K/128)]."""
 
     weight: Tensor
     scales: Tensor
 
 
 def scales_shape(shape: Sequence[int]) -> tuple[int, int]:
-    """Of the scales of a weight [N, K]."""
+    """Return the shape of the scales of a weight [N, K]."""
     rows, columns = shape
     return -(-rows // BLOCK), -(-columns // BLOCK)
 
 
 def empty_like(weight: Tensor) -> Quantized:
-    """Room for a weight [N, K] and its scales, on its device."""
+    """Return uninitialized tensors for a quantized weight [N, K] and its scales, on its device."""
     scales = weight.new_empty(scales_shape(weight.shape), dtype=torch.float32)
     return Quantized(
         torch.empty_like(weight, dtype=torch.float8_e4m3fn, memory_format=torch.contiguous_format),
@@ -78,7 +80,11 @@ def empty_like(weight: Tensor) -> Quantized:
 
 
 def quantize(weight: Tensor, *, scales: ScalePolicy) -> Quantized:
-    """One weight [N, K] in fp32, bf16 or fp16, its last dimension contiguous; ``ValueError`` for anything else."""
+    """Quantize one weight [N, K] in fp32, bf16 or fp16, its last dimension contiguous.
+
+    Raises:
+        ValueError: the weight has another layout or dtype.
+    """
     result = empty_like(weight)
     quantize_into([weight], [result.weight], [result.scales], scales=scales)
     return result
@@ -91,7 +97,7 @@ def quantize_into(
     *,
     scales: ScalePolicy,
 ) -> None:
-    """Many weights into given tensors; as a ``QuantizePlan`` does it, and the plans are kept."""
+    """Quantize many weights into given tensors as a ``QuantizePlan`` does; the plans are kept."""
     if weights:
         _plan(layouts(weights), layouts(out), layouts(scales_out), scales).fill(
             weights, out, scales_out
@@ -99,16 +105,21 @@ def quantize_into(
 
 
 class QuantizePlan:
-    """What quantizing tensors of these layouts takes, prepared: a run costs their addresses and a launch a dtype.
+    """Prepared quantization of tensors of given layouts.
+
+    A run costs the tensors' addresses and one launch for each dtype.
 
     Args:
-        weights: fp32, bf16 or fp16 [N, K] each. Rows may lie apart, columns not.
+        weights: fp32, bf16 or fp16 [N, K] each. Rows may lie apart, columns may not.
         out: float8_e4m3fn [N, K] each, laid out likewise.
         scales_out: float32 [ceil(N/128), ceil(K/128)] each, laid out likewise.
         scales: fp32, or powers of two.
 
-    Raises ``ValueError`` for anything else. Tensors that are not aligned to 16 bytes, or whose columns and row strides
-    are not multiples of 16, are right too, but go through slower launches of their own.
+    Raises:
+        ValueError: tensors have other shapes, layouts or dtypes.
+
+    Tensors that are not aligned to 16 bytes, or whose columns and row strides are not multiples of
+    16, are quantized correctly too, but go through slower launches of their own.
     """
 
     def __init__(
@@ -127,7 +138,7 @@ class QuantizePlan:
             _check(f"weights[{i}]", weight, weight[0], SOURCE_DTYPES)
             _check(f"out[{i}]", q, weight[0], (torch.float8_e4m3fn,))
             _check(f"scales_out[{i}]", s, scales_shape(weight[0]), (torch.float32,))
-        self._layouts = tuple(weights), tuple(out), tuple(scales_out)
+        self._layouts = (tuple(weights), tuple(out), tuple(scales_out))
         self._pow2 = scales == "pow2"
         device = one_device([*weights, *out, *scales_out])
         self._launches = _launches(*self._layouts, device) if has_kernels(device) else None
@@ -139,9 +150,12 @@ class QuantizePlan:
         scales_out: Sequence[Tensor],
         broken: Tensor | None = None,
     ) -> None:
-        """Queues it on the current stream. Raises ``ValueError`` for tensors that the plan is not for.
+        """Queue the quantization on the current stream.
 
-        ``broken`` int32 [n]: set to 1 for each weight with a NaN or an infinity.
+        ``broken`` int32 [n] is set to 1 for each weight with a NaN or an infinity.
+
+        Raises:
+            ValueError: the plan was not made for these tensors.
         """
         check_layouts("weights", weights, self._layouts[0])
         check_layouts("out", out, self._layouts[1])
@@ -155,7 +169,7 @@ class QuantizePlan:
         scales_out: Sequence[Tensor],
         broken: Tensor | None = None,
     ) -> None:
-        """``run`` for a caller that has compared the layouts itself."""
+        """Do ``run`` for a caller that has compared the layouts itself."""
         if self._launches is None:
             for i, (weight, q, s) in enumerate(zip(weights, out, scales_out, strict=True)):
                 _quantize_plain(weight, q, s, pow2=self._pow2)
@@ -201,13 +215,15 @@ def _check(
 
 
 class _Launch(NamedTuple):
-    """Tensors of one dtype that are all aligned, or all not."""
+    """Launch for tensors of one dtype that are all aligned, or all not."""
 
     dtype: torch.dtype
     aligned: bool
     tensors: list[int]
-    sizes: Tensor  # int64 [all tensors, 5] on the device
-    blocks: Tensor  # int64 [blocks of these tensors] on the device
+    sizes: Tensor
+    """int64 [all tensors, 5] on the device."""
+    blocks: Tensor
+    """int64 [blocks of these tensors] on the device."""
 
 
 def _launches(
@@ -239,7 +255,10 @@ def _launches(
 
 
 def _blocks(tensor: int, shape: tuple[int, ...]) -> NDArray[np.int64]:
-    """Tensor, row and column of every block in 24, 20 and 20 bits: one load tells a program where it is."""
+    """Return tensor, row and column of every block in 24, 20 and 20 bits of an int64.
+
+    One load tells a program its place.
+    """
     row, column = np.indices(shape, dtype=np.int64).reshape(2, -1)
     return (tensor << 40) | (row << 20) | column
 
@@ -247,12 +266,12 @@ def _blocks(tensor: int, shape: tuple[int, ...]) -> NDArray[np.int64]:
 @torch.no_grad()
 def _quantize_plain(weight: Tensor, out: Tensor, scales_out: Tensor, *, pow2: bool) -> None:
     for row in range(0, weight.shape[0], _PANEL):
-        panel, end = weight[row : row + _PANEL], row + _PANEL
+        panel = weight[row : row + _PANEL]
+        end = row + _PANEL
         rows, columns = panel.shape
         padded = F.pad(panel.float(), (0, -columns % BLOCK, 0, -rows % BLOCK))
-        blocks = padded.unflatten(0, (-1, BLOCK)).unflatten(
-            2, (-1, BLOCK)
-        )  # [row block, row, column block, column]
+        # [row block, row, column block, column]
+        blocks = padded.unflatten(0, (-1, BLOCK)).unflatten(2, (-1, BLOCK))
         scale = _scale(blocks.abs().amax(dim=(1, 3)), pow2=pow2)
         poisoned = ~scale.isfinite()[:, None, :, None]
         scaled = (blocks * (1.0 / scale)[:, None, :, None]).masked_fill(poisoned, torch.nan)
@@ -261,14 +280,12 @@ def _quantize_plain(weight: Tensor, out: Tensor, scales_out: Tensor, *, pow2: bo
 
 
 def _scale(amax: Tensor, *, pow2: bool) -> Tensor:
-    """Of blocks with these largest magnitudes, fp32; not a number or infinite where ``amax`` is."""
+    """Return the fp32 scales of blocks by largest magnitude; NaN or infinite where ``amax`` is."""
     if pow2:
-        mantissa, exponent = torch.frexp(
-            amax
-        )  # amax = mantissa · 2^exponent, mantissa in [0.5, 1); 448 = 0.875 · 2^9
-        scale = torch.ldexp(
-            torch.ones_like(amax), (exponent - 9 + (mantissa > 0.875)).clamp(min=-126)
-        )
+        # amax = mantissa · 2^exponent, mantissa in [0.5, 1); 448 = 0.875 · 2^9
+        mantissa, exponent = torch.frexp(amax)
+        power = (exponent - 9 + (mantissa > 0.875)).clamp(min=-126)
+        scale = torch.ldexp(torch.ones_like(amax), power)
     else:
         scale = (amax / E4M3_MAX).clamp(min=SMALLEST_SCALE)
     scale = torch.where(amax == 0, 1.0, scale)
@@ -276,7 +293,7 @@ def _scale(amax: Tensor, *, pow2: bool) -> Tensor:
 
 
 def dequantize(weight: Tensor, scales: Tensor, dtype: torch.dtype) -> Tensor:
-    """``weight`` float8_e4m3fn [N, K] times its blocks' ``scales`` in fp32, then rounded to ``dtype``."""
+    """Multiply ``weight`` float8_e4m3fn [N, K] by its blocks' fp32 ``scales``; round to ``dtype``."""
     rows, columns = weight.shape
     spread = scales.repeat_interleave(BLOCK, 0)[:rows].repeat_interleave(BLOCK, 1)[:, :columns]
     return (weight.float() * spread).to(dtype)

@@ -1,7 +1,8 @@
-"""A LoRA adapter on its way: what the engine exports of it, what a model must be given, and its folder in PEFT's format.
+"""LoRA adapter on its way to a server: the engine's export, the expected tensors, the PEFT folder.
 
-An adapter's tensors have PEFT's names, ``base_model.model.<module>.lora_A.weight`` ``[rank, in]`` and ``….lora_B.weight``
-``[out, rank]``; the contract says so of the engine's ``adapter="only"`` export. A server adds ``alpha / rank · B A`` to its base.
+An adapter's tensors have PEFT's names, ``base_model.model.<module>.lora_A.weight`` ``[rank, in]``
+and ``….lora_B.weight`` ``[out, rank]``; the contract requires them of the engine's
+``adapter="only"`` export. A server adds ``alpha / rank · B A`` to its base.
 """
 
 from __future__ import annotations
@@ -30,50 +31,54 @@ from rollout_fp8.wire.checksum import checksum
 
 WHERE = "adapter sync"
 PREFIX = "base_model.model."
-SHARED_MEMORY = Path("/dev/shm")  # noqa: S108 - tmpfs; folders in it have names of their own and are their owner's only
+# Folders in it have unique names and are readable only by their owner.
+SHARED_MEMORY = Path("/dev/shm")  # noqa: S108 - it is a tmpfs on purpose
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Adapter:
-    """One version of an adapter: whole tensors by PEFT's name, on the CPU, in the served dtype."""
+    """Version of an adapter: whole tensors by PEFT's name, on the CPU, in the served dtype."""
 
     lora: LoraConfig
     tensors: Mapping[str, Tensor]
-    sums: Mapping[str, int] | None = None  # made where it was exported; None: that is here
+    sums: Mapping[str, int] | None = None
+    """Checksums made in the process that exported the adapter; None: that is this process."""
 
     @property
     def num_bytes(self) -> int:
-        """Of all tensors."""
+        """The bytes of all tensors."""
         return sum(tensor.nbytes for tensor in self.tensors.values())
 
     def checksums(self) -> Mapping[str, int]:
-        """Of every tensor as a server holds it, by name: ``alpha / rank`` is multiplied into B, in its dtype."""
+        """Return the checksum of every tensor as a server holds it, by name.
+
+        ``alpha / rank`` is multiplied into B, in B's dtype.
+        """
         if self.sums is not None:
             return self.sums
         scale = self.lora.alpha / self.lora.rank
-        return {
-            name: whole_checksum(
-                tensor if scale == 1 or ".lora_B." not in name else tensor.clone().mul_(scale)
-            )
-            for name, tensor in self.tensors.items()
-        }
+        checksums: dict[str, int] = {}
+        for name, tensor in self.tensors.items():
+            is_scaled = scale != 1 and ".lora_B." in name
+            checksums[name] = whole_checksum(tensor.clone().mul_(scale) if is_scaled else tensor)
+        return checksums
 
 
 def whole_checksum(tensor: Tensor) -> int:
-    """Of a whole tensor, unsigned."""
+    """Return the checksum of a whole tensor, unsigned."""
     return checksum(tensor.contiguous(), ShardSpec.whole(tensor.shape)) % MODULUS
 
 
-# --- what a model must be given ----------------------------------------------------------------------
+# --- the expected tensors -------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, kw_only=True)
 class ExpectedAdapter:
-    """The adapter that a configuration puts on a model.
+    """Adapter that a configuration puts on a model.
 
     Attributes:
-        shapes: of its tensors, by PEFT's names.
-        layers: the last parts of the names of the layers that carry it (``q_proj``).
+        shapes: shapes of its tensors, by PEFT's names.
+        layers: last parts of the names of the layers that carry it (``q_proj``).
     """
 
     shapes: Mapping[str, tuple[int, ...]]
@@ -81,7 +86,11 @@ class ExpectedAdapter:
 
     @classmethod
     def of(cls, source: ModelSource, lora: LoraConfig) -> ExpectedAdapter:
-        """Of a model's folder or hub id; no weight is read. Raises ``ConfigError`` for targets that fit nothing."""
+        """Return the adapter that ``lora`` puts on a model's folder or hub id. No weight is read.
+
+        Raises:
+            ConfigError: the target modules match no linear layer.
+        """
         with torch.device("meta"):
             model = AutoModelForCausalLM.from_config(
                 config_of(source), trust_remote_code=source.trust_remote_code
@@ -104,7 +113,7 @@ class ExpectedAdapter:
         return cls(shapes=shapes, layers=_leaves(found))
 
     def check(self, adapter: Adapter) -> None:
-        """Raises ``RolloutError`` that lists tensors which are missing, unknown, of a wrong shape or not finite."""
+        """Raise ``RolloutError`` that lists missing, unknown, misshapen and non-finite tensors."""
         problems = [
             problem
             for name, tensor in adapter.tensors.items()
@@ -112,12 +121,15 @@ class ExpectedAdapter:
         ]
         problems += [f"{name}: missing" for name in self.shapes if name not in adapter.tensors]
         if problems:
-            shown = problems[:8] + ([f"and {len(problems) - 8} more"] if len(problems) > 8 else [])
+            shown = problems[:8]
+            if len(problems) > 8:
+                shown.append(f"and {len(problems) - 8} more")
             raise RolloutError(
                 f"{len(problems)} tensor(s) of the adapter do not fit",
                 where=WHERE,
                 why="\n       ".join(shown),
-                remedy="give engine and rollout the same model and engine.lora; nothing is generated until a good sync",
+                remedy="give engine and rollout the same model and engine.lora; "
+                "nothing is generated until a good sync",
             )
 
     def _problem(self, name: str, tensor: Tensor) -> str | None:
@@ -133,27 +145,34 @@ def _leaves(layers: Mapping[str, nn.Linear]) -> tuple[str, ...]:
 
 
 def _is_target(name: str, lora: LoraConfig) -> bool:
-    """As PEFT decides: ``all-linear``, a pattern for the whole name, or a list of endings."""
+    """Return whether PEFT would adapt the layer.
+
+    A target is ``all-linear``, a pattern for the whole name, or a list of endings.
+    """
     targets = lora.target_modules
     if isinstance(targets, str):
         return targets == "all-linear" or re.fullmatch(targets, name) is not None
     return any(name == target or name.endswith(f".{target}") for target in targets)
 
 
-# --- a folder ------------------------------------------------------------------------------------------
+# --- a folder -------------------------------------------------------------------------------------
 
 
 @contextmanager
 def folder_of(adapter: Adapter) -> Iterator[Path]:
-    """A folder as ``PeftModel.save_pretrained`` writes it, whole when it has its name, gone afterwards.
+    """Yield a folder as ``PeftModel.save_pretrained`` writes it, and remove it afterwards.
 
-    In shared memory where there is any. Raises ``RolloutError`` where it cannot be written.
+    It is in shared memory where there is any, and complete once it has its name.
+
+    Raises:
+        RolloutError: the folder cannot be written.
     """
     parent: Path | None = None
     try:
         try:
             parent = Path(tempfile.mkdtemp(prefix="rollout-adapter-", dir=_memory()))
-            partial, final = parent / "adapter.partial", parent / "adapter"
+            partial = parent / "adapter.partial"
+            final = parent / "adapter"
             partial.mkdir()
             save_file(
                 dict(adapter.tensors),
@@ -178,7 +197,7 @@ def folder_of(adapter: Adapter) -> Iterator[Path]:
 
 
 def peft_config(lora: LoraConfig) -> dict[str, object]:
-    """``adapter_config.json``; the factor in front of ``B A`` is ``lora_alpha / r``."""
+    """Return the content of ``adapter_config.json``; ``B A`` is scaled by ``lora_alpha / r``."""
     targets = (
         lora.target_modules if isinstance(lora.target_modules, str) else list(lora.target_modules)
     )
@@ -195,7 +214,11 @@ def peft_config(lora: LoraConfig) -> dict[str, object]:
 
 
 def read_folder(folder: Path, sums: Mapping[str, int]) -> Adapter:
-    """What ``folder_of`` wrote. Raises ``RolloutError`` for what cannot be read; nothing is unpickled."""
+    """Read the folder that ``folder_of`` wrote, without unpickling anything.
+
+    Raises:
+        RolloutError: the folder cannot be read.
+    """
     try:
         about = json.loads((folder / "adapter_config.json").read_text(encoding="utf-8"))
         tensors = load_file(folder / "adapter_model.safetensors")

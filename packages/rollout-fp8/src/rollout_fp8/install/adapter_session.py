@@ -1,4 +1,4 @@
-"""The syncs of a rollout that serves a LoRA: the base weights once, then adapters only."""
+"""Syncs of a rollout that serves a LoRA: the base weights once, then adapters only."""
 
 from __future__ import annotations
 
@@ -19,39 +19,49 @@ from rollout_fp8.wire.format import WireStream
 
 @runtime_checkable
 class AdapterParts(Protocol):
-    """One sync of an adapter, from an engine (``rollout_fp8.export.exporter.AdapterStream``) or from another process."""
+    """Parts of one sync of an adapter.
+
+    They come from an engine (``rollout_fp8.export.exporter.AdapterStream``) or from another
+    process.
+    """
 
     def adapter(self) -> Adapter:
-        """The adapter; to be called first, and once."""
+        """Return the adapter; to be called first, and once."""
         ...
 
     def base(self, *, needed: bool) -> WireStream | None:
-        """The base weights' stream, or None where nobody needs them."""
+        """Return the base weights' stream, or None where no rollout needs them."""
         ...
 
     def seconds(self) -> Mapping[str, float]:
-        """By phase, without the base weights'."""
+        """Return the seconds of each phase, without those of the base weights."""
         ...
 
 
 class SentAdapter:
-    """The ``AdapterParts`` that another process of this host has sent.
+    """``AdapterParts`` that another process of this host has sent.
 
     Args:
-        folder: the adapter's, in PEFT's format.
+        folder: the adapter's folder, in PEFT's format.
         sums: its checksums, by name.
-        base: of the base weights, if they were sent.
+        base: stream of the base weights, if they were sent.
     """
 
     def __init__(self, folder: Path, sums: Mapping[str, int], base: WireStream | None) -> None:
-        self._folder, self._sums, self._base = folder, sums, base
+        self._folder = folder
+        self._sums = sums
+        self._base = base
 
     def adapter(self) -> Adapter:
         """See ``AdapterParts.adapter``."""
         return read_folder(self._folder, self._sums)
 
     def base(self, *, needed: bool) -> WireStream | None:
-        """See ``AdapterParts.base``. Raises ``RolloutError`` where they are needed and were not sent."""
+        """See ``AdapterParts.base``.
+
+        Raises:
+            RolloutError: the base weights are needed and were not sent.
+        """
         if needed and self._base is None:
             raise RolloutError(
                 "the server has no base weights",
@@ -62,20 +72,21 @@ class SentAdapter:
         return self._base
 
     def seconds(self) -> Mapping[str, float]:
-        """See ``AdapterParts.seconds``; the sender knows."""
+        """See ``AdapterParts.seconds``. It is empty here: the sender measures them."""
         return {}
 
 
 @register
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Held:
-    """What one worker has of an adapter after it was told to load it.
+    """Adapter that one worker holds after it was asked to load it.
 
     Attributes:
         sums: checksums of its whole tensors, unsigned, by PEFT's names.
-        wrong: layers whose working copy (its part of them, in a slot of the kernels) is another than those tensors.
-        error: why it could not be loaded, if it could not.
-        seconds: that looking took.
+        wrong: layers whose working copy (the worker's part of them, in a slot of the kernels)
+            differs from those tensors.
+        error: reason why it could not be loaded; empty if it was loaded.
+        seconds: duration of the comparison.
     """
 
     sums: Mapping[str, int] = field(default_factory=dict[str, int])
@@ -85,21 +96,24 @@ class Held:
 
 
 class AdapterWorkers(Workers, Protocol):
-    """Workers that serve an adapter beside the base weights."""
+    """Workers that serve an adapter in addition to the base weights."""
 
     def load_adapter(self, folder: Path, *, audit: bool) -> Sequence[Held]:
-        """Replace the adapter by the one in ``folder``; what each worker then has (no checksums without audit)."""
+        """Replace the adapter by the one in ``folder``, and return the workers' adapters.
+
+        Without audit there are no checksums.
+        """
         ...
 
 
 class AdapterSession:
-    """The syncs of one such rollout.
+    """Syncs of one rollout that serves a LoRA.
 
     Args:
-        workers: of the rollout.
-        expected: what the adapter must hold.
-        audit: compare what is served with what came.
-        model: what the base weights must hold, as ``SyncSession`` takes it.
+        workers: the rollout's workers.
+        expected: tensors that the adapter must hold.
+        audit: compare the served adapter with the one that was sent.
+        model: weights that the base must hold, as ``SyncSession`` takes them.
     """
 
     def __init__(
@@ -110,19 +124,18 @@ class AdapterSession:
         audit: bool,
         model: Expected | None = None,
     ) -> None:
-        self._base, self._workers, self._expected, self._audit = (
-            SyncSession(workers, model),
-            workers,
-            expected,
-            audit,
-        )
+        self._base = SyncSession(workers, model)
+        self._workers = workers
+        self._expected = expected
+        self._audit = audit
         self._has_base = False
 
     def run(self, stream: AdapterParts, version: int) -> SyncResult:
-        """Install the base weights where they are not there yet, and the adapter.
+        """Install the adapter, and the base weights where they are not there yet.
 
         Raises:
-            RolloutError: as ``SyncSession.run``, or an adapter that does not fit, is not finite or cannot be loaded.
+            RolloutError: as ``SyncSession.run``, or the adapter does not fit, is not finite or
+                cannot be loaded.
         """
         adapter = stream.adapter()
         self._expected.check(adapter)
@@ -134,19 +147,17 @@ class AdapterSession:
             self._has_base = True
         seconds = self._install(adapter)
         phases = [first.seconds, stream.seconds(), seconds]
+        names = dict.fromkeys(name for phase in phases for name in phase)
         return replace(
             first,
             num_tensors=first.num_tensors + len(adapter.tensors),
             num_bytes=first.num_bytes + adapter.num_bytes,
-            seconds={
-                name: sum(p.get(name, 0.0) for p in phases)
-                for name in dict.fromkeys(n for p in phases for n in p)
-            },
+            seconds={name: sum(phase.get(name, 0.0) for phase in phases) for name in names},
             audited=first.audited and self._audit,
         )
 
     def forget_weights(self) -> None:
-        """The server has lost its weights: the next sync must bring all of them."""
+        """Note that the server has lost its weights: the next sync must bring all of them."""
         self._has_base = False
 
     def _install(self, adapter: Adapter) -> dict[str, float]:
@@ -161,7 +172,8 @@ class AdapterSession:
                 "the server cannot load the adapter",
                 where=WHERE,
                 why=errors[0],
-                remedy="nothing is generated until a good sync; use rollout.lora=merged for this model",
+                remedy="nothing is generated until a good sync; "
+                "use rollout.lora=merged for this model",
             )
         if self._audit:
             _audit(adapter.checksums(), held)
@@ -173,7 +185,7 @@ class AdapterSession:
 
 
 def _audit(exported: Mapping[str, int], held: Sequence[Held]) -> None:
-    """Raises ``RolloutError`` that names tensors which some worker has otherwise, not at all, or beyond the export."""
+    """Raise ``RolloutError`` that names tensors which a worker holds differently, lacks or adds."""
     wrong = dict.fromkeys(
         name for one in held for name in exported if one.sums.get(name) != exported[name]
     )

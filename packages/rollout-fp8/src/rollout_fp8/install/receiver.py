@@ -1,8 +1,9 @@
-"""The server's side of a sync: learn the server's layout once, then copy pieces straight into the live parameters.
+"""Server's side of a sync: learn the server's layout, then copy slices into the live parameters.
 
-Learning runs the server's own loader, processing after loading included, on marked tensors, and compares the parameters
-with the marks afterwards. So it is known, not assumed, that what is served lies in memory as it comes over the wire.
-Where a server keeps its weights in packed form (vLLM on a CPU), every sync goes through its loader instead.
+Learning runs the server's own loader, including its processing after loading, on marked tensors,
+and compares the parameters with the marks afterwards. So it is known, not assumed, that the served
+weights lie in memory as they come over the wire. Where a server keeps its weights in packed form
+(vLLM on a CPU), every sync goes through its loader instead.
 """
 
 from __future__ import annotations
@@ -26,27 +27,33 @@ from rollout_fp8.wire.format import BucketPlan, WirePlan, WireStream, WireTensor
 SYNC = "weight sync"
 Load = Callable[[Iterable[tuple[str, Tensor]]], object]
 Read = Callable[[str], Tensor]
-Place = tuple[int, torch.Size, tuple[int, ...], torch.dtype]  # of a parameter in memory
+# Of a parameter in memory: address, shape, strides and dtype.
+Place = tuple[int, torch.Size, tuple[int, ...], torch.dtype]
 
 
 class Receiver:
-    """One worker's model.
+    """Receiver of weights for one worker's model.
 
     Args:
-        model: the server's module; its parameters keep their memory for as long as CUDA graphs may read it.
-        plan: what will come.
+        model: the server's module; its parameters keep their memory for as long as CUDA graphs may
+            read it.
+        plan: the plan of the syncs that will come.
         load: the server's own loader of checkpoint tensors, with its processing after loading.
-        read: a parameter by name, unpacked, for a server that packs weights; then every sync goes through ``load``.
+        read: returns a parameter by name, unpacked, for a server that packs weights; every sync
+            then goes through ``load``.
 
     Raises:
-        RolloutError: names that the model does not have or that it misses, other shapes or dtypes, or a layout in
-            memory that is not the checkpoint's.
+        RolloutError: names that the model does not have or that are missing, other shapes or
+            dtypes, or a layout in memory that is not the checkpoint's.
     """
 
     def __init__(
         self, model: nn.Module, plan: WirePlan, load: Load, read: Read | None = None
     ) -> None:
-        self._model, self._plan, self._load, self._packed = model, plan, load, read is not None
+        self._model = model
+        self._plan = plan
+        self._load = load
+        self._packed = read is not None
         self._device = next(model.parameters()).device
         self._read = read or dict(model.named_parameters()).__getitem__
         self.regions = self._learn(model)
@@ -54,10 +61,12 @@ class Receiver:
         written = {} if self._packed else {region.parameter: None for region in self.regions}
         self._places = {name: _place(self._read(name)) for name in written}
         self._copies: dict[tuple[int, int], BoundCast | None] = {}
-        self._bound: WirePlan | None = None  # whose buckets they are of
+        # The plan whose buckets the copies are bound to.
+        self._bound: WirePlan | None = None
         unlike = self._unlike_marks()
         self._readable = [region for region in self.regions if region.name not in unlike]
-        boxes, views = [region.box for region in self._readable], self._views()
+        boxes = [region.box for region in self._readable]
+        views = self._views()
         try:
             self._checksums = ChecksumPlan(layouts(views), boxes, list(range(len(boxes))))
         except ValueError as error:
@@ -67,21 +76,22 @@ class Receiver:
                 why=str(error),
                 remedy="use another tensor_parallel_size, or rollout.name=local",
             ) from error
-        self._live = (
-            None if self._packed else self._checksums.bind(views)
-        )  # unpacked copies are made for each audit
+        # Unpacked copies are made for each audit.
+        self._live = None if self._packed else self._checksums.bind(views)
 
     @property
     def boxes(self) -> Boxes:
-        """What this worker serves, and at the end what it cannot read back."""
+        """The boxes that this worker serves, followed by the tensors that it cannot read back."""
         readable = [(region.name, region.box) for region in self._readable]
         unread = {region.name for region in self.regions} - {name for name, _ in readable}
         return [*readable, *((name, None) for name in sorted(unread))]
 
     def sync(self, stream: WireStream, phases: Phases) -> None:
-        """Install a whole stream; queued on the current stream of the device, phase ``install``.
+        """Install a whole stream, queued on the device's current stream, as the phase ``install``.
 
-        Raises ``RolloutError`` where the server has moved its weights: CUDA graphs read the old place, syncs write there.
+        Raises:
+            RolloutError: the server has moved its weights. CUDA graphs read the place to which
+                syncs write.
         """
         with torch.no_grad():
             if self._packed:
@@ -89,16 +99,19 @@ class Receiver:
                     self._reload(stream)
                 return
             self._check_places()
-            if (
-                stream.plan is not self._bound
-            ):  # views into an earlier stream's buffers would keep them alive
-                self._copies, self._bound = {}, stream.plan
+            if stream.plan is not self._bound:
+                # Views into an earlier stream's buffers would keep them alive.
+                self._copies = {}
+                self._bound = stream.plan
             for bucket, buffer in stream.buckets():
                 with phases.phase("install"):
                     self._install(bucket, buffer)
 
     def served(self) -> Tensor:
-        """Checksums of what lies in memory at each of the readable ``boxes`` now, int64; queued on the current stream."""
+        """Return checksums, int64, of the weights in memory at each of the readable ``boxes``.
+
+        They are queued on the current stream.
+        """
         sums = torch.zeros(len(self._readable), dtype=torch.int64, device=self._device)
         if self._live is None:
             self._checksums.run(self._views(), sums)
@@ -108,17 +121,18 @@ class Receiver:
         return sums
 
     def _reload(self, stream: WireStream) -> None:
-        # Clones: a loader may keep what it is given until a layer is whole (vLLM's does), and these lie in buffers that later
-        # buckets are filled into.
+        # Clones: a loader may keep a tensor until a layer is whole (vLLM's does), and these tensors
+        # lie in buffers that later buckets are filled into.
         try:
             self._load((name, tensor.clone()) for name, tensor in stream)
         except EngineError:
             raise
-        except Exception as error:  # a server's loader raises whatever it likes
+        # A server's loader may raise anything.
+        except Exception as error:
             raise RolloutError(
                 "a weight sync ended half-way",
                 where=SYNC,
-                why=_said(error),
+                why=_describe_error(error),
                 remedy="nothing is generated until a good sync: sync again, or restart the rollout",
             ) from error
 
@@ -129,8 +143,12 @@ class Receiver:
         return [self._sent(region, parameters[region.parameter]) for region in self._readable]
 
     def _sent(self, region: Region, parameter: Tensor) -> Tensor:
-        """What lies at a region, in the dtype it came in: packed servers keep some in a wider one (biases, for AMX kernels)."""
-        part, dtype = region.view(parameter), self._plan.tensors[region.name].dtype
+        """Return the tensor at a region, in the dtype in which it came.
+
+        Packed servers keep some tensors in a wider dtype (biases, for AMX kernels).
+        """
+        part = region.view(parameter)
+        dtype = self._plan.tensors[region.name].dtype
         if part.dtype == dtype:
             return part
         narrow = part.to(dtype)
@@ -138,7 +156,8 @@ class Receiver:
             raise RolloutError(
                 f"{region.parameter} holds values that were not sent",
                 where=WHERE,
-                why=f"{region.name} came as {dtype}, and {part.dtype} values are served that it cannot hold",
+                why=f"{region.name} came as {dtype}, and {part.dtype} values are served "
+                "that it cannot hold",
                 remedy="nothing is generated until a good sync: sync again, or restart the rollout",
             )
         return narrow
@@ -159,21 +178,22 @@ class Receiver:
             )
 
     def _install(self, bucket: BucketPlan, buffer: Tensor) -> None:
-        # The buffers stay the same from sync to sync, and so do the parameters.
+        # The buffers and the parameters stay the same from sync to sync.
         key = (id(bucket), buffer.data_ptr())
         if key not in self._copies:
             pairs = [
-                p
-                for piece in bucket.pieces
-                for p in self._pairs(piece.tensor.name, piece.box, piece.view(buffer))
+                pair
+                for wire_slice in bucket.slices
+                for pair in self._pairs(
+                    wire_slice.tensor.name, wire_slice.box, wire_slice.view(buffer)
+                )
             ]
-            sources, targets = [source for source, _ in pairs], [target for _, target in pairs]
+            sources = [source for source, _ in pairs]
+            targets = [target for _, target in pairs]
             # Under tensor parallelism a bucket may hold nothing that this worker serves.
-            bound = (
-                CastPlan(layouts(sources), layouts(targets)).bind(sources, targets)
-                if pairs
-                else None
-            )
+            bound: BoundCast | None = None
+            if pairs:
+                bound = CastPlan(layouts(sources), layouts(targets)).bind(sources, targets)
             self._copies[key] = bound
         if (copies := self._copies[key]) is not None:
             copies.run()
@@ -185,7 +205,7 @@ class Receiver:
                 target = region.view(self._read(region.parameter))
                 yield part[_inside(shared, box)], target[_inside(shared, region.box)]
 
-    # --- learning -------------------------------------------------------------------------------
+    # --- learning -----------------------------------------------------------------------------
 
     def _learn(self, model: nn.Module) -> list[Region]:
         live = {name: (p.shape, p.stride(), p.dtype) for name, p in model.named_parameters()}
@@ -193,11 +213,12 @@ class Receiver:
         try:
             with torch.no_grad(), trace:
                 self._load(trace.watch(marks(self._plan, self._device)))
-        except Exception as error:  # a server's loader raises whatever it likes
+        # A server's loader may raise anything.
+        except Exception as error:
             raise RolloutError(
                 "the server cannot load the model that is trained",
                 where=f"{WHERE}, at {trace.at}",
-                why=_said(error),
+                why=_describe_error(error),
                 remedy="give rollout and engine the same model, and a server from the tested table",
             ) from error
         known = {region.name for region in trace.regions}
@@ -209,17 +230,25 @@ class Receiver:
         problems += uncovered(trace, live)
         problems += misfits(trace, self._plan.tensors, {} if self._packed else live)
         if problems:
+            shown = problems[:5]
+            if len(problems) > 5:
+                shown.append(f"and {len(problems) - 5} more")
             raise RolloutError(
                 "the model that is served is not the model that is trained",
                 where=WHERE,
-                why="; ".join(problems[:5])
-                + (f"; and {len(problems) - 5} more" if len(problems) > 5 else ""),
+                why="; ".join(shown),
                 remedy="give rollout and engine the same model, and a server from the tested table",
             )
         return trace.regions
 
     def _unlike_marks(self) -> set[str]:
-        """Tensors that lie otherwise in memory than they came; where syncs copy into place there may be none."""
+        """Return the tensors that lie in memory differently than they came.
+
+        Where syncs copy into place there may be none.
+
+        Raises:
+            RolloutError: the server rearranges weights after loading, and syncs copy into place.
+        """
         unlike: set[str] = set()
         for name, mark in marks(self._plan, self._device):
             regions = self._of[name]
@@ -235,14 +264,14 @@ class Receiver:
             raise RolloutError(
                 "the server rearranges weights after loading",
                 where=WHERE,
-                why=f"{len(unlike)} tensors lie otherwise in memory than in a checkpoint: {shown}",
+                why=f"{len(unlike)} tensors lie in memory differently than in a checkpoint: {shown}",
                 remedy="choose another kernel for these layers in the server's options",
             )
         return unlike
 
 
-def _said(error: Exception) -> str:
-    """What an error says; one without words, where it was raised."""
+def _describe_error(error: Exception) -> str:
+    """Return an error's text, or the place where it was raised if it has none."""
     if text := str(error):
         return f"{type(error).__name__}: {text}"
     (place,) = traceback.extract_tb(error.__traceback__)[-1:]
@@ -258,7 +287,10 @@ def _raw(tensor: Tensor) -> Tensor:
 
 
 def marks(plan: WirePlan, device: torch.device) -> Iterator[tuple[str, Tensor]]:
-    """A random tensor for every name, the same on every call: finite values, no two regions alike."""
+    """Yield a random tensor for every name, the same on every call.
+
+    The values are finite, and no two regions are alike.
+    """
     for index, tensor in enumerate(plan.tensors.values()):
         yield tensor.name, _mark(tensor, index, device)
 

@@ -1,4 +1,4 @@
-"""One sync from a rollout's side: learn once, install, audit; whichever server and transport."""
+"""Sync from a rollout's side (learn once, install, audit), for any server and transport."""
 
 from __future__ import annotations
 
@@ -17,35 +17,42 @@ log = logging.getLogger("rollout_fp8")
 
 
 class Workers(Protocol):
-    """The processes (or the one) that serve a replica, each with a ``Receiver``."""
+    """Processes (or the one process) that serve a replica, each with a ``Receiver``."""
 
     def learn(self, plan: WirePlan) -> Sequence[Boxes]:
-        """What each worker serves of the plan's tensors."""
+        """Learn the server's layout, and return the plan's tensors that each worker serves."""
         ...
 
     def sync(self, stream: WireStream) -> Sequence[tuple[Sequence[int], Mapping[str, float]]]:
-        """Install; each worker's checksums in the order of its boxes (none without audit), and seconds by phase."""
+        """Install the stream.
+
+        Returns:
+            Each worker's checksums in the order of its boxes (none without audit), and its seconds
+                by phase.
+        """
         ...
 
 
 class SyncSession:
-    """The syncs of one rollout.
+    """Syncs of one rollout.
 
     Args:
-        workers: that serve it.
-        expected: what the model holds, and every stream must; None: what the workers' own loaders say.
+        workers: the workers that serve it.
+        expected: weights that the model holds, and that every stream must hold; None: those that
+            the workers' own loaders ask for.
     """
 
     def __init__(self, workers: Workers, expected: Expected | None = None) -> None:
-        self._workers, self._expected = workers, expected
+        self._workers = workers
+        self._expected = expected
         self._audit: tuple[WirePlan, Audit] | None = None
 
     def run(self, stream: WireStream, version: int) -> SyncResult:
         """Install the stream and compare what is served with it.
 
         Raises:
-            RolloutError: another model, weights that are not finite, or a failed audit; some weights may then be new
-                and some old, so that nothing may be generated.
+            RolloutError: the stream is of another model, weights are not finite, or the audit
+                failed; some weights may then be new and some old, so that nothing may be generated.
         """
         plan = stream.plan
         if self._audit is None or self._audit[0].tensors != plan.tensors:
@@ -55,13 +62,15 @@ class SyncSession:
             self._audit = (plan, Audit(plan, self._workers.learn(plan)))
             if stream.audit and (unread := self._audit[1].unread):
                 log.warning(
-                    "the server cannot read back %d of %d tensors, %s among them: the audit leaves them out",
+                    "the server cannot read back %d of %d tensors, %s among them: "
+                    "the audit leaves them out",
                     len(unread),
                     len(plan.tensors),
                     unread[0],
                 )
         results = self._workers.sync(stream)
-        exported = stream.checksums()  # also says whether every weight was finite
+        # This also raises where a weight was not finite.
+        exported = stream.checksums()
         if stream.audit:
             self._audit[1].check(exported, [sums for sums, _ in results])
         seconds = dict(stream.seconds())
@@ -80,8 +89,8 @@ class SyncSession:
         )
 
     def forget_weights(self) -> None:
-        """The server sleeps: every sync brings all weights anyway."""
+        """Note that the server sleeps. Every sync brings all weights, so there is nothing to do."""
 
     def forget(self) -> None:
-        """The server was made anew: learn again at the next sync."""
+        """Learn again at the next sync, because the server was made again."""
         self._audit = None

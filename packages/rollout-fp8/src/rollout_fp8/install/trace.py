@@ -1,8 +1,9 @@
-"""Where a server's own loader puts every element of every tensor, learnt by watching it copy.
+"""Regions of a server's parameters that its own loader fills, learnt by watching it copy.
 
-A loader slices a checkpoint's tensor (for tensor parallelism, for fused projections, for experts) and copies the slices
-into parameters. Each such copy is a *region*: a box of the source and the place in a parameter where it lands. All
-regions together are all that later syncs need, for any architecture that the server can load, with no table of ours.
+A loader slices a checkpoint's tensor (for tensor parallelism, for fused projections, for experts)
+and copies the slices into parameters. Each such copy is a *region*: a box of the source and the
+place in a parameter where it lands. All regions together are all that later syncs need, for any
+architecture that the server can load, without a table in this package.
 """
 
 from __future__ import annotations
@@ -14,16 +15,16 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
-from torch.utils._python_dispatch import (
-    TorchDispatchMode,
-)  # the documented way to watch calls; it has no other name
+
+# The documented way to watch calls; it has no public name.
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from engine_api.errors import RolloutError
 from engine_api.weights import ShardSpec
 from rollout_fp8.wire.format import WireTensor
 
 WHERE = "learning the server's layout"
-# Layers with a row for each token, as Hugging Face's model families call them.
+# Layers with one row for each token, as Hugging Face's model families call them.
 VOCABULARIES = frozenset(
     {
         "embed_tokens",
@@ -41,7 +42,10 @@ Layout = tuple[torch.Size, tuple[int, ...], torch.dtype]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Region:
-    """A box of a wire tensor, and where it lies in a parameter (in elements, as ``torch.as_strided`` takes them)."""
+    """Box of a wire tensor, and its place in a parameter.
+
+    The place is in elements, as ``torch.as_strided`` takes it.
+    """
 
     name: str
     box: ShardSpec
@@ -50,16 +54,17 @@ class Region:
     stride: tuple[int, ...]
 
     def view(self, parameter: Tensor) -> Tensor:
-        """The box inside the parameter, in the box's shape."""
+        """Return the box inside the parameter, in the box's shape."""
         return parameter.as_strided(
             self.box.shape, self.stride, parameter.storage_offset() + self.offset
         )
 
 
 class LoaderTrace(TorchDispatchMode):
-    """Watches one run of a loader.
+    """Watcher of one run of a loader.
 
-    ``parameters`` is asked for at the first tensor: some servers put other parameters in place just before they load.
+    ``parameters`` is called at the first tensor: some servers replace parameters just before they
+    load.
     """
 
     def __init__(self, parameters: Callable[[], Mapping[str, Tensor]]) -> None:
@@ -72,16 +77,16 @@ class LoaderTrace(TorchDispatchMode):
 
     @property
     def regions(self) -> list[Region]:
-        """In the order of the copies."""
+        """The regions in the order of the copies."""
         return list(self._regions)
 
     @property
     def at(self) -> str:
-        """The tensor that is being loaded."""
+        """The name of the tensor that is being loaded."""
         return self._current[0] if self._current else "the end"
 
     def watch(self, tensors: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
-        """Hand ``tensors`` to the loader through this."""
+        """Yield ``tensors`` to the loader, and note which one is being loaded."""
         for name, tensor in tensors:
             if not self._owners:
                 self._find_owners()
@@ -102,7 +107,8 @@ class LoaderTrace(TorchDispatchMode):
 
     def _find_owners(self) -> None:
         parameters = self._ask()
-        # The tensors are kept: a storage that is freed and made again would be taken for the old one.
+        # The tensors are kept: a new storage at a freed one's address would be taken for the old
+        # one.
         self._owners = {_storage(tensor): (name, tensor) for name, tensor in parameters.items()}
         self.layouts = {name: (t.shape, t.stride(), t.dtype) for name, t in parameters.items()}
 
@@ -121,9 +127,8 @@ class LoaderTrace(TorchDispatchMode):
             stride=_stride(target, source, name),
             offset=int(target.storage_offset() - tensor.storage_offset()),
         )
-        self._regions[region] = (
-            None  # once: a loader that copies something twice fills no more by it
-        )
+        # A region counts once: a loader that copies something twice does not fill more by it.
+        self._regions[region] = None
 
 
 def _storage(tensor: Tensor) -> int:
@@ -131,7 +136,10 @@ def _storage(tensor: Tensor) -> int:
 
 
 def _stride(target: Tensor, source: Tensor, name: str) -> tuple[int, ...]:
-    """The target's strides by the source's dimensions; the loader may have dropped or added dimensions of one."""
+    """Return the target's strides by the source's dimensions.
+
+    The loader may have dropped or added dimensions of size one.
+    """
     sizes = [
         (size, step) for size, step in zip(target.shape, target.stride(), strict=True) if size != 1
     ]
@@ -142,16 +150,13 @@ def _stride(target: Tensor, source: Tensor, name: str) -> tuple[int, ...]:
 
 
 def _box(whole: Tensor, part: Tensor, name: str) -> ShardSpec:
-    """Which box of ``whole`` (contiguous) the view ``part`` is."""
-    if (
-        not whole.is_contiguous()
-        or part.dim() != whole.dim()
-        or any(
-            step != own
-            for size, step, own in zip(part.shape, part.stride(), whole.stride(), strict=True)
-            if size > 1
-        )
-    ):
+    """Return the box of ``whole`` (contiguous) that the view ``part`` is."""
+    is_cut_along_axes = part.dim() == whole.dim() and all(
+        step == own
+        for size, step, own in zip(part.shape, part.stride(), whole.stride(), strict=True)
+        if size > 1
+    )
+    if not whole.is_contiguous() or not is_cut_along_axes:
         raise _unknown(
             name, f"a view {list(part.shape)} with strides {part.stride()} of {list(whole.shape)}"
         )
@@ -173,9 +178,9 @@ def _unknown(name: str, why: str) -> RolloutError:
 
 
 def uncovered(trace: LoaderTrace, parameters: Iterable[str]) -> Iterator[str]:
-    """Parameters that the tensors leave as they are, in whole or in part.
+    """Yield a message for each parameter that the tensors do not fill, or fill only in part.
 
-    No gap are rows behind those of an embedding or a head: servers pad vocabularies.
+    Rows behind those of an embedding or a head are no gap: servers pad vocabularies.
     """
     regions: dict[str, list[Region]] = {}
     for region in trace.regions:
@@ -201,10 +206,11 @@ def _is_padded(regions: Sequence[Region]) -> bool:
 def misfits(
     trace: LoaderTrace, tensors: Mapping[str, WireTensor], live: Mapping[str, Layout]
 ) -> Iterator[str]:
-    """Parameters that are served otherwise than they are loaded (of those in ``live``), and tensors of other dtypes.
+    """Yield a message for each parameter served differently than loaded, and for each wrong dtype.
 
-    Where nothing is copied into place (no ``live``), a vector may be served in a dtype that holds every value of the tensor's, as biases
-    are. Matrices may not: a server made for float32 would serve rounded weights.
+    Parameters are compared with those in ``live``. Where nothing is copied into place (``live`` is
+    empty), a vector may be served in a dtype that holds every value of the tensor's, as biases are.
+    A matrix may not: a server made for float32 would serve rounded weights.
     """
     for name in dict.fromkeys(region.parameter for region in trace.regions):
         if live and live.get(name) != trace.layouts[name]:

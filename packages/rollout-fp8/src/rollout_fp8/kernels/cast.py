@@ -1,4 +1,4 @@
-"""Casts and copies of many tensors at once: one launch on CUDA, plain copies elsewhere."""
+"""Casts and copies of many tensors at once: one launch on CUDA, plain copies on other devices."""
 
 from __future__ import annotations
 
@@ -31,19 +31,26 @@ FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 
 
 def cast_into(sources: Sequence[Tensor], outs: Sequence[Tensor]) -> None:
-    """Each source into its out, as a ``CastPlan`` does it; the plans are kept."""
+    """Copy each source into its out as a ``CastPlan`` does; the plans are kept."""
     if sources:
         _plan(layouts(sources), layouts(outs)).fill(sources, outs)
 
 
 class CastPlan:
-    """What copying tensors of these layouts takes, prepared: a run costs their addresses and a launch a pair of dtypes.
+    """Prepared copies of tensors of given layouts.
+
+    A run costs the tensors' addresses and one launch for each pair of dtypes.
 
     Args:
-        sources: any dtype when the out has the same, else fp32, bf16 or fp16. Rows may lie apart, columns not.
-        outs: the same shapes. Casts round to nearest even; what is too large becomes infinite, a NaN stays one.
+        sources: any dtype when the out has the same, else fp32, bf16 or fp16. Rows may lie apart,
+            columns may not.
+        outs: the same shapes. Casts round to nearest even; too large values become infinite, a NaN
+            stays NaN.
 
-    Raises ``ValueError`` for anything else. Source and out do not overlap.
+    Raises:
+        ValueError: tensors have other shapes, layouts or dtypes.
+
+    Source and out must not overlap.
     """
 
     def __init__(self, sources: Sequence[Layout], outs: Sequence[Layout]) -> None:
@@ -56,19 +63,21 @@ class CastPlan:
                     f"no cast of sources[{i}], {describe(source)}, into {describe(out)}"
                 )
             rows_of(source)
-            rows_of(
-                out
-            )  # without a GPU other layouts would do, but a plan means the same everywhere
-        self._layouts = tuple(sources), tuple(outs)
+            # Without a GPU other layouts would do, but a plan means the same everywhere.
+            rows_of(out)
+        self._layouts = (tuple(sources), tuple(outs))
         device = one_device([*sources, *outs])
         self._launches = _launches(sources, outs, device) if has_kernels(device) else None
 
     def run(
         self, sources: Sequence[Tensor], outs: Sequence[Tensor], broken: Tensor | None = None
     ) -> None:
-        """Queues it on the current stream. Raises ``ValueError`` for tensors that the plan is not for.
+        """Queue the copies on the current stream.
 
-        ``broken`` int32 [n]: set to 1 for each out that then holds a NaN or an infinity.
+        ``broken`` int32 [n] is set to 1 for each out that then holds a NaN or an infinity.
+
+        Raises:
+            ValueError: the plan was not made for these tensors.
         """
         check_layouts("sources", sources, self._layouts[0])
         check_layouts("outs", outs, self._layouts[1])
@@ -77,11 +86,11 @@ class CastPlan:
     def fill(
         self, sources: Sequence[Tensor], outs: Sequence[Tensor], broken: Tensor | None = None
     ) -> None:
-        """``run`` for a caller that has compared the layouts itself."""
+        """Do ``run`` for a caller that has compared the layouts itself."""
         self.bind(sources, outs).run(broken)
 
     def bind(self, sources: Sequence[Tensor], outs: Sequence[Tensor]) -> BoundCast:
-        """``fill`` for the same memory again and again: its addresses are looked up once."""
+        """Prepare ``fill`` for the same memory again and again: its addresses are looked up once."""
         if self._launches is None:
             return BoundCast(sources, outs, None, [])
         table = addresses((sources, outs))
@@ -92,12 +101,14 @@ class CastPlan:
 
 
 class BoundCast(NamedTuple):
-    """A ``CastPlan`` and the tensors that it is run on, which it keeps."""
+    """``CastPlan`` and the tensors that it is run on, which it keeps."""
 
     sources: Sequence[Tensor]
     outs: Sequence[Tensor]
-    table: Tensor | None  # of addresses; None: without kernels
-    launches: list[tuple[_Launch, bool]]  # each, and whether everything is aligned
+    table: Tensor | None
+    """Addresses of the tensors; None: without kernels."""
+    launches: list[tuple[_Launch, bool]]
+    """Each launch, and whether everything in it is aligned."""
 
     def run(self, broken: Tensor | None = None) -> None:
         """See ``CastPlan.run``."""
@@ -127,12 +138,13 @@ def _plan(sources: tuple[Layout, ...], outs: tuple[Layout, ...]) -> CastPlan:
 
 
 class _Launch(NamedTuple):
-    """Copies from one dtype to one, all aligned or all not."""
+    """Launch for copies from one dtype to one dtype, all aligned or all not."""
 
     dtypes: tuple[torch.dtype, torch.dtype]
     aligned: bool
     items: list[int]
-    records: Tensor  # [tiles, 8] on the device
+    records: Tensor
+    """[tiles, 8] on the device."""
 
 
 def _launches(
@@ -140,7 +152,8 @@ def _launches(
 ) -> list[_Launch]:
     kinds: dict[tuple[tuple[torch.dtype, torch.dtype], bool], dict[int, NDArray[np.int64]]] = {}
     for i, (source, out) in enumerate(zip(sources, outs, strict=True)):
-        a, b = rows_of(source), rows_of(out)
+        a = rows_of(source)
+        b = rows_of(out)
         dtypes = source[2], out[2]
         if 0 not in source[0]:
             records = tiles(i, a, (0, 0), (a.stride, b.stride))
@@ -154,7 +167,7 @@ def _launches(
 
 
 def _is_aligned(source: Rows, out: Rows, dtypes: tuple[torch.dtype, torch.dtype]) -> bool:
-    """Whether the kernel's loads and stores of ``VECTOR`` bytes begin and end with rows, if the tensors do."""
+    """Return whether the kernel's accesses of ``VECTOR`` bytes fit the rows, if the tensors are aligned."""
     elements = VECTOR // min(d.itemsize for d in dtypes)
     is_dense = source.is_dense and out.is_dense
     lengths = (

@@ -1,4 +1,4 @@
-"""Checksums of many boxes in one launch; ``rollout_fp8.wire.checksum`` says what is computed."""
+"""Checksums of many boxes in one launch; ``rollout_fp8.wire.checksum`` defines them."""
 
 from __future__ import annotations
 
@@ -25,7 +25,10 @@ def _checksum(
     height: tl.constexpr,
     width: tl.constexpr,
 ) -> None:
-    """One tile a program. ``vector``: words of a 16-byte load, or 0 where something is not aligned."""
+    """Add the checksum of one tile, in one program.
+
+    ``vector``: words of a 16-byte load, or 0 where something is not aligned.
+    """
     record = records + tl.program_id(0) * 8
     words = tl.load(addresses + tl.load(record)).to(tl.pointer_type(dtype))
     start, first, step = tl.load(record + 1), tl.load(record + 2), tl.load(record + 3)
@@ -46,10 +49,14 @@ def _checksum(
 
 
 def launch(addresses: Tensor, records: Tensor, out: Tensor, *, word: int, aligned: bool) -> None:
-    """Adds every tile's sum into ``out`` (int64). ``records`` [n, 8]: ``table.tiles``; ``word``: bytes of one."""
+    """Add every tile's sum into ``out`` (int64).
+
+    ``records`` [n, 8] are made by ``table.tiles``; ``word`` is the bytes of one word.
+    """
     vector = 16 // word if aligned else 0
     kernel: Any = _checksum
-    with torch.cuda.device(addresses.device):  # Triton launches on the current one
+    # Triton launches on the current device.
+    with torch.cuda.device(addresses.device):
         kernel[(records.shape[0],)](
             addresses, records, out, WORDS[word], vector, TILE_ROWS, TILE_COLUMNS, num_warps=WARPS
         )

@@ -28,7 +28,10 @@ def _copy(
     height: tl.constexpr,
     width: tl.constexpr,
 ) -> None:
-    """One tile a program. ``vector``: elements of a 16-byte load, or 0 where something is not aligned."""
+    """Copy one tile, in one program.
+
+    ``vector``: elements of a 16-byte load, or 0 where something is not aligned.
+    """
     record = records + tl.program_id(0) * 8
     item = tl.load(record)
     source = tl.load(addresses + item * 2).to(tl.pointer_type(dtype))
@@ -60,15 +63,18 @@ def launch(
     out: torch.dtype,
     aligned: bool,
 ) -> None:
-    """``out`` = ``source`` in its dtype, rounded to nearest even. ``addresses`` [n, 2]; ``records``: ``table.tiles``.
+    """Copy each source into its out, in the out's dtype, rounded to nearest even.
 
-    ``broken`` int32 [n]: 1 is stored for an item whose out, of a floating dtype, has a NaN or an infinity.
+    ``addresses`` [n, 2] and ``records`` are made by ``table.addresses`` and ``table.tiles``. In
+    ``broken`` int32 [n], 1 is stored for an item whose out, of a floating dtype, has a NaN or an
+    infinity.
     """
     watch = broken is not None
     types = (FLOATS[source], FLOATS[out]) if watch or source != out else (RAW[source.itemsize],) * 2
     vector = 16 // max(source.itemsize, out.itemsize) if aligned else 0
     kernel: Any = _copy
-    with torch.cuda.device(addresses.device):  # Triton launches on the current one
+    # Triton launches on the current device.
+    with torch.cuda.device(addresses.device):
         kernel[(records.shape[0],)](
             addresses,
             records,

@@ -1,4 +1,4 @@
-"""Blockwise e4m3 quantization of many tensors in one launch; ``rollout_fp8.fp8.quantize`` says what it computes."""
+"""Blockwise e4m3 quantization in one launch; ``rollout_fp8.fp8.quantize`` defines it."""
 
 from __future__ import annotations
 
@@ -11,10 +11,8 @@ from torch import Tensor
 
 SOURCES = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
 WARPS = 8
-REGISTERS = {
-    4: 128,
-    2: 80,
-}  # a thread holds 64 elements of 4 or 2 bytes; so 2 or 3 programs fit a multiprocessor
+# A thread holds 64 elements of 4 or 2 bytes, so that 2 or 3 programs fit a multiprocessor.
+REGISTERS = {4: 128, 2: 80}
 
 
 @triton.jit
@@ -29,9 +27,10 @@ def _quantize(
     watch: tl.constexpr,
     pow2: tl.constexpr,
 ) -> None:
-    """One 128 × 128 block a program.
+    """Quantize one 128 × 128 block, in one program.
 
-    ``bits``: the integer as wide as ``dtype``. ``vector``: elements of a 16-byte load, or 0 where something is not aligned.
+    ``bits``: the integer as wide as ``dtype``. ``vector``: elements of a 16-byte load, or 0 where
+    something is not aligned.
     """
     block = tl.load(blocks + tl.program_id(0))
     tensor, row, column = block >> 40, (block >> 20) & 0xFFFFF, block & 0xFFFFF
@@ -44,7 +43,8 @@ def _quantize(
     row, column = row * 128, column * 128
     rows, columns = (rows - row).to(tl.int32), (columns - column).to(tl.int32)
     if vector > 0:
-        # The output is hinted only as wide as a load gives: a wider store would make a thread's loads lie apart.
+        # The output is hinted only as wide as a load is: a wider store would make a thread's loads
+        # lie apart.
         source, out = tl.multiple_of(source, 16), tl.multiple_of(out, vector)
         step, out_step, columns = (
             tl.multiple_of(step, 16),
@@ -56,7 +56,8 @@ def _quantize(
     inside = (r < rows) & (c < columns)
     x = tl.load(source + (row * step + column) + r * step + c, mask=inside, other=0.0)
 
-    # Bits of absolute values order as the values do, infinity above all numbers and NaN above infinity.
+    # Bits of absolute values order as the values do, infinity above all numbers and NaN above
+    # infinity.
     top = tl.max(x.to(bits, bitcast=True) & (0x7FFFFFFF if bits == tl.int32 else 0x7FFF))
     top = top.to(bits).to(dtype, bitcast=True).to(tl.float32).to(tl.int32, bitcast=True)
     if pow2:  # 448 = 1.75 · 2^8: one more where the mantissa is above 1.75
@@ -89,17 +90,18 @@ def launch(
     aligned: bool,
     pow2: bool,
 ) -> None:
-    """Quantizes every block of ``blocks`` (int64: tensor, row and column of the block in 24, 20 and 20 bits).
+    """Quantize every block of ``blocks`` (int64: tensor, row and column in 24, 20 and 20 bits).
 
-    ``addresses`` [n, 3]: weight, output, scales. ``sizes`` [n, 5]: rows, columns, row strides of the three.
-    ``broken`` int32 [n]: 1 is stored for a weight with a NaN or an infinity.
+    ``addresses`` [n, 3]: weight, output, scales. ``sizes`` [n, 5]: rows, columns, row strides of
+    the three. ``broken`` int32 [n]: 1 is stored for a weight with a NaN or an infinity.
     """
     watch = broken is not None
     kernel: Any = _quantize
     size = source.itemsize
     bits = tl.int32 if size == 4 else tl.int16
     vector, registers = (16 // size, REGISTERS[size]) if aligned else (0, None)
-    with torch.cuda.device(addresses.device):  # Triton launches on the current one
+    # Triton launches on the current device.
+    with torch.cuda.device(addresses.device):
         kernel[(blocks.numel(),)](
             addresses,
             sizes,

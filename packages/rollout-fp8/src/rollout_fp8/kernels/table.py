@@ -1,7 +1,8 @@
-"""How one launch reaches many tensors: layouts that stay, addresses that are refreshed, tiles of rows and columns.
+"""Tables by which one launch reaches many tensors: fixed layouts, refreshed addresses, tiles.
 
-A plan is made once for a list of layouts (shape, strides, dtype). What follows from them is on the device already when
-the plan runs; a run copies the addresses of that call there, from pinned memory and without waiting.
+A plan is made once for a list of layouts (shape, strides, dtype). Everything that follows from them
+is on the device already when the plan runs. A run copies the addresses of that call there, from
+pinned memory and without waiting.
 """
 
 from __future__ import annotations
@@ -16,26 +17,30 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-VECTOR = 16  # bytes that one thread loads at once where everything is aligned to them
-TILE_ROWS, TILE_COLUMNS = 32, 256
+# Bytes that one thread loads at once where everything is aligned to them.
+VECTOR = 16
+TILE_ROWS = 32
+TILE_COLUMNS = 256
 
-Layout = tuple[
-    tuple[int, ...], tuple[int, ...], torch.dtype, torch.device
-]  # shape, strides in elements
+# Shape, strides in elements, dtype and device.
+Layout = tuple[tuple[int, ...], tuple[int, ...], torch.dtype, torch.device]
 
 
 def has_kernels(device: torch.device) -> bool:
-    """Whether tensors of this device go through Triton; all others go through plain torch."""
+    """Return whether tensors of this device go through Triton; all others go through plain torch."""
     return device.type == "cuda"
 
 
 def layouts(tensors: Sequence[Tensor]) -> tuple[Layout, ...]:
-    """Of each; what a plan is made for."""
+    """Return the layout of each tensor, for which a plan is made."""
     return tuple((t.shape, t.stride(), t.dtype, t.device) for t in tensors)
 
 
 def misfit(tensors: Sequence[Tensor], planned: Sequence[Layout]) -> int | None:
-    """The first that is not laid out as planned; None when all are. Makes no objects: there may be thousands."""
+    """Return the first index that is not laid out as planned, or None.
+
+    It makes no objects, because there may be thousands of tensors.
+    """
     for i, (t, (shape, strides, dtype, device)) in enumerate(zip(tensors, planned, strict=True)):
         if t.shape != shape or t.stride() != strides or t.dtype != dtype or t.device != device:
             return i
@@ -43,7 +48,7 @@ def misfit(tensors: Sequence[Tensor], planned: Sequence[Layout]) -> int | None:
 
 
 def check_layouts(what: str, tensors: Sequence[Tensor], planned: tuple[Layout, ...]) -> None:
-    """Raises ``ValueError`` when the tensors are not laid out as those that the plan was made for."""
+    """Raise ``ValueError`` when the tensors are not laid out as those the plan was made for."""
     if len(tensors) != len(planned):
         raise ValueError(f"{what}: {len(tensors)} tensors, the plan is for {len(planned)}")
     if (i := misfit(tensors, planned)) is not None:
@@ -54,13 +59,13 @@ def check_layouts(what: str, tensors: Sequence[Tensor], planned: tuple[Layout, .
 
 
 def describe(layout: Layout) -> str:
-    """For messages."""
+    """Return a layout as text, for messages."""
     shape, strides, dtype, device = layout
     return f"{dtype} {tuple(shape)} with strides {tuple(strides)} on {device}"
 
 
 def one_device(found: Sequence[Layout]) -> torch.device:
-    """The device of all of them; ``ValueError`` when there are several or none."""
+    """Return the device of all layouts; raise ``ValueError`` when there are several or none."""
     devices = {layout[3] for layout in found}
     if len(devices) != 1:
         raise ValueError(
@@ -71,20 +76,29 @@ def one_device(found: Sequence[Layout]) -> torch.device:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Rows:
-    """A tensor as rows of its last dimension; in elements. A tensor of one dimension is one row, a scalar one word."""
+    """Tensor as rows of its last dimension, in elements.
+
+    A tensor of one dimension is one row, a scalar one word.
+    """
 
     rows: int
     columns: int
-    stride: int  # from a row to the next
+    stride: int
+    """Elements from a row to the next."""
 
     @property
     def is_dense(self) -> bool:
-        """Whether the rows follow each other without a gap."""
+        """True if the rows follow each other without a gap."""
         return self.rows <= 1 or self.stride == self.columns
 
 
 def rows_of(layout: Layout) -> Rows:
-    """Raises ``ValueError`` when the last dimension is not contiguous or the leading ones do not make one row stride."""
+    """Return the rows of a layout.
+
+    Raises:
+        ValueError: the last dimension is not contiguous, or the leading ones do not make one row
+            stride.
+    """
     shape, strides = layout[:2]
     dims = [
         (size, stride) for size, stride in zip(shape[:-1], strides[:-1], strict=True) if size != 1
@@ -99,15 +113,14 @@ def rows_of(layout: Layout) -> Rows:
 def tiles(
     item: int, size: Rows, start: tuple[int, int], step: tuple[int, int], group: int = 0
 ) -> NDArray[np.int64]:
-    """Records of the tiles that cover rows × columns at two places at once, [n, 8].
+    """Return records of the tiles that cover rows × columns at two places at once, [n, 8].
 
-    The two places are source and output of a copy, or the memory of a part and its words' indices in the whole.
-    ``start``: of the first row at either; ``step``: from a row to the next. A record is (item, starts, steps, rows and
-    columns from the tile's corner to the end, group).
+    The two places are source and output of a copy, or the memory of a part and its words' indices
+    in the whole. ``start``: of the first row at either; ``step``: from a row to the next. A record
+    is (item, starts, steps, rows and columns from the tile's corner to the end, group).
     """
-    if (
-        size.rows > 1 and step[0] == step[1] == size.columns
-    ):  # dense at both: full tiles whatever the width
+    # Where both are dense, tiles are full at any width.
+    if size.rows > 1 and step[0] == step[1] == size.columns:
         count = size.rows * size.columns
         full = count // TILE_COLUMNS * TILE_COLUMNS
         body = _grid(
@@ -137,19 +150,20 @@ def _grid(
 
 
 def addresses(lists: Iterable[Sequence[Tensor]]) -> NDArray[np.int64]:
-    """Of the first element of every tensor, [tensors, lists]."""
+    """Return the addresses of the first element of every tensor, [tensors, lists]."""
     return np.array([[t.data_ptr() for t in tensors] for tensors in lists], dtype=np.int64).T
 
 
 def is_aligned(*byte_counts: NDArray[np.int64] | int) -> bool:
-    """Whether every address, stride and length is a multiple of ``VECTOR`` bytes."""
+    """Return whether every address, stride and length is a multiple of ``VECTOR`` bytes."""
     return all(not np.bitwise_or.reduce(np.ravel(b), initial=0) % VECTOR for b in byte_counts)
 
 
 def to_device(table: NDArray[np.int64], device: torch.device) -> Tensor:
-    """An int64 table on ``device`` for what is queued next on the current stream.
+    """Return an int64 table on ``device`` for work that is queued next on the current stream.
 
-    On CUDA through pinned memory and without waiting: the allocator keeps the pinned block until the copy is done.
+    On CUDA it goes through pinned memory without waiting: the allocator keeps the pinned block
+    until the copy is done.
     """
     pinned = device.type == "cuda"
     host = torch.empty(table.shape, dtype=torch.int64, pin_memory=pinned)

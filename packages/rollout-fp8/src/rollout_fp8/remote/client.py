@@ -1,8 +1,8 @@
 """A rollout that lives in another process, behind ``rollout_fp8.remote.server``.
 
-The client starts the server (in a session of its own, so that it ends with everything that it started), or connects to one
-that runs. While it waits for an answer it looks whether the server is still alive: one that ended or hangs is a
-``RolloutError`` within ``silence_s`` seconds.
+The client starts the server (in a session of its own, so that it ends with everything that it
+started), or connects to one that runs. While it waits for an answer it looks whether the server is
+still alive: one that ended or hangs is a ``RolloutError`` within ``silence_s`` seconds.
 """
 
 from __future__ import annotations
@@ -42,10 +42,11 @@ class RemoteRollout:
 
     Args:
         name: of the registered rollout that the server hosts.
-        device: ``cuda``, ``cpu`` or ``auto``; a server that is started here gets this process's current GPU (and its neighbours,
-            ``tensor_parallel_size`` in all).
+        device: ``cuda``, ``cpu`` or ``auto``; a server that is started here gets this process's
+            current GPU (and its neighbours, ``tensor_parallel_size`` in all).
         arguments: what ``RolloutRegistry.create`` would be given; all but ``model`` must be JSON.
-        url: of a server that runs, and was made with the same arguments; None: start one, and end it in ``close``.
+        url: of a server that runs, and was made with the same arguments; None: start one, and end
+            it in ``close``.
         start_timeout_s: until a server that is started here must answer.
         silence_s: how long a server may not answer whether it is alive.
         timeout_s: of each step of a weight sync.

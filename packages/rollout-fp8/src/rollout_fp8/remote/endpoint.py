@@ -76,14 +76,16 @@ class ServerProcess:
         ]
         self.log = Path(tempfile.gettempdir(), f"rollout-{name}-{secrets.token_hex(4)}.log")
         started: list[subprocess.Popen[bytes]] = []
-        # At the end of the interpreter too, if no one calls ``close``; made before there is anything to end.
+        # At the end of the interpreter too, if no one calls ``close``; made before there is
+        # anything to end.
         self._end = weakref.finalize(self, _end_all, started, self.log)
         try:
             # For this user alone: what a model's code prints may be private.
             with open(
                 self.log, "xb", opener=lambda path, flags: os.open(path, flags, 0o600)
             ) as log:
-                # Every user of this machine can read another's command lines, and not their environment.
+                # Every user of this machine can read another's command lines, and not their
+                # environment.
                 environment = {**_environment(gpus), CONFIG: json.dumps(config)}
                 # In one statement: an interrupt after it finds the process in the list.
                 started.append(

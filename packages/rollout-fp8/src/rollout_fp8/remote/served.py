@@ -15,7 +15,8 @@ from engine_api.rollout import Rollout
 from rollout_fp8.options import Options
 from rollout_fp8.remote.messages import dumps
 
-# What a client goes by that is not given them: they say how weights are sent, and where completions end.
+# What a client goes by that is not given them: they say how weights are sent, and where completions
+# end.
 DEFAULTS: Mapping[str, Any] = {
     "quantization": "none",
     "lora": None,

@@ -1,7 +1,7 @@
 """A rollout in a process of its own: ``python -m rollout_fp8.remote.server --name vllm --device cuda --config '{…}'``.
 
-A small HTTP API, JSON both ways; every request carries a token made of the run's secret (``ROLLOUT_FP8_KEY``, see
-``transports.channel``):
+A small HTTP API, JSON both ways; every request carries a token made of the run's secret
+(``ROLLOUT_FP8_KEY``, see ``transports.channel``):
 
 ========================  =============================================  ==========================================
 GET /health               –                                              pid, weight_version, name, arguments
@@ -14,10 +14,11 @@ POST /sleep, /wake_up     weights, kv_cache                              –
 POST /shutdown            –                                              –
 ========================  =============================================  ==========================================
 
-An error is ``{"class", "what", "where", "why", "remedy", …}`` with status 400 (the request), 401 (the token), 404, 408
-(nothing within ``wait_s``), 422 (an error of the contract) or 500. Several clients are served one after another.
-Weights do not travel over HTTP: the server fetches them from ``address`` with ``transports.receive_weights``. HTTP is not
-encrypted: beyond 127.0.0.1 use it inside a network that you trust.
+An error is ``{"class", "what", "where", "why", "remedy", …}`` with status 400 (the request), 401
+(the token), 404, 408 (nothing within ``wait_s``), 422 (an error of the contract) or 500. Several
+clients are served one after another. Weights do not travel over HTTP: the server fetches them from
+``address`` with ``transports.receive_weights``. HTTP is not encrypted: beyond 127.0.0.1 use it
+inside a network that you trust.
 """
 
 from __future__ import annotations

@@ -11,9 +11,11 @@ from contextlib import contextmanager
 from engine_api.errors import RolloutError
 from rollout_fp8.kernels.float32 import VARIABLE, exact_float32
 
-# SGLang's public switch for a context_length above the model's; requests stay below the model's own (see options.SPARE).
+# SGLang's public switch for a context_length above the model's; requests stay below the model's own
+# (see options.SPARE).
 LONGER = "SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN"
-# What torchrun tells a rank. SGLang's processes would look for its store in place of their own, and wait for it.
+# What torchrun tells a rank. SGLang's processes would look for its store in place of their own, and
+# wait for it.
 LAUNCHER = "TORCHELASTIC_"
 ORIGINAL = "SGLANG_RETURN_ORIGINAL_LOGPROB"
 # Variables of this process, where the trainer's NCCL and Triton read them.

@@ -1,11 +1,11 @@
 """SGLang's engine on a thread of its own, so that it answers in the background and may fail without ending this process.
 
-``sglang.Engine`` runs its event loop only inside its own blocking calls. Here the thread runs the loop while nobody
-calls, and every blocking call is made on the thread: completions go on meanwhile.
+``sglang.Engine`` runs its event loop only inside its own blocking calls. Here the thread runs the
+loop while nobody calls, and every blocking call is made on the thread: completions go on meanwhile.
 
-When a process of SGLang fails it sends SIGQUIT to its parent, which would end the trainer. A handler takes it instead:
-everything that waits gets an error. It can only be installed from the main thread; a rollout that is created on another
-one ends with the process.
+When a process of SGLang fails it sends SIGQUIT to its parent, which would end the trainer. A
+handler takes it instead: everything that waits gets an error. It can only be installed from the
+main thread; a rollout that is created on another one ends with the process.
 """
 
 from __future__ import annotations
@@ -32,7 +32,8 @@ WHERE = "rollout 'sglang'"
 class Host:
     """Owns the thread, the loop and the engine.
 
-    Nothing is started until ``open``: whoever makes a host holds it before there is anything to end.
+    Nothing is started until ``open``: whoever makes a host holds it before there is anything to
+    end.
 
     Args:
         make: constructs the engine; called on the thread.
@@ -193,7 +194,8 @@ class Host:
     def _abandon(self, older: Collection[Any]) -> None:
         """End everything that a failed or interrupted start has left, but not ``older``, the children before it.
 
-        SGLang's constructor waits for its processes: once they are gone it ends, and the thread with it.
+        SGLang's constructor waits for its processes: once they are gone it ends, and the thread
+        with it.
         """
         with self._lock:
             self.problem = self.problem or "its start was given up"

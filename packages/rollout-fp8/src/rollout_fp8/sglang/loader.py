@@ -1,7 +1,8 @@
 """What runs in SGLang's schedulers: a ``custom_weight_loader``, called by ``Engine.update_weights_from_tensor``.
 
-An error that leaves the loader ends the scheduler, and SGLang then ends everything (``run_scheduler_process`` in its
-``managers/scheduler.py``). So the rollout hears of it over its own channel, and the loader returns.
+An error that leaves the loader ends the scheduler, and SGLang then ends everything
+(``run_scheduler_process`` in its ``managers/scheduler.py``). So the rollout hears of it over its
+own channel, and the loader returns.
 """
 
 from __future__ import annotations
@@ -30,7 +31,8 @@ def load(model: nn.Module, named_tensors: Sequence[tuple[str, Tensor]]) -> None:
     ((address, _),) = named_tensors
     device = next(model.parameters()).device
     try:
-        # SGLang's default group are its tensor-parallel ranks: it is given no other kind of parallelism.
+        # SGLang's default group are its tensor-parallel ranks: it is given no other kind of
+        # parallelism.
         with (
             torch.no_grad(),
             receive_weights(address, rank=dist.get_rank(), device=device) as stream,

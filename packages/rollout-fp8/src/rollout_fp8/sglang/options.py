@@ -21,9 +21,11 @@ WHERE = "rollout 'sglang'"
 LOADER = "rollout_fp8.sglang.loader.load"  # imported by SGLang in its schedulers
 DTYPES = ("bfloat16", "float16", "float32")
 # SGLang generates up to context_length - 2 tokens and takes prompts of up to context_length - 7
-# (managers/scheduler.py, managers/tp_worker.py); with these more, every position of the model can be used.
+# (managers/scheduler.py, managers/tp_worker.py); with these more, every position of the model can
+# be used.
 SPARE = 8
-# Of the GPU's memory: SGLang's own share counts weights and caches, not activations and CUDA graphs.
+# Of the GPU's memory: SGLang's own share counts weights and caches, not activations and CUDA
+# graphs.
 ACTIVATIONS = 0.08
 
 
@@ -32,13 +34,14 @@ class SglangOptions(Options):
     """What ``SglangRollout`` takes beside.
 
     Attributes:
-        attention_backend: ``auto`` is SGLang's choice (FlashAttention 3 on an H200); for float32, which that has not,
-            ``triton``.
+        attention_backend: ``auto`` is SGLang's choice (FlashAttention 3 on an H200); for float32,
+            which that has not, ``triton``.
         sampling_backend: ``auto`` is SGLang's choice.
         cuda_graph: capture decoding in CUDA graphs, for up to ``batch_size`` completions.
-        deterministic: SGLang follows ``SamplingParams.seed`` only in its deterministic mode, whose kernels do not depend
-            on the batch and are slower (34 % on average, https://lmsys.org/blog/2025-09-22-sglang-deterministic).
-            False: faster, and every draw is another.
+        deterministic: SGLang follows ``SamplingParams.seed`` only in its deterministic mode, whose
+            kernels do not depend on the batch and are slower (34 % on average,
+            https://lmsys.org/blog/2025-09-22-sglang-deterministic). False: faster, and every draw
+            is another.
         memory_saver: load torch_memory_saver into SGLang's processes; ``sleep`` needs it.
     """
 
@@ -54,7 +57,8 @@ def check_arguments(
 ) -> None:
     """What every rollout is given, and options that exclude each other.
 
-    Raises ``ConfigError``, and ``RolloutError`` where SGLang would serve FP8 weights through 16-bit kernels (Marlin).
+    Raises ``ConfigError``, and ``RolloutError`` where SGLang would serve FP8 weights through 16-bit
+    kernels (Marlin).
     """
     if dtype not in DTYPES:
         raise ConfigError(
@@ -108,8 +112,9 @@ def _check_deterministic(options: SglangOptions) -> None:
 def write_config(folder: Path, source: ModelSource, quantized: str | None) -> dict[str, Any]:
     """``config.json`` as SGLang is to read it, in a folder without weights and without defaults for sampling.
 
-    The model's end-of-sequence ids are left out: SGLang would add them to those that a request names, and its
-    ``ignore_eos`` turns off both. ``quantized``: the architecture whose layers are served in FP8. Raises ``ConfigError``.
+    The model's end-of-sequence ids are left out: SGLang would add them to those that a request
+    names, and its ``ignore_eos`` turns off both. ``quantized``: the architecture whose layers are
+    served in FP8. Raises ``ConfigError``.
     """
     from transformers import PretrainedConfig
 

@@ -52,7 +52,8 @@ def request_parameters(
         "stop_token_ids": list(stop),
     }
     if sampling.top_k == 1 and sampling.temperature > 0:
-        # For top_k=1 SGLang takes log-probs without the temperature when all of a batch have it (sampler.py).
+        # For top_k=1 SGLang takes log-probs without the temperature when all of a batch have it
+        # (sampler.py).
         common |= {"top_k": -1, "top_p": LIKELIEST}
     return [
         common | {"sampling_seed": seed} for seed in chain.from_iterable(seeds(prompts, sampling))

@@ -50,15 +50,17 @@ _SYNCING = "a weight sync is running"
 class SglangRollout:
     """Generates with SGLang. See ``engine_api.rollout.AsyncRollout`` for what the members promise.
 
-    The server is built from the model's configuration alone; weights come only from ``update_weights``. SGLang runs in
-    processes of its own on the same GPUs; ``close`` goes through its shutdown, which ends *every* child of this process.
+    The server is built from the model's configuration alone; weights come only from
+    ``update_weights``. SGLang runs in processes of its own on the same GPUs; ``close`` goes through
+    its shutdown, which ends *every* child of this process.
 
     Args:
-        resolution: from the registry; the server takes the process's current GPU, and the next ones under tensor
-            parallelism.
+        resolution: from the registry; the server takes the process's current GPU, and the next ones
+            under tensor parallelism.
         model: a folder or hub id with a ``config.json``.
         pad_token_id: SGLang pads nothing.
-        eos_token_ids: end every completion, beside ``SamplingParams.stop_token_ids``; those of the model's folder do not.
+        eos_token_ids: end every completion, beside ``SamplingParams.stop_token_ids``; those of the
+            model's folder do not.
         batch_size: completions that are generated at the same time.
         dtype: of weights and computation.
         quantization: ``fp8``: linear layers in e4m3 with a scale for each 128×128 block.
@@ -154,7 +156,8 @@ class SglangRollout:
     def update_weights(self, export: WeightExport, version: int) -> SyncResult:
         """See ``Rollout.update_weights``. The export is run to its end even when the sync fails.
 
-        Raises ``RolloutError``, and serves on, while anything is generated; after any other failure nothing is served.
+        Raises ``RolloutError``, and serves on, while anything is generated; after any other failure
+        nothing is served.
         """
         stream: WireStream | None = None
         try:
@@ -234,8 +237,8 @@ class SglangRollout:
 
     def _learn_limits(self, host: Host) -> None:
         told: Mapping[str, Any] = host.call(host.engine.get_server_info)
-        # Where memory is short SGLang has room for less than the context, and would cut completions off in silence
-        # (``init_req_max_new_tokens`` in its scheduler).
+        # Where memory is short SGLang has room for less than the context, and would cut completions
+        # off in silence (``init_req_max_new_tokens`` in its scheduler).
         self._limit = min(
             self._context,
             told["max_req_input_len"] - 1,

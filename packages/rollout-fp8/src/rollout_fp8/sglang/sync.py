@@ -42,8 +42,9 @@ class Schedulers(SentWorkers):
 
     def _run_loader(self, method: str, args: tuple[str]) -> None:
         del method  # SGLang names it by ``load_format``
-        # The tensor is empty because SGLang would copy any other to each GPU. Caches are not flushed here: SGLang ends
-        # the scheduler when a last request has not quite left it (``flush_cache_after_weight_update``).
+        # The tensor is empty because SGLang would copy any other to each GPU. Caches are not
+        # flushed here: SGLang ends the scheduler when a last request has not quite left it
+        # (``flush_cache_after_weight_update``).
         named = [(args[0], torch.empty(0))]
         good, message = self._host.call(
             lambda: self._host.engine.update_weights_from_tensor(

@@ -1,7 +1,7 @@
 """Carrying a ``WireStream`` into other processes. The receivers pull; what differs between kinds is how bytes travel.
 
-``ipc``: CUDA IPC, on one host. ``shm``: shared memory, on one host, on the CPU. ``collective``: broadcasts over NCCL (on
-CUDA, a GPU for each process) or gloo (on the CPU), on any hosts.
+``ipc``: CUDA IPC, on one host. ``shm``: shared memory, on one host, on the CPU. ``collective``:
+broadcasts over NCCL (on CUDA, a GPU for each process) or gloo (on the CPU), on any hosts.
 
 The engine's side::
 
@@ -15,6 +15,7 @@ Each receiver, for each sync::
         receiver.sync(stream, phases)
         stream.answer = receiver.served().tolist()
 
-Whatever fails on either side is an error on all of them within the timeout. Connections are authenticated with a secret
-(see ``channel``). Messages are data (``engine_api.codec``); whoever knows the secret decides which weights are served.
+Whatever fails on either side is an error on all of them within the timeout. Connections are
+authenticated with a secret (see ``channel``). Messages are data (``engine_api.codec``); whoever
+knows the secret decides which weights are served.
 """

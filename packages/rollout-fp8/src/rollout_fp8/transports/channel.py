@@ -1,9 +1,11 @@
 """Messages between the process that has the weights and those that serve them.
 
-A channel is a ``multiprocessing.connection.Connection``, on a Unix socket (one host) or TCP (several). Its messages are
-``engine_api.codec``'s: nothing is unpickled. Both ends first prove to each other that they know a key: one that they were given, or else the secret of this
-run, in the environment variable ``ROLLOUT_FP8_KEY``, which a process makes when it has none, and which its children inherit. On TCP the messages
-themselves are neither encrypted nor signed: use it inside a network that you trust.
+A channel is a ``multiprocessing.connection.Connection``, on a Unix socket (one host) or TCP
+(several). Its messages are ``engine_api.codec``'s: nothing is unpickled. Both ends first prove to
+each other that they know a key: one that they were given, or else the secret of this run, in the
+environment variable ``ROLLOUT_FP8_KEY``, which a process makes when it has none, and which its
+children inherit. On TCP the messages themselves are neither encrypted nor signed: use it inside a
+network that you trust.
 
 Every read and write has a deadline; a peer that is closed, dead or silent is a ``PeerError``.
 """

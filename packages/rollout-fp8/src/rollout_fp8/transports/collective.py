@@ -1,8 +1,9 @@
 """One broadcast a bucket, over NCCL on CUDA, HCCL on Ascend and gloo on the CPU, for rollouts on GPUs or hosts of their own.
 
-Buckets are bytes, so FP8 travels over any backend. The group is apart from ``torch.distributed``'s default group, which
-trainer and rollouts each have for themselves: ``ProcessGroupNCCL`` and its like are made directly on a store
-(``init_process_group`` makes one world a process, and ``new_group`` only splits it). NCCL and gloo trust their network.
+Buckets are bytes, so FP8 travels over any backend. The group is apart from ``torch.distributed``'s
+default group, which trainer and rollouts each have for themselves: ``ProcessGroupNCCL`` and its
+like are made directly on a store (``init_process_group`` makes one world a process, and
+``new_group`` only splits it). NCCL and gloo trust their network.
 """
 
 from __future__ import annotations
@@ -66,8 +67,9 @@ class Group:
             work.wait()
         except RuntimeError as error:
             self._forget(work)
-            # Whoever keeps the error keeps this frame, and gloo's work keeps its connections: the others would wait for
-            # bytes from this process until their timeout, though it has left. (``abort`` lets the group go for that, too.)
+            # Whoever keeps the error keeps this frame, and gloo's work keeps its connections: the
+            # others would wait for bytes from this process until their timeout, though it has left.
+            # (``abort`` lets the group go for that, too.)
             del work
             raise _broken(error) from error
         self._forget(work)
@@ -90,9 +92,10 @@ class Group:
 def _leave(group: list[Any], begun: list[dist.Work]) -> None:
     """Let go of a group, the last that holds it, once the broadcasts have ended that it has begun.
 
-    gloo's group knows no abort: where it is let go, it waits for those broadcasts, as long as its timeout. Whoever leaves
-    because of an error must not wait there before the sender hears of it; and a thread that waits there, in C++, when the
-    interpreter ends would end the process by SIGABRT. So it waits here.
+    gloo's group knows no abort: where it is let go, it waits for those broadcasts, as long as its
+    timeout. Whoever leaves because of an error must not wait there before the sender hears of it;
+    and a thread that waits there, in C++, when the interpreter ends would end the process by
+    SIGABRT. So it waits here.
     """
     while begun:
         begun[:] = [work for work in begun if not work.is_completed()]

@@ -6,8 +6,9 @@
     peer → listener      32 random bytes, and an HMAC of both under the key
     listener → peer      another HMAC of both
 
-Every message has a length that both know, so that a reader needs no more than that many bytes, and whoever sends
-them one by one gains nothing. The two HMACs differ by a label: a peer cannot send the listener's own back.
+Every message has a length that both know, so that a reader needs no more than that many bytes, and
+whoever sends them one by one gains nothing. The two HMACs differ by a label: a peer cannot send the
+listener's own back.
 """
 
 from __future__ import annotations

@@ -1,11 +1,12 @@
 """CUDA IPC on one host: receivers map the stream's own buffers and read them where they are.
 
-A buffer is opened once and kept from sync to sync. Both sides order their work with events that the other opens too, so
-that no host waits for a device. The sender keeps its buffers until the receivers have closed (torch holds memory back
-that another process still maps; a receiver that was killed keeps it held until the sender ends).
+A buffer is opened once and kept from sync to sync. Both sides order their work with events that the
+other opens too, so that no host waits for a device. The sender keeps its buffers until the
+receivers have closed (torch holds memory back that another process still maps; a receiver that was
+killed keeps it held until the sender ends).
 
-A receiver on another GPU than the sender's must see that GPU (``CUDA_VISIBLE_DEVICES``); it copies each bucket over and
-waits for that copy.
+A receiver on another GPU than the sender's must see that GPU (``CUDA_VISIBLE_DEVICES``); it copies
+each bucket over and waits for that copy.
 """
 
 from __future__ import annotations
@@ -21,7 +22,8 @@ from engine_api.errors import RolloutError
 from rollout_fp8.transports.channel import WHERE, Channel, collect
 from rollout_fp8.wire.format import BucketPlan, WirePlan
 
-# Places among the arguments of torch's ``rebuild_cuda_tensor``. Classes do not travel: the receiver knows them.
+# Places among the arguments of torch's ``rebuild_cuda_tensor``. Classes do not travel: the receiver
+# knows them.
 TENSOR_CLASS = 0
 STORAGE_CLASS = 4
 STORAGE_DEVICE = 6
@@ -107,7 +109,8 @@ class IpcIncoming:
         bucket = self._plan.buckets[index]
         if told is not None:
             self._buffers[bucket.slot] = self._opened(told)
-        # A stream of the event's own GPU: another GPU's ends the process there (torch 2.11). A copy waits for both.
+        # A stream of the event's own GPU: another GPU's ends the process there (torch 2.11). A copy
+        # waits for both.
         torch.cuda.current_stream(self._source).wait_event(self._ready[bucket.slot])
         buffer = self._buffers[bucket.slot][: bucket.num_bytes]
         return buffer if self._near else self._copied(bucket, buffer)
@@ -134,7 +137,8 @@ class IpcIncoming:
         arguments = list(told)
         arguments[TENSOR_CLASS] = Tensor
         arguments[STORAGE_CLASS] = torch.storage.TypedStorage
-        # The sender may count its GPUs differently. By place, not by name: SGLang puts a function of its own around torch's.
+        # The sender may count its GPUs differently. By place, not by name: SGLang puts a function
+        # of its own around torch's.
         arguments[STORAGE_DEVICE] = self._source.index
         return reductions.rebuild_cuda_tensor(*arguments)
 

@@ -32,8 +32,8 @@ class _Stranger:
 class Listener:
     """Where receivers connect; ``host`` None: on this host only, through a Unix socket in a folder of its own.
 
-    ``key``: what both ends must know; None: this run's secret. All peers are heard at once: one that is silent, or
-    sends its bytes one by one, holds no other.
+    ``key``: what both ends must know; None: this run's secret. All peers are heard at once: one
+    that is silent, or sends its bytes one by one, holds no other.
     """
 
     def __init__(self, host: str | None = None, key: bytes | None = None) -> None:
@@ -63,8 +63,8 @@ class Listener:
     ) -> Channel:
         """Return a channel to the next peer that knows the secret; ``timeout_s`` is the channel's, too.
 
-        Raises ``PeerError`` when none proves it within ``timeout_s``, or until ``deadline`` of ``time.monotonic()`` where
-        that is given (one for several peers), and what ``watch`` raises.
+        Raises ``PeerError`` when none proves it within ``timeout_s``, or until ``deadline`` of
+        ``time.monotonic()`` where that is given (one for several peers), and what ``watch`` raises.
         """
         if deadline is None:
             deadline = time.monotonic() + timeout_s

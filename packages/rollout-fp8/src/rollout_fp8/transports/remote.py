@@ -22,7 +22,8 @@ from rollout_fp8.wire.format import BucketPlan, WirePlan
 class RemoteStream:
     """One sync's ``WireStream``, pulled from a sender.
 
-    ``seconds`` are the sender's, and ``transfer``: how long this side waited for buckets, their making included.
+    ``seconds`` are the sender's, and ``transfer``: how long this side waited for buckets, their
+    making included.
 
     Attributes:
         answer: what the sender gets at the end, for the consumer to set; see ``engine_api.codec``.
@@ -153,8 +154,8 @@ def receive_weights(
 ) -> Iterator[RemoteStream]:
     """Take part in one sync, as receiver ``rank`` of the sender at ``address``, which was made with ``key``.
 
-    Connection and buffers are kept for the next sync from the same sender. When the block ends, the sender hears
-    ``answer``; when it raises, the sender hears of that.
+    Connection and buffers are kept for the next sync from the same sender. When the block ends, the
+    sender hears ``answer``; when it raises, the sender hears of that.
 
     Raises ``PeerError``: the sender cannot be reached, failed, or fell silent for ``timeout_s``.
     """

@@ -42,13 +42,15 @@ class Delivery:
 class Sender:
     """Carries streams to ``receivers`` processes, which connect to ``address`` at their first sync.
 
-    Plan, buffers and connections are kept from one sync to the next; after a failure they are made anew.
+    Plan, buffers and connections are kept from one sync to the next; after a failure they are made
+    anew.
 
     Args:
         kind: see the package.
         receivers: how many; their ranks are 0 and up.
         host: where receivers of other hosts reach this one; None: all are on this host.
-        timeout_s: of every step of a sync, the receivers' work on one bucket and at the end included.
+        timeout_s: of every step of a sync, the receivers' work on one bucket and at the end
+            included.
         key: for receivers that do not inherit this run's secret, see ``channel``.
     """
 
@@ -79,11 +81,13 @@ class Sender:
     def send_weights(self, stream: WireStream, watch: Watch = nothing) -> Delivery:
         """Carry one stream to all receivers and wait until they have installed it.
 
-        ``watch`` is called while nothing happens; what it raises ends the sync (a receiver's process that is gone, say).
+        ``watch`` is called while nothing happens; what it raises ends the sync (a receiver's
+        process that is gone, say).
 
         Raises:
-            RolloutError: the stream's own; or ``PeerError`` with what every receiver that failed has to say. All
-                receivers fail then. The stream may be left unfinished: the caller runs it to its end.
+            RolloutError: the stream's own; or ``PeerError`` with what every receiver that failed
+                has to say. All receivers fail then. The stream may be left unfinished: the caller
+                runs it to its end.
         """
         try:
             session = self._ready(stream, watch)

@@ -1,7 +1,7 @@
 """Shared memory on one host, for weights on the CPU.
 
-The memory has no name: the receivers get it as open files through the channel's socket. So nothing is left behind,
-however the processes end, and no limit of ``/dev/shm`` applies.
+The memory has no name: the receivers get it as open files through the channel's socket. So nothing
+is left behind, however the processes end, and no limit of ``/dev/shm`` applies.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
 """The wire of the contract (``engine_api.rollout.WeightWire``): an exporter's stream to replicas that somebody else has started.
 
-Buckets are broadcast as bytes, as the exporter has filled them: FP8 stays FP8, and the checksums of the engine's shards come
-along. The replicas inherit nothing of the engine's process, so that the sender makes a key, which its address brings.
+Buckets are broadcast as bytes, as the exporter has filled them: FP8 stays FP8, and the checksums of
+the engine's shards come along. The replicas inherit nothing of the engine's process, so that the
+sender makes a key, which its address brings.
 """
 
 from __future__ import annotations

@@ -17,10 +17,10 @@ class SentWorkers:
     """The ``sync`` of ``session.Workers`` that fetch the weights themselves.
 
     Args:
-        call: runs a method on every worker and returns when all are through: vLLM's ``collective_rpc``, say.
-            ``rollout_fp8_pull(address)`` does
-            ``with receive_weights(address, rank=…, device=…) as stream``, installs it, and sets ``stream.answer`` to its
-            checksums and seconds.
+        call: runs a method on every worker and returns when all are through: vLLM's
+            ``collective_rpc``, say. ``rollout_fp8_pull(address)`` does ``with
+            receive_weights(address, rank=…, device=…) as stream``, installs it, and sets
+            ``stream.answer`` to its checksums and seconds.
         sender: for as many receivers as there are workers.
     """
 

@@ -18,7 +18,8 @@ def bytes_for(
 ) -> int:
     """Bytes on each GPU for so many ``sequences`` of ``positions`` tokens (None: of the model's context) at once.
 
-    A token has a key and a value in every layer, of ``num_key_value_heads × head_dim`` numbers, divided over ``parallel`` GPUs.
+    A token has a key and a value in every layer, of ``num_key_value_heads × head_dim`` numbers,
+    divided over ``parallel`` GPUs.
 
     Raises ``ConfigError`` for latent attention, whose cache holds something else.
     """

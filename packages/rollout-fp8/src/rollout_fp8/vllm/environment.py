@@ -12,16 +12,18 @@ from engine_api.errors import RolloutError
 
 E8M0 = "VLLM_USE_DEEP_GEMM_E8M0"
 
-# For the whole process, unless the user set them: vLLM reads them at its import, or whenever it likes.
+# For the whole process, unless the user set them: vLLM reads them at its import, or whenever it
+# likes.
 _DEFAULTS = {
     "VLLM_LOGGING_LEVEL": "WARNING",
-    # With 1, vLLM rounds the scales of FP8 weights to powers of two after loading: what is served is then not what was
-    # sent, and weights are requantized (vLLM #58157).
+    # With 1, vLLM rounds the scales of FP8 weights to powers of two after loading: what is served
+    # is then not what was sent, and weights are requantized (vLLM #58157).
     E8M0: "0",
     # FlashInfer compiles these at their first use. Its sampler cannot report log-probs either.
     "VLLM_BLOCKSCALE_FP8_GEMM_FLASHINFER": "0",
     "VLLM_USE_FLASHINFER_SAMPLER": "0",
-    # On a CPU: else vLLM binds threads to cores, the trainer's own among them, and wants a NUMA node for each worker.
+    # On a CPU: else vLLM binds threads to cores, the trainer's own among them, and wants a NUMA
+    # node for each worker.
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",
 }
 # What torchrun tells a rank. A worker process of vLLM's own would take itself for that rank.
@@ -52,8 +54,8 @@ def prepare() -> None:
 def import_kernels() -> None:
     """Import FlashInfer where it is installed, before vLLM does so while it builds a model.
 
-    One of its modules makes a table at its import: on the device, and in the memory that can sleep, which that table would keep
-    from the next engine of the process (0.6.14, ``fp4_quantization``).
+    One of its modules makes a table at its import: on the device, and in the memory that can sleep,
+    which that table would keep from the next engine of the process (0.6.14, ``fp4_quantization``).
     """
     if importlib.util.find_spec("flashinfer") is not None:
         importlib.import_module("flashinfer")

@@ -1,7 +1,7 @@
 """One thread steps vLLM's engine; whoever generates, now or in the background, gives it jobs and waits.
 
-Jobs enter whole between two steps. So ranks that serve one replica together, each with a scheduler of its own,
-schedule alike.
+Jobs enter whole between two steps. So ranks that serve one replica together, each with a scheduler
+of its own, schedule alike.
 """
 
 from __future__ import annotations

@@ -37,7 +37,8 @@ class PackedReader:
         )
         columns = next((width for width in widths if width is not None), None)
         if leaf != "weight" or columns is None or not hasattr(method, "apply"):
-            # Without an audit, too: what a server serves is compared once, when its layout is learnt.
+            # Without an audit, too: what a server serves is compared once, when its layout is
+            # learnt.
             raise RolloutError(
                 f"cannot read back {name}",
                 where=WHERE,

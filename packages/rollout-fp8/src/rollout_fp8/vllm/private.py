@@ -28,9 +28,9 @@ _COMPILED = "__compiled_fn"  # how Dynamo's names begin
 def not_at_exit(engine: Any) -> None:
     """Keep an engine of this process from shutting itself down when the process ends or nobody has it any more.
 
-    Since 0.32 vLLM does both by ``engine_core.shutdown``: in a run that failed it met groups that the trainer had destroyed,
-    and its traceback came after the run's own error.
-    Upstream: no thread on the exit known (0.32.0); vllm-project/vllm#21073 is of what deleting such an engine leaves.
+    Since 0.32 vLLM does both by ``engine_core.shutdown``: in a run that failed it met groups that
+    the trainer had destroyed, and its traceback came after the run's own error. Upstream: no thread
+    on the exit known (0.32.0); vllm-project/vllm#21073 is of what deleting such an engine leaves.
     """
     finalizer = getattr(engine.engine_core, "_finalizer", None)
     if finalizer is not None:
@@ -40,9 +40,9 @@ def not_at_exit(engine: Any) -> None:
 def shut_down(engine: Any) -> None:
     """Shut down an engine of this process, and no process group but vLLM's own.
 
-    The public ``engine_core.shutdown`` ends in ``cleanup_dist_env_and_memory``, which destroys the default group: that
-    is the trainer's.
-    Upstream: no thread of vLLM's known (0.32.0); pytorch/torchtitan#3365 leaves that call out, too.
+    The public ``engine_core.shutdown`` ends in ``cleanup_dist_env_and_memory``, which destroys the
+    default group: that is the trainer's. Upstream: no thread of vLLM's known (0.32.0);
+    pytorch/torchtitan#3365 leaves that call out, too.
     """
     for model in engine.collective_rpc("get_model"):
         _forget_reloads(model)
@@ -55,8 +55,9 @@ def shut_down(engine: Any) -> None:
 def end_reload(model: Any) -> None:
     """Put every layer's own tensors back after a reload that ended half-way; what lies in them is undefined.
 
-    vLLM goes on with half a layer at the next reload: it counts what had come before, and then asserts, or serves a mixture (0.26.0
-    and 0.32.0, ``initialize_layerwise_reload`` passes over layers that are begun).
+    vLLM goes on with half a layer at the next reload: it counts what had come before, and then
+    asserts, or serves a mixture (0.26.0 and 0.32.0, ``initialize_layerwise_reload`` passes over
+    layers that are begun).
 
     Upstream: it came with vllm-project/vllm#32133; no thread on a reload that ended half-way known.
     """
@@ -70,9 +71,10 @@ def end_reload(model: Any) -> None:
 def _forget_reloads(model: Any) -> None:
     """Let the weights of a model that was reloaded go.
 
-    vLLM's record of its layers has weak keys, but keeps their loaders, whose owners are the layers: none would ever be
-    dropped, and the next engine finds memory that can sleep still in use (0.26.0 and 0.32.0, ``LAYERWISE_INFO``).
-    Upstream: the record came with vllm-project/vllm#32133; no thread on what it keeps known.
+    vLLM's record of its layers has weak keys, but keeps their loaders, whose owners are the layers:
+    none would ever be dropped, and the next engine finds memory that can sleep still in use (0.26.0
+    and 0.32.0, ``LAYERWISE_INFO``). Upstream: the record came with vllm-project/vllm#32133; no
+    thread on what it keeps known.
     """
     for layer in model.modules():
         layerwise.LAYERWISE_INFO.pop(layer, None)
@@ -81,9 +83,9 @@ def _forget_reloads(model: Any) -> None:
 def _forget_adapters() -> None:
     """Let the places for adapters go, which are memory that can sleep.
 
-    The kernels' tables of pointers are of the whole process and never emptied; where a layer has one projection, the "pointer" is the
-    stacked weight itself (0.26.0 and 0.32.0, ``_get_lora_a_ptr``).
-    Upstream: no thread known (0.26.0 and 0.32.0).
+    The kernels' tables of pointers are of the whole process and never emptied; where a layer has
+    one projection, the "pointer" is the stacked weight itself (0.26.0 and 0.32.0,
+    ``_get_lora_a_ptr``). Upstream: no thread known (0.26.0 and 0.32.0).
     """
     for name in ("_LORA_A_PTR_DICT", "_LORA_B_PTR_DICT"):
         getattr(lora_pointers, name).clear()
@@ -92,10 +94,11 @@ def _forget_adapters() -> None:
 def _forget_compiled(model: Any) -> None:
     """Let the weights and the caches of a model that was compiled go.
 
-    vLLM registers hooks with Dynamo that hold the model, and Dynamo puts the compiled function, with the weights as its
-    examples, among the globals of the model's source file. Neither is taken back; ``cleanup`` knows the last hook only
-    (0.26.0 and 0.32.0, ``TorchCompileWithNoGuardsWrapper``).
-    Upstream: vllm-project/vllm#45195, which takes the hook back, and #21073, which it leaves open.
+    vLLM registers hooks with Dynamo that hold the model, and Dynamo puts the compiled function,
+    with the weights as its examples, among the globals of the model's source file. Neither is taken
+    back; ``cleanup`` knows the last hook only (0.26.0 and 0.32.0,
+    ``TorchCompileWithNoGuardsWrapper``). Upstream: vllm-project/vllm#45195, which takes the hook
+    back, and #21073, which it leaves open.
     """
     for layer in model.modules():
         if isinstance(layer, TorchCompileWithNoGuardsWrapper):
@@ -106,7 +109,8 @@ def _forget_layer(layer: Any) -> None:
     hooks = convert_frame._bytecode_hooks  # noqa: SLF001
     for key in [key for key, hook in hooks.items() if getattr(hook, "__self__", None) is layer]:
         del hooks[key]
-    # The hook tells a layer its function's name, but is not called for what is compiled ahead of time.
+    # The hook tells a layer its function's name, but is not called for what is compiled ahead of
+    # time.
     compiled, ahead = (
         getattr(layer, "_compiled_bytecode", None),
         getattr(layer, "aot_compiled_fn", None),
@@ -125,9 +129,11 @@ def _forget_layer(layer: Any) -> None:
 def forgotten_on_failure() -> Iterator[None]:
     """Let the models go that a start inside made before it failed.
 
-    Nobody is given such a model, so that it is found by what keeps it: hooks and tables that were not there before. Dynamo keeps every
-    compiler that it was given, vLLM's with its configuration and that with the attention layers, which a shutdown would clear.
-    Upstream: vllm-project/vllm#45195 for the hooks of an engine that did start; no thread on ``_ROPE_DICT`` known (0.32.0).
+    Nobody is given such a model, so that it is found by what keeps it: hooks and tables that were
+    not there before. Dynamo keeps every compiler that it was given, vLLM's with its configuration
+    and that with the attention layers, which a shutdown would clear. Upstream:
+    vllm-project/vllm#45195 for the hooks of an engine that did start; no thread on ``_ROPE_DICT``
+    known (0.32.0).
     """
     rotations = rotary_embedding._ROPE_DICT  # noqa: SLF001 - layers that models share, cleared by a shutdown alone
     before, kept = set(convert_frame._bytecode_hooks), set(rotations)  # noqa: SLF001
@@ -157,9 +163,9 @@ def _forget_hooked(before: set[int]) -> None:
 def clear_allocator_error() -> None:
     """Let the allocator forget the last error of the driver, which it keeps in a variable of its library.
 
-    Until that is cleared its next allocation fails ("out of memory"), and what is freed is not given back (0.26.0 and main,
-    ``cumem_allocator.cpp``). Its own calls for waking and sleeping clear it, those for allocating and freeing do not.
-    Upstream: vllm-project/vllm#36651.
+    Until that is cleared its next allocation fails ("out of memory"), and what is freed is not
+    given back (0.26.0 and main, ``cumem_allocator.cpp``). Its own calls for waking and sleeping
+    clear it, those for allocating and freeing do not. Upstream: vllm-project/vllm#36651.
     """
     if cumem.CuMemAllocator.instance is not None:
         ctypes.c_int.in_dll(ctypes.CDLL(cumem.lib_name), "error_code").value = 0
@@ -168,9 +174,10 @@ def clear_allocator_error() -> None:
 def empty_pools() -> None:
     """Give back the memory of models that are gone.
 
-    The pools go with the engine's shutdown, but after a start that failed they stay, and so do the records of allocations that failed:
-    for vLLM that is memory of an engine that still lives (0.26.0 and main). PyTorch has no segment at such an address.
-    Upstream: no thread known; vllm-project/vllm#36651 is of other stale records.
+    The pools go with the engine's shutdown, but after a start that failed they stay, and so do the
+    records of allocations that failed: for vLLM that is memory of an engine that still lives
+    (0.26.0 and main). PyTorch has no segment at such an address. Upstream: no thread known;
+    vllm-project/vllm#36651 is of other stale records.
     """
     allocator = cumem.CuMemAllocator.instance
     if allocator is not None:
@@ -185,8 +192,8 @@ def empty_pools() -> None:
 def sleeping_bytes(tags: Collection[str]) -> int:
     """What it takes to wake up memory of these kinds.
 
-    No public call tells (0.26.0; ``get_current_usage`` counts what is awake too). 0.32 wakes whatever is not deferred, whichever kinds are
-    asked for, and empties PyTorch's cache itself.
+    No public call tells (0.26.0; ``get_current_usage`` counts what is awake too). 0.32 wakes
+    whatever is not deferred, whichever kinds are asked for, and empties PyTorch's cache itself.
     Upstream: no thread known.
     """
     allocator = cumem.CuMemAllocator.instance
@@ -197,8 +204,8 @@ def sleeping_bytes(tags: Collection[str]) -> int:
 def leave_groups() -> None:
     """Destroy the process groups that vLLM made, its world among them, which has no public call of its own.
 
-    A later engine would take an old world for its own, whose default group may be gone.
-    Upstream: vllm-project/vllm#1908, of engines one after another in a process, where ``_WORLD`` comes up.
+    A later engine would take an old world for its own, whose default group may be gone. Upstream:
+    vllm-project/vllm#1908, of engines one after another in a process, where ``_WORLD`` comes up.
     """
     if dist.is_initialized():
         parallel_state.destroy_model_parallel()
@@ -212,9 +219,10 @@ def leave_groups() -> None:
 def unlink_shared_memory(first: int, size: int) -> None:
     """Remove what a run that was killed left under the names that the group of ranks from ``first`` on takes on a CPU.
 
-    Under ``external_launcher`` the names say ranks alone, and vLLM makes the files exclusively (0.32.0,
-    ``_CPUSHMDistributed``): no later run of this host would start. Who has such a file mapped keeps it.
-    Upstream: no thread on files that stay known; vllm-project/vllm#34169 is of the names.
+    Under ``external_launcher`` the names say ranks alone, and vLLM makes the files exclusively
+    (0.32.0, ``_CPUSHMDistributed``): no later run of this host would start. Who has such a file
+    mapped keeps it. Upstream: no thread on files that stay known; vllm-project/vllm#34169 is of the
+    names.
     """
     ranks = "-".join(str(first + place) for place in range(size))
     for file in SHARED_MEMORY.glob(f"-*-[[]{ranks}]-cpushm_{dist.get_rank() - first}"):
@@ -224,9 +232,10 @@ def unlink_shared_memory(first: int, size: int) -> None:
 def forget_expert_kernels(model: Any) -> None:
     """Let the next ``reload_weights`` on a CPU pack the experts again.
 
-    vLLM's CPU build packs them where their kernel is made, which a reload does not do a second time: it would serve
-    unpacked experts as if they were packed (0.32.0, ``UnquantizedFusedMoEMethod._setup_kernel``).
-    Upstream: vllm-project/vllm#40390 makes the kernel once alone; #42821 is the same fault of ``load_weights`` on CUDA.
+    vLLM's CPU build packs them where their kernel is made, which a reload does not do a second
+    time: it would serve unpacked experts as if they were packed (0.32.0,
+    ``UnquantizedFusedMoEMethod._setup_kernel``). Upstream: vllm-project/vllm#40390 makes the kernel
+    once alone; #42821 is the same fault of ``load_weights`` on CUDA.
     """
     for module in model.modules():
         method: Any = getattr(module, "quant_method", None)
@@ -240,9 +249,10 @@ def forget_expert_kernels(model: Any) -> None:
 def base_layer_names(model: Any) -> frozenset[str]:
     """Layers, by checkpoint names, whose weights ``load_weights`` must be given as ``<layer>.base_layer.<weight>``.
 
-    vLLM puts a wrapper with that child around each layer that may carry an adapter. Before 0.32 its loaders do not look
-    through it (0.26.0, ``AutoWeightsLoader._load_module``); since then the wrapper does, and takes no other name.
-    Upstream: no thread of vLLM's known; verl-project/verl#7327 does the same.
+    vLLM puts a wrapper with that child around each layer that may carry an adapter. Before 0.32 its
+    loaders do not look through it (0.26.0, ``AutoWeightsLoader._load_module``); since then the
+    wrapper does, and takes no other name. Upstream: no thread of vLLM's known;
+    verl-project/verl#7327 does the same.
     """
     if hasattr(BaseLayerWithLoRA, "load_weights"):
         return frozenset()

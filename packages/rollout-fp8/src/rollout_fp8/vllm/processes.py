@@ -1,7 +1,8 @@
 """The processes of an engine that does not live in this one: all of them are needed, and vLLM's calls do not notice their end.
 
-A call that is under way waits for an answer for ever, and so does a step (vLLM 0.32.0); with several workers, vLLM's own process may
-go on without one for half a minute. So they are watched here.
+A call that is under way waits for an answer for ever, and so does a step (vLLM 0.32.0); with
+several workers, vLLM's own process may go on without one for half a minute. So they are watched
+here.
 """
 
 from __future__ import annotations

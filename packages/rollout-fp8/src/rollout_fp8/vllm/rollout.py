@@ -50,18 +50,21 @@ _QUANTIZATIONS = ("none", "fp8")
 class VllmRollout:
     """Generates with vLLM. See ``engine_api.rollout.AsyncRollout`` for what the members promise.
 
-    The server is built from the model's configuration alone; weights come only from ``update_weights``.
+    The server is built from the model's configuration alone; weights come only from
+    ``update_weights``.
 
     Args:
         resolution: from the registry; its device is used.
         model: a folder or hub id with a ``config.json``.
         pad_token_id: vLLM pads nothing.
-        eos_token_ids: end every completion, beside ``SamplingParams.stop_token_ids``; those of the model's folder do not.
+        eos_token_ids: end every completion, beside ``SamplingParams.stop_token_ids``; those of the
+            model's folder do not.
         batch_size: completions that are generated at the same time.
         dtype: of weights and computation; ``float32``, ``bfloat16`` or ``float16``.
         quantization: ``fp8``: linear layers in e4m3 with a scale for each 128×128 block.
-        lora: serve the base weights and beside them the adapter that this configuration puts on the model; syncs must then
-            come from an exporter that was given it too. None: merged weights.
+        lora: serve the base weights and beside them the adapter that this configuration puts on the
+            model; syncs must then come from an exporter that was given it too. None: merged
+            weights.
         options: see ``VllmOptions``.
 
     Raises:
@@ -159,7 +162,8 @@ class VllmRollout:
     def update_weights(self, export: WeightExport, version: int) -> SyncResult:
         """See ``Rollout.update_weights``.
 
-        Raises ``RolloutError``, and serves on, while anything is generated; after any other failure nothing is served.
+        Raises ``RolloutError``, and serves on, while anything is generated; after any other failure
+        nothing is served.
         """
         try:
             with self._syncing():
@@ -179,8 +183,8 @@ class VllmRollout:
     def sleep(self, weights: bool = True, kv_cache: bool = True) -> None:
         """See ``Rollout.sleep``; with the weights the caches always sleep. vLLM frees nothing on a CPU.
 
-        Caches alone: vLLM moves the weights to the host and back for it. Raises ``RolloutError`` without the memory for what it wakes up on
-        the way; then all of it sleeps.
+        Caches alone: vLLM moves the weights to the host and back for it. Raises ``RolloutError``
+        without the memory for what it wakes up on the way; then all of it sleeps.
         """
         wanted = {"weights", "kv_cache"} if weights else {"kv_cache"} if kv_cache else set[str]()
         with self._gate:
@@ -349,7 +353,8 @@ class VllmRollout:
             return job
 
     def _fill(self, job: Job, asked: _Asked, *, streamed: bool, kept: bool) -> None:
-        # Others are never drawn, and vLLM refuses them (0.32.0): tokenizers may have more tokens than models.
+        # Others are never drawn, and vLLM refuses them (0.32.0): tokenizers may have more tokens
+        # than models.
         stop = sorted(
             {
                 token

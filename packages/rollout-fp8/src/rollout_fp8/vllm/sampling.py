@@ -1,9 +1,10 @@
 """How draws are asked of vLLM, and how its sampler is made to report the log-probs that the contract wants.
 
-The contract: temperature applied, top-p and top-k not. vLLM's ``logprobs_mode`` knows logits before the temperature
-(``raw_*``) and after the truncation (``processed_*``), nothing between. ``Normalize``, a logits processor (public
-interface), turns logits into log-probs at the request's own temperature before vLLM truncates; the softmax of
-log-probs is the same distribution. ``processed_logits`` then reports them as they are: truncation only masks others.
+The contract: temperature applied, top-p and top-k not. vLLM's ``logprobs_mode`` knows logits before
+the temperature (``raw_*``) and after the truncation (``processed_*``), nothing between.
+``Normalize``, a logits processor (public interface), turns logits into log-probs at the request's
+own temperature before vLLM truncates; the softmax of log-probs is the same distribution.
+``processed_logits`` then reports them as they are: truncation only masks others.
 """
 
 from __future__ import annotations

@@ -43,7 +43,8 @@ class Plan:
     Attributes:
         tied: the model's head is its embedding.
         quantization_config: of the checkpoint that is served, for FP8.
-        adapter: of a LoRA that is served beside the weights: its rank, and the layers that carry it.
+        adapter: of a LoRA that is served beside the weights: its rank, and the layers that carry
+            it.
         worker_extension: ``module.Class`` of what workers get beside their own methods.
     """
 
@@ -71,8 +72,8 @@ class Plan:
     def untie(self) -> bool:
         """Whether the head is served as a weight of its own, and must be sent beside the embedding.
 
-        vLLM's CPU build multiplies with a packed copy of the head, and ``reload_weights`` packs only what it is sent: a
-        tied head would stay the one that vLLM started with (0.32.0).
+        vLLM's CPU build multiplies with a packed copy of the head, and ``reload_weights`` packs
+        only what it is sent: a tied head would stay the one that vLLM started with (0.32.0).
         """
         return self.tied and self.device.type == "cpu"
 
@@ -80,7 +81,8 @@ class Plan:
 def start(plan: Plan) -> vllm.LLMEngine:
     """An engine with undefined weights.
 
-    Raises ``RolloutError``: out of memory, no kernels for the device, a model that vLLM does not know.
+    Raises ``RolloutError``: out of memory, no kernels for the device, a model that vLLM does not
+    know.
     """
     _check_fp8(plan)
     if not plan.in_process:
@@ -141,7 +143,8 @@ def stop(engine: vllm.LLMEngine, plan: Plan, asleep: Collection[str]) -> None:
 def _map_again(engine: vllm.LLMEngine, plan: Plan, asleep: Collection[str]) -> None:
     """Give what sleeps its memory for a moment: vLLM's allocator cannot free an address that has none.
 
-    The driver refuses, the allocator keeps that error, and frees nothing that comes after it (vllm-project/vllm#36651).
+    The driver refuses, the allocator keeps that error, and frees nothing that comes after it
+    (vllm-project/vllm#36651).
     """
     try:
         wake_up(engine, plan, asleep)
@@ -156,8 +159,8 @@ def _map_again(engine: vllm.LLMEngine, plan: Plan, asleep: Collection[str]) -> N
 def wake_up(engine: vllm.LLMEngine, plan: Plan, asleep: Collection[str]) -> None:
     """Give what sleeps its memory back, on a GPU.
 
-    PyTorch keeps what a process' tensors let go for its next ones, and vLLM's allocator asks the driver: what is kept
-    goes back first, where it is needed.
+    PyTorch keeps what a process' tensors let go for its next ones, and vLLM's allocator asks the
+    driver: what is kept goes back first, where it is needed.
 
     Raises ``RolloutError``, with nothing awake: not enough memory.
     """
@@ -191,7 +194,8 @@ def give_back(plan: Plan) -> None:
     on_cuda = plan.device.type == "cuda"
     if on_cuda and plan.in_process:
         private.clear_allocator_error()
-    # Twice: weights that views refer to (our bound copies, in C++) count as held in the pass that frees the views.
+    # Twice: weights that views refer to (our bound copies, in C++) count as held in the pass that
+    # frees the views.
     gc.collect()
     gc.collect()
     if on_cuda and plan.in_process:
@@ -203,7 +207,8 @@ def give_back(plan: Plan) -> None:
 def let_go(error: BaseException) -> None:
     """Empty the frames that an error passed, and the errors behind it: they hold the model.
 
-    Who keeps the error, in an ``except`` say, could make no other rollout: memory that can sleep would still be in use.
+    Who keeps the error, in an ``except`` say, could make no other rollout: memory that can sleep
+    would still be in use.
     """
     behind: BaseException | None = error
     while behind is not None:
@@ -214,7 +219,8 @@ def let_go(error: BaseException) -> None:
 class Generators:
     """The global random generators, as vLLM seeds them and draws from them in this process.
 
-    Within ``own`` they are vLLM's, in the state that it left them in; outside they are the trainer's, undisturbed.
+    Within ``own`` they are vLLM's, in the state that it left them in; outside they are the
+    trainer's, undisturbed.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -271,8 +277,9 @@ def _arguments(plan: Plan) -> dict[str, Any]:
         "kv_cache_memory_bytes": _cache_bytes(plan) or (CPU_CACHE_BYTES if cpu else None),
         "enforce_eager": cpu if options.enforce_eager is None else options.enforce_eager,
         "enable_prefix_caching": options.prefix_caching,
-        # A prompt that is begun in one step and ended in another draws a token too early; vLLM winds the request's generator back,
-        # which those of a CPU cannot ("CPU Generator does not use offset", 0.32.0).
+        # A prompt that is begun in one step and ended in another draws a token too early; vLLM
+        # winds the request's generator back, which those of a CPU cannot ("CPU Generator does not
+        # use offset", 0.32.0).
         **({"enable_chunked_prefill": False} if cpu else {}),
         "tensor_parallel_size": options.tensor_parallel_size,
         "distributed_executor_backend": _executor(plan),
@@ -308,8 +315,9 @@ def _executor(plan: Plan) -> str | None:
     """Of vLLM's. In this process not "uni": that one takes GPU 0 and asks for a group of its own."""
     if plan.in_process:
         return "external_launcher"
-    # Told nothing, vLLM would give several workers to the Ray cluster whose worker this process is, where it is one: into
-    # the bundles of its placement group, which this replica and the engine's ranks fill.
+    # Told nothing, vLLM would give several workers to the Ray cluster whose worker this process is,
+    # where it is one: into the bundles of its placement group, which this replica and the engine's
+    # ranks fill.
     return "mp" if plan.options.tensor_parallel_size > 1 else None
 
 
@@ -333,7 +341,8 @@ def _adapter_arguments(plan: Plan) -> dict[str, Any]:
             why="vLLM's LoRA kernels on CUDA know bfloat16 and float16",
             remedy="dtype: bfloat16, or rollout.lora=merged",
         )
-    # Only these layers: vLLM would wrap the embedding and the head too, whose weights the sync then could not load.
+    # Only these layers: vLLM would wrap the embedding and the head too, whose weights the sync then
+    # could not load.
     return {
         "enable_lora": True,
         "max_lora_rank": room,

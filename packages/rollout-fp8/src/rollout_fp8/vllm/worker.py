@@ -1,7 +1,7 @@
 """What runs inside a vLLM worker: an extension of its class, called through vLLM's ``collective_rpc``.
 
-The methods below become methods of the worker (``worker_extension_cls``), so their names begin with ``rollout_fp8_``.
-``get_model``, ``reload_weights``, ``rank`` and ``device`` are the worker's own.
+The methods below become methods of the worker (``worker_extension_cls``), so their names begin with
+``rollout_fp8_``. ``get_model``, ``reload_weights``, ``rank`` and ``device`` are the worker's own.
 """
 
 from __future__ import annotations
@@ -77,7 +77,8 @@ class SyncExtension:
             with phases.phase("audit"), torch.no_grad():
                 found = self._rollout_fp8.served()
             sums = found.tolist()
-        # Queued copies are not served weights yet: the sync ends when the device is through with them.
+        # Queued copies are not served weights yet: the sync ends when the device is through with
+        # them.
         return sums, dict(phases.seconds())
 
     def rollout_fp8_pull(self, address: str) -> None:

@@ -1,4 +1,4 @@
-"""Whether what is served is what was exported: checksums that add over boxes, compared tensor by tensor."""
+"""Audit of a sync: checksums of exported and served weights, compared tensor by tensor."""
 
 from __future__ import annotations
 
@@ -9,16 +9,19 @@ from engine_api.weights import ShardSpec
 from rollout_fp8.wire.format import WirePlan, covers
 
 WHERE = "weight sync"
-MODULUS = 1 << 64  # of checksums
-# What a worker serves: boxes of tensors by name; None: it holds the tensor in a form that cannot be read back.
+# Of checksums.
+MODULUS = 1 << 64
+# Boxes of tensors that a worker serves, by name. None: it holds the tensor in a form that cannot be
+# read back.
 Boxes = Sequence[tuple[str, ShardSpec | None]]
 
 
 class Audit:
-    """Which worker serves which box, made once.
+    """Table of the boxes that each worker serves, made once.
 
-    Workers may serve copies of a box (norms and key-value heads under tensor parallelism): all copies must agree, and
-    count once. ``unread``: tensors that some worker cannot read back; they are not compared.
+    Workers may serve copies of a box (norms and key-value heads under tensor parallelism): all
+    copies must agree, and they count once. ``unread`` are the tensors that some worker cannot read
+    back; they are not compared.
 
     Raises:
         RolloutError: the workers together do not serve every element of every tensor.
@@ -50,9 +53,14 @@ class Audit:
             )
 
     def check(self, exported: Mapping[str, int], served: Sequence[Sequence[int]]) -> None:
-        """Compare; ``served`` holds each worker's checksums in the order of the boxes that it can read.
+        """Compare the checksums of the export with those of the workers.
 
-        Raises ``RolloutError`` that names the tensors which differ.
+        Args:
+            exported: checksums by tensor.
+            served: each worker's checksums, in the order of the boxes that it can read.
+
+        Raises:
+            RolloutError: tensors differ; the error names them.
         """
         assert exported.keys() >= self._holders.keys(), "the export's checksums are of another plan"
         wrong = [

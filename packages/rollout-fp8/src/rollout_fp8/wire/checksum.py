@@ -1,18 +1,21 @@
-"""A checksum of a tensor's bytes that adds over the boxes that it is cut into.
+"""Checksum of a tensor's bytes that adds up over the boxes that the tensor is cut into.
 
-A tensor is a sequence of 32-bit words, row by row (a row is the last dimension; a tensor of one dimension is one row).
-Where a row is not a whole number of words, each element (1 or 2 bytes) is a word, and so in a tensor of one dimension, which
-ranks cut anywhere (biases, norms); this depends on the whole tensor's shape and dtype only. Word i of value w_i, both
-unsigned, counts with a coefficient of its own::
+A tensor is a sequence of 32-bit words, row by row (a row is the last dimension; a tensor of one
+dimension is one row). Where a row is not a whole number of words, each element (1 or 2 bytes) is a
+word, and so it is in a tensor of one dimension, which ranks cut anywhere (biases, norms). This
+depends only on the whole tensor's shape and dtype. Word i of value w_i, both unsigned, counts with
+a coefficient of its own::
 
     checksum = sum_i w_i · (fmix32(i mod 2^32) + 1)  mod 2^64, as a signed 64-bit integer
 
-fmix32 is the finalizer of MurmurHash3, a bijection of 32 bits (Appleby, public domain). So coefficients are distinct
-and in [1, 2^32], and for words less than 2^32 apart: a change of one word always changes the checksum, and so does the
-exchange of two different ones (their difference times the coefficients' is not zero and smaller than 2^64; with
-32 bits, exchanging x and -x would pass). Other errors pass with a chance of about 2^-64.
+fmix32 is the finalizer of MurmurHash3, a bijection of 32 bits (Appleby, public domain). So
+coefficients are in [1, 2^32], and distinct for words less than 2^32 apart. A change of one word
+always changes the checksum, and so does the exchange of two different words: their difference times
+the coefficients' difference is not zero and smaller than 2^64. (With 32 bits, exchanging x and -x
+would pass.) Other errors pass with a chance of about 2^-64.
 
-Checksums of boxes that cover a tensor once add up to the tensor's, whoever holds them, in whatever order.
+The checksums of boxes that cover a tensor once add up to the tensor's, for any owners and any
+order.
 """
 
 from __future__ import annotations
@@ -42,12 +45,17 @@ from rollout_fp8.kernels.table import (
     to_device,
 )
 
-_CHUNK = 1 << 15  # words that the plain path takes at once: its temporaries stay in the cache
+# Words that the plain path takes at once: its temporaries stay in the cache.
+_CHUNK = 1 << 15
 _VIEWS = {4: (torch.int32, np.uint32), 2: (torch.int16, np.uint16), 1: (torch.uint8, np.uint8)}
 
 
 def checksum(part: Tensor, box: ShardSpec) -> int:
-    """Of ``part``, which is this box of a tensor; signed 64 bits. Raises ``ValueError`` as ``ChecksumPlan`` does."""
+    """Return the checksum of ``part``, which is this box of a tensor, as signed 64 bits.
+
+    Raises:
+        ValueError: as ``ChecksumPlan``.
+    """
     out = torch.zeros(1, dtype=torch.int64, device=part.device)
     checksum_many([part], [box], out, [0])
     return int(out)
@@ -56,41 +64,45 @@ def checksum(part: Tensor, box: ShardSpec) -> int:
 def checksum_many(
     parts: Sequence[Tensor], boxes: Sequence[ShardSpec], out: Tensor, groups: Sequence[int]
 ) -> None:
-    """Adds the checksum of every part to ``out[group]``; once. To repeat it, keep a ``ChecksumPlan``."""
+    """Add the checksum of every part to ``out[group]``. To repeat it, keep a ``ChecksumPlan``."""
     ChecksumPlan(layouts(parts), boxes, groups).run(parts, out)
 
 
 class ChecksumPlan:
-    """Checksums of parts of these layouts, prepared: a run costs their addresses and a launch.
+    """Prepare ``run`` for the same memory again and again: its addresses are taken once.
 
     Args:
         parts: layouts of the parts; rows may lie apart, columns not.
         boxes: where each lies in its whole tensor.
         groups: the element of ``out`` that each adds to.
 
-    Raises ``ValueError`` when a part has not the shape of its box, when columns are not contiguous, and when a box or a
-    row stride cuts a 32-bit word.
+    Raises:
+        ValueError: a part does not have the shape of its box, columns are not contiguous, or a box
+            or a row stride cuts a 32-bit word.
     """
 
     def __init__(
         self, parts: Sequence[Layout], boxes: Sequence[ShardSpec], groups: Sequence[int]
     ) -> None:
-        self._layouts, self._groups = tuple(parts), tuple(groups)
+        self._layouts = tuple(parts)
+        self._groups = tuple(groups)
         self._regions = [list(_regions(*pair)) for pair in zip(parts, boxes, strict=True)]
         device = one_device(parts)
         self._launches = self._prepare(device) if has_kernels(device) else None
 
     def run(self, parts: Sequence[Tensor], out: Tensor) -> None:
-        """Adds to ``out`` (int64, on the parts' device), queued on the current stream.
+        """Add to ``out`` (int64, on the parts' device), queued on the current stream.
 
-        Raises ``ValueError`` for parts that the plan is not for, and for memory that is not aligned to words.
+        Raises:
+            ValueError: the plan was not made for these parts, or memory is not aligned to words.
         """
         self.bind(parts).run(out)
 
     def bind(self, parts: Sequence[Tensor]) -> BoundChecksum:
-        """``run`` for the same memory again and again: it is looked at and its addresses are taken once.
+        """Prepare ``run`` for the same memory again and again: its addresses are checked and taken once.
 
-        Raises ``ValueError`` as ``run`` does.
+        Raises:
+            ValueError: as ``run``.
         """
         check_layouts("parts", parts, self._layouts)
         if self._launches is None:
@@ -124,7 +136,7 @@ class ChecksumPlan:
         return launches
 
     def add_plain(self, parts: Sequence[Tensor], out: Tensor) -> None:
-        """Without kernels."""
+        """Do ``run`` without kernels."""
         for part, layout, regions, group in zip(
             parts, self._layouts, self._regions, self._groups, strict=True
         ):
@@ -133,12 +145,14 @@ class ChecksumPlan:
 
 
 class BoundChecksum(NamedTuple):
-    """A ``ChecksumPlan`` and the parts that it is run on, which it keeps."""
+    """``ChecksumPlan`` and the parts that it is run on, which it keeps."""
 
     plan: ChecksumPlan
     parts: Sequence[Tensor]
-    table: Tensor | None  # of addresses; None: without kernels
-    launches: list[tuple[_Launch, bool]]  # each, and whether everything is aligned
+    table: Tensor | None
+    """Addresses of the parts; None: without kernels."""
+    launches: list[tuple[_Launch, bool]]
+    """Each launch, and whether everything in it is aligned."""
 
     def run(self, out: Tensor) -> None:
         """See ``ChecksumPlan.run``."""
@@ -148,7 +162,8 @@ class BoundChecksum(NamedTuple):
             or not out.is_contiguous()
         ):
             raise ValueError(
-                f"out is {out.dtype} on {out.device}; expected int64, contiguous, on {self.parts[0].device}"
+                f"out is {out.dtype} on {out.device}; "
+                f"expected int64, contiguous, on {self.parts[0].device}"
             )
         if self.table is None:
             self.plan.add_plain(self.parts, out)
@@ -161,17 +176,24 @@ class BoundChecksum(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Region:
-    """Rows of a part that are one run of rows of the whole; in words of ``word`` bytes."""
+    """Rows of a part that are one run of rows of the whole, in words of ``word`` bytes."""
 
     word: int
-    size: Rows  # of the region; its stride in the part
-    row: int  # of the part, where the region begins
-    first: int  # index in the whole of its first word
-    step: int  # from a row to the next in the whole
+    size: Rows
+    """Size of the region, with its stride in the part."""
+
+    row: int
+    """Row of the part at which the region begins."""
+
+    first: int
+    """Index in the whole of the region's first word."""
+
+    step: int
+    """Words from a row to the next in the whole."""
 
     @property
     def is_aligned(self) -> bool:
-        """Whether loads of ``VECTOR`` bytes begin and end with rows, if the part does."""
+        """True if loads of ``VECTOR`` bytes begin and end with rows, when the part does."""
         lengths = (
             [self.size.columns * self.size.rows]
             if self.is_dense
@@ -181,11 +203,11 @@ class _Region:
 
     @property
     def is_dense(self) -> bool:
-        """Whether it is one run of words in the part and in the whole."""
+        """True if the region is one run of words in the part and in the whole."""
         return self.size.is_dense and (self.size.rows <= 1 or self.step == self.size.columns)
 
     def tiles(self, part: int, group: int) -> NDArray[np.int64]:
-        """Records for the kernel."""
+        """Return the kernel's records of the region."""
         return tiles(
             part,
             self.size,
@@ -197,7 +219,7 @@ class _Region:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Launch:
-    """Parts whose words are equally long, all aligned or all not."""
+    """Launch for parts whose words are equally long, all aligned or all not."""
 
     word: int
     aligned: bool
@@ -206,19 +228,22 @@ class _Launch:
 
 
 def _regions(part: Layout, box: ShardSpec) -> Iterator[_Region]:
-    """What of the part is where in the whole: one region, or one for each leading index of three and more dimensions."""
+    """Yield the regions of a part: one, or one for each leading index of three and more dimensions."""
     if tuple(part[0]) != tuple(box.shape):
         raise ValueError(f"a part of shape {tuple(part[0])} is not the box {box}")
     if 0 in box.shape:
         return
-    rows, itemsize = rows_of(part), part[2].itemsize
+    rows = rows_of(part)
+    itemsize = part[2].itemsize
     ones = (1,) * (2 - len(box.shape))
-    whole, shape, offset = ones + box.global_shape, ones + box.shape, (0,) * len(ones) + box.offset
+    whole = ones + box.global_shape
+    shape = ones + box.shape
+    offset = (0,) * len(ones) + box.offset
     word = 4 if len(box.global_shape) > 1 and whole[-1] * itemsize % 4 == 0 else min(4, itemsize)
-    places = {"first column": offset[-1], "columns": shape[-1]} | (
-        {"row stride": rows.stride} if rows.rows > 1 else {}
-    )
-    for what, count in places.items():
+    counts = {"first column": offset[-1], "columns": shape[-1]}
+    if rows.rows > 1:
+        counts["row stride"] = rows.stride
+    for what, count in counts.items():
         if count * itemsize % word:
             raise ValueError(
                 f"{what} {count} of {part[2]} is not a whole number of {word}-byte words, in {box}"
@@ -230,7 +255,8 @@ def _regions(part: Layout, box: ShardSpec) -> Iterator[_Region]:
     size = Rows(rows=shape[-2], columns=words(shape[-1]), stride=words(rows.stride))
     step = words(whole[-1])
     for i, index in enumerate(np.ndindex(shape[:-2])):
-        row = 0  # of the whole, the leading dimensions flattened
+        # Row of the whole, the leading dimensions flattened.
+        row = 0
         for length, start, at in zip(whole[:-1], offset[:-1], (*index, 0), strict=True):
             row = row * length + start + at
         first = row * step + words(offset[-1])
@@ -238,8 +264,9 @@ def _regions(part: Layout, box: ShardSpec) -> Iterator[_Region]:
 
 
 def _words(part: Tensor, layout: Layout, word: int) -> NDArray[np.unsignedinteger]:
-    """[rows, words] of a part in host memory, not copied."""
-    rows, (as_torch, as_numpy) = rows_of(layout), _VIEWS[word]
+    """Return a part in host memory as [rows, words], not copied."""
+    rows = rows_of(layout)
+    as_torch, as_numpy = _VIEWS[word]
     if part.data_ptr() % word:
         raise ValueError("a part does not begin at a whole word of memory; call clone()")
     stride = rows.stride if rows.rows > 1 else rows.columns
@@ -253,15 +280,16 @@ def _words(part: Tensor, layout: Layout, word: int) -> NDArray[np.unsignedintege
 
 
 def _sum(words: NDArray[np.unsignedinteger], region: _Region) -> int:
-    """Of the region's words times their coefficients, modulo 2^64."""
-    words, step, columns = (
-        words[region.row : region.row + region.size.rows],
-        region.step,
-        region.size.columns,
-    )
+    """Return the sum of the region's words times their coefficients, modulo 2^64."""
+    words = words[region.row : region.row + region.size.rows]
+    step = region.step
+    columns = region.size.columns
     if region.is_dense:
-        words, step, columns = words.reshape(1, -1), 0, words.size
-    height, width = max(1, _CHUNK // columns), min(_CHUNK, columns)
+        words = words.reshape(1, -1)
+        step = 0
+        columns = words.size
+    height = max(1, _CHUNK // columns)
+    width = min(_CHUNK, columns)
     total = 0
     for row in range(0, words.shape[0], height):
         for column in range(0, columns, width):
@@ -275,7 +303,7 @@ def _sum(words: NDArray[np.unsignedinteger], region: _Region) -> int:
 
 
 def coefficients(index: NDArray[np.int64]) -> NDArray[np.uint64]:
-    """What the words at these indices of a tensor are multiplied with."""
+    """Return the coefficients by which the words at these indices of a tensor are multiplied."""
     h = index.astype(np.uint32)
     h = (h ^ (h >> np.uint32(16))) * np.uint32(0x85EBCA6B)
     h = (h ^ (h >> np.uint32(13))) * np.uint32(0xC2B2AE35)

@@ -1,4 +1,4 @@
-"""What an export must hold: Hugging Face names and shapes of a model, from its configuration alone."""
+"""Weights that an export must hold: Hugging Face names and shapes, from the configuration alone."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ WHERE = "weight sync"
 
 @dataclass(frozen=True, kw_only=True)
 class Expected:
-    """What a model holds.
+    """Names and shapes of a model's weights.
 
     Attributes:
-        shapes: by name, a tied parameter once.
-        aliases: other names of tied parameters, and the one in ``shapes``.
+        shapes: shapes by name, with a tied parameter once.
+        aliases: other names of tied parameters, and the name in ``shapes`` of each.
     """
 
     shapes: Mapping[str, tuple[int, ...]]
@@ -33,7 +33,7 @@ class Expected:
 
     @classmethod
     def of(cls, source: ModelSource) -> Expected:
-        """Of a model's folder or hub id; no weight is read and no memory taken."""
+        """Return the weights of a model's folder or hub id, without reading one or using memory."""
         with torch.device("meta"):
             model = AutoModelForCausalLM.from_config(
                 config_of(source), trust_remote_code=source.trust_remote_code
@@ -44,10 +44,11 @@ class Expected:
         return cls(shapes=shapes, aliases=_aliases(model))
 
     def checked(self, export: WeightExport) -> Iterator[tuple[str, Tensor]]:
-        """The same tensors; afterwards all of the model's have come, and nothing else.
+        """Yield the export's tensors, and check that they are the model's and nothing else.
 
-        Raises ``RolloutError`` that lists names that are missing, unknown, given twice or of a wrong shape, when the
-        export has been read to its end.
+        Raises:
+            RolloutError: at the end of the export: names that are missing, unknown, given twice or
+                of a wrong shape.
         """
         seen: set[str] = set()
         problems: list[str] = []
@@ -61,7 +62,7 @@ class Expected:
         self._refuse(problems, seen)
 
     def check(self, plan: WirePlan) -> None:
-        """Raises ``RolloutError`` that lists names that are missing, unknown or of a wrong shape."""
+        """Raise ``RolloutError`` that lists names that are missing, unknown or of a wrong shape."""
         weights = {
             name: tensor for name, tensor in plan.tensors.items() if not name.endswith(SCALE_SUFFIX)
         }
@@ -73,25 +74,24 @@ class Expected:
             return f"{name}: the model has no such weight ({near_matches(name, list(self.shapes))})"
         if not tensor.dtype.is_floating_point:
             return f"{name}: dtype {tensor.dtype}, a floating one is needed"
-        wanted, given = self.shapes[name], tuple(tensor.shape)
-        return (
-            None
-            if wanted == given
-            else f"{name}: shape {list(given)}, the model has {list(wanted)}"
-        )
+        wanted = self.shapes[name]
+        given = tuple(tensor.shape)
+        if wanted == given:
+            return None
+        return f"{name}: shape {list(given)}, the model has {list(wanted)}"
 
     def _refuse(self, problems: Sequence[str], seen: Container[str]) -> None:
         problems = problems or [f"{name}: missing" for name in self.shapes if name not in seen]
         if problems:
-            shown = [
-                *problems[:8],
-                *([f"and {len(problems) - 8} more"] if len(problems) > 8 else []),
-            ]
+            shown = list(problems[:8])
+            if len(problems) > 8:
+                shown.append(f"and {len(problems) - 8} more")
             raise RolloutError(
                 f"{len(problems)} weight(s) do not fit",
                 where=WHERE,
                 why="\n       ".join(shown),
-                remedy="give engine and rollout the same model; nothing is generated until a whole export fits",
+                remedy="give engine and rollout the same model; "
+                "nothing is generated until a whole export fits",
             )
 
 

@@ -1,8 +1,9 @@
-"""What travels from an engine to a rollout: named boxes of tensors, in buckets.
+"""Format of the weights that travel from an engine to a rollout: boxes of tensors, in buckets.
 
-A *wire tensor* is what a server's checkpoint would hold: a weight in the served dtype, or the FP8 weight and the scales
-of one that is quantized. A *piece* is a box of it, as one rank of the engine holds it. A *bucket* is a contiguous buffer
-full of pieces. All of it is fixed at the first sync (``WirePlan``); later syncs only fill the same buffers again.
+A *wire tensor* is a tensor as a server's checkpoint would hold it: a weight in the served dtype, or
+the FP8 weight and the scales of a quantized one. A *wire slice* is a box of it, as one rank of the
+engine holds it. A *bucket* is a contiguous buffer full of slices. All of it is fixed at the first
+sync (``WirePlan``); later syncs only fill the same buffers again.
 """
 
 from __future__ import annotations
@@ -18,15 +19,19 @@ from torch import Tensor
 from engine_api.codec import register
 from engine_api.weights import ShardSpec
 
-BLOCK = 128  # rows and columns of a block with one scale
-SCALE_SUFFIX = "_scale_inv"  # what both servers call the scales of ``X.weight``
-ALIGNMENT = 512  # bytes; where pieces begin in a bucket: full width of a memory transaction, and any dtype's view
+# Rows and columns of a block that has one scale.
+BLOCK = 128
+# The name that both servers give the scales of ``X.weight``.
+SCALE_SUFFIX = "_scale_inv"
+# Bytes. Slices begin at multiples in a bucket: full width of a memory transaction, and any dtype's
+# view.
+ALIGNMENT = 512
 
 
 @register
 @dataclass(frozen=True, kw_only=True, slots=True)
 class WireTensor:
-    """One tensor as it is served."""
+    """Tensor as it is served."""
 
     name: str
     shape: tuple[int, ...]
@@ -34,26 +39,27 @@ class WireTensor:
 
     @property
     def num_bytes(self) -> int:
-        """Of the whole tensor."""
+        """The bytes of the whole tensor."""
         return prod(self.shape) * self.dtype.itemsize
 
 
 @register
 @dataclass(frozen=True, kw_only=True, slots=True)
 class WireSlice:
-    """A box of a wire tensor, and the bytes of a bucket's buffer that hold it (row-major)."""
+    """Box of a wire tensor, and the bytes of a bucket's buffer that hold it (row-major)."""
 
     tensor: WireTensor
     box: ShardSpec
-    start: int  # byte in the buffer
+    start: int
+    """First byte of the box in the buffer."""
 
     @property
     def num_bytes(self) -> int:
-        """Of the box."""
+        """The bytes of the box."""
         return prod(self.box.shape) * self.tensor.dtype.itemsize
 
     def view(self, buffer: Tensor) -> Tensor:
-        """The box as a tensor of its own shape and dtype, in a bucket's uint8 buffer."""
+        """Return the box as a tensor of its own shape and dtype in a bucket's uint8 buffer."""
         flat = buffer[self.start : self.start + self.num_bytes]
         return flat.view(self.tensor.dtype).view(self.box.shape)
 
@@ -61,9 +67,9 @@ class WireSlice:
 @register
 @dataclass(frozen=True, kw_only=True, slots=True)
 class BucketPlan:
-    """What one bucket holds; ``slot`` says which of the plan's buffers it is filled into."""
+    """Content of one bucket; ``slot`` is the index of the plan's buffer that it is filled into."""
 
-    pieces: tuple[WireSlice, ...]
+    slices: tuple[WireSlice, ...]
     num_bytes: int
     slot: int
 
@@ -71,52 +77,63 @@ class BucketPlan:
 @register
 @dataclass(frozen=True, kw_only=True, slots=True)
 class WirePlan:
-    """Everything about a sync that does not change from one to the next.
+    """Parts of a sync that are the same at every sync.
 
-    ``tensors`` in the order of the export, by name. The pieces of all buckets cover every tensor exactly once.
+    ``tensors`` are in the order of the export, by name. The slices of all buckets cover every
+    tensor exactly once.
     """
 
     tensors: Mapping[str, WireTensor]
     buckets: tuple[BucketPlan, ...]
-    slots: tuple[int, ...]  # bytes of each buffer
-    notes: Mapping[str, str]  # tensors that are not handled the fast way, and why
+    slots: tuple[int, ...]
+    """Bytes of each buffer."""
+
+    notes: Mapping[str, str]
+    """Reasons by tensor, for the tensors that are not handled the fast way."""
 
     @property
     def num_bytes(self) -> int:
-        """Of all tensors."""
+        """The bytes of all tensors."""
         return sum(tensor.num_bytes for tensor in self.tensors.values())
 
 
 class WireStream(Protocol):
-    """One sync's weights. Iterated either way, once, to the end."""
+    """Weights of one sync, iterated once, to the end, as buckets or as tensors."""
 
     plan: WirePlan
     device: torch.device
-    audit: bool  # whether ``checksums`` are made, and what is served is to be compared with them
+    audit: bool
+    """True where ``checksums`` are made, and the served weights are to be compared with them."""
 
     def buckets(self) -> Iterator[tuple[BucketPlan, Tensor]]:
-        """(plan, uint8 buffer); a buffer is valid until the next bucket of its slot is asked for.
+        """Yield (plan, uint8 buffer); a buffer is valid until its slot's next bucket is requested.
 
-        On CUDA the buffer is ready for the stream that is current when it is yielded, and whatever reads it must be
-        queued on that stream before the next bucket is asked for.
+        On CUDA the buffer is ready for the stream that is current when it is yielded. Whatever
+        reads it must be queued on that stream before the next bucket is requested.
         """
         ...
 
     def __iter__(self) -> Iterator[tuple[str, Tensor]]:
-        """(wire name, whole tensor), each as it is complete; a tensor is valid until the next one is asked for."""
+        """Yield (wire name, whole tensor), each as it is complete.
+
+        A tensor is valid until the next one is requested.
+        """
         ...
 
     def checksums(self) -> Mapping[str, int]:
-        """Of every wire tensor as the engine has it, by ``rollout_fp8.wire.checksum``; after the last bucket."""
+        """Return the checksum of every wire tensor as the engine has it, after the last bucket.
+
+        ``rollout_fp8.wire.checksum`` says how they are computed.
+        """
         ...
 
     def seconds(self) -> Mapping[str, float]:
-        """``gather`` and ``quantize``; after the last bucket."""
+        """Return the seconds of ``gather`` and ``quantize``, after the last bucket."""
         ...
 
 
 def intersection(a: ShardSpec, b: ShardSpec) -> ShardSpec | None:
-    """The box that two boxes of one tensor share."""
+    """Return the box that two boxes of one tensor share, or None."""
     low = tuple(max(x, y) for x, y in zip(a.offset, b.offset, strict=True))
     high = tuple(
         min(x + s, y + t) for x, s, y, t in zip(a.offset, a.shape, b.offset, b.shape, strict=True)
@@ -131,6 +148,6 @@ def intersection(a: ShardSpec, b: ShardSpec) -> ShardSpec | None:
 
 
 def covers(shape: tuple[int, ...], boxes: Sequence[ShardSpec]) -> bool:
-    """Whether the boxes hold every element of a tensor exactly once."""
+    """Return whether the boxes hold every element of a tensor exactly once."""
     disjoint = all(intersection(a, b) is None for i, a in enumerate(boxes) for b in boxes[:i])
     return disjoint and sum(prod(box.shape) for box in boxes) == prod(shape)
