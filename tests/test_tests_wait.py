@@ -37,7 +37,7 @@ EXCEPTIONS = {
     "packages/trainer/tests/test_logs.py::test_phases_add_up_and_begin_anew": {
         "sleep": "a phase that takes at least so long, which is all that is asserted"
     },
-    "packages/trainer/tests/test_ray_conversing.py::test_a_turn_that_nobody_waits_for_any_more_is_dropped": {
+    "packages/trainer/tests/test_ray_agent_rollouts.py::test_a_turn_that_nobody_waits_for_any_more_is_dropped": {
         "sleep": "a model that takes longer than its caller waits"
     },
     "packages/trainer/tests/test_stream.py::ready": {"sleep": "a pool that waits for its replicas"},

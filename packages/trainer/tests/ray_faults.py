@@ -86,7 +86,7 @@ PHASES = {
     "infer": (SpmdEngines, "infer"),
     "train": (SpmdEngines, "train"),
     "sync": (SpmdRollouts, "sync"),
-    "answer": (Replica, "answer"),
+    "generate_and_score": (Replica, "generate_and_score"),
     "send": (Channel, "send"),
     "receive": (WholeWire, "receive"),
 }

@@ -19,7 +19,7 @@ from engine_trainer.algorithms.shaping import informative, overlong_penalty
 from engine_trainer.config import RLConfig
 from engine_trainer.config.loading import load_config
 from engine_trainer.data import Prompt
-from engine_trainer.placement.replica import Answer, Group
+from engine_trainer.placement.replica import Group, ScoredCompletion
 from engine_trainer.rewards import Score
 from engine_trainer.rl.experience import shaped_rewards
 
@@ -117,7 +117,7 @@ def test_the_recipes_totals_are_the_papers_on_another_scale(recipe):
         return (1.0 if right else -1.0) + soft
 
     answers = [
-        Answer(
+        ScoredCompletion(
             tokens=[5] * length,
             log_probs=[-1.0] * length,
             text="",
@@ -128,7 +128,7 @@ def test_the_recipes_totals_are_the_papers_on_another_scale(recipe):
         for length, right in graded
     ]
     prompt = Prompt(tokens=[6], rendered="", text="", answer=None)
-    totals = shaped_rewards([Group(prompt=prompt, answers=answers)], config)[0]
+    totals = shaped_rewards([Group(prompt=prompt, completions=answers)], config)[0]
     expected = torch.tensor([paper(*one) for one in graded], dtype=torch.float64)
     torch.testing.assert_close(totals, (expected + 1) / 2, rtol=0, atol=1e-7)
     at_the_limit = dict(zip(graded, totals.tolist(), strict=True))

@@ -211,7 +211,9 @@ def heldout(numbers: dict[str, torch.Tensor]) -> torch.Tensor:
         topology=SimpleNamespace(is_primary=True),
     )
     run = SimpleNamespace(
-        engine=engine, share=lambda _: batch, comm=SimpleNamespace(all_gather=lambda row: [row])
+        engine=engine,
+        pack_local=lambda _: batch,
+        comm=SimpleNamespace(all_gather=lambda row: [row]),
     )
     figures = heldout_loss(run, Rows())  # pyright: ignore[reportArgumentType]
     return torch.tensor(list(figures.values()), dtype=torch.float64)

@@ -1,4 +1,4 @@
-"""From rewards to advantages of tokens, over shares of several ranks: numbers by hand."""
+"""From rewards to advantages of tokens, over shards of several ranks: numbers by hand."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from engine_trainer.rl.credit import CreditAssignment
 
 
 class AllRanks:
-    """A policy whose shares are all held here."""
+    """A policy whose shards are all held here."""
 
     def gather(self, rows):
         return list(rows)
@@ -25,7 +25,7 @@ def assignment(**section) -> CreditAssignment:
     return CreditAssignment(AlgorithmSection(**section), AllRanks())  # pyright: ignore[reportArgumentType]
 
 
-def share(*answers: list[float]) -> Batch:
+def shard(*answers: list[float]) -> Batch:
     """Documents of one prompt token and an answer; a number is the log-ratio to the reference at its token."""
     documents = [
         {
@@ -40,7 +40,7 @@ def share(*answers: list[float]) -> Batch:
 
 
 # Two groups of two answers on two ranks; the second rank's first answer is (1, 0).
-SHARES = [share([0.1, 0.3], [0.2]), share([0.0, 0.4], [0.5])]
+SHARDS = [shard([0.1, 0.3], [0.2]), shard([0.0, 0.4], [0.5])]
 PLACES = [[(0, 0), (0, 1)], [(1, 0), (1, 1)]]
 REWARDS = torch.tensor([[1.0, 0.0], [3.0, 2.0]], dtype=torch.float64)
 VALUES = [torch.tensor([9.0, 0.5, 0.25, 9.0, 0.5]), torch.tensor([9.0, 1.0, 2.0, 9.0, 1.0])]
@@ -55,7 +55,7 @@ def test_groups_share_one_advantage():
     section = assignment(advantage="dr_grpo")
     assert section.zero_stays_zero
     assert section.before(REWARDS).tolist() == [[0.5, -0.5], [0.5, -0.5]]
-    credit = section.assign(SHARES, PLACES, REWARDS, [])
+    credit = section.assign(SHARDS, PLACES, REWARDS, [])
     close(credit.advantages, [0, 0.5, 0.5, 0, -0.5], [0, 0.5, 0.5, 0, -0.5])
     assert not credit.returns
     assert not credit.figures
@@ -66,7 +66,7 @@ def test_groups_with_a_kl_in_the_reward():
         advantage="dr_grpo", kl=KLSection(coefficient=0.5, where="reward", estimator="k1")
     )
     assert not section.zero_stays_zero
-    credit = section.assign(SHARES, PLACES, REWARDS, [])
+    credit = section.assign(SHARDS, PLACES, REWARDS, [])
     # rewards 1 - 0.2, 0 - 0.1; 3 - 0.2, 2 - 0.25
     close(credit.advantages, [0, 0.45, 0.45, 0, -0.45], [0, 0.525, 0.525, 0, -0.525])
     assert credit.figures == pytest.approx(
@@ -78,7 +78,7 @@ def test_reinforce_pp_takes_the_kl_from_each_token_and_normalizes_over_all():
     section = assignment(
         advantage="reinforce_pp", kl=KLSection(coefficient=0.5, where="reward", estimator="k1")
     )
-    credit = section.assign(SHARES, PLACES, REWARDS, [])
+    credit = section.assign(SHARDS, PLACES, REWARDS, [])
     # 1 - 0.15 and before it 0.05 less; 0 - 0.1; 3 - 0.2 and nothing less; 2 - 0.25
     returns = [0.8, 0.85, -0.1, 2.8, 2.8, 1.75]
     mean, deviation = statistics.fmean(returns), math.sqrt(statistics.variance(returns) + 1e-8)
@@ -88,7 +88,7 @@ def test_reinforce_pp_takes_the_kl_from_each_token_and_normalizes_over_all():
 
 def test_the_discount_of_reinforce_pp():
     credit = assignment(advantage="reinforce_pp", gamma=0.5, whiten=False).assign(
-        SHARES, PLACES, REWARDS, []
+        SHARDS, PLACES, REWARDS, []
     )
     close(credit.advantages, [0, 0.5, 1, 0, 0], [0, 1.5, 3, 0, 2])
 
@@ -96,7 +96,7 @@ def test_the_discount_of_reinforce_pp():
 def test_reinforce_pp_baseline_normalizes_over_tokens_not_over_answers():
     section = assignment(advantage="reinforce_pp_baseline")
     assert not section.zero_stays_zero
-    credit = section.assign(SHARES, PLACES, REWARDS, [])
+    credit = section.assign(SHARDS, PLACES, REWARDS, [])
     centred = [0.5, 0.5, -0.5, 0.5, 0.5, -0.5]
     mean, deviation = statistics.fmean(centred), math.sqrt(statistics.variance(centred) + 1e-8)
     up, down = (0.5 - mean) / deviation, (-0.5 - mean) / deviation
@@ -108,14 +108,14 @@ def test_gae_with_a_kl_by_hand():
     section = assignment(
         advantage="gae", gamma=0.5, lam=0.5, whiten=False, critic=CriticSection(), kl=kl
     )
-    credit = section.assign(SHARES, PLACES, REWARDS, VALUES)
+    credit = section.assign(SHARDS, PLACES, REWARDS, VALUES)
     # δ: 1 - 0.15 - 0.25 = 0.6; -0.05 + 0.125 - 0.5 = -0.425, and γλ = 0.25
     # δ: 3 - 0.2 - 2 = 0.8; 0 + 0.5 · 2 - 1 = 0
     close(credit.advantages, [0, -0.275, 0.6, 0, -0.6], [0, 0.2, 0.8, 0, 0.75])
     close(credit.returns, [0, 0.225, 0.85, 0, -0.1], [0, 1.2, 2.8, 0, 1.75])
     whitened = assignment(
         advantage="gae", gamma=0.5, lam=0.5, critic=CriticSection(), kl=kl
-    ).assign(SHARES, PLACES, REWARDS, VALUES)
+    ).assign(SHARDS, PLACES, REWARDS, VALUES)
     given = torch.cat(whitened.advantages)[[1, 2, 4, 6, 7, 9]]
     assert float(given.mean()) == pytest.approx(0, abs=1e-6)
     assert float(given.std()) == pytest.approx(1, abs=1e-6)
@@ -129,12 +129,12 @@ def test_the_coefficient_follows_its_target():
         advantage="dr_grpo",
         kl=KLSection(coefficient=0.5, where="reward", estimator="k1", target=0.25, gain=0.1),
     )
-    first = section.assign(SHARES, PLACES, REWARDS, []).figures
+    first = section.assign(SHARDS, PLACES, REWARDS, []).figures
     assert first["train/kl_coefficient"] == 0.5
     assert section.kl_coefficient == pytest.approx(
         0.5 * 1.02
     )  # 0.375 nats: half above the target, held at a fifth
-    assert section.assign(SHARES, PLACES, REWARDS, []).figures[
+    assert section.assign(SHARDS, PLACES, REWARDS, []).figures[
         "train/kl_coefficient"
     ] == pytest.approx(0.51)
 
@@ -149,9 +149,9 @@ def test_a_rank_without_documents_takes_part():
         {"advantage": "reinforce_pp"},
     ):
         both = assignment(kl=kl, **section).assign(
-            [*SHARES, empty], [*PLACES, []], REWARDS, [*VALUES, nothing]
+            [*SHARDS, empty], [*PLACES, []], REWARDS, [*VALUES, nothing]
         )
-        alone = assignment(kl=kl, **section).assign(SHARES, PLACES, REWARDS, VALUES)
+        alone = assignment(kl=kl, **section).assign(SHARDS, PLACES, REWARDS, VALUES)
         close(both.advantages[:2], *(a.tolist() for a in alone.advantages))
         assert both.advantages[2].shape == (0,)
         assert both.figures == alone.figures

@@ -8,7 +8,7 @@ import pytest
 from rl_runs import configure
 
 from engine_trainer.data import Prompt, heldout_sets, load_tokenizer
-from engine_trainer.placement.replica import Answer, Group
+from engine_trainer.placement.replica import Group, ScoredCompletion
 from engine_trainer.rewards import Score
 from engine_trainer.rl.experience import round_seed
 from engine_trainer.rl.loop import train_rl
@@ -65,7 +65,7 @@ def test_every_evaluation_draws_with_the_runs_seed_and_its_own_temperature(
 
 def group(*correct: bool) -> Group:
     answers = [
-        Answer(
+        ScoredCompletion(
             tokens=[5, 1],
             log_probs=[-1.0, -1.0],
             text="",
@@ -75,7 +75,7 @@ def group(*correct: bool) -> Group:
         )
         for one in correct
     ]
-    return Group(prompt=Prompt(tokens=[6], rendered="", text="", answer=None), answers=answers)
+    return Group(prompt=Prompt(tokens=[6], rendered="", text="", answer=None), completions=answers)
 
 
 def test_the_standard_error_is_over_problems_by_hand():

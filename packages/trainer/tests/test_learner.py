@@ -14,7 +14,7 @@ from engine_api.results import TokenOutputs
 from engine_trainer.config import RLConfig
 from engine_trainer.config.loading import from_tree
 from engine_trainer.data import Prompt
-from engine_trainer.placement.replica import Answer, Group
+from engine_trainer.placement.replica import Group, ScoredCompletion
 from engine_trainer.rewards import RewardError, Score, register
 from engine_trainer.rl.learner import Learner
 from engine_trainer.run.checkpoints import Checkpoints
@@ -47,12 +47,12 @@ class Engines:
     weight_version, dp_size = 0, 2
 
     def __init__(self, comm, value: float) -> None:
-        self.comm, self.value, self.held = comm, value, (comm.rank,)
+        self.comm, self.value, self.local_dp_ranks = comm, value, (comm.rank,)
 
-    def infer(self, shares, **_):
+    def infer(self, shards, **_):
         self.comm.all_gather(None)  # collective
-        (share,) = shares
-        numbers = torch.full((share.num_tokens,), self.value)
+        (shard,) = shards
+        numbers = torch.full((shard.num_tokens,), self.value)
         return [TokenOutputs(log_probs=numbers, values=numbers)]
 
     def gather(self, rows):
@@ -66,8 +66,8 @@ class Engines:
 def groups(log_prob: float) -> list[Group]:
     """Two prompts of two answers; ``log_prob`` is the rollout's of one of them."""
 
-    def one(reward: float, value: float) -> Answer:
-        return Answer(
+    def one(reward: float, value: float) -> ScoredCompletion:
+        return ScoredCompletion(
             tokens=[5, 1],
             log_probs=[-1.0, value],
             text="",
@@ -77,7 +77,7 @@ def groups(log_prob: float) -> list[Group]:
         )
 
     prompt = Prompt(tokens=[6, 2], rendered="", text="", answer=None)
-    return [Group(prompt=prompt, answers=[one(0.0, -1.0), one(1.0, v)]) for v in (log_prob, -1.0)]
+    return [Group(prompt=prompt, completions=[one(0.0, -1.0), one(1.0, v)]) for v in (log_prob, -1.0)]
 
 
 KL = {"coefficient": 0.1, "where": "reward"}

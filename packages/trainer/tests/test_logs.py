@@ -148,8 +148,8 @@ def test_flop_formula_against_a_model_counted_by_hand():
 
 def test_documents_are_shared_out_whole_and_balanced():
     lengths = torch.randint(1, 100, (40,), generator=torch.Generator().manual_seed(0)).tolist()
-    parts = divide(lengths, SimpleNamespace(dp_size=3, held=range(3)))
-    assert divide(lengths, SimpleNamespace(dp_size=3, held=(1,))) == [parts[1]]
+    parts = divide(lengths, SimpleNamespace(dp_size=3, local_dp_ranks=range(3)))
+    assert divide(lengths, SimpleNamespace(dp_size=3, local_dp_ranks=(1,))) == [parts[1]]
     assert sorted(i for part in parts for i in part) == list(range(40))
     loads = [sum(lengths[i] for i in part) for part in parts]
     assert max(loads) - min(loads) < 100

@@ -66,7 +66,7 @@ def test_two_engine_ranks_on_ray_give_the_bits_of_torchrun(sums_model, tmp_path,
     row = json.loads((tmp_path / "out" / "metrics.jsonl").read_text().splitlines()[-1])
     for worker in ("engine-0", "engine-1"):
         assert row[f"worker/{worker}/train_s"] > 0
-        assert row[f"worker/{worker}/answer_s"] > 0
+        assert row[f"worker/{worker}/generate_and_score_s"] > 0
         assert 0 <= row[f"worker/{worker}/idle"] <= 1
     assert row["time/generate"] > 0
 
@@ -95,7 +95,7 @@ def test_killed_in_each_phase_beside_the_engine_it_ends_as_one_left_alone(
     plan.write_text(
         json.dumps(
             [
-                fault("engine-0", "answer", when="after"),
+                fault("engine-0", "generate_and_score", when="after"),
                 fault("engine-1", "train"),
                 fault("engine-0", "save", when="after"),
                 fault("engine-1", "sync", nth=2),
@@ -113,7 +113,7 @@ def test_killed_in_each_phase_apart_from_the_engine_it_ends_as_one_left_alone(
     plan.write_text(
         json.dumps(
             [
-                fault("rollout-0", "answer"),
+                fault("rollout-0", "generate_and_score"),
                 fault("rollout-1", "receive", nth=2),
                 fault("engine-0", "send", nth=2),
             ]
@@ -125,7 +125,7 @@ def test_killed_in_each_phase_apart_from_the_engine_it_ends_as_one_left_alone(
 
 
 def test_a_worker_that_hangs_is_lost_within_the_deadline(sums_model, tmp_path, plan):
-    plan.write_text(json.dumps([fault("engine-1", "answer", do="hang")]))
+    plan.write_text(json.dumps([fault("engine-1", "generate_and_score", do="hang")]))
     section = {"restarts": 0, "timeout_s": 60.0, "start_timeout_s": 300.0}
     with pytest.raises(WorkerLost, match=r"(?s)engine-1 \(answer\).*no answer within 60 s"):
         train_on_ray(on_ray(sums_model, tmp_path / "out", ray=section))

@@ -15,7 +15,7 @@ from engine_api.errors import ConfigError, RolloutError
 from engine_api.registry import RolloutRegistry
 from engine_api.rollout import SamplingParams
 from engine_trainer.data import Prompt
-from engine_trainer.placement.replica import Answer, Group, Replica
+from engine_trainer.placement.replica import Group, Replica, ScoredCompletion
 from engine_trainer.rewards import Score
 from engine_trainer.rl.experience import Experience, staleness_figures
 from engine_trainer.rl.learner import Learner, _document
@@ -63,7 +63,7 @@ def prompts(*tokens: list[int]) -> list[tuple[int, Prompt]]:
 
 def run(
     continuing: Continuing, new, between=lambda count: None, times=30
-) -> dict[int, list[Answer]]:
+) -> dict[int, list[ScoredCompletion]]:
     found = dict(continuing.advance(new, seed=1))
     for count in range(1, times):
         between(count)
@@ -122,8 +122,8 @@ def test_what_was_begun_goes_on_with_new_weights_and_each_token_says_which(sums_
     assert len({tuple(a.tokens) for a in answers}) > 3  # completions of one prompt differ
 
 
-def answer(versions: list[int]) -> Answer:
-    return Answer(
+def answer(versions: list[int]) -> ScoredCompletion:
+    return ScoredCompletion(
         tokens=[5] * len(versions),
         log_probs=[-1.0] * len(versions),
         text="",
@@ -134,7 +134,7 @@ def answer(versions: list[int]) -> Answer:
 
 
 def test_tokens_of_weights_that_are_too_old_carry_no_loss_and_are_counted():
-    group = Group(prompt=prompts([6, 2])[0][1], answers=[answer([3, 4, 5]), answer([5, 5])])
+    group = Group(prompt=prompts([6, 2])[0][1], completions=[answer([3, 4, 5]), answer([5, 5])])
     figures = staleness_figures([group], version=6, oldest=5)
     assert figures == {
         "rollout/staleness": pytest.approx(8 / 5),
@@ -142,8 +142,8 @@ def test_tokens_of_weights_that_are_too_old_carry_no_loss_and_are_counted():
         "rollout/stale_tokens": 2.0,
         "rollout/continued": 0.5,
     }
-    assert _document(0, 0, group, group.answers[0], False, 5).mask == [0, 0, 0, 0, 1]
-    assert _document(0, 1, group, group.answers[1], False, 5).mask == [0, 0, 1, 1]
+    assert _document(0, 0, group, group.completions[0], False, 5).mask == [0, 0, 0, 0, 1]
+    assert _document(0, 1, group, group.completions[1], False, 5).mask == [0, 0, 1, 1]
 
 
 def test_what_a_tool_said_is_neither_stale_nor_fresh():
@@ -153,7 +153,7 @@ def test_what_a_tool_said_is_neither_stale_nor_fresh():
         answer([-1, -1]), loss_weights=[0.0, 0.0]
     )  # a tool's words before the model's first: it failed there
     figures = staleness_figures(
-        [Group(prompt=prompts([6])[0][1], answers=[said, never])], version=6, oldest=5
+        [Group(prompt=prompts([6])[0][1], completions=[said, never])], version=6, oldest=5
     )
     assert figures == {
         "rollout/staleness": 1.5,
@@ -162,7 +162,7 @@ def test_what_a_tool_said_is_neither_stale_nor_fresh():
         "rollout/continued": 0.5,
     }
     alone = staleness_figures(
-        [Group(prompt=prompts([6])[0][1], answers=[never])], version=6, oldest=5
+        [Group(prompt=prompts([6])[0][1], completions=[never])], version=6, oldest=5
     )
     assert set(alone.values()) == {0.0}
 

@@ -92,7 +92,7 @@ def test_a_cluster_that_it_joined_gets_its_workers_back(sums_model, tmp_path, mo
         config = on_one_engine(
             sums_model, tmp_path / "out", address=ray.get_runtime_context().gcs_address
         )
-        for method in ("answer", "save"):
+        for method in ("generate_and_score", "save"):
             killed_at(config, plan, method)
         process = start(config, tmp_path / "run.yaml")
         text, _ = process.communicate(timeout=DEADLINE_S)

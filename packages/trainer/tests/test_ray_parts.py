@@ -191,7 +191,7 @@ def test_a_workers_time_and_idle_share(monkeypatch):
     meter.add("rollout-0")
     meter.note("engine-0", "train", 1.0)
     meter.note("engine-0", "train", 1.0)
-    meter.note("rollout-0", "answer", 8.0)
+    meter.note("rollout-0", "generate_and_score", 8.0)
     now[0] = 110.0
     figures = meter.take()
     assert figures["worker/engine-0/train_s"] == 2.0

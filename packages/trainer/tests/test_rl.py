@@ -20,7 +20,7 @@ from engine_api.errors import ConfigError
 from engine_trainer.rewards import RewardError, Score, register
 from engine_trainer.rl.experience import Experience, collect, round_seed, shaped_rewards
 from engine_trainer.rl.loop import train_rl
-from engine_trainer.sampling.sampler import Answer, Group
+from engine_trainer.sampling.sampler import Group, ScoredCompletion
 from engine_trainer.telemetry.logs import Timers, read_metrics
 from engine_trainer.telemetry.report import HEADLINES
 
@@ -110,8 +110,8 @@ def test_the_first_update_is_the_textbooks(folder, tmp_path, monkeypatch):
     )
     loss, tokens = torch.zeros((), dtype=torch.float64), 0
     for one in seen[0].groups:
-        rewards = torch.tensor([a.score.total for a in one.answers]).double()
-        for answer, reward in zip(one.answers, rewards, strict=True):
+        rewards = torch.tensor([a.score.total for a in one.completions]).double()
+        for answer, reward in zip(one.completions, rewards, strict=True):
             tokens += len(answer.tokens)
             if rewards.std() > 1e-9:
                 whole = torch.tensor([[*one.prompt.tokens, *answer.tokens]])
@@ -299,7 +299,7 @@ def test_names_that_nobody_knows(folder, tmp_path):
 def group(*rewards: float, lengths=None) -> Group:
     lengths = lengths or [2] * len(rewards)
     answers = [
-        Answer(
+        ScoredCompletion(
             tokens=[2] * n,
             log_probs=[-1.0] * n,
             text="",
@@ -308,7 +308,7 @@ def group(*rewards: float, lengths=None) -> Group:
         )
         for r, n in zip(rewards, lengths, strict=True)
     ]
-    return Group(prompt=None, answers=answers)  # pyright: ignore[reportArgumentType]
+    return Group(prompt=None, completions=answers)  # pyright: ignore[reportArgumentType]
 
 
 class Script:

@@ -92,12 +92,12 @@ def test_it_learns_over_two_turns(rl):
 
 
 def test_a_tools_tokens_have_no_part_in_the_loss():
-    from engine_trainer.placement.replica import Answer, Group
+    from engine_trainer.placement.replica import Group, ScoredCompletion
     from engine_trainer.rewards import Score
     from engine_trainer.rl.learner import _document
 
     score = Score(total=1.0, parts={"r": 1.0}, correct=True)
-    answer = Answer(
+    answer = ScoredCompletion(
         tokens=[5, 6, 7],
         log_probs=[-1.0, 0.0, -2.0],
         text="",
@@ -105,6 +105,8 @@ def test_a_tools_tokens_have_no_part_in_the_loss():
         score=score,
         loss_weights=[1.0, 0.0, 1.0],
     )
-    group = Group(prompt=Prompt(tokens=[1, 2], rendered="", text="", answer=None), answers=[answer])
+    group = Group(
+        prompt=Prompt(tokens=[1, 2], rendered="", text="", answer=None), completions=[answer]
+    )
     document = _document(0, 0, group, answer, drop_cut=False, oldest=0)
     assert (document.mask, document.counted, answer.num_generated) == ([0, 0, 1, 0, 1], 2, 2)

@@ -94,8 +94,8 @@ class Reference:
         self.model = AutoModelForCausalLM.from_pretrained(
             folder, dtype=torch.float64, attn_implementation="eager"
         )
-        self.answers = [
-            [(g.prompt.tokens, a, self.of(g.prompt.tokens, a).detach()) for a in g.answers]
+        self.completions = [
+            [(g.prompt.tokens, a, self.of(g.prompt.tokens, a).detach()) for a in g.completions]
             for g in groups
         ]
 
@@ -104,10 +104,10 @@ class Reference:
 
     def deltas(self):
         """Of the answers that are trained on: those without an advantage are not computed."""
-        means = [sum(a.score.total for _, a, _ in group) / len(group) for group in self.answers]
+        means = [sum(a.score.total for _, a, _ in group) / len(group) for group in self.completions]
         return [
             old - torch.tensor(a.log_probs).double()
-            for group, mean in zip(self.answers, means, strict=True)
+            for group, mean in zip(self.completions, means, strict=True)
             for _, a, old in group
             if abs(a.score.total - mean) > 1e-9
         ]
@@ -189,7 +189,7 @@ def test_the_update_is_the_formulas(sums_model, tmp_path, monkeypatch, name, min
     assert len(factors.round(decimals=6).unique()) > 1
     size = len(groups) // mini_batches
     for start in range(0, len(groups), size):
-        reference.update(reference.answers[start : start + size], factor)
+        reference.update(reference.completions[start : start + size], factor)
     for parameter, expected in reference.model.named_parameters():
         torch.testing.assert_close(
             updated[parameter].double(), expected.detach(), atol=4e-6, rtol=0
@@ -214,7 +214,7 @@ def test_without_correction_the_shift_changes_nothing_and_is_reported(
 ):
     groups, row, updated = run(sums_model, tmp_path / "out", monkeypatch)
     reference = Reference(sums_model, groups)
-    reference.update(reference.answers, torch.ones_like)
+    reference.update(reference.completions, torch.ones_like)
     for parameter, expected in reference.model.named_parameters():
         torch.testing.assert_close(
             updated[parameter].double(), expected.detach(), atol=4e-6, rtol=0
@@ -231,9 +231,9 @@ def test_a_step_of_dr_grpo_is_divided_by_a_constant(
     """By default the constant is rollout.max_new_tokens."""
     algorithm = {"advantage": "dr_grpo", "aggregation": "seq-mean-token-sum-norm", **given}
     groups, row, updated = run(sums_model, tmp_path / "out", monkeypatch, **algorithm)
-    assert {len(a.tokens) for g in groups for a in g.answers} != {length}
+    assert {len(a.tokens) for g in groups for a in g.completions} != {length}
     reference = Reference(sums_model, groups)
-    reference.update(reference.answers, torch.ones_like, length=length)
+    reference.update(reference.completions, torch.ones_like, length=length)
     for parameter, expected in reference.model.named_parameters():
         torch.testing.assert_close(
             updated[parameter].double(), expected.detach(), atol=4e-6, rtol=0

@@ -106,7 +106,7 @@ def test_one_step_is_the_textbooks(sums_model, value_folder, tmp_path, monkeypat
     policy = AutoModelForCausalLM.from_pretrained(sums_model, **double)
     value = AutoModelForTokenClassification.from_pretrained(value_folder, **double)
     answers = [
-        (g.prompt.tokens, a.tokens, a.score.total) for g in seen[0].groups for a in g.answers
+        (g.prompt.tokens, a.tokens, a.score.total) for g in seen[0].groups for a in g.completions
     ]
     assert len({len(tokens) for _, tokens, _ in answers}) > 1, "all answers have one length"
 

@@ -27,10 +27,10 @@ class Textbook:
         self.model = AutoModelForCausalLM.from_pretrained(
             folder, dtype=torch.float64, attn_implementation="eager"
         )
-        self.answers = [
+        self.completions = [
             [
                 (g.prompt.tokens, a, self.log_probs(g.prompt.tokens, a)[0].detach())
-                for a in g.answers
+                for a in g.completions
             ]
             for g in groups
         ]
@@ -106,7 +106,7 @@ def test_a_step_is_the_textbooks_at_another_temperature(
     )  # in the reward it is 0: the reference is the policy still
     size = len(groups) // algorithm.get("mini_batches", 1)
     entropies = [
-        book.update(book.answers[start : start + size], in_loss, "kl" in algorithm)
+        book.update(book.completions[start : start + size], in_loss, "kl" in algorithm)
         for start in range(0, len(groups), size)
     ]
     for name, parameter in book.model.named_parameters():

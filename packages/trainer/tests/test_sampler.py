@@ -157,7 +157,7 @@ def test_every_rank_has_a_replica_however_the_engine_divides_its_work():
     found = SpmdRollouts(
         Replica(FakeRollout(), FakeScorer(), FakeTokenizer(), Timers()), FakeExporter(), policy
     )
-    assert (policy.dp_size, found.size, found.held) == (1, 2, (1,))
+    assert (policy.dp_size, found.size, found.local_replicas) == (1, 2, (1,))
 
 
 def test_the_figures_of_a_sync_are_the_slowest_ranks():
@@ -305,9 +305,9 @@ class Replicas:
     """Answers that are the random numbers which ``local`` would draw them with."""
 
     def __init__(self, size: int) -> None:
-        self.size, self.held = size, range(size)
+        self.size, self.local_replicas = size, range(size)
 
-    def answer(self, shares, sampling):
+    def generate_and_score(self, shares, sampling):
         return [
             uniforms([p.tokens for p in share], sampling).tolist() if share else []
             for share in shares
@@ -327,7 +327,7 @@ def test_equal_prompts_have_other_random_numbers_however_many_replicas_there_are
         tokenizer=FakeTokenizer(),
     )
     groups = one.sample(PROMPTS, n=1, temperature=1.0, seed=5)
-    drawn = [g.answers for g in groups]
+    drawn = [g.completions for g in groups]
     alone = uniforms(
         [p.tokens for p in PROMPTS], SamplingParams(n=1, max_new_tokens=4, seed=5)
     ).tolist()

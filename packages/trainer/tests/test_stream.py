@@ -14,7 +14,7 @@ from waiting import DEADLINE_S, NEVER_S
 
 from engine_api.comm import SingleComm
 from engine_trainer.data import Prompt
-from engine_trainer.placement.replica import Answer, Group
+from engine_trainer.placement.replica import Group, ScoredCompletion
 from engine_trainer.rewards import Score
 from engine_trainer.rl.learner import Learner
 from engine_trainer.telemetry.logs import Timers
@@ -62,9 +62,9 @@ class Replicas:
     def finish(self, calls) -> list[Reply]:
         return [Reply(value=call.ref, seconds=0.0) for call in calls]
 
-    def _answers(self, position: int) -> list[Answer]:
+    def _answers(self, position: int) -> list[ScoredCompletion]:
         return [
-            Answer(
+            ScoredCompletion(
                 tokens=[5] * len(made),
                 log_probs=[-1.0] * len(made),
                 text="",
@@ -107,7 +107,7 @@ def stream(tmp_path, monkeypatch):
         replica, policy = Replicas(versions or {}, flat), SimpleNamespace(weight_version=version)
         monkeypatch.setattr("engine_trainer.rl.fully_async.ready", replica.ready)
         rollouts = object.__new__(Separate)
-        rollouts.pool, rollouts.held = replica, range(replicas)
+        rollouts.pool, rollouts.local_replicas = replica, range(replicas)
         sampler = SimpleNamespace(
             rollouts=rollouts,
             timers=Timers(),
@@ -273,8 +273,8 @@ def test_no_token_is_trained_on_that_is_older_than_the_bound(sums_model, tmp_pat
     class Done(Exception):
         pass
 
-    def train(shares, *_, **__):
-        trained.extend(shares)
+    def train(shards, *_, **__):
+        trained.extend(shards)
         raise Done
 
     config = on_ray(
@@ -284,9 +284,9 @@ def test_no_token_is_trained_on_that_is_older_than_the_bound(sums_model, tmp_pat
         overlap={"mode": "full", "max_staleness": 1},
         algorithm={"epochs": 2, "old_log_probs": "rollout", "correction": {"weight": "none"}},
     )
-    policy = SimpleNamespace(weight_version=7, dp_size=1, held=(0,), train=train)
+    policy = SimpleNamespace(weight_version=7, dp_size=1, local_dp_ranks=(0,), train=train)
     answers = [
-        Answer(
+        ScoredCompletion(
             tokens=[5] * len(made),
             log_probs=[-1.0] * len(made),
             text="",
@@ -296,13 +296,13 @@ def test_no_token_is_trained_on_that_is_older_than_the_bound(sums_model, tmp_pat
         )
         for made in ([3, 4, 5, 7], [5, 6], [4, 4, 4])
     ]
-    group = Group(prompt=Prompt(tokens=[6, 2], rendered="", text="", answer=None), answers=answers)
+    group = Group(prompt=Prompt(tokens=[6, 2], rendered="", text="", answer=None), completions=answers)
     with pytest.raises(Done):
         Learner(SimpleNamespace(policy=policy, timers=Timers(), comm=SingleComm()), config).learn(
             [group]
         )
-    (share,) = trained
-    counted = [share.loss_weight[a:b].tolist() for a, b in pairwise(share.cu_seqlens.tolist())]
+    (shard,) = trained
+    counted = [shard.loss_weight[a:b].tolist() for a, b in pairwise(shard.cu_seqlens.tolist())]
     assert sorted(counted) == [
         [0, 0, 0, 0, 1, 1],
         [0, 0, 1, 1],

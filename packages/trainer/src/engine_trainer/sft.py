@@ -71,7 +71,7 @@ def train_sft(config: SFTConfig) -> Outcome:
                 position += len(documents)
                 with run.timers.phase("train"):
                     output = run.engine.train_batch(
-                        run.share([d.fields() for d in documents]), sft_loss
+                        run.pack_local([d.fields() for d in documents]), sft_loss
                     )
                 metrics = _figures(run, step, output) | {"train/epoch": position / len(data.train)}
                 metrics |= speed.metrics([len(d) for d in documents], run.timers.last("train"))
@@ -155,7 +155,7 @@ def heldout_loss(run: Run, dataset: SFTDataset) -> Metrics:
     """``eval/loss`` (mean NLL of the learned tokens, nats) and ``eval/perplexity``; the same on all ranks."""
     nll = tokens = 0.0
     for start in range(0, len(dataset), EVAL_DOCUMENTS):
-        batch = run.share([d.fields() for d in dataset.documents[start : start + EVAL_DOCUMENTS]])
+        batch = run.pack_local([d.fields() for d in dataset.documents[start : start + EVAL_DOCUMENTS]])
         log_probs = run.engine.infer_batch(batch).log_probs
         if batch.num_tokens and run.engine.topology.is_primary:
             assert log_probs is not None, "a language model gives log-probs"

@@ -1,8 +1,8 @@
 """What the loops drive: an engine on all of its ranks, and a rollout on all of its replicas, wherever these run.
 
-Work is divided into *shares*: a packed batch for each data-parallel rank, a list of prompts for each replica. A process
+Work is divided into *dp shards*: a packed batch for each data-parallel rank, a list of prompts for each replica. A process
 *holds* some of them: its own where every rank runs the loop (one process, torchrun; ``engine_trainer.placement.spmd``), all of them where
-a single controller does (Ray; ``engine_trainer.placement.ray``). What is computed from a share is the same code in both places, so
+a single controller does (Ray; ``engine_trainer.placement.ray``). What is computed from a shard is the same code in both places, so
 that the numbers are the same.
 """
 
@@ -23,7 +23,7 @@ from engine_api.results import CheckpointHandle, CheckpointInfo, TokenOutputs, T
 from engine_api.rollout import SamplingParams, SyncResult
 from engine_trainer.config.sections import EngineSection
 from engine_trainer.data import Prompt
-from engine_trainer.placement.replica import Answer, RolloutSpec
+from engine_trainer.placement.replica import RolloutSpec, ScoredCompletion
 from engine_trainer.telemetry.logs import Timers
 
 T = TypeVar("T")
@@ -48,11 +48,11 @@ class EngineGroup(Protocol):
 
     Attributes:
         dp_size: data-parallel ranks.
-        held: those whose shares are given and answered here, in order.
+        local_dp_ranks: the data-parallel ranks whose dp shards this process gives and receives, in order.
     """
 
     dp_size: int
-    held: Sequence[int]
+    local_dp_ranks: Sequence[int]
 
     @property
     def weight_version(self) -> int:
@@ -60,24 +60,24 @@ class EngineGroup(Protocol):
         ...
 
     def infer(
-        self, shares: Sequence[Batch], *, temperature: float = 1.0, adapter: bool = True
+        self, shards: Sequence[Batch], *, temperature: float = 1.0, adapter: bool = True
     ) -> list[TokenOutputs]:
-        """Per-token results of each share that is held, on the CPU."""
+        """Per-token results of each shard that is held, on the CPU."""
         ...
 
     def train(
         self,
-        shares: Sequence[Batch],
+        shards: Sequence[Batch],
         loss: LossFn,
         *,
         denominator: float | None = None,
         temperature: float = 1.0,
     ) -> Trained:
-        """One update from the shares of all data-parallel ranks."""
+        """One update from the shards of all data-parallel ranks."""
         ...
 
     def gather(self, rows: Sequence[T]) -> list[T]:
-        """One row for each share that is held → every data-parallel rank's, by rank."""
+        """One row for each shard that is held → every data-parallel rank's, by rank."""
         ...
 
     def offload(self) -> None:
@@ -110,11 +110,11 @@ class RolloutGroup(Protocol):
 
     Attributes:
         size: replicas.
-        held: those whose prompts are given here, in order.
+        local_replicas: the replicas whose prompts this process gives, in order.
     """
 
     size: int
-    held: Sequence[int]
+    local_replicas: Sequence[int]
 
     def sync(self) -> list[SyncResult]:
         """Bring the policy's weights of now to every replica; one result each, by replica."""
@@ -128,9 +128,9 @@ class RolloutGroup(Protocol):
         """Both are given back."""
         ...
 
-    def answer(
-        self, shares: Sequence[Sequence[Prompt]], sampling: SamplingParams
-    ) -> list[list[list[Answer]]]:
+    def generate_and_score(
+        self, prompts: Sequence[Sequence[Prompt]], sampling: SamplingParams
+    ) -> list[list[list[ScoredCompletion]]]:
         """Judged answers of every replica, by replica: ``sampling.n`` for each of its prompts."""
         ...
 
@@ -204,6 +204,6 @@ def said(sizes: Mapping[str, int]) -> str:
 
 
 def divide(lengths: Sequence[int], group: EngineGroup) -> list[list[int]]:
-    """Which documents each held share has: balanced by tokens over all data-parallel ranks, in their given order."""
+    """Which documents each held shard has: balanced by tokens over all data-parallel ranks, in their given order."""
     bins = balance(lengths, group.dp_size)
-    return [bins[rank] for rank in group.held]
+    return [bins[rank] for rank in group.local_dp_ranks]

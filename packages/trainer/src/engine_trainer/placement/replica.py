@@ -28,7 +28,7 @@ from engine_trainer.telemetry.logs import Timers
 
 @register
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Answer:
+class ScoredCompletion:
     """One completion, judged."""
 
     tokens: list[int]  # the stop token included
@@ -65,7 +65,7 @@ class Group:
     """The answers to one prompt."""
 
     prompt: Prompt
-    answers: list[Answer]
+    completions: list[ScoredCompletion]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -138,20 +138,24 @@ class Replica:
             stack.pop_all()
         return made
 
-    def answer(self, prompts: Sequence[Prompt], sampling: SamplingParams) -> list[list[Answer]]:
+    def generate_and_score(
+        self, prompts: Sequence[Prompt], sampling: SamplingParams
+    ) -> list[list[ScoredCompletion]]:
         """``sampling.n`` judged answers to each prompt. Raises ``RolloutError``, ``RewardError``, ``AgentError``."""
         if self.agent is not None:
             return self._converse(self.agent, prompts, sampling)
         with self.timers.phase("generate"):
             completions = self.rollout.generate([p.tokens for p in prompts], sampling)
         with self.timers.phase("reward"):
-            answers = self.judge([prompts[c.prompt_index] for c in completions], completions)
-        by_prompt: list[list[Answer]] = [[] for _ in prompts]
+            answers = self.score([prompts[c.prompt_index] for c in completions], completions)
+        by_prompt: list[list[ScoredCompletion]] = [[] for _ in prompts]
         for completion, answer in zip(completions, answers, strict=True):
             by_prompt[completion.prompt_index].append(answer)
         return by_prompt
 
-    def judge(self, prompts: Sequence[Prompt], completions: Sequence[Completion]) -> list[Answer]:
+    def score(
+        self, prompts: Sequence[Prompt], completions: Sequence[Completion]
+    ) -> list[ScoredCompletion]:
         """Each completion with its reward; ``prompts`` are theirs, one a completion."""
         texts = [self.tokenizer.decode(c.tokens) for c in completions]
         samples = [
@@ -166,7 +170,7 @@ class Replica:
         ]
         scores = self.scorer.score(samples)
         return [
-            Answer(
+            ScoredCompletion(
                 tokens=c.tokens,
                 log_probs=c.log_probs,
                 text=text,
@@ -179,19 +183,21 @@ class Replica:
 
     def _converse(
         self, agent: AgentLoop, prompts: Sequence[Prompt], sampling: SamplingParams
-    ) -> list[list[Answer]]:
+    ) -> list[list[ScoredCompletion]]:
         with self.timers.phase("generate"):
             said = agent.run(self.rollout, prompts, sampling)
         with self.timers.phase("reward"):
             pairs = [(p, t) for p, row in zip(prompts, said, strict=True) for t in row]
-            answers = iter(self.judge_trajectories(pairs))
+            answers = iter(self.score_trajectories(pairs))
             return [[next(answers) for _ in row] for row in said]
 
-    def judge_trajectories(self, said: Sequence[tuple[Prompt, Trajectory]]) -> list[Answer]:
+    def score_trajectories(
+        self, said: Sequence[tuple[Prompt, Trajectory]]
+    ) -> list[ScoredCompletion]:
         """Each conversation, with its problem, with its reward."""
         scores = self.scorer.score([sample_of(prompt, trajectory) for prompt, trajectory in said])
         return [
-            _answer_of(trajectory, score)
+            _score_trajectory(trajectory, score)
             for (_, trajectory), score in zip(said, scores, strict=True)
         ]
 
@@ -203,7 +209,7 @@ class Replica:
             self.scorer.close()
 
 
-def sample_of(prompt: Prompt, said: Answer | Trajectory) -> Sample:
+def sample_of(prompt: Prompt, said: ScoredCompletion | Trajectory) -> Sample:
     """What a reward is given of an answer to ``prompt``; of a trajectory with what its function noted."""
     noted = said.info if isinstance(said, Trajectory) else {}
     return Sample(
@@ -215,13 +221,13 @@ def sample_of(prompt: Prompt, said: Answer | Trajectory) -> Sample:
     )
 
 
-def _answer_of(trajectory: Trajectory, score: Score) -> Answer:
+def _score_trajectory(trajectory: Trajectory, score: Score) -> ScoredCompletion:
     figures = {
         "turns": float(trajectory.turns),
         "tool_tokens": float(trajectory.loss_weights.count(0.0)),
     }
     figures |= {name: float(trajectory.end == name) for name in ("limit", "timeout", "failed")}
-    return Answer(
+    return ScoredCompletion(
         tokens=trajectory.tokens,
         log_probs=trajectory.log_probs,
         text=trajectory.text,

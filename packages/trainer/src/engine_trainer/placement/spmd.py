@@ -1,6 +1,6 @@
 """Engines and rollouts in the processes that run the loop: one process, or every rank of torchrun.
 
-Every method is called on all ranks together. A rank holds the share of its own data-parallel rank.
+Every method is called on all ranks together. A rank holds the shard of its own data-parallel rank.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from engine_trainer.data import Prompt
 from engine_trainer.placement.groups import Trained, agreed, model_sizes, said
 from engine_trainer.placement.memory import check_here
 from engine_trainer.placement.rendezvous import meeting
-from engine_trainer.placement.replica import Answer, Replica, RolloutSpec, create_exporter
+from engine_trainer.placement.replica import Replica, RolloutSpec, ScoredCompletion, create_exporter
 from engine_trainer.telemetry.logs import Timers
 from engine_trainer.telemetry.profiling import Trace
 
@@ -42,7 +42,7 @@ class SpmdEngines:
     def __init__(self, engine: Engine, comm: Comm, device: str) -> None:
         self.engine, self.comm, self.device = engine, comm, device
         self.dp_size = engine.topology.dp_size
-        self.held: Sequence[int] = (engine.topology.dp_rank,)
+        self.local_dp_ranks: Sequence[int] = (engine.topology.dp_rank,)
 
     @property
     def weight_version(self) -> int:
@@ -50,10 +50,10 @@ class SpmdEngines:
         return self.engine.weight_version
 
     def infer(
-        self, shares: Sequence[Batch], *, temperature: float = 1.0, adapter: bool = True
+        self, shards: Sequence[Batch], *, temperature: float = 1.0, adapter: bool = True
     ) -> list[TokenOutputs]:
         """See ``EngineGroup``."""
-        (batch,) = shares
+        (batch,) = shards
         outputs = self.engine.infer_batch(batch, temperature=temperature, adapter=adapter)
         return [
             TokenOutputs(
@@ -65,14 +65,14 @@ class SpmdEngines:
 
     def train(
         self,
-        shares: Sequence[Batch],
+        shards: Sequence[Batch],
         loss: LossFn,
         *,
         denominator: float | None = None,
         temperature: float = 1.0,
     ) -> Trained:
         """See ``EngineGroup``."""
-        (batch,) = shares
+        (batch,) = shards
         output = self.engine.train_batch(
             batch, loss, denominator=denominator, temperature=temperature
         )
@@ -122,7 +122,7 @@ class SpmdRollouts:
         self.replica, self.exporter, self.policy = replica, exporter, policy
         topology = policy.engine.topology
         self.size = topology.world_size
-        self.held: Sequence[int] = (topology.rank,)
+        self.local_replicas: Sequence[int] = (topology.rank,)
 
     def sync(self) -> list[SyncResult]:
         """See ``RolloutGroup``. Raises ``RolloutError``: all ranks together."""
@@ -139,12 +139,12 @@ class SpmdRollouts:
         """See ``RolloutGroup``."""
         together(self.policy.comm, self.replica.rollout.sleep)
 
-    def answer(
-        self, shares: Sequence[Sequence[Prompt]], sampling: SamplingParams
-    ) -> list[list[list[Answer]]]:
+    def generate_and_score(
+        self, prompts: Sequence[Sequence[Prompt]], sampling: SamplingParams
+    ) -> list[list[list[ScoredCompletion]]]:
         """See ``RolloutGroup``. Raises ``RolloutError``, ``RewardError``; ``RankFailure`` on the other ranks."""
-        (prompts,) = shares
-        return together(self.policy.comm, lambda: self.replica.answer(prompts, sampling))
+        (local,) = prompts
+        return together(self.policy.comm, lambda: self.replica.generate_and_score(local, sampling))
 
     def close(self) -> None:
         """Close the rollout and the exporter."""

@@ -18,12 +18,14 @@ from engine_trainer.algorithms.returns import Moments, gae, returns_to_go, token
 from engine_trainer.config.algorithm import AlgorithmSection
 from engine_trainer.placement.groups import EngineGroup
 
-Place = tuple[int, int]  # (group, place): the completion whose reward is rewards[group, place]
+CompletionIndex = tuple[
+    int, int
+]  # (group, index): the completion whose reward is rewards[group, index]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Credit:
-    """What one step's tokens have earned, a tensor ``[T]`` float32 for each share that is held; 0 where a token does not count.
+    """What one step's tokens have earned, a tensor ``[T]`` float32 for each shard that is held; 0 where a token does not count.
 
     Attributes:
         advantages: for the policy.
@@ -50,7 +52,7 @@ class CreditAssignment:
 
     @property
     def kl_in_reward(self) -> bool:
-        """Whether rewards are lowered by the KL; shares then need ``old_log_probs`` and ``ref_log_probs``."""
+        """Whether rewards are lowered by the KL; shards then need ``old_log_probs`` and ``ref_log_probs``."""
         return self.kl_coefficient > 0
 
     @property
@@ -65,31 +67,31 @@ class CreditAssignment:
 
     def assign(
         self,
-        shares: Sequence[Batch],
-        places: Sequence[Sequence[Place]],
+        shards: Sequence[Batch],
+        indices: Sequence[Sequence[CompletionIndex]],
         rewards: torch.Tensor,
         values: Sequence[torch.Tensor],
     ) -> Credit:
-        """Advantages for the tokens of all shares; on all processes of the loop together.
+        """Advantages for the tokens of all shards; on all processes of the loop together.
 
         Args:
-            shares: packed completions with ``mask``.
-            places: which completion each document of each share is.
+            shards: packed completions with ``mask``.
+            indices: which completion each document of each shard is.
             rewards: ``[P, n]`` float64, the same everywhere.
-            values: of the critic, ``[T]`` a share, for ``gae``; empty without one.
+            values: of the critic, ``[T]`` a shard, for ``gae``; empty without one.
         """
-        kl = [self._kl(share) for share in shares] if self.kl_in_reward else None
-        sums = self._kl_sums(shares, places, kl) if kl else {}
+        kl = [self._kl(shard) for shard in shards] if self.kl_in_reward else None
+        sums = self._kl_sums(shards, indices, kl) if kl else {}
         returns: list[torch.Tensor] = []
         if self.algorithm.by_token:
-            advantages, returns = self._by_token(shares, places, rewards, values, kl)
+            advantages, returns = self._by_token(shards, indices, rewards, values, kl)
         else:
             whole = self._by_group(rewards - self._penalties(sums, rewards.shape))
             advantages = [
-                _spread(whole, share, place) for share, place in zip(shares, places, strict=True)
+                _spread(whole, shard, index) for shard, index in zip(shards, indices, strict=True)
             ]
         if self.algorithm.whitened:
-            advantages = self._whitened(advantages, shares)
+            advantages = self._whitened(advantages, shards)
         return Credit(
             advantages=[a.float() for a in advantages],
             returns=[r.float() for r in returns],
@@ -105,17 +107,17 @@ class CreditAssignment:
 
     def _by_token(
         self,
-        shares: Sequence[Batch],
-        places: Sequence[Sequence[Place]],
+        shards: Sequence[Batch],
+        indices: Sequence[Sequence[CompletionIndex]],
         rewards: torch.Tensor,
         values: Sequence[torch.Tensor],
         kl: Sequence[torch.Tensor] | None,
     ) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
         advantages: list[torch.Tensor] = []
         returns: list[torch.Tensor] = []
-        for k, (share, place) in enumerate(zip(shares, places, strict=True)):
-            mask, cu = share["mask"], share.cu_seqlens
-            scores = _scores(rewards, place)
+        for k, (shard, index) in enumerate(zip(shards, indices, strict=True)):
+            mask, cu = shard["mask"], shard.cu_seqlens
+            scores = _scores(rewards, index)
             earned = token_rewards(
                 scores, mask, cu, kl=kl[k] if kl else None, coefficient=self.kl_coefficient
             )
@@ -130,38 +132,43 @@ class CreditAssignment:
         return advantages, returns
 
     def _whitened(
-        self, advantages: Sequence[torch.Tensor], shares: Sequence[Batch]
+        self, advantages: Sequence[torch.Tensor], shards: Sequence[Batch]
     ) -> list[torch.Tensor]:
-        parts = [Moments.of(a, s["mask"]) for a, s in zip(advantages, shares, strict=True)]
+        parts = [Moments.of(a, s["mask"]) for a, s in zip(advantages, shards, strict=True)]
         whole = Moments.merge(self.policy.gather(parts))
-        return [whiten(a, s["mask"], whole) for a, s in zip(advantages, shares, strict=True)]
+        return [whiten(a, s["mask"], whole) for a, s in zip(advantages, shards, strict=True)]
 
-    def _kl(self, share: Batch) -> torch.Tensor:
+    def _kl(self, shard: Batch) -> torch.Tensor:
         return kl_divergence(
-            share["old_log_probs"], share["ref_log_probs"], self.algorithm.kl.chosen
+            shard["old_log_probs"], shard["ref_log_probs"], self.algorithm.kl.chosen
         )
 
     def _kl_sums(
-        self, shares: Sequence[Batch], places: Sequence[Sequence[Place]], kl: Sequence[torch.Tensor]
-    ) -> dict[Place, float]:
+        self,
+        shards: Sequence[Batch],
+        indices: Sequence[Sequence[CompletionIndex]],
+        kl: Sequence[torch.Tensor],
+    ) -> dict[CompletionIndex, float]:
         """Σ KL over each completion's tokens, of all ranks."""
-        own: list[dict[Place, float]] = []
-        for share, place, x in zip(shares, places, kl, strict=True):
-            counted = where_counted(x, share["mask"]).double()
+        own: list[dict[CompletionIndex, float]] = []
+        for shard, index, x in zip(shards, indices, kl, strict=True):
+            counted = where_counted(x, shard["mask"]).double()
             own.append(
-                dict(zip(place, sum_by_document(counted, share.cu_seqlens).tolist(), strict=True))
+                dict(zip(index, sum_by_document(counted, shard.cu_seqlens).tolist(), strict=True))
             )
-        return {place: value for row in self.policy.gather(own) for place, value in row.items()}
+        return {index: value for row in self.policy.gather(own) for index, value in row.items()}
 
-    def _penalties(self, sums: Mapping[Place, float], shape: Sequence[int]) -> torch.Tensor:
+    def _penalties(
+        self, sums: Mapping[CompletionIndex, float], shape: Sequence[int]
+    ) -> torch.Tensor:
         penalties = torch.zeros(*shape, dtype=torch.float64)
-        for place, value in sums.items():
-            penalties[place] = self.kl_coefficient * value
+        for index, value in sums.items():
+            penalties[index] = self.kl_coefficient * value
         return penalties
 
-    def _adapt(self, sums: Mapping[Place, float]) -> dict[str, float]:
+    def _adapt(self, sums: Mapping[CompletionIndex, float]) -> dict[str, float]:
         """The figures of this step; the coefficient is that of the next one afterwards."""
-        mean = math.fsum(sums[place] for place in sorted(sums)) / max(1, len(sums))
+        mean = math.fsum(sums[index] for index in sorted(sums)) / max(1, len(sums))
         figures = {"train/kl": mean, "train/kl_coefficient": self.kl_coefficient}
         section = self.algorithm.kl
         if section.target is not None and sums:
@@ -171,13 +178,15 @@ class CreditAssignment:
         return figures
 
 
-def _scores(rewards: torch.Tensor, places: Sequence[Place]) -> torch.Tensor:
-    """``[D]``: the rewards of a share's documents."""
-    return torch.stack([rewards[place] for place in places]) if places else rewards.new_zeros(0)
+def _scores(rewards: torch.Tensor, indices: Sequence[CompletionIndex]) -> torch.Tensor:
+    """``[D]``: the rewards of a shard's documents."""
+    return torch.stack([rewards[index] for index in indices]) if indices else rewards.new_zeros(0)
 
 
-def _spread(advantages: torch.Tensor, share: Batch, places: Sequence[Place]) -> torch.Tensor:
+def _spread(
+    advantages: torch.Tensor, shard: Batch, indices: Sequence[CompletionIndex]
+) -> torch.Tensor:
     own = torch.repeat_interleave(
-        _scores(advantages, places), torch.tensor(share.lengths, dtype=torch.int64)
+        _scores(advantages, indices), torch.tensor(shard.lengths, dtype=torch.int64)
     )
-    return own * share["mask"]
+    return own * shard["mask"]

@@ -16,16 +16,16 @@ from engine_api.results import TrainOutput
 from engine_trainer.algorithms.value_loss import ValueLoss, explained_variance
 from engine_trainer.config import RLConfig
 from engine_trainer.placement.groups import Launcher, model_sizes, said
-from engine_trainer.rl.partition import Division
+from engine_trainer.rl.partition import Partition
 from engine_trainer.run.run import Run
 
 Update = tuple[
     Sequence[Batch], float
-]  # the shares of one update, and the number of their tokens that count
+]  # the shards of one update, and the number of their tokens that count
 
 
 class Critic:
-    """A second engine beside the policy's, with shares by its own topology. ``run`` saves and loads it.
+    """A second engine beside the policy's, with shards by its own topology. ``run`` saves and loads it.
 
     Every method is called on all processes of the loop together.
 
@@ -44,15 +44,15 @@ class Critic:
         device, _ = run.launcher.resolve(engine)
         self.engines = run.launcher.engines(engine, built, device)
         run.beside["critic"] = self.engines
-        alike = (self.engines.dp_size, list(self.engines.held)) == (
+        alike = (self.engines.dp_size, list(self.engines.local_dp_ranks)) == (
             run.policy.dp_size,
-            list(run.policy.held),
+            list(run.policy.local_dp_ranks),
         )
         self.apart = not all(run.comm.all_gather(alike))
 
-    def values(self, shares: Sequence[Batch]) -> list[torch.Tensor]:
-        """``[T]`` float32 of each share that is held: V of the state before each token."""
-        bare = [Batch(input_ids=s.input_ids, cu_seqlens=s.cu_seqlens) for s in shares]
+    def values(self, shards: Sequence[Batch]) -> list[torch.Tensor]:
+        """``[T]`` float32 of each shard that is held: V of the state before each token."""
+        bare = [Batch(input_ids=s.input_ids, cu_seqlens=s.cu_seqlens) for s in shards]
         return [
             torch.zeros(0, dtype=torch.float32) if o.values is None else o.values
             for o in self.engines.infer(bare)
@@ -62,11 +62,11 @@ class Critic:
         """The updates of one step; ``critic/…``, the same on all ranks.
 
         Args:
-            updates: shares with ``mask``, ``values`` (before the first update) and ``returns``.
+            updates: shards with ``mask``, ``values`` (before the first update) and ``returns``.
         """
         outputs = [
-            self.engines.train([_batch(s) for s in shares], self.loss, denominator=tokens).output
-            for shares, tokens in updates
+            self.engines.train([_batch(s) for s in shards], self.loss, denominator=tokens).output
+            for shards, tokens in updates
             if tokens
         ]
         return _figures(outputs)
@@ -76,25 +76,25 @@ class Critic:
         self.engines.close()
 
 
-def _batch(share: Batch) -> Batch:
+def _batch(shard: Batch) -> Batch:
     extra = {
-        "returns": share["returns"],
-        "old_values": share["values"],
-        "loss_weight": share["mask"],
+        "returns": shard["returns"],
+        "old_values": shard["values"],
+        "loss_weight": shard["mask"],
     }
-    return Batch(input_ids=share.input_ids, cu_seqlens=share.cu_seqlens, fields=extra)
+    return Batch(input_ids=shard.input_ids, cu_seqlens=shard.cu_seqlens, fields=extra)
 
 
 @dataclass(frozen=True, kw_only=True)
-class Judged:
-    """A step's completions as the critic has them: ``shares`` have its ``values`` from before its first update."""
+class CriticShards:
+    """A step's completions as the critic has them: ``shards`` have its ``values`` from before its first update."""
 
-    division: Division
-    shares: list[Batch]
+    partition: Partition
+    shards: list[Batch]
 
-    def values(self, division: Division) -> list[torch.Tensor]:
-        """``[T]`` float32 for each share of another division. On all processes of the loop together."""
-        return self.division.moved([share["values"] for share in self.shares], division)
+    def values(self, partition: Partition) -> list[torch.Tensor]:
+        """``[T]`` float32 for each shard of another partition. On all processes of the loop together."""
+        return self.partition.moved([shard["values"] for shard in self.shards], partition)
 
 
 def check_critic(config: RLConfig, launcher: Launcher, ranks: int) -> None:

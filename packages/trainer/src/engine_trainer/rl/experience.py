@@ -13,7 +13,7 @@ import torch
 from engine_trainer.algorithms.shaping import informative, overlong_penalty
 from engine_trainer.config import RLConfig
 from engine_trainer.data import PromptDataset, SampleOrder
-from engine_trainer.placement.replica import Answer, Group
+from engine_trainer.placement.replica import Group, ScoredCompletion
 from engine_trainer.rewards import failure_figures
 from engine_trainer.sampling.sampler import Sampler
 
@@ -76,7 +76,7 @@ def collect(
         generated += new
         kept += [group for group, useful in zip(new, keep, strict=True) if useful]
         rounds += 1
-    metrics = answer_figures(generated, sampler.timers.spent("generate")) | {
+    metrics = completion_figures(generated, sampler.timers.spent("generate")) | {
         "rollout/groups": float(len(kept)),
         "rollout/rounds": float(rounds),
     }
@@ -91,7 +91,9 @@ def round_seed(seed: int, step: int, round_: int) -> int:
 
 def totals(groups: Sequence[Group]) -> torch.Tensor:
     """``[P, n]`` float64: what the reward functions gave."""
-    return torch.tensor([[a.score.total for a in g.answers] for g in groups], dtype=torch.float64)
+    return torch.tensor(
+        [[a.score.total for a in g.completions] for g in groups], dtype=torch.float64
+    )
 
 
 def shaped_rewards(groups: Sequence[Group], config: RLConfig) -> torch.Tensor:
@@ -99,7 +101,7 @@ def shaped_rewards(groups: Sequence[Group], config: RLConfig) -> torch.Tensor:
     rewards, overlong = totals(groups), config.algorithm.overlong
     if not overlong.buffer:
         return rewards
-    lengths = torch.tensor([[len(a.tokens) for a in g.answers] for g in groups])
+    lengths = torch.tensor([[len(a.tokens) for a in g.completions] for g in groups])
     return rewards + overlong_penalty(
         lengths,
         max_length=config.rollout.max_new_tokens,
@@ -108,7 +110,7 @@ def shaped_rewards(groups: Sequence[Group], config: RLConfig) -> torch.Tensor:
     )
 
 
-def is_stale(answer: Answer, oldest: int) -> list[bool]:
+def is_stale(answer: ScoredCompletion, oldest: int) -> list[bool]:
     """Of each token, whether weights older than version ``oldest`` made it."""
     return [version < oldest for version in answer.weight_versions]
 
@@ -119,7 +121,7 @@ def staleness_figures(groups: Sequence[Group], version: int, oldest: int) -> dic
     ``staleness`` and ``staleness_max`` (optimizer steps; 0 where there is no token), ``stale_tokens`` that carry no loss, and
     ``continued``, the share of answers that more than one version made.
     """
-    answers = [a for g in groups for a in g.answers]
+    answers = [a for g in groups for a in g.completions]
     made = [v for a in answers for v in a.versions]
     behind = [version - v for v in made] or [0]
     return {
@@ -130,9 +132,9 @@ def staleness_figures(groups: Sequence[Group], version: int, oldest: int) -> dic
     }
 
 
-def answer_figures(groups: Sequence[Group], seconds: float = 0.0) -> dict[str, float]:
+def completion_figures(groups: Sequence[Group], seconds: float = 0.0) -> dict[str, float]:
     """``train/…``, ``rollout/…`` and ``reward/…`` of all answers that were generated; ``perf/…`` where it took known ``seconds``."""
-    answers = [a for g in groups for a in g.answers]
+    answers = [a for g in groups for a in g.completions]
     rewards = totals(groups)
     parts = {name: fmean(a.score.parts[name] for a in answers) for name in answers[0].score.parts}
     figures = {

@@ -16,10 +16,10 @@ from engine_trainer.config import RLConfig
 from engine_trainer.data import Prompt, PromptDataset, SampleOrder
 from engine_trainer.placement.ray.calls import Call, WorkerFailed, ready, silent
 from engine_trainer.placement.ray.rollouts import Separate
-from engine_trainer.placement.replica import Answer, Group
+from engine_trainer.placement.replica import Group, ScoredCompletion
 from engine_trainer.rl.experience import (
     Experience,
-    answer_figures,
+    completion_figures,
     round_seed,
     staleness_figures,
     totals,
@@ -76,7 +76,7 @@ class FullyAsync:
         self._changed = threading.Condition()
         self._paused = True
         self._busy = 0  # calls that run
-        self._under_way = dict.fromkeys(self._rollouts.held, 0)  # groups, by replica
+        self._under_way = dict.fromkeys(self._rollouts.local_replicas, 0)  # groups, by replica
         self._closed = False
         self._thread = threading.Thread(target=self._run, name="generate", daemon=True)
         sampling = sampler.sampling(
@@ -95,7 +95,7 @@ class FullyAsync:
         with self._sampler.timers.phase("wait"):
             generated, kept = self._collect()
         version, oldest = self._sampler.policy.weight_version, self._oldest()
-        metrics = answer_figures(generated) | {
+        metrics = completion_figures(generated) | {
             "rollout/groups": float(len(kept)),
             "rollout/dropped_groups": float(len(self._dropped)),
         }
@@ -161,7 +161,10 @@ class FullyAsync:
                 self._dropped.append(group)
 
     def _fresh(self, group: Group) -> bool:
-        oldest, made = self._oldest(), [version for a in group.answers for version in a.versions]
+        oldest, made = (
+            self._oldest(),
+            [version for a in group.completions for version in a.versions],
+        )
         return (
             not made or max(made) >= oldest
         )  # without a token of the model nothing is old: another draw is no better
@@ -193,7 +196,7 @@ class FullyAsync:
             )
             if self._paused or self._closed:
                 return
-            for replica in self._rollouts.held:
+            for replica in self._rollouts.local_replicas:
                 new = [] if replica in running else self._draw(replica)
                 if replica not in running and self._under_way[replica]:
                     self._calls += 1
@@ -207,7 +210,7 @@ class FullyAsync:
 
     def _finish(self, running: dict[int, _Slice]) -> None:
         """What is done; waits for it, but not while an idle replica may get something to do. Raises ``WorkerLost``."""
-        pool, idle = self._rollouts.pool, len(running) < len(self._rollouts.held)
+        pool, idle = self._rollouts.pool, len(running) < len(self._rollouts.local_replicas)
         left = min(one.until for one in running.values()) - time.monotonic()
         done = ready(
             [one.call for one in running.values()], max(0.0, min(left, POLL_S) if idle else left)
@@ -220,14 +223,14 @@ class FullyAsync:
         if late:
             raise silent(late, pool.timeout_s)
         for replica in [r for r, one in running.items() if one.call in done]:
-            found: list[tuple[int, list[Answer]]] = pool.finish([running.pop(replica).call])[
-                0
-            ].value
+            found: list[tuple[int, list[ScoredCompletion]]] = pool.finish(
+                [running.pop(replica).call]
+            )[0].value
             with self._changed:
                 self._busy -= 1
                 self._under_way[replica] -= len(found)
                 self._ready += [
-                    (position, Group(prompt=self._prompt(position), answers=answers))
+                    (position, Group(prompt=self._prompt(position), completions=answers))
                     for position, answers in found
                 ]
                 self._changed.notify_all()
@@ -247,7 +250,9 @@ class FullyAsync:
     def _draw(self, replica: int) -> list[tuple[int, Prompt]]:
         """As many groups as there are places for, but no more than its share of all that are or may be begun."""
         section, room = self._config.rollout, self._room()
-        share = -(-(sum(self._under_way.values()) + room) // len(self._rollouts.held))  # rounded up
+        share = -(
+            -(sum(self._under_way.values()) + room) // len(self._rollouts.local_replicas)
+        )  # rounded up
         places = min(share, max(1, section.batch_size // section.n))
         positions: list[int] = []
         for _ in range(min(room, places - self._under_way[replica])):

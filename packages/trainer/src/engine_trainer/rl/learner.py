@@ -16,9 +16,9 @@ from engine_trainer.algorithms.correction import correction_figures, ratios
 from engine_trainer.algorithms.losses import PolicyLoss, denominator
 from engine_trainer.config import AlgorithmSection, CorrectionSection, RLConfig
 from engine_trainer.placement.groups import Trained, agreed
-from engine_trainer.placement.replica import Answer, Group
+from engine_trainer.placement.replica import Group, ScoredCompletion
 from engine_trainer.rl.credit import CreditAssignment
-from engine_trainer.rl.critic import Critic, Judged
+from engine_trainer.rl.critic import Critic, CriticShards
 from engine_trainer.rl.experience import is_stale, shaped_rewards
 from engine_trainer.rl.mismatch import (
     MismatchWatch,
@@ -27,7 +27,7 @@ from engine_trainer.rl.mismatch import (
     mismatch_figures,
     mismatch_sums,
 )
-from engine_trainer.rl.partition import Division, Document
+from engine_trainer.rl.partition import Partition, TrainingDocument
 from engine_trainer.run.reference import Reference, log_probs_of
 from engine_trainer.run.run import Run
 from engine_trainer.utils.hf_models import draws_dropout
@@ -39,13 +39,13 @@ class _MiniBatch:
 
     denominator: float
     tokens: int  # that count
-    documents: list[Document]
+    documents: list[TrainingDocument]
 
 
 class Learner:
     """GRPO, PPO and their relatives: log-probs, values, advantages, then ``epochs`` × ``mini_batches`` updates.
 
-    Every method is called on all processes of the loop together. What has a value a token is a list of shares, one for each
+    Every method is called on all processes of the loop together. What has a value a token is a list of shards, one for each
     data-parallel rank that is held here.
     """
 
@@ -78,21 +78,23 @@ class Learner:
         self._move(away=False)
         rewards = shaped_rewards(groups, self.config)
         mini_batches = self._divide(groups, rewards)
-        mine = Division(self.policy, [m.documents for m in mini_batches])
-        packed = agreed(self._comm, mine.packed)
+        partition = Partition(self.policy, [m.documents for m in mini_batches])
+        packed = agreed(self._comm, partition.packed)
         with self.timers.phase("log_probs"):
-            shares = self._with_log_probs(packed)
-        judged = self._judged(mine, packed, mini_batches)
-        values = judged.values(mine) if judged else []
+            shards = self._with_log_probs(packed)
+        critic_shards = self._evaluate_critic(partition, packed, mini_batches)
+        values = critic_shards.values(partition) if critic_shards else []
         credit = self.credit.assign(
-            shares, [[d.where for d in share] for share in mine.shares], rewards, values
+            shards, [[d.index for d in shard] for shard in partition.shards], rewards, values
         )
         figures = credit.figures | (
-            self._teach_critic(judged, mine, credit.returns, mini_batches) if judged else {}
+            self._teach_critic(critic_shards, partition, credit.returns, mini_batches)
+            if critic_shards
+            else {}
         )
-        shares, corrected = self._corrected(self._with_weights(shares, credit.advantages))
+        shards, corrected = self._corrected(self._with_weights(shards, credit.advantages))
         with self.timers.phase("train"):
-            figures |= corrected | self._update(mini_batches, mine.by_mini_batch(shares))
+            figures |= corrected | self._update(mini_batches, partition.by_mini_batch(shards))
         self.rest()
         return figures
 
@@ -161,102 +163,104 @@ class Learner:
         known = self.credit.before(rewards) if skip else torch.ones_like(rewards)
         documents = [
             _document(
-                g, i, group, answer, self.config.algorithm.overlong.filter, self.oldest_version
+                g, i, group, completion, self.config.algorithm.overlong.filter, self.oldest_version
             )
             for g, group in enumerate(groups)
-            for i, answer in enumerate(group.answers)
+            for i, completion in enumerate(group.completions)
         ]
         count = min(self.config.algorithm.mini_batches, len(groups))
         mini_batches: list[_MiniBatch] = []
         for k in range(count):
             chosen = [d for d in documents if d.group * count // len(groups) == k]
-            live = [d for d in chosen if d.counted and known[d.where] != 0]
+            live = [d for d in chosen if d.counted and known[d.index] != 0]
             counts = [d.counted for d in chosen]
             whole = denominator(self.config.algorithm.aggregation, counts, self._aggregation_length)
             tokens = sum(d.counted for d in live)
             mini_batches.append(_MiniBatch(denominator=whole, tokens=tokens, documents=live))
         return mini_batches
 
-    def _with_log_probs(self, shares: Sequence[Batch]) -> list[Batch]:
+    def _with_log_probs(self, shards: Sequence[Batch]) -> list[Batch]:
         """``old_log_probs`` and ``ref_log_probs``, where something reads them."""
         extra: dict[str, list[torch.Tensor]] = {}
         if self.config.algorithm.old_log_probs == "rollout":
-            extra["old_log_probs"] = [s["rollout_log_probs"] for s in shares]
+            extra["old_log_probs"] = [s["rollout_log_probs"] for s in shards]
         elif self._engine_knows:
-            outputs = self.policy.infer(shares, temperature=self.temperature)
+            outputs = self.policy.infer(shards, temperature=self.temperature)
             extra["old_log_probs"] = [log_probs_of(o) for o in outputs]
         if self.reference is not None:
-            extra["ref_log_probs"] = self.reference.log_probs(shares, self.temperature)
-        return self._with_fields(shares, **extra)
+            extra["ref_log_probs"] = self.reference.log_probs(shards, self.temperature)
+        return self._with_fields(shards, **extra)
 
-    def _with_fields(self, shares: Sequence[Batch], **extra: Sequence[torch.Tensor]) -> list[Batch]:
-        """Each share with its own tensor of each field; one that is not finite on any rank ends the step on all."""
+    def _with_fields(self, shards: Sequence[Batch], **extra: Sequence[torch.Tensor]) -> list[Batch]:
+        """Each shard with its own tensor of each field; one that is not finite on any rank ends the step on all."""
         return agreed(
             self._comm,
             lambda: [
-                share.with_fields(**{name: values[k] for name, values in extra.items()})
-                for k, share in enumerate(shares)
+                shard.with_fields(**{name: values[k] for name, values in extra.items()})
+                for k, shard in enumerate(shards)
             ],
         )
 
-    def _judged(
-        self, mine: Division, packed: Sequence[Batch], mini_batches: Sequence[_MiniBatch]
-    ) -> Judged | None:
-        """The critic's values, of its own shares: the policy's where both engines divide alike."""
+    def _evaluate_critic(
+        self, partition: Partition, packed: Sequence[Batch], mini_batches: Sequence[_MiniBatch]
+    ) -> CriticShards | None:
+        """The critic's values, of its own shards: the policy's where both engines divide alike."""
         if self.critic is None:
             return None
-        division, critic = mine, self.critic
-        if critic.apart:
-            division = Division(critic.engines, [m.documents for m in mini_batches])
-            packed = agreed(self._comm, division.packed)
+        if self.critic.apart:
+            partition = Partition(self.critic.engines, [m.documents for m in mini_batches])
+            packed = agreed(self._comm, partition.packed)
         with self.timers.phase("values"):
-            return Judged(
-                division=division, shares=self._with_fields(packed, values=critic.values(packed))
+            values = self.critic.values(packed)
+            return CriticShards(
+                partition=partition, shards=self._with_fields(packed, values=values)
             )
 
     def _with_weights(
-        self, shares: Sequence[Batch], advantages: Sequence[torch.Tensor]
+        self, shards: Sequence[Batch], advantages: Sequence[torch.Tensor]
     ) -> list[Batch]:
         mode = self.config.algorithm.aggregation
-        weights = [token_weights(share["mask"], share.cu_seqlens, mode) for share in shares]
-        return self._with_fields(shares, loss_weight=weights, advantages=advantages)
+        weights = [token_weights(shard["mask"], shard.cu_seqlens, mode) for shard in shards]
+        return self._with_fields(shards, loss_weight=weights, advantages=advantages)
 
-    def _corrected(self, shares: Sequence[Batch]) -> tuple[list[Batch], dict[str, float]]:
-        """The shares with the rollout corrected, and ``mismatch/…`` and ``correction/…``; where the engine's log-probs are known.
+    def _corrected(self, shards: Sequence[Batch]) -> tuple[list[Batch], dict[str, float]]:
+        """The shards with the rollout corrected, and ``mismatch/…`` and ``correction/…``; where the engine's log-probs are known.
 
         The denominator stays that of all counted tokens: a rejected token is a zero in the mean, not left out of it.
         """
         if not self._engine_knows:
-            return list(shares), {}
+            return list(shards), {}
         section = self.config.algorithm.correction
-        results = [_correct(share, section) for share in shares]
+        results = [_correct(shard, section) for shard in shards]
         rows = self.policy.gather([(sums, largest) for _, sums, largest in results])
         totals = {name: math.fsum(sums[name] for sums, _ in rows) for name in rows[0][0]}
         figures = mismatch_figures(totals, [largest for _, largest in rows]) | correction_figures(
             totals, section
         )
-        return [share for share, _, _ in results], figures
+        return [shard for shard, _, _ in results], figures
 
     # --- the updates ----------------------------------------------------------------------------
 
     def _teach_critic(
         self,
-        judged: Judged,
-        mine: Division,
+        critic_shards: CriticShards,
+        partition: Partition,
         returns: Sequence[torch.Tensor],
         mini_batches: Sequence[_MiniBatch],
     ) -> dict[str, float]:
         assert self.critic is not None
         with self.timers.phase("critic"):
-            shares = self._with_fields(judged.shares, returns=mine.moved(returns, judged.division))
-            parts = judged.division.by_mini_batch(shares)
+            shards = self._with_fields(
+                critic_shards.shards, returns=partition.moved(returns, critic_shards.partition)
+            )
+            parts = critic_shards.partition.by_mini_batch(shards)
             updates = [(part, mini.tokens) for part, mini in zip(parts, mini_batches, strict=True)]
             return self.critic.learn(updates * self.critic.section.epochs)
 
     def _update(
         self, mini_batches: Sequence[_MiniBatch], parts: Sequence[Sequence[Batch]]
     ) -> dict[str, float]:
-        """``parts``: of each mini-batch, one a share."""
+        """``parts``: of each mini-batch, one a shard."""
         trained: list[Trained] = []
         # Only before the first update are the weights those of the rollout.
         section = self.config.algorithm.correction
@@ -281,15 +285,15 @@ class Learner:
         return figures
 
 
-def _correct(share: Batch, section: CorrectionSection) -> tuple[Batch, dict[str, float], float]:
-    """A share with its rollout corrected, its sums for the figures, and the largest |Δ|."""
-    engine, rollout = share["old_log_probs"], share["rollout_log_probs"]
-    given = ratios(engine, rollout, share["mask"], share.cu_seqlens)
+def _correct(shard: Batch, section: CorrectionSection) -> tuple[Batch, dict[str, float], float]:
+    """A shard with its rollout corrected, its sums for the figures, and the largest |Δ|."""
+    engine, rollout = shard["old_log_probs"], shard["rollout_log_probs"]
+    given = ratios(engine, rollout, shard["mask"], shard.cu_seqlens)
     sums = mismatch_sums(given, engine, rollout)
     if section.enabled:
-        share, corrected = apply(share, given, section)
+        shard, corrected = apply(shard, given, section)
         sums |= corrected
-    return share, {name: float(value) for name, value in sums.items()}, largest_of(given)
+    return shard, {name: float(value) for name, value in sums.items()}, largest_of(given)
 
 
 def policy_loss(algorithm: AlgorithmSection) -> PolicyLoss:
@@ -313,22 +317,29 @@ def policy_loss(algorithm: AlgorithmSection) -> PolicyLoss:
 
 
 def _document(
-    row: int, place: int, group: Group, answer: Answer, drop_cut: bool, oldest: int
-) -> Document:
+    row: int,
+    index_in_group: int,
+    group: Group,
+    completion: ScoredCompletion,
+    drop_cut: bool,
+    oldest: int,
+) -> TrainingDocument:
     before = [0.0] * len(group.prompt.tokens)
-    # DAPO's overlong filter: the end of an answer that was cut has not been judged, so that none of it counts.
+    # DAPO's overlong filter: the end of an answer that was cut has not been scored, so that none of it counts.
     own = (
-        [1.0] * len(answer.tokens) if answer.loss_weights is None else answer.loss_weights
+        [1.0] * len(completion.tokens)
+        if completion.loss_weights is None
+        else completion.loss_weights
     )  # a tool's carry no loss
-    counts = [0.0 if drop_cut and not answer.finished else weight for weight in own]
-    if any(stale := is_stale(answer, oldest)):
+    counts = [0.0 if drop_cut and not completion.finished else weight for weight in own]
+    if any(stale := is_stale(completion, oldest)):
         counts = [0.0 if old else count for old, count in zip(stale, counts, strict=True)]
-    return Document(
+    return TrainingDocument(
         group=row,
-        place=place,
-        tokens=[*group.prompt.tokens, *answer.tokens],
+        index_in_group=index_in_group,
+        tokens=[*group.prompt.tokens, *completion.tokens],
         mask=before + counts,
-        rollout_log_probs=before + answer.log_probs,
+        rollout_log_probs=before + completion.log_probs,
     )
 
 

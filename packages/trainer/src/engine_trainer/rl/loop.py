@@ -143,5 +143,7 @@ def _speed(run: Run, experience: Experience, trained: float, speed: Throughput |
     updates = run.timers.spent("train")
     seconds = updates + run.timers.spent("log_probs")
     figures = {"perf/trained_tokens_per_s": trained / seconds if seconds else 0.0}
-    lengths = [len(g.prompt.tokens) + len(a.tokens) for g in experience.groups for a in g.answers]
+    lengths = [
+        len(g.prompt.tokens) + len(a.tokens) for g in experience.groups for a in g.completions
+    ]
     return figures | (speed.of_updates(lengths, trained, updates) if speed else {})

@@ -31,17 +31,17 @@ class Reference:
         """The second engine, where there is one."""
         return None if self._adapter else self._engines
 
-    def log_probs(self, shares: Sequence[Batch], temperature: float) -> list[torch.Tensor]:
-        """``[T]`` float32 of each share that is held."""
-        return [log_probs_of(o) for o in self._infer(shares, temperature)]
+    def log_probs(self, shards: Sequence[Batch], temperature: float) -> list[torch.Tensor]:
+        """``[T]`` float32 of each shard that is held."""
+        return [log_probs_of(o) for o in self._infer(shards, temperature)]
 
     def outputs(self, batch: Batch) -> TokenOutputs:
-        """Of this rank's own share, at temperature 1; for a loop that every rank runs."""
+        """Of this rank's own shard, at temperature 1; for a loop that every rank runs."""
         (outputs,) = self._infer([batch], 1.0)
         return outputs
 
-    def _infer(self, shares: Sequence[Batch], temperature: float) -> list[TokenOutputs]:
-        return self._engines.infer(shares, temperature=temperature, adapter=not self._adapter)
+    def _infer(self, shards: Sequence[Batch], temperature: float) -> list[TokenOutputs]:
+        return self._engines.infer(shards, temperature=temperature, adapter=not self._adapter)
 
     def close(self) -> None:
         """Close the second engine, where there is one."""

@@ -267,7 +267,7 @@ class Run:
             write_report(self.folder)
         return Outcome(folder=self.folder, step=step, total_steps=self.total_steps)
 
-    def share(self, documents: Sequence[Mapping[str, Any]]) -> Batch:
+    def pack_local(self, documents: Sequence[Mapping[str, Any]]) -> Batch:
         """This data-parallel rank's part of ``documents`` (the same list on all ranks), packed.
 
         Each document is a mapping as ``Batch.pack`` takes it; the parts have about equal numbers of tokens.

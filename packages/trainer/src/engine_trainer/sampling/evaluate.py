@@ -115,8 +115,8 @@ def evaluate_model(config: RLConfig) -> Metrics:
 
 def summary(groups: Sequence[Group]) -> Metrics:
     """What ``Evaluator.measure`` says of one set."""
-    answers = [answer for group in groups for answer in group.answers]
-    by_problem = [fmean(a.score.correct for a in group.answers) for group in groups]
+    answers = [answer for group in groups for answer in group.completions]
+    by_problem = [fmean(a.score.correct for a in group.completions) for group in groups]
     mean = fmean(by_problem)
     variance = math.fsum((x - mean) ** 2 for x in by_problem) / max(1, len(by_problem) - 1)
     wrong = failure_figures([a.score for a in answers])
@@ -130,7 +130,10 @@ def summary(groups: Sequence[Group]) -> Metrics:
         "failures": wrong["reward/failures"],
         "problems": float(len(groups)),
     } | figures_at_k(
-        [[Vote(answer=a.score.answer, correct=a.score.correct) for a in g.answers] for g in groups]
+        [
+            [Vote(answer=a.score.answer, correct=a.score.correct) for a in g.completions]
+            for g in groups
+        ]
     )
 
 
@@ -159,7 +162,7 @@ def _row(index: int, group: Group) -> dict[str, Any]:
             "tokens": len(a.tokens),
             "finished": a.finished,
         }
-        for a in group.answers
+        for a in group.completions
     ]
     return {
         "problem": index,

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping
 
 from engine_trainer.agent import AgentError
 from engine_trainer.config.sections import AgentSection, RewardSection
-from engine_trainer.placement.replica import Answer, Group, sample_of
+from engine_trainer.placement.replica import Group, ScoredCompletion, sample_of
 from engine_trainer.rewards import RewardError
 
 
@@ -40,19 +40,23 @@ class Failures:
     def count(self, groups: Iterable[Group]) -> None:
         """Add what failed in new answers. Raises ``AgentError``, ``RewardError``: one failure too many."""
         for group in groups:
-            for answer in group.answers:
-                self._count(group, answer)
+            for completion in group.completions:
+                self._count(group, completion)
 
-    def _count(self, group: Group, answer: Answer) -> None:
-        if answer.problem:
+    def _count(self, group: Group, completion: ScoredCompletion) -> None:
+        if completion.problem:
             self.agents += 1
             if self.agents > self._most_agents:
                 raise AgentError.failed(
-                    answer.problem, group.prompt, self.agents, self._most_agents
+                    completion.problem, group.prompt, self.agents, self._most_agents
                 )
-        for name, problem in zip(answer.score.failed, answer.score.problems, strict=True):
+        for name, problem in zip(completion.score.failed, completion.score.problems, strict=True):
             self.rewards += 1
             if self.rewards > self._most_rewards:
                 raise RewardError.failed(
-                    name, sample_of(group.prompt, answer), problem, self.rewards, self._most_rewards
+                    name,
+                    sample_of(group.prompt, completion),
+                    problem,
+                    self.rewards,
+                    self._most_rewards,
                 )

@@ -10,12 +10,12 @@ from engine_api.rollout import SamplingParams, SyncResult
 from engine_trainer.config.sections import AgentSection, RewardSection, RolloutSection
 from engine_trainer.data import ChatTokenizer, Prompt
 from engine_trainer.placement.groups import EngineGroup, RolloutGroup
-from engine_trainer.placement.replica import Answer, Group, RolloutSpec
+from engine_trainer.placement.replica import Group, RolloutSpec, ScoredCompletion
 from engine_trainer.run.run import Run
 from engine_trainer.sampling.failure_budget import Failures
 from engine_trainer.telemetry.logs import Timers
 
-__all__ = ["Answer", "Group", "Sampler"]
+__all__ = ["Group", "Sampler", "ScoredCompletion"]
 
 
 class Sampler:
@@ -105,14 +105,16 @@ class Sampler:
         Raises ``RolloutError``, ``RewardError``; ``RankFailure`` on the other ranks.
         """
         places = by_replica(prompts, self.rollouts.size)
-        shares = [[prompts[i] for i in places[replica]] for replica in self.rollouts.held]
-        found = self.rollouts.answer(shares, self.sampling(n=n, temperature=temperature, seed=seed))
+        shares = [[prompts[i] for i in places[replica]] for replica in self.rollouts.local_replicas]
+        found = self.rollouts.generate_and_score(
+            shares, self.sampling(n=n, temperature=temperature, seed=seed)
+        )
         answers = {
             i: one
             for own, given in zip(places, found, strict=True)
             for i, one in zip(own, given, strict=True)
         }
-        return [Group(prompt=prompt, answers=answers[i]) for i, prompt in enumerate(prompts)]
+        return [Group(prompt=prompt, completions=answers[i]) for i, prompt in enumerate(prompts)]
 
     def sampling(self, *, n: int, temperature: float, seed: int) -> SamplingParams:
         """With what the configuration says of the rest."""

@@ -18,7 +18,7 @@ from engine_api.rollout import SamplingParams
 from engine_trainer.agent import AgentError, AgentLoop, Trajectory
 from engine_trainer.agent.generators import Sliced
 from engine_trainer.data import Prompt
-from engine_trainer.placement.replica import Answer, Replica
+from engine_trainer.placement.replica import Replica, ScoredCompletion
 from engine_trainer.utils.threads import event_loop
 
 FAREWELL_S = 2.0  # for functions to let go when they are cancelled
@@ -58,7 +58,7 @@ class Conversing:
 
     def advance(
         self, new: Sequence[tuple[int, Prompt]], seed: int
-    ) -> list[tuple[int, list[Answer]]]:
+    ) -> list[tuple[int, list[ScoredCompletion]]]:
         """One slice of every turn that is asked for; the groups that are complete, judged, by key.
 
         It waits for no tool: where nobody asks it returns soon, that weights may come.
@@ -75,7 +75,7 @@ class Conversing:
         self._groups = [group for group in self._groups if not ended[id(group)]]
         with self._replica.timers.phase("reward"):
             return [
-                (g.key, self._replica.judge_trajectories([(g.prompt, f.result()) for f in g.said]))
+                (g.key, self._replica.score_trajectories([(g.prompt, f.result()) for f in g.said]))
                 for g in done
             ]
 

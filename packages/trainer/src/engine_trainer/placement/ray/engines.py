@@ -1,4 +1,4 @@
-"""The engine's ranks as actors. See ``EngineGroup``: a controller holds all shares, and each worker gets its own."""
+"""The engine's ranks as actors. See ``EngineGroup``: a controller holds all shards, and each worker gets its own."""
 
 from __future__ import annotations
 
@@ -22,16 +22,18 @@ class RayEngines:
 
     Args:
         number: which of the workers' engines.
-        topologies: of every rank, as the engine reports it: who gets which share, and whose answer is collected.
+        topologies: of every rank, as the engine reports it: who gets which shard, and whose answer is collected.
     """
 
     def __init__(self, pool: Pool, number: int, topologies: Sequence[Topology]) -> None:
         self.pool, self._number = pool, number
         self.dp_size = topologies[0].dp_size
-        self.held: Sequence[int] = range(self.dp_size)
+        self.local_dp_ranks: Sequence[int] = range(self.dp_size)
         self._dp_ranks = [t.dp_rank for t in topologies]
         primary = {t.dp_rank: rank for rank, t in enumerate(topologies) if t.is_primary}
-        self.primary = [primary[dp_rank] for dp_rank in self.held]  # by data-parallel rank
+        self.primary = [
+            primary[dp_rank] for dp_rank in self.local_dp_ranks
+        ]  # by data-parallel rank
         self._version = 0
 
     @property
@@ -40,24 +42,24 @@ class RayEngines:
         return self._version
 
     def infer(
-        self, shares: Sequence[Batch], *, temperature: float = 1.0, adapter: bool = True
+        self, shards: Sequence[Batch], *, temperature: float = 1.0, adapter: bool = True
     ) -> list[TokenOutputs]:
         """See ``EngineGroup``."""
         # What an engine reads of them; the fields are the controller's.
-        bare = [Batch(input_ids=s.input_ids, cu_seqlens=s.cu_seqlens) for s in shares]
+        bare = [Batch(input_ids=s.input_ids, cu_seqlens=s.cu_seqlens) for s in shards]
         found = self._scatter("infer", bare, temperature, adapter)
         return [found[rank] for rank in self.primary]
 
     def train(
         self,
-        shares: Sequence[Batch],
+        shards: Sequence[Batch],
         loss: LossFn,
         *,
         denominator: float | None = None,
         temperature: float = 1.0,
     ) -> Trained:
         """See ``EngineGroup``."""
-        result: Trained = self._scatter("train", shares, loss, denominator, temperature)[
+        result: Trained = self._scatter("train", shards, loss, denominator, temperature)[
             0
         ]  # the same on all ranks
         self._version = result.output.weight_version
@@ -98,9 +100,9 @@ class RayEngines:
         """A worker's method of this engine on every rank."""
         return self.pool.call_all(method, self._number, *arguments)
 
-    def _scatter(self, method: str, shares: Sequence[Batch], *arguments: Any) -> list[Any]:
-        """Each data-parallel rank's share, put into the object store once, to its ranks alone."""
-        references = [ray.put(share) for share in shares]
+    def _scatter(self, method: str, shards: Sequence[Batch], *arguments: Any) -> list[Any]:
+        """Each data-parallel rank's shard, put into the object store once, to its ranks alone."""
+        references = [ray.put(shard) for shard in shards]
         calls = [
             self.pool.start(rank, method, self._number, references[dp_rank], *arguments)
             for rank, dp_rank in enumerate(self._dp_ranks)

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, replace
 from engine_api.rollout import Completion, SamplingParams
 from engine_trainer.agent.generators import ABORTS, nothing_said
 from engine_trainer.data import Prompt
-from engine_trainer.placement.replica import Answer, Replica
+from engine_trainer.placement.replica import Replica, ScoredCompletion
 
 
 @dataclass(kw_only=True)
@@ -39,7 +39,7 @@ class Continuing:
 
     def advance(
         self, new: Sequence[tuple[int, Prompt]], seed: int
-    ) -> list[tuple[int, list[Answer]]]:
+    ) -> list[tuple[int, list[ScoredCompletion]]]:
         """One slice of everything, ``new`` groups included; the groups that are complete, judged, by key.
 
         Raises ``RolloutError``, ``RewardError``.
@@ -60,7 +60,7 @@ class Continuing:
                 raise nothing_said(task.empty)
         with self._replica.timers.phase("reward"):
             return [
-                (t.key, self._replica.judge([t.prompt] * len(t.completions), t.completions))
+                (t.key, self._replica.score([t.prompt] * len(t.completions), t.completions))
                 for t in done
             ]
 

@@ -9,7 +9,7 @@ from engine_api.rollout import SamplingParams, SyncResult
 from engine_trainer.data import Prompt
 from engine_trainer.placement.ray.calls import Pool, Reply
 from engine_trainer.placement.ray.engines import RayEngines
-from engine_trainer.placement.replica import Answer
+from engine_trainer.placement.replica import ScoredCompletion
 from engine_trainer.telemetry.logs import Timers
 
 
@@ -24,7 +24,7 @@ class Colocated:
     def __init__(self, policy: RayEngines, timers: Timers) -> None:
         self._pool, self._timers = policy.pool, timers
         self.size = len(policy.pool)
-        self.held: Sequence[int] = range(self.size)
+        self.local_replicas: Sequence[int] = range(self.size)
 
     def sync(self) -> list[SyncResult]:
         """See ``RolloutGroup``."""
@@ -39,15 +39,15 @@ class Colocated:
         """See ``RolloutGroup``."""
         self._pool.call_all("sleep")
 
-    def answer(
-        self, shares: Sequence[Sequence[Prompt]], sampling: SamplingParams
-    ) -> list[list[list[Answer]]]:
+    def generate_and_score(
+        self, prompts: Sequence[Sequence[Prompt]], sampling: SamplingParams
+    ) -> list[list[list[ScoredCompletion]]]:
         """See ``RolloutGroup``."""
         calls = [
-            self._pool.start(rank, "answer", list(share), sampling)
-            for rank, share in enumerate(shares)
+            self._pool.start(rank, "generate_and_score", list(own), sampling)
+            for rank, own in enumerate(prompts)
         ]
-        return _answers(self._pool.finish(calls), self._timers)
+        return _scored_completions(self._pool.finish(calls), self._timers)
 
     def close(self) -> None:
         """See ``RolloutGroup``."""
@@ -60,13 +60,15 @@ class Separate:
     def __init__(self, pool: Pool, policy: RayEngines, timers: Timers) -> None:
         self.pool, self._policy, self._timers = pool, policy, timers
         self.size = len(pool)
-        self.held: Sequence[int] = range(self.size)
+        self.local_replicas: Sequence[int] = range(self.size)
 
     def sync(self) -> list[SyncResult]:
         """See ``RolloutGroup``."""
         engines, version = self._policy.pool, self._policy.weight_version
         address = engines.finish([engines.start(0, "wire_address", version)])[0].value
-        received = [self.pool.start(rank, "receive", address, rank, version) for rank in self.held]
+        received = [
+            self.pool.start(rank, "receive", address, rank, version) for rank in self.local_replicas
+        ]
         values = [
             reply.value for reply in self.pool.finish([*received, *engines.start_all("send")])
         ]
@@ -83,22 +85,24 @@ class Separate:
         """Prepare for ``advance``, see ``Continuing``."""
         self.pool.call_all("continuing", sampling, slice_tokens)
 
-    def answer(
-        self, shares: Sequence[Sequence[Prompt]], sampling: SamplingParams
-    ) -> list[list[list[Answer]]]:
+    def generate_and_score(
+        self, prompts: Sequence[Sequence[Prompt]], sampling: SamplingParams
+    ) -> list[list[list[ScoredCompletion]]]:
         """See ``RolloutGroup``."""
         calls = [
-            self.pool.start(rank, "answer", list(share), sampling)
-            for rank, share in enumerate(shares)
+            self.pool.start(rank, "generate_and_score", list(own), sampling)
+            for rank, own in enumerate(prompts)
         ]
-        return _answers(self.pool.finish(calls), self._timers)
+        return _scored_completions(self.pool.finish(calls), self._timers)
 
     def close(self) -> None:
         """See ``RolloutGroup``."""
         self.pool.call_all("close_rollout")
 
 
-def _answers(replies: Sequence[Reply], timers: Timers) -> list[list[list[Answer]]]:
+def _scored_completions(
+    replies: Sequence[Reply], timers: Timers
+) -> list[list[list[ScoredCompletion]]]:
     for phase in ("generate", "reward"):
         timers.add(phase, max(reply.phases.get(phase, 0.0) for reply in replies))
     return [reply.value for reply in replies]

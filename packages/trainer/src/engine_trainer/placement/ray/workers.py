@@ -26,7 +26,7 @@ from engine_trainer.placement.ray import channel
 from engine_trainer.placement.ray.actor import Worker, address
 from engine_trainer.placement.ray.agent_rollouts import Conversing
 from engine_trainer.placement.ray.partial_rollouts import Continuing
-from engine_trainer.placement.replica import Answer, Replica, RolloutSpec
+from engine_trainer.placement.replica import Replica, RolloutSpec, ScoredCompletion
 from engine_trainer.placement.spmd import Spmd, SpmdEngines, SpmdRollouts
 
 
@@ -165,10 +165,12 @@ class EngineWorker(Worker):
         assert self._rollouts is not None
         self._rollouts.sleep()
 
-    def answer(self, prompts: Sequence[Prompt], sampling: SamplingParams) -> list[list[Answer]]:
+    def generate_and_score(
+        self, prompts: Sequence[Prompt], sampling: SamplingParams
+    ) -> list[list[ScoredCompletion]]:
         """This replica's answers; alone."""
         assert self._rollouts is not None
-        return self._rollouts.replica.answer(prompts, sampling)
+        return self._rollouts.replica.generate_and_score(prompts, sampling)
 
     def close_rollout(self) -> None:
         """See ``RolloutGroup.close``."""
@@ -251,9 +253,11 @@ class RolloutWorker(Worker):
         """See ``RolloutGroup.sleep``."""
         self.replica.rollout.sleep()
 
-    def answer(self, prompts: Sequence[Prompt], sampling: SamplingParams) -> list[list[Answer]]:
-        """See ``Replica.answer``."""
-        return self.replica.answer(prompts, sampling)
+    def generate_and_score(
+        self, prompts: Sequence[Prompt], sampling: SamplingParams
+    ) -> list[list[ScoredCompletion]]:
+        """See ``Replica.generate_and_score``."""
+        return self.replica.generate_and_score(prompts, sampling)
 
     def continuing(self, sampling: SamplingParams, slice_tokens: int) -> None:
         """Prepare for ``advance``."""
@@ -266,7 +270,7 @@ class RolloutWorker(Worker):
 
     def advance(
         self, new: Sequence[tuple[int, Prompt]], seed: int
-    ) -> list[tuple[int, list[Answer]]]:
+    ) -> list[tuple[int, list[ScoredCompletion]]]:
         """See ``Continuing.advance``."""
         assert self._under_way is not None
         return self._under_way.advance(new, seed)

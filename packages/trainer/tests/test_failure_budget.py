@@ -11,7 +11,7 @@ from engine_trainer.config import SFTConfig
 from engine_trainer.config.loading import from_tree
 from engine_trainer.config.sections import AgentSection, RewardSection
 from engine_trainer.data import Prompt
-from engine_trainer.placement.replica import Answer, Group
+from engine_trainer.placement.replica import Group, ScoredCompletion
 from engine_trainer.rewards import RewardError, Score, register
 from engine_trainer.rl.learner import Learner
 from engine_trainer.rl.loop import train_rl
@@ -104,13 +104,13 @@ def test_evaluations_of_sft_count_over_a_resume_too(sums_model, tmp_path):
         train_sft(from_tree(SFTConfig, here))
 
 
-def group(*answers: Answer) -> Group:
+def group(*answers: ScoredCompletion) -> Group:
     return Group(
-        prompt=Prompt(tokens=[6], rendered="6", text="6", answer=None), answers=list(answers)
+        prompt=Prompt(tokens=[6], rendered="6", text="6", answer=None), completions=list(answers)
     )
 
 
-def failed(*names: str, problem: str = "") -> Answer:
+def failed(*names: str, problem: str = "") -> ScoredCompletion:
     score = Score(
         total=0.0,
         parts={},
@@ -118,7 +118,7 @@ def failed(*names: str, problem: str = "") -> Answer:
         failed=names,
         problems=tuple(f"{name} raised" for name in names),
     )
-    return Answer(
+    return ScoredCompletion(
         tokens=[5], log_probs=[-1.0], text="7", finished=True, score=score, problem=problem
     )
 

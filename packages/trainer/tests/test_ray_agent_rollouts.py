@@ -19,7 +19,7 @@ from engine_api.rollout import SamplingParams
 from engine_trainer.agent import AgentError, AgentLoop
 from engine_trainer.config.sections import AgentSection, DataSection
 from engine_trainer.data import Prompt, load_tokenizer
-from engine_trainer.placement.replica import Answer, Replica
+from engine_trainer.placement.replica import Replica, ScoredCompletion
 from engine_trainer.rewards import Score
 from engine_trainer.telemetry.logs import Timers
 
@@ -133,7 +133,9 @@ def prompts(*tokens: list[int], text: str = "") -> list[tuple[int, Prompt]]:
     ]
 
 
-def run(conversing: Conversing, new, between=lambda count: None) -> dict[int, list[Answer]]:
+def run(
+    conversing: Conversing, new, between=lambda count: None
+) -> dict[int, list[ScoredCompletion]]:
     found = dict(conversing.advance(new, seed=1))
     for count in range(1, 200):
         if len(found) == len(new):
@@ -150,7 +152,7 @@ GIVEN = [6, 2, 7, 3], [8, 2, 9, 3, 4], [10]
 def test_slices_add_up_to_what_whole_turns_say(replica_of, size):
     conversing, replica, _ = replica_of("ask_twice", size)
     given = prompts(*GIVEN)
-    whole = replica.answer(
+    whole = replica.generate_and_score(
         [p for _, p in given], SamplingParams(n=1, max_new_tokens=12, temperature=0.0)
     )
     found = run(conversing, given)
@@ -220,7 +222,7 @@ def test_a_tool_holds_neither_the_other_conversations_nor_a_sync(replica_of, tmp
     conversing, replica, weights = replica_of("slow_tool", 2)
     slow = [(1, Prompt(tokens=[6], rendered="", text="slow", answer=None))]
     (quick,) = prompts([7])
-    found: dict[int, list[Answer]] = {}
+    found: dict[int, list[ScoredCompletion]] = {}
     new, count = [*slow, quick], 0
     while 1 not in found:
         found |= dict(conversing.advance(new, count))  # it returns, though the tool does not

@@ -7,13 +7,17 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from engine_trainer.rl.partition import Division, Document
+from engine_trainer.rl.partition import Partition, TrainingDocument
 
 
-def document(group: int, place: int, length: int) -> Document:
+def document(group: int, index_in_group: int, length: int) -> TrainingDocument:
     ones = [1.0] * length
-    return Document(
-        group=group, place=place, tokens=list(range(length)), mask=ones, rollout_log_probs=ones
+    return TrainingDocument(
+        group=group,
+        index_in_group=index_in_group,
+        tokens=list(range(length)),
+        mask=ones,
+        rollout_log_probs=ones,
     )
 
 
@@ -22,33 +26,36 @@ MINI_BATCHES = [
     [],
     [document(1, i, 9 - 2 * i) for i in range(3)],
 ]
-WHOLE = {d.where: torch.randn(len(d.tokens)) for mini in MINI_BATCHES for d in mini}
+WHOLE = {d.index: torch.randn(len(d.tokens)) for mini in MINI_BATCHES for d in mini}
 
 
 def engines(size: int, held: list[int] | None = None) -> SimpleNamespace:
-    """Those of a controller, which holds all shares, or of a process that holds one and hears the others'."""
+    """Those of a controller, which holds all shards, or of a process that holds one and hears the others'."""
 
     def gather(rows: list[torch.Tensor]) -> list[torch.Tensor]:
-        every = values(Division(engines(size), MINI_BATCHES))
-        for rank, row in zip(group.held, rows, strict=True):
+        every = values(Partition(engines(size), MINI_BATCHES))
+        for rank, row in zip(group.local_dp_ranks, rows, strict=True):
             assert torch.equal(row, every[rank])
         return every
 
     group = SimpleNamespace(
-        dp_size=size, held=list(range(size)) if held is None else held, gather=gather
+        dp_size=size, local_dp_ranks=list(range(size)) if held is None else held, gather=gather
     )
     return group
 
 
-def values(division: Division) -> list[torch.Tensor]:
+def values(partition: Partition) -> list[torch.Tensor]:
     return [
-        torch.cat([torch.zeros(0), *(WHOLE[d.where] for d in share)]) for share in division.shares
+        torch.cat([torch.zeros(0), *(WHOLE[d.index] for d in shard)]) for shard in partition.shards
     ]
 
 
 @pytest.mark.parametrize(("given", "wanted"), [(1, 1), (1, 3), (2, 1), (3, 2), (2, 9), (9, 4)])
 def test_what_each_token_has_reaches_the_rank_that_has_it(given, wanted):
-    source, target = Division(engines(given), MINI_BATCHES), Division(engines(wanted), MINI_BATCHES)
+    source, target = (
+        Partition(engines(given), MINI_BATCHES),
+        Partition(engines(wanted), MINI_BATCHES),
+    )
     moved = source.moved(values(source), target)
     for got, want in zip(moved, values(target), strict=True):
         assert torch.equal(got, want)
@@ -61,22 +68,22 @@ def test_what_each_token_has_reaches_the_rank_that_has_it(given, wanted):
 @pytest.mark.parametrize(("held", "wanted"), [([0], [1]), ([1], [2]), ([2], [0])])
 def test_of_a_process_that_holds_one_share_of_each(held, wanted):
     source, target = (
-        Division(engines(3, held), MINI_BATCHES),
-        Division(engines(4, wanted), MINI_BATCHES),
+        Partition(engines(3, held), MINI_BATCHES),
+        Partition(engines(4, wanted), MINI_BATCHES),
     )
     (moved,) = source.moved(values(source), target)
-    assert torch.equal(moved, values(Division(engines(4), MINI_BATCHES))[wanted[0]])
+    assert torch.equal(moved, values(Partition(engines(4), MINI_BATCHES))[wanted[0]])
 
 
 def test_the_same_division_moves_nothing():
-    one = Division(engines(2), MINI_BATCHES)
+    one = Partition(engines(2), MINI_BATCHES)
     given = values(one)
     assert all(a is b for a, b in zip(one.moved(given, one), given, strict=True))
 
 
 @pytest.mark.parametrize("size", [1, 2, 5])
 def test_shares_are_cut_into_mini_batches(size):
-    one = Division(engines(size), MINI_BATCHES)
+    one = Partition(engines(size), MINI_BATCHES)
     parts = one.by_mini_batch(one.packed())
     assert [sum(p.num_tokens for p in part) for part in parts] == [
         sum(len(d.tokens) for d in m) for m in MINI_BATCHES
