@@ -1,6 +1,7 @@
-"""What runs in the ranks of test_rank_failures: every call with collectives, in one of which the last rank goes away.
+"""The program of the ranks of test_rank_failures, which makes every call with collectives.
 
-``python rank_peers.py HOW CALL FOLDER``. A rank that is left prints whom it blames, and why, as JSON.
+The last rank goes away in one of the calls. Run it as ``python rank_peers.py HOW CALL FOLDER``. A
+remaining rank prints the ranks that it blames, and why, as JSON.
 """
 
 from __future__ import annotations
@@ -22,11 +23,12 @@ from engine_api import Batch, EngineConfig, EngineRegistry, ModelSource, Optimiz
 from engine_api.errors import RankFailure
 from engine_api.losses import sft_loss
 
-LATER_S = 3.0  # within which a random kill comes
+# A random kill comes within this many seconds.
+LATER_S = 3.0
 
 
 def calls_of(engine: Any, folder: Path) -> dict[str, Callable[[], object]]:
-    """Return every call with collectives, in an order in which they may come."""
+    """Return every call with collectives, by name and in a valid order."""
     saves = itertools.count()
     document = {"input_ids": [1, 2, 3, 4], "loss_weight": [0.0, 1.0, 1.0, 1.0]}
     batch = Batch.pack([document] * (1 + engine.topology.rank))
@@ -45,14 +47,17 @@ def calls_of(engine: Any, folder: Path) -> dict[str, Callable[[], object]]:
 
 
 def go_away(how: str) -> None:
-    """Be no peer any more."""
+    """End this rank by a kill or by an exception."""
     if how == "killed":
         os.kill(os.getpid(), signal.SIGKILL)
     raise MemoryError("this rank's own")
 
 
 def main(how: str, call: str, folder: Path) -> None:
-    """Go through all calls for ever; the last rank goes away instead of ``call``, or at any moment."""
+    """Repeat all calls without end.
+
+    The last rank goes away instead of ``call``, or at a random moment.
+    """
     torch.set_num_threads(1)
     config = EngineConfig(
         model=ModelSource(path=str(folder / "model"), init="random"),

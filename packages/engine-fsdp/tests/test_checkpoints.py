@@ -1,4 +1,4 @@
-"""What a checkpoint must hold for this engine to take it."""
+"""The contents that a checkpoint must have for this engine to load it."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def same(left: dict[str, torch.Tensor], right: dict[str, torch.Tensor]) -> bool:
 def edit(
     place: Path, alter: Callable[[dict[str, Any]], object], name: str = "manifest.json"
 ) -> None:
-    """Alter one of a checkpoint's JSON files, and make its checksums right again."""
+    """Alter one of a checkpoint's JSON files, and update the checksums."""
     raw = json.loads((place / name).read_text())
     alter(raw)
     (place / name).write_text(json.dumps(raw))
@@ -60,7 +60,8 @@ def edit(
     seal(place)
 
 
-ADAMW, PLAIN = OptimizerConfig(lr=1e-2), OptimizerConfig(name="torch.optim.SGD", lr=1e-2)
+ADAMW = OptimizerConfig(lr=1e-2)
+PLAIN = OptimizerConfig(name="torch.optim.SGD", lr=1e-2)
 
 
 @pytest.mark.parametrize("lacks", [f"{NORM}.step", f"{NORM}.exp_avg", f"{NORM}.", "optim."])
@@ -68,11 +69,8 @@ def test_a_checkpoint_that_lacks_optimizer_state_is_refused_by_name_and_changes_
     folder: Path, tmp_path: Path, lacks: str
 ) -> None:
     place = saved(folder, tmp_path / "step-2", ADAMW)
-    gone = [
-        key
-        for key in json.loads((place / "manifest.json").read_text())["tensors"]
-        if key.startswith(lacks)
-    ]
+    manifest = json.loads((place / "manifest.json").read_text())
+    gone = [key for key in manifest["tensors"] if key.startswith(lacks)]
     assert gone
     edit(place, lambda raw: [raw["tensors"].pop(key) for key in gone])
     engine = make(folder, ADAMW)
@@ -89,7 +87,8 @@ def test_all_but_the_optimizers_state_is_loaded_where_that_is_asked_for(
     folder: Path, tmp_path: Path
 ) -> None:
     place = saved(folder, tmp_path / "step-2", ADAMW)
-    whole, alone = make(folder, ADAMW), make(folder, ADAMW)
+    whole = make(folder, ADAMW)
+    alone = make(folder, ADAMW)
     whole.load_checkpoint(place)
     alone.train_batch(BATCH, sft_loss)
     alone.load_checkpoint(place, optimizer=False)
@@ -131,7 +130,10 @@ def test_state_is_asked_for_where_the_optimizer_keeps_some_and_has_made_a_step(
 def test_a_weight_that_has_never_had_a_gradient_needs_no_state(
     folder: Path, tmp_path: Path
 ) -> None:
-    """Parameters without a gradient are left out by torch's optimizers: an expert that no token has reached."""
+    """Torch's optimizers keep no state for a parameter without a gradient.
+
+    An example is an expert that no token has reached.
+    """
     engine = make(folder, ADAMW)
     frozen = next(entry for entry in engine.table if entry.name == "model.norm.weight").param
     clip = engine._clip_gradients
@@ -151,7 +153,7 @@ def test_a_weight_that_has_never_had_a_gradient_needs_no_state(
 
 
 def test_a_moment_of_another_shape_is_refused(folder: Path, tmp_path: Path) -> None:
-    """A scalar where a moment belongs would be installed, and fail in the step after."""
+    """A scalar in place of a moment would be installed, and would fail in the next step."""
     place = saved(folder, tmp_path / "step-2", ADAMW)
 
     def swap(raw: dict[str, Any]) -> None:
@@ -180,7 +182,8 @@ def test_generators_that_cannot_be_restored_are_found_before_a_tensor_is_install
     place = saved(folder, tmp_path / "step-2", ADAMW)
     edit(place, alter, "rank-00000.json")
     engine = make(folder, ADAMW)
-    before, drawn = state_of(engine), torch.get_rng_state()
+    before = state_of(engine)
+    drawn = torch.get_rng_state()
     with pytest.raises(CheckpointCorrupt, match="generators cannot be restored"):
         engine.load_checkpoint(place)
     assert same(state_of(engine), before)

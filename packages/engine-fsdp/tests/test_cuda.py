@@ -1,4 +1,4 @@
-"""Kernels and precision that exist on CUDA only, against float64. Skipped where there is no GPU."""
+"""Kernels and precision of CUDA against float64, skipped where there is no GPU."""
 
 from __future__ import annotations
 
@@ -30,15 +30,13 @@ PACKS = {
 
 
 def reference(q: Tensor, k: Tensor, v: Tensor, lengths: list[int]) -> Tensor:
-    """Float64 attention, one document at a time; ``[1, H, T, d]``."""
+    """Compute attention ``[1, H, T, d]`` in float64, one document at a time."""
     groups = q.shape[1] // k.shape[1]
     out = []
     for part in zip(*(x.split(lengths, dim=2) for x in (q, k, v)), strict=True):
-        query, key, value = (
-            part[0],
-            part[1].repeat_interleave(groups, 1),
-            part[2].repeat_interleave(groups, 1),
-        )
+        query = part[0]
+        key = part[1].repeat_interleave(groups, 1)
+        value = part[2].repeat_interleave(groups, 1)
         scores = query @ key.transpose(-1, -2) / math.sqrt(q.shape[-1])
         causal = torch.ones(scores.shape[-2:], dtype=torch.bool, device=q.device).tril()
         out.append(scores.masked_fill(~causal, -torch.inf).softmax(-1) @ value)
@@ -54,7 +52,8 @@ def relative(got: Tensor, want: Tensor) -> float:
 @pytest.mark.parametrize("kv_heads", [2, 8])
 @pytest.mark.filterwarnings("ignore")
 def test_attention_and_its_gradients(kernel: str, name: str, kv_heads: int) -> None:
-    lengths, device = PACKS[name], torch.device("cuda")
+    lengths = PACKS[name]
+    device = torch.device("cuda")
     torch.manual_seed(0)
     shapes = [(1, heads, sum(lengths), 128) for heads in (8, kv_heads, kv_heads)]
     leaves = [
@@ -82,7 +81,8 @@ def test_head_in_bfloat16(chunk: int, entropy: bool) -> None:
     hidden = torch.randn(1000, 256, device="cuda", dtype=torch.bfloat16, requires_grad=True)
     weight = (torch.randn(5000, 256, device="cuda") * 0.1).bfloat16().requires_grad_()
     targets = torch.randint(0, 5000, (1000,), device="cuda")
-    a, b = torch.randn(1000, device="cuda"), torch.randn(1000, device="cuda")
+    a = torch.randn(1000, device="cuda")
+    b = torch.randn(1000, device="cuda")
     exact = [x.detach().double().requires_grad_() for x in (hidden, weight)]
     log_p = ((exact[0] @ exact[1].T) / 0.7).log_softmax(-1)
     want = log_p.gather(-1, targets[:, None])[:, 0]
@@ -92,7 +92,8 @@ def test_head_in_bfloat16(chunk: int, entropy: bool) -> None:
         hidden, weight, targets, temperature=0.7, chunk=chunk, entropy=entropy
     )
     (got @ a + (got_entropy @ b if got_entropy is not None else 0.0)).backward()
-    assert float((got.double() - want).abs().max()) < 0.1  # logits of about 10 in bfloat16
+    # The logits are about 10, in bfloat16.
+    assert float((got.double() - want).abs().max()) < 0.1
     if got_entropy is not None:
         assert float((got_entropy.double() - want_entropy).abs().max()) < 0.05
     for ours, theirs in zip((hidden, weight), exact, strict=True):
@@ -134,9 +135,8 @@ def test_a_checkpoint_that_is_loaded_while_the_engine_is_away_is_trained_on(
     engine.to("cpu")
     engine.load_checkpoint(tmp_path / "one")
     moments = [v for state in engine.optimizer.state.values() for v in state.values() if v.dim()]
-    assert {value.device.type for value in moments} == {
-        "cpu"
-    }  # not on the device, which others use meanwhile
+    # Not on the device, which other programs use meanwhile.
+    assert {value.device.type for value in moments} == {"cpu"}
     engine.to("cuda")
     got = [engine.train_batch(batch, sft_loss).loss for _ in range(2)]
     engine.close()
@@ -144,7 +144,8 @@ def test_a_checkpoint_that_is_loaded_while_the_engine_is_away_is_trained_on(
 
 
 def test_what_moves_away_leaves_its_memory_to_others(tmp_path: Path) -> None:
-    size = 64 << 20  # bytes of the embedding alone, in float32
+    # Bytes of the embedding alone, in float32.
+    size = 64 << 20
     model = {
         "vocab_size": 65536,
         "hidden_size": 256,

@@ -1,4 +1,4 @@
-"""Checkpoints between engines whose weights have other dtypes."""
+"""Checkpoints between engines whose weights differ in dtype."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ BATCH = Batch.pack([{"input_ids": [1, 2, 3, 4], "loss_weight": [0.0, 1.0, 1.0, 1
 
 
 class Counts(torch.optim.SGD):
-    """Keeps a number that is no tensor: no state can be loaded into it."""
+    """An optimizer whose state holds a number that is no tensor, so that no state can be loaded."""
 
     def step(self, closure: Any = None) -> None:
         super().step(closure)
@@ -90,7 +90,8 @@ def test_weights_alone_are_loaded_beside_an_optimizer_whose_state_is_no_tensor(
 ) -> None:
     monkeypatch.setattr(torch.optim, "Counts", Counts, raising=False)
     first = make(folder, "float32", OptimizerConfig(lr=1e-2))
-    first.save_checkpoint(tmp_path / "step-0").result()  # before its first step
+    # Before its first step.
+    first.save_checkpoint(tmp_path / "step-0").result()
     first.train_batch(BATCH, sft_loss)
     first.save_checkpoint(tmp_path / "step-1").result()
     first.close()

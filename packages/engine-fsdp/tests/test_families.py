@@ -1,4 +1,4 @@
-"""What only some model families have, and what this engine would compute wrongly: refused where it cannot be right."""
+"""Features of single model families, which this engine computes correctly or refuses."""
 
 from __future__ import annotations
 
@@ -86,7 +86,10 @@ def pack(*lengths: int) -> Batch:
 
 @pytest.mark.parametrize("compute", ["float32", "bfloat16"])
 def test_a_head_with_a_bias_is_refused(tmp_path: Path, compute: Any) -> None:
-    """It was left out; the check at start sees that in float32 alone, and of a bias of zeros never."""
+    """The head's bias would be left out.
+
+    The check at the start notices that in float32 only, and never for a bias of zeros.
+    """
     folder = saved(PhiConfig(**TINY), tmp_path / "model")
     with pytest.raises(UnsupportedCapability, match="bias"):
         make(folder, precision=Precision(compute=compute))
@@ -96,7 +99,7 @@ def test_a_head_with_a_bias_is_refused(tmp_path: Path, compute: Any) -> None:
 def test_rope_that_follows_the_longest_document_of_a_pack_has_a_limit(
     tmp_path: Path, kind: str
 ) -> None:
-    """Beyond it, documents that lie beside a longer one would get its frequencies."""
+    """Beyond the limit, documents in the pack of a longer one would get its frequencies."""
     engine = make(saved(ROPE[kind], tmp_path / "model"))
     alone = engine.infer_batch(pack(6)).log_probs
     beside = engine.infer_batch(pack(6, LIMIT)).log_probs[:6]
@@ -112,11 +115,10 @@ def test_rope_that_follows_the_longest_document_of_a_pack_has_a_limit(
 def test_a_limit_of_documents_is_told_at_the_start(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, kind: str
 ) -> None:
-    """In RL documents grow: it would be met in the middle of a run."""
+    """In RL documents grow, and the limit would be met in the middle of a run."""
     make(saved(ROPE[kind], tmp_path / "model")).close()
-    (told,) = [
-        record.getMessage() for record in caplog.records if "documents" in record.getMessage()
-    ]
+    messages = [record.getMessage() for record in caplog.records]
+    (told,) = [message for message in messages if "documents" in message]
     assert f"at most {LIMIT} tokens" in told
     assert f"RoPE ({kind})" in told
 
@@ -133,19 +135,17 @@ def test_weights_that_are_stored_quantized_are_refused_whatever_config_json_says
 ) -> None:
     """Their scales would be left unread."""
     folder = Path(write_checkpoint(tmp_path / "model"))
-    stored, name = load_file(folder / "model.safetensors"), "model.layers.1.mlp.up_proj.weight"
-    save_file(
-        stored | {name: stored[name].to(dtype)},
-        folder / "model.safetensors",
-        metadata={"format": "pt"},
-    )
+    file = folder / "model.safetensors"
+    stored = load_file(file)
+    name = "model.layers.1.mlp.up_proj.weight"
+    stored[name] = stored[name].to(dtype)
+    save_file(stored, file, metadata={"format": "pt"})
     with pytest.raises(ConfigError, match=f"{name} is stored as"):
         make(folder)
 
 
-@pytest.mark.filterwarnings(
-    "ignore:DTensor random operators"
-)  # its embedding is made anew, and then read
+# The model's embedding is initialized again, and then read.
+@pytest.mark.filterwarnings("ignore:DTensor random operators")
 def test_attention_that_looks_ahead_is_refused(tmp_path: Path) -> None:
     config = Gemma3TextConfig(**TINY, head_dim=8, use_bidirectional_attention=True, pad_token_id=0)
     with pytest.raises(UnsupportedCapability, match="not causal"):
@@ -155,7 +155,10 @@ def test_attention_that_looks_ahead_is_refused(tmp_path: Path) -> None:
 def test_the_check_at_start_sees_in_bfloat16_as_well(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A bias of the head of ordinary size: many tokens differ a little, none by half of the largest score."""
+    """With a head's bias of ordinary size, many tokens differ a little.
+
+    None of them differs by half of the largest score.
+    """
     with torch.random.fork_rng():
         torch.manual_seed(0)
         lm = AutoModelForCausalLM.from_config(PhiConfig(**TINY))
@@ -168,7 +171,10 @@ def test_the_check_at_start_sees_in_bfloat16_as_well(
 
 @pytest.mark.parametrize("init", ["pretrained", "random"])
 def test_saved_tensors_that_are_no_parameters_are_refused(tmp_path: Path, init: Any) -> None:
-    """A router's correction was left at zero, in no export and in no checkpoint: tokens went to other experts."""
+    """A router's correction was left at zero, and was in no export and in no checkpoint.
+
+    Tokens went to the wrong experts.
+    """
     config = Glm4MoeConfig(
         **TINY,
         head_dim=8,
@@ -191,11 +197,12 @@ def test_saved_tensors_that_are_no_parameters_are_refused(tmp_path: Path, init: 
 
 
 def test_layers_that_mix_tokens_outside_attention_are_refused(tmp_path: Path) -> None:
-    """A short convolution reaches into the document before; the check at start sees that in float32 alone."""
+    """A short convolution reaches into the previous document.
+
+    The check at the start notices that in float32 only.
+    """
     config = Lfm2Config(**TINY, layer_types=["conv", "full_attention"], pad_token_id=0)
     with pytest.raises(UnsupportedCapability, match="layers of type conv") as caught:
         make(saved(config, tmp_path / "model"), precision=Precision(compute="bfloat16"))
-    assert (
-        "would leave that out, or they would look into the documents beside theirs"
-        in caught.value.why
-    )
+    why = "would leave that out, or they would mix tokens of different documents"
+    assert why in caught.value.why

@@ -1,4 +1,4 @@
-"""Damaged checkpoints: a typed error and nothing changed, or what was saved."""
+"""Damaged checkpoints, which are refused without a change or load as they were saved."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ MODEL = TinyModel(
     num_kv_heads=1,
     head_dim=4,
 )
-# What may stand where something else is expected.
+# Values put in the place of expected ones.
 VALUES = st.one_of(
     st.none(),
     st.booleans(),
@@ -55,9 +55,9 @@ VALUES = st.one_of(
 
 
 def look(engine: Any) -> dict[str, Any]:
-    """All that a load may change."""
+    """Return all state that a load may change."""
     state = {key: tensor.detach().clone() for key, (tensor, _) in engine.state_shards().items()}
-    name, keys, *rest = np.random.get_state()  # noqa: NPY002 - what user code draws from
+    name, keys, *rest = np.random.get_state()  # noqa: NPY002 - user code draws from it
     generators = (random.getstate(), name, keys.tolist(), rest, torch.get_rng_state())
     return {**state, "version": engine.weight_version, "generators": generators}
 
@@ -74,7 +74,7 @@ def same(left: Any, right: Any) -> bool:
 
 @dataclass
 class World:
-    """An engine that stands elsewhere than its checkpoint ``good``, and how both look."""
+    """An engine whose state differs from the good checkpoint's, and both states."""
 
     engine: Any
     folder: Path
@@ -82,7 +82,7 @@ class World:
     other: dict[str, Any]
 
     def damaged(self) -> Path:
-        """Return a copy of the good checkpoint, and put the engine where it stands elsewhere."""
+        """Copy the good checkpoint, and put the engine into the other state."""
         self.back()
         place = self.folder / "damaged"
         shutil.rmtree(place, ignore_errors=True)
@@ -91,7 +91,7 @@ class World:
         return place
 
     def load(self, place: Path) -> bool:
-        """Whether it was loaded; the error of the contract, or the test fails."""
+        """Return whether the checkpoint was loaded, and fail for errors outside of the contract."""
         try:
             self.engine.load_checkpoint(place)
         except CheckpointError as error:
@@ -101,6 +101,7 @@ class World:
         return True
 
     def back(self) -> None:
+        """Put the engine into the other state."""
         self.engine.load_checkpoint(self.folder / "step-3")
 
 
@@ -154,20 +155,20 @@ def delete(place: Path, draw: Callable[..., Any]) -> None:
 
 def swap(place: Path, draw: Callable[..., Any]) -> None:
     one, other = (draw(st.sampled_from(files_of(place))) for _ in range(2))
-    one_data, other_data = one.read_bytes(), other.read_bytes()
+    one_data = one.read_bytes()
+    other_data = other.read_bytes()
     one.write_bytes(other_data)
     other.write_bytes(one_data)
 
 
 def rename(place: Path, draw: Callable[..., Any]) -> None:
     path = draw(st.sampled_from(files_of(place)))
-    path.rename(
-        path.with_name(draw(st.sampled_from(["manifest.json", "latest", "rank-00001.json", "x"])))
-    )
+    name = draw(st.sampled_from(["manifest.json", "latest", "rank-00001.json", "x"]))
+    path.rename(path.with_name(name))
 
 
 def exchange(place: Path, draw: Callable[..., Any]) -> None:
-    """Take a file of another step; without its tensors that is never the whole of it."""
+    """Replace a file by that of another step, whose tensors are not copied."""
     name = draw(st.sampled_from(["manifest.json", "manifest.sha256", "rank-00000.json"]))
     shutil.copyfile(place.parent / "step-3" / name, place / "step-2" / name)
 
@@ -191,29 +192,25 @@ def test_a_damaged_checkpoint_is_refused_or_loads_as_it_was_saved(
         if files_of(place):
             try:
                 damage(place, data.draw)
-            except (
-                OSError,
-                ValueError,
-            ) as error:  # a second damage need not find what the first has left
+            except (OSError, ValueError) as error:
+                # The first damage may have removed what the second one needs.
                 note(repr(error))
     if world.load(place):
         assert same(look(world.engine), world.good), "it loaded as something else"
 
 
-# --- checkpoints that somebody has edited, and sealed ----------------------------------------------
+# --- checkpoints that were edited and sealed again
+# -------------------------------------------------
 
 
 def paths_in(value: Any, path: tuple[Any, ...] = ()) -> list[tuple[Any, ...]]:
-    """Where something stands in a JSON value; of long lists the first of them."""
+    """Return the paths of all parts of a JSON value, with four items of each list at most."""
     inside: list[tuple[Any, ...]] = []
     if isinstance(value, dict):
         inside = [place for key, part in value.items() for place in paths_in(part, (*path, key))]
     elif isinstance(value, list):
-        inside = [
-            place
-            for index, part in enumerate(value[:4])
-            for place in paths_in(part, (*path, index))
-        ]
+        first = enumerate(value[:4])
+        inside = [place for index, part in first for place in paths_in(part, (*path, index))]
     return [path, *inside] if path else inside
 
 
@@ -243,25 +240,23 @@ def alter(path: Path, draw: Callable[..., Any]) -> None:
 
 
 def reseal(folder: Path) -> None:
-    """Make sizes and checksums those of the files as they are."""
+    """Set the manifest's sizes and checksums to those of the current files."""
     path = folder / "manifest.json"
     raw = json.loads(path.read_text())
     listed = raw.get("files")
     for name, about in listed.items() if isinstance(listed, dict) else ():
-        if (
-            isinstance(about, dict)
-            and "\0" not in name
-            and (folder / name).is_file()
-            and (folder / name).is_relative_to(folder)
-        ):
-            data = (folder / name).read_bytes()
+        if not isinstance(about, dict) or "\0" in name:
+            continue
+        file = folder / name
+        if file.is_file() and file.is_relative_to(folder):
+            data = file.read_bytes()
             about.update(bytes=len(data), sha256=hashlib.sha256(data).hexdigest())
     path.write_text(json.dumps(raw))
     seal(folder)
 
 
 def alter_tensors(folder: Path, draw: Callable[..., Any]) -> None:
-    """Other shapes, dtypes and names in the file than in the manifest."""
+    """Save tensors with shapes, dtypes and names that differ from the manifest."""
     from safetensors.torch import load_file, save_file
 
     path = folder / "state/00000.safetensors"

@@ -1,4 +1,4 @@
-"""Fuzz model folders: whatever is in one, the engine trains with it or refuses it by a typed error."""
+"""Fuzzed model folders, which the engine trains with or refuses by a typed error."""
 
 from __future__ import annotations
 
@@ -26,7 +26,8 @@ def whole(tmp_path_factory):
     }
 
 
-@pytest.mark.filterwarnings("ignore")  # of transformers, about what it finds in a damaged file
+# transformers warns about the contents of a damaged file.
+@pytest.mark.filterwarnings("ignore")
 @fuzz(cost=4)
 @given(
     family=st.sampled_from(["qwen3", "qwen3_moe"]),

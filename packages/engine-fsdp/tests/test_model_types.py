@@ -1,4 +1,4 @@
-"""Every causal language model that transformers knows: computed as transformers computes it, or refused at the start."""
+"""Every causal language model of transformers, computed as it does or refused at the start."""
 
 from __future__ import annotations
 
@@ -14,9 +14,10 @@ from engine_api import Batch, EngineConfig, EngineRegistry, ModelSource, Optimiz
 from engine_api.errors import ConfigError, EngineError, UnsupportedCapability
 from engine_fsdp import model as model_module
 
-NEAR = 1e-4  # nats: float32 in two orders of summation
+# Largest difference in nats, for float32 sums in two orders.
+NEAR = 1e-4
 
-# Those that must not be refused; whatever else is taken must be right as well.
+# Model types that must not be refused. Any other type that is accepted must be right as well.
 _TAKEN = """
 afmoe arcee aria_text bitnet cwm deepseek_v2 diffllama ernie4_5 ernie4_5_moe exaone4 flex_olmo
 gemma gemma3_text glm glm4 gpt_neox granite granitemoe granitemoeshared helium hunyuan_v1_dense
@@ -47,15 +48,17 @@ def is_right(engine: Any, folder: Path) -> None:
     got = engine.infer_batch(batch).log_probs.double()
     assert float((got - want).abs().max()) < NEAR
     output = engine.train_batch(batch, sft_loss)
-    assert output.loss == pytest.approx(
-        -float(want.sum()) / (len(want) - len(documents())), abs=NEAR
-    )
+    trained_tokens = len(want) - len(documents())
+    assert output.loss == pytest.approx(-float(want.sum()) / trained_tokens, abs=NEAR)
     assert output.grad_norm > 0
     assert math.isfinite(output.grad_norm)
 
 
 def started(folder: Path, **overrides: Any) -> Any:
-    """Return an engine, its cure applied where the model has noise; None where the model is refused."""
+    """Return an initialized engine, or None where the model is refused.
+
+    For a model with noise, the remedy that the error names is applied.
+    """
     engine = create(folder, **overrides)
     try:
         engine.initialize()
@@ -116,7 +119,10 @@ def test_a_model_with_noise_infers(tmp_path: Path) -> None:
 
 
 def test_a_router_that_always_samples_in_training_is_refused_without_a_cure(tmp_path: Path) -> None:
-    """PhiMoE's jitter is the threshold of its inference, too: an override would make another model of it."""
+    """PhiMoE's jitter is a threshold of its inference too.
+
+    An override would change the model.
+    """
     tiny_model("phimoe").save_pretrained(tmp_path)
     for overrides in ({}, {"router_jitter_noise": 0.0}):
         with pytest.raises(ConfigError, match="sparsemixer") as caught:

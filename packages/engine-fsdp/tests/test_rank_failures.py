@@ -1,4 +1,4 @@
-"""A rank that goes away in any of the engine's calls is named by the other ones, which do not hang."""
+"""A rank that goes away in any of the engine's calls is named by other ranks, which do not hang."""
 
 from __future__ import annotations
 
@@ -34,7 +34,8 @@ ensure_process_group("cpu", 77)
 layout = build_layout(Parallelism(dp_replicate=2), "cpu")
 limit_groups(layout, "cpu", 77)
 groups = [dist.group.WORLD, *layout.mesh.get_all_groups(), layout.shard_group]
-print({group._get_backend(torch.device("cpu")).options._timeout.total_seconds() for group in groups})
+options = [group._get_backend(torch.device("cpu")).options for group in groups]
+print({option._timeout.total_seconds() for option in options})
 dist.destroy_process_group()
 """
 SAID = {"killed": "is gone (killed? out of memory?)", "raises": "MemoryError: this rank's own"}
@@ -42,7 +43,10 @@ SAID = {"killed": "is gone (killed? out of memory?)", "raises": "MemoryError: th
 
 @contextlib.contextmanager
 def ranks(world, *arguments):
-    """``world`` processes over a store of this one, as torchrun starts them; none of them outlives the block."""
+    """Start ``world`` processes over a store of this process, as torchrun does.
+
+    All of them are killed at the end of the block.
+    """
     store = serve_store("127.0.0.1", world, DEADLINE_S)
     common = {
         "WORLD_SIZE": str(world),

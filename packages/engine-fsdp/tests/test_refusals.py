@@ -55,7 +55,11 @@ def test_quantized_weights_are_not_read_without_their_scales(folder: Path) -> No
 
 @pytest.mark.parametrize("text", [None, "{", '{"model_type": "nonesuch"}', '{"model_type": "vit"}'])
 def test_a_config_that_is_of_no_use(folder: Path, text: str | None) -> None:
-    (folder / "config.json").unlink() if text is None else (folder / "config.json").write_text(text)
+    file = folder / "config.json"
+    if text is None:
+        file.unlink()
+    else:
+        file.write_text(text)
     with pytest.raises(ConfigError) as caught:
         make(folder)
     assert caught.value.field == "model.path"
@@ -74,7 +78,8 @@ def test_weights_that_are_not_finite_are_named(folder: Path) -> None:
 
 @pytest.mark.parametrize("damage", ["truncated", "missing", "index"])
 def test_damage_behind_an_index(folder: Path, damage: str) -> None:
-    file, index = folder / "model.safetensors", folder / "model.safetensors.index.json"
+    file = folder / "model.safetensors"
+    index = folder / "model.safetensors.index.json"
     index.write_text(json.dumps({"weight_map": dict.fromkeys(load_file(file), file.name)}))
     if damage == "missing":
         file.unlink()
@@ -126,9 +131,8 @@ def test_the_state_of_another_optimizer_is_refused(folder: Path, tmp_path: Path)
 def test_inference_that_fails_leaves_no_gathered_weights(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    engine = make(
-        folder, precision=Precision(compute="bfloat16")
-    )  # one rank in one dtype has no FSDP
+    # In a single dtype one rank would not be wrapped in FSDP.
+    engine = make(folder, precision=Precision(compute="bfloat16"))
 
     def fail(*_: Any, **__: Any) -> None:
         engine.module.unshard()

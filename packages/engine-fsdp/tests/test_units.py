@@ -1,4 +1,4 @@
-"""Pieces without an engine: the chunked head, attention over packs, layouts, and reading a folder."""
+"""The chunked head, attention over packs, layouts and the reader of folders, without an engine."""
 
 from __future__ import annotations
 
@@ -20,7 +20,9 @@ from engine_fsdp.attention import build_packing, check_heads, choose_kernel, pac
 from engine_fsdp.head import chunked_log_probs
 from engine_fsdp.weights import first_row, weight_files
 
-TOKENS, HIDDEN, VOCABULARY = 13, 6, 17
+TOKENS = 13
+HIDDEN = 6
+VOCABULARY = 17
 
 
 def head_inputs(dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
@@ -50,7 +52,8 @@ def test_chunked_head_equals_autograd(chunk: int, temperature: float) -> None:
     want = plain_head(exact_hidden, exact_weight, targets, temperature)
     for got, exact in zip((log_probs, entropy), want, strict=True):
         torch.testing.assert_close(got.double(), exact, atol=3e-6, rtol=0)
-    a, b = torch.linspace(-1, 2, TOKENS), torch.linspace(1, -0.5, TOKENS)
+    a = torch.linspace(-1, 2, TOKENS)
+    b = torch.linspace(1, -0.5, TOKENS)
     (log_probs @ a + entropy @ b).backward()
     (want[0] @ a.double() + want[1] @ b.double()).backward()
     for got, exact in ((hidden.grad, exact_hidden.grad), (weight.grad, exact_weight.grad)):
@@ -86,12 +89,15 @@ def test_chunked_head_of_no_tokens() -> None:
     assert not weight.grad.any()
 
 
-HEADS, KV_HEADS, WIDTH = 4, 2, 8
+HEADS = 4
+KV_HEADS = 2
+WIDTH = 8
 
 
 def brute_force(q: Tensor, k: Tensor, v: Tensor, lengths: list[int], window: int | None) -> Tensor:
-    """Attention document by document, key by key, ``[1, T, H, d]``."""
-    out, start = torch.zeros(q.shape[2], HEADS, WIDTH, dtype=q.dtype), 0
+    """Compute attention ``[1, T, H, d]`` token by token."""
+    out = torch.zeros(q.shape[2], HEADS, WIDTH, dtype=q.dtype)
+    start = 0
     for length in lengths:
         for t in range(start, start + length):
             first = start if window is None else max(start, t - window + 1)
@@ -103,7 +109,7 @@ def brute_force(q: Tensor, k: Tensor, v: Tensor, lengths: list[int], window: int
     return out[None]
 
 
-# One long document beside short ones takes the block mask, equal ones the causal batch.
+# A long document among short ones takes the block mask, documents of equal length the causal batch.
 @pytest.mark.parametrize("window", [None, 3])
 @pytest.mark.parametrize("lengths", [[9, 1, 1, 2], [5, 5, 4], [7], [1]], ids=str)
 def test_attention_over_a_pack(lengths: list[int], window: int | None) -> None:
@@ -207,7 +213,8 @@ def test_a_pickle_is_never_read(tmp_path: Path) -> None:
 
 def test_a_file_that_cannot_be_read(tmp_path: Path) -> None:
     save_file({"x": torch.zeros(64)}, tmp_path / "model.safetensors")
-    (tmp_path / "model.safetensors").write_bytes((tmp_path / "model.safetensors").read_bytes()[:40])
+    file = tmp_path / "model.safetensors"
+    file.write_bytes(file.read_bytes()[:40])
     with pytest.raises(ConfigError, match="cannot be read"):
         weight_files(str(tmp_path))
 

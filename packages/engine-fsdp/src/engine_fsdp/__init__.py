@@ -1,1 +1,4 @@
-"""FSDP2 engine for engine-api. Kept empty so that loading the plug-in descriptor stays light."""
+"""FSDP2 engine for engine-api.
+
+This file is empty so that loading the plug-in's descriptor stays light.
+"""

@@ -1,15 +1,18 @@
 """Attention over packed documents, registered with transformers' ``AttentionInterface``.
 
-Tokens see only earlier tokens of their own document. Kernels (``model.attention``):
+A token attends to itself and to earlier tokens of its own document. Kernels (``model.attention``):
 
-- ``sdpa``: PyTorch's scaled-dot-product attention, any device: documents side by side as a causal batch, or
-  the whole pack under a block mask, whichever is less work;
-- ``varlen``: ``torch.nn.attention.varlen`` (FlashAttention 2), CUDA, half precision;
-- ``cudnn``: cuDNN by document (``engine_fsdp.cudnn``), CUDA of compute capability 9 or more, half precision;
-- ``auto``: for each micro-batch, cudnn where documents are long enough to pay for it, else varlen; sdpa on the CPU
-  and in float32. A plug-in may bring its device's own kernel (``register_kernel``), which is then preferred there.
+- ``sdpa``: PyTorch's scaled-dot-product attention, on any device. It runs the documents as a causal
+  batch with padding, or the whole pack under a block mask, whichever is less work.
+- ``varlen``: ``torch.nn.attention.varlen`` (FlashAttention 2), on CUDA in half precision.
+- ``cudnn``: cuDNN document by document (``engine_fsdp.cudnn``), on CUDA of compute capability 9 or
+  more in half precision.
+- ``auto``: for each micro-batch, cudnn where the documents are long enough to pay for it, else
+  varlen. On the CPU and in float32, sdpa. A plug-in may register its device's own kernel
+  (``register_kernel``), which ``auto`` then prefers on that device.
 
-Under Ulysses every kernel runs between two all-to-alls: heads are split over the ranks instead of tokens.
+Under Ulysses every kernel runs between two all-to-alls, which split heads over the ranks instead of
+tokens.
 """
 
 from __future__ import annotations
@@ -31,26 +34,33 @@ from engine_fsdp.parallel import heads_to_sequence, sequence_to_heads
 
 NAME = "engine_fsdp_packed"
 KERNELS = ("sdpa", "varlen", "cudnn")
-# Below these lengths cuDNN's launches and plans cost more than its kernels gain (docs/benchmarks.md). A plan is made for each
-# new length: where lengths differ, as those of answers do, few of them come again.
-_CUDNN_EQUAL, _CUDNN_MEAN = 512, 8192
 
+# Below these lengths cuDNN's launches and plans cost more than its kernels gain
+# (docs/benchmarks.md). cuDNN makes a plan for each new length, and where lengths differ, as those
+# of completions do, few repeat. The first is for documents of equal length, the second for the mean
+# length of documents of any length.
+_CUDNN_EQUAL = 512
+_CUDNN_MEAN = 8192
+
+# Before torch 2.13 `varlen_attn` accepts fewer key heads than query heads without being asked to.
 _HAS_GQA = "enable_gqa" in inspect.signature(varlen_attn).parameters
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Packing:
-    """The documents of one micro-batch; handed through the model's forward to every layer.
+    """The documents of one micro-batch, passed through the model's forward to every layer.
 
     Attributes:
+        kernel: name of the kernel that computes this micro-batch's attention.
         cu_seqlens: ``[D+1]`` int32, boundaries in the whole (gathered) pack.
         max_length: tokens of the longest document.
-        padded_index: ``[D, max_length]`` int64 positions in the pack (0 where a document is shorter); None where
-            documents have one length.
-        flat_index: ``[T]`` int64 positions in the flattened padded form, or None.
-        mask: ``[1, 1, T, T]`` bool, who sees whom; or None.
-        document: ``[T]`` int64, the document of each token.
+        document: ``[T]`` int64, index of each token's document.
         bounds: ``[D+1]`` int64 on the CPU, the same as ``cu_seqlens``.
+        padded_index: ``[D, max_length]`` int64 positions in the pack (0 where a document is
+            shorter). None where the documents are equally long.
+        flat_index: ``[T]`` int64 positions in the flattened padded form, or None.
+        mask: ``[1, 1, T, T]`` bool, true where a query (row) attends to a key (column), or None.
+        group: process group of Ulysses, or None.
     """
 
     kernel: str
@@ -65,9 +75,12 @@ class Packing:
 
 
 def choose_kernel(requested: str, device_type: str, compute: str) -> str:
-    """What ``model.attention`` means here; raises ``ConfigError`` when it cannot be had.
+    """Return the kernel that ``model.attention`` selects on this device and in this compute dtype.
 
     ``auto`` stays ``auto`` where the choice depends on each micro-batch.
+
+    Raises:
+        ConfigError: the kernel is unknown, or does not run on this device or in this dtype.
     """
     own = device_of(device_type).attention(compute)
     if requested == "auto":
@@ -75,22 +88,27 @@ def choose_kernel(requested: str, device_type: str, compute: str) -> str:
     known = dict.fromkeys((*KERNELS, *own))
     if requested not in known:
         raise ConfigError(
-            "model.attention", f"unknown kernel {requested!r}", remedy=f"auto, {', '.join(known)}"
+            "model.attention",
+            f"unknown kernel {requested!r}",
+            remedy=f"use one of: auto, {', '.join(known)}",
         )
     if requested == "cudnn" and "varlen" in own and "cudnn" not in own:
         raise ConfigError(
-            "model.attention", "cudnn wants compute capability 9 or more", remedy="use varlen"
+            "model.attention", "cudnn needs compute capability 9 or more", remedy="use varlen"
         )
-    if requested not in ("sdpa", *own):
+    available = ("sdpa", *own)
+    if requested not in available:
         raise ConfigError(
             "model.attention",
             f"{requested} has no kernel for {compute} on {device_type}",
-            remedy=f"use {' or '.join(('sdpa', *own))}, or precision.compute: bfloat16 on a device that has it",
+            remedy=f"use {' or '.join(available)}, "
+            "or precision.compute: bfloat16 on a device that has it",
         )
     return requested
 
 
-def _kernel_for(lengths: list[int], kernel: str) -> str:
+def _select_kernel(lengths: list[int], kernel: str) -> str:
+    """Return the kernel for one micro-batch, given the lengths of its documents."""
     if kernel != "auto":
         return kernel
     equal = len(set(lengths)) == 1 and lengths[0] >= _CUDNN_EQUAL
@@ -98,11 +116,11 @@ def _kernel_for(lengths: list[int], kernel: str) -> str:
 
 
 def check_heads(config: Any, ulysses: int) -> None:
-    """Raise unless the model's heads can be split over ``ulysses`` ranks."""
+    """Raise ``ConfigError`` unless the model's heads can be split over ``ulysses`` ranks."""
     heads = int(config.num_attention_heads)
     kv_heads = int(getattr(config, "num_key_value_heads", None) or heads)
-    fits = heads % ulysses == 0 and (kv_heads % ulysses == 0 or ulysses % kv_heads == 0)
-    if not fits:
+    kv_heads_fit = kv_heads % ulysses == 0 or ulysses % kv_heads == 0
+    if heads % ulysses or not kv_heads_fit:
         raise ConfigError(
             "parallelism.ulysses",
             f"{heads} heads and {kv_heads} KV heads cannot be split over {ulysses} ranks",
@@ -113,11 +131,16 @@ def check_heads(config: Any, ulysses: int) -> None:
 def build_packing(
     lengths: list[int], kernel: str, device: torch.device, group: Any = None
 ) -> Packing:
-    """The packing of documents of these lengths."""
+    """Build the packing of documents of these lengths (tokens).
+
+    Where ``kernel`` is sdpa and lengths differ, the packing also holds a mask or the indices of a
+    padded form.
+    """
     cu = torch.tensor([0, *lengths]).cumsum(0)
     document = torch.repeat_interleave(torch.arange(len(lengths)), torch.tensor(lengths))
-    total, longest = int(cu[-1]), max(lengths)
-    kernel = _kernel_for(lengths, kernel)
+    total = int(cu[-1])
+    longest = max(lengths)
+    kernel = _select_kernel(lengths, kernel)
     common: dict[str, Any] = {
         "kernel": kernel,
         "bounds": cu,
@@ -152,18 +175,27 @@ def packed_attention(
     sliding_window: int | None = None,
     **extra: Any,
 ) -> tuple[Tensor, None]:
-    """The function registered with ``AttentionInterface``.
+    """Compute attention within documents, as the function registered with ``AttentionInterface``.
 
     Args:
-        query: ``[1, H, T, d]``; key, value: ``[1, KV, T, d]`` (this rank's tokens under Ulysses).
-        attention_mask: always None; transformers makes no mask for a kernel that it does not know.
-        packing: given to the model's forward by the engine.
+        module: the attention layer, named in errors.
+        query: ``[1, H, T, d]``, under Ulysses of this rank's tokens.
+        key: ``[1, KV, T, d]``.
+        value: ``[1, KV, T, d]``.
+        attention_mask: always None, since transformers makes no mask for a kernel that it does not
+            know.
+        packing: the documents, which the engine gives to the model's forward.
+        scaling: factor of the scores (None: ``d ** -0.5``).
+        dropout: rate of dropout, which must be 0.
+        sliding_window: number of tokens that a token attends to, itself included (None: no window).
+        **extra: further arguments of transformers; those that would change the result are refused.
 
     Returns:
-        ``[1, T, H, d]``, as transformers expects, and no weights.
+        ``[1, T, H, d]``, as transformers expects, and None for the attention weights.
 
     Raises:
-        UnsupportedCapability: the layer asks for something that would silently be left out.
+        UnsupportedCapability: the layer asks for something that the kernels would silently leave
+            out.
     """
     if packing is None or attention_mask is not None:
         raise UnsupportedCapability(
@@ -174,14 +206,18 @@ def packed_attention(
         out = _attend(query, key, value, packing, scaling, sliding_window)
     else:
         size = torch.distributed.get_world_size(packing.group)
-        if key.shape[1] < size:  # fewer KV heads than ranks: ranks share a head
+        # With fewer KV heads than ranks, several ranks share a head.
+        if key.shape[1] < size:
             key, value = (x.repeat_interleave(size // x.shape[1], dim=1) for x in (key, value))
         q, k, v = (heads_to_sequence(x, packing.group) for x in (query, key, value))
-        out = sequence_to_heads(_attend(q, k, v, packing, scaling, sliding_window), packing.group)
-    return out.transpose(1, 2).contiguous(), None  # some families view it in another shape
+        attended = _attend(q, k, v, packing, scaling, sliding_window)
+        out = sequence_to_heads(attended, packing.group)
+    # Contiguous, because some families view the result in another shape.
+    return out.transpose(1, 2).contiguous(), None
 
 
 def _refuse_left_out(module: nn.Module, dropout: float, extra: dict[str, Any]) -> None:
+    """Raise ``UnsupportedCapability`` for arguments that the kernels would leave out."""
     if dropout:
         raise UnsupportedCapability(
             "attention with dropout",
@@ -190,7 +226,7 @@ def _refuse_left_out(module: nn.Module, dropout: float, extra: dict[str, Any]) -
         )
     unknown = sorted(n for n, v in extra.items() if v is not None and n not in _HARMLESS)
     if extra.get("is_causal") is False or getattr(module, "is_causal", True) is False:
-        unknown = ["tokens that look ahead: it is not causal"]
+        unknown = ["attention to later tokens (not causal)"]
     if unknown:
         raise UnsupportedCapability(
             f"attention with {', '.join(unknown)}",
@@ -200,7 +236,7 @@ def _refuse_left_out(module: nn.Module, dropout: float, extra: dict[str, Any]) -
         )
 
 
-# What transformers hands to every attention function and what does not change the result.
+# Arguments that transformers passes to every attention function, and that do not change the result.
 _HARMLESS = frozenset(
     {
         "position_ids",
@@ -221,10 +257,11 @@ _ADDED: dict[str, Kernel] = {}
 
 
 def register_kernel(name: str, kernel: Kernel) -> None:
-    """Make another device's kernel known under a name that its ``Device.attention`` gives.
+    """Register another device's kernel under a name that its ``Device.attention`` returns.
 
-    It is called with queries ``[1, H, T, d]``, keys and values ``[1, KV, T, d]`` of all tokens of the pack, the packing, the
-    scale (None: ``d ** -0.5``) and the window (None: none), and returns ``[1, H, T, d]``, with a gradient.
+    The kernel is called with queries ``[1, H, T, d]``, keys and values ``[1, KV, T, d]`` of all
+    tokens of the pack, the packing, the scale (None: ``d ** -0.5``) and the window (None: no
+    window). It returns ``[1, H, T, d]`` and must be differentiable.
     """
     _ADDED[name] = kernel
 
@@ -232,36 +269,43 @@ def register_kernel(name: str, kernel: Kernel) -> None:
 def _attend(
     q: Tensor, k: Tensor, v: Tensor, packing: Packing, scale: float | None, window: int | None
 ) -> Tensor:
-    """``[1, H, T, d]`` over all tokens of the pack."""
+    """Return the attention ``[1, H, T, d]`` over all tokens of the pack."""
     if packing.kernel in _ADDED:
         return _ADDED[packing.kernel](q, k, v, packing, scale, window)
     if packing.kernel == "cudnn" and window is None:
         parts = (x[0].transpose(0, 1) for x in (q, k, v))
         out, _ = cudnn_packed(*parts, packing.bounds, scale or q.shape[-1] ** -0.5)
         return out.transpose(0, 1)[None]
-    if packing.kernel in ("varlen", "cudnn"):  # cuDNN has no window here
+    # The cuDNN path has no window, so layers with one run on varlen.
+    if packing.kernel in ("varlen", "cudnn"):
         return _varlen(q, k, v, packing, scale, window)
     if packing.mask is not None or window is not None:
         mask = packing.mask if window is None else _window_mask(packing, window)
         return F.scaled_dot_product_attention(
             q, k, v, attn_mask=mask, scale=scale, enable_gqa=q.shape[1] != k.shape[1]
         )
-    q, k, v = (_side_by_side(x[0], packing) for x in (q, k, v))
+    q, k, v = (_batch_documents(x[0], packing) for x in (q, k, v))
     out = F.scaled_dot_product_attention(
         q, k, v, is_causal=True, scale=scale, enable_gqa=q.shape[1] != k.shape[1]
     )
     flat = out.transpose(0, 1).flatten(1, 2)
-    return (flat if packing.flat_index is None else flat[:, packing.flat_index])[None]
+    if packing.flat_index is not None:
+        flat = flat[:, packing.flat_index]
+    return flat[None]
 
 
-def _side_by_side(x: Tensor, packing: Packing) -> Tensor:
-    """``[H, T, d]`` → ``[D, H, max_length, d]``; a view where all documents have one length."""
+def _batch_documents(x: Tensor, packing: Packing) -> Tensor:
+    """Return ``[H, T, d]`` as a batch of documents ``[D, H, max_length, d]``.
+
+    The result is a view where the documents are equally long.
+    """
     if packing.padded_index is None:
         return x.unflatten(1, (-1, packing.max_length)).transpose(0, 1)
     return x[:, packing.padded_index].transpose(0, 1)
 
 
 def _window_mask(packing: Packing, window: int) -> Tensor:
+    """Build the mask ``[1, 1, T, T]`` of a sliding window inside each document."""
     position = torch.arange(packing.document.shape[0], device=packing.document.device)
     distance = position[:, None] - position[None, :]
     same = packing.document[:, None] == packing.document[None, :]
@@ -271,10 +315,10 @@ def _window_mask(packing: Packing, window: int) -> Tensor:
 def _varlen(
     q: Tensor, k: Tensor, v: Tensor, packing: Packing, scale: float | None, window: int | None
 ) -> Tensor:
-    grouped: dict[str, Any] = (
-        {"enable_gqa": True} if _HAS_GQA else {}
-    )  # before 2.13 unequal heads are simply accepted
-    q, k, v = (x[0].transpose(0, 1) for x in (q, k, v))  # [T, H, d]
+    """Return the attention ``[1, H, T, d]`` by ``torch.nn.attention.varlen``."""
+    grouped: dict[str, Any] = {"enable_gqa": True} if _HAS_GQA else {}
+    # The kernel takes [T, H, d].
+    q, k, v = (x[0].transpose(0, 1) for x in (q, k, v))
     size = (-1 if window is None else window - 1, 0)
     out = varlen_attn(
         q,
@@ -293,7 +337,7 @@ def _varlen(
 
 
 def register() -> None:
-    """Make the function known to transformers under ``NAME``."""
+    """Register ``packed_attention`` with transformers under ``NAME``."""
     from transformers import AttentionInterface
 
     AttentionInterface.register(NAME, packed_attention)

@@ -1,7 +1,8 @@
 """The training state as boxes under canonical keys.
 
-Keys: ``model.<Hugging Face name>``; ``adapter.<peft name>`` for low-rank adapters;
-``optim.<name>.<field>`` (AdamW: exp_avg, exp_avg_sq, step) for what is trained.
+The keys are ``model.<Hugging Face name>`` for weights, ``adapter.<peft name>`` for low-rank
+adapters, and ``optim.<name>.<field>`` (AdamW: exp_avg, exp_avg_sq, step) for the optimizer state of
+trained tensors.
 """
 
 from __future__ import annotations
@@ -18,21 +19,25 @@ from engine_fsdp.weights import ShardedParam
 
 
 def model_key(entry: ShardedParam, name: str) -> str:
-    """The canonical key of one saved tensor."""
-    return f"{'adapter' if entry.adapter else 'model'}.{name}"
+    """Return the canonical key of one saved tensor."""
+    kind = "adapter" if entry.adapter else "model"
+    return f"{kind}.{name}"
 
 
 def state_of(
     table: list[ShardedParam], optimizer: torch.optim.Optimizer | None, layout: Layout
 ) -> State:
-    """Weights and optimizer state as live boxes."""
+    """Return this rank's weights and optimizer state as boxes of live memory, by canonical key."""
     boxes: State = {}
     for entry in table:
         local = entry.local.detach()
         for piece in entry.pieces:
-            spec = piece.spec(entry.first, local.shape[0] if piece.shape else 0, layout.replica)
+            rows = local.shape[0] if piece.shape else 0
+            spec = piece.spec(entry.first, rows, layout.replica)
             boxes[model_key(entry, piece.name)] = (piece.view(local, entry.first), spec)
-    return boxes if optimizer is None else boxes | optimizer_state(optimizer, table, layout)
+    if optimizer is None:
+        return boxes
+    return boxes | optimizer_state(optimizer, table, layout)
 
 
 def layout_of(
@@ -41,11 +46,15 @@ def layout_of(
     entries: Mapping[str, Entry],
     layout: Layout,
 ) -> BoxLayout:
-    """Which boxes this rank needs from a checkpoint. An engine without optimizer leaves its state unread."""
-    wanted = {
-        key: (spec, tensor.dtype) for key, (tensor, spec) in state_of(table, None, layout).items()
-    }
-    return wanted if optimizer is None else wanted | state_layout(optimizer, table, entries, layout)
+    """Return the boxes and dtypes that this rank needs from a checkpoint, by canonical key.
+
+    An engine without an optimizer leaves the checkpoint's optimizer state unread.
+    """
+    weights = state_of(table, None, layout)
+    wanted = {key: (spec, tensor.dtype) for key, (tensor, spec) in weights.items()}
+    if optimizer is None:
+        return wanted
+    return wanted | state_layout(optimizer, table, entries, layout)
 
 
 def install(
@@ -56,8 +65,7 @@ def install(
     """Copy loaded boxes into the live weights, and replace the optimizer's state."""
     for entry in table:
         for piece in entry.pieces:
-            piece.view(entry.local.detach(), entry.first).copy_(
-                tensors[model_key(entry, piece.name)]
-            )
+            live = piece.view(entry.local.detach(), entry.first)
+            live.copy_(tensors[model_key(entry, piece.name)])
     if optimizer is not None:
         install_state(optimizer, table, tensors)

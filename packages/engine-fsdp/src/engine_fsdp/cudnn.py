@@ -1,11 +1,14 @@
-"""Packed causal attention by cuDNN, document by document; on Hopper about 1.8 times as fast as FlashAttention 2.
+"""Packed causal attention by cuDNN, document by document.
 
-cuDNN's own ragged layout must not be used: in torch 2.11 its backward is wrong (pytorch PR #186142; seen on an H200:
-gradients up to 1e29). Documents of one length run as a batch, others one after another, each padded to a multiple of
-128 so that few lengths need a plan of their own (a new one takes about 60 ms). Causal attention never looks at the
-padding, and its gradient is zero.
+On Hopper it is about 1.8 times as fast as FlashAttention 2.
 
-One custom operator, so that torch.compile sees no lengths and compiles a block once.
+cuDNN's own ragged layout must not be used, because its backward is wrong in torch 2.11 (pytorch PR
+#186142; gradients up to 1e29 were seen on an H200). Documents of equal length run as a batch,
+others one after another. Each is padded to a multiple of 128, so that few lengths need a plan of
+their own (a new plan takes about 60 ms). Causal attention never reads the padding, and the
+padding's gradient is zero.
+
+The whole is one custom operator, so that torch.compile sees no lengths and compiles a block once.
 """
 
 from __future__ import annotations
@@ -18,14 +21,17 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+# Documents are padded to a multiple of this many tokens.
 _STEP = 128
-# There is no public name for one pass of cuDNN attention; F.scaled_dot_product_attention calls these.
+
+# There is no public name for one pass of cuDNN attention. F.scaled_dot_product_attention calls
+# these two.
 _forward = torch.ops.aten._scaled_dot_product_cudnn_attention  # noqa: SLF001
 _gradient = torch.ops.aten._scaled_dot_product_cudnn_attention_backward  # noqa: SLF001
 
 
 def _groups(bounds: Tensor) -> Iterator[tuple[int, int, int]]:
-    """(first token, documents, tokens a document) of what runs as one batch."""
+    """Yield (first token, number of documents, tokens per document) of each batch."""
     ends: list[int] = bounds.tolist()
     lengths = [b - a for a, b in pairwise(ends)]
     if len(set(lengths)) == 1:
@@ -36,49 +42,58 @@ def _groups(bounds: Tensor) -> Iterator[tuple[int, int, int]]:
 
 
 def _rows(x: Tensor, start: int, count: int, length: int) -> Tensor:
-    """``[T, H, d]`` → ``[count, H, length padded, d]``; a view where nothing has to be padded."""
+    """Return a batch's rows of ``[T, H, d]`` as ``[count, H, padded length, d]``.
+
+    The result is a view where nothing has to be padded.
+    """
     part = x[start : start + count * length].unflatten(0, (count, length)).transpose(1, 2)
     padding = -length % _STEP
     return F.pad(part, (0, 0, 0, padding)) if padding else part
 
 
-def _back(x: Tensor, length: int) -> Tensor:
-    """``[count, H, length padded, …]`` → ``[tokens, H, …]``."""
+def _unpad(x: Tensor, length: int) -> Tensor:
+    """Return ``[count, H, padded length, …]`` as ``[count * length, H, …]``."""
     return x[:, :, :length].transpose(1, 2).flatten(0, 1)
 
 
-def _joined(parts: list[Tensor]) -> Tensor:
-    return (parts[0] if len(parts) == 1 else torch.cat(parts)).contiguous()
+def _concatenate(parts: list[Tensor]) -> Tensor:
+    """Return the parts as one contiguous tensor, without a copy for a single contiguous part."""
+    whole = parts[0] if len(parts) == 1 else torch.cat(parts)
+    return whole.contiguous()
 
 
 @torch.library.custom_op("engine_fsdp::cudnn_packed", mutates_args=())
 def cudnn_packed(
     q: Tensor, k: Tensor, v: Tensor, bounds: Tensor, scale: float
 ) -> tuple[Tensor, Tensor]:
-    """Attention within documents.
+    """Compute causal attention within documents.
 
     Args:
-        q: ``[T, H, d]``; k, v: ``[T, KV, d]``, fp16 or bf16 on CUDA.
-        bounds: ``[D+1]`` int64 on the CPU.
+        q: queries ``[T, H, d]``, fp16 or bf16 on CUDA.
+        k: keys ``[T, KV, d]``, the same dtype.
+        v: values ``[T, KV, d]``, the same dtype.
+        bounds: first token of each document and the end of the last, ``[D+1]`` int64 on the CPU.
+        scale: factor of the scores.
 
     Returns:
-        ``[T, H, d]``, and the log-sum-exp ``[T, H]`` float32 for the backward pass.
+        The result ``[T, H, d]``, and the log-sum-exp ``[T, H]`` float32 for the backward pass.
     """
-    outs, sums = [], []
+    outs: list[Tensor] = []
+    sums: list[Tensor] = []
     for start, count, length in _groups(bounds):
         query, key, value = (_rows(x, start, count, length) for x in (q, k, v))
         result = _forward(query, key, value, None, True, 0.0, True, False, scale=scale)
-        outs.append(_back(result[0], length))
-        sums.append(_back(result[1].reshape(count, q.shape[1], -1), length))
-    return _joined(outs), _joined(sums)
+        outs.append(_unpad(result[0], length))
+        sums.append(_unpad(result[1].reshape(count, q.shape[1], -1), length))
+    return _concatenate(outs), _concatenate(sums)
 
 
 @cudnn_packed.register_fake
 def _(q: Tensor, k: Tensor, v: Tensor, bounds: Tensor, scale: float) -> tuple[Tensor, Tensor]:
     del k, v, bounds, scale
-    return torch.empty_like(q, memory_format=torch.contiguous_format), q.new_empty(
-        q.shape[:2], dtype=torch.float32
-    )
+    out = torch.empty_like(q, memory_format=torch.contiguous_format)
+    sums = q.new_empty(q.shape[:2], dtype=torch.float32)
+    return out, sums
 
 
 @torch.library.custom_op("engine_fsdp::cudnn_packed_backward", mutates_args=())
@@ -92,7 +107,9 @@ def _backward_op(
     bounds: Tensor,
     scale: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    zero = torch.zeros((), dtype=torch.int64, device=q.device)  # no dropout: the seed is not read
+    """Compute the gradients of queries, keys and values from that of the result."""
+    # The seed and offset of dropout, which the operator does not read at rate 0.
+    zero = torch.zeros((), dtype=torch.int64, device=q.device)
     grads: tuple[list[Tensor], ...] = ([], [], [])
     for start, count, length in _groups(bounds):
         parts = [_rows(x, start, count, length) for x in (grad, q, k, v, out)]
@@ -102,8 +119,8 @@ def _backward_op(
             *parts, logsumexp, zero, zero, None, None, None, padded, padded, 0.0, True, scale=scale
         )
         for collected, part in zip(grads, result, strict=False):
-            collected.append(_back(part, length))
-    d_query, d_key, d_value = (_joined(parts) for parts in grads)
+            collected.append(_unpad(part, length))
+    d_query, d_key, d_value = (_concatenate(parts) for parts in grads)
     return d_query, d_key, d_value
 
 
@@ -123,14 +140,15 @@ def _(
     return tuple(torch.empty_like(x, memory_format=contiguous) for x in (q, k, v))  # type: ignore[return-value]
 
 
-def _setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+def _save_for_backward(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
     q, k, v, bounds, ctx.scale = inputs
     ctx.save_for_backward(q, k, v, bounds, *output)
 
 
 def _backward(ctx: Any, grad: Tensor, _: Tensor) -> tuple[Any, ...]:
     q, k, v, bounds, out, sums = ctx.saved_tensors
-    return (*_backward_op(grad.contiguous(), q, k, v, out, sums, bounds, ctx.scale), None, None)
+    gradients = _backward_op(grad.contiguous(), q, k, v, out, sums, bounds, ctx.scale)
+    return (*gradients, None, None)
 
 
-cudnn_packed.register_autograd(_backward, setup_context=_setup)
+cudnn_packed.register_autograd(_backward, setup_context=_save_for_backward)

@@ -56,7 +56,10 @@ from engine_fsdp.weights import ShardedParam, fill, log, parameter_table, traina
 
 
 class FSDPEngine(BaseEngine):
-    """What the language and the value engine share; see ``engine_api.contract.Engine`` for the promises."""
+    """The common part of the language-model and value-model engines.
+
+    ``engine_api.contract.Engine`` describes what its methods promise.
+    """
 
     kind: ClassVar[Kind]
 
@@ -86,12 +89,14 @@ class FSDPEngine(BaseEngine):
         self.optimizer = build_optimizer(config.optimizer, params) if config.optimizer else None
 
     def _build_model(self) -> None:
-        config, layout = self.config, self.layout
+        config = self.config
+        layout = self.layout
         models: list[BuiltModel] = []
         # A folder may be damaged, or absent, on one machine only.
         together(self.comm, lambda: models.append(build_model(config, self.kind, layout.ulysses)))
         (built,) = models
-        lm, self.folder = built.lm, built.folder
+        lm = built.lm
+        self.folder = built.folder
         self.vocab_size = int(lm.config.get_text_config().vocab_size)
         self._limit_documents(lm.config)
         if config.lora is not None:
@@ -120,32 +125,36 @@ class FSDPEngine(BaseEngine):
 
     def _limit_documents(self, hf_config: Any) -> None:
         self.document_limit = document_limit(hf_config)
-        padding = (
-            self.config.memory.pad_to_multiple * self.layout.ulysses
-        )  # becomes a document of its own
-        if self.document_limit and padding > self.document_limit.tokens:
+        limit = self.document_limit
+        if limit is None:
+            return
+        # Padding becomes a document of its own.
+        padding = self.config.memory.pad_to_multiple * self.layout.ulysses
+        if padding > limit.tokens:
             raise ConfigError(
                 "memory.pad_to_multiple",
-                f"padding of up to {padding} tokens, this model takes {self.document_limit.tokens}",
-                why=f"beyond that its RoPE ({self.document_limit.kind}) changes for all documents",
-                remedy="choose a smaller one",
+                f"padding of up to {padding} tokens, this model takes {limit.tokens}",
+                why=f"beyond that its RoPE ({limit.kind}) changes for all documents",
+                remedy="choose a smaller multiple",
             )
-        if (
-            self.document_limit and self.comm.rank == 0
-        ):  # in RL documents grow: it would be met in the middle of a run
+        # In RL documents grow, and without this warning the limit would be met in the middle of a
+        # run.
+        if self.comm.rank == 0:
             log.warning(
-                "engine-fsdp takes documents of at most %d tokens of this model: beyond that its RoPE (%s) follows the longest "
-                "document of a pack, and changes the others",
-                self.document_limit.tokens,
-                self.document_limit.kind,
+                "engine-fsdp takes documents of at most %d tokens of this model: beyond that "
+                "its RoPE (%s) follows the longest document of a pack, and changes the others",
+                limit.tokens,
+                limit.kind,
             )
 
     def _materialize(self, lm: Any, home: torch.device) -> None:
         self.module.to_empty(device=home)
-        lm.tie_weights()  # to_empty gave each module a parameter of its own
+        # to_empty gave each module a parameter of its own, also where two share one.
+        lm.tie_weights()
         for module in lm.modules():
             if any(True for _ in module.buffers(recurse=False)):
-                # Rotary frequencies and the like are no saved tensors; this hook is how transformers makes them.
+                # Buffers such as rotary frequencies are in no file. transformers computes them in
+                # this hook.
                 lm._init_weights(module)  # noqa: SLF001
         for name, buffer in list(lm.named_buffers()):
             owner, _, leaf = name.rpartition(".")
@@ -166,7 +175,7 @@ class FSDPEngine(BaseEngine):
         temperature: float,
         coefficients: Tensor | None = None,
     ) -> TokenOutputs:
-        """Run one micro-batch; see ``BaseEngine.forward_step``."""
+        """Compute the per-token outputs of one micro-batch (see ``BaseEngine.forward_step``)."""
         inputs = pack_inputs(
             batch,
             layout=self.layout,
@@ -198,13 +207,14 @@ class FSDPEngine(BaseEngine):
                 stack.enter_context(lora.disabled(self.module))
             try:
                 yield
-            except BaseException:  # Ctrl-C too: weights must not stay gathered
+            except BaseException:
+                # Also after Ctrl-C the weights must not stay gathered.
                 self._abort()
                 raise
         self._reshard()
 
     def _reshard(self) -> None:
-        # The root keeps its weights gathered for a backward that never comes after inference.
+        # The root keeps its weights gathered for a backward pass, which inference does not have.
         if isinstance(self.module, FSDPModule):
             self.module.reshard()
 
@@ -238,7 +248,7 @@ class FSDPEngine(BaseEngine):
         adapter: Adapter = "merged",
         bucket_bytes: int = 512 << 20,
     ) -> WeightExport:
-        """See ``Engine.get_per_tensor_param``."""
+        """Return whole weights by name, as an iterator (see ``Engine.get_per_tensor_param``)."""
         self._expect("get_per_tensor_param", "ready")
         check_export(dtype, bucket_bytes)
         tensors = export.export_whole(
@@ -249,13 +259,16 @@ class FSDPEngine(BaseEngine):
     def get_per_tensor_param_shard(
         self, *, dtype: torch.dtype | None = None, adapter: Adapter = "merged"
     ) -> ShardExport:
-        """See ``Engine.get_per_tensor_param_shard``."""
+        """Return this rank's shards of the weights, as an iterator.
+
+        See ``Engine.get_per_tensor_param_shard``.
+        """
         self._expect("get_per_tensor_param_shard", "ready")
         check_export(dtype)
         return export.export_shards(self.table, self.layout, self.config.lora, dtype, adapter)
 
     def save_hf(self, directory: Path | str, *, dtype: torch.dtype | None = None) -> None:
-        """See ``Engine.save_hf``."""
+        """Save the weights as a Hugging Face folder (see ``Engine.save_hf``)."""
         self._expect("save_hf", "ready")
         save_hf(
             self.get_per_tensor_param(dtype=dtype),
@@ -272,7 +285,7 @@ class FSDPEngine(BaseEngine):
         return self._save_comm
 
     def state_shards(self) -> dict[str, tuple[Tensor, ShardSpec]]:
-        """See ``BaseEngine.state_shards``."""
+        """Return this rank's training state as boxes (see ``BaseEngine.state_shards``)."""
         return checkpoint.state_of(self.table, self.optimizer, self.layout)
 
     def _optimizer_fields(self) -> Collection[str]:
@@ -285,15 +298,17 @@ class FSDPEngine(BaseEngine):
 
     def _install_state(self, tensors: Mapping[str, Tensor]) -> None:
         checkpoint.install(self.table, self.optimizer, tensors)
-        if self.optimizer is not None and (
-            self.config.memory.offload_optimizer or "optimizer" in self._offloaded
-        ):
+        on_host = self.config.memory.offload_optimizer or "optimizer" in self._offloaded
+        if self.optimizer is not None and on_host:
             move_state(self.optimizer, torch.device("cpu"))
 
     def to(
         self, device: str, *, model: bool = True, optimizer: bool = True, grad: bool = True
     ) -> None:
-        """See ``Engine.to``. Gradients live beside their weights and move with them."""
+        """Move the model, the optimizer state or both (see ``Engine.to``).
+
+        Gradients are stored with their weights and move with them.
+        """
         self._expect("to", "ready")
         check_device(device, self.device_type)
         check_switches(model=model, optimizer=optimizer, grad=grad)
@@ -309,12 +324,14 @@ class FSDPEngine(BaseEngine):
             move_state(self.optimizer, torch.device("cpu") if away else None)
             self._mark("optimizer", away)
         if away:
-            device_of(
-                self.device_type
-            ).empty_cache()  # else it stays this process' own, and no server could take it
+            # Without this PyTorch keeps the memory for this process, and no server can allocate it.
+            device_of(self.device_type).empty_cache()
 
     def _mark(self, part: str, away: bool) -> None:
-        (self._offloaded.add if away else self._offloaded.discard)(part)
+        if away:
+            self._offloaded.add(part)
+        else:
+            self._offloaded.discard(part)
 
     def _expect_loaded(self, called: str) -> None:
         if "model" in self._offloaded or (called == "train" and "optimizer" in self._offloaded):
@@ -338,13 +355,13 @@ class FSDPEngine(BaseEngine):
 
 
 class FSDPEngineWithLMHead(FSDPEngine):
-    """Log-probs and entropy of a causal language model."""
+    """The engine for log-probs and entropy of a causal language model."""
 
     kind = "language_model"
 
 
 class FSDPEngineWithValueHead(FSDPEngine):
-    """A scalar a token, from a linear head on the model's last hidden states."""
+    """The engine for a scalar per token, from a linear head on the last hidden states."""
 
     kind = "value_model"
     gives = ("values",)

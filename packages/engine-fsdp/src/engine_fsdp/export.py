@@ -18,7 +18,7 @@ from engine_fsdp import lora as adapters
 from engine_fsdp.parallel import Layout
 from engine_fsdp.weights import ShardedParam
 
-# torch 2.13 renames it and warns of the old name; 2.11 has only that.
+# torch 2.13 renames this collective and warns of the old name, which is the only one in 2.11.
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
 
@@ -29,7 +29,7 @@ def export_shards(
     dtype: torch.dtype | None,
     adapter: Adapter,
 ) -> ShardExport:
-    """(name, shard, spec) in the model's order; one shard lives at a time."""
+    """Yield (name, shard, spec) in the model's order, with one shard in memory at a time."""
     for entry, rows in _rows(table, layout, lora, dtype, adapter):
         parts = views(entry.pieces, rows, entry.first)
         for piece, part, spec in zip(entry.pieces, parts, entry.specs(layout.replica), strict=True):
@@ -45,14 +45,18 @@ def export_whole(
     bucket_bytes: int,
     device: torch.device,
 ) -> WeightExport:
-    """(name, whole tensor) in the model's order, gathered in buckets of at most ``bucket_bytes``."""
+    """Yield (name, whole tensor) in the model's order, gathered in buckets.
+
+    A bucket has at most ``bucket_bytes``, unless a single parameter has more.
+    """
     bucket: list[tuple[ShardedParam, Tensor]] = []
     size = 0
     for entry, rows in _rows(table, layout, lora, dtype, adapter):
         whole = entry.param.numel() * rows.element_size()
         if bucket and (size + whole > bucket_bytes or rows.dtype != bucket[0][1].dtype):
             yield from _gather(bucket, layout, device)
-            bucket, size = [], 0
+            bucket = []
+            size = 0
         bucket.append((entry, rows))
         size += whole
     if bucket:
@@ -66,19 +70,21 @@ def _rows(
     dtype: torch.dtype | None,
     adapter: Adapter,
 ) -> Iterator[tuple[ShardedParam, Tensor]]:
-    """This rank's rows of every exported parameter, cast and perhaps merged, before any gather."""
-    if adapter not in get_args(Adapter):
+    """Yield this rank's rows of every exported parameter, cast, and merged where requested."""
+    known = get_args(Adapter)
+    if adapter not in known:
         raise ConfigError(
-            "adapter", f"unknown export {adapter!r}", remedy=", ".join(get_args(Adapter))
+            "adapter", f"unknown export {adapter!r}", remedy=f"use one of: {', '.join(known)}"
         )
     if adapter != "merged" and lora is None:
         raise ConfigError(
-            "adapter", f"{adapter}, but there is no adapter", remedy="export with adapter='merged'"
+            "adapter",
+            f"{adapter!r}, but the engine has no adapter",
+            remedy="export with adapter='merged'",
         )
     deltas = adapters.deltas(table, lora) if adapter == "merged" else {}
-    whole = _whole(
-        [a for a, _, _ in deltas.values()], layout
-    )  # before the first tensor: no gather comes in between
+    # Gathered before the first tensor is yielded, so that no collective runs between two of them.
+    whole = _gather_by_name([a for a, _, _ in deltas.values()], layout)
     for entry in table:
         if entry.adapter != (adapter == "only"):
             continue
@@ -89,8 +95,8 @@ def _rows(
         yield entry, rows if dtype is None else rows.to(dtype)
 
 
-def _whole(entries: list[ShardedParam], layout: Layout) -> dict[str, Tensor]:
-    """Whole parameters of one piece each, by their own names."""
+def _gather_by_name(entries: list[ShardedParam], layout: Layout) -> dict[str, Tensor]:
+    """Return whole parameters of one piece each, by parameter name."""
     if not entries:
         return {}
     rows = [(entry, entry.local.detach()) for entry in entries]
@@ -101,7 +107,10 @@ def _whole(entries: list[ShardedParam], layout: Layout) -> dict[str, Tensor]:
 def _gather(
     bucket: list[tuple[ShardedParam, Tensor]], layout: Layout, device: torch.device
 ) -> Iterator[tuple[str, Tensor]]:
-    """One all-gather for the bucket; every rank's part is padded to the size of the first rank's."""
+    """Yield the bucket's (name, whole tensor) pairs after one all-gather.
+
+    Every rank's part is padded to the size of the first rank's.
+    """
     if layout.shard_size == 1:
         for entry, rows in bucket:
             yield from _split(entry, rows.to(device))
@@ -119,14 +128,17 @@ def _gather(
 
 
 def _padded_rows(entry: ShardedParam, layout: Layout) -> int:
+    """Return the number of rows of the first rank's part, which is the largest."""
     rows = entry.param.shape[0]
     return -(-rows // layout.shard_size)
 
 
 def _row_size(entry: ShardedParam) -> int:
+    """Return the number of elements of one row."""
     return entry.param.numel() // entry.param.shape[0]
 
 
 def _split(entry: ShardedParam, whole: Tensor) -> Iterator[tuple[str, Any]]:
+    """Yield (name, tensor) of each piece of a whole parameter."""
     for piece in entry.pieces:
         yield piece.name, piece.view(whole)

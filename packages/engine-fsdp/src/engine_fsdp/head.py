@@ -1,7 +1,7 @@
-"""Log-probs and entropy from hidden states, in chunks: ``[T, vocab]`` logits never exist at once.
+"""Log-probs and entropy from hidden states, computed without ``[T, vocab]`` logits at once.
 
-On a GPU the elementwise parts are compiled: as separate kernels they read and write the chunk's logits a dozen
-times, which costs more than the matrix products (docs/benchmarks.md).
+On a GPU the elementwise parts are compiled. As separate kernels they would read and write the
+chunk's logits a dozen times, which costs more than the matrix products (docs/benchmarks.md).
 """
 
 from __future__ import annotations
@@ -17,11 +17,13 @@ from engine_api.devices import device_of
 
 
 class _ChunkedLogProb(torch.autograd.Function):
-    """``log softmax(h W^T / τ)[target]`` and its entropy, with the logits of one chunk at a time.
+    """The log-probs ``log softmax(h W^T / τ)[target]`` and the entropy, one chunk at a time.
 
-    Forward keeps only the log-normalizer of each token; backward computes the chunk's logits again (unless there
-    is one chunk alone: its logits may exist anyway, and are kept). With p = softmax(z), z = h W^T / τ, upstream
-    gradients a (log-prob) and b (entropy): dz = a (onehot − p) − b p (log p + H).
+    Forward keeps only the log-normalizer of each token, and backward recomputes the chunk's logits.
+    With a single chunk, whose logits fit in memory anyway, they are kept instead.
+
+    The gradient is dz = a (onehot − p) − b p (log p + H), with z = h W^T / τ, p = softmax(z),
+    entropy H, and upstream gradients a (of the log-prob) and b (of the entropy).
     """
 
     @staticmethod
@@ -50,7 +52,9 @@ class _ChunkedLogProb(torch.autograd.Function):
                 entropy[part] = _fused(_entropy, hidden)(logits, normalizer[part], scale)
         kept = logits if size <= chunk and any(ctx.needs_input_grad[:2]) else None
         ctx.save_for_backward(hidden, weight, targets, normalizer, entropy, kept)
-        ctx.scale, ctx.chunk, ctx.with_entropy = scale, chunk, with_entropy
+        ctx.scale = scale
+        ctx.chunk = chunk
+        ctx.with_entropy = with_entropy
         return log_probs, entropy if with_entropy else log_probs.new_zeros(0)
 
     @staticmethod
@@ -59,44 +63,37 @@ class _ChunkedLogProb(torch.autograd.Function):
         need_hidden, need_weight = ctx.needs_input_grad[:2]
         gradient = _fused(_gradient, hidden)
         d_hidden = torch.empty_like(hidden) if need_hidden else None
-        # Accumulated over chunks in float32: bfloat16 sums would lose the small chunks.
-        d_weight = (
-            torch.zeros(weight.shape, dtype=torch.float32, device=weight.device)
-            if need_weight
-            else None
-        )
+        d_weight: Tensor | None = None
+        if need_weight:
+            # Summed over chunks in float32, because sums in bfloat16 would lose small addends.
+            d_weight = torch.zeros(weight.shape, dtype=torch.float32, device=weight.device)
         for start in range(0, hidden.shape[0], ctx.chunk):
             part = slice(start, start + ctx.chunk)
             logits = hidden[part] @ weight.T if kept is None else kept
-            about_entropy = grads[1][part] if ctx.with_entropy else None
+            entropy_grad = grads[1][part] if ctx.with_entropy else None
             d_logits = gradient(
                 logits,
                 targets[part],
                 normalizer[part],
                 entropy[part],
                 grads[0][part],
-                about_entropy,
+                entropy_grad,
                 ctx.scale,
             )
             if d_hidden is not None:
                 torch.mm(d_logits, weight, out=d_hidden[part])
             if d_weight is not None:
                 _accumulate(d_weight, d_logits, hidden[part])
-        return (
-            d_hidden,
-            d_weight.to(weight.dtype) if d_weight is not None else None,
-            None,
-            None,
-            None,
-            None,
-        )
+        if d_weight is not None:
+            d_weight = d_weight.to(weight.dtype)
+        return d_hidden, d_weight, None, None, None, None
 
 
 class _KnownLogProb(torch.autograd.Function):
-    """The same log-probs when their upstream gradient is known up to a factor.
+    """The log-probs of ``_ChunkedLogProb``, for an upstream gradient known up to a factor.
 
-    The gradients are formed in the forward pass, and a chunk's logits are computed once instead of twice (a quarter
-    of the head's products).
+    The gradients are formed in the forward pass, so that a chunk's logits are computed once instead
+    of twice. This saves a quarter of the head's matrix products.
     """
 
     @staticmethod
@@ -110,7 +107,8 @@ class _KnownLogProb(torch.autograd.Function):
         chunk: int,
         with_entropy: bool,
     ) -> tuple[Tensor, Tensor]:
-        size, gradient = hidden.shape[0], _fused(_gradient, hidden)
+        size = hidden.shape[0]
+        gradient = _fused(_gradient, hidden)
         log_probs, entropy = (
             torch.zeros(size, dtype=torch.float32, device=hidden.device) for _ in range(2)
         )
@@ -128,24 +126,26 @@ class _KnownLogProb(torch.autograd.Function):
             torch.mm(d_logits, weight, out=d_hidden[part])
             _accumulate(d_weight, d_logits, hidden[part])
         ctx.save_for_backward(coefficients, d_hidden, d_weight.to(weight.dtype))
-        ctx.mark_non_differentiable(entropy)  # the loss promised that it does not train on it
+        # A loss with known coefficients promises not to train on the entropy.
+        ctx.mark_non_differentiable(entropy)
         return log_probs, entropy
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         known, d_hidden, d_weight = ctx.saved_tensors
         factor = (grads[0] @ known) / (known @ known).clamp(min=torch.finfo(torch.float32).tiny)
-        # A loss that broke its promise must not train: NaN makes the engine skip the step and say so.
+        # A loss that broke its promise must not train. NaN makes the engine skip the step and
+        # report it.
         kept = (grads[0] - factor * known).abs().max() <= 1e-3 * grads[0].abs().max()
         factor = torch.where(kept, factor, torch.nan)
         return d_hidden.mul_(factor), d_weight.mul_(factor), None, None, None, None, None
 
 
 def _log_prob(logits: Tensor, targets: Tensor, scale: float) -> tuple[Tensor, Tensor]:
-    """Log-prob of the target and log-normalizer of each row, float32.
+    """Return the target's log-prob and the log-normalizer of each row, ``[T]`` float32.
 
-    Alone, whether or not entropy is wanted too: fused with it, log-probs would round otherwise in a loss with an
-    entropy bonus than in inference, and a ratio on policy would not be exactly 1.
+    The entropy has a function of its own. Fused with it, log-probs would round differently in a
+    loss with an entropy bonus than in inference, and an on-policy ratio would not be exactly 1.
     """
     z = logits.float() if scale == 1.0 else logits.float() * scale
     normalizer = z.logsumexp(-1)
@@ -153,8 +153,9 @@ def _log_prob(logits: Tensor, targets: Tensor, scale: float) -> tuple[Tensor, Te
 
 
 def _entropy(logits: Tensor, normalizer: Tensor, scale: float) -> Tensor:
-    """Entropy of each row, float32."""
-    log_p = (logits.float() if scale == 1.0 else logits.float() * scale) - normalizer[:, None]
+    """Return the entropy of each row in nats, ``[T]`` float32."""
+    z = logits.float() if scale == 1.0 else logits.float() * scale
+    log_p = z - normalizer[:, None]
     return -(log_p.exp() * log_p).sum(-1)
 
 
@@ -164,15 +165,15 @@ def _gradient(
     normalizer: Tensor,
     entropy: Tensor,
     grad: Tensor,
-    about_entropy: Tensor | None,
+    entropy_grad: Tensor | None,
     scale: float,
 ) -> Tensor:
-    """The gradient of the chunk's logits, in their dtype and in their place."""
+    """Overwrite the chunk's logits with their gradient, in their dtype, and return them."""
     log_p = logits.float() * scale - normalizer[:, None]
     p = log_p.exp()
     out = -grad[:, None] * p
-    if about_entropy is not None:
-        out = out - about_entropy[:, None] * p * (log_p + entropy[:, None])
+    if entropy_grad is not None:
+        out = out - entropy_grad[:, None] * p * (log_p + entropy[:, None])
     hit = torch.arange(logits.shape[1], device=logits.device)[None, :] == targets[:, None]
     return logits.copy_((out + hit * grad[:, None]) * scale)
 
@@ -183,20 +184,22 @@ def _gradient_eager(
     normalizer: Tensor,
     entropy: Tensor,
     grad: Tensor,
-    about_entropy: Tensor | None,
+    entropy_grad: Tensor | None,
     scale: float,
 ) -> Tensor:
-    """``_gradient`` in few passes over memory, for where nothing fuses them."""
-    p = (logits.float() if scale == 1.0 else logits.float() * scale) - normalizer[:, None]
-    if about_entropy is None:
+    """Return the gradient of ``_gradient`` in few passes over memory, without compilation."""
+    z = logits.float() if scale == 1.0 else logits.float() * scale
+    p = z - normalizer[:, None]
+    if entropy_grad is None:
         p.exp_().mul_(-grad[:, None] * scale)
     else:
-        weight = (p + entropy[:, None]).mul_(about_entropy[:, None]).add_(grad[:, None])
+        weight = (p + entropy[:, None]).mul_(entropy_grad[:, None]).add_(grad[:, None])
         p.exp_().mul_(weight).mul_(-scale)
     return p.scatter_add_(-1, targets[:, None], grad[:, None] * scale).to(logits.dtype)
 
 
 def _accumulate(total: Tensor, d_logits: Tensor, hidden: Tensor) -> None:
+    """Add a chunk's gradient of the weight to ``total``, in float32 where the device can."""
     if d_logits.dtype == torch.float32:
         total.addmm_(d_logits.T, hidden)
     elif device_of(d_logits.device.type).float32_products:
@@ -206,6 +209,7 @@ def _accumulate(total: Tensor, d_logits: Tensor, hidden: Tensor) -> None:
 
 
 def _fused(function: Callable[..., Any], like: Tensor) -> Callable[..., Any]:
+    """Return the implementation of an elementwise function that is fastest on a tensor's device."""
     if device_of(like.device.type).compiles_elementwise:
         return _compiled(function)
     return _gradient_eager if function is _gradient else function
@@ -213,14 +217,16 @@ def _fused(function: Callable[..., Any], like: Tensor) -> Callable[..., Any]:
 
 @cache
 def _compiled(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a function compiled for any number of tokens."""
     compiled: Callable[..., Any] = torch.compile(function)
     met: set[tuple[Any, ...]] = set()
 
     def call(logits: Tensor, *arguments: Any) -> Any:
         kind = (logits.dtype, logits.shape[1], arguments[-1], any(a is None for a in arguments))
         if kind not in met:
-            # One kernel for all numbers of tokens from the start: were the first number compiled alone, the same
-            # tokens could round otherwise later in the run. (This is how torch documents it, underscore and all.)
+            # One kernel serves all numbers of tokens from the start. Were the first number compiled
+            # alone, the same tokens could round differently later in the run. (torch documents this
+            # call, underscore and all.)
             met.add(kind)
             for tensor in (a for a in (logits, *arguments) if isinstance(a, Tensor)):
                 torch._dynamo.maybe_mark_dynamic(tensor, 0)  # noqa: SLF001
@@ -239,18 +245,22 @@ def chunked_log_probs(
     entropy: bool,
     coefficients: Tensor | None = None,
 ) -> tuple[Tensor, Tensor | None]:
-    """Log-probs of ``targets`` and the entropy of their distributions.
+    """Compute the log-probs of ``targets``, and the entropy of their distributions where requested.
 
     Args:
-        hidden: ``[T, d]``; weight: ``[V, d]``, the same dtype; targets: ``[T]`` int64.
-        temperature: logits are divided by it.
-        chunk: tokens whose logits exist at the same time.
-        coefficients: ``[T]`` float32, the upstream gradient up to a factor, where it is known; only then may the
-            result be used in no other way.
+        hidden: hidden states ``[T, d]``.
+        weight: output embedding ``[V, d]``, the same dtype.
+        targets: token ids ``[T]`` int64.
+        temperature: divisor of the logits.
+        chunk: number of tokens whose logits exist at the same time.
+        entropy: true to compute the entropy too.
+        coefficients: the upstream gradient of the log-probs up to a factor, ``[T]`` float32, or
+            None where it is not known. If given, the result must be used for that gradient only.
 
     Returns:
-        ``[T]`` float32 each, differentiable once in ``hidden`` and ``weight``; None where not asked for. Logits are
-        rounded to the dtype of ``hidden``, everything after them is float32.
+        Log-probs ``[T]`` and entropy ``[T]`` or None, in nats and float32, differentiable once in
+        ``hidden`` and ``weight``. Logits are rounded to the dtype of ``hidden``, and all that
+        follows is float32.
     """
     trains = torch.is_grad_enabled() and hidden.requires_grad and weight.requires_grad
     if coefficients is not None and trains and hidden.shape[0] > chunk:

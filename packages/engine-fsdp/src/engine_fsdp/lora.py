@@ -17,7 +17,11 @@ from engine_fsdp.weights import ShardedParam
 
 
 def inject(lm: nn.Module, lora: LoraConfig) -> None:
-    """Put adapters into ``lm`` in place; only they (and a value head) stay trainable."""
+    """Insert adapters into ``lm`` in place, and freeze all but them and a value head.
+
+    Raises:
+        ConfigError: peft is not installed, or the target modules do not fit the model.
+    """
     try:
         from peft import LoraConfig as PeftLoraConfig
         from peft import inject_adapter_in_model
@@ -25,9 +29,9 @@ def inject(lm: nn.Module, lora: LoraConfig) -> None:
         raise ConfigError(
             "lora", "peft is not installed", remedy="pip install engine-fsdp[lora]"
         ) from error
-    targets = (
-        lora.target_modules if isinstance(lora.target_modules, str) else list(lora.target_modules)
-    )
+    targets = lora.target_modules
+    if not isinstance(targets, str):
+        targets = list(targets)
     # peft annotates lora_alpha as an integer and computes with it as a number.
     config = PeftLoraConfig(
         r=lora.rank, lora_alpha=lora.alpha, lora_dropout=lora.dropout, target_modules=targets
@@ -37,7 +41,7 @@ def inject(lm: nn.Module, lora: LoraConfig) -> None:
     except ValueError as error:
         raise ConfigError(
             "lora.target_modules",
-            f"{targets!r} fits nothing",
+            f"{targets!r} matches no layer of the model",
             why=str(error),
             remedy="name linear layers of the model, or all-linear",
         ) from error
@@ -47,7 +51,10 @@ def inject(lm: nn.Module, lora: LoraConfig) -> None:
 
 
 def _refuse_unseen(lm: Any) -> None:
-    """The head multiplies by the output weight itself, and exports merge linear layers: other adapters would be lost."""
+    """Raise ``ConfigError`` for adapters that the head or an export would lose.
+
+    The head multiplies by the output weight itself, and exports merge linear layers only.
+    """
     from peft.tuners.tuners_utils import BaseTunerLayer
 
     for name, module in lm.named_modules():
@@ -63,7 +70,10 @@ def _refuse_unseen(lm: Any) -> None:
 
 
 def initialize(table: list[ShardedParam], seed: int) -> None:
-    """A from uniform(±1/sqrt(fan_in)) (peft's default), B zero; the same for every layout."""
+    """Draw A from uniform(±1/sqrt(fan_in)), which is peft's default, and set B to zero.
+
+    The values are the same in every layout.
+    """
     for entry in (e for e in table if e.adapter):
         shape = tuple(entry.param.shape)
         local = entry.local.detach()
@@ -77,7 +87,7 @@ def initialize(table: list[ShardedParam], seed: int) -> None:
 
 @contextmanager
 def disabled(lm: nn.Module) -> Iterator[None]:
-    """The adapters off, for a reference model."""
+    """Turn the adapters off inside the block, which makes the model its own reference."""
     layers = _layers(lm)
     for layer in layers:
         layer.enable_adapters(False)
@@ -89,6 +99,7 @@ def disabled(lm: nn.Module) -> Iterator[None]:
 
 
 def _layers(lm: nn.Module) -> list[Any]:
+    """Return the layers that carry an adapter."""
     from peft.tuners.tuners_utils import BaseTunerLayer
 
     return [m for m in lm.modules() if isinstance(m, BaseTunerLayer)]
@@ -97,22 +108,24 @@ def _layers(lm: nn.Module) -> list[Any]:
 def deltas(
     table: list[ShardedParam], lora: LoraConfig | None
 ) -> dict[str, tuple[ShardedParam, ShardedParam, float]]:
-    """Base parameter name → (A, B, alpha / rank) of the adapter on it."""
+    """Return (A, B, alpha / rank) of each adapter, by the name of the base parameter under it."""
     if lora is None:
         return {}
     by_name = {entry.name: entry for entry in table}
-    return {
-        name.replace(".lora_A.default.", ".base_layer."): (
-            entry,
-            by_name[name.replace(".lora_A.", ".lora_B.")],
-            lora.alpha / lora.rank,
-        )
-        for name, entry in by_name.items()
-        if ".lora_A." in name
-    }
+    scale = lora.alpha / lora.rank
+    found: dict[str, tuple[ShardedParam, ShardedParam, float]] = {}
+    for name, a in by_name.items():
+        if ".lora_A." in name:
+            base = name.replace(".lora_A.default.", ".base_layer.")
+            b = by_name[name.replace(".lora_A.", ".lora_B.")]
+            found[base] = (a, b, scale)
+    return found
 
 
 def merged_rows(rows: Tensor, a: Tensor, b_rows: Tensor, scale: float) -> Tensor:
-    """``W + scale · B A`` for some rows of W and the same rows of B, computed in float32."""
+    """Return some rows of ``W + scale · B A``, computed in float32 from the same rows of W and B.
+
+    Shapes are ``rows`` ``[n, in]``, ``a`` ``[rank, in]`` and ``b_rows`` ``[n, rank]``.
+    """
     delta = scale * (b_rows.float() @ a.float())
     return (rows.float() + delta).to(rows.dtype)

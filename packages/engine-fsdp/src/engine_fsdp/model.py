@@ -1,4 +1,4 @@
-"""The Hugging Face model, wrapped so that one forward gives per-token outputs of a packed micro-batch."""
+"""The Hugging Face model, wrapped to return per-token outputs of a packed micro-batch."""
 
 from __future__ import annotations
 
@@ -33,12 +33,18 @@ Kind = Literal["language_model", "value_model"]
 class PackedInputs:
     """One micro-batch on the device, padded to what the engine needs.
 
+    T is the number of tokens, T' that with padding, and n the Ulysses size. Tensors of T'/n tokens
+    hold this rank's slice.
+
     Attributes:
-        input_ids, position_ids: ``[1, T'/n]`` int64, this rank's slice under Ulysses.
-        targets: ``[T'/n]`` int64, the token after each.
+        input_ids: ``[1, T'/n]`` int64.
+        position_ids: ``[1, T'/n]`` int64, each token's position in its document.
+        targets: ``[T'/n]`` int64, the token that follows each token.
         first: ``[T']`` bool, true at the first token of each document.
-        size: T, the tokens of the batch without padding.
-        coefficients: ``[T'/n]`` float32, the loss's known derivative by the log-prob of each target; or None.
+        packing: the documents, for attention.
+        size: T.
+        coefficients: ``[T'/n]`` float32, the loss's derivative by the log-prob of each target up to
+            a factor, or None where it is not known.
     """
 
     input_ids: Tensor
@@ -59,14 +65,21 @@ def pack_inputs(
     device: torch.device,
     coefficients: Tensor | None = None,
 ) -> PackedInputs:
-    """Pad (as documents of their own, at the end) to a multiple of ``multiple`` and of the Ulysses size."""
+    """Pad a batch to a multiple of ``multiple`` and of the Ulysses size, and move it to the device.
+
+    The padding is a document of its own at the end. An empty batch becomes one document of padding.
+    """
     step = multiple * layout.ulysses
-    padding = -batch.num_tokens % step or (step if batch.num_tokens == 0 else 0)
-    lengths = [*batch.lengths, *([padding] if padding else [])]
+    padding = -batch.num_tokens % step if batch.num_tokens else step
+    lengths = list(batch.lengths)
+    if padding:
+        lengths.append(padding)
     ids = torch.cat([batch.input_ids.cpu(), torch.zeros(padding, dtype=torch.int64)])
     ends = torch.tensor([0, *lengths]).cumsum(0)
     positions = torch.arange(len(ids)) - torch.repeat_interleave(ends[:-1], torch.tensor(lengths))
     mine = torch.arange(len(ids)).chunk(layout.ulysses)[layout.ulysses_rank]
+    if coefficients is not None:
+        coefficients = _shift_to_targets(coefficients, padding, mine).to(device)
     return PackedInputs(
         input_ids=ids[mine][None].to(device, non_blocking=True),
         position_ids=positions[mine][None].to(device, non_blocking=True),
@@ -74,32 +87,35 @@ def pack_inputs(
         first=(positions == 0).to(device, non_blocking=True),
         packing=attention.build_packing(lengths, kernel, device, layout.ulysses_group),
         size=batch.num_tokens,
-        coefficients=None
-        if coefficients is None
-        else _about_next(coefficients, padding, mine).to(device),
+        coefficients=coefficients,
     )
 
 
-def _about_next(values: Tensor, padding: int, mine: Tensor) -> Tensor:
-    """``[T]`` about this token → ``[T'/n]`` about the next one, float32, zero at padding."""
+def _shift_to_targets(values: Tensor, padding: int, mine: Tensor) -> Tensor:
+    """Return values ``[T]`` of tokens as float32 ``[T'/n]`` of targets, zero at padding."""
     return torch.cat([values.cpu().float(), torch.zeros(padding)]).roll(-1)[mine]
 
 
 class PackedModel(nn.Module):
-    """The FSDP root: a Hugging Face model and the head that gives per-token outputs."""
+    """The FSDP root, made of a Hugging Face model and the head that computes per-token outputs."""
 
     def __init__(self, lm: Any, *, kind: Kind, logit_chunk: int, group: Any) -> None:
         super().__init__()
         self.lm = lm
-        self.kind, self.logit_chunk, self.group = kind, logit_chunk, group
+        self.kind = kind
+        self.logit_chunk = logit_chunk
+        self.group = group
 
     def forward(
         self, inputs: PackedInputs | Tensor, needs: Sequence[str], temperature: float
     ) -> tuple[Tensor, ...]:
-        """``[T]`` float32 outputs of the whole micro-batch, aligned, on every rank that shares it.
+        """Compute the aligned outputs of the whole micro-batch, on every rank that shares it.
 
-        A tuple, because FSDP looks for tensors in tuples: (values,), or (log-probs,) or (log-probs, entropy).
-        Plain ids ``[1, L]`` run the model's own forward and give its logits (the check at start).
+        Plain ids ``[1, L]`` instead run the model's own forward, for the check at the start.
+
+        Returns:
+            ``(values,)``, ``(log-probs,)`` or ``(log-probs, entropy)``, each ``[T]`` float32, as a
+            tuple because FSDP looks for tensors in tuples. For plain ids ``(logits,)``.
         """
         if isinstance(inputs, Tensor):
             return (self.lm(input_ids=inputs, use_cache=False).logits,)
@@ -110,7 +126,8 @@ class PackedModel(nn.Module):
             packing=inputs.packing,
         ).last_hidden_state[0]
         if self.kind == "value_model":
-            return (self._align(self.lm.score(hidden).squeeze(-1).float(), inputs),)
+            values = self.lm.score(hidden).squeeze(-1).float()
+            return (self._align(values, inputs),)
         log_probs, entropy = chunked_log_probs(
             hidden,
             self.lm.get_output_embeddings().weight,
@@ -125,15 +142,15 @@ class PackedModel(nn.Module):
     def outputs(
         self, inputs: PackedInputs, needs: Sequence[str], temperature: float
     ) -> TokenOutputs:
-        """The same by name."""
+        """Compute the outputs of ``forward`` and return them by name."""
         parts = self(inputs, needs, temperature)
         names = ("values",) if self.kind == "value_model" else ("log_probs", "entropy")
         return TokenOutputs(**dict(zip(names, parts, strict=False)))
 
-    def _align(self, about_next: Tensor, inputs: PackedInputs) -> Tensor:
-        """From "about the token after this one" to the contract's "about this token"; padding cut off."""
-        whole = about_next if self.group is None else gather_tokens(about_next, self.group)
-        # A copy: FSDP hangs its backward hook on the output, which a view would lose.
+    def _align(self, per_target: Tensor, inputs: PackedInputs) -> Tensor:
+        """Return values ``[T'/n]`` of targets as the contract's values ``[T]`` of tokens."""
+        whole = per_target if self.group is None else gather_tokens(per_target, self.group)
+        # A copy, because FSDP registers its backward hook on the output, which a view would lose.
         return whole.roll(1).masked_fill(inputs.first, 0.0)[: inputs.size].clone()
 
 
@@ -142,8 +159,9 @@ class BuiltModel:
     """A model before sharding.
 
     Attributes:
-        pieces: parameter name (without any adapter's or wrapper's prefix) → saved tensors.
-        folder: where its files are.
+        lm: the transformers model.
+        pieces: saved tensors by parameter name (without an adapter's or wrapper's prefix).
+        folder: folder of the model's files.
         materialized: false when the parameters are on the meta device, to be read after sharding.
     """
 
@@ -154,7 +172,12 @@ class BuiltModel:
 
 
 def build_model(config: EngineConfig, kind: Kind, ulysses: int) -> BuiltModel:
-    """The transformers model of ``config.model``, unsharded; raises ``ConfigError``."""
+    """Build the transformers model of ``config.model`` without sharding it.
+
+    Raises:
+        ConfigError: the folder, or a setting of the model, cannot be used.
+        UnsupportedCapability: the engine would compute this kind of model wrongly.
+    """
     folder = fetch(config.model)
     hf_config = _hf_config(folder, config, kind)
     _refuse_unknown_head(hf_config)
@@ -183,8 +206,14 @@ def build_model(config: EngineConfig, kind: Kind, ulysses: int) -> BuiltModel:
 def _from_config(
     hf_config: Any, config: EngineConfig, kind: Kind, folder: str, device: torch.device
 ) -> Any:
+    """Build the model on a device, with random weights of the configuration's seed.
+
+    Raises:
+        ConfigError: transformers cannot build the model from its configuration.
+    """
     with torch.random.fork_rng(devices=[]), device:
-        torch.default_generator.manual_seed(config.seed)  # the CPU alone: no device is reseeded
+        # The CPU's generator alone is seeded, so that no device is reseeded.
+        torch.default_generator.manual_seed(config.seed)
         try:
             return _auto_class(kind).from_config(
                 hf_config,
@@ -192,17 +221,21 @@ def _from_config(
                 dtype=DTYPES[config.precision.master],
                 trust_remote_code=config.model.trust_remote_code,
             )
-        except Exception as error:  # each family's own code reads the configuration: an activation or a RoPE unknown to it
+        except Exception as error:
+            # The family's own code reads the configuration, and may raise anything for a value it
+            # does not know.
             raise unbuildable(hf_config, folder, error) from error
 
 
 def _auto_class(kind: Kind) -> Any:
+    """Return the transformers class that builds this kind of model."""
     from transformers import AutoModelForCausalLM, AutoModelForTokenClassification
 
     return AutoModelForCausalLM if kind == "language_model" else AutoModelForTokenClassification
 
 
 def _hf_config(folder: str, config: EngineConfig, kind: Kind) -> Any:
+    """Read config.json, check that the model is of this kind, and apply the overrides."""
     hf_config = read_hf_config(
         folder,
         remedy="give a folder that save_pretrained wrote, of a family that transformers knows",
@@ -215,7 +248,7 @@ def _hf_config(folder: str, config: EngineConfig, kind: Kind) -> Any:
             why="they would be read without their scales",
             remedy="use the bf16 release of the model",
         )
-    known = _auto_class(kind)._model_mapping  # noqa: SLF001 - nothing public says it without building
+    known = _auto_class(kind)._model_mapping  # noqa: SLF001 - no public name tells it without building
     if type(hf_config) not in known and not config.model.trust_remote_code:
         raise ConfigError(
             "model.path",
@@ -229,7 +262,10 @@ def _hf_config(folder: str, config: EngineConfig, kind: Kind) -> Any:
 
 
 def _refuse_unknown_head(hf_config: Any) -> None:
-    # The chunked head computes h W^T. These would change the logits after it, and be lost in silence.
+    """Raise ``UnsupportedCapability`` for a head that caps or scales its logits.
+
+    The chunked head computes h W^T, and would silently leave such a change out.
+    """
     text = hf_config.get_text_config()
     for key in ("final_logit_softcapping", "logit_scale", "logits_scaling"):
         value = getattr(text, key, None)
@@ -242,34 +278,38 @@ def _refuse_unknown_head(hf_config: Any) -> None:
             )
 
 
-# What attention by documents computes, and layers that look at each token alone (transformers' names).
+# Types of layers that attend within documents, or compute each token alone (transformers' names).
 _LAYERS = {"full_attention", "attention", "sliding_attention", "moe", "mlp", "sparse", "dense"}
 
 
 def _refuse_other_layers(hf_config: Any) -> None:
-    if other := sorted(
-        set(getattr(hf_config.get_text_config(), "layer_types", None) or ()) - _LAYERS
-    ):
+    """Raise ``UnsupportedCapability`` for layers of a type not in ``_LAYERS``."""
+    types = getattr(hf_config.get_text_config(), "layer_types", None) or ()
+    if other := sorted(set(types) - _LAYERS):
         raise UnsupportedCapability(
             f"layers of type {', '.join(other)}",
             where="engine-fsdp",
-            why="this engine's attention would leave that out, or they would look into the documents beside theirs",
+            why="this engine's attention would leave that out, "
+            "or they would mix tokens of different documents",
             remedy="use another backend for this model family",
         )
 
 
 def _refuse_other_attention(hf_config: Any, kind: Kind) -> None:
-    cls = _auto_class(kind)._model_mapping.get(type(hf_config), None)  # noqa: SLF001 - None: code of the model's own folder
+    """Raise ``UnsupportedCapability`` for a family whose attention cannot be replaced."""
+    # None for a model whose folder brings its own code.
+    cls = _auto_class(kind)._model_mapping.get(type(hf_config), None)  # noqa: SLF001 - no public name
     if cls is not None and not cls._supports_attention_backend:
         raise UnsupportedCapability(
             "attention that cannot be replaced",
             where=f"{WHERE} with {cls.__name__}",
-            why="transformers computes it in the family's own code, which knows no documents",
+            why="transformers computes it in the family's own code, which ignores documents",
             remedy="use another backend for this model family",
         )
 
 
 def _refuse_biased_head(lm: Any, kind: Kind) -> None:
+    """Raise ``UnsupportedCapability`` for a head with a bias, which would be left out."""
     if kind == "language_model" and getattr(lm.get_output_embeddings(), "bias", None) is not None:
         raise UnsupportedCapability(
             "an output head with a bias",
@@ -280,13 +320,16 @@ def _refuse_biased_head(lm: Any, kind: Kind) -> None:
 
 
 def _refuse_saved_buffers(lm: Any) -> None:
-    """Reading, exports and checkpoints are of parameters. RoPE's frequencies are saved by some, and made anew."""
+    """Raise ``UnsupportedCapability`` for saved tensors that are not parameters.
+
+    Loading, exports and checkpoints handle parameters only. RoPE's frequencies, which some models
+    save, are accepted because they are computed again.
+    """
     params = {name for name, _ in lm.named_parameters(remove_duplicate=False)}
-    if other := sorted(
-        name for name in set(lm.state_dict()) - params if not name.endswith("inv_freq")
-    ):
+    buffers = set(lm.state_dict()) - params
+    if other := sorted(name for name in buffers if not name.endswith("inv_freq")):
         raise UnsupportedCapability(
-            "saved tensors that are no parameters",
+            "saved tensors that are not parameters",
             where=f"engine-fsdp with {type(lm).__name__}",
             why=f"{other[0]} and the like would be neither read nor exported",
             remedy="use another backend for this model family",
@@ -295,43 +338,58 @@ def _refuse_saved_buffers(lm: Any) -> None:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DocumentLimit:
-    """From how many positions on transformers takes RoPE's frequencies from the longest document of a pack."""
+    """The longest document of a model whose RoPE depends on length.
+
+    Beyond ``tokens`` positions transformers takes RoPE's frequencies from the longest document of a
+    pack.
+    """
 
     tokens: int
     kind: str
 
     def check(self, lengths: Sequence[int]) -> None:
-        """Raise ``BatchError`` for a longer document: others beside it would be computed with its frequencies."""
+        """Raise ``BatchError`` for a longer document.
+
+        All other documents of its pack would be computed with its frequencies.
+        """
         for index, length in enumerate(lengths):
             if length > self.tokens:
                 raise BatchError(
                     "cu_seqlens",
                     f"document {index} has {length} tokens, this model takes {self.tokens}",
                     index=index,
-                    why=f"beyond that its RoPE ({self.kind}) follows the longest document of a pack, and changes the others",
+                    why=f"beyond that its RoPE ({self.kind}) follows the longest document "
+                    "of a pack, and changes the others",
                     remedy="shorten the document, or use a model or backend whose RoPE does not",
                 )
 
 
 def document_limit(hf_config: Any) -> DocumentLimit | None:
-    """The limit of a model whose RoPE depends on length, or None."""
+    """Return the limit of a model whose RoPE depends on length, or None."""
     text = hf_config.get_text_config()
     rope: Mapping[str, Any] = getattr(text, "rope_parameters", None) or {}
+    # The parameters are those of the whole model, or one mapping for each type of layer.
+    parts = [rope] if "rope_type" in rope else rope.values()
     found: list[DocumentLimit] = []
-    for part in [rope] if "rope_type" in rope else rope.values():  # one, or one a kind of layer
+    for part in parts:
         kind = str(part.get("rope_type", "default")) if isinstance(part, Mapping) else "default"
         if "dynamic" in kind:
-            found.append(DocumentLimit(tokens=int(text.max_position_embeddings), kind=kind))
+            tokens = int(text.max_position_embeddings)
         elif kind == "longrope":
-            found.append(
-                DocumentLimit(tokens=int(part["original_max_position_embeddings"]), kind=kind)
-            )
+            tokens = int(part["original_max_position_embeddings"])
+        else:
+            continue
+        found.append(DocumentLimit(tokens=tokens, kind=kind))
     return min(found, key=lambda limit: limit.tokens, default=None)
 
 
 def blocks_of(lm: Any) -> list[nn.Module]:
-    """The repeated blocks, by the model's own list of what must not be split."""
-    names = set(lm._no_split_modules or ())  # noqa: SLF001 - the attribute that transformers documents for this
+    """Return the repeated blocks, by the model's own list of modules that must not be split.
+
+    Raises:
+        ConfigError: the model has no such list.
+    """
+    names = set(lm._no_split_modules or ())  # noqa: SLF001 - transformers documents this attribute
     blocks = [m for m in lm.modules() if type(m).__name__ in names]
     if not blocks:
         raise ConfigError(

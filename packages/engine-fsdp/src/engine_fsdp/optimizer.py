@@ -1,4 +1,4 @@
-"""Clipping, and the optimizer's state as boxes."""
+"""Gradient clipping, and the optimizer's state as boxes."""
 
 from __future__ import annotations
 
@@ -21,22 +21,29 @@ BoxLayout = dict[str, tuple[ShardSpec, torch.dtype]]
 
 
 def clip(table: list[ShardedParam], max_norm: float | None) -> float:
-    """Scale the gradients to a global 2-norm of at most ``max_norm``; the norm before that."""
+    """Scale the gradients to a global 2-norm of at most ``max_norm``, and return the norm before.
+
+    Nothing is scaled where ``max_norm`` is None or the norm is not finite.
+    """
     params = [entry.param for entry in trainable(table) if entry.param.grad is not None]
     grads = [p.grad for p in params if p.grad is not None]
     total = torch.nn.utils.get_total_norm(grads, norm_type=2.0)
     norm = float(total.full_tensor() if isinstance(total, DTensor) else total)
     if max_norm is not None and norm > max_norm and norm < float("inf"):
-        torch.nn.utils.clip_grads_with_norm_(
-            params, max_norm, torch.tensor(norm, device=local_of(grads[0]).device)
-        )
+        on_device = torch.tensor(norm, device=local_of(grads[0]).device)
+        torch.nn.utils.clip_grads_with_norm_(params, max_norm, on_device)
     return norm
 
 
 def optimizer_state(
     optimizer: torch.optim.Optimizer, table: list[ShardedParam], layout: Layout
 ) -> State:
-    """``optim.<name>.<field>`` → live boxes; raises ``ConfigError`` for state that is no tensor of the parameter."""
+    """Return the optimizer's state as boxes of live memory, by key ``optim.<name>.<field>``.
+
+    Raises:
+        ConfigError: a part of the state is neither a scalar tensor nor a tensor of its parameter's
+            shape.
+    """
     boxes: State = {}
     for entry in trainable(table):
         for field, value in optimizer.state.get(entry.param, {}).items():
@@ -49,7 +56,8 @@ def optimizer_state(
             if value.dim() and value.shape != entry.param.shape:
                 raise ConfigError(
                     "optimizer.name",
-                    f"state {field!r} of {entry.name} is {tuple(value.shape)}, not as its weight",
+                    f"state {field!r} of {entry.name} has shape {tuple(value.shape)}, "
+                    f"its weight has {tuple(entry.param.shape)}",
                     remedy="this optimizer cannot be saved; use adamw",
                 )
             for piece in entry.pieces:
@@ -60,6 +68,7 @@ def optimizer_state(
 def _box(
     value: Tensor, entry: ShardedParam, piece: Piece, layout: Layout
 ) -> tuple[Tensor, ShardSpec]:
+    """Return a piece's part of an optimizer state tensor, with its box."""
     if value.dim() == 0:
         return local_of(value), ShardSpec.whole((), replica=layout.topology.rank)
     local = local_of(value)
@@ -72,10 +81,13 @@ def state_layout(
     entries: Mapping[str, Entry],
     layout: Layout,
 ) -> BoxLayout:
-    """Which boxes of a checkpoint's optimizer state this rank needs; unknown keys are left to the caller's check.
+    """Return the boxes and dtypes of a checkpoint's optimizer state that this rank needs, by key.
 
-    They come in the dtype that this optimizer keeps: whoever wrote them may have had weights of another one.
-    Raises ``CheckpointMismatch`` for the state of another optimizer.
+    The dtype is the one that this optimizer keeps, since the writer's weights may have had another
+    dtype. Unknown keys are left to the caller's check.
+
+    Raises:
+        CheckpointMismatch: the state is that of another optimizer.
     """
     pieces = {piece.name: (entry, piece) for entry in trainable(table) for piece in entry.pieces}
     kinds = {entry.param.dtype for entry in trainable(table)}
@@ -85,20 +97,18 @@ def state_layout(
         name, _, field = key.removeprefix("optim.").rpartition(".")
         if key.startswith("optim.") and name in pieces:
             entry, piece = pieces[name]
-            spec = piece.spec(
-                entry.first, entry.local.shape[0] if piece.shape else 0, layout.replica
-            )
-            wanted[key] = (
-                spec if saved.shape else ShardSpec.whole(()),
-                own[entry.param.dtype][field],
-            )
+            rows = entry.local.shape[0] if piece.shape else 0
+            spec = piece.spec(entry.first, rows, layout.replica)
+            if not saved.shape:
+                spec = ShardSpec.whole(())
+            wanted[key] = (spec, own[entry.param.dtype][field])
     return wanted
 
 
 def install_state(
     optimizer: torch.optim.Optimizer, table: list[ShardedParam], tensors: Mapping[str, Tensor]
 ) -> None:
-    """Replace the whole state by loaded boxes."""
+    """Replace the optimizer's whole state by loaded boxes."""
     pieces = {piece.name: (entry, piece) for entry in trainable(table) for piece in entry.pieces}
     optimizer.state.clear()
     for key, value in tensors.items():
@@ -115,18 +125,20 @@ def install_state(
 
 
 def _scalar_device(optimizer: torch.optim.Optimizer, param: Tensor) -> torch.device:
+    """Return the device on which the optimizer keeps a parameter's step count."""
     on_device = optimizer.defaults.get("fused") or optimizer.defaults.get("capturable")
     return local_of(param).device if on_device else torch.device("cpu")
 
 
 def move_state(optimizer: torch.optim.Optimizer, device: torch.device | None) -> None:
-    """Move the state to ``device``, or each back to its parameter's device (None)."""
+    """Move the state to ``device``, or (None) each tensor back to its parameter's device."""
     for param, state in optimizer.state.items():
         target = device or local_of(param).device
         for field, value in state.items():
-            if isinstance(value, Tensor) and value.dim():
+            if not isinstance(value, Tensor):
+                continue
+            if value.dim():
                 state[field] = value.to(target)
-            elif (
-                isinstance(value, Tensor) and device is None
-            ):  # a step count; loaded while its weight was away, it is there
+            elif device is None:
+                # A step count that was loaded while its weight was offloaded is still on the host.
                 state[field] = value.to(_scalar_device(optimizer, param))

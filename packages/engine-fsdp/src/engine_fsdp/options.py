@@ -1,4 +1,4 @@
-"""What only this engine knows."""
+"""The options that only this engine has."""
 
 from __future__ import annotations
 
@@ -13,25 +13,38 @@ _COMPILE_MODES = ("default", "reduce-overhead", "max-autotune", "max-autotune-no
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class FSDPOptions:
-    """Options of engine-fsdp (``EngineConfig.options``)."""
+    """The options of engine-fsdp (``EngineConfig.options``)."""
 
-    # Reduce-scatter after every micro-batch: less memory than one unsharded gradient, more communication.
     reduce_each_micro_batch: bool = False
-    # Blocks whose weights are gathered ahead of the one that computes.
+    """True reduces gradients after every micro-batch instead of once a step.
+
+    This avoids the memory of an unsharded gradient, and costs more communication.
+    """
+
     prefetch_blocks: int = 1
-    # torch.compile mode of each block, when memory.compile is on.
+    """Number of blocks whose weights are gathered ahead of the block that computes."""
+
     compile_mode: str = "default"
-    # At start, compare packed log-probs with the model's own forward, document by document.
+    """Mode of torch.compile for each block, used when ``memory.compile`` is on."""
+
     verify_model: bool = True
+    """True checks packed log-probs against the model's own forward at the start.
+
+    The model's own forward computes one document at a time.
+    """
+
     timeout_s: int = 600
-    """Seconds that a rank may keep the others waiting in a collective, or be silent (stopped, its host lost), after which the
-    call ends with ``RankFailure`` on them. A rank whose process is gone is noticed within seconds."""
+    """Seconds that a rank may delay a collective, or be silent (stopped, or its host lost).
+
+    After that the call ends with ``RankFailure`` on the other ranks. A rank whose process has ended
+    is noticed within seconds.
+    """
 
     def __post_init__(self) -> None:
         if self.prefetch_blocks < 0:
             raise ConfigError(
                 "options.prefetch_blocks",
-                f"{self.prefetch_blocks} is negative",
+                f"expected 0 or more, got {self.prefetch_blocks}",
                 remedy="give 0 or more",
             )
         if self.compile_mode not in _COMPILE_MODES:
@@ -42,11 +55,13 @@ class FSDPOptions:
             )
         if self.timeout_s < 1:
             raise ConfigError(
-                "options.timeout_s", f"{self.timeout_s} is not positive", remedy="give seconds"
+                "options.timeout_s",
+                f"expected at least 1 second, got {self.timeout_s}",
+                remedy="give a positive number of seconds",
             )
 
 
 def fsdp_options(options: Any) -> FSDPOptions:
-    """The options from what the configuration holds (None, a mapping or the dataclass)."""
+    """Return the options, given the configuration's value (None, a mapping or the dataclass)."""
     result: FSDPOptions = build_options(options, FSDPOptions)
     return result

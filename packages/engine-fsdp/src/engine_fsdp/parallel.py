@@ -1,4 +1,4 @@
-"""Process group, device mesh, fully_shard, and the collectives of Ulysses sequence parallelism."""
+"""Process group, device mesh, ``fully_shard``, and collectives of Ulysses sequence parallelism."""
 
 from __future__ import annotations
 
@@ -29,9 +29,10 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch
 
 
 def ensure_process_group(device_type: str, timeout_s: int) -> bool:
-    """Join the process group that the launcher describes, or make one of a single rank.
+    """Join the process group that the launcher describes, or create one of a single rank.
 
-    Returns whether it was made here (and is this engine's to destroy).
+    Returns:
+        True if the group was created here, so that the engine must destroy it.
     """
     device = device_of(device_type)
     device.adopt_local_rank()
@@ -39,60 +40,82 @@ def ensure_process_group(device_type: str, timeout_s: int) -> bool:
         return False
     backend = device.process_groups
     timeout = device.group_timeout(timedelta(seconds=timeout_s))
-    if (
-        "RANK" in os.environ and "MASTER_ADDR" in os.environ
-    ):  # torchrun, or a launcher that speaks its variables
+    # Set by torchrun, and by launchers that use its variables.
+    if "RANK" in os.environ and "MASTER_ADDR" in os.environ:
         dist.init_process_group(backend, timeout=timeout)
     else:
-        dist.init_process_group(
-            backend, timeout=timeout, store=torch.distributed.HashStore(), rank=0, world_size=1
-        )  # pyright: ignore[reportPrivateImportUsage] - documented, not re-exported
+        store = dist.HashStore()  # pyright: ignore[reportPrivateImportUsage] - documented
+        dist.init_process_group(backend, timeout=timeout, store=store, rank=0, world_size=1)
     return True
 
 
 @dataclass(frozen=True, kw_only=True)
 class Layout:
-    """The mesh and this rank's place in it."""
+    """The mesh, and this rank's place in it."""
 
-    mesh: DeviceMesh  # what fully_shard shards over: (shard,), or (replicate, shard) for HSDP
+    mesh: DeviceMesh
+    """Mesh that ``fully_shard`` shards over, ``(shard,)``, or ``(replicate, shard)`` for HSDP."""
+
     topology: Topology
-    ulysses_group: Any  # None without sequence parallelism
+    """Topology that the engine reports."""
+
+    ulysses_group: Any
+    """Process group of Ulysses, or None without sequence parallelism."""
+
     ulysses: int
+    """Number of ranks in the Ulysses group."""
+
     ulysses_rank: int
+    """This rank's index in the Ulysses group."""
+
     shard_group: Any
+    """Process group of the ranks that share one copy of the weights."""
+
     shard_rank: int
+    """This rank's index in the shard group."""
+
     shard_size: int
-    replica: int  # which copy of the weights this rank belongs to
+    """Number of ranks in the shard group."""
+
+    replica: int
+    """Index of the copy of the weights that this rank belongs to."""
 
 
-# Meshes by default group, device and sizes. DTensor keeps the first of several equal meshes in its caches, so the groups of
-# a mesh cannot be destroyed while the process goes on; made once, they do not pile up with every engine either.
+# Meshes by default group, device and sizes. DTensor keeps the first of several equal meshes in its
+# caches, so a mesh's groups cannot be destroyed while the process goes on. Reused, they do not pile
+# up with each engine.
 _MESHES: dict[tuple[Any, ...], tuple[DeviceMesh, DeviceMesh]] = {}
 
 
 def forget_meshes() -> None:
-    """To be called when the default process group is destroyed, and theirs with it."""
+    """Forget the meshes, which is needed after the default process group is destroyed."""
     _MESHES.clear()
 
 
 def _meshes(device_type: str, sizes: tuple[int, int, int]) -> tuple[DeviceMesh, DeviceMesh]:
-    """(replicate, dp, ulysses), and the last two as one dimension."""
+    """Return the mesh (replicate, dp, ulysses), and its last two dimensions flattened."""
     key = (dist.group.WORLD, device_type, sizes)
     if key not in _MESHES:
         mesh = init_device_mesh(device_type, sizes, mesh_dim_names=("replicate", "dp", "ulysses"))
-        # Flattening registers the dimension under its name, so that HSDP can take it together with "replicate".
-        flat = mesh["dp", "ulysses"]._flatten("shard")  # noqa: SLF001 - there is no public name for it in torch 2.11
+        # Flattening registers the dimension's name, so that HSDP can slice it together with
+        # "replicate".
+        flat = mesh["dp", "ulysses"]._flatten("shard")  # noqa: SLF001 - no public name in torch 2.11
         _MESHES[key] = (mesh, flat)
     return _MESHES[key]
 
 
 def build_layout(parallelism: Parallelism, device_type: str) -> Layout:
-    """The layout for the current world; raises ``ConfigError`` when the sizes do not fit it.
+    """Build the layout for the current world.
 
-    Ulysses ranks are neighbours (the fastest links) and shard the weights together with the data-parallel ones.
+    Ulysses ranks are neighbours, which have the fastest links. They shard the weights together with
+    the data-parallel ranks.
+
+    Raises:
+        ConfigError: the product of the sizes is not the number of ranks.
     """
     world = dist.get_world_size()
-    replicate, ulysses = parallelism.dp_replicate, parallelism.ulysses
+    replicate = parallelism.dp_replicate
+    ulysses = parallelism.ulysses
     shard = _shard_size(parallelism, world)
     mesh, flat = _meshes(device_type, (replicate, shard // ulysses, ulysses))
     replica, dp, sp = mesh.get_coordinate() or (0, 0, 0)
@@ -118,15 +141,19 @@ def build_layout(parallelism: Parallelism, device_type: str) -> Layout:
 
 
 def limit_groups(layout: Layout, device_type: str, timeout_s: int) -> None:
-    """Give the mesh's groups the engine's timeout: torch makes them with its own default, whatever the default group has."""
+    """Set the engine's timeout on the mesh's groups.
+
+    torch creates them with its own default timeout, not with that of the default group.
+    """
     timeout = device_of(device_type).group_timeout(timedelta(seconds=timeout_s))
     groups = [*layout.mesh.get_all_groups(), layout.shard_group, layout.ulysses_group]
     for group in groups:
         if group is not None:
-            c10d._set_pg_timeout(timeout, group)  # noqa: SLF001 - there is no public name for it in torch 2.11
+            c10d._set_pg_timeout(timeout, group)  # noqa: SLF001 - no public name in torch 2.11
 
 
 def _shard_size(parallelism: Parallelism, world: int) -> int:
+    """Return the number of ranks that share one copy of the weights."""
     fixed = parallelism.dp_replicate * parallelism.ulysses
     dp_shard = parallelism.dp_shard
     if dp_shard == -1:
@@ -144,10 +171,10 @@ def _shard_size(parallelism: Parallelism, world: int) -> int:
 def shard_model(
     root: nn.Module, blocks: list[nn.Module], config: EngineConfig, layout: Layout, prefetch: int
 ) -> None:
-    """``fully_shard`` each block and the root; gradients are reduced as sums.
+    """Apply ``fully_shard`` to each block and the root, with gradients reduced as sums.
 
-    One rank in one dtype has nothing to shard, reduce or cast, and stays a plain module: FSDP would still copy every
-    weight and gradient through its buffers.
+    A single rank that uses a single dtype has nothing to shard, reduce or cast, and its model stays
+    a plain module. FSDP would still copy every weight and gradient through its buffers.
     """
     precision = config.precision
     one_dtype = precision.master == precision.compute == precision.reduce
@@ -169,12 +196,12 @@ def shard_model(
             reshard_after_forward=config.memory.reshard_after_forward,
             **arguments,
         )
-    # The root's inputs are ids, and per-token figures that must stay float32.
+    # The root's inputs are ids, and per-token values that must stay float32.
     policy = MixedPrecisionPolicy(**dtypes, cast_forward_inputs=False)
     fully_shard(root, mp_policy=policy, reshard_after_forward=False, **arguments)
     for module in root.modules():
         if isinstance(module, FSDPModule):
-            # The loss is already divided by the global denominator: ranks only ever add.
+            # The loss is already divided by the global denominator, so ranks only add.
             module.set_gradient_divide_factor(1.0)
             module.set_force_sum_reduction_for_comms(True)
     _prefetch(blocks, prefetch)
@@ -185,6 +212,7 @@ def _offload_policy(config: EngineConfig, pins: bool) -> OffloadPolicy:
 
 
 def _prefetch(blocks: list[nn.Module], count: int) -> None:
+    """Let FSDP gather ``count`` blocks ahead, in forward and in backward."""
     for index, block in enumerate(blocks):
         assert isinstance(block, FSDPModule)
         block.set_modules_to_forward_prefetch(blocks[index + 1 : index + 1 + count])  # type: ignore[arg-type]
@@ -192,30 +220,36 @@ def _prefetch(blocks: list[nn.Module], count: int) -> None:
 
 
 def reset_after_failure(root: nn.Module) -> None:
-    """Bring FSDP back to its state between iterations after an exception left one half way."""
+    """Bring FSDP back to its state between iterations, after an exception interrupted one."""
     if not isinstance(root, FSDPModule):
         return
-    if hasattr(root, "reset_iter_state"):  # torch 2.13 and later
+    # torch 2.13 and later have this method.
+    if hasattr(root, "reset_iter_state"):
         root.reset_iter_state()
     for module in root.modules():
         if isinstance(module, FSDPModule):
             module.reshard()
-            # Gradients kept between micro-batches must go too: reset_iter_state leaves them, and there is no public way.
+            # Gradients kept between micro-batches must go too. reset_iter_state leaves them, and
+            # torch has no public name for them.
             group = module._get_fsdp_state()._fsdp_param_group  # noqa: SLF001
             for param in group.fsdp_params if group is not None else ():
                 param.unsharded_accumulated_grad = None
-                if hasattr(
-                    param, "_unsharded_param"
-                ):  # where they have the reduction's dtype, they stay here
+                # Gradients in the dtype of the reduction are kept here instead.
+                if hasattr(param, "_unsharded_param"):
                     param._unsharded_param.grad = None  # noqa: SLF001
 
 
 class _AllToAll(torch.autograd.Function):
-    """Scatter one dimension over the group and gather another; its own inverse is its gradient."""
+    """The exchange that scatters one dimension over the group and gathers another.
+
+    Its gradient is the inverse exchange.
+    """
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: Any, scatter: int, gather: int) -> Tensor:
-        ctx.group, ctx.scatter, ctx.gather = group, scatter, gather
+        ctx.group = group
+        ctx.scatter = scatter
+        ctx.gather = gather
         return _all_to_all(x, group, scatter, gather)
 
     @staticmethod
@@ -224,6 +258,7 @@ class _AllToAll(torch.autograd.Function):
 
 
 def _all_to_all(x: Tensor, group: Any, scatter: int, gather: int) -> Tensor:
+    """Scatter dimension ``scatter`` over the group and gather dimension ``gather``."""
     size = dist.get_world_size(group)
     send = torch.stack(x.chunk(size, dim=scatter)).contiguous()
     receive = torch.empty_like(send)
@@ -232,21 +267,25 @@ def _all_to_all(x: Tensor, group: Any, scatter: int, gather: int) -> Tensor:
 
 
 def heads_to_sequence(x: Tensor, group: Any) -> Tensor:
-    """``[1, H, T/n, d]`` of this rank's tokens → ``[1, H/n, T, d]`` of all tokens (DeepSpeed-Ulysses, arXiv:2309.14509)."""
+    """Exchange ``[1, H, T/n, d]``, this rank's tokens, for ``[1, H/n, T, d]``, this rank's heads.
+
+    This is the exchange of DeepSpeed-Ulysses (arXiv:2309.14509).
+    """
     result: Tensor = _AllToAll.apply(x, group, 1, 2)  # type: ignore[no-untyped-call]
     return result
 
 
 def sequence_to_heads(x: Tensor, group: Any) -> Tensor:
-    """``[1, H/n, T, d]`` → ``[1, H, T/n, d]``: the inverse."""
+    """Exchange ``[1, H/n, T, d]`` for ``[1, H, T/n, d]``, which inverts ``heads_to_sequence``."""
     result: Tensor = _AllToAll.apply(x, group, 2, 1)  # type: ignore[no-untyped-call]
     return result
 
 
 class _GatherTokens(torch.autograd.Function):
-    """``[T/n] → [T]`` over the group.
+    """The all-gather of ``[T/n]`` to ``[T]`` over the group.
 
-    Every rank computes the same loss on the whole, so the gradient is this rank's slice, counted once.
+    Every rank computes the same loss on the whole, so the gradient is this rank's slice, counted
+    once.
     """
 
     @staticmethod
@@ -258,11 +297,12 @@ class _GatherTokens(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
-        size, rank = dist.get_world_size(ctx.group), dist.get_rank(ctx.group)
+        size = dist.get_world_size(ctx.group)
+        rank = dist.get_rank(ctx.group)
         return grads[0].chunk(size)[rank].contiguous(), None
 
 
 def gather_tokens(x: Tensor, group: Any) -> Tensor:
-    """Per-token values of this rank's slice ``[T/n]`` → of all tokens ``[T]``, with gradient."""
+    """Gather values ``[T/n]`` of this rank's tokens to ``[T]`` of all tokens, with gradient."""
     result: Tensor = _GatherTokens.apply(x, group)  # type: ignore[no-untyped-call]
     return result

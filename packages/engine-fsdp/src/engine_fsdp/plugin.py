@@ -1,4 +1,4 @@
-"""The descriptor. Loading it imports no torch."""
+"""The plug-in's descriptor, whose loading imports no torch."""
 
 from __future__ import annotations
 
@@ -6,7 +6,8 @@ from engine_api.capabilities import Capability
 from engine_api.devices import probe_torch
 from engine_api.plugin import EnginePlugin, Row
 
-# The older FullyShardedDataParallel wrapper is deprecated upstream: both names mean fully_shard.
+# Both names mean fully_shard, because the older FullyShardedDataParallel wrapper is deprecated
+# upstream.
 _BACKENDS = ("fsdp", "fsdp2")
 _DEVICES = ("cuda", "cpu")
 

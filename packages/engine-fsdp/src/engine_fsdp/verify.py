@@ -1,7 +1,9 @@
-"""At start: does the packed forward compute what the model itself computes, one document at a time?
+"""The check at the start that the packed forward computes what the model's own forward computes.
 
-Catches what a structure check cannot: a head with more than h W^T, layers that mix tokens outside attention
-(state-space, linear attention) and would leak between documents, positions that are not reset, noise in training.
+The model's own forward runs one document at a time. The check finds what the model's structure does
+not show: a head that does more than h W^T, layers that mix tokens outside of attention
+(state-space, linear attention) and would leak between documents, positions that are not reset, and
+noise in training.
 """
 
 from __future__ import annotations
@@ -15,15 +17,26 @@ from engine_api.batch import Batch
 from engine_api.errors import ConfigError, EngineError, UnsupportedCapability
 from engine_fsdp import attention
 
-# Largest difference in nats or value units, for scores of ordinary size; float32 agrees to about 1e-5.
+# Largest difference in nats or value units, for scores of ordinary size. In float32 the two agree
+# to about 1e-5.
 _TOLERANCE = {"float32": 1e-3, "bfloat16": 0.5, "float16": 0.1}
 
-# The same on average (root of the mean square), for log-probs: what is computed wrongly moves most tokens, rounding few.
+# Largest root mean square of the differences, for log-probs. A wrong computation moves most tokens,
+# rounding few.
 _AVERAGE = {"float32": 1e-3, "bfloat16": 0.05, "float16": 0.01}
 
 
 def verify_model(engine: Any, lengths: list[int]) -> None:
-    """Raise ``UnsupportedCapability`` when packed outputs differ from the model's own, or training's from inference's."""
+    """Check packed outputs against the model's own, and training against inference.
+
+    Args:
+        engine: the engine, with its model loaded.
+        lengths: tokens of each random document that is compared.
+
+    Raises:
+        UnsupportedCapability: the outputs differ by more than rounding.
+        ConfigError: the model fails on these documents, or its own outputs are not finite.
+    """
     generator = torch.Generator().manual_seed(0)
     documents = [torch.randint(0, engine.vocab_size, (n,), generator=generator) for n in lengths]
     ends = torch.tensor([0, *lengths]).cumsum(0)
@@ -32,47 +45,57 @@ def verify_model(engine: Any, lengths: list[int]) -> None:
     try:
         with torch.no_grad():
             got = _packed(engine, batch)
-            trained = (
-                _packed_in_training(engine, batch) if engine.config.optimizer is not None else got
-            )
+            trained = got
+            if engine.config.optimizer is not None:
+                trained = _packed_in_training(engine, batch)
             want = torch.cat([_reference(engine, d, value_model) for d in documents])
     except EngineError:
         raise
-    except Exception as error:  # the family's own code, on sizes that nobody else has looked at
+    except Exception as error:
+        # The family's own code may raise anything for sizes in config.json that do not fit
+        # together.
         raise ConfigError(
             "model.path",
             f"{type(engine.module.lm).__name__} cannot compute {len(documents)} short documents",
             why=f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}",
             remedy="check the sizes in config.json, or use another backend for this model family",
         ) from error
-    engine._reshard()  # noqa: SLF001 - the engine's own helper module
-    if not bool(want.isfinite().all()):
-        bad = [entry.name for entry in engine.table if not bool(entry.local.isfinite().all())]
-        raise ConfigError(
-            "model.path",
-            "the model's own outputs are not finite",
-            why=f"NaN or infinity in: {', '.join(bad[:3])}"
-            if bad
-            else f"in {engine.config.precision.compute}",
-            remedy="fetch or export the weights again" if bad else "use precision.compute: float32",
-        )
+    engine._reshard()  # noqa: SLF001 - this module is a part of the engine
+    _check_finite(engine, want)
+    compute = engine.config.precision.compute
     for name, found, expected in (
         ("packed outputs differ from the model's own", got, want),
         ("outputs in training mode differ from those in inference", trained, got),
     ):
-        if difference := _difference(
-            found, expected, engine.config.precision.compute, average=not value_model
-        ):
+        difference = _difference(found, expected, compute, average=not value_model)
+        if difference:
             raise UnsupportedCapability(
                 "this model family",
                 where=f"engine-fsdp with {type(engine.module.lm).__name__}",
                 why=f"{name} by {difference} of documents {lengths}",
-                remedy="report the model; options.verify_model: false skips this check at your own risk",
+                remedy="report the model; "
+                "options.verify_model: false skips this check at your own risk",
             )
 
 
+def _check_finite(engine: Any, outputs: Tensor) -> None:
+    """Raise ``ConfigError`` for outputs that are not finite, and name the weights at fault."""
+    if bool(outputs.isfinite().all()):
+        return
+    bad = [entry.name for entry in engine.table if not bool(entry.local.isfinite().all())]
+    if bad:
+        why = f"NaN or infinity in: {', '.join(bad[:3])}"
+        remedy = "fetch or export the weights again"
+    else:
+        why = f"in {engine.config.precision.compute}"
+        remedy = "use precision.compute: float32"
+    raise ConfigError(
+        "model.path", "the model's own outputs are not finite", why=why, remedy=remedy
+    )
+
+
 def _difference(got: Tensor, want: Tensor, compute: str, *, average: bool) -> str:
-    """Return how far outputs lie apart, in words; empty where that is rounding."""
+    """Return the difference of outputs in words, or an empty text where it is rounding."""
     apart = (got - want).abs()
     worst = float(apart.max())
     mean = float(apart.square().mean().sqrt())
@@ -83,12 +106,16 @@ def _difference(got: Tensor, want: Tensor, compute: str, *, average: bool) -> st
 
 
 def _packed(engine: Any, batch: Batch) -> Tensor:
+    """Return the engine's outputs ``[T]`` of the packed batch."""
     outputs = engine.forward_step(batch, needs=engine.gives[:1], temperature=1.0)
     return outputs.values if engine.kind == "value_model" else outputs.log_probs
 
 
 def _packed_in_training(engine: Any, batch: Batch) -> Tensor:
-    """Return packed outputs of a training pass: dropout and a router's noise are on. An adapter adds nothing yet."""
+    """Return the packed outputs of a training pass, where dropout and a router's noise are on.
+
+    An adapter adds nothing yet, because its B is zero.
+    """
     engine.module.train()
     try:
         return _packed(engine, batch)
@@ -97,7 +124,7 @@ def _packed_in_training(engine: Any, batch: Batch) -> Tensor:
 
 
 def _reference(engine: Any, ids: Tensor, value_model: bool) -> Tensor:
-    """The model's own per-token outputs of one document, ``[L]``, by the contract's alignment."""
+    """Return the model's own per-token outputs ``[L]`` of one document, in contract alignment."""
     lm = engine.module.lm
     lm.set_attn_implementation("sdpa")
     try:

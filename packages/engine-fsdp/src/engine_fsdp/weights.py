@@ -1,6 +1,6 @@
-"""Reading a Hugging Face folder straight into this rank's shards, and the table of parameters.
+"""The table of parameters, and the reader of Hugging Face folders that fills this rank's shards.
 
-No rank ever holds the whole model: each reads only its own rows of each file.
+No rank holds the whole model, because each reads only its own rows of each file.
 """
 
 from __future__ import annotations
@@ -24,28 +24,41 @@ from engine_fsdp.parallel import Layout
 
 log = logging.getLogger("engine_fsdp")
 
-_FLOATING = ("F64", "F32", "F16", "BF16")  # as safetensors names them
+# Floating-point dtypes, by safetensors' names.
+_FLOATING = ("F64", "F32", "F16", "BF16")
 
 
 @dataclass(kw_only=True)
 class ShardedParam:
     """One parameter of the model, sharded by rows over the layout's shard group."""
 
-    name: str  # under the wrapped model, adapters' prefixes included
+    name: str
+    """Name under the wrapped model, with adapters' prefixes."""
+
     pieces: list[Piece]
+    """Saved tensors that the parameter consists of."""
+
     param: nn.Parameter
-    first: int  # this rank's first row
+    """The parameter itself."""
+
+    first: int
+    """Index of this rank's first row."""
+
     adapter: bool = False
+    """True for a parameter of a low-rank adapter."""
+
     trainable: bool = True
+    """True for a parameter that the optimizer updates."""
+
     _specs: list[ShardSpec] | None = None
 
     @property
     def local(self) -> Tensor:
-        """This rank's rows; live memory."""
+        """The rows of this rank, in live memory."""
         return local_of(self.param)
 
     def specs(self, replica: int) -> list[ShardSpec]:
-        """Where this rank's part of each piece belongs; worked out once."""
+        """Return the box of this rank's part of each piece, computed once."""
         if self._specs is None:
             count = self.local.shape[0] if self.param.dim() else 0
             self._specs = [piece.spec(self.first, count, replica) for piece in self.pieces]
@@ -53,26 +66,27 @@ class ShardedParam:
 
 
 def local_of(tensor: Tensor) -> Tensor:
-    """The local part of a DTensor (live memory), or the tensor itself."""
+    """Return the local part of a DTensor (live memory), or the tensor itself."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def first_row(rows: int, layout: Layout) -> int:
-    """First row of this rank: dimension 0 in chunks of ``ceil(rows / ranks)``, as ``torch.chunk`` cuts."""
+    """Return this rank's first row, for chunks of ``ceil(rows / ranks)`` as in ``torch.chunk``."""
     return min(layout.shard_rank * math.ceil(rows / layout.shard_size), rows)
 
 
 def parameter_table(
     root: nn.Module, pieces: dict[str, list[Piece]], layout: Layout
 ) -> list[ShardedParam]:
-    """Every parameter under ``root.lm``, in the model's order, tied ones once."""
+    """Return every parameter under ``root.lm`` in the model's order, with tied parameters once."""
     table: list[ShardedParam] = []
     for full_name, param in root.named_parameters():
         name = full_name.removeprefix("lm.")
         plain = name.replace(".base_layer.", ".").replace(".default.", ".")
         adapter = ".lora_" in name
         shape = tuple(param.shape)
-        own = [Piece(name=f"base_model.model.{plain}", shape=shape)] if adapter else pieces[plain]
+        peft_name = f"base_model.model.{plain}"
+        own = [Piece(name=peft_name, shape=shape)] if adapter else pieces[plain]
         first = first_row(shape[0], layout) if shape else 0
         table.append(
             ShardedParam(
@@ -88,7 +102,11 @@ def parameter_table(
 
 
 def weight_files(folder: str) -> dict[str, str]:
-    """Tensor name → file name; raises ``ConfigError`` for a folder without safetensors weights."""
+    """Return the name of each tensor's file, by tensor name.
+
+    Raises:
+        ConfigError: the folder has no safetensors weights.
+    """
     index = read_index(Path(folder))
     if index is not None:
         return index
@@ -105,11 +123,13 @@ def weight_files(folder: str) -> dict[str, str]:
 
 
 def _names_in(path: Path) -> list[str]:
+    """Return the names of a file's tensors."""
     with _open(path) as handle:
         return list(handle.keys())
 
 
 def _open(path: Path) -> Any:
+    """Open a safetensors file, or raise ``ConfigError``."""
     from safetensors import SafetensorError, safe_open
 
     try:
@@ -119,18 +139,22 @@ def _open(path: Path) -> Any:
 
 
 def _unreadable(path: Path, error: Exception) -> ConfigError:
+    """Return the error for a file that cannot be read."""
     return ConfigError(
         "model.path", f"{path} cannot be read", why=str(error), remedy="fetch the file again"
     )
 
 
 def fill(table: list[ShardedParam], folder: str, seed: int) -> None:
-    """Fill the shards from files that `check_files` let through; a value head that they lack is made from the seed."""
+    """Fill the shards from files that ``check_files`` has accepted.
+
+    A value head that is in no file is drawn from the seed.
+    """
     files = weight_files(folder)
     opened = _Files(folder)
     for entry in (e for e in table if not e.adapter):
         if entry.name.startswith("score.") and entry.pieces[0].name not in files:
-            _new_head(entry, seed)
+            _draw_head(entry, seed)
             continue
         for piece in entry.pieces:
             _read_piece(opened, files[piece.name], entry, piece)
@@ -140,21 +164,23 @@ def fill(table: list[ShardedParam], folder: str, seed: int) -> None:
 
 
 class _Files:
-    """Files of a folder, each opened once."""
+    """The files of a folder, each opened once."""
 
     def __init__(self, folder: str) -> None:
-        self.folder, self.open = Path(folder), dict[str, Any]()
+        self.folder = Path(folder)
+        self.open: dict[str, Any] = {}
 
     def get(self, name: str) -> Any:
+        """Return a file's handle."""
         if name not in self.open:
             self.open[name] = _open(self.folder / name)
         return self.open[name]
 
 
 def check_files(folder: str, pieces: Iterable[Piece]) -> None:
-    """Raise ``ConfigError`` unless the folder's files hold these tensors, in their shapes; only headers are read.
+    """Raise ``ConfigError`` unless the folder's files hold these tensors in their shapes.
 
-    A value head may be missing.
+    Only the files' headers are read. A value head may be missing.
     """
     files = weight_files(folder)
     opened = _Files(folder)
@@ -173,12 +199,13 @@ def check_files(folder: str, pieces: Iterable[Piece]) -> None:
 
 
 def _checked(opened: _Files, file: str, piece: Piece) -> Any:
-    """Return the saved tensor, of which nothing is read yet."""
+    """Check a saved tensor's shape and dtype, and return its handle without reading it."""
     from safetensors import SafetensorError
 
     try:
         source = opened.get(file).get_slice(piece.name)
-    except SafetensorError as error:  # an index that names another file than the tensor's
+    except SafetensorError as error:
+        # The index names a file that does not hold the tensor.
         raise _unreadable(opened.folder / file, error) from error
     if tuple(source.get_shape()) != piece.shape:
         raise ConfigError(
@@ -197,6 +224,7 @@ def _checked(opened: _Files, file: str, piece: Piece) -> Any:
 
 
 def _read_piece(opened: _Files, file: str, entry: ShardedParam, piece: Piece) -> None:
+    """Copy this rank's part of a saved tensor into its shard."""
     from safetensors import SafetensorError
 
     rows = entry.local.shape[0] if piece.shape else 0
@@ -212,20 +240,22 @@ def _read_piece(opened: _Files, file: str, entry: ShardedParam, piece: Piece) ->
         raise _unreadable(opened.folder / file, error) from error
 
 
-def _new_head(entry: ShardedParam, seed: int) -> None:
-    """A fresh value head: normal(0, 0.02) weight, zero bias; the same for every layout."""
+def _draw_head(entry: ShardedParam, seed: int) -> None:
+    """Draw a new value head, with its weight from normal(0, 0.02) and a zero bias.
+
+    The values are the same in every layout.
+    """
     log.warning("%s is not in the folder: a new one is made from seed %d", entry.name, seed)
     generator = torch.Generator().manual_seed(seed)
     shape = tuple(entry.param.shape)
-    whole = (
-        torch.zeros(shape)
-        if entry.name.endswith("bias")
-        else torch.randn(shape, generator=generator) * 0.02
-    )
+    if entry.name.endswith("bias"):
+        whole = torch.zeros(shape)
+    else:
+        whole = torch.randn(shape, generator=generator) * 0.02
     rows = entry.local.shape[0]
     entry.local.detach().copy_(whole[entry.first : entry.first + rows])
 
 
 def trainable(table: list[ShardedParam]) -> Iterator[ShardedParam]:
-    """The entries that the optimizer moves."""
+    """Yield the entries that the optimizer updates."""
     return (entry for entry in table if entry.trainable)
