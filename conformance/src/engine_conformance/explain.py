@@ -20,27 +20,20 @@ def list_cases(profile: str | None = None, group: str | None = None) -> str:
 
     cases = [c for c in load_cases().values() if profile in (None, c.profile)]
     groups = sorted({c.group for c in cases})
-    rows = [
-        (
-            c.id,
-            "undeclared" if c.probes else c.group,
-            ",".join(map(str, c.world)),
-            "quick" if c.quick else "",
-            c.must,
-        )
-        for c in cases
-        # The group of a probe is "undeclared".
-        if group in (None, "undeclared" if c.probes else c.group)
-    ]
+    rows: list[tuple[str, ...]] = []
+    for case in cases:
+        shown = "undeclared" if case.probes else case.group
+        if group in (None, shown):
+            worlds = ",".join(map(str, case.world))
+            rows.append((case.id, shown, worlds, "quick" if case.quick else "", case.must))
     if not rows:
         raise UsageError(f"no case is of group {group!r}; groups: {', '.join(groups)}")
     widths = [max(len(row[i]) for row in rows) for i in range(4)]
-    return "\n".join(
-        "  ".join(
-            [*(cell.ljust(width) for cell, width in zip(row[:4], widths, strict=True)), row[4]]
-        )
+    padded = [
+        [*(cell.ljust(width) for cell, width in zip(row[:4], widths, strict=True)), row[4]]
         for row in rows
-    )
+    ]
+    return "\n".join(map("  ".join, padded))
 
 
 def explain_case(name: str) -> str:

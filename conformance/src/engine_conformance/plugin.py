@@ -129,8 +129,10 @@ def _make_plan(config: pytest.Config) -> tuple[Selection, Sequence[Item], Sequen
             partner=options.engine_partner,
             profiles=tuple(filter(None, options.engine_profile.split(","))),
         )
-        listed, cases = options.engine_deviations, engine_conformance.cases.load_cases()
-        deviations = read_deviations(listed, known=cases) if listed else []
+        deviations: Sequence[Deviation] = ()
+        if options.engine_deviations:
+            cases = engine_conformance.cases.load_cases()
+            deviations = read_deviations(options.engine_deviations, known=cases)
         return selection, make_plan(selection, Path(folder.name)), deviations
     except (CannotRun, UsageError, DeviationError, ValueError) as error:
         raise pytest.UsageError(str(error)) from error

@@ -85,7 +85,7 @@ def describe_run(selection: Selection, *, command: Sequence[str], certify: bool 
     tested = [chosen]
     if selection.partner is not None:
         tested += _partner(selection, selection.partner)
-    modules = [row.target.partition(":")[0] for plugin in tested for row in plugin.plugin.rows]
+    modules = [row.target.partition(":")[0] for found in tested for row in found.plugin.rows]
     return Run(
         name=selection.name,
         distribution=chosen.source,

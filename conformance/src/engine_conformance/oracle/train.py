@@ -50,8 +50,7 @@ class TrainResult:
     """The final state of a run of steps.
 
     ``oracle`` has the final parameters; ``optimizer`` Adam's moments and step; ``config`` the
-    optimizer's constants. ``params`` are the trainable tensors by name: the adapter's if there is
-    one.
+    optimizer's constants. ``params`` are the trainable tensors by name: the adapter's, if any.
 
     ``sensitivity`` says how far a rounding error in the gradients can move each weight: to first
     order, gradients off by r times their `spread` move it by r * sensitivity. Adam divides by a

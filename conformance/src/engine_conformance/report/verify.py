@@ -206,8 +206,8 @@ def _other_suite(document: Mapping[str, Any], suite: Mapping[str, str]) -> Itera
     if theirs == dict(suite):
         return
     written, own = (
-        f"{one['version']} (contract {one['contract']}, digest {one['digest'][:12]}…)"
-        for one in (theirs, suite)
+        f"{facts['version']} (contract {facts['contract']}, digest {facts['digest'][:12]}…)"
+        for facts in (theirs, suite)
     )
     yield (
         f"written by suite {written}, this is {own}: "
