@@ -1,1 +1,1 @@
-"""Training on pairs of documents: DPO and reward models."""
+"""Training on pairs of documents, for DPO and reward models."""

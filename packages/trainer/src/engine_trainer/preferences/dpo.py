@@ -1,4 +1,7 @@
-"""Direct preference optimization: the policy learns from pairs, without a reward model and without a rollout."""
+"""Direct preference optimization, in which the policy learns from pairs.
+
+It needs no reward model and no rollout.
+"""
 
 from __future__ import annotations
 
@@ -17,11 +20,12 @@ from engine_trainer.run.run import Outcome, Run
 
 
 def train_dpo(config: DPOConfig) -> Outcome:
-    """Train as ``config`` says (Rafailov et al. 2023, arXiv:2305.18290), from the beginning or from the last checkpoint.
+    """Train as ``config`` says, from the beginning or from the last checkpoint.
 
-    A document counts by ``log π(answer | prompt) - log ref(answer | prompt)``; the reference is the model as the run began.
+    DPO is of Rafailov et al. 2023, arXiv:2305.18290. A document counts by ``log π(answer | prompt)
+    - log ref(answer | prompt)``; the reference is the model as the run began.
 
-    Raises ``EngineError``: configuration, data, plug-ins, checkpoints.
+    Raises ``EngineError`` for configuration, data, plug-ins and checkpoints.
     """
     return train_pairs(
         config,
@@ -31,12 +35,17 @@ def train_dpo(config: DPOConfig) -> Outcome:
 
 
 class DPOObjective:
-    """Log-probs of the answers against those of the reference; see ``engine_trainer.preferences.loop.Objective``."""
+    """Log-probs of the answers relative to those of the reference.
+
+    See ``engine_trainer.preferences.loop.Objective``.
+    """
 
     loss: PairLossName
 
     def __init__(self, run: Run, config: DPOConfig, data: PairData, visited: Sequence[int]) -> None:
-        self.linear, self.loss, self.beta = LinearLoss(), config.dpo.loss, config.dpo.beta
+        self.linear = LinearLoss()
+        self.loss = config.dpo.loss
+        self.beta = config.dpo.beta
         self._reference: Reference | None = None
         self._known: dict[bool, dict[int, tuple[float, float]]] = {}
         if config.dpo.reference == "engine":
@@ -51,32 +60,32 @@ class DPOObjective:
                 )
 
     def weights(self, pair: Pair) -> tuple[list[float], list[float]]:
-        """See ``Objective``: the assistant's tokens."""
+        """Return the weights of the assistant's tokens; see ``Objective``."""
         return pair.chosen.loss_weight.tolist(), pair.rejected.loss_weight.tolist()
 
     def offsets(self, heldout: bool, indices: Sequence[int], batch: Batch) -> torch.Tensor:
-        """See ``Objective``: the reference's log-probs."""
+        """Return the reference's log-probs; see ``Objective``."""
         if self._reference is None:
             known = self._known[heldout]
             return torch.tensor([x for i in indices for x in known[i]], dtype=torch.float64)
         return document_sums(self._reference.outputs(batch), batch)
 
     def close(self) -> None:
-        """See ``Objective``."""
+        """Close the reference; see ``Objective``."""
         if self._reference is not None:
             self._reference.close()
 
     def _precompute(
         self, run: Run, data: PairData, indices: Sequence[int], *, heldout: bool
     ) -> dict[int, tuple[float, float]]:
-        """The reference's sums of every pair, the same on all ranks."""
+        """Return the reference's sums of every pair, the same on all ranks."""
         dataset = data.of(heldout)
         found: dict[int, tuple[float, float]] = {}
         for start in range(0, len(indices), EVAL_PAIRS):
             part = indices[start : start + EVAL_PAIRS]
-            (held,) = divide([len(dataset[i]) for i in part], run.policy)
-            batch = pack(self, [dataset[part[k]] for k in held])
+            (local,) = divide([len(dataset[i]) for i in part], run.policy)
+            batch = pack(self, [dataset[part[k]] for k in local])
             sums = document_sums(run.engine.infer_batch(batch), batch).tolist()
-            own = {part[k]: (sums[2 * n], sums[2 * n + 1]) for n, k in enumerate(held)}
+            own = {part[k]: (sums[2 * n], sums[2 * n + 1]) for n, k in enumerate(local)}
             found |= {i: both for row in run.policy.gather([own]) for i, both in row.items()}
         return found

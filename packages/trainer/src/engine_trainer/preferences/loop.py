@@ -1,8 +1,9 @@
 """The loop over pairs of preferences, which DPO and reward models share.
 
-A step takes the pairs' numbers in one forward pass, and their loss and its slopes from these; the training pass is then
-linear in what the model gives (``engine_trainer.algorithms.preference`` says why). A pair stays on one rank, so that its
-slopes are known there; its two documents may lie in any micro-batches.
+A step computes the pairs' sums in one forward pass, and from these their loss and its slopes; the
+training pass is then linear in the model's outputs (``engine_trainer.algorithms.preference`` says
+why). A pair stays on one rank, so that its slopes are known there; its two documents may lie in any
+micro-batches.
 """
 
 from __future__ import annotations
@@ -28,43 +29,48 @@ from engine_trainer.run.run import Outcome, Run
 from engine_trainer.utils.hf_models import random_rates
 
 SHOW = ("train/loss", "train/accuracy", "train/margin", "train/grad_norm", "eval/accuracy")
-EVAL_PAIRS = 128  # in one inference call, over all ranks
+EVAL_PAIRS = 128
+"""Pairs in one inference call, over all ranks."""
 
 Metrics = dict[str, float]
 
 
 class Objective(Protocol):
-    """What a pair is judged by. ``margin = β⁻¹ (reward(chosen) - reward(rejected))`` goes into the loss."""
+    """The score of a document, of which a pair's loss is a function.
+
+    ``margin = β⁻¹ (reward(chosen) - reward(rejected))`` goes into the loss.
+    """
 
     linear: LinearLoss
     loss: PairLossName
     beta: float
 
     def weights(self, pair: Pair) -> tuple[list[float], list[float]]:
-        """Which tokens of the chosen and of the rejected document are summed up, as factors."""
+        """Return the factors of the tokens that are summed in the chosen and the rejected document."""
         ...
 
     def offsets(self, heldout: bool, indices: Sequence[int], batch: Batch) -> torch.Tensor:
-        """``[2n]`` float64, taken from the sums of the documents of the pairs ``indices``; on all ranks together.
+        """Return the numbers to subtract from the sums of the documents of ``indices``.
 
-        ``batch`` holds these documents, chosen and rejected by turns.
+        The result is ``[2n]`` float64. Called on all ranks together. ``batch`` holds the documents
+        of these pairs, chosen and rejected alternating.
         """
         ...
 
     def close(self) -> None:
-        """Give engines of its own back."""
+        """Close the objective's own engines."""
         ...
 
 
 @dataclass(frozen=True, kw_only=True)
 class PairData:
-    """Training pairs, and held-out ones."""
+    """Training pairs and held-out pairs."""
 
     train: PairDataset
     heldout: PairDataset | None
 
     def of(self, heldout: bool) -> PairDataset:
-        """One of the two."""
+        """Return the held-out or the training pairs."""
         chosen = self.heldout if heldout else self.train
         assert chosen is not None
         return chosen
@@ -79,11 +85,12 @@ def train_pairs(
     """Train as ``config`` says, from the beginning or from the last checkpoint.
 
     Args:
-        config: of the run.
+        config: configuration of the run.
         kind: the command's name.
-        objective_of: given the run with its engine as it begins, the data, and the training pairs that the whole run visits.
+        objective_of: builds the objective from the run with its engine as it begins, the data, and
+            the training pairs that the whole run visits.
 
-    Raises ``EngineError``: configuration, data, plug-ins, checkpoints.
+    Raises ``EngineError`` for configuration, data, plug-ins and checkpoints.
     """
     tokenizer = load_tokenizer(config.data, config.engine.model)
     _refuse_dropout(config)
@@ -116,13 +123,17 @@ def train_pairs(
 
 
 def _refuse_dropout(config: DPOConfig | RewardModelConfig) -> None:
-    """The adapter's is refused with the configuration; the model's own stands in its files."""
+    """Raise ``ConfigError`` for a model whose own files have dropout.
+
+    The adapter's dropout is refused with the configuration.
+    """
     if rates := random_rates(config.engine.model):
         off = ", ".join(f"{name}: 0.0" for name in rates)
         raise ConfigError(
             "engine.model.config_overrides",
             f"{', '.join(f'{name} is {rate}' for name, rate in rates.items())} with pairs",
-            why="the slopes of the loss are taken in one forward pass and used in another, which would drop other things",
+            why="the slopes of the loss are taken in one forward pass and used in another, "
+            "which would drop different activations",
             remedy=f"set engine.model.config_overrides: {{{off}}}",
         )
 
@@ -134,29 +145,42 @@ def _load(config: DPOConfig | RewardModelConfig, tokenizer: ChatTokenizer) -> Pa
     train = PairDataset.read(section.source, section.split, tokenizer, section, room=room)
     if config.eval is None:
         return PairData(train=train, heldout=None)
-    held = config.eval
     heldout = PairDataset.read(
-        held.source, held.split, tokenizer, section, limit=held.max_pairs, room=room, name="eval"
+        config.eval.source,
+        config.eval.split,
+        tokenizer,
+        section,
+        limit=config.eval.max_pairs,
+        room=room,
+        name="eval",
     )
     return PairData(train=train, heldout=heldout)
 
 
 class PairTrainer:
-    """Steps and evaluations; every method is called on all ranks together, and returns the same on all."""
+    """Steps and evaluations over pairs.
+
+    Every method is called on all ranks together, and returns the same on all.
+    """
 
     def __init__(self, run: Run, data: PairData, objective: Objective) -> None:
-        self.run, self.data, self.objective = run, data, objective
+        self.run = run
+        self.data = data
+        self.objective = objective
 
     def step(self, step: int, indices: Sequence[int]) -> Metrics:
-        """One update from the pairs ``indices``."""
-        run, objective = self.run, self.objective
+        """Apply one update from the pairs ``indices`` and return its figures."""
+        run = self.run
+        objective = self.objective
         with run.timers.phase("judge"):
-            batch, mine = self._pack(indices, heldout=False)
-            losses, slopes, sums = self._judge(batch, mine, heldout=False)
+            batch, local = self._pack(indices, heldout=False)
+            losses, slopes, sums = self._score(batch, local, heldout=False)
         metrics = self._figures("train", sums, losses)
-        if not math.isfinite(metrics["train/loss"]):  # a sum over all ranks: all of them skip
+        # The loss is a sum over all ranks, so that all of them skip.
+        if not math.isfinite(metrics["train/loss"]):
             run.log.say(
-                f"step {step} was skipped: loss is {metrics['train/loss']}; weights and optimizer are as before"
+                f"step {step} was skipped: loss is {metrics['train/loss']}; "
+                "weights and optimizer are as before"
             )
             return metrics | {"train/skipped": 1.0}
         with run.timers.phase("train"):
@@ -172,7 +196,7 @@ class PairTrainer:
         )
 
     def evaluate(self) -> Metrics:
-        """``eval/…`` over the held-out pairs; nothing without them."""
+        """Return ``eval/…`` over the held-out pairs; empty without them."""
         if self.data.heldout is None:
             return {}
         losses: list[torch.Tensor] = []
@@ -180,7 +204,7 @@ class PairTrainer:
         with self.run.timers.phase("eval"):
             for start in range(0, len(self.data.heldout), EVAL_PAIRS):
                 indices = range(start, min(start + EVAL_PAIRS, len(self.data.heldout)))
-                loss, _, part = self._judge(*self._pack(indices, heldout=True), heldout=True)
+                loss, _, part = self._score(*self._pack(indices, heldout=True), heldout=True)
                 losses.append(loss)
                 sums.append(part)
             return self._figures("eval", torch.cat(sums), torch.cat(losses))
@@ -188,24 +212,25 @@ class PairTrainer:
     # --- inside ---------------------------------------------------------------------------------
 
     def _pack(self, indices: Sequence[int], *, heldout: bool) -> tuple[Batch, list[int]]:
-        """This rank's pairs, chosen and rejected by turns, and which they are."""
+        """Return the batch of this rank's pairs, chosen and rejected alternating, and their indices."""
         dataset = self.data.of(heldout)
-        (held,) = divide([len(dataset[i]) for i in indices], self.run.policy)
-        mine = [indices[k] for k in held]
-        return pack(self.objective, [dataset[i] for i in mine]), mine
+        (positions,) = divide([len(dataset[i]) for i in indices], self.run.policy)
+        local = [indices[k] for k in positions]
+        return pack(self.objective, [dataset[i] for i in local]), local
 
-    def _judge(
-        self, batch: Batch, mine: Sequence[int], *, heldout: bool
+    def _score(
+        self, batch: Batch, local: Sequence[int], *, heldout: bool
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """``[n]`` losses, ``[n]`` slopes, and ``[2n]`` sums of the documents, all float64, of this rank's pairs."""
         sums = document_sums(self.run.engine.infer_batch(batch), batch)
-        sums = sums - self.objective.offsets(heldout, mine, batch)
+        sums = sums - self.objective.offsets(heldout, local, batch)
         loss, slope = pair_loss(sums[0::2] - sums[1::2], self.objective.beta, self.objective.loss)
         return loss, slope, sums
 
     def _figures(self, prefix: str, sums: torch.Tensor, losses: torch.Tensor) -> Metrics:
         rewards = self.objective.beta * sums
-        chosen, rejected = rewards[0::2], rewards[1::2]
+        chosen = rewards[0::2]
+        rejected = rewards[1::2]
         right = (chosen > rejected).double() + 0.5 * (chosen == rejected).double()
         own = [len(losses), *(float(x.sum()) for x in (losses, right, chosen, rejected))]
         rows = self.run.comm.all_gather(own if self.run.engine.topology.is_primary else [0.0] * 5)
@@ -223,17 +248,18 @@ class PairTrainer:
 
 
 def pack(objective: Objective, pairs: Sequence[Pair]) -> Batch:
-    """The documents of ``pairs``, chosen and rejected by turns, with ``loss_weight`` as the objective sums them up."""
+    """Return the documents of ``pairs`` as a batch, chosen and rejected alternating.
+
+    Its ``loss_weight`` has the factors of the objective.
+    """
     documents = [
         {"input_ids": document.input_ids.tolist(), "loss_weight": weights}
         for pair in pairs
         for document, weights in zip(pair.documents, objective.weights(pair), strict=True)
     ]
-    return (
-        Batch.pack(documents)
-        if documents
-        else Batch.pack([]).with_fields(loss_weight=torch.zeros(0, dtype=torch.float32))
-    )
+    if not documents:
+        return Batch.pack([]).with_fields(loss_weight=torch.zeros(0, dtype=torch.float32))
+    return Batch.pack(documents)
 
 
 def document_sums(outputs: TokenOutputs, batch: Batch) -> torch.Tensor:
@@ -246,7 +272,7 @@ def document_sums(outputs: TokenOutputs, batch: Batch) -> torch.Tensor:
 
 
 def _coefficients(batch: Batch, slopes: torch.Tensor) -> torch.Tensor:
-    """``[T]`` float32: the derivative of the summed loss by what the model gives for each token."""
+    """Return the derivative ``[T]`` float32 of the summed loss by each token's output."""
     by_document = torch.stack([slopes, -slopes], dim=1).flatten()
     return (by_document[document_of(batch.cu_seqlens)] * batch.loss_weight).float()
 

@@ -1,1 +1,1 @@
-"""The RL loop: experience in, updates of the policy and the critic out."""
+"""The RL loop, from experience to updates of the policy and the critic."""

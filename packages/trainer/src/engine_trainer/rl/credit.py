@@ -1,4 +1,4 @@
-"""From the rewards of completions to an advantage for each token."""
+"""Credit assignment, from the rewards of completions to an advantage for each token."""
 
 from __future__ import annotations
 
@@ -25,13 +25,15 @@ CompletionIndex = tuple[
 
 @dataclass(frozen=True, kw_only=True)
 class Credit:
-    """What one step's tokens have earned, a tensor ``[T]`` float32 for each shard that is held; 0 where a token does not count.
+    """The credit that one step's tokens have earned.
+
+    Each tensor is ``[T]`` float32, one for each local dp shard, and 0 where a token does not count.
 
     Attributes:
         advantages: for the policy.
-        returns: for the critic; empty without one.
-        figures: ``train/kl`` (nats a completion, of the policy to the reference) and ``train/kl_coefficient``, with a KL
-            in the reward.
+        returns: targets of the critic; empty without a critic.
+        figures: with a KL in the reward ``train/kl`` (KL of the policy to the reference, nats per
+            completion) and ``train/kl_coefficient``.
     """
 
     advantages: list[torch.Tensor]
@@ -40,28 +42,36 @@ class Credit:
 
 
 class CreditAssignment:
-    """Advantages as ``algorithm`` says, with the KL in the reward and its coefficient.
+    """The advantages that ``algorithm`` configures, with the KL in the reward and its coefficient.
 
     Attributes:
-        kl_coefficient: of the next step; with ``algorithm.kl.target`` a state that a resumed run needs.
+        kl_coefficient: coefficient of the next step; with ``algorithm.kl.target`` it is state that
+            a resumed run needs.
     """
 
     def __init__(self, algorithm: AlgorithmSection, policy: EngineGroup) -> None:
-        self.algorithm, self.policy = algorithm, policy
+        self.algorithm = algorithm
+        self.policy = policy
         self.kl_coefficient = algorithm.kl.coefficient if algorithm.kl.where == "reward" else 0.0
 
     @property
     def kl_in_reward(self) -> bool:
-        """Whether rewards are lowered by the KL; shards then need ``old_log_probs`` and ``ref_log_probs``."""
+        """True if rewards are lowered by the KL.
+
+        Shards then need ``old_log_probs`` and ``ref_log_probs``.
+        """
         return self.kl_coefficient > 0
 
     @property
     def zero_stays_zero(self) -> bool:
-        """Whether a completion that ``before`` gives no advantage has none in the end."""
+        """True if a completion without an advantage in ``before`` has none in the end."""
         return not (self.kl_in_reward or self.algorithm.by_token or self.algorithm.whitened)
 
     def before(self, rewards: torch.Tensor) -> torch.Tensor:
-        """``[P, n]``: advantages of whole completions from their rewards alone; only where ``zero_stays_zero``."""
+        """Return the advantages ``[P, n]`` of whole completions from their rewards alone.
+
+        Only where ``zero_stays_zero``.
+        """
         assert self.zero_stays_zero, "other tokens' advantages are not known from the rewards"
         return self._by_group(rewards)
 
@@ -72,13 +82,15 @@ class CreditAssignment:
         rewards: torch.Tensor,
         values: Sequence[torch.Tensor],
     ) -> Credit:
-        """Advantages for the tokens of all shards; on all processes of the loop together.
+        """Return the advantages of the tokens of all dp shards.
+
+        Called on all processes of the loop together.
 
         Args:
             shards: packed completions with ``mask``.
-            indices: which completion each document of each shard is.
-            rewards: ``[P, n]`` float64, the same everywhere.
-            values: of the critic, ``[T]`` a shard, for ``gae``; empty without one.
+            indices: for each shard, the completion that each of its documents is.
+            rewards: ``[P, n]`` float64, the same on all processes.
+            values: the critic's, ``[T]`` per shard, for ``gae``; empty without a critic.
         """
         kl = [self._kl(shard) for shard in shards] if self.kl_in_reward else None
         sums = self._kl_sums(shards, indices, kl) if kl else {}
@@ -102,7 +114,7 @@ class CreditAssignment:
 
     def _by_group(self, rewards: torch.Tensor) -> torch.Tensor:
         estimator = self.algorithm.advantage
-        assert estimator not in ("gae", "reinforce_pp"), "these are of tokens"
+        assert estimator not in ("gae", "reinforce_pp"), "these estimators are per token"
         return group_advantages(rewards, estimator)
 
     def _by_token(
@@ -149,7 +161,7 @@ class CreditAssignment:
         indices: Sequence[Sequence[CompletionIndex]],
         kl: Sequence[torch.Tensor],
     ) -> dict[CompletionIndex, float]:
-        """Σ KL over each completion's tokens, of all ranks."""
+        """Return Σ KL over each completion's tokens, for the completions of all ranks."""
         own: list[dict[CompletionIndex, float]] = []
         for shard, index, x in zip(shards, indices, kl, strict=True):
             counted = where_counted(x, shard["mask"]).double()
@@ -167,7 +179,7 @@ class CreditAssignment:
         return penalties
 
     def _adapt(self, sums: Mapping[CompletionIndex, float]) -> dict[str, float]:
-        """The figures of this step; the coefficient is that of the next one afterwards."""
+        """Return this step's figures, and set the coefficient of the next step."""
         mean = math.fsum(sums[index] for index in sorted(sums)) / max(1, len(sums))
         figures = {"train/kl": mean, "train/kl_coefficient": self.kl_coefficient}
         section = self.algorithm.kl
@@ -179,7 +191,7 @@ class CreditAssignment:
 
 
 def _scores(rewards: torch.Tensor, indices: Sequence[CompletionIndex]) -> torch.Tensor:
-    """``[D]``: the rewards of a shard's documents."""
+    """Return the rewards ``[D]`` of a dp shard's documents."""
     return torch.stack([rewards[index] for index in indices]) if indices else rewards.new_zeros(0)
 
 

@@ -19,18 +19,17 @@ from engine_trainer.placement.groups import Launcher, model_sizes, said
 from engine_trainer.rl.partition import Partition
 from engine_trainer.run.run import Run
 
-Update = tuple[
-    Sequence[Batch], float
-]  # the shards of one update, and the number of their tokens that count
+Update = tuple[Sequence[Batch], float]
+"""The dp shards of one update, and the number of their tokens that count."""
 
 
 class Critic:
-    """A second engine beside the policy's, with shards by its own topology. ``run`` saves and loads it.
+    """A second engine, next to the policy's, with dp shards of its own topology.
 
-    Every method is called on all processes of the loop together.
+    ``run`` saves and loads it. Every method is called on all processes of the loop together.
 
     Attributes:
-        apart: whether it divides documents over other data-parallel ranks than the policy.
+        apart: True if it divides documents over other data-parallel ranks than the policy.
     """
 
     def __init__(self, run: Run, config: RLConfig) -> None:
@@ -44,14 +43,12 @@ class Critic:
         device, _ = run.launcher.resolve(engine)
         self.engines = run.launcher.engines(engine, built, device)
         run.beside["critic"] = self.engines
-        alike = (self.engines.dp_size, list(self.engines.local_dp_ranks)) == (
-            run.policy.dp_size,
-            list(run.policy.local_dp_ranks),
-        )
-        self.apart = not all(run.comm.all_gather(alike))
+        own = (self.engines.dp_size, list(self.engines.local_dp_ranks))
+        policy = (run.policy.dp_size, list(run.policy.local_dp_ranks))
+        self.apart = not all(run.comm.all_gather(own == policy))
 
     def values(self, shards: Sequence[Batch]) -> list[torch.Tensor]:
-        """``[T]`` float32 of each shard that is held: V of the state before each token."""
+        """Return V of the state before each token, ``[T]`` float32 for each local dp shard."""
         bare = [Batch(input_ids=s.input_ids, cu_seqlens=s.cu_seqlens) for s in shards]
         return [
             torch.zeros(0, dtype=torch.float32) if o.values is None else o.values
@@ -59,10 +56,10 @@ class Critic:
         ]
 
     def learn(self, updates: Iterable[Update]) -> dict[str, float]:
-        """The updates of one step; ``critic/…``, the same on all ranks.
+        """Apply the updates of one step and return ``critic/…``, the same on all ranks.
 
         Args:
-            updates: shards with ``mask``, ``values`` (before the first update) and ``returns``.
+            updates: dp shards with ``mask``, ``values`` (before the first update) and ``returns``.
         """
         outputs = [
             self.engines.train([_batch(s) for s in shards], self.loss, denominator=tokens).output
@@ -72,7 +69,7 @@ class Critic:
         return _figures(outputs)
 
     def close(self) -> None:
-        """Close its engine."""
+        """Close the critic's engine."""
         self.engines.close()
 
 
@@ -87,13 +84,19 @@ def _batch(shard: Batch) -> Batch:
 
 @dataclass(frozen=True, kw_only=True)
 class CriticShards:
-    """A step's completions as the critic has them: ``shards`` have its ``values`` from before its first update."""
+    """A step's completions in the critic's partition.
+
+    ``shards`` have the field ``values``, taken before the critic's first update.
+    """
 
     partition: Partition
     shards: list[Batch]
 
     def values(self, partition: Partition) -> list[torch.Tensor]:
-        """``[T]`` float32 for each shard of another partition. On all processes of the loop together."""
+        """Return the values in another partition, ``[T]`` float32 for each of its dp shards.
+
+        Called on all processes of the loop together.
+        """
         return self.partition.moved([shard["values"] for shard in self.shards], partition)
 
 
@@ -106,13 +109,15 @@ def check_critic(config: RLConfig, launcher: Launcher, ranks: int) -> None:
         return
     engine = config.algorithm.critic.engine(config.engine)
     sizes = model_sizes(engine.parallelism)
-    each, shards = math.prod(sizes.values()), engine.parallelism.dp_shard
+    each = math.prod(sizes.values())
+    shards = engine.parallelism.dp_shard
     if ranks % each or shards not in (-1, ranks // each):
         raise ConfigError(
             "algorithm.critic.parallelism",
             f"{said(sizes | {'dp_shard': shards})} does not make a world of {ranks}",
             why="the critic is on the ranks of the policy's engine, on all of them",
-            remedy="choose sizes whose product is the number of ranks, or dp_shard: -1; null: the policy's",
+            remedy="choose sizes whose product is the number of ranks, or dp_shard: -1; "
+            "null takes the policy's",
         )
     with _named_by_its_own_keys():
         built = engine.build(seed=config.run.seed, total_steps=1)

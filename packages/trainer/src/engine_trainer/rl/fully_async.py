@@ -1,7 +1,8 @@
-"""Fully asynchronous experience: replicas generate all the time, a step takes the groups that are complete.
+"""Fully asynchronous experience, where replicas generate all the time.
 
-A group's prompts are drawn in the run's order. What was drawn and not trained on is named in the state of each step, and
-drawn again by a run that is resumed: no prompt is lost.
+A step takes the groups that are complete. Prompts are drawn in the run's order. The state of each
+step names the prompts that were drawn and not trained on; a resumed run draws them again, so that
+no prompt is lost.
 """
 
 from __future__ import annotations
@@ -26,24 +27,27 @@ from engine_trainer.rl.experience import (
 )
 from engine_trainer.sampling.sampler import Sampler
 
-POLL_S = 0.05  # while a replica is idle: a step may take groups meanwhile, so that there is something to do for it
+# Seconds between two looks while a replica is idle: a step may take groups, which makes work for it.
+POLL_S = 0.05
 
 
 @dataclass(frozen=True, kw_only=True)
 class _Slice:
-    """A call that runs, and until when (``time.monotonic``) it may."""
+    """A running call, and the deadline of its reply by ``time.monotonic``."""
 
     call: Call
     until: float
 
 
 class FullyAsync:
-    """See ``engine_trainer.rl.sources.Source``.
+    """A ``Source`` whose replicas generate while the engine trains.
+
+    See ``engine_trainer.rl.sources.Source``.
 
     Args:
-        sampler: its rollouts are replicas with processes of their own.
-        position, pending: of the state that a run goes on from.
-        oldest: the oldest weight version that something is learned from.
+        sampler: its rollouts are replicas in processes of their own.
+        position, pending: state that a run resumes from.
+        oldest: returns the oldest weight version whose tokens are trained on.
     """
 
     def __init__(
@@ -58,25 +62,26 @@ class FullyAsync:
         oldest: Callable[[], int],
     ) -> None:
         assert isinstance(sampler.rollouts, Separate), "the configuration checks it"
-        self._sampler, self._rollouts, self._config, self._oldest = (
-            sampler,
-            sampler.rollouts,
-            config,
-            oldest,
-        )
-        self._data, self._order, self._position = data, order, position
+        self._sampler = sampler
+        self._rollouts = sampler.rollouts
+        self._config = config
+        self._oldest = oldest
+        self._data = data
+        self._order = order
+        self._position = position
         self._again = list(pending)  # positions to draw before new ones
-        self._drawn: set[int] = set()  # and not given out yet
+        self._drawn: set[int] = set()  # positions whose groups no step has taken yet
         self._ready: list[tuple[int, Group]] = []
-        self._wanted = 0  # groups that the step which is being collected takes yet
+        self._wanted = 0  # groups that the current step still needs
         self._seed = round_seed(config.run.seed, position, 0)
         self._calls = 0
-        self._dropped: list[Group] = []  # all of them too old
+        self._dropped: list[Group] = []  # groups that were too old
         self._failed: Exception | None = None
         self._changed = threading.Condition()
         self._paused = True
-        self._busy = 0  # calls that run
-        self._under_way = dict.fromkeys(self._rollouts.local_replicas, 0)  # groups, by replica
+        self._busy = 0  # running calls
+        # Groups that are being generated, by replica.
+        self._under_way = dict.fromkeys(self._rollouts.local_replicas, 0)
         self._closed = False
         self._thread = threading.Thread(target=self._run, name="generate", daemon=True)
         sampling = sampler.sampling(
@@ -86,40 +91,43 @@ class FullyAsync:
         self._thread.start()
 
     def take(self, step: int) -> Experience:
-        """See ``Source``: brings the policy's weights to the replicas, then waits for as many groups as a step has."""
-        del step  # what is generated depends on when
+        """Sync the weights, then wait for the groups of a step; see ``Source``."""
+        del step  # the groups depend on the time, not on the step
         self.settle()
         with self._sampler.timers.phase("sync"):
             self._sampler.sync()
         self._resume()
         with self._sampler.timers.phase("wait"):
             generated, kept = self._collect()
-        version, oldest = self._sampler.policy.weight_version, self._oldest()
+        version = self._sampler.policy.weight_version
+        oldest = self._oldest()
         metrics = completion_figures(generated) | {
             "rollout/groups": float(len(kept)),
             "rollout/dropped_groups": float(len(self._dropped)),
         }
         metrics |= staleness_figures(kept, version, oldest) if kept else {}
-        generated, self._dropped = [*generated, *self._dropped], []
-        with self._changed:  # of one moment: the thread draws meanwhile
-            position, pending = self._position, sorted([*self._drawn, *self._again])
+        generated = [*generated, *self._dropped]
+        self._dropped = []
+        # Both are read under the lock, because the thread draws at the same time.
+        with self._changed:
+            position = self._position
+            pending = sorted([*self._drawn, *self._again])
         return Experience(
             groups=kept, position=position, pending=pending, metrics=metrics, generated=generated
         )
 
     def settle(self) -> None:
-        """See ``Source``: waits for the slices that run."""
+        """Wait for the slices that run; see ``Source``."""
         with self._changed:
             self._paused = True
             self._changed.wait_for(lambda: self._busy == 0 or self._failed is not None)
             self._raise()
 
     def close(self) -> None:
-        """See ``Source``."""
+        """Close the source; see ``Source``."""
         with self._changed:
-            self._closed = (
-                True  # the thread ends with the slices that run, at the latest with their workers
-            )
+            # The thread ends after the running slices, at the latest with their workers.
+            self._closed = True
             self._changed.notify_all()
 
     # --- giving out -------------------------------------------------------------------------------
@@ -130,22 +138,21 @@ class FullyAsync:
             self._changed.notify_all()
 
     def _collect(self) -> tuple[list[Group], list[Group]]:
-        """(all groups that were looked at, those that are learned from)."""
-        wanted, dynamic = (
-            self._config.algorithm.prompts_per_step,
-            self._config.algorithm.dynamic_sampling,
-        )
+        """Return all groups that were examined, and those that are trained on."""
+        wanted = self._config.algorithm.prompts_per_step
+        dynamic = self._config.algorithm.dynamic_sampling
         generated: list[Group] = []
         kept: list[Group] = []
         limit = wanted * (dynamic.max_rounds if dynamic.enabled else 1)
         while left := min(wanted - len(kept), limit - len(generated)):
             group = self._next(left)
             generated.append(group)
-            kept += [group] if not dynamic.enabled or bool(informative(totals([group]))[0]) else []
+            if not dynamic.enabled or bool(informative(totals([group]))[0]):
+                kept.append(group)
         return generated, kept
 
     def _next(self, wanted: int) -> Group:
-        """One of the ``wanted`` groups that the step takes yet."""
+        """Return one of the ``wanted`` groups that the step still needs."""
         with self._changed:
             self._wanted = wanted
             self._changed.notify_all()
@@ -161,13 +168,10 @@ class FullyAsync:
                 self._dropped.append(group)
 
     def _fresh(self, group: Group) -> bool:
-        oldest, made = (
-            self._oldest(),
-            [version for a in group.completions for version in a.versions],
-        )
-        return (
-            not made or max(made) >= oldest
-        )  # without a token of the model nothing is old: another draw is no better
+        oldest = self._oldest()
+        made = [version for c in group.completions for version in c.versions]
+        # A group without a token of the model counts as fresh: drawing it again would not help.
+        return not made or max(made) >= oldest
 
     def _raise(self) -> None:
         if self._failed is not None:
@@ -182,15 +186,15 @@ class FullyAsync:
                 self._start(running)
                 if running:
                     self._finish(running)
-        except BaseException as error:  # noqa: BLE001 - whatever it is, the loop waits for groups: it is raised there
+        except BaseException as error:  # noqa: BLE001 - the loop raises it
             with self._changed:
                 self._failed = error if isinstance(error, Exception) else _ended_by(error)
                 self._changed.notify_all()
 
     def _start(self, running: dict[int, _Slice]) -> None:
-        """A slice on every replica that is idle and has something to do, unless there is to be a sync."""
+        """Start a slice on every idle replica that has work, unless a sync is due."""
         with self._changed:
-            # Nothing runs and nothing may be drawn: until a step takes of what is ready.
+            # While nothing runs and nothing may be drawn, wait until a step takes ready groups.
             self._changed.wait_for(
                 lambda: bool(running) or self._closed or (not self._paused and self._has_work())
             )
@@ -209,20 +213,19 @@ class FullyAsync:
                     )
 
     def _finish(self, running: dict[int, _Slice]) -> None:
-        """What is done; waits for it, but not while an idle replica may get something to do. Raises ``WorkerLost``."""
-        pool, idle = self._rollouts.pool, len(running) < len(self._rollouts.local_replicas)
-        left = min(one.until for one in running.values()) - time.monotonic()
-        done = ready(
-            [one.call for one in running.values()], max(0.0, min(left, POLL_S) if idle else left)
-        )
-        late = [
-            one.call
-            for one in running.values()
-            if one.call not in done and time.monotonic() >= one.until
-        ]
+        """Collect the calls that are done.
+
+        Waits for them, but only briefly while an idle replica may get work. Raises ``WorkerLost``.
+        """
+        pool = self._rollouts.pool
+        idle = len(running) < len(self._rollouts.local_replicas)
+        slices = list(running.values())
+        left = min(s.until for s in slices) - time.monotonic()
+        done = ready([s.call for s in slices], max(0.0, min(left, POLL_S) if idle else left))
+        late = [s.call for s in slices if s.call not in done and time.monotonic() >= s.until]
         if late:
             raise silent(late, pool.timeout_s)
-        for replica in [r for r, one in running.items() if one.call in done]:
+        for replica in [r for r, s in running.items() if s.call in done]:
             found: list[tuple[int, list[ScoredCompletion]]] = pool.finish(
                 [running.pop(replica).call]
             )[0].value
@@ -230,8 +233,8 @@ class FullyAsync:
                 self._busy -= 1
                 self._under_way[replica] -= len(found)
                 self._ready += [
-                    (position, Group(prompt=self._prompt(position), completions=answers))
-                    for position, answers in found
+                    (position, Group(prompt=self._prompt(position), completions=completions))
+                    for position, completions in found
                 ]
                 self._changed.notify_all()
 
@@ -239,23 +242,27 @@ class FullyAsync:
         return any(self._under_way.values()) or self._room() > 0
 
     def _room(self) -> int:
-        """Groups that may still be begun: those that the step takes yet, and those of ``max_staleness`` steps more.
+        """Return the number of groups that may still be started.
 
-        So one that is begun and done with the weights of now is not too old when it is taken (the bound of AReaL,
-        arXiv:2505.24298).
+        These are the groups that the step still needs, and those of ``max_staleness`` steps more.
+        So a group that is started and finished with the current weights is not too old when it is
+        taken (the bound of AReaL, arXiv:2505.24298).
         """
         ahead = self._config.algorithm.prompts_per_step * self._config.overlap.max_staleness
         return self._wanted + ahead - len(self._drawn)
 
     def _draw(self, replica: int) -> list[tuple[int, Prompt]]:
-        """As many groups as there are places for, but no more than its share of all that are or may be begun."""
-        section, room = self._config.rollout, self._room()
-        share = -(
-            -(sum(self._under_way.values()) + room) // len(self._rollouts.local_replicas)
-        )  # rounded up
-        places = min(share, max(1, section.batch_size // section.n))
+        """Draw groups for the free slots of a replica.
+
+        A replica gets no more than its fraction of all groups that are or may be started.
+        """
+        section = self._config.rollout
+        room = self._room()
+        total = sum(self._under_way.values()) + room
+        fraction = -(-total // len(self._rollouts.local_replicas))  # rounded up
+        slots = min(fraction, max(1, section.batch_size // section.n))
         positions: list[int] = []
-        for _ in range(min(room, places - self._under_way[replica])):
+        for _ in range(min(room, slots - self._under_way[replica])):
             if self._again:
                 positions.append(self._again.pop(0))
             else:
@@ -270,12 +277,16 @@ class FullyAsync:
 
 
 def _ended_by(error: BaseException) -> WorkerFailed:
-    """Raised as it is in the loop, an exit would end the run without a word, with its status."""
+    """Build the error for a ``BaseException`` in the thread.
+
+    Raised in the loop as it is, an exit would end the run without a message, with the exit's
+    status.
+    """
     ended = WorkerFailed(
         f"generation ended by {type(error).__name__}: {error}",
         where="overlap.mode: full",
-        why="something that generates or judges ends its process",
-        remedy="mend what calls sys.exit or os.abort",
+        why="a rollout or reward function ends its process",
+        remedy="fix the code that calls sys.exit or os.abort",
     )
     ended.__cause__ = error
     return ended

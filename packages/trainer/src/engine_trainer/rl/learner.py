@@ -35,23 +35,30 @@ from engine_trainer.utils.hf_models import draws_dropout
 
 @dataclass(frozen=True, kw_only=True)
 class _MiniBatch:
-    """The documents of one update; ``denominator`` is of those that are left out too."""
+    """The documents of one update."""
 
     denominator: float
-    tokens: int  # that count
+    """Divisor of the loss; it includes the documents that are left out."""
+    tokens: int
+    """Number of tokens of ``documents`` that count."""
     documents: list[TrainingDocument]
 
 
 class Learner:
-    """GRPO, PPO and their relatives: log-probs, values, advantages, then ``epochs`` × ``mini_batches`` updates.
+    """GRPO, PPO and their relatives, from groups of completions to updates of the engines.
 
-    Every method is called on all processes of the loop together. What has a value a token is a list of shards, one for each
-    data-parallel rank that is held here.
+    A step computes old and reference log-probs, values, advantages and the rollout's correction,
+    then applies ``epochs`` × ``mini_batches`` updates. Every method is called on all processes of
+    the loop together. Per-token numbers are lists of dp shards, one for each local data-parallel
+    rank.
     """
 
     def __init__(self, run: Run, config: RLConfig) -> None:
-        self.policy, self.timers, self._comm = run.policy, run.timers, run.comm
-        self.config, algorithm = config, config.algorithm
+        algorithm = config.algorithm
+        self.policy = run.policy
+        self.timers = run.timers
+        self._comm = run.comm
+        self.config = config
         self.temperature = config.rollout.temperature
         self.loss = policy_loss(algorithm)
         self.credit = CreditAssignment(algorithm, run.policy)
@@ -60,18 +67,24 @@ class Learner:
 
     @property
     def state(self) -> dict[str, float]:
-        """What a resumed run needs beside the engines, JSON."""
+        """The state that a resumed run needs in addition to the engines, as JSON."""
         return {"kl_coefficient": self.credit.kl_coefficient}
 
     def restore(self, state: Mapping[str, float]) -> None:
-        """``state`` as it was saved. A coefficient without a target is the configuration's."""
+        """Restore a saved ``state``.
+
+        Without ``kl.target`` the coefficient stays the configuration's.
+        """
         if self.config.algorithm.kl.target is not None and "kl_coefficient" in state:
             self.credit.kl_coefficient = state["kl_coefficient"]
 
     def learn(self, groups: Sequence[Group]) -> dict[str, float]:
-        """Update the engines; the step's figures, the same on all ranks. No groups: nothing is changed.
+        """Update the engines and return the step's figures, the same on all ranks.
 
-        Raises ``BatchError`` where a rank finds a log-prob or a value that is not finite, ``RankFailure`` on the others.
+        Without groups nothing is changed.
+
+        Raises ``BatchError`` where a rank finds a log-prob or a value that is not finite,
+        ``RankFailure`` on the other ranks.
         """
         if not groups:
             return {"train/updates": 0.0}
@@ -80,38 +93,48 @@ class Learner:
         mini_batches = self._divide(groups, rewards)
         partition = Partition(self.policy, [m.documents for m in mini_batches])
         packed = agreed(self._comm, partition.packed)
+
+        # Old and reference log-probs.
         with self.timers.phase("log_probs"):
             shards = self._with_log_probs(packed)
+
+        # Values.
         critic_shards = self._evaluate_critic(partition, packed, mini_batches)
         values = critic_shards.values(partition) if critic_shards else []
-        credit = self.credit.assign(
-            shards, [[d.index for d in shard] for shard in partition.shards], rewards, values
-        )
-        figures = credit.figures | (
-            self._teach_critic(critic_shards, partition, credit.returns, mini_batches)
-            if critic_shards
-            else {}
-        )
-        shards, corrected = self._corrected(self._with_weights(shards, credit.advantages))
+
+        # Advantages.
+        indices = [[document.index for document in shard] for shard in partition.shards]
+        credit = self.credit.assign(shards, indices, rewards, values)
+        shards = self._with_weights(shards, credit.advantages)
+        figures = dict(credit.figures)
+
+        # Correction.
+        shards, corrected = self._corrected(shards)
+
+        # Updates.
+        if critic_shards:
+            figures |= self._teach_critic(critic_shards, partition, credit.returns, mini_batches)
         with self.timers.phase("train"):
             figures |= corrected | self._update(mini_batches, partition.by_mini_batch(shards))
         self.rest()
         return figures
 
     def rest(self) -> None:
-        """With ``rollout.offload_engine`` reference and critic leave the device, until the next update."""
+        """Move reference and critic off the device until the next update.
+
+        Only with ``rollout.offload_engine``.
+        """
         self._move(away=True)
 
     @property
     def oldest_version(self) -> int:
-        """Of the weights that made a token: from an older one nothing is learned."""
-        overlap, algorithm = self.config.overlap, self.config.algorithm
+        """The oldest weight version whose tokens are trained on."""
+        overlap = self.config.overlap
+        algorithm = self.config.algorithm
         if overlap.mode == "none":
             return -1
-        return (
-            self.policy.weight_version
-            - overlap.max_staleness * algorithm.mini_batches * algorithm.epochs
-        )
+        updates_per_step = algorithm.mini_batches * algorithm.epochs
+        return self.policy.weight_version - overlap.max_staleness * updates_per_step
 
     def close(self) -> None:
         """Close the engines of reference and critic."""
@@ -121,12 +144,13 @@ class Learner:
 
     def _move(self, *, away: bool) -> None:
         if self.config.rollout.offload_engine:
-            for engines in (
-                self.reference and self.reference.engines,
-                self.critic and self.critic.engines,
-            ):
-                if engines is not None:
-                    engines.offload() if away else engines.reload()
+            for part in (self.reference, self.critic):
+                if part is None:
+                    continue
+                if away:
+                    part.engines.offload()
+                else:
+                    part.engines.reload()
 
     # --- before the updates ---------------------------------------------------------------------
 
@@ -142,23 +166,23 @@ class Learner:
 
     @property
     def _engine_knows(self) -> bool:
-        """Whether the engine's log-probs are computed before the first update, because something reads them there.
+        """True if the engine's log-probs are computed before the first update.
 
-        With a single update they are those of its own forward pass, which is weighted there (``MismatchWatch``), unless dropout
-        makes others of them. What is rejected has to be known before it: an update without any token is none.
+        With a single update they are those of its own forward pass, which is weighted there
+        (``MismatchWatch``), unless dropout changes them. Rejected tokens have to be known
+        beforehand: an update without any token is none.
         """
         algorithm = self.config.algorithm
-        ahead = algorithm.correction.reject != "none" or (
-            algorithm.correction.enabled and self._dropout
-        )
-        return (
-            not self.loss.on_policy or self.credit.kl_in_reward or ahead
-        ) and algorithm.old_log_probs == "engine"
+        if algorithm.old_log_probs != "engine":
+            return False
+        correction = algorithm.correction
+        corrects_ahead = correction.reject != "none" or (correction.enabled and self._dropout)
+        return not self.loss.on_policy or self.credit.kl_in_reward or corrects_ahead
 
     def _divide(self, groups: Sequence[Group], rewards: torch.Tensor) -> list[_MiniBatch]:
-        """Whole groups to mini-batches."""
-        # Without an advantage there is no gradient where nothing else is in the loss. Such documents count in
-        # the denominator, and are not computed.
+        """Divide whole groups into mini-batches."""
+        # Where the loss has only advantages, a document without one has no gradient. It counts in
+        # the denominator, and is not computed.
         skip = self.loss.only_advantages and self.credit.zero_stays_zero
         known = self.credit.before(rewards) if skip else torch.ones_like(rewards)
         documents = [
@@ -180,7 +204,7 @@ class Learner:
         return mini_batches
 
     def _with_log_probs(self, shards: Sequence[Batch]) -> list[Batch]:
-        """``old_log_probs`` and ``ref_log_probs``, where something reads them."""
+        """Return the shards with ``old_log_probs`` and ``ref_log_probs``, where they are read."""
         extra: dict[str, list[torch.Tensor]] = {}
         if self.config.algorithm.old_log_probs == "rollout":
             extra["old_log_probs"] = [s["rollout_log_probs"] for s in shards]
@@ -192,7 +216,10 @@ class Learner:
         return self._with_fields(shards, **extra)
 
     def _with_fields(self, shards: Sequence[Batch], **extra: Sequence[torch.Tensor]) -> list[Batch]:
-        """Each shard with its own tensor of each field; one that is not finite on any rank ends the step on all."""
+        """Return each dp shard with its tensor of each field.
+
+        A number that is not finite on any rank ends the step on all ranks.
+        """
         return agreed(
             self._comm,
             lambda: [
@@ -204,7 +231,10 @@ class Learner:
     def _evaluate_critic(
         self, partition: Partition, packed: Sequence[Batch], mini_batches: Sequence[_MiniBatch]
     ) -> CriticShards | None:
-        """The critic's values, of its own shards: the policy's where both engines divide alike."""
+        """Return the critic's values on its own dp shards, or None without a critic.
+
+        Its shards are the policy's where both engines partition alike.
+        """
         if self.critic is None:
             return None
         if self.critic.apart:
@@ -219,14 +249,17 @@ class Learner:
     def _with_weights(
         self, shards: Sequence[Batch], advantages: Sequence[torch.Tensor]
     ) -> list[Batch]:
+        """Return the shards with ``loss_weight`` and ``advantages``."""
         mode = self.config.algorithm.aggregation
         weights = [token_weights(shard["mask"], shard.cu_seqlens, mode) for shard in shards]
         return self._with_fields(shards, loss_weight=weights, advantages=advantages)
 
     def _corrected(self, shards: Sequence[Batch]) -> tuple[list[Batch], dict[str, float]]:
-        """The shards with the rollout corrected, and ``mismatch/…`` and ``correction/…``; where the engine's log-probs are known.
+        """Return the shards with the rollout corrected, and ``mismatch/…`` and ``correction/…``.
 
-        The denominator stays that of all counted tokens: a rejected token is a zero in the mean, not left out of it.
+        Shards stay as they are where the engine's log-probs are not known. The denominator stays
+        that of all counted tokens: a rejected token is a zero in the mean, it is not left out of
+        it.
         """
         if not self._engine_knows:
             return list(shards), {}
@@ -248,6 +281,7 @@ class Learner:
         returns: Sequence[torch.Tensor],
         mini_batches: Sequence[_MiniBatch],
     ) -> dict[str, float]:
+        """Update the critic towards ``returns`` and return ``critic/…``."""
         assert self.critic is not None
         with self.timers.phase("critic"):
             shards = self._with_fields(
@@ -260,14 +294,18 @@ class Learner:
     def _update(
         self, mini_batches: Sequence[_MiniBatch], parts: Sequence[Sequence[Batch]]
     ) -> dict[str, float]:
-        """``parts``: of each mini-batch, one a shard."""
+        """Update the policy and return its figures.
+
+        ``parts``: for each mini-batch its part of every dp shard.
+        """
         trained: list[Trained] = []
-        # Only before the first update are the weights those of the rollout.
+        # The weights are those of the rollout only before the first update.
         section = self.config.algorithm.correction
         first = self.loss if self._engine_knows else MismatchWatch(self.loss, section)
         for _ in range(self.config.algorithm.epochs):
             for mini, part in zip(mini_batches, parts, strict=True):
-                if mini.documents:  # else no token has a gradient, on any rank
+                # Without documents no token has a gradient, on any rank.
+                if mini.documents:
                     trained.append(
                         self.policy.train(
                             part,
@@ -286,8 +324,9 @@ class Learner:
 
 
 def _correct(shard: Batch, section: CorrectionSection) -> tuple[Batch, dict[str, float], float]:
-    """A shard with its rollout corrected, its sums for the figures, and the largest |Δ|."""
-    engine, rollout = shard["old_log_probs"], shard["rollout_log_probs"]
+    """Return a corrected dp shard, its sums for the figures, and the largest |Δ|."""
+    engine = shard["old_log_probs"]
+    rollout = shard["rollout_log_probs"]
     given = ratios(engine, rollout, shard["mask"], shard.cu_seqlens)
     sums = mismatch_sums(given, engine, rollout)
     if section.enabled:
@@ -324,21 +363,24 @@ def _document(
     drop_cut: bool,
     oldest: int,
 ) -> TrainingDocument:
+    """Return the training document of a completion."""
     before = [0.0] * len(group.prompt.tokens)
-    # DAPO's overlong filter: the end of an answer that was cut has not been scored, so that none of it counts.
-    own = (
-        [1.0] * len(completion.tokens)
-        if completion.loss_weights is None
-        else completion.loss_weights
-    )  # a tool's carry no loss
-    counts = [0.0 if drop_cut and not completion.finished else weight for weight in own]
-    if any(stale := is_stale(completion, oldest)):
-        counts = [0.0 if old else count for old, count in zip(stale, counts, strict=True)]
+    # A tool's tokens carry no loss.
+    weights = completion.loss_weights
+    if weights is None:
+        weights = [1.0] * len(completion.tokens)
+    # DAPO's overlong filter: the end of a completion that was cut has not been scored, so that
+    # none of it counts.
+    if drop_cut and not completion.finished:
+        weights = [0.0] * len(weights)
+    stale = is_stale(completion, oldest)
+    if any(stale):
+        weights = [0.0 if old else weight for old, weight in zip(stale, weights, strict=True)]
     return TrainingDocument(
         group=row,
         index_in_group=index_in_group,
         tokens=[*group.prompt.tokens, *completion.tokens],
-        mask=before + counts,
+        mask=before + weights,
         rollout_log_probs=before + completion.log_probs,
     )
 

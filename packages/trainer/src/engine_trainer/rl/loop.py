@@ -43,19 +43,23 @@ Metrics = dict[str, float]
 def train_rl(config: RLConfig, launcher: Launcher | None = None) -> Outcome:
     """Train as ``config`` says, from the beginning or from the last checkpoint.
 
-    A step: bring the engine's weights to the rollout, draw a group of completions for each prompt, judge
-    them, say what each token has earned, and update the engine. All randomness is a function of the seed and of the
-    step, so that a run that was killed and resumed ends as the one that was left alone.
+    A step brings the engine's weights to the rollout, draws a group of completions for each prompt,
+    scores them, assigns an advantage to each token, and updates the engine. All randomness is a
+    function of the seed and of the step, so that a run that was killed and resumed ends as an
+    uninterrupted run does.
 
-    Raises ``EngineError``: configuration, data, plug-ins, rewards, rollouts, checkpoints; on all ranks together.
+    Raises ``EngineError`` for configuration, data, plug-ins, rewards, rollouts and checkpoints; on
+    all ranks together.
     """
     algorithm = config.algorithm
     ranks = config.ray.engines if config.launcher == "ray" else world_size()
     tokenizer = load_tokenizer(config.data, config.engine.model)
     train = _load(config, tokenizer)
     heldout = heldout_sets(config.data, config.eval, tokenizer, config.engine.model, config.rollout)
-    for one in heldout:
-        warn_of_overlap(questions(train.prompts), questions(one.problems.prompts), one.name)
+    for heldout_set in heldout:
+        warn_of_overlap(
+            questions(train.prompts), questions(heldout_set.problems.prompts), heldout_set.name
+        )
     order = order_of(train, config.data, config.run.seed)
     steps = config.run.total_steps(
         len(train), algorithm.prompts_per_step, key="algorithm.prompts_per_step", data=config.data
@@ -73,7 +77,7 @@ def train_rl(config: RLConfig, launcher: Launcher | None = None) -> Outcome:
         learner.rest()
         if state["step"] == 0 and (start := train.figures() | evaluator.measure(0)):
             run.log.write(0, start)
-        # Closed after an error, too: what generates beside the loop must not go on with workers that are gone.
+        # Closed after an error, too: a thread that generates must not go on with ended workers.
         with closing(_source(run, config, sampler, learner, train, order, state)) as source:
             for step in run.steps(state["step"]):
                 experience = source.take(step)
@@ -139,7 +143,7 @@ def _source(
 
 
 def _speed(run: Run, experience: Experience, trained: float, speed: Throughput | None) -> Metrics:
-    """``trained``: tokens of all updates of the step."""
+    """Return the speed figures; ``trained`` is the number of tokens in all updates of the step."""
     updates = run.timers.spent("train")
     seconds = updates + run.timers.spent("log_probs")
     figures = {"perf/trained_tokens_per_s": trained / seconds if seconds else 0.0}

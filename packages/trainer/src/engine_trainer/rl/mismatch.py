@@ -1,7 +1,8 @@
-"""How far the engine's log-probs are from the rollout's, as sums that add over ranks and micro-batches.
+"""The distance of the engine's log-probs from the rollout's, as sums over ranks and micro-batches.
 
-Both are of the sampled tokens, at the rollout's temperature and of the same weights: in exact arithmetic they are equal.
-With q the rollout's probability of a token, p the engine's, Δ = log p - log q and r = p / q; tokens were drawn from q.
+Both are log-probs of the sampled tokens, at the rollout's temperature and of the same weights: in
+exact arithmetic they are equal. Let q be the rollout's probability of a token, p the engine's, Δ =
+log p - log q and r = p / q; tokens were drawn from q.
 """
 
 from __future__ import annotations
@@ -27,15 +28,19 @@ PREFIX = "mismatch_"
 def mismatch_sums(
     given: Ratios, engine: torch.Tensor, rollout: torch.Tensor
 ) -> dict[str, torch.Tensor]:
-    """Sums for ``mismatch_figures``, scalars named ``mismatch_…``; those over sequences are of sequences that count.
+    """Return the sums for ``mismatch_figures``, scalars named ``mismatch_…``.
+
+    Sums over sequences are over the sequences that count.
 
     Args:
         given: ``ratios(engine, rollout, mask, cu_seqlens)``.
         engine, rollout: ``[T]`` log-probs.
     """
-    delta, counted, sequences = given.log, given.counted, given.counts > 0
+    delta = given.log
+    counted = given.counted
+    sequences = given.counts > 0
     clamped = delta.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
-    # The mean negative log-prob of a sequence, of which the perplexity is the exponential.
+    # The mean negative log-prob of a sequence, whose exponential is the perplexity.
     engine_nll, rollout_nll = (
         -given.per_document(x) / given.counts.clamp(min=1.0) for x in (engine.detach(), rollout)
     )
@@ -62,19 +67,24 @@ def mismatch_sums(
 
 
 def mismatch_figures(sums: Mapping[str, float], largest: Sequence[float]) -> dict[str, float]:
-    """``mismatch/…`` from sums over all ranks and the ranks' largest |Δ|; empty where nothing counts.
+    """Return ``mismatch/…`` from sums over all ranks and the ranks' largest |Δ|.
 
-    Over tokens: ``kl_k1`` (mean of -Δ) and ``kl_k3`` (mean of r - 1 - log r), both estimates of KL(rollout ‖ engine)
-    in nats (Schulman 2020, "Approximating KL divergence"); ``rms`` and ``max`` of Δ, nats; ``token_mult_prob_error``
-    (mean of exp(|Δ|), NeMo-RL's; 1 is perfect); ``chi2_token`` (mean of r², less 1; E_q[(p/q)²] - 1 is χ²(p ‖ q));
-    ``ess_token`` (Kish's effective sample size of the bare ratios, as a share). Over sequences, with the product of
-    the ratios: ``chi2_sequence``, ``ess_sequence``; and the means of ``ppl_engine``, ``ppl_rollout`` and
-    ``ppl_ratio`` (engine over rollout, a sequence).
+    Empty where nothing counts.
+
+    Over tokens: ``kl_k1`` (mean of -Δ) and ``kl_k3`` (mean of r - 1 - log r), both estimates of
+    KL(rollout ‖ engine) in nats (Schulman 2020, "Approximating KL divergence"); ``rms`` and ``max``
+    of Δ, nats; ``token_mult_prob_error`` (mean of exp(|Δ|), NeMo-RL's; 1 is perfect);
+    ``chi2_token`` (mean of r², less 1; E_q[(p/q)²] - 1 is χ²(p ‖ q)); ``ess_token`` (Kish's
+    effective sample size of the bare ratios, as a fraction).
+
+    Over sequences, with the product of the ratios: ``chi2_sequence``, ``ess_sequence``; and the
+    means of ``ppl_engine``, ``ppl_rollout`` and ``ppl_ratio`` (engine over rollout, per sequence).
     """
     given = {
         name.removeprefix(PREFIX): value for name, value in sums.items() if name.startswith(PREFIX)
     }
-    n, s = given.get("tokens", 0.0), given.get("sequences", 0.0)
+    n = given.get("tokens", 0.0)
+    s = given.get("sequences", 0.0)
     if not n:
         return {}
     figures = {
@@ -95,31 +105,38 @@ def mismatch_figures(sums: Mapping[str, float], largest: Sequence[float]) -> dic
 
 
 def largest_of(given: Ratios) -> float:
-    """The largest |Δ|, nats; not a sum, hence no metric of a loss."""
+    """Return the largest |Δ| in nats, which is not a sum and hence no metric of a loss."""
     return float(given.log.abs().max()) if given.log.numel() else 0.0
 
 
 class MismatchWatch:
-    """A loss that also gives ``mismatch_sums``, of its own log-probs and the fields ``rollout_log_probs`` and ``mask``.
+    """A loss that adds ``mismatch_sums`` to the metrics of the loss that it wraps.
 
-    For the first update, where the engine's log-probs were not computed before it: without dropout those of the update's own
-    forward pass are the same. With ``correction`` it is also corrected by them, see ``apply``.
+    The sums are over its own log-probs and the fields ``rollout_log_probs`` and ``mask``. It is for
+    the first update, where the engine's log-probs were not computed beforehand: without dropout
+    those of the update's own forward pass are the same. With ``correction`` the loss is also
+    corrected by them, see ``apply``.
     """
 
     def __init__(self, loss: LossFn, correction: CorrectionSection | None = None) -> None:
         self._loss = loss
         self._correction = correction if correction is not None and correction.enabled else None
         self.needs = needs_of(loss)
-        self.observed = 0.0  # the largest |Δ| on this rank so far, nats; see ``Trained``
+        # The largest |Δ| on this rank so far, in nats; see ``Trained``.
+        self.observed = 0.0
 
     def coefficients(self, batch: Batch) -> torch.Tensor | None:
-        """The wrapped loss's; with a correction they depend on the log-probs."""
+        """Return the wrapped loss's coefficients, or None with a correction.
+
+        With a correction they depend on the log-probs.
+        """
         return coefficients_of(self._loss, batch) if self._correction is None else None
 
     def __call__(self, outputs: TokenOutputs, batch: Batch) -> LossOutput:
-        """The wrapped loss, with more metrics."""
+        """Return the wrapped loss with the additional metrics."""
         assert outputs.log_probs is not None
-        engine, rollout = outputs.log_probs.detach(), batch["rollout_log_probs"]
+        engine = outputs.log_probs.detach()
+        rollout = batch["rollout_log_probs"]
         given = ratios(engine, rollout, batch["mask"], batch.cu_seqlens)
         self.observed = max(self.observed, largest_of(given))
         sums = mismatch_sums(given, engine, rollout)
@@ -133,11 +150,12 @@ class MismatchWatch:
 def apply(
     batch: Batch, given: Ratios, section: CorrectionSection
 ) -> tuple[Batch, dict[str, torch.Tensor]]:
-    """``batch`` with its rollout corrected, and the sums for ``correction_figures``."""
+    """Return ``batch`` with its rollout corrected, and the sums for ``correction_figures``."""
     result = correct(given, section)
-    return batch.with_computed(
+    corrected = batch.with_computed(
         correction=result.weights, loss_weight=batch.loss_weight * result.kept
-    ), result.sums
+    )
+    return corrected, result.sums
 
 
 def _exp(value: torch.Tensor) -> torch.Tensor:

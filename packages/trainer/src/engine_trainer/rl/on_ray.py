@@ -1,4 +1,7 @@
-"""``launcher: ray``: the loop in this process, everything heavy on the cluster, again from the last checkpoint when that breaks."""
+"""RL with ``launcher: ray``, where the loop runs in this process and all heavy work on the cluster.
+
+When a worker or a node is lost, the run restarts from its last checkpoint.
+"""
 
 from __future__ import annotations
 
@@ -20,17 +23,18 @@ log = logging.getLogger("engine_trainer")
 
 
 def train_on_ray(config: RLConfig) -> Outcome:
-    """``train_rl`` with its engines and rollouts on a Ray cluster.
+    """Run ``train_rl`` with its engines and rollouts on a Ray cluster.
 
-    When a worker or a node is lost, or a worker falls silent, all workers are ended, and the run goes on from its last
-    checkpoint with new ones, at most ``ray.restarts`` times. With synchronous rollouts it ends as one that was left alone.
+    When a worker or a node is lost, or a worker stops responding, all workers are ended, and the
+    run continues from its last checkpoint with new ones, at most ``ray.restarts`` times. With
+    synchronous rollouts it ends with the same result as an uninterrupted run.
 
-    Raises ``EngineError`` as ``train_rl``; ``WorkerLost`` when there are no restarts left.
+    Raises ``EngineError`` as ``train_rl`` does, and ``WorkerLost`` when there are no restarts left.
     """
     if "WORLD_SIZE" in os.environ:
         raise ConfigError(
             "launcher",
-            "ray, but torchrun has started this process",
+            "expected one process for launcher: ray, but torchrun has started this one",
             why="WORLD_SIZE is set",
             remedy="start one process: engine-train rl … launcher=ray",
         )
@@ -43,7 +47,7 @@ def train_on_ray(config: RLConfig) -> Outcome:
                 if not left:
                     raise
                 log.warning(
-                    "%s\nbeginning again from the last checkpoint; restarts left: %d",
+                    "%s\nrestarting from the last checkpoint; restarts left: %d",
                     error,
                     left - 1,
                 )
@@ -51,6 +55,7 @@ def train_on_ray(config: RLConfig) -> Outcome:
             if Checkpoints(
                 Path(config.run.output_dir) / "checkpoints", keep=config.run.keep
             ).steps():
-                # What this run has saved is its own now, also where it was told to begin anew or elsewhere.
+                # Resume from this run's own checkpoints, even if it was configured to start fresh
+                # or from another folder.
                 config = replace(config, run=replace(config.run, resume="auto"))
     raise AssertionError("unreachable: the last attempt returns or raises")

@@ -1,7 +1,8 @@
-"""Which completions each data-parallel rank of an engine has.
+"""The partition of a step's completions over the data-parallel ranks of an engine.
 
-Engines of other sizes divide the same completions otherwise: each by its own topology. What one says of a token reaches the
-ranks that need it for the other by ``moved``.
+Engines of different sizes partition the same completions differently, each by its own topology.
+``Partition.moved`` brings the numbers that one engine computes for a token to the ranks that need
+them in the other partition.
 """
 
 from __future__ import annotations
@@ -20,26 +21,30 @@ from engine_trainer.rl.credit import CompletionIndex
 
 @dataclass(frozen=True, kw_only=True)
 class TrainingDocument:
-    """A prompt with one answer. ``group`` and ``index_in_group`` say which: the advantage is ``advantages[group, index]``."""
+    """A prompt with one completion.
+
+    Its advantage is ``advantages[group, index_in_group]``.
+    """
 
     group: int
     index_in_group: int
     tokens: list[int]
-    mask: list[float]  # 1 where a token counts
+    mask: list[float]
+    """1 where a token counts, 0 elsewhere; one per token."""
     rollout_log_probs: list[float]
 
     @property
     def index(self) -> CompletionIndex:
-        """Which of a step's answers."""
+        """The index of its completion among those of the step."""
         return self.group, self.index_in_group
 
     @property
     def counted(self) -> int:
-        """Tokens that count."""
+        """The number of tokens that count."""
         return int(sum(self.mask))
 
     def fields(self) -> dict[str, Any]:
-        """As ``Batch.pack`` takes them."""
+        """Return the mapping that ``Batch.pack`` takes."""
         return {
             "input_ids": self.tokens,
             "mask": self.mask,
@@ -48,9 +53,10 @@ class TrainingDocument:
 
 
 class Partition:
-    """A step's documents over the data-parallel ranks of ``engines``, of each mini-batch about equally many tokens a rank.
+    """A step's documents over the data-parallel ranks of ``engines``.
 
-    Every process knows the whole of it. A *shard* is all documents of one rank, mini-batch after mini-batch.
+    In each mini-batch all ranks have about equally many tokens. Every process knows the whole
+    partition. A *dp shard* is all documents of one rank, mini-batch after mini-batch.
 
     Args:
         mini_batches: documents by mini-batch, the same in every process.
@@ -72,15 +78,18 @@ class Partition:
 
     @property
     def shards(self) -> list[list[TrainingDocument]]:
-        """Those of the ranks that are held here."""
+        """The dp shards of the local ranks."""
         return [self._ranks[rank] for rank in self._engines.local_dp_ranks]
 
     def packed(self) -> list[Batch]:
-        """The shards as batches with ``mask`` and ``rollout_log_probs``. Raises ``BatchError``."""
+        """Return the local dp shards as batches with ``mask`` and ``rollout_log_probs``.
+
+        Raises ``BatchError``.
+        """
         return [_pack(shard) for shard in self.shards]
 
     def by_mini_batch(self, shards: Sequence[Batch]) -> list[list[Batch]]:
-        """Packed shards, cut: the parts of each mini-batch, one a shard."""
+        """Return for each mini-batch its part of every packed dp shard."""
         begin = [0] * len(shards)
         found: list[list[Batch]] = []
         for counts in self._counts:
@@ -95,12 +104,12 @@ class Partition:
         return found
 
     def moved(self, values: Sequence[torch.Tensor], to: Partition) -> list[torch.Tensor]:
-        """What each token has: from the shards of this partition to those of another one of the same documents.
+        """Return per-token values of this partition in the order of the partition ``to``.
 
-        On all processes of the loop together.
+        Both partitions are of the same documents. Called on all processes of the loop together.
 
         Args:
-            values: ``[T]`` a shard, on the CPU.
+            values: ``[T]`` per dp shard, on the CPU.
         """
         if to is self:
             return list(values)
@@ -121,5 +130,5 @@ class Partition:
 def _pack(documents: Sequence[TrainingDocument]) -> Batch:
     if documents:
         return Batch.pack([d.fields() for d in documents])
-    nothing = torch.zeros(0, dtype=torch.float32)
-    return Batch.pack([]).with_fields(mask=nothing, rollout_log_probs=nothing)
+    empty = torch.zeros(0, dtype=torch.float32)
+    return Batch.pack([]).with_fields(mask=empty, rollout_log_probs=empty)

@@ -1,4 +1,4 @@
-"""Where a step's experience comes from: generated before the step, or beside the one before it."""
+"""Sources of a step's experience, generated before the step or during the step before it."""
 
 from __future__ import annotations
 
@@ -10,32 +10,36 @@ from typing import Protocol
 from engine_trainer.rl.experience import Experience, staleness_figures
 from engine_trainer.sampling.sampler import Sampler
 
-Collect = Callable[
-    [int, int], Experience
-]  # (step, position of the first prompt), within ``sampler.serving``
+Collect = Callable[[int, int], Experience]
+"""Collects from (step, position of the first prompt), within ``sampler.serving``."""
 
 
 class Source(Protocol):
-    """Gives out one step's experience after the other."""
+    """A source of experience, one step after the other."""
 
     def take(self, step: int) -> Experience:
-        """The experience of ``step``. Raises ``RolloutError``, ``RewardError``."""
+        """Return the experience of ``step``. Raises ``RolloutError``, ``RewardError``."""
         ...
 
     def settle(self) -> None:
-        """Nothing is generated when this returns: the rollout may be used for something else until the next ``take``."""
+        """Wait until nothing is generated.
+
+        The rollout may then be used for other work until the next ``take``.
+        """
         ...
 
     def close(self) -> None:
-        """Idempotent."""
+        """Close the source; idempotent."""
         ...
 
 
 class Synchronous:
-    """Sync, then generate: every token is the current policy's."""
+    """A source that syncs, then generates, so that every token is the current policy's."""
 
     def __init__(self, sampler: Sampler, collect: Collect, position: int) -> None:
-        self._sampler, self._collect, self._position = sampler, collect, position
+        self._sampler = sampler
+        self._collect = collect
+        self._position = position
 
     def take(self, step: int) -> Experience:
         """See ``Source``."""
@@ -52,10 +56,11 @@ class Synchronous:
 
 
 class OneStepOff:
-    """While a step is trained on, the next one is generated, by the weights that the step began with.
+    """A source that generates the next step while the current one is trained on.
 
-    As reproducible as ``Synchronous``; but a run that is resumed generates its first step with newer weights than the
-    one that was left alone.
+    It generates with the weights that the current step began with. It is as reproducible as
+    ``Synchronous``; but a resumed run generates its first step with newer weights than an
+    uninterrupted run does.
     """
 
     def __init__(
@@ -66,17 +71,21 @@ class OneStepOff:
         oldest: Callable[[], int],
         total_steps: int,
     ) -> None:
-        self._sampler, self._collect, self._position = sampler, collect, position
-        self._oldest, self._total_steps = oldest, total_steps
+        self._sampler = sampler
+        self._collect = collect
+        self._position = position
+        self._oldest = oldest
+        self._total_steps = total_steps
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="generate")
         self._next: Future[Experience] | None = None
 
     def take(self, step: int) -> Experience:
         """See ``Source``."""
-        coming = self._begin(step) if self._next is None else self._next
+        generation = self._begin(step) if self._next is None else self._next
         with self._sampler.timers.phase("wait"):
-            experience = coming.result()
-        self._position, self._next = experience.position, None
+            experience = generation.result()
+        self._position = experience.position
+        self._next = None
         if step < self._total_steps:
             self._next = self._begin(step + 1)
         version = self._sampler.policy.weight_version
@@ -88,16 +97,23 @@ class OneStepOff:
         return replace(experience, metrics=experience.metrics | figures)
 
     def settle(self) -> None:
-        """See ``Source``."""
+        """Wait for the generation that runs; see ``Source``."""
         if self._next is not None:
-            self._next.exception()  # waits; raised by the next take
+            # Waits; the next take raises the error.
+            self._next.exception()
 
     def close(self) -> None:
-        """See ``Source``; what runs ends with its workers."""
+        """Close the source; see ``Source``.
+
+        A generation that runs ends with its workers.
+        """
         self._thread.shutdown(wait=False, cancel_futures=True)
 
     def _begin(self, step: int) -> Future[Experience]:
-        """Bring the weights of now, which the engine must not change meanwhile; then generate in the background."""
+        """Sync the current weights, then generate in the background.
+
+        The engine must not change its weights during the sync.
+        """
         with self._sampler.timers.phase("sync"):
             self._sampler.sync()
         return self._thread.submit(self._collect, step, self._position)

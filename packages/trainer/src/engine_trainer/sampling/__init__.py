@@ -1,1 +1,1 @@
-"""Completions with scores: sampling for training and for evaluation."""
+"""Completions with scores, for training and for evaluation."""

@@ -1,4 +1,4 @@
-"""Accuracy on held-out problems: one set, or several by name."""
+"""Accuracy on held-out problems, in one set or several by name."""
 
 from __future__ import annotations
 
@@ -23,23 +23,29 @@ Metrics = dict[str, float]
 
 
 class Evaluator:
-    """Measures the policy on every held-out set; ``output_dir/eval`` (``folder``) keeps the completions.
+    """Measurements of the policy on every held-out set.
 
-    The same seed draws with the same random numbers whatever the weights, so that two evaluations differ by
-    what was learned more than by luck.
+    The completions are kept in ``output_dir/eval`` (``folder``). The same seed draws with the same
+    random numbers whatever the weights, so that two evaluations differ by what was learned more
+    than by chance.
     """
 
     def __init__(
         self, run: Run, sampler: Sampler, sets: Sequence[Heldout], folder: str = "eval"
     ) -> None:
-        self.run, self.sampler, self.sets, self.folder = run, sampler, list(sets), folder
+        self.run = run
+        self.sampler = sampler
+        self.sets = list(sets)
+        self.folder = folder
 
     def measure(self, step: int) -> Metrics:
-        """The figures after ``step``: ``eval/…`` of the set without a name, ``eval/NAME/…`` of the others; the same on all ranks.
+        """Return the figures after ``step``, the same on all ranks.
 
-        ``accuracy`` (share of correct completions; correct: the first reward gives 1), ``accuracy_stderr`` (over problems),
-        ``reward``, ``response_length`` (tokens), ``truncated`` (share), ``timeouts`` and ``failures`` (of rewards),
-        ``problems``, and for several samples a problem those of ``at_k``.
+        They are ``eval/…`` for the set without a name and ``eval/NAME/…`` for named sets:
+        ``accuracy`` (fraction of correct completions; correct: the first reward gives 1),
+        ``accuracy_stderr`` (over problems), ``reward``, ``response_length`` (tokens), ``truncated``
+        (fraction), ``timeouts`` and ``failures`` (of rewards), ``problems``, and for several
+        samples a problem those of ``pass_at_k``.
 
         Raises ``RolloutError``, ``RewardError``: all ranks together.
         """
@@ -47,35 +53,35 @@ class Evaluator:
             return {}
         with self.run.timers.phase("eval"), self.sampler.serving():
             figures: Metrics = {}
-            for one in self.sets:
-                found = self._measure(one, step)
-                figures |= {
-                    f"eval/{one.name}/{key}" if one.name else f"eval/{key}": v
-                    for key, v in found.items()
-                }
+            for heldout in self.sets:
+                prefix = f"eval/{heldout.name}" if heldout.name else "eval"
+                found = self._measure(heldout, step)
+                figures |= {f"{prefix}/{key}": value for key, value in found.items()}
             return figures
 
-    def _measure(self, one: Heldout, step: int) -> Metrics:
+    def _measure(self, heldout: Heldout, step: int) -> Metrics:
         groups = self.sampler.sample(
-            one.problems.prompts,
-            n=one.samples,
-            temperature=one.temperature,
+            heldout.problems.prompts,
+            n=heldout.samples,
+            temperature=heldout.temperature,
             seed=self.run.config.run.seed,
         )
         self.sampler.failures.count(groups)
-        path = self.run.folder / self.folder / one.name / f"step-{step:06d}.jsonl"
+        path = self.run.folder / self.folder / heldout.name / f"step-{step:06d}.jsonl"
         comm = self.sampler.comm
         together(comm, lambda: write_completions(path, groups) if comm.rank == 0 else None)
         return summary(groups)
 
 
 def evaluate_model(config: RLConfig) -> Metrics:
-    """Measure ``engine.model`` as it is, on the held-out sets of ``eval``: ``engine-train eval``. Nothing is trained.
+    """Measure ``engine.model`` as it is on the held-out sets of ``eval``, without training.
 
-    The figures go to ``output_dir/evaluation.json`` too, whole or not at all, and the completions to
-    ``output_dir/evaluation``; what a training run left in that folder stays.
+    This is ``engine-train eval``. The figures are also written to ``output_dir/evaluation.json``,
+    whole or not at all, and the completions to ``output_dir/evaluation``; files of a training run
+    in that folder stay.
 
-    Raises ``ConfigError`` without held-out problems, on Ray, or while another run writes to the folder, and what ``Evaluator.measure`` raises.
+    Raises ``ConfigError`` without held-out problems, on Ray, or while another run writes to the
+    folder, and the errors of ``Evaluator.measure``.
     """
     if config.launcher != "none":
         raise ConfigError(
@@ -101,31 +107,29 @@ def evaluate_model(config: RLConfig) -> Metrics:
         run.start()
         sampler = Sampler.create(run, tokenizer, config.rollout, config.reward, config.agent)
         figures = Evaluator(run, sampler, sets, "evaluation").measure(0)
-        together(
-            run.comm,
-            lambda: (
+
+        def write() -> None:
+            if run.is_main:
                 _write(run.folder / "evaluation.json", json.dumps(figures, indent=1))
-                if run.is_main
-                else None
-            ),
-        )
+
+        together(run.comm, write)
         sampler.close()
     return figures
 
 
 def summary(groups: Sequence[Group]) -> Metrics:
-    """What ``Evaluator.measure`` says of one set."""
-    answers = [answer for group in groups for answer in group.completions]
+    """Return the figures of one set; see ``Evaluator.measure``."""
+    completions = [completion for group in groups for completion in group.completions]
     by_problem = [fmean(a.score.correct for a in group.completions) for group in groups]
     mean = fmean(by_problem)
     variance = math.fsum((x - mean) ** 2 for x in by_problem) / max(1, len(by_problem) - 1)
-    wrong = failure_figures([a.score for a in answers])
+    wrong = failure_figures([c.score for c in completions])
     return {
         "accuracy": mean,
         "accuracy_stderr": math.sqrt(variance / len(by_problem)),
-        "reward": fmean(a.score.total for a in answers),
-        "response_length": fmean(len(a.tokens) for a in answers),
-        "truncated": fmean(not a.finished for a in answers),
+        "reward": fmean(c.score.total for c in completions),
+        "response_length": fmean(len(c.tokens) for c in completions),
+        "truncated": fmean(not c.finished for c in completions),
         "timeouts": wrong["reward/timeouts"],
         "failures": wrong["reward/failures"],
         "problems": float(len(groups)),
@@ -138,7 +142,7 @@ def summary(groups: Sequence[Group]) -> Metrics:
 
 
 def write_completions(path: Path, groups: Sequence[Group]) -> None:
-    """A JSONL file with one row a problem, whole or not at all."""
+    """Write a JSONL file with one row per problem, whole or not at all."""
     _write(
         path,
         "".join(json.dumps(_row(i, g), ensure_ascii=False) + "\n" for i, g in enumerate(groups)),
@@ -153,7 +157,7 @@ def _write(path: Path, text: str) -> None:
 
 
 def _row(index: int, group: Group) -> dict[str, Any]:
-    answers = [
+    completions = [
         {
             "text": a.text,
             "reward": a.score.total,
@@ -168,5 +172,5 @@ def _row(index: int, group: Group) -> dict[str, Any]:
         "problem": index,
         "question": group.prompt.text,
         "answer": group.prompt.answer,
-        "completions": answers,
+        "completions": completions,
     }

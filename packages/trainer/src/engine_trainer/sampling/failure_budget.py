@@ -1,4 +1,7 @@
-"""How much has failed in a whole run: on all replicas, and before a resume too."""
+"""The number of failures in a whole run, on all replicas and before a resume.
+
+``reward.max_failures`` and ``agent.max_failures`` bound it.
+"""
 
 from __future__ import annotations
 
@@ -11,10 +14,11 @@ from engine_trainer.rewards import RewardError
 
 
 class Failures:
-    """Counts what the answers of a run say, against ``reward.max_failures`` and ``agent.max_failures``.
+    """The failures among a run's completions, bounded by ``max_failures`` of reward and agent.
 
-    A replica ends the run as soon as it has too many by itself, within its call; it knows nothing of the others, nor of what was
-    before a resume. Every process of the loop counts the same answers, so that all of them raise together.
+    A replica ends the run as soon as it alone has too many failures within one call; it knows
+    nothing of other replicas, nor of failures before a resume. Every process of the loop counts the
+    same completions, so that all of them raise together.
 
     Attributes:
         rewards: calls that raised or gave no finite number.
@@ -22,23 +26,33 @@ class Failures:
     """
 
     def __init__(self, reward: RewardSection, agent: AgentSection | None) -> None:
-        self._most_rewards, self._most_agents = (
-            reward.max_failures,
-            agent.max_failures if agent else 0,
-        )
-        self.rewards = self.agents = 0
+        self._most_rewards = reward.max_failures
+        self._most_agents = agent.max_failures if agent else 0
+        self.rewards = 0
+        self.agents = 0
 
     @property
     def state(self) -> dict[str, int]:
-        """JSON for a checkpoint: of all answers that were counted, none that are still under way."""
+        """The counts for a checkpoint, as JSON.
+
+        They are over all completions that were counted, without those that are still being
+        generated.
+        """
         return {"rewards": self.rewards, "agents": self.agents}
 
     def restore(self, state: Mapping[str, int]) -> None:
-        """``state`` as it was saved; of a checkpoint from before there was one: nothing had failed."""
-        self.rewards, self.agents = state.get("rewards", 0), state.get("agents", 0)
+        """Restore a saved ``state``.
+
+        A checkpoint without one is read as no failures.
+        """
+        self.rewards = state.get("rewards", 0)
+        self.agents = state.get("agents", 0)
 
     def count(self, groups: Iterable[Group]) -> None:
-        """Add what failed in new answers. Raises ``AgentError``, ``RewardError``: one failure too many."""
+        """Count the failures of new completions.
+
+        Raises ``AgentError``, ``RewardError`` for one failure too many.
+        """
         for group in groups:
             for completion in group.completions:
                 self._count(group, completion)

@@ -3,11 +3,13 @@
 A problem has n samples, c of them correct.
 
 - mean@n: c / n.
-- best@k: the probability that one of k samples is correct, ``1 - C(n-c, k) / C(n, k)``: unbiased for k <= n (Chen et al.
-  2021, arXiv:2107.03374, equation 1).
-- maj@k: whether the answer that most of k samples give is correct (Wang et al. 2022, arXiv:2203.11171), averaged over the
-  n // k disjoint blocks of k samples, in their order; unbiased too. Samples without an answer do not vote; where nobody
-  votes it is 0. Answers with equally many votes share: the mean of their correctness, what a fair draw gives.
+- best@k: the probability that one of k samples is correct, ``1 - C(n-c, k) / C(n, k)``: unbiased
+  for k <= n (Chen et al. 2021, arXiv:2107.03374, equation 1).
+- maj@k: 1 if the answer that most of k samples give is correct (Wang et al. 2022,
+  arXiv:2203.11171), averaged over the
+  n // k disjoint blocks of k samples, in their order; unbiased too. Samples without an answer do
+  not vote; without votes it is 0. Answers with equally many votes give the mean of their
+  correctness, as a fair draw does.
 
 All of them are means over problems.
 """
@@ -21,23 +23,27 @@ from statistics import fmean
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Vote:
-    """One sample: the answer that was found in it, None for none, and whether it is correct."""
+    """One sample's answer (None if none was found in it), and whether it is correct."""
 
     answer: str | None
     correct: bool
 
 
 def best_at(k: int, samples: int, correct: int) -> float:
-    """The estimate of best@k for one problem; ``k <= samples``."""
-    assert 1 <= k <= samples, "k samples are chosen of those that there are"
+    """Return the estimate of best@k for one problem, with ``k <= samples``."""
+    assert 1 <= k <= samples, "k samples are chosen from all samples"
+    # C(n-c, k) / C(n, k) as a product, which does not overflow.
     missed = 1.0
-    for i in range(k):  # C(n-c, k) / C(n, k) as a product, which does not overflow
+    for i in range(k):
         missed *= max(0, samples - correct - i) / (samples - i)
     return 1.0 - missed
 
 
 def majority(votes: Sequence[Vote]) -> float:
-    """Whether the majority's answer is correct, 0 to 1. An answer is as correct as the first sample that gives it."""
+    """Return the correctness of the majority's answer, 0 to 1.
+
+    An answer is as correct as the first sample that gives it.
+    """
     counts: dict[str, int] = {}
     right: dict[str, bool] = {}
     for vote in votes:
@@ -49,14 +55,15 @@ def majority(votes: Sequence[Vote]) -> float:
 
 
 def majority_at(k: int, votes: Sequence[Vote]) -> float:
-    """maj@k of one problem."""
+    """Return maj@k of one problem."""
     return fmean(majority(votes[at : at + k]) for at in range(0, len(votes) - k + 1, k))
 
 
 def figures_at_k(problems: Sequence[Sequence[Vote]]) -> dict[str, float]:
-    """``mean@n``, and ``best@k`` and ``maj@k`` for k of 2, 4, 8, … and n; nothing for one sample a problem.
+    """Return ``mean@n``, and ``best@k`` and ``maj@k`` for k of 2, 4, 8, … and n.
 
-    ``problems``: n votes each. ``maj@k`` only where some sample has an answer.
+    Empty for one sample a problem. ``problems`` has n votes for each problem. ``maj@k`` is there
+    only where some sample has an answer.
     """
     n = len(problems[0])
     if n == 1:

@@ -19,12 +19,15 @@ __all__ = ["Group", "Sampler", "ScoredCompletion"]
 
 
 class Sampler:
-    """Generates and judges. Every method is called on all processes of the loop together and returns the same on all.
+    """The rollout's replicas as the loop uses them, to generate and to score.
+
+    Every method is called on all processes of the loop together and returns the same on all.
 
     Attributes:
-        synced: ``sync/…`` of the newest weight sync: seconds by phase (the slowest replica's), bytes, tensors, quantized
-            tensors, whether it was audited, and ``wire_bytes`` where the rollout is in processes of its own.
-        failures: of the answers that the loop took; what takes them counts them.
+        synced: ``sync/…`` of the newest weight sync: seconds by phase (the slowest replica's),
+            bytes, tensors, quantized tensors, whether it was audited, and ``wire_bytes`` where the
+            rollout is in processes of its own.
+        failures: failures among the completions that the loop took; the loop counts them.
     """
 
     def __init__(
@@ -39,8 +42,12 @@ class Sampler:
         failures: Failures,
     ) -> None:
         self.failures = failures
-        self.rollouts, self.policy, self.comm, self.tokenizer = rollouts, policy, comm, tokenizer
-        self.section, self.timers = section, timers
+        self.rollouts = rollouts
+        self.policy = policy
+        self.comm = comm
+        self.tokenizer = tokenizer
+        self.section = section
+        self.timers = timers
         self.synced: dict[str, float] = {}
 
     @staticmethod
@@ -51,7 +58,10 @@ class Sampler:
         reward: RewardSection,
         agent: AgentSection | None = None,
     ) -> Sampler:
-        """For a run that has started. Raises ``PluginError``, ``ConfigError``: all processes together."""
+        """Build the sampler of a run that has started.
+
+        Raises ``PluginError``, ``ConfigError``: all processes together.
+        """
         spec = RolloutSpec(
             section=section,
             reward=reward,
@@ -74,9 +84,10 @@ class Sampler:
 
     @contextmanager
     def serving(self) -> Iterator[None]:
-        """The rollout awake with the policy's weights of now; afterwards it gives its memory back (``rollout.sleep``).
+        """Wake the rollout and make sure it serves the policy's current weights.
 
-        With ``rollout.offload_engine`` the engine's memory is the rollout's meanwhile.
+        At the end of the context it frees its memory (``rollout.sleep``). With
+        ``rollout.offload_engine`` the rollout has the engine's memory inside of the context.
         """
         with self.timers.phase("sync"):
             self.sync()
@@ -95,29 +106,31 @@ class Sampler:
         if section.offload_engine:
             self.policy.offload()
         if section.sleep:
-            self.rollouts.wake_up(weights=False)  # caches only now: a sync may need their memory
+            # The caches come last, because a sync may need their memory.
+            self.rollouts.wake_up(weights=False)
 
     def sample(
         self, prompts: Sequence[Prompt], *, n: int, temperature: float, seed: int
     ) -> list[Group]:
-        """``n`` judged answers to each prompt, in the order of ``prompts``; within ``serving``.
+        """Generate ``n`` completions per prompt and score them, in the order of ``prompts``.
 
-        Raises ``RolloutError``, ``RewardError``; ``RankFailure`` on the other ranks.
+        Called within ``serving``. Raises ``RolloutError``, ``RewardError``; ``RankFailure`` on the
+        other ranks.
         """
-        places = by_replica(prompts, self.rollouts.size)
-        shares = [[prompts[i] for i in places[replica]] for replica in self.rollouts.local_replicas]
+        indices = by_replica(prompts, self.rollouts.size)
+        local = [[prompts[i] for i in indices[replica]] for replica in self.rollouts.local_replicas]
         found = self.rollouts.generate_and_score(
-            shares, self.sampling(n=n, temperature=temperature, seed=seed)
+            local, self.sampling(n=n, temperature=temperature, seed=seed)
         )
-        answers = {
-            i: one
-            for own, given in zip(places, found, strict=True)
-            for i, one in zip(own, given, strict=True)
-        }
-        return [Group(prompt=prompt, completions=answers[i]) for i, prompt in enumerate(prompts)]
+        completions: dict[int, list[ScoredCompletion]] = {}
+        for own, rows in zip(indices, found, strict=True):
+            completions |= dict(zip(own, rows, strict=True))
+        return [
+            Group(prompt=prompt, completions=completions[i]) for i, prompt in enumerate(prompts)
+        ]
 
     def sampling(self, *, n: int, temperature: float, seed: int) -> SamplingParams:
-        """With what the configuration says of the rest."""
+        """Return sampling parameters with the configuration's values for the rest."""
         section = self.section
         return SamplingParams(
             n=n,
@@ -135,19 +148,21 @@ class Sampler:
 
 
 def by_replica(prompts: Sequence[Prompt], size: int) -> list[list[int]]:
-    """Which of ``prompts`` each of ``size`` replicas answers: by turns, and equal ones at the same replica.
+    """Assign ``prompts`` to ``size`` replicas in turn, equal prompts to the same replica.
 
-    A rollout tells equal prompts apart by their order. Two replicas, which have the same seed, would give them equal answers.
+    The result has the indices of each replica's prompts. A rollout distinguishes equal prompts by
+    their order. Two replicas, which have the same seed, would give them equal completions.
     """
     turns: dict[tuple[int, ...], int] = {}
-    places: list[list[int]] = [[] for _ in range(size)]
+    indices: list[list[int]] = [[] for _ in range(size)]
     for i, prompt in enumerate(prompts):
-        places[turns.setdefault(tuple(prompt.tokens), len(turns)) % size].append(i)
-    return places
+        turn = turns.setdefault(tuple(prompt.tokens), len(turns))
+        indices[turn % size].append(i)
+    return indices
 
 
 def _sync_figures(results: Sequence[SyncResult]) -> dict[str, float]:
-    """``sync/…``, the largest of any replica."""
+    """Return ``sync/…``, each the largest of any replica."""
     phases = sorted({name for result in results for name in result.seconds})
     wire_bytes = max(r.wire_bytes for r in results)
     apart = {"sync/wire_bytes": float(wire_bytes)} if wire_bytes else {}
