@@ -278,17 +278,17 @@ DAMAGE = {
     "no folder's name": (
         lambda s: (s / "latest").write_text("../x"),
         CheckpointCorrupt,
-        "a folder beside it",
+        "a folder next to it",
     ),
     "a name too long": (
         lambda s: (s / "latest").write_text("x" * 5000),
         CheckpointCorrupt,
-        "a folder beside it",
+        "a folder next to it",
     ),
     "a lost folder": (
         lambda s: shutil.rmtree(s / "step-5"),
         CheckpointMissing,
-        "which is not there",
+        "which does not exist",
     ),
 }
 

@@ -24,7 +24,7 @@ class Runs:
 
 
 def test_a_pickle_is_refused_and_not_run(tmp_path):
-    with pytest.raises(CodecError, match="no message of this run"):
+    with pytest.raises(CodecError, match="not a message of this run"):
         decode(pickle.dumps(Runs(tmp_path / "ran")))
     assert not (tmp_path / "ran").exists()
 
@@ -64,7 +64,7 @@ def test_only_registered_classes_are_made():
     head = b'{"$":"class","c":"os.system","v":"true"}'
     with pytest.raises(CodecError, match=r"os\.system"):
         decode(MAGIC + len(head).to_bytes(8, "little") + head)
-    with pytest.raises(TypeError, match="no dataclass"):
+    with pytest.raises(TypeError, match="not a dataclass"):
         register(Runs)
 
 

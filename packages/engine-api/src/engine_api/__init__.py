@@ -1,4 +1,4 @@
-"""The contract between training loops and engines. Importing it imports no torch.
+"""The contract between training loops and engines; importing it imports no torch.
 
 Names are looked up on first use, so that ``import engine_api`` stays light.
 """

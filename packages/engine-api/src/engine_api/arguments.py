@@ -1,4 +1,4 @@
-"""Checks of what a caller gives to the members of an engine, before anything is computed or changed."""
+"""Checks of the arguments of an engine's members, made before anything is computed or changed."""
 
 # torch's own annotations are partial.
 # pyright: reportUnknownMemberType=false
@@ -19,12 +19,12 @@ from engine_api.results import LossOutput
 if TYPE_CHECKING:
     import torch
 
-# Logits are float32: divided by less they leave its range, and log-probs would be NaN.
+# Logits are float32. Divided by a smaller number they leave its range, and log-probs become NaN.
 LEAST_TEMPERATURE = 1e-30
 
 
 def check_batch(batch: object) -> None:
-    """Raise ``BatchError`` for what is no ``Batch``."""
+    """Raise ``BatchError`` unless the argument is a ``Batch``."""
     if not isinstance(batch, Batch):
         raise BatchError(
             "input_ids",
@@ -34,24 +34,30 @@ def check_batch(batch: object) -> None:
 
 
 def check_loss(loss: object) -> None:
-    """Raise ``ConfigError`` for what cannot be called."""
+    """Raise ``ConfigError`` unless the loss can be called."""
     if not callable(loss):
         raise ConfigError(
             "loss",
             f"expected a function of outputs and batch, got {kind_of(loss)}",
-            remedy="sft_loss is one",
+            remedy="give one such as sft_loss",
         )
 
 
 def denominator_of(value: object) -> float | None:
-    """Return a call's denominator as a float, None for the sum of ``loss_weight``. Raises ``ConfigError``."""
-    return (
-        None if value is None else _positive("denominator", value, "leave it out for Σ loss_weight")
-    )
+    """Return a call's denominator as a float, or None for the sum of ``loss_weight``.
+
+    Raises ``ConfigError`` if it is not a positive number.
+    """
+    if value is None:
+        return None
+    return _positive("denominator", value, "leave it out for Σ loss_weight")
 
 
 def temperature_of(value: object) -> float:
-    """Return a call's temperature as a float. Raises ``ConfigError``."""
+    """Return a call's temperature as a float.
+
+    Raises ``ConfigError`` if it is not a number of at least ``LEAST_TEMPERATURE``.
+    """
     temperature = _positive("temperature", value, "use 1.0")
     if temperature < LEAST_TEMPERATURE:
         raise ConfigError(
@@ -61,7 +67,10 @@ def temperature_of(value: object) -> float:
 
 
 def check_switches(**switches: object) -> None:
-    """Raise ``ConfigError`` for a switch that is neither True nor False: a text such as ``"no"`` would count as True."""
+    """Raise ``ConfigError`` for a switch that is neither True nor False.
+
+    A string such as ``"no"`` would count as True.
+    """
     for name, value in switches.items():
         if not isinstance(value, bool):
             raise ConfigError(
@@ -70,7 +79,7 @@ def check_switches(**switches: object) -> None:
 
 
 def check_device(device: object, own: str) -> None:
-    """Raise ``ConfigError`` for what is neither the CPU nor the engine's ``own`` kind of device."""
+    """Raise ``ConfigError`` unless ``device`` is the CPU or the engine's ``own`` kind of device."""
     if not isinstance(device, str) or device not in ("cpu", own):
         raise ConfigError(
             "device",
@@ -80,7 +89,7 @@ def check_device(device: object, own: str) -> None:
 
 
 def check_export(dtype: object, bucket_bytes: object = 1) -> None:
-    """Raise ``ConfigError`` for a dtype that holds no weights, or a size that is no positive integer."""
+    """Raise ``ConfigError`` for a dtype that cannot hold weights, or a size that is not positive."""
     import torch
 
     if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
@@ -98,19 +107,23 @@ def check_export(dtype: object, bucket_bytes: object = 1) -> None:
 
 
 def folder_of(directory: object) -> Path:
-    """Return ``directory`` as a path. Raises ``ConfigError`` for what cannot be one."""
-    path = (
-        str(cast("os.PathLike[str]", directory)) if isinstance(directory, str | os.PathLike) else ""
-    )
+    """Return ``directory`` as a path.
+
+    Raises ``ConfigError`` if it cannot be one.
+    """
+    is_path = isinstance(directory, str | os.PathLike)
+    path = str(cast("os.PathLike[str]", directory)) if is_path else ""
     if not path:
         raise ConfigError(
             "directory", f"expected a path, got {directory!r:.100}", remedy="name a folder"
         )
     try:
         os.lstat(path)
+    # Each member decides for itself whether the folder must exist.
     except (FileNotFoundError, NotADirectoryError):
-        pass  # whether it must be there is for the member to say
-    except (OSError, ValueError) as error:  # too long, a NUL in it, no permission, a loop of links
+        pass
+    # The path is too long, contains a NUL, is a loop of links, or there is no permission.
+    except (OSError, ValueError) as error:
         raise ConfigError(
             "directory",
             f"{path!r:.100} cannot be looked at",
@@ -121,7 +134,10 @@ def folder_of(directory: object) -> Path:
 
 
 def check_extra(extra: object) -> None:
-    """Raise ``ConfigError`` for what is no mapping; ``checkpoint`` sees whether it can be written as JSON."""
+    """Raise ``ConfigError`` unless ``extra`` is a mapping or None.
+
+    ``checkpoint`` checks that it can be written as JSON.
+    """
     if extra is not None and not isinstance(extra, Mapping):
         raise ConfigError(
             "extra",
@@ -131,7 +147,7 @@ def check_extra(extra: object) -> None:
 
 
 def check_loss_output(output: object) -> None:
-    """Raise ``ConfigError`` for what a loss may not return: an engine could not differentiate it, or add it up."""
+    """Raise ``ConfigError`` for an output of a loss that cannot be differentiated or added up."""
     if not isinstance(output, LossOutput):
         raise ConfigError(
             "loss",
@@ -184,7 +200,7 @@ def _check_metric(name: object, value: object) -> None:
 
 
 def check_coefficients(value: object, like: torch.Tensor) -> None:
-    """Raise ``ConfigError`` for coefficients that are not one number a token of ``like`` ``[T]``."""
+    """Raise ``ConfigError`` unless ``value`` is None or has one number per token of ``like`` [T]."""
     import torch
 
     fits = (
@@ -193,7 +209,8 @@ def check_coefficients(value: object, like: torch.Tensor) -> None:
     if value is not None and not fits:
         raise ConfigError(
             "loss.coefficients",
-            f"expected a floating tensor of shape {tuple(like.shape)} or None, got {kind_of(value)}",
+            f"expected a floating tensor of shape {tuple(like.shape)} or None, "
+            f"got {kind_of(value)}",
             remedy="give the derivative of the loss by each log-prob",
         )
 

@@ -1,7 +1,7 @@
-"""What backends share: state machine, micro-batching, loss normalisation, the optimizer step, checkpoints.
+"""The parts that engines share: state machine, micro-batches, loss, optimizer step, checkpoints.
 
-A backend derives from ``BaseEngine`` and implements the hooks at the end of the class;
-a full engine adds ``forward_step``. A third party may derive from it, and need not.
+An engine derives from ``BaseEngine`` and implements the hooks at the end of the class. A third
+party may derive from it, and need not.
 """
 
 # torch's own annotations are partial.
@@ -60,15 +60,16 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class _Work:
-    """A forward and backward that was given to the device."""
+    """A forward and backward that was queued on the device."""
 
     micro_batches: MicroBatches
-    denominator: float  # 0: nothing carried loss
+    denominator: float
+    """Divisor of the loss; 0 where no token carries loss."""
     outputs: Sequence[LossOutput]
 
 
 class BaseEngine(EngineDefaults):
-    """The infrastructure of an engine; see ``engine_api.contract.Engine`` for what the members promise."""
+    """The infrastructure of an engine; ``engine_api.contract.Engine`` documents the members."""
 
     def __init__(self, config: EngineConfig, *, resolution: Resolution) -> None:
         self.config = config
@@ -77,33 +78,37 @@ class BaseEngine(EngineDefaults):
         self._name = resolution.plugin.name
         self._state = "created"
         self._step = 0
-        self._pending: list[float] = []  # losses of the forward_backward calls since the last step
+        # Losses of the forward_backward calls since the last step.
+        self._pending: list[float] = []
         self._saving: Future[CheckpointInfo] | None = None
         refuse_undeclared(config, self.capabilities, self._name)
 
-    # --- what a caller sees -------------------------------------------------------------------
+    # --- members of the contract --------------------------------------------------------------
 
     @property
     def capabilities(self) -> frozenset[Capability]:
-        """What the plug-in declares."""
+        """The capabilities that the plug-in declares."""
         return self.resolution.plugin.capabilities
 
     @property
     def weight_version(self) -> int:
-        """Optimizer steps applied."""
+        """The number of optimizer steps applied."""
         return self._step
 
     def initialize(self) -> None:
-        """Build everything, and seed this process's generators for training; once."""
+        """Build everything, and seed this process's generators for training.
+
+        It is called once.
+        """
         self._expect("initialize", "created")
         with watched("initialize"):
             self._build()
-        if (
-            self.config.optimizer is not None
-        ):  # an engine that only infers draws nothing, and may be made in mid-run
+        # An engine that only infers draws nothing, and may be created in the middle of a run.
+        if self.config.optimizer is not None:
             seed_all(self.config.seed, rank=self._seed_rank)
+        # The number of data-parallel ranks is known only after _build.
         if self.topology.dp_size > 1 and Capability.DP not in self.capabilities:
-            self._release()  # only now it is known how many ranks there are
+            self._release()
             raise unsupported(Capability.DP, self._name, self.capabilities)
         self._state = "ready"
 
@@ -115,11 +120,11 @@ class BaseEngine(EngineDefaults):
         denominator: float | None = None,
         temperature: float = 1.0,
     ) -> TrainOutput:
-        """See ``Engine.train_batch``."""
+        """Apply one optimizer step to a batch; see ``Engine.train_batch``."""
         self._expect("train_batch", "ready")
         with watched(self._called("train_batch")):
             work = self._compute("train_batch", batch, loss, denominator, temperature, fresh=True)
-            # The norm before the loss: reading either waits for the device, and this way it waits once.
+            # Reading the norm or the loss waits for the device. With the norm first it waits once.
             norm = self._clip()
             forward = self._gather_results(work)
             step = self._step_with(norm)
@@ -143,15 +148,14 @@ class BaseEngine(EngineDefaults):
         denominator: float | None = None,
         temperature: float = 1.0,
     ) -> ForwardBackwardOutput:
-        """See ``Engine.forward_backward``."""
+        """Run the first half of ``train_batch``; see ``Engine.forward_backward``."""
         self._expect("forward_backward", "ready")
         with watched(self._called("forward_backward")):
-            return self._gather_results(
-                self._compute("forward_backward", batch, loss, denominator, temperature)
-            )
+            work = self._compute("forward_backward", batch, loss, denominator, temperature)
+            return self._gather_results(work)
 
     def optimizer_step(self) -> StepOutput:
-        """See ``Engine.optimizer_step``."""
+        """Run the second half of ``train_batch``; see ``Engine.optimizer_step``."""
         self._expect("optimizer_step", "ready")
         self._require_optimizer("optimizer_step")
         if not self._pending:
@@ -174,7 +178,7 @@ class BaseEngine(EngineDefaults):
     def infer_batch(
         self, batch: Batch, *, temperature: float = 1.0, entropy: bool = False, adapter: bool = True
     ) -> TokenOutputs:
-        """See ``Engine.infer_batch``."""
+        """Return per-token log-probs, entropy or values; see ``Engine.infer_batch``."""
         self._expect("infer_batch", "ready")
         with watched(self._called("infer_batch")):
             together(
@@ -194,7 +198,7 @@ class BaseEngine(EngineDefaults):
     def save_checkpoint(
         self, directory: Path | str, *, extra: Mapping[str, Any] | None = None
     ) -> CheckpointHandle:
-        """See ``Engine.save_checkpoint``."""
+        """Write the whole training state; see ``Engine.save_checkpoint``."""
         self._expect("save_checkpoint", "ready")
         folder = folder_of(directory)
         check_extra(extra)
@@ -222,12 +226,12 @@ class BaseEngine(EngineDefaults):
         return handle
 
     def load_checkpoint(self, directory: Path | str, *, optimizer: bool = True) -> CheckpointInfo:
-        """See ``Engine.load_checkpoint``.
+        """Restore from a checkpoint; see ``Engine.load_checkpoint``.
 
         Args:
-            directory: A checkpoint, or a folder of them.
-            optimizer: Whether the optimizer's state is loaded too. False leaves it unread, and the optimizer begins
-                again; weights, step and generators are loaded.
+            directory: a checkpoint, or a folder of checkpoints.
+            optimizer: True loads the optimizer's state too. False leaves it unread, and the
+                optimizer starts again; weights, step and generators are loaded.
         """
         self._expect("load_checkpoint", "ready")
         check_switches(optimizer=optimizer)
@@ -248,11 +252,12 @@ class BaseEngine(EngineDefaults):
             )
         install = self._read_checkpoint(folder, wanted)
         rank_state = checkpoint.read_rank_state(folder, manifest, comm, self.topology.rank)
-        if manifest.engine != self._name:  # each engine writes its own
+        # Each engine writes a rank state of its own.
+        if manifest.engine != self._name:
             rank_state = None
         if rank_state is not None:
             together(comm, lambda: self._try_rng_state(rank_state, folder))
-        # From here on nothing can fail: all is read and checked, on every rank.
+        # From here on nothing can fail, because everything is read and checked on every rank.
         install()
         self._step = manifest.step
         self._drop_gradients()
@@ -263,7 +268,10 @@ class BaseEngine(EngineDefaults):
         )
 
     def close(self) -> None:
-        """Wait for a save that still runs, then give everything back; idempotent."""
+        """Wait for a save that still runs, then free everything.
+
+        A second call does nothing.
+        """
         if self._state == "closed":
             return
         was_ready = self._state == "ready"
@@ -279,7 +287,8 @@ class BaseEngine(EngineDefaults):
     # --- shared steps -------------------------------------------------------------------------
 
     _has_gradient = False
-    _loss_error: Exception | None = None  # of this rank, in the call that runs
+    # The error that the loss function raised on this rank in the current call.
+    _loss_error: Exception | None = None
     _writer_pool: ThreadPoolExecutor | None = None
 
     def _prepare(self, batch: Batch, *, needs_weight: bool) -> MicroBatches:
@@ -329,13 +338,14 @@ class BaseEngine(EngineDefaults):
         *,
         fresh: bool = False,
     ) -> _Work:
-        """Run forward and backward; nothing is read back from the device yet.
+        """Run forward and backward without reading anything back from the device.
 
-        ``fresh``: earlier gradients are dropped, once the call is known to be a good one.
+        ``fresh`` drops earlier gradients, once the arguments of the call are checked.
         """
         self._require_optimizer(called)
         together(self.comm, lambda: self._check_training(batch, loss, denominator, temperature))
-        denominator, temperature = denominator_of(denominator), temperature_of(temperature)
+        denominator = denominator_of(denominator)
+        temperature = temperature_of(temperature)
         micro_batches = self._prepare(batch, needs_weight=denominator is None)
         if fresh:
             self._drop_gradients()
@@ -345,7 +355,8 @@ class BaseEngine(EngineDefaults):
             return _Work(micro_batches, 0.0, ())
         try:
             outputs = self._run_train(micro_batches.parts, loss, total, temperature)
-        except BaseException:  # Ctrl-C too: half a gradient must not meet the next step
+        # It includes Ctrl-C, because half a gradient must not reach the next step.
+        except BaseException:
             self._loss_error = None
             self._abort()
             self._drop_gradients()
@@ -356,9 +367,8 @@ class BaseEngine(EngineDefaults):
     def _gather_results(self, work: _Work) -> ForwardBackwardOutput:
         try:
             sums = self._sum_over_data_parallel(work.outputs) if work.outputs else {"loss": 0.0}
-        except (
-            Exception
-        ):  # the loss failed, here or on another rank: what was added up is no gradient
+        # The loss failed on some rank, so the accumulated values are not a gradient.
+        except Exception:
             self._drop_gradients()
             raise
         value = sums.pop("loss") / (work.denominator or 1.0)
@@ -372,16 +382,14 @@ class BaseEngine(EngineDefaults):
         )
 
     def _clip(self) -> float:
-        return (
-            self._clip_gradients(self._require_optimizer("clip").clip_norm)
-            if self._has_gradient
-            else 0.0
-        )
+        if not self._has_gradient:
+            return 0.0
+        return self._clip_gradients(self._require_optimizer("clip").clip_norm)
 
     def _run_train(
         self, parts: Sequence[Batch], loss: LossFn, denominator: float, temperature: float
     ) -> list[LossOutput]:
-        """Forward and backward over the micro-batches. A pipeline engine overrides this."""
+        """Run forward and backward over the micro-batches; a pipeline engine overrides it."""
         needs = needs_of(loss)
         results: list[LossOutput] = []
         for index, part in enumerate(parts):
@@ -396,18 +404,18 @@ class BaseEngine(EngineDefaults):
         return results
 
     def _apply_loss(self, loss: LossFn, outputs: TokenOutputs, part: Batch) -> LossOutput:
-        """Return the loss of one micro-batch; none once it has failed.
+        """Return the loss of one micro-batch, or a zero once the loss function has failed.
 
-        A rank whose loss raises takes part in the collectives that are left, or the others would wait there for it. The
-        error is raised where the losses are added up, on all ranks together.
+        A rank whose loss function raises still takes part in the remaining collectives, because the
+        other ranks would wait for it there. The error is raised where the losses are added up, on
+        all ranks together.
         """
         if self._loss_error is not None or not part.num_tokens:
             return _no_loss(outputs)
         try:
             return evaluate(loss, outputs, part.to(_device_of(outputs)))
-        except (
-            Exception
-        ) as error:  # whatever a caller's function raises; raised again by `_own_sums`
+        # A caller's function may raise anything; `_own_sums` raises it again.
+        except Exception as error:
             if self.comm.world_size == 1:
                 raise
             self._loss_error = error
@@ -419,7 +427,8 @@ class BaseEngine(EngineDefaults):
         return {name: math.fsum(row.get(name, 0.0) for row in rows) for name in names}
 
     def _own_sums(self, outputs: Sequence[LossOutput]) -> dict[str, float]:
-        error, self._loss_error = self._loss_error, None
+        error = self._loss_error
+        self._loss_error = None
         if error is not None:
             raise error
         sums: dict[str, float] = {"loss": 0.0}
@@ -442,7 +451,7 @@ class BaseEngine(EngineDefaults):
         self._zero_grad()
 
     def _called(self, name: str) -> str:
-        """Return what other ranks read of a call when this one fails in it."""
+        """Return the name of a call in the errors that other ranks raise when it fails here."""
         return f"{name} at step {self._step}"
 
     def _expect(self, called: str, state: str) -> None:
@@ -457,7 +466,8 @@ class BaseEngine(EngineDefaults):
         return self.config.optimizer
 
     def _wait_for_save(self) -> None:
-        saving, self._saving = self._saving, None
+        saving = self._saving
+        self._saving = None
         if saving is not None:
             saving.result()
 
@@ -467,12 +477,13 @@ class BaseEngine(EngineDefaults):
             self._writer_pool = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
         return self._writer_pool
 
-    # --- checkpoints; an engine with a format of its own beside the portable one overrides these ------------
+    # --- checkpoints; an engine that also has a format of its own overrides these ----------------
 
     def _checkpoint_writer(self, *, copied: bool) -> Callable[..., CheckpointInfo]:
-        """What writes the state of now, given the final name and all else that ``checkpoint.write_files`` asks for.
+        """Return a function that writes the current state.
 
-        ``copied``: it is called later, while training goes on and changes the tensors.
+        It takes the final name and the remaining arguments of ``checkpoint.write_files``. With
+        ``copied`` it may be called later, while training goes on and changes the tensors.
         """
         state = self.state_shards()
         if copied:
@@ -484,43 +495,49 @@ class BaseEngine(EngineDefaults):
         return partial(checkpoint.write, state=state)
 
     def _read_checkpoint(self, folder: Path, manifest: Manifest) -> Callable[[], None]:
-        """Read and check the state; what replaces the engine's by it, which cannot fail."""
+        """Read and check a saved state, and return a function that installs it and cannot fail."""
         tensors = checkpoint.read(
             folder, manifest, comm=self._checkpoint_comm, layout=self._state_layout
         )
         return lambda: self._install_state(tensors)
 
     def _try_rng_state(self, state: Mapping[str, Any], folder: Path) -> None:
-        """Raise ``CheckpointCorrupt`` for generators that cannot be restored; they are left as they were."""
+        """Raise ``CheckpointCorrupt`` for generators that cannot be restored.
+
+        The generators are left as they were.
+        """
         before = self._rng_state()
         try:
             self._set_rng_state(state)
-        except Exception as error:  # an engine's own generators may raise anything
+        # An engine's own generators may raise anything.
+        except Exception as error:
+            is_known = isinstance(error, CheckpointCorrupt)
+            why = error.why if is_known else f"{type(error).__name__}: {error}"
             raise CheckpointCorrupt(
                 f"rank {self.topology.rank}'s generators cannot be restored",
                 where=str(folder),
-                why=error.why
-                if isinstance(error, CheckpointCorrupt)
-                else f"{type(error).__name__}: {error}",
+                why=why,
                 remedy="use an earlier checkpoint",
             ) from error
         finally:
             self._set_rng_state(before)
 
-    # --- what a backend provides ---------------------------------------------------------------
+    # --- hooks that an engine provides -----------------------------------------------------------
 
-    comm: Comm  # control plane over all ranks; ready before _build returns
+    comm: Comm
+    """Control plane over all ranks; it is set before ``_build`` returns."""
+
     topology: Topology
     vocab_size: int
 
     @property
     def _checkpoint_comm(self) -> Comm:
-        """The control plane of checkpoints; an engine that saves asynchronously gives them one of their own."""
+        """The control plane of checkpoints, a separate one in engines that save asynchronously."""
         return self.comm
 
     @abstractmethod
     def _build(self) -> None:
-        """Process groups, model, optimizer."""
+        """Build process groups, model and optimizer."""
 
     @abstractmethod
     def forward_step(
@@ -531,40 +548,46 @@ class BaseEngine(EngineDefaults):
         temperature: float,
         coefficients: torch.Tensor | None = None,
     ) -> TokenOutputs:
-        """Run the model on one micro-batch; an empty one must take part in every collective.
+        """Run the model on one micro-batch.
 
-        ``coefficients`` ``[T]``: the derivative of the loss (before the denominator) by each log-prob, where it is
-        known beforehand; an engine may use it to form gradients in the forward pass.
+        An empty micro-batch must take part in every collective. ``coefficients`` ``[T]`` is the
+        derivative of the loss (before the denominator) with respect to each log-prob, where it is
+        known in advance; an engine may use it to form gradients in the forward pass.
 
-        Outputs are aligned, float32, the same on every model-parallel rank, with a gradient path to the weights.
+        Outputs are aligned, float32 and the same on every model-parallel rank, with a gradient path
+        to the weights.
         """
 
     @abstractmethod
     def _clip_gradients(self, max_norm: float | None) -> float:
-        """Scale gradients to ``max_norm``; return their global norm before that."""
+        """Scale gradients to ``max_norm`` and return their global norm before that."""
 
     @abstractmethod
     def _apply_optimizer(self, lr: float) -> None:
-        """One optimizer step at rate ``lr``."""
+        """Apply one optimizer step at the learning rate ``lr``."""
 
     @abstractmethod
     def _zero_grad(self) -> None:
         """Drop all gradients."""
 
     def _abort(self) -> None:
-        """A forward or backward was left half way by an exception; make the next one possible."""
+        """Clean up after an exception in forward or backward, so that the next call can run."""
 
     @abstractmethod
     def state_shards(self) -> dict[str, tuple[torch.Tensor, ShardSpec]]:
-        """The training state as boxes of live tensors, under canonical keys (see docs/contract.md)."""
+        """Return the training state as boxes of live tensors under canonical keys.
+
+        docs/contract.md lists the keys.
+        """
 
     @abstractmethod
     def _state_layout(
         self, entries: Mapping[str, Entry]
     ) -> dict[str, tuple[ShardSpec, torch.dtype]]:
-        """Which boxes this rank needs, given what a checkpoint holds; asked before anything is changed.
+        """Return the boxes that this rank needs from a checkpoint with these entries.
 
-        Every ``model.`` key of this engine must be in it; ``optim.`` keys follow what was saved.
+        It is called before anything is changed. Every ``model.`` key of this engine must be in the
+        result; the ``optim.`` keys follow the saved ones.
         """
 
     @abstractmethod
@@ -573,18 +596,19 @@ class BaseEngine(EngineDefaults):
 
     @abstractmethod
     def _release(self) -> None:
-        """Give memory and process groups back."""
+        """Free memory and process groups."""
 
 
-def _given(outputs: TokenOutputs) -> list[torch.Tensor]:
+def _present_outputs(outputs: TokenOutputs) -> list[torch.Tensor]:
     return [t for t in (outputs.log_probs, outputs.entropy, outputs.values) if t is not None]
 
 
 def _device_of(outputs: TokenOutputs) -> torch.device:
-    return _given(outputs)[0].device
+    return _present_outputs(outputs)[0].device
 
 
 def _no_loss(outputs: TokenOutputs) -> LossOutput:
-    # An empty micro-batch takes part in the backward collectives with a zero that depends on the weights.
-    tensors = _given(outputs)
+    # An empty micro-batch takes part in the backward collectives with a zero that depends on the
+    # weights.
+    tensors = _present_outputs(outputs)
     return LossOutput(loss=sum((t.sum() for t in tensors[1:]), start=tensors[0].sum()) * 0.0)

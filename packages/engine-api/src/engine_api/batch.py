@@ -1,10 +1,9 @@
-"""A batch: packed documents, no padding, one tensor a field.
+"""Batches of packed documents, without padding, with one tensor per field.
 
-``input_ids [T]`` int64 holds the documents one after another; ``cu_seqlens [D+1]``
-(int32 or int64) holds where each begins (first 0, last T, strictly rising). Every other field
-has one value a token. By the alignment rule a value at position t is about
-predicting token t from its own document before t, so a document's first token
-carries no loss.
+``input_ids [T]`` int64 holds the documents one after another; ``cu_seqlens [D+1]`` (int32 or int64)
+holds the positions where they begin (first 0, last T, strictly rising). Every other field has one
+value per token. By the alignment rule a value at position t is about predicting token t from its
+own document before t, so a document's first token carries no loss.
 """
 
 # torch's own annotations are partial.
@@ -26,7 +25,8 @@ if TYPE_CHECKING:
     import torch
 
 LOSS_WEIGHT = "loss_weight"
-INPUT_IDS, CU_SEQLENS = "input_ids", "cu_seqlens"
+INPUT_IDS = "input_ids"
+CU_SEQLENS = "cu_seqlens"
 DTYPES = (
     "float32",
     "float64",
@@ -82,12 +82,12 @@ class Batch:
 
     @property
     def num_tokens(self) -> int:
-        """T."""
+        """The number of tokens T."""
         return int(self.input_ids.shape[0])
 
     @property
     def num_documents(self) -> int:
-        """D."""
+        """The number of documents D."""
         return int(self.cu_seqlens.shape[0]) - 1
 
     @cached_property
@@ -98,12 +98,12 @@ class Batch:
 
     @property
     def lengths(self) -> list[int]:
-        """Tokens in each document."""
+        """The number of tokens of each document."""
         return [b - a for a, b in zip(self.boundaries, self.boundaries[1:], strict=False)]
 
     @property
     def loss_weight(self) -> torch.Tensor:
-        """``[T]``; raises ``BatchError`` when the batch carries none."""
+        """The field ``loss_weight`` ``[T]``; raises ``BatchError`` when the batch has none."""
         return self[LOSS_WEIGHT]
 
     def __getitem__(self, name: str) -> torch.Tensor:
@@ -117,14 +117,17 @@ class Batch:
         return self.fields[name]
 
     def token_index(self, documents: Sequence[int]) -> torch.Tensor:
-        """``[T']`` int64: positions of the tokens of ``documents``, in that order."""
+        """Return the positions of the tokens of ``documents`` in that order, ``[T']`` int64."""
         import torch
 
         spans = [torch.arange(self.boundaries[d], self.boundaries[d + 1]) for d in documents]
         return torch.cat(spans) if spans else torch.zeros(0, dtype=torch.int64)
 
     def select(self, documents: Sequence[int]) -> Batch:
-        """The batch of these documents alone, in this order. Raises ``BatchError`` for a number that is no document's."""
+        """Return a batch of these documents only, in this order.
+
+        Raises ``BatchError`` for a number that is not that of a document.
+        """
         import torch
 
         for place, document in enumerate(documents):
@@ -145,7 +148,10 @@ class Batch:
         )
 
     def to(self, device: Any) -> Batch:
-        """The same batch on ``device``. Raises ``BatchError`` for what is no device that holds values."""
+        """Return the same batch on ``device``.
+
+        Raises ``BatchError`` if ``device`` is not a device that holds values.
+        """
         _check_target(device)
         moved = {name: value.to(device, non_blocking=True) for name, value in self.fields.items()}
         copy = self.with_computed(**moved)
@@ -154,14 +160,18 @@ class Batch:
         return copy
 
     def with_fields(self, **extra: torch.Tensor) -> Batch:
-        """The same documents with more (or replaced) fields."""
+        """Return the same documents with additional (or replaced) fields."""
         return Batch(
             input_ids=self.input_ids, cu_seqlens=self.cu_seqlens, fields={**self.fields, **extra}
         )
 
     def with_computed(self, **extra: torch.Tensor) -> Batch:
-        """As ``with_fields``, for a loss: what it has computed is not looked at, so that nothing waits for a device."""
-        copy = object.__new__(Batch)  # already validated
+        """Return the same documents with additional fields that a loss has computed.
+
+        Unlike ``with_fields`` it does not check their values, so that nothing waits for a device.
+        """
+        # The constructor is not called, because the batch is already validated.
+        copy = object.__new__(Batch)
         object.__setattr__(copy, "input_ids", self.input_ids)
         object.__setattr__(copy, "cu_seqlens", self.cu_seqlens)
         object.__setattr__(copy, "fields", MappingProxyType({**self.fields, **extra}))
@@ -182,9 +192,9 @@ class Batch:
 
     @staticmethod
     def pack(documents: Sequence[Mapping[str, Any]]) -> Batch:
-        """Pack documents given as mappings of per-token sequences; ``input_ids`` is one of them.
+        """Pack documents given as mappings of per-token sequences, one of them ``input_ids``.
 
-        Raises ``BatchError`` when a field is missing in some documents or has another length.
+        Raises ``BatchError`` when a field is missing in some documents or has a different length.
         """
         import torch
 
@@ -197,15 +207,14 @@ class Batch:
         names = list(documents[0])
         rows = [_columns_of(index, document, names) for index, document in enumerate(documents)]
         columns = {name: torch.cat([row[name] for row in rows]) for name in names}
-        ends = torch.tensor([0, *(len(row[INPUT_IDS]) for row in rows)], dtype=torch.int64).cumsum(
-            0
-        )
+        lengths = [len(row[INPUT_IDS]) for row in rows]
+        ends = torch.tensor([0, *lengths], dtype=torch.int64).cumsum(0)
         ids = columns.pop(INPUT_IDS)
         return Batch(input_ids=ids, cu_seqlens=ends.to(ids.device), fields=columns)
 
     @staticmethod
     def concat(batches: Sequence[Batch]) -> Batch:
-        """All documents of ``batches``, in order; their fields must be the same."""
+        """Return all documents of ``batches`` in order; their fields must be the same."""
         import torch
 
         _check_sequence(batches, Batch, "batches")
@@ -222,11 +231,10 @@ class Batch:
                 )
             _check_device("input_ids", batch.input_ids, batches[0].input_ids)
         lengths = [length for batch in batches for length in batch.lengths]
+        ends = torch.tensor([0, *lengths], dtype=torch.int64).cumsum(0)
         return Batch(
             input_ids=torch.cat([b.input_ids for b in batches]),
-            cu_seqlens=torch.tensor([0, *lengths], dtype=torch.int64)
-            .cumsum(0)
-            .to(batches[0].cu_seqlens.device),
+            cu_seqlens=ends.to(batches[0].cu_seqlens.device),
             fields={n: torch.cat([b[n] for b in batches]) for n in batches[0].fields},
         )
 
@@ -263,7 +271,10 @@ def _check_names(fields: object) -> None:
 
 
 def _check_tensor(name: str, value: object) -> None:
-    """Raise ``BatchError`` for what is no tensor of plain numbers: each engine indexes, copies and hashes it."""
+    """Raise ``BatchError`` unless ``value`` is a tensor of plain numbers.
+
+    Each engine indexes, copies and hashes it.
+    """
     import torch
 
     if not isinstance(value, torch.Tensor):
@@ -298,7 +309,10 @@ def _check_tensor(name: str, value: object) -> None:
 
 
 def _is_plain(value: torch.Tensor) -> bool:
-    """Return whether a tensor is of the class that its device makes, which a backend written in Python defines."""
+    """Return whether a tensor has the class that its device makes.
+
+    A backend written in Python defines a class of its own.
+    """
     import torch
 
     return type(value) in (torch.Tensor, torch.nn.Parameter) or type(value) is type(
@@ -333,11 +347,12 @@ def _check_device(name: str, value: torch.Tensor, ids: torch.Tensor) -> None:
 def _columns_of(
     index: int, document: Mapping[str, Any], names: Sequence[str]
 ) -> dict[str, torch.Tensor]:
-    """Return a document's columns as tensors of one length. Raises ``BatchError``."""
+    """Return a document's columns as tensors of one length, or raise ``BatchError``."""
     if set(document) != set(names):
         raise BatchError(
             "documents",
-            f"fields {sorted(map(str, document))} differ from document 0's {sorted(map(str, names))}",
+            f"fields {sorted(map(str, document))} differ from document 0's "
+            f"{sorted(map(str, names))}",
             index=index,
             remedy="give every document the same fields",
         )
@@ -358,7 +373,10 @@ def _columns_of(
 
 
 def _column(index: int, name: str, value: object) -> torch.Tensor:
-    """Return one field of document ``index`` as a tensor ``[t]``; ids are never rounded, a truth value is no id."""
+    """Return one field of document ``index`` as a tensor ``[t]``.
+
+    Token ids are never rounded, and booleans are refused as ids.
+    """
     import torch
 
     ids = name == INPUT_IDS
@@ -366,7 +384,8 @@ def _column(index: int, name: str, value: object) -> torch.Tensor:
     rows = cast("Sequence[object]", value) if _is_list(value) else None
     if rows is not None:
         _check_kinds(index, name, rows, numbers.Integral if ids else numbers.Real)
-    elif not hasattr(value, "__array__"):  # tensors and NumPy's arrays have it
+    # Tensors and NumPy arrays have this attribute.
+    elif not hasattr(value, "__array__"):
         raise BatchError(
             name,
             f"expected a list, an array or a tensor of {expected}, got {kind_of(value)}",
@@ -375,12 +394,8 @@ def _column(index: int, name: str, value: object) -> torch.Tensor:
     own = torch.int64 if ids else torch.float32
     try:
         column = torch.as_tensor(value, dtype=None if rows is None else own)
-    except (
-        TypeError,
-        ValueError,
-        OverflowError,
-        RuntimeError,
-    ) as error:  # torch has no one error for this
+    # torch has no single error class for this.
+    except (TypeError, ValueError, OverflowError, RuntimeError) as error:
         raise BatchError(
             name, f"expected {expected}, got {kind_of(value)}", index=index, why=str(error)
         ) from error
@@ -404,7 +419,10 @@ def _is_list(value: object) -> bool:
 
 
 def _check_kinds(index: int, name: str, values: Sequence[object], wanted: type) -> None:
-    """Raise ``BatchError`` for an element of a list that is not of a kind of number; for ids a truth value is none."""
+    """Raise ``BatchError`` for a list element that is not of the wanted kind of number.
+
+    Booleans are refused as token ids.
+    """
     for found in set(map(type, values)):
         if not issubclass(found, wanted) or (name == INPUT_IDS and found is bool):
             raise BatchError(
@@ -492,13 +510,12 @@ def _check_loss_weight(batch: Batch) -> None:
             LOSS_WEIGHT,
             f"{float(weight[at])} is negative",
             index=at,
-            remedy="a sign belongs into the loss or the advantages",
+            remedy="put the sign into the loss or the advantages",
         )
-    first = (
-        batch.cu_seqlens[:-1][weight[batch.cu_seqlens[:-1]] != 0]
-        if batch.num_tokens
-        else weight[:0]
-    )
+    if not batch.num_tokens:
+        return
+    starts = batch.cu_seqlens[:-1]
+    first = starts[weight[starts] != 0]
     if first.numel():
         raise BatchError(
             LOSS_WEIGHT,

@@ -1,8 +1,8 @@
-"""What an engine may say that it can do, and which configuration asks for it.
+"""Optional capabilities of an engine, and the configuration that requests each of them.
 
-A capability is declared in the plug-in's descriptor. What is declared is tested
-by the conformance suite; what is not declared must be refused with
-``UnsupportedCapability``, never ignored.
+A capability is declared in the plug-in's descriptor. The conformance suite tests a declared
+capability; a request for an undeclared one must be refused with ``UnsupportedCapability``, never
+ignored.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from engine_api.errors import UnsupportedCapability
 
 
 class Capability(StrEnum):
-    """Something optional that an engine can do."""
+    """An optional ability of an engine."""
 
     DP = "dp"
     HSDP = "hsdp"
@@ -43,8 +43,8 @@ def _dtypes(config: EngineConfig) -> tuple[str, str, str]:
     return config.precision.compute, config.precision.master, config.precision.reduce
 
 
-# Which configuration asks for a capability. A capability that no configuration asks for is asked
-# for by a call (``to``, ``save_hf``, …) and refused there.
+# The condition on the configuration that requests each capability. A capability that is absent here
+# is requested by a call (``to``, ``save_hf``, …) and refused there.
 REQUESTS: dict[Capability, Callable[[EngineConfig], bool]] = {
     Capability.HSDP: lambda c: c.parallelism.dp_replicate > 1,
     Capability.TP: lambda c: c.parallelism.tp > 1,
@@ -64,17 +64,17 @@ REQUESTS: dict[Capability, Callable[[EngineConfig], bool]] = {
 
 
 def refuse_undeclared(config: EngineConfig, declared: Iterable[str], engine: str) -> None:
-    """Raise ``UnsupportedCapability`` for the first thing that ``config`` asks for and ``declared`` lacks."""
+    """Raise ``UnsupportedCapability`` for the first requested capability that is not declared."""
     have = set(declared)
-    for capability, asks in REQUESTS.items():
-        if asks(config) and capability not in have:
+    for capability, is_requested in REQUESTS.items():
+        if is_requested(config) and capability not in have:
             raise unsupported(capability, engine, have)
 
 
 def unsupported(
     capability: Capability, engine: str, declared: Iterable[str]
 ) -> UnsupportedCapability:
-    """The error for an undeclared capability, with what the engine does declare."""
+    """Return the error for an undeclared capability, with a list of the declared ones."""
     return UnsupportedCapability(
         capability,
         where=engine,

@@ -9,12 +9,13 @@
       rank-00000.json       rank 0's RNG
     latest                  the newest folder's name, replaced atomically after the rename
 
-Who is killed between the rename and the replacement leaves a ``latest`` that is behind: `locate` takes the newest whole
-``step-N`` all the same, and `repair` moves the pointer.
+A process that is killed between the rename and the replacement leaves an outdated ``latest``:
+`locate` takes the newest complete ``step-N`` all the same, and `repair` updates the pointer.
 
-A reader asks for boxes; which rank (or engine, or layout) wrote them does not matter. An engine with a format of its own
-for what lies under ``state`` uses `write_files` and `verify`: all else is the same.
-Why not torch.distributed.checkpoint: its index is a pickle, and reading one runs code.
+A reader asks for boxes; the rank, engine and layout that wrote them do not matter. An engine with a
+format of its own for the files under ``state`` uses `write_files` and `verify`; everything else is
+the same. torch.distributed.checkpoint is not used because its index is a pickle, and reading a
+pickle runs code.
 """
 
 from __future__ import annotations
@@ -62,11 +63,11 @@ if TYPE_CHECKING:
 log = logging.getLogger("engine_api")
 
 LATEST = "latest"
-_STEP = re.compile(
-    r"step-(\d+)"
-)  # of a folder's whole name; its number says which of two is the newer
+# It matches a folder's whole name; of two checkpoints the one with the higher number is newer.
+_STEP = re.compile(r"step-(\d+)")
 State = Mapping[str, "tuple[torch.Tensor, ShardSpec]"]
-# Given the unfinished folder, writes what one rank writes; the tensors, and the names of its files.
+# A function that writes one rank's part into the unfinished folder, and returns the entries of its
+# tensors and the names of its files.
 Save = Callable[[Path], tuple[dict[str, Entry], Sequence[str]]]
 
 
@@ -81,10 +82,11 @@ def write(
     topology: Mapping[str, int],
     extra: Mapping[str, Any],
 ) -> CheckpointInfo:
-    """Write a portable checkpoint; see `write_files`.
+    """Write a portable checkpoint; see `write_files` for the other arguments and the errors.
 
     Args:
-        state: key → (this rank's box on any device, where it belongs). Replicas are written once.
+        state: key → (this rank's box on any device, its place in the whole tensor). Replicas are
+            written once.
     """
     own = {key: box for key, box in state.items() if box[1].replica == 0 and not box[1].is_empty}
     return write_files(
@@ -116,23 +118,29 @@ def write_files(
     """Write a checkpoint on all ranks together and give it its final name.
 
     Args:
-        directory: the final name; ``directory.partial`` is used until all is written.
-        num_bytes: of what ``save`` writes on this rank.
-        save: called on all ranks; whatever collective it has must raise on all of them.
-        rank_state: what only this rank knows, JSON.
+        directory: the final name; ``directory.partial`` is used until everything is written.
+        comm: the control plane over all ranks.
+        num_bytes: size in bytes of the files that ``save`` writes on this rank.
+        save: called on all ranks; a collective in it must raise on all of them.
+        rank_state: state of this rank alone, as JSON.
+        step: number of optimizer steps applied.
+        engine: name of the plug-in.
+        topology: sizes of the kinds of parallelism by name.
         extra: the caller's own JSON, the same on all ranks.
-        state: the name of the format that ``save`` writes.
+        state: name of the format that ``save`` writes.
 
     Raises:
-        CheckpointWriteError: where it failed (``RankFailure`` on the other ranks); nothing half-written
-            stays under the final name, and the folder of an earlier checkpoint is untouched.
+        CheckpointWriteError: on the rank where it failed (``RankFailure`` on the other ranks);
+            nothing half-written stays under the final name, and the folder of an earlier checkpoint
+            is untouched.
     """
     partial = directory.with_name(directory.name + ".partial")
     try:
         together(comm, lambda: _check_extra(extra))
         together(comm, lambda: _prepare(directory, partial) if comm.rank == 0 else None)
         need = sum(together(comm, lambda: num_bytes))
-        # A memory-mapped file on a full disk dies by SIGBUS: ask for the room of all ranks first.
+        # Writing a memory-mapped file on a full disk ends the process with SIGBUS, so the free space
+        # for all ranks is checked first.
         together(comm, lambda: require_room(partial, need))
         parts = together(comm, lambda: _write_rank(partial, comm.rank, save, rank_state))
         manifest = _merge(
@@ -148,7 +156,7 @@ def write_files(
     except OSError as error:
         raise _write_error(directory, error) from error
     finally:
-        # Everybody is past its last write here, on success and on failure alike.
+        # Every rank is past its last write here, on success and on failure alike.
         if comm.rank == 0:
             shutil.rmtree(partial, ignore_errors=True)
     return CheckpointInfo(
@@ -159,18 +167,20 @@ def write_files(
 def _prepare(directory: Path, partial: Path) -> None:
     if directory.exists():
         raise CheckpointWriteError(
-            "a checkpoint already stands there",
+            "a checkpoint already exists there",
             where=str(directory),
             remedy="choose another name, or remove it first",
         )
-    shutil.rmtree(partial, ignore_errors=True)  # a killed save's remains
+    # A killed save may have left an unfinished folder.
+    shutil.rmtree(partial, ignore_errors=True)
     (partial / "state").mkdir(parents=True)
     later = [
         path.name for number, path in steps(directory.parent).items() if number > _number(directory)
     ]
     if later and _number(directory) >= 0:
         log.warning(
-            "%s is saved beside %s, which counts as newer: who loads %s without naming a step gets %s",
+            "%s is saved next to %s, which counts as newer: loading %s without a step's name "
+            "gives %s",
             directory.name,
             later[-1],
             directory.parent,
@@ -205,19 +215,21 @@ def _write_rank(
 def _save_boxes(partial: Path, rank: int, own: State) -> tuple[dict[str, Entry], Sequence[str]]:
     from safetensors import SafetensorError
 
-    # It annotates PathLike bare.
+    # safetensors annotates PathLike without its parameter.
     from safetensors.torch import save_file  # pyright: ignore[reportUnknownVariableType]
 
     name = f"state/{rank:05d}.safetensors"
     try:
         save_file({key: _storable(tensor) for key, (tensor, _) in own.items()}, partial / name)
-    except SafetensorError as error:  # its own type for every I/O error
+    # safetensors raises its own class for every I/O error.
+    except SafetensorError as error:
         raise OSError(errno.EIO, str(error), str(partial / name)) from error
     return {key: _describe(name, tensor, spec) for key, (tensor, spec) in own.items()}, (name,)
 
 
 def _storable(tensor: torch.Tensor) -> torch.Tensor:
-    # Tensors that were split from one parameter share its scalar state (a step count), which safetensors refuses.
+    # Tensors that were split from one parameter share its scalar state (a step count), and
+    # safetensors refuses shared tensors.
     host = tensor.detach().cpu().contiguous()
     return host if host.dim() else host.clone()
 
@@ -230,7 +242,7 @@ def _describe(file: str, tensor: torch.Tensor, spec: ShardSpec) -> Entry:
 
 
 def require_room(folder: Path, need: int) -> None:
-    """Raise ``OSError`` (ENOSPC) unless ``folder``'s file system has ``need`` bytes left."""
+    """Raise ``OSError`` (ENOSPC) unless ``folder``'s file system has ``need`` bytes free."""
     free = shutil.disk_usage(folder).free
     if free < need:
         raise OSError(errno.ENOSPC, f"{need} bytes needed, {free} free", str(folder))
@@ -250,19 +262,20 @@ def _merge(
 
 
 def _with_steps(tensors: Mapping[str, Entry]) -> dict[str, Entry]:
-    """Record for each weight whether there is optimizer state for it, so that a loss of it shows."""
-    moved = {kept[0] for key in tensors if (kept := field_of(key)) is not None}
+    """Record for each weight whether it has optimizer state, so that a load can detect a loss."""
+    stepped = {kept[0] for key in tensors if (kept := field_of(key)) is not None}
     return {
-        key: entry if (name := weight_of(key)) is None else replace(entry, stepped=name in moved)
+        key: entry if (name := weight_of(key)) is None else replace(entry, stepped=name in stepped)
         for key, entry in tensors.items()
     }
 
 
 def _commit(directory: Path, partial: Path, manifest: Manifest) -> None:
     manifest.write(partial)
-    # All that can meet a full disk comes before the rename.
+    # Everything that can fail on a full disk comes before the rename.
     (partial / LATEST).write_text(directory.name)
-    # The rename must not outlive what it names. The other files are on the disk: who wrote them saw to it.
+    # After a loss of power the new name must not exist without its files. The other files are on
+    # the disk already, because the ranks that wrote them synchronized them.
     for name in (MANIFEST, DIGEST, LATEST):
         sync(partial / name)
     sync_folders(partial)
@@ -274,25 +287,25 @@ def _commit(directory: Path, partial: Path, manifest: Manifest) -> None:
 
 def _write_error(directory: Path, error: OSError) -> CheckpointWriteError:
     full = error.errno == errno.ENOSPC
+    advice = "free disk space" if full else "check path and permissions"
     return CheckpointWriteError(
         "the checkpoint could not be written",
         where=str(directory),
         why=str(error),
-        remedy="free disk space; earlier checkpoints are untouched"
-        if full
-        else "check path and permissions; earlier checkpoints are untouched",
+        remedy=f"{advice}; earlier checkpoints are untouched",
     )
 
 
 def locate(directory: Path) -> Path:
     """Return the checkpoint at ``directory``, or the latest of a folder of checkpoints.
 
-    Of a folder of checkpoints that is the one that ``latest`` names, or a whole ``step-N`` of a higher number: a save
-    killed right after its rename left ``latest`` behind.
+    The latest checkpoint is the one that ``latest`` names, or a complete ``step-N`` with a higher
+    number: a save that was killed right after its rename has not updated ``latest``.
 
-    Raises ``CheckpointMissing``; ``CheckpointCorrupt`` for a ``latest`` that is no name of a folder.
+    Raises ``CheckpointMissing`` if the named folder does not exist, and ``CheckpointCorrupt`` for a
+    ``latest`` that does not hold a folder's name.
     """
-    # Such a save also leaves a pointer inside a whole checkpoint.
+    # Such a killed save also leaves a file `latest` inside a complete checkpoint.
     if (directory / MANIFEST).is_file():
         return directory
     pointer = directory / LATEST
@@ -303,7 +316,7 @@ def locate(directory: Path) -> Path:
         return newest or directory
     if not named.is_dir():
         raise CheckpointMissing(
-            f"`latest` names {named.name}, which is not there",
+            f"`latest` names {named.name}, which does not exist",
             where=str(directory),
             remedy="name one of its step folders",
         )
@@ -313,7 +326,7 @@ def locate(directory: Path) -> Path:
 
 
 def steps(directory: Path) -> dict[int, Path]:
-    """Return the whole checkpoints ``step-N`` in a folder of checkpoints by their number, the lowest first."""
+    """Return the complete checkpoints ``step-N`` of a folder by number, the lowest first."""
     found = {
         _number(path): path for path in directory.glob("step-*") if (path / MANIFEST).is_file()
     }
@@ -321,9 +334,10 @@ def steps(directory: Path) -> dict[int, Path]:
 
 
 def repair(directory: Path) -> Path | None:
-    """Make ``latest`` name the newest whole ``step-N`` after a save that was killed before it did; return that folder.
+    """Make ``latest`` name the newest complete ``step-N``, and return that folder.
 
-    For the one process that writes to the folder, while it saves nothing.
+    It corrects the pointer after a save that was killed before it replaced ``latest``. Only the one
+    process that writes to the folder may call it, while no save is running.
     """
     own = steps(directory)
     if not own:
@@ -354,7 +368,7 @@ def _read_pointer(pointer: Path) -> Path:
 
 def _foreign_pointer(pointer: Path, why: str) -> CheckpointCorrupt:
     return CheckpointCorrupt(
-        "it does not name a folder beside it",
+        "it does not name a folder next to it",
         where=str(pointer),
         why=why,
         remedy="name one of its step folders",
@@ -367,14 +381,20 @@ Layout = Mapping[str, "tuple[ShardSpec, torch.dtype]"]
 def read(
     folder: Path, manifest: Manifest, *, comm: Comm, layout: Callable[[Mapping[str, Entry]], Layout]
 ) -> dict[str, torch.Tensor]:
-    """Read boxes into new CPU tensors; every check is made before anything is returned, on all ranks together.
+    """Read boxes into new CPU tensors, on all ranks together.
+
+    Every check is made before anything is returned.
 
     Args:
-        folder, manifest: as `find` gave them.
-        layout: given what the checkpoint holds, key → (the box that this rank needs, its dtype).
+        folder: as `find` returned it.
+        manifest: as `find` returned it.
+        comm: the control plane over all ranks.
+        layout: a function from the checkpoint's entries to key → (the box that this rank needs, its
+            dtype).
 
     Raises:
-        CheckpointError: corrupt, of another model or in another format (``RankFailure`` on ranks that saw no fault).
+        CheckpointError: the checkpoint is corrupt, of a different model or in a different format
+            (``RankFailure`` on ranks that saw no fault).
     """
     together(comm, lambda: _check_portable(folder, manifest))
     wanted: dict[str, tuple[ShardSpec, torch.dtype]] = {}
@@ -387,29 +407,32 @@ def read(
 
 
 def find(directory: Path, comm: Comm) -> tuple[Path, Manifest]:
-    """The folder of the checkpoint at ``directory`` and its manifest, the first rank's view of them.
+    """Return the folder of the checkpoint at ``directory`` and its manifest, as rank 0 sees them.
 
     Raises:
-        CheckpointError: as `locate` and ``read_manifest`` (``RankFailure`` on ranks that saw no fault).
+        CheckpointError: as `locate` and ``read_manifest`` (``RankFailure`` on ranks that saw no
+            fault).
     """
     folder = together(comm, lambda: locate(directory))[0]
     return folder, together(comm, lambda: read_manifest(folder))[0]
 
 
 def verify(folder: Path, manifest: Manifest, comm: Comm) -> None:
-    """Raise ``CheckpointCorrupt`` where a file is missing or altered. Each is checked by one rank, not by all of them."""
-    mine = {
-        name: f
-        for i, (name, f) in enumerate(sorted(manifest.files.items()))
-        if i % comm.world_size == comm.rank
-    }
+    """Raise ``CheckpointCorrupt`` if a file is missing or altered.
+
+    Each file is checked by one rank only.
+    """
+    mine = dict(sorted(manifest.files.items())[comm.rank :: comm.world_size])
     together(comm, lambda: verify_files(folder, mine))
 
 
 def read_rank_state(
     folder: Path, manifest: Manifest, comm: Comm, rank: int
 ) -> dict[str, Any] | None:
-    """What rank ``rank`` wrote of itself; None for another world size. Raises ``CheckpointCorrupt``."""
+    """Return the state that rank ``rank`` wrote of itself, or None for a different world size.
+
+    Raises ``CheckpointCorrupt`` if the state cannot be read.
+    """
     if manifest.world_size != comm.world_size:
         return None
     return together(comm, lambda: _read_rank_file(folder, manifest, rank))[comm.rank]
@@ -421,8 +444,10 @@ def _check_portable(folder: Path, manifest: Manifest) -> None:
         raise CheckpointMismatch(
             f"the checkpoint is in a format of {manifest.engine}'s own",
             where=str(folder),
-            why=f"its state is {manifest.state!r}, not {PORTABLE!r}; {manifest.world_size} ranks wrote it: {sizes}",
-            remedy=f"load it with {manifest.engine} in that layout, and save it again as {PORTABLE}",
+            why=f"its state is {manifest.state!r}, not {PORTABLE!r}; "
+            f"{manifest.world_size} ranks wrote it: {sizes}",
+            remedy=f"load it with {manifest.engine} in that layout, "
+            f"and save it again as {PORTABLE}",
         )
 
 
@@ -448,12 +473,14 @@ def _unreadable(path: Path, why: object) -> CheckpointCorrupt:
 
 
 def check_optimizer_state(folder: Path, manifest: Manifest, fields: Collection[str]) -> None:
-    """Raise ``CheckpointMismatch`` where a weight that has had a step lacks some of the optimizer's state.
+    """Raise ``CheckpointMismatch`` if a weight that has had a step lacks optimizer state.
 
     Args:
-        folder, manifest: as `find` gave them.
-        fields: what the engine's optimizer keeps of a weight that has had a step; empty for one that keeps nothing, and
-            where it is not known: then the checkpoint must have of each weight what it has of any.
+        folder: as `find` returned it.
+        manifest: as `find` returned it.
+        fields: names of the state that the engine's optimizer keeps of a weight that has had a
+            step. It is empty for an optimizer that keeps nothing, and where the names are not
+            known: then the checkpoint must have the same fields for each weight.
     """
     saved: dict[str, set[str]] = {}
     for key in manifest.tensors:
@@ -464,7 +491,8 @@ def check_optimizer_state(folder: Path, manifest: Manifest, fields: Collection[s
         for key, entry in manifest.tensors.items()
         if (name := weight_of(key)) is not None
     }
-    # Earlier releases did not record which weights had had a step: there, one without any state may have had none.
+    # Earlier releases did not record which weights had had a step. In their checkpoints a weight
+    # without any state may have had none.
     needed = saved.keys() | {name for name, entry in weights.items() if entry.stepped}
     every = {kept for own in saved.values() for kept in own} or set(fields)
     if not needed and fields and manifest.step > 0:
@@ -479,7 +507,8 @@ def check_optimizer_state(folder: Path, manifest: Manifest, fields: Collection[s
             "the checkpoint lacks optimizer state",
             where=str(folder),
             why=f"missing: {_few(missing)}; the weights are those after step {manifest.step}",
-            remedy="use a whole checkpoint, or ask for all but the optimizer's state: load_checkpoint(…, optimizer=False)",
+            remedy="use a complete checkpoint, or load everything but the optimizer's state: "
+            "load_checkpoint(…, optimizer=False)",
         )
 
 
@@ -502,22 +531,19 @@ def _check_keys(folder: Path, manifest: Manifest, wanted: Layout) -> None:
         for key, (spec, _) in wanted.items()
         if key in manifest.tensors and tuple(manifest.tensors[key].shape) != spec.global_shape
     ]
-    problems = [f"missing: {_few(missing)}"] * bool(missing) + [f"unknown: {_few(unknown)}"] * bool(
-        unknown
-    )
-    problems += [f"shapes: {_few(differ)}"] * bool(differ)
     kinds = [
-        f"{key}: checkpoint {manifest.tensors[key].dtype}, model {str(dtype).removeprefix('torch.')}"
+        f"{key}: checkpoint {manifest.tensors[key].dtype}, "
+        f"model {str(dtype).removeprefix('torch.')}"
         for key, (_, dtype) in wanted.items()
         if key in manifest.tensors
         and _is_floating(manifest.tensors[key].dtype) != dtype.is_floating_point
     ]
-    problems += [f"dtypes: {_few(kinds)}"] * bool(kinds)
-    if problems:
+    problems = {"missing": missing, "unknown": unknown, "shapes": differ, "dtypes": kinds}
+    if any(problems.values()):
         raise CheckpointMismatch(
             "the checkpoint is of another model or set-up",
             where=str(folder),
-            why="; ".join(problems),
+            why="; ".join(f"{name}: {_few(keys)}" for name, keys in problems.items() if keys),
             remedy="load it with the model and optimizer that it was saved with",
         )
 
@@ -538,8 +564,9 @@ def _read_boxes(folder: Path, manifest: Manifest, wanted: Layout) -> dict[str, t
     by_file: dict[str, list[tuple[str, Shard]]] = {}
     holes: list[str] = []
     for key, (spec, _) in wanted.items():
-        shards = _meeting(manifest.tensors[key].shards, spec)
-        holes += [key] * (not _cover_once(shards, spec))
+        shards = _intersecting(manifest.tensors[key].shards, spec)
+        if not _covers_once(shards, spec):
+            holes.append(key)
         for shard in shards:
             by_file.setdefault(shard.file, []).append((key, shard))
     if holes:
@@ -550,7 +577,8 @@ def _read_boxes(folder: Path, manifest: Manifest, wanted: Layout) -> dict[str, t
         )
     for file, shards in by_file.items():
         try:
-            reader: Any = safe_open(folder / file, framework="pt")  # it is not annotated
+            # safe_open is not annotated.
+            reader: Any = safe_open(folder / file, framework="pt")
             with reader as handle:
                 for key, shard in shards:
                     _copy_overlap(
@@ -561,32 +589,33 @@ def _read_boxes(folder: Path, manifest: Manifest, wanted: Layout) -> dict[str, t
     return out
 
 
-def _meeting(shards: Sequence[Shard], spec: ShardSpec) -> list[Shard]:
-    """Return the shards that have anything of the box."""
+def _intersecting(shards: Sequence[Shard], spec: ShardSpec) -> list[Shard]:
+    """Return the shards that share at least one element with the box."""
     return [shard for shard in shards if all(low < high for low, high in _overlap(shard, spec))]
 
 
 def _overlap(shard: Shard, spec: ShardSpec) -> list[tuple[int, int]]:
-    """Return where shard and box meet, as (first, after the last) in each dimension."""
+    """Return the intersection of shard and box as (first, after the last) in each dimension."""
     sides = zip(shard.offset, shard.shape, spec.offset, spec.shape, strict=True)
     return [(max(a, b), min(a + n, b + m)) for a, n, b, m in sides]
 
 
-def _cover_once(shards: Sequence[Shard], spec: ShardSpec) -> bool:
-    """Return whether each element of the box is in exactly one of the shards that meet it."""
+def _covers_once(shards: Sequence[Shard], spec: ShardSpec) -> bool:
+    """Return whether each element of the box is in exactly one of its intersecting shards."""
     import torch
 
-    met = [_overlap(shard, spec) for shard in shards]
-    covered = sum(math.prod(high - low for low, high in box) for box in met)
+    overlaps = [_overlap(shard, spec) for shard in shards]
+    covered = sum(math.prod(high - low for low, high in box) for box in overlaps)
     if covered != (0 if spec.is_empty else math.prod(spec.shape)):
         return False
-    if len(met) < 2:
+    if len(overlaps) < 2:
         return True
-    # As many elements as the box has: all are covered once, unless some are covered twice and others never.
-    corners = torch.tensor(met)  # [shards, dimensions, 2]
+    # The overlaps have as many elements as the box. All elements are covered once, unless some are
+    # covered twice and others never: then two overlaps intersect.
+    corners = torch.tensor(overlaps)  # [shards, dimensions, 2]
     low = torch.maximum(corners[:, None, :, 0], corners[None, :, :, 0])
     high = torch.minimum(corners[:, None, :, 1], corners[None, :, :, 1])
-    return int((low < high).all(-1).sum()) == len(met)
+    return int((low < high).all(-1).sum()) == len(overlaps)
 
 
 def _copy_overlap(
@@ -599,11 +628,10 @@ def _copy_overlap(
     if not shape:
         source = handle.get_tensor(key)
     else:
-        met = zip(_overlap(shard, spec), shard.offset, strict=True)
-        source = stored[tuple(slice(low - offset, high - offset) for (low, high), offset in met)]
+        sides = zip(_overlap(shard, spec), shard.offset, strict=True)
+        source = stored[tuple(slice(low - offset, high - offset) for (low, high), offset in sides)]
     if (found := str(source.dtype).removeprefix("torch.")) != dtype:
         raise ValueError(f"{key} is {found}, the manifest says {dtype}")
-    met = zip(_overlap(shard, spec), spec.offset, strict=True)
-    target[tuple(slice(low - offset, high - offset) for (low, high), offset in met)] = source.to(
-        target.dtype
-    )
+    sides = zip(_overlap(shard, spec), spec.offset, strict=True)
+    box = tuple(slice(low - offset, high - offset) for (low, high), offset in sides)
+    target[box] = source.to(target.dtype)

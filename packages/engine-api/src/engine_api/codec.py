@@ -1,17 +1,19 @@
-"""Values of Python as bytes, between the ranks of a run and the processes that serve them. Nothing is unpickled.
+"""Python values as bytes, for messages between the processes of a run; nothing is unpickled.
 
-Bytes that come from a socket or a store decode to data, whoever wrote them: JSON, with a tag where JSON has no word
-(tuples, paths, dtypes, …), and behind it the buffers of tensors, arrays and long lists of numbers. The only classes that
-decoding calls are those that their own modules registered by ``register``.
+Bytes from a socket or a store decode to data, no matter which process wrote them: JSON, with a tag
+where JSON has no type (tuples, paths, dtypes, …), followed by the buffers of tensors, arrays and
+long lists of numbers. The only classes that decoding calls are those that their own modules
+registered with ``register``.
 
 ::
 
     b"EHC1" | length of the JSON, 8 bytes | JSON | buffers
 
-What can be encoded: None, bool, int, float (NaN and infinities too), str, bytes, list, tuple, dict, set, frozenset, ``Path``,
-``torch.dtype``, ``torch.Size``, dense tensors (they decode on the CPU, without a gradient), NumPy's numeric arrays and
-scalars, and registered dataclasses, named tuples and enumerations. A value decodes to an equal one of the same type.
-Everything else is a ``CodecError`` that says where in the value it stands: subclasses of these, functions, exceptions.
+These values can be encoded: None, bool, int, float (NaN and infinities too), str, bytes, list,
+tuple, dict, set, frozenset, ``Path``, ``torch.dtype``, ``torch.Size``, dense tensors (they decode
+on the CPU, without a gradient), NumPy's numeric arrays and scalars, and registered dataclasses,
+named tuples and enumerations. A value decodes to an equal one of the same type. Everything else
+(subclasses of these, functions, exceptions) is a ``CodecError`` that names its place in the value.
 """
 
 # torch's own annotations are partial.
@@ -35,7 +37,8 @@ MAGIC = b"EHC1"
 WHERE = "message between processes"
 _TAG = "$"
 _LENGTH = 8  # bytes
-_PACKED = 16  # a list of at least as many floats or integers is a buffer
+# A list of at least this many floats or integers becomes a buffer.
+_PACKED = 16
 _PLAIN = {int, str, bool, type(None)}
 _INT64 = 1 << 63
 
@@ -43,7 +46,7 @@ T = TypeVar("T")
 
 
 class CodecError(EngineError):
-    """A value that cannot be sent, or bytes that are no message of this codec."""
+    """A value cannot be sent, or bytes are not a message of this codec."""
 
 
 @dataclass(frozen=True)
@@ -51,8 +54,10 @@ class _Known:
     """A registered class."""
 
     name: str
-    parts: Callable[[Any], Any]  # of an instance
-    make: Callable[[Any], Any]  # from such parts
+    parts: Callable[[Any], Any]
+    """Function from an instance to its parts."""
+    make: Callable[[Any], Any]
+    """Function from such parts to an instance."""
 
 
 _BY_CLASS: dict[type, _Known] = {}
@@ -60,9 +65,10 @@ _BY_NAME: dict[str, _Known] = {}
 
 
 def register(cls: type[T]) -> type[T]:
-    """Let instances of a dataclass, a named tuple or an enumeration travel; a decorator, or called in the class's module.
+    """Register a dataclass, a named tuple or an enumeration, so that its instances can be sent.
 
-    A dataclass is made by its constructor from its fields, so what ``__post_init__`` refuses is refused on arrival.
+    It is a decorator, or is called in the class's module. A dataclass is made by its constructor
+    from its fields, so values that ``__post_init__`` refuses are refused on arrival.
     """
     make: Any = cls
     if issubclass(cls, Enum):
@@ -73,7 +79,7 @@ def register(cls: type[T]) -> type[T]:
     elif issubclass(cls, tuple) and hasattr(make, "_fields"):
         _add(cls, list, lambda parts: make(*parts))
     else:
-        raise TypeError(f"{cls.__qualname__} is no dataclass, named tuple or enumeration")
+        raise TypeError(f"{cls.__qualname__} is not a dataclass, named tuple or enumeration")
     return cls
 
 
@@ -83,24 +89,32 @@ def _value_of(member: Enum) -> Any:
 
 def _add(cls: type, parts: Callable[[Any], Any], make: Callable[[Any], Any]) -> None:
     known = _Known(f"{cls.__module__}.{cls.__qualname__}", parts, make)
-    _BY_CLASS[cls] = _BY_NAME[known.name] = known
+    _BY_CLASS[cls] = known
+    _BY_NAME[known.name] = known
 
 
 def encode(value: Any) -> bytes:
-    """Return ``value`` as a message. Raises ``CodecError`` for what has no form in it."""
+    """Return ``value`` as a message.
+
+    Raises ``CodecError`` for a value that cannot be encoded.
+    """
     buffers: list[bytes | memoryview] = []
     try:
         tree = _Encoder(buffers).node(value, "value")
         head = json.dumps(tree, allow_nan=False, separators=(",", ":")).encode()
     except RecursionError as error:
         raise _cannot("value", "it contains itself, or is nested too deeply") from error
-    except ValueError as error:  # an integer beyond Python's limit on digits
+    # An integer may exceed Python's limit on digits.
+    except ValueError as error:
         raise _cannot("value", str(error)) from error
     return b"".join((MAGIC, len(head).to_bytes(_LENGTH, "little"), head, *buffers))
 
 
 def decode(message: bytes | bytearray | memoryview) -> Any:
-    """Return the value of a message. Raises ``CodecError`` for anything that ``encode`` did not make."""
+    """Return the value of a message.
+
+    Raises ``CodecError`` for bytes that ``encode`` did not make.
+    """
     view = memoryview(message)
     start = len(MAGIC) + _LENGTH
     if bytes(view[: len(MAGIC)]) != MAGIC or len(view) < start:
@@ -114,7 +128,8 @@ def decode(message: bytes | bytearray | memoryview) -> Any:
         )
     except CodecError:
         raise
-    # Bytes from outside: JSON that is none, parts of the wrong type, fields that a class lacks or refuses.
+    # Bytes from outside may be invalid JSON, or have parts of a wrong type, or fields that a class
+    # lacks or refuses.
     except (
         ValueError,
         TypeError,
@@ -130,7 +145,7 @@ def decode(message: bytes | bytearray | memoryview) -> Any:
 
 
 def _no_constant(text: str) -> Any:
-    raise _foreign(f"{text} is no JSON")
+    raise _foreign(f"{text} is not JSON")
 
 
 def _cannot(path: str, why: str) -> CodecError:
@@ -138,21 +153,23 @@ def _cannot(path: str, why: str) -> CodecError:
         f"{path} cannot be sent",
         where=WHERE,
         why=why,
-        remedy="send numbers, text, lists, dicts, tensors or a class that engine_api.codec.register knows",
+        remedy="send numbers, text, lists, dicts, tensors or a class that "
+        "engine_api.codec.register knows",
     )
 
 
 def _foreign(why: str) -> CodecError:
     return CodecError(
-        "the bytes are no message of this run",
+        "the bytes are not a message of this run",
         where=WHERE,
         why=why,
-        remedy="see who else can reach this run's store and ports, and that all processes have the same packages",
+        remedy="check which other processes can reach this run's store and ports, and that all "
+        "processes have the same packages",
     )
 
 
 class _Encoder:
-    """Builds the JSON tree of a value, and collects its buffers."""
+    """A builder of the JSON tree of a value and of its list of buffers."""
 
     def __init__(self, buffers: list[bytes | memoryview]) -> None:
         self._buffers = buffers
@@ -230,14 +247,14 @@ class _Encoder:
         ):
             raise _cannot(
                 path,
-                f"it is a tensor of layout {value.layout} on {value.device}, not a dense one with values",
+                f"it is a tensor of layout {value.layout} on {value.device}, "
+                "not a dense one with values",
             )
         host = value.detach().resolve_conj().resolve_neg().cpu().contiguous()
-        flat = (
-            host.reshape(-1).view(torch.uint8)
-            if host.numel()
-            else host.new_empty(0, dtype=torch.uint8)
-        )
+        if host.numel():
+            flat = host.reshape(-1).view(torch.uint8)
+        else:
+            flat = host.new_empty(0, dtype=torch.uint8)
         about = {"d": str(host.dtype).removeprefix("torch."), "s": list(host.shape)}
         return {_TAG: "tensor", **about, "b": self._buffer(flat.numpy().tobytes())}
 
@@ -261,7 +278,7 @@ class _Encoder:
 
 
 class _Decoder:
-    """Makes values of tagged JSON objects; what is inside of one is made before it."""
+    """A function from tagged JSON objects to values, called for inner objects first."""
 
     def __init__(self, buffers: memoryview) -> None:
         self._buffers = buffers
@@ -295,7 +312,7 @@ class _Decoder:
     def instance(self, node: dict[str, Any]) -> Any:
         known = _BY_NAME.get(node["c"])
         if known is None:
-            raise _foreign(f"it names {node['c']!r}, which nothing here has registered")
+            raise _foreign(f"it names {node['c']!r}, which is not registered in this process")
         return known.make(node["v"])
 
     def tensor(self, node: dict[str, Any]) -> Any:
@@ -303,11 +320,10 @@ class _Decoder:
 
         kind = _dtype(node["d"])
         data = bytearray(self.buffer(node))
-        flat = (
-            torch.frombuffer(data, dtype=torch.uint8).view(kind)
-            if data
-            else torch.empty(0, dtype=kind)
-        )
+        if data:
+            flat = torch.frombuffer(data, dtype=torch.uint8).view(kind)
+        else:
+            flat = torch.empty(0, dtype=kind)
         return flat.reshape(node["s"])
 
     def array(self, node: dict[str, Any]) -> Any:
@@ -315,7 +331,7 @@ class _Decoder:
 
         kind = np.dtype(node["d"])
         if kind.kind not in "biufc":
-            raise _foreign(f"dtype {node['d']!r} is no number's")
+            raise _foreign(f"dtype {node['d']!r} is not numeric")
         return np.frombuffer(bytearray(self.buffer(node)), dtype=kind).reshape(node["s"])
 
     def scalar(self, node: dict[str, Any]) -> Any:
@@ -327,7 +343,7 @@ def _dtype(name: str) -> Any:
 
     found = getattr(torch, name)
     if not isinstance(found, torch.dtype):
-        raise _foreign(f"torch.{name} is no dtype")
+        raise _foreign(f"torch.{name} is not a dtype")
     return found
 
 
@@ -339,7 +355,7 @@ def _size(node: dict[str, Any]) -> Any:
 
 def _float(node: dict[str, Any]) -> float:
     if node["v"] not in ("nan", "inf", "-inf"):
-        raise _foreign(f"{node['v']!r} is no float that needs a tag")
+        raise _foreign(f"{node['v']!r} is not a float that needs a tag")
     return float(node["v"])
 
 

@@ -1,8 +1,8 @@
 """The control plane of an engine: small values between ranks, never tensors of the model.
 
-It runs on a gloo group of its own, so that agreeing costs no device synchronization, and an
-error on one rank becomes an error on all: no rank is left waiting in a collective.
-Values travel as ``engine_api.codec`` has them; nothing is unpickled.
+It runs on a gloo group of its own, so that an agreement between ranks costs no device
+synchronization, and an error on one rank becomes an error on all: no rank is left waiting in a
+collective. Values are encoded by ``engine_api.codec``; nothing is unpickled.
 """
 
 # torch's own annotations are partial.
@@ -20,44 +20,50 @@ from engine_api.codec import CodecError, decode, encode
 from engine_api.errors import RankFailure
 
 T = TypeVar("T")
-_FRAME = 1024  # bytes that the first exchange carries: most values need no second one
-_PREFIX = 9  # bytes of it: the message's length, and whether it is an error's text
+# Bytes that the first exchange carries; most values need no second one.
+_FRAME = 1024
+# Bytes of the frame's prefix: the message's length, and a flag for an error's text.
+_PREFIX = 9
 
 
 class Comm(Protocol):
-    """All ranks of one engine."""
+    """The control plane over all ranks of one engine."""
 
     rank: int
     world_size: int
 
     def all_gather(self, value: Any) -> list[Any]:
-        """Everybody's ``value``, by rank: equal ones, of the same types.
+        """Return the ``value`` of every rank, by rank, as equal values of the same types.
 
-        Raises ``CodecError`` for a value that ``engine_api.codec`` does not carry, and ``RankFailure`` on the other ranks.
+        Raises ``CodecError`` for a value that ``engine_api.codec`` cannot encode, and
+        ``RankFailure`` on the other ranks.
         """
         ...
 
     def close(self) -> None:
-        """Give the group back."""
+        """Free the group."""
         ...
 
 
 class SingleComm:
-    """One rank alone."""
+    """The control plane of a single rank."""
 
     rank = 0
     world_size = 1
 
     def all_gather(self, value: Any) -> list[Any]:
-        """``[value]``."""
+        """Return ``[value]``."""
         return [value]
 
     def close(self) -> None:
-        """Nothing to give back."""
+        """Do nothing, because there is no group to free."""
 
 
 class GroupComm:
-    """A process group that somebody else made, and destroys; None: the default one."""
+    """The control plane over a process group that its caller made and destroys.
+
+    None is the default group.
+    """
 
     def __init__(self, group: Any = None) -> None:
         import torch.distributed as dist
@@ -66,15 +72,19 @@ class GroupComm:
         self.world_size = dist.get_world_size(group)
         self._group = group
         self._lane = "default group" if group is None else f"group {group.group_name}"
-        # One thread a time: an asynchronous save has a group of its own.
+        # Only one thread at a time may use a group. An asynchronous save has a group of its own.
         self._lock = threading.Lock()
 
     def all_gather(self, value: Any) -> list[Any]:
-        """See ``Comm``. Raises ``RankFailure`` for a rank that is gone, or does not come within the group's timeout."""
+        """Return the ``value`` of every rank; see ``Comm.all_gather``.
+
+        Raises ``RankFailure`` for a rank that is gone, or does not join within the group's timeout.
+        """
         failed: CodecError | None = None
         try:
             message = encode(value)
-        except CodecError as error:  # told to the others, who wait for this rank; raised below
+        # The other ranks wait for this one, so they receive the error's text. It is raised below.
+        except CodecError as error:
             failed = error
             message = encode(str(error))
         with self._lock, heartbeat.watched("all_gather", self._lane):
@@ -88,25 +98,25 @@ class GroupComm:
         return values
 
     def close(self) -> None:
-        """The group is its owner's."""
+        """Do nothing, because the group belongs to its maker."""
 
     def _exchange(self, message: bytes, *, failed: bool) -> list[tuple[bytes, bool]]:
-        """Every rank's message, and whether it is an error's."""
+        """Return every rank's message, with True for those that are an error's text."""
         head = len(message).to_bytes(_PREFIX - 1, "little") + bytes([failed])
-        room = _FRAME - _PREFIX
-        first = self._gather((head + message[:room]).ljust(_FRAME, b"\0"))
+        capacity = _FRAME - _PREFIX
+        first = self._gather((head + message[:capacity]).ljust(_FRAME, b"\0"))
         sizes = [int.from_bytes(row[: _PREFIX - 1], "little") for row in first]
-        more = max(sizes) - room
+        more = max(sizes) - capacity
         rest: Sequence[bytes] = [b""] * len(first)
         if more > 0:
-            rest = self._gather(message[room:].ljust(more, b"\0"))
+            rest = self._gather(message[capacity:].ljust(more, b"\0"))
         return [
             ((row[_PREFIX:] + tail)[:size], bool(row[_PREFIX - 1]))
             for row, tail, size in zip(first, rest, sizes, strict=True)
         ]
 
     def _gather(self, frame: bytes) -> list[bytes]:
-        """Every rank's frame, all of one size."""
+        """Return every rank's frame, all of the same size."""
         import torch
         import torch.distributed as dist
 
@@ -117,7 +127,10 @@ class GroupComm:
         return [row.tobytes() for row in received.cpu().numpy()]
 
     def _device(self) -> str:
-        """The CPU where the group has a backend for it, as all have that engines make."""
+        """Return the CPU if the group has a backend for it, and the accelerator if not.
+
+        All groups that engines make have one for the CPU.
+        """
         import torch
         import torch.distributed as dist
 
@@ -126,13 +139,15 @@ class GroupComm:
 
 
 class TorchComm(GroupComm):
-    """A gloo group over all ranks of the default process group. All ranks must construct it together.
+    """A control plane over a new gloo group of all ranks of the default process group.
 
-    While one is open, a thread of this process tells the other ranks that it lives (see ``engine_api.heartbeat``).
+    All ranks must construct it together. While one is open, a thread of this process shows the
+    other ranks that the process is alive (see ``engine_api.heartbeat``).
 
     Args:
-        timeout: after which a rank that does not come is a ``RankFailure`` on the others, 10 minutes by default; the first
-            group's is also how long a rank may be silent.
+        timeout: time after which a rank that does not join a collective is a ``RankFailure`` on the
+            other ranks; None is 10 minutes. The first group's timeout is also how long a rank may
+            be silent.
     """
 
     def __init__(self, timeout: timedelta | None = None) -> None:
@@ -152,16 +167,16 @@ class TorchComm(GroupComm):
 
 
 def together(comm: Comm, work: Callable[[], T]) -> list[T]:
-    """Run ``work`` on every rank and return everybody's results, by rank.
+    """Run ``work`` on every rank and return the results of all ranks, by rank.
 
-    When it raises anywhere, every rank raises: its own error where it failed, ``RankFailure`` with
-    the others' messages elsewhere.
+    When it raises on any rank, every rank raises: a rank where it failed its own error, the other
+    ranks a ``RankFailure`` with the messages of those that failed.
     """
     mine: Any = None
     error: Exception | None = None
     try:
         mine = work()
-    except Exception as caught:  # noqa: BLE001 - whatever it is, nobody may be left waiting; raised below
+    except Exception as caught:  # noqa: BLE001 - no rank may be left waiting; it is raised below
         error = caught
     message = None if error is None else str(error) or type(error).__name__
     rows = comm.all_gather((message, mine))

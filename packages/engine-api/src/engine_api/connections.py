@@ -1,4 +1,7 @@
-"""The processes of a run as this one sees them, and its connections to them. What is read here is Linux's ``/proc``."""
+"""The processes of a run as this process sees them, and its connections to them.
+
+The module reads Linux's ``/proc``.
+"""
 
 from __future__ import annotations
 
@@ -13,9 +16,8 @@ from pathlib import Path
 
 from engine_api.codec import register
 
-Endpoint = tuple[
-    str, int
-]  # address, in hexadecimal without the prefix of an IPv4 one in IPv6; port
+# Address and port. The address is hexadecimal, without the prefix of an IPv4 address in IPv6.
+Endpoint = tuple[str, int]
 _ESTABLISHED = "01"
 _MAPPED = "0000000000000000FFFF0000"
 
@@ -23,14 +25,16 @@ _MAPPED = "0000000000000000FFFF0000"
 @register
 @dataclass(frozen=True, slots=True)
 class Process:
-    """A process, told to others.
+    """A description of a process, sent to other processes.
 
     Attributes:
-        started: of the process, by its kernel's clock: another one may have its number later.
-        kernel: which kernel and namespace its number belongs to; "" where that is not known.
-        host: its name, for people.
-        log: where its errors go, for people.
-        addresses: by which other hosts reach it.
+        pid: number of the process.
+        started: start of the process by its kernel's clock, because a later process may have the
+            same number.
+        kernel: kernel and namespace that the number belongs to; "" where that is not known.
+        host: name of the host, for people.
+        log: destination of the process's errors, for people.
+        addresses: addresses through which other hosts reach the process.
     """
 
     pid: int
@@ -45,41 +49,44 @@ class Process:
         """Return this process."""
         pid = os.getpid()
         host = socket.gethostname()
+        addresses = {local[0] for _, local, _ in _connections()}
         return Process(
             pid=pid,
             started=_stat(pid)[1],
             kernel=_kernel(),
             host=host,
             log=_log(pid, host),
-            addresses=tuple(
-                sorted({local[0] for _, local, _ in _connections() if not _is_loopback(local[0])})
-            ),
+            addresses=tuple(sorted(a for a in addresses if not _is_loopback(a))),
         )
 
     @property
     def is_here(self) -> bool:
-        """Whether its number means something in this process."""
+        """True if the process's number is valid in this process's kernel and namespace."""
         return bool(self.kernel) and self.kernel == _kernel()
 
     def is_gone(self) -> bool:
-        """Return whether it has ended; False where that cannot be seen from here."""
+        """Return whether the process has ended; False where that cannot be seen from here."""
         if not self.is_here:
             return False
         state, started = _stat(self.pid)
         return state in ("", "Z", "X") or started != self.started
 
     def is_stopped(self) -> bool:
-        """Return whether a signal stopped it (SIGSTOP, a debugger); False where that cannot be seen from here."""
+        """Return whether a signal (SIGSTOP, a debugger) has stopped the process.
+
+        The result is False where that cannot be seen from here.
+        """
         return self.is_here and _stat(self.pid)[0] in ("T", "t")
 
 
 def hang_up(peers: Sequence[Process], spare: set[int]) -> int:
-    """Shut down this process's TCP connections to ``peers``; return how many there were.
+    """Shut down this process's TCP connections to ``peers``, and return their number.
 
-    Whoever waits at one of them gets an error, here and there. A peer on this host is known by the other end of the
-    connection, one elsewhere by its address.
+    A call that waits at such a connection gets an error, at both ends. A peer on this host is
+    recognized by the other end of the connection, a peer on a different host by its address.
 
     Args:
+        peers: processes to disconnect from.
         spare: ports whose connections are kept.
     """
     sockets = list(_sockets_of(os.getpid()))
@@ -102,16 +109,12 @@ def hang_up(peers: Sequence[Process], spare: set[int]) -> int:
 
 
 def _stat(pid: int) -> tuple[str, str]:
-    """Return a process's state and when it started; ("", "") without one."""
+    """Return the state and the start of a process, or ("", "") if there is no such process."""
     try:
-        fields = (
-            Path(f"/proc/{pid}/stat")
-            .read_text(encoding="utf-8", errors="replace")
-            .rpartition(")")[2]
-            .split()
-        )
+        text = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace")
     except OSError:
         return "", ""
+    fields = text.rpartition(")")[2].split()
     return fields[0], fields[19]
 
 
@@ -128,7 +131,7 @@ def _log(pid: int, host: str) -> str:
         target = Path("/proc/self/fd/2").readlink()
         if target.is_file():
             return f"{target} on {host}"
-    return f"what process {pid} on {host} wrote to its standard error"
+    return f"the standard error of process {pid} on {host}"
 
 
 def _connections() -> Iterator[tuple[int, Endpoint, Endpoint]]:
@@ -139,7 +142,10 @@ def _connections() -> Iterator[tuple[int, Endpoint, Endpoint]]:
 
 
 def _sockets_of(pid: int) -> Iterator[tuple[int, str]]:
-    """Yield a process's sockets: descriptor, inode. Another user's process, or one that ends, has none."""
+    """Yield a process's sockets as (descriptor, inode).
+
+    It yields nothing for another user's process, or for one that ends.
+    """
     with suppress(OSError):
         for entry in Path(f"/proc/{pid}/fd").iterdir():
             with suppress(OSError):
@@ -149,7 +155,10 @@ def _sockets_of(pid: int) -> Iterator[tuple[int, str]]:
 
 
 def _table() -> dict[str, tuple[Endpoint, Endpoint]]:
-    """Return the established TCP connections of this network namespace by inode: this end, the other one."""
+    """Return the established TCP connections of this network namespace by inode.
+
+    Each is a pair of the local and the remote end.
+    """
     found: dict[str, tuple[Endpoint, Endpoint]] = {}
     for name in ("tcp", "tcp6"):
         with suppress(OSError):
@@ -166,14 +175,12 @@ def _endpoint(text: str) -> Endpoint:
 
 
 def _is_loopback(address: str) -> bool:
-    # As the kernel prints them on a little-endian machine: 127.0.0.0/8, ::1.
-    return (
-        address.endswith("7F")
-        if len(address) == len("0100007F")
-        else address == "00000000000000000000000001000000"
-    )
+    # 127.0.0.0/8 and ::1 as the kernel prints them on a little-endian machine.
+    if len(address) == len("0100007F"):
+        return address.endswith("7F")
+    return address == "00000000000000000000000001000000"
 
 
 def age(at: float) -> str:
-    """Return how long ago a moment of ``time.time()`` was, for people."""
+    """Return the age of a moment of ``time.time()`` as text for people."""
     return f"{max(0.0, time.time() - at):.0f} s ago"

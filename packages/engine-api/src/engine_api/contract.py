@@ -1,6 +1,6 @@
-"""What a caller may call on an engine. Nothing else is called from outside.
+"""The members of an engine that a caller may call; nothing else is called from outside.
 
-What every engine owes (each line is a conformance case) is in docs/contract.md.
+The obligations of every engine (each line is a conformance case) are in docs/contract.md.
 """
 
 from __future__ import annotations
@@ -27,31 +27,40 @@ if TYPE_CHECKING:
     import torch
 
 Adapter = Literal["merged", "only", "base"]
-"""Which weights are exported where there is an adapter: base and adapter in one (*merged*), the adapter alone under PEFT's
-names (*only*), or everything but the adapter, as it is stored (*base*; since contract 1.1)."""
+"""Selection of the exported weights of a model with an adapter.
+
+*merged* exports base and adapter in one, *only* the adapter alone under PEFT's names, and *base*
+everything but the adapter, as it is stored (since contract 1.1).
+"""
 
 
 @runtime_checkable
 class Engine(Protocol):
-    """Trains and evaluates one model on one process group."""
+    """An engine that trains and evaluates one model on one process group."""
 
     @property
     def topology(self) -> Topology:
-        """Where this rank stands."""
+        """The position of this rank in the world and in each kind of parallelism."""
         ...
 
     @property
     def capabilities(self) -> frozenset[Capability]:
-        """What this engine can do: what its plug-in declares."""
+        """The capabilities of this engine, as its plug-in declares them."""
         ...
 
     @property
     def weight_version(self) -> int:
-        """Optimizer steps applied since the weights were made; carried by exports and rollouts."""
+        """The number of optimizer steps applied since the weights were made.
+
+        Exports and rollouts carry it.
+        """
         ...
 
     def initialize(self) -> None:
-        """Build model, optimizer and schedule; load the Hugging Face weights. Once."""
+        """Build model, optimizer and schedule, and load the Hugging Face weights.
+
+        It is called once.
+        """
         ...
 
     def train_batch(
@@ -62,14 +71,17 @@ class Engine(Protocol):
         denominator: float | None = None,
         temperature: float = 1.0,
     ) -> TrainOutput:
-        """Zero grad, forward and backward over micro-batches, clip, step, schedule.
+        """Apply one optimizer step to the loss of a batch.
+
+        The order is: zero the gradients, forward and backward over micro-batches, clip, step,
+        schedule.
 
         Args:
             batch: this data-parallel rank's documents; may be empty on some ranks.
             loss: a sum over tokens (see ``engine_api.losses``).
-            denominator: what the global sum is divided by; default: the sum of ``loss_weight`` over all
+            denominator: divisor of the global sum; None is the sum of ``loss_weight`` over all
                 data-parallel ranks.
-            temperature: logits are divided by it before log-probs and entropy.
+            temperature: divisor of the logits before log-probs and entropy.
 
         Raises:
             BatchError: on every rank together; the engine stays usable.
@@ -84,30 +96,43 @@ class Engine(Protocol):
         denominator: float | None = None,
         temperature: float = 1.0,
     ) -> ForwardBackwardOutput:
-        """The first half of ``train_batch``; gradients add up until ``optimizer_step``."""
+        """Run the first half of ``train_batch``.
+
+        Gradients add up until ``optimizer_step``.
+        """
         ...
 
     def optimizer_step(self) -> StepOutput:
-        """The second half: clip, step, schedule, zero grad. A non-finite gradient skips the step."""
+        """Run the second half of ``train_batch``: clip, step, schedule, zero the gradients.
+
+        A non-finite gradient skips the step.
+        """
         ...
 
     def infer_batch(
         self, batch: Batch, *, temperature: float = 1.0, entropy: bool = False, adapter: bool = True
     ) -> TokenOutputs:
-        """Per-token log-probs (and entropy, or values), detached, on the engine's device; changes nothing.
+        """Return per-token log-probs (and entropy, or values), detached, on the engine's device.
 
-        ``adapter=False`` computes with the LoRA adapter off, as a reference model.
+        The call changes nothing. ``adapter=False`` computes with the LoRA adapter off, as a
+        reference model.
         """
         ...
 
     def save_checkpoint(
         self, directory: Path | str, *, extra: Mapping[str, Any] | None = None
     ) -> CheckpointHandle:
-        """Write the whole training state to ``directory``; atomic. ``extra`` is the caller's own JSON."""
+        """Write the whole training state to ``directory`` atomically.
+
+        ``extra`` is the caller's own JSON.
+        """
         ...
 
     def load_checkpoint(self, directory: Path | str) -> CheckpointInfo:
-        """Restore from a checkpoint, or from the latest of a folder of checkpoints; all or nothing."""
+        """Restore from a checkpoint, or from the latest of a folder of checkpoints.
+
+        A load that fails changes nothing.
+        """
         ...
 
     def save_hf(self, directory: Path | str, *, dtype: torch.dtype | None = None) -> None:
@@ -121,33 +146,42 @@ class Engine(Protocol):
         adapter: Adapter = "merged",
         bucket_bytes: int = 512 << 20,
     ) -> WeightExport:
-        """(Hugging Face name, whole tensor), tied weights once, one order on all ranks, layer by layer.
+        """Yield each weight as (Hugging Face name, whole tensor), layer by layer.
 
-        All ranks must exhaust it. ``dtype=None`` is the stored dtype. At most ``bucket_bytes`` of whole
-        tensors (or one larger tensor) exist at a time; a tensor is valid until the next one is asked for.
-        ``adapter="base"`` has the names and the order of ``merged``; with a LoRA adapter only a load changes its values
-        (a value head's apart).
+        Tied weights come once, and the order is the same on all ranks. All ranks must exhaust the
+        iterator. ``dtype=None`` is the stored dtype. At most ``bucket_bytes`` of whole tensors (or
+        one larger tensor) exist at a time; a tensor is valid until the next one is asked for.
+        ``adapter="base"`` has the names and the order of ``merged``; with a LoRA adapter only a
+        load changes its values (except those of a value head).
 
         Raises:
-            ConfigError: ``adapter`` is none of ``Adapter``, or not ``merged`` and there is no adapter.
+            ConfigError: ``adapter`` is not one of ``Adapter``, or it is not ``merged`` and there is
+                no adapter.
         """
         ...
 
     def get_per_tensor_param_shard(
         self, *, dtype: torch.dtype | None = None, adapter: Adapter = "merged"
     ) -> ShardExport:
-        """(name, this rank's shard, ``ShardSpec``) in the same order: no gather.
+        """Yield each weight as (name, this rank's shard, ``ShardSpec``) without a gather.
 
-        ``adapter`` (since contract 1.1): as ``get_per_tensor_param``, errors included.
+        The order is that of ``get_per_tensor_param``. ``adapter`` (since contract 1.1) has the
+        meaning and the errors that it has there.
         """
         ...
 
     def to(
         self, device: str, *, model: bool = True, optimizer: bool = True, grad: bool = True
     ) -> None:
-        """Move parts to ``cpu``, which gives their memory back to the device, or back to the engine's device."""
+        """Move the chosen parts to ``cpu`` or back to the engine's device.
+
+        A move to ``cpu`` frees the device memory of the parts.
+        """
         ...
 
     def close(self) -> None:
-        """Give everything back; idempotent."""
+        """Free everything that the engine holds.
+
+        A second call does nothing.
+        """
         ...

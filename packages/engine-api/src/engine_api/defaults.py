@@ -1,4 +1,4 @@
-"""What ``BaseEngine`` gives an engine that does not write its own: refusals, plain hooks, generators."""
+"""Defaults of ``BaseEngine`` that an engine may override: refusals, plain hooks, generators."""
 
 # torch's own annotations are partial.
 # pyright: reportUnknownMemberType=false
@@ -24,7 +24,10 @@ if TYPE_CHECKING:
 
 
 class EngineDefaults(ABC):
-    """A mixin of ``BaseEngine``. An engine that declares a capability overrides the member that it is about."""
+    """A mixin of ``BaseEngine`` with a refusal for each member that needs a capability.
+
+    An engine that declares the capability overrides the member.
+    """
 
     _name: str
     _state: str
@@ -34,24 +37,27 @@ class EngineDefaults(ABC):
     @property
     @abstractmethod
     def capabilities(self) -> frozenset[Capability]:
-        """What the plug-in declares."""
+        """The capabilities that the plug-in declares."""
 
     # --- members that need a capability: refused ------------------------------------------------
 
     def get_per_tensor_param_shard(
         self, *, dtype: torch.dtype | None = None, adapter: Adapter = "merged"
     ) -> ShardExport:
-        """See ``Engine.get_per_tensor_param_shard``; raises ``UnsupportedCapability``."""
+        """Raise ``UnsupportedCapability``; see ``Engine.get_per_tensor_param_shard``."""
         raise self._refusal("get_per_tensor_param_shard", Capability.EXPORT_SHARDS)
 
     def save_hf(self, directory: Path | str, *, dtype: torch.dtype | None = None) -> None:
-        """See ``Engine.save_hf``; raises ``UnsupportedCapability``."""
+        """Raise ``UnsupportedCapability``; see ``Engine.save_hf``."""
         raise self._refusal("save_hf", Capability.SAVE_HF)
 
     def to(
         self, device: str, *, model: bool = True, optimizer: bool = True, grad: bool = True
     ) -> None:
-        """See ``Engine.to``; raises ``UnsupportedCapability``, or ``ConfigError`` for what is no device of it."""
+        """Raise ``UnsupportedCapability``, or ``ConfigError`` for a wrong device.
+
+        See ``Engine.to``.
+        """
         error = self._refusal("to", Capability.OFFLOAD)
         check_device(device, self.device_type)
         raise error
@@ -60,27 +66,37 @@ class EngineDefaults(ABC):
         if self._state != "ready":
             return EngineStateError(called, self._state, "ready")
         assert capability not in self.capabilities, (
-            f"{capability} is declared, and {called} not overridden"
+            f"{capability} is declared, but {called} is not overridden"
         )
         return unsupported(capability, self._name, self.capabilities)
 
     # --- hooks ------------------------------------------------------------------------------------
 
     def _accumulation(self, *, last: bool) -> AbstractContextManager[None]:
-        """Around one micro-batch; gradients need only be reduced over ranks in the last one, as sums."""
+        """Return the context of one micro-batch.
+
+        Gradients need to be reduced over ranks only in the last one, as sums.
+        """
         return nullcontext()
 
     def _inference(self, adapter: bool) -> AbstractContextManager[None]:
-        """No gradient; an engine that trains in training mode, or with adapters, switches that as well."""
+        """Return the context of inference, which records no gradient.
+
+        An engine that trains in training mode, or with adapters, switches these as well.
+        """
         import torch
 
         return torch.no_grad()
 
-    # What a loss may need, the output of a plain inference first; ("values",) for a value model.
     gives: ClassVar[tuple[str, ...]] = ("log_probs", "entropy")
+    """Names of the outputs that a loss may need, the one of plain inference first; a value model
+    has ``("values",)``."""
 
     def _inference_needs(self, entropy: bool) -> tuple[str, ...]:
-        """Which outputs ``infer_batch`` computes; raises ``ConfigError`` for an entropy that there is not."""
+        """Return the names of the outputs that ``infer_batch`` computes.
+
+        Raises ``ConfigError`` if ``entropy`` is on and the engine has none.
+        """
         if entropy and "entropy" not in self.gives:
             raise ConfigError("entropy", "a value model has none", remedy="leave entropy off")
         return (self.gives[0], "entropy") if entropy else self.gives[:1]
@@ -95,22 +111,32 @@ class EngineDefaults(ABC):
             )
 
     def _optimizer_fields(self) -> Collection[str]:
-        """Return what the optimizer keeps of a weight that has had a step, so that a load can ask for all of it.
+        """Return the names of the state that the optimizer keeps of a weight that has had a step.
 
-        Empty where nothing is kept, or nothing is known: then a checkpoint must have of each weight what it has of any.
+        A load then requires all of it. The result is empty where nothing is kept, or where the
+        names are not known: then a checkpoint must have the same fields for each weight.
         """
         return ()
 
     @property
     def _seed_rank(self) -> int:
-        """Number that sets this rank's random draws (dropout) apart; ranks that must draw alike return the same."""
+        """The number that makes this rank's random draws (dropout) differ from other ranks'.
+
+        Ranks that must draw the same numbers return the same value.
+        """
         return self.topology.rank
 
     def _rng_state(self) -> dict[str, Any]:
-        """Return the state of this rank's generators as JSON: Python's, NumPy's, torch's and the device's."""
+        """Return the state of this rank's generators as JSON.
+
+        They are those of Python, NumPy, torch and the device.
+        """
         return generators.capture(self.device_type)
 
     def _set_rng_state(self, state: Mapping[str, Any]) -> None:
-        """Restore what ``_rng_state`` returned; raise ``CheckpointCorrupt``, and change nothing, for anything else."""
+        """Restore a state that ``_rng_state`` returned.
+
+        Raises ``CheckpointCorrupt`` for anything else, and then changes nothing.
+        """
         generators.check(state, self.device_type)
         generators.restore(state, self.device_type)

@@ -1,6 +1,7 @@
-"""What devices this machine has, and what an engine asks of a kind of device; torch is imported when something is asked.
+"""The devices of this machine, and the properties of each kind of device that engines ask for.
 
-The only module of the contract that names a vendor's devices.
+torch is imported only when a property needs it. This is the only module of the contract that names
+a vendor's devices.
 """
 
 from __future__ import annotations
@@ -20,29 +21,33 @@ from engine_api.plugin import ENGINE_GROUP, ProbeResult
 if TYPE_CHECKING:
     import torch
 
-DEVICES = ("cuda", "npu", "cpu")  # in the order in which `auto` looks for them
+# In the order in which `auto` looks for them.
+DEVICES = ("cuda", "npu", "cpu")
 
-# Set where the CPU answers in CUDA's place, so that an engine that knows only CUDA can be tested. The conformance suite's
-# shim sets it for its ranks; nothing else should.
+# This environment variable is set where the CPU stands in for CUDA, so that an engine that knows
+# only CUDA can be tested. Only the conformance suite's shim may set it, for its ranks.
 SIMULATED_CUDA = "ENGINE_SIMULATED_CUDA"
 
-# The same for a device called npu, of which only arithmetic and copies are there.
+# This one does the same for a device called npu, which has only arithmetic and copies.
 SIMULATED_NPU = "ENGINE_SIMULATED_NPU"
 
 
 def cuda_is_simulated() -> bool:
-    """Whether ``torch.cuda`` is, or will be, answered by the CPU in this process."""
+    """Return whether the CPU stands in, or will stand in, for ``torch.cuda`` in this process."""
     return bool(os.environ.get(SIMULATED_CUDA))
 
 
 def npu_is_simulated() -> bool:
-    """Whether a device called npu is, or will be, a stand-in made of CPU tensors in this process."""
+    """Return whether CPU tensors stand in, or will stand in, for a device npu in this process."""
     return bool(os.environ.get(SIMULATED_NPU))
 
 
 @cache
 def cuda_devices() -> int:
-    """Number of CUDA devices that the driver shows to this process; 0 without a driver."""
+    """Return the number of CUDA devices that the driver shows to this process.
+
+    It is 0 without a driver.
+    """
     try:
         driver = ctypes.CDLL("libcuda.so.1")
     except OSError:
@@ -54,7 +59,7 @@ def cuda_devices() -> int:
 
 
 def torch_version() -> str | None:
-    """The installed torch's version, read from its metadata; None when it is absent."""
+    """Return the installed torch's version, read from its metadata, or None without torch."""
     try:
         return importlib.metadata.version("torch")
     except importlib.metadata.PackageNotFoundError:
@@ -62,14 +67,17 @@ def torch_version() -> str | None:
 
 
 def probe_torch(device: str) -> ProbeResult:
-    """Whether torch is installed and ``device`` (cpu or cuda) can be used; the probe of a plain torch plug-in."""
+    """Return whether torch is installed and ``device`` (cpu or cuda) can be used.
+
+    It is the probe of a plain torch plug-in.
+    """
     if device not in ("cpu", "cuda"):
         return ProbeResult(ok=False, reason=f"no support for {device}", remedy="use cuda or cpu")
     return probe_device(device)
 
 
 def probe_device(name: str) -> ProbeResult:
-    """Whether torch's operators run on a kind of device here, whichever plug-in brings it."""
+    """Return whether torch's operators run on a kind of device here, whichever plug-in adds it."""
     try:
         return device_of(name).probe()
     except ConfigError as error:
@@ -77,35 +85,45 @@ def probe_device(name: str) -> ProbeResult:
 
 
 class Device:
-    """What an engine asks of a kind of device, so that none of them is named in its code. These are the CPU's answers.
+    """The properties of a kind of device, so that an engine's code names none; here the CPU's.
 
-    An accelerator derives from ``Accelerator`` and is made known by ``register_device``.
+    An accelerator derives from ``Accelerator`` and is registered with ``register_device``.
     """
 
     name = "cpu"
-    has_streams = (
-        False  # work is queued on streams, and torch's module of the device has them and events
-    )
-    process_groups = (
-        "gloo"  # what torch.distributed is told: the backend of host tensors, and of the device's
-    )
-    pins_memory = False  # host memory can be pinned, for copies that do not wait
-    fused_optimizer = True  # torch's AdamW has one kernel for all of its arithmetic
-    compiles_elementwise = (
-        False  # torch.compile makes one kernel of many elementwise ones, and that is worth its time
-    )
-    float32_products = False  # matrices in half precision can be multiplied into float32
-    transformer_engine = False  # NVIDIA's Transformer Engine has kernels for it
+    """Name of the device type in torch."""
+
+    has_streams = False
+    """True if work is queued on streams, and torch's module of the device has streams and
+    events."""
+
+    process_groups = "gloo"
+    """Argument of torch.distributed: the backend of host tensors, and of the device's tensors."""
+
+    pins_memory = False
+    """True if host memory can be pinned, for copies that do not wait."""
+
+    fused_optimizer = True
+    """True if torch's AdamW has one kernel for all of its arithmetic."""
+
+    compiles_elementwise = False
+    """True if torch.compile makes one kernel of many elementwise ones, and is worth its time."""
+
+    float32_products = False
+    """True if matrices in half precision can be multiplied into float32."""
+
+    transformer_engine = False
+    """True if NVIDIA's Transformer Engine has kernels for the device."""
 
     @property
     def module(self) -> Any:
-        """Torch's module of the device: streams, events, generators, memory."""
+        """Torch's module of the device, with streams, events, generators and memory."""
         import torch
 
         return torch.get_device_module(self.name)
 
     def probe(self) -> ProbeResult:
-        """Whether it can be used here, asked without importing torch."""
+        """Return whether the device can be used here, without importing torch."""
         if torch_version() is None:
             return ProbeResult(
                 ok=False, reason="torch is not installed", remedy="pip install torch"
@@ -113,45 +131,56 @@ class Device:
         return ProbeResult(ok=True)
 
     def attention(self, compute: str) -> tuple[str, ...]:
-        """Kernels for packed documents in this dtype beyond sdpa, which is everywhere; the preferred first."""
+        """Return the kernels for packed documents in this dtype, the preferred one first.
+
+        sdpa, which every device has, is not among them.
+        """
         del compute
         return ()
 
     def adopt_local_rank(self) -> None:
-        """Make the device that the launcher meant for this process the current one; without a launcher the caller's stays.
+        """Make the device that the launcher assigned to this process the current one.
 
-        Raises ``ConfigError`` where there are fewer devices than ranks.
+        Without a launcher the caller's current device stays. Raises ``ConfigError`` if there are
+        fewer devices than ranks.
         """
 
     def current(self) -> torch.device:
-        """The device that this process computes on."""
+        """Return the device that this process computes on."""
         import torch
 
         return torch.device(self.name)
 
     def empty_cache(self) -> None:
-        """Give memory that nobody uses back to the device."""
+        """Return unused cached memory to the device."""
 
     def room(self) -> tuple[str, int]:
-        """The current device's name among those of its host ("" for the host's memory), and its free bytes."""
+        """Return the current device's name on its host and its free memory in bytes.
+
+        The name is "" for the host's memory.
+        """
         with Path("/proc/meminfo").open(encoding="ascii") as lines:
-            return "", next(
+            kilobytes = next(
                 int(line.split()[1]) for line in lines if line.startswith("MemAvailable")
-            ) * 1024
+            )
+        return "", kilobytes * 1024
 
     def rng_state(self) -> torch.Tensor | None:
-        """The current device's generator, beside torch's own; None where it has none."""
+        """Return the state of the device's own generator, or None if it has none.
+
+        torch's own generator is not included.
+        """
         return None
 
     def set_rng_state(self, state: torch.Tensor) -> None:
-        """Restore what ``rng_state`` gave."""
+        """Restore a state that ``rng_state`` returned."""
 
     def group_timeout(self, timeout: timedelta) -> timedelta:
         """Return the timeout of process groups in which a rank may be late by ``timeout``."""
         return timeout
 
     def process_group(self, store: Any, rank: int, size: int, timeout: timedelta) -> Any:
-        """A process group of its own for tensors of this device, apart from torch.distributed's default one."""
+        """Return a process group for this device's tensors, separate from torch's default one."""
         import torch.distributed as dist
 
         return dist.ProcessGroupGloo(store, rank, size, timeout=timeout)
@@ -161,39 +190,42 @@ class Accelerator(Device):
     """A device with memory, streams and a generator of its own, behind ``torch.<name>``."""
 
     has_streams = True
-    visible = ""  # the environment variable by which devices are hidden from a process
+    visible = ""
+    """Name of the environment variable that hides devices from a process."""
     pins_memory = True
 
     def adopt_local_rank(self) -> None:
-        """See ``Device.adopt_local_rank``."""
+        """Make the device of number ``LOCAL_RANK`` current; see ``Device.adopt_local_rank``."""
         if "LOCAL_RANK" not in os.environ:
             return
-        local, count = int(os.environ["LOCAL_RANK"]), int(self.module.device_count())
+        local = int(os.environ["LOCAL_RANK"])
+        count = int(self.module.device_count())
         if local >= count:
             raise ConfigError(
                 "device",
                 f"LOCAL_RANK is {local}, but {count} {self.name} devices are visible",
-                remedy=f"give each process a device: torchrun --nproc-per-node, ray.gpus_per_worker, {self.visible}",
+                remedy="give each process a device: torchrun --nproc-per-node, "
+                f"ray.gpus_per_worker, {self.visible}",
             )
         self.module.set_device(local)
 
     def current(self) -> torch.device:
-        """See ``Device.current``."""
+        """Return the current device with its index; see ``Device.current``."""
         import torch
 
         return torch.device(self.name, self.module.current_device())
 
     def empty_cache(self) -> None:
-        """See ``Device.empty_cache``."""
+        """Return unused cached memory to the device."""
         self.module.empty_cache()
 
     def rng_state(self) -> torch.Tensor | None:
-        """See ``Device.rng_state``."""
+        """Return the state of the current device's generator."""
         state: torch.Tensor = self.module.get_rng_state()
         return state
 
     def set_rng_state(self, state: torch.Tensor) -> None:
-        """See ``Device.set_rng_state``."""
+        """Restore a state that ``rng_state`` returned."""
         self.module.set_rng_state(state)
 
 
@@ -208,7 +240,7 @@ class Cuda(Accelerator):
     transformer_engine = True
 
     def probe(self) -> ProbeResult:
-        """Torch's build, and the driver."""
+        """Return whether torch is built with CUDA and the driver shows a device."""
         version = torch_version()
         if version is None:
             return super().probe()
@@ -229,26 +261,29 @@ class Cuda(Accelerator):
         return ProbeResult(ok=True)
 
     def room(self) -> tuple[str, int]:
-        """See ``Device.room``."""
-        return str(
-            self.module.get_device_properties(self.module.current_device()).uuid
-        ), self.module.mem_get_info()[0]
+        """Return the current device's UUID and its free memory in bytes."""
+        properties = self.module.get_device_properties(self.module.current_device())
+        return str(properties.uuid), self.module.mem_get_info()[0]
 
     def attention(self, compute: str) -> tuple[str, ...]:
-        """FlashAttention by document (varlen) in half precision, and cuDNN's from Hopper on."""
+        """Return varlen (FlashAttention) in half precision, preceded by cuDNN's since Hopper."""
         if compute not in ("bfloat16", "float16"):
             return ()
         return ("cudnn", "varlen") if self.module.get_device_capability()[0] >= 9 else ("varlen",)
 
     def group_timeout(self, timeout: timedelta) -> timedelta:
-        """See ``Device.group_timeout``. NCCL's own watchdog ends the process: ``engine_api.heartbeat`` must come before it."""
+        """Return a timeout that is 60 seconds longer than ``timeout``.
+
+        NCCL's own watchdog ends the process, so ``engine_api.heartbeat`` must act before it.
+        """
         return timeout + timedelta(seconds=60)
 
     def process_group(self, store: Any, rank: int, size: int, timeout: timedelta) -> Any:
-        """NCCL's."""
+        """Return a new NCCL process group."""
         import torch.distributed as dist
 
-        make: Any = dist.ProcessGroupNCCL  # its annotations know one of its two constructors
+        # The annotations know only one of its two constructors.
+        make: Any = dist.ProcessGroupNCCL
         return make(store, rank, size, timeout=timeout)
 
 
@@ -256,19 +291,22 @@ _DEVICES: dict[str, Device] = {device.name: device for device in (Device(), Cuda
 
 
 def register_device(device: Device) -> None:
-    """Make a kind of device known; a second one of its name takes the place of the first.
+    """Register a kind of device; a second one of the same name replaces the first.
 
-    To be called where a plug-in's descriptor is imported, so that every process that looks for plug-ins knows the device.
+    A plug-in calls it when its descriptor is imported, so that every process that looks for
+    plug-ins knows the device.
     """
     _DEVICES[device.name] = device
 
 
 def device_of(name: str) -> Device:
-    """What is known of the devices called ``name`` (a ``torch.device``'s type); raises ``ConfigError`` where nothing is."""
+    """Return the ``Device`` of the name ``name`` (a ``torch.device``'s type).
+
+    Raises ``ConfigError`` if no installed plug-in brings it.
+    """
+    # A process that made no engine has imported no descriptors, which register their devices.
     if name not in _DEVICES:
-        discover(
-            ENGINE_GROUP
-        )  # in a process that made no engine: descriptors make their devices known
+        discover(ENGINE_GROUP)
     if name not in _DEVICES:
         raise ConfigError(
             "device",

@@ -1,9 +1,9 @@
-"""Finding plug-ins: entry points, and rows registered in process. Imports no torch.
+"""Discovery of plug-ins through entry points, without importing torch.
 
-A descriptor that does not load, or whose fields are not what they must be, is kept with its cause and shown wherever
-plug-ins are listed; it never breaks another plug-in. An import that ends the process or does not return can only be seen
-from outside: ``preflight`` looks from there, for the command line. Whoever creates an engine loads the descriptors in
-its own process; an import that takes long is named in the log.
+A descriptor that does not load, or has wrong fields, is kept with its cause and shown wherever
+plug-ins are listed; it never breaks other plug-ins. An import that ends the process or does not
+return can only be detected from outside, which ``preflight`` does for the command line. A process
+that creates an engine loads the descriptors itself; an import that takes long is named in the log.
 """
 
 from __future__ import annotations
@@ -28,22 +28,34 @@ from engine_api.plugin import (
 )
 
 log = logging.getLogger("engine_api")
-LONG_S = 30.0  # after which an import that has not returned is named in the log
-# Plug-ins that a child process could not load or probe, with the reason: they are not loaded here. See ``preflight``.
+# Seconds after which an import that has not returned is named in the log.
+LONG_S = 30.0
+# Plug-ins that a child process could not load or probe, with the reason. They are not loaded here;
+# see ``preflight``.
 _refused: dict[tuple[str, str], str] = {}
-# Called before a plug-in is loaded, with its group and source; a text refuses it.
+# A function that is called before a plug-in is loaded, with its group and source. A text that it
+# returns refuses the plug-in.
 Before = Callable[[str, str], str]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Found:
-    """A plug-in, or the reason why its descriptor is of no use."""
+    """A plug-in, or the reason why its descriptor cannot be used."""
 
     name: str
-    source: str  # "distribution==version (module:attr)" or "in process"
+    """Name of the plug-in, of its entry point or of its distribution."""
+
+    source: str
+    """Origin of the plug-in: "distribution==version (module:attr)" or "in process"."""
+
     plugin: EnginePlugin | None = None
+    """The descriptor; None if it cannot be used."""
+
     problem: str = ""
+    """Reason why the plug-in cannot be used; "" for one that can."""
+
     cause: BaseException | None = None
+    """Error that is the reason, if there is one."""
 
     @property
     def distribution(self) -> str:
@@ -52,20 +64,23 @@ class Found:
 
 
 def refuse(problems: Mapping[tuple[str, str], str]) -> None:
-    """Set which plug-ins are not to be loaded in this process, by group and source, and why; earlier ones are forgotten."""
+    """Set the plug-ins that are not loaded in this process, by group and source, with the reason.
+
+    Earlier refusals are forgotten.
+    """
     _refused.clear()
     _refused.update(problems)
 
 
-def _is_refused(group: str, source: str) -> str:
+def _find_refusal(group: str, source: str) -> str:
     return _refused.get((group, source), "")
 
 
-def discover(group: str, before: Before = _is_refused) -> list[Found]:
+def discover(group: str, before: Before = _find_refusal) -> list[Found]:
     """Return every entry point of ``group``, loaded; broken ones carry their problem."""
     found: dict[tuple[str, str], Found] = {}
     for distribution, source, entry in _entries(group):
-        # An editable install beside a stale copy lists the same entry twice.
+        # An editable install next to a stale copy lists the same entry twice.
         key = (distribution, "" if isinstance(entry, Found) else entry.name)
         if key not in found:
             found[key] = entry if isinstance(entry, Found) else _found(entry, group, source, before)
@@ -79,7 +94,7 @@ def _entries(group: str) -> Iterator[tuple[str, str, importlib.metadata.EntryPoi
             name = printable(str(distribution.metadata["Name"]))
             source = printable(f"{name}=={distribution.version}")
             entries = [entry for entry in distribution.entry_points if entry.group == group]
-        # Damaged metadata, of whatever distribution, must not hide what all others offer.
+        # Damaged metadata of any distribution must not hide the plug-ins of all others.
         except Exception as error:  # noqa: BLE001
             problem = f"its metadata cannot be read: {_last_line(error)}"
             yield name, source, Found(name=name, source=source, problem=problem, cause=error)
@@ -100,10 +115,12 @@ def _load(entry: importlib.metadata.EntryPoint, name: str, source: str) -> Found
     try:
         with _named_if_long(source):
             plugin = entry.load()
+    # In this process the interrupt comes from the user. ``preflight`` detects a plug-in that raises
+    # it.
     except KeyboardInterrupt:
-        raise  # in this process it is the user's; where a plug-in raises it, ``preflight`` says so
-    # A stranger's module may raise anything while it is imported, sys.exit's error or one of its own; it is kept and
-    # shown, and ends the listing of no other plug-in.
+        raise
+    # A third party's module may raise anything while it is imported, such as SystemExit. The error
+    # is kept and shown, and does not end the listing of other plug-ins.
     except BaseException as error:  # noqa: BLE001
         return Found(
             name=name, source=source, problem=f"its import failed: {_last_line(error)}", cause=error
@@ -113,14 +130,14 @@ def _load(entry: importlib.metadata.EntryPoint, name: str, source: str) -> Found
             problem = f"it names a {type(plugin).__name__}, not an EnginePlugin"
             return Found(name=name, source=source, problem=problem)
         misfit = descriptor_problem(plugin)
-        problem = (
-            contract_problem(plugin.contract)
-            if misfit is None
-            else f"its descriptor is wrong: {misfit}"
-        )
+        if misfit is None:
+            problem = contract_problem(plugin.contract)
+        else:
+            problem = f"its descriptor is wrong: {misfit}"
     except KeyboardInterrupt:
         raise
-    # Its fields may be a stranger's objects, which raise whatever they like when they are compared or printed.
+    # Its fields may be a third party's objects, which may raise anything when they are compared or
+    # printed.
     except BaseException as error:  # noqa: BLE001
         misfit = problem = f"its descriptor cannot be read: {_last_line(error)}"
     return Found(name=name, source=source, plugin=None if misfit else plugin, problem=problem or "")
@@ -139,14 +156,18 @@ def _named_if_long(source: str) -> Generator[None]:
 
 
 def probe(found: Found, device: str) -> ProbeResult:
-    """Ask a plug-in whether it can run on ``device``; a probe that raises or returns no answer says no, with the reason."""
+    """Return a plug-in's own answer on whether it can run on ``device``.
+
+    A probe that raises or returns a wrong type counts as "no", with the reason.
+    """
     assert found.plugin is not None
     try:
         result = found.plugin.probe(device)
         problem = probe_problem(result)
+    # The same as in ``_load`` holds here.
     except KeyboardInterrupt:
-        raise  # as in ``_load``
-    except BaseException as error:  # noqa: BLE001 - a stranger's code may raise anything
+        raise
+    except BaseException as error:  # noqa: BLE001 - a third party's code may raise anything
         problem = _last_line(error)
     else:
         if problem is None:
@@ -158,7 +179,7 @@ def probe(found: Found, device: str) -> ProbeResult:
 
 
 def printable(text: str) -> str:
-    """Return a stranger's text as it can be written: halves of surrogate pairs as escapes."""
+    """Return a third party's text with halves of surrogate pairs escaped, so that it prints."""
     return text.encode(errors="backslashreplace").decode()
 
 
@@ -167,16 +188,22 @@ def _last_line(error: BaseException) -> str:
 
 
 def import_target(target: str, source: str) -> Any:
-    """Import ``"module:Name"``; raises ``PluginLoadError`` with the cause when that fails."""
+    """Import and return ``"module:Name"``.
+
+    Raises ``PluginLoadError`` with the cause if the import fails.
+    """
     module, _, name = target.partition(":")
     try:
         return getattr(importlib.import_module(module), name)
+    # The same as in ``_load`` holds here.
     except KeyboardInterrupt:
-        raise  # as in ``_load``
-    except BaseException as error:  # a stranger's module may raise anything
+        raise
+    # A third party's module may raise anything.
+    except BaseException as error:
         raise PluginLoadError(
             f"{target} could not be imported",
             where=source,
             why=_last_line(error),
-            remedy="the error that caused this one stands above it; reinstall the package or what it lacks",
+            remedy="see the error above that caused this one; reinstall the package or its "
+            "missing dependency",
         ) from error

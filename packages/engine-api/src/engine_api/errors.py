@@ -4,25 +4,25 @@
 
     EngineError
     ├─ PluginError
-    │  ├─ PluginNotFound        no plug-in offers what was asked for
-    │  ├─ PluginUnavailable     one does, but not on this machine (carries the trace)
+    │  ├─ PluginNotFound        no plug-in offers the requested combination
+    │  ├─ PluginUnavailable     a plug-in offers it, but not on this machine (carries the trace)
     │  ├─ PluginConflict        two distributions offer the same row
     │  ├─ PluginLoadError       its import failed (carries the cause)
     │  └─ ContractMismatch      written for another contract version
     ├─ ConfigError              a configuration key or value is wrong
     ├─ BatchError               a batch breaks the contract
-    ├─ UnsupportedCapability    asked for something that was not declared
+    ├─ UnsupportedCapability    a capability was requested that is not declared
     ├─ EngineStateError         called in the wrong order
     ├─ CheckpointError
-    │  ├─ CheckpointMissing     nothing to load there
+    │  ├─ CheckpointMissing     no checkpoint to load at that path
     │  ├─ CheckpointCorrupt     sizes, checksums or contents are wrong
-    │  ├─ CheckpointMismatch    whole, but of another model or a newer contract
+    │  ├─ CheckpointMismatch    complete, but of a different model or a newer contract
     │  └─ CheckpointWriteError  could not be written (disk full, permission)
     ├─ RolloutError             generation or a weight sync failed
-    └─ RankFailure              another rank failed, this one stops with it
+    └─ RankFailure              another rank failed, this rank stops with it
 
-Every error says what is wrong, where, why, and what to do; the four parts are
-fields, so that a caller can act on them and a test can check them.
+Every error says what is wrong, where, why, and what to do. The four parts are fields, so that a
+caller can act on them and a test can check them.
 """
 
 from __future__ import annotations
@@ -31,25 +31,31 @@ from collections.abc import Mapping, Sequence
 
 
 class EngineError(Exception):
-    """Base of every error that the contract raises on purpose."""
+    """The base of every error that the contract raises on purpose."""
 
     def __init__(self, what: str, *, where: str = "", why: str = "", remedy: str = "") -> None:
-        self.what, self.where, self.why, self.remedy = what, where, why, remedy
+        self.what = what
+        self.where = where
+        self.why = why
+        self.remedy = remedy
         super().__init__(what, where, why, remedy)
 
     def __str__(self) -> str:
-        parts = [f"{self.where}: {self.what}" if self.where else self.what]
-        parts += [f"  why: {self.why}"] if self.why else []
-        parts += [f"  to do: {self.remedy}"] if self.remedy else []
-        return "\n".join(parts)
+        lines = [f"{self.where}: {self.what}" if self.where else self.what]
+        if self.why:
+            lines.append(f"  why: {self.why}")
+        if self.remedy:
+            lines.append(f"  to do: {self.remedy}")
+        return "\n".join(lines)
 
     def __reduce__(self) -> tuple[object, ...]:
-        # Errors travel between ranks; subclasses have their own signatures, so state is restored as it is.
+        # Errors travel between ranks. Subclasses have signatures of their own, so the state is
+        # restored without a call of the constructor.
         return (_rebuild, (type(self), self.args, self.__dict__.copy()))
 
 
 def kind_of(value: object) -> str:
-    """Return the name of a value's type, for errors that say what they got."""
+    """Return the name of a value's type with an article, for error texts."""
     return "None" if value is None else f"a {type(value).__name__}"
 
 
@@ -62,15 +68,18 @@ def _rebuild(
 
 
 class PluginError(EngineError):
-    """Something is wrong with finding or loading a plug-in."""
+    """An error in finding or loading a plug-in."""
 
 
 class PluginNotFound(PluginError):
-    """No plug-in offers what was asked for."""
+    """No plug-in offers the requested combination."""
 
 
 class PluginUnavailable(PluginError):
-    """A plug-in offers it, but cannot run here; ``trace`` holds every candidate with its reason."""
+    """A plug-in offers the requested combination, but cannot run on this machine.
+
+    ``trace`` holds every candidate with its reason.
+    """
 
     def __init__(
         self,
@@ -90,7 +99,10 @@ class PluginConflict(PluginError):
 
 
 class PluginLoadError(PluginError):
-    """A plug-in's descriptor or class could not be imported; ``__cause__`` is the original error."""
+    """A plug-in's descriptor or class could not be imported.
+
+    ``__cause__`` is the original error.
+    """
 
 
 class ContractMismatch(PluginError):
@@ -98,7 +110,10 @@ class ContractMismatch(PluginError):
 
 
 class ConfigError(EngineError):
-    """A configuration key or value is wrong; ``field`` is its dotted name."""
+    """A configuration key or value is wrong.
+
+    ``field`` is the dotted name of the key.
+    """
 
     def __init__(self, field: str, what: str, *, why: str = "", remedy: str = "") -> None:
         self.field = field
@@ -106,18 +121,25 @@ class ConfigError(EngineError):
 
 
 class BatchError(EngineError):
-    """A batch breaks the contract; ``field`` and ``index`` say where."""
+    """A batch breaks the contract.
+
+    ``field`` and ``index`` name the place.
+    """
 
     def __init__(
         self, field: str, what: str, *, index: int | None = None, why: str = "", remedy: str = ""
     ) -> None:
-        self.field, self.index = field, index
+        self.field = field
+        self.index = index
         at = "" if index is None else f"[{index}]"
         super().__init__(what, where=f"batch.{field}{at}", why=why, remedy=remedy)
 
 
 class UnsupportedCapability(EngineError):
-    """Asked for something that the engine does not declare; ``capability`` names it."""
+    """A capability was requested that the engine does not declare.
+
+    ``capability`` is its name.
+    """
 
     def __init__(
         self, capability: str, *, where: str = "", why: str = "", remedy: str = ""
@@ -129,10 +151,12 @@ class UnsupportedCapability(EngineError):
 
 
 class EngineStateError(EngineError):
-    """A member was called in a state that does not allow it."""
+    """A member was called in a state that does not allow the call."""
 
     def __init__(self, called: str, state: str, expected: str) -> None:
-        self.called, self.state, self.expected = called, state, expected
+        self.called = called
+        self.state = state
+        self.expected = expected
         super().__init__(
             f"{called} was called while the engine is {state}",
             remedy=f"call it when the engine is {expected}",
@@ -140,11 +164,11 @@ class EngineStateError(EngineError):
 
 
 class CheckpointError(EngineError):
-    """Something is wrong with a checkpoint."""
+    """An error of a checkpoint."""
 
 
 class CheckpointMissing(CheckpointError):
-    """There is no checkpoint at that place."""
+    """There is no checkpoint at the given path."""
 
 
 class CheckpointCorrupt(CheckpointError):
@@ -152,11 +176,14 @@ class CheckpointCorrupt(CheckpointError):
 
 
 class CheckpointMismatch(CheckpointError):
-    """The checkpoint is whole but belongs to another model, layout or a newer contract."""
+    """The checkpoint is complete but belongs to a different model, layout or a newer contract."""
 
 
 class CheckpointWriteError(CheckpointError):
-    """The checkpoint could not be written; nothing half-written is left under its final name."""
+    """The checkpoint could not be written.
+
+    Nothing half-written is left under its final name.
+    """
 
 
 class RolloutError(EngineError):
@@ -164,7 +191,10 @@ class RolloutError(EngineError):
 
 
 class RankFailure(EngineError):
-    """Another rank failed; this one stops with it. ``failures`` maps rank to its message."""
+    """Another rank failed, and this rank stops with it.
+
+    ``failures`` maps the failed rank to its message.
+    """
 
     def __init__(self, failures: Mapping[int, str]) -> None:
         self.failures = dict(failures)

@@ -1,4 +1,7 @@
-"""Files and folders that a kill or a loss of power leaves whole: the old ones, or the new ones."""
+"""Replacement of files and folders as a whole, safe against a kill and a loss of power.
+
+After either of them the old version or the new one is there, complete.
+"""
 
 from __future__ import annotations
 
@@ -11,15 +14,16 @@ from fnmatch import fnmatchcase
 from pathlib import Path
 
 _PARTIAL = ".partial"
-_FORMER = (
-    ".former"  # what a folder held, between the two renames of a file system that cannot exchange
-)
-_AT_CWD = -100  # AT_FDCWD of Linux' fcntl.h
-_EXCHANGE = 2  # RENAME_EXCHANGE of Linux' renameat2
+# The former folder has this suffix between the two renames on a file system that cannot exchange
+# names.
+_FORMER = ".former"
+# AT_FDCWD of Linux's fcntl.h, and RENAME_EXCHANGE of its renameat2.
+_AT_CWD = -100
+_EXCHANGE = 2
 
 
 def sync(path: Path) -> None:
-    """Put a file, or the names in a folder, on the disk."""
+    """Write a file's content, or the names in a folder, to the disk (fsync)."""
     handle = os.open(path, os.O_RDONLY)
     try:
         os.fsync(handle)
@@ -28,13 +32,13 @@ def sync(path: Path) -> None:
 
 
 def sync_folders(folder: Path) -> None:
-    """Put the names in a folder and in the folders below on the disk, its own last."""
+    """Write the names in a folder and in the folders below it to the disk, its own last."""
     for place, _, _ in os.walk(folder, topdown=False):
         sync(Path(place))
 
 
 def sync_tree(folder: Path) -> None:
-    """Put all that is in a folder on the disk, the folder itself last."""
+    """Write everything in a folder to the disk, the folder itself last."""
     for path in folder.rglob("*"):
         if path.is_file():
             sync(path)
@@ -42,7 +46,10 @@ def sync_tree(folder: Path) -> None:
 
 
 def write_text(path: Path, text: str) -> None:
-    """Replace a file's text: a kill leaves the former text or the new one."""
+    """Replace a file's text.
+
+    A kill leaves the former text or the new one.
+    """
     partial = path.with_name(path.name + _PARTIAL)
     partial.write_text(text, encoding="utf-8")
     sync(partial)
@@ -51,7 +58,10 @@ def write_text(path: Path, text: str) -> None:
 
 
 def remove(folder: Path) -> None:
-    """Remove a folder that others look for: a kill leaves it whole, or under the name of an unfinished one."""
+    """Remove a folder that other processes look for.
+
+    A kill leaves it complete, or under the name of an unfinished folder.
+    """
     partial = folder.with_name(folder.name + _PARTIAL)
     shutil.rmtree(partial, ignore_errors=True)
     folder.rename(partial)
@@ -59,15 +69,17 @@ def remove(folder: Path) -> None:
 
 
 def replace_folder(new: Path, old: Path, *, stale: Collection[str] = ("*",)) -> None:
-    """Give the folder ``new`` the name ``old``, in place of what has that name.
+    """Rename the folder ``new`` to ``old``, replacing the folder of that name.
 
-    A kill leaves under ``old`` the former folder or the new one, whole. Where the file system cannot exchange two names
-    (NFS) there is a moment without either: `restore` then brings the former one back.
+    A kill leaves the former folder or the new one under ``old``, complete. On a file system that
+    cannot exchange two names (NFS) there is a moment without either: `restore` then brings the
+    former folder back.
 
     Args:
-        new: A complete folder beside ``old``, or beside what ``old`` is a link to.
-        old: The name to take.
-        stale: Patterns of the names that go with the former folder. What else it holds, and ``new`` does not, is kept.
+        new: a complete folder next to ``old``, or next to the target of the link ``old``.
+        old: the name to take.
+        stale: patterns of the names in the former folder that are dropped. Its other files are
+            kept, unless ``new`` has a file of that name.
     """
     old = real(old)
     if old.exists():
@@ -87,7 +99,7 @@ def replace_folder(new: Path, old: Path, *, stale: Collection[str] = ("*",)) -> 
 
 
 def restore(folder: Path) -> None:
-    """Undo what a killed `replace_folder` has left of ``folder``."""
+    """Undo an unfinished `replace_folder` of ``folder`` that was killed."""
     folder = real(folder)
     former = folder.with_name(folder.name + _FORMER)
     if former.exists() and not folder.exists():
@@ -97,12 +109,12 @@ def restore(folder: Path) -> None:
 
 
 def real(folder: Path) -> Path:
-    """Return what a link to a folder leads to, so that it is replaced there and the link stays."""
+    """Return the target of a link to a folder, so that it is replaced there and the link stays."""
     return folder.resolve() if folder.is_symlink() else folder
 
 
 def _keep(former: Path, new: Path, stale: Collection[str]) -> None:
-    """Put into ``new`` what else the former folder holds; its files are shared, not copied."""
+    """Add the other files of the former folder to ``new``, as hard links and not as copies."""
     if not former.is_dir():
         raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR), str(former))
     for path in former.iterdir():
@@ -118,12 +130,13 @@ def _keep(former: Path, new: Path, stale: Collection[str]) -> None:
 def _share(source: str | Path, target: str | Path) -> None:
     try:
         os.link(source, target, follow_symlinks=False)
-    except OSError:  # a file system without links to files
+    # The file system has no hard links.
+    except OSError:
         shutil.copy2(source, target, follow_symlinks=False)
 
 
 def _exchange(one: Path, other: Path) -> bool:
-    """Exchange two names in one step; return whether system and file system can."""
+    """Exchange two names in one step, and return whether system and file system support it."""
     renameat2 = getattr(ctypes.CDLL(None, use_errno=True), "renameat2", None)
     if renameat2 is None:
         return False

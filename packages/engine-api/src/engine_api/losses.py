@@ -1,9 +1,9 @@
-"""Losses as sums, and how a caller builds token weights.
+"""Losses as sums over tokens, and the token weights of the common aggregations.
 
-A loss function takes the per-token outputs and the batch that they belong to, and
-returns a differentiable *sum* over those tokens, with metrics that are sums too.
-The engine divides by one global denominator and only ever adds, so that loss,
-gradient and update do not depend on ranks, micro-batches, packing or layout.
+A loss function takes the per-token outputs and the batch that they belong to, and returns a
+differentiable *sum* over those tokens, with metrics that are sums too. The engine divides by one
+global denominator and only ever adds, so that loss, gradient and update do not depend on ranks,
+micro-batches, packing or layout.
 
 A loss that needs more than log-probs says so in an attribute ``needs``
 (``("log_probs", "entropy")``, ``("values",)``); a plain function needs ``log_probs``.
@@ -29,15 +29,18 @@ AGGREGATIONS: tuple[Aggregation, ...] = get_args(Aggregation)
 
 
 class LossFn(Protocol):
-    """A differentiable sum over the tokens that it is given."""
+    """A function that computes a differentiable sum over the tokens of a micro-batch."""
 
     def __call__(self, outputs: TokenOutputs, batch: Batch, /) -> LossOutput:
-        """``outputs`` are aligned with ``batch``; both are of one micro-batch."""
+        """Return the sum over one micro-batch, whose ``outputs`` are aligned with ``batch``."""
         ...
 
 
 def needs_of(loss: LossFn) -> tuple[str, ...]:
-    """Return the names of the outputs that ``loss`` wants to be computed. Raises ``ConfigError`` for what are no names."""
+    """Return the names of the outputs that ``loss`` needs.
+
+    Raises ``ConfigError`` if ``loss.needs`` is not a collection of names.
+    """
     needs: object = getattr(loss, "needs", ("log_probs",))
     if isinstance(needs, str) or not isinstance(needs, Iterable):
         raise ConfigError(
@@ -57,10 +60,12 @@ def needs_of(loss: LossFn) -> tuple[str, ...]:
 
 
 def coefficients_of(loss: LossFn, batch: Batch) -> torch.Tensor | None:
-    """``[T]``: the derivative of the loss by each log-prob, where the loss knows it before any forward; else None.
+    """Return the derivative ``[T]`` of the loss with respect to each log-prob, or None.
 
-    An engine may form gradients in its forward pass with it, and may leave it unused. A loss that offers a method
-    ``coefficients(batch)`` promises to be ``Σ_t c_t log p_t`` plus what does not depend on the weights.
+    It is None where the loss does not know the derivative before the forward pass. An engine may
+    form gradients in its forward pass with it, and may leave it unused. A loss that offers a method
+    ``coefficients(batch)`` promises to be ``Σ_t c_t log p_t`` plus terms that do not depend on the
+    weights.
     """
     method = getattr(loss, "coefficients", None)
     if method is not None and not callable(method):
@@ -73,14 +78,17 @@ def coefficients_of(loss: LossFn, batch: Batch) -> torch.Tensor | None:
 
 
 def evaluate(loss: LossFn, outputs: TokenOutputs, batch: Batch) -> LossOutput:
-    """Return what ``loss`` says of a micro-batch. Raises ``ConfigError`` for what an engine cannot differentiate or add up."""
+    """Return the output of ``loss`` for a micro-batch.
+
+    Raises ``ConfigError`` for an output that an engine cannot differentiate or add up.
+    """
     result = loss(outputs, batch)
     check_loss_output(result)
     return result
 
 
 class SFTLoss:
-    """Negative log-likelihood: ``-Σ_t w_t log p_t`` with ``w = batch.loss_weight``."""
+    """The negative log-likelihood ``-Σ_t w_t log p_t`` with ``w = batch.loss_weight``."""
 
     def __call__(self, outputs: TokenOutputs, batch: Batch) -> LossOutput:
         """Return the sum, with the metrics ``nll`` and ``tokens``."""
@@ -92,7 +100,7 @@ class SFTLoss:
         )
 
     def coefficients(self, batch: Batch) -> torch.Tensor:
-        """``[T]``: ``-w``."""
+        """Return the derivative with respect to each log-prob, ``-w``, ``[T]``."""
         return -batch.loss_weight
 
 
@@ -102,15 +110,15 @@ sft_loss = SFTLoss()
 def where_counted(values: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     """Return ``values`` where ``weight`` is above 0, and 0 elsewhere; differentiable.
 
-    A loss takes its inputs through this function before it multiplies them by weights: 0 · NaN and
-    0 · ∞ are NaN, so that one such number at a token that carries no loss (a prompt's, what a tool
-    said) would be the loss of the whole batch.
+    A loss passes its inputs through this function before it multiplies them by weights. 0 · NaN and
+    0 · ∞ are NaN, so one such number at a token that carries no loss (of a prompt or of a tool's
+    output) would make the loss of the whole batch NaN.
     """
     return values.where(weight > 0, 0.0)
 
 
 def token_weights(mask: torch.Tensor, cu_seqlens: torch.Tensor, mode: Aggregation) -> torch.Tensor:
-    """Return an aggregation mode as weights on tokens, for a sum that its caller divides.
+    """Return the token weights of an aggregation mode, for a sum that the caller divides.
 
     Args:
         mask: ``[T]``, 1 where a token counts.
@@ -135,7 +143,6 @@ def token_weights(mask: torch.Tensor, cu_seqlens: torch.Tensor, mode: Aggregatio
         return mask
     lengths = (cu_seqlens[1:] - cu_seqlens[:-1]).to(mask.device)
     document = torch.repeat_interleave(torch.arange(len(lengths), device=mask.device), lengths)
-    counts = torch.zeros(len(lengths), dtype=mask.dtype, device=mask.device).index_add_(
-        0, document, mask
-    )
+    counts = torch.zeros(len(lengths), dtype=mask.dtype, device=mask.device)
+    counts.index_add_(0, document, mask)
     return mask / counts.clamp(min=1.0)[document]

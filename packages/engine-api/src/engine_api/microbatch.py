@@ -1,6 +1,6 @@
-"""Splitting by token budget: documents to micro-batches, and documents to ranks.
+"""Distribution of documents by token budget, over micro-batches and over ranks.
 
-Pure functions of lengths, so that every rank computes the same split.
+The functions are pure functions of lengths, so that every rank computes the same split.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ Bins = list[list[int]]
 
 
 def least_bins(lengths: Sequence[int], max_tokens: int) -> Bins:
-    """First-fit-decreasing: few bins with at most ``max_tokens`` tokens each.
+    """Return few bins with at most ``max_tokens`` tokens each, by first-fit-decreasing.
 
     Raises ``BatchError`` for a document longer than the budget.
     """
@@ -34,9 +34,10 @@ def least_bins(lengths: Sequence[int], max_tokens: int) -> Bins:
 
 
 def split_micro_batches(lengths: Sequence[int], max_tokens: int, count: int) -> Bins:
-    """Exactly ``count`` bins within the budget, as even as possible; some may be empty.
+    """Return exactly ``count`` bins within the budget, as even as possible.
 
-    ``count`` is at least ``len(least_bins(lengths, max_tokens))``: the largest need over all ranks.
+    Some bins may be empty. ``count`` is the largest need over all ranks, and therefore at least
+    ``len(least_bins(lengths, max_tokens))``.
     """
     least = least_bins(lengths, max_tokens)
     assert count >= len(least), f"{len(least)} micro-batches needed, {count} agreed on"
@@ -47,9 +48,11 @@ def split_micro_batches(lengths: Sequence[int], max_tokens: int, count: int) -> 
 
 
 def balance(lengths: Sequence[int], parts: int, cost: Callable[[int], float] = float) -> Bins:
-    """Longest-processing-time-first: ``parts`` bins of about equal summed ``cost(length)``.
+    """Return ``parts`` bins of about equal summed ``cost(length)``.
 
-    Graham 1969: at most 4/3 of the optimum. Ties go to the lowest bin, so the result is the same everywhere.
+    The longest document goes first into the lightest bin (longest-processing-time-first, Graham
+    1969), which gives at most 4/3 of the optimum. Ties go to the lowest bin, so the result is the
+    same on every rank.
     """
     bins: Bins = [[] for _ in range(parts)]
     loads = [0.0] * parts

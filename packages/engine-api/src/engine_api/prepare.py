@@ -1,4 +1,4 @@
-"""From one rank's batch to the micro-batches on which all ranks agree."""
+"""The split of one rank's batch into micro-batches on whose number all ranks agree."""
 
 from __future__ import annotations
 
@@ -21,24 +21,30 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class MicroBatches:
-    """A batch, split; every rank has the same number of parts, some of them empty."""
+    """A batch split into parts; every rank has the same number of them, some may be empty."""
 
     batch: Batch
+    """The whole batch of this rank."""
+
     parts: list[Batch]
-    documents: list[list[int]]  # which documents of the batch each part holds
-    loss_weight: (
-        float | None
-    )  # sum over all data-parallel ranks, float64; None when the batches carry none
-    num_tokens: int  # over all data-parallel ranks
+    """The micro-batches."""
+
+    documents: list[list[int]]
+    """Indices into the batch of the documents of each part."""
+
+    loss_weight: float | None
+    """Sum of ``loss_weight`` over all data-parallel ranks in float64; None if no batch has it."""
+
+    num_tokens: int
+    """Number of tokens over all data-parallel ranks."""
 
     def merge(self, outputs: Sequence[TokenOutputs]) -> TokenOutputs:
-        """The parts' outputs in the batch's token order, detached."""
-        return TokenOutputs(
-            **{
-                n: self._scatter([getattr(o, n) for o in outputs])
-                for n in ("log_probs", "entropy", "values")
-            }
-        )
+        """Return the parts' outputs in the batch's token order, detached."""
+        merged = {
+            name: self._scatter([getattr(output, name) for output in outputs])
+            for name in ("log_probs", "entropy", "values")
+        }
+        return TokenOutputs(**merged)
 
     def _scatter(self, values: Sequence[torch.Tensor | None]) -> torch.Tensor | None:
         import torch
@@ -73,9 +79,9 @@ def prepare(
     vocab_size: int,
     needs_weight: bool,
 ) -> MicroBatches:
-    """Validate on every rank, agree on the number of micro-batches and on the denominator.
+    """Validate on every rank, and agree on the number of micro-batches and on the denominator.
 
-    Raises ``BatchError`` (``RankFailure`` on ranks whose own batch is fine): all ranks together.
+    Raises ``BatchError`` (``RankFailure`` on ranks whose own batch is fine) on all ranks together.
     """
     rows = together(comm, lambda: _examine(batch, topology, max_tokens, vocab_size, needs_weight))
     together(comm, lambda: _same_inside_data_parallel_rank(rows))
@@ -116,8 +122,9 @@ def _total(weights: Sequence[float | None]) -> float | None:
 
 
 def _digest(batch: Batch, topology: Topology) -> str:
+    # No other rank has these documents.
     if topology.dp_size == topology.world_size:
-        return ""  # nobody shares these documents
+        return ""
     digest = hashlib.sha1(
         repr((batch.boundaries, sorted(batch.fields))).encode(), usedforsecurity=False
     )

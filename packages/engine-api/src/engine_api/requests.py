@@ -1,4 +1,4 @@
-"""What a rollout refuses before it generates or installs anything: the same for every rollout."""
+"""Checks that every rollout makes before it generates or installs anything."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from engine_api.rollout import SamplingParams
 
 
 def check_sampling(sampling: SamplingParams, where: str) -> None:
-    """Raises ``RolloutError`` for values that make no sense."""
+    """Raise ``RolloutError`` for sampling parameters outside their range."""
     ranges = {
         "n": sampling.n >= 1,
         "max_new_tokens": sampling.max_new_tokens >= 1,
@@ -22,7 +22,8 @@ def check_sampling(sampling: SamplingParams, where: str) -> None:
             raise RolloutError(
                 f"{name}={getattr(sampling, name)}",
                 where=where,
-                remedy="n and max_new_tokens: at least 1; temperature and top_k: at least 0; top_p: above 0, at most 1",
+                remedy="n and max_new_tokens: at least 1; temperature and top_k: at least 0; "
+                "top_p: above 0, at most 1",
             )
 
 
@@ -36,15 +37,16 @@ def check_prompts(
     room: str,
     remedy: str,
 ) -> None:
-    """Raises ``RolloutError`` that names the first prompt which cannot be answered.
+    """Raise ``RolloutError`` that names the first prompt which cannot be completed.
 
     Args:
-        prompts: token ids.
-        max_new_tokens: that may follow each.
-        where: the rollout, for the error.
-        vocabulary: ids are below it.
-        limit: tokens of a prompt with what follows; None: any number.
-        room, remedy: what has that limit, and what to do about it, for the error.
+        prompts: token ids of each prompt.
+        max_new_tokens: number of tokens that may follow each prompt.
+        where: name of the rollout, for the error.
+        vocabulary: number of token ids; each id is below it.
+        limit: largest number of tokens of a prompt and its completion together; None is no limit.
+        room: reason for the limit, for the error.
+        remedy: advice on the limit, for the error.
     """
     for index, prompt in enumerate(prompts):
         if len(prompt) == 0:
@@ -68,11 +70,12 @@ def check_prompts(
 
 
 def check_version(version: int, served: int, *, where: str) -> None:
-    """Raises ``RolloutError`` for weights older than those that were ``served`` last (-1: none yet)."""
+    """Raise ``RolloutError`` for weights older than the version ``served`` last (-1: none yet)."""
     if version < served:
         raise RolloutError(
             f"version {version} is stale",
             where=where,
             why=f"{served} was served before",
-            remedy="sync the engine's current weights; after a return to a checkpoint create another rollout",
+            remedy="sync the engine's current weights; after a return to a checkpoint create "
+            "another rollout",
         )

@@ -1,4 +1,4 @@
-"""What the members of an engine return."""
+"""The return types of an engine's members."""
 
 from __future__ import annotations
 
@@ -13,10 +13,14 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TokenOutputs:
-    """Per-token results of one batch, in its token order; by the alignment rule 0 at first tokens.
+    """Per-token results of one batch, in its token order.
+
+    By the alignment rule they are 0 at first tokens. None stands for an output that was not
+    computed.
 
     Attributes:
-        log_probs: ``[T]`` float32, ``log p(token t | its document before t)`` at the call's temperature.
+        log_probs: ``[T]`` float32, ``log p(token t | its document before t)`` at the call's
+            temperature.
         entropy: ``[T]`` float32, entropy in nats of the same distribution.
         values: ``[T]`` float32, a value model's estimate from the document before t.
     """
@@ -28,38 +32,58 @@ class TokenOutputs:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LossOutput:
-    """What a loss function returns: sums over the tokens that it was given, never means."""
+    """The result of a loss function: sums over the tokens that it received, never means."""
 
-    loss: torch.Tensor  # scalar, differentiable
+    loss: torch.Tensor
+    """The loss as a differentiable scalar."""
+
     metrics: Mapping[str, torch.Tensor | float] = field(default_factory=dict[str, Any])
+    """Further sums by name; the engine adds them up over micro-batches and ranks."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ForwardBackwardOutput:
     """The global result of one ``forward_backward``, the same on all ranks."""
 
-    loss: float  # sum over all tokens of all ranks, divided by denominator
-    metrics: Mapping[str, float]  # sums over all tokens of all ranks
+    loss: float
+    """Sum of the loss over all tokens of all ranks, divided by ``denominator``."""
+
+    metrics: Mapping[str, float]
+    """Sums of the loss function's metrics over all tokens of all ranks, not divided."""
+
     denominator: float
-    num_tokens: int  # over all data-parallel ranks
-    num_micro_batches: int  # on each rank
+    """Divisor of the loss; 0 where no token carries loss."""
+
+    num_tokens: int
+    """Number of tokens over all data-parallel ranks."""
+
+    num_micro_batches: int
+    """Number of micro-batches computed on each rank."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StepOutput:
     """The result of one ``optimizer_step``, the same on all ranks."""
 
-    grad_norm: float  # global 2-norm, before clipping
-    lr: float  # the rate of this step (of the one that would have been, when skipped)
-    weight_version: int  # after the step
-    skipped: str | None = (
-        None  # why the step was not applied; weights and optimizer are then as before
-    )
+    grad_norm: float
+    """Global 2-norm of the gradient before clipping."""
+
+    lr: float
+    """Learning rate of this step; of a skipped step the rate that it would have had."""
+
+    weight_version: int
+    """Number of applied steps after this call."""
+
+    skipped: str | None = None
+    """Reason why the step was not applied, with weights and optimizer unchanged; None if it was."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TrainOutput:
-    """The result of one ``train_batch``, the same on all ranks."""
+    """The result of one ``train_batch``, the same on all ranks.
+
+    Its fields are those of ``ForwardBackwardOutput`` and ``StepOutput``.
+    """
 
     loss: float
     metrics: Mapping[str, float]
@@ -74,29 +98,39 @@ class TrainOutput:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CheckpointInfo:
-    """What was saved or loaded."""
+    """The description of a checkpoint that was saved or loaded."""
 
     path: Path
+    """Folder of the checkpoint."""
+
     step: int
-    extra: Mapping[str, Any]  # what the caller gave to save_checkpoint
+    """Number of optimizer steps applied to its weights."""
+
+    extra: Mapping[str, Any]
+    """The JSON that the caller passed to ``save_checkpoint``."""
+
     num_bytes: int
+    """Size of its files in bytes."""
 
 
 class CheckpointHandle(Protocol):
     """A save that may still be running."""
 
     def done(self) -> bool:
-        """Whether the checkpoint stands under its final name (or failed)."""
+        """Return whether the save has ended: the checkpoint has its final name, or failed."""
         ...
 
     def result(self) -> CheckpointInfo:
-        """Wait; then what was saved. Raises what the save raised (``CheckpointWriteError``, …)."""
+        """Wait for the save and return its description.
+
+        Raises the error of the save (``CheckpointWriteError``, …).
+        """
         ...
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Topology:
-    """Where this rank stands.
+    """The position of this rank in the world and in each kind of parallelism.
 
     Ranks with the same ``dp_rank`` work on the same documents and must be given the same batch;
     ``is_primary`` is true on exactly one of them.
@@ -107,4 +141,5 @@ class Topology:
     dp_rank: int = 0
     dp_size: int = 1
     is_primary: bool = True
-    sizes: Mapping[str, int] = field(default_factory=dict[str, int])  # tp, pp, cp, ep, ulysses, …
+    sizes: Mapping[str, int] = field(default_factory=dict[str, int])
+    """Sizes of the kinds of parallelism by name: tp, pp, cp, ep, ulysses, …"""

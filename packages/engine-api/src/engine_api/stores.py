@@ -1,4 +1,4 @@
-"""Stores by which processes find each other, on the one address that they are asked to listen on."""
+"""Stores through which processes find each other, each listening on one given address only."""
 
 # torch's own annotations are partial.
 # pyright: reportUnknownMemberType=false, reportUnknownVariableType=false, reportUnknownArgumentType=false
@@ -11,12 +11,13 @@ from typing import Any
 
 
 def serve_store(host: str, processes: int, timeout_s: float) -> Any:
-    """Return a ``TCPStore`` of ``processes`` that listens on ``host`` alone, at any free port (``store.port``).
+    """Return a ``TCPStore`` for ``processes`` processes that listens on ``host`` only.
 
-    torch's own listens on every interface, whichever address it is given. A store asks nobody who it is: what is read
-    from it must not be trusted, and ``host`` not be an address that strangers reach.
+    It takes any free port (``store.port``). torch's own store listens on every interface, whatever
+    address it is given. A store authenticates no client: values read from it must not be trusted,
+    and ``host`` must not be an address that strangers reach.
 
-    Raises ``OSError``: ``host`` is no address of this machine.
+    Raises ``OSError`` if ``host`` is not an address of this machine.
     """
     from torch.distributed import TCPStore  # pyright: ignore[reportPrivateImportUsage] - documented, not re-exported
 
@@ -35,7 +36,10 @@ def serve_store(host: str, processes: int, timeout_s: float) -> Any:
 
 
 def reach_store(host: str, port: int, processes: int, timeout_s: float) -> Any:
-    """Return the store that another process serves. Raises ``RuntimeError`` where there is none within ``timeout_s``."""
+    """Return a client of the store that another process serves.
+
+    Raises ``RuntimeError`` if there is no such store within ``timeout_s`` seconds.
+    """
     from torch.distributed import TCPStore  # pyright: ignore[reportPrivateImportUsage] - as above
 
     timeout = timedelta(seconds=timeout_s)

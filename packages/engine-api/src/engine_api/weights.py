@@ -1,4 +1,4 @@
-"""Weight export: names, shards and where each shard belongs."""
+"""Weight export: names, shards and the position of each shard in the whole tensor."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ class ShardSpec:
     """The box of a whole tensor that one rank's shard covers.
 
     ``shard == whole[offset[0]:offset[0]+shape[0], …]``. A rank that holds nothing of a tensor
-    has a shape with a zero in it. Ranks with the same box hold copies; ``replica`` counts them
-    from 0, so that the shards with ``replica == 0`` make the whole exactly once.
+    has a shape with a zero in it. Ranks with the same box hold copies; ``replica`` numbers them
+    from 0, so that the shards with ``replica == 0`` make up the whole exactly once.
     """
 
     global_shape: tuple[int, ...]
@@ -36,7 +36,7 @@ class ShardSpec:
 
     @property
     def is_empty(self) -> bool:
-        """Whether this rank holds nothing of the tensor."""
+        """True if this rank holds nothing of the tensor."""
         return 0 in self.shape and 0 not in self.global_shape
 
     @property
@@ -46,13 +46,13 @@ class ShardSpec:
 
     @staticmethod
     def whole(shape: Iterable[int], replica: int = 0) -> ShardSpec:
-        """The box that is all of a tensor of ``shape``."""
+        """Return the box that covers all of a tensor of ``shape``."""
         shape = tuple(int(s) for s in shape)
         return ShardSpec(global_shape=shape, offset=(0,) * len(shape), shape=shape, replica=replica)
 
     @staticmethod
     def nothing(shape: Iterable[int]) -> ShardSpec:
-        """The empty box of a tensor of ``shape`` (``(0, …)`` in the first dimension)."""
+        """Return the empty box of a tensor of ``shape`` (size 0 in the first dimension)."""
         shape = tuple(int(s) for s in shape)
         return ShardSpec(global_shape=shape, offset=(0,) * len(shape), shape=(0, *shape[1:]))
 
@@ -62,7 +62,7 @@ ShardExport = Iterator[tuple[str, "torch.Tensor", ShardSpec]]
 
 
 def assemble(shards: Iterable[tuple[torch.Tensor, ShardSpec]]) -> torch.Tensor:
-    """The whole tensor from the shards of all ranks.
+    """Return the whole tensor made of the shards of all ranks.
 
     Raises ``ValueError`` when the boxes of replica 0 do not cover the whole exactly once.
     """
