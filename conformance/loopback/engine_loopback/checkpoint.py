@@ -104,7 +104,7 @@ class CheckpointEngine(BaseEngine):
         return layout
 
     def is_trained(self, name: str) -> bool:
-        """Tell whether the optimizer updates this weight, on any rank."""
+        """Return whether the optimizer updates this weight, on any rank."""
         return name in self.weights and self.weights[name].trainable
 
     def same_optimizer(self, fields: set[str]) -> None:

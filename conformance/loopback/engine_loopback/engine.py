@@ -236,7 +236,7 @@ class LoopbackEngine(ExportEngine):
         return math.sqrt(float(self.layout.all_reduce(squares, "world")))
 
     def counts(self, weight: Weight) -> bool:
-        """Tell whether this rank's box enters the norm, so that each box counts once."""
+        """Return whether this rank's box enters the norm, so that each box counts once."""
         return weight.box.replica == 0
 
     def clip(self, norm: float, max_norm: float | None) -> None:

@@ -44,7 +44,7 @@ def adapter_shapes(
 
 
 def is_target(module: str, targets: Iterable[str] | str) -> bool:
-    """Tell whether a module is adapted, by PEFT's rules.
+    """Return whether a module is adapted, by PEFT's rules.
 
     The targets are ``all-linear``, a pattern for the whole name, or a list of endings.
     """

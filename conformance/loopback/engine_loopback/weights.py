@@ -126,11 +126,11 @@ class Partition:
         return 1 if _ROW.search(name) else None
 
     def is_partial(self, name: str) -> bool:
-        """Tell whether tensor-parallel ranks hold a weight whole, but its gradient in parts."""
+        """Return whether tensor-parallel ranks hold a weight whole, but its gradient in parts."""
         return _PARTIAL.search(name) is not None
 
     def holds(self, name: str, place: Place) -> bool:
-        """Tell whether the rank at ``place`` holds any part of a weight."""
+        """Return whether the rank at ``place`` holds any part of a weight."""
         return place.stage in self.stages(name) and self.expert_rank(name) in (None, place.expert)
 
     def box(self, name: str, shape: tuple[int, ...], place: Place) -> ShardSpec:

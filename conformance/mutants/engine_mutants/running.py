@@ -19,7 +19,7 @@ def kill(mutant: Mutant, root: Path) -> Outcome:
 
 
 def is_caught(outcome: Outcome) -> bool:
-    """Tell whether a case failed as it must for a wrong engine.
+    """Return whether a case failed as it must for a wrong engine.
 
     A fault of the suite's own, or a case that did not run, does not count.
     """

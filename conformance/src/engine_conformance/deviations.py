@@ -47,7 +47,7 @@ class Deviation:
     only: Mapping[str, Sequence[Any]]
 
     def covers(self, case: str, setting: Setting) -> bool:
-        """Tell whether the entry is about this case in this setting."""
+        """Return whether the entry is about this case in this setting."""
         return case == self.case and all(
             getattr(setting, name) in values for name, values in self.only.items()
         )

@@ -94,7 +94,7 @@ def changed(layout: Parallelism) -> dict[str, int]:
 
 
 def resolve_kind(selection: Selection) -> bool:
-    """Tell whether the name is a rollout's.
+    """Return whether the name is a rollout's.
 
     Raises:
         UsageError: if the profiles are of both kinds.

@@ -64,7 +64,7 @@ def judgements(
 def is_complete(
     selection: Mapping[str, Any], rows: Sequence[Row] = (), parts: Sequence[Mapping[str, Any]] = ()
 ) -> bool:
-    """Tell whether nothing was left out by hand, without which no verdict is ``conformant``.
+    """Return whether nothing was left out by hand, without which no verdict is ``conformant``.
 
     For a joined report: whether each setting of its rows was asked for as a whole by one of its
     parts.
@@ -80,7 +80,7 @@ def is_complete(
 
 
 def _asked_for_all(selection: Mapping[str, Any], row: Row) -> bool:
-    """Tell whether a selection had every case of the row's setting, model type and profile."""
+    """Return whether a selection had every case of the row's setting, model type and profile."""
     model_types = selection["model_types"]
     profiles = selection["profiles"]
     return (
