@@ -1,1 +1,1 @@
-"""Engines and rollouts where they run: one process, torchrun or Ray."""
+"""Placement of engines and rollouts on processes and machines."""

@@ -1,9 +1,10 @@
-"""What the loops drive: an engine on all of its ranks, and a rollout on all of its replicas, wherever these run.
+"""The groups that the loops drive, an engine on all its ranks and a rollout on all its replicas.
 
-Work is divided into *dp shards*: a packed batch for each data-parallel rank, a list of prompts for each replica. A process
-*holds* some of them: its own where every rank runs the loop (one process, torchrun; ``engine_trainer.placement.spmd``), all of them where
-a single controller does (Ray; ``engine_trainer.placement.ray``). What is computed from a shard is the same code in both places, so
-that the numbers are the same.
+Work is divided into *dp shards*, a packed batch for each data-parallel rank, and into a list of
+prompts for each replica. Some of them are *local* to a process: its own where every rank runs the
+loop (one process, torchrun; ``engine_trainer.placement.spmd``), all of them where a single
+controller does (Ray; ``engine_trainer.placement.ray``). A dp shard is computed by the same code in
+both cases, so that the numbers are the same.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ class Trained:
 
     Attributes:
         output: the same on all ranks.
-        observed: what the loss noted beside its sums (its attribute ``observed``), one a rank of the engine; empty where
+        observed: the loss's attribute ``observed``, one for each rank of the engine; empty where
             the loss has none.
     """
 
@@ -44,11 +45,14 @@ class Trained:
 
 
 class EngineGroup(Protocol):
-    """One engine on all of its ranks; in each method what ``engine_api.contract.Engine`` says of its member.
+    """One engine on all of its ranks.
+
+    Each method does what ``engine_api.contract.Engine`` says of its member.
 
     Attributes:
-        dp_size: data-parallel ranks.
-        local_dp_ranks: the data-parallel ranks whose dp shards this process gives and receives, in order.
+        dp_size: number of data-parallel ranks.
+        local_dp_ranks: the data-parallel ranks whose dp shards this process gives and receives, in
+            order.
     """
 
     dp_size: int
@@ -56,13 +60,13 @@ class EngineGroup(Protocol):
 
     @property
     def weight_version(self) -> int:
-        """Optimizer steps applied."""
+        """The number of optimizer steps applied."""
         ...
 
     def infer(
         self, shards: Sequence[Batch], *, temperature: float = 1.0, adapter: bool = True
     ) -> list[TokenOutputs]:
-        """Per-token results of each shard that is held, on the CPU."""
+        """Return per-token results of each local dp shard, on the CPU."""
         ...
 
     def train(
@@ -73,19 +77,22 @@ class EngineGroup(Protocol):
         denominator: float | None = None,
         temperature: float = 1.0,
     ) -> Trained:
-        """One update from the shards of all data-parallel ranks."""
+        """Apply one update from the dp shards of all data-parallel ranks."""
         ...
 
     def gather(self, rows: Sequence[T]) -> list[T]:
-        """One row for each shard that is held → every data-parallel rank's, by rank."""
+        """Return the rows of all data-parallel ranks, by rank, from one row per local shard."""
         ...
 
     def offload(self) -> None:
-        """Weights and optimizer leave the device; nothing but ``save_checkpoint`` and ``reload`` may follow."""
+        """Move weights and optimizer off the device.
+
+        Only ``save_checkpoint`` and ``reload`` may follow.
+        """
         ...
 
     def reload(self) -> None:
-        """They come back."""
+        """Move weights and optimizer back to the device."""
         ...
 
     def save_checkpoint(self, directory: Path, *, extra: Mapping[str, Any]) -> CheckpointHandle:
@@ -101,7 +108,7 @@ class EngineGroup(Protocol):
         ...
 
     def close(self) -> None:
-        """Idempotent."""
+        """Close the engine; idempotent."""
         ...
 
 
@@ -109,7 +116,7 @@ class RolloutGroup(Protocol):
     """One rollout on all of its replicas, which serve the policy's weights.
 
     Attributes:
-        size: replicas.
+        size: number of replicas.
         local_replicas: the replicas whose prompts this process gives, in order.
     """
 
@@ -117,30 +124,33 @@ class RolloutGroup(Protocol):
     local_replicas: Sequence[int]
 
     def sync(self) -> list[SyncResult]:
-        """Bring the policy's weights of now to every replica; one result each, by replica."""
+        """Bring the policy's current weights to every replica, and return a result for each."""
         ...
 
     def wake_up(self, *, weights: bool) -> None:
-        """The weights' memory, or the caches'; changes nothing where a replica is awake."""
+        """Allocate the memory of the weights, or that of the caches.
+
+        Changes nothing where a replica is awake.
+        """
         ...
 
     def sleep(self) -> None:
-        """Both are given back."""
+        """Free the memory of weights and caches."""
         ...
 
     def generate_and_score(
         self, prompts: Sequence[Sequence[Prompt]], sampling: SamplingParams
     ) -> list[list[list[ScoredCompletion]]]:
-        """Judged answers of every replica, by replica: ``sampling.n`` for each of its prompts."""
+        """Generate ``sampling.n`` completions per prompt and score them; one list per replica."""
         ...
 
     def close(self) -> None:
-        """Idempotent."""
+        """Close the replicas; idempotent."""
         ...
 
 
 class Launcher(Protocol):
-    """Where engines and rollouts run.
+    """A place where engines and rollouts run.
 
     Attributes:
         comm: agreement between the processes that run the loop.
@@ -151,37 +161,50 @@ class Launcher(Protocol):
     def resolve(
         self, section: EngineSection, beside: EngineSection | None = None
     ) -> tuple[str, frozenset[Capability]]:
-        """The device type that the engine takes where it will run, and what its plug-in declares.
+        """Return the device type that the engine takes, and its plug-in's capabilities.
 
-        Raises ``PluginError``; ``ConfigError`` for sizes that cannot be in one process with the engine ``beside`` it.
+        Both are found where the engine will run.
+
+        Raises ``PluginError``; ``ConfigError`` for sizes that cannot be in one process with the
+        engine ``beside`` it.
         """
         ...
 
     def engines(self, section: EngineSection, config: EngineConfig, device: str) -> EngineGroup:
-        """A new engine, initialized; the first one is the policy."""
+        """Build and initialize an engine; the first one is the policy."""
         ...
 
     def rollouts(self, spec: RolloutSpec, timers: Timers) -> RolloutGroup:
-        """Replicas that serve the policy; phases ``generate`` and ``reward`` go to ``timers``."""
+        """Build replicas that serve the policy.
+
+        Phases ``generate`` and ``reward`` go to ``timers``.
+        """
         ...
 
     def figures(self) -> dict[str, float]:
-        """Since the last call: how long each worker worked and waited; nothing where the loop's own clocks say it."""
+        """Return for each worker the time it worked and waited since the last call.
+
+        Empty where the loop's own timers have these figures.
+        """
         ...
 
     def profile(self, folder: Path | None) -> None:
-        """Record a trace in every process from now on; None: write what was recorded to that folder."""
+        """Start a trace in every process, to be written to ``folder``.
+
+        None: write what was recorded.
+        """
         ...
 
     def close(self) -> None:
-        """Give everything back, after an error too; idempotent."""
+        """Close all engines and rollouts, after an error too; idempotent."""
         ...
 
 
 def agreed(comm: Comm, work: Callable[[], T]) -> T:
-    """What ``work`` gives in this process; when it raises in one, it raises in all (see ``together``).
+    """Return the result of ``work`` in this process; an error in one process raises in all.
 
-    For what only one data-parallel rank may see, before the next collective call: the result does not travel.
+    See ``together``. For work that only one data-parallel rank may see fail, before the next
+    collective call: the result does not travel.
     """
     made: list[T] = []
     together(comm, lambda: made.append(work()))
@@ -189,14 +212,18 @@ def agreed(comm: Comm, work: Callable[[], T]) -> T:
 
 
 def model_sizes(parallelism: Parallelism) -> dict[str, int]:
-    """Ranks that share a data-parallel rank's work or weights, by kind; what they leave of the world is ``dp_shard``."""
+    """Return the sizes of all kinds of parallelism but ``dp_shard``.
+
+    Ranks of these kinds share a data-parallel rank's work or weights; the rest of the world is
+    ``dp_shard``.
+    """
     return {
         name: getattr(parallelism, name) for name in ("tp", "pp", "cp", "ulysses", "dp_replicate")
     }
 
 
 def said(sizes: Mapping[str, int]) -> str:
-    """For errors: those that are not 1."""
+    """Return the sizes that are not 1 as text for an error."""
     return (
         " x ".join(f"{name} {size}" for name, size in sizes.items() if size != 1)
         or "data-parallel ranks alone"
@@ -204,6 +231,9 @@ def said(sizes: Mapping[str, int]) -> str:
 
 
 def divide(lengths: Sequence[int], group: EngineGroup) -> list[list[int]]:
-    """Which documents each held shard has: balanced by tokens over all data-parallel ranks, in their given order."""
+    """Return the indices of each local dp shard's documents.
+
+    They are balanced by tokens over all data-parallel ranks, and keep their given order.
+    """
     bins = balance(lengths, group.dp_size)
     return [bins[rank] for rank in group.local_dp_ranks]

@@ -1,4 +1,4 @@
-"""Runs on one machine listen on its loopback interface alone."""
+"""Confinement of runs on one machine to its loopback interface."""
 
 from __future__ import annotations
 
@@ -14,27 +14,27 @@ _HOSTS = ("127.0.0.1", "localhost", "::1")
 
 
 def confined(rollout: RolloutSection | None = None) -> dict[str, str]:
-    """Return the variables that confine gloo and NCCL, which otherwise choose an interface that others reach.
+    """Return the variables that confine gloo and NCCL to the loopback interface.
 
-    Nothing is returned where the rollout's server is on another host: gloo or NCCL brings the weights to it.
+    Without them both choose an interface that other machines reach. Empty where the rollout's
+    server is on another host: gloo or NCCL brings the weights to it.
     """
     if rollout is not None and _is_elsewhere(rollout.options.get("url")):
         return {}
     for _, name in socket.if_nameindex():
         if name in _INTERFACES:
-            return {
-                "GLOO_SOCKET_IFNAME": name,
-                "NCCL_SOCKET_IFNAME": f"={name}",
-            }  # NCCL's "=": no prefix of a name
+            # NCCL reads a bare name as a prefix, and one after "=" as the whole name.
+            return {"GLOO_SOCKET_IFNAME": name, "NCCL_SOCKET_IFNAME": f"={name}"}
     return {}
 
 
 def stay(
     environment: Mapping[str, str] = os.environ, rollout: RolloutSection | None = None
 ) -> None:
-    """Confine this process's gloo and NCCL where the whole run is on this machine. What the user has set stays.
+    """Confine this process's gloo and NCCL where the whole run is on this machine.
 
-    torchrun's own store listens on every interface all the same (docs/security.md).
+    Variables that the user has set stay. torchrun's own store listens on every interface all the
+    same (docs/security.md).
     """
     world = environment.get("WORLD_SIZE", "1")
     # Without LOCAL_WORLD_SIZE another launcher has started the ranks, and they may be anywhere.
@@ -48,5 +48,6 @@ def _is_elsewhere(url: object) -> bool:
         return False
     try:
         return urlsplit(str(url)).hostname not in _HOSTS
-    except ValueError:  # no address: the rollout says so
+    except ValueError:
+        # The rollout itself refuses a text that is no address.
         return True

@@ -1,10 +1,13 @@
-"""Whether a placement fits, estimated before anything is loaded.
+"""An estimate, before anything is loaded, of whether a placement fits.
 
-An engine that learns (policy, critic) keeps for each parameter: the master weight, its gradient, Adam's two moments, all in the
-master's dtype and divided over the ranks that shard it; a reference model keeps the weight alone. A rollout keeps the weights in its
-dtype; one that sleeps while the engine trains has the gradients' place. With ``rollout.offload_engine`` they take turns, but for a sync,
-which brings the policy's weights to a rollout that is awake; reference and critic are away then. Activations, copies in the dtype of computation (an engine
-may make them layer by layer), caches and workspaces come on top, and are not estimated: what does not fit by this count cannot fit.
+An engine that learns (policy, critic) keeps for each parameter the master weight, its gradient and
+Adam's two moments, all in the master's dtype and divided over the ranks that shard it; a reference
+model keeps the weight alone. A rollout keeps the weights in its dtype; one that sleeps while the
+engine trains has the memory of the gradients. With ``rollout.offload_engine`` engine and rollout
+are time-shared, except for a sync, which brings the policy's weights to a rollout that is awake;
+reference and critic are offloaded then. Activations, copies in the dtype of computation (an engine
+may make them layer by layer), caches and workspaces come on top, and are not estimated: a placement
+that does not fit by this count cannot fit.
 """
 
 from __future__ import annotations
@@ -29,12 +32,8 @@ from engine_trainer.placement.replica import rollout_device, rollout_dtype
 from engine_trainer.utils.hf_models import MODEL_KEY, hf_config
 
 GIB = 1 << 30
-BYTES = {
-    "float32": 4,
-    "bfloat16": 2,
-    "float16": 2,
-    "float8": 2,
-}  # float8 is computed from bf16 weights
+# float8 is computed from bf16 weights.
+BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "float8": 2}
 
 WITH_MOMENTS = (
     "adamw",
@@ -45,14 +44,18 @@ WITH_MOMENTS = (
 @register
 @dataclass(frozen=True, kw_only=True)
 class Room:
-    """Memory of one device (a GPU, or a node's main memory); workers with the same ``device`` share it."""
+    """The free memory of one device (a GPU, or a node's main memory).
+
+    Workers with the same ``device`` share it.
+    """
 
     device: str
-    free: int  # bytes
+    free: int
+    """Free bytes."""
 
 
 def room(device: str) -> Room:
-    """Of this process."""
+    """Return this process's device and the bytes free on it."""
     name, free = device_of(device).room()
     return Room(
         device=f"{socket.gethostname()}:{name}" if name else socket.gethostname(), free=free
@@ -66,44 +69,61 @@ def check(
     engine: EngineConfig,
     device: str,
 ) -> None:
-    """Raise ``ConfigError`` that shows the count for the first device on which the workers do not fit.
+    """Raise ``ConfigError`` for the first device on which the workers do not fit.
+
+    The error shows the count.
 
     Args:
-        engines, rollouts: the room of every rank and of every replica.
-        engine: what each rank of the policy is told, on ``device``.
+        engines, rollouts: free memory of every rank and of every replica.
+        engine: configuration of each rank of the policy, on ``device``.
     """
     counts = _engines_bytes(config, engine, device)
-    held = {name: (kept + gradient) / len(engines) for name, (kept, gradient) in counts.items()}
-    train, serve = fsum(held.values()), _rollout_bytes(config.rollout, engine)
-    beside = fsum(kept for kept, _ in counts.values()) / len(engines)  # an awake rollout
+    # Bytes of a rank while it trains, by engine.
+    per_rank = {name: (kept + gradient) / len(engines) for name, (kept, gradient) in counts.items()}
+    train = fsum(per_rank.values())
+    serve = _rollout_bytes(config.rollout, engine)
     sleeps = config.rollout.sleep and device != "cpu"
-    by_turns = sleeps and config.rollout.offload_engine
+    time_shared = sleeps and config.rollout.offload_engine
+    # Bytes that a rank keeps while the rollout is awake.
+    if time_shared:
+        stays = counts["policy"][0] / len(engines)
+    elif sleeps:
+        stays = fsum(kept for kept, _ in counts.values()) / len(engines)
+    else:
+        stays = train
     for place in dict.fromkeys(r.device for r in [*engines, *rollouts]):
         free = min(r.free for r in [*engines, *rollouts] if r.device == place)
         trained, served = ([r.device for r in rooms].count(place) for rooms in (engines, rollouts))
-        stays = counts["policy"][0] / len(engines) if by_turns else beside if sleeps else train
         need = max(trained * train, trained * stays + served * serve)
         if need > free:
+            parts = ", ".join(f"{name} {count / GIB:.1f}" for name, count in per_rank.items())
+            names = ", ".join([*(per_rank if trained else ()), *(["rollout"] if served else ())])
             raise ConfigError(
                 "engine.memory",
-                f"what is placed on {place} needs {need / GIB:.1f} GiB at least, {free / GIB:.1f} GiB are free",
-                why=f"{_parameters(engine.model) / 1e9:.2f} B parameters; {trained} engine rank(s) of {train / GIB:.1f} GiB ("
-                + ", ".join(f"{name} {count / GIB:.1f}" for name, count in held.items())
-                + f") and {served} replica(s) of {serve / GIB:.1f} GiB"
-                + (", by turns" if by_turns else ""),
-                remedy="more ranks, rollouts elsewhere (launcher: ray, ray.rollouts), rollout.offload_engine, or engine.memory's offload",
+                f"{place} has {free / GIB:.1f} GiB free; {names} placed there need at least "
+                f"{need / GIB:.1f} GiB",
+                why=f"{_parameters(engine.model) / 1e9:.2f} B parameters; {trained} engine rank(s) "
+                f"of {train / GIB:.1f} GiB ({parts}) and {served} replica(s) of "
+                f"{serve / GIB:.1f} GiB" + (", time-shared" if time_shared else ""),
+                remedy="more ranks, rollouts elsewhere (launcher: ray, ray.rollouts), "
+                "rollout.offload_engine, or engine.memory's offload",
             )
 
 
 def _engines_bytes(
     config: RLConfig, policy: EngineConfig, device: str
 ) -> dict[str, tuple[int, int]]:
-    """Of every engine, over all ranks: what it keeps from step to step, and its gradients."""
+    """Return for every engine, over all ranks, the bytes that it keeps and those of its gradients.
+
+    It keeps the first from step to step.
+    """
     algorithm = config.algorithm
     found = {"policy": _engine_bytes(policy, _parameters(policy.model), device, learns=True)}
-    if policy.optimizer is None:  # it is only measured, and alone
+    # Without an optimizer the policy is only evaluated, and has no other engine next to it.
+    if policy.optimizer is None:
         return found
-    if algorithm.kl.coefficient and policy.lora is None:  # with an adapter: the policy without it
+    # With an adapter the reference is the policy without its adapter.
+    if algorithm.kl.coefficient and policy.lora is None:
         found["reference"] = _engine_bytes(policy, _parameters(policy.model), device, learns=False)
     if algorithm.critic is not None:
         critic = algorithm.critic.engine(config.engine)
@@ -116,17 +136,20 @@ def _engines_bytes(
 def _engine_bytes(
     engine: EngineConfig | EngineSection, parameters: int, device: str, *, learns: bool
 ) -> tuple[int, int]:
-    memory, optimizer = engine.memory, engine.optimizer
-    away = (
-        device != "cpu"
-    )  # what is offloaded goes to the host, which is no relief where the device is the host
-    weight, gradient, moments = 0 if away and memory.offload_params else 1, 0, 0
-    if learns and optimizer is not None and engine.lora is None:  # an adapter's share is small
+    memory = engine.memory
+    optimizer = engine.optimizer
+    # Offloading goes to the host's memory, which does not help where the device is the host.
+    can_offload = device != "cpu"
+    weight = 0 if can_offload and memory.offload_params else 1
+    gradient = 0
+    moments = 0
+    # An adapter's gradients and moments are small and not counted.
+    if learns and optimizer is not None and engine.lora is None:
         gradient = weight
-        if optimizer.name in WITH_MOMENTS and not (
-            away and (memory.offload_params or memory.offload_optimizer)
-        ):
-            moments = 2  # of another optimizer nothing is known: one in 8 bit keeps less
+        offloaded = can_offload and (memory.offload_params or memory.offload_optimizer)
+        # The state of optimizers that are not listed is unknown: one in 8 bit keeps less.
+        if optimizer.name in WITH_MOMENTS and not offloaded:
+            moments = 2
     size = parameters * BYTES[engine.precision.master] * engine.parallelism.dp_replicate
     return (weight + moments) * size, gradient * size
 
@@ -137,15 +160,20 @@ def _rollout_bytes(section: RolloutSection, engine: EngineConfig) -> float:
 
 
 def check_here(comm: Comm, config: RLConfig, engine: EngineConfig, device: str) -> None:
-    """``check`` for an engine rank and a replica in each process of ``comm``; all of them raise together."""
+    """Call ``check`` for an engine rank and a replica in each process of ``comm``.
+
+    All processes raise together.
+    """
     served = rollout_device(config.rollout, device)
 
     def rooms() -> tuple[Room, Room]:
-        device_of(device).adopt_local_rank()  # else every rank measures the first device
+        # Without its local rank every rank would measure the first device.
+        device_of(device).adopt_local_rank()
         return room(device), room(served)
 
     found = together(comm, rooms)
-    elsewhere = "url" in config.rollout.options  # a server that runs already
+    # With a url the rollout is a server that runs already.
+    elsewhere = "url" in config.rollout.options
     check(
         [own for own, _ in found],
         [] if elsewhere else [other for _, other in found],
@@ -156,14 +184,17 @@ def check_here(comm: Comm, config: RLConfig, engine: EngineConfig, device: str) 
 
 
 def _parameters(source: ModelSource, *, trunk: bool = False) -> int:
-    """Count a model's parameters; ``trunk``: without its head, as a value model has it."""
+    """Count a model's parameters.
+
+    ``trunk``: without its head, as a value model has it.
+    """
     overrides = json.dumps(dict(source.config_overrides))
     return _count(source.path, source.revision, source.trust_remote_code, overrides, trunk)
 
 
 @lru_cache(maxsize=4)
 def _count(path: str, revision: str | None, trusted: bool, overrides: str, trunk: bool) -> int:
-    """Count without memory: only shapes."""
+    """Count parameters from shapes alone, without memory."""
     import torch
     from transformers import AutoModel, AutoModelForCausalLM
 
@@ -178,6 +209,7 @@ def _count(path: str, revision: str | None, trusted: bool, overrides: str, trunk
     try:
         with torch.device("meta"):
             model = cls.from_config(config, trust_remote_code=trusted)
-    except Exception as error:  # each family's own code reads the configuration: an activation or a RoPE unknown to it
+    except Exception as error:
+        # Each family's own code reads the configuration, and may not know an activation or a RoPE.
         raise unbuildable(config, path, error, field=MODEL_KEY) from error
     return sum(p.numel() for p in model.parameters())

@@ -16,31 +16,32 @@ from engine_api.comm import Comm, SingleComm, TorchComm
 from engine_api.connections import Process
 from engine_api.errors import RankFailure
 
-_rounds = itertools.count()  # of this process; every rank calls as often
-_LOOK_S = 0.02  # between two looks for a rank's value
+_rounds = itertools.count()  # agreements of this process; every rank makes equally many
+_LOOK_S = 0.02  # seconds between two looks for a rank's value
 _LONGEST_LOOK_S = 0.5
 
 
 def meeting(timeout_s: float) -> Comm:
-    """Return the agreement of all ranks that torchrun started; of this process alone without it.
+    """Return the agreement of all ranks that torchrun started, or of this process alone without it.
 
     Args:
-        timeout_s: after which a rank that lives and does not come is a ``RankFailure``.
+        timeout_s: seconds after which a rank that lives and does not respond is a ``RankFailure``.
     """
     import torch.distributed as dist
 
     if int(os.environ.get("WORLD_SIZE", "1")) == 1:
         return SingleComm()
-    return (
-        TorchComm(timedelta(seconds=timeout_s)) if dist.is_initialized() else StoreComm(timeout_s)
-    )
+    if dist.is_initialized():
+        return TorchComm(timedelta(seconds=timeout_s))
+    return StoreComm(timeout_s)
 
 
 class StoreComm:
-    """Agreement through the store by which the ranks find each other (``MASTER_ADDR``, ``MASTER_PORT``).
+    """Agreement through the store by which the ranks find each other.
 
-    Whoever reaches that store can write to it. What it holds is decoded as data (``engine_api.codec``): a value of
-    somebody else is a ``CodecError``, or a wrong value, and nothing of it is run.
+    The store is at ``MASTER_ADDR`` and ``MASTER_PORT``. Any process that reaches it can write to
+    it. Its contents are decoded as data (``engine_api.codec``): a foreign value is a
+    ``CodecError``, or a wrong value, and none of it is executed.
     """
 
     def __init__(self, timeout_s: float) -> None:
@@ -48,18 +49,22 @@ class StoreComm:
         self.world_size = int(os.environ["WORLD_SIZE"])
         self._timeout_s = timeout_s
         self._store: Any = None
-        self._first = 0  # round of this agreement
-        self._known: dict[int, Process] = {}  # ranks that have said who they are
+        self._first = 0  # first round of this agreement
+        self._known: dict[int, Process] = {}  # published processes by rank
 
     def all_gather(self, value: Any) -> list[Any]:
-        """See ``Comm``. Raises ``RankFailure`` for a rank whose process has ended, or that does not come in time."""
+        """Return the values of all ranks; see ``Comm``.
+
+        Raises ``RankFailure`` for a rank whose process has ended, or that does not respond in time.
+        """
         import torch.distributed as dist
 
         round_ = next(_rounds)
         failed: CodecError | None = None
         try:
             message = encode((None, value))
-        except CodecError as error:  # told to the others, who wait for this rank; raised below
+        except CodecError as error:
+            # The other ranks wait for this one and receive the error; it is raised here below.
             failed = error
             message = encode((str(error), None))
         try:
@@ -67,7 +72,8 @@ class StoreComm:
                 self._store = self._met(round_)
             _publish(self._store, f"{round_}/{self.rank}", message)
             found = self._collect(round_)
-        except dist.DistError as error:  # the launcher, or the rank that serves the store
+        except dist.DistError as error:
+            # The launcher, or the rank that serves the store, is gone.
             raise RankFailure(
                 {0: f"the store that it or the launcher serves cannot be reached: {error}"}
             ) from error
@@ -80,17 +86,18 @@ class StoreComm:
         return [value for _, value in rows]
 
     def close(self) -> None:
-        """Let go of the store."""
+        """Release the store."""
         self._store = None
 
     def _met(self, round_: int) -> Any:
-        """Return the store, where this rank has said who it is."""
+        """Return the store, after this rank's process has been published in it."""
         import torch.distributed as dist
         from torch.distributed.rendezvous import rendezvous
 
         limit = timedelta(seconds=self._timeout_s)
         store, _, _ = next(rendezvous("env://", self.rank, self.world_size, timeout=limit))
-        mine = dist.PrefixStore("engine_trainer", store)  # pyright: ignore[reportPrivateImportUsage] - documented, not re-exported
+        # The class is documented, but not re-exported.
+        mine = dist.PrefixStore("engine_trainer", store)  # pyright: ignore[reportPrivateImportUsage]
         self._first = round_
         _publish(mine, f"process/{round_}/{self.rank}", encode(Process.this()))
         return mine
@@ -116,7 +123,7 @@ class StoreComm:
             pause = min(2 * pause, _LONGEST_LOOK_S)
 
     def _gone(self, ranks: list[int], round_: int) -> dict[int, str]:
-        """Return what became of those of ``ranks`` whose process has ended."""
+        """Return a description of each of ``ranks`` whose process has ended."""
         found: dict[int, str] = {}
         for rank in ranks:
             process = self._process(rank)
@@ -136,7 +143,10 @@ class StoreComm:
         if process is None:
             return f"it has not come within {self._timeout_s:g} s; nothing is known of it"
         state = "is stopped" if process.is_stopped() else "does not come"
-        return f"its process {process.pid} on {process.host} {state}, {self._timeout_s:g} s on; its log: {process.log}"
+        return (
+            f"its process {process.pid} on {process.host} {state}, {self._timeout_s:g} s on; "
+            f"its log: {process.log}"
+        )
 
     def _process(self, rank: int) -> Process | None:
         key = f"process/{self._first}/{rank}"
@@ -155,7 +165,7 @@ def _row(key: str, value: Any) -> tuple[str | None, Any]:
 
 
 def _publish(store: Any, key: str, message: bytes) -> None:
-    """Write a key that nobody has written. Raises ``CodecError`` where somebody has."""
+    """Write a key that no one has written yet. Raises ``CodecError`` if it exists."""
     if store.check([key]):
         raise _foreign(key, store.get(key)[:16])
     store.set(key, message)
@@ -166,5 +176,6 @@ def _foreign(key: str, found: object) -> CodecError:
         "the run's store holds a value that no rank has written",
         where=f"MASTER_ADDR:MASTER_PORT, key engine_trainer/{key}",
         why=f"found {found!r}",
-        remedy="see who else can reach this port: it is open to the run's network, without a password",
+        remedy="see who else can reach this port: it is open to the run's network, "
+        "without a password",
     )

@@ -1,4 +1,4 @@
-"""One replica of a rollout: it generates, and judges what it generated."""
+"""One replica of a rollout, which generates completions and scores them."""
 
 from __future__ import annotations
 
@@ -29,30 +29,33 @@ from engine_trainer.telemetry.logs import Timers
 @register
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ScoredCompletion:
-    """One completion, judged."""
+    """One completion with its score."""
 
-    tokens: list[int]  # the stop token included
-    log_probs: list[float]  # the rollout's, one a token
+    tokens: list[int]
+    """Token ids, the stop token included."""
+    log_probs: list[float]
+    """The rollout's log-prob of each token."""
     text: str
-    finished: bool  # it came to a stop by itself
+    finished: bool
+    """True if the completion stopped by itself."""
     score: Score
-    weight_versions: list[int] = field(
-        default_factory=list[int]
-    )  # one a token, of the weights that made it
-    loss_weights: list[float] | None = (
-        None  # one a token, 0 where a tool made it; None: the model made all
-    )
-    figures: dict[str, float] = field(default_factory=dict[str, float])  # of an agent's trajectory
-    problem: str = ""  # what the agent's function raised
+    weight_versions: list[int] = field(default_factory=list[int])
+    """The version of the weights that made each token."""
+    loss_weights: list[float] | None = None
+    """One per token, 0 where a tool made it; None: the model made all tokens."""
+    figures: dict[str, float] = field(default_factory=dict[str, float])
+    """Figures of an agent's trajectory."""
+    problem: str = ""
+    """The error that the agent's function raised, as text; empty without one."""
 
     @property
     def num_generated(self) -> int:
-        """Tokens that the model made."""
+        """The number of tokens that the model made."""
         return len(self.tokens) if self.loss_weights is None else int(sum(self.loss_weights))
 
     @property
     def versions(self) -> list[int]:
-        """Of the weights that made each token of the model; a tool's have none."""
+        """The weight version of each token of the model; a tool's tokens have none."""
         if self.loss_weights is None:
             return self.weight_versions
         return [
@@ -62,7 +65,7 @@ class ScoredCompletion:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Group:
-    """The answers to one prompt."""
+    """The completions of one prompt."""
 
     prompt: Prompt
     completions: list[ScoredCompletion]
@@ -70,7 +73,7 @@ class Group:
 
 @dataclass(frozen=True, kw_only=True)
 class RolloutSpec:
-    """All that a process needs to make a replica and the exporter that feeds it."""
+    """All that a process needs to build a replica and the exporter that feeds it."""
 
     section: RolloutSection
     reward: RewardSection
@@ -87,21 +90,24 @@ class RolloutSpec:
 
     @property
     def dtype(self) -> str:
-        """In which it computes."""
+        """The dtype that the rollout computes in."""
         return rollout_dtype(self.section, self.engine_config)
 
 
+# By default a rollout computes on the engine's device and in its dtype, for a small mismatch.
 DTYPES = ("float32", "bfloat16", "float16")
-# Unless told otherwise a rollout computes where and as the engine does: the nearer, the smaller the mismatch.
 
 
 def rollout_device(section: RolloutSection, engine_device: str) -> str:
-    """The device type of a rollout that serves an engine."""
+    """Return the device type of a rollout that serves an engine."""
     return engine_device if section.device == "auto" else section.device
 
 
 def rollout_dtype(section: RolloutSection, engine_config: EngineConfig) -> str:
-    """In which it computes. Raises ``ConfigError`` for what is no dtype of one."""
+    """Return the dtype the rollout computes in.
+
+    Raises ``ConfigError`` for an unknown dtype.
+    """
     compute = engine_config.precision.compute
     dtype = section.options.get("dtype", "bfloat16" if compute == "float8" else compute)
     if dtype not in DTYPES:
@@ -114,7 +120,10 @@ def rollout_dtype(section: RolloutSection, engine_config: EngineConfig) -> str:
 
 
 class Replica:
-    """A rollout, and the rewards of what it says; with an agent, of whole conversations."""
+    """A rollout and the rewards of its completions.
+
+    With an agent it generates whole conversations.
+    """
 
     def __init__(
         self,
@@ -124,14 +133,18 @@ class Replica:
         timers: Timers,
         agent: AgentLoop | None = None,
     ) -> None:
-        self.rollout, self.scorer, self.tokenizer, self.timers = rollout, scorer, tokenizer, timers
+        self.rollout = rollout
+        self.scorer = scorer
+        self.tokenizer = tokenizer
+        self.timers = timers
         self.agent = agent
 
     @staticmethod
     def create(spec: RolloutSpec, timers: Timers) -> Replica:
-        """Raises ``PluginError``, ``ConfigError``."""
+        """Build a replica. Raises ``PluginError``, ``ConfigError``."""
         with ExitStack() as stack:
-            scorer = Scorer.from_section(spec.reward)  # first: a mistake there costs nothing yet
+            # The scorer comes first, because a mistake there costs nothing yet.
+            scorer = Scorer.from_section(spec.reward)
             stack.callback(scorer.close)
             agent = AgentLoop(spec.agent, spec.tokenizer) if spec.agent else None
             made = Replica(create_rollout(spec), scorer, spec.tokenizer, timers, agent)
@@ -141,22 +154,25 @@ class Replica:
     def generate_and_score(
         self, prompts: Sequence[Prompt], sampling: SamplingParams
     ) -> list[list[ScoredCompletion]]:
-        """``sampling.n`` judged answers to each prompt. Raises ``RolloutError``, ``RewardError``, ``AgentError``."""
+        """Generate ``sampling.n`` completions per prompt and score them.
+
+        Raises ``RolloutError``, ``RewardError``, ``AgentError``.
+        """
         if self.agent is not None:
             return self._converse(self.agent, prompts, sampling)
         with self.timers.phase("generate"):
             completions = self.rollout.generate([p.tokens for p in prompts], sampling)
         with self.timers.phase("reward"):
-            answers = self.score([prompts[c.prompt_index] for c in completions], completions)
+            scored = self.score([prompts[c.prompt_index] for c in completions], completions)
         by_prompt: list[list[ScoredCompletion]] = [[] for _ in prompts]
-        for completion, answer in zip(completions, answers, strict=True):
-            by_prompt[completion.prompt_index].append(answer)
+        for completion, scored_completion in zip(completions, scored, strict=True):
+            by_prompt[completion.prompt_index].append(scored_completion)
         return by_prompt
 
     def score(
         self, prompts: Sequence[Prompt], completions: Sequence[Completion]
     ) -> list[ScoredCompletion]:
-        """Each completion with its reward; ``prompts`` are theirs, one a completion."""
+        """Score each completion; ``prompts`` has the prompt of each."""
         texts = [self.tokenizer.decode(c.tokens) for c in completions]
         samples = [
             Sample(
@@ -188,13 +204,13 @@ class Replica:
             said = agent.run(self.rollout, prompts, sampling)
         with self.timers.phase("reward"):
             pairs = [(p, t) for p, row in zip(prompts, said, strict=True) for t in row]
-            answers = iter(self.score_trajectories(pairs))
-            return [[next(answers) for _ in row] for row in said]
+            scored = iter(self.score_trajectories(pairs))
+            return [[next(scored) for _ in row] for row in said]
 
     def score_trajectories(
         self, said: Sequence[tuple[Prompt, Trajectory]]
     ) -> list[ScoredCompletion]:
-        """Each conversation, with its problem, with its reward."""
+        """Score each conversation, given with its prompt."""
         scores = self.scorer.score([sample_of(prompt, trajectory) for prompt, trajectory in said])
         return [
             _score_trajectory(trajectory, score)
@@ -202,7 +218,7 @@ class Replica:
         ]
 
     def close(self) -> None:
-        """Close the rollout, and end the processes that judge; idempotent."""
+        """Close the rollout, and end the processes of the rewards; idempotent."""
         try:
             self.rollout.close()
         finally:
@@ -210,7 +226,10 @@ class Replica:
 
 
 def sample_of(prompt: Prompt, said: ScoredCompletion | Trajectory) -> Sample:
-    """What a reward is given of an answer to ``prompt``; of a trajectory with what its function noted."""
+    """Return the sample that a reward receives for a completion of ``prompt``.
+
+    For a trajectory it includes the info that its function noted.
+    """
     noted = said.info if isinstance(said, Trajectory) else {}
     return Sample(
         prompt=prompt.rendered,
@@ -245,7 +264,7 @@ def _finished(completion: Completion) -> bool:
 
 
 def create_exporter(spec: RolloutSpec) -> WeightExporter:
-    """What turns the engine's weights into what the rollout installs; on every rank of the engine."""
+    """Build the exporter of the engine's weights in the rollout's form, on every engine rank."""
     section = spec.section
     return RolloutRegistry.create_exporter(
         name=section.name,
@@ -259,7 +278,10 @@ def create_exporter(spec: RolloutSpec) -> WeightExporter:
 
 
 def create_rollout(spec: RolloutSpec) -> Rollout:
-    """Raises ``PluginError``; ``ConfigError`` for an option that the rollout does not take."""
+    """Build the rollout.
+
+    Raises ``PluginError``; ``ConfigError`` for an option that the rollout does not take.
+    """
     section = spec.section
     arguments = {**section.options, "dtype": spec.dtype, **served_adapter(spec)}
     if section.quantization != "none":
@@ -274,7 +296,8 @@ def create_rollout(spec: RolloutSpec) -> Rollout:
             batch_size=section.batch_size,
             **arguments,
         )
-    except TypeError as error:  # an argument that its class does not take
+    except TypeError as error:
+        # The rollout's class does not take an argument.
         if "'quantization'" in str(error):
             raise ConfigError(
                 "rollout.quantization",
@@ -291,11 +314,14 @@ def create_rollout(spec: RolloutSpec) -> Rollout:
 
 
 def served_adapter(spec: RolloutSpec) -> dict[str, LoraConfig]:
-    """The argument ``lora`` of exporter and rollout; nothing where merged weights are served.
+    """Return the argument ``lora`` of exporter and rollout; empty where merged weights are served.
 
-    Raises ``ConfigError`` where the engine has no adapter or cannot export its base, or the rollout serves none.
+    Raises ``ConfigError`` where the engine has no adapter or cannot export its base, or the rollout
+    serves none.
     """
-    section, given, lora = spec.section, spec.engine, spec.engine_config.lora
+    section = spec.section
+    given = spec.engine
+    lora = spec.engine_config.lora
     if section.lora == "merged":
         return {}
 

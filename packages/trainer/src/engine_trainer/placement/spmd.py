@@ -1,6 +1,7 @@
-"""Engines and rollouts in the processes that run the loop: one process, or every rank of torchrun.
+"""Engines and rollouts in the processes that run the loop, one process or every rank of torchrun.
 
-Every method is called on all ranks together. A rank holds the shard of its own data-parallel rank.
+Every method is called on all ranks together. The dp shard of a rank's own data-parallel rank is
+local to it.
 """
 
 from __future__ import annotations
@@ -37,10 +38,15 @@ T = TypeVar("T")
 
 
 class SpmdEngines:
-    """This rank's engine as a group; see ``EngineGroup``."""
+    """This rank's engine as a group.
+
+    See ``EngineGroup``.
+    """
 
     def __init__(self, engine: Engine, comm: Comm, device: str) -> None:
-        self.engine, self.comm, self.device = engine, comm, device
+        self.engine = engine
+        self.comm = comm
+        self.device = device
         self.dp_size = engine.topology.dp_size
         self.local_dp_ranks: Sequence[int] = (engine.topology.dp_rank,)
 
@@ -80,7 +86,10 @@ class SpmdEngines:
         return Trained(output=output, observed=[] if noted is None else self.comm.all_gather(noted))
 
     def gather(self, rows: Sequence[T]) -> list[T]:
-        """See ``EngineGroup``; the row of a data-parallel rank is its primary rank's."""
+        """Return all rows; see ``EngineGroup``.
+
+        The row of a data-parallel rank is its primary rank's.
+        """
         (row,) = rows
         topology = self.engine.topology
         return _by_rank(
@@ -113,19 +122,25 @@ class SpmdEngines:
 
 
 class SpmdRollouts:
-    """A replica on every rank, however the engine divides its work: all of them generate. See ``RolloutGroup``.
+    """A replica on every rank, so that all of them generate; see ``RolloutGroup``.
 
-    A server may make process groups, which every rank must take part in: with replicas on some ranks only it would hang.
+    There is one on every rank however the engine divides its work: a server may make process
+    groups, which every rank must take part in. With replicas on some ranks only it would hang.
     """
 
     def __init__(self, replica: Replica, exporter: WeightExporter, policy: SpmdEngines) -> None:
-        self.replica, self.exporter, self.policy = replica, exporter, policy
+        self.replica = replica
+        self.exporter = exporter
+        self.policy = policy
         topology = policy.engine.topology
         self.size = topology.world_size
         self.local_replicas: Sequence[int] = (topology.rank,)
 
     def sync(self) -> list[SyncResult]:
-        """See ``RolloutGroup``. Raises ``RolloutError``: all ranks together."""
+        """Sync all replicas; see ``RolloutGroup``.
+
+        Raises ``RolloutError``: all ranks together.
+        """
         return together(self.policy.comm, self._sync)
 
     def wake_up(self, *, weights: bool) -> None:
@@ -142,7 +157,10 @@ class SpmdRollouts:
     def generate_and_score(
         self, prompts: Sequence[Sequence[Prompt]], sampling: SamplingParams
     ) -> list[list[list[ScoredCompletion]]]:
-        """See ``RolloutGroup``. Raises ``RolloutError``, ``RewardError``; ``RankFailure`` on the other ranks."""
+        """Generate and score; see ``RolloutGroup``.
+
+        Raises ``RolloutError``, ``RewardError``; ``RankFailure`` on the other ranks.
+        """
         (local,) = prompts
         return together(self.policy.comm, lambda: self.replica.generate_and_score(local, sampling))
 
@@ -157,16 +175,18 @@ class SpmdRollouts:
         try:
             return self.replica.rollout.update_weights(export, engine.weight_version)
         finally:
-            for _ in export:  # one whose sync failed gathers along
+            # A rank whose sync failed still takes part in the other ranks' gathers.
+            for _ in export:
                 pass
 
 
 class Spmd:
-    """Everything in this process. See ``Launcher``.
+    """A launcher that runs everything in this process; see ``Launcher``.
 
     Args:
-        config: of a run of RL, whose placement is checked before anything is loaded; None: it is somebody else's to check.
-        timeout_s: that a rank which lives may keep the others waiting between the engine's calls.
+        config: configuration of an RL run, whose placement is checked before anything is loaded;
+            None: the caller has checked it.
+        timeout_s: seconds that a live rank may keep other ranks waiting between the engine's calls.
     """
 
     def __init__(
@@ -199,14 +219,18 @@ class Spmd:
         return found.device, found.plugin.capabilities
 
     def engines(self, section: EngineSection, config: EngineConfig, device: str) -> SpmdEngines:
-        """See ``Launcher``. Raises ``ConfigError``, on all ranks, when policy and rollout cannot fit."""
+        """Build an engine; see ``Launcher``.
+
+        Raises ``ConfigError``, on all ranks, when policy and rollout cannot fit.
+        """
         if not self._made and self._config is not None:
             check_here(self.comm, self._config, config, device)
         engine: Engine = EngineRegistry.create(
             model_type=section.model_type, backend=section.backend, device=device, config=config
         )
         engine.initialize()
-        if not self._made:  # the first engine makes the process group
+        # The first engine makes the process group.
+        if not self._made:
             self.comm.close()
             several = engine.topology.world_size > 1
             self.comm = TorchComm(timedelta(seconds=self._timeout_s)) if several else SingleComm()
@@ -214,7 +238,10 @@ class Spmd:
         return self._made[-1]
 
     def rollouts(self, spec: RolloutSpec, timers: Timers) -> SpmdRollouts:
-        """See ``Launcher``. Raises ``PluginError``, ``ConfigError``: all ranks together."""
+        """Build the replicas; see ``Launcher``.
+
+        Raises ``PluginError``, ``ConfigError``: all ranks together.
+        """
         policy = self._made[0]
 
         def build() -> tuple[Replica, WeightExporter]:
@@ -230,7 +257,8 @@ class Spmd:
     def profile(self, folder: Path | None) -> None:
         """See ``Launcher``."""
         if folder is None:
-            trace, self._trace = self._trace, None
+            trace = self._trace
+            self._trace = None
             if trace is not None:
                 trace.end()
             return
@@ -238,10 +266,14 @@ class Spmd:
         self._trace.begin(folder)
 
     def close(self) -> None:
-        """See ``Launcher``; agrees on nothing, for after an error other ranks may be anywhere."""
+        """Close the engines; see ``Launcher``.
+
+        It agrees on nothing, because after an error other ranks may be anywhere.
+        """
         if self._made:
             self.comm.close()
-        while self._made:  # the policy last: its process group is everybody's
+        # The policy comes last: all engines use its process group.
+        while self._made:
             self._made.pop().close()
 
 
@@ -252,7 +284,7 @@ def _resolve(section: EngineSection) -> Resolution:
 
 
 def _by_rank(rows: Sequence[tuple[int, T] | None]) -> list[T]:
-    """What the primary ranks said, by data-parallel rank."""
+    """Return the primary ranks' rows by data-parallel rank."""
     return [row for _, row in sorted((r for r in rows if r is not None), key=lambda pair: pair[0])]
 
 

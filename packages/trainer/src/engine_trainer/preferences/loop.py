@@ -46,7 +46,7 @@ class Objective(Protocol):
     beta: float
 
     def weights(self, pair: Pair) -> tuple[list[float], list[float]]:
-        """Return the factors of the tokens that are summed in the chosen and the rejected document."""
+        """Return the factors that sum the tokens of the chosen and of the rejected document."""
         ...
 
     def offsets(self, heldout: bool, indices: Sequence[int], batch: Batch) -> torch.Tensor:
@@ -212,7 +212,10 @@ class PairTrainer:
     # --- inside ---------------------------------------------------------------------------------
 
     def _pack(self, indices: Sequence[int], *, heldout: bool) -> tuple[Batch, list[int]]:
-        """Return the batch of this rank's pairs, chosen and rejected alternating, and their indices."""
+        """Return the batch of this rank's pairs and their indices.
+
+        Chosen and rejected documents alternate.
+        """
         dataset = self.data.of(heldout)
         (positions,) = divide([len(dataset[i]) for i in indices], self.run.policy)
         local = [indices[k] for k in positions]
@@ -221,7 +224,10 @@ class PairTrainer:
     def _score(
         self, batch: Batch, local: Sequence[int], *, heldout: bool
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """``[n]`` losses, ``[n]`` slopes, and ``[2n]`` sums of the documents, all float64, of this rank's pairs."""
+        """Return losses ``[n]``, slopes ``[n]`` and document sums ``[2n]`` of this rank's pairs.
+
+        All are float64.
+        """
         sums = document_sums(self.run.engine.infer_batch(batch), batch)
         sums = sums - self.objective.offsets(heldout, local, batch)
         loss, slope = pair_loss(sums[0::2] - sums[1::2], self.objective.beta, self.objective.loss)

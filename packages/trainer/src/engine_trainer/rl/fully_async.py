@@ -27,8 +27,8 @@ from engine_trainer.rl.experience import (
 )
 from engine_trainer.sampling.sampler import Sampler
 
-# Seconds between two looks while a replica is idle: a step may take groups, which makes work for it.
 POLL_S = 0.05
+"""Seconds between two looks while a replica is idle: a step may take groups, which makes work."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -177,7 +177,7 @@ class FullyAsync:
         if self._failed is not None:
             raise self._failed
 
-    # --- generating, in the thread ------------------------------------------------------------------
+    # --- generating, in the thread ----------------------------------------------------------------
 
     def _run(self) -> None:
         running: dict[int, _Slice] = {}  # by replica

@@ -1,4 +1,5 @@
-"""The RL loop on a Ray cluster: one controller without weights, and actors that hold engines and rollouts.
+"""The RL loop on a Ray cluster, with a controller without weights and actors that have them.
 
-``train_on_ray`` is the loop of ``engine_trainer.rl.loop`` with another ``Launcher``. Needs the extra ``ray``.
+The actors hold engines and rollouts. ``train_on_ray`` is the loop of ``engine_trainer.rl.loop``
+with a different ``Launcher``. Needs the extra ``ray``.
 """

@@ -1,4 +1,4 @@
-"""What the actors share. Every method is reached through ``call``, which measures it."""
+"""The base of all actors, whose methods are reached through ``call``, which measures them."""
 
 from __future__ import annotations
 
@@ -23,37 +23,36 @@ from engine_trainer.telemetry.profiling import Trace
 
 
 class Worker:
-    """What both kinds share.
+    """The base class of both kinds of workers.
 
     Args:
-        name: as the controller's errors and figures call it.
+        name: name in the controller's errors and figures.
     """
 
     def __init__(self, name: str) -> None:
         self.name = name
         self.timers = Timers()
-        self._wire: WeightWire | None = (
-            None  # the engine's end or a rollout's, where they are apart
-        )
+        # The engine's end or a rollout's, where they are in different processes.
+        self._wire: WeightWire | None = None
         self._trace = Trace(name)
 
     def setup(
         self, folder: str, path: Sequence[str], imports: Sequence[str], seed: tuple[int, int]
     ) -> None:
-        """Make this process ready; the first call.
+        """Make this process ready, as the first call.
 
         Args:
-            folder: the controller's working directory: relative paths mean the same here, where it exists.
-            path: where the controller finds modules; they are looked for there after this process's own places.
+            folder: the controller's working directory; relative paths mean the same here, where it
+                exists.
+            path: the controller's module search path; it is appended to this process's own.
             imports: modules that register engines, rollouts or rewards in process.
-            seed: the run's, and this worker's number among all of them.
+            seed: the run's seed, and this worker's number among all workers.
         """
         seed_all(seed[0], rank=seed[1])
-        with suppress(
-            FileNotFoundError
-        ):  # on another node a path must be absolute, as with torchrun
+        # On other nodes the folder may not exist; paths must be absolute there, as with torchrun.
+        with suppress(FileNotFoundError):
             os.chdir(folder)
-        sys.path += [place for place in path if place not in sys.path]
+        sys.path += [entry for entry in path if entry not in sys.path]
         for module in imports:
             try:
                 importlib.import_module(module)
@@ -66,7 +65,7 @@ class Worker:
                 ) from error
 
     def call(self, method: str, *arguments: Any) -> Reply:
-        """The method's value, and how long it took."""
+        """Return the value of a method, and the time it took."""
         begin = time.perf_counter()
         value = getattr(self, method)(*arguments)
         phases = {
@@ -75,19 +74,22 @@ class Worker:
         return Reply(value=value, seconds=time.perf_counter() - begin, phases=phases)
 
     def profile(self, folder: Path | None) -> None:
-        """See ``Launcher.profile``."""
-        self._trace.end() if folder is None else self._trace.begin(folder)
+        """Begin or end a trace; see ``Launcher.profile``."""
+        if folder is None:
+            self._trace.end()
+        else:
+            self._trace.begin(folder)
 
     def room(self, device: str) -> memory.Room:
-        """The memory that this worker may use."""
+        """Return the memory that this worker may use."""
         return memory.room(device)
 
     def close(self) -> None:
-        """Give everything back; idempotent."""
+        """Close the wire; idempotent."""
         if self._wire is not None:
             self._wire.close()
 
 
 def address() -> str:
-    """Of this node, as the others reach it."""
+    """Return this node's address, as other nodes reach it."""
     return str(ray.util.get_node_ip_address())

@@ -1,7 +1,8 @@
-"""Conversations in slices: after each one weights may change, and what was begun goes on with the new ones.
+"""Conversations in slices, so that weights may change after each slice.
 
-The functions are on an event loop in a thread of its own, so that their tools work on while the model generates and while
-weights come. The model is asked in slices as for plain completions (``continuing``).
+A conversation continues with the new weights. The functions run on an event loop in a thread of its
+own, so that their tools work while the model generates and while weights are synced. The model is
+asked in slices as for plain completions (``partial_rollouts``).
 """
 
 from __future__ import annotations
@@ -21,12 +22,16 @@ from engine_trainer.data import Prompt
 from engine_trainer.placement.replica import Replica, ScoredCompletion
 from engine_trainer.utils.threads import event_loop
 
-FAREWELL_S = 2.0  # for functions to let go when they are cancelled
+FAREWELL_S = 2.0
+"""Seconds that functions have to end when they are cancelled."""
 
 
 @dataclass(kw_only=True)
 class _Group:
-    """A prompt with its conversations so far; fewer than wanted until all have begun."""
+    """A prompt with its conversations so far.
+
+    They are fewer than wanted until all have begun.
+    """
 
     key: int
     prompt: Prompt
@@ -34,23 +39,24 @@ class _Group:
 
 
 class Conversing:
-    """The conversations that one replica has under way, at most ``agent.concurrency`` at a time.
+    """The conversations that one replica is running, at most ``agent.concurrency`` at a time.
 
     Args:
-        sampling: of whole conversations; its seed is not read.
-        slice_tokens: at most so many tokens a turn and call.
+        sampling: parameters of whole conversations; its seed is not read.
+        slice_tokens: maximum number of tokens per turn and call.
     """
 
     def __init__(
         self, replica: Replica, agent: AgentLoop, sampling: SamplingParams, slice_tokens: int
     ) -> None:
-        self._replica, self._agent, self._sampling = replica, agent, sampling
+        self._replica = replica
+        self._agent = agent
+        self._sampling = sampling
         self._turns = Sliced(sampling, slice_tokens)
         self._groups: list[_Group] = []
         self._numbers = itertools.count()
-        self._asked: float | None = (
-            None  # since when the loop has not answered, by time.monotonic()
-        )
+        # Time by time.monotonic since when the loop has not responded.
+        self._asked: float | None = None
         loops: Future[asyncio.AbstractEventLoop] = Future()
         self._thread = threading.Thread(target=_serve, args=(loops,), name="converse", daemon=True)
         self._thread.start()
@@ -59,9 +65,10 @@ class Conversing:
     def advance(
         self, new: Sequence[tuple[int, Prompt]], seed: int
     ) -> list[tuple[int, list[ScoredCompletion]]]:
-        """One slice of every turn that is asked for; the groups that are complete, judged, by key.
+        """Generate one slice of every requested turn, and return the complete groups by key.
 
-        It waits for no tool: where nobody asks it returns soon, that weights may come.
+        The groups are scored. It waits for no tool: without requests it returns soon, so that
+        weights may be synced.
 
         Raises ``RolloutError``, ``RewardError``, ``AgentError``.
         """
@@ -80,7 +87,10 @@ class Conversing:
             ]
 
     def close(self) -> None:
-        """Cancel what runs; idempotent. A function that blocks the loop is not waited for."""
+        """Cancel the running conversations; idempotent.
+
+        A function that blocks the loop is not waited for.
+        """
         if self._thread.is_alive():
             self._loop.call_soon_threadsafe(self._loop.stop)
             self._thread.join(2 * FAREWELL_S)
@@ -88,7 +98,10 @@ class Conversing:
     # --- inside ---------------------------------------------------------------------------------
 
     def _watch(self) -> None:
-        """Raise ``AgentError`` where a function holds the event loop: no call here would ever notice."""
+        """Raise ``AgentError`` where a function blocks the event loop.
+
+        No other call here would notice it.
+        """
         limit = self._agent.section.timeout_s
         if self._asked is None:
             self._asked = time.monotonic()
@@ -105,7 +118,7 @@ class Conversing:
         self._asked = None
 
     def _begin(self) -> None:
-        """As many conversations as there are places for, in the order of their groups."""
+        """Start as many conversations as there are free slots, in the order of their groups."""
         free = self._agent.section.concurrency - sum(
             not f.done() for group in self._groups for f in group.said
         )
@@ -113,7 +126,8 @@ class Conversing:
             for _ in range(min(free, self._sampling.n - len(group.said))):
                 self._turns.enter()
                 one = asyncio.run_coroutine_threadsafe(self._one(group.prompt), self._loop)
-                one.add_done_callback(lambda _: self._turns.leave())  # once its result can be read
+                # The callback runs once the result can be read.
+                one.add_done_callback(lambda _: self._turns.leave())
                 group.said.append(one)
                 free -= 1
 
@@ -122,15 +136,17 @@ class Conversing:
             return await self._agent.converse(
                 next(self._numbers), prompt, self._turns, self._sampling
             )
-        except (
-            KeyboardInterrupt
-        ) as error:  # the function's own: a signal's comes in the main thread
+        except KeyboardInterrupt as error:
+            # The function raised it itself: that of a signal is raised in the main thread.
             raise AgentError.failed(
                 f"it raised {type(error).__name__}: {error}", prompt, 1, 0
             ) from error
 
     def _ended(self, group: _Group) -> bool:
-        """Whether all of its conversations have; raises what one of them raised."""
+        """Return whether all conversations of a group have ended.
+
+        Raises the error of a failed one.
+        """
         for future in group.said:
             if future.done():
                 future.result()
@@ -144,4 +160,6 @@ def _serve(made: Future[asyncio.AbstractEventLoop]) -> None:
             try:
                 return loop.run_forever()
             except (SystemExit, KeyboardInterrupt):
-                continue  # of a task that a function has started: whoever awaits it is given it, the others go on
+                # A task that a function started raised it: the error reaches whoever awaits that
+                # task, and other conversations continue.
+                continue

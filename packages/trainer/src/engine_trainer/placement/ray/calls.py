@@ -1,4 +1,7 @@
-"""Calling actors: every call has a deadline, and what a dead or silent one leaves behind is one clear error."""
+"""Calls of actors, each with a deadline.
+
+A dead or silent worker becomes one clear error.
+"""
 
 from __future__ import annotations
 
@@ -14,27 +17,33 @@ from ray.exceptions import RayActorError, RayError, RayTaskError
 from engine_api.errors import EngineError, RankFailure
 from engine_trainer.placement.ray.meter import Meter
 
-SHOWN = 400  # characters of Ray's own words
-GRACE_S = (
-    5.0  # for the others to say what went wrong, once one has failed: the reason may be theirs
-)
+SHOWN = 400
+"""Maximum number of characters of Ray's own message in an error."""
+GRACE_S = 5.0
+"""Seconds that other calls have to fail, after a first one has: the cause may be theirs."""
 
 
 class WorkerLost(EngineError):
-    """A worker, or its node, ended or fell silent; a restart from the last checkpoint may help."""
+    """A worker, or its node, ended or stopped responding.
+
+    A restart from the last checkpoint may help.
+    """
 
 
 class WorkerFailed(EngineError):
-    """A worker raised something that the contract does not know; it would do so again."""
+    """A worker raised an error outside of the contract.
+
+    It would raise it again after a restart.
+    """
 
 
 @dataclass(frozen=True, kw_only=True)
 class Reply:
-    """What a worker's method gave.
+    """The result of a worker's method.
 
     Attributes:
-        seconds: that it took, on the worker's clock.
-        phases: of them, by name.
+        seconds: duration on the worker's clock.
+        phases: the seconds of its phases, by name.
     """
 
     value: Any
@@ -44,7 +53,7 @@ class Reply:
 
 @dataclass(frozen=True, kw_only=True)
 class Call:
-    """One running call of one actor."""
+    """A running call of one actor."""
 
     ref: Any
     worker: str
@@ -55,14 +64,17 @@ class Pool:
     """Actors of one kind, in the order of their ranks.
 
     Args:
-        name: of the kind; workers are called ``name-0``, ``name-1``, …
-        actors: with a method ``call(method, *arguments) -> Reply``.
-        timeout_s: deadline of a call.
-        meter: is told how long each took.
+        name: name of the kind; workers are called ``name-0``, ``name-1``, …
+        actors: actors with a method ``call(method, *arguments) -> Reply``.
+        timeout_s: deadline of a call in seconds.
+        meter: receives the duration of each call.
     """
 
     def __init__(self, name: str, actors: Sequence[Any], timeout_s: float, meter: Meter) -> None:
-        self.name, self.actors, self.timeout_s, self.meter = name, list(actors), timeout_s, meter
+        self.name = name
+        self.actors = list(actors)
+        self.timeout_s = timeout_s
+        self.meter = meter
         for rank in range(len(self.actors)):
             meter.add(self.worker(rank))
 
@@ -70,11 +82,11 @@ class Pool:
         return len(self.actors)
 
     def worker(self, rank: int) -> str:
-        """Its name in errors and figures."""
+        """Return a worker's name in errors and figures."""
         return f"{self.name}-{rank}"
 
     def start(self, rank: int, method: str, *arguments: Any) -> Call:
-        """Begin one call; ``finish`` waits for it."""
+        """Start one call; ``finish`` waits for it."""
         return Call(
             ref=self.actors[rank].call.remote(method, *arguments),
             worker=self.worker(rank),
@@ -82,18 +94,21 @@ class Pool:
         )
 
     def start_all(self, method: str, *arguments: Any) -> list[Call]:
-        """Begin the same call on all of them."""
+        """Start the same call on all workers."""
         return [self.start(rank, method, *arguments) for rank in range(len(self))]
 
     def call_all(self, method: str, *arguments: Any) -> list[Any]:
-        """The same call on all of them; their values by rank."""
+        """Make the same call on all workers, and return their values by rank."""
         return [reply.value for reply in self.finish(self.start_all(method, *arguments))]
 
     def finish(self, calls: Sequence[Call], *, start_timeout_s: float = 0.0) -> list[Reply]:
-        """Wait for calls of any pool, in their order. Raises as ``finish``.
+        """Wait for calls of any pool and return their replies in order.
+
+        Raises the errors of the function ``finish``.
 
         Args:
-            start_timeout_s: deadline of the calls in which workers start, where it is longer than that of a call.
+            start_timeout_s: deadline of calls in which workers start, used where it is longer than
+                that of a call.
         """
         if start_timeout_s > self.timeout_s:
             replies = finish(calls, start_timeout_s, setting="ray.start_timeout_s")
@@ -130,7 +145,8 @@ def finish(
             try:
                 replies[ref] = ray.get(ref)
             except RayError as error:
-                end = min(end, time.monotonic() + GRACE_S) if not failures else end
+                if not failures:
+                    end = min(end, time.monotonic() + GRACE_S)
                 failures.append((call, error))
     if failures:
         raise _telling(failures, list(left.values()))
@@ -140,27 +156,25 @@ def finish(
 
 
 def ready(calls: Sequence[Call], seconds: float) -> list[Call]:
-    """Those that are done; waits ``seconds`` for the first of them, and may find none."""
+    """Return the calls that are done, after waiting at most ``seconds`` for the first one."""
     done, _ = ray.wait([call.ref for call in calls], timeout=seconds)
     return [call for call in calls if call.ref in done]
 
 
 def attempt(work: Callable[[], object]) -> None:
-    """Do something with what may be gone already: an actor, a cluster."""
+    """Call ``work`` and ignore errors of actors or clusters that no longer exist."""
     try:
         work()
-    except (
-        RayError,
-        EngineError,
-        ValueError,
-    ):  # ValueError: Ray's word for an actor that it no longer knows
+    except (RayError, EngineError, ValueError):
+        # Ray raises ValueError for an actor that it no longer knows.
         return
 
 
 def _telling(failures: Sequence[tuple[Call, RayError]], left: Sequence[Call] = ()) -> EngineError:
-    """Return the failure that explains the others: a death, then an error of its own, then one that a neighbour caused.
+    """Return the failure that explains the others.
 
-    Where all that answered blame a neighbour, the workers ``left``, which do not answer, are lost.
+    A death comes first, then an error of its own, then one that a neighbour caused. Where all
+    failed workers blame a neighbour, the workers ``left``, which do not respond, are lost.
     """
     errors = [_translate(call, error) for call, error in failures]
 
@@ -192,16 +206,17 @@ def _translate(call: Call, error: RayError) -> EngineError:
             f"{type(cause).__name__}: {cause}",
             where=f"{call.worker}, {call.method}",
             why=str(error),
-            remedy="mend what raised it; the last checkpoint stands",
+            remedy="fix the code that raised it; the last checkpoint is intact",
         )
         failed.__cause__ = cause if isinstance(cause, BaseException) else None
         return failed
-    if isinstance(error, RayActorError) and error.actor_init_failed:  # as it would again
+    # A worker that failed to start would fail again.
+    if isinstance(error, RayActorError) and error.actor_init_failed:
         return WorkerFailed(
             "the worker could not be made",
             where=call.worker,
             why=str(error),
-            remedy="mend what raised it; every node needs the same packages",
+            remedy="fix the code that raised it; every node needs the same packages",
         )
     died = isinstance(error, RayActorError)
     return WorkerLost(
@@ -219,7 +234,7 @@ def _names(calls: Sequence[Call]) -> str:
 def silent(
     calls: Sequence[Call], timeout_s: float, *, setting: str = "ray.timeout_s"
 ) -> WorkerLost:
-    """The error of calls that did not answer in time."""
+    """Return the error of calls that did not respond in time."""
     return WorkerLost(
         f"no answer within {timeout_s:g} s",
         where=_names(calls),

@@ -1,8 +1,9 @@
-"""Weights from the engine's first process to rollouts in processes of their own: the rollout's own wire, or whole tensors.
+"""Weights from the engine's first process to rollouts in processes of their own.
 
-Whole tensors are broadcast in buckets. A bucket is a header (names, dtypes, shapes) and one buffer of bytes, so that every dtype
-travels over every backend: the device's (NCCL, HCCL) or gloo. The group is made on a store of its own, apart from the default
-group of the engine's ranks.
+They travel over the rollout's own wire, or as whole tensors. Whole tensors are broadcast in
+buckets. A bucket is a header (names, dtypes, shapes) and one buffer of bytes, so that every dtype
+travels over every backend: the device's (NCCL, HCCL) or gloo. The group has a store of its own,
+apart from the default group of the engine's ranks.
 """
 
 from __future__ import annotations
@@ -24,34 +25,41 @@ from engine_api.stores import reach_store, serve_store
 from engine_api.weights import WeightExport
 from engine_trainer.placement.replica import RolloutSpec, create_exporter
 
-BUCKET_BYTES = 256 << 20  # on each side; one larger tensor makes a larger bucket
-ALIGNMENT = 16  # bytes; where a tensor begins in a buffer: any dtype's view
-END, FAILED = 0, -1  # in the place of a header's length
+BUCKET_BYTES = 256 << 20
+"""Bytes of a bucket on each side; one larger tensor makes a larger bucket."""
+ALIGNMENT = 16
+"""Alignment in bytes of a tensor in a buffer, which allows a view of any dtype."""
+# Values sent instead of a header's length.
+END = 0
+FAILED = -1
 
-Entry = tuple[str, str, list[int], int]  # name, dtype, shape, first byte
+Entry = tuple[str, str, list[int], int]
+"""Name, dtype, shape and first byte of a tensor in a bucket."""
 
 
 def why_whole(spec: RolloutSpec, capabilities: Collection[Capability]) -> str:
-    """Why the engine's whole tensors are sent; empty where the rollout's own wire carries what its exporter makes."""
+    """Return the reason why whole tensors are sent.
+
+    Empty where the rollout's own wire carries the exports of its exporter.
+    """
     if spec.device != spec.engine_device:
         return f"the rollout is on {spec.device}, the engine on {spec.engine_device}"
     try:
         plugin = RolloutRegistry.resolve(backend=spec.section.name, device=spec.device).plugin
-    except PluginUnavailable as error:  # here: where the replicas are it may be there
+    except PluginUnavailable as error:
+        # It is missing in this process; where the replicas are it may be installed.
         return (
             f"the engine's process cannot make the exporter: {'; '.join(error.trace) or error.what}"
         )
     if plugin.wire is None:
         return f"rollout {spec.section.name!r} has no wire of its own"
-    return (
-        ""
-        if Capability.EXPORT_SHARDS in capabilities
-        else f"engine {spec.engine.backend!r} exports no shards"
-    )
+    if Capability.EXPORT_SHARDS not in capabilities:
+        return f"engine {spec.engine.backend!r} exports no shards"
+    return ""
 
 
 def make_wire(spec: RolloutSpec, timeout_s: float, *, whole: bool) -> WeightWire:
-    """An end of either kind. Raises ``PluginError``."""
+    """Build an end of either kind of wire. Raises ``PluginError``."""
     if not whole:
         wire = RolloutRegistry.create_wire(
             name=spec.section.name, device=spec.device, timeout_s=timeout_s
@@ -62,48 +70,53 @@ def make_wire(spec: RolloutSpec, timeout_s: float, *, whole: bool) -> WeightWire
 
 
 def exporter_for(spec: RolloutSpec, *, whole: bool) -> WeightExporter:
-    """What makes the exports that the wire carries. Raises ``PluginError``, ``ConfigError``."""
+    """Build the exporter for the wire. Raises ``PluginError``, ``ConfigError``."""
     if not whole:
         return create_exporter(spec)
-    # A rollout that quantizes by itself wants the weights as they are stored.
-    return WholeExporter(
-        getattr(torch, spec.dtype) if spec.section.quantization == "none" else None
-    )
+    # A rollout that quantizes by itself takes the weights as they are stored.
+    quantizes = spec.section.quantization != "none"
+    return WholeExporter(None if quantizes else getattr(torch, spec.dtype))
 
 
 class WholeWire:
-    """See ``engine_api.rollout.WeightWire``: whole tensors, for any rollout. The first sync connects all of its processes.
+    """A wire of whole tensors for any rollout; see ``engine_api.rollout.WeightWire``.
 
-    A replica that fails does not tell the sender: all of them take the export to its end, and the controller hears of it.
+    The first sync connects all of its processes. A replica that fails does not tell the sender: all
+    replicas read the export to its end, and the controller receives the error.
     """
 
     def __init__(self, device: str, timeout_s: float) -> None:
-        self._device, self._timeout_s = device, timeout_s
+        self._device = device
+        self._timeout_s = timeout_s
         self._channel: Channel | None = None
         self._store: Any = None  # on the sender's side
 
     def serve(self, host: str, receivers: int) -> WholeWire:
-        """See ``WeightWire.serve``."""
+        """Serve the store; see ``WeightWire.serve``."""
         self._store = serve_store(host, receivers + 1, self._timeout_s)
         self.address = f"{host}:{self._store.port}:{receivers + 1}"
         return self
 
     def send(self, export: WeightExport) -> int:
-        """See ``WeightSender.send``."""
+        """Send an export; see ``WeightSender.send``."""
         return self._connected(self.address, 0, self._store).send(export)
 
     @contextmanager
     def receive(self, address: str, rank: int) -> Iterator[WeightExport]:
-        """See ``WeightWire.receive``; a tensor is valid until the next one is asked for."""
+        """Receive an export; see ``WeightWire.receive``.
+
+        A tensor is valid until the next one is requested.
+        """
         export = self._connected(address, rank + 1, None).receive()
         try:
             yield export
         finally:
-            for _ in export:  # the others receive along
+            # The broadcasts of other receivers need this one to take part to the end.
+            for _ in export:
                 pass
 
     def close(self) -> None:
-        """See ``WeightWire.close``."""
+        """Close the channel; see ``WeightWire.close``."""
         if self._channel is not None:
             self._channel.close()
 
@@ -116,7 +129,10 @@ class WholeWire:
 
 
 class Channel:
-    """The sender is rank 0. All construct it together."""
+    """A process group that broadcasts from rank 0, the sender.
+
+    All processes construct it together.
+    """
 
     def __init__(self, store: Any, rank: int, size: int, device: str, timeout_s: float) -> None:
         kind = device_of(device)
@@ -125,16 +141,18 @@ class Channel:
         self._group = kind.process_group(store, rank, size, timedelta(seconds=timeout_s))
 
     def send(self, export: WeightExport) -> int:
-        """Broadcast a whole export, which is read to its end; the bytes that were sent.
+        """Broadcast a whole export, and return the number of bytes sent.
 
-        Raises what the export raises, after the receivers have been told.
+        The export is read to its end. Raises the export's error, after the receivers have been
+        notified.
         """
         sent = 0
         buckets = _buckets(export, self._device)
         while True:
             try:
                 bucket = next(buckets, None)
-            except Exception:  # whatever it is, the receivers must not wait for more; raised again
+            except Exception:
+                # Whatever the error, the receivers must not wait for more.
                 self._broadcast(torch.tensor([FAILED, 0]))
                 raise
             if bucket is None:
@@ -147,9 +165,10 @@ class Channel:
             sent += len(buffer)
 
     def receive(self) -> WeightExport:
-        """(name, tensor) as they come; a tensor is valid until the next one is asked for. Exhaust it.
+        """Yield (name, tensor) as they arrive, to be exhausted by the caller.
 
-        Raises ``RolloutError`` when the sender failed.
+        A tensor is valid until the next one is requested. Raises ``RolloutError`` when the sender
+        failed.
         """
         while True:
             size, length = self._broadcast(torch.zeros(2, dtype=torch.int64)).tolist()
@@ -166,7 +185,7 @@ class Channel:
             yield from _unpack(bytes(header.cpu().numpy()), buffer)
 
     def close(self) -> None:
-        """End broadcasts that hang, give the group back."""
+        """Abort hanging broadcasts, and free the group."""
         self._group.abort()
 
     def _broadcast(self, buffer: torch.Tensor) -> torch.Tensor:
@@ -180,11 +199,13 @@ def _buckets(export: WeightExport, device: torch.device) -> Iterator[tuple[bytes
     parts: list[torch.Tensor] = []
     size = 0
     for name, tensor in export:
-        # A copy: the tensor is the export's own again when the next one is asked for.
+        # A copy, because the export may reuse the tensor when the next one is requested.
         flat = tensor.detach().to(device, copy=True).contiguous().reshape(-1).view(torch.uint8)
         if parts and size + len(flat) > BUCKET_BYTES:
             yield json.dumps(entries).encode(), torch.cat(parts)
-            entries, parts, size = [], [], 0
+            entries = []
+            parts = []
+            size = 0
         entries.append((name, str(tensor.dtype).removeprefix("torch."), list(tensor.shape), size))
         padding = -len(flat) % ALIGNMENT
         parts += [flat, flat.new_zeros(padding)]

@@ -1,4 +1,4 @@
-"""A Ray cluster: joining or starting it, what it must have, and placing workers on it."""
+"""A Ray cluster, which is joined or started, checked for its resources, and given workers."""
 
 from __future__ import annotations
 
@@ -23,23 +23,28 @@ from engine_trainer.config.sections import EngineSection, RaySection, RolloutSec
 from engine_trainer.placement.loopback import confined
 from engine_trainer.placement.ray.calls import attempt
 
-POLL_S = 1.0  # between two looks at a cluster that may grow
+POLL_S = 1.0
+"""Seconds between two looks at a cluster that may grow."""
 log = logging.getLogger("engine_trainer")
 Resources = dict[str, float]
-ACCELERATORS = {"cuda": "GPU", "npu": "NPU"}  # device type -> Ray's name of the resource
+ACCELERATORS = {"cuda": "GPU", "npu": "NPU"}
+"""Ray's name of the resource, by device type."""
 
 
 @contextlib.contextmanager
 def connected(section: RaySection, rollout: RolloutSection | None = None) -> Iterator[None]:
-    """Join ``ray.address``, or start a cluster on this machine that ends with the context (and with this process).
+    """Join ``ray.address``, or start a cluster on this machine.
 
-    A cluster that is started is confined to this machine; its workers' gloo and NCCL are, unless ``rollout`` is elsewhere.
-    A process that is connected already stays so. Raises ``ConfigError`` when there is no cluster at the address, or none can start.
+    A cluster that is started ends with the context (and with this process). It is confined to this
+    machine, and so are its workers' gloo and NCCL, unless ``rollout`` is elsewhere. A process that
+    is connected already stays so.
+
+    Raises ``ConfigError`` when there is no cluster at the address, or none can be started.
     """
     if ray.is_initialized():
         yield
         return
-    # Ray says every minute that variables for accelerators that are not used will change.
+    # Without it Ray warns every minute that variables for unused accelerators will change.
     os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
     if not section.address:
         os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
@@ -55,23 +60,25 @@ def connected(section: RaySection, rollout: RolloutSection | None = None) -> Ite
                     log_to_driver=section.log_workers,
                     **local,
                 )
-            # Ray raises a bare one where a node does not start, and whatever its files and ports do.
+            # Ray raises a bare Exception where a node does not start, and any error of its files
+            # and ports.
             except Exception as error:
                 raise _not_connected(section, error) from error
             if not section.address:
                 _require_loopback()
             yield
         finally:
-            # Of a start that failed or was interrupted too: its processes would stay.
+            # Also after a start that failed or was interrupted, whose processes would stay.
             ray.shutdown()
 
 
 @contextlib.contextmanager
 def _on_loopback(rollout: RolloutSection | None) -> Iterator[None]:
-    """Confine the cluster that is started in the body, and gloo and NCCL in its workers, to this machine.
+    """Confine a cluster that is started in the body to this machine.
 
-    Ray takes the loopback address for a node on Windows and macOS alone, where clusters of several nodes are not
-    supported. A variable says so elsewhere: Ray has read it when it was imported, and its daemons read it anew.
+    The same holds for gloo and NCCL in its workers. Ray takes the loopback address for a node by
+    itself on Windows and macOS alone, where clusters of several nodes are not supported. Elsewhere
+    a variable enables it: Ray read it when it was imported, and its daemons read it again.
     """
     names = {ray_constants.ENABLE_RAY_CLUSTERS_ENV_VAR: "0"}
     names |= {name: value for name, value in confined(rollout).items() if name not in os.environ}
@@ -90,13 +97,16 @@ def _on_loopback(rollout: RolloutSection | None) -> Iterator[None]:
 
 
 def _keep_token_private() -> None:
-    """Make the file of Ray's token for this user alone, before Ray makes it for everyone to read."""
+    """Create the file of Ray's token, readable by this user alone.
+
+    Ray would create it readable by everyone.
+    """
     if os.environ.get("RAY_AUTH_MODE") == "disabled" or {
         "RAY_AUTH_TOKEN",
         "RAY_AUTH_TOKEN_PATH",
     } & set(os.environ):
         return
-    path = Path.home() / ".ray" / "auth_token"  # as Ray says
+    path = Path.home() / ".ray" / "auth_token"  # Ray's documented path
     path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
     try:
         with open(path, "x", opener=lambda name, flags: os.open(name, flags, 0o600)) as file:
@@ -114,13 +124,17 @@ def _require_loopback() -> None:
         raise ConfigError(
             "ray.address",
             f"expected a cluster on loopback, got one on {found}",
-            why="this version of Ray takes another way to its address",
-            remedy="start a cluster of your own (ray start --head) where no one else reaches it, and give its address",
+            why="this version of Ray finds its address differently",
+            remedy="start a cluster of your own (ray start --head) where no one else reaches it, "
+            "and give its address",
         )
 
 
 def per_worker(section: RaySection, engine: EngineSection) -> Resources:
-    """What one worker is given. ``engine.device: auto`` takes GPUs where the cluster has some."""
+    """Return the resources of one worker.
+
+    ``engine.device: auto`` takes GPUs where the cluster has some.
+    """
     device = engine.device
     if device == "auto":
         device = next(
@@ -136,7 +150,11 @@ def per_worker(section: RaySection, engine: EngineSection) -> Resources:
 
 
 def require(each: Resources, workers: int, patience_s: float = 0.0) -> None:
-    """Raise ``ConfigError`` that says what the cluster lacks for so many workers, and still lacks after ``patience_s``."""
+    """Raise ``ConfigError`` if the cluster lacks resources for so many workers.
+
+    It raises only if they are still missing after ``patience_s``. The error names the missing
+    resources.
+    """
     end = time.monotonic() + patience_s
     while True:
         try:
@@ -157,15 +175,16 @@ def _require(each: Resources, workers: int) -> None:
             "ray",
             "the cluster is too small: "
             + ", ".join(f"{m:g} {n} missing" for n, m in missing.items()),
-            why=f"{workers} workers of {_said(each)} each; the cluster has {_said({n: has.get(n, 0.0) for n in each})}",
-            remedy="add nodes, or lower ray.engines, ray.rollouts, ray.cpus_per_worker or ray.gpus_per_worker",
+            why=f"{workers} workers of {_said(each)} each; "
+            f"the cluster has {_said({n: has.get(n, 0.0) for n in each})}",
+            remedy="add nodes, or lower ray.engines, ray.rollouts, ray.cpus_per_worker or "
+            "ray.gpus_per_worker",
         )
     nodes = [n["Resources"] for n in ray.nodes() if n["Alive"]]
-    room = (
-        sum(int(min(node.get(n, 0.0) / a for n, a in each.items()) + 1e-9) for node in nodes)
-        if each
-        else workers
-    )
+    room = workers
+    if each:
+        fitting = [min(node.get(n, 0.0) / a for n, a in each.items()) for node in nodes]
+        room = sum(int(count + 1e-9) for count in fitting)
     if room < workers:
         raise ConfigError(
             "ray",
@@ -176,7 +195,10 @@ def _require(each: Resources, workers: int) -> None:
 
 
 class Placement:
-    """Bundles of resources, one a worker, as near to each other as possible. Raises ``ConfigError`` when others hold them."""
+    """Bundles of resources, one per worker, as near to each other as possible.
+
+    Raises ``ConfigError`` when other jobs use the resources.
+    """
 
     def __init__(self, each: Resources, workers: int, timeout_s: float) -> None:
         self.each = each
@@ -195,7 +217,7 @@ class Placement:
             ) from error
 
     def start(self, cls: type, bundle: int, *arguments: Any) -> Any:
-        """An actor in a bundle."""
+        """Start an actor in a bundle."""
         strategy = PlacementGroupSchedulingStrategy(
             placement_group=self._group, placement_group_bundle_index=bundle
         )
@@ -214,12 +236,12 @@ class Placement:
         )
 
     def release(self) -> None:
-        """Give the bundles back, whatever still runs in them ends; idempotent."""
+        """Release the bundles and end all actors in them; idempotent."""
         attempt(lambda: remove_placement_group(self._group))
 
 
 def kill(actors: Sequence[Any]) -> None:
-    """End actors at once, those that hang too."""
+    """End actors at once, including those that hang."""
     for actor in actors:
         attempt(lambda actor=actor: ray.kill(actor, no_restart=True))
 
@@ -237,7 +259,8 @@ def _not_connected(section: RaySection, error: Exception) -> ConfigError:
         "ray.address",
         "no cluster could be started here",
         why=why,
-        remedy="see /tmp/ray/session_latest/logs; RAY_TMPDIR names another place with room; or join one: ray.address",
+        remedy="see /tmp/ray/session_latest/logs; set RAY_TMPDIR to a folder with free space, "
+        "or join a cluster: ray.address",
     )
 
 

@@ -1,4 +1,7 @@
-"""The engine's ranks as actors. See ``EngineGroup``: a controller holds all shards, and each worker gets its own."""
+"""The engine's ranks as actors; see ``EngineGroup``.
+
+All dp shards are local to the controller, and each worker receives its own.
+"""
 
 from __future__ import annotations
 
@@ -21,19 +24,20 @@ class RayEngines:
     """One engine of a pool of ``EngineWorker``.
 
     Args:
-        number: which of the workers' engines.
-        topologies: of every rank, as the engine reports it: who gets which shard, and whose answer is collected.
+        number: number of the engine among the workers' engines.
+        topologies: topology of every rank, as the engine reports it; it tells which dp shard a rank
+            receives, and which rank's results are collected.
     """
 
     def __init__(self, pool: Pool, number: int, topologies: Sequence[Topology]) -> None:
-        self.pool, self._number = pool, number
+        self.pool = pool
+        self._number = number
         self.dp_size = topologies[0].dp_size
         self.local_dp_ranks: Sequence[int] = range(self.dp_size)
         self._dp_ranks = [t.dp_rank for t in topologies]
         primary = {t.dp_rank: rank for rank, t in enumerate(topologies) if t.is_primary}
-        self.primary = [
-            primary[dp_rank] for dp_rank in self.local_dp_ranks
-        ]  # by data-parallel rank
+        # Primary ranks by data-parallel rank.
+        self.primary = [primary[dp_rank] for dp_rank in self.local_dp_ranks]
         self._version = 0
 
     @property
@@ -45,7 +49,7 @@ class RayEngines:
         self, shards: Sequence[Batch], *, temperature: float = 1.0, adapter: bool = True
     ) -> list[TokenOutputs]:
         """See ``EngineGroup``."""
-        # What an engine reads of them; the fields are the controller's.
+        # Inference reads only these; the other fields stay with the controller.
         bare = [Batch(input_ids=s.input_ids, cu_seqlens=s.cu_seqlens) for s in shards]
         found = self._scatter("infer", bare, temperature, adapter)
         return [found[rank] for rank in self.primary]
@@ -59,14 +63,13 @@ class RayEngines:
         temperature: float = 1.0,
     ) -> Trained:
         """See ``EngineGroup``."""
-        result: Trained = self._scatter("train", shards, loss, denominator, temperature)[
-            0
-        ]  # the same on all ranks
+        results = self._scatter("train", shards, loss, denominator, temperature)
+        result: Trained = results[0]  # the same on all ranks
         self._version = result.output.weight_version
         return result
 
     def gather(self, rows: Sequence[T]) -> list[T]:
-        """See ``EngineGroup``: the controller has them all."""
+        """Return the rows, which are all local to the controller; see ``EngineGroup``."""
         return list(rows)
 
     def offload(self) -> None:
@@ -97,11 +100,14 @@ class RayEngines:
         self.call_all("close_engine")
 
     def call_all(self, method: str, *arguments: Any) -> list[Any]:
-        """A worker's method of this engine on every rank."""
+        """Call a worker's method of this engine on every rank."""
         return self.pool.call_all(method, self._number, *arguments)
 
     def _scatter(self, method: str, shards: Sequence[Batch], *arguments: Any) -> list[Any]:
-        """Each data-parallel rank's shard, put into the object store once, to its ranks alone."""
+        """Call a method on every rank with its dp shard.
+
+        Each shard is put into the object store once, for its ranks alone.
+        """
         references = [ray.put(shard) for shard in shards]
         calls = [
             self.pool.start(rank, method, self._number, references[dp_rank], *arguments)
@@ -111,10 +117,11 @@ class RayEngines:
 
 
 class RaySave:
-    """A save that may still be running. See ``CheckpointHandle``."""
+    """A save that may still be running; see ``CheckpointHandle``."""
 
     def __init__(self, engines: RayEngines, info: CheckpointInfo | None) -> None:
-        self._engines, self._info = engines, info
+        self._engines = engines
+        self._info = info
 
     def done(self) -> bool:
         """See ``CheckpointHandle``."""
@@ -128,7 +135,7 @@ class RaySave:
 
     def _ask(self, *, wait: bool) -> CheckpointInfo | None:
         if self._info is None:
-            # Every rank writes its part: the save stands when all have it.
+            # Every rank writes its part: the save is complete when all parts are.
             found = self._engines.call_all("saved", wait)
             self._info = found[0] if all(f is not None for f in found) else None
         return self._info

@@ -1,4 +1,4 @@
-"""Engines and rollouts on a Ray cluster. See ``engine_trainer.placement.groups.Launcher``."""
+"""Engines and rollouts on a Ray cluster; see ``engine_trainer.placement.groups.Launcher``."""
 
 from __future__ import annotations
 
@@ -24,20 +24,25 @@ from engine_trainer.telemetry.logs import Timers
 
 log = logging.getLogger("engine_trainer")
 
-FAREWELL_S = 10.0  # for workers to close what they hold, before they are ended
+FAREWELL_S = 10.0
+"""Seconds that workers have to close their engines and rollouts before they are ended."""
 
 
 class OnRay:
-    """A controller's launcher: pools of actors in placement groups. The cluster must be connected.
+    """A controller's launcher, with pools of actors in placement groups.
+
+    The cluster must be connected.
 
     Args:
-        patience_s: how long the cluster may be too small at first: a lost node may be replaced.
+        patience_s: seconds that the cluster may be too small at first, because a lost node may be
+            replaced.
 
-    Raises ``ConfigError`` when it is.
+    Raises ``ConfigError`` when it stays too small.
     """
 
     def __init__(self, config: RLConfig, patience_s: float = 0.0) -> None:
-        self.config, self.section = config, config.ray
+        self.config = config
+        self.section = config.ray
         self.comm: Comm = SingleComm()  # one controller
         self.meter = Meter()
         self._each = cluster.per_worker(self.section, config.engine)
@@ -45,13 +50,13 @@ class OnRay:
         self._placements: list[cluster.Placement] = []
         self._pools: list[Pool] = []
         self._policy: RayEngines | None = None
-        self._rollout_pool: Pool | None = None  # None: beside the engines
+        self._rollout_pool: Pool | None = None  # None: colocated with the engines
         self._num_engines = 0
 
     def resolve(
         self, section: EngineSection, beside: EngineSection | None = None
     ) -> tuple[str, frozenset[Capability]]:
-        """See ``Launcher``; the first worker looks around."""
+        """Resolve the engine in the first worker; see ``Launcher``."""
         pool = self._engine_pool()
         found: tuple[str, frozenset[Capability]] = pool.finish(
             [pool.start(0, "resolve", section, beside)]
@@ -59,7 +64,10 @@ class OnRay:
         return found
 
     def engines(self, section: EngineSection, config: EngineConfig, device: str) -> RayEngines:
-        """See ``Launcher``; all engines are in the same workers. Raises ``ConfigError`` when policy and rollout cannot fit."""
+        """Build an engine in the workers of all engines; see ``Launcher``.
+
+        Raises ``ConfigError`` when policy and rollout cannot fit.
+        """
         pool = self._engine_pool()
         if self._policy is None:
             self._check_memory(pool, config, device)
@@ -101,26 +109,28 @@ class OnRay:
             pool.call_all("profile", folder)
 
     def close(self) -> None:
-        """See ``Launcher``. Workers close what they hold where they still can, and are ended in any case."""
-        attempt(
-            lambda: finish(
-                [call for pool in self._pools for call in pool.start_all("close")], FAREWELL_S
-            )
-        )
+        """Close all workers; see ``Launcher``.
+
+        Workers close their engines and rollouts where they still can, and are ended in any case.
+        """
+
+        def close() -> None:
+            finish([call for pool in self._pools for call in pool.start_all("close")], FAREWELL_S)
+
+        attempt(close)
         for pool in self._pools:
             cluster.kill(pool.actors)
         for placement in self._placements:
             placement.release()
-        self._pools, self._placements = [], []
+        self._pools = []
+        self._placements = []
 
     # --- inside -----------------------------------------------------------------------------------
 
     def _engine_pool(self) -> Pool:
-        return (
-            self._pools[0]
-            if self._pools
-            else self._pool("engine", EngineWorker, self.section.engines)
-        )
+        if self._pools:
+            return self._pools[0]
+        return self._pool("engine", EngineWorker, self.section.engines)
 
     def _check_memory(self, engines: Pool, config: EngineConfig, device: str) -> None:
         served = rollout_device(self.config.rollout, device)
@@ -137,9 +147,8 @@ class OnRay:
         self._placements.append(placement)
         actors = [placement.start(cls, bundle, f"{name}-{bundle}") for bundle in range(workers)]
         pool = Pool(name, actors, self.section.timeout_s, self.meter)
-        before = sum(
-            len(other) for other in self._pools
-        )  # engines come first: their numbers are their ranks
+        # Engines come first, so that their numbers are their ranks.
+        before = sum(len(other) for other in self._pools)
         self._pools.append(pool)
         where = (str(Path.cwd()), sys.path, list(self.section.imports))
         seed = self.config.run.seed
@@ -151,7 +160,8 @@ class OnRay:
         return pool
 
     def _join(self, pool: Pool, device: str) -> None:
-        size, timeout_s = len(pool), self.section.timeout_s
+        size = len(pool)
+        timeout_s = self.section.timeout_s
         address = pool.finish([pool.start(0, "serve_store", size, timeout_s)])[0].value
         pool.finish(
             [
@@ -167,7 +177,8 @@ class OnRay:
             len(rollouts),
             f"as whole tensors: {why}" if why else "over the rollout's own wire",
         )
-        # The controller's deadline comes first: whoever hangs is then lost, which a restart mends, and no failed sync.
+        # The controller's deadline comes first: a worker that hangs is then lost, and a restart
+        # replaces it; with the wire's deadline first it would be a failed sync.
         timeout_s = 2 * self.section.timeout_s
         rollouts.call_all("make_rollout", spec, timeout_s, bool(why))
         engines.call_all("make_wire", spec, len(rollouts), timeout_s, bool(why))

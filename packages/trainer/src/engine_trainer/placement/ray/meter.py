@@ -1,4 +1,4 @@
-"""How long each worker worked, and how long it waited."""
+"""The time that each worker worked, and the time that it waited."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import time
 
 
 class Meter:
-    """Seconds a worker and method since the last ``take``."""
+    """Seconds per worker and method since the last ``take``."""
 
     def __init__(self) -> None:
         self._seconds: dict[str, dict[str, float]] = {}
@@ -15,23 +15,30 @@ class Meter:
         self._lock = threading.Lock()  # generation may run beside training
 
     def add(self, worker: str) -> None:
-        """A worker that is idle from now on."""
+        """Add a worker, which is idle from now on."""
         with self._lock:
             self._seconds.setdefault(worker, {})
 
     def note(self, worker: str, method: str, seconds: float) -> None:
-        """It spent ``seconds`` in ``method``."""
+        """Record ``seconds`` that a worker spent in ``method``."""
         with self._lock:
             spent = self._seconds[worker]
             spent[method] = spent.get(method, 0.0) + seconds
 
     def take(self) -> dict[str, float]:
-        """``worker/<name>/<method>_s``, ``worker/<name>/idle`` (share of the time, 0 to 1), and the mean of it, ``worker/idle``."""
+        """Return ``worker/<name>/<method>_s`` and ``worker/<name>/idle`` since the last call.
+
+        ``idle`` is a fraction of the time, 0 to 1; ``worker/idle`` is its mean over workers.
+        """
         with self._lock:
             now = time.monotonic()
-            wall, self._since = max(now - self._since, 1e-9), now
-            taken, self._seconds = self._seconds, {name: {} for name in self._seconds}
+            wall = max(now - self._since, 1e-9)
+            self._since = now
+            taken = self._seconds
+            self._seconds = {name: {} for name in taken}
         idle = {name: max(0.0, 1.0 - sum(spent.values()) / wall) for name, spent in taken.items()}
         figures = {f"worker/{n}/{m}_s": s for n, spent in taken.items() for m, s in spent.items()}
-        figures |= {f"worker/{name}/idle": share for name, share in idle.items()}
-        return figures | ({"worker/idle": sum(idle.values()) / len(idle)} if idle else {})
+        figures |= {f"worker/{name}/idle": fraction for name, fraction in idle.items()}
+        if idle:
+            figures["worker/idle"] = sum(idle.values()) / len(idle)
+        return figures

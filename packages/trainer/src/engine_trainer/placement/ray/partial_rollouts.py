@@ -1,7 +1,8 @@
-"""Generation in slices: after each one weights may change, and what was begun goes on with the new ones.
+"""Generation in slices, so that weights may change after each slice.
 
-A slice is an ordinary ``generate``, of what is there so far as the prompt: any rollout can do it, and a completion's tokens
-carry the versions that made them.
+A completion continues with the new weights. A slice is an ordinary ``generate``, whose prompt
+includes the tokens so far: any rollout can do it, and a completion's tokens carry the versions that
+made them.
 """
 
 from __future__ import annotations
@@ -22,25 +23,30 @@ class _Task:
     key: int
     prompt: Prompt
     completions: list[Completion] = field(default_factory=list[Completion])
-    empty: int = 0  # slices of a completion that gave no token
+    empty: int = 0
+    """Number of slices of a completion that gave no token."""
 
 
 class Continuing:
-    """The groups that one replica has under way.
+    """The groups that one replica is generating.
 
     Args:
-        sampling: of whole completions; its seed is not read.
-        slice_tokens: at most so many tokens a completion and call.
+        sampling: parameters of whole completions; its seed is not read.
+        slice_tokens: maximum number of tokens per completion and call.
     """
 
     def __init__(self, replica: Replica, sampling: SamplingParams, slice_tokens: int) -> None:
-        self._replica, self._sampling, self._slice = replica, sampling, slice_tokens
+        self._replica = replica
+        self._sampling = sampling
+        self._slice = slice_tokens
         self._tasks: list[_Task] = []
 
     def advance(
         self, new: Sequence[tuple[int, Prompt]], seed: int
     ) -> list[tuple[int, list[ScoredCompletion]]]:
-        """One slice of everything, ``new`` groups included; the groups that are complete, judged, by key.
+        """Generate one slice of everything, and return the complete groups, scored, by key.
+
+        ``new`` groups are included.
 
         Raises ``RolloutError``, ``RewardError``.
         """
@@ -65,7 +71,7 @@ class Continuing:
             ]
 
     def close(self) -> None:
-        """Nothing runs between two calls."""
+        """Do nothing, because nothing runs between two calls."""
 
     def _begin(self, tasks: Sequence[_Task], seed: int) -> None:
         if not tasks:
@@ -79,7 +85,10 @@ class Continuing:
             tasks[completion.prompt_index].completions.append(self._cut(completion))
 
     def _continue(self, seed: int) -> None:
-        """The unfinished completions, those with equally many tokens left in one call."""
+        """Continue the unfinished completions.
+
+        Those with equally many tokens left are in one call.
+        """
         unfinished = [
             (t, i)
             for t in self._tasks
@@ -90,18 +99,18 @@ class Continuing:
         for task, i in unfinished:
             left = self._sampling.max_new_tokens - len(task.completions[i].tokens)
             by_limit.setdefault(min(self._slice, left), []).append((task, i))
-        for limit, places in sorted(by_limit.items()):
-            prefixes = [[*task.prompt.tokens, *task.completions[i].tokens] for task, i in places]
+        for limit, tasks in sorted(by_limit.items()):
+            prefixes = [[*task.prompt.tokens, *task.completions[i].tokens] for task, i in tasks]
             found = self._replica.rollout.generate(
                 prefixes, replace(self._sampling, n=1, max_new_tokens=limit, seed=seed)
             )
             for completion in found:
-                task, i = places[completion.prompt_index]
+                task, i = tasks[completion.prompt_index]
                 task.empty += not completion.tokens
                 task.completions[i] = self._cut(_joined(task.completions[i], completion))
 
     def _cut(self, completion: Completion) -> Completion:
-        """One that ran into the end of its slice, not of the whole, is unfinished: ``abort``."""
+        """Mark a completion as unfinished (``abort``) if only its slice's limit ended it."""
         short = (
             completion.finish_reason == "length"
             and len(completion.tokens) < self._sampling.max_new_tokens

@@ -1,4 +1,4 @@
-"""The rollout's replicas as actors. See ``RolloutGroup``."""
+"""The rollout's replicas as actors; see ``RolloutGroup``."""
 
 from __future__ import annotations
 
@@ -14,15 +14,18 @@ from engine_trainer.telemetry.logs import Timers
 
 
 class Colocated:
-    """A replica in the process of each engine rank: they take turns, weights stay in the process.
+    """A replica in the process of each engine rank, time-shared with the engine.
+
+    Weights stay in the process.
 
     Args:
         policy: the engine that is served.
-        timers: get ``generate`` and ``reward``, the slowest replica's.
+        timers: receive ``generate`` and ``reward``, those of the slowest replica.
     """
 
     def __init__(self, policy: RayEngines, timers: Timers) -> None:
-        self._pool, self._timers = policy.pool, timers
+        self._pool = policy.pool
+        self._timers = timers
         self.size = len(policy.pool)
         self.local_replicas: Sequence[int] = range(self.size)
 
@@ -55,16 +58,22 @@ class Colocated:
 
 
 class Separate:
-    """Replicas in processes of their own, which are sent the weights. They need not sleep: nobody waits for their memory."""
+    """Replicas in processes of their own, which receive the weights.
+
+    They need not sleep, because no engine needs their memory.
+    """
 
     def __init__(self, pool: Pool, policy: RayEngines, timers: Timers) -> None:
-        self.pool, self._policy, self._timers = pool, policy, timers
+        self.pool = pool
+        self._policy = policy
+        self._timers = timers
         self.size = len(pool)
         self.local_replicas: Sequence[int] = range(self.size)
 
     def sync(self) -> list[SyncResult]:
         """See ``RolloutGroup``."""
-        engines, version = self._policy.pool, self._policy.weight_version
+        engines = self._policy.pool
+        version = self._policy.weight_version
         address = engines.finish([engines.start(0, "wire_address", version)])[0].value
         received = [
             self.pool.start(rank, "receive", address, rank, version) for rank in self.local_replicas
@@ -72,17 +81,18 @@ class Separate:
         values = [
             reply.value for reply in self.pool.finish([*received, *engines.start_all("send")])
         ]
-        wire_bytes: int = values[self.size]  # the first rank of the engine sent them
+        # The first rank of the engine sent them.
+        wire_bytes: int = values[self.size]
         return [replace(result, wire_bytes=wire_bytes) for result in values[: self.size]]
 
     def wake_up(self, *, weights: bool) -> None:
-        """See the class."""
+        """Do nothing; see the class."""
 
     def sleep(self) -> None:
-        """See the class."""
+        """Do nothing; see the class."""
 
     def continuing(self, sampling: SamplingParams, slice_tokens: int) -> None:
-        """Prepare for ``advance``, see ``Continuing``."""
+        """Prepare for ``advance``; see ``Continuing``."""
         self.pool.call_all("continuing", sampling, slice_tokens)
 
     def generate_and_score(

@@ -1,4 +1,4 @@
-"""The actors: a process that holds this rank of every engine, and one that holds a replica of the rollout."""
+"""The actors, one process per rank of every engine and one per replica of the rollout."""
 
 from __future__ import annotations
 
@@ -31,20 +31,26 @@ from engine_trainer.placement.spmd import Spmd, SpmdEngines, SpmdRollouts
 
 
 class EngineWorker(Worker):
-    """One rank of every engine. See ``spmd``: all ranks are called together, unless a method says otherwise."""
+    """One rank of every engine.
+
+    See ``spmd``: all ranks are called together, unless a method says differently.
+    """
 
     def __init__(self, name: str) -> None:
         super().__init__(name)
         self.spmd = Spmd()
         self._engines: list[SpmdEngines] = []
         self._rollouts: SpmdRollouts | None = None
-        self._handles: dict[int, CheckpointHandle] = {}  # of saves that may still run, by engine
-        self._store: Any = None  # of the process group, on the first rank
-        self._exporter: WeightExporter | None = None  # for replicas elsewhere
-        self._sender: WeightSender | None = None  # to them, on the first rank
+        # Saves that may still run, by engine.
+        self._handles: dict[int, CheckpointHandle] = {}
+        # The store of the process group, on the first rank.
+        self._store: Any = None
+        # For replicas in other processes; the sender is on the first rank.
+        self._exporter: WeightExporter | None = None
+        self._sender: WeightSender | None = None
 
     def close(self) -> None:
-        """Rollout, engines, process group."""
+        """Close rollout, engines and process group."""
         super().close()
         if self._rollouts is not None:
             self._rollouts.close()
@@ -55,7 +61,7 @@ class EngineWorker(Worker):
     # --- the process group ----------------------------------------------------------------------
 
     def serve_store(self, size: int, timeout_s: float) -> tuple[str, int]:
-        """On the first rank: where the others meet."""
+        """Serve the store of the process group on the first rank, and return its address."""
         host = address()
         self._store = serve_store(host, size, timeout_s)
         return host, self._store.port
@@ -64,7 +70,8 @@ class EngineWorker(Worker):
         self, meet: tuple[str, int], rank: int, size: int, device: str, timeout_s: float
     ) -> None:
         """Make the default process group, with the variables that torchrun would set."""
-        if size == 1:  # as without a launcher: the engine makes a group of its own
+        # A single rank needs no group here: the engine makes its own, as without a launcher.
+        if size == 1:
             return
         host, port = meet
         os.environ |= {
@@ -91,18 +98,21 @@ class EngineWorker(Worker):
     def resolve(
         self, section: EngineSection, beside: EngineSection | None
     ) -> tuple[str, frozenset[Capability]]:
-        """See ``Launcher.resolve``; alone."""
+        """Resolve an engine on this worker alone; see ``Launcher.resolve``."""
         return self.spmd.resolve(section, beside)
 
     def make_engine(self, section: EngineSection, config: EngineConfig, device: str) -> Topology:
-        """One more engine; later calls name it by its number, from 0."""
+        """Build one more engine.
+
+        Later calls name it by its number, from 0.
+        """
         self._engines.append(self.spmd.engines(section, config, device))
         return self._engines[-1].engine.topology
 
     def infer(
         self, number: int, batch: Batch, temperature: float, adapter: bool
     ) -> TokenOutputs | None:
-        """This data-parallel rank's outputs, from its primary rank."""
+        """Return this data-parallel rank's outputs, from its primary rank."""
         engines = self._engines[number]
         (outputs,) = engines.infer([batch], temperature=temperature, adapter=adapter)
         return outputs if engines.engine.topology.is_primary else None
@@ -116,19 +126,22 @@ class EngineWorker(Worker):
         )
 
     def move(self, number: int, away: bool) -> None:
-        """Offload or reload."""
+        """Offload or reload an engine."""
         engines = self._engines[number]
-        return engines.offload() if away else engines.reload()
+        if away:
+            engines.offload()
+        else:
+            engines.reload()
 
     def save(self, number: int, directory: Path, extra: Mapping[str, Any]) -> CheckpointInfo | None:
-        """Begin to save; the result where it stands already."""
+        """Start a save, and return its result if it is complete already."""
         handle = self._handles[number] = self._engines[number].save_checkpoint(
             directory, extra=extra
         )
         return handle.result() if handle.done() else None
 
     def saved(self, number: int, wait: bool) -> CheckpointInfo | None:
-        """The result of the save that was begun; None: it still runs."""
+        """Return the result of the save that was started; None while it runs."""
         handle = self._handles[number]
         return handle.result() if wait or handle.done() else None
 
@@ -147,7 +160,7 @@ class EngineWorker(Worker):
     # --- a replica in the same process ------------------------------------------------------------
 
     def make_rollout(self, spec: RolloutSpec) -> None:
-        """A replica on each rank."""
+        """Build a replica on each rank."""
         self._rollouts = self.spmd.rollouts(spec, self.timers)
 
     def sync(self) -> list[SyncResult]:
@@ -168,7 +181,7 @@ class EngineWorker(Worker):
     def generate_and_score(
         self, prompts: Sequence[Prompt], sampling: SamplingParams
     ) -> list[list[ScoredCompletion]]:
-        """This replica's answers; alone."""
+        """Generate and score on this replica alone."""
         assert self._rollouts is not None
         return self._rollouts.replica.generate_and_score(prompts, sampling)
 
@@ -184,14 +197,17 @@ class EngineWorker(Worker):
         return channel.why_whole(spec, self._engines[0].engine.capabilities)
 
     def make_wire(self, spec: RolloutSpec, receivers: int, timeout_s: float, whole: bool) -> None:
-        """What exports, and on the first rank the wire's end."""
+        """Build the exporter, and on the first rank the wire's end."""
         self._exporter = channel.exporter_for(spec, whole=whole)
         if self._engines[0].engine.topology.rank == 0:
             self._wire = channel.make_wire(spec, timeout_s, whole=whole)
             self._sender = self._wire.serve(address(), receivers)
 
     def wire_address(self, version: int) -> str:
-        """For the next ``send``, which brings the weights of ``version``; on the first rank. Raises ``RolloutError``."""
+        """Return the address for the next ``send``, of weights of ``version``, on the first rank.
+
+        Raises ``RolloutError`` for a different version.
+        """
         assert self._sender is not None
         found = self._engines[0].engine.weight_version
         if found != version:
@@ -203,15 +219,14 @@ class EngineWorker(Worker):
         return self._sender.address
 
     def send(self) -> int:
-        """Export, and send from the first rank; the bytes that each replica was sent."""
+        """Export, send from the first rank, and return the bytes that each replica received."""
         assert self._exporter is not None
         export = self._exporter.export(self._engines[0].engine)
         try:
             return 0 if self._sender is None else self._sender.send(export)
         finally:
-            for _ in (
-                export
-            ):  # the other ranks gather along, and so does the first one when the sync has failed
+            # All ranks take part in the gathers to the end, the first one also after a failed sync.
+            for _ in export:
                 pass
 
 
@@ -224,18 +239,18 @@ class RolloutWorker(Worker):
         self._under_way: Continuing | Conversing | None = None
 
     def close(self) -> None:
-        """The replica, and the channel."""
+        """Close the replica and the channel."""
         super().close()
         self.close_rollout()
 
     @property
     def replica(self) -> Replica:
-        """From ``make_rollout`` on."""
+        """The replica, from ``make_rollout`` on."""
         assert self._replica is not None
         return self._replica
 
     def make_rollout(self, spec: RolloutSpec, timeout_s: float, whole: bool) -> None:
-        """See ``Replica.create``; and the wire's end."""
+        """Build the replica and the wire's end; see ``Replica.create``."""
         self._replica = Replica.create(spec, self.timers)
         self._wire = channel.make_wire(spec, timeout_s, whole=whole)
 
@@ -262,11 +277,10 @@ class RolloutWorker(Worker):
     def continuing(self, sampling: SamplingParams, slice_tokens: int) -> None:
         """Prepare for ``advance``."""
         agent = self.replica.agent
-        self._under_way = (
-            Conversing(self.replica, agent, sampling, slice_tokens)
-            if agent
-            else Continuing(self.replica, sampling, slice_tokens)
-        )
+        if agent:
+            self._under_way = Conversing(self.replica, agent, sampling, slice_tokens)
+        else:
+            self._under_way = Continuing(self.replica, sampling, slice_tokens)
 
     def advance(
         self, new: Sequence[tuple[int, Prompt]], seed: int
