@@ -1,4 +1,4 @@
-"""The descriptor by which the classes of the NPU rows run on a CPU mesh, where FSDP shards: for tests only."""
+"""A descriptor for tests, with which the classes of the NPU rows shard on a CPU mesh."""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""What each process of a run of test_trainer imports first: the simulated device, where it is asked for, and a reward."""
+"""The module that each process of a run of test_trainer imports first.
+
+It installs the simulated device where the environment requests it, and registers a reward.
+"""
 
 from __future__ import annotations
 
@@ -15,5 +18,5 @@ if npu_is_simulated():
 
 @register("sevens")
 def sevens() -> Callable[[Sample], float]:
-    """How many of four digits are a seven."""
+    """Build a reward that returns the fraction of sevens in four digits."""
     return lambda sample: sample.completion.count("7") / 4

@@ -1,6 +1,7 @@
-"""The fused attention against a dense one in float64: documents apart, grouped heads, windows, many documents.
+"""The fused attention against a dense one in float64.
 
-``torch_npu.npu_fusion_attention`` is replaced by what its documentation says of the arguments that are given to it.
+The cases are separate documents, grouped heads, windows and many documents. A function written from
+its documentation stands in for ``torch_npu.npu_fusion_attention``.
 """
 
 from __future__ import annotations
@@ -36,25 +37,28 @@ def documented(
     pre_tockens: int = 2147483647,
     next_tockens: int = 2147483647,
 ) -> tuple[Tensor, ...]:
-    """TND: ends of documents; modes 3 and 4 count from the lower right corner; True in the mask is left out."""
+    """Compute the documented result for the layout TND.
+
+    The sequence lengths are the ends of documents, modes 3 and 4 count from the lower right corner,
+    and true in the mask excludes a pair.
+    """
     assert (input_layout, head_num) == ("TND", query.shape[1])
     assert actual_seq_qlen == actual_seq_kvlen
     assert actual_seq_qlen[-1] == query.shape[0]
     assert len(actual_seq_qlen) <= 1024
     assert torch.equal(atten_mask, torch.ones(2048, 2048, dtype=torch.bool).triu(1))
-    groups, begin, parts = query.shape[1] // key.shape[1], 0, []
+    groups = query.shape[1] // key.shape[1]
+    begin = 0
+    parts = []
     for end in actual_seq_qlen:
-        q, k, v = (
-            query[begin:end],
-            *(x[begin:end].repeat_interleave(groups, dim=1) for x in (key, value)),
-        )
+        q = query[begin:end]
+        k, v = (x[begin:end].repeat_interleave(groups, dim=1) for x in (key, value))
         distance = torch.arange(end - begin)[:, None] - torch.arange(end - begin)[None, :]
         before, after = (pre_tockens, next_tockens) if sparse_mode == 4 else (2147483647, 0)
         seen = (distance <= before) & (distance >= -after)
         scores = torch.einsum("qhd,khd->hqk", q, k) * scale
-        parts.append(
-            torch.einsum("hqk,khd->qhd", scores.masked_fill(~seen, -torch.inf).softmax(-1), v)
-        )
+        weights = scores.masked_fill(~seen, -torch.inf).softmax(-1)
+        parts.append(torch.einsum("hqk,khd->qhd", weights, v))
         begin = end
     return torch.cat(parts), query, query
 
@@ -77,14 +81,15 @@ def dense(
     window: int | None,
     scale: float | None = None,
 ) -> Tensor:
-    """``[1, H, T, d]`` each → ``[1, T, H, d]`` in float64, by one mask over the whole pack."""
+    """Compute ``[1, T, H, d]`` from ``[1, H, T, d]`` in float64, by one mask over the pack."""
     document = torch.repeat_interleave(torch.arange(len(lengths)), torch.tensor(lengths))
     position = torch.arange(sum(lengths))
     seen = (document[:, None] == document[None, :]) & (position[:, None] >= position[None, :])
     if window is not None:
         seen &= position[:, None] - position[None, :] < window
     k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], dim=1) for x in (k, v))
-    scores = (q.double() @ k.double().mT) * (q.shape[-1] ** -0.5 if scale is None else scale)
+    scale = q.shape[-1] ** -0.5 if scale is None else scale
+    scores = (q.double() @ k.double().mT) * scale
     return (scores.masked_fill(~seen, -torch.inf).softmax(-1) @ v.double()).transpose(1, 2)
 
 
@@ -119,7 +124,8 @@ def test_each_token_sees_its_own_document(
 
 
 def test_a_model_s_own_scale_is_taken() -> None:
-    given, lengths = inputs(4, 2, 14), [5, 9]
+    given = inputs(4, 2, 14)
+    lengths = [5, 9]
     packing = build_packing(lengths, FUSED, CPU)
     found, _ = packed_attention(torch.nn.Identity(), *given, None, packing=packing, scaling=0.3)
     assert torch.allclose(found, dense(*given, lengths, None, 0.3), rtol=0, atol=1e-12)
@@ -131,7 +137,8 @@ def test_more_documents_than_one_call_takes() -> None:
     packing = build_packing(lengths, FUSED, CPU)
     found = attention.fused_attention(*given, packing, None, None)
     document = torch.repeat_interleave(torch.arange(1400), torch.tensor(lengths))
-    for index in (0, 1, 1023, 1024, 1399):  # around the border of two calls
+    # Documents 1023 and 1024 are on either side of the border of two calls.
+    for index in (0, 1, 1023, 1024, 1399):
         own = document == index
         part = dense(*(x[:, :, own] for x in given), [int(own.sum())], None)
         assert torch.allclose(found[:, :, own].transpose(1, 2), part, rtol=0, atol=1e-12)

@@ -1,7 +1,11 @@
-"""The conformance suite on the simulated device, and on the same classes over a CPU mesh; what its reports say."""
+"""The conformance suite on the simulated device and on a CPU mesh, and the reports of its runs.
+
+The CPU mesh runs the same classes.
+"""
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import re
@@ -31,7 +35,7 @@ def conformance(*arguments: str, **environment: str) -> subprocess.CompletedProc
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The reports of the quick tier on one and two ranks of the simulated device."""
+    """Run the quick tier on one and two ranks of the simulated device, and return its reports."""
     folder = tmp_path_factory.mktemp("report")
     done = conformance(
         "fsdp2",
@@ -60,16 +64,10 @@ def test_every_group_of_cases_passes_on_the_simulated_device(report: dict[str, A
     assert {row["status"] for row in rows} == {"passed"}
     seen = {(row["case"].partition(".")[0], row["model_type"], row["world"]) for row in rows}
     groups = ("contract", "forward", "train", "checkpoint", "export")
-    assert {
-        (group, kind, world)
-        for group in groups
-        for kind in ("language_model", "value_model")
-        for world in (1, 2)
-    } <= seen
-    assert {row["model_type"] for row in rows if row["case"] == "train.uneven_ranks"} == {
-        "language_model",
-        "value_model",
-    }
+    kinds = ("language_model", "value_model")
+    assert set(itertools.product(groups, kinds, (1, 2))) <= seen
+    uneven = {row["model_type"] for row in rows if row["case"] == "train.uneven_ranks"}
+    assert uneven == set(kinds)
     assert ("plugin", "language_model", 1) in seen
 
 
@@ -123,7 +121,5 @@ def test_the_same_classes_shard_on_a_cpu_mesh() -> None:
     assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-4000:]
     for case in cases.split(","):
         for kind in ("language_model", "value_model"):
-            assert re.search(rf"passed +{re.escape(case)} +{kind}, cpu, world 2", done.stdout), (
-                case,
-                kind,
-            )
+            line = rf"passed +{re.escape(case)} +{kind}, cpu, world 2"
+            assert re.search(line, done.stdout), (case, kind)

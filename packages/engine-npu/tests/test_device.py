@@ -1,4 +1,4 @@
-"""What the NPU answers to engines, with torch_npu faked; and what an option that the path lacks ends in."""
+"""The NPU as engines see it, with a fake torch_npu, and refusals of unsupported options."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def _real(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_process_that_made_no_engine_knows_it() -> None:
-    """A Ray worker that joins a group, a server that receives weights."""
+    """Such processes are a Ray worker that joins a group, and a server that receives weights."""
     code = """
 import sys
 from engine_api.devices import device_of
@@ -51,7 +51,8 @@ def test_torch_npu_is_there_before_a_group_is_made(monkeypatch: pytest.MonkeyPat
         ensure_process_group("npu", timeout_s=1)
     assert not dist.is_initialized()
     with pytest.raises(PluginLoadError, match="torch_npu could not be imported"):
-        Npu().current()  # a process without a group: torch may have been told not to load it
+        # In a process without a group. torch's own import of torch_npu may be turned off.
+        Npu().current()
 
 
 def test_its_room_is_the_device_s(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -150,14 +151,16 @@ def test_the_group_of_a_weight_sync_is_hccl_s(monkeypatch: pytest.MonkeyPatch) -
     module = ModuleType("torch_npu")
     vars(module)["_C"] = SimpleNamespace(_distributed_c10d=SimpleNamespace(ProcessGroupHCCL=Group))
     monkeypatch.setitem(sys.modules, "torch_npu", module)
-    store, timeout = object(), timedelta(seconds=5)
+    store = object()
+    timeout = timedelta(seconds=5)
     made = Npu().process_group(store, 1, 2, timeout)
     assert made.given[:3] == (store, 1, 2)
     assert made.given[3]._timeout == timeout
 
 
 def test_adamw_is_fused() -> None:
-    assert Npu().fused_optimizer  # torch_npu registers aten::_fused_adamw_
+    # torch_npu registers aten::_fused_adamw_.
+    assert Npu().fused_optimizer
     weight = torch.nn.Parameter(torch.zeros(2))
     assert build_optimizer(OptimizerConfig(lr=1.0), [weight]).defaults["fused"]
 
@@ -175,7 +178,8 @@ def test_capabilities_are_those_of_the_engines_it_derives_from() -> None:
     assert Capability.FP8 not in MEGATRON.capabilities | MINDSPEED.capabilities
     assert Capability.COMPILE not in FSDP.capabilities
     assert Capability.VALUE_HEAD in FSDP.capabilities & MEGATRON.capabilities
-    assert Capability.VALUE_HEAD not in MINDSPEED.capabilities  # it has no row for value models
+    # MindSpeed's own backend has no row for value models.
+    assert Capability.VALUE_HEAD not in MINDSPEED.capabilities
 
 
 @pytest.mark.parametrize(
@@ -208,4 +212,5 @@ def test_options_are_told_under_mindspeed_s_names() -> None:
 def test_transformer_engine_is_refused() -> None:
     with pytest.raises(ConfigError, match="te, but it needs a CUDA device") as caught:
         te.choose_spec("te", EngineConfig(model=ModelSource(path="nowhere")), "npu")
-    assert caught.value.remedy == "spec: local"  # not to install it
+    # The remedy is not to install Transformer Engine.
+    assert caught.value.remedy == "spec: local"

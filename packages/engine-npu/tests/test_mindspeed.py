@@ -1,4 +1,7 @@
-"""MindSpeed's adaptor comes before Megatron-core, once, with one layout; each in a process of its own, with packages made up."""
+"""MindSpeed's adaptor, which comes before Megatron-core, once and with one layout.
+
+Each test runs in a process of its own, with fake packages.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +18,9 @@ import sys
 from mindspeed.patch_utils import MindSpeedPatchesManager, Patch
 seen, told = list(sys.argv), []
 early = "megatron.core" in sys.modules
-MindSpeedPatchesManager.patches_info.update({"torch.compile": Patch(True), "megatron.core.x.y": Patch(APPLIED)})
+MindSpeedPatchesManager.patches_info.update(
+    {"torch.compile": Patch(True), "megatron.core.x.y": Patch(APPLIED)}
+)
 def repatch(args):
     told.append(dict(args))
     MindSpeedPatchesManager.patches_info["megatron.core.x.y"].is_applied = KEPT
@@ -36,7 +41,8 @@ from engine_npu.plugin import MEGATRON, MINDSPEED
 
 def make(plugin, row, **config):
     config = EngineConfig(model=ModelSource(path="nowhere"), **config)
-    resolution = Resolution(plugin=plugin, row=plugin.rows[row], device="npu", source="test", trace=())
+    row = plugin.rows[row]
+    resolution = Resolution(plugin=plugin, row=row, device="npu", source="test", trace=())
     return resolution.load()(config, resolution=resolution)
 """
 
@@ -139,11 +145,16 @@ for plugin, options in ((MINDSPEED, {"fused_moe_permute": True, "sequence_parall
     try:
         engine.initialize()
     except ConfigError as error:
-        assert error.field == "model.path", error  # past MindSpeed, at the model that is not there
+        # MindSpeed was configured, and the model's folder does not exist.
+        assert error.field == "model.path", error
 (told,) = adaptor.told
-layout = [told[f"{name}_parallel_size"] for name in ("tensor_model", "pipeline_model", "expert_model", "context")]
-assert layout == [2, 3, 4, 1], layout  # the context's is engine-megatron's own
-assert told["sequence_parallel"] and told["use_fused_moe_token_permute_and_unpermute"] and told["optimization_level"] == 2
+names = ("tensor_model", "pipeline_model", "expert_model", "context")
+layout = [told[f"{name}_parallel_size"] for name in names]
+# Context parallelism is engine-megatron's own.
+assert layout == [2, 3, 4, 1], layout
+assert told["sequence_parallel"]
+assert told["use_fused_moe_token_permute_and_unpermute"]
+assert told["optimization_level"] == 2
 try:
     make(MEGATRON, 0).initialize()
 except ConfigError as error:

@@ -1,4 +1,4 @@
-"""What is missing on a host is named in the trace, with what to install; torch_npu is never imported for it."""
+"""Missing parts of a host, which the trace names with a remedy and without importing torch_npu."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ WHOLE = Host(
     mindspeed="0.16.0",
 )
 
-# (what differs from a whole host, words of the reason, words of the remedy)
+# Each entry holds the fields that differ from a whole host, and words of the reason and the remedy.
 LACKS: list[tuple[dict[str, Any], str, str]] = [
     (
         {"npus": 0, "visible": 0},
@@ -64,7 +64,7 @@ LACKS: list[tuple[dict[str, Any], str, str]] = [
     (
         {"torch_cuda": "13.0"},
         "built for CUDA 13.0: torch_npu refuses two vendors'",
-        "one environment a vendor",
+        "one environment per vendor",
     ),
     (
         {"torch_cuda": "13.0", "cuda_devices": 4},
@@ -102,7 +102,7 @@ MINDSPEED_LACKS: list[tuple[dict[str, Any], str, str]] = [
 
 @pytest.fixture
 def on(monkeypatch: pytest.MonkeyPatch) -> Any:
-    """The probes look at a host that is made up."""
+    """Return a function that makes the probes look at a given host."""
     monkeypatch.delenv(SIMULATED_NPU, raising=False)
     monkeypatch.setattr(probe, "missing", lambda: None)
     return lambda host: monkeypatch.setattr(probe, "look", lambda: host)
@@ -147,8 +147,8 @@ def test_what_megatron_lacks_is_named(
         ("fsdp", "language_model", "engine_npu.engine:NPUFSDPEngineWithLMHead"),
         ("fsdp2", "language_model", "engine_npu.engine:NPUFSDPEngineWithLMHead"),
         ("fsdp2", "value_model", "engine_npu.engine:NPUFSDPEngineWithValueHead"),
-        ("megatron", "language_model", "engine_npu.megatron:MindspeedEngineWithLMHead"),
-        ("megatron", "value_model", "engine_npu.megatron:MindspeedEngineWithValueHead"),
+        ("megatron", "language_model", "engine_npu.megatron:MindSpeedEngineWithLMHead"),
+        ("megatron", "value_model", "engine_npu.megatron:MindSpeedEngineWithValueHead"),
         (
             "mindspeed_megatron",
             "language_model",
@@ -237,15 +237,14 @@ def test_a_host_is_looked_at(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) ->
             count._obj.value = 2
             return 0
 
-    toolkit, libraries = tmp_path / "toolkit", tmp_path / "lib64"
-    for folder in (toolkit / "x86_64-linux", libraries, tmp_path / "torch_npu-2.12.0.dist-info"):
+    toolkit = tmp_path / "toolkit"
+    libraries = tmp_path / "lib64"
+    info = toolkit / "x86_64-linux" / "ascend_toolkit_install.info"
+    metadata = tmp_path / "torch_npu-2.12.0.dist-info" / "METADATA"
+    for folder in (info.parent, libraries, metadata.parent):
         folder.mkdir(parents=True)
-    (toolkit / "x86_64-linux" / "ascend_toolkit_install.info").write_text(
-        "package_name=Ascend-cann-toolkit\nversion=9.1.0\n"
-    )
-    (tmp_path / "torch_npu-2.12.0.dist-info" / "METADATA").write_text(
-        "Metadata-Version: 2.1\nName: torch_npu\nVersion: 2.12.0\n"
-    )
+    info.write_text("package_name=Ascend-cann-toolkit\nversion=9.1.0\n")
+    metadata.write_text("Metadata-Version: 2.1\nName: torch_npu\nVersion: 2.12.0\n")
     (libraries / "libhccl.so").touch()
     real = ctypes.CDLL
     monkeypatch.setattr(

@@ -1,4 +1,7 @@
-"""Every call of torch_npu and MindSpeed fits what their publishers define: the hardware is not there to tell."""
+"""Every call of torch_npu and MindSpeed, compared with its publisher's definition.
+
+There is no hardware here to run them on.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +21,7 @@ HERE = Path(__file__).resolve().parent
 PACKAGES = HERE.parents[1]
 TABLE: dict[str, Any] = json.loads((HERE / "signatures.json").read_text())
 OWN = sorted((PACKAGES / "engine-npu/src/engine_npu").glob("*.py"))
-# Where a device's module of torch is used, which is torch.npu on an NPU.
+# Files that use a device's module of torch, which is torch.npu on an NPU.
 NEUTRAL = [
     *(PACKAGES / "engine-api/src/engine_api" / name for name in ("devices.py", "defaults.py")),
     PACKAGES / "trainer/src/engine_trainer/rollouts/local.py",
@@ -27,7 +30,7 @@ NEUTRAL = [
         for name in ("export/exporter.py", "phases.py", "transports/remote.py")
     ),
 ]
-# What an expression of the sources is.
+# The published symbol that an expression of the sources stands for.
 MEANS = {
     "torch_npu": "torch_npu",
     "torch.npu": "torch_npu.npu",
@@ -53,7 +56,7 @@ MEANS = {
 
 
 def meaning(node: ast.expr, local: set[str]) -> str | None:
-    """The published symbol that an expression is, or None where it is nothing of theirs."""
+    """Return the published symbol that an expression stands for, or None."""
     text = ast.unparse(node)
     if text in MEANS and (text in local or "." in text or "(" in text):
         return MEANS[text]
@@ -63,7 +66,7 @@ def meaning(node: ast.expr, local: set[str]) -> str | None:
 
 
 def names_of(path: Path) -> set[str]:
-    """Which of the plain names of `MEANS` stand for something published in this file."""
+    """Return the plain names of ``MEANS`` that stand for a published symbol in this file."""
     known = {
         "device.py": {"torch_npu", "options"},
         "attention.py": {"torch_npu"},
@@ -75,8 +78,12 @@ def names_of(path: Path) -> set[str]:
 
 
 def calls(path: Path) -> Iterator[tuple[str, ast.Call]]:
-    """Calls of what is published, but not those of methods of data, nor those of NVIDIA's devices."""
-    local, tree = names_of(path), ast.parse(path.read_text())
+    """Yield calls of published symbols.
+
+    Calls of methods of data, and those of NVIDIA's devices, are left out.
+    """
+    local = names_of(path)
+    tree = ast.parse(path.read_text())
     tree.body = [
         node for node in tree.body if not (isinstance(node, ast.ClassDef) and node.name == "Cuda")
     ]
@@ -88,7 +95,7 @@ def calls(path: Path) -> Iterator[tuple[str, ast.Call]]:
 
 
 def problem(symbol: str, call: ast.Call) -> str | None:
-    """Why a call does not fit the table, or None."""
+    """Return the reason why a call does not fit the table, or None."""
     if symbol not in TABLE:
         return f"{symbol} is not in the table: tools/npu_signatures.py"
     kinds = {"keyword only": inspect.Parameter.KEYWORD_ONLY}
@@ -137,7 +144,7 @@ def test_all_that_matters_is_looked_at() -> None:
         "torch_npu.npu.synchronize",
     }
     unused = {s for s, entry in TABLE.items() if "parameters" in entry} - seen
-    assert not unused, f"the table holds what nobody calls: {sorted(unused)}"
+    assert not unused, f"the table holds symbols that are not called: {sorted(unused)}"
 
 
 @pytest.mark.parametrize(

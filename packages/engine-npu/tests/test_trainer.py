@@ -1,4 +1,4 @@
-"""engine-train with engine and local rollout on the simulated device, against the same run on the CPU."""
+"""Runs of engine-train on the simulated device, compared with the same runs on the CPU."""
 
 from __future__ import annotations
 
@@ -42,23 +42,22 @@ RL = {
     "rollout": {"n": 4, "max_new_tokens": 4},
     "algorithm": {"prompts_per_step": 8},
 }
+# Ray does not know the simulated device, so its workers request no GPU.
 RAY = {
     "launcher": "ray",
     "ray": {"gpus_per_worker": 0, "cpus_per_worker": 0.5, "imports": ["npu_trainer"]},
-}  # Ray is told of no simulated device
+}
 KINDS: dict[str, tuple[str, dict[str, Any]]] = {
     "sft": ("sft", {"batch_size": 8}),
     "rl": ("rl", RL),
-    "ray": (
-        "rl",
-        RL | RAY | {"ray": {**RAY["ray"], "engines": 2, "rollouts": 1}},
-    ),  # weights go to another process
+    # With Ray, weights are sent to another process.
+    "ray": ("rl", RL | RAY | {"ray": {**RAY["ray"], "engines": 2, "rollouts": 1}}),
 }
 
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A Qwen3 of two layers, a tokenizer of sixteen characters, and questions."""
+    """Save a Qwen3 of two layers, a tokenizer of sixteen characters, and questions."""
     from tokenizers import Regex, Tokenizer, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
@@ -98,7 +97,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def train(
     kind: str, device: str, model: Path, out: Path
 ) -> tuple[list[dict[str, Any]], dict[str, torch.Tensor]]:
-    """The metrics of each step, and the weights and moments after the last one."""
+    """Return the metrics of each step, and the weights and moments after the last step."""
     command, sections = KINDS[kind]
     tree = CONFIG | sections | {"data": {"source": str(model / "rows.jsonl")}}
     file = out.with_suffix(".yaml")
@@ -120,19 +119,13 @@ def train(
         env=environment,
     )
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-3000:]
-    rows = [
-        row
-        for line in (out / "metrics.jsonl").read_text().splitlines()
-        if "train/loss" in (row := json.loads(line))
-    ]
-    files = [
-        file
-        for file in sorted(out.rglob("*.safetensors"))
-        if file.is_relative_to(out / "checkpoints")
-    ]
-    return rows, {
-        f"{file.name} {key}": tensor for file in files for key, tensor in load_file(file).items()
-    }
+    logged = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
+    rows = [row for row in logged if "train/loss" in row]
+    state: dict[str, torch.Tensor] = {}
+    for file in sorted(out.rglob("*.safetensors")):
+        if file.is_relative_to(out / "checkpoints"):
+            state |= {f"{file.name} {key}": tensor for key, tensor in load_file(file).items()}
+    return rows, state
 
 
 @pytest.mark.slow
@@ -149,13 +142,14 @@ def test_a_run_is_the_cpu_s(kind: str, model: Path, tmp_path: Path) -> None:
         assert other["train/loss"] == pytest.approx(row["train/loss"], rel=1e-4, abs=1e-6)
         assert other["train/grad_norm"] == pytest.approx(row["train/grad_norm"], rel=1e-4)
     assert wanted.keys() == found.keys()
-    assert len(wanted) > 60  # weights, and two moments of each
+    # The weights, and two moments of each.
+    assert len(wanted) > 60
     for key, tensor in wanted.items():
         assert torch.allclose(tensor, found[key], rtol=1e-3, atol=1e-5), key
 
 
 def test_ranks_under_ray_join_the_device_s_groups(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The simulated device does without: to torch, gloo alone serves it."""
+    """The simulated device needs no such group, because gloo alone serves it in torch."""
     pytest.importorskip("ray")
     from engine_trainer.placement.ray.workers import EngineWorker
 

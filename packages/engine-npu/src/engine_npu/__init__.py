@@ -1,1 +1,4 @@
-"""Engines on Ascend NPUs for engine-api. Kept empty so that loading the plug-in descriptors stays light."""
+"""Engines on Ascend NPUs for engine-api.
+
+This file is empty so that loading the plug-in descriptors stays light.
+"""

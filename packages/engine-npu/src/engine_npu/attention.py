@@ -1,7 +1,8 @@
-"""Packed documents on CANN's fused attention, as a kernel of engine-fsdp's ``AttentionInterface`` function.
+"""CANN's fused attention over packed documents, as a kernel of engine-fsdp's attention function.
 
-``torch_npu.npu_fusion_attention`` in the layout TND ([tokens, heads, width]) takes the ends of the documents, and no token
-meets another document's. It has grouped heads, and a gradient of its own. (Documentation: torch_npu/_op_plugin_docs.py.)
+``torch_npu.npu_fusion_attention`` in the layout TND ([tokens, heads, width]) takes the ends of the
+documents, and no token attends to another document. It supports grouped heads, and has a gradient.
+The source is its documentation in torch_npu/_op_plugin_docs.py.
 """
 
 from __future__ import annotations
@@ -16,14 +17,20 @@ from engine_npu.device import FUSED, load
 
 __all__ = ["fused_attention", "register"]
 
-_CAUSAL, _BAND = 3, 4  # sparse_mode: the causal triangle at the lower right corner; a band of it
-_MASK = 2048  # side of the mask that both want, whatever the lengths
-_DOCUMENTS = 1024  # of one call, at most
+# Values of sparse_mode: the causal triangle at the lower right corner, and a band of it.
+_CAUSAL = 3
+_BAND = 4
+
+# Side of the mask that both modes need, for documents of any length.
+_MASK = 2048
+
+# Largest number of documents in one call.
+_DOCUMENTS = 1024
 
 
 @cache
 def _mask(device: torch.device) -> Tensor:
-    """True is masked: above the diagonal."""
+    """Return the mask, which is true (masked) above the diagonal."""
     return torch.ones(_MASK, _MASK, dtype=torch.bool, device=device).triu(1)
 
 
@@ -35,29 +42,33 @@ def fused_attention(
     scale: float | None,
     window: int | None,
 ) -> Tensor:
-    """``[1, H, T, d]``; key, value ``[1, KV, T, d]``, KV dividing H → ``[1, H, T, d]``, causal inside each document."""
+    """Compute causal attention inside each document, by CANN's fused operator.
+
+    Args:
+        query: ``[1, H, T, d]``.
+        key: ``[1, KV, T, d]``, where KV divides H.
+        value: ``[1, KV, T, d]``.
+        packing: the documents.
+        scale: factor of the scores (None: ``d ** -0.5``).
+        window: number of tokens that a token attends to, itself included (None: no window).
+
+    Returns:
+        ``[1, H, T, d]``.
+    """
     q, k, v = (x[0].transpose(0, 1).contiguous() for x in (query, key, value))
-    ends: list[int] = packing.bounds.tolist()  # on the CPU: the device is not waited for
+    # The bounds are on the CPU, so this does not wait for the device.
+    ends: list[int] = packing.bounds.tolist()
     parts: list[Tensor] = []
     for first in range(0, len(ends) - 1, _DOCUMENTS):
         bounds = ends[first : first + _DOCUMENTS + 1]
         tokens = slice(bounds[0], bounds[-1])
-        parts.append(
-            _call(
-                q[tokens],
-                k[tokens],
-                v[tokens],
-                [end - bounds[0] for end in bounds[1:]],
-                scale,
-                window,
-            )
-        )
-    return (
-        torch.cat(parts).transpose(0, 1)[None] if len(parts) > 1 else parts[0].transpose(0, 1)[None]
-    )
+        own_ends = [end - bounds[0] for end in bounds[1:]]
+        parts.append(_call_fused(q[tokens], k[tokens], v[tokens], own_ends, scale, window))
+    whole = torch.cat(parts) if len(parts) > 1 else parts[0]
+    return whole.transpose(0, 1)[None]
 
 
-def _call(
+def _call_fused(
     query: Tensor,
     key: Tensor,
     value: Tensor,
@@ -65,6 +76,7 @@ def _call(
     scale: float | None,
     window: int | None,
 ) -> Tensor:
+    """Call the fused operator on ``[T, H, d]`` queries of at most ``_DOCUMENTS`` documents."""
     torch_npu = load()
     scale = query.shape[-1] ** -0.5 if scale is None else scale
     if window is None:
@@ -80,7 +92,8 @@ def _call(
             actual_seq_kvlen=ends,
             sparse_mode=_CAUSAL,
         )
-    else:  # a token and the window - 1 before it
+    else:
+        # A token attends to itself and to the window - 1 tokens before it.
         out = torch_npu.npu_fusion_attention(
             query,
             key,
@@ -100,5 +113,5 @@ def _call(
 
 
 def register() -> None:
-    """Let ``model.attention`` name the kernel."""
+    """Register the kernel under its name in ``model.attention``."""
     register_kernel(FUSED, fused_attention)

@@ -1,4 +1,7 @@
-"""The NPU as engines ask for it: HCCL, generators, kernels. ``plugin`` makes it known; torch_npu is imported by ``load``."""
+"""The NPU as a device of ``engine_api.devices``, with HCCL, generators and kernels.
+
+Module ``plugin`` registers it. torch_npu is imported by ``load`` only.
+"""
 
 from __future__ import annotations
 
@@ -15,79 +18,102 @@ from engine_npu.probe import probe_stack
 
 __all__ = ["FUSED", "Npu", "load"]
 
-FUSED = "npu_fusion"  # model.attention
+# The fused attention's name in ``model.attention``.
+FUSED = "npu_fusion"
 
 
 class Npu(Accelerator):
-    """Ascend's devices, behind ``torch.npu``."""
+    """The device type of Ascend NPUs, which torch calls ``torch.npu``."""
 
     name = NAME
     visible = VISIBLE
     process_groups = "cpu:gloo,npu:hccl"
 
     def __init__(self) -> None:
-        if npu_is_simulated():  # its tensors lie on the host
-            self.process_groups, self.pins_memory, self.has_streams = (
-                "cpu:gloo,npu:gloo",
-                False,
-                False,
-            )
+        # Tensors of the simulated device are on the host.
+        if npu_is_simulated():
+            self.process_groups = "cpu:gloo,npu:gloo"
+            self.pins_memory = False
+            self.has_streams = False
 
     @property
     def module(self) -> Any:
-        """``torch.npu``, for which torch_npu is imported: torch does not where ``TORCH_DEVICE_BACKEND_AUTOLOAD=0``."""
+        """The module ``torch.npu``, which exists once torch_npu is imported.
+
+        With ``TORCH_DEVICE_BACKEND_AUTOLOAD=0`` torch does not import it by itself.
+        """
         if not npu_is_simulated():
             load()
         return super().module
 
     def probe(self) -> ProbeResult:
-        """See ``probe_stack``."""
+        """Probe driver, torch_npu and CANN (see ``probe_stack``)."""
         return probe_stack()
 
     def adopt_local_rank(self) -> None:
-        """See ``Device.adopt_local_rank``. Whoever makes process groups asks this first: before, torch knows no HCCL."""
+        """Select this rank's device (see ``Device.adopt_local_rank``).
+
+        It must be called before process groups are created, because torch knows no HCCL before
+        torch_npu is imported.
+        """
         if not npu_is_simulated():
             load()
         super().adopt_local_rank()
 
     def room(self) -> tuple[str, int]:
-        """By the name that the process was given; the host's where it is simulated."""
+        """Return the current device's name and its free memory in bytes.
+
+        The name contains the environment variable that selects this process's devices. For the
+        simulated device, name and memory are the host's.
+        """
         if npu_is_simulated():
             return Device.room(self)
-        return (
-            f"{os.environ.get(VISIBLE, '')}:{self.module.current_device()}",
-            self.module.mem_get_info()[0],
-        )
+        name = f"{os.environ.get(VISIBLE, '')}:{self.module.current_device()}"
+        return name, self.module.mem_get_info()[0]
 
     def attention(self, compute: str) -> tuple[str, ...]:
-        """CANN's fused attention over packed documents, in half precision as on other accelerators; not where it is simulated."""
-        return (FUSED,) if compute in ("bfloat16", "float16") and not npu_is_simulated() else ()
+        """Return the names of the device's attention kernels for a compute dtype.
+
+        CANN's fused attention computes in half precision, as kernels of other accelerators do. The
+        simulated device has none.
+        """
+        in_half_precision = compute in ("bfloat16", "float16")
+        return (FUSED,) if in_half_precision and not npu_is_simulated() else ()
 
     def process_group(self, store: Any, rank: int, size: int, timeout: timedelta) -> Any:
-        """HCCL's, made directly on a store; gloo's where the device is simulated."""
+        """Create a process group on a store, by HCCL or, for the simulated device, by gloo."""
         if npu_is_simulated():
-            return _simulated_group(
-                super().process_group(store, rank, size, timeout), store, rank, size
-            )
+            gloo = super().process_group(store, rank, size, timeout)
+            return _simulated_group(gloo, store, rank, size)
         torch_npu = load()
-        options = torch_npu._C._distributed_c10d.ProcessGroupHCCL.Options()  # noqa: SLF001 - the public alias takes no options
-        options._timeout = timeout  # noqa: SLF001 - as torch_npu's own helper sets it
+        # The public alias of this class takes no options. torch_npu's own helper sets them like
+        # this.
+        options = torch_npu._C._distributed_c10d.ProcessGroupHCCL.Options()  # noqa: SLF001
+        options._timeout = timeout  # noqa: SLF001
         return torch_npu._C._distributed_c10d.ProcessGroupHCCL(store, rank, size, options)  # noqa: SLF001
 
 
 def _simulated_group(gloo: Any, store: Any, rank: int, size: int) -> Any:
-    """Gloo behind torch's dispatcher, which the stand-in's tensors need: gloo itself takes only the host's."""
+    """Wrap gloo in a group of torch's dispatcher.
+
+    The stand-in's tensors need it, because gloo itself takes only tensors of the host.
+    """
     import torch
     import torch.distributed as dist
 
     group = dist.ProcessGroup(store, rank, size)
+    kind = dist.ProcessGroup.BackendType.GLOO
     for name in ("cpu", NAME):
-        group._register_backend(torch.device(name), dist.ProcessGroup.BackendType.GLOO, gloo)  # noqa: SLF001 - as torch does
+        group._register_backend(torch.device(name), kind, gloo)  # noqa: SLF001 - as torch does
     return group
 
 
 def load() -> Any:
-    """torch_npu, imported; raises ``PluginLoadError`` with what its import says."""
+    """Import torch_npu and return it.
+
+    Raises:
+        PluginLoadError: the import failed; the error holds its message.
+    """
     try:
         return importlib.import_module("torch_npu")
     except (ImportError, RuntimeError, OSError) as error:

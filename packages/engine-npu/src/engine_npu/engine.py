@@ -1,4 +1,9 @@
-"""FSDP engines on NPUs: engine-fsdp's, with the fused attention made known before anything is built."""
+"""FSDP engines on NPUs, which are engine-fsdp's with the fused attention registered before use.
+
+The Megatron engines are in ``megatron.py``. Their base class needs Megatron-core at import, after
+MindSpeed's adaptor has replaced parts of it and of torch, which must not happen where only FSDP is
+used.
+"""
 
 from __future__ import annotations
 
@@ -11,8 +16,8 @@ attention.register()
 
 
 class NPUFSDPEngineWithLMHead(FSDPEngineWithLMHead):
-    """Log-probs and entropy of a causal language model."""
+    """The engine for log-probs and entropy of a causal language model."""
 
 
 class NPUFSDPEngineWithValueHead(FSDPEngineWithValueHead):
-    """A scalar a token, from a linear head on the model's last hidden states."""
+    """The engine for a scalar per token, from a linear head on the last hidden states."""

@@ -1,4 +1,8 @@
-"""engine-megatron's engines on NPUs, over MindSpeed. Importing this module applies MindSpeed's adaptor first of all."""
+"""Megatron engines on NPUs, which are engine-megatron's over MindSpeed.
+
+Importing this module first applies MindSpeed's adaptor, which replaces parts of torch and
+Megatron-core. The engines are therefore not in ``engine.py``, which FSDP rows import.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +15,8 @@ from engine_api.registry import Resolution
 from engine_npu import mindspeed
 from engine_npu.options import mindspeed_options
 
-_adaptor = mindspeed.adapt()  # before Megatron-core is imported, which the next line does
+# The next statement imports Megatron-core, which must come after the adaptor.
+_adaptor = mindspeed.adapt()
 
 from engine_megatron.engine import (
     MegatronEngine,
@@ -20,28 +25,36 @@ from engine_megatron.engine import (
 )
 
 __all__ = [
+    "MindSpeedEngine",
+    "MindSpeedEngineWithLMHead",
+    "MindSpeedEngineWithValueHead",
     "MindSpeedMegatronEngineWithLMHead",
-    "MindspeedEngine",
-    "MindspeedEngineWithLMHead",
-    "MindspeedEngineWithValueHead",
 ]
 
 
-class MindspeedEngine(MegatronEngine):
-    """What the engines share: MindSpeed is told of the layout before a group or a layer is made."""
+class MindSpeedEngine(MegatronEngine):
+    """The common part of these engines, which configures MindSpeed before anything is built.
 
-    # The least that MindSpeed does: its level 0 is what makes Megatron-core run on an NPU.
+    MindSpeed must receive the layout before a group or a layer is created.
+    """
+
     features: Mapping[str, Any] = {"optimization_level": 0}
+    """MindSpeed's settings apart from the layout.
+
+    Level 0, MindSpeed's lowest, is what makes Megatron-core run on an NPU.
+    """
 
     def _build(self) -> None:
-        mindspeed.configure(_adaptor, {**layout_of(self.config, self.options), **self.features})
+        layout = layout_of(self.config, self.options)
+        mindspeed.configure(_adaptor, {**layout, **self.features})
         super()._build()
 
 
 def layout_of(config: EngineConfig, options: Any) -> dict[str, Any]:
-    """The layout in MindSpeed's words, which are Megatron's arguments.
+    """Return the layout under MindSpeed's names, which are those of Megatron's arguments.
 
-    MindSpeed's own context parallelism stays off: engine-megatron's layers gather keys and values, and know of no ring.
+    MindSpeed's own context parallelism stays off, because engine-megatron's layers gather keys and
+    values and have no ring.
     """
     parallelism = config.parallelism
     return {
@@ -54,16 +67,16 @@ def layout_of(config: EngineConfig, options: Any) -> dict[str, Any]:
     }
 
 
-class MindspeedEngineWithLMHead(MindspeedEngine, MegatronEngineWithLMHead):
-    """Log-probs and entropy of a causal language model, on the least of MindSpeed."""
+class MindSpeedEngineWithLMHead(MindSpeedEngine, MegatronEngineWithLMHead):
+    """The engine for log-probs and entropy of a causal language model, at MindSpeed's level 0."""
 
 
-class MindspeedEngineWithValueHead(MindspeedEngine, MegatronEngineWithValueHead):
-    """A scalar a token, on the least of MindSpeed."""
+class MindSpeedEngineWithValueHead(MindSpeedEngine, MegatronEngineWithValueHead):
+    """The engine for a scalar per token, at MindSpeed's level 0."""
 
 
-class MindSpeedMegatronEngineWithLMHead(MindspeedEngine, MegatronEngineWithLMHead):
-    """Log-probs and entropy of a causal language model, with those of MindSpeed's features that the options name."""
+class MindSpeedMegatronEngineWithLMHead(MindSpeedEngine, MegatronEngineWithLMHead):
+    """The engine for log-probs and entropy, with those features of MindSpeed that options name."""
 
     def __init__(self, config: EngineConfig, *, resolution: Resolution) -> None:
         own = mindspeed_options(config.options)

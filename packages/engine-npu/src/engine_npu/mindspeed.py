@@ -1,7 +1,8 @@
-"""MindSpeed's adaptor: applied before Megatron-core is imported, checked, and refused where the order is wrong.
+"""MindSpeed's adaptor, which is applied and checked before Megatron-core is imported.
 
-MindSpeed is no library that is called, but a set of replacements for parts of torch and Megatron-core, applied when
-``mindspeed.megatron_adaptor`` is imported, and again with other settings by its ``repatch``.
+MindSpeed is not a library of functions to call. It is a set of replacements for parts of torch and
+Megatron-core, applied when ``mindspeed.megatron_adaptor`` is imported, and again with other
+settings by its ``repatch``.
 """
 
 from __future__ import annotations
@@ -21,20 +22,25 @@ from engine_npu.versions import MINDSPEED
 __all__ = ["adapt", "configure"]
 
 log = logging.getLogger("engine_npu")
-_settings: dict[str, Any] = {}  # of this process, once an engine was built
+
+# Settings of this process, once an engine was built.
+_settings: dict[str, Any] = {}
 
 
 def adapt() -> Any:
-    """Import the adaptor, which replaces parts of Megatron-core; returns its module.
+    """Import the adaptor, which replaces parts of Megatron-core, and return its module.
 
-    Raises ``PluginLoadError`` where Megatron-core is imported already, MindSpeed cannot be imported, or nothing was replaced.
+    Raises:
+        PluginLoadError: Megatron-core was imported before, MindSpeed cannot be imported, or nothing
+            was replaced.
     """
     if megatron_is_first(sys.modules):
         raise PluginLoadError(
             "Megatron-core was imported before MindSpeed's adaptor",
             where="engine-npu",
             why="modules that took names from it keep the parts that MindSpeed replaces",
-            remedy="in a fresh process create the NPU engine first, or import mindspeed.megatron_adaptor first",
+            remedy="in a fresh process create the NPU engine first, "
+            "or import mindspeed.megatron_adaptor first",
         )
     load()
     try:
@@ -49,7 +55,8 @@ def adapt() -> Any:
         ) from error
     _check_applied()
     log.warning(
-        "MindSpeed %s is documented with torch %s; this is written from its documentation and was never run",
+        "MindSpeed %s is documented with torch %s; "
+        "this engine is written from its documentation and was never run",
         MINDSPEED.version,
         MINDSPEED.torch,
     )
@@ -57,18 +64,22 @@ def adapt() -> Any:
 
 
 def configure(adaptor: Any, settings: Mapping[str, Any]) -> None:
-    """Apply MindSpeed's replacements with these settings; they are the process's, so a second engine must want the same.
+    """Apply MindSpeed's replacements with these settings.
 
-    Raises ``ConfigError`` where another engine of this process has set others.
+    The settings hold for the whole process, so a second engine must have the same ones.
+
+    Raises:
+        ConfigError: another engine of this process has different settings.
+        PluginLoadError: nothing of Megatron-core is replaced under these settings.
     """
     wanted = dict(settings)
     if _settings and wanted != _settings:
         odd = sorted(name for name in wanted if wanted[name] != _settings.get(name))
         raise ConfigError(
             "options",
-            f"{', '.join(odd)} differ from another engine's of this process",
+            f"{', '.join(odd)} differ from those of another engine in this process",
             why="MindSpeed replaces parts of Megatron-core for the whole process",
-            remedy="give both engines the same, or a process each",
+            remedy="give both engines the same settings, or a process each",
         )
     if not _settings:
         adaptor.repatch(wanted)
@@ -77,22 +88,26 @@ def configure(adaptor: Any, settings: Mapping[str, Any]) -> None:
 
 
 def _check_applied() -> None:
+    """Raise ``PluginLoadError`` unless all of MindSpeed's replacements are in place."""
     manager = importlib.import_module("mindspeed.patch_utils").MindSpeedPatchesManager
-    found = [
-        patch for name, patch in manager.patches_info.items() if name.startswith("megatron.core.")
-    ]
-    if not found or not all(patch.is_applied for patch in found):
+    patches = manager.patches_info
+    found = [patches[name] for name in patches if name.startswith("megatron.core.")]
+    applied = sum(patch.is_applied for patch in found)
+    if not found or applied < len(found):
         raise PluginLoadError(
             "MindSpeed's adaptor was imported, but replaced nothing of Megatron-core",
             where="engine-npu",
-            why=f"{sum(patch.is_applied for patch in found)} of {len(found)} replacements are in place",
+            why=f"{applied} of {len(found)} replacements are in place",
             remedy="mindspeed.deprecate.AutoExecuteFunction.AUTO_EXECUTE must not be off",
         )
 
 
 @contextmanager
 def _own_arguments() -> Iterator[None]:
-    """MindSpeed reads its settings from this process's command line, where another program's options stand."""
+    """Hide the command line's arguments inside the block.
+
+    MindSpeed reads its settings from the command line, where the arguments of this program are.
+    """
     kept = sys.argv
     sys.argv = kept[:1]
     try:

@@ -1,4 +1,4 @@
-"""What only the MindSpeed rows know."""
+"""The options that only the MindSpeed rows have."""
 
 from __future__ import annotations
 
@@ -15,22 +15,31 @@ _LEVELS = (0, 1, 2)
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MindSpeedOptions(MegatronOptions):
-    """Options of backend ``mindspeed_megatron`` (``EngineConfig.options``), beside engine-megatron's."""
+    """The options of backend ``mindspeed_megatron``, in addition to those of engine-megatron."""
 
-    # MindSpeed's own levels. 0: what makes Megatron-core run on an NPU. 1: fused operators. 2: its algorithms as well.
     optimization_level: int = 2
-    # Tokens are sent to experts and back by one fused operator each; needs level 2.
+    """MindSpeed's level of optimization.
+
+    At 0 it does what makes Megatron-core run on an NPU, at 1 it adds fused operators, and at 2 its
+    algorithms.
+    """
+
     fused_moe_permute: bool = False
-    # HCCL's buffer a group of ranks, in MiB, as MindSpeed takes it: "dp:200;tp:300". Empty: HCCL's default.
+    """True sends tokens to experts and back by one fused operator each, which needs level 2."""
+
     hccl_group_buffer: str = ""
+    """Size of HCCL's buffer per group of ranks in MiB, in MindSpeed's form ``dp:200;tp:300``.
+
+    Empty for HCCL's default. It needs level 2.
+    """
 
     def __post_init__(self) -> None:
-        # Not super(): with slots the decorator makes another class than this function's.
+        # super() fails here, because with slots the decorator creates a new class.
         MegatronOptions.__post_init__(self)
         if self.optimization_level not in _LEVELS:
             raise ConfigError(
                 "options.optimization_level",
-                f"{self.optimization_level} is none of MindSpeed's levels",
+                f"expected one of MindSpeed's levels, got {self.optimization_level}",
                 remedy="give 0, 1 or 2",
             )
         for name in ("fused_moe_permute", "hccl_group_buffer"):
@@ -39,17 +48,16 @@ class MindSpeedOptions(MegatronOptions):
                     f"options.{name}",
                     f"given, with optimization_level {self.optimization_level}",
                     why="MindSpeed applies it at level 2 only",
-                    remedy="leave the level out, or this",
+                    remedy=f"leave out optimization_level or {name}",
                 )
 
     def megatron(self) -> MegatronOptions:
-        """The part that is engine-megatron's."""
-        return MegatronOptions(
-            **{field.name: getattr(self, field.name) for field in fields(MegatronOptions)}
-        )
+        """Return the options that are engine-megatron's."""
+        names = [field.name for field in fields(MegatronOptions)]
+        return MegatronOptions(**{name: getattr(self, name) for name in names})
 
     def features(self) -> Mapping[str, Any]:
-        """The part that MindSpeed is told, under the names of its own arguments."""
+        """Return the options that are MindSpeed's, under the names of its own arguments."""
         return {
             "optimization_level": self.optimization_level,
             "moe_permute_fusion": self.fused_moe_permute,
@@ -59,6 +67,6 @@ class MindSpeedOptions(MegatronOptions):
 
 
 def mindspeed_options(options: Any) -> MindSpeedOptions:
-    """The options from what the configuration holds (None, a mapping or the dataclass)."""
+    """Return the options, given the configuration's value (None, a mapping or the dataclass)."""
     result: MindSpeedOptions = build_options(options, MindSpeedOptions)
     return result

@@ -1,4 +1,7 @@
-"""The descriptors. Loading them makes the device known, and imports neither torch nor torch_npu nor MindSpeed."""
+"""The plug-in's descriptors.
+
+Loading them registers the device, and imports neither torch nor torch_npu nor MindSpeed.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +17,8 @@ from engine_npu.probe import probe_fsdp, probe_megatron
 register_device(Npu())
 
 _DEVICES = (NAME,)
-_LM, _VALUE = ("language_model",), ("value_model",)
+_LM = ("language_model",)
+_VALUE = ("value_model",)
 
 FSDP = EnginePlugin(
     name="engine-npu",
@@ -33,15 +37,15 @@ FSDP = EnginePlugin(
             target="engine_npu.engine:NPUFSDPEngineWithValueHead",
         ),
     ),
-    # torch.compile on an NPU wants a backend of torch_npu's (torchair), of which nothing here knows.
+    # torch.compile on an NPU needs a backend of torch_npu (torchair), which this package does not
+    # use.
     capabilities=FSDP_ELSEWHERE.capabilities - {Capability.COMPILE},
     options=FSDP_ELSEWHERE.options,
     probe=probe_fsdp,
 )
 
-_MEGATRON = MEGATRON_ELSEWHERE.capabilities - {
-    Capability.FP8
-}  # Transformer Engine's, on NVIDIA's devices
+# FP8 is computed by Transformer Engine, on NVIDIA's devices only.
+_MEGATRON = MEGATRON_ELSEWHERE.capabilities - {Capability.FP8}
 
 MEGATRON = EnginePlugin(
     name="engine-npu-megatron",
@@ -51,13 +55,13 @@ MEGATRON = EnginePlugin(
             model_types=_LM,
             backends=("megatron",),
             devices=_DEVICES,
-            target="engine_npu.megatron:MindspeedEngineWithLMHead",
+            target="engine_npu.megatron:MindSpeedEngineWithLMHead",
         ),
         Row(
             model_types=_VALUE,
             backends=("megatron",),
             devices=_DEVICES,
-            target="engine_npu.megatron:MindspeedEngineWithValueHead",
+            target="engine_npu.megatron:MindSpeedEngineWithValueHead",
         ),
     ),
     capabilities=_MEGATRON,

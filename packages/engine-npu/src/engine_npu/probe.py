@@ -1,4 +1,7 @@
-"""Whether an NPU can be used here, and if not, the first thing that is missing and what to install. Imports no torch."""
+"""The probes, which name the first part that is missing for an NPU and the remedy.
+
+The module imports no torch.
+"""
 
 from __future__ import annotations
 
@@ -16,48 +19,49 @@ from engine_npu.versions import (
 
 __all__ = ["probe_fsdp", "probe_megatron", "probe_stack"]
 
-_MINDSPEED = f"git clone -b {MINDSPEED.branch} https://gitcode.com/Ascend/MindSpeed.git && pip install --no-deps -e MindSpeed"
+_MINDSPEED = (
+    f"git clone -b {MINDSPEED.branch} https://gitcode.com/Ascend/MindSpeed.git "
+    "&& pip install --no-deps -e MindSpeed"
+)
 
 
 def probe_fsdp(device: str) -> ProbeResult:
-    """The probe of the FSDP rows."""
+    """Return the probe's result for the FSDP rows."""
     if device != NAME:
         return _no(f"no support for {device}", "use npu; engine-fsdp serves cuda and cpu")
     return probe_stack()
 
 
 def probe_stack() -> ProbeResult:
-    """Whether torch runs on an NPU here."""
-    return _simulated() if npu_is_simulated() else check_stack(look())
+    """Return the probe's result for torch on an NPU of this host."""
+    if npu_is_simulated():
+        return _probe_simulated()
+    return check_stack(look())
 
 
 def probe_megatron(device: str) -> ProbeResult:
-    """The probe of the Megatron and MindSpeed rows."""
+    """Return the probe's result for the Megatron and MindSpeed rows."""
     if device != NAME:
         return _no(f"no support for {device}", "use npu; engine-megatron serves cuda")
     if npu_is_simulated():
         return _no("the simulated npu has no MindSpeed", "use backend fsdp2, or an Ascend host")
     host = look()
-    stack, mindspeed = check_stack(host), check_mindspeed(host)
-    return (
-        stack
-        if not stack.ok
-        else mindspeed
-        if not mindspeed.ok
-        else missing() or ProbeResult(ok=True)
-    )
+    for result in (check_stack(host), check_mindspeed(host)):
+        if not result.ok:
+            return result
+    return missing() or ProbeResult(ok=True)
 
 
 def check_stack(host: Host) -> ProbeResult:
-    """Driver, devices, torch, torch_npu and CANN of a host, in the order in which they are installed."""
-    for problem in (_device(host), _packages(host), _cann(host)):
+    """Check a host's driver, devices, torch, torch_npu and CANN, in the order of installation."""
+    for problem in (_check_device(host), _check_packages(host), _check_cann(host)):
         if problem is not None:
             return problem
     return ProbeResult(ok=True)
 
 
 def check_mindspeed(host: Host) -> ProbeResult:
-    """MindSpeed, and whether it can still be applied in this process."""
+    """Check that MindSpeed is installed and can still be applied in this process."""
     if host.mindspeed is None:
         return _no("MindSpeed is not installed, which Megatron-core needs on an NPU", _MINDSPEED)
     if host.mindspeed != MINDSPEED.version:
@@ -68,32 +72,31 @@ def check_mindspeed(host: Host) -> ProbeResult:
     if host.megatron_first:
         return _no(
             "Megatron-core was imported before MindSpeed's adaptor, which replaces parts of it",
-            "create the NPU engine before anything imports megatron.core, or import mindspeed.megatron_adaptor first",
+            "create the NPU engine before anything imports megatron.core, "
+            "or import mindspeed.megatron_adaptor first",
         )
     return ProbeResult(ok=True)
 
 
-def _device(host: Host) -> ProbeResult | None:
+def _check_device(host: Host) -> ProbeResult | None:
+    """Return the problem of the driver or its devices, or None."""
     if host.npus == 0:
-        also = f"; it has {host.cuda_devices} CUDA devices" if host.cuda_devices else ""
-        broken = (
-            "; torch_npu is installed all the same, and without a driver breaks `import torch`"
-            if host.torch_npu
-            else ""
-        )
-        cure = (
-            "; pip uninstall torch_npu, or set TORCH_DEVICE_BACKEND_AUTOLOAD=0"
-            if host.torch_npu
-            else ""
-        )
-        return _no(
-            f"this host shows no Ascend NPU{also}{broken}",
-            f"check npu-smi info and the driver, or use another device{cure}",
-        )
+        reason = "this host shows no Ascend NPU"
+        remedy = "check npu-smi info and the driver, or use another device"
+        if host.cuda_devices:
+            reason += f"; it has {host.cuda_devices} CUDA devices"
+        if host.torch_npu:
+            reason += (
+                "; torch_npu is installed all the same, and without a driver breaks `import torch`"
+            )
+            remedy += "; pip uninstall torch_npu, or set TORCH_DEVICE_BACKEND_AUTOLOAD=0"
+        return _no(reason, remedy)
     if not host.driver:
         return _no(
-            f"{host.npus} NPU device files, but the driver's libascend_hal.so cannot be loaded or refuses",
-            "install the driver and firmware, or in a container mount /usr/local/Ascend/driver and put its lib64/driver on LD_LIBRARY_PATH",
+            f"{host.npus} NPU device files, "
+            "but the driver's libascend_hal.so cannot be loaded or refuses",
+            "install the driver and firmware, or in a container mount /usr/local/Ascend/driver "
+            "and put its lib64/driver on LD_LIBRARY_PATH",
         )
     if host.visible == 0:
         return _no(
@@ -103,8 +106,11 @@ def _device(host: Host) -> ProbeResult | None:
     return None
 
 
-def _packages(host: Host) -> ProbeResult | None:
-    wanted = f"{_torch(TORCH_NPU[1].torch)} && pip install torch_npu=={TORCH_NPU[1].version} pyyaml setuptools"
+def _check_packages(host: Host) -> ProbeResult | None:
+    """Return the problem of torch or torch_npu, or None."""
+    recommended = TORCH_NPU[1]
+    torch_npu = f"pip install torch_npu=={recommended.version} pyyaml setuptools"
+    wanted = f"{_install_torch(recommended.torch)} && {torch_npu}"
     if host.torch is None:
         return _no("torch is not installed", wanted)
     if host.torch_npu is None:
@@ -112,8 +118,9 @@ def _packages(host: Host) -> ProbeResult | None:
     if host.torch_cuda is not None:
         both = f" (and the host has {host.cuda_devices} CUDA devices)" if host.cuda_devices else ""
         return _no(
-            f"torch {host.torch} is built for CUDA {host.torch_cuda}{both}: torch_npu refuses two vendors' accelerators in one process",
-            "one environment a vendor: install a CPU build of torch beside torch_npu",
+            f"torch {host.torch} is built for CUDA {host.torch_cuda}{both}: "
+            "torch_npu refuses two vendors' accelerators in one process",
+            "one environment per vendor: install a CPU build of torch together with torch_npu",
         )
     line = torch_npu_line(host.torch_npu)
     if line is None:
@@ -123,19 +130,23 @@ def _packages(host: Host) -> ProbeResult | None:
     if host.torch.partition("+")[0] != line.torch:
         return _no(
             f"torch_npu {line.version} is for torch {line.torch}, installed is {host.torch}",
-            _torch(line.torch),
+            _install_torch(line.torch),
         )
     return None
 
 
-def _torch(version: str) -> str:
-    """PyPI's build is CUDA's."""
+def _install_torch(version: str) -> str:
+    """Return the command that installs torch's CPU build, since PyPI's build is that for CUDA."""
     return f"pip install torch=={version} --index-url https://download.pytorch.org/whl/cpu"
 
 
-def _cann(host: Host) -> ProbeResult | None:
+def _check_cann(host: Host) -> ProbeResult | None:
+    """Return the problem of CANN, or None."""
     line = torch_npu_line(host.torch_npu or "")
-    wanted = f"install CANN {(line and line.cann) or '9.1'} (toolkit and the kernels of this NPU), then: source .../set_env.sh"
+    version = (line and line.cann) or "9.1"
+    wanted = (
+        f"install CANN {version} (toolkit and the kernels of this NPU), then: source .../set_env.sh"
+    )
     broken = "torch_npu is installed without it, which breaks `import torch`"
     if host.cann is None:
         return _no(f"CANN is not set up (ASCEND_HOME_PATH names no folder); {broken}", wanted)
@@ -150,11 +161,13 @@ def _cann(host: Host) -> ProbeResult | None:
     return None
 
 
-def _simulated() -> ProbeResult:
+def _probe_simulated() -> ProbeResult:
+    """Return the probe's result for the simulated device, which needs torch only."""
     if torch_version() is None:
         return _no("torch is not installed", "pip install torch")
     return ProbeResult(ok=True, reason="simulated")
 
 
 def _no(reason: str, remedy: str) -> ProbeResult:
+    """Return the result of a probe that found a problem."""
     return ProbeResult(ok=False, reason=reason, remedy=remedy)
