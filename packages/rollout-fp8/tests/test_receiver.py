@@ -53,7 +53,9 @@ def test_a_bucket_of_which_a_worker_serves_nothing_passes_it_by() -> None:
             for bucket in plan.buckets:
                 buffer = torch.zeros(bucket.num_bytes, dtype=torch.uint8)
                 for wire_slice in bucket.slices:
-                    wire_slice.view(buffer).copy_(weights[wire_slice.tensor.name][wire_slice.box.slices])
+                    wire_slice.view(buffer).copy_(
+                        weights[wire_slice.tensor.name][wire_slice.box.slices]
+                    )
                 yield bucket, buffer
 
     for rank in range(2):

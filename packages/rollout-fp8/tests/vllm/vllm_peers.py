@@ -128,7 +128,7 @@ def explained(text: str) -> EngineError:
     """What is said of a start that vLLM ended with ``text``."""
     from rollout_fp8.vllm import start
 
-    return start._explained(AssertionError(text))
+    return start._explain(AssertionError(text))
 
 
 def left_by_failed_start(model: str) -> tuple[EngineError | None, int, list[str]]:

@@ -299,7 +299,7 @@ class AdapterStream:
         return {"gather": self._seconds}
 
     def __iter__(self) -> Iterator[tuple[str, Tensor]]:
-        """Yield the tensors that no caller has taken yet, so that a rank that serves nothing takes part."""
+        """Yield the tensors that were not taken yet, so that a rank without a server takes part."""
         # Not "yield from": a caller that stops half-way would close the engine's generator, and no
         # rank may do that.
         for pair in self._tensors:

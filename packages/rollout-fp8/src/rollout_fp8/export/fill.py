@@ -67,7 +67,7 @@ class Filler:
         self._error = None
 
     def attempt(self, work: Callable[[], T], *, always: bool = False) -> T | None:
-        """Return ``work()``, or None if an attempt of this sync failed before (``always``: even then call it).
+        """Return ``work()``, or None if an earlier attempt of this sync failed (unless ``always``).
 
         An error of one rank among several is raised by ``finish``: until then the other ranks rely
         on this one in their gathers.
@@ -125,7 +125,7 @@ class Filler:
             raise error
 
     def result(self, plan: WirePlan) -> Mapping[str, int]:
-        """Return checksums by name, over all ranks (none without audit), after waiting for the device.
+        """Return checksums by name, over all ranks (none without audit), when the device is done.
 
         Raises:
             RolloutError: a weight was not finite, or a rank failed.
@@ -188,7 +188,7 @@ class Filler:
         work.run(mine, self._sums)
 
     def _prepare(self, bucket: Bucket, mine: Sequence[Tensor], buffer: Tensor) -> _Work:
-        """Prepare the parts that stay from sync to sync: views into the buffer, and the launches' tables."""
+        """Prepare the parts that stay the same: views into the buffer, and the launches' tables."""
         parts = list(enumerate(bucket.of_rank(self.rank)))
         quantized = [(i, part.weight, part.scales) for i, part in parts if part.scales is not None]
         plain = [(i, part.weight) for i, part in parts if part.scales is None]
@@ -362,7 +362,7 @@ def _changed(expected: str, found: str) -> RolloutError:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Work:
-    """Launches of one bucket; ``quantized`` and ``plain`` are indices into the shards that fill it."""
+    """Launches of one bucket; ``quantized`` and ``plain`` are indices into its shards."""
 
     layouts: tuple[Layout, ...]
     quantized: list[int]

@@ -96,7 +96,7 @@ class Bucket:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ExportPlan:
-    """Plan of a sync: ``wire`` for the rollout, ``sources`` and ``buckets`` for the engine's ranks."""
+    """Plan of a sync: ``wire`` for the rollout, ``sources`` and ``buckets`` for the ranks."""
 
     wire: WirePlan
     sources: tuple[Source, ...]

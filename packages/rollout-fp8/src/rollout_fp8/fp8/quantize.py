@@ -293,7 +293,7 @@ def _scale(amax: Tensor, *, pow2: bool) -> Tensor:
 
 
 def dequantize(weight: Tensor, scales: Tensor, dtype: torch.dtype) -> Tensor:
-    """Multiply ``weight`` float8_e4m3fn [N, K] by its blocks' fp32 ``scales``; round to ``dtype``."""
+    """Multiply ``weight`` float8_e4m3fn [N, K] by its fp32 ``scales``, and round to ``dtype``."""
     rows, columns = weight.shape
     spread = scales.repeat_interleave(BLOCK, 0)[:rows].repeat_interleave(BLOCK, 1)[:, :columns]
     return (weight.float() * spread).to(dtype)

@@ -264,7 +264,8 @@ class Receiver:
             raise RolloutError(
                 "the server rearranges weights after loading",
                 where=WHERE,
-                why=f"{len(unlike)} tensors lie in memory differently than in a checkpoint: {shown}",
+                why=f"{len(unlike)} tensors lie in memory differently than in a checkpoint: "
+                f"{shown}",
                 remedy="choose another kernel for these layers in the server's options",
             )
         return unlike

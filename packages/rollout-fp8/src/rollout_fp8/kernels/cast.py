@@ -90,7 +90,7 @@ class CastPlan:
         self.bind(sources, outs).run(broken)
 
     def bind(self, sources: Sequence[Tensor], outs: Sequence[Tensor]) -> BoundCast:
-        """Prepare ``fill`` for the same memory again and again: its addresses are looked up once."""
+        """Prepare ``fill`` for the same memory again and again: it takes addresses only once."""
         if self._launches is None:
             return BoundCast(sources, outs, None, [])
         table = addresses((sources, outs))
@@ -167,7 +167,7 @@ def _launches(
 
 
 def _is_aligned(source: Rows, out: Rows, dtypes: tuple[torch.dtype, torch.dtype]) -> bool:
-    """Return whether the kernel's accesses of ``VECTOR`` bytes fit the rows, if the tensors are aligned."""
+    """Return whether the kernel's ``VECTOR``-byte accesses fit the rows, if tensors are aligned."""
     elements = VECTOR // min(d.itemsize for d in dtypes)
     is_dense = source.is_dense and out.is_dense
     lengths = (

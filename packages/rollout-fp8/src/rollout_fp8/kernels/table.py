@@ -27,7 +27,7 @@ Layout = tuple[tuple[int, ...], tuple[int, ...], torch.dtype, torch.device]
 
 
 def has_kernels(device: torch.device) -> bool:
-    """Return whether tensors of this device go through Triton; all others go through plain torch."""
+    """Return whether tensors of this device go through Triton instead of plain torch."""
     return device.type == "cuda"
 
 

@@ -1,8 +1,8 @@
-"""A rollout that lives in another process, behind ``rollout_fp8.remote.server``.
+"""Client of a rollout that lives in another process, behind ``rollout_fp8.remote.server``.
 
 The client starts the server (in a session of its own, so that it ends with everything that it
-started), or connects to one that runs. While it waits for an answer it looks whether the server is
-still alive: one that ended or hangs is a ``RolloutError`` within ``silence_s`` seconds.
+started), or connects to a running one. While it waits for an answer it checks whether the server is
+still alive: a server that ended or hangs is a ``RolloutError`` within ``silence_s`` seconds.
 """
 
 from __future__ import annotations
@@ -33,28 +33,30 @@ from rollout_fp8.transports.sender import Sender
 from rollout_fp8.wire.format import WireStream
 
 LOCAL = ("127.0.0.1", "localhost", "::1")
-LAST_WORDS_S = 2.0  # for the server to say why it dropped a sync
-WAIT_S = 10.0  # of one request for a result
+# Seconds for the server to report why it dropped a sync.
+LAST_WORDS_S = 2.0
+# Seconds of one request for a result.
+WAIT_S = 10.0
 
 
 class RemoteRollout:
-    """See ``engine_api.rollout.AsyncRollout`` for what the members promise.
+    """Rollout in a server's process; ``engine_api.rollout.AsyncRollout`` defines its members.
 
     Args:
-        name: of the registered rollout that the server hosts.
+        name: name of the registered rollout that the server hosts.
         device: ``cuda``, ``cpu`` or ``auto``; a server that is started here gets this process's
             current GPU (and its neighbours, ``tensor_parallel_size`` in all).
-        arguments: what ``RolloutRegistry.create`` would be given; all but ``model`` must be JSON.
-        url: of a server that runs, and was made with the same arguments; None: start one, and end
-            it in ``close``.
-        start_timeout_s: until a server that is started here must answer.
-        silence_s: how long a server may not answer whether it is alive.
-        timeout_s: of each step of a weight sync.
+        arguments: arguments of ``RolloutRegistry.create``; all but ``model`` must be JSON.
+        url: URL of a running server that was made with the same arguments; None: start a server,
+            and end it in ``close``.
+        start_timeout_s: deadline for a server that is started here to answer.
+        silence_s: longest time that a server may not answer whether it is alive.
+        timeout_s: deadline of each step of a weight sync.
 
     Raises:
         RolloutError: the server does not start, or does not answer.
         ConfigError: the server at ``url`` was made with other arguments.
-        EngineError: what the rollout's own constructor raises.
+            EngineError: the rollout's own constructor raised it.
     """
 
     def __init__(
@@ -70,11 +72,16 @@ class RemoteRollout:
     ) -> None:
         if device == "auto":
             device = RolloutRegistry.resolve(backend=name).device
-        self._device, self._arguments, self._timeout_s = device, arguments, timeout_s
+        self._device = device
+        self._arguments = arguments
+        self._timeout_s = timeout_s
         self._sender: Sender | None = None
-        self._failed = False  # the last sync
-        self._sent = -1  # the version of the last weights that came from here
-        self._has_base = False  # of an adapter
+        # True if the last sync failed.
+        self._failed = False
+        # Version of the last weights that came from here.
+        self._sent = -1
+        # True if the server has the base weights of an adapter.
+        self._has_base = False
         self._process: ServerProcess | None = None
         connects = url is not None
         try:
@@ -93,11 +100,11 @@ class RemoteRollout:
             health = self._server.health()
             if connects:
                 require_same(url, name, arguments, health)
-            self._served: Mapping[str, Any] = health[
-                "arguments"
-            ]  # for what the client was not told
+            # Used for arguments that the client was not given.
+            self._served: Mapping[str, Any] = health["arguments"]
             self.weight_version: int = health["weight_version"]
-        except BaseException:  # an interrupt too must leave no server behind; raised again
+        except BaseException:
+            # After an interrupt too, no server may be left behind.
             if self._process is not None:
                 self._process.close()
             raise
@@ -121,23 +128,30 @@ class RemoteRollout:
         )
 
     def update_weights(self, export: WeightExport, version: int) -> SyncResult:
-        """See ``Rollout.update_weights``. ``export``: an exporter's stream, or whole tensors by name.
+        """See ``Rollout.update_weights``.
 
-        ``SyncResult.seconds`` has ``transfer``: how long the server waited for weights.
+        ``export`` is an exporter's stream, or whole tensors by name.
+
+        ``SyncResult.seconds`` has ``transfer``: the time that the server waited for weights.
         """
         self._server.require_open()
-        self._failed = True  # also when the export is bad, of which the server never hears
+        # Also when the export is bad, which the server never learns.
+        self._failed = True
         check_version(version, self._sent, where=WHERE)
         if isinstance(export, AdapterParts):
             result = self._send_adapter(export, version)
         else:
             result = self._send(self._stream(export), version)
-        self.weight_version = self._sent = result.version
+        self.weight_version = result.version
+        self._sent = result.version
         self._failed = False
         return result
 
     def _send_adapter(self, parts: AdapterParts, version: int) -> SyncResult:
-        """The adapter as a folder that the server reads, the base weights (if any are to be sent) as any sync's."""
+        """Send the adapter as a folder that the server reads.
+
+        The base weights, if they are to be sent, travel as in any sync.
+        """
         if self._server.host not in LOCAL:
             raise ConfigError(
                 "rollout.lora",
@@ -146,7 +160,8 @@ class RemoteRollout:
                 remedy="rollout.lora: merged",
             )
         adapter = parts.adapter()
-        base, self._has_base = parts.base(needed=not self._has_base), False
+        base = parts.base(needed=not self._has_base)
+        self._has_base = False
         with folder_of(adapter) as folder:
             told = {"folder": str(folder), "sums": dict(adapter.checksums())}
             result = self._send(base, version, adapter=told)
@@ -169,7 +184,8 @@ class RemoteRollout:
 
             def watch() -> None:
                 if pending.answered(0):
-                    pending.answer()  # raises: it cannot have the weights yet
+                    # It cannot have the weights yet, so the answer raises.
+                    pending.answer()
                 pending.check()
 
             try:
@@ -177,7 +193,8 @@ class RemoteRollout:
                     self._sender.send_weights(stream, watch)
             except PeerError:
                 if pending.answered(LAST_WORDS_S):
-                    pending.answer()  # raises what went wrong there, as the error that it was
+                    # The answer raises the server's own error.
+                    pending.answer()
                 raise
             return from_json(SyncResult, pending.answer())
 
@@ -188,9 +205,8 @@ class RemoteRollout:
 
     def wake_up(self, weights: bool = True, kv_cache: bool = True) -> None:
         """See ``Rollout.wake_up``."""
-        device_of(
-            self._device
-        ).empty_cache()  # a server on this GPU cannot use what PyTorch keeps for this process
+        # A server on this GPU cannot use the memory that PyTorch keeps for this process.
+        device_of(self._device).empty_cache()
         self._server.call("wake_up", weights=weights, kv_cache=kv_cache)
 
     def close(self) -> None:
@@ -234,14 +250,14 @@ class RemoteRollout:
 
 
 class VllmServer(RemoteRollout):
-    """``rollout.name=vllm-server``: vLLM in a process of its own, started here, or at ``rollout.options.url``."""
+    """``rollout.name=vllm-server``: vLLM in its own process, started here or at ``options.url``."""
 
     def __init__(self, *, resolution: Resolution, url: str | None = None, **arguments: Any) -> None:
         super().__init__(name="vllm", device=resolution.device, arguments=arguments, url=url)
 
 
 class SglangServer(RemoteRollout):
-    """``rollout.name=sglang-server``: the same with SGLang."""
+    """``rollout.name=sglang-server``: SGLang in its own process, started here or at a URL."""
 
     def __init__(self, *, resolution: Resolution, url: str | None = None, **arguments: Any) -> None:
         super().__init__(name="sglang", device=resolution.device, arguments=arguments, url=url)
@@ -251,12 +267,14 @@ class RemoteGeneration:
     """See ``engine_api.rollout.Generation``."""
 
     def __init__(self, server: Endpoint, number: int) -> None:
-        self._server, self._number = server, number
+        self._server = server
+        self._number = number
         self._found: list[Completion] | None = None
-        self._failure: EngineError | None = None  # the server tells it once
+        # Kept, because the server reports it once.
+        self._failure: EngineError | None = None
 
     def done(self) -> bool:
-        """See ``Generation.done``; also when it failed."""
+        """See ``Generation.done``; a failed generation is done too."""
         return self._over or self._fetch(0.0)
 
     def result(self, timeout_s: float | None = None) -> list[Completion]:

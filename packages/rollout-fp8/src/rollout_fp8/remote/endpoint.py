@@ -1,4 +1,4 @@
-"""A rollout's server as its client sees it: its process, and calls over HTTP that notice when it is gone."""
+"""Server of a rollout as its client sees it: its process, and calls that notice when it is gone."""
 
 from __future__ import annotations
 
@@ -27,10 +27,13 @@ from rollout_fp8.transports.channel import secret
 
 WHERE = "rollout in a server"
 POLL_S = 0.2
-HEARTBEAT_S = 2.0  # between two looks at whether the server is alive, while an answer is waited for
-GRACE_S = 10.0  # to end by itself
-LOG_LINES = 20  # of the server's log, in an error
-# What torchrun tells a rank: the server would take itself for that rank.
+# Seconds between two checks whether the server is alive, while an answer is waited for.
+HEARTBEAT_S = 2.0
+# Seconds for the server to end by itself.
+GRACE_S = 10.0
+# Lines of the server's log in an error.
+LOG_LINES = 20
+# Variables that torchrun gives a rank: with them the server would take itself for that rank.
 _LAUNCHER = (
     "RANK",
     "LOCAL_RANK",
@@ -43,18 +46,18 @@ _LAUNCHER = (
 
 
 class ServerProcess:
-    """A server that this process starts; it ends with this process, whatever happens to it.
+    """Server that this process starts, and that always ends with this process.
 
     Args:
-        name: of the rollout.
+        name: name of the rollout.
         device: ``cuda`` or ``cpu``.
-        config: for ``--config``.
-        gpus: how many it may see, from this process's current one on.
-        timeout_s: until it must say where it listens.
+        config: content of ``--config``.
+        gpus: number of GPUs that it may see, from this process's current one on.
+        timeout_s: deadline for the server to announce its address.
 
     Raises:
-        EngineError: what the rollout's constructor raised there.
-        RolloutError: it ended, or did not answer in time.
+        EngineError: the rollout's constructor raised it in the server.
+        RolloutError: the server ended, or did not answer in time.
     """
 
     def __init__(
@@ -76,15 +79,15 @@ class ServerProcess:
         ]
         self.log = Path(tempfile.gettempdir(), f"rollout-{name}-{secrets.token_hex(4)}.log")
         started: list[subprocess.Popen[bytes]] = []
-        # At the end of the interpreter too, if no one calls ``close``; made before there is
-        # anything to end.
+        # At the end of the interpreter too, if ``close`` is never called. It is made before there
+        # is anything to end.
         self._end = weakref.finalize(self, _end_all, started, self.log)
         try:
-            # For this user alone: what a model's code prints may be private.
+            # Readable by this user alone: the output of a model's code may be private.
             with open(
                 self.log, "xb", opener=lambda path, flags: os.open(path, flags, 0o600)
             ) as log:
-                # Every user of this machine can read another's command lines, and not their
+                # Every user of this machine can read another user's command lines, but not their
                 # environment.
                 environment = {**_environment(gpus), CONFIG: json.dumps(config)}
                 # In one statement: an interrupt after it finds the process in the list.
@@ -100,23 +103,24 @@ class ServerProcess:
                 )
             (self._process,) = started
             self.url = self._await(announce, timeout_s)
-        except BaseException:  # an interrupt too must leave no process behind; raised again
+        except BaseException:
+            # After an interrupt too, no process may be left behind.
             self.close()
             raise
 
     @property
     def pid(self) -> int:
-        """Of the server, and of its process group."""
+        """The process id of the server, which is also its process group's."""
         return self._process.pid
 
     def check(self) -> None:
-        """Raises ``RolloutError`` when it has ended."""
+        """Raise ``RolloutError`` when the server has ended."""
         code = _exit_code(self._process)
         if code is not None:
             raise self.error("the server has ended", f"exit code {code}")
 
     def error(self, what: str, why: str) -> RolloutError:
-        """With the last lines of its log."""
+        """Return an error with the last lines of the server's log."""
         try:
             lines = self.log.read_text(encoding="utf-8", errors="replace").splitlines()[-LOG_LINES:]
         except FileNotFoundError:
@@ -134,7 +138,7 @@ class ServerProcess:
         )
 
     def close(self) -> None:
-        """End it and all that it started; idempotent."""
+        """End the server and all that it started; idempotent."""
         self._end()
         self._folder.cleanup()
 
@@ -152,14 +156,16 @@ class ServerProcess:
 
 
 def _environment(gpus: int) -> dict[str, str]:
-    secret("http")  # made here if there is none
+    # Made here if there is none.
+    secret("http")
     kept = {
         name: value
         for name, value in os.environ.items()
         if name not in _LAUNCHER and not name.startswith("TORCHELASTIC_")
     }
     if gpus:
-        first, visible = torch.cuda.current_device(), os.environ.get("CUDA_VISIBLE_DEVICES")
+        first = torch.cuda.current_device()
+        visible = os.environ.get("CUDA_VISIBLE_DEVICES")
         names = (
             visible.split(",") if visible else [str(i) for i in range(torch.cuda.device_count())]
         )
@@ -168,7 +174,10 @@ def _environment(gpus: int) -> dict[str, str]:
 
 
 def _exit_code(process: subprocess.Popen[bytes], wait_s: float = 0.0) -> int | None:
-    """None while it runs. It stays a zombie, so that nobody else gets its number, which is also its group's."""
+    """Return the exit code, or None while the process runs.
+
+    The process stays a zombie, so that no other process gets its number, which is also its group's.
+    """
     deadline = time.monotonic() + wait_s
     while (found := os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)) is None:
         if time.monotonic() > deadline:
@@ -183,24 +192,25 @@ def _end_all(started: Iterable[subprocess.Popen[bytes]], log: Path) -> None:
 
 
 def _end(process: subprocess.Popen[bytes], log: Path) -> None:
-    """The server, by SIGTERM if it listens to that; then whatever is left of its group."""
+    """End the server by SIGTERM if it handles that, and kill the rest of its group."""
     os.kill(process.pid, signal.SIGTERM)
     code = _exit_code(process, GRACE_S)
     os.killpg(process.pid, signal.SIGKILL)
     process.wait()
     if process.stdin is not None:
         process.stdin.close()
+    # The log of a server that failed stays.
     if code == 0:
-        log.unlink(missing_ok=True)  # of a server that failed it stays
+        log.unlink(missing_ok=True)
 
 
 class Endpoint:
-    """Calls to a server.
+    """Endpoint for calls to a server.
 
     Args:
         url: ``http://host:port``.
-        silence_s: how long it may not answer whether it is alive.
-        process: the server's, if it was started here.
+        silence_s: longest time that the server may not answer whether it is alive.
+        process: the server's process, if it was started here.
     """
 
     def __init__(self, url: str, silence_s: float, process: ServerProcess | None) -> None:
@@ -210,25 +220,28 @@ class Endpoint:
                 f"{url!r} is no server's address", where=WHERE, remedy="give http://host:port"
             )
         self.closed = False
-        self.url, self.host, self.port, self.silence_s, self.process = (
-            url,
-            parts.hostname,
-            parts.port,
-            silence_s,
-            process,
-        )
+        self.url = url
+        self.host = parts.hostname
+        self.port = parts.port
+        self.silence_s = silence_s
+        self.process = process
 
     def call(self, name: str, **body: Any) -> dict[str, Any]:
-        """POST and wait. Raises the ``EngineError`` that the server answers, ``RolloutError`` when it is gone or hangs."""
+        """POST a call, and wait for its answer.
+
+        Raises:
+            EngineError: the server answers with it.
+            RolloutError: the server is gone or hangs.
+        """
         with self.start(name, **body) as pending:
             return pending.answer()
 
     def start(self, name: str, **body: Any) -> Pending:
-        """POST, and do not wait."""
+        """POST a call without waiting for its answer."""
         return Pending(self, "POST", name, body)
 
     def health(self) -> dict[str, Any]:
-        """Raises ``RolloutError`` when the server does not answer within ``silence_s``."""
+        """Return /health; raise ``RolloutError`` when there is no answer within ``silence_s``."""
         with Pending(self, "GET", "health", {}) as pending:
             if not pending.answered(self.silence_s):
                 raise self.error(
@@ -238,7 +251,10 @@ class Endpoint:
             return pending.answer()
 
     def own_address(self) -> str:
-        """Under which this host reaches the server, and so the server this host. Raises ``RolloutError``."""
+        """Return the address of this host by which the server reaches it.
+
+        Raises ``RolloutError``.
+        """
         try:
             with socket.create_connection((self.host, self.port), self.silence_s) as connection:
                 return str(connection.getsockname()[0])
@@ -246,14 +262,14 @@ class Endpoint:
             raise self.error("the server does not answer", str(error)) from error
 
     def require_open(self) -> None:
-        """Raises ``RolloutError`` after the rollout's ``close``."""
+        """Raise ``RolloutError`` after the rollout's ``close``."""
         if self.closed:
             raise RolloutError(
                 "cannot be used", where=WHERE, why="it is closed", remedy="create another one"
             )
 
     def error(self, what: str, why: str) -> RolloutError:
-        """With what is known of its process."""
+        """Return an error with the facts that are known of the server's process."""
         if self.process is not None:
             return self.process.error(what, why)
         return RolloutError(
@@ -262,7 +278,7 @@ class Endpoint:
 
 
 class Pending:
-    """One call that is under way."""
+    """Call that is under way."""
 
     def __init__(self, endpoint: Endpoint, method: str, name: str, body: Mapping[str, Any]) -> None:
         endpoint.require_open()
@@ -283,19 +299,25 @@ class Pending:
             raise self._lost(error) from error
 
     def answered(self, wait_s: float) -> bool:
-        """Whether there is an answer, or the server is gone."""
-        watched = select.poll()  # ``select.select`` knows no descriptor above 1023
+        """Return whether there is an answer, or the server is gone."""
+        # ``select.select`` accepts no descriptor above 1023.
+        watched = select.poll()
         watched.register(self._http.sock, select.POLLIN)
         return bool(watched.poll(wait_s * 1000))
 
     def check(self) -> None:
-        """Now and then, look whether the server is alive. Raises ``RolloutError``."""
+        """Check at intervals whether the server is alive. Raises ``RolloutError``."""
         if time.monotonic() - self._beat > HEARTBEAT_S:
             self._endpoint.health()
             self._beat = time.monotonic()
 
     def answer(self) -> dict[str, Any]:
-        """Wait for it. Raises the ``EngineError`` that it is, ``RolloutError`` when the server is gone or hangs."""
+        """Wait for the answer, and return it.
+
+        Raises:
+            EngineError: the server answers with it.
+            RolloutError: the server is gone or hangs.
+        """
         while not self.answered(POLL_S):
             self.check()
         try:

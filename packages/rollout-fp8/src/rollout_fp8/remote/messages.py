@@ -1,4 +1,7 @@
-"""What a rollout's server and its clients say to each other, as JSON. Nothing that comes over HTTP is unpickled."""
+"""Messages between a rollout's server and its clients, as JSON.
+
+Nothing that comes over HTTP is unpickled.
+"""
 
 from __future__ import annotations
 
@@ -11,22 +14,23 @@ from engine_api import errors
 from engine_api.errors import EngineError, RolloutError
 from engine_api.rollout import Completion, SamplingParams, SyncResult
 
-CONFIG = "ROLLOUT_FP8_CONFIG"  # the environment variable that has a server's ``--config``, which may hold secrets
+# Environment variable that holds a server's ``--config``, which may hold secrets.
+CONFIG = "ROLLOUT_FP8_CONFIG"
 T = TypeVar("T", Completion, SamplingParams, SyncResult)
 
 
 def dumps(value: Any) -> bytes:
-    """JSON; floats come back as they are."""
+    """Return a value as JSON, from which floats are read back exactly."""
     return json.dumps(value, default=str).encode()
 
 
 def to_json(value: Completion | SamplingParams | SyncResult) -> dict[str, Any]:
-    """A dataclass of the contract."""
+    """Return a dataclass of the contract as a mapping."""
     return asdict(value)
 
 
 def from_json(cls: type[T], given: Mapping[str, Any]) -> T:
-    """Back again. Raises ``RolloutError`` for fields that ``cls`` has not, or that are missing."""
+    """Return the dataclass of ``to_json``; raise ``RolloutError`` for unknown or missing fields."""
     tuples = {field.name for field in fields(cls) if str(field.type).startswith("tuple")}
     values: dict[str, Any] = {
         name: tuple(value) if name in tuples else value for name, value in given.items()
@@ -40,7 +44,10 @@ def from_json(cls: type[T], given: Mapping[str, Any]) -> T:
 
 
 def error_to_json(error: Exception) -> dict[str, Any]:
-    """The class of ``engine_api.errors`` that it is, with its fields; anything else is a ``RolloutError``."""
+    """Return an error's class in ``engine_api.errors``, and its fields.
+
+    Any other error is given as a ``RolloutError``.
+    """
     if not isinstance(error, EngineError):
         error = RolloutError(
             "the rollout failed",
@@ -53,12 +60,10 @@ def error_to_json(error: Exception) -> dict[str, Any]:
 
 
 def error_from_json(given: Mapping[str, Any]) -> EngineError:
-    """Back again, as the class that it was."""
+    """Return the error of ``error_to_json``, in its own class."""
     cls = getattr(errors, str(given.get("class")), None)
     if not isinstance(cls, type) or not issubclass(cls, EngineError):
-        return RolloutError(
-            "the server answers something else than a rollout's server", why=str(given)
-        )
+        return RolloutError("the server's answer is not that of a rollout's server", why=str(given))
     parts = {name: str(given.get(name, "")) for name in ("what", "where", "why", "remedy")}
     error = cls.__new__(cls, *parts.values())
     error.args = tuple(parts.values())

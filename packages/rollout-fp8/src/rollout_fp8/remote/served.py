@@ -1,4 +1,4 @@
-"""What a rollout's server was made with, which a client that only connects compares with what it was given."""
+"""Settings of a rollout's server, which a client that only connects compares with its own."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from engine_api.rollout import Rollout
 from rollout_fp8.options import Options
 from rollout_fp8.remote.messages import dumps
 
-# What a client goes by that is not given them: they say how weights are sent, and where completions
-# end.
+# Defaults that a client uses for arguments that it was not given: they say how weights are sent,
+# and where completions end.
 DEFAULTS: Mapping[str, Any] = {
     "quantization": "none",
     "lora": None,
@@ -27,12 +27,19 @@ DEFAULTS: Mapping[str, Any] = {
 
 
 def default_dtype(name: str) -> str:
-    """What a rollout is made with that is told none; its class need not be importable where its clients are."""
+    """Return the dtype of a rollout that is given none.
+
+    Its class need not be importable where its clients are.
+    """
     return "bfloat16" if name == "sglang" else "float32"
 
 
 def settings_of(rollout: Rollout, name: str, arguments: Mapping[str, Any]) -> dict[str, Any]:
-    """For /health: ``arguments`` of the rollout that is registered as ``name``, what its class takes for others, and its options."""
+    """Return the settings for /health.
+
+    They are the arguments of the rollout that is registered as ``name``, its class's defaults for
+    the others, and its options.
+    """
     parameters = inspect.signature(type(rollout)).parameters.values()
     own = {p.name: p.default for p in parameters if p.default is not p.empty}
     options = getattr(rollout, "options", None)
@@ -44,7 +51,7 @@ def settings_of(rollout: Rollout, name: str, arguments: Mapping[str, Any]) -> di
 def require_same(
     url: str, name: str, arguments: Mapping[str, Any], settings: Mapping[str, Any]
 ) -> None:
-    """Raise ``ConfigError`` that names what a server does not serve as ``name`` with ``arguments`` would."""
+    """Raise ``ConfigError`` that names the settings in which a server differs."""
     there: Mapping[str, Any] = settings.get("arguments", {})
     wanted = _plain({**_defaults(name), **arguments})
     differ = {
@@ -62,12 +69,15 @@ def require_same(
         for key, (mine, theirs) in differ.items()
         if key not in unknown
     ]
-    why += [f"{key} is nothing that it takes ({near_matches(key, list(there))})" for key in unknown]
+    why += [
+        f"{key} is no argument that it takes ({near_matches(key, list(there))})" for key in unknown
+    ]
     raise ConfigError(
         "rollout.options.url",
         f"the server at {url} serves something else",
         why="; ".join(why),
-        remedy="give the run what the server was started with, or leave url out: then one is started",
+        remedy="give the run the server's own arguments, "
+        "or leave url out: then a server is started",
     )
 
 
@@ -76,13 +86,15 @@ def _defaults(name: str) -> dict[str, Any]:
 
 
 def _plain(arguments: Mapping[str, Any]) -> dict[str, Any]:
-    """As JSON, alike where it means the same; of the model what says which one it is."""
+    """Return arguments as JSON that is equal where the meaning is.
+
+    Of the model only the fields remain that identify it.
+    """
     plain: dict[str, Any] = {key: _fields(value) for key, value in arguments.items()}
     plain["eos_token_ids"] = sorted(set(plain["eos_token_ids"]))
     if plain["lora"] is not None:
-        plain["lora"] = asdict(
-            LoraConfig(**plain["lora"])
-        )  # what a server was not given is the default
+        # A field that a server was not given is the default.
+        plain["lora"] = asdict(LoraConfig(**plain["lora"]))
     if "model" in plain:
         model: Mapping[str, Any] = plain["model"]
         folder = Path(model["path"])

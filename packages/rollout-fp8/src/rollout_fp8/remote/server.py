@@ -1,18 +1,19 @@
-"""A rollout in a process of its own: ``python -m rollout_fp8.remote.server --name vllm --device cuda --config '{…}'``.
+"""Server of a rollout in its own process.
 
-A small HTTP API, JSON both ways; every request carries a token made of the run's secret
+usage: ``python -m rollout_fp8.remote.server --name vllm --device cuda --config '{…}'``
+
+It has a small HTTP API, JSON both ways. Every request carries a token made of the run's secret
 (``ROLLOUT_FP8_KEY``, see ``transports.channel``):
 
-========================  =============================================  ==========================================
-GET /health               –                                              pid, weight_version, name, arguments
-POST /generate            prompts, sampling                              completions
-POST /submit              prompt, sampling                               id
-POST /result              id, wait_s                                     done, completions
-POST /abort               id                                             –
-POST /update_weights      address, version, timeout_s, adapter           a ``SyncResult``
-POST /sleep, /wake_up     weights, kv_cache                              –
-POST /shutdown            –                                              –
-========================  =============================================  ==========================================
+========================  =============================================
+========================================== GET /health               –
+pid, weight_version, name, arguments POST /generate            prompts, sampling
+completions POST /submit              prompt, sampling                               id POST /result
+id, wait_s                                     done, completions POST /abort               id
+– POST /update_weights      address, version, timeout_s, adapter           a ``SyncResult`` POST
+/sleep, /wake_up     weights, kv_cache                              – POST /shutdown            –
+– ========================  =============================================
+==========================================
 
 An error is ``{"class", "what", "where", "why", "remedy", …}`` with status 400 (the request), 401
 (the token), 404, 408 (nothing within ``wait_s``), 422 (an error of the contract) or 500. Several
@@ -53,26 +54,39 @@ from rollout_fp8.remote.messages import CONFIG, dumps, error_to_json, from_json,
 from rollout_fp8.remote.served import settings_of
 from rollout_fp8.transports.channel import secret
 
-LARGEST = 1 << 28  # bytes of a request
-IDLE_S = 60.0  # of a connection that sends nothing
-STRANGER_S = 10.0  # for a connection to show the token
-STRANGERS = 64  # connections that have not shown it yet, at most; the oldest goes first
-KEPT_S = 3600.0  # a generation that no client asks for: steps of training may lie between submitting one and its result
+# Largest request, in bytes.
+LARGEST = 1 << 28
+# Seconds after which a connection that sends nothing is closed.
+IDLE_S = 60.0
+# Seconds for a connection to show the token.
+STRANGER_S = 10.0
+# Largest number of connections that have not shown it yet; the oldest is closed first.
+STRANGERS = 64
+# Seconds that a generation is kept when no client asks for it: steps of training may lie between
+# submitting a generation and fetching its result.
+KEPT_S = 3600.0
 
 log = logging.getLogger("rollout_fp8.remote.server")
 
 
 class Service:
-    """The rollout, as functions from JSON to JSON; ``name`` and ``arguments``: as which it is registered, and made."""
+    """Rollout as functions from JSON to JSON.
+
+    ``name`` is the name that it is registered under, and ``arguments`` are those that it was made
+    with.
+    """
 
     def __init__(
         self, rollout: Rollout, device: str, *, name: str, arguments: Mapping[str, Any]
     ) -> None:
-        self._rollout, self._device = rollout, device
+        self._rollout = rollout
+        self._device = device
         self._settings = settings_of(rollout, name, arguments)
-        self._turn = threading.Lock()  # a rollout need not be thread-safe; clients take turns
+        # A rollout need not be thread-safe, so clients take turns.
+        self._turn = threading.Lock()
         self._running: dict[int, Generation] = {}
-        self._asked: dict[int, float] = {}  # when a client last named it
+        # Time when a client last named a generation.
+        self._asked: dict[int, float] = {}
         self._ids = count()
         self.closed = False
         self.calls: Mapping[str, Callable[..., dict[str, Any]]] = {
@@ -86,12 +100,12 @@ class Service:
         }
 
     def close(self) -> None:
-        """Close the rollout without waiting for the calls that still run in it; they may fail in any way."""
+        """Close the rollout without waiting for calls that still run in it; they may fail."""
         self.closed = True
         self._rollout.close()
 
     def health(self) -> dict[str, Any]:
-        """Answers while others wait for their turn."""
+        """Return the server's state, even while calls wait for their turn."""
         return {
             "pid": os.getpid(),
             "weight_version": self._rollout.weight_version,
@@ -131,7 +145,8 @@ class Service:
             completions = _result(generation, wait_s)
             if completions is None:
                 return {"done": False}
-        except Exception:  # a bug of the rollout's too: it is told once
+        except Exception:
+            # Of a bug in the rollout too: the error is reported once.
             self._drop(id)
             raise
         self._drop(id)
@@ -150,19 +165,19 @@ class Service:
         timeout_s: float,
         adapter: Mapping[str, Any] | None = None,
     ) -> dict[str, Any]:
-        """See ``Rollout.update_weights``. ``adapter``: its folder and checksums; without ``address`` it comes alone."""
+        """See ``Rollout.update_weights``.
+
+        ``adapter`` is its folder and checksums; without ``address`` it comes alone.
+        """
         from rollout_fp8.install.adapter_session import SentAdapter
         from rollout_fp8.transports.remote import receive_weights
 
         device = device_of(self._device).current()
         with self._turn, ExitStack() as stack:
-            stream = (
-                None
-                if address is None
-                else stack.enter_context(
-                    receive_weights(address, device=device, timeout_s=timeout_s)
-                )
-            )
+            stream = None
+            if address is not None:
+                receiving = receive_weights(address, device=device, timeout_s=timeout_s)
+                stream = stack.enter_context(receiving)
             export = (
                 stream
                 if adapter is None
@@ -173,12 +188,17 @@ class Service:
 
     @contextmanager
     def _any_version(self, version: int) -> Iterator[None]:
-        """Take an older version too: runs come and go, and each counts anew. A client refuses what is older than it sent itself."""
+        """Accept an older version too, for the duration of the context.
+
+        Each run counts from the start. A client itself refuses versions older than the last that it
+        sent.
+        """
         served = self._rollout.weight_version
         self._rollout.weight_version = min(served, version)
         try:
             yield
-        except BaseException:  # it may serve on; raised again
+        except BaseException:
+            # The rollout may continue to serve.
             self._rollout.weight_version = served
             raise
 
@@ -211,7 +231,7 @@ class Service:
         return self._running.pop(number, None)
 
     def _drop_unasked(self) -> None:
-        """Those whose clients ended without a word would stay for ever."""
+        """Drop generations whose clients ended without fetching them, which would stay for ever."""
         limit = time.monotonic() - KEPT_S
         for number in [number for number, asked in self._asked.copy().items() if asked < limit]:
             generation = self._drop(number)
@@ -220,7 +240,10 @@ class Service:
 
 
 def _result(generation: Generation, wait_s: float) -> list[Completion] | None:
-    """None while it runs. What it raises once it is over is its own, a ``TimeoutError`` too."""
+    """Return the completions, or None while the generation runs.
+
+    An error that is raised after its end is its own, even a ``TimeoutError``.
+    """
     try:
         return generation.result(wait_s)
     except TimeoutError:
@@ -228,26 +251,27 @@ def _result(generation: Generation, wait_s: float) -> list[Completion] | None:
 
 
 class Server(ThreadingHTTPServer):
-    """HTTP for one ``Service``."""
+    """HTTP server for one ``Service``."""
 
-    daemon_threads = True  # a generation that nobody waits for must not keep the process
+    # A generation that no client waits for must not keep the process alive.
+    daemon_threads = True
 
     def __init__(self, address: tuple[str, int], service: Service) -> None:
-        self.service, self.token = service, secret("http").hex()
-        self._strangers: dict[
-            Any, float
-        ] = {}  # sockets, the oldest first: until when, by time.monotonic()
+        self.service = service
+        self.token = secret("http").hex()
+        # Deadlines of sockets by time.monotonic(), the oldest first.
+        self._strangers: dict[Any, float] = {}
         super().__init__(address, _Handler)
 
     def process_request(self, request: Any, client_address: Any) -> None:
-        """Hear a new connection in a thread of its own, for ``STRANGER_S`` unless it shows the token."""
+        """Handle a new connection in a thread, for ``STRANGER_S`` unless it shows the token."""
         for oldest in list(self._strangers)[: 1 - STRANGERS]:
             self._hang_up(oldest)
         self._strangers[request] = time.monotonic() + STRANGER_S
         super().process_request(request, client_address)
 
     def is_known(self, request: Any) -> None:
-        """Take note that a connection has shown the token."""
+        """Note that a connection has shown the token."""
         self._strangers.pop(request, None)
 
     def shutdown_request(self, request: Any) -> None:
@@ -256,7 +280,7 @@ class Server(ThreadingHTTPServer):
         super().shutdown_request(request)
 
     def service_actions(self) -> None:
-        """Hang up on connections that have not shown the token in time, however they spend it."""
+        """Close connections that have not shown the token in time, whatever they sent."""
         now = time.monotonic()
         for request in [
             request for request, until in self._strangers.copy().items() if until <= now
@@ -264,27 +288,27 @@ class Server(ThreadingHTTPServer):
             self._hang_up(request)
 
     def handle_error(self, request: Any, client_address: Any) -> None:
-        """Say what went wrong with a connection, unless its other end is closed: that is a client's affair."""
+        """Report an error of a connection, unless its other end is closed, as clients may do."""
         if not isinstance(sys.exc_info()[1], OSError):
             super().handle_error(request, client_address)
 
     def _hang_up(self, request: Any) -> None:
-        if self._strangers.pop(request, None) is None:  # it has shown the token just now
+        # None: it has shown the token just now.
+        if self._strangers.pop(request, None) is None:
             return
-        with suppress(OSError):  # it has hung up itself
+        # The other end may have closed it.
+        with suppress(OSError):
             request.shutdown(socket.SHUT_RDWR)
 
     def server_bind(self) -> None:
-        """Without the look-up of this host's name that ``HTTPServer`` makes."""
+        """Bind without the look-up of this host's name that ``HTTPServer`` makes."""
         TCPServer.server_bind(self)
-        self.server_name, self.server_port = (
-            str(self.server_address[0]),
-            int(self.server_address[1]),
-        )
+        self.server_name = str(self.server_address[0])
+        self.server_port = int(self.server_address[1])
 
     @property
     def url(self) -> str:
-        """Where it listens."""
+        """The URL at which the server listens."""
         return f"http://{self.server_name}:{self.server_port}"
 
 
@@ -300,7 +324,7 @@ class _Handler(BaseHTTPRequestHandler):
         self._serve({**calls, "/shutdown": self._shutdown})
 
     def log_request(self, code: int | str = "-", size: int | str = "-") -> None:
-        """Errors are logged, requests are not."""
+        """Log nothing: errors are logged, requests are not."""
 
     @property
     def _server(self) -> Server:
@@ -310,21 +334,26 @@ class _Handler(BaseHTTPRequestHandler):
 
     def _serve(self, calls: Mapping[str, Callable[..., dict[str, Any]]]) -> None:
         try:
-            status, answer = 200, self._call(calls)
+            status = 200
+            answer = self._call(calls)
         except _Refused as refused:
-            status, answer = refused.status, error_to_json(refused)
+            status = refused.status
+            answer = error_to_json(refused)
         except EngineError as error:
-            status, answer = 422, error_to_json(error)
-        except Exception as error:  # the client waits for an answer; it gets this one
+            status = 422
+            answer = error_to_json(error)
+        except Exception as error:
+            # The client waits for an answer, and gets this error.
             log.exception("%s failed", self.path)
-            told: Exception = error
+            reported: Exception = error
             if self._server.service.closed:
-                told = RolloutError(
+                reported = RolloutError(
                     "the server was closed during this call",
                     where="server",
                     remedy="start another one",
                 )
-            status, answer = 500, error_to_json(told)
+            status = 500
+            answer = error_to_json(reported)
         data = dumps(answer)
         self.send_response(status)
         self.send_header("Content-Type", "application/json")
@@ -345,7 +374,8 @@ class _Handler(BaseHTTPRequestHandler):
                 f"there is no {self.command} {self.path}",
                 f"one of: {', '.join(sorted(calls))}",
             )
-        call, arguments = calls[self.path], self._body()
+        call = calls[self.path]
+        arguments = self._body()
         try:
             inspect.signature(call).bind(**arguments)
         except TypeError as error:
@@ -369,16 +399,18 @@ class _Handler(BaseHTTPRequestHandler):
         return body
 
     def _refused(self, status: int, what: str, remedy: str) -> _Refused:
-        self.close_connection = True  # what it sent may be unread
+        # Parts of the request may be unread.
+        self.close_connection = True
         return _Refused(status, what, remedy)
 
     def _shutdown(self) -> dict[str, Any]:
-        threading.Thread(target=self._server.shutdown).start()  # it waits for the loop that serves
+        # In a thread, because it waits for the loop that serves.
+        threading.Thread(target=self._server.shutdown).start()
         return {}
 
 
 class _Refused(RolloutError):
-    """A request that never reached the rollout."""
+    """Refusal of a request that never reached the rollout."""
 
     def __init__(self, status: int, what: str, remedy: str) -> None:
         super().__init__(what, where="server", remedy=remedy)
@@ -386,7 +418,10 @@ class _Refused(RolloutError):
 
 
 def create(name: str, device: str, config: Mapping[str, Any]) -> Rollout:
-    """A registered rollout; ``config`` holds what ``RolloutRegistry.create`` takes, ``model`` as a mapping."""
+    """Create a registered rollout.
+
+    ``config`` holds the arguments of ``RolloutRegistry.create``, with ``model`` as a mapping.
+    """
     arguments = {**config, "model": ModelSource(**config["model"])}
     if config.get("lora") is not None:
         arguments["lora"] = LoraConfig(**config["lora"])
@@ -394,10 +429,11 @@ def create(name: str, device: str, config: Mapping[str, Any]) -> Rollout:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Serve until /shutdown, SIGTERM, or (``--with-parent``) the end of the process that holds standard input."""
+    """Serve until /shutdown, SIGTERM, or (``--with-parent``) until standard input is closed."""
     options = _parser().parse_args(arguments)
     if options.with_parent:
-        end_group_with(0)  # with all that the server has started
+        # With all that the server has started.
+        end_group_with(0)
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
     try:
         config = json.loads(options.config or os.environ.pop(CONFIG))
@@ -405,7 +441,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if device == "auto":
             device = RolloutRegistry.resolve(backend=options.name).device
         rollout = create(options.name, device, config)
-    except Exception as error:  # whoever started it reads the reason there
+    except Exception as error:
+        # The process that started the server reads the reason in the announcement.
         log.exception("the rollout did not start")
         _announce(options.announce, {"error": error_to_json(error)})
         return 1
@@ -432,7 +469,8 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--config",
         required=CONFIG not in os.environ,
-        help=f"JSON: what the rollout's class takes (model, batch_size, dtype, …); else in the variable {CONFIG}",
+        help="JSON: the arguments of the rollout's class (model, batch_size, dtype, …); "
+        f"if not given, in the variable {CONFIG}",
     )
     parser.add_argument("--host", default="127.0.0.1", help="where it listens")
     parser.add_argument("--port", type=int, default=0, help="0: a free one")
@@ -452,7 +490,8 @@ def _announce(path: Path | None, news: Mapping[str, Any]) -> None:
     if path is not None:
         part = path.with_suffix(".part")
         part.write_bytes(dumps(news))
-        part.replace(path)  # whole or not at all
+        # The file appears whole or not at all.
+        part.replace(path)
 
 
 if __name__ == "__main__":

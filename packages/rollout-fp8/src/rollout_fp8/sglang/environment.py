@@ -1,4 +1,4 @@
-"""What SGLang does to the process that starts it, beside starting its own. All of it is set right here."""
+"""Corrections of everything that SGLang changes in the process that starts it."""
 
 from __future__ import annotations
 
@@ -14,28 +14,35 @@ from rollout_fp8.kernels.float32 import VARIABLE, exact_float32
 # SGLang's public switch for a context_length above the model's; requests stay below the model's own
 # (see options.SPARE).
 LONGER = "SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN"
-# What torchrun tells a rank. SGLang's processes would look for its store in place of their own, and
-# wait for it.
+# Prefix of the variables that torchrun gives a rank. SGLang's processes would look for torchrun's
+# store instead of their own, and wait for it.
 LAUNCHER = "TORCHELASTIC_"
 ORIGINAL = "SGLANG_RETURN_ORIGINAL_LOGPROB"
-# Variables of this process, where the trainer's NCCL and Triton read them.
+# Variables of this process, from which the trainer's NCCL and Triton read.
 _OWN = ("NCCL_", "CUDA_", LAUNCHER, LONGER, VARIABLE)
 
 
 def require_tempered_log_probs() -> None:
-    """Raise ``RolloutError`` where the user has SGLang tell log-probs of another distribution than the one that it draws from."""
+    """Raise ``RolloutError`` where SGLang is set to report log-probs without the temperature.
+
+    They would be of another distribution than the one that it draws from.
+    """
     if os.environ.get(ORIGINAL, "").lower() not in ("", "0", "false", "no", "n"):
         raise RolloutError(
             f"{ORIGINAL}={os.environ[ORIGINAL]}",
             where="rollout 'sglang'",
-            why="SGLang would report log-probs without the temperature, and training would take them for those of its draws",
+            why="SGLang would report log-probs without the temperature, "
+            "and training would take them for those of its draws",
             remedy=f"unset {ORIGINAL}",
         )
 
 
 @contextmanager
 def kept(dtype: str) -> Iterator[None]:
-    """While SGLang is started to compute in ``dtype``; its processes inherit what it sets, this one is afterwards as it was."""
+    """Restore the environment after the context, in which SGLang is started for ``dtype``.
+
+    SGLang's processes inherit the variables that are set inside.
+    """
     before = {name: value for name, value in os.environ.items() if name.startswith(_OWN)}
     method = multiprocessing.get_start_method(allow_none=True)
     try:
@@ -54,9 +61,13 @@ def kept(dtype: str) -> Iterator[None]:
 
 @contextmanager
 def _own_logging() -> Iterator[None]:
-    """SGLang takes the root logger (``logging.basicConfig(force=True)``), which closes the handlers that it finds."""
+    """Hide this process's log handlers while SGLang starts.
+
+    SGLang calls ``logging.basicConfig(force=True)``, which closes the root logger's handlers.
+    """
     root = logging.getLogger()
-    handlers, level = root.handlers, root.level
+    handlers = root.handlers
+    level = root.level
     root.handlers = []
     try:
         yield

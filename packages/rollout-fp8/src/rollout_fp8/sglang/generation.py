@@ -1,4 +1,4 @@
-"""Completions of one prompt that SGLang makes in the background."""
+"""Completions of one prompt that SGLang generates in the background."""
 
 from __future__ import annotations
 
@@ -14,17 +14,18 @@ from rollout_fp8.sglang import private
 from rollout_fp8.sglang.host import Host
 
 WHERE = "rollout 'sglang'"
-AGAIN_S = 0.02  # between attempts to abort: SGLang overlooks a request that it is about to take
+# Seconds between attempts to abort: SGLang overlooks a request that it is about to take.
+AGAIN_S = 0.02
 
 
 class SglangGeneration:
-    """See ``engine_api.rollout.Generation``.
+    """Generation by SGLang; see ``engine_api.rollout.Generation``.
 
     Args:
         host: SGLang's engine.
-        answers: what ``Engine.async_generate`` gives, one answer a completion.
+        answers: future of the answers of ``Engine.async_generate``, one for each completion.
         rids: the requests' ids.
-        read: makes completions of the answers.
+        read: returns the completions of the answers.
     """
 
     def __init__(
@@ -34,18 +35,29 @@ class SglangGeneration:
         rids: Sequence[str],
         read: Callable[[list[Mapping[str, Any]]], list[Completion]],
     ) -> None:
-        self._host, self._answers, self._rids, self._read = host, answers, rids, read
+        self._host = host
+        self._answers = answers
+        self._rids = rids
+        self._read = read
 
     def done(self) -> bool:
-        """Whether ``result`` would return at once."""
+        """Return whether ``result`` would return at once."""
         return self._answers.done()
 
     def result(self, timeout_s: float | None = None) -> list[Completion]:
-        """Wait. Raises ``RolloutError`` when SGLang failed or refused, ``TimeoutError`` after ``timeout_s``."""
+        """Wait for the completions, and return them.
+
+        Raises:
+            RolloutError: SGLang failed or refused the request.
+            TimeoutError: there is no result after ``timeout_s``.
+        """
         return self._read(answers_of(self._answers, timeout_s))
 
     def abort(self) -> None:
-        """Stop here; ``result`` gives what there is. It does nothing after the end."""
+        """Stop generating; ``result`` then returns the tokens so far.
+
+        After the end it does nothing.
+        """
         if not self._host.problem:
             self._host.spawn(self._abort)
 
@@ -61,7 +73,7 @@ class SglangGeneration:
 def answers_of(
     future: Future[list[Mapping[str, Any]]], timeout_s: float | None = None
 ) -> list[Mapping[str, Any]]:
-    """What a request came to; SGLang's errors become a ``RolloutError``."""
+    """Return a request's answers; SGLang's errors become a ``RolloutError``."""
     try:
         return future.result(timeout_s)
     except EngineError:

@@ -1,11 +1,13 @@
-"""SGLang's engine on a thread of its own, so that it answers in the background and may fail without ending this process.
+"""Host of SGLang's engine on its own thread, where it answers in the background.
+
+A failure of SGLang then does not end this process.
 
 ``sglang.Engine`` runs its event loop only inside its own blocking calls. Here the thread runs the
-loop while nobody calls, and every blocking call is made on the thread: completions go on meanwhile.
+loop between calls, and every blocking call is made on the thread: completions continue meanwhile.
 
 When a process of SGLang fails it sends SIGQUIT to its parent, which would end the trainer. A
-handler takes it instead: everything that waits gets an error. It can only be installed from the
-main thread; a rollout that is created on another one ends with the process.
+handler takes it instead, and everything that waits gets an error. It can only be installed from the
+main thread; a rollout that is created on another thread ends with the process.
 """
 
 from __future__ import annotations
@@ -25,14 +27,16 @@ from engine_api.errors import EngineError, RolloutError
 from rollout_fp8.sglang import private
 
 T = TypeVar("T")
-ABANDON_S = 30.0  # for SGLang's constructor to see that its processes are gone; later its thread looks after the rest
+# Seconds for SGLang's constructor to see that its processes are gone; later its thread ends the
+# rest.
+ABANDON_S = 30.0
 WHERE = "rollout 'sglang'"
 
 
 class Host:
-    """Owns the thread, the loop and the engine.
+    """Owner of the thread, the loop and the engine.
 
-    Nothing is started until ``open``: whoever makes a host holds it before there is anything to
+    Nothing is started until ``open``, so that the caller holds the host before there is anything to
     end.
 
     Args:
@@ -41,21 +45,27 @@ class Host:
 
     def __init__(self, make: Callable[[], Any]) -> None:
         self.engine: Any = None
-        self.problem = ""  # why nothing works any more
+        # Reason why nothing works any more.
+        self.problem = ""
         self._jobs: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._waiting: set[Future[Any]] = set()
         self._spawned: set[Future[Any]] = set()
-        self._tasks: set[asyncio.Task[Any]] = set()  # of those spawned that have begun
+        # Those of the spawned coroutines that have begun.
+        self._tasks: set[asyncio.Task[Any]] = set()
         self._lock = threading.Lock()
         self._loop: asyncio.AbstractEventLoop | None = None
         self._idle = False
-        self._previous: Any = None  # SIGQUIT's handler before this one
+        # SIGQUIT's earlier handler.
+        self._previous: Any = None
         self._started: Future[None] = Future()
-        # A daemon: a rollout that nobody closed must not keep the interpreter from ending.
+        # A daemon thread: a rollout that was never closed must not keep the interpreter from
+        # ending.
         self._thread = threading.Thread(target=self._run, args=(make,), name="sglang", daemon=True)
 
     def open(self) -> None:
-        """Start the thread and SGLang, and wait until it is up. An interrupt at any moment leaves nothing behind.
+        """Start the thread and SGLang, and wait until it is up.
+
+        An interrupt at any moment leaves nothing behind.
 
         Raises:
             RolloutError: the engine did not start.
@@ -65,7 +75,8 @@ class Host:
             self._take_signal()
             self._thread.start()
             self._started.result()
-        # SGLang raises whatever stopped it, and an interrupt must leave no process behind either.
+        # SGLang raises any error that stopped it, and an interrupt must leave no process behind
+        # either.
         except BaseException as error:
             self._abandon(older)
             if not isinstance(error, Exception):
@@ -74,13 +85,14 @@ class Host:
                 "SGLang did not start",
                 where=WHERE,
                 why=f"{type(error).__name__}: {error}",
-                remedy="its own messages stand above; out of memory: lower rollout.options.gpu_memory_utilization "
-                "or batch_size; no memory for the cache beside the weights: raise it; no kernel: another "
-                "rollout.options.attention_backend",
+                remedy="its own messages stand above; "
+                "out of memory: lower rollout.options.gpu_memory_utilization or batch_size; "
+                "no memory for the cache in addition to the weights: raise it; "
+                "no kernel: another rollout.options.attention_backend",
             ) from error
 
     def start(self, function: Callable[[], T]) -> Future[T]:
-        """Begin a blocking call of the engine on its thread; completions go on meanwhile."""
+        """Begin a blocking call of the engine on its thread; completions continue meanwhile."""
         future: Future[T] = Future()
         self._expect(future)
         self._jobs.put(partial(_settle, future, partial(self._do, function)))
@@ -88,7 +100,10 @@ class Host:
         return future
 
     def call(self, function: Callable[[], T]) -> T:
-        """``start`` and wait. Raises ``RolloutError`` when SGLang fails meanwhile."""
+        """Do ``start``, and wait for the result.
+
+        Raises ``RolloutError`` when SGLang fails meanwhile.
+        """
         return self.start(function).result()
 
     def spawn(self, work: Callable[[], Coroutine[Any, Any, T]]) -> Future[T]:
@@ -101,19 +116,23 @@ class Host:
         return future
 
     def check(self) -> None:
-        """Raises ``RolloutError`` when SGLang has failed."""
+        """Raise ``RolloutError`` when SGLang has failed."""
         if self.problem:
             raise self._ended()
 
     def close(self) -> None:
-        """End SGLang's processes and the thread; idempotent. Every other child of this process ends, too (see ``private``)."""
+        """End SGLang's processes and the thread; idempotent.
+
+        Every other child of this process ends too (see ``private``).
+        """
         if self.engine is None:
             return
-        engine, self.engine = self.engine, None
+        engine = self.engine
+        self.engine = None
         self._fail("it is closed")
         private.shut_down(engine)
         self._thread.join()
-        self._give_signal_back()
+        self._restore_signal_handler()
 
     # --- the thread -----------------------------------------------------------------------------
 
@@ -127,7 +146,8 @@ class Host:
                 job = self._jobs.get_nowait()
             except queue.Empty:
                 self._idle = True
-                loop.run_forever()  # until somebody calls
+                # Until a call comes.
+                loop.run_forever()
                 self._idle = False
             else:
                 job()
@@ -135,7 +155,8 @@ class Host:
             task.cancel()
         loop.run_until_complete(_all(self._tasks))
         loop.close()
-        with self._lock:  # from here on nobody can add one
+        # From here on no call can add a future.
+        with self._lock:
             left = [*self._waiting, *self._spawned]
         for future in left:
             if not future.done():
@@ -146,9 +167,8 @@ class Host:
             return function()
         except EngineError:
             raise
-        except (
-            Exception
-        ) as error:  # a call of SGLang may raise anything, and does when its loop is stopped
+        except Exception as error:
+            # A call of SGLang may raise anything, and does when its loop is stopped.
             if self.problem:
                 raise self._ended() from error
             raise RolloutError(
@@ -185,17 +205,20 @@ class Host:
         engine = make()
         with self._lock:
             if not self.problem:
-                self.engine, self._loop = engine, private.loop_of(engine)
+                loop = private.loop_of(engine)
+                self.engine = engine
+                self._loop = loop
                 return
-        private.shut_down(engine)  # no one waits for it any more
+        # No caller waits for it any more.
+        private.shut_down(engine)
         private.loop_of(engine).close()
         raise self._ended()
 
     def _abandon(self, older: Collection[Any]) -> None:
-        """End everything that a failed or interrupted start has left, but not ``older``, the children before it.
+        """End everything that a failed or interrupted start has left.
 
-        SGLang's constructor waits for its processes: once they are gone it ends, and the thread
-        with it.
+        ``older``, the children before the start, are not ended. SGLang's constructor waits for its
+        processes: once they are gone it ends, and the thread with it.
         """
         with self._lock:
             self.problem = self.problem or "its start was given up"
@@ -203,7 +226,7 @@ class Host:
         over = False
         try:
             while not over:
-                # Asked before the processes are looked at: SGLang may have started one more since.
+                # Read before the processes are: SGLang may have started one more since.
                 over = (
                     not self._thread.is_alive()
                     or self.engine is not None
@@ -214,15 +237,16 @@ class Host:
                     child.join()
                 if not over:
                     self._thread.join(0.1)
-            self.close()  # where it had come up just then
+            # The engine may have come up just then.
+            self.close()
         finally:
-            self._give_signal_back()
+            self._restore_signal_handler()
 
     def _wake(self) -> None:
         self._require_loop().call_soon_threadsafe(self._stop_if_idle)
 
     def _stop_if_idle(self) -> None:
-        # Inside a blocking call the loop must go on: stopping it would break the call.
+        # Inside a blocking call the loop must continue: stopping it would break the call.
         if self._idle and self._loop is not None:
             self._loop.stop()
 
@@ -246,11 +270,12 @@ class Host:
 
     def _take_signal(self) -> None:
         if threading.current_thread() is threading.main_thread():
-            # Kept before it is replaced: an interrupt between the two must find what to put back.
+            # Kept before it is replaced, so that an interrupt between the two finds the handler to
+            # restore.
             self._previous = signal.getsignal(signal.SIGQUIT)
             signal.signal(signal.SIGQUIT, self._on_signal)
 
-    def _give_signal_back(self) -> None:
+    def _restore_signal_handler(self) -> None:
         if threading.current_thread() is threading.main_thread() and self._previous is not None:
             signal.signal(signal.SIGQUIT, self._previous)
             self._previous = None
@@ -268,7 +293,7 @@ async def _all(tasks: Iterable[asyncio.Task[Any]]) -> None:
 def _settle(future: Future[T], function: Callable[[], T]) -> None:
     try:
         result = function()
-    except BaseException as error:  # noqa: BLE001 - whoever waits for the future gets it
+    except BaseException as error:  # noqa: BLE001 - the caller that waits for the future gets it
         if not future.done():
             future.set_exception(error)
     else:

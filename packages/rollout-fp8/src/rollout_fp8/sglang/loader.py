@@ -1,8 +1,10 @@
-"""What runs in SGLang's schedulers: a ``custom_weight_loader``, called by ``Engine.update_weights_from_tensor``.
+"""Loader of weights in SGLang's schedulers: a ``custom_weight_loader``.
 
-An error that leaves the loader ends the scheduler, and SGLang then ends everything
-(``run_scheduler_process`` in its ``managers/scheduler.py``). So the rollout hears of it over its
-own channel, and the loader returns.
+``Engine.update_weights_from_tensor`` calls it.
+
+An error that leaves the loader ends the scheduler, and SGLang then ends all its processes
+(``run_scheduler_process`` in its ``managers/scheduler.py``). So the loader reports errors to the
+rollout over its own channel, and returns.
 """
 
 from __future__ import annotations
@@ -23,31 +25,36 @@ from rollout_fp8.transports.remote import RemoteStream, receive_weights
 
 log = logging.getLogger("rollout_fp8")
 WHERE = "weight sync, in SGLang's scheduler"
-RECEIVER = "_rollout_fp8"  # what a model has learnt, as its attribute
+# Attribute of a model that holds its receiver.
+RECEIVER = "_rollout_fp8"
 
 
 def load(model: nn.Module, named_tensors: Sequence[tuple[str, Tensor]]) -> None:
-    """Take one stream of the sender whose address is the only "name"; its tensor is empty."""
+    """Install one stream of the sender whose address is the only "name"; its tensor is empty."""
     ((address, _),) = named_tensors
     device = next(model.parameters()).device
     try:
-        # SGLang's default group are its tensor-parallel ranks: it is given no other kind of
+        # The ranks of SGLang's default group are its tensor-parallel ranks: it gets no other
         # parallelism.
         with (
             torch.no_grad(),
             receive_weights(address, rank=dist.get_rank(), device=device) as stream,
         ):
-            stream.answer = (
-                _install(model, stream) if stream.plan.buckets else _learn(model, stream)
-            )
-    except Exception:  # whatever leaves the loader ends the server, and the rollout has been told
-        setattr(model, RECEIVER, None)  # the next sync begins anew
+            if stream.plan.buckets:
+                stream.answer = _install(model, stream)
+            else:
+                stream.answer = _learn(model, stream)
+    except Exception:
+        # An error that leaves the loader ends the server, and the rollout has received this one.
+        # The next sync begins from the start.
+        setattr(model, RECEIVER, None)
         log.exception("a weight sync failed")
 
 
 def _learn(model: Any, stream: RemoteStream) -> Any:
-    """``Outline``: what this scheduler serves of the plan's tensors."""
-    setattr(model, RECEIVER, None)  # before new memory is taken
+    """Learn from an ``Outline``, and return the boxes that this scheduler serves."""
+    # Before new memory is taken.
+    setattr(model, RECEIVER, None)
     for _ in stream.buckets():
         raise AssertionError("a plan of no buckets")
     receiver = Receiver(_Weights(model), stream.plan, model.load_weights)
@@ -56,7 +63,11 @@ def _learn(model: Any, stream: RemoteStream) -> Any:
 
 
 def _install(model: Any, stream: RemoteStream) -> Any:
-    """Checksums of what is then served (if it is audited), and seconds by phase."""
+    """Install a stream.
+
+    Returns:
+        Checksums of the weights that are then served (if they are audited), and seconds by phase.
+    """
     receiver: Receiver | None = getattr(model, RECEIVER, None)
     if receiver is None:
         raise RolloutError(
@@ -77,11 +88,15 @@ def _install(model: Any, stream: RemoteStream) -> Any:
 
 
 class _Weights(nn.Module):
-    """A model's parameters without the scales of the key-value cache: they are constants unless a checkpoint has them."""
+    """Parameters of a model without the scales of the key-value cache.
+
+    These scales are constants unless a checkpoint has them.
+    """
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
-        self._of = (model,)  # in a tuple: not a submodule, whose names would begin otherwise
+        # In a tuple, because a submodule's names would begin differently.
+        self._of = (model,)
 
     def named_parameters(
         self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True

@@ -1,4 +1,4 @@
-"""Options of the ``sglang`` rollout, and what they and the model make of SGLang's own arguments."""
+"""Options of the ``sglang`` rollout, and SGLang's own arguments that follow from them."""
 
 from __future__ import annotations
 
@@ -18,31 +18,32 @@ from rollout_fp8.model import config_of
 from rollout_fp8.options import Options
 
 WHERE = "rollout 'sglang'"
-LOADER = "rollout_fp8.sglang.loader.load"  # imported by SGLang in its schedulers
+# Imported by SGLang in its schedulers.
+LOADER = "rollout_fp8.sglang.loader.load"
 DTYPES = ("bfloat16", "float16", "float32")
 # SGLang generates up to context_length - 2 tokens and takes prompts of up to context_length - 7
 # (managers/scheduler.py, managers/tp_worker.py); with these more, every position of the model can
 # be used.
 SPARE = 8
-# Of the GPU's memory: SGLang's own share counts weights and caches, not activations and CUDA
-# graphs.
+# Share of the GPU's memory: SGLang's own share counts weights and caches, but not activations and
+# CUDA graphs.
 ACTIVATIONS = 0.08
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SglangOptions(Options):
-    """What ``SglangRollout`` takes beside.
+    """Options that ``SglangRollout`` takes in addition to those of every server.
 
     Attributes:
-        attention_backend: ``auto`` is SGLang's choice (FlashAttention 3 on an H200); for float32,
-            which that has not, ``triton``.
+        attention_backend: ``auto`` is SGLang's choice (FlashAttention 3 on an H200), and ``triton``
+            for float32, which FlashAttention 3 does not support.
         sampling_backend: ``auto`` is SGLang's choice.
         cuda_graph: capture decoding in CUDA graphs, for up to ``batch_size`` completions.
-        deterministic: SGLang follows ``SamplingParams.seed`` only in its deterministic mode, whose
-            kernels do not depend on the batch and are slower (34 % on average,
-            https://lmsys.org/blog/2025-09-22-sglang-deterministic). False: faster, and every draw
-            is another.
-        memory_saver: load torch_memory_saver into SGLang's processes; ``sleep`` needs it.
+            deterministic: SGLang follows ``SamplingParams.seed`` only in its deterministic mode,
+                whose kernels do not depend on the batch and are slower (34 % on average,
+                https://lmsys.org/blog/2025-09-22-sglang-deterministic). False: faster, and every
+                draw differs.
+            memory_saver: load torch_memory_saver into SGLang's processes, which ``sleep`` needs.
     """
 
     attention_backend: Literal["auto", "fa3", "flashinfer", "triton", "torch_native"] = "auto"
@@ -55,10 +56,11 @@ class SglangOptions(Options):
 def check_arguments(
     options: SglangOptions, *, dtype: str, quantization: str, batch_size: int, device: torch.device
 ) -> None:
-    """What every rollout is given, and options that exclude each other.
+    """Check the arguments of every rollout, and options that exclude each other.
 
-    Raises ``ConfigError``, and ``RolloutError`` where SGLang would serve FP8 weights through 16-bit
-    kernels (Marlin).
+    Raises:
+        ConfigError: an argument is wrong, or options exclude each other.
+        RolloutError: SGLang would serve FP8 weights through 16-bit kernels (Marlin).
     """
     if dtype not in DTYPES:
         raise ConfigError(
@@ -87,7 +89,9 @@ def check_arguments(
             why="SGLang's FP8 kernels compute 16-bit activations",
             remedy="bfloat16",
         )
-    major, minor = torch.cuda.get_device_capability(device) if device.type == "cuda" else (0, 0)
+    major, minor = (0, 0)
+    if device.type == "cuda":
+        major, minor = torch.cuda.get_device_capability(device)
     if 10 * major + minor < 89:
         raise RolloutError(
             "this device has no FP8 kernels",
@@ -98,7 +102,10 @@ def check_arguments(
 
 
 def _check_deterministic(options: SglangOptions) -> None:
-    """SGLang refuses the one, and would take another sampler than the other without a word."""
+    """Raise ``ConfigError`` for backends that SGLang has in no deterministic form.
+
+    It refuses the first, and would silently use another sampler than the second.
+    """
     for name, unfit in (("attention_backend", "torch_native"), ("sampling_backend", "flashinfer")):
         if getattr(options, name) == unfit:
             raise ConfigError(
@@ -110,17 +117,16 @@ def _check_deterministic(options: SglangOptions) -> None:
 
 
 def write_config(folder: Path, source: ModelSource, quantized: str | None) -> dict[str, Any]:
-    """``config.json`` as SGLang is to read it, in a folder without weights and without defaults for sampling.
+    """Write ``config.json`` for SGLang into a folder without weights and sampling defaults.
 
     The model's end-of-sequence ids are left out: SGLang would add them to those that a request
-    names, and its ``ignore_eos`` turns off both. ``quantized``: the architecture whose layers are
+    names, and its ``ignore_eos`` turns off both. ``quantized`` is the architecture whose layers are
     served in FP8. Raises ``ConfigError``.
     """
     from transformers import PretrainedConfig
 
-    config_of(
-        source
-    )  # refuses a folder that is none, and overrides that it would pass on to SGLang unseen
+    # This refuses a folder without a model, and overrides that would reach SGLang unchecked.
+    config_of(source)
     config, _ = PretrainedConfig.get_config_dict(source.path, revision=source.revision)
     config = {**config, **source.config_overrides, "eos_token_id": None}
     for name in ("quantization_config", "_commit_hash"):
@@ -135,8 +141,13 @@ def write_config(folder: Path, source: ModelSource, quantized: str | None) -> di
 
 
 def context_of(config: Mapping[str, Any], options: SglangOptions) -> int:
-    """Tokens of a prompt with its completion. Raises ``ConfigError`` for more than the model was made for."""
-    own, wanted = config.get("max_position_embeddings"), options.max_model_len
+    """Return the tokens of a prompt with its completion.
+
+    Raises:
+        ConfigError: the options ask for more than the model was made for, or no limit is known.
+    """
+    own = config.get("max_position_embeddings")
+    wanted = options.max_model_len
     if own is None and wanted is None:
         raise ConfigError(
             "rollout.options.max_model_len",
@@ -164,7 +175,7 @@ def engine_arguments(
     gpu: int,
     context: int,
 ) -> dict[str, Any]:
-    """What ``sglang.Engine`` is constructed with."""
+    """Return the arguments of ``sglang.Engine``."""
     attention = options.attention_backend
     if attention == "auto" and dtype == "float32":
         attention = "triton"
@@ -172,7 +183,8 @@ def engine_arguments(
     return {
         "model_path": str(folder),
         "skip_tokenizer_init": True,
-        "load_format": "dummy",  # weights come from the engine
+        # Weights come from the engine.
+        "load_format": "dummy",
         "dtype": dtype,
         "trust_remote_code": source.trust_remote_code,
         "tp_size": options.tensor_parallel_size,

@@ -1,4 +1,4 @@
-"""Everything of SGLang that has no public call, each with the reason and the upstream thread; as of 0.5.16."""
+"""Uses of SGLang (0.5.16) that have no public call, with the reason and the upstream thread."""
 
 from __future__ import annotations
 
@@ -10,45 +10,50 @@ from torch import nn
 
 
 def loop_of(engine: Any) -> asyncio.AbstractEventLoop:
-    """The loop that ``Engine`` was made on, and runs inside its own blocking calls alone.
+    """Return the loop of ``Engine``, which runs only inside the engine's own blocking calls.
 
-    Nothing answers in the background unless somebody else runs that very loop: on a second one its
-    requests hang. Upstream: sgl-project/sglang#5162, of engines that hang on a second loop.
+    Nothing is answered in the background unless another thread runs that very loop: on a second
+    loop its requests hang. Upstream: sgl-project/sglang#5162, of engines that hang on a second
+    loop.
     """
     return engine.loop
 
 
 def abort(engine: Any, rid: str) -> None:
-    """End one request; unknown ids are passed over. To be called on the engine's loop.
+    """End one request; unknown ids are ignored. To be called on the engine's loop.
 
-    ``Engine`` has no call for it; SGLang's own HTTP server makes this one. Upstream:
+    ``Engine`` has no call for it; SGLang's own HTTP server uses this one. Upstream:
     sgl-project/sglang#5963 asked for it; it is closed, and ``Engine`` has none as of 0.5.16.
     """
     engine.tokenizer_manager.abort_request(rid=rid)
 
 
 def shut_down(engine: Any) -> None:
-    """End the engine's processes: with them go *all* children of this process (``kill_process_tree`` in ``Engine.shutdown``).
+    """End the engine's processes, and with them *all* children of this process.
 
-    The constructor has it called once more when the process ends, which would end the children that
-    came since. Upstream: no thread known (0.5.16).
+    ``Engine.shutdown`` calls ``kill_process_tree``. The constructor registers it to be called once
+    more when the process ends, which would end the children that were started since. Upstream: no
+    thread known (0.5.16).
     """
     engine.shutdown()
     atexit.unregister(engine.shutdown)
 
 
 def renew_derived(model: Any) -> None:
-    """Compute again what some models derive from their weights, DeepSeek's w_kc and w_vc say.
+    """Compute again the values that models derive from weights, such as DeepSeek's w_kc and w_vc.
 
-    SGLang's loader calls it wherever it does not go through ``load_weights``, which a sync after
-    the first does not. Upstream: no thread known (0.5.16, ``model_loader/loader.py``).
+    SGLang's loader calls it wherever it does not go through ``load_weights``, as syncs after the
+    first do not.
+    Upstream: no thread known (0.5.16, ``model_loader/loader.py``).
     """
     if hasattr(model, "post_load_weights"):
         model.post_load_weights()
 
 
 def is_constant(parameter: nn.Parameter) -> bool:
-    """Whether it is a scale of the key-value cache, which no checkpoint need have (``layers/quantization/kv_cache.py``).
+    """Return whether a parameter is a scale of the key-value cache, which a checkpoint may lack.
+
+    They are in SGLang's ``layers/quantization/kv_cache.py``.
 
     SGLang marks them so for its own check of loaded weights; the mark has no public name.
     Upstream: sgl-project/sglang#31621, on what that check does with them.

@@ -1,4 +1,4 @@
-"""From the contract's sampling parameters to SGLang's requests, and from its answers to completions."""
+"""Conversion of the contract's sampling parameters to SGLang's requests, and of its answers."""
 
 from __future__ import annotations
 
@@ -13,14 +13,16 @@ from rollout_fp8.log_probs import require_finite
 from rollout_fp8.seeds import seeds
 
 WHERE = "rollout 'sglang'"
-COLDEST = 1e-6  # what is below it SGLang takes for 0 (``_SAMPLING_EPS``, 0.5.16)
-LIKELIEST = 1e-9  # a nucleus that holds one token
+# SGLang takes temperatures below it for 0 (``_SAMPLING_EPS``, 0.5.16).
+COLDEST = 1e-6
+# A nucleus that holds one token.
+LIKELIEST = 1e-9
 
 
 def check_request(
     prompts: Sequence[Sequence[int]], sampling: SamplingParams, *, vocab_size: int, limit: int
 ) -> None:
-    """Refuse what cannot be generated. Raises ``RolloutError`` that names the prompt at fault."""
+    """Raise ``RolloutError`` that names the prompt for a request that cannot be generated."""
     check_sampling(sampling, WHERE)
     if 0 < sampling.temperature < COLDEST:
         raise RolloutError(
@@ -43,7 +45,7 @@ def check_request(
 def request_parameters(
     prompts: Sequence[Sequence[int]], sampling: SamplingParams, stop: Sequence[int]
 ) -> list[dict[str, Any]]:
-    """SGLang's ``sampling_params``, one for each completion, grouped by prompt."""
+    """Return SGLang's ``sampling_params``, one for each completion, grouped by prompt."""
     common: dict[str, Any] = {
         "max_new_tokens": sampling.max_new_tokens,
         "temperature": sampling.temperature,
@@ -52,8 +54,8 @@ def request_parameters(
         "stop_token_ids": list(stop),
     }
     if sampling.top_k == 1 and sampling.temperature > 0:
-        # For top_k=1 SGLang takes log-probs without the temperature when all of a batch have it
-        # (sampler.py).
+        # For top_k=1 SGLang takes log-probs without the temperature when all requests of a batch
+        # have it (sampler.py).
         common |= {"top_k": -1, "top_p": LIKELIEST}
     return [
         common | {"sampling_seed": seed} for seed in chain.from_iterable(seeds(prompts, sampling))
@@ -63,7 +65,11 @@ def request_parameters(
 def completions_of(
     answers: Sequence[Mapping[str, Any]], *, n: int, version: int, stop: Sequence[int]
 ) -> list[Completion]:
-    """``n`` a prompt, in the order of the requests. Raises ``RolloutError``, see ``completion_of`` and ``require_finite``."""
+    """Return ``n`` completions for each prompt, in the order of the requests.
+
+    Raises:
+        RolloutError: as ``completion_of`` and ``require_finite``.
+    """
     completions = [
         completion_of(answer, place // n, version, stop) for place, answer in enumerate(answers)
     ]
@@ -74,14 +80,19 @@ def completions_of(
 def completion_of(
     answer: Mapping[str, Any], prompt_index: int, version: int, stop: Sequence[int]
 ) -> Completion:
-    """Raises ``RolloutError`` when SGLang gave up on the request, or its answer is not whole."""
-    meta, tokens = answer["meta_info"], list(answer["output_ids"])
-    log_probs = [float(entry[0]) for entry in meta.get("output_token_logprobs") or ()][
-        : len(tokens)
-    ]
+    """Return the completion of an answer.
+
+    Raises:
+        RolloutError: SGLang gave up on the request, or its answer is not whole.
+    """
+    meta = answer["meta_info"]
+    tokens = list(answer["output_ids"])
+    entries = meta.get("output_token_logprobs") or ()
+    log_probs = [float(entry[0]) for entry in entries][: len(tokens)]
     if len(log_probs) != len(tokens):
         raise RolloutError(
-            f"prompt {prompt_index} came back with {len(tokens)} tokens and {len(log_probs)} log-probs",
+            f"prompt {prompt_index} came back with {len(tokens)} tokens "
+            f"and {len(log_probs)} log-probs",
             where=WHERE,
             remedy="this is a defect of the server's version: use one from the tested table",
         )
@@ -106,14 +117,14 @@ def _finish(
                 remedy="lower batch_size or max_new_tokens if memory ran out",
             )
         return "abort"
-    if isinstance(
-        told.get("matched"), str
-    ):  # no stop strings are asked for: SGLang says "NaN happened"
+    # No stop strings are requested, so a matched one is SGLang's "NaN happened".
+    if isinstance(told.get("matched"), str):
         raise RolloutError(
             f"prompt {prompt_index} came back with a token that is none",
             where=WHERE,
             why=told["matched"],
-            remedy="the model computes NaN: sync finite weights, or serve bfloat16 in place of float16",
+            remedy="the model computes NaN: sync finite weights, "
+            "or serve bfloat16 in place of float16",
         )
-    # At the very last place SGLang says "length" even for a stop token.
+    # At the last possible position SGLang says "length" even for a stop token.
     return "stop" if tokens and tokens[-1] in stop else "length"

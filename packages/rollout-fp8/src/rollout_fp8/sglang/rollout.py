@@ -1,4 +1,4 @@
-"""The ``sglang`` rollout."""
+"""Rollout ``sglang``."""
 
 from __future__ import annotations
 
@@ -43,33 +43,36 @@ from rollout_fp8.transports.channel import secret
 from rollout_fp8.wire.expected import Expected
 from rollout_fp8.wire.format import WireStream
 
-IDLE_S = 60.0  # for the last request to leave the scheduler
+# Seconds for the last request to leave the scheduler.
+IDLE_S = 60.0
 _SYNCING = "a weight sync is running"
 
 
 class SglangRollout:
-    """Generates with SGLang. See ``engine_api.rollout.AsyncRollout`` for what the members promise.
+    """Rollout by SGLang; ``engine_api.rollout.AsyncRollout`` defines its members.
 
     The server is built from the model's configuration alone; weights come only from
-    ``update_weights``. SGLang runs in processes of its own on the same GPUs; ``close`` goes through
+    ``update_weights``. SGLang runs in its own processes on the same GPUs; ``close`` goes through
     its shutdown, which ends *every* child of this process.
 
     Args:
         resolution: from the registry; the server takes the process's current GPU, and the next ones
             under tensor parallelism.
         model: a folder or hub id with a ``config.json``.
-        pad_token_id: SGLang pads nothing.
-        eos_token_ids: end every completion, beside ``SamplingParams.stop_token_ids``; those of the
-            model's folder do not.
-        batch_size: completions that are generated at the same time.
-        dtype: of weights and computation.
-        quantization: ``fp8``: linear layers in e4m3 with a scale for each 128×128 block.
+            pad_token_id: unused, because SGLang pads nothing.
+            eos_token_ids: ids that end every completion, in addition to
+                ``SamplingParams.stop_token_ids``; those of the model's folder do not.
+            batch_size: completions that are generated at the same time.
+            dtype: dtype of weights and computation.
+            quantization: ``fp8``: linear layers in e4m3 with one scale for each 128×128 block; or
+                ``none``.
         options: see ``SglangOptions``.
 
     Raises:
-        ConfigError: an argument or option that is none.
-        PluginUnavailable: SGLang is not installed, or of a version that was not tested.
-        RolloutError: it does not start: no memory, no FP8 kernels, a model that it does not know.
+            ConfigError: an argument or option is wrong.
+            PluginUnavailable: SGLang is not installed, or its version was not tested.
+            RolloutError: SGLang does not start: too little memory, no FP8 kernels, a model that it
+                does not know.
     """
 
     def __init__(
@@ -98,17 +101,20 @@ class SglangRollout:
         versions.check(
             "sglang", resolution.device, allow_untested=self.options.allow_untested_version
         )
-        self.weight_version = -1  # none yet
-        self._eos, self._dtype = tuple(eos_token_ids), DTYPES[dtype]
+        # No weights yet.
+        self.weight_version = -1
+        self._eos = tuple(eos_token_ids)
+        self._dtype = DTYPES[dtype]
         self._expected = Expected.of(model)
         self._architecture = architecture_of(model) if quantization == "fp8" else None
-        self._gate = threading.Lock()  # between states
+        # Held while the state changes.
+        self._gate = threading.Lock()
         self._not_ready = "no weights have been installed"
         self._asleep: frozenset[str] = frozenset()
-        self._running: set[Future[Any]] = (
-            set()
-        )  # generations; one that is done may still stand here
-        self._used = False  # something was generated since the caches were flushed
+        # Generations; a finished one may still be among them.
+        self._running: set[Future[Any]] = set()
+        # True if tokens were generated since the caches were flushed.
+        self._used = False
         require_own_devices(resolution.device, self.options.tensor_parallel_size)
         self._folder = tempfile.TemporaryDirectory(prefix="sglang-")
         self._host: Host | None = None
@@ -120,9 +126,8 @@ class SglangRollout:
                 self._host, self.options.tensor_parallel_size, self._device
             )
             self._session = SyncSession(self._schedulers, self._expected)
-        except (
-            BaseException
-        ):  # an interrupt too must leave no process and no folder behind; raised again
+        except BaseException:
+            # After an interrupt too, no process and no folder may be left behind.
             if self._host is not None:
                 self._host.close()
             self._folder.cleanup()
@@ -140,10 +145,10 @@ class SglangRollout:
             return []
         try:
             return generation.result()
-        except (
-            BaseException
-        ):  # Ctrl-C too: the server would go on generating for nobody; raised again
-            generation.abort()  # one that failed leaves the others running
+        except BaseException:
+            # After Ctrl-C too: the server would continue to generate for no one. A generation that
+            # failed leaves the others of its request running.
+            generation.abort()
             raise
 
     def submit(self, prompt: Sequence[int], sampling: SamplingParams) -> Generation:
@@ -156,18 +161,19 @@ class SglangRollout:
     def update_weights(self, export: WeightExport, version: int) -> SyncResult:
         """See ``Rollout.update_weights``. The export is run to its end even when the sync fails.
 
-        Raises ``RolloutError``, and serves on, while anything is generated; after any other failure
-        nothing is served.
+        Raises:
+            RolloutError: tokens are being generated, and the rollout continues to serve; or the
+                sync failed in another way, and nothing is served.
         """
         stream: WireStream | None = None
         try:
             with self._syncing(version):
                 stream = self._stream(export)
                 result = self._session.run(stream, version)
-        except (
-            BaseException
-        ):  # whatever it is, other ranks wait in the export's gathers; raised again
-            with suppress(EngineError):  # the first error is the one to tell
+        except BaseException:
+            # After any error, because other ranks wait in the export's gathers. The first error is
+            # the one to report.
+            with suppress(EngineError):
                 for _ in stream or export:
                     pass
             raise
@@ -175,7 +181,10 @@ class SglangRollout:
         return result
 
     def sleep(self, weights: bool = True, kv_cache: bool = True) -> None:
-        """See ``Rollout.sleep``. What sleeps keeps its addresses, so that CUDA graphs stay valid."""
+        """See ``Rollout.sleep``.
+
+        Memory that sleeps keeps its addresses, so that CUDA graphs stay valid.
+        """
         with self._gate:
             host = self._check_idle("sleep")
             wanted = _tags(weights, kv_cache) - self._asleep
@@ -201,17 +210,19 @@ class SglangRollout:
             wanted = _tags(weights, kv_cache) & self._asleep
             if not wanted:
                 return
-            torch.cuda.empty_cache()  # SGLang's processes cannot use what PyTorch keeps for this one
+            # SGLang's processes cannot use the memory that PyTorch keeps for this one.
+            torch.cuda.empty_cache()
             host.call(lambda: host.engine.resume_memory_occupation(tags=sorted(wanted)))
             self._asleep -= wanted
             if "weights" in wanted:
                 self._not_ready = "no weights have been installed since it woke up"
 
     def close(self) -> None:
-        """Idempotent; what is being generated is lost."""
+        """Close the rollout; idempotent. Unfinished generations are lost."""
         with self._gate:
             self._not_ready = "it is closed"
-            host, self._host = self._host, None
+            host = self._host
+            self._host = None
         if host is not None:
             host.close()
             self._schedulers.close()
@@ -236,19 +247,22 @@ class SglangRollout:
         return Host(partial(_engine, arguments))
 
     def _learn_limits(self, host: Host) -> None:
-        told: Mapping[str, Any] = host.call(host.engine.get_server_info)
-        # Where memory is short SGLang has room for less than the context, and would cut completions
-        # off in silence (``init_req_max_new_tokens`` in its scheduler).
+        info: Mapping[str, Any] = host.call(host.engine.get_server_info)
+        # Where memory is short SGLang has memory for less than the context, and would silently
+        # truncate completions (``init_req_max_new_tokens`` in its scheduler).
         self._limit = min(
             self._context,
-            told["max_req_input_len"] - 1,
-            told["max_total_num_tokens"] - 2 * told["page_size"],
+            info["max_req_input_len"] - 1,
+            info["max_total_num_tokens"] - 2 * info["page_size"],
         )
 
     def _begin(
         self, host: Host, prompts: Sequence[Sequence[int]], sampling: SamplingParams
     ) -> SglangGeneration:
-        """Each completion is a request of its own: SGLang's ``n`` would give all of them one seed."""
+        """Begin a generation with one request for each completion.
+
+        SGLang's ``n`` would give all completions of a request one seed.
+        """
         stop = sorted({*self._eos, *sampling.stop_token_ids})
         rids = [uuid.uuid4().hex for _ in range(len(prompts) * sampling.n)]
         request = {
@@ -295,7 +309,7 @@ class SglangRollout:
 
     @contextmanager
     def _syncing(self, version: int) -> Iterator[None]:
-        """Nothing is generated from here on; afterwards it may be, unless the sync failed."""
+        """Block generation during the context, and after it if the sync failed."""
         with self._gate:
             host = self._check_idle("take weights")
             if "weights" in self._asleep or self._not_ready == _SYNCING:
@@ -348,7 +362,8 @@ class SglangRollout:
 
 
 def _engine(arguments: Mapping[str, Any]) -> Any:
-    secret("channel")  # made before the schedulers are, that they inherit it
+    # Made before the schedulers are, so that they inherit it.
+    secret("channel")
     with environment.kept(arguments["dtype"]):
         return importlib.import_module("sglang").Engine(**arguments)
 

@@ -1,4 +1,4 @@
-"""The rollout's side of a sync into SGLang."""
+"""Rollout's side of a sync into SGLang."""
 
 from __future__ import annotations
 
@@ -19,14 +19,15 @@ WHERE = "weight sync"
 
 
 class Schedulers(SentWorkers):
-    """SGLang's schedulers, one a GPU, as ``rollout_fp8.install.session.Workers``: CUDA IPC on a GPU, shared memory on a CPU.
+    """SGLang's schedulers, one for each GPU, as ``rollout_fp8.install.session.Workers``.
 
-    One call of SGLang's runs the loader in all of them, once: to learn, or to install.
+    Weights come by CUDA IPC on a GPU and by shared memory on a CPU. One call of SGLang's runs the
+    loader in all schedulers, once: to learn, or to install.
 
     Args:
         host: SGLang's engine.
-        count: of schedulers.
-        device: where the weights come from.
+        count: number of schedulers.
+        device: device that the weights come from.
     """
 
     def __init__(self, host: Host, count: int, device: torch.device) -> None:
@@ -34,7 +35,8 @@ class Schedulers(SentWorkers):
             self._run_loader,
             Sender(kind="ipc" if device.type == "cuda" else "shm", receivers=count),
         )
-        self._host, self._device = host, device
+        self._host = host
+        self._device = device
 
     def learn(self, plan: WirePlan) -> Sequence[Boxes]:
         """See ``Workers.learn``. Raises ``RolloutError``."""
@@ -61,28 +63,29 @@ class Schedulers(SentWorkers):
 
 
 class Outline:
-    """A stream of a plan's names and shapes alone. Whoever gets one learns where the tensors go, and answers its boxes."""
+    """Stream of a plan's names and shapes alone.
+
+    A scheduler that gets it learns where the tensors go, and answers with its boxes.
+    """
 
     audit = False
 
     def __init__(self, plan: WirePlan, device: torch.device) -> None:
-        self.plan, self.device = (
-            WirePlan(tensors=plan.tensors, buckets=(), slots=(), notes={}),
-            device,
-        )
+        self.plan = WirePlan(tensors=plan.tensors, buckets=(), slots=(), notes={})
+        self.device = device
 
     def buckets(self) -> Iterator[tuple[BucketPlan, Tensor]]:
-        """None."""
+        """Return no buckets."""
         return iter(())
 
     def __iter__(self) -> Iterator[tuple[str, Tensor]]:
-        """None."""
+        """Return no tensors."""
         return iter(())
 
     def checksums(self) -> Mapping[str, int]:
-        """None."""
+        """Return no checksums."""
         return {}
 
     def seconds(self) -> Mapping[str, float]:
-        """None."""
+        """Return no seconds."""
         return {}

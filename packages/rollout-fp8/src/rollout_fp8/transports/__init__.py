@@ -1,4 +1,6 @@
-"""Carrying a ``WireStream`` into other processes. The receivers pull; what differs between kinds is how bytes travel.
+"""Transports that carry a ``WireStream`` into other processes.
+
+The receivers pull. The kinds differ in the way that bytes travel:
 
 ``ipc``: CUDA IPC, on one host. ``shm``: shared memory, on one host, on the CPU. ``collective``:
 broadcasts over NCCL (on CUDA, a GPU for each process) or gloo (on the CPU), on any hosts.

@@ -1,8 +1,8 @@
-"""Messages between the process that has the weights and those that serve them.
+"""Messages between the process that has the weights and the processes that serve them.
 
 A channel is a ``multiprocessing.connection.Connection``, on a Unix socket (one host) or TCP
 (several). Its messages are ``engine_api.codec``'s: nothing is unpickled. Both ends first prove to
-each other that they know a key: one that they were given, or else the secret of this run, in the
+each other that they know a key: one that they were given, or the secret of this run, in the
 environment variable ``ROLLOUT_FP8_KEY``, which a process makes when it has none, and which its
 children inherit. On TCP the messages themselves are neither encrypted nor signed: use it inside a
 network that you trust.
@@ -30,33 +30,35 @@ from engine_api.errors import RolloutError
 
 WHERE = "weight sync"
 KEY = "ROLLOUT_FP8_KEY"
-POLL_S = 0.1  # between two looks at whether it is still worth waiting
-GRACE_S = 1.0  # for the others to say what went wrong, once one has failed
+# Seconds between two checks whether to wait on.
+POLL_S = 0.1
+# Seconds for the other receivers to report their errors, once one has failed.
+GRACE_S = 1.0
 
 Watch = Callable[[], None]
 
 
 class PeerError(RolloutError):
-    """The other side of a channel failed, closed it, or fell silent."""
+    """Failure, closing or silence of a channel's other side."""
 
 
 def secret(purpose: str) -> bytes:
-    """32 bytes from this run's secret, others for each purpose: one does not tell another."""
+    """Return 32 bytes made of this run's secret for one purpose; they reveal no other purpose's."""
     key = os.environ.setdefault(KEY, secrets.token_hex(32))
     return hmac.digest(key.encode(), purpose.encode(), hashlib.sha256)
 
 
 def nothing() -> None:
-    """The watch that always lets a caller wait on."""
+    """Let the caller wait on; the default watch."""
 
 
 class Channel:
-    """One end.
+    """End of a channel.
 
     Args:
-        connection: a connected, blocking socket; it is taken over.
-        peer: what the other end is called in errors.
-        timeout_s: of one read or write.
+        connection: a connected, blocking socket, which the channel takes over.
+        peer: name of the other end in errors.
+        timeout_s: deadline of one read or write.
     """
 
     def __init__(self, connection: socket.socket, peer: str, timeout_s: float) -> None:
@@ -65,7 +67,10 @@ class Channel:
         self.limit(timeout_s)
 
     def limit(self, timeout_s: float) -> None:
-        """Change the deadlines. They are the kernel's: ``Connection`` has none, and a message may come in parts."""
+        """Change the deadlines.
+
+        They are the kernel's: ``Connection`` has none, and a message may come in parts.
+        """
         self.timeout_s = timeout_s
         limit = struct.pack("@ll", int(timeout_s), int(timeout_s % 1 * 1e6))
         with self._socket() as raw:
@@ -73,7 +78,7 @@ class Channel:
             raw.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, limit)
 
     def send(self, tag: str, *body: Any) -> None:
-        """Raises ``PeerError``."""
+        """Send a message. Raises ``PeerError``."""
         try:
             self._connection.send_bytes(encode((tag, *body)))
         except BlockingIOError as error:
@@ -82,9 +87,10 @@ class Channel:
             raise self._closed(self.last_words() or str(error)) from error
 
     def receive(self, tag: str, watch: Watch = nothing) -> tuple[Any, ...]:
-        """The next message's body. ``watch`` is called now and then, and may raise.
+        """Return the next message's body. ``watch`` is called now and then, and may raise.
 
-        Raises ``PeerError``, also when the peer says that it failed.
+        Raises:
+            PeerError: the other end is gone or silent, or the peer reports that it failed.
         """
         deadline = time.monotonic() + self.timeout_s
         while not self.speaks(POLL_S):
@@ -101,26 +107,26 @@ class Channel:
         return tuple(body)
 
     def speaks(self, wait_s: float = 0.0) -> bool:
-        """Whether a message has come, or the other end is closed."""
+        """Return whether a message has come, or the other end is closed."""
         try:
             return self._connection.poll(wait_s)
         except OSError:
             return True
 
     def fail(self, text: str) -> None:
-        """Tell the peer, if it still listens, and close."""
+        """Report a failure to the peer, if it still listens, and close."""
         with suppress(OSError):
             self._connection.send_bytes(encode(("failed", text)))
         self.close()
 
     def hung_up(self) -> bool:
-        """Whether the other end is closed; what it said before may still be waiting."""
+        """Return whether the other end is closed; its earlier messages may still be waiting."""
         watched = select.poll()
         watched.register(self._connection.fileno(), select.POLLRDHUP)
         return bool(watched.poll(0))
 
     def last_words(self, wait_s: float = 0.0) -> str:
-        """What the peer said before it closed, if it failed; anything else that it said is lost."""
+        """Return the peer's failure message, or an empty text; its other messages are lost."""
         try:
             while self._connection.poll(wait_s):
                 found, *body = _parts(self._connection.recv_bytes())
@@ -131,7 +137,7 @@ class Channel:
         return ""
 
     def send_files(self, descriptors: Sequence[int]) -> None:
-        """Open files, on a Unix socket. Raises ``PeerError``."""
+        """Send open files on a Unix socket. Raises ``PeerError``."""
         with self._socket() as raw:
             try:
                 socket.send_fds(raw, [b"f"], list(descriptors))
@@ -139,7 +145,10 @@ class Channel:
                 raise self._closed(str(error)) from error
 
     def receive_files(self, count: int) -> list[int]:
-        """What ``send_files`` sent; the caller closes them. Raises ``PeerError``."""
+        """Return the files that ``send_files`` sent; the caller closes them.
+
+        Raises ``PeerError``.
+        """
         with self._socket() as raw:
             try:
                 _, descriptors, _, _ = socket.recv_fds(raw, 1, count)
@@ -150,16 +159,16 @@ class Channel:
         return descriptors
 
     def fileno(self) -> int:
-        """For ``multiprocessing.connection.wait``."""
+        """Return the descriptor, for ``multiprocessing.connection.wait``."""
         return self._connection.fileno()
 
     def close(self) -> None:
-        """Idempotent."""
+        """Close this end; idempotent."""
         self._connection.close()
 
     @property
     def closed(self) -> bool:
-        """Whether this end is."""
+        """True if this end is closed."""
         return self._connection.closed
 
     def _socket(self) -> socket.socket:
@@ -213,9 +222,10 @@ def _parts(message: bytes) -> tuple[Any, ...]:
 
 
 def collect(channels: Sequence[Channel], tag: str, watch: Watch = nothing) -> list[tuple[Any, ...]]:
-    """One message of every channel, in their order.
+    """Return one message of every channel, in the channels' order.
 
-    Raises ``PeerError`` with what every channel that failed has to say.
+    Raises:
+        PeerError: channels failed; the error has the message of each.
     """
     found: dict[int, tuple[Any, ...]] = {}
     failures: dict[int, PeerError] = {}

@@ -1,9 +1,11 @@
-"""One broadcast a bucket, over NCCL on CUDA, HCCL on Ascend and gloo on the CPU, for rollouts on GPUs or hosts of their own.
+"""Transport by one broadcast for each bucket, for rollouts on other GPUs or hosts.
 
-Buckets are bytes, so FP8 travels over any backend. The group is apart from ``torch.distributed``'s
-default group, which trainer and rollouts each have for themselves: ``ProcessGroupNCCL`` and its
-like are made directly on a store (``init_process_group`` makes one world a process, and
-``new_group`` only splits it). NCCL and gloo trust their network.
+It uses NCCL on CUDA, HCCL on Ascend and gloo on the CPU.
+
+Buckets are bytes, so FP8 travels over any backend. The group is separate from
+``torch.distributed``'s default group, which trainer and rollouts each have for themselves:
+``ProcessGroupNCCL`` and its like are made directly on a store (``init_process_group`` makes one
+world for each process, and ``new_group`` only splits it). NCCL and gloo trust their network.
 """
 
 from __future__ import annotations
@@ -30,9 +32,10 @@ LEAVE_POLL_S = 0.05
 
 
 class Group:
-    """The sender (rank 0) and its receivers. All of them construct it together.
+    """Group of the sender (rank 0) and its receivers. All of them construct it together.
 
-    Raises ``PeerError`` when one does not come, or fails in a broadcast.
+    Raises:
+        PeerError: a member does not come, or fails in a broadcast.
     """
 
     def __init__(
@@ -40,7 +43,8 @@ class Group:
     ) -> None:
         kind = device_of(device.type)
         self._streams = kind.has_streams
-        self._begun: list[dist.Work] = []  # broadcasts over gloo that nothing has waited for yet
+        # Broadcasts over gloo that have not been waited for yet.
+        self._begun: list[dist.Work] = []
         # NCCL's and HCCL's own deadline ends the process: the channel's must come first.
         timeout = timedelta(seconds=2 * timeout_s + 60 if kind.has_streams else timeout_s)
         try:
@@ -52,7 +56,7 @@ class Group:
         self.wait(self.broadcast(torch.zeros(1, dtype=torch.uint8, device=device)))
 
     def broadcast(self, buffer: Tensor) -> dist.Work:
-        """Begin; on CUDA after what is queued on the current stream."""
+        """Begin a broadcast; on CUDA it follows the work that is queued on the current stream."""
         try:
             work = self._group.broadcast(buffer, 0)
         except RuntimeError as error:
@@ -62,14 +66,14 @@ class Group:
         return work
 
     def wait(self, work: dist.Work) -> None:
-        """For the bytes (on CUDA the current stream waits, not the host)."""
+        """Wait for a broadcast's bytes (on CUDA the current stream waits, not the host)."""
         try:
             work.wait()
         except RuntimeError as error:
             self._forget(work)
-            # Whoever keeps the error keeps this frame, and gloo's work keeps its connections: the
-            # others would wait for bytes from this process until their timeout, though it has left.
-            # (``abort`` lets the group go for that, too.)
+            # The error's holder keeps this frame, and gloo's work keeps its connections: the other
+            # members would wait for bytes from this process until their timeout, though it has
+            # left. (``abort`` frees the group for that reason, too.)
             del work
             raise _broken(error) from error
         self._forget(work)
@@ -78,7 +82,10 @@ class Group:
         self._begun = [begun for begun in self._begun if begun is not work]
 
     def abort(self) -> None:
-        """End broadcasts that hang, and leave the group, whoever still holds this object. Returns at once."""
+        """End broadcasts that hang, and leave the group, even if this object is still held.
+
+        It returns at once.
+        """
         group = self._group
         begun = self._begun
         self._group = None
@@ -90,12 +97,12 @@ class Group:
 
 
 def _leave(group: list[Any], begun: list[dist.Work]) -> None:
-    """Let go of a group, the last that holds it, once the broadcasts have ended that it has begun.
+    """Free a group, as its last holder, once the broadcasts that it has begun have ended.
 
-    gloo's group knows no abort: where it is let go, it waits for those broadcasts, as long as its
-    timeout. Whoever leaves because of an error must not wait there before the sender hears of it;
-    and a thread that waits there, in C++, when the interpreter ends would end the process by
-    SIGABRT. So it waits here.
+    gloo's group has no abort: where it is freed, it waits for those broadcasts, up to its timeout.
+    A process that leaves because of an error must not wait there before the sender hears of it. And
+    a thread that waits there, in C++, when the interpreter ends would end the process by SIGABRT.
+    So the wait happens here.
     """
     while begun:
         begun[:] = [work for work in begun if not work.is_completed()]
@@ -109,7 +116,9 @@ class CollectiveOutgoing:
     lends = False
 
     def __init__(self, device: torch.device, host: str, timeout_s: float) -> None:
-        self._device, self._host, self._timeout_s = device, host, timeout_s
+        self._device = device
+        self._host = host
+        self._timeout_s = timeout_s
         self._group: Group | None = None
         self._num_receivers = 0
 
@@ -130,7 +139,7 @@ class CollectiveOutgoing:
         return [None] * self._num_receivers
 
     def taken(self) -> None:
-        """Nothing of the stream's is lent."""
+        """Do nothing: nothing of the stream's is lent."""
 
     def close(self) -> None:
         """See ``kinds.Outgoing.close``."""
@@ -143,7 +152,9 @@ class CollectiveIncoming:
     """See ``kinds.Incoming``. The next bucket is received while one is installed."""
 
     def __init__(self, plan: WirePlan, device: torch.device, timeout_s: float) -> None:
-        self._plan, self._device, self._timeout_s = plan, device, timeout_s
+        self._plan = plan
+        self._device = device
+        self._timeout_s = timeout_s
         self._slots = [torch.empty(size, dtype=torch.uint8, device=device) for size in plan.slots]
         self._works: dict[int, dist.Work] = {}
         self._group: Group | None = None
@@ -156,7 +167,7 @@ class CollectiveIncoming:
         channel.send("opened")
 
     def expect(self, index: int) -> None:
-        """See ``kinds.Incoming.expect``: a broadcast begins when all have joined it."""
+        """See ``kinds.Incoming.expect``. A broadcast begins when all members have joined it."""
         assert self._group is not None, "open comes first"
         for each in self._soon(index):
             if each not in self._works:
@@ -169,17 +180,18 @@ class CollectiveIncoming:
         return self._buffer(index)
 
     def release(self, index: int) -> None:
-        """A broadcast into the same slot is queued behind what reads it."""
+        """Do nothing: a broadcast into the same slot is queued behind the work that reads it."""
 
     def close(self) -> None:
         """See ``kinds.Incoming.close``."""
         if self._group is not None:
             self._group.abort()
             self._group = None
-        self._works, self._slots = {}, []
+        self._works = {}
+        self._slots = []
 
     def _soon(self, index: int) -> list[int]:
-        """This bucket, and the next one if that has a buffer of its own."""
+        """Return this bucket's index, and the next one's if that bucket has its own buffer."""
         buckets = self._plan.buckets
         return [
             i
@@ -193,9 +205,12 @@ class CollectiveIncoming:
 
 
 def _store(host: str, port: int, size: int, timeout_s: float) -> Any:
-    """Where a sender and its receivers meet: opened by the sender, on any port (0), and joined by the others.
+    """Return the store at which a sender and its receivers meet.
 
-    Raises ``PeerError`` where there is none in time.
+    The sender opens it, on any port (``port`` 0), and the receivers join it.
+
+    Raises:
+        PeerError: there is no store in time.
     """
     opens = port == 0
     try:
@@ -204,20 +219,17 @@ def _store(host: str, port: int, size: int, timeout_s: float) -> Any:
             if opens
             else reach_store(host, port, size, timeout_s)
         )
-    except (
-        OSError,
-        RuntimeError,
-    ) as error:  # an address of no use, or one that is taken; torch's, and a deadline
-        what = (
-            f"cannot open a store at {host}"
-            if opens
-            else f"cannot join the sender's store at {host}:{port}"
-        )
-        remedy = (
-            "give the sender an address of this host, on which it has a port free"
-            if opens
-            else "see whether the sender still runs, and that its host's ports can be reached from here (firewall, interface)"
-        )
+    except (OSError, RuntimeError) as error:
+        # An unusable address or one that is in use; torch's own error, and a deadline.
+        if opens:
+            what = f"cannot open a store at {host}"
+            remedy = "give the sender an address of this host, on which it has a port free"
+        else:
+            what = f"cannot join the sender's store at {host}:{port}"
+            remedy = (
+                "see whether the sender still runs, and that its host's ports can be reached "
+                "from here (firewall, interface)"
+            )
         raise PeerError(
             what, where=WHERE, why=str(error).partition("\n")[0], remedy=remedy
         ) from error
@@ -225,7 +237,10 @@ def _store(host: str, port: int, size: int, timeout_s: float) -> Any:
 
 @contextmanager
 def _without_watchdog() -> Iterator[None]:
-    """NCCL's watchdog, whose group is made inside, would end this process when another one dies; the channel notices."""
+    """Make a group without NCCL's watchdog.
+
+    The watchdog would end this process when another one dies. The channel notices that instead.
+    """
     kept = os.environ.get(WATCHDOG)
     os.environ[WATCHDOG] = "0"
     try:

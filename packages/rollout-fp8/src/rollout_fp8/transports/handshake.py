@@ -1,4 +1,6 @@
-"""How a sender and a receiver prove to each other that they know the same key, before anything else is read.
+"""Handshake by which a sender and a receiver prove to each other that they know the same key.
+
+It comes before anything else is read.
 
 ::
 
@@ -6,9 +8,9 @@
     peer → listener      32 random bytes, and an HMAC of both under the key
     listener → peer      another HMAC of both
 
-Every message has a length that both know, so that a reader needs no more than that many bytes, and
-whoever sends them one by one gains nothing. The two HMACs differ by a label: a peer cannot send the
-listener's own back.
+Every message has a length that both know. So a reader needs no more than that many bytes, and a
+peer gains nothing by sending its bytes one by one. The two HMACs differ by a label: a peer cannot
+send the listener's own back.
 """
 
 from __future__ import annotations
@@ -19,7 +21,8 @@ import secrets
 import socket
 import time
 
-NONCE = 32  # bytes
+# Bytes.
+NONCE = 32
 DIGEST = 32
 ANSWER = NONCE + DIGEST
 
@@ -44,9 +47,14 @@ def reply(key: bytes, ours: bytes, message: bytes) -> bytes | None:
 
 
 def prove(connection: socket.socket, key: bytes, deadline: float) -> bool:
-    """Go through it as the peer, until ``deadline`` of ``time.monotonic()``. Returns whether both know the key.
+    """Do the handshake as the peer, until ``deadline`` of ``time.monotonic()``.
 
-    Raises ``OSError``, ``EOFError``: the other end is closed or silent.
+    Returns:
+        True if both know the key.
+
+    Raises:
+        OSError: the other end is closed or silent.
+        EOFError: the other end is closed.
     """
     message, expected = answer(key, _receive(connection, NONCE, deadline))
     connection.sendall(message)

@@ -1,4 +1,4 @@
-"""CUDA IPC on one host: receivers map the stream's own buffers and read them where they are.
+"""Transport by CUDA IPC on one host: receivers map the stream's own buffers and read them in place.
 
 A buffer is opened once and kept from sync to sync. Both sides order their work with events that the
 other opens too, so that no host waits for a device. The sender keeps its buffers until the
@@ -16,14 +16,14 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.multiprocessing import reductions  # what torch's own queues share CUDA tensors with
+from torch.multiprocessing import reductions
 
 from engine_api.errors import RolloutError
 from rollout_fp8.transports.channel import WHERE, Channel, collect
 from rollout_fp8.wire.format import BucketPlan, WirePlan
 
-# Places among the arguments of torch's ``rebuild_cuda_tensor``. Classes do not travel: the receiver
-# knows them.
+# Positions among the arguments of torch's ``rebuild_cuda_tensor``, by which torch's own queues
+# share CUDA tensors. Classes do not travel: the receiver knows them.
 TENSOR_CLASS = 0
 STORAGE_CLASS = 4
 STORAGE_DEVICE = 6
@@ -37,10 +37,10 @@ class IpcOutgoing:
     def __init__(self, plan: WirePlan, device: torch.device) -> None:
         self._device = _indexed(device)
         self._ready = [_shared_event() for _ in plan.slots]
-        self._read: list[list[Any]] = []  # by receiver, then by slot
-        self._known: dict[
-            int, int
-        ] = {}  # address of the buffer that receivers have opened for a slot
+        # Events by receiver, then by slot.
+        self._read: list[list[Any]] = []
+        # Address of the buffer that receivers have opened, by slot.
+        self._known: dict[int, int] = {}
         self._slot = 0
 
     def open(self, channels: Sequence[Channel]) -> None:
@@ -61,12 +61,11 @@ class IpcOutgoing:
         if self._known.get(self._slot) == buffer.data_ptr():
             return [None] * len(self._read)
         self._known[self._slot] = buffer.data_ptr()
-        # All that lies behind it: a later bucket of this slot may be larger.
+        # The whole rest of the storage: a later bucket of this slot may be larger.
         rest = buffer.untyped_storage().nbytes() - buffer.storage_offset()
         whole = buffer.as_strided((rest,), (1,))
-        return [
-            _shared(whole) for _ in self._read
-        ]  # torch counts users: each takes a handle of its own
+        # torch counts users: each receiver takes a handle of its own.
+        return [_shared(whole) for _ in self._read]
 
     def taken(self) -> None:
         """See ``kinds.Outgoing.taken``."""
@@ -76,19 +75,23 @@ class IpcOutgoing:
                 stream.wait_event(events[self._slot])
 
     def close(self) -> None:
-        """The buffers are the stream's."""
-        self._known, self._read = {}, []
+        """Forget the receivers; the buffers belong to the stream."""
+        self._known = {}
+        self._read = []
 
 
 class IpcIncoming:
     """See ``kinds.Incoming``."""
 
     def __init__(self, plan: WirePlan, device: torch.device) -> None:
-        self._plan, self._device = plan, _indexed(device)
+        self._plan = plan
+        self._device = _indexed(device)
         self._read = [_shared_event() for _ in plan.slots]
         self._ready: list[Any] = []
-        self._buffers: dict[int, Tensor] = {}  # by slot: the sender's
-        self._copies: dict[int, Tensor] = {}  # by slot: here, when the sender's are on another GPU
+        # The sender's buffers, by slot.
+        self._buffers: dict[int, Tensor] = {}
+        # Copies by slot, used when the sender's buffers are on another GPU.
+        self._copies: dict[int, Tensor] = {}
         self._source = self._device
 
     def open(self, channel: Channel) -> None:
@@ -96,21 +99,22 @@ class IpcIncoming:
         uuid, handles = channel.receive("events")
         self._source = _visible(uuid)
         self._ready = [torch.cuda.Event.from_ipc_handle(self._source, handle) for handle in handles]
-        with torch.cuda.device(self._device):
-            channel.send(
-                "opened", [event.ipc_handle() for event in self._read] if self._near else []
-            )
+        own_handles = []
+        if self._near:
+            with torch.cuda.device(self._device):
+                own_handles = [event.ipc_handle() for event in self._read]
+        channel.send("opened", own_handles)
 
     def expect(self, index: int) -> None:
-        """Nothing to prepare."""
+        """Do nothing: there is nothing to prepare."""
 
     def take(self, index: int, told: tuple[Any, ...] | None) -> Tensor:
         """See ``kinds.Incoming.take``."""
         bucket = self._plan.buckets[index]
         if told is not None:
             self._buffers[bucket.slot] = self._opened(told)
-        # A stream of the event's own GPU: another GPU's ends the process there (torch 2.11). A copy
-        # waits for both.
+        # The stream must be of the event's own GPU: another GPU's ends the process (torch 2.11). A
+        # copy waits for both.
         torch.cuda.current_stream(self._source).wait_event(self._ready[bucket.slot])
         buffer = self._buffers[bucket.slot][: bucket.num_bytes]
         return buffer if self._near else self._copied(bucket, buffer)
@@ -121,13 +125,16 @@ class IpcIncoming:
             self._read[self._plan.buckets[index].slot].record(
                 torch.cuda.current_stream(self._device)
             )
-        else:  # the sender may not see this GPU's events
+        else:
+            # The sender may not see this GPU's events.
             torch.cuda.current_stream(self._device).synchronize()
 
     def close(self) -> None:
-        """Let go of the sender's memory once nothing reads it."""
+        """Unmap the sender's memory once nothing reads it."""
         torch.cuda.synchronize(self._device)
-        self._buffers, self._copies, self._ready = {}, {}, []
+        self._buffers = {}
+        self._copies = {}
+        self._ready = []
 
     @property
     def _near(self) -> bool:
@@ -137,8 +144,8 @@ class IpcIncoming:
         arguments = list(told)
         arguments[TENSOR_CLASS] = Tensor
         arguments[STORAGE_CLASS] = torch.storage.TypedStorage
-        # The sender may count its GPUs differently. By place, not by name: SGLang puts a function
-        # of its own around torch's.
+        # The sender may count its GPUs differently. The index is set by position, not by name:
+        # SGLang wraps torch's function in one of its own.
         arguments[STORAGE_DEVICE] = self._source.index
         return reductions.rebuild_cuda_tensor(*arguments)
 
@@ -151,7 +158,7 @@ class IpcIncoming:
 
 
 def _shared(whole: Tensor) -> tuple[Any, ...]:
-    """Return the arguments by which another process opens a tensor's memory, without their classes."""
+    """Return the arguments by which another process opens a tensor, without their classes."""
     _, arguments = reductions.reduce_tensor(whole)
     told = list(arguments)
     assert told[TENSOR_CLASS] is Tensor, "the buffer is a plain tensor"

@@ -1,4 +1,4 @@
-"""What a kind of transport is made of: an end at the sender and an end at each receiver."""
+"""Parts of a kind of transport: an end at the sender and an end at each receiver."""
 
 from __future__ import annotations
 
@@ -18,22 +18,26 @@ Kind = Literal["ipc", "shm", "collective"]
 class Outgoing(Protocol):
     """The sender's end, for one plan and one set of receivers."""
 
-    lends: bool  # receivers read the stream's own buffer, so that it may not go on until they have taken it
+    lends: bool
+    """True where receivers read the stream's own buffer, which is kept until they have taken it."""
 
     def open(self, channels: Sequence[Channel]) -> None:
         """Agree with the receivers' ``Incoming.open``. Raises ``PeerError``."""
         ...
 
     def put(self, bucket: BucketPlan, buffer: Tensor) -> Sequence[Any]:
-        """Make a bucket available; what each receiver is to be told. Raises ``RolloutError``."""
+        """Make a bucket available, and return each receiver's notice of it.
+
+        Raises ``RolloutError``.
+        """
         ...
 
     def taken(self) -> None:
-        """Every receiver has read the last bucket that was put, or has queued it (where ``lends``)."""
+        """Note that every receiver has read the last bucket, or has queued it (where ``lends``)."""
         ...
 
     def close(self) -> None:
-        """Give everything back; ends what hangs."""
+        """Free all resources, and end operations that hang."""
         ...
 
 
@@ -45,26 +49,32 @@ class Incoming(Protocol):
         ...
 
     def expect(self, index: int) -> None:
-        """Bucket ``index`` will be taken next; the sender has perhaps not made it yet. Raises ``RolloutError``."""
+        """Prepare to take bucket ``index`` next; the sender may not have made it.
+
+        Raises ``RolloutError``.
+        """
         ...
 
     def take(self, index: int, told: Any) -> Tensor:
-        """Bucket ``index``, uint8, ready for the current stream. Raises ``RolloutError``."""
+        """Return bucket ``index``, uint8, ready for the current stream. Raises ``RolloutError``."""
         ...
 
     def release(self, index: int) -> None:
-        """The bucket has been read (on CUDA: that is queued on the current stream)."""
+        """Note that the bucket has been read (on CUDA: that the read is queued on its stream)."""
         ...
 
     def close(self) -> None:
-        """Give everything back; ends what hangs."""
+        """Free all resources, and end operations that hang."""
         ...
 
 
 def outgoing(
     kind: Kind, plan: WirePlan, device: torch.device, host: str | None, timeout_s: float
 ) -> Outgoing:
-    """The sender's end. Raises ``RolloutError`` for a kind that does not serve the device."""
+    """Return the sender's end.
+
+    Raises ``RolloutError`` for a kind that does not serve the device.
+    """
     _check(kind, device)
     if kind == "ipc":
         from rollout_fp8.transports.ipc import IpcOutgoing
@@ -80,7 +90,10 @@ def outgoing(
 
 
 def incoming(kind: Kind, plan: WirePlan, device: torch.device, timeout_s: float) -> Incoming:
-    """A receiver's end. Raises ``RolloutError`` for a kind that does not serve the device."""
+    """Return a receiver's end.
+
+    Raises ``RolloutError`` for a kind that does not serve the device.
+    """
     _check(kind, device)
     if kind == "ipc":
         from rollout_fp8.transports.ipc import IpcIncoming

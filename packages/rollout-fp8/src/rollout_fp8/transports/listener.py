@@ -1,4 +1,4 @@
-"""Where receivers find the sender, and how both prove that they belong to the same run."""
+"""Listener to which receivers connect, and the proof of both that they belong to the same run."""
 
 from __future__ import annotations
 
@@ -15,30 +15,35 @@ from rollout_fp8.transports import channel as channels
 from rollout_fp8.transports import handshake
 from rollout_fp8.transports.channel import KEY, POLL_S, WHERE, Channel, PeerError, Watch, nothing
 
-HANDSHAKE_S = 10.0  # for a peer to prove that it knows the secret
-STRANGERS = 64  # peers that have not proven it yet, at most; the oldest goes first
+# Seconds for a peer to prove that it knows the secret.
+HANDSHAKE_S = 10.0
+# Largest number of peers that have not proven it yet; the oldest is closed first.
+STRANGERS = 64
 
 
 @dataclass(kw_only=True)
 class _Stranger:
-    """A peer that has not proven anything yet."""
+    """Peer that has not proven anything yet."""
 
     connection: socket.socket
     nonce: bytes
-    until: float  # of time.monotonic()
+    until: float
+    """Deadline by ``time.monotonic()``."""
     said: bytes = field(default=b"")
 
 
 class Listener:
-    """Where receivers connect; ``host`` None: on this host only, through a Unix socket in a folder of its own.
+    """Listener to which receivers connect.
 
-    ``key``: what both ends must know; None: this run's secret. All peers are heard at once: one
-    that is silent, or sends its bytes one by one, holds no other.
+    ``host`` None: on this host only, through a Unix socket in a folder of its own. ``key``: the key
+    that both ends must know; None: this run's secret. All peers are heard at once: a peer that is
+    silent, or sends its bytes one by one, delays no other.
     """
 
     def __init__(self, host: str | None = None, key: bytes | None = None) -> None:
         self._key = key
-        self._strangers: dict[socket.socket, _Stranger] = {}  # the oldest first
+        # The oldest first.
+        self._strangers: dict[socket.socket, _Stranger] = {}
         held = ExitStack()
         held.callback(_close_all, self._strangers)
         self._selector = held.enter_context(selectors.DefaultSelector())
@@ -54,31 +59,35 @@ class Listener:
             self.address = f"tcp:{host}:{self._socket.getsockname()[1]}"
         self._socket.setblocking(False)
         self._selector.register(self._socket, selectors.EVENT_READ)
-        self._give_back = weakref.finalize(
-            self, held.close
-        )  # at the interpreter's end, if nobody calls ``close``
+        # At the interpreter's end, if ``close`` is never called.
+        self._finalize = weakref.finalize(self, held.close)
 
     def accept(
         self, peer: str, timeout_s: float, watch: Watch = nothing, *, deadline: float | None = None
     ) -> Channel:
-        """Return a channel to the next peer that knows the secret; ``timeout_s`` is the channel's, too.
+        """Return a channel to the next peer that knows the secret.
 
-        Raises ``PeerError`` when none proves it within ``timeout_s``, or until ``deadline`` of
-        ``time.monotonic()`` where that is given (one for several peers), and what ``watch`` raises.
+        ``timeout_s`` is the channel's deadline, too.
+
+        Raises:
+            PeerError: no peer proves the secret within ``timeout_s``, or until ``deadline`` of
+                ``time.monotonic()`` where that is given (one for several peers).
+            Exception: whatever ``watch`` raises.
         """
         if deadline is None:
             deadline = time.monotonic() + timeout_s
-        elif time.monotonic() >= deadline:  # even where somebody is there already
-            raise self._nobody(peer, timeout_s)
+        elif time.monotonic() >= deadline:
+            # Even where a peer is there already.
+            raise self._missing(peer, timeout_s)
         while True:
             connection = self._next(min(POLL_S, max(0.0, deadline - time.monotonic())))
             if connection is not None:
                 return _channel(connection, peer, timeout_s)
             if time.monotonic() >= deadline:
-                raise self._nobody(peer, timeout_s)
+                raise self._missing(peer, timeout_s)
             watch()
 
-    def _nobody(self, peer: str, timeout_s: float) -> PeerError:
+    def _missing(self, peer: str, timeout_s: float) -> PeerError:
         return PeerError(
             f"{peer} did not connect to {self.address}",
             where=WHERE,
@@ -87,7 +96,7 @@ class Listener:
         )
 
     def _next(self, wait_s: float) -> socket.socket | None:
-        """Hear whoever speaks within ``wait_s``; return the first that has proven itself."""
+        """Read from peers that send within ``wait_s``, and return the first proven one's socket."""
         for key, _ in self._selector.select(wait_s):
             if key.fileobj is self._socket:
                 self._welcome()
@@ -103,7 +112,8 @@ class Listener:
     def _welcome(self) -> None:
         try:
             connection = self._socket.accept()[0]
-        except (BlockingIOError, ConnectionAbortedError):  # it has gone again
+        except (BlockingIOError, ConnectionAbortedError):
+            # The peer has gone again.
             return
         while len(self._strangers) >= STRANGERS:
             self._forget(next(iter(self._strangers.values()))).close()
@@ -113,11 +123,12 @@ class Listener:
         )
         self._strangers[connection] = stranger
         self._selector.register(connection, selectors.EVENT_READ, connection)
-        with suppress(OSError):  # it has gone again: its end is heard next
+        # The peer may have gone again: its end is read next.
+        with suppress(OSError):
             connection.sendall(stranger.nonce)
 
     def _hear(self, stranger: _Stranger) -> bool:
-        """Read what it says; returns whether it knows the secret. One that does not is closed."""
+        """Read the peer's bytes, and return whether it knows the secret; if not, close it."""
         try:
             data = stranger.connection.recv(handshake.ANSWER - len(stranger.said))
         except BlockingIOError:
@@ -142,12 +153,15 @@ class Listener:
         return stranger.connection
 
     def close(self) -> None:
-        """Idempotent."""
-        self._give_back()
+        """Close the listener; idempotent."""
+        self._finalize()
 
 
 def connect(address: str, timeout_s: float, key: bytes | None = None) -> Channel:
-    """Return a channel to a listener, with its key. Raises ``PeerError``, after ``timeout_s`` at the latest."""
+    """Return a channel to a listener, with its key.
+
+    Raises ``PeerError`` after ``timeout_s`` at most.
+    """
     peer = f"the sender at {address}"
     deadline = time.monotonic() + timeout_s
     try:

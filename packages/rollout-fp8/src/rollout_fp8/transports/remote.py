@@ -1,4 +1,4 @@
-"""A process that serves the weights."""
+"""Receiver's side of a transport, in a process that serves the weights."""
 
 from __future__ import annotations
 
@@ -20,13 +20,14 @@ from rollout_fp8.wire.format import BucketPlan, WirePlan
 
 
 class RemoteStream:
-    """One sync's ``WireStream``, pulled from a sender.
+    """``WireStream`` of one sync, pulled from a sender.
 
-    ``seconds`` are the sender's, and ``transfer``: how long this side waited for buckets, their
-    making included.
+    ``seconds`` are the sender's, and ``transfer``: the time that this side waited for buckets,
+    including the time in which they were made.
 
     Attributes:
-        answer: what the sender gets at the end, for the consumer to set; see ``engine_api.codec``.
+        answer: value that the sender gets at the end, set by the consumer; see
+            ``engine_api.codec``.
     """
 
     def __init__(
@@ -38,9 +39,12 @@ class RemoteStream:
         *,
         audit: bool,
     ) -> None:
-        self.plan, self.device, self.audit = plan, device, audit
+        self.plan = plan
+        self.device = device
+        self.audit = audit
         self.answer: Any = None
-        self._channel, self._transport = channel, transport
+        self._channel = channel
+        self._transport = transport
         self._left: Iterator[tuple[BucketPlan, Tensor]] | None = None
         self._end: tuple[Mapping[str, int], Mapping[str, float]] | None = None
         self._waited = 0.0
@@ -52,7 +56,10 @@ class RemoteStream:
         return self._left
 
     def __iter__(self) -> Iterator[tuple[str, Tensor]]:
-        """See ``WireStream.__iter__``; a stream whose buckets somebody began to take is only run to its end."""
+        """See ``WireStream.__iter__``.
+
+        A stream whose buckets a caller began to take is only run to its end.
+        """
         if self._left is None:
             yield from whole_tensors(self.buckets())
             return
@@ -85,7 +92,7 @@ class RemoteStream:
         self._end = (checksums, seconds)
 
     def finish(self) -> None:
-        """Tell the sender that all is installed. Raises ``RolloutError`` when it is not."""
+        """Report to the sender that all is installed. Raises ``RolloutError`` when it is not."""
         if self._end is None:
             raise RolloutError(
                 "the weights were not taken to their end", where=WHERE, remedy="exhaust the stream"
@@ -96,7 +103,7 @@ class RemoteStream:
 
 
 class _Session:
-    """A connection to one sender, with what stays the same from sync to sync."""
+    """Connection to one sender, with the parts that stay the same from sync to sync."""
 
     def __init__(
         self,
@@ -108,39 +115,40 @@ class _Session:
         key: bytes | None,
     ) -> None:
         self.channel = connect(address, timeout_s, key)
-        self._device, self._transport = device, None
+        self._device = device
+        self._transport: Incoming | None = None
         try:
             self.channel.send("hello", rank, count)
             kind, self._plan = self.channel.receive("plan")
             self._transport = incoming(kind, self._plan, device, timeout_s)
             self.channel.send("learnt")
             self._transport.open(self.channel)
-        except (
-            BaseException
-        ) as error:  # an interrupt too: the sender would wait for this process; raised again
+        except BaseException as error:
+            # Of an interrupt too: the sender would wait for this process.
             self.close(str(error) or type(error).__name__)
             raise
 
     def begin(self, count: int) -> RemoteStream:
-        """The next sync's stream. Raises ``PeerError``."""
+        """Return the next sync's stream. Raises ``PeerError``."""
         theirs, audit = self.channel.receive("begin")
         if theirs != count:
             raise PeerError(
                 f"{self.channel.peer} sends sync {theirs}, sync {count} was asked for",
                 where=WHERE,
-                remedy="give each receiver Sender.address anew, once a sync",
+                remedy="give each receiver Sender.address again for every sync",
             )
         assert self._transport is not None, "it was opened"
         return RemoteStream(self.channel, self._plan, self._transport, self._device, audit=audit)
 
     def close(self, why: str) -> None:
-        """Tell the sender, and give everything back."""
+        """Report the reason to the sender, and free all resources."""
         self.channel.fail(why)
         if self._transport is not None:
             self._transport.close()
 
 
-_SESSIONS: dict[tuple[str, int], _Session] = {}  # by sender and rank
+# Sessions by sender and rank.
+_SESSIONS: dict[tuple[str, int], _Session] = {}
 
 
 @contextmanager
@@ -152,12 +160,14 @@ def receive_weights(
     timeout_s: float = 300.0,
     key: bytes | None = None,
 ) -> Iterator[RemoteStream]:
-    """Take part in one sync, as receiver ``rank`` of the sender at ``address``, which was made with ``key``.
+    """Take part in one sync, as receiver ``rank`` of the sender at ``address``.
 
-    Connection and buffers are kept for the next sync from the same sender. When the block ends, the
-    sender hears ``answer``; when it raises, the sender hears of that.
+    ``key`` is the key that the sender was made with. Connection and buffers are kept for the next
+    sync from the same sender. When the block ends, the sender receives ``answer``; when it raises,
+    the sender receives the error.
 
-    Raises ``PeerError``: the sender cannot be reached, failed, or fell silent for ``timeout_s``.
+    Raises:
+        PeerError: the sender cannot be reached, failed, or was silent for ``timeout_s``.
     """
     place, _, number = address.rpartition("#")
     _forget_closed()
@@ -165,9 +175,8 @@ def receive_weights(
         stream = _begin(place, int(number), rank, device, timeout_s, key)
         yield stream
         stream.finish()
-    except (
-        BaseException
-    ) as error:  # an interrupt too: the sender would wait for this process; raised again
+    except BaseException as error:
+        # Of an interrupt too: the sender would wait for this process.
         failed = _SESSIONS.pop((place, rank), None)
         if failed is not None:
             failed.close(f"{type(error).__name__}: {error}")
@@ -181,21 +190,25 @@ def _begin(
     if known is not None:
         try:
             return known.begin(count)
-        except PeerError:  # the sender made its connections anew
+        except PeerError:
+            # The sender has made its connections again.
             _SESSIONS.pop((place, rank)).close("connections are made anew")
     session = _SESSIONS[place, rank] = _Session(place, count, rank, device, timeout_s, key)
     return session.begin(count)
 
 
 def hang_up(address: str, rank: int) -> None:
-    """Give back what is kept for the next sync from a sender; nothing where nothing is."""
+    """Free the parts that are kept for the next sync from a sender, if there are any."""
     known = _SESSIONS.pop((address.rpartition("#")[0], rank), None)
     if known is not None:
         known.close("the receiver was closed")
 
 
 def _forget_closed() -> None:
-    """Sessions of senders that are gone hold memory: on CUDA, the sender's own."""
+    """Close the sessions of senders that are gone.
+
+    They hold memory: on CUDA, the sender's own.
+    """
     for key, session in list(_SESSIONS.items()):
         if session.channel.closed or session.channel.hung_up():
             _SESSIONS.pop(key).close("the sender is gone")

@@ -1,4 +1,4 @@
-"""The process that has the weights."""
+"""Sender's side of a transport, in the process that has the weights."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ from rollout_fp8.wire.format import WirePlan, WireStream
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Delivery:
-    """What came of one ``send_weights``.
+    """Result of one ``send_weights``.
 
     Attributes:
         answers: ``RemoteStream.answer`` of each receiver, by rank.
-        checksums: the stream's.
-        seconds: the stream's.
+            checksums: the stream's checksums.
+            seconds: the stream's seconds.
     """
 
     answers: list[Any]
@@ -40,17 +40,17 @@ class Delivery:
 
 
 class Sender:
-    """Carries streams to ``receivers`` processes, which connect to ``address`` at their first sync.
+    """Sender of streams to ``receivers`` processes, which connect to ``address`` at the first sync.
 
     Plan, buffers and connections are kept from one sync to the next; after a failure they are made
-    anew.
+    again.
 
     Args:
-        kind: see the package.
-        receivers: how many; their ranks are 0 and up.
-        host: where receivers of other hosts reach this one; None: all are on this host.
-        timeout_s: of every step of a sync, the receivers' work on one bucket and at the end
-            included.
+        kind: kind of transport; see the package.
+        receivers: number of receivers; their ranks are 0 and up.
+        host: address at which receivers of other hosts reach this host; None: all are on this host.
+        timeout_s: deadline of every step of a sync, including the receivers' work on one bucket and
+            at the end.
         key: for receivers that do not inherit this run's secret, see ``channel``.
     """
 
@@ -64,50 +64,53 @@ class Sender:
         key: bytes | None = None,
     ) -> None:
         if key is None:
-            secret(
-                "channel"
-            )  # made here if there is none, so that processes which are started from now on inherit it
+            # Made here if there is none, so that processes started from now on inherit it.
+            secret("channel")
         self._kind: Kind = kind
-        self._receivers, self._host, self.timeout_s = receivers, host, timeout_s
+        self._receivers = receivers
+        self._host = host
+        self.timeout_s = timeout_s
         self._listener = Listener(host, key)
         self._count = 0
         self._session: _Session | None = None
 
     @property
     def address(self) -> str:
-        """For the receivers of the next ``send_weights``; another one each time, so that nobody takes part in a later sync."""
+        """The address for the receivers of the next ``send_weights``.
+
+        It changes each time, so that no receiver takes part in a later sync.
+        """
         return f"{self._listener.address}#{self._count}"
 
     def send_weights(self, stream: WireStream, watch: Watch = nothing) -> Delivery:
         """Carry one stream to all receivers and wait until they have installed it.
 
-        ``watch`` is called while nothing happens; what it raises ends the sync (a receiver's
-        process that is gone, say).
+        ``watch`` is called while nothing happens, and its error ends the sync (for example because
+        a receiver's process is gone).
 
         Raises:
-            RolloutError: the stream's own; or ``PeerError`` with what every receiver that failed
-                has to say. All receivers fail then. The stream may be left unfinished: the caller
-                runs it to its end.
+                RolloutError: the stream's own error, or ``PeerError`` with the message of every
+                    receiver that failed. All receivers fail then. The stream may be left
+                    unfinished: the caller runs it to its end.
         """
         try:
             session = self._ready(stream, watch)
             return session.run(stream, self._count, watch)
-        except (
-            BaseException
-        ) as error:  # an interrupt too: the receivers would wait for this process; raised again
+        except BaseException as error:
+            # Of an interrupt too: the receivers would wait for this process.
             self._drop(str(error) or type(error).__name__)
             raise
         finally:
             self._count += 1
 
     def close(self) -> None:
-        """Idempotent."""
+        """Close connections and listener; idempotent."""
         self._drop("the sender was closed")
         self._listener.close()
 
     def _ready(self, stream: WireStream, watch: Watch) -> _Session:
         if self._session is not None and not self._session.fits(stream):
-            self._drop("connections are made anew")
+            self._drop("connections are made again")
         if self._session is None:
             channels = self._accept(watch)
             self._session = _Session(channels, stream.plan, stream.device)
@@ -116,9 +119,10 @@ class Sender:
         return self._session
 
     def _accept(self, watch: Watch) -> list[Channel]:
-        """Return channels to all receivers, by rank. Those of an earlier sync, that come late, are sent away.
+        """Return channels to all receivers, by rank. Late ones of an earlier sync are refused.
 
-        Raises ``PeerError`` when not all have come within ``timeout_s``, whoever else has.
+        Raises:
+            PeerError: not all have come within ``timeout_s``, whatever other peers have.
         """
         found: dict[int, Channel] = {}
         come: list[Channel] = []
@@ -137,9 +141,8 @@ class Sender:
                     continue
                 channel.peer = f"receiver {rank}"
                 found[rank] = channel
-        except (
-            BaseException
-        ) as error:  # an interrupt too: the receivers would wait for this process; raised again
+        except BaseException as error:
+            # Of an interrupt too: the receivers would wait for this process.
             for channel in come:
                 if not channel.closed:
                     channel.fail(str(error) or type(error).__name__)
@@ -153,14 +156,16 @@ class Sender:
 
 
 class _Session:
-    """What stays the same from sync to sync."""
+    """Parts of a sender that stay the same from sync to sync."""
 
     def __init__(self, channels: list[Channel], plan: WirePlan, device: torch.device) -> None:
-        self._channels, self._plan, self._device = channels, plan, device
+        self._channels = channels
+        self._plan = plan
+        self._device = device
         self._transport: Outgoing | None = None
 
     def open(self, kind: Kind, transport: Outgoing, watch: Watch) -> None:
-        """Tell the receivers what will come."""
+        """Send the plan to the receivers, and open the transport."""
         self._transport = transport
         for channel in self._channels:
             channel.send("plan", kind, self._plan)
@@ -168,7 +173,10 @@ class _Session:
         transport.open(self._channels)
 
     def fits(self, stream: WireStream) -> bool:
-        """Whether it can carry ``stream``, and all receivers are there: between syncs they have nothing to say."""
+        """Return whether the session can carry ``stream`` and all receivers are there.
+
+        Between syncs receivers send nothing, so a channel with a message is one that has ended.
+        """
         same = self._plan is stream.plan or self._plan == stream.plan
         return (
             same
@@ -177,18 +185,19 @@ class _Session:
         )
 
     def run(self, stream: WireStream, count: int, watch: Watch) -> Delivery:
-        """One sync."""
+        """Carry one sync's stream, and return its result."""
         for channel in self._channels:
             channel.send("begin", count, stream.audit)
         self._carry(stream, watch)
-        checksums, seconds = stream.checksums(), stream.seconds()
+        checksums = stream.checksums()
+        seconds = stream.seconds()
         for channel in self._channels:
             channel.send("end", checksums, seconds)
         answers = [answer for (answer,) in collect(self._channels, "done", watch)]
         return Delivery(answers=answers, checksums=checksums, seconds=seconds)
 
     def close(self, why: str) -> None:
-        """Tell the receivers, and give everything back."""
+        """Report the reason to the receivers, and free all resources."""
         for channel in self._channels:
             channel.fail(why)
         if self._transport is not None:
@@ -196,7 +205,9 @@ class _Session:
 
     def _carry(self, stream: WireStream, watch: Watch) -> None:
         assert self._transport is not None, "open comes first"
-        taken, last_in = 0, dict.fromkeys(range(len(self._plan.slots)), -1)
+        taken = 0
+        # Last bucket of each slot.
+        last_in = dict.fromkeys(range(len(self._plan.slots)), -1)
 
         def wait_for(index: int) -> None:
             nonlocal taken
@@ -230,5 +241,5 @@ class _Session:
 
 
 def _end_of(channel: Channel) -> str:
-    """What the peer said before it closed; empty while it is there."""
+    """Return the peer's last message before it closed; empty while it is connected."""
     return channel.last_words(GRACE_S) or ("it closed the channel" if channel.hung_up() else "")

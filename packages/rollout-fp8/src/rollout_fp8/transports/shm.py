@@ -1,4 +1,4 @@
-"""Shared memory on one host, for weights on the CPU.
+"""Transport by shared memory on one host, for weights on the CPU.
 
 The memory has no name: the receivers get it as open files through the channel's socket. So nothing
 is left behind, however the processes end, and no limit of ``/dev/shm`` applies.
@@ -17,7 +17,10 @@ from rollout_fp8.wire.format import BucketPlan, WirePlan
 
 
 class ShmOutgoing:
-    """See ``kinds.Outgoing``. One copy into the shared memory frees the stream's own buffer at once."""
+    """See ``kinds.Outgoing``.
+
+    One copy into the shared memory frees the stream's own buffer at once.
+    """
 
     lends = False
 
@@ -49,10 +52,10 @@ class ShmOutgoing:
         return [None] * self._num_receivers
 
     def taken(self) -> None:
-        """Nothing of the stream's is lent."""
+        """Do nothing: nothing of the stream's is lent."""
 
     def close(self) -> None:
-        """The memory lives for as long as somebody maps it."""
+        """Unmap the memory, which lives for as long as another process maps it."""
         self._slots = []
 
 
@@ -76,7 +79,7 @@ class ShmIncoming:
         channel.send("opened")
 
     def expect(self, index: int) -> None:
-        """Nothing to prepare."""
+        """Do nothing: there is nothing to prepare."""
 
     def take(self, index: int, told: None) -> Tensor:
         """See ``kinds.Incoming.take``."""
@@ -84,10 +87,10 @@ class ShmIncoming:
         return self._slots[bucket.slot][: bucket.num_bytes]
 
     def release(self, index: int) -> None:
-        """On the CPU it has been read."""
+        """Do nothing: on the CPU the bucket has been read."""
 
     def close(self) -> None:
-        """Let go of the mapping."""
+        """Unmap the memory."""
         self._slots = []
 
 

@@ -1,8 +1,10 @@
-"""The wire of the contract (``engine_api.rollout.WeightWire``): an exporter's stream to replicas that somebody else has started.
+"""Wire of the contract (``engine_api.rollout.WeightWire``) for rollouts that use the exporter.
+
+It brings an exporter's stream to replicas that another process has started.
 
 Buckets are broadcast as bytes, as the exporter has filled them: FP8 stays FP8, and the checksums of
-the engine's shards come along. The replicas inherit nothing of the engine's process, so that the
-sender makes a key, which its address brings.
+the engine's shards come along. The replicas inherit nothing of the engine's process, so the sender
+makes a key, which is part of its address.
 """
 
 from __future__ import annotations
@@ -26,9 +28,11 @@ class Wire:
     """See ``engine_api.rollout.WeightWire``."""
 
     def __init__(self, *, resolution: Resolution, timeout_s: float) -> None:
-        self._device, self._timeout_s = resolution.device, timeout_s
+        self._device = resolution.device
+        self._timeout_s = timeout_s
         self._senders: list[Sender] = []
-        self._sources: dict[int, str] = {}  # by rank: the last address
+        # Last address by rank.
+        self._sources: dict[int, str] = {}
 
     def serve(self, host: str, receivers: int) -> WireSender:
         """See ``WeightWire.serve``."""
@@ -63,7 +67,8 @@ class WireSender:
     """See ``engine_api.rollout.WeightSender``."""
 
     def __init__(self, sender: Sender, key: bytes) -> None:
-        self._sender, self._key = sender, key
+        self._sender = sender
+        self._key = key
 
     @property
     def address(self) -> str:
@@ -71,12 +76,13 @@ class WireSender:
         return f"{self._sender.address}#{self._key.hex()}"
 
     def send(self, export: WeightExport) -> int:
-        """See ``WeightSender.send``. ``export``: an ``Exporter``'s, of merged weights."""
+        """See ``WeightSender.send``. ``export`` is an ``Exporter``'s stream of merged weights."""
         if not isinstance(export, EngineStream):
             raise RolloutError(
                 f"cannot carry a {type(export).__name__} to other processes",
                 where=WHERE,
-                remedy="use rollout_fp8.export.exporter.Exporter without lora (rollout.lora: merged)",
+                remedy="use rollout_fp8.export.exporter.Exporter without lora "
+                "(rollout.lora: merged)",
             )
         self._sender.send_weights(export)
         return sum(bucket.num_bytes for bucket in export.plan.buckets)

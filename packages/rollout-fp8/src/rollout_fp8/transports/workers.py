@@ -1,4 +1,4 @@
-"""Workers in processes of their own, reached by a call that blocks until all of them are through."""
+"""Workers in their own processes, reached by a call that blocks until all of them have finished."""
 
 from __future__ import annotations
 
@@ -14,28 +14,33 @@ from rollout_fp8.wire.format import WireStream
 
 
 class SentWorkers:
-    """The ``sync`` of ``session.Workers`` that fetch the weights themselves.
+    """The ``sync`` of ``session.Workers`` for workers that fetch the weights themselves.
 
     Args:
-        call: runs a method on every worker and returns when all are through: vLLM's
-            ``collective_rpc``, say. ``rollout_fp8_pull(address)`` does ``with
-            receive_weights(address, rank=…, device=…) as stream``, installs it, and sets
-            ``stream.answer`` to its checksums and seconds.
-        sender: for as many receivers as there are workers.
+        call: runs a method on every worker and returns when all have finished, for example vLLM's
+            ``collective_rpc``. ``rollout_fp8_pull(address)`` does ``with receive_weights(address,
+            rank=…, device=…) as stream``, installs the stream, and sets ``stream.answer`` to its
+            checksums and seconds.
+            sender: sender for as many receivers as there are workers.
     """
 
     def __init__(self, call: Callable[..., Any], sender: Sender) -> None:
-        self._call, self._sender = call, sender
+        self._call = call
+        self._sender = sender
 
     def sync(self, stream: WireStream) -> Sequence[tuple[Sequence[int], Mapping[str, float]]]:
-        """See ``Workers.sync``. Raises ``RolloutError`` with what every worker that failed has to say."""
+        """See ``Workers.sync``.
+
+        Raises:
+            RolloutError: workers failed; the error has the message of each.
+        """
         return self.carry(stream)
 
     def carry(self, stream: WireStream) -> list[Any]:
-        """Have all workers take a stream; their answers. Raises as ``sync`` does."""
+        """Send a stream to all workers, and return their answers. Raises as ``sync`` does."""
         called: Future[object] = Future()
         call = partial(self._call, "rollout_fp8_pull", args=(self._sender.address,))
-        # A daemon, that nobody joins: after a failure it may wait for a worker that hangs.
+        # A daemon thread that is never joined: after a failure it may wait for a worker that hangs.
         threading.Thread(target=_settle, args=(called, call), daemon=True).start()
         delivery = self._sender.send_weights(stream, _Watch(called))
         try:
@@ -50,21 +55,23 @@ class SentWorkers:
         return delivery.answers
 
     def close(self) -> None:
-        """Idempotent."""
+        """Close the sender; idempotent."""
         self._sender.close()
 
 
 class _Watch:
-    """Ends the wait for workers that cannot come any more."""
+    """Watch that ends the wait for workers that cannot come any more."""
 
     def __init__(self, called: Future[object]) -> None:
-        self._called, self._over = called, False
+        self._called = called
+        self._over = False
 
     def __call__(self) -> None:
-        """Raises what the call raised, and ``PeerError`` when it is over and all that was said has been heard."""
+        """Raise the call's error, or ``PeerError`` when it has ended and all messages are heard."""
         if self._called.done():
             self._called.result()
-            if self._over:  # at the last look too: whatever was sent before the end has come by now
+            if self._over:
+                # Also at the last check: whatever was sent before the end has come by now.
                 raise PeerError(
                     "the workers returned without the weights",
                     where=WHERE,
@@ -77,5 +84,5 @@ class _Watch:
 def _settle(future: Future[object], call: Callable[[], object]) -> None:
     try:
         future.set_result(call())
-    except Exception as error:  # noqa: BLE001 - whoever waits for the future gets it
+    except Exception as error:  # noqa: BLE001 - the caller that waits for the future gets it
         future.set_exception(error)

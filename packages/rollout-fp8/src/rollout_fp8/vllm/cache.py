@@ -1,4 +1,4 @@
-"""How large a cache of keys and values has to be."""
+"""Size of a cache of keys and values."""
 
 from __future__ import annotations
 
@@ -10,18 +10,22 @@ from engine_api.config import ModelSource
 from engine_api.errors import ConfigError
 from rollout_fp8.model import config_of
 
-BLOCK = 128  # tokens; vLLM's blocks are of this size or divide it
+# Tokens; vLLM's blocks are of this size or divide it.
+BLOCK = 128
 
 
 def bytes_for(
     source: ModelSource, sequences: int, *, positions: int | None, dtype: str, parallel: int
 ) -> int:
-    """Bytes on each GPU for so many ``sequences`` of ``positions`` tokens (None: of the model's context) at once.
+    """Return the bytes on each GPU for ``sequences`` of ``positions`` tokens at once.
+
+    ``positions`` None: those of the model's context.
 
     A token has a key and a value in every layer, of ``num_key_value_heads × head_dim`` numbers,
     divided over ``parallel`` GPUs.
 
-    Raises ``ConfigError`` for latent attention, whose cache holds something else.
+    Raises:
+        ConfigError: the model has latent attention, whose cache holds no keys and values.
     """
     config = config_of(source).get_text_config()
     if getattr(config, "kv_lora_rank", None):
@@ -35,7 +39,6 @@ def bytes_for(
     own_heads = math.ceil((getattr(config, "num_key_value_heads", None) or heads) / parallel)
     size = getattr(config, "head_dim", None) or config.hidden_size // heads
     token = 2 * config.num_hidden_layers * own_heads * size * getattr(torch, dtype).itemsize
-    blocks = (
-        sequences * math.ceil((positions or config.max_position_embeddings) / BLOCK) + 1
-    )  # vLLM keeps one empty
+    # vLLM keeps one block empty.
+    blocks = sequences * math.ceil((positions or config.max_position_embeddings) / BLOCK) + 1
     return blocks * BLOCK * token

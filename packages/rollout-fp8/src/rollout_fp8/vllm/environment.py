@@ -12,21 +12,22 @@ from engine_api.errors import RolloutError
 
 E8M0 = "VLLM_USE_DEEP_GEMM_E8M0"
 
-# For the whole process, unless the user set them: vLLM reads them at its import, or whenever it
-# likes.
+# For the whole process, unless the user set them: vLLM reads them at its import, or at any later
+# time.
 _DEFAULTS = {
     "VLLM_LOGGING_LEVEL": "WARNING",
-    # With 1, vLLM rounds the scales of FP8 weights to powers of two after loading: what is served
-    # is then not what was sent, and weights are requantized (vLLM #58157).
+    # With 1, vLLM rounds the scales of FP8 weights to powers of two after loading: the served
+    # weights then differ from the sent ones, and are requantized (vLLM #58157).
     E8M0: "0",
     # FlashInfer compiles these at their first use. Its sampler cannot report log-probs either.
     "VLLM_BLOCKSCALE_FP8_GEMM_FLASHINFER": "0",
     "VLLM_USE_FLASHINFER_SAMPLER": "0",
-    # On a CPU: else vLLM binds threads to cores, the trainer's own among them, and wants a NUMA
-    # node for each worker.
+    # On a CPU vLLM would otherwise bind threads to cores, the trainer's own among them, and require
+    # a NUMA node for each worker.
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",
 }
-# What torchrun tells a rank. A worker process of vLLM's own would take itself for that rank.
+# Variables that torchrun gives a rank. A worker process of vLLM's own would take itself for that
+# rank.
 _LAUNCHER = (
     "RANK",
     "LOCAL_RANK",
@@ -39,14 +40,19 @@ _LAUNCHER = (
 
 
 def prepare() -> None:
-    """Before vLLM is imported. Raises ``RolloutError`` where the user chose what the sync cannot serve."""
+    """Set the variables; to be called before vLLM is imported.
+
+    Raises:
+        RolloutError: the user chose a value that the sync cannot serve.
+    """
     for name, value in _DEFAULTS.items():
         os.environ.setdefault(name, value)
     if os.environ[E8M0] != "0":
         raise RolloutError(
             f"{E8M0}={os.environ[E8M0]}",
             where="rollout 'vllm'",
-            why="vLLM would requantize FP8 weights after each sync, and serve others than it was sent",
+            why="vLLM would requantize FP8 weights after each sync, "
+            "and serve others than it was sent",
             remedy=f"unset {E8M0}; for scales that are powers of two: rollout.options.scales=pow2",
         )
 
@@ -63,20 +69,23 @@ def import_kernels() -> None:
 
 @contextmanager
 def in_process(rank: int, local_rank: int) -> Iterator[None]:
-    """While an engine is built in this process."""
-    with _changed(
-        {
-            "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
-            "RANK": str(rank),
-            "LOCAL_RANK": str(local_rank),  # external_launcher reads them
-        }
-    ):
+    """Set the variables in the context, in which an engine is built in this process."""
+    # external_launcher reads the ranks.
+    changes = {
+        "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+        "RANK": str(rank),
+        "LOCAL_RANK": str(local_rank),
+    }
+    with _changed(changes):
         yield
 
 
 @contextmanager
 def workers(first_device: int | None, count: int) -> Iterator[None]:
-    """While an engine is built in processes of its own, on ``count`` devices from ``first_device`` on (None: CPU)."""
+    """Set the variables in the context, in which an engine is built in its own processes.
+
+    It uses ``count`` devices from ``first_device`` on (None: the CPU).
+    """
     changes: dict[str, str | None] = dict.fromkeys(
         [*_LAUNCHER, *(name for name in os.environ if name.startswith("TORCHELASTIC_"))]
     )

@@ -1,7 +1,7 @@
-"""One thread steps vLLM's engine; whoever generates, now or in the background, gives it jobs and waits.
+"""Generation with vLLM: one thread steps its engine, and callers give the thread jobs and wait.
 
-Jobs enter whole between two steps. So ranks that serve one replica together, each with a scheduler
-of its own, schedule alike.
+Jobs enter whole between two steps. So ranks that serve one replica together, each with its own
+scheduler, schedule alike.
 """
 
 from __future__ import annotations
@@ -27,23 +27,30 @@ WHERE = "rollout 'vllm'"
 
 @dataclass(kw_only=True)
 class _Sequence:
-    """One completion on its way."""
+    """Completion that is being generated."""
 
     request: str
     prompt_index: int
     prompt: Sequence[int]
     params: vllm.SamplingParams
-    kept: bool  # False: another rank's, which this one helps to generate
+    kept: bool
+    """False for another rank's completion, which this rank helps to generate."""
     tokens: list[int] = field(default_factory=list[int])
     log_probs: list[float] = field(default_factory=list[float])
-    reason: FinishReason | None = None  # None: goes on
+    reason: FinishReason | None = None
+    """None while the completion continues."""
 
 
 class Job:
-    """Completions that were asked for together, of one version of the weights (and adapter). A ``Generation``."""
+    """Completions that were requested together, of one version of the weights (and adapter).
+
+    It is a ``Generation``.
+    """
 
     def __init__(self, stepper: Stepper, version: int, adapter: LoRARequest | None = None) -> None:
-        self._stepper, self._version, self.adapter = stepper, version, adapter
+        self._stepper = stepper
+        self._version = version
+        self.adapter = adapter
         self._over = threading.Event()
         self._failure: RolloutError | None = None
         self.sequences: list[_Sequence] = []
@@ -56,7 +63,7 @@ class Job:
         *,
         kept: bool = True,
     ) -> None:
-        """One more completion; before ``Stepper.enter``."""
+        """Add one completion; to be called before ``Stepper.enter``."""
         self.sequences.append(
             _Sequence(
                 request=self._stepper.name(),
@@ -82,19 +89,19 @@ class Job:
         return completions
 
     def abort(self) -> None:
-        """See ``Generation``; returns when it is done."""
+        """See ``Generation``; returns when the job is done."""
         if not self.done():
             self._stepper.abort(self)
             self._over.wait()
 
     def end(self, failure: RolloutError | None = None) -> None:
-        """The stepper's: nothing more will come."""
+        """Mark the job as done; called by the stepper."""
         self._failure = failure
         self._over.set()
 
     def _completion(self, sequence: _Sequence) -> Completion:
         assert sequence.reason is not None
-        # No sync happens while anything is generated: one version made all tokens.
+        # No sync happens during generation, so one version made all tokens.
         versions = [self._version] * len(sequence.tokens)
         return Completion(
             prompt_index=sequence.prompt_index,
@@ -106,10 +113,10 @@ class Job:
 
 
 class Stepper:
-    """The engine's thread.
+    """Thread of an engine.
 
     Args:
-        engine: nobody else steps it.
+        engine: stepped by nothing else.
         device: made current in the thread.
     """
 
@@ -119,25 +126,28 @@ class Stepper:
         self._names = count()
         self._changed = threading.Condition()
         self._calls: deque[Callable[[], None]] = deque()
-        self._jobs: list[Job] = []  # that are not over; changed under the condition
-        self._live: dict[str, tuple[_Sequence, Job]] = {}  # the thread's own
+        # Jobs that are not over; changed under the condition.
+        self._jobs: list[Job] = []
+        # Used by the thread alone.
+        self._live: dict[str, tuple[_Sequence, Job]] = {}
         self._closing = False
         self._failure = ""
-        self._lost = False  # the engine's processes are gone: the thread may wait for them for ever
+        # True once the engine's processes are gone: the thread may wait for them for ever.
+        self._lost = False
         self._thread = threading.Thread(target=self._run, name="vllm-stepper", daemon=True)
         self._thread.start()
 
     @property
     def busy(self) -> bool:
-        """Whether anything is being generated."""
+        """True while tokens are generated."""
         return bool(self._jobs)
 
     def name(self) -> str:
-        """Of the next request."""
+        """Return the name of the next request."""
         return str(next(self._names))
 
     def check(self, what: str) -> None:
-        """Raises ``RolloutError`` after a failure, of which the engine does not come back: what it computes is nobody's."""
+        """Raise ``RolloutError`` after a failure, from which the engine does not recover."""
         if self._failure:
             raise RolloutError(
                 f"cannot {what}",
@@ -147,12 +157,19 @@ class Stepper:
             )
 
     def fail(self, why: str) -> None:
-        """The engine is gone. From another thread: the stepper's own may wait in vLLM for what will never come."""
+        """Note that the engine is gone.
+
+        It is called from another thread, because the stepper's own may wait in vLLM for ever.
+        """
         self._lost = True
         self._end(why)
 
     def enter(self, job: Job) -> None:
-        """Begin with all of a job's completions at once. Raises ``RolloutError`` after a failure."""
+        """Begin with all of a job's completions at once.
+
+        Raises:
+            RolloutError: the engine has failed.
+        """
         with self._changed:
             self.check("generate")
             self._jobs.append(job)
@@ -160,19 +177,20 @@ class Stepper:
             self._changed.notify()
 
     def abort(self, job: Job) -> None:
-        """Ask for a job's end; what has come is kept."""
+        """Request a job's end; its tokens so far are kept."""
         with self._changed:
             self._calls.append(lambda: self._stop(job))
             self._changed.notify()
 
     def close(self) -> None:
-        """End the thread; jobs on their way fail."""
+        """End the thread; unfinished jobs fail."""
         with self._changed:
             self._closing = True
             self._changed.notify()
         if not self._lost:
             self._thread.join()
-        self._engine = None  # somebody may keep a job, and with it this
+        # A caller may keep a job, and with it this stepper.
+        self._engine = None
 
     def _run(self) -> None:
         if self._device.type == "cuda":
@@ -184,17 +202,17 @@ class Stepper:
                 if self._live:
                     for output in self._engine.step():
                         self._receive(output)
-        except BaseException as error:  # noqa: BLE001 - a thread has no caller: whoever waits for a job gets it
-            with suppress(
-                Exception
-            ):  # nothing stays scheduled, if vLLM still listens; the first error is the one to tell
+        except BaseException as error:  # noqa: BLE001 - a thread has no caller, a job's waiter gets it
+            # No request stays scheduled, if vLLM still responds; the first error is the one to
+            # report.
+            with suppress(Exception):
                 self._engine.abort_request([*self._live])
             self._end(f"{type(error).__name__}: {error}")
         else:
             self._end("")
 
     def _end(self, failure: str) -> None:
-        """Of all jobs; "": the rollout was closed."""
+        """End all jobs; ``failure`` is "" when the rollout was closed."""
         why = f"vLLM failed: {failure}" if failure else "the rollout was closed"
         with self._changed:
             self._failure = self._failure or failure or "closed"
@@ -222,20 +240,20 @@ class Stepper:
                     sequence.request, prompt, sequence.params, lora_request=job.adapter
                 )
                 self._live[sequence.request] = (sequence, job)
-        except Exception as error:  # noqa: BLE001 - vLLM looks at a request before it takes it, and may raise anything; others go on
+        except Exception as error:  # noqa: BLE001 - vLLM may raise anything; other jobs continue
             self._drop(
                 job,
                 RolloutError(
                     "vLLM refuses a request",
                     where=WHERE,
                     why=f"{type(error).__name__}: {error}",
-                    remedy="see its message; what else is generated goes on",
+                    remedy="see its message; other generations continue",
                 ),
             )
         self._end_if_over(job)
 
     def _drop(self, job: Job, failure: RolloutError) -> None:
-        """End a job of which one request failed, with all of its others."""
+        """End a job of which one request failed, with all of its other requests."""
         running = [s.request for s in job.sequences if s.request in self._live]
         self._engine.abort_request(running)
         for request in running:
@@ -251,7 +269,8 @@ class Stepper:
         self._end_if_over(job)
 
     def _receive(self, output: Any) -> None:
-        if output.request_id not in self._live:  # aborted while it was computed
+        # It was aborted while it was computed.
+        if output.request_id not in self._live:
             return
         sequence, job = self._live[output.request_id]
         (new,) = output.outputs
@@ -259,8 +278,12 @@ class Stepper:
         sequence.log_probs += new.logprobs.logprobs
         if output.finished:
             del self._live[output.request_id]
-            if new.finish_reason not in ("stop", "length"):  # our own aborts are not heard of here
-                what = f"prompt {sequence.prompt_index} ended with {new.finish_reason!r} after {len(sequence.tokens)} tokens"
+            # Aborts by this class are not reported here.
+            if new.finish_reason not in ("stop", "length"):
+                what = (
+                    f"prompt {sequence.prompt_index} ended with {new.finish_reason!r} "
+                    f"after {len(sequence.tokens)} tokens"
+                )
                 self._drop(
                     job,
                     RolloutError(
@@ -277,6 +300,7 @@ class Stepper:
 
     def _finish(self, job: Job, failure: RolloutError | None = None) -> None:
         with self._changed:
-            if job in self._jobs:  # another thread may have ended it
+            # Another thread may have ended it.
+            if job in self._jobs:
                 self._jobs.remove(job)
                 job.end(failure)

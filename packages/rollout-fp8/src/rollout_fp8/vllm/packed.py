@@ -1,4 +1,6 @@
-"""Reading weights that vLLM's CPU build keeps packed for its matrix kernels, by multiplying with the identity.
+"""Reader of weights that vLLM's CPU build keeps packed for its matrix kernels.
+
+It multiplies them with the identity.
 
 A product with a row of the identity is a column of the weight, exactly: every other term is zero.
 """
@@ -13,7 +15,8 @@ from torch import Tensor, nn
 from engine_api.errors import RolloutError
 from rollout_fp8.install.trace import WHERE
 
-ROWS = 1024  # of the identity at a time
+# Rows of the identity at a time.
+ROWS = 1024
 
 
 class PackedReader:
@@ -23,21 +26,25 @@ class PackedReader:
         self._model = model
 
     def __call__(self, name: str) -> Tensor:
-        """The parameter in its checkpoint's layout. Raises ``RolloutError`` for what cannot be read back."""
+        """Return the parameter in its checkpoint's layout.
+
+        Raises:
+            RolloutError: the parameter cannot be read back.
+        """
         tensor = self._model.get_parameter(name)
         if tensor.numel():
             return tensor
         prefix, _, leaf = name.rpartition(".")
         layer: Any = self._model.get_submodule(prefix)
         method: Any = getattr(layer, "quant_method", None)
-        # Of tensor-parallel layers, of replicated ones, of an LM head.
+        # Widths of tensor-parallel layers, of replicated layers, and of an LM head.
         widths = (
             getattr(layer, name, None)
             for name in ("input_size_per_partition", "input_size", "embedding_dim")
         )
         columns = next((width for width in widths if width is not None), None)
         if leaf != "weight" or columns is None or not hasattr(method, "apply"):
-            # Without an audit, too: what a server serves is compared once, when its layout is
+            # Even without an audit: the served weights are compared once, when the layout is
             # learnt.
             raise RolloutError(
                 f"cannot read back {name}",

@@ -1,4 +1,4 @@
-"""Everything of vLLM that has no public call, each with the reason and the upstream thread."""
+"""Uses of vLLM that have no public call, each with the reason and the upstream thread."""
 
 from __future__ import annotations
 
@@ -22,15 +22,17 @@ from vllm.model_executor.model_loader.reload import layerwise
 
 from rollout_fp8.install.adapter import PREFIX, SHARED_MEMORY
 
-_COMPILED = "__compiled_fn"  # how Dynamo's names begin
+# Prefix of Dynamo's names.
+_COMPILED = "__compiled_fn"
 
 
 def not_at_exit(engine: Any) -> None:
-    """Keep an engine of this process from shutting itself down when the process ends or nobody has it any more.
+    """Keep an engine of this process from shutting itself down at exit or when it is freed.
 
     Since 0.32 vLLM does both by ``engine_core.shutdown``: in a run that failed it met groups that
     the trainer had destroyed, and its traceback came after the run's own error. Upstream: no thread
-    on the exit known (0.32.0); vllm-project/vllm#21073 is of what deleting such an engine leaves.
+    on the exit known (0.32.0); vllm-project/vllm#21073 is about the remains of deleting such an
+    engine.
     """
     finalizer = getattr(engine.engine_core, "_finalizer", None)
     if finalizer is not None:
@@ -38,10 +40,10 @@ def not_at_exit(engine: Any) -> None:
 
 
 def shut_down(engine: Any) -> None:
-    """Shut down an engine of this process, and no process group but vLLM's own.
+    """Shut down an engine of this process, and only vLLM's own process groups.
 
     The public ``engine_core.shutdown`` ends in ``cleanup_dist_env_and_memory``, which destroys the
-    default group: that is the trainer's. Upstream: no thread of vLLM's known (0.32.0);
+    default group, and that is the trainer's. Upstream: no thread of vLLM's known (0.32.0);
     pytorch/torchtitan#3365 leaves that call out, too.
     """
     for model in engine.collective_rpc("get_model"):
@@ -53,10 +55,10 @@ def shut_down(engine: Any) -> None:
 
 
 def end_reload(model: Any) -> None:
-    """Put every layer's own tensors back after a reload that ended half-way; what lies in them is undefined.
+    """Restore every layer's own tensors after a reload that ended half-way, with undefined content.
 
-    vLLM goes on with half a layer at the next reload: it counts what had come before, and then
-    asserts, or serves a mixture (0.26.0 and 0.32.0, ``initialize_layerwise_reload`` passes over
+    vLLM continues with half a layer at the next reload: it counts the tensors that had come before,
+    and then asserts, or serves a mixture (0.26.0 and 0.32.0, ``initialize_layerwise_reload`` skips
     layers that are begun).
 
     Upstream: it came with vllm-project/vllm#32133; no thread on a reload that ended half-way known.
@@ -69,22 +71,22 @@ def end_reload(model: Any) -> None:
 
 
 def _forget_reloads(model: Any) -> None:
-    """Let the weights of a model that was reloaded go.
+    """Free the weights of a model that was reloaded.
 
     vLLM's record of its layers has weak keys, but keeps their loaders, whose owners are the layers:
-    none would ever be dropped, and the next engine finds memory that can sleep still in use (0.26.0
-    and 0.32.0, ``LAYERWISE_INFO``). Upstream: the record came with vllm-project/vllm#32133; no
-    thread on what it keeps known.
+    none would ever be dropped, and the next engine would find memory that can sleep still in use
+    (0.26.0 and 0.32.0, ``LAYERWISE_INFO``). Upstream: the record came with vllm-project/vllm#32133;
+    no thread on what it keeps known.
     """
     for layer in model.modules():
         layerwise.LAYERWISE_INFO.pop(layer, None)
 
 
 def _forget_adapters() -> None:
-    """Let the places for adapters go, which are memory that can sleep.
+    """Free the slots for adapters, which are memory that can sleep.
 
-    The kernels' tables of pointers are of the whole process and never emptied; where a layer has
-    one projection, the "pointer" is the stacked weight itself (0.26.0 and 0.32.0,
+    The kernels' tables of pointers belong to the whole process and are never emptied; where a layer
+    has one projection, the "pointer" is the stacked weight itself (0.26.0 and 0.32.0,
     ``_get_lora_a_ptr``). Upstream: no thread known (0.26.0 and 0.32.0).
     """
     for name in ("_LORA_A_PTR_DICT", "_LORA_B_PTR_DICT"):
@@ -92,13 +94,13 @@ def _forget_adapters() -> None:
 
 
 def _forget_compiled(model: Any) -> None:
-    """Let the weights and the caches of a model that was compiled go.
+    """Free the weights and the caches of a model that was compiled.
 
     vLLM registers hooks with Dynamo that hold the model, and Dynamo puts the compiled function,
-    with the weights as its examples, among the globals of the model's source file. Neither is taken
-    back; ``cleanup`` knows the last hook only (0.26.0 and 0.32.0,
-    ``TorchCompileWithNoGuardsWrapper``). Upstream: vllm-project/vllm#45195, which takes the hook
-    back, and #21073, which it leaves open.
+    with the weights as its examples, among the globals of the model's source file. Neither is
+    removed; ``cleanup`` knows only the last hook (0.26.0 and 0.32.0,
+    ``TorchCompileWithNoGuardsWrapper``). Upstream: vllm-project/vllm#45195, which removes the hook,
+    and #21073, which it leaves open.
     """
     for layer in model.modules():
         if isinstance(layer, TorchCompileWithNoGuardsWrapper):
@@ -109,39 +111,38 @@ def _forget_layer(layer: Any) -> None:
     hooks = convert_frame._bytecode_hooks  # noqa: SLF001
     for key in [key for key, hook in hooks.items() if getattr(hook, "__self__", None) is layer]:
         del hooks[key]
-    # The hook tells a layer its function's name, but is not called for what is compiled ahead of
-    # time.
-    compiled, ahead = (
-        getattr(layer, "_compiled_bytecode", None),
-        getattr(layer, "aot_compiled_fn", None),
-    )
-    names = (
-        []
-        if compiled is None
-        else [name for name in compiled.co_names if name.startswith(_COMPILED)]
-    )
-    for name in names if ahead is None else [*names, ahead._artifacts.backend_id]:  # noqa: SLF001
+    # The hook gives a layer its function's name, but is not called for code that is compiled ahead
+    # of time.
+    compiled = getattr(layer, "_compiled_bytecode", None)
+    ahead = getattr(layer, "aot_compiled_fn", None)
+    names: list[str] = []
+    if compiled is not None:
+        names += [name for name in compiled.co_names if name.startswith(_COMPILED)]
+    if ahead is not None:
+        names.append(ahead._artifacts.backend_id)  # noqa: SLF001
+    for name in names:
         type(layer).forward.__globals__.pop(name, None)
     remove_from_cache(layer.original_code_object())
 
 
 @contextmanager
 def forgotten_on_failure() -> Iterator[None]:
-    """Let the models go that a start inside made before it failed.
+    """Free the models that a start made in the context before it failed.
 
-    Nobody is given such a model, so that it is found by what keeps it: hooks and tables that were
-    not there before. Dynamo keeps every compiler that it was given, vLLM's with its configuration
-    and that with the attention layers, which a shutdown would clear. Upstream:
+    No caller gets such a model, so it is found by the objects that keep it: hooks and tables that
+    were not there before. Dynamo keeps every compiler that it was given, and so vLLM's with its
+    configuration and that with the attention layers, which a shutdown would clear. Upstream:
     vllm-project/vllm#45195 for the hooks of an engine that did start; no thread on ``_ROPE_DICT``
     known (0.32.0).
     """
-    rotations = rotary_embedding._ROPE_DICT  # noqa: SLF001 - layers that models share, cleared by a shutdown alone
-    before, kept = set(convert_frame._bytecode_hooks), set(rotations)  # noqa: SLF001
+    # Layers that models share, which only a shutdown clears.
+    rotations = rotary_embedding._ROPE_DICT  # noqa: SLF001
+    before = set(convert_frame._bytecode_hooks)  # noqa: SLF001
+    kept = set(rotations)
     try:
         yield
-    except (
-        BaseException
-    ):  # Ctrl-C too: a start that takes a minute is often interrupted; raised again
+    except BaseException:
+        # After Ctrl-C too: a start that takes a minute is often interrupted.
         for key in set(rotations) - kept:
             del rotations[key]
         _forget_hooked(before)
@@ -161,23 +162,23 @@ def _forget_hooked(before: set[int]) -> None:
 
 
 def clear_allocator_error() -> None:
-    """Let the allocator forget the last error of the driver, which it keeps in a variable of its library.
+    """Clear the driver's last error, which the allocator keeps in a variable of its library.
 
-    Until that is cleared its next allocation fails ("out of memory"), and what is freed is not
-    given back (0.26.0 and main, ``cumem_allocator.cpp``). Its own calls for waking and sleeping
-    clear it, those for allocating and freeing do not. Upstream: vllm-project/vllm#36651.
+    Until that is cleared its next allocation fails ("out of memory"), and freed memory is not
+    returned (0.26.0 and main, ``cumem_allocator.cpp``). Its own calls for waking and sleeping clear
+    it, those for allocating and freeing do not. Upstream: vllm-project/vllm#36651.
     """
     if cumem.CuMemAllocator.instance is not None:
         ctypes.c_int.in_dll(ctypes.CDLL(cumem.lib_name), "error_code").value = 0
 
 
 def empty_pools() -> None:
-    """Give back the memory of models that are gone.
+    """Free the memory of models that are gone.
 
     The pools go with the engine's shutdown, but after a start that failed they stay, and so do the
     records of allocations that failed: for vLLM that is memory of an engine that still lives
     (0.26.0 and main). PyTorch has no segment at such an address. Upstream: no thread known;
-    vllm-project/vllm#36651 is of other stale records.
+    vllm-project/vllm#36651 is about other stale records.
     """
     allocator = cumem.CuMemAllocator.instance
     if allocator is not None:
@@ -190,11 +191,11 @@ def empty_pools() -> None:
 
 
 def sleeping_bytes(tags: Collection[str]) -> int:
-    """What it takes to wake up memory of these kinds.
+    """Return the bytes that are needed to wake up memory of these kinds.
 
-    No public call tells (0.26.0; ``get_current_usage`` counts what is awake too). 0.32 wakes
-    whatever is not deferred, whichever kinds are asked for, and empties PyTorch's cache itself.
-    Upstream: no thread known.
+    No public call returns them (0.26.0; ``get_current_usage`` counts awake memory too). 0.32 wakes
+    all memory that is not deferred, whichever kinds are requested, and empties PyTorch's cache
+    itself. Upstream: no thread known.
     """
     allocator = cumem.CuMemAllocator.instance
     held = [] if allocator is None else allocator.pointer_to_data.values()
@@ -202,10 +203,11 @@ def sleeping_bytes(tags: Collection[str]) -> int:
 
 
 def leave_groups() -> None:
-    """Destroy the process groups that vLLM made, its world among them, which has no public call of its own.
+    """Destroy the process groups that vLLM made, including its world, which has no public call.
 
     A later engine would take an old world for its own, whose default group may be gone. Upstream:
-    vllm-project/vllm#1908, of engines one after another in a process, where ``_WORLD`` comes up.
+    vllm-project/vllm#1908, about engines one after another in a process, where ``_WORLD`` is
+    mentioned.
     """
     if dist.is_initialized():
         parallel_state.destroy_model_parallel()
@@ -217,12 +219,13 @@ def leave_groups() -> None:
 
 
 def unlink_shared_memory(first: int, size: int) -> None:
-    """Remove what a run that was killed left under the names that the group of ranks from ``first`` on takes on a CPU.
+    """Remove the files that a killed run left under the names of a group of ranks.
 
-    Under ``external_launcher`` the names say ranks alone, and vLLM makes the files exclusively
-    (0.32.0, ``_CPUSHMDistributed``): no later run of this host would start. Who has such a file
-    mapped keeps it. Upstream: no thread on files that stay known; vllm-project/vllm#34169 is of the
-    names.
+    The group begins with rank ``first``. The files are used on a CPU. Under ``external_launcher``
+    the names contain only ranks, and vLLM creates the files exclusively (0.32.0,
+    ``_CPUSHMDistributed``): no later run of this host would start. A process that has such a file
+    mapped keeps it. Upstream: no thread on files that stay known; vllm-project/vllm#34169 is about
+    the names.
     """
     ranks = "-".join(str(first + place) for place in range(size))
     for file in SHARED_MEMORY.glob(f"-*-[[]{ranks}]-cpushm_{dist.get_rank() - first}"):
@@ -230,12 +233,12 @@ def unlink_shared_memory(first: int, size: int) -> None:
 
 
 def forget_expert_kernels(model: Any) -> None:
-    """Let the next ``reload_weights`` on a CPU pack the experts again.
+    """Make the next ``reload_weights`` on a CPU pack the experts again.
 
     vLLM's CPU build packs them where their kernel is made, which a reload does not do a second
     time: it would serve unpacked experts as if they were packed (0.32.0,
     ``UnquantizedFusedMoEMethod._setup_kernel``). Upstream: vllm-project/vllm#40390 makes the kernel
-    once alone; #42821 is the same fault of ``load_weights`` on CUDA.
+    only once; #42821 is the same fault of ``load_weights`` on CUDA.
     """
     for module in model.modules():
         method: Any = getattr(module, "quant_method", None)
@@ -243,16 +246,17 @@ def forget_expert_kernels(model: Any) -> None:
             method.moe_kernel = None
 
 
-# --- adapters: `add_lora`, `remove_lora` and `list_loras` are public and tell numbers; what an adapter holds is told nowhere ---
+# --- adapters --- `add_lora`, `remove_lora` and `list_loras` are public and report numbers; no call
+# reports an adapter's content.
 
 
 def base_layer_names(model: Any) -> frozenset[str]:
-    """Layers, by checkpoint names, whose weights ``load_weights`` must be given as ``<layer>.base_layer.<weight>``.
+    """Return the layers whose weights ``load_weights`` expects as ``<layer>.base_layer.<weight>``.
 
-    vLLM puts a wrapper with that child around each layer that may carry an adapter. Before 0.32 its
-    loaders do not look through it (0.26.0, ``AutoWeightsLoader._load_module``); since then the
-    wrapper does, and takes no other name. Upstream: no thread of vLLM's known;
-    verl-project/verl#7327 does the same.
+    They are given by checkpoint names. vLLM puts a wrapper with that child around each layer that
+    may carry an adapter. Before 0.32 its loaders do not look through it (0.26.0,
+    ``AutoWeightsLoader._load_module``); since then the wrapper does, and takes no other name.
+    Upstream: no thread of vLLM's known; verl-project/verl#7327 does the same.
     """
     if hasattr(BaseLayerWithLoRA, "load_weights"):
         return frozenset()
@@ -268,7 +272,9 @@ def base_layer_names(model: Any) -> frozenset[str]:
 
 
 def adapter_tensors(model: Any, number: int) -> dict[str, Tensor]:
-    """What the worker keeps of an adapter, whole and on the CPU, by PEFT's names; ``alpha / rank`` is in B. None: {}.
+    """Return the adapter that the worker keeps, whole and on the CPU, by PEFT's names.
+
+    ``alpha / rank`` is multiplied into B. Without an adapter it is empty.
 
     Upstream: no thread known (0.26.0 and 0.32.0).
     """
@@ -283,7 +289,9 @@ def adapter_tensors(model: Any, number: int) -> dict[str, Tensor]:
 
 
 def stale_slots(model: Any, number: int) -> list[str]:
-    """Layers whose slot in the kernels' memory is not the adapter's part of this worker, with zeros around it.
+    """Return the layers whose kernel slot differs from the worker's part of the adapter.
+
+    Outside that part a slot must hold zeros.
 
     Upstream: no thread known (0.26.0 and 0.32.0).
     """
@@ -303,9 +311,11 @@ def _slot_holds(layer: Any, slot: int, weights: Any) -> bool:
     stacks = [*layer.lora_a_stacked, *layer.lora_b_stacked]
     if weights is None:
         return not any(bool(stack[slot].any()) for stack in stacks)
-    a, b = weights.lora_a, weights.lora_b
+    a = weights.lora_a
+    b = weights.lora_b
     if layer.tp_size > 1:
-        a, b = layer.slice_lora_a(a), layer.slice_lora_b(b)
+        a = layer.slice_lora_a(a)
+        b = layer.slice_lora_b(b)
     for stack, part in zip(stacks, [*_listed(a), *_listed(b)], strict=True):
         want = torch.zeros_like(stack[slot, 0])
         if part is not None:
@@ -316,13 +326,13 @@ def _slot_holds(layer: Any, slot: int, weights: Any) -> bool:
 
 
 def _listed(tensors: Any) -> list[Tensor | None]:
-    """Of a layer that stands for several of the checkpoint, one each."""
+    """Return the tensors of a layer, which may stand for several of the checkpoint's layers."""
     return list(tensors) if isinstance(tensors, list | tuple) else [tensors]
 
 
 @contextmanager
 def own_threads() -> Iterator[None]:
-    """Keep ``torch.set_num_threads``: vLLM's CPU worker replaces it in its process, which here is the trainer's.
+    """Restore ``torch.set_num_threads``, which vLLM's CPU worker replaces in the trainer's process.
 
     Upstream: no thread known (0.32.0).
     """

@@ -1,8 +1,8 @@
-"""The processes of an engine that does not live in this one: all of them are needed, and vLLM's calls do not notice their end.
+"""Watch on the processes of an engine that does not live in this process.
 
-A call that is under way waits for an answer for ever, and so does a step (vLLM 0.32.0); with
-several workers, vLLM's own process may go on without one for half a minute. So they are watched
-here.
+The engine needs all of them, and vLLM's calls do not notice their end: a call that is under way
+waits for an answer for ever, and so does a step (vLLM 0.32.0). With several workers, vLLM's own
+process may continue without one of them for half a minute. So they are watched here.
 """
 
 from __future__ import annotations
@@ -23,34 +23,44 @@ log = logging.getLogger("rollout_fp8")
 
 WHERE = "rollout 'vllm'"
 POLL_S = 0.2
-GRACE_S = 1.0  # for the end of a process to be seen, once something else has told of it
+# Seconds for the end of a process to be seen, once another error indicates it.
+GRACE_S = 1.0
 T = TypeVar("T")
 _HAS_ENDED = "its process {} has ended"
 
 
 class Processes:
-    """Watches them. When one ends by itself, the others are killed. Where it cannot watch, it says so, and calls alone are made.
+    """Watcher of processes.
+
+    When one ends by itself, the others are killed. Where they cannot be watched, a warning says so,
+    and calls are made unwatched.
 
     Args:
         numbers: their process ids.
-        ended: is then called with which one it was, on a thread of its own.
+        ended: called with the message that names the ended process, on a thread of its own.
 
-    Raises ``RolloutError`` when one of them is gone already.
+    Raises:
+        RolloutError: one of them is gone already.
     """
 
     def __init__(self, numbers: Collection[int], ended: Callable[[str], None]) -> None:
-        self.problem = ""  # which one has ended
+        # Message that names the ended process.
+        self.problem = ""
         self._ended = ended
         self._handles = _handles_of(numbers)
         self._told, tell = os.pipe()
-        self._tell: int | None = tell  # closing it ends the thread
+        # Closing it ends the thread.
+        self._tell: int | None = tell
         self._thread = threading.Thread(target=self._watch, name="vllm-processes", daemon=True)
         self._thread.start()
 
     def call(self, function: Callable[..., T], *args: Any, **kwargs: Any) -> T:
-        """What it returns or raises. Raises ``RolloutError`` when a process is gone."""
+        """Call a function, and return its result.
+
+        Raises ``RolloutError`` when a process is gone.
+        """
         called: Future[T] = Future()
-        # A daemon, that nobody joins: vLLM may leave it waiting.
+        # A daemon thread that is never joined: vLLM may leave it waiting.
         threading.Thread(target=_settle, args=(called, function, args, kwargs), daemon=True).start()
         while not wait([called], POLL_S).done:
             if self.problem:
@@ -59,7 +69,9 @@ class Processes:
             return called.result()
         except EngineError:
             raise
-        except Exception as error:  # vLLM raises what its workers did, without their types, and anything once they are gone
+        except Exception as error:
+            # vLLM raises its workers' errors without their types, and any error once the workers
+            # are gone.
             self.explain(error)
             raise RolloutError(
                 "a call of vLLM failed",
@@ -69,13 +81,16 @@ class Processes:
             ) from error
 
     def explain(self, error: Exception) -> None:
-        """Raises ``RolloutError`` from ``error`` where a process has ended: what it had open is closed a moment before that is known."""
+        """Raise ``RolloutError`` from ``error`` where a process has ended.
+
+        Its connections are closed a moment before its end is known.
+        """
         self._thread.join(GRACE_S)
         if self.problem:
             raise _gone(self.problem) from error
 
     def close(self) -> None:
-        """They may end from here on; idempotent."""
+        """Stop watching: the processes may end from here on; idempotent."""
         if self._tell is not None:
             os.close(self._tell)
             self._tell = None
@@ -97,10 +112,11 @@ class Processes:
 
 
 class Watched:
-    """The engine in them: its calls end when they do."""
+    """Engine in watched processes: its calls end when they do."""
 
     def __init__(self, engine: Any, processes: Processes) -> None:
-        self._engine, self._processes = engine, processes
+        self._engine = engine
+        self._processes = processes
 
     def __getattr__(self, name: str) -> Callable[..., Any]:
         method = getattr(self._engine, name)
@@ -108,31 +124,35 @@ class Watched:
 
 
 def processes_of(engine: Any, ended: Callable[[str], None]) -> Processes:
-    """Of an engine whose workers have our extension; arguments as of ``Processes``."""
-    told = engine.collective_rpc("rollout_fp8_processes")
-    return Processes({number for numbers in told for number in numbers} - {os.getpid()}, ended)
+    """Return the watcher of an engine whose workers have our extension; see ``Processes``."""
+    found = engine.collective_rpc("rollout_fp8_processes")
+    numbers = {number for pair in found for number in pair}
+    return Processes(numbers - {os.getpid()}, ended)
 
 
 def _handles_of(numbers: Collection[int]) -> dict[int, int]:
-    """Each process's number by a handle of it; none, and a warning, where there are no such handles."""
+    """Return each process's number by its handle.
+
+    There are none, and a warning, where handles are not available.
+    """
     handles: dict[int, int] = {}
     try:
         for number in numbers:
             handle = os.pidfd_open(number)
             handles[handle] = number
-            signal.pidfd_send_signal(handle, 0)  # sends nothing: whether it can be sent one
-    except (
-        AttributeError,
-        OSError,
-    ) as error:  # a Python that was built without them; a kernel or container
+            # Sends nothing, and fails where no signal could be sent.
+            signal.pidfd_send_signal(handle, 0)
+    except (AttributeError, OSError) as error:
+        # A Python that was built without them, or a kernel or container that refuses them.
         for handle in handles:
             os.close(handle)
         if isinstance(error, ProcessLookupError):
             raise _gone(_HAS_ENDED.format(number)) from error
         log.warning(
-            "%s: a process of vLLM that is killed will be noticed late: a call that waits for it may wait for ever. They cannot be "
-            "watched here (%s): that takes Linux 5.3 or newer, a container that lets pidfd_open through, and a Python that was "
-            "built with os.pidfd_open, as conda's is not",
+            "%s: a process of vLLM that is killed will be noticed late: "
+            "a call that waits for it may wait for ever. They cannot be watched here (%s): "
+            "that takes Linux 5.3 or newer, a container that lets pidfd_open through, "
+            "and a Python that was built with os.pidfd_open, as conda's is not",
             WHERE,
             error,
         )
@@ -145,12 +165,13 @@ def _gone(why: str) -> RolloutError:
         "vLLM has ended",
         where=WHERE,
         why=why,
-        remedy="see its messages for the reason (out of memory?); close this rollout and create another one",
+        remedy="see its messages for the reason (out of memory?); "
+        "close this rollout and create another one",
     )
 
 
 def _settle(future: Future[T], function: Callable[..., T], args: Any, kwargs: Any) -> None:
     try:
         future.set_result(function(*args, **kwargs))
-    except BaseException as error:  # noqa: BLE001 - whoever waits for the future gets it
+    except BaseException as error:  # noqa: BLE001 - the caller that waits for the future gets it
         future.set_exception(error)

@@ -1,4 +1,4 @@
-"""The ``vllm`` rollout."""
+"""Rollout ``vllm``."""
 
 from __future__ import annotations
 
@@ -33,7 +33,8 @@ from rollout_fp8.transports.remote import RemoteStream
 from rollout_fp8.vllm import environment
 from rollout_fp8.wire.expected import Expected
 
-environment.prepare()  # before vLLM is imported
+# Before vLLM is imported.
+environment.prepare()
 
 from vllm.distributed import get_tp_group  # noqa: E402
 
@@ -48,7 +49,7 @@ _QUANTIZATIONS = ("none", "fp8")
 
 
 class VllmRollout:
-    """Generates with vLLM. See ``engine_api.rollout.AsyncRollout`` for what the members promise.
+    """Rollout by vLLM; ``engine_api.rollout.AsyncRollout`` defines its members.
 
     The server is built from the model's configuration alone; weights come only from
     ``update_weights``.
@@ -56,21 +57,23 @@ class VllmRollout:
     Args:
         resolution: from the registry; its device is used.
         model: a folder or hub id with a ``config.json``.
-        pad_token_id: vLLM pads nothing.
-        eos_token_ids: end every completion, beside ``SamplingParams.stop_token_ids``; those of the
-            model's folder do not.
-        batch_size: completions that are generated at the same time.
-        dtype: of weights and computation; ``float32``, ``bfloat16`` or ``float16``.
-        quantization: ``fp8``: linear layers in e4m3 with a scale for each 128×128 block.
-        lora: serve the base weights and beside them the adapter that this configuration puts on the
-            model; syncs must then come from an exporter that was given it too. None: merged
-            weights.
+            pad_token_id: unused, because vLLM pads nothing.
+            eos_token_ids: ids that end every completion, in addition to
+                ``SamplingParams.stop_token_ids``; those of the model's folder do not.
+            batch_size: completions that are generated at the same time.
+            dtype: dtype of weights and computation; ``float32``, ``bfloat16`` or ``float16``.
+            quantization: ``fp8``: linear layers in e4m3 with one scale for each 128×128 block; or
+                ``none``.
+            lora: serve the base weights and the adapter that this configuration puts on the model;
+                syncs must then come from an exporter with the same configuration. None: merged
+                weights.
         options: see ``VllmOptions``.
 
     Raises:
-        ConfigError: an argument or option that is none.
-        PluginUnavailable: vLLM is not installed, or of a version that was not tested.
-        RolloutError: it does not start: no memory, no FP8 kernels, a model that it does not know.
+            ConfigError: an argument or option is wrong.
+            PluginUnavailable: vLLM is not installed, or its version was not tested.
+            RolloutError: vLLM does not start: too little memory, no FP8 kernels, a model that it
+                does not know.
     """
 
     def __init__(
@@ -97,7 +100,8 @@ class VllmRollout:
         versions.check(
             "vllm", resolution.device, allow_untested=self.options.allow_untested_version
         )
-        self.weight_version = -1  # none yet
+        # No weights yet.
+        self.weight_version = -1
         self._eos = tuple(eos_token_ids)
         self._expected = Expected.of(model)
         config = _quantization_config(model) if quantization == "fp8" else None
@@ -115,21 +119,25 @@ class VllmRollout:
         )
         self._quantized = architecture_of(model) if quantization == "fp8" else None
         self._generators = engines.Generators(self._plan.device)
-        self._gate = threading.Lock()  # between states
+        # Held while the state changes.
+        self._gate = threading.Lock()
         self._not_ready = "no weights have been installed"
         self._asleep: frozenset[str] = frozenset()
         self._engine: Any = None
         self._processes: Processes | None = None
-        self._server: Any = None  # the engine; to be called, where its processes may end
+        # The engine for calls, where its processes may end.
+        self._server: Any = None
         self._stepper: Any = None
         self._workers: Any = None
         try:
-            self._engine = self._server = engines.start(self._plan)
+            self._engine = engines.start(self._plan)
+            self._server = self._engine
             limits = self._engine.model_config
             self._positions = limits.max_model_len
             self._vocabulary = limits.get_vocab_size()
             self._reach(adapter)
-        except BaseException:  # an interrupt too must leave no engine behind; raised again
+        except BaseException:
+            # After an interrupt too, no engine may be left behind.
             self.close()
             raise
 
@@ -141,15 +149,15 @@ class VllmRollout:
             job = self._begin(prompts, sampling, streamed=False)
             try:
                 return job.result()
-            except (
-                BaseException
-            ):  # whatever it is: vLLM would go on generating for nobody; raised again
-                if not self._plan.shared:  # the other ranks' steps wait for this one's
+            except BaseException:
+                # After any error: vLLM would continue to generate for no one. With shared ranks the
+                # job stays, because the other ranks' steps wait for this one's.
+                if not self._plan.shared:
                     job.abort()
                 raise
 
     def submit(self, prompt: Sequence[int], sampling: SamplingParams) -> Generation:
-        """See ``AsyncRollout.submit``; in this process it draws from the global random generators."""
+        """See ``AsyncRollout.submit``; in this process it uses the global random generators."""
         if self._plan.shared:
             raise RolloutError(
                 "cannot generate in the background",
@@ -162,18 +170,18 @@ class VllmRollout:
     def update_weights(self, export: WeightExport, version: int) -> SyncResult:
         """See ``Rollout.update_weights``.
 
-        Raises ``RolloutError``, and serves on, while anything is generated; after any other failure
-        nothing is served.
+        Raises:
+            RolloutError: tokens are being generated, and the rollout continues to serve; or the
+                sync failed in another way, and nothing is served.
         """
         try:
             with self._syncing():
                 check_version(version, self.weight_version, where=WHERE)
                 result = self._session.run(self._checked(export), version)
                 self._forget_prefixes()
-        except (
-            BaseException
-        ) as error:  # whatever it is, its holder must be able to make another rollout; raised again
-            engines.let_go(error)
+        except BaseException as error:
+            # After any error, because its holder must be able to make another rollout.
+            engines.clear_frames(error)
             if self._processes is not None and isinstance(error, PeerError):
                 self._processes.explain(error)
             raise
@@ -181,12 +189,21 @@ class VllmRollout:
         return result
 
     def sleep(self, weights: bool = True, kv_cache: bool = True) -> None:
-        """See ``Rollout.sleep``; with the weights the caches always sleep. vLLM frees nothing on a CPU.
+        """See ``Rollout.sleep``.
 
-        Caches alone: vLLM moves the weights to the host and back for it. Raises ``RolloutError``
-        without the memory for what it wakes up on the way; then all of it sleeps.
+        With the weights the caches always sleep; vLLM frees nothing on a CPU.
+
+        When only the caches sleep, vLLM moves the weights to the host and back.
+
+        Raises:
+            RolloutError: there is too little memory for the parts that it wakes up on the way; all
+                of it sleeps then.
         """
-        wanted = {"weights", "kv_cache"} if weights else {"kv_cache"} if kv_cache else set[str]()
+        wanted: set[str] = set()
+        if weights:
+            wanted = {"weights", "kv_cache"}
+        elif kv_cache:
+            wanted = {"kv_cache"}
         with self._gate:
             self._check_idle("sleep")
             if wanted <= self._asleep:
@@ -211,12 +228,15 @@ class VllmRollout:
                 self._session.forget_weights()
 
     def wake_up(self, weights: bool = True, kv_cache: bool = True) -> None:
-        """See ``Rollout.wake_up``; caches wake up with the weights or after them. Raises ``RolloutError`` without the memory."""
+        """See ``Rollout.wake_up``; caches wake up with the weights or after them.
+
+        Raises:
+            RolloutError: there is too little memory.
+        """
         with self._gate:
             self._check_idle("wake up")
-            wanted = {
-                name for name, wake in (("weights", weights), ("kv_cache", kv_cache)) if wake
-            } & self._asleep
+            named = (("weights", weights), ("kv_cache", kv_cache))
+            wanted = {name for name, wakes in named if wakes} & self._asleep
             if wanted == {"kv_cache"} and "weights" in self._asleep:
                 raise RolloutError(
                     "the caches cannot wake up",
@@ -233,24 +253,30 @@ class VllmRollout:
                 self._not_ready = "no weights have been installed since it woke up"
 
     def close(self) -> None:
-        """Idempotent; what is being generated is lost."""
+        """Close the rollout; idempotent. Unfinished generations are lost."""
         with self._gate:
             if self._engine is None:
                 return
             self._not_ready = "it is closed"
-            engine, self._engine = self._engine, None
+            engine = self._engine
+            self._engine = None
             if self._processes is not None:
                 self._processes.close()
             if self._stepper is not None:
                 self._stepper.close()
             if isinstance(self._workers, OtherProcesses):
                 self._workers.close()
-            self._server = self._stepper = self._workers = self._session = self._adapter = (
-                None  # they hold the engine
-            )
+            # They hold the engine.
+            self._server = None
+            self._stepper = None
+            self._workers = None
+            self._session = None
+            self._adapter = None
             engines.stop(engine, self._plan, self._asleep)
-            del engine  # the memory that vLLM sleeps with serves one engine at a time: it must be gone before the next
-            engines.give_back(self._plan)
+            # The memory that vLLM sleeps with serves one engine at a time: it must be gone before
+            # the next.
+            del engine
+            engines.free_memory(self._plan)
 
     def _expected_adapter(
         self, model: ModelSource, lora: LoraConfig, device: str
@@ -266,13 +292,15 @@ class VllmRollout:
         return ExpectedAdapter.of(model, lora)
 
     def _checked(self, export: Any) -> Any:
-        """What the session installs. Raises ``RolloutError`` for merged weights where an adapter is served, and the reverse."""
+        """Return the stream that the session installs.
+
+        Raises:
+            RolloutError: the export has merged weights where an adapter is served, or the reverse.
+        """
         if isinstance(export, AdapterParts) != (self._adapter is not None):
-            given, served = (
-                ("an adapter", "merged weights")
-                if self._adapter is None
-                else ("merged weights", "an adapter")
-            )
+            served, given = "merged weights", "an adapter"
+            if self._adapter is not None:
+                served, given = given, served
             raise RolloutError(
                 f"the export has {given}, the rollout serves {served}",
                 where=WHERE,
@@ -282,7 +310,7 @@ class VllmRollout:
         return export if known else self._collect(export)
 
     def _collect(self, export: WeightExport) -> EngineStream:
-        """The stream of an export of whole tensors, in whatever dtype: what no exporter of ours has made."""
+        """Return the stream of an export of whole tensors, of any dtype, from another exporter."""
         return collect(
             self._expected.checked(export),
             device=self._plan.device,
@@ -293,7 +321,8 @@ class VllmRollout:
         )
 
     def _forget_prefixes(self) -> None:
-        # Caches that sleep too: vLLM is told of a nap on CUDA alone, elsewhere they outlive it.
+        # Sleeping caches too: vLLM is notified of sleep only on CUDA; on other devices caches
+        # survive it.
         if not self._server.reset_prefix_cache():
             raise RolloutError(
                 "vLLM keeps keys and values of the old weights",
@@ -318,23 +347,21 @@ class VllmRollout:
 
     def _reach_workers(self) -> InProcess | OtherProcesses:
         aliases = self._expected.aliases if self._plan.untie else {}
-        parallel, call = self.options.tensor_parallel_size, self._server.collective_rpc
-        return (
-            InProcess(call, aliases, parallel, self._adapter)
-            if self._plan.in_process
-            else OtherProcesses(call, aliases, parallel, self._plan.device, self._adapter)
-        )
+        parallel = self.options.tensor_parallel_size
+        call = self._server.collective_rpc
+        if self._plan.in_process:
+            return InProcess(call, aliases, parallel, self._adapter)
+        return OtherProcesses(call, aliases, parallel, self._plan.device, self._adapter)
 
     def _begin(
         self, prompts: Sequence[Sequence[int]], sampling: SamplingParams, *, streamed: bool
     ) -> Job:
         with self._gate:
             self._check_ready()
-            rows, mine = (
-                _gathered(prompts, sampling)
-                if self._plan.shared
-                else ([_Asked(prompts, sampling)], 0)
-            )
+            rows = [_Asked(prompts, sampling)]
+            own_index = 0
+            if self._plan.shared:
+                rows, own_index = _gather_requests(prompts, sampling)
             for row in rows:
                 draws.check_request(
                     row.prompts,
@@ -344,24 +371,18 @@ class VllmRollout:
                     vocabulary=self._vocabulary,
                     truncation=self.options.truncation,
                 )
-            job = Job(
-                self._stepper, self.weight_version, self._adapter.request if self._adapter else None
-            )
+            adapter = self._adapter.request if self._adapter else None
+            job = Job(self._stepper, self.weight_version, adapter)
             for rank, row in enumerate(rows):
-                self._fill(job, row, streamed=streamed, kept=rank == mine)
+                self._fill(job, row, streamed=streamed, kept=rank == own_index)
             self._stepper.enter(job)
             return job
 
     def _fill(self, job: Job, asked: _Asked, *, streamed: bool, kept: bool) -> None:
-        # Others are never drawn, and vLLM refuses them (0.32.0): tokenizers may have more tokens
+        # Other ids are never drawn, and vLLM refuses them (0.32.0): tokenizers may have more tokens
         # than models.
-        stop = sorted(
-            {
-                token
-                for token in (*self._eos, *asked.sampling.stop_token_ids)
-                if 0 <= token < self._vocabulary
-            }
-        )
+        ids = {*self._eos, *asked.sampling.stop_token_ids}
+        stop = sorted(token for token in ids if 0 <= token < self._vocabulary)
         rows = seeds(asked.prompts, asked.sampling)
         for index, (prompt, row) in enumerate(zip(asked.prompts, rows, strict=True)):
             for seed in row:
@@ -377,7 +398,7 @@ class VllmRollout:
 
     @contextmanager
     def _syncing(self) -> Iterator[None]:
-        """Nothing is generated from here on; afterwards it may be, unless the sync failed."""
+        """Block generation during the context, and after it if the sync failed."""
         with self._gate:
             self._check_idle("take weights")
             if "weights" in self._asleep:
@@ -439,12 +460,15 @@ class _Asked(NamedTuple):
     sampling: SamplingParams
 
 
-def _gathered(
+def _gather_requests(
     prompts: Sequence[Sequence[int]], sampling: SamplingParams
 ) -> tuple[list[_Asked], int]:
-    """What all ranks of this replica ask for, and which of it is this rank's: their schedulers must do alike."""
+    """Return the requests of all ranks of this replica, and the index of this rank's.
+
+    Their schedulers must do alike.
+    """
     group = get_tp_group()
-    # All ranks must draw alike, also where the caller leaves the seed to chance.
+    # All ranks must draw alike, also where the caller leaves the seed open.
     drawn = sampling if sampling.seed is not None else replace(sampling, seed=secrets.randbits(62))
     rows = GroupComm(group.cpu_group).all_gather(
         _Asked([list(map(int, prompt)) for prompt in prompts], drawn)

@@ -1,10 +1,11 @@
-"""How draws are asked of vLLM, and how its sampler is made to report the log-probs that the contract wants.
+"""Draws by vLLM, and the logits processor that makes its sampler report the contract's log-probs.
 
-The contract: temperature applied, top-p and top-k not. vLLM's ``logprobs_mode`` knows logits before
-the temperature (``raw_*``) and after the truncation (``processed_*``), nothing between.
-``Normalize``, a logits processor (public interface), turns logits into log-probs at the request's
-own temperature before vLLM truncates; the softmax of log-probs is the same distribution.
-``processed_logits`` then reports them as they are: truncation only masks others.
+The contract asks for log-probs with the temperature applied, and without top-p and top-k. vLLM's
+``logprobs_mode`` knows logits before the temperature (``raw_*``) and after the truncation
+(``processed_*``), and nothing between. ``Normalize``, a logits processor (public interface), turns
+logits into log-probs at the request's own temperature before vLLM truncates; the softmax of
+log-probs is the same distribution. ``processed_logits`` then reports them as they are, because
+truncation only masks other tokens.
 """
 
 from __future__ import annotations
@@ -21,25 +22,27 @@ from engine_api.errors import RolloutError
 from engine_api.requests import check_prompts, check_sampling
 from engine_api.rollout import SamplingParams
 
-TEMPERATURE = "rollout_fp8_temperature"  # key of the request's extra arguments
-COLDEST, HOTTEST = (
-    0.01,
-    2.0,
-)  # vLLM raises a temperature below the one to it, and refuses one above the other (0.32.0; 0 is greedy)
+# Key of the request's extra arguments.
+TEMPERATURE = "rollout_fp8_temperature"
+# vLLM raises a temperature below the first to it, and refuses one above the second (0.32.0; 0 is
+# greedy).
+COLDEST = 0.01
+HOTTEST = 2.0
 NORMALIZE = "rollout_fp8.vllm.sampling:Normalize"
 
 
 class Normalize(LogitsProcessor):
-    """Logits → log-probs, divided by each row's temperature first (1 for greedy rows)."""
+    """Processor from logits to log-probs, divided by each row's temperature first (1 if greedy)."""
 
     def __init__(self, vllm_config: Any, device: torch.device, is_pin_memory: bool) -> None:
         del vllm_config, is_pin_memory
         self._device = device
-        self._rows: dict[int, float] = {}  # row → its temperature, where that is not 1
+        # Temperature by row, where it is not 1.
+        self._rows: dict[int, float] = {}
         self._divisor: torch.Tensor | None = None
 
     def is_argmax_invariant(self) -> bool:
-        """False, although no choice changes: invariant processors are skipped for greedy rows."""
+        """Return False, although no choice changes: invariant processors skip greedy rows."""
         return False
 
     def update_state(self, batch_update: BatchUpdate | None) -> None:
@@ -51,7 +54,8 @@ class Normalize(LogitsProcessor):
         for row, params, *_ in batch_update.added:
             self._set(row, (params.extra_args or {}).get(TEMPERATURE))
         for source, target, direction in batch_update.moved:
-            there, here = self._rows.pop(target, None), self._rows.pop(source, None)
+            there = self._rows.pop(target, None)
+            here = self._rows.pop(source, None)
             self._set(target, here)
             if direction == MoveDirectionality.SWAP:
                 self._set(source, there)
@@ -63,7 +67,7 @@ class Normalize(LogitsProcessor):
             self._divisor = divisor.to(self._device, non_blocking=True)[:, None]
 
     def apply(self, logits: torch.Tensor) -> torch.Tensor:
-        """``[rows, vocabulary]`` float32 both ways."""
+        """Return log-probs of logits, both ``[rows, vocabulary]`` float32."""
         if self._divisor is not None:
             logits = logits.div_(self._divisor)
         return logits.log_softmax(-1)
@@ -83,16 +87,18 @@ def server_params(
     streamed: bool,
     normalized: bool,
 ) -> vllm.SamplingParams:
-    """One completion's draw as vLLM takes it.
+    """Return vLLM's parameters of one completion's draw.
 
     Args:
-        sampling: of the contract; its ``n`` completions are requests of their own.
-        seed: of this completion; None: of vLLM's own stream.
-        stop: ids that end it, all of them.
-        streamed: report tokens as they come, else once at the end.
+        sampling: the contract's parameters; its ``n`` completions are separate requests.
+        seed: the completion's seed; None: it is drawn from vLLM's own stream.
+        stop: all ids that end the completion.
+        streamed: report tokens as they come instead of once at the end.
         normalized: the engine runs ``Normalize``, which applies the temperature.
     """
-    greedy, temperature, extra = sampling.temperature == 0, sampling.temperature, None
+    greedy = sampling.temperature == 0
+    temperature = sampling.temperature
+    extra = None
     if normalized and not greedy:
         extra = None if temperature == 1 else {TEMPERATURE: temperature}
         temperature = 1.0
@@ -103,8 +109,10 @@ def server_params(
         seed=None if greedy else seed,
         max_tokens=sampling.max_new_tokens,
         stop_token_ids=list(stop),
-        ignore_eos=True,  # only the ids given to us end a completion
-        logprobs=0,  # of the sampled token alone
+        # Only the given ids end a completion.
+        ignore_eos=True,
+        # Of the sampled token alone.
+        logprobs=0,
         flat_logprobs=True,
         detokenize=False,
         extra_args=extra,
@@ -121,7 +129,7 @@ def check_request(
     vocabulary: int,
     truncation: bool,
 ) -> None:
-    """Refuse what cannot be generated. Raises ``RolloutError`` that names the prompt at fault."""
+    """Raise ``RolloutError`` that names the prompt for a request that cannot be generated."""
     check_sampling(sampling, where)
     if not truncation and (sampling.top_p < 1 or sampling.top_k > 0):
         raise RolloutError(
@@ -130,15 +138,13 @@ def check_request(
             why="the rollout was made with truncation=false",
             remedy="rollout.options.truncation=true",
         )
-    if (
-        not truncation
-        and sampling.temperature > 0
-        and not COLDEST <= sampling.temperature <= HOTTEST
-    ):
+    is_in_range = sampling.temperature == 0 or COLDEST <= sampling.temperature <= HOTTEST
+    if not truncation and not is_in_range:
         raise RolloutError(
             f"temperature={sampling.temperature}",
             where=where,
-            why=f"with truncation=false vLLM applies it, and knows {COLDEST} to {HOTTEST:g}, and 0: it would draw at another",
+            why=f"with truncation=false vLLM applies it, and knows {COLDEST} to {HOTTEST:g}, "
+            "and 0: it would draw at another",
             remedy="rollout.options.truncation=true, or a temperature in that range",
         )
     check_prompts(

@@ -1,4 +1,4 @@
-"""Building vLLM's engine, in this process or in others, and taking it down."""
+"""Start and stop of vLLM's engine, in this process or in others."""
 
 from __future__ import annotations
 
@@ -31,21 +31,23 @@ from rollout_fp8.vllm import cache, environment, private
 from rollout_fp8.vllm.sampling import NORMALIZE
 
 WHERE = "rollout 'vllm'"
-CPU_CACHE_BYTES = GIB = 1 << 30
-_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)  # that vLLM makes room for
-_living: weakref.WeakSet[Any] = weakref.WeakSet()  # engines of this process
+GIB = 1 << 30
+CPU_CACHE_BYTES = GIB
+# Ranks of adapters that vLLM reserves memory for.
+_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
+# Engines of this process.
+_living: weakref.WeakSet[Any] = weakref.WeakSet()
 
 
 @dataclass(frozen=True, kw_only=True)
 class Plan:
-    """What to start.
+    """Parameters of an engine to start.
 
     Attributes:
-        tied: the model's head is its embedding.
-        quantization_config: of the checkpoint that is served, for FP8.
-        adapter: of a LoRA that is served beside the weights: its rank, and the layers that carry
-            it.
-        worker_extension: ``module.Class`` of what workers get beside their own methods.
+        tied: True if the model's head is its embedding.
+        quantization_config: configuration of the served checkpoint, for FP8.
+        adapter: rank and layers of a LoRA that is served in addition to the weights.
+        worker_extension: ``module.Class`` whose methods workers get in addition to their own.
     """
 
     device: torch.device
@@ -60,37 +62,39 @@ class Plan:
 
     @property
     def in_process(self) -> bool:
-        """Whether the engine lives in this process."""
+        """True if the engine lives in this process."""
         return self.options.executor == "in_process"
 
     @property
     def shared(self) -> bool:
-        """Whether neighbouring ranks serve one replica together, each with a part of it."""
+        """True if neighbouring ranks serve one replica together, each with a part of it."""
         return self.in_process and self.options.tensor_parallel_size > 1
 
     @property
     def untie(self) -> bool:
-        """Whether the head is served as a weight of its own, and must be sent beside the embedding.
+        """True if the head is served as its own weight, and must be sent besides the embedding.
 
         vLLM's CPU build multiplies with a packed copy of the head, and ``reload_weights`` packs
-        only what it is sent: a tied head would stay the one that vLLM started with (0.32.0).
+        only the weights that it receives: a tied head would stay the one that vLLM started with
+        (0.32.0).
         """
         return self.tied and self.device.type == "cpu"
 
 
 def start(plan: Plan) -> vllm.LLMEngine:
-    """An engine with undefined weights.
+    """Start an engine with undefined weights.
 
-    Raises ``RolloutError``: out of memory, no kernels for the device, a model that vLLM does not
-    know.
+    Raises:
+        RolloutError: too little memory, no kernels for the device, or a model that vLLM does not
+            know.
     """
     _check_fp8(plan)
     if not plan.in_process:
         require_own_devices(plan.device.type, plan.options.tensor_parallel_size)
-    exact_float32(
-        plan.device.type, plan.dtype
-    )  # it stays: kernels are compiled whenever one is first needed
-    vllm.envs.disable_envs_cache()  # an earlier engine of this process froze what it had read
+    # It stays set, because kernels are compiled whenever one is first needed.
+    exact_float32(plan.device.type, plan.dtype)
+    # An earlier engine of this process froze the variables that it had read.
+    vllm.envs.disable_envs_cache()
     arguments = _arguments(plan)
     try:
         if plan.in_process:
@@ -98,7 +102,8 @@ def start(plan: Plan) -> vllm.LLMEngine:
                 environment.import_kernels()
                 private.clear_allocator_error()
             if not _living:
-                give_back(plan)  # what frames of a start that failed let go since
+                # This frees the memory that frames of a failed start have released since.
+                free_memory(plan)
             _join_group(plan)
             if plan.shared and plan.device.type == "cpu":
                 size = plan.options.tensor_parallel_size
@@ -114,23 +119,26 @@ def start(plan: Plan) -> vllm.LLMEngine:
             private.not_at_exit(engine)
             _living.add(engine)
             return engine
-        secret("channel")  # made before the workers are, that they inherit it
+        # Made before the workers are, so that they inherit it.
+        secret("channel")
         with environment.workers(plan.device.index, plan.options.tensor_parallel_size):
             return vllm.LLMEngine.from_engine_args(vllm.EngineArgs(**arguments))
     except EngineError:
         raise
-    except (
-        BaseException
-    ) as error:  # vLLM raises whatever stopped it, and an interrupt leaves a part of it, too
-        let_go(error)
-        give_back(plan)
+    except BaseException as error:
+        # vLLM raises whatever stopped it, and an interrupt leaves a part of the engine, too.
+        clear_frames(error)
+        free_memory(plan)
         if isinstance(error, Exception):
-            raise _explained(error) from error
+            raise _explain(error) from error
         raise
 
 
 def stop(engine: vllm.LLMEngine, plan: Plan, asleep: Collection[str]) -> None:
-    """Shut the engine down, of which ``asleep`` sleeps; its memory is free when the caller has let go of it and called ``give_back``."""
+    """Shut the engine down, of which the parts ``asleep`` sleep.
+
+    Its memory is free when the caller has dropped it and called ``free_memory``.
+    """
     if plan.in_process:
         if asleep and plan.device.type == "cuda":
             _map_again(engine, plan, asleep)
@@ -141,7 +149,7 @@ def stop(engine: vllm.LLMEngine, plan: Plan, asleep: Collection[str]) -> None:
 
 
 def _map_again(engine: vllm.LLMEngine, plan: Plan, asleep: Collection[str]) -> None:
-    """Give what sleeps its memory for a moment: vLLM's allocator cannot free an address that has none.
+    """Map sleeping memory again for a moment: vLLM's allocator cannot free it unmapped.
 
     The driver refuses, the allocator keeps that error, and frees nothing that comes after it
     (vllm-project/vllm#36651).
@@ -150,34 +158,38 @@ def _map_again(engine: vllm.LLMEngine, plan: Plan, asleep: Collection[str]) -> N
         wake_up(engine, plan, asleep)
     except (RolloutError, RuntimeError) as error:
         warnings.warn(
-            f"{WHERE}: closed asleep, and there is no memory to wake up in ({error}): some of its memory stays taken "
-            "until this process ends. Close the engine first, or wake the rollout up before",
+            f"{WHERE}: closed asleep, and there is no memory to wake up in ({error}): "
+            "some of its memory stays taken until this process ends. "
+            "Close the engine first, or wake the rollout up before",
             stacklevel=4,
         )
 
 
 def wake_up(engine: vllm.LLMEngine, plan: Plan, asleep: Collection[str]) -> None:
-    """Give what sleeps its memory back, on a GPU.
+    """Wake up memory that sleeps, on a GPU.
 
-    PyTorch keeps what a process' tensors let go for its next ones, and vLLM's allocator asks the
-    driver: what is kept goes back first, where it is needed.
+    PyTorch keeps the memory that a process frees for its next tensors, and vLLM's allocator asks
+    the driver: kept memory is returned first, where it is needed.
 
-    Raises ``RolloutError``, with nothing awake: not enough memory.
+    Raises:
+        RolloutError: there is too little memory, and nothing is awake.
     """
     if not plan.in_process:
-        torch.cuda.empty_cache()  # how much its workers need is not known here
+        # The need of its workers is not known here.
+        torch.cuda.empty_cache()
     elif (need := private.sleeping_bytes(asleep)) > _free_bytes(plan):
         torch.cuda.empty_cache()
         if need > (free := _free_bytes(plan)):
-            sleeping = private.sleeping_bytes(
-                {"weights", "kv_cache"}
-            )  # PyTorch counts it as allocated
+            # PyTorch counts sleeping memory as allocated.
+            sleeping = private.sleeping_bytes({"weights", "kv_cache"})
             taken = torch.cuda.memory_allocated(plan.device) - sleeping
             raise RolloutError(
-                f"cannot wake up: {' and '.join(sorted(asleep))} need {need / GIB:.2f} GiB, {free / GIB:.2f} GiB are free",
+                f"cannot wake up: {' and '.join(sorted(asleep))} need {need / GIB:.2f} GiB, "
+                f"{free / GIB:.2f} GiB are free",
                 where=f"{WHERE} on {plan.device}",
                 why=f"this process' tensors that are awake take {taken / GIB:.2f} GiB",
-                remedy="rollout.offload_engine=true, engine.memory's offload, or a smaller cache (rollout.options.kv_cache_for_batch, kv_cache_bytes)",
+                remedy="rollout.offload_engine=true, engine.memory's offload, or a smaller cache "
+                "(rollout.options.kv_cache_for_batch, kv_cache_bytes)",
             )
     engine.wake_up(sorted(asleep, reverse=True))
 
@@ -186,9 +198,10 @@ def _free_bytes(plan: Plan) -> int:
     return torch.cuda.mem_get_info(plan.device)[0]
 
 
-def give_back(plan: Plan) -> None:
-    """Leave vLLM's groups and give its memory back."""
-    gc.unfreeze()  # vLLM froze what it had built
+def free_memory(plan: Plan) -> None:
+    """Leave vLLM's groups and free its memory."""
+    # vLLM froze the objects that it had built.
+    gc.unfreeze()
     if plan.in_process:
         private.leave_groups()
     on_cuda = plan.device.type == "cuda"
@@ -204,23 +217,24 @@ def give_back(plan: Plan) -> None:
         torch.cuda.empty_cache()
 
 
-def let_go(error: BaseException) -> None:
-    """Empty the frames that an error passed, and the errors behind it: they hold the model.
+def clear_frames(error: BaseException) -> None:
+    """Clear the frames of an error and of the errors behind it, because they hold the model.
 
-    Who keeps the error, in an ``except`` say, could make no other rollout: memory that can sleep
-    would still be in use.
+    A caller that keeps the error, for example in an ``except``, could otherwise make no other
+    rollout, because memory that can sleep would still be in use.
     """
     behind: BaseException | None = error
     while behind is not None:
-        traceback.clear_frames(behind.__traceback__)  # but those that still run
+        # Frames that still run are not cleared.
+        traceback.clear_frames(behind.__traceback__)
         behind = behind.__cause__ or behind.__context__
 
 
 class Generators:
-    """The global random generators, as vLLM seeds them and draws from them in this process.
+    """Global random generators, as vLLM seeds them and draws from them in this process.
 
-    Within ``own`` they are vLLM's, in the state that it left them in; outside they are the
-    trainer's, undisturbed.
+    Within ``own`` they are vLLM's, in the state in which it left them; outside they are the
+    trainer's, unchanged.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -229,7 +243,7 @@ class Generators:
 
     @contextmanager
     def own(self) -> Iterator[None]:
-        """vLLM's, which begin anywhere: what has to be repeated has a seed of its own."""
+        """Use vLLM's state, which begins anywhere: a repeatable draw has its own seed."""
         outer = self._read()
         if self._own is None:
             torch.manual_seed(secrets.randbits(63))
@@ -243,7 +257,9 @@ class Generators:
 
     def _read(self) -> Any:
         cuda = torch.cuda.get_rng_state(self._device) if self._device.type == "cuda" else None
-        return random.getstate(), np.random.get_state(), torch.get_rng_state(), cuda  # noqa: NPY002 - vLLM seeds the legacy one
+        # vLLM seeds NumPy's legacy generator.
+        numpy_state = np.random.get_state()  # noqa: NPY002
+        return random.getstate(), numpy_state, torch.get_rng_state(), cuda
 
     def _write(self, states: Any) -> None:
         random.setstate(states[0])
@@ -254,7 +270,9 @@ class Generators:
 
 
 def _arguments(plan: Plan) -> dict[str, Any]:
-    options, source, cpu = plan.options, plan.model, plan.device.type == "cpu"
+    options = plan.options
+    source = plan.model
+    cpu = plan.device.type == "cpu"
     overrides = dict(source.config_overrides)
     if plan.quantization_config is not None:
         overrides["quantization_config"] = dict(plan.quantization_config)
@@ -267,9 +285,11 @@ def _arguments(plan: Plan) -> dict[str, Any]:
         "hf_overrides": overrides,
         "dtype": plan.dtype,
         "quantization": None if plan.quantization_config is None else "fp8",
-        "load_format": "dummy",  # weights come from the engine
+        # Weights come from the engine.
+        "load_format": "dummy",
         "skip_tokenizer_init": True,
-        "generation_config": "vllm",  # nothing from the model's folder: what ends a completion is told with it
+        # Nothing from the model's folder: the ids that end a completion come with each request.
+        "generation_config": "vllm",
         "max_model_len": options.max_model_len,
         "max_num_seqs": plan.max_num_seqs,
         "max_num_batched_tokens": options.max_num_batched_tokens,
@@ -277,9 +297,9 @@ def _arguments(plan: Plan) -> dict[str, Any]:
         "kv_cache_memory_bytes": _cache_bytes(plan) or (CPU_CACHE_BYTES if cpu else None),
         "enforce_eager": cpu if options.enforce_eager is None else options.enforce_eager,
         "enable_prefix_caching": options.prefix_caching,
-        # A prompt that is begun in one step and ended in another draws a token too early; vLLM
-        # winds the request's generator back, which those of a CPU cannot ("CPU Generator does not
-        # use offset", 0.32.0).
+        # A prompt that is begun in one step and ended in another draws a token too early. vLLM
+        # rewinds the request's generator, which CPU generators cannot ("CPU Generator does not use
+        # offset", 0.32.0).
         **({"enable_chunked_prefill": False} if cpu else {}),
         "tensor_parallel_size": options.tensor_parallel_size,
         "distributed_executor_backend": _executor(plan),
@@ -312,22 +332,25 @@ def _cache_bytes(plan: Plan) -> int | None:
 
 
 def _executor(plan: Plan) -> str | None:
-    """Of vLLM's. In this process not "uni": that one takes GPU 0 and asks for a group of its own."""
+    """Return the name of vLLM's executor.
+
+    In this process it is not "uni": that one takes GPU 0 and asks for a group of its own.
+    """
     if plan.in_process:
         return "external_launcher"
-    # Told nothing, vLLM would give several workers to the Ray cluster whose worker this process is,
-    # where it is one: into the bundles of its placement group, which this replica and the engine's
-    # ranks fill.
+    # Without a name, vLLM in a worker of a Ray cluster would give several workers to that cluster:
+    # into the bundles of this worker's placement group, which this replica and the engine's ranks
+    # fill.
     return "mp" if plan.options.tensor_parallel_size > 1 else None
 
 
 def _adapter_arguments(plan: Plan) -> dict[str, Any]:
-    """Raises ``ConfigError`` for an adapter that vLLM's kernels cannot serve."""
+    """Return vLLM's arguments for the adapter; raise ``ConfigError`` for one it cannot serve."""
     if plan.adapter is None:
         return {}
     rank, layers = plan.adapter
-    room = next((size for size in _RANKS if size >= rank), None)
-    if room is None:
+    max_rank = next((size for size in _RANKS if size >= rank), None)
+    if max_rank is None:
         raise ConfigError(
             "engine.lora.rank",
             f"{rank} is too large",
@@ -341,18 +364,18 @@ def _adapter_arguments(plan: Plan) -> dict[str, Any]:
             why="vLLM's LoRA kernels on CUDA know bfloat16 and float16",
             remedy="dtype: bfloat16, or rollout.lora=merged",
         )
-    # Only these layers: vLLM would wrap the embedding and the head too, whose weights the sync then
-    # could not load.
+    # Only these layers: vLLM would wrap the embedding and the head too, whose weights the sync
+    # could not load then.
     return {
         "enable_lora": True,
-        "max_lora_rank": room,
+        "max_lora_rank": max_rank,
         "max_loras": 1,
         "lora_target_modules": list(layers),
     }
 
 
 def _join_group(plan: Plan) -> None:
-    """The default group becomes the world of vLLM; where nobody made one, make one of a single rank."""
+    """Make the default group the world of vLLM; without one, make a group of a single rank."""
     if not dist.is_initialized():
         if int(os.environ.get("WORLD_SIZE", "1")) > 1:
             raise RolloutError(
@@ -362,9 +385,11 @@ def _join_group(plan: Plan) -> None:
                 remedy="create the engine first, or use rollout.options.executor=workers",
             )
         backend = "gloo" if plan.device.type == "cpu" else "cpu:gloo,cuda:nccl"
-        store = dist.HashStore()  # pyright: ignore[reportPrivateImportUsage] - documented, not re-exported
+        # Documented, but not re-exported.
+        store = dist.HashStore()  # pyright: ignore[reportPrivateImportUsage]
         dist.init_process_group(backend, store=store, rank=0, world_size=1)
-    world, size = dist.get_world_size(), plan.options.tensor_parallel_size
+    world = dist.get_world_size()
+    size = plan.options.tensor_parallel_size
     if world % size:
         raise RolloutError(
             f"{world} ranks cannot serve replicas of {size}",
@@ -377,19 +402,14 @@ def _check_fp8(plan: Plan) -> None:
     if plan.quantization_config is None:
         return
     if plan.device.type == "cpu":
-        flags = (
-            Path("/proc/cpuinfo").read_text(encoding="utf-8")
-            if Path("/proc/cpuinfo").exists()
-            else ""
-        )
-        fits, why = (
-            " amx_tile" in flags,
-            "vLLM's block FP8 kernels for CPUs need AMX tiles (Intel Sapphire Rapids or newer)",
-        )
+        info = Path("/proc/cpuinfo")
+        flags = info.read_text(encoding="utf-8") if info.exists() else ""
+        fits = " amx_tile" in flags
+        why = "vLLM's block FP8 kernels for CPUs need AMX tiles (Intel Sapphire Rapids or newer)"
     else:
-        capability = torch.cuda.get_device_capability(plan.device)
-        fits = capability >= (8, 9)
-        why = f"block FP8 kernels need compute capability 8.9, the device has {capability[0]}.{capability[1]}"
+        major, minor = torch.cuda.get_device_capability(plan.device)
+        fits = (major, minor) >= (8, 9)
+        why = f"block FP8 kernels need compute capability 8.9, the device has {major}.{minor}"
     if not fits:
         raise RolloutError(
             "this device has no FP8 kernels",
@@ -399,7 +419,7 @@ def _check_fp8(plan: Plan) -> None:
         )
 
 
-def _explained(error: Exception) -> RolloutError:
+def _explain(error: Exception) -> RolloutError:
     text = str(error)
     if "CuMem allocator" in text:
         return RolloutError(
@@ -408,9 +428,8 @@ def _explained(error: Exception) -> RolloutError:
             why=text,
             remedy="rollout.options.memory_saver=false, or a process for each rollout",
         )
-    if (
-        "memory profiling" in text
-    ):  # vLLM 0.26: memory came free while it measured what it needs itself
+    if "memory profiling" in text:
+        # vLLM 0.26: memory came free while it measured its own need.
         return RolloutError(
             "vLLM did not start: the device's memory was used by others meanwhile",
             where=WHERE,
@@ -419,7 +438,8 @@ def _explained(error: Exception) -> RolloutError:
         )
     memory = isinstance(error, torch.OutOfMemoryError) or "memory" in text.lower()
     remedy = (
-        "free the device, or lower rollout.options.gpu_memory_utilization, max_model_len, kv_cache_bytes or batch_size"
+        "free the device, or lower rollout.options.gpu_memory_utilization, max_model_len, "
+        "kv_cache_bytes or batch_size"
         if memory
         else "see vLLM's message; VLLM_LOGGING_LEVEL=INFO shows more"
     )

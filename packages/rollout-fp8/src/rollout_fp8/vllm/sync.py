@@ -1,4 +1,4 @@
-"""Reaching the ``SyncExtension`` of vLLM's workers: in this process, or in processes that vLLM started."""
+"""Access to the ``SyncExtension`` of vLLM's workers, in this process or in processes of vLLM's."""
 
 from __future__ import annotations
 
@@ -21,27 +21,31 @@ from rollout_fp8.wire.format import WirePlan, WireStream
 
 EXTENSION = "rollout_fp8.vllm.worker.SyncExtension"
 T = TypeVar("T")
-Call = Callable[..., list[Any]]  # vLLM's collective_rpc: (method, args=…) → each worker's result
+# vLLM's collective_rpc: (method, args=…) → each worker's result.
+Call = Callable[..., list[Any]]
 Answer = tuple[Sequence[int], Mapping[str, float]]
 
 
 class ServedAdapter:
-    """The adapter of an engine of vLLM's, which has one at a time, under a new number each time."""
+    """Adapter of vLLM's engine, which has one at a time, under a new number each time."""
 
     def __init__(self, engine: Any) -> None:
         self._engine = engine
-        self._numbers = count(2)  # vLLM warms up with number 1
-        self.request: LoRARequest | None = None  # what requests carry to be served with it
+        # vLLM warms up with number 1.
+        self._numbers = count(2)
+        # Passed with each request that is to be served with the adapter.
+        self.request: LoRARequest | None = None
 
     @property
     def number(self) -> int:
-        """Of the adapter, which is there."""
+        """The number of the loaded adapter."""
         assert self.request is not None, "no adapter is loaded"
         return self.request.lora_int_id
 
     def load(self, folder: Path) -> str:
-        """Take the adapter in ``folder`` instead of the one before; why vLLM could not, if so."""
-        old, self.request = self.request, None
+        """Replace the adapter by the one in ``folder``, and return the reason if vLLM could not."""
+        old = self.request
+        self.request = None
         if old is not None:
             self._engine.remove_lora(old.lora_int_id)
         number = next(self._numbers)
@@ -49,20 +53,20 @@ class ServedAdapter:
         try:
             if not self._engine.add_lora(request):
                 return "vLLM did not take it"
-        except Exception as error:  # noqa: BLE001 - a server's loader raises whatever it likes; it is told on all ranks
+        except Exception as error:  # noqa: BLE001 - a server's loader raises anything; all ranks get it
             return f"{type(error).__name__}: {error}"
         self.request = request
         return ""
 
 
 class InProcess:
-    """The worker of this process; under tensor parallelism, neighbouring ranks have one each.
+    """Worker of this process; under tensor parallelism, neighbouring ranks have one each.
 
     Args:
         call: the engine's ``collective_rpc``.
         aliases: tensors that are served under a second name, by that name.
-        parallel: ranks that serve one replica.
-        adapter: of the engine, if it serves one.
+        parallel: number of ranks that serve one replica.
+        adapter: the engine's adapter, if it serves one.
     """
 
     def __init__(
@@ -72,12 +76,10 @@ class InProcess:
         parallel: int = 1,
         adapter: ServedAdapter | None = None,
     ) -> None:
-        self._call, self._aliases, self._parallel, self._adapter = (
-            call,
-            dict(aliases),
-            parallel,
-            adapter,
-        )
+        self._call = call
+        self._aliases = dict(aliases)
+        self._parallel = parallel
+        self._adapter = adapter
 
     def learn(self, plan: WirePlan) -> Sequence[Boxes]:
         """See ``Workers.learn``."""
@@ -89,9 +91,8 @@ class InProcess:
         def sync() -> Answer:
             try:
                 return self._call("rollout_fp8_sync", args=(stream,))[0]
-            except (
-                Exception
-            ):  # whatever it is: the other ranks count on this one in the stream's gathers
+            except Exception:
+                # After any error, because the other ranks rely on this one in the stream's gathers.
                 for _ in stream:
                     pass
                 raise
@@ -103,7 +104,10 @@ class InProcess:
         return self._of_all(lambda: _held(self._call, self._adapter, folder, audit=audit)[0])
 
     def _of_all(self, work: Callable[[], T]) -> list[T]:
-        """Of the ranks that serve this replica, by rank. Raises on all ranks where it fails on one (see ``of_all``)."""
+        """Return the results of the ranks that serve this replica, by rank.
+
+        It raises on all ranks where it fails on one (see ``of_all``).
+        """
         if self._parallel == 1:
             return [work()]
         first = dist.get_rank() // self._parallel * self._parallel
@@ -113,7 +117,7 @@ class InProcess:
 class OtherProcesses(SentWorkers):
     """Workers in processes of vLLM's: CUDA IPC on a GPU, shared memory on a CPU.
 
-    Args: as ``InProcess``; ``workers`` is how many there are.
+    The arguments are those of ``InProcess``; ``workers`` is the number of workers.
     """
 
     def __init__(
@@ -127,19 +131,20 @@ class OtherProcesses(SentWorkers):
         super().__init__(
             call, Sender(kind="ipc" if device.type == "cuda" else "shm", receivers=workers)
         )
-        self._aliases, self._adapter = dict(aliases), adapter
+        self._aliases = dict(aliases)
+        self._adapter = adapter
 
     def learn(self, plan: WirePlan) -> Sequence[Boxes]:
         """See ``Workers.learn``."""
-        told = self._call("rollout_fp8_learn_encoded", args=(encode(plan), self._aliases))
-        return [decode(boxes) for boxes in told]
+        encoded = self._call("rollout_fp8_learn_encoded", args=(encode(plan), self._aliases))
+        return [decode(boxes) for boxes in encoded]
 
     def load_adapter(self, folder: Path, *, audit: bool) -> Sequence[Held]:
         """See ``AdapterWorkers.load_adapter``; all workers read one folder."""
         return _held(self._call, self._adapter, folder, audit=audit)
 
     def close(self) -> None:
-        """Idempotent."""
+        """Close the sender; idempotent."""
         self._sender.close()
 
 
@@ -148,5 +153,5 @@ def _held(call: Call, adapter: ServedAdapter | None, folder: Path, *, audit: boo
     error = adapter.load(folder)
     if error:
         return [Held(error=error)]
-    told = call("rollout_fp8_adapter", args=(adapter.number, audit))
-    return [decode(held) for held in told]
+    encoded = call("rollout_fp8_adapter", args=(adapter.number, audit))
+    return [decode(held) for held in encoded]

@@ -1,4 +1,4 @@
-"""What runs inside a vLLM worker: an extension of its class, called through vLLM's ``collective_rpc``.
+"""Extension of the class of a vLLM worker, called through vLLM's ``collective_rpc``.
 
 The methods below become methods of the worker (``worker_extension_cls``), so their names begin with
 ``rollout_fp8_``. ``get_model``, ``reload_weights``, ``rank`` and ``device`` are the worker's own.
@@ -28,30 +28,36 @@ from rollout_fp8.wire.format import WirePlan, WireStream
 
 
 class SyncExtension:
-    """A worker's side of the weight sync."""
+    """Worker's side of the weight sync."""
 
     _rollout_fp8: Receiver | None = None
     _rollout_fp8_plan: WirePlan | None = None
     _rollout_fp8_aliases: Mapping[str, str]
 
     def rollout_fp8_processes(self) -> tuple[int, int]:
-        """Of this worker, and of who started it: vLLM's own process, unless that is the worker or the rollout's."""
+        """Return the process ids of this worker and of its parent.
+
+        The parent is vLLM's own process, unless that is the worker or the rollout's process.
+        """
         return os.getpid(), os.getppid()
 
     def rollout_fp8_learn_encoded(self, plan: bytes, aliases: Mapping[str, str]) -> bytes:
-        """Do ``rollout_fp8_learn`` between processes: vLLM's own serializer knows no classes of ours, bytes pass."""
+        """Do ``rollout_fp8_learn`` between processes, with encoded arguments and results.
+
+        vLLM's own serializer knows no classes of this package, but it passes bytes.
+        """
         return encode(self.rollout_fp8_learn(decode(plan), aliases))
 
     def rollout_fp8_learn(self, plan: WirePlan, aliases: Mapping[str, str]) -> Boxes:
-        """Learn where the tensors of ``plan`` go, unless that is known; what this worker serves of them.
+        """Learn the places of ``plan``'s tensors, unless they are known; return the served boxes.
 
         ``aliases``: tensors that are served under a second name, by that name.
         """
         worker: Any = self
         if self._rollout_fp8_plan is None or self._rollout_fp8_plan.tensors != plan.tensors:
-            self._rollout_fp8 = self._rollout_fp8_plan = (
-                None  # both: a plan that cannot be learnt leaves none
-            )
+            # Both: a plan that cannot be learnt leaves none.
+            self._rollout_fp8 = None
+            self._rollout_fp8_plan = None
             self._rollout_fp8_aliases = aliases
             model = worker.get_model()
             packed = PackedReader(model) if next(model.parameters()).device.type == "cpu" else None
@@ -59,7 +65,8 @@ class SyncExtension:
                 raise RolloutError(
                     "no weight sync for multi-head latent attention",
                     where="learning the server's layout",
-                    why="vLLM computes with weights derived from kv_b_proj, which a copy in place does not renew",
+                    why="vLLM computes with weights derived from kv_b_proj, "
+                    "which a copy in place does not renew",
                     remedy="set VLLM_MLA_DISABLE=1, or rollout.name=sglang",
                 )
             self._rollout_fp8 = Receiver(model, plan, self._rollout_fp8_load, packed)
@@ -68,7 +75,11 @@ class SyncExtension:
         return self._rollout_fp8.boxes
 
     def rollout_fp8_sync(self, stream: WireStream) -> tuple[list[int], dict[str, float]]:
-        """Install a stream; checksums of what is then served (if it is audited), and seconds by phase."""
+        """Install a stream.
+
+        Returns:
+            Checksums of the weights that are then served (if it is audited), and seconds by phase.
+        """
         assert self._rollout_fp8 is not None, "rollout_fp8_learn comes first"
         phases = Phases(stream.device)
         self._rollout_fp8.sync(stream, phases)
@@ -77,19 +88,18 @@ class SyncExtension:
             with phases.phase("audit"), torch.no_grad():
                 found = self._rollout_fp8.served()
             sums = found.tolist()
-        # Queued copies are not served weights yet: the sync ends when the device is through with
-        # them.
+        # Queued copies are not served weights yet: the sync ends when the device has finished them.
         return sums, dict(phases.seconds())
 
     def rollout_fp8_pull(self, address: str) -> None:
-        """Install what the sender at ``address`` carries; it gets the checksums and the seconds."""
+        """Install the stream of the sender at ``address``; send it the checksums and seconds."""
         worker: Any = self
         with receive_weights(address, rank=worker.rank, device=worker.device) as stream:
             sums, seconds = self.rollout_fp8_sync(stream)
             stream.answer = sums, {**stream.seconds(), **seconds}
 
     def rollout_fp8_adapter(self, number: int, audit: bool) -> bytes:
-        """What this worker has of adapter ``number``: an encoded ``Held``."""
+        """Return the parts of adapter ``number`` that this worker holds, as an encoded ``Held``."""
         worker: Any = self
         model = worker.get_model()
         if not audit:
@@ -108,7 +118,8 @@ class SyncExtension:
             private.forget_expert_kernels(worker.get_model())
         try:
             worker.reload_weights(weights_iterator=self._rollout_fp8_named(tensors))
-        except BaseException:  # whatever ended it, the next reload begins anew; raised again
+        except BaseException:
+            # After any error, the next reload begins from the start.
             private.end_reload(worker.get_model())
             raise
 

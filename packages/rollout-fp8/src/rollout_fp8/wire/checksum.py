@@ -69,7 +69,7 @@ def checksum_many(
 
 
 class ChecksumPlan:
-    """Prepare ``run`` for the same memory again and again: its addresses are taken once.
+    """Prepared checksums of parts of given layouts: a run costs their addresses and a launch.
 
     Args:
         parts: layouts of the parts; rows may lie apart, columns not.
@@ -99,7 +99,7 @@ class ChecksumPlan:
         self.bind(parts).run(out)
 
     def bind(self, parts: Sequence[Tensor]) -> BoundChecksum:
-        """Prepare ``run`` for the same memory again and again: its addresses are checked and taken once.
+        """Prepare ``run`` for the same memory again and again: it takes addresses only once.
 
         Raises:
             ValueError: as ``run``.
@@ -228,7 +228,7 @@ class _Launch:
 
 
 def _regions(part: Layout, box: ShardSpec) -> Iterator[_Region]:
-    """Yield the regions of a part: one, or one for each leading index of three and more dimensions."""
+    """Yield the regions of a part: one, or one for each leading index of three or more axes."""
     if tuple(part[0]) != tuple(box.shape):
         raise ValueError(f"a part of shape {tuple(part[0])} is not the box {box}")
     if 0 in box.shape:
